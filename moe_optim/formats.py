@@ -1,0 +1,370 @@
+"""Block-scaled formats as values: every property and shape that follows from a format lives here.
+
+A *plane* is one tensor of a quantized weight (data or scales, rowwise or columnwise). Shapes are
+*logical*: no padding and one scale a block. Padded and repeated scales belong to storage, see
+:meth:`BlockScaledFormat.storage_scale_shape`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from types import MappingProxyType
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from moe_optim.errors import ConfigError, LayoutError
+
+Direction = Literal["rowwise", "columnwise"]
+Element = Literal["e4m3", "e2m1"]
+ScaleEncoding = Literal["e8m0", "e4m3", "power_of_two"]
+ColumnwiseCopy = Literal["quantized", "shared", "transposed"]
+
+DIRECTIONS: tuple[Direction, ...] = ("rowwise", "columnwise")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockScaledFormat:
+    """How a weight [R, C] becomes narrow elements and one scale a block. A hashable value."""
+
+    name: str
+    """What recipes and checkpoints call the format."""
+    element: Element
+    """Encoding of one element; ``e2m1`` elements are packed two a byte, low nibble first."""
+    data_max: float
+    """Largest finite magnitude of an element."""
+    rowwise_block: tuple[int, int]
+    """Rows and columns that share one rowwise scale."""
+    columnwise_copy: ColumnwiseCopy
+    """``quantized``: from the master with its own scales. ``shared``: the rowwise bytes themselves.
+    ``transposed``: the rowwise elements and scales, moved to [C, R]."""
+    scale_encoding: ScaleEncoding
+    """``e8m0`` and ``e4m3`` are bytes, ``power_of_two`` is fp32."""
+    dimension_multiple: int
+    """Rows and columns must both be multiples of this; 1 where edge blocks may be partial."""
+    has_global_amax: bool = False
+    """Whether every expert carries one fp32 amax next to its block scales."""
+
+    @property
+    def element_bits(self) -> int:
+        """Bits of one element."""
+        return 8 if self.element == "e4m3" else 4
+
+    @property
+    def elements_per_byte(self) -> int:
+        """Elements packed into one data byte."""
+        return 8 // self.element_bits
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """Dtype of the scale planes: uint8 codes, or fp32."""
+        return torch.float32 if self.scale_encoding == "power_of_two" else torch.uint8
+
+    @property
+    def is_2d(self) -> bool:
+        """Whether one square block serves both directions."""
+        return self.columnwise_copy != "quantized"
+
+    @property
+    def wire_directions(self) -> tuple[Direction, ...]:
+        """Directions that must travel; the other one is derived from these, exactly."""
+        return ("rowwise",) if self.is_2d else DIRECTIONS
+
+    @property
+    def data_bytes_per_element(self) -> Fraction:
+        """Bytes of one data plane for each logical element."""
+        return Fraction(1, self.elements_per_byte)
+
+    @property
+    def scale_bytes_per_element(self) -> Fraction:
+        """Bytes of one scale plane for each logical element, partial edge blocks aside."""
+        rows, cols = self.rowwise_block
+        return Fraction(self.scale_dtype.itemsize, rows * cols)
+
+    @property
+    def wire_bytes_per_element(self) -> Fraction:
+        """Bytes gathered for each parameter: data and scales of all directions that travel.
+
+        The 4 bytes an expert of a global amax are not in it.
+        """
+        plane = self.data_bytes_per_element + self.scale_bytes_per_element
+        return plane * len(self.wire_directions)
+
+    def block(self, direction: Direction) -> tuple[int, int]:
+        """Return the rows and columns of the logical [R, C] weight that share one scale."""
+        rows, cols = self.rowwise_block
+        return (rows, cols) if direction == "rowwise" else (cols, rows)
+
+    def transposes(self, direction: Direction) -> bool:
+        """Return whether the data plane of ``direction`` is stored as [C, R]."""
+        return direction == "columnwise" and self.columnwise_copy == "transposed"
+
+    def check_shape(self, shape: Sequence[int], name: str = "weight") -> tuple[int, int, int]:
+        """Return ``shape`` as (experts, rows, cols) if the format can hold it.
+
+        Args:
+            shape: logical [E, R, C].
+            name: how the error calls the weight.
+
+        Raises:
+            LayoutError: not three sizes, a negative one, or rows or columns that are no multiple
+                of ``dimension_multiple``.
+        """
+        if len(shape) != 3 or min(shape) < 0:
+            raise LayoutError(
+                f"{name}: expected a shape [experts, rows, cols], got {list(shape)}. "
+                f"View one weight as [1, rows, cols]."
+            )
+        experts, rows, cols = shape
+        multiple = self.dimension_multiple
+        if rows % multiple or cols % multiple:
+            raise LayoutError(
+                f"{name}: {self.name} needs rows and columns divisible by {multiple}, got "
+                f"[{rows}, {cols}]. Pad moe_ffn_hidden_size or hidden_size to a multiple of "
+                f"{multiple}, or keep this weight in bf16."
+            )
+        return experts, rows, cols
+
+    def data_shape(self, shape: Sequence[int], direction: Direction) -> tuple[int, int, int]:
+        """Return the shape in bytes of the data plane of a logical [E, R, C] weight."""
+        experts, rows, cols = shape
+        if self.transposes(direction):
+            rows, cols = cols, rows
+        return experts, rows, cols // self.elements_per_byte
+
+    def scale_shape(self, shape: Sequence[int], direction: Direction) -> tuple[int, int, int]:
+        """Return the logical shape of the scale plane: no padding, one scale a block.
+
+        2-D formats give the transpose of their rowwise scales for ``columnwise``, also where the
+        data itself is shared and not transposed.
+        """
+        experts, rows, cols = shape
+        block_rows, block_cols = self.block(direction)
+        scale_rows, scale_cols = _ceil_div(rows, block_rows), _ceil_div(cols, block_cols)
+        if self.is_2d and direction == "columnwise":
+            scale_rows, scale_cols = scale_cols, scale_rows
+        return experts, scale_rows, scale_cols
+
+    def storage_scale_shape(self, rows: int, cols: int, direction: Direction) -> tuple[int, int]:
+        """Return the shape in which Transformer Engine keeps the scales of one [R, C] weight.
+
+        Padded and unswizzled. A storage scale lies at the position of its logical scale times
+        :meth:`storage_scale_repeat`; everything beyond is padding and must be zero.
+        """
+        if self.transposes(direction):
+            rows, cols = cols, rows
+        if self.scale_encoding == "power_of_two":  # one fp32 a block, only the last dim is padded
+            block_rows, block_cols = self.rowwise_block
+            return _ceil_div(rows, block_rows), _round_up(_ceil_div(cols, block_cols), 4)
+        # The kernels that read byte scales want one for each line of a 1-D block.
+        length = max(self.rowwise_block)
+        if direction == "columnwise" and not self.transposes(direction):
+            return _round_up(_ceil_div(rows, length), 4), _round_up(cols, 128)
+        return _round_up(rows, 128), _round_up(_ceil_div(cols, length), 4)
+
+    def storage_scale_repeat(self, direction: Direction) -> tuple[int, int]:
+        """Return how many storage rows and columns one block scale fills.
+
+        Counted along the axes of the data plane as stored. For ``mxfp8_2d`` columnwise these are
+        the axes of the *rowwise* scales, because its data is not transposed.
+        """
+        length = max(self.rowwise_block)
+        if not self.is_2d or self.scale_encoding == "power_of_two":
+            return 1, 1
+        if direction == "columnwise" and not self.transposes(direction):
+            return 1, length
+        return length, 1
+
+
+MXFP8 = BlockScaledFormat(
+    name="mxfp8",
+    element="e4m3",
+    data_max=448.0,
+    rowwise_block=(1, 32),
+    columnwise_copy="quantized",
+    scale_encoding="e8m0",
+    dimension_multiple=32,
+)
+MXFP8_2D = BlockScaledFormat(
+    name="mxfp8_2d",
+    element="e4m3",
+    data_max=448.0,
+    rowwise_block=(32, 32),
+    columnwise_copy="shared",
+    scale_encoding="e8m0",
+    dimension_multiple=32,
+)
+NVFP4 = BlockScaledFormat(
+    name="nvfp4",
+    element="e2m1",
+    data_max=6.0,
+    rowwise_block=(16, 16),
+    columnwise_copy="transposed",
+    scale_encoding="e4m3",
+    dimension_multiple=16,
+    has_global_amax=True,
+)
+FP8_BLOCK = BlockScaledFormat(
+    name="fp8_block",
+    element="e4m3",
+    data_max=448.0,
+    rowwise_block=(128, 128),
+    columnwise_copy="transposed",
+    scale_encoding="power_of_two",
+    dimension_multiple=1,
+)
+
+FORMATS: Mapping[str, BlockScaledFormat] = MappingProxyType(
+    {format.name: format for format in (MXFP8, MXFP8_2D, NVFP4, FP8_BLOCK)}
+)
+"""Every block-scaled format by name. ``bf16`` is not one: it has neither blocks nor scales."""
+
+
+def get_format(name: str) -> BlockScaledFormat:
+    """Return the block-scaled format called ``name``.
+
+    Raises:
+        ConfigError: no block-scaled format has that name; the message lists those that exist.
+    """
+    if name not in FORMATS:
+        raise ConfigError(
+            f"format: expected one of {', '.join(FORMATS)}, got '{name}'. Name a block-scaled "
+            f"format; 'bf16' has no blocks and no descriptor."
+        )
+    return FORMATS[name]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class QuantizedWeight:
+    """The planes of a stack of quantized experts, at their logical shapes.
+
+    The tensors are held, not copied, and may be views with any strides: the record can describe
+    storage that somebody else owns. Data planes are uint8, also where the bytes mean fp8.
+    """
+
+    format: BlockScaledFormat
+    shape: tuple[int, int, int]
+    """Logical (experts, rows, cols)."""
+    rowwise_data: Tensor
+    """[E, R, C / elements_per_byte] uint8."""
+    rowwise_scale: Tensor
+    """What dequantizing multiplies by; ``format.scale_shape`` and ``format.scale_dtype``."""
+    columnwise_data: Tensor
+    """uint8, [E, R, C] or transposed; the very memory of ``rowwise_data`` where it is shared."""
+    columnwise_scale: Tensor
+    """Like ``rowwise_scale``, for the columnwise blocks."""
+    global_amax: Tensor | None = None
+    """[E] fp32 for formats with a global amax, else None."""
+
+    def __post_init__(self) -> None:
+        """Check every plane against the format.
+
+        Raises:
+            LayoutError: a plane has the wrong shape, dtype or device, is missing or superfluous,
+                or does not share the memory it should.
+        """
+        self.format.check_shape(self.shape, name="QuantizedWeight.shape")
+        for direction in DIRECTIONS:
+            data_shape = self.format.data_shape(self.shape, direction)
+            self._check_plane(f"{direction}_data", data_shape, torch.uint8)
+            scale_shape = self.format.scale_shape(self.shape, direction)
+            self._check_plane(f"{direction}_scale", scale_shape, self.format.scale_dtype)
+        if self.format.has_global_amax:
+            self._check_plane("global_amax", self.shape[:1], torch.float32)
+        elif self.global_amax is not None:
+            raise LayoutError(
+                f"QuantizedWeight.global_amax: {self.format.name} has none, got a tensor. "
+                f"Leave it out."
+            )
+        if self.format.columnwise_copy == "shared" and not _same_memory(
+            self.rowwise_data, self.columnwise_data
+        ):
+            raise LayoutError(
+                f"QuantizedWeight.columnwise_data: {self.format.name} shares one data plane, got "
+                f"a second one. Pass rowwise_data for both directions."
+            )
+
+    @classmethod
+    def empty(
+        cls,
+        format: BlockScaledFormat,
+        shape: Sequence[int],
+        *,
+        device: torch.device | str | None = None,
+        name: str = "weight",
+    ) -> "QuantizedWeight":
+        """Allocate the planes of a logical [E, R, C] weight, contiguous and not written.
+
+        Raises:
+            LayoutError: ``shape`` does not fit the format; the message calls it ``name``.
+        """
+        checked = format.check_shape(shape, name)
+
+        def data(direction: Direction) -> Tensor:
+            size = format.data_shape(checked, direction)
+            return torch.empty(size, dtype=torch.uint8, device=device)
+
+        def scale(direction: Direction) -> Tensor:
+            size = format.scale_shape(checked, direction)
+            return torch.empty(size, dtype=format.scale_dtype, device=device)
+
+        rowwise_data = data("rowwise")
+        shared = format.columnwise_copy == "shared"
+        return cls(
+            format=format,
+            shape=checked,
+            rowwise_data=rowwise_data,
+            rowwise_scale=scale("rowwise"),
+            columnwise_data=rowwise_data if shared else data("columnwise"),
+            columnwise_scale=scale("columnwise"),
+            global_amax=torch.empty(checked[:1], dtype=torch.float32, device=device)
+            if format.has_global_amax
+            else None,
+        )
+
+    def data(self, direction: Direction) -> Tensor:
+        """Return the data plane of ``direction``, not a copy."""
+        return self.rowwise_data if direction == "rowwise" else self.columnwise_data
+
+    def scale(self, direction: Direction) -> Tensor:
+        """Return the scale plane of ``direction``, not a copy."""
+        return self.rowwise_scale if direction == "rowwise" else self.columnwise_scale
+
+    def planes(self) -> dict[str, Tensor]:
+        """Return every distinct plane by field name; shared bytes are listed once."""
+        planes = {"rowwise_data": self.rowwise_data, "rowwise_scale": self.rowwise_scale}
+        if self.format.columnwise_copy != "shared":
+            planes["columnwise_data"] = self.columnwise_data
+        planes["columnwise_scale"] = self.columnwise_scale
+        if self.global_amax is not None:
+            planes["global_amax"] = self.global_amax
+        return planes
+
+    def _check_plane(self, field: str, shape: Sequence[int], dtype: torch.dtype) -> None:
+        plane = getattr(self, field)
+        where = f"QuantizedWeight.{field}"
+        if plane is None:
+            raise LayoutError(f"{where}: {self.format.name} needs {list(shape)} {dtype}, got None.")
+        if tuple(plane.shape) != tuple(shape) or plane.dtype != dtype:
+            raise LayoutError(
+                f"{where}: {self.format.name} of shape {list(self.shape)} needs {list(shape)} "
+                f"{dtype}, got {list(plane.shape)} {plane.dtype}."
+            )
+        if plane.device != self.rowwise_data.device:
+            raise LayoutError(
+                f"{where}: expected the device of rowwise_data, {self.rowwise_data.device}, got "
+                f"{plane.device}."
+            )
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    return a is b or (a.data_ptr() == b.data_ptr() and a.stride() == b.stride())
+
+
+def _ceil_div(value: int, divisor: int) -> int:
+    return -(-value // divisor)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return _ceil_div(value, multiple) * multiple

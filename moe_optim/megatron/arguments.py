@@ -1,0 +1,61 @@
+"""The three flags of the plug-in, and what they ask for.
+
+They are read from the command line itself and not from Megatron's ``args``: ``--yaml-cfg`` replaces
+those after parsing, and ``--use-checkpoint-args`` overwrites some of them.
+"""
+
+from argparse import ArgumentParser
+from collections.abc import Sequence
+
+from moe_optim.config import MoEOptimConfig
+from moe_optim.errors import ConfigError
+from moe_optim.recipes import load_recipe
+
+FLAG = "--use-moe-grouped-optim"
+
+
+def add_moe_optim_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Add the plug-in's flags to ``parser``, in a group of their own, and return it."""
+    group = parser.add_argument_group(title="moe_optim")
+    group.add_argument(
+        FLAG,
+        action="store_true",
+        help="Keep expert weights quantized and train them with moe_optim's distributed optimizer.",
+    )
+    group.add_argument(
+        "--moe-optim-recipe",
+        metavar="PATH",
+        help="Take the moe_optim section of this recipe. Its megatron_args are not read here.",
+    )
+    group.add_argument(
+        "--moe-optim-set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="Set one field of moe_optim, after the recipe. May be given several times.",
+    )
+    return parser
+
+
+def request_from_argv(argv: Sequence[str]) -> MoEOptimConfig | None:
+    """Return the configuration that a command line asks for, or None without the flag.
+
+    Args:
+        argv: arguments without the program name; those of Megatron are skipped.
+
+    Raises:
+        ConfigError: a recipe or a field without ``--use-moe-grouped-optim``, or either is wrong.
+    """
+    parser = add_moe_optim_arguments(ArgumentParser(allow_abbrev=False, add_help=False))
+    args, _ = parser.parse_known_args(list(argv))
+    if not args.use_moe_grouped_optim:
+        if args.moe_optim_recipe or args.moe_optim_set:
+            raise ConfigError(
+                f"command line: --moe-optim-recipe and --moe-optim-set need {FLAG}, got them "
+                f"without it. Add {FLAG}, or remove them."
+            )
+        return None
+    config = MoEOptimConfig()
+    if args.moe_optim_recipe:
+        config = load_recipe(args.moe_optim_recipe).moe_optim
+    return config.replace_from(args.moe_optim_set)

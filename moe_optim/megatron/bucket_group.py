@@ -1,0 +1,238 @@
+"""Bucket groups: the one owner of what managed buckets hold and of how fresh their weights are."""
+
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import param_and_grad_buffer as upstream
+from megatron.core.distributed.param_and_grad_buffer import (
+    _ParamAndGradBucket,
+    _ParamAndGradBucketGroup,
+    _ParamAndGradBuffer,
+)
+from torch.distributed import _coalescing_manager
+
+from moe_optim import ops
+from moe_optim.errors import StateError
+from moe_optim.layout.planes import GatherPlane
+from moe_optim.megatron.bucket_storage import Content, Event
+
+_stock_partition_buckets = upstream.partition_buckets
+
+
+class Weights(Enum):
+    """Whether the weights of a group are those of the current masters."""
+
+    FRESH = "fresh"
+    STALE = "stale"
+
+
+class Owner(Protocol):
+    """An optimizer that holds masters of a group's parameters."""
+
+    def stage_masters(self, bucket: _ParamAndGradBucket) -> None:
+        """Copy this rank's masters to their place in ``bucket.param_data``."""
+
+
+class GroupedBucketGroup(_ParamAndGradBucketGroup):
+    """Megatron's bucket group, where a group of managed buckets gathers by its own rules.
+
+    Nobody pushes masters into the memory of a managed bucket. An optimizer marks the group stale;
+    whoever next needs the weights (a forward pre-hook, an evaluation, a save, the end of a step)
+    calls ``start_param_sync``, and the group then pulls the masters, gathers and requantizes. Fresh
+    weights are never gathered again. Groups without managed buckets behave as Megatron's, except
+    that a gather in flight is always finished with its post-processing.
+    """
+
+    def __init__(self, buckets: list[_ParamAndGradBucket], *args: Any, **kwargs: Any) -> None:
+        """Arguments are Megatron's. Buckets must be all managed or all not."""
+        super().__init__(buckets, *args, **kwargs)
+        self.managed = all(hasattr(bucket, "storage") for bucket in buckets)
+        self.weights = Weights.FRESH
+        self._owners: list[Owner] = []
+        self._stepped: list[Owner] = []
+
+    def bind(self) -> None:
+        """Become the owner of the buckets. The optimizer's duplicate groups never call this."""
+        if self.managed:
+            for bucket in self.buckets:
+                bucket.storage.before_zero = self.finish_gather
+
+    def add_owner(self, owner: Owner) -> None:
+        """Name an optimizer whose masters the group gathers; it counts itself in with a step."""
+        self._owners.append(owner)
+
+    def mark_stale(self, owner: Owner) -> None:
+        """Note that the masters of ``owner`` have moved on; nothing is gathered yet."""
+        self._set_weights(Weights.STALE)
+        if owner not in self._stepped:
+            self._stepped.append(owner)
+
+    def _set_weights(self, weights: Weights) -> None:
+        self.weights = weights
+        for param in self.params:
+            param.quantized_storage.is_fresh = weights is Weights.FRESH
+
+    @torch.no_grad()
+    def start_param_sync(self, force_sync: bool = False) -> None:
+        """Gather the weights if they are stale. Every rank of the group must call it.
+
+        Args:
+            force_sync: return only when the weights are in place, whatever the configuration.
+
+        Raises:
+            StateError: the memory holds gradients that no step has used; or not all optimizers of
+                the group have stepped and the weights are wanted at once.
+        """
+        if not self.managed:
+            super().start_param_sync(force_sync=force_sync)
+            return
+        if self.param_gather_handle is not None:
+            if not force_sync:
+                raise StateError(f"{self._name()}: a parameter gather is in flight already.")
+            self.finish_gather()
+        if self.weights is Weights.STALE and not self.all_owners_stepped():
+            if force_sync:
+                raise StateError(
+                    f"{self._name()}: expected all {len(self._owners)} optimizers of the group to "
+                    f"have stepped, got {len(self._stepped)}. Finish optimizer.step() before "
+                    "weights are read."
+                )
+            return  # the last owner's step comes here again
+        if self.weights is Weights.STALE:
+            for bucket in self.buckets:
+                bucket.storage.open_for_staging()
+                for owner in self._owners:
+                    owner.stage_masters(bucket)
+            asynchronous = self.ddp_config.overlap_param_gather and not force_sync
+            self.param_gather_handle = self._gather(asynchronous)
+            if not asynchronous:
+                self._post_param_sync()
+        self.param_gather_dispatched = True
+
+    def all_owners_stepped(self) -> bool:
+        """Return whether every optimizer of the group has counted itself in."""
+        return len(self._stepped) == len(self._owners)
+
+    def _gather(self, asynchronous: bool) -> Any:
+        """All-gather the staged bytes in place; return a handle if asynchronous."""
+        size = self.intra_distributed_optimizer_instance_size
+        rank = self.intra_distributed_optimizer_instance_rank
+        group = self.intra_distributed_optimizer_instance_group
+        for bucket in self.buckets:
+            bucket.storage.record(Event.FLY)
+        with _coalescing_manager(group, async_ops=asynchronous) as work:
+            for bucket in self.buckets:
+                plane = GatherPlane.viewing(bucket.storage.name, bucket.param_data)
+                dist.all_gather_into_tensor(
+                    plane.data, plane.slice_of(rank, size), group=group, async_op=asynchronous
+                )
+        return work if asynchronous else None
+
+    @torch.no_grad()
+    def _post_param_sync(self) -> None:
+        """Requantize what a gather brought, one launch a bucket, and leave zeros behind."""
+        if not self.managed:
+            super()._post_param_sync()
+            return
+        if self.buckets[0].storage.content is not Content.IN_FLIGHT:
+            return  # Megatron calls this after every start, also when nothing was gathered
+        for bucket in self.buckets:
+            ops.requantize(bucket.table)
+            bucket.storage.record(Event.LAND)
+        for param in self.params:
+            param.quantized_storage.finish_gather()
+        self._stepped = []
+        self._set_weights(Weights.FRESH)
+
+    def finish_gather(self) -> None:
+        """Wait for a gather in flight and put its result in place; do nothing without one."""
+        if self.param_gather_handle is not None:
+            self.param_gather_handle.wait()
+            self.param_gather_handle = None
+            self._post_param_sync()
+
+    def free_overlap_buffers(self) -> None:
+        """Finish a gather in flight, its post-processing included (Megatron drops that)."""
+        self.finish_gather()
+        super().free_overlap_buffers()
+
+    def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        """Reduce the gradients, after a gather that no forward pass waited for has finished."""
+        self.finish_gather()
+        already_dispatched = self.is_first_batch and self.grad_reduce_handle is not None
+        if self.managed and not already_dispatched:
+            for bucket in self.buckets:
+                bucket.storage.record(Event.REDUCE)
+        super().start_grad_sync(force_all_reduce=force_all_reduce)
+
+    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        """Finish the reduction; a gather that no forward pass waited for is finished first."""
+        self.finish_gather()
+        super().finish_grad_sync(force_all_reduce=force_all_reduce)
+
+    def record(self, event: Event) -> None:
+        """Record an event on every bucket of a managed group."""
+        for bucket in self.buckets:
+            bucket.storage.record(event)
+
+    def _name(self) -> str:
+        return self.buckets[0].storage.name
+
+
+def partition_buckets(
+    buffers: list[_ParamAndGradBuffer],
+    force_single_bucket_group: bool = False,
+    reduce_scatter_with_fp32_accumulation: bool = False,
+) -> list[_ParamAndGradBucketGroup]:
+    """Cut the buckets of a model chunk into groups; managed and other buckets never share one.
+
+    Megatron puts all bf16 buckets into the group of the last quantized bucket, where their gather
+    waits for everything. Here every bucket communicates on its own, and groups follow each other in
+    the order of the backward pass. With ``force_single_bucket_group`` there is one group of
+    managed buckets and one of the others.
+    """
+    if not any(buffer.managed for buffer in buffers):
+        return _stock_partition_buckets(
+            buffers, force_single_bucket_group, reduce_scatter_with_fp32_accumulation
+        )
+    if force_single_bucket_group:
+        groups = [
+            _make_group([(buffer, bucket) for buffer in kind for bucket in buffer.buckets])
+            for kind in _split(buffers, lambda buffer: buffer.managed)
+        ]
+    else:
+        placed = [(buffer, bucket) for buffer in buffers for bucket in buffer.buckets]
+        placed.sort(key=_last_registration, reverse=True)
+        groups = [_make_group([one]) for one in placed]
+    for group in groups:
+        group.bind()
+    return groups
+
+
+def _split(
+    buffers: list[_ParamAndGradBuffer], predicate: Callable[[_ParamAndGradBuffer], bool]
+) -> list[list[_ParamAndGradBuffer]]:
+    halves = [[b for b in buffers if not predicate(b)], [b for b in buffers if predicate(b)]]
+    return [half for half in halves if half]
+
+
+def _last_registration(placed: tuple[_ParamAndGradBuffer, _ParamAndGradBucket]) -> int:
+    """Return the highest registration index in a bucket, counted over buffers of one dtype."""
+    buffer, bucket = placed
+    index = dict(zip(buffer.params, buffer.param_indices, strict=True))
+    return max(index[param] for param in bucket.params_list)
+
+
+def _make_group(
+    placed: list[tuple[_ParamAndGradBuffer, _ParamAndGradBucket]],
+) -> GroupedBucketGroup:
+    buffer = placed[0][0]
+    return GroupedBucketGroup(
+        [bucket for _, bucket in placed],
+        buffer.ddp_config,
+        buffer.data_parallel_group,
+        buffer.data_parallel_world_size,
+    )

@@ -1,0 +1,131 @@
+"""Parameter and gradient buffers that hold quantized expert weights."""
+
+import copy
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.distributed import param_and_grad_buffer as upstream
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucket, _ParamAndGradBuffer
+from torch import Tensor
+
+from moe_optim.errors import StateError
+from moe_optim.kernels.member_table import MemberTable, TableEntry
+from moe_optim.megatron.bucket_storage import BucketStorage, Content, Event
+from moe_optim.modules.grouped_weight import GroupedWeight
+
+_stock_param_uses_quantized_storage = upstream._param_uses_quantized_storage
+_stock_is_grouped_mxfp8tensor = upstream.is_grouped_mxfp8tensor
+
+
+def _param_uses_quantized_storage(param: torch.nn.Parameter) -> bool:
+    """Return whether Megatron must give ``param`` a buffer of its own kind (uint8)."""
+    return isinstance(param, GroupedWeight) or _stock_param_uses_quantized_storage(param)
+
+
+def is_grouped_mxfp8tensor(tensor: Tensor) -> bool:
+    """Return whether the buffer shares memory between ``tensor``'s gradients and its gather."""
+    return isinstance(tensor, GroupedWeight) or _stock_is_grouped_mxfp8tensor(tensor)
+
+
+class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
+    """Megatron's buffer, where a buffer of :class:`GroupedWeight` parameters is *managed*.
+
+    A managed buffer has no ``param_data``. Every bucket gathers through its own gradient memory
+    (``bucket.storage``) and knows how to requantize what arrived (``bucket.table``). Buffers of all
+    other parameters are Megatron's to the byte.
+    """
+
+    def __init__(
+        self,
+        ddp_config: Any,
+        param_dtype: torch.dtype,
+        grad_dtype: torch.dtype,
+        params_with_names: list[tuple[torch.nn.Parameter, str]],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Lay out the buffer; arguments are Megatron's."""
+        kinds = {isinstance(param, GroupedWeight) for param, _ in params_with_names}
+        self.managed = kinds == {True}
+        if len(kinds) > 1:
+            names = ", ".join(name for param, name in params_with_names)
+            raise StateError(
+                f"parameter buffer: expected quantized weights of one kind, got portable and "
+                f"other ones together: {names}. Use one expert implementation in a model."
+            )
+        if not self.managed:
+            super().__init__(
+                ddp_config, param_dtype, grad_dtype, params_with_names, *args, **kwargs
+            )
+            return
+        for param, name in params_with_names:
+            param.quantized_storage.name = name
+        # Tells Megatron's constructor to leave the storage of the weights alone. A copy: nothing
+        # else may see the flag, and its own check wants Transformer Engine.
+        sharing_config = copy.copy(ddp_config)
+        sharing_config.reuse_grad_buf_for_mxfp8_param_ag = True
+        super().__init__(
+            sharing_config, param_dtype, grad_dtype, params_with_names, *args, **kwargs
+        )
+        self.ddp_config = ddp_config
+        self.param_data = None
+        for param in self.params:
+            storage = self.param_to_bucket[param].storage
+            param.register_hook(partial(_note_gradient, storage))
+
+    def _new_bucket(self, *args: Any, **kwargs: Any) -> _ParamAndGradBucket:
+        """Create a bucket; a managed one gathers through its own gradients and nothing else's."""
+        bucket = super()._new_bucket(*args, **kwargs)
+        if self.managed:
+            names = [param.quantized_storage.name for param in bucket.params_list]
+            where = names[0] if len(names) == 1 else f"{names[-1]} to {names[0]}"
+            bucket.storage = BucketStorage(f"bucket {bucket.bucket_id} ({where})", bucket.grad_data)
+            bucket.param_data = bucket.storage.staging
+            bucket.table = build_table(bucket)
+        return bucket
+
+    def reset(self) -> None:
+        """Zero the gradients."""
+        if not self.managed:
+            super().reset()
+            return
+        for bucket in self.buckets:
+            bucket.storage.zero()
+        for grad in self.extra_main_grads:
+            grad.zero_()
+
+    def offload_to_cpu(self, move_params: bool = True, move_grads: bool = True) -> None:
+        """Free gradient memory; a gather in it is finished first. Managed weights stay."""
+        if self.managed:
+            for bucket in self.buckets:
+                bucket.storage.before_zero()
+        super().offload_to_cpu(move_params, move_grads)
+
+    def reload_from_cpu(self, move_params: bool = True, move_grads: bool = True) -> None:
+        """Take gradient memory again, zeroed."""
+        was_offloaded = self.grad_data_size > 0
+        super().reload_from_cpu(move_params, move_grads)
+        if self.managed and move_grads and was_offloaded:
+            for bucket in self.buckets:
+                bucket.storage.content = Content.ZERO
+
+
+def build_table(bucket: _ParamAndGradBucket) -> MemberTable:
+    """Return the requantization of a whole bucket from its staging memory, which it wipes."""
+    entries = []
+    for param in bucket.params_list:
+        start, end = bucket.param_to_index[param]
+        quantized = param.quantized_storage.quantized
+        entries.append(
+            TableEntry(
+                parameter=param.quantized_storage.name,
+                source=bucket.storage.staging[start:end].view(quantized.shape),
+                target=quantized,
+            )
+        )
+    return MemberTable.build(entries, consumed=bucket.storage.staging)
+
+
+def _note_gradient(storage: BucketStorage, _grad: Tensor) -> None:
+    storage.record(Event.ACCUMULATE)

@@ -1,0 +1,224 @@
+"""The portable experts: Megatron's local spec with one grouped product a linear."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812  # torch's own spelling
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
+from megatron.core.models import backends
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.random import (
+    get_cuda_rng_tracker,
+    get_expert_parallel_rng_tracker_name,
+)
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from moe_optim.config import MoEOptimConfig
+from moe_optim.errors import ConfigError
+from moe_optim.formats import get_format
+from moe_optim.megatron.plugin import active_config
+from moe_optim.modules.grouped_linear import GroupedLinear
+from moe_optim.modules.grouped_weight import GroupedWeight
+
+_stock_grouped_mlp_modules = backends.LocalSpecProvider.grouped_mlp_modules
+
+
+def grouped_mlp_modules(
+    self: backends.LocalSpecProvider, moe_use_grouped_gemm: bool
+) -> Callable[..., torch.nn.Module]:
+    """Return what ``LocalSpecProvider`` builds experts with: ours where grouping is asked for."""
+    if not moe_use_grouped_gemm:
+        return _stock_grouped_mlp_modules(self, moe_use_grouped_gemm)
+    return partial(GroupedExperts, moe_optim_config=active_config())
+
+
+class GroupedExperts(MegatronModule):
+    """SwiGLU experts of one layer, bf16 activations, weights in any storage format.
+
+    Initial weights are those of Megatron's ``SequentialMLP``: drawn in bf16 expert by expert, fc1
+    then fc2, from the expert-parallel random stream.
+
+    Args:
+        num_local_experts: experts on this rank.
+        config: Megatron's transformer configuration.
+        moe_optim_config: storage format, parameter layout and how weight gradients accumulate.
+        pg_collection: process groups; ``ep``, ``expt_tp`` and ``expt_dp`` are used.
+        name: path of this module in the model, for errors.
+
+    Raises:
+        ConfigError: a feature of Megatron's experts that these do not have.
+    """
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        *,
+        moe_optim_config: MoEOptimConfig,
+        pg_collection: Any,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        _refuse_unsupported(config, pg_collection)
+        self.num_local_experts = num_local_experts
+        self.pg_collection = pg_collection
+        hidden, ffn = config.hidden_size, config.moe_ffn_hidden_size
+        quantized = moe_optim_config.format != "bf16"
+        make = partial(
+            GroupedLinear,
+            num_local_experts,
+            format=get_format(moe_optim_config.format) if quantized else None,
+            expert_layout=moe_optim_config.expert_layout,
+            fuse_wgrad_accumulation=moe_optim_config.fuse_wgrad_accumulation,
+            device=torch.cuda.current_device(),
+        )
+        where = name or "experts"
+        self.linear_fc1 = make(2 * ffn, hidden, name=f"{where}.linear_fc1")
+        self.linear_fc2 = make(hidden, ffn, name=f"{where}.linear_fc2")
+        self._initialize(keep_for_masters=quantized)
+        expert_parallel = config.expert_model_parallel_size > 1
+        for linear, partition_dim in ((self.linear_fc1, 0), (self.linear_fc2, 1)):
+            for weight in linear.weights():
+                weight.allreduce = not expert_parallel  # type: ignore[attr-defined]
+                # counted from the last two axes: the axis of the experts comes before them
+                dim = partition_dim + weight.dim() - 2
+                set_tensor_model_parallel_attributes(weight, True, dim, 1)
+
+    def _initialize(self, *, keep_for_masters: bool) -> None:
+        if not self.config.perform_initialization:
+            draws = [(self.linear_fc1, torch.Tensor.zero_), (self.linear_fc2, torch.Tensor.zero_)]
+        else:
+            draws = [
+                (self.linear_fc1, self.config.init_method),
+                (self.linear_fc2, self.config.output_layer_init_method),
+            ]
+        device = torch.cuda.current_device()
+        values = {
+            linear: torch.empty(linear.shape, dtype=torch.bfloat16, device=device)
+            for linear, _ in draws
+        }
+        for expert in range(self.num_local_experts):
+            for linear, draw in draws:
+                with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
+                    draw(values[linear][expert])
+        for linear, drawn in values.items():
+            linear.load_values(drawn, keep_for_masters=keep_for_masters)
+
+    def forward(
+        self,
+        permuted_local_hidden_states: Tensor,
+        tokens_per_expert: Tensor,
+        permuted_probs: Tensor,
+    ) -> tuple[Tensor, None]:
+        """Run all local experts.
+
+        Args:
+            permuted_local_hidden_states: [T, hidden] bf16, sorted by expert.
+            tokens_per_expert: [E] integers, on any device.
+            permuted_probs: [T] routing weight of each token, any float dtype.
+
+        Returns:
+            [T, hidden] bf16, and None: there is no bias.
+        """
+        tokens = permuted_local_hidden_states
+        ends = tokens_per_expert.to(tokens.device).cumsum(0).to(torch.int32)
+        hidden = self.linear_fc1(tokens, ends)
+        return self.linear_fc2(self._activate(hidden, permuted_probs.unsqueeze(-1)), ends), None
+
+    def _activate(self, hidden: Tensor, probs: Tensor) -> Tensor:
+        """Apply SwiGLU and the routing weights, fused or step by step as Megatron's MLP does."""
+        if self.config.bias_activation_fusion:
+            store_fp8 = self.config.activation_func_fp8_input_store
+            return weighted_bias_swiglu_impl(hidden, None, probs, store_fp8)
+        gate, linear = torch.chunk(hidden, 2, dim=-1)
+        gated = F.silu(gate) * (linear + self.config.glu_linear_offset)
+        return (gated * probs).to(gated.dtype)
+
+    def backward_dw(self) -> None:
+        """Do nothing: weight gradients are computed in the backward pass itself."""
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Return all weights under Megatron's expert keys, interchangeable with SequentialMLP.
+
+        Keys are ``{prefix}experts.linear_fcN.weight`` of global shape [experts, R, C]; the values
+        saved are bf16. No rank communicates.
+        """
+        if (metadata or {}).get("singleton_local_shards", False):
+            raise ConfigError(
+                "portable experts: singleton_local_shards: expected one key for all experts, got "
+                "one key an expert. Save with Megatron's default metadata."
+            )
+        state: dict[str, Any] = {}
+        for name, linear in (("linear_fc1", self.linear_fc1), ("linear_fc2", self.linear_fc2)):
+            key = f"{prefix}experts.{name}.weight"
+            for parameter_name, weight in linear.named_parameters(recurse=False):
+                state[f"{prefix}{name}.{parameter_name}"] = self._sharded_weight(
+                    key, weight, self._expert_offset(parameter_name), sharded_offsets
+                )
+        return state
+
+    def _expert_offset(self, parameter_name: str) -> tuple[bool, int, int]:
+        """Return whether the expert axis is prepended, the place of a parameter on it, its length."""
+        ep_rank, ep_size = self.pg_collection.ep.rank(), self.pg_collection.ep.size()
+        index = parameter_name.removeprefix("weight")
+        if not index:
+            return False, ep_rank, ep_size
+        expert = ep_rank * self.num_local_experts + int(index)
+        return True, expert, ep_size * self.num_local_experts
+
+    def _sharded_weight(
+        self,
+        key: str,
+        weight: torch.nn.Parameter,
+        expert: tuple[bool, int, int],
+        sharded_offsets: tuple[tuple[int, int, int], ...],
+    ) -> Any:
+        prepended, position, count = expert
+        axes = len(sharded_offsets)
+        offsets = (*sharded_offsets, (axes, position, count))
+        replica = (0, 0, self.pg_collection.expt_dp.rank())
+
+        def build(key: str, tensor: Tensor, replica_id: Any, _flat: Any = None) -> ShardedTensor:
+            # the optimizer calls this too, with its fp32 states in place of the weight
+            values = tensor.dequantize() if isinstance(tensor, GroupedWeight) else tensor
+            return ShardedTensor.from_rank_offsets(
+                key, values, *offsets, replica_id=replica_id, prepend_axis_num=axes + prepended
+            )
+
+        if not isinstance(weight, GroupedWeight):
+            return build(key, weight, replica)
+        return ShardedTensorFactory(key, weight, build, lambda loaded: loaded, replica)
+
+
+def _refuse_unsupported(config: TransformerConfig, pg_collection: Any) -> None:
+    refused = {
+        "--add-bias-linear (give --disable-bias-linear)": config.add_bias_linear,
+        "an activation other than --swiglu": not (
+            config.gated_linear_unit and config.activation_func is F.silu
+        ),
+        "--activation-func-clamp-value": config.activation_func_clamp_value is not None,
+        "--use-te-activation-func": config.use_te_activation_func,
+        "--moe-apply-probs-on-input": config.moe_apply_probs_on_input,
+        "--moe-latent-size": config.moe_latent_size is not None,
+        "--expert-tensor-parallel-size above 1": pg_collection.expt_tp.size() > 1,
+        "--use-cpu-initialization": config.use_cpu_initialization,
+        "a --params-dtype other than bf16 (give --bf16)": config.params_dtype != torch.bfloat16,
+        "--fp8-format or --fp4-format": bool(config.fp8 or config.fp4),
+        "--delay-wgrad-compute": config.delay_wgrad_compute,
+    }
+    found = [what for what, is_set in refused.items() if is_set]
+    if found:
+        raise ConfigError(
+            f"portable experts: expected SwiGLU experts in bf16 without biases, got "
+            f"{'; '.join(found)}. Change these flags, or drop --moe-grouped-gemm for stock experts."
+        )

@@ -1,0 +1,186 @@
+"""The distributed optimizer of quantized expert weights, and the function that builds it."""
+
+import copy
+from typing import Any
+
+import torch
+from megatron.core import optimizer as core_optimizer
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucket
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
+
+from moe_optim.megatron import patches
+from moe_optim.megatron.bucket_group import GroupedBucketGroup
+from moe_optim.megatron.bucket_storage import Event
+from moe_optim.megatron.patching import apply_patches, patch_state, revert_patches
+from moe_optim.megatron.requirements import check_wrapped_model
+from moe_optim.modules.grouped_weight import GroupedWeight
+
+_stock_get_megatron_optimizer = core_optimizer.get_megatron_optimizer
+
+
+class GroupedDistributedOptimizer(DistributedOptimizer):
+    """Megatron's distributed optimizer, with masters that bucket groups pull when they gather.
+
+    Parameters that are no :class:`GroupedWeight` take Megatron's code unchanged. For those that
+    are, a step ends with marking their bucket groups stale; see :class:`GroupedBucketGroup`.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Shard the masters; arguments are Megatron's."""
+        super().__init__(*args, **kwargs)
+        self._stagings: dict[_ParamAndGradBucket, tuple[list[Tensor], list[Tensor]]] = {}
+        self._managed_groups: list[GroupedBucketGroup] = []
+        if self.is_stub_optimizer or self.ddp_config.use_megatron_fsdp:
+            return
+        self._order_group_indices()
+        self._managed_groups = self._find_managed_groups()
+        for group in self._managed_groups:
+            group.add_owner(self)
+            for bucket in group.buckets:
+                self._stagings[bucket] = self._plan_staging(bucket)
+            for param in group.params:
+                # Megatron clears these only where this rank owns a part of the parameter
+                param.clear_high_precision_init_val()
+
+    def _order_group_indices(self) -> None:
+        """Map every parameter to its place in the installed group.
+
+        Megatron numbers a group's parameters as they come, but installs fp32 ones before bf16
+        ones, so states of a mixed group would be saved and loaded under each other's name.
+        """
+        for index, groups in enumerate(
+            zip(self.model_fp32_groups, self.model_float16_groups, strict=True)
+        ):
+            for order, param in enumerate([*groups[0], *groups[1]]):
+                self.model_param_group_index_map[param] = (index, order)
+
+    def _find_managed_groups(self) -> list[GroupedBucketGroup]:
+        mine = {id(bucket) for buffer in self.buffers for bucket in buffer.buckets}
+        return [
+            group
+            for chunk in self.model_chunks
+            for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
+            if isinstance(group, GroupedBucketGroup)
+            and group.managed
+            and any(id(bucket) in mine for bucket in group.buckets)
+        ]
+
+    def _plan_staging(self, bucket: _ParamAndGradBucket) -> tuple[list[Tensor], list[Tensor]]:
+        """Return this rank's places in the bucket (bf16 views) and the masters that go there."""
+        places, masters = [], []
+        for params, group_masters in zip(
+            self.model_float16_groups, self.shard_fp32_from_float16_groups, strict=True
+        ):
+            for param, master in zip(params, group_masters, strict=True):
+                if param in bucket.params:
+                    owned = self._get_model_param_range_map(param)["gbuf_world_in_bucket"]
+                    places.append(bucket.param_data[owned.start : owned.end])
+                    masters.append(master)
+        return places, masters
+
+    @classmethod
+    def _build_model_and_main_param_groups(
+        cls,
+        gbuf_ranges: list[dict],
+        param_gbuf_map: dict[torch.nn.Parameter, tuple],
+        opt_group_ranges: list,
+        config: Any,
+    ) -> tuple:
+        """Allocate the masters; quantized bytes are never sliced as if they were elements."""
+        if any(isinstance(param, GroupedWeight) for param in param_gbuf_map):
+            config = copy.copy(config)
+            config.fp8_recipe = None  # "delayed", Megatron's default, would slice them
+        return super()._build_model_and_main_param_groups(
+            gbuf_ranges, param_gbuf_map, opt_group_ranges, config
+        )
+
+    @staticmethod
+    def _is_grouped_quantized_tensor(tensor: Tensor) -> bool:
+        """Return whether Megatron must not touch the bytes of ``tensor``."""
+        return isinstance(
+            tensor, GroupedWeight
+        ) or DistributedOptimizer._is_grouped_quantized_tensor(tensor)
+
+    def stage_masters(self, bucket: _ParamAndGradBucket) -> None:
+        """Copy this rank's masters, rounded to bf16, to their place in ``bucket.param_data``."""
+        places, masters = self._stagings.get(bucket, ([], []))
+        if places:
+            torch._foreach_copy_(places, masters)
+
+    def _copy_model_grads_to_main_grads(self) -> None:
+        """Take this rank's gradients, which must have been reduced."""
+        for group in self._managed_groups:
+            group.record(Event.READ)
+        super()._copy_model_grads_to_main_grads()
+
+    def _copy_main_params_to_model_params(self) -> None:
+        """Write bf16 and fp32 weights of this rank; quantized ones become stale instead."""
+        super()._copy_main_params_to_model_params()
+        for group in self._managed_groups:
+            group.record(Event.SPEND)
+            group.mark_stale(self)
+
+    def _copy_main_params_to_param_buffer(self) -> None:
+        """Do what :meth:`_copy_main_params_to_model_params` does: managed buckets pull."""
+        self._copy_main_params_to_model_params()
+
+    def prepare_model_params_for_param_sync(self) -> None:
+        """Do nothing: managed buckets pull masters when they gather, others hold them already."""
+
+    def _copy_model_params_to_main_params(self, state_dict: dict | None = None) -> None:
+        """Make masters of the weights, then the weights of the masters. Every rank must call it."""
+        super()._copy_model_params_to_main_params(state_dict=state_dict)
+        self.refresh_weights()
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Load masters and moments, and derive quantized weights from the masters.
+
+        Megatron loads weights and masters apart, and requantizes what it dequantized for saving;
+        about one block in twenty then has another scale than before. Every rank must call it.
+        """
+        super().load_state_dict(state_dict)
+        if "param_state" in state_dict:  # without it, Megatron is only shaping a state to load into
+            self.refresh_weights()
+
+    def refresh_weights(self) -> None:
+        """Gather all quantized weights from the masters now. Every rank must call it."""
+        for group in self._managed_groups:
+            group.finish_gather()
+            group.mark_stale(self)
+            if group.all_owners_stepped():
+                group.start_param_sync(force_sync=True)
+
+
+def get_megatron_optimizer(
+    config: Any,
+    model_chunks: list[Any],
+    config_overrides: dict | None = None,
+    use_gloo_process_groups: bool = True,
+    pg_collection: Any = None,
+    dump_param_to_param_group_map: str | None = None,
+) -> Any:
+    """Build Megatron's optimizer with :class:`GroupedDistributedOptimizer` in it.
+
+    A drop-in for ``megatron.core.optimizer.get_megatron_optimizer``, same arguments, same kinds of
+    result. Works on models wrapped after ``install()``, and on bf16 models wrapped before it.
+
+    Raises:
+        ConfigError: a flag the plug-in does not support, by its name.
+        StateError: the model holds quantized weights that were wrapped before ``install()``.
+    """
+    check_wrapped_model(config, model_chunks)
+    construction = [patch for patch in patches.OPTIMIZER if patch.id == "distributed-optimizer"]
+    scoped = [patch for patch in construction if patch_state(patch) != "applied"]
+    apply_patches(scoped)
+    try:
+        return _stock_get_megatron_optimizer(
+            config,
+            model_chunks,
+            config_overrides=config_overrides,
+            use_gloo_process_groups=use_gloo_process_groups,
+            pg_collection=pg_collection,
+            dump_param_to_param_group_map=dump_param_to_param_group_map,
+        )
+    finally:
+        revert_patches(scoped)

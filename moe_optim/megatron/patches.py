@@ -1,0 +1,117 @@
+"""The table of every name of Megatron that moe_optim rebinds, with the reason for each."""
+
+from moe_optim.megatron.patching import Patch, patch_state
+
+__all__ = ["ADAM", "ENTRY", "EXPERTS", "OPTIMIZER", "PATCHES", "Patch", "patch_state"]
+
+_FUSED_OPTIMIZERS = ("transformer_engine", "apex.optimizers")
+
+ENTRY: tuple[Patch, ...] = (
+    Patch(
+        id="describe-run",
+        target="megatron.training.training:setup_model_and_optimizer",
+        replacement="moe_optim.megatron.entry:setup_model_and_optimizer",
+        because="pretrain() keeps model and optimizer to itself, and summaries describe both",
+        remove_when="pretrain() returns them or takes a callback",
+    ),
+    Patch(
+        id="dataset-helpers",
+        target="megatron.core.datasets.utils:compile_helpers",
+        replacement="moe_optim.megatron.entry:compile_helpers",
+        because="the wheel ships the dataset helper built but not its Makefile, and exits on make",
+        remove_when="the wheel skips the compilation of a helper that is already importable",
+    ),
+)
+"""Needed to train from the megatron-core wheel, with or without the plug-in."""
+
+ADAM: tuple[Patch, ...] = tuple(
+    Patch(
+        id=f"adam:{module.rpartition('.')[2]}.{name}",
+        target=f"{module}:{name}",
+        replacement=f"moe_optim.megatron.adam:{replacement}",
+        because="torch's Adam keeps `step` where the distributed optimizer cannot save or load it",
+        remove_when="megatron-core saves and loads torch's Adam",
+        not_needed_with=_FUSED_OPTIMIZERS,
+    )
+    for module, name, replacement in (
+        ("megatron.core.optimizer", "Adam", "GroupStepAdam"),
+        ("megatron.core.optimizer", "USING_PYTORCH_OPTIMIZER", "USING_PYTORCH_OPTIMIZER"),
+        ("megatron.core.optimizer.distrib_optimizer", "HAVE_APEX_OR_TE", "HAVE_APEX_OR_TE"),
+        (
+            "megatron.core.optimizer.distrib_optimizer",
+            "USING_APEX_OPTIMIZER",
+            "USING_APEX_OPTIMIZER",
+        ),
+    )
+)
+"""Needed wherever neither Transformer Engine nor apex brings its fused optimizer."""
+
+EXPERTS: tuple[Patch, ...] = (
+    Patch(
+        id="local-experts",
+        target="megatron.core.models.backends:LocalSpecProvider.grouped_mlp_modules",
+        replacement="moe_optim.megatron.experts:grouped_mlp_modules",
+        because="the local spec ignores --moe-grouped-gemm and loops over experts",
+        remove_when="the local spec takes its expert module from the configuration",
+    ),
+)
+"""What makes Megatron build the portable experts."""
+
+_BUFFER = "megatron.core.distributed.param_and_grad_buffer"
+_DDP = "megatron.core.distributed.distributed_data_parallel"
+
+OPTIMIZER: tuple[Patch, ...] = (
+    Patch(
+        id="param-and-grad-buffer",
+        target=f"{_DDP}:_ParamAndGradBuffer",
+        replacement="moe_optim.megatron.buffer:GroupedParamAndGradBuffer",
+        because="DistributedDataParallel constructs the buffer by name",
+        remove_when="DistributedDataParallel accepts a buffer class",
+    ),
+    Patch(
+        id="bucket-group",
+        target=f"{_BUFFER}:_ParamAndGradBucketGroup",
+        replacement="moe_optim.megatron.bucket_group:GroupedBucketGroup",
+        because="partition_buckets constructs bucket groups by name",
+        remove_when="partition_buckets accepts a bucket-group class",
+    ),
+    Patch(
+        id="partition-buckets",
+        target=f"{_DDP}:partition_buckets",
+        replacement="moe_optim.megatron.bucket_group:partition_buckets",
+        because="all bf16 buckets are merged into the group of the last quantized one",
+        remove_when="quantized and other buckets are grouped apart",
+    ),
+    Patch(
+        id="quantized-storage",
+        target=f"{_BUFFER}:_param_uses_quantized_storage",
+        replacement="moe_optim.megatron.buffer:_param_uses_quantized_storage",
+        because="only Transformer Engine's classes count as quantized",
+        remove_when="a parameter can say so itself",
+    ),
+    Patch(
+        id="shared-buffer",
+        target=f"{_BUFFER}:is_grouped_mxfp8tensor",
+        replacement="moe_optim.megatron.buffer:is_grouped_mxfp8tensor",
+        because="the buffer allocates a parameter plane unless it knows the weight's class",
+        remove_when="a parameter can say so itself",
+    ),
+    Patch(
+        id="distributed-optimizer",
+        target="megatron.core.optimizer:DistributedOptimizer",
+        replacement="moe_optim.megatron.optimizer:GroupedDistributedOptimizer",
+        because="the optimizer factory constructs the class by name",
+        remove_when="OptimizerConfig accepts a distributed-optimizer class",
+    ),
+    Patch(
+        id="get-megatron-optimizer",
+        target="megatron.training.training:get_megatron_optimizer",
+        replacement="moe_optim.megatron.optimizer:get_megatron_optimizer",
+        because="the training loop imports the factory by name",
+        remove_when="the training loop takes the optimizer from its configuration",
+    ),
+)
+"""What makes Megatron build this package's buffers, bucket groups and optimizer."""
+
+PATCHES: tuple[Patch, ...] = (*ENTRY, *ADAM, *EXPERTS, *OPTIMIZER)
+"""Every name of Megatron that this package rebinds, in the order in which it does."""

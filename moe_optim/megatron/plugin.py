@@ -1,0 +1,70 @@
+"""Switches the plug-in on and off for this process."""
+
+import logging
+
+from moe_optim.config import MoEOptimConfig
+from moe_optim.errors import StateError
+from moe_optim.megatron import patches
+from moe_optim.megatron.patching import apply_patches, revert_patches
+
+logger = logging.getLogger(__name__)
+
+_active: MoEOptimConfig | None = None
+
+
+def install(config: MoEOptimConfig | None = None) -> None:
+    """Make Megatron build portable experts, buffers, bucket groups and optimizers of this package.
+
+    Call it before the model is built and wrapped. A second call with an equal configuration does
+    nothing. Every rank must call it with the same configuration.
+
+    Args:
+        config: every knob; defaults to ``MoEOptimConfig()``.
+
+    Raises:
+        StateError: another configuration is installed already.
+        PatchError: Megatron is not the version this package was written for; nothing was changed.
+    """
+    global _active
+    wanted = config or MoEOptimConfig()
+    if _active is not None:
+        if _active != wanted:
+            raise StateError(
+                f"install: expected the configuration that is installed, {_active}, got {wanted}. "
+                "Call moe_optim.uninstall() first."
+            )
+        return
+    apply_patches((*patches.ADAM, *patches.EXPERTS, *patches.OPTIMIZER))
+    _active = wanted
+    logger.info("moe_optim: %s", wanted)
+
+
+def install_experts(config: MoEOptimConfig) -> None:
+    """Make Megatron build the portable experts and leave its optimizer alone.
+
+    For comparisons with the stock optimizer on the same experts, which must then be bf16.
+    """
+    global _active
+    apply_patches((*patches.ADAM, *patches.EXPERTS))
+    _active = config
+
+
+def uninstall() -> None:
+    """Put Megatron back as it was; models and optimizers built meanwhile keep their classes."""
+    global _active
+    revert_patches((*patches.OPTIMIZER, *patches.EXPERTS, *patches.ADAM))
+    _active = None
+
+
+def active_config() -> MoEOptimConfig:
+    """Return the configuration in force.
+
+    Raises:
+        StateError: nothing is installed.
+    """
+    if _active is None:
+        raise StateError(
+            "moe_optim: expected install() to have run, got no configuration. Call "
+            "moe_optim.install() before the model is built."
+        )
+    return _active

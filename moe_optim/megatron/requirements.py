@@ -1,0 +1,75 @@
+"""What the plug-in asks of Megatron's configuration, checked when the optimizer is built."""
+
+from typing import Any
+
+from megatron.core.distributed import param_and_grad_buffer as upstream
+
+from moe_optim.errors import ConfigError, StateError
+from moe_optim.megatron.bucket_group import GroupedBucketGroup
+from moe_optim.modules.grouped_weight import GroupedWeight
+
+
+def check_wrapped_model(config: Any, model_chunks: list[Any]) -> None:
+    """Refuse what would train wrongly.
+
+    Args:
+        config: Megatron's ``OptimizerConfig``.
+        model_chunks: DDP-wrapped chunks.
+
+    Raises:
+        ConfigError: naming every flag that is not supported.
+        StateError: quantized weights in buffers the plug-in did not make.
+    """
+    ddp_config = model_chunks[0].ddp_config
+    params = [param for chunk in model_chunks for param in chunk.parameters()]
+    quantized = any(isinstance(param, GroupedWeight) for param in params)
+    refused = {
+        "--use-megatron-fsdp": ddp_config.use_megatron_fsdp,
+        "an optimizer without --use-distributed-optimizer": not config.use_distributed_optimizer,
+        f"--optimizer {config.optimizer} (give adam)": config.optimizer != "adam",
+        "--optimizer-cpu-offload": config.optimizer_cpu_offload,
+        "--overlap-param-gather-with-optimizer-step": (
+            config.overlap_param_gather_with_optimizer_step
+        ),
+        "--use-nccl-ub": ddp_config.nccl_ub,
+    }
+    if quantized:
+        refused |= {
+            "--fp16 (give --bf16)": config.fp16,
+            "--use-precision-aware-optimizer": config.use_precision_aware_optimizer,
+            "--reuse-grad-buf-for-mxfp8-param-ag (managed buckets share memory by themselves)": (
+                ddp_config.reuse_grad_buf_for_mxfp8_param_ag
+                or config.reuse_grad_buf_for_mxfp8_param_ag
+            ),
+        }
+    found = [flag for flag, is_set in refused.items() if is_set]
+    if found:
+        raise ConfigError(
+            f"moe_optim: expected flags it supports, got {'; '.join(found)}. Remove them, or train "
+            "without --use-moe-grouped-optim."
+        )
+    if quantized:
+        _check_buffers(model_chunks)
+    _refuse_foreign_quantized(params)
+
+
+def _check_buffers(model_chunks: list[Any]) -> None:
+    for chunk in model_chunks:
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            holds = any(isinstance(param, GroupedWeight) for param in group.params)
+            if holds and not (isinstance(group, GroupedBucketGroup) and group.managed):
+                raise StateError(
+                    "moe_optim: quantized experts lie in buffers of Megatron's own class. Call "
+                    "moe_optim.install() before the model is wrapped with DDP."
+                )
+
+
+def _refuse_foreign_quantized(params: list[Any]) -> None:
+    for param in params:
+        if not isinstance(param, GroupedWeight) and upstream._param_uses_quantized_storage(param):
+            raise ConfigError(
+                f"moe_optim: expected portable or bf16 weights, got {type(param).__name__} of "
+                f"shape {list(param.shape)}. Transformer Engine's quantized weights are not "
+                "managed in this version: build with --transformer-impl local, or drop "
+                "--fp8-param-gather / --fp4-param-gather."
+            )

@@ -1,0 +1,1 @@
+"""Expert weights as tensors and the products that read them; knows torch, not Megatron."""

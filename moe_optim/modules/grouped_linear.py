@@ -1,0 +1,202 @@
+"""One linear layer of all local experts: a single grouped product forward, dgrad and wgrad."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import grouped_mm
+
+from moe_optim.errors import StateError
+from moe_optim.formats import BlockScaledFormat, Direction
+from moe_optim.modules.grouped_weight import GroupedWeight
+from moe_optim.modules.storage import PortableStorage
+
+ExpertLayout = Literal["grouped", "indexed"]
+
+
+class GroupedLinear(torch.nn.Module):
+    """Weights of all local experts of one linear, without bias.
+
+    Parameters are ``weight`` [E, R, C] in ``grouped`` layout, ``weight0 .. weight{E-1}`` [R, C] in
+    ``indexed`` layout. Quantized experts lie in one storage [E, R, C] in both, so either layout
+    multiplies in one call. bf16 experts are ordinary parameters.
+
+    Args:
+        num_experts: E, local experts.
+        out_features: R.
+        in_features: C.
+        format: block-scaled storage format, or None for bf16.
+        expert_layout: how parameters are cut.
+        fuse_wgrad_accumulation: add weight gradients straight into ``main_grad`` where there is
+            one, instead of returning them through autograd.
+        name: for errors.
+        device: where weights live.
+
+    Raises:
+        LayoutError: the shape does not fit the format.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        out_features: int,
+        in_features: int,
+        *,
+        format: BlockScaledFormat | None,
+        expert_layout: ExpertLayout = "grouped",
+        fuse_wgrad_accumulation: bool = True,
+        name: str = "weight",
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.shape = (num_experts, out_features, in_features)
+        self.expert_layout = expert_layout
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.storage: PortableStorage | None = None
+        if format is not None:
+            self.storage = PortableStorage(format, self.shape, name=f"{name}.weight", device=device)
+        for parameter_name, parameter in self._make_parameters(device):
+            self.register_parameter(parameter_name, parameter)
+
+    def _make_parameters(
+        self, device: torch.device | str | None
+    ) -> list[tuple[str, torch.nn.Parameter]]:
+        experts, rows, cols = self.shape
+        if self.expert_layout == "grouped":
+            cuts: list[tuple[str, int | None]] = [("weight", None)]
+        else:
+            cuts = [(f"weight{index}", index) for index in range(experts)]
+        parameters = []
+        for name, index in cuts:
+            shape = self.shape if index is None else (rows, cols)
+            weight: Tensor
+            if self.storage is None:
+                weight = torch.empty(shape, dtype=torch.bfloat16, device=device)
+            else:
+                storage = self.storage if index is None else self.storage.expert(index)
+                weight = GroupedWeight(storage, shape)
+            parameters.append((name, torch.nn.Parameter(weight)))
+        return parameters
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GroupedLinear":
+        """Move quantized experts as one storage; bf16 is their dtype already, and the only one."""
+        if self.storage is None:
+            return super()._apply(fn, recurse)
+        with torch.no_grad():
+            moved = fn(GroupedWeight(self.storage))
+        if not isinstance(moved, GroupedWeight):
+            raise StateError(
+                f"{self.storage.name}: {self.storage.format.name} weights cannot become "
+                f"{moved.dtype} in place. Build the model with format: bf16 instead."
+            )
+        if moved.quantized_storage is not self.storage:
+            self.storage = moved.quantized_storage
+            for index, weight in enumerate(self.weights()):
+                grouped = self.expert_layout == "grouped"
+                weight.quantized_storage = (  # type: ignore[attr-defined]
+                    self.storage if grouped else self.storage.expert(index)
+                )
+        return self
+
+    def weights(self) -> list[torch.nn.Parameter]:
+        """Return the parameters in expert order: one in ``grouped`` layout, E in ``indexed``."""
+        return list(self.parameters(recurse=False))
+
+    @torch.no_grad()
+    def load_values(self, values: Tensor, *, keep_for_masters: bool = False) -> None:
+        """Set all experts.
+
+        Args:
+            values: [E, R, C] bf16. Kept by reference if ``keep_for_masters``.
+            keep_for_masters: remember the values until the optimizer has made its masters of them.
+        """
+        for weight, part in zip(self.weights(), self._cut(values), strict=True):
+            weight.copy_(part)
+            if keep_for_masters and isinstance(weight, GroupedWeight):
+                weight.quantized_storage.initial = part
+
+    def _cut(self, stacked: Tensor) -> Sequence[Tensor]:
+        return [stacked] if self.expert_layout == "grouped" else stacked.unbind(0)
+
+    def forward(self, tokens: Tensor, ends: Tensor) -> Tensor:
+        """Multiply each expert's tokens by its weight.
+
+        Args:
+            tokens: [T, C] bf16, sorted by expert.
+            ends: [E] int32 on the device of ``tokens``: where each expert's tokens end.
+
+        Returns:
+            [T, R] bf16.
+
+        Raises:
+            StateError: the weights are behind their masters.
+        """
+        return _GroupedProduct.apply(tokens, ends, self, *self.weights())  # type: ignore[no-any-return]
+
+    def operand(self, direction: Direction) -> Tensor:
+        """Return the weights of all experts as [E, R, C] bf16; see also :meth:`version`."""
+        weights = self.weights()
+        if self.storage is not None:
+            for weight in weights:
+                weight.quantized_storage.require_fresh()  # type: ignore[attr-defined]
+            return self.storage.dequantize(direction)
+        return weights[0].detach() if self.expert_layout == "grouped" else torch.stack(weights)
+
+    def version(self) -> int:
+        """Count how often any of the weights was written."""
+        return sum(
+            weight.quantized_storage.version if isinstance(weight, GroupedWeight) else 0
+            for weight in self.weights()
+        )
+
+    def take_wgrad(self, wgrad: Tensor) -> list[Tensor]:
+        """Hand the weight gradient on, as the configuration says.
+
+        Args:
+            wgrad: [E, R, C] bf16.
+
+        Returns:
+            One gradient a parameter for autograd. Where the values went into ``main_grad`` it is
+            an unwritten tensor: DDP's hooks want to see one, and free it without reading it.
+        """
+        gradients = []
+        for weight, part in zip(self.weights(), self._cut(wgrad), strict=True):
+            main_grad = getattr(weight, "main_grad", None)
+            if self.fuse_wgrad_accumulation and main_grad is not None:
+                main_grad.add_(part)
+                weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+                part = torch.empty_like(part)
+            gradients.append(part)
+        return gradients
+
+
+class _GroupedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tokens: Tensor, ends: Tensor, linear: GroupedLinear, *_: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(tokens, ends)
+        ctx.linear = linear
+        ctx.version = linear.version()
+        return grouped_mm(tokens, linear.operand("rowwise").transpose(1, 2), offs=ends)
+
+    @staticmethod
+    def backward(ctx: Any, *output_grads: Tensor) -> tuple[Tensor | None, ...]:
+        tokens, ends = ctx.saved_tensors
+        linear: GroupedLinear = ctx.linear
+        (output_grad,) = output_grads
+        output_grad = output_grad.contiguous()
+        if linear.version() != ctx.version:
+            raise StateError(
+                f"{linear.weights()[0]!r}: the weights were rewritten between forward and "
+                "backward. Finish the backward passes of a step before the optimizer steps."
+            )
+        tokens_grad = None
+        if ctx.needs_input_grad[0]:
+            tokens_grad = grouped_mm(output_grad, linear.operand("columnwise"), offs=ends)
+        weight_grads: list[Tensor] | list[None] = [None] * len(linear.weights())
+        if any(ctx.needs_input_grad[3:]):
+            wgrad = grouped_mm(output_grad.t(), tokens, offs=ends)  # [E, R, C]
+            weight_grads = linear.take_wgrad(wgrad)
+        return tokens_grad, None, None, *weight_grads

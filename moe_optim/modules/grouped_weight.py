@@ -1,0 +1,192 @@
+"""Quantized expert weights that torch and Megatron handle as one bf16 parameter."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from moe_optim.errors import StateError
+from moe_optim.modules.storage import PortableStorage
+
+aten = torch.ops.aten
+
+
+class GroupedWeight(Tensor):
+    """A parameter of logical shape [E, R, C] (or [R, C]) and dtype bf16 over quantized storage.
+
+    It has no bytes of its own. Shape, dtype, ``numel`` and the gradient are those of the logical
+    bf16 weight, which is what buffers, layouts and optimizers count. Reading it in any torch
+    function dequantizes the rowwise copy; ``copy_`` quantizes what it is given; every other
+    in-place write raises. ``detach``, ``data``, ``expand`` to its own shape and ``alias`` share
+    the storage; ``deepcopy`` and ``to(device)`` copy it; pickling keeps the bf16 values, so that
+    files load without this package.
+
+    Args:
+        storage: planes behind the weight.
+        shape: ``storage.shape``, or [R, C] for a storage of one expert.
+    """
+
+    quantized_storage: PortableStorage
+
+    @staticmethod
+    def __new__(
+        cls: type["GroupedWeight"],
+        storage: PortableStorage,
+        shape: torch.Size | tuple[int, ...] | None = None,
+        requires_grad: bool = False,
+    ) -> "GroupedWeight":
+        """Wrap ``storage``; nothing is copied."""
+        weight: GroupedWeight = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            torch.Size(storage.shape if shape is None else shape),
+            dtype=torch.bfloat16,
+            device=storage.device,
+            requires_grad=requires_grad,
+        )
+        weight.quantized_storage = storage
+        return weight
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Handle the few operations that keep the storage; dequantize for all others."""
+        kwargs = kwargs or {}
+        handler = _HANDLERS.get(func)
+        if handler is not None:
+            result = handler(func, *args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        _refuse_writes(func, args, kwargs)
+        args, kwargs = pytree.tree_map_only(GroupedWeight, GroupedWeight.dequantize, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def dequantize(self) -> Tensor:  # type: ignore[override]
+        """Return the rowwise values as an ordinary bf16 tensor of the logical shape."""
+        return self.quantized_storage.dequantize("rowwise").view(self.shape)
+
+    def alias(self) -> "GroupedWeight":
+        """Return another tensor over the same storage, without gradient history."""
+        return GroupedWeight(self.quantized_storage, self.shape)
+
+    @property
+    def data(self) -> "GroupedWeight":  # type: ignore[override]
+        """The weight without its history; the storage is shared."""
+        return self.alias()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if not isinstance(value, GroupedWeight):
+            raise StateError(
+                f"{self.quantized_storage.name}: quantized storage cannot be replaced by a plain "
+                f"tensor of {value.dtype}. If Megatron's DDP did this, the model was wrapped "
+                "before moe_optim.install(): call install() first."
+            )
+        self.quantized_storage = value.quantized_storage
+
+    def get_high_precision_init_val(self) -> Tensor:
+        """Return the bf16 values the weight was initialised with, else its dequantized ones.
+
+        Masters start from these, so that quantization does not cost precision twice. The name is
+        Transformer Engine's; the distributed optimizer looks for it.
+        """
+        initial = self.quantized_storage.initial
+        return self.dequantize() if initial is None else initial.view(self.shape)
+
+    def clear_high_precision_init_val(self) -> None:
+        """Free the bf16 values kept for the masters."""
+        self.quantized_storage.initial = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "GroupedWeight":
+        """Copy storage and attributes; the copy is a parameter if this one is."""
+        new = GroupedWeight(copy.deepcopy(self.quantized_storage, memo), self.shape)
+        result = torch.nn.Parameter(new, self.requires_grad) if _is_parameter(self) else new
+        memo[id(self)] = result
+        for name, value in vars(self).items():
+            if name not in ("quantized_storage", "_is_param"):
+                setattr(result, name, copy.deepcopy(value, memo))
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the bf16 values as an ordinary tensor."""
+        return self.dequantize().__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        """Describe the weight without reading it."""
+        storage = self.quantized_storage
+        return f"GroupedWeight({storage.name}, {list(self.shape)}, {storage.format.name})"
+
+
+def _is_parameter(weight: Tensor) -> bool:
+    return isinstance(weight, torch.nn.Parameter)
+
+
+def _alias(_func: Any, weight: GroupedWeight) -> GroupedWeight:
+    return weight.alias()
+
+
+def _expand(_func: Any, weight: GroupedWeight, size: list[int], **_: Any) -> Any:
+    return weight.alias() if list(size) == list(weight.shape) else NotImplemented
+
+
+def _copy(_func: Any, target: Tensor, source: Tensor, non_blocking: bool = False) -> Any:
+    if not isinstance(target, GroupedWeight):
+        return NotImplemented
+    storage = target.quantized_storage
+    same = isinstance(source, GroupedWeight) and (
+        (source.quantized_storage.format, source.shape) == (storage.format, target.shape)
+    )
+    if same:
+        storage.copy_bytes_from(source.quantized_storage)
+    else:
+        values = source.dequantize() if isinstance(source, GroupedWeight) else source
+        storage.write(values.expand(target.shape).reshape(storage.shape).to(torch.bfloat16))
+    return target
+
+
+def _to_copy(_func: Any, weight: GroupedWeight, **kwargs: Any) -> Any:
+    if kwargs.get("dtype") not in (None, torch.bfloat16):
+        return NotImplemented
+    device = kwargs.get("device")
+    storage = weight.quantized_storage.clone(None if device is None else torch.device(device))
+    return GroupedWeight(storage, weight.shape)
+
+
+def _broadcast(func: Any, tensors: list[Tensor], *args: Any) -> Any:
+    """Broadcast the planes instead of the values: every rank ends with the same bytes."""
+    if not isinstance(tensors[0], GroupedWeight):
+        return NotImplemented
+    work: Any = None
+    for plane in tensors[0].quantized_storage.quantized.planes().values():
+        if work is not None:
+            work.wait()
+        _, work = func([plane.view(torch.uint8) if plane.dim() else plane], *args)
+    tensors[0].quantized_storage.version += 1
+    return tensors, work
+
+
+_HANDLERS: dict[Any, Any] = {
+    aten.detach.default: _alias,
+    aten.alias.default: _alias,
+    aten.expand.default: _expand,
+    aten.copy_.default: _copy,
+    aten._to_copy.default: _to_copy,
+    torch.ops.c10d.broadcast_.default: _broadcast,
+}
+
+
+def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        for weight in pytree.tree_leaves(value):
+            if isinstance(weight, GroupedWeight):
+                raise StateError(
+                    f"{weight.quantized_storage.name}: {func} would write into a dequantized copy "
+                    "and be lost. Change the master weight, or use copy_() with the new values."
+                )

@@ -1,0 +1,190 @@
+"""What lies behind a quantized expert weight, whoever owns the bytes."""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from moe_optim import ops
+from moe_optim.errors import LayoutError, StateError
+from moe_optim.formats import BlockScaledFormat, Direction, QuantizedWeight
+from moe_optim.kernels.member_table import MemberTable, TableEntry
+from moe_optim.reference import dequantize_bf16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plane:
+    """One tensor of a storage, with how much of it a logical element takes."""
+
+    tensor: Tensor
+    elements_ratio: Fraction
+    """Entries of ``tensor`` for each logical element of the weight."""
+
+
+class WeightStorage(Protocol):
+    """The interface that bucket groups, optimizer and experts use; nothing else knows storage."""
+
+    name: str
+    format: BlockScaledFormat
+    shape: tuple[int, int, int]
+    """Logical [E, R, C]."""
+    quantized: QuantizedWeight
+    """The planes that a requantization writes."""
+    is_fresh: bool
+    """Whether the bytes are those of the current masters. Set by the bucket group alone."""
+
+    def planes(self) -> Mapping[str, Plane]:
+        """Return every distinct tensor of the storage by name."""
+
+    def write(self, values: Tensor) -> None:
+        """Quantize ``values`` [E, R, C], fp32 or bf16, into the planes."""
+
+    def finish_gather(self) -> None:
+        """Derive what did not travel, after gathered bytes have arrived in the planes."""
+
+    def dequantize(self, direction: Direction) -> Tensor:
+        """Return the values of one direction, [E, R, C] bf16, newly allocated."""
+
+    def pointers(self) -> tuple[int, ...]:
+        """Return the address of every plane, so that one that moved can be noticed."""
+
+
+class PortableStorage:
+    """Planes in ordinary tensors, at their logical shapes, on any device.
+
+    Args:
+        format: block-scaled format.
+        shape: logical [E, R, C].
+        name: parameter name, for errors.
+        device: where the planes lie.
+
+    Raises:
+        LayoutError: ``shape`` does not fit the format.
+    """
+
+    def __init__(
+        self,
+        format: BlockScaledFormat,
+        shape: tuple[int, int, int],
+        *,
+        name: str = "weight",
+        device: torch.device | str | None = None,
+    ) -> None:
+        self._adopt(name, QuantizedWeight.empty(format, shape, device=device, name=name))
+
+    @classmethod
+    def viewing(cls, quantized: QuantizedWeight, name: str = "weight") -> "PortableStorage":
+        """Return a storage over planes that somebody else allocated."""
+        storage = cls.__new__(cls)
+        storage._adopt(name, quantized)
+        return storage
+
+    def _adopt(self, name: str, quantized: QuantizedWeight) -> None:
+        self.name = name
+        self.quantized = quantized
+        self.format = quantized.format
+        self.shape = quantized.shape
+        self.is_fresh = True
+        self.version = 0
+        self.initial: Tensor | None = None  # bf16 values until masters have been made of them
+        self._whole: tuple[PortableStorage, int] | None = None  # and which expert of it this is
+
+    def planes(self) -> Mapping[str, Plane]:
+        """Return every distinct tensor of the storage by name."""
+        elements = max(1, self.shape[0] * self.shape[1] * self.shape[2])
+        return {
+            name: Plane(tensor, Fraction(tensor.numel(), elements))
+            for name, tensor in self.quantized.planes().items()
+        }
+
+    def pointers(self) -> tuple[int, ...]:
+        """Return the address of every plane."""
+        return tuple(tensor.data_ptr() for tensor in self.quantized.planes().values())
+
+    def expert(self, index: int) -> "PortableStorage":
+        """Return a storage [1, R, C] over the planes of one expert; the memory is shared."""
+        whole, one = self.quantized, slice(index, index + 1)
+        view = QuantizedWeight(
+            format=whole.format,
+            shape=(1, *whole.shape[1:]),
+            rowwise_data=whole.rowwise_data[one],
+            rowwise_scale=whole.rowwise_scale[one],
+            columnwise_data=whole.columnwise_data[one],
+            columnwise_scale=whole.columnwise_scale[one],
+            global_amax=None if whole.global_amax is None else whole.global_amax[one],
+        )
+        expert = PortableStorage.viewing(view, name=f"{self.name}{index}")
+        expert._whole = (self, index)
+        return expert
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PortableStorage":
+        """Copy the bytes; experts of one storage become experts of one copy."""
+        if self._whole is None:
+            new = self.clone()
+        else:
+            whole, index = self._whole
+            new = copy.deepcopy(whole, memo).expert(index)
+        memo[id(self)] = new
+        return new
+
+    def clone(self, device: torch.device | None = None) -> "PortableStorage":
+        """Return a storage with its own copy of the same bytes, on ``device`` if given."""
+        copy = PortableStorage(
+            self.format, self.shape, name=self.name, device=device or self.device
+        )
+        copy.copy_bytes_from(self)
+        copy.is_fresh, copy.initial = self.is_fresh, self.initial
+        return copy
+
+    def copy_bytes_from(self, other: "PortableStorage") -> None:
+        """Overwrite the planes with those of ``other``, byte for byte.
+
+        Raises:
+            LayoutError: format or shape differ.
+        """
+        if (self.format, self.shape) != (other.format, other.shape):
+            raise LayoutError(
+                f"{self.name}: expected {self.format.name} {list(self.shape)}, got "
+                f"{other.format.name} {list(other.shape)}. Copy values instead of bytes."
+            )
+        theirs = other.quantized.planes()
+        for name, plane in self.quantized.planes().items():
+            plane.copy_(theirs[name])
+        self.version += 1
+
+    @property
+    def device(self) -> torch.device:
+        """Where the planes lie."""
+        return self.quantized.rowwise_data.device
+
+    @torch.no_grad()
+    def write(self, values: Tensor) -> None:
+        """Quantize ``values`` [E, R, C], fp32 or bf16, into the planes."""
+        source = values.detach().to(self.device).contiguous()
+        entry = TableEntry(parameter=self.name, source=source, target=self.quantized)
+        ops.requantize(MemberTable.build([entry]))
+        self.version += 1
+
+    def finish_gather(self) -> None:
+        """Derive what did not travel; a requantization on this rank leaves nothing to derive."""
+        self.version += 1
+
+    def dequantize(self, direction: Direction = "rowwise") -> Tensor:
+        """Return the values of one direction, [E, R, C] bf16, newly allocated."""
+        q = self.quantized
+        return dequantize_bf16(
+            q.data(direction), q.scale(direction), q.format, direction, global_amax=q.global_amax
+        )
+
+    def require_fresh(self) -> None:
+        """Raise StateError if the masters have moved since the bytes were written."""
+        if not self.is_fresh:
+            raise StateError(
+                f"{self.name}: forward with weights that are one optimizer step behind their "
+                "masters. Let the parameter gather run first: keep the forward pre-hooks enabled, "
+                "or call start_param_sync(force_sync=True) on the DDP module."
+            )
