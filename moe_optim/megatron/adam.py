@@ -35,6 +35,10 @@ class GroupStepAdam(torch.optim.AdamW):
         for group in self.param_groups:
             group.setdefault("adam_w_mode", adam_w_mode)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore groups and state as they are: torch's Adam would look for ``step`` in the state."""
+        torch.optim.Optimizer.__setstate__(self, state)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update every parameter that has a gradient; the arithmetic is torch's own."""

@@ -8,7 +8,8 @@ Megatron 0.19 assumes CUDA in four ways, each redirected here and nowhere else:
    ``TorchFunctionMode`` rewrites them on the way into torch.
 3. Type names: the optimizer branches on ``Tensor.type() == "torch.cuda.BFloat16Tensor"``. The same
    mode adds the ``cuda`` that is missing.
-4. Fused optimizers: ``adam.py`` says what goes wrong without them and mends it.
+4. Fused optimizers (``adam.py`` says what goes wrong without them and mends it), and split sizes
+   that are only converted on their way from a GPU.
 
 Nothing is redirected on import. :func:`install` does it once, :func:`uninstall` undoes it, and the
 process must use one or the other from its main thread.
@@ -18,6 +19,7 @@ resumed run draws other numbers than an uninterrupted one. Recipes for CPU set d
 """
 
 import importlib
+import logging
 import os
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
@@ -157,6 +159,16 @@ class _CudaNamesOnCpu(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def maybe_move_tensor_to_cpu(
+    tensor: Any, as_numpy: bool = False, record_stream: bool = False
+) -> Any:
+    """Return ``tensor``, which is on the host, or the array over its memory if asked for."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+_RNG_LOGGER = logging.getLogger("megatron.core.tensor_parallel.random")
+"""Warns at every random draw that the host's stream moved; here it is the only one."""
+
 _mode: _CudaNamesOnCpu | None = None
 _saved: dict[str, Any] = {}
 
@@ -199,9 +211,10 @@ def install() -> None:
         owner, last = _owner(name)
         _saved[name] = getattr(owner, last)
         setattr(owner, last, replacement)
+    _RNG_LOGGER.setLevel(logging.ERROR)
     _mode = _CudaNamesOnCpu()
     _mode.__enter__()
-    apply_patches(patches.ADAM)
+    apply_patches((*patches.ADAM, *patches.CPU))
 
 
 def uninstall() -> None:
@@ -209,9 +222,10 @@ def uninstall() -> None:
     global _mode
     if _mode is None:
         return
-    revert_patches(patches.ADAM)
+    revert_patches((*patches.CPU, *patches.ADAM))
     _mode.__exit__(None, None, None)
     _mode = None
+    _RNG_LOGGER.setLevel(logging.NOTSET)
     while _saved:
         name, original = _saved.popitem()
         owner, last = _owner(name)

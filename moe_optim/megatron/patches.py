@@ -2,7 +2,7 @@
 
 from moe_optim.megatron.patching import Patch, patch_state
 
-__all__ = ["ADAM", "ENTRY", "EXPERTS", "OPTIMIZER", "PATCHES", "Patch", "patch_state"]
+__all__ = ["ADAM", "CPU", "ENTRY", "EXPERTS", "OPTIMIZER", "PATCHES", "Patch", "patch_state"]
 
 _FUSED_OPTIMIZERS = ("transformer_engine", "apex.optimizers")
 
@@ -45,6 +45,17 @@ ADAM: tuple[Patch, ...] = tuple(
     )
 )
 """Needed wherever neither Transformer Engine nor apex brings its fused optimizer."""
+
+CPU: tuple[Patch, ...] = (
+    Patch(
+        id="splits-on-host",
+        target="megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu",
+        replacement="moe_optim.megatron.cpu_runtime:maybe_move_tensor_to_cpu",
+        because="a tensor that is on the host already is not turned into the array asked for",
+        remove_when="the token dispatcher converts split sizes wherever they lie",
+    ),
+)
+"""Needed by the CPU runtime alone, besides what it redirects in torch."""
 
 EXPERTS: tuple[Patch, ...] = (
     Patch(
@@ -113,5 +124,5 @@ OPTIMIZER: tuple[Patch, ...] = (
 )
 """What makes Megatron build this package's buffers, bucket groups and optimizer."""
 
-PATCHES: tuple[Patch, ...] = (*ENTRY, *ADAM, *EXPERTS, *OPTIMIZER)
+PATCHES: tuple[Patch, ...] = (*ENTRY, *ADAM, *CPU, *EXPERTS, *OPTIMIZER)
 """Every name of Megatron that this package rebinds, in the order in which it does."""

@@ -9,14 +9,14 @@ import os
 import sys
 import traceback
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_optim.errors import MoEOptimError
+from moe_optim.errors import ConfigError, MoEOptimError
 from moe_optim.megatron import cpu_runtime, patches, plugin
 from moe_optim.megatron.arguments import add_moe_optim_arguments, request_from_argv
 from moe_optim.megatron.patching import apply_patches
@@ -93,8 +93,6 @@ build_datasets.is_distributed = True  # type: ignore[attr-defined]  # every rank
 
 def refuse_unsupported(args: Namespace) -> None:
     """Refuse what this entry would silently do differently from ``pretrain_gpt.py``."""
-    from moe_optim.errors import ConfigError
-
     for flag, is_set in {
         "--context-parallel-size": args.context_parallel_size > 1,
         "--tensor-model-parallel-size": args.tensor_model_parallel_size > 1,
@@ -109,9 +107,14 @@ def refuse_unsupported(args: Namespace) -> None:
             )
 
 
-def train() -> None:
-    """Parse ``sys.argv``, build the model and run Megatron's training loop to its end."""
-    request = request_from_argv(sys.argv[1:])
+def train(argv: Sequence[str]) -> None:
+    """Build the model and run Megatron's training loop to its end, with everything it does there.
+
+    Args:
+        argv: Megatron's and moe_optim's flags. ``sys.argv`` is replaced: Megatron parses that.
+    """
+    sys.argv = [sys.argv[0], *argv]
+    request = request_from_argv(argv)
     if os.environ.get("MOE_OPTIM_CPU") == "1":
         cpu_runtime.install()
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -143,7 +146,7 @@ def train() -> None:
 def main() -> int:
     """Run one rank; a refusal of ours ends with one ``error:`` line instead of a traceback."""
     try:
-        train()
+        train(sys.argv[1:])
     except MoEOptimError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         code = 2

@@ -1,0 +1,163 @@
+"""Training with quantized experts through Megatron's own loop: what must hold to the bit."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_optim import reference
+from moe_optim.config import MoEOptimConfig
+from moe_optim.modules.grouped_weight import GroupedWeight
+from tests.support.bytes import assert_bytes_equal
+from tests.support.ranks import run_ranks
+from tests.support.training import (
+    OVERLAP,
+    Record,
+    assert_same_run,
+    assert_same_tensors,
+    pretrain,
+    weight_bytes,
+)
+
+MXFP8 = MoEOptimConfig(format="mxfp8")
+STEPS = ["--train-iters", "8"]
+NEVER = "1000000"
+
+
+def full_master(optimizer: Any, param: GroupedWeight) -> torch.Tensor:
+    """Assemble the whole master of a parameter from all data-parallel ranks; each must call it."""
+    for part in optimizer.chained_optimizers:
+        for buffer in part.buffers:
+            if param not in buffer.param_index_map:
+                continue
+            flat = torch.zeros(param.numel())
+            if param in part.model_param_gbuf_map:
+                owned = part._get_model_param_range_map(param)["param"]
+                group, order = part.model_param_group_index_map[param]
+                flat[owned.start : owned.end] = part.optimizer.param_groups[group]["params"][order]
+            dist.all_reduce(flat, group=buffer.data_parallel_group)
+            return flat.view(param.quantized_storage.shape)
+    raise AssertionError("no optimizer owns the parameter")
+
+
+def assert_weights_come_from_masters(model: list[Any], optimizer: Any) -> int:
+    """Every plane of every quantized weight is the oracle's of the assembled master."""
+    model[0].start_param_sync(force_sync=True)
+    checked = 0
+    for name, param in model[0].module.named_parameters():
+        if isinstance(param, GroupedWeight):
+            master = full_master(optimizer, param)
+            storage = param.quantized_storage
+            expected = reference.quantize(master, storage.format).planes()
+            for plane, tensor in storage.quantized.planes().items():
+                assert_bytes_equal(tensor, expected[plane], what=f"{name} {plane}")
+            checked += 1
+    return checked
+
+
+def _train(flags: list[str], config: MoEOptimConfig) -> Record:
+    return pretrain(flags, config, observe=assert_weights_come_from_masters)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parallel"),
+    [(1, []), (2, []), (2, ["--expert-model-parallel-size", "2"]),
+     (4, ["--expert-model-parallel-size", "2"]), (4, ["--expert-model-parallel-size", "4"]),
+     (4, [])],
+    ids=["dp1", "dp2", "ep2 edp1", "ep2 edp2", "ep4 edp1", "dp4"],
+)  # fmt: skip
+def test_overlap_changes_nothing_and_weights_come_from_masters(ranks: int, parallel: list[str]):
+    """At every topology: gathering in the forward pass equals gathering in the step, and after 8
+    steps every byte of every weight is the quantized master."""
+    flags = [*STEPS, *parallel, "--eval-interval", NEVER]
+    plain = run_ranks(ranks, _train, flags, MXFP8)
+    overlapped = run_ranks(ranks, _train, [*flags, *OVERLAP], MXFP8)
+    for rank in range(ranks):
+        assert plain[rank].extra == 4  # fc1 and fc2 of two layers
+        assert plain[rank].classes == {"GroupedDistributedOptimizer"}
+        assert_same_run(overlapped[rank], plain[rank], what=f"rank {rank}")
+    losses = plain[0].losses
+    assert losses[8] < losses[1]
+
+
+def test_indexed_equals_grouped():
+    """One parameter an expert or one a linear: losses and bytes are the same (clip 0: a norm sums
+    by parameter)."""
+    flags = [*STEPS, *OVERLAP, "--eval-interval", NEVER]
+    grouped = run_ranks(2, _train, flags, MXFP8)[0]
+    indexed = run_ranks(2, _train, flags, MoEOptimConfig(format="mxfp8", expert_layout="indexed"))
+    assert indexed[0].losses == grouped.losses
+    for name, plane in grouped.weights.items():
+        if ".experts." not in name:
+            assert_bytes_equal(indexed[0].weights[name], plane, what=name)
+            continue
+        parameter, _, kind = name.rpartition(".")
+        for expert in range(4):
+            got = indexed[0].weights[f"{parameter}{expert}.{kind}"]
+            assert_bytes_equal(got[0], plane[expert], what=f"{name} of expert {expert}")
+
+
+def test_wgrad_through_autograd_equals_fused():
+    """Adding weight gradients straight into main_grad gives the bytes that autograd gives."""
+    flags = [*STEPS, *OVERLAP, "--eval-interval", NEVER]
+    config = MoEOptimConfig(format="mxfp8", fuse_wgrad_accumulation=False)
+    for fused, unfused in zip(
+        run_ranks(2, _train, flags, MXFP8), run_ranks(2, _train, flags, config), strict=True
+    ):
+        assert_same_run(unfused, fused, what="unfused")
+
+
+@pytest.mark.parametrize("overlap", [[], OVERLAP], ids=["no overlap", "overlap"])
+def test_train_eval_train_equals_train_only(overlap: list[str]):
+    """Evaluating between steps leaves no trace in losses, masters, moments or weights."""
+    flags = [*STEPS, *overlap]
+    only = run_ranks(2, _train, [*flags, "--eval-interval", NEVER], MXFP8)
+    between = run_ranks(2, _train, [*flags, "--eval-interval", "2"], MXFP8)
+    for rank in range(2):
+        assert len(between[rank].validation_losses) > len(only[rank].validation_losses)
+        between[rank].validation_losses = only[rank].validation_losses
+        assert_same_run(between[rank], only[rank], what=f"rank {rank}")
+
+
+@pytest.mark.parametrize("overlap", [[], OVERLAP], ids=["no overlap", "overlap"])
+@pytest.mark.parametrize("reshardable", [[], ["--dist-ckpt-optim-fully-reshardable"]],
+                         ids=["dp_reshardable", "fully_reshardable"])  # fmt: skip
+def test_resume_continues_to_the_bit(
+    overlap: list[str], reshardable: list[str], tmp_path: Path
+):
+    """A run that stops after 4 of 8 steps and loads its checkpoint ends as one that never did."""
+    flags = [*STEPS, *overlap, *reshardable, "--eval-interval", "3"]
+    whole = run_ranks(2, _train, flags, MXFP8)
+    folder = str(tmp_path / "checkpoints")
+    run_ranks(2, _train, [*flags, "--save", folder, "--exit-interval", "4"], MXFP8)
+    rest = run_ranks(2, _train, [*flags, "--load", folder], MXFP8)
+    shutil.rmtree(folder)
+    for rank in range(2):
+        assert set(rest[rank].losses) == {5, 6, 7, 8}
+        whole[rank].losses = {step: whole[rank].losses[step] for step in rest[rank].losses}
+        rest[rank].validation_losses = whole[rank].validation_losses
+        assert_same_run(rest[rank], whole[rank], what=f"rank {rank}")
+
+
+def _weights_after_load(flags: list[str]) -> dict[str, torch.Tensor]:
+    """Bytes of all quantized weights right after loading, before the first step."""
+
+    def bytes_now(model: list[Any], _optimizer: Any) -> dict[str, torch.Tensor]:
+        named = model[0].module.named_parameters()
+        return {k: v for n, p in named for k, v in weight_bytes(n, p).items()}
+
+    return pretrain(flags, MXFP8, observe=bytes_now).extra
+
+
+def test_loading_derives_weights_from_masters(tmp_path: Path):
+    """Loaded weights are byte for byte the saved ones: they come from the masters, not from the
+    dequantized values in the checkpoint, which would move scales."""
+    folder = str(tmp_path / "checkpoints")
+    flags = [*STEPS, *OVERLAP, "--eval-interval", NEVER]
+    saved = run_ranks(2, _train, [*flags, "--save", folder], MXFP8)
+    loaded = run_ranks(2, _weights_after_load, [*flags, "--load", folder])  # nothing left to train
+    for rank in range(2):
+        assert_same_tensors(loaded[rank], saved[rank].weights, what=f"rank {rank}")

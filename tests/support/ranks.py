@@ -1,0 +1,91 @@
+"""Runs a function on several gloo ranks, each a process of its own forked after the imports."""
+
+import multiprocessing
+import os
+import socket
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+TIMEOUT_S = 180
+
+
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Call ``function(*args)`` on every rank and return what each returned, rank 0 first.
+
+    The environment of a rank is torchrun's. Megatron is imported, nothing is initialised, and the
+    CPU runtime is not installed. A rank that raises fails the test with its traceback and output.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.support.preload"])
+    port = _free_port()
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        processes = [
+            context.Process(
+                target=_rank, args=(rank, world_size, port, Path(folder), function, args)
+            )
+            for rank in range(world_size)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(TIMEOUT_S)
+        hanging = [rank for rank, process in enumerate(processes) if process.is_alive()]
+        for process in processes:
+            process.kill()
+            process.join()
+        outputs = [_read(Path(folder) / f"{rank}.log") for rank in range(world_size)]
+        results = [Path(folder) / f"{rank}.pt" for rank in range(world_size)]
+        failed = [rank for rank, path in enumerate(results) if not path.exists()]
+        if failed:
+            state = f"ranks {hanging} hang" if hanging else f"ranks {failed} failed"
+            tails = "\n".join(f"--- rank {rank}\n{outputs[rank][-6000:]}" for rank in failed)
+            raise AssertionError(f"{state} in {function.__name__}\n{tails}")
+        return [torch.load(path, weights_only=False) for path in results]
+
+
+def _rank(
+    rank: int,
+    world_size: int,
+    port: int,
+    folder: Path,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    log = (folder / f"{rank}.log").open("w", buffering=1)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(log.fileno(), stream.fileno())
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    try:
+        result = function(*args)
+        torch.save(result, folder / f"{rank}.tmp")
+        (folder / f"{rank}.tmp").rename(folder / f"{rank}.pt")
+    except BaseException:
+        traceback.print_exc()
+        raise
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(0)  # the result is written; gloo threads and Megatron's workers need no goodbye
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _read(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""

@@ -1,0 +1,163 @@
+"""A small MoE GPT through Megatron's own ``pretrain``, observed from inside a rank."""
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from moe_optim.config import MoEOptimConfig
+from moe_optim.modules.grouped_weight import GroupedWeight
+from tests.support.bytes import assert_bytes_equal
+
+MODEL = """
+--transformer-impl local --num-layers 2 --hidden-size 64 --ffn-hidden-size 96
+--moe-ffn-hidden-size 96 --num-attention-heads 2 --num-experts 4 --moe-router-topk 2
+--moe-grouped-gemm --moe-token-dispatcher-type alltoall --swiglu --disable-bias-linear
+--normalization RMSNorm --position-embedding-type rope --untie-embeddings-and-output-weights
+--seq-length 32 --max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 8
+--lr 1e-2 --min-lr 1e-3 --lr-decay-style cosine --clip-grad 0 --weight-decay 0.1
+--attention-dropout 0 --hidden-dropout 0 --bf16 --use-distributed-optimizer
+--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-swiglu-fusion
+--no-persist-layer-norm --no-rope-fusion --no-create-attention-mask-in-dataloader
+--mock-data --tokenizer-type NullTokenizer --vocab-size 63 --make-vocab-size-divisible-by 32
+--num-workers 0 --distributed-backend gloo --log-interval 1 --ckpt-format torch_dist
+--init-method-std 0.2 --eval-iters 1 --save-interval 1000000
+""".split()
+OVERLAP = ["--overlap-grad-reduce", "--overlap-param-gather"]
+
+
+@dataclass
+class Record:
+    """What one rank saw of a run. Every tensor is a copy."""
+
+    losses: dict[int, float] = field(default_factory=dict)  # iteration -> lm loss, exact
+    validation_losses: list[float] = field(default_factory=list)
+    masters: dict[str, torch.Tensor] = field(default_factory=dict)  # this rank's shards, fp32
+    moments: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)  # bf16, or planes as bytes
+    classes: set[str] = field(default_factory=set)
+    extra: Any = None
+
+
+def pretrain(
+    flags: Sequence[str],
+    config: MoEOptimConfig | None,
+    optimizer: bool = True,
+    observe: Callable[[list[Any], Any], Any] | None = None,
+    after_step: Callable[[int, list[Any], Any], None] | None = None,
+) -> Record:
+    """Train on the CPU and return what happened. Once a process: Megatron keeps global state.
+
+    Args:
+        flags: added to MODEL.
+        config: None for stock Megatron with its own experts.
+        optimizer: False installs the portable experts alone, under the stock optimizer.
+        observe: called with model chunks and optimizer at the end; its result is ``extra``.
+        after_step: called after every training step with its number (1-based), chunks, optimizer.
+    """
+    from moe_optim.megatron import cpu_runtime, plugin
+    from moe_optim.megatron.pretrain import train
+
+    os.environ["MOE_OPTIM_CPU"] = "1"
+    cpu_runtime.install()
+    if config is not None:
+        (plugin.install if optimizer else plugin.install_experts)(config)
+    record = Record()
+    built = _watch(record, after_step)
+    # --exit-interval ends the loop with sys.exit(0)
+    with tempfile.TemporaryDirectory() as events, contextlib.suppress(SystemExit):
+        train([*MODEL, *flags, "--tensorboard-dir", f"{events}/tb"])
+    _record_state(record, *built)
+    if observe is not None:
+        record.extra = observe(*built)
+    return record
+
+
+def _watch(record: Record, after_step: Callable[..., None] | None) -> list[Any]:
+    """Wrap what Megatron's loop calls, and return the list that model and optimizer go into."""
+    from megatron.training import training
+
+    from moe_optim.megatron import patches
+    from moe_optim.megatron.patching import apply_patches
+
+    apply_patches(patches.ENTRY)  # first, so that the wrappers below stay outermost
+    built: list[Any] = []
+    steps = iter(range(1, 1_000_000))
+
+    def wrap(name: str, after: Callable[..., None]) -> None:
+        stock = getattr(training, name)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            result = stock(*args, **kwargs)
+            after(result, args, kwargs)
+            return result
+
+        setattr(training, name, wrapped)
+
+    def keep_built(result: Any, *_: Any) -> None:
+        built[:] = result[:2]
+
+    def keep_loss(_result: Any, args: Any, _kwargs: Any) -> None:
+        losses, _, _, iteration = args[:4]
+        if "lm loss" in losses:
+            record.losses[int(iteration)] = float(losses["lm loss"])
+
+    def keep_validation(result: Any, *_: Any) -> None:
+        record.validation_losses.append(float(result[0]["lm loss"]))
+
+    wrap("setup_model_and_optimizer", keep_built)
+    wrap("training_log", keep_loss)
+    wrap("evaluate", keep_validation)
+    if after_step is not None:
+        wrap("train_step", lambda *_: after_step(next(steps), *built))
+    return built
+
+
+def _record_state(record: Record, model: list[Any], optimizer: Any) -> None:
+    parts = optimizer.chained_optimizers
+    record.classes = {type(part).__name__ for part in parts}
+    names = {param: name for name, param in model[0].module.named_parameters()}
+    for part in parts:
+        part_masters = zip(
+            part.model_float16_groups, part.shard_fp32_from_float16_groups, strict=True
+        )
+        for params, masters in part_masters:
+            for param, master in zip(params, masters, strict=True):
+                name = names[param]
+                record.masters[name] = master.clone()
+                state = part.optimizer.state[master]
+                record.moments[name] = {key: state[key].clone() for key in sorted(state)}
+    for param, name in names.items():
+        record.weights |= weight_bytes(name, param)
+
+
+def weight_bytes(name: str, param: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return copies of the planes of a quantized weight, or of the bf16 values of another."""
+    if isinstance(param, GroupedWeight):
+        planes = param.quantized_storage.quantized.planes()
+        return {f"{name}.{plane}": tensor.clone() for plane, tensor in planes.items()}
+    return {name: param.detach().clone()}
+
+
+def assert_same_run(got: Record, want: Record, *, what: str) -> None:
+    """Losses, masters, moments and weights of two runs are equal to the bit."""
+    assert got.losses == want.losses, f"{what}: losses"
+    assert got.validation_losses == want.validation_losses, f"{what}: validation losses"
+    assert_same_tensors(got.masters, want.masters, what=f"{what}: master")
+    assert_same_tensors(got.weights, want.weights, what=f"{what}: weight")
+    assert got.moments.keys() == want.moments.keys()
+    for name, moments in got.moments.items():
+        assert_same_tensors(moments, want.moments[name], what=f"{what}: {name}")
+
+
+def assert_same_tensors(
+    got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], *, what: str
+) -> None:
+    """Two dictionaries hold the same names and the same bytes."""
+    assert got.keys() == want.keys(), what
+    for name in got:
+        assert_bytes_equal(got[name], want[name], what=f"{what} {name}")
