@@ -157,7 +157,8 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
     def free_overlap_buffers(self) -> None:
         """Finish a gather in flight, its post-processing included (Megatron drops that)."""
         self.finish_gather()
-        super().free_overlap_buffers()
+        if not self.managed:
+            super().free_overlap_buffers()
 
     def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Reduce the gradients, after a gather that no forward pass waited for has finished."""

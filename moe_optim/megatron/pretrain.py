@@ -118,6 +118,7 @@ def train(argv: Sequence[str]) -> None:
     if os.environ.get("MOE_OPTIM_CPU") == "1":
         cpu_runtime.install()
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        sys.argv += ["--distributed-backend", "gloo"]
     apply_patches(patches.ENTRY)
     if request is not None:
         plugin.install(request)
@@ -139,14 +140,14 @@ def train(argv: Sequence[str]) -> None:
         ModelType.encoder_or_decoder,
         forward_step,
     )
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
 
 
 def main() -> int:
     """Run one rank; a refusal of ours ends with one ``error:`` line instead of a traceback."""
     try:
         train(sys.argv[1:])
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
     except MoEOptimError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         code = 2

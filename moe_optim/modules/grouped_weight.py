@@ -66,7 +66,12 @@ class GroupedWeight(Tensor):
         return func(*args, **kwargs)
 
     def dequantize(self) -> Tensor:  # type: ignore[override]
-        """Return the rowwise values as an ordinary bf16 tensor of the logical shape."""
+        """Return the rowwise values as an ordinary bf16 tensor of the logical shape.
+
+        Raises:
+            StateError: the masters have moved on since the bytes were written.
+        """
+        self.quantized_storage.require_fresh()
         return self.quantized_storage.dequantize("rowwise").view(self.shape)
 
     def alias(self) -> "GroupedWeight":

@@ -184,7 +184,7 @@ class PortableStorage:
         """Raise StateError if the masters have moved since the bytes were written."""
         if not self.is_fresh:
             raise StateError(
-                f"{self.name}: forward with weights that are one optimizer step behind their "
-                "masters. Let the parameter gather run first: keep the forward pre-hooks enabled, "
-                "or call start_param_sync(force_sync=True) on the DDP module."
+                f"{self.name}: expected the weights of the current masters, got those of an "
+                "earlier step. Let the parameter gather run before they are read: keep the forward "
+                "pre-hooks enabled, or call start_param_sync(force_sync=True) on the DDP module."
             )

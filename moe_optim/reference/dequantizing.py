@@ -19,7 +19,7 @@ def dequantize(q: QuantizedWeight, direction: Direction = "rowwise") -> Tensor:
     """Return the values that the planes of ``direction`` stand for.
 
     Exact for E4M3 data, whose scales are powers of two, unless a magnitude reaches 2^128, which
-    gives Inf (a bf16 weight above 2^128 - 2^124 can round up to there). NVFP4 values are
+    gives Inf (weights from 2^128 - 2^123 on round up to there). NVFP4 values are
     ``element * ((block scale * global amax) * fl(1/2688))``, each product rounded to fp32, as TE's
     dequantization computes them.
 
@@ -148,9 +148,10 @@ def _decode_into(data: Tensor, values: Tensor, element: Element) -> None:
 @cache
 def _decode_table(element: Element, wide: bool, device: torch.device) -> Tensor:
     """Return, for every byte or pair of bytes, the bits of the bf16 values it holds."""
-    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8)
+    codes = torch.arange(256, dtype=torch.int32, device="cpu").to(torch.uint8)
     if wide:
-        codes = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.uint8)
+        pairs = torch.arange(65536, dtype=torch.int32, device="cpu").to(torch.uint16)
+        codes = pairs.view(torch.uint8)
     decoded = decode_e4m3(codes) if element == "e4m3" else decode_e2m1(codes.unsqueeze(1))
     bits = decoded.bfloat16().flatten()
     width = {1: torch.int16, 2: torch.int32, 4: torch.int64}[

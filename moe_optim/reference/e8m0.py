@@ -47,11 +47,15 @@ def _look_up(table: Tensor, code: Tensor) -> Tensor:
 
 @cache
 def _powers(device: torch.device) -> Tensor:
-    exponents = torch.arange(256, dtype=torch.float64) - 127
-    return exponents.exp2().bfloat16().index_fill_(0, torch.tensor([255]), torch.nan).to(device)
+    return _table(torch.arange(256, dtype=torch.float64, device="cpu") - 127).to(device)
 
 
 @cache
 def _reciprocals(device: torch.device) -> Tensor:
-    exponents = 127 - torch.arange(256, dtype=torch.float64)
-    return exponents.exp2().bfloat16().index_fill_(0, torch.tensor([255]), torch.nan).to(device)
+    return _table(127 - torch.arange(256, dtype=torch.float64, device="cpu")).to(device)
+
+
+def _table(exponents: Tensor) -> Tensor:
+    values = exponents.exp2().bfloat16()
+    values[0xFF] = torch.nan
+    return values

@@ -24,7 +24,7 @@ MODEL = """
 --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-swiglu-fusion
 --no-persist-layer-norm --no-rope-fusion --no-create-attention-mask-in-dataloader
 --mock-data --tokenizer-type NullTokenizer --vocab-size 63 --make-vocab-size-divisible-by 32
---num-workers 0 --distributed-backend gloo --log-interval 1 --ckpt-format torch_dist
+--num-workers 0 --log-interval 1 --ckpt-format torch_dist
 --init-method-std 0.2 --eval-iters 1 --save-interval 1000000
 """.split()
 OVERLAP = ["--overlap-grad-reduce", "--overlap-param-gather"]
@@ -49,6 +49,7 @@ def pretrain(
     optimizer: bool = True,
     observe: Callable[[list[Any], Any], Any] | None = None,
     after_step: Callable[[int, list[Any], Any], None] | None = None,
+    after_setup: Callable[[list[Any], Any], None] | None = None,
 ) -> Record:
     """Train on the CPU and return what happened. Once a process: Megatron keeps global state.
 
@@ -58,6 +59,7 @@ def pretrain(
         optimizer: False installs the portable experts alone, under the stock optimizer.
         observe: called with model chunks and optimizer at the end; its result is ``extra``.
         after_step: called after every training step with its number (1-based), chunks, optimizer.
+        after_setup: called once with chunks and optimizer, before the first step.
     """
     from moe_optim.megatron import cpu_runtime, plugin
     from moe_optim.megatron.pretrain import train
@@ -67,7 +69,7 @@ def pretrain(
     if config is not None:
         (plugin.install if optimizer else plugin.install_experts)(config)
     record = Record()
-    built = _watch(record, after_step)
+    built = _watch(record, after_step, after_setup)
     # --exit-interval ends the loop with sys.exit(0)
     with tempfile.TemporaryDirectory() as events, contextlib.suppress(SystemExit):
         train([*MODEL, *flags, "--tensorboard-dir", f"{events}/tb"])
@@ -77,7 +79,11 @@ def pretrain(
     return record
 
 
-def _watch(record: Record, after_step: Callable[..., None] | None) -> list[Any]:
+def _watch(
+    record: Record,
+    after_step: Callable[..., None] | None,
+    after_setup: Callable[..., None] | None,
+) -> list[Any]:
     """Wrap what Megatron's loop calls, and return the list that model and optimizer go into."""
     from megatron.training import training
 
@@ -100,6 +106,8 @@ def _watch(record: Record, after_step: Callable[..., None] | None) -> list[Any]:
 
     def keep_built(result: Any, *_: Any) -> None:
         built[:] = result[:2]
+        if after_setup is not None:
+            after_setup(*built)
 
     def keep_loss(_result: Any, args: Any, _kwargs: Any) -> None:
         losses, _, _, iteration = args[:4]

@@ -1,0 +1,91 @@
+# Two commands for a fresh machine: `make train` and `make test`. Both build .venv first, once.
+#
+#   make train ARGS="--text my/notes"        options of `moe-optim train`, after the recipe
+#   make test PYTEST_ARGS="-k config"        anything pytest takes
+#   make train PYTHON=/path/to/python3.12    build .venv with this Python and no other
+
+VENV := .venv
+STAMP := $(VENV)/.installed
+ARGS ?=
+PYTEST_ARGS ?=
+
+# Prints the first Python >= 3.12 that can make a virtual environment. Every candidate is run, not
+# only looked up: a pyenv shim is on PATH even where no version stands behind it.
+define FIND_PYTHON
+if [ -n "$$PYTHON" ]; then
+    set -- "$$PYTHON"
+else
+    set -- python3.12 python3.13 python3.14 \
+        "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.1[2-9]*/bin/python3 python3 python
+fi
+found=
+for candidate do
+    if ! python=$$(command -v "$$candidate"); then
+        if [ -n "$$PYTHON" ]; then
+            found="
+  $$candidate: not there"
+        fi
+        continue
+    fi
+    answer=$$("$$python" -c '
+import sys
+answer = "%d.%d.%d" % sys.version_info[:3]
+if sys.version_info >= (3, 12):
+    try:
+        import ensurepip, venv
+        answer = "ok"
+    except ImportError:
+        answer += ", but without the venv module"
+print(answer)' 2>/dev/null) || answer="does not run"
+    if [ "$$answer" = ok ]; then
+        echo "$$python"
+        exit 0
+    fi
+    found="$$found
+  $$python: $$answer"
+done
+echo "error: moe_optim needs Python 3.12 or newer, with its venv module. Found:$${found:-
+  no Python at all}
+Install one, or name one: make $(or $(firstword $(MAKECMDGOALS)),train) PYTHON=/path/to/python3.12" >&2
+exit 1
+endef
+export FIND_PYTHON PYTHON
+
+.PHONY: train test lint format python clean
+
+train: $(STAMP)
+	$(VENV)/bin/moe-optim train recipes/quickstart.yaml --out runs/quickstart $(ARGS)
+
+test: $(STAMP)
+	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+lint: $(STAMP)
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/mypy
+
+# Lets ruff rewrite what it can.
+format: $(STAMP)
+	$(VENV)/bin/ruff check --fix
+	$(VENV)/bin/ruff format
+
+# Prints the Python that .venv would be built with.
+python:
+	@sh -c "$$FIND_PYTHON"
+
+# The stamp is written last, so that an interrupted set-up is done again.
+$(STAMP): pyproject.toml
+	@if ! $(VENV)/bin/python -c 'import pip, sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; \
+	then \
+	    python=$$(sh -c "$$FIND_PYTHON") || exit 1; \
+	    echo "Building $(VENV) with $$python."; \
+	    "$$python" -m venv --clear $(VENV) || exit 1; \
+	fi
+	@echo "Installing moe_optim into $(VENV). The first time this downloads torch, which is large."
+	@$(VENV)/bin/python -m pip install -qq --disable-pip-version-check -e '.[megatron,dev]'
+	@touch $(STAMP)
+
+# Removes .venv and what the tools left behind; runs/ stays.
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,62 @@
+"""A distributed optimizer for Megatron MoE training that keeps expert weights quantized.
+
+Importing this package costs nothing and needs neither Megatron nor Triton nor a GPU; public names
+are loaded when they are first used.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from moe_optim.errors import (
+    ConfigError,
+    LayoutError,
+    MoEOptimError,
+    NonFiniteError,
+    PatchError,
+    StateError,
+)
+
+if TYPE_CHECKING:
+    from moe_optim.config import MoEOptimConfig
+    from moe_optim.megatron import get_megatron_optimizer, install, uninstall
+    from moe_optim.recipes import Recipe, load_recipe
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ConfigError",
+    "LayoutError",
+    "MoEOptimConfig",
+    "MoEOptimError",
+    "NonFiniteError",
+    "PatchError",
+    "Recipe",
+    "StateError",
+    "__version__",
+    "get_megatron_optimizer",
+    "install",
+    "load_recipe",
+    "uninstall",
+]
+
+_LAZY = {
+    "MoEOptimConfig": "moe_optim.config",
+    "Recipe": "moe_optim.recipes",
+    "get_megatron_optimizer": "moe_optim.megatron",
+    "install": "moe_optim.megatron",
+    "load_recipe": "moe_optim.recipes",
+    "uninstall": "moe_optim.megatron",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name from its module on first use."""
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_LAZY[name]), name)
+    globals()[name] = value  # the next access no longer comes here
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

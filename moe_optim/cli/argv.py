@@ -1,0 +1,54 @@
+"""Reading and changing command lines that somebody else's parser will read."""
+
+import argparse
+import functools
+import sys
+from collections.abc import Sequence
+
+
+def keep_arguments_after_dashes(parser: argparse.ArgumentParser) -> None:
+    """Put what follows ``--`` into ``megatron_args`` untouched.
+
+    argparse before Python 3.13 gives it to a positional only when no option stands between the
+    two, and never if it looks like an option of ours.
+    """
+    parse = parser.parse_known_args
+
+    @functools.wraps(parse)
+    def parse_known_args(
+        args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        words = list(sys.argv[1:] if args is None else args)
+        end = words.index("--") if "--" in words else len(words)
+        parsed, unknown = parse(words[:end], namespace)
+        parsed.megatron_args = words[end + 1 :]
+        return parsed, unknown
+
+    parser.parse_known_args = parse_known_args  # type: ignore[method-assign, assignment]
+
+
+def flags(argv: Sequence[str]) -> list[str]:
+    """Return the flags of ``argv`` without their values."""
+    return [word.partition("=")[0] for word in argv if word.startswith("--")]
+
+
+def last_value(argv: Sequence[str], flag: str) -> str | None:
+    """Return the value of ``flag`` that argparse would take: the last one."""
+    value = None
+    for word, following in zip(argv, [*argv[1:], ""], strict=True):
+        name, equals, joined = word.partition("=")
+        if name == flag:
+            value = joined if equals else following
+    return value
+
+
+def without(argv: Sequence[str], valued: str, bare: str) -> list[str]:
+    """Return ``argv`` without a flag that takes one value and one that takes none."""
+    kept: list[str] = []
+    words = iter(argv)
+    for word in words:
+        if word == valued:
+            next(words, None)
+        elif word != bare and not word.startswith(f"{valued}="):
+            kept.append(word)
+    return kept

@@ -1,0 +1,259 @@
+"""Starting the ranks of a run on this host, following them, and ending them together.
+
+Every rank runs under :mod:`moe_optim.cli.rank_guard`, so nothing of it outlives this process,
+however this process ends.
+"""
+
+import contextlib
+import logging
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from torch.distributed.elastic.multiprocessing import (
+    LogsDest,
+    LogsSpecs,
+    PContext,
+    RunProcsResult,
+    SignalException,
+    start_processes,
+)
+from torch.distributed.elastic.utils.distributed import get_free_port
+
+from moe_optim.cli import rank_guard
+from moe_optim.cli.progress import Display, LogTail, TrainingState
+
+_POLL_SECONDS = 0.2
+_SECONDS_TO_STOP = 10
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_LOG_TAIL_BYTES = 256 * 2**10
+
+_RANK_PREFIX = re.compile(r"^\[rank\d+\]:\s?")  # torch puts it before tracebacks
+_ERROR_LINE = re.compile(
+    r"^(?:\S+: )?error: (.+)|^([\w.]*(?:Error|Exception|Interrupt|Exit)(?:: .*)?)$"
+)
+_LOST_PEER = re.compile(
+    r"connection (closed|reset|refused)|broken pipe|by peer|gloo|nccl|socket|store", re.IGNORECASE
+)
+_DISK_FULL = re.compile(
+    r"No space left on device|Disk quota exceeded|PytorchStreamWriter failed writing"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchPlan:
+    """What to run, how often and where it writes."""
+
+    entry: Sequence[str]
+    """Command of one rank; who it is, it learns from the environment."""
+    ranks: int
+    logs: Path
+    """Folder for ``rank0.log``, ``rank1.log``, ...; created."""
+    cpu: bool
+    """Run on Megatron's CPU runtime instead of GPUs."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Set for every rank, over what the launcher itself sets."""
+
+    def log(self, rank: int) -> Path:
+        """Return where stdout and stderr of ``rank`` go."""
+        return self.logs / f"rank{rank}.log"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFailure:
+    """The rank that failed first, and what it said."""
+
+    rank: int
+    exit_code: int
+    """Negative: the signal that ended it."""
+    reason: str
+    """Its last error line; empty where it left none."""
+    log: Path
+    disk_full: bool
+    """Whether any rank said that the disk is full."""
+
+    def sentence(self) -> str:
+        """Say in one line which rank ended how and why."""
+        if self.exit_code < 0:
+            ended = f"was ended by {signal.Signals(-self.exit_code).name}"
+            if self.exit_code == -signal.SIGKILL and not self.reason:
+                return f"rank {self.rank} {ended}: killed from outside, or out of memory."
+        else:
+            ended = f"ended with exit code {self.exit_code}"
+        return f"rank {self.rank} {ended}: {self.reason or 'it left no error message'}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchResult:
+    """How a launch ended."""
+
+    state: TrainingState
+    """Everything the log said."""
+    seconds: float
+    """Wall-clock time from the start of the ranks to their end, imports included."""
+    failure: RankFailure | None = None
+    stopped_by: signal.Signals | None = None
+    """The signal this process was asked to stop with."""
+
+
+def launch(plan: LaunchPlan, console: Console) -> LaunchResult:
+    """Run all ranks to their end, showing progress; no rank is left when this returns.
+
+    The first rank to fail, and a signal to this process, end all others.
+
+    Raises:
+        OSError: a log cannot be created.
+    """
+    state = TrainingState()
+    tails = [LogTail(plan.log(rank)) for rank in sorted({0, plan.ranks - 1})]
+    started = time.monotonic()
+    device = "the CPU" if plan.cpu else "GPUs"
+    what = f"{plan.ranks} rank{'s' if plan.ranks > 1 else ''} on {device}"
+    failure: RankFailure | None = None
+    stopped_by: signal.Signals | None = None
+    with _handlers_restored(), _elastic_silenced():
+        try:
+            with _ranks(plan) as context, Display(console, state, what) as display:
+                while (result := context.wait(timeout=0)) is None:
+                    _follow(tails, state)
+                    display.update()
+                    time.sleep(_POLL_SECONDS)
+                _follow(tails, state)
+                display.update()
+                failure = _first_failure(plan, result)
+        except SignalException as stop:
+            stopped_by = stop.sigval
+    seconds = time.monotonic() - started
+    return LaunchResult(state=state, seconds=seconds, failure=failure, stopped_by=stopped_by)
+
+
+def _follow(tails: Sequence[LogTail], state: TrainingState) -> None:
+    for tail in tails:
+        for line in tail.new_lines():
+            state.read(line)
+
+
+@contextlib.contextmanager
+def _ranks(plan: LaunchPlan) -> Iterator[PContext]:
+    """Start the ranks; none of them is left when the ``with`` ends, in whatever way."""
+    plan.logs.mkdir(parents=True, exist_ok=True)
+    guard = ("-I", "-S", rank_guard.__file__, str(os.getpid()), *plan.entry)
+    context = start_processes(
+        name="rank",
+        entrypoint=sys.executable,
+        args=dict.fromkeys(range(plan.ranks), guard),
+        envs=rank_environments(plan),
+        logs_specs=_OneLogARank(plan),
+    )
+    try:
+        yield context
+    finally:
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_IGN)  # ending the ranks is not to be interrupted
+        context.close(signal.SIGTERM, _SECONDS_TO_STOP)
+
+
+def rank_environments(plan: LaunchPlan) -> dict[int, dict[str, str]]:
+    """Return what every rank's environment has besides this process's own."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    common = {
+        "WORLD_SIZE": str(plan.ranks),
+        "LOCAL_WORLD_SIZE": str(plan.ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(get_free_port()),  # type: ignore[no-untyped-call]
+        "OMP_NUM_THREADS": str(max(1, (cores or 1) // plan.ranks)),
+        "PYTHONUNBUFFERED": "1",
+    }
+    if plan.cpu:
+        common |= {"MOE_OPTIM_CPU": "1", "TORCHDYNAMO_DISABLE": "1"}
+    else:  # Megatron's tensor parallelism asserts it before Blackwell
+        common["CUDA_DEVICE_MAX_CONNECTIONS"] = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    common |= plan.environment
+    return {
+        rank: {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(plan.ranks)
+    }
+
+
+class _OneLogARank(LogsSpecs):
+    """Sends a rank's output to ``rank<N>.log``; the guard joins stderr to it."""
+
+    def __init__(self, plan: LaunchPlan) -> None:
+        super().__init__(log_dir=str(plan.logs))
+        self._plan = plan
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Return the destination of every rank."""
+        unused = dict.fromkeys(envs, "")
+        logs = {rank: str(self._plan.log(rank)) for rank in envs}
+        return LogsDest(stdouts=logs, stderrs=unused, error_files=dict(unused))
+
+    @property
+    def root_log_dir(self) -> str:
+        """Folder of all logs."""
+        return str(self._plan.logs)
+
+
+def _first_failure(plan: LaunchPlan, result: RunProcsResult) -> RankFailure | None:
+    """Return the failure that the others followed from; torch lists them as it found them."""
+    tails = {rank: _tail(plan.log(rank)) for rank in result.failures}
+    disk_full = any(_DISK_FULL.search(text) for text in tails.values())
+    failures = [
+        RankFailure(
+            rank=rank,
+            exit_code=failure.exitcode,
+            reason="" if failure.exitcode == -signal.SIGKILL else last_error(tails[rank]),
+            log=plan.log(rank),
+            disk_full=disk_full,
+        )
+        for rank, failure in result.failures.items()
+    ]
+    return min(failures, key=_likely_consequence, default=None)
+
+
+def _likely_consequence(failure: RankFailure) -> int:
+    if failure.exit_code == -signal.SIGTERM:
+        return 2  # what the launcher sends to the others
+    return 1 if _LOST_PEER.search(failure.reason) else 0
+
+
+def _tail(log: Path) -> str:
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _LOG_TAIL_BYTES))
+        return file.read().decode(errors="replace")
+
+
+def last_error(log_text: str) -> str:
+    """Return the last ``error:`` or exception line of a log, or an empty string."""
+    for line in reversed(log_text.splitlines()):
+        if found := _ERROR_LINE.match(_RANK_PREFIX.sub("", line)):
+            return (found[1] or found[2]).strip()
+    return ""
+
+
+@contextlib.contextmanager
+def _handlers_restored() -> Iterator[None]:
+    """Undo the signal handlers that torch installs when it starts processes."""
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _elastic_silenced() -> Iterator[None]:
+    """Keep torch's own account of failing ranks from the terminal: we give ours."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,51 @@
+"""The ``moe-optim`` command: finds the command asked for and turns errors into exit codes."""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from moe_optim import __version__
+from moe_optim.errors import MoEOptimError
+
+COMMANDS = ("train", "doctor")
+"""Modules of this package; each has ``add_parser(subparsers)`` and ``run(args) -> int``."""
+
+FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130  # argparse itself exits with 2
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command line; importing Megatron is left to the commands."""
+    parser = argparse.ArgumentParser(
+        prog="moe-optim",
+        description="Train Megatron MoE models with quantized expert weights.",
+        epilog="Exit codes: 0 done, 1 the run failed, 2 bad input, 130 interrupted.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"moe-optim {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name in COMMANDS:
+        importlib.import_module(f"moe_optim.cli.{name}").add_parser(subparsers)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code.
+
+    Args:
+        argv: the arguments; None takes them from the process.
+    """
+    args = build_parser().parse_args(argv)
+    command = importlib.import_module(f"moe_optim.cli.{args.command}")
+    try:
+        return int(command.run(args))
+    except MoEOptimError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

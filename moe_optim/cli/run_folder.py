@@ -1,0 +1,130 @@
+"""The folder of one training run: who may write in it, and what in it can be resumed.
+
+::
+
+    RUN/checkpoints/      Megatron's torch_dist checkpoints and its tracker file
+    RUN/logs/launch1/     one log a rank and launch: rank0.log, rank1.log, ...
+    RUN/tensorboard/      event files of every launch
+    RUN/index_cache/      Megatron's sample index of the dataset; rebuilt by every launch
+    RUN/model.json        what rank 0 says about the model it trained
+    RUN/summary.json      written last: a run that has it has finished
+    RUN/loss.png
+    RUN/.lock             held by the launcher for as long as the run lives
+"""
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from moe_optim.cli.checkpoints import iteration_folders
+from moe_optim.cli.files import full_disk_explained
+from moe_optim.errors import ConfigError, StateError
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Where everything of one run lies; a value, nothing is created."""
+
+    path: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder given to Megatron as ``--save`` and ``--load``."""
+        return self.path / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        """Folder with one folder a launch."""
+        return self.path / "logs"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Folder with the event files of all launches."""
+        return self.path / "tensorboard"
+
+    @property
+    def index_cache(self) -> Path:
+        """Folder given to Megatron as ``--data-cache-path``."""
+        return self.path / "index_cache"
+
+    @property
+    def model(self) -> Path:
+        """What rank 0 says about the model."""
+        return self.path / "model.json"
+
+    @property
+    def summary(self) -> Path:
+        """The result of a finished run."""
+        return self.path / "summary.json"
+
+    @property
+    def loss_plot(self) -> Path:
+        """The loss curves of a finished run."""
+        return self.path / "loss.png"
+
+    def next_log_folder(self) -> Path:
+        """Return the log folder of the coming launch; those of earlier launches are kept."""
+        taken = [int(path.name.removeprefix("launch")) for path in self.logs.glob("launch[0-9]*")]
+        return self.logs / f"launch{max(taken, default=0) + 1}"
+
+
+@contextlib.contextmanager
+def claim(path: Path, *, resume: bool) -> Iterator[RunFolder]:
+    """Create ``path`` and hold its lock inside the ``with``; no second run gets in meanwhile.
+
+    Raises:
+        StateError: another run holds the folder, or it holds the results of an earlier run and
+            ``resume`` is not set.
+        ConfigError: ``path`` cannot be a folder.
+    """
+    folder = RunFolder(path)
+    with full_disk_explained(path, "creating the run folder"):
+        _create(path)
+        lock = (path / ".lock").open("a+")
+    with lock:
+        _take(lock, path)
+        if not resume:
+            _refuse_earlier_run(folder)
+        yield folder
+
+
+def _create(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise ConfigError(
+            f"--out {path}: expected a folder, got a file. Choose another."
+        ) from error
+    except PermissionError as error:
+        raise ConfigError(f"--out {path}: cannot be created: {error.strerror}.") from error
+
+
+def _take(lock: IO[str], path: Path) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        holder = lock.read().strip() or "unknown"
+        raise StateError(
+            f"{path}: another run is training in this folder (process {holder}). "
+            "Wait for it, stop it, or give another folder with --out."
+        ) from None
+    lock.truncate(0)
+    lock.write(f"{os.getpid()}\n")
+    with full_disk_explained(path, "writing the lock file"):
+        lock.flush()
+
+
+def _refuse_earlier_run(folder: RunFolder) -> None:
+    holds = [path.name for path in (folder.summary,) if path.exists()]
+    holds += [f"checkpoints/{path.name}" for path in iteration_folders(folder.checkpoints)]
+    if holds:
+        raise StateError(
+            f"{folder.path}: already holds a run ({', '.join(holds[:3])}"
+            f"{', ...' if len(holds) > 3 else ''}). Continue it with --resume, or start a new "
+            "one in another folder with --out."
+        )

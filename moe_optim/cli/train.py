@@ -1,0 +1,315 @@
+"""``moe-optim train``: one recipe, from text on the disk to a trained model and its summary."""
+
+import argparse
+import json
+import shlex
+import shutil
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn
+
+from moe_optim.cli.argv import flags, keep_arguments_after_dashes, last_value, without
+from moe_optim.cli.checkpoints import (
+    find_resume_point,
+    iteration_folders,
+    newest_complete_checkpoint,
+)
+from moe_optim.cli.files import DISK_FULL, free_bytes, full_disk_explained, full_disk_sentence
+from moe_optim.cli.run_folder import RunFolder, claim
+from moe_optim.cli.summary import LaunchFacts, print_summary, write_summary
+from moe_optim.errors import ConfigError
+from moe_optim.megatron.dataset import (
+    ByteDataset,
+    dataset_argv,
+    prepare_dataset,
+    require_sequence_length,
+)
+from moe_optim.megatron.text_files import find_text, standard_library_text
+from moe_optim.recipes import Recipe, check_requirements, load_recipe
+
+if TYPE_CHECKING:
+    from moe_optim.cli.launcher import LaunchResult, RankFailure
+
+# What imports torch is imported where it is needed, with the first lines on the screen: it takes
+# seconds.
+
+RANK_ENTRY: tuple[str, ...] = (sys.executable, "-m", "moe_optim.megatron.pretrain")
+"""Command of one rank, without its arguments."""
+
+_DATA_FLAGS = (
+    "--mock-data",
+    "--data-path",
+    "--data-args-path",
+    "--train-data-path",
+    "--per-split-data-args-path",
+)
+_FOLDER_FLAGS = ("--save", "--tensorboard-dir", "--data-cache-path")
+_CPU_DEFAULTS = ("--num-workers", "0")  # loader processes would take the cores from the ranks
+_NOTHING_FREE_BYTES = 2**20  # the disk is full, though the ranks could not even write it down
+_LITTLE_FREE_BYTES = 2**26  # the disk is full if a rank said so; else another one may be
+_OVERRIDE_SCHEDULE = "--override-opt_param-scheduler"
+_FAILED = 1
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the ``train`` command."""
+    parser = subparsers.add_parser(
+        "train",
+        help="train a model from a recipe, on GPUs or on the CPU",
+        description="Train a MoE GPT with Megatron and the grouped optimizer on this machine. "
+        "Arguments after `--` go to Megatron as they are, over the recipe's.",
+        usage="moe-optim train RECIPE [options] [-- MEGATRON ARGS]",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("recipe", type=Path, metavar="RECIPE", help="a YAML file such as recipes/quickstart.yaml")
+    add("--out", type=Path, metavar="DIR", help="folder of the run (default: runs/<recipe name>)")
+    add(
+        "--set",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change the recipe, such as moe_optim.format=bf16",
+    )
+    add(
+        "--text",
+        action="extend",
+        nargs="+",
+        default=[],
+        type=Path,
+        metavar="PATH",
+        help="files or folders to train on, byte by byte (default: Python's standard library)",
+    )
+    add("--resume", action="store_true", help="continue from the newest complete checkpoint")
+    add("--ranks", type=int, metavar="N", help="processes to start (default: the recipe's)")
+    add("--cpu", action="store_true", help="train on the CPU even if there are GPUs")
+    parser.set_defaults(megatron_args=[])
+    keep_arguments_after_dashes(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train, and return the exit code: 0 done, 1 failed, 128 + n stopped by signal n.
+
+    Raises:
+        MoEOptimError: the recipe, the run folder or the text cannot be used.
+    """
+    recipe = load_recipe(args.recipe, args.set)
+    check_requirements(recipe)
+    _check_arguments(args, recipe)
+    out = args.out or Path("runs") / args.recipe.stem
+    try:
+        with claim(out, resume=args.resume) as folder:
+            return _Training(args, recipe, folder, Console(soft_wrap=True)).run()
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
+        return _fail(error.strerror or str(error))
+
+
+def _check_arguments(args: argparse.Namespace, recipe: Recipe) -> None:
+    """Refuse Megatron flags that would pull the run folder or the dataset apart."""
+    if args.ranks is not None and args.ranks < 1:
+        raise ConfigError(f"--ranks: expected 1 or more, got {args.ranks}.")
+    given = flags([*recipe.megatron_argv(), *args.megatron_args])
+    for flag in _FOLDER_FLAGS:
+        if flag in given:
+            raise ConfigError(f"{flag}: the run folder decides where it goes. Use --out instead.")
+    if args.resume and "--load" in given:
+        raise ConfigError("--load: --resume loads from the run folder itself. Drop one of the two.")
+    if args.text and (data := _data_flags(given)):
+        raise ConfigError(f"--text and {data[0]} both say what to train on. Drop one of the two.")
+
+
+def _data_flags(given: Sequence[str]) -> list[str]:
+    return [flag for flag in given if flag in _DATA_FLAGS]
+
+
+def _changed_fields(assignments: Sequence[str]) -> list[str]:
+    """Return the fields of ``moe_optim`` that ``--set`` names."""
+    keys = [assignment.partition("=")[0] for assignment in assignments]
+    return [key.removeprefix("moe_optim.") for key in keys if key.startswith("moe_optim.")]
+
+
+def _fail(message: str) -> int:
+    Console(stderr=True, soft_wrap=True).print(f"error: {message}", markup=False, highlight=False)
+    return _FAILED
+
+
+@dataclass(frozen=True)
+class _Training:
+    """One use of the command: what was asked for, and where it goes."""
+
+    args: argparse.Namespace
+    recipe: Recipe
+    folder: RunFolder
+    console: Console
+
+    def run(self) -> int:
+        """Do everything in order."""
+        self._say(
+            f"{self.recipe.path}: {self.recipe.moe_optim.format} expert weights, "
+            f"run folder {self.folder.path}"
+        )
+        resumed_from = self._resume_point() if self.args.resume else None
+        dataset = self._prepare_dataset()
+        result = self._launch(dataset)
+        if result.stopped_by is not None:
+            return self._report_stop(result.stopped_by)
+        if result.failure is not None:
+            return self._report_failure(result.failure)
+        facts = LaunchFacts(
+            world_size=self.ranks,
+            seconds=result.seconds,
+            command=self._command(resume=self.args.resume),
+            resumed_from=resumed_from,
+            byte_entropy=dataset.byte_entropy if dataset else None,
+            test_loss=result.state.test_loss,
+        )
+        summary = write_summary(self.folder, facts)
+        if result.state.total == 0:
+            self._say("nothing was left to train: ask for more with `-- --train-iters N`")
+        longer = self._command(resume=True, iterations=2 * summary["iterations"])
+        print_summary(summary, self.folder, longer, self.console)
+        return 0
+
+    @property
+    def ranks(self) -> int:
+        """Processes to start."""
+        return self.args.ranks or self.recipe.ranks
+
+    @property
+    def megatron_argv(self) -> list[str]:
+        """The recipe's flags and the user's own, which win."""
+        return [*self.recipe.megatron_argv(), *self.args.megatron_args]
+
+    def _say(self, line: str) -> None:
+        self.console.print(line, markup=False, highlight=False)
+
+    def _resume_point(self) -> int:
+        point = find_resume_point(self.folder.checkpoints)
+        for note in point.notes:
+            self._say(f"resume: {note}")
+        self._say(f"resume: from the checkpoint of iteration {point.iteration}")
+        return point.iteration
+
+    def _prepare_dataset(self) -> ByteDataset | None:
+        """Build or find the dataset; None where Megatron's flags name another one."""
+        if _data_flags(flags(self.megatron_argv)):
+            return None
+        files = find_text(self.args.text) if self.args.text else standard_library_text()
+        size = sum(file.size for file in files)
+        self._say(f"dataset: {len(files)} files, {size / 1e6:.1f} MB")
+        root = self.folder.path.resolve().parent / "data"
+        bar = Progress(
+            SpinnerColumn(),
+            TextColumn("building the dataset"),
+            BarColumn(bar_width=None),
+            DownloadColumn(),
+            console=self.console,
+            transient=True,
+            expand=True,
+            disable=not self.console.is_terminal,
+        )
+        with full_disk_explained(root, "building the dataset"), bar:
+            task = bar.add_task("", total=size)
+            dataset, built = prepare_dataset(
+                files, root, on_bytes=lambda count: bar.advance(task, count)
+            )
+        counts = ", ".join(f"{count:,} {split}" for split, count in dataset.bytes.items())
+        self._say(
+            f"dataset: {'built' if built else 'reused'} {dataset.folder} ({counts} bytes; "
+            f"byte entropy {dataset.byte_entropy:.3f} nats/byte)"
+        )
+        length = last_value(self.megatron_argv, "--seq-length")
+        if length is not None and length.isdigit():
+            require_sequence_length(dataset, int(length))
+        return dataset
+
+    def _launch(self, dataset: ByteDataset | None) -> "LaunchResult":
+        from moe_optim.cli.launcher import LaunchPlan, launch
+
+        cpu = self._use_cpu()
+        plan = LaunchPlan(
+            entry=(*RANK_ENTRY, *self._rank_arguments(dataset, cpu)),
+            ranks=self.ranks,
+            logs=self.folder.next_log_folder(),
+            cpu=cpu,
+        )
+        shutil.rmtree(self.folder.index_cache, ignore_errors=True)  # may be cut off: a full disk
+        with full_disk_explained(self.folder.path, "starting the ranks"):
+            return launch(plan, self.console)
+
+    def _use_cpu(self) -> bool:
+        import torch
+
+        gpus = torch.cuda.device_count()  # through NVML: no context on the ranks' GPUs
+        if self.args.cpu or gpus == 0:
+            return True
+        if self.ranks > gpus:
+            raise ConfigError(
+                f"ranks: expected at most one a GPU, got {self.ranks} for {gpus} GPUs. "
+                "Use --ranks, or --cpu."
+            )
+        return False
+
+    def _rank_arguments(self, dataset: ByteDataset | None, cpu: bool) -> list[str]:
+        """Return what every rank is called with; the user's own flags come last and win."""
+        folder = RunFolder(self.folder.path.resolve())
+        argv = [*_CPU_DEFAULTS] if cpu else []
+        argv += self.recipe.megatron_argv()
+        argv += ["--distributed-backend", "gloo"] if cpu else []
+        argv += ["--save", str(folder.checkpoints)]
+        argv += ["--tensorboard-dir", str(folder.tensorboard), "--tensorboard-log-interval", "1"]
+        if dataset is not None:
+            argv += dataset_argv(dataset, folder.index_cache)
+        if self.args.resume:
+            argv += ["--load", str(folder.checkpoints), "--exit-on-missing-checkpoint"]
+        argv += ["--use-moe-grouped-optim", "--moe-optim-recipe", str(self.recipe.path.resolve())]
+        for field in _changed_fields(self.args.set):
+            value = json.dumps(getattr(self.recipe.moe_optim, field))  # JSON is YAML too
+            argv += ["--moe-optim-set", f"{field}={value}"]
+        return [*argv, *self.args.megatron_args]
+
+    def _report_failure(self, failure: "RankFailure") -> int:
+        sentence = failure.sentence()
+        free = free_bytes(self.folder.path)
+        if free < (_LITTLE_FREE_BYTES if failure.disk_full else _NOTHING_FREE_BYTES):
+            sentence = full_disk_sentence(self.folder.path, f"rank {failure.rank}")
+        return _fail(f"{sentence}\n  Log: {failure.log}\n  {self._what_next()}")
+
+    def _report_stop(self, number: signal.Signals) -> int:
+        self._say(f"stopped by {number.name}; no rank is left. {self._what_next()}")
+        return 128 + number
+
+    def _what_next(self) -> str:
+        """Say which checkpoint can be resumed, and how."""
+        iteration = newest_complete_checkpoint(self.folder.checkpoints)
+        if iteration is not None:
+            return f"Continue from iteration {iteration}: {self._command(resume=True)}"
+        if iteration_folders(self.folder.checkpoints):
+            return "No checkpoint is complete: start again in another folder with --out."
+        return f"There is no checkpoint yet: start again: {self._command(resume=False)}"
+
+    def _command(self, *, resume: bool, iterations: int | None = None) -> str:
+        """Return the command line of this run, for a shell; or of a longer one."""
+        args = self.args
+        megatron_args = list(args.megatron_args)
+        if iterations is not None:  # a longer schedule is not the one in the checkpoint
+            megatron_args = without(megatron_args, "--train-iters", _OVERRIDE_SCHEDULE)
+            megatron_args += ["--train-iters", str(iterations), _OVERRIDE_SCHEDULE]
+        words = ["moe-optim", "train", str(args.recipe)]
+        words += ["--out", str(args.out)] if args.out else []
+        words += ["--set", *args.set] if args.set else []
+        words += ["--text", *map(str, args.text)] if args.text else []
+        words += ["--ranks", str(args.ranks)] if args.ranks else []
+        words += ["--cpu"] if args.cpu else []
+        words += ["--resume"] if resume else []
+        words += ["--", *megatron_args] if megatron_args else []
+        return shlex.join(words)

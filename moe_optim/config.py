@@ -1,0 +1,181 @@
+"""Every knob of moe_optim in one frozen value, and which of its values this version implements."""
+
+# Annotations stay objects in this file (no `from __future__ import annotations`): both the checks
+# below and Megatron's argument builder read them.
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from types import MappingProxyType
+from typing import Any, Literal, get_args
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from moe_optim.errors import ConfigError
+
+Format = Literal["bf16", "mxfp8", "mxfp8_2d", "nvfp4", "fp8_block"]
+
+AVAILABLE: Mapping[str, tuple[object, ...]] = MappingProxyType(
+    {
+        "format": ("bf16", "mxfp8"),
+        "compute": (None,),
+        "wire": ("bf16",),
+        "layout": ("stock",),
+        "nonfinite": ("raise",),
+        "backend": ("auto", "reference"),
+    }
+)
+"""What this version implements of the fields whose type allows more."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoEOptimConfig:
+    """How expert weights are stored, gathered and multiplied. Built once, read-only afterwards."""
+
+    format: Format = "mxfp8"
+    """Storage format of expert weights between two optimizer steps; masters are always fp32."""
+    compute: Format | None = None
+    """Format of the expert products where it differs from storage: bf16 primary weights multiplied
+    in a narrow format. None multiplies in ``format``."""
+    expert_layout: Literal["grouped", "indexed"] = "grouped"
+    """``grouped`` keeps all local experts of a linear in one parameter [experts, rows, columns],
+    ``indexed`` keeps one parameter [rows, columns] an expert."""
+    wire: Literal["quantized", "bf16"] = "bf16"
+    """What the parameter all-gather carries. ``quantized``: bytes and block scales, quantized by
+    the rank that owns them. ``bf16``: upstream's wire; every rank quantizes what it received."""
+    layout: Literal["aligned", "stock"] = "stock"
+    """Where parameters lie in a bucket. ``aligned`` puts shard boundaries on whole block rows,
+    ``stock`` is Megatron's own layout."""
+    nonfinite: Literal["raise", "skip"] = "raise"
+    """What an Inf or NaN gradient does to the step, before any weight has moved."""
+    backend: Literal["auto", "triton", "reference"] = "auto"
+    """Who quantizes: Triton kernels, or plain torch. ``auto`` takes the fastest that runs here."""
+    fuse_wgrad_accumulation: bool = True
+    """Whether portable experts add weight gradients straight into ``main_grad``. False sends them
+    through autograd, which allocates one gradient a weight."""
+
+    def __post_init__(self) -> None:
+        """Refuse values that mean nothing, and those that this version does not implement.
+
+        Raises:
+            ConfigError: naming the field, what it takes and what it got.
+        """
+        for name in field_names():
+            _check_field(type(self).__name__, name, getattr(self, name))
+
+    @classmethod
+    def from_mapping(
+        cls, mapping: Mapping[str, object], where: str = "moe_optim"
+    ) -> "MoEOptimConfig":
+        """Return the configuration that ``mapping`` spells out; absent keys keep their default.
+
+        Args:
+            mapping: field name -> value, as read from a recipe.
+            where: how errors call the mapping, such as ``recipe.yaml: moe_optim``.
+
+        Raises:
+            ConfigError: an unknown key, or a value its field does not take.
+        """
+        for name, value in mapping.items():
+            check_key(where, name, field_names())
+            _check_field(where, name, value)
+        values: dict[str, Any] = dict(mapping)
+        return cls(**values)
+
+    def replace_from(
+        self, assignments: Iterable[str], where: str = "--moe-optim-set"
+    ) -> "MoEOptimConfig":
+        """Return a copy with ``key=value`` assignments applied, the last one winning.
+
+        Raises:
+            ConfigError: not an assignment, an unknown key, or a value its field does not take.
+        """
+        changes: dict[str, object] = {}
+        for assignment in assignments:
+            changes |= _parse_assignment(assignment, where)
+        return self.from_mapping(asdict(self) | changes, where)
+
+
+def field_names() -> tuple[str, ...]:
+    """Return the names of all knobs, in the order of their declaration."""
+    return tuple(field.name for field in fields(MoEOptimConfig))
+
+
+def available_values(name: str) -> tuple[object, ...]:
+    """Return the values of a field that this version implements."""
+    return AVAILABLE.get(name, _known_values(name))
+
+
+def check_key(where: str, key: object, known: Iterable[str]) -> None:
+    """Raise ConfigError unless ``key`` is one of ``known``; the message lists them."""
+    names = list(known)
+    if key not in names:
+        closest = _closest(key, names)
+        remedy = f"Write {closest}, the closest of them" if closest else "Remove it"
+        raise ConfigError(
+            f"{where}: expected a key among {', '.join(names)}, got {key!r}. {remedy}."
+        )
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of a message; YAML and OmegaConf append their own context to it."""
+    return str(error).partition("\n")[0]
+
+
+def _check_field(where: str, name: str, value: object) -> None:
+    available = available_values(name)
+    if _is_among(value, available):
+        return
+    choices = " or ".join(spell(choice) for choice in available)
+    if _is_among(value, _known_values(name)):
+        raise ConfigError(
+            f"{where}: {name}: expected {choices}, got {spell(value)}, which is a known value but "
+            f"not available in this version. Write {choices}."
+        )
+    raise ConfigError(
+        f"{where}: {name}: expected {choices}, got {value!r}. "
+        f"Write {_closest(value, available) or choices}."
+    )
+
+
+def spell(value: object) -> str:
+    """Spell a value as a recipe does: null, true, false, and text without quotes."""
+    return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
+
+
+def _known_values(name: str) -> tuple[object, ...]:
+    """Return every value the declared type of a field allows."""
+    (declared,) = (field.type for field in fields(MoEOptimConfig) if field.name == name)
+    if declared is bool:
+        return True, False
+    if type(None) in get_args(declared):  # Literal[...] | None
+        return None, *get_args(get_args(declared)[0])
+    return get_args(declared)
+
+
+def _is_among(value: object, choices: Iterable[object]) -> bool:
+    """Return whether ``value`` is a choice, type included: 1 is not true."""
+    return any(type(value) is type(choice) and value == choice for choice in choices)
+
+
+def _closest(value: object, choices: Iterable[object]) -> str | None:
+    texts = [choice for choice in choices if isinstance(choice, str)]
+    return next(iter(difflib.get_close_matches(str(value).lower(), texts, n=1)), None)
+
+
+def _parse_assignment(assignment: str, where: str) -> dict[str, object]:
+    key, equals, _ = assignment.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(
+            f"{where}: expected key=value, got {assignment!r}. Write for example format=bf16."
+        )
+    try:
+        parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([assignment]), resolve=True)
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(
+            f"{where}: expected key=value, got {assignment!r} ({first_line(error)}). "
+            f"Quote the value."
+        ) from error
+    return dict(parsed)

@@ -1,0 +1,166 @@
+"""What is installed here: versions and places, found without importing anything heavy."""
+
+import importlib.metadata
+import platform
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import MappingProxyType
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+NEEDED: Mapping[str, str] = MappingProxyType(
+    {"python": ">=3.12", "torch": ">=2.11", "megatron-core": ">=0.19.2,<0.20"}
+)
+"""Versions this package is built for; the same as in ``pyproject.toml``."""
+
+MODULES: Mapping[str, str] = MappingProxyType(
+    {
+        "torch": "torch",
+        "megatron-core": "megatron.core",
+        "transformer-engine": "transformer_engine",
+        "apex": "apex.optimizers",  # `apex` alone may be an unrelated web toolkit
+        "triton": "triton",
+    }
+)
+"""The module that shows whether a package is there."""
+
+_REMEDIES = {
+    "python": "Build the environment with another Python: make clean train PYTHON=/path/to/python",
+    "torch": "pip install 'torch{wanted}'",
+    "megatron-core": "pip install 'moe_optim[megatron]'",
+    "transformer-engine": "pip install --no-build-isolation 'moe_optim[te]'",
+    "apex": "Build NVIDIA's apex from its sources; the package index has an unrelated one",
+    "triton": "pip install 'triton{wanted}'",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Package:
+    """One package as ``import`` would find it here."""
+
+    name: str
+    version: str
+    """``unknown`` where the package does not say."""
+    path: str
+    """Folder of the package, or the interpreter."""
+    checkout: bool
+    """Whether it is imported from sources and not from an installation."""
+
+    def __str__(self) -> str:
+        """Name the version, and where a checkout lies: there the cure is another one."""
+        return (
+            f"{self.version} from the source checkout {self.path}"
+            if self.checkout
+            else (self.version)
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gpu:
+    """One CUDA device."""
+
+    name: str
+    sm: int
+    """Compute capability without the dot: 90 is Hopper, 100 is Blackwell."""
+    memory_gib: float
+
+
+def find_package(name: str) -> Package | None:
+    """Return the package that wins the import of a key of ``MODULES`` (or ``python``), if any."""
+    if name == "python":
+        return Package(
+            name=name, version=platform.python_version(), path=sys.executable, checkout=False
+        )
+    folder = find_folder(MODULES[name])
+    if folder is None:
+        return None
+    return Package(
+        name=name,
+        version=_version(name, folder),
+        path=str(folder),
+        checkout=not {"site-packages", "dist-packages"} & set(folder.parts),
+    )
+
+
+def find_folder(module: str) -> Path | None:
+    """Return the folder a dotted module is imported from, without importing it or its parents.
+
+    Parents can be heavy, or break on import, when only the place of a submodule is asked for.
+    """
+    spec: ModuleSpec | None = None
+    parts = module.split(".")
+    for depth in range(1, len(parts) + 1):
+        search = spec.submodule_search_locations or [] if spec else None
+        found = (f.find_spec(".".join(parts[:depth]), search, None) for f in sys.meta_path)
+        spec = next(filter(None, found), None)
+        if spec is None:
+            return None
+    return Path(spec.origin).parent if spec and spec.origin else None
+
+
+def find_gpus() -> tuple[Gpu, ...]:
+    """Return the CUDA devices of this machine, as torch sees them."""
+    import torch  # seconds; a recipe that asks for no GPU never gets here
+
+    if not torch.cuda.is_available():
+        return ()
+    devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    return tuple(
+        Gpu(name=d.name, sm=10 * d.major + d.minor, memory_gib=round(d.total_memory / 2**30, 1))
+        for d in devices
+    )
+
+
+def unmet_version(name: str, wanted: str) -> str | None:
+    """Say what is wrong with the installed version of a package and how to mend it.
+
+    A pre-release counts as its release: NVIDIA's containers ship torch 2.x.0a0.
+
+    Args:
+        name: ``python`` or a key of ``MODULES``.
+        wanted: a version specifier such as ``>=0.19.2,<0.20``.
+
+    Returns:
+        One line, or None where the version fits.
+    """
+    package = find_package(name)
+    if package is not None and _satisfies(package.version, wanted):
+        return None
+    remedy = _REMEDIES[name].format(wanted=wanted)
+    if package is not None and package.checkout:
+        remedy = f"Check out a version {wanted} there, or take it off PYTHONPATH and {remedy}"
+    return f"{name}: expected {wanted}, got {package or 'none'}. {remedy}"
+
+
+def _satisfies(version: str, wanted: str) -> bool:
+    try:
+        return SpecifierSet(wanted).contains(Version(version).base_version)
+    except InvalidVersion:  # it does not say; believe that the user knows
+        return True
+
+
+def _version(name: str, folder: Path) -> str:
+    if name == "megatron-core":  # metadata would describe the wheel where a checkout wins
+        return _megatron_core_version(folder)
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _megatron_core_version(folder: Path) -> str:
+    """Read the version out of the sources: importing them takes seconds and asks git."""
+    try:
+        text = (folder / "package_info.py").read_text()
+    except OSError:
+        return "unknown"
+    parts = [re.search(rf"^{part} = (\d+)", text, re.M) for part in ("MAJOR", "MINOR", "PATCH")]
+    suffix = re.search(r"^PRE_RELEASE = ['\"](\w*)['\"]", text, re.M)
+    if not all(parts):
+        return "unknown"
+    return ".".join(part[1] for part in parts if part) + (suffix[1] if suffix else "")

@@ -1,0 +1,108 @@
+"""The command line users script against: changing it has to change this file."""
+
+import argparse
+import subprocess
+import sys
+
+import pytest
+
+from moe_optim import __version__
+from moe_optim.cli import main as cli
+from moe_optim.errors import ConfigError, StateError
+
+SURFACE = {  # command -> its positionals and options
+    "doctor": {"--json"},
+    "train": {"RECIPE", "--out", "--set", "--text", "--resume", "--ranks", "--cpu"},
+}
+
+
+def commands():
+    (action,) = (
+        action
+        for action in cli.build_parser()._actions
+        if isinstance(action, argparse._SubParsersAction)
+    )
+    return action.choices
+
+
+def arguments(parser):
+    return {
+        name
+        for action in parser._actions
+        if not isinstance(action, argparse._HelpAction)
+        for name in action.option_strings or [action.metavar or action.dest]
+    }
+
+
+@pytest.fixture
+def run_as(monkeypatch):
+    """Return a function that replaces what `doctor` does."""
+
+    def replace(run):
+        monkeypatch.setattr("moe_optim.cli.doctor.run", run)
+
+    return replace
+
+
+def test_commands_and_their_arguments_are_frozen():
+    assert {name: arguments(parser) for name, parser in commands().items()} == SURFACE
+
+
+def test_every_argument_has_a_help_text():
+    for parser in commands().values():
+        assert all(action.help for action in parser._actions)
+
+
+def test_what_follows_two_dashes_goes_to_megatron_untouched():
+    args = cli.build_parser().parse_args(
+        ["train", "run.yaml", "--set", "a.b=1", "c.d=2", "--cpu", "--", "--lr", "1", "--out", "x"]
+    )
+    assert (str(args.recipe), args.set, args.cpu) == ("run.yaml", ["a.b=1", "c.d=2"], True)
+    assert args.megatron_args == ["--lr", "1", "--out", "x"]
+    assert args.out is None
+
+
+@pytest.mark.parametrize(
+    "argv", [[], ["trian"], ["doctor", "--jsn"], ["doctor", "--js"], ["train"]], ids=str
+)
+def test_a_wrong_command_line_exits_with_2(argv, capsys):
+    with pytest.raises(SystemExit) as exit:
+        cli.main(argv)
+    assert exit.value.code == 2
+    assert "usage: moe-optim" in capsys.readouterr().err
+
+
+def test_the_exit_code_is_that_of_the_command(run_as):
+    run_as(lambda args: 7)
+    assert cli.main(["doctor"]) == 7
+
+
+@pytest.mark.parametrize("error", [ConfigError, StateError])
+def test_an_error_of_ours_is_one_line_and_exits_with_2(run_as, capsys, error):
+    def refuse(args):
+        raise error("run.yaml: expected this, got that.")
+
+    run_as(refuse)
+    assert cli.main(["doctor"]) == 2
+    assert capsys.readouterr().err == "error: run.yaml: expected this, got that.\n"
+
+
+def test_an_interrupt_exits_with_130(run_as, capsys):
+    def interrupt(args):
+        raise KeyboardInterrupt
+
+    run_as(interrupt)
+    assert cli.main(["doctor"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_a_fault_of_the_program_is_not_dressed_up(run_as):
+    run_as(lambda args: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["doctor"])
+
+
+def test_the_module_runs_as_a_program():
+    command = [sys.executable, "-m", "moe_optim.cli.main", "--version"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (0, f"moe-optim {__version__}\n")

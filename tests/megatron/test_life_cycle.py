@@ -1,0 +1,294 @@
+"""Weights and gradients share memory in managed buckets, and no order of calls mixes them up.
+
+Each hazard is named after what a training loop does; all are sequences that have corrupted weights
+or gradients in Megatron's own shared buffer, or would.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from moe_optim.config import MoEOptimConfig
+from moe_optim.errors import StateError
+from moe_optim.megatron.bucket_storage import Content
+from moe_optim.modules.grouped_weight import GroupedWeight
+from tests.support.bytes import assert_bytes_equal
+from tests.support.ranks import run_ranks
+from tests.support.training import OVERLAP, Record, assert_same_run, pretrain, weight_bytes
+
+MXFP8 = MoEOptimConfig(format="mxfp8")
+FLAGS = ["--train-iters", "12", "--eval-interval", "1000000"]
+
+
+def forward(model: list[Any]) -> torch.Tensor:
+    """Run a batch through the wrapped model, with whatever hooks are on."""
+    tokens = torch.arange(32).view(1, 32)
+    return model[0](tokens, tokens, None, labels=tokens).float().sum()
+
+
+def managed_groups(model: list[Any]) -> list[Any]:
+    """Return the bucket groups of quantized weights."""
+    groups = (*model[0].bucket_groups, *model[0].expert_parallel_bucket_groups)
+    return [group for group in groups if group.managed]
+
+
+def _rollout(model: list[Any], optimizer: Any) -> None:
+    """An RL rollout: forwards with the pre-hooks on, between a step and the next."""
+    with torch.no_grad():
+        forward(model)
+        forward(model)
+
+
+def _synchronise_for_save(model: list[Any], optimizer: Any) -> None:
+    """What Megatron does before a save, a hash check and its exit."""
+    from megatron.training import training
+
+    training.force_param_sync(model, optimizer)
+
+
+def _synchronise_twice(model: list[Any], optimizer: Any) -> None:
+    """A save right after an evaluation."""
+    _synchronise_for_save(model, optimizer)
+    _synchronise_for_save(model, optimizer)
+
+
+def _dispatch_and_free(model: list[Any], optimizer: Any) -> None:
+    """A custom saver that frees overlap buffers while a gather is in flight."""
+    model[0].start_param_sync()
+    model[0].free_overlap_buffers()
+    assert all(param.quantized_storage.is_fresh for param in quantized(model))
+
+
+def _dispatch_and_forget(model: list[Any], optimizer: Any) -> None:
+    """A gather nobody waits for before gradients are zeroed: a module the batch does not use."""
+    model[0].start_param_sync()
+
+
+def _evaluate_by_hand(model: list[Any], optimizer: Any) -> None:
+    """Megatron's evaluation: hooks off with a forced gather, forward, hooks on."""
+    from megatron.training import training
+
+    training.disable_forward_pre_hook(model, optimizer)
+    with torch.no_grad():
+        forward(model)
+    training.enable_forward_pre_hook(model)
+
+
+def _offload_and_restore(model: list[Any], optimizer: Any) -> None:
+    """Gradient memory is given away between a step and the next, weights still stale."""
+    model[0].offload_grad_buffers()
+    model[0].restore_grad_buffers()
+
+
+def _gather_offload_rollout_restore(model: list[Any], optimizer: Any) -> None:
+    """A rollout while gradient memory is away: the weights were gathered before."""
+    _synchronise_for_save(model, optimizer)
+    model[0].offload_grad_buffers()
+    with torch.no_grad():
+        forward(model)
+    model[0].restore_grad_buffers()
+
+
+HARMLESS: list[Callable[[list[Any], Any], None]] = [
+    _rollout,
+    _synchronise_for_save,
+    _synchronise_twice,
+    _dispatch_and_free,
+    _dispatch_and_forget,
+    _evaluate_by_hand,
+    _offload_and_restore,
+    _gather_offload_rollout_restore,
+]
+
+
+def quantized(model: list[Any]) -> list[GroupedWeight]:
+    """Return the quantized parameters of the model."""
+    return [param for param in model[0].parameters() if isinstance(param, GroupedWeight)]
+
+
+def _do_one_harmless_thing(step: int, model: list[Any], optimizer: Any) -> None:
+    if model[0].remove_forward_pre_hook_handles:  # Megatron trains step 1 without hooks
+        HARMLESS[step % len(HARMLESS)](model, optimizer)
+
+
+def _train(flags: list[str], interrupted: bool) -> Record:
+    return pretrain(flags, MXFP8, after_step=_do_one_harmless_thing if interrupted else None)
+
+
+@pytest.mark.parametrize(
+    "precision", [["--grad-reduce-in-bf16"], []], ids=["bf16 grads", "fp32 grads"]
+)
+def test_what_a_loop_may_do_between_steps_leaves_no_trace(precision: list[str]):
+    """Rollouts with hooks on, forced gathers, freed buffers, gathers nobody waits for, offloading:
+    after each, training goes on to the bit as if it had not happened."""
+    flags = [*FLAGS, *OVERLAP, *precision]
+    undisturbed = run_ranks(2, _train, flags, False)
+    disturbed = run_ranks(2, _train, flags, True)
+    for rank in range(2):
+        assert_same_run(disturbed[rank], undisturbed[rank], what=f"rank {rank}")
+
+
+def _diverge(model: list[Any], optimizer: Any) -> None:
+    for part in optimizer.chained_optimizers:
+        part.config.overlap_param_gather = False  # the gather overlaps by DDP's configuration
+
+
+def _train_with_diverging_configs(flags: list[str]) -> Record:
+    return pretrain(flags, MXFP8, after_setup=_diverge)
+
+
+def test_configurations_that_disagree_on_overlap_are_harmless():
+    """The optimizer's own idea of the overlap is not asked: weights are pulled when needed."""
+    flags = ["--train-iters", "6", "--eval-interval", "2", *OVERLAP]
+    for diverging, agreeing in zip(
+        run_ranks(2, _train_with_diverging_configs, flags),
+        run_ranks(2, _train, flags, False),
+        strict=True,
+    ):
+        assert_same_run(diverging, agreeing, what="diverging")
+
+
+def _misuse(model: list[Any], optimizer: Any) -> None:
+    """A forbidden order of calls raises, and the bytes it was about to overwrite are still there."""
+    from megatron.training import training
+
+    part = optimizer.chained_optimizers[0]
+    storage = managed_groups(model)[0].buckets[0].storage
+    if model[0].remove_forward_pre_hook_handles:
+        training.disable_forward_pre_hook(model, optimizer)
+    model[0].zero_grad_buffer()
+
+    forward(model).backward()  # gradients are accumulating
+    assert storage.content is Content.PARTIAL
+    gradients = storage.grads.clone()
+    training.force_param_sync(model, optimizer)  # a save in the middle of accumulation
+    assert_bytes_equal(storage.grads, gradients, what="gradients after a save")
+
+    with pytest.raises(StateError, match="finish_grad_sync"):
+        optimizer.step()
+    with pytest.raises(StateError, match="zero_grad_buffer"):
+        part.refresh_weights()  # say, a checkpoint loaded in the middle of a step
+    assert_bytes_equal(storage.grads, gradients, what="gradients after both")
+
+    for group in managed_groups(model):  # undo the forced staleness of the misuse above
+        group._set_weights(type(group.weights).FRESH)
+        group._stepped = []
+    model[0].finish_grad_sync()
+    with pytest.raises(StateError, match="Reduce once a step"):
+        model[0].finish_grad_sync()
+    optimizer.step()
+    assert storage.content is Content.SPENT
+    with pytest.raises(StateError, match="earlier step"):
+        forward(model)  # the hooks are off
+    with pytest.raises(StateError, match="earlier step"):
+        quantized(model)[0].float()
+
+    model[0].start_param_sync(force_sync=True)
+    assert storage.content is Content.ZERO
+    assert_bytes_equal(storage.grads, torch.zeros_like(storage.grads), what="after the gather")
+    forward(model).backward()
+    model[0].finish_grad_sync()
+    with pytest.raises(StateError, match="zero_grad_buffer"):
+        forward(model).backward()  # accumulating on top of reduced gradients
+
+    model[0].zero_grad_buffer()
+    model[0].offload_grad_buffers()
+    with pytest.raises(StateError, match="restore_grad_buffers"):
+        part.refresh_weights()
+    model[0].restore_grad_buffers()
+    part.refresh_weights()
+    training.enable_forward_pre_hook(model)
+
+
+def _train_and_misuse(flags: list[str]) -> Record:
+    return pretrain(flags, MXFP8, observe=_misuse)
+
+
+def test_forbidden_orders_of_calls_raise_and_lose_nothing():
+    """Stepping on unreduced gradients, gathering over unused ones, reading stale weights,
+    accumulating on a finished step, gathering into offloaded memory: each raises by name."""
+    # Megatron checks gradients only inside its own forward-backward pass
+    flags = ["--train-iters", "2", *OVERLAP, "--no-check-for-nan-in-loss-and-grad"]
+    run_ranks(1, _train_and_misuse, [*flags, "--eval-interval", "1000"])
+
+
+def _count_base_calls(flags: list[str]) -> dict[str, int]:
+    """Train while Megatron's own bodies count how often a managed group or optimizer reaches them."""
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    reached: dict[str, int] = {}
+
+    def guard(owner: type, name: str, is_managed: Callable[[Any], bool]) -> None:
+        stock = getattr(owner, name)
+
+        def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
+            reached[name] = reached.get(name, 0) + is_managed(self)
+            return stock(self, *args, **kwargs)
+
+        setattr(owner, name, guarded)
+
+    for name in ("start_param_sync", "_post_param_sync", "free_overlap_buffers"):
+        guard(_ParamAndGradBucketGroup, name, lambda group: group.managed)
+    for name in ("_copy_main_params_to_param_buffer", "prepare_model_params_for_param_sync"):
+        guard(DistributedOptimizer, name, lambda part: bool(part._managed_groups))
+    pretrain(flags, MXFP8, after_step=_do_one_harmless_thing)
+    return reached
+
+
+def test_megatrons_own_bodies_are_never_reached_for_managed_buckets(tmp_path: Any):
+    """Staging, gathering and post-processing of managed buckets run through this package alone."""
+    flags = [*FLAGS, *OVERLAP, "--save", str(tmp_path), "--save-interval", "5"]
+    (reached,) = run_ranks(1, _count_base_calls, flags)
+    assert reached["start_param_sync"] == 0  # called, but for bf16 groups only
+    assert set(reached.values()) == {0}
+
+
+def _group_without_dense(flags: list[str]) -> list[tuple[bool, list[int]]]:
+    def groups(model: list[Any], _optimizer: Any) -> list[tuple[bool, list[int]]]:
+        names = {param: i for i, param in enumerate(model[0].module.parameters())}
+        return [
+            (group.managed, sorted(names[param] for param in group.params))
+            for group in model[0].bucket_groups
+        ]
+
+    return pretrain(flags, MXFP8, observe=groups).extra
+
+
+def test_dense_buckets_are_not_dragged_into_the_group_of_quantized_ones():
+    """Groups are all managed or not at all, cover every parameter once, and follow each other in
+    the order of the backward pass."""
+    flags = ["--train-iters", "1", *OVERLAP, "--eval-interval", "1000", "--ddp-bucket-size", "20000"]
+    (groups,) = run_ranks(1, _group_without_dense, flags)
+    assert {managed for managed, _ in groups} == {True, False}
+    members = [index for _, group in groups for index in group]
+    assert sorted(members) == list(range(len(members)))
+    last = [max(group) for _, group in groups]
+    assert last == sorted(last, reverse=True)
+
+
+def _skip_every_step(flags: list[str]) -> list[dict[str, torch.Tensor]]:
+    snapshots: list[dict[str, torch.Tensor]] = []
+
+    def never_step(model: list[Any], optimizer: Any) -> None:
+        for part in optimizer.chained_optimizers:
+            part.config.grad_norm_skip_threshold = 1e-9
+        keep(model)
+
+    def keep(model: list[Any], *_: Any) -> None:
+        named = model[0].module.named_parameters()
+        snapshots.append({k: v for n, p in named for k, v in weight_bytes(n, p).items()})
+
+    pretrain(flags, MXFP8, after_setup=never_step, observe=keep)
+    return snapshots
+
+
+def test_skipped_steps_leave_weights_alone():
+    """A step skipped for its gradient norm changes no byte of any weight, and the next one runs."""
+    flags = ["--train-iters", "4", *OVERLAP, "--eval-interval", "1000000"]
+    (snapshots,) = run_ranks(1, _skip_every_step, flags)
+    before, after = snapshots
+    for name, plane in after.items():
+        assert_bytes_equal(plane, before[name], what=name)

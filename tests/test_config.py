@@ -1,0 +1,126 @@
+"""Every knob has a meaning, a default that works here, and a refusal that says what to write."""
+
+import ast
+import dataclasses
+import inspect
+from typing import get_args
+
+import pytest
+
+from moe_optim.config import AVAILABLE, Format, MoEOptimConfig, field_names
+from moe_optim.errors import ConfigError
+from moe_optim.formats import FORMATS
+
+DEFAULTS = {
+    "format": "mxfp8",
+    "compute": None,
+    "expert_layout": "grouped",
+    "wire": "bf16",
+    "layout": "stock",
+    "nonfinite": "raise",
+    "backend": "auto",
+    "fuse_wgrad_accumulation": True,
+}
+
+REFUSED = {  # field, value -> what the message must say
+    "misspelt": ("format", "mxfp6", "expected bf16 or mxfp8, got 'mxfp6'. Write mxfp8."),
+    "other case": ("format", "BF16", "Write bf16."),
+    "wrong type": ("format", 8, "expected bf16 or mxfp8, got 8"),
+    "null where none is taken": ("format", None, "expected bf16 or mxfp8, got None"),
+    "list": ("wire", ["bf16"], "expected bf16, got ['bf16']. Write bf16."),
+    "number for a switch": ("fuse_wgrad_accumulation", 1, "expected true or false, got 1"),
+    "text for a switch": ("fuse_wgrad_accumulation", "yes", "expected true or false, got 'yes'"),
+    "later format": ("format", "nvfp4", "got nvfp4, which is a known value but not available"),
+    "later product": ("compute", "mxfp8", "not available in this version. Write null."),
+    "later wire": ("wire", "quantized", "not available in this version. Write bf16."),
+    "later layout": ("layout", "aligned", "not available in this version. Write stock."),
+    "later policy": ("nonfinite", "skip", "not available in this version. Write raise."),
+    "later backend": ("backend", "triton", "Write auto or reference."),
+}
+
+NOT_ASSIGNMENTS = {
+    "no value": ("format", "expected key=value, got 'format'"),
+    "no key": ("=bf16", "expected key=value, got '=bf16'"),
+    "nested": ("format.name=bf16", "format: expected bf16 or mxfp8, got {'name': 'bf16'}"),
+    "half a list": ("format=[", "expected key=value, got 'format=['"),
+    "dangling interpolation": ("format=${nothing}", "Interpolation key 'nothing' not found"),
+    "unknown key": ("fromat=bf16", "got 'fromat'. Write format, the closest of them."),
+}
+
+
+def test_defaults_are_frozen_by_this_test():
+    assert dataclasses.asdict(MoEOptimConfig()) == DEFAULTS
+    assert field_names() == tuple(DEFAULTS)
+
+
+@pytest.mark.parametrize(("field", "value", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_a_value_is_refused_with_field_and_remedy(field, value, message):
+    with pytest.raises(ConfigError) as error:
+        MoEOptimConfig.from_mapping({field: value}, where="run.yaml: moe_optim")
+    assert str(error.value).startswith(f"run.yaml: moe_optim: {field}: expected ")
+    assert message in str(error.value)
+    with pytest.raises(ConfigError, match=f"^MoEOptimConfig: {field}: "):
+        MoEOptimConfig(**{field: value})
+
+
+@pytest.mark.parametrize("key", ["fromat", 3, None])
+def test_an_unknown_key_is_refused_with_its_place(key):
+    with pytest.raises(ConfigError, match=f"^run.yaml: expected a key among format, .*{key!r}"):
+        MoEOptimConfig.from_mapping({key: "bf16"}, where="run.yaml")
+
+
+def test_every_known_value_is_either_available_or_refused_by_name():
+    """The table of what this version implements only ever narrows what the types allow."""
+    assert set(AVAILABLE) <= set(field_names())
+    assert set(AVAILABLE["format"]) <= set(get_args(Format))
+    for field, values in AVAILABLE.items():
+        for value in values:
+            assert getattr(MoEOptimConfig(**{field: value}), field) == value
+
+
+def test_formats_are_those_with_a_descriptor_and_bf16():
+    assert set(get_args(Format)) == {*FORMATS, "bf16"}
+
+
+def test_assignments_apply_in_order_and_leave_the_original_alone():
+    config = MoEOptimConfig()
+    changed = config.replace_from(
+        ["format=mxfp8", "format=bf16", "fuse_wgrad_accumulation=false", "compute=null"]
+    )
+    assert changed == MoEOptimConfig(format="bf16", fuse_wgrad_accumulation=False)
+    assert config == MoEOptimConfig()
+    assert config.replace_from([]) == config
+
+
+@pytest.mark.parametrize(
+    ("assignment", "message"), NOT_ASSIGNMENTS.values(), ids=NOT_ASSIGNMENTS.keys()
+)
+def test_what_is_no_assignment_is_refused(assignment, message):
+    with pytest.raises(ConfigError) as error:
+        MoEOptimConfig().replace_from([assignment], where="--moe-optim-set")
+    assert str(error.value).startswith("--moe-optim-set: ")
+    assert message in str(error.value)
+
+
+def test_a_config_is_a_frozen_hashable_value():
+    config = MoEOptimConfig()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.format = "bf16"
+    with pytest.raises(TypeError):
+        MoEOptimConfig("bf16")  # keywords only
+    assert {config, MoEOptimConfig()} == {config}
+
+
+def test_every_field_is_documented_under_its_declaration():
+    body = ast.parse(inspect.getsource(MoEOptimConfig)).body[0].body
+    documented = {
+        field.target.id
+        for field, text in zip(body, body[1:], strict=False)
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
+    }
+    assert documented == set(field_names())
+
+
+def test_annotations_are_types_and_not_text():
+    """Megatron's argument builder, like the checks here, calls what stands in the annotation."""
+    assert not any(isinstance(field.type, str) for field in dataclasses.fields(MoEOptimConfig))

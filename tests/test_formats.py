@@ -1,0 +1,212 @@
+"""Formats as values, and the contract of the record that holds quantized planes."""
+
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+import torch
+
+from moe_optim.errors import ConfigError, LayoutError
+from moe_optim.formats import (
+    FORMATS,
+    FP8_BLOCK,
+    MXFP8,
+    MXFP8_2D,
+    NVFP4,
+    BlockScaledFormat,
+    QuantizedWeight,
+    get_format,
+)
+
+every_format = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS.keys())
+
+LOGICAL_SHAPES = {  # of [2, 192, 320]: rowwise data, scale, columnwise data, scale
+    "mxfp8": ((2, 192, 320), (2, 192, 10), (2, 192, 320), (2, 6, 320)),
+    "mxfp8_2d": ((2, 192, 320), (2, 6, 10), (2, 192, 320), (2, 10, 6)),
+    "nvfp4": ((2, 192, 160), (2, 12, 20), (2, 320, 96), (2, 20, 12)),
+    "fp8_block": ((2, 192, 320), (2, 2, 3), (2, 320, 192), (2, 3, 2)),
+}
+
+STORAGE_SCALE_SHAPES = {  # of [192, 320]: rowwise, columnwise
+    "mxfp8": ((256, 12), (8, 384)),
+    "mxfp8_2d": ((256, 12), (8, 384)),
+    "nvfp4": ((256, 20), (384, 12)),
+    "fp8_block": ((2, 4), (3, 4)),
+}
+
+STORAGE_SCALE_REPEAT = {  # storage rows and columns of one block scale: rowwise, columnwise
+    "mxfp8": ((1, 1), (1, 1)),
+    "mxfp8_2d": ((32, 1), (1, 32)),
+    "nvfp4": ((16, 1), (16, 1)),
+    "fp8_block": ((1, 1), (1, 1)),
+}
+
+WIRE_BYTES = {  # for each parameter, scales included
+    "mxfp8": 2 + Fraction(2, 32),
+    "mxfp8_2d": 1 + Fraction(1, 1024),
+    "nvfp4": Fraction(1, 2) + Fraction(1, 256),
+    "fp8_block": 1 + Fraction(4, 128 * 128),
+}
+
+
+@every_format
+def test_logical_shapes(format):
+    shape = (2, 192, 320)
+    got = (
+        format.data_shape(shape, "rowwise"),
+        format.scale_shape(shape, "rowwise"),
+        format.data_shape(shape, "columnwise"),
+        format.scale_shape(shape, "columnwise"),
+    )
+    assert got == LOGICAL_SHAPES[format.name]
+
+
+@every_format
+def test_storage_scale_shapes_and_repetition(format):
+    rowwise, columnwise = STORAGE_SCALE_SHAPES[format.name]
+    assert format.storage_scale_shape(192, 320, "rowwise") == rowwise
+    assert format.storage_scale_shape(192, 320, "columnwise") == columnwise
+    rowwise, columnwise = STORAGE_SCALE_REPEAT[format.name]
+    assert format.storage_scale_repeat("rowwise") == rowwise
+    assert format.storage_scale_repeat("columnwise") == columnwise
+
+
+def test_fp8_blocks_at_the_edge_may_be_partial():
+    assert FP8_BLOCK.check_shape((1, 130, 1)) == (1, 130, 1)
+    assert FP8_BLOCK.scale_shape((1, 130, 1), "rowwise") == (1, 2, 1)
+    assert FP8_BLOCK.scale_shape((1, 130, 1), "columnwise") == (1, 1, 2)
+
+
+@every_format
+def test_wire_bytes_per_element(format):
+    assert format.wire_bytes_per_element == WIRE_BYTES[format.name]
+
+
+@every_format
+def test_wire_bytes_agree_with_the_planes(format):
+    """Counted on a weight whose blocks are all whole; a global amax travels apart."""
+    q = QuantizedWeight.empty(format, (2, 256, 512))
+    planes = (plane for d in format.wire_directions for plane in (q.data(d), q.scale(d)))
+    assert sum(plane.nbytes for plane in planes) == format.wire_bytes_per_element * 2 * 256 * 512
+
+
+@every_format
+def test_a_format_is_a_value(format):
+    assert replace(format) == format
+    assert {replace(format): "found"}[format] == "found"
+    assert get_format(format.name) is format
+    with pytest.raises(AttributeError):
+        format.name = "other"
+
+
+def test_names_are_those_of_the_recipes():
+    assert list(FORMATS) == ["mxfp8", "mxfp8_2d", "nvfp4", "fp8_block"]
+    with pytest.raises(TypeError):
+        FORMATS["mine"] = MXFP8
+
+
+@pytest.mark.parametrize("name", ["bf16", "mxfp4", ""])
+def test_an_unknown_name_is_refused_with_the_known_ones(name):
+    with pytest.raises(ConfigError, match=f"mxfp8, mxfp8_2d, nvfp4, fp8_block, got '{name}'"):
+        get_format(name)
+
+
+def test_what_follows_from_a_format():
+    assert (NVFP4.element_bits, NVFP4.elements_per_byte) == (4, 2)
+    assert (MXFP8.block("rowwise"), MXFP8.block("columnwise")) == ((1, 32), (32, 1))
+    assert [f.name for f in FORMATS.values() if f.is_2d] == ["mxfp8_2d", "nvfp4", "fp8_block"]
+    assert [f.name for f in FORMATS.values() if f.transposes("columnwise")] == [
+        "nvfp4",
+        "fp8_block",
+    ]
+    assert not any(f.transposes("rowwise") for f in FORMATS.values())
+    assert [f.name for f in FORMATS.values() if f.has_global_amax] == ["nvfp4"]
+    assert MXFP8.wire_directions == ("rowwise", "columnwise")
+    assert FP8_BLOCK.scale_dtype == torch.float32
+
+
+@every_format
+def test_empty_storage_has_the_promised_planes(format):
+    q = QuantizedWeight.empty(format, (2, 192, 320))
+    assert isinstance(q.format, BlockScaledFormat)
+    got = tuple(
+        tuple(plane.shape)
+        for plane in (q.rowwise_data, q.rowwise_scale, q.columnwise_data, q.columnwise_scale)
+    )
+    assert got == LOGICAL_SHAPES[format.name]
+    assert q.rowwise_data.dtype == q.columnwise_data.dtype == torch.uint8
+    assert q.rowwise_scale.dtype == q.columnwise_scale.dtype == format.scale_dtype
+    assert (q.columnwise_data is q.rowwise_data) == (format.columnwise_copy == "shared")
+    assert (q.global_amax is not None) == format.has_global_amax
+
+
+def test_global_amax_is_fp32_whatever_the_default_dtype():
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert QuantizedWeight.empty(NVFP4, (2, 16, 16)).global_amax.dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@every_format
+def test_planes_lists_each_memory_once(format):
+    planes = QuantizedWeight.empty(format, (2, 192, 320)).planes()
+    assert len({plane.data_ptr() for plane in planes.values()}) == len(planes)
+    assert ("columnwise_data" in planes) == (format is not MXFP8_2D)
+
+
+def test_planes_may_be_views_of_a_larger_allocation():
+    """Padded storage is described, not copied."""
+    storage = torch.zeros(2, 256, 12, dtype=torch.uint8)
+    q = replace(QuantizedWeight.empty(MXFP8, (2, 192, 320)), rowwise_scale=storage[:, :192, :10])
+    assert q.rowwise_scale.data_ptr() == storage.data_ptr()
+
+
+BROKEN = {
+    "data shape": (
+        MXFP8,
+        {"rowwise_data": torch.empty(2, 64, 32, dtype=torch.uint8)},
+        r"rowwise_data: mxfp8 of shape \[2, 64, 64\] needs \[2, 64, 64\] torch.uint8, "
+        r"got \[2, 64, 32\]",
+    ),
+    "data dtype": (
+        MXFP8,
+        {"columnwise_data": torch.empty(2, 64, 64, dtype=torch.float8_e4m3fn)},
+        r"columnwise_data: .* torch.uint8, got \[2, 64, 64\] torch.float8_e4m3fn",
+    ),
+    "scale shape": (
+        MXFP8,
+        {"columnwise_scale": torch.empty(2, 64, 2, dtype=torch.uint8)},
+        r"columnwise_scale: .* needs \[2, 2, 64\] torch.uint8, got \[2, 64, 2\]",
+    ),
+    "scale dtype": (
+        FP8_BLOCK,
+        {"rowwise_scale": torch.empty(2, 1, 1, dtype=torch.float64)},
+        r"rowwise_scale: .* torch.float32, got \[2, 1, 1\] torch.float64",
+    ),
+    "another device": (
+        MXFP8,
+        {"rowwise_scale": torch.empty(2, 64, 2, dtype=torch.uint8, device="meta")},
+        r"rowwise_scale: expected the device of rowwise_data, cpu, got meta",
+    ),
+    "amax missing": (NVFP4, {"global_amax": None}, r"global_amax: nvfp4 needs \[2\].* got None"),
+    "amax superfluous": (
+        MXFP8,
+        {"global_amax": torch.zeros(2)},
+        r"global_amax: mxfp8 has none, got a tensor",
+    ),
+    "data not shared": (
+        MXFP8_2D,
+        {"columnwise_data": torch.empty(2, 64, 64, dtype=torch.uint8)},
+        r"columnwise_data: mxfp8_2d shares one data plane, got a second one",
+    ),
+    "rows no multiple": (MXFP8, {"shape": (2, 63, 64)}, r"shape: mxfp8 needs .* got \[63, 64\]"),
+    "two sizes": (MXFP8, {"shape": (64, 64)}, r"expected a shape \[experts, rows, cols\]"),
+}
+
+
+@pytest.mark.parametrize(("format", "changes", "message"), BROKEN.values(), ids=BROKEN.keys())
+def test_a_plane_that_breaks_the_contract_is_named(format, changes, message):
+    q = QuantizedWeight.empty(format, (2, 64, 64))
+    with pytest.raises(LayoutError, match=f"QuantizedWeight.*{message}"):
+        replace(q, **changes)

@@ -1,0 +1,93 @@
+"""The package imports anywhere, costs nothing, and offers a fixed set of names."""
+
+import importlib.metadata
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import moe_optim
+from moe_optim.environment import NEEDED
+
+ROOT = Path(__file__).parents[1]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+PUBLIC = {
+    "ConfigError",
+    "LayoutError",
+    "MoEOptimConfig",
+    "MoEOptimError",
+    "NonFiniteError",
+    "PatchError",
+    "Recipe",
+    "StateError",
+    "__version__",
+    "get_megatron_optimizer",
+    "install",
+    "load_recipe",
+    "uninstall",
+}
+
+HEAVY = {"megatron", "transformer_engine", "triton", "torch", "apex"}
+
+
+def loaded_after(statement):
+    """Return the top-level modules a fresh interpreter holds after one statement."""
+    script = f"import sys; {statement}; print(*{{name.partition('.')[0] for name in sys.modules}})"
+    result = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return set(result.stdout.split())
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import moe_optim",
+        "import moe_optim; moe_optim.MoEOptimConfig()",
+        "import moe_optim; moe_optim.load_recipe('recipes/quickstart.yaml')",
+        "import moe_optim.cli.main as main; main.build_parser()",
+    ],
+)
+def test_imports_stay_light(statement):
+    assert not loaded_after(statement) & HEAVY
+
+
+def test_public_names_are_frozen():
+    assert set(moe_optim.__all__) == PUBLIC
+    assert set(dir(moe_optim)) == PUBLIC
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_every_public_name_loads(name):
+    assert getattr(moe_optim, name) is not None
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'instal'"):
+        _ = moe_optim.instal
+
+
+def test_needed_versions_are_those_of_the_project_file():
+    project = PYPROJECT["project"]
+    requirements = project["dependencies"] + project["optional-dependencies"]["megatron"]
+    assert project["requires-python"] == NEEDED["python"]
+    assert f"torch{NEEDED['torch']}" in requirements
+    assert f"megatron-core{NEEDED['megatron-core']}" in requirements
+
+
+def test_installed_metadata_agrees_with_the_package():
+    try:
+        version = importlib.metadata.version("moe_optim")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("moe_optim is imported from its sources and not installed")
+    assert version == moe_optim.__version__
+
+
+def test_types_are_shipped_and_the_licence_is_whole():
+    assert (ROOT / "moe_optim" / "py.typed").exists()
+    licence = (ROOT / "LICENSE").read_text()
+    assert "Version 2.0, January 2004" in licence
+    assert "END OF TERMS AND CONDITIONS" in licence
