@@ -42,7 +42,8 @@ _LOST_PEER = re.compile(
     r"connection (closed|reset|refused)|broken pipe|by peer|gloo|nccl|socket|store", re.IGNORECASE
 )
 _DISK_FULL = re.compile(
-    r"No space left on device|Disk quota exceeded|PytorchStreamWriter failed writing"
+    # The last two are torch.save, which does not say why it could not write.
+    r"No space left on device|Disk quota exceeded|PytorchStreamWriter failed|inline_container"
 )
 
 

@@ -19,7 +19,7 @@ _EVALUATION = re.compile(
 _SAVED = re.compile(r"successfully saved checkpoint from iteration\s+(\d+)")
 _STAGES = {  # what Megatron prints when it has come so far -> what it does next
     "> initialized tensor model parallel": "building the model",
-    "loading checkpoint from": "loading the checkpoint",
+    "loading distributed checkpoint from": "loading the checkpoint",
     "> building train, validation, and test datasets": "indexing the dataset",
     "done with setup": "first iteration",
 }

@@ -282,7 +282,10 @@ class _Training:
         free = free_bytes(self.folder.path)
         if free < (_LITTLE_FREE_BYTES if failure.disk_full else _NOTHING_FREE_BYTES):
             sentence = full_disk_sentence(self.folder.path, f"rank {failure.rank}")
-        return _fail(f"{sentence}\n  Log: {failure.log}\n  {self._what_next()}")
+        lines = [sentence, f"Log: {failure.log}"]
+        if "OptimizerParamScheduler" in failure.reason:
+            lines.append(f"For another schedule than the checkpoint's: -- {_OVERRIDE_SCHEDULE}")
+        return _fail("\n  ".join([*lines, self._what_next()]))
 
     def _report_stop(self, number: signal.Signals) -> int:
         self._say(f"stopped by {number.name}; no rank is left. {self._what_next()}")

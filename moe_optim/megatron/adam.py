@@ -40,7 +40,9 @@ class GroupStepAdam(torch.optim.AdamW):
         torch.optim.Optimizer.__setstate__(self, state)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], float] | None = None
+    ) -> float | None:
         """Update every parameter that has a gradient; the arithmetic is torch's own."""
         loss = None
         if closure is not None:

@@ -12,7 +12,7 @@ from megatron.core.distributed.param_and_grad_buffer import (
     _ParamAndGradBucketGroup,
     _ParamAndGradBuffer,
 )
-from torch.distributed import _coalescing_manager
+from torch.distributed.distributed_c10d import _coalescing_manager
 
 from moe_optim import ops
 from moe_optim.errors import StateError
@@ -50,6 +50,7 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
         """Arguments are Megatron's. Buckets must be all managed or all not."""
         super().__init__(buckets, *args, **kwargs)
         self.managed = all(hasattr(bucket, "storage") for bucket in buckets)
+        self.param_gather_handle: Any
         self.weights = Weights.FRESH
         self._owners: list[Owner] = []
         self._stepped: list[Owner] = []

@@ -2,7 +2,7 @@
 
 import copy
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.distributed import param_and_grad_buffer as upstream
@@ -60,7 +60,7 @@ class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
             )
             return
         for param, name in params_with_names:
-            param.quantized_storage.name = name
+            cast(GroupedWeight, param).quantized_storage.name = name
         # Tells Megatron's constructor to leave the storage of the weights alone. A copy: nothing
         # else may see the flag, and its own check wants Transformer Engine.
         sharing_config = copy.copy(ddp_config)

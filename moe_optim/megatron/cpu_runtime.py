@@ -112,13 +112,13 @@ REDIRECTS: Mapping[str, Any] = {
     "cuda.max_memory_allocated": _zero,
     "cuda.max_memory_reserved": _zero,
     "cuda.reset_peak_memory_stats": _nothing,
-    "cuda.manual_seed": torch.random.default_generator.manual_seed,
-    "cuda.manual_seed_all": torch.random.default_generator.manual_seed,
+    "cuda.manual_seed": torch.default_generator.manual_seed,
+    "cuda.manual_seed_all": torch.default_generator.manual_seed,
     "cuda.get_rng_state": lambda *_, **__: torch.get_rng_state(),
     "cuda.set_rng_state": _set_rng_state,
     "cuda.random.get_rng_state": lambda *_, **__: torch.get_rng_state(),
     "cuda.random.set_rng_state": _set_rng_state,
-    "cuda.default_generators": dict.fromkeys((CPU, 0), torch.random.default_generator),
+    "cuda.default_generators": dict.fromkeys((CPU, 0), torch.default_generator),
     "accelerator.is_available": lambda: False,  # data loaders then pin no memory
 }
 """Name below ``torch`` -> what stands there while the runtime is installed."""

@@ -68,6 +68,7 @@ class GroupedExperts(MegatronModule):
         self.num_local_experts = num_local_experts
         self.pg_collection = pg_collection
         hidden, ffn = config.hidden_size, config.moe_ffn_hidden_size
+        device = torch.device(torch.cuda.current_device())
         quantized = moe_optim_config.format != "bf16"
         make = partial(
             GroupedLinear,
@@ -75,7 +76,7 @@ class GroupedExperts(MegatronModule):
             format=get_format(moe_optim_config.format) if quantized else None,
             expert_layout=moe_optim_config.expert_layout,
             fuse_wgrad_accumulation=moe_optim_config.fuse_wgrad_accumulation,
-            device=torch.cuda.current_device(),
+            device=device,
         )
         where = name or "experts"
         self.linear_fc1 = make(2 * ffn, hidden, name=f"{where}.linear_fc1")
@@ -97,7 +98,7 @@ class GroupedExperts(MegatronModule):
                 (self.linear_fc1, self.config.init_method),
                 (self.linear_fc2, self.config.output_layer_init_method),
             ]
-        device = torch.cuda.current_device()
+        device = torch.device(torch.cuda.current_device())
         values = {
             linear: torch.empty(linear.shape, dtype=torch.bfloat16, device=device)
             for linear, _ in draws
@@ -168,7 +169,7 @@ class GroupedExperts(MegatronModule):
         return state
 
     def _expert_offset(self, parameter_name: str) -> tuple[bool, int, int]:
-        """Return whether the expert axis is prepended, the place of a parameter on it, its length."""
+        """Return whether the expert axis is prepended, a parameter's place, its length."""
         ep_rank, ep_size = self.pg_collection.ep.rank(), self.pg_collection.ep.size()
         index = parameter_name.removeprefix("weight")
         if not index:

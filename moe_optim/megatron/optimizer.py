@@ -82,11 +82,11 @@ class GroupedDistributedOptimizer(DistributedOptimizer):
     @classmethod
     def _build_model_and_main_param_groups(
         cls,
-        gbuf_ranges: list[dict],
-        param_gbuf_map: dict[torch.nn.Parameter, tuple],
-        opt_group_ranges: list,
+        gbuf_ranges: list[dict[Any, Any]],
+        param_gbuf_map: dict[torch.nn.Parameter, Any],
+        opt_group_ranges: list[Any],
         config: Any,
-    ) -> tuple:
+    ) -> Any:
         """Allocate the masters; quantized bytes are never sliced as if they were elements."""
         if any(isinstance(param, GroupedWeight) for param in param_gbuf_map):
             config = copy.copy(config)
@@ -128,12 +128,12 @@ class GroupedDistributedOptimizer(DistributedOptimizer):
     def prepare_model_params_for_param_sync(self) -> None:
         """Do nothing: managed buckets pull masters when they gather, others hold them already."""
 
-    def _copy_model_params_to_main_params(self, state_dict: dict | None = None) -> None:
+    def _copy_model_params_to_main_params(self, state_dict: dict[str, Any] | None = None) -> None:
         """Make masters of the weights, then the weights of the masters. Every rank must call it."""
         super()._copy_model_params_to_main_params(state_dict=state_dict)
         self.refresh_weights()
 
-    def load_state_dict(self, state_dict: dict) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load masters and moments, and derive quantized weights from the masters.
 
         Megatron loads weights and masters apart, and requantizes what it dequantized for saving;
@@ -155,7 +155,7 @@ class GroupedDistributedOptimizer(DistributedOptimizer):
 def get_megatron_optimizer(
     config: Any,
     model_chunks: list[Any],
-    config_overrides: dict | None = None,
+    config_overrides: dict[Any, Any] | None = None,
     use_gloo_process_groups: bool = True,
     pg_collection: Any = None,
     dump_param_to_param_group_map: str | None = None,

@@ -40,7 +40,9 @@ def loss_func(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[s
     return loss, num_tokens, {"lm loss": torch.stack([loss.detach(), num_tokens])}
 
 
-def forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[Tensor, Callable]:
+def forward_step(
+    batches: Iterator[Batch], model: torch.nn.Module
+) -> tuple[Tensor, Callable[..., Any]]:
     """Run one micro-batch forward; returns token losses and the function that sums them."""
     batch = {name: value.cuda(non_blocking=True) for name, value in next(batches).items()}
     losses = model(

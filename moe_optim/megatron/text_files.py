@@ -59,7 +59,8 @@ def standard_library_text() -> list[TextFile]:
 def find_text(paths: Sequence[Path]) -> list[TextFile]:
     """Return every file that ``paths`` name or hold, each once, in a fixed order.
 
-    Folders are searched to the bottom; hidden and empty files in them are passed over.
+    Folders are searched to the bottom; in them, what is hidden, empty or in ``__pycache__`` is
+    passed over.
 
     Raises:
         ConfigError: a path does not exist, is neither a file nor a folder, cannot be read, or has
@@ -88,7 +89,7 @@ def _files_of(path: Path) -> list[TextFile]:
     return [file]
 
 
-def _walk(root: Path, skip: Set[str] = frozenset()) -> Iterator[TextFile]:
+def _walk(root: Path, skip: Set[str] = frozenset({"__pycache__"})) -> Iterator[TextFile]:
     def refuse(error: OSError) -> None:
         raise ConfigError(f"{error.filename}: cannot be read: {error.strerror}.") from error
 

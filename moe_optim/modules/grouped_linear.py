@@ -132,7 +132,7 @@ class GroupedLinear(torch.nn.Module):
         Raises:
             StateError: the weights are behind their masters.
         """
-        return _GroupedProduct.apply(tokens, ends, self, *self.weights())  # type: ignore[no-any-return]
+        return _GroupedProduct.apply(tokens, ends, self, *self.weights())
 
     def operand(self, direction: Direction) -> Tensor:
         """Return the weights of all experts as [E, R, C] bf16; see also :meth:`version`."""
@@ -141,7 +141,11 @@ class GroupedLinear(torch.nn.Module):
             for weight in weights:
                 weight.quantized_storage.require_fresh()  # type: ignore[attr-defined]
             return self.storage.dequantize(direction)
-        return weights[0].detach() if self.expert_layout == "grouped" else torch.stack(weights)
+        return (
+            weights[0].detach()
+            if self.expert_layout == "grouped"
+            else torch.stack(list[Tensor](weights))
+        )
 
     def version(self) -> int:
         """Count how often any of the weights was written."""

@@ -38,7 +38,7 @@ class GroupedWeight(Tensor):
         requires_grad: bool = False,
     ) -> "GroupedWeight":
         """Wrap ``storage``; nothing is copied."""
-        weight: GroupedWeight = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        weight: GroupedWeight = Tensor._make_wrapper_subclass(
             cls,
             torch.Size(storage.shape if shape is None else shape),
             dtype=torch.bfloat16,
@@ -48,10 +48,10 @@ class GroupedWeight(Tensor):
         weight.quantized_storage = storage
         return weight
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Handle the few operations that keep the storage; dequantize for all others."""
@@ -65,7 +65,7 @@ class GroupedWeight(Tensor):
         args, kwargs = pytree.tree_map_only(GroupedWeight, GroupedWeight.dequantize, (args, kwargs))
         return func(*args, **kwargs)
 
-    def dequantize(self) -> Tensor:  # type: ignore[override]
+    def dequantize(self) -> Tensor:
         """Return the rowwise values as an ordinary bf16 tensor of the logical shape.
 
         Raises:
@@ -79,7 +79,7 @@ class GroupedWeight(Tensor):
         return GroupedWeight(self.quantized_storage, self.shape)
 
     @property
-    def data(self) -> "GroupedWeight":  # type: ignore[override]
+    def data(self) -> "GroupedWeight":
         """The weight without its history; the storage is shared."""
         return self.alias()
 
@@ -106,7 +106,7 @@ class GroupedWeight(Tensor):
         """Free the bf16 values kept for the masters."""
         self.quantized_storage.initial = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "GroupedWeight":
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """Copy storage and attributes; the copy is a parameter if this one is."""
         new = GroupedWeight(copy.deepcopy(self.quantized_storage, memo), self.shape)
         result = torch.nn.Parameter(new, self.requires_grad) if _is_parameter(self) else new
@@ -120,7 +120,7 @@ class GroupedWeight(Tensor):
         """Pickle the bf16 values as an ordinary tensor."""
         return self.dequantize().__reduce_ex__(protocol)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Describe the weight without reading it."""
         storage = self.quantized_storage
         return f"GroupedWeight({storage.name}, {list(self.shape)}, {storage.format.name})"
@@ -142,14 +142,13 @@ def _copy(_func: Any, target: Tensor, source: Tensor, non_blocking: bool = False
     if not isinstance(target, GroupedWeight):
         return NotImplemented
     storage = target.quantized_storage
-    same = isinstance(source, GroupedWeight) and (
-        (source.quantized_storage.format, source.shape) == (storage.format, target.shape)
-    )
-    if same:
-        storage.copy_bytes_from(source.quantized_storage)
-    else:
-        values = source.dequantize() if isinstance(source, GroupedWeight) else source
-        storage.write(values.expand(target.shape).reshape(storage.shape).to(torch.bfloat16))
+    if isinstance(source, GroupedWeight):
+        theirs = source.quantized_storage
+        if (theirs.format, theirs.shape) == (storage.format, storage.shape):
+            storage.copy_bytes_from(theirs)
+            return target
+        source = source.dequantize()
+    storage.write(source.expand(target.shape).reshape(storage.shape).to(torch.bfloat16))
     return target
 
 

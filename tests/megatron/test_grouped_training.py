@@ -125,9 +125,7 @@ def test_train_eval_train_equals_train_only(overlap: list[str]):
 @pytest.mark.parametrize("overlap", [[], OVERLAP], ids=["no overlap", "overlap"])
 @pytest.mark.parametrize("reshardable", [[], ["--dist-ckpt-optim-fully-reshardable"]],
                          ids=["dp_reshardable", "fully_reshardable"])  # fmt: skip
-def test_resume_continues_to_the_bit(
-    overlap: list[str], reshardable: list[str], tmp_path: Path
-):
+def test_resume_continues_to_the_bit(overlap: list[str], reshardable: list[str], tmp_path: Path):
     """A run that stops after 4 of 8 steps and loads its checkpoint ends as one that never did."""
     flags = [*STEPS, *overlap, *reshardable, "--eval-interval", "3"]
     whole = run_ranks(2, _train, flags, MXFP8)

@@ -151,7 +151,7 @@ def test_configurations_that_disagree_on_overlap_are_harmless():
 
 
 def _misuse(model: list[Any], optimizer: Any) -> None:
-    """A forbidden order of calls raises, and the bytes it was about to overwrite are still there."""
+    """A forbidden order of calls raises, and what it was about to overwrite is still there."""
     from megatron.training import training
 
     part = optimizer.chained_optimizers[0]
@@ -160,7 +160,8 @@ def _misuse(model: list[Any], optimizer: Any) -> None:
         training.disable_forward_pre_hook(model, optimizer)
     model[0].zero_grad_buffer()
 
-    forward(model).backward()  # gradients are accumulating
+    with model[0].no_sync():
+        forward(model).backward()  # the first micro-batch of a step
     assert storage.content is Content.PARTIAL
     gradients = storage.grads.clone()
     training.force_param_sync(model, optimizer)  # a save in the middle of accumulation
@@ -175,9 +176,11 @@ def _misuse(model: list[Any], optimizer: Any) -> None:
     for group in managed_groups(model):  # undo the forced staleness of the misuse above
         group._set_weights(type(group.weights).FRESH)
         group._stepped = []
+    forward(model).backward()  # the last one: reduces as soon as all gradients are there
     model[0].finish_grad_sync()
+    assert storage.content is Content.REDUCED
     with pytest.raises(StateError, match="Reduce once a step"):
-        model[0].finish_grad_sync()
+        managed_groups(model)[0].start_grad_sync()
     optimizer.step()
     assert storage.content is Content.SPENT
     with pytest.raises(StateError, match="earlier step"):
@@ -188,6 +191,7 @@ def _misuse(model: list[Any], optimizer: Any) -> None:
     model[0].start_param_sync(force_sync=True)
     assert storage.content is Content.ZERO
     assert_bytes_equal(storage.grads, torch.zeros_like(storage.grads), what="after the gather")
+    model[0].zero_grad_buffer()
     forward(model).backward()
     model[0].finish_grad_sync()
     with pytest.raises(StateError, match="zero_grad_buffer"):
@@ -215,7 +219,7 @@ def test_forbidden_orders_of_calls_raise_and_lose_nothing():
 
 
 def _count_base_calls(flags: list[str]) -> dict[str, int]:
-    """Train while Megatron's own bodies count how often a managed group or optimizer reaches them."""
+    """Train while Megatron's own bodies count how often managed groups reach them."""
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -260,7 +264,15 @@ def _group_without_dense(flags: list[str]) -> list[tuple[bool, list[int]]]:
 def test_dense_buckets_are_not_dragged_into_the_group_of_quantized_ones():
     """Groups are all managed or not at all, cover every parameter once, and follow each other in
     the order of the backward pass."""
-    flags = ["--train-iters", "1", *OVERLAP, "--eval-interval", "1000", "--ddp-bucket-size", "20000"]
+    flags = [
+        "--train-iters",
+        "1",
+        *OVERLAP,
+        "--eval-interval",
+        "1000",
+        "--ddp-bucket-size",
+        "20000",
+    ]
     (groups,) = run_ranks(1, _group_without_dense, flags)
     assert {managed for managed, _ in groups} == {True, False}
     members = [index for _, group in groups for index in group]

@@ -1,20 +1,20 @@
 """Imported once by the fork server of ``ranks.py``: forked ranks then start in milliseconds."""
 
+import importlib
 import os
-
-os.environ["TORCHDYNAMO_DISABLE"] = "1"
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 import warnings
 
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # before torch is imported
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 warnings.filterwarnings("ignore")
 
-import megatron.training.arguments
-import megatron.training.training
-import torch
+for name in (
+    "megatron.training.arguments",
+    "megatron.training.training",
+    "moe_optim.megatron.entry",
+    "moe_optim.megatron.experts",
+    "moe_optim.megatron.optimizer",
+):
+    importlib.import_module(name)
 
-import moe_optim.megatron.entry
-import moe_optim.megatron.experts
-import moe_optim.megatron.optimizer  # noqa: F401
-
-torch.set_num_threads(1)
+importlib.import_module("torch").set_num_threads(1)

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shlex
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from moe_optim.config import MoEOptimConfig
 from moe_optim.modules.grouped_weight import GroupedWeight
 from tests.support.bytes import assert_bytes_equal
 
-MODEL = """
+MODEL = shlex.split("""
 --transformer-impl local --num-layers 2 --hidden-size 64 --ffn-hidden-size 96
 --moe-ffn-hidden-size 96 --num-attention-heads 2 --num-experts 4 --moe-router-topk 2
 --moe-grouped-gemm --moe-token-dispatcher-type alltoall --swiglu --disable-bias-linear
@@ -26,7 +27,7 @@ MODEL = """
 --mock-data --tokenizer-type NullTokenizer --vocab-size 63 --make-vocab-size-divisible-by 32
 --num-workers 0 --log-interval 1 --ckpt-format torch_dist
 --init-method-std 0.2 --eval-iters 1 --save-interval 1000000
-""".split()
+""")
 OVERLAP = ["--overlap-grad-reduce", "--overlap-param-gather"]
 
 
