@@ -35,11 +35,13 @@ class TrainingState:
     total: int = 0
     loss: float | None = None
     seconds_per_iteration: float | None = None
+    """Mean over the last iterations, evaluations and saves left out."""
     held_out: dict[int, float] = field(default_factory=dict)
     """Loss on validation text by iteration; the first evaluation of an iteration counts."""
     test_loss: float | None = None
     saved: int | None = None
     """Iteration of the newest checkpoint that this launch finished."""
+    _readings: int = 0
 
     def read(self, line: str) -> None:
         """Take over what one log line says."""
@@ -56,7 +58,15 @@ class TrainingState:
         self.stage, self.iteration, self.total = "training", iteration, total
         loss, milliseconds = _LOSS.search(line), _MILLISECONDS.search(line)
         self.loss = float(loss[1]) if loss else math.nan  # Megatron leaves a NaN out
-        self.seconds_per_iteration = float(milliseconds[1]) / 1e3 if milliseconds else None
+        if milliseconds:
+            self._average(float(milliseconds[1]) / 1e3)
+
+    def _average(self, seconds: float) -> None:
+        """Take the mean of up to 20 readings; the first, with all that starts up, is dropped."""
+        self._readings += 1
+        weight = 1 / min(max(self._readings - 1, 1), 20)
+        before = self.seconds_per_iteration or 0.0
+        self.seconds_per_iteration = before + weight * (seconds - before)
 
     def _read_evaluation(self, iteration: int, where: str, loss: float) -> None:
         if "test" in where:

@@ -108,9 +108,11 @@ def run(args: argparse.Namespace) -> int:
         with claim(out, resume=args.resume) as folder:
             return _Training(args, recipe, folder, Console(soft_wrap=True)).run()
     except OSError as error:
-        if error.errno not in DISK_FULL:
+        if error.errno in DISK_FULL:
+            return _fail(error.strerror or str(error))
+        if error.filename is None:
             raise
-        return _fail(error.strerror or str(error))
+        return _fail(f"{error.filename}: {error.strerror}")
 
 
 def _check_arguments(args: argparse.Namespace, recipe: Recipe) -> None:

@@ -35,6 +35,13 @@ def test_an_iteration_line_gives_loss_speed_and_time_left():
     assert state.status() == "loss 2.750 · 4.0 it/s · 1:30 left"
 
 
+def test_the_speed_is_a_mean_that_forgets_the_first_iteration():
+    line = ITERATION.format(loss=LOSS)
+    slow, fast = line.replace("250.0", "9000.0"), line.replace("250.0", "150.0")
+    assert state_after(slow, line, fast).seconds_per_iteration == pytest.approx(0.2)
+    assert state_after(slow, *[line] * 30, *[fast] * 200).seconds_left == pytest.approx(54, abs=0.1)
+
+
 def test_a_loss_that_megatron_leaves_out_is_not_a_number():
     assert math.isnan(state_after(ITERATION.format(loss="")).loss)
 

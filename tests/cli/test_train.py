@@ -169,6 +169,14 @@ def test_data_of_the_users_own_needs_no_dataset_of_ours(command, runs, shared):
     assert json.loads((runs / "a" / "summary.json").read_text())["byte_entropy"] is None
 
 
+def test_a_file_where_datasets_belong_is_one_message(command, tmp_path):
+    parent = tmp_path / "other"
+    parent.mkdir()
+    (parent / "data").write_text("")
+    code, _, errors = command(out=parent / "a")
+    assert (code, errors) == (1, f"error: {parent}/data: File exists\n")
+
+
 REFUSED = {
     "--ranks: expected 1 or more": (("--ranks", "0"), ()),
     "--save: the run folder decides": ((), ("--save", "x")),

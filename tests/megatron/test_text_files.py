@@ -21,7 +21,7 @@ def names(files):
 def test_folders_are_searched_to_the_bottom_for_any_extension(tmp_path):
     for name in ("b.py", "a/deep/er.md", "a/none"):
         write(tmp_path / name)
-    for name in (".git/config", "a/.hidden"):
+    for name in (".git/config", "a/.hidden", "a/__pycache__/b.pyc"):
         write(tmp_path / name)
     write(tmp_path / "empty", "")
     assert names(find_text([tmp_path])) == ["a/deep/er.md", "a/none", "b.py"]
