@@ -83,8 +83,17 @@ def find_package(name: str) -> Package | None:
         name=name,
         version=_version(name, folder),
         path=str(folder),
-        checkout=not {"site-packages", "dist-packages"} & set(folder.parts),
+        checkout=not _is_installed(name, folder),
     )
+
+
+def _is_installed(name: str, folder: Path) -> bool:
+    """Return whether ``folder`` lies where the package's own metadata does."""
+    try:
+        root = importlib.metadata.distribution(name).locate_file("")
+    except importlib.metadata.PackageNotFoundError:
+        return bool({"site-packages", "dist-packages"} & set(folder.parts))
+    return Path(str(root)).resolve() in folder.resolve().parents
 
 
 def find_folder(module: str) -> Path | None:

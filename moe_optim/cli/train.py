@@ -266,7 +266,6 @@ class _Training:
         folder = RunFolder(self.folder.path.resolve())
         argv = [*_CPU_DEFAULTS] if cpu else []
         argv += self.recipe.megatron_argv()
-        argv += ["--distributed-backend", "gloo"] if cpu else []
         argv += ["--save", str(folder.checkpoints)]
         argv += ["--tensorboard-dir", str(folder.tensorboard), "--tensorboard-log-interval", "1"]
         if dataset is not None:

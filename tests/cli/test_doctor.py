@@ -38,6 +38,14 @@ def fake_package(folder, module, source="", version=None):
     return package
 
 
+@pytest.fixture(autouse=True)
+def forget_fakes():
+    """What a test imports from its own folder is not found by the next one."""
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == "apex"]:
+        del sys.modules[name]
+
+
 @pytest.fixture(scope="module")
 def report():
     """What the program says in this environment, from a process of its own."""
