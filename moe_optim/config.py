@@ -23,7 +23,7 @@ AVAILABLE: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "compute": (None,),
         "wire": ("bf16",),
         "layout": ("stock",),
-        "nonfinite": ("raise",),
+        "nonfinite": ("raise", "skip"),
         "backend": ("auto", "reference"),
     }
 )

@@ -9,7 +9,7 @@ class MoEOptimError(Exception):
 
 
 class ConfigError(MoEOptimError, ValueError):
-    """The user wrote something that cannot be honoured: a recipe, a flag, a combination of flags."""
+    """What the user wrote cannot be honoured: a recipe, a flag, a combination of flags."""
 
 
 class LayoutError(MoEOptimError, ValueError):

@@ -34,7 +34,6 @@ REFUSED = {  # field, value -> what the message must say
     "later product": ("compute", "mxfp8", "not available in this version. Write null."),
     "later wire": ("wire", "quantized", "not available in this version. Write bf16."),
     "later layout": ("layout", "aligned", "not available in this version. Write stock."),
-    "later policy": ("nonfinite", "skip", "not available in this version. Write raise."),
     "later backend": ("backend", "triton", "Write auto or reference."),
 }
 

@@ -36,7 +36,7 @@ class GroupStepAdam(torch.optim.AdamW):
             group.setdefault("adam_w_mode", adam_w_mode)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore groups and state as they are: torch's Adam would look for ``step`` in the state."""
+        """Restore groups and state as they are; torch's Adam looks for ``step`` in the state."""
         torch.optim.Optimizer.__setstate__(self, state)
 
     @torch.no_grad()

@@ -83,8 +83,10 @@ class GroupedExperts(MegatronModule):
         self.linear_fc2 = make(hidden, ffn, name=f"{where}.linear_fc2")
         self._initialize(keep_for_masters=quantized)
         expert_parallel = config.expert_model_parallel_size > 1
+        first_expert = pg_collection.ep.rank() * num_local_experts
         for linear, partition_dim in ((self.linear_fc1, 0), (self.linear_fc2, 1)):
-            for weight in linear.weights():
+            for index, weight in enumerate(linear.weights()):
+                weight.first_expert = first_expert + index  # type: ignore[attr-defined]
                 weight.allreduce = not expert_parallel  # type: ignore[attr-defined]
                 # counted from the last two axes: the axis of the experts comes before them
                 dim = partition_dim + weight.dim() - 2

@@ -170,7 +170,8 @@ def get_megatron_optimizer(
         StateError: the model holds quantized weights that were wrapped before ``install()``.
     """
     check_wrapped_model(config, model_chunks)
-    construction = [patch for patch in patches.OPTIMIZER if patch.id == "distributed-optimizer"]
+    classes = ("distributed-optimizer", "chained-optimizer")
+    construction = [patch for patch in patches.OPTIMIZER if patch.id in classes]
     scoped = [patch for patch in construction if patch_state(patch) != "applied"]
     apply_patches(scoped)
     try:

@@ -115,6 +115,13 @@ OPTIMIZER: tuple[Patch, ...] = (
         remove_when="OptimizerConfig accepts a distributed-optimizer class",
     ),
     Patch(
+        id="chained-optimizer",
+        target="megatron.core.optimizer:ChainedOptimizer",
+        replacement="moe_optim.megatron.nonfinite:GroupedChainedOptimizer",
+        because="no hook lies between the gradient norm and the first thing a step changes",
+        remove_when="the optimizer asks a policy what to do with a non-finite norm",
+    ),
+    Patch(
         id="get-megatron-optimizer",
         target="megatron.training.training:get_megatron_optimizer",
         replacement="moe_optim.megatron.optimizer:get_megatron_optimizer",

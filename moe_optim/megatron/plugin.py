@@ -56,6 +56,11 @@ def uninstall() -> None:
     _active = None
 
 
+def config_in_force() -> MoEOptimConfig:
+    """Return the installed configuration, or the defaults where an optimizer is built without."""
+    return _active or MoEOptimConfig()
+
+
 def active_config() -> MoEOptimConfig:
     """Return the configuration in force.
 

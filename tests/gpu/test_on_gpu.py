@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from moe_optim import reference
 from moe_optim.cli import main as cli

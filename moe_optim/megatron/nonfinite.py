@@ -1,0 +1,90 @@
+"""What a step does with an Inf or NaN gradient: nothing, and it says whose gradient that was."""
+
+import logging
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+from torch import Tensor
+
+from moe_optim.errors import NonFiniteError
+from moe_optim.megatron.plugin import config_in_force
+
+logger = logging.getLogger(__name__)
+MOST_NAMED = 8
+"""Culprits a rank names; with a NaN loss every gradient is one."""
+
+
+class GroupedChainedOptimizer(ChainedOptimizer):
+    """Megatron's chain of optimizers, which looks at the gradient norm before anything moves.
+
+    The norm is reduced over all ranks already, so they all decide alike and no collective is added
+    to a healthy step. Clipping, moments, masters and weights come after the decision.
+    """
+
+    def __init__(self, chained_optimizers: list[Any]) -> None:
+        """Arguments are Megatron's."""
+        super().__init__(chained_optimizers)
+        self.policy = config_in_force().nonfinite
+        self._must_skip = False
+
+    @torch.no_grad()
+    def get_grad_norm(self) -> Any:
+        """Return the norm over all gradients of all ranks. Every rank must call it.
+
+        Raises:
+            NonFiniteError: it is Inf or NaN and the policy is ``raise``; the message names
+                parameter, expert and owner rank of each culprit.
+        """
+        norm = super().get_grad_norm()
+        self._must_skip = not math.isfinite(norm)
+        if self._must_skip:
+            message = f"gradient norm is {float(norm)}. {self._culprits()}"
+            if self.policy == "raise":
+                raise NonFiniteError(
+                    f"optimizer step: {message}. No weight has moved. Lower the learning rate, "
+                    "inspect the batch, or set nonfinite: skip to drop such steps."
+                )
+            logger.warning("optimizer step skipped: %s", message)
+        return norm
+
+    def step_with_ready_grads(self) -> bool:
+        """Step, unless the policy says to skip this one."""
+        return False if self._must_skip else super().step_with_ready_grads()
+
+    def _culprits(self) -> str:
+        """Name non-finite gradients of all ranks. Every rank must call it."""
+        rank, found = dist.get_rank(), list(self._find_culprits())
+        lines = [f"rank {rank}: {line}" for line in found[:MOST_NAMED]]
+        if len(found) > MOST_NAMED:
+            lines.append(f"rank {rank}: and {len(found) - MOST_NAMED} more")
+        gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(gathered, lines)
+        return "; ".join(line for of_rank in gathered for line in of_rank)
+
+    def _find_culprits(self) -> Iterator[str]:
+        names = {
+            param: name for chunk in self.model_chunks for name, param in chunk.named_parameters()
+        }
+        for part in self.chained_optimizers:
+            for params in (*part.model_float16_groups, *part.model_fp32_groups):
+                for param in params:
+                    owned = part._get_model_param_range_map(param)["param"]
+                    shard = param.main_grad.view(-1)[owned.start : owned.end]
+                    bad = (~shard.isfinite()).nonzero().view(-1) + owned.start
+                    if len(bad):
+                        yield _describe(names[param].replace("module.", ""), param, bad)
+
+
+def _describe(name: str, param: Tensor, bad: Tensor) -> str:
+    """Say which parameter, which of its experts, and how many elements are not finite."""
+    count = f"{len(bad)} non-finite gradient{'s' if len(bad) > 1 else ''}"
+    first = getattr(param, "first_expert", None)
+    if first is None:
+        return f"{name}: {count}"
+    per_expert = math.prod(param.shape[-2:])
+    experts = sorted({int(first + index) for index in (bad // per_expert).tolist()})
+    return f"{name}, expert {', '.join(map(str, experts))}: {count}"

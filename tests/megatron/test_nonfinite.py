@@ -1,0 +1,82 @@
+"""A non-finite gradient stops or skips the step before anything has moved, and is named."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from moe_optim.config import MoEOptimConfig
+from moe_optim.errors import NonFiniteError
+from tests.support.ranks import run_ranks
+from tests.support.training import OVERLAP, assert_same_tensors, pretrain, weight_bytes
+
+FLAGS = ["--train-iters", "4", "--eval-interval", "1000000", "--no-check-for-nan-in-loss-and-grad"]
+POISONED_STEP = 3
+NAME = "decoder.layers.1.mlp.experts.linear_fc1.weight"
+
+
+def _snapshot(model: list[Any], optimizer: Any) -> dict[str, torch.Tensor]:
+    """Copy masters, moments and weights of this rank."""
+    model[0].start_param_sync(force_sync=True)
+    state: dict[str, torch.Tensor] = {}
+    for name, param in model[0].module.named_parameters():
+        state |= weight_bytes(name, param)
+    for part in optimizer.chained_optimizers:
+        for index, (master, moments) in enumerate(part.optimizer.state.items()):
+            state[f"master {index}"] = master.clone()
+            state |= {f"{key} {index}": moment.clone() for key, moment in moments.items()}
+    return state
+
+
+def _train(value: float, policy: str, expert_layout: str) -> dict[str, Any]:
+    """Poison one gradient of expert 2 on the rank that owns it, in step 3."""
+    seen: dict[str, Any] = {"snapshots": {}}
+    steps = iter(range(1, 100))
+
+    def poison(model: list[Any], optimizer: Any) -> None:
+        (part,) = optimizer.chained_optimizers
+        stock = part._copy_model_grads_to_main_grads
+
+        def poisoned() -> None:
+            step = next(steps)
+            for name, param in model[0].module.named_parameters():
+                indexed = name.endswith("layers.1.mlp.experts.linear_fc1.weight2")
+                grouped = name.endswith("layers.1.mlp.experts.linear_fc1.weight")
+                if step == POISONED_STEP and (indexed or grouped):
+                    (param.main_grad[2] if grouped else param.main_grad)[5, 7] = value
+            stock()
+
+        part._copy_model_grads_to_main_grads = poisoned
+
+    def keep(step: int, model: list[Any], optimizer: Any) -> None:
+        if step >= POISONED_STEP - 1:
+            seen["snapshots"][step] = _snapshot(model, optimizer)
+
+    config = MoEOptimConfig(format="mxfp8", nonfinite=policy, expert_layout=expert_layout)
+    try:
+        record = pretrain([*FLAGS, *OVERLAP], config, after_setup=poison, after_step=keep)
+        seen["losses"] = record.losses
+    except NonFiniteError as error:
+        seen["error"] = str(error)
+    return seen
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")], ids=["nan", "-inf"])
+def test_skip_leaves_masters_moments_and_weights_alone(value: float):
+    """The poisoned step changes no byte on any rank, and the next one trains."""
+    for seen in run_ranks(2, _train, value, "skip", "grouped"):
+        before, after, later = (seen["snapshots"][step] for step in (2, 3, 4))
+        assert_same_tensors(after, before, what="step 3")
+        assert any(not torch.equal(later[name], after[name]) for name in later)
+        assert all(plane.float().isfinite().all() for plane in later.values())
+
+
+@pytest.mark.parametrize("expert_layout", ["grouped", "indexed"])
+def test_raise_names_parameter_layer_expert_and_owner_on_every_rank(expert_layout: str):
+    """Every rank stops with one message that says where to look, before the step."""
+    for seen in run_ranks(2, _train, float("nan"), "raise", expert_layout):
+        parameter = NAME if expert_layout == "grouped" else f"{NAME}2"
+        assert f"{parameter}, expert 2: 1 non-finite gradient" in seen["error"]
+        assert seen["error"].count("rank ") == 1  # one rank owns that element
+        assert "No weight has moved" in seen["error"]
+        assert set(seen["snapshots"]) == {2}
