@@ -19,7 +19,6 @@ Format = Literal["bf16", "mxfp8", "mxfp8_2d", "nvfp4", "fp8_block"]
 
 AVAILABLE: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {
-        "format": ("bf16", "mxfp8"),
         "compute": (None,),
         "wire": ("bf16",),
         "layout": ("stock",),

@@ -140,7 +140,7 @@ REFUSED_FILES = {  # text of run.yaml -> what the message must say
     ),
     "unknown value": (
         "moe_optim: {format: mxfp6}\n",
-        "run.yaml: moe_optim: format: expected bf16 or mxfp8, got 'mxfp6'. Write mxfp8.",
+        "run.yaml: moe_optim: format: expected bf16 or mxfp8 or mxfp8_2d or nvfp4 or fp8_block, got 'mxfp6'. Write mxfp8.",
     ),
 }
 

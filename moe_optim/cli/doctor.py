@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moe_optim import __version__
-from moe_optim.config import AVAILABLE, Format
+from moe_optim.config import Format
 from moe_optim.environment import (
     MODULES,
     NEEDED,
@@ -140,8 +140,6 @@ def _failure(name: str) -> str | None:
 
 def _examine_format(name: str) -> dict[str, str]:
     """Say how products of weights stored in a format are computed here, and why so."""
-    if name not in AVAILABLE["format"]:
-        return {"product": "not in this version", "because": ""}
     if name == "bf16":
         return {"product": "native product", "because": "grouped bf16 product of torch"}
     return {"product": "emulated product", "because": "stored narrow, multiplied in bf16"}

@@ -21,9 +21,9 @@ PATCH_KEYS = {"id", "state", "target", "because", "remove_when"}
 PRODUCTS = {
     "bf16": "native product",
     "mxfp8": "emulated product",
-    "mxfp8_2d": "not in this version",
-    "nvfp4": "not in this version",
-    "fp8_block": "not in this version",
+    "mxfp8_2d": "emulated product",
+    "nvfp4": "emulated product",
+    "fp8_block": "emulated product",
 }
 
 

@@ -83,6 +83,15 @@ def test_overlap_changes_nothing_and_weights_come_from_masters(ranks: int, paral
     assert losses[8] < losses[1]
 
 
+@pytest.mark.parametrize("format", ["mxfp8_2d", "nvfp4", "fp8_block"])
+def test_every_format_trains_from_its_masters(format: str):
+    """The loop does not know the format: bytes come from masters and the loss falls with each."""
+    flags = [*STEPS, *OVERLAP, "--eval-interval", "4"]
+    for record in run_ranks(2, _train, flags, MoEOptimConfig(format=format)):
+        assert record.extra == 4
+        assert record.losses[8] < record.losses[1]
+
+
 def test_indexed_equals_grouped():
     """One parameter an expert or one a linear: losses and bytes are the same (clip 0: a norm sums
     by parameter)."""
