@@ -1,6 +1,7 @@
 """Parameter and gradient buffers that hold quantized expert weights."""
 
 import copy
+import re
 from functools import partial
 from typing import Any, cast
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from moe_optim.errors import StateError
 from moe_optim.kernels.member_table import MemberTable, TableEntry
+from moe_optim.layout.shards import Member
 from moe_optim.megatron.bucket_storage import BucketStorage, Content, Event
 from moe_optim.modules.grouped_weight import GroupedWeight
 
@@ -82,6 +84,7 @@ class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
             where = names[0] if len(names) == 1 else f"{names[-1]} to {names[0]}"
             bucket.storage = BucketStorage(f"bucket {bucket.bucket_id} ({where})", bucket.grad_data)
             bucket.param_data = bucket.storage.staging
+            bucket.members = list_members(bucket)
             bucket.table = build_table(bucket)
         return bucket
 
@@ -109,6 +112,30 @@ class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
         if self.managed and move_grads and was_offloaded:
             for bucket in self.buckets:
                 bucket.storage.content = Content.ZERO
+
+
+def list_members(bucket: _ParamAndGradBucket) -> tuple[Member, ...]:
+    """Return every expert of a bucket, with its place in it."""
+    members = []
+    for param in bucket.params_list:
+        storage = param.quantized_storage
+        start, _ = bucket.param_to_index[param]
+        layer = re.search(r"\.layers\.(\d+)\.", storage.name)
+        experts, rows, cols = storage.shape
+        members += [
+            Member(
+                parameter=storage.name,
+                layer=int(layer[1]) if layer else -1,
+                expert=getattr(param, "first_expert", 0) + index,
+                rows=rows,
+                cols=cols,
+                format=storage.format.name,
+                bucket=bucket.bucket_id,
+                start=start + index * rows * cols,
+            )
+            for index in range(experts)
+        ]
+    return tuple(members)
 
 
 def build_table(bucket: _ParamAndGradBucket) -> MemberTable:

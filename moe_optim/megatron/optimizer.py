@@ -1,21 +1,27 @@
 """The distributed optimizer of quantized expert weights, and the function that builds it."""
 
 import copy
+import logging
 from typing import Any
 
 import torch
 from megatron.core import optimizer as core_optimizer
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucket
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.utils import log_single_rank
 from torch import Tensor
 
+from moe_optim.errors import LayoutError
+from moe_optim.layout.shards import ShardPlan, plan_shards
 from moe_optim.megatron import patches
 from moe_optim.megatron.bucket_group import GroupedBucketGroup
 from moe_optim.megatron.bucket_storage import Event
+from moe_optim.megatron.buffer import GroupedParamAndGradBuffer
 from moe_optim.megatron.patching import apply_patches, patch_state, revert_patches
 from moe_optim.megatron.requirements import check_wrapped_model
 from moe_optim.modules.grouped_weight import GroupedWeight
 
+logger = logging.getLogger(__name__)
 _stock_get_megatron_optimizer = core_optimizer.get_megatron_optimizer
 
 
@@ -77,6 +83,13 @@ class GroupedDistributedOptimizer(DistributedOptimizer):
                     owned = self._get_model_param_range_map(param)["gbuf_world_in_bucket"]
                     places.append(bucket.param_data[owned.start : owned.end])
                     masters.append(master)
+        planned = plan_shards(
+            bucket.members,
+            bucket.grad_data.numel(),
+            self.data_parallel_group.rank(),
+            self.data_parallel_group.size(),
+        )
+        _check_against_plan(bucket, masters, planned)
         return places, masters
 
     @classmethod
@@ -152,6 +165,19 @@ class GroupedDistributedOptimizer(DistributedOptimizer):
                 group.start_param_sync(force_sync=True)
 
 
+def _check_against_plan(
+    bucket: _ParamAndGradBucket, masters: list[Tensor], plan: ShardPlan
+) -> None:
+    """Raise LayoutError unless Megatron's shards and our own plan of them agree."""
+    held, planned = sum(m.numel() for m in masters), sum(r.numel for r in plan.ranges)
+    if held != planned:
+        raise LayoutError(
+            f"{bucket.storage.name}: expected masters of {planned} elements on data-parallel rank "
+            f"{plan.dp_rank} of {plan.dp_size}, got {held}. Megatron lays shards out differently "
+            "from what moe_optim was built for; run `moe-optim doctor`."
+        )
+
+
 def get_megatron_optimizer(
     config: Any,
     model_chunks: list[Any],
@@ -170,6 +196,13 @@ def get_megatron_optimizer(
         StateError: the model holds quantized weights that were wrapped before ``install()``.
     """
     check_wrapped_model(config, model_chunks)
+    if not any(isinstance(buffer, GroupedParamAndGradBuffer) for buffer in model_chunks[0].buffers):
+        log_single_rank(
+            logger,
+            logging.INFO,
+            "moe_optim: adopted a bf16 model that was wrapped before install(): layout stock, "
+            "wire bf16",
+        )
     classes = ("distributed-optimizer", "chained-optimizer")
     construction = [patch for patch in patches.OPTIMIZER if patch.id in classes]
     scoped = [patch for patch in construction if patch_state(patch) != "applied"]

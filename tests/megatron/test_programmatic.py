@@ -1,0 +1,120 @@
+"""``get_megatron_optimizer`` as a drop-in: adopts what it can, refuses what it cannot, by name."""
+
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from moe_optim.config import MoEOptimConfig
+from moe_optim.errors import ConfigError, StateError
+from tests.support.ranks import run_ranks
+from tests.support.training import OVERLAP, Record, assert_same_run, pretrain
+
+FLAGS = ["--train-iters", "6", "--eval-interval", "3", *OVERLAP, "--clip-grad", "1.0"]
+
+
+def _signatures() -> tuple[list[str], list[str]]:
+    from megatron.core.optimizer import get_megatron_optimizer as stock
+
+    import moe_optim
+
+    return tuple(  # type: ignore[return-value]
+        [f"{p.name}={p.default}" for p in inspect.signature(function).parameters.values()]
+        for function in (stock, moe_optim.get_megatron_optimizer)
+    )
+
+
+def test_the_signature_is_megatrons():
+    """Names, order and defaults of all arguments."""
+    ((stock, ours),) = run_ranks(1, _signatures)
+    assert ours == stock
+
+
+def _stock(flags: list[str]) -> Record:
+    return pretrain(flags, None)
+
+
+def _adopted(flags: list[str]) -> Record:
+    """A stock model, wrapped by stock DDP, under our optimizer; nothing is installed."""
+    from megatron.training import training
+
+    import moe_optim
+
+    training.get_megatron_optimizer = moe_optim.get_megatron_optimizer
+    return pretrain(flags, None)
+
+
+def test_a_bf16_model_that_was_wrapped_before_is_adopted_to_the_bit():
+    """Without install(), on Megatron's own experts and buffers, training is Megatron's."""
+    for ours, stock in zip(run_ranks(2, _adopted, FLAGS), run_ranks(2, _stock, FLAGS), strict=True):
+        assert stock.classes == {"DistributedOptimizer"}
+        assert ours.classes == {"GroupedDistributedOptimizer"}
+        assert_same_run(ours, stock, what="adopted")
+
+
+def _quantized_in_stock_buffers(flags: list[str]) -> str:
+    """Experts of ours under Megatron's DDP: the model was built, but install() came too late."""
+    with pytest.raises(StateError) as error:
+        pretrain(flags, MoEOptimConfig(format="mxfp8"), optimizer=False)
+    return str(error.value)
+
+
+def test_quantized_experts_wrapped_before_install_are_refused():
+    """Megatron's buffer would replace quantized storage by plain memory; it is stopped by name."""
+    (message,) = run_ranks(1, _quantized_in_stock_buffers, FLAGS)
+    assert "experts.linear_fc2.weight" in message
+    assert "call install() first" in message
+
+
+REFUSED = {
+    "--use-megatron-fsdp": ("ddp", "use_megatron_fsdp", True),
+    "--use-distributed-optimizer": ("optimizer", "use_distributed_optimizer", False),
+    "--optimizer sgd": ("optimizer", "optimizer", "sgd"),
+    "--optimizer-cpu-offload": ("optimizer", "optimizer_cpu_offload", True),
+    "--overlap-param-gather-with-optimizer-step": (
+        "optimizer",
+        "overlap_param_gather_with_optimizer_step",
+        True,
+    ),
+    "--use-nccl-ub": ("ddp", "nccl_ub", True),
+    "--fp16": ("optimizer", "fp16", True),
+    "--use-precision-aware-optimizer": ("optimizer", "use_precision_aware_optimizer", True),
+    "--reuse-grad-buf-for-mxfp8-param-ag": ("ddp", "reuse_grad_buf_for_mxfp8_param_ag", True),
+}
+
+
+def _refusals() -> dict[str, str]:
+    """Return what each refused flag is answered with, on a model with one quantized weight."""
+    from moe_optim.formats import MXFP8
+    from moe_optim.megatron.requirements import check_wrapped_model
+    from moe_optim.modules.grouped_linear import GroupedLinear
+
+    flags = SimpleNamespace(
+        use_megatron_fsdp=False,
+        nccl_ub=False,
+        reuse_grad_buf_for_mxfp8_param_ag=False,
+        use_distributed_optimizer=True,
+        optimizer="adam",
+        optimizer_cpu_offload=False,
+        overlap_param_gather_with_optimizer_step=False,
+        fp16=False,
+        use_precision_aware_optimizer=False,
+    )
+    answers = {}
+    for flag, (_, name, value) in REFUSED.items():
+        changed: Any = SimpleNamespace(**{**vars(flags), name: value})
+        chunk = GroupedLinear(1, 32, 32, format=MXFP8)
+        chunk.ddp_config = changed
+        with pytest.raises(ConfigError) as error:
+            check_wrapped_model(changed, [chunk])
+        answers[flag] = str(error.value)
+    return answers
+
+
+def test_unsupported_flags_are_refused_by_name():
+    """One error names the flag as the user wrote it."""
+    (answers,) = run_ranks(1, _refusals)
+    for flag, message in answers.items():
+        assert flag in message
+        assert message.count("--") >= 2  # and says how to go on
