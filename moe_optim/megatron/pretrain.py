@@ -98,6 +98,7 @@ def refuse_unsupported(args: Namespace) -> None:
     for flag, is_set in {
         "--context-parallel-size": args.context_parallel_size > 1,
         "--tensor-model-parallel-size": args.tensor_model_parallel_size > 1,
+        "--pipeline-model-parallel-size": args.pipeline_model_parallel_size > 1,
         "--sft": args.sft,
         "--fim-data": args.fim_data,
         "--dataloader-inter-document-masking": args.dataloader_inter_document_masking,

@@ -68,19 +68,18 @@ def test_quantized_experts_wrapped_before_install_are_refused():
 
 
 REFUSED = {
-    "--use-megatron-fsdp": ("ddp", "use_megatron_fsdp", True),
-    "--use-distributed-optimizer": ("optimizer", "use_distributed_optimizer", False),
-    "--optimizer sgd": ("optimizer", "optimizer", "sgd"),
-    "--optimizer-cpu-offload": ("optimizer", "optimizer_cpu_offload", True),
+    "--use-megatron-fsdp": ("use_megatron_fsdp", True),
+    "--use-distributed-optimizer": ("use_distributed_optimizer", False),
+    "--optimizer sgd": ("optimizer", "sgd"),
+    "--optimizer-cpu-offload": ("optimizer_cpu_offload", True),
     "--overlap-param-gather-with-optimizer-step": (
-        "optimizer",
         "overlap_param_gather_with_optimizer_step",
         True,
     ),
-    "--use-nccl-ub": ("ddp", "nccl_ub", True),
-    "--fp16": ("optimizer", "fp16", True),
-    "--use-precision-aware-optimizer": ("optimizer", "use_precision_aware_optimizer", True),
-    "--reuse-grad-buf-for-mxfp8-param-ag": ("ddp", "reuse_grad_buf_for_mxfp8_param_ag", True),
+    "--use-nccl-ub": ("nccl_ub", True),
+    "--fp16": ("fp16", True),
+    "--use-precision-aware-optimizer": ("use_precision_aware_optimizer", True),
+    "--reuse-grad-buf-for-mxfp8-param-ag": ("reuse_grad_buf_for_mxfp8_param_ag", True),
 }
 
 
@@ -102,7 +101,7 @@ def _refusals() -> dict[str, str]:
         use_precision_aware_optimizer=False,
     )
     answers = {}
-    for flag, (_, name, value) in REFUSED.items():
+    for flag, (name, value) in REFUSED.items():
         changed: Any = SimpleNamespace(**{**vars(flags), name: value})
         chunk = GroupedLinear(1, 32, 32, format=MXFP8)
         chunk.ddp_config = changed
