@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from moe_optim.errors import ConfigError
+from moe_optim.errors import ConfigError, PatchError
 from moe_optim.megatron import patches
 from moe_optim.megatron.patching import apply_patches, revert_patches
 
@@ -128,9 +128,20 @@ def _on_cpu(value: Any) -> Any:
     """Map a CUDA device, its name or its ordinal to the CPU; leave everything else alone."""
     if isinstance(value, torch.device):
         return CPU if value.type == "cuda" else value
+    if isinstance(value, int) and not isinstance(value, bool):
+        return CPU
     if isinstance(value, str) and value.startswith("cuda"):
         return CPU
     return value
+
+
+def _legacy_type(tensor: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Answer ``Tensor.type`` with the names of CUDA tensors, and take these names back."""
+    if dtype is None:
+        return LEGACY_TYPE(tensor).replace("torch.", "torch.cuda.", 1)
+    if isinstance(dtype, str):
+        dtype = dtype.replace("torch.cuda.", "torch.", 1)
+    return LEGACY_TYPE(tensor, dtype, *args, **kwargs)
 
 
 class _CudaNamesOnCpu(TorchFunctionMode):
@@ -145,13 +156,11 @@ class _CudaNamesOnCpu(TorchFunctionMode):
     ) -> Any:
         if func is torch.Tensor.cuda or func in PINNING:
             return args[0]
-        if func is LEGACY_TYPE and len(args) == 1 and not kwargs:
-            name: str = func(*args)
-            return name.replace("torch.", "torch.cuda.", 1)
+        if func is LEGACY_TYPE:
+            return _legacy_type(*args, **(kwargs or {}))
         if kwargs:
             if "device" in kwargs:
-                device = kwargs["device"]
-                kwargs["device"] = CPU if isinstance(device, int) else _on_cpu(device)
+                kwargs["device"] = _on_cpu(kwargs["device"])
             if kwargs.get("pin_memory"):
                 kwargs["pin_memory"] = False
         if func is torch.Tensor.to and len(args) > 1:
@@ -171,6 +180,7 @@ _RNG_LOGGER = logging.getLogger("megatron.core.tensor_parallel.random")
 
 _mode: _CudaNamesOnCpu | None = None
 _saved: dict[str, Any] = {}
+_saved_log_level = logging.NOTSET
 
 
 def _owner(name: str) -> tuple[Any, str]:
@@ -194,8 +204,9 @@ def install() -> None:
 
     Raises:
         ConfigError: the machine has a GPU, which the runtime would hide.
+        PatchError: Megatron is not the version this was written for; nothing stays redirected.
     """
-    global _mode
+    global _mode, _saved_log_level
     if _mode is not None:
         return
     if torch.cuda.is_available():
@@ -211,10 +222,15 @@ def install() -> None:
         owner, last = _owner(name)
         _saved[name] = getattr(owner, last)
         setattr(owner, last, replacement)
+    _saved_log_level = _RNG_LOGGER.level
     _RNG_LOGGER.setLevel(logging.ERROR)
     _mode = _CudaNamesOnCpu()
     _mode.__enter__()
-    apply_patches((*patches.ADAM, *patches.CPU))
+    try:
+        apply_patches((*patches.ADAM, *patches.CPU))
+    except PatchError:
+        uninstall()
+        raise
 
 
 def uninstall() -> None:
@@ -225,7 +241,7 @@ def uninstall() -> None:
     revert_patches((*patches.CPU, *patches.ADAM))
     _mode.__exit__(None, None, None)
     _mode = None
-    _RNG_LOGGER.setLevel(logging.NOTSET)
+    _RNG_LOGGER.setLevel(_saved_log_level)
     while _saved:
         name, original = _saved.popitem()
         owner, last = _owner(name)

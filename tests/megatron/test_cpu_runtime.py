@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe_optim.errors import ConfigError
+from moe_optim.errors import ConfigError, PatchError
 from moe_optim.formats import MXFP8
 from moe_optim.megatron import cpu_runtime, patches
 from moe_optim.megatron.patching import patch_state
@@ -101,6 +101,24 @@ def test_a_machine_with_a_gpu_is_refused(monkeypatch):
         cpu_runtime.install()
     assert not cpu_runtime.is_installed()
     assert all(value is before[name] for name, value in redirected().items())
+
+
+def _fail_to_install() -> list[str]:
+    def refuse(_patches: Any) -> None:
+        raise PatchError("Megatron is not what it was.")
+
+    cpu_runtime.apply_patches = refuse
+    before = redirected()
+    with pytest.raises(PatchError):
+        cpu_runtime.install()
+    assert not cpu_runtime.is_installed()
+    assert torch.ones(1).type() == "torch.FloatTensor"
+    return [name for name, value in redirected().items() if value is not before[name]]
+
+
+def test_an_install_that_fails_redirects_nothing():
+    """Where Megatron does not fit, torch is left as it was too."""
+    assert in_one_rank(_fail_to_install) == []
 
 
 # Devices, pinning and type names

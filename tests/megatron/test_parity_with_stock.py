@@ -16,8 +16,9 @@ def _train(flags: list[str], plugin: bool, save: str) -> Record:
     return pretrain([*flags, "--save", save, "--save-interval", "10"], BF16, optimizer=plugin)
 
 
-@pytest.mark.parametrize("overlap", [[], OVERLAP], ids=["no overlap", "overlap"])
-@pytest.mark.parametrize("clip_grad", ["0", "1.0"])
+@pytest.mark.parametrize(
+    ("overlap", "clip_grad"), [([], "0"), (OVERLAP, "1.0")], ids=["no overlap", "overlap, clipped"]
+)
 def test_plugin_with_bf16_experts_equals_stock(overlap: list[str], clip_grad: str, tmp_path: Any):
     """Losses, masters, moments and weights are Megatron's to the bit: 20 steps, 3 evaluations, a
     save in the middle, on 2 data-parallel ranks."""
