@@ -22,11 +22,13 @@ DEFAULTS = {
     "fuse_wgrad_accumulation": True,
 }
 
+CHOICES = "bf16 or mxfp8 or mxfp8_2d or nvfp4 or fp8_block"  # as messages list them
+
 REFUSED = {  # field, value -> what the message must say
-    "misspelt": ("format", "mxfp6", "expected bf16 or mxfp8 or mxfp8_2d or nvfp4 or fp8_block, got 'mxfp6'. Write mxfp8."),
+    "misspelt": ("format", "mxfp6", f"expected {CHOICES}, got 'mxfp6'. Write mxfp8."),
     "other case": ("format", "BF16", "Write bf16."),
-    "wrong type": ("format", 8, "expected bf16 or mxfp8 or mxfp8_2d or nvfp4 or fp8_block, got 8"),
-    "null where none is taken": ("format", None, "expected bf16 or mxfp8 or mxfp8_2d or nvfp4 or fp8_block, got None"),
+    "wrong type": ("format", 8, f"expected {CHOICES}, got 8"),
+    "null where none is taken": ("format", None, f"expected {CHOICES}, got None"),
     "list": ("wire", ["bf16"], "expected bf16, got ['bf16']. Write bf16."),
     "number for a switch": ("fuse_wgrad_accumulation", 1, "expected true or false, got 1"),
     "text for a switch": ("fuse_wgrad_accumulation", "yes", "expected true or false, got 'yes'"),
@@ -39,7 +41,7 @@ REFUSED = {  # field, value -> what the message must say
 NOT_ASSIGNMENTS = {
     "no value": ("format", "expected key=value, got 'format'"),
     "no key": ("=bf16", "expected key=value, got '=bf16'"),
-    "nested": ("format.name=bf16", "format: expected bf16 or mxfp8 or mxfp8_2d or nvfp4 or fp8_block, got {'name': 'bf16'}"),
+    "nested": ("format.name=bf16", f"format: expected {CHOICES}, got {{'name': 'bf16'}}"),
     "half a list": ("format=[", "expected key=value, got 'format=['"),
     "dangling interpolation": ("format=${nothing}", "Interpolation key 'nothing' not found"),
     "unknown key": ("fromat=bf16", "got 'fromat'. Write format, the closest of them."),

@@ -97,6 +97,8 @@ def test_a_recipe_without_anything_optional_has_defaults(write):
     assert recipe.moe_optim == MoEOptimConfig()
 
 
+CHOICES = "bf16 or mxfp8 or mxfp8_2d or nvfp4 or fp8_block"  # as messages list them
+
 REFUSED_FILES = {  # text of run.yaml -> what the message must say
     "empty": ("", "run.yaml: expected a mapping with keys among base, requires, megatron_args"),
     "list": ("- a\n", "got a list"),
@@ -140,7 +142,7 @@ REFUSED_FILES = {  # text of run.yaml -> what the message must say
     ),
     "unknown value": (
         "moe_optim: {format: mxfp6}\n",
-        "run.yaml: moe_optim: format: expected bf16 or mxfp8 or mxfp8_2d or nvfp4 or fp8_block, got 'mxfp6'. Write mxfp8.",
+        f"run.yaml: moe_optim: format: expected {CHOICES}, got 'mxfp6'. Write mxfp8.",
     ),
 }
 

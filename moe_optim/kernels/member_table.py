@@ -2,12 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from moe_optim.errors import LayoutError
 from moe_optim.formats import QuantizedWeight
+from moe_optim.kernels.launch_table import LaunchTable, can_launch, find_gaps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -24,17 +27,25 @@ class TableEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MemberTable:
-    """All parameters of one launch. Build it once with :meth:`build`; launching plans nothing."""
+    """All parameters of one launch. Build it once with :meth:`build`; launching plans nothing.
+
+    On a GPU it holds the addresses of its tensors. Storages must therefore stay where they are;
+    sources that have moved, and come back to the same tensors, are noticed.
+    """
 
     entries: tuple[TableEntry, ...]
     consumed: Tensor | None
     """Memory to zero once its values have been read: the sources and the gaps between them."""
+    launches: tuple[LaunchTable, ...]
+    """Device descriptors of the entries that kernels handle, one launch a dtype of sources."""
+    remainder: tuple[TableEntry, ...]
+    """The entries that no launch handles; all of them without a suitable GPU."""
 
     @classmethod
     def build(
         cls, entries: Sequence[TableEntry], *, consumed: Tensor | None = None
     ) -> "MemberTable":
-        """Check the entries and freeze them.
+        """Check the entries, decide which of them a kernel handles, and freeze them.
 
         Args:
             entries: may be of different shapes and formats, and may be none at all.
@@ -45,12 +56,57 @@ class MemberTable:
         """
         for entry in entries:
             _check(entry)
-        return cls(entries=tuple(entries), consumed=consumed)
+        by_dtype: dict[torch.dtype, list[tuple[Tensor, QuantizedWeight]]] = {}
+        remainder = []
+        for entry in entries:
+            if _has_kernels(entry.source.device) and can_launch(entry.source, entry.target):
+                pairs = by_dtype.setdefault(entry.source.dtype, [])
+                pairs.append((entry.source, entry.target))
+            else:
+                remainder.append(entry)
+        zeroed = consumed if _can_zero_in_launch(consumed, list(by_dtype.values())) else None
+        return cls(
+            entries=tuple(entries),
+            consumed=consumed,
+            launches=tuple(
+                LaunchTable.build(pairs, consumed=zeroed) for pairs in by_dtype.values()
+            ),
+            remainder=tuple(remainder),
+        )
+
+    @property
+    def zeroes_in_launch(self) -> bool:
+        """Whether the launches leave ``consumed`` as zeros, sources of the remainder included."""
+        return any(launch.zeroes for launch in self.launches)
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether sources have moved since, so that no launch may be made."""
+        return any(launch.has_moved for launch in self.launches)
 
     @property
     def num_members(self) -> int:
         """Number of experts in the table, over all parameters."""
         return sum(entry.target.shape[0] for entry in self.entries)
+
+
+def _can_zero_in_launch(
+    consumed: Tensor | None, pairs: Sequence[Sequence[tuple[Tensor, QuantizedWeight]]]
+) -> bool:
+    if consumed is None or len(pairs) != 1:
+        return False
+    sources = [source for source, _ in pairs[0]]
+    return consumed.device == sources[0].device and find_gaps(consumed, sources) is not None
+
+
+@cache
+def _has_kernels(device: torch.device) -> bool:
+    """Return whether Triton can encode E4M3 on ``device``."""
+    return (
+        device.type == "cuda"
+        and find_spec("triton") is not None
+        and torch.cuda.get_device_capability(device) >= (8, 9)
+    )
 
 
 def _check(entry: TableEntry) -> None:

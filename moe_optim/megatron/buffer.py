@@ -112,6 +112,7 @@ class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
         if self.managed and move_grads and was_offloaded:
             for bucket in self.buckets:
                 bucket.storage.content = Content.ZERO
+                bucket.table = build_table(bucket)  # the memory may have come back elsewhere
 
 
 def list_members(bucket: _ParamAndGradBucket) -> tuple[Member, ...]:

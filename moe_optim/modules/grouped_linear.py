@@ -94,9 +94,10 @@ class GroupedLinear(torch.nn.Module):
             self.storage = moved.quantized_storage
             for index, weight in enumerate(self.weights()):
                 grouped = self.expert_layout == "grouped"
-                weight.quantized_storage = (  # type: ignore[attr-defined]
-                    self.storage if grouped else self.storage.expert(index)
-                )
+                old: PortableStorage = weight.quantized_storage  # type: ignore[attr-defined]
+                new = self.storage if grouped else self.storage.expert(index)
+                new.is_fresh, new.initial = old.is_fresh, old.initial
+                weight.quantized_storage = new  # type: ignore[attr-defined]
         return self
 
     def weights(self) -> list[torch.nn.Parameter]:
@@ -137,20 +138,24 @@ class GroupedLinear(torch.nn.Module):
     def operand(self, direction: Direction) -> Tensor:
         """Return the weights of all experts as [E, R, C] bf16; see also :meth:`version`."""
         weights = self.weights()
-        if self.storage is not None:
-            for weight in weights:
-                weight.quantized_storage.require_fresh()  # type: ignore[attr-defined]
-            return self.storage.dequantize(direction)
-        return (
-            weights[0].detach()
-            if self.expert_layout == "grouped"
-            else torch.stack(list[Tensor](weights))
-        )
+        storages = [w.quantized_storage for w in weights if isinstance(w, GroupedWeight)]
+        for storage in storages:
+            storage.require_fresh()
+        if len(storages) == len(weights):
+            whole = storages[0].whole_of(storages)
+            if whole is not None:
+                return whole.dequantize(direction)
+            return torch.cat([storage.dequantize(direction) for storage in storages])
+        if self.expert_layout == "grouped":
+            return weights[0].detach()
+        return torch.stack([weight.detach() for weight in weights])
 
     def version(self) -> int:
         """Count how often any of the weights was written."""
         return sum(
-            weight.quantized_storage.version if isinstance(weight, GroupedWeight) else 0
+            weight.quantized_storage.version
+            if isinstance(weight, GroupedWeight)
+            else weight._version
             for weight in self.weights()
         )
 

@@ -19,9 +19,9 @@ class GroupedWeight(Tensor):
     It has no bytes of its own. Shape, dtype, ``numel`` and the gradient are those of the logical
     bf16 weight, which is what buffers, layouts and optimizers count. Reading it in any torch
     function dequantizes the rowwise copy; ``copy_`` quantizes what it is given; every other
-    in-place write raises. ``detach``, ``data``, ``expand`` to its own shape and ``alias`` share
-    the storage; ``deepcopy`` and ``to(device)`` copy it; pickling keeps the bf16 values, so that
-    files load without this package.
+    in-place write raises, and so does a view, through which a write would be lost. ``detach``,
+    ``data``, ``expand`` to its own shape and ``alias`` share the storage; ``deepcopy`` and
+    ``to(device)`` copy it; pickling keeps the bf16 values, so that files load without this package.
 
     Args:
         storage: planes behind the weight.
@@ -62,6 +62,7 @@ class GroupedWeight(Tensor):
             if result is not NotImplemented:
                 return result
         _refuse_writes(func, args, kwargs)
+        _refuse_views(func, args)
         args, kwargs = pytree.tree_map_only(GroupedWeight, GroupedWeight.dequantize, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -144,6 +145,7 @@ def _copy(_func: Any, target: Tensor, source: Tensor, non_blocking: bool = False
     storage = target.quantized_storage
     if isinstance(source, GroupedWeight):
         theirs = source.quantized_storage
+        theirs.require_fresh()
         if (theirs.format, theirs.shape) == (storage.format, storage.shape):
             storage.copy_bytes_from(theirs)
             return target
@@ -181,6 +183,24 @@ _HANDLERS: dict[Any, Any] = {
     aten._to_copy.default: _to_copy,
     torch.ops.c10d.broadcast_.default: _broadcast,
 }
+
+
+def _refuse_views(func: Any, args: tuple[Any, ...]) -> None:
+    """Raise where the result would alias a dequantized copy: writes through it would be lost.
+
+    An expanded tensor is let through: its repeated elements cannot be written.
+    """
+    if func is aten.expand.default:
+        return
+    for result in func._schema.returns:
+        if result.alias_info is None or result.alias_info.is_write:
+            continue
+        for weight in args:
+            if isinstance(weight, GroupedWeight):
+                raise StateError(
+                    f"{weight.quantized_storage.name}: {func} would give a view of a dequantized "
+                    "copy. Call dequantize() or float() first, and take the view of that."
+                )
 
 
 def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """What lies behind a quantized expert weight, whoever owns the bytes."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Protocol
@@ -128,8 +128,19 @@ class PortableStorage:
         else:
             whole, index = self._whole
             new = copy.deepcopy(whole, memo).expert(index)
+            new.is_fresh, new.initial = self.is_fresh, self.initial
         memo[id(self)] = new
         return new
+
+    def whole_of(self, parts: Sequence["PortableStorage"]) -> "PortableStorage | None":
+        """Return the storage that ``parts`` are all experts of, in order, if there is one."""
+        if len(parts) == 1 and self._whole is None:
+            return self
+        if self._whole is None:
+            return None
+        whole, _ = self._whole
+        in_order = [part._whole for part in parts] == [(whole, i) for i in range(whole.shape[0])]
+        return whole if in_order else None
 
     def clone(self, device: torch.device | None = None) -> "PortableStorage":
         """Return a storage with its own copy of the same bytes, on ``device`` if given."""
