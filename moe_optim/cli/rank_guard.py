@@ -61,6 +61,7 @@ def main(launcher: int, command: Sequence[str]) -> NoReturn:
 def _become(command: Sequence[str], guard: int) -> NoReturn:
     _lead_own_group(0)
     die_with_parent(guard)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs start ignoring it
     try:
         os.execvp(command[0], list(command))
     except OSError as error:
@@ -88,7 +89,8 @@ def _install_handlers(rank: int) -> None:
         os._exit(1)
 
     for number in _FORWARDED:
-        signal.signal(number, forward)
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+            signal.signal(number, forward)
     signal.signal(_LAUNCHER_DIED, end_all)
 
 

@@ -94,3 +94,17 @@ def test_a_guard_whose_launcher_is_gone_already_starts_nothing(tmp_path):
     command = [*GUARD, str(os.getppid()), "touch", str(tmp_path / "started")]
     assert subprocess.run(command).returncode == -signal.SIGUSR1
     assert not (tmp_path / "started").exists()
+
+
+def test_a_rank_ends_by_sigint_also_where_the_launcher_ignores_it(tmp_path):
+    """A shell starts background jobs with SIGINT ignored; forwarded to a rank, it still ends it."""
+    command = [*GUARD, str(os.getpid()), "sh", "-c", "echo ready; exec sleep 600"]
+    ignoring = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        guard = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    finally:
+        signal.signal(signal.SIGINT, ignoring)
+    with guard:
+        assert guard.stdout.readline() == "ready\n"
+        guard.send_signal(signal.SIGINT)
+    assert guard.returncode == -signal.SIGINT

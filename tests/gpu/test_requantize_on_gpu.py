@@ -1,8 +1,6 @@
 """One launch requantizes whole tables on a GPU, byte for byte as the reference, at memory speed."""
 
 import math
-import statistics
-import time
 
 import pytest
 import torch
@@ -242,74 +240,3 @@ def test_a_weight_of_more_than_2_31_elements():
     middle = target.rowwise_scale[:, 32:-128]
     assert (middle == middle[0, 0, 0]).all()
     assert not memory.view(torch.int64).any()
-
-
-def milliseconds(function, repeats=15):
-    """Return the median time on the device, after a warm-up."""
-    events = []
-    for _ in range(repeats + 3):
-        events.append([torch.cuda.Event(enable_timing=True) for _ in range(2)])
-        events[-1][0].record()
-        function()
-        events[-1][1].record()
-    torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(end) for start, end in events[3:])
-
-
-def copy_bytes_per_ms():
-    source = torch.randint(0, 256, (1 << 30,), dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.numel() / milliseconds(lambda: target.copy_(source))
-
-
-def host_microseconds(table):
-    times = []
-    for _ in range(200):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        ops.requantize(table)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times) * 1e6
-
-
-W1 = ((16, 1536, 2048), (16, 2048, 768)) * 8
-EIGHTHS = tuple((experts, rows // 8, cols) for experts, rows, cols in W1)
-SPEEDS = {  # shapes, dtype, zero, bytes a parameter, aim: fraction of the speed of a copy
-    "fp32 to both planes": (W1, torch.float32, False, 6.0625, 0.92),
-    "bf16 to both planes, zeroed": (W1, torch.bfloat16, True, 6.0625, 0.85),
-    "fp32, shards of an eighth": (EIGHTHS, torch.float32, False, 6.0625, 0.85),
-}
-
-
-@pytest.mark.parametrize("case", SPEEDS.values(), ids=SPEEDS.keys())
-def test_speed_is_that_of_memory(case):
-    """Experts of eight layers; run alone on an H100, which the tiles were measured on."""
-    if "H100" not in torch.cuda.get_device_name():
-        pytest.skip(f"aims are for H100, found {torch.cuda.get_device_name()}")
-    shapes, dtype, zero, bytes_each, aim = case
-    numel = sum(math.prod(shape) for shape in shapes)
-    memory = (torch.randn(numel, device="cuda") * 0.02).to(dtype)
-    entries, start = [], 0
-    for index, shape in enumerate(shapes):
-        source = memory[start : start + math.prod(shape)].view(shape)
-        target = QuantizedWeight.empty(MXFP8, shape, device="cuda")
-        entries.append(TableEntry(parameter=f"fc{index}", source=source, target=target))
-        start += source.numel()
-    table = MemberTable.build(entries, consumed=memory if zero else None)
-    speed = copy_bytes_per_ms()
-    floor = numel * bytes_each / speed
-    measured = milliseconds(lambda: ops.requantize(table))
-    fraction = floor / measured
-    print(f"\ncopy {speed / 1e9:.3f} TB/s, {measured:.3f} ms, floor {floor:.3f}: {fraction:.3f}")
-    assert fraction >= aim
-
-
-def test_host_time_does_not_grow_with_members():
-    times = {}
-    for members in (12, 4096, 12288):
-        _, entries = lay_out([torch.ones(members, 32, 64)], torch.float32)
-        table = MemberTable.build(entries)
-        ops.requantize(table)
-        times[members] = host_microseconds(table)
-    print("\n" + ", ".join(f"{n} members: {time:.1f} us" for n, time in times.items()))
-    assert times[12288] < 2 * times[12] + 10
