@@ -131,6 +131,51 @@ def test_checkpoints_are_exchangeable_in_the_middle_of_training(run, checkpoints
         assert_same_tensors(by_expert(mine.weights), by_expert(theirs.weights), what="resumed")
 
 
+def _load_weights_alone(flags: list[str]) -> Record:
+    """Return masters and planes as they are after loading, before the first step."""
+    loaded = Record()
+    config = MoEOptimConfig(format="mxfp8")
+    pretrain(flags, config, after_setup=lambda *built: training._record_state(loaded, *built))
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def finetuned(run, checkpoints) -> Record:
+    """Return quantized experts on one rank, loaded from the weights of a stock run alone."""
+    run(STOCK)
+    load = ["--load", str(checkpoints / folder_of(STOCK)), "--ckpt-step", "6"]
+    flags = ["--train-iters", "1", "--eval-interval", "1", "--finetune", "--no-load-optim", *load]
+    return run_ranks(1, _load_weights_alone, flags)[0]
+
+
+def test_weights_loaded_alone_are_the_bytes_of_their_masters(finetuned):
+    """Without optimizer state masters are made of the weights; then the weights of the masters."""
+    checked = 0
+    for name, master in finetuned.masters.items():
+        data = finetuned.weights.get(f"{name}.rowwise_data")
+        if data is not None:
+            for plane, expected in quantize(master.view(data.shape), MXFP8).planes().items():
+                assert_bytes_equal(finetuned.weights[f"{name}.{plane}"], expected, what=name)
+            checked += 1
+    assert checked == 4
+
+
+def test_masters_made_of_loaded_weights_are_those_of_the_checkpoint(run, finetuned):
+    """Its bf16 values, and not what is left of them after quantization."""
+    trained = by_expert(run(STOCK)[0].weights)
+    shapes = {name: finetuned.weights.get(f"{name}.rowwise_data") for name in finetuned.masters}
+    masters = by_expert(
+        {
+            name: finetuned.masters[name].view(data.shape)
+            for name, data in shapes.items()
+            if data is not None
+        }
+    )
+    assert_same_tensors(
+        masters, {name: weight.float() for name, weight in trained.items()}, what="master"
+    )
+
+
 # Storage is what is multiplied
 
 
@@ -170,7 +215,7 @@ def _train_on_the_fly(flags: list[str]) -> Record:
 
 def test_training_with_stored_experts_equals_quantizing_bf16_experts_on_the_fly():
     """Through six steps of Megatron's loop on 2 ranks, gathers and optimizer included: losses,
-    masters and moments to the bit. No stale, swapped or half-written plane survives this."""
+    masters and moments to the bit. No stale or half-written plane survives this."""
     stored = run_ranks(2, pretrain, STEPS, MoEOptimConfig(format="mxfp8"))
     emulated = run_ranks(2, _train_on_the_fly, STEPS)
     for mine, theirs in zip(stored, emulated, strict=True):
