@@ -131,9 +131,11 @@ def test_train_eval_train_equals_train_only(overlap: list[str]):
         assert_same_run(between[rank], only[rank], what=f"rank {rank}")
 
 
-@pytest.mark.parametrize("overlap", [[], OVERLAP], ids=["no overlap", "overlap"])
-@pytest.mark.parametrize("reshardable", [[], ["--dist-ckpt-optim-fully-reshardable"]],
-                         ids=["dp_reshardable", "fully_reshardable"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("overlap", "reshardable"),
+    [(OVERLAP, []), ([], ["--dist-ckpt-optim-fully-reshardable"])],
+    ids=["overlap, dp_reshardable", "no overlap, fully_reshardable"],
+)
 def test_resume_continues_to_the_bit(overlap: list[str], reshardable: list[str], tmp_path: Path):
     """A run that stops after 4 of 8 steps and loads its checkpoint ends as one that never did."""
     flags = [*STEPS, *overlap, *reshardable, "--eval-interval", "3"]
