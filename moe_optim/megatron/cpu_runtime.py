@@ -227,7 +227,7 @@ def install() -> None:
     _mode = _CudaNamesOnCpu()
     _mode.__enter__()
     try:
-        apply_patches((*patches.ADAM, *patches.CPU))
+        apply_patches((*patches.ADAM, *patches.CPU), "cpu runtime")
     except PatchError:
         uninstall()
         raise
@@ -238,7 +238,7 @@ def uninstall() -> None:
     global _mode
     if _mode is None:
         return
-    revert_patches((*patches.CPU, *patches.ADAM))
+    revert_patches((*patches.CPU, *patches.ADAM), "cpu runtime")
     _mode.__exit__(None, None, None)
     _mode = None
     _RNG_LOGGER.setLevel(_saved_log_level)

@@ -33,6 +33,8 @@ class Patch:
 
 
 _originals: dict[str, Any] = {}  # patch id -> the object that stood at the target
+_inherited: set[str] = set()  # ids of patches whose target stood on a base class
+_holders: dict[str, set[str]] = {}  # patch id -> who needs it
 
 
 def _resolve(path: str) -> tuple[Any, str, Any]:
@@ -47,6 +49,7 @@ def _resolve(path: str) -> tuple[Any, str, Any]:
 
 def _mismatch(original: Any, replacement: Any) -> str | None:
     """Say why ``replacement`` cannot stand where ``original`` stands, or None if it can."""
+    static = [isinstance(x, staticmethod) for x in (original, replacement)]
     original, replacement = (
         x.__func__ if isinstance(x, staticmethod | classmethod) else x
         for x in (original, replacement)
@@ -58,6 +61,8 @@ def _mismatch(original: Any, replacement: Any) -> str | None:
         want, got = (list(inspect.signature(f).parameters) for f in (original, replacement))
         if want != got:
             return f"it now takes ({', '.join(want)}), the replacement takes ({', '.join(got)})"
+        if static[0] != static[1]:
+            return "one of the two is a static method, the other is not"
     elif type(original) is not type(replacement):
         return f"it is now a {type(original).__name__}"
     return None
@@ -74,24 +79,31 @@ def _importable(name: str) -> bool:
         return False
 
 
-def apply_patches(patches: Iterable[Patch]) -> None:
+def apply_patches(patches: Iterable[Patch], holder: str = "") -> None:
     """Put every replacement in place; patches already applied or not needed are left alone.
 
     All targets are checked before the first one is rebound, so a failure changes nothing.
+
+    Args:
+        patches: what to apply.
+        holder: who needs them; a patch stays until each of its holders has reverted it.
 
     Raises:
         PatchError: a target is gone or is not what its replacement was written for.
     """
     plan = []
+    patches = tuple(patches)
     for patch in patches:
         if patch.id in _originals or not _needed(patch):
             continue
         try:
-            owner, name, original = _resolve(patch.target)
-            replacement = _resolve(patch.replacement)[2]
+            path = patch.target
+            owner, name, original = _resolve(path)
+            path = patch.replacement
+            replacement = _resolve(path)[2]
         except (ImportError, AttributeError) as error:
             raise PatchError(
-                f"patch {patch.id}: {patch.target} was not found ({error}). "
+                f"patch {patch.id}: {path} was not found ({error}). "
                 "moe_optim is built for megatron-core 0.19; run `moe-optim doctor`."
             ) from error
         if why := _mismatch(original, replacement):
@@ -101,17 +113,30 @@ def apply_patches(patches: Iterable[Patch]) -> None:
             )
         plan.append((patch, owner, name, original, replacement))
     for patch, owner, name, original, replacement in plan:
+        if name not in vars(owner):
+            _inherited.add(patch.id)
         setattr(owner, name, replacement)
         _originals[patch.id] = original
         logger.debug("patch %s: %s -> %s", patch.id, patch.target, patch.replacement)
-
-
-def revert_patches(patches: Iterable[Patch]) -> None:
-    """Put back what stood at every target; patches that are not applied are left alone."""
     for patch in patches:
         if patch.id in _originals:
-            owner, name, _ = _resolve(patch.target)
-            setattr(owner, name, _originals.pop(patch.id))
+            _holders.setdefault(patch.id, set()).add(holder)
+
+
+def revert_patches(patches: Iterable[Patch], holder: str = "") -> None:
+    """Put back what stood at every target that no other holder needs."""
+    for patch in patches:
+        holders = _holders.get(patch.id, set())
+        holders.discard(holder)
+        if patch.id not in _originals or holders:
+            continue
+        owner, name, _ = _resolve(patch.target)
+        original = _originals.pop(patch.id)
+        if patch.id in _inherited:
+            _inherited.remove(patch.id)
+            delattr(owner, name)
+        else:
+            setattr(owner, name, original)
 
 
 def patch_state(patch: Patch) -> str:

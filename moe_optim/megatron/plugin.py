@@ -9,6 +9,7 @@ from moe_optim.megatron.patching import apply_patches, revert_patches
 
 logger = logging.getLogger(__name__)
 
+_HOLDER = "plugin"
 _active: MoEOptimConfig | None = None
 
 
@@ -27,14 +28,12 @@ def install(config: MoEOptimConfig | None = None) -> None:
     """
     global _active
     wanted = config or MoEOptimConfig()
-    if _active is not None:
-        if _active != wanted:
-            raise StateError(
-                f"install: expected the configuration that is installed, {_active}, got {wanted}. "
-                "Call moe_optim.uninstall() first."
-            )
-        return
-    apply_patches((*patches.ADAM, *patches.EXPERTS, *patches.OPTIMIZER))
+    if _active is not None and _active != wanted:
+        raise StateError(
+            f"install: expected the configuration that is installed, {_active}, got {wanted}. "
+            "Call moe_optim.uninstall() first."
+        )
+    apply_patches((*patches.ADAM, *patches.EXPERTS, *patches.OPTIMIZER), _HOLDER)
     _active = wanted
     logger.info("moe_optim: %s", wanted)
 
@@ -45,15 +44,20 @@ def install_experts(config: MoEOptimConfig) -> None:
     For comparisons with the stock optimizer on the same experts, which must then be bf16.
     """
     global _active
-    apply_patches((*patches.ADAM, *patches.EXPERTS))
+    apply_patches((*patches.ADAM, *patches.EXPERTS), _HOLDER)
     _active = config
 
 
 def uninstall() -> None:
     """Put Megatron back as it was; models and optimizers built meanwhile keep their classes."""
     global _active
-    revert_patches((*patches.OPTIMIZER, *patches.EXPERTS, *patches.ADAM))
+    revert_patches((*patches.OPTIMIZER, *patches.EXPERTS, *patches.ADAM), _HOLDER)
     _active = None
+
+
+def installed_config() -> MoEOptimConfig | None:
+    """Return the installed configuration, or None."""
+    return _active
 
 
 def config_in_force() -> MoEOptimConfig:

@@ -4,8 +4,10 @@ from typing import Any
 
 from megatron.core.distributed import param_and_grad_buffer as upstream
 
+from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError, StateError
 from moe_optim.megatron.bucket_group import GroupedBucketGroup
+from moe_optim.megatron.plugin import installed_config
 from moe_optim.modules.grouped_weight import GroupedWeight
 
 
@@ -50,7 +52,18 @@ def check_wrapped_model(config: Any, model_chunks: list[Any]) -> None:
         )
     if quantized:
         _check_buffers(model_chunks)
+    else:
+        _check_wanted(installed_config())
     _refuse_foreign_quantized(params)
+
+
+def _check_wanted(wanted: MoEOptimConfig | None) -> None:
+    if wanted is not None and wanted.format != "bf16":
+        raise ConfigError(
+            f"moe_optim: format: expected experts in {wanted.format}, got a model without any. "
+            "Give --moe-grouped-gemm and --transformer-impl local (a checkpoint read with "
+            "--use-checkpoint-args may take them back), or set format: bf16."
+        )
 
 
 def _check_buffers(model_chunks: list[Any]) -> None:

@@ -104,7 +104,7 @@ def test_a_machine_with_a_gpu_is_refused(monkeypatch):
 
 
 def _fail_to_install() -> list[str]:
-    def refuse(_patches: Any) -> None:
+    def refuse(*_: Any) -> None:
         raise PatchError("Megatron is not what it was.")
 
     cpu_runtime.apply_patches = refuse
