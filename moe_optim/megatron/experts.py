@@ -151,7 +151,7 @@ class GroupedExperts(MegatronModule):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Return all weights under Megatron's expert keys, interchangeable with SequentialMLP.
+        """Return all weights under Megatron's expert keys; SequentialMLP's checkpoints load here.
 
         Keys are ``{prefix}experts.linear_fcN.weight`` of global shape [experts, R, C]; the values
         saved are bf16. No rank communicates.
