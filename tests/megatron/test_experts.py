@@ -11,9 +11,9 @@ import torch
 
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError
-from moe_optim.formats import MXFP8
+from moe_optim.formats import MXFP8, Direction
 from moe_optim.modules.grouped_linear import GroupedLinear
-from moe_optim.reference import quantize
+from moe_optim.reference import dequantize, quantize
 from tests.support import training
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import wide_range_weights
@@ -158,6 +158,17 @@ def test_weights_loaded_alone_are_the_bytes_of_their_masters(finetuned):
                 assert_bytes_equal(finetuned.weights[f"{name}.{plane}"], expected, what=name)
             checked += 1
     assert checked == 4
+
+
+# Storage is what is multiplied
+
+
+class QuantizedOnTheFly(GroupedLinear):
+    """bf16 weights that every product quantizes and dequantizes first: the oracle of storage."""
+
+    def operand(self, direction: Direction) -> torch.Tensor:
+        values = super().operand(direction)
+        return dequantize(quantize(values, MXFP8), direction).bfloat16()
 
 
 @pytest.mark.parametrize("layout", ["grouped", "indexed"])
