@@ -69,7 +69,7 @@ def test_a_rank_may_answer_sigterm_in_its_own_time():
     with guarded("trap 'echo saved; exit 3' TERM; echo ready; while :; do sleep 0.05; done") as g:
         assert g.stdout.readline() == "ready\n"
         g.terminate()
-        assert g.stdout.readline() == "saved\n"
+        assert "saved\n" in g.stdout.read()  # the shell may first report its own child
     assert g.returncode == 3
 
 
