@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing import (
     LogsDest,
     LogsSpecs,
@@ -24,7 +25,6 @@ from torch.distributed.elastic.multiprocessing import (
     SignalException,
     start_processes,
 )
-from torch.distributed.elastic.utils.distributed import get_free_port
 
 from moe_optim.cli import rank_guard
 from moe_optim.cli.progress import Display, LogTail, TrainingState
@@ -144,12 +144,14 @@ def _follow(tails: Sequence[LogTail], state: TrainingState) -> None:
 def _ranks(plan: LaunchPlan) -> Iterator[PContext]:
     """Start the ranks; none of them is left when the ``with`` ends, in whatever way."""
     plan.logs.mkdir(parents=True, exist_ok=True)
+    # The ranks meet at our store: a port that is only looked up for them may be taken by then.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     guard = ("-I", "-S", rank_guard.__file__, str(os.getpid()), *plan.entry)
     context = start_processes(
         name="rank",
         entrypoint=sys.executable,
         args=dict.fromkeys(range(plan.ranks), guard),
-        envs=rank_environments(plan),
+        envs=rank_environments(plan, store.port),
         logs_specs=_OneLogARank(plan),
     )
     try:
@@ -158,16 +160,23 @@ def _ranks(plan: LaunchPlan) -> Iterator[PContext]:
         for number in _SIGNALS:
             signal.signal(number, signal.SIG_IGN)  # ending the ranks is not to be interrupted
         context.close(signal.SIGTERM, _SECONDS_TO_STOP)
+        del store  # it serves until here
 
 
-def rank_environments(plan: LaunchPlan) -> dict[int, dict[str, str]]:
-    """Return what every rank's environment has besides this process's own."""
+def rank_environments(plan: LaunchPlan, port: int) -> dict[int, dict[str, str]]:
+    """Return what every rank's environment has besides this process's own.
+
+    Args:
+        plan: what to run.
+        port: where this process serves the store that the ranks meet at, as torchrun's does.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     common = {
         "WORLD_SIZE": str(plan.ranks),
         "LOCAL_WORLD_SIZE": str(plan.ranks),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(get_free_port()),  # type: ignore[no-untyped-call]
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
         "OMP_NUM_THREADS": str(max(1, (cores or 1) // plan.ranks)),
         "PYTHONUNBUFFERED": "1",
     }
@@ -217,10 +226,11 @@ def _first_failure(plan: LaunchPlan, result: RunProcsResult) -> RankFailure | No
     return min(failures, key=_likely_consequence, default=None)
 
 
-def _likely_consequence(failure: RankFailure) -> int:
-    if failure.exit_code == -signal.SIGTERM:
-        return 2  # what the launcher sends to the others
-    return 1 if _LOST_PEER.search(failure.reason) else 0
+def _likely_consequence(failure: RankFailure) -> tuple[bool, bool]:
+    # SIGTERM is what the launcher sends to the others, perhaps to one that was busy failing
+    was_asked_to_stop = failure.exit_code == -signal.SIGTERM
+    lost_peer = _LOST_PEER.search(failure.reason) is not None
+    return lost_peer or (was_asked_to_stop and not failure.reason), was_asked_to_stop
 
 
 def _tail(log: Path) -> str:

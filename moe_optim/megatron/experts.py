@@ -16,6 +16,7 @@ from megatron.core.tensor_parallel.random import (
 )
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 from torch import Tensor
 
 from moe_optim.config import MoEOptimConfig
@@ -151,10 +152,11 @@ class GroupedExperts(MegatronModule):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Return all weights under Megatron's expert keys; SequentialMLP's checkpoints load here.
+        """Return all weights under Megatron's expert keys, exchangeable with ``SequentialMLP``.
 
         Keys are ``{prefix}experts.linear_fcN.weight`` of global shape [experts, R, C]; the values
-        saved are bf16. No rank communicates.
+        saved are bf16. With each linear goes an empty ``_extra_state`` an expert, which Megatron's
+        own linears save and ask for. No rank communicates.
         """
         if (metadata or {}).get("singleton_local_shards", False):
             raise ConfigError(
@@ -163,21 +165,40 @@ class GroupedExperts(MegatronModule):
             )
         state: dict[str, Any] = {}
         for name, linear in (("linear_fc1", self.linear_fc1), ("linear_fc2", self.linear_fc2)):
-            key = f"{prefix}experts.{name}.weight"
+            key = f"{prefix}experts.{name}"
             for parameter_name, weight in linear.named_parameters(recurse=False):
                 state[f"{prefix}{name}.{parameter_name}"] = self._sharded_weight(
-                    key, weight, self._expert_offset(parameter_name), sharded_offsets
+                    f"{key}.weight", weight, self._expert_offset(parameter_name), sharded_offsets
+                )
+            for index in range(self.num_local_experts):
+                state[f"{prefix}{name}._extra_state{index}"] = make_sharded_object_for_checkpoint(
+                    None,
+                    f"{key}._extra_state",
+                    (*sharded_offsets, (len(sharded_offsets), *self._place_of(index))),
+                    replica_id=(0, 0, self.pg_collection.expt_dp.rank()),
                 )
         return state
 
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        """Take the empty extra states out: nothing here keeps any."""
+        for name in ("linear_fc1", "linear_fc2"):
+            for index in range(self.num_local_experts):
+                state_dict.pop(f"{prefix}{name}._extra_state{index}", None)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def _place_of(self, local_expert: int) -> tuple[int, int]:
+        """Return an expert's global index, and how many there are."""
+        ep_rank, ep_size = self.pg_collection.ep.rank(), self.pg_collection.ep.size()
+        return ep_rank * self.num_local_experts + local_expert, ep_size * self.num_local_experts
+
     def _expert_offset(self, parameter_name: str) -> tuple[bool, int, int]:
         """Return whether the expert axis is prepended, a parameter's place, its length."""
-        ep_rank, ep_size = self.pg_collection.ep.rank(), self.pg_collection.ep.size()
         index = parameter_name.removeprefix("weight")
         if not index:
-            return False, ep_rank, ep_size
-        expert = ep_rank * self.num_local_experts + int(index)
-        return True, expert, ep_size * self.num_local_experts
+            return False, self.pg_collection.ep.rank(), self.pg_collection.ep.size()
+        return True, *self._place_of(int(index))
 
     def _sharded_weight(
         self,

@@ -61,19 +61,20 @@ def test_a_launch_that_ends_well_has_followed_the_last_rank(tmp_path):
 
 def test_every_rank_knows_who_it_is(tmp_path):
     plan = LaunchPlan(entry=FAKE_RANK, ranks=2, logs=tmp_path, cpu=True, environment={"A": "b"})
-    environments = rank_environments(plan)
+    environments = rank_environments(plan, 1234)
     assert [environment["RANK"] for environment in environments.values()] == ["0", "1"]
     assert environments[1]["LOCAL_RANK"] == "1"
     same = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "A": "b"}
     for environment in environments.values():
         assert same.items() <= environment.items()
-        assert environment["MASTER_PORT"] == environments[0]["MASTER_PORT"]
+        assert environment["MASTER_PORT"] == "1234"
+        assert environment["TORCHELASTIC_USE_AGENT_STORE"] == "True"  # the launcher serves it
         assert int(environment["OMP_NUM_THREADS"]) >= 1
         assert environment["MOE_OPTIM_CPU"] == environment["TORCHDYNAMO_DISABLE"] == "1"
 
 
 def test_gpu_ranks_are_not_told_to_use_the_cpu(tmp_path):
-    environment = rank_environments(LaunchPlan(entry=(), ranks=1, logs=tmp_path, cpu=False))[0]
+    environment = rank_environments(LaunchPlan(entry=(), ranks=1, logs=tmp_path, cpu=False), 1)[0]
     assert not {"MOE_OPTIM_CPU", "TORCHDYNAMO_DISABLE"} & environment.keys()
 
 

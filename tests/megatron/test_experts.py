@@ -114,6 +114,7 @@ def test_bf16_experts_train_as_megatrons_under_expert_parallelism(run):
 
 EXCHANGES = {
     "sequential into grouped": (STOCK, GROUPED),
+    "grouped into sequential": (GROUPED, STOCK),
     "grouped into indexed": (GROUPED, INDEXED),
     "indexed into grouped": (INDEXED, GROUPED),
 }

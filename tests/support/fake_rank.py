@@ -4,7 +4,8 @@ What it does is told by the environment variable FAKE_RANK:
 
 - empty: train to the end, evaluate, write events and model.json
 - ``error``: the last rank prints a known error and ends
-- ``raise``: rank 0 raises, the others then lose their peer, faster than the launcher looks
+- ``raise``: rank 0 raises; once it is gone the others lose their peer, often before the launcher
+  looks
 - ``hang``: never end; every rank leaves a child behind if it can, and its own id in FAKE_PIDS
 - ``full``: the last rank writes into its run folder until the disk, a small one, is full
 """
@@ -76,8 +77,13 @@ def fail(iteration: int) -> None:
         say("error: --num-experts: expected a multiple of 4, got 6. Change it.")
         sys.exit(1)
     if BEHAVIOUR == "raise" and iteration == 2:
+        pids = Path(os.environ["FAKE_PIDS"])
         if RANK == 0:
+            (pids / "0.tmp").write_text(str(os.getpid()))
+            (pids / "0.tmp").rename(pids / "0")
             raise ValueError("expert 3 has no weight")
+        while not (pids / "0").exists() or Path("/proc", (pids / "0").read_text()).exists():
+            time.sleep(0.001)
         raise RuntimeError("gloo: Connection closed by peer [127.0.0.1]:1234")
 
 

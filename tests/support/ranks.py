@@ -3,7 +3,6 @@
 import contextlib
 import multiprocessing
 import os
-import socket
 import sys
 import tempfile
 import traceback
@@ -13,6 +12,7 @@ from typing import Any
 
 import psutil
 import torch
+from torch.distributed import TCPStore
 
 TIMEOUT_S = 180
 
@@ -25,11 +25,12 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.support.preload"])
-    port = _free_port()
+    # served here, on a port that nobody else can take before the ranks come
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         processes = [
             context.Process(
-                target=_rank, args=(rank, world_size, port, Path(folder), function, args)
+                target=_rank, args=(rank, world_size, store.port, Path(folder), function, args)
             )
             for rank in range(world_size)
         ]
@@ -71,6 +72,7 @@ def _rank(
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     try:
         result = function(*args)
@@ -91,12 +93,6 @@ def _kill(processes: list[psutil.Process]) -> None:
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _read(path: Path) -> str:
