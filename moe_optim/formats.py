@@ -67,6 +67,14 @@ class BlockScaledFormat:
         return self.columnwise_copy != "quantized"
 
     @property
+    def band_rows(self) -> int:
+        """Rows of a *band*: the lowest strip of a weight made of whole blocks of both directions.
+
+        The last band of a weight may be lower, where edge blocks may be partial.
+        """
+        return max(self.rowwise_block)
+
+    @property
     def wire_directions(self) -> tuple[Direction, ...]:
         """Directions that must travel; the other one is derived from these, exactly."""
         return ("rowwise",) if self.is_2d else DIRECTIONS
@@ -340,6 +348,15 @@ class QuantizedWeight:
         if self.global_amax is not None:
             planes["global_amax"] = self.global_amax
         return planes
+
+    def wire_planes(self) -> dict[str, Tensor]:
+        """Return the planes that travel, by field name; the others are derived from them."""
+        kinds = [
+            f"{way}_{kind}" for way in self.format.wire_directions for kind in ("data", "scale")
+        ]
+        return {
+            name: plane for name, plane in self.planes().items() if name in {*kinds, "global_amax"}
+        }
 
     def _check_plane(self, field: str, shape: Sequence[int], dtype: torch.dtype) -> None:
         plane = getattr(self, field)

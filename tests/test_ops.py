@@ -1,5 +1,7 @@
 """One launch writes every storage of a table, with the bytes of one by one, and tidies up."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,10 +9,11 @@ from hypothesis import strategies as st
 
 from moe_optim import ops, reference
 from moe_optim.errors import LayoutError
-from moe_optim.formats import FORMATS, FP8_BLOCK, MXFP8, MXFP8_2D, NVFP4
+from moe_optim.formats import DIRECTIONS, FORMATS, FP8_BLOCK, MXFP8, MXFP8_2D, NVFP4
 from moe_optim.kernels.member_table import MemberTable, TableEntry
 from tests.support.bytes import assert_bytes_equal
-from tests.support.inputs import poisoned, wide_range_weights
+from tests.support.gather import make_planes, plane_views
+from tests.support.inputs import SENTINEL, poisoned, wide_range_weights, with_specials
 
 MIXED = (  # parameters of one launch
     (MXFP8, (2, 64, 96)),
@@ -37,6 +40,12 @@ def lay_out(parameters, dtype=torch.bfloat16, seed=0):
     return memory, entries
 
 
+def rewrite(table, backend="auto"):
+    """Write what travels, and derive the rest, as on one rank."""
+    ops.requantize(table, backend)
+    ops.finish_gather(table, backend)
+
+
 def expected_planes(entries):
     return [reference.quantize(entry.source, entry.target.format).planes() for entry in entries]
 
@@ -53,7 +62,7 @@ def test_a_mixed_table_equals_one_by_one(dtype, backend):
     """Shapes and formats share a launch; every byte of every plane is the oracle's."""
     _, entries = lay_out(MIXED, dtype)
     expected = expected_planes(entries)
-    ops.requantize(MemberTable.build(entries), backend)
+    rewrite(MemberTable.build(entries), backend)
     assert_written(entries, expected)
 
 
@@ -73,7 +82,7 @@ def test_a_mixed_table_equals_one_by_one(dtype, backend):
 def test_any_table_equals_one_by_one_and_zeroes_its_memory(parameters, seed):
     memory, entries = lay_out(parameters, seed=seed)
     expected = expected_planes(entries)
-    ops.requantize(MemberTable.build(entries, consumed=memory))
+    rewrite(MemberTable.build(entries, consumed=memory))
     assert_written(entries, expected)
     assert_bytes_equal(memory, torch.zeros_like(memory), what="consumed memory")
 
@@ -82,14 +91,14 @@ def test_consumed_memory_ends_as_positive_zeros_gaps_included():
     """NaN, infinities and negative zeros too: what follows may accumulate gradients there."""
     memory, entries = lay_out(MIXED)
     memory[:4] = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0])
-    ops.requantize(MemberTable.build(entries, consumed=memory))
+    rewrite(MemberTable.build(entries, consumed=memory))
     assert not memory.view(torch.uint8).any()
 
 
 def test_without_consumed_memory_sources_are_left_alone():
     memory, entries = lay_out(MIXED)
     before = memory.clone()
-    ops.requantize(MemberTable.build(entries))
+    rewrite(MemberTable.build(entries))
     assert_bytes_equal(memory, before)
 
 
@@ -100,16 +109,16 @@ def test_one_table_serves_every_step():
     for step in range(3):
         memory.copy_(wide_range_weights(memory.numel(), seed=step))
         expected = expected_planes(entries)
-        ops.requantize(table)
+        rewrite(table)
         assert_written(entries, expected)
 
 
 def test_an_empty_table_still_zeroes_what_is_consumed():
     """A rank may own no expert of a bucket, and its padding is gathered like any other."""
     memory = torch.ones(8, dtype=torch.bfloat16)
-    ops.requantize(MemberTable.build([], consumed=memory))
+    rewrite(MemberTable.build([], consumed=memory))
     assert not memory.any()
-    ops.requantize(MemberTable.build([]))
+    rewrite(MemberTable.build([]))
 
 
 def test_members_are_experts():
@@ -126,7 +135,10 @@ def test_a_table_is_frozen():
 
 
 BAD_SOURCES = {  # for a target [2, 64, 32]
-    "one expert too few": (torch.zeros(1, 64, 32), r"shape \[2, 64, 32\], got \[1, 64, 32\]"),
+    "one expert too few": (
+        torch.zeros(1, 64, 32),
+        "from one cut to the next, got elements 0 to 2048",
+    ),
     "flat": (torch.zeros(2 * 64 * 32), r"shape \[2, 64, 32\], got \[4096\]"),
     "transposed shape": (torch.zeros(2, 32, 64), r"shape \[2, 64, 32\], got \[2, 32, 64\]"),
     "fp16": (torch.zeros(2, 64, 32).half(), r"fp32 or bf16 source, got torch\.float16"),
@@ -145,3 +157,237 @@ def test_a_bad_source_is_refused_by_name_when_the_table_is_built(source, message
     )
     with pytest.raises(LayoutError, match=rf"^layers\.1\.fc2\.weight: expected .*{message}"):
         MemberTable.build([*good, bad])
+
+
+# Shards: every rank writes its range, and together they write the weight
+
+
+def cut_at(master, format, cuts, dtype=torch.float32, target=None):
+    """Return one table a rank. They share a target, as if their planes had been gathered."""
+    target = target or poisoned(format, tuple(master.shape))
+    ends = [0, *cuts, master.numel()]
+    flat = master.to(dtype).flatten()
+    return target, [
+        MemberTable.build(
+            [
+                TableEntry(
+                    parameter="fc1",
+                    source=flat[start:end].clone(),
+                    target=target,
+                    start=start,
+                    cuts=tuple(cuts),
+                )
+            ]
+        )
+        for start, end in zip(ends, ends[1:], strict=False)
+    ]
+
+
+def rewrite_in_shards(tables, backend="auto"):
+    """Do what ranks do: maxima of all of them, one reduction, codes, a gather, what is derived."""
+    for table in tables:
+        ops.partial_amax(table, backend)
+    largest = torch.stack([table.exchange for table in tables]).amax(0)
+    for table in tables:
+        table.exchange.copy_(largest)
+        ops.encode(table, backend)
+    ops.finish_gather(tables[0], backend)
+
+
+def assert_planes_equal(target, master, what=""):
+    for name, plane in reference.quantize(master, target.format).planes().items():
+        assert_bytes_equal(target.planes()[name], plane, what=f"{what} {target.format.name} {name}")
+
+
+@st.composite
+def sharded_weights(draw):
+    format = draw(st.sampled_from(list(FORMATS.values())))
+    rows, cols = (draw(st.sampled_from([32, 64, 96])) for _ in range(2))
+    if format is FP8_BLOCK:
+        rows, cols = rows + draw(st.integers(0, 140)), cols + draw(st.integers(0, 140))
+    shape = (draw(st.integers(1, 3)), rows, cols)
+    packed = format.elements_per_byte
+    numel = shape[0] * rows * cols
+    cuts = draw(st.sets(st.integers(1, numel // packed - 1), min_size=1, max_size=5))
+    return format, shape, sorted(packed * cut for cut in cuts)
+
+
+@settings(max_examples=60, deadline=None)
+@given(weight=sharded_weights(), seed=st.integers(0, 2**31), wide=st.booleans())
+def test_shards_cut_anywhere_equal_the_whole_weight(weight, seed, wide):
+    """Inside of a block, a row or an expert, or several times in one band: data and scales."""
+    format, shape, cuts = weight
+    master = wide_range_weights(*shape, seed=seed, exponents=(-40, 40) if wide else (-2, 2))
+    target, tables = cut_at(master, format, cuts)
+    rewrite_in_shards(tables)
+    assert_planes_equal(target, master, what=f"cut at {cuts}:")
+
+
+@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS.keys())
+def test_special_values_on_both_sides_of_a_cut(format):
+    master = with_specials(wide_range_weights(2, 64, 96), every=7)
+    target, tables = cut_at(master, format, [96 * 40 + 10, 96 * 64, 96 * 70])
+    rewrite_in_shards(tables)
+    assert_planes_equal(target, master)
+
+
+def test_shards_of_whole_blocks_exchange_nothing():
+    for format, cuts in ((MXFP8, [32 * 96, 64 * 96]), (NVFP4, [64 * 96]), (FP8_BLOCK, [64 * 96])):
+        master = wide_range_weights(2, 64, 96)
+        target, tables = cut_at(master, format, cuts)
+        assert not any(table.exchange.numel() for table in tables)
+        for table in tables:
+            ops.requantize(table)
+        ops.finish_gather(tables[0])
+        assert_planes_equal(target, master)
+
+
+def test_a_shard_writes_nothing_that_belongs_to_others():
+    """Data of its own elements, scales of its own bands, and not a byte besides."""
+    for format in FORMATS.values():
+        target, tables = cut_at(wide_range_weights(2, 256, 32), format, [32 * 140, 32 * 300])
+        for table in tables:
+            ops.partial_amax(table)
+        ops.encode(tables[1])
+        data = target.rowwise_data.view(-1, 32 // format.elements_per_byte)
+        assert (data[:140] == SENTINEL).all()
+        assert (data[300:] == SENTINEL).all()
+        assert not (data[140:300] == SENTINEL).all(1).any()
+        untouched = target.rowwise_scale.view(torch.uint8)
+        assert (untouched[0, 0] == SENTINEL).all()
+        assert (untouched[1, -1] == SENTINEL).all()
+
+
+def test_a_rank_that_owns_nothing_joins_the_exchange():
+    master = wide_range_weights(1, 64, 32)
+    target, tables = cut_at(master, MXFP8, [1000])
+    entry = TableEntry(parameter="fc1", source=torch.empty(0), target=target, cuts=(1000,))
+    idle = MemberTable.build([entry])
+    assert idle.exchange.shape == tables[0].exchange.shape == (64,)
+    ops.partial_amax(idle)
+    assert not idle.exchange.any()
+    ops.encode(idle)
+    rewrite_in_shards([*tables, idle])
+    assert_planes_equal(target, master)
+
+
+def test_shards_that_cut_blocks_are_not_requantized_without_an_exchange():
+    target, tables = cut_at(wide_range_weights(1, 64, 32), MXFP8, [1000])
+    with pytest.raises(LayoutError, match="64 maxima that several ranks share. Call partial_amax"):
+        ops.requantize(tables[0])
+    assert (target.rowwise_data == SENTINEL).all()
+
+
+BAD_RANGES = {  # start, length, cuts of a weight [2, 64, 32]
+    "an end that is no cut": (0, 1000, (), "got elements 0 to 1000 between cuts at"),
+    "a cut inside": (0, 2000, (1000, 2000), "got elements 0 to 2000 between cuts"),
+    "too long": (4000, 100, (4000,), r"got \[100\] from element 4000 on"),
+    "a cut at the end": (0, 4096, (4096,), r"inside of \[2, 64, 32\] .* got 4096"),
+}
+
+
+@pytest.mark.parametrize(
+    ("start", "length", "cuts", "message"), BAD_RANGES.values(), ids=BAD_RANGES.keys()
+)
+def test_a_range_that_does_not_fit_is_refused_by_name(start, length, cuts, message):
+    source, target = torch.zeros(length), poisoned(MXFP8, (2, 64, 32))
+    entry = TableEntry(
+        parameter="layers.1.fc2", source=source, target=target, start=start, cuts=cuts
+    )
+    with pytest.raises(LayoutError, match=rf"^layers\.1\.fc2: expected .*{message}"):
+        MemberTable.build([entry])
+
+
+def test_a_byte_is_not_divided():
+    target = poisoned(NVFP4, (1, 32, 32))
+    entry = TableEntry(parameter="fc1", source=torch.zeros(33), target=target, cuts=(33,))
+    with pytest.raises(LayoutError, match="fc1: expected cuts .* multiples of 2, got 33"):
+        MemberTable.build([entry])
+
+
+# Planes that travel, and storage as Transformer Engine pads it
+
+
+@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS.keys())
+def test_requantizing_writes_what_travels_and_finishing_the_rest(format):
+    master = wide_range_weights(2, 128, 256)
+    target = poisoned(format, tuple(master.shape))
+    table = MemberTable.build([TableEntry(parameter="fc1", source=master, target=target)])
+    ops.requantize(table)
+    derived = target.planes().keys() - target.wire_planes().keys()
+    assert (
+        derived
+        == {
+            "mxfp8": set(),
+            "mxfp8_2d": {"columnwise_scale"},
+            "nvfp4": {"columnwise_data", "columnwise_scale"},
+            "fp8_block": {"columnwise_data", "columnwise_scale"},
+        }[format.name]
+    )
+    for name in derived:
+        assert (target.planes()[name].view(torch.uint8) == SENTINEL).all()
+    ops.finish_gather(table)
+    assert_planes_equal(target, master)
+
+
+@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS.keys())
+def test_requantizing_writes_straight_into_gather_planes(format):
+    """Two weights side by side in every plane, as they lie in a bucket."""
+    masters = [wide_range_weights(2, 128, 256), wide_range_weights(1, 256, 128, seed=1)]
+    numel = sum(master.numel() for master in masters)
+    planes = make_planes(format, numel)
+    entries, start = [], 0
+    for index, master in enumerate(masters):
+        views = plane_views(planes, format, tuple(master.shape), start)
+        local = poisoned(format, tuple(master.shape))
+        target = replace(local, **views)
+        entries.append(TableEntry(parameter=f"fc{index}", source=master, target=target))
+        start += master.numel()
+    table = MemberTable.build(entries)
+    ops.requantize(table)
+    ops.finish_gather(table)
+    for entry, master in zip(entries, masters, strict=True):
+        assert_planes_equal(entry.target, master)
+    for name, plane in planes.items():
+        parts = [reference.quantize(m, format).planes()[name] for m in masters]
+        expected = torch.cat([part.flatten().view(torch.uint8) for part in parts])
+        assert_bytes_equal(plane.data, expected, what=name)
+
+
+@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS.keys())
+def test_scales_in_storage_are_padded_and_repeated_as_transformer_engine_does(format):
+    """One scale a line of a block along the axes of the data, in the upper left; nothing beyond."""
+    shape = (2, 96, 160)
+    master = wide_range_weights(*shape)
+    target = poisoned(format, shape)
+    scales = {}
+    for direction in DIRECTIONS:
+        size = (2, *format.storage_scale_shape(*shape[1:], direction))
+        scales[direction] = torch.full(size, 77, dtype=format.scale_dtype)
+    entry = TableEntry(parameter="fc1", source=master, target=target, storage_scales=scales)
+    table = MemberTable.build([entry])
+    ops.requantize(table)
+    ops.finish_gather(table)
+    for direction, stored in scales.items():
+        rows, cols = (160, 96) if format.transposes(direction) else (96, 160)
+        length = max(format.rowwise_block)
+        one_d = format.columnwise_copy == "quantized"
+        if format is FP8_BLOCK:
+            lines = [(128, 128)]
+        elif direction == "columnwise" and not format.transposes(direction):
+            lines = [(length, 1)]
+        else:
+            lines = [(1, length)]
+        ((down, across),) = lines
+        expected = torch.full_like(stored, 77)
+        block = format.block(direction) if one_d else format.rowwise_block
+        logical = target.columnwise_scale if one_d and direction == "columnwise" else None
+        if logical is None:
+            logical = target.rowwise_scale
+            if format.transposes(direction):
+                logical = logical.transpose(1, 2)
+        for i in range(-(-rows // down)):
+            for j in range(-(-cols // across)):
+                value = logical[:, i * down // block[0], j * across // block[1]]
+                expected[:, i, j] = value
+        assert_bytes_equal(stored, expected, what=f"{format.name} {direction}")

@@ -32,10 +32,40 @@ def e8m0_round_up(value):
 
 
 @triton.jit
+def power_of_two(code):
+    """Return 2^(code - 127) in fp32 for int32 codes up to 0xFE."""
+    bits = tl.where(code == 0, 0x400000, code << 23)  # 2^-127 has no exponent bits
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def e8m0_reciprocal(code):
     """Return 2^(127 - code) in fp32 for int32 codes up to 0xFE."""
-    bits = tl.where(code == 0xFE, 0x400000, (254 - code) << 23)  # 2^-127 has no exponent bits
-    return bits.to(tl.float32, bitcast=True)
+    return power_of_two(254 - code)
+
+
+@triton.jit
+def fp8_block_code(amax):
+    """Return the int32 exponent code of the largest power of two up to 448 / ``amax``.
+
+    Args:
+        amax: fp32, not negative, with at most 16 mantissa bits.
+
+    Returns:
+        1 to 254. The code of 1 for zero and Inf; 254 where the quotient overflows.
+    """
+    bits = amax.to(tl.int32, bitcast=True)
+    # 448 is 1.75 * 2^8: of a mantissa above 1.75 the quotient's own is below 1, and is doubled.
+    code = 262 - (bits >> 23) - ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+    return tl.where((bits == 0) | (bits >= 0x7F800000), 127, tl.minimum(code, 254))
+
+
+@triton.jit
+def nvfp4_global_encode(amax):
+    """Return what brings an expert's amax to 448 * 6, at most FLT_MAX; 1 for zero and for Inf."""
+    scale = tl.div_rn(2688.0, tl.maximum(amax, 1.1754943508222875e-38))
+    scale = tl.minimum(scale, 3.4028234663852886e38)
+    return tl.where((amax == 0) | (amax == float("inf")), 1.0, scale)
 
 
 @triton.jit
@@ -46,3 +76,23 @@ def encode_e4m3(value):
     zero keeps its sign.
     """
     return value.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def encode_e2m1(value):
+    """Return the nearest E2M1 code, int32 from 0 to 15, of fp32 ``value``, ties to even.
+
+    Beyond 6, Inf included, gives 6 with its sign; zero and what rounds to it keep their sign; NaN
+    gives +6.
+    """
+    # The code is min(rint(2v), 2 + rint(v), 4 + rint(v / 2)): each term is right in its own binade
+    # and too large in the others. Adding 1.5 * 2^23 is the rint, and leaves it in the low bits.
+    ONE_AND_A_HALF: tl.constexpr = 12582912.0
+    BITS: tl.constexpr = 0x4B400000
+    magnitude = tl.minimum(tl.abs(value), 6.0)  # of NaN: 6
+    halves = (magnitude * 2.0 + ONE_AND_A_HALF).to(tl.int32, bitcast=True)
+    ones = (magnitude + ONE_AND_A_HALF).to(tl.int32, bitcast=True)
+    twos = (magnitude * 0.5 + ONE_AND_A_HALF).to(tl.int32, bitcast=True)
+    code = tl.minimum(tl.minimum(halves, ones + 2), twos + 4) - BITS
+    sign = (value.to(tl.int32, bitcast=True) >> 28) & 8
+    return code | tl.where(value == value, sign, 0)

@@ -7,11 +7,15 @@ import torch
 from torch import Tensor
 
 from moe_optim.errors import LayoutError
-from moe_optim.formats import DIRECTIONS, MXFP8, QuantizedWeight
-from moe_optim.kernels.tuning import BLOCK, REQUANTIZE_MXFP8, Tile
+from moe_optim.formats import DIRECTIONS, BlockScaledFormat
+from moe_optim.kernels.exchange import AMAX_SLOTS, Exchange
+from moe_optim.kernels.table_entry import TableEntry
+from moe_optim.kernels.tuning import TILES, Tile
 
-DESCRIPTOR_FIELDS = 11
+DESCRIPTOR_FIELDS = 15
 """Columns of :attr:`LaunchTable.descriptors`."""
+TILE_FIELDS = 4
+"""Columns of :attr:`LaunchTable.tiles` and :attr:`LaunchTable.cut_tiles`."""
 GAP_TILE = 4096
 """Two-byte units that one program zeroes outside the members."""
 
@@ -20,27 +24,41 @@ _MAX_GAP = 1 << 30  # units a descriptor; a tile keeps its first one in an int32
 
 Range = tuple[int, int]
 """Half-open range of addresses."""
+Planned = tuple[TableEntry, Exchange]
+"""A parameter, and the maxima it shares with other ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LaunchTable:
-    """What one launch over the experts of many MXFP8 weights reads, fixed by :meth:`build`.
+    """What one launch over the experts of many weights of one format reads; see :meth:`build`.
 
-    The descriptors hold addresses, and are of no use once a tensor has moved.
+    A member is what a rank owns of one expert. The descriptors hold addresses, and are of no use
+    once a tensor has moved.
     """
 
+    format: BlockScaledFormat
     descriptors: Tensor
-    """[num_members + num_gaps, 11] int64. A member: the addresses of source, rowwise data and
-    scale, columnwise data and scale; rows, cols; the row strides of the four planes in bytes.
+    """[num_members + num_gaps, 15] int64. A member: the addresses of its expert's first element in
+    the source, of rowwise data and scale, columnwise data and scale (0 where it does not travel);
+    rows, cols; the row strides of these four planes in elements; first and last owned element of
+    the expert; the slot of its amax; the address of its global amax, or 0.
     A gap: its address and its number of two-byte units."""
+    num_members: int
+    """Experts of which this rank owns something; their descriptors come first."""
     tiles: Tensor
-    """[num_programs, 3] int32: descriptor, first row, first column; of a gap, its first unit."""
+    """[num_programs, 4] int32: descriptor, first row, first column, 0; of a gap, its first unit in
+    place of the column."""
     num_tiles: int
     """How many of the tiles belong to members; those of gaps follow."""
+    cut_tiles: Tensor
+    """[num_cut_tiles, 4] int32: the same for bands that are only partly owned, and the slot of the
+    band's first maximum."""
+    amax: Tensor
+    """fp32 slots, shared with the other launches of a table."""
     tile: Tile
     source_dtype: torch.dtype
     masked: bool
-    """Whether some weight is not a whole number of tiles wide."""
+    """Whether some weight is not a whole number of tiles wide, or of bands high."""
     aligned: bool
     """Whether every row of source and data starts at a multiple of 16 bytes."""
     zeroes: bool
@@ -52,8 +70,13 @@ class LaunchTable:
 
     @property
     def num_programs(self) -> int:
-        """Size of the grid."""
+        """Size of the grid over whole bands and gaps."""
         return self.tiles.shape[0]
+
+    @property
+    def num_cut_tiles(self) -> int:
+        """Size of the grid over cut bands."""
+        return self.cut_tiles.shape[0]
 
     @property
     def has_moved(self) -> bool:
@@ -63,63 +86,92 @@ class LaunchTable:
     @classmethod
     def build(
         cls,
-        members: Sequence[tuple[Tensor, QuantizedWeight]],
+        planned: Sequence[Planned],
+        amax: Tensor,
         *,
+        first_free_slot: int = 0,
         consumed: Tensor | None = None,
     ) -> "LaunchTable":
-        """Describe stacks of experts on their device.
+        """Describe weights of one format on their device.
 
         Args:
-            members: pairs of source [E, R, C], contiguous, fp32 or all bf16, and the MXFP8 storage
-                of that shape that takes it, innermost stride 1. At least one.
-            consumed: memory that a launch zeroes: all sources lie in it, see :func:`find_gaps`.
+            planned: parameters that :func:`can_launch` accepts, with sources of one dtype, and what
+                they exchange. At least one.
+            amax: fp32 slots on the same device: those exchanged, then :func:`own_slots` of them.
+            first_free_slot: first slot that is this launch's alone.
+            consumed: memory that a launch zeroes: all sources lie in it, see :func:`find_gaps`, and
+                no band is cut.
 
         Raises:
-            LayoutError: a pair that :func:`can_launch` refuses, sources of two dtypes, or consumed
-                memory that does not hold the sources one after the other.
+            LayoutError: parameters that do not fit one launch, or consumed memory that does not
+                hold the sources one after the other.
         """
-        dtypes = {source.dtype for source, _ in members}
-        if len(dtypes) != 1 or not all(can_launch(*pair) for pair in members):
+        entries = [entry for entry, _ in planned]
+        kinds = {(entry.target.format, entry.source.dtype) for entry in entries}
+        if len(kinds) != 1 or not all(map(can_launch, entries)):
+            names = sorted(f"{format.name} from {dtype}" for format, dtype in kinds)
             raise LayoutError(
-                "launch table: expected MXFP8 weights with planes of innermost stride 1 and "
-                f"sources of one dtype, got {len(members)} stacks of sources in "
-                f"{sorted(map(str, dtypes))}. Requantize them without a launch."
+                "launch table: expected weights of one format whose planes have an innermost "
+                f"stride of 1, and sources of one dtype, got {len(entries)} weights: "
+                f"{', '.join(names)}. Requantize them without a launch."
             )
-        sources = [source for source, _ in members]
+        sources = [entry.source for entry in entries]
         gaps = [] if consumed is None else find_gaps(consumed, sources)
-        if gaps is None:
+        cuts = any(exchange.bands for _, exchange in planned)
+        if gaps is None or (consumed is not None and cuts):
             raise LayoutError(
                 "launch table: expected consumed memory that is contiguous and holds every "
-                "source once, got other memory. Zero it apart from the launch."
+                "source once and whole, got other memory. Zero it apart from the launch."
             )
-        (dtype,) = dtypes
-        tile = REQUANTIZE_MXFP8[dtype]
+        ((format, dtype),) = kinds
+        tile = TILES[format.name, dtype]
+        parts, tiles, cut_tiles, first = [], [], [], 0
+        for entry, exchange in planned:
+            experts = _owned_experts(entry)
+            slots = _amax_slots(exchange, experts, first_free_slot + AMAX_SLOTS * first)
+            parts.append(_describe(entry, experts, slots))
+            whole, cut = _cut_tiles(entry, exchange, experts, first, tile)
+            tiles.append(whole)
+            cut_tiles.append(cut)
+            first += len(experts)
         device = sources[0].device
-        descriptors = torch.cat([*(_describe(*pair) for pair in members), _describe_gaps(gaps)])
-        member_tiles = _cut_members([target.shape for _, target in members], tile)
-        gap_tiles = _cut_gaps(sum(target.shape[0] for _, target in members), gaps)
+        num_tiles = sum(part.shape[0] for part in tiles)
         memory = {part.data_ptr(): part for part in (s.untyped_storage() for s in sources)}
-        planes = [plane for _, target in members for plane in target.planes().values()]
+        planes = [plane for entry in entries for plane in entry.target.wire_planes().values()]
+        _, heights, widths = zip(*(entry.target.shape for entry in entries), strict=True)
         return cls(
-            descriptors=descriptors.to(device),
-            tiles=torch.cat([member_tiles, gap_tiles]).to(device, torch.int32),
-            num_tiles=member_tiles.shape[0],
+            format=format,
+            descriptors=torch.cat([*parts, _describe_gaps(gaps)]).to(device),
+            num_members=first,
+            tiles=torch.cat([*tiles, _cut_gaps(first, gaps)]).to(device, torch.int32),
+            num_tiles=num_tiles,
+            cut_tiles=torch.cat(cut_tiles).to(device, torch.int32),
+            amax=amax,
             tile=tile,
             source_dtype=dtype,
-            masked=any(source.shape[2] % tile.cols for source in sources),
-            aligned=all(_is_aligned(*pair) for pair in members),
+            masked=any(width % tile.cols for width in widths)
+            or any(height % format.band_rows for height in heights),
+            aligned=all(map(_is_aligned, entries)),
             zeroes=consumed is not None,
-            alive=(*sources, *planes, *(() if consumed is None else (consumed,))),
+            alive=(*sources, *planes, amax, *(() if consumed is None else (consumed,))),
             source_memory=tuple((part, address) for address, part in memory.items()),
         )
 
 
-def can_launch(source: Tensor, target: QuantizedWeight) -> bool:
-    """Return whether the kernel can address these experts, of which there must be some."""
-    if target.format != MXFP8 or source.numel() == 0:
+def own_slots(planned: Sequence[Planned]) -> int:
+    """Return how many amax slots a launch over these parameters needs for itself alone."""
+    if not planned[0][0].target.format.has_global_amax:
+        return 0
+    return AMAX_SLOTS * sum(len(_owned_experts(entry)) for entry, _ in planned)
+
+
+def can_launch(entry: TableEntry) -> bool:
+    """Return whether a kernel can address what there is of these experts, if there is something."""
+    target = entry.target
+    if entry.source.numel() == 0:
         return False
-    planes = list(target.planes().values())
-    reach = max(source.shape[2], *(plane.stride(1) for plane in planes)) * BLOCK
+    planes = [plane for plane in target.wire_planes().values() if plane.dim() == 3]
+    reach = max(target.shape[2], *(plane.stride(1) for plane in planes)) * target.format.band_rows
     # Offsets within a tile are 32 bits wide, all others 64.
     return reach < 1 << 31 and all(plane.stride(2) == 1 for plane in planes)
 
@@ -152,17 +204,46 @@ def _range_of(tensor: Tensor) -> Range:
     return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
 
 
-def _describe(source: Tensor, target: QuantizedWeight) -> Tensor:
-    """Return the descriptors of a stack of experts, [E, 11] int64 on the CPU."""
-    experts, rows, cols = target.shape
-    planes = [plane(name) for name in DIRECTIONS for plane in (target.data, target.scale)]
-    numbers = torch.arange(experts, device="cpu")
-    addresses = [
-        tensor.data_ptr() + numbers * (tensor.stride(0) * tensor.element_size())
-        for tensor in (source, *planes)
+def _owned_experts(entry: TableEntry) -> range:
+    """Return the experts of which the entry has at least one element; it has some."""
+    _, rows, cols = entry.target.shape
+    numel = rows * cols
+    return range(entry.start // numel, -(-entry.end // numel))
+
+
+def _amax_slots(exchange: Exchange, experts: range, first: int) -> Tensor:
+    own = [exchange.experts.get(e, first + AMAX_SLOTS * i) for i, e in enumerate(experts)]
+    return torch.tensor(own, dtype=torch.int64, device="cpu")
+
+
+def _describe(entry: TableEntry, experts: range, slots: Tensor) -> Tensor:
+    """Return the descriptors of the owned experts, [len(experts), 15] int64 on the CPU."""
+    source, target = entry.source, entry.target
+    _, rows, cols = target.shape
+    numel = rows * cols
+    numbers = torch.arange(experts.start, experts.stop, device="cpu")
+    zero = torch.zeros_like(numbers)
+
+    def addresses(plane: Tensor | None) -> Tensor:
+        if plane is None:
+            return zero
+        return plane.data_ptr() + numbers * (plane.stride(0) * plane.element_size())
+
+    wire = target.wire_planes()
+    names = [f"{direction}_{kind}" for direction in DIRECTIONS for kind in ("data", "scale")]
+    planes = [wire.get(name) for name in names]
+    columns = [
+        source.data_ptr() + (numbers * numel - entry.start) * source.element_size(),
+        *(addresses(plane) for plane in planes),
+        zero + rows,
+        zero + cols,
+        *(zero if plane is None else zero + plane.stride(1) for plane in planes),
+        (entry.start - numbers * numel).clamp(min=0),
+        (entry.end - numbers * numel).clamp(max=numel),
+        slots,
+        addresses(target.global_amax),
     ]
-    constants = [rows, cols, *(plane.stride(1) for plane in planes)]
-    return torch.stack([*addresses, *(torch.full_like(numbers, value) for value in constants)], 1)
+    return torch.stack(columns, 1)
 
 
 def _describe_gaps(gaps: Sequence[Range]) -> Tensor:
@@ -174,34 +255,67 @@ def _describe_gaps(gaps: Sequence[Range]) -> Tensor:
     return torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, DESCRIPTOR_FIELDS)
 
 
-def _cut_members(shapes: Sequence[tuple[int, int, int]], tile: Tile) -> Tensor:
-    """Return the tiles of all experts in the order of their memory, [num_tiles, 3] int64."""
-    parts, first = [], 0
-    for experts, rows, cols in shapes:
-        axes = (
-            torch.arange(first, first + experts, device="cpu"),
-            torch.arange(0, rows, BLOCK, device="cpu"),
-            torch.arange(0, cols, tile.cols, device="cpu"),
-        )
-        parts.append(torch.cartesian_prod(*axes).view(-1, 3))
-        first += experts
-    return torch.cat(parts)
+def _cut_tiles(
+    entry: TableEntry, exchange: Exchange, experts: range, first: int, tile: Tile
+) -> tuple[Tensor, Tensor]:
+    """Return the tiles of whole and of cut bands in the order of their memory, both [n, 4] int64.
+
+    Args:
+        entry: parameter of which something is owned.
+        exchange: which bands are cut, and their slots.
+        experts: the owned ones.
+        first: descriptor of the first of them.
+        tile: size of a tile.
+    """
+    _, rows, cols = entry.target.shape
+    height = entry.target.format.band_rows
+    inner = range(experts.start + 1, experts.stop - 1)  # none of these is owned in part
+    groups = [range(e, e + 1) for e in sorted({experts.start, experts.stop - 1} - {*inner})]
+    whole, cut = [], []
+    for group in (groups[0], inner, *groups[1:]):
+        if not group:
+            continue
+        base = group.start * rows * cols
+        low = max(0, entry.start - base)
+        high = min(rows * cols, entry.end - base)
+        first_whole = -(-low // (height * cols)) * height
+        end_whole = rows if high == rows * cols else high // (height * cols) * height
+        numbers = range(first + group.start - experts.start, first + group.stop - experts.start)
+        whole.append(_tiles(numbers, range(first_whole, end_whole, height), cols, tile, 0))
+        touched = range(low // (height * cols) * height, -(-high // cols), height)
+        for row in touched:
+            slot = exchange.bands.get((group.start, row))
+            if slot is not None:
+                cut.append(_tiles(numbers, range(row, row + 1), cols, tile, slot))
+    none = torch.empty((0, TILE_FIELDS), dtype=torch.int64, device="cpu")
+    return torch.cat([none, *whole]), torch.cat([none, *cut])
+
+
+def _tiles(descriptors: range, rows: range, cols: int, tile: Tile, slot: int) -> Tensor:
+    axes = (descriptors, rows, range(0, cols, tile.cols), range(slot, slot + 1))
+    tensors = [torch.arange(a.start, a.stop, a.step, device="cpu") for a in axes if len(a)]
+    if len(tensors) < len(axes):
+        return torch.empty((0, TILE_FIELDS), dtype=torch.int64, device="cpu")
+    return torch.cartesian_prod(*tensors).view(-1, TILE_FIELDS)
 
 
 def _cut_gaps(first: int, gaps: Sequence[Range]) -> Tensor:
-    """Return the tiles of the gaps, whose descriptors start at ``first``; [num_tiles, 3] int64."""
+    """Return the tiles of the gaps, whose descriptors start at ``first``; [num_tiles, 4] int64."""
     units = _describe_gaps(gaps)[:, 1].tolist()
     rows = [
-        [first + index, 0, start]
+        [first + index, 0, start, 0]
         for index, count in enumerate(units)
         for start in range(0, count, GAP_TILE)
     ]
-    return torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 3)
+    return torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, TILE_FIELDS)
 
 
-def _is_aligned(source: Tensor, target: QuantizedWeight) -> bool:
-    distances = [source.data_ptr(), source.shape[2] * source.element_size()]
-    for plane in (target.rowwise_data, target.columnwise_data):
-        distances += [plane.data_ptr(), plane.stride(1)]
-        distances += [plane.stride(0)] if plane.shape[0] > 1 else []
+def _is_aligned(entry: TableEntry) -> bool:
+    source, target = entry.source, entry.target
+    width = source.element_size()
+    distances = [source.data_ptr(), entry.start * width, target.shape[2] * width]
+    for name, plane in target.wire_planes().items():
+        if name.endswith("_data"):
+            distances += [plane.data_ptr(), plane.stride(1)]
+            distances += [plane.stride(0)] if plane.shape[0] > 1 else []
     return all(distance % _ALIGNMENT == 0 for distance in distances)

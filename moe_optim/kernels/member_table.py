@@ -8,21 +8,13 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from moe_optim.errors import LayoutError
-from moe_optim.formats import QuantizedWeight
-from moe_optim.kernels.launch_table import LaunchTable, can_launch, find_gaps
+from moe_optim.formats import BlockScaledFormat
+from moe_optim.kernels.exchange import Exchange, plan_exchange
+from moe_optim.kernels.finish_table import FinishTable, can_finish
+from moe_optim.kernels.launch_table import LaunchTable, Planned, can_launch, find_gaps, own_slots
+from moe_optim.kernels.table_entry import TableEntry
 
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class TableEntry:
-    """The experts of one parameter: where their new values lie and which storage takes them."""
-
-    parameter: str
-    """Name, for errors."""
-    source: Tensor
-    """[E, R, C] fp32 or bf16, contiguous; a view, so its memory is the caller's."""
-    target: QuantizedWeight
-    """Planes that are overwritten."""
+__all__ = ["MemberTable", "TableEntry"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -36,10 +28,20 @@ class MemberTable:
     entries: tuple[TableEntry, ...]
     consumed: Tensor | None
     """Memory to zero once its values have been read: the sources and the gaps between them."""
+    exchanges: tuple[Exchange, ...]
+    """What each entry shares with other ranks."""
+    exchange: Tensor
+    """[slots] fp32: maxima of blocks and experts that lie on several ranks, for one MAX all-reduce
+    between ``partial_amax`` and ``encode``. The same length and order on every rank; empty where no
+    shard cuts anything."""
     launches: tuple[LaunchTable, ...]
-    """Device descriptors of the entries that kernels handle, one launch a dtype of sources."""
-    remainder: tuple[TableEntry, ...]
+    """Device descriptors of the entries that kernels handle: one a format and dtype of sources."""
+    remainder: tuple[tuple[TableEntry, Exchange], ...]
     """The entries that no launch handles; all of them without a suitable GPU."""
+    finishes: tuple[FinishTable, ...]
+    """Device descriptors of what is derived after a gather: one a format."""
+    unfinished: tuple[TableEntry, ...]
+    """The entries whose derived planes no launch handles."""
 
     @classmethod
     def build(
@@ -48,30 +50,55 @@ class MemberTable:
         """Check the entries, decide which of them a kernel handles, and freeze them.
 
         Args:
-            entries: may be of different shapes and formats, and may be none at all.
+            entries: may be of different shapes and formats, and may be none at all. Where shards
+                cut parameters, every rank names the same ones in the same order, with the same
+                cuts, those it owns nothing of included.
             consumed: any tensor that covers what a launch uses up, or None to leave sources alone.
 
         Raises:
-            LayoutError: a source has the wrong shape, dtype, strides or device for its target.
+            LayoutError: a source has the wrong shape, dtype, strides or device for its target, or
+                a range does not run from one cut to another.
         """
+        planned: list[Planned] = []
+        slots = 0
         for entry in entries:
-            _check(entry)
-        by_dtype: dict[torch.dtype, list[tuple[Tensor, QuantizedWeight]]] = {}
+            entry.check()
+            target = entry.target
+            shared = plan_exchange(
+                target.format, target.shape, entry.cuts, first=slots, name=entry.parameter
+            )
+            planned.append((entry, shared))
+            slots += shared.size
+        groups: dict[tuple[BlockScaledFormat, torch.dtype], list[Planned]] = {}
         remainder = []
-        for entry in entries:
-            if _has_kernels(entry.source.device) and can_launch(entry.source, entry.target):
-                pairs = by_dtype.setdefault(entry.source.dtype, [])
-                pairs.append((entry.source, entry.target))
+        for entry, shared in planned:
+            if _has_kernels(entry.source.device) and can_launch(entry):
+                key = (entry.target.format, entry.source.dtype)
+                groups.setdefault(key, []).append((entry, shared))
             else:
-                remainder.append(entry)
-        zeroed = consumed if _can_zero_in_launch(consumed, list(by_dtype.values())) else None
+                remainder.append((entry, shared))
+        owned = [own_slots(group) for group in groups.values()]
+        device = entries[0].source.device if entries else None
+        amax = torch.zeros(slots + sum(owned), dtype=torch.float32, device=device)
+        zeroed = consumed if _can_zero_in_launch(consumed, list(groups.values())) else None
+        finishes, unfinished = _plan_finish(entries)
         return cls(
             entries=tuple(entries),
             consumed=consumed,
+            exchanges=tuple(shared for _, shared in planned),
+            exchange=amax[:slots],
             launches=tuple(
-                LaunchTable.build(pairs, consumed=zeroed) for pairs in by_dtype.values()
+                LaunchTable.build(
+                    group,
+                    amax,
+                    first_free_slot=slots + sum(owned[:index]),
+                    consumed=zeroed,
+                )
+                for index, group in enumerate(groups.values())
             ),
             remainder=tuple(remainder),
+            finishes=finishes,
+            unfinished=unfinished,
         )
 
     @property
@@ -90,12 +117,24 @@ class MemberTable:
         return sum(entry.target.shape[0] for entry in self.entries)
 
 
-def _can_zero_in_launch(
-    consumed: Tensor | None, pairs: Sequence[Sequence[tuple[Tensor, QuantizedWeight]]]
-) -> bool:
-    if consumed is None or len(pairs) != 1:
+def _plan_finish(
+    entries: Sequence[TableEntry],
+) -> tuple[tuple[FinishTable, ...], tuple[TableEntry, ...]]:
+    by_format: dict[BlockScaledFormat, list[TableEntry]] = {}
+    unfinished = []
+    for entry in entries:
+        if _has_kernels(entry.source.device) and can_finish(entry):
+            by_format.setdefault(entry.target.format, []).append(entry)
+        else:
+            unfinished.append(entry)
+    tables = [FinishTable.build(group) for group in by_format.values()]
+    return tuple(table for table in tables if table is not None), tuple(unfinished)
+
+
+def _can_zero_in_launch(consumed: Tensor | None, groups: Sequence[Sequence[Planned]]) -> bool:
+    if consumed is None or len(groups) != 1 or any(shared.bands for _, shared in groups[0]):
         return False
-    sources = [source for source, _ in pairs[0]]
+    sources = [entry.source for entry, _ in groups[0]]
     return consumed.device == sources[0].device and find_gaps(consumed, sources) is not None
 
 
@@ -107,22 +146,3 @@ def _has_kernels(device: torch.device) -> bool:
         and find_spec("triton") is not None
         and torch.cuda.get_device_capability(device) >= (8, 9)
     )
-
-
-def _check(entry: TableEntry) -> None:
-    source, target = entry.source, entry.target
-    if tuple(source.shape) != target.shape:
-        raise LayoutError(
-            f"{entry.parameter}: expected a source of shape {list(target.shape)}, got "
-            f"{list(source.shape)}. View the parameter's range as its logical shape."
-        )
-    if source.dtype not in (torch.float32, torch.bfloat16) or not source.is_contiguous():
-        raise LayoutError(
-            f"{entry.parameter}: expected a contiguous fp32 or bf16 source, got {source.dtype} "
-            f"with strides {list(source.stride())}."
-        )
-    if source.device != target.rowwise_data.device:
-        raise LayoutError(
-            f"{entry.parameter}: expected source and storage on one device, got {source.device} "
-            f"and {target.rowwise_data.device}."
-        )

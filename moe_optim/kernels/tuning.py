@@ -6,23 +6,47 @@ from types import MappingProxyType
 
 import torch
 
-BLOCK = 32
-"""Elements of an MXFP8 block, and rows of a tile: a tile holds whole blocks of both directions."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tile:
-    """The rectangle of a weight that one program handles: ``BLOCK`` rows of some columns."""
+    """The rectangle of a weight that one program handles: one band of some columns."""
 
     cols: int
-    """Columns, a power of two and a multiple of ``BLOCK``."""
+    """Columns, a power of two and a multiple of the block."""
     num_warps: int
 
 
-REQUANTIZE_MXFP8: Mapping[torch.dtype, Tile] = MappingProxyType(
+TILES: Mapping[tuple[str, torch.dtype], Tile] = MappingProxyType(
     {
-        torch.float32: Tile(cols=128, num_warps=2),
-        torch.bfloat16: Tile(cols=128, num_warps=2),
+        ("mxfp8", torch.float32): Tile(cols=128, num_warps=2),
+        ("mxfp8", torch.bfloat16): Tile(cols=128, num_warps=2),
+        ("mxfp8_2d", torch.float32): Tile(cols=256, num_warps=4),
+        ("mxfp8_2d", torch.bfloat16): Tile(cols=256, num_warps=2),
+        ("nvfp4", torch.float32): Tile(cols=128, num_warps=1),
+        ("nvfp4", torch.bfloat16): Tile(cols=128, num_warps=1),
+        ("fp8_block", torch.float32): Tile(cols=128, num_warps=4),
+        ("fp8_block", torch.bfloat16): Tile(cols=128, num_warps=4),
     }
 )
-"""By dtype of the source, as measured on H100; README.md beside this says against what."""
+"""By format and dtype of the source, as measured on H100; README.md says against what."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TransposeTile:
+    """What one program transposes: words of four bytes, and packs of rows that fill a word."""
+
+    words: int
+    """Words along a row of the source."""
+    packs: int
+    """Words along a row of the copy."""
+    num_warps: int
+
+
+TRANSPOSE: Mapping[int, TransposeTile] = MappingProxyType(
+    {
+        1: TransposeTile(words=64, packs=64, num_warps=4),
+        4: TransposeTile(words=64, packs=64, num_warps=4),
+        8: TransposeTile(words=32, packs=64, num_warps=8),
+    }
+)
+"""By elements a word; 1 for rows of bytes that do not begin at multiples of four."""

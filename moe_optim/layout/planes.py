@@ -69,6 +69,20 @@ class GatherPlane:
         """Logical elements that the plane describes."""
         return int(self.data.numel() / self.bytes_per_element)
 
+    def part(self, start: int, numel: int) -> Tensor:
+        """Return the bytes of ``numel`` elements from ``start`` on: [bytes] uint8, a view.
+
+        Raises:
+            LayoutError: the plane has no such elements, or they have no whole number of bytes.
+        """
+        first, size = start * self.bytes_per_element, numel * self.bytes_per_element
+        if start < 0 or start + numel > self.numel or first % 1 or size % 1:
+            raise LayoutError(
+                f"plane {self.name}: expected elements below {self.numel} in whole bytes, at "
+                f"{self.bytes_per_element} bytes an element, got {numel} from {start} on."
+            )
+        return self.data.narrow(0, int(first), int(size))
+
     def slice_of(self, rank: int, size: int) -> Tensor:
         """Return the bytes that ``rank`` of ``size`` ranks owns: [bytes / size] uint8, a view.
 

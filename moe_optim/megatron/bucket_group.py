@@ -142,6 +142,7 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
             return  # Megatron calls this after every start, also when nothing was gathered
         for bucket in self.buckets:
             ops.requantize(bucket.table)
+            ops.finish_gather(bucket.table)
             bucket.storage.record(Event.LAND)
         for param in self.params:
             param.quantized_storage.finish_gather()

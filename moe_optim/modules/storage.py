@@ -44,7 +44,7 @@ class WeightStorage(Protocol):
         """Quantize ``values`` [E, R, C], fp32 or bf16, into the planes."""
 
     def finish_gather(self) -> None:
-        """Derive what did not travel, after gathered bytes have arrived in the planes."""
+        """Take note of new bytes, which the group's table has written and derived."""
 
     def dequantize(self, direction: Direction) -> Tensor:
         """Return the values of one direction, [E, R, C] bf16, newly allocated."""
@@ -177,11 +177,13 @@ class PortableStorage:
         """Quantize ``values`` [E, R, C], fp32 or bf16, into the planes."""
         source = values.detach().to(self.device).contiguous()
         entry = TableEntry(parameter=self.name, source=source, target=self.quantized)
-        ops.requantize(MemberTable.build([entry]))
+        table = MemberTable.build([entry])
+        ops.requantize(table)
+        ops.finish_gather(table)
         self.version += 1
 
     def finish_gather(self) -> None:
-        """Derive what did not travel; a requantization on this rank leaves nothing to derive."""
+        """Take note of new bytes, which the group's table has written and derived."""
         self.version += 1
 
     def dequantize(self, direction: Direction = "rowwise") -> Tensor:

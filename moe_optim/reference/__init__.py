@@ -18,8 +18,17 @@ from moe_optim.formats import (
 )
 from moe_optim.reference import fp8_block, mxfp8, mxfp8_2d, nvfp4
 from moe_optim.reference.dequantizing import dequantize, dequantize_bf16
+from moe_optim.reference.deriving import derive_into, expand_scale_into
 
-__all__ = ["dequantize", "dequantize_bf16", "quantize", "quantize_into"]
+__all__ = [
+    "dequantize",
+    "dequantize_bf16",
+    "derive_into",
+    "expand_scale_into",
+    "quantize",
+    "quantize_into",
+    "quantize_wire_into",
+]
 
 _QUANTIZERS: Mapping[BlockScaledFormat, Callable[[Tensor, QuantizedWeight], None]] = (
     MappingProxyType(
@@ -57,7 +66,20 @@ def quantize_into(
     """Write ``quantize(master, format)`` into the existing planes of ``out``, in place.
 
     Every byte of every plane is overwritten; nothing beyond the planes is touched, so they may be
-    views into padded storage. Contiguous planes are written directly, others by way of a copy.
+    views into padded storage. Arguments and errors are those of :func:`quantize_wire_into`.
+    """
+    quantize_wire_into(master, format, out, name=name)
+    derive_into(out)
+
+
+@torch.no_grad()
+def quantize_wire_into(
+    master: Tensor, format: BlockScaledFormat, out: QuantizedWeight, *, name: str = "weight"
+) -> None:
+    """Write those planes of ``quantize(master, format)`` that travel, in place.
+
+    Every byte of ``out.wire_planes()`` is overwritten and no other. Contiguous planes are written
+    directly, others by way of a copy.
 
     Args:
         master: [E, R, C] fp32 or bf16 on the device of ``out``.
@@ -82,7 +104,8 @@ def quantize_into(
         return
     contiguous = _contiguous_like(out)
     _QUANTIZERS[format](master, contiguous)
-    for plane, written in zip(out.planes().values(), contiguous.planes().values(), strict=True):
+    for name, written in contiguous.wire_planes().items():
+        plane: Tensor = getattr(out, name)
         if plane is not written:
             plane.copy_(written)
 

@@ -12,7 +12,6 @@ from moe_optim.reference.blocks import (
     magnitude_bits,
     slabs,
     spread,
-    transpose_into,
 )
 from moe_optim.reference.e4m3 import encode_e4m3_
 
@@ -20,11 +19,11 @@ BLOCK = 128
 
 
 def quantize_into(master: Tensor, out: QuantizedWeight) -> None:
-    """Write the FP8 block planes of ``master``; every kernel must match these bytes.
+    """Write the rowwise FP8 block planes of ``master``; every kernel must match these bytes.
 
     Args:
         master: [E, R, C] fp32 or bf16. Blocks at the lower and right edge may be partial.
-        out: contiguous planes of the same shape; all bytes are overwritten.
+        out: contiguous planes of the same shape; all rowwise bytes are overwritten.
     """
     _, rows, cols = master.shape
     if rows % BLOCK or cols % BLOCK:
@@ -39,8 +38,6 @@ def quantize_into(master: Tensor, out: QuantizedWeight) -> None:
         # In bf16 the product is exact, unless it is so small that E4M3 gives zero.
         scaled = weight.mul_(spread(scale.bfloat16(), BLOCK))
         encode_e4m3_(data[part], scaled, saturate=not finite)
-    transpose_into(out.columnwise_data, out.rowwise_data)
-    out.columnwise_scale.copy_(out.rowwise_scale.transpose(1, 2))
 
 
 def encode_scale(amax: Tensor) -> Tensor:
@@ -67,6 +64,4 @@ def _quantize_padded_into(master: Tensor, out: QuantizedWeight) -> None:
     padded = QuantizedWeight.empty(FP8_BLOCK, padded_master.shape, device=master.device)
     quantize_into(padded_master, padded)
     out.rowwise_data.copy_(padded.rowwise_data[:, :rows, :cols])
-    out.columnwise_data.copy_(padded.columnwise_data[:, :cols, :rows])
     out.rowwise_scale.copy_(padded.rowwise_scale)
-    out.columnwise_scale.copy_(padded.columnwise_scale)

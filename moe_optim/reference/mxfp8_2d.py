@@ -12,11 +12,11 @@ BLOCK = 32
 
 
 def quantize_into(master: Tensor, out: QuantizedWeight) -> None:
-    """Write the MXFP8 2-D planes of ``master``; every kernel must match these bytes.
+    """Write the rowwise MXFP8 2-D planes of ``master``; every kernel must match these bytes.
 
     Args:
         master: [E, R, C] fp32 or bf16, R and C multiples of 32.
-        out: contiguous planes of the same shape; all bytes are overwritten.
+        out: contiguous planes of the same shape; all rowwise bytes are overwritten.
     """
     cols = master.shape[-1]
     data = out.rowwise_data.view(-1, BLOCK, cols)
@@ -27,4 +27,3 @@ def quantize_into(master: Tensor, out: QuantizedWeight) -> None:
         rowwise_scale[part] = scale
         scaled = weight.mul_(spread(e8m0_reciprocal(scale), BLOCK))
         encode_e4m3_(data[part], scaled, saturate=not finite)
-    out.columnwise_scale.copy_(out.rowwise_scale.transpose(1, 2))

@@ -11,7 +11,6 @@ from moe_optim.reference.blocks import (
     magnitude_bits,
     slabs,
     spread,
-    transpose_into,
 )
 from moe_optim.reference.e2m1 import encode_e2m1, pack_e2m1
 from moe_optim.reference.e4m3 import decode_e4m3, encode_e4m3
@@ -23,11 +22,11 @@ SCALE_MAX = 448.0
 
 
 def quantize_into(master: Tensor, out: QuantizedWeight) -> None:
-    """Write the NVFP4 planes of ``master``; every kernel must match these bytes.
+    """Write the rowwise NVFP4 planes of ``master``; every kernel must match these bytes.
 
     Args:
         master: [E, R, C] fp32 or bf16, R and C multiples of 16.
-        out: contiguous planes of the same shape; all bytes are overwritten.
+        out: contiguous planes of the same shape; all rowwise bytes and amaxes are overwritten.
     """
     experts, rows, cols = master.shape
     assert out.global_amax is not None, "QuantizedWeight guarantees an amax for NVFP4"
@@ -42,17 +41,12 @@ def quantize_into(master: Tensor, out: QuantizedWeight) -> None:
     global_encode = global_encode_scale(out.global_amax).view(-1, 1, 1)
     scale = encode_e4m3(block_scale(block_amax, global_encode))
     out.rowwise_scale.copy_(scale)
-    out.columnwise_scale.copy_(scale.transpose(1, 2))
 
     factor = encode_factor(scale, global_encode).view(-1, cols // BLOCK)
     rowwise_data = out.rowwise_data.view(-1, BLOCK, cols // 2)
-    row_pairs = out.columnwise_data.new_empty((experts, rows // 2, cols))
     for part, weight in slabs(master, BLOCK):
         scaled = weight * spread(factor[part], BLOCK)  # [n, 16, C]
-        codes = encode_e2m1(scaled, has_nan=not all_finite)
-        rowwise_data[part] = pack_e2m1(codes)
-        row_pairs.view(-1, BLOCK // 2, cols)[part] = codes[:, 0::2] | codes[:, 1::2] * 16
-    transpose_into(out.columnwise_data, row_pairs)
+        rowwise_data[part] = pack_e2m1(encode_e2m1(scaled, has_nan=not all_finite))
 
 
 def global_encode_scale(global_amax: Tensor) -> Tensor:

@@ -1,71 +1,167 @@
-"""Runs the MXFP8 kernel on the CPU, for test_requantize_mxfp8.py: its interpreter is global."""
+"""Runs the kernels on the CPU, for test_interpreted_kernels.py: Triton's interpreter is global."""
 
 import os
 
 os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are decorated
 
-import torch
+import sys
 
-from moe_optim import reference
-from moe_optim.formats import MXFP8, QuantizedWeight
-from moe_optim.kernels.launch_table import LaunchTable
-from moe_optim.kernels.requantize_mxfp8 import requantize_mxfp8
+import torch
+from triton.runtime import interpreter
+
+from moe_optim import ops, reference
+from moe_optim.formats import DIRECTIONS, FORMATS, NVFP4, QuantizedWeight
+from moe_optim.kernels import member_table
+from moe_optim.kernels.member_table import MemberTable, TableEntry
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import SENTINEL, e4m3_exact_integers, poisoned
 
-SHAPES = ((2, 64, 128), (1, 32, 32), (3, 32, 96), (1, 96, 160))
 GAP = 40
 
+_set_attr = interpreter._LangPatchScope.set_attr
 
-def padded(shape):
-    """Return storage whose rows and experts lie apart, and the memory it lies in."""
-    memories = {}
 
-    def view(name, size):
-        experts, rows, cols = size
-        memory = torch.full((experts, rows + 2, cols + 24), SENTINEL, dtype=torch.uint8)
-        memories[name] = memory
-        return memory[:, :rows, :cols]
+def _with_index_of_one_element(self, obj, name, value):
+    """Let scalars be loop bounds: they are arrays [1], of which numpy 2.4 makes no int."""
+    if name == "__index__":
+        _set_attr(self, obj, name, lambda tensor: int(tensor.handle.data.item()))
+    else:
+        _set_attr(self, obj, name, value)
 
-    planes = {
-        f"{direction}_{kind}": view(f"{direction} {kind}", size)
-        for direction in ("rowwise", "columnwise")
-        for kind, size in (
-            ("data", MXFP8.data_shape(shape, direction)),
-            ("scale", MXFP8.scale_shape(shape, direction)),
+
+interpreter._LangPatchScope.set_attr = _with_index_of_one_element
+SHAPES = {
+    "mxfp8": ((2, 64, 128), (1, 32, 32), (3, 32, 96), (1, 96, 160)),
+    "mxfp8_2d": ((2, 64, 128), (1, 32, 32), (3, 32, 96), (1, 96, 160)),
+    "nvfp4": ((2, 64, 256), (1, 16, 16), (3, 32, 80), (1, 48, 272)),
+    "fp8_block": ((2, 128, 128), (1, 130, 40), (1, 256, 136), (2, 7, 129)),
+}
+
+
+def exact(format, shape, seed):
+    """Return values that the interpreter cannot round wrongly: no cast of them rounds at all."""
+    if format is not NVFP4:
+        return e4m3_exact_integers(*shape, seed=seed)
+    # With an amax of 6 in every block S_dec is exactly 448, and the codes are the values.
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    master = values[torch.randint(8, shape, generator=generator)]
+    master *= torch.randint(0, 2, shape, generator=generator) * 2 - 1
+    master[:, ::16, ::16] = -6.0
+    return master
+
+
+def padded(format, shape):
+    """Return storage whose rows and experts lie apart, and the memory around its planes."""
+    q = QuantizedWeight.empty(format, shape)
+    memories, views = {}, {}
+    for name, plane in q.planes().items():
+        if plane.dim() == 1:
+            views[name] = plane.fill_(-1)
+            continue
+        experts, rows, cols = plane.shape
+        memory = torch.empty((experts, rows + 4, cols + 24), dtype=plane.dtype)
+        memory.view(torch.uint8).fill_(SENTINEL)
+        memories[name], views[name] = memory, memory[:, :rows, :cols]
+    if format.columnwise_copy == "shared":
+        views["columnwise_data"] = views["rowwise_data"]
+    return QuantizedWeight(format=format, shape=shape, **views), memories
+
+
+def storage_scales(format, shape):
+    return {
+        way: torch.full(
+            (shape[0], *format.storage_scale_shape(*shape[1:], way)), 7, dtype=format.scale_dtype
         )
+        for way in DIRECTIONS
     }
-    return QuantizedWeight(format=MXFP8, shape=shape, **planes), memories
 
 
-def run(dtype, storage, zero):
-    numels = [experts * rows * cols for experts, rows, cols in SHAPES]
-    memory = torch.full((sum(numels) + GAP * (len(SHAPES) + 1),), 7.0).to(dtype)
-    members, expected, surroundings, start = [], [], [], GAP
-    for seed, (shape, numel) in enumerate(zip(SHAPES, numels, strict=True)):
-        source = memory[start : start + numel].view(shape)
-        source.copy_(e4m3_exact_integers(*shape, seed=seed))
-        target, memories = storage(shape)
-        members.append((source, target))
-        expected.append(reference.quantize(source, MXFP8).planes())
-        surroundings += [
-            (plane, around)
-            for plane, around in zip(target.planes().values(), memories.values(), strict=False)
-        ]
+def check(entries, masters, what):
+    for entry, master in zip(entries, masters, strict=True):
+        q = reference.quantize(master, entry.target.format)
+        for name, plane in entry.target.planes().items():
+            where = f"{what} {q.format.name} {entry.target.shape} {name}"
+            assert_bytes_equal(plane, q.planes()[name], what=where)
+        for way, scale in entry.storage_scales.items():
+            expected = torch.full_like(scale, 7)
+            reference.expand_scale_into(q, way, expected)
+            assert_bytes_equal(scale, expected, what=f"{what} {q.format.name} stored {way}")
+
+
+def whole(format, dtype, apart, zero):
+    """All of several weights: planes, what is derived, sources and gaps, and what lies around."""
+    shapes = SHAPES[format.name]
+    numels = [experts * rows * cols for experts, rows, cols in shapes]
+    memory = torch.full((sum(numels) + GAP * (len(shapes) + 1),), 7.0).to(dtype)
+    entries, surroundings, start = [], [], GAP
+    for seed, (shape, numel) in enumerate(zip(shapes, numels, strict=True)):
+        source = memory[start : start + numel].view(shape).copy_(exact(format, shape, seed))
+        target, around = padded(format, shape) if apart else (poisoned(format, shape), {})
+        surroundings += [(target.planes()[name], memory) for name, memory in around.items()]
+        scales = storage_scales(format, shape)
+        entry = TableEntry(
+            parameter=f"fc{seed}", source=source, target=target, storage_scales=scales
+        )
+        entries.append(entry)
         start += numel + GAP
-    before = memory.clone()
-    requantize_mxfp8(LaunchTable.build(members, consumed=memory if zero else None))
-    for (_, target), planes in zip(members, expected, strict=True):
-        for name, plane in target.planes().items():
-            assert_bytes_equal(plane, planes[name], what=f"{target.shape} {name}")
+    masters, before = [entry.source.clone() for entry in entries], memory.clone()
+    table = MemberTable.build(entries, consumed=memory if zero else None)
+    assert not table.remainder and not table.unfinished and table.zeroes_in_launch == zero
+    ops.requantize(table)
+    ops.finish_gather(table)
+    check(entries, masters, f"{dtype} apart={apart} zero={zero}")
     assert_bytes_equal(memory, torch.zeros_like(memory) if zero else before, what="sources")
     for plane, around in surroundings:
-        plane.fill_(SENTINEL)
-        assert (around == SENTINEL).all(), "the kernel wrote outside of a plane"
+        inside = torch.zeros(around.shape, dtype=torch.bool)
+        inside[:, : plane.shape[1], : plane.shape[2]] = True
+        outside = around[~inside].view(torch.uint8)
+        assert (outside == SENTINEL).all(), "a kernel wrote outside of a plane"
+
+
+def cut(format, dtype, cuts_of):
+    """Several ranks that share the weights of one table, cut inside of bands and experts."""
+    masters = [exact(format, shape, 9 + i) for i, shape in enumerate(SHAPES[format.name])]
+    targets = [poisoned(format, tuple(master.shape)) for master in masters]
+    ranks = len(cuts_of(masters[0].numel())) + 1
+    tables = []
+    for rank in range(ranks):
+        entries = []
+        for index, (master, target) in enumerate(zip(masters, targets, strict=True)):
+            cuts = cuts_of(master.numel())
+            start, end = (0, *cuts, master.numel())[rank : rank + 2]
+            source = master.flatten()[start:end].to(dtype)
+            entries.append(
+                TableEntry(
+                    parameter=f"fc{index}",
+                    source=source.clone(),
+                    target=target,
+                    start=start,
+                    cuts=cuts,
+                )
+            )
+        tables.append(MemberTable.build(entries))
+    assert not any(table.remainder for table in tables)
+    for table in tables:
+        ops.partial_amax(table)
+    largest = torch.stack([table.exchange for table in tables]).amax(0)
+    for table in tables:
+        table.exchange.copy_(largest)
+        ops.encode(table)
+    ops.finish_gather(tables[0])
+    check(tables[0].entries, masters, f"cut {dtype}")
+
+
+def main(names):
+    member_table._has_kernels = lambda device: True
+    for name in names:
+        format = FORMATS[name]
+        for dtype in (torch.float32, torch.bfloat16):
+            whole(format, dtype, apart=False, zero=dtype == torch.bfloat16)
+        whole(format, torch.bfloat16, apart=True, zero=True)
+        cut(format, torch.float32, lambda numel: (numel // 6 * 2, numel // 3 * 2))
+    print("every byte is the reference's")
 
 
 if __name__ == "__main__":
-    for dtype in (torch.float32, torch.bfloat16):
-        run(dtype, lambda shape: (poisoned(MXFP8, shape), {}), zero=False)
-        run(dtype, padded, zero=True)
-    print("every byte is the reference's")
+    main(sys.argv[1:] or list(FORMATS))

@@ -1,61 +1,130 @@
 """Descriptors say where everything lies, and tables that no launch can serve are refused."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from moe_optim.errors import LayoutError
-from moe_optim.formats import MXFP8, MXFP8_2D, NVFP4, QuantizedWeight
-from moe_optim.kernels.launch_table import GAP_TILE, LaunchTable, can_launch, find_gaps
+from moe_optim.formats import FP8_BLOCK, MXFP8, MXFP8_2D, NVFP4, QuantizedWeight
+from moe_optim.kernels.exchange import AMAX_SLOTS, plan_exchange
+from moe_optim.kernels.launch_table import GAP_TILE, LaunchTable, can_launch, find_gaps, own_slots
 from moe_optim.kernels.member_table import MemberTable, TableEntry
 from tests.support.inputs import poisoned
 
 
 def stack(*shape, dtype=torch.bfloat16, format=MXFP8):
-    return torch.zeros(shape, dtype=dtype), QuantizedWeight.empty(format, shape)
+    source, target = torch.zeros(shape, dtype=dtype), QuantizedWeight.empty(format, shape)
+    return TableEntry(parameter="fc", source=source, target=target)
+
+
+def shard(shape, start, end, cuts, format=MXFP8):
+    return TableEntry(
+        parameter="fc",
+        source=torch.zeros(end - start),
+        target=QuantizedWeight.empty(format, shape),
+        start=start,
+        cuts=tuple(cuts),
+    )
+
+
+def build(entries, consumed=None):
+    """Build one launch over all entries, with the slots that they need."""
+    planned, slots = [], 0
+    for entry in entries:
+        shared = plan_exchange(entry.target.format, entry.target.shape, entry.cuts, first=slots)
+        planned.append((entry, shared))
+        slots += shared.size
+    amax = torch.zeros(slots + (own_slots(planned) if planned else 0))
+    return LaunchTable.build(planned, amax, first_free_slot=slots, consumed=consumed)
 
 
 def test_a_descriptor_holds_the_addresses_and_strides_of_one_expert():
-    source, target = stack(3, 64, 96)
-    table = LaunchTable.build([stack(2, 32, 32), (source, target)])
-    assert table.descriptors.shape == (5, 11)
+    entry = stack(3, 64, 96)
+    table = build([stack(2, 32, 32), entry])
+    target = entry.target
+    assert (table.descriptors.shape, table.num_members) == ((5, 15), 5)
     assert table.descriptors[4].tolist() == [
-        source[2].data_ptr(),
+        entry.source[2].data_ptr(),
         target.rowwise_data[2].data_ptr(),
         target.rowwise_scale[2].data_ptr(),
         target.columnwise_data[2].data_ptr(),
         target.columnwise_scale[2].data_ptr(),
-        *(64, 96, 96, 3, 96, 96),
+        *(64, 96, 96, 3, 96, 96),  # sizes, row strides
+        *(0, 64 * 96),  # all of it is owned
+        *(table.descriptors[4, 13], 0),  # no amax
     ]
+
+
+def test_strides_are_counted_in_elements_and_planes_that_stay_have_no_address():
+    entry = stack(2, 130, 260, format=FP8_BLOCK)
+    row = build([entry]).descriptors[1].tolist()
+    assert row[2] == entry.target.rowwise_scale[1].data_ptr()
+    assert row[3:5] == [0, 0]
+    assert row[7:11] == [260, 3, 0, 0]
+
+
+def test_every_expert_with_an_amax_has_slots_of_its_own():
+    entries = [stack(2, 32, 32, format=NVFP4), stack(1, 16, 16, format=NVFP4)]
+    table = build(entries)
+    assert table.descriptors[:, 13].tolist() == [0, AMAX_SLOTS, 2 * AMAX_SLOTS]
+    assert table.amax.numel() == 3 * AMAX_SLOTS
+    addresses = [entries[0].target.global_amax[i].data_ptr() for i in (0, 1)]
+    assert table.descriptors[:2, 14].tolist() == addresses
 
 
 def test_tiles_cover_every_member_once_and_in_order():
     members = [stack(2, 64, 320), stack(1, 32, 128)]
-    table = LaunchTable.build(members)
+    table = build(members)
     assert table.tile.cols == 128
     first = [[expert, row, col] for expert in (0, 1) for row in (0, 32) for col in (0, 128, 256)]
-    assert table.tiles.tolist() == [*first, [2, 0, 0]]
+    assert table.tiles.tolist() == [[*tile, 0] for tile in (*first, [2, 0, 0])]
     assert table.num_tiles == table.num_programs == 13
+    assert table.num_cut_tiles == 0
     assert table.masked
-    assert not LaunchTable.build(members[1:]).masked
+    assert not build(members[1:]).masked
+
+
+def test_a_cut_band_has_tiles_and_slots_of_its_own():
+    """Rows 40 to 136 of three experts of 64: half of a band, a whole expert, a quarter of a band.
+    A band of 128 columns has as many columnwise maxima, and as many of rows."""
+    entry = shard((3, 64, 128), 40 * 128, 136 * 128, (40 * 128, 136 * 128))
+    table = build([entry])
+    assert table.tiles.tolist() == [[1, 0, 0, 0], [1, 32, 0, 0]]
+    assert table.cut_tiles.tolist() == [[0, 32, 0, 0], [2, 0, 0, 256]]
+
+
+def test_a_band_may_be_cut_twice_by_one_range():
+    table = build([shard((1, 64, 128), 600, 900, (600, 900))])
+    assert table.num_programs == 0
+    assert table.cut_tiles.tolist() == [[0, 0, 0, 0]]
+
+
+def test_the_source_of_an_expert_begins_where_its_first_element_would_lie():
+    entry = shard((2, 64, 32), 1024, 3072, (1024, 3072))
+    table = build([entry])
+    base = entry.source.data_ptr()
+    assert table.descriptors[:, 0].tolist() == [base - 4 * 1024, base + 4 * 1024]
+    assert table.descriptors[:, 11:13].tolist() == [[1024, 2048], [0, 1024]]
+    assert table.tiles[:, :3].tolist() == [[0, 32, 0], [1, 0, 0]]
 
 
 def test_gaps_follow_the_members():
     memory = torch.zeros(10_000 + 2048, dtype=torch.bfloat16)
     source = memory[:1024].view(1, 32, 32)
-    target = QuantizedWeight.empty(MXFP8, source.shape)
-    table = LaunchTable.build([(source, target)], consumed=memory)
+    entry = replace(stack(1, 32, 32), source=source)
+    table = build([entry], consumed=memory)
     count = memory.numel() - 1024
     assert table.descriptors[1, :2].tolist() == [memory[1024:].data_ptr(), count]
-    assert table.tiles[1:].tolist() == [[1, 0, start] for start in range(0, count, GAP_TILE)]
+    assert table.tiles[1:].tolist() == [[1, 0, start, 0] for start in range(0, count, GAP_TILE)]
     assert (table.num_tiles, table.num_programs, table.zeroes) == (1, 4, True)
 
 
 def test_only_memory_at_multiples_of_sixteen_bytes_counts_as_aligned():
     memory = torch.zeros(1024 + 8, dtype=torch.bfloat16)
-    target = QuantizedWeight.empty(MXFP8, (1, 32, 32))
     for start, aligned in ((0, True), (8, True), (4, False), (1, False)):
         source = memory[start : start + 1024].view(1, 32, 32)
-        assert LaunchTable.build([(source, target)]).aligned is aligned
+        assert build([replace(stack(1, 32, 32), source=source)]).aligned is aligned
 
 
 MEMORY = torch.zeros(100, dtype=torch.bfloat16)
@@ -83,8 +152,7 @@ def test_strided_or_odd_memory_has_no_gaps_to_list():
 
 
 REFUSED = {
-    "another format": [stack(1, 32, 32, format=MXFP8_2D)],
-    "packed elements": [stack(1, 32, 32, format=NVFP4)],
+    "two formats": [stack(1, 32, 32), stack(1, 32, 32, format=MXFP8_2D)],
     "no expert": [stack(0, 32, 32)],
     "two dtypes": [stack(1, 32, 32), stack(1, 32, 32, dtype=torch.float32)],
     "nothing": [],
@@ -93,42 +161,42 @@ REFUSED = {
 
 @pytest.mark.parametrize("members", REFUSED.values(), ids=REFUSED.keys())
 def test_what_no_launch_can_serve_is_refused(members):
-    with pytest.raises(LayoutError, match="launch table: expected MXFP8 weights"):
-        LaunchTable.build(members)
+    with pytest.raises(LayoutError, match="launch table: expected weights of one format"):
+        build(members)
 
 
 def test_transposed_planes_are_left_to_the_reference():
-    source, target = stack(1, 32, 32)
-    assert can_launch(source, target)
-    transposed = QuantizedWeight(
-        format=MXFP8,
-        shape=target.shape,
-        rowwise_data=target.rowwise_data.transpose(1, 2),
-        rowwise_scale=target.rowwise_scale,
-        columnwise_data=target.columnwise_data,
-        columnwise_scale=target.columnwise_scale,
-    )
-    assert not can_launch(source, transposed)
+    entry = stack(1, 32, 32)
+    assert can_launch(entry)
+    data = entry.target.rowwise_data.transpose(1, 2)
+    assert not can_launch(replace(entry, target=replace(entry.target, rowwise_data=data)))
 
 
 def test_consumed_memory_must_hold_the_sources():
     with pytest.raises(LayoutError, match="launch table: expected consumed memory"):
-        LaunchTable.build([stack(1, 32, 32)], consumed=torch.zeros(8))
+        build([stack(1, 32, 32)], consumed=torch.zeros(8))
+
+
+def test_consumed_memory_is_not_zeroed_between_the_passes_of_a_cut_band():
+    entry = shard((1, 64, 32), 0, 1000, (1000,))
+    with pytest.raises(LayoutError, match="holds every source once and whole"):
+        build([entry], consumed=entry.source)
 
 
 def test_without_a_gpu_everything_is_left_to_the_reference():
-    source, target = stack(1, 32, 32)
-    entry = TableEntry(parameter="fc1", source=source, target=target)
-    table = MemberTable.build([entry], consumed=source)
-    assert table.launches == ()
-    assert table.remainder == (entry,)
+    entry = stack(1, 32, 32)
+    table = MemberTable.build([entry], consumed=entry.source)
+    assert (table.launches, table.finishes) == ((), ())
+    assert [left for left, _ in table.remainder] == [entry]
+    assert table.unfinished == (entry,)
     assert not table.zeroes_in_launch
 
 
 def test_memory_that_was_freed_is_noticed():
-    source, target = stack(2, 32, 32)
-    table = LaunchTable.build([(source[:1], poisoned(MXFP8, (1, 32, 32))), (source, target)])
+    entry = stack(2, 32, 32)
+    first = replace(entry, source=entry.source[:1], target=poisoned(MXFP8, (1, 32, 32)))
+    table = build([first, entry])
     assert len(table.source_memory) == 1
     assert not table.has_moved
-    source.untyped_storage().resize_(0)
+    entry.source.untyped_storage().resize_(0)
     assert table.has_moved

@@ -1,4 +1,4 @@
-"""The MXFP8 kernel without a GPU: indices and strides. Its rounding is tested on a GPU."""
+"""The kernels without a GPU: indices, strides and masks. Their rounding is tested on a GPU."""
 
 import subprocess
 import sys
@@ -7,14 +7,18 @@ from pathlib import Path
 
 import pytest
 
+from moe_optim.formats import FORMATS
+
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
-def test_every_byte_lands_where_the_reference_puts_it():
-    """Shapes of whole and partial tiles in one launch, padded storage, zeroed sources and gaps."""
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_byte_lands_where_the_reference_puts_it(format):
+    """Whole and partial tiles in one launch, padded storage, zeroed sources and gaps, cut bands,
+    columnwise copies and expanded scales."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.interpreted"],
+        [sys.executable, "-m", "tests.kernels.interpreted", format],
         cwd=ROOT,
         capture_output=True,
         text=True,

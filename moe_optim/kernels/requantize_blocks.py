@@ -1,0 +1,190 @@
+# mypy: allow-incomplete-defs
+
+"""Requantization to the 2-D formats, rowwise: one scale for a square block serves both ways."""
+
+import triton
+import triton.language as tl
+
+from moe_optim.kernels.encode import (
+    amax,
+    e8m0_reciprocal,
+    e8m0_round_up,
+    encode_e2m1,
+    encode_e4m3,
+    fp8_block_code,
+    nvfp4_global_encode,
+    power_of_two,
+    round_to_bf16,
+)
+from moe_optim.kernels.tiles import (
+    AMAX_SLOT,
+    COLS,
+    GLOBAL_AMAX,
+    ROWS,
+    ROWWISE_DATA,
+    ROWWISE_SCALE,
+    SOURCE,
+    is_owned,
+    plane_rows,
+    zero_gap,
+)
+
+
+@triton.jit
+def encode_scale(largest, global_encode, FORMAT: tl.constexpr):
+    """Return what is stored for a block, and what its weights are multiplied by in fp32.
+
+    Args:
+        largest: fp32 amax of every block.
+        global_encode: fp32 of the expert; read for ``nvfp4`` alone.
+        FORMAT: name of a 2-D format.
+    """
+    if FORMAT == "mxfp8_2d":
+        code = e8m0_round_up(largest * (1.0 / 448.0))
+        stored, factor = code.to(tl.uint8), e8m0_reciprocal(code)
+    elif FORMAT == "fp8_block":
+        code = fp8_block_code(largest)
+        stored, factor = e8m0_reciprocal(code), power_of_two(code)
+    else:
+        # This association, and a product with the rounded 1/6 in place of a division, as TE does.
+        scale = (largest * (global_encode * (1.0 / 6.0))).to(tl.float8e4nv)
+        decoded = scale.to(tl.float32) * tl.div_rn(1.0, global_encode)
+        factor = tl.minimum(tl.div_rn(1.0, decoded), 3.4028234663852886e38)
+        stored = scale.to(tl.uint8, bitcast=True)
+    return stored, factor
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def requantize_blocks_kernel(
+    descriptors,  # [num_members + num_gaps, FIELDS] int64, see LaunchTable
+    tiles,  # [num_programs, 4] int32: descriptor, first row, first column, slot
+    amaxes,  # [num_slots] fp32
+    num_tiles,
+    FORMAT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    AMAX_SLOTS: tl.constexpr,
+    FIELDS: tl.constexpr,
+    TILE_COLS: tl.constexpr,
+    GAP_TILE: tl.constexpr,
+    FROM_FP32: tl.constexpr,
+    MASKED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    CUT: tl.constexpr,
+    ZERO: tl.constexpr,
+):
+    """Requantize one tile [BLOCK, TILE_COLS] of one member, or zero one tile of a gap.
+
+    Grid (num_programs,): members' tiles first. Blocks at the edges of a weight may be partial. Of
+    cut bands (CUT) the maxima of all ranks are read, and only owned data is written, but every
+    scale.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    tile = tiles + 4 * program
+    member = descriptors + tl.load(tile).to(tl.int64) * FIELDS
+    first_row = tl.load(tile + 1)
+    first_col = tl.load(tile + 2)
+    slots = amaxes + tl.load(tile + 3)
+    if program < num_tiles:
+        global_encode = 1.0
+        if FORMAT == "nvfp4":
+            parts = amaxes + tl.load(member + AMAX_SLOT) + tl.arange(0, AMAX_SLOTS)
+            global_amax = tl.max(tl.load(parts), 0)
+            target = tl.load(member + GLOBAL_AMAX).to(tl.pointer_type(tl.float32))
+            tl.store(target, global_amax, mask=first_col == 0)
+            global_encode = nvfp4_global_encode(global_amax)
+        _requantize_tile(
+            member,
+            tl.multiple_of(first_row, BLOCK),
+            tl.multiple_of(first_col, BLOCK),
+            slots,
+            global_encode,
+            FORMAT,
+            BLOCK,
+            TILE_COLS,
+            FROM_FP32,
+            MASKED,
+            ALIGNED,
+            CUT,
+            ZERO,
+        )
+    elif ZERO:
+        zero_gap(member, first_col, GAP_TILE)
+
+
+@triton.jit
+def _requantize_tile(
+    member,
+    first_row,
+    first_col,
+    slots,
+    global_encode,
+    FORMAT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE_COLS: tl.constexpr,
+    FROM_FP32: tl.constexpr,
+    MASKED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    CUT: tl.constexpr,
+    ZERO: tl.constexpr,
+):
+    """Write data and scales of one tile, and zeros over its source if ZERO."""
+    DTYPE: tl.constexpr = tl.float32 if FROM_FP32 else tl.bfloat16
+    SCALE: tl.constexpr = tl.float32 if FORMAT == "fp8_block" else tl.uint8
+    PACKED: tl.constexpr = 2 if FORMAT == "nvfp4" else 1  # elements a byte
+    # As much as the elements of a 16-byte read fill, so that reads and writes share a layout.
+    DATA_ALIGNMENT: tl.constexpr = ((4 if FROM_FP32 else 8) if ALIGNED else PACKED) // PACKED
+    SOURCE_ALIGNMENT: tl.constexpr = 16 if ALIGNED else DTYPE.primitive_bitwidth // 8
+
+    row = first_row.to(tl.int64)  # a weight may have more than 2^31 elements, a tile row not
+    height = tl.load(member + ROWS).to(tl.int32) - first_row
+    cols = tl.load(member + COLS).to(tl.int32)
+    if ALIGNED:
+        cols = tl.multiple_of(cols, 4 if FROM_FP32 else 8)
+    source = tl.load(member + SOURCE).to(tl.pointer_type(DTYPE))
+    source = tl.multiple_of(source, SOURCE_ALIGNMENT) + row * cols + first_col
+    data, data_stride = plane_rows(member, ROWWISE_DATA, row, tl.uint8, DATA_ALIGNMENT)
+    scale, _ = plane_rows(member, ROWWISE_SCALE, row // BLOCK, SCALE, 1)
+
+    rows = tl.arange(0, BLOCK)[:, None]
+    columns = tl.arange(0, TILE_COLS)[None, :]
+    blocks = tl.arange(0, TILE_COLS // BLOCK)
+    source += rows * cols + columns
+    if MASKED or CUT:
+        mask = (rows < height) & (columns < cols - first_col)
+        blocks_inside = blocks * BLOCK < cols - first_col
+        if CUT:
+            mask &= is_owned(member, row, first_col, rows, columns, cols)
+        weight = round_to_bf16(tl.load(source, mask=mask, other=0.0))
+    else:
+        mask = None
+        blocks_inside = None
+        weight = round_to_bf16(tl.load(source))
+
+    if CUT:
+        largest = tl.load(slots + first_col // BLOCK + blocks, mask=blocks_inside, other=0.0)
+    else:
+        largest = amax(tl.reshape(amax(weight, 0), (TILE_COLS // BLOCK, BLOCK)), 1)
+    stored, factor = encode_scale(largest, global_encode, FORMAT)
+    tl.store(scale + first_col // BLOCK + blocks, stored, mask=blocks_inside)
+
+    scaled = tl.reshape(weight, (BLOCK, TILE_COLS // BLOCK, BLOCK)) * factor[None, :, None]
+    scaled = tl.reshape(scaled, (BLOCK, TILE_COLS))
+    data += first_col // PACKED + rows * data_stride
+    if PACKED == 2:
+        even, odd = tl.split(tl.reshape(encode_e2m1(scaled), (BLOCK, TILE_COLS // 2, 2)))
+        codes = (even | (odd << 4)).to(tl.uint8)
+        pairs = tl.arange(0, TILE_COLS // 2)[None, :]
+        if MASKED or CUT:
+            # the columns of a byte are owned together: cuts and sizes are even
+            pair_mask = (rows < height) & (2 * pairs < cols - first_col)
+            if CUT:
+                pair_mask &= is_owned(member, row, first_col, rows, 2 * pairs, cols)
+            tl.store(data + pairs, codes, mask=pair_mask)
+        else:
+            tl.store(data + pairs, codes)
+    else:
+        tl.store(data + columns, encode_e4m3(scaled), mask=mask)
+
+    if ZERO:
+        tl.debug_barrier()  # every thread has read its part by now
+        tl.store(source, tl.zeros((BLOCK, TILE_COLS), dtype=DTYPE), mask=mask)

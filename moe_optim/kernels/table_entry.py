@@ -1,0 +1,101 @@
+"""One parameter of a table: the values this rank owns of it, and the planes that take them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from moe_optim.errors import LayoutError
+from moe_optim.formats import Direction, QuantizedWeight
+
+_NO_SCALES: Mapping[Direction, Tensor] = MappingProxyType({})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TableEntry:
+    """The experts of one parameter: where their new values lie and which storage takes them."""
+
+    parameter: str
+    """Name, for errors."""
+    source: Tensor
+    """fp32 or bf16, contiguous: all values [E, R, C], or in any shape those that this rank owns,
+    in row-major order. A view, so its memory is the caller's. May be empty."""
+    target: QuantizedWeight
+    """Planes of the whole parameter; only what follows from the source is overwritten."""
+    start: int = 0
+    """First element of the source, counted in the parameter."""
+    cuts: tuple[int, ...] = ()
+    """Elements at which the ranges of two ranks meet, inside of the parameter: those of all ranks,
+    and the same on all of them. Blocks and experts around them need maxima of several ranks."""
+    storage_scales: Mapping[Direction, Tensor] = field(default=_NO_SCALES)
+    """Scales as Transformer Engine stores them, [E, *format.storage_scale_shape]: filled from the
+    target's scales after a gather. Their padding is the owner's, and is not touched."""
+
+    @property
+    def end(self) -> int:
+        """One past the last element of the source, counted in the parameter."""
+        return self.start + self.source.numel()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the source holds every value of the parameter."""
+        experts, rows, cols = self.target.shape
+        return self.source.numel() == experts * rows * cols and not self.cuts
+
+    def check(self) -> None:
+        """Check that source, target and ranges fit each other.
+
+        Raises:
+            LayoutError: they do not; the message names the parameter.
+        """
+        source, target = self.source, self.target
+        experts, rows, cols = target.shape
+        whole = source.numel() == experts * rows * cols
+        if whole and not self.cuts and tuple(source.shape) != target.shape:
+            raise LayoutError(
+                f"{self.parameter}: expected a source of shape {list(target.shape)}, got "
+                f"{list(source.shape)}. View the parameter's range as its logical shape."
+            )
+        if self.start < 0 or self.end > experts * rows * cols:
+            raise LayoutError(
+                f"{self.parameter}: expected a source of shape {list(target.shape)} or a range of "
+                f"its elements, got {list(source.shape)} from element {self.start} on."
+            )
+        if source.dtype not in (torch.float32, torch.bfloat16) or not source.is_contiguous():
+            raise LayoutError(
+                f"{self.parameter}: expected a contiguous fp32 or bf16 source, got {source.dtype} "
+                f"with strides {list(source.stride())}."
+            )
+        if source.device != target.rowwise_data.device:
+            raise LayoutError(
+                f"{self.parameter}: expected source and storage on one device, got "
+                f"{source.device} and {target.rowwise_data.device}."
+            )
+        self._check_ends()
+        self._check_storage_scales()
+
+    def _check_ends(self) -> None:
+        if not self.source.numel():
+            return
+        experts, rows, cols = self.target.shape
+        ends = {0, *self.cuts, experts * rows * cols}
+        inside = [cut for cut in self.cuts if self.start < cut < self.end]
+        if inside or not {self.start, self.end} <= ends:
+            raise LayoutError(
+                f"{self.parameter}: expected a range from one cut to the next, got elements "
+                f"{self.start} to {self.end} between cuts at {sorted(self.cuts)}. Give the places "
+                "where the shards of all ranks meet."
+            )
+
+    def _check_storage_scales(self) -> None:
+        format = self.target.format
+        experts, rows, cols = self.target.shape
+        for direction, scale in self.storage_scales.items():
+            shape = (experts, *format.storage_scale_shape(rows, cols, direction))
+            if tuple(scale.shape) != shape or scale.dtype != format.scale_dtype:
+                raise LayoutError(
+                    f"{self.parameter}: expected {direction} scales in storage as {list(shape)} "
+                    f"{format.scale_dtype}, got {list(scale.shape)} {scale.dtype}."
+                )

@@ -1,0 +1,64 @@
+# mypy: allow-incomplete-defs
+
+"""What the kernels share: reading descriptors, which elements of a tile are owned, zeroing gaps."""
+
+import triton
+import triton.language as tl
+
+SOURCE = tl.constexpr(0)
+ROWWISE_DATA = tl.constexpr(1)
+ROWWISE_SCALE = tl.constexpr(2)
+COLUMNWISE_DATA = tl.constexpr(3)
+COLUMNWISE_SCALE = tl.constexpr(4)
+ROWS = tl.constexpr(5)
+COLS = tl.constexpr(6)
+STRIDES = tl.constexpr(6)  # the row stride of plane n is in column STRIDES + n
+BEGIN = tl.constexpr(11)
+END = tl.constexpr(12)
+AMAX_SLOT = tl.constexpr(13)
+GLOBAL_AMAX = tl.constexpr(14)
+
+
+@triton.jit
+def plane_rows(member, plane: tl.constexpr, row, dtype: tl.constexpr, alignment: tl.constexpr):
+    """Return a pointer to the start of ``row`` of a plane, and its row stride in elements.
+
+    Args:
+        member: pointer to a descriptor.
+        plane: column of the plane's address.
+        row: int64, counted in the rows of the plane.
+        dtype: of the plane's elements.
+        alignment: elements; both results are promised to be multiples of it.
+    """
+    memory = tl.load(member + plane).to(tl.pointer_type(dtype))
+    stride = tl.multiple_of(tl.load(member + STRIDES + plane).to(tl.int32), alignment)
+    return tl.multiple_of(memory, alignment) + row * stride, stride
+
+
+@triton.jit
+def is_owned(member, first_row, first_col, rows, columns, cols):
+    """Return which elements of a tile lie in the range that the member owns.
+
+    Args:
+        member: pointer to a descriptor.
+        first_row: int64.
+        first_col: int32, like ``cols``.
+        rows: int32, counted from the tile's first, broadcastable against ``columns``.
+        columns: int32, counted from the tile's first.
+        cols: columns of the weight.
+    """
+    first = first_row * cols + first_col
+    limit: tl.constexpr = (1 << 31) - 1
+    begin = tl.minimum(tl.maximum(tl.load(member + BEGIN) - first, 0), limit).to(tl.int32)
+    end = tl.minimum(tl.maximum(tl.load(member + END) - first, 0), limit).to(tl.int32)
+    place = rows * cols + columns
+    return (place >= begin) & (place < end)
+
+
+@triton.jit
+def zero_gap(gap, first, GAP_TILE: tl.constexpr):
+    """Zero up to GAP_TILE two-byte units of a gap, from its unit ``first`` on."""
+    memory = tl.load(gap).to(tl.pointer_type(tl.int16))
+    left = tl.load(gap + 1).to(tl.int32) - first
+    units = tl.arange(0, GAP_TILE)
+    tl.store(memory + first + units, tl.zeros((GAP_TILE,), dtype=tl.int16), mask=units < left)

@@ -1,0 +1,48 @@
+"""Ranks agree on the maxima they share from shapes and cuts alone."""
+
+import pytest
+
+from moe_optim.errors import LayoutError
+from moe_optim.formats import FORMATS, FP8_BLOCK, MXFP8, MXFP8_2D, NVFP4
+from moe_optim.kernels.exchange import AMAX_SLOTS, plan_exchange
+
+SHAPE = (2, 64, 128)
+NUMEL = 64 * 128
+
+SHARED = {  # format, cuts -> bands, experts, slots
+    "nothing is cut": (MXFP8, (), {}, {}, 0),
+    "at a band": (MXFP8, (32 * 128,), {}, {}, 0),
+    "at an expert": (NVFP4, (NUMEL,), {}, {}, 0),
+    "inside of a row": (MXFP8, (5,), {(0, 0): 0}, {}, 256),
+    "at a row": (MXFP8_2D, (NUMEL + 33 * 128,), {(1, 32): 0}, {}, 4),
+    "twice in a band": (MXFP8_2D, (9, 8), {(0, 0): 0}, {}, 4),
+    "in two bands": (MXFP8_2D, (9, NUMEL + 9), {(0, 0): 0, (1, 0): 4}, {}, 8),
+    "an expert at a band": (NVFP4, (16 * 128,), {}, {0: 0}, AMAX_SLOTS),
+    "an expert in a band": (NVFP4, (NUMEL + 10,), {(1, 0): 0}, {1: 8}, 8 + AMAX_SLOTS),
+    "a band lower than its blocks": (FP8_BLOCK, (NUMEL + 10,), {(1, 0): 0}, {}, 1),
+}
+
+
+@pytest.mark.parametrize(
+    ("format", "cuts", "bands", "experts", "size"), SHARED.values(), ids=SHARED.keys()
+)
+def test_bands_and_experts_that_a_cut_runs_through_are_shared(format, cuts, bands, experts, size):
+    exchange = plan_exchange(format, SHAPE, cuts)
+    assert (exchange.bands, exchange.experts, exchange.size) == (bands, experts, size)
+
+
+def test_slots_follow_those_of_other_weights():
+    exchange = plan_exchange(MXFP8_2D, SHAPE, (9,), first=100)
+    assert (exchange.bands, exchange.first, exchange.size) == ({(0, 0): 100}, 100, 4)
+
+
+@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS.keys())
+def test_the_order_of_the_cuts_does_not_matter(format):
+    cuts = (NUMEL + 100, 50, 5000)
+    assert plan_exchange(format, SHAPE, cuts) == plan_exchange(format, SHAPE, sorted(cuts))
+
+
+@pytest.mark.parametrize("cut", [0, -2, 2 * NUMEL, 3])
+def test_cuts_lie_inside_and_between_bytes(cut):
+    with pytest.raises(LayoutError, match=rf"fc1: expected cuts inside of .* got {cut}\."):
+        plan_exchange(NVFP4, SHAPE, (cut,), name="fc1")
