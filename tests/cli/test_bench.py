@@ -1,33 +1,196 @@
 """What ``moe-optim bench`` writes can be read by a program; the figures are the machine's."""
 
 import json
+import shlex
+import sys
+from itertools import product
 
+import pytest
+import torch
+
+from moe_optim.cli import bench, stopwatch
 from moe_optim.cli import main as cli
+from moe_optim.cli.bench_cases import SHAPE_SETS, Case, finish_bytes, requantize_bytes
+from moe_optim.formats import FORMATS, FP8_BLOCK, MXFP8
 
-KEYS = {"command", "commit", "device", "copy_tb_per_s", "rows"}
+KEYS = {"command", "commit", "device", "versions", "copy_tb_per_s", "rows"}
 ROW = {
     "format",
-    "source",
+    "work",
     "shape_set",
     "shard",
     "members",
+    "parameters",
     "ms",
     "floor_ms",
     "fraction_of_floor",
     "te_ms",
+    "te_fraction_of_floor",
     "host_us",
     "temporary_bytes",
+    "launches",
+}
+WORK = ["fp32 to wire planes", "bf16 to wire planes, source zeroed", "after the gather"]
+NUMEL = 128 * 128
+FLOORS = {  # bytes of one [128, 128] weight: from fp32, from bf16 that is zeroed, after the gather
+    # 4 or 2 + 2 a parameter; two planes of data, two of one scale a 32. Then scales to and fro.
+    "mxfp8": (NUMEL * 6 + 1024, NUMEL * 6 + 1024, 1024 + 1024),
+    # One plane, 16 scales. Then the logical copy, and a scale for each 32 elements, both ways.
+    "mxfp8_2d": (NUMEL * 5 + 16, NUMEL * 5 + 16, 16 + 16 + 512 + 512),
+    # Sources read twice, half a byte, 64 scales. Then data to and fro, and 128 x 8 scales twice.
+    "nvfp4": (NUMEL * 8.5 + 64, NUMEL * 6.5 + 64, NUMEL + 64 + 64 + 1024 + 1024),
+    # One plane, one fp32 scale. Then data to and fro, and that scale three times.
+    "fp8_block": (NUMEL * 5 + 4, NUMEL * 5 + 4, 2 * NUMEL + 4 + 3 * 4),
 }
 
 
-def test_the_report_has_its_keys_and_covers_both_sources(tmp_path, capsys):
-    path = tmp_path / "report.json"
-    command = ["bench", "requantize", "--shape-set", "small", "--shard", "2", "--json", str(path)]
-    assert cli.main(command) == 0
-    report = json.loads(path.read_text())
+@pytest.fixture
+def measure(monkeypatch, tmp_path):
+    """Return a function that runs the command, quickly, and returns the report it wrote."""
+    monkeypatch.setattr(stopwatch, "REPEATS", 1)
+    monkeypatch.setattr(stopwatch, "WARM_UP", 0)
+    monkeypatch.setattr(stopwatch, "COPY_BYTES", {"cuda": 1 << 30, "cpu": 1 << 20})
+    monkeypatch.setenv("COLUMNS", "250")
+
+    def run(*options):
+        path = tmp_path / "report.json"
+        assert cli.main(["bench", "requantize", *options, "--json", str(path)]) == 0
+        return json.loads(path.read_text())
+
+    return run
+
+
+@pytest.fixture
+def without_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.mark.usefixtures("without_gpu")
+def test_every_format_and_work_has_a_row_by_default(measure):
+    report = measure()
     assert report.keys() == KEYS
-    assert [row["source"] for row in report["rows"]] == ["fp32", "bf16, zeroed"]
+    assert report["versions"].keys() == {"torch", "triton", "te"}
+    names = [(row["format"], row["work"]) for row in report["rows"]]
+    assert names == list(product(FORMATS, WORK))
     for row in report["rows"]:
         assert row.keys() == ROW
-        assert (row["shard"], row["members"]) == ("1/2", 16)
-    assert "of floor" in capsys.readouterr().out
+        assert (row["shape_set"], row["shard"]) == ("small, 2 layers", "1/1")
+        assert (row["members"], row["parameters"]) == (8, 8 * 256 * 128)
+        assert (row["te_ms"], row["te_fraction_of_floor"]) == (None, None)
+        assert (row["temporary_bytes"], row["launches"]) == (None, 0)
+
+
+@pytest.mark.usefixtures("without_gpu")
+def test_a_shard_requantizes_its_part_and_gathers_nothing(measure):
+    """Only NVFP4 has a maximum over ranks that own whole blocks, and the row says what it lacks."""
+    rows = measure("--shape-set", "small", "--shard", "1/4", "--format", "nvfp4", "mxfp8")["rows"]
+    alone = [f"{work}, no all-reduce" for work in WORK[:2]]
+    assert [row["work"] for row in rows] == [*alone, *WORK[:2]]
+    for row in rows:
+        assert (row["shard"], row["members"]) == ("1/4", 8)
+        assert row["parameters"] == 8 * 256 * 128 // 4
+
+
+@pytest.mark.usefixtures("without_gpu")
+def test_the_table_shows_the_rows_of_the_file(measure, capsys):
+    report = measure("--format", "mxfp8", "fp8_block")
+    captured = capsys.readouterr()
+    lines = [line for line in captured.out.splitlines() if line.startswith("│")]
+    shown = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
+    cells = [[row[name] for name in bench.COLUMNS] for row in report["rows"]]
+    assert shown == [["-" if cell is None else str(cell) for cell in row] for row in cells]
+    assert len(captured.err.splitlines()) == len(report["rows"])  # one line as each is measured
+
+
+@pytest.mark.usefixtures("without_gpu")
+def test_the_command_of_the_report_asks_for_the_same(measure):
+    """Defaults are spelled out, so that it means the same on another machine."""
+    command = measure("--format", "mxfp8", "--shard", "1/2")["command"]
+    name, *words = shlex.split(command)
+    args = cli.build_parser().parse_args(words)
+    assert (name, args.format, args.shape_set, args.shard) == (
+        "moe-optim",
+        ["mxfp8"],
+        ["small"],
+        [2],
+    )
+
+
+def test_without_git_there_is_no_commit(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert bench._commit() is None
+
+
+@pytest.mark.parametrize("changed", [None, " M moe_optim/ops.py"], ids=["clean", "dirty"])
+def test_a_changed_checkout_is_said_to_be_dirty(changed, monkeypatch):
+    answers = {"rev-parse": "0123abc", "status": changed}
+    monkeypatch.setattr(bench, "_git", lambda verb, *_: answers[verb])
+    assert bench._commit() == ("0123abc-dirty" if changed else "0123abc")
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        *(["--shard", value] for value in ("8", "0", "1/0", "2/8", "1/x", "1/-2")),
+        ["--format", "int8"],
+        ["--format", "bf16"],
+        ["--shape-set", "w2"],
+        ["--against", "torch"],
+    ],
+    ids=" ".join,
+)
+def test_bad_values_are_named_with_their_option(option, capsys):
+    with pytest.raises(SystemExit) as exit:
+        cli.main(["bench", "requantize", *option])
+    assert exit.value.code == cli.BAD_INPUT
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert f"argument {option[0]}: " in error
+    assert f"'{option[1]}'" in error
+
+
+@pytest.mark.usefixtures("without_gpu")
+def test_transformer_engine_is_not_measured_on_a_cpu(capsys):
+    assert cli.main(["bench", "requantize", "--against", "te"]) == cli.BAD_INPUT
+    assert "--against te: expected a CUDA GPU" in capsys.readouterr().err
+
+
+def test_transformer_engine_that_is_missing_is_named_with_its_remedy(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
+    assert cli.main(["bench", "requantize", "--against", "te"]) == cli.BAD_INPUT
+    error = capsys.readouterr().err
+    assert "--against te: expected Transformer Engine" in error
+    assert "pip install --no-build-isolation 'moe_optim[te]'" in error
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_floors_count_what_has_to_move(name):
+    format = FORMATS[name]
+    floors = [requantize_bytes(format, NUMEL, zeroed=zeroed) for zeroed in (False, True)]
+    assert (*floors, finish_bytes(format, 128, 128)) == FLOORS[name]
+
+
+@pytest.mark.parametrize(
+    ("format", "shard", "rows"),
+    [
+        (MXFP8, 1, (1536, 2048)),
+        (MXFP8, 8, (192, 256)),
+        (FP8_BLOCK, 8, (128, 256)),  # 192 rows are one band and a half
+        (MXFP8, 100, (32, 32)),
+    ],
+)
+def test_shards_are_whole_bands(format, shard, rows):
+    case = Case(format=format, shape_set="w1", shard=shard, device="cpu")
+    assert set(zip(case.members, case.owned, strict=True)) == {
+        ((1536, 2048), rows[0] * 2048),
+        ((2048, 768), rows[1] * 768),
+    }
+
+
+def test_shape_sets_have_the_sizes_they_are_named_for():
+    members = {name: shapes.members for name, shapes in SHAPE_SETS.items()}
+    assert len(members["w1"]) == 256
+    assert sum(rows * cols for rows, cols in members["w1"]) == 603_979_776
+    assert len(members["qwen3-30b-a3b"]) == 48 * 16 * 2
+    assert len(members["deepseek-v3"]) == 4 * 4 * 2
+    assert (len(members["few"]), len(members["many"])) == (12, 12_288)

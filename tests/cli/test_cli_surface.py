@@ -11,7 +11,7 @@ from moe_optim.cli import main as cli
 from moe_optim.errors import ConfigError, StateError
 
 SURFACE = {  # command -> its positionals and options
-    "bench": {"WHAT", "--shape-set", "--shard", "--json"},
+    "bench": {"WHAT", "--format", "--shape-set", "--shard", "--against", "--json"},
     "doctor": {"--json"},
     "train": {"RECIPE", "--out", "--set", "--text", "--resume", "--ranks", "--cpu"},
 }

@@ -72,7 +72,10 @@ def pretrain(
     record = Record()
     built = _watch(record, after_step, after_setup)
     # --exit-interval ends the loop with sys.exit(0)
-    with tempfile.TemporaryDirectory() as events, contextlib.suppress(SystemExit):
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as events,
+        contextlib.suppress(SystemExit),
+    ):
         train([*MODEL, *flags, "--tensorboard-dir", f"{events}/tb"])
     _record_state(record, *built)
     if observe is not None:

@@ -1,0 +1,112 @@
+"""What ``moe-optim bench requantize`` lays out, and the bytes that each kind of work has to move.
+
+Every expert is a member of its own. A rank that owns 1/N of the weights owns the first rows of each
+one: whole bands of blocks, at least one, so that no block waits for other ranks.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from math import prod
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from moe_optim.formats import BlockScaledFormat
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShapeSet:
+    """The expert weights of one rank."""
+
+    weights: tuple[tuple[int, int, int], ...]
+    """Experts, rows and columns of each weight of a layer."""
+    layers: int
+
+    @property
+    def members(self) -> list[tuple[int, int]]:
+        """Rows and columns of every expert."""
+        layer = [(rows, cols) for experts, rows, cols in self.weights for _ in range(experts)]
+        return layer * self.layers
+
+
+_QWEN3 = ((16, 1536, 2048), (16, 2048, 768))  # 128 experts over 8 ranks
+_DEEPSEEK = ((4, 4096, 7168), (4, 7168, 2048))  # 256 experts over 64 ranks
+_TINY = ((6, 256, 128), (6, 128, 256))
+
+SHAPE_SETS: Mapping[str, ShapeSet] = MappingProxyType(
+    {
+        "w1": ShapeSet(weights=_QWEN3, layers=8),
+        # All layers: 3.6e9 parameters, 22 GB with masters, 37 GB beside Transformer Engine's.
+        "qwen3-30b-a3b": ShapeSet(weights=_QWEN3, layers=48),
+        "deepseek-v3": ShapeSet(weights=_DEEPSEEK, layers=4),  # 58 over 16 pipeline stages
+        "few": ShapeSet(weights=_TINY, layers=1),
+        "many": ShapeSet(weights=_TINY, layers=1024),
+        "small": ShapeSet(weights=((2, 256, 128), (2, 128, 256)), layers=2),
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """Weights in one format, and how much of them a rank owns."""
+
+    format: "BlockScaledFormat"
+    shape_set: str
+    shard: int
+    """A rank owns 1/shard of every weight."""
+    device: str
+
+    @property
+    def label(self) -> str:
+        """The name of the shape set, and how many layers it has."""
+        layers = SHAPE_SETS[self.shape_set].layers
+        return f"{self.shape_set}, {layers} layer{'s' * (layers > 1)}"
+
+    @property
+    def members(self) -> list[tuple[int, int]]:
+        """Rows and columns of every expert."""
+        return SHAPE_SETS[self.shape_set].members
+
+    @property
+    def owned(self) -> list[int]:
+        """Elements that the rank owns of every expert."""
+        return [owned_rows(self.format, rows, self.shard) * cols for rows, cols in self.members]
+
+
+def owned_rows(format: "BlockScaledFormat", rows: int, shard: int) -> int:
+    """Return how many rows of a weight a rank owns: all, or 1/shard in whole bands."""
+    if shard == 1:
+        return rows
+    return min(rows, max(1, rows // shard // format.band_rows) * format.band_rows)
+
+
+def requantize_bytes(format: "BlockScaledFormat", numel: int, *, zeroed: bool) -> Fraction:
+    """Return the bytes that a requantization has to move.
+
+    Args:
+        format: read twice where an amax of the expert precedes the codes.
+        numel: elements owned.
+        zeroed: whether the source is bf16 and left as zeros, and not fp32 and kept.
+    """
+    reads = 2 if format.has_global_amax else 1
+    source = 2 * reads + 2 if zeroed else 4 * reads
+    return numel * (source + format.wire_bytes_per_element)
+
+
+def finish_bytes(format: "BlockScaledFormat", rows: int, cols: int) -> int:
+    """Return the bytes that have to move after the gather, for one expert.
+
+    Every plane that is needed is read once, and every one that follows from it is written once:
+    transposed data, logical columnwise scales, and the scales of both directions in storage.
+    """
+    from moe_optim.formats import DIRECTIONS
+
+    shape = (1, rows, cols)
+    scales = {way: prod(format.scale_shape(shape, way)) for way in DIRECTIONS}
+    read = sum(scales[way] for way in format.wire_directions)
+    written = sum(scales[way] * prod(format.storage_scale_repeat(way)) for way in DIRECTIONS)
+    written += scales["columnwise"] if format.is_2d else 0
+    moved = 2 * prod(format.data_shape(shape, "rowwise"))
+    data = moved if format.columnwise_copy == "transposed" else 0
+    return data + (read + written) * format.scale_dtype.itemsize

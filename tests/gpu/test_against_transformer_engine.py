@@ -1,0 +1,148 @@
+"""Transformer Engine's cast of masters and ours give the same bytes, wherever a shard begins."""
+
+import pytest
+import torch
+
+from moe_optim import ops
+from moe_optim.formats import DIRECTIONS, FORMATS, FP8_BLOCK, MXFP8, QuantizedWeight
+from moe_optim.kernels.member_table import MemberTable, TableEntry
+from moe_optim.megatron import te_cast
+from tests.support.inputs import SENTINEL, wide_range_weights, with_specials
+from tests.support.special_values import SPECIAL_CASES, special_weight
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(te_cast.import_error() is not None, reason="needs Transformer Engine"),
+]
+EVERY_FORMAT = pytest.mark.parametrize("format", [MXFP8, FP8_BLOCK], ids=lambda format: format.name)
+SHAPES = ((256, 384), (128, 128), (1536, 256), (384, 2048))
+EDGES = ((144, 272), (128, 400), (400, 128))  # FP8 blocks that are not whole; TE wants 16
+
+
+@pytest.fixture(scope="module")
+def group():
+    with te_cast.group_of_one() as group:
+        yield group
+
+
+def entry_of(master, format, *, start=0, end=None, cuts=()):
+    """Return an entry that owns elements ``start`` to ``end`` of a master [1, R, C]."""
+    shape = tuple(master.shape)
+    target = QuantizedWeight.empty(format, shape, device="cuda")
+    for plane in target.planes().values():
+        plane.view(torch.uint8).fill_(SENTINEL)
+    source = master.cuda() if end is None else master.cuda().flatten()[start:end].clone()
+    scales = {
+        way: torch.zeros(
+            (1, *format.storage_scale_shape(*shape[1:], way)),
+            dtype=format.scale_dtype,
+            device="cuda",
+        )
+        for way in DIRECTIONS
+    }
+    return TableEntry(
+        parameter="fc",
+        source=source,
+        target=target,
+        start=start,
+        cuts=cuts,
+        storage_scales=scales,
+    )
+
+
+def masters_of(format):
+    shapes = SHAPES + (EDGES if format is FP8_BLOCK else ())
+    ordinary = [wide_range_weights(1, *shape, seed=i) for i, shape in enumerate(shapes)]
+    return ordinary + [with_specials(master) for master in ordinary]
+
+
+def assert_same_bytes(entries, group):
+    table = MemberTable.build(entries)
+    ops.requantize(table)
+    ops.finish_gather(table)
+    cast = te_cast.MasterCast(entries, group)
+    cast.quantize()
+    cast.finish_gather()
+    cast.check_bytes(derived=True)
+
+
+@EVERY_FORMAT
+def test_whole_weights_have_the_same_bytes(format, group):
+    """Data and scales of both directions, padded scales included, ordinary and special values."""
+    assert_same_bytes([entry_of(master, format) for master in masters_of(format)], group)
+
+
+@EVERY_FORMAT
+def test_the_named_special_values_have_the_same_bytes(format, group):
+    cases = [case for case in SPECIAL_CASES.values() if case.format == format.name]
+    masters = [special_weight(case) for case in cases]
+    fit = [master for master in masters if not any(size % 16 for size in master.shape[1:])]
+    assert len(fit) > 50
+    assert_same_bytes([entry_of(master, format) for master in fit], group)
+
+
+@EVERY_FORMAT
+@pytest.mark.parametrize("part", [0, 1, 2], ids=["first", "middle", "last"])
+def test_shards_of_whole_bands_have_the_same_bytes_inside_of_the_shard(format, part, group):
+    """Where TE starts at an offset, so do we; what it writes outside of a shard is not compared."""
+    entries = []
+    for master in masters_of(format):
+        rows, cols = master.shape[1:]
+        band = format.band_rows * cols
+        bands = rows // format.band_rows
+        if bands < 3:
+            continue
+        cuts = (band * (bands // 3), band * (2 * bands // 3))
+        start, end = (0, *cuts, rows * cols)[part : part + 2]
+        own = tuple(cut for cut in cuts if cut in (start, end))
+        entries.append(entry_of(master, format, start=start, end=end, cuts=own))
+    assert len(entries) >= 4
+    table = MemberTable.build(entries)
+    assert table.launches
+    ops.requantize(table)
+    cast = te_cast.MasterCast(entries, group)
+    cast.quantize()
+    cast.check_bytes(derived=False)
+
+
+@EVERY_FORMAT
+def test_shards_that_cut_blocks_have_the_bytes_of_whole_weights(format, group):
+    """Ours are written by three ranks, cut anywhere; theirs at once."""
+    tables, wholes = [[], [], []], []
+    for master in masters_of(format):
+        numel = master.numel()
+        cuts = (numel // 7 * 2 + 1, numel // 5 * 3 + 3)
+        target = None
+        for rank, (start, end) in enumerate(zip((0, *cuts), (*cuts, numel), strict=True)):
+            entry = entry_of(master, format, start=start, end=end, cuts=cuts)
+            target = target or entry.target
+            tables[rank].append(
+                TableEntry(
+                    parameter="fc", source=entry.source, target=target, start=start, cuts=cuts
+                )
+            )
+        whole = entry_of(master, format)
+        wholes.append(
+            TableEntry(
+                parameter="fc",
+                source=whole.source,
+                target=target,
+                storage_scales=whole.storage_scales,
+            )
+        )
+    built = [MemberTable.build(entries) for entries in tables]
+    for table in built:
+        ops.partial_amax(table)
+    largest = torch.stack([table.exchange for table in built]).amax(0)
+    for table in built:
+        table.exchange.copy_(largest)
+        ops.encode(table)
+    ops.finish_gather(MemberTable.build(wholes))
+    cast = te_cast.MasterCast(wholes, group)
+    cast.quantize()
+    cast.finish_gather()
+    cast.check_bytes(derived=True)
+
+
+def test_every_format_with_a_master_cast_is_compared():
+    assert set(te_cast.FORMATS) == {"mxfp8", "fp8_block"} <= FORMATS.keys()
