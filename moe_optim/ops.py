@@ -7,21 +7,23 @@ has arrived::
     partial_amax -> MAX all-reduce -> encode -> all-gather -> ...    shards that cut blocks
 """
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from moe_optim import reference
 from moe_optim.errors import LayoutError
 from moe_optim.kernels.exchange import AMAX_SLOTS
 from moe_optim.kernels.launch_table import LaunchTable, Planned
 from moe_optim.kernels.member_table import MemberTable
+from moe_optim.kernels.table_entry import TableEntry
 from moe_optim.reference import ranges
 
 Backend = Literal["auto", "reference"]
 
 
-@torch.no_grad()
 def requantize(table: MemberTable, backend: Backend = "auto") -> None:
     """Rewrite the planes of ``table`` that travel, in place, then zero what was consumed.
 
@@ -48,7 +50,6 @@ def requantize(table: MemberTable, backend: Backend = "auto") -> None:
     encode(table, backend)
 
 
-@torch.no_grad()
 def partial_amax(table: MemberTable, backend: Backend = "auto") -> None:
     """Find this rank's share of the maxima that ``encode`` needs before it can write anything.
 
@@ -58,16 +59,7 @@ def partial_amax(table: MemberTable, backend: Backend = "auto") -> None:
     launches, entries = _split(table, backend)
     if table.exchange.numel():
         table.exchange.zero_()
-    for entry, shared in entries:
-        if shared.size and entry.source.numel():
-            ranges.partial_amax_into(
-                entry.source,
-                entry.start,
-                entry.target,
-                table.exchange,
-                bands=shared.bands,
-                experts=shared.experts,
-            )
+        _find_amaxes(entries, table.exchange)
     if launches:
         from moe_optim.kernels.launch import launch_amax
 
@@ -75,7 +67,6 @@ def partial_amax(table: MemberTable, backend: Backend = "auto") -> None:
             launch_amax(launch)
 
 
-@torch.no_grad()
 def encode(table: MemberTable, backend: Backend = "auto") -> None:
     """Write the owned data of every entry, and the scales of each block that is owned in part.
 
@@ -85,20 +76,8 @@ def encode(table: MemberTable, backend: Backend = "auto") -> None:
         backend: as for :func:`requantize`, and the same as for ``partial_amax``.
     """
     launches, entries = _split(table, backend)
-    for entry, shared in entries:  # before the launches, which may zero the sources
-        if entry.is_whole:
-            reference.quantize_wire_into(
-                entry.source, entry.target.format, entry.target, name=entry.parameter
-            )
-        elif entry.source.numel():
-            ranges.encode_into(
-                entry.source,
-                entry.start,
-                entry.target,
-                table.exchange,
-                bands=shared.bands,
-                experts={e: (slot, slot + AMAX_SLOTS) for e, slot in shared.experts.items()},
-            )
+    if entries:  # before the launches, which may zero the sources
+        _encode(entries, table.exchange)
     if launches:
         from moe_optim.kernels.launch import launch_encode
 
@@ -108,7 +87,6 @@ def encode(table: MemberTable, backend: Backend = "auto") -> None:
         table.consumed.zero_()
 
 
-@torch.no_grad()
 def finish_gather(table: MemberTable, backend: Backend = "auto") -> None:
     """Derive what did not travel: columnwise copies of 2-D formats, and scales in storage.
 
@@ -116,15 +94,53 @@ def finish_gather(table: MemberTable, backend: Backend = "auto") -> None:
     happens where nothing is to be derived.
     """
     entries = table.entries if backend == "reference" else table.unfinished
-    for entry in entries:
-        reference.derive_into(entry.target)
-        for direction, scale in entry.storage_scales.items():
-            reference.expand_scale_into(entry.target, direction, scale)
+    if entries:
+        _derive(entries)
     if table.finishes and backend != "reference":
         from moe_optim.kernels.launch import launch_finish
 
         for finish in table.finishes:
             launch_finish(finish)
+
+
+@torch.no_grad()
+def _find_amaxes(entries: Sequence[Planned], exchange: Tensor) -> None:
+    for entry, shared in entries:
+        if shared.size and entry.source.numel():
+            ranges.partial_amax_into(
+                entry.source,
+                entry.start,
+                entry.target,
+                exchange,
+                bands=shared.bands,
+                experts=shared.experts,
+            )
+
+
+@torch.no_grad()
+def _encode(entries: Sequence[Planned], exchange: Tensor) -> None:
+    for entry, shared in entries:
+        if entry.is_whole:
+            reference.quantize_wire_into(
+                entry.source, entry.target.format, entry.target, name=entry.parameter
+            )
+        elif entry.source.numel():
+            ranges.encode_into(
+                entry.source,
+                entry.start,
+                entry.target,
+                exchange,
+                bands=shared.bands,
+                experts={e: (slot, slot + AMAX_SLOTS) for e, slot in shared.experts.items()},
+            )
+
+
+@torch.no_grad()
+def _derive(entries: Sequence[TableEntry]) -> None:
+    for entry in entries:
+        reference.derive_into(entry.target)
+        for direction, scale in entry.storage_scales.items():
+            reference.expand_scale_into(entry.target, direction, scale)
 
 
 def _split(

@@ -130,12 +130,7 @@ def _requantization(case: Case, table: "MemberTable") -> Job:
         run=alone if shared else partial(ops.requantize, table),
         table=table,
         floor_bytes=requantize_bytes(case.format, sum(case.owned), zeroed=zeroed),
-        launches=sum(  # as kernels/launch.py makes them
-            launch.format.has_global_amax
-            + (launch.num_programs > 0)
-            + 2 * (launch.num_cut_tiles > 0)
-            for launch in table.launches
-        ),
+        launches=sum(launch.num_launches for launch in table.launches),
     )
 
 

@@ -9,9 +9,9 @@ from typing import Any
 REPEATS = 15
 WARM_UP = 3
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}
-HEAD_START = 400_000
-"""Cycles that a GPU waits before each repetition, 0.2 ms on an H100: launches are queued by then,
-also where the work before left the GPU idle."""
+HEAD_START = 2_000_000
+"""Cycles that a GPU waits before each repetition, 1 ms on an H100: launches are queued by then,
+also where the work before kept the host busy and left the GPU idle."""
 
 Work = Callable[[], object]
 

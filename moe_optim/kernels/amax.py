@@ -6,39 +6,51 @@ import triton
 import triton.language as tl
 
 from moe_optim.kernels.encode import amax, round_to_bf16
-from moe_optim.kernels.tiles import AMAX_SLOT, BEGIN, COLS, END, ROWS, SOURCE, is_owned
+from moe_optim.kernels.exchange import AMAX_SLOTS as _AMAX_SLOTS
+from moe_optim.kernels.launch_table import AMAX_TILE as _AMAX_TILE
+from moe_optim.kernels.tiles import (
+    AMAX_SLOT,
+    BEGIN,
+    COLS,
+    END,
+    FIELDS,
+    ROWS,
+    SOURCE,
+    is_owned,
+)
+
+AMAX_SLOTS = tl.constexpr(_AMAX_SLOTS)
+AMAX_TILE = tl.constexpr(_AMAX_TILE)
 
 
 @triton.jit
 def expert_amax_kernel(
-    descriptors,  # [num_members, FIELDS] int64, see LaunchTable
+    descriptors,  # [num_members + num_gaps, FIELDS] int64, see LaunchTable
+    parts,  # [num_parts, 2] int32: descriptor, part
     amaxes,  # [num_slots] fp32
-    AMAX_SLOTS: tl.constexpr,
-    FIELDS: tl.constexpr,
-    TILE: tl.constexpr,
     FROM_FP32: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
     """Write the largest magnitude of one part of what is owned of an expert into a slot of its own.
 
-    Grid (num_members * AMAX_SLOTS,). Every slot is written, also where there is nothing to read.
+    Grid (num_parts,). The slots of parts that do not exist hold zeros, and nobody writes them.
     """
     DTYPE: tl.constexpr = tl.float32 if FROM_FP32 else tl.bfloat16
-    program = tl.program_id(0)
-    member = descriptors + (program // AMAX_SLOTS).to(tl.int64) * FIELDS
-    part = program % AMAX_SLOTS
+    program = tl.program_id(0).to(tl.int64)
+    member = descriptors + tl.load(parts + 2 * program).to(tl.int64) * FIELDS
+    part = tl.load(parts + 2 * program + 1)
     begin = tl.load(member + BEGIN)
     end = tl.load(member + END)
     source = tl.load(member + SOURCE).to(tl.pointer_type(DTYPE))
     if ALIGNED:
         source = tl.multiple_of(source, 16)
         begin = tl.multiple_of(begin, 16 // (DTYPE.primitive_bitwidth // 8))
-    length = tl.cdiv(tl.cdiv(end - begin, AMAX_SLOTS), TILE) * TILE
+    length = tl.cdiv(tl.cdiv(end - begin, AMAX_SLOTS), AMAX_TILE) * AMAX_TILE
     first = begin + part * length
     last = tl.minimum(end, first + length)
-    largest = tl.zeros((TILE,), dtype=tl.float32)
-    places = tl.arange(0, TILE)
-    for start in range(first, last, TILE):
+    largest = tl.zeros((AMAX_TILE,), dtype=tl.float32)
+    places = tl.arange(0, AMAX_TILE)
+    for start in range(first, last, AMAX_TILE):
         values = tl.load(source + start + places, mask=start + places < last, other=0.0)
         largest = tl.maximum(largest, tl.abs(values.to(tl.float32)))  # takes the number over NaN
     # Rounding keeps the order, so that one rounding at the end gives the maximum of the rounded.
@@ -54,7 +66,6 @@ def cut_band_amax_kernel(
     BAND: tl.constexpr,
     BLOCK: tl.constexpr,
     SQUARE: tl.constexpr,
-    FIELDS: tl.constexpr,
     TILE_COLS: tl.constexpr,
     FROM_FP32: tl.constexpr,
 ):

@@ -5,6 +5,11 @@
 import triton
 import triton.language as tl
 
+from moe_optim.kernels.finish_table import SCALE_TILE
+
+BLOCK_ROWS = tl.constexpr(SCALE_TILE[0])
+BLOCK_COLS = tl.constexpr(SCALE_TILE[1])
+
 
 @triton.jit(do_not_specialize=["num_transposes"])
 def finish_gather_kernel(
@@ -14,11 +19,11 @@ def finish_gather_kernel(
     PACK: tl.constexpr,
     WORDS: tl.constexpr,
     PACKS: tl.constexpr,
-    CHUNK: tl.constexpr,
     FP32_SCALES: tl.constexpr,
     ALIGNED: tl.constexpr,
+    ALIGNED_SCALES: tl.constexpr,
 ):
-    """Transpose one tile of data, or expand one chunk of scales.
+    """Transpose one tile of data, or expand one tile of scales.
 
     Grid (num_programs,): tiles of data first.
     """
@@ -32,7 +37,7 @@ def finish_gather_kernel(
         else:
             _transpose_words(copy, first_row, first_col, PACK, WORDS, PACKS, ALIGNED)
     else:
-        _expand(copy, first_row, CHUNK, FP32_SCALES)
+        _expand(copy, first_row, first_col, FP32_SCALES, ALIGNED_SCALES)
 
 
 @triton.jit
@@ -143,23 +148,37 @@ def _transpose_bytes(copy, first_row, first_col, COLS: tl.constexpr, ROWS: tl.co
 
 
 @triton.jit
-def _expand(copy, first, CHUNK: tl.constexpr, FP32_SCALES: tl.constexpr):
-    """Write CHUNK lines of scales, each of which is that of its block, in row-major order."""
+def _expand(copy, first_row, first_col, FP32_SCALES: tl.constexpr, ALIGNED: tl.constexpr):
+    """Write the lines of [BLOCK_ROWS, BLOCK_COLS] block scales: each as often as it has lines."""
     DTYPE: tl.constexpr = tl.float32 if FP32_SCALES else tl.uint8
     source = tl.load(copy).to(tl.pointer_type(DTYPE))
     target = tl.load(copy + 1).to(tl.pointer_type(DTYPE))
-    rows = tl.load(copy + 2).to(tl.int32)
-    cols = tl.load(copy + 3).to(tl.int32)
+    block_rows = tl.load(copy + 2).to(tl.int32)
+    block_cols = tl.load(copy + 3).to(tl.int32)
     down_stride = tl.load(copy + 4).to(tl.int32)
     across_stride = tl.load(copy + 5).to(tl.int32)
     target_stride = tl.load(copy + 6).to(tl.int32)
-    down = tl.load(copy + 7).to(tl.int32) & 0xFFFF  # lines a block
-    across = tl.load(copy + 7).to(tl.int32) >> 16
-    line = first + tl.arange(0, CHUNK)
-    row = line // cols
-    col = line - row * cols
-    mask = line < rows * cols
-    scale = tl.load(
-        source + (row // down) * down_stride + (col // across) * across_stride, mask=mask, other=0
+    if ALIGNED:
+        target = tl.multiple_of(target, 4)
+        target_stride = tl.multiple_of(target_stride, 4)
+    lines = tl.load(copy + 7).to(tl.int32)
+    down = lines & 0xFFFF
+    rows = first_row + tl.arange(0, BLOCK_ROWS)
+    columns = first_col + tl.arange(0, BLOCK_COLS)
+    mask = (rows[:, None] < block_rows) & (columns[None, :] < block_cols)
+    places = (
+        rows[:, None].to(tl.int64) * down_stride + columns[None, :].to(tl.int64) * across_stride
     )
-    tl.store(target + row.to(tl.int64) * target_stride + col, scale, mask=mask)
+    scale = tl.load(source + places, mask=mask, other=0)
+    target += (rows * down)[:, None].to(tl.int64) * target_stride
+    if lines >> 16 == 1:
+        for line in range(down):
+            tl.store(target + line * target_stride + columns[None, :], scale, mask=mask)
+    else:  # columnwise scales of mxfp8_2d, the only ones with several lines across
+        ACROSS: tl.constexpr = 32
+        wide = tl.broadcast_to(scale[:, :, None], (BLOCK_ROWS, BLOCK_COLS, ACROSS))
+        wide = tl.reshape(wide, (BLOCK_ROWS, BLOCK_COLS * ACROSS))
+        places = first_col * ACROSS + tl.arange(0, BLOCK_COLS * ACROSS)[None, :]
+        wide_mask = (rows[:, None] < block_rows) & (places < block_cols * ACROSS)
+        for line in range(down):
+            tl.store(target + line * target_stride + places, wide, mask=wide_mask)

@@ -12,8 +12,8 @@ from moe_optim.kernels.tuning import TRANSPOSE, TransposeTile
 
 COPY_FIELDS = 8
 """Columns of :attr:`FinishTable.copies`."""
-CHUNK = 4096
-"""Lines of scales that one program writes."""
+SCALE_TILE = (16, 64)
+"""Rows and columns of block scales whose lines one program writes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -22,11 +22,11 @@ class FinishTable:
 
     copies: Tensor
     """[num_copies, 8] int64, one a plane of one expert. Data: addresses of source and target; rows
-    and columns in elements; row strides of both in bytes; 0, 0. Scales: addresses; lines down and
+    and columns in elements; row strides of both in bytes; 0, 0. Scales: addresses; blocks down and
     across; elements to the next source scale down and across; row stride of the target in elements;
     lines a block down, and across in bits 16 and up."""
     tiles: Tensor
-    """[num_programs, 3] int32: copy, first row, first column; of scales the first line."""
+    """[num_programs, 3] int32: copy, first row, first column; of scales, counted in blocks."""
     num_transposes: int
     """How many of the tiles are data; those of scales follow."""
     pack: int
@@ -35,6 +35,8 @@ class FinishTable:
     fp32_scales: bool
     aligned: bool
     """Whether every row of data starts at a multiple of 16 bytes."""
+    aligned_scales: bool
+    """Whether every row of scales that are written starts at a multiple of 4 elements."""
     alive: tuple[Tensor, ...]
     """Every tensor behind an address."""
 
@@ -61,7 +63,7 @@ class FinishTable:
             for index, (_, _, rows, cols, *_) in enumerate(transposes)
         ]
         scale_tiles = [
-            _tiles(index, range(0, rows * cols, CHUNK), range(1))
+            _tiles(index, range(0, rows, SCALE_TILE[0]), range(0, cols, SCALE_TILE[1]))
             for index, (_, _, rows, cols, *_) in enumerate(scales, start=len(transposes))
         ]
         device = entries[0].target.rowwise_data.device
@@ -75,6 +77,10 @@ class FinishTable:
             tile=tile,
             fp32_scales=format.scale_dtype == torch.float32,
             aligned=all(word % 16 == 0 for word in words),
+            aligned_scales=all(
+                address % (4 * format.scale_dtype.itemsize) == 0 and stride % 4 == 0
+                for _, address, _, _, _, _, stride, _ in scales
+            ),
             alive=(*planes, *stored),
         )
 
@@ -146,7 +152,7 @@ def _scale_copies(entry: TableEntry) -> Iterator[list[int]]:
             yield [
                 source.data_ptr() + expert * source.stride(0) * width,
                 copy.data_ptr() + expert * copy.stride(0) * width,
-                *(source.shape[1] * down, source.shape[2] * across),
+                *(source.shape[1], source.shape[2]),
                 *(source.stride(1), source.stride(2), copy.stride(1), down | across << 16),
             ]
 

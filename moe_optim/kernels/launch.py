@@ -4,18 +4,16 @@ None of them allocates or waits for the device, so a CUDA graph can capture them
 outside of one.
 """
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 
 from moe_optim.kernels.amax import cut_band_amax_kernel, expert_amax_kernel
-from moe_optim.kernels.exchange import AMAX_SLOTS
 from moe_optim.kernels.finish_gather import finish_gather_kernel
-from moe_optim.kernels.finish_table import CHUNK, FinishTable
-from moe_optim.kernels.launch_table import DESCRIPTOR_FIELDS, GAP_TILE, LaunchTable
+from moe_optim.kernels.finish_table import FinishTable
+from moe_optim.kernels.launch_table import LaunchTable
 from moe_optim.kernels.requantize_blocks import requantize_blocks_kernel
 from moe_optim.kernels.requantize_mxfp8 import requantize_mxfp8_kernel
-
-AMAX_TILE = 4096
-"""Elements that a program reads at a time when it looks for the amax of an expert."""
 
 
 def launch_amax(table: LaunchTable) -> None:
@@ -23,14 +21,12 @@ def launch_amax(table: LaunchTable) -> None:
     if not table.format.has_global_amax and not table.num_cut_tiles:
         return
     from_fp32 = table.source_dtype == torch.float32
-    with torch.cuda.device_of(table.descriptors):
+    with _on(table.descriptors.device):
         if table.format.has_global_amax:
-            expert_amax_kernel[(table.num_members * AMAX_SLOTS,)](
+            expert_amax_kernel[(len(table.amax_parts),)](
                 table.descriptors,
+                table.amax_parts,
                 table.amax,
-                AMAX_SLOTS=AMAX_SLOTS,
-                FIELDS=DESCRIPTOR_FIELDS,
-                TILE=AMAX_TILE,
                 FROM_FP32=from_fp32,
                 ALIGNED=table.aligned,
                 num_warps=4,
@@ -43,7 +39,6 @@ def launch_amax(table: LaunchTable) -> None:
                 BAND=table.format.band_rows,
                 BLOCK=table.format.rowwise_block[1],
                 SQUARE=table.format.is_2d,
-                FIELDS=DESCRIPTOR_FIELDS,
                 TILE_COLS=table.tile.cols,
                 FROM_FP32=from_fp32,
                 num_warps=table.tile.num_warps,
@@ -55,7 +50,7 @@ def launch_encode(table: LaunchTable) -> None:
 
     One launch for all whole bands, and one for the cut ones if there are any.
     """
-    with torch.cuda.device_of(table.descriptors):
+    with _on(table.descriptors.device):
         if table.num_programs:
             _launch_encode(table, cut=False)
         if table.num_cut_tiles:
@@ -66,9 +61,7 @@ def _launch_encode(table: LaunchTable, *, cut: bool) -> None:
     tiles = table.cut_tiles if cut else table.tiles
     arguments = (table.descriptors, tiles, table.amax, len(tiles) if cut else table.num_tiles)
     options = {
-        "FIELDS": DESCRIPTOR_FIELDS,
         "TILE_COLS": table.tile.cols,
-        "GAP_TILE": GAP_TILE,
         "FROM_FP32": table.source_dtype == torch.float32,
         "MASKED": table.masked,
         "ALIGNED": table.aligned,
@@ -81,7 +74,6 @@ def _launch_encode(table: LaunchTable, *, cut: bool) -> None:
             *arguments,
             FORMAT=table.format.name,
             BLOCK=table.format.band_rows,
-            AMAX_SLOTS=AMAX_SLOTS,
             **options,
         )
     else:
@@ -90,7 +82,7 @@ def _launch_encode(table: LaunchTable, *, cut: bool) -> None:
 
 def launch_finish(table: FinishTable) -> None:
     """Make all columnwise copies of a table, and expand its scales, in one launch."""
-    with torch.cuda.device_of(table.tiles):
+    with _on(table.tiles.device):
         finish_gather_kernel[(table.tiles.shape[0],)](
             table.copies,
             table.tiles,
@@ -98,8 +90,14 @@ def launch_finish(table: FinishTable) -> None:
             PACK=table.pack,
             WORDS=table.tile.words,
             PACKS=table.tile.packs,
-            CHUNK=CHUNK,
             FP32_SCALES=table.fp32_scales,
             ALIGNED=table.aligned,
+            ALIGNED_SCALES=table.aligned_scales,
             num_warps=table.tile.num_warps,
         )
+
+
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context on ``device``, which is where most callers are already."""
+    here = device.type != "cuda" or torch.cuda.current_device() == device.index
+    return nullcontext() if here else torch.cuda.device(device)

@@ -18,6 +18,8 @@ TILE_FIELDS = 4
 """Columns of :attr:`LaunchTable.tiles` and :attr:`LaunchTable.cut_tiles`."""
 GAP_TILE = 4096
 """Two-byte units that one program zeroes outside the members."""
+AMAX_TILE = 4096
+"""Elements that one program reads at a time when it looks for the amax of an expert."""
 
 _ALIGNMENT = 16  # bytes of the widest memory access
 _MAX_GAP = 1 << 30  # units a descriptor; a tile keeps its first one in an int32
@@ -53,6 +55,9 @@ class LaunchTable:
     cut_tiles: Tensor
     """[num_cut_tiles, 4] int32: the same for bands that are only partly owned, and the slot of the
     band's first maximum."""
+    amax_parts: Tensor
+    """[num_parts, 2] int32: descriptor, and which part of its elements; a program finds the amax of
+    one part. Empty for formats without a global amax."""
     amax: Tensor
     """fp32 slots, shared with the other launches of a table."""
     tile: Tile
@@ -77,6 +82,12 @@ class LaunchTable:
     def num_cut_tiles(self) -> int:
         """Size of the grid over cut bands."""
         return self.cut_tiles.shape[0]
+
+    @property
+    def num_launches(self) -> int:
+        """Kernels that one requantization starts: over amaxes, over whole bands, over cut ones."""
+        grids = (self.amax_parts, self.tiles, self.cut_tiles, self.cut_tiles)  # cut ones twice
+        return sum(len(grid) > 0 for grid in grids)
 
     @property
     def has_moved(self) -> bool:
@@ -146,6 +157,7 @@ class LaunchTable:
             tiles=torch.cat([*tiles, _cut_gaps(first, gaps)]).to(device, torch.int32),
             num_tiles=num_tiles,
             cut_tiles=torch.cat(cut_tiles).to(device, torch.int32),
+            amax_parts=_cut_amax_parts(torch.cat(parts), format).to(device, torch.int32),
             amax=amax,
             tile=tile,
             source_dtype=dtype,
@@ -244,6 +256,19 @@ def _describe(entry: TableEntry, experts: range, slots: Tensor) -> Tensor:
         addresses(target.global_amax),
     ]
     return torch.stack(columns, 1)
+
+
+def _cut_amax_parts(descriptors: Tensor, format: BlockScaledFormat) -> Tensor:
+    """Return a row for every part of every member that has something in it, [num_parts, 2]."""
+    if not format.has_global_amax:
+        return torch.empty((0, 2), dtype=torch.int64, device="cpu")
+    owned = descriptors[:, 12] - descriptors[:, 11]
+    length = (owned + AMAX_SLOTS * AMAX_TILE - 1) // (AMAX_SLOTS * AMAX_TILE) * AMAX_TILE
+    counts = (owned + length - 1) // length
+    members = torch.arange(len(counts), device="cpu").repeat_interleave(counts)
+    first = torch.cumsum(counts, 0) - counts
+    part = torch.arange(len(members), device="cpu") - first[members]
+    return torch.stack([members, part], 1)
 
 
 def _describe_gaps(gaps: Sequence[Range]) -> Tensor:

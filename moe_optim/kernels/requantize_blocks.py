@@ -16,9 +16,11 @@ from moe_optim.kernels.encode import (
     power_of_two,
     round_to_bf16,
 )
+from moe_optim.kernels.exchange import AMAX_SLOTS as _AMAX_SLOTS
 from moe_optim.kernels.tiles import (
     AMAX_SLOT,
     COLS,
+    FIELDS,
     GLOBAL_AMAX,
     ROWS,
     ROWWISE_DATA,
@@ -28,6 +30,8 @@ from moe_optim.kernels.tiles import (
     plane_rows,
     zero_gap,
 )
+
+AMAX_SLOTS = tl.constexpr(_AMAX_SLOTS)
 
 
 @triton.jit
@@ -62,10 +66,7 @@ def requantize_blocks_kernel(
     num_tiles,
     FORMAT: tl.constexpr,
     BLOCK: tl.constexpr,
-    AMAX_SLOTS: tl.constexpr,
-    FIELDS: tl.constexpr,
     TILE_COLS: tl.constexpr,
-    GAP_TILE: tl.constexpr,
     FROM_FP32: tl.constexpr,
     MASKED: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -108,7 +109,7 @@ def requantize_blocks_kernel(
             ZERO,
         )
     elif ZERO:
-        zero_gap(member, first_col, GAP_TILE)
+        zero_gap(member, first_col)
 
 
 @triton.jit

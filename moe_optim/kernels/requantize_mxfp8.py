@@ -16,6 +16,7 @@ from moe_optim.kernels.tiles import (
     COLS,
     COLUMNWISE_DATA,
     COLUMNWISE_SCALE,
+    FIELDS,
     ROWWISE_DATA,
     ROWWISE_SCALE,
     SOURCE,
@@ -33,9 +34,7 @@ def requantize_mxfp8_kernel(
     tiles,  # [num_programs, 4] int32: descriptor, first row, first column, slot
     amaxes,  # [num_slots] fp32
     num_tiles,
-    FIELDS: tl.constexpr,
     TILE_COLS: tl.constexpr,
-    GAP_TILE: tl.constexpr,
     FROM_FP32: tl.constexpr,
     MASKED: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -68,7 +67,7 @@ def requantize_mxfp8_kernel(
             ZERO,
         )
     elif ZERO:
-        zero_gap(member, first_col, GAP_TILE)
+        zero_gap(member, first_col)
 
 
 @triton.jit

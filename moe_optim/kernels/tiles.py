@@ -5,6 +5,13 @@
 import triton
 import triton.language as tl
 
+from moe_optim.kernels.launch_table import DESCRIPTOR_FIELDS
+from moe_optim.kernels.launch_table import GAP_TILE as _GAP_TILE
+
+FIELDS = tl.constexpr(DESCRIPTOR_FIELDS)
+GAP_TILE = tl.constexpr(_GAP_TILE)
+
+# Columns of a descriptor.
 SOURCE = tl.constexpr(0)
 ROWWISE_DATA = tl.constexpr(1)
 ROWWISE_SCALE = tl.constexpr(2)
@@ -56,7 +63,7 @@ def is_owned(member, first_row, first_col, rows, columns, cols):
 
 
 @triton.jit
-def zero_gap(gap, first, GAP_TILE: tl.constexpr):
+def zero_gap(gap, first):
     """Zero up to GAP_TILE two-byte units of a gap, from its unit ``first`` on."""
     memory = tl.load(gap).to(tl.pointer_type(tl.int16))
     left = tl.load(gap + 1).to(tl.int32) - first
