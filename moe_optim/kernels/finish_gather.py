@@ -9,6 +9,7 @@ from moe_optim.kernels.finish_table import SCALE_TILE
 
 BLOCK_ROWS = tl.constexpr(SCALE_TILE[0])
 BLOCK_COLS = tl.constexpr(SCALE_TILE[1])
+ACROSS = tl.constexpr(32)  # lines across a block, where there are several
 
 
 @triton.jit(do_not_specialize=["num_transposes"])
@@ -175,10 +176,9 @@ def _expand(copy, first_row, first_col, FP32_SCALES: tl.constexpr, ALIGNED: tl.c
         for line in range(down):
             tl.store(target + line * target_stride + columns[None, :], scale, mask=mask)
     else:  # columnwise scales of mxfp8_2d, the only ones with several lines across
-        ACROSS: tl.constexpr = 32
         wide = tl.broadcast_to(scale[:, :, None], (BLOCK_ROWS, BLOCK_COLS, ACROSS))
         wide = tl.reshape(wide, (BLOCK_ROWS, BLOCK_COLS * ACROSS))
-        places = first_col * ACROSS + tl.arange(0, BLOCK_COLS * ACROSS)[None, :]
-        wide_mask = (rows[:, None] < block_rows) & (places < block_cols * ACROSS)
+        wide_columns = first_col * ACROSS + tl.arange(0, BLOCK_COLS * ACROSS)[None, :]
+        wide_mask = (rows[:, None] < block_rows) & (wide_columns < block_cols * ACROSS)
         for line in range(down):
-            tl.store(target + line * target_stride + places, wide, mask=wide_mask)
+            tl.store(target + line * target_stride + wide_columns, wide, mask=wide_mask)
