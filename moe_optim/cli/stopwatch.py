@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 REPEATS = 15
+HOST_REPEATS = 100  # a host is disturbed more often than a device
 WARM_UP = 3
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}
 HEAD_START = 2_000_000
@@ -34,7 +35,9 @@ def median_ms(works: Sequence[Work], device: str, restore: Work = nothing) -> li
 
 def host_us(work: Work, device: str) -> float:
     """Return the median time in us until a call returns, the device idle when it begins."""
-    return 1e3 * statistics.median(_host_times([work], lambda: _wait(device))[0][WARM_UP:])
+    repeats = HOST_REPEATS if device == "cuda" else REPEATS
+    (times,) = _host_times([work], lambda: _wait(device), repeats)
+    return 1e3 * statistics.median(times[WARM_UP:])
 
 
 def copy_bytes_per_ms(device: str) -> float:
@@ -88,9 +91,9 @@ def _device_times(works: Sequence[Work], restore: Work) -> list[list[float]]:
     return [[start.elapsed_time(end) for start, end in own] for own in events]
 
 
-def _host_times(works: Sequence[Work], restore: Work) -> list[list[float]]:
+def _host_times(works: Sequence[Work], restore: Work, repeats: int = REPEATS) -> list[list[float]]:
     times: list[list[float]] = [[] for _ in works]
-    for _ in range(WARM_UP + REPEATS):
+    for _ in range(WARM_UP + repeats):
         for work, own in zip(works, times, strict=True):
             restore()
             began = time.perf_counter()

@@ -1,12 +1,13 @@
 """Device descriptors of what follows a gather: data to transpose, and scales to expand."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from moe_optim.formats import DIRECTIONS, BlockScaledFormat, QuantizedWeight
+from moe_optim.kernels.bound_kernel import BoundKernel
 from moe_optim.kernels.table_entry import TableEntry
 from moe_optim.kernels.tuning import TRANSPOSE, TransposeTile
 
@@ -39,6 +40,8 @@ class FinishTable:
     """Whether every row of scales that are written starts at a multiple of 4 elements."""
     alive: tuple[Tensor, ...]
     """Every tensor behind an address."""
+    kernels: dict[str, tuple[BoundKernel, ...]] = field(default_factory=dict)
+    """Filled by the first launch."""
 
     @classmethod
     def build(cls, entries: Sequence[TableEntry]) -> "FinishTable | None":

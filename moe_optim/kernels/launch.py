@@ -4,11 +4,13 @@ None of them allocates or waits for the device, so a CUDA graph can capture them
 outside of one.
 """
 
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from moe_optim.kernels.amax import cut_band_amax_kernel, expert_amax_kernel
+from moe_optim.kernels.bound_kernel import BoundKernel
 from moe_optim.kernels.finish_gather import finish_gather_kernel
 from moe_optim.kernels.finish_table import FinishTable
 from moe_optim.kernels.launch_table import LaunchTable
@@ -18,31 +20,7 @@ from moe_optim.kernels.requantize_mxfp8 import requantize_mxfp8_kernel
 
 def launch_amax(table: LaunchTable) -> None:
     """Fill the amax slots of the experts, where the format has them, and those of cut bands."""
-    if not table.format.has_global_amax and not table.num_cut_tiles:
-        return
-    from_fp32 = table.source_dtype == torch.float32
-    with _on(table.descriptors.device):
-        if table.format.has_global_amax:
-            expert_amax_kernel[(len(table.amax_parts),)](
-                table.descriptors,
-                table.amax_parts,
-                table.amax,
-                FROM_FP32=from_fp32,
-                ALIGNED=table.aligned,
-                num_warps=4,
-            )
-        if table.num_cut_tiles:
-            cut_band_amax_kernel[(table.num_cut_tiles,)](
-                table.descriptors,
-                table.cut_tiles,
-                table.amax,
-                BAND=table.format.band_rows,
-                BLOCK=table.format.rowwise_block[1],
-                SQUARE=table.format.is_2d,
-                TILE_COLS=table.tile.cols,
-                FROM_FP32=from_fp32,
-                num_warps=table.tile.num_warps,
-            )
+    _launch(table, _bind_amax)
 
 
 def launch_encode(table: LaunchTable) -> None:
@@ -50,51 +28,97 @@ def launch_encode(table: LaunchTable) -> None:
 
     One launch for all whole bands, and one for the cut ones if there are any.
     """
-    with _on(table.descriptors.device):
-        if table.num_programs:
-            _launch_encode(table, cut=False)
-        if table.num_cut_tiles:
-            _launch_encode(table, cut=True)
-
-
-def _launch_encode(table: LaunchTable, *, cut: bool) -> None:
-    tiles = table.cut_tiles if cut else table.tiles
-    arguments = (table.descriptors, tiles, table.amax, len(tiles) if cut else table.num_tiles)
-    options = {
-        "TILE_COLS": table.tile.cols,
-        "FROM_FP32": table.source_dtype == torch.float32,
-        "MASKED": table.masked,
-        "ALIGNED": table.aligned,
-        "CUT": cut,
-        "ZERO": table.zeroes,
-        "num_warps": table.tile.num_warps,
-    }
-    if table.format.is_2d:
-        requantize_blocks_kernel[(len(tiles),)](
-            *arguments,
-            FORMAT=table.format.name,
-            BLOCK=table.format.band_rows,
-            **options,
-        )
-    else:
-        requantize_mxfp8_kernel[(len(tiles),)](*arguments, **options)
+    _launch(table, _bind_encode)
 
 
 def launch_finish(table: FinishTable) -> None:
     """Make all columnwise copies of a table, and expand its scales, in one launch."""
+    _launch(table, _bind_finish)
+
+
+def _launch[Table: (LaunchTable, FinishTable)](
+    table: Table, bind: Callable[[Table], Iterator[BoundKernel]]
+) -> None:
+    kernels = table.kernels.get(bind.__name__)
+    if kernels is None:
+        kernels = table.kernels[bind.__name__] = tuple(bind(table))
     with _on(table.tiles.device):
-        finish_gather_kernel[(table.tiles.shape[0],)](
-            table.copies,
-            table.tiles,
-            table.num_transposes,
-            PACK=table.pack,
-            WORDS=table.tile.words,
-            PACKS=table.tile.packs,
-            FP32_SCALES=table.fp32_scales,
+        for kernel in kernels:
+            kernel()
+
+
+def _bind_amax(table: LaunchTable) -> Iterator[BoundKernel]:
+    from_fp32 = table.source_dtype == torch.float32
+    if table.format.has_global_amax:
+        yield BoundKernel(
+            expert_amax_kernel,
+            len(table.amax_parts),
+            table.descriptors,
+            table.amax_parts,
+            table.amax,
+            FROM_FP32=from_fp32,
             ALIGNED=table.aligned,
-            ALIGNED_SCALES=table.aligned_scales,
+            num_warps=4,
+        )
+    if table.num_cut_tiles:
+        yield BoundKernel(
+            cut_band_amax_kernel,
+            table.num_cut_tiles,
+            table.descriptors,
+            table.cut_tiles,
+            table.amax,
+            BAND=table.format.band_rows,
+            BLOCK=table.format.rowwise_block[1],
+            SQUARE=table.format.is_2d,
+            TILE_COLS=table.tile.cols,
+            FROM_FP32=from_fp32,
             num_warps=table.tile.num_warps,
         )
+
+
+def _bind_encode(table: LaunchTable) -> Iterator[BoundKernel]:
+    kernel = requantize_blocks_kernel if table.format.is_2d else requantize_mxfp8_kernel
+    of_format = (
+        {"FORMAT": table.format.name, "BLOCK": table.format.band_rows} if table.format.is_2d else {}
+    )
+    for tiles, num_tiles, cut in (
+        (table.tiles, table.num_tiles, False),
+        (table.cut_tiles, table.num_cut_tiles, True),
+    ):
+        if len(tiles):
+            yield BoundKernel(
+                kernel,
+                len(tiles),
+                table.descriptors,
+                tiles,
+                table.amax,
+                num_tiles,
+                **of_format,
+                TILE_COLS=table.tile.cols,
+                FROM_FP32=table.source_dtype == torch.float32,
+                MASKED=table.masked,
+                ALIGNED=table.aligned,
+                CUT=cut,
+                ZERO=table.zeroes,
+                num_warps=table.tile.num_warps,
+            )
+
+
+def _bind_finish(table: FinishTable) -> Iterator[BoundKernel]:
+    yield BoundKernel(
+        finish_gather_kernel,
+        len(table.tiles),
+        table.copies,
+        table.tiles,
+        table.num_transposes,
+        PACK=table.pack,
+        WORDS=table.tile.words,
+        PACKS=table.tile.packs,
+        FP32_SCALES=table.fp32_scales,
+        ALIGNED=table.aligned,
+        ALIGNED_SCALES=table.aligned_scales,
+        num_warps=table.tile.num_warps,
+    )
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:

@@ -1,13 +1,14 @@
 """Device descriptors of one launch: pointers, shapes and strides of its members, and its tiles."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from moe_optim.errors import LayoutError
 from moe_optim.formats import DIRECTIONS, BlockScaledFormat
+from moe_optim.kernels.bound_kernel import BoundKernel
 from moe_optim.kernels.exchange import AMAX_SLOTS, Exchange
 from moe_optim.kernels.table_entry import TableEntry
 from moe_optim.kernels.tuning import TILES, Tile
@@ -72,6 +73,8 @@ class LaunchTable:
     """Every tensor behind an address."""
     source_memory: tuple[tuple[torch.UntypedStorage, int], ...]
     """Each piece of memory with sources in it, and its address when the table was built."""
+    kernels: dict[str, tuple[BoundKernel, ...]] = field(default_factory=dict)
+    """Filled by the first launch."""
 
     @property
     def num_programs(self) -> int:

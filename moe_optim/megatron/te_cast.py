@@ -54,7 +54,7 @@ class MasterCast:
 
         self._cast, self._finish = utils.quantize_master_weights, utils.post_all_gather_processing
         self._entries, self._group = tuple(entries), group
-        quantizer = _make_quantizer(entries[0].target.format)
+        quantizer = make_quantizer(entries[0].target.format)
         device = entries[0].source.device
         self._weights = [
             quantizer.make_empty(entry.target.shape[1:], dtype=torch.bfloat16, device=device)
@@ -111,7 +111,8 @@ def check_bytes(entries: Sequence[TableEntry], weights: Sequence[Any], *, derive
             )
 
 
-def _make_quantizer(format: BlockScaledFormat) -> Any:
+def make_quantizer(format: BlockScaledFormat) -> Any:
+    """Return the quantizer that Megatron's recipe for a format of ``FORMATS`` gives weights."""
     from transformer_engine.pytorch import DType, Float8BlockQuantizer, MXFP8Quantizer
 
     usage = {"rowwise": True, "columnwise": True}
