@@ -5,10 +5,6 @@
 import triton
 import triton.language as tl
 
-from moe_optim.kernels.finish_table import SCALE_TILE
-
-BLOCK_ROWS = tl.constexpr(SCALE_TILE[0])
-BLOCK_COLS = tl.constexpr(SCALE_TILE[1])
 ACROSS = tl.constexpr(32)  # lines across a block, where there are several
 
 
@@ -20,6 +16,9 @@ def finish_gather_kernel(
     PACK: tl.constexpr,
     WORDS: tl.constexpr,
     PACKS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    REPEATS: tl.constexpr,
     FP32_SCALES: tl.constexpr,
     ALIGNED: tl.constexpr,
     ALIGNED_SCALES: tl.constexpr,
@@ -38,7 +37,16 @@ def finish_gather_kernel(
         else:
             _transpose_words(copy, first_row, first_col, PACK, WORDS, PACKS, ALIGNED)
     else:
-        _expand(copy, first_row, first_col, FP32_SCALES, ALIGNED_SCALES)
+        _expand(
+            copy,
+            first_row,
+            first_col,
+            BLOCK_ROWS,
+            BLOCK_COLS,
+            REPEATS,
+            FP32_SCALES,
+            ALIGNED_SCALES,
+        )
 
 
 @triton.jit
@@ -149,7 +157,16 @@ def _transpose_bytes(copy, first_row, first_col, COLS: tl.constexpr, ROWS: tl.co
 
 
 @triton.jit
-def _expand(copy, first_row, first_col, FP32_SCALES: tl.constexpr, ALIGNED: tl.constexpr):
+def _expand(
+    copy,
+    first_row,
+    first_col,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    REPEATS: tl.constexpr,
+    FP32_SCALES: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
     """Write the lines of [BLOCK_ROWS, BLOCK_COLS] block scales: each as often as it has lines."""
     DTYPE: tl.constexpr = tl.float32 if FP32_SCALES else tl.uint8
     source = tl.load(copy).to(tl.pointer_type(DTYPE))
@@ -172,7 +189,9 @@ def _expand(copy, first_row, first_col, FP32_SCALES: tl.constexpr, ALIGNED: tl.c
     )
     scale = tl.load(source + places, mask=mask, other=0)
     target += (rows * down)[:, None].to(tl.int64) * target_stride
-    if lines >> 16 == 1:
+    if not REPEATS:
+        tl.store(target + columns[None, :], scale, mask=mask)
+    elif lines >> 16 == 1:
         for line in range(down):
             tl.store(target + line * target_stride + columns[None, :], scale, mask=mask)
     else:  # columnwise scales of mxfp8_2d, the only ones with several lines across

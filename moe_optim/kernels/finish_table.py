@@ -9,12 +9,11 @@ from torch import Tensor
 from moe_optim.formats import DIRECTIONS, BlockScaledFormat, QuantizedWeight
 from moe_optim.kernels.bound_kernel import BoundKernel
 from moe_optim.kernels.table_entry import TableEntry
-from moe_optim.kernels.tuning import TRANSPOSE, TransposeTile
+from moe_optim.kernels.tuning import SCALE_TILES, TRANSPOSE, TransposeTile
 
 COPY_FIELDS = 8
 """Columns of :attr:`FinishTable.copies`."""
-SCALE_TILE = (16, 64)
-"""Rows and columns of block scales whose lines one program writes."""
+_ONE_LINE = 1 | 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -34,6 +33,8 @@ class FinishTable:
     """Elements of a 32-bit word, or 1 where rows do not start at words and bytes are moved."""
     tile: TransposeTile
     fp32_scales: bool
+    repeats: bool
+    """Whether some block scale is written to several lines."""
     aligned: bool
     """Whether every row of data starts at a multiple of 16 bytes."""
     aligned_scales: bool
@@ -65,8 +66,10 @@ class FinishTable:
             _tiles(index, range(0, rows, tile.packs * pack), range(0, cols, tile.words * pack))
             for index, (_, _, rows, cols, *_) in enumerate(transposes)
         ]
+        repeats = any(lines != _ONE_LINE for *_, lines in scales)
+        down, across = SCALE_TILES[repeats]
         scale_tiles = [
-            _tiles(index, range(0, rows, SCALE_TILE[0]), range(0, cols, SCALE_TILE[1]))
+            _tiles(index, range(0, rows, down), range(0, cols, across))
             for index, (_, _, rows, cols, *_) in enumerate(scales, start=len(transposes))
         ]
         device = entries[0].target.rowwise_data.device
@@ -78,6 +81,7 @@ class FinishTable:
             num_transposes=sum(part.shape[0] for part in data_tiles),
             pack=pack,
             tile=tile,
+            repeats=repeats,
             fp32_scales=format.scale_dtype == torch.float32,
             aligned=all(word % 16 == 0 for word in words),
             aligned_scales=all(

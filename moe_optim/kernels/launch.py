@@ -16,6 +16,7 @@ from moe_optim.kernels.finish_table import FinishTable
 from moe_optim.kernels.launch_table import LaunchTable
 from moe_optim.kernels.requantize_blocks import requantize_blocks_kernel
 from moe_optim.kernels.requantize_mxfp8 import requantize_mxfp8_kernel
+from moe_optim.kernels.tuning import SCALE_TILES
 
 
 def launch_amax(table: LaunchTable) -> None:
@@ -114,6 +115,9 @@ def _bind_finish(table: FinishTable) -> Iterator[BoundKernel]:
         PACK=table.pack,
         WORDS=table.tile.words,
         PACKS=table.tile.packs,
+        BLOCK_ROWS=SCALE_TILES[table.repeats][0],
+        BLOCK_COLS=SCALE_TILES[table.repeats][1],
+        REPEATS=table.repeats,
         FP32_SCALES=table.fp32_scales,
         ALIGNED=table.aligned,
         ALIGNED_SCALES=table.aligned_scales,

@@ -50,3 +50,6 @@ TRANSPOSE: Mapping[int, TransposeTile] = MappingProxyType(
     }
 )
 """By elements a word; 1 for rows of bytes that do not begin at multiples of four."""
+
+SCALE_TILES: Mapping[bool, tuple[int, int]] = MappingProxyType({False: (64, 64), True: (16, 64)})
+"""Block scales, down and across, whose lines one program writes: one line a block, or several."""
