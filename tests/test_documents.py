@@ -9,6 +9,13 @@ from moe_optim.config import AVAILABLE, field_names
 from moe_optim.megatron.patches import PATCHES
 
 ROOT = Path(__file__).parents[1]
+DOCUMENTS = (
+    "README.md",
+    "recipes/README.md",
+    "patches/README.md",
+    "moe_optim/kernels/README.md",
+    "moe_optim/reference/README.md",
+)
 
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.id)
@@ -34,7 +41,7 @@ def test_every_knob_stands_in_the_recipe_table_with_its_values():
             assert row.count("`") == 2 * len(AVAILABLE[name]), name
 
 
-@pytest.mark.parametrize("document", ["README.md", "recipes/README.md", "patches/README.md"])
+@pytest.mark.parametrize("document", DOCUMENTS)
 def test_links_lead_somewhere(document):
     path = ROOT / document
     for link in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
