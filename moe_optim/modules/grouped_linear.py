@@ -53,14 +53,14 @@ class GroupedLinear(torch.nn.Module):
         self.shape = (num_experts, out_features, in_features)
         self.expert_layout = expert_layout
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
-        self.storage: PortableStorage | None = None
+        storage = None
         if format is not None:
-            self.storage = PortableStorage(format, self.shape, name=f"{name}.weight", device=device)
-        for parameter_name, parameter in self._make_parameters(device):
+            storage = PortableStorage(format, self.shape, name=f"{name}.weight", device=device)
+        for parameter_name, parameter in self._make_parameters(storage, device):
             self.register_parameter(parameter_name, parameter)
 
     def _make_parameters(
-        self, device: torch.device | str | None
+        self, whole: PortableStorage | None, device: torch.device | str | None
     ) -> list[tuple[str, torch.nn.Parameter]]:
         experts, rows, cols = self.shape
         if self.expert_layout == "grouped":
@@ -71,33 +71,42 @@ class GroupedLinear(torch.nn.Module):
         for name, index in cuts:
             shape = self.shape if index is None else (rows, cols)
             weight: Tensor
-            if self.storage is None:
+            if whole is None:
                 weight = torch.empty(shape, dtype=torch.bfloat16, device=device)
             else:
-                storage = self.storage if index is None else self.storage.expert(index)
-                weight = GroupedWeight(storage, shape)
+                weight = GroupedWeight(whole if index is None else whole.expert(index), shape)
             parameters.append((name, torch.nn.Parameter(weight)))
         return parameters
 
+    def storages(self) -> list[PortableStorage]:
+        """Return the storage behind each parameter; none where experts are bf16."""
+        weights = self.weights()
+        return [w.quantized_storage for w in weights if isinstance(w, GroupedWeight)]
+
+    @property
+    def storage(self) -> PortableStorage | None:
+        """The one storage of all experts; None in bf16, or where they lie apart in buckets."""
+        storages = self.storages()
+        return storages[0].whole_of(storages) if storages else None
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GroupedLinear":
         """Move quantized experts as one storage; bf16 is their dtype already, and the only one."""
-        if self.storage is None:
+        storages = self.storages()
+        if not storages:
             return super()._apply(fn, recurse)
-        with torch.no_grad():
-            moved = fn(GroupedWeight(self.storage))
-        if not isinstance(moved, GroupedWeight):
-            raise StateError(
-                f"{self.storage.name}: {self.storage.format.name} weights cannot become "
-                f"{moved.dtype} in place. Build the model with format: bf16 instead."
-            )
-        if moved.quantized_storage is not self.storage:
-            self.storage = moved.quantized_storage
-            for index, weight in enumerate(self.weights()):
-                grouped = self.expert_layout == "grouped"
-                old: PortableStorage = weight.quantized_storage  # type: ignore[attr-defined]
-                new = self.storage if grouped else self.storage.expert(index)
-                new.is_fresh, new.initial = old.is_fresh, old.initial
-                weight.quantized_storage = new  # type: ignore[attr-defined]
+        whole = self.storage
+        if whole is None:  # apart in buckets: they must all stay where they are
+            for storage in storages:
+                _moved(storage, fn)
+            return self
+        moved = _moved(whole, fn)
+        if moved is whole:
+            return self
+        for index, weight in enumerate(self.weights()):
+            old: PortableStorage = weight.quantized_storage  # type: ignore[attr-defined]
+            new = moved if self.expert_layout == "grouped" else moved.expert(index)
+            new.is_fresh, new.initial = old.is_fresh, old.initial
+            weight.quantized_storage = new  # type: ignore[attr-defined]
         return self
 
     def weights(self) -> list[torch.nn.Parameter]:
@@ -137,11 +146,10 @@ class GroupedLinear(torch.nn.Module):
 
     def operand(self, direction: Direction) -> Tensor:
         """Return the weights of all experts as [E, R, C] bf16; see also :meth:`version`."""
-        weights = self.weights()
-        storages = [w.quantized_storage for w in weights if isinstance(w, GroupedWeight)]
+        weights, storages = self.weights(), self.storages()
         for storage in storages:
             storage.require_fresh()
-        if len(storages) == len(weights):
+        if storages:
             whole = storages[0].whole_of(storages)
             if whole is not None:
                 return whole.dequantize(direction)
@@ -178,6 +186,28 @@ class GroupedLinear(torch.nn.Module):
                 part = torch.empty_like(part)
             gradients.append(part)
         return gradients
+
+
+def _moved(storage: PortableStorage, fn: Callable[[Tensor], Tensor]) -> PortableStorage:
+    """Return the storage that ``fn`` makes of one: itself, or a copy on another device.
+
+    Raises:
+        StateError: it would change the dtype, or leave the bucket the storage is bound to.
+    """
+    with torch.no_grad():
+        moved = fn(GroupedWeight(storage))
+    if not isinstance(moved, GroupedWeight):
+        raise StateError(
+            f"{storage.name}: {storage.format.name} weights cannot become {moved.dtype} in place. "
+            "Build the model with format: bf16 instead."
+        )
+    new = moved.quantized_storage
+    if storage.is_bound and new is not storage:
+        raise StateError(
+            f"{storage.name}: expected to stay on {storage.device}, where a bucket gathers it, got "
+            f"{new.device}. Move the model before it is wrapped with DDP."
+        )
+    return new
 
 
 class _GroupedProduct(torch.autograd.Function):

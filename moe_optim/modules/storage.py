@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, Protocol
 
@@ -52,6 +52,9 @@ class WeightStorage(Protocol):
     def pointers(self) -> tuple[int, ...]:
         """Return the address of every plane, so that one that moved can be noticed."""
 
+    def bind(self, planes: Mapping[str, Tensor]) -> None:
+        """Move the bytes of some planes into memory of a bucket, and stay there."""
+
 
 class PortableStorage:
     """Planes in ordinary tensors, at their logical shapes, on any device.
@@ -92,6 +95,7 @@ class PortableStorage:
         self.version = 0
         self.initial: Tensor | None = None  # bf16 values until masters have been made of them
         self._whole: tuple[PortableStorage, int] | None = None  # and which expert of it this is
+        self.is_bound = False
 
     def planes(self) -> Mapping[str, Plane]:
         """Return every distinct tensor of the storage by name."""
@@ -104,6 +108,26 @@ class PortableStorage:
     def pointers(self) -> tuple[int, ...]:
         """Return the address of every plane."""
         return tuple(tensor.data_ptr() for tensor in self.quantized.planes().values())
+
+    def bind(self, planes: Mapping[str, Tensor]) -> None:
+        """Move the bytes of some planes into memory of a bucket, and stay there.
+
+        A bound storage is no longer part of the one it may have been cut from, whose bytes it no
+        longer shares, and its weight can no longer move to another device.
+
+        Args:
+            planes: by field of ``QuantizedWeight``, of the same shapes and dtypes; filled with the
+                present bytes, and aliased from then on. May be none.
+        """
+        for name, plane in planes.items():
+            plane.copy_(getattr(self.quantized, name))
+        both: dict[str, Any] = dict(planes)
+        if "rowwise_data" in planes and self.format.columnwise_copy == "shared":
+            both["columnwise_data"] = planes["rowwise_data"]
+        self.quantized = replace(self.quantized, **both)
+        self.is_bound = True
+        if planes:
+            self._whole = None
 
     def expert(self, index: int) -> "PortableStorage":
         """Return a storage [1, R, C] over the planes of one expert; the memory is shared."""
