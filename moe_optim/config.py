@@ -20,8 +20,6 @@ Format = Literal["bf16", "mxfp8", "mxfp8_2d", "nvfp4", "fp8_block"]
 AVAILABLE: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {
         "compute": (None,),
-        "wire": ("bf16",),
-        "layout": ("stock",),
         "nonfinite": ("raise", "skip"),
         "backend": ("auto", "reference"),
     }
@@ -41,12 +39,12 @@ class MoEOptimConfig:
     expert_layout: Literal["grouped", "indexed"] = "grouped"
     """``grouped`` keeps all local experts of a linear in one parameter [experts, rows, columns],
     ``indexed`` keeps one parameter [rows, columns] an expert."""
-    wire: Literal["quantized", "bf16"] = "bf16"
+    wire: Literal["quantized", "bf16"] = "quantized"
     """What the parameter all-gather carries. ``quantized``: bytes and block scales, quantized by
     the rank that owns them. ``bf16``: upstream's wire; every rank quantizes what it received."""
-    layout: Literal["aligned", "stock"] = "stock"
-    """Where parameters lie in a bucket. ``aligned`` puts shard boundaries on whole block rows,
-    ``stock`` is Megatron's own layout."""
+    layout: Literal["aligned", "stock"] = "aligned"
+    """Where buckets of quantized weights end. ``aligned``: where shards become whole block rows, if
+    that costs 1% or less, else whole scales or bytes. ``stock``: where Megatron ends them."""
     nonfinite: Literal["raise", "skip"] = "raise"
     """What an Inf or NaN gradient does to the step, before any weight has moved."""
     backend: Literal["auto", "triton", "reference"] = "auto"

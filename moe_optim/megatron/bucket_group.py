@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from enum import Enum
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -14,10 +15,9 @@ from megatron.core.distributed.param_and_grad_buffer import (
 )
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from moe_optim import ops
 from moe_optim.errors import StateError
-from moe_optim.layout.planes import GatherPlane
-from moe_optim.megatron.bucket_storage import Content, Event
+from moe_optim.megatron.bucket_storage import Event
+from moe_optim.megatron.gather import OwnedMaster
 
 _stock_partition_buckets = upstream.partition_buckets
 
@@ -32,8 +32,19 @@ class Weights(Enum):
 class Owner(Protocol):
     """An optimizer that holds masters of a group's parameters."""
 
-    def stage_masters(self, bucket: _ParamAndGradBucket) -> None:
-        """Copy this rank's masters to their place in ``bucket.param_data``."""
+    def masters_of(self, bucket: _ParamAndGradBucket) -> list[OwnedMaster]:
+        """Return what this rank owns of the parameters of ``bucket``."""
+
+
+class _Works:
+    """Collectives in flight, waited for together."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
 
 
 class GroupedBucketGroup(_ParamAndGradBucketGroup):
@@ -41,9 +52,10 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
 
     Nobody pushes masters into the memory of a managed bucket. An optimizer marks the group stale;
     whoever next needs the weights (a forward pre-hook, an evaluation, a save, the end of a step)
-    calls ``start_param_sync``, and the group then pulls the masters, gathers and requantizes. Fresh
-    weights are never gathered again. Groups without managed buckets behave as Megatron's, except
-    that a gather in flight is always finished with its post-processing.
+    calls ``start_param_sync``, and the group then pulls the masters, quantizes and gathers, in the
+    order that the wire demands. Fresh weights are never gathered again. Groups without managed
+    buckets behave as Megatron's, except that a gather in flight is always finished with its
+    post-processing.
     """
 
     def __init__(self, buckets: list[_ParamAndGradBucket], *args: Any, **kwargs: Any) -> None:
@@ -54,11 +66,13 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
         self.weights = Weights.FRESH
         self._owners: list[Owner] = []
         self._stepped: list[Owner] = []
+        self._in_flight = False
 
     def bind(self) -> None:
         """Become the owner of the buckets. The optimizer's duplicate groups never call this."""
-        if self.managed:
-            for bucket in self.buckets:
+        for bucket in self.buckets if self.managed else ():
+            self._check_size(bucket)
+            if bucket.gather.uses_gradient_memory:
                 bucket.storage.before_zero = self.finish_gather
 
     def add_owner(self, owner: Owner) -> None:
@@ -103,12 +117,10 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
                 )
             return  # the last owner's step comes here again
         if self.weights is Weights.STALE:
-            for bucket in self.buckets:
-                bucket.storage.open_for_staging()
-                for owner in self._owners:
-                    owner.stage_masters(bucket)
+            self._fill_slices()
             asynchronous = self.ddp_config.overlap_param_gather and not force_sync
             self.param_gather_handle = self._gather(asynchronous)
+            self._in_flight = True
             if not asynchronous:
                 self._post_param_sync()
         self.param_gather_dispatched = True
@@ -117,33 +129,53 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
         """Return whether every optimizer of the group has counted itself in."""
         return len(self._stepped) == len(self._owners)
 
+    def _fill_slices(self) -> None:
+        """Make this rank's part of every plane that of its masters. Every rank must call it."""
+        for bucket in self.buckets:
+            bucket.gather.open(partial(self._masters_of, bucket))
+        for bucket in self.buckets:
+            if bucket.gather.exchange is not None:
+                self._reduce_max(bucket.gather.exchange, asynchronous=False)
+        for bucket in self.buckets:
+            bucket.gather.encode()
+
+    def _masters_of(self, bucket: _ParamAndGradBucket) -> list[OwnedMaster]:
+        return [one for owner in self._owners for one in owner.masters_of(bucket)]
+
     def _gather(self, asynchronous: bool) -> Any:
-        """All-gather the staged bytes in place; return a handle if asynchronous."""
+        """Complete all planes in place; return a handle if asynchronous."""
         size = self.intra_distributed_optimizer_instance_size
         rank = self.intra_distributed_optimizer_instance_rank
         group = self.intra_distributed_optimizer_instance_group
-        for bucket in self.buckets:
-            bucket.storage.record(Event.FLY)
         with _coalescing_manager(group, async_ops=asynchronous) as work:
             for bucket in self.buckets:
-                plane = GatherPlane.viewing(bucket.storage.name, bucket.param_data)
-                dist.all_gather_into_tensor(
-                    plane.data, plane.slice_of(rank, size), group=group, async_op=asynchronous
-                )
-        return work if asynchronous else None
+                for plane in bucket.gather.sliced:
+                    dist.all_gather_into_tensor(
+                        plane.data, plane.slice_of(rank, size), group=group, async_op=asynchronous
+                    )
+        works = [work]
+        works += [
+            self._reduce_max(plane, asynchronous=asynchronous)
+            for bucket in self.buckets
+            for plane in bucket.gather.reduced
+        ]
+        return _Works(works) if asynchronous else None
+
+    def _reduce_max(self, values: torch.Tensor, *, asynchronous: bool) -> Any:
+        group = self.intra_distributed_optimizer_instance_group
+        return dist.all_reduce(values, dist.ReduceOp.MAX, group=group, async_op=asynchronous)
 
     @torch.no_grad()
     def _post_param_sync(self) -> None:
-        """Requantize what a gather brought, one launch a bucket, and leave zeros behind."""
+        """Put what a gather brought in place, one launch a bucket."""
         if not self.managed:
             super()._post_param_sync()
             return
-        if self.buckets[0].storage.content is not Content.IN_FLIGHT:
+        if not self._in_flight:
             return  # Megatron calls this after every start, also when nothing was gathered
+        self._in_flight = False
         for bucket in self.buckets:
-            ops.requantize(bucket.table)
-            ops.finish_gather(bucket.table)
-            bucket.storage.record(Event.LAND)
+            bucket.gather.land()
         for param in self.params:
             param.quantized_storage.finish_gather()
         self._stepped = []
@@ -180,6 +212,21 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
         """Record an event on every bucket of a managed group."""
         for bucket in self.buckets:
             bucket.storage.record(event)
+
+    def forget_masters(self) -> None:
+        """Drop what was planned for masters that may lie elsewhere from now on."""
+        self.finish_gather()
+        for bucket in self.buckets:
+            bucket.gather.forget()
+
+    def _check_size(self, bucket: _ParamAndGradBucket) -> None:
+        size = self.intra_distributed_optimizer_instance_size
+        planned = bucket.gather.dp_size
+        if size != planned:
+            raise StateError(
+                f"{bucket.storage.name}: expected shards for the {planned} ranks its buffer was "
+                f"made for, got a group of {size}. Wrap the model with the groups it trains with."
+            )
 
     def _name(self) -> str:
         return self.buckets[0].storage.name

@@ -11,9 +11,11 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucket,
 from torch import Tensor
 
 from moe_optim.errors import StateError
-from moe_optim.kernels.member_table import MemberTable, TableEntry
 from moe_optim.layout.shards import Member
+from moe_optim.layout.wire import Slot
 from moe_optim.megatron.bucket_storage import BucketStorage, Content, Event
+from moe_optim.megatron.gather import Bf16Gather, QuantizedGather
+from moe_optim.megatron.plugin import config_in_force
 from moe_optim.modules.grouped_weight import GroupedWeight
 
 _stock_param_uses_quantized_storage = upstream._param_uses_quantized_storage
@@ -33,9 +35,9 @@ def is_grouped_mxfp8tensor(tensor: Tensor) -> bool:
 class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
     """Megatron's buffer, where a buffer of :class:`GroupedWeight` parameters is *managed*.
 
-    A managed buffer has no ``param_data``. Every bucket gathers through its own gradient memory
-    (``bucket.storage``) and knows how to requantize what arrived (``bucket.table``). Buffers of all
-    other parameters are Megatron's to the byte.
+    A managed buffer has no ``param_data``. Every bucket knows what its gradient memory holds
+    (``bucket.storage``) and how its weights are gathered (``bucket.gather``). Buffers of all other
+    parameters are Megatron's to the byte.
     """
 
     def __init__(
@@ -77,15 +79,16 @@ class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
             param.register_hook(partial(_note_gradient, storage))
 
     def _new_bucket(self, *args: Any, **kwargs: Any) -> _ParamAndGradBucket:
-        """Create a bucket; a managed one gathers through its own gradients and nothing else's."""
+        """Create a bucket; a managed one gathers by itself, as the wire in force says."""
         bucket = super()._new_bucket(*args, **kwargs)
         if self.managed:
             names = [param.quantized_storage.name for param in bucket.params_list]
             where = names[0] if len(names) == 1 else f"{names[-1]} to {names[0]}"
             bucket.storage = BucketStorage(f"bucket {bucket.bucket_id} ({where})", bucket.grad_data)
-            bucket.param_data = bucket.storage.staging
+            bucket.param_data = bucket.grad_data[:0]  # Megatron takes a view, and leaves it
             bucket.members = list_members(bucket)
-            bucket.table = build_table(bucket)
+            wire = QuantizedGather if config_in_force().wire == "quantized" else Bf16Gather
+            bucket.gather = wire(bucket, list_slots(bucket), dp_size=self.data_parallel_world_size)
         return bucket
 
     def reset(self) -> None:
@@ -112,7 +115,19 @@ class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
         if self.managed and move_grads and was_offloaded:
             for bucket in self.buckets:
                 bucket.storage.content = Content.ZERO
-                bucket.table = build_table(bucket)  # the memory may have come back elsewhere
+                bucket.gather.forget()  # the memory may have come back elsewhere
+
+
+def list_slots(bucket: _ParamAndGradBucket) -> tuple[Slot, ...]:
+    """Return every parameter of a bucket, in the order of ``bucket.params_list``."""
+    return tuple(
+        Slot(
+            name=param.quantized_storage.name,
+            start=bucket.param_to_index[param][0],
+            shape=param.quantized_storage.shape,
+        )
+        for param in bucket.params_list
+    )
 
 
 def list_members(bucket: _ParamAndGradBucket) -> tuple[Member, ...]:
@@ -137,22 +152,6 @@ def list_members(bucket: _ParamAndGradBucket) -> tuple[Member, ...]:
             for index in range(experts)
         ]
     return tuple(members)
-
-
-def build_table(bucket: _ParamAndGradBucket) -> MemberTable:
-    """Return the requantization of a whole bucket from its staging memory, which it wipes."""
-    entries = []
-    for param in bucket.params_list:
-        start, end = bucket.param_to_index[param]
-        quantized = param.quantized_storage.quantized
-        entries.append(
-            TableEntry(
-                parameter=param.quantized_storage.name,
-                source=bucket.storage.staging[start:end].view(quantized.shape),
-                target=quantized,
-            )
-        )
-    return MemberTable.build(entries, consumed=bucket.storage.staging)
 
 
 def _note_gradient(storage: BucketStorage, _grad: Tensor) -> None:

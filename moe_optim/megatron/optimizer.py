@@ -12,11 +12,12 @@ from megatron.core.utils import log_single_rank
 from torch import Tensor
 
 from moe_optim.errors import LayoutError
-from moe_optim.layout.shards import ShardPlan, plan_shards
+from moe_optim.layout.shards import plan_shards
 from moe_optim.megatron import patches
 from moe_optim.megatron.bucket_group import GroupedBucketGroup
 from moe_optim.megatron.bucket_storage import Event
 from moe_optim.megatron.buffer import GroupedParamAndGradBuffer
+from moe_optim.megatron.gather import OwnedMaster
 from moe_optim.megatron.patching import apply_patches, patch_state, revert_patches
 from moe_optim.megatron.requirements import check_wrapped_model
 from moe_optim.modules.grouped_weight import GroupedWeight
@@ -35,8 +36,8 @@ class GroupedDistributedOptimizer(DistributedOptimizer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Shard the masters; arguments are Megatron's."""
         super().__init__(*args, **kwargs)
-        self._stagings: dict[_ParamAndGradBucket, tuple[list[Tensor], list[Tensor]]] = {}
         self._managed_groups: list[GroupedBucketGroup] = []
+        self._keep_bucket_padding = False
         if self.is_stub_optimizer or self.ddp_config.use_megatron_fsdp:
             return
         self._order_group_indices()
@@ -44,7 +45,7 @@ class GroupedDistributedOptimizer(DistributedOptimizer):
         for group in self._managed_groups:
             group.add_owner(self)
             for bucket in group.buckets:
-                self._stagings[bucket] = self._plan_staging(bucket)
+                self._check_shards(bucket)
             for param in group.params:
                 # Megatron clears these only where this rank owns a part of the parameter
                 param.clear_high_precision_init_val()
@@ -72,25 +73,34 @@ class GroupedDistributedOptimizer(DistributedOptimizer):
             and any(id(bucket) in mine for bucket in group.buckets)
         ]
 
-    def _plan_staging(self, bucket: _ParamAndGradBucket) -> tuple[list[Tensor], list[Tensor]]:
-        """Return this rank's places in the bucket (bf16 views) and the masters that go there."""
-        places, masters = [], []
-        for params, group_masters in zip(
+    def masters_of(self, bucket: _ParamAndGradBucket) -> list[OwnedMaster]:
+        """Return the masters of what this rank owns in ``bucket``, not copies."""
+        owned = []
+        for params, masters in zip(
             self.model_float16_groups, self.shard_fp32_from_float16_groups, strict=True
         ):
-            for param, master in zip(params, group_masters, strict=True):
+            for param, master in zip(params, masters, strict=True):
                 if param in bucket.params:
-                    owned = self._get_model_param_range_map(param)["gbuf_world_in_bucket"]
-                    places.append(bucket.param_data[owned.start : owned.end])
-                    masters.append(master)
-        planned = plan_shards(
+                    start = self._get_model_param_range_map(param)["param"].start
+                    owned.append(OwnedMaster(param=param, start=start, master=master))
+        return owned
+
+    def _check_shards(self, bucket: _ParamAndGradBucket) -> None:
+        """Raise LayoutError unless Megatron's shards and our own plan of them agree."""
+        plan = plan_shards(
             bucket.members,
             bucket.grad_data.numel(),
             self.data_parallel_group.rank(),
             self.data_parallel_group.size(),
         )
-        _check_against_plan(bucket, masters, planned)
-        return places, masters
+        held = sum(one.master.numel() for one in self.masters_of(bucket))
+        planned = sum(owned.numel for owned in plan.ranges)
+        if held != planned:
+            raise LayoutError(
+                f"{bucket.storage.name}: expected masters of {planned} elements on data-parallel "
+                f"rank {plan.dp_rank} of {plan.dp_size}, got {held}. Megatron lays shards out "
+                "differently from what moe_optim was built for; run `moe-optim doctor`."
+            )
 
     @classmethod
     def _build_model_and_main_param_groups(
@@ -114,12 +124,6 @@ class GroupedDistributedOptimizer(DistributedOptimizer):
         return isinstance(
             tensor, GroupedWeight
         ) or DistributedOptimizer._is_grouped_quantized_tensor(tensor)
-
-    def stage_masters(self, bucket: _ParamAndGradBucket) -> None:
-        """Copy this rank's masters, rounded to bf16, to their place in ``bucket.param_data``."""
-        places, masters = self._stagings.get(bucket, ([], []))
-        if places:
-            torch._foreach_copy_(places, masters)
 
     def _copy_model_grads_to_main_grads(self) -> None:
         """Take this rank's gradients, which must have been reduced."""
@@ -156,26 +160,71 @@ class GroupedDistributedOptimizer(DistributedOptimizer):
         if "param_state" in state_dict:  # without it, Megatron is only shaping a state to load into
             self.refresh_weights()
 
+    def sharded_param_state_fully_reshardable(self, *args: Any, **kwargs: Any) -> Any:
+        """Return states under the names of their parameters; arguments are Megatron's.
+
+        Megatron 0.19 takes each parameter's states from where it lies in the buffer, but out of
+        tensors without the padding between buckets: after the first bucket all are shifted.
+        """
+        self._keep_bucket_padding = _cuts_unpadded_states()
+        try:
+            return super().sharded_param_state_fully_reshardable(*args, **kwargs)
+        finally:
+            self._keep_bucket_padding = False
+
+    def get_parameter_state_dp_zero(self, *args: Any, **kwargs: Any) -> Any:
+        """Gather all states; arguments and result are Megatron's."""
+        state = super().get_parameter_state_dp_zero(*args, **kwargs)
+        if state is None or not self._keep_bucket_padding:
+            return state
+        for index, buffer in enumerate(self.buffers):
+            for tensors in state[index].values():
+                for key, tensor in tensors.items():
+                    if isinstance(tensor, Tensor):
+                        tensors[key] = _with_bucket_padding(tensor, buffer)
+        return state
+
+    def offload_to_cpu(self) -> None:
+        """Move masters and moments to the host; a gather that reads them is finished first."""
+        for group in self._managed_groups:
+            group.forget_masters()
+        super().offload_to_cpu()
+
+    def restore_from_cpu(self) -> None:
+        """Move masters and moments back."""
+        super().restore_from_cpu()
+        for group in self._managed_groups:
+            group.forget_masters()
+
     def refresh_weights(self) -> None:
         """Gather all quantized weights from the masters now. Every rank must call it."""
         for group in self._managed_groups:
-            group.finish_gather()
+            group.forget_masters()
             group.mark_stale(self)
             if group.all_owners_stepped():
                 group.start_param_sync(force_sync=True)
 
 
-def _check_against_plan(
-    bucket: _ParamAndGradBucket, masters: list[Tensor], plan: ShardPlan
-) -> None:
-    """Raise LayoutError unless Megatron's shards and our own plan of them agree."""
-    held, planned = sum(m.numel() for m in masters), sum(r.numel for r in plan.ranges)
-    if held != planned:
-        raise LayoutError(
-            f"{bucket.storage.name}: expected masters of {planned} elements on data-parallel rank "
-            f"{plan.dp_rank} of {plan.dp_size}, got {held}. Megatron lays shards out differently "
-            "from what moe_optim was built for; run `moe-optim doctor`."
-        )
+def _cuts_unpadded_states() -> bool:
+    """Return whether this Megatron forgets the padding; later ones count it in this variable."""
+    method = DistributedOptimizer.sharded_param_state_fully_reshardable
+    return "cumulative_padding_stripped" not in method.__code__.co_varnames
+
+
+def _with_bucket_padding(states: Tensor, buffer: GroupedParamAndGradBuffer) -> Tensor:
+    """Put zeros behind the states of each bucket: [numel_unpadded] -> [numel], one a bucket place.
+
+    Args:
+        states: of all buckets of ``buffer``, one after the other.
+        buffer: knows how long its buckets are with and without padding.
+    """
+    parts = states.split([bucket.numel_unpadded for bucket in buffer.buckets])
+    return torch.cat(
+        [
+            torch.nn.functional.pad(part, (0, bucket.grad_data.numel() - part.numel()))
+            for part, bucket in zip(parts, buffer.buckets, strict=True)
+        ]
+    )
 
 
 def get_megatron_optimizer(

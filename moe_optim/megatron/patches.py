@@ -108,6 +108,19 @@ OPTIMIZER: tuple[Patch, ...] = (
         remove_when="a parameter can say so itself",
     ),
     Patch(
+        id="param-layout",
+        target=(
+            "megatron.core.optimizer.distrib_optimizer:"
+            "DistributedOptimizer._compute_per_buffer_param_layout"
+        ),
+        replacement=(
+            "moe_optim.megatron.buffer_layout:"
+            "AlignedDistributedOptimizer._compute_per_buffer_param_layout"
+        ),
+        because="the layout is computed by a method of the base class, called by its name",
+        remove_when="the layout is computed by the optimizer's own class",
+    ),
+    Patch(
         id="distributed-optimizer",
         target="megatron.core.optimizer:DistributedOptimizer",
         replacement="moe_optim.megatron.optimizer:GroupedDistributedOptimizer",

@@ -1,0 +1,158 @@
+"""How the planes of a bucket travel: in slices that every rank gathers, or by a maximum over ranks.
+
+A *sliced* plane has as many bytes for every element of the bucket, so that the slice of a rank is
+that of its elements, and an all-gather in place completes it. A scale lies in the slice of whoever
+owns its share of the elements of its band; all owners of a band know all of its scales, so each
+slice is right. A *reduced* plane is what does not divide like that: zeros where a rank knows
+nothing, and a MAX all-reduce, which is exact because all that is written is equal and positive.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from math import prod
+
+import torch
+
+from moe_optim.errors import LayoutError
+from moe_optim.formats import BlockScaledFormat
+
+GLOBAL_AMAX = "global_amax"
+Shapes = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slot:
+    """One parameter in a bucket."""
+
+    name: str
+    start: int
+    """First element within the bucket."""
+    shape: tuple[int, int, int]
+    """Logical [E, R, C]."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameter."""
+        return prod(self.shape)
+
+    @property
+    def end(self) -> int:
+        """One past the last element within the bucket."""
+        return self.start + self.numel
+
+    def cuts(self, shard_numel: int) -> tuple[int, ...]:
+        """Return where shards of a bucket meet inside of the parameter, counted in it."""
+        first = (self.start // shard_numel + 1) * shard_numel
+        return tuple(cut - self.start for cut in range(first, self.end, shard_numel))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WirePlane:
+    """One plane of all parameters of a bucket, side by side in one piece of memory."""
+
+    name: str
+    """Field of ``QuantizedWeight``."""
+    dtype: torch.dtype
+    numel: int
+    """Entries of ``dtype``, padding included."""
+    starts: tuple[int, ...]
+    """First entry of each parameter."""
+    shapes: Shapes
+    """Shape of the plane of each parameter."""
+    bytes_per_element: Fraction | None
+    """Bytes for each element of the bucket; None for a reduced plane."""
+
+    @property
+    def is_sliced(self) -> bool:
+        """Whether ranks gather slices; else they reduce the whole plane with MAX."""
+        return self.bytes_per_element is not None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the plane."""
+        return self.numel * self.dtype.itemsize
+
+
+def plan_wire(
+    format: BlockScaledFormat, slots: Sequence[Slot], bucket_numel: int, dp_size: int
+) -> tuple[WirePlane, ...]:
+    """Return every plane that must travel for a bucket.
+
+    Args:
+        format: of all parameters in it.
+        slots: parameters, in any order; gaps between them are padding.
+        bucket_numel: elements of the bucket, padding included.
+        dp_size: ranks that own an equal part of it each.
+
+    Raises:
+        LayoutError: the bucket does not divide, or two ranks would share a byte of data.
+    """
+    if dp_size < 1 or bucket_numel % dp_size:
+        raise LayoutError(
+            f"wire: expected a bucket that divides among {dp_size} ranks, got {bucket_numel} "
+            "elements. Pad the end of the bucket."
+        )
+    planes = []
+    for direction in format.wire_directions:
+        shapes: Shapes = tuple(format.data_shape(slot.shape, direction) for slot in slots)
+        ratio = format.data_bytes_per_element
+        data = _sliced(f"{direction}_data", torch.uint8, slots, shapes, ratio, bucket_numel)
+        if data is None or (bucket_numel // dp_size * ratio) % 1:
+            raise LayoutError(
+                f"wire: {format.name}: expected shards of whole bytes, got {bucket_numel} elements "
+                f"for {dp_size} ranks at {ratio} bytes each. Set layout: aligned."
+            )
+        planes.append(data)
+        shapes = tuple(format.scale_shape(slot.shape, direction) for slot in slots)
+        name, dtype = f"{direction}_scale", format.scale_dtype
+        ratio = format.scale_bytes_per_element
+        scale = _sliced(name, dtype, slots, shapes, ratio, bucket_numel)
+        if scale is None or (bucket_numel // dp_size * ratio) % dtype.itemsize:
+            scale = _reduced(name, dtype, shapes)
+        planes.append(scale)
+    if format.has_global_amax:
+        shapes = tuple(slot.shape[:1] for slot in slots)
+        planes.append(_reduced(GLOBAL_AMAX, torch.float32, shapes))
+    return tuple(planes)
+
+
+def _sliced(
+    name: str,
+    dtype: torch.dtype,
+    slots: Sequence[Slot],
+    shapes: Shapes,
+    ratio: Fraction,
+    bucket_numel: int,
+) -> WirePlane | None:
+    """Return a plane whose entries follow the elements, or None where they do not."""
+    per_element = ratio / dtype.itemsize
+    starts = [slot.start * per_element for slot in slots]
+    sizes = [slot.numel * per_element for slot in slots]
+    whole = all(number.denominator == 1 for number in (*starts, bucket_numel * per_element))
+    if not whole or sizes != [prod(shape) for shape in shapes]:
+        return None
+    return WirePlane(
+        name=name,
+        dtype=dtype,
+        numel=int(bucket_numel * per_element),
+        starts=tuple(int(start) for start in starts),
+        shapes=shapes,
+        bytes_per_element=ratio,
+    )
+
+
+def _reduced(name: str, dtype: torch.dtype, shapes: Shapes) -> WirePlane:
+    """Return a plane with one parameter after the other."""
+    starts, total = [], 0
+    for shape in shapes:
+        starts.append(total)
+        total += prod(shape)
+    return WirePlane(
+        name=name,
+        dtype=dtype,
+        numel=total,
+        starts=tuple(starts),
+        shapes=shapes,
+        bytes_per_element=None,
+    )
