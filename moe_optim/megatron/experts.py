@@ -6,25 +6,22 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # torch's own spelling
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.models import backends
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.random import (
     get_cuda_rng_tracker,
     get_expert_parallel_rng_tracker_name,
 )
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 from torch import Tensor
 
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError
 from moe_optim.formats import get_format
+from moe_optim.megatron.expert_shards import empty_extra_state, list_shards
 from moe_optim.megatron.plugin import active_config
 from moe_optim.modules.grouped_linear import GroupedLinear
-from moe_optim.modules.grouped_weight import GroupedWeight
 
 _stock_grouped_mlp_modules = backends.LocalSpecProvider.grouped_mlp_modules
 
@@ -42,7 +39,7 @@ class GroupedExperts(MegatronModule):
     """SwiGLU experts of one layer, bf16 activations, weights in any storage format.
 
     Initial weights are those of Megatron's ``SequentialMLP``: drawn in bf16 expert by expert, fc1
-    then fc2, from the expert-parallel random stream.
+    then fc2, from the expert-parallel random stream. Biases start at zero.
 
     Args:
         num_local_experts: experts on this rank.
@@ -76,6 +73,7 @@ class GroupedExperts(MegatronModule):
             num_local_experts,
             format=get_format(moe_optim_config.format) if quantized else None,
             expert_layout=moe_optim_config.expert_layout,
+            bias=config.add_bias_linear,
             fuse_wgrad_accumulation=moe_optim_config.fuse_wgrad_accumulation,
             device=device,
         )
@@ -83,15 +81,8 @@ class GroupedExperts(MegatronModule):
         self.linear_fc1 = make(2 * ffn, hidden, name=f"{where}.linear_fc1")
         self.linear_fc2 = make(hidden, ffn, name=f"{where}.linear_fc2")
         self._initialize(keep_for_masters=quantized)
-        expert_parallel = config.expert_model_parallel_size > 1
-        first_expert = pg_collection.ep.rank() * num_local_experts
-        for linear, partition_dim in ((self.linear_fc1, 0), (self.linear_fc2, 1)):
-            for index, weight in enumerate(linear.weights()):
-                weight.first_expert = first_expert + index  # type: ignore[attr-defined]
-                weight.allreduce = not expert_parallel  # type: ignore[attr-defined]
-                # counted from the last two axes: the axis of the experts comes before them
-                dim = partition_dim + weight.dim() - 2
-                set_tensor_model_parallel_attributes(weight, True, dim, 1)
+        for shard in list_shards(self):
+            shard.describe(config, first_expert=pg_collection.ep.rank() * num_local_experts)
 
     def _initialize(self, *, keep_for_masters: bool) -> None:
         if not self.config.perform_initialization:
@@ -127,18 +118,26 @@ class GroupedExperts(MegatronModule):
             permuted_probs: [T] routing weight of each token, any float dtype.
 
         Returns:
-            [T, hidden] bf16, and None: there is no bias.
+            [T, hidden] bf16, and None: biases are added already.
         """
-        tokens = permuted_local_hidden_states
+        tokens, probs = permuted_local_hidden_states, permuted_probs.unsqueeze(-1)
         ends = tokens_per_expert.to(tokens.device).cumsum(0).to(torch.int32)
         hidden = self.linear_fc1(tokens, ends)
-        return self.linear_fc2(self._activate(hidden, permuted_probs.unsqueeze(-1)), ends), None
+        if not self.config.add_bias_linear:
+            return self.linear_fc2(self._activate(hidden, None, probs), ends), None
+        counts = tokens_per_expert.tolist()
+        hidden = self._activate(hidden, self.linear_fc1.token_biases(counts), probs)
+        output = self.linear_fc2(hidden, ends)
+        scaled_biases = self.linear_fc2.token_biases(counts, probs.dtype) * probs
+        return (output + scaled_biases).to(output.dtype), None
 
-    def _activate(self, hidden: Tensor, probs: Tensor) -> Tensor:
+    def _activate(self, hidden: Tensor, biases: Tensor | None, probs: Tensor) -> Tensor:
         """Apply SwiGLU and the routing weights, fused or step by step as Megatron's MLP does."""
         if self.config.bias_activation_fusion:
             store_fp8 = self.config.activation_func_fp8_input_store
-            return weighted_bias_swiglu_impl(hidden, None, probs, store_fp8)
+            return weighted_bias_swiglu_impl(hidden, biases, probs, store_fp8)
+        if biases is not None:
+            hidden = hidden + biases
         gate, linear = torch.chunk(hidden, 2, dim=-1)
         gated = F.silu(gate) * (linear + self.config.glu_linear_offset)
         return (gated * probs).to(gated.dtype)
@@ -152,30 +151,30 @@ class GroupedExperts(MegatronModule):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Return all weights under Megatron's expert keys, exchangeable with ``SequentialMLP``.
+        """Return all parameters under Megatron's expert keys, exchangeable with ``SequentialMLP``.
 
-        Keys are ``{prefix}experts.linear_fcN.weight`` of global shape [experts, R, C]; the values
-        saved are bf16. With each linear goes an empty ``_extra_state`` an expert, which Megatron's
-        own linears save and ask for. No rank communicates.
+        Keys are ``{prefix}experts.linear_fcN.weight`` of global shape [experts, R, C], and
+        ``.bias`` of [experts, R]; the values saved are bf16. With each linear goes an empty
+        ``_extra_state`` an expert, which Megatron's own linears save and ask for. No rank
+        communicates.
         """
         if (metadata or {}).get("singleton_local_shards", False):
             raise ConfigError(
                 "portable experts: singleton_local_shards: expected one key for all experts, got "
                 "one key an expert. Save with Megatron's default metadata."
             )
+        keys, axis, groups = f"{prefix}experts.", len(sharded_offsets), self.pg_collection
         state: dict[str, Any] = {}
-        for name, linear in (("linear_fc1", self.linear_fc1), ("linear_fc2", self.linear_fc2)):
-            key = f"{prefix}experts.{name}"
-            for parameter_name, weight in linear.named_parameters(recurse=False):
-                state[f"{prefix}{name}.{parameter_name}"] = self._sharded_weight(
-                    f"{key}.weight", weight, self._expert_offset(parameter_name), sharded_offsets
-                )
+        for shard in list_shards(self):
+            place = (axis, *self._place_of(shard.expert))
+            state[f"{prefix}{shard.linear}.{shard.name}"] = shard.sharded(
+                keys, place, sharded_offsets, groups
+            )
+        for linear in ("linear_fc1", "linear_fc2"):
             for index in range(self.num_local_experts):
-                state[f"{prefix}{name}._extra_state{index}"] = make_sharded_object_for_checkpoint(
-                    None,
-                    f"{key}._extra_state",
-                    (*sharded_offsets, (len(sharded_offsets), *self._place_of(index))),
-                    replica_id=(0, 0, self.pg_collection.expt_dp.rank()),
+                place = (axis, *self._place_of(index))
+                state[f"{prefix}{linear}._extra_state{index}"] = empty_extra_state(
+                    f"{keys}{linear}._extra_state", place, sharded_offsets, groups
                 )
         return state
 
@@ -188,45 +187,19 @@ class GroupedExperts(MegatronModule):
                 state_dict.pop(f"{prefix}{name}._extra_state{index}", None)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
-    def _place_of(self, local_expert: int) -> tuple[int, int]:
-        """Return an expert's global index, and how many there are."""
-        ep_rank, ep_size = self.pg_collection.ep.rank(), self.pg_collection.ep.size()
-        return ep_rank * self.num_local_experts + local_expert, ep_size * self.num_local_experts
-
-    def _expert_offset(self, parameter_name: str) -> tuple[bool, int, int]:
-        """Return whether the expert axis is prepended, a parameter's place, its length."""
-        index = parameter_name.removeprefix("weight")
-        if not index:
-            return False, self.pg_collection.ep.rank(), self.pg_collection.ep.size()
-        return True, *self._place_of(int(index))
-
-    def _sharded_weight(
-        self,
-        key: str,
-        weight: torch.nn.Parameter,
-        expert: tuple[bool, int, int],
-        sharded_offsets: tuple[tuple[int, int, int], ...],
-    ) -> Any:
-        prepended, position, count = expert
-        axes = len(sharded_offsets)
-        offsets = (*sharded_offsets, (axes, position, count))
-        replica = (0, 0, self.pg_collection.expt_dp.rank())
-
-        def build(key: str, tensor: Tensor, replica_id: Any, _flat: Any = None) -> ShardedTensor:
-            # the optimizer calls this too, with its fp32 states in place of the weight
-            values = tensor.dequantize() if isinstance(tensor, GroupedWeight) else tensor
-            return ShardedTensor.from_rank_offsets(
-                key, values, *offsets, replica_id=replica_id, prepend_axis_num=axes + prepended
-            )
-
-        if not isinstance(weight, GroupedWeight):
-            return build(key, weight, replica)
-        return ShardedTensorFactory(key, weight, build, lambda loaded: loaded, replica)
+    def _place_of(self, local_expert: int | None) -> tuple[int, int]:
+        """Return the place of a local expert, or of all local ones, and how many there are."""
+        rank, size = self.pg_collection.ep.rank(), self.pg_collection.ep.size()
+        if local_expert is None:
+            return rank, size
+        return rank * self.num_local_experts + local_expert, size * self.num_local_experts
 
 
 def _refuse_unsupported(config: TransformerConfig, pg_collection: Any) -> None:
     refused = {
-        "--add-bias-linear (give --disable-bias-linear)": config.add_bias_linear,
+        "biases with fused SwiGLU (give --disable-bias-linear or --no-bias-swiglu-fusion)": (
+            config.add_bias_linear and config.bias_activation_fusion
+        ),
         "an activation other than --swiglu": not (
             config.gated_linear_unit and config.activation_func is F.silu
         ),
@@ -243,6 +216,6 @@ def _refuse_unsupported(config: TransformerConfig, pg_collection: Any) -> None:
     found = [what for what, is_set in refused.items() if is_set]
     if found:
         raise ConfigError(
-            f"portable experts: expected SwiGLU experts in bf16 without biases, got "
+            f"portable experts: expected features they have, got "
             f"{'; '.join(found)}. Change these flags, or drop --moe-grouped-gemm for stock experts."
         )

@@ -16,11 +16,14 @@ ExpertLayout = Literal["grouped", "indexed"]
 
 
 class GroupedLinear(torch.nn.Module):
-    """Weights of all local experts of one linear, without bias.
+    """Weights of all local experts of one linear, and their biases if it has any.
 
     Parameters are ``weight`` [E, R, C] in ``grouped`` layout, ``weight0 .. weight{E-1}`` [R, C] in
     ``indexed`` layout. Quantized experts lie in one storage [E, R, C] in both, so either layout
     multiplies in one call. bf16 experts are ordinary parameters.
+
+    Biases are bf16 whatever the format: ``bias`` [E, R], or ``bias0 .. bias{E-1}`` [R]. The product
+    does not add them; callers get them from :meth:`token_biases`, and fuse or scale the addition.
 
     Args:
         num_experts: E, local experts.
@@ -28,6 +31,7 @@ class GroupedLinear(torch.nn.Module):
         in_features: C.
         format: block-scaled storage format, or None for bf16.
         expert_layout: how parameters are cut.
+        bias: whether there are biases, zero at first.
         fuse_wgrad_accumulation: add weight gradients straight into ``main_grad`` where there is
             one, instead of returning them through autograd.
         name: for errors.
@@ -37,7 +41,7 @@ class GroupedLinear(torch.nn.Module):
         LayoutError: the shape does not fit the format.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # all but the shape by name
         self,
         num_experts: int,
         out_features: int,
@@ -45,11 +49,13 @@ class GroupedLinear(torch.nn.Module):
         *,
         format: BlockScaledFormat | None,
         expert_layout: ExpertLayout = "grouped",
+        bias: bool = False,
         fuse_wgrad_accumulation: bool = True,
         name: str = "weight",
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        self.name = name
         self.shape = (num_experts, out_features, in_features)
         self.expert_layout = expert_layout
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
@@ -58,6 +64,16 @@ class GroupedLinear(torch.nn.Module):
             storage = PortableStorage(format, self.shape, name=f"{name}.weight", device=device)
         for parameter_name, parameter in self._make_parameters(storage, device):
             self.register_parameter(parameter_name, parameter)
+        if bias:
+            for bias_name, shape in self._bias_shapes().items():
+                values = torch.zeros(shape, dtype=torch.bfloat16, device=device)
+                self.register_parameter(bias_name, torch.nn.Parameter(values))
+
+    def _bias_shapes(self) -> dict[str, tuple[int, ...]]:
+        experts, rows, _ = self.shape
+        if self.expert_layout == "grouped":
+            return {"bias": (experts, rows)}
+        return {f"bias{index}": (rows,) for index in range(experts)}
 
     def _make_parameters(
         self, whole: PortableStorage | None, device: torch.device | str | None
@@ -91,27 +107,57 @@ class GroupedLinear(torch.nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GroupedLinear":
         """Move quantized experts as one storage; bf16 is their dtype already, and the only one."""
-        storages = self.storages()
-        if not storages:
+        if not self.storages():
             return super()._apply(fn, recurse)
+        self._move_storages(fn)
+        for bias in self.biases():
+            bias.data = fn(bias.data)
+        return self
+
+    def _move_storages(self, fn: Callable[[Tensor], Tensor]) -> None:
         whole = self.storage
         if whole is None:  # apart in buckets: they must all stay where they are
-            for storage in storages:
+            for storage in self.storages():
                 _moved(storage, fn)
-            return self
+            return
         moved = _moved(whole, fn)
         if moved is whole:
-            return self
+            return
         for index, weight in enumerate(self.weights()):
             old: PortableStorage = weight.quantized_storage  # type: ignore[attr-defined]
             new = moved if self.expert_layout == "grouped" else moved.expert(index)
             new.is_fresh, new.initial = old.is_fresh, old.initial
             weight.quantized_storage = new  # type: ignore[attr-defined]
-        return self
 
     def weights(self) -> list[torch.nn.Parameter]:
-        """Return the parameters in expert order: one in ``grouped`` layout, E in ``indexed``."""
-        return list(self.parameters(recurse=False))
+        """Return the weights in expert order: one in ``grouped`` layout, E in ``indexed``."""
+        return self._parameters_called("weight")
+
+    def biases(self) -> list[torch.nn.Parameter]:
+        """Return the biases in expert order, as many as weights; none in a linear without."""
+        return self._parameters_called("bias")
+
+    def _parameters_called(self, kind: str) -> list[torch.nn.Parameter]:
+        named = self.named_parameters(recurse=False)
+        return [parameter for name, parameter in named if name.startswith(kind)]
+
+    def token_biases(self, counts: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+        """Return the bias of each token's expert.
+
+        Their gradients are summed over each expert's tokens in ``dtype``, then rounded to bf16.
+
+        Args:
+            counts: tokens of each expert, T in all.
+            dtype: what the biases are cast to; bf16 if not given.
+
+        Returns:
+            [T, R].
+        """
+        biases: Sequence[Tensor] = [bias.to(dtype or bias.dtype) for bias in self.biases()]
+        if self.expert_layout == "grouped":
+            biases = biases[0].unbind(0)
+        rows = zip(biases, counts, strict=True)
+        return torch.cat([bias.expand(count, -1) for bias, count in rows])
 
     @torch.no_grad()
     def load_values(self, values: Tensor, *, keep_for_masters: bool = False) -> None:
@@ -228,7 +274,7 @@ class _GroupedProduct(torch.autograd.Function):
         output_grad = output_grad.contiguous()
         if linear.version() != ctx.version:
             raise StateError(
-                f"{linear.weights()[0]!r}: the weights were rewritten between forward and "
+                f"{linear.name}.weight: the weights were rewritten between forward and "
                 "backward. Finish the backward passes of a step before the optimizer steps."
             )
         tokens_grad = None

@@ -215,6 +215,7 @@ def test_training_with_stored_experts_equals_quantizing_bf16_experts_on_the_fly(
 
 SUPPORTED = {
     "add_bias_linear": False,
+    "bias_activation_fusion": True,
     "gated_linear_unit": True,
     "activation_func": torch.nn.functional.silu,
     "activation_func_clamp_value": None,
@@ -229,7 +230,9 @@ SUPPORTED = {
     "expert_tensor_parallel_size": 1,
 }
 UNSUPPORTED = {  # what the error calls it -> what is set
-    "--add-bias-linear": {"add_bias_linear": True},
+    "biases with fused SwiGLU (give --disable-bias-linear or --no-bias-swiglu-fusion)": {
+        "add_bias_linear": True
+    },
     "--swiglu": {"activation_func": torch.nn.functional.gelu},
     "other than --swiglu": {"gated_linear_unit": False},
     "--activation-func-clamp-value": {"activation_func_clamp_value": 0.0},

@@ -1,0 +1,144 @@
+"""Megatron's sequential experts and the portable ones side by side, alone in their ranks."""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moe_optim.config import MoEOptimConfig
+
+HIDDEN, FFN, EXPERTS = 64, 96, 3
+COUNTS = (5, 0, 9)
+"""Tokens of each expert; the second one has none."""
+
+
+def start_ranks(**parallel: int) -> None:
+    """Make this process a rank of Megatron on the CPU; fused functions run step by step."""
+    from megatron.core import parallel_state
+
+    from moe_optim.megatron import cpu_runtime
+
+    cpu_runtime.install()
+    torch.distributed.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(**parallel)
+    torch.compiler.set_stance("force_eager")  # compiled for other shapes, they may round otherwise
+
+
+def make_config(**changes: Any) -> Any:
+    """Return a transformer configuration of SwiGLU experts in bf16, with ``changes``."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    settings = {
+        "num_layers": 1,
+        "hidden_size": HIDDEN,
+        "num_attention_heads": 2,
+        "ffn_hidden_size": FFN,
+        "moe_ffn_hidden_size": FFN,
+        "num_moe_experts": EXPERTS,
+        "moe_grouped_gemm": True,
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "bias_activation_fusion": False,
+        "bf16": True,
+        "params_dtype": torch.bfloat16,
+        "init_method_std": 0.2,
+        "use_cpu_initialization": False,
+    }
+    return TransformerConfig(**settings | changes)
+
+
+def make_stock(config: Any) -> torch.nn.Module:
+    """Return Megatron's own experts, drawn with seed 1."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.mlp import MLPSubmodules
+    from megatron.core.transformer.moe.experts import SequentialMLP
+
+    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    return SequentialMLP(EXPERTS, config, linears, pg_collection=_seeded_groups())
+
+
+def make_ours(config: Any, **knobs: Any) -> torch.nn.Module:
+    """Return the portable experts, drawn with seed 1; bf16 unless ``knobs`` say otherwise."""
+    from moe_optim.megatron.experts import GroupedExperts
+
+    return GroupedExperts(
+        EXPERTS,
+        config,
+        moe_optim_config=MoEOptimConfig(**{"format": "bf16"} | knobs),
+        pg_collection=_seeded_groups(),
+        name="experts",
+    )
+
+
+def _seeded_groups() -> Any:
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+
+    model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+    return get_default_pg_collection()
+
+
+def by_expert(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return parameters of any layout as ``EXPERT.LINEAR.KIND``, and each one of its expert."""
+    found = {}
+    for name, tensor in named.items():
+        linear, kind = re.search(r"(linear_fc[12])\.(weight|bias)", name).groups()
+        index = re.search(r"local_experts\.(\d+)|(?:weight|bias)(\d+)", name)
+        if index is None:
+            found |= {f"{i}.{linear}.{kind}": part for i, part in enumerate(tensor)}
+        else:
+            found[f"{index[1] or index[2]}.{linear}.{kind}"] = tensor
+    return found
+
+
+def values_of(experts: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the values of all parameters by expert; writes into them reach the parameters."""
+    return by_expert({name: p.data for name, p in experts.named_parameters()})
+
+
+@dataclass
+class Passes:
+    """What a forward and a backward pass gave."""
+
+    output: torch.Tensor
+    tokens_grad: torch.Tensor
+    probs_grad: torch.Tensor
+    grads: dict[str, torch.Tensor]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return all of it under names."""
+        return {
+            "output": self.output,
+            "dgrad": self.tokens_grad,
+            "gradient of the routing weights": self.probs_grad,
+            **self.grads,
+        }
+
+
+def run_passes(
+    experts: torch.nn.Module,
+    counts: tuple[int, ...] = COUNTS,
+    *,
+    seed: int = 2,
+    probs_dtype: torch.dtype = torch.float32,
+) -> Passes:
+    """Send tokens of ``seed`` through experts, and a gradient back."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randn(sum(counts), HIDDEN, generator=generator).bfloat16().requires_grad_()
+    probs = torch.rand(sum(counts), generator=generator).to(probs_dtype).requires_grad_()
+    output_grad = torch.randn(sum(counts), HIDDEN, generator=generator).bfloat16()
+    output, bias = experts(tokens, torch.tensor(counts), probs)
+    assert bias is None
+    output.backward(output_grad)
+    grads = by_expert({name: p.grad for name, p in experts.named_parameters()})
+    return Passes(output.detach(), tokens.grad, probs.grad, grads)
+
+
+def randomize_biases(experts: torch.nn.Module) -> None:
+    """Give every bias values of its own, the same in any layout."""
+    for index, (name, values) in enumerate(sorted(values_of(experts).items())):
+        if name.endswith("bias"):
+            generator = torch.Generator().manual_seed(index)
+            values.copy_(torch.randn(values.shape, generator=generator))
