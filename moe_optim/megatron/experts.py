@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # torch's own spelling
+from megatron.core.fusions.fused_bias_geglu import quick_gelu, weighted_bias_quick_geglu_impl
 from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.models import backends
 from megatron.core.tensor_parallel.random import (
@@ -21,6 +22,7 @@ from moe_optim.errors import ConfigError
 from moe_optim.formats import get_format
 from moe_optim.megatron.expert_shards import empty_extra_state, list_shards
 from moe_optim.megatron.plugin import active_config
+from moe_optim.modules.activation import glu
 from moe_optim.modules.grouped_linear import GroupedLinear
 
 _stock_grouped_mlp_modules = backends.LocalSpecProvider.grouped_mlp_modules
@@ -36,7 +38,7 @@ def grouped_mlp_modules(
 
 
 class GroupedExperts(MegatronModule):
-    """SwiGLU experts of one layer, bf16 activations, weights in any storage format.
+    """SwiGLU or quick-GeGLU experts of one layer, bf16 activations, weights in any storage format.
 
     Initial weights are those of Megatron's ``SequentialMLP``: drawn in bf16 expert by expert, fc1
     then fc2, from the expert-parallel random stream. Biases start at zero.
@@ -132,14 +134,19 @@ class GroupedExperts(MegatronModule):
         return (output + scaled_biases).to(output.dtype), None
 
     def _activate(self, hidden: Tensor, biases: Tensor | None, probs: Tensor) -> Tensor:
-        """Apply SwiGLU and the routing weights, fused or step by step as Megatron's MLP does."""
-        if self.config.bias_activation_fusion:
-            store_fp8 = self.config.activation_func_fp8_input_store
+        """Apply the activation and the routing weights, fused or not as Megatron's MLP does."""
+        config = self.config
+        store_fp8 = config.activation_func_fp8_input_store
+        offset, clamp_value = config.glu_linear_offset, config.activation_func_clamp_value
+        if config.bias_activation_fusion and config.activation_func is quick_gelu:
+            return weighted_bias_quick_geglu_impl(
+                hidden, biases, probs, store_fp8, offset, clamp_value
+            )
+        if config.bias_activation_fusion:
             return weighted_bias_swiglu_impl(hidden, biases, probs, store_fp8)
         if biases is not None:
             hidden = hidden + biases
-        gate, linear = torch.chunk(hidden, 2, dim=-1)
-        gated = F.silu(gate) * (linear + self.config.glu_linear_offset)
+        gated = glu(hidden, config.activation_func, linear_offset=offset, clamp_value=clamp_value)
         return (gated * probs).to(gated.dtype)
 
     def backward_dw(self) -> None:
@@ -196,14 +203,17 @@ class GroupedExperts(MegatronModule):
 
 
 def _refuse_unsupported(config: TransformerConfig, pg_collection: Any) -> None:
+    fused_swiglu = config.bias_activation_fusion and config.activation_func is F.silu
     refused = {
         "biases with fused SwiGLU (give --disable-bias-linear or --no-bias-swiglu-fusion)": (
-            config.add_bias_linear and config.bias_activation_fusion
+            fused_swiglu and config.add_bias_linear
         ),
-        "an activation other than --swiglu": not (
-            config.gated_linear_unit and config.activation_func is F.silu
+        "an activation other than --swiglu or --quick-geglu": not (
+            config.gated_linear_unit and config.activation_func in (F.silu, quick_gelu)
         ),
-        "--activation-func-clamp-value": config.activation_func_clamp_value is not None,
+        "--activation-func-clamp-value with fused SwiGLU (give --no-bias-swiglu-fusion)": (
+            fused_swiglu and config.activation_func_clamp_value is not None
+        ),
         "--use-te-activation-func": config.use_te_activation_func,
         "--moe-apply-probs-on-input": config.moe_apply_probs_on_input,
         "--moe-latent-size": config.moe_latent_size is not None,

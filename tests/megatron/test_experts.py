@@ -234,8 +234,8 @@ UNSUPPORTED = {  # what the error calls it -> what is set
         "add_bias_linear": True
     },
     "--swiglu": {"activation_func": torch.nn.functional.gelu},
-    "other than --swiglu": {"gated_linear_unit": False},
-    "--activation-func-clamp-value": {"activation_func_clamp_value": 0.0},
+    "other than --swiglu or --quick-geglu": {"gated_linear_unit": False},
+    "--activation-func-clamp-value with fused SwiGLU": {"activation_func_clamp_value": 0.0},
     "--use-te-activation-func": {"use_te_activation_func": True},
     "--moe-apply-probs-on-input": {"moe_apply_probs_on_input": True},
     "--moe-latent-size": {"moe_latent_size": 32},
