@@ -138,15 +138,22 @@ class GroupedExperts(MegatronModule):
         config = self.config
         store_fp8 = config.activation_func_fp8_input_store
         offset, clamp_value = config.glu_linear_offset, config.activation_func_clamp_value
-        if config.bias_activation_fusion and config.activation_func is quick_gelu:
+        fused = _fuses_activation(config)
+        if fused and config.activation_func is quick_gelu:
             return weighted_bias_quick_geglu_impl(
                 hidden, biases, probs, store_fp8, offset, clamp_value
             )
-        if config.bias_activation_fusion:
+        if fused:
             return weighted_bias_swiglu_impl(hidden, biases, probs, store_fp8)
         if biases is not None:
             hidden = hidden + biases
-        gated = glu(hidden, config.activation_func, linear_offset=offset, clamp_value=clamp_value)
+        gated = glu(
+            hidden,
+            config.activation_func,
+            linear_offset=offset,
+            clamp_value=clamp_value,
+            interleave_size=config.moe_mlp_glu_interleave_size,
+        )
         return (gated * probs).to(gated.dtype)
 
     def backward_dw(self) -> None:
@@ -202,8 +209,14 @@ class GroupedExperts(MegatronModule):
         return rank * self.num_local_experts + local_expert, size * self.num_local_experts
 
 
+def _fuses_activation(config: TransformerConfig) -> bool:
+    """Return whether Megatron would call its fused activation; it has none for interleaving."""
+    return config.bias_activation_fusion and config.moe_mlp_glu_interleave_size is None
+
+
 def _refuse_unsupported(config: TransformerConfig, pg_collection: Any) -> None:
-    fused_swiglu = config.bias_activation_fusion and config.activation_func is F.silu
+    fused_swiglu = _fuses_activation(config) and config.activation_func is F.silu
+    interleave_size = config.moe_mlp_glu_interleave_size or 1
     refused = {
         "biases with fused SwiGLU (give --disable-bias-linear or --no-bias-swiglu-fusion)": (
             fused_swiglu and config.add_bias_linear
@@ -213,6 +226,10 @@ def _refuse_unsupported(config: TransformerConfig, pg_collection: Any) -> None:
         ),
         "--activation-func-clamp-value with fused SwiGLU (give --no-bias-swiglu-fusion)": (
             fused_swiglu and config.activation_func_clamp_value is not None
+        ),
+        f"--moe-mlp-glu-interleave-size {interleave_size}, which does not divide "
+        f"--moe-ffn-hidden-size {config.moe_ffn_hidden_size}": (
+            config.moe_ffn_hidden_size % interleave_size != 0
         ),
         "--use-te-activation-func": config.use_te_activation_func,
         "--moe-apply-probs-on-input": config.moe_apply_probs_on_input,

@@ -5,7 +5,9 @@ from typing import Any
 import pytest
 import torch
 
+from moe_optim.modules.activation import remove_interleaving
 from tests.support import experts
+from tests.support.bytes import assert_bytes_equal
 from tests.support.ranks import run_ranks
 from tests.support.training import assert_same_tensors
 
@@ -82,3 +84,64 @@ def test_every_option_makes_a_difference(results):
         for options in all_options[1:]:
             assert not torch.equal(tensors[activation, options]["dgrad"], plain), options
     assert not torch.equal(tensors["SwiGLU", ()]["output"], tensors["quick-GeGLU", ()]["output"])
+
+
+# Gate and linear half in turn
+
+INTERLEAVE_SIZE = 16
+
+
+def interleaved_rows() -> list[int]:
+    """Return where each row of an interleaved first linear stands in one of halves."""
+    rows = []
+    for first in range(0, experts.FFN, INTERLEAVE_SIZE):
+        gate = range(first, first + INTERLEAVE_SIZE)
+        rows += [*gate, *(experts.FFN + row for row in gate)]
+    return rows
+
+
+def _compare_interleaved(knobs: dict[str, str]) -> list[dict[str, torch.Tensor]]:
+    """Return the passes of experts in halves, and of the same experts interleaved."""
+    experts.start_ranks()
+    changes = {"add_bias_linear": True, **OPTIONS["clamp"], **OPTIONS["offset"]}
+    halves = experts.make_ours(experts.make_config(**changes), **knobs)
+    changes |= {"moe_mlp_glu_interleave_size": INTERLEAVE_SIZE}
+    interleaved = experts.make_ours(experts.make_config(**changes), **knobs)
+    experts.randomize_biases(halves)
+    mine = experts.values_of(interleaved)
+    for name, values in experts.values_of(halves).items():
+        mine[name].copy_(values[interleaved_rows()] if "linear_fc1" in name else values)
+    return [experts.run_passes(module).tensors() for module in (halves, interleaved)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_interleaved_experts_are_those_of_their_halves(layout):
+    """Rows in another order give the same outputs, and gradients in that order."""
+    ((halves, interleaved),) = run_ranks(1, _compare_interleaved, {"expert_layout": layout})
+    for name in halves.keys() - {"dgrad"}:  # it sums over rows, in their order
+        if "linear_fc1" in name:
+            halves[name] = halves[name][interleaved_rows()]
+    torch.testing.assert_close(interleaved.pop("dgrad"), halves.pop("dgrad"))
+    assert_same_tensors(interleaved, halves, what="interleaved")
+
+
+@pytest.mark.parametrize("size", [1, 16, 96])
+def test_columns_are_put_in_order_as_megatron_does(size):
+    from megatron.core.transformer.moe.experts import TEGroupedMLP
+
+    hidden = torch.randn(7, 2 * experts.FFN, generator=torch.Generator().manual_seed(0)).bfloat16()
+    expected = TEGroupedMLP._remove_glu_interleaving(hidden, size)
+    assert_bytes_equal(remove_interleaving(hidden, size), expected)
+
+
+def _compare_with_fusion() -> list[dict[str, torch.Tensor]]:
+    experts.start_ranks()
+    changes = {"moe_mlp_glu_interleave_size": INTERLEAVE_SIZE, **OPTIONS["biases"]}
+    configs = [experts.make_config(**changes, **fused) for fused in ({}, OPTIONS["fused"])]
+    return [experts.run_passes(experts.make_ours(config)).tensors() for config in configs]
+
+
+def test_interleaved_experts_go_step_by_step_where_fusion_is_asked_for():
+    """As in Megatron's grouped experts, whose fused activations know no interleaving."""
+    ((plain, fused),) = run_ranks(1, _compare_with_fusion)
+    assert_same_tensors(fused, plain, what="fused")

@@ -219,6 +219,8 @@ SUPPORTED = {
     "gated_linear_unit": True,
     "activation_func": torch.nn.functional.silu,
     "activation_func_clamp_value": None,
+    "moe_mlp_glu_interleave_size": None,
+    "moe_ffn_hidden_size": 96,
     "use_te_activation_func": False,
     "moe_apply_probs_on_input": False,
     "moe_latent_size": None,
@@ -236,6 +238,9 @@ UNSUPPORTED = {  # what the error calls it -> what is set
     "--swiglu": {"activation_func": torch.nn.functional.gelu},
     "other than --swiglu or --quick-geglu": {"gated_linear_unit": False},
     "--activation-func-clamp-value with fused SwiGLU": {"activation_func_clamp_value": 0.0},
+    "--moe-mlp-glu-interleave-size 64, which does not divide --moe-ffn-hidden-size 96": {
+        "moe_mlp_glu_interleave_size": 64
+    },
     "--use-te-activation-func": {"use_te_activation_func": True},
     "--moe-apply-probs-on-input": {"moe_apply_probs_on_input": True},
     "--moe-latent-size": {"moe_latent_size": 32},
