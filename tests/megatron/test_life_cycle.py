@@ -1,4 +1,4 @@
-"""Weights and gradients share memory in managed buckets, and no order of calls mixes them up.
+"""No order of calls mixes up weights and gradients, whether they share memory (wire bf16) or not.
 
 Each hazard is named after what a training loop does; all are sequences that have corrupted weights
 or gradients in Megatron's own shared buffer, or would.
@@ -19,6 +19,9 @@ from tests.support.ranks import run_ranks
 from tests.support.training import OVERLAP, Record, assert_same_run, pretrain, weight_bytes
 
 MXFP8 = MoEOptimConfig(format="mxfp8")
+SHARING = MoEOptimConfig(format="mxfp8", wire="bf16", layout="stock")
+"""Gathers through gradient memory."""
+WIRES = pytest.mark.parametrize("config", [MXFP8, SHARING], ids=["wire quantized", "wire bf16"])
 FLAGS = ["--train-iters", "12", "--eval-interval", "1000000"]
 
 
@@ -113,19 +116,23 @@ def _do_one_harmless_thing(step: int, model: list[Any], optimizer: Any) -> None:
         HARMLESS[step % len(HARMLESS)](model, optimizer)
 
 
-def _train(flags: list[str], interrupted: bool) -> Record:
-    return pretrain(flags, MXFP8, after_step=_do_one_harmless_thing if interrupted else None)
+def _train(flags: list[str], interrupted: bool, config: MoEOptimConfig = MXFP8) -> Record:
+    return pretrain(flags, config, after_step=_do_one_harmless_thing if interrupted else None)
 
 
 @pytest.mark.parametrize(
-    "precision", [["--grad-reduce-in-bf16"], []], ids=["bf16 grads", "fp32 grads"]
+    ("config", "precision"),
+    [(MXFP8, []), (SHARING, []), (SHARING, ["--grad-reduce-in-bf16"])],
+    ids=["wire quantized", "wire bf16, fp32 grads", "wire bf16, bf16 grads"],
 )
-def test_what_a_loop_may_do_between_steps_leaves_no_trace(precision: list[str]):
+def test_what_a_loop_may_do_between_steps_leaves_no_trace(
+    config: MoEOptimConfig, precision: list[str]
+):
     """Rollouts with hooks on, forced gathers, freed buffers, gathers nobody waits for, offloading:
     after each, training goes on to the bit as if it had not happened."""
     flags = [*FLAGS, *OVERLAP, *precision]
-    undisturbed = run_ranks(2, _train, flags, False)
-    disturbed = run_ranks(2, _train, flags, True)
+    undisturbed = run_ranks(2, _train, flags, False, config)
+    disturbed = run_ranks(2, _train, flags, True, config)
     for rank in range(2):
         assert_same_run(disturbed[rank], undisturbed[rank], what=f"rank {rank}")
 
@@ -207,18 +214,74 @@ def _misuse(model: list[Any], optimizer: Any) -> None:
 
 
 def _train_and_misuse(flags: list[str]) -> Record:
-    return pretrain(flags, MXFP8, observe=_misuse)
+    return pretrain(flags, SHARING, observe=_misuse)
 
 
 def test_forbidden_orders_of_calls_raise_and_lose_nothing():
-    """Stepping on unreduced gradients, gathering over unused ones, reading stale weights,
-    accumulating on a finished step, gathering into offloaded memory: each raises by name."""
+    """Where memory is shared: stepping on unreduced gradients, gathering over unused ones, reading
+    stale weights, accumulating on a finished step, gathering into offloaded memory: each raises by
+    name."""
     # Megatron checks gradients only inside its own forward-backward pass
     flags = ["--train-iters", "2", *OVERLAP, "--no-check-for-nan-in-loss-and-grad"]
     run_ranks(1, _train_and_misuse, [*flags, "--eval-interval", "1000"])
 
 
-def _count_base_calls(flags: list[str]) -> dict[str, int]:
+def _gather_at_any_time(model: list[Any], optimizer: Any) -> None:
+    """With memory of their own, weights can be gathered whatever the gradients are."""
+    from megatron.training import training
+
+    part = optimizer.chained_optimizers[0]
+    storage = managed_groups(model)[0].buckets[0].storage
+    if model[0].remove_forward_pre_hook_handles:
+        training.disable_forward_pre_hook(model, optimizer)
+    part.refresh_weights()
+    model[0].zero_grad_buffer()
+    weights = {k: v for n, p in named_weights(model) for k, v in weight_bytes(n, p).items()}
+
+    with model[0].no_sync():
+        forward(model).backward()
+    for content in (Content.PARTIAL, Content.REDUCED):
+        assert storage.content is content
+        gradients = storage.grads.clone()
+        assert gradients.any()
+        part.refresh_weights()
+        assert storage.content is content
+        assert_bytes_equal(storage.grads, gradients, what=f"{content} after a gather")
+        if content is Content.PARTIAL:
+            forward(model).backward()
+            model[0].finish_grad_sync()
+    model[0].offload_grad_buffers()
+    part.refresh_weights()
+    model[0].restore_grad_buffers()
+    for name, param in named_weights(model):
+        for key, plane in weight_bytes(name, param).items():
+            assert_bytes_equal(plane, weights[key], what=key)
+
+    model[0].zero_grad_buffer()
+    with pytest.raises(StateError, match="finish_grad_sync"):
+        with model[0].no_sync():
+            forward(model).backward()
+        optimizer.step()
+
+
+def named_weights(model: list[Any]) -> list[tuple[str, GroupedWeight]]:
+    """Return the quantized parameters and their names."""
+    named = model[0].module.named_parameters()
+    return [(name, param) for name, param in named if isinstance(param, GroupedWeight)]
+
+
+def _train_and_gather_at_any_time(flags: list[str]) -> Record:
+    return pretrain(flags, MXFP8, observe=_gather_at_any_time)
+
+
+def test_weights_with_memory_of_their_own_are_gathered_at_any_time():
+    """In the middle of accumulation, after the reduction, with gradient memory given away: the
+    gradients stay, the weights come out the same; a step on unreduced gradients still raises."""
+    flags = ["--train-iters", "2", *OVERLAP, "--no-check-for-nan-in-loss-and-grad"]
+    run_ranks(1, _train_and_gather_at_any_time, [*flags, "--eval-interval", "1000"])
+
+
+def _count_base_calls(flags: list[str], config: MoEOptimConfig) -> dict[str, int]:
     """Train while Megatron's own bodies count how often managed groups reach them."""
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -238,14 +301,17 @@ def _count_base_calls(flags: list[str]) -> dict[str, int]:
         guard(_ParamAndGradBucketGroup, name, lambda group: group.managed)
     for name in ("_copy_main_params_to_param_buffer", "prepare_model_params_for_param_sync"):
         guard(DistributedOptimizer, name, lambda part: bool(part._managed_groups))
-    pretrain(flags, MXFP8, after_step=_do_one_harmless_thing)
+    pretrain(flags, config, after_step=_do_one_harmless_thing)
     return reached
 
 
-def test_megatrons_own_bodies_are_never_reached_for_managed_buckets(tmp_path: Any):
+@WIRES
+def test_megatrons_own_bodies_are_never_reached_for_managed_buckets(
+    config: MoEOptimConfig, tmp_path: Any
+):
     """Staging, gathering and post-processing of managed buckets run through this package alone."""
     flags = [*FLAGS, *OVERLAP, "--save", str(tmp_path), "--save-interval", "5"]
-    (reached,) = run_ranks(1, _count_base_calls, flags)
+    (reached,) = run_ranks(1, _count_base_calls, flags, config)
     assert reached["start_param_sync"] == 0  # called, but for bf16 groups only
     assert set(reached.values()) == {0}
 
