@@ -92,6 +92,24 @@ def test_every_format_trains_from_its_masters(format: str):
         assert record.losses[8] < record.losses[1]
 
 
+@pytest.mark.parametrize("format", ["mxfp8", "mxfp8_2d", "nvfp4", "fp8_block"])
+def test_wires_and_layouts_agree_where_shards_cut_blocks(format: str):
+    """On 3 ranks: quantized bytes on the wire, from shards that end at whole blocks or that cut
+    them, and bf16 give the same losses, and the same bytes on every rank."""
+    flags = ["--train-iters", "4", "--global-batch-size", "6", *OVERLAP, "--eval-interval", NEVER]
+    runs = {
+        (wire, layout): run_ranks(
+            3, _train, flags, MoEOptimConfig(format=format, wire=wire, layout=layout)
+        )
+        for wire, layout in (("bf16", "stock"), ("quantized", "aligned"), ("quantized", "stock"))
+    }
+    expected = runs.pop(("bf16", "stock"))
+    for kind, records in runs.items():
+        for rank, record in enumerate(records):
+            assert record.losses == expected[rank].losses, kind
+            assert_same_tensors(record.weights, expected[rank].weights, what=f"{kind} {rank}")
+
+
 def test_indexed_equals_grouped():
     """One parameter an expert or one a linear: losses and bytes are the same (clip 0: a norm sums
     by parameter)."""
@@ -133,8 +151,12 @@ def test_train_eval_train_equals_train_only(overlap: list[str]):
 
 @pytest.mark.parametrize(
     ("overlap", "reshardable"),
-    [(OVERLAP, []), ([], ["--dist-ckpt-optim-fully-reshardable"])],
-    ids=["overlap, dp_reshardable", "no overlap, fully_reshardable"],
+    [
+        (OVERLAP, []),
+        ([], ["--dist-ckpt-optim-fully-reshardable"]),
+        (OVERLAP, ["--dist-ckpt-optim-fully-reshardable", "--ddp-bucket-size", "20000"]),
+    ],
+    ids=["dp_reshardable", "fully_reshardable, no overlap", "fully_reshardable, padded buckets"],
 )
 def test_resume_continues_to_the_bit(overlap: list[str], reshardable: list[str], tmp_path: Path):
     """A run that stops after 4 of 8 steps and loads its checkpoint ends as one that never did."""
