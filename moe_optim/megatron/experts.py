@@ -43,6 +43,9 @@ class GroupedExperts(MegatronModule):
     Initial weights are those of Megatron's ``SequentialMLP``: drawn in bf16 expert by expert, fc1
     then fc2, from the expert-parallel random stream. Biases start at zero.
 
+    Under expert tensor parallelism a rank holds rows of gate and up, and the columns of fc2 that go
+    with them. Its outputs are then summands, which the token dispatcher adds up.
+
     Args:
         num_local_experts: experts on this rank.
         config: Megatron's transformer configuration.
@@ -52,6 +55,7 @@ class GroupedExperts(MegatronModule):
 
     Raises:
         ConfigError: a feature of Megatron's experts that these do not have.
+        LayoutError: this rank's part of a weight does not fit the format.
     """
 
     def __init__(
@@ -67,7 +71,8 @@ class GroupedExperts(MegatronModule):
         _refuse_unsupported(config, pg_collection)
         self.num_local_experts = num_local_experts
         self.pg_collection = pg_collection
-        hidden, ffn = config.hidden_size, config.moe_ffn_hidden_size
+        hidden = config.hidden_size
+        ffn = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
         device = torch.device(torch.cuda.current_device())
         quantized = moe_optim_config.format != "bf16"
         make = partial(
@@ -217,6 +222,7 @@ def _fuses_activation(config: TransformerConfig) -> bool:
 def _refuse_unsupported(config: TransformerConfig, pg_collection: Any) -> None:
     fused_swiglu = _fuses_activation(config) and config.activation_func is F.silu
     interleave_size = config.moe_mlp_glu_interleave_size or 1
+    tensor_parallel = pg_collection.expt_tp.size()
     refused = {
         "biases with fused SwiGLU (give --disable-bias-linear or --no-bias-swiglu-fusion)": (
             fused_swiglu and config.add_bias_linear
@@ -234,7 +240,13 @@ def _refuse_unsupported(config: TransformerConfig, pg_collection: Any) -> None:
         "--use-te-activation-func": config.use_te_activation_func,
         "--moe-apply-probs-on-input": config.moe_apply_probs_on_input,
         "--moe-latent-size": config.moe_latent_size is not None,
-        "--expert-tensor-parallel-size above 1": pg_collection.expt_tp.size() > 1,
+        f"--expert-tensor-parallel-size {tensor_parallel}, which does not divide "
+        f"--moe-ffn-hidden-size {config.moe_ffn_hidden_size}": (
+            config.moe_ffn_hidden_size % tensor_parallel != 0
+        ),
+        "--moe-mlp-glu-interleave-size with --expert-tensor-parallel-size above 1": (
+            config.moe_mlp_glu_interleave_size is not None and tensor_parallel > 1
+        ),
         "--use-cpu-initialization": config.use_cpu_initialization,
         "a --params-dtype other than bf16 (give --bf16)": config.params_dtype != torch.bfloat16,
         "--fp8-format or --fp4-format": bool(config.fp8 or config.fp4),

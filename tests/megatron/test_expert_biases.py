@@ -1,6 +1,5 @@
 """Expert biases are those of Megatron's sequential experts: values, gradients, attributes, keys."""
 
-import re
 from typing import Any
 
 import pytest
@@ -16,20 +15,8 @@ from tests.support.training import Record, assert_same_tensors, pretrain
 
 LAYOUTS = ("grouped", "indexed")
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
-ATTRIBUTES = ("allreduce", "tensor_model_parallel", "partition_stride", "sequence_parallel")
 STEPS = ["--train-iters", "4", "--eval-interval", "1000"]
 EP2 = ["--expert-model-parallel-size", "2"]
-
-
-def attributes_of(module: torch.nn.Module) -> dict[str, Any]:
-    """Return what Megatron reads of a parameter, by linear and kind."""
-    found = {}
-    for name, parameter in module.named_parameters():
-        linear, kind = re.search(r"(linear_fc[12])\.(weight|bias)", name).groups()
-        found[f"{linear}.{kind}"] = {
-            key: getattr(parameter, key) for key in ATTRIBUTES if hasattr(parameter, key)
-        }
-    return found
 
 
 def _compare(probs_dtype: torch.dtype) -> dict[str, Any]:
@@ -43,7 +30,7 @@ def _compare(probs_dtype: torch.dtype) -> dict[str, Any]:
         initial = {key: value.clone() for key, value in experts.values_of(module).items()}
         experts.randomize_biases(module)
         passes = experts.run_passes(module, probs_dtype=probs_dtype)
-        results[name] = initial, passes.tensors(), attributes_of(module)
+        results[name] = initial, passes.tensors(), experts.attributes_of(module)
     return results
 
 
@@ -81,17 +68,9 @@ def test_parameters_have_the_attributes_of_megatrons(results, layout):
 
 
 def _train(flags: list[str], config: MoEOptimConfig | None) -> Record:
-    def observe(model: list[Any], _optimizer: Any) -> dict[str, torch.Tensor]:
-        layers = {}
-        for name, parameter in model[0].module.named_parameters():
-            layer, is_expert, rest = name.partition(".mlp.experts.")
-            if is_expert:
-                values = experts.by_expert({rest: parameter.detach().float()})
-                layers |= {f"{layer}.{key}": value for key, value in values.items()}
-        return layers
-
+    """Train with biases; ``extra`` holds the parameters of the experts at the end."""
     training.MODEL.remove("--disable-bias-linear")
-    return pretrain(flags, config, observe=observe)
+    return pretrain(flags, config, observe=lambda model, _: experts.trained_values(model[0]))
 
 
 @pytest.fixture(scope="module")

@@ -244,7 +244,13 @@ UNSUPPORTED = {  # what the error calls it -> what is set
     "--use-te-activation-func": {"use_te_activation_func": True},
     "--moe-apply-probs-on-input": {"moe_apply_probs_on_input": True},
     "--moe-latent-size": {"moe_latent_size": 32},
-    "--expert-tensor-parallel-size above 1": {"expert_tensor_parallel_size": 2},
+    "--expert-tensor-parallel-size 5, which does not divide --moe-ffn-hidden-size 96": {
+        "expert_tensor_parallel_size": 5
+    },
+    "--moe-mlp-glu-interleave-size with --expert-tensor-parallel-size above 1": {
+        "expert_tensor_parallel_size": 2,
+        "moe_mlp_glu_interleave_size": 16,
+    },
     "--use-cpu-initialization": {"use_cpu_initialization": True},
     "--params-dtype": {"params_dtype": torch.float16},
     "give --bf16": {"params_dtype": torch.float32},

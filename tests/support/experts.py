@@ -11,6 +11,7 @@ from moe_optim.config import MoEOptimConfig
 HIDDEN, FFN, EXPERTS = 64, 96, 3
 COUNTS = (5, 0, 9)
 """Tokens of each expert; the second one has none."""
+READ_BY_MEGATRON = ("allreduce", "tensor_model_parallel", "partition_stride", "sequence_parallel")
 
 
 def start_ranks(**parallel: int) -> None:
@@ -96,6 +97,28 @@ def by_expert(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def values_of(experts: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the values of all parameters by expert; writes into them reach the parameters."""
     return by_expert({name: p.data for name, p in experts.named_parameters()})
+
+
+def attributes_of(module: torch.nn.Module) -> dict[str, Any]:
+    """Return what Megatron reads of a parameter, by linear and kind of parameter."""
+    found = {}
+    for name, parameter in module.named_parameters():
+        linear, kind = re.search(r"(linear_fc[12])\.(weight|bias)", name).groups()
+        found[f"{linear}.{kind}"] = {
+            key: getattr(parameter, key) for key in READ_BY_MEGATRON if hasattr(parameter, key)
+        }
+    return found
+
+
+def trained_values(chunk: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return all parameters of experts in a wrapped model, by layer and expert, in fp32."""
+    found = {}
+    for name, parameter in chunk.module.named_parameters():
+        layer, is_expert, rest = name.partition(".mlp.experts.")
+        if is_expert:
+            values = by_expert({rest: parameter.detach().float()})
+            found |= {f"{layer}.{key}": value for key, value in values.items()}
+    return found
 
 
 @dataclass
