@@ -6,18 +6,16 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import param_and_grad_buffer as upstream
 from megatron.core.distributed.param_and_grad_buffer import (
     _ParamAndGradBucket,
     _ParamAndGradBucketGroup,
     _ParamAndGradBuffer,
 )
-from torch.distributed.distributed_c10d import _coalescing_manager
 
 from moe_optim.errors import StateError
 from moe_optim.megatron.bucket_storage import Event
-from moe_optim.megatron.gather import OwnedMaster
+from moe_optim.megatron.gather import OwnedMaster, fill_slices, start_gather
 
 _stock_partition_buckets = upstream.partition_buckets
 
@@ -34,17 +32,6 @@ class Owner(Protocol):
 
     def masters_of(self, bucket: _ParamAndGradBucket) -> list[OwnedMaster]:
         """Return what this rank owns of the parameters of ``bucket``."""
-
-
-class _Works:
-    """Collectives in flight, waited for together."""
-
-    def __init__(self, works: list[Any]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
 
 
 class GroupedBucketGroup(_ParamAndGradBucketGroup):
@@ -117,9 +104,13 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
                 )
             return  # the last owner's step comes here again
         if self.weights is Weights.STALE:
-            self._fill_slices()
+            gathers = [bucket.gather for bucket in self.buckets]
+            group = self.intra_distributed_optimizer_instance_group
+            for bucket in self.buckets:
+                bucket.gather.open(partial(self._masters_of, bucket))
+            fill_slices(gathers, group)
             asynchronous = self.ddp_config.overlap_param_gather and not force_sync
-            self.param_gather_handle = self._gather(asynchronous)
+            self.param_gather_handle = start_gather(gathers, group, asynchronous=asynchronous)
             self._in_flight = True
             if not asynchronous:
                 self._post_param_sync()
@@ -129,41 +120,8 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
         """Return whether every optimizer of the group has counted itself in."""
         return len(self._stepped) == len(self._owners)
 
-    def _fill_slices(self) -> None:
-        """Make this rank's part of every plane that of its masters. Every rank must call it."""
-        for bucket in self.buckets:
-            bucket.gather.open(partial(self._masters_of, bucket))
-        for bucket in self.buckets:
-            if bucket.gather.exchange is not None:
-                self._reduce_max(bucket.gather.exchange, asynchronous=False)
-        for bucket in self.buckets:
-            bucket.gather.encode()
-
     def _masters_of(self, bucket: _ParamAndGradBucket) -> list[OwnedMaster]:
         return [one for owner in self._owners for one in owner.masters_of(bucket)]
-
-    def _gather(self, asynchronous: bool) -> Any:
-        """Complete all planes in place; return a handle if asynchronous."""
-        size = self.intra_distributed_optimizer_instance_size
-        rank = self.intra_distributed_optimizer_instance_rank
-        group = self.intra_distributed_optimizer_instance_group
-        with _coalescing_manager(group, async_ops=asynchronous) as work:
-            for bucket in self.buckets:
-                for plane in bucket.gather.sliced:
-                    dist.all_gather_into_tensor(
-                        plane.data, plane.slice_of(rank, size), group=group, async_op=asynchronous
-                    )
-        works = [work]
-        works += [
-            self._reduce_max(plane, asynchronous=asynchronous)
-            for bucket in self.buckets
-            for plane in bucket.gather.reduced
-        ]
-        return _Works(works) if asynchronous else None
-
-    def _reduce_max(self, values: torch.Tensor, *, asynchronous: bool) -> Any:
-        group = self.intra_distributed_optimizer_instance_group
-        return dist.all_reduce(values, dist.ReduceOp.MAX, group=group, async_op=asynchronous)
 
     @torch.no_grad()
     def _post_param_sync(self) -> None:

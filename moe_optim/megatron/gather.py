@@ -11,11 +11,13 @@ Both wires take the same steps, each on every rank of the group::
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucket
 from torch import Tensor
+from torch.distributed.distributed_c10d import _coalescing_manager
 
 from moe_optim import ops
 from moe_optim.errors import LayoutError, StateError
@@ -67,6 +69,57 @@ class BucketGather(Protocol):
 
     def forget(self) -> None:
         """Drop what was derived from masters or gradient memory that may move now."""
+
+
+def fill_slices(gathers: Sequence[BucketGather], group: dist.ProcessGroup) -> None:
+    """Make this rank's part of every plane that of its masters. Every rank of the group calls it.
+
+    Args:
+        gathers: all opened.
+        group: ranks that share the buckets.
+    """
+    for gather in gathers:
+        if gather.exchange is not None:
+            dist.all_reduce(gather.exchange, dist.ReduceOp.MAX, group=group)
+    for gather in gathers:
+        gather.encode()
+
+
+def start_gather(
+    gathers: Sequence[BucketGather], group: dist.ProcessGroup, *, asynchronous: bool
+) -> "Works | None":
+    """Complete all planes in place. Every rank of the group must call it.
+
+    Args:
+        gathers: with their slices filled.
+        group: ranks that share the buckets.
+        asynchronous: return what to wait for, instead of waiting.
+    """
+    rank, size = group.rank(), group.size()
+    with _coalescing_manager(group, async_ops=asynchronous) as slices:
+        for gather in gathers:
+            for plane in gather.sliced:
+                own = plane.slice_of(rank, size)
+                dist.all_gather_into_tensor(plane.data, own, group=group, async_op=asynchronous)
+    works = [slices]
+    for gather in gathers:
+        for values in gather.reduced:
+            works.append(
+                dist.all_reduce(values, dist.ReduceOp.MAX, group=group, async_op=asynchronous)
+            )
+    return Works(works) if asynchronous else None
+
+
+class Works:
+    """Collectives in flight, waited for together."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = tuple(works)
+
+    def wait(self) -> None:
+        """Wait as each of them does: the host on a CPU, the current stream on a GPU."""
+        for work in self._works:
+            work.wait()
 
 
 class QuantizedGather:
