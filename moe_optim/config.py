@@ -19,7 +19,6 @@ Format = Literal["bf16", "mxfp8", "mxfp8_2d", "nvfp4", "fp8_block"]
 
 AVAILABLE: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {
-        "compute": (None,),
         "nonfinite": ("raise", "skip"),
         "backend": ("auto", "reference"),
     }
@@ -34,8 +33,8 @@ class MoEOptimConfig:
     format: Format = "mxfp8"
     """Storage format of expert weights between two optimizer steps; masters are always fp32."""
     compute: Format | None = None
-    """Format of the expert products where it differs from storage: bf16 primary weights multiplied
-    in a narrow format. None multiplies in ``format``."""
+    """Format of the expert products, for ``format: bf16``: bf16 primary weights, of which a step
+    makes one quantized copy that its products read. None multiplies in ``format``."""
     expert_layout: Literal["grouped", "indexed"] = "grouped"
     """``grouped`` keeps all local experts of a linear in one parameter [experts, rows, columns],
     ``indexed`` keeps one parameter [rows, columns] an expert."""
@@ -61,6 +60,7 @@ class MoEOptimConfig:
         """
         for name in field_names():
             _check_field(type(self).__name__, name, getattr(self, name))
+        _check_compute(type(self).__name__, self.format, self.compute)
 
     @classmethod
     def from_mapping(
@@ -78,7 +78,8 @@ class MoEOptimConfig:
         for name, value in mapping.items():
             check_key(where, name, field_names())
             _check_field(where, name, value)
-        values: dict[str, Any] = dict(mapping)
+        values: dict[str, Any] = {field.name: field.default for field in fields(cls)} | {**mapping}
+        _check_compute(where, values["format"], values["compute"])
         return cls(**values)
 
     def replace_from(
@@ -135,6 +136,15 @@ def _check_field(where: str, name: str, value: object) -> None:
         f"{where}: {name}: expected {choices}, got {value!r}. "
         f"Write {_closest(value, available) or choices}."
     )
+
+
+def _check_compute(where: str, format: Format, compute: Format | None) -> None:
+    """Raise ConfigError where products would not be those of the weights stored."""
+    if format != "bf16" and compute not in (None, format):
+        raise ConfigError(
+            f"{where}: compute: expected null or {format}, which weights are stored in, got "
+            f"{compute}. Write null, or store bf16 weights with format: bf16."
+        )
 
 
 def spell(value: object) -> str:

@@ -32,7 +32,8 @@ REFUSED = {  # field, value -> what the message must say
     "list": ("wire", ["bf16"], "expected quantized or bf16, got ['bf16']."),
     "number for a switch": ("fuse_wgrad_accumulation", 1, "expected true or false, got 1"),
     "text for a switch": ("fuse_wgrad_accumulation", "yes", "expected true or false, got 'yes'"),
-    "later product": ("compute", "mxfp8", "not available in this version. Write null."),
+    "other product": ("compute", "nvfp4", "got nvfp4. Write null, or store bf16 weights with"),
+    "wide product": ("compute", "bf16", "expected null or mxfp8, which weights are stored in"),
     "misspelt wire": ("wire", "quantised", "expected quantized or bf16, got 'quantised'"),
     "misspelt layout": ("layout", "align", "expected aligned or stock, got 'align'."),
     "later backend": ("backend", "triton", "Write auto or reference."),
@@ -75,6 +76,14 @@ def test_every_known_value_is_either_available_or_refused_by_name():
     for field, values in AVAILABLE.items():
         for value in values:
             assert getattr(MoEOptimConfig(**{field: value}), field) == value
+
+
+def test_bf16_weights_may_be_multiplied_in_any_format_and_others_in_their_own():
+    for compute in (None, *get_args(Format)):
+        assert MoEOptimConfig(format="bf16", compute=compute).compute == compute
+    for format in FORMATS:
+        for compute in (None, format):
+            assert MoEOptimConfig(format=format, compute=compute).compute == compute
 
 
 def test_formats_are_those_with_a_descriptor_and_bf16():

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError
-from moe_optim.formats import get_format
+from moe_optim.formats import BlockScaledFormat, get_format
 from moe_optim.megatron.expert_shards import empty_extra_state, list_shards
 from moe_optim.megatron.plugin import active_config
 from moe_optim.modules.activation import glu
@@ -49,7 +49,8 @@ class GroupedExperts(MegatronModule):
     Args:
         num_local_experts: experts on this rank.
         config: Megatron's transformer configuration.
-        moe_optim_config: storage format, parameter layout and how weight gradients accumulate.
+        moe_optim_config: formats of storage and products, parameter layout, and how weight
+            gradients accumulate.
         pg_collection: process groups; ``ep``, ``expt_tp`` and ``expt_dp`` are used.
         name: path of this module in the model, for errors.
 
@@ -74,11 +75,11 @@ class GroupedExperts(MegatronModule):
         hidden = config.hidden_size
         ffn = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
         device = torch.device(torch.cuda.current_device())
-        quantized = moe_optim_config.format != "bf16"
         make = partial(
             GroupedLinear,
             num_local_experts,
-            format=get_format(moe_optim_config.format) if quantized else None,
+            format=_find_format(moe_optim_config.format),
+            compute=_find_format(moe_optim_config.compute),
             expert_layout=moe_optim_config.expert_layout,
             bias=config.add_bias_linear,
             fuse_wgrad_accumulation=moe_optim_config.fuse_wgrad_accumulation,
@@ -87,7 +88,7 @@ class GroupedExperts(MegatronModule):
         where = name or "experts"
         self.linear_fc1 = make(2 * ffn, hidden, name=f"{where}.linear_fc1")
         self.linear_fc2 = make(hidden, ffn, name=f"{where}.linear_fc2")
-        self._initialize(keep_for_masters=quantized)
+        self._initialize(keep_for_masters=moe_optim_config.format != "bf16")
         for shard in list_shards(self):
             shard.describe(config, first_expert=pg_collection.ep.rank() * num_local_experts)
 
@@ -212,6 +213,10 @@ class GroupedExperts(MegatronModule):
         if local_expert is None:
             return rank, size
         return rank * self.num_local_experts + local_expert, size * self.num_local_experts
+
+
+def _find_format(name: str | None) -> BlockScaledFormat | None:
+    return None if name in (None, "bf16") else get_format(name)
 
 
 def _fuses_activation(config: TransformerConfig) -> bool:

@@ -9,6 +9,7 @@ from torch.nn.functional import grouped_mm
 
 from moe_optim.errors import StateError
 from moe_optim.formats import BlockScaledFormat, Direction
+from moe_optim.modules.compute import QuantizedCopy
 from moe_optim.modules.grouped_weight import GroupedWeight
 from moe_optim.modules.storage import PortableStorage
 
@@ -20,7 +21,8 @@ class GroupedLinear(torch.nn.Module):
 
     Parameters are ``weight`` [E, R, C] in ``grouped`` layout, ``weight0 .. weight{E-1}`` [R, C] in
     ``indexed`` layout. Quantized experts lie in one storage [E, R, C] in both, so either layout
-    multiplies in one call. bf16 experts are ordinary parameters.
+    multiplies in one call. bf16 experts are ordinary parameters; with ``compute`` their products
+    read a quantized copy, and give what storage of that format would give.
 
     Biases are bf16 whatever the format: ``bias`` [E, R], or ``bias0 .. bias{E-1}`` [R]. The product
     does not add them; callers get them from :meth:`token_biases`, and fuse or scale the addition.
@@ -30,6 +32,7 @@ class GroupedLinear(torch.nn.Module):
         out_features: R.
         in_features: C.
         format: block-scaled storage format, or None for bf16.
+        compute: format of the products of bf16 experts; None multiplies what is stored.
         expert_layout: how parameters are cut.
         bias: whether there are biases, zero at first.
         fuse_wgrad_accumulation: add weight gradients straight into ``main_grad`` where there is
@@ -48,6 +51,7 @@ class GroupedLinear(torch.nn.Module):
         in_features: int,
         *,
         format: BlockScaledFormat | None,
+        compute: BlockScaledFormat | None = None,
         expert_layout: ExpertLayout = "grouped",
         bias: bool = False,
         fuse_wgrad_accumulation: bool = True,
@@ -59,6 +63,9 @@ class GroupedLinear(torch.nn.Module):
         self.shape = (num_experts, out_features, in_features)
         self.expert_layout = expert_layout
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.quantized_copy: QuantizedCopy | None = None
+        if compute is not None and format is None:
+            self.quantized_copy = QuantizedCopy(compute, self.shape, f"{name}.weight")
         storage = None
         if format is not None:
             storage = PortableStorage(format, self.shape, name=f"{name}.weight", device=device)
@@ -191,7 +198,7 @@ class GroupedLinear(torch.nn.Module):
         return _GroupedProduct.apply(tokens, ends, self, *self.weights())
 
     def operand(self, direction: Direction) -> Tensor:
-        """Return the weights of all experts as [E, R, C] bf16; see also :meth:`version`."""
+        """Return what products multiply, [E, R, C] bf16; see also :meth:`version`."""
         weights, storages = self.weights(), self.storages()
         for storage in storages:
             storage.require_fresh()
@@ -200,6 +207,8 @@ class GroupedLinear(torch.nn.Module):
             if whole is not None:
                 return whole.dequantize(direction)
             return torch.cat([storage.dequantize(direction) for storage in storages])
+        if self.quantized_copy is not None:
+            return self.quantized_copy.dequantize(weights, direction, keep=self.training)
         if self.expert_layout == "grouped":
             return weights[0].detach()
         return torch.stack([weight.detach() for weight in weights])
