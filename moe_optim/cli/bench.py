@@ -1,4 +1,4 @@
-"""``moe-optim bench requantize``: time of requantization beside the speed of a plain copy."""
+"""``moe-optim bench``: what the documents quote, measured; ``requantize`` is here."""
 
 import argparse
 import json
@@ -16,6 +16,7 @@ from typing import Any, get_args
 from rich.console import Console
 from rich.table import Table
 
+from moe_optim.cli import bench_gather
 from moe_optim.cli.bench_cases import SHAPE_SETS, Case
 from moe_optim.cli.bench_requantize import Row, measure
 from moe_optim.cli.stopwatch import copy_bytes_per_ms, release
@@ -38,16 +39,20 @@ COLUMNS = {
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the ``bench`` command."""
-    parser = subparsers.add_parser(
-        "bench",
-        help="measure on this machine what the documents quote",
+    bench = subparsers.add_parser(
+        "bench", help="measure on this machine what the documents quote", allow_abbrev=False
+    )
+    kinds = bench.add_subparsers(dest="what", metavar="WHAT", required=True)
+    bench_gather.add_parser(kinds)
+    parser = kinds.add_parser(
+        "requantize",
+        help="time of requantization beside the speed of a plain copy",
         description="Requantize experts in place, from fp32 masters and from gathered bf16, and "
         "derive what follows from a gather. Every time stands beside the floor: the bytes that "
         "have to move, at the speed of a copy in the same run.",
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("what", choices=["requantize"], metavar="WHAT", help="what to measure: requantize")
     several: dict[str, Any] = {"nargs": "+", "metavar": "NAME"}
     add("--format", choices=FORMATS, **several, help=f"of {', '.join(FORMATS)}; default: all")
     sets = f"of {', '.join(SHAPE_SETS)}; default: w1 on a GPU, small on a CPU"
@@ -61,6 +66,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print a table, and write the figures if asked to."""
+    return bench_gather.run(args) if args.what == "gather" else _run_requantize(args)
+
+
+def _run_requantize(args: argparse.Namespace) -> int:
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -113,7 +122,7 @@ def _describe(args: argparse.Namespace, device: str) -> dict[str, Any]:
     found = {name: find_package(package) for name, package in packages.items()}
     return {
         "command": _command(args),
-        "commit": _commit(),
+        "commit": commit(),
         "device": torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} CPU",
         "versions": {name: package and package.version for name, package in found.items()},
         "copy_tb_per_s": round(speed / 1e9, 4),
@@ -149,7 +158,7 @@ def _command(args: argparse.Namespace) -> str:
     return shlex.join(words)
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
     """Return the commit of this checkout, ``-dirty`` where it was changed; None without git."""
     commit = _git("rev-parse", "--short", "HEAD")
     return f"{commit}-dirty" if commit and _git("status", "--porcelain") else commit

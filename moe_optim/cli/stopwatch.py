@@ -4,7 +4,10 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 REPEATS = 15
 HOST_REPEATS = 100  # a host is disturbed more often than a device
@@ -15,6 +18,25 @@ HEAD_START = 2_000_000
 also where the work before kept the host busy and left the GPU idle."""
 
 Work = Callable[[], object]
+
+
+class Mark:
+    """A moment: of the current stream on a GPU, of the host on a CPU."""
+
+    def __init__(self, device: "torch.device") -> None:
+        import torch
+
+        self._event: Any = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self._event.record()
+        self._time = time.perf_counter()
+
+    def ms_since(self, earlier: "Mark") -> float:
+        """Return the milliseconds between two marks; a GPU must have passed both."""
+        if self._event is None:
+            return 1e3 * (self._time - earlier._time)
+        return float(earlier._event.elapsed_time(self._event))
 
 
 def nothing() -> None:

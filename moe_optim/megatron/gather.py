@@ -238,9 +238,11 @@ class Bf16Gather:
         self.dp_size, self.uses_gradient_memory = dp_size, True
         self._table: MemberTable | None = None
         self._places: tuple[list[Tensor], list[Tensor]] | None = None
-        self.sliced = (GatherPlane.viewing(bucket.storage.name, bucket.storage.staging),)
+        self.sliced: tuple[GatherPlane, ...] = (
+            GatherPlane.viewing(bucket.storage.name, bucket.storage.staging),
+        )
         self.reduced: tuple[Tensor, ...] = ()
-        self.exchange = None
+        self.exchange: Tensor | None = None
         for param in bucket.params_list:
             param.quantized_storage.bind({})
 

@@ -8,9 +8,10 @@ from itertools import product
 import pytest
 import torch
 
-from moe_optim.cli import bench, stopwatch
+from moe_optim.cli import bench, bench_gather, stopwatch
 from moe_optim.cli import main as cli
 from moe_optim.cli.bench_cases import SHAPE_SETS, Case, finish_bytes, requantize_bytes
+from moe_optim.errors import ConfigError
 from moe_optim.formats import FORMATS, FP8_BLOCK, MXFP8
 
 KEYS = {"command", "commit", "device", "versions", "copy_tb_per_s", "rows"}
@@ -118,14 +119,14 @@ def test_the_command_of_the_report_asks_for_the_same(measure):
 
 def test_without_git_there_is_no_commit(monkeypatch):
     monkeypatch.setenv("PATH", "")
-    assert bench._commit() is None
+    assert bench.commit() is None
 
 
 @pytest.mark.parametrize("changed", [None, " M moe_optim/ops.py"], ids=["clean", "dirty"])
 def test_a_changed_checkout_is_said_to_be_dirty(changed, monkeypatch):
     answers = {"rev-parse": "0123abc", "status": changed}
     monkeypatch.setattr(bench, "_git", lambda verb, *_: answers[verb])
-    assert bench._commit() == ("0123abc-dirty" if changed else "0123abc")
+    assert bench.commit() == ("0123abc-dirty" if changed else "0123abc")
 
 
 @pytest.mark.parametrize(
@@ -194,3 +195,41 @@ def test_shape_sets_have_the_sizes_they_are_named_for():
     assert len(members["qwen3-30b-a3b"]) == 48 * 16 * 2
     assert len(members["deepseek-v3"]) == 4 * 4 * 2
     assert (len(members["few"]), len(members["many"])) == (12, 12_288)
+
+
+@pytest.fixture(scope="module")
+def gather_report(tmp_path_factory):
+    """Return what ``bench gather`` writes on two ranks of this CPU."""
+    path = tmp_path_factory.mktemp("gather") / "report.json"
+    formats = ["--format", "bf16", "mxfp8", "nvfp4"]
+    assert cli.main(["bench", "gather", *formats, "--json", str(path)]) == 0
+    return json.loads(path.read_text())
+
+
+def test_bench_gather_measures_every_format_on_both_wires(gather_report):
+    assert gather_report.keys() == {"command", "commit", "device", "rows"}
+    kinds = [(row["format"], row["wire"]) for row in gather_report["rows"]]
+    assert kinds == [
+        ("bf16", "bf16"),
+        *(("mxfp8", wire) for wire in ("bf16", "quantized")),
+        *(("nvfp4", wire) for wire in ("bf16", "quantized")),
+    ]
+    for row in gather_report["rows"]:
+        phases = row["fill_ms"] + row["gather_ms"] + row["land_ms"]
+        assert row["total_ms"] == pytest.approx(phases, abs=1e-3)
+
+
+def test_bench_gather_counts_what_travels(gather_report):
+    """Bytes follow from shapes: 2 for bf16, data and scales for the others, padding aside."""
+    found = {(row["format"], row["wire"]): row for row in gather_report["rows"]}
+    numel = found["bf16", "bf16"]["parameters"]
+    assert found["bf16", "bf16"]["wire_bytes"] == 2 * numel
+    assert found["mxfp8", "bf16"]["wire_bytes"] == 2 * numel
+    assert found["mxfp8", "quantized"]["wire_bytes"] == numel * 2 * 33 / 32
+    experts = 8
+    assert found["nvfp4", "quantized"]["wire_bytes"] == numel * 129 / 256 + 4 * experts
+
+
+def test_a_gather_of_one_rank_is_refused():
+    with pytest.raises(ConfigError, match="--ranks: expected 2"):
+        bench_gather.run(cli.build_parser().parse_args(["bench", "gather", "--ranks", "1"]))

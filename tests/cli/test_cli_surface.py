@@ -11,19 +11,23 @@ from moe_optim.cli import main as cli
 from moe_optim.errors import ConfigError, StateError
 
 SURFACE = {  # command -> its positionals and options
-    "bench": {"WHAT", "--format", "--shape-set", "--shard", "--against", "--json"},
+    "bench gather": {"--format", "--shape-set", "--ranks", "--json"},
+    "bench requantize": {"--format", "--shape-set", "--shard", "--against", "--json"},
     "doctor": {"--json"},
     "train": {"RECIPE", "--out", "--set", "--text", "--resume", "--ranks", "--cpu"},
 }
 
 
-def commands():
-    (action,) = (
-        action
-        for action in cli.build_parser()._actions
-        if isinstance(action, argparse._SubParsersAction)
-    )
-    return action.choices
+def commands(parser=None, prefix=""):
+    """Return the parser of every command; of those that have kinds, one for each kind."""
+    parser = parser or cli.build_parser()
+    groups = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    if not groups:
+        return {prefix: parser}
+    found = {}
+    for name, choice in groups[0].choices.items():
+        found |= commands(choice, f"{prefix} {name}".strip())
+    return found
 
 
 def arguments(parser):

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from moe_optim import reference
 from moe_optim.cli import main as cli
@@ -62,3 +63,23 @@ def test_overlap_changes_nothing_on_gpus(tmp_path: Path):
     )
     for key in ("loss_first", "loss_last", "validation_losses"):
         assert overlapped[key] == plain[key]
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("format", FORMATS)
+def test_wires_agree_on_gpus(format: str, ranks: int, tmp_path: Path):
+    """Quantized bytes overlapped with the forward pass, and bf16 gathered in the step and quantized
+    by everyone, give the same losses, to the bit."""
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    options = ["--ranks", str(ranks), "--set", f"moe_optim.format={format}"]
+    bf16 = [
+        "moe_optim.wire=bf16",
+        "moe_optim.layout=stock",
+        "megatron_args.--overlap-param-gather=false",
+    ]
+    quantized = train(tmp_path / "quantized", *options, "--", *SHORT)
+    by_everyone = train(tmp_path / "bf16", *options, *bf16, "--", *SHORT)
+    for key in ("loss_first", "loss_last", "validation_losses"):
+        assert quantized[key] == by_everyone[key]
