@@ -216,6 +216,8 @@ def install() -> None:
         )
     # jit_fuser compiles with dynamo, which costs minutes on a CPU and gains nothing there
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    # Megatron asks for it with tensor parallelism; it orders kernels of a GPU, and here is none
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     # dynamo maps torch's functions to rules when first imported, and wants each under one name
     importlib.import_module("torch._dynamo")
     for name, replacement in REDIRECTS.items():

@@ -6,6 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
 from megatron.core.utils import unwrap_model
 from megatron.training import get_args, training
 
@@ -40,7 +44,7 @@ def setup_model_and_optimizer(
     )
     folder = get_args().tensorboard_dir
     description = describe(model, optimizer)
-    if folder and torch.distributed.get_rank() == 0:
+    if folder and dist.get_rank() == 0:
         path = Path(folder).parent / "model.json"
         path.write_text(json.dumps(description, indent=2) + "\n")
     return model, optimizer, scheduler
@@ -49,25 +53,36 @@ def setup_model_and_optimizer(
 def describe(model: list[Any], optimizer: Any) -> dict[str, Any]:
     """Return what was built: optimizer class, storage format, and parameters of the whole model.
 
-    Parameters are counted once over all ranks: experts over expert parallelism, all others as on
-    one data-parallel rank. Every rank must call it.
+    A parameter is counted once, however many ranks hold a copy of it. Every rank must call it.
     """
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    classes = sorted({type(part).__name__ for part in parts})
-    dense = expert = quantized = 0
+    classes = {type(part).__name__ for part in parts}
     formats = set()
-    chunks = unwrap_model(model)
-    for param in (param for chunk in chunks for param in chunk.parameters()):
-        is_expert = not getattr(param, "allreduce", True)
-        expert += param.numel() * is_expert
-        dense += param.numel() * (not is_expert)
+    count = quantized = 0
+    for param in (param for chunk in unwrap_model(model) for param in chunk.parameters()):
+        counted = param.numel() * _is_counted_here(param)
+        count += counted
         if isinstance(param, GroupedWeight):
-            quantized += param.numel()
+            quantized += counted
             formats.add(param.quantized_storage.format.name)
-    ep_size = chunks[0].config.expert_model_parallel_size
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, (classes, formats, count, quantized))
+    all_classes, all_formats, counts, quantized_counts = zip(*ranks, strict=True)
     return {
-        "optimizer": ", ".join(classes),
-        "format": ", ".join(sorted(formats)) or "bf16",
-        "parameters": dense + expert * ep_size,
-        "quantized_parameters": quantized * ep_size if expert else quantized,
+        "optimizer": ", ".join(sorted(set().union(*all_classes))),
+        "format": ", ".join(sorted(set().union(*all_formats))) or "bf16",
+        "parameters": sum(counts),
+        "quantized_parameters": sum(quantized_counts),
     }
+
+
+def _is_counted_here(param: torch.nn.Parameter) -> bool:
+    """Return whether this rank counts ``param``: of all ranks with a copy, one does."""
+    if getattr(param, "allreduce", True):
+        copy = mpu.get_data_parallel_rank(with_context_parallel=True)
+    else:  # an expert's copies are spread over ranks of its own
+        copy = mpu.get_expert_data_parallel_rank()
+    is_first_copy = copy == 0 and param_is_not_tensor_parallel_duplicate(
+        param, mpu.get_tensor_model_parallel_group(), mpu.get_expert_tensor_parallel_group()
+    )
+    return is_first_copy and param_is_not_shared(param)

@@ -41,18 +41,44 @@ def loss_func(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[s
 
 
 def forward_step(
-    batches: Iterator[Batch], model: torch.nn.Module
+    batches: Iterator[Batch] | None, model: torch.nn.Module
 ) -> tuple[Tensor, Callable[..., Any]]:
-    """Run one micro-batch forward; returns token losses and the function that sums them."""
-    batch = {name: value.cuda(non_blocking=True) for name, value in next(batches).items()}
-    losses = model(
+    """Run one micro-batch forward through one pipeline stage.
+
+    Args:
+        batches: None on stages that read no data, see :func:`is_data_read_here`.
+        model: one model chunk; Megatron has given it the output of the stage before.
+
+    Returns:
+        Token losses [B, S] on the last stage, hidden states elsewhere; and what sums the losses.
+    """
+    names = ("tokens", "position_ids", "attention_mask", "labels", "loss_mask")
+    batch: dict[str, Any] = dict.fromkeys(names)
+    if batches is not None:
+        batch |= {name: value.cuda(non_blocking=True) for name, value in next(batches).items()}
+    output = model(
         batch["tokens"],
         batch["position_ids"],
-        batch.get("attention_mask"),
+        batch["attention_mask"],
         labels=batch["labels"],
         loss_mask=batch["loss_mask"],
     )
-    return losses, partial(loss_func, batch["loss_mask"])
+    return output, partial(loss_func, batch["loss_mask"])
+
+
+def is_data_read_here(vp_stage: int | None) -> bool:
+    """Return whether a model chunk of this rank reads batches.
+
+    The first pipeline stage needs tokens and the last needs labels; a mask made by the data loader
+    is needed by every stage. All tensor-parallel ranks read: samples depend on the data-parallel
+    rank alone, so they read the same ones and have nothing to send to each other.
+    """
+    from megatron.training import get_args
+    from megatron.training.utils import is_first_or_last_pipeline_stage
+
+    if get_args().create_attention_mask_in_dataloader:
+        return True
+    return bool(is_first_or_last_pipeline_stage(vp_stage))
 
 
 def build_datasets(num_samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
@@ -63,10 +89,7 @@ def build_datasets(num_samples: list[int], vp_stage: int | None = None) -> tuple
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
     from megatron.training import get_args
-    from megatron.training.utils import (
-        get_blend_and_blend_per_split,
-        is_first_or_last_pipeline_stage,
-    )
+    from megatron.training.utils import get_blend_and_blend_per_split
 
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
@@ -86,7 +109,7 @@ def build_datasets(num_samples: list[int], vp_stage: int | None = None) -> tuple
         create_attention_mask=args.create_attention_mask_in_dataloader,
     )
     dataset = MockGPTDataset if args.mock_data else GPTDataset
-    is_built_here = partial(is_first_or_last_pipeline_stage, vp_stage)
+    is_built_here = partial(is_data_read_here, vp_stage)
     return BlendedMegatronDatasetBuilder(dataset, num_samples, is_built_here, config).build()
 
 
@@ -97,16 +120,14 @@ def refuse_unsupported(args: Namespace) -> None:
     """Refuse what this entry would silently do differently from ``pretrain_gpt.py``."""
     for flag, is_set in {
         "--context-parallel-size": args.context_parallel_size > 1,
-        "--tensor-model-parallel-size": args.tensor_model_parallel_size > 1,
-        "--pipeline-model-parallel-size": args.pipeline_model_parallel_size > 1,
         "--sft": args.sft,
         "--fim-data": args.fim_data,
         "--dataloader-inter-document-masking": args.dataloader_inter_document_masking,
     }.items():
         if is_set:
             raise ConfigError(
-                f"moe-optim train: {flag} is not handled by this entry, which feeds whole batches "
-                "to every rank. Remove it, or start pretrain_gpt.py of Megatron-LM instead."
+                f"moe-optim train: {flag} is not handled by this entry, which feeds whole "
+                "sequences of plain text. Remove it, or start pretrain_gpt.py of Megatron-LM."
             )
 
 
@@ -134,9 +155,13 @@ def train(argv: Sequence[str]) -> None:
     )
     from megatron.training.arguments import parse_and_validate_args
 
+    from moe_optim.megatron.layer_spec import layer_spec
+
     args = parse_and_validate_args(extra_args_provider=add_moe_optim_arguments)
     refuse_unsupported(args)
     model_config = gpt_config_from_args(args)
+    if model_config.transformer_layer_spec is None:  # else --spec names one
+        model_config.transformer_layer_spec = layer_spec
     pretrain(
         pretrain_cfg_container_from_args(args, model_config),
         build_datasets,

@@ -4,7 +4,7 @@ import contextlib
 import os
 import shlex
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -119,7 +119,8 @@ def _watch(
             record.losses[int(iteration)] = float(losses["lm loss"])
 
     def keep_validation(result: Any, *_: Any) -> None:
-        record.validation_losses.append(float(result[0]["lm loss"]))
+        if "lm loss" in result[0]:  # on the last pipeline stage
+            record.validation_losses.append(float(result[0]["lm loss"]))
 
     wrap("setup_model_and_optimizer", keep_built)
     wrap("training_log", keep_loss)
@@ -132,7 +133,7 @@ def _watch(
 def _record_state(record: Record, model: list[Any], optimizer: Any) -> None:
     parts = optimizer.chained_optimizers
     record.classes = {type(part).__name__ for part in parts}
-    names = {param: name for name, param in model[0].module.named_parameters()}
+    names = {param: name for name, param in named_parameters(model)}
     for part in parts:
         part_masters = zip(
             part.model_float16_groups, part.shard_fp32_from_float16_groups, strict=True
@@ -145,6 +146,14 @@ def _record_state(record: Record, model: list[Any], optimizer: Any) -> None:
                 record.moments[name] = {key: state[key].clone() for key in sorted(state)}
     for param, name in names.items():
         record.weights |= weight_bytes(name, param)
+
+
+def named_parameters(model: list[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Yield the parameters of all chunks; with several, a name starts with ``chunk<i>.``."""
+    for index, chunk in enumerate(model):
+        prefix = f"chunk{index}." if len(model) > 1 else ""
+        for name, param in chunk.module.named_parameters():
+            yield prefix + name, param
 
 
 def weight_bytes(name: str, param: torch.Tensor) -> dict[str, torch.Tensor]:
