@@ -256,6 +256,18 @@ def _refuse_unsupported(config: TransformerConfig, pg_collection: Any) -> None:
         "a --params-dtype other than bf16 (give --bf16)": config.params_dtype != torch.bfloat16,
         "--fp8-format or --fp4-format": bool(config.fp8 or config.fp4),
         "--delay-wgrad-compute": config.delay_wgrad_compute,
+        "--recompute-modules moe_act (give moe, which recomputes the whole layer)": (
+            config.recompute_granularity == "selective" and "moe_act" in config.recompute_modules
+        ),
+        "--offload-modules expert_fc1 or moe_act": (
+            config.fine_grained_activation_offloading
+            and not {"expert_fc1", "moe_act"}.isdisjoint(config.offload_modules)
+        ),
+        "--moe-paged-stash": config.moe_paged_stash,
+        "--use-transformer-engine-op-fuser": config.use_transformer_engine_op_fuser,
+        "--expert-tensor-parallel-num-weight-shards above --expert-tensor-parallel-size": (
+            config.expert_gtp_weight_remat_size > 1
+        ),
     }
     found = [what for what, is_set in refused.items() if is_set]
     if found:

@@ -229,6 +229,13 @@ SUPPORTED = {
     "fp8": None,
     "fp4": None,
     "delay_wgrad_compute": False,
+    "recompute_granularity": "selective",
+    "recompute_modules": ["moe"],
+    "fine_grained_activation_offloading": True,
+    "offload_modules": ["core_attn"],
+    "moe_paged_stash": False,
+    "use_transformer_engine_op_fuser": False,
+    "expert_gtp_weight_remat_size": 1,
     "expert_tensor_parallel_size": 1,
 }
 UNSUPPORTED = {  # what the error calls it -> what is set
@@ -257,6 +264,12 @@ UNSUPPORTED = {  # what the error calls it -> what is set
     "--fp8-format": {"fp8": "e4m3"},
     "--fp4-format": {"fp4": "e2m1"},
     "--delay-wgrad-compute": {"delay_wgrad_compute": True},
+    "--recompute-modules moe_act": {"recompute_modules": ["moe_act"]},
+    "--offload-modules": {"offload_modules": ["core_attn", "expert_fc1"]},
+    "expert_fc1 or moe_act": {"offload_modules": ["moe_act"]},
+    "--moe-paged-stash": {"moe_paged_stash": True},
+    "--use-transformer-engine-op-fuser": {"use_transformer_engine_op_fuser": True},
+    "--expert-tensor-parallel-num-weight-shards": {"expert_gtp_weight_remat_size": 2},
 }
 
 
