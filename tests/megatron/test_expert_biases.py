@@ -105,6 +105,20 @@ def test_biased_experts_train_as_megatrons(ours, stock, layout):
         assert all(value.any() for name, value in mine.extra.items() if name.endswith("bias"))
 
 
+@pytest.mark.parametrize("format", ["bf16", "mxfp8"])
+def test_layouts_train_biases_alike_where_ranks_share_experts(format):
+    """Gradients are averaged over 2 data-parallel ranks, where Megatron's own experts cannot run
+    with biases."""
+    grouped, indexed = (
+        run_ranks(2, _train, STEPS, MoEOptimConfig(format=format, expert_layout=layout))
+        for layout in LAYOUTS
+    )
+    for mine, theirs in zip(grouped, indexed, strict=True):
+        assert mine.losses == theirs.losses
+        assert_same_tensors(mine.extra, theirs.extra, what="trained")
+    assert_same_tensors(grouped[0].extra, grouped[1].extra, what="on the other rank")
+
+
 EXCHANGES = {
     "sequential into grouped": ("stock", MoEOptimConfig(format="bf16")),
     "grouped into sequential": ("grouped", None),
