@@ -16,6 +16,8 @@ from tests.support.training import OVERLAP, Record, assert_same_run, assert_same
 pytestmark = pytest.mark.slow
 
 RUN = ["--train-iters", "4", "--eval-interval", "2"]
+CUT_EXPERTS = shlex.split("--tensor-model-parallel-size 2 --sequence-parallel")
+CUT_EXPERTS += ["--moe-ffn-hidden-size", "128"]  # 64 a rank
 TP2 = shlex.split("--tensor-model-parallel-size 2 --sequence-parallel")
 TP2 += ["--expert-tensor-parallel-size", "1"]
 EP2 = ["--expert-model-parallel-size", "2"]
@@ -25,6 +27,7 @@ INSTANCES = ["--num-distributed-optimizer-instances", "2"]
 
 TOPOLOGIES = {  # name -> ranks, flags
     "tp2": (2, TP2),
+    "tp2 etp2": (2, CUT_EXPERTS),
     "tp2 ep2": (2, [*TP2, *EP2]),
     "tp2 ep2 edp2": (4, [*TP2, *EP2]),
     "pp2": (2, PP2),
@@ -63,7 +66,7 @@ def assert_equals_stock(ranks: int, flags: list[str], config: MoEOptimConfig = B
     )  # after 2 and 4 steps, validation and test at the end
 
 
-@topologies("tp2", "tp2 ep2 edp2", "pp2", "pp2, 2 chunks", "2 instances")
+@topologies("tp2", "tp2 etp2", "tp2 ep2 edp2", "pp2", "pp2, 2 chunks", "2 instances")
 def test_bf16_experts_train_as_under_megatrons_optimizer(ranks: int, parallel: list[str]):
     """Losses, masters, moments and weights of every rank and model chunk are the same to the bit,
     gathers overlapped and gradients clipped by a norm over all ranks."""
@@ -89,7 +92,7 @@ def _train_mxfp8(flags: list[str], config: MoEOptimConfig = MXFP8) -> Record:
     return pretrain(flags, config, observe=assert_weights_come_from_masters)
 
 
-@topologies("tp2", "tp2 ep2", "pp2, 2 chunks", "pp2 tp2 ep2", "2 instances")
+@topologies("tp2", "tp2 etp2", "tp2 ep2", "pp2, 2 chunks", "pp2 tp2 ep2", "2 instances")
 def test_overlap_changes_nothing_and_weights_come_from_masters(ranks: int, parallel: list[str]):
     """In every model chunk of every rank, overlapped gathers give what gathers in the step give,
     which is the oracle's bytes of the masters."""
