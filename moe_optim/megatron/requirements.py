@@ -8,6 +8,7 @@ from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError, StateError
 from moe_optim.megatron.bucket_group import GroupedBucketGroup
 from moe_optim.megatron.plugin import installed_config
+from moe_optim.modules.grouped_linear import GroupedLinear
 from moe_optim.modules.grouped_weight import GroupedWeight
 
 
@@ -53,17 +54,34 @@ def check_wrapped_model(config: Any, model_chunks: list[Any]) -> None:
     if quantized:
         _check_buffers(model_chunks)
     else:
-        _check_wanted(installed_config())
+        _check_wanted(installed_config(), model_chunks)
     _refuse_foreign_quantized(params)
 
 
-def _check_wanted(wanted: MoEOptimConfig | None) -> None:
-    if wanted is not None and wanted.format != "bf16":
-        raise ConfigError(
-            f"moe_optim: format: expected experts in {wanted.format}, got a model without any. "
-            "Give --moe-grouped-gemm and --transformer-impl local (a checkpoint read with "
-            "--use-checkpoint-args may take them back), or set format: bf16."
-        )
+def _check_wanted(wanted: MoEOptimConfig | None, model_chunks: list[Any]) -> None:
+    """Refuse a bf16 model where experts stored or multiplied in a narrow format are wanted."""
+    if wanted is None:
+        return
+    if wanted.format != "bf16":
+        field, off = "format", "bf16"
+    elif wanted.compute not in (None, "bf16") and not _has_quantized_copies(model_chunks):
+        field, off = "compute", "null"
+    else:
+        return
+    raise ConfigError(
+        f"moe_optim: {field}: expected portable experts in {wanted.compute or wanted.format}, "
+        "got a model without any. Give --moe-grouped-gemm and --transformer-impl local (a "
+        "checkpoint read with --use-checkpoint-args may take them back), or set "
+        f"{field}: {off}."
+    )
+
+
+def _has_quantized_copies(model_chunks: list[Any]) -> bool:
+    return any(
+        isinstance(module, GroupedLinear) and module.quantized_copy is not None
+        for chunk in model_chunks
+        for module in chunk.modules()
+    )
 
 
 def _check_buffers(model_chunks: list[Any]) -> None:

@@ -1,6 +1,7 @@
 """``get_megatron_optimizer`` as a drop-in: adopts what it can, refuses what it cannot, by name."""
 
 import inspect
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError, StateError
+from tests.support import training
 from tests.support.ranks import run_ranks
 from tests.support.training import OVERLAP, Record, assert_same_run, pretrain
 
@@ -117,3 +119,32 @@ def test_unsupported_flags_are_refused_by_name():
     for flag, message in answers.items():
         assert flag in message
         assert message.count("--") >= 2  # and says how to go on
+
+
+def _train_with_megatrons_experts(config: MoEOptimConfig) -> str:
+    training.MODEL.remove("--moe-grouped-gemm")  # in this rank alone
+    try:
+        pretrain(["--train-iters", "1", "--eval-interval", "1"], config)
+    except ConfigError as error:
+        return str(error)
+    return "trained"
+
+
+@pytest.mark.parametrize(
+    ("config", "outcome"),
+    [
+        (MoEOptimConfig(format="mxfp8"), r"format: expected .* mxfp8, .* or set format: bf16\."),
+        (
+            MoEOptimConfig(format="bf16", compute="nvfp4"),
+            r"compute: expected .* nvfp4, .* or set compute: null\.",
+        ),
+        (MoEOptimConfig(format="bf16", compute="bf16"), "trained"),
+    ],
+    ids=["format", "compute", "bf16"],
+)
+def test_narrow_experts_that_nobody_builds_are_refused(config: MoEOptimConfig, outcome: str):
+    """Without portable experts only bf16 trains: whoever asked to store or to multiply in less
+    hears which field asks for it, and of the flag that builds them."""
+    (got,) = run_ranks(1, _train_with_megatrons_experts, config)
+    assert re.search(outcome, got), got
+    assert ("--moe-grouped-gemm" in got) is (outcome != "trained")
