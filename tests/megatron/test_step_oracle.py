@@ -1,0 +1,84 @@
+"""What ranks do to their shards together is what one process does to whole weights, to the bit."""
+
+from typing import Any
+
+import pytest
+
+from moe_optim.config import MoEOptimConfig
+from moe_optim.formats import BlockScaledFormat, get_format
+from tests.support import adam_oracle
+from tests.support.adam_oracle import assert_steps_are_adams, norm_of
+from tests.support.ranks import run_ranks
+from tests.support.step_trace import Trace, trace_steps, whole_weights
+from tests.support.training import pretrain
+
+STEPS = 10
+FLAGS = ["--train-iters", f"{STEPS}", "--eval-interval", "1000000", *adam_oracle.FLAGS]
+FLAGS += ["--overlap-grad-reduce", "--ddp-bucket-size", "20000"]  # a bucket a weight of experts
+OVERLAP = ["--overlap-param-gather"]
+
+
+def _trace(flags: list[str], config: MoEOptimConfig) -> Trace:
+    traces: list[Trace] = []
+
+    def finish(model: list[Any], _optimizer: Any) -> Trace:
+        model[0].start_param_sync(force_sync=True)
+        traces[0].weights = whole_weights(model)
+        return traces[0]
+
+    def start(model: list[Any], optimizer: Any) -> None:
+        traces.append(trace_steps(model, optimizer))
+
+    return pretrain([*FLAGS, *flags], config, after_setup=start, observe=finish).extra
+
+
+def assert_settings_are_felt(traces: list[Trace]) -> None:
+    """Gradients are clipped by the norm of all of them, rates follow a cosine, weights decay."""
+    for number in range(1, STEPS + 1):
+        (norm,) = {trace.steps[number - 1].grad_norm for trace in traces}
+        assert norm == pytest.approx(norm_of(traces, number), rel=1e-6)
+        assert norm > adam_oracle.CLIP_GRAD
+    steps = [step for trace in traces for step in trace.steps]
+    assert len({rate for step in steps for rate in step.lr.values()}) == STEPS
+    decays = {decay for step in steps for decay in step.weight_decay.values()}
+    assert decays == {0.0, 0.1}  # norms do not decay
+
+
+@pytest.mark.parametrize(
+    ("format", "wire", "overlap"),
+    [
+        ("mxfp8", "quantized", OVERLAP),
+        ("mxfp8", "bf16", []),
+        ("mxfp8_2d", "quantized", []),
+        ("nvfp4", "quantized", []),
+        ("nvfp4", "bf16", OVERLAP),
+        ("fp8_block", "quantized", OVERLAP),
+    ],
+    ids=lambda value: ("overlap" if value else "no overlap") if isinstance(value, list) else value,
+)
+def test_ten_steps_are_those_of_one_process(format: str, wire: str, overlap: list[str]):
+    """Given reduced gradients and their norm: masters, moments and every byte of every weight."""
+    traces = run_ranks(2, _trace, overlap, MoEOptimConfig(format=format, wire=wire))
+    assert_settings_are_felt(traces)
+    assert_steps_are_adams(traces, get_format(format))
+
+
+@pytest.mark.parametrize("format", ["mxfp8", "mxfp8_2d", "nvfp4", "fp8_block"])
+def test_ten_steps_are_those_of_one_process_where_shards_cut_blocks(format: str):
+    """On 3 ranks no rank holds the whole of some blocks."""
+    flags = ["--global-batch-size", "6", *OVERLAP]
+    traces = run_ranks(3, _trace, flags, MoEOptimConfig(format=format, layout="stock"))
+    assert cuts_blocks(traces, get_format(format))
+    assert_settings_are_felt(traces)
+    assert_steps_are_adams(traces, get_format(format))
+
+
+def cuts_blocks(traces: list[Trace], format: BlockScaledFormat) -> bool:
+    """Return whether a shard begins within a block of some expert."""
+    cuts = []
+    for trace in traces:
+        for name, start in trace.starts.items():
+            if ".experts." in name:
+                _, rows, cols = trace.shapes[name]
+                cuts.append(start % (rows * cols) % (format.band_rows * cols) != 0)
+    return any(cuts)
