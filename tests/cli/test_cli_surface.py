@@ -14,6 +14,7 @@ SURFACE = {  # command -> its positionals and options
     "bench gather": {"--format", "--shape-set", "--ranks", "--json"},
     "bench requantize": {"--format", "--shape-set", "--shard", "--against", "--json"},
     "doctor": {"--json"},
+    "plan": {"RECIPE", "--gpus", "--set", "--out", "--json"},
     "train": {"RECIPE", "--out", "--set", "--text", "--resume", "--ranks", "--cpu"},
 }
 

@@ -1,0 +1,123 @@
+"""What each of many ranks owns of a bucket, counted for all of them at once.
+
+``plan_shards`` says where one rank's ranges lie. Here are only their sizes, as vectors over ranks,
+so that a bucket of 100,000 ranks is counted as fast as one of two.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_optim.formats import BlockScaledFormat
+from moe_optim.layout.wire import Slot
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class BandCensus:
+    """Bands of a bucket by the rank that owns them, in whole or in part."""
+
+    whole: Tensor
+    """[dp_size] int64: bands that lie entirely in the shard of a rank."""
+    has_cut: Tensor
+    """[dp_size] bool: whether a rank owns a part of some band, and others the rest of it."""
+
+
+def count_owned(slots: Sequence[Slot], bucket_numel: int, dp_size: int) -> Tensor:
+    """Return how many elements of parameters lie in the shard of each rank.
+
+    Args:
+        slots: parameters of the bucket, at least one; gaps between them are padding.
+        bucket_numel: elements of the bucket, padding included, a multiple of ``dp_size``.
+        dp_size: ranks that own an equal part of it each.
+
+    Returns:
+        [dp_size] int64.
+    """
+    return _used_before(slots, _edges(bucket_numel, dp_size)).diff()
+
+
+def count_bands(
+    format: BlockScaledFormat, slots: Sequence[Slot], bucket_numel: int, dp_size: int
+) -> BandCensus:
+    """Count whole and cut bands of each rank; arguments as of :func:`count_owned`.
+
+    Args:
+        format: whose bands.
+        slots: parameters of the bucket, at least one.
+        bucket_numel: elements of the bucket, padding included, a multiple of ``dp_size``.
+        dp_size: ranks that own an equal part of it each.
+    """
+    edges = _edges(bucket_numel, dp_size)
+    begun, ended = _bands_before(format, slots, edges)
+    # Bands follow each other, so those that end in a shard and did not begin before it are whole.
+    whole = (ended[1:] - begun[:-1]).clamp(min=0)
+    is_inside = begun > ended
+    return BandCensus(whole=whole, has_cut=is_inside[:-1] | is_inside[1:])
+
+
+def _edges(bucket_numel: int, dp_size: int) -> Tensor:
+    return torch.arange(dp_size + 1, dtype=torch.int64, device="cpu") * (bucket_numel // dp_size)
+
+
+def _used_before(slots: Sequence[Slot], edges: Tensor) -> Tensor:
+    """Return the elements of parameters before each edge."""
+    place = _place(slots, edges)
+    return place.before([slot.numel for slot in place.slots]) + place.offset
+
+
+def _bands_before(
+    format: BlockScaledFormat, slots: Sequence[Slot], edges: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return how many bands begin before each edge, and how many end there or before."""
+    place = _place(slots, edges)
+    bands = [-(-slot.shape[1] // format.band_rows) for slot in place.slots]
+    before = place.before(
+        [slot.shape[0] * count for slot, count in zip(place.slots, bands, strict=True)]
+    )
+    cols = place.of_each([slot.shape[2] for slot in place.slots])
+    rows = place.of_each([slot.shape[1] for slot in place.slots])
+    expert, inside = _divmod(place.offset, rows * cols)
+    before = before + expert * place.of_each(bands)
+    ended, rest = _divmod(inside, cols * format.band_rows)
+    return before + ended + (rest > 0), before + ended
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Place:
+    """Where edges lie among parameters."""
+
+    slots: Sequence[Slot]
+    """In the order of the bucket."""
+    index: Tensor
+    """The last parameter that begins at each edge or before."""
+    offset: Tensor
+    """Elements from there to the edge, at most those of the parameter."""
+
+    def of_each(self, values: Sequence[int]) -> Tensor:
+        """Return the value of each edge's parameter."""
+        return _integers(values)[self.index]
+
+    def before(self, sizes: Sequence[int]) -> Tensor:
+        """Return the sum of the sizes of all parameters before each edge's."""
+        total = _integers(sizes)
+        return (total.cumsum(0) - total)[self.index]
+
+
+def _place(slots: Sequence[Slot], edges: Tensor) -> _Place:
+    ordered = sorted(slots, key=lambda slot: slot.start)
+    starts = _integers([slot.start for slot in ordered])
+    numels = _integers([slot.numel for slot in ordered])
+    index = (torch.searchsorted(starts, edges, right=True) - 1).clamp(min=0)
+    offset = (edges - starts[index]).clamp(min=0).minimum(numels[index])
+    return _Place(slots=ordered, index=index, offset=offset)
+
+
+def _integers(values: Sequence[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device="cpu")
+
+
+def _divmod(value: Tensor, divisor: Tensor) -> tuple[Tensor, Tensor]:
+    quotient = value.div(divisor, rounding_mode="floor")
+    return quotient, value - quotient * divisor
