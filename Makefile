@@ -2,12 +2,14 @@
 #
 #   make train ARGS="--text my/notes"        options of `moe-optim train`, after the recipe
 #   make test PYTEST_ARGS="-k config"        anything pytest takes
+#   make life-cycle STEPS=100000             random orders of calls, more than the suite runs
 #   make train PYTHON=/path/to/python3.12    build .venv with this Python and no other
 
 VENV := .venv
 STAMP := $(VENV)/.installed
 ARGS ?=
 PYTEST_ARGS ?=
+STEPS ?= 100000
 
 # Prints the first Python >= 3.12 that can make a virtual environment. Every candidate is run, not
 # only looked up: a pyenv shim is on PATH even where no version stands behind it.
@@ -51,13 +53,17 @@ exit 1
 endef
 export FIND_PYTHON PYTHON
 
-.PHONY: train test lint format python clean
+.PHONY: train test life-cycle lint format python clean
 
 train: $(STAMP)
 	$(VENV)/bin/moe-optim train recipes/quickstart.yaml --out runs/quickstart $(ARGS)
 
 test: $(STAMP)
 	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+# Drives the life cycle of weights and gradients through more random steps than the suite does.
+life-cycle: $(STAMP)
+	LIFE_CYCLE_STEPS=$(STEPS) $(VENV)/bin/python -m pytest tests/megatron/test_state_machine.py
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check

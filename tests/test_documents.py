@@ -14,6 +14,7 @@ DOCUMENTS = (
     "recipes/README.md",
     "patches/README.md",
     "moe_optim/kernels/README.md",
+    "moe_optim/megatron/README.md",
     "moe_optim/reference/README.md",
 )
 

@@ -69,6 +69,7 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
     def mark_stale(self, owner: Owner) -> None:
         """Note that the masters of ``owner`` have moved on; nothing is gathered yet."""
         self._set_weights(Weights.STALE)
+        self.param_gather_dispatched = False
         if owner not in self._stepped:
             self._stepped.append(owner)
 
@@ -88,13 +89,12 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
             StateError: the memory holds gradients that no step has used; or not all optimizers of
                 the group have stepped and the weights are wanted at once.
         """
+        if self.param_gather_handle is not None and not force_sync:
+            return  # one is on its way; no step comes before its end
         if not self.managed:
             super().start_param_sync(force_sync=force_sync)
             return
-        if self.param_gather_handle is not None:
-            if not force_sync:
-                raise StateError(f"{self._name()}: a parameter gather is in flight already.")
-            self.finish_gather()
+        self.finish_gather()
         if self.weights is Weights.STALE and not self.all_owners_stepped():
             if force_sync:
                 raise StateError(

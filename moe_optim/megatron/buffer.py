@@ -115,7 +115,8 @@ class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
         if self.managed and move_grads and was_offloaded:
             for bucket in self.buckets:
                 bucket.storage.content = Content.ZERO
-                bucket.gather.forget()  # the memory may have come back elsewhere
+                if bucket.gather.uses_gradient_memory:
+                    bucket.gather.forget()  # the memory may have come back elsewhere
 
 
 def list_slots(bucket: _ParamAndGradBucket) -> tuple[Slot, ...]:

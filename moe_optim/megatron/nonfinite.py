@@ -76,12 +76,20 @@ class GroupedChainedOptimizer(ChainedOptimizer):
                     shard = param.main_grad.view(-1)[owned.start : owned.end]
                     bad = (~shard.isfinite()).nonzero().view(-1) + owned.start
                     if len(bad):
-                        yield _describe(names[param].replace("module.", ""), param, bad)
+                        name = names[param].replace("module.", "")
+                        yield describe_elements(name, param, bad, "gradient")
 
 
-def _describe(name: str, param: Tensor, bad: Tensor) -> str:
-    """Say which parameter, which of its experts, and how many elements are not finite."""
-    count = f"{len(bad)} non-finite gradient{'s' if len(bad) > 1 else ''}"
+def describe_elements(name: str, param: Tensor, bad: Tensor, kind: str) -> str:
+    """Say which parameter, which of its experts, and how many elements are not finite.
+
+    Args:
+        name: of the parameter.
+        param: knows its experts, if it has some.
+        bad: [n] places in the parameter, at least one.
+        kind: what the elements are, in the singular.
+    """
+    count = f"{len(bad)} non-finite {kind}{'s' if len(bad) > 1 else ''}"
     first = getattr(param, "first_expert", None)
     if first is None:
         return f"{name}: {count}"

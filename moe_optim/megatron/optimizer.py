@@ -11,13 +11,14 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import log_single_rank
 from torch import Tensor
 
-from moe_optim.errors import LayoutError
+from moe_optim.errors import LayoutError, NonFiniteError
 from moe_optim.layout.shards import plan_shards
 from moe_optim.megatron import patches
 from moe_optim.megatron.bucket_group import GroupedBucketGroup
 from moe_optim.megatron.bucket_storage import Event
 from moe_optim.megatron.buffer import GroupedParamAndGradBuffer
 from moe_optim.megatron.gather import OwnedMaster
+from moe_optim.megatron.nonfinite import MOST_NAMED, describe_elements
 from moe_optim.megatron.patching import apply_patches, patch_state, revert_patches
 from moe_optim.megatron.requirements import check_wrapped_model
 from moe_optim.modules.grouped_weight import GroupedWeight
@@ -36,12 +37,14 @@ class GroupedDistributedOptimizer(DistributedOptimizer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Shard the masters; arguments are Megatron's."""
         super().__init__(*args, **kwargs)
+        self._groups: list[GroupedBucketGroup] = []
         self._managed_groups: list[GroupedBucketGroup] = []
         self._keep_bucket_padding = False
         if self.is_stub_optimizer or self.ddp_config.use_megatron_fsdp:
             return
         self._order_group_indices()
-        self._managed_groups = self._find_managed_groups()
+        self._groups = self._find_groups()
+        self._managed_groups = [group for group in self._groups if group.managed]
         for group in self._managed_groups:
             group.add_owner(self)
             for bucket in group.buckets:
@@ -62,14 +65,13 @@ class GroupedDistributedOptimizer(DistributedOptimizer):
             for order, param in enumerate([*groups[0], *groups[1]]):
                 self.model_param_group_index_map[param] = (index, order)
 
-    def _find_managed_groups(self) -> list[GroupedBucketGroup]:
+    def _find_groups(self) -> list[GroupedBucketGroup]:
         mine = {id(bucket) for buffer in self.buffers for bucket in buffer.buckets}
         return [
             group
             for chunk in self.model_chunks
             for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
             if isinstance(group, GroupedBucketGroup)
-            and group.managed
             and any(id(bucket) in mine for bucket in group.buckets)
         ]
 
@@ -84,6 +86,32 @@ class GroupedDistributedOptimizer(DistributedOptimizer):
                     start = self._get_model_param_range_map(param)["param"].start
                     owned.append(OwnedMaster(param=param, start=start, master=master))
         return owned
+
+    def _check_masters(self) -> None:
+        """Raise NonFiniteError if a master of quantized weights is Inf or NaN, on any rank."""
+        names = {
+            param: name for chunk in self.model_chunks for name, param in chunk.named_parameters()
+        }
+        found: list[str] = []
+        for group in self._managed_groups:
+            for bucket in group.buckets:
+                for one in self.masters_of(bucket):
+                    bad = (~one.master.isfinite()).nonzero().view(-1) + one.start
+                    if len(bad):
+                        name = names[one.param].replace("module.", "")
+                        found.append(describe_elements(name, one.param, bad, "master"))
+        everywhere: list[list[str]] = [[] for _ in range(self.data_parallel_group.size())]
+        torch.distributed.all_gather_object(everywhere, found, group=self.data_parallel_group)
+        lines = [
+            f"data-parallel rank {rank}: {line}"
+            for rank, of_rank in enumerate(everywhere)
+            for line in of_rank[:MOST_NAMED]
+        ]
+        if lines:
+            raise NonFiniteError(
+                f"masters of quantized weights: expected finite values, got {'; '.join(lines)}. "
+                "No weight has been gathered from them. Load another checkpoint."
+            )
 
     def _check_shards(self, bucket: _ParamAndGradBucket) -> None:
         """Raise LayoutError unless Megatron's shards and our own plan of them agree."""
@@ -128,19 +156,23 @@ class GroupedDistributedOptimizer(DistributedOptimizer):
     def _copy_model_grads_to_main_grads(self) -> None:
         """Take this rank's gradients, which must have been reduced."""
         for group in self._managed_groups:
+            group.finish_gather()  # nobody may have waited for it
             group.record(Event.READ)
         super()._copy_model_grads_to_main_grads()
 
     def _copy_main_params_to_model_params(self) -> None:
         """Write bf16 and fp32 weights of this rank; quantized ones become stale instead."""
+        for group in self._groups:
+            group.finish_gather()  # it reads what is written now
         super()._copy_main_params_to_model_params()
+        for group in self._groups:
+            group.param_gather_dispatched = False  # whatever was gathered since the last reduction
         for group in self._managed_groups:
             group.record(Event.SPEND)
             group.mark_stale(self)
 
     def _copy_main_params_to_param_buffer(self) -> None:
-        """Do what :meth:`_copy_main_params_to_model_params` does: managed buckets pull."""
-        self._copy_main_params_to_model_params()
+        """Do nothing: managed buckets pull masters when they gather, others hold them already."""
 
     def prepare_model_params_for_param_sync(self) -> None:
         """Do nothing: managed buckets pull masters when they gather, others hold them already."""
@@ -197,7 +229,12 @@ class GroupedDistributedOptimizer(DistributedOptimizer):
             group.forget_masters()
 
     def refresh_weights(self) -> None:
-        """Gather all quantized weights from the masters now. Every rank must call it."""
+        """Gather all quantized weights from the masters now. Every rank must call it.
+
+        Raises:
+            NonFiniteError: some master is Inf or NaN; nothing has been gathered.
+        """
+        self._check_masters()
         for group in self._managed_groups:
             group.forget_masters()
             group.mark_stale(self)

@@ -35,6 +35,9 @@ def check_wrapped_model(config: Any, model_chunks: list[Any]) -> None:
             config.overlap_param_gather_with_optimizer_step
         ),
         "--use-nccl-ub": ddp_config.nccl_ub,
+        "--qk-clip (Megatron rescales masters as if none were sharded)": any(
+            chunk.config.qk_clip for chunk in model_chunks
+        ),
     }
     if quantized:
         refused |= {

@@ -370,3 +370,33 @@ def test_skipped_steps_leave_weights_alone():
     before, after = snapshots
     for name, plane in after.items():
         assert_bytes_equal(plane, before[name], what=name)
+
+
+def _initial_values_left(flags: list[str]) -> int:
+    left: list[int] = []
+
+    def count(model: list[Any], optimizer: Any) -> None:
+        left.append(sum(p.quantized_storage.initial is not None for p in quantized(model)))
+
+    pretrain(flags, MXFP8, after_setup=count)
+    return left[0]
+
+
+def test_initial_values_are_freed_on_every_rank():
+    """Also those of weights that another rank owns: Megatron keeps these for the whole run."""
+    flags = ["--train-iters", "1", "--eval-interval", "1000000", "--ddp-bucket-size", "1", *OVERLAP]
+    assert run_ranks(2, _initial_values_left, flags) == [0, 0]
+
+
+def test_a_buffer_of_several_kinds_of_weights_is_refused():
+    """Megatron would update such a bucket up to the first weight that is not quantized."""
+    from moe_optim.formats import MXFP8 as FORMAT
+    from moe_optim.megatron.buffer import GroupedParamAndGradBuffer
+    from moe_optim.modules.storage import PortableStorage
+
+    params = [
+        (torch.nn.Parameter(GroupedWeight(PortableStorage(FORMAT, (1, 32, 32)))), "experts.weight"),
+        (torch.nn.Parameter(torch.zeros(32, 32, dtype=torch.bfloat16)), "dense.weight"),
+    ]
+    with pytest.raises(StateError, match=r"of one kind, got .*experts\.weight, dense\.weight"):
+        GroupedParamAndGradBuffer(None, torch.uint8, torch.float32, params)

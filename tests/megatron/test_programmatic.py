@@ -79,6 +79,7 @@ REFUSED = {
         True,
     ),
     "--use-nccl-ub": ("nccl_ub", True),
+    "--qk-clip": ("qk_clip", True),
     "--fp16": ("fp16", True),
     "--use-precision-aware-optimizer": ("use_precision_aware_optimizer", True),
     "--reuse-grad-buf-for-mxfp8-param-ag": ("reuse_grad_buf_for_mxfp8_param_ag", True),
@@ -94,6 +95,7 @@ def _refusals() -> dict[str, str]:
     flags = SimpleNamespace(
         use_megatron_fsdp=False,
         nccl_ub=False,
+        qk_clip=False,
         reuse_grad_buf_for_mxfp8_param_ag=False,
         use_distributed_optimizer=True,
         optimizer="adam",
@@ -106,7 +108,7 @@ def _refusals() -> dict[str, str]:
     for flag, (name, value) in REFUSED.items():
         changed: Any = SimpleNamespace(**{**vars(flags), name: value})
         chunk = GroupedLinear(1, 32, 32, format=MXFP8)
-        chunk.ddp_config = changed
+        chunk.ddp_config = chunk.config = changed
         with pytest.raises(ConfigError) as error:
             check_wrapped_model(changed, [chunk])
         answers[flag] = str(error.value)

@@ -17,7 +17,9 @@ from torch.distributed import TCPStore
 TIMEOUT_S = 180
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+def run_ranks(
+    world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S
+) -> list[Any]:
     """Call ``function(*args)`` on every rank and return what each returned, rank 0 first.
 
     The environment of a rank is torchrun's. Megatron is imported, nothing is initialised, and the
@@ -37,7 +39,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list
         for process in processes:
             process.start()
         for process in processes:
-            process.join(TIMEOUT_S)
+            process.join(timeout_s)
         hanging = [rank for rank, process in enumerate(processes) if process.is_alive()]
         for process in processes:
             if process.is_alive():

@@ -1,0 +1,193 @@
+"""Any order of what loops do: weights and gradients are the model's, or the call raises.
+
+Hypothesis drives the life cycle of ``tests/support/life_cycle.py`` in one process, where all known
+hazards of shared buffers show. To run more than the fixed 10,000 steps: ``make life-cycle``.
+"""
+
+import os
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
+
+from tests.support import life_cycle
+from tests.support.life_cycle_bugs import BUGS
+from tests.support.ranks import run_ranks
+
+STEPS = int(os.environ.get("LIFE_CYCLE_STEPS", "10000"))
+EXAMPLE_STEPS = 50
+SETTINGS: list[dict[str, Any]] = [
+    {"wire": "quantized", "overlap": True},
+    {"wire": "quantized", "overlap": False, "format": "nvfp4"},
+    {"wire": "bf16", "overlap": True},
+    {"wire": "bf16", "overlap": False},
+]
+SEEDS = st.integers(0, 99)
+
+PLAIN = (
+    "zero",
+    "step",
+    "skip",
+    "disable_hooks",
+    "enable_hooks",
+    "force_sync",
+    "dispatch",
+    "free",
+    "paged_stash_fallback",
+    "offload",
+    "reload",
+    "save",
+    "load",
+)
+"""Methods of the life cycle without arguments."""
+
+Trace = list[tuple[str, dict[str, Any]]]
+
+
+class Machine(RuleBasedStateMachine):
+    """Does what hypothesis says, and compares everything after each step."""
+
+    options: dict[str, Any] = {}
+    steps = 0
+    trace: Trace = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cycle = life_cycle.LifeCycle(**self.options)
+        Machine.trace = []
+
+    def do(self, name: str, **arguments: Any) -> None:
+        if not self.cycle.may(name):
+            return
+        Machine.steps += 1
+        Machine.trace.append((name, arguments))
+        getattr(self.cycle, name)(**arguments)
+        self.cycle.check()
+
+    @rule(
+        seeds=st.lists(SEEDS, min_size=1, max_size=3),
+        then=st.lists(st.sampled_from(PLAIN), max_size=3),
+    )
+    def train_step(self, seeds: list[int], then: list[str]) -> None:
+        """What a loop mostly does, and what it may do before the next one."""
+        self.do("zero")
+        for index, seed in enumerate(seeds):
+            self.do("micro", seed=seed, last=index == len(seeds) - 1)
+        self.do("step")
+        for name in then:
+            self.do(name)
+
+    @rule(name=st.sampled_from(PLAIN))
+    def anything(self, name: str) -> None:
+        self.do(name)
+
+    @rule(seed=SEEDS, last=st.booleans())
+    def micro(self, seed: int, last: bool) -> None:
+        self.do("micro", seed=seed, last=last)
+
+    @rule(seed=SEEDS)
+    def rollout(self, seed: int) -> None:
+        self.do("rollout", seed=seed)
+
+    @rule(seed=SEEDS)
+    def evaluate(self, seed: int) -> None:
+        self.do("evaluate", seed=seed)
+
+
+def _run(steps: int, options: dict[str, Any], phases: tuple[Phase, ...] = tuple(Phase)) -> int:
+    Machine.options, Machine.steps = options, 0
+    run_state_machine_as_test(
+        Machine,
+        settings=settings(
+            max_examples=max(1, steps // 40),  # an example has more steps than that on average
+            stateful_step_count=EXAMPLE_STEPS,
+            derandomize=True,
+            deadline=None,
+            database=None,
+            phases=phases,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+    return Machine.steps
+
+
+def _drive(steps: int, options: dict[str, Any]) -> int:
+    life_cycle.initialize()
+    return _run(steps, options)
+
+
+@pytest.mark.parametrize(
+    "options", SETTINGS, ids=["quantized, overlap", "quantized", "bf16, overlap", "bf16"]
+)
+def test_no_order_of_calls_mixes_weights_and_gradients(options: dict[str, Any]):
+    """A quarter of all steps on each wire, with the gather overlapped and in the step."""
+    (steps,) = run_ranks(1, _drive, STEPS // 4, options, timeout_s=max(180, STEPS // 40))
+    assert steps >= STEPS // 4
+
+
+def _find(name: str) -> Trace:
+    """Put a bug back; return the sequence that showed it, empty if none did."""
+    life_cycle.initialize()
+    put_back, wire = BUGS[name]
+    put_back()
+    try:
+        _run(5000, {"wire": wire}, phases=(Phase.generate,))
+    except Exception:  # an assertion of the model, or a refusal of what is allowed
+        return Machine.trace
+    return []
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_every_historic_bug_is_found_when_it_is_put_back(name: str):
+    """Within 5,000 random steps some comparison fails."""
+    (trace,) = run_ranks(1, _find, name)
+    assert trace, f"{name} was not found"
+
+
+TRAIN = [("zero", {}), ("micro", {"seed": 0, "last": True}), ("step", {})]
+TRACES: dict[str, Trace] = {  # as hypothesis shrank them, but for H7, which it found as a crash
+    "#2802": [*TRAIN, ("evaluate", {"seed": 0})],
+    "#4562": [*TRAIN, ("force_sync", {})],
+    "#4800": [*TRAIN, ("evaluate", {"seed": 0})],
+    "#5236": [*TRAIN, ("force_sync", {})],
+    "#5487": [("evaluate", {"seed": 0}), *TRAIN, ("rollout", {"seed": 0})],
+    "H2": [*TRAIN, ("rollout", {"seed": 0}), ("rollout", {"seed": 1})],
+    "H3": [("paged_stash_fallback", {}), ("micro", {"seed": 0, "last": True})],
+    "H4": [*TRAIN, ("dispatch", {}), ("force_sync", {})],
+    "H5": [*TRAIN, *TRAIN],
+    "H6": [*TRAIN, ("dispatch", {}), ("free", {})],
+    "H7": [("zero", {}), ("micro", {"seed": 0, "last": False}), ("force_sync", {})],
+}
+
+
+def _replay_with_bug(name: str) -> bool:
+    life_cycle.initialize()
+    put_back, wire = BUGS[name]
+    put_back()
+    try:
+        life_cycle.replay(TRACES[name], wire=wire)
+    except Exception:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_a_few_calls_suffice_to_show_each_bug(name: str):
+    assert run_ranks(1, _replay_with_bug, name) == [True]
+
+
+def _replay_all() -> int:
+    life_cycle.initialize()
+    calls = 0
+    for options in (*SETTINGS, {"wire": "quantized", "format": "nvfp4"}):
+        for trace in TRACES.values():
+            calls += life_cycle.replay([*trace, *TRAIN, ("evaluate", {"seed": 1})], **options)
+    return calls
+
+
+def test_the_same_calls_are_right_on_two_ranks():
+    """Each trace, a step and an evaluation after it, on both wires, overlapped and not."""
+    calls = sum(len(trace) + len(TRAIN) + 1 for trace in TRACES.values())
+    assert run_ranks(2, _replay_all) == [5 * calls] * 2

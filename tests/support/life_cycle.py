@@ -1,0 +1,526 @@
+"""A small model under the real DDP and optimizer, and a model in plain torch of what it must hold.
+
+``LifeCycle`` has a method for everything that a training loop may do. Each does it for real and in
+the model, checks that errors come exactly where the model says, and compares weights, gradients and
+outputs to the bit. It runs on any number of gloo ranks, all of which call the same methods.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_optim import reference
+from moe_optim.config import MoEOptimConfig
+from moe_optim.errors import StateError
+from moe_optim.formats import get_format
+from moe_optim.megatron.bucket_storage import Content
+from moe_optim.modules.grouped_linear import GroupedLinear
+from moe_optim.modules.grouped_weight import GroupedWeight
+
+EXPERTS, WIDTH, TOKENS = 2, 32, 8
+LR, WEIGHT_DECAY = 1e-2, 0.1
+DROP_GRADIENTS = {"zero", "paged_stash_fallback"}
+NEED_GRADIENTS = DROP_GRADIENTS | {"micro", "step", "skip", "save", "load"}
+
+
+def make_layers(format: str) -> torch.nn.ModuleList:
+    """Two layers of experts, and a dense one between them; the same values on every rank."""
+    generator = torch.Generator().manual_seed(0)
+
+    def values(*shape: int) -> Tensor:
+        return (torch.randn(shape, generator=generator) / WIDTH**0.5).bfloat16()
+
+    layers = torch.nn.ModuleList()
+    for name in ("first", "last"):
+        linear = GroupedLinear(EXPERTS, WIDTH, WIDTH, format=get_format(format), name=name)
+        linear.load_values(values(EXPERTS, WIDTH, WIDTH), keep_for_masters=True)
+        layers.append(linear)
+    dense = torch.nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16)
+    with torch.no_grad():
+        dense.weight.copy_(values(WIDTH, WIDTH))
+    layers.insert(1, dense)
+    return layers
+
+
+def run_layers(layers: torch.nn.ModuleList, tokens: Tensor) -> Tensor:
+    """Return [T, width]; tanh keeps everything finite over thousands of steps."""
+    first, dense, last = layers
+    ends = torch.tensor([TOKENS // 2, TOKENS], dtype=torch.int32)
+    return last(torch.tanh(dense(torch.tanh(first(tokens, ends)))), ends)
+
+
+def tokens_of(seed: int, rank: int) -> Tensor:
+    """Return the batch of a rank."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    return torch.randn((TOKENS, WIDTH), generator=generator).bfloat16()
+
+
+@dataclass
+class Expected:
+    """What the real thing must hold, in plain torch."""
+
+    layers: torch.nn.ModuleList
+    masters: list[torch.nn.Parameter]
+    adam: Any
+    gradients: list[list[Tensor]]
+    """Of every parameter, what each rank has accumulated."""
+    content: Content = Content.ZERO
+    is_fresh: bool = True
+    is_in_flight: bool = False
+    is_offloaded: bool = False
+    hooks: bool = True
+    dense_is_spent: bool = False
+    """Whether dense gradients have been used. A gather through shared memory zeroes those of
+    experts only, so that a loop which goes on without zeroing is wrong, here as in Megatron."""
+    must_zero: bool = False
+    """Whether an error has left gradients that are good for nothing."""
+
+
+class LifeCycle:
+    """See the module.
+
+    Args:
+        wire: of the managed buckets.
+        overlap: whether DDP overlaps the gather with the forward pass.
+        format: of the experts.
+    """
+
+    def __init__(
+        self, wire: str = "quantized", overlap: bool = True, format: str = "mxfp8"
+    ) -> None:
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+        )
+        from megatron.core.optimizer import OptimizerConfig
+        from megatron.core.transformer import TransformerConfig
+
+        import moe_optim
+
+        self.shares_memory, self.overlap = wire == "bf16", overlap
+        layout = "stock" if self.shares_memory else "aligned"
+        moe_optim.uninstall()
+        moe_optim.install(MoEOptimConfig(format=format, wire=wire, layout=layout))
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        config = TransformerConfig(
+            num_layers=1, hidden_size=WIDTH, num_attention_heads=1, bf16=True
+        )
+        ddp_config = DistributedDataParallelConfig(
+            use_distributed_optimizer=True,
+            overlap_grad_reduce=overlap,
+            overlap_param_gather=overlap,
+            grad_reduce_in_fp32=True,
+            bucket_size=1,
+        )
+        layers = make_layers(format)
+        layers[2].weight.allreduce = False  # a second optimizer, as experts have at EP above 1
+        self.ddp = DistributedDataParallel(config, ddp_config, _Model(config, layers))
+        self.optimizer = moe_optim.get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=LR,
+                min_lr=LR,
+                weight_decay=WEIGHT_DECAY,
+                clip_grad=0.0,
+                bf16=True,
+                use_distributed_optimizer=True,
+                overlap_param_gather=overlap,
+            ),
+            [self.ddp],
+        )
+        assert len(self.optimizer.chained_optimizers) == 2
+        self.params = [layer.weight for layer in layers]
+        self.expected = self._expect(format)
+        self.saved: Any = None
+
+    def _expect(self, format: str) -> Expected:
+        layers = make_layers(format)
+        masters = []
+        for layer in layers:
+            weight = layer.weight
+            initial = (
+                weight.get_high_precision_init_val()
+                if isinstance(weight, GroupedWeight)
+                else weight.detach()
+            )
+            masters.append(torch.nn.Parameter(initial.float()))
+        adam = torch.optim.AdamW(masters, lr=LR, weight_decay=WEIGHT_DECAY, eps=1e-8)
+        expected = Expected(layers=layers, masters=masters, adam=adam, gradients=[])
+        self._zero_expected(expected)
+        return expected
+
+    # --- what a loop does -----------------------------------------------------------------------
+
+    def zero(self) -> None:
+        """Begin a step."""
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        if self.shares_memory:
+            self._landed()
+        self._zero_expected(self.expected)
+
+    def may(self, name: str) -> bool:
+        """Return whether a loop can do this now at all: gradients need memory, and to be whole."""
+        if self.expected.is_offloaded:
+            return name not in NEED_GRADIENTS
+        return not (self.expected.must_zero and name in NEED_GRADIENTS - DROP_GRADIENTS)
+
+    def micro(self, seed: int, last: bool) -> None:
+        """Run one micro-batch forward and backward; the last one lets gradients be reduced."""
+        expected = self.expected
+        gathers = self.shares_memory and not expected.is_fresh and self._can_read()
+        if expected.dense_is_spent and (gathers or expected.content is Content.ZERO):
+            return
+        too_late = not gathers and expected.content not in (Content.ZERO, Content.PARTIAL)
+        with self._may_raise(too_late or not self._can_read(), spoils_gradients=True):
+            if last:
+                self._forward_backward(seed)
+            else:
+                with self.ddp.no_sync():
+                    self._forward_backward(seed)
+        if expected.must_zero:
+            return
+        for rank in range(self.size):
+            inputs = tokens_of(seed, rank)
+            run_layers(expected.layers, inputs).float().sum().backward()
+            for total, layer in zip(expected.gradients, expected.layers, strict=True):
+                total[rank] += layer.weight.grad
+                layer.weight.grad = None
+        expected.content = Content.PARTIAL
+        if last:
+            self._finish()
+
+    def _forward_backward(self, seed: int) -> None:
+        output = self._forward(seed)
+        output.float().sum().backward()
+
+    def _finish(self) -> None:
+        self.ddp.finish_grad_sync()
+        expected = self.expected
+        for total in expected.gradients:
+            shared = sum(gradient / self.size for gradient in total)
+            total[:] = [shared.clone() for _ in total]
+        expected.content = Content.REDUCED
+
+    def step(self) -> None:
+        """Step; gradients that were never reduced must raise."""
+        expected = self.expected
+        if expected.dense_is_spent and expected.content is Content.ZERO:
+            return
+        with self._may_raise(expected.content not in (Content.ZERO, Content.REDUCED)) as outcome:
+            self.optimizer.step()
+        if outcome.raised:
+            return
+        for master, total in zip(expected.masters, expected.gradients, strict=True):
+            master.grad = total[0].view_as(master)
+        expected.adam.step()
+        self._write_expected_weights()
+        self._spent()
+
+    def _spent(self) -> None:
+        expected = self.expected
+        expected.content, expected.dense_is_spent = Content.SPENT, True
+        expected.is_fresh, expected.is_in_flight = not self.overlap, False
+        if expected.is_fresh and self.shares_memory:
+            expected.content = Content.ZERO
+
+    def skip(self) -> None:
+        """Skip a step for its gradient norm: nothing moves."""
+        usable = (Content.ZERO, Content.REDUCED)
+        if self.expected.content not in usable or (
+            self.expected.dense_is_spent and self.expected.content is Content.ZERO
+        ):
+            return
+        for part in self.optimizer.chained_optimizers:
+            part.config.grad_norm_skip_threshold = 1e-30
+        stepped, *_ = self.optimizer.step()
+        for part in self.optimizer.chained_optimizers:
+            part.config.grad_norm_skip_threshold = float("inf")
+        norm_is_zero = all(not total[0].any() for total in self.expected.gradients)
+        assert stepped == norm_is_zero
+        if stepped:  # a norm of zero is not above any threshold
+            for master in self.expected.masters:
+                master.grad = torch.zeros_like(master)
+            self.expected.adam.step()
+            self._write_expected_weights()
+            self._spent()
+
+    def rollout(self, seed: int) -> None:
+        """Run forward without gradients, hooks as they are."""
+        with self._may_raise(not self._can_read()), torch.no_grad():
+            output = self._forward(seed)
+            expected = run_layers(self.expected.layers, tokens_of(seed, self.rank))
+            assert torch.equal(output, expected), "a forward pass saw other weights"
+
+    def evaluate(self, seed: int) -> None:
+        """Evaluate as Megatron does: hooks off with a forced gather, forward, hooks on."""
+        if not (self.overlap and self.expected.hooks):
+            return
+        with self._may_raise(not self._can_gather()) as outcome:
+            self.ddp.disable_forward_pre_hook(param_sync=True)
+        if outcome.raised:
+            self.ddp.enable_forward_pre_hook()
+            return
+        self._gathered()
+        self.expected.hooks = False
+        self.rollout(seed)
+        self.enable_hooks()
+
+    def disable_hooks(self) -> None:
+        """Take the forward pre-hooks off without a gather, as before the first iteration."""
+        if self.overlap and self.expected.hooks:
+            self.ddp.disable_forward_pre_hook(param_sync=False)
+            self.expected.hooks = False
+
+    def enable_hooks(self) -> None:
+        """Put them on again."""
+        if self.overlap and not self.expected.hooks:
+            self.ddp.enable_forward_pre_hook()
+            self.expected.hooks = True
+
+    def force_sync(self) -> None:
+        """Gather as before a save, a hash check and at the exit."""
+        self.optimizer.prepare_model_params_for_param_sync()
+        with self._may_raise(not self._can_gather()) as outcome:
+            self.ddp.start_param_sync(force_sync=True)
+        if not outcome.raised:
+            self._gathered()
+
+    def dispatch(self) -> None:
+        """Start a gather that nobody may wait for."""
+        with self._may_raise(not self._can_gather()) as outcome:
+            self.ddp.start_param_sync()
+        if outcome.raised or self.expected.is_fresh or self.expected.is_in_flight:
+            return
+        self._gathered()
+        if self.overlap:
+            self.expected.is_fresh, self.expected.is_in_flight = False, True
+
+    def free(self) -> None:
+        """Free overlap buffers, as custom savers do."""
+        self.ddp.free_overlap_buffers()
+        self._landed()
+
+    def paged_stash_fallback(self) -> None:
+        """What Megatron does when a stash overflows: drop gradients, stage weights, start over."""
+        self.zero()
+        for part in self.optimizer.chained_optimizers:
+            part._copy_main_params_to_param_buffer()
+
+    def offload(self) -> None:
+        """Give gradient memory away; what was in it is lost."""
+        if self.expected.is_offloaded:
+            return
+        self.ddp.offload_grad_buffers()
+        if self.shares_memory:
+            self._landed()
+        self.expected.is_offloaded = True
+
+    def reload(self) -> None:
+        """Take it again, full of zeros."""
+        if self.expected.is_offloaded:
+            self.ddp.restore_grad_buffers()
+            self.expected.is_offloaded = False
+            self._zero_expected(self.expected)
+
+    def save(self) -> None:
+        """Keep masters, moments and the step; before the first step there are none."""
+        if not self.expected.adam.state:
+            return
+        states = []
+        for part in self.optimizer.chained_optimizers:
+            state = part.state_dict()
+            state["param_state_sharding_type"] = "dp_zero_gather_scatter"
+            state["param_state"] = part.get_parameter_state_dp_zero(use_gloo_comm=True)
+            states.append(state)
+        masters = [master.detach().clone() for master in self.expected.masters]
+        self.saved = (states, masters, _copy(self.expected.adam.state_dict()))
+
+    def load(self) -> None:
+        """Go back to what was saved; weights must follow the masters."""
+        if self.saved is None or not self._can_gather(also_fresh=True):
+            return
+        states, masters, adam = self.saved
+        for part, state in zip(self.optimizer.chained_optimizers, states, strict=True):
+            part.load_state_dict(_copy(state))
+        with torch.no_grad():
+            for param, master, value in zip(
+                self.params, self.expected.masters, masters, strict=True
+            ):
+                master.copy_(value)
+                if not isinstance(param, GroupedWeight):
+                    param.data.copy_(value)  # a model checkpoint brings these
+        self.expected.adam.load_state_dict(_copy(adam))
+        self._write_expected_weights()
+        self._gathered(again=True)
+
+    # --- checks ---------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Compare everything that the model knows with the real thing."""
+        expected = self.expected
+        for param, total, layer in zip(
+            self.params, expected.gradients, expected.layers, strict=True
+        ):
+            managed = isinstance(param, GroupedWeight)
+            known = expected.content in (Content.PARTIAL, Content.REDUCED, Content.ZERO)
+            if known and not expected.is_offloaded and not expected.must_zero:
+                self._check_gradient(param, total, managed)
+            if managed and expected.is_fresh and not expected.is_in_flight:
+                real = param.quantized_storage.quantized.planes()
+                for name, plane in layer.weight.quantized_storage.quantized.planes().items():
+                    assert torch.equal(real[name], plane), f"{name} of a weight"
+        for group in self._managed_groups():
+            if not expected.is_offloaded and not expected.must_zero:
+                contents = {bucket.storage.content for bucket in group.buckets}
+                in_flight = expected.is_in_flight and self.shares_memory
+                wanted = Content.IN_FLIGHT if in_flight else expected.content
+                assert contents == {wanted}, f"{contents} instead of {wanted}"
+
+    def _check_gradient(self, param: Any, total: list[Tensor], managed: bool) -> None:
+        expected = self.expected
+        if managed and expected.is_in_flight and self.shares_memory:
+            return
+        if expected.content is Content.REDUCED and self.size > 1:
+            return  # only this rank's shard is reduced; the step shows whether it is right
+        if not managed and expected.dense_is_spent:
+            return
+        if expected.content is Content.ZERO:
+            assert not param.main_grad.any(), "a gradient that was not zeroed"
+        else:
+            wanted = total[self.rank].view_as(param.main_grad)
+            assert torch.equal(param.main_grad, wanted), "a gradient"
+
+    # --- the model ------------------------------------------------------------------------------
+
+    def _can_gather(self, *, also_fresh: bool = False) -> bool:
+        """Return whether weights can be made fresh now, where they are not."""
+        expected = self.expected
+        if not self.shares_memory or expected.is_in_flight:
+            return True
+        if expected.is_fresh and not also_fresh:
+            return True
+        return not expected.is_offloaded and expected.content in (Content.ZERO, Content.SPENT)
+
+    def _can_read(self) -> bool:
+        """Return whether a forward pass gets fresh weights."""
+        expected = self.expected
+        if expected.is_fresh:
+            return True
+        return self.overlap and expected.hooks and self._can_gather()
+
+    def _forward(self, seed: int) -> Tensor:
+        output = self.ddp(tokens_of(seed, self.rank))
+        if self.overlap and self.expected.hooks:
+            self._gathered()
+        return output
+
+    def _gathered(self, *, again: bool = False) -> None:
+        """Note that weights are fresh; a gather through shared memory leaves zeros there."""
+        expected = self.expected
+        if self.shares_memory and (again or not expected.is_fresh):
+            expected.content = Content.ZERO
+        expected.is_fresh, expected.is_in_flight = True, False
+
+    def _landed(self) -> None:
+        if self.expected.is_in_flight:
+            self._gathered()
+
+    def _zero_expected(self, expected: Expected) -> None:
+        expected.gradients = [
+            [torch.zeros(master.shape) for _ in range(self.size)] for master in expected.masters
+        ]
+        expected.content, expected.must_zero, expected.dense_is_spent = Content.ZERO, False, False
+
+    @torch.no_grad()
+    def _write_expected_weights(self) -> None:
+        for layer, master in zip(self.expected.layers, self.expected.masters, strict=True):
+            if isinstance(layer.weight, GroupedWeight):
+                storage = layer.weight.quantized_storage
+                reference.quantize_into(master.detach(), storage.format, storage.quantized)
+                storage.version += 1
+            else:
+                layer.weight.copy_(master)
+
+    def _managed_groups(self) -> list[Any]:
+        groups = (*self.ddp.bucket_groups, *self.ddp.expert_parallel_bucket_groups)
+        return [group for group in groups if group.managed]
+
+    @contextmanager
+    def _may_raise(self, must: bool, *, spoils_gradients: bool = False) -> "Iterator[_Outcome]":
+        """Expect a StateError if ``must``, and none otherwise."""
+        outcome = _Outcome()
+        try:
+            yield outcome
+        except StateError:
+            assert must, "an order of calls that is allowed was refused"
+            outcome.raised = True
+            self.expected.must_zero |= spoils_gradients
+        else:
+            assert not must, "an order of calls that mixes things up was accepted"
+
+
+@dataclass
+class _Outcome:
+    raised: bool = False
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return {key: _copy(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_copy(item) for item in value]
+    return value
+
+
+def _model_class() -> type:
+    from megatron.core.transformer.module import MegatronModule
+
+    class Model(MegatronModule):
+        def __init__(self, config: Any, layers: torch.nn.ModuleList) -> None:
+            super().__init__(config=config)
+            self.layers = layers
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return run_layers(self.layers, tokens)
+
+    return Model
+
+
+def _Model(config: Any, layers: torch.nn.ModuleList) -> Any:  # noqa: N802
+    return _model_class()(config, layers)
+
+
+def initialize() -> None:
+    """Set up gloo and Megatron's groups on the CPU, once a process."""
+    import os
+
+    from megatron.core import parallel_state
+
+    from moe_optim.megatron import cpu_runtime
+
+    cpu_runtime.install()
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False
+    )
+    dist.init_process_group(
+        "gloo", store=store, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])
+    )
+    parallel_state.initialize_model_parallel()
+
+
+def replay(trace: list[tuple[str, dict[str, Any]]], **options: Any) -> int:
+    """Call the methods of a trace in order, and compare everything after each."""
+    cycle = LifeCycle(**options)
+    for name, arguments in trace:
+        method: Callable[..., None] = getattr(cycle, name)
+        method(**arguments)
+        cycle.check()
+    return len(trace)
