@@ -1,5 +1,6 @@
 """A non-finite gradient stops or skips the step before anything has moved, and is named."""
 
+import re
 from typing import Any
 
 import pytest
@@ -80,3 +81,36 @@ def test_raise_names_parameter_layer_expert_and_owner_on_every_rank(expert_layou
         assert seen["error"].count("rank ") == 1  # one rank owns that element
         assert "No weight has moved" in seen["error"]
         assert set(seen["snapshots"]) == {2}
+
+
+def _load_nonfinite_master(flags: list[str]) -> str:
+    answers: list[str] = []
+
+    def poison(model: list[Any], optimizer: Any) -> None:
+        model[0].start_param_sync(force_sync=True)
+        part = optimizer.chained_optimizers[0]
+        named = dict(model[0].module.named_parameters())
+        before = {k: v for n, p in named.items() for k, v in weight_bytes(n, p).items()}
+        if torch.distributed.get_rank() == 1:
+            buckets = [bucket for group in part._managed_groups for bucket in group.buckets]
+            last = [one for bucket in buckets for one in part.masters_of(bucket)][-1]
+            last.master[-1] = float("nan")
+        with pytest.raises(NonFiniteError) as error:
+            part.refresh_weights()  # what loading a checkpoint ends with
+        answers.append(str(error.value))
+        after = {k: v for n, p in named.items() for k, v in weight_bytes(n, p).items()}
+        assert_same_tensors(after, before, what="weights")
+
+    pretrain(flags, MoEOptimConfig(format="mxfp8"), observe=poison)
+    return answers[0]
+
+
+def test_a_nonfinite_master_is_not_gathered_when_a_checkpoint_is_loaded():
+    """All ranks of the group raise and name it, and every byte of the weights is as before."""
+    flags = ["--train-iters", "1", "--eval-interval", "1000000", *OVERLAP]
+    for message in run_ranks(2, _load_nonfinite_master, flags):
+        assert re.search(
+            r"got data-parallel rank 1: decoder\.layers\.\d\.mlp\.experts\.linear_fc\d\.weight, "
+            r"expert \d: 1 non-finite master\. No weight has been gathered",
+            message,
+        )

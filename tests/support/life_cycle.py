@@ -78,7 +78,7 @@ class Expected:
     """Whether dense gradients have been used. A gather through shared memory zeroes those of
     experts only, so that a loop which goes on without zeroing is wrong, here as in Megatron."""
     must_zero: bool = False
-    """Whether an error has left gradients that are good for nothing."""
+    """Whether gradients must be zeroed before there are new ones: after an error, or a reload."""
 
 
 class LifeCycle:
@@ -327,6 +327,7 @@ class LifeCycle:
             self.ddp.restore_grad_buffers()
             self.expected.is_offloaded = False
             self._zero_expected(self.expected)
+            self.expected.must_zero = True  # Megatron counts gradients from one zeroing to the next
 
     def save(self) -> None:
         """Keep masters, moments and the step; before the first step there are none."""
