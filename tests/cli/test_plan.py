@@ -270,8 +270,9 @@ def test_a_hundred_thousand_gpus_can_be_planned():
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("size", [None, 12_345])
-@pytest.mark.parametrize("dp_size", [1, 40, 41, 12_500])
+@pytest.mark.parametrize("dp_size", [2, 40, 42, 12_500])
 def test_buckets_are_as_large_as_megatrons_training_makes_them(monkeypatch, dp_size, size, overlap):
+    """``dp_size`` ranks hold the same dense weights, those of one context-parallel group too."""
     monkeypatch.setattr(training, "get_pg_size", lambda group: group)
     config = SimpleNamespace(num_buckets=None, bucket_size=size)
     expected = training.resolve_ddp_bucket_size(config, dp_size, overlap, 0)
@@ -286,7 +287,8 @@ def test_buckets_are_as_large_as_megatrons_training_makes_them(monkeypatch, dp_s
         DistributedOptimizer, "_compute_per_buffer_param_layout", staticmethod(note)
     )
     flags = {"ddp_bucket_size": size, "overlap_grad_reduce": overlap or None}
-    experts_of(tensor_model_parallel_size=2, **flags).buckets(2 * dp_size)
+    parallel = {"tensor_model_parallel_size": 2, "context_parallel_size": 2}
+    experts_of(**parallel, **flags).buckets(2 * dp_size)
     assert seen == [expected]
 
 
