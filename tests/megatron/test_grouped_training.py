@@ -179,6 +179,21 @@ def test_resume_continues_to_the_bit(
         assert_same_run(rest[rank], whole[rank], what=f"rank {rank}")
 
 
+def test_a_checkpoint_of_one_layout_loads_in_the_other(tmp_path: Path):
+    """Buckets of 53,760 and of 53,376 elements on 3 ranks: the shards begin elsewhere, and training
+    goes on to the bit."""
+    small = ["--moe-ffn-hidden-size", "208", "--ddp-bucket-size", "20000"]
+    flags = [*STEPS, *small, "--global-batch-size", "6", *OVERLAP, "--eval-interval", NEVER]
+    aligned, stock = (MoEOptimConfig(format="nvfp4", layout=to) for to in ("aligned", "stock"))
+    folder = str(tmp_path / "checkpoints")
+    whole = run_ranks(3, _train, flags, aligned)
+    run_ranks(3, _train, [*flags, "--save", folder, "--exit-interval", "4"], aligned)
+    rest = run_ranks(3, _train, [*flags, "--load", folder], stock)
+    for rank in range(3):
+        assert rest[rank].losses == {step: whole[rank].losses[step] for step in (5, 6, 7, 8)}
+        assert_same_tensors(rest[rank].weights, whole[rank].weights, what=f"rank {rank}")
+
+
 def _weights_after_load(flags: list[str]) -> dict[str, torch.Tensor]:
     """Bytes of all quantized weights right after loading, before the first step."""
 
