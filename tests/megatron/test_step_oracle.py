@@ -3,13 +3,16 @@
 from typing import Any
 
 import pytest
+import torch
 
 from moe_optim.config import MoEOptimConfig
 from moe_optim.formats import BlockScaledFormat, get_format
+from moe_optim.modules.grouped_weight import GroupedWeight
+from moe_optim.reference import quantize
 from tests.support import adam_oracle
-from tests.support.adam_oracle import assert_steps_are_adams, norm_of
+from tests.support.adam_oracle import assemble, assert_steps_are_adams, norm_of
 from tests.support.ranks import run_ranks
-from tests.support.step_trace import Trace, trace_steps, whole_weights
+from tests.support.step_trace import Trace, owned_shards, trace_steps, whole_weights
 from tests.support.training import pretrain
 
 STEPS = 10
@@ -27,9 +30,19 @@ def _trace(flags: list[str], config: MoEOptimConfig) -> Trace:
         return traces[0]
 
     def start(model: list[Any], optimizer: Any) -> None:
+        add_outliers(optimizer)
         traces.append(trace_steps(model, optimizer))
 
     return pretrain([*FLAGS, *flags], config, after_setup=start, observe=finish).extra
+
+
+def add_outliers(optimizer: Any) -> None:
+    """Make some masters large, so that parts of a block differ in the scale they would take."""
+    for param, master, _, _ in owned_shards(optimizer):
+        if isinstance(param, GroupedWeight):
+            master.data[::701] *= 16
+    for part in optimizer.chained_optimizers:
+        part.refresh_weights()
 
 
 def assert_settings_are_felt(traces: list[Trace]) -> None:
@@ -68,17 +81,28 @@ def test_ten_steps_are_those_of_one_process_where_shards_cut_blocks(format: str)
     """On 3 ranks no rank holds the whole of some blocks."""
     flags = ["--global-batch-size", "6", *OVERLAP]
     traces = run_ranks(3, _trace, flags, MoEOptimConfig(format=format, layout="stock"))
-    assert cuts_blocks(traces, get_format(format))
+    assert_ranks_need_each_other(traces, get_format(format))
     assert_settings_are_felt(traces)
     assert_steps_are_adams(traces, get_format(format))
 
 
-def cuts_blocks(traces: list[Trace], format: BlockScaledFormat) -> bool:
-    """Return whether a shard begins within a block of some expert."""
-    cuts = []
+def assert_ranks_need_each_other(traces: list[Trace], format: BlockScaledFormat) -> None:
+    """A rank that knew its own shards alone would quantize them otherwise."""
+    shards = [trace.masters for trace in traces]
+    differs = []
     for trace in traces:
-        for name, start in trace.starts.items():
+        for name, shard in trace.masters.items():
             if ".experts." in name:
-                _, rows, cols = trace.shapes[name]
-                cuts.append(start % (rows * cols) % (format.band_rows * cols) != 0)
-    return any(cuts)
+                known = assemble(traces, shards, name)
+                owned = slice(trace.starts[name], trace.starts[name] + shard.numel())
+                expected = _codes(known, format)[owned]
+                known.view(-1)[: owned.start] = known.view(-1)[owned.stop :] = 0
+                differs.append(not torch.equal(_codes(known, format)[owned], expected))
+    assert any(differs)
+
+
+def _codes(master: torch.Tensor, format: BlockScaledFormat) -> torch.Tensor:
+    """Return the data byte of each element, in a direction whose blocks lie on several rows."""
+    quantized = quantize(master, format)
+    data = quantized.rowwise_data if format.is_2d else quantized.columnwise_data
+    return data.reshape(-1).repeat_interleave(format.elements_per_byte)

@@ -80,21 +80,29 @@ def _adamw(state: State, grad: torch.Tensor, number: int, lr: float, weight_deca
     return torch.addcdiv(decayed, exp_avg, denominator, value=-step_size), exp_avg, exp_avg_sq
 
 
+def assemble(traces: Sequence[Trace], shards: Sequence[Tensors], name: str) -> torch.Tensor:
+    """Return a whole parameter, fp32, of the shards of all ranks, which must cover it."""
+    shape = traces[0].shapes[name]
+    whole = torch.full((math.prod(shape),), torch.nan)
+    for trace, of_rank in zip(traces, shards, strict=True):
+        if name in of_rank:
+            start = trace.starts[name]
+            whole[start : start + of_rank[name].numel()] = of_rank[name]
+    assert not whole.isnan().any(), f"{name}: some of it is owned by no rank"
+    return whole.view(shape)
+
+
 def _weights(
     traces: Sequence[Trace], states: Sequence[dict[str, State]], format: BlockScaledFormat
 ) -> Tensors:
     """Return the bytes of all weights: bf16, and every plane of the experts."""
+    masters = [{name: state[0] for name, state in of_rank.items()} for of_rank in states]
     found = {}
-    for name, shape in traces[0].shapes.items():
-        whole = torch.full((math.prod(shape),), torch.nan)
-        for trace, state in zip(traces, states, strict=True):
-            if name in state:
-                shard, start = state[name][0], trace.starts[name]
-                whole[start : start + shard.numel()] = shard
-        assert not whole.isnan().any(), f"{name}: some of it is owned by no rank"
+    for name in traces[0].shapes:
+        whole = assemble(traces, masters, name)
         if ".experts." in name:
-            planes = reference.quantize(whole.view(shape), format).planes()
+            planes = reference.quantize(whole, format).planes()
             found |= {f"{name}.{plane}": tensor for plane, tensor in planes.items()}
         else:
-            found[name] = whole.view(shape).bfloat16()
+            found[name] = whole.bfloat16()
     return found

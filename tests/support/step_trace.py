@@ -41,20 +41,20 @@ def trace_steps(model: list[Any], optimizer: Any) -> Trace:
     """Return a trace that fills while ``optimizer``, which has not stepped yet, is used."""
     names = {param: name for name, param in named_parameters(model)}
     trace = Trace(shapes={name: tuple(param.shape) for param, name in names.items()})
-    for param, master, _, part in _shards(optimizer):
+    for param, master, _, part in owned_shards(optimizer):
         trace.starts[names[param]] = _owned(part, param).start
         trace.masters[names[param]] = master.detach().clone()
     stock_step = optimizer.step
 
     def step() -> Any:
         now = Step(weights=whole_weights(model), grads={}, lr={}, weight_decay={})
-        for param, _, group, part in _shards(optimizer):
+        for param, _, group, part in owned_shards(optimizer):
             name, owned = names[param], _owned(part, param)
             now.grads[name] = param.main_grad.view(-1)[owned.start : owned.end].clone()
             now.lr[name], now.weight_decay[name] = group["lr"], group["weight_decay"]
         result = stock_step()
         _, now.grad_norm, _ = result
-        for param, master, _, part in _shards(optimizer):
+        for param, master, _, part in owned_shards(optimizer):
             name, moments = names[param], part.optimizer.state[master]
             now.masters[name] = master.detach().clone()
             now.exp_avg[name] = moments["exp_avg"].clone()
@@ -74,7 +74,7 @@ def whole_weights(model: list[Any]) -> Tensors:
     return found
 
 
-def _shards(optimizer: Any) -> Iterator[tuple[Any, torch.Tensor, dict[str, Any], Any]]:
+def owned_shards(optimizer: Any) -> Iterator[tuple[Any, torch.Tensor, dict[str, Any], Any]]:
     """Yield parameter, master, parameter group and optimizer of everything this rank owns."""
     for part in optimizer.chained_optimizers:
         for params, masters, group in zip(
