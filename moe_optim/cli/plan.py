@@ -40,7 +40,7 @@ COLUMNS = {  # header -> width
     "padding": 7,
     "max/mean": 8,
     "path": 12,
-    "maxima": 10,
+    "maxima": 8,
 }
 
 Row = dict[str, Any]
@@ -190,13 +190,18 @@ def _tables(rows: Sequence[Row]) -> Iterator[Table]:
                 f"{row['padding_fraction']:.2%}",
                 f"{row['shard_imbalance']:.3f}",
                 row["path"],
-                f"{row['exchanged_maxima']:,}",
+                spell_count(row["exchanged_maxima"]),
             )
         yield table
 
 
 def _count(number: int, what: str) -> str:
     return f"{number:,} {what}" + ("" if number == 1 else "s")
+
+
+def spell_count(number: int) -> str:
+    """Return a number below a million as it is, others with three digits and M."""
+    return f"{number:,}" if number < 10**6 else f"{number / 10**6:,.3g}M"
 
 
 def spell_bytes(count: float) -> str:

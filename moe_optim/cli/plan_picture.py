@@ -80,7 +80,7 @@ def _draw_panel(axes: "Axes", rows: Sequence[Row], key: str) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     ticks = [f"{count:,}" for count in gpus]
-    axes.set_xticks(gpus, ticks, rotation=30, ha="right", rotation_mode="anchor")
+    axes.set_xticks(gpus, ticks, fontsize=8, rotation=40, ha="right", rotation_mode="anchor")
     axes.xaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_locator(LogLocator(base=2, subs=(1, 1.5)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda count, _: spell_bytes(count)))

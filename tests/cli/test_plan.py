@@ -518,7 +518,7 @@ def test_the_table_shows_the_rows_of_the_file_in_80_columns(recipe, tmp_path, ca
         expected = [row["format"], *(word for n in sizes.split() for word in spell(int(n)))]
         expected += [str(row["launches_per_step"]), f"{row['padding_fraction']:.2%}"]
         expected += [f"{row['shard_imbalance']:.3f}", *row["path"].split()]
-        assert words == [*expected, f"{row['exchanged_maxima']:,}"]
+        assert words == [*expected, plan.spell_count(row["exchanged_maxima"])]
 
 
 def spell(count):
@@ -531,6 +531,14 @@ def spell(count):
 )
 def test_bytes_are_spelled_with_three_digits(count, text):
     assert plan.spell_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0, "0"), (999_999, "999,999"), (40_354_816, "40.4M"), (322_920_960, "323M")],
+)
+def test_large_numbers_of_maxima_are_short(number, text):
+    assert plan.spell_count(number) == text
 
 
 def test_flags_after_two_dashes_win_over_the_recipe_and_set_changes_it(recipe, capsys):
