@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from megatron.core.distributed import param_and_grad_buffer as upstream
 
 from moe_optim.config import MoEOptimConfig
@@ -54,22 +56,26 @@ def check_wrapped_model(config: Any, model_chunks: list[Any]) -> None:
             f"moe_optim: expected flags it supports, got {'; '.join(found)}. Remove them, or train "
             "without --use-moe-grouped-optim."
         )
+    _check_wanted(installed_config(), model_chunks)
     if quantized:
         _check_buffers(model_chunks)
-    else:
-        _check_wanted(installed_config(), model_chunks)
     _refuse_foreign_quantized(params)
 
 
 def _check_wanted(wanted: MoEOptimConfig | None, model_chunks: list[Any]) -> None:
-    """Refuse a bf16 model where experts stored or multiplied in a narrow format are wanted."""
+    """Refuse a bf16 model where experts stored or multiplied in a narrow format are wanted.
+
+    Every rank must call it: some pipeline stages may have no experts where others do.
+    """
     if wanted is None:
         return
     if wanted.format != "bf16":
-        field, off = "format", "bf16"
-    elif wanted.compute not in (None, "bf16") and not _has_quantized_copies(model_chunks):
-        field, off = "compute", "null"
+        field, off, has_some = "format", "bf16", _has_quantized_weights(model_chunks)
+    elif wanted.compute not in (None, "bf16"):
+        field, off, has_some = "compute", "null", _has_quantized_copies(model_chunks)
     else:
+        return
+    if _on_any_rank(has_some):
         return
     raise ConfigError(
         f"moe_optim: {field}: expected portable experts in {wanted.compute or wanted.format}, "
@@ -77,6 +83,18 @@ def _check_wanted(wanted: MoEOptimConfig | None, model_chunks: list[Any]) -> Non
         "checkpoint read with --use-checkpoint-args may take them back), or set "
         f"{field}: {off}."
     )
+
+
+def _on_any_rank(mine: bool) -> bool:
+    if not dist.is_initialized():
+        return mine
+    found = torch.tensor(float(mine), device=torch.cuda.current_device())
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return bool(found)
+
+
+def _has_quantized_weights(model_chunks: list[Any]) -> bool:
+    return any(isinstance(p, GroupedWeight) for chunk in model_chunks for p in chunk.parameters())
 
 
 def _has_quantized_copies(model_chunks: list[Any]) -> bool:

@@ -162,6 +162,32 @@ TRACES: dict[str, Trace] = {  # as hypothesis shrank them, but for H7, which it 
 }
 
 
+SYNC: Trace = [("force_sync", {})]
+EVALUATE: Trace = [("evaluate", {"seed": 7})]
+ROLLOUT: Trace = [("rollout", {"seed": 8}), ("rollout", {"seed": 9})]
+SEQUENCES: dict[str, Trace] = {
+    "first iteration": [("disable_hooks", {}), *TRAIN, *SYNC, ("enable_hooks", {}), *TRAIN],
+    "evaluation": [*TRAIN, *EVALUATE, *TRAIN],
+    "save": [*TRAIN, *SYNC, ("save", {}), *TRAIN],
+    "save after an evaluation": [*TRAIN, *EVALUATE, *SYNC, ("save", {}), *TRAIN],
+    "hash check": [*TRAIN, *SYNC, *SYNC, *TRAIN],
+    "resume": [*TRAIN, ("save", {}), *TRAIN, ("load", {}), *TRAIN],
+    "skipped step": [*TRAIN, *TRAIN[:2], ("skip", {}), *TRAIN],
+    "exit": [*TRAIN, *SYNC, ("disable_hooks", {})],
+    "Megatron-Bridge's evaluation": [*TRAIN, ("paged_stash_fallback", {}), *EVALUATE, *TRAIN],
+    "rollouts": [*TRAIN, *ROLLOUT, *TRAIN, *ROLLOUT],
+    "rollouts without gradient memory": [
+        *TRAIN,
+        *SYNC,
+        ("offload", {}),
+        *ROLLOUT,
+        ("reload", {}),
+        *TRAIN,
+    ],
+}
+"""What Megatron's loop, Megatron-Bridge's and loops of reinforcement learning do."""
+
+
 def _replay_with_bug(name: str) -> bool:
     life_cycle.initialize()
     put_back, wire = BUGS[name]
@@ -182,12 +208,14 @@ def _replay_all() -> int:
     life_cycle.initialize()
     calls = 0
     for options in (*SETTINGS, {"wire": "quantized", "format": "nvfp4"}):
-        for trace in TRACES.values():
+        for trace in (*TRACES.values(), *SEQUENCES.values()):
             calls += life_cycle.replay([*trace, *TRAIN, ("evaluate", {"seed": 1})], **options)
     return calls
 
 
-def test_the_same_calls_are_right_on_two_ranks():
-    """Each trace, a step and an evaluation after it, on both wires, overlapped and not."""
-    calls = sum(len(trace) + len(TRAIN) + 1 for trace in TRACES.values())
+def test_what_loops_do_is_right_on_two_ranks():
+    """Every trace and sequence, a step and an evaluation after it, on both wires, overlapped and
+    not."""
+    traces = (*TRACES.values(), *SEQUENCES.values())
+    calls = sum(len(trace) + len(TRAIN) + 1 for trace in traces)
     assert run_ranks(2, _replay_all) == [5 * calls] * 2
