@@ -89,6 +89,8 @@ class GroupedDistributedOptimizer(DistributedOptimizer):
 
     def _check_masters(self) -> None:
         """Raise NonFiniteError if a master of quantized weights is Inf or NaN, on any rank."""
+        if not self._managed_groups:
+            return
         names = {
             param: name for chunk in self.model_chunks for name, param in chunk.named_parameters()
         }

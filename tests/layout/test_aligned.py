@@ -11,7 +11,8 @@ from moe_optim.errors import LayoutError
 from moe_optim.formats import FORMATS, FP8_BLOCK, MXFP8, MXFP8_2D, NVFP4
 from moe_optim.layout.aligned import MOST_GROWTH, aligned_end, cuts_bands
 from moe_optim.layout.shards import Member, plan_shards
-from moe_optim.layout.wire import Slot, plan_wire
+from moe_optim.layout.wire import plan_wire
+from tests.support.layouts import side_by_side
 
 MODELS = {  # experts of a bucket: [2F, H] and [H, F]
     "qwen3-30b-a3b": ((16, 2048, 768), (16, 1536, 2048)),
@@ -20,16 +21,6 @@ MODELS = {  # experts of a bucket: [2F, H] and [H, F]
 }
 BUSBW = 1 << 16
 EVERY_FORMAT = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
-
-
-def side_by_side(shapes):
-    """Return slots as Megatron lays them: each starts at a multiple of 64 elements."""
-    slots, start = [], 0
-    for index, shape in enumerate(shapes):
-        start = -(-start // 64) * 64
-        slots.append(Slot(name=f"weight{index}", start=start, shape=shape))
-        start = slots[-1].end
-    return slots
 
 
 def divisor(dp_size, busbw):

@@ -16,25 +16,16 @@ from moe_optim import reference
 from moe_optim.errors import LayoutError, StateError
 from moe_optim.formats import FORMATS, MXFP8, MXFP8_2D, NVFP4
 from moe_optim.layout.aligned import aligned_end
-from moe_optim.layout.wire import Slot
 from moe_optim.megatron.gather import OwnedMaster, QuantizedGather
 from moe_optim.modules.grouped_weight import GroupedWeight
 from moe_optim.modules.storage import PortableStorage
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import wide_range_weights, with_specials
+from tests.support.layouts import side_by_side
 
 EVERY_FORMAT = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 SIZES = (1, 2, 3, 4, 8)
 STOCK, ALIGNED = "stock", "aligned"
-
-
-def side_by_side(shapes):
-    slots, start = [], 0
-    for index, shape in enumerate(shapes):
-        start = -(-start // 64) * 64
-        slots.append(Slot(name=f"weight{index}", start=start, shape=shape))
-        start = slots[-1].end
-    return slots
 
 
 def bucket_numel(format, slots, dp_size, layout):

@@ -6,12 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from moe_optim import reference
 from moe_optim.config import MoEOptimConfig
-from moe_optim.modules.grouped_weight import GroupedWeight
 from tests.support.bytes import assert_bytes_equal
+from tests.support.masters import assert_weights_come_from_masters
 from tests.support.ranks import run_ranks
 from tests.support.training import (
     OVERLAP,
@@ -25,37 +23,6 @@ from tests.support.training import (
 MXFP8 = MoEOptimConfig(format="mxfp8")
 STEPS = ["--train-iters", "8"]
 NEVER = "1000000"
-
-
-def full_master(optimizer: Any, param: GroupedWeight) -> torch.Tensor:
-    """Assemble the whole master of a parameter from all data-parallel ranks; each must call it."""
-    for part in optimizer.chained_optimizers:
-        for buffer in part.buffers:
-            if param not in buffer.param_index_map:
-                continue
-            flat = torch.zeros(param.numel())
-            if param in part.model_param_gbuf_map:
-                owned = part._get_model_param_range_map(param)["param"]
-                group, order = part.model_param_group_index_map[param]
-                flat[owned.start : owned.end] = part.optimizer.param_groups[group]["params"][order]
-            dist.all_reduce(flat, group=buffer.data_parallel_group)
-            return flat.view(param.quantized_storage.shape)
-    raise AssertionError("no optimizer owns the parameter")
-
-
-def assert_weights_come_from_masters(model: list[Any], optimizer: Any) -> int:
-    """Every plane of every quantized weight is the oracle's of the assembled master."""
-    model[0].start_param_sync(force_sync=True)
-    checked = 0
-    for name, param in model[0].module.named_parameters():
-        if isinstance(param, GroupedWeight):
-            master = full_master(optimizer, param)
-            storage = param.quantized_storage
-            expected = reference.quantize(master, storage.format).planes()
-            for plane, tensor in storage.quantized.planes().items():
-                assert_bytes_equal(tensor, expected[plane], what=f"{name} {plane}")
-            checked += 1
-    return checked
 
 
 def _train(flags: list[str], config: MoEOptimConfig) -> Record:

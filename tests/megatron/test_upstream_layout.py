@@ -11,7 +11,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from moe_optim.config import MoEOptimConfig
 from moe_optim.formats import NVFP4
 from moe_optim.layout.aligned import aligned_end
-from moe_optim.layout.wire import Slot, plan_wire
+from moe_optim.layout.wire import plan_wire
+from tests.support.layouts import side_by_side
 
 SHAPES = ((1, 208, 80), (1, 160, 48))
 """Two experts whose element counts are multiples of 128, as Megatron wants them."""
@@ -69,12 +70,7 @@ def test_upstreams_packed_buckets_leave_bytes_stale(monkeypatch, busbw):
 @pytest.mark.parametrize("busbw", [False, True], ids=["", "busbw"])
 def test_here_every_byte_is_sent_by_its_owner(busbw, layout):
     """At every size that has a plan; with ``aligned``, which is the default, all have one."""
-    slots, start = [], 0
-    for index, shape in enumerate(SHAPES):
-        start = -(-start // 64) * 64
-        slots.append(Slot(name=f"weight{index}", start=start, shape=shape))
-        start = slots[-1].end
-    planned = 0
+    slots, planned = side_by_side(SHAPES), 0
     for dp_size in range(2, 145):
         divisor = lcm(dp_size, 128, 1 << 16) if busbw else lcm(dp_size, 128)
         numel = -(-slots[-1].end // divisor) * divisor
