@@ -53,7 +53,7 @@ exit 1
 endef
 export FIND_PYTHON PYTHON
 
-.PHONY: train test life-cycle lint format python clean
+.PHONY: train test test-all life-cycle lint format python clean
 
 train: $(STAMP)
 	$(VENV)/bin/moe-optim train recipes/quickstart.yaml --out runs/quickstart $(ARGS)
@@ -64,6 +64,10 @@ test: $(STAMP)
 # Drives the life cycle of weights and gradients through more random steps than the suite does.
 life-cycle: $(STAMP)
 	LIFE_CYCLE_STEPS=$(STEPS) $(VENV)/bin/python -m pytest tests/megatron/test_state_machine.py
+
+# Also what shows the same at further settings: some minutes more.
+test-all: $(STAMP)
+	$(VENV)/bin/python -m pytest -m "" $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check

@@ -100,6 +100,7 @@ def test_cut_experts_train_as_megatrons(trained, layout):
         assert_same_tensors(mine.extra, theirs.extra, what="trained")
 
 
+@pytest.mark.extended
 def test_experts_cut_like_the_dense_parameters_train_as_megatrons():
     """With tensor and sequence parallelism of 2, experts are reduced in the groups of the rest."""
     flags = [*STEPS, "--tensor-model-parallel-size", "2", "--sequence-parallel"]

@@ -37,10 +37,13 @@ TOPOLOGIES = {  # name -> ranks, flags
 }
 
 
-def topologies(*names: str) -> pytest.MarkDecorator:
-    """Run a test at each of these topologies."""
-    cases = [TOPOLOGIES[name] for name in names]
-    return pytest.mark.parametrize(("ranks", "parallel"), cases, ids=names)
+def topologies(*names: str, extended: tuple[str, ...] = ()) -> pytest.MarkDecorator:
+    """Run a test at each of these topologies; the extended ones are left to ``make test-all``."""
+    cases = [pytest.param(*TOPOLOGIES[name], id=name) for name in names]
+    cases += [
+        pytest.param(*TOPOLOGIES[name], id=name, marks=pytest.mark.extended) for name in extended
+    ]
+    return pytest.mark.parametrize(("ranks", "parallel"), cases)
 
 
 # bf16 experts: what Megatron's own optimizer does
@@ -66,15 +69,24 @@ def assert_equals_stock(ranks: int, flags: list[str], config: MoEOptimConfig = B
     )  # after 2 and 4 steps, validation and test at the end
 
 
-@topologies("tp2", "tp2 etp2", "tp2 ep2 edp2", "pp2", "pp2, 2 chunks", "2 instances")
+@topologies("tp2", "pp2, 2 chunks", extended=("tp2 etp2", "tp2 ep2 edp2", "pp2", "2 instances"))
 def test_bf16_experts_train_as_under_megatrons_optimizer(ranks: int, parallel: list[str]):
     """Losses, masters, moments and weights of every rank and model chunk are the same to the bit,
     gathers overlapped and gradients clipped by a norm over all ranks."""
     assert_equals_stock(ranks, [*parallel, *OVERLAP, "--clip-grad", "1.0"])
 
 
-@pytest.mark.parametrize("reduced", [[], ["--grad-reduce-in-bf16"]], ids=["in fp32", "in bf16"])
-@pytest.mark.parametrize("config", [BF16, BF16_UNFUSED], ids=["fused wgrad", "wgrad by autograd"])
+@pytest.mark.parametrize(
+    ("config", "reduced"),
+    [
+        pytest.param(BF16, [], id="fused wgrad in fp32"),
+        pytest.param(BF16_UNFUSED, ["--grad-reduce-in-bf16"], id="wgrad by autograd in bf16"),
+        pytest.param(
+            BF16, ["--grad-reduce-in-bf16"], id="fused wgrad in bf16", marks=pytest.mark.extended
+        ),
+        pytest.param(BF16_UNFUSED, [], id="wgrad by autograd in fp32", marks=pytest.mark.extended),
+    ],
+)
 def test_accumulated_gradients_are_megatrons(reduced: list[str], config: MoEOptimConfig):
     """Four micro-batches a step and rank, summed and reduced in either precision."""
     assert_equals_stock(
@@ -92,7 +104,7 @@ def _train_mxfp8(flags: list[str], config: MoEOptimConfig = MXFP8) -> Record:
     return pretrain(flags, config, observe=assert_weights_come_from_masters)
 
 
-@topologies("tp2", "tp2 etp2", "tp2 ep2", "pp2, 2 chunks", "pp2 tp2 ep2", "2 instances")
+@topologies("tp2 etp2", "pp2 tp2 ep2", "2 instances", extended=("tp2", "tp2 ep2", "pp2, 2 chunks"))
 def test_overlap_changes_nothing_and_weights_come_from_masters(ranks: int, parallel: list[str]):
     """In every model chunk of every rank, overlapped gathers give what gathers in the step give,
     which is the oracle's bytes of the masters."""
@@ -109,7 +121,7 @@ def test_overlap_changes_nothing_and_weights_come_from_masters(ranks: int, paral
     assert losses[4] < losses[1]
 
 
-@topologies("tp2 ep2", "pp2, 2 chunks")
+@topologies("pp2, 2 chunks", extended=("tp2 ep2",))
 def test_indexed_equals_grouped(ranks: int, parallel: list[str]):
     """One parameter an expert or one a linear: losses and bytes are the same."""
     flags = [*RUN, *parallel, *OVERLAP]
@@ -130,7 +142,7 @@ def assert_same_experts(indexed: dict[str, torch.Tensor], grouped: dict[str, tor
             assert_bytes_equal(got[0], expected, what=f"{name} of expert {expert}")
 
 
-@topologies("pp2, 2 chunks", "2 instances")
+@topologies("pp2, 2 chunks", extended=("2 instances",))
 def test_wgrad_through_autograd_equals_fused(ranks: int, parallel: list[str]):
     """Micro-batches accumulate the same bytes in main_grad whoever adds them."""
     config = MoEOptimConfig(format="mxfp8", fuse_wgrad_accumulation=False)
@@ -195,7 +207,7 @@ def test_pipeline_stages_compute_what_one_rank_computes(checkpoint: Path):
         assert last.validation_losses == expected.validation_losses
 
 
-@topologies("tp2", "tp2 ep2")
+@topologies("tp2 ep2", extended=("tp2",))
 def test_tensor_parallel_ranks_compute_what_one_rank_computes(
     ranks: int, parallel: list[str], checkpoint: Path
 ):
@@ -221,7 +233,7 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor, *, what: str) -> Non
 # Checkpoints, and what a run says about itself
 
 
-@topologies("tp2 ep2", "pp2, 2 chunks")
+@topologies("pp2, 2 chunks", extended=("tp2 ep2",))
 def test_resume_continues_to_the_bit(ranks: int, parallel: list[str], tmp_path: Path):
     """A run that loads what another saved in the middle ends as the other did."""
     flags = [*RUN, *parallel, *OVERLAP]
@@ -241,6 +253,7 @@ def _describe(flags: list[str]) -> dict[str, Any]:
     return pretrain(flags, MXFP8, observe=describe).extra
 
 
+@pytest.mark.extended
 def test_parameters_are_counted_once_wherever_they_lie():
     """Any cut of the same model has the same number of parameters, quantized and in all."""
     one, *cut = [

@@ -76,7 +76,15 @@ def test_ten_steps_are_those_of_one_process(format: str, wire: str, overlap: lis
     assert_steps_are_adams(traces, get_format(format))
 
 
-@pytest.mark.parametrize("format", ["mxfp8", "mxfp8_2d", "nvfp4", "fp8_block"])
+@pytest.mark.parametrize(
+    "format",
+    [
+        "mxfp8",
+        "nvfp4",
+        pytest.param("mxfp8_2d", marks=pytest.mark.extended),
+        pytest.param("fp8_block", marks=pytest.mark.extended),
+    ],
+)
 def test_ten_steps_are_those_of_one_process_where_shards_cut_blocks(format: str):
     """On 3 ranks no rank holds the whole of some blocks."""
     flags = ["--global-batch-size", "6", *OVERLAP]
