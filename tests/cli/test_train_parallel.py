@@ -11,7 +11,7 @@ from moe_optim.cli.checkpoints import checkpoint_defect
 from tests.support.runs import REPOSITORY
 
 pytest.importorskip("megatron.core")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.extended]
 
 
 def test_two_pipeline_stages_train_to_the_summary(tmp_path):

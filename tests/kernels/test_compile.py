@@ -62,8 +62,15 @@ def compiled(bound, capability):
     return triton.compile(source, target=target, options={"num_warps": bound.num_warps})
 
 
-@pytest.mark.parametrize("capability", [HOPPER, BLACKWELL], ids=["hopper", "blackwell"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("dtype", "capability"),
+    [
+        pytest.param(torch.float32, HOPPER, id="fp32, hopper"),
+        pytest.param(torch.bfloat16, BLACKWELL, id="bf16, blackwell"),
+        pytest.param(torch.float32, BLACKWELL, id="fp32, blackwell", marks=pytest.mark.extended),
+        pytest.param(torch.bfloat16, HOPPER, id="bf16, hopper", marks=pytest.mark.extended),
+    ],
+)
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 def test_every_kernel_compiles(format, dtype, capability):
     seen = []

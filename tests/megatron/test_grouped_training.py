@@ -62,8 +62,8 @@ def test_every_format_trains_from_its_masters(format: str):
 @pytest.mark.parametrize(
     "format",
     [
-        "mxfp8_2d",
         "nvfp4",
+        pytest.param("mxfp8_2d", marks=pytest.mark.extended),
         pytest.param("mxfp8", marks=pytest.mark.extended),
         pytest.param("fp8_block", marks=pytest.mark.extended),
     ],
@@ -158,6 +158,7 @@ def test_resume_continues_to_the_bit(
         assert_same_run(rest[rank], whole[rank], what=f"rank {rank}")
 
 
+@pytest.mark.extended
 def test_a_checkpoint_of_one_layout_loads_in_the_other(tmp_path: Path):
     """Buckets of 53,760 and of 53,376 elements on 3 ranks: the shards begin elsewhere, and training
     goes on to the bit."""

@@ -122,7 +122,11 @@ def _train(flags: list[str], interrupted: bool, config: MoEOptimConfig = MXFP8) 
 
 @pytest.mark.parametrize(
     ("config", "precision"),
-    [(MXFP8, []), (SHARING, []), (SHARING, ["--grad-reduce-in-bf16"])],
+    [
+        (MXFP8, []),
+        (SHARING, []),
+        pytest.param(SHARING, ["--grad-reduce-in-bf16"], marks=pytest.mark.extended),
+    ],
     ids=["wire quantized", "wire bf16, fp32 grads", "wire bf16, bf16 grads"],
 )
 def test_what_a_loop_may_do_between_steps_leaves_no_trace(

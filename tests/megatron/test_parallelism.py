@@ -104,7 +104,7 @@ def _train_mxfp8(flags: list[str], config: MoEOptimConfig = MXFP8) -> Record:
     return pretrain(flags, config, observe=assert_weights_come_from_masters)
 
 
-@topologies("tp2 etp2", "pp2 tp2 ep2", "2 instances", extended=("tp2", "tp2 ep2", "pp2, 2 chunks"))
+@topologies("tp2 etp2", "pp2 tp2 ep2", extended=("tp2", "tp2 ep2", "pp2, 2 chunks", "2 instances"))
 def test_overlap_changes_nothing_and_weights_come_from_masters(ranks: int, parallel: list[str]):
     """In every model chunk of every rank, overlapped gathers give what gathers in the step give,
     which is the oracle's bytes of the masters."""
@@ -198,6 +198,7 @@ def _train_from(checkpoint: Path, ranks: int, *flags: str) -> list[Record]:
     return run_ranks(ranks, _train_bf16, [*RUN, *start, *flags], BF16, True)
 
 
+@pytest.mark.extended
 def test_pipeline_stages_compute_what_one_rank_computes(checkpoint: Path):
     """Cutting a model into stages, or stages into chunks, moves no bit of any loss."""
     expected = _train_from(checkpoint, 1)[0]
@@ -207,7 +208,7 @@ def test_pipeline_stages_compute_what_one_rank_computes(checkpoint: Path):
         assert last.validation_losses == expected.validation_losses
 
 
-@topologies("tp2 ep2", extended=("tp2",))
+@topologies(extended=("tp2", "tp2 ep2"))
 def test_tensor_parallel_ranks_compute_what_one_rank_computes(
     ranks: int, parallel: list[str], checkpoint: Path
 ):

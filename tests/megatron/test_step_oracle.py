@@ -61,11 +61,11 @@ def assert_settings_are_felt(traces: list[Trace]) -> None:
     ("format", "wire", "overlap"),
     [
         ("mxfp8", "quantized", OVERLAP),
-        ("mxfp8", "bf16", []),
+        pytest.param("mxfp8", "bf16", [], marks=pytest.mark.extended),
         ("mxfp8_2d", "quantized", []),
         ("nvfp4", "quantized", []),
         ("nvfp4", "bf16", OVERLAP),
-        ("fp8_block", "quantized", OVERLAP),
+        pytest.param("fp8_block", "quantized", OVERLAP, marks=pytest.mark.extended),
     ],
     ids=lambda value: ("overlap" if value else "no overlap") if isinstance(value, list) else value,
 )

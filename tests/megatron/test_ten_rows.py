@@ -20,9 +20,14 @@ FORMATS = {
     "nvfp4": MoEOptimConfig(format="nvfp4"),
 }
 ROWS = [
-    pytest.param(replace(config, fuse_wgrad_accumulation=fused), id=f"{name}, {accumulation}")
+    pytest.param(
+        replace(config, fuse_wgrad_accumulation=fused), id=f"{name}, {accumulation}", marks=marks
+    )
     for name, config in FORMATS.items()
-    for fused, accumulation in ((True, "fused"), (False, "through autograd"))
+    for fused, accumulation, marks in (
+        (True, "fused", ()),
+        (False, "through autograd", pytest.mark.extended),
+    )
 ]
 FLAGS = ["--train-iters", "4", "--global-batch-size", "4", *OVERLAP]
 NEVER = 1_000_000
