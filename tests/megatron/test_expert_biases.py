@@ -97,6 +97,7 @@ def ours(saved) -> dict[str, list[Record]]:
 
 
 @every_layout
+@pytest.mark.extended
 def test_biased_experts_train_as_megatrons(ours, stock, layout):
     """Weight decay spares biases in either layout, and every rank keeps those of its experts."""
     for mine, theirs in zip(ours[layout], stock, strict=True):
@@ -128,6 +129,7 @@ EXCHANGES = {
 
 
 @pytest.mark.parametrize(("source", "target"), EXCHANGES.values(), ids=EXCHANGES.keys())
+@pytest.mark.extended
 def test_checkpoints_with_biases_are_exchangeable(stock, ours, saved, source, target):
     """Weights and biases alone: optimizer states of all kinds are `test_experts.py`'s."""
     load = ["--load", str(saved / source), "--ckpt-step", "4", "--finetune", "--no-load-optim"]

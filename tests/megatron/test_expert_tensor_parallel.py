@@ -92,6 +92,7 @@ def trained(saved) -> dict[str, list[Record]]:
 
 
 @every_layout
+@pytest.mark.extended
 def test_cut_experts_train_as_megatrons(trained, layout):
     """Through Megatron's token dispatcher, which gathers and reduces over the two ranks."""
     for mine, theirs in zip(trained[layout], trained["stock"], strict=True):
@@ -118,6 +119,7 @@ EXCHANGES = {
 
 
 @pytest.mark.parametrize(("source", "target"), EXCHANGES.values(), ids=EXCHANGES.keys())
+@pytest.mark.extended
 def test_checkpoints_of_cut_experts_are_exchangeable(trained, saved, source, target):
     """Weights, masters and moments: steps 3 and 4 are those of the run that went on."""
     load = ["--load", str(saved / source), "--ckpt-step", "2"]
@@ -129,6 +131,7 @@ def test_checkpoints_of_cut_experts_are_exchangeable(trained, saved, source, tar
 
 
 @pytest.mark.parametrize("source", ["stock", "grouped"])
+@pytest.mark.extended
 def test_cut_experts_load_whole_with_gate_and_up_in_their_halves(trained, saved, source):
     """On one rank without tensor parallelism: gates of both ranks, then ups of both."""
     load = ["--load", str(saved / source), "--ckpt-step", "4", "--finetune", "--no-load-optim"]

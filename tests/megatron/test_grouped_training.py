@@ -32,8 +32,9 @@ def _train(flags: list[str], config: MoEOptimConfig) -> Record:
 @pytest.mark.parametrize(
     ("ranks", "parallel"),
     [(1, []), (2, []), (2, ["--expert-model-parallel-size", "2"]),
-     (4, ["--expert-model-parallel-size", "2"]), (4, ["--expert-model-parallel-size", "4"]),
-     (4, [])],
+     pytest.param(4, ["--expert-model-parallel-size", "2"], marks=pytest.mark.extended),
+     (4, ["--expert-model-parallel-size", "4"]),
+     pytest.param(4, [], marks=pytest.mark.extended)],
     ids=["dp1", "dp2", "ep2 edp1", "ep2 edp2", "ep4 edp1", "dp4"],
 )  # fmt: skip
 def test_overlap_changes_nothing_and_weights_come_from_masters(ranks: int, parallel: list[str]):

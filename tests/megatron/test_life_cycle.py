@@ -150,6 +150,7 @@ def _train_with_diverging_configs(flags: list[str]) -> Record:
     return pretrain(flags, MXFP8, after_setup=_diverge)
 
 
+@pytest.mark.extended
 def test_configurations_that_disagree_on_overlap_are_harmless():
     """The optimizer's own idea of the overlap is not asked: weights are pulled when needed."""
     flags = ["--train-iters", "6", "--eval-interval", "2", *OVERLAP]

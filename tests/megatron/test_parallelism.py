@@ -121,7 +121,7 @@ def test_overlap_changes_nothing_and_weights_come_from_masters(ranks: int, paral
     assert losses[4] < losses[1]
 
 
-@topologies("pp2, 2 chunks", extended=("tp2 ep2",))
+@topologies(extended=("pp2, 2 chunks", "tp2 ep2"))
 def test_indexed_equals_grouped(ranks: int, parallel: list[str]):
     """One parameter an expert or one a linear: losses and bytes are the same."""
     flags = [*RUN, *parallel, *OVERLAP]
@@ -142,7 +142,7 @@ def assert_same_experts(indexed: dict[str, torch.Tensor], grouped: dict[str, tor
             assert_bytes_equal(got[0], expected, what=f"{name} of expert {expert}")
 
 
-@topologies("pp2, 2 chunks", extended=("2 instances",))
+@topologies(extended=("pp2, 2 chunks", "2 instances"))
 def test_wgrad_through_autograd_equals_fused(ranks: int, parallel: list[str]):
     """Micro-batches accumulate the same bytes in main_grad whoever adds them."""
     config = MoEOptimConfig(format="mxfp8", fuse_wgrad_accumulation=False)
@@ -234,7 +234,7 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor, *, what: str) -> Non
 # Checkpoints, and what a run says about itself
 
 
-@topologies("pp2, 2 chunks", extended=("tp2 ep2",))
+@topologies(extended=("pp2, 2 chunks", "tp2 ep2"))
 def test_resume_continues_to_the_bit(ranks: int, parallel: list[str], tmp_path: Path):
     """A run that loads what another saved in the middle ends as the other did."""
     flags = [*RUN, *parallel, *OVERLAP]
