@@ -219,14 +219,9 @@ def _median_ms(phases: Phases, device: "torch.device") -> list[float]:
 
 
 def _slots(shapes: ShapeSet, layer: int) -> "tuple[Slot, ...]":
-    from moe_optim.layout.wire import Slot
+    from moe_optim.layout.wire import side_by_side
 
-    slots, start = [], 0
-    for index, shape in enumerate(shapes.weights):
-        start = -(-start // 64) * 64
-        slots.append(Slot(name=f"layer {layer}, weight {index}", start=start, shape=shape))
-        start = slots[-1].end
-    return tuple(slots)
+    return side_by_side(shapes.weights, f"layer {layer}, weight ")
 
 
 def _bf16_weights(shapes: ShapeSet, group: "ProcessGroup", device: "torch.device") -> Phases:
@@ -334,13 +329,12 @@ def _bucket(
         grad_data=grads if wire == "bf16" else torch.empty(numel, device="meta"),
         storage=BucketStorage(f"bucket {layer}", grads),
     )
-    masters, shard = [], numel // size
+    masters = []
     for param, slot in zip(params, slots, strict=True):
-        low = max(slot.start, rank * shard) - slot.start
-        high = min(slot.end, (rank + 1) * shard) - slot.start
-        if low < high:
-            master = torch.randn(high - low, device=device)
-            masters.append(OwnedMaster(param=param, start=low, master=master))
+        owned = slot.owned(rank, numel // size)
+        if owned:
+            master = torch.randn(len(owned), device=device)
+            masters.append(OwnedMaster(param=param, start=owned.start, master=master))
     make: type[QuantizedGather | Bf16Gather] = (
         QuantizedGather if wire == "quantized" else Bf16Gather
     )

@@ -63,7 +63,7 @@ def examine() -> Report:
 
     ``ok`` is true exactly when ``problems``, one line each, is empty.
     """
-    with _quiet():
+    with quiet():
         packages = {name: _examine_package(name) for name in ("python", *MODULES)}
         patches = _examine_patches() if packages["megatron-core"]["state"] == "ok" else []
         gpus = [asdict(gpu) for gpu in find_gpus()] if packages["torch"]["state"] == "ok" else []
@@ -221,7 +221,7 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Rende
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Silence what Megatron and torch say of every optional package they miss."""
     logging.disable(logging.WARNING)
     try:

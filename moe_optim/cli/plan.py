@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moe_optim.cli.argv import keep_arguments_after_dashes
-from moe_optim.cli.doctor import _quiet
+from moe_optim.cli.doctor import quiet
 from moe_optim.cli.files import write_atomically
 from moe_optim.errors import ConfigError
 from moe_optim.recipes import load_recipe
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     """
     recipe = load_recipe(args.recipe, args.set)
     argv = [*recipe.megatron_argv(), *args.megatron_args]
-    with Console(stderr=True).status("Importing Megatron ..."), _quiet():
+    with Console(stderr=True).status("Importing Megatron ..."), quiet():
         from moe_optim.cli.bench import commit
         from moe_optim.cli.plan_costs import plan_rows
         from moe_optim.megatron.planned_experts import plan_experts

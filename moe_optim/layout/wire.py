@@ -7,7 +7,7 @@ slice is right. A *reduced* plane is what does not divide like that: zeros where
 nothing, and a MAX all-reduce, which is exact because all that is written is equal and positive.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import prod
@@ -41,10 +41,30 @@ class Slot:
         """One past the last element within the bucket."""
         return self.start + self.numel
 
+    def owned(self, rank: int, shard_numel: int) -> range:
+        """Return the elements that lie in the shard of ``rank``, counted in the parameter."""
+        first = max(self.start, rank * shard_numel) - self.start
+        end = min(self.end, (rank + 1) * shard_numel) - self.start
+        return range(first, max(first, end))
+
     def cuts(self, shard_numel: int) -> tuple[int, ...]:
         """Return where shards of a bucket meet inside of the parameter, counted in it."""
         first = (self.start // shard_numel + 1) * shard_numel
         return tuple(cut - self.start for cut in range(first, self.end, shard_numel))
+
+
+def side_by_side(shapes: Iterable[tuple[int, int, int]], name: str = "weight") -> tuple[Slot, ...]:
+    """Return a slot for each shape, laid as Megatron lays parameters in a bucket.
+
+    Args:
+        shapes: [E, R, C] each. Every one starts at the next multiple of 64 elements.
+        name: of all of them, before their number.
+    """
+    slots: list[Slot] = []
+    for index, shape in enumerate(shapes):
+        start = -(-slots[-1].end // 64) * 64 if slots else 0
+        slots.append(Slot(name=f"{name}{index}", start=start, shape=shape))
+    return tuple(slots)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,8 +11,7 @@ from moe_optim.errors import LayoutError
 from moe_optim.formats import FORMATS, FP8_BLOCK, MXFP8, MXFP8_2D, NVFP4
 from moe_optim.layout.aligned import MOST_GROWTH, aligned_end, cuts_bands
 from moe_optim.layout.shards import Member, plan_shards
-from moe_optim.layout.wire import plan_wire
-from tests.support.layouts import side_by_side
+from moe_optim.layout.wire import plan_wire, side_by_side
 
 MODELS = {  # experts of a bucket: [2F, H] and [H, F]
     "qwen3-30b-a3b": ((16, 2048, 768), (16, 1536, 2048)),

@@ -16,12 +16,12 @@ from moe_optim import reference
 from moe_optim.errors import LayoutError, StateError
 from moe_optim.formats import FORMATS, MXFP8, MXFP8_2D, NVFP4
 from moe_optim.layout.aligned import aligned_end
+from moe_optim.layout.wire import side_by_side
 from moe_optim.megatron.gather import OwnedMaster, QuantizedGather
 from moe_optim.modules.grouped_weight import GroupedWeight
 from moe_optim.modules.storage import PortableStorage
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import wide_range_weights, with_specials
-from tests.support.layouts import side_by_side
 
 EVERY_FORMAT = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 SIZES = (1, 2, 3, 4, 8)
@@ -55,11 +55,10 @@ class Rank:
         self.masters = []
         shard = numel // dp_size
         for param, slot, master in zip(self.params, slots, masters, strict=True):
-            low = max(slot.start, rank * shard) - slot.start
-            high = min(slot.end, (rank + 1) * shard) - slot.start
-            if low < high:
-                own = master.view(-1)[low:high].clone()
-                self.masters.append(OwnedMaster(param=param, start=low, master=own))
+            owned = slot.owned(rank, shard)
+            if owned:
+                own = master.view(-1)[owned.start : owned.stop].clone()
+                self.masters.append(OwnedMaster(param=param, start=owned.start, master=own))
 
     def planes(self, index):
         return self.params[index].quantized_storage.quantized.planes()

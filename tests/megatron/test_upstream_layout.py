@@ -11,8 +11,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from moe_optim.config import MoEOptimConfig
 from moe_optim.formats import NVFP4
 from moe_optim.layout.aligned import aligned_end
-from moe_optim.layout.wire import plan_wire
-from tests.support.layouts import side_by_side
+from moe_optim.layout.wire import plan_wire, side_by_side
 
 SHAPES = ((1, 208, 80), (1, 160, 48))
 """Two experts whose element counts are multiples of 128, as Megatron wants them."""

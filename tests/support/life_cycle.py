@@ -119,7 +119,7 @@ class LifeCycle:
         )
         layers = make_layers(format)
         layers[2].weight.allreduce = False  # a second optimizer, as experts have at EP above 1
-        self.ddp = DistributedDataParallel(config, ddp_config, _Model(config, layers))
+        self.ddp = DistributedDataParallel(config, ddp_config, make_model(config, layers))
         self.optimizer = moe_optim.get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
@@ -481,22 +481,19 @@ def _copy(value: Any) -> Any:
     return value
 
 
-def _model_class() -> type:
+def make_model(config: Any, layers: torch.nn.ModuleList) -> Any:
+    """Return ``layers`` as a Megatron module."""
     from megatron.core.transformer.module import MegatronModule
 
     class Model(MegatronModule):
-        def __init__(self, config: Any, layers: torch.nn.ModuleList) -> None:
+        def __init__(self) -> None:
             super().__init__(config=config)
             self.layers = layers
 
         def forward(self, tokens: Tensor) -> Tensor:
             return run_layers(self.layers, tokens)
 
-    return Model
-
-
-def _Model(config: Any, layers: torch.nn.ModuleList) -> Any:  # noqa: N802
-    return _model_class()(config, layers)
+    return Model()
 
 
 def initialize() -> None:

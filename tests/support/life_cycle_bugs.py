@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from moe_optim.kernels.member_table import MemberTable
 from moe_optim.megatron.bucket_group import GroupedBucketGroup, Weights
 from moe_optim.megatron.bucket_storage import TRANSITIONS, Content, Event
 from moe_optim.megatron.gather import Bf16Gather, OwnedMaster
@@ -31,19 +32,10 @@ def staged_masters_stay_in_gradients() -> None:
     """#2802: masters staged for a gather are still there when gradients accumulate."""
     stock = Bf16Gather._build_table
 
-    def build_table(self: Bf16Gather) -> Any:
-        self._bucket.storage.staging, staging = self._bucket.storage.staging, None
-        table = stock(self)
-        del staging
-        return _without_zeroing(table)
+    def build_table(self: Bf16Gather) -> MemberTable:
+        return MemberTable.build(stock(self).entries)  # which consumes nothing
 
     Bf16Gather._build_table = build_table
-
-
-def _without_zeroing(table: Any) -> Any:
-    from moe_optim.kernels.member_table import MemberTable
-
-    return MemberTable.build(table.entries)
 
 
 def forced_gather_skips_post_processing() -> None:
@@ -173,8 +165,7 @@ def freeing_drops_the_post_processing() -> None:
 
 def save_zeroes_accumulating_gradients() -> None:
     """H7: a save in the middle of accumulation stages masters over gradients, then zeroes."""
-    every = frozenset(Content)
-    TRANSITIONS[Event.STAGE] = (every, Content.STAGED)
+    TRANSITIONS[Event.STAGE] = (frozenset(Content), Content.STAGED)
     stock = GroupedBucketGroup.start_param_sync
 
     def start_param_sync(self: GroupedBucketGroup, force_sync: bool = False) -> None:
