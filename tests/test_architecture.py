@@ -22,9 +22,10 @@ MAY_IMPORT = {  # layer -> layers it may import, besides itself
     "layout": BASE,
     **{service: BASE | MIDDLE | SERVICES for service in SERVICES},
     "modules": BASE | MIDDLE | SERVICES,
-    "megatron": BASE | MIDDLE | SERVICES | {"modules"},
-    "cli": BASE | MIDDLE | SERVICES | {"modules", "megatron", "__init__"},
-    "__init__": BASE | MIDDLE | SERVICES | {"modules", "megatron", "cli"},
+    "checkpoints": BASE | {"layout"},
+    "megatron": BASE | MIDDLE | SERVICES | {"modules", "checkpoints"},
+    "cli": BASE | MIDDLE | SERVICES | {"modules", "checkpoints", "megatron", "__init__"},
+    "__init__": BASE | MIDDLE | SERVICES | {"modules", "checkpoints", "megatron", "cli"},
 }
 
 THIRD_PARTY = {  # layer -> packages it may import, besides the standard library

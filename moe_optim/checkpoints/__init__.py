@@ -1,0 +1,1 @@
+"""Checkpoints as files: read, checked and written without Megatron."""
