@@ -51,6 +51,14 @@ class MoEOptimConfig:
     fuse_wgrad_accumulation: bool = True
     """Whether portable experts add weight gradients straight into ``main_grad``. False sends them
     through autograd, which allocates one gradient a weight."""
+    save_nonfinite: bool = False
+    """Whether a checkpoint may be saved whose masters hold Inf or NaN."""
+    trust_unmarked_states: bool = False
+    """Whether flat optimizer states without a manifest, such as Megatron saves, are taken to have
+    their experts in the order of this model. Experts of another order would be swapped unseen."""
+    check_on_load: Literal["thorough", "quick"] = "thorough"
+    """What is checked before a checkpoint loads. ``thorough`` reads all of it once, shared among
+    ranks, and compares checksums; ``quick`` looks for missing and cut files."""
 
     def __post_init__(self) -> None:
         """Refuse values that mean nothing, and those that this version does not implement.

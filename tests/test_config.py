@@ -20,6 +20,9 @@ DEFAULTS = {
     "nonfinite": "raise",
     "backend": "auto",
     "fuse_wgrad_accumulation": True,
+    "save_nonfinite": False,
+    "trust_unmarked_states": False,
+    "check_on_load": "thorough",
 }
 
 CHOICES = "bf16 or mxfp8 or mxfp8_2d or nvfp4 or fp8_block"  # as messages list them
