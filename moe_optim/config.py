@@ -51,6 +51,9 @@ class MoEOptimConfig:
     fuse_wgrad_accumulation: bool = True
     """Whether portable experts add weight gradients straight into ``main_grad``. False sends them
     through autograd, which allocates one gradient a weight."""
+    record_amax: bool = False
+    """Whether every requantization records the amax of each expert, which checkpoints then hold.
+    ``nvfp4`` needs these amaxes itself, and records them always."""
     save_nonfinite: bool = False
     """Whether a checkpoint may be saved whose masters hold Inf or NaN."""
     trust_unmarked_states: bool = False
@@ -69,6 +72,7 @@ class MoEOptimConfig:
         for name in field_names():
             _check_field(type(self).__name__, name, getattr(self, name))
         _check_compute(type(self).__name__, self.format, self.compute)
+        _check_record_amax(type(self).__name__, self.format, self.record_amax)
 
     @classmethod
     def from_mapping(
@@ -88,6 +92,7 @@ class MoEOptimConfig:
             _check_field(where, name, value)
         values: dict[str, Any] = {field.name: field.default for field in fields(cls)} | {**mapping}
         _check_compute(where, values["format"], values["compute"])
+        _check_record_amax(where, values["format"], values["record_amax"])
         return cls(**values)
 
     def replace_from(
@@ -152,6 +157,15 @@ def _check_compute(where: str, format: Format, compute: Format | None) -> None:
         raise ConfigError(
             f"{where}: compute: expected null or {format}, which weights are stored in, got "
             f"{compute}. Write null, or store bf16 weights with format: bf16."
+        )
+
+
+def _check_record_amax(where: str, format: Format, record_amax: bool) -> None:
+    """Raise ConfigError where there is no requantization to record anything at."""
+    if record_amax and format == "bf16":
+        raise ConfigError(
+            f"{where}: record_amax: expected false with format: bf16, whose weights are not "
+            "quantized, got true. Write false, or store quantized weights."
         )
 
 

@@ -20,6 +20,7 @@ DEFAULTS = {
     "nonfinite": "raise",
     "backend": "auto",
     "fuse_wgrad_accumulation": True,
+    "record_amax": False,
     "save_nonfinite": False,
     "trust_unmarked_states": False,
     "check_on_load": "thorough",
@@ -87,6 +88,17 @@ def test_bf16_weights_may_be_multiplied_in_any_format_and_others_in_their_own():
     for format in FORMATS:
         for compute in (None, format):
             assert MoEOptimConfig(format=format, compute=compute).compute == compute
+
+
+def test_amaxes_are_recorded_of_quantized_weights_alone():
+    """bf16 weights are never requantized: a recipe that asks for their amaxes is mistaken."""
+    for format in FORMATS:
+        assert MoEOptimConfig(format=format, record_amax=True).record_amax
+    message = "recipe: record_amax: expected false with format: bf16, .*Write false, or store"
+    with pytest.raises(ConfigError, match=message):
+        MoEOptimConfig.from_mapping({"format": "bf16", "record_amax": True}, "recipe")
+    with pytest.raises(ConfigError, match="^MoEOptimConfig: record_amax: expected false"):
+        MoEOptimConfig(format="bf16", record_amax=True)
 
 
 def test_formats_are_those_with_a_descriptor_and_bf16():

@@ -15,6 +15,7 @@ from megatron.core.distributed.param_and_grad_buffer import (
 
 from moe_optim.errors import StateError
 from moe_optim.megatron.bucket_storage import Event
+from moe_optim.megatron.expert_amax import AmaxRecord
 from moe_optim.megatron.gather import OwnedMaster, fill_slices, start_gather
 
 _stock_partition_buckets = upstream.partition_buckets
@@ -54,6 +55,7 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
         self._owners: list[Owner] = []
         self._stepped: list[Owner] = []
         self._in_flight = False
+        self._amax_record: AmaxRecord | None = None
 
     def bind(self) -> None:
         """Become the owner of the buckets. The optimizer's duplicate groups never call this."""
@@ -61,6 +63,9 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
             self._check_size(bucket)
             if bucket.gather.uses_gradient_memory:
                 bucket.storage.before_zero = self.finish_gather
+        if self.managed:
+            params = [param for bucket in self.buckets for param in bucket.params_list]
+            self._amax_record = AmaxRecord.of(params)
 
     def add_owner(self, owner: Owner) -> None:
         """Name an optimizer whose masters the group gathers; it counts itself in with a step."""
@@ -109,8 +114,13 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
             for bucket in self.buckets:
                 bucket.gather.open(partial(self._masters_of, bucket))
             fill_slices(gathers, group)
+            maxima = []
+            if self._amax_record is not None:
+                maxima.append(self._amax_record.fill(self._masters))
             asynchronous = self.ddp_config.overlap_param_gather and not force_sync
-            self.param_gather_handle = start_gather(gathers, group, asynchronous=asynchronous)
+            self.param_gather_handle = start_gather(
+                gathers, group, asynchronous=asynchronous, maxima=maxima
+            )
             self._in_flight = True
             if not asynchronous:
                 self._post_param_sync()
@@ -123,6 +133,9 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
     def _masters_of(self, bucket: _ParamAndGradBucket) -> list[OwnedMaster]:
         return [one for owner in self._owners for one in owner.masters_of(bucket)]
 
+    def _masters(self) -> list[OwnedMaster]:
+        return [one for bucket in self.buckets for one in self._masters_of(bucket)]
+
     @torch.no_grad()
     def _post_param_sync(self) -> None:
         """Put what a gather brought in place, one launch a bucket."""
@@ -134,6 +147,8 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
         self._in_flight = False
         for bucket in self.buckets:
             bucket.gather.land()
+        if self._amax_record is not None:
+            self._amax_record.land()
         for param in self.params:
             param.quantized_storage.finish_gather()
         self._stepped = []
@@ -176,6 +191,8 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
         self.finish_gather()
         for bucket in self.buckets:
             bucket.gather.forget()
+        if self._amax_record is not None:
+            self._amax_record.forget()
 
     def _check_size(self, bucket: _ParamAndGradBucket) -> None:
         size = self.intra_distributed_optimizer_instance_size

@@ -20,6 +20,7 @@ from torch import Tensor
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError
 from moe_optim.formats import BlockScaledFormat, get_format
+from moe_optim.megatron.expert_amax import sharded_amax
 from moe_optim.megatron.expert_shards import empty_extra_state, list_shards
 from moe_optim.megatron.plugin import active_config
 from moe_optim.modules.activation import glu
@@ -83,6 +84,7 @@ class GroupedExperts(MegatronModule):
             expert_layout=moe_optim_config.expert_layout,
             bias=config.add_bias_linear,
             fuse_wgrad_accumulation=moe_optim_config.fuse_wgrad_accumulation,
+            record_amax=moe_optim_config.record_amax,
             device=device,
         )
         where = name or "experts"
@@ -175,7 +177,8 @@ class GroupedExperts(MegatronModule):
 
         Keys are ``{prefix}experts.linear_fcN.weight`` of global shape [experts, R, C], and
         ``.bias`` of [experts, R]; the values saved are bf16. With each linear goes an empty
-        ``_extra_state`` an expert, which Megatron's own linears save and ask for. No rank
+        ``_extra_state`` an expert, which Megatron's own linears save and ask for, and where amaxes
+        are recorded ``.weight_amax`` of [experts, 1, 1], fp32; see :func:`sharded_amax`. No rank
         communicates.
         """
         if (metadata or {}).get("singleton_local_shards", False):
@@ -191,6 +194,13 @@ class GroupedExperts(MegatronModule):
                 keys, place, sharded_offsets, groups
             )
         for linear in ("linear_fc1", "linear_fc2"):
+            place = (axis, *self._place_of(None))
+            module: GroupedLinear = getattr(self, linear)
+            amax = sharded_amax(
+                module, f"{keys}{linear}.weight_amax", place, sharded_offsets, groups
+            )
+            if amax is not None:
+                state[f"{prefix}{linear}.weight_amax"] = amax
             for index in range(self.num_local_experts):
                 place = (axis, *self._place_of(index))
                 state[f"{prefix}{linear}._extra_state{index}"] = empty_extra_state(

@@ -86,7 +86,11 @@ def fill_slices(gathers: Sequence[BucketGather], group: dist.ProcessGroup) -> No
 
 
 def start_gather(
-    gathers: Sequence[BucketGather], group: dist.ProcessGroup, *, asynchronous: bool
+    gathers: Sequence[BucketGather],
+    group: dist.ProcessGroup,
+    *,
+    asynchronous: bool,
+    maxima: Sequence[Tensor] = (),
 ) -> "Works | None":
     """Complete all planes in place. Every rank of the group must call it.
 
@@ -94,6 +98,7 @@ def start_gather(
         gathers: with their slices filled.
         group: ranks that share the buckets.
         asynchronous: return what to wait for, instead of waiting.
+        maxima: also completed, by an all-reduce with MAX each.
     """
     rank, size = group.rank(), group.size()
     with _coalescing_manager(group, async_ops=asynchronous) as slices:
@@ -102,11 +107,8 @@ def start_gather(
                 own = plane.slice_of(rank, size)
                 dist.all_gather_into_tensor(plane.data, own, group=group, async_op=asynchronous)
     works = [slices]
-    for gather in gathers:
-        for values in gather.reduced:
-            works.append(
-                dist.all_reduce(values, dist.ReduceOp.MAX, group=group, async_op=asynchronous)
-            )
+    for values in (*(plane for gather in gathers for plane in gather.reduced), *maxima):
+        works.append(dist.all_reduce(values, dist.ReduceOp.MAX, group=group, async_op=asynchronous))
     return Works(works) if asynchronous else None
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
-from moe_optim.errors import StateError
+from moe_optim.errors import LayoutError, StateError
 from moe_optim.formats import BlockScaledFormat, Direction
 from moe_optim.modules.compute import QuantizedCopy
 from moe_optim.modules.grouped_weight import GroupedWeight
@@ -37,6 +37,7 @@ class GroupedLinear(torch.nn.Module):
         bias: whether there are biases, zero at first.
         fuse_wgrad_accumulation: add weight gradients straight into ``main_grad`` where there is
             one, instead of returning them through autograd.
+        record_amax: keep the amax of every quantized expert, see :meth:`amax`.
         name: for errors.
         device: where weights live.
 
@@ -55,6 +56,7 @@ class GroupedLinear(torch.nn.Module):
         expert_layout: ExpertLayout = "grouped",
         bias: bool = False,
         fuse_wgrad_accumulation: bool = True,
+        record_amax: bool = False,
         name: str = "weight",
         device: torch.device | str | None = None,
     ) -> None:
@@ -64,11 +66,14 @@ class GroupedLinear(torch.nn.Module):
         self.expert_layout = expert_layout
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.quantized_copy: QuantizedCopy | None = None
+        self._whole_amax: tuple[int, Tensor] | None = None  # and the version whose amax it is
         if compute is not None and format is None:
             self.quantized_copy = QuantizedCopy(compute, self.shape, f"{name}.weight")
         storage = None
         if format is not None:
-            storage = PortableStorage(format, self.shape, name=f"{name}.weight", device=device)
+            storage = PortableStorage(
+                format, self.shape, name=f"{name}.weight", device=device, record_amax=record_amax
+            )
         for parameter_name, parameter in self._make_parameters(storage, device):
             self.register_parameter(parameter_name, parameter)
         if bias:
@@ -135,6 +140,48 @@ class GroupedLinear(torch.nn.Module):
             new = moved if self.expert_layout == "grouped" else moved.expert(index)
             new.is_fresh, new.initial = old.is_fresh, old.initial
             weight.quantized_storage = new  # type: ignore[attr-defined]
+
+    def amax(self) -> Tensor | None:
+        """Return the amax of what each expert has here, at the last requantization, [E] fp32.
+
+        It is that of the masters of all data-parallel ranks, rounded to bf16. A copy; None where
+        nothing is recorded. Under expert tensor parallelism, other ranks hold the rest of the
+        experts: see :attr:`whole_amax`.
+        """
+        amaxes = [storage.amax for storage in self.storages()]
+        recorded = [amax for amax in amaxes if amax is not None]
+        return torch.cat(recorded) if recorded else None
+
+    @property
+    def whole_amax(self) -> Tensor | None:
+        """The amax of whole experts, [E] fp32, if it was set for the weights as they are."""
+        if self._whole_amax is None or self._whole_amax[0] != self.version():
+            return None
+        return self._whole_amax[1]
+
+    @whole_amax.setter
+    def whole_amax(self, amax: Tensor) -> None:
+        self._whole_amax = self.version(), amax
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        """Load the weights, then the amax of the masters that they were once quantized from.
+
+        It is kept until the next requantization, and changes no byte: what was dequantized from
+        NVFP4 quantizes to the same bytes by an amax of its own.
+        """
+        amax: Tensor | None = state_dict.pop(f"{prefix}weight_amax", None)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        own = self.amax()
+        if amax is None or own is None or amax.isnan().any():  # NaN: whoever saved did not know it
+            return
+        if amax.numel() != own.numel():
+            raise LayoutError(
+                f"{self.name}.weight_amax: expected one value for each of {own.numel()} experts, "
+                f"got {list(amax.shape)}. Load a checkpoint of as many experts."
+            )
+        self.whole_amax = amax.detach().to(own).view(-1).clone()
 
     def weights(self) -> list[torch.nn.Parameter]:
         """Return the weights in expert order: one in ``grouped`` layout, E in ``indexed``."""

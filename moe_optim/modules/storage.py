@@ -14,6 +14,7 @@ from moe_optim.errors import LayoutError, StateError
 from moe_optim.formats import BlockScaledFormat, Direction, QuantizedWeight
 from moe_optim.kernels.member_table import MemberTable, TableEntry
 from moe_optim.reference import dequantize_bf16
+from moe_optim.reference.expert_amax import expert_amax_into
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,10 +65,15 @@ class PortableStorage:
         shape: logical [E, R, C].
         name: parameter name, for errors.
         device: where the planes lie.
+        record_amax: keep the amax of every expert at each requantization. Formats with a global
+            amax do so always.
 
     Raises:
         LayoutError: ``shape`` does not fit the format.
     """
+
+    recorded_amax: Tensor | None
+    """[E] fp32, written at each requantization; None where nobody asked, or the format has one."""
 
     def __init__(
         self,
@@ -76,8 +82,11 @@ class PortableStorage:
         *,
         name: str = "weight",
         device: torch.device | str | None = None,
+        record_amax: bool = False,
     ) -> None:
         self._adopt(name, QuantizedWeight.empty(format, shape, device=device, name=name))
+        if record_amax and not format.has_global_amax:
+            self.recorded_amax = torch.zeros(shape[:1], dtype=torch.float32, device=device)
 
     @classmethod
     def viewing(cls, quantized: QuantizedWeight, name: str = "weight") -> "PortableStorage":
@@ -94,8 +103,18 @@ class PortableStorage:
         self.is_fresh = True
         self.version = 0
         self.initial: Tensor | None = None  # bf16 values until masters have been made of them
+        self.recorded_amax = None
         self._whole: tuple[PortableStorage, int] | None = None  # and which expert of it this is
         self.is_bound = False
+
+    @property
+    def amax(self) -> Tensor | None:
+        """The largest magnitude of each expert when its bytes were written, [E] fp32, not a copy.
+
+        It is that of the values rounded to bf16, NaN left out; NaN where the bytes were copied from
+        a storage that did not record it. None where nothing is recorded.
+        """
+        return self.quantized.global_amax if self.recorded_amax is None else self.recorded_amax
 
     def planes(self) -> Mapping[str, Plane]:
         """Return every distinct tensor of the storage by name."""
@@ -143,6 +162,8 @@ class PortableStorage:
         )
         expert = PortableStorage.viewing(view, name=f"{self.name}{index}")
         expert._whole = (self, index)
+        if self.recorded_amax is not None:
+            expert.recorded_amax = self.recorded_amax[one]
         return expert
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PortableStorage":
@@ -169,7 +190,11 @@ class PortableStorage:
     def clone(self, device: torch.device | None = None) -> "PortableStorage":
         """Return a storage with its own copy of the same bytes, on ``device`` if given."""
         copy = PortableStorage(
-            self.format, self.shape, name=self.name, device=device or self.device
+            self.format,
+            self.shape,
+            name=self.name,
+            device=device or self.device,
+            record_amax=self.recorded_amax is not None,
         )
         copy.copy_bytes_from(self)
         copy.is_fresh, copy.initial = self.is_fresh, self.initial
@@ -189,6 +214,8 @@ class PortableStorage:
         theirs = other.quantized.planes()
         for name, plane in self.quantized.planes().items():
             plane.copy_(theirs[name])
+        if self.recorded_amax is not None:
+            self.recorded_amax.copy_(torch.tensor(torch.nan) if other.amax is None else other.amax)
         self.version += 1
 
     @property
@@ -204,6 +231,9 @@ class PortableStorage:
         table = MemberTable.build([entry])
         ops.requantize(table)
         ops.finish_gather(table)
+        if self.recorded_amax is not None:
+            _, rows, cols = self.shape
+            expert_amax_into(self.recorded_amax.zero_(), source, 0, rows * cols)
         self.version += 1
 
     def finish_gather(self) -> None:
