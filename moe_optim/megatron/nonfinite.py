@@ -80,6 +80,45 @@ class GroupedChainedOptimizer(ChainedOptimizer):
                         yield describe_elements(name, param, bad, "gradient")
 
 
+def check_masters(optimizer: Any, remedy: str, kind: type[Tensor] = Tensor) -> None:
+    """Raise NonFiniteError if a master is Inf or NaN, on any rank of the data-parallel group.
+
+    Every rank must call it.
+
+    Args:
+        optimizer: a distributed optimizer.
+        remedy: what has not happened, and what to do.
+        kind: whose masters are looked at.
+    """
+    names = {
+        param: name for chunk in optimizer.model_chunks for name, param in chunk.named_parameters()
+    }
+    held = (
+        (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
+        (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
+    )
+    found: list[str] = []
+    for params, masters in (pair for groups in held for pair in zip(*groups, strict=True)):
+        for param, master in zip(params, masters, strict=True):
+            if master is None or not isinstance(param, kind):
+                continue
+            start = optimizer._get_model_param_range_map(param)["param"].start
+            bad = (~master.isfinite()).nonzero().view(-1) + start
+            if len(bad):
+                name = names[param].replace("module.", "")
+                found.append(describe_elements(name, param, bad, "master"))
+    group = optimizer.data_parallel_group
+    everywhere: list[list[str]] = [[] for _ in range(group.size())]
+    dist.all_gather_object(everywhere, found[:MOST_NAMED], group=group)
+    lines = [
+        f"data-parallel rank {rank}: {line}"
+        for rank, of_rank in enumerate(everywhere)
+        for line in of_rank
+    ]
+    if lines:
+        raise NonFiniteError(f"masters: expected finite values, got {'; '.join(lines)}. {remedy}")
+
+
 def describe_elements(name: str, param: Tensor, bad: Tensor, kind: str) -> str:
     """Say which parameter, which of its experts, and how many elements are not finite.
 

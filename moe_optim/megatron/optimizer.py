@@ -11,14 +11,15 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import log_single_rank
 from torch import Tensor
 
-from moe_optim.errors import LayoutError, NonFiniteError
+from moe_optim.errors import LayoutError
 from moe_optim.layout.shards import plan_shards
 from moe_optim.megatron import patches
 from moe_optim.megatron.bucket_group import GroupedBucketGroup
 from moe_optim.megatron.bucket_storage import Event
 from moe_optim.megatron.buffer import GroupedParamAndGradBuffer
+from moe_optim.megatron.checkpointed_optimizer import CheckpointedOptimizer
 from moe_optim.megatron.gather import OwnedMaster
-from moe_optim.megatron.nonfinite import MOST_NAMED, describe_elements
+from moe_optim.megatron.nonfinite import check_masters
 from moe_optim.megatron.patching import apply_patches, patch_state, revert_patches
 from moe_optim.megatron.requirements import check_wrapped_model
 from moe_optim.modules.grouped_weight import GroupedWeight
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 _stock_get_megatron_optimizer = core_optimizer.get_megatron_optimizer
 
 
-class GroupedDistributedOptimizer(DistributedOptimizer):
+class GroupedDistributedOptimizer(CheckpointedOptimizer):
     """Megatron's distributed optimizer, with masters that bucket groups pull when they gather.
 
     Parameters that are no :class:`GroupedWeight` take Megatron's code unchanged. For those that
@@ -39,10 +40,8 @@ class GroupedDistributedOptimizer(DistributedOptimizer):
         super().__init__(*args, **kwargs)
         self._groups: list[GroupedBucketGroup] = []
         self._managed_groups: list[GroupedBucketGroup] = []
-        self._keep_bucket_padding = False
         if self.is_stub_optimizer or self.ddp_config.use_megatron_fsdp:
             return
-        self._order_group_indices()
         self._groups = self._find_groups()
         self._managed_groups = [group for group in self._groups if group.managed]
         for group in self._managed_groups:
@@ -52,18 +51,6 @@ class GroupedDistributedOptimizer(DistributedOptimizer):
             for param in group.params:
                 # Megatron clears these only where this rank owns a part of the parameter
                 param.clear_high_precision_init_val()
-
-    def _order_group_indices(self) -> None:
-        """Map every parameter to its place in the installed group.
-
-        Megatron numbers a group's parameters as they come, but installs fp32 ones before bf16
-        ones, so states of a mixed group would be saved and loaded under each other's name.
-        """
-        for index, groups in enumerate(
-            zip(self.model_fp32_groups, self.model_float16_groups, strict=True)
-        ):
-            for order, param in enumerate([*groups[0], *groups[1]]):
-                self.model_param_group_index_map[param] = (index, order)
 
     def _find_groups(self) -> list[GroupedBucketGroup]:
         mine = {id(bucket) for buffer in self.buffers for bucket in buffer.buckets}
@@ -86,34 +73,6 @@ class GroupedDistributedOptimizer(DistributedOptimizer):
                     start = self._get_model_param_range_map(param)["param"].start
                     owned.append(OwnedMaster(param=param, start=start, master=master))
         return owned
-
-    def _check_masters(self) -> None:
-        """Raise NonFiniteError if a master of quantized weights is Inf or NaN, on any rank."""
-        if not self._managed_groups:
-            return
-        names = {
-            param: name for chunk in self.model_chunks for name, param in chunk.named_parameters()
-        }
-        found: list[str] = []
-        for group in self._managed_groups:
-            for bucket in group.buckets:
-                for one in self.masters_of(bucket):
-                    bad = (~one.master.isfinite()).nonzero().view(-1) + one.start
-                    if len(bad):
-                        name = names[one.param].replace("module.", "")
-                        found.append(describe_elements(name, one.param, bad, "master"))
-        everywhere: list[list[str]] = [[] for _ in range(self.data_parallel_group.size())]
-        torch.distributed.all_gather_object(everywhere, found, group=self.data_parallel_group)
-        lines = [
-            f"data-parallel rank {rank}: {line}"
-            for rank, of_rank in enumerate(everywhere)
-            for line in of_rank[:MOST_NAMED]
-        ]
-        if lines:
-            raise NonFiniteError(
-                f"masters of quantized weights: expected finite values, got {'; '.join(lines)}. "
-                "No weight has been gathered from them. Load another checkpoint."
-            )
 
     def _check_shards(self, bucket: _ParamAndGradBucket) -> None:
         """Raise LayoutError unless Megatron's shards and our own plan of them agree."""
@@ -194,29 +153,10 @@ class GroupedDistributedOptimizer(DistributedOptimizer):
         if "param_state" in state_dict:  # without it, Megatron is only shaping a state to load into
             self.refresh_weights()
 
-    def sharded_param_state_fully_reshardable(self, *args: Any, **kwargs: Any) -> Any:
-        """Return states under the names of their parameters; arguments are Megatron's.
-
-        Megatron 0.19 takes each parameter's states from where it lies in the buffer, but out of
-        tensors without the padding between buckets: after the first bucket all are shifted.
-        """
-        self._keep_bucket_padding = _cuts_unpadded_states()
-        try:
-            return super().sharded_param_state_fully_reshardable(*args, **kwargs)
-        finally:
-            self._keep_bucket_padding = False
-
-    def get_parameter_state_dp_zero(self, *args: Any, **kwargs: Any) -> Any:
-        """Gather all states; arguments and result are Megatron's."""
-        state = super().get_parameter_state_dp_zero(*args, **kwargs)
-        if state is None or not self._keep_bucket_padding:
-            return state
-        for index, buffer in enumerate(self.buffers):
-            for tensors in state[index].values():
-                for key, tensor in tensors.items():
-                    if isinstance(tensor, Tensor):
-                        tensors[key] = _with_bucket_padding(tensor, buffer)
-        return state
+    def load_parameter_state(self, filename: str, *, update_legacy_format: bool = False) -> None:
+        """Load the states of one file, then derive the weights. Every rank must call it."""
+        super().load_parameter_state(filename, update_legacy_format=update_legacy_format)
+        self.refresh_weights()
 
     def offload_to_cpu(self) -> None:
         """Move masters and moments to the host; a gather that reads them is finished first."""
@@ -236,34 +176,17 @@ class GroupedDistributedOptimizer(DistributedOptimizer):
         Raises:
             NonFiniteError: some master is Inf or NaN; nothing has been gathered.
         """
-        self._check_masters()
+        if self._managed_groups:
+            check_masters(
+                self,
+                "No weight has been gathered from them. Load another checkpoint.",
+                GroupedWeight,
+            )
         for group in self._managed_groups:
             group.forget_masters()
             group.mark_stale(self)
             if group.all_owners_stepped():
                 group.start_param_sync(force_sync=True)
-
-
-def _cuts_unpadded_states() -> bool:
-    """Return whether this Megatron forgets the padding; later ones count it in this variable."""
-    method = DistributedOptimizer.sharded_param_state_fully_reshardable
-    return "cumulative_padding_stripped" not in method.__code__.co_varnames
-
-
-def _with_bucket_padding(states: Tensor, buffer: GroupedParamAndGradBuffer) -> Tensor:
-    """Put zeros behind the states of each bucket: [numel_unpadded] -> [numel], one a bucket place.
-
-    Args:
-        states: of all buckets of ``buffer``, one after the other.
-        buffer: knows how long its buckets are with and without padding.
-    """
-    parts = states.split([bucket.numel_unpadded for bucket in buffer.buckets])
-    return torch.cat(
-        [
-            torch.nn.functional.pad(part, (0, bucket.grad_data.numel() - part.numel()))
-            for part, bucket in zip(parts, buffer.buckets, strict=True)
-        ]
-    )
 
 
 def get_megatron_optimizer(

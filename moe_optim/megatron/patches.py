@@ -2,7 +2,17 @@
 
 from moe_optim.megatron.patching import Patch, patch_state
 
-__all__ = ["ADAM", "CPU", "ENTRY", "EXPERTS", "OPTIMIZER", "PATCHES", "Patch", "patch_state"]
+__all__ = [
+    "ADAM",
+    "CHECKPOINTS",
+    "CPU",
+    "ENTRY",
+    "EXPERTS",
+    "OPTIMIZER",
+    "PATCHES",
+    "Patch",
+    "patch_state",
+]
 
 _FUSED_OPTIMIZERS = ("transformer_engine", "apex.optimizers")
 
@@ -144,5 +154,16 @@ OPTIMIZER: tuple[Patch, ...] = (
 )
 """What makes Megatron build this package's buffers, bucket groups and optimizer."""
 
-PATCHES: tuple[Patch, ...] = (*ENTRY, *ADAM, *CPU, *EXPERTS, *OPTIMIZER)
+CHECKPOINTS: tuple[Patch, ...] = (
+    Patch(
+        id="load-checkpoint",
+        target="megatron.core.dist_checkpointing:load",
+        replacement="moe_optim.megatron.checkpoint_load:load",
+        because="nothing tells an optimizer what a checkpoint holds before it asks for it",
+        remove_when="sharded_state_dict is given the checkpoint that will be loaded",
+    ),
+)
+"""What lets an optimizer of this package see how a checkpoint was laid out."""
+
+PATCHES: tuple[Patch, ...] = (*ENTRY, *ADAM, *CPU, *EXPERTS, *OPTIMIZER, *CHECKPOINTS)
 """Every name of Megatron that this package rebinds, in the order in which it does."""

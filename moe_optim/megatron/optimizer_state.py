@@ -1,0 +1,438 @@
+"""Masters and moments in checkpoints: where they lie, and taking them from where others lay.
+
+Flat states (``dp_reshardable`` of torch_dist, and legacy files) hold buckets as the optimizer does.
+With each goes a :class:`StateManifest`, by which a model reads them whose experts lie otherwise.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from importlib.metadata import version
+from typing import Any
+from zlib import crc32
+
+import torch
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from torch import Tensor
+
+from moe_optim.errors import LayoutError
+from moe_optim.layout.state_manifest import (
+    BucketPlaces,
+    BufferPlaces,
+    CrossReader,
+    ParameterPlace,
+    StateManifest,
+)
+
+MANIFEST = "moe_optim_manifest"
+_PACKAGES = ("moe_optim", "megatron-core", "torch")
+
+
+@dataclass
+class ManifestRequest(ShardedObject):
+    """The place of a manifest in a state to load, until ``checkpoint_load`` has looked for it.
+
+    It passes through Megatron, which may put the number of the optimizer in front of its key.
+    """
+
+    optimizer: Any = field(default=None, repr=False, compare=False)
+
+
+def manifest_of(optimizer: Any) -> StateManifest:
+    """Return where every parameter lies in the states of a distributed optimizer."""
+    names = {
+        param: bare_name(name)
+        for chunk in optimizer.model_chunks
+        for name, param in chunk.named_parameters()
+    }
+    prefixes = _chunk_prefixes(optimizer.model_chunks)
+    buffers = []
+    for index, ranges in enumerate(optimizer.gbuf_ranges):
+        (dtype,) = ranges
+        buffer = optimizer.buffers[index]
+        buckets = tuple(
+            BucketPlaces(
+                numel=bucket.numel_unpadded,
+                parameters=tuple(
+                    ParameterPlace(
+                        name=prefixes.get(param, "") + names[param],
+                        shape=tuple(param.shape),
+                        start=bucket.param_to_index[param][0],
+                    )
+                    for param in sorted(
+                        bucket.params_list, key=lambda param: bucket.param_to_index[param][0]
+                    )
+                ),
+            )
+            for bucket in buffer.buckets
+        )
+        buffers.append(BufferPlaces(dtype=str(dtype), buckets=buckets))
+    versions = {package: version(package) for package in _PACKAGES}
+    return StateManifest(buffers=tuple(buffers), versions=versions)
+
+
+def bare_name(name: str) -> str:
+    """Return the name of a parameter without those of the modules that wrap its model."""
+    return ".".join(part for part in name.split(".") if part != "module")
+
+
+def _chunk_prefixes(chunks: Iterable[Any]) -> dict[torch.nn.Parameter, str]:
+    """Return what tells the parameters of several model chunks apart, whose names are alike."""
+    chunks = list(chunks)
+    if len(chunks) == 1:
+        return {}
+    return {
+        param: f"chunk{number}."
+        for number, chunk in enumerate(chunks)
+        for param in chunk.parameters()
+    }
+
+
+def manifest_key(optimizer: Any, manifest: StateManifest) -> str:
+    """Return the key a manifest is saved under, the same for every expert layout of a model."""
+    parameters = sorted({address.parameter for address in manifest.addresses()})
+    digest = crc32("\n".join(parameters).encode())
+    return f"{_group_key(optimizer)}.{MANIFEST}.{digest:08x}"
+
+
+def _group_key(optimizer: Any) -> str:
+    return f"optimizer.distributed.dp_group_idx_{optimizer.data_parallel_group_idx}"
+
+
+def manifest_object(optimizer: Any, *, is_loading: bool) -> ShardedObject:
+    """Return the manifest to save, or the request for one. No rank communicates."""
+    manifest = manifest_of(optimizer)
+    key = manifest_key(optimizer, manifest)
+    replica_id = (
+        optimizer.distributed_optimizer_instance_id,
+        0,
+        optimizer.data_parallel_group.rank(),
+    )
+    if is_loading:
+        return ManifestRequest(key, None, (1,), (0,), replica_id, optimizer=optimizer)
+    return ShardedObject(key, manifest.to_dict(), (1,), (0,), replica_id)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedRange:
+    """What this rank owns of a parameter."""
+
+    param: torch.nn.Parameter
+    buffer: int
+    bucket: int
+    start: int
+    """First element of the parameter."""
+    end: int
+    local_start: int
+    """First element in this rank's shard of the bucket."""
+
+
+def owned_ranges(optimizer: Any) -> list[OwnedRange]:
+    """Return what this rank owns, in the order of buffers, buckets and places."""
+    return [
+        OwnedRange(
+            param,
+            buffer,
+            bucket,
+            ranges["param"].start,
+            ranges["param"].end,
+            ranges["gbuf_local"].start,
+        )
+        for buffer, by_dtype in enumerate(optimizer.gbuf_ranges)
+        for buckets in by_dtype.values()
+        for bucket, held in enumerate(buckets)
+        for param, ranges in sorted(
+            held["param_map"].items(), key=lambda item: item[1]["gbuf_local"].start
+        )
+    ]
+
+
+def _bucket_key(group_key: str, dtype: str, buffer: int, bucket: int) -> str:
+    return f"{group_key}.gbuf_idx_{buffer}.dtype_{dtype}.bucket_idx_{bucket}"
+
+
+def _flat_states(optimizer: Any, param: torch.nn.Parameter) -> dict[str, Tensor]:
+    """Return master and moments of what this rank owns, 1-D; ``step`` is no part of them."""
+    states = optimizer._get_main_param_and_optimizer_states(param)
+    return {key: state.view(-1) for key, state in states.items() if key != "step"}
+
+
+def flat_states_to_save(optimizer: Any) -> dict[Any, Any]:
+    """Return this rank's part of ``dp_reshardable`` states. No rank communicates.
+
+    Keys, shapes and offsets are Megatron's, which refuses to save a bucket of which some rank owns
+    nothing but padding.
+    """
+    state: dict[Any, Any] = {}
+    group_key = _group_key(optimizer)
+    instance = optimizer.distributed_optimizer_instance_id
+    rank = optimizer.data_parallel_group.rank()
+    for name in ("per_bucket_numel", "per_bucket_numel_unpadded"):
+        state[name] = ShardedObject(
+            f"{group_key}.{name}", getattr(optimizer, name), (1,), (0,), (instance, 0, rank)
+        )
+    manifest = manifest_of(optimizer)
+    owned = owned_ranges(optimizer)
+    for buffer, places in enumerate(manifest.buffers):
+        (dtype,) = optimizer.gbuf_ranges[buffer]
+        state[buffer] = {dtype: []}
+        for bucket, held in enumerate(places.buckets):
+            shard = optimizer.buffers[buffer].buckets[bucket].grad_data.numel()
+            shard //= optimizer.data_parallel_group.size()
+            end = min(shard, max(0, held.numel - rank * shard))
+            entries = []
+            at = 0
+            for one in owned:
+                if (one.buffer, one.bucket) != (buffer, bucket):
+                    continue
+                tensors = _flat_states(optimizer, one.param)
+                if one.local_start > at:
+                    entries.append((at, _padding(tensors, one.local_start - at)))
+                entries.append((one.local_start, tensors))
+                at = one.local_start + one.end - one.start
+            if entries and end > at:
+                entries.append((at, _padding(entries[-1][1], end - at)))
+            key = _bucket_key(group_key, places.dtype, buffer, bucket)
+            state[buffer][dtype].append(
+                [
+                    {
+                        name: ShardedTensor(
+                            f"{key}.{name}",
+                            tensor,
+                            tensor.dtype,
+                            tuple(tensor.shape),
+                            (held.numel,),
+                            (rank * shard + start,),
+                            axis_fragmentations=None,
+                            replica_id=(instance, 0, 0),
+                        )
+                        for name, tensor in tensors.items()
+                    }
+                    for start, tensors in entries
+                ]
+            )
+    return state
+
+
+def _padding(like: dict[str, Tensor], numel: int) -> dict[str, Tensor]:
+    """Return zeros between parameters: a saved bucket has no holes."""
+    return {name: tensor.new_zeros(numel) for name, tensor in like.items()}
+
+
+def flat_states_to_load(optimizer: Any, source: StateManifest, key: str) -> list[dict[str, Any]]:
+    """Return requests for what this rank owns, by where it lies in the checkpoint.
+
+    Args:
+        optimizer: whose states exist already, with any values.
+        source: manifest of the checkpoint.
+        key: that it was saved under, with whatever Megatron has put in front.
+
+    Returns:
+        One entry a range of :func:`owned_ranges`, in its order: state name -> tensors to load, of
+        consecutive elements.
+
+    Raises:
+        LayoutError: the checkpoint has other parameters or experts.
+    """
+    target = manifest_of(optimizer)
+    reader = CrossReader(source, target, key)
+    places = {(buffer, bucket, place.start): place for buffer, bucket, place in target.places()}
+    group_key = key.partition(f".{MANIFEST}")[0]
+    instance = optimizer.distributed_optimizer_instance_id
+    requests = []
+    for one in owned_ranges(optimizer):
+        bucket = optimizer.buffers[one.buffer].buckets[one.bucket]
+        place = places[one.buffer, one.bucket, bucket.param_to_index[one.param][0]]
+        reads = reader.reads(place, one.start, one.end)
+        entry: dict[str, Any] = {}
+        for name, flat in _flat_states(optimizer, one.param).items():
+            parts = flat.split([read.numel for read in reads])
+            entry[name] = [
+                ShardedTensor(
+                    f"{_saved_key(group_key, source, read.buffer, read.bucket)}.{name}",
+                    part,
+                    part.dtype,
+                    tuple(part.shape),
+                    (source.buffers[read.buffer].buckets[read.bucket].numel,),
+                    (read.start,),
+                    axis_fragmentations=None,
+                    replica_id=(instance, 0, 0),
+                )
+                for read, part in zip(reads, parts, strict=True)
+            ]
+        requests.append(entry)
+    return requests
+
+
+def _saved_key(group_key: str, source: StateManifest, buffer: int, bucket: int) -> str:
+    return _bucket_key(group_key, source.buffers[buffer].dtype, buffer, bucket)
+
+
+def load_flat_states(optimizer: Any, loaded: list[dict[str, list[Tensor]]]) -> None:
+    """Take what was loaded for the requests of :func:`flat_states_to_load`."""
+    for one, entry in zip(owned_ranges(optimizer), loaded, strict=True):
+        tensors = {name: torch.cat(parts) for name, parts in entry.items()}
+        shape = optimizer._get_main_param_and_optimizer_states(one.param)["param"].shape
+        states = {name: tensor.view(shape) for name, tensor in tensors.items()}
+        optimizer._set_main_param_and_optimizer_states(one.param, states)
+
+
+def rearranged_states(
+    states: dict[Any, Any], source: StateManifest, optimizer: Any, where: str
+) -> dict[Any, Any]:
+    """Return legacy states with every expert where ``optimizer`` expects it.
+
+    Args:
+        states: of ``get_parameter_state_dp_zero``: buffer -> dtype -> name -> [elements], the
+            buckets of a buffer one after the other without padding. Left alone.
+        source: manifest that was saved with them.
+        optimizer: that loads them.
+        where: for errors.
+
+    Raises:
+        LayoutError: they are states of other parameters or experts, or shorter than they should.
+    """
+    target = manifest_of(optimizer)
+    reader = CrossReader(source, target, where)
+    saved = [_only(states[buffer]) for buffer in range(len(source.buffers))]
+    starts = [_bucket_starts(buffer) for buffer in source.buffers]
+    for buffer, (tensors, bounds) in enumerate(zip(saved, starts, strict=True)):
+        for name, tensor in _tensors(tensors):
+            if tensor.numel() != bounds[-1]:
+                raise LayoutError(
+                    f"{where}: buffer {buffer}: {name}: expected {bounds[-1]} elements as the "
+                    f"manifest says, got {tensor.numel()}. The file is damaged; load another one."
+                )
+    names = [name for name, _ in _tensors(saved[0])]
+    result: dict[Any, Any] = {"buckets_coalesced": True}
+    for buffer, ranges in enumerate(optimizer.gbuf_ranges):
+        (dtype,) = ranges
+        bounds = _bucket_starts(target.buffers[buffer])
+        numel = optimizer.buffers[buffer].numel_unpadded
+        made = {name: torch.zeros(numel) for name in names}
+        for bucket, held in enumerate(target.buffers[buffer].buckets):
+            for place in held.parameters:
+                at = bounds[bucket] + place.start
+                for read in reader.reads(place, 0, place.numel):
+                    first = starts[read.buffer][read.bucket] + read.start
+                    for name in names:
+                        part = saved[read.buffer][name][first : first + read.numel]
+                        made[name][at : at + read.numel] = part
+                    at += read.numel
+        result[buffer] = {dtype: {**made, "numel_unpadded": numel}}
+    return result
+
+
+def _only(by_dtype: dict[Any, Any]) -> dict[str, Any]:
+    (tensors,) = by_dtype.values()
+    return tensors
+
+
+def _tensors(states: dict[str, Any]) -> list[tuple[str, Tensor]]:
+    return [(name, value) for name, value in states.items() if isinstance(value, Tensor)]
+
+
+def _bucket_starts(buffer: BufferPlaces) -> list[int]:
+    """Return where each bucket starts among those of its buffer, and where the last one ends."""
+    starts = [0]
+    for bucket in buffer.buckets:
+        starts.append(starts[-1] + bucket.numel)
+    return starts
+
+
+def require_known_order(optimizer: Any, where: str, *, trusted: bool) -> None:
+    """Raise LayoutError if flat states without a manifest could hold experts in another order."""
+    if trusted:
+        return
+    orders = {
+        address.parameter
+        for address in manifest_of(optimizer).addresses()
+        if address.expert not in (None, 0)
+    }
+    if orders:
+        raise LayoutError(
+            f"{where}: expected a manifest that says where each expert lies, got flat optimizer "
+            f"states without one, in which experts of {sorted(orders)[0]} and "
+            f"{len(orders) - 1} other parameters may lie in another order. Save fully reshardable "
+            "(--dist-ckpt-optim-fully-reshardable) with what wrote them and load that, or set "
+            "moe_optim.trust_unmarked_states=true if it kept experts as this model does "
+            "(expert_layout: grouped for one tensor of all experts, indexed for one an expert)."
+        )
+
+
+def require_same_order(optimizer: Any, saved: Any) -> None:
+    """Raise LayoutError unless states with manifest ``saved`` hold experts as ``optimizer`` does.
+
+    For states that were loaded bucket by bucket, where nothing can be moved any more.
+    """
+    where = "optimizer states"
+    if StateManifest.from_dict(saved, where).addresses() != manifest_of(optimizer).addresses():
+        raise LayoutError(
+            f"{where}: expected experts where this model has them, got a manifest that has them "
+            "elsewhere. Load with megatron.core.dist_checkpointing.load, which moe_optim extends."
+        )
+
+
+def with_members(optimizer: Any, model_sharded_state_dict: Any) -> Any:
+    """Return the sharded state of a model in which every parameter can be found.
+
+    Transformer Engine saves a single grouped weight as one entry an expert, of views; Megatron
+    then looks for the parameter itself in vain. Here one more entry stands for the parameter,
+    which becomes its experts' entries when it is saved or loaded.
+    """
+    entries = extract_sharded_tensors_and_factories(model_sharded_state_dict)[0]
+    by_name = dict(_named_leaves(entries))
+    present = {id(entry.data) for entry in by_name.values()}
+    added: dict[str, ShardedTensorFactory] = {}
+    for chunk in optimizer.model_chunks:
+        for name, param in chunk.named_parameters():
+            if id(param) in present or param not in optimizer.model_param_gbuf_map:
+                continue
+            members = [by_name.get(f"{bare_name(name)}{index}") for index in range(len(param))]
+            if all(member is not None for member in members):
+                added[f"{bare_name(name)} of all experts"] = _of_all_members(param, members)
+    if not added:
+        return model_sharded_state_dict
+    return {"model": model_sharded_state_dict, "members": added}
+
+
+def _named_leaves(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every entry of nested dicts and lists with its own key."""
+    if isinstance(state, dict):
+        for key, value in state.items():
+            yield from _named_leaves(value, str(key))
+    elif isinstance(state, list):
+        for value in state:
+            yield from _named_leaves(value, name)
+    else:
+        yield name, state
+
+
+def _of_all_members(param: torch.nn.Parameter, members: list[Any]) -> ShardedTensorFactory:
+    """Return a factory that makes the entries of ``members`` from one tensor of all experts."""
+    shared_key = members[0].key
+
+    def build(key: str, tensor: Tensor, _replica_id: Any, _flattened: Any = None) -> list[Any]:
+        prefix = key.removesuffix(shared_key)
+        entries = []
+        for member, part in zip(members, tensor.unbind(0), strict=True):
+            changes = {"key": prefix + member.key, "data": part}
+            if isinstance(member, ShardedTensorFactory):
+                entries.append(replace(member, **changes).build())
+            else:
+                entries.append(replace(member, dtype=part.dtype, **changes))
+        return entries
+
+    def merge(parts: list[Any]) -> Tensor:
+        return torch.stack(
+            [
+                member.merge_fn(part) if isinstance(member, ShardedTensorFactory) else part
+                for member, part in zip(members, parts, strict=True)
+            ]
+        )
+
+    return ShardedTensorFactory(shared_key, param, build, merge, members[0].replica_id)
