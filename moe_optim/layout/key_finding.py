@@ -34,7 +34,8 @@ def find_expert_sets(
 
     Args:
         shapes: of every entry of a flat state dict; None for one that is no tensor.
-        layouts: which there may be; all named ones if not given.
+        layouts: which there may be; all named ones if not given. Shapes tell ``hf`` from
+            ``hf_transposed``; but where F is H, one transposed tensor makes one of the other.
         num_experts: how many there must be. Needed for ``legacy``, which does not tell; without
             it, nothing misses the last expert of a layout that has a key for each.
         prefixes: look into these containers only, and into each of them.
@@ -154,7 +155,7 @@ def _read_container(
 ) -> tuple[ExpertSet | None, list[str]]:
     """Return the one set that a container holds, or its faults."""
     extra = tuple(prefix + remainder for remainder in entries if is_extra_state(remainder))
-    matches = {r: _matches(r, layouts) for r in entries if prefix + r not in extra}
+    matches = {r: _matches(r, layouts) for r in entries if not is_extra_state(r)}
     names = ", ".join(layout.name for layout in layouts)
     faults = [
         f"{prefix}{remainder}: expected a key of layout {names}, got one of none"

@@ -225,7 +225,7 @@ def get_layout(name: str) -> KeyLayout:
 @cache
 def _regex(template: str) -> re.Pattern[str]:
     """Match a remainder to the letter; an index is written without leading zeros or signs."""
-    index = "(?P<expert>0|[1-9][0-9]*)"
+    index = "(?P<expert>0|[1-9][0-9]{0,8})"
     return re.compile(re.escape(template).replace(re.escape("{expert}"), index))
 
 
