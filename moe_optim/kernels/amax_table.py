@@ -84,8 +84,10 @@ def _describe(entry: TableEntry, slot: int) -> list[list[int]]:
     """Return a descriptor for every expert of which the entry has an element."""
     _, height, width = entry.target.shape
     numel, size = height * width, entry.source.element_size()
-    rows = []
-    for expert in range(entry.start // numel, -(-entry.end // numel)) if numel else ():
+    rows: list[list[int]] = []
+    if entry.start == entry.end:
+        return rows
+    for expert in range(entry.start // numel, -(-entry.end // numel)):
         row = [0] * DESCRIPTOR_FIELDS
         row[_SOURCE] = entry.source.data_ptr() + (expert * numel - entry.start) * size
         row[_BEGIN] = max(0, entry.start - expert * numel)
