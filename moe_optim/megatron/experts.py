@@ -21,6 +21,7 @@ from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError
 from moe_optim.formats import BlockScaledFormat, get_format
 from moe_optim.megatron.expert_amax import sharded_amax
+from moe_optim.megatron.expert_loading import load_local_experts
 from moe_optim.megatron.expert_shards import empty_extra_state, list_shards
 from moe_optim.megatron.plugin import active_config
 from moe_optim.modules.activation import glu
@@ -211,10 +212,8 @@ class GroupedExperts(MegatronModule):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        """Take the empty extra states out: nothing here keeps any."""
-        for name in ("linear_fc1", "linear_fc2"):
-            for index in range(self.num_local_experts):
-                state_dict.pop(f"{prefix}{name}._extra_state{index}", None)
+        """Load this rank's experts, in whatever layout a state dict has them, or all of them."""
+        load_local_experts(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _place_of(self, local_expert: int | None) -> tuple[int, int]:
