@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from moe_optim.cli.checkpoints import iteration_folders
+from moe_optim.checkpoints.folders import iteration_folders
 from moe_optim.cli.files import full_disk_explained
 from moe_optim.errors import ConfigError, StateError
 

@@ -14,12 +14,9 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn
 
+from moe_optim.checkpoints.folders import iteration_folders
 from moe_optim.cli.argv import flags, keep_arguments_after_dashes, last_value, without
-from moe_optim.cli.checkpoints import (
-    find_resume_point,
-    iteration_folders,
-    newest_complete_checkpoint,
-)
+from moe_optim.cli.checkpoints import find_resume_point, newest_complete_checkpoint
 from moe_optim.cli.files import DISK_FULL, free_bytes, full_disk_explained, full_disk_sentence
 from moe_optim.cli.run_folder import RunFolder, claim
 from moe_optim.cli.summary import LaunchFacts, print_summary, write_summary

@@ -4,10 +4,10 @@ import shutil
 
 import pytest
 
+from moe_optim.checkpoints.folders import TRACKER
+from moe_optim.checkpoints.integrity import checkpoint_defect
 from moe_optim.cli.checkpoints import (
-    TRACKER,
     ResumePoint,
-    checkpoint_defect,
     find_resume_point,
     newest_complete_checkpoint,
 )
@@ -42,10 +42,10 @@ DEFECTS = {
     "no metadata.json": lambda folder: (folder / "metadata.json").unlink(),
     "metadata.json is cut off": lambda folder: cut(folder / "metadata.json"),
     ".metadata is missing": lambda folder: (folder / ".metadata").unlink(),
-    ".metadata is missing or cut off": lambda folder: cut(folder / ".metadata"),
+    ".metadata is cut off or foreign": lambda folder: cut(folder / ".metadata"),
     "__0_0.distcp is missing": lambda folder: (folder / "__0_0.distcp").unlink(),
     "__0_0.distcp is cut off": lambda folder: cut(folder / "__0_0.distcp"),
-    "no common state": drop_common_state,
+    ".metadata names no common state": drop_common_state,
 }
 
 

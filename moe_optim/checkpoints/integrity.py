@@ -1,0 +1,293 @@
+"""Whether the files of a checkpoint are all there, and still hold what was saved.
+
+Two depths: *quick* reads metadata and the sizes of files, *thorough* reads everything once. What
+they find depends on what was recorded of the checkpoint when it was saved:
+
+- Nothing. Every key, byte range, shape and dtype of ``.metadata`` has to fit the others and the
+  sizes of files; thorough compares the bytes of every record with its CRC-32, and every tensor's
+  archive with its shape and dtype in ``.metadata``. Not found: a file that was replaced by one
+  of another checkpoint with the same layout, and a key of ``.metadata`` under another name, which
+  is missing when it is asked for.
+- A seal (:func:`seal`). Quick also compares ``.metadata`` and ``metadata.json``, thorough the CRCs
+  themselves: both of the above are found.
+- Megatron's ``integrity.json`` (``--verify-integrity``). As with a seal, and thorough compares a
+  SHA-256 of every file.
+
+Bits of archives that nothing reads, such as time stamps, may change unseen without the last.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import IO, cast
+
+from moe_optim.checkpoints.archives import (
+    FileRange,
+    contents_defect,
+    table_defect,
+    table_digest,
+    tensor_defect,
+)
+from moe_optim.checkpoints.folders import iteration_folders, iteration_of
+from moe_optim.checkpoints.records import (
+    MANIFEST,
+    SEAL,
+    CorruptFile,
+    DamageError,
+    Records,
+    read_records,
+    sha256_of,
+    write_seal,
+)
+from moe_optim.checkpoints.stored_metadata import METADATA, Blob, read_blobs
+from moe_optim.errors import StateError
+
+_CONFIG = "metadata.json"
+_BACKEND = "torch_dist"
+_COMMON = "common.pt"  # in torch_dist checkpoints of older Megatrons
+_LEGACY_FILES = "mp_rank_*/*.pt"  # --ckpt-format torch
+_LEGACY_MODEL = "model_optim_rng.pt"
+
+Archives = dict[str, list[Blob]]
+"""By name of a file, the archives in it, from its start to its end."""
+
+
+def checkpoint_defect(checkpoint: Path) -> str | None:
+    """Say why a checkpoint cannot be loaded, or None when it is complete: the quick check.
+
+    Complete means for torch_dist: Megatron's ``metadata.json``, written when all ranks are done;
+    torch's ``.metadata``; every file that it names, as long as it says; and the state that is not
+    sharded. For ``--ckpt-format torch``: a model in every ``mp_rank_*`` folder, and no file cut
+    off. What was recorded of metadata has to hold, see the module.
+    """
+    return next((str(defect) for defect in _quick(Path(checkpoint))), None)
+
+
+def corrupt_files(checkpoint: Path, *, part: int = 0, parts: int = 1) -> Iterator[CorruptFile]:
+    """Yield everything that is wrong with a checkpoint: the thorough check.
+
+    Memory stays below some ``archives.BLOCK_BYTES``, beside ``.metadata``.
+
+    Args:
+        checkpoint: folder of one iteration.
+        part: which share of the bytes to read, for ranks that check together; each of them does
+            the quick check.
+        parts: number of shares.
+    """
+    checkpoint = Path(checkpoint)
+    reported = set()
+    for defect in _quick(checkpoint):
+        reported.add(defect.file)
+        yield defect
+    try:
+        records = read_records(checkpoint)
+        archives = _archives(checkpoint, records)
+    except DamageError:
+        return  # reported above; without metadata nothing else is known
+    for defect in _thorough(checkpoint, records, archives, part, parts):
+        if defect.file not in reported:
+            yield defect
+
+
+def require_intact(checkpoint: Path, *, thorough: bool, part: int = 0, parts: int = 1) -> None:
+    """Refuse a checkpoint with a missing or damaged file.
+
+    Every rank may call it by itself. Ranks that share the reading each see their share: they have
+    to exchange the outcome before they go on.
+
+    Args:
+        checkpoint: folder of one iteration.
+        thorough: whether to read everything, or metadata and sizes alone.
+        part: which share of the bytes to read, see :func:`corrupt_files`.
+        parts: number of shares.
+
+    Raises:
+        StateError: names every defective file, and the newest complete checkpoint beside it.
+    """
+    checkpoint = Path(checkpoint)
+    defects = corrupt_files(checkpoint, part=part, parts=parts) if thorough else _quick(checkpoint)
+    lines = []
+    for _, of_file in groupby(defects, key=lambda defect: defect.file):
+        first, *more = of_file
+        lines.append(f"{first}, and {len(more)} more in it" if more else str(first))
+    if lines:
+        raise StateError(
+            f"{checkpoint}: expected every file as it was saved, got: {'; '.join(lines)}. "
+            f"{_what_to_load(checkpoint)}"
+        )
+
+
+def seal(checkpoint: Path) -> None:
+    """Record what a complete checkpoint holds. One process calls it, when all ranks have written.
+
+    Recorded are a SHA-256 of each metadata file, and one of the tables of all archives in each
+    other file: names, places and CRCs of their records. Data is not read again.
+
+    Raises:
+        StateError: the checkpoint is not complete.
+    """
+    checkpoint = Path(checkpoint)
+    (checkpoint / SEAL).unlink(missing_ok=True)
+    require_intact(checkpoint, thorough=False)
+    small = [name for name in (METADATA, _CONFIG) if (checkpoint / name).is_file()]
+    tables = {
+        name: _tables_sha256(checkpoint / name, blobs)
+        for name, blobs in _archives(checkpoint, Records()).items()
+    }
+    whole = {name: sha256_of(checkpoint / name) for name in small}
+    write_seal(checkpoint, Records(whole, tables))
+
+
+def invalidate(checkpoint: Path) -> None:
+    """Have a torch_dist checkpoint count as incomplete from now on, since it is written over.
+
+    Megatron saves an iteration again into its old folder, and until it is done ``metadata.json``
+    of the first save says that all is there. One process calls this before any rank writes.
+    """
+    for name in (_CONFIG, MANIFEST, SEAL):  # the first decides
+        (Path(checkpoint) / name).unlink(missing_ok=True)
+
+
+def _what_to_load(checkpoint: Path) -> str:
+    for other in iteration_folders(checkpoint.parent):
+        if other.name != checkpoint.name and checkpoint_defect(other) is None:
+            iteration = iteration_of(other)
+            return f"Load {other.name} beside it, which is complete: --ckpt-step {iteration}."
+    return "No other checkpoint beside it is complete: restore its files from a copy."
+
+
+def _quick(checkpoint: Path) -> Iterator[CorruptFile]:
+    """Yield what metadata and sizes show to be wrong."""
+    try:
+        records = read_records(checkpoint)
+        archives = _archives(checkpoint, records)
+    except DamageError as error:
+        yield error.corrupt
+        return
+    for name in sorted(records.files - archives.keys()):
+        if not (checkpoint / name).is_file():
+            yield CorruptFile(name, "is missing")
+    for name, blobs in archives.items():
+        path = checkpoint / name
+        what = _size_defect(path, blobs[-1].end) if path.is_file() else "is missing"
+        if what is None and path.suffix == ".pt":
+            what = _table_defect(path)
+        if what is not None:
+            yield CorruptFile(name, what)
+
+
+def _table_defect(path: Path) -> str | None:
+    with path.open("rb") as file:
+        return table_defect(file)
+
+
+def _size_defect(path: Path, expected: int) -> str | None:
+    size = path.stat().st_size
+    if size == expected:
+        return None
+    return f"is {'cut off' if size < expected else 'too long'}: {size} of {expected} bytes"
+
+
+def _archives(checkpoint: Path, records: Records) -> Archives:
+    """Return the archives that a checkpoint consists of, by what its metadata says.
+
+    Raises:
+        DamageError: of the folder as a whole, or of its metadata.
+    """
+    if not checkpoint.is_dir():
+        what = "is a file, expected a folder" if checkpoint.exists() else "does not exist"
+        raise DamageError("", f"{checkpoint.name} {what}")
+    legacy = sorted(checkpoint.glob(_LEGACY_FILES))
+    if legacy:
+        return _legacy_archives(checkpoint, legacy)
+    _require_backend(_read_small(checkpoint, _CONFIG, records))
+    content = _read_small(checkpoint, METADATA, records)
+    blobs = read_blobs(content, is_verified=METADATA in records.whole)
+    archives = {name: list(group) for name, group in groupby(blobs, lambda blob: blob.file)}
+    if (checkpoint / _COMMON).is_file():
+        archives[_COMMON] = [_whole_file(checkpoint, checkpoint / _COMMON)]
+    elif not any(blob.key.startswith("common_state") for blob in blobs):
+        raise DamageError(METADATA, "names no common state, and there is no common.pt")
+    return archives
+
+
+def _legacy_archives(checkpoint: Path, paths: list[Path]) -> Archives:
+    for folder in sorted({path.parent for path in paths}):
+        if not (folder / _LEGACY_MODEL).is_file():
+            raise DamageError(f"{folder.name}/{_LEGACY_MODEL}", "is missing")
+    blobs = [_whole_file(checkpoint, path) for path in paths if path.is_file()]
+    return {blob.file: [blob] for blob in blobs}
+
+
+def _whole_file(checkpoint: Path, path: Path) -> Blob:
+    return Blob(str(path.relative_to(checkpoint)), 0, path.stat().st_size, key="", offset=None)
+
+
+def _read_small(checkpoint: Path, name: str, records: Records) -> bytes:
+    path = checkpoint / name
+    if not path.is_file():
+        if name == _CONFIG:
+            raise DamageError("", f"no {_CONFIG}: it was not saved to the end")
+        raise DamageError(name, "is missing")
+    if records.whole.get(name) not in (None, sha256_of(path)):
+        raise DamageError(name, "does not have the SHA-256 that was recorded")
+    return path.read_bytes()
+
+
+def _require_backend(config: bytes) -> None:
+    try:
+        backend = json.loads(config)["sharded_backend"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DamageError(_CONFIG, f"is cut off or damaged: {error}") from error
+    if backend != _BACKEND:
+        raise DamageError(_CONFIG, f"names the backend {backend!r}, expected {_BACKEND!r}")
+
+
+def _thorough(
+    checkpoint: Path, records: Records, archives: Archives, part: int, parts: int
+) -> Iterator[CorruptFile]:
+    """Yield what the bytes of one share show to be wrong; shares are about equal in bytes."""
+    total = max(1, sum(blobs[-1].end for blobs in archives.values()))
+    before = 0
+    for name, blobs in archives.items():
+        ours = [blob for blob in blobs if (before + blob.start) * parts // total == part]
+        before += blobs[-1].end
+        if not ours:
+            continue
+        path, owns_file = checkpoint / name, ours[0] is blobs[0]
+        if name not in records.whole:
+            yield from _corrupt_blobs(path, name, ours)
+        elif owns_file and sha256_of(path) != records.whole[name]:
+            unknown = [CorruptFile(name, "does not have the SHA-256 that was recorded")]
+            yield from list(_corrupt_blobs(path, name, blobs)) or unknown
+        sealed = records.tables.get(name)
+        if sealed is not None and owns_file and _tables_sha256(path, blobs) != sealed:
+            yield CorruptFile(name, "has other checksums than were sealed: it is another file")
+
+
+def _corrupt_blobs(path: Path, name: str, blobs: list[Blob]) -> Iterator[CorruptFile]:
+    try:
+        with path.open("rb") as file:
+            for blob in blobs:
+                archive = _archive(file, blob)
+                what = contents_defect(archive)
+                if what is None and blob.offset is not None:
+                    what = tensor_defect(archive, blob.dtype, blob.shape)
+                if what is not None:
+                    yield CorruptFile(name, what, blob.name)
+    except OSError as error:
+        yield CorruptFile(name, f"cannot be read: {error.strerror}")
+
+
+def _tables_sha256(path: Path, blobs: list[Blob]) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        for blob in blobs:
+            digest.update(table_digest(_archive(file, blob)))
+    return digest.hexdigest()
+
+
+def _archive(file: IO[bytes], blob: Blob) -> IO[bytes]:
+    return cast(IO[bytes], FileRange(file, blob.start, blob.length))
