@@ -111,6 +111,8 @@ class StateManifest:
     """What lies where in the states of one optimizer, in ranks of one data-parallel group."""
 
     buffers: tuple[BufferPlaces, ...]
+    glu_interleave: int | None
+    """Rows of the blocks in which gate and up alternate in fc1; None: all gate rows come first."""
     versions: dict[str, str]
     """Of the packages that wrote it."""
 
@@ -128,6 +130,7 @@ class StateManifest:
         try:
             version = saved["version"]
             buffers = tuple(_buffer_from(buffer) for buffer in saved["buffers"])
+            interleave = saved["glu_interleave"]
             versions = dict(saved["versions"])
         except (KeyError, TypeError, ValueError) as error:
             raise LayoutError(
@@ -140,7 +143,7 @@ class StateManifest:
                 "checkpoint with the moe_optim that wrote it, and save it fully reshardable "
                 "(--dist-ckpt-optim-fully-reshardable)."
             )
-        return cls(buffers=buffers, versions=versions)
+        return cls(buffers=buffers, glu_interleave=interleave, versions=versions)
 
     def places(self) -> Iterator[tuple[int, int, ParameterPlace]]:
         """Yield buffer, bucket and place of every parameter."""

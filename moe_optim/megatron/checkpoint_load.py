@@ -12,9 +12,13 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.validation import StrictHandling
 
 from moe_optim.checkpoints.stored_objects import StoredObjects
-from moe_optim.errors import MoEOptimError
+from moe_optim.errors import LayoutError, MoEOptimError
 from moe_optim.layout.state_manifest import StateManifest
-from moe_optim.megatron.optimizer_state import MANIFEST, ManifestRequest
+from moe_optim.megatron.optimizer_state import (
+    MANIFEST,
+    ManifestRequest,
+    require_same_interleave,
+)
 
 _stock_load = dist_checkpointing.load
 
@@ -82,18 +86,31 @@ def _requests(state: Any) -> Iterator[tuple[dict[Any, Any], ManifestRequest]]:
 def _resolve(sharded_state_dict: Any, checkpoint: Path) -> None:
     """Replace every request for a manifest by requests for what the checkpoint holds."""
     stored = StoredObjects.of(checkpoint)
+    manifests = [key for key in stored.object_keys() if f".{MANIFEST}." in key]
     for state, request in list(_requests(sharded_state_dict)):
         del state[MANIFEST]
-        request.optimizer.request_states(state, _find_manifest(stored, request), str(checkpoint))
+        for key in manifests[:1]:  # all say the same of this
+            saved = StateManifest.from_dict(stored.read(key), key)
+            require_same_interleave(request.optimizer, saved, str(checkpoint))
+        if not request.is_flat:
+            continue
+        found = None
+        if own := _find_key(manifests, request, checkpoint):
+            found = own, StateManifest.from_dict(stored.read(own), own)
+        request.optimizer.request_flat_states(state, found, str(checkpoint))
 
 
-def _find_manifest(
-    stored: StoredObjects, request: ManifestRequest
-) -> tuple[str, StateManifest] | None:
-    """Return the manifest of a data-parallel group and its key, if the checkpoint has one."""
-    before = request.key[: request.key.index(MANIFEST)]
-    keys = [key for key in stored.object_keys() if key.startswith(f"{before}{MANIFEST}.")]
-    exact = [key for key in keys if key.startswith(f"{request.key}/")]
-    for key in exact or keys[:1]:
-        return key, StateManifest.from_dict(stored.read(key), key)
-    return None
+def _find_key(manifests: list[str], request: ManifestRequest, checkpoint: Path) -> str | None:
+    """Return the key of the manifest of a data-parallel group, None if there is none at all."""
+    group = request.key[: request.key.index(f".{MANIFEST}.")]
+    of_group = [key for key in manifests if key.startswith(f"{group}.{MANIFEST}.")]
+    exact = [key for key in of_group if key.startswith(f"{request.key}/")]
+    if manifests and not of_group:
+        others = sorted({key.partition(f".{MANIFEST}.")[0] for key in manifests})
+        raise LayoutError(
+            f"{checkpoint}: expected flat optimizer states of {group}, got those of "
+            f"{', '.join(others)}. Load with the tensor, pipeline and expert parallel sizes they "
+            "were saved with, or a checkpoint that was saved fully reshardable "
+            "(--dist-ckpt-optim-fully-reshardable)."
+        )
+    return next(iter(exact or of_group), None)

@@ -91,10 +91,12 @@ class CheckpointedOptimizer(DistributedOptimizer):
         state = super().sharded_state_dict(
             model_sharded_state_dict, is_loading, sharding_type, metadata
         )
-        state[MANIFEST] = manifest_object(self, is_loading=is_loading)
+        state[MANIFEST] = manifest_object(
+            self, is_loading=is_loading, is_flat=chosen == "dp_reshardable"
+        )
         return state
 
-    def request_states(
+    def request_flat_states(
         self, state: dict[str, Any], found: tuple[str, StateManifest] | None, where: str
     ) -> None:
         """Ask for flat states where a checkpoint has them. No rank communicates.
@@ -107,8 +109,6 @@ class CheckpointedOptimizer(DistributedOptimizer):
         Raises:
             LayoutError: it holds other experts, or says nothing of their order.
         """
-        if state["param_state_sharding_type"] != "dp_reshardable":
-            return
         if found is None:
             require_known_order(self, where, trusted=config_in_force().trust_unmarked_states)
         else:

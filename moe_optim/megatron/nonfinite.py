@@ -11,6 +11,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch import Tensor
 
 from moe_optim.errors import NonFiniteError
+from moe_optim.megatron.chained_states import states_by_part
 from moe_optim.megatron.plugin import config_in_force
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,12 @@ class GroupedChainedOptimizer(ChainedOptimizer):
     def step_with_ready_grads(self) -> bool:
         """Step, unless the policy says to skip this one."""
         return False if self._must_skip else super().step_with_ready_grads()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Load states of one optimizer or of several, whatever there are here."""
+        if isinstance(state_dict, dict):
+            state_dict = states_by_part(state_dict, self.chained_optimizers)
+        super().load_state_dict(state_dict)
 
     def _culprits(self) -> str:
         """Name non-finite gradients of all ranks. Every rank must call it."""

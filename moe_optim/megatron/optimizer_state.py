@@ -40,6 +40,8 @@ class ManifestRequest(ShardedObject):
     """
 
     optimizer: Any = field(default=None, repr=False, compare=False)
+    is_flat: bool = True
+    """Whether states are asked for as they lie in buckets, not by the names of parameters."""
 
 
 def manifest_of(optimizer: Any) -> StateManifest:
@@ -72,7 +74,12 @@ def manifest_of(optimizer: Any) -> StateManifest:
         )
         buffers.append(BufferPlaces(dtype=str(dtype), buckets=buckets))
     versions = {package: version(package) for package in _PACKAGES}
-    return StateManifest(buffers=tuple(buffers), versions=versions)
+    config = optimizer.model_chunks[0].config
+    return StateManifest(
+        buffers=tuple(buffers),
+        glu_interleave=config.moe_mlp_glu_interleave_size,
+        versions=versions,
+    )
 
 
 def bare_name(name: str) -> str:
@@ -103,7 +110,7 @@ def _group_key(optimizer: Any) -> str:
     return f"optimizer.distributed.dp_group_idx_{optimizer.data_parallel_group_idx}"
 
 
-def manifest_object(optimizer: Any, *, is_loading: bool) -> ShardedObject:
+def manifest_object(optimizer: Any, *, is_loading: bool, is_flat: bool) -> ShardedObject:
     """Return the manifest to save, or the request for one. No rank communicates."""
     manifest = manifest_of(optimizer)
     key = manifest_key(optimizer, manifest)
@@ -113,7 +120,7 @@ def manifest_object(optimizer: Any, *, is_loading: bool) -> ShardedObject:
         optimizer.data_parallel_group.rank(),
     )
     if is_loading:
-        return ManifestRequest(key, None, (1,), (0,), replica_id, optimizer=optimizer)
+        return ManifestRequest(key, None, (1,), (0,), replica_id, optimizer, is_flat)
     return ShardedObject(key, manifest.to_dict(), (1,), (0,), replica_id)
 
 
@@ -361,6 +368,19 @@ def require_known_order(optimizer: Any, where: str, *, trusted: bool) -> None:
             "(--dist-ckpt-optim-fully-reshardable) with what wrote them and load that, or set "
             "moe_optim.trust_unmarked_states=true if it kept experts as this model does "
             "(expert_layout: grouped for one tensor of all experts, indexed for one an expert)."
+        )
+
+
+def require_same_interleave(optimizer: Any, saved: StateManifest, where: str) -> None:
+    """Raise LayoutError if gate and up rows alternate otherwise in a checkpoint than here."""
+    here = optimizer.model_chunks[0].config.moe_mlp_glu_interleave_size
+    if saved.glu_interleave != here:
+        raise LayoutError(
+            f"{where}: --moe-mlp-glu-interleave-size: expected {here} as in this model, got "
+            f"{saved.glu_interleave}: rows of fc1 would be swapped, in weights, masters and "
+            "moments. Load with the size it was saved with, or change the checkpoint with "
+            f"`moe-optim convert {where} NEW --to grouped --format torch_dist --glu-interleave "
+            f"{here or 0}`."
         )
 
 

@@ -1,0 +1,72 @@
+"""Loading one optimizer's state into two, and two into one.
+
+Experts have an optimizer of their own where they are distributed otherwise than the rest of the
+model, so their number changes with the expert-parallel size. Tensors are found by name; what is
+left is which saved parameter group tells an optimizer its step, learning rate and so on.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.core.optimizer.optimizer import param_group_identifier_keys
+
+from moe_optim.errors import LayoutError
+
+Group = dict[str, Any]
+_BY_DISTRIBUTION = "is_expert_parallel"
+
+
+def states_by_part(state_dict: dict[Any, Any], parts: Sequence[Any]) -> dict[Any, Any]:
+    """Return a loaded state in the form of as many optimizers as there are.
+
+    Args:
+        state_dict: as loaded: tensors in the form of ``parts``, everything else in the form in
+            which it was saved, of one optimizer or of several by their number. Left alone.
+        parts: optimizers that will load it.
+
+    Raises:
+        LayoutError: a parameter group has no saved counterpart.
+    """
+    saved = [state_dict[key] for key in sorted(key for key in state_dict if isinstance(key, int))]
+    saved = [part for part in (state_dict, *saved) if "optimizer" in part]
+    in_form = "optimizer" in state_dict if len(parts) == 1 else "optimizer" not in state_dict
+    if not saved or (len(saved) == len(parts) and in_form):
+        return state_dict
+    groups = [group for part in saved for group in part["optimizer"]["param_groups"]]
+    made = {}
+    for number, part in enumerate(parts):
+        held = state_dict if len(parts) == 1 else state_dict.get(number, {})
+        common = {key: value for key, value in saved[0].items() if not isinstance(key, int)}
+        made[number] = {
+            **common,
+            "optimizer": {
+                **common["optimizer"],
+                "param_groups": [_find(group, groups) for group in part.optimizer.param_groups],
+            },
+            **{key: value for key, value in held.items() if key == "param_state"},
+        }
+    return made[0] if len(parts) == 1 else made
+
+
+def _find(wanted: Group, saved: Sequence[Group]) -> Group:
+    """Return the saved group with the same settings as ``wanted``, however it is distributed."""
+    for keys in (
+        param_group_identifier_keys,
+        [key for key in param_group_identifier_keys if key != _BY_DISTRIBUTION],
+    ):
+        found = [group for group in saved if _settings(group, keys) == _settings(wanted, keys)]
+        if found:
+            return {**found[0], _BY_DISTRIBUTION: wanted.get(_BY_DISTRIBUTION)}
+    raise LayoutError(
+        f"optimizer: expected a saved parameter group with {_shown(wanted)}, got "
+        f"{'; '.join(map(_shown, saved))}. Use the options that the checkpoint was saved with."
+    )
+
+
+def _settings(group: Group, keys: Sequence[str]) -> list[Any]:
+    return [group.get(key, group.get(f"pre_{key}")) for key in keys]
+
+
+def _shown(group: Group) -> str:
+    keys = [key for key in param_group_identifier_keys if group.get(key) is not None]
+    return ", ".join(f"{key}={group[key]}" for key in keys)
