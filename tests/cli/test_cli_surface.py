@@ -11,11 +11,18 @@ from moe_optim.cli import main as cli
 from moe_optim.errors import ConfigError, StateError
 
 SURFACE = {  # command -> its positionals and options
+    "bench convert": {"--gigabytes", "--dir", "--to", "--json"},
     "bench gather": {"--format", "--shape-set", "--ranks", "--json"},
     "bench requantize": {"--format", "--shape-set", "--shard", "--against", "--json"},
+    "convert": {
+        *("SRC", "DST", "--to", "--from", "--glu-interleave", "--source-glu-interleave"),
+        *("--format", "--weights-only", "--rename", "--num-experts"),
+    },
     "doctor": {"--json"},
+    "inspect": {"CKPT", "--json", "--thorough"},
     "plan": {"RECIPE", "--gpus", "--set", "--out", "--json"},
     "train": {"RECIPE", "--out", "--set", "--text", "--resume", "--ranks", "--cpu"},
+    "verify": {"A", "B", "--json", "--weights-only", "--rename", "--num-experts"},
 }
 
 

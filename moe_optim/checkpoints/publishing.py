@@ -1,0 +1,66 @@
+"""A folder appears whole under its name, or not at all."""
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from moe_optim.errors import ConfigError, StateError
+
+
+@contextmanager
+def published(target: Path, *, needed_bytes: int) -> Iterator[Path]:
+    """Give a folder beside ``target`` to write into; it gets its name at the end.
+
+    A killed process leaves ``<target>.partial-<random>``; an error removes it.
+
+    Args:
+        target: must not exist.
+        needed_bytes: that will be written.
+
+    Raises:
+        ConfigError: there is something at ``target`` already.
+        StateError: the disk is too small, or writing failed.
+    """
+    if target.exists() or target.is_symlink():
+        raise ConfigError(
+            f"{target}: expected nothing there yet, got a file or folder. Name another."
+        )
+    partial = target.with_name(f"{target.name}.partial-{secrets.token_hex(4)}")
+    try:
+        partial.mkdir(parents=True)
+        _check_space(partial, target, needed_bytes)
+        yield partial
+        _synchronize(partial)
+        partial.rename(target)
+    except (OSError, SafetensorError) as error:
+        raise StateError(
+            f"{target}: expected to write {needed_bytes:,} bytes, got: {error}. "
+            "Nothing is left of it. Free some space, or name a folder on another disk."
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _check_space(partial: Path, target: Path, needed: int) -> None:
+    free = shutil.disk_usage(partial).free
+    if free < needed:
+        raise StateError(
+            f"{target}: expected {needed:,} bytes free on its disk, got {free:,}. "
+            "Free some space, or name a folder on another disk."
+        )
+
+
+def _synchronize(folder: Path) -> None:
+    """Wait until all files are on the disk, so that a power cut leaves no short ones."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)

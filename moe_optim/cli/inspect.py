@@ -1,0 +1,195 @@
+"""``moe-optim inspect``: what a checkpoint holds, and whether it is whole."""
+
+import argparse
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from moe_optim.cli.checkpoint_progress import open_view
+from moe_optim.cli.plan import spell_bytes
+
+if TYPE_CHECKING:
+    from moe_optim.checkpoints.layer_view import LayerView
+    from moe_optim.layout.key_layouts import ExpertSet
+
+INCOMPLETE = 1
+_LAYER = re.compile(r"(?<=layers\.)\d+(?=\.)")
+
+Report = dict[str, Any]
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the ``inspect`` command."""
+    parser = subparsers.add_parser(
+        "inspect",
+        help="show what a checkpoint holds, and whether it is whole",
+        description="Show format, experts and their layout, optimizer state, and what else a "
+        "torch_dist or safetensors checkpoint says about itself. Values are not read. Exits with "
+        "1 if it is not whole, with 2 if it cannot be read.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("checkpoint", type=Path, metavar="CKPT", help="of a run's checkpoints, the newest is taken")
+    add("--json", action="store_true", help="print the report as JSON")
+    add(
+        "--thorough",
+        action="store_true",
+        help="also read all of a torch_dist checkpoint for its checksums",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the report; return 1 when the checkpoint is not whole.
+
+    Raises:
+        LayoutError: it is no checkpoint.
+        StateError: its metadata is missing or damaged.
+    """
+    report = examine(open_view(args.checkpoint), thorough=args.thorough)
+    if args.json:
+        print(json.dumps(report, indent=2))
+    else:
+        _print(report)
+    return INCOMPLETE if report["defects"] else 0
+
+
+def examine(view: "LayerView", *, thorough: bool = False) -> Report:
+    """Return the report as JSON-ready values.
+
+    Args:
+        view: of the checkpoint.
+        thorough: whether to read all files of a torch_dist checkpoint for their checksums.
+    """
+    from moe_optim.checkpoints.expert_finding import survey_experts
+    from moe_optim.checkpoints.reader import is_state
+
+    reader, recorded = view.reader, view.recorded
+    sets, faults = survey_experts(view)
+    states = [key for key in view.tensors if is_state(key)]
+    dtypes: Counter[str] = Counter()
+    for info in reader.tensors.values():
+        dtypes[str(info.dtype).removeprefix("torch.")] += info.nbytes
+    return {
+        "path": str(reader.path),
+        "format": reader.format,
+        "version": recorded.version,
+        "iteration": recorded.iteration,
+        "defects": _defects(view, thorough=thorough),
+        "checked": _checked(view, thorough=thorough),
+        "glu_interleave": recorded.glu_interleave,
+        "parallel_sizes": dict(recorded.parallel_sizes),
+        "optimizer": {
+            "sharding": recorded.optimizer_sharding,
+            "tensors": len(states),
+            "bytes": sum(view.tensors[key].nbytes for key in states),
+        },
+        "tensors": len(reader.tensors),
+        "bytes": sum(info.nbytes for info in reader.tensors.values()),
+        "bytes_by_dtype": dict(dtypes.most_common()),
+        "objects": len(reader.objects),
+        "experts": [_describe(view, one) for one in sets],
+        "faults": faults,
+    }
+
+
+def _defects(view: "LayerView", *, thorough: bool) -> list[str]:
+    """Say what is missing or damaged; safetensors has shown its sizes when it was opened."""
+    from moe_optim.checkpoints.integrity import checkpoint_defect, corrupt_files
+
+    if view.reader.format == "safetensors":
+        return []
+    if thorough:
+        return [str(file) for file in corrupt_files(view.reader.path)]
+    defect = checkpoint_defect(view.reader.path)
+    return [defect] if defect else []
+
+
+def _checked(view: "LayerView", *, thorough: bool) -> str:
+    if view.reader.format == "safetensors":
+        return "headers and sizes"
+    return "every byte" if thorough else "metadata and sizes"
+
+
+def _describe(view: "LayerView", one: "ExpertSet") -> Report:
+    from moe_optim.checkpoints.layer_view import STATE_KIND
+
+    dtypes = sorted({str(view.tensors[key].dtype).removeprefix("torch.") for key in one.keys})
+    state = STATE_KIND.match(one.prefix)
+    return {
+        "prefix": one.prefix,
+        "holds": state[1] if state else "weights",
+        "layout": one.layout.name,
+        "experts": one.num_experts,
+        "hidden": one.hidden,
+        "ffn": one.ffn,
+        "biases": one.has_bias,
+        "dtype": ", ".join(dtypes),
+        "bytes": sum(view.tensors[key].nbytes for key in one.keys),
+    }
+
+
+def _print(report: Report) -> None:
+    console = Console(markup=False, highlight=False, emoji=False)
+    console.print(report["path"], style="bold", soft_wrap=True)
+    facts = Table(box=None, show_header=False, padding=(0, 1, 0, 0), pad_edge=False)
+    for name, said in _facts(report):
+        style = "red" if name == "whole" and report["defects"] else None
+        facts.add_row(name, said, style=style)
+    console.print(facts)
+    for table in _experts_tables(report["experts"]):
+        console.print(table)
+    for fault in report["faults"]:
+        console.print(f"not understood: {fault}", style="yellow", soft_wrap=True)
+
+
+def _facts(report: Report) -> Iterator[tuple[str, str]]:
+    version = f", version {report['version']}" if report["version"] else ""
+    yield "format", report["format"] + version
+    if report["iteration"] is not None:
+        yield "iteration", f"{report['iteration']:,}"
+    yield "whole", "; ".join(report["defects"]) or f"yes, by {report['checked']}"
+    held = [f"{spell_bytes(size)} {dtype}" for dtype, size in report["bytes_by_dtype"].items()]
+    objects = f"; {report['objects']} objects" if report["objects"] else ""
+    yield "holds", f"{report['tensors']:,} tensors, {', '.join(held)}{objects}"
+    if sizes := report["parallel_sizes"]:
+        cut = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+        yield "parallel", ", ".join(cut) or "one rank"
+    state = report["optimizer"]
+    if state["sharding"] or state["tensors"]:
+        sharding = state["sharding"] or "states by parameter"
+        size = spell_bytes(state["bytes"])
+        yield "optimizer", f"{sharding}, {state['tensors']:,} tensors, {size}"
+    rows = report["glu_interleave"]
+    said = {None: "not recorded", 0: "none: gate rows first"}.get(rows, f"blocks of {rows} rows")
+    yield "GLU interleave", said
+
+
+def _experts_tables(experts: list[Report]) -> Iterator[Table]:
+    """Yield a table for each kind of layer, with one row for all layers that are alike."""
+    groups: dict[str, dict[tuple[Any, ...], list[Report]]] = {}
+    for one in experts:
+        prefix = one["prefix"].removeprefix(f"optimizer.state.{one['holds']}.")
+        alike = ("holds", "layout", "experts", "hidden", "ffn", "biases", "dtype")
+        rows = groups.setdefault(_LAYER.sub("*", prefix), {})
+        rows.setdefault(tuple(one[name] for name in alike), []).append(one)
+    for prefix, rows in groups.items():
+        table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+        table.title, table.title_justify = f"\nexperts in {prefix}", "left"
+        for header in ("", "layout", "layers", "experts", "hidden", "ffn", "dtype", "bytes"):
+            is_text = header in ("", "layout", "dtype")
+            table.add_column(header, justify="left" if is_text else "right", no_wrap=True)
+        for (holds, layout, count, hidden, ffn, biases, dtype), layers in rows.items():
+            table.add_row(
+                holds + (", biases" if biases else ""),
+                layout,
+                *(str(number) for number in (len(layers), count, hidden, ffn)),
+                dtype,
+                spell_bytes(sum(one["bytes"] for one in layers)),
+            )
+        yield table

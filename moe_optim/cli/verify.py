@@ -1,0 +1,102 @@
+"""``moe-optim verify``: whether two checkpoints hold the same, whatever the layouts."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from moe_optim.cli.checkpoint_progress import open_view, progress_bar
+from moe_optim.cli.convert import add_naming
+from moe_optim.cli.plan import spell_bytes
+
+if TYPE_CHECKING:
+    from moe_optim.checkpoints.comparison import Comparison, Difference
+
+DIFFERENT = 1
+SHOWN = 20
+"""Differences that the table lists; the JSON has all."""
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the ``verify`` command."""
+    parser = subparsers.add_parser(
+        "verify",
+        help="compare two checkpoints bit by bit, up to the layout of their experts",
+        description="Compare all tensors of two checkpoints of any format, a layer at a time. "
+        "Experts are compared in one layout and order of rows, bit by bit. Exits with 0 if they "
+        "are equal, with 1 if not, with 2 if one cannot be read.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("a", type=Path, metavar="A", help="a checkpoint; of a run's, the newest is taken")
+    add("b", type=Path, metavar="B", help="another")
+    add("--json", action="store_true", help="print everything found as JSON")
+    add("--weights-only", action="store_true", help="leave optimizer states out")
+    add_naming(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compare, print what differs, and return 1 if anything does.
+
+    Raises:
+        ConfigError: a rename fits nothing.
+        LayoutError: experts of one side are not complete.
+        StateError: a side cannot be read.
+    """
+    from moe_optim.checkpoints.comparison import compare_checkpoints, find_side
+
+    views = [open_view(args.a, args.rename), open_view(args.b)]
+    sides = [
+        find_side(view, num_experts=args.num_experts, weights_only=args.weights_only)
+        for view in views
+    ]
+    with progress_bar("comparing", sum(i.nbytes for i in views[0].tensors.values())) as report:
+        found = compare_checkpoints(sides[0], sides[1], report)
+    if args.json:
+        print(json.dumps(asdict(found) | {"equal": not found.differences}, indent=2))
+    else:
+        _print(found)
+    return DIFFERENT if found.differences else 0
+
+
+def _print(found: "Comparison") -> None:
+    console = Console(markup=False, highlight=False, emoji=False)
+    for note in found.notes:
+        console.print(note, style="dim")
+    size = spell_bytes(found.nbytes)
+    if not found.differences:
+        console.print(f"equal: {found.tensors:,} tensors, {size}, bit by bit", style="green")
+        return
+    console.print(_table(found.differences[:SHOWN]))
+    if len(found.differences) > SHOWN:
+        console.print(f"and {len(found.differences) - SHOWN:,} more: --json lists all")
+    console.print(
+        f"not equal: {len(found.differences):,} differences in {found.tensors:,} tensors, {size}",
+        style="red",
+    )
+
+
+def _table(differences: "Sequence[Difference]") -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("tensor", overflow="fold", ratio=1)
+    for header in ("expert", "elements", "first at", "largest"):
+        table.add_column(header, justify="right", no_wrap=True)
+    last = ""
+    for one in differences:
+        if one.what == "values":
+            name = "" if one.name == last else one.name
+            largest = "-" if one.largest is None else f"{one.largest:.3g}"
+            counts = f"{one.differing:,} of {one.elements:,}"
+            first = ", ".join(map(str, one.first))
+            expert = "-" if one.expert is None else str(one.expert)
+            table.add_row(name, expert, counts, f"[{first}]", largest)
+        else:
+            detail = f": {one.detail}" if one.detail else ""
+            table.add_row(f"{one.name}: {one.what}{detail}", *["-"] * 4)
+        last = one.name
+    return table
