@@ -155,6 +155,20 @@ def test_gpt_oss_becomes_megatrons_experts():
     assert_same_states(got, make_state(experts, "indexed", interleave=2))
 
 
+def test_a_single_grouped_weight_becomes_names_by_number():
+    """Exporters and Megatron's inference experts look each expert up by its number."""
+    experts = make_experts(12, 2, 3)
+    state = make_state(experts, "grouped")
+    by_number = convert_state_dict(state, get_layout("indexed"))
+    exported = convert_state_dict(state, get_layout("hf_per_expert"))
+    for expert in range(12):
+        gate_up = torch.cat([experts.gate[expert], experts.up[expert]])
+        assert_bytes_equal(by_number[f"{PREFIX}linear_fc1.weight{expert}"], gate_up)
+        for name in ("gate", "up", "down"):
+            got = exported[f"{PREFIX}{expert}.{name}_proj.weight"]
+            assert_bytes_equal(got, getattr(experts, name)[expert], what=name)
+
+
 # Whole state dicts
 
 

@@ -1,7 +1,6 @@
 """Experts load from any layout, those of this rank or of all ranks, or nothing loads."""
 
 import copy
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,11 +9,11 @@ import torch
 from moe_optim.errors import LayoutError
 from moe_optim.formats import MXFP8
 from moe_optim.layout.key_layouts import ExpertSet, get_layout
-from moe_optim.megatron.expert_loading import LocalExperts, load_local_experts
-from moe_optim.modules.grouped_linear import GroupedLinear
+from moe_optim.megatron.expert_loading import LocalExperts
 from moe_optim.reference import quantize
 from tests.support import experts as real
 from tests.support.bytes import assert_bytes_equal
+from tests.support.expert_modules import FFN, HIDDEN, LOCAL, Experts, assert_same
 from tests.support.expert_states import (
     ALL_LAYOUTS,
     PREFIX,
@@ -23,7 +22,6 @@ from tests.support.expert_states import (
 )
 from tests.support.ranks import run_ranks
 
-LOCAL, FFN, HIDDEN = 2, 4, 3
 every_source = pytest.mark.parametrize("source", ALL_LAYOUTS)
 every_target = pytest.mark.parametrize("target", ["grouped", "indexed"])
 
@@ -48,12 +46,6 @@ def place(
         tp_rank=tp[0],
         tp_size=tp[1],
     )
-
-
-def assert_same(got, want):
-    assert got.keys() == want.keys()
-    for key, value in want.items():
-        assert_bytes_equal(got[key], value, what=key)
 
 
 # What a rank takes
@@ -143,31 +135,6 @@ def test_legacy_experts_that_may_be_cut_in_two_ways_are_refused():
 
 
 # Through load_state_dict
-
-
-class Experts(torch.nn.Module):
-    """Linears that load as portable experts do, with process groups that are only numbers."""
-
-    def __init__(self, layout="grouped", *, format=None, ep=(0, 1), bias=False, ffn=FFN, hidden=3):
-        super().__init__()
-        options = {"format": format, "expert_layout": layout, "bias": bias}
-        self.linear_fc1 = GroupedLinear(LOCAL, 2 * ffn, hidden, **options)
-        self.linear_fc2 = GroupedLinear(LOCAL, hidden, ffn, **options)
-        groups = {"ep": ep, "expt_tp": (0, 1)}
-        self.pg_collection = SimpleNamespace(
-            **{
-                name: SimpleNamespace(rank=lambda r=rank: r, size=lambda s=size: s)
-                for name, (rank, size) in groups.items()
-            }
-        )
-        self.config = SimpleNamespace(moe_mlp_glu_interleave_size=None)
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.copy_(torch.zeros(parameter.shape))
-
-    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
-        load_local_experts(self, state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
 def model_of(experts):

@@ -21,7 +21,7 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass
 class Experts:
-    """The experts of one layer: projections apart, no two elements alike."""
+    """The experts of one layer, projections apart."""
 
     gate: torch.Tensor  # [E, F, H]
     up: torch.Tensor  # [E, F, H]
@@ -54,7 +54,10 @@ def make_experts(
     dtype: torch.dtype = torch.float32,
     first: int = 0,
 ) -> Experts:
-    """Return experts whose elements are the bit patterns of ``first``, ``first + 1`` and so on."""
+    """Return experts whose elements are the bit patterns of ``first``, ``first + 1`` and so on.
+
+    No two are alike up to the number of patterns that the dtype has.
+    """
     shapes = {"gate": (ffn, hidden), "up": (ffn, hidden), "down": (hidden, ffn)}
     if bias:
         shapes |= {"gate_bias": (ffn,), "up_bias": (ffn,), "down_bias": (hidden,)}
