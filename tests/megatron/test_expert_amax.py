@@ -1,5 +1,6 @@
 """The amax of every expert is that of the masters of all ranks, after each requantization."""
 
+import warnings
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -157,7 +158,8 @@ def test_a_checkpoint_holds_the_amaxes_of_all_layers(tmp_path: Path):
         for key, entry in reader.read_metadata().state_dict_metadata.items()
         if key.endswith("weight_amax")
     }
-    torch.distributed.checkpoint.load(tensors, storage_reader=reader, no_dist=True)
+    with warnings.catch_warnings(action="ignore"):  # it takes a single process for a mistake
+        torch.distributed.checkpoint.load(tensors, storage_reader=reader, no_dist=True)
     assert len(tensors) == 2
     for compared, last in ranks:
         assert compared == 3 * 2 * 2 * 4  # steps, layers, linears, experts
