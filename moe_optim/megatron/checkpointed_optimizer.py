@@ -10,7 +10,9 @@ from torch import Tensor
 from moe_optim.errors import ConfigError
 from moe_optim.layout.state_manifest import StateManifest
 from moe_optim.megatron import patches
-from moe_optim.megatron.checkpoint_load import agree
+from moe_optim.megatron.checkpoint_files import agree
+from moe_optim.megatron.legacy_states import rearranged_states
+from moe_optim.megatron.member_entries import with_members
 from moe_optim.megatron.nonfinite import check_masters
 from moe_optim.megatron.optimizer_state import (
     MANIFEST,
@@ -20,10 +22,8 @@ from moe_optim.megatron.optimizer_state import (
     manifest_key,
     manifest_object,
     manifest_of,
-    rearranged_states,
     require_known_order,
     require_same_order,
-    with_members,
 )
 from moe_optim.megatron.patching import apply_patches
 from moe_optim.megatron.plugin import config_in_force

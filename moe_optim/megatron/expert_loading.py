@@ -188,7 +188,9 @@ def expert_values_for(
         LayoutError: experts of a layer are not in it, or twice; or see
             :meth:`LocalExperts.take_from`.
     """
-    layers = {_unwrapped(name): (name, module) for name, module in _portable_experts(model_chunk)}
+    layers = {
+        unwrapped_name(name): (name, module) for name, module in _portable_experts(model_chunk)
+    }
     entries: dict[str, dict[str, str]] = {prefix: {} for prefix in layers}  # remainder -> key
     faults = []
     for key in state_dict:
@@ -262,13 +264,14 @@ def _portable_experts(model_chunk: torch.nn.Module) -> Iterator[tuple[str, torch
             yield f"{name}." if name else "", module
 
 
-def _unwrapped(name: str) -> str:
+def unwrapped_name(name: str) -> str:
+    """Return a name without the components that wrappers put into it, wherever they stand."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def _split_key(key: str, prefixes: Mapping[str, Any]) -> tuple[str | None, str]:
     """Return which of the prefixes a key has without its wrappers, and the rest of it."""
-    parts = _unwrapped(key).split(".")
+    parts = unwrapped_name(key).split(".")
     for end in range(len(parts)):
         prefix = "".join(f"{part}." for part in parts[:end])
         if prefix in prefixes:

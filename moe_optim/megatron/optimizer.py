@@ -19,6 +19,7 @@ from moe_optim.megatron.bucket_storage import Event
 from moe_optim.megatron.buffer import GroupedParamAndGradBuffer
 from moe_optim.megatron.checkpointed_optimizer import CheckpointedOptimizer
 from moe_optim.megatron.gather import OwnedMaster
+from moe_optim.megatron.master_values import model_values_for
 from moe_optim.megatron.nonfinite import check_masters
 from moe_optim.megatron.patching import apply_patches, patch_state, revert_patches
 from moe_optim.megatron.requirements import check_wrapped_model
@@ -139,9 +140,23 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         """Do nothing: managed buckets pull masters when they gather, others hold them already."""
 
     def _copy_model_params_to_main_params(self, state_dict: dict[str, Any] | None = None) -> None:
-        """Make masters of the weights, then the weights of the masters. Every rank must call it."""
+        """Make masters of the weights, then the weights of the masters. Every rank must call it.
+
+        Args:
+            state_dict: of the model, to take instead of the weights it holds, with the experts in
+                any layout; see :func:`model_values_for`. Left alone.
+
+        Raises:
+            LayoutError: a parameter is not in it, or twice, or in another shape.
+        """
         super()._copy_model_params_to_main_params(state_dict=state_dict)
         self.refresh_weights()
+
+    def _build_model_param_to_state_dict_param_map(
+        self, state_dict: dict[str, Any]
+    ) -> dict[torch.nn.Parameter, Tensor]:
+        """Return the values of every parameter, found by its whole name and not by its end."""
+        return model_values_for(self.model_chunks, state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load masters and moments, and derive quantized weights from the masters.

@@ -4,19 +4,14 @@ Flat states (``dp_reshardable`` of torch_dist, and legacy files) hold buckets as
 With each goes a :class:`StateManifest`, by which a model reads them whose experts lie otherwise.
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
 from zlib import crc32
 
 import torch
-from megatron.core.dist_checkpointing.mapping import (
-    ShardedObject,
-    ShardedTensor,
-    ShardedTensorFactory,
-)
-from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from torch import Tensor
 
 from moe_optim.errors import LayoutError
@@ -288,69 +283,6 @@ def load_flat_states(optimizer: Any, loaded: list[dict[str, list[Tensor]]]) -> N
         optimizer._set_main_param_and_optimizer_states(one.param, states)
 
 
-def rearranged_states(
-    states: dict[Any, Any], source: StateManifest, optimizer: Any, where: str
-) -> dict[Any, Any]:
-    """Return legacy states with every expert where ``optimizer`` expects it.
-
-    Args:
-        states: of ``get_parameter_state_dp_zero``: buffer -> dtype -> name -> [elements], the
-            buckets of a buffer one after the other without padding. Left alone.
-        source: manifest that was saved with them.
-        optimizer: that loads them.
-        where: for errors.
-
-    Raises:
-        LayoutError: they are states of other parameters or experts, or shorter than they should.
-    """
-    target = manifest_of(optimizer)
-    reader = CrossReader(source, target, where)
-    saved = [_only(states[buffer]) for buffer in range(len(source.buffers))]
-    starts = [_bucket_starts(buffer) for buffer in source.buffers]
-    for buffer, (tensors, bounds) in enumerate(zip(saved, starts, strict=True)):
-        for name, tensor in _tensors(tensors):
-            if tensor.numel() != bounds[-1]:
-                raise LayoutError(
-                    f"{where}: buffer {buffer}: {name}: expected {bounds[-1]} elements as the "
-                    f"manifest says, got {tensor.numel()}. The file is damaged; load another one."
-                )
-    names = [name for name, _ in _tensors(saved[0])]
-    result: dict[Any, Any] = {"buckets_coalesced": True}
-    for buffer, ranges in enumerate(optimizer.gbuf_ranges):
-        (dtype,) = ranges
-        bounds = _bucket_starts(target.buffers[buffer])
-        numel = optimizer.buffers[buffer].numel_unpadded
-        made = {name: torch.zeros(numel) for name in names}
-        for bucket, held in enumerate(target.buffers[buffer].buckets):
-            for place in held.parameters:
-                at = bounds[bucket] + place.start
-                for read in reader.reads(place, 0, place.numel):
-                    first = starts[read.buffer][read.bucket] + read.start
-                    for name in names:
-                        part = saved[read.buffer][name][first : first + read.numel]
-                        made[name][at : at + read.numel] = part
-                    at += read.numel
-        result[buffer] = {dtype: {**made, "numel_unpadded": numel}}
-    return result
-
-
-def _only(by_dtype: dict[Any, Any]) -> dict[str, Any]:
-    (tensors,) = by_dtype.values()
-    return tensors
-
-
-def _tensors(states: dict[str, Any]) -> list[tuple[str, Tensor]]:
-    return [(name, value) for name, value in states.items() if isinstance(value, Tensor)]
-
-
-def _bucket_starts(buffer: BufferPlaces) -> list[int]:
-    """Return where each bucket starts among those of its buffer, and where the last one ends."""
-    starts = [0]
-    for bucket in buffer.buckets:
-        starts.append(starts[-1] + bucket.numel)
-    return starts
-
-
 def require_known_order(optimizer: Any, where: str, *, trusted: bool) -> None:
     """Raise LayoutError if flat states without a manifest could hold experts in another order."""
     if trusted:
@@ -395,64 +327,3 @@ def require_same_order(optimizer: Any, saved: Any) -> None:
             f"{where}: expected experts where this model has them, got a manifest that has them "
             "elsewhere. Load with megatron.core.dist_checkpointing.load, which moe_optim extends."
         )
-
-
-def with_members(optimizer: Any, model_sharded_state_dict: Any) -> Any:
-    """Return the sharded state of a model in which every parameter can be found.
-
-    Transformer Engine saves a single grouped weight as one entry an expert, of views; Megatron
-    then looks for the parameter itself in vain. Here one more entry stands for the parameter,
-    which becomes its experts' entries when it is saved or loaded.
-    """
-    entries = extract_sharded_tensors_and_factories(model_sharded_state_dict)[0]
-    by_name = dict(_named_leaves(entries))
-    present = {id(entry.data) for entry in by_name.values()}
-    added: dict[str, ShardedTensorFactory] = {}
-    for chunk in optimizer.model_chunks:
-        for name, param in chunk.named_parameters():
-            if id(param) in present or param not in optimizer.model_param_gbuf_map:
-                continue
-            members = [by_name.get(f"{bare_name(name)}{index}") for index in range(len(param))]
-            if all(member is not None for member in members):
-                added[f"{bare_name(name)} of all experts"] = _of_all_members(param, members)
-    if not added:
-        return model_sharded_state_dict
-    return {"model": model_sharded_state_dict, "members": added}
-
-
-def _named_leaves(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every entry of nested dicts and lists with its own key."""
-    if isinstance(state, dict):
-        for key, value in state.items():
-            yield from _named_leaves(value, str(key))
-    elif isinstance(state, list):
-        for value in state:
-            yield from _named_leaves(value, name)
-    else:
-        yield name, state
-
-
-def _of_all_members(param: torch.nn.Parameter, members: list[Any]) -> ShardedTensorFactory:
-    """Return a factory that makes the entries of ``members`` from one tensor of all experts."""
-    shared_key = members[0].key
-
-    def build(key: str, tensor: Tensor, _replica_id: Any, _flattened: Any = None) -> list[Any]:
-        prefix = key.removesuffix(shared_key)
-        entries = []
-        for member, part in zip(members, tensor.unbind(0), strict=True):
-            changes = {"key": prefix + member.key, "data": part}
-            if isinstance(member, ShardedTensorFactory):
-                entries.append(replace(member, **changes).build())
-            else:
-                entries.append(replace(member, dtype=part.dtype, **changes))
-        return entries
-
-    def merge(parts: list[Any]) -> Tensor:
-        return torch.stack(
-            [
-                member.merge_fn(part) if isinstance(member, ShardedTensorFactory) else part
-                for member, part in zip(members, parts, strict=True)
-            ]
-        )
-
-    return ShardedTensorFactory(shared_key, param, build, merge, members[0].replica_id)

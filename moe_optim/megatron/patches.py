@@ -145,6 +145,13 @@ OPTIMIZER: tuple[Patch, ...] = (
         remove_when="the optimizer asks a policy what to do with a non-finite norm",
     ),
     Patch(
+        id="state-to-save",
+        target="megatron.training.checkpointing:generate_state_dict",
+        replacement="moe_optim.megatron.state_to_save:generate_state_dict",
+        because="amaxes of experts that are cut over ranks are reduced before keys are walked",
+        remove_when="a model can prepare itself for a save",
+    ),
+    Patch(
         id="get-megatron-optimizer",
         target="megatron.training.training:get_megatron_optimizer",
         replacement="moe_optim.megatron.optimizer:get_megatron_optimizer",
@@ -158,9 +165,16 @@ CHECKPOINTS: tuple[Patch, ...] = (
     Patch(
         id="load-checkpoint",
         target="megatron.core.dist_checkpointing:load",
-        replacement="moe_optim.megatron.checkpoint_load:load",
+        replacement="moe_optim.megatron.checkpoint_files:load",
         because="nothing tells an optimizer what a checkpoint holds before it asks for it",
         remove_when="sharded_state_dict is given the checkpoint that will be loaded",
+    ),
+    Patch(
+        id="save-checkpoint",
+        target="megatron.core.dist_checkpointing:save",
+        replacement="moe_optim.megatron.checkpoint_files:save",
+        because="an iteration saved again looks whole before it is, and no checksum is recorded",
+        remove_when="metadata.json is removed first, and the default save records checksums",
     ),
 )
 """What lets an optimizer of this package see how a checkpoint was laid out."""

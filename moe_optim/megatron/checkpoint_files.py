@@ -1,6 +1,8 @@
-"""Megatron's loading of checkpoints, and what it looks at before: damage, manifests, extras.
+"""Megatron's saving and loading of checkpoints, with what this package does before and after.
 
-Acts only on states in which an optimizer or an expert of this package asks for something.
+Before loading: damage is looked for, manifests are read, and what the checkpoint lacks of extras is
+not asked for. After saving: checksums are recorded. Both leave states alone in which nothing of
+this package asks for anything.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,16 +13,62 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.validation import StrictHandling
 
+from moe_optim.checkpoints.integrity import invalidate, require_intact, seal
 from moe_optim.checkpoints.stored_objects import StoredObjects
 from moe_optim.errors import LayoutError, MoEOptimError
 from moe_optim.layout.state_manifest import StateManifest
+from moe_optim.megatron.expert_amax import OptionalShardedTensor
 from moe_optim.megatron.optimizer_state import (
     MANIFEST,
     ManifestRequest,
     require_same_interleave,
 )
+from moe_optim.megatron.plugin import config_in_force, installed_config
 
 _stock_load = dist_checkpointing.load
+_stock_save = dist_checkpointing.save
+
+
+def save(  # noqa: PLR0913  # Megatron's
+    sharded_state_dict: Any,
+    checkpoint_dir: str,
+    sharded_strategy: Any = None,
+    validate_access_integrity: bool = True,
+    async_sharded_save: bool = False,
+    preprocess_common_before_consistancy_check: Any = None,
+    content_metadata: dict[str, Any] | None = None,
+    async_strategy: str | None = "nvrx",
+    verify_integrity: bool = False,
+) -> Any:
+    """Save a distributed checkpoint; arguments and result are Megatron's. Every rank must call it.
+
+    A checkpoint that is written over counts as incomplete until the new one is whole. When it is,
+    a seal is written with checksums of it.
+    """
+    is_ours = any(True for _ in _holders_of_manifests(sharded_state_dict))
+    folder = Path(checkpoint_dir)
+    if is_ours:
+        _on_first_rank(lambda: invalidate(folder))
+    request = _stock_save(
+        sharded_state_dict,
+        checkpoint_dir,
+        sharded_strategy,
+        validate_access_integrity,
+        async_sharded_save,
+        preprocess_common_before_consistancy_check,
+        content_metadata,
+        async_strategy,
+        verify_integrity,
+    )
+    if is_ours and request is None:
+        _on_first_rank(lambda: seal(folder))
+    elif is_ours:
+        request.finalize_fns.append(lambda: _on_first_rank(lambda: seal(folder)))
+    return request
+
+
+def _on_first_rank(act: Callable[[], None]) -> None:
+    agree(lambda: act() if torch.distributed.get_rank() == 0 else None, None)
 
 
 def load(  # noqa: PLR0913  # Megatron's
@@ -36,10 +84,13 @@ def load(  # noqa: PLR0913  # Megatron's
 
     Raises:
         StateError: a file of the checkpoint is missing or damaged; all of them are named.
-        LayoutError: flat optimizer states of other experts, or of experts in an unknown order.
+        LayoutError: flat optimizer states of other experts, or of experts in an unknown order; or
+            another interleaving of gate and up.
     """
-    if list(_requests(sharded_state_dict)):
-        agree(lambda: _resolve(sharded_state_dict, Path(checkpoint_dir)), process_group)
+    if installed_config() is not None or any(_holders_of_manifests(sharded_state_dict)):
+        folder = Path(checkpoint_dir)
+        agree(lambda: _check(folder, process_group), process_group)
+        agree(lambda: _resolve(sharded_state_dict, folder), process_group)
     return _stock_load(
         sharded_state_dict,
         checkpoint_dir,
@@ -48,6 +99,16 @@ def load(  # noqa: PLR0913  # Megatron's
         strict,
         verify_integrity,
         process_group,
+    )
+
+
+def _check(folder: Path, group: Any) -> None:
+    """Look for damage; ranks share the reading."""
+    require_intact(
+        folder,
+        thorough=config_in_force().check_on_load == "thorough",
+        part=torch.distributed.get_rank(group),
+        parts=torch.distributed.get_world_size(group),
     )
 
 
@@ -72,23 +133,31 @@ def agree(act: Callable[[], Any], group: Any) -> Any:
     return result
 
 
-def _requests(state: Any) -> Iterator[tuple[dict[Any, Any], ManifestRequest]]:
-    """Yield every request for a manifest, with the dict that holds it."""
-    if isinstance(state, dict):
-        request = state.get(MANIFEST)
-        if isinstance(request, ManifestRequest):
-            yield state, request
+def _holders_of_manifests(state: Any) -> Iterator[dict[Any, Any]]:
+    """Yield every dict in a nested state that holds a manifest or asks for one."""
+    if isinstance(state, dict) and MANIFEST in state:
+        yield state
     for value in state.values() if isinstance(state, dict) else state:
         if isinstance(value, dict | list):
-            yield from _requests(value)
+            yield from _holders_of_manifests(value)
+
+
+def _drop_absent(state: Any, present: set[str]) -> None:
+    """Take out entries that a checkpoint need not have, where it does not have them."""
+    for key, value in list(state.items() if isinstance(state, dict) else enumerate(state)):
+        if isinstance(value, OptionalShardedTensor) and value.key not in present:
+            del state[key]
+        elif isinstance(value, dict | list):
+            _drop_absent(value, present)
 
 
 def _resolve(sharded_state_dict: Any, checkpoint: Path) -> None:
     """Replace every request for a manifest by requests for what the checkpoint holds."""
     stored = StoredObjects.of(checkpoint)
+    _drop_absent(sharded_state_dict, set(stored.tensor_keys()))
     manifests = [key for key in stored.object_keys() if f".{MANIFEST}." in key]
-    for state, request in list(_requests(sharded_state_dict)):
-        del state[MANIFEST]
+    for state in list(_holders_of_manifests(sharded_state_dict)):
+        request = state.pop(MANIFEST)
         for key in manifests[:1]:  # all say the same of this
             saved = StateManifest.from_dict(stored.read(key), key)
             require_same_interleave(request.optimizer, saved, str(checkpoint))
