@@ -92,6 +92,7 @@ def test_who_asks_for_nothing_pays_nothing():
 # Through Megatron's loop
 
 FLAGS = ["--train-iters", "3", "--eval-interval", "1000"]
+CUT_EXPERTS = ["--expert-tensor-parallel-size", "2", "--moe-ffn-hidden-size", "256"]
 
 
 def expected_amaxes(model: list[Any], optimizer: Any) -> dict[str, torch.Tensor]:
@@ -145,13 +146,20 @@ def test_after_every_step_the_amaxes_are_those_of_the_masters(
         assert compared == 2 * 2 * 2 * 4  # steps, layers, linears, experts
 
 
-def test_a_checkpoint_holds_the_amaxes_of_all_layers(tmp_path: Path):
-    """As plain tensors [layers, experts, 1, 1] fp32, those of the last step; gathered in the step
-    as bf16, out of buckets that cut experts."""
+@pytest.mark.parametrize(
+    "parallel",
+    [[], pytest.param(CUT_EXPERTS, marks=pytest.mark.extended)],
+    ids=["shards cut experts", "tensor parallelism cuts experts"],
+)
+def test_a_checkpoint_holds_the_amaxes_of_whole_experts(tmp_path: Path, parallel: list[str]):
+    """As plain tensors [layers, experts, 1, 1] fp32, those of the last step, gathered in the step
+    as bf16; where each rank has half of every expert, the larger one of both halves."""
     config = MoEOptimConfig(
         format="fp8_block", wire="bf16", layout="stock", expert_layout="indexed", record_amax=True
     )
-    ranks = run_ranks(2, _watch_training, [*FLAGS, "--save", str(tmp_path)], config)
+    flags = [*FLAGS, *parallel, "--save", str(tmp_path)]
+    ranks = run_ranks(2, _watch_training, flags, config)
+    assert [compared for compared, _ in ranks] == [3 * 2 * 2 * 4] * 2  # steps, layers, ...
     reader = FileSystemReader(tmp_path / "iter_0000003")
     tensors = {
         key: torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -161,12 +169,13 @@ def test_a_checkpoint_holds_the_amaxes_of_all_layers(tmp_path: Path):
     with warnings.catch_warnings(action="ignore"):  # it takes a single process for a mistake
         torch.distributed.checkpoint.load(tensors, storage_reader=reader, no_dist=True)
     assert len(tensors) == 2
-    for compared, last in ranks:
-        assert compared == 3 * 2 * 2 * 4  # steps, layers, linears, experts
-        for key, saved in tensors.items():
-            linear = key.split(".")[-2]
-            want = [amax for name, amax in last.items() if name.endswith(linear)]
-            assert_bytes_equal(saved, torch.stack(want).view(2, 4, 1, 1), what=key)
+    for key, saved in tensors.items():
+        of_ranks = [
+            torch.stack([amax for name, amax in last.items() if name.endswith(key.split(".")[-2])])
+            for _, last in ranks
+        ]
+        assert torch.equal(*of_ranks) == (not parallel)
+        assert_bytes_equal(saved, torch.maximum(*of_ranks).view(2, 4, 1, 1), what=key)
 
 
 # Experts cut over tensor-parallel ranks, and a traversal that communicates nothing
