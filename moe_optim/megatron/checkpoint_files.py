@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 
 from moe_optim.checkpoints.integrity import invalidate, require_intact, seal
 from moe_optim.checkpoints.stored_objects import StoredObjects
-from moe_optim.errors import LayoutError, MoEOptimError
+from moe_optim.errors import ConfigError, LayoutError, NonFiniteError, PatchError, StateError
 from moe_optim.layout.state_manifest import StateManifest
 from moe_optim.megatron.expert_amax import OptionalShardedTensor
 from moe_optim.megatron.optimizer_state import (
@@ -27,6 +27,7 @@ from moe_optim.megatron.plugin import config_in_force, installed_config
 
 _stock_load = dist_checkpointing.load
 _stock_save = dist_checkpointing.save
+_stock_load_common_state_dict = dist_checkpointing.load_common_state_dict
 
 
 def save(  # noqa: PLR0913  # Megatron's
@@ -102,6 +103,22 @@ def load(  # noqa: PLR0913  # Megatron's
     )
 
 
+def load_common_state_dict(checkpoint_dir: str | Path) -> Any:
+    """Load what is not sharded, the first that is read of a checkpoint. No rank communicates.
+
+    Raises:
+        StateError: a file of the checkpoint is missing or damaged; all of them are named.
+    """
+    if installed_config() is None:
+        return _stock_load_common_state_dict(checkpoint_dir)
+    require_intact(Path(checkpoint_dir), thorough=False)
+    try:
+        return _stock_load_common_state_dict(checkpoint_dir)
+    except Exception:  # whatever damaged bytes make of themselves: say which, if it was they
+        require_intact(Path(checkpoint_dir), thorough=True)
+        raise
+
+
 def _check(folder: Path, group: Any) -> None:
     """Look for damage; ranks share the reading."""
     require_intact(
@@ -117,19 +134,22 @@ def agree(act: Callable[[], Any], group: Any) -> Any:
 
     Otherwise those without an error would wait for the others in the next collective.
     """
-    error: MoEOptimError | None = None
+    error: Exception | None = None
     result = None
     try:
         result = act()
-    except MoEOptimError as raised:
+    except Exception as raised:  # whatever it is, the others must not wait for this rank
         error = raised
     errors: list[Any] = [None] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(errors, error, group=group)
+    kinds = (ConfigError, LayoutError, NonFiniteError, PatchError)
+    kind = next((kind for kind in kinds if isinstance(error, kind)), StateError)
+    torch.distributed.all_gather_object(errors, error and (kind, str(error)), group=group)
     if error is not None:
         raise error
     for rank, other in enumerate(errors):
         if other is not None:
-            raise type(other)(f"rank {rank}: {other}")
+            kind, message = other
+            raise kind(f"rank {rank}: {message}")
     return result
 
 

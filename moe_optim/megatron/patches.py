@@ -169,6 +169,16 @@ CHECKPOINTS: tuple[Patch, ...] = (
         because="nothing tells an optimizer what a checkpoint holds before it asks for it",
         remove_when="sharded_state_dict is given the checkpoint that will be loaded",
     ),
+    *(
+        Patch(
+            id=f"common-state:{module}",
+            target=f"megatron.core.{module}:load_common_state_dict",
+            replacement="moe_optim.megatron.checkpoint_files:load_common_state_dict",
+            because="it is the first to read a checkpoint, and does not name a damaged file",
+            remove_when="Megatron looks for all files first",
+        )
+        for module in ("dist_checkpointing", "dist_checkpointing.serialization")
+    ),
     Patch(
         id="save-checkpoint",
         target="megatron.core.dist_checkpointing:save",

@@ -357,10 +357,10 @@ def _refusals(folder: Path) -> dict[str, str]:
 
 
 def _owned_of(journey: Journey):
-    from tests.support.checkpoint_journey import _owned
+    from tests.support.checkpoint_journey import owned_states
 
     for part in journey.parts:
-        yield from _owned(part)
+        yield from owned_states(part)
 
 
 def test_what_would_be_wrong_is_refused_on_every_rank(tmp_path: Path):

@@ -164,7 +164,7 @@ class Journey:
         """Set every master and moment to the number of its place, then derive the weights."""
         self._make_states()
         for part in self.parts:
-            for param, start, states in _owned(part):
+            for param, start, states in owned_states(part):
                 whole = self.local_part(param)
                 for number, name in enumerate(STATES):
                     values = whole.view(-1)[start : start + states[name].numel()]
@@ -189,7 +189,7 @@ class Journey:
         """Set every master and moment to nonsense, so that nothing can be left from here."""
         self._make_states()
         for part in self.parts:
-            for _, _, states in _owned(part):
+            for _, _, states in owned_states(part):
                 for name in STATES:
                     states[name].fill_(-1.0)
         self._write_weights()
@@ -215,7 +215,7 @@ class Journey:
         """Compare every element of every state; return how many elements were compared."""
         count = 0
         for part in self.parts:
-            for param, start, states in _owned(part):
+            for param, start, states in owned_states(part):
                 whole = self.local_part(param).view(-1)
                 for number, name in enumerate(STATES):
                     got = states[name].view(-1)
@@ -378,7 +378,7 @@ def _masters(part: Any) -> Iterator[tuple[Any, Tensor]]:
             yield from zip(params, masters, strict=True)
 
 
-def _owned(part: Any) -> Iterator[tuple[Any, int, dict[str, Tensor]]]:
+def owned_states(part: Any) -> Iterator[tuple[Any, int, dict[str, Tensor]]]:
     """Yield every parameter of which this rank owns something: its start, master and moments."""
     for param, master in _masters(part):
         start = part._get_model_param_range_map(param)["param"].start

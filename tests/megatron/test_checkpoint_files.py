@@ -1,0 +1,199 @@
+"""Saving and loading through Megatron's own functions: sealed, checked, and nothing unasked."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_optim.checkpoints.integrity import checkpoint_defect
+from moe_optim.checkpoints.records import SEAL
+from moe_optim.errors import LayoutError, StateError
+from tests.support.checkpoint_journey import HIDDEN, Journey, Station
+from tests.support.ranks import run_ranks
+
+GROUPED, INDEXED = Station(), Station(experts="indexed")
+RESHARDABLE = "fully_reshardable"
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x10
+    path.write_bytes(content)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "flipped": _flip,
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-100]),
+    "missing": Path.unlink,
+}
+
+
+def _load_damaged(folder: Path) -> dict[str, str]:
+    said = {}
+    for name, damage in DAMAGES.items():
+        target = folder / name
+        Journey(GROUPED).fill().save(target, RESHARDABLE)
+        assert (target / SEAL).exists()
+        torch.distributed.barrier()
+        if torch.distributed.get_rank() == 0:
+            damage(target / "__0_0.distcp")
+        torch.distributed.barrier()
+        try:
+            Journey(INDEXED).load(target)
+            said[name] = "loaded"
+        except StateError as error:
+            said[name] = str(error)
+    return said
+
+
+def test_a_damaged_file_is_named_on_every_rank(tmp_path: Path):
+    """Ranks share the reading, and the one that finds something does not leave the others waiting:
+    all of them raise, and name the file."""
+    for said in run_ranks(2, _load_damaged, tmp_path):
+        for message in said.values():
+            assert "__0_0.distcp" in message
+        assert "missing" in said["missing"]
+
+
+def _save_again(folder: Path) -> list[str | None]:
+    """Save over a checkpoint, and look at it when the second save has begun."""
+    from megatron.core import dist_checkpointing
+
+    journey = Journey(GROUPED).fill()
+    journey.save(folder, RESHARDABLE)
+    seen = [checkpoint_defect(folder)]
+    stock = dist_checkpointing.serialization.save_preprocess
+
+    def look(*args, **kwargs):
+        seen.append(checkpoint_defect(folder))
+        return stock(*args, **kwargs)
+
+    dist_checkpointing.serialization.save_preprocess = look
+    metadata = {"distrib_optim_sharding_type": RESHARDABLE, "dp_cp_group": journey.groups.dp_cp}
+    model = journey.model.sharded_state_dict(metadata=metadata)
+    state = {"optimizer": journey.optimizer.sharded_state_dict(model, metadata=metadata)}
+    dist_checkpointing.save({"model": model, **state}, str(folder))
+    seen.append(checkpoint_defect(folder))
+    return seen
+
+
+def test_a_checkpoint_that_is_written_over_counts_as_incomplete_meanwhile(tmp_path: Path):
+    (seen,) = run_ranks(1, _save_again, tmp_path / "iter_0000001")
+    assert seen == [None, "no metadata.json: it was not saved to the end", None]
+
+
+def _reload(folder: Path) -> dict[str, str]:
+    """Make masters of state dicts in several layouts, and of damaged ones."""
+    said = {}
+    for own in (GROUPED, INDEXED):
+        for given in (GROUPED, INDEXED):
+            source = Journey(given).fill()
+            state = {
+                name: param.detach().float() if param.dtype == torch.float32 else param.detach() * 1
+                for name, param in source.model.named_parameters()
+            }
+            values = {
+                name: (source.local_part(param) / 2**10).bfloat16()
+                for name, param in source.model.named_parameters()
+            }
+            kept = dict(values)
+            journey = Journey(own).scramble()
+            journey.optimizer.reload_model_params(state_dict={"model": values})
+            assert values.keys() == kept.keys()
+            assert all(values[name] is kept[name] for name in kept)
+            for param, start, states in _owned(journey):
+                want = (journey.local_part(param) / 2**10).bfloat16().float().view(-1)
+                got = states["param"].view(-1)
+                assert torch.equal(got, want[start : start + got.numel()]), str(param.shape)
+            said[f"{given.experts} into {own.experts}"] = str(len(state))
+    journey = Journey(GROUPED)
+    whole = {
+        name: journey.local_part(param).bfloat16()
+        for name, param in journey.model.named_parameters()
+    }
+    dense = "decoder.layers.0.dense.weight"
+    damaged = {
+        "missing": {name: value for name, value in whole.items() if name != dense},
+        "twice": {**whole, f"module.{dense}": whole[dense]},
+        "of another shape": {**whole, dense: whole[dense][:, 1:]},
+        "only ends alike": {
+            **{name: value for name, value in whole.items() if name != dense},
+            f"teacher.{dense}": whole[dense],
+        },
+    }
+    for name, state in damaged.items():
+        before = [states["param"].clone() for _, _, states in _owned(journey.fill())]
+        try:
+            journey.optimizer.reload_model_params(state_dict=state)
+            said[name] = "taken"
+        except LayoutError as error:
+            said[name] = str(error)
+        after = [states["param"] for _, _, states in _owned(journey)]
+        assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True)), name
+    return said
+
+
+def _owned(journey: Journey):
+    from tests.support.checkpoint_journey import owned_states
+
+    return [one for part in journey.parts for one in owned_states(part)]
+
+
+def test_masters_reload_from_any_layout_by_whole_names(tmp_path: Path):
+    """``reload_model_params(state_dict=...)``: masters are the values of the dict, which stays
+    as it was; what is missing, double, of another shape or only ends like a name changes nothing
+    (B4, B5)."""
+    for said in run_ranks(2, _reload, tmp_path):
+        assert "decoder.layers.0.dense.weight is there 0 times" in said["missing"]
+        assert "decoder.layers.0.dense.weight is there 2 times" in said["twice"]
+        assert f"{[HIDDEN, HIDDEN - 1]}, expected {[HIDDEN, HIDDEN]}" in said["of another shape"]
+        assert "is there 0 times" in said["only ends alike"]
+
+
+def _amax_optional(folder: Path) -> list[list[float]]:
+    """Load a checkpoint without amaxes into a model that records them, and one with them."""
+    recording = GROUPED.but(knobs=(("record_amax", True),))
+    Journey(GROUPED).fill().save(folder / "without", RESHARDABLE)
+    Journey(recording).scramble().load(folder / "without").check()
+    Journey(recording).fill().save(folder / "with", RESHARDABLE)
+    journey = Journey(recording).scramble().load(folder / "with")
+    assert journey.check()
+    assert Journey(GROUPED).scramble().load(folder / "with").check()
+    linears = [layer.mlp.experts.linear_fc1 for layer in journey.model.decoder.layers]
+    got = [linear.amax().view(-1).tolist() for linear in linears]
+    want = [
+        journey.local_part(linear.weight).bfloat16().float().abs().amax((1, 2)).tolist()
+        for linear in linears
+    ]
+    return [*got, *want]
+
+
+def test_amaxes_are_taken_where_a_checkpoint_has_them(tmp_path: Path):
+    """A checkpoint without amaxes loads into a model that records them, and the other way round."""
+    for first, second, *want in run_ranks(2, _amax_optional, tmp_path):
+        assert [first, second] == want
+
+
+@pytest.mark.parametrize("ranks", [1])
+def test_states_of_no_interest_pass_as_they_are(ranks: int, tmp_path: Path):
+    """Without anything of this package in it, a state is saved and loaded by Megatron alone."""
+    assert run_ranks(ranks, _foreign, tmp_path / "foreign") == [[False, True]]
+
+
+def _foreign(folder: Path) -> list[bool]:
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    import moe_optim
+
+    Journey(GROUPED)  # has the functions replaced
+    moe_optim.uninstall()
+    folder.mkdir()
+    tensor = torch.arange(12.0)
+    state = {"x": ShardedTensor.from_rank_offsets("x", tensor)}
+    dist_checkpointing.save(state, str(folder))
+    loaded = dist_checkpointing.load(
+        {"x": ShardedTensor.from_rank_offsets("x", torch.zeros(12))}, str(folder)
+    )
+    return [(folder / SEAL).exists(), torch.equal(loaded["x"], tensor)]
