@@ -113,8 +113,8 @@ def compare_checkpoints(a: Side, b: Side, report: Callable[[int], None]) -> Comp
     flat = _skipped_flat_states(a, b)
     if flat:
         result.notes.append(
-            f"{len(flat)} tensors of flat optimizer states were not compared: the two checkpoints "
-            "have laid them out differently. Save with --dist-ckpt-optim-fully-reshardable."
+            f"Flat optimizer states, {len(flat)} in all, were not compared: the two checkpoints "
+            "lay them out differently. Save with --dist-ckpt-optim-fully-reshardable."
         )
     for key in dict.fromkeys([*a.others, *b.others]):
         if key not in flat:

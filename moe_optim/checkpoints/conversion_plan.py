@@ -11,7 +11,7 @@ from moe_optim.checkpoints.expert_finding import (
     find_experts,
     known_interleave,
 )
-from moe_optim.checkpoints.layer_view import STORED_ALIKE, LayerView
+from moe_optim.checkpoints.layer_view import STATE_KIND, STORED_ALIKE, LayerView
 from moe_optim.checkpoints.reader import FLAT_STATES, FileFormat, is_state
 from moe_optim.errors import ConfigError, LayoutError
 from moe_optim.layout.key_conversion import convert_expert_set
@@ -118,6 +118,11 @@ def plan_conversion(view: LayerView, request: ConversionRequest) -> ConversionPl
     reader = view.reader
     format = request.format or reader.format
     to = _target_layout(request.to, format)
+    if view.renames and reader.format == format == "torch_dist":
+        raise ConfigError(
+            f"--rename: expected names of Megatron's to stay from torch_dist to torch_dist, got "
+            f"{len(view.renames)} for {reader.path}, whose objects have them too. Leave it out."
+        )
     kept = [key for key in view.tensors if not (request.weights_only and is_state(key))]
     objects = () if format == "safetensors" else tuple(reader.objects)
     if request.weights_only:
@@ -178,7 +183,8 @@ def _check_states(view: LayerView, sets: list[ExpertSet]) -> None:
     path, by_prefix = view.reader.path, {one.prefix: one for one in sets}
     weights = [prefix for prefix in by_prefix if not is_state(prefix)]
     states = [prefix for prefix in by_prefix if prefix.startswith(STATE)]
-    kinds = sorted({prefix.removeprefix(STATE).partition(".")[0] for prefix in states})
+    found = [STATE_KIND.match(key) for key in view.tensors] if states else []
+    kinds = sorted({match[1] for match in found if match})
     expected = {f"{STATE}{kind}.{weight}": weight for kind in kinds for weight in weights}
     faults = [f"no {prefix}" for prefix in expected if prefix not in by_prefix]
     faults += [f"{prefix} without weights" for prefix in states if prefix not in expected]

@@ -63,6 +63,7 @@ class LayerView:
             LayoutError: two tensors come to have the same key.
         """
         self.reader = reader
+        self.renames = tuple(renames)
         self.tensors: dict[str, TensorInfo] = {}
         self.places: dict[str, Place] = {}
         unused = set(renames)
