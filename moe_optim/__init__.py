@@ -15,13 +15,14 @@ from moe_optim.errors import (
     PatchError,
     StateError,
 )
+from moe_optim.version import VERSION
 
 if TYPE_CHECKING:
     from moe_optim.config import MoEOptimConfig
     from moe_optim.megatron import get_megatron_optimizer, install, uninstall
     from moe_optim.recipes import Recipe, load_recipe
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "ConfigError",

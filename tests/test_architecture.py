@@ -10,12 +10,13 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "moe_optim"
 
-BASE = {"errors", "formats"}
+BASE = {"errors", "formats", "version"}
 MIDDLE = {"reference", "kernels", "layout"}
 SERVICES = {"config", "environment", "ops", "recipes"}
 
 MAY_IMPORT = {  # layer -> layers it may import, besides itself
     "errors": set(),
+    "version": set(),
     "formats": {"errors"},
     "reference": BASE,
     "kernels": BASE,

@@ -164,7 +164,8 @@ def _holders_of_manifests(state: Any) -> Iterator[dict[Any, Any]]:
 
 def _drop_absent(state: Any, present: set[str]) -> None:
     """Take out entries that a checkpoint need not have, where it does not have them."""
-    for key, value in list(state.items() if isinstance(state, dict) else enumerate(state)):
+    entries = list(state.items() if isinstance(state, dict) else enumerate(state))
+    for key, value in reversed(entries):  # so that places in a list stay true
         if isinstance(value, OptionalShardedTensor) and value.key not in present:
             del state[key]
         elif isinstance(value, dict | list):

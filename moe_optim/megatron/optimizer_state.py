@@ -6,10 +6,10 @@ With each goes a :class:`StateManifest`, by which a model reads them whose exper
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from typing import Any
 from zlib import crc32
 
+import megatron.core
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from torch import Tensor
@@ -22,9 +22,9 @@ from moe_optim.layout.state_manifest import (
     ParameterPlace,
     StateManifest,
 )
+from moe_optim.version import VERSION
 
 MANIFEST = "moe_optim_manifest"
-_PACKAGES = ("moe_optim", "megatron-core", "torch")
 
 
 @dataclass
@@ -68,7 +68,11 @@ def manifest_of(optimizer: Any) -> StateManifest:
             for bucket in buffer.buckets
         )
         buffers.append(BufferPlaces(dtype=str(dtype), buckets=buckets))
-    versions = {package: version(package) for package in _PACKAGES}
+    versions = {
+        "moe_optim": VERSION,
+        "megatron-core": megatron.core.__version__,
+        "torch": str(torch.__version__),
+    }
     config = optimizer.model_chunks[0].config
     return StateManifest(
         buffers=tuple(buffers),

@@ -163,15 +163,22 @@ def _to_copy(_func: Any, weight: GroupedWeight, **kwargs: Any) -> Any:
 
 
 def _broadcast(func: Any, tensors: list[Tensor], *args: Any) -> Any:
-    """Broadcast the planes instead of the values: every rank ends with the same bytes."""
+    """Broadcast the planes instead of the values: every rank ends with the same bytes.
+
+    So does what masters will be made of, if it is still there.
+    """
     if not isinstance(tensors[0], GroupedWeight):
         return NotImplemented
+    storage = tensors[0].quantized_storage
+    sent = [*storage.quantized.planes().values(), storage.initial, storage.recorded_amax]
     work: Any = None
-    for plane in tensors[0].quantized_storage.quantized.planes().values():
+    for tensor in sent:
+        if tensor is None:
+            continue
         if work is not None:
             work.wait()
-        _, work = func([plane.view(torch.uint8) if plane.dim() else plane], *args)
-    tensors[0].quantized_storage.version += 1
+        _, work = func([tensor.view(torch.uint8) if tensor.dim() else tensor], *args)
+    storage.version += 1
     return tensors, work
 
 

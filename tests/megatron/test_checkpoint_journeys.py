@@ -303,7 +303,11 @@ def test_one_parameter_saved_as_an_entry_an_expert_finds_its_states(tmp_path: Pa
 def _legacy(folder: Path) -> list[int]:
     """Save all states to one file, as ``--ckpt-format torch`` does, and load the other layout."""
     counts = []
-    for first, second in ((GROUPED, INDEXED), (INDEXED.but(bucket_size=MANY_BUCKETS), GROUPED)):
+    for first, second in (
+        (GROUPED, INDEXED),
+        (INDEXED.but(bucket_size=MANY_BUCKETS), GROUPED),
+        (INDEXED.but(format="bf16"), GROUPED),  # experts and the rest in one buffer, then in two
+    ):
         journey = Journey(first).fill()
         for number, part in enumerate(journey.parts):
             part.save_parameter_state(f"{folder}/{number}.pt")
@@ -317,6 +321,7 @@ def _legacy(folder: Path) -> list[int]:
 
 
 def test_legacy_files_arrive_in_another_layout_by_their_manifest(tmp_path: Path):
+    """One file of whole buffers (B9: also where the buffers of the two runs are not the same)."""
     for counts in run_ranks(2, _legacy, tmp_path):
         assert all(counts)
 

@@ -19,7 +19,7 @@ from moe_optim.modules.grouped_linear import GroupedLinear
 from moe_optim.modules.grouped_weight import GroupedWeight
 from moe_optim.modules.storage import PortableStorage
 from tests.support.bytes import assert_bytes_equal
-from tests.support.inputs import wide_range_weights
+from tests.support.inputs import normal_weights, wide_range_weights
 from tests.support.ranks import run_ranks
 
 SHAPE = (2, 64, 32)
@@ -450,18 +450,26 @@ def test_values_are_kept_only_where_asked_for():
 def _broadcast(format_name):
     dist.init_process_group("gloo")
     weights = [make_weight(seed=dist.get_rank(), format=FORMATS[format_name]) for _ in range(2)]
+    for weight in weights:
+        drawn = normal_weights(*SHAPE, seed=dist.get_rank()).bfloat16()
+        weight.quantized_storage.initial = drawn
     before = weights[0].quantized_storage.version
     dist.broadcast(weights[0].data, src=0)
     dist.broadcast(weights[1].data, src=0, async_op=True).wait()
     assert weights[0].quantized_storage.version > before
-    return [snapshot(weight) for weight in weights]
+    initial = [weight.get_high_precision_init_val() for weight in weights]
+    return [snapshot(weight) for weight in weights], initial
 
 
 def test_broadcast_sends_the_planes():
-    """Every rank ends with rank 0's bytes, the columnwise ones included; blocking or not."""
+    """Every rank ends with rank 0's bytes, the columnwise ones included, and with the values that
+    masters are made of; blocking or not."""
     for name in ("mxfp8", "nvfp4"):
         expected = snapshot(make_weight(seed=0, format=FORMATS[name]))
-        for rank, weights in enumerate(run_ranks(2, _broadcast, name)):
+        drawn = normal_weights(*SHAPE, seed=0).bfloat16()
+        for rank, (weights, initial) in enumerate(run_ranks(2, _broadcast, name)):
+            for values in initial:
+                assert_bytes_equal(values, drawn)
             for planes in weights:
                 assert_planes_equal(planes, expected, what=f"{name} on rank {rank}")
 
