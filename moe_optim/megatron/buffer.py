@@ -3,7 +3,7 @@
 import copy
 import re
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from megatron.core.distributed import param_and_grad_buffer as upstream
@@ -15,8 +15,8 @@ from moe_optim.layout.shards import Member
 from moe_optim.layout.wire import Slot
 from moe_optim.megatron.bucket_storage import BucketStorage, Content, Event
 from moe_optim.megatron.gather import Bf16Gather, QuantizedGather
+from moe_optim.megatron.managed import is_managed, storage_of
 from moe_optim.megatron.plugin import config_in_force
-from moe_optim.modules.grouped_weight import GroupedWeight
 
 _stock_param_uses_quantized_storage = upstream._param_uses_quantized_storage
 _stock_is_grouped_mxfp8tensor = upstream.is_grouped_mxfp8tensor
@@ -24,16 +24,16 @@ _stock_is_grouped_mxfp8tensor = upstream.is_grouped_mxfp8tensor
 
 def _param_uses_quantized_storage(param: torch.nn.Parameter) -> bool:
     """Return whether Megatron must give ``param`` a buffer of its own kind (uint8)."""
-    return isinstance(param, GroupedWeight) or _stock_param_uses_quantized_storage(param)
+    return is_managed(param) or _stock_param_uses_quantized_storage(param)
 
 
 def is_grouped_mxfp8tensor(tensor: Tensor) -> bool:
     """Return whether the buffer shares memory between ``tensor``'s gradients and its gather."""
-    return isinstance(tensor, GroupedWeight) or _stock_is_grouped_mxfp8tensor(tensor)
+    return is_managed(tensor) or _stock_is_grouped_mxfp8tensor(tensor)
 
 
 class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
-    """Megatron's buffer, where a buffer of :class:`GroupedWeight` parameters is *managed*.
+    """Megatron's buffer, where a buffer of quantized weights is *managed*.
 
     A managed buffer has no ``param_data``. Every bucket knows what its gradient memory holds
     (``bucket.storage``) and how its weights are gathered (``bucket.gather``). Buffers of all other
@@ -50,7 +50,7 @@ class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
         **kwargs: Any,
     ) -> None:
         """Lay out the buffer; arguments are Megatron's."""
-        kinds = {isinstance(param, GroupedWeight) for param, _ in params_with_names}
+        kinds = {is_managed(param) for param, _ in params_with_names}
         self.managed = kinds == {True}
         if len(kinds) > 1:
             names = ", ".join(name for param, name in params_with_names)
@@ -64,7 +64,7 @@ class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
             )
             return
         for param, name in params_with_names:
-            cast(GroupedWeight, param).quantized_storage.name = name
+            storage_of(param).name = name
         # Tells Megatron's constructor to leave the storage of the weights alone. A copy: nothing
         # else may see the flag, and its own check wants Transformer Engine.
         sharing_config = copy.copy(ddp_config)

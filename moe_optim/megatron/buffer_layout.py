@@ -10,8 +10,8 @@ from megatron.core.optimizer.param_layout import PerBufferParamLayout
 
 from moe_optim.layout.aligned import aligned_end
 from moe_optim.layout.wire import Slot
+from moe_optim.megatron.managed import is_managed
 from moe_optim.megatron.plugin import config_in_force
-from moe_optim.modules.grouped_weight import GroupedWeight
 
 _stock_per_buffer_param_layout = DistributedOptimizer._compute_per_buffer_param_layout
 
@@ -34,7 +34,7 @@ class AlignedDistributedOptimizer:
         layout = _stock_per_buffer_param_layout(
             params, bucket_size, data_parallel_world_size, ddp_config, param_indices
         )
-        managed = bool(params) and all(isinstance(param, GroupedWeight) for param in params)
+        managed = bool(params) and all(is_managed(param) for param in params)
         if not managed or config_in_force().layout == "stock":
             return layout
         divisor = param_layout.bucket_end_divisor(
@@ -47,7 +47,7 @@ def align_buckets(layout: PerBufferParamLayout, dp_size: int, divisor: int) -> P
     """Return ``layout`` with later bucket ends.
 
     Args:
-        layout: of a buffer of :class:`GroupedWeight` parameters.
+        layout: of a buffer of quantized weights.
         dp_size: shards of each bucket.
         divisor: what Megatron pads bucket ends to.
     """

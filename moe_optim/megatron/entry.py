@@ -13,7 +13,7 @@ from megatron.core.transformer.module import param_is_not_shared
 from megatron.core.utils import unwrap_model
 from megatron.training import get_args, training
 
-from moe_optim.modules.grouped_weight import GroupedWeight
+from moe_optim.megatron.managed import is_managed
 
 _stock_setup_model_and_optimizer = training.setup_model_and_optimizer
 
@@ -62,7 +62,7 @@ def describe(model: list[Any], optimizer: Any) -> dict[str, Any]:
     for param in (param for chunk in unwrap_model(model) for param in chunk.parameters()):
         counted = param.numel() * _is_counted_here(param)
         count += counted
-        if isinstance(param, GroupedWeight):
+        if is_managed(param):
             quantized += counted
             formats.add(param.quantized_storage.format.name)
     ranks: list[Any] = [None] * dist.get_world_size()

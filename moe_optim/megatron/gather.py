@@ -170,6 +170,8 @@ class QuantizedGather:
 
     def open(self, masters: Masters) -> None:
         """Find the maxima of this rank's masters."""
+        if _have_moved(self._bucket):
+            self._table = None
         if self._table is None:
             self._table = self._build_table(masters())
         ops.partial_amax(self._table)
@@ -221,6 +223,7 @@ class QuantizedGather:
                     target=quantized,
                     start=0 if one is None else one.start,
                     cuts=cuts,
+                    storage_scales=param.quantized_storage.storage_scales,
                 )
             )
         return MemberTable.build(entries)
@@ -263,6 +266,8 @@ class Bf16Gather:
 
     def land(self) -> None:
         """Requantize the whole bucket in one launch, and leave zeros behind."""
+        if _have_moved(self._bucket):
+            self._table = None
         if self._table is None:
             self._table = self._build_table()
         ops.requantize(self._table)
@@ -290,10 +295,22 @@ class Bf16Gather:
         staging = self._bucket.storage.staging
         entries = []
         for param, slot in zip(self._bucket.params_list, self._slots, strict=True):
-            quantized = param.quantized_storage.quantized
-            source = staging[slot.start : slot.end].view(quantized.shape)
-            entries.append(TableEntry(parameter=slot.name, source=source, target=quantized))
+            storage = param.quantized_storage
+            source = staging[slot.start : slot.end].view(storage.shape)
+            entries.append(
+                TableEntry(
+                    parameter=slot.name,
+                    source=source,
+                    target=storage.quantized,
+                    storage_scales=storage.storage_scales,
+                )
+            )
         return MemberTable.build(entries, consumed=staging)
+
+
+def _have_moved(bucket: _ParamAndGradBucket) -> bool:
+    """Return whether planes of some weight lie elsewhere than they did; each of them looks."""
+    return any([param.quantized_storage.has_moved() for param in bucket.params_list])
 
 
 def _view(plane: WirePlane, memory: Tensor, index: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -87,7 +87,9 @@ class GroupedChainedOptimizer(ChainedOptimizer):
                         yield describe_elements(name, param, bad, "gradient")
 
 
-def check_masters(optimizer: Any, remedy: str, kind: type[Tensor] = Tensor) -> None:
+def check_masters(
+    optimizer: Any, remedy: str, only: Callable[[Tensor], bool] = lambda _: True
+) -> None:
     """Raise NonFiniteError if a master is Inf or NaN, on any rank of the data-parallel group.
 
     Every rank must call it.
@@ -95,7 +97,7 @@ def check_masters(optimizer: Any, remedy: str, kind: type[Tensor] = Tensor) -> N
     Args:
         optimizer: a distributed optimizer.
         remedy: what has not happened, and what to do.
-        kind: whose masters are looked at.
+        only: says of a parameter whether its master is looked at.
     """
     names = {
         param: name for chunk in optimizer.model_chunks for name, param in chunk.named_parameters()
@@ -107,7 +109,7 @@ def check_masters(optimizer: Any, remedy: str, kind: type[Tensor] = Tensor) -> N
     found: list[str] = []
     for params, masters in (pair for groups in held for pair in zip(*groups, strict=True)):
         for param, master in zip(params, masters, strict=True):
-            if master is None or not isinstance(param, kind):
+            if master is None or not only(param):
                 continue
             start = optimizer._get_model_param_range_map(param)["param"].start
             bad = (~master.isfinite()).nonzero().view(-1) + start

@@ -19,6 +19,7 @@ from moe_optim.megatron.bucket_storage import Event
 from moe_optim.megatron.buffer import GroupedParamAndGradBuffer
 from moe_optim.megatron.checkpointed_optimizer import CheckpointedOptimizer
 from moe_optim.megatron.gather import OwnedMaster
+from moe_optim.megatron.managed import is_managed
 from moe_optim.megatron.master_values import model_values_for
 from moe_optim.megatron.nonfinite import check_masters
 from moe_optim.megatron.patching import apply_patches, patch_state, revert_patches
@@ -32,8 +33,8 @@ _stock_get_megatron_optimizer = core_optimizer.get_megatron_optimizer
 class GroupedDistributedOptimizer(CheckpointedOptimizer):
     """Megatron's distributed optimizer, with masters that bucket groups pull when they gather.
 
-    Parameters that are no :class:`GroupedWeight` take Megatron's code unchanged. For those that
-    are, a step ends with marking their bucket groups stale; see :class:`GroupedBucketGroup`.
+    Parameters without a quantized storage take Megatron's code unchanged. For those that
+    have one, a step ends with marking their bucket groups stale; see :class:`GroupedBucketGroup`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -51,7 +52,8 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
                 self._check_shards(bucket)
             for param in group.params:
                 # Megatron clears these only where this rank owns a part of the parameter
-                param.clear_high_precision_init_val()
+                if hasattr(param, "clear_high_precision_init_val"):
+                    param.clear_high_precision_init_val()
 
     def _find_groups(self) -> list[GroupedBucketGroup]:
         mine = {id(bucket) for buffer in self.buffers for bucket in buffer.buckets}
@@ -101,12 +103,17 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         config: Any,
     ) -> Any:
         """Allocate the masters; quantized bytes are never sliced as if they were elements."""
-        if any(isinstance(param, GroupedWeight) for param in param_gbuf_map):
+        if any(is_managed(param) for param in param_gbuf_map):
             config = copy.copy(config)
             config.fp8_recipe = None  # "delayed", Megatron's default, would slice them
         return super()._build_model_and_main_param_groups(
             gbuf_ranges, param_gbuf_map, opt_group_ranges, config
         )
+
+    @classmethod
+    def _is_fp8_param_for_param_gather(cls, tensor: Tensor) -> bool:
+        """Return whether Megatron quantizes ``tensor``: nothing that is managed."""
+        return not is_managed(tensor) and super()._is_fp8_param_for_param_gather(tensor)
 
     @staticmethod
     def _is_grouped_quantized_tensor(tensor: Tensor) -> bool:
@@ -195,7 +202,7 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
             check_masters(
                 self,
                 "No weight has been gathered from them. Load another checkpoint.",
-                GroupedWeight,
+                only=is_managed,
             )
         for group in self._managed_groups:
             group.forget_masters()

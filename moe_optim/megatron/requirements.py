@@ -9,9 +9,10 @@ from megatron.core.distributed import param_and_grad_buffer as upstream
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError, StateError
 from moe_optim.megatron.bucket_group import GroupedBucketGroup
-from moe_optim.megatron.plugin import installed_config
+from moe_optim.megatron.managed import is_managed
+from moe_optim.megatron.plugin import config_in_force, installed_config
+from moe_optim.megatron.te_storage import te_formats_of
 from moe_optim.modules.grouped_linear import GroupedLinear
-from moe_optim.modules.grouped_weight import GroupedWeight
 
 
 def check_wrapped_model(config: Any, model_chunks: list[Any]) -> None:
@@ -27,7 +28,7 @@ def check_wrapped_model(config: Any, model_chunks: list[Any]) -> None:
     """
     ddp_config = model_chunks[0].ddp_config
     params = [param for chunk in model_chunks for param in chunk.parameters()]
-    quantized = any(isinstance(param, GroupedWeight) for param in params)
+    quantized = any(is_managed(param) for param in params)
     refused = {
         "--use-megatron-fsdp": ddp_config.use_megatron_fsdp,
         "an optimizer without --use-distributed-optimizer": not config.use_distributed_optimizer,
@@ -94,7 +95,7 @@ def _on_any_rank(mine: bool) -> bool:
 
 
 def _has_quantized_weights(model_chunks: list[Any]) -> bool:
-    return any(isinstance(p, GroupedWeight) for chunk in model_chunks for p in chunk.parameters())
+    return any(is_managed(p) for chunk in model_chunks for p in chunk.parameters())
 
 
 def _has_quantized_copies(model_chunks: list[Any]) -> bool:
@@ -108,7 +109,7 @@ def _has_quantized_copies(model_chunks: list[Any]) -> bool:
 def _check_buffers(model_chunks: list[Any]) -> None:
     for chunk in model_chunks:
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
-            holds = any(isinstance(param, GroupedWeight) for param in group.params)
+            holds = any(is_managed(param) for param in group.params)
             if holds and not (isinstance(group, GroupedBucketGroup) and group.managed):
                 raise StateError(
                     "moe_optim: quantized experts lie in buffers of Megatron's own class. Call "
@@ -118,10 +119,18 @@ def _check_buffers(model_chunks: list[Any]) -> None:
 
 def _refuse_foreign_quantized(params: list[Any]) -> None:
     for param in params:
-        if not isinstance(param, GroupedWeight) and upstream._param_uses_quantized_storage(param):
+        if is_managed(param) or not upstream._param_uses_quantized_storage(param):
+            continue
+        known = [format.name for format in te_formats_of(param)]
+        wanted = config_in_force().format
+        if known:
             raise ConfigError(
-                f"moe_optim: expected portable or bf16 weights, got {type(param).__name__} of "
-                f"shape {list(param.shape)}. Transformer Engine's quantized weights are not "
-                "managed in this version: build with --transformer-impl local, or drop "
-                "--fp8-param-gather / --fp4-param-gather."
+                f"moe_optim: format: expected {' or '.join(known)} as --fp8-recipe makes "
+                f"{type(param).__name__} weights, got {wanted}. Set --moe-optim-set "
+                f"format={known[0]}, or drop --fp8-param-gather."
             )
+        raise ConfigError(
+            f"moe_optim: expected portable or bf16 weights, or MXFP8 or FP8 blocks of Transformer "
+            f"Engine, got {type(param).__name__} of shape {list(param.shape)}. Build with "
+            "--transformer-impl local, or drop --fp8-param-gather / --fp4-param-gather."
+        )

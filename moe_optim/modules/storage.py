@@ -53,6 +53,12 @@ class WeightStorage(Protocol):
     def pointers(self) -> tuple[int, ...]:
         """Return the address of every plane, so that one that moved can be noticed."""
 
+    def has_moved(self) -> bool:
+        """Say whether the planes lie elsewhere than when this was last asked."""
+
+    storage_scales: Mapping[Direction, Tensor]
+    """Padded scales to fill after a gather, see ``TableEntry``; none where products read planes."""
+
     def bind(self, planes: Mapping[str, Tensor]) -> None:
         """Move the bytes of some planes into memory of a bucket, and stay there."""
 
@@ -127,6 +133,15 @@ class PortableStorage:
     def pointers(self) -> tuple[int, ...]:
         """Return the address of every plane."""
         return tuple(tensor.data_ptr() for tensor in self.quantized.planes().values())
+
+    def has_moved(self) -> bool:
+        """Say whether the planes lie elsewhere: never, nobody else holds them."""
+        return False
+
+    @property
+    def storage_scales(self) -> Mapping[Direction, Tensor]:
+        """None: products read the planes themselves."""
+        return {}
 
     def bind(self, planes: Mapping[str, Tensor]) -> None:
         """Move the bytes of some planes into memory of a bucket, and stay there.
