@@ -11,9 +11,10 @@ they find depends on what was recorded of the checkpoint when it was saved:
 - A seal (:func:`seal`). Quick also compares ``.metadata`` and ``metadata.json``, thorough the CRCs
   themselves: both of the above are found.
 - Megatron's ``integrity.json`` (``--verify-integrity``). As with a seal, and thorough compares a
-  SHA-256 of every file.
+  SHA-256 of every file that is loaded.
 
-Bits of archives that nothing reads, such as time stamps, may change unseen without the last.
+Without the last, bits that nothing reads may change unseen, such as time stamps in archives. That a
+whole ``mp_rank_*`` folder of ``--ckpt-format torch`` is missing is found by a seal alone.
 """
 
 import hashlib
@@ -76,19 +77,7 @@ def corrupt_files(checkpoint: Path, *, part: int = 0, parts: int = 1) -> Iterato
             the quick check.
         parts: number of shares.
     """
-    checkpoint = Path(checkpoint)
-    reported = set()
-    for defect in _quick(checkpoint):
-        reported.add(defect.file)
-        yield defect
-    try:
-        records = read_records(checkpoint)
-        archives = _archives(checkpoint, records)
-    except DamageError:
-        return  # reported above; without metadata nothing else is known
-    for defect in _thorough(checkpoint, records, archives, part, parts):
-        if defect.file not in reported:
-            yield defect
+    return _reported(_all_defects(Path(checkpoint), part, parts))
 
 
 def require_intact(checkpoint: Path, *, thorough: bool, part: int = 0, parts: int = 1) -> None:
@@ -159,19 +148,37 @@ def _what_to_load(checkpoint: Path) -> str:
 
 
 def _quick(checkpoint: Path) -> Iterator[CorruptFile]:
-    """Yield what metadata and sizes show to be wrong."""
+    return _reported(_size_defects(checkpoint))
+
+
+def _reported(defects: Iterator[CorruptFile]) -> Iterator[CorruptFile]:
+    """Yield ``defects``, and at last what kept them from being looked for."""
     try:
-        records = read_records(checkpoint)
-        archives = _archives(checkpoint, records)
+        yield from defects
     except DamageError as error:
         yield error.corrupt
-        return
+    except OSError as error:
+        yield CorruptFile(Path(error.filename or "").name, f"cannot be read: {error.strerror}")
+
+
+def _all_defects(checkpoint: Path, part: int, parts: int) -> Iterator[CorruptFile]:
+    missing_or_cut = list(_size_defects(checkpoint))
+    yield from missing_or_cut
+    reported = {defect.file for defect in missing_or_cut}
+    records, archives = _inventory(checkpoint)
+    there = {name: blobs for name, blobs in archives.items() if name not in reported}
+    yield from _thorough(checkpoint, records, there, part, parts)
+
+
+def _size_defects(checkpoint: Path) -> Iterator[CorruptFile]:
+    """Yield what metadata and sizes show to be wrong."""
+    records, archives = _inventory(checkpoint)
     for name in sorted(records.files - archives.keys()):
         if not (checkpoint / name).is_file():
-            yield CorruptFile(name, "is missing")
+            yield CorruptFile(name, "is missing or no file")
     for name, blobs in archives.items():
         path = checkpoint / name
-        what = _size_defect(path, blobs[-1].end) if path.is_file() else "is missing"
+        what = _size_defect(path, blobs[-1].end) if path.is_file() else "is missing or no file"
         if what is None and path.suffix == ".pt":
             what = _table_defect(path)
         if what is not None:
@@ -190,17 +197,23 @@ def _size_defect(path: Path, expected: int) -> str | None:
     return f"is {'cut off' if size < expected else 'too long'}: {size} of {expected} bytes"
 
 
+def _inventory(checkpoint: Path) -> tuple[Records, Archives]:
+    """Return what was recorded of a checkpoint, and what it consists of."""
+    if not checkpoint.is_dir():
+        what = "is a file, expected a folder" if checkpoint.exists() else "does not exist"
+        raise DamageError("", f"{checkpoint.name} {what}")
+    records = read_records(checkpoint)
+    return records, _archives(checkpoint, records)
+
+
 def _archives(checkpoint: Path, records: Records) -> Archives:
     """Return the archives that a checkpoint consists of, by what its metadata says.
 
     Raises:
-        DamageError: of the folder as a whole, or of its metadata.
+        DamageError: its metadata is missing, damaged, or of something else.
     """
-    if not checkpoint.is_dir():
-        what = "is a file, expected a folder" if checkpoint.exists() else "does not exist"
-        raise DamageError("", f"{checkpoint.name} {what}")
-    legacy = sorted(checkpoint.glob(_LEGACY_FILES))
-    if legacy:
+    is_torch_dist = (checkpoint / _CONFIG).exists() or (checkpoint / METADATA).exists()
+    if not is_torch_dist and (legacy := sorted(checkpoint.glob(_LEGACY_FILES))):
         return _legacy_archives(checkpoint, legacy)
     _require_backend(_read_small(checkpoint, _CONFIG, records))
     content = _read_small(checkpoint, METADATA, records)
@@ -217,7 +230,7 @@ def _legacy_archives(checkpoint: Path, paths: list[Path]) -> Archives:
     for folder in sorted({path.parent for path in paths}):
         if not (folder / _LEGACY_MODEL).is_file():
             raise DamageError(f"{folder.name}/{_LEGACY_MODEL}", "is missing")
-    blobs = [_whole_file(checkpoint, path) for path in paths if path.is_file()]
+    blobs = [_whole_file(checkpoint, path) for path in paths]
     return {blob.file: [blob] for blob in blobs}
 
 
@@ -231,9 +244,13 @@ def _read_small(checkpoint: Path, name: str, records: Records) -> bytes:
         if name == _CONFIG:
             raise DamageError("", f"no {_CONFIG}: it was not saved to the end")
         raise DamageError(name, "is missing")
-    if records.whole.get(name) not in (None, sha256_of(path)):
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DamageError(name, f"cannot be read: {error.strerror}") from error
+    if records.whole.get(name) not in (None, hashlib.sha256(content).hexdigest()):
         raise DamageError(name, "does not have the SHA-256 that was recorded")
-    return path.read_bytes()
+    return content
 
 
 def _require_backend(config: bytes) -> None:
@@ -256,36 +273,40 @@ def _thorough(
         before += blobs[-1].end
         if not ours:
             continue
-        path, owns_file = checkpoint / name, ours[0] is blobs[0]
-        if name not in records.whole:
-            yield from _corrupt_blobs(path, name, ours)
-        elif owns_file and sha256_of(path) != records.whole[name]:
-            unknown = [CorruptFile(name, "does not have the SHA-256 that was recorded")]
-            yield from list(_corrupt_blobs(path, name, blobs)) or unknown
-        sealed = records.tables.get(name)
-        if sealed is not None and owns_file and not _has_tables(path, blobs, sealed):
-            yield CorruptFile(name, "has other checksums than were sealed: it is another file")
+        try:
+            yield from _corrupt_parts(checkpoint / name, name, blobs, ours, records)
+        except OSError as error:
+            yield CorruptFile(name, f"cannot be read: {error.strerror}")
+
+
+def _corrupt_parts(
+    path: Path, name: str, blobs: list[Blob], ours: list[Blob], records: Records
+) -> Iterator[CorruptFile]:
+    """Yield what is wrong with our share of a file; who has its first blob looks at the whole."""
+    owns_file, recorded = ours[0] is blobs[0], records.whole.get(name)
+    if recorded is None:
+        corrupt = list(_corrupt_blobs(path, name, ours))
+    elif owns_file and sha256_of(path) != recorded:
+        unknown = [CorruptFile(name, "does not have the SHA-256 that was recorded")]
+        corrupt = list(_corrupt_blobs(path, name, blobs)) or unknown
+    else:
+        corrupt = []
+    sealed = records.tables.get(name)
+    is_checked = owns_file and not corrupt and sealed is not None
+    if is_checked and _tables_sha256(path, blobs) != sealed:
+        corrupt = [CorruptFile(name, "has other checksums than were sealed: it is another file")]
+    yield from corrupt
 
 
 def _corrupt_blobs(path: Path, name: str, blobs: list[Blob]) -> Iterator[CorruptFile]:
-    try:
-        with path.open("rb") as file:
-            for blob in blobs:
-                archive = _archive(file, blob)
-                what = contents_defect(archive)
-                if what is None and blob.offset is not None:
-                    what = tensor_defect(archive, blob.dtype, blob.shape)
-                if what is not None:
-                    yield CorruptFile(name, what, blob.name)
-    except OSError as error:
-        yield CorruptFile(name, f"cannot be read: {error.strerror}")
-
-
-def _has_tables(path: Path, blobs: list[Blob], sealed: str) -> bool:
-    try:
-        return _tables_sha256(path, blobs) == sealed
-    except Exception:  # of a table that cannot be read; whoever has its share says which
-        return False
+    with path.open("rb") as file:
+        for blob in blobs:
+            archive = _archive(file, blob)
+            what = contents_defect(archive)
+            if what is None and blob.offset is not None:
+                what = tensor_defect(archive, blob.dtype, blob.shape)
+            if what is not None:
+                yield CorruptFile(name, what, blob.name)
 
 
 def _tables_sha256(path: Path, blobs: list[Blob]) -> str:
