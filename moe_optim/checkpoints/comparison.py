@@ -13,6 +13,7 @@ from moe_optim.checkpoints.expert_finding import (
     known_interleave,
 )
 from moe_optim.checkpoints.layer_view import LayerView
+from moe_optim.checkpoints.one_thread import one_thread
 from moe_optim.checkpoints.reader import FLAT_STATES, is_state
 from moe_optim.layout.key_conversion import convert_expert_set
 from moe_optim.layout.key_layouts import ExpertSet, get_layout
@@ -90,6 +91,7 @@ def find_side(view: LayerView, *, num_experts: int | None, weights_only: bool) -
     )
 
 
+@one_thread()
 def compare_checkpoints(a: Side, b: Side, report: Callable[[int], None]) -> Comparison:
     """Compare all tensors of two checkpoints, holding one layer of each at a time.
 
@@ -174,10 +176,10 @@ def compare_values(name: str, left: Tensor, right: Tensor) -> Difference | None:
         left, right, bits = torch.view_as_real(left), torch.view_as_real(right), torch.int64
     elif left.is_complex():
         left, right, bits = torch.view_as_real(left), torch.view_as_real(right), torch.int32
-    differs = left.contiguous().view(bits) != right.contiguous().view(bits)
-    count = int(differs.sum())
-    if not count:
+    left_bits, right_bits = left.contiguous().view(bits), right.contiguous().view(bits)
+    if torch.equal(left_bits, right_bits):
         return None
+    differs = left_bits != right_bits
     first = int(differs.flatten().to(torch.uint8).argmax())
     index = torch.unravel_index(torch.tensor(first), differs.shape)
     gaps = (left[differs].double() - right[differs].double()).abs()
@@ -185,7 +187,7 @@ def compare_values(name: str, left: Tensor, right: Tensor) -> Difference | None:
     return Difference(
         name=name,
         what="values",
-        differing=count,
+        differing=int(differs.sum()),
         elements=prod(left.shape),
         first=tuple(int(part) for part in index),
         largest=float(gaps.max()) if gaps.numel() else None,

@@ -10,6 +10,7 @@ from moe_optim.checkpoints.conversion_plan import ConversionPlan, output_folder
 from moe_optim.checkpoints.folders import TRACKER
 from moe_optim.checkpoints.integrity import seal
 from moe_optim.checkpoints.layer_view import stored_key
+from moe_optim.checkpoints.one_thread import one_thread
 from moe_optim.checkpoints.pickles import replace_int
 from moe_optim.checkpoints.publishing import published
 from moe_optim.checkpoints.reader import Recorded, TensorInfo
@@ -39,7 +40,7 @@ def convert_checkpoint(plan: ConversionPlan, target: Path, report: Report = lamb
         StateError: a file of the source is damaged, or the disk is full.
         LayoutError: the source cannot record a changed GLU interleave.
     """
-    with published(target, needed_bytes=plan.disk_bytes) as folder:
+    with one_thread(), published(target, needed_bytes=plan.disk_bytes) as folder:
         if plan.format == "safetensors":
             _write_safetensors(plan, folder, report)
         else:

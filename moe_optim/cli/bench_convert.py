@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from math import isqrt
+from math import sqrt
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -43,8 +43,8 @@ class Shapes:
     @classmethod
     def of(cls, nbytes: float) -> "Shapes":
         """Return those of a checkpoint of about so many bytes."""
-        square = int(nbytes / (LAYERS * EXPERTS * 3 / 2 * _PARAMETER_BYTES))
-        return cls(max(isqrt(square) // 32, 1) * 32)
+        square = nbytes / (LAYERS * EXPERTS * 3 / 2 * _PARAMETER_BYTES)
+        return cls(max(round(sqrt(square) / 32), 1) * 32)
 
     @property
     def ffn(self) -> int:

@@ -64,15 +64,20 @@ def common_state(interleave: int | None = None, **args: Any) -> dict[str, Any]:
 
 
 def write_torch_dist(
-    folder: Path, tensors: dict[str, torch.Tensor], common: dict[str, Any] | None = None
+    folder: Path,
+    tensors: dict[str, torch.Tensor],
+    common: dict[str, Any] | None = None,
+    *,
+    one_file: bool = True,
 ) -> Path:
-    """Write a torch_dist checkpoint through torch's own writer."""
+    """Write a torch_dist checkpoint through torch's own writer: in one file, or in many."""
     folder.mkdir(parents=True)
     objects = {"common_state/shard_0_1": [common or common_state()], "rng_state/shard_0_1": [b"x"]}
     state: dict[str, Any] = {**tensors, **objects}
     with warnings.catch_warnings(action="ignore"):  # it takes a single process for a mistake
         planner = dcp.DefaultSavePlanner(flatten_state_dict=False)  # a list stays an object
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), planner=planner, no_dist=True)
+        writer = dcp.FileSystemWriter(folder, single_file_per_rank=one_file)
+        dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
     config = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     (folder / "metadata.json").write_text(json.dumps(config))
     return folder

@@ -1,0 +1,116 @@
+"""``moe-optim convert`` does what its options ask for, says so, and refuses in one line."""
+
+import json
+import re
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from moe_optim.checkpoints.opening import open_checkpoint
+from moe_optim.cli import convert as command
+from moe_optim.cli import main as cli
+from moe_optim.layout.key_layouts import LAYOUTS
+from tests.support.stored_checkpoints import (
+    EXPERTS,
+    LAYERS,
+    STATES,
+    common_state,
+    stored_tensors,
+    write_torch_dist,
+)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("source") / "c"
+    return write_torch_dist(folder, stored_tensors(), common_state(4))
+
+
+@pytest.fixture
+def convert(capsys, monkeypatch):
+    """Return a function that runs the command; it gives exit code, output and errors."""
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def run(*words):
+        code = cli.main(["convert", *map(str, words)])
+        captured = capsys.readouterr()
+        return code, captured.out.splitlines(), captured.err
+
+    return run
+
+
+def test_the_command_offers_every_layout():
+    assert tuple(LAYOUTS) == command.LAYOUTS
+
+
+def test_the_summary_says_what_was_done(convert, source, tmp_path):
+    out = tmp_path / "out"
+    code, lines, err = convert(source, out, "--to", "hf", "--format", "safetensors")
+    assert (code, err) == (0, "")  # no bar where there is no terminal
+    assert lines[0] == (
+        f"{out}: safetensors, experts of {LAYERS} layers from grouped to hf, GLU interleave 4 to 0"
+    )
+    tensors = (1 + len(STATES)) * (2 * LAYERS + 2)
+    assert lines[1].startswith(f"{tensors} tensors, ")
+    assert "MB/s; peak memory" in lines[1]
+    assert lines[2] == (
+        "Left out: 0 tensors of the optimizer and 2 objects, such as arguments and random states "
+        "(safetensors holds tensors alone)."
+    )
+
+
+def test_states_that_are_left_out_are_counted(convert, source, tmp_path):
+    words = ["--to", "indexed", "--format", "safetensors", "--weights-only"]
+    code, lines, _ = convert(source, tmp_path / "out", *words)
+    count = len(STATES) * (2 * LAYERS + 2)
+    assert code == 0
+    assert lines[-1].startswith(f"Left out: {count} tensors of the optimizer and 2 objects")
+    assert lines[-1].endswith("(--weights-only).")
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert not [key for key in index["weight_map"] if key.startswith("optimizer.")]
+
+
+def test_every_option_reaches_the_conversion(convert, source, tmp_path):
+    """Away to a layout that does not tell the number of experts, unsaid interleave, and back."""
+    there, back = tmp_path / "there", tmp_path / "back"
+    convert(source, there, "--to", "legacy", "--format", "safetensors", "--rename", "decoder.=d.")
+    (there / "model.safetensors.index.json").unlink()
+    for path in there.glob("*.safetensors"):  # as if written by another program
+        save_file(load_file(path), path)
+    words = [back, "--to", "sequential", "--format", "torch_dist", "--rename", "d.=decoder."]
+    words += ["--glu-interleave", "4", "--source-glu-interleave", "0", "--from", "legacy"]
+    code, lines, _ = convert(there, *words, "--num-experts", EXPERTS)
+    assert code == 0
+    assert "torch_dist stores grouped, indexed and sequential experts alike." in lines
+    reader = open_checkpoint(back)
+    assert reader.path.name == "release"  # no iteration was recorded
+    assert reader.recorded.glu_interleave == 4
+    assert cli.main(["verify", str(source), str(back)]) == 0
+
+
+REFUSED = {
+    "--to hf: expected one of grouped, indexed, sequential for torch_dist": ["--to", "hf"],
+    "--source-glu-interleave 8: .* records a GLU interleave of 4": [
+        *("--to", "grouped", "--source-glu-interleave", "8")
+    ],
+    "--rename: expected FROM=TO": ["--to", "grouped", "--rename", "decoder"],
+    "--rename nowhere=x: expected keys": ["--to", "grouped", "--rename", "nowhere=x"],
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_be_done_is_one_line_exits_with_2_and_writes_nothing(
+    message, convert, source, tmp_path
+):
+    code, lines, err = convert(source, tmp_path / "out", *REFUSED[message])
+    assert (code, lines, err.count("\n")) == (2, [], 1)
+    assert re.match(f"error: {message}", err), err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("option", [["--to", "fused"], ["--to", "hf", "--glu-interleave", "-1"]])
+def test_a_wrong_value_is_named_with_its_option(option, convert, source, tmp_path, capsys):
+    with pytest.raises(SystemExit) as exit:
+        convert(source, tmp_path / "out", *option)
+    assert exit.value.code == 2
+    assert f"argument {option[-2]}: " in capsys.readouterr().err

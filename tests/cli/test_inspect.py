@@ -1,0 +1,137 @@
+"""``moe-optim inspect`` says what a checkpoint holds, in words and as JSON."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from moe_optim.checkpoints.torch_dist import TorchDistReader
+from moe_optim.cli import main as cli
+from tests.support.stored_checkpoints import (
+    EXPERTS,
+    FC1,
+    FFN,
+    FLAT,
+    HIDDEN,
+    LAYERS,
+    STATES,
+    common_state,
+    stored_tensors,
+    write_torch_dist,
+)
+
+
+@pytest.fixture
+def inspect(capsys, monkeypatch):
+    """Return a function that runs the command; it gives exit code, output and errors."""
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def run(*words):
+        code = cli.main(["inspect", *map(str, words)])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def test_the_report_says_what_was_stored(inspect, tmp_path):
+    tensors, sizes = stored_tensors(), {"expert_model_parallel_size": 2, "data_parallel_size": 4}
+    folder = write_torch_dist(tmp_path / "c", tensors, common_state(4, **sizes))
+    code, out, _ = inspect(folder, "--json")
+    report = json.loads(out)
+    assert (code, report["defects"], report["faults"]) == (0, [], [])
+    assert (report["format"], report["iteration"], report["version"]) == ("torch_dist", 7, "3.0")
+    assert report["glu_interleave"] == 4
+    assert report["parallel_sizes"] == {"expert": 2, "data": 4}
+    assert report["optimizer"]["sharding"] == "fully_reshardable"
+    assert report["tensors"] == len(tensors)
+    assert report["bytes"] == sum(tensor.nbytes for tensor in tensors.values())
+    assert len(report["experts"]) == LAYERS * (1 + len(STATES))
+    assert report["experts"][0] == {
+        "prefix": "decoder.layers.0.mlp.experts.",
+        "holds": "weights",
+        "layout": "grouped",
+        "experts": EXPERTS,
+        "hidden": HIDDEN,
+        "ffn": FFN,
+        "biases": False,
+        "dtype": "bfloat16",
+        "bytes": EXPERTS * 3 * FFN * HIDDEN * 2,
+    }
+
+
+def test_layers_that_are_alike_take_one_line(inspect, tmp_path):
+    """Weights and each kind of state, not three layers of each; nothing wider than the screen."""
+    folder = write_torch_dist(tmp_path / "c", stored_tensors(), common_state(4))
+    code, out, _ = inspect(folder)
+    assert code == 0
+    lines = [line.rstrip() for line in out.splitlines()]
+    rows = [line.split() for line in lines if " grouped " in line]
+    assert [row[0] for row in rows] == ["weights", *STATES]
+    assert {tuple(row[2:6]) for row in rows} == {(str(LAYERS), str(EXPERTS), str(HIDDEN), str(FFN))}
+    assert "experts in decoder.layers.*.mlp.experts." in lines
+    assert "GLU interleave blocks of 4 rows" in lines
+    assert max(map(len, lines[1:])) <= 80  # the first is the path
+
+
+def test_flat_states_have_their_sharding_named(inspect, tmp_path):
+    common = common_state() | {
+        "content_metadata": {"distrib_optim_sharding_type": "dp_reshardable"}
+    }
+    tensors = stored_tensors(states=False) | {FLAT: torch.zeros(64)}
+    code, out, _ = inspect(write_torch_dist(tmp_path / "c", tensors, common))
+    assert code == 0
+    assert "optimizer      dp_reshardable, 1 tensors, 256 B" in out
+
+
+def test_a_checkpoint_that_is_not_whole_exits_with_1_and_names_the_file(inspect, tmp_path):
+    folder = write_torch_dist(tmp_path / "c", stored_tensors(), one_file=False)
+    lost = TorchDistReader(folder).blobs[FC1][0].file
+    (folder / lost).unlink()
+    code, out, _ = inspect(folder)
+    assert code == 1
+    assert f"whole          {lost} is missing" in out
+    (defect,) = json.loads(inspect(folder, "--json")[1])["defects"]
+    assert defect.startswith(f"{lost} is missing")
+
+
+def test_thorough_finds_a_flipped_bit_that_sizes_do_not_show(inspect, tmp_path):
+    folder = write_torch_dist(tmp_path / "c", stored_tensors())
+    path = folder / "__0_0.distcp"
+    content = bytearray(path.read_bytes())
+    at = content.find(stored_tensors()[FC1].view(torch.uint8).numpy().tobytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+    assert inspect(folder)[0] == 0
+    code, out, _ = inspect(folder, "--thorough")
+    assert code == 1
+    assert "__0_0.distcp" in out and FC1 in "".join(out.split())
+
+
+def test_experts_that_are_not_understood_are_named(inspect, tmp_path):
+    head = "model.layers.0.mlp.experts."
+    save_file({f"{head}gate_up_proj": torch.zeros(2, 8, 4)}, tmp_path / "model.safetensors")
+    code, out, _ = inspect(tmp_path)
+    assert code == 0
+    assert f"not understood: {head}down_proj: missing" in out
+    report = json.loads(inspect(tmp_path / "model.safetensors", "--json")[1])
+    assert (report["format"], report["glu_interleave"]) == ("safetensors", None)
+    assert all(fault.startswith(f"{head}down_proj: missing") for fault in report["faults"])
+
+
+def test_of_a_run_the_newest_is_taken_and_named(inspect, tmp_path):
+    write_torch_dist(tmp_path / "iter_0000007", stored_tensors(states=False))
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
+    code, out, err = inspect(tmp_path)
+    assert code == 0
+    assert f"{tmp_path}: taking its newest checkpoint, iter_0000007" in err
+    assert out.startswith(f"{tmp_path / 'iter_0000007'}\n")
+
+
+@pytest.mark.parametrize("name", ["nothing", "note.txt"])
+def test_what_is_no_checkpoint_is_one_line_and_exits_with_2(name, inspect, tmp_path):
+    (tmp_path / "note.txt").write_text("x")
+    code, out, err = inspect(tmp_path / name)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"error: {tmp_path / name}: expected a ")
