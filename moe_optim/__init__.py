@@ -20,6 +20,7 @@ from moe_optim.version import VERSION
 if TYPE_CHECKING:
     from moe_optim.config import MoEOptimConfig
     from moe_optim.megatron import get_megatron_optimizer, install, uninstall
+    from moe_optim.megatron.bridge import MoEOptimizerConfig
     from moe_optim.recipes import Recipe, load_recipe
 
 __version__ = VERSION
@@ -29,6 +30,7 @@ __all__ = [
     "LayoutError",
     "MoEOptimConfig",
     "MoEOptimError",
+    "MoEOptimizerConfig",
     "NonFiniteError",
     "PatchError",
     "Recipe",
@@ -42,6 +44,7 @@ __all__ = [
 
 _LAZY = {
     "MoEOptimConfig": "moe_optim.config",
+    "MoEOptimizerConfig": "moe_optim.megatron.bridge",
     "Recipe": "moe_optim.recipes",
     "get_megatron_optimizer": "moe_optim.megatron",
     "install": "moe_optim.megatron",

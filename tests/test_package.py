@@ -19,6 +19,7 @@ PUBLIC = {
     "LayoutError",
     "MoEOptimConfig",
     "MoEOptimError",
+    "MoEOptimizerConfig",
     "NonFiniteError",
     "PatchError",
     "Recipe",
