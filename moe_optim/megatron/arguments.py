@@ -15,7 +15,12 @@ FLAG = "--use-moe-grouped-optim"
 
 
 def add_moe_optim_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """Add the plug-in's flags to ``parser``, in a group of their own, and return it."""
+    """Add the plug-in's flags to ``parser``, in a group of their own, and return it.
+
+    A parser that has them already is left alone.
+    """
+    if FLAG in parser._option_string_actions:
+        return parser
     group = parser.add_argument_group(title="moe_optim")
     group.add_argument(
         FLAG,

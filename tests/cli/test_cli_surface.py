@@ -21,6 +21,7 @@ SURFACE = {  # command -> its positionals and options
     "doctor": {"--json"},
     "inspect": {"CKPT", "--json", "--thorough"},
     "plan": {"RECIPE", "--gpus", "--set", "--out", "--json"},
+    "run": {"--megatron-lm", "SCRIPT", "ARGS"},
     "train": {"RECIPE", "--out", "--set", "--text", "--resume", "--ranks", "--cpu"},
     "verify": {"A", "B", "--json", "--weights-only", "--rename", "--num-experts"},
 }

@@ -1,0 +1,76 @@
+"""``moe-optim run``: a script of Megatron-LM as it is, with the plug-in's flags."""
+
+import argparse
+import importlib.metadata
+import os
+import sys
+from pathlib import Path
+
+from moe_optim.environment import Package
+from moe_optim.megatron.script_runner import find_script, prepare_imports, run_script
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the ``run`` command."""
+    parser = subparsers.add_parser(
+        "run",
+        help="run an unmodified script such as pretrain_gpt.py of Megatron-LM",
+        description="Run SCRIPT in this process as `python SCRIPT ARGS` does. With "
+        "--use-moe-grouped-optim among ARGS it trains with the grouped optimizer; without it "
+        "nothing of Megatron is replaced. On a machine without a GPU it trains on the CPU. For "
+        "several ranks: torchrun [...] --no-python moe-optim run SCRIPT ARGS.",
+        usage="moe-optim run [--megatron-lm PATH] SCRIPT [ARGS ...]",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add(
+        "--megatron-lm",
+        type=Path,
+        metavar="PATH",
+        help="a checkout of Megatron-LM that wins over an installed megatron-core; SCRIPT is "
+        "looked for there too",
+    )
+    add("script", type=Path, metavar="SCRIPT", help="a script that calls Megatron's pretrain()")
+    add(
+        "script_args",
+        nargs=argparse.REMAINDER,
+        metavar="ARGS",
+        help="the script's own arguments, and --use-moe-grouped-optim, --moe-optim-recipe PATH, "
+        "--moe-optim-set KEY=VALUE",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the script to its end; what it exits with or raises passes through.
+
+    Raises:
+        MoEOptimError: the script or the source tree cannot be used, or the plug-in refuses.
+    """
+    script = find_script(args.script, args.megatron_lm)
+    package = prepare_imports(script, args.megatron_lm)
+    cpu = _use_cpu()
+    if os.environ.get("RANK", "0") == "0":
+        where = "on the CPU, over gloo" if cpu else "on GPUs"
+        print(f"moe-optim run: {_describe(package)}; {where}", file=sys.stderr, flush=True)
+    run_script(script, args.script_args, cpu=cpu)
+    return 0
+
+
+def _use_cpu() -> bool:
+    import torch
+
+    return os.environ.get("MOE_OPTIM_CPU") == "1" or torch.cuda.device_count() == 0
+
+
+def _describe(package: Package | None) -> str:
+    """Say which megatron-core is imported, and over which one it wins."""
+    if package is None:
+        return "no megatron-core"
+    text = f"megatron-core {package.version} from {package.path}"
+    if not package.checkout:
+        return text
+    try:
+        installed = importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError:
+        return f"{text}, a source tree"
+    return f"{text}, a source tree that wins over the installed {installed}"
