@@ -6,6 +6,7 @@ compare. A torch_dist checkpoint holds many of them in one file, one behind the 
 
 import hashlib
 import io
+import struct
 import zipfile
 from math import prod
 from typing import IO, Any
@@ -67,16 +68,34 @@ def table_defect(stream: IO[bytes]) -> str | None:
 def contents_defect(stream: IO[bytes]) -> str | None:
     """Say which record of an archive does not have its CRC-32, or why there is none; else None.
 
-    Reads the archive once, in blocks.
+    Reads the archive once, in blocks, where torch would read it.
     """
     try:
         with zipfile.ZipFile(stream) as archive:
-            for record in _table(stream):
+            records = _table(stream)
+            for record in records:
                 with archive.open(record) as content:
                     while content.read(BLOCK_BYTES):  # compares the CRC at the end of the record
                         pass
+        return _difference_to_torch(stream, records)
     except Exception as error:
         return _reason(error)
+
+
+def _difference_to_torch(stream: IO[bytes], records: list[zipfile.ZipInfo]) -> str | None:
+    """Say where torch's reader of zips, which is another one, would read other bytes."""
+    import torch  # takes seconds, which the check of metadata can do without
+
+    stream.seek(0)
+    reader: Any = torch._C.PyTorchFileReader(stream)
+    if len(reader.get_all_records()) != len(records):
+        return "damaged archive: torch reads other records"
+    for record in records:
+        stream.seek(record.header_offset + 26)
+        lengths = struct.unpack("<HH", stream.read(4))  # of the name and of the extra field
+        name = record.filename.partition("/")[2]
+        if reader.get_record_offset(name) != record.header_offset + 30 + sum(lengths):
+            return f"damaged archive: torch reads {name!r} elsewhere"
     return None
 
 
@@ -90,7 +109,7 @@ def tensor_defect(stream: IO[bytes], dtype: str, shape: tuple[int, ...]) -> str 
         dtype: of the tensor, as torch prints it: ``torch.bfloat16``.
         shape: of the tensor.
     """
-    import torch  # takes seconds, which a check without tensors can do without
+    import torch
     from torch._subclasses import FakeTensorMode
 
     try:

@@ -19,15 +19,26 @@ METADATA = ".metadata"
 """Name of the file."""
 
 _DCP = "torch.distributed.checkpoint"
-_STAND_FOR = {  # whose classes are stood for: torch's, and what older Megatrons put beside them
-    f"{_DCP}.metadata",
-    f"{_DCP}.filesystem",
-    f"{_DCP}.planner",
-    "torch.distributed._shard.sharded_tensor.metadata",
-    "torch.serialization",
-    "megatron.core.dist_checkpointing.strategies.torch",
-    "pathlib",
-    "pathlib._local",
+_METADATA_CLASSES = {
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
+    "Metadata",
+    "MetadataIndex",
+    "StorageMeta",
+    "TensorProperties",
+    "TensorStorageMetadata",
+    "_MEM_FORMAT_ENCODING",
+}
+_PLAN_CLASSES = {"SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"}
+_STAND_FOR = {  # classes that are stood for: torch's, and what older Megatrons put beside them
+    f"{_DCP}.metadata": _METADATA_CLASSES,
+    f"{_DCP}.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    f"{_DCP}.planner": _PLAN_CLASSES,
+    "torch.distributed._shard.sharded_tensor.metadata": {"TensorProperties", "MEM_FORMAT_ENCODING"},
+    "torch.serialization": {"_get_layout"},
+    "megatron.core.dist_checkpointing.strategies.torch": {"MCoreMetadata", "MCoreSavePlan"},
+    "pathlib": {"PosixPath"},
+    "pathlib._local": {"PosixPath"},
 }
 
 Shape = tuple[int, ...]
@@ -78,7 +89,7 @@ class _Records:
             return dict
         if module == "torch":
             return f"torch.{name}"  # a dtype
-        if module in _STAND_FOR and name.isidentifier():
+        if name in _STAND_FOR.get(module, ()):
             return type(name.removeprefix("MCore"), (_Record,), {})
         raise pickle.UnpicklingError(f"it names {module}.{name}, as no checkpoint does")
 

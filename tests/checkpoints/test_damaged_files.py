@@ -1,5 +1,6 @@
 """A damaged checkpoint is refused, by the name of its file, or loads to the bit what was saved."""
 
+import os
 import random
 import shutil
 from collections import Counter
@@ -27,6 +28,8 @@ FIRST, SECOND = (f"iter_{iteration:07d}" for iteration in ITERATIONS)
 RECORDED = ("sealed", "with a manifest", "legacy, sealed")
 UNRECORDED = {"plain": SAME_LAYOUT, "of torch alone": SAME_LAYOUT, "legacy": ANY_ARCHIVE}
 """And what cannot be found of each."""
+SWEEP = float(os.environ.get("SWEPT_SHARE", "0.2"))
+"""Share of all bytes of which a bit is flipped, one at a time; 1.0 is all of them."""
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +65,10 @@ def check_damages(saved, name: str, count: int, seed: int) -> Counter[str]:
             continue
         try:
             assert loader.loads_the_same(checkpoint), f"{what}: loaded unseen"
-        except OSError as error:  # a file of which nobody but the loader knows that it has to be
-            assert kind == "deleted" and paths[0].name in str(error), what
+        except (Exception, CheckpointException) as error:  # what only the loader knows
+            is_absent = kind == "deleted" and paths[0].name in str(error)  # a file that it needs
+            is_renamed = paths[0].name == ".metadata"  # a key that it needs
+            assert name in UNRECORDED and (is_absent or is_renamed), what
     assert not list(corrupt_files(checkpoint))
     return found
 
@@ -95,7 +100,8 @@ def check_flips(saved, name: str, share: float) -> Counter[str]:
                 continue
             try:
                 same = loader.loads_the_same(checkpoint)
-            except (Exception, CheckpointException):  # loading has found it: a key of another name
+            except (Exception, CheckpointException):
+                assert name in UNRECORDED and path.name == ".metadata"  # a key of another name
                 outcome["refused by the loader"] += 1
             else:
                 assert same, f"{path.name}, byte {position}: loaded unseen"
@@ -105,14 +111,16 @@ def check_flips(saved, name: str, share: float) -> Counter[str]:
 
 
 def test_no_flipped_bit_is_loaded_unseen_even_if_nothing_was_recorded(saved):
-    outcome = check_flips(saved, "plain", 0.02)
+    outcome = check_flips(saved, "plain", 0.01)
     assert outcome["found"] > 0.5 * outcome.total()
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("name", [*RECORDED, *UNRECORDED])
-def test_no_flipped_bit_is_loaded_unseen_at_any_byte(saved, name):
-    print(name, check_flips(saved, name, 1.0))
+def test_no_flipped_bit_is_loaded_unseen_at_a_fifth_of_all_bytes(saved, name):
+    outcome = check_flips(saved, name, SWEEP)
+    print(name, dict(outcome))
+    assert outcome["found"] > 0.9 * outcome.total()
 
 
 def test_a_manifest_finds_every_flipped_bit(saved):
