@@ -35,7 +35,7 @@ def published(target: Path, *, needed_bytes: int) -> Iterator[Path]:
         partial.mkdir(parents=True)
         _check_space(partial, target, needed_bytes)
         yield partial
-        _synchronize(partial)
+        synchronize(partial)
         partial.rename(target)
     except (OSError, SafetensorError) as error:
         raise StateError(
@@ -55,7 +55,7 @@ def _check_space(partial: Path, target: Path, needed: int) -> None:
         )
 
 
-def _synchronize(folder: Path) -> None:
+def synchronize(folder: Path) -> None:
     """Wait until all files are on the disk, so that a power cut leaves no short ones."""
     for path in folder.rglob("*"):
         if path.is_file():

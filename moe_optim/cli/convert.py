@@ -66,7 +66,11 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="the same of SRC, where it is not recorded (default: 0)",
     )
     add("--format", choices=FORMATS, help=f"of {', '.join(FORMATS)}; default: that of SRC")
-    add("--weights-only", action="store_true", help="leave masters, moments and all else out")
+    add(
+        "--weights-only",
+        action="store_true",
+        help="leave masters, moments and all other state of the optimizer out",
+    )
     add_naming(parser)
 
 
@@ -84,7 +88,7 @@ def add_naming(parser: argparse.ArgumentParser) -> None:
         "--num-experts",
         type=int,
         metavar="N",
-        help="experts of a layer, which the layout legacy does not tell",
+        help="how many experts a layer has, where it does not tell (layout legacy)",
     )
 
 

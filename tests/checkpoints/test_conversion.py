@@ -178,6 +178,16 @@ def test_weights_only_leaves_states_out_and_names_them(source, tmp_path):
     assert_same(read_with_torch(tmp_path / "megatron" / "iter_0000007"), want)
 
 
+def test_what_experts_have_besides_weights_comes_along(tmp_path):
+    """Recorded amaxes lie among the experts under a name of torch_dist, and keep it."""
+    amax = {FC1.replace("weight", "weight_amax"): torch.rand(LAYERS, EXPERTS, 1, 1)}
+    source = write_torch_dist(tmp_path / "source", stored_tensors() | amax)
+    convert(source, tmp_path / "hf", "hf", format="safetensors")
+    convert(tmp_path / "hf", tmp_path / "back", "grouped", format="torch_dist")
+    back = read_with_torch(tmp_path / "back" / "iter_0000007")
+    assert_same({key: back[key] for key in amax}, amax)
+
+
 def test_flat_states_are_refused_with_the_flag_to_save_with(tmp_path):
     flat = {FLAT: torch.zeros(64)}
     source = write_torch_dist(tmp_path / "source", stored_tensors(states=False) | flat)
