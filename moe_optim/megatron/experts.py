@@ -13,6 +13,7 @@ from megatron.core.tensor_parallel.random import (
     get_cuda_rng_tracker,
     get_expert_parallel_rng_tracker_name,
 )
+from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -233,6 +234,12 @@ def _fuses_activation(config: TransformerConfig) -> bool:
     return config.bias_activation_fusion and config.moe_mlp_glu_interleave_size is None
 
 
+def _graphs_experts(config: TransformerConfig) -> bool:
+    """Return whether CUDA graphs hold experts: with ``moe``, or all of a layer or an iteration."""
+    modules = config.cuda_graph_modules
+    return config.cuda_graph_impl != "none" and (not modules or CudaGraphModule.moe in modules)
+
+
 def _refuse_unsupported(config: TransformerConfig, pg_collection: Any) -> None:
     fused_swiglu = _fuses_activation(config) and config.activation_func is F.silu
     interleave_size = config.moe_mlp_glu_interleave_size or 1
@@ -264,7 +271,12 @@ def _refuse_unsupported(config: TransformerConfig, pg_collection: Any) -> None:
         "--use-cpu-initialization": config.use_cpu_initialization,
         "a --params-dtype other than bf16 (give --bf16)": config.params_dtype != torch.bfloat16,
         "--fp8-format or --fp4-format": bool(config.fp8 or config.fp4),
-        "--delay-wgrad-compute": config.delay_wgrad_compute,
+        "--delay-wgrad-compute or --overlap-dispatch-backward-with-experts-wgrad (weight gradients "
+        "come with those of the tokens, in one backward pass)": (
+            config.delay_wgrad_compute or config.overlap_dispatch_backward_with_experts_wgrad
+        ),
+        "--cuda-graph-impl over experts (a replay skips what finds stale weights or renews copies; "
+        "give --cuda-graph-modules without moe)": _graphs_experts(config),
         "--recompute-modules moe_act (give moe, which recomputes the whole layer)": (
             config.recompute_granularity == "selective" and "moe_act" in config.recompute_modules
         ),

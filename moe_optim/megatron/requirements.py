@@ -41,6 +41,8 @@ def check_wrapped_model(config: Any, model_chunks: list[Any]) -> None:
         "--qk-clip (Megatron rescales masters as if none were sharded)": any(
             chunk.config.qk_clip for chunk in model_chunks
         ),
+        "--optimizer-cuda-graph (a step decides on the host what non-finite gradients do, and a "
+        "replay never marks weights stale)": config.optimizer_cuda_graph,
     }
     if quantized:
         refused |= {
@@ -49,6 +51,10 @@ def check_wrapped_model(config: Any, model_chunks: list[Any]) -> None:
             "--reuse-grad-buf-for-mxfp8-param-ag (managed buckets share memory by themselves)": (
                 ddp_config.reuse_grad_buf_for_mxfp8_param_ag
                 or config.reuse_grad_buf_for_mxfp8_param_ag
+            ),
+            "--cuda-graph-impl full_iteration (buckets know on the host what they hold, which a "
+            "replay does not tell them)": any(
+                chunk.config.cuda_graph_impl == "full_iteration" for chunk in model_chunks
             ),
         }
     found = [flag for flag, is_set in refused.items() if is_set]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.enums import CudaGraphModule
 
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError
@@ -229,6 +230,9 @@ SUPPORTED = {
     "fp8": None,
     "fp4": None,
     "delay_wgrad_compute": False,
+    "overlap_dispatch_backward_with_experts_wgrad": False,
+    "cuda_graph_impl": "local",
+    "cuda_graph_modules": [CudaGraphModule.attn, CudaGraphModule.moe_router],
     "recompute_granularity": "selective",
     "recompute_modules": ["moe"],
     "fine_grained_activation_offloading": True,
@@ -264,6 +268,11 @@ UNSUPPORTED = {  # what the error calls it -> what is set
     "--fp8-format": {"fp8": "e4m3"},
     "--fp4-format": {"fp4": "e2m1"},
     "--delay-wgrad-compute": {"delay_wgrad_compute": True},
+    "--overlap-dispatch-backward-with-experts-wgrad": {
+        "overlap_dispatch_backward_with_experts_wgrad": True
+    },
+    "--cuda-graph-impl over experts": {"cuda_graph_modules": [CudaGraphModule.moe]},
+    "give --cuda-graph-modules without moe": {"cuda_graph_modules": []},
     "--recompute-modules moe_act": {"recompute_modules": ["moe_act"]},
     "--offload-modules": {"offload_modules": ["core_attn", "expert_fc1"]},
     "expert_fc1 or moe_act": {"offload_modules": ["moe_act"]},
