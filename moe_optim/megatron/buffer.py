@@ -156,4 +156,5 @@ def list_members(bucket: _ParamAndGradBucket) -> tuple[Member, ...]:
 
 
 def _note_gradient(storage: BucketStorage, _grad: Tensor) -> None:
-    storage.record(Event.ACCUMULATE)
+    if storage.content is not Content.PARTIAL:  # called once a weight and micro-batch
+        storage.record(Event.ACCUMULATE)

@@ -42,6 +42,7 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         super().__init__(*args, **kwargs)
         self._groups: list[GroupedBucketGroup] = []
         self._managed_groups: list[GroupedBucketGroup] = []
+        self._unmanaged: list[tuple[torch.nn.Parameter, Tensor]] | None = None
         if self.is_stub_optimizer or self.ddp_config.use_megatron_fsdp:
             return
         self._groups = self._find_groups()
@@ -133,12 +134,38 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         """Write bf16 and fp32 weights of this rank; quantized ones become stale instead."""
         for group in self._groups:
             group.finish_gather()  # it reads what is written now
-        super()._copy_main_params_to_model_params()
+        if self._managed_groups:
+            self._copy_unmanaged_params()
+        else:
+            super()._copy_main_params_to_model_params()
         for group in self._groups:
             group.param_gather_dispatched = False  # whatever was gathered since the last reduction
         for group in self._managed_groups:
             group.record(Event.SPEND)
             group.mark_stale(self)
+
+    def _copy_unmanaged_params(self) -> None:
+        """Write what Megatron's method would write, without looking at every expert on the way."""
+        if self._unmanaged is None:
+            self._unmanaged = [
+                (param, master)
+                for groups in (
+                    (self.model_float16_groups, self.shard_fp32_from_float16_groups),
+                    (self.model_fp32_groups, self.shard_fp32_groups),
+                )
+                for params, masters in zip(*groups, strict=True)
+                for param, master in zip(params, masters, strict=True)
+                if not is_managed(param)
+            ]
+        shards, masters = [], []
+        for param, master in self._unmanaged:
+            place = self._get_model_param_range_map(param)["gbuf_world_in_bucket"]
+            buffer, _, bucket = self.model_param_gbuf_map[param]
+            weights = self.buffers[buffer].buckets[bucket].param_data.view(-1)
+            shards.append(weights[place.start : place.end])
+            masters.append(master.detach())
+        if shards:
+            torch._foreach_copy_(shards, masters)
 
     def _copy_main_params_to_param_buffer(self) -> None:
         """Do nothing: managed buckets pull masters when they gather, others hold them already."""
