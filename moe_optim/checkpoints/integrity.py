@@ -63,7 +63,7 @@ def checkpoint_defect(checkpoint: Path) -> str | None:
     sharded. For ``--ckpt-format torch``: a model in every ``mp_rank_*`` folder, and no file cut
     off. What was recorded of metadata has to hold, see the module.
     """
-    return next((str(defect) for defect in _quick(Path(checkpoint))), None)
+    return next((str(defect) for defect in _look(Path(checkpoint), thorough=False)), None)
 
 
 def corrupt_files(checkpoint: Path, *, part: int = 0, parts: int = 1) -> Iterator[CorruptFile]:
@@ -77,7 +77,7 @@ def corrupt_files(checkpoint: Path, *, part: int = 0, parts: int = 1) -> Iterato
             the quick check.
         parts: number of shares.
     """
-    return _reported(_all_defects(Path(checkpoint), part, parts))
+    return _look(Path(checkpoint), thorough=True, part=part, parts=parts)
 
 
 def require_intact(checkpoint: Path, *, thorough: bool, part: int = 0, parts: int = 1) -> None:
@@ -96,8 +96,8 @@ def require_intact(checkpoint: Path, *, thorough: bool, part: int = 0, parts: in
         StateError: names every defective file, and the newest complete checkpoint beside it.
     """
     checkpoint = Path(checkpoint)
-    defects = corrupt_files(checkpoint, part=part, parts=parts) if thorough else _quick(checkpoint)
     lines = []
+    defects = _look(checkpoint, thorough, part, parts)
     for _, of_file in groupby(defects, key=lambda defect: defect.file):
         first, *more = of_file
         lines.append(f"{first}, and {len(more)} more in it" if more else str(first))
@@ -147,32 +147,24 @@ def _what_to_load(checkpoint: Path) -> str:
     return "No other checkpoint beside it is complete: restore its files from a copy."
 
 
-def _quick(checkpoint: Path) -> Iterator[CorruptFile]:
-    return _reported(_size_defects(checkpoint))
-
-
-def _reported(defects: Iterator[CorruptFile]) -> Iterator[CorruptFile]:
-    """Yield ``defects``, and at last what kept them from being looked for."""
+def _look(checkpoint: Path, thorough: bool, part: int = 0, parts: int = 1) -> Iterator[CorruptFile]:
+    """Yield what is wrong, and at last what kept more from being looked for."""
     try:
-        yield from defects
+        records, archives = _inventory(checkpoint)
+        missing_or_cut = list(_size_defects(checkpoint, records, archives))
+        yield from missing_or_cut
+        if thorough:
+            for defect in missing_or_cut:
+                archives.pop(defect.file, None)
+            yield from _thorough(checkpoint, records, archives, part, parts)
     except DamageError as error:
         yield error.corrupt
     except OSError as error:
         yield CorruptFile(Path(error.filename or "").name, f"cannot be read: {error.strerror}")
 
 
-def _all_defects(checkpoint: Path, part: int, parts: int) -> Iterator[CorruptFile]:
-    missing_or_cut = list(_size_defects(checkpoint))
-    yield from missing_or_cut
-    reported = {defect.file for defect in missing_or_cut}
-    records, archives = _inventory(checkpoint)
-    there = {name: blobs for name, blobs in archives.items() if name not in reported}
-    yield from _thorough(checkpoint, records, there, part, parts)
-
-
-def _size_defects(checkpoint: Path) -> Iterator[CorruptFile]:
+def _size_defects(checkpoint: Path, records: Records, archives: Archives) -> Iterator[CorruptFile]:
     """Yield what metadata and sizes show to be wrong."""
-    records, archives = _inventory(checkpoint)
     for name in sorted(records.files - archives.keys()):
         if not (checkpoint / name).is_file():
             yield CorruptFile(name, "is missing or no file")

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
+from math import prod
 from pathlib import PurePath
 from typing import Any
 
@@ -174,18 +175,28 @@ def _require_cover(key: str, boxes: list[tuple[Shape, Shape]], size: Shape) -> N
     A box is known by its corners with alternating signs; those of boxes side by side cancel where
     they meet, so that the corners of the whole are left.
     """
+    if any(len(offset) != len(size) or len(shape) != len(size) for offset, shape in boxes):
+        raise ValueError(f"{key} has {len(size)} axes, and a chunk has others")
+    whole = ((0,) * len(size), size)
+    cut_axes = [
+        axis
+        for axis, extent in enumerate(size)
+        if any(offset[axis] != 0 or shape[axis] != extent for offset, shape in boxes)
+    ]
     corners: Counter[Shape] = Counter()
-    for offset, shape, weight in [(*box, 1) for box in boxes] + [((0,) * len(size), size, -1)]:
-        if len(offset) != len(size) or len(shape) != len(size):
-            raise ValueError(f"{key} has {len(size)} axes, and a chunk has others")
-        ends = [((low, 1), (low + extent, -1)) for low, extent in zip(offset, shape, strict=True)]
-        for corner in product(*ends):
-            sign = weight
-            for _, side in corner:
-                sign *= side
-            corners[tuple(position for position, _ in corner)] += sign
+    for box, weight in [*((box, 1) for box in boxes), (whole, -1)]:
+        for corner, sign in _corners(*box, cut_axes):
+            corners[corner] += sign * weight
     if any(corners.values()) or len({offset for offset, _ in boxes}) < len(boxes):
         raise ValueError(f"the chunks of {key} do not cover its {size} once")
+
+
+def _corners(offset: Shape, shape: Shape, axes: list[int]) -> Iterator[tuple[Shape, int]]:
+    """Yield the corners of a box on some axes; -1 for those at an odd number of upper ends."""
+    ends = [(offset[axis], offset[axis] + shape[axis]) for axis in axes]
+    signs = product((1, -1), repeat=len(axes))
+    for corner, sides in zip(product(*ends), signs, strict=True):
+        yield corner, prod(sides)
 
 
 def _require_one_behind_the_other(blobs: list[Blob]) -> None:
