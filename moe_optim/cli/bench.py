@@ -16,7 +16,7 @@ from typing import Any, get_args
 from rich.console import Console
 from rich.table import Table
 
-from moe_optim.cli import bench_convert, bench_gather
+from moe_optim.cli import bench_convert, bench_gather, bench_step
 from moe_optim.cli.bench_cases import SHAPE_SETS, Case
 from moe_optim.cli.bench_requantize import Row, measure
 from moe_optim.cli.stopwatch import copy_bytes_per_ms, release
@@ -45,6 +45,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     kinds = bench.add_subparsers(dest="what", metavar="WHAT", required=True)
     bench_gather.add_parser(kinds)
     bench_convert.add_parser(kinds)
+    bench_step.add_parser(kinds)
     parser = kinds.add_parser(
         "requantize",
         help="time of requantization beside the speed of a plain copy",
@@ -67,7 +68,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print a table, and write the figures if asked to."""
-    kinds = {"gather": bench_gather.run, "convert": bench_convert.run}
+    kinds = {"gather": bench_gather.run, "convert": bench_convert.run, "step": bench_step.run}
     return kinds.get(args.what, _run_requantize)(args)
 
 
