@@ -14,6 +14,8 @@ from typing import IO, Any
 BLOCK_BYTES = 4 * 2**20
 """How much is read at once: the memory that checking takes."""
 
+_DIRECTORY = 0x10  # bit of MS-DOS; of such a record torch's reader fills in nothing, and succeeds
+
 
 class FileRange(io.RawIOBase):
     """A read-only view of ``length`` bytes of an open file from ``start``, seekable."""
@@ -149,6 +151,8 @@ def _table(stream: IO[bytes]) -> list[zipfile.ZipInfo]:
     for record in records:
         if record.compress_type != zipfile.ZIP_STORED or record.file_size != record.compress_size:
             raise zipfile.BadZipFile(f"record {record.filename!r} is not stored as it is")
+        if record.external_attr & _DIRECTORY:
+            raise zipfile.BadZipFile(f"record {record.filename!r} is marked as a directory")
     return records
 
 

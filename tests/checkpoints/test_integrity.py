@@ -107,6 +107,18 @@ def test_a_flipped_bit_in_data_is_found_with_its_file_and_key(checkpoint, key):
     assert (defect.file, defect.key.partition("/")[0].partition(" ")[0]) == (name, key)
 
 
+def test_a_record_that_one_bit_makes_a_directory_is_found(checkpoint):
+    """Torch then reads nothing of it and does not say so: the tensor is what memory held before."""
+    path, start, end = archive_bytes(checkpoint, "moment")
+    content = path.read_bytes()
+    name = content.rindex(b"archive/data/0", start, end)
+    attributes = name - 8  # little-endian, before the offset of the local header
+    assert content[attributes - 38 : attributes - 34] == b"PK\x01\x02"
+    path.write_bytes(flip(content, attributes, 4))
+    (defect,) = corrupt_files(checkpoint)
+    assert "marked as a directory" in defect.what
+
+
 REFUSED = {
     "is a file, expected a folder": lambda path: (shutil.rmtree(path), path.write_text("")),
     "does not exist": shutil.rmtree,
