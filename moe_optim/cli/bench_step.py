@@ -89,7 +89,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     add("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     add("--out", type=Path, metavar="FILE", help="also draw the parts of a step, as a PNG")
     add("--logs", type=Path, metavar="DIR", help="keep the logs of all ranks in DIR")
-    keep_arguments_after_dashes(parser, "megatron_args")
+    keep_arguments_after_dashes(parser)
 
 
 def run(args: argparse.Namespace) -> int:

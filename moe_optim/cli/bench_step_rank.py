@@ -30,7 +30,7 @@ def main() -> int:
         result = stock(*args, **kwargs)
         iteration += 1
         if dist.get_rank() == 0:
-            peak = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0
+            peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
             with (report / "rank0.txt").open("a") as file:
                 file.write(f"{iteration} {count['bytes'] - before} {peak}\n")
         return result
