@@ -19,6 +19,8 @@ from moe_optim.checkpoints.torch_dist import (
     COMMON_FILE,
     COMMON_STATE,
     INTERLEAVE_ARG,
+    MANIFEST,
+    MANIFEST_INTERLEAVE,
     OWN_STATE,
     TorchDistReader,
 )
@@ -90,7 +92,7 @@ def _write_torch_dist(
             report(plan.set_bytes(expert_set))
     for key in plan.others:
         if isinstance(reader, TorchDistReader):
-            writer.copy(reader, key)
+            writer.copy(reader, plan.view.places[key].name)
         else:
             info = plan.view.tensors[key]
             writer.write_chunk(key, info, (0,) * len(info.shape), plan.view.read(key))
@@ -120,26 +122,36 @@ def _copy_objects(
     writer: TorchDistWriter,
     report: Report,
 ) -> None:
-    changed = plan.source_interleave != plan.target_interleave
     for name in plan.objects:
-        if changed and name == reader.common_key:
-            writer.write_object(name, _record_interleave(plan, reader.read_bytes(name)))
+        key = _interleave_key(plan, name, reader.common_key)
+        if key is not None:
+            writer.write_object(name, _record_interleave(plan, reader.read_bytes(name), key))
         else:
             writer.copy(reader, name)
         report(reader.objects[name])
     common_file = reader.path / COMMON_FILE
     if reader.common_key is None and common_file.is_file():
         content = common_file.read_bytes()
-        content = _record_interleave(plan, content) if changed else content
+        key = _interleave_key(plan, COMMON_FILE, COMMON_FILE)
+        content = content if key is None else _record_interleave(plan, content, key)
         (folder / COMMON_FILE).write_bytes(content)
 
 
-def _record_interleave(plan: ConversionPlan, common_state: bytes) -> bytes:
-    """Return a common state whose arguments name the new interleave."""
-    changed = replace_int(common_state, INTERLEAVE_ARG, plan.target_interleave or None)
+def _interleave_key(plan: ConversionPlan, name: str, common_name: str | None) -> str | None:
+    """Return under which key an object names the interleave, if that changes."""
+    if plan.source_interleave == plan.target_interleave:
+        return None
+    if name == common_name:
+        return INTERLEAVE_ARG
+    return MANIFEST_INTERLEAVE if MANIFEST in name else None
+
+
+def _record_interleave(plan: ConversionPlan, content: bytes, key: str) -> bytes:
+    """Return an object that names the new interleave."""
+    changed = replace_int(content, key, plan.target_interleave or None)
     if changed is None:
         raise LayoutError(
-            f"{plan.view.reader.path}: expected {INTERLEAVE_ARG} in its common state, to change it "
+            f"{plan.view.reader.path}: expected {key} in what it says about itself, to change it "
             f"to {plan.target_interleave}, got none. Convert with --format safetensors."
         )
     return changed

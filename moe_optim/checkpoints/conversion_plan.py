@@ -13,6 +13,7 @@ from moe_optim.checkpoints.expert_finding import (
 )
 from moe_optim.checkpoints.layer_view import STATE_KIND, STORED_ALIKE, LayerView
 from moe_optim.checkpoints.reader import FLAT_STATES, FileFormat, is_state
+from moe_optim.checkpoints.torch_dist import TorchDistReader
 from moe_optim.errors import ConfigError, LayoutError
 from moe_optim.layout.key_conversion import convert_expert_set
 from moe_optim.layout.key_layouts import ExpertSet, KeyLayout, get_layout
@@ -74,8 +75,10 @@ class ConversionPlan:
     @property
     def disk_bytes(self) -> int:
         """An upper bound of the bytes that are written, with headers."""
-        pieces = len(self.others) + sum(len(one.shapes()) + 4 for one in self.sets)
-        return self.total_bytes + _BLOB_BYTES * (pieces + len(self.objects) + 16)
+        reader = self.view.reader
+        copied = sum(map(len, reader.blobs.values())) if isinstance(reader, TorchDistReader) else 0
+        made = sum(one.num_experts * len(self.to.patterns) for one in self.sets)
+        return self.total_bytes + _BLOB_BYTES * (copied + made + len(self.others) + 16)
 
     def set_bytes(self, expert_set: ExpertSet) -> int:
         """Return the bytes of a set."""

@@ -25,6 +25,8 @@ CONFIG_FILE = "metadata.json"
 OWN_STATE = "moe_optim"
 """Key of the common state for what is recorded where Megatron's arguments are not known."""
 INTERLEAVE_ARG = "moe_mlp_glu_interleave_size"
+MANIFEST, MANIFEST_INTERLEAVE = ".moe_optim_manifest.", "glu_interleave"
+"""In names of the manifests of optimizer states, and what these call the same."""
 SIZES = {  # what a parallel size is called, and Megatron's argument
     "tensor": "tensor_model_parallel_size",
     "pipeline": "pipeline_model_parallel_size",
@@ -156,7 +158,8 @@ class TorchDistReader:
     def recorded(self) -> Recorded:
         """What the common state says."""
         state = self.common_state
-        args = vars(state["args"]) if "args" in state else {}
+        said = state.get("args", {})
+        args = dict(said) if isinstance(said, Mapping) else vars(said)
         own = {**state.get(OWN_STATE, {}), **args}
         version = state.get("checkpoint_version")
         content = state.get("content_metadata") or {}

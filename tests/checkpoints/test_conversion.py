@@ -4,6 +4,7 @@ import io
 import json
 import shutil
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ from moe_optim.checkpoints.opening import open_checkpoint
 from moe_optim.checkpoints.torch_dist import TorchDistReader
 from moe_optim.errors import ConfigError, LayoutError, StateError
 from moe_optim.layout.key_layouts import LAYOUTS, get_layout
+from moe_optim.layout.state_manifest import StateManifest
+from moe_optim.megatron.optimizer_state import MANIFEST
 from tests.support.bytes import assert_bytes_equal
 from tests.support.stored_checkpoints import (
     EXPERTS,
@@ -141,6 +144,18 @@ def test_in_torch_dist_a_new_interleave_moves_rows_of_fc1_and_nothing_else(befor
     (state,) = torch.load(io.BytesIO(read_object(out, COMMON)), weights_only=False)
     assert state == common_state(after or None)
     assert (tmp_path / "out" / "latest_checkpointed_iteration.txt").read_text() == "7"
+
+
+def test_manifests_of_optimizer_states_name_the_new_interleave(tmp_path):
+    """Which the plug-in compares with the model before it loads states."""
+    name = f"optimizer.distributed.dp_group_idx_0.{MANIFEST}.0123abcd/shard_0_1"
+    manifest = StateManifest(buffers=(), glu_interleave=None, versions={"torch": "2"})
+    objects = {name: [manifest.to_dict()]}
+    source = write_torch_dist(tmp_path / "source", stored_tensors() | objects)
+    convert(source, tmp_path / "out", "grouped", glu_interleave=4)
+    content = read_object(tmp_path / "out" / "iter_0000007", name)
+    (saved,) = torch.load(io.BytesIO(content), weights_only=True)
+    assert StateManifest.from_dict(saved, "here") == replace(manifest, glu_interleave=4)
 
 
 def test_in_torch_dist_without_a_new_interleave_everything_is_copied(source, tmp_path):
@@ -329,7 +344,7 @@ def test_a_disk_that_is_too_small_is_found_before_writing(source, tmp_path, monk
 
 def test_a_source_that_cannot_record_an_interleave_keeps_its_own(tmp_path):
     source = write_torch_dist(tmp_path / "source", stored_tensors(), {"iteration": 1})
-    with pytest.raises(LayoutError, match="expected moe_mlp_glu_interleave_size in its common"):
+    with pytest.raises(LayoutError, match="expected moe_mlp_glu_interleave_size in what it says"):
         convert(source, tmp_path / "out", "grouped", glu_interleave=4)
     assert names_in(tmp_path) == ["source"]
 
