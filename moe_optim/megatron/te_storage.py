@@ -166,9 +166,11 @@ class TransformerEngineStorage:
             )
 
     def _complete(self) -> None:
-        """Allocate what products will want and Transformer Engine makes on demand."""
+        """Have what products will want and Transformer Engine makes on demand, once each."""
         param, shape = self._param, self.shape
-        if param._columnwise_data is None:
+        if self.format.columnwise_copy == "shared":
+            param._columnwise_data = param._rowwise_data
+        elif param._columnwise_data is None:
             size = self.format.data_shape(shape, "columnwise")[1:]
             param._columnwise_data = param._rowwise_data.new_zeros(size)
         for direction in DIRECTIONS:
@@ -188,13 +190,11 @@ class TransformerEngineStorage:
                 scales[direction] = scales["rowwise"].transpose(1, 2)
             else:
                 scales[direction] = stored[:down, :across].clone().unsqueeze(0)
-        shared = format.columnwise_copy == "shared"
-        columnwise_data = param._rowwise_data if shared else param._columnwise_data
         return QuantizedWeight(
             format=format,
             shape=self.shape,
             rowwise_data=param._rowwise_data.unsqueeze(0),
             rowwise_scale=scales["rowwise"],
-            columnwise_data=columnwise_data.unsqueeze(0),
+            columnwise_data=param._columnwise_data.unsqueeze(0),
             columnwise_scale=scales["columnwise"],
         )
