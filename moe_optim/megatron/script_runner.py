@@ -1,10 +1,10 @@
 """Runs a script of Megatron-LM in this process, with the plug-in if its arguments ask for it."""
 
 import os
-import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
 from moe_optim.environment import Package, find_folder, find_package, unmet_version
 from moe_optim.errors import ConfigError
@@ -117,4 +117,13 @@ def run_script(script: Path, argv: Sequence[str], *, cpu: bool) -> None:
 
         apply_patches(SCRIPT, "run")
         plugin.install(request)
-    runpy.run_path(str(script.absolute()), run_name="__main__")
+    _run_as_main(script)
+
+
+def _run_as_main(script: Path) -> None:
+    """Run ``script`` as the module ``__main__``, which it stays; runpy would change its argv[0]."""
+    path = str(script.absolute())
+    main = ModuleType("__main__")
+    main.__file__ = path
+    sys.modules["__main__"] = main
+    exec(compile(script.read_bytes(), path, "exec", dont_inherit=True), vars(main))

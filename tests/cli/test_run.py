@@ -1,0 +1,228 @@
+"""`moe-optim run`: a script as python runs it, and with the flag a run of the plug-in."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moe_optim.cli import main as cli
+from moe_optim.megatron.patches import PATCHES
+from moe_optim.megatron.patching import patch_state
+from moe_optim.megatron.script_patches import SCRIPT
+from moe_optim.megatron.script_runner import prepare_imports, run_script
+from tests.support.ranks import run_ranks
+from tests.support.scripts import PRETRAIN, write_fake_tree
+from tests.support.training import assert_same_run, pretrain
+
+pytest.importorskip("megatron.core")
+
+PLUGIN = ["--use-moe-grouped-optim", "--moe-optim-set", "format=mxfp8"]
+SHORT = ["--train-iters", "2", "--eval-interval", "2"]
+
+TELL = """
+import json, sys
+print(json.dumps({
+    "argv": sys.argv, "name": __name__, "file": __file__, "path": sys.path, "spec": __spec__,
+    "main": sys.modules["__main__"].__dict__ is globals(), "docstring": __doc__,
+    "loaded": sorted({name.partition(".")[0] for name in sys.modules} & {"megatron", "torch"}),
+}))
+"""
+
+RUN_SCRIPT = """
+import sys
+from pathlib import Path
+from moe_optim.megatron.script_runner import prepare_imports, run_script
+script = Path(sys.argv[1])
+prepare_imports(script, None)
+run_script(script, sys.argv[2:], cpu=False)
+"""
+
+
+@pytest.fixture
+def imports(monkeypatch):
+    """Take back what `run` does to this process."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", [*sys.argv])
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "scripts" / "pretrain_mine.py"
+    path.parent.mkdir()
+    path.write_text(PRETRAIN)
+    return path
+
+
+def refusal(capsys, *words):
+    """Return the one line that the command refuses with."""
+    assert cli.main(["run", *map(str, words)]) == 2
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error: ")]
+    return line
+
+
+def test_what_follows_the_script_is_the_scripts():
+    """Even what looks like an option of ours, and dashes."""
+    words = ["run", "--megatron-lm", "tree", "s.py", "--megatron-lm", "x", "--help", "--", "-h"]
+    args = cli.build_parser().parse_args(words)
+    assert (args.megatron_lm, args.script) == (Path("tree"), Path("s.py"))
+    assert args.script_args == words[4:]
+
+
+def test_a_script_sees_what_it_sees_under_python(tmp_path):
+    """Its arguments, its name, its folder first on the path; and nothing heavy was imported."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "tell.py").write_text(TELL)
+    (tmp_path / "tell.py").symlink_to("real/tell.py")
+    told = []
+    for words in (["tell.py"], ["-c", RUN_SCRIPT, "tell.py"]):
+        done = subprocess.run(
+            [sys.executable, *words, "--lr", "1", "--", "-x"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=True,
+            env=os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[2])},
+        )
+        told.append(json.loads(done.stdout))
+    under_python, under_run = told
+    assert under_run == under_python
+    assert under_run["argv"] == ["tell.py", "--lr", "1", "--", "-x"]
+    assert under_run["path"][0] == str(tmp_path / "real")
+
+
+def test_a_source_tree_wins_and_children_get_it_too(tmp_path, imports):
+    script = tmp_path / "mine.py"
+    tree = write_fake_tree(tmp_path / "tree")
+    package = prepare_imports(script, tree)
+    assert (package.version, package.checkout) == ("0.19.1", True)
+    assert package.path == str(tree / "megatron" / "core")
+    assert sys.path[:2] == [str(tmp_path), str(tree)]
+    assert os.environ["PYTHONPATH"] == f"{tree}{os.pathsep}/elsewhere"
+
+
+def test_without_a_source_tree_the_installed_megatron_is_used(script, imports):
+    before = sys.path[1:]
+    package = prepare_imports(script, None)
+    assert not package.checkout
+    assert sys.path == [str(script.parent), *before]
+    assert os.environ["PYTHONPATH"] == "/elsewhere"
+
+
+def test_the_line_says_which_megatron_wins(tmp_path, imports, capsys, monkeypatch):
+    """On the first rank alone; the script is found in the tree."""
+    monkeypatch.setattr("moe_optim.cli.run.run_script", lambda script, argv, cpu: None)
+    tree = write_fake_tree(tmp_path / "tree")
+    (tree / "mine.py").touch()
+    assert cli.main(["run", "--megatron-lm", str(tree), "mine.py"]) == 0
+    line = capsys.readouterr().err
+    assert line.startswith(f"moe-optim run: megatron-core 0.19.1 from {tree}/megatron/core, a ")
+    assert "wins over the installed 0.19.2" in line
+    monkeypatch.setenv("RANK", "1")
+    assert cli.main(["run", "--megatron-lm", str(tree), "mine.py"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_a_script_that_is_nowhere_is_refused(tmp_path, capsys, imports):
+    tree = write_fake_tree(tmp_path / "tree")
+    line = refusal(capsys, "--megatron-lm", tree, "none.py")
+    assert f"found none at none.py nor {tree / 'none.py'}" in line
+    assert "give --megatron-lm PATH" in refusal(capsys, "none.py")
+
+
+def test_a_source_tree_that_is_none_is_refused(tmp_path, capsys, script, imports):
+    (tmp_path / "empty").mkdir()
+    assert "got no folder" in refusal(capsys, "--megatron-lm", tmp_path / "none", script)
+    line = refusal(capsys, "--megatron-lm", tmp_path / "empty", script)
+    assert "a folder without megatron/core" in line
+
+
+def test_a_megatron_beside_the_script_is_not_mixed_with_the_source_tree(tmp_path, capsys, imports):
+    """What stands beside a script is imported first, as under python: then both are refused."""
+    own, tree = (write_fake_tree(tmp_path / name) for name in ("own", "tree"))
+    (own / "mine.py").touch()
+    line = refusal(capsys, "--megatron-lm", tree, own / "mine.py")
+    assert f"expected megatron.core from there, got {own}/megatron/core" in line
+
+
+@pytest.mark.parametrize("version", ["0.18.2", "0.20.0"])
+def test_the_flag_is_refused_for_another_version(tmp_path, capsys, imports, script, version):
+    """Before anything of it is imported."""
+    tree = write_fake_tree(tmp_path / "tree", version)
+    line = refusal(capsys, "--megatron-lm", tree, script, *PLUGIN)
+    assert f"--use-moe-grouped-optim: megatron-core: expected >=0.19,<0.20, got {version}" in line
+
+
+def test_settings_of_the_plugin_without_the_flag_are_refused(capsys, script, imports):
+    line = refusal(capsys, script, "--moe-optim-set", "format=mxfp8")
+    assert "need --use-moe-grouped-optim" in line
+
+
+def run_and_examine(script, argv):
+    """Run a script in a rank, on its way to a GPU, and return what is rebound afterwards."""
+    os.environ["PYTHONPATH"] = ""
+    prepare_imports(script, None)
+    run_script(script, argv, cpu=False)
+    return [patch.id for patch in (*SCRIPT, *PATCHES) if patch_state(patch) == "applied"]
+
+
+def test_nothing_is_replaced_without_the_flag(tmp_path):
+    """Every name in the table still holds Megatron's own object when the script has run."""
+    script = tmp_path / "import.py"
+    script.write_text("import megatron.training\n")
+    (applied,) = run_ranks(1, run_and_examine, script, ["--use-distributed-optimizer"])
+    assert applied == []
+
+
+def test_the_flag_installs_the_plugin_and_the_parser_takes_its_settings(tmp_path):
+    """A parser that the script fills itself with the plug-in's flags is left to do so."""
+    script = tmp_path / "parse.py"
+    script.write_text(
+        "import sys\n"
+        "from megatron.training.arguments import parse_args\n"
+        "from moe_optim.megatron.arguments import add_moe_optim_arguments\n"
+        "from moe_optim.megatron.plugin import installed_config\n"
+        "for provider in (None, add_moe_optim_arguments):\n"
+        "    args = parse_args(provider)\n"
+        "    assert args.use_moe_grouped_optim and args.moe_optim_set == ['format=mxfp8']\n"
+        "assert installed_config().format == 'mxfp8'\n"
+    )
+    (applied,) = run_ranks(1, run_and_examine, script, PLUGIN)
+    assert {"script-arguments", "distributed-optimizer", "local-experts"} <= set(applied)
+
+
+def train_through_run(script, flags):
+    """Train as a rank of `moe-optim run` does; None stands for the entry of `moe-optim train`."""
+    import moe_optim.megatron.pretrain as entry
+
+    if script is not None:
+        os.environ["PYTHONPATH"] = ""
+
+        def run(argv):
+            assert cli.main(["run", str(script), *argv]) == 0
+
+        entry.train = run
+    return pretrain([*SHORT, *flags], None)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        pytest.param(1, PLUGIN, id="flag"),
+        pytest.param(1, [], id="no flag", marks=pytest.mark.extended),
+        pytest.param(2, PLUGIN, id="flag, 2 ranks", marks=pytest.mark.extended),
+        pytest.param(2, [], id="no flag, 2 ranks", marks=pytest.mark.extended),
+    ],
+)
+def test_an_unmodified_script_trains_as_moe_optim_train_does(script, ranks, flags):
+    """Losses, masters, moments and weights are equal to the bit; so are the classes."""
+    got = run_ranks(ranks, train_through_run, script, flags)
+    want = run_ranks(ranks, train_through_run, None, flags)
+    for mine, other in zip(got, want, strict=True):
+        assert_same_run(mine, other, what="run against train")
+        optimizer = "GroupedDistributedOptimizer" if flags else "DistributedOptimizer"
+        assert mine.classes == other.classes == {optimizer}
+    assert len(got[-1].losses) == 2
