@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import platform
+import shlex
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,13 @@ from moe_optim.config import MoEOptimConfig, available_values, spell
 from moe_optim.environment import Gpu
 from moe_optim.errors import ConfigError
 from moe_optim.recipes import check_requirements, load_recipe, unmet_requirements
+from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).parents[1]
 SHIPPED = sorted((ROOT / "recipes").glob("*.yaml"))
 QUICKSTARTS = [path for path in SHIPPED if path.stem.startswith("quickstart")]
+UNSEEN = [path for path in SHIPPED if load_recipe(path).requires.get("sm", 0) >= 100]
+"""Recipes for GPUs newer than any that this version was run on."""
 
 
 @pytest.fixture
@@ -269,6 +273,66 @@ def test_megatron_knows_every_flag_of_a_shipped_recipe(path, megatron_parser):
         True,
         int(recipe.megatron_args["--num-experts"]),
     )
+
+
+@pytest.mark.parametrize("path", UNSEEN, ids=lambda path: path.stem)
+def test_a_recipe_that_was_not_run_says_so_first_and_can_be_planned(path):
+    """Its ranks are a number of GPUs that holds the model, in every format it offers."""
+    from moe_optim.cli.plan_costs import plan_rows
+    from moe_optim.megatron.planned_experts import plan_experts
+
+    recipe = load_recipe(path)
+    header = path.read_text().partition("requires:")[0]
+    assert "NOT RUN" in header
+    assert recipe.requires["gpus"] == recipe.ranks
+    rows = list(plan_rows(plan_experts(recipe.megatron_argv(), grouped=True), [recipe.ranks]))
+    planned = {row["format"] for row in rows if row["gpus"] == recipe.ranks}
+    offered = {"mxfp8", "mxfp8_2d", "nvfp4"}
+    assert offered <= planned
+    assert all(name in header for name in offered)
+
+
+SHRUNKEN = shlex.split("""
+--hidden-size 64 --ffn-hidden-size 96 --moe-ffn-hidden-size 64 --num-attention-heads 4
+--num-query-groups 2 --kv-channels 16 --num-experts 16 --expert-model-parallel-size 1
+--seq-length 32 --vocab-size 63 --make-vocab-size-divisible-by 32 --global-batch-size 4
+--train-iters 2 --eval-interval 2 --num-workers 0 --no-bias-swiglu-fusion
+""")
+LAYERS = {  # recipe -> few layers that are cut as its many are
+    "qwen3_30b_a3b": "--num-layers 2",
+    "deepseek_v3_5layers": "--moe-shared-expert-intermediate-size 64",
+    "deepseek_v3": "--num-layers 4 --decoder-last-pipeline-num-layers 1"
+    " --pipeline-model-parallel-size 2 --moe-layer-freq ([0]*1+[1]*3)"
+    " --moe-shared-expert-intermediate-size 64",
+}
+
+
+def _train_shrunken(path: Path):
+    from tests.support import training
+
+    recipe = load_recipe(path)
+    training.MODEL[:] = recipe.megatron_argv()
+    return training.pretrain([*SHRUNKEN, *shlex.split(LAYERS[path.stem])], recipe.moe_optim)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(
+            path,
+            id=path.stem,
+            marks=[pytest.mark.extended] * (path.stem in {"qwen3_30b_a3b", "deepseek_v3_5layers"}),
+        )
+        for path in UNSEEN
+    ],
+)
+def test_a_recipe_that_was_not_run_trains_with_its_sizes_shrunk(path):
+    """All of its flags together, on two CPU ranks: Megatron accepts and builds what they ask for,
+    and its experts are stored in the recipe's format."""
+    *_, last = run_ranks(2, _train_shrunken, path)
+    assert set(last.losses) == {1, 2}
+    assert last.classes == {"GroupedDistributedOptimizer"}
+    assert any(name.endswith("rowwise_data") for name in last.weights)
 
 
 def test_the_recipes_readme_lists_every_recipe_and_every_knob_with_its_values():
