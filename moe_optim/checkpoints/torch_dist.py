@@ -27,6 +27,7 @@ OWN_STATE = "moe_optim"
 INTERLEAVE_ARG = "moe_mlp_glu_interleave_size"
 MANIFEST, MANIFEST_INTERLEAVE = ".moe_optim_manifest.", "glu_interleave"
 """In names of the manifests of optimizer states, and what these call the same."""
+_BLOCK_BYTES = 8 * 2**20
 SIZES = {  # what a parallel size is called, and Megatron's argument
     "tensor": "tensor_model_parallel_size",
     "pipeline": "pipeline_model_parallel_size",
@@ -127,10 +128,19 @@ class TorchDistReader:
                 "checkpoint."
             ) from error
 
+    def blocks(self, blob: Blob) -> Iterator[bytes]:
+        """Yield the bytes of one blob as they are stored; what is done with them is not its own.
+
+        Raises:
+            StateError: the file is missing, cut off or damaged.
+        """
+        with self.opened(blob) as file:
+            while block := file.read(_BLOCK_BYTES):
+                yield block
+
     def read_bytes(self, name: str) -> bytes:
         """Return the bytes of an object as they are stored."""
-        with self.opened(self.blobs[name][0]) as file:
-            return file.read()
+        return b"".join(self.blocks(self.blobs[name][0]))
 
     @cached_property
     def common_key(self) -> str | None:

@@ -34,7 +34,6 @@ from moe_optim.checkpoints.torch_dist import (
 
 FILE_BYTES = 4 * 2**30
 """A file that has become so long is followed by another."""
-_BLOCK_BYTES = 8 * 2**20
 _CONFIG = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 
 
@@ -67,9 +66,15 @@ class TorchDistWriter:
             of: the whole tensor, to which further pieces belong.
             offsets: where the piece begins in it.
             chunk: contiguous, alone in its memory, with all axes of the tensor.
+
+        Raises:
+            OSError: the disk is full, or whatever else keeps it from writing.
         """
         file, start = self._begin()
-        torch.save(chunk, file)
+        try:
+            torch.save(chunk, file)
+        except RuntimeError as error:  # raised while it closes, over what the disk said
+            raise OSError(error.__context__ or error) from error
         self._take_chunk(key, of, offsets, tuple(chunk.shape))
         self._end(key, offsets, start)
 
@@ -78,9 +83,8 @@ class TorchDistWriter:
         copied = 0
         for blob in reader.blobs[key]:
             file, start = self._begin()
-            with reader.opened(blob) as source:
-                while block := source.read(_BLOCK_BYTES):
-                    file.write(block)
+            for block in reader.blocks(blob):
+                file.write(block)
             if blob.offset is None:
                 self._objects.append(key)
             else:

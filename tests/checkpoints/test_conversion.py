@@ -1,5 +1,6 @@
 """A converted checkpoint holds the same bits under other keys, all of them, or does not exist."""
 
+import errno
 import io
 import json
 import shutil
@@ -9,15 +10,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from moe_optim.checkpoints import conversion, publishing
+from moe_optim.checkpoints import conversion, publishing, safetensors_files
 from moe_optim.checkpoints.conversion import convert_checkpoint
 from moe_optim.checkpoints.conversion_plan import ConversionRequest, plan_conversion
 from moe_optim.checkpoints.integrity import checkpoint_defect, corrupt_files
 from moe_optim.checkpoints.layer_view import LayerView, Rename
 from moe_optim.checkpoints.opening import open_checkpoint
 from moe_optim.checkpoints.torch_dist import TorchDistReader
+from moe_optim.checkpoints.torch_dist_writer import TorchDistWriter
 from moe_optim.errors import ConfigError, LayoutError, StateError
 from moe_optim.layout.key_layouts import LAYOUTS, get_layout
 from moe_optim.layout.state_manifest import StateManifest
@@ -322,6 +325,28 @@ def test_a_conversion_that_fails_leaves_nothing_behind(source, tmp_path, monkeyp
         convert_checkpoint(plan, tmp_path / "out", fail)
     (partial,) = calls[0]
     assert partial.startswith("out.partial-")
+    assert names_in(tmp_path) == []
+
+
+class FullDisk(io.BytesIO):
+    """A file on a disk without space."""
+
+    def write(self, _):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def refuse_to_save(*_, **__):
+    raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+
+@pytest.mark.parametrize("asked", [{"glu_interleave": 4}, {}, {"format": "safetensors"}], ids=str)
+def test_a_disk_that_fills_up_is_named_and_nothing_is_left(asked, source, tmp_path, monkeypatch):
+    """In pieces that torch writes, in those that are copied, and in safetensors."""
+    monkeypatch.setattr(safetensors_files, "save_file", refuse_to_save)
+    monkeypatch.setattr(TorchDistWriter, "_begin", lambda _: (FullDisk(), 0))
+    plan = plan_of(source, "grouped", **asked)
+    with pytest.raises(StateError, match="out: expected to write .* got: .*No space left"):
+        convert_checkpoint(plan, tmp_path / "out")
     assert names_in(tmp_path) == []
 
 
