@@ -20,7 +20,6 @@ from rich.console import Console
 from rich.table import Table
 
 from moe_optim.cli.argv import keep_arguments_after_dashes
-from moe_optim.cli.bench_step_rank import REPORT
 from moe_optim.config import field_names
 from moe_optim.errors import ConfigError, StateError
 from moe_optim.recipes import Recipe, load_recipe
@@ -122,11 +121,17 @@ def _measure(args: argparse.Namespace, recipe: Recipe, side: str, folder: Path) 
     import torch
 
     from moe_optim.cli.launcher import LaunchPlan, launch
+    from moe_optim.megatron.counted_steps import REPORT
 
     folder.mkdir(parents=True)
     ranks = args.ranks or recipe.ranks
     plan = LaunchPlan(
-        entry=[sys.executable, "-m", "moe_optim.cli.bench_step_rank", *_argv(args, recipe, side)],
+        entry=[
+            sys.executable,
+            "-m",
+            "moe_optim.megatron.counted_steps",
+            *_argv(args, recipe, side),
+        ],
         ranks=ranks,
         logs=folder,
         cpu=not torch.cuda.is_available(),

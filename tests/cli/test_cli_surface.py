@@ -13,6 +13,17 @@ from moe_optim.errors import ConfigError, StateError
 SURFACE = {  # command -> its positionals and options
     "bench convert": {"--gigabytes", "--dir", "--to", "--json"},
     "bench gather": {"--format", "--shape-set", "--ranks", "--json"},
+    "bench step": {
+        "RECIPE",
+        "--against",
+        "--iterations",
+        "--rounds",
+        "--ranks",
+        "--set",
+        "--json",
+        "--out",
+        "--logs",
+    },
     "bench requantize": {"--format", "--shape-set", "--shard", "--against", "--json"},
     "convert": {
         *("SRC", "DST", "--to", "--from", "--glu-interleave", "--source-glu-interleave"),
