@@ -17,8 +17,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="run an unmodified script such as pretrain_gpt.py of Megatron-LM",
         description="Run SCRIPT in this process as `python SCRIPT ARGS` does. With "
         "--use-moe-grouped-optim among ARGS it trains with the grouped optimizer; without it "
-        "nothing of Megatron is replaced. On a machine without a GPU it trains on the CPU. For "
-        "several ranks: torchrun [...] --no-python moe-optim run SCRIPT ARGS.",
+        "nothing of Megatron is replaced. Without a GPU it trains on the CPU. It is one "
+        "rank; for several: torchrun [...] --no-python moe-optim run SCRIPT ARGS.",
         usage="moe-optim run [--megatron-lm PATH] SCRIPT [ARGS ...]",
         allow_abbrev=False,
     )
@@ -48,6 +48,9 @@ def run(args: argparse.Namespace) -> int:
     """
     script = find_script(args.script, args.megatron_lm)
     package = prepare_imports(script, args.megatron_lm)
+    if "RANK" not in os.environ:  # no launcher: one rank, which meets itself at a free port
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", "0")
     cpu = _use_cpu()
     if os.environ.get("RANK", "0") == "0":
         where = "on the CPU, over gloo" if cpu else "on GPUs"

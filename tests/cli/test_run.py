@@ -47,6 +47,9 @@ def imports(monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(sys, "argv", [*sys.argv])
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # so that it is taken back
+        monkeypatch.delenv(name)
 
 
 @pytest.fixture
@@ -124,6 +127,17 @@ def test_the_line_says_which_megatron_wins(tmp_path, imports, capsys, monkeypatc
     monkeypatch.setenv("RANK", "1")
     assert cli.main(["run", "--megatron-lm", str(tree), "mine.py"]) == 0
     assert capsys.readouterr().err == ""
+
+
+def test_without_a_launcher_it_is_one_rank(script, imports, monkeypatch):
+    """torch then meets itself at a free port; what a launcher sets is left alone."""
+    monkeypatch.setattr("moe_optim.cli.run.run_script", lambda script, argv, cpu: None)
+    cli.main(["run", str(script)])
+    assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("127.0.0.1", "0")
+    monkeypatch.setenv("MASTER_ADDR", "node7")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    cli.main(["run", str(script)])
+    assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("node7", "29500")
 
 
 def test_a_script_that_is_nowhere_is_refused(tmp_path, capsys, imports):
