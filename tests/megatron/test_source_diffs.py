@@ -1,15 +1,27 @@
 """The source diffs stand for the same table as `install()`, patch by patch."""
 
+import argparse
 import ast
+import os
+import shutil
+import subprocess
+import sys
 import types
 from pathlib import Path
 
 import pytest
+import torch
 
+from moe_optim.config import MoEOptimConfig
 from moe_optim.environment import find_folder
+from moe_optim.errors import StateError
 from moe_optim.megatron import patches
-from moe_optim.megatron.source_diffs import load_diffs
-from moe_optim.megatron.source_hook import HOOK, replacement_of
+from moe_optim.megatron.plugin import installed_config
+from moe_optim.megatron.source_diffs import apply_diffs, load_diffs
+from moe_optim.megatron.source_hook import HOOK, replacement_of, switch_on
+from tests.support.ranks import run_ranks
+from tests.support.scripts import PRETRAIN
+from tests.support.training import assert_same_run, pretrain
 
 pytest.importorskip("megatron.core")
 
@@ -96,3 +108,81 @@ def test_the_package_carries_the_diffs():
     listed = (ROOT / "patches" / "megatron-lm-0.19").glob("*.patch")
     assert {p.name: p.read_text() for p in shipped} == {p.name: p.read_text() for p in listed}
     assert "megatron/megatron-lm-0.19/*.patch" in (ROOT / "pyproject.toml").read_text()
+
+
+def switch_on_in_rank():
+    """Do what a patched tree does with its arguments; return what it then gets, and a refusal."""
+    hook = types.ModuleType(HOOK)
+    (diff,) = [diff for diff in DIFFS if module_of(diff) == HOOK]
+    exec(patched_source(diff), vars(hook))
+    sys.modules[HOOK] = hook
+    parser = switch_on(argparse.ArgumentParser(), PLUGIN)
+    args = parser.parse_args(PLUGIN)
+    assert args.use_moe_grouped_optim and args.moe_optim_set == ["format=mxfp8"]
+    assert installed_config() == MoEOptimConfig(format="mxfp8")
+    switch_on(argparse.ArgumentParser(), PLUGIN)  # Megatron may parse more than once
+    got = hook.replaceable("distributed-optimizer", None).__qualname__
+    try:
+        switch_on(argparse.ArgumentParser(), PLUGIN[:1] + ["--moe-optim-set", "format=nvfp4"])
+    except StateError as error:
+        return got, str(error)
+
+
+def test_the_flag_configures_a_patched_tree_once():
+    """Another configuration than one that is installed already is refused."""
+    ((got, refusal),) = run_ranks(1, switch_on_in_rank)
+    assert got == "GroupedDistributedOptimizer"
+    assert refusal.startswith("--use-moe-grouped-optim: expected the configuration that is insta")
+
+
+PLUGIN = ["--use-moe-grouped-optim", "--moe-optim-set", "format=mxfp8"]
+FLAGS = [*PLUGIN, "--train-iters", "2", "--eval-interval", "2"]
+
+TRAIN_IN_TREE = """
+import runpy, sys, torch
+import moe_optim.megatron.pretrain as entry
+from moe_optim.megatron.patches import PATCHES
+from moe_optim.megatron.patching import patch_state
+from tests.support.training import pretrain
+
+script, result, *flags = sys.argv[1:]
+
+def run(argv):  # what python does, and nothing of this package
+    sys.argv = [script, *argv, "--distributed-backend", "gloo"]
+    runpy.run_path(script, run_name="__main__")
+
+entry.train = run
+record = pretrain(flags, None)
+import megatron.core
+applied = {patch.id for patch in PATCHES if patch_state(patch) == "applied"}
+torch.save((record, applied, megatron.core.__file__), result)
+"""
+
+
+def train_in_rank(flags):
+    return pretrain(flags, None)
+
+
+@pytest.mark.extended
+def test_a_patched_tree_trains_as_the_plugin_does_and_nothing_is_rebound(tmp_path):
+    """Losses, masters, moments, weights and classes are those of `install()`, to the bit."""
+    tree, script, result = (tmp_path / name for name in ("tree", "script.py", "result.pt"))
+    ignored = shutil.ignore_patterns("__pycache__")
+    for package in ("core", "training"):
+        folder = find_folder(f"megatron.{package}")
+        shutil.copytree(folder, tree / "megatron" / package, ignore=ignored)
+    apply_diffs(tree, DIFFS)
+    script.write_text(PRETRAIN)
+    subprocess.run(
+        [sys.executable, "-c", TRAIN_IN_TREE, script, result, *FLAGS],
+        env=os.environ
+        | {"PYTHONPATH": f"{tree}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
+        | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "TORCHDYNAMO_DISABLE": "1"},
+        check=True,
+    )
+    got, applied, origin = torch.load(result, weights_only=False)
+    assert Path(origin).is_relative_to(tree)
+    assert not applied & set(REBOUND)
+    (want,) = run_ranks(1, train_in_rank, FLAGS)
+    assert_same_run(got, want, what="patched tree against install()")
+    assert got.classes == want.classes == {"GroupedDistributedOptimizer"}
