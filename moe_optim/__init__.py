@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from moe_optim.config import MoEOptimConfig
     from moe_optim.megatron import get_megatron_optimizer, install, uninstall
     from moe_optim.megatron.bridge import MoEOptimizerConfig
+    from moe_optim.megatron.expert_amax import synchronize_amax
     from moe_optim.recipes import Recipe, load_recipe
 
 __version__ = VERSION
@@ -39,6 +40,7 @@ __all__ = [
     "get_megatron_optimizer",
     "install",
     "load_recipe",
+    "synchronize_amax",
     "uninstall",
 ]
 
@@ -49,6 +51,7 @@ _LAZY = {
     "get_megatron_optimizer": "moe_optim.megatron",
     "install": "moe_optim.megatron",
     "load_recipe": "moe_optim.recipes",
+    "synchronize_amax": "moe_optim.megatron.expert_amax",
     "uninstall": "moe_optim.megatron",
 }
 

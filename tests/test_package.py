@@ -28,6 +28,7 @@ PUBLIC = {
     "get_megatron_optimizer",
     "install",
     "load_recipe",
+    "synchronize_amax",
     "uninstall",
 }
 

@@ -143,6 +143,9 @@ def _contents(folder: Path) -> dict[str, object]:
     load(tensors, storage_reader=FileSystemReader(folder), no_dist=True)
     manifests = {key: stored.read(key) for key in stored.object_keys() if "moe_optim" in key}
     assert manifests
+    for linear in ("linear_fc1", "linear_fc2"):  # never quantized bytes (B10)
+        weights = tensors[f"decoder.layers.mlp.experts.experts.{linear}.weight"]
+        assert weights.dtype == torch.bfloat16
     return {**tensors, **manifests}
 
 
