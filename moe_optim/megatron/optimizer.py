@@ -19,7 +19,7 @@ from moe_optim.megatron.bucket_storage import Event
 from moe_optim.megatron.buffer import GroupedParamAndGradBuffer
 from moe_optim.megatron.checkpointed_optimizer import CheckpointedOptimizer
 from moe_optim.megatron.gather import OwnedMaster
-from moe_optim.megatron.managed import is_managed
+from moe_optim.megatron.managed import is_managed, storage_of
 from moe_optim.megatron.master_values import model_values_for
 from moe_optim.megatron.nonfinite import check_masters
 from moe_optim.megatron.patching import apply_patches, patch_state, revert_patches
@@ -184,7 +184,19 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
             LayoutError: a parameter is not in it, or twice, or in another shape.
         """
         super()._copy_model_params_to_main_params(state_dict=state_dict)
+        if state_dict is None:
+            self._take_loaded_values()
         self.refresh_weights()
+
+    def _take_loaded_values(self) -> None:
+        """Make masters of the values that weights were loaded with, before these were quantized."""
+        for group in self._managed_groups:
+            for bucket in group.buckets:
+                for one in self.masters_of(bucket):
+                    loaded = storage_of(one.param).initial
+                    if loaded is not None:
+                        values = loaded.view(-1)[one.start : one.start + one.master.numel()]
+                        one.master.copy_(values)
 
     def _build_model_param_to_state_dict_param_map(
         self, state_dict: dict[str, Any]
@@ -232,6 +244,9 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
                 only=is_managed,
             )
         for group in self._managed_groups:
+            for param in group.params:
+                if isinstance(param, GroupedWeight):
+                    param.clear_high_precision_init_val()
             group.forget_masters()
             group.mark_stale(self)
             if group.all_owners_stepped():

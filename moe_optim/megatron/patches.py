@@ -1,6 +1,7 @@
 """The table of every name of Megatron that moe_optim rebinds, with the reason for each."""
 
 from moe_optim.megatron.patching import Patch, patch_state
+from moe_optim.megatron.script_patches import SCRIPT
 
 __all__ = [
     "ADAM",
@@ -189,5 +190,5 @@ CHECKPOINTS: tuple[Patch, ...] = (
 )
 """What lets an optimizer of this package see how a checkpoint was laid out."""
 
-PATCHES: tuple[Patch, ...] = (*ENTRY, *ADAM, *CPU, *EXPERTS, *OPTIMIZER, *CHECKPOINTS)
+PATCHES: tuple[Patch, ...] = (*ENTRY, *SCRIPT, *ADAM, *CPU, *EXPERTS, *OPTIMIZER, *CHECKPOINTS)
 """Every name of Megatron that this package rebinds, in the order in which it does."""

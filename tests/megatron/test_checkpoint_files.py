@@ -219,6 +219,38 @@ def test_weights_come_from_masters_after_a_load_and_not_from_weights(format: str
     assert ours == 0
 
 
+def _load_weights_alone(folder: Path) -> tuple[int, int]:
+    """Load the weights of a bf16 run into quantized experts, without its optimizer state."""
+    from megatron.core import dist_checkpointing
+
+    source = Journey(GROUPED.but(format="bf16"))
+    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+    for _, _, states in _owned(source.fill()):
+        states["param"].copy_(torch.randn(states["param"].shape, generator=generator))
+    source._write_weights()
+    source.save(folder, RESHARDABLE)
+    weights = {name: p.detach().clone() for name, p in source.model.named_parameters()}
+    journey = Journey(GROUPED.but(format="mxfp8")).scramble()
+    metadata = {"dp_cp_group": journey.groups.dp_cp}
+    state = {"model": journey.model.sharded_state_dict(metadata=metadata)}
+    journey.model.load_state_dict(dist_checkpointing.load(state, str(folder))["model"])
+    journey.optimizer.reload_model_params()
+    names = {param: name for name, param in journey.model.named_parameters()}
+    wrong = kept = 0
+    for param, start, states in _owned(journey):
+        want = weights[names[param]].float().view(-1)
+        got = states["param"].view(-1)
+        wrong += int((got != want[start : start + got.numel()]).sum())
+        kept += getattr(getattr(param, "quantized_storage", None), "initial", None) is not None
+    return wrong, kept
+
+
+def test_masters_of_loaded_weights_are_not_quantized_first(tmp_path: Path):
+    """Weights alone, of a bf16 checkpoint, into quantized experts: masters are the checkpoint's
+    values and not what quantizing left of them; nothing is kept longer than that takes."""
+    assert run_ranks(2, _load_weights_alone, tmp_path / "bf16") == [(0, 0), (0, 0)]
+
+
 @pytest.mark.parametrize("ranks", [1])
 def test_states_of_no_interest_pass_as_they_are(ranks: int, tmp_path: Path):
     """Without anything of this package in it, a state is saved and loaded by Megatron alone."""
