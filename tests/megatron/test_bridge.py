@@ -3,7 +3,7 @@
 The contract was read in its sources (commit 51885cf of 2026-08-19, which builds on megatron-core
 0.19): ``training/config.py`` (finalize), ``training/setup.py`` (the order), ``training/optim.py``
 (provide), ``training/checkpointing.py`` and ``training/utils/omegaconf_utils.py`` (overrides). The
-package itself needs Transformer Engine, and is not imported here.
+package itself needs Transformer Engine: see ``test_bridge_package.py``.
 """
 
 import dataclasses
