@@ -5,7 +5,6 @@ compare. A torch_dist checkpoint holds many of them in one file, one behind the 
 """
 
 import hashlib
-import io
 import struct
 import zipfile
 from math import prod
@@ -15,43 +14,6 @@ BLOCK_BYTES = 4 * 2**20
 """How much is read at once: the memory that checking takes."""
 
 _DIRECTORY = 0x10  # bit of MS-DOS; of such a record torch's reader fills in nothing, and succeeds
-
-
-class FileRange(io.RawIOBase):
-    """A read-only view of ``length`` bytes of an open file from ``start``, seekable."""
-
-    def __init__(self, file: IO[bytes], start: int, length: int) -> None:
-        self._file, self._start, self._length, self._position = file, start, length, 0
-
-    def readable(self) -> bool:
-        """Return True."""
-        return True
-
-    def seekable(self) -> bool:
-        """Return True."""
-        return True
-
-    def tell(self) -> int:
-        """Return the position within the range."""
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move within the range, and return the new position."""
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
-        if base + offset < 0:
-            raise ValueError(f"a position before the range: {base + offset}")
-        self._position = base + offset
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        """Fill ``buffer`` as far as the range goes, and return the number of bytes."""
-        view = memoryview(buffer).cast("B")
-        count = max(0, min(len(view), self._length - self._position))
-        self._file.seek(self._start + self._position)
-        content = self._file.read(count)
-        view[: len(content)] = content
-        self._position += len(content)
-        return len(content)
 
 
 def table_defect(stream: IO[bytes]) -> str | None:

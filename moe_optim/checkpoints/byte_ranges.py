@@ -1,13 +1,13 @@
 """A range of an open file, read as if it were a file of its own."""
 
 import io
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 
 class FileRange(io.RawIOBase):
     """A seekable view of ``length`` bytes from ``start``; fills buffers without a copy between."""
 
-    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
+    def __init__(self, file: IO[bytes], start: int, length: int) -> None:
         self._file, self._start, self._length, self._position = file, start, length, 0
 
     def readable(self) -> bool:
@@ -23,9 +23,15 @@ class FileRange(io.RawIOBase):
         return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move within the range, and return the new position."""
+        """Move within the range, and return the new position.
+
+        Raises:
+            ValueError: it would lie before the range.
+        """
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
-        self._position = max(base + offset, 0)
+        if base + offset < 0:
+            raise ValueError(f"a position before the range: {base + offset}")
+        self._position = base + offset
         return self._position
 
     def readinto(self, buffer: Any) -> int:

@@ -19,13 +19,13 @@ from moe_optim.checkpoints.torch_dist import (
     COMMON_FILE,
     COMMON_STATE,
     INTERLEAVE_ARG,
-    MANIFEST,
     MANIFEST_INTERLEAVE,
     OWN_STATE,
     TorchDistReader,
 )
 from moe_optim.checkpoints.torch_dist_writer import TorchDistWriter
 from moe_optim.errors import LayoutError
+from moe_optim.layout.state_manifest import MANIFEST
 
 Report = Callable[[int], None]
 """Takes how many bytes have been converted since the last call."""
@@ -143,7 +143,7 @@ def _interleave_key(plan: ConversionPlan, name: str, common_name: str | None) ->
         return None
     if name == common_name:
         return INTERLEAVE_ARG
-    return MANIFEST_INTERLEAVE if MANIFEST in name else None
+    return MANIFEST_INTERLEAVE if f".{MANIFEST}." in name else None
 
 
 def _record_interleave(plan: ConversionPlan, content: bytes, key: str) -> bytes:

@@ -25,12 +25,12 @@ from pathlib import Path
 from typing import IO, cast
 
 from moe_optim.checkpoints.archives import (
-    FileRange,
     contents_defect,
     table_defect,
     table_digest,
     tensor_defect,
 )
+from moe_optim.checkpoints.byte_ranges import FileRange
 from moe_optim.checkpoints.folders import iteration_folders, iteration_of
 from moe_optim.checkpoints.records import (
     MANIFEST,

@@ -25,8 +25,8 @@ CONFIG_FILE = "metadata.json"
 OWN_STATE = "moe_optim"
 """Key of the common state for what is recorded where Megatron's arguments are not known."""
 INTERLEAVE_ARG = "moe_mlp_glu_interleave_size"
-MANIFEST, MANIFEST_INTERLEAVE = ".moe_optim_manifest.", "glu_interleave"
-"""In names of the manifests of optimizer states, and what these call the same."""
+MANIFEST_INTERLEAVE = "glu_interleave"
+"""What the manifests of optimizer states call the same."""
 _BLOCK_BYTES = 8 * 2**20
 SIZES = {  # what a parallel size is called, and Megatron's argument
     "tensor": "tensor_model_parallel_size",
@@ -141,6 +141,16 @@ class TorchDistReader:
     def read_bytes(self, name: str) -> bytes:
         """Return the bytes of an object as they are stored."""
         return b"".join(self.blocks(self.blobs[name][0]))
+
+    def read_object(self, name: str) -> Any:
+        """Return an object, whatever it names of unknown classes made inert.
+
+        Raises:
+            StateError: its bytes are missing or damaged.
+        """
+        with self.opened(self.blobs[name][0]) as file:
+            (value,) = load_object(file)
+        return value
 
     @cached_property
     def common_key(self) -> str | None:

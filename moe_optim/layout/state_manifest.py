@@ -12,6 +12,8 @@ from typing import Any
 
 from moe_optim.errors import LayoutError
 
+MANIFEST = "moe_optim_manifest"
+"""What manifests are called in states, and part of the keys they are saved under."""
 VERSION = 1
 _LISTED = 8  # of the differences that an error names
 

@@ -14,12 +14,11 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.validation import StrictHandling
 
 from moe_optim.checkpoints.integrity import invalidate, require_intact, seal
-from moe_optim.checkpoints.stored_objects import StoredObjects
+from moe_optim.checkpoints.torch_dist import TorchDistReader
 from moe_optim.errors import ConfigError, LayoutError, NonFiniteError, PatchError, StateError
-from moe_optim.layout.state_manifest import StateManifest
+from moe_optim.layout.state_manifest import MANIFEST, StateManifest
 from moe_optim.megatron.expert_amax import OptionalShardedTensor
 from moe_optim.megatron.optimizer_state import (
-    MANIFEST,
     ManifestRequest,
     require_same_interleave,
 )
@@ -174,19 +173,19 @@ def _drop_absent(state: Any, present: set[str]) -> None:
 
 def _resolve(sharded_state_dict: Any, checkpoint: Path) -> None:
     """Replace every request for a manifest by requests for what the checkpoint holds."""
-    stored = StoredObjects.of(checkpoint)
-    _drop_absent(sharded_state_dict, set(stored.tensor_keys()))
-    manifests = [key for key in stored.object_keys() if f".{MANIFEST}." in key]
+    stored = TorchDistReader(checkpoint)
+    _drop_absent(sharded_state_dict, set(stored.tensors))
+    manifests = [key for key in stored.objects if f".{MANIFEST}." in key]
     for state in list(_holders_of_manifests(sharded_state_dict)):
         request = state.pop(MANIFEST)
         for key in manifests[:1]:  # all say the same of this
-            saved = StateManifest.from_dict(stored.read(key), key)
+            saved = StateManifest.from_dict(stored.read_object(key), key)
             require_same_interleave(request.optimizer, saved, str(checkpoint))
         if not request.is_flat:
             continue
         found = None
         if own := _find_key(manifests, request, checkpoint):
-            found = own, StateManifest.from_dict(stored.read(own), own)
+            found = own, StateManifest.from_dict(stored.read_object(own), own)
         request.optimizer.request_flat_states(state, found, str(checkpoint))
 
 

@@ -8,14 +8,13 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from moe_optim.errors import ConfigError
-from moe_optim.layout.state_manifest import StateManifest
+from moe_optim.layout.state_manifest import MANIFEST, StateManifest
 from moe_optim.megatron import patches
 from moe_optim.megatron.checkpoint_files import agree
 from moe_optim.megatron.legacy_states import rearranged_states
 from moe_optim.megatron.member_entries import with_members
 from moe_optim.megatron.nonfinite import check_masters
 from moe_optim.megatron.optimizer_state import (
-    MANIFEST,
     flat_states_to_load,
     flat_states_to_save,
     load_flat_states,

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moe_optim.errors import LayoutError
 from moe_optim.layout.state_manifest import (
+    MANIFEST,
     BucketPlaces,
     BufferPlaces,
     CrossReader,
@@ -23,8 +24,6 @@ from moe_optim.layout.state_manifest import (
     StateManifest,
 )
 from moe_optim.version import VERSION
-
-MANIFEST = "moe_optim_manifest"
 
 
 @dataclass

@@ -128,20 +128,11 @@ def _load_and_save(station: Station, source: Path, target: Path, sharding: str) 
 
 def _contents(folder: Path) -> dict[str, object]:
     """Return every tensor of a checkpoint whole, and the objects that are ours."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-    from torch.distributed.checkpoint.state_dict_loader import load
+    from moe_optim.checkpoints.torch_dist import TorchDistReader
 
-    from moe_optim.checkpoints.stored_objects import StoredObjects
-
-    stored = StoredObjects.of(folder)
-    tensors = {
-        key: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for key, entry in stored.metadata.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    load(tensors, storage_reader=FileSystemReader(folder), no_dist=True)
-    manifests = {key: stored.read(key) for key in stored.object_keys() if "moe_optim" in key}
+    stored = TorchDistReader(folder)
+    tensors = {key: stored.read(key) for key in stored.tensors}
+    manifests = {key: stored.read_object(key) for key in stored.objects if "moe_optim" in key}
     assert manifests
     for linear in ("linear_fc1", "linear_fc2"):  # never quantized bytes (B10)
         weights = tensors[f"decoder.layers.mlp.experts.experts.{linear}.weight"]
