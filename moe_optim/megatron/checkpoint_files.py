@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.validation import StrictHandling
 
 from moe_optim.checkpoints.integrity import invalidate, require_intact, seal
@@ -45,8 +46,8 @@ def save(  # noqa: PLR0913  # Megatron's
     A checkpoint that is written over counts as incomplete until the new one is whole. When it is,
     a seal is written with checksums of it.
     """
-    is_ours = any(True for _ in _holders_of_manifests(sharded_state_dict))
     folder = Path(checkpoint_dir)
+    is_ours = _is_local(checkpoint_dir) and any(_holders_of_manifests(sharded_state_dict))
     if is_ours:
         _on_first_rank(lambda: invalidate(folder))
     request = _stock_save(
@@ -65,6 +66,20 @@ def save(  # noqa: PLR0913  # Megatron's
     elif is_ours:
         request.finalize_fns.append(lambda: _on_first_rank(lambda: seal(folder)))
     return request
+
+
+def _is_local(checkpoint_dir: str | Path) -> bool:
+    """Return whether files can be looked at; ``msc://`` and the like are Megatron's to read."""
+    return "://" not in str(checkpoint_dir)
+
+
+def _ask_plainly(sharded_state_dict: Any) -> None:
+    """Have Megatron load manifests as any object; they are compared when states are loaded."""
+    for state in list(_holders_of_manifests(sharded_state_dict)):
+        request = state[MANIFEST]
+        state[MANIFEST] = ShardedObject(
+            request.key, None, request.global_shape, request.global_offset, request.replica_id
+        )
 
 
 def _on_first_rank(act: Callable[[], None]) -> None:
@@ -87,7 +102,9 @@ def load(  # noqa: PLR0913  # Megatron's
         LayoutError: flat optimizer states of other experts, or of experts in an unknown order; or
             another interleaving of gate and up.
     """
-    if installed_config() is not None or any(_holders_of_manifests(sharded_state_dict)):
+    if not _is_local(checkpoint_dir):
+        _ask_plainly(sharded_state_dict)
+    elif installed_config() is not None or any(_holders_of_manifests(sharded_state_dict)):
         folder = Path(checkpoint_dir)
         agree(lambda: _check(folder, process_group), process_group)
         agree(lambda: _resolve(sharded_state_dict, folder), process_group)
@@ -108,7 +125,7 @@ def load_common_state_dict(checkpoint_dir: str | Path) -> Any:
     Raises:
         StateError: a file of the checkpoint is missing or damaged; all of them are named.
     """
-    if installed_config() is None:
+    if installed_config() is None or not _is_local(checkpoint_dir):
         return _stock_load_common_state_dict(checkpoint_dir)
     require_intact(Path(checkpoint_dir), thorough=False)
     try:

@@ -251,6 +251,28 @@ def test_masters_of_loaded_weights_are_not_quantized_first(tmp_path: Path):
     assert run_ranks(2, _load_weights_alone, tmp_path / "bf16") == [(0, 0), (0, 0)]
 
 
+def _load_elsewhere(folder: Path) -> str:
+    """Load as from a storage that only Megatron can read: in the same layout, and in the other."""
+    from moe_optim.megatron import checkpoint_files
+
+    checkpoint_files._is_local = lambda _: False
+    Journey(GROUPED).fill().save(folder, "dp_reshardable")
+    assert not (folder / SEAL).exists()
+    assert Journey(GROUPED).scramble().load(folder).check()
+    try:
+        Journey(INDEXED).scramble().load(folder)
+    except LayoutError as error:
+        return str(error)
+    return "loaded"
+
+
+def test_flat_states_that_only_megatron_can_read_are_compared_when_they_are_loaded(tmp_path: Path):
+    """Manifests of a remote checkpoint cannot be read before: the same order loads, another one is
+    refused."""
+    for said in run_ranks(2, _load_elsewhere, tmp_path / "remote"):
+        assert "expected experts where this model has them" in said
+
+
 @pytest.mark.parametrize("ranks", [1])
 def test_states_of_no_interest_pass_as_they_are(ranks: int, tmp_path: Path):
     """Without anything of this package in it, a state is saved and loaded by Megatron alone."""
