@@ -27,7 +27,7 @@ def _travel(stations: Sequence[Station], folder: Path, sharding: str) -> list[in
     return counts
 
 
-EXTENDED = {"formats", "biases", "expert parallel, flat"}
+EXTENDED = {"formats", "biases", "expert tensor parallel", "expert parallel, flat"}
 """Journeys that show what others show, at further settings."""
 
 

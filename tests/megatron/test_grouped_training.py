@@ -33,7 +33,7 @@ def _train(flags: list[str], config: MoEOptimConfig) -> Record:
     ("ranks", "parallel"),
     [(1, []), (2, []), (2, ["--expert-model-parallel-size", "2"]),
      pytest.param(4, ["--expert-model-parallel-size", "2"], marks=pytest.mark.extended),
-     (4, ["--expert-model-parallel-size", "4"]),
+     pytest.param(4, ["--expert-model-parallel-size", "4"], marks=pytest.mark.extended),
      pytest.param(4, [], marks=pytest.mark.extended)],
     ids=["dp1", "dp2", "ep2 edp1", "ep2 edp2", "ep4 edp1", "dp4"],
 )  # fmt: skip
@@ -117,7 +117,13 @@ def test_wgrad_through_autograd_equals_fused():
         assert_same_run(unfused, fused, what="unfused")
 
 
-@pytest.mark.parametrize("overlap", [[], OVERLAP], ids=["no overlap", "overlap"])
+@pytest.mark.parametrize(
+    "overlap",
+    [
+        pytest.param([], id="no overlap", marks=pytest.mark.extended),
+        pytest.param(OVERLAP, id="overlap"),
+    ],
+)
 def test_train_eval_train_equals_train_only(overlap: list[str]):
     """Evaluating between steps leaves no trace in losses, masters, moments or weights."""
     flags = [*STEPS, *overlap]

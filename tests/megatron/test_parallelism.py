@@ -69,7 +69,7 @@ def assert_equals_stock(ranks: int, flags: list[str], config: MoEOptimConfig = B
     )  # after 2 and 4 steps, validation and test at the end
 
 
-@topologies("tp2", "pp2, 2 chunks", extended=("tp2 etp2", "tp2 ep2 edp2", "pp2", "2 instances"))
+@topologies("pp2, 2 chunks", extended=("tp2", "tp2 etp2", "tp2 ep2 edp2", "pp2", "2 instances"))
 def test_bf16_experts_train_as_under_megatrons_optimizer(ranks: int, parallel: list[str]):
     """Losses, masters, moments and weights of every rank and model chunk are the same to the bit,
     gathers overlapped and gradients clipped by a norm over all ranks."""
@@ -79,7 +79,7 @@ def test_bf16_experts_train_as_under_megatrons_optimizer(ranks: int, parallel: l
 @pytest.mark.parametrize(
     ("config", "reduced"),
     [
-        pytest.param(BF16, [], id="fused wgrad in fp32"),
+        pytest.param(BF16, [], id="fused wgrad in fp32", marks=pytest.mark.extended),
         pytest.param(BF16_UNFUSED, ["--grad-reduce-in-bf16"], id="wgrad by autograd in bf16"),
         pytest.param(
             BF16, ["--grad-reduce-in-bf16"], id="fused wgrad in bf16", marks=pytest.mark.extended
@@ -104,7 +104,7 @@ def _train_mxfp8(flags: list[str], config: MoEOptimConfig = MXFP8) -> Record:
     return pretrain(flags, config, observe=assert_weights_come_from_masters)
 
 
-@topologies("tp2 etp2", "pp2 tp2 ep2", extended=("tp2", "tp2 ep2", "pp2, 2 chunks", "2 instances"))
+@topologies("pp2 tp2 ep2", extended=("tp2", "tp2 etp2", "tp2 ep2", "pp2, 2 chunks", "2 instances"))
 def test_overlap_changes_nothing_and_weights_come_from_masters(ranks: int, parallel: list[str]):
     """In every model chunk of every rank, overlapped gathers give what gathers in the step give,
     which is the oracle's bytes of the masters."""
