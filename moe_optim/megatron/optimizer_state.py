@@ -4,7 +4,7 @@ Flat states (``dp_reshardable`` of torch_dist, and legacy files) hold buckets as
 With each goes a :class:`StateManifest`, by which a model reads them whose experts lie otherwise.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from zlib import crc32
@@ -12,6 +12,7 @@ from zlib import crc32
 import megatron.core
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.optimizer.param_layout import pad_param_start
 from torch import Tensor
 
 from moe_optim.errors import LayoutError
@@ -166,12 +167,39 @@ def _flat_states(optimizer: Any, param: torch.nn.Parameter) -> dict[str, Tensor]
     return {key: state.view(-1) for key, state in states.items() if key != "step"}
 
 
+def require_megatrons_offsets(manifest: StateManifest) -> None:
+    """Raise LayoutError if Megatron, which knows no manifest, would read flat states elsewhere."""
+    for buffer, bucket, place, expected in _misplaced(manifest):
+        raise LayoutError(
+            f"{place.name}: expected element {expected} of bucket {bucket} in buffer {buffer}, "
+            f"where Megatron lays it, got {place.start}: without this package its states would be "
+            "read as another parameter's. Save fully reshardable "
+            "(--dist-ckpt-optim-fully-reshardable)."
+        )
+
+
+def _misplaced(manifest: StateManifest) -> Iterator[tuple[int, int, ParameterPlace, int]]:
+    """Yield buffer, bucket, place and Megatron's start of what does not lie side by side."""
+    for buffer_id, buffer in enumerate(manifest.buffers):
+        for bucket_id, bucket in enumerate(buffer.buckets):
+            expected = 0
+            for place in bucket.parameters:
+                expected = pad_param_start(expected)
+                if place.start != expected:
+                    yield buffer_id, bucket_id, place, expected
+                expected += place.numel
+
+
 def flat_states_to_save(optimizer: Any) -> dict[Any, Any]:
     """Return this rank's part of ``dp_reshardable`` states. No rank communicates.
 
     Keys, shapes and offsets are Megatron's, which refuses to save a bucket of which some rank owns
     nothing but padding.
+
+    Raises:
+        LayoutError: parameters lie elsewhere than Megatron would have them.
     """
+    require_megatrons_offsets(manifest_of(optimizer))
     state: dict[Any, Any] = {}
     group_key = _group_key(optimizer)
     instance = optimizer.distributed_optimizer_instance_id
