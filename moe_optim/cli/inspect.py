@@ -138,6 +138,8 @@ def _print(report: Report) -> None:
     console = Console(markup=False, highlight=False, emoji=False)
     console.print(report["path"], style="bold", soft_wrap=True)
     facts = Table(box=None, show_header=False, padding=(0, 1, 0, 0), pad_edge=False)
+    facts.add_column(no_wrap=True)
+    facts.add_column(overflow="fold")  # a key that is cut off cannot be looked for
     for name, said in _facts(report):
         style = "red" if name == "whole" and report["defects"] else None
         facts.add_row(name, said, style=style)

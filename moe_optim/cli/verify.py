@@ -75,9 +75,10 @@ def _print(found: "Comparison") -> None:
     console.print(_table(found.differences[:SHOWN]))
     if len(found.differences) > SHOWN:
         console.print(f"and {len(found.differences) - SHOWN:,} more: --json lists all")
+    count = len(found.differences)
+    many = "s" * (count > 1)
     console.print(
-        f"not equal: {len(found.differences):,} differences in {found.tensors:,} tensors, {size}",
-        style="red",
+        f"not equal: {count:,} difference{many} in {found.tensors:,} tensors, {size}", style="red"
     )
 
 

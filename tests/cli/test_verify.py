@@ -59,7 +59,7 @@ def test_a_flipped_bit_is_shown_with_its_expert_and_exits_with_1(verify, source,
     assert code == 1
     elements = 2 * FFN * HIDDEN
     assert re.search(rf"experts.linear_fc1\S* +3 +1 of {elements} +\[1, 4\]", out), out
-    assert f"not equal: 1 differences in {WEIGHTS} tensors" in out
+    assert f"not equal: 1 difference in {WEIGHTS} tensors" in out
 
 
 def test_json_lists_every_difference(verify, source, tmp_path):
