@@ -199,7 +199,8 @@ def flat_states_to_save(optimizer: Any) -> dict[Any, Any]:
     Raises:
         LayoutError: parameters lie elsewhere than Megatron would have them.
     """
-    require_megatrons_offsets(manifest_of(optimizer))
+    manifest = manifest_of(optimizer)
+    require_megatrons_offsets(manifest)
     state: dict[Any, Any] = {}
     group_key = _group_key(optimizer)
     instance = optimizer.distributed_optimizer_instance_id
@@ -208,7 +209,6 @@ def flat_states_to_save(optimizer: Any) -> dict[Any, Any]:
         state[name] = ShardedObject(
             f"{group_key}.{name}", getattr(optimizer, name), (1,), (0,), (instance, 0, rank)
         )
-    manifest = manifest_of(optimizer)
     owned = owned_ranges(optimizer)
     for buffer, places in enumerate(manifest.buffers):
         (dtype,) = optimizer.gbuf_ranges[buffer]
