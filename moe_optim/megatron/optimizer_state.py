@@ -29,7 +29,7 @@ from moe_optim.version import VERSION
 
 @dataclass
 class ManifestRequest(ShardedObject):
-    """The place of a manifest in a state to load, until ``checkpoint_load`` has looked for it.
+    """The place of a manifest in a state to load, until ``checkpoint_files`` has looked for it.
 
     It passes through Megatron, which may put the number of the optimizer in front of its key.
     """

@@ -114,9 +114,11 @@ class TransformerEngineStorage:
         """
         if self.pointers() == self._pointers:
             return False
-        if self._param._rowwise_data is None or (
-            self.is_bound and self._param._rowwise_data.data_ptr() != self._pointers[0]
-        ):
+        travels = (
+            [0] if self.format.is_2d else [0, 2]
+        )  # of pointers: data that is gathered in place
+        now = self.pointers()
+        if not now[0] or (self.is_bound and any(now[i] != self._pointers[i] for i in travels)):
             raise StateError(
                 f"{self.name}: expected the data that its bucket gathers into, got another tensor. "
                 "Something replaced the data of the weight; write into it with copy_() instead."

@@ -98,6 +98,17 @@ def test_a_copy_that_moved_is_taken_over_and_gathered_data_that_moved_is_refused
         storage.has_moved()
 
 
+def test_gathered_columnwise_data_that_moved_is_refused():
+    """In 1-D blocks both copies travel, and the gather would fill memory that nobody reads."""
+    weight = MXFP8Tensor(MXFP8, wide_range_weights(64, 64, seed=1))
+    storage = TransformerEngineStorage(weight, MXFP8)
+    names = ("rowwise_data", "columnwise_data")
+    storage.bind({name: torch.empty(1, 64, 64, dtype=torch.uint8) for name in names})
+    weight._columnwise_data = weight._columnwise_data.clone()
+    with pytest.raises(StateError, match="expected the data that its bucket gathers into"):
+        storage.has_moved()
+
+
 def test_layouts_that_are_not_known_are_refused():
     swizzled = MXFP8Tensor(MXFP8, wide_range_weights(64, 64, seed=1))
     swizzled._with_gemm_swizzled_scales = True
