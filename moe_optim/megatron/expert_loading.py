@@ -11,11 +11,9 @@ from moe_optim.errors import LayoutError
 from moe_optim.layout.key_conversion import convert_expert_set
 from moe_optim.layout.key_finding import expert_remainders, raise_faults, survey_expert_sets
 from moe_optim.layout.key_layouts import ExpertSet, KeyPattern, get_layout, is_extra_state
+from moe_optim.megatron.parameter_names import unwrapped_name
 from moe_optim.modules.grouped_linear import GroupedLinear
 from moe_optim.modules.grouped_weight import GroupedWeight
-
-_WRAPPERS = {"module", "_orig_mod"}
-"""Components that DDP, Float16Module and torch.compile put into the names of what they wrap."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -286,11 +284,6 @@ def _portable_experts(model_chunk: torch.nn.Module) -> Iterator[tuple[str, torch
     for name, module in model_chunk.named_modules():
         if isinstance(getattr(module, "linear_fc1", None), GroupedLinear):
             yield f"{name}." if name else "", module
-
-
-def unwrapped_name(name: str) -> str:
-    """Return a name without the components that wrappers put into it, wherever they stand."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def _split_key(key: str, prefixes: Mapping[str, Any]) -> tuple[str | None, str]:

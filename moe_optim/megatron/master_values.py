@@ -8,7 +8,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from moe_optim.errors import LayoutError
-from moe_optim.megatron.expert_loading import expert_values_for_chunks, unwrapped_name
+from moe_optim.megatron.expert_loading import expert_values_for_chunks
+from moe_optim.megatron.parameter_names import unwrapped_name
 
 _MOST_LISTED = 8
 

@@ -9,7 +9,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from torch import Tensor
 
-from moe_optim.megatron.optimizer_state import bare_name
+from moe_optim.megatron.parameter_names import parameter_names, unwrapped_name
 
 
 def with_members(optimizer: Any, model_sharded_state_dict: Any) -> Any:
@@ -20,16 +20,15 @@ def with_members(optimizer: Any, model_sharded_state_dict: Any) -> Any:
     which becomes its experts' entries when it is saved or loaded.
     """
     entries = extract_sharded_tensors_and_factories(model_sharded_state_dict)[0]
-    by_name = dict(_named_leaves(entries))
+    by_name = {unwrapped_name(name): entry for name, entry in _named_leaves(entries)}
     present = {id(entry.data) for entry in by_name.values()}
     added: dict[str, ShardedTensorFactory] = {}
-    for chunk in optimizer.model_chunks:
-        for name, param in chunk.named_parameters():
-            if id(param) in present or param not in optimizer.model_param_gbuf_map:
-                continue
-            members = [by_name.get(f"{bare_name(name)}{index}") for index in range(len(param))]
-            if all(member is not None for member in members):
-                added[f"{bare_name(name)} of all experts"] = _of_all_members(param, members)
+    for param, name in parameter_names(optimizer.model_chunks).items():
+        if id(param) in present or param not in optimizer.model_param_gbuf_map:
+            continue
+        members = [by_name.get(f"{name}{index}") for index in range(len(param))]
+        if all(member is not None for member in members):
+            added[f"{name} of all experts"] = _of_all_members(param, members)
     if not added:
         return model_sharded_state_dict
     return {"model": model_sharded_state_dict, "members": added}

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moe_optim.errors import NonFiniteError
 from moe_optim.megatron.chained_states import states_by_part
+from moe_optim.megatron.parameter_names import parameter_names
 from moe_optim.megatron.plugin import config_in_force
 
 logger = logging.getLogger(__name__)
@@ -73,9 +74,7 @@ class GroupedChainedOptimizer(ChainedOptimizer):
         return "; ".join(line for of_rank in gathered for line in of_rank)
 
     def _find_culprits(self) -> Iterator[str]:
-        names = {
-            param: name for chunk in self.model_chunks for name, param in chunk.named_parameters()
-        }
+        names = parameter_names(self.model_chunks)
         for part in self.chained_optimizers:
             for params in (*part.model_float16_groups, *part.model_fp32_groups):
                 for param in params:
@@ -83,8 +82,7 @@ class GroupedChainedOptimizer(ChainedOptimizer):
                     shard = param.main_grad.view(-1)[owned.start : owned.end]
                     bad = (~shard.isfinite()).nonzero().view(-1) + owned.start
                     if len(bad):
-                        name = names[param].replace("module.", "")
-                        yield describe_elements(name, param, bad, "gradient")
+                        yield describe_elements(names[param], param, bad, "gradient")
 
 
 def check_masters(
@@ -99,9 +97,7 @@ def check_masters(
         remedy: what has not happened, and what to do.
         only: says of a parameter whether its master is looked at.
     """
-    names = {
-        param: name for chunk in optimizer.model_chunks for name, param in chunk.named_parameters()
-    }
+    names = parameter_names(optimizer.model_chunks)
     held = (
         (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
         (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
@@ -114,8 +110,7 @@ def check_masters(
             start = optimizer._get_model_param_range_map(param)["param"].start
             bad = (~master.isfinite()).nonzero().view(-1) + start
             if len(bad):
-                name = names[param].replace("module.", "")
-                found.append(describe_elements(name, param, bad, "master"))
+                found.append(describe_elements(names[param], param, bad, "master"))
     group = optimizer.data_parallel_group
     everywhere: list[list[str]] = [[] for _ in range(group.size())]
     dist.all_gather_object(everywhere, found[:MOST_NAMED], group=group)

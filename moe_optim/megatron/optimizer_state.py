@@ -24,6 +24,7 @@ from moe_optim.layout.state_manifest import (
     ParameterPlace,
     StateManifest,
 )
+from moe_optim.megatron.parameter_names import parameter_names
 from moe_optim.version import VERSION
 
 
@@ -41,11 +42,7 @@ class ManifestRequest(ShardedObject):
 
 def manifest_of(optimizer: Any) -> StateManifest:
     """Return where every parameter lies in the states of a distributed optimizer."""
-    names = {
-        param: bare_name(name)
-        for chunk in optimizer.model_chunks
-        for name, param in chunk.named_parameters()
-    }
+    names = parameter_names(optimizer.model_chunks)
     prefixes = _chunk_prefixes(optimizer.model_chunks)
     buffers = []
     for index, ranges in enumerate(optimizer.gbuf_ranges):
@@ -79,11 +76,6 @@ def manifest_of(optimizer: Any) -> StateManifest:
         glu_interleave=config.moe_mlp_glu_interleave_size,
         versions=versions,
     )
-
-
-def bare_name(name: str) -> str:
-    """Return the name of a parameter without those of the modules that wrap its model."""
-    return ".".join(part for part in name.split(".") if part != "module")
 
 
 def _chunk_prefixes(chunks: Iterable[Any]) -> dict[torch.nn.Parameter, str]:

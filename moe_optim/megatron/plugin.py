@@ -1,6 +1,7 @@
 """Switches the plug-in on and off for this process."""
 
 import logging
+from collections.abc import Iterable
 
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import StateError
@@ -26,16 +27,21 @@ def install(config: MoEOptimConfig | None = None) -> None:
         StateError: another configuration is installed already.
         PatchError: Megatron is not the version this package was written for; nothing was changed.
     """
-    global _active
     wanted = config or MoEOptimConfig()
-    if _active is not None and _active != wanted:
-        raise StateError(
-            f"install: expected the configuration that is installed, {_active}, got {wanted}. "
-            "Call moe_optim.uninstall() first."
-        )
-    apply_patches((*patches.ADAM, *patches.EXPERTS, *patches.OPTIMIZER), _HOLDER)
-    _active = wanted
+    _require_no_other(wanted, "install", "Call moe_optim.uninstall() first.")
+    _activate(wanted, (*patches.ADAM, *patches.EXPERTS, *patches.OPTIMIZER))
     logger.info("moe_optim: %s", wanted)
+
+
+def install_in_patched_tree(config: MoEOptimConfig) -> None:
+    """Install in a tree that asks for this package's classes by itself: only Adam is rebound.
+
+    Raises:
+        StateError: another configuration is installed already.
+    """
+    remedy = "Give the same flags, or drop the call of moe_optim.install()."
+    _require_no_other(config, "--use-moe-grouped-optim", remedy)
+    _activate(config, patches.ADAM)
 
 
 def install_experts(config: MoEOptimConfig) -> None:
@@ -43,9 +49,7 @@ def install_experts(config: MoEOptimConfig) -> None:
 
     For comparisons with the stock optimizer on the same experts, which must then be bf16.
     """
-    global _active
-    apply_patches((*patches.ADAM, *patches.EXPERTS), _HOLDER)
-    _active = config
+    _activate(config, (*patches.ADAM, *patches.EXPERTS))
 
 
 def uninstall() -> None:
@@ -53,6 +57,20 @@ def uninstall() -> None:
     global _active
     revert_patches((*patches.OPTIMIZER, *patches.EXPERTS, *patches.ADAM), _HOLDER)
     _active = None
+
+
+def _require_no_other(wanted: MoEOptimConfig, where: str, remedy: str) -> None:
+    if _active not in (None, wanted):
+        raise StateError(
+            f"{where}: expected the configuration that is installed, {_active}, got {wanted}. "
+            f"{remedy}"
+        )
+
+
+def _activate(config: MoEOptimConfig, needed: Iterable[patches.Patch]) -> None:
+    global _active
+    apply_patches(needed, _HOLDER)
+    _active = config
 
 
 def installed_config() -> MoEOptimConfig | None:

@@ -10,10 +10,10 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 from typing import Any
 
-from moe_optim.errors import StateError
-from moe_optim.megatron import patches, plugin
+from moe_optim.config import MoEOptimConfig
+from moe_optim.megatron import patches
 from moe_optim.megatron.arguments import add_moe_optim_arguments, request_from_argv
-from moe_optim.megatron.patching import apply_patches
+from moe_optim.megatron.plugin import install_in_patched_tree
 
 HOOK = "megatron.core.moe_optim_hook"
 """The module that the diffs add to Megatron."""
@@ -33,15 +33,7 @@ def switch_on(parser: ArgumentParser, argv: Sequence[str]) -> ArgumentParser:
         ConfigError: flags of the plug-in are wrong.
         StateError: another configuration is installed already.
     """
-    config = request_from_argv(argv)
-    installed = plugin.installed_config()
-    if installed not in (None, config):
-        raise StateError(
-            f"--use-moe-grouped-optim: expected the configuration that is installed, {installed}, "
-            f"got {config}. Give the same flags, or drop the call of moe_optim.install()."
-        )
-    apply_patches(patches.ADAM, "patched tree")
-    plugin._active = config
+    install_in_patched_tree(request_from_argv(argv) or MoEOptimConfig())
     hook: Any = importlib.import_module(HOOK)
     hook.replacement_of = replacement_of
     return add_moe_optim_arguments(parser)
