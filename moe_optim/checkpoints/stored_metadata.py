@@ -1,7 +1,8 @@
 """What ``.metadata`` of a torch_dist checkpoint says, and whether that fits together.
 
 ``.metadata`` is a pickle without a checksum. It is read into plain records that stand for the
-classes it names: no code of theirs runs, and torch is not imported.
+classes it names: no code of theirs runs, and torch is not imported. What names anything else is
+refused, where ``pickles`` makes an inert object of it: a common state may hold what its run likes.
 """
 
 import io

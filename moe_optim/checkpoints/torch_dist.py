@@ -61,7 +61,7 @@ class TorchDistReader:
             blobs[blob.key].append(blob)
         self.blobs: Mapping[str, list[Blob]] = blobs
         self.tensors = {
-            name: _tensor_info(of_key)
+            name: _tensor_info(path, of_key)
             for name, of_key in blobs.items()
             if of_key[0].offset is not None
         }
@@ -193,11 +193,18 @@ class TorchDistReader:
         )
 
 
-def _tensor_info(blobs: list[Blob]) -> TensorInfo:
+def _tensor_info(path: Path, blobs: list[Blob]) -> TensorInfo:
     """Return what a tensor is of which these pieces cover every element once."""
     corners = [[a + n for a, n in zip(blob_start(b), b.shape, strict=True)] for b in blobs]
     shape = tuple(max(ends) for ends in zip(*corners, strict=True))
-    return TensorInfo(shape, getattr(torch, blobs[0].dtype.removeprefix("torch.")))
+    name = blobs[0].dtype
+    dtype = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise StateError(
+            f"{path / METADATA}: {blobs[0].key}: expected a dtype of torch, got {name!r}. "
+            "The file is damaged: take another checkpoint."
+        )
+    return TensorInfo(shape, dtype)
 
 
 def blob_start(blob: Blob) -> tuple[int, ...]:

@@ -118,12 +118,18 @@ def overwrite(folder):
     path.write_bytes(b"\0" * path.stat().st_size)
 
 
+def misspell_dtype(folder):
+    path = folder / ".metadata"
+    path.write_bytes(path.read_bytes().replace(b"bfloat16", b"bfloau16"))
+
+
 DAMAGE = {
     "__0_0.distcp: .* The file is cut off": cut("__0_0.distcp"),
     "__0_0.distcp: expected a file with .*, got none": remove("__0_0.distcp"),
     "__0_0.distcp: .* got .* The file is cut off or damaged": overwrite,
     ".metadata is cut off": cut(".metadata"),
     ".metadata: expected what lies where .*, got no such file": remove(".metadata"),
+    ".metadata: .* expected a dtype of torch, got 'torch.bfloau16'": misspell_dtype,
     "metadata.json: expected JSON": cut("metadata.json"),
     "metadata.json: .* Saving was not finished": remove("metadata.json"),
 }
