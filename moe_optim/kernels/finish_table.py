@@ -11,8 +11,6 @@ from moe_optim.kernels.bound_kernel import BoundKernel
 from moe_optim.kernels.table_entry import TableEntry
 from moe_optim.kernels.tuning import SCALE_TILES, TRANSPOSE, TransposeTile
 
-COPY_FIELDS = 8
-"""Columns of :attr:`FinishTable.copies`."""
 _ONE_LINE = 1 | 1 << 16
 
 

@@ -221,10 +221,6 @@ def test_what_has_no_experts_is_returned_as_it_is():
 # Refusing
 
 
-def _with(state, **changes):
-    return {**state, **{PREFIX + key: value for key, value in changes.items()}}
-
-
 REFUSED = {
     "biases into a layout without": (
         lambda: make_state(make_experts(2, 2, 3, bias=True), "grouped"),
