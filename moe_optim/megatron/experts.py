@@ -86,6 +86,9 @@ class GroupedExperts(MegatronModule):
             expert_layout=moe_optim_config.expert_layout,
             bias=config.add_bias_linear,
             fuse_wgrad_accumulation=moe_optim_config.fuse_wgrad_accumulation,
+            delay_wgrad=(
+                config.delay_wgrad_compute or config.overlap_dispatch_backward_with_experts_wgrad
+            ),
             record_amax=moe_optim_config.record_amax,
             device=device,
         )
@@ -167,7 +170,13 @@ class GroupedExperts(MegatronModule):
         return (gated * probs).to(gated.dtype)
 
     def backward_dw(self) -> None:
-        """Do nothing: weight gradients are computed in the backward pass itself."""
+        """Compute the weight gradients that the oldest backward pass left, if it left any.
+
+        With ``delay_wgrad_compute`` or ``overlap_dispatch_backward_with_experts_wgrad`` it leaves
+        both, and Megatron's schedule calls this once for each. Biases are never delayed.
+        """
+        self.linear_fc2.backward_dw()
+        self.linear_fc1.backward_dw()
 
     def sharded_state_dict(
         self,
@@ -272,10 +281,6 @@ def _refuse_unsupported(config: TransformerConfig, pg_collection: Any) -> None:
         "--use-cpu-initialization": config.use_cpu_initialization,
         "a --params-dtype other than bf16 (give --bf16)": config.params_dtype != torch.bfloat16,
         "--fp8-format or --fp4-format": bool(config.fp8 or config.fp4),
-        "--delay-wgrad-compute or --overlap-dispatch-backward-with-experts-wgrad (weight gradients "
-        "come with those of the tokens, in one backward pass)": (
-            config.delay_wgrad_compute or config.overlap_dispatch_backward_with_experts_wgrad
-        ),
         "--cuda-graph-impl over experts (a replay skips what finds stale weights or renews copies; "
         "give --cuda-graph-modules without moe)": _graphs_experts(config),
         "--recompute-modules moe_act (give moe, which recomputes the whole layer)": (

@@ -1,15 +1,16 @@
 """One linear layer of all local experts: a single grouped product forward, dgrad and wgrad."""
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import grouped_mm
 
 from moe_optim.errors import LayoutError, StateError
 from moe_optim.formats import BlockScaledFormat, Direction
 from moe_optim.modules.compute import QuantizedCopy
+from moe_optim.modules.grouped_product import WgradFactors, multiply, run_delayed_wgrad
 from moe_optim.modules.grouped_weight import GroupedWeight
 from moe_optim.modules.storage import PortableStorage
 
@@ -37,6 +38,7 @@ class GroupedLinear(torch.nn.Module):
         bias: whether there are biases, zero at first.
         fuse_wgrad_accumulation: add weight gradients straight into ``main_grad`` where there is
             one, instead of returning them through autograd.
+        delay_wgrad: leave weight gradients to :meth:`backward_dw`.
         record_amax: keep the amax of every quantized expert, see :meth:`amax`.
         name: for errors.
         device: where weights live.
@@ -56,6 +58,7 @@ class GroupedLinear(torch.nn.Module):
         expert_layout: ExpertLayout = "grouped",
         bias: bool = False,
         fuse_wgrad_accumulation: bool = True,
+        delay_wgrad: bool = False,
         record_amax: bool = False,
         name: str = "weight",
         device: torch.device | str | None = None,
@@ -65,6 +68,8 @@ class GroupedLinear(torch.nn.Module):
         self.shape = (num_experts, out_features, in_features)
         self.expert_layout = expert_layout
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.delay_wgrad = delay_wgrad
+        self._delayed: deque[WgradFactors] = deque()
         self.quantized_copy: QuantizedCopy | None = None
         self._whole_amax: tuple[int, Tensor] | None = None  # and the version whose amax it is
         if compute is not None and format is None:
@@ -240,9 +245,11 @@ class GroupedLinear(torch.nn.Module):
             [T, R] bf16.
 
         Raises:
-            StateError: the weights are behind their masters.
+            StateError: the weights are behind their masters, or ahead of a delayed gradient.
         """
-        return _GroupedProduct.apply(tokens, ends, self, *self.weights())
+        if self._delayed and self._delayed[0].version != self.version():
+            self.require_wgrads_taken()
+        return multiply(tokens, ends, self)
 
     def operand(self, direction: Direction) -> Tensor:
         """Return what products multiply, [E, R, C] bf16; see also :meth:`version`."""
@@ -268,6 +275,32 @@ class GroupedLinear(torch.nn.Module):
             else weight._version
             for weight in self.weights()
         )
+
+    def keep_for_wgrad(self, factors: WgradFactors) -> None:
+        """Keep what a backward pass leaves to :meth:`backward_dw`."""
+        self._delayed.append(factors)
+
+    def backward_dw(self) -> None:
+        """Compute the oldest delayed weight gradient, and accumulate it as a backward pass would.
+
+        Every hook of the weights runs now, and none did before: DDP counts a weight as ready when
+        its gradient is. Does nothing where no backward pass has left any.
+        """
+        if self._delayed:
+            run_delayed_wgrad(self, self._delayed.popleft())
+
+    def require_wgrads_taken(self) -> None:
+        """Check that no weight gradient is still delayed, before gradients are used.
+
+        Raises:
+            StateError: there are some; a step would lose them.
+        """
+        if self._delayed:
+            raise StateError(
+                f"{self.name}.weight: expected the gradients of all backward passes before the "
+                f"optimizer steps, got {len(self._delayed)} still delayed. Call backward_dw() "
+                "once for each backward pass."
+            )
 
     def take_wgrad(self, wgrad: Tensor) -> list[Tensor]:
         """Hand the weight gradient on, as the configuration says.
@@ -310,34 +343,3 @@ def _moved(storage: PortableStorage, fn: Callable[[Tensor], Tensor]) -> Portable
             f"{new.device}. Move the model before it is wrapped with DDP."
         )
     return new
-
-
-class _GroupedProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, tokens: Tensor, ends: Tensor, linear: GroupedLinear, *_: Tensor
-    ) -> Tensor:
-        ctx.save_for_backward(tokens, ends)
-        ctx.linear = linear
-        ctx.version = linear.version()
-        return grouped_mm(tokens, linear.operand("rowwise").transpose(1, 2), offs=ends)
-
-    @staticmethod
-    def backward(ctx: Any, *output_grads: Tensor) -> tuple[Tensor | None, ...]:
-        tokens, ends = ctx.saved_tensors
-        linear: GroupedLinear = ctx.linear
-        (output_grad,) = output_grads
-        output_grad = output_grad.contiguous()
-        if linear.version() != ctx.version:
-            raise StateError(
-                f"{linear.name}.weight: the weights were rewritten between forward and "
-                "backward. Finish the backward passes of a step before the optimizer steps."
-            )
-        tokens_grad = None
-        if ctx.needs_input_grad[0]:
-            tokens_grad = grouped_mm(output_grad, linear.operand("columnwise"), offs=ends)
-        weight_grads: list[Tensor] | list[None] = [None] * len(linear.weights())
-        if any(ctx.needs_input_grad[3:]):
-            wgrad = grouped_mm(output_grad.t(), tokens, offs=ends)  # [E, R, C]
-            weight_grads = linear.take_wgrad(wgrad)
-        return tokens_grad, None, None, *weight_grads

@@ -229,8 +229,6 @@ SUPPORTED = {
     "params_dtype": torch.bfloat16,
     "fp8": None,
     "fp4": None,
-    "delay_wgrad_compute": False,
-    "overlap_dispatch_backward_with_experts_wgrad": False,
     "cuda_graph_impl": "local",
     "cuda_graph_modules": [CudaGraphModule.attn, CudaGraphModule.moe_router],
     "recompute_granularity": "selective",
@@ -267,10 +265,6 @@ UNSUPPORTED = {  # what the error calls it -> what is set
     "give --bf16": {"params_dtype": torch.float32},
     "--fp8-format": {"fp8": "e4m3"},
     "--fp4-format": {"fp4": "e2m1"},
-    "--delay-wgrad-compute": {"delay_wgrad_compute": True},
-    "--overlap-dispatch-backward-with-experts-wgrad": {
-        "overlap_dispatch_backward_with_experts_wgrad": True
-    },
     "--cuda-graph-impl over experts": {"cuda_graph_modules": [CudaGraphModule.moe]},
     "give --cuda-graph-modules without moe": {"cuda_graph_modules": []},
     "--recompute-modules moe_act": {"recompute_modules": ["moe_act"]},

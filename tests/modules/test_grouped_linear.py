@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from moe_optim import reference
 from moe_optim.errors import LayoutError, StateError
 from moe_optim.formats import FORMATS, MXFP8
-from moe_optim.modules import grouped_linear
+from moe_optim.modules import grouped_product
 from moe_optim.modules.grouped_linear import GroupedLinear
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import wide_range_weights
@@ -140,7 +140,7 @@ def test_one_call_multiplies_all_experts(format, layout, monkeypatch):
         calls.append(args)
         return torch.nn.functional.grouped_mm(*args, **kwargs)
 
-    monkeypatch.setattr(grouped_linear, "grouped_mm", counting)
+    monkeypatch.setattr(grouped_product, "grouped_mm", counting)
     linear = make_linear(format, layout)
     tokens, ends = make_tokens((5, 8, 3), 32)
     output = linear(tokens, ends)

@@ -1,0 +1,119 @@
+"""The product of all experts as autograd sees it, its weight gradient at once or delayed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import grouped_mm
+
+from moe_optim.errors import StateError
+from moe_optim.formats import Direction
+
+
+class Linear(Protocol):
+    """What a product asks of its linear."""
+
+    name: str
+    delay_wgrad: bool
+
+    def operand(self, direction: Direction) -> Tensor:
+        """Return what is multiplied, [E, R, C] bf16."""
+
+    def version(self) -> int:
+        """Count writes of the weights."""
+
+    def weights(self) -> list[torch.nn.Parameter]:
+        """Return the weights in expert order."""
+
+    def take_wgrad(self, wgrad: Tensor) -> Sequence[Tensor]:
+        """Accumulate [E, R, C] bf16, or return it for autograd, one gradient a weight."""
+
+    def keep_for_wgrad(self, factors: "WgradFactors") -> None:
+        """Keep what a delayed weight gradient is computed from."""
+
+
+@dataclass(frozen=True)
+class WgradFactors:
+    """What the weight gradient of one product is computed from.
+
+    Args:
+        output_grad: [T, R] bf16.
+        tokens: [T, C] bf16.
+        ends: [E] int32, where each expert's tokens end.
+        version: of the weights that were multiplied.
+    """
+
+    output_grad: Tensor
+    tokens: Tensor
+    ends: Tensor
+    version: int
+
+    def multiply(self) -> Tensor:
+        """Return the weight gradient, [E, R, C] bf16."""
+        return grouped_mm(self.output_grad.t(), self.tokens, offs=self.ends)
+
+
+def multiply(tokens: Tensor, ends: Tensor, linear: Linear) -> Tensor:
+    """Multiply each expert's tokens by its weight; see :meth:`GroupedLinear.forward`.
+
+    With delayed weight gradients the graph does not reach the weights, so that hooks which count
+    their gradients stay silent until :func:`run_delayed_wgrad`.
+    """
+    weights: Sequence[Tensor] = linear.weights()
+    if linear.delay_wgrad:  # a leaf in their place: there is a backward pass without a dgrad, too
+        wanted = any(weight.requires_grad for weight in weights)
+        weights = [tokens.new_empty(0).requires_grad_(wanted)]
+    return _Product.apply(tokens, ends, linear, *weights)
+
+
+def run_delayed_wgrad(linear: Linear, factors: WgradFactors) -> None:
+    """Compute a weight gradient and hand it to autograd, which runs every hook of the weights."""
+    with torch.enable_grad():  # Megatron also calls this inside a backward pass, where it is off
+        done = _DelayedWgrad.apply(linear, factors, *linear.weights())
+    done.backward()
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, ends: Tensor, linear: Linear, *_: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens, ends)
+        ctx.linear = linear
+        ctx.version = linear.version()
+        return grouped_mm(tokens, linear.operand("rowwise").transpose(1, 2), offs=ends)
+
+    @staticmethod
+    def backward(ctx: Any, *output_grads: Tensor) -> tuple[Tensor | None, ...]:
+        tokens, ends = ctx.saved_tensors
+        linear: Linear = ctx.linear
+        (output_grad,) = output_grads
+        output_grad = output_grad.contiguous()
+        if linear.version() != ctx.version:
+            raise StateError(
+                f"{linear.name}.weight: the weights were rewritten between forward and "
+                "backward. Finish the backward passes of a step before the optimizer steps."
+            )
+        tokens_grad = None
+        if ctx.needs_input_grad[0]:
+            tokens_grad = grouped_mm(output_grad, linear.operand("columnwise"), offs=ends)
+        wants_wgrad = ctx.needs_input_grad[3:]
+        weight_grads: Sequence[Tensor | None] = [None] * len(wants_wgrad)
+        if any(wants_wgrad):
+            factors = WgradFactors(output_grad, tokens, ends, ctx.version)
+            if linear.delay_wgrad:
+                linear.keep_for_wgrad(factors)
+            else:
+                weight_grads = linear.take_wgrad(factors.multiply())
+        return tokens_grad, None, None, *weight_grads
+
+
+class _DelayedWgrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, linear: Linear, factors: WgradFactors, *_: Tensor) -> Tensor:
+        ctx.linear, ctx.factors = linear, factors
+        return factors.tokens.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *ctx.linear.take_wgrad(ctx.factors.multiply())
