@@ -78,6 +78,15 @@ class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
             storage = self.param_to_bucket[param].storage
             param.register_hook(partial(_note_gradient, storage))
 
+    @property
+    def has_nvfp4_params(self) -> bool:
+        """Whether Megatron is to pack NVFP4 bytes; those of managed weights are planes already."""
+        return self._has_nvfp4_params and not self.managed
+
+    @has_nvfp4_params.setter
+    def has_nvfp4_params(self, found: bool) -> None:
+        self._has_nvfp4_params = found
+
     def _new_bucket(self, *args: Any, **kwargs: Any) -> _ParamAndGradBucket:
         """Create a bucket; a managed one gathers by itself, as the wire in force says."""
         bucket = super()._new_bucket(*args, **kwargs)

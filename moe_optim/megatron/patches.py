@@ -119,6 +119,13 @@ OPTIMIZER: tuple[Patch, ...] = (
         remove_when="a parameter can say so itself",
     ),
     Patch(
+        id="mxfp8-2d-recipe",
+        target="megatron.core.fp8_utils:get_fp8_recipe",
+        replacement="moe_optim.megatron.te_recipe:get_fp8_recipe",
+        because="no flag gives MXFP8 weights of Transformer Engine square blocks",
+        remove_when="--fp8-recipe has a value for MXFP8 with square blocks",
+    ),
+    Patch(
         id="param-layout",
         target=(
             "megatron.core.optimizer.distrib_optimizer:"

@@ -131,12 +131,13 @@ def _refuse_foreign_quantized(params: list[Any]) -> None:
         wanted = config_in_force().format
         if known:
             raise ConfigError(
-                f"moe_optim: format: expected {' or '.join(known)} as --fp8-recipe makes "
-                f"{type(param).__name__} weights, got {wanted}. Set --moe-optim-set "
-                f"format={known[0]}, or drop --fp8-param-gather."
+                f"moe_optim: format: expected {' or '.join(known)} as --fp8-recipe or "
+                f"--fp4-recipe makes {type(param).__name__} weights, got {wanted}. Set "
+                f"--moe-optim-set format={known[0]}, or drop --fp8-param-gather or "
+                "--fp4-param-gather."
             )
         raise ConfigError(
-            f"moe_optim: expected portable or bf16 weights, or MXFP8 or FP8 blocks of Transformer "
-            f"Engine, got {type(param).__name__} of shape {list(param.shape)}. Build with "
-            "--transformer-impl local, or drop --fp8-param-gather / --fp4-param-gather."
+            "moe_optim: expected portable or bf16 weights, or MXFP8, NVFP4 or FP8 blocks of "
+            f"Transformer Engine, got {type(param).__name__} of shape {list(param.shape)}. Build "
+            "with --transformer-impl local, or drop --fp8-param-gather / --fp4-param-gather."
         )

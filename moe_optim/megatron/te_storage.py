@@ -6,8 +6,8 @@ into the padded tensors that products read when a gather lands.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
-from fractions import Fraction
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,91 +19,136 @@ from moe_optim.formats import (
     FP8_BLOCK,
     MXFP8,
     MXFP8_2D,
+    NVFP4,
     BlockScaledFormat,
     Direction,
     QuantizedWeight,
 )
-from moe_optim.modules.storage import Plane
-
-_FORMATS: dict[str, tuple[BlockScaledFormat, ...]] = {
-    "Float8BlockwiseQTensor": (FP8_BLOCK,),
-    "MXFP8Tensor": (MXFP8, MXFP8_2D),  # in 2-D blocks both copies have the same bytes
-}
+from moe_optim.modules.storage import PlaneStorage, PortableStorage
 
 
-def te_formats_of(param: Tensor) -> tuple[BlockScaledFormat, ...]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Fields:
+    """What a tensor class calls its tensors, by what we call them."""
+
+    rowwise_data: str
+    columnwise_data: str
+    rowwise_scale: str
+    columnwise_scale: str
+    rowwise_amax: str
+    columnwise_amax: str
+
+    def names(self, format: BlockScaledFormat) -> tuple[str, ...]:
+        """Return our names of the tensors that a format needs."""
+        kinds = ("data", "scale", "amax") if format.has_global_amax else ("data", "scale")
+        return tuple(f"{direction}_{kind}" for direction in DIRECTIONS for kind in kinds)
+
+
+_ONE = _Fields(
+    rowwise_data="_rowwise_data",
+    columnwise_data="_columnwise_data",
+    rowwise_scale="_rowwise_scale_inv",
+    columnwise_scale="_columnwise_scale_inv",
+    rowwise_amax="_amax_rowwise",
+    columnwise_amax="_amax_columnwise",
+)
+"""Of a tensor [R, C]: an expert, or a dense weight."""
+_GROUPED = _Fields(
+    rowwise_data="rowwise_data",
+    columnwise_data="columnwise_data",
+    rowwise_scale="scale_inv",
+    columnwise_scale="columnwise_scale_inv",
+    rowwise_amax="amax",
+    columnwise_amax="columnwise_amax",
+)
+"""Of a ``GroupedTensor`` [E, R, C], flat; its members are tensors [R, C] over the same memory."""
+
+_FORMATS: Mapping[str, tuple[BlockScaledFormat, ...]] = MappingProxyType(
+    {
+        "Float8BlockwiseQTensor": (FP8_BLOCK,),
+        "MXFP8Tensor": (MXFP8, MXFP8_2D),
+        "NVFP4Tensor": (NVFP4,),
+        "Float8BlockQuantizer": (FP8_BLOCK,),
+        "MXFP8Quantizer": (MXFP8, MXFP8_2D),
+        "NVFP4Quantizer": (NVFP4,),
+    }
+)
+"""By class of the tensor, or of what quantizes a ``GroupedTensor``."""
+
+
+def te_formats_of(param: Any) -> tuple[BlockScaledFormat, ...]:
     """Return the formats that a weight of Transformer Engine can hold, none for other tensors.
 
-    Found by the name of its class, so that nothing has to be imported.
+    Found by the names of classes, so that nothing has to be imported. A ``GroupedTensor`` in high
+    precision has none.
     """
-    names = {cls.__name__ for cls in type(param).__mro__}
-    return next((formats for name, formats in _FORMATS.items() if name in names), ())
+    deciding = param.quantizer if _is_grouped(param) else param
+    names = [cls.__name__ for cls in type(deciding).__mro__]
+    return next((_FORMATS[name] for name in names if name in _FORMATS), ())
 
 
-class TransformerEngineStorage:
-    """One weight [R, C] of Transformer Engine, as a storage of one expert [1, R, C].
+def _is_grouped(param: Any) -> bool:
+    return any(cls.__name__ == "GroupedTensor" for cls in type(param).__mro__)
 
-    Products read the weight itself, so nobody here can stop a stale read: ``is_fresh`` is a note.
+
+class TransformerEngineStorage(PlaneStorage):
+    """One weight of Transformer Engine: [R, C] as a storage [1, R, C], or a group [E, R, C].
+
+    Where a module of Transformer Engine owns the weight, its products read it, and nobody here can
+    stop a stale read: ``is_fresh`` is a note then.
 
     Args:
-        param: rowwise data must be there; columnwise data is allocated if it is not.
+        param: rowwise data must be there; everything else is allocated if it is not.
         format: one of :func:`te_formats_of`.
+        name: parameter name, for errors.
 
     Raises:
         StateError: the weight is stored in a way that is not known here.
     """
 
-    def __init__(self, param: Any, format: BlockScaledFormat) -> None:
+    def __init__(self, param: Any, format: BlockScaledFormat, name: str | None = None) -> None:
         self._param = param
-        self.name = f"{type(param).__name__} weight"
+        self._fields = _GROUPED if _is_grouped(param) else _ONE
+        self.name = name or f"{type(param).__name__} weight"
         self.format = format
         self.is_fresh = True
         self.is_bound = False
+        self._gathered: frozenset[str] = frozenset()
         self.version = 0
-        self.recorded_amax: Tensor | None = None
-        rows, cols = param.shape
-        self.shape = (1, rows, cols)
-        self._check_layout()
+        self.recorded_amax = None
+        shape = tuple(param.shape)
+        self._check_layout(shape)
+        self.shape = (1, *shape) if len(shape) == 2 else shape
         self._complete()
         self.quantized = self._view()
         self._pointers = self.pointers()
 
     @property
-    def initial(self) -> Tensor | None:
+    def initial(self) -> Tensor | None:  # type: ignore[override]
         """Values before quantization, until masters have been made of them."""
         return getattr(self._param, "_high_precision_init_val", None)
 
-    @property
-    def device(self) -> torch.device:
-        """Where the planes lie."""
-        device: torch.device = self._param._rowwise_data.device
-        return device
+    @initial.setter
+    def initial(self, values: Tensor | None) -> None:
+        if values is not None:
+            self._param._high_precision_init_val = values
+        elif self.initial is not None:
+            del self._param._high_precision_init_val
 
     @property
     def storage_scales(self) -> Mapping[Direction, Tensor]:
-        """Padded scales that products read, [1, ...] each."""
-        return {
-            "rowwise": self._param._rowwise_scale_inv.unsqueeze(0),
-            "columnwise": self._param._columnwise_scale_inv.unsqueeze(0),
-        }
-
-    def planes(self) -> Mapping[str, Plane]:
-        """Return every distinct tensor of the storage by name."""
-        elements = max(1, self.shape[1] * self.shape[2])
-        return {
-            name: Plane(tensor, Fraction(tensor.numel(), elements))
-            for name, tensor in self.quantized.planes().items()
-        }
+        """Padded scales that products read, [E, ...] each."""
+        return {direction: self._get(f"{direction}_scale") for direction in DIRECTIONS}
 
     def pointers(self) -> tuple[int, ...]:
         """Return the address of everything that products read."""
-        param = self._param
-        tensors = (
-            param._rowwise_data,
-            param._rowwise_scale_inv,
-            param._columnwise_data,
-            param._columnwise_scale_inv,
-        )
+        holders = [(self._param, self._fields)]
+        holders += [(member, _ONE) for member in self._members()]
+        tensors = [
+            getattr(holder, getattr(fields, name))
+            for holder, fields in holders
+            for name in fields.names(self.format)
+        ]
         return tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
 
     def has_moved(self) -> bool:
@@ -114,20 +159,23 @@ class TransformerEngineStorage:
         """
         if self.pointers() == self._pointers:
             return False
-        travels = (
-            [0] if self.format.is_2d else [0, 2]
-        )  # of pointers: data that is gathered in place
-        now = self.pointers()
-        if not now[0] or (self.is_bound and any(now[i] != self._pointers[i] for i in travels)):
-            raise StateError(
-                f"{self.name}: expected the data that its bucket gathers into, got another tensor. "
-                "Something replaced the data of the weight; write into it with copy_() instead."
-            )
+        for name in ("rowwise_data", "columnwise_data"):
+            data = getattr(self._param, getattr(self._fields, name))
+            if name not in self._gathered and (data is not None or name == "columnwise_data"):
+                continue
+            if data is None or data.data_ptr() != getattr(self.quantized, name).data_ptr():
+                raise StateError(
+                    f"{self.name}: expected the data that its bucket gathers into, got another "
+                    "tensor. Something replaced the data of the weight; write into it with copy_() "
+                    "instead."
+                )
         self._complete()
         self.quantized = replace(
-            self.quantized, columnwise_data=self._param._columnwise_data.unsqueeze(0)
+            self.quantized,
+            rowwise_data=self._get("rowwise_data"),
+            columnwise_data=self._get("columnwise_data"),
         )
-        self._pointers = self.pointers()
+        self._point_at_planes()
         return True
 
     def bind(self, planes: Mapping[str, Tensor]) -> None:
@@ -140,63 +188,172 @@ class TransformerEngineStorage:
         if self.format.columnwise_copy == "shared" and "rowwise_data" in planes:
             both["columnwise_data"] = planes["rowwise_data"]
         self.quantized = replace(self.quantized, **both)
-        self._param._rowwise_data = self.quantized.rowwise_data.squeeze(0)
-        self._param._columnwise_data = self.quantized.columnwise_data.squeeze(0)
+        self._point_at_planes()
+        self._gathered = frozenset(planes)
         self.is_bound = True
+
+    def planes_written(self) -> None:
+        """Spread the scales into their padded form, and take note of the bytes."""
+        q = self.quantized
+        for direction, stored in self.storage_scales.items():
+            scale = q.scale(direction)
+            if direction == "columnwise" and self.format.is_2d:
+                transposed = self.format.transposes(direction)
+                scale = q.rowwise_scale.transpose(1, 2) if transposed else q.rowwise_scale
+            down, across = self.format.storage_scale_repeat(direction)
+            spread = scale.repeat_interleave(down, 1).repeat_interleave(across, 2)
+            stored[:, : spread.shape[1], : spread.shape[2]] = spread
+        super().planes_written()
+
+    def whole_of(self, parts: Any) -> "TransformerEngineStorage | None":
+        """Return this storage if it is all of ``parts``; experts apart have no whole."""
+        return self if len(parts) == 1 else None
+
+    def clone(self, device: torch.device | None = None) -> PortableStorage:
+        """Return a portable storage with its own copy of the same bytes."""
+        copy = PortableStorage(
+            self.format,
+            self.shape,
+            name=self.name,
+            device=device or self.device,
+            record_amax=self.recorded_amax is not None,
+        )
+        copy.copy_bytes_from(self)
+        copy.is_fresh, copy.initial = self.is_fresh, self.initial
+        return copy
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PortableStorage:
+        """Copy the bytes; the copy is portable."""
+        memo[id(self)] = copy = self.clone()
+        return copy
+
+    def _members(self) -> list[Any]:
+        """Return the tensors of a group, if Transformer Engine has made them."""
+        return getattr(self._param, "quantized_tensors", None) or []
+
+    def _shape_of(self, name: str) -> tuple[int, ...]:
+        """Return the shape of one of the weight's tensors, experts first."""
+        direction: Direction = "rowwise" if name.startswith("rowwise") else "columnwise"
+        experts, rows, cols = self.shape
+        if name.endswith("amax"):
+            return (experts,)
+        if name.endswith("data"):
+            return self.format.data_shape(self.shape, direction)
+        return (experts, *self.format.storage_scale_shape(rows, cols, direction))
+
+    def _get(self, name: str) -> Tensor:
+        tensor: Tensor = getattr(self._param, getattr(self._fields, name))
+        return tensor.view(self._shape_of(name))
+
+    def _own(self, name: str) -> Tensor:
+        """Return what the weight and its members have to hold for one of their tensors."""
+        if name.endswith("data"):
+            data: Tensor = getattr(self.quantized, name)
+            return data
+        if name.endswith("amax"):  # both directions have the same values
+            amax = self.quantized.global_amax
+            assert amax is not None
+            return amax
+        return self._get(name)
+
+    def _set(self, name: str, tensor: Tensor) -> None:
+        """Give the weight, and the members of a group, a tensor [E, ...]."""
+        if self._fields is _GROUPED:
+            setattr(self._param, getattr(_GROUPED, name), tensor.reshape(-1))
+        else:
+            setattr(self._param, getattr(_ONE, name), _expert(tensor, 0))
+        for index, member in enumerate(self._members()):
+            setattr(member, getattr(_ONE, name), _expert(tensor, index))
+
+    def _point_at_planes(self) -> None:
+        for name in self._fields.names(self.format):
+            self._set(name, self._own(name))
         self._pointers = self.pointers()
 
-    def finish_gather(self) -> None:
-        """Take note of new bytes."""
-        self.version += 1
+    def _check_layout(self, shape: tuple[int, ...]) -> None:
+        param, format = self._param, self.format
+        quantizer: Any = getattr(param, "quantizer", None) or getattr(param, "_quantizer", None)
 
-    def _check_layout(self) -> None:
-        param = self._param
+        def says(field: str, default: object = None) -> Any:
+            return getattr(param, f"_{field}", getattr(param, field, default))
+
+        blocks_2d = says("is_2D_scaled", getattr(quantizer, "with_2d_quantization", None))
+        if blocks_2d is None and hasattr(quantizer, "block_scaling_dim"):
+            blocks_2d = quantizer.block_scaling_dim == 2
+        dimensions = 3 if self._fields is _GROUPED else 2
         problems = {
-            "scales in the order of products (swizzled)": getattr(
-                param, "_with_gemm_swizzled_scales", False
-            ),
-            "scales of rows (1-D blocks)": self.format.is_2d
-            and not getattr(param, "_is_2D_scaled", True),
-            "no rowwise data": param._rowwise_data is None,
-            f"{param.dim()} dimensions": param.dim() != 2,
+            "scales in the order of products (swizzled)": says("with_gemm_swizzled_scales"),
+            "blocks of one row (1-D)": format.is_2d and blocks_2d is False,
+            "square blocks (2-D)": not format.is_2d and blocks_2d is True,
+            "an amax a row": says("row_scaled_nvfp4"),
+            "four-over-six blocks": says("nvfp4_use_4over6"),
+            "a Hadamard transform": getattr(quantizer, "with_rht", False),
+            "no rowwise data": getattr(param, self._fields.rowwise_data) is None,
+            f"{len(shape)} dimensions": len(shape) != dimensions,
         }
         found = [what for what, is_so in problems.items() if is_so]
         if found:
             raise StateError(
-                f"{self.name} {list(param.shape)}: expected data and plain scales of both "
-                f"directions, got {', '.join(found)}. Build the model with the recipe's defaults."
+                f"{self.name} {list(shape)}: expected {format.name} data and plain scales of both "
+                f"directions, got {', '.join(found)}. Build the model with moe_optim installed and "
+                "the defaults of Transformer Engine's recipe."
             )
 
     def _complete(self) -> None:
-        """Have what products will want and Transformer Engine makes on demand, once each."""
-        param, shape = self._param, self.shape
-        if self.format.columnwise_copy == "shared":
-            param._columnwise_data = param._rowwise_data
-        elif param._columnwise_data is None:
-            size = self.format.data_shape(shape, "columnwise")[1:]
-            param._columnwise_data = param._rowwise_data.new_zeros(size)
-        for direction in DIRECTIONS:
-            if getattr(param, f"_{direction}_scale_inv") is None:
-                size = self.format.storage_scale_shape(shape[1], shape[2], direction)
-                scale = torch.zeros(size, dtype=self.format.scale_dtype, device=self.device)
-                setattr(param, f"_{direction}_scale_inv", scale)
+        """Have what products will want and Transformer Engine makes on demand, padding zeroed."""
+        device = getattr(self._param, self._fields.rowwise_data).device
+        for name in self._fields.names(self.format):
+            if name == "columnwise_data" and self.format.columnwise_copy == "shared":
+                self._set(name, self._get("rowwise_data"))
+            elif getattr(self._param, getattr(self._fields, name)) is None:
+                dtype = _dtype(name, self.format)
+                self._set(name, torch.zeros(self._shape_of(name), dtype=dtype, device=device))
+        for direction, stored in self.storage_scales.items():
+            down, across = self._used(direction)
+            stored[:, down:].zero_()
+            stored[:, :, across:].zero_()
+
+    def _used(self, direction: Direction) -> tuple[int, int]:
+        """Return the rows and columns of stored scales that are not padding."""
+        _, down, across = self.format.scale_shape(self.shape, direction)
+        if direction == "columnwise" and self.format.columnwise_copy == "shared":
+            down, across = across, down  # data is not transposed, its scales neither
+        repeat_down, repeat_across = self.format.storage_scale_repeat(direction)
+        return down * repeat_down, across * repeat_across
 
     def _view(self) -> QuantizedWeight:
-        """Return the planes: data as it lies there, and the scales without their padding."""
-        param, format = self._param, self.format
-        scales: dict[Direction, Tensor] = {}
+        """Return the planes: data as it lies there, and the scales without padding and repeats."""
+        scales: dict[str, Tensor] = {}
         for direction in DIRECTIONS:
-            _, down, across = format.scale_shape(self.shape, direction)
-            stored = getattr(param, f"_{direction}_scale_inv")
-            if direction == "columnwise" and format.is_2d:
-                scales[direction] = scales["rowwise"].transpose(1, 2)
-            else:
-                scales[direction] = stored[:down, :across].clone().unsqueeze(0)
+            if direction == "columnwise" and self.format.is_2d:
+                scales["columnwise_scale"] = scales["rowwise_scale"].transpose(1, 2)
+                continue
+            down, across = self._used(direction)
+            repeat_down, repeat_across = self.format.storage_scale_repeat(direction)
+            stored = self.storage_scales[direction]
+            scales[f"{direction}_scale"] = stored[
+                :, :down:repeat_down, :across:repeat_across
+            ].clone(memory_format=torch.contiguous_format)
+        amax = self._get("rowwise_amax").clone() if self.format.has_global_amax else None
+        if amax is not None:
+            self._set("rowwise_amax", amax)
+            self._set("columnwise_amax", amax)
         return QuantizedWeight(
-            format=format,
+            format=self.format,
             shape=self.shape,
-            rowwise_data=param._rowwise_data.unsqueeze(0),
-            rowwise_scale=scales["rowwise"],
-            columnwise_data=param._columnwise_data.unsqueeze(0),
-            columnwise_scale=scales["columnwise"],
+            rowwise_data=self._get("rowwise_data"),
+            columnwise_data=self._get("columnwise_data"),
+            global_amax=amax,
+            **scales,
         )
+
+
+def _expert(tensor: Tensor, index: int) -> Tensor:
+    """Return what one expert's tensor holds: an amax stays [1]."""
+    return tensor[index : index + 1] if tensor.dim() == 1 else tensor[index]
+
+
+def _dtype(name: str, format: BlockScaledFormat) -> torch.dtype:
+    if name.endswith("amax"):
+        return torch.float32
+    return format.scale_dtype if name.endswith("scale") else torch.uint8

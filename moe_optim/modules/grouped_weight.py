@@ -178,7 +178,9 @@ def _broadcast(func: Any, tensors: list[Tensor], *args: Any) -> Any:
         if work is not None:
             work.wait()
         _, work = func([tensor.view(torch.uint8) if tensor.dim() else tensor], *args)
-    storage.version += 1
+    if storage.storage_scales and work is not None:
+        work.wait()  # they follow from planes that must have arrived
+    storage.planes_written()
     return tensors, work
 
 

@@ -63,7 +63,112 @@ class WeightStorage(Protocol):
         """Move the bytes of some planes into memory of a bucket, and stay there."""
 
 
-class PortableStorage:
+class PlaneStorage:
+    """What every storage does with its planes, wherever they lie."""
+
+    name: str
+    format: BlockScaledFormat
+    shape: tuple[int, int, int]
+    quantized: QuantizedWeight
+    initial: Tensor | None
+    """bf16 values until masters have been made of them."""
+    recorded_amax: Tensor | None
+    """[E] fp32, written at each requantization; None where nobody asked, or the format has one."""
+    is_fresh: bool
+    is_bound: bool
+    """Whether planes lie in memory of a bucket, and have to stay there."""
+    version: int
+    """Counts how often the bytes were written."""
+
+    @property
+    def amax(self) -> Tensor | None:
+        """The largest magnitude of each expert when its bytes were written, [E] fp32, not a copy.
+
+        It is that of the values rounded to bf16, NaN left out; NaN where the bytes were copied from
+        a storage that did not record it. None where nothing is recorded.
+        """
+        return self.quantized.global_amax if self.recorded_amax is None else self.recorded_amax
+
+    @property
+    def storage_scales(self) -> Mapping[Direction, Tensor]:
+        """Padded scales that products read, by direction; none where they read the planes."""
+        return {}
+
+    def planes(self) -> Mapping[str, Plane]:
+        """Return every distinct tensor of the storage by name."""
+        elements = max(1, self.shape[0] * self.shape[1] * self.shape[2])
+        return {
+            name: Plane(tensor, Fraction(tensor.numel(), elements))
+            for name, tensor in self.quantized.planes().items()
+        }
+
+    def copy_bytes_from(self, other: "PlaneStorage") -> None:
+        """Overwrite the planes with those of ``other``, byte for byte.
+
+        Raises:
+            LayoutError: format or shape differ.
+        """
+        if (self.format, self.shape) != (other.format, other.shape):
+            raise LayoutError(
+                f"{self.name}: expected {self.format.name} {list(self.shape)}, got "
+                f"{other.format.name} {list(other.shape)}. Copy values instead of bytes."
+            )
+        theirs = other.quantized.planes()
+        for name, plane in self.quantized.planes().items():
+            plane.copy_(theirs[name])
+        if self.recorded_amax is not None:
+            self.recorded_amax.copy_(torch.tensor(torch.nan) if other.amax is None else other.amax)
+        self.planes_written()
+
+    def planes_written(self) -> None:
+        """Take note of bytes that somebody has put into all planes."""
+        self.version += 1
+
+    @property
+    def device(self) -> torch.device:
+        """Where the planes lie."""
+        return self.quantized.rowwise_data.device
+
+    @torch.no_grad()
+    def write(self, values: Tensor) -> None:
+        """Quantize ``values`` [E, R, C], fp32 or bf16, into the planes."""
+        source = values.detach().to(self.device).contiguous()
+        entry = TableEntry(
+            parameter=self.name,
+            source=source,
+            target=self.quantized,
+            storage_scales=self.storage_scales,
+        )
+        table = MemberTable.build([entry])
+        ops.requantize(table)
+        ops.finish_gather(table)
+        if self.recorded_amax is not None:
+            _, rows, cols = self.shape
+            expert_amax_into(self.recorded_amax.zero_(), source, 0, rows * cols)
+        self.version += 1
+
+    def finish_gather(self) -> None:
+        """Take note of new bytes, which the group's table has written and derived."""
+        self.version += 1
+
+    def dequantize(self, direction: Direction = "rowwise") -> Tensor:
+        """Return the values of one direction, [E, R, C] bf16, newly allocated."""
+        q = self.quantized
+        return dequantize_bf16(
+            q.data(direction), q.scale(direction), q.format, direction, global_amax=q.global_amax
+        )
+
+    def require_fresh(self) -> None:
+        """Raise StateError if the masters have moved since the bytes were written."""
+        if not self.is_fresh:
+            raise StateError(
+                f"{self.name}: expected the weights of the current masters, got those of an "
+                "earlier step. Let the parameter gather run before they are read: keep the forward "
+                "pre-hooks enabled, or call start_param_sync(force_sync=True) on the DDP module."
+            )
+
+
+class PortableStorage(PlaneStorage):
     """Planes in ordinary tensors, at their logical shapes, on any device.
 
     Args:
@@ -77,9 +182,6 @@ class PortableStorage:
     Raises:
         LayoutError: ``shape`` does not fit the format.
     """
-
-    recorded_amax: Tensor | None
-    """[E] fp32, written at each requantization; None where nobody asked, or the format has one."""
 
     def __init__(
         self,
@@ -108,27 +210,10 @@ class PortableStorage:
         self.shape = quantized.shape
         self.is_fresh = True
         self.version = 0
-        self.initial: Tensor | None = None  # bf16 values until masters have been made of them
+        self.initial = None
         self.recorded_amax = None
         self._whole: tuple[PortableStorage, int] | None = None  # and which expert of it this is
         self.is_bound = False
-
-    @property
-    def amax(self) -> Tensor | None:
-        """The largest magnitude of each expert when its bytes were written, [E] fp32, not a copy.
-
-        It is that of the values rounded to bf16, NaN left out; NaN where the bytes were copied from
-        a storage that did not record it. None where nothing is recorded.
-        """
-        return self.quantized.global_amax if self.recorded_amax is None else self.recorded_amax
-
-    def planes(self) -> Mapping[str, Plane]:
-        """Return every distinct tensor of the storage by name."""
-        elements = max(1, self.shape[0] * self.shape[1] * self.shape[2])
-        return {
-            name: Plane(tensor, Fraction(tensor.numel(), elements))
-            for name, tensor in self.quantized.planes().items()
-        }
 
     def pointers(self) -> tuple[int, ...]:
         """Return the address of every plane."""
@@ -137,11 +222,6 @@ class PortableStorage:
     def has_moved(self) -> bool:
         """Say whether the planes lie elsewhere: never, nobody else holds them."""
         return False
-
-    @property
-    def storage_scales(self) -> Mapping[Direction, Tensor]:
-        """None: products read the planes themselves."""
-        return {}
 
     def bind(self, planes: Mapping[str, Tensor]) -> None:
         """Move the bytes of some planes into memory of a bucket, and stay there.
@@ -214,59 +294,3 @@ class PortableStorage:
         copy.copy_bytes_from(self)
         copy.is_fresh, copy.initial = self.is_fresh, self.initial
         return copy
-
-    def copy_bytes_from(self, other: "PortableStorage") -> None:
-        """Overwrite the planes with those of ``other``, byte for byte.
-
-        Raises:
-            LayoutError: format or shape differ.
-        """
-        if (self.format, self.shape) != (other.format, other.shape):
-            raise LayoutError(
-                f"{self.name}: expected {self.format.name} {list(self.shape)}, got "
-                f"{other.format.name} {list(other.shape)}. Copy values instead of bytes."
-            )
-        theirs = other.quantized.planes()
-        for name, plane in self.quantized.planes().items():
-            plane.copy_(theirs[name])
-        if self.recorded_amax is not None:
-            self.recorded_amax.copy_(torch.tensor(torch.nan) if other.amax is None else other.amax)
-        self.version += 1
-
-    @property
-    def device(self) -> torch.device:
-        """Where the planes lie."""
-        return self.quantized.rowwise_data.device
-
-    @torch.no_grad()
-    def write(self, values: Tensor) -> None:
-        """Quantize ``values`` [E, R, C], fp32 or bf16, into the planes."""
-        source = values.detach().to(self.device).contiguous()
-        entry = TableEntry(parameter=self.name, source=source, target=self.quantized)
-        table = MemberTable.build([entry])
-        ops.requantize(table)
-        ops.finish_gather(table)
-        if self.recorded_amax is not None:
-            _, rows, cols = self.shape
-            expert_amax_into(self.recorded_amax.zero_(), source, 0, rows * cols)
-        self.version += 1
-
-    def finish_gather(self) -> None:
-        """Take note of new bytes, which the group's table has written and derived."""
-        self.version += 1
-
-    def dequantize(self, direction: Direction = "rowwise") -> Tensor:
-        """Return the values of one direction, [E, R, C] bf16, newly allocated."""
-        q = self.quantized
-        return dequantize_bf16(
-            q.data(direction), q.scale(direction), q.format, direction, global_amax=q.global_amax
-        )
-
-    def require_fresh(self) -> None:
-        """Raise StateError if the masters have moved since the bytes were written."""
-        if not self.is_fresh:
-            raise StateError(
-                f"{self.name}: expected the weights of the current masters, got those of an "
-                "earlier step. Let the parameter gather run before they are read: keep the forward "
-                "pre-hooks enabled, or call start_param_sync(force_sync=True) on the DDP module."
-            )

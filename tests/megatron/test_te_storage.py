@@ -1,33 +1,69 @@
 """Weights of Transformer Engine behind our storage: the bytes that products read are ours."""
 
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
 import torch
 
 from moe_optim import MoEOptimConfig, ops, reference
 from moe_optim.errors import StateError
-from moe_optim.formats import DIRECTIONS, FP8_BLOCK, MXFP8, MXFP8_2D
+from moe_optim.formats import DIRECTIONS, FP8_BLOCK, MXFP8, MXFP8_2D, NVFP4, BlockScaledFormat
 from moe_optim.kernels.member_table import MemberTable, TableEntry
 from moe_optim.megatron import managed
 from moe_optim.megatron.te_storage import TransformerEngineStorage
 from tests.support import te_stand_ins
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import wide_range_weights
-from tests.support.te_stand_ins import Float8BlockwiseQTensor, MXFP8Tensor, padded_scale
+from tests.support.te_stand_ins import (
+    Float8BlockwiseQTensor,
+    GroupedTensor,
+    MXFP8Tensor,
+    NVFP4Tensor,
+    padded_scale,
+)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A class of Transformer Engine's, what it holds, and in which shape."""
+
+    cls: type
+    format: BlockScaledFormat
+    shape: tuple[int, int]
+    experts: int | None = None
+    """Of a group; None for a weight of its own."""
+
+    def masters(self, seed: int) -> torch.Tensor:
+        """Return values [E, R, C]."""
+        seeds = range(100 * seed, 100 * seed + (self.experts or 1))
+        return torch.stack([wide_range_weights(*self.shape, seed=one) for one in seeds])
+
+    def weight(self, masters: torch.Tensor) -> Any:
+        if self.experts:
+            return GroupedTensor(self.cls, self.format, masters)
+        return self.cls(self.format, masters[0])
+
 
 KINDS = {
-    "fp8_block": (Float8BlockwiseQTensor, FP8_BLOCK, (256, 384)),
-    "fp8_block with partial blocks": (Float8BlockwiseQTensor, FP8_BLOCK, (144, 272)),
-    "mxfp8": (MXFP8Tensor, MXFP8, (96, 160)),
-    "mxfp8_2d": (MXFP8Tensor, MXFP8_2D, (96, 160)),
+    "fp8_block": Kind(Float8BlockwiseQTensor, FP8_BLOCK, (256, 384)),
+    "fp8_block with partial blocks": Kind(Float8BlockwiseQTensor, FP8_BLOCK, (144, 272)),
+    "mxfp8": Kind(MXFP8Tensor, MXFP8, (96, 160)),
+    "mxfp8_2d": Kind(MXFP8Tensor, MXFP8_2D, (96, 160)),
+    "nvfp4": Kind(NVFP4Tensor, NVFP4, (144, 80)),
+    "group of fp8_block": Kind(Float8BlockwiseQTensor, FP8_BLOCK, (144, 272), 3),
+    "group of mxfp8": Kind(MXFP8Tensor, MXFP8, (96, 160), 3),
+    "group of mxfp8_2d": Kind(MXFP8Tensor, MXFP8_2D, (96, 160), 3),
+    "group of nvfp4": Kind(NVFP4Tensor, NVFP4, (144, 80), 3),
 }
-EVERY_KIND = pytest.mark.parametrize(("cls", "format", "shape"), KINDS.values(), ids=KINDS.keys())
+EVERY_KIND = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
 
 
-def requantize(storage: TransformerEngineStorage, master: torch.Tensor) -> None:
-    """Do what a gather does on one rank."""
+def requantize(storage: TransformerEngineStorage, masters: torch.Tensor) -> None:
+    """Do what a gather does on one rank; ``masters`` are [E, R, C]."""
     entry = TableEntry(
         parameter=storage.name,
-        source=master.unsqueeze(0),
+        source=masters,
         target=storage.quantized,
         storage_scales=storage.storage_scales,
     )
@@ -36,35 +72,95 @@ def requantize(storage: TransformerEngineStorage, master: torch.Tensor) -> None:
     ops.finish_gather(table)
 
 
-def assert_holds(weight, master: torch.Tensor, format) -> None:
-    """Compare everything that products read with the reference."""
+def assert_holds(weight: Any, master: torch.Tensor, format: BlockScaledFormat) -> None:
+    """Compare everything that products read of one weight with the reference of [R, C]."""
     want = reference.quantize(master.unsqueeze(0), format)
     assert_bytes_equal(weight._rowwise_data, want.rowwise_data[0], what="rowwise data")
     assert_bytes_equal(weight._columnwise_data, want.columnwise_data[0], what="columnwise data")
     for direction in DIRECTIONS:
         got = getattr(weight, f"_{direction}_scale_inv")
         assert_bytes_equal(got, padded_scale(want, direction), what=f"{direction} scales")
+        if format.has_global_amax:
+            assert_bytes_equal(getattr(weight, f"_amax_{direction}"), want.global_amax, what="amax")
+
+
+def assert_all_hold(weight: Any, masters: torch.Tensor, format: BlockScaledFormat) -> None:
+    """The same of a weight, or of a group: its members, and its own flat tensors."""
+    if not hasattr(weight, "quantized_tensors"):
+        assert_holds(weight, masters[0], format)
+        return
+    for member, master in zip(weight.quantized_tensors, masters, strict=True):
+        assert_holds(member, master, format)
+    for ours, theirs in {
+        "rowwise_data": "_rowwise_data",
+        "columnwise_data": "_columnwise_data",
+        "scale_inv": "_rowwise_scale_inv",
+        "columnwise_scale_inv": "_columnwise_scale_inv",
+    }.items():
+        flat = torch.cat([getattr(one, theirs).reshape(-1) for one in weight.quantized_tensors])
+        assert_bytes_equal(getattr(weight, ours), flat, what=ours)
+        first = getattr(weight.quantized_tensors[0], theirs)
+        assert getattr(weight, ours).data_ptr() == first.data_ptr()  # the same memory
+
+
+def bucket_memory(storage: TransformerEngineStorage) -> dict[str, torch.Tensor]:
+    """Return memory for the planes that travel, full of what must not stay there."""
+    format = storage.format
+    travelling = ["rowwise_data", "rowwise_scale"] if format.is_2d else ["rowwise_data"]
+    travelling += [] if format.is_2d else ["columnwise_data", "columnwise_scale"]
+    travelling += ["global_amax"] if format.has_global_amax else []
+    return {
+        name: torch.full_like(plane.tensor, te_stand_ins.SPOILED)
+        for name, plane in storage.planes().items()
+        if name in travelling
+    }
 
 
 @EVERY_KIND
 @pytest.mark.parametrize("bound", [False, True], ids=["in place", "in a bucket"])
-def test_a_requantization_reaches_what_products_read(cls, format, shape, bound):
-    """Data of both directions, and scales with their repetition and zeroed padding."""
-    first, second = (wide_range_weights(*shape, seed=seed) for seed in (1, 2))
-    weight = cls(format, first)
-    storage = TransformerEngineStorage(weight, format)
+def test_a_requantization_reaches_what_products_read(kind, bound):
+    """Data of both directions, scales with their repetition and zeroed padding, and amaxes; of a
+    group, its own tensors and those of its members."""
+    first, second = kind.masters(1), kind.masters(2)
+    weight = kind.weight(first)
+    storage = TransformerEngineStorage(weight, kind.format)
     if bound:
-        memory = {
-            name: torch.full_like(plane.tensor, te_stand_ins.SPOILED)
-            for name, plane in storage.planes().items()
-            if name == "rowwise_data" or (name == "rowwise_scale" and format.is_2d)
-        }
+        memory = bucket_memory(storage)
         storage.bind(memory)
-        assert weight._rowwise_data.data_ptr() == memory["rowwise_data"].data_ptr()
-        assert_holds(weight, first, format)  # binding moves the bytes and changes none
+        assert storage.planes()["rowwise_data"].tensor is memory["rowwise_data"]
+        assert_all_hold(weight, first, kind.format)  # binding moves the bytes and changes none
     requantize(storage, second)
-    assert_holds(weight, second, format)
+    assert_all_hold(weight, second, kind.format)
     assert not storage.has_moved()
+
+
+@EVERY_KIND
+def test_padding_is_zeroed_once(kind):
+    """Transformer Engine allocates the scales of a group without writing the padding."""
+    masters = kind.masters(1)
+    weight = kind.weight(masters)
+    for one in getattr(weight, "quantized_tensors", [weight]):
+        for direction in DIRECTIONS:
+            scale = getattr(one, f"_{direction}_scale_inv")
+            scale[scale == 0] = 7  # no scale of these masters is zero
+    TransformerEngineStorage(weight, kind.format)
+    assert_all_hold(weight, masters, kind.format)
+
+
+@EVERY_KIND
+def test_bytes_and_values_are_written_and_read_as_those_of_portable_weights(kind):
+    first, second = kind.masters(1), kind.masters(2)
+    weight = kind.weight(first)
+    storage = TransformerEngineStorage(weight, kind.format)
+    copy = storage.clone()
+    storage.write(second)
+    assert_all_hold(weight, second, kind.format)
+    for direction in DIRECTIONS:
+        want = reference.dequantize(reference.quantize(second, kind.format), direction)
+        got = storage.dequantize(direction)
+        assert_bytes_equal(got, want.bfloat16().reshape(got.shape), what=direction)
+    storage.copy_bytes_from(copy)
+    assert_all_hold(weight, first, kind.format)
 
 
 def test_shared_blocks_take_one_copy_of_the_bytes():
@@ -80,7 +176,7 @@ def test_what_is_missing_is_allocated():
     weight = Float8BlockwiseQTensor(FP8_BLOCK, master)
     weight._columnwise_data = weight._columnwise_scale_inv = None
     storage = TransformerEngineStorage(weight, FP8_BLOCK)
-    requantize(storage, master)
+    requantize(storage, master.unsqueeze(0))
     assert_holds(weight, master, FP8_BLOCK)
 
 
@@ -91,7 +187,7 @@ def test_a_copy_that_moved_is_taken_over_and_gathered_data_that_moved_is_refused
     storage.bind({"rowwise_data": torch.empty(1, 256, 384, dtype=torch.uint8)})
     weight._columnwise_data = torch.zeros_like(weight._columnwise_data)
     assert storage.has_moved() and not storage.has_moved()
-    requantize(storage, second)
+    requantize(storage, second.unsqueeze(0))
     assert_holds(weight, second, FP8_BLOCK)
     weight._rowwise_data = weight._rowwise_data.clone()
     with pytest.raises(StateError, match="expected the data that its bucket gathers into"):
@@ -109,34 +205,91 @@ def test_gathered_columnwise_data_that_moved_is_refused():
         storage.has_moved()
 
 
-def test_layouts_that_are_not_known_are_refused():
-    swizzled = MXFP8Tensor(MXFP8, wide_range_weights(64, 64, seed=1))
-    swizzled._with_gemm_swizzled_scales = True
-    with pytest.raises(StateError, match="swizzled"):
-        TransformerEngineStorage(swizzled, MXFP8)
-    rows = Float8BlockwiseQTensor(FP8_BLOCK, wide_range_weights(128, 128, seed=1))
-    rows._is_2D_scaled = False
-    with pytest.raises(StateError, match="1-D blocks"):
-        TransformerEngineStorage(rows, FP8_BLOCK)
+@pytest.mark.parametrize("name", ["group of mxfp8", "group of nvfp4"])
+def test_members_that_are_made_anew_are_pointed_at_the_group_again(name):
+    """Transformer Engine may cut a group into members at any time; from its fields, so they fit.
+    Members that hold other memory would be stale from the next gather on."""
+    kind = KINDS[name]
+    first, second = kind.masters(1), kind.masters(2)
+    weight = kind.weight(first)
+    storage = TransformerEngineStorage(weight, kind.format)
+    storage.bind(bucket_memory(storage))
+    stray = kind.weight(first).quantized_tensors
+    weight.quantized_tensors = stray
+    assert storage.has_moved() and not storage.has_moved()
+    requantize(storage, second)
+    assert_all_hold(weight, second, kind.format)
+
+
+def test_an_amax_that_moved_is_pointed_back():
+    """Whoever copies a weight of NVFP4 gives the copy its own amax; gathers write ours."""
+    weight = NVFP4Tensor(NVFP4, wide_range_weights(64, 64, seed=1))
+    storage = TransformerEngineStorage(weight, NVFP4)
+    weight._amax_columnwise = weight._amax_columnwise.clone()
+    assert storage.has_moved() and not storage.has_moved()
+    second = wide_range_weights(64, 64, seed=2)
+    requantize(storage, second.unsqueeze(0))
+    assert_holds(weight, second, NVFP4)
 
 
 @pytest.mark.parametrize(
-    ("cls", "stored", "wanted", "found"),
+    ("kind", "field", "value", "message"),
     [
-        (Float8BlockwiseQTensor, FP8_BLOCK, "fp8_block", True),
-        (Float8BlockwiseQTensor, FP8_BLOCK, "mxfp8", False),
-        (MXFP8Tensor, MXFP8, "mxfp8", True),
-        (MXFP8Tensor, MXFP8_2D, "mxfp8_2d", True),
-        (MXFP8Tensor, MXFP8, "bf16", False),
+        ("mxfp8", "_with_gemm_swizzled_scales", True, "swizzled"),
+        ("fp8_block", "_is_2D_scaled", False, r"1-D"),
+        ("nvfp4", "_row_scaled_nvfp4", True, "an amax a row"),
+        ("nvfp4", "_nvfp4_use_4over6", True, "four-over-six"),
+        ("group of mxfp8", "with_gemm_swizzled_scales", True, "swizzled"),
+        ("group of mxfp8", "rowwise_data", None, "no rowwise data"),
     ],
 )
-def test_a_weight_is_managed_in_the_format_that_is_wanted(cls, stored, wanted, found, monkeypatch):
+def test_layouts_that_are_not_known_are_refused(kind, field, value, message):
+    weight = KINDS[kind].weight(KINDS[kind].masters(1))
+    setattr(weight, field, value)
+    with pytest.raises(StateError, match=message):
+        TransformerEngineStorage(weight, KINDS[kind].format)
+
+
+@pytest.mark.parametrize(
+    ("kind", "format", "message"),
+    [("mxfp8", MXFP8_2D, r"blocks of one row \(1-D\)"), ("mxfp8_2d", MXFP8, r"square blocks")],
+)
+def test_a_quantizer_of_other_blocks_is_refused(kind, format, message):
+    """A later ``copy_`` would put its blocks where ours are expected."""
+    weight = KINDS[kind].weight(KINDS[kind].masters(1))
+    with pytest.raises(StateError, match=message):
+        TransformerEngineStorage(weight, format)
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted", "found"),
+    [
+        ("fp8_block", "fp8_block", True),
+        ("fp8_block", "mxfp8", False),
+        ("mxfp8", "mxfp8", True),
+        ("mxfp8_2d", "mxfp8_2d", True),
+        ("nvfp4", "nvfp4", True),
+        ("group of nvfp4", "nvfp4", True),
+        ("group of mxfp8_2d", "mxfp8_2d", True),
+        ("group of fp8_block", "nvfp4", False),
+        ("mxfp8", "bf16", False),
+    ],
+)
+def test_a_weight_is_managed_in_the_format_that_is_wanted(kind, wanted, found, monkeypatch):
     config = MoEOptimConfig(format=wanted)
     monkeypatch.setattr(managed, "installed_config", lambda: config)
-    weight = cls(stored, wide_range_weights(128, 128, seed=1))
+    weight = KINDS[kind].weight(KINDS[kind].masters(1))
     assert managed.is_managed(weight) is found
     if found:
         assert managed.storage_of(weight).format.name == wanted
         assert managed.storage_of(weight) is managed.storage_of(weight)
     monkeypatch.setattr(managed, "installed_config", lambda: None)
-    assert not managed.is_managed(cls(stored, wide_range_weights(128, 128, seed=1)))
+    assert not managed.is_managed(KINDS[kind].weight(KINDS[kind].masters(1)))
+
+
+def test_a_group_in_high_precision_is_left_to_megatron(monkeypatch):
+    config = MoEOptimConfig(format="mxfp8")
+    monkeypatch.setattr(managed, "installed_config", lambda: config)
+    weight = KINDS["group of mxfp8"].weight(KINDS["group of mxfp8"].masters(1))
+    weight.quantizer = None
+    assert not managed.is_managed(weight)

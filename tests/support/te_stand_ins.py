@@ -1,5 +1,7 @@
 """Tensors with the fields of Transformer Engine's weights, which cannot be made without a GPU."""
 
+from types import SimpleNamespace
+
 import torch
 
 from moe_optim import reference
@@ -9,7 +11,7 @@ SPOILED = 0xA5  # of bytes that have to be overwritten
 
 
 class StandIn:
-    """What the storage reads and writes: fields, shape and dimensions."""
+    """What the storage reads and writes of one weight: fields, shape and dimensions."""
 
     def __init__(self, format: BlockScaledFormat, master: torch.Tensor) -> None:
         self.shape = master.shape
@@ -18,10 +20,10 @@ class StandIn:
         self._columnwise_data = quantized.columnwise_data[0].clone()
         for direction in DIRECTIONS:
             setattr(self, f"_{direction}_scale_inv", padded_scale(quantized, direction))
+            if format.has_global_amax:
+                setattr(self, f"_amax_{direction}", quantized.global_amax.clone())
         self._high_precision_init_val = master.bfloat16()
-
-    def dim(self) -> int:
-        return len(self.shape)
+        self._quantizer = SimpleNamespace(with_2d_quantization=format.is_2d)
 
 
 class Float8BlockwiseQTensor(StandIn):
@@ -34,6 +36,63 @@ class MXFP8Tensor(StandIn):
     """Named as the class it stands for."""
 
     _with_gemm_swizzled_scales = False
+
+
+class NVFP4Tensor(StandIn):
+    """Named as the class it stands for."""
+
+    _with_gemm_swizzled_scales = False
+    _row_scaled_nvfp4 = False
+    _nvfp4_use_4over6 = False
+
+
+class Float8BlockQuantizer:
+    """Named as the class it stands for: a group has its format from it."""
+
+    block_scaling_dim = 2
+
+
+class MXFP8Quantizer:
+    """Named as the class it stands for."""
+
+    def __init__(self, with_2d_quantization: bool = False) -> None:
+        self.with_2d_quantization = with_2d_quantization
+
+
+class NVFP4Quantizer:
+    """Named as the class it stands for."""
+
+    with_2d_quantization = True
+    with_rht = False
+
+
+class GroupedTensor:
+    """Flat fields of all experts, and members that are views of them."""
+
+    with_gemm_swizzled_scales = False
+
+    def __init__(self, member: type, format: BlockScaledFormat, masters: torch.Tensor) -> None:
+        self.shape = masters.shape
+        self.quantizer = {
+            Float8BlockwiseQTensor: Float8BlockQuantizer,
+            MXFP8Tensor: lambda: MXFP8Quantizer(format.is_2d),
+            NVFP4Tensor: NVFP4Quantizer,
+        }[member]()
+        self.quantized_tensors = [member(format, master) for master in masters]
+        self._high_precision_init_val = masters.bfloat16()
+        fields = {
+            "rowwise_data": "_rowwise_data",
+            "columnwise_data": "_columnwise_data",
+            "scale_inv": "_rowwise_scale_inv",
+            "columnwise_scale_inv": "_columnwise_scale_inv",
+        }
+        if format.has_global_amax:
+            fields |= {"amax": "_amax_rowwise", "columnwise_amax": "_amax_columnwise"}
+        for ours, theirs in fields.items():
+            stacked = torch.stack([getattr(one, theirs) for one in self.quantized_tensors])
+            setattr(self, ours, stacked.reshape(-1))
+            for one, view in zip(self.quantized_tensors, stacked, strict=True):
+                setattr(one, theirs, view)
 
 
 def padded_scale(quantized, direction) -> torch.Tensor:
