@@ -124,7 +124,7 @@ class TransformerEngineStorage(PlaneStorage):
         self._pointers = self.pointers()
 
     @property
-    def initial(self) -> Tensor | None:  # type: ignore[override]
+    def initial(self) -> Tensor | None:
         """Values before quantization, until masters have been made of them."""
         return getattr(self._param, "_high_precision_init_val", None)
 
