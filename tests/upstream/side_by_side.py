@@ -1,0 +1,309 @@
+"""Runs Megatron-LM's own unit tests without and with moe_optim, and compares case by case.
+
+    python -m tests.upstream.side_by_side --megatron-lm PATH [--ranks N] [--json FILE] ...
+
+PATH is a checkout, or a folder with its ``tests/unit_tests``; Megatron itself is the one installed.
+A case counts if it passes without the plug-in, and has to pass with it then. A case that stock
+skips or fails here is listed with its reason. Exit status: 1 with any difference, or without any
+case that counts.
+"""
+
+import argparse
+import io
+import json
+import multiprocessing
+import os
+import platform
+import re
+import shlex
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from moe_optim.cli.bench import commit
+from moe_optim.cli.launcher import LaunchPlan, RankFailure, launch
+from moe_optim.environment import find_gpus, find_package
+
+HERE = Path(__file__).parent
+WORST_LAST = ("passed", "skipped", "failed", "error", "died")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """Cases that run with one configuration of the plug-in."""
+
+    file: str
+    """Below ``tests/unit_tests``."""
+    knobs: str
+    """What ``MoEOptimConfig`` is given."""
+    keyword: str = ""
+    """What ``pytest -k`` selects; empty for all."""
+
+
+SELECTIONS = (
+    # nothing quantized: buffers must be Megatron's to the byte, also where layout is aligned
+    Selection(file="distributed/test_param_layout.py", knobs="format=mxfp8"),
+    Selection(file="distributed/test_param_and_grad_buffer.py", knobs="format=mxfp8"),
+    Selection(file="optimizer/test_distrib_optimizer_grouped_quantized.py", knobs="format=mxfp8"),
+    # experts of 16 columns: no quantized format has blocks that small
+    Selection(file="dist_checkpointing/test_optimizer.py", knobs="format=bf16"),
+    Selection(file="test_fp8_param.py", knobs="format=fp8_block layout=stock", keyword="blockwise"),
+)
+"""What runs by default, in one place."""
+
+SIDES: Mapping[str, tuple[str, ...]] = {
+    "stock": ("outcome_lines", "prepare_megatron"),
+    "plug-in": ("outcome_lines", "prepare_megatron", "with_moe_optim"),
+}
+"""Side -> pytest plug-ins of its ranks, found in this folder."""
+
+MANAGED = "GroupedBucketGroup._masters_of"
+"""Runs where a managed group gathers its weights from masters, and nowhere else."""
+
+
+@dataclass
+class Case:
+    """How one case went on one side: the worst of all ranks."""
+
+    outcome: str = "passed"
+    reason: str = ""
+    seconds: float = 0.0
+    ran: list[str] = field(default_factory=list)
+    """Functions of moe_optim.megatron that it ran."""
+
+    def note(self, outcome: str, reason: str) -> None:
+        """Take an outcome if it is worse than what is known."""
+        if WORST_LAST.index(outcome) > WORST_LAST.index(self.outcome):
+            self.outcome, self.reason = outcome, reason
+
+
+_MISSING = Case(outcome="died", reason="never reached")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One selection on one side."""
+
+    tests: Path
+    """The folder ``unit_tests``."""
+    selection: Selection
+    side: str
+    plugins: Sequence[str]
+    ranks: int
+    cpu: bool
+    timeout_s: float
+    restarts: int
+    logs: Path
+
+
+def run(job: Job) -> dict[str, Case]:
+    """Run a selection to its end, starting again after every case in which a rank dies or hangs."""
+    cases: dict[str, Case] = {}
+    after: str | None = None
+    for attempt in range(job.restarts + 1):
+        logs = job.logs / job.selection.file.replace("/", ".") / job.side / str(attempt)
+        failure = _launch(job, logs, after)
+        finished = _read(logs, cases)
+        if failure is None:
+            break
+        unfinished = [case for case, ranks in finished.items() if ranks < job.ranks]
+        after = unfinished[0] if unfinished else None
+        reason = _how_it_ended(failure, job.timeout_s)
+        cases.setdefault(after or job.selection.file, Case()).note("died", reason)
+        for later in unfinished[1:]:  # ranks that were ahead; they come again
+            del cases[later]
+        if after is None:
+            break
+    return cases
+
+
+def _launch(job: Job, logs: Path, after: str | None) -> RankFailure | None:
+    logs.mkdir(parents=True)
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder) / "root"
+        root.mkdir()
+        (root / "tests").symlink_to(job.tests.parent.resolve())  # and no Megatron of a checkout
+        entry = [
+            sys.executable,
+            "-m",
+            "pytest",
+            str(root / "tests/unit_tests" / job.selection.file),
+        ]
+        entry += ["-c", os.devnull, "--rootdir", str(root / "tests/unit_tests"), "-sq"]
+        entry += ["-p", "no:cacheprovider", "-p", "no:faulthandler"]
+        entry += [word for plugin in job.plugins for word in ("-p", plugin)]
+        entry += ["-k", job.selection.keyword, "--basetemp", f"{folder}/basetemp"]
+        entry += ["--lines", str(logs), "--case-timeout", str(job.timeout_s)]
+        entry += ["--after", after] if after else []
+        path = [str(root), str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
+        environment = {
+            "PYTHONPATH": os.pathsep.join(filter(None, path)),
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+            "MOE_OPTIM_SET": job.selection.knobs,
+        }
+        plan = LaunchPlan(
+            entry=entry, ranks=job.ranks, logs=logs, cpu=job.cpu, environment=environment
+        )
+        result = launch(plan, Console(file=io.StringIO()))
+    if result.stopped_by:
+        raise KeyboardInterrupt
+    return result.failure
+
+
+def _read(logs: Path, cases: dict[str, Case]) -> dict[str, int]:
+    """Add the lines of all ranks to ``cases``; return how many ranks finished each, in order."""
+    finished: dict[str, int] = {}
+    files = [path.read_text().splitlines() for path in sorted(logs.glob("*.jsonl"))]
+    for lines in sorted(
+        files, key=len, reverse=True
+    ):  # the rank that came furthest knows the order
+        for line in map(json.loads, lines):
+            name = line["case"]
+            case = cases.setdefault(name, Case())
+            case.note(line["outcome"], line.get("reason", ""))
+            case.seconds = max(case.seconds, line.get("seconds", 0.0))
+            case.ran = sorted({*case.ran, *line.get("ran", [])})
+            finished[name] = finished.get(name, 0) + (line["when"] == "teardown")
+    return finished
+
+
+def _how_it_ended(failure: RankFailure, timeout_s: float) -> str:
+    if re.search(
+        r"Timeout \([\d:.]+\)!", failure.log.read_text(errors="replace")
+    ):  # faulthandler's
+        return f"rank {failure.rank} did not end it within {timeout_s:g} s, see {failure.log}"
+    return failure.sentence()
+
+
+@dataclass
+class Comparison:
+    """One selection on both sides."""
+
+    selection: Selection
+    stock: dict[str, Case]
+    plug_in: dict[str, Case]
+
+    def counted(self) -> list[str]:
+        """Return the cases that pass without the plug-in."""
+        return [name for name, case in self.stock.items() if case.outcome == "passed"]
+
+    def not_counted(self) -> list[str]:
+        """Return the cases that stock skips, fails or never reached."""
+        names = dict.fromkeys([*self.stock, *self.plug_in])
+        return [name for name in names if self.stock.get(name, _MISSING).outcome != "passed"]
+
+    def differences(self) -> dict[str, Case]:
+        """Return what the plug-in made of the cases that count, where it is not a pass."""
+        found = {name: self.plug_in.get(name, _MISSING) for name in self.counted()}
+        return {name: case for name, case in found.items() if case.outcome != "passed"}
+
+    def ran(self, *functions: str) -> int:
+        """Return how many cases that count ran any of ``functions``, or anything of ours."""
+        ran = [set(self.plug_in[name].ran) for name in self.counted() if name in self.plug_in]
+        return sum(bool(of_case & {*functions} if functions else of_case) for of_case in ran)
+
+
+def compare(jobs: Sequence[Job], at_once: int = 1) -> list[Comparison]:
+    """Run jobs, two sides of each selection in a row, some at once; return one result a pair."""
+    if at_once > 1:  # the launcher wants the main thread of a process
+        with ProcessPoolExecutor(at_once, multiprocessing.get_context("spawn")) as pool:
+            results = list(pool.map(run, jobs))
+    else:
+        results = [run(job) for job in jobs]
+    pairs = zip(jobs[::2], results[::2], results[1::2], strict=True)
+    return [Comparison(job.selection, stock, plug_in) for job, stock, plug_in in pairs]
+
+
+def show(comparisons: Sequence[Comparison], console: Console) -> None:
+    """Print counts, cases that stock cannot run, and differences."""
+    table = Table(
+        "file", "stock", "with the plug-in", "counted", "in our code", "managed", "differ"
+    )
+    for one in comparisons:
+        counts = [
+            ", ".join(f"{n} {outcome}" for outcome, n in Counter(c.outcome for c in side).items())
+            for side in (one.stock.values(), one.plug_in.values())
+        ]
+        numbers = (len(one.counted()), one.ran(), one.ran(MANAGED), len(one.differences()))
+        table.add_row(one.selection.file, *counts, *map(str, numbers))
+    console.print(table)
+    for one in comparisons:
+        for name in one.not_counted():
+            stock, plug_in = (side.get(name, _MISSING) for side in (one.stock, one.plug_in))
+            other = "" if stock.outcome == plug_in.outcome else f"; plug-in: {plug_in.outcome}"
+            console.print(
+                f"not counted: {name}: {stock.outcome}: {stock.reason}{other}", markup=False
+            )
+    for one in comparisons:
+        for name, case in one.differences().items():
+            console.print(f"DIFFERS: {name}: {case.outcome}: {case.reason}", markup=False)
+
+
+def exit_status(comparisons: Sequence[Comparison]) -> int:
+    """Return 0 if cases counted and none of them differs."""
+    is_same = not any(one.differences() for one in comparisons)
+    return 0 if is_same and any(one.counted() for one in comparisons) else 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run what the command line says; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.upstream.side_by_side")
+    parser.add_argument("--megatron-lm", type=Path, required=True, help="folder with tests/")
+    parser.add_argument(
+        "--files", nargs="+", help="of the default selection, by a part of its name"
+    )
+    parser.add_argument("--keyword", help="pytest -k instead of the default selection's")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--logs", type=Path)
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds that a case may take")
+    parser.add_argument("--restarts", type=int, default=4, help="after cases in which a rank died")
+    parser.add_argument("--jobs", type=int, default=1, help="files and sides that run at once")
+    args = parser.parse_args(argv)
+    gpus = find_gpus()
+    chosen = [
+        Selection(file=one.file, knobs=one.knobs, keyword=args.keyword or one.keyword)
+        for one in SELECTIONS
+        if not args.files or any(part in one.file for part in args.files)
+    ]
+    jobs = [
+        Job(
+            tests=args.megatron_lm / "tests/unit_tests",
+            selection=selection,
+            side=side,
+            plugins=plugins,
+            ranks=args.ranks,
+            cpu=not gpus,
+            timeout_s=args.timeout,
+            restarts=args.restarts,
+            logs=args.logs or Path(tempfile.mkdtemp(prefix="side-by-side-")),
+        )
+        for selection in chosen
+        for side, plugins in SIDES.items()
+    ]
+    comparisons = compare(jobs, args.jobs)
+    show(comparisons, Console(width=160, soft_wrap=True))
+    if args.json:
+        packages = ("torch", "megatron-core", "transformer-engine")
+        found = {name: find_package(name) for name in packages}
+        report = {
+            "command": shlex.join(["python", "-m", "tests.upstream.side_by_side", *sys.argv[1:]]),
+            "commit": commit(),
+            "device": [gpu.name for gpu in gpus] or f"{platform.machine()} CPU",
+            "versions": {name: package and package.version for name, package in found.items()},
+            "ranks": args.ranks,
+            "files": [asdict(one) for one in comparisons],
+        }
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    return exit_status(comparisons)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

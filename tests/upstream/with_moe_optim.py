@@ -1,0 +1,71 @@
+"""A pytest plug-in that installs moe_optim, and notes what of it each case ran.
+
+Loaded by its bare name, as ``outcome_lines`` is; ``MOE_OPTIM_SET`` holds assignments of knobs.
+
+Upstream's tests import classes from the modules that define them, where install() leaves them
+alone. What install() replaces elsewhere is therefore replaced in the test modules, too: a case then
+takes what a model is built of. Megatron itself is patched by install() and nothing else.
+"""
+
+import gc
+import os
+import sys
+from pathlib import Path
+from types import FunctionType
+
+import pytest
+
+_TOOL = 4  # of sys.monitoring; free of uses by convention
+_NOT_REPLACED = {"get-megatron-optimizer"}  # refuses other optimizers, which some cases build
+_ran: set[str] = set()
+_replaced: dict[int, object] = {}
+
+
+@pytest.hookimpl  # after prepare_megatron, before any conftest imports Megatron
+def pytest_load_initial_conftests():
+    import moe_optim
+    from moe_optim.megatron import patches, requirements
+    from moe_optim.megatron.patching import _resolve
+
+    table = [patch for patch in patches.OPTIMIZER if patch.id not in _NOT_REPLACED]
+    before = [_resolve(patch.target)[2] for patch in table]
+    assignments = os.environ.get("MOE_OPTIM_SET", "").split()
+    moe_optim.install(moe_optim.MoEOptimConfig().replace_from(assignments, "MOE_OPTIM_SET"))
+    for patch, original in zip(table, before, strict=True):
+        _replaced[id(original)] = _resolve(patch.target)[2]
+    # guards a user's run; a case compares a quantized model with a bf16 one in the same process
+    requirements._check_wanted = lambda *_: None
+
+
+def pytest_collection_finish(session):
+    modules = {item.module for item in session.items}
+    modules |= {module for name, module in sys.modules.items() if name.startswith("tests.unit_")}
+    for module in modules:
+        for name, value in list(vars(module).items()):
+            if id(value) in _replaced:
+                setattr(module, name, _replaced[id(value)])
+    _listen()
+
+
+def pytest_runtest_logstart():
+    _ran.clear()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_makereport(item, call):
+    if call.when == "teardown":
+        item.user_properties.append(("ran", sorted(_ran)))
+
+
+def _listen():
+    """Have every call of a function of moe_optim.megatron noted, stand-ins of a GPU left out."""
+    from moe_optim.megatron import adam, cpu_runtime, plugin
+
+    folder, left_out = Path(plugin.__file__).parent, {adam.__file__, cpu_runtime.__file__}
+    sys.monitoring.use_tool_id(_TOOL, "moe_optim")
+    event = sys.monitoring.events.PY_START
+    sys.monitoring.register_callback(_TOOL, event, lambda code, _: _ran.add(code.co_qualname))
+    for function in [found for found in gc.get_objects() if isinstance(found, FunctionType)]:
+        path = function.__code__.co_filename
+        if Path(path).parent == folder and path not in left_out:
+            sys.monitoring.set_local_events(_TOOL, function.__code__, event)
