@@ -38,6 +38,9 @@ class MoEOptimConfig:
     expert_layout: Literal["grouped", "indexed"] = "grouped"
     """``grouped`` keeps all local experts of a linear in one parameter [experts, rows, columns],
     ``indexed`` keeps one parameter [rows, columns] an expert."""
+    storage: Literal["portable", "transformer_engine"] = "portable"
+    """What portable experts keep quantized weights in: plain tensors, or the tensor classes of
+    Transformer Engine, whose own modules bring theirs. The products are the same."""
     wire: Literal["quantized", "bf16"] = "quantized"
     """What the parameter all-gather carries. ``quantized``: bytes and block scales, quantized by
     the rank that owns them. ``bf16``: upstream's wire; every rank quantizes what it received."""

@@ -15,6 +15,7 @@ DEFAULTS = {
     "format": "mxfp8",
     "compute": None,
     "expert_layout": "grouped",
+    "storage": "portable",
     "wire": "quantized",
     "layout": "aligned",
     "nonfinite": "raise",

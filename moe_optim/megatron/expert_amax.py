@@ -13,7 +13,7 @@ from moe_optim.kernels.table_entry import TableEntry
 from moe_optim.megatron.gather import OwnedMaster
 from moe_optim.modules.amax_search import AmaxSearch
 from moe_optim.modules.grouped_linear import GroupedLinear
-from moe_optim.modules.storage import PortableStorage
+from moe_optim.modules.storage import PlaneStorage
 
 
 class AmaxRecord:
@@ -78,12 +78,12 @@ class AmaxRecord:
             )
         return entries
 
-    def _storages(self) -> list[PortableStorage]:
+    def _storages(self) -> list[PlaneStorage]:
         return [_storage(param) for param in self._params]
 
 
-def _storage(param: Any) -> PortableStorage:
-    storage: PortableStorage = param.quantized_storage
+def _storage(param: Any) -> PlaneStorage:
+    storage: PlaneStorage = param.quantized_storage
     return storage
 
 

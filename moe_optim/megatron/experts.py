@@ -25,9 +25,12 @@ from moe_optim.megatron.expert_amax import sharded_amax
 from moe_optim.megatron.expert_loading import keep_loaded_values, load_local_experts
 from moe_optim.megatron.expert_shards import empty_extra_state, list_shards
 from moe_optim.megatron.plugin import active_config
+from moe_optim.megatron.te_weights import make_te_storages
 from moe_optim.modules.activation import glu
 from moe_optim.modules.grouped_linear import GroupedLinear
+from moe_optim.modules.storage import make_portable_storages
 
+_STORAGES = {"portable": make_portable_storages, "transformer_engine": make_te_storages}
 _stock_grouped_mlp_modules = backends.LocalSpecProvider.grouped_mlp_modules
 
 
@@ -90,6 +93,7 @@ class GroupedExperts(MegatronModule):
                 config.delay_wgrad_compute or config.overlap_dispatch_backward_with_experts_wgrad
             ),
             record_amax=moe_optim_config.record_amax,
+            make_storages=_STORAGES[moe_optim_config.storage],
             device=device,
         )
         where = name or "experts"

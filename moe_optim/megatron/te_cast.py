@@ -112,15 +112,20 @@ def check_bytes(entries: Sequence[TableEntry], weights: Sequence[Any], *, derive
 
 
 def make_quantizer(format: BlockScaledFormat) -> Any:
-    """Return the quantizer that Megatron's recipe for a format of ``FORMATS`` gives weights."""
-    from transformer_engine.pytorch import DType, Float8BlockQuantizer, MXFP8Quantizer
-
-    usage = {"rowwise": True, "columnwise": True}
-    if format.name == "mxfp8":
-        return MXFP8Quantizer(DType.kFloat8E4M3, **usage)
-    return Float8BlockQuantizer(
-        DType.kFloat8E4M3, force_pow_2_scales=True, block_scaling_dim=2, **usage
+    """Return the quantizer that Megatron's recipe for a format gives weights."""
+    from transformer_engine.pytorch import (
+        DType,
+        Float8BlockQuantizer,
+        MXFP8Quantizer,
+        NVFP4Quantizer,
     )
+
+    e4m3, usage = DType.kFloat8E4M3, {"rowwise": True, "columnwise": True}
+    if format.name == "nvfp4":
+        return NVFP4Quantizer(with_2d_quantization=True, **usage)
+    if format.name == "fp8_block":
+        return Float8BlockQuantizer(e4m3, force_pow_2_scales=True, block_scaling_dim=2, **usage)
+    return MXFP8Quantizer(e4m3, with_2d_quantization=format.is_2d, **usage)
 
 
 def _pairs(entry: TableEntry, weight: Any, derived: bool) -> Iterator[tuple[str, Tensor, Tensor]]:

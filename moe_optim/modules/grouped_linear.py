@@ -1,7 +1,7 @@
 """One linear layer of all local experts: a single grouped product forward, dgrad and wgrad."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -12,7 +12,12 @@ from moe_optim.formats import BlockScaledFormat, Direction
 from moe_optim.modules.compute import QuantizedCopy
 from moe_optim.modules.grouped_product import WgradFactors, multiply, run_delayed_wgrad
 from moe_optim.modules.grouped_weight import GroupedWeight
-from moe_optim.modules.storage import PortableStorage
+from moe_optim.modules.storage import (
+    MakeStorages,
+    PlaneStorage,
+    PortableStorage,
+    make_portable_storages,
+)
 
 ExpertLayout = Literal["grouped", "indexed"]
 
@@ -21,9 +26,9 @@ class GroupedLinear(torch.nn.Module):
     """Weights of all local experts of one linear, and their biases if it has any.
 
     Parameters are ``weight`` [E, R, C] in ``grouped`` layout, ``weight0 .. weight{E-1}`` [R, C] in
-    ``indexed`` layout. Quantized experts lie in one storage [E, R, C] in both, so either layout
-    multiplies in one call. bf16 experts are ordinary parameters; with ``compute`` their products
-    read a quantized copy, and give what storage of that format would give.
+    ``indexed`` layout. Portable quantized experts lie in one storage [E, R, C] in both, so either
+    layout multiplies in one call. bf16 experts are ordinary parameters; with ``compute`` their
+    products read a quantized copy, and give what storage of that format would give.
 
     Biases are bf16 whatever the format: ``bias`` [E, R], or ``bias0 .. bias{E-1}`` [R]. The product
     does not add them; callers get them from :meth:`token_biases`, and fuse or scale the addition.
@@ -40,6 +45,7 @@ class GroupedLinear(torch.nn.Module):
             one, instead of returning them through autograd.
         delay_wgrad: leave weight gradients to :meth:`backward_dw`.
         record_amax: keep the amax of every quantized expert, see :meth:`amax`.
+        make_storages: what quantized weights are kept in.
         name: for errors.
         device: where weights live.
 
@@ -60,6 +66,7 @@ class GroupedLinear(torch.nn.Module):
         fuse_wgrad_accumulation: bool = True,
         delay_wgrad: bool = False,
         record_amax: bool = False,
+        make_storages: MakeStorages = make_portable_storages,
         name: str = "weight",
         device: torch.device | str | None = None,
     ) -> None:
@@ -74,12 +81,17 @@ class GroupedLinear(torch.nn.Module):
         self._whole_amax: tuple[int, Tensor] | None = None  # and the version whose amax it is
         if compute is not None and format is None:
             self.quantized_copy = QuantizedCopy(compute, self.shape, f"{name}.weight")
-        storage = None
+        storages: Sequence[PlaneStorage] = ()
         if format is not None:
-            storage = PortableStorage(
-                format, self.shape, name=f"{name}.weight", device=device, record_amax=record_amax
+            storages = make_storages(
+                format,
+                self.shape,
+                apart=expert_layout == "indexed",
+                name=f"{name}.weight",
+                device=device,
+                record_amax=record_amax,
             )
-        for parameter_name, parameter in self._make_parameters(storage, device):
+        for parameter_name, parameter in self._make_parameters(storages, device):
             self.register_parameter(parameter_name, parameter)
         if bias:
             for bias_name, shape in self._bias_shapes().items():
@@ -93,31 +105,25 @@ class GroupedLinear(torch.nn.Module):
         return {f"bias{index}": (rows,) for index in range(experts)}
 
     def _make_parameters(
-        self, whole: PortableStorage | None, device: torch.device | str | None
+        self, storages: Sequence[PlaneStorage], device: torch.device | str | None
     ) -> list[tuple[str, torch.nn.Parameter]]:
         experts, rows, cols = self.shape
-        if self.expert_layout == "grouped":
-            cuts: list[tuple[str, int | None]] = [("weight", None)]
-        else:
-            cuts = [(f"weight{index}", index) for index in range(experts)]
-        parameters = []
-        for name, index in cuts:
-            shape = self.shape if index is None else (rows, cols)
-            weight: Tensor
-            if whole is None:
-                weight = torch.empty(shape, dtype=torch.bfloat16, device=device)
-            else:
-                weight = GroupedWeight(whole if index is None else whole.expert(index), shape)
-            parameters.append((name, torch.nn.Parameter(weight)))
-        return parameters
+        names, shape = ["weight"], torch.Size(self.shape)
+        if self.expert_layout == "indexed":
+            names, shape = [f"weight{index}" for index in range(experts)], torch.Size((rows, cols))
+        weights: Iterable[Tensor] = (GroupedWeight(storage, shape) for storage in storages)
+        if not storages:
+            weights = (torch.empty(shape, dtype=torch.bfloat16, device=device) for _ in names)
+        pairs = zip(names, weights, strict=True)
+        return [(name, torch.nn.Parameter(weight)) for name, weight in pairs]
 
-    def storages(self) -> list[PortableStorage]:
+    def storages(self) -> list[PlaneStorage]:
         """Return the storage behind each parameter; none where experts are bf16."""
         weights = self.weights()
         return [w.quantized_storage for w in weights if isinstance(w, GroupedWeight)]
 
     @property
-    def storage(self) -> PortableStorage | None:
+    def storage(self) -> PlaneStorage | None:
         """The one storage of all experts; None in bf16, or where they lie apart in buckets."""
         storages = self.storages()
         return storages[0].whole_of(storages) if storages else None
@@ -133,15 +139,16 @@ class GroupedLinear(torch.nn.Module):
 
     def _move_storages(self, fn: Callable[[Tensor], Tensor]) -> None:
         whole = self.storage
-        if whole is None:  # apart in buckets: they must all stay where they are
-            for storage in self.storages():
-                _moved(storage, fn)
+        if whole is None:
+            for weight, storage in zip(self.weights(), self.storages(), strict=True):
+                weight.quantized_storage = _moved(storage, fn)  # type: ignore[attr-defined]
             return
         moved = _moved(whole, fn)
         if moved is whole:
             return
+        assert isinstance(moved, PortableStorage)  # as every copy is
         for index, weight in enumerate(self.weights()):
-            old: PortableStorage = weight.quantized_storage  # type: ignore[attr-defined]
+            old: PlaneStorage = weight.quantized_storage  # type: ignore[attr-defined]
             new = moved if self.expert_layout == "grouped" else moved.expert(index)
             new.is_fresh, new.initial = old.is_fresh, old.initial
             weight.quantized_storage = new  # type: ignore[attr-defined]
@@ -323,7 +330,7 @@ class GroupedLinear(torch.nn.Module):
         return gradients
 
 
-def _moved(storage: PortableStorage, fn: Callable[[Tensor], Tensor]) -> PortableStorage:
+def _moved(storage: PlaneStorage, fn: Callable[[Tensor], Tensor]) -> PlaneStorage:
     """Return the storage that ``fn`` makes of one: itself, or a copy on another device.
 
     Raises:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from moe_optim.errors import StateError
-from moe_optim.modules.storage import PortableStorage
+from moe_optim.modules.storage import PlaneStorage
 
 aten = torch.ops.aten
 
@@ -28,12 +28,12 @@ class GroupedWeight(Tensor):
         shape: ``storage.shape``, or [R, C] for a storage of one expert.
     """
 
-    quantized_storage: PortableStorage
+    quantized_storage: PlaneStorage
 
     @staticmethod
     def __new__(
         cls: type["GroupedWeight"],
-        storage: PortableStorage,
+        storage: PlaneStorage,
         shape: torch.Size | tuple[int, ...] | None = None,
         requires_grad: bool = False,
     ) -> "GroupedWeight":

@@ -1,6 +1,7 @@
 """What lies behind a quantized expert weight, whoever owns the bytes."""
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -63,7 +64,7 @@ class WeightStorage(Protocol):
         """Move the bytes of some planes into memory of a bucket, and stay there."""
 
 
-class PlaneStorage:
+class PlaneStorage(ABC):
     """What every storage does with its planes, wherever they lie."""
 
     name: str
@@ -119,6 +120,14 @@ class PlaneStorage:
         if self.recorded_amax is not None:
             self.recorded_amax.copy_(torch.tensor(torch.nan) if other.amax is None else other.amax)
         self.planes_written()
+
+    @abstractmethod
+    def clone(self, device: torch.device | None = None) -> "PortableStorage":
+        """Return a storage with its own copy of the same bytes, on ``device`` if given."""
+
+    @abstractmethod
+    def whole_of(self, parts: "Sequence[PlaneStorage]") -> "PlaneStorage | None":
+        """Return the storage that ``parts`` are all experts of, in order, if there is one."""
 
     def planes_written(self) -> None:
         """Take note of bytes that somebody has put into all planes."""
@@ -272,15 +281,15 @@ class PortableStorage(PlaneStorage):
         memo[id(self)] = new
         return new
 
-    def whole_of(self, parts: Sequence["PortableStorage"]) -> "PortableStorage | None":
+    def whole_of(self, parts: Sequence[PlaneStorage]) -> PlaneStorage | None:
         """Return the storage that ``parts`` are all experts of, in order, if there is one."""
         if len(parts) == 1 and self._whole is None:
             return self
         if self._whole is None:
             return None
         whole, _ = self._whole
-        in_order = [part._whole for part in parts] == [(whole, i) for i in range(whole.shape[0])]
-        return whole if in_order else None
+        places = [part._whole for part in parts if isinstance(part, PortableStorage)]
+        return whole if places == [(whole, index) for index in range(whole.shape[0])] else None
 
     def clone(self, device: torch.device | None = None) -> "PortableStorage":
         """Return a storage with its own copy of the same bytes, on ``device`` if given."""
@@ -294,3 +303,37 @@ class PortableStorage(PlaneStorage):
         copy.copy_bytes_from(self)
         copy.is_fresh, copy.initial = self.is_fresh, self.initial
         return copy
+
+
+class MakeStorages(Protocol):
+    """Makes the storages of one linear's weights, not written yet."""
+
+    def __call__(
+        self,
+        format: BlockScaledFormat,
+        shape: tuple[int, int, int],
+        *,
+        apart: bool,
+        name: str,
+        device: torch.device | str | None,
+        record_amax: bool,
+    ) -> Sequence[PlaneStorage]:
+        """Return one storage of ``shape``, or one an expert if ``apart``."""
+
+
+def make_portable_storages(
+    format: BlockScaledFormat,
+    shape: tuple[int, int, int],
+    *,
+    apart: bool,
+    name: str,
+    device: torch.device | str | None,
+    record_amax: bool,
+) -> Sequence[PlaneStorage]:
+    """Return one storage [E, R, C], or one an expert over its planes.
+
+    Raises:
+        LayoutError: ``shape`` does not fit the format.
+    """
+    whole = PortableStorage(format, shape, name=name, device=device, record_amax=record_amax)
+    return [whole.expert(index) for index in range(shape[0])] if apart else [whole]

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from moe_optim import MoEOptimConfig, ops, reference
-from moe_optim.errors import StateError
+from moe_optim.errors import ConfigError, StateError
 from moe_optim.formats import DIRECTIONS, FP8_BLOCK, MXFP8, MXFP8_2D, NVFP4, BlockScaledFormat
 from moe_optim.kernels.member_table import MemberTable, TableEntry
-from moe_optim.megatron import managed
+from moe_optim.megatron import managed, te_weights
 from moe_optim.megatron.te_storage import TransformerEngineStorage
+from moe_optim.modules.grouped_linear import GroupedLinear
 from tests.support import te_stand_ins
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import wide_range_weights
@@ -293,3 +294,9 @@ def test_a_group_in_high_precision_is_left_to_megatron(monkeypatch):
     weight = KINDS["group of mxfp8"].weight(KINDS["group of mxfp8"].masters(1))
     weight.quantizer = None
     assert not managed.is_managed(weight)
+
+
+def test_its_classes_are_asked_for_where_it_cannot_be_imported(monkeypatch):
+    monkeypatch.setattr(te_weights, "import_error", lambda: "ImportError: no GPU")
+    with pytest.raises(ConfigError, match=r"got ImportError: no GPU\. Install it, or set storage:"):
+        GroupedLinear(2, 64, 64, format=MXFP8, make_storages=te_weights.make_te_storages)
