@@ -1,90 +1,72 @@
 """``moe-optim bench step``: training steps of a recipe, with the plug-in and with stock Megatron.
 
 The two take turns, each in fresh processes with the same arguments and data, so that whatever the
-machine does meanwhile happens to both. Times are Megatron's own timers.
+machine does meanwhile happens to both. Iterations take turns, too: undisturbed ones give the time
+of an iteration, others its parts, others the time of the optimizer on the host.
 """
 
 import argparse
 import json
-import re
 import shlex
-import statistics
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+import textwrap
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from moe_optim.cli.argv import keep_arguments_after_dashes
+from moe_optim.cli.bench_step_figures import (
+    SIDES,
+    Measured,
+    meanings,
+    merge,
+    summarize,
+    table_of,
+)
 from moe_optim.config import field_names
 from moe_optim.errors import ConfigError, StateError
 from moe_optim.recipes import Recipe, load_recipe
 
 # What imports torch or Megatron is imported where it is needed: it takes seconds.
 
-SIDES = ("stock", "plugin")
-WARM_UP = 3
-"""Iterations at the start of a process that are not counted: caches, compilation, allocation."""
-TIMERS = {  # key of the report -> Megatron's name of the timer
-    "forward_backward_ms": "forward-backward",
-    "optimizer_ms": "optimizer",
-    "grad_copy_ms": "optimizer-copy-to-main-grad",
-    "inner_step_ms": "optimizer-inner-step",
-    "main_to_model_ms": "optimizer-copy-main-to-model-params",
-    "gather_ms": "params-all-gather",
+DETERMINISTIC_ENVIRONMENT = {
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "NCCL_ALGO": "Ring",
 }
-LABELS = {
-    "iteration_ms": "iteration",
-    "forward_backward_ms": "forward and backward",
-    "optimizer_ms": "optimizer, all of it",
-    "grad_copy_ms": "  gradients to masters",
-    "inner_step_ms": "  Adam",
-    "main_to_model_ms": "  masters to weights",
-    "gather_ms": "  gather and what follows",
-    "main_to_model_and_gather_ms": "  the last two together",
-    "gathered_bytes": "gathered",
-    "peak_bytes": "peak memory",
-}
-
-_ITERATION = re.compile(
-    r"iteration +(\d+)/.*?elapsed time per iteration \(ms\): ([\d.]+).*?lm loss: ([\d.E+-]+)"
-)
-_TIMER = re.compile(r"^ +([a-z-]+) \.+: \(([\d.]+), ([\d.]+)\)$", re.M)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Measured:
-    """What one process group showed."""
-
-    losses: tuple[str, ...]
-    """Of every iteration, as Megatron prints them."""
-    figures: dict[str, list[float]]
-    """Key of the report -> one value an iteration after the warm-up."""
+DETERMINISTIC_ARGUMENTS = ("--deterministic-mode", "--clip-grad", "0")
+"""The norm that clips is summed in the order of the buckets, which are not the same on both sides.
+"""
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add ``bench step``."""
+    description = (
+        "Train a recipe for a few iterations with the plug-in and with Megatron's own optimizer, "
+        "in turns, and compare times, bytes and memory. Arguments after `--` go to Megatron's "
+        "parser, over the recipe's, on both sides."
+    )
     parser = subparsers.add_parser(
         "step",
         help="training steps of a recipe, beside stock Megatron in the same run",
-        description="Train a recipe for a few iterations with the plug-in and with Megatron's own "
-        "optimizer, in turns, and compare Megatron's timers, bytes and memory. Arguments after "
-        "`--` go to Megatron's parser, over the recipe's, on both sides.",
+        description=textwrap.fill(description, 96),
+        epilog=meanings(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="moe-optim bench step RECIPE [options] [-- MEGATRON ARGS]",
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("recipe", type=Path, metavar="RECIPE", help="such as recipes/hopper_fp8_block.yaml")
     add("--against", choices=["stock"], default="stock", help="what it is compared with")
-    add("--iterations", type=int, default=15, metavar="N", help="of a process (default 15)")
+    add("--iterations", type=int, default=21, metavar="N", help="of a process (default 21)")
     add("--rounds", type=int, default=2, metavar="N", help="processes of each side (default 2)")
     add("--ranks", type=int, metavar="N", help="processes at a time (default: the recipe's)")
     changes = "change the recipe, such as moe_optim.layout=stock"
     add("--set", action="extend", nargs="+", default=[], metavar="KEY=VALUE", help=changes)
+    repeats = "on both sides only algorithms whose results repeat, and no clipping"
+    add("--deterministic", action="store_true", help=repeats)
     add("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     add("--out", type=Path, metavar="FILE", help="also draw the parts of a step, as a PNG")
     add("--logs", type=Path, metavar="DIR", help="keep the logs of all ranks in DIR")
@@ -93,10 +75,14 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def run(args: argparse.Namespace) -> int:
     """Measure both sides in turns, print a table, and write what was asked for."""
-    if args.iterations <= WARM_UP or args.rounds < 1:
+    from moe_optim.megatron.counted_steps import KINDS, WARM_UP
+
+    fewest = WARM_UP + len(KINDS)
+    if args.iterations < fewest or args.rounds < 1:
         raise ConfigError(
-            f"--iterations, --rounds: expected more than {WARM_UP} and at least 1, got "
-            f"{args.iterations} and {args.rounds}. The first {WARM_UP} iterations are not counted."
+            f"--iterations, --rounds: expected at least {fewest} and 1, got {args.iterations} and "
+            f"{args.rounds}. The first {WARM_UP} iterations are not counted, and each of the "
+            f"next {len(KINDS)} shows something else."
         )
     recipe = load_recipe(args.recipe, args.set)
     with TemporaryDirectory() as temporary:
@@ -112,8 +98,8 @@ def run(args: argparse.Namespace) -> int:
     if args.out:
         from moe_optim.cli.bench_step_picture import draw
 
-        draw(report, args.out)
-    Console().print(_table(report))
+        args.out.write_bytes(draw(report))
+    Console().print(table_of(report))
     return 0
 
 
@@ -125,36 +111,38 @@ def _measure(args: argparse.Namespace, recipe: Recipe, side: str, folder: Path) 
 
     folder.mkdir(parents=True)
     ranks = args.ranks or recipe.ranks
+    module = "moe_optim.megatron.counted_steps"
     plan = LaunchPlan(
-        entry=[
-            sys.executable,
-            "-m",
-            "moe_optim.megatron.counted_steps",
-            *_argv(args, recipe, side),
-        ],
+        entry=[sys.executable, "-m", module, *megatron_argv(args, recipe, side)],
         ranks=ranks,
         logs=folder,
         cpu=not torch.cuda.is_available(),
-        environment={REPORT: str(folder)},
+        environment={REPORT: str(folder), **environment(args)},
     )
     result = launch(plan, Console(stderr=True))
     if result.failure is not None or result.stopped_by is not None:
         said = result.failure.sentence() if result.failure else "it was stopped"
         raise StateError(f"bench step: {side}: expected a run to its end, but {said}")
-    texts = [plan.log(rank).read_text(errors="replace") for rank in range(ranks)]
-    measured = parse(texts, (folder / "rank0.txt").read_text())
+    measured = merge([json.loads((folder / f"rank{r}.json").read_text()) for r in range(ranks)])
     if len(measured.losses) != args.iterations:
         raise StateError(
-            f"bench step: {side}: expected {args.iterations} iterations in the log, got "
-            f"{len(measured.losses)}. Keep it with --logs and look at rank0.log; the recipe has "
-            "to log every iteration."
+            f"bench step: {side}: expected {args.iterations} iterations, got "
+            f"{len(measured.losses)}. Keep the logs with --logs and look at rank0.log."
         )
     return measured
 
 
-def _argv(args: argparse.Namespace, recipe: Recipe, side: str) -> list[str]:
-    argv = [*recipe.megatron_argv(), "--timing-log-level", "2", "--log-interval", "1"]
-    argv += ["--train-iters", str(args.iterations), *args.megatron_args]
+def environment(args: argparse.Namespace) -> dict[str, str]:
+    """Return what the ranks' environment has because of a flag of this command."""
+    return dict(DETERMINISTIC_ENVIRONMENT) if args.deterministic else {}
+
+
+def megatron_argv(args: argparse.Namespace, recipe: Recipe, side: str) -> list[str]:
+    """Return the command line of a rank; both sides have the same but for the plug-in's flags."""
+    argv = [*recipe.megatron_argv(), *(DETERMINISTIC_ARGUMENTS if args.deterministic else ())]
+    argv += [*args.megatron_args, "--train-iters", str(args.iterations)]
+    argv += ["--eval-iters", "0", "--timing-log-level", "0"]
+    argv += ["--log-interval", "1"]  # a logged iteration leaves the device idle
     if side == "plugin":
         argv += ["--use-moe-grouped-optim"]
         for name in field_names():
@@ -163,68 +151,28 @@ def _argv(args: argparse.Namespace, recipe: Recipe, side: str) -> list[str]:
     return argv
 
 
-def parse(logs: Sequence[str], counted: str) -> Measured:
-    """Read what a run printed.
-
-    Args:
-        logs: of all ranks. Losses and times of iterations are in one of them, timers in another.
-        counted: what the first rank wrote: iteration, bytes gathered, peak bytes a line.
-    """
-    iterations = [match for text in logs for match in _ITERATION.findall(text)]
-    figures: dict[str, list[float]] = {"iteration_ms": [float(ms) for _, ms, _ in iterations]}
-    timers = [match for text in logs for match in _TIMER.findall(text)]
-    for key, timer in TIMERS.items():
-        figures[key] = [float(slowest) for name, _, slowest in timers if name == timer]
-    lines = [line.split() for line in counted.splitlines()]
-    figures["gathered_bytes"] = [float(line[1]) for line in lines]
-    figures["peak_bytes"] = [float(line[2]) for line in lines]
-    pairs = zip(figures["main_to_model_ms"], figures["gather_ms"], strict=False)
-    figures["main_to_model_and_gather_ms"] = [sum(pair) for pair in pairs]
-    return Measured(
-        losses=tuple(loss for _, _, loss in iterations),
-        figures={key: values[WARM_UP:] for key, values in figures.items()},
-    )
-
-
 def _report(
     args: argparse.Namespace, recipe: Recipe, found: dict[str, list[Measured]]
 ) -> dict[str, Any]:
     import torch
 
     from moe_optim.cli.bench import commit
+    from moe_optim.megatron.counted_steps import WARM_UP
 
-    sides = {side: _medians(runs) for side, runs in found.items()}
-    stock, plugin = (sides[side] for side in SIDES)
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     return {
         "command": _command(args),
         "commit": commit(),
-        "device": device,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "workload": {
             "recipe": str(recipe.path),
             "format": recipe.moe_optim.format,
             "ranks": args.ranks or recipe.ranks,
             "iterations": args.iterations - WARM_UP,
             "rounds": args.rounds,
+            "deterministic": args.deterministic,
+            "megatron_args": args.megatron_args,
         },
-        "losses_equal": len({run.losses for runs in found.values() for run in runs}) == 1,
-        "losses": {side: [list(run.losses) for run in runs] for side, runs in found.items()},
-        "stock": stock,
-        "plugin": plugin,
-        "ratio": {key: _ratio(plugin[key], stock[key]) for key in LABELS},
-    }
-
-
-def _ratio(plugin: float | None, stock: float | None) -> float | None:
-    return round(plugin / stock, 3) if plugin and stock else None
-
-
-def _medians(runs: Sequence[Measured]) -> dict[str, float | None]:
-    """Return the median over iterations of all processes; None for what no log has."""
-    pooled = {key: [v for run in runs for v in run.figures[key]] for key in LABELS}
-    return {
-        key: round(statistics.median(values), 3) if values else None
-        for key, values in pooled.items()
+        **summarize(found),
     }
 
 
@@ -233,30 +181,7 @@ def _command(args: argparse.Namespace) -> str:
     words += ["--iterations", str(args.iterations), "--rounds", str(args.rounds)]
     words += ["--ranks", str(args.ranks)] if args.ranks else []
     words += ["--set", *args.set] if args.set else []
+    words += ["--deterministic"] if args.deterministic else []
     words += ["--json", str(args.json)] if args.json else []
     words += ["--", *args.megatron_args] if args.megatron_args else []
     return shlex.join(words)
-
-
-def _table(report: dict[str, Any]) -> Table:
-    work = report["workload"]
-    equal = "the same losses" if report["losses_equal"] else "losses differ"
-    title = (
-        f"{work['recipe']}, {work['ranks']} x {report['device']}; ms, medians of "
-        f"{work['iterations'] * work['rounds']} iterations; {equal}"
-    )
-    table = Table(title=title, title_justify="left")
-    table.add_column("", no_wrap=True)
-    for header in ("stock", "plug-in", "ratio"):
-        table.add_column(header, justify="right")
-    for key, label in LABELS.items():
-        values = [_shown(key, report[side][key]) for side in SIDES]
-        ratio = report["ratio"][key]
-        table.add_row(label, *values, "" if ratio is None else f"{ratio:.2f}")
-    return table
-
-
-def _shown(key: str, value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value / 2**30:.2f} GiB" if key.endswith("_bytes") else f"{value:.1f}"
