@@ -23,6 +23,7 @@ SURFACE = {  # command -> its positionals and options
         "--json",
         "--out",
         "--logs",
+        "--deterministic",
     },
     "bench requantize": {"--format", "--shape-set", "--shard", "--against", "--json"},
     "convert": {
