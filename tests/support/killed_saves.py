@@ -9,7 +9,6 @@ that is killed has written half of its bytes.
 import builtins
 import io
 import os
-import queue
 import random
 import shutil
 import signal
@@ -155,10 +154,7 @@ def _save_and_die(save: Callable[[], Any], calls: FileSystemCalls, writer: int) 
 
 
 def _be_alone() -> None:
-    """Replace collectives by what they do on one rank, and the queue server of the writer."""
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    filesystem_async._results_queue = queue.Queue()
+    """Replace collectives by what they do on one rank."""
 
     def nothing(*_args: Any, **_kwargs: Any) -> None:
         return None

@@ -1,7 +1,11 @@
 """Imported once by the fork server of ``ranks.py``: forked ranks then start in milliseconds."""
 
+import argparse
+import functools
+import gc
 import importlib
 import os
+import queue
 import warnings
 
 os.environ["TORCHDYNAMO_DISABLE"] = "1"  # before torch is imported
@@ -9,12 +13,39 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 warnings.filterwarnings("ignore")
 
 for name in (
+    "megatron.core.datasets.gpt_dataset",
+    "megatron.core.models.mimo",
+    "megatron.core.tokenizers.text.libraries.null_tokenizer",
     "megatron.training.arguments",
     "megatron.training.training",
     "moe_optim.megatron.entry",
     "moe_optim.megatron.experts",
     "moe_optim.megatron.optimizer",
+    "moe_optim.megatron.pretrain",
 ):
     importlib.import_module(name)
 
 importlib.import_module("torch").set_num_threads(1)
+
+
+def remember_help_texts() -> None:
+    """Read what flags say of themselves from Megatron's sources once, not twice in every rank."""
+    from megatron.training.argument_utils import ArgumentGroupFactory
+    from megatron.training.arguments import add_megatron_arguments
+
+    reader = ArgumentGroupFactory.__new__(ArgumentGroupFactory)
+    read = functools.cache(reader._get_field_docstrings)
+    ArgumentGroupFactory._get_field_docstrings = lambda _self, config: read(config)
+    add_megatron_arguments(argparse.ArgumentParser())
+
+
+def save_without_servers() -> None:
+    """Hand results of writers on in a queue: for them Megatron starts a Python in every rank."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    filesystem_async._results_queue = queue.Queue()  # enough where nothing is saved asynchronously
+
+
+remember_help_texts()
+save_without_servers()
+gc.freeze()  # a collection in a rank would copy every page it inherits

@@ -86,7 +86,6 @@ def _rank(
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        # Megatron's checkpoint writer leaves a queue server of half a gigabyte behind
         _kill(psutil.Process().children(recursive=True))
     os._exit(0)  # the result is written; gloo threads need no goodbye
 
