@@ -40,5 +40,9 @@ def _run_on_cpu():
     from moe_optim.megatron import cpu_runtime
 
     cpu_runtime.install()
+    from megatron.core import optimizer
+
+    adam = optimizer.Adam  # torch's wants a rate, which cases without a step do not give
+    optimizer.Adam = lambda *args, lr=None, **kwargs: adam(*args, lr=lr or 0.0, **kwargs)
     start = torch.distributed.init_process_group
     torch.distributed.init_process_group = lambda backend, **kwargs: start("gloo", **kwargs)

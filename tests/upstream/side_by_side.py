@@ -139,13 +139,14 @@ def _launch(job: Job, logs: Path, after: str | None) -> RankFailure | None:
         entry += ["-c", os.devnull, "--rootdir", str(root / "tests/unit_tests"), "-sq"]
         entry += ["-p", "no:cacheprovider", "-p", "no:faulthandler"]
         entry += [word for plugin in job.plugins for word in ("-p", plugin)]
-        entry += ["-k", job.selection.keyword, "--basetemp", f"{folder}/basetemp"]
+        entry += ["-k", job.selection.keyword]
         entry += ["--lines", str(logs), "--case-timeout", str(job.timeout_s)]
         entry += ["--after", after] if after else []
         path = [str(root), str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
         environment = {
             "PYTHONPATH": os.pathsep.join(filter(None, path)),
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+            "PYTEST_DEBUG_TEMPROOT": folder,  # ranks of a side share folders, sides do not
             "MOE_OPTIM_SET": job.selection.knobs,
         }
         plan = LaunchPlan(
