@@ -51,7 +51,10 @@ def median_ms(works: Sequence[Work], device: str, restore: Work = nothing) -> li
         device: ``cuda`` or ``cpu``.
         restore: called before each repetition, untimed.
     """
-    times = _device_times(works, restore) if device == "cuda" else _host_times(works, restore)
+    if device == "cuda":
+        times = _device_times(works, restore)
+    else:
+        times = _host_times(works, restore, REPEATS)
     return [statistics.median(own[WARM_UP:]) for own in times]
 
 
@@ -113,7 +116,7 @@ def _device_times(works: Sequence[Work], restore: Work) -> list[list[float]]:
     return [[start.elapsed_time(end) for start, end in own] for own in events]
 
 
-def _host_times(works: Sequence[Work], restore: Work, repeats: int = REPEATS) -> list[list[float]]:
+def _host_times(works: Sequence[Work], restore: Work, repeats: int) -> list[list[float]]:
     times: list[list[float]] = [[] for _ in works]
     for _ in range(WARM_UP + repeats):
         for work, own in zip(works, times, strict=True):

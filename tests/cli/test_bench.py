@@ -3,6 +3,7 @@
 import json
 import shlex
 import sys
+from functools import partial
 from itertools import product
 
 import pytest
@@ -13,6 +14,7 @@ from moe_optim.cli import main as cli
 from moe_optim.cli.bench_cases import SHAPE_SETS, Case, finish_bytes, requantize_bytes
 from moe_optim.errors import ConfigError
 from moe_optim.formats import FORMATS, FP8_BLOCK, MXFP8
+from tests.support.ranks import fork_context
 
 KEYS = {"command", "commit", "device", "versions", "copy_tb_per_s", "rows"}
 ROW = {
@@ -199,10 +201,14 @@ def test_shape_sets_have_the_sizes_they_are_named_for():
 
 @pytest.fixture(scope="module")
 def gather_report(tmp_path_factory):
-    """Return what ``bench gather`` writes on two ranks of this CPU."""
+    """Return what ``bench gather`` writes on two ranks of this CPU, forked after the imports."""
     path = tmp_path_factory.mktemp("gather") / "report.json"
     formats = ["--format", "bf16", "mxfp8", "nvfp4"]
-    assert cli.main(["bench", "gather", *formats, "--json", str(path)]) == 0
+    starting = sys.modules["torch.multiprocessing.spawn"]
+    method = fork_context().get_start_method()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(starting, "spawn", partial(starting.start_processes, start_method=method))
+        assert cli.main(["bench", "gather", *formats, "--json", str(path)]) == 0
     return json.loads(path.read_text())
 
 

@@ -5,6 +5,7 @@ import os
 os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are decorated
 
 import sys
+import traceback
 
 import torch
 from triton.runtime import interpreter
@@ -152,15 +153,22 @@ def cut(format, dtype, cuts_of):
     check(tables[0].entries, masters, f"cut {dtype}")
 
 
+def check_format(format):
+    for dtype in (torch.float32, torch.bfloat16):
+        whole(format, dtype, apart=False, zero=dtype == torch.bfloat16)
+    whole(format, torch.bfloat16, apart=True, zero=True)
+    cut(format, torch.float32, lambda numel: (numel // 6 * 2, numel // 3 * 2))
+
+
 def main(names):
     member_table._has_kernels = lambda device: True
     for name in names:
-        format = FORMATS[name]
-        for dtype in (torch.float32, torch.bfloat16):
-            whole(format, dtype, apart=False, zero=dtype == torch.bfloat16)
-        whole(format, torch.bfloat16, apart=True, zero=True)
-        cut(format, torch.float32, lambda numel: (numel // 6 * 2, numel // 3 * 2))
-    print("every byte is the reference's")
+        try:
+            check_format(FORMATS[name])
+        except Exception:
+            traceback.print_exc()
+        else:
+            print(f"{name}: every byte is the reference's")
 
 
 if __name__ == "__main__":

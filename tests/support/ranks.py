@@ -25,8 +25,7 @@ def run_ranks(
     The environment of a rank is torchrun's. Megatron is imported, nothing is initialised, and the
     CPU runtime is not installed. A rank that raises fails the test with its traceback and output.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.support.preload"])
+    context = fork_context()
     # served here, on a port that nobody else can take before the ranks come
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
@@ -54,6 +53,13 @@ def run_ranks(
             tails = "\n".join(f"--- rank {rank}\n{outputs[rank][-6000:]}" for rank in failed)
             raise AssertionError(f"{state} in {function.__name__}\n{tails}")
         return [torch.load(path, weights_only=False) for path in results]
+
+
+def fork_context() -> Any:
+    """Return what starts processes in which Megatron is imported already."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.support.preload"])
+    return context
 
 
 def _rank(
