@@ -22,7 +22,7 @@ def pytest_addoption(parser):
     group = parser.getgroup("side by side")
     group.addoption("--lines", type=Path, help="folder for rank<N>.jsonl")
     group.addoption("--case-timeout", type=float, help="seconds that a case may take")
-    group.addoption("--after", help="leave out the cases up to this one")
+    group.addoption("--leave-out", type=Path, help="file with names of cases, one a line")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -34,9 +34,8 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    if (after := config.getoption("--after")) is not None:
-        names = [item.nodeid for item in items]
-        del items[: names.index(after) + 1]
+    left_out = set(config.getoption("--leave-out").read_text().splitlines())
+    items[:] = [item for item in items if item.nodeid not in left_out]
 
 
 def pytest_collectreport(report):

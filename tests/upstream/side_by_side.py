@@ -19,7 +19,7 @@ import shlex
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -106,26 +106,24 @@ class Job:
 def run(job: Job) -> dict[str, Case]:
     """Run a selection to its end, starting again after every case in which a rank dies or hangs."""
     cases: dict[str, Case] = {}
-    after: str | None = None
     for attempt in range(job.restarts + 1):
         logs = job.logs / job.selection.file.replace("/", ".") / job.side / str(attempt)
-        failure = _launch(job, logs, after)
-        finished = _read(logs, cases)
+        failure = _launch(job, logs, cases)
+        seen, ended_by, stopped_in = _read(logs)
         if failure is None:
-            break
-        unfinished = [case for case, ranks in finished.items() if ranks < job.ranks]
-        after = unfinished[0] if unfinished else None
-        reason = _how_it_ended(failure, job.timeout_s)
-        cases.setdefault(after or job.selection.file, Case()).note("died", reason)
-        for later in unfinished[1:]:  # ranks that were ahead; they come again
-            del cases[later]
-        if after is None:
+            return cases | seen
+        culprit = stopped_in.get(failure.rank, job.selection.file)
+        cases |= {name: case for name, case in seen.items() if ended_by[name] == job.ranks}
+        cases[culprit] = seen.get(culprit, Case())
+        cases[culprit].note("died", _how_it_ended(failure, job.timeout_s))
+        if culprit == job.selection.file:  # outside of any case
             break
     return cases
 
 
-def _launch(job: Job, logs: Path, after: str | None) -> RankFailure | None:
+def _launch(job: Job, logs: Path, done: Collection[str]) -> RankFailure | None:
     logs.mkdir(parents=True)
+    (logs / "left_out.txt").write_text("\n".join(done))
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "root"
         root.mkdir()
@@ -141,7 +139,7 @@ def _launch(job: Job, logs: Path, after: str | None) -> RankFailure | None:
         entry += [word for plugin in job.plugins for word in ("-p", plugin)]
         entry += ["-k", job.selection.keyword]
         entry += ["--lines", str(logs), "--case-timeout", str(job.timeout_s)]
-        entry += ["--after", after] if after else []
+        entry += ["--leave-out", str(logs / "left_out.txt")]
         path = [str(root), str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
         environment = {
             "PYTHONPATH": os.pathsep.join(filter(None, path)),
@@ -158,21 +156,24 @@ def _launch(job: Job, logs: Path, after: str | None) -> RankFailure | None:
     return result.failure
 
 
-def _read(logs: Path, cases: dict[str, Case]) -> dict[str, int]:
-    """Add the lines of all ranks to ``cases``; return how many ranks finished each, in order."""
-    finished: dict[str, int] = {}
-    files = [path.read_text().splitlines() for path in sorted(logs.glob("*.jsonl"))]
-    for lines in sorted(
-        files, key=len, reverse=True
-    ):  # the rank that came furthest knows the order
-        for line in map(json.loads, lines):
+def _read(logs: Path) -> tuple[dict[str, Case], Counter[str], dict[int, str]]:
+    """Return the cases of all ranks, how many ranks ended each, and where a rank stopped."""
+    cases: dict[str, Case] = {}
+    ended_by: Counter[str] = Counter()
+    stopped_in: dict[int, str] = {}
+    for path in sorted(logs.glob("rank*.jsonl")):
+        rank = int(path.stem.removeprefix("rank"))
+        for line in map(json.loads, path.read_text().splitlines()):
             name = line["case"]
             case = cases.setdefault(name, Case())
             case.note(line["outcome"], line.get("reason", ""))
             case.seconds = max(case.seconds, line.get("seconds", 0.0))
             case.ran = sorted({*case.ran, *line.get("ran", [])})
-            finished[name] = finished.get(name, 0) + (line["when"] == "teardown")
-    return finished
+            stopped_in[rank] = name
+            if line["when"] == "teardown":
+                ended_by[name] += 1
+                del stopped_in[rank]
+    return cases, ended_by, stopped_in
 
 
 def _how_it_ended(failure: RankFailure, timeout_s: float) -> str:
