@@ -13,6 +13,7 @@ from torch import Tensor
 from moe_optim.config import MoEOptimConfig
 from tests.support.experts import make_config, start_ranks
 from tests.support.ranks import run_ranks
+from tests.support.schedules import let_entry_plan
 from tests.support.training import (
     OVERLAP,
     Record,
@@ -172,16 +173,6 @@ TRAINED = {
 }
 
 
-class _Planned:
-    """A model that answers a call with the schedule of its layers instead of running them."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._model.build_schedule_plan(*args, **kwargs)
-
-
 def _train(flags: list[str], config: MoEOptimConfig, switch: str | None = None) -> Record:
     """Train; ``extra`` counts delayed gradients.
 
@@ -196,12 +187,11 @@ def _train(flags: list[str], config: MoEOptimConfig, switch: str | None = None) 
     cpu_runtime.install()
     from megatron.training import argument_utils, arguments
 
-    from moe_optim.megatron import pretrain as entry
     from moe_optim.modules.grouped_linear import GroupedLinear
 
-    parse, forward_step = arguments.parse_and_validate_args, entry.forward_step
-    make_model_config, keep = argument_utils.gpt_config_from_args, GroupedLinear.keep_for_wgrad
-    kept: list[str] = []
+    parse = arguments.parse_and_validate_args
+    make_model_config = argument_utils.gpt_config_from_args
+    keep, kept = GroupedLinear.keep_for_wgrad, []
 
     def parse_and_switch(*args: Any, **kwargs: Any) -> Any:
         parsed = parse(*args, **kwargs)
@@ -214,16 +204,13 @@ def _train(flags: list[str], config: MoEOptimConfig, switch: str | None = None) 
             setattr(made.transformer, switch, True)
         return made
 
-    def plan_or_step(batches: Any, model: Any, return_schedule_plan: bool = False) -> Any:
-        return forward_step(batches, _Planned(model) if return_schedule_plan else model)
-
     def count(self: GroupedLinear, factors: Any) -> None:
         kept.append(self.name)
         keep(self, factors)
 
     arguments.parse_and_validate_args = parse_and_switch
     argument_utils.gpt_config_from_args = make_switched
-    entry.forward_step = plan_or_step
+    let_entry_plan()
     GroupedLinear.keep_for_wgrad = count
     torch.Tensor.record_stream = lambda *_: None  # there is one stream on the CPU
     return pretrain(flags, config, observe=lambda *_: len(kept))

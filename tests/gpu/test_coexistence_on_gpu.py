@@ -1,0 +1,358 @@
+"""What MoE runs turn on, around Transformer Engine's experts and around the portable ones, on GPUs.
+
+Every run is a small MoE in processes of its own, several at a time; see ``tests/support``. Reports
+and logs go to ``$OUT/coexistence`` where that is set.
+"""
+
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_optim.megatron import te_cast
+from tests.support.observed_run import Report
+from tests.support.side_runs import DETERMINISTIC, EAGER, Flags, Machine, Run, missing_settings
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(te_cast.import_error() is not None, reason="needs Transformer Engine"),
+]
+ITERATIONS = 4
+SMALL: Flags = {  # FP8 blocks of 128, over two micro-batches
+    "--num-layers": 2,
+    "--hidden-size": 512,
+    "--ffn-hidden-size": 512,
+    "--moe-ffn-hidden-size": 512,
+    "--num-attention-heads": 4,
+    "--num-experts": 8,
+    "--moe-router-topk": 2,
+    "--seq-length": 256,
+    "--max-position-embeddings": 256,
+    "--vocab-size": 1000,
+    "--train-iters": ITERATIONS,
+    "--eval-iters": 0,
+    "--lr": "1e-3",
+    "--min-lr": "1e-4",
+    "--clip-grad": 0,
+    "--deterministic-mode": True,
+}
+OVERLAP: Flags = {"--overlap-grad-reduce": True, "--overlap-param-gather": True}
+SHARED: Flags = {"--moe-shared-expert-intermediate-size": 512}
+SELECTIVE: Flags = {"--recompute-granularity": "selective"}
+DROP_AND_PAD: Flags = {
+    "--moe-expert-capacity-factor": 1.0,
+    "--moe-pad-expert-input-to-capacity": True,
+}
+OP_FUSER: Flags = {"--use-transformer-engine-op-fuser": True}
+OP_FUSER_ENVIRONMENT = {"NVTE_CUTEDSL_FUSED_GROUPED_MLP": "1"}  # Megatron asks for it on any GPU
+GROUPED_ENVIRONMENT = OP_FUSER_ENVIRONMENT | {"NVTE_GROUPED_LINEAR_SINGLE_PARAM": "1"}
+QUICK_GEGLU: Flags = {"--swiglu": False, "--quick-geglu": True}
+BIASES: Flags = {"--disable-bias-linear": False, "--no-bias-swiglu-fusion": True}
+FUSED_GRADIENTS: Flags = {"--no-gradient-accumulation-fusion": False}
+TE_GRAPHS: Flags = {"--cuda-graph-impl": "transformer_engine", "--cuda-graph-warmup-steps": 2}
+LOCAL_GRAPHS: Flags = {"--cuda-graph-impl": "local", "--cuda-graph-warmup-steps": 2}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Something turned on.
+
+    Args:
+        flags: that turn it on.
+        settings: what Megatron's configuration then says.
+        graphs: whether layers then hold CUDA graphs.
+        ranks: GPUs.
+        switches: see :mod:`tests.support.observed_run`.
+        environment: that it needs.
+        parameter: one that experts then have.
+    """
+
+    flags: Flags
+    settings: dict[str, Any] = field(default_factory=dict)
+    graphs: bool = False
+    ranks: int = 1
+    switches: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+    parameter: str = "linear_fc1.weight0"
+
+
+def recomputing(module: str, **more: Any) -> Case:
+    """Return a case that recomputes ``module``."""
+    flags = SELECTIVE | more.pop("flags", {}) | {"--recompute-modules": [module]}
+    return Case(flags, {"recompute_granularity": "selective", "recompute_modules": [module]})
+
+
+def graphing(flags: Flags, *modules: str) -> Case:
+    """Return a case that holds ``modules`` of layers in CUDA graphs."""
+    impl = flags["--cuda-graph-impl"]
+    settings = {"cuda_graph_impl": impl, "cuda_graph_modules": list(modules)}
+    if impl == "local" and "moe_router" in modules:  # Megatron takes them together
+        settings["cuda_graph_modules"] = [*modules, "moe_preprocess"]
+    return Case(flags | {"--cuda-graph-modules": list(modules)}, settings, graphs=True)
+
+
+CASES = {
+    "nothing": Case({}),
+    "gathers and reductions overlapped": Case(
+        OVERLAP, {"overlap_grad_reduce": True, "overlap_param_gather": True}
+    ),
+    "shared experts": Case(SHARED, {"moe_shared_expert_intermediate_size": 512}),
+    "shared experts overlapped": Case(
+        SHARED | {"--moe-shared-expert-overlap": True}, {"moe_shared_expert_overlap": True}
+    ),
+    "fused permutation": Case({"--moe-permute-fusion": True}, {"moe_permute_fusion": True}),
+    "padded routing": Case(
+        {"--moe-router-padding-for-quantization": True},
+        {"moe_router_padding_for_quantization": True},
+    ),
+    "padded routing by its old name": Case(
+        {"--moe-router-padding-for-fp8": True}, {"moe_router_padding_for_quantization": True}
+    ),
+    "padded routing and fused permutation": Case(
+        {"--moe-router-padding-for-quantization": True, "--moe-permute-fusion": True},
+        {"moe_router_padding_for_quantization": True, "moe_permute_fusion": True},
+    ),
+    "experts padded to a capacity": Case(DROP_AND_PAD, {"moe_expert_capacity_factor": 1.0}),
+    "quick-GeGLU": Case(QUICK_GEGLU, {"activation_func": "quick_gelu", "add_bias_linear": False}),
+    "fused quick-GeGLU with biases": Case(  # Megatron's flags fuse it with biases only
+        QUICK_GEGLU | {"--disable-bias-linear": False},
+        {"activation_func": "quick_gelu", "bias_activation_fusion": True, "add_bias_linear": True},
+    ),
+    "interleaved rows": Case(
+        {"--moe-mlp-glu-interleave-size": 32}, {"moe_mlp_glu_interleave_size": 32}
+    ),
+    "biases": Case(BIASES, {"add_bias_linear": True}),
+    "one bias of all experts": Case(
+        BIASES | OP_FUSER | {"--moe-single-grouped-bias": True},
+        {"moe_single_grouped_bias": True},
+        environment=GROUPED_ENVIRONMENT,
+        parameter="linear_fc1.bias",
+    ),
+    "one weight of all experts": Case(
+        OP_FUSER | {"--moe-single-grouped-weight": True},
+        {"moe_single_grouped_weight": True},
+        environment=GROUPED_ENVIRONMENT,
+        parameter="linear_fc1.weight",
+    ),
+    "layers recomputed": Case(
+        {
+            "--recompute-granularity": "full",
+            "--recompute-method": "uniform",
+            "--recompute-num-layers": 1,
+        },
+        {"recompute_granularity": "full"},
+    ),
+    "experts recomputed": recomputing("moe"),
+    "activations recomputed": recomputing("moe_act"),
+    "norms recomputed": recomputing("layernorm"),
+    "shared experts recomputed": recomputing("shared_experts", flags=SHARED),
+    "op fuser": Case(
+        OP_FUSER, {"use_transformer_engine_op_fuser": True}, environment=OP_FUSER_ENVIRONMENT
+    ),
+    "op fuser and interleaved rows": Case(
+        OP_FUSER | OVERLAP | {"--moe-mlp-glu-interleave-size": 32},
+        {"use_transformer_engine_op_fuser": True, "moe_mlp_glu_interleave_size": 32},
+        environment=OP_FUSER_ENVIRONMENT,
+    ),
+    "gradients accumulated by products": Case(
+        FUSED_GRADIENTS, {"gradient_accumulation_fusion": True}, switches=("plain-head",)
+    ),
+    "gradients accumulated by all products": Case(
+        FUSED_GRADIENTS, {"gradient_accumulation_fusion": True}
+    ),
+    "weight gradients while tokens are sent back": Case(
+        {"--overlap-dispatch-backward-with-experts-wgrad": True},
+        {"overlap_dispatch_backward_with_experts_wgrad": True},
+    ),
+    "graphs of attention": graphing(TE_GRAPHS, "attn"),
+    "graphs of attention and router": graphing(TE_GRAPHS, "attn", "moe_router"),
+    "graphs up to the dispatch": graphing(TE_GRAPHS, "attn", "moe_router", "moe_preprocess"),
+    "graphs with overlapped gathers": graphing(TE_GRAPHS | OVERLAP, "attn", "moe_router"),
+    "graphs of experts": graphing(TE_GRAPHS | DROP_AND_PAD, "attn", "moe"),
+    "Megatron's graphs of attention": graphing(LOCAL_GRAPHS, "attn"),
+    "Megatron's graphs of attention and router": graphing(LOCAL_GRAPHS, "attn", "moe_router"),
+}
+ON_TWO_GPUS = {
+    "two ranks": Case(OVERLAP, {"overlap_grad_reduce": True}, ranks=2),
+    "delayed weight gradients": Case(
+        OVERLAP
+        | {
+            "--expert-model-parallel-size": 2,
+            "--overlap-moe-expert-parallel-comm": True,
+            "--delay-wgrad-compute": True,
+        },
+        {"delay_wgrad_compute": True, "overlap_moe_expert_parallel_comm": True},
+        ranks=2,
+    ),
+    "sequence parallelism": Case(
+        OVERLAP
+        | {
+            "--tensor-model-parallel-size": 2,
+            "--expert-model-parallel-size": 2,
+            "--expert-tensor-parallel-size": 1,
+            "--sequence-parallel": True,
+        },
+        {"sequence_parallel": True},
+        ranks=2,
+    ),
+}
+NOT_RUN_BY_STOCK = {  # case -> what stock Megatron ends with on this stack
+    "one weight of all experts": r"ValueError: moe_single_grouped_weight is currently supported",
+    "gradients accumulated by all products": r"RuntimeError: ColumnParallelLinear was called with",
+}
+
+
+def small(case: Case, plugin: tuple[str, ...] | None, more: Flags | None = None) -> Run:
+    """Return a run of the small model with something turned on."""
+    return Run(
+        SMALL | (more or {}) | case.flags,
+        plugin=plugin,
+        ranks=case.ranks,
+        switches=case.switches,
+        environment=case.environment,
+    )
+
+
+def sides_of(cases: dict[str, Case]) -> dict[str, Run]:
+    """Return each case with stock Megatron and with the plug-in."""
+    plugins = {"stock": None, "plugin": ("format=fp8_block",)}
+    return {
+        f"{name}, {side}": small(case, plugin)
+        for name, case in cases.items()
+        for side, plugin in plugins.items()
+    }
+
+
+def train(folder: Path, runs: dict[str, Run]) -> dict[str, list[Report]]:
+    """Return the reports of all runs; logs are kept under ``$OUT``.
+
+    Most of a run is starting it, on one core a rank; twelve contexts fit a GPU many times over.
+    """
+    out = os.environ.get("OUT")
+    folder = Path(out) / "coexistence" / folder.name if out else folder
+    environment = DETERMINISTIC | EAGER | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    processes = max(2, min(12, (os.cpu_count() or 2) * 3 // 4))
+    most_ranks = max(run.ranks for run in runs.values())
+    return Machine(folder, processes // most_ranks, environment=environment).train(runs)
+
+
+def assert_beside_stock(case: Case, stock: list[Report], ours: list[Report]) -> None:
+    """The plug-in's losses are stock's to the bit, with the case on; or both end alike."""
+    if stock[0].error is not None:
+        assert ours[0].error == stock[0].error
+        return
+    assert [report.error for report in ours] == [None] * case.ranks
+    assert not missing_settings(case.settings, [*stock, *ours])
+    for theirs, mine in zip(stock, ours, strict=True):
+        assert theirs.experts == mine.experts == ["TEGroupedMLP"] * 2
+        assert case.parameter in theirs.expert_parameters
+        assert theirs.expert_parameters == mine.expert_parameters
+        assert theirs.managed == 0
+        assert mine.managed > 0
+        assert (theirs.graphs > 0) == (mine.graphs > 0) == case.graphs
+        assert len(theirs.losses) == ITERATIONS
+        assert len(set(theirs.losses)) == ITERATIONS  # it learns
+        assert mine.losses == theirs.losses
+
+
+@pytest.fixture(scope="module")
+def beside_stock(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Report]]:
+    """Return the reports of all cases of one GPU, by case and side."""
+    return train(tmp_path_factory.mktemp("one-gpu"), sides_of(CASES))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_beside_stock_gives_its_losses(beside_stock, name: str):
+    """With Transformer Engine's experts, everything else in the model being Megatron's, too. What
+    stock cannot run, the plug-in does not run either, for the same reason."""
+    assert_beside_stock(
+        CASES[name], beside_stock[f"{name}, stock"], beside_stock[f"{name}, plugin"]
+    )
+
+
+def test_what_stock_cannot_run_is_known(beside_stock):
+    """So that no row of the README stands on a run that never trained."""
+    ended = {name: beside_stock[f"{name}, stock"][0].error for name in CASES}
+    ended = {name: error for name, error in ended.items() if error is not None}
+    for name, error in ended.items():
+        print(f"stock cannot run: {name}: {error}")
+    assert ended.keys() == NOT_RUN_BY_STOCK.keys(), ended
+    for name, error in ended.items():
+        assert re.match(NOT_RUN_BY_STOCK[name], error), f"{name}: {error}"
+
+
+@pytest.fixture(scope="module")
+def beside_stock_on_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Report]]:
+    """Return the reports of all cases of two GPUs, by case and side."""
+    return train(tmp_path_factory.mktemp("two-gpus"), sides_of(ON_TWO_GPUS))
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("name", ON_TWO_GPUS)
+def test_training_on_two_gpus_beside_stock_gives_its_losses(beside_stock_on_two, name: str):
+    """Where it takes more than one rank: gradients of experts delayed in the overlapped schedule,
+    and sequences cut."""
+    case, runs = ON_TWO_GPUS[name], beside_stock_on_two
+    assert_beside_stock(case, runs[f"{name}, stock"], runs[f"{name}, plugin"])
+    assert runs[f"{name}, stock"][0].error is None
+
+
+# The portable experts beside Transformer Engine's kernels
+
+LOCAL: Flags = {
+    "--transformer-impl": "local",
+    "--fp8-format": False,
+    "--fp8-recipe": False,
+    "--fp8-param-gather": False,
+    "--no-masked-softmax-fusion": True,
+    "--no-persist-layer-norm": True,
+    "--no-rope-fusion": True,
+}
+PORTABLE = {
+    "gathers and reductions overlapped": CASES["gathers and reductions overlapped"],
+    "weight gradients while tokens are sent back": Case(
+        OVERLAP | CASES["weight gradients while tokens are sent back"].flags,
+        {"overlap_dispatch_backward_with_experts_wgrad": True},
+    ),
+    "graphs of attention": CASES["graphs of attention"],
+    "graphs of attention and router": CASES["graphs of attention and router"],
+    "graphs with overlapped gathers": CASES["graphs with overlapped gathers"],
+    "Megatron's graphs of attention": CASES["Megatron's graphs of attention"],
+    "Megatron's graphs of attention and router": CASES["Megatron's graphs of attention and router"],
+}
+PERMUTED = CASES["fused permutation"]
+
+
+@pytest.fixture(scope="module")
+def portable(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Report]]:
+    """Return the reports of runs with mxfp8 experts, by what is on."""
+    cases = {"nothing": Case({}), "fused permutation": PERMUTED} | PORTABLE
+    runs = {name: small(case, ("format=mxfp8",), LOCAL) for name, case in cases.items()}
+    return train(tmp_path_factory.mktemp("portable"), runs)
+
+
+@pytest.mark.parametrize("name", PORTABLE)
+def test_what_moves_no_bit_moves_none_of_portable_experts(portable, name: str):
+    """Losses are those of the run without it."""
+    (plain,), (report,), case = portable["nothing"], portable[name], PORTABLE[name]
+    assert (plain.error, report.error) == (None, None)
+    assert not missing_settings(case.settings, [report])
+    assert plain.experts == report.experts == ["GroupedExperts"] * 2
+    assert plain.managed == report.managed == 4
+    assert plain.graphs == 0
+    assert (report.graphs > 0) == case.graphs
+    assert len(set(plain.losses)) == ITERATIONS
+    assert report.losses == plain.losses
+
+
+def test_portable_experts_train_behind_transformer_engines_permutation(portable):
+    """Its kernels add up the outputs of a token's experts in fp32, Megatron's own in bf16: losses
+    agree to a few of bf16's roundings."""
+    (plain,), (report,) = portable["nothing"], portable["fused permutation"]
+    assert report.error is None
+    assert not missing_settings(PERMUTED.settings, [report])
+    losses = [[float.fromhex(loss) for loss in run.losses] for run in (report, plain)]
+    assert losses[0] == pytest.approx(losses[1], rel=2**-6)
