@@ -7,6 +7,7 @@ where all ranks hold the same ones.
 """
 
 import argparse
+import functools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -225,11 +226,17 @@ def plan_experts(argv: Sequence[str], *, grouped: bool) -> PlannedExperts:
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     try:
-        return add_megatron_arguments(_Parser(allow_abbrev=False)).parse_args(list(argv))
+        return _parser().parse_args(list(argv))
     except AssertionError as error:  # from functions of Megatron that read one value
         raise ConfigError(
             f"megatron_args: expected values that Megatron takes, got: {error}."
         ) from error
+
+
+@functools.cache
+def _parser() -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = add_megatron_arguments(_Parser(allow_abbrev=False))
+    return parser
 
 
 def _require(args: argparse.Namespace) -> None:

@@ -1,5 +1,6 @@
 """Training with quantized experts through Megatron's own loop: what must hold to the bit."""
 
+import functools
 import shutil
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,21 @@ from tests.support.training import (
 MXFP8 = MoEOptimConfig(format="mxfp8")
 STEPS = ["--train-iters", "8"]
 NEVER = "1000000"
+RUN = [*STEPS, "--eval-interval", NEVER]
 
 
 def _train(flags: list[str], config: MoEOptimConfig) -> Record:
     return pretrain(flags, config, observe=assert_weights_come_from_masters)
+
+
+@functools.cache
+def _trained_once(ranks: int, flags: tuple[str, ...]) -> list[Record]:
+    return run_ranks(ranks, _train, [*flags], MXFP8)
+
+
+def trained(ranks: int, flags: list[str]) -> list[Record]:
+    """Return an MXFP8 run that several tests compare with, made once and left alone by all."""
+    return _trained_once(ranks, tuple(flags))
 
 
 @pytest.mark.parametrize(
@@ -40,9 +52,8 @@ def _train(flags: list[str], config: MoEOptimConfig) -> Record:
 def test_overlap_changes_nothing_and_weights_come_from_masters(ranks: int, parallel: list[str]):
     """At every topology: gathering in the forward pass equals gathering in the step, and after 8
     steps every byte of every weight is the quantized master."""
-    flags = [*STEPS, *parallel, "--eval-interval", NEVER]
-    plain = run_ranks(ranks, _train, flags, MXFP8)
-    overlapped = run_ranks(ranks, _train, [*flags, *OVERLAP], MXFP8)
+    plain = trained(ranks, [*RUN, *parallel])
+    overlapped = trained(ranks, [*RUN, *parallel, *OVERLAP])
     for rank in range(ranks):
         assert plain[rank].extra == 4  # fc1 and fc2 of two layers
         assert plain[rank].classes == {"GroupedDistributedOptimizer"}
@@ -93,8 +104,8 @@ def test_wires_and_layouts_agree_where_shards_cut_blocks(format: str):
 def test_indexed_equals_grouped():
     """One parameter an expert or one a linear: losses and bytes are the same (clip 0: a norm sums
     by parameter)."""
-    flags = [*STEPS, *OVERLAP, "--eval-interval", NEVER]
-    grouped = run_ranks(2, _train, flags, MXFP8)[0]
+    flags = [*RUN, *OVERLAP]
+    grouped = trained(2, flags)[0]
     indexed = run_ranks(2, _train, flags, MoEOptimConfig(format="mxfp8", expert_layout="indexed"))
     assert indexed[0].losses == grouped.losses
     for name, plane in grouped.weights.items():
@@ -109,11 +120,9 @@ def test_indexed_equals_grouped():
 
 def test_wgrad_through_autograd_equals_fused():
     """Adding weight gradients straight into main_grad gives the bytes that autograd gives."""
-    flags = [*STEPS, *OVERLAP, "--eval-interval", NEVER]
+    flags = [*RUN, *OVERLAP]
     config = MoEOptimConfig(format="mxfp8", fuse_wgrad_accumulation=False)
-    for fused, unfused in zip(
-        run_ranks(2, _train, flags, MXFP8), run_ranks(2, _train, flags, config), strict=True
-    ):
+    for fused, unfused in zip(trained(2, flags), run_ranks(2, _train, flags, config), strict=True):
         assert_same_run(unfused, fused, what="unfused")
 
 
@@ -126,9 +135,8 @@ def test_wgrad_through_autograd_equals_fused():
 )
 def test_train_eval_train_equals_train_only(overlap: list[str]):
     """Evaluating between steps leaves no trace in losses, masters, moments or weights."""
-    flags = [*STEPS, *overlap]
-    only = run_ranks(2, _train, [*flags, "--eval-interval", NEVER], MXFP8)
-    between = run_ranks(2, _train, [*flags, "--eval-interval", "2"], MXFP8)
+    only = trained(2, [*RUN, *overlap])
+    between = run_ranks(2, _train, [*STEPS, *overlap, "--eval-interval", "2"], MXFP8)
     for rank in range(2):
         assert len(between[rank].validation_losses) > len(only[rank].validation_losses)
         between[rank].validation_losses = only[rank].validation_losses
