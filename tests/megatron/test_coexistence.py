@@ -20,6 +20,7 @@ SELECTIVE = {"recompute_granularity": "selective"}
 FEATURES: dict[str, dict[str, Any]] = {
     "none": {},
     "shared experts": SHARED,
+    "shared experts overlapped": SHARED | {"moe_shared_expert_overlap": True},
     "shared experts with a gate": SHARED | {"moe_shared_expert_gate": True},
     "experts padded to a capacity": {
         "moe_expert_capacity_factor": 1.0,
