@@ -175,15 +175,12 @@ CASES = {
     "Megatron's graphs of attention": graphing(LOCAL_GRAPHS, "attn"),
     "Megatron's graphs of attention and router": graphing(LOCAL_GRAPHS, "attn", "moe_router"),
 }
+EXPERT_PARALLEL = OVERLAP | {"--expert-model-parallel-size": 2}
+OVERLAPPED_SCHEDULE = EXPERT_PARALLEL | {"--overlap-moe-expert-parallel-comm": True}
 ON_TWO_GPUS = {
     "two ranks": Case(OVERLAP, {"overlap_grad_reduce": True}, ranks=2),
     "delayed weight gradients": Case(
-        OVERLAP
-        | {
-            "--expert-model-parallel-size": 2,
-            "--overlap-moe-expert-parallel-comm": True,
-            "--delay-wgrad-compute": True,
-        },
+        OVERLAPPED_SCHEDULE | {"--delay-wgrad-compute": True},
         {"delay_wgrad_compute": True, "overlap_moe_expert_parallel_comm": True},
         ranks=2,
     ),
@@ -337,15 +334,20 @@ def portable(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Report]
 @pytest.mark.parametrize("name", PORTABLE)
 def test_what_moves_no_bit_moves_none_of_portable_experts(portable, name: str):
     """Losses are those of the run without it."""
-    (plain,), (report,), case = portable["nothing"], portable[name], PORTABLE[name]
-    assert (plain.error, report.error) == (None, None)
-    assert not missing_settings(case.settings, [report])
-    assert plain.experts == report.experts == ["GroupedExperts"] * 2
-    assert plain.managed == report.managed == 4
-    assert plain.graphs == 0
-    assert (report.graphs > 0) == case.graphs
-    assert len(set(plain.losses)) == ITERATIONS
-    assert report.losses == plain.losses
+    assert_same_losses(PORTABLE[name], portable[name], portable["nothing"])
+
+
+def assert_same_losses(case: Case, reports: list[Report], without: list[Report]) -> None:
+    """Portable experts train with the case on, and to the bit as without it."""
+    assert not missing_settings(case.settings, reports)
+    for report, plain in zip(reports, without, strict=True):
+        assert (plain.error, report.error) == (None, None)
+        assert plain.experts == report.experts == ["GroupedExperts"] * 2
+        assert plain.managed == report.managed == 4
+        assert plain.graphs == 0
+        assert (report.graphs > 0) == case.graphs
+        assert len(set(plain.losses)) == ITERATIONS
+        assert report.losses == plain.losses
 
 
 def test_portable_experts_train_behind_transformer_engines_permutation(portable):
@@ -356,3 +358,31 @@ def test_portable_experts_train_behind_transformer_engines_permutation(portable)
     assert not missing_settings(PERMUTED.settings, [report])
     losses = [[float.fromhex(loss) for loss in run.losses] for run in (report, plain)]
     assert losses[0] == pytest.approx(losses[1], rel=2**-6)
+
+
+PORTABLE_ON_TWO = {
+    "overlapped schedule": Case(
+        OVERLAPPED_SCHEDULE, {"overlap_moe_expert_parallel_comm": True}, ranks=2
+    ),
+    "delayed weight gradients": Case(
+        OVERLAPPED_SCHEDULE, {"delay_wgrad_compute": True}, ranks=2, switches=("delay-wgrad",)
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def portable_on_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Report]]:
+    """Return the reports of runs with mxfp8 experts on two expert-parallel GPUs."""
+    cases = {"nothing": Case(EXPERT_PARALLEL, ranks=2)} | PORTABLE_ON_TWO
+    runs = {name: small(case, ("format=mxfp8",), LOCAL) for name, case in cases.items()}
+    return train(tmp_path_factory.mktemp("portable-on-two"), runs)
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("name", PORTABLE_ON_TWO)
+def test_the_overlapped_schedule_trains_portable_experts_as_the_plain_one(
+    portable_on_two, name: str
+):
+    """On streams of their own, with the gradients of experts delayed among other passes."""
+    runs = portable_on_two
+    assert_same_losses(PORTABLE_ON_TWO[name], runs[name], runs["nothing"])

@@ -13,7 +13,7 @@ from torch import Tensor
 from moe_optim.config import MoEOptimConfig
 from tests.support.experts import make_config, start_ranks
 from tests.support.ranks import run_ranks
-from tests.support.schedules import let_entry_plan
+from tests.support.schedules import let_entry_plan, turn_on
 from tests.support.training import (
     OVERLAP,
     Record,
@@ -179,37 +179,21 @@ def _train(flags: list[str], config: MoEOptimConfig, switch: str | None = None) 
     Args:
         flags: added to those of the model.
         config: of the plug-in.
-        switch: what delays gradients. It is set behind Megatron's parser, which refuses both where
-            there is no Transformer Engine.
+        switch: the setting that delays gradients, if any.
     """
     from moe_optim.megatron import cpu_runtime
 
     cpu_runtime.install()
-    from megatron.training import argument_utils, arguments
-
     from moe_optim.modules.grouped_linear import GroupedLinear
 
-    parse = arguments.parse_and_validate_args
-    make_model_config = argument_utils.gpt_config_from_args
     keep, kept = GroupedLinear.keep_for_wgrad, []
-
-    def parse_and_switch(*args: Any, **kwargs: Any) -> Any:
-        parsed = parse(*args, **kwargs)
-        parsed.delay_wgrad_compute = switch == "delay_wgrad_compute"
-        return parsed
-
-    def make_switched(args: Any) -> Any:
-        made = make_model_config(args)
-        if switch is not None:
-            setattr(made.transformer, switch, True)
-        return made
 
     def count(self: GroupedLinear, factors: Any) -> None:
         kept.append(self.name)
         keep(self, factors)
 
-    arguments.parse_and_validate_args = parse_and_switch
-    argument_utils.gpt_config_from_args = make_switched
+    if switch is not None:
+        turn_on(switch)
     let_entry_plan()
     GroupedLinear.keep_for_wgrad = count
     torch.Tensor.record_stream = lambda *_: None  # there is one stream on the CPU

@@ -5,6 +5,7 @@ environment of torchrun. REPORT gets JSON of :class:`Report`, however the run en
 something that no flag of Megatron says, the same for stock Megatron and the plug-in:
 
 ``plain-head``  the output layer does not fuse gradient accumulation, which would need apex
+``delay-wgrad``  ``delay_wgrad_compute`` with ``--transformer-impl local``
 """
 
 import copy
@@ -66,7 +67,14 @@ def warn_of_nondeterminism() -> None:
     torch.use_deterministic_algorithms = partial(torch.use_deterministic_algorithms, warn_only=True)
 
 
-SWITCHES: dict[str, Callable[[], None]] = {"plain-head": plain_head}
+def delay_wgrad() -> None:
+    """Delay weight gradients of portable experts."""
+    from tests.support.schedules import turn_on
+
+    turn_on("delay_wgrad_compute")
+
+
+SWITCHES: dict[str, Callable[[], None]] = {"plain-head": plain_head, "delay-wgrad": delay_wgrad}
 
 
 def observe(report: Report) -> None:
