@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_optim.config import MoEOptimConfig
+from moe_optim.errors import StateError
 from tests.support.experts import make_config, start_ranks
 from tests.support.ranks import run_ranks
 from tests.support.schedules import let_entry_plan, turn_on
@@ -230,3 +231,25 @@ def test_schedules_that_compute_gradients_later_train_alike(
         passes = 3 * 4 * LAYERS * 2  # steps x micro-batches x layers x linears
         assert (got.extra, want.extra) == (passes if switch else 0, 0)
         assert_same_run(got, want, what=str(switch))
+
+
+def _train_forgetting(config: MoEOptimConfig) -> str:
+    """Train under a schedule that never asks for the delayed gradients."""
+    from moe_optim.megatron import cpu_runtime
+
+    cpu_runtime.install()
+    from moe_optim.megatron.experts import GroupedExperts
+
+    GroupedExperts.backward_dw = lambda _self: None
+    turn_on("overlap_dispatch_backward_with_experts_wgrad")
+    with pytest.raises(StateError) as error:
+        pretrain(["--train-iters", "3", "--eval-interval", "3"], config)
+    return str(error.value)
+
+
+@pytest.mark.extended
+def test_training_without_its_delayed_gradients_is_stopped():
+    """They would be lost, and nothing else would show it."""
+    (message,) = run_ranks(1, _train_forgetting, TRAINED["mxfp8"])
+    assert "experts.linear_fc1.weight: expected the gradients of all backward passes" in message
+    assert "got 8 still delayed" in message
