@@ -8,6 +8,7 @@ import faulthandler
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def _watch(seconds):
 
 
 def _write(case, **line):
-    print(json.dumps({"case": case, **line}), file=_lines, flush=True)
+    print(json.dumps({"case": case, "at": time.time(), **line}), file=_lines, flush=True)
 
 
 def _reason(report):

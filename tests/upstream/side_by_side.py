@@ -161,18 +161,21 @@ def _read(logs: Path) -> tuple[dict[str, Case], Counter[str], dict[int, str]]:
     cases: dict[str, Case] = {}
     ended_by: Counter[str] = Counter()
     stopped_in: dict[int, str] = {}
-    for path in sorted(logs.glob("rank*.jsonl")):
-        rank = int(path.stem.removeprefix("rank"))
-        for line in map(json.loads, path.read_text().splitlines()):
-            name = line["case"]
-            case = cases.setdefault(name, Case())
-            case.note(line["outcome"], line.get("reason", ""))
-            case.seconds = max(case.seconds, line.get("seconds", 0.0))
-            case.ran = sorted({*case.ran, *line.get("ran", [])})
-            stopped_in[rank] = name
-            if line["when"] == "teardown":
-                ended_by[name] += 1
-                del stopped_in[rank]
+    lines = [
+        (int(path.stem.removeprefix("rank")), json.loads(line))
+        for path in logs.glob("rank*.jsonl")
+        for line in path.read_text().splitlines()
+    ]
+    for rank, line in sorted(lines, key=lambda one: one[1]["at"]):  # the first to fail says why
+        name = line["case"]
+        case = cases.setdefault(name, Case())
+        case.note(line["outcome"], line.get("reason", ""))
+        case.seconds = max(case.seconds, line.get("seconds", 0.0))
+        case.ran = sorted({*case.ran, *line.get("ran", [])})
+        stopped_in[rank] = name
+        if line["when"] == "teardown":
+            ended_by[name] += 1
+            del stopped_in[rank]
     return cases, ended_by, stopped_in
 
 
