@@ -101,6 +101,7 @@ def test_wires_and_layouts_agree_where_shards_cut_blocks(format: str):
             assert_same_tensors(record.weights, expected[rank].weights, what=f"{kind} {rank}")
 
 
+@pytest.mark.extended
 def test_indexed_equals_grouped():
     """One parameter an expert or one a linear: losses and bytes are the same (clip 0: a norm sums
     by parameter)."""
@@ -118,6 +119,7 @@ def test_indexed_equals_grouped():
             assert_bytes_equal(got[0], plane[expert], what=f"{name} of expert {expert}")
 
 
+@pytest.mark.extended
 def test_wgrad_through_autograd_equals_fused():
     """Adding weight gradients straight into main_grad gives the bytes that autograd gives."""
     flags = [*RUN, *OVERLAP]

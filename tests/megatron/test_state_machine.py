@@ -101,7 +101,7 @@ def _run(steps: int, options: dict[str, Any], phases: tuple[Phase, ...] = tuple(
     run_state_machine_as_test(
         Machine,
         settings=settings(
-            max_examples=max(1, steps // 40),  # an example has more steps than that on average
+            max_examples=max(1, steps // 55),  # an example has more steps than that on average
             stateful_step_count=EXAMPLE_STEPS,
             derandomize=True,
             deadline=None,
@@ -139,7 +139,12 @@ def _find(name: str) -> Trace:
     return []
 
 
-@pytest.mark.parametrize("name", BUGS)
+RARE = {"H3", "H4", "H7"}  # found after hundreds of steps; TRACES show them in a few
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.extended] * (name in RARE)) for name in BUGS]
+)
 def test_every_historic_bug_is_found_when_it_is_put_back(name: str):
     """Within 5,000 random steps some comparison fails."""
     (trace,) = run_ranks(1, _find, name)
