@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from megatron.core.distributed import param_and_grad_buffer as upstream
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucket, _ParamAndGradBuffer
+from megatron.core.transformer.cuda_graphs import is_graph_capturing
 from torch import Tensor
 
 from moe_optim.errors import StateError
@@ -165,5 +166,7 @@ def list_members(bucket: _ParamAndGradBucket) -> tuple[Member, ...]:
 
 
 def _note_gradient(storage: BucketStorage, _grad: Tensor) -> None:
+    if is_graph_capturing() and storage.content is not Content.ZERO:
+        return  # Megatron zeroes, or puts back, what a capture leaves in gradient memory
     if storage.content is not Content.PARTIAL:  # called once a weight and micro-batch
         storage.record(Event.ACCUMULATE)

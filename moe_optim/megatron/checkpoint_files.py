@@ -11,7 +11,12 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
 from megatron.core.dist_checkpointing.validation import StrictHandling
 
 from moe_optim.checkpoints.integrity import invalidate, require_intact, seal
@@ -24,6 +29,7 @@ from moe_optim.megatron.optimizer_state import (
     require_same_interleave,
 )
 from moe_optim.megatron.plugin import config_in_force, installed_config
+from moe_optim.megatron.te_fields import read_values, te_formats_of
 
 _stock_load = dist_checkpointing.load
 _stock_save = dist_checkpointing.save
@@ -48,6 +54,7 @@ def save(  # noqa: PLR0913  # Megatron's
     """
     folder = Path(checkpoint_dir)
     is_ours = _is_local(checkpoint_dir) and any(_holders_of_manifests(sharded_state_dict))
+    _save_values(sharded_state_dict)
     if is_ours:
         _on_first_rank(lambda: invalidate(folder))
     request = _stock_save(
@@ -71,6 +78,19 @@ def save(  # noqa: PLR0913  # Megatron's
 def _is_local(checkpoint_dir: str | Path) -> bool:
     """Return whether files can be looked at; ``msc://`` and the like are Megatron's to read."""
     return "://" not in str(checkpoint_dir)
+
+
+def _save_values(sharded_state_dict: Any) -> None:
+    """Have weights of Transformer Engine saved as bf16 values, wherever they are.
+
+    Megatron's writers do that on a GPU alone, and by kernels that not every GPU has.
+    """
+    if installed_config() is None:
+        return
+    kinds = (ShardedTensor, ShardedTensorFactory)
+    for entry in nested_values(sharded_state_dict):
+        if isinstance(entry, kinds) and te_formats_of(entry.data):
+            entry.data = read_values(entry.data)
 
 
 def _ask_plainly(sharded_state_dict: Any) -> None:

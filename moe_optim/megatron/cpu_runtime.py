@@ -105,6 +105,7 @@ REDIRECTS: Mapping[str, Any] = {
     "cuda.default_stream": lambda *_: _THE_STREAM,
     "cuda.set_stream": _nothing,
     "cuda.is_current_stream_capturing": lambda: False,
+    "Tensor.record_stream": _nothing,  # checks its argument before any mode is asked
     "cuda.empty_cache": _nothing,
     "cuda.memory_stats": lambda *_: {"allocation.all.current": 0},
     "cuda.memory_allocated": _zero,

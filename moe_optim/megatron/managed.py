@@ -5,7 +5,8 @@ from typing import Any
 from torch import Tensor
 
 from moe_optim.megatron.plugin import installed_config
-from moe_optim.megatron.te_storage import TransformerEngineStorage, te_formats_of
+from moe_optim.megatron.te_fields import te_formats_of
+from moe_optim.megatron.te_storage import TransformerEngineStorage
 from moe_optim.modules.grouped_weight import GroupedWeight
 
 

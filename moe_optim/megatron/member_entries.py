@@ -24,7 +24,7 @@ def with_members(optimizer: Any, model_sharded_state_dict: Any) -> Any:
     present = {id(entry.data) for entry in by_name.values()}
     added: dict[str, ShardedTensorFactory] = {}
     for param, name in parameter_names(optimizer.model_chunks).items():
-        if id(param) in present or param not in optimizer.model_param_gbuf_map:
+        if id(param) in present or not any(param in b.param_index_map for b in optimizer.buffers):
             continue
         members = [by_name.get(f"{name}{index}") for index in range(len(param))]
         if all(member is not None for member in members):

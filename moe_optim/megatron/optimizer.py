@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from moe_optim.megatron.master_values import model_values_for
 from moe_optim.megatron.nonfinite import check_masters
 from moe_optim.megatron.patching import apply_patches, patch_state, revert_patches
 from moe_optim.megatron.requirements import check_wrapped_model
+from moe_optim.modules.grouped_linear import GroupedLinear
 from moe_optim.modules.grouped_weight import GroupedWeight
 
 logger = logging.getLogger(__name__)
@@ -124,11 +126,23 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         ) or DistributedOptimizer._is_grouped_quantized_tensor(tensor)
 
     def _copy_model_grads_to_main_grads(self) -> None:
-        """Take this rank's gradients, which must have been reduced."""
+        """Take this rank's gradients, which must have been reduced.
+
+        Raises:
+            StateError: weight gradients of some experts are still delayed.
+        """
+        for linear in self._delaying_linears:
+            linear.require_wgrads_taken()
         for group in self._managed_groups:
             group.finish_gather()  # nobody may have waited for it
             group.record(Event.READ)
         super()._copy_model_grads_to_main_grads()
+
+    @cached_property
+    def _delaying_linears(self) -> tuple[GroupedLinear, ...]:
+        modules = (module for chunk in self.model_chunks for module in chunk.modules())
+        linears = (module for module in modules if isinstance(module, GroupedLinear))
+        return tuple(linear for linear in linears if linear.delay_wgrad)
 
     def _copy_main_params_to_model_params(self) -> None:
         """Write bf16 and fp32 weights of this rank; quantized ones become stale instead."""

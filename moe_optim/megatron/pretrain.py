@@ -41,22 +41,25 @@ def loss_func(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[s
 
 
 def forward_step(
-    batches: Iterator[Batch] | None, model: torch.nn.Module
-) -> tuple[Tensor, Callable[..., Any]]:
+    batches: Iterator[Batch] | None, model: torch.nn.Module, return_schedule_plan: bool = False
+) -> tuple[Any, Callable[..., Any]]:
     """Run one micro-batch forward through one pipeline stage.
 
     Args:
         batches: None on stages that read no data, see :func:`is_data_read_here`.
         model: one model chunk; Megatron has given it the output of the stage before.
+        return_schedule_plan: whether Megatron wants to run the layers itself, overlapped.
 
     Returns:
-        Token losses [B, S] on the last stage, hidden states elsewhere; and what sums the losses.
+        Token losses [B, S] on the last stage, hidden states elsewhere, or the schedule that gives
+        them; and what sums the losses.
     """
     names = ("tokens", "position_ids", "attention_mask", "labels", "loss_mask")
     batch: dict[str, Any] = dict.fromkeys(names)
     if batches is not None:
         batch |= {name: value.cuda(non_blocking=True) for name, value in next(batches).items()}
-    output = model(
+    run: Any = model.build_schedule_plan if return_schedule_plan else model
+    output = run(
         batch["tokens"],
         batch["position_ids"],
         batch["attention_mask"],

@@ -11,7 +11,7 @@ from moe_optim.errors import ConfigError, StateError
 from moe_optim.megatron.bucket_group import GroupedBucketGroup
 from moe_optim.megatron.managed import is_managed
 from moe_optim.megatron.plugin import config_in_force, installed_config
-from moe_optim.megatron.te_storage import te_formats_of
+from moe_optim.megatron.te_fields import te_formats_of
 from moe_optim.modules.grouped_linear import GroupedLinear
 
 

@@ -1,94 +1,20 @@
 """Transformer Engine's quantized weights behind the interface of our own storage.
 
-The only place that reads private fields of its tensor classes (2.20). Data is used where it lies:
-a bucket's planes become the weight's own. Scales are kept once a block, as they travel, and spread
-into the padded tensors that products read when a gather lands.
+Data is used where it lies: a bucket's planes become the weight's own. Scales are kept once a block,
+as they travel, and spread into the padded tensors that products read when a gather lands.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from types import MappingProxyType
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_optim.errors import StateError
-from moe_optim.formats import (
-    DIRECTIONS,
-    FP8_BLOCK,
-    MXFP8,
-    MXFP8_2D,
-    NVFP4,
-    BlockScaledFormat,
-    Direction,
-    QuantizedWeight,
-)
+from moe_optim.formats import DIRECTIONS, BlockScaledFormat, Direction, QuantizedWeight
+from moe_optim.megatron.te_fields import GROUPED, ONE, is_grouped, used_scales
 from moe_optim.modules.storage import PlaneStorage, PortableStorage
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Fields:
-    """What a tensor class calls its tensors, by what we call them."""
-
-    rowwise_data: str
-    columnwise_data: str
-    rowwise_scale: str
-    columnwise_scale: str
-    rowwise_amax: str
-    columnwise_amax: str
-
-    def names(self, format: BlockScaledFormat) -> tuple[str, ...]:
-        """Return our names of the tensors that a format needs."""
-        kinds = ("data", "scale", "amax") if format.has_global_amax else ("data", "scale")
-        return tuple(f"{direction}_{kind}" for direction in DIRECTIONS for kind in kinds)
-
-
-_ONE = _Fields(
-    rowwise_data="_rowwise_data",
-    columnwise_data="_columnwise_data",
-    rowwise_scale="_rowwise_scale_inv",
-    columnwise_scale="_columnwise_scale_inv",
-    rowwise_amax="_amax_rowwise",
-    columnwise_amax="_amax_columnwise",
-)
-"""Of a tensor [R, C]: an expert, or a dense weight."""
-_GROUPED = _Fields(
-    rowwise_data="rowwise_data",
-    columnwise_data="columnwise_data",
-    rowwise_scale="scale_inv",
-    columnwise_scale="columnwise_scale_inv",
-    rowwise_amax="amax",
-    columnwise_amax="columnwise_amax",
-)
-"""Of a ``GroupedTensor`` [E, R, C], flat; its members are tensors [R, C] over the same memory."""
-
-_FORMATS: Mapping[str, tuple[BlockScaledFormat, ...]] = MappingProxyType(
-    {
-        "Float8BlockwiseQTensor": (FP8_BLOCK,),
-        "MXFP8Tensor": (MXFP8, MXFP8_2D),
-        "NVFP4Tensor": (NVFP4,),
-        "Float8BlockQuantizer": (FP8_BLOCK,),
-        "MXFP8Quantizer": (MXFP8, MXFP8_2D),
-        "NVFP4Quantizer": (NVFP4,),
-    }
-)
-"""By class of the tensor, or of what quantizes a ``GroupedTensor``."""
-
-
-def te_formats_of(param: Any) -> tuple[BlockScaledFormat, ...]:
-    """Return the formats that a weight of Transformer Engine can hold, none for other tensors.
-
-    Found by the names of classes, so that nothing has to be imported. A ``GroupedTensor`` in high
-    precision has none.
-    """
-    deciding = param.quantizer if _is_grouped(param) else param
-    names = [cls.__name__ for cls in type(deciding).__mro__]
-    return next((_FORMATS[name] for name in names if name in _FORMATS), ())
-
-
-def _is_grouped(param: Any) -> bool:
-    return any(cls.__name__ == "GroupedTensor" for cls in type(param).__mro__)
 
 
 class TransformerEngineStorage(PlaneStorage):
@@ -108,7 +34,7 @@ class TransformerEngineStorage(PlaneStorage):
 
     def __init__(self, param: Any, format: BlockScaledFormat, name: str | None = None) -> None:
         self._param = param
-        self._fields = _GROUPED if _is_grouped(param) else _ONE
+        self._fields = GROUPED if is_grouped(param) else ONE
         self.name = name or f"{type(param).__name__} weight"
         self.format = format
         self.is_fresh = True
@@ -143,7 +69,7 @@ class TransformerEngineStorage(PlaneStorage):
     def pointers(self) -> tuple[int, ...]:
         """Return the address of everything that products read."""
         holders = [(self._param, self._fields)]
-        holders += [(member, _ONE) for member in self._members()]
+        holders += [(member, ONE) for member in self._members()]
         tensors = [
             getattr(holder, getattr(fields, name))
             for holder, fields in holders
@@ -258,12 +184,12 @@ class TransformerEngineStorage(PlaneStorage):
 
     def _set(self, name: str, tensor: Tensor) -> None:
         """Give the weight, and the members of a group, a tensor [E, ...]."""
-        if self._fields is _GROUPED:
-            setattr(self._param, getattr(_GROUPED, name), tensor.reshape(-1))
+        if self._fields is GROUPED:
+            setattr(self._param, getattr(GROUPED, name), tensor.reshape(-1))
         else:
-            setattr(self._param, getattr(_ONE, name), _expert(tensor, 0))
+            setattr(self._param, getattr(ONE, name), _expert(tensor, 0))
         for index, member in enumerate(self._members()):
-            setattr(member, getattr(_ONE, name), _expert(tensor, index))
+            setattr(member, getattr(ONE, name), _expert(tensor, index))
 
     def _point_at_planes(self) -> None:
         for name in self._fields.names(self.format):
@@ -280,7 +206,7 @@ class TransformerEngineStorage(PlaneStorage):
         blocks_2d = says("is_2D_scaled", getattr(quantizer, "with_2d_quantization", None))
         if blocks_2d is None and hasattr(quantizer, "block_scaling_dim"):
             blocks_2d = quantizer.block_scaling_dim == 2
-        dimensions = 3 if self._fields is _GROUPED else 2
+        dimensions = 3 if self._fields is GROUPED else 2
         problems = {
             "scales in the order of products (swizzled)": says("with_gemm_swizzled_scales"),
             "blocks of one row (1-D)": format.is_2d and blocks_2d is False,
@@ -309,17 +235,10 @@ class TransformerEngineStorage(PlaneStorage):
                 dtype = _dtype(name, self.format)
                 self._set(name, torch.zeros(self._shape_of(name), dtype=dtype, device=device))
         for direction, stored in self.storage_scales.items():
-            down, across = self._used(direction)
-            stored[:, down:].zero_()
-            stored[:, :, across:].zero_()
-
-    def _used(self, direction: Direction) -> tuple[int, int]:
-        """Return the rows and columns of stored scales that are not padding."""
-        _, down, across = self.format.scale_shape(self.shape, direction)
-        if direction == "columnwise" and self.format.columnwise_copy == "shared":
-            down, across = across, down  # data is not transposed, its scales neither
-        repeat_down, repeat_across = self.format.storage_scale_repeat(direction)
-        return down * repeat_down, across * repeat_across
+            used = used_scales(stored, self.format, self.shape, direction)
+            repeat_down, repeat_across = self.format.storage_scale_repeat(direction)
+            stored[:, used.shape[1] * repeat_down :].zero_()
+            stored[:, :, used.shape[2] * repeat_across :].zero_()
 
     def _view(self) -> QuantizedWeight:
         """Return the planes: data as it lies there, and the scales without padding and repeats."""
@@ -328,12 +247,8 @@ class TransformerEngineStorage(PlaneStorage):
             if direction == "columnwise" and self.format.is_2d:
                 scales["columnwise_scale"] = scales["rowwise_scale"].transpose(1, 2)
                 continue
-            down, across = self._used(direction)
-            repeat_down, repeat_across = self.format.storage_scale_repeat(direction)
-            stored = self.storage_scales[direction]
-            scales[f"{direction}_scale"] = stored[
-                :, :down:repeat_down, :across:repeat_across
-            ].clone(memory_format=torch.contiguous_format)
+            used = used_scales(self.storage_scales[direction], self.format, self.shape, direction)
+            scales[f"{direction}_scale"] = used.clone(memory_format=torch.contiguous_format)
         amax = self._get("rowwise_amax").clone() if self.format.has_global_amax else None
         if amax is not None:
             self._set("rowwise_amax", amax)

@@ -11,6 +11,7 @@ from moe_optim import ops
 from moe_optim.errors import StateError
 from moe_optim.formats import MXFP8
 from moe_optim.kernels.member_table import MemberTable, TableEntry
+from moe_optim.megatron import buffer
 from moe_optim.megatron.bucket_storage import BucketStorage, Content, Event
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import poisoned, wide_range_weights
@@ -234,3 +235,14 @@ def test_zeros_are_zeros_after_any_sequence_of_calls(steps, dtype):
             continue
         if storage.content is Content.ZERO:
             assert not all_bytes(storage).any(), step
+
+
+def test_gradients_of_a_graph_capture_are_not_noted(monkeypatch):
+    """Megatron captures backward passes while buckets hold spent gradients, and zeroes what they
+    leave; where there were zeros they must be zeroed again, so these are noted."""
+    monkeypatch.setattr(buffer, "is_graph_capturing", lambda: True)
+    for content, after in ((Content.SPENT, Content.SPENT), (Content.ZERO, Content.PARTIAL)):
+        storage = BucketStorage("bucket", torch.zeros(64))
+        storage.content = content
+        buffer._note_gradient(storage, torch.zeros(1))
+        assert storage.content is after

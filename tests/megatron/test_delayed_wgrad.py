@@ -1,7 +1,7 @@
 """Delayed weight gradients of the portable experts, under Megatron's DDP and its own schedule."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from typing import Any
@@ -14,7 +14,7 @@ from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import StateError
 from tests.support.experts import make_config, start_ranks
 from tests.support.ranks import run_ranks
-from tests.support.schedules import let_entry_plan, turn_on
+from tests.support.schedules import turn_on
 from tests.support.training import (
     OVERLAP,
     Record,
@@ -195,9 +195,7 @@ def _train(flags: list[str], config: MoEOptimConfig, switch: str | None = None) 
 
     if switch is not None:
         turn_on(switch)
-    let_entry_plan()
     GroupedLinear.keep_for_wgrad = count
-    torch.Tensor.record_stream = lambda *_: None  # there is one stream on the CPU
     return pretrain(flags, config, observe=lambda *_: len(kept))
 
 
@@ -248,8 +246,10 @@ def _train_forgetting(config: MoEOptimConfig) -> str:
 
 
 @pytest.mark.extended
-def test_training_without_its_delayed_gradients_is_stopped():
+@pytest.mark.parametrize("experts", ["mxfp8", "bf16"])
+def test_training_without_its_delayed_gradients_is_stopped(experts):
     """They would be lost, and nothing else would show it."""
-    (message,) = run_ranks(1, _train_forgetting, TRAINED["mxfp8"])
+    config = replace(TRAINED["mxfp8"], format=experts)
+    (message,) = run_ranks(1, _train_forgetting, config)
     assert "experts.linear_fc1.weight: expected the gradients of all backward passes" in message
     assert "got 8 still delayed" in message

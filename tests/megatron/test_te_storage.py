@@ -76,13 +76,15 @@ def requantize(storage: TransformerEngineStorage, masters: torch.Tensor) -> None
 def assert_holds(weight: Any, master: torch.Tensor, format: BlockScaledFormat) -> None:
     """Compare everything that products read of one weight with the reference of [R, C]."""
     want = reference.quantize(master.unsqueeze(0), format)
-    assert_bytes_equal(weight._rowwise_data, want.rowwise_data[0], what="rowwise data")
-    assert_bytes_equal(weight._columnwise_data, want.columnwise_data[0], what="columnwise data")
     for direction in DIRECTIONS:
-        got = getattr(weight, f"_{direction}_scale_inv")
-        assert_bytes_equal(got, padded_scale(want, direction), what=f"{direction} scales")
+        expected = {
+            f"_{direction}_data": want.data(direction)[0],
+            f"_{direction}_scale_inv": padded_scale(want, direction),
+        }
         if format.has_global_amax:
-            assert_bytes_equal(getattr(weight, f"_amax_{direction}"), want.global_amax, what="amax")
+            expected[f"_amax_{direction}"] = want.global_amax
+        for field, value in expected.items():
+            assert_bytes_equal(getattr(weight, field).cpu(), value, what=field)
 
 
 def assert_all_hold(weight: Any, masters: torch.Tensor, format: BlockScaledFormat) -> None:

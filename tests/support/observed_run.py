@@ -160,11 +160,9 @@ def main() -> int:
 
             cpu_runtime.install()  # before Megatron is imported
         from moe_optim.megatron import pretrain
-        from tests.support.schedules import let_entry_plan
 
         observe(report)
         warn_of_nondeterminism()
-        let_entry_plan()
         for switch in switches:
             SWITCHES[switch]()
         pretrain.train(argv)

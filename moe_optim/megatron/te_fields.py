@@ -1,0 +1,123 @@
+"""What Transformer Engine (2.20) calls the tensors of its quantized weights, and their values."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor
+
+from moe_optim.formats import (
+    DIRECTIONS,
+    FP8_BLOCK,
+    MXFP8,
+    MXFP8_2D,
+    NVFP4,
+    BlockScaledFormat,
+    Direction,
+)
+from moe_optim.reference import dequantize_bf16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fields:
+    """What a tensor class calls its tensors, by what we call them."""
+
+    rowwise_data: str
+    columnwise_data: str
+    rowwise_scale: str
+    columnwise_scale: str
+    rowwise_amax: str
+    columnwise_amax: str
+
+    def names(self, format: BlockScaledFormat) -> tuple[str, ...]:
+        """Return our names of the tensors that a format needs."""
+        kinds = ("data", "scale", "amax") if format.has_global_amax else ("data", "scale")
+        return tuple(f"{direction}_{kind}" for direction in DIRECTIONS for kind in kinds)
+
+
+ONE = Fields(
+    rowwise_data="_rowwise_data",
+    columnwise_data="_columnwise_data",
+    rowwise_scale="_rowwise_scale_inv",
+    columnwise_scale="_columnwise_scale_inv",
+    rowwise_amax="_amax_rowwise",
+    columnwise_amax="_amax_columnwise",
+)
+"""Of a tensor [R, C]: an expert, or a dense weight."""
+GROUPED = Fields(
+    rowwise_data="rowwise_data",
+    columnwise_data="columnwise_data",
+    rowwise_scale="scale_inv",
+    columnwise_scale="columnwise_scale_inv",
+    rowwise_amax="amax",
+    columnwise_amax="columnwise_amax",
+)
+"""Of a ``GroupedTensor`` [E, R, C], flat; its members are tensors [R, C] over the same memory."""
+
+_FORMATS: Mapping[str, tuple[BlockScaledFormat, ...]] = MappingProxyType(
+    {
+        "Float8BlockwiseQTensor": (FP8_BLOCK,),
+        "MXFP8Tensor": (MXFP8, MXFP8_2D),
+        "NVFP4Tensor": (NVFP4,),
+        "Float8BlockQuantizer": (FP8_BLOCK,),
+        "MXFP8Quantizer": (MXFP8, MXFP8_2D),
+        "NVFP4Quantizer": (NVFP4,),
+    }
+)
+"""By class of the tensor, or of what quantizes a ``GroupedTensor``."""
+
+
+def te_formats_of(param: Any) -> tuple[BlockScaledFormat, ...]:
+    """Return the formats that a weight of Transformer Engine can hold, none for other tensors.
+
+    Found by the names of classes, so that nothing has to be imported. A ``GroupedTensor`` in high
+    precision has none.
+    """
+    deciding = param.quantizer if is_grouped(param) else param
+    names = [cls.__name__ for cls in type(deciding).__mro__]
+    return next((_FORMATS[name] for name in names if name in _FORMATS), ())
+
+
+def is_grouped(param: Any) -> bool:
+    """Return whether a weight is a ``GroupedTensor``."""
+    return any(cls.__name__ == "GroupedTensor" for cls in type(param).__mro__)
+
+
+def used_scales(
+    stored: Tensor, format: BlockScaledFormat, shape: tuple[int, int, int], direction: Direction
+) -> Tensor:
+    """Return the scales of a weight [E, R, C] without padding and repeats, a view.
+
+    Args:
+        stored: [E, ...] as products read them.
+        format: of the weight.
+        shape: of the weight.
+        direction: of 2-D blocks that are not transposed, columnwise scales lie as rowwise ones do.
+    """
+    _, down, across = format.scale_shape(shape, direction)
+    if direction == "columnwise" and format.columnwise_copy == "shared":
+        down, across = across, down
+    repeat_down, repeat_across = format.storage_scale_repeat(direction)
+    return stored[:, : down * repeat_down : repeat_down, : across * repeat_across : repeat_across]
+
+
+def read_values(weight: Any) -> Tensor:
+    """Return the rowwise values of a weight in bf16, newly allocated, without any of its kernels.
+
+    Nothing of the weight is changed. It may be a member of a group.
+    """
+    fields = GROUPED if is_grouped(weight) else ONE
+    format = te_formats_of(weight)[0]  # rows of square blocks are read as those of 1-D blocks
+    experts, rows, cols = shape = tuple(weight.shape) if fields is GROUPED else (1, *weight.shape)
+    stored = getattr(weight, fields.rowwise_scale)
+    stored = stored.view(experts, *format.storage_scale_shape(rows, cols, "rowwise"))
+    amax = getattr(weight, fields.rowwise_amax).view(-1) if format.has_global_amax else None
+    values = dequantize_bf16(
+        getattr(weight, fields.rowwise_data).view(format.data_shape(shape, "rowwise")),
+        used_scales(stored, format, shape, "rowwise"),
+        format,
+        "rowwise",
+        global_amax=amax,
+    )
+    return values.view(weight.shape)

@@ -1,0 +1,148 @@
+"""One rank of a run whose experts are Transformer Engine's modules, with kernels in torch.
+
+``torchrun --nproc-per-node N -m tests.support.native_train FOLDER FORMAT KNOBS [MEGATRON FLAGS]``;
+KNOBS are JSON, and ``single_grouped_weight`` is one of them. Writes ``FOLDER/rank<i>.pt``: losses,
+and of every weight what products read of it beside its assembled master. On a CPU as on a GPU.
+"""
+
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+
+from moe_optim import MoEOptimConfig
+from moe_optim.formats import get_format
+from tests.support.native_products import replace_kernels
+
+RECIPES = {
+    "mxfp8": "--fp8-format e4m3 --fp8-recipe mxfp8 --fp8-param-gather",
+    "mxfp8_2d": "--fp8-format e4m3 --fp8-recipe mxfp8 --fp8-param-gather",
+    "fp8_block": "--fp8-format e4m3 --fp8-recipe blockwise --fp8-param-gather",
+    "nvfp4": "--fp4-format e2m1 --fp4-recipe nvfp4 --fp4-param-gather",
+}
+
+
+def main(folder: str, format: str, knobs: str, *flags: str) -> None:
+    """Train, and write what this rank saw."""
+    on_cpu = not torch.cuda.is_available()
+    if on_cpu:
+        _leave_to_torch()
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+    from megatron.core.models.backends import LocalSpecProvider
+
+    from moe_optim.megatron import plugin
+    from tests.support.training import pretrain
+
+    if on_cpu:
+        from moe_optim.megatron import cpu_runtime
+
+        cpu_runtime.install()
+        _EveryTensorIsOnTheGpu().__enter__()
+    chosen = json.loads(knobs)
+    single = chosen.pop("single_grouped_weight", False)
+    config = MoEOptimConfig(format=format, **chosen)
+    plugin.install(config)
+    replace_kernels(get_format(format))
+
+    def grouped_mlp_modules(_provider: Any, use_grouped_gemm: bool) -> Any:
+        build = TESpecProvider().grouped_mlp_modules(use_grouped_gemm)
+
+        def experts(count: int, config: Any, **kwargs: Any) -> Any:
+            # set here: Megatron's configuration wants its op fuser, which wants a Blackwell
+            config.moe_single_grouped_weight = single
+            return build(count, config, **kwargs)
+
+        return experts
+
+    LocalSpecProvider.grouped_mlp_modules = grouped_mlp_modules
+    record = pretrain([*RECIPES[format].split(), *flags], config, observe=_describe)
+    torch.save(
+        {"losses": record.losses, "weights": record.extra},
+        Path(folder) / f"rank{os.environ['RANK']}.pt",
+    )
+
+
+class _EveryTensorIsOnTheGpu(TorchFunctionMode):
+    """Says so to Transformer Engine's modules, which ask before they begin."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == torch.Tensor.is_cuda.__get__:
+            return True
+        return func(*args, **(kwargs or {}))
+
+
+def _leave_to_torch() -> None:
+    """Transformer Engine is here, and what it has for Adam, norms and routers needs a GPU."""
+    from megatron.core import optimizer, utils
+    from megatron.core.optimizer import clip_grads
+    from megatron.core.transformer.moe import moe_utils
+
+    from moe_optim.megatron import patches
+    from moe_optim.megatron.patching import apply_patches
+
+    moe_utils.te_general_gemm = None
+    clip_grads.multi_tensor_applier = utils.local_multi_tensor_applier
+    clip_grads.l2_norm_impl = utils.local_multi_tensor_l2_norm
+    clip_grads.multi_tensor_scale_impl = utils.local_multi_tensor_scale
+    optimizer.Adam = torch.optim.AdamW
+    apply_patches([replace(patch, not_needed_with=()) for patch in patches.ADAM])
+
+
+def _describe(model: list[Any], optimizer: Any) -> dict[str, dict[str, Any]]:
+    """Return what every expert weight holds, of which class it is, and its whole master."""
+    masters = _assemble(model, optimizer)
+    return {
+        name: {
+            "class": type(param).__name__,
+            "master": masters[name].view(param.quantized_storage.shape),
+            "fields": _fields(param),
+            "has_moved": param.quantized_storage.has_moved(),
+            "initial_is_freed": param.quantized_storage.initial is None,
+        }
+        for chunk in model
+        for name, param in chunk.module.named_parameters()
+        if hasattr(param, "quantized_storage")
+    }
+
+
+def _fields(param: Any) -> list[dict[str, torch.Tensor]]:
+    """Return what products read of every expert."""
+    members = getattr(param, "quantized_tensors", None) or [param]
+    names = ("rowwise_data", "columnwise_data", "rowwise_scale_inv", "columnwise_scale_inv")
+    names += ("amax_rowwise", "amax_columnwise")
+    return [
+        {
+            f"_{name}": getattr(member, f"_{name}").cpu().clone()
+            for name in names
+            if getattr(member, f"_{name}", None) is not None
+        }
+        for member in members
+    ]
+
+
+def _assemble(model: list[Any], optimizer: Any) -> dict[str, torch.Tensor]:
+    """Put the master shards of all ranks together."""
+    names = {p: name for chunk in model for name, p in chunk.module.named_parameters()}
+    mine = []
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        groups = zip(part.model_float16_groups, part.shard_fp32_from_float16_groups, strict=True)
+        for params, shards in groups:
+            for param, shard in zip(params, shards, strict=True):
+                start = part._get_model_param_range_map(param)["param"].start
+                mine.append((names[param], start, shard.detach().cpu()))
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    masters = {name: torch.full((p.numel(),), torch.nan) for p, name in names.items()}
+    for name, start, shard in (one for shards in everyone for one in shards):
+        masters[name][start : start + shard.numel()] = shard.view(-1)
+    return masters
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
