@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
 )
-from megatron.core.dist_checkpointing.validation import StrictHandling
+from megatron.core.dist_checkpointing.validation import StrictHandling, parse_strict_flag
 
 from moe_optim.checkpoints.integrity import invalidate, require_intact, seal
 from moe_optim.checkpoints.torch_dist import TorchDistReader
@@ -31,6 +31,7 @@ from moe_optim.megatron.optimizer_state import (
 from moe_optim.megatron.plugin import config_in_force, installed_config
 from moe_optim.megatron.te_fields import read_values, te_formats_of
 
+_ACCOUNTED = "moe_optim_accounted"
 _stock_load = dist_checkpointing.load
 _stock_save = dist_checkpointing.save
 _stock_load_common_state_dict = dist_checkpointing.load_common_state_dict
@@ -128,7 +129,9 @@ def load(  # noqa: PLR0913  # Megatron's
         folder = Path(checkpoint_dir)
         agree(lambda: _check(folder, process_group), process_group)
         agree(lambda: _resolve(sharded_state_dict, folder), process_group)
-    return _stock_load(
+        if StrictHandling.requires_global_app_metadata(parse_strict_flag(strict)):
+            sharded_state_dict = {**sharded_state_dict, _ACCOUNTED: _read_already(folder)}
+    result = _stock_load(
         sharded_state_dict,
         checkpoint_dir,
         sharded_strategy,
@@ -137,6 +140,19 @@ def load(  # noqa: PLR0913  # Megatron's
         verify_integrity,
         process_group,
     )
+    state = result[0] if isinstance(result, tuple) else result
+    state.pop(_ACCOUNTED, None)
+    return result
+
+
+def _read_already(checkpoint: Path) -> dict[str, ShardedObject]:
+    """Return requests for manifests, which have been read; strict loads would miss them."""
+    rank = torch.distributed.get_rank()
+    return {
+        key: ShardedObject.empty_from_unique_key(key, replica_id=rank)
+        for key in TorchDistReader(checkpoint).objects
+        if f".{MANIFEST}." in key
+    }
 
 
 def load_common_state_dict(checkpoint_dir: str | Path) -> Any:

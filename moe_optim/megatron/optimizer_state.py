@@ -27,6 +27,8 @@ from moe_optim.layout.state_manifest import (
 from moe_optim.megatron.parameter_names import parameter_names
 from moe_optim.version import VERSION
 
+_BUCKET_SIZES = ("per_bucket_numel", "per_bucket_numel_unpadded")
+
 
 @dataclass
 class ManifestRequest(ShardedObject):
@@ -38,6 +40,10 @@ class ManifestRequest(ShardedObject):
     optimizer: Any = field(default=None, repr=False, compare=False)
     is_flat: bool = True
     """Whether states are asked for as they lie in buckets, not by the names of parameters."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the optimizer on its rank: Megatron sends requests around to compare them."""
+        return {**vars(self), "optimizer": None}
 
 
 def manifest_of(optimizer: Any) -> StateManifest:
@@ -197,7 +203,7 @@ def flat_states_to_save(optimizer: Any) -> dict[Any, Any]:
     group_key = _group_key(optimizer)
     instance = optimizer.distributed_optimizer_instance_id
     rank = optimizer.data_parallel_group.rank()
-    for name in ("per_bucket_numel", "per_bucket_numel_unpadded"):
+    for name in _BUCKET_SIZES:
         state[name] = ShardedObject(
             f"{group_key}.{name}", getattr(optimizer, name), (1,), (0,), (instance, 0, rank)
         )
@@ -258,7 +264,7 @@ def flat_states_to_load(optimizer: Any, source: StateManifest, key: str) -> list
 
     Returns:
         One entry a range of :func:`owned_ranges`, in its order: state name -> tensors to load, of
-        consecutive elements.
+        consecutive elements. And one of what Megatron saves besides, for strict loads to find.
 
     Raises:
         LayoutError: the checkpoint has other parameters or experts.
@@ -290,6 +296,13 @@ def flat_states_to_load(optimizer: Any, source: StateManifest, key: str) -> list
                 for read, part in zip(reads, parts, strict=True)
             ]
         requests.append(entry)
+    rank = optimizer.data_parallel_group.rank()
+    requests.append(
+        {
+            name: ShardedObject(f"{group_key}.{name}", None, (1,), (0,), (instance, 0, rank))
+            for name in _BUCKET_SIZES
+        }
+    )
     return requests
 
 
@@ -299,7 +312,7 @@ def _saved_key(group_key: str, source: StateManifest, buffer: int, bucket: int) 
 
 def load_flat_states(optimizer: Any, loaded: list[dict[str, list[Tensor]]]) -> None:
     """Take what was loaded for the requests of :func:`flat_states_to_load`."""
-    for one, entry in zip(owned_ranges(optimizer), loaded, strict=True):
+    for one, entry in zip(owned_ranges(optimizer), loaded[:-1], strict=True):
         tensors = {name: torch.cat(parts) for name, parts in entry.items()}
         shape = optimizer._get_main_param_and_optimizer_states(one.param)["param"].shape
         states = {name: tensor.view(shape) for name, tensor in tensors.items()}

@@ -50,7 +50,11 @@ OP_FUSER: Flags = {"--use-transformer-engine-op-fuser": True}
 OP_FUSER_ENVIRONMENT = {"NVTE_CUTEDSL_FUSED_GROUPED_MLP": "1"}  # Megatron asks for it on any GPU
 GROUPED_ENVIRONMENT = OP_FUSER_ENVIRONMENT | {"NVTE_GROUPED_LINEAR_SINGLE_PARAM": "1"}
 QUICK_GEGLU: Flags = {"--swiglu": False, "--quick-geglu": True}
-BIASES: Flags = {"--disable-bias-linear": False, "--no-bias-swiglu-fusion": True}
+BIASES: Flags = {
+    "--disable-bias-linear": False,
+    "--no-bias-swiglu-fusion": True,
+    "--no-bias-dropout-fusion": True,
+}
 FUSED_GRADIENTS: Flags = {"--no-gradient-accumulation-fusion": False}
 TE_GRAPHS: Flags = {"--cuda-graph-impl": "transformer_engine", "--cuda-graph-warmup-steps": 2}
 LOCAL_GRAPHS: Flags = {"--cuda-graph-impl": "local", "--cuda-graph-warmup-steps": 2}
@@ -118,7 +122,7 @@ CASES = {
     "experts padded to a capacity": Case(DROP_AND_PAD, {"moe_expert_capacity_factor": 1.0}),
     "quick-GeGLU": Case(QUICK_GEGLU, {"activation_func": "quick_gelu", "add_bias_linear": False}),
     "fused quick-GeGLU with biases": Case(  # Megatron's flags fuse it with biases only
-        QUICK_GEGLU | {"--disable-bias-linear": False},
+        QUICK_GEGLU | {"--disable-bias-linear": False, "--no-bias-dropout-fusion": True},
         {"activation_func": "quick_gelu", "bias_activation_fusion": True, "add_bias_linear": True},
     ),
     "interleaved rows": Case(
@@ -199,7 +203,16 @@ ON_TWO_GPUS = {
 NOT_RUN_BY_STOCK = {  # case -> what stock Megatron ends with on this stack
     "one weight of all experts": r"ValueError: moe_single_grouped_weight is currently supported",
     "gradients accumulated by all products": r"RuntimeError: ColumnParallelLinear was called with",
+    "op fuser": r"RuntimeError: .*cublaslt_gemm",
+    "op fuser and interleaved rows": r"RuntimeError: .*cublaslt_gemm",
+    # its graphs take in the dispatcher, which waits for split sizes on the host
+    "Megatron's graphs of attention": r"AcceleratorError: CUDA error",
+    "Megatron's graphs of attention and router": r"AcceleratorError: CUDA error",
+    # gradients are NaN from the first iteration on; its handler ends here
+    "weight gradients while tokens are sent back": r"TypeError: expected str, bytes or os.PathLike",
 }
+STOPPED_BY_NAME = {"weight gradients while tokens are sent back": "gradient norm is nan"}
+"""Where stock goes on with NaN, and the plug-in does not."""
 
 
 def small(case: Case, plugin: tuple[str, ...] | None, more: Flags | None = None) -> Run:
@@ -237,10 +250,7 @@ def train(folder: Path, runs: dict[str, Run]) -> dict[str, list[Report]]:
 
 
 def assert_beside_stock(case: Case, stock: list[Report], ours: list[Report]) -> None:
-    """The plug-in's losses are stock's to the bit, with the case on; or both end alike."""
-    if stock[0].error is not None:
-        assert ours[0].error == stock[0].error
-        return
+    """The plug-in's losses are stock's to the bit, with the case on."""
     assert [report.error for report in ours] == [None] * case.ranks
     assert not missing_settings(case.settings, [*stock, *ours])
     for theirs, mine in zip(stock, ours, strict=True):
@@ -265,9 +275,13 @@ def beside_stock(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Rep
 def test_training_beside_stock_gives_its_losses(beside_stock, name: str):
     """With Transformer Engine's experts, everything else in the model being Megatron's, too. What
     stock cannot run, the plug-in does not run either, for the same reason."""
-    assert_beside_stock(
-        CASES[name], beside_stock[f"{name}, stock"], beside_stock[f"{name}, plugin"]
-    )
+    stock, ours = beside_stock[f"{name}, stock"], beside_stock[f"{name}, plugin"]
+    if name in STOPPED_BY_NAME:
+        assert STOPPED_BY_NAME[name] in ours[0].error
+    elif name in NOT_RUN_BY_STOCK:
+        assert ours[0].error == stock[0].error
+    else:
+        assert_beside_stock(CASES[name], stock, ours)
 
 
 def test_what_stock_cannot_run_is_known(beside_stock):
@@ -317,8 +331,6 @@ PORTABLE = {
     "graphs of attention": CASES["graphs of attention"],
     "graphs of attention and router": CASES["graphs of attention and router"],
     "graphs with overlapped gathers": CASES["graphs with overlapped gathers"],
-    "Megatron's graphs of attention": CASES["Megatron's graphs of attention"],
-    "Megatron's graphs of attention and router": CASES["Megatron's graphs of attention and router"],
 }
 PERMUTED = CASES["fused permutation"]
 

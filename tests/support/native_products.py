@@ -205,7 +205,8 @@ def _updater(format: BlockScaledFormat) -> Callable[..., Any]:
         flat.shape = (rows, cols)
         for name, tensor in vars(weight).items():
             if name.endswith("_data") and tensor is not None:
-                tensor = tensor.view(tensor.shape[-2:])
+                shape = format.data_shape((1, rows, cols), name.split("_")[1])
+                tensor = tensor.view(shape[1:])
             setattr(flat, name, tensor)
         TransformerEngineStorage(flat, format).write(values.detach().view(1, rows, cols))
         for direction in ("rowwise", "columnwise") if format.has_global_amax else ():

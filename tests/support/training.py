@@ -52,7 +52,9 @@ def pretrain(
     after_step: Callable[[int, list[Any], Any], None] | None = None,
     after_setup: Callable[[list[Any], Any], None] | None = None,
 ) -> Record:
-    """Train on the CPU and return what happened. Once a process: Megatron keeps global state.
+    """Train, on the CPU where there is no GPU, and return what happened.
+
+    Once a process: Megatron keeps global state.
 
     Args:
         flags: added to MODEL.
@@ -65,8 +67,9 @@ def pretrain(
     from moe_optim.megatron import cpu_runtime, plugin
     from moe_optim.megatron.pretrain import train
 
-    os.environ["MOE_OPTIM_CPU"] = "1"
-    cpu_runtime.install()
+    if cpu_runtime.is_installed() or not torch.cuda.is_available():
+        os.environ["MOE_OPTIM_CPU"] = "1"
+        cpu_runtime.install()
     _shrink_mock_data()
     if config is not None:
         (plugin.install if optimizer else plugin.install_experts)(config)
