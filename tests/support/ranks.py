@@ -1,6 +1,7 @@
 """Runs a function on several gloo ranks, each a process of its own forked after the imports."""
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
 import sys
@@ -40,6 +41,7 @@ def run_ranks(
         for process in processes:
             process.join(timeout_s)
         hanging = [rank for rank, process in enumerate(processes) if process.is_alive()]
+        codes = [process.exitcode for process in processes]  # of a signal: below zero
         for process in processes:
             if process.is_alive():
                 _kill([*psutil.Process(process.pid).children(recursive=True)])
@@ -50,7 +52,10 @@ def run_ranks(
         failed = [rank for rank, path in enumerate(results) if not path.exists()]
         if failed:
             state = f"ranks {hanging} hang" if hanging else f"ranks {failed} failed"
-            tails = "\n".join(f"--- rank {rank}\n{outputs[rank][-6000:]}" for rank in failed)
+            tails = "\n".join(
+                f"--- rank {rank}, exit code {codes[rank]}\n{outputs[rank][-6000:]}"
+                for rank in failed
+            )
             raise AssertionError(f"{state} in {function.__name__}\n{tails}")
         return [torch.load(path, weights_only=False) for path in results]
 
@@ -73,6 +78,7 @@ def _rank(
     log = (folder / f"{rank}.log").open("w", buffering=1)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(log.fileno(), stream.fileno())
+    faulthandler.enable()
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
