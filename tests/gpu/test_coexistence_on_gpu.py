@@ -203,6 +203,7 @@ ON_TWO_GPUS = {
 NOT_RUN_BY_STOCK = {  # case -> what stock Megatron ends with on this stack
     "one weight of all experts": r"ValueError: moe_single_grouped_weight is currently supported",
     "gradients accumulated by all products": r"RuntimeError: ColumnParallelLinear was called with",
+    "one bias of all experts": r"RuntimeError: Single grouped parameters require",
     "op fuser": r"RuntimeError: .*cublaslt_gemm",
     "op fuser and interleaved rows": r"RuntimeError: .*cublaslt_gemm",
     # its graphs take in the dispatcher, which waits for split sizes on the host

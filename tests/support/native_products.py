@@ -37,6 +37,7 @@ def replace_kernels(format: BlockScaledFormat) -> None:
     grouped_linear.general_grouped_gemm = _multiply_experts
     grouped_linear.general_grouped_gemm_for_grouped_tensor = _multiply_groups
     grouped_linear.clear_tensor_data = lambda *_: None  # of views of what others read
+    _keep_splits_beside_tokens(grouped_linear.GroupedLinear)
     for module in (fp8_padding, fp8_unpadding, grouped_linear):
         module.tex = _Extension(grouped_linear.tex, grouped_linear._GroupedLinear)
     for quantizer in (
@@ -87,6 +88,19 @@ def _power(code: Tensor) -> Tensor:
 
 def _operand(weight: Any, direction: str) -> Tensor:
     return read(weight, direction) if te_formats_of(weight) else weight
+
+
+def _keep_splits_beside_tokens(linear: Any) -> None:
+    """Megatron hands them over as a list, which group products refuse."""
+    forward = linear.forward
+
+    def forward_with_splits(
+        self: Any, tokens: Tensor, splits: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        splits = torch.as_tensor(splits, dtype=torch.int64, device=tokens.device)
+        return forward(self, tokens, splits, *args, **kwargs)
+
+    linear.forward = forward_with_splits
 
 
 def _split(tensor: Tensor, splits: Sequence[int], *_: Any, **__: Any) -> tuple[Any, None]:
