@@ -254,7 +254,7 @@ def _padding(like: dict[str, Tensor], numel: int) -> dict[str, Tensor]:
     return {name: tensor.new_zeros(numel) for name, tensor in like.items()}
 
 
-def flat_states_to_load(optimizer: Any, source: StateManifest, key: str) -> list[dict[str, Any]]:
+def flat_states_to_load(optimizer: Any, source: StateManifest, key: str) -> dict[str, Any]:
     """Return requests for what this rank owns, by where it lies in the checkpoint.
 
     Args:
@@ -263,8 +263,8 @@ def flat_states_to_load(optimizer: Any, source: StateManifest, key: str) -> list
         key: that it was saved under, with whatever Megatron has put in front.
 
     Returns:
-        One entry a range of :func:`owned_ranges`, in its order: state name -> tensors to load, of
-        consecutive elements. And one of what Megatron saves besides, for strict loads to find.
+        ``ranges``: one entry a range of :func:`owned_ranges`, in its order: state name -> tensors
+        to load, of consecutive elements. And what Megatron saves besides, for strict loads to find.
 
     Raises:
         LayoutError: the checkpoint has other parameters or experts.
@@ -274,7 +274,7 @@ def flat_states_to_load(optimizer: Any, source: StateManifest, key: str) -> list
     places = {(buffer, bucket, place.start): place for buffer, bucket, place in target.places()}
     group_key = key.partition(f".{MANIFEST}")[0]
     instance = optimizer.distributed_optimizer_instance_id
-    requests = []
+    ranges = []
     for one in owned_ranges(optimizer):
         bucket = optimizer.buffers[one.buffer].buckets[one.bucket]
         place = places[one.buffer, one.bucket, bucket.param_to_index[one.param][0]]
@@ -295,24 +295,23 @@ def flat_states_to_load(optimizer: Any, source: StateManifest, key: str) -> list
                 )
                 for read, part in zip(reads, parts, strict=True)
             ]
-        requests.append(entry)
+        ranges.append(entry)
     rank = optimizer.data_parallel_group.rank()
-    requests.append(
-        {
-            name: ShardedObject(f"{group_key}.{name}", None, (1,), (0,), (instance, 0, rank))
-            for name in _BUCKET_SIZES
-        }
-    )
-    return requests
+    sizes = {
+        name: ShardedObject(f"{group_key}.{name}", None, (1,), (0,), (instance, 0, rank))
+        for name in _BUCKET_SIZES
+    }
+    # by names: Megatron loads objects and tensors apart, and cannot merge parts of one list
+    return {"ranges": ranges, **sizes}
 
 
 def _saved_key(group_key: str, source: StateManifest, buffer: int, bucket: int) -> str:
     return _bucket_key(group_key, source.buffers[buffer].dtype, buffer, bucket)
 
 
-def load_flat_states(optimizer: Any, loaded: list[dict[str, list[Tensor]]]) -> None:
+def load_flat_states(optimizer: Any, loaded: dict[str, Any]) -> None:
     """Take what was loaded for the requests of :func:`flat_states_to_load`."""
-    for one, entry in zip(owned_ranges(optimizer), loaded[:-1], strict=True):
+    for one, entry in zip(owned_ranges(optimizer), loaded["ranges"], strict=True):
         tensors = {name: torch.cat(parts) for name, parts in entry.items()}
         shape = optimizer._get_main_param_and_optimizer_states(one.param)["param"].shape
         states = {name: tensor.view(shape) for name, tensor in tensors.items()}

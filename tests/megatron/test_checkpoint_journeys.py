@@ -94,6 +94,21 @@ def test_flat_states_arrive_in_another_layout_by_their_manifest(
         assert all(counts)
 
 
+def _travel_strictly(folder: Path) -> list[int]:
+    counts = []
+    for sharding in (FLAT, RESHARDABLE):
+        Journey(GROUPED).fill().save(folder / sharding, sharding)
+        journey = Journey(INDEXED).scramble().load(folder / sharding, strict="raise_all")
+        counts.append(journey.check())
+    return counts
+
+
+def test_a_strict_load_misses_nothing_and_leaves_nothing_over(tmp_path: Path):
+    """Manifests and sizes of buckets are asked for, too, where layouts differ."""
+    for counts in run_ranks(2, _travel_strictly, tmp_path):
+        assert all(counts)
+
+
 def _save(station: Station, folder: Path, sharding: str) -> None:
     Journey(station).fill().save(folder, sharding)
 

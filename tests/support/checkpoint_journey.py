@@ -247,8 +247,8 @@ class Journey:
         torch.distributed.barrier()
         dist_checkpointing.save(state, str(folder), content_metadata=content)
 
-    def load(self, folder: Path) -> "Journey":
-        """Load weights and optimizer state. Every rank must call it."""
+    def load(self, folder: Path, **more: Any) -> "Journey":
+        """Load weights and optimizer state, with more arguments of Megatron's. Every rank calls."""
         from megatron.core import dist_checkpointing
 
         metadata = dist_checkpointing.load_content_metadata(str(folder))
@@ -260,7 +260,7 @@ class Journey:
                 model, is_loading=True, metadata=metadata
             ),
         }
-        loaded = dist_checkpointing.load(state, str(folder))
+        loaded = dist_checkpointing.load(state, str(folder), **more)
         self.model.load_state_dict(loaded["model"])
         self.optimizer.load_state_dict(loaded["optimizer"])
         return self
