@@ -14,7 +14,7 @@ from megatron.core.distributed.param_and_grad_buffer import (
 )
 
 from moe_optim.errors import StateError
-from moe_optim.megatron.bucket_storage import Event
+from moe_optim.megatron.bucket_storage import Content, Event
 from moe_optim.megatron.expert_amax import AmaxRecord
 from moe_optim.megatron.gather import OwnedMaster, fill_slices, start_gather
 
@@ -180,6 +180,27 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
         """Finish the reduction; a gather that no forward pass waited for is finished first."""
         self.finish_gather()
         super().finish_grad_sync(force_all_reduce=force_all_reduce)
+
+    def read_gradients(self) -> None:
+        """Let the optimizer read the gradients.
+
+        They must have been reduced, unless one rank has them all and nothing scales them: callers
+        without Megatron's loop need not reduce them then. With overlap the last backward pass does,
+        so that gradients it has not reduced are not all there.
+
+        Raises:
+            StateError: they have not.
+        """
+        alone = (
+            self.intra_distributed_optimizer_instance_size == 1
+            and self.ddp_config.num_distributed_optimizer_instances == 1
+            and not self.ddp_config.overlap_grad_reduce
+        )
+        for bucket in self.buckets:
+            storage = bucket.storage
+            if alone and bucket.gradient_scaling_factor == 1 and storage.content is Content.PARTIAL:
+                storage.record(Event.REDUCE)
+            storage.record(Event.READ)
 
     def record(self, event: Event) -> None:
         """Record an event on every bucket of a managed group."""

@@ -135,7 +135,7 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
             linear.require_wgrads_taken()
         for group in self._managed_groups:
             group.finish_gather()  # nobody may have waited for it
-            group.record(Event.READ)
+            group.read_gradients()
         super()._copy_model_grads_to_main_grads()
 
     @cached_property

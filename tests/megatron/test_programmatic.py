@@ -154,3 +154,25 @@ def test_narrow_experts_that_nobody_builds_are_refused(config: MoEOptimConfig, o
     (got,) = run_ranks(1, _train_with_megatrons_experts, config)
     assert re.search(outcome, got), got
     assert ("--moe-grouped-gemm" in got) is (outcome != "trained")
+
+
+def _train_without_reducing(flags: list[str], config: MoEOptimConfig) -> Record | str:
+    from megatron.training import training as megatron_training
+
+    megatron_training.finalize_model_grads = lambda *_, **__: None
+    try:
+        return pretrain(flags, config)
+    except StateError as error:
+        return str(error)
+
+
+def test_gradients_of_one_rank_need_no_reduction_and_those_of_several_do():
+    """A loop of its own may step right after the backward pass where one rank has all gradients:
+    losses, masters, moments and weights are those of Megatron's loop. Where ranks share them, the
+    step is refused, which in Megatron goes on with the gradients of each rank alone."""
+    config, flags = MoEOptimConfig(format="mxfp8"), FLAGS[:4]
+    (ours,) = run_ranks(1, _train_without_reducing, flags, config)
+    (want,) = run_ranks(1, pretrain, flags, config)
+    assert_same_run(ours, want, what="without a reduction")
+    for message in run_ranks(2, _train_without_reducing, flags, config):
+        assert "got gradients that are still accumulating. Call finish_grad_sync()" in message
