@@ -16,6 +16,8 @@ from moe_optim.formats import DIRECTIONS, BlockScaledFormat, Direction, Quantize
 from moe_optim.megatron.te_fields import GROUPED, ONE, is_grouped, used_scales
 from moe_optim.modules.storage import PlaneStorage, PortableStorage
 
+_SWIZZLED = "_with_gemm_swizzled_scales"
+
 
 class TransformerEngineStorage(PlaneStorage):
     """One weight of Transformer Engine: [R, C] as a storage [1, R, C], or a group [E, R, C].
@@ -83,7 +85,7 @@ class TransformerEngineStorage(PlaneStorage):
         Raises:
             StateError: data that a bucket gathers into is no longer the weight's.
         """
-        if self.pointers() == self._pointers:
+        if not self._take_back_order() and self.pointers() == self._pointers:
             return False
         for name in ("rowwise_data", "columnwise_data"):
             data = getattr(self._param, getattr(self._fields, name))
@@ -153,6 +155,17 @@ class TransformerEngineStorage(PlaneStorage):
         memo[id(self)] = copy = self.clone()
         return copy
 
+    def _take_back_order(self) -> bool:
+        """Say that scales lie in plain order, and whether they did not.
+
+        Whoever put them in the order of products did it for bytes that are overwritten next.
+        """
+        holders = [self._param, *self._members()]
+        swizzled = [one for one in holders if getattr(one, _SWIZZLED, False)]
+        for one in swizzled:
+            setattr(one, _SWIZZLED, False)
+        return bool(swizzled)
+
     def _members(self) -> list[Any]:
         """Return the tensors of a group, if Transformer Engine has made them."""
         return getattr(self._param, "quantized_tensors", None) or []
@@ -208,7 +221,7 @@ class TransformerEngineStorage(PlaneStorage):
             blocks_2d = quantizer.block_scaling_dim == 2
         dimensions = 3 if self._fields is GROUPED else 2
         problems = {
-            "scales in the order of products (swizzled)": says("with_gemm_swizzled_scales"),
+            "scales in the order of products (swizzled)": getattr(param, _SWIZZLED, False),
             "blocks of one row (1-D)": format.is_2d and blocks_2d is False,
             "square blocks (2-D)": not format.is_2d and blocks_2d is True,
             "an amax a row": says("row_scaled_nvfp4"),

@@ -25,7 +25,7 @@ from moe_optim.errors import ConfigError, LayoutError, StateError
 from moe_optim.layout.key_layouts import LAYOUTS, get_layout
 from moe_optim.layout.state_manifest import StateManifest
 from moe_optim.megatron.optimizer_state import MANIFEST
-from tests.support.bytes import assert_bytes_equal
+from tests.support.bytes import assert_bytes_equal, assert_same_tensors
 from tests.support.stored_checkpoints import (
     EXPERTS,
     FC1,
@@ -70,12 +70,6 @@ def in_safetensors(folder):
     return {key: files[name][key] for key, name in weight_map.items()}
 
 
-def assert_same(got, want):
-    assert got.keys() == want.keys()
-    for key, tensor in want.items():
-        assert_bytes_equal(got[key], tensor, what=key)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_there_and_back_gives_every_bit_again(layout, source, tmp_path):
     """torch_dist, to safetensors in any layout, and back: experts come back one tensor a layer, as
@@ -90,7 +84,7 @@ def test_there_and_back_gives_every_bit_again(layout, source, tmp_path):
             parts = dict(zip(heads, tensor, strict=True))
         want |= parts
     back = tmp_path / "back" / "iter_0000007"
-    assert_same(read_with_torch(back), want)
+    assert_same_tensors(read_with_torch(back), want)
     assert (checkpoint_defect(back), list(corrupt_files(back))) == (None, [])
 
 
@@ -141,7 +135,7 @@ def test_in_torch_dist_a_new_interleave_moves_rows_of_fc1_and_nothing_else(befor
     want = stored | {
         key: interleaved(tensor, after) if after else tensor for key, tensor in contiguous.items()
     }
-    assert_same(read_with_torch(out), want)
+    assert_same_tensors(read_with_torch(out), want)
     assert read_object(out, "rng_state/shard_0_1") == read_object(source, "rng_state/shard_0_1")
     assert TorchDistReader(out).recorded.glu_interleave == after
     (state,) = torch.load(io.BytesIO(read_object(out, COMMON)), weights_only=False)
@@ -165,7 +159,7 @@ def test_in_torch_dist_without_a_new_interleave_everything_is_copied(source, tmp
     plan = convert(source, tmp_path / "out", "sequential")
     out = tmp_path / "out" / "iter_0000007"
     assert plan.copies_experts
-    assert_same(read_with_torch(out), stored_tensors())
+    assert_same_tensors(read_with_torch(out), stored_tensors())
     assert read_object(out, COMMON) == read_object(source, COMMON)
 
 
@@ -193,7 +187,7 @@ def test_weights_only_leaves_states_out_and_names_them(source, tmp_path):
     assert len(states) == len(STATES) * (2 * LAYERS + 2)
     convert(source, tmp_path / "megatron", "grouped", weights_only=True)
     want = stored_tensors(states=False)
-    assert_same(read_with_torch(tmp_path / "megatron" / "iter_0000007"), want)
+    assert_same_tensors(read_with_torch(tmp_path / "megatron" / "iter_0000007"), want)
 
 
 def test_what_experts_have_besides_weights_comes_along(tmp_path):
@@ -203,7 +197,7 @@ def test_what_experts_have_besides_weights_comes_along(tmp_path):
     convert(source, tmp_path / "hf", "hf", format="safetensors")
     convert(tmp_path / "hf", tmp_path / "back", "grouped", format="torch_dist")
     back = read_with_torch(tmp_path / "back" / "iter_0000007")
-    assert_same({key: back[key] for key in amax}, amax)
+    assert_same_tensors({key: back[key] for key in amax}, amax)
 
 
 def test_flat_states_are_refused_with_the_flag_to_save_with(tmp_path):
@@ -258,7 +252,7 @@ def test_interleaved_rows_of_cut_experts_are_refused_and_copied(tmp_path):
     with pytest.raises(LayoutError, match="--expert-tensor-parallel-size 2"):
         plan_of(source, "hf", format="safetensors")
     convert(source, tmp_path / "out", "grouped")
-    assert_same(read_with_torch(tmp_path / "out" / "iter_0000007"), stored_tensors())
+    assert_same_tensors(read_with_torch(tmp_path / "out" / "iter_0000007"), stored_tensors())
 
 
 class CountingReader:

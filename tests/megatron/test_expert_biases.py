@@ -106,7 +106,7 @@ def test_biased_experts_train_as_megatrons(ours, stock, layout):
         assert all(value.any() for name, value in mine.extra.items() if name.endswith("bias"))
 
 
-@pytest.mark.parametrize("format", ["bf16", "mxfp8"])
+@pytest.mark.parametrize("format", [pytest.param("bf16", marks=pytest.mark.extended), "mxfp8"])
 def test_layouts_train_biases_alike_where_ranks_share_experts(format):
     """Gradients are averaged over 2 data-parallel ranks, where Megatron's own experts cannot run
     with biases."""

@@ -43,7 +43,8 @@ def trained(ranks: int, flags: list[str]) -> list[Record]:
 
 @pytest.mark.parametrize(
     ("ranks", "parallel"),
-    [(1, []), (2, []), (2, ["--expert-model-parallel-size", "2"]),
+    [pytest.param(1, [], marks=pytest.mark.extended),
+     (2, []), (2, ["--expert-model-parallel-size", "2"]),
      pytest.param(4, ["--expert-model-parallel-size", "2"], marks=pytest.mark.extended),
      pytest.param(4, ["--expert-model-parallel-size", "4"], marks=pytest.mark.extended),
      pytest.param(4, [], marks=pytest.mark.extended)],
@@ -62,7 +63,14 @@ def test_overlap_changes_nothing_and_weights_come_from_masters(ranks: int, paral
     assert losses[8] < losses[1]
 
 
-@pytest.mark.parametrize("format", ["mxfp8_2d", "nvfp4", "fp8_block"])
+@pytest.mark.parametrize(
+    "format",
+    [
+        pytest.param("mxfp8_2d", marks=pytest.mark.extended),
+        pytest.param("nvfp4", marks=pytest.mark.extended),
+        "fp8_block",
+    ],
+)
 def test_every_format_trains_from_its_masters(format: str):
     """The loop does not know the format: bytes come from masters and the loss falls with each."""
     flags = [*STEPS, *OVERLAP, "--eval-interval", "4"]

@@ -156,7 +156,10 @@ def test_wgrad_through_autograd_equals_fused(ranks: int, parallel: list[str]):
 # What is copied is the same
 
 
-@pytest.mark.parametrize("config", [BF16, MXFP8], ids=["bf16", "mxfp8"])
+@pytest.mark.parametrize(
+    "config",
+    [pytest.param(BF16, id="bf16", marks=pytest.mark.extended), pytest.param(MXFP8, id="mxfp8")],
+)
 def test_tensor_parallel_ranks_keep_equal_copies(config: MoEOptimConfig):
     """Experts, norms and routers lie whole on both ranks, which saw halves of every sequence: their
     gradients were summed, or the copies would part with the first step."""

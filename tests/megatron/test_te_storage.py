@@ -235,6 +235,25 @@ def test_an_amax_that_moved_is_pointed_back():
     assert_holds(weight, second, NVFP4)
 
 
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "group of mxfp8"])
+def test_scales_that_were_put_in_the_order_of_products_are_plain_after_the_next_gather(name):
+    """A gather writes them in plain order, and a flag that says otherwise would have products read
+    them wrongly. What lay in the padding meanwhile is zero again."""
+    kind = KINDS[name]
+    weight = kind.weight(kind.masters(1))
+    storage = TransformerEngineStorage(weight, kind.format)
+    holders = [weight, *getattr(weight, "quantized_tensors", [])]
+    for one in holders:
+        one._with_gemm_swizzled_scales = True
+    for scale in storage.storage_scales.values():
+        scale.fill_(7)
+    assert storage.has_moved() and not storage.has_moved()
+    assert not any(one._with_gemm_swizzled_scales for one in holders)
+    second = kind.masters(2)
+    requantize(storage, second)
+    assert_all_hold(weight, second, kind.format)
+
+
 @pytest.mark.parametrize(
     ("kind", "field", "value", "message"),
     [
@@ -242,7 +261,7 @@ def test_an_amax_that_moved_is_pointed_back():
         ("fp8_block", "_is_2D_scaled", False, r"1-D"),
         ("nvfp4", "_row_scaled_nvfp4", True, "an amax a row"),
         ("nvfp4", "_nvfp4_use_4over6", True, "four-over-six"),
-        ("group of mxfp8", "with_gemm_swizzled_scales", True, "swizzled"),
+        ("group of mxfp8", "_with_gemm_swizzled_scales", True, "swizzled"),
         ("group of mxfp8", "rowwise_data", None, "no rowwise data"),
     ],
 )

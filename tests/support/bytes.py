@@ -25,6 +25,13 @@ def assert_bytes_equal(got, want, what="tensor"):
     )
 
 
+def assert_same_tensors(got, want, *, what="tensor"):
+    """Fail unless two dictionaries hold the same names and the same bytes."""
+    assert got.keys() == want.keys(), what
+    for name in got:
+        assert_bytes_equal(got[name], want[name], what=f"{what} {name}")
+
+
 def _as_integers(tensor):
     widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.detach().cpu().contiguous().view(widths[tensor.element_size()])

@@ -69,7 +69,7 @@ class NVFP4Quantizer:
 class GroupedTensor:
     """Flat fields of all experts, and members that are views of them."""
 
-    with_gemm_swizzled_scales = False
+    _with_gemm_swizzled_scales = False
 
     def __init__(self, member: type, format: BlockScaledFormat, masters: torch.Tensor) -> None:
         self.shape = masters.shape

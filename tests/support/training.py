@@ -12,7 +12,7 @@ import torch
 
 from moe_optim.config import MoEOptimConfig
 from moe_optim.modules.grouped_weight import GroupedWeight
-from tests.support.bytes import assert_bytes_equal
+from tests.support.bytes import assert_same_tensors
 
 MODEL = shlex.split("""
 --transformer-impl local --num-layers 2 --hidden-size 64 --ffn-hidden-size 96
@@ -184,12 +184,3 @@ def assert_same_run(got: Record, want: Record, *, what: str) -> None:
     assert got.moments.keys() == want.moments.keys()
     for name, moments in got.moments.items():
         assert_same_tensors(moments, want.moments[name], what=f"{what}: {name}")
-
-
-def assert_same_tensors(
-    got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], *, what: str
-) -> None:
-    """Two dictionaries hold the same names and the same bytes."""
-    assert got.keys() == want.keys(), what
-    for name in got:
-        assert_bytes_equal(got[name], want[name], what=f"{what} {name}")
