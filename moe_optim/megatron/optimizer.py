@@ -181,6 +181,18 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         if shards:
             torch._foreach_copy_(shards, masters)
 
+    def start_param_sync_for_bucket_group_subset(self) -> None:
+        """Start the gathers of this optimizer's own groups. Every rank must call it.
+
+        Megatron starts those of all groups of a chunk, once for each optimizer that has stepped.
+        """
+        if not self._groups:  # a model that was wrapped before install()
+            super().start_param_sync_for_bucket_group_subset()
+        for chunk in self.model_chunks:
+            for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+                if group in self._groups:
+                    chunk._start_bucket_group_param_sync(group, force_sync=False)
+
     def _copy_main_params_to_param_buffer(self) -> None:
         """Do nothing: managed buckets pull masters when they gather, others hold them already."""
 

@@ -176,3 +176,38 @@ def test_gradients_of_one_rank_need_no_reduction_and_those_of_several_do():
     assert_same_run(ours, want, what="without a reduction")
     for message in run_ranks(2, _train_without_reducing, flags, config):
         assert "got gradients that are still accumulating. Call finish_grad_sync()" in message
+
+
+def _count_gathers(flags: list[str], config: MoEOptimConfig) -> tuple[Record, set[int]]:
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+
+    stock = _ParamAndGradBucketGroup.start_param_sync
+    counts: dict[int, int] = {}
+
+    def count(group: Any, *args: Any, **kwargs: Any) -> None:
+        counts[id(group)] = counts.get(id(group), 0) + 1
+        stock(group, *args, **kwargs)
+
+    def begin(model: list[Any], _optimizer: Any) -> None:
+        _ParamAndGradBucketGroup.start_param_sync = count
+
+    record = pretrain(flags, config, after_setup=begin)
+    return record, set(counts.values())
+
+
+def test_each_group_is_gathered_once_a_step_however_many_optimizers_there_are():
+    """With expert parallelism dense and expert parameters have an optimizer each, and Megatron
+    gathers everything after each of them. A run is the same without that."""
+    flags = ["--train-iters", "3", "--eval-interval", "1000", "--expert-model-parallel-size", "2"]
+    config = MoEOptimConfig(format="bf16")
+    for (ours, counts), stock in zip(
+        run_ranks(2, _count_gathers, flags, config),
+        run_ranks(2, _portable_under_stock, flags, config),
+        strict=True,
+    ):
+        assert counts == {3}
+        assert_same_run(ours, stock, what="expert parallel")
+
+
+def _portable_under_stock(flags: list[str], config: MoEOptimConfig) -> Record:
+    return pretrain(flags, config, optimizer=False)
