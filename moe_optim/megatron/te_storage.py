@@ -137,19 +137,6 @@ class TransformerEngineStorage(PlaneStorage):
         """Return this storage if it is all of ``parts``; experts apart have no whole."""
         return self if len(parts) == 1 else None
 
-    def clone(self, device: torch.device | None = None) -> PortableStorage:
-        """Return a portable storage with its own copy of the same bytes."""
-        copy = PortableStorage(
-            self.format,
-            self.shape,
-            name=self.name,
-            device=device or self.device,
-            record_amax=self.recorded_amax is not None,
-        )
-        copy.copy_bytes_from(self)
-        copy.is_fresh, copy.initial = self.is_fresh, self.initial
-        return copy
-
     def __deepcopy__(self, memo: dict[int, Any]) -> PortableStorage:
         """Copy the bytes; the copy is portable."""
         memo[id(self)] = copy = self.clone()

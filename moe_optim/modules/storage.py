@@ -121,9 +121,18 @@ class PlaneStorage(ABC):
             self.recorded_amax.copy_(torch.tensor(torch.nan) if other.amax is None else other.amax)
         self.planes_written()
 
-    @abstractmethod
     def clone(self, device: torch.device | None = None) -> "PortableStorage":
-        """Return a storage with its own copy of the same bytes, on ``device`` if given."""
+        """Return a portable storage with its own copy of the same bytes, on ``device`` if given."""
+        copy = PortableStorage(
+            self.format,
+            self.shape,
+            name=self.name,
+            device=device or self.device,
+            record_amax=self.recorded_amax is not None,
+        )
+        copy.copy_bytes_from(self)
+        copy.is_fresh, copy.initial = self.is_fresh, self.initial
+        return copy
 
     @abstractmethod
     def whole_of(self, parts: "Sequence[PlaneStorage]") -> "PlaneStorage | None":
@@ -290,19 +299,6 @@ class PortableStorage(PlaneStorage):
         whole, _ = self._whole
         places = [part._whole for part in parts if isinstance(part, PortableStorage)]
         return whole if places == [(whole, index) for index in range(whole.shape[0])] else None
-
-    def clone(self, device: torch.device | None = None) -> "PortableStorage":
-        """Return a storage with its own copy of the same bytes, on ``device`` if given."""
-        copy = PortableStorage(
-            self.format,
-            self.shape,
-            name=self.name,
-            device=device or self.device,
-            record_amax=self.recorded_amax is not None,
-        )
-        copy.copy_bytes_from(self)
-        copy.is_fresh, copy.initial = self.is_fresh, self.initial
-        return copy
 
 
 class MakeStorages(Protocol):
