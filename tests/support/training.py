@@ -88,10 +88,10 @@ def pretrain(
 
 
 def _shrink_mock_data() -> None:
-    """Leave 64,000 samples of the mock data: its 6.4 million take longer to shuffle than to use."""
+    """Leave 130,000 samples of the mock data: its 6.4 million take longer to shuffle than to use."""
     from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
 
-    MockGPTLowLevelDataset.size = 1000
+    MockGPTLowLevelDataset.size = 2000
 
 
 def _watch(
