@@ -88,7 +88,7 @@ def pretrain(
 
 
 def _shrink_mock_data() -> None:
-    """Leave 130,000 samples of the mock data: its 6.4 million take longer to shuffle than to use."""
+    """Leave 130,000 samples of mock data: its 6.4 million take longer to shuffle than to use."""
     from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
 
     MockGPTLowLevelDataset.size = 2000
