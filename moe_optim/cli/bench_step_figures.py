@@ -9,7 +9,8 @@ from rich.table import Table
 
 from moe_optim.cli.plan import spell_bytes
 
-SIDES = ("stock", "plugin")
+SIDES = {"stock": "stock", "plugin": "plug-in"}
+"""Keys of the report, and what readers see."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +121,7 @@ def summarize(found: dict[str, list[Measured]]) -> dict[str, Any]:
         "stock": stock,
         "plugin": plugin,
         "ratio": {key: _ratio(plugin[key], stock[key]) for key in FIGURES},
+        "processes": {side: [_medians([run]) for run in runs] for side, runs in found.items()},
     }
 
 
@@ -128,7 +130,7 @@ def _ratio(plugin: float | None, stock: float | None) -> float | None:
 
 
 def _medians(runs: Sequence[Measured]) -> dict[str, float | None]:
-    """Return the median over iterations of all processes; None for what this side does not do."""
+    """Return the median over iterations of all ``runs``; None for what this side does not do."""
     pooled = {key: [v for run in runs for v in run.values.get(key, ())] for key in FIGURES}
     return {
         key: round(statistics.median(values), 3) if values else None
@@ -138,9 +140,10 @@ def _medians(runs: Sequence[Measured]) -> dict[str, float | None]:
 
 def table_of(report: dict[str, Any]) -> Table:
     """Return the table of a report, for a terminal."""
-    table = Table(title=title_of(report), title_justify="left")
+    table = Table(title=title_of(report), title_justify="left", caption_justify="left")
+    table.caption = _spread_of(report)
     table.add_column("ms, or as said", no_wrap=True)
-    for header in ("stock", "plug-in", "ratio"):
+    for header in (*SIDES.values(), "ratio"):
         table.add_column(header, justify="right", no_wrap=True)
     for key, figure in FIGURES.items():
         values = [_shown(key, report[side][key]) for side in SIDES]
@@ -156,6 +159,16 @@ def title_of(report: dict[str, Any]) -> str:
     work = report["workload"]
     equal = "the same losses" if report["losses_equal"] else "losses differ"
     return f"{work['recipe']}, {work['format']}, {work['ranks']} x {report['device']}; {equal}"
+
+
+def _spread_of(report: dict[str, Any]) -> str:
+    """Return the lines that say how much processes of one side differ."""
+    lines = []
+    for side, name in SIDES.items():
+        of_runs = [run["iteration_ms"] for run in report["processes"][side]]
+        times = ", ".join(_shown("iteration_ms", value) for value in of_runs)
+        lines.append(f"iteration, each process of {name}: {times}")
+    return "\n".join(lines)
 
 
 def _shown(key: str, value: float | None) -> str:

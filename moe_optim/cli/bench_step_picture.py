@@ -19,7 +19,6 @@ _COLORS = {
     "post_processing_ms": "#cc79a7",
     "optimizer_rest_ms": "#7f7f7f",
 }
-_NAMES = {"stock": "stock", "plugin": "plug-in"}
 _READABLE = 0.04
 """Part of the width that a number needs to stand inside a bar."""
 
@@ -73,6 +72,6 @@ def _draw_bars(
         axes.barh(row, rest, left=left, height=0.7, facecolor="white", edgecolor="0.6")
         axes.text(ends[side] + 0.01 * width, row, f"{totals[side]:.1f}", va="center", weight="bold")
     axes.set_xlim(0, width)
-    axes.set_yticks(range(len(SIDES)), [_NAMES[side] for side in SIDES])
+    axes.set_yticks(range(len(SIDES)), list(SIDES.values()))
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)

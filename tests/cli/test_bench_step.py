@@ -1,14 +1,16 @@
 """``moe-optim bench step``: what it makes of the accounts of ranks, and whole runs on the CPU."""
 
 import argparse
+import io
 import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from moe_optim.cli import bench_step, bench_step_picture
 from moe_optim.cli import main as cli
-from moe_optim.cli.bench_step_figures import FIGURES, PARTS, Measured, merge, summarize
+from moe_optim.cli.bench_step_figures import FIGURES, PARTS, Measured, merge, summarize, table_of
 from moe_optim.recipes import load_recipe
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
@@ -44,7 +46,8 @@ def test_figures_are_those_of_the_slowest_rank_after_the_warm_up():
 
 
 def test_a_report_has_every_key_of_both_sides_and_their_ratio():
-    """Medians over the iterations of all processes; None, and no ratio, where a side has none."""
+    """Medians over the iterations of all processes, and of each; None, and no ratio, where a side
+    has none."""
     stock = [{"iteration_ms": [8.0, 4.0], "reduced_bytes": [0]}, {"iteration_ms": [5.0]}]
     plugin = [{"iteration_ms": [4.0], "reduced_bytes": [3], "gather_ms": [1.0]}] * 2
     found = {
@@ -58,8 +61,24 @@ def test_a_report_has_every_key_of_both_sides_and_their_ratio():
     assert [report["stock"][key] for key in some] == [5.0, 0, None]
     assert [report["plugin"][key] for key in some] == [4.0, 3, 1.0]
     assert [report["ratio"][key] for key in some] == [0.8, None, None]
+    each = {side: [run["iteration_ms"] for run in report["processes"][side]] for side in found}
+    assert each == {"stock": [6.0, 5.0], "plugin": [4.0, 4.0]}
     assert report["losses_equal"]
     assert report["losses"] == {"stock": [["2"], ["2"]], "plugin": [["2"], ["2"]]}
+
+
+def test_the_table_says_how_much_processes_of_a_side_differ():
+    values = {"stock": [8.0, 4.5], "plugin": [4.0, 4.25]}
+    found = {
+        side: [Measured(losses=("2",), values={"iteration_ms": [value]}) for value in of_side]
+        for side, of_side in values.items()
+    }
+    work = {"recipe": "some.yaml", "format": "mxfp8", "ranks": 2}
+    console = Console(file=io.StringIO(), width=100)
+    console.print(table_of({**summarize(found), "workload": work, "device": "CPU"}))
+    said = console.file.getvalue()
+    assert "iteration, each process of stock: 8.00, 4.50" in said
+    assert "iteration, each process of plug-in: 4.00, 4.25" in said
 
 
 def test_losses_are_equal_only_if_all_runs_agree():

@@ -4,8 +4,8 @@
 
 PATH is a checkout, or a folder with its ``tests/unit_tests``; Megatron itself is the one installed.
 A case counts if it passes without the plug-in, and has to pass with it then. A case that stock
-skips or fails here is listed with its reason. Exit status: 1 with any difference, or without any
-case that counts.
+skips, fails, or passes by chance is listed with its reason. Exit status: 1 with any difference, or
+without any case that counts.
 """
 
 import argparse
@@ -57,6 +57,15 @@ SELECTIONS = (  # the longest first
     Selection(file="optimizer/test_distrib_optimizer_grouped_quantized.py", knobs="format=mxfp8"),
 )
 """What runs by default, in one place."""
+
+CHANCE = {
+    # Its first finish_grad_sync() marks a reduction as finished that starts later; the last one
+    # therefore waits for nothing. With torch.cuda._sleep() before the reduction stock always fails.
+    "distributed/test_param_and_grad_buffer.py::test_grad_sync[2-False-True-True]": (
+        "reads gradients on one stream while another reduces them"
+    ),
+}
+"""Cases that stock passes or fails by chance -> why. Listed, never counted."""
 
 SIDES: Mapping[str, tuple[str, ...]] = {
     "stock": ("outcome_lines", "prepare_megatron"),
@@ -196,13 +205,17 @@ class Comparison:
     plug_in: dict[str, Case]
 
     def counted(self) -> list[str]:
-        """Return the cases that pass without the plug-in."""
-        return [name for name, case in self.stock.items() if case.outcome == "passed"]
+        """Return the cases that pass without the plug-in, and not by chance."""
+        return [
+            name
+            for name, case in self.stock.items()
+            if case.outcome == "passed" and name not in CHANCE
+        ]
 
     def not_counted(self) -> list[str]:
-        """Return the cases that stock skips, fails or never reached."""
-        names = dict.fromkeys([*self.stock, *self.plug_in])
-        return [name for name in names if self.stock.get(name, _MISSING).outcome != "passed"]
+        """Return the cases that stock skips, fails, never reached or passes by chance."""
+        counted = set(self.counted())
+        return [name for name in {**self.stock, **self.plug_in} if name not in counted]
 
     def differences(self) -> dict[str, Case]:
         """Return what the plug-in made of the cases that count, where it is not a pass."""
@@ -242,10 +255,9 @@ def show(comparisons: Sequence[Comparison], console: Console) -> None:
     for one in comparisons:
         for name in one.not_counted():
             stock, plug_in = (side.get(name, _MISSING) for side in (one.stock, one.plug_in))
+            reason = CHANCE.get(name, stock.reason)
             other = "" if stock.outcome == plug_in.outcome else f"; plug-in: {plug_in.outcome}"
-            console.print(
-                f"not counted: {name}: {stock.outcome}: {stock.reason}{other}", markup=False
-            )
+            console.print(f"not counted: {name}: {stock.outcome}: {reason}{other}", markup=False)
     for one in comparisons:
         for name, case in one.differences().items():
             console.print(f"DIFFERS: {name}: {case.outcome}: {case.reason}", markup=False)

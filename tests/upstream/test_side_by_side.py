@@ -57,6 +57,17 @@ def test_equal_outcomes_are_no_difference_and_what_stock_cannot_run_does_not_cou
     assert "not counted: able: skipped: ; plug-in: passed\n" in printed(comparison)
 
 
+def test_a_case_that_stock_passes_by_chance_is_listed_and_never_counts(monkeypatch):
+    monkeypatch.setattr(side_by_side, "CHANCE", {"racing": "two streams"})
+    comparison = Comparison(
+        SELECTION,
+        {"same": Case(), "racing": Case()},
+        {"same": Case(), "racing": Case("failed", "assert 0.5 == 1")},
+    )
+    assert (comparison.counted(), exit_status([comparison])) == (["same"], 0)
+    assert "not counted: racing: passed: two streams; plug-in: failed\n" in printed(comparison)
+
+
 def test_a_case_that_never_ran_with_the_plugin_is_a_difference():
     comparison = Comparison(SELECTION, {"same": Case(), "gone": Case()}, {"same": Case()})
     assert list(comparison.differences()) == ["gone"]
