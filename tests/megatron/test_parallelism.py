@@ -215,10 +215,11 @@ def test_pipeline_stages_compute_what_one_rank_computes(checkpoint: Path):
 def test_tensor_parallel_ranks_compute_what_one_rank_computes(
     ranks: int, parallel: list[str], checkpoint: Path
 ):
-    """The loss up to the rounding of bf16 sums, and the gradients of what both ranks hold whole up
-    to the few tokens that rounding routes elsewhere: each saw half of every sequence, so without a
-    sum over both, or with one too many, half a gradient would be missing or twice there."""
-    one_step = ["--train-iters", "1"]
+    """The loss and the gradients of what both ranks hold whole, up to the rounding of bf16 sums:
+    each saw half of every sequence, so without a sum over both, or with one too many, half a
+    gradient would be missing or twice there. Every expert gets every token, lest rounding routes
+    some elsewhere."""
+    one_step = ["--train-iters", "1", "--moe-router-topk", "4"]
     expected = _train_from(checkpoint, 1, *one_step)[0]
     cut = _train_from(checkpoint, ranks, *parallel, *one_step)
     assert cut[0].losses[1] == pytest.approx(expected.losses[1], rel=2**-9)
@@ -231,7 +232,7 @@ def test_tensor_parallel_ranks_compute_what_one_rank_computes(
 
 
 def assert_close(got: torch.Tensor, expected: torch.Tensor, *, what: str) -> None:
-    assert (got - expected).norm() < 0.25 * expected.norm(), what
+    assert (got - expected).norm() < 0.1 * expected.norm(), what
 
 
 # Checkpoints, and what a run says about itself
