@@ -95,7 +95,7 @@ class GroupedWeight(Tensor):
         self.quantized_storage = value.quantized_storage
 
     def get_high_precision_init_val(self) -> Tensor:
-        """Return the bf16 values the weight was initialised with, else its dequantized ones.
+        """Return the bf16 values last written before masters were made, else dequantized ones.
 
         Masters start from these, so that quantization does not cost precision twice. The name is
         Transformer Engine's; the distributed optimizer looks for it.
@@ -146,10 +146,15 @@ def _copy(_func: Any, target: Tensor, source: Tensor, non_blocking: bool = False
     if isinstance(source, GroupedWeight):
         theirs = source.quantized_storage
         theirs.require_fresh()
+        if storage.initial is not None:
+            storage.initial = source.get_high_precision_init_val()
         if (theirs.format, theirs.shape) == (storage.format, storage.shape):
             storage.copy_bytes_from(theirs)
             return target
         source = source.dequantize()
+    elif storage.initial is not None:  # masters are still to be made: of these values
+        kept = torch.empty(target.shape, dtype=torch.bfloat16, device=storage.initial.device)
+        storage.initial = kept.copy_(source.detach())
     storage.write(source.expand(target.shape).reshape(storage.shape).to(torch.bfloat16))
     return target
 
@@ -170,6 +175,8 @@ def _broadcast(func: Any, tensors: list[Tensor], *args: Any) -> Any:
     if not isinstance(tensors[0], GroupedWeight):
         return NotImplemented
     storage = tensors[0].quantized_storage
+    if storage.initial is not None:  # it may have been kept on the host
+        storage.initial = storage.initial.to(storage.device)
     sent = [*storage.quantized.planes().values(), storage.initial, storage.recorded_amax]
     work: Any = None
     for tensor in sent:

@@ -438,6 +438,35 @@ def test_masters_start_from_the_values_before_quantization(layout):
         assert not torch.equal(weight.dequantize(), part)
 
 
+GIVEN = {
+    "plain values": lambda: wide_range_weights(*SHAPE, seed=7),
+    "a weight with its values": lambda: make_linear("grouped", seed=7).weight,
+    "a weight without": lambda: make_weight(seed=7),
+    "a weight in another format": lambda: make_weight(seed=7, format=MXFP8_2D),
+}
+
+
+@pytest.mark.parametrize("given", GIVEN.values(), ids=GIVEN.keys())
+def test_whatever_is_written_before_there_are_masters_is_what_they_start_from(given):
+    """In bf16, through any alias and without touching the giver; later nothing is kept."""
+    source = given()
+    plain = not isinstance(source, GroupedWeight)
+    want = source.bfloat16() if plain else source.get_high_precision_init_val()
+    linear = make_linear("grouped")
+    copied = copy.deepcopy(linear)
+    before = copied.weight.get_high_precision_init_val().clone()
+    with torch.no_grad():
+        linear.weight.data.copy_(source)
+    if plain:
+        source.zero_()
+    assert_bytes_equal(linear.weight.get_high_precision_init_val(), want)
+    assert_bytes_equal(copied.weight.get_high_precision_init_val(), before)
+    linear.weight.clear_high_precision_init_val()
+    with torch.no_grad():
+        linear.weight.copy_(before)
+    assert linear.weight.quantized_storage.initial is None
+
+
 def test_values_are_kept_only_where_asked_for():
     linear = GroupedLinear(*SHAPE, format=MXFP8)
     linear.load_values(wide_range_weights(*SHAPE).bfloat16())

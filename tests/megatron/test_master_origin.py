@@ -1,0 +1,78 @@
+"""What masters are made of: the values that a quantized weight was last given."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from moe_optim.config import MoEOptimConfig
+from tests.support.bytes import assert_bytes_equal
+from tests.support.masters import assert_weights_come_from_masters
+from tests.support.ranks import run_ranks
+from tests.support.training import Record, pretrain
+
+FLAGS = ["--train-iters", "1", "--lr", "0", "--min-lr", "0", "--weight-decay", "0"]
+FLAGS += ["--eval-interval", "1000000"]
+
+
+def _load(model: torch.nn.Module, values: dict[str, torch.Tensor]) -> None:
+    model.load_state_dict(values, strict=False)
+
+
+def _copy(model: torch.nn.Module, values: dict[str, torch.Tensor]) -> None:
+    for name, param in model.named_parameters():
+        param.data.copy_(values[name])  # as converters of checkpoints do
+
+
+WRITERS = {"load_state_dict": _load, "copy_ into .data": _copy}
+
+
+def _draw(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return values for every parameter, the same in every process."""
+    generator = torch.Generator().manual_seed(5)
+    return {
+        name: torch.randn(param.shape, generator=generator).mul(0.1).bfloat16()
+        for name, param in model.named_parameters()
+    }
+
+
+def _train_pretrained(config: MoEOptimConfig, writer: str, initialize: bool) -> Record:
+    """Give a model values when it has been built, before anything wraps it, and train a step."""
+    from megatron.core.models.gpt import GPTModel
+
+    build = GPTModel.__init__
+    pretrained: dict[str, torch.Tensor] = {}
+
+    def build_and_give(model: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        config.perform_initialization = initialize
+        build(model, config, *args, **kwargs)
+        pretrained.update(_draw(model))
+        WRITERS[writer](model, pretrained)
+
+    def check(model: list[Any], optimizer: Any) -> Any:
+        assert assert_weights_come_from_masters(model, optimizer) >= 4
+        return {f"module.{name}": values for name, values in pretrained.items()}
+
+    GPTModel.__init__ = build_and_give
+    return pretrain(FLAGS, config, observe=check)
+
+
+@pytest.mark.parametrize(
+    ("format", "layout", "writer", "initialize"),
+    [
+        ("nvfp4", "grouped", "load_state_dict", True),
+        ("mxfp8", "indexed", "copy_ into .data", False),
+        pytest.param("mxfp8", "grouped", "copy_ into .data", True, marks=pytest.mark.extended),
+        pytest.param("fp8_block", "indexed", "load_state_dict", False, marks=pytest.mark.extended),
+    ],
+)
+def test_weights_given_before_the_model_is_wrapped_are_those_it_trains(
+    format: str, layout: str, writer: str, initialize: bool
+):
+    """Masters are the values themselves, not what quantizing left of them, and not those of the
+    initialization, which stock Megatron goes back to with quantized weights."""
+    config = MoEOptimConfig(format=format, expert_layout=layout)
+    (record,) = run_ranks(1, _train_pretrained, config, writer, initialize)
+    assert record.losses.keys() == {1}
+    for name, master in record.masters.items():
+        assert_bytes_equal(master.view(-1), record.extra[name].view(-1).float(), what=name)
