@@ -69,6 +69,7 @@ class QuantizedCopy:
             self._made_of = now if keep else None
         return self._storage.dequantize(direction)
 
+    @torch.inference_mode(False)  # an evaluation may come first, and training writes them
     def _lay_out(self, weights: Sequence[Tensor]) -> tuple[PortableStorage, MemberTable]:
         storage = PortableStorage(self.format, self.shape, name=self.name, device=weights[0].device)
         targets = (

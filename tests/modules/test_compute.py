@@ -155,6 +155,14 @@ def test_evaluation_sees_weights_exchanged_through_data_and_training_sees_them_p
     assert_same_passes(run(linear), trained)
 
 
+def test_a_copy_first_made_in_inference_mode_is_rewritten_in_training():
+    computing, storing = make_computing(seed=1), make_storing()
+    with torch.inference_mode():
+        computing(torch.ones(3, SHAPE[2]).bfloat16(), torch.tensor([1, 2, 3], dtype=torch.int32))
+    computing.load_values(values())
+    assert_same_passes(run(computing), run(storing))
+
+
 def test_it_is_no_part_of_the_state():
     linear = make_computing()
     run(linear)
