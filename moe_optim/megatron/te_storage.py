@@ -14,7 +14,7 @@ from torch import Tensor
 from moe_optim.errors import StateError
 from moe_optim.formats import DIRECTIONS, BlockScaledFormat, Direction, QuantizedWeight
 from moe_optim.megatron.te_fields import GROUPED, ONE, is_grouped, used_scales
-from moe_optim.modules.storage import PlaneStorage, PortableStorage
+from moe_optim.modules.storage import PlaneStorage, PortableStorage, new_version
 
 _SWIZZLED = "_with_gemm_swizzled_scales"
 
@@ -42,7 +42,7 @@ class TransformerEngineStorage(PlaneStorage):
         self.is_fresh = True
         self.is_bound = False
         self._gathered: frozenset[str] = frozenset()
-        self.version = 0
+        self.version = new_version()
         self.recorded_amax = None
         shape = tuple(param.shape)
         self._check_layout(shape)

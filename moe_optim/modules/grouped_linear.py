@@ -10,7 +10,13 @@ from torch import Tensor
 from moe_optim.errors import LayoutError, StateError
 from moe_optim.formats import BlockScaledFormat, Direction
 from moe_optim.modules.compute import QuantizedCopy
-from moe_optim.modules.grouped_product import WgradFactors, multiply, run_delayed_wgrad
+from moe_optim.modules.grouped_product import (
+    GradientEnd,
+    Version,
+    WgradFactors,
+    multiply,
+    run_delayed_wgrad,
+)
 from moe_optim.modules.grouped_weight import GroupedWeight
 from moe_optim.modules.storage import (
     MakeStorages,
@@ -78,7 +84,7 @@ class GroupedLinear(torch.nn.Module):
         self.delay_wgrad = delay_wgrad
         self._delayed: deque[WgradFactors] = deque()
         self.quantized_copy: QuantizedCopy | None = None
-        self._whole_amax: tuple[int, Tensor] | None = None  # and the version whose amax it is
+        self._whole_amax: tuple[Version, Tensor] | None = None  # and the version whose amax it is
         if compute is not None and format is None:
             self.quantized_copy = QuantizedCopy(compute, self.shape, f"{name}.weight")
         storages: Sequence[PlaneStorage] = ()
@@ -150,7 +156,7 @@ class GroupedLinear(torch.nn.Module):
         for index, weight in enumerate(self.weights()):
             old: PlaneStorage = weight.quantized_storage  # type: ignore[attr-defined]
             new = moved if self.expert_layout == "grouped" else moved.expert(index)
-            new.is_fresh, new.initial = old.is_fresh, old.initial
+            new.take_notes_of(old)
             weight.quantized_storage = new  # type: ignore[attr-defined]
 
     def amax(self) -> Tensor | None:
@@ -176,15 +182,23 @@ class GroupedLinear(torch.nn.Module):
         self._whole_amax = self.version(), amax
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         """Load the weights, then the amax of the masters that they were once quantized from.
 
         It is kept until the next requantization, and changes no byte: what was dequantized from
-        NVFP4 quantizes to the same bytes by an amax of its own.
+        NVFP4 quantizes to the same bytes by an amax of its own. Quantized weights take values also
+        with ``assign=True``: they keep their format, and their place in a bucket.
         """
         amax: Tensor | None = state_dict.pop(f"{prefix}weight_amax", None)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        if self.storages():
+            local_metadata = {**local_metadata, "assign_to_params_buffers": False}
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
         own = self.amax()
         if amax is None or own is None or amax.isnan().any():  # NaN: whoever saved did not know it
             return
@@ -274,14 +288,12 @@ class GroupedLinear(torch.nn.Module):
             return weights[0].detach()
         return torch.stack([weight.detach() for weight in weights])
 
-    def version(self) -> int:
-        """Count how often any of the weights was written."""
-        return sum(
-            weight.quantized_storage.version
-            if isinstance(weight, GroupedWeight)
-            else weight._version
-            for weight in self.weights()
-        )
+    def version(self) -> Version:
+        """Return what changes with every write of a weight, and with every exchange of one."""
+        storages = self.storages()
+        if storages:
+            return tuple(storage.version for storage in storages)
+        return tuple(entry for w in self.weights() for entry in (w.data_ptr(), w._version))
 
     def keep_for_wgrad(self, factors: WgradFactors) -> None:
         """Keep what a backward pass leaves to :meth:`backward_dw`."""
@@ -309,24 +321,29 @@ class GroupedLinear(torch.nn.Module):
                 "once for each backward pass."
             )
 
-    def take_wgrad(self, wgrad: Tensor) -> list[Tensor]:
+    def take_wgrad(self, wgrad: Tensor, ends: Sequence[GradientEnd]) -> list[Tensor | None]:
         """Hand the weight gradient on, as the configuration says.
 
         Args:
             wgrad: [E, R, C] bf16.
+            ends: where the gradient of each parameter ends.
 
         Returns:
-            One gradient a parameter for autograd. Where the values went into ``main_grad`` it is
-            an unwritten tensor: DDP's hooks want to see one, and free it without reading it.
+            One gradient a parameter for autograd, None where nobody wants it. Where the values went
+            into ``main_grad`` it is an unwritten tensor: DDP's hooks want to see one, and free it
+            without reading it.
         """
-        gradients = []
-        for weight, part in zip(self.weights(), self._cut(wgrad), strict=True):
+        gradients: list[Tensor | None] = []
+        for weight, part, end in zip(self.weights(), self._cut(wgrad), ends, strict=True):
             main_grad = getattr(weight, "main_grad", None)
-            if self.fuse_wgrad_accumulation and main_grad is not None:
+            if end is GradientEnd.NOWHERE:
+                gradients.append(None)
+            elif end is GradientEnd.LEAF and self.fuse_wgrad_accumulation and main_grad is not None:
                 main_grad.add_(part)
                 weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-                part = torch.empty_like(part)
-            gradients.append(part)
+                gradients.append(torch.empty_like(part))
+            else:
+                gradients.append(part)
         return gradients
 
 

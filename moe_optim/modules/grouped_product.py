@@ -2,14 +2,27 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import grouped_mm
 
 from moe_optim.errors import StateError
 from moe_optim.formats import Direction
+
+Version = tuple[int, ...]
+"""Of weights: equal only where nothing was written or exchanged."""
+
+
+class GradientEnd(Enum):
+    """Where the gradient of a weight ends in the backward pass that runs now."""
+
+    LEAF = "accumulated, and seen by hooks"
+    CALLER = "returned by torch.autograd.grad"
+    NOWHERE = "of a frozen weight, or not among the inputs of this pass"
 
 
 class Linear(Protocol):
@@ -21,13 +34,13 @@ class Linear(Protocol):
     def operand(self, direction: Direction) -> Tensor:
         """Return what is multiplied, [E, R, C] bf16."""
 
-    def version(self) -> int:
-        """Count writes of the weights."""
+    def version(self) -> Version:
+        """Tell apart what the weights were, and are."""
 
     def weights(self) -> list[torch.nn.Parameter]:
         """Return the weights in expert order."""
 
-    def take_wgrad(self, wgrad: Tensor) -> Sequence[Tensor]:
+    def take_wgrad(self, wgrad: Tensor, ends: Sequence[GradientEnd]) -> Sequence[Tensor | None]:
         """Accumulate [E, R, C] bf16, or return it for autograd, one gradient a weight."""
 
     def keep_for_wgrad(self, factors: "WgradFactors") -> None:
@@ -48,7 +61,7 @@ class WgradFactors:
     output_grad: Tensor
     tokens: Tensor
     ends: Tensor
-    version: int
+    version: Version
 
     def multiply(self) -> Tensor:
         """Return the weight gradient, [E, R, C] bf16."""
@@ -72,7 +85,8 @@ def run_delayed_wgrad(linear: Linear, factors: WgradFactors) -> None:
     """Compute a weight gradient and hand it to autograd, which runs every hook of the weights."""
     with torch.enable_grad():  # Megatron also calls this inside a backward pass, where it is off
         done = _DelayedWgrad.apply(linear, factors, *linear.weights())
-    done.backward()
+    if done.requires_grad:  # not if all weights have been frozen since
+        done.backward()
 
 
 class _Product(torch.autograd.Function):
@@ -84,6 +98,7 @@ class _Product(torch.autograd.Function):
         return grouped_mm(tokens, linear.operand("rowwise").transpose(1, 2), offs=ends)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *output_grads: Tensor) -> tuple[Tensor | None, ...]:
         tokens, ends = ctx.saved_tensors
         linear: Linear = ctx.linear
@@ -97,14 +112,14 @@ class _Product(torch.autograd.Function):
         tokens_grad = None
         if ctx.needs_input_grad[0]:
             tokens_grad = grouped_mm(output_grad, linear.operand("columnwise"), offs=ends)
-        wants_wgrad = ctx.needs_input_grad[3:]
-        weight_grads: Sequence[Tensor | None] = [None] * len(wants_wgrad)
-        if any(wants_wgrad):
+        gradient_ends = _gradient_ends(ctx, first=3)
+        weight_grads: Sequence[Tensor | None] = [None] * len(gradient_ends)
+        if any(end is not GradientEnd.NOWHERE for end in gradient_ends):
             factors = WgradFactors(output_grad, tokens, ends, ctx.version)
             if linear.delay_wgrad:
                 linear.keep_for_wgrad(factors)
             else:
-                weight_grads = linear.take_wgrad(factors.multiply())
+                weight_grads = linear.take_wgrad(factors.multiply(), gradient_ends)
         return tokens_grad, None, None, *weight_grads
 
 
@@ -115,5 +130,28 @@ class _DelayedWgrad(torch.autograd.Function):
         return factors.tokens.new_zeros(())
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *ctx.linear.take_wgrad(ctx.factors.multiply())
+        gradient_ends = _gradient_ends(ctx, first=2)
+        return None, None, *ctx.linear.take_wgrad(ctx.factors.multiply(), gradient_ends)
+
+
+def _gradient_ends(ctx: Any, first: int) -> list[GradientEnd]:
+    """Return where the gradients of the inputs from ``first`` on end, during a backward pass.
+
+    ``needs_input_grad`` does not know of passes that want the gradients of some inputs alone.
+    """
+    wanted = ctx.needs_input_grad[first:]
+    nodes = ctx.next_functions[-len(wanted) :]  # of tensors alone, and the weights come last
+    return [
+        _gradient_end(node) if is_wanted else GradientEnd.NOWHERE
+        for is_wanted, (node, _) in zip(wanted, nodes, strict=True)
+    ]
+
+
+def _gradient_end(node: Any) -> GradientEnd:
+    try:
+        runs = torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # it refuses to say of a leaf whose gradient is returned
+        return GradientEnd.CALLER
+    return GradientEnd.LEAF if runs else GradientEnd.NOWHERE

@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import count
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +17,13 @@ from moe_optim.formats import BlockScaledFormat, Direction, QuantizedWeight
 from moe_optim.kernels.member_table import MemberTable, TableEntry
 from moe_optim.reference import dequantize_bf16
 from moe_optim.reference.expert_amax import expert_amax_into
+
+_versions = count()
+
+
+def new_version() -> int:
+    """Return a version that no bytes of this process have had before."""
+    return next(_versions)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,7 +87,7 @@ class PlaneStorage(ABC):
     is_bound: bool
     """Whether planes lie in memory of a bucket, and have to stay there."""
     version: int
-    """Counts how often the bytes were written."""
+    """Grows with every write, and is that of no other bytes: copies alone share it."""
 
     @property
     def amax(self) -> Tensor | None:
@@ -131,8 +139,12 @@ class PlaneStorage(ABC):
             record_amax=self.recorded_amax is not None,
         )
         copy.copy_bytes_from(self)
-        copy.is_fresh, copy.initial = self.is_fresh, self.initial
+        copy.take_notes_of(self)
         return copy
+
+    def take_notes_of(self, other: "PlaneStorage") -> None:
+        """Know of the bytes, which are those of ``other``, what it knows."""
+        self.is_fresh, self.initial, self.version = other.is_fresh, other.initial, other.version
 
     @abstractmethod
     def whole_of(self, parts: "Sequence[PlaneStorage]") -> "PlaneStorage | None":
@@ -140,7 +152,7 @@ class PlaneStorage(ABC):
 
     def planes_written(self) -> None:
         """Take note of bytes that somebody has put into all planes."""
-        self.version += 1
+        self.version = new_version()
 
     @property
     def device(self) -> torch.device:
@@ -163,11 +175,11 @@ class PlaneStorage(ABC):
         if self.recorded_amax is not None:
             _, rows, cols = self.shape
             expert_amax_into(self.recorded_amax.zero_(), source, 0, rows * cols)
-        self.version += 1
+        self.finish_gather()
 
     def finish_gather(self) -> None:
-        """Take note of new bytes, which the group's table has written and derived."""
-        self.version += 1
+        """Take note of new bytes, which a table has written and derived."""
+        self.version = new_version()
 
     def dequantize(self, direction: Direction = "rowwise") -> Tensor:
         """Return the values of one direction, [E, R, C] bf16, newly allocated."""
@@ -227,7 +239,7 @@ class PortableStorage(PlaneStorage):
         self.format = quantized.format
         self.shape = quantized.shape
         self.is_fresh = True
-        self.version = 0
+        self.version = new_version()
         self.initial = None
         self.recorded_amax = None
         self._whole: tuple[PortableStorage, int] | None = None  # and which expert of it this is
@@ -286,7 +298,7 @@ class PortableStorage(PlaneStorage):
         else:
             whole, index = self._whole
             new = copy.deepcopy(whole, memo).expert(index)
-            new.is_fresh, new.initial = self.is_fresh, self.initial
+            new.take_notes_of(self)
         memo[id(self)] = new
         return new
 

@@ -168,6 +168,65 @@ def test_weights_that_want_no_gradient_leave_none():
     assert linear.weight.gradients == 0
 
 
+def test_weights_that_are_frozen_before_their_turn_get_none():
+    linear = make_linear()
+    run(linear)
+    linear.weight.requires_grad_(False)
+    linear.backward_dw()
+    linear.require_wgrads_taken()
+    assert_bytes_equal(linear.weight.main_grad, torch.full(SHAPE, 0.5))
+
+
+@pytest.mark.parametrize("delay", [True, False], ids=["delayed", "direct"])
+def test_a_frozen_expert_gets_no_gradient_beside_others_that_do(delay):
+    """Also where it was frozen after wrapping, and has a ``main_grad``."""
+    partly, whole = (make_linear(layout="indexed", delay=delay) for _ in range(2))
+    partly.weight1.requires_grad_(False)
+    for linear in (partly, whole):
+        run(linear)
+        linear.backward_dw()
+    assert_bytes_equal(partly.weight1.main_grad, torch.full(SHAPE[1:], 0.5))
+    for index in (0, 2):
+        got, want = partly.weights()[index], whole.weights()[index]
+        assert_bytes_equal(got.main_grad, want.main_grad)
+    assert [weight.gradients for weight in partly.weights()] == [1, 0, 1]
+
+
+@every_layout
+@pytest.mark.parametrize("delay", [True, False], ids=["delayed", "direct"])
+def test_a_pass_for_the_gradient_of_tokens_alone_leaves_weights_alone(layout, delay):
+    """``main_grad`` included: no hook would tell its bucket that it holds something."""
+    linear = make_linear(layout=layout, delay=delay)
+    tokens, output = run_forward(linear, 0)
+    torch.autograd.grad(output.sum(), tokens, retain_graph=True)
+    torch.autograd.backward(output.sum(), inputs=[tokens])
+    linear.require_wgrads_taken()
+    for weight in linear.weights():
+        assert weight.gradients == 0
+        assert_bytes_equal(weight.main_grad, torch.full(weight.shape, 0.5))
+
+
+@every_layout
+def test_a_gradient_that_is_asked_for_is_returned_and_not_accumulated(layout):
+    asked, direct = (make_linear(layout=layout, delay=False, main_grads=m) for m in (True, False))
+    _, output = run_forward(asked, 0)
+    gradients = torch.autograd.grad(output.sum(), asked.weights())
+    _, output = run_forward(direct, 0)
+    output.sum().backward()
+    for got, weight, want in zip(gradients, asked.weights(), direct.weights(), strict=True):
+        assert_bytes_equal(got, want.grad)
+        assert_bytes_equal(weight.main_grad, torch.full(weight.shape, 0.5))
+
+
+def test_gradients_of_gradients_are_refused():
+    """The graph of a backward pass would lack what depends on the weights."""
+    linear = make_linear(delay=False, main_grads=False)
+    tokens, output = run_forward(linear, 0)
+    (gradient,) = torch.autograd.grad(output.square().sum(), tokens, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        gradient.square().sum().backward()
+
+
 def test_evaluation_leaves_no_gradient():
     linear = make_linear()
     with torch.no_grad():

@@ -1,5 +1,7 @@
 """The grouped product is a loop over experts, to the bit: forward, dgrad and wgrad."""
 
+import copy
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -286,9 +288,43 @@ def test_bf16_weights_rewritten_between_forward_and_backward_raise(layout):
 
 @every_storage
 @every_layout
-def test_the_version_counts_writes(format, layout):
+def test_weights_exchanged_between_forward_and_backward_raise(format, layout):
+    """Also for weights that were written as often."""
+    linear, other = make_linear(format, layout), make_linear(format, layout, seed=1)
+    tokens, ends = make_tokens((5, 8, 3), 32)
+    output = linear(tokens, ends)
+    linear.weights()[-1].data = other.weights()[-1].data
+    with pytest.raises(StateError, match="rewritten between forward and backward"):
+        output.sum().backward()
+    assert tokens.grad is None
+
+
+@every_storage
+@every_layout
+def test_every_write_makes_another_version(format, layout):
     linear = make_linear(format, layout)
-    before = linear.version()
-    with torch.no_grad():
-        linear.weights()[-1].copy_(torch.zeros(linear.weights()[-1].shape))
-    assert linear.version() > before
+    seen = {linear.version()}
+    for _ in range(3):
+        with torch.no_grad():
+            linear.weights()[-1].copy_(torch.zeros(linear.weights()[-1].shape))
+        seen.add(linear.version())
+    assert len(seen) == 4
+
+
+@every_layout
+@pytest.mark.parametrize(
+    "transfer",
+    [copy.deepcopy, lambda linear: linear._apply(lambda w: w.to("cpu", copy=True))],
+    ids=["deepcopy", "move"],
+)
+def test_the_amax_of_whole_experts_is_that_of_the_bytes_it_was_set_for(layout, transfer):
+    """It goes along with copies of them, and never comes back after a write."""
+    linear = make_linear(MXFP8, layout)
+    for _ in range(3):
+        linear.load_values(torch.ones(SHAPE).bfloat16())
+    linear.whole_amax = torch.tensor([7.0, 8.0, 9.0])
+    other = transfer(linear)
+    assert_bytes_equal(other.whole_amax, torch.tensor([7.0, 8.0, 9.0]))
+    for _ in range(6):
+        other.load_values(torch.ones(SHAPE).bfloat16())
+        assert other.whole_amax is None

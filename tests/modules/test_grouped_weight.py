@@ -573,3 +573,18 @@ def test_the_product_follows_its_parameters(layout, hand_over):
         return
     values = [weight.detach().float().view(-1, *SHAPE[1:]) for weight in linear.weights()]
     assert_bytes_equal(linear.operand("rowwise").float(), torch.cat(values))
+
+
+@both_layouts
+@pytest.mark.parametrize("bound", [False, True], ids=["free", "in a bucket"])
+def test_assigned_values_are_quantized(layout, bound):
+    """A plain tensor in its place would be multiplied in bf16, and no bucket would know of it."""
+    linear, other = make_linear(layout), make_linear(layout, seed=1)
+    for storage in linear.storages() if bound else ():
+        storage.bind({})
+    before = [weight.quantized_storage for weight in linear.weights()]
+    state = {name: weight.dequantize() for name, weight in other.state_dict().items()}
+    linear.load_state_dict(state, assign=True)
+    assert [weight.quantized_storage for weight in linear.weights()] == before
+    for weight, values in zip(linear.weights(), state.values(), strict=True):
+        assert_bytes_equal(weight.dequantize(), values)
