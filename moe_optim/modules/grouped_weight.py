@@ -92,7 +92,19 @@ class GroupedWeight(Tensor):
                 f"tensor of {value.dtype}. If Megatron's DDP did this, the model was wrapped "
                 "before moe_optim.install(): call install() first."
             )
-        self.quantized_storage = value.quantized_storage
+        own, other = self.quantized_storage, value.quantized_storage
+        if value.shape != self.shape:
+            raise StateError(
+                f"{own.name}: data: expected a weight of {list(self.shape)}, got one of "
+                f"{list(value.shape)}. Build a parameter of that shape instead."
+            )
+        if own.is_bound and other is not own:
+            raise StateError(
+                f"{own.name}: data: expected the storage that its bucket gathers into, got that of "
+                f"{other.name}. Write the values with copy_(), or exchange weights before the "
+                "model is wrapped with DDP."
+            )
+        self.quantized_storage = other
 
     def get_high_precision_init_val(self) -> Tensor:
         """Return the bf16 values last written before masters were made, else dequantized ones.
@@ -118,8 +130,22 @@ class GroupedWeight(Tensor):
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle the bf16 values as an ordinary tensor."""
-        return self.dequantize().__reduce_ex__(protocol)
+        """Pickle the bf16 values as an ordinary tensor, or parameter if this is one."""
+        values = self.dequantize()
+        if _is_parameter(self):
+            values = torch.nn.Parameter(values, self.requires_grad)
+        return values.__reduce_ex__(protocol)
+
+    def share_memory_(self) -> "GroupedWeight":
+        """Refuse: a weight has no memory of its own.
+
+        Raises:
+            StateError: always.
+        """
+        raise StateError(
+            f"{self.quantized_storage.name}: quantized weights are not shared between processes. "
+            "Send their bf16 values, dequantize(), instead."
+        )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Describe the weight without reading it."""

@@ -400,6 +400,32 @@ def test_data_takes_storage_and_no_plain_tensor():
     assert share_memory(weight, other)
 
 
+def test_data_of_another_shape_is_refused():
+    weight = make_weight()
+    with pytest.raises(
+        StateError, match=r"expected a weight of \[2, 64, 32\], got .*\[2, 32, 64\]"
+    ):
+        weight.data = make_weight(shape=(2, 32, 64)).data
+    assert weight.dequantize().shape == SHAPE
+
+
+def test_a_weight_in_a_bucket_keeps_its_storage():
+    """The bucket would go on gathering into the one it was made with, and nobody would read it."""
+    weight, other = make_weight(), make_weight(seed=1, name="other.weight")
+    weight.quantized_storage.bind({})
+    before = snapshot(weight)
+    with pytest.raises(StateError, match=r"^experts\.weight: data: .* got that of other\.weight\."):
+        weight.data = other.data
+    weight.data = weight.data
+    assert_planes_equal(planes_of(weight), before)
+
+
+@both_layouts
+def test_memory_is_not_shared_between_processes(layout):
+    with pytest.raises(StateError, match="not shared between processes"):
+        make_linear(layout).share_memory()
+
+
 READS = {
     "float": lambda w: w.float(),
     "arithmetic": lambda w: w + 1,
@@ -520,9 +546,20 @@ def _saved(value):
 @pytest.mark.parametrize("transfer", PICKLES.values(), ids=PICKLES.keys())
 def test_pickling_keeps_the_values_as_a_plain_tensor(transfer):
     weight = make_weight()
-    loaded = transfer(weight)
+    loaded = transfer(weight.detach())
     assert type(loaded) is torch.Tensor
     assert_bytes_equal(loaded, weight.dequantize())
+
+
+@pytest.mark.parametrize("transfer", PICKLES.values(), ids=PICKLES.keys())
+@pytest.mark.parametrize("trains", [True, False], ids=["trained", "frozen"])
+def test_a_pickled_parameter_is_a_plain_parameter(transfer, trains):
+    """So that a linear that is pickled whole still trains, in bf16."""
+    weight = make_weight().requires_grad_(trains)
+    loaded = transfer(weight)
+    assert type(loaded) is torch.nn.Parameter
+    assert loaded.requires_grad is trains
+    assert_bytes_equal(loaded.detach(), weight.dequantize())
 
 
 def test_a_saved_weight_loads_where_the_package_is_not_installed(tmp_path):
