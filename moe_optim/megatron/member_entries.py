@@ -20,15 +20,18 @@ def with_members(optimizer: Any, model_sharded_state_dict: Any) -> Any:
     which becomes its experts' entries when it is saved or loaded.
     """
     entries = extract_sharded_tensors_and_factories(model_sharded_state_dict)[0]
-    by_name = {unwrapped_name(name): entry for name, entry in _named_leaves(entries)}
-    present = {id(entry.data) for entry in by_name.values()}
     added: dict[str, ShardedTensorFactory] = {}
-    for param, name in parameter_names(optimizer.model_chunks).items():
-        if id(param) in present or not any(param in b.param_index_map for b in optimizer.buffers):
-            continue
-        members = [by_name.get(f"{name}{index}") for index in range(len(param))]
-        if all(member is not None for member in members):
-            added[f"{name} of all experts"] = _of_all_members(param, members)
+    for number, chunk in enumerate(optimizer.model_chunks):
+        of_chunk = entries.get(f"model{number}", entries)  # names of several chunks may be alike
+        by_name = {unwrapped_name(name): entry for name, entry in _named_leaves(of_chunk)}
+        present = {id(entry.data) for entry in by_name.values()}
+        for param, name in parameter_names([chunk]).items():
+            is_held = any(param in buffer.param_index_map for buffer in optimizer.buffers)
+            if id(param) in present or not is_held:
+                continue
+            members = [by_name.get(f"{name}{index}") for index in range(len(param))]
+            if all(member is not None for member in members):
+                added[f"{name} of all experts of chunk {number}"] = _of_all_members(param, members)
     if not added:
         return model_sharded_state_dict
     return {"model": model_sharded_state_dict, "members": added}
