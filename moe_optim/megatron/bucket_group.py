@@ -83,6 +83,7 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
         for param in self.params:
             param.quantized_storage.is_fresh = weights is Weights.FRESH
 
+    @torch.inference_mode(False)  # a rollout may gather first, and training writes what it plans
     @torch.no_grad()
     def start_param_sync(self, force_sync: bool = False) -> None:
         """Gather the weights if they are stale. Every rank of the group must call it.
@@ -136,6 +137,7 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
     def _masters(self) -> list[OwnedMaster]:
         return [one for bucket in self.buckets for one in self._masters_of(bucket)]
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def _post_param_sync(self) -> None:
         """Put what a gather brought in place, one launch a bucket."""

@@ -6,6 +6,7 @@ or gradients in Megatron's own shared buffer, or would.
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import StateError
 from moe_optim.megatron.bucket_storage import Content
 from moe_optim.modules.grouped_weight import GroupedWeight
+from tests.support import life_cycle
 from tests.support.bytes import assert_bytes_equal
 from tests.support.ranks import run_ranks
 from tests.support.training import OVERLAP, Record, assert_same_run, pretrain, weight_bytes
@@ -139,6 +141,27 @@ def test_what_a_loop_may_do_between_steps_leaves_no_trace(
     disturbed = run_ranks(2, _train, flags, True, config)
     for rank in range(2):
         assert_same_run(disturbed[rank], undisturbed[rank], what=f"rank {rank}")
+
+
+def _roll_out_in_inference_mode(options: dict[str, Any]) -> None:
+    """Gather first in inference mode, then in training, and the other way round."""
+    life_cycle.initialize()
+    with mock.patch.object(life_cycle, "EXPERTS", 3):  # which two ranks cut
+        cycle = life_cycle.LifeCycle(**options)
+        for step in range(4):
+            cycle.zero()
+            cycle.micro(step, last=True)
+            cycle.step()
+            if step % 2 == 0:
+                with torch.inference_mode():
+                    cycle.rollout(step)
+            cycle.check()
+
+
+@pytest.mark.parametrize("wire", ["quantized", "bf16"])
+def test_a_gather_may_be_started_in_inference_mode(wire: str):
+    """What it plans and allocates is written again in training."""
+    run_ranks(2, _roll_out_in_inference_mode, {"wire": wire, "format": "nvfp4"})
 
 
 def _diverge(model: list[Any], optimizer: Any) -> None:

@@ -50,7 +50,7 @@ def make_layers(format: str) -> torch.nn.ModuleList:
 def run_layers(layers: torch.nn.ModuleList, tokens: Tensor) -> Tensor:
     """Return [T, width]; tanh keeps everything finite over thousands of steps."""
     first, dense, last = layers
-    ends = torch.tensor([TOKENS // 2, TOKENS], dtype=torch.int32)
+    ends = torch.tensor([TOKENS * n // EXPERTS for n in range(1, EXPERTS + 1)], dtype=torch.int32)
     return last(torch.tanh(dense(torch.tanh(first(tokens, ends)))), ends)
 
 
@@ -444,7 +444,7 @@ class LifeCycle:
             if isinstance(layer.weight, GroupedWeight):
                 storage = layer.weight.quantized_storage
                 reference.quantize_into(master.detach(), storage.format, storage.quantized)
-                storage.version += 1
+                storage.finish_gather()
             else:
                 layer.weight.copy_(master)
 
