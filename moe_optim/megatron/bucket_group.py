@@ -31,6 +31,9 @@ class Weights(Enum):
 class Owner(Protocol):
     """An optimizer that holds masters of a group's parameters."""
 
+    buffers: list[_ParamAndGradBuffer]
+    """All whose parameters it steps."""
+
     def masters_of(self, bucket: _ParamAndGradBucket) -> list[OwnedMaster]:
         """Return what this rank owns of the parameters of ``bucket``."""
 
@@ -68,11 +71,27 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
             self._amax_record = AmaxRecord.of(params)
 
     def add_owner(self, owner: Owner) -> None:
-        """Name an optimizer whose masters the group gathers; it counts itself in with a step."""
-        self._owners.append(owner)
+        """Name an optimizer whose masters the group gathers; it counts itself in with a step.
+
+        It takes the place of one that was built before for the same buffers.
+        """
+        self.forget_masters()
+        others = [one for one in self._owners if not set(one.buffers) & set(owner.buffers)]
+        self._stepped = [one for one in self._stepped if one in others]
+        self._owners = [*others, owner]
 
     def mark_stale(self, owner: Owner) -> None:
-        """Note that the masters of ``owner`` have moved on; nothing is gathered yet."""
+        """Note that the masters of ``owner`` have moved on; nothing is gathered yet.
+
+        Raises:
+            StateError: another optimizer has taken its place.
+        """
+        if owner not in self._owners:
+            raise StateError(
+                f"{self._name()}: expected a step of the optimizer that was built last for this "
+                "model, got one of an earlier one, whose masters are no longer gathered. Step the "
+                "last one, and drop the others."
+            )
         self._set_weights(Weights.STALE)
         self.param_gather_dispatched = False
         if owner not in self._stepped:

@@ -4,13 +4,17 @@ Each hazard is named after what a training loop does; all are sequences that hav
 or gradients in Megatron's own shared buffer, or would.
 """
 
+import gc
+import weakref
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
+from moe_optim import reference
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import StateError
 from moe_optim.megatron.bucket_storage import Content
@@ -162,6 +166,43 @@ def _roll_out_in_inference_mode(options: dict[str, Any]) -> None:
 def test_a_gather_may_be_started_in_inference_mode(wire: str):
     """What it plans and allocates is written again in training."""
     run_ranks(2, _roll_out_in_inference_mode, {"wire": wire, "format": "nvfp4"})
+
+
+def _replace_the_optimizer(options: dict[str, Any]) -> None:
+    life_cycle.initialize()
+    cycle = life_cycle.LifeCycle(**options)
+    cycle.zero()
+    cycle.micro(0, last=True)
+    cycle.step()
+    cycle.force_sync()
+    first, cycle.optimizer = cycle.optimizer, cycle.build_optimizer()
+    for step in range(2):
+        cycle.ddp.zero_grad_buffer()
+        cycle.ddp(life_cycle.tokens_of(step, 0)).float().sum().backward()
+        cycle.ddp.finish_grad_sync()
+        cycle.optimizer.step()
+    cycle.ddp.start_param_sync(force_sync=True)
+    groups = (*cycle.ddp.bucket_groups, *cycle.ddp.expert_parallel_bucket_groups)
+    for group, part in product(groups, cycle.optimizer.chained_optimizers):
+        for one in part.masters_of(group.buckets[0]) if group.managed else ():
+            storage = one.param.quantized_storage
+            wanted = reference.quantize(one.master.view(storage.shape), storage.format)
+            for name, plane in storage.quantized.planes().items():
+                assert_bytes_equal(plane, wanted.planes()[name], what=name)
+
+    cycle.ddp.zero_grad_buffer()
+    with pytest.raises(StateError, match="optimizer that was built last"):
+        first.step()
+    masters = weakref.ref(first.chained_optimizers[0])
+    del first
+    gc.collect()
+    assert masters() is None
+
+
+@pytest.mark.parametrize("wire", ["quantized", "bf16"])
+def test_an_optimizer_takes_the_place_of_the_one_before_it(wire: str):
+    """Its masters are gathered, the others are freed, and stepping them raises."""
+    run_ranks(1, _replace_the_optimizer, {"wire": wire})
 
 
 def _diverge(model: list[Any], optimizer: Any) -> None:

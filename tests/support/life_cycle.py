@@ -97,7 +97,6 @@ class LifeCycle:
             DistributedDataParallel,
             DistributedDataParallelConfig,
         )
-        from megatron.core.optimizer import OptimizerConfig
         from megatron.core.transformer import TransformerConfig
 
         import moe_optim
@@ -120,7 +119,19 @@ class LifeCycle:
         layers = make_layers(format)
         layers[2].weight.allreduce = False  # a second optimizer, as experts have at EP above 1
         self.ddp = DistributedDataParallel(config, ddp_config, make_model(config, layers))
-        self.optimizer = moe_optim.get_megatron_optimizer(
+        self.optimizer = self.build_optimizer()
+        assert len(self.optimizer.chained_optimizers) == 2
+        self.params = [layer.weight for layer in layers]
+        self.expected = self._expect(format)
+        self.saved: Any = None
+
+    def build_optimizer(self) -> Any:
+        """Return a new optimizer of the wrapped model."""
+        from megatron.core.optimizer import OptimizerConfig
+
+        import moe_optim
+
+        return moe_optim.get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
                 lr=LR,
@@ -129,14 +140,10 @@ class LifeCycle:
                 clip_grad=0.0,
                 bf16=True,
                 use_distributed_optimizer=True,
-                overlap_param_gather=overlap,
+                overlap_param_gather=self.overlap,
             ),
             [self.ddp],
         )
-        assert len(self.optimizer.chained_optimizers) == 2
-        self.params = [layer.weight for layer in layers]
-        self.expected = self._expect(format)
-        self.saved: Any = None
 
     def _expect(self, format: str) -> Expected:
         layers = make_layers(format)
