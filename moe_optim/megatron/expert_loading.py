@@ -168,30 +168,6 @@ def load_local_experts(experts: torch.nn.Module, state_dict: dict[str, Any], pre
     state_dict.update(local)
 
 
-def keep_loaded_values(
-    experts: torch.nn.Module, state_dict: Mapping[str, Any], prefix: str
-) -> None:
-    """Keep the values that quantized experts were loaded with, on the host, for their masters.
-
-    An optimizer that loads its own masters drops them; one that makes its masters of the weights
-    takes these, which quantization has cost nothing. Weights in no bucket have no masters.
-
-    Args:
-        experts: portable experts that have just been loaded.
-        state_dict: what they were loaded from, under their own names.
-        prefix: of the experts in it.
-    """
-    for name, parameter in experts.named_parameters():
-        value = state_dict.get(prefix + name)
-        if (
-            isinstance(parameter, GroupedWeight)
-            and parameter.quantized_storage.is_bound
-            and isinstance(value, Tensor)
-            and not isinstance(value, GroupedWeight)
-        ):
-            parameter.quantized_storage.initial = value.detach().to("cpu", copy=True)
-
-
 def expert_values_for(
     model_chunk: torch.nn.Module, state_dict: Mapping[str, Any]
 ) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError
 from moe_optim.formats import BlockScaledFormat, get_format
 from moe_optim.megatron.expert_amax import sharded_amax
-from moe_optim.megatron.expert_loading import keep_loaded_values, load_local_experts
+from moe_optim.megatron.expert_loading import load_local_experts
 from moe_optim.megatron.expert_shards import empty_extra_state, list_shards
 from moe_optim.megatron.plugin import active_config
 from moe_optim.megatron.te_weights import make_te_storages
@@ -229,7 +229,6 @@ class GroupedExperts(MegatronModule):
         """Load this rank's experts, in whatever layout a state dict has them, or all of them."""
         load_local_experts(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-        keep_loaded_values(self, state_dict, prefix)
 
     def _place_of(self, local_expert: int | None) -> tuple[int, int]:
         """Return the place of a local expert, or of all local ones, and how many there are."""

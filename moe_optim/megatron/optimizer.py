@@ -20,6 +20,7 @@ from moe_optim.megatron.bucket_storage import Event
 from moe_optim.megatron.buffer import GroupedParamAndGradBuffer
 from moe_optim.megatron.checkpointed_optimizer import CheckpointedOptimizer
 from moe_optim.megatron.gather import OwnedMaster
+from moe_optim.megatron.given_values import keep_loaded_values, renew_initial_values
 from moe_optim.megatron.managed import is_managed, storage_of
 from moe_optim.megatron.master_values import model_values_for
 from moe_optim.megatron.nonfinite import check_masters
@@ -55,8 +56,9 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
                 self._check_shards(bucket)
             for param in group.params:
                 # Megatron clears these only where this rank owns a part of the parameter
-                if hasattr(param, "clear_high_precision_init_val"):
-                    param.clear_high_precision_init_val()
+                param.quantized_storage.initial = None
+        managed = [param for group in self._managed_groups for param in group.params]
+        keep_loaded_values(self.model_chunks, managed)
 
     def _find_groups(self) -> list[GroupedBucketGroup]:
         mine = {id(bucket) for buffer in self.buffers for bucket in buffer.buckets}
@@ -107,6 +109,7 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
     ) -> Any:
         """Allocate the masters; quantized bytes are never sliced as if they were elements."""
         if any(is_managed(param) for param in param_gbuf_map):
+            renew_initial_values(param_gbuf_map)
             config = copy.copy(config)
             config.fp8_recipe = None  # "delayed", Megatron's default, would slice them
         return super()._build_model_and_main_param_groups(
@@ -271,8 +274,7 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
             )
         for group in self._managed_groups:
             for param in group.params:
-                if isinstance(param, GroupedWeight):
-                    param.clear_high_precision_init_val()
+                param.quantized_storage.initial = None
             group.forget_masters()
             group.mark_stale(self)
             if group.all_owners_stepped():

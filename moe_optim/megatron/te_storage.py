@@ -63,6 +63,30 @@ class TransformerEngineStorage(PlaneStorage):
         elif self.initial is not None:
             del self._param._high_precision_init_val
 
+    def renew_initial(self) -> bool:
+        """Make ``initial`` what the bytes stand for, if they are no longer those of its values.
+
+        They are not where quantizing ``initial`` comes clearly closer to it.
+
+        Returns:
+            Whether they were not.
+        """
+        if self.initial is None:
+            return False
+        initial, own = self.initial.view(self.shape), PortableStorage.viewing(self.quantized)
+        fresh = PortableStorage(self.format, (1, *self.shape[1:]), device=self.device)
+        for expert, values in enumerate(initial.unbind(0)):
+            on_device = values.to(self.device).unsqueeze(0)
+            fresh.write(on_device)
+            least, error = (
+                (storage.dequantize().double() - on_device.double()).norm()
+                for storage in (fresh, own.expert(expert))
+            )
+            if not error <= 1.1 * least:  # quantizers differ by less, and NaN is no value
+                self.initial = self.dequantize().view(self.initial.shape).to(self.initial.device)
+                return True
+        return False
+
     @property
     def storage_scales(self) -> Mapping[Direction, Tensor]:
         """Padded scales that products read, [E, ...] each."""

@@ -19,9 +19,11 @@ from typing import Any
 import pytest
 import torch
 
+from moe_optim import reference
 from moe_optim.formats import get_format
 from moe_optim.megatron import te_cast
 from tests.megatron.test_te_storage import assert_holds
+from tests.support.native_train import draw_values
 
 PATH = os.environ.get("TRANSFORMER_ENGINE_PATH", "")
 HAS_GPU = torch.cuda.is_available()
@@ -42,7 +44,9 @@ CLASSES = {
 TRAIN = ["--train-iters", "4", "--eval-interval", "2", "--save-interval", "2"]
 TRAIN += ["--dist-ckpt-optim-fully-reshardable"]
 OVERLAP = ["--overlap-grad-reduce", "--overlap-param-gather"]
+UNTRAINED = ("--lr", "0", "--min-lr", "0", "--weight-decay", "0")
 SINGLE = {"single_grouped_weight": True}
+GIVEN = ("before", "after")
 
 
 @dataclass(frozen=True)
@@ -66,9 +70,14 @@ def list_runs() -> dict[str, Run]:
         runs[format] = Run(format, (*OVERLAP,))
         runs[f"{format} wire bf16"] = Run(format, (), (("wire", "bf16"), ("layout", "stock")))
         runs[f"{format} resumed"] = Run(format, (), (), format)
+        for when in GIVEN:
+            runs[f"{format} given {when}"] = Run(format, UNTRAINED, (("given", when),))
     for format in GROUPED:
         runs[f"{format} single"] = Run(format, (), tuple(SINGLE.items()))
         runs[f"{format} single resumed"] = Run(format, (), tuple(SINGLE.items()), format)
+        for when in GIVEN:
+            knobs = (*SINGLE.items(), ("given", when))
+            runs[f"{format} single given {when}"] = Run(format, UNTRAINED, knobs)
         runs[f"{format} resumed from single"] = Run(format, (), (), f"{format} single")
     return runs
 
@@ -168,6 +177,25 @@ def test_one_tensor_of_all_experts_trains_as_one_an_expert(format, found):
     assert found[f"{format} single"].losses == apart
     assert found[f"{format} single resumed"].losses == later(apart)
     assert found[f"{format} resumed from single"].losses == later(apart)
+
+
+@pytest.mark.parametrize("name", [name for name in list_runs() if "given" in name])
+def test_masters_start_from_the_values_that_were_loaded(name, found):
+    """Not from those of the initialization, which Transformer Engine keeps: loaded into a model
+    that has an optimizer, from the values themselves; before, from what quantizing left."""
+    format = get_format(list_runs()[name].format)
+    for rank in found[name].ranks:
+        assert rank["weights"]
+        for key, weight in rank["weights"].items():
+            shape = weight["master"].shape
+            want = draw_values(key.removeprefix("module."), shape if shape[0] > 1 else shape[1:])
+            want = want.view(shape)
+            if name.endswith("before"):
+                q = reference.quantize(want, format)
+                want = reference.dequantize_bf16(
+                    q.rowwise_data, q.rowwise_scale, format, "rowwise", global_amax=q.global_amax
+                )
+            assert torch.equal(weight["master"], want.float()), key  # a step makes 0 of -0
 
 
 def later(ranks: list[dict[int, float]]) -> list[dict[int, float]]:

@@ -321,3 +321,39 @@ def test_its_classes_are_asked_for_where_it_cannot_be_imported(monkeypatch):
     monkeypatch.setattr(te_weights, "import_error", lambda: "ImportError: no GPU")
     with pytest.raises(ConfigError, match=r"got ImportError: no GPU\. Install it, or set storage:"):
         GroupedLinear(2, 64, 64, format=MXFP8, make_storages=te_weights.make_te_storages)
+
+
+@EVERY_KIND
+def test_initial_values_stay_what_masters_start_from_while_the_bytes_are_theirs(kind: Kind):
+    weight = kind.weight(kind.masters(1))
+    storage, initial = (
+        TransformerEngineStorage(weight, kind.format),
+        weight._high_precision_init_val,
+    )
+    assert not storage.renew_initial()
+    assert storage.initial is initial
+    storage.initial = None
+    assert not storage.renew_initial()
+    assert storage.initial is None
+
+
+OVERWRITTEN = {
+    "other values": lambda masters, other: other,
+    "a tenth more": lambda masters, _: 1.1 * masters,
+    "another last expert": lambda masters, other: torch.cat([masters[:-1], other[-1:]]),
+}
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("change", OVERWRITTEN.values(), ids=OVERWRITTEN.keys())
+def test_initial_values_that_were_overwritten_give_way_to_what_the_bytes_stand_for(
+    kind: Kind, change: Any
+):
+    """Weights loaded after they were made, of which Transformer Engine keeps the first values."""
+    masters, other = kind.masters(1), kind.masters(2)
+    weight = kind.weight(masters)
+    storage, shape = TransformerEngineStorage(weight, kind.format), weight.shape
+    storage.write(change(masters, other))
+    assert storage.renew_initial()
+    assert_bytes_equal(weight._high_precision_init_val, storage.dequantize().view(shape))
+    assert not storage.renew_initial()

@@ -1,13 +1,16 @@
 """One rank of a run whose experts are Transformer Engine's modules, with kernels in torch.
 
 ``torchrun --nproc-per-node N -m tests.support.native_train FOLDER FORMAT KNOBS [MEGATRON FLAGS]``;
-KNOBS are JSON, and ``single_grouped_weight`` is one of them. Writes ``FOLDER/rank<i>.pt``: losses,
+KNOBS are JSON. Beside the plug-in's they may have ``single_grouped_weight``, and ``given``: with
+"before" other values are loaded into the model before it is wrapped, with "after" when there is an
+optimizer, which then makes its masters of the weights. Writes ``FOLDER/rank<i>.pt``: losses,
 and of every weight what products read of it beside its assembled master. On a CPU as on a GPU.
 """
 
 import json
 import os
 import sys
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +49,7 @@ def main(folder: str, format: str, knobs: str, *flags: str) -> None:
         _EveryTensorIsOnTheGpu().__enter__()
     chosen = json.loads(knobs)
     single = chosen.pop("single_grouped_weight", False)
+    given = chosen.pop("given", None)
     config = MoEOptimConfig(format=format, **chosen)
     plugin.install(config)
     replace_kernels(get_format(format))
@@ -61,7 +65,14 @@ def main(folder: str, format: str, knobs: str, *flags: str) -> None:
         return experts
 
     LocalSpecProvider.grouped_mlp_modules = grouped_mlp_modules
-    record = pretrain([*RECIPES[format].split(), *flags], config, observe=_describe)
+    if given == "before":
+        _load_when_built()
+    record = pretrain(
+        [*RECIPES[format].split(), *flags],
+        config,
+        observe=_describe,
+        after_setup=_load_and_make_masters if given == "after" else None,
+    )
     torch.save(
         {"losses": record.losses, "weights": record.extra},
         Path(folder) / f"rank{os.environ['RANK']}.pt",
@@ -92,6 +103,35 @@ def _leave_to_torch() -> None:
     clip_grads.multi_tensor_scale_impl = utils.local_multi_tensor_scale
     optimizer.Adam = torch.optim.AdamW
     apply_patches([replace(patch, not_needed_with=()) for patch in patches.ADAM])
+
+
+def draw_values(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return what ``given`` gives a weight, the same in every process, bf16 on the host."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return torch.randn(shape, generator=generator).mul(0.1).bfloat16()
+
+
+def _load(model: torch.nn.Module) -> None:
+    names = [(name, param.shape) for name, param in model.named_parameters()]
+    model.load_state_dict({name: draw_values(name, shape) for name, shape in names}, strict=False)
+
+
+def _load_when_built() -> None:
+    from megatron.core.models.gpt import GPTModel
+
+    build = GPTModel.__init__
+
+    def build_and_load(model: Any, *args: Any, **kwargs: Any) -> None:
+        build(model, *args, **kwargs)
+        _load(model)
+
+    GPTModel.__init__ = build_and_load
+
+
+def _load_and_make_masters(model: list[Any], optimizer: Any) -> None:
+    for chunk in model:
+        _load(chunk.module.module)
+    optimizer.reload_model_params()
 
 
 def _describe(model: list[Any], optimizer: Any) -> dict[str, dict[str, Any]]:

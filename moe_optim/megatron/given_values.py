@@ -1,0 +1,76 @@
+"""Values that quantized weights were given, kept until masters are made of them.
+
+Until an optimizer exists, a weight keeps its own: a portable one those last written into it, one of
+Transformer Engine those it was initialised with. From then on modules keep what they load.
+"""
+
+import logging
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from megatron.core.utils import log_single_rank
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from moe_optim.megatron.managed import storage_of
+from moe_optim.megatron.te_fields import te_formats_of
+from moe_optim.megatron.te_storage import TransformerEngineStorage
+from moe_optim.modules.grouped_weight import GroupedWeight
+
+logger = logging.getLogger(__name__)
+
+
+def renew_initial_values(params: Iterable[Parameter]) -> None:
+    """Let no master start from initial values that have been overwritten. No rank communicates.
+
+    Transformer Engine keeps what it initialised a weight with, and Megatron makes masters of that,
+    also of weights that were loaded before the optimizer was built. Those give what their bytes
+    stand for.
+
+    Args:
+        params: managed parameters, and any others.
+    """
+    stale = 0
+    for param in params:
+        storage = storage_of(param)
+        if isinstance(storage, TransformerEngineStorage) and not isinstance(param, GroupedWeight):
+            stale += storage.renew_initial()
+    if stale:
+        log_single_rank(
+            logger,
+            logging.WARNING,
+            f"moe_optim: quantized weights were loaded before the optimizer was built ({stale} of "
+            "rank 0); their masters start from the quantized values. For masters of the values "
+            "themselves load after it, or call optimizer.reload_model_params(state_dict=...).",
+        )
+
+
+def keep_loaded_values(model_chunks: Sequence[Module], params: Collection[Parameter]) -> None:
+    """Have modules keep, on the host, what they load into quantized weights from now on.
+
+    An optimizer that loads its own masters drops these values; one that makes its masters of the
+    weights takes them, which quantizing has cost nothing.
+
+    Args:
+        model_chunks: whose modules to look at.
+        params: managed parameters whose values are wanted.
+    """
+    wanted = {id(param) for param in params}
+    for chunk in model_chunks:
+        for module in chunk.modules():
+            own = module.named_parameters(recurse=False)
+            names = [name for name, param in own if id(param) in wanted]
+            if names:
+                module.register_load_state_dict_pre_hook(partial(_keep, names))
+
+
+def _keep(
+    names: Sequence[str], module: Module, state_dict: Mapping[str, Any], prefix: str, *_: Any
+) -> None:
+    for name in names:
+        param, value = getattr(module, name), state_dict.get(prefix + name)
+        if not isinstance(value, Tensor) or isinstance(value, GroupedWeight):
+            continue
+        if value.shape == param.shape and not te_formats_of(value):
+            param.quantized_storage.initial = value.detach().to("cpu", copy=True)
