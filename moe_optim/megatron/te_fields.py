@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from moe_optim.errors import StateError
 from moe_optim.formats import (
     DIRECTIONS,
     FP8_BLOCK,
@@ -54,6 +55,9 @@ GROUPED = Fields(
     columnwise_amax="columnwise_amax",
 )
 """Of a ``GroupedTensor`` [E, R, C], flat; its members are tensors [R, C] over the same memory."""
+
+SWIZZLED = "_with_gemm_swizzled_scales"
+"""Says of a tensor, or of a group, that scales lie in the order of products."""
 
 _FORMATS: Mapping[str, tuple[BlockScaledFormat, ...]] = MappingProxyType(
     {
@@ -106,7 +110,20 @@ def read_values(weight: Any) -> Tensor:
     """Return the rowwise values of a weight in bf16, newly allocated, without any of its kernels.
 
     Nothing of the weight is changed. It may be a member of a group.
+
+    Raises:
+        StateError: the scales are not in plain order, or the weight is known to be behind its
+            masters.
     """
+    storage = getattr(weight, "quantized_storage", None)
+    if storage is not None:
+        storage.require_fresh()
+    if getattr(weight, SWIZZLED, False):
+        raise StateError(
+            f"{storage.name if storage else type(weight).__name__}: expected plain scales, got "
+            "scales in the order of products (swizzled). Call start_param_sync(force_sync=True) on "
+            "the DDP module after the next step, which puts them back, before values are read."
+        )
     fields = GROUPED if is_grouped(weight) else ONE
     format = te_formats_of(weight)[0]  # rows of square blocks are read as those of 1-D blocks
     experts, rows, cols = shape = tuple(weight.shape) if fields is GROUPED else (1, *weight.shape)

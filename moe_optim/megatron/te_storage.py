@@ -13,10 +13,8 @@ from torch import Tensor
 
 from moe_optim.errors import StateError
 from moe_optim.formats import DIRECTIONS, BlockScaledFormat, Direction, QuantizedWeight
-from moe_optim.megatron.te_fields import GROUPED, ONE, is_grouped, used_scales
+from moe_optim.megatron.te_fields import GROUPED, ONE, SWIZZLED, is_grouped, used_scales
 from moe_optim.modules.storage import PlaneStorage, PortableStorage, new_version
-
-_SWIZZLED = "_with_gemm_swizzled_scales"
 
 
 class TransformerEngineStorage(PlaneStorage):
@@ -161,8 +159,14 @@ class TransformerEngineStorage(PlaneStorage):
         """Return this storage if it is all of ``parts``; experts apart have no whole."""
         return self if len(parts) == 1 else None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> PortableStorage:
-        """Copy the bytes; the copy is portable."""
+    def __deepcopy__(self, memo: dict[int, Any]) -> PortableStorage | None:
+        """Copy the bytes; the copy is portable.
+
+        None for a weight of Transformer Engine's that is copied with its attributes: the copy has
+        bytes of its own, and gets a storage over them when it is asked for.
+        """
+        if getattr(self._param, "quantized_storage", None) is self:
+            return None
         memo[id(self)] = copy = self.clone()
         return copy
 
@@ -172,9 +176,9 @@ class TransformerEngineStorage(PlaneStorage):
         Whoever put them in the order of products did it for bytes that are overwritten next.
         """
         holders = [self._param, *self._members()]
-        swizzled = [one for one in holders if getattr(one, _SWIZZLED, False)]
+        swizzled = [one for one in holders if getattr(one, SWIZZLED, False)]
         for one in swizzled:
-            setattr(one, _SWIZZLED, False)
+            setattr(one, SWIZZLED, False)
         return bool(swizzled)
 
     def _members(self) -> list[Any]:
@@ -232,7 +236,7 @@ class TransformerEngineStorage(PlaneStorage):
             blocks_2d = quantizer.block_scaling_dim == 2
         dimensions = 3 if self._fields is GROUPED else 2
         problems = {
-            "scales in the order of products (swizzled)": getattr(param, _SWIZZLED, False),
+            "scales in the order of products (swizzled)": getattr(param, SWIZZLED, False),
             "blocks of one row (1-D)": format.is_2d and blocks_2d is False,
             "square blocks (2-D)": not format.is_2d and blocks_2d is True,
             "an amax a row": says("row_scaled_nvfp4"),
