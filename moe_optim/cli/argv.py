@@ -5,9 +5,18 @@ import functools
 import sys
 from collections.abc import Sequence
 
+DATA_FLAGS = (
+    "--mock-data",
+    "--data-path",
+    "--data-args-path",
+    "--train-data-path",
+    "--per-split-data-args-path",
+)
+"""Megatron's flags that say what to train on."""
+
 
 def keep_arguments_after_dashes(parser: argparse.ArgumentParser) -> None:
-    """Put what follows ``--`` into ``megatron_args`` untouched.
+    """Put what follows ``--`` into ``megatron_args`` untouched, and refuse flags before it.
 
     argparse before Python 3.13 gives it to a positional only when no option stands between the
     two, and never if it looks like an option of ours.
@@ -21,6 +30,9 @@ def keep_arguments_after_dashes(parser: argparse.ArgumentParser) -> None:
         words = list(sys.argv[1:] if args is None else args)
         end = words.index("--") if "--" in words else len(words)
         parsed, unknown = parse(words[:end], namespace)
+        if unknown:
+            listed = " ".join(unknown)
+            parser.error(f"unrecognized arguments: {listed}. Arguments for Megatron go after --")
         parsed.megatron_args = words[end + 1 :]
         return parsed, unknown
 
@@ -30,6 +42,11 @@ def keep_arguments_after_dashes(parser: argparse.ArgumentParser) -> None:
 def flags(argv: Sequence[str]) -> list[str]:
     """Return the flags of ``argv`` without their values."""
     return [word.partition("=")[0] for word in argv if word.startswith("--")]
+
+
+def data_flags(argv: Sequence[str]) -> list[str]:
+    """Return the flags of ``argv`` that say what to train on."""
+    return [flag for flag in flags(argv) if flag in DATA_FLAGS]
 
 
 def last_value(argv: Sequence[str], flag: str) -> str | None:

@@ -19,6 +19,7 @@ from rich.table import Table
 from moe_optim.cli import bench_convert, bench_gather, bench_step
 from moe_optim.cli.bench_cases import SHAPE_SETS, Case
 from moe_optim.cli.bench_requantize import Row, measure
+from moe_optim.cli.files import require_writable
 from moe_optim.cli.stopwatch import copy_bytes_per_ms, release
 from moe_optim.config import Format
 from moe_optim.environment import find_package
@@ -78,6 +79,7 @@ def _run_requantize(args: argparse.Namespace) -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     args.format = args.format or list(FORMATS)
     args.shape_set = args.shape_set or ["w1" if device == "cuda" else "small"]
+    require_writable(args.json)
     if args.against:
         _check_against(device)
     report = _describe(args, device)

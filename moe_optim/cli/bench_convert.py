@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from moe_optim.cli.convert import LAYOUTS
+from moe_optim.cli.files import require_writable
 from moe_optim.cli.plan import spell_bytes
-from moe_optim.errors import StateError
+from moe_optim.errors import ConfigError, StateError
 
 if TYPE_CHECKING:
     import torch
@@ -80,10 +81,14 @@ def run(args: argparse.Namespace) -> int:
     """Make a checkpoint, convert, verify, and print the figures.
 
     Raises:
+        ConfigError: a size that is none, or nowhere to write.
         StateError: one of the commands failed, or the result is not equal.
     """
     from moe_optim.cli.bench import commit
 
+    if not 0 < args.gigabytes < float("inf"):
+        raise ConfigError(f"--gigabytes: expected a size above 0, got {args.gigabytes:g}.")
+    require_writable(args.dir / "bench-convert", args.json)
     shapes = Shapes.of(args.gigabytes * 1e9)
     console = Console(stderr=True, markup=False, highlight=False)
     with TemporaryDirectory(prefix="bench-convert-", dir=args.dir) as folder:

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moe_optim.cli.bench_cases import SHAPE_SETS, ShapeSet
+from moe_optim.cli.files import require_writable
 from moe_optim.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -87,11 +88,12 @@ def run(args: argparse.Namespace) -> int:
 
     gpus = torch.cuda.device_count()
     args.format = args.format or list(FORMATS)
-    args.ranks = args.ranks or gpus or 2
+    args.ranks = (gpus or 2) if args.ranks is None else args.ranks
     args.shape_set = args.shape_set or ("w1" if gpus else "small")
     if args.ranks < 2 or (gpus and args.ranks > gpus):
         most = f" to {gpus}" if gpus else " or more"
         raise ConfigError(f"--ranks: expected 2{most}, got {args.ranks}. A gather needs company.")
+    require_writable(args.json)
     with TemporaryDirectory() as folder:
         rows = Path(folder) / "rows.json"
         arguments = (args.ranks, args.format, args.shape_set, str(rows))

@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from moe_optim.cli.argv import keep_arguments_after_dashes
+from moe_optim.cli.argv import data_flags, keep_arguments_after_dashes
 from moe_optim.cli.bench_step_figures import (
     SIDES,
     Measured,
@@ -25,9 +25,10 @@ from moe_optim.cli.bench_step_figures import (
     summarize,
     table_of,
 )
+from moe_optim.cli.files import require_writable
 from moe_optim.config import field_names
 from moe_optim.errors import ConfigError, StateError
-from moe_optim.recipes import Recipe, load_recipe
+from moe_optim.recipes import Recipe, check_requirements, load_recipe
 
 # What imports torch or Megatron is imported where it is needed: it takes seconds.
 
@@ -74,7 +75,12 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure both sides in turns, print a table, and write what was asked for."""
+    """Measure both sides in turns, print a table, and write what was asked for.
+
+    Raises:
+        ConfigError: a number, the recipe or a file to write cannot be used.
+        StateError: a rank failed.
+    """
     from moe_optim.megatron.counted_steps import KINDS, WARM_UP
 
     fewest = WARM_UP + len(KINDS)
@@ -85,6 +91,15 @@ def run(args: argparse.Namespace) -> int:
             f"next {len(KINDS)} shows something else."
         )
     recipe = load_recipe(args.recipe, args.set)
+    check_requirements(recipe)
+    require_writable(args.json, args.out)
+    if args.ranks is not None and args.ranks < 1:
+        raise ConfigError(f"--ranks: expected 1 or more, got {args.ranks}.")
+    if not data_flags([*recipe.megatron_argv(), *args.megatron_args]):
+        raise ConfigError(
+            f"{recipe.path}: expected a flag that says what to train on, got none. Add for example "
+            "-- --mock-data --tokenizer-type NullTokenizer --vocab-size 255"
+        )
     with TemporaryDirectory() as temporary:
         logs = args.logs or Path(temporary)
         found: dict[str, list[Measured]] = {side: [] for side in SIDES}

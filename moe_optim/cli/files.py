@@ -7,8 +7,34 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from moe_optim.errors import ConfigError
+
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 """``errno`` of a full disk, or of a user who may not have more of it."""
+
+
+def require_writable(*paths: Path | None) -> None:
+    """Refuse files that could not be written, before the work whose results go there.
+
+    Args:
+        paths: files asked for; None is one that was not.
+
+    Raises:
+        ConfigError: a folder is missing or may not be written in, or a path is a folder itself.
+    """
+    for path in paths:
+        if path is None:
+            continue
+        folder = path.absolute().parent
+        if path.is_dir():
+            found = "a folder"
+        elif not folder.is_dir():
+            found = f"no folder {folder}"
+        elif not os.access(folder, os.W_OK | os.X_OK):
+            found = f"no permission to write in {folder}"
+        else:
+            continue
+        raise ConfigError(f"{path}: expected a file to write, got {found}. Name another.")
 
 
 def write_atomically(path: Path, content: bytes) -> None:

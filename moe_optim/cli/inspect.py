@@ -155,7 +155,8 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     yield "format", report["format"] + version
     if report["iteration"] is not None:
         yield "iteration", f"{report['iteration']:,}"
-    yield "whole", "; ".join(report["defects"]) or f"yes, by {report['checked']}"
+    defects = "; ".join(report["defects"])
+    yield "whole", f"no: {defects}" if defects else f"yes, by {report['checked']}"
     held = [f"{spell_bytes(size)} {dtype}" for dtype, size in report["bytes_by_dtype"].items()]
     objects = f"; {report['objects']} objects" if report["objects"] else ""
     yield "holds", f"{report['tensors']:,} tensors, {', '.join(held)}{objects}"

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from moe_optim.cli.argv import keep_arguments_after_dashes
 from moe_optim.cli.doctor import quiet
-from moe_optim.cli.files import write_atomically
+from moe_optim.cli.files import require_writable, write_atomically
 from moe_optim.errors import ConfigError
 from moe_optim.recipes import load_recipe
 
@@ -98,6 +98,7 @@ def run(args: argparse.Namespace) -> int:
         LayoutError: a weight that a format cannot hold.
     """
     recipe = load_recipe(args.recipe, args.set)
+    require_writable(args.out, None if args.json == _STDOUT else args.json)
     argv = [*recipe.megatron_argv(), *args.megatron_args]
     with Console(stderr=True).status("Importing Megatron ..."), quiet():
         from moe_optim.cli.bench import commit
@@ -105,7 +106,10 @@ def run(args: argparse.Namespace) -> int:
         from moe_optim.megatron.planned_experts import plan_experts
 
     layout = recipe.moe_optim.expert_layout
-    experts = plan_experts(argv, grouped=layout == "grouped")
+    try:
+        experts = plan_experts(argv, grouped=layout == "grouped")
+    except ConfigError as error:
+        raise ConfigError(f"{recipe.path}: {error}") from error
     gpus = sorted(set(args.gpus or default_gpus(experts, recipe.ranks)))
     report: dict[str, Any] = {
         "command": _command(args),

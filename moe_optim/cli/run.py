@@ -7,7 +7,12 @@ import sys
 from pathlib import Path
 
 from moe_optim.environment import Package
-from moe_optim.megatron.script_runner import find_script, prepare_imports, run_script
+from moe_optim.megatron.script_runner import (
+    find_script,
+    prepare_imports,
+    require_tree,
+    run_script,
+)
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -46,6 +51,8 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         MoEOptimError: the script or the source tree cannot be used, or the plug-in refuses.
     """
+    if args.megatron_lm is not None:
+        require_tree(args.megatron_lm)  # else it is the script that seems to be missing
     script = find_script(args.script, args.megatron_lm)
     package = prepare_imports(script, args.megatron_lm)
     if "RANK" not in os.environ:  # no launcher: one rank, which meets itself at a free port

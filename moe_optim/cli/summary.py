@@ -176,6 +176,7 @@ def plot_losses(curves: Curves, summary: Mapping[str, Any]) -> bytes:
     """Draw training and held-out loss against the byte entropy; return a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
@@ -188,6 +189,7 @@ def plot_losses(curves: Curves, summary: Mapping[str, Any]) -> bytes:
     unit = "nats/byte" if entropy is not None else "nats/token"
     axes.set(xlabel="iteration", ylabel=f"loss ({unit})", xlim=(0, None))
     axes.set_title(f"{summary['format']} expert weights, {summary['optimizer']}", loc="left")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(axis="y", color="0.92")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)

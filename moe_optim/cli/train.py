@@ -15,7 +15,13 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn
 
 from moe_optim.checkpoints.folders import iteration_folders
-from moe_optim.cli.argv import flags, keep_arguments_after_dashes, last_value, without
+from moe_optim.cli.argv import (
+    data_flags,
+    flags,
+    keep_arguments_after_dashes,
+    last_value,
+    without,
+)
 from moe_optim.cli.checkpoints import find_resume_point, newest_complete_checkpoint
 from moe_optim.cli.files import DISK_FULL, free_bytes, full_disk_explained, full_disk_sentence
 from moe_optim.cli.run_folder import RunFolder, claim
@@ -39,13 +45,6 @@ if TYPE_CHECKING:
 RANK_ENTRY: tuple[str, ...] = (sys.executable, "-m", "moe_optim.megatron.pretrain")
 """Command of one rank, without its arguments."""
 
-_DATA_FLAGS = (
-    "--mock-data",
-    "--data-path",
-    "--data-args-path",
-    "--train-data-path",
-    "--per-split-data-args-path",
-)
 _FOLDER_FLAGS = ("--save", "--tensorboard-dir", "--data-cache-path")
 _CPU_DEFAULTS = ("--num-workers", "0")  # loader processes would take the cores from the ranks
 _NOTHING_FREE_BYTES = 2**20  # the disk is full, though the ranks could not even write it down
@@ -122,12 +121,8 @@ def _check_arguments(args: argparse.Namespace, recipe: Recipe) -> None:
             raise ConfigError(f"{flag}: the run folder decides where it goes. Use --out instead.")
     if args.resume and "--load" in given:
         raise ConfigError("--load: --resume loads from the run folder itself. Drop one of the two.")
-    if args.text and (data := _data_flags(given)):
+    if args.text and (data := data_flags(given)):
         raise ConfigError(f"--text and {data[0]} both say what to train on. Drop one of the two.")
-
-
-def _data_flags(given: Sequence[str]) -> list[str]:
-    return [flag for flag in given if flag in _DATA_FLAGS]
 
 
 def _changed_fields(assignments: Sequence[str]) -> list[str]:
@@ -200,7 +195,7 @@ class _Training:
 
     def _prepare_dataset(self) -> ByteDataset | None:
         """Build or find the dataset; None where Megatron's flags name another one."""
-        if _data_flags(flags(self.megatron_argv)):
+        if data_flags(self.megatron_argv):
             return None
         files = find_text(self.args.text) if self.args.text else standard_library_text()
         size = sum(file.size for file in files)
@@ -281,27 +276,29 @@ class _Training:
         if free < (_LITTLE_FREE_BYTES if failure.disk_full else _NOTHING_FREE_BYTES):
             sentence = full_disk_sentence(self.folder.path, f"rank {failure.rank}")
         lines = [sentence, f"Log: {failure.log}"]
+        remedy = []
         if "OptimizerParamScheduler" in failure.reason:
-            lines.append(f"For another schedule than the checkpoint's: -- {_OVERRIDE_SCHEDULE}")
-        return _fail("\n  ".join([*lines, self._what_next()]))
+            remedy = [_OVERRIDE_SCHEDULE]
+            lines.append(f"{_OVERRIDE_SCHEDULE} takes another schedule than the checkpoint's.")
+        return _fail("\n  ".join([*lines, self._what_next(*remedy)]))
 
     def _report_stop(self, number: signal.Signals) -> int:
         self._say(f"stopped by {number.name}; no rank is left. {self._what_next()}")
         return 128 + number
 
-    def _what_next(self) -> str:
-        """Say which checkpoint can be resumed, and how."""
+    def _what_next(self, *remedy: str) -> str:
+        """Say which checkpoint can be resumed, and how; ``remedy`` are flags for Megatron."""
         iteration = newest_complete_checkpoint(self.folder.checkpoints)
         if iteration is not None:
-            return f"Continue from iteration {iteration}: {self._command(resume=True)}"
+            return f"Continue from iteration {iteration}: {self._command(*remedy, resume=True)}"
         if iteration_folders(self.folder.checkpoints):
             return "No checkpoint is complete: start again in another folder with --out."
         return f"There is no checkpoint yet: start again: {self._command(resume=False)}"
 
-    def _command(self, *, resume: bool, iterations: int | None = None) -> str:
-        """Return the command line of this run, for a shell; or of a longer one."""
+    def _command(self, *more: str, resume: bool, iterations: int | None = None) -> str:
+        """Return the command line of this run, for a shell; with more flags, or of a longer one."""
         args = self.args
-        megatron_args = list(args.megatron_args)
+        megatron_args = [*args.megatron_args, *more]
         if iterations is not None:  # a longer schedule is not the one in the checkpoint
             megatron_args = without(megatron_args, "--train-iters", _OVERRIDE_SCHEDULE)
             megatron_args += ["--train-iters", str(iterations), _OVERRIDE_SCHEDULE]

@@ -236,6 +236,14 @@ def test_bench_gather_counts_what_travels(gather_report):
     assert found["nvfp4", "quantized"]["wire_bytes"] == numel * 129 / 256 + 4 * experts
 
 
-def test_a_gather_of_one_rank_is_refused():
+@pytest.mark.parametrize("ranks", ["1", "0"])
+def test_a_gather_of_one_rank_is_refused(ranks):
     with pytest.raises(ConfigError, match="--ranks: expected 2"):
-        bench_gather.run(cli.build_parser().parse_args(["bench", "gather", "--ranks", "1"]))
+        bench_gather.run(cli.build_parser().parse_args(["bench", "gather", "--ranks", ranks]))
+
+
+@pytest.mark.parametrize("what", ["requantize", "gather", "convert"])
+def test_a_report_that_could_not_be_written_is_refused_before_the_work(what, tmp_path, capsys):
+    path = tmp_path / "nowhere" / "figures.json"
+    assert cli.main(["bench", what, "--json", str(path)]) == cli.BAD_INPUT
+    assert f"error: {path}: expected a file to write" in capsys.readouterr().err

@@ -21,6 +21,17 @@ def test_a_checkpoint_is_about_as_large_as_asked_for(gigabytes):
     assert shapes.hidden % 32 == 0
 
 
+@pytest.mark.parametrize("gigabytes", ["-1", "0", "nan", "inf"])
+def test_a_size_that_is_none_is_refused(gigabytes, capsys):
+    assert cli.main(["bench", "convert", "--gigabytes", gigabytes]) == cli.BAD_INPUT
+    assert "--gigabytes: expected a size above 0" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_missing_is_refused(tmp_path, capsys):
+    assert cli.main(["bench", "convert", "--dir", str(tmp_path / "none")]) == cli.BAD_INPUT
+    assert f"got no folder {tmp_path / 'none'}" in capsys.readouterr().err
+
+
 def test_the_made_up_checkpoint_is_one_of_megatrons(tmp_path):
     nbytes = make_checkpoint(tmp_path / "c", Shapes(32))
     reader = open_checkpoint(tmp_path / "c")

@@ -91,6 +91,20 @@ def test_too_few_iterations_are_refused(capsys):
     assert "--iterations, --rounds: expected at least 6" in capsys.readouterr().err
 
 
+REFUSED = {
+    "no data": ([], "expected a flag that says what to train on, got none"),
+    "no ranks": (["--ranks", "0", "--", *MOCK], "--ranks: expected 1 or more, got 0"),
+    "another machine": (["--set", "requires.sm=999"], "requires: expected more than this machine"),
+    "nowhere to draw": (["--out", "/none/a.png", "--", *MOCK], "/none/a.png: expected a file"),
+}
+
+
+@pytest.mark.parametrize(("words", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_measured_is_refused_before_a_rank_starts(words, message, capsys):
+    assert cli.main(["bench", "step", str(RECIPE), *words]) == cli.BAD_INPUT
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_both_sides_run_the_same_but_for_the_plug_in(deterministic):
     """Determinism is a matter of both: the flags stand before the user's, which then win."""

@@ -101,6 +101,15 @@ def test_a_wrong_command_line_exits_with_2(argv, capsys):
     assert "usage: moe-optim" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", [["train"], ["plan"], ["bench", "step"]], ids=" ".join)
+def test_flags_of_megatron_before_the_dashes_are_sent_behind_them(command, capsys):
+    with pytest.raises(SystemExit):
+        cli.main([*command, "run.yaml", "--lr", "1", "--", "--seed", "2"])
+    said = capsys.readouterr().err
+    assert f"usage: moe-optim {' '.join(command)} RECIPE" in said
+    assert "unrecognized arguments: --lr 1. Arguments for Megatron go after --" in said
+
+
 def test_the_exit_code_is_that_of_the_command(run_as):
     run_as(lambda args: 7)
     assert cli.main(["doctor"]) == 7

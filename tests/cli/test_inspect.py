@@ -91,7 +91,7 @@ def test_a_checkpoint_that_is_not_whole_exits_with_1_and_names_the_file(inspect,
     (folder / lost).unlink()
     code, out, _ = inspect(folder)
     assert code == 1
-    assert f"whole          {lost} is missing" in out
+    assert f"whole          no: {lost} is missing" in out
     (defect,) = json.loads(inspect(folder, "--json")[1])["defects"]
     assert defect.startswith(f"{lost} is missing")
 

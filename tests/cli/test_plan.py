@@ -567,6 +567,6 @@ def test_a_file_that_cannot_be_written_is_named(recipe, tmp_path, capsys, option
 def test_an_error_is_one_line(recipe, capsys):
     assert cli.main(["plan", str(recipe), "--gpus", "2", "--", "--num-experts", "0"]) == 2
     assert capsys.readouterr().err == (
-        "error: megatron_args: expected --num-experts, got none. Add it to the recipe, or after "
-        "`--`.\n"
+        f"error: {recipe}: megatron_args: expected --num-experts, got none. Add it to the recipe, "
+        "or after `--`.\n"
     )

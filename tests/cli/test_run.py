@@ -150,6 +150,7 @@ def test_a_script_that_is_nowhere_is_refused(tmp_path, capsys, imports):
 def test_a_source_tree_that_is_none_is_refused(tmp_path, capsys, script, imports):
     (tmp_path / "empty").mkdir()
     assert "got no folder" in refusal(capsys, "--megatron-lm", tmp_path / "none", script)
+    assert "got no folder" in refusal(capsys, "--megatron-lm", tmp_path / "none", "in_the_tree.py")
     line = refusal(capsys, "--megatron-lm", tmp_path / "empty", script)
     assert "a folder without megatron/core" in line
 

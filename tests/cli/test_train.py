@@ -134,6 +134,12 @@ def test_a_failed_rank_ends_in_one_message_with_the_way_on(command, runs):
     assert not (runs / "a" / "summary.json").exists()
 
 
+def test_the_way_on_takes_another_schedule_where_that_was_the_fault(command, runs):
+    write_checkpoint(runs / "a" / "checkpoints", 4)
+    _, _, errors = command("--resume", behaviour="schedule")
+    assert errors.splitlines()[-1].endswith("--eval-interval 2 --override-opt_param-scheduler")
+
+
 def test_before_the_first_checkpoint_the_way_on_is_to_start_again(command):
     code, _, errors = command(behaviour="error")
     assert code == 1

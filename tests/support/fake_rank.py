@@ -4,6 +4,7 @@ What it does is told by the environment variable FAKE_RANK:
 
 - empty: train to the end, evaluate, write events and model.json
 - ``error``: the last rank prints a known error and ends
+- ``schedule``: rank 0 finds another schedule in the checkpoint, as Megatron says it
 - ``raise``: rank 0 raises; once it is gone the others lose their peer, often before the launcher
   looks
 - ``hang``: never end; every rank leaves a child behind if it can, and its own id in FAKE_PIDS
@@ -76,6 +77,8 @@ def fail(iteration: int) -> None:
     if BEHAVIOUR == "error" and LAST:
         say("error: --num-experts: expected a multiple of 4, got 6. Change it.")
         sys.exit(1)
+    if BEHAVIOUR == "schedule" and RANK == 0:
+        raise AssertionError("OptimizerParamScheduler: class input value 19 do not match")
     if BEHAVIOUR == "raise" and iteration == 2:
         pids = Path(os.environ["FAKE_PIDS"])
         if RANK == 0:
