@@ -273,8 +273,6 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
                 only=is_managed,
             )
         for group in self._managed_groups:
-            for param in group.params:
-                param.quantized_storage.initial = None
             group.forget_masters()
             group.mark_stale(self)
             if group.all_owners_stepped():

@@ -80,7 +80,7 @@ class PlaneStorage(ABC):
     shape: tuple[int, int, int]
     quantized: QuantizedWeight
     initial: Tensor | None
-    """bf16 values until masters have been made of them."""
+    """What the bytes were quantized from, in any dtype, until masters have been made of it."""
     recorded_amax: Tensor | None
     """[E] fp32, written at each requantization; None where nobody asked, or the format has one."""
     is_fresh: bool
@@ -175,11 +175,12 @@ class PlaneStorage(ABC):
         if self.recorded_amax is not None:
             _, rows, cols = self.shape
             expert_amax_into(self.recorded_amax.zero_(), source, 0, rows * cols)
-        self.finish_gather()
+        self.version = new_version()
 
     def finish_gather(self) -> None:
-        """Take note of new bytes, which a table has written and derived."""
+        """Take note of new bytes, which a table has written and derived from masters."""
         self.version = new_version()
+        self.initial = None
 
     def dequantize(self, direction: Direction = "rowwise") -> Tensor:
         """Return the values of one direction, [E, R, C] bf16, newly allocated."""

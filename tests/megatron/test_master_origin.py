@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from moe_optim.config import MoEOptimConfig
+from moe_optim.modules.grouped_weight import GroupedWeight
 from tests.support.bytes import assert_bytes_equal
-from tests.support.masters import assert_weights_come_from_masters
+from tests.support.masters import assert_weights_come_from_masters, full_master
 from tests.support.ranks import run_ranks
-from tests.support.training import Record, pretrain
+from tests.support.training import Record, named_parameters, pretrain
 
 FLAGS = ["--train-iters", "1", "--lr", "0", "--min-lr", "0", "--weight-decay", "0"]
 FLAGS += ["--eval-interval", "1000000"]
@@ -76,3 +77,31 @@ def test_weights_given_before_the_model_is_wrapped_are_those_it_trains(
     assert record.losses.keys() == {1}
     for name, master in record.masters.items():
         assert_bytes_equal(master.view(-1), record.extra[name].view(-1).float(), what=name)
+
+
+def _train_after_a_load(config: MoEOptimConfig) -> list[torch.Tensor]:
+    """Load values without making masters of them, train a step, then make masters of weights."""
+
+    def load(model: list[Any], _optimizer: Any) -> None:
+        _load(model[0].module.module, _draw(model[0].module.module))
+
+    def reload(model: list[Any], optimizer: Any) -> list[torch.Tensor]:
+        assert_weights_come_from_masters(model, optimizer)
+        weights = [p for _, p in named_parameters(model) if isinstance(p, GroupedWeight)]
+        values = [weight.dequantize().float() for weight in weights]
+        optimizer.reload_model_params()
+        return [
+            full_master(optimizer, weight).view(weight.shape) - value
+            for weight, value in zip(weights, values, strict=True)
+        ]
+
+    return pretrain(FLAGS, config, after_setup=load, observe=reload).extra
+
+
+def test_values_that_a_step_has_overwritten_are_no_masters_any_more():
+    """They were loaded and no masters made of them: the step took the old ones, as Megatron does,
+    and whoever makes masters of the weights later gets those of the weights."""
+    (differences,) = run_ranks(1, _train_after_a_load, MoEOptimConfig(format="mxfp8"))
+    assert len(differences) == 4
+    for difference in differences:
+        assert not difference.any()
