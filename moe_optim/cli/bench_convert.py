@@ -88,7 +88,9 @@ def run(args: argparse.Namespace) -> int:
 
     if not 0 < args.gigabytes < float("inf"):
         raise ConfigError(f"--gigabytes: expected a size above 0, got {args.gigabytes:g}.")
-    require_writable(args.dir / "bench-convert", args.json)
+    if not args.dir.is_dir():
+        raise ConfigError(f"--dir {args.dir}: expected a folder, got none. Name another.")
+    require_writable(args.json)
     shapes = Shapes.of(args.gigabytes * 1e9)
     console = Console(stderr=True, markup=False, highlight=False)
     with TemporaryDirectory(prefix="bench-convert-", dir=args.dir) as folder:

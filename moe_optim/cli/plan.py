@@ -213,7 +213,7 @@ def spell_bytes(count: float) -> str:
     unit = 0
     while count >= 1000 and unit < len(_UNITS) - 1:
         count, unit = count / 1024, unit + 1
-    digits = f"{count:#.3g}" if unit else str(count)
+    digits = f"{count:#.3g}" if unit else f"{count:g}"
     return f"{digits.rstrip('.')} {_UNITS[unit]}"
 
 

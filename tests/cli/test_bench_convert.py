@@ -29,7 +29,7 @@ def test_a_size_that_is_none_is_refused(gigabytes, capsys):
 
 def test_a_folder_that_is_missing_is_refused(tmp_path, capsys):
     assert cli.main(["bench", "convert", "--dir", str(tmp_path / "none")]) == cli.BAD_INPUT
-    assert f"got no folder {tmp_path / 'none'}" in capsys.readouterr().err
+    assert f"--dir {tmp_path / 'none'}: expected a folder, got none" in capsys.readouterr().err
 
 
 def test_the_made_up_checkpoint_is_one_of_megatrons(tmp_path):

@@ -527,7 +527,14 @@ def spell(count):
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [(0, "0 B"), (999, "999 B"), (1000, "0.977 KiB"), (3 * 2**30, "3.00 GiB"), (2**50, "1.00 PiB")],
+    [
+        (0, "0 B"),
+        (0.0, "0 B"),
+        (999, "999 B"),
+        (1000, "0.977 KiB"),
+        (3 * 2**30, "3.00 GiB"),
+        (2**50, "1.00 PiB"),
+    ],
 )
 def test_bytes_are_spelled_with_three_digits(count, text):
     assert plan.spell_bytes(count) == text
