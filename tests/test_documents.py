@@ -1,18 +1,21 @@
 """Documents say what the code says."""
 
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from moe_optim.config import AVAILABLE, field_names
+from moe_optim.config import MoEOptimConfig, available_values, spell
 from moe_optim.megatron.patches import PATCHES
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = (
     "README.md",
+    "CHANGELOG.md",
     "recipes/README.md",
     "patches/README.md",
+    "patches/megatron-lm-0.19/README.md",
     "moe_optim/kernels/README.md",
     "moe_optim/megatron/README.md",
     "moe_optim/reference/README.md",
@@ -31,15 +34,13 @@ def test_no_patch_is_documented_that_does_not_exist():
     assert rows == [patch.id for patch in PATCHES]
 
 
-def test_every_knob_stands_in_the_recipe_table_with_its_values():
+@pytest.mark.parametrize(("name", "default"), asdict(MoEOptimConfig()).items())
+def test_every_knob_stands_in_the_recipe_table_with_its_values_and_default(name, default):
     """The table of knobs lists what this version takes, no more and no less."""
     text = (ROOT / "recipes" / "README.md").read_text()
-    for name in field_names():
-        (row,) = re.findall(rf"^\| `{name}` \| (.*?) \|", text, re.M)
-        for value in AVAILABLE.get(name, ()):
-            assert f"`{'null' if value is None else value}`" in row, name
-        if name in AVAILABLE:
-            assert row.count("`") == 2 * len(AVAILABLE[name]), name
+    ((values, stated),) = re.findall(rf"^\| `{name}` \| (.*?) \| `(.*?)` \|$", text, re.M)
+    assert re.findall("`(.*?)`", values) == [spell(value) for value in available_values(name)]
+    assert stated == spell(default)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
