@@ -76,6 +76,8 @@ class GroupedChainedOptimizer(ChainedOptimizer):
     def _find_culprits(self) -> Iterator[str]:
         names = parameter_names(self.model_chunks)
         for part in self.chained_optimizers:
+            if part.is_stub_optimizer:  # all of its parameters are frozen, or on other stages
+                continue
             for params in (*part.model_float16_groups, *part.model_fp32_groups):
                 for param in params:
                     owned = part._get_model_param_range_map(param)["param"]

@@ -8,6 +8,7 @@ import torch
 
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import NonFiniteError
+from tests.support import life_cycle
 from tests.support.ranks import run_ranks
 from tests.support.training import OVERLAP, assert_same_tensors, pretrain, weight_bytes
 
@@ -114,3 +115,32 @@ def test_a_nonfinite_master_is_not_gathered_when_a_checkpoint_is_loaded():
             r"expert \d: 1 non-finite master\. No weight has been gathered",
             message,
         )
+
+
+def _step_on_nan_beside_a_stub() -> None:
+    life_cycle.initialize()
+    from moe_optim.megatron.nonfinite import GroupedChainedOptimizer
+    from moe_optim.megatron.optimizer import GroupedDistributedOptimizer
+
+    cycle = life_cycle.LifeCycle()
+    part = cycle.optimizer.chained_optimizers[0]
+    stub = GroupedDistributedOptimizer(
+        *(None, part.config, None, lambda: None),
+        model_chunks=[cycle.ddp],
+        per_model_buffers={},
+        data_parallel_group=part.data_parallel_group,
+        data_parallel_group_gloo=part.data_parallel_group_gloo,
+        data_parallel_group_idx=0,
+        distributed_optimizer_instance_id=0,
+    )
+    chain = GroupedChainedOptimizer([stub, part])
+    cycle.zero()
+    cycle.micro(0, last=True)
+    part.model_float16_groups[0][0].main_grad.fill_(torch.nan)
+    with pytest.raises(NonFiniteError, match=r"rank 0: layers\.0\.weight: 2048 non-finite"):
+        chain.step()
+
+
+def test_an_optimizer_without_parameters_hides_no_culprit():
+    """As that of frozen weights, or of experts on a stage that has none."""
+    run_ranks(1, _step_on_nan_beside_a_stub)
