@@ -13,7 +13,14 @@ from torch import Tensor
 
 from moe_optim.errors import StateError
 from moe_optim.formats import DIRECTIONS, BlockScaledFormat, Direction, QuantizedWeight
-from moe_optim.megatron.te_fields import GROUPED, ONE, SWIZZLED, is_grouped, used_scales
+from moe_optim.megatron.te_fields import (
+    GROUPED,
+    ONE,
+    SWIZZLED,
+    is_grouped,
+    read_values,
+    used_scales,
+)
 from moe_optim.modules.storage import PlaneStorage, PortableStorage, new_version
 
 
@@ -71,17 +78,18 @@ class TransformerEngineStorage(PlaneStorage):
         """
         if self.initial is None:
             return False
-        initial, own = self.initial.view(self.shape), PortableStorage.viewing(self.quantized)
+        initial = self.initial.view(self.shape)
+        own = read_values(self._param).view(self.shape)  # of what whoever loaded it has written
         fresh = PortableStorage(self.format, (1, *self.shape[1:]), device=self.device)
-        for expert, values in enumerate(initial.unbind(0)):
-            on_device = values.to(self.device).unsqueeze(0)
-            fresh.write(on_device)
+        for given, held in zip(initial, own, strict=True):
+            on_device = given.to(self.device)
+            fresh.write(on_device.unsqueeze(0))
             least, error = (
-                (storage.dequantize().double() - on_device.double()).norm()
-                for storage in (fresh, own.expert(expert))
+                (values.double() - on_device.double()).norm()
+                for values in (fresh.dequantize()[0], held)
             )
             if not error <= 1.1 * least:  # quantizers differ by less, and NaN is no value
-                self.initial = self.dequantize().view(self.initial.shape).to(self.initial.device)
+                self.initial = own.view(self.initial.shape).to(self.initial.device)
                 return True
         return False
 

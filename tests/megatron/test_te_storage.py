@@ -11,6 +11,7 @@ from moe_optim.errors import ConfigError, StateError
 from moe_optim.formats import DIRECTIONS, FP8_BLOCK, MXFP8, MXFP8_2D, NVFP4, BlockScaledFormat
 from moe_optim.kernels.member_table import MemberTable, TableEntry
 from moe_optim.megatron import managed, te_weights
+from moe_optim.megatron.te_fields import GROUPED, ONE, read_values
 from moe_optim.megatron.te_storage import TransformerEngineStorage
 from moe_optim.modules.grouped_linear import GroupedLinear
 from tests.support import te_stand_ins
@@ -357,3 +358,16 @@ def test_initial_values_that_were_overwritten_give_way_to_what_the_bytes_stand_f
     assert storage.renew_initial()
     assert_bytes_equal(weight._high_precision_init_val, storage.dequantize().view(shape))
     assert not storage.renew_initial()
+
+
+@EVERY_KIND
+def test_values_that_the_weight_itself_was_given_count_as_overwriting(kind: Kind):
+    """Its own ``copy_`` writes bytes and scales where products read them, and knows no storage."""
+    weight, other = kind.weight(kind.masters(1)), kind.weight(1000 * kind.masters(2))
+    storage = TransformerEngineStorage(weight, kind.format)
+    fields = GROUPED if kind.experts else ONE
+    for name in fields.names(kind.format):
+        mine = getattr(weight, getattr(fields, name))
+        mine.copy_(getattr(other, getattr(fields, name)).view(mine.shape))
+    assert storage.renew_initial()
+    assert_bytes_equal(weight._high_precision_init_val, read_values(other))
