@@ -224,7 +224,7 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
                 for one in self.masters_of(bucket):
                     loaded = storage_of(one.param).initial
                     if loaded is not None:
-                        values = loaded.view(-1)[one.start : one.start + one.master.numel()]
+                        values = loaded.reshape(-1)[one.start : one.start + one.master.numel()]
                         one.master.copy_(values)
 
     def _build_model_param_to_state_dict_param_map(

@@ -179,7 +179,8 @@ def _copy(_func: Any, target: Tensor, source: Tensor, non_blocking: bool = False
             return target
         source = source.dequantize()
     elif storage.initial is not None:  # masters are still to be made: of these values
-        kept = torch.empty(target.shape, dtype=torch.bfloat16, device=storage.initial.device)
+        like = storage.initial  # may be fp32, as loaded
+        kept = torch.empty(target.shape, dtype=like.dtype, device=like.device)
         storage.initial = kept.copy_(source.detach())
     storage.write(source.expand(target.shape).reshape(storage.shape).to(torch.bfloat16))
     return target

@@ -499,6 +499,15 @@ def test_values_are_kept_only_where_asked_for():
     assert_bytes_equal(linear.weight.get_high_precision_init_val(), linear.weight.dequantize())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_values_written_over_kept_ones_are_kept_as_precisely(dtype):
+    """Modules keep what they load, fp32 as well, and write it afterwards."""
+    weight, values = make_weight(), wide_range_weights(*SHAPE, seed=1)
+    weight.quantized_storage.initial = torch.zeros(SHAPE, dtype=dtype)
+    weight.data.copy_(values)
+    assert_bytes_equal(weight.get_high_precision_init_val(), values.to(dtype))
+
+
 # Leaving the process
 
 
