@@ -98,6 +98,8 @@ def run(args: argparse.Namespace) -> int:
         LayoutError: a weight that a format cannot hold.
     """
     recipe = load_recipe(args.recipe, args.set)
+    if (fewest := min(args.gpus or [1])) < 1:
+        raise ConfigError(f"--gpus: expected 1 or more, got {fewest}.")
     require_writable(args.out, None if args.json == _STDOUT else args.json)
     argv = [*recipe.megatron_argv(), *args.megatron_args]
     with Console(stderr=True).status("Importing Megatron ..."), quiet():

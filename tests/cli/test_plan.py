@@ -571,6 +571,14 @@ def test_a_file_that_cannot_be_written_is_named(recipe, tmp_path, capsys, option
     assert f"{path}: expected a file to write" in capsys.readouterr().err
 
 
+def test_fewer_than_one_gpu_are_refused_as_such(recipe, capsys):
+    """They are multiples of everything, so that it is not the multiple that is wrong."""
+    for number in ("0", "-8"):
+        assert cli.main(["plan", str(recipe), "--gpus", "2", number]) == cli.BAD_INPUT
+        said = f"error: --gpus: expected 1 or more, got {number}.\n"
+        assert capsys.readouterr().err == said
+
+
 def test_an_error_is_one_line(recipe, capsys):
     assert cli.main(["plan", str(recipe), "--gpus", "2", "--", "--num-experts", "0"]) == 2
     assert capsys.readouterr().err == (
