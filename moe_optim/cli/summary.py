@@ -184,7 +184,7 @@ def plot_losses(curves: Curves, summary: Mapping[str, Any]) -> bytes:
     _draw_curves(axes, curves)
     entropy = summary["byte_entropy"]
     if entropy is not None:
-        label = f"byte entropy of the held-out text: {entropy:.2f}"
+        label = f"byte entropy of the held-out text: {entropy:z.2f}"
         axes.axhline(entropy, color="0.45", linestyle="--", linewidth=1, label=label)
     unit = "nats/byte" if entropy is not None else "nats/token"
     axes.set(xlabel="iteration", ylabel=f"loss ({unit})", xlim=(0, None))
@@ -239,7 +239,7 @@ def _rows(summary: Mapping[str, Any], folder: RunFolder, longer: str) -> list[tu
     if summary["test_loss"] is not None:
         rows.append(("test loss", f"{summary['test_loss']:.4f}"))
     if summary["byte_entropy"] is not None:
-        rows.append(("byte entropy", f"{summary['byte_entropy']:.4f} (nats/byte, held-out text)"))
+        rows.append(("byte entropy", f"{summary['byte_entropy']:z.4f} (nats/byte, held-out text)"))
     rows += [
         ("speed", f"{speed:.2f} iterations/s" if speed else "not measured"),
         ("time", f"{summary['seconds']:.0f} s for {summary['iterations']} iterations"),

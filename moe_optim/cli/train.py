@@ -219,7 +219,7 @@ class _Training:
         counts = ", ".join(f"{count:,} {split}" for split, count in dataset.bytes.items())
         self._say(
             f"dataset: {'built' if built else 'reused'} {dataset.folder} ({counts} bytes; "
-            f"byte entropy {dataset.byte_entropy:.3f} nats/byte)"
+            f"byte entropy {dataset.byte_entropy:z.3f} nats/byte)"
         )
         length = last_value(self.megatron_argv, "--seq-length")
         if length is not None and length.isdigit():

@@ -167,6 +167,14 @@ def test_a_disk_too_small_for_the_dataset_is_named(command, shared, tmp_path):
         assert not list((disk / "data").glob("bytes-*"))
 
 
+def test_a_text_of_one_byte_over_and_over_has_an_entropy_of_zero_without_a_sign(command, shared):
+    same = shared / "same.txt"
+    same.write_bytes(bytes(2**14))
+    _, screen, _ = command("--text", str(same), text=False)
+    assert "byte entropy 0.000 nats/byte" in screen
+    assert re.search(r"byte entropy +│ 0.0000 \(nats/byte", screen)
+
+
 def test_data_of_the_users_own_needs_no_dataset_of_ours(command, runs, shared):
     code, screen, _ = command(megatron=("--train-iters", "2", "--mock-data"), text=False)
     assert code == 0
