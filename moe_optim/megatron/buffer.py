@@ -11,7 +11,7 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucket,
 from megatron.core.transformer.cuda_graphs import is_graph_capturing
 from torch import Tensor
 
-from moe_optim.errors import StateError
+from moe_optim.errors import ConfigError, StateError
 from moe_optim.layout.shards import Member
 from moe_optim.layout.wire import Slot
 from moe_optim.megatron.bucket_storage import BucketStorage, Content, Event
@@ -58,6 +58,12 @@ class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
             raise StateError(
                 f"parameter buffer: expected quantized weights of one kind, got portable and "
                 f"other ones together: {names}. Use one expert implementation in a model."
+            )
+        if self.managed and not ddp_config.use_distributed_optimizer:
+            raise ConfigError(
+                f"moe_optim: expected --use-distributed-optimizer, since {params_with_names[0][1]} "
+                "is quantized, got a model that is wrapped without it. Give the flag, or set "
+                "format: bf16."
             )
         if not self.managed:
             super().__init__(

@@ -3,8 +3,8 @@
 import logging
 from collections.abc import Iterable
 
-from moe_optim.config import MoEOptimConfig
-from moe_optim.errors import StateError
+from moe_optim.config import MoEOptimConfig, field_names
+from moe_optim.errors import ConfigError, StateError
 from moe_optim.megatron import patches
 from moe_optim.megatron.patching import apply_patches, revert_patches
 
@@ -24,10 +24,16 @@ def install(config: MoEOptimConfig | None = None) -> None:
         config: every knob; defaults to ``MoEOptimConfig()``.
 
     Raises:
+        ConfigError: ``config`` is something else.
         StateError: another configuration is installed already.
         PatchError: Megatron is not the version this package was written for; nothing was changed.
     """
-    wanted = config or MoEOptimConfig()
+    wanted = MoEOptimConfig() if config is None else config
+    if not isinstance(wanted, MoEOptimConfig):
+        raise ConfigError(
+            f"install: expected a MoEOptimConfig, got {wanted!r}. Write "
+            'install(MoEOptimConfig(format="mxfp8")).'
+        )
     _require_no_other(wanted, "install", "Call moe_optim.uninstall() first.")
     _activate(wanted, (*patches.ADAM, *patches.EXPERTS, *patches.OPTIMIZER))
     logger.info("moe_optim: %s", wanted)
@@ -60,11 +66,19 @@ def uninstall() -> None:
 
 
 def _require_no_other(wanted: MoEOptimConfig, where: str, remedy: str) -> None:
-    if _active not in (None, wanted):
-        raise StateError(
-            f"{where}: expected the configuration that is installed, {_active}, got {wanted}. "
-            f"{remedy}"
-        )
+    if _active is None or _active == wanted:
+        return
+    differing = [
+        (name, getattr(_active, name), getattr(wanted, name))
+        for name in field_names()
+        if getattr(_active, name) != getattr(wanted, name)
+    ]
+    expected = ", ".join(f"{name}={old!r}" for name, old, _ in differing)
+    got = ", ".join(f"{name}={new!r}" for name, _, new in differing)
+    raise StateError(
+        f"{where}: expected the configuration that is installed, with {expected}, got {got}. "
+        f"{remedy}"
+    )
 
 
 def _activate(config: MoEOptimConfig, needed: Iterable[patches.Patch]) -> None:

@@ -75,7 +75,9 @@ def require_tree(path: Path) -> Path:
         ConfigError: there is no folder, or no ``megatron/core`` in it.
     """
     if not path.is_dir():
-        raise ConfigError(f"{path}: expected a checkout of Megatron-LM, got no folder.")
+        raise ConfigError(
+            f"{path}: expected a checkout of Megatron-LM, got no folder. Give its path."
+        )
     if not (path / "megatron" / "core" / "__init__.py").is_file():
         raise ConfigError(
             f"{path}: expected a checkout of Megatron-LM, got a folder without megatron/core. "

@@ -109,7 +109,8 @@ def apply_diffs(tree: Path, diffs: Sequence[SourceDiff]) -> list[str]:
     if unknown:
         lines = "\n  ".join(unknown)
         raise PatchError(
-            f"{tree}: the diffs are for core_v0.19.0, and nothing was changed:\n  {lines}"
+            f"{tree}: expected the files of core_v0.19.0, and changed nothing:\n  {lines}\n"
+            f"Check out that tag, or try git apply with the diffs in {FOLDER}."
         )
     waiting = [diff for diff in diffs if diff.state(tree) == "not applied"]
     _write({tree / d.path: d.content_after(_read(tree / d.path)) for d in waiting})

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moe_optim.config import MoEOptimConfig
-from moe_optim.errors import PatchError, StateError
+from moe_optim.errors import ConfigError, PatchError, StateError
 from moe_optim.megatron import cpu_runtime, patches, plugin
 from moe_optim.megatron.arguments import request_from_argv
 from moe_optim.megatron.patching import Patch, patch_state
@@ -115,8 +115,13 @@ def _use_several_configurations() -> None:
     plugin.install()
     assert plugin.active_config() == MoEOptimConfig()
     plugin.install(MoEOptimConfig())  # equal, though not identical
-    with pytest.raises(StateError, match=r"expert_layout='indexed'.*uninstall\(\) first"):
+    with pytest.raises(
+        StateError, match=r"got .*expert_layout='indexed'.*uninstall\(\) first"
+    ) as e:
         plugin.install(OTHER)
+    assert "nonfinite" not in str(e.value)  # which they have in common
+    with pytest.raises(ConfigError, match="expected a MoEOptimConfig, got 'mxfp8'"):
+        plugin.install("mxfp8")
     assert plugin.active_config() == MoEOptimConfig()
     plugin.uninstall()
     with pytest.raises(StateError):

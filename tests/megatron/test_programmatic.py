@@ -6,9 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError, StateError
+from moe_optim.formats import MXFP8
+from moe_optim.modules.grouped_linear import GroupedLinear
 from tests.support import training
 from tests.support.ranks import run_ranks
 from tests.support.training import OVERLAP, Record, assert_same_run, pretrain
@@ -207,6 +210,23 @@ def test_each_group_is_gathered_once_a_step_however_many_optimizers_there_are():
     ):
         assert counts == {3}
         assert_same_run(ours, stock, what="expert parallel")
+
+
+def _wrap_without_distributed_optimizer() -> str:
+    from moe_optim.megatron.buffer import GroupedParamAndGradBuffer
+
+    weight = GroupedLinear(2, 64, 32, format=MXFP8).weight
+    config = SimpleNamespace(use_distributed_optimizer=False)
+    names = [(weight, "experts.linear_fc1.weight")]
+    with pytest.raises(ConfigError) as error:
+        GroupedParamAndGradBuffer(config, torch.bfloat16, torch.float32, names)
+    return str(error.value)
+
+
+def test_quantized_experts_want_the_distributed_optimizer():
+    """Said when the model is wrapped, which comes before anybody builds an optimizer."""
+    (message,) = run_ranks(1, _wrap_without_distributed_optimizer)
+    assert "expected --use-distributed-optimizer, since experts.linear_fc1.weight is" in message
 
 
 def _portable_under_stock(flags: list[str], config: MoEOptimConfig) -> Record:
