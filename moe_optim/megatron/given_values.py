@@ -5,20 +5,21 @@ Transformer Engine those it was initialised with. From then on modules keep what
 """
 
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+from weakref import WeakSet
 
 from megatron.core.utils import log_single_rank
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from moe_optim.megatron.managed import storage_of
+from moe_optim.megatron.managed import is_managed, storage_of
 from moe_optim.megatron.te_fields import te_formats_of
 from moe_optim.megatron.te_storage import TransformerEngineStorage
 from moe_optim.modules.grouped_weight import GroupedWeight
 
 logger = logging.getLogger(__name__)
+_KEEPING: WeakSet[Module] = WeakSet()
 
 
 def renew_initial_values(params: Iterable[Parameter]) -> None:
@@ -46,31 +47,25 @@ def renew_initial_values(params: Iterable[Parameter]) -> None:
         )
 
 
-def keep_loaded_values(model_chunks: Sequence[Module], params: Collection[Parameter]) -> None:
-    """Have modules keep, on the host, what they load into quantized weights from now on.
+def keep_loaded_values(model_chunks: Sequence[Module]) -> None:
+    """Have modules keep, on the host, what they load into managed weights from now on.
 
     An optimizer that loads its own masters drops these values; one that makes its masters of the
-    weights takes them, which quantizing has cost nothing.
-
-    Args:
-        model_chunks: whose modules to look at.
-        params: managed parameters whose values are wanted.
+    weights takes them, which quantizing has cost nothing. A second call adds nothing.
     """
-    wanted = {id(param) for param in params}
     for chunk in model_chunks:
         for module in chunk.modules():
-            own = module.named_parameters(recurse=False)
-            names = [name for name, param in own if id(param) in wanted]
-            if names:
-                module.register_load_state_dict_pre_hook(partial(_keep, names))
+            if module not in _KEEPING and any(is_managed(p) for p in module.parameters(False)):
+                module.register_load_state_dict_pre_hook(_keep)
+                _KEEPING.add(module)
 
 
-def _keep(
-    names: Sequence[str], module: Module, state_dict: Mapping[str, Any], prefix: str, *_: Any
-) -> None:
-    for name in names:
-        param, value = getattr(module, name), state_dict.get(prefix + name)
+def _keep(module: Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
+    for name, param in module.named_parameters(recurse=False):
+        storage, value = getattr(param, "quantized_storage", None), state_dict.get(prefix + name)
+        if storage is None or not storage.is_bound:  # a weight in no bucket has no masters
+            continue
         if not isinstance(value, Tensor) or isinstance(value, GroupedWeight):
             continue
         if value.shape == param.shape and not te_formats_of(value):
-            param.quantized_storage.initial = value.detach().to("cpu", copy=True)
+            storage.initial = value.detach().to("cpu", copy=True)

@@ -54,11 +54,13 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
             group.add_owner(self)
             for bucket in group.buckets:
                 self._check_shards(bucket)
-            for param in group.params:
-                # Megatron clears these only where this rank owns a part of the parameter
+        # Megatron drops these only where this rank owns a part of the parameter, and never of a
+        # frozen one; those of other optimizers are still wanted
+        mine = {param for group in self._managed_groups for param in group.params}
+        for param in (param for chunk in self.model_chunks for param in chunk.parameters()):
+            if param in mine or (not param.requires_grad and is_managed(param)):
                 param.quantized_storage.initial = None
-        managed = [param for group in self._managed_groups for param in group.params]
-        keep_loaded_values(self.model_chunks, managed)
+        keep_loaded_values(self.model_chunks)
 
     def _find_groups(self) -> list[GroupedBucketGroup]:
         mine = {id(bucket) for buffer in self.buffers for bucket in buffer.buckets}

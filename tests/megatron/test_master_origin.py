@@ -79,6 +79,41 @@ def test_weights_given_before_the_model_is_wrapped_are_those_it_trains(
         assert_bytes_equal(master.view(-1), record.extra[name].view(-1).float(), what=name)
 
 
+def _load_into_frozen_and_twice(config: MoEOptimConfig) -> tuple[list[bool], int, int]:
+    """Freeze the first layer's experts when they are built; count what is kept, and who keeps."""
+    from megatron.core.models.gpt import GPTModel
+
+    build = GPTModel.__init__
+
+    def build_and_freeze(model: Any, *args: Any, **kwargs: Any) -> None:
+        build(model, *args, **kwargs)
+        model.decoder.layers[0].mlp.experts.requires_grad_(False)
+
+    def look(model: list[Any], optimizer: Any) -> tuple[list[bool], int, int]:
+        from moe_optim.megatron.given_values import keep_loaded_values
+
+        weights = [p for _, p in named_parameters(model) if isinstance(p, GroupedWeight)]
+        kept_at_first = [w.quantized_storage.initial is not None for w in weights]
+        linear = model[0].module.module.decoder.layers[1].mlp.experts.linear_fc1
+        hooks = len(linear._load_state_dict_pre_hooks)
+        keep_loaded_values(model)
+        assert len(linear._load_state_dict_pre_hooks) == hooks
+        _load(model[0].module.module, _draw(model[0].module.module))
+        return kept_at_first, hooks, sum(w.quantized_storage.initial is not None for w in weights)
+
+    GPTModel.__init__ = build_and_freeze
+    return pretrain(FLAGS, config, observe=look).extra
+
+
+def test_nothing_is_kept_for_weights_without_masters():
+    """Neither the initial values of frozen experts nor what is loaded into them; a module keeps
+    what it loads once, however many optimizers ask for it."""
+    config = MoEOptimConfig(format="mxfp8")
+    ((kept_at_first, hooks, kept),) = run_ranks(1, _load_into_frozen_and_twice, config)
+    assert kept_at_first == [False] * 4
+    assert (hooks, kept) == (1, 2)
+
+
 def _train_after_a_load(config: MoEOptimConfig) -> list[torch.Tensor]:
     """Load values without making masters of them, train a step, then make masters of weights."""
 
