@@ -4,6 +4,7 @@
 # below and Megatron's argument builder read them.
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from types import MappingProxyType
@@ -133,6 +134,28 @@ def check_key(where: str, key: object, known: Iterable[str]) -> None:
         )
 
 
+def parse_yaml(where: str, text: str) -> Any:
+    """Return what ``text`` spells out, by the one reading of recipes and assignments.
+
+    Args:
+        where: how errors call the text.
+        text: a whole document, or one value.
+
+    Raises:
+        ConfigError: it is no YAML.
+    """
+    try:
+        return yaml.load(text, _Loader)  # noqa: S506 (a SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        line = f" line {error.problem_mark.line + 1}:" if error.problem_mark else ""
+        remedy = "Correct it, or quote what is text"
+        raise ConfigError(
+            f"{where}:{line} expected YAML, got: {error.problem}. {remedy}."
+        ) from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where}: expected YAML, got: {first_line(error)}.") from error
+
+
 def first_line(error: Exception) -> str:
     """Return the first line of a message; YAML and OmegaConf append their own context to it."""
     return str(error).partition("\n")[0]
@@ -198,16 +221,45 @@ def _closest(value: object, choices: Iterable[object]) -> str | None:
 
 
 def _parse_assignment(assignment: str, where: str) -> dict[str, object]:
-    key, equals, _ = assignment.partition("=")
+    key, equals, text = assignment.partition("=")
     if not equals or not key.strip():
         raise ConfigError(
             f"{where}: expected key=value, got {assignment!r}. Write for example format=bf16."
         )
+    value = parse_yaml(f"{where}: {assignment!r}", text)
     try:
-        parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([assignment]), resolve=True)
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        parsed: Any = OmegaConf.to_container(OmegaConf.create({key: value}), resolve=True)
+    except OmegaConfBaseException as error:
         raise ConfigError(
             f"{where}: expected key=value, got {assignment!r} ({first_line(error)}). "
             f"Quote the value."
         ) from error
     return dict(parsed)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML where whole numbers, true, false and null are values and all else is text.
+
+    So ``2e-3``, ``1.10`` and ``12:30`` reach Megatron as they were written, which YAML's own rules
+    would turn into text, 1.1 and 750. A repeated key is an error.
+    """
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                problem = f"the key {key.value!r} occurs twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            seen.add(key.value if isinstance(key, yaml.ScalarNode) else None)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.yaml_implicit_resolvers = {}
+for _tag, _pattern, _first in (
+    ("bool", "true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("int", "0|-?[1-9][0-9]*", "-0123456789"),  # only what str(int) gives back
+    ("null", "null|Null|NULL|~|", ["n", "N", "~", ""]),
+):
+    _Loader.add_implicit_resolver(
+        f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), list(_first)
+    )

@@ -7,12 +7,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
-from moe_optim.config import MoEOptimConfig, check_key, field_names, first_line
+from moe_optim.config import MoEOptimConfig, check_key, field_names, first_line, parse_yaml
 from moe_optim.environment import find_gpus, unmet_version
 from moe_optim.errors import ConfigError
 
@@ -114,34 +113,6 @@ def check_requirements(recipe: Recipe) -> None:
         raise ConfigError(f"{recipe.path}: requires: expected more than this machine has.{lines}")
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML where whole numbers, true, false and null are values and all else is text.
-
-    So ``2e-3``, ``1.10`` and ``12:30`` reach Megatron as they were written, which YAML's own rules
-    would turn into text, 1.1 and 750. A repeated key is an error.
-    """
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                problem = f"the key {key.value!r} occurs twice"
-                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-            seen.add(key.value if isinstance(key, yaml.ScalarNode) else None)
-        return super().construct_mapping(node, deep)
-
-
-_Loader.yaml_implicit_resolvers = {}
-for _tag, _pattern, _first in (
-    ("bool", "true|True|TRUE|false|False|FALSE", "tTfF"),
-    ("int", "0|-?[1-9][0-9]*", "-0123456789"),  # only what str(int) gives back
-    ("null", "null|Null|NULL|~|", ["n", "N", "~", ""]),
-):
-    _Loader.add_implicit_resolver(
-        f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), list(_first)
-    )
-
-
 def _read_layers(path: Path, above: tuple[Path, ...]) -> list[dict[str, dict[str, Any]]]:
     """Return the sections of a recipe's bases and of itself, the first base first.
 
@@ -156,7 +127,7 @@ def _read_layers(path: Path, above: tuple[Path, ...]) -> list[dict[str, dict[str
             f"{above[-1]}: base: expected a recipe that does not lead back to itself, got {chain}. "
             f"Remove one `base`."
         )
-    recipe = _parse_yaml(f"{path}", _read_text(path, above))
+    recipe = parse_yaml(f"{path}", _read_text(path, above))
     where = f"{path}"
     if not isinstance(recipe, dict):
         raise ConfigError(
@@ -184,19 +155,6 @@ def _read_text(path: Path, above: tuple[Path, ...]) -> str:
         raise ConfigError(f"{path}: expected a readable recipe, got: {why}. {remedy}.") from error
 
 
-def _parse_yaml(where: str, text: str) -> Any:
-    try:
-        return yaml.load(text, _Loader)  # noqa: S506 (a SafeLoader)
-    except yaml.MarkedYAMLError as error:
-        line = f" line {error.problem_mark.line + 1}:" if error.problem_mark else ""
-        remedy = "Correct it, or quote what is text"
-        raise ConfigError(
-            f"{where}:{line} expected YAML, got: {error.problem}. {remedy}."
-        ) from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{where}: expected YAML, got: {first_line(error)}.") from error
-
-
 def _parse_override(text: str) -> dict[str, dict[str, Any]]:
     where = f"override {text!r}"
     target, equals, value = text.partition("=")
@@ -206,7 +164,7 @@ def _parse_override(text: str) -> dict[str, dict[str, Any]]:
             f"{where}: expected SECTION.KEY=VALUE with a section among {', '.join(SECTIONS)}. "
             f"Write {_suggest(target)}={value or 'VALUE'}."
         )
-    layer = {section: {key: _parse_yaml(where, value)}}
+    layer = {section: {key: parse_yaml(where, value)}}
     return {section: _checked_section(where, section, layer)}
 
 

@@ -7,9 +7,10 @@ from typing import get_args
 
 import pytest
 
-from moe_optim.config import AVAILABLE, Format, MoEOptimConfig, field_names
+from moe_optim.config import AVAILABLE, Format, MoEOptimConfig, field_names, parse_yaml
 from moe_optim.errors import ConfigError
 from moe_optim.formats import FORMATS
+from moe_optim.recipes import load_recipe
 
 DEFAULTS = {
     "format": "mxfp8",
@@ -47,8 +48,8 @@ REFUSED = {  # field, value -> what the message must say
 NOT_ASSIGNMENTS = {
     "no value": ("format", "expected key=value, got 'format'"),
     "no key": ("=bf16", "expected key=value, got '=bf16'"),
-    "nested": ("format.name=bf16", f"format: expected {CHOICES}, got {{'name': 'bf16'}}"),
-    "half a list": ("format=[", "expected key=value, got 'format=['"),
+    "nested": ("format.name=bf16", "got 'format.name'. Write format, the closest of them."),
+    "half a list": ("format=[", "'format=[': line 1: expected YAML, got: "),
     "dangling interpolation": ("format=${nothing}", "Interpolation key 'nothing' not found"),
     "unknown key": ("fromat=bf16", "got 'fromat'. Write format, the closest of them."),
 }
@@ -124,6 +125,23 @@ def test_what_is_no_assignment_is_refused(assignment, message):
         MoEOptimConfig().replace_from([assignment], where="--moe-optim-set")
     assert str(error.value).startswith("--moe-optim-set: ")
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("word", ["yes", "on", "1e3", "1.10", "12:30", "0x10", "1_0", "2026-01-01"])
+def test_text_is_read_as_text_in_assignments_as_in_recipes(word, tmp_path):
+    """YAML's own rules would take them for true, numbers and a date: messages say what was
+    written."""
+    assert parse_yaml("here", word) == word
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"moe_optim:\n  wire: {word}\n")
+    said = f"wire: expected quantized or bf16, got '{word}'. Write quantized or bf16."
+    for read in (
+        lambda: MoEOptimConfig().replace_from([f"wire={word}"]),
+        lambda: load_recipe(recipe),
+    ):
+        with pytest.raises(ConfigError) as error:
+            read()
+        assert str(error.value).endswith(said)
 
 
 def test_a_config_is_a_frozen_hashable_value():
