@@ -86,7 +86,7 @@ def add_naming(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--num-experts",
-        type=int,
+        type=_experts,
         metavar="N",
         help="how many experts a layer has, where it does not tell (layout legacy)",
     )
@@ -157,4 +157,10 @@ def _summary(plan: "ConversionPlan", args: argparse.Namespace, seconds: float) -
 def _rows(text: str) -> int:
     if not text.isdigit():
         raise argparse.ArgumentTypeError(f"expected a number of rows, got '{text}'")
+    return int(text)
+
+
+def _experts(text: str) -> int:
+    if not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"expected a number of experts, got '{text}'")
     return int(text)

@@ -205,10 +205,10 @@ def _read_layout(
     hidden, ffn = _vote(found, "H", experts), _vote(found, "F", experts)
     if not (experts and hidden and ffn):
         first = prefix + layout.patterns[0].key(0)
-        lack = "" if layout.shows_num_experts else ": how many experts is not in them. Give it"
         return None, [
             f"{key}: expected experts from {first} on, of shapes ({', '.join(pattern.stored)})"
-            f"{lack}, got {'no tensor' if shape is None else list(shape)}"
+            f"{_lack(layout, pattern, shape, experts)}, "
+            f"got {'no tensor' if shape is None else list(shape)}"
             for key, (pattern, _, shape) in found.items()
         ]
     expert_set = ExpertSet(
@@ -222,6 +222,19 @@ def _read_layout(
     )
     faults = shape_faults(expert_set, {key: shape for key, (_, _, shape) in found.items()})
     return (None, faults) if faults else (expert_set, [])
+
+
+def _lack(layout: KeyLayout, pattern: KeyPattern, shape: Shape, experts: int | None) -> str:
+    """Say why a shape that does not tell the number of experts is not read: none or a wrong one."""
+    if layout.shows_num_experts:
+        return ""
+    if not experts:
+        return ": how many experts is not in them. Give it"
+    if shape is None or len(shape) != len(pattern.stored):
+        return ""
+    units = {part: _unit(part, experts) for part in pattern.stored}
+    uncut = [part for part, size in zip(pattern.stored, shape, strict=True) if size % units[part]]
+    return "".join(f", of E = {experts} experts: {units[p]} must divide {p}" for p in uncut)
 
 
 def _count_experts(layout: KeyLayout, found: _Found) -> int | None:
@@ -239,11 +252,16 @@ def _vote(found: _Found, symbol: str, experts: int | None) -> int | None:
         if shape is None or len(shape) != len(pattern.stored):
             continue
         for part, size in zip(pattern.stored, shape, strict=True):
-            *factors, last = part.split("*")
-            unit = (2 if last == "2F" else 1) * (experts or 0 if factors else 1)
-            if last.removeprefix("2") == symbol and unit and size % unit == 0:
+            unit = _unit(part, experts)
+            if part[-1] == symbol and unit and size % unit == 0:
                 votes[size // unit] += 1
     return votes.most_common(1)[0][0] if votes else None
+
+
+def _unit(part: str, experts: int | None) -> int:
+    """Return what divides the size of an axis such as ``E*2F``: 2 * E; 0 where E is not known."""
+    *factors, last = part.split("*")
+    return (2 if last == "2F" else 1) * (experts or 0 if factors else 1)
 
 
 def expert_remainders(remainders: Iterable[str]) -> set[str]:

@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from moe_optim.checkpoints.opening import open_checkpoint
@@ -108,7 +109,31 @@ def test_what_cannot_be_done_is_one_line_exits_with_2_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("option", [["--to", "fused"], ["--to", "hf", "--glu-interleave", "-1"]])
+def test_a_number_of_experts_that_does_not_divide_is_named_with_what_it_must_divide(
+    convert, tmp_path
+):
+    """6 = E*F rows of the second weight are those of 1, 2, 3 or 6 experts."""
+    weights = {"experts.weight1": torch.zeros(5, 12), "experts.weight2": torch.zeros(6, 5)}
+    source = tmp_path / "legacy.safetensors"
+    save_file(weights, source)
+    words = [source, tmp_path / "out", "--to", "hf", "--from", "legacy"]
+    code, _, err = convert(*words, "--num-experts", 4)
+    assert code == 2
+    assert "(H, E*2F), of E = 4 experts: 8 must divide E*2F, got [5, 12]" in err
+    assert "(E*F, H), of E = 4 experts: 4 must divide E*F, got [6, 5]" in err
+    assert "Give it" not in err
+    assert "how many experts is not in them. Give it" in convert(*words)[2]
+    assert convert(*words, "--num-experts", 3)[0] == 0
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        ["--to", "fused"],
+        ["--to", "hf", "--glu-interleave", "-1"],
+        ["--to", "hf", "--num-experts", "0"],
+    ],
+)
 def test_a_wrong_value_is_named_with_its_option(option, convert, source, tmp_path, capsys):
     with pytest.raises(SystemExit) as exit:
         convert(source, tmp_path / "out", *option)
