@@ -5,6 +5,7 @@
     RUN/checkpoints/      Megatron's torch_dist checkpoints and its tracker file
     RUN/logs/launch1/     one log a rank and launch: rank0.log, rank1.log, ...
     RUN/tensorboard/      event files of every launch
+    RUN/text.json         what the run began to train on; a resume goes on with it
     RUN/index_cache/      Megatron's sample index of the dataset; rebuilt by every launch
     RUN/model.json        what rank 0 says about the model it trained
     RUN/summary.json      written last: a run that has it has finished
@@ -14,14 +15,15 @@
 
 import contextlib
 import fcntl
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from moe_optim.checkpoints.folders import iteration_folders
-from moe_optim.cli.files import full_disk_explained
+from moe_optim.cli.files import full_disk_explained, write_atomically
 from moe_optim.errors import ConfigError, StateError
 
 
@@ -52,6 +54,11 @@ class RunFolder:
         return self.path / "index_cache"
 
     @property
+    def text(self) -> Path:
+        """The paths of ``--text``, none for the standard library; absent for Megatron's data."""
+        return self.path / "text.json"
+
+    @property
     def model(self) -> Path:
         """What rank 0 says about the model."""
         return self.path / "model.json"
@@ -70,6 +77,46 @@ class RunFolder:
         """Return the log folder of the coming launch; those of earlier launches are kept."""
         taken = [int(path.name.removeprefix("launch")) for path in self.logs.glob("launch[0-9]*")]
         return self.logs / f"launch{max(taken, default=0) + 1}"
+
+
+def remember_text(folder: RunFolder, paths: Sequence[Path]) -> None:
+    """Record what the run trains on, as ``--text`` names it."""
+    content = json.dumps([str(path.absolute()) for path in paths]) + "\n"
+    write_atomically(folder.text, content.encode())
+
+
+def recall_text(folder: RunFolder, given: Sequence[Path]) -> list[Path]:
+    """Return what a resumed run goes on to train on: what it began with, if that was recorded.
+
+    Args:
+        folder: of the run.
+        given: by ``--text`` at the resume; may be empty.
+
+    Raises:
+        ConfigError: other text is given than the run began with.
+        StateError: the record is damaged.
+    """
+    if not folder.text.is_file():
+        return list(given)
+    try:
+        began = [Path(path) for path in json.loads(folder.text.read_text())]
+    except (ValueError, TypeError) as error:
+        raise StateError(
+            f"{folder.text}: expected a list of paths, got something else. Remove the file, and "
+            "give --text as the run was started with it."
+        ) from error
+    if given and {path.resolve() for path in given} != {path.resolve() for path in began}:
+        raise ConfigError(
+            f"--text: expected {spell_text(began)}, which {folder.path} began to train on, got "
+            f"{spell_text(given)}. Leave --text out, or start a new run in another folder with "
+            "--out."
+        )
+    return began
+
+
+def spell_text(paths: Sequence[Path]) -> str:
+    """Name the text to train on."""
+    return " ".join(map(str, paths)) or "the standard library"
 
 
 @contextlib.contextmanager

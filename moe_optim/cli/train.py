@@ -24,7 +24,13 @@ from moe_optim.cli.argv import (
 )
 from moe_optim.cli.checkpoints import find_resume_point, newest_complete_checkpoint
 from moe_optim.cli.files import DISK_FULL, free_bytes, full_disk_explained, full_disk_sentence
-from moe_optim.cli.run_folder import RunFolder, claim
+from moe_optim.cli.run_folder import (
+    RunFolder,
+    claim,
+    recall_text,
+    remember_text,
+    spell_text,
+)
 from moe_optim.cli.summary import LaunchFacts, print_summary, write_summary
 from moe_optim.errors import ConfigError
 from moe_optim.megatron.dataset import (
@@ -81,7 +87,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         default=[],
         type=Path,
         metavar="PATH",
-        help="files or folders to train on, byte by byte (default: Python's standard library)",
+        help="files or folders to train on, byte by byte (default: Python's standard library; of a "
+        "resumed run, what it began with)",
     )
     add("--resume", action="store_true", help="continue from the newest complete checkpoint")
     add("--ranks", type=int, metavar="N", help="processes to start (default: the recipe's)")
@@ -197,7 +204,8 @@ class _Training:
         """Build or find the dataset; None where Megatron's flags name another one."""
         if data_flags(self.megatron_argv):
             return None
-        files = find_text(self.args.text) if self.args.text else standard_library_text()
+        paths = self._text()
+        files = find_text(paths) if paths else standard_library_text()
         size = sum(file.size for file in files)
         self._say(f"dataset: {len(files)} files, {size / 1e6:.1f} MB")
         root = self.folder.path.resolve().parent / "data"
@@ -224,7 +232,17 @@ class _Training:
         length = last_value(self.megatron_argv, "--seq-length")
         if length is not None and length.isdigit():
             require_sequence_length(dataset, int(length))
+        remember_text(self.folder, paths)
         return dataset
+
+    def _text(self) -> list[Path]:
+        """Return the files and folders to train on; none for the standard library."""
+        given: list[Path] = self.args.text
+        if not self.args.resume:
+            return given
+        paths = recall_text(self.folder, given)
+        self._say(f"resume: on {spell_text(paths)}")
+        return paths
 
     def _launch(self, dataset: ByteDataset | None) -> "LaunchResult":
         from moe_optim.cli.launcher import LaunchPlan, launch

@@ -4,10 +4,11 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from moe_optim.cli.run_folder import RunFolder, claim
+from moe_optim.cli.run_folder import RunFolder, claim, recall_text, remember_text
 from moe_optim.errors import ConfigError, StateError
 
 
@@ -63,3 +64,25 @@ def test_a_file_in_the_way_is_named(tmp_path, out):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="expected a folder"), claim(tmp_path / out, resume=False):
         pass
+
+
+def test_the_text_of_a_run_is_remembered_from_wherever_it_was_named(tmp_path, monkeypatch):
+    """The standard library is no path at all; a run of an older version has no record."""
+    folder, text, other = RunFolder(tmp_path), [Path("a.txt"), Path("below")], [Path("b.txt")]
+    assert recall_text(folder, []) == []
+    assert recall_text(folder, other) == other
+    monkeypatch.chdir(tmp_path)
+    remember_text(folder, text)
+    monkeypatch.chdir("/")
+    began = [tmp_path / path for path in text]
+    assert recall_text(folder, []) == began
+    assert recall_text(folder, [*reversed(began)]) == began
+    with pytest.raises(ConfigError, match=rf"expected {began[0]} {began[1]}, .* got b.txt\. Leave"):
+        recall_text(folder, other)
+    remember_text(folder, [])
+    assert recall_text(folder, []) == []
+    with pytest.raises(ConfigError, match="expected the standard library, which .* got b.txt"):
+        recall_text(folder, other)
+    folder.text.write_text("[")
+    with pytest.raises(StateError, match=r"text.json: expected a list of paths"):
+        recall_text(folder, [])

@@ -111,6 +111,28 @@ def test_a_resume_passes_over_a_broken_checkpoint_and_joins_the_curves(command, 
     assert len(list((runs / "a" / "logs").iterdir())) == 2
 
 
+def test_a_resume_goes_on_with_the_text_that_the_run_began_with(command, runs, shared):
+    """Whether it is named again or not; other text is refused, both named, before a rank starts."""
+    began = shared / "text"
+    assert command()[0] == 0
+    data = rank_arguments(runs / "a")
+    write_checkpoint(runs / "a" / "checkpoints", 4)
+    for named in (False, True):
+        code, screen, _ = command("--resume", text=named)
+        assert code == 0
+        assert f"resume: on {began}\n" in screen
+        flag = "--train-data-path"
+        resumed = rank_arguments(runs / "a")
+        assert resumed[resumed.index(flag) + 1] == data[data.index(flag) + 1]
+
+    other = shared / "other.txt"
+    other.write_text("another text\n" * 400)
+    code, _, errors = command("--resume", "--text", str(other), text=False)
+    assert code == 2
+    assert f"--text: expected {began}, which {runs / 'a'} began to train on, got {other}." in errors
+    assert len(list((runs / "a" / "logs").iterdir())) == 3
+
+
 def test_a_resume_without_a_checkpoint_is_refused(command):
     code, _, errors = command("--resume")
     assert code == 2
