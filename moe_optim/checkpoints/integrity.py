@@ -19,6 +19,7 @@ whole ``mp_rank_*`` folder of ``--ckpt-format torch`` is missing is found by a s
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
@@ -50,6 +51,9 @@ _BACKEND = "torch_dist"
 _COMMON = "common.pt"  # in torch_dist checkpoints of older Megatrons
 _LEGACY_FILES = "mp_rank_*/*.pt"  # --ckpt-format torch
 _LEGACY_MODEL = "model_optim_rng.pt"
+
+_DAMAGED = "expected every file as it was saved"
+_REMEDY = re.compile(rf"{_DAMAGED}.* --ckpt-step (\d+)\.")
 
 Archives = dict[str, list[Blob]]
 """By name of a file, the archives in it, from its start to its end."""
@@ -103,9 +107,19 @@ def require_intact(checkpoint: Path, *, thorough: bool, part: int = 0, parts: in
         lines.append(f"{first}, and {len(more)} more in it" if more else str(first))
     if lines:
         raise StateError(
-            f"{checkpoint}: expected every file as it was saved, got: {'; '.join(lines)}. "
-            f"{_what_to_load(checkpoint)}"
+            f"{checkpoint}: {_DAMAGED}, got: {'; '.join(lines)}. {_what_to_load(checkpoint)}"
         )
+
+
+def is_damage(message: str) -> bool:
+    """Return whether a message, perhaps of another process, is :func:`require_intact`'s."""
+    return _DAMAGED in message
+
+
+def step_beside(message: str) -> int | None:
+    """Return the iteration that :func:`require_intact`'s message says to load instead, if any."""
+    found = _REMEDY.search(message)
+    return int(found[1]) if found else None
 
 
 def seal(checkpoint: Path) -> None:

@@ -3,7 +3,7 @@
 import argparse
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 DATA_FLAGS = (
     "--mock-data",
@@ -59,13 +59,13 @@ def last_value(argv: Sequence[str], flag: str) -> str | None:
     return value
 
 
-def without(argv: Sequence[str], valued: str, bare: str) -> list[str]:
-    """Return ``argv`` without a flag that takes one value and one that takes none."""
+def without(argv: Sequence[str], *, valued: Collection[str], bare: Collection[str]) -> list[str]:
+    """Return ``argv`` without flags that take one value each and flags that take none."""
     kept: list[str] = []
     words = iter(argv)
     for word in words:
-        if word == valued:
+        if word in valued:
             next(words, None)
-        elif word != bare and not word.startswith(f"{valued}="):
+        elif word not in bare and word.partition("=")[0] not in valued:
             kept.append(word)
     return kept

@@ -6,7 +6,7 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn
 
 from moe_optim.checkpoints.folders import iteration_folders
+from moe_optim.checkpoints.integrity import is_damage, step_beside
 from moe_optim.cli.argv import (
     data_flags,
     flags,
@@ -55,6 +56,7 @@ _FOLDER_FLAGS = ("--save", "--tensorboard-dir", "--data-cache-path")
 _CPU_DEFAULTS = ("--num-workers", "0")  # loader processes would take the cores from the ranks
 _NOTHING_FREE_BYTES = 2**20  # the disk is full, though the ranks could not even write it down
 _LITTLE_FREE_BYTES = 2**26  # the disk is full if a rank said so; else another one may be
+_CKPT_STEP = "--ckpt-step"
 _OVERRIDE_SCHEDULE = "--override-opt_param-scheduler"
 _FAILED = 1
 
@@ -168,7 +170,7 @@ class _Training:
         facts = LaunchFacts(
             world_size=self.ranks,
             seconds=result.seconds,
-            command=self._command(resume=self.args.resume),
+            command=self._command(self.args.megatron_args, resume=self.args.resume),
             resumed_from=resumed_from,
             byte_entropy=dataset.byte_entropy if dataset else None,
             test_loss=result.state.test_loss,
@@ -176,7 +178,9 @@ class _Training:
         summary = write_summary(self.folder, facts)
         if result.state.total == 0:
             self._say("nothing was left to train: ask for more with `-- --train-iters N`")
-        longer = self._command(resume=True, iterations=2 * summary["iterations"])
+        iterations = ("--train-iters", str(2 * summary["iterations"]))
+        # A longer schedule is not the one in the checkpoint.
+        longer = self._resume_command(*iterations, _OVERRIDE_SCHEDULE, replaced=iterations[:1])
         print_summary(summary, self.folder, longer, self.console)
         return 0
 
@@ -194,6 +198,10 @@ class _Training:
         self.console.print(line, markup=False, highlight=False)
 
     def _resume_point(self) -> int:
+        step = last_value(self.megatron_argv, _CKPT_STEP)
+        if step is not None and step.isdigit():
+            self._say(f"resume: from the checkpoint of iteration {step}, as {_CKPT_STEP} says")
+            return int(step)
         point = find_resume_point(self.folder.checkpoints)
         for note in point.notes:
             self._say(f"resume: {note}")
@@ -294,6 +302,10 @@ class _Training:
         if free < (_LITTLE_FREE_BYTES if failure.disk_full else _NOTHING_FREE_BYTES):
             sentence = full_disk_sentence(self.folder.path, f"rank {failure.rank}")
         lines = [sentence, f"Log: {failure.log}"]
+        if is_damage(failure.reason):
+            step = step_beside(failure.reason)
+            way_on = [] if step is None else [self._continue_from(step, _CKPT_STEP, str(step))]
+            return _fail("\n  ".join([*lines, *way_on]))
         remedy = []
         if "OptimizerParamScheduler" in failure.reason:
             remedy = [_OVERRIDE_SCHEDULE]
@@ -308,18 +320,32 @@ class _Training:
         """Say which checkpoint can be resumed, and how; ``remedy`` are flags for Megatron."""
         iteration = newest_complete_checkpoint(self.folder.checkpoints)
         if iteration is not None:
-            return f"Continue from iteration {iteration}: {self._command(*remedy, resume=True)}"
+            return self._continue_from(iteration, *remedy)
         if iteration_folders(self.folder.checkpoints):
             return "No checkpoint is complete: start again in another folder with --out."
-        return f"There is no checkpoint yet: start again: {self._command(resume=False)}"
+        again = self._command(self.args.megatron_args, resume=False)
+        return f"There is no checkpoint yet: start again: {again}"
 
-    def _command(self, *more: str, resume: bool, iterations: int | None = None) -> str:
-        """Return the command line of this run, for a shell; with more flags, or of a longer one."""
+    def _continue_from(self, iteration: int, *remedy: str) -> str:
+        return f"Continue from iteration {iteration}: {self._resume_command(*remedy)}"
+
+    def _resume_command(self, *more: str, replaced: Collection[str] = ()) -> str:
+        """Return the command that goes on with this run, from its newest checkpoint.
+
+        Args:
+            more: flags for Megatron.
+            replaced: those of one value that ``more`` gives anew.
+        """
+        old = without(
+            self.args.megatron_args,
+            valued=(_CKPT_STEP, *replaced),
+            bare={_OVERRIDE_SCHEDULE}.intersection(more),
+        )
+        return self._command([*old, *more], resume=True)
+
+    def _command(self, megatron_args: Sequence[str], *, resume: bool) -> str:
+        """Return the command line of this run with other flags for Megatron, for a shell."""
         args = self.args
-        megatron_args = [*args.megatron_args, *more]
-        if iterations is not None:  # a longer schedule is not the one in the checkpoint
-            megatron_args = without(megatron_args, "--train-iters", _OVERRIDE_SCHEDULE)
-            megatron_args += ["--train-iters", str(iterations), _OVERRIDE_SCHEDULE]
         words = ["moe-optim", "train", str(args.recipe)]
         words += ["--out", str(args.out)] if args.out else []
         words += ["--set", *args.set] if args.set else []

@@ -2,12 +2,16 @@
 
 import json
 import re
+import shlex
 import shutil
 
 import pytest
+import torch
 
+from moe_optim.checkpoints.integrity import require_intact
 from moe_optim.cli import main as cli
 from moe_optim.cli import train
+from moe_optim.errors import StateError
 from tests.support.runs import FAKE_RANK, REPOSITORY, small_disk, write_checkpoint
 
 EVERY_SECOND = ("--eval-interval", "2")
@@ -160,6 +164,39 @@ def test_the_way_on_takes_another_schedule_where_that_was_the_fault(command, run
     write_checkpoint(runs / "a" / "checkpoints", 4)
     _, _, errors = command("--resume", behaviour="schedule")
     assert errors.splitlines()[-1].endswith("--eval-interval 2 --override-opt_param-scheduler")
+
+
+def test_past_a_damaged_checkpoint_the_way_on_is_the_one_that_the_error_names(
+    command, runs, monkeypatch
+):
+    """Where it names none there is none; and after one that it names, the newest counts again."""
+    folder = runs / "a"
+    damaged = write_checkpoint(folder / "checkpoints", 4)
+    file = damaged / "__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[content.index(torch.arange(1000.0).numpy().tobytes())] ^= 1
+    file.write_bytes(content)
+
+    def resume():
+        with pytest.raises(StateError) as error:
+            require_intact(damaged, thorough=True)
+        monkeypatch.setenv("FAKE_ERROR", str(error.value))
+        return command("--resume", behaviour="error")[2]
+
+    errors = resume()
+    assert "No other checkpoint beside it is complete: restore its files from a copy." in errors
+    assert errors.splitlines()[-1] == f"  Log: {folder}/logs/launch1/rank1.log"
+
+    write_checkpoint(folder / "checkpoints", 2)
+    errors = resume()
+    assert "Load iter_0000002 beside it, which is complete: --ckpt-step 2." in errors
+    way_on = errors.splitlines()[-1]
+    assert way_on.startswith("  Continue from iteration 2: moe-optim train ")
+    assert way_on.endswith(" --ckpt-step 2")
+    code, screen, _ = command("--resume", megatron=shlex.split(way_on.partition(" -- ")[2]))
+    assert code == 0
+    assert json.loads((folder / "summary.json").read_text())["resumed_from"] == 2
+    assert "--ckpt-step" not in screen.partition("train longer")[2]
 
 
 def test_before_the_first_checkpoint_the_way_on_is_to_start_again(command):

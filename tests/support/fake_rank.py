@@ -3,7 +3,7 @@
 What it does is told by the environment variable FAKE_RANK:
 
 - empty: train to the end, evaluate, write events and model.json
-- ``error``: the last rank prints a known error and ends
+- ``error``: the last rank prints a known error, or FAKE_ERROR, and ends
 - ``schedule``: rank 0 finds another schedule in the checkpoint, as Megatron says it
 - ``raise``: rank 0 raises; once it is gone the others lose their peer, often before the launcher
   looks
@@ -75,7 +75,8 @@ class Events:
 
 def fail(iteration: int) -> None:
     if BEHAVIOUR == "error" and LAST:
-        say("error: --num-experts: expected a multiple of 4, got 6. Change it.")
+        known = "--num-experts: expected a multiple of 4, got 6. Change it."
+        say(f"error: {os.environ.get('FAKE_ERROR', known)}")
         sys.exit(1)
     if BEHAVIOUR == "schedule" and RANK == 0:
         raise AssertionError("OptimizerParamScheduler: class input value 19 do not match")
@@ -113,6 +114,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tensorboard-dir")
     parser.add_argument("--save")
     parser.add_argument("--load")
+    parser.add_argument("--ckpt-step", type=int)
     return parser.parse_known_args()[0]
 
 
@@ -121,7 +123,8 @@ def main() -> None:
     print("a warning that stderr gets", file=sys.stderr, flush=True)
     start = 0
     if args.load:
-        start = int((Path(args.load) / "latest_checkpointed_iteration.txt").read_text())
+        tracked = (Path(args.load) / "latest_checkpointed_iteration.txt").read_text()
+        start = args.ckpt_step or int(tracked)
     events = Events(args.tensorboard_dir)
     if RANK == 0:
         say("done with setup ...")
