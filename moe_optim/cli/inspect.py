@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
 
 from moe_optim.cli.checkpoint_progress import open_view
 from moe_optim.cli.plan import spell_bytes
+from moe_optim.cli.screen import print_table, results_console
 
 if TYPE_CHECKING:
     from moe_optim.checkpoints.layer_view import LayerView
@@ -135,19 +135,20 @@ def _describe(view: "LayerView", one: "ExpertSet") -> Report:
 
 
 def _print(report: Report) -> None:
-    console = Console(markup=False, highlight=False, emoji=False)
-    console.print(report["path"], style="bold", soft_wrap=True)
+    console = results_console()
+    console.print(report["path"], style="bold")
     facts = Table(box=None, show_header=False, padding=(0, 1, 0, 0), pad_edge=False)
     facts.add_column(no_wrap=True)
     facts.add_column(overflow="fold")  # a key that is cut off cannot be looked for
     for name, said in _facts(report):
         style = "red" if name == "whole" and report["defects"] else None
         facts.add_row(name, said, style=style)
-    console.print(facts)
-    for table in _experts_tables(report["experts"]):
-        console.print(table)
+    print_table(console, facts)
+    for prefix, table in _experts_tables(report["experts"]):
+        console.print(f"\nexperts in {prefix}", style="italic")
+        print_table(console, table)
     for fault in report["faults"]:
-        console.print(f"not understood: {fault}", style="yellow", soft_wrap=True)
+        console.print(f"not understood: {fault}", style="yellow")
 
 
 def _facts(report: Report) -> Iterator[tuple[str, str]]:
@@ -173,8 +174,8 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     yield "GLU interleave", said
 
 
-def _experts_tables(experts: list[Report]) -> Iterator[Table]:
-    """Yield a table for each kind of layer, with one row for all layers that are alike."""
+def _experts_tables(experts: list[Report]) -> Iterator[tuple[str, Table]]:
+    """Yield prefix and table of each kind of layer, with one row for all layers that are alike."""
     groups: dict[str, dict[tuple[Any, ...], list[Report]]] = {}
     for one in experts:
         prefix = one["prefix"].removeprefix(f"optimizer.state.{one['holds']}.")
@@ -183,7 +184,6 @@ def _experts_tables(experts: list[Report]) -> Iterator[Table]:
         rows.setdefault(tuple(one[name] for name in alike), []).append(one)
     for prefix, rows in groups.items():
         table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-        table.title, table.title_justify = f"\nexperts in {prefix}", "left"
         for header in ("", "layout", "layers", "experts", "hidden", "ffn", "dtype", "bytes"):
             is_text = header in ("", "layout", "dtype")
             table.add_column(header, justify="left" if is_text else "right", no_wrap=True)
@@ -195,4 +195,4 @@ def _experts_tables(experts: list[Report]) -> Iterator[Table]:
                 dtype,
                 spell_bytes(sum(one["bytes"] for one in layers)),
             )
-        yield table
+        yield prefix, table

@@ -32,6 +32,7 @@ from moe_optim.cli.run_folder import (
     remember_text,
     spell_text,
 )
+from moe_optim.cli.screen import results_console
 from moe_optim.cli.summary import LaunchFacts, print_summary, write_summary
 from moe_optim.errors import ConfigError
 from moe_optim.megatron.dataset import (
@@ -111,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
     out = args.out or Path("runs") / args.recipe.stem
     try:
         with claim(out, resume=args.resume) as folder:
-            return _Training(args, recipe, folder, Console(soft_wrap=True)).run()
+            return _Training(args, recipe, folder, results_console()).run()
     except OSError as error:
         if error.errno in DISK_FULL:
             return _fail(error.strerror or str(error))

@@ -7,12 +7,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.table import Table
 
 from moe_optim.cli.checkpoint_progress import open_view, progress_bar
 from moe_optim.cli.convert import add_naming
 from moe_optim.cli.plan import spell_bytes
+from moe_optim.cli.screen import print_table, results_console
 
 if TYPE_CHECKING:
     from moe_optim.checkpoints.comparison import Comparison, Difference
@@ -65,14 +65,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print(found: "Comparison") -> None:
-    console = Console(markup=False, highlight=False, emoji=False)
+    console = results_console()
     for note in found.notes:
         console.print(note, style="dim")
     size = spell_bytes(found.nbytes)
     if not found.differences:
         console.print(f"equal: {found.tensors:,} tensors, {size}, bit by bit", style="green")
         return
-    console.print(_table(found.differences[:SHOWN]))
+    print_table(console, _table(found.differences[:SHOWN]))
     if len(found.differences) > SHOWN:
         console.print(f"and {len(found.differences) - SHOWN:,} more: --json lists all")
     count = len(found.differences)

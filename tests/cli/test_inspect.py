@@ -135,3 +135,15 @@ def test_what_is_no_checkpoint_is_one_line_and_exits_with_2(name, inspect, tmp_p
     code, out, err = inspect(tmp_path / name)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith(f"error: {tmp_path / name}: expected a ")
+
+
+def test_a_pipe_gets_whole_lines_without_blanks_at_their_ends(inspect, tmp_path):
+    """Though the environment tells of 80 columns."""
+    prefix = "a." + "very.long.name." * 20 + "experts."
+    tensors = {f"{prefix}linear_fc{half}.weight": torch.zeros(2, 4, 4) for half in (1, 2)}
+    tensors[f"{prefix}linear_fc1.weight"] = torch.zeros(2, 8, 4)
+    path = tmp_path / "model.safetensors"
+    save_file(tensors, path)
+    lines = inspect(path)[1].splitlines()
+    assert f"experts in {prefix}" in lines
+    assert lines == [line.rstrip() for line in lines]

@@ -72,7 +72,8 @@ def test_a_run_leaves_everything_and_is_not_overwritten(command, runs):
     assert summary["command"].startswith("moe-optim train ")
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert "iteration 4: held-out loss" in screen
-    assert "--resume" in screen
+    longer = r"train longer +│ moe-optim train .* --resume -- .*--override-opt_param-scheduler +│\n"
+    assert re.search(longer, screen)  # in one line, as it is no terminal
 
     code, _, errors = command()
     assert code == 2

@@ -84,6 +84,18 @@ def test_a_long_list_is_cut_and_says_so(verify, source, tmp_path, monkeypatch):
     assert f"and {LAYERS * 4 + 1 - 3} more: --json lists all" in out
 
 
+def test_a_pipe_gets_one_line_a_difference_however_long_its_key(verify, source, tmp_path):
+    """Though the environment tells of 80 columns: what reads a pipe looks for whole keys."""
+    key = "a." + "very.long.name." * 20 + "weight"
+    tensors = stored_tensors(states=False)
+    tensors[FC1].view(torch.int16)[2, 3, 1, 4] ^= 1
+    other = write_torch_dist(tmp_path / "b", tensors | {key: torch.zeros(2)})
+    lines = verify(source, other)[1].splitlines()
+    (line,) = [line for line in lines if key in line]
+    assert line.startswith(f"{key}: only in B ")
+    assert lines == [line.rstrip() for line in lines]
+
+
 def test_states_can_be_left_out(verify, source, tmp_path):
     other = write_torch_dist(tmp_path / "b", stored_tensors())
     assert verify(source, other)[0] == 1
