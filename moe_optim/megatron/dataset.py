@@ -219,7 +219,7 @@ def _add_item(
 def entropy(counts: npt.NDArray[np.int64]) -> float:
     """Return the entropy in nats of the distribution that ``counts`` are proportional to."""
     shares = counts[counts > 0] / counts.sum()
-    return float(-(shares * np.log(shares)).sum())
+    return float((shares * np.log(1 / shares)).sum())
 
 
 def require_sequence_length(dataset: ByteDataset, sequence_length: int) -> None:
