@@ -7,6 +7,7 @@ import torch
 
 from moe_optim.config import MoEOptimConfig
 from moe_optim.modules.grouped_weight import GroupedWeight
+from tests.support import given_values
 from tests.support.bytes import assert_bytes_equal
 from tests.support.masters import assert_weights_come_from_masters, full_master
 from tests.support.ranks import run_ranks
@@ -16,45 +17,25 @@ FLAGS = ["--train-iters", "1", "--lr", "0", "--min-lr", "0", "--weight-decay", "
 FLAGS += ["--eval-interval", "1000000"]
 
 
-def _load(model: torch.nn.Module, values: dict[str, torch.Tensor]) -> None:
-    model.load_state_dict(values, strict=False)
-
-
-def _copy(model: torch.nn.Module, values: dict[str, torch.Tensor]) -> None:
+def _copy(model: torch.nn.Module) -> None:
     for name, param in model.named_parameters():
-        param.data.copy_(values[name])  # as converters of checkpoints do
+        param.data.copy_(
+            given_values.draw_values(name, param.shape)
+        )  # as converters of checkpoints do
 
 
-WRITERS = {"load_state_dict": _load, "copy_ into .data": _copy}
-
-
-def _draw(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return values for every parameter, the same in every process."""
-    generator = torch.Generator().manual_seed(5)
-    return {
-        name: torch.randn(param.shape, generator=generator).mul(0.1).bfloat16()
-        for name, param in model.named_parameters()
-    }
+WRITERS = {"load_state_dict": given_values.load, "copy_ into .data": _copy}
 
 
 def _train_pretrained(config: MoEOptimConfig, writer: str, initialize: bool) -> Record:
     """Give a model values when it has been built, before anything wraps it, and train a step."""
-    from megatron.core.models.gpt import GPTModel
-
-    build = GPTModel.__init__
-    pretrained: dict[str, torch.Tensor] = {}
-
-    def build_and_give(model: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        config.perform_initialization = initialize
-        build(model, config, *args, **kwargs)
-        pretrained.update(_draw(model))
-        WRITERS[writer](model, pretrained)
+    given_values.when_built(WRITERS[writer], initialize=initialize)
 
     def check(model: list[Any], optimizer: Any) -> Any:
         assert assert_weights_come_from_masters(model, optimizer) >= 4
-        return {f"module.{name}": values for name, values in pretrained.items()}
+        drawn = given_values.draw_all(model[0].module.module)
+        return {f"module.{name}": values for name, values in drawn.items()}
 
-    GPTModel.__init__ = build_and_give
     return pretrain(FLAGS, config, observe=check)
 
 
@@ -81,12 +62,8 @@ def test_weights_given_before_the_model_is_wrapped_are_those_it_trains(
 
 def _load_into_frozen_and_twice(config: MoEOptimConfig) -> tuple[list[bool], int, int]:
     """Freeze the first layer's experts when they are built; count what is kept, and who keeps."""
-    from megatron.core.models.gpt import GPTModel
 
-    build = GPTModel.__init__
-
-    def build_and_freeze(model: Any, *args: Any, **kwargs: Any) -> None:
-        build(model, *args, **kwargs)
+    def freeze(model: Any) -> None:
         model.decoder.layers[0].mlp.experts.requires_grad_(False)
 
     def look(model: list[Any], optimizer: Any) -> tuple[list[bool], int, int]:
@@ -98,10 +75,10 @@ def _load_into_frozen_and_twice(config: MoEOptimConfig) -> tuple[list[bool], int
         hooks = len(linear._load_state_dict_pre_hooks)
         keep_loaded_values(model)
         assert len(linear._load_state_dict_pre_hooks) == hooks
-        _load(model[0].module.module, _draw(model[0].module.module))
+        given_values.load(model[0].module.module)
         return kept_at_first, hooks, sum(w.quantized_storage.initial is not None for w in weights)
 
-    GPTModel.__init__ = build_and_freeze
+    given_values.when_built(freeze)
     return pretrain(FLAGS, config, observe=look).extra
 
 
@@ -118,7 +95,7 @@ def _train_after_a_load(config: MoEOptimConfig) -> list[torch.Tensor]:
     """Load values without making masters of them, train a step, then make masters of weights."""
 
     def load(model: list[Any], _optimizer: Any) -> None:
-        _load(model[0].module.module, _draw(model[0].module.module))
+        given_values.load(model[0].module.module)
 
     def reload(model: list[Any], optimizer: Any) -> list[torch.Tensor]:
         assert_weights_come_from_masters(model, optimizer)

@@ -23,7 +23,7 @@ from moe_optim import reference
 from moe_optim.formats import get_format
 from moe_optim.megatron import te_cast
 from tests.megatron.test_te_storage import assert_holds
-from tests.support.native_train import draw_values
+from tests.support.given_values import draw_values
 
 PATH = os.environ.get("TRANSFORMER_ENGINE_PATH", "")
 HAS_GPU = torch.cuda.is_available()

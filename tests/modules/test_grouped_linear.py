@@ -1,7 +1,5 @@
 """The grouped product is a loop over experts, to the bit: forward, dgrad and wgrad."""
 
-import copy
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,6 +11,7 @@ from moe_optim.formats import FORMATS, MXFP8
 from moe_optim.modules import grouped_product
 from moe_optim.modules.grouped_linear import GroupedLinear
 from tests.support.bytes import assert_bytes_equal
+from tests.support.copies import every_copy
 from tests.support.inputs import wide_range_weights
 
 SHAPE = (3, 64, 32)
@@ -312,11 +311,7 @@ def test_every_write_makes_another_version(format, layout):
 
 
 @every_layout
-@pytest.mark.parametrize(
-    "transfer",
-    [copy.deepcopy, lambda linear: linear._apply(lambda w: w.to("cpu", copy=True))],
-    ids=["deepcopy", "move"],
-)
+@every_copy
 def test_the_amax_of_whole_experts_is_that_of_the_bytes_it_was_set_for(layout, transfer):
     """It goes along with copies of them, and never comes back after a write."""
     linear = make_linear(MXFP8, layout)

@@ -19,6 +19,7 @@ from moe_optim.modules.grouped_linear import GroupedLinear
 from moe_optim.modules.grouped_weight import GroupedWeight
 from moe_optim.modules.storage import PortableStorage
 from tests.support.bytes import assert_bytes_equal
+from tests.support.copies import every_copy
 from tests.support.inputs import normal_weights, wide_range_weights
 from tests.support.ranks import run_ranks
 
@@ -194,11 +195,7 @@ def test_deepcopy_of_a_linear_shares_within_the_copy_and_not_with_the_original(l
 
 
 @both_layouts
-@pytest.mark.parametrize(
-    "transfer",
-    [copy.deepcopy, lambda linear: linear._apply(lambda w: w.to("cpu", copy=True))],
-    ids=["deepcopy", "move"],
-)
+@every_copy
 def test_a_copied_linear_keeps_what_the_storage_knows(layout, transfer):
     """Initial values for the masters, staleness and names go along with the bytes."""
     linear = make_linear(layout)

@@ -10,7 +10,6 @@ and of every weight what products read of it beside its assembled master. On a C
 import json
 import os
 import sys
-import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from moe_optim import MoEOptimConfig
 from moe_optim.formats import get_format
+from tests.support import given_values
 from tests.support.native_products import replace_kernels
 
 RECIPES = {
@@ -49,7 +49,7 @@ def main(folder: str, format: str, knobs: str, *flags: str) -> None:
         _EveryTensorIsOnTheGpu().__enter__()
     chosen = json.loads(knobs)
     single = chosen.pop("single_grouped_weight", False)
-    given = chosen.pop("given", None)
+    when = chosen.pop("given", None)
     config = MoEOptimConfig(format=format, **chosen)
     plugin.install(config)
     replace_kernels(get_format(format))
@@ -65,13 +65,13 @@ def main(folder: str, format: str, knobs: str, *flags: str) -> None:
         return experts
 
     LocalSpecProvider.grouped_mlp_modules = grouped_mlp_modules
-    if given == "before":
-        _load_when_built()
+    if when == "before":
+        given_values.when_built(given_values.load)
     record = pretrain(
         [*RECIPES[format].split(), *flags],
         config,
         observe=_describe,
-        after_setup=_load_and_make_masters if given == "after" else None,
+        after_setup=_load_and_make_masters if when == "after" else None,
     )
     torch.save(
         {"losses": record.losses, "weights": record.extra},
@@ -105,32 +105,9 @@ def _leave_to_torch() -> None:
     apply_patches([replace(patch, not_needed_with=()) for patch in patches.ADAM])
 
 
-def draw_values(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return what ``given`` gives a weight, the same in every process, bf16 on the host."""
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    return torch.randn(shape, generator=generator).mul(0.1).bfloat16()
-
-
-def _load(model: torch.nn.Module) -> None:
-    names = [(name, param.shape) for name, param in model.named_parameters()]
-    model.load_state_dict({name: draw_values(name, shape) for name, shape in names}, strict=False)
-
-
-def _load_when_built() -> None:
-    from megatron.core.models.gpt import GPTModel
-
-    build = GPTModel.__init__
-
-    def build_and_load(model: Any, *args: Any, **kwargs: Any) -> None:
-        build(model, *args, **kwargs)
-        _load(model)
-
-    GPTModel.__init__ = build_and_load
-
-
 def _load_and_make_masters(model: list[Any], optimizer: Any) -> None:
     for chunk in model:
-        _load(chunk.module.module)
+        given_values.load(chunk.module.module)
     optimizer.reload_model_params()
 
 
