@@ -52,6 +52,9 @@ def keep_loaded_values(model_chunks: Sequence[Module]) -> None:
 
     An optimizer that loads its own masters drops these values; one that makes its masters of the
     weights takes them, which quantizing has cost nothing. A second call adds nothing.
+
+    A load into weights that are behind their masters raises StateError before it changes them: the
+    gather, begun or still to come, would overwrite what is loaded.
     """
     for chunk in model_chunks:
         for module in chunk.modules():
@@ -65,6 +68,8 @@ def _keep(module: Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -
         storage, value = getattr(param, "quantized_storage", None), state_dict.get(prefix + name)
         if storage is None or not storage.is_bound:  # a weight in no bucket has no masters
             continue
+        if value is not None:
+            storage.require_writable()
         if not isinstance(value, Tensor) or isinstance(value, GroupedWeight):
             continue
         if value.shape == param.shape and not te_formats_of(value):

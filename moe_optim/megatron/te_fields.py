@@ -112,10 +112,10 @@ def read_values(weight: Any) -> Tensor:
     Nothing of the weight is changed. It may be a member of a group.
 
     Raises:
-        StateError: the scales are not in plain order, or the weight is known to be behind its
-            masters.
+        StateError: the scales are not in plain order, or the weight, or the group it is a member
+            of, is known to be behind its masters.
     """
-    storage = getattr(weight, "quantized_storage", None)
+    storage = getattr(weight, "quantized_storage", None) or getattr(weight, "group_storage", None)
     if storage is not None:
         storage.require_fresh()
     if getattr(weight, SWIZZLED, False):

@@ -54,7 +54,7 @@ class TransformerEngineStorage(PlaneStorage):
         self.shape = (1, *shape) if len(shape) == 2 else shape
         self._complete()
         self.quantized = self._view()
-        self._pointers = self.pointers()
+        self._take_note_of_fields()
 
     @property
     def initial(self) -> Tensor | None:
@@ -230,7 +230,13 @@ class TransformerEngineStorage(PlaneStorage):
     def _point_at_planes(self) -> None:
         for name in self._fields.names(self.format):
             self._set(name, self._own(name))
+        self._take_note_of_fields()
+
+    def _take_note_of_fields(self) -> None:
+        """Know where everything lies now; members know of the group that tells if it is fresh."""
         self._pointers = self.pointers()
+        for member in self._members():
+            member.group_storage = self
 
     def _check_layout(self, shape: tuple[int, ...]) -> None:
         param, format = self._param, self.format

@@ -18,7 +18,8 @@ class GroupedWeight(Tensor):
 
     It has no bytes of its own. Shape, dtype, ``numel`` and the gradient are those of the logical
     bf16 weight, which is what buffers, layouts and optimizers count. Reading it in any torch
-    function dequantizes the rowwise copy; ``copy_`` quantizes what it is given; every other
+    function dequantizes the rowwise copy; ``copy_`` quantizes what it is given; both raise while
+    the weight is behind its masters, since its gather would have the last word; every other
     in-place write raises, and so does a view, through which a write would be lost. ``detach``,
     ``data``, ``expand`` to its own shape and ``alias`` share the storage; ``deepcopy`` and
     ``to(device)`` copy it; pickling keeps the bf16 values, so that files load without this package.
@@ -169,6 +170,7 @@ def _copy(_func: Any, target: Tensor, source: Tensor, non_blocking: bool = False
     if not isinstance(target, GroupedWeight):
         return NotImplemented
     storage = target.quantized_storage
+    storage.require_writable()
     if isinstance(source, GroupedWeight):
         theirs = source.quantized_storage
         theirs.require_fresh()
@@ -202,6 +204,7 @@ def _broadcast(func: Any, tensors: list[Tensor], *args: Any) -> Any:
     if not isinstance(tensors[0], GroupedWeight):
         return NotImplemented
     storage = tensors[0].quantized_storage
+    storage.require_writable()
     if storage.initial is not None:  # it may have been kept on the host
         storage.initial = storage.initial.to(storage.device)
     sent = [*storage.quantized.planes().values(), storage.initial, storage.recorded_amax]

@@ -45,7 +45,7 @@ class WeightStorage(Protocol):
     quantized: QuantizedWeight
     """The planes that a requantization writes."""
     is_fresh: bool
-    """Whether the bytes are those of the current masters. Set by the bucket group alone."""
+    """Whether the bytes are those of the current masters. In a bucket, its group alone sets it."""
 
     def planes(self) -> Mapping[str, Plane]:
         """Return every distinct tensor of the storage by name."""
@@ -128,6 +128,7 @@ class PlaneStorage(ABC):
         if self.recorded_amax is not None:
             self.recorded_amax.copy_(torch.tensor(torch.nan) if other.amax is None else other.amax)
         self.planes_written()
+        self._has_its_own_values()
 
     def clone(self, device: torch.device | None = None) -> "PortableStorage":
         """Return a portable storage with its own copy of the same bytes, on ``device`` if given."""
@@ -176,6 +177,11 @@ class PlaneStorage(ABC):
             _, rows, cols = self.shape
             expert_amax_into(self.recorded_amax.zero_(), source, 0, rows * cols)
         self.version = new_version()
+        self._has_its_own_values()
+
+    def _has_its_own_values(self) -> None:
+        if not self.is_bound:  # whatever masters the weight it was copied from is behind
+            self.is_fresh = True
 
     def finish_gather(self) -> None:
         """Take note of new bytes, which a table has written and derived from masters."""
@@ -196,6 +202,15 @@ class PlaneStorage(ABC):
                 f"{self.name}: expected the weights of the current masters, got those of an "
                 "earlier step. Let the parameter gather run before they are read: keep the forward "
                 "pre-hooks enabled, or call start_param_sync(force_sync=True) on the DDP module."
+            )
+
+    def require_writable(self) -> None:
+        """Raise StateError if a gather, begun or still to come, would overwrite what is written."""
+        if self.is_bound and not self.is_fresh:
+            raise StateError(
+                f"{self.name}: expected weights of the current masters to write into, got those of "
+                "an earlier step, which the parameter gather is going to overwrite. Call "
+                "start_param_sync(force_sync=True) on the DDP module before values are loaded."
             )
 
 

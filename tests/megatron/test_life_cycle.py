@@ -19,7 +19,7 @@ from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import StateError
 from moe_optim.megatron.bucket_storage import Content
 from moe_optim.modules.grouped_weight import GroupedWeight
-from tests.support import life_cycle
+from tests.support import given_values, life_cycle
 from tests.support.bytes import assert_bytes_equal
 from tests.support.ranks import run_ranks
 from tests.support.training import OVERLAP, Record, assert_same_run, pretrain, weight_bytes
@@ -264,6 +264,14 @@ def _misuse(model: list[Any], optimizer: Any) -> None:
     with pytest.raises(StateError, match="earlier step"):
         quantized(model)[0].float()
 
+    planes = held_bytes(model)
+    for start_gather in (lambda: None, model[0].start_param_sync):
+        start_gather()  # still to come, then begun
+        with pytest.raises(StateError, match="is going to overwrite"):
+            given_values.load(model[0].module.module)
+        with pytest.raises(StateError, match="is going to overwrite"):
+            quantized(model)[0].data.copy_(torch.zeros(()))
+        assert_holds(model, planes, what="after a refused load")
     model[0].start_param_sync(force_sync=True)
     assert storage.content is Content.ZERO
     assert_bytes_equal(storage.grads, torch.zeros_like(storage.grads), what="after the gather")
@@ -305,7 +313,7 @@ def _gather_at_any_time(model: list[Any], optimizer: Any) -> None:
         training.disable_forward_pre_hook(model, optimizer)
     part.refresh_weights()
     model[0].zero_grad_buffer()
-    weights = {k: v for n, p in named_weights(model) for k, v in weight_bytes(n, p).items()}
+    weights = held_bytes(model)
 
     with model[0].no_sync():
         forward(model).backward()
@@ -322,9 +330,7 @@ def _gather_at_any_time(model: list[Any], optimizer: Any) -> None:
     model[0].offload_grad_buffers()
     part.refresh_weights()
     model[0].restore_grad_buffers()
-    for name, param in named_weights(model):
-        for key, plane in weight_bytes(name, param).items():
-            assert_bytes_equal(plane, weights[key], what=key)
+    assert_holds(model, weights, what="after gathers at any time")
 
     model[0].zero_grad_buffer()
     with pytest.raises(StateError, match="finish_grad_sync"):
@@ -337,6 +343,23 @@ def named_weights(model: list[Any]) -> list[tuple[str, GroupedWeight]]:
     """Return the quantized parameters and their names."""
     named = model[0].module.named_parameters()
     return [(name, param) for name, param in named if isinstance(param, GroupedWeight)]
+
+
+def held_bytes(model: list[Any]) -> dict[str, torch.Tensor]:
+    """Return every plane of every quantized weight."""
+    return {
+        key: plane
+        for name, param in named_weights(model)
+        for key, plane in weight_bytes(name, param).items()
+    }
+
+
+def assert_holds(model: list[Any], planes: dict[str, torch.Tensor], *, what: str) -> None:
+    """Assert that no byte of a quantized weight has changed."""
+    held = held_bytes(model)
+    assert held.keys() == planes.keys()
+    for key, plane in held.items():
+        assert_bytes_equal(plane, planes[key], what=f"{key} {what}")
 
 
 def _train_and_gather_at_any_time(flags: list[str]) -> Record:

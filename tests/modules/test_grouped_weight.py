@@ -444,6 +444,42 @@ def test_a_weight_behind_its_masters_is_not_read(read):
         read(weight.data)
 
 
+WRITES = {
+    "copy_": lambda w: w.copy_(torch.zeros(())),
+    "copy_ from a quantized weight": lambda w: w.copy_(make_weight(seed=1)),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
+def test_a_weight_behind_its_masters_is_not_written(write):
+    """Its gather, begun or still to come, would have the last word."""
+    weight = make_weight()
+    weight.quantized_storage.bind({})
+    weight.quantized_storage.is_fresh = False
+    before = snapshot(weight)
+    with pytest.raises(
+        StateError, match=r"^experts\.weight: .*going to overwrite.*start_param_sync"
+    ):
+        write(weight.data)
+    assert_planes_equal(planes_of(weight), before)
+
+
+@pytest.mark.parametrize(
+    "source", [wide_range_weights(*SHAPE, seed=1), make_weight(seed=1)], ids=["plain", "quantized"]
+)
+def test_a_copy_of_a_weight_behind_its_masters_is_read_once_it_has_values_of_its_own(source):
+    """No gather reaches it: an average of the weights may be kept in a copy of the model."""
+    weight = make_weight()
+    weight.quantized_storage.bind({})
+    weight.quantized_storage.is_fresh = False
+    other = copy.deepcopy(weight)
+    with pytest.raises(StateError, match="earlier step"):
+        other.dequantize()
+    other.data.copy_(source)
+    assert_bytes_equal(other.dequantize(), make_weight(seed=1).dequantize())
+    assert not weight.quantized_storage.is_fresh
+
+
 # Values kept for the masters
 
 
