@@ -154,7 +154,8 @@ class QuantizedGather:
             for plane in planes
         }
         for index, storage in enumerate(storages):
-            storage.bind({p.name: _view(p, memories[p.name], index) for p in planes})
+            own = {p.name: _view(p, memories[p.name], index) for p in planes}
+            storage.bind(own, holder=bucket.storage)
         self.sliced = tuple(
             GatherPlane(
                 name=f"{plane.name} of {bucket.storage.name}",
@@ -170,6 +171,7 @@ class QuantizedGather:
 
     def open(self, masters: Masters) -> None:
         """Find the maxima of this rank's masters."""
+        _require_held(self._bucket)
         if _have_moved(self._bucket):
             self._table = None
         if self._table is None:
@@ -249,10 +251,11 @@ class Bf16Gather:
         self.reduced: tuple[Tensor, ...] = ()
         self.exchange: Tensor | None = None
         for param in bucket.params_list:
-            param.quantized_storage.bind({})
+            param.quantized_storage.bind({}, holder=bucket.storage)
 
     def open(self, masters: Masters) -> None:
         """Copy the masters, rounded to bf16, to their place in the gradient memory."""
+        _require_held(self._bucket)
         storage = self._bucket.storage
         storage.open_for_staging()
         if self._places is None:
@@ -306,6 +309,17 @@ class Bf16Gather:
                 )
             )
         return MemberTable.build(entries, consumed=staging)
+
+
+def _require_held(bucket: _ParamAndGradBucket) -> None:
+    """Raise StateError if another bucket has bound the weights since this one did."""
+    for param in bucket.params_list:
+        if param.quantized_storage.holder is not bucket.storage:
+            raise StateError(
+                f"{bucket.storage.name}: expected {param.quantized_storage.name} in this bucket, "
+                "got it in one of a DistributedDataParallel that was made later for the same "
+                "model. Step an optimizer that was built for that one, and drop this one."
+            )
 
 
 def _have_moved(bucket: _ParamAndGradBucket) -> bool:

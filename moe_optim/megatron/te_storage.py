@@ -45,7 +45,7 @@ class TransformerEngineStorage(PlaneStorage):
         self.name = name or f"{type(param).__name__} weight"
         self.format = format
         self.is_fresh = True
-        self.is_bound = False
+        self.is_bound, self.holder = False, None
         self._gathered: frozenset[str] = frozenset()
         self.version = new_version()
         self.recorded_amax = None
@@ -136,7 +136,7 @@ class TransformerEngineStorage(PlaneStorage):
         self._point_at_planes()
         return True
 
-    def bind(self, planes: Mapping[str, Tensor]) -> None:
+    def bind(self, planes: Mapping[str, Tensor], holder: object = None) -> None:
         """Move the bytes of some planes into memory of a bucket, and stay there."""
         for name, plane in planes.items():
             plane.copy_(getattr(self.quantized, name))
@@ -148,7 +148,7 @@ class TransformerEngineStorage(PlaneStorage):
         self.quantized = replace(self.quantized, **both)
         self._point_at_planes()
         self._gathered = frozenset(planes)
-        self.is_bound = True
+        self.is_bound, self.holder = True, holder
 
     def planes_written(self) -> None:
         """Spread the scales into their padded form, and take note of the bytes."""

@@ -68,7 +68,7 @@ class WeightStorage(Protocol):
     storage_scales: Mapping[Direction, Tensor]
     """Padded scales to fill after a gather, see ``TableEntry``; none where products read planes."""
 
-    def bind(self, planes: Mapping[str, Tensor]) -> None:
+    def bind(self, planes: Mapping[str, Tensor], holder: object = None) -> None:
         """Move the bytes of some planes into memory of a bucket, and stay there."""
 
 
@@ -86,6 +86,8 @@ class PlaneStorage(ABC):
     is_fresh: bool
     is_bound: bool
     """Whether planes lie in memory of a bucket, and have to stay there."""
+    holder: object
+    """Tells the bucket that was the last to bind the weight from others; None if it did not say."""
     version: int
     """Grows with every write, and is that of no other bytes: copies alone share it."""
 
@@ -259,7 +261,7 @@ class PortableStorage(PlaneStorage):
         self.initial = None
         self.recorded_amax = None
         self._whole: tuple[PortableStorage, int] | None = None  # and which expert of it this is
-        self.is_bound = False
+        self.is_bound, self.holder = False, None
 
     def pointers(self) -> tuple[int, ...]:
         """Return the address of every plane."""
@@ -269,7 +271,7 @@ class PortableStorage(PlaneStorage):
         """Say whether the planes lie elsewhere: never, nobody else holds them."""
         return False
 
-    def bind(self, planes: Mapping[str, Tensor]) -> None:
+    def bind(self, planes: Mapping[str, Tensor], holder: object = None) -> None:
         """Move the bytes of some planes into memory of a bucket, and stay there.
 
         A bound storage is no longer part of the one it may have been cut from, whose bytes it no
@@ -278,6 +280,7 @@ class PortableStorage(PlaneStorage):
         Args:
             planes: by field of ``QuantizedWeight``, of the same shapes and dtypes; filled with the
                 present bytes, and aliased from then on. May be none.
+            holder: what :attr:`holder` is from then on.
         """
         for name, plane in planes.items():
             plane.copy_(getattr(self.quantized, name))
@@ -285,7 +288,7 @@ class PortableStorage(PlaneStorage):
         if "rowwise_data" in planes and self.format.columnwise_copy == "shared":
             both["columnwise_data"] = planes["rowwise_data"]
         self.quantized = replace(self.quantized, **both)
-        self.is_bound = True
+        self.is_bound, self.holder = True, holder
         if planes:
             self._whole = None
 

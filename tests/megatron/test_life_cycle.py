@@ -205,6 +205,30 @@ def test_an_optimizer_takes_the_place_of_the_one_before_it(wire: str):
     run_ranks(1, _replace_the_optimizer, {"wire": wire})
 
 
+def _wrap_again(model: list[Any], optimizer: Any) -> None:
+    """Wrap the same modules once more; the buckets of before no longer hold their weights."""
+    from megatron.core.distributed import DistributedDataParallel
+
+    before = held_bytes(model)
+    wrapped = DistributedDataParallel(model[0].config, model[0].ddp_config, model[0].module)
+    for part in optimizer.chained_optimizers:
+        if getattr(part, "_managed_groups", ()):
+            with pytest.raises(StateError, match="one of a DistributedDataParallel that was made"):
+                part.refresh_weights()
+    assert_holds([wrapped], before, what="after the other was gathered in vain")
+
+
+def _train_and_wrap_again(knobs: dict[str, Any]) -> Record:
+    config = MoEOptimConfig(format="mxfp8", **knobs)
+    return pretrain(["--train-iters", "2", *FLAGS[2:]], config, observe=_wrap_again)
+
+
+@pytest.mark.parametrize("wire", ["quantized", "bf16"])
+def test_a_model_that_is_wrapped_again_leaves_the_buckets_of_before(wire: str):
+    """Gathering there would write memory that no product reads any more, and call it fresh."""
+    run_ranks(1, _train_and_wrap_again, {"wire": wire})
+
+
 def _diverge(model: list[Any], optimizer: Any) -> None:
     for part in optimizer.chained_optimizers:
         part.config.overlap_param_gather = False  # the gather overlaps by DDP's configuration
