@@ -12,6 +12,7 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 
+from moe_optim.checkpoints.archives import contents_defect
 from moe_optim.checkpoints.byte_ranges import FileRange
 from moe_optim.checkpoints.pickles import load_object
 from moe_optim.checkpoints.reader import FileFormat, Recorded, TensorInfo
@@ -40,7 +41,10 @@ SIZES = {  # what a parallel size is called, and Megatron's argument
 
 
 class TorchDistReader:
-    """A ``torch_dist`` checkpoint under the names it was stored by."""
+    """A ``torch_dist`` checkpoint under the names it was stored by.
+
+    What is read is compared with its checksums, once; torch itself does not look at them.
+    """
 
     format: FileFormat = "torch_dist"
 
@@ -60,6 +64,7 @@ class TorchDistReader:
         for blob in _read_blobs(path):
             blobs[blob.key].append(blob)
         self.blobs: Mapping[str, list[Blob]] = blobs
+        self._intact: set[Blob] = set()
         self.tensors = {
             name: _tensor_info(path, of_key)
             for name, of_key in blobs.items()
@@ -114,7 +119,9 @@ class TorchDistReader:
             with path.open("rb") as file:
                 if (size := file.seek(0, os.SEEK_END)) < blob.end:
                     raise EOFError(f"a file of {size:,} bytes")
-                yield cast(IO[bytes], FileRange(file, blob.start, blob.length))
+                archive = cast(IO[bytes], FileRange(file, blob.start, blob.length))
+                self._compare_checksums(blob, archive)
+                yield archive
         except FileNotFoundError as error:
             raise StateError(
                 f"{path}: expected a file with {blob.name}, got none. "
@@ -127,6 +134,15 @@ class TorchDistReader:
                 f"{blob.start:,}, got {said}. The file is cut off or damaged: take another "
                 "checkpoint."
             ) from error
+
+    def _compare_checksums(self, blob: Blob, archive: IO[bytes]) -> None:
+        """Read an archive from end to end, unless that was done before, and go back to its start."""
+        if blob in self._intact:
+            return
+        if (defect := contents_defect(archive)) is not None:
+            raise ValueError(defect)
+        self._intact.add(blob)
+        archive.seek(0)
 
     def blocks(self, blob: Blob) -> Iterator[bytes]:
         """Yield the bytes of one blob as they are stored; what is done with them is not its own.
