@@ -136,7 +136,7 @@ class TorchDistReader:
             ) from error
 
     def _compare_checksums(self, blob: Blob, archive: IO[bytes]) -> None:
-        """Read an archive from end to end, unless that was done before, and go back to its start."""
+        """Read an archive to its end, unless that was done before, and go back to its start."""
         if blob in self._intact:
             return
         if (defect := contents_defect(archive)) is not None:

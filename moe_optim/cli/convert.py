@@ -36,8 +36,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="write a checkpoint with its experts in another layout or format",
         description="Read a torch_dist or safetensors checkpoint, a layer at a time, and write it "
         "with its experts in another layout, format or GLU interleave. Masters and moments are "
-        "converted with the weights. Checksums that SRC has (torch_dist) are compared on the way. DST "
-        "appears when it is complete. Megatron and a GPU are not needed.",
+        "converted with the weights. Checksums that SRC has (torch_dist) are compared on the way. "
+        "DST appears when it is complete. Megatron and a GPU are not needed.",
         allow_abbrev=False,
     )
     add = parser.add_argument

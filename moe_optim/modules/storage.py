@@ -130,7 +130,6 @@ class PlaneStorage(ABC):
         if self.recorded_amax is not None:
             self.recorded_amax.copy_(torch.tensor(torch.nan) if other.amax is None else other.amax)
         self.planes_written()
-        self._has_its_own_values()
 
     def clone(self, device: torch.device | None = None) -> "PortableStorage":
         """Return a portable storage with its own copy of the same bytes, on ``device`` if given."""
@@ -155,7 +154,7 @@ class PlaneStorage(ABC):
 
     def planes_written(self) -> None:
         """Take note of bytes that somebody has put into all planes."""
-        self.version = new_version()
+        self._note_new_bytes()
 
     @property
     def device(self) -> torch.device:
@@ -178,10 +177,10 @@ class PlaneStorage(ABC):
         if self.recorded_amax is not None:
             _, rows, cols = self.shape
             expert_amax_into(self.recorded_amax.zero_(), source, 0, rows * cols)
-        self.version = new_version()
-        self._has_its_own_values()
+        self._note_new_bytes()
 
-    def _has_its_own_values(self) -> None:
+    def _note_new_bytes(self) -> None:
+        self.version = new_version()
         if not self.is_bound:  # whatever masters the weight it was copied from is behind
             self.is_fresh = True
 
