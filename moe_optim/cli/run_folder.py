@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import IO
 
 from moe_optim.checkpoints.folders import iteration_folders
+from moe_optim.cli.argv import DATA_FLAGS
 from moe_optim.cli.files import full_disk_explained, write_atomically
 from moe_optim.errors import ConfigError, StateError
 
@@ -55,7 +56,7 @@ class RunFolder:
 
     @property
     def text(self) -> Path:
-        """The paths of ``--text``, none for the standard library; absent for Megatron's data."""
+        """The paths of ``--text``, none for the standard library; null for Megatron's data."""
         return self.path / "text.json"
 
     @property
@@ -79,10 +80,10 @@ class RunFolder:
         return self.logs / f"launch{max(taken, default=0) + 1}"
 
 
-def remember_text(folder: RunFolder, paths: Sequence[Path]) -> None:
-    """Record what the run trains on, as ``--text`` names it."""
-    content = json.dumps([str(path.absolute()) for path in paths]) + "\n"
-    write_atomically(folder.text, content.encode())
+def remember_text(folder: RunFolder, paths: Sequence[Path] | None) -> None:
+    """Record what the run trains on, as ``--text`` names it; None: as Megatron's flags do."""
+    record = None if paths is None else [str(path.absolute()) for path in paths]
+    write_atomically(folder.text, f"{json.dumps(record)}\n".encode())
 
 
 def recall_text(folder: RunFolder, given: Sequence[Path]) -> list[Path]:
@@ -93,18 +94,18 @@ def recall_text(folder: RunFolder, given: Sequence[Path]) -> list[Path]:
         given: by ``--text`` at the resume; may be empty.
 
     Raises:
-        ConfigError: other text is given than the run began with.
+        ConfigError: other text is given than the run began with, or it began with Megatron's data.
         StateError: the record is damaged.
     """
     if not folder.text.is_file():
         return list(given)
-    try:
-        began = [Path(path) for path in json.loads(folder.text.read_text())]
-    except (ValueError, TypeError) as error:
-        raise StateError(
-            f"{folder.text}: expected a list of paths, got something else. Remove the file, and "
-            "give --text as the run was started with it."
-        ) from error
+    began = _read_text_record(folder)
+    if began is None:
+        raise ConfigError(
+            f"--resume: expected Megatron's flags after --, such as {' or '.join(DATA_FLAGS[:2])}, "
+            f"by which {folder.path} began to train on data of its own, got none. Give them again, "
+            "or start a new run in another folder with --out."
+        )
     if given and {path.resolve() for path in given} != {path.resolve() for path in began}:
         raise ConfigError(
             f"--text: expected {spell_text(began)}, which {folder.path} began to train on, got "
@@ -112,6 +113,32 @@ def recall_text(folder: RunFolder, given: Sequence[Path]) -> list[Path]:
             "--out."
         )
     return began
+
+
+def require_megatron_data(folder: RunFolder, flag: str) -> None:
+    """Refuse Megatron's flag for data where the run began with text.
+
+    Raises:
+        ConfigError: it did.
+        StateError: the record is damaged.
+    """
+    began = _read_text_record(folder) if folder.text.is_file() else None
+    if began is not None:
+        raise ConfigError(
+            f"{flag}: expected none, since {folder.path} began to train on {spell_text(began)}. "
+            "Leave the flag out, or start a new run in another folder with --out."
+        )
+
+
+def _read_text_record(folder: RunFolder) -> list[Path] | None:
+    try:
+        record = json.loads(folder.text.read_text())
+        return None if record is None else [Path(path) for path in record]
+    except (ValueError, TypeError) as error:
+        raise StateError(
+            f"{folder.text}: expected a list of paths, got something else. Remove the file, and "
+            "name what to train on as the run was started with it."
+        ) from error
 
 
 def spell_text(paths: Sequence[Path]) -> str:

@@ -30,6 +30,7 @@ from moe_optim.cli.run_folder import (
     claim,
     recall_text,
     remember_text,
+    require_megatron_data,
     spell_text,
 )
 from moe_optim.cli.screen import results_console
@@ -211,7 +212,10 @@ class _Training:
 
     def _prepare_dataset(self) -> ByteDataset | None:
         """Build or find the dataset; None where Megatron's flags name another one."""
-        if data_flags(self.megatron_argv):
+        if data := data_flags(self.megatron_argv):
+            if self.args.resume:
+                require_megatron_data(self.folder, data[0])
+            remember_text(self.folder, None)
             return None
         paths = self._text()
         files = find_text(paths) if paths else standard_library_text()

@@ -243,6 +243,21 @@ def test_data_of_the_users_own_needs_no_dataset_of_ours(command, runs, shared):
     assert json.loads((runs / "a" / "summary.json").read_text())["byte_entropy"] is None
 
 
+@pytest.mark.parametrize("began_with", ["text", "--mock-data"])
+def test_a_resume_does_not_change_over_between_text_and_megatrons_data(command, runs, began_with):
+    """A forgotten flag would else have it go on with the standard library."""
+    own = (*SHORT, "--mock-data")
+    begin, change = (own, SHORT) if began_with == "--mock-data" else (SHORT, own)
+    command(megatron=begin, text=began_with == "text")
+    write_checkpoint(runs / "a" / "checkpoints", 4)
+    code, _, errors = command("--resume", megatron=change, text=False)
+    assert code == 2
+    assert f"{runs}/a began to train on" in errors
+    named = "Megatron's flags after --" if began_with == "--mock-data" else str(runs.parent)
+    assert named in errors and "another folder with --out" in errors
+    assert command("--resume", megatron=begin, text=False)[0] == 0
+
+
 def test_a_file_where_datasets_belong_is_one_message(command, tmp_path):
     parent = tmp_path / "other"
     parent.mkdir()
