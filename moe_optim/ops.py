@@ -121,8 +121,9 @@ def _find_amaxes(entries: Sequence[Planned], exchange: Tensor) -> None:
 def _encode(entries: Sequence[Planned], exchange: Tensor) -> None:
     for entry, shared in entries:
         if entry.is_whole:
+            values = entry.source.view(entry.target.shape)
             reference.quantize_wire_into(
-                entry.source, entry.target.format, entry.target, name=entry.parameter
+                values, entry.target.format, entry.target, name=entry.parameter
             )
         elif entry.source.numel():
             ranges.encode_into(

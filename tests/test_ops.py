@@ -139,7 +139,7 @@ BAD_SOURCES = {  # for a target [2, 64, 32]
         torch.zeros(1, 64, 32),
         "from one cut to the next, got elements 0 to 2048",
     ),
-    "flat": (torch.zeros(2 * 64 * 32), r"shape \[2, 64, 32\], got \[4096\]"),
+    "as one matrix": (torch.zeros(128, 32), r"shape \[2, 64, 32\], got \[128, 32\]"),
     "transposed shape": (torch.zeros(2, 32, 64), r"shape \[2, 64, 32\], got \[2, 32, 64\]"),
     "fp16": (torch.zeros(2, 64, 32).half(), r"fp32 or bf16 source, got torch\.float16"),
     "fp64": (torch.zeros(2, 64, 32).double(), r"fp32 or bf16 source, got torch\.float64"),
@@ -157,6 +157,18 @@ def test_a_bad_source_is_refused_by_name_when_the_table_is_built(source, message
     )
     with pytest.raises(LayoutError, match=rf"^layers\.1\.fc2\.weight: expected .*{message}"):
         MemberTable.build([*good, bad])
+
+
+def test_all_values_may_come_flat_and_from_other_memory_each_time():
+    """As a master that is all of its weight lies there, and as offloading exchanges its memory."""
+    source, target = torch.zeros(2 * 64 * 32), poisoned(MXFP8, (2, 64, 32))
+    table = MemberTable.build([TableEntry(parameter="fc1", source=source, target=target)])
+    for seed in (1, 2):
+        values = wide_range_weights(2, 64, 32, seed=seed)
+        source.data = values.flatten()
+        ops.requantize(table)
+        for name, plane in reference.quantize(values, MXFP8).planes().items():
+            assert_bytes_equal(target.planes()[name], plane, what=name)
 
 
 # Shards: every rank writes its range, and together they write the weight

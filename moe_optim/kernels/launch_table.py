@@ -71,8 +71,8 @@ class LaunchTable:
     """Whether a launch leaves zeros in the sources, and in the gaps."""
     alive: tuple[Tensor, ...]
     """Every tensor behind an address."""
-    source_memory: tuple[tuple[torch.UntypedStorage, int], ...]
-    """Each piece of memory with sources in it, and its address when the table was built."""
+    source_places: tuple[tuple[Tensor, int], ...]
+    """A source of each piece of memory that has some, and its address when the table was built."""
     kernels: dict[str, tuple[BoundKernel, ...]] = field(default_factory=dict)
     """Filled by the first launch."""
 
@@ -94,8 +94,8 @@ class LaunchTable:
 
     @property
     def has_moved(self) -> bool:
-        """Whether sources lie elsewhere by now: gradient memory can be freed and taken again."""
-        return any(memory.data_ptr() != address for memory, address in self.source_memory)
+        """Whether sources lie elsewhere by now: their memory can be freed or exchanged."""
+        return any(source.data_ptr() != address for source, address in self.source_places)
 
     @classmethod
     def build(
@@ -150,7 +150,7 @@ class LaunchTable:
             first += len(experts)
         device = sources[0].device
         num_tiles = sum(part.shape[0] for part in tiles)
-        memory = {part.data_ptr(): part for part in (s.untyped_storage() for s in sources)}
+        of_each_memory = {source.untyped_storage().data_ptr(): source for source in sources}
         planes = [plane for entry in entries for plane in entry.target.wire_planes().values()]
         _, heights, widths = zip(*(entry.target.shape for entry in entries), strict=True)
         return cls(
@@ -169,7 +169,7 @@ class LaunchTable:
             aligned=all(map(_is_aligned, entries)),
             zeroes=consumed is not None,
             alive=(*sources, *planes, amax, *(() if consumed is None else (consumed,))),
-            source_memory=tuple((part, address) for address, part in memory.items()),
+            source_places=tuple((one, one.data_ptr()) for one in of_each_memory.values()),
         )
 
 

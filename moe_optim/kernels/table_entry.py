@@ -20,8 +20,8 @@ class TableEntry:
     parameter: str
     """Name, for errors."""
     source: Tensor
-    """fp32 or bf16, contiguous: all values [E, R, C], or in any shape those that this rank owns,
-    in row-major order. A view, so its memory is the caller's. May be empty."""
+    """fp32 or bf16, contiguous: all values, [E, R, C] or flat, or in any shape those that this rank
+    owns, in row-major order. Its memory is the caller's, who may exchange it. May be empty."""
     target: QuantizedWeight
     """Planes of the whole parameter; only what follows from the source is overwritten."""
     start: int = 0
@@ -53,10 +53,10 @@ class TableEntry:
         source, target = self.source, self.target
         experts, rows, cols = target.shape
         whole = source.numel() == experts * rows * cols
-        if whole and not self.cuts and tuple(source.shape) != target.shape:
+        if whole and not self.cuts and source.dim() != 1 and tuple(source.shape) != target.shape:
             raise LayoutError(
                 f"{self.parameter}: expected a source of shape {list(target.shape)}, got "
-                f"{list(source.shape)}. View the parameter's range as its logical shape."
+                f"{list(source.shape)}. View the parameter's range as its logical shape, or flat."
             )
         if self.start < 0 or self.end > experts * rows * cols:
             raise LayoutError(
@@ -71,7 +71,8 @@ class TableEntry:
         if source.device != target.rowwise_data.device:
             raise LayoutError(
                 f"{self.parameter}: expected source and storage on one device, got "
-                f"{source.device} and {target.rowwise_data.device}."
+                f"{source.device} and {target.rowwise_data.device}. If masters were offloaded, "
+                "move them back before weights are gathered."
             )
         self._check_ends()
         self._check_storage_scales()

@@ -12,6 +12,7 @@ from megatron.core.distributed.param_and_grad_buffer import (
     _ParamAndGradBucketGroup,
     _ParamAndGradBuffer,
 )
+from torch import Tensor
 
 from moe_optim.errors import StateError
 from moe_optim.megatron.bucket_storage import Content, Event
@@ -59,6 +60,7 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
         self._stepped: list[Owner] = []
         self._in_flight = False
         self._amax_record: AmaxRecord | None = None
+        self._places: tuple[tuple[Tensor, int], ...] | None = None  # masters and their addresses
 
     def bind(self) -> None:
         """Become the owner of the buckets. The optimizer's duplicate groups never call this."""
@@ -129,6 +131,7 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
                 )
             return  # the last owner's step comes here again
         if self.weights is Weights.STALE:
+            self._forget_moved_masters()
             gathers = [bucket.gather for bucket in self.buckets]
             group = self.intra_distributed_optimizer_instance_group
             for bucket in self.buckets:
@@ -155,6 +158,13 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
 
     def _masters(self) -> list[OwnedMaster]:
         return [one for bucket in self.buckets for one in self._masters_of(bucket)]
+
+    def _forget_moved_masters(self) -> None:
+        """Plan anew where masters got other memory, as RL stacks offload: by their ``data``."""
+        if any(master.data_ptr() != address for master, address in self._places or ()):
+            self.forget_masters()
+        if self._places is None:
+            self._places = tuple((one.master, one.master.data_ptr()) for one in self._masters())
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -231,6 +241,7 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
     def forget_masters(self) -> None:
         """Drop what was planned for masters that may lie elsewhere from now on."""
         self.finish_gather()
+        self._places = None
         for bucket in self.buckets:
             bucket.gather.forget()
         if self._amax_record is not None:

@@ -212,19 +212,15 @@ class QuantizedGather:
         entries = []
         for param, slot in zip(self._bucket.params_list, self._slots, strict=True):
             quantized = param.quantized_storage.quantized
-            cuts, one = slot.cuts(self._shard_numel), owned.get(id(param))
-            if one is None:
-                source = quantized.rowwise_data.new_empty(0, dtype=torch.float32)
-            else:
-                is_whole = not cuts and one.master.numel() == slot.numel
-                source = one.master.view(quantized.shape) if is_whole else one.master
+            one = owned.get(id(param))
+            nothing = quantized.rowwise_data.new_empty(0, dtype=torch.float32)
             entries.append(
                 TableEntry(
                     parameter=slot.name,
-                    source=source,
+                    source=nothing if one is None else one.master,  # no view: it would keep memory
                     target=quantized,
                     start=0 if one is None else one.start,
-                    cuts=cuts,
+                    cuts=slot.cuts(self._shard_numel),
                     storage_scales=param.quantized_storage.storage_scales,
                 )
             )

@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from moe_optim import reference
 from moe_optim.config import MoEOptimConfig
@@ -21,6 +22,7 @@ from moe_optim.megatron.bucket_storage import Content
 from moe_optim.modules.grouped_weight import GroupedWeight
 from tests.support import given_values, life_cycle
 from tests.support.bytes import assert_bytes_equal
+from tests.support.masters import assert_weights_come_from_masters, full_master
 from tests.support.ranks import run_ranks
 from tests.support.training import OVERLAP, Record, assert_same_run, pretrain, weight_bytes
 
@@ -203,6 +205,48 @@ def _replace_the_optimizer(options: dict[str, Any]) -> None:
 def test_an_optimizer_takes_the_place_of_the_one_before_it(wire: str):
     """Its masters are gathered, the others are freed, and stepping them raises."""
     run_ranks(1, _replace_the_optimizer, {"wire": wire})
+
+
+def _exchange_masters(model: list[Any], optimizer: Any) -> None:
+    """Move masters to other memory and back to yet other, as verl offloads an optimizer."""
+    parts = optimizer.chained_optimizers
+    masters = [m for part in parts for group in part.shard_fp32_from_float16_groups for m in group]
+    left = [StorageWeakRef(master.untyped_storage()) for master in masters]
+    for master in masters:
+        master.data = master.data.clone()
+    assert all(memory.expired() for memory in left)
+    for scale in (2, 3):
+        for master in masters:
+            master.data = master.data * scale
+        for group in managed_groups(model):
+            for part in parts:
+                if part in group._owners:
+                    group.mark_stale(part)
+        assert assert_weights_come_from_masters(model, optimizer) == 4
+        for weight in quantized(model):
+            storage = weight.quantized_storage
+            if storage.recorded_amax is not None:
+                amax = full_master(optimizer, weight).bfloat16().abs().amax((1, 2)).float()
+                assert_bytes_equal(storage.recorded_amax, amax, what=f"amax of {storage.name}")
+
+
+def _train_and_exchange_masters(knobs: dict[str, Any]) -> Record:
+    config = MoEOptimConfig(**knobs)
+    return pretrain(["--train-iters", "2", *FLAGS[2:]], config, observe=_exchange_masters)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "knobs"),
+    [
+        (1, {"format": "mxfp8", "record_amax": True}),
+        (1, {"format": "mxfp8", "wire": "bf16"}),
+        (2, {"format": "nvfp4", "layout": "stock"}),
+    ],
+    ids=["wire quantized", "wire bf16", "two ranks"],
+)
+def test_masters_are_read_where_they_lie_now(ranks: int, knobs: dict[str, Any]):
+    """And the memory that they left is free: what is planned for a gather does not hold it."""
+    run_ranks(ranks, _train_and_exchange_masters, knobs)
 
 
 def _wrap_again(model: list[Any], optimizer: Any) -> None:
