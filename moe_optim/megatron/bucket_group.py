@@ -66,6 +66,7 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
         """Become the owner of the buckets. The optimizer's duplicate groups never call this."""
         for bucket in self.buckets if self.managed else ():
             self._check_size(bucket)
+            bucket.finish_gather = self.finish_gather
             if bucket.gather.uses_gradient_memory:
                 bucket.storage.before_zero = self.finish_gather
         if self.managed:

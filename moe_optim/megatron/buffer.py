@@ -17,6 +17,7 @@ from moe_optim.layout.wire import Slot
 from moe_optim.megatron.bucket_storage import BucketStorage, Content, Event
 from moe_optim.megatron.gather import Bf16Gather, QuantizedGather
 from moe_optim.megatron.managed import is_managed, storage_of
+from moe_optim.megatron.plane_offload import HostPlanes
 from moe_optim.megatron.plugin import config_in_force
 
 _stock_param_uses_quantized_storage = upstream._param_uses_quantized_storage
@@ -81,6 +82,7 @@ class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
         )
         self.ddp_config = ddp_config
         self.param_data = None
+        self._on_host: HostPlanes | None = None
         for param in self.params:
             storage = self.param_to_bucket[param].storage
             param.register_hook(partial(_note_gradient, storage))
@@ -103,6 +105,7 @@ class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
             bucket.storage = BucketStorage(f"bucket {bucket.bucket_id} ({where})", bucket.grad_data)
             bucket.param_data = bucket.grad_data[:0]  # Megatron takes a view, and leaves it
             bucket.members = list_members(bucket)
+            bucket.finish_gather = lambda: None  # until a bucket group owns it
             wire = QuantizedGather if config_in_force().wire == "quantized" else Bf16Gather
             bucket.gather = wire(bucket, list_slots(bucket), dp_size=self.data_parallel_world_size)
         return bucket
@@ -118,16 +121,26 @@ class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
             grad.zero_()
 
     def offload_to_cpu(self, move_params: bool = True, move_grads: bool = True) -> None:
-        """Free gradient memory; a gather in it is finished first. Managed weights stay."""
+        """Free gradient memory, and move weights to the host; a gather is finished first.
+
+        Reading, writing or gathering managed weights raises until they are back.
+        """
         if self.managed:
             for bucket in self.buckets:
-                bucket.storage.before_zero()
+                bucket.finish_gather()
+            if move_params and self._on_host is None:
+                self._on_host = HostPlanes(param.quantized_storage for param in self.params)
         super().offload_to_cpu(move_params, move_grads)
 
     def reload_from_cpu(self, move_params: bool = True, move_grads: bool = True) -> None:
-        """Take gradient memory again, zeroed."""
+        """Take the memory of weights and gradients again, these zeroed."""
         was_offloaded = self.grad_data_size > 0
         super().reload_from_cpu(move_params, move_grads)
+        if move_params and self.managed and self._on_host is not None:
+            self._on_host.restore()
+            self._on_host = None
+            for bucket in self.buckets:
+                bucket.gather.forget()  # it knows addresses
         if self.managed and move_grads and was_offloaded:
             for bucket in self.buckets:
                 bucket.storage.content = Content.ZERO

@@ -265,8 +265,8 @@ class Bf16Gather:
 
     def land(self) -> None:
         """Requantize the whole bucket in one launch, and leave zeros behind."""
-        if _have_moved(self._bucket):
-            self._table = None
+        if _have_moved(self._bucket) or (self._table is not None and self._table.has_moved):
+            self._table = None  # gradient memory may have been freed, by whomever
         if self._table is None:
             self._table = self._build_table()
         ops.requantize(self._table)
@@ -308,8 +308,9 @@ class Bf16Gather:
 
 
 def _require_held(bucket: _ParamAndGradBucket) -> None:
-    """Raise StateError if another bucket has bound the weights since this one did."""
+    """Raise StateError if another bucket has bound the weights since, or they are offloaded."""
     for param in bucket.params_list:
+        param.quantized_storage.require_present()
         if param.quantized_storage.holder is not bucket.storage:
             raise StateError(
                 f"{bucket.storage.name}: expected {param.quantized_storage.name} in this bucket, "

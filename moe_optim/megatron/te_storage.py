@@ -45,7 +45,7 @@ class TransformerEngineStorage(PlaneStorage):
         self.name = name or f"{type(param).__name__} weight"
         self.format = format
         self.is_fresh = True
-        self.is_bound, self.holder = False, None
+        self.is_bound, self.holder, self.is_offloaded = False, None, False
         self._gathered: frozenset[str] = frozenset()
         self.version = new_version()
         self.recorded_amax = None

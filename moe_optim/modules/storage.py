@@ -88,6 +88,8 @@ class PlaneStorage(ABC):
     """Whether planes lie in memory of a bucket, and have to stay there."""
     holder: object
     """Tells the bucket that was the last to bind the weight from others; None if it did not say."""
+    is_offloaded: bool
+    """Whether the bytes are on the host, and the memory of the planes is free."""
     version: int
     """Grows with every write, and is that of no other bytes: copies alone share it."""
 
@@ -124,6 +126,7 @@ class PlaneStorage(ABC):
                 f"{self.name}: expected {self.format.name} {list(self.shape)}, got "
                 f"{other.format.name} {list(other.shape)}. Copy values instead of bytes."
             )
+        other.require_present()
         theirs = other.quantized.planes()
         for name, plane in self.quantized.planes().items():
             plane.copy_(theirs[name])
@@ -196,8 +199,22 @@ class PlaneStorage(ABC):
             q.data(direction), q.scale(direction), q.format, direction, global_amax=q.global_amax
         )
 
+    def memories(self) -> tuple[torch.UntypedStorage, ...]:
+        """Return the memory behind everything that products read or a gather writes."""
+        tensors = (*self.quantized.planes().values(), *self.storage_scales.values())
+        return tuple(tensor.untyped_storage() for tensor in tensors)
+
+    def require_present(self) -> None:
+        """Raise StateError if the bytes are on the host."""
+        if self.is_offloaded:
+            raise StateError(
+                f"{self.name}: expected the bytes of the weight, got none: they are offloaded. "
+                "Call reload_from_cpu() on the buffers of the DDP module first."
+            )
+
     def require_fresh(self) -> None:
-        """Raise StateError if the masters have moved since the bytes were written."""
+        """Raise StateError if the masters have moved since the bytes were written, or are away."""
+        self.require_present()
         if not self.is_fresh:
             raise StateError(
                 f"{self.name}: expected the weights of the current masters, got those of an "
@@ -207,6 +224,7 @@ class PlaneStorage(ABC):
 
     def require_writable(self) -> None:
         """Raise StateError if a gather, begun or still to come, would overwrite what is written."""
+        self.require_present()
         if self.is_bound and not self.is_fresh:
             raise StateError(
                 f"{self.name}: expected weights of the current masters to write into, got those of "
@@ -260,7 +278,7 @@ class PortableStorage(PlaneStorage):
         self.initial = None
         self.recorded_amax = None
         self._whole: tuple[PortableStorage, int] | None = None  # and which expert of it this is
-        self.is_bound, self.holder = False, None
+        self.is_bound, self.holder, self.is_offloaded = False, None, False
 
     def pointers(self) -> tuple[int, ...]:
         """Return the address of every plane."""

@@ -22,6 +22,7 @@ from moe_optim.megatron.bucket_storage import Content
 from moe_optim.modules.grouped_weight import GroupedWeight
 from tests.support import given_values, life_cycle
 from tests.support.bytes import assert_bytes_equal
+from tests.support.making_room import list_masters, managed_buffers, move_masters
 from tests.support.masters import assert_weights_come_from_masters, full_master
 from tests.support.ranks import run_ranks
 from tests.support.training import OVERLAP, Record, assert_same_run, pretrain, weight_bytes
@@ -102,6 +103,28 @@ def _gather_offload_rollout_restore(model: list[Any], optimizer: Any) -> None:
     model[0].restore_grad_buffers()
 
 
+def _offload_everything_and_reload(model: list[Any], optimizer: Any) -> None:
+    """As an RL stack makes room for its rollouts; weights stale, gradients away for longer."""
+    weights = held_bytes(model)
+    for buffer in managed_buffers(model):
+        buffer.offload_to_cpu(move_params=False)
+        buffer.offload_to_cpu()
+        buffer.offload_to_cpu()
+    for weight in quantized(model):
+        planes = weight.quantized_storage.quantized.planes().values()
+        assert not any(plane.untyped_storage().nbytes() for plane in planes)
+        for touch in (weight.dequantize, lambda w=weight: w.data.copy_(w), weight.data.clone):
+            with pytest.raises(StateError, match="they are offloaded. Call reload_from_cpu"):
+                touch()
+    with pytest.raises(StateError, match="they are offloaded. Call reload_from_cpu"):
+        forward(model)
+    for buffer in managed_buffers(model):
+        buffer.reload_from_cpu(move_grads=False)
+    assert_holds(model, weights, what="after it was offloaded")
+    for buffer in managed_buffers(model):
+        buffer.reload_from_cpu()
+
+
 HARMLESS: list[Callable[[list[Any], Any], None]] = [
     _rollout,
     _synchronise_for_save,
@@ -111,6 +134,7 @@ HARMLESS: list[Callable[[list[Any], Any], None]] = [
     _evaluate_by_hand,
     _offload_and_restore,
     _gather_offload_rollout_restore,
+    _offload_everything_and_reload,
 ]
 
 
@@ -209,17 +233,15 @@ def test_an_optimizer_takes_the_place_of_the_one_before_it(wire: str):
 
 def _exchange_masters(model: list[Any], optimizer: Any) -> None:
     """Move masters to other memory and back to yet other, as verl offloads an optimizer."""
-    parts = optimizer.chained_optimizers
-    masters = [m for part in parts for group in part.shard_fp32_from_float16_groups for m in group]
+    masters = list_masters(optimizer)
     left = [StorageWeakRef(master.untyped_storage()) for master in masters]
-    for master in masters:
-        master.data = master.data.clone()
+    move_masters(optimizer)
     assert all(memory.expired() for memory in left)
     for scale in (2, 3):
         for master in masters:
             master.data = master.data * scale
         for group in managed_groups(model):
-            for part in parts:
+            for part in optimizer.chained_optimizers:
                 if part in group._owners:
                     group.mark_stale(part)
         assert assert_weights_come_from_masters(model, optimizer) == 4

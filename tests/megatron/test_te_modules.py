@@ -69,12 +69,13 @@ def list_runs() -> dict[str, Run]:
     for format in FORMATS:
         runs[format] = Run(format, (*OVERLAP,))
         runs[f"{format} wire bf16"] = Run(format, (), (("wire", "bf16"), ("layout", "stock")))
-        runs[f"{format} resumed"] = Run(format, (), (), format)
+        runs[f"{format} resumed"] = Run(format, (), (("offloaded", True),), format)
         for when in GIVEN:
             runs[f"{format} given {when}"] = Run(format, UNTRAINED, (("given", when),))
     for format in GROUPED:
         runs[f"{format} single"] = Run(format, (), tuple(SINGLE.items()))
-        runs[f"{format} single resumed"] = Run(format, (), tuple(SINGLE.items()), format)
+        knobs = (*SINGLE.items(), ("offloaded", True))
+        runs[f"{format} single resumed"] = Run(format, (), knobs, format)
         for when in GIVEN:
             knobs = (*SINGLE.items(), ("given", when))
             runs[f"{format} single given {when}"] = Run(format, UNTRAINED, knobs)
@@ -167,6 +168,7 @@ def test_both_wires_and_layouts_give_the_same_losses(format, found):
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_resumed_run_goes_on_as_the_uninterrupted_one(format, found):
+    """Also if weights and masters are elsewhere for a while, as during a rollout."""
     assert found[f"{format} resumed"].losses == later(found[format].losses)
 
 

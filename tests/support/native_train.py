@@ -3,7 +3,8 @@
 ``torchrun --nproc-per-node N -m tests.support.native_train FOLDER FORMAT KNOBS [MEGATRON FLAGS]``;
 KNOBS are JSON. Beside the plug-in's they may have ``single_grouped_weight``, and ``given``: with
 "before" other values are loaded into the model before it is wrapped, with "after" when there is an
-optimizer, which then makes its masters of the weights. Writes ``FOLDER/rank<i>.pt``: losses,
+optimizer, which then makes its masters of the weights; and ``offloaded``: weights leave the device
+and come back, and masters move, after the first step. Writes ``FOLDER/rank<i>.pt``: losses,
 and of every weight what products read of it beside its assembled master. On a CPU as on a GPU.
 """
 
@@ -20,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from moe_optim import MoEOptimConfig
 from moe_optim.formats import get_format
-from tests.support import given_values
+from tests.support import given_values, making_room
 from tests.support.native_products import replace_kernels
 
 RECIPES = {
@@ -50,6 +51,7 @@ def main(folder: str, format: str, knobs: str, *flags: str) -> None:
     chosen = json.loads(knobs)
     single = chosen.pop("single_grouped_weight", False)
     when = chosen.pop("given", None)
+    is_offloaded = chosen.pop("offloaded", False)
     config = MoEOptimConfig(format=format, **chosen)
     plugin.install(config)
     replace_kernels(get_format(format))
@@ -72,6 +74,7 @@ def main(folder: str, format: str, knobs: str, *flags: str) -> None:
         config,
         observe=_describe,
         after_setup=_load_and_make_masters if when == "after" else None,
+        after_step=_offload_once if is_offloaded else None,
     )
     torch.save(
         {"losses": record.losses, "weights": record.extra},
@@ -103,6 +106,11 @@ def _leave_to_torch() -> None:
     clip_grads.multi_tensor_scale_impl = utils.local_multi_tensor_scale
     optimizer.Adam = torch.optim.AdamW
     apply_patches([replace(patch, not_needed_with=()) for patch in patches.ADAM])
+
+
+def _offload_once(step: int, model: list[Any], optimizer: Any) -> None:
+    if step == 1:
+        making_room.offload_and_reload(model, optimizer)
 
 
 def _load_and_make_masters(model: list[Any], optimizer: Any) -> None:
