@@ -121,13 +121,13 @@ class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
             grad.zero_()
 
     def offload_to_cpu(self, move_params: bool = True, move_grads: bool = True) -> None:
-        """Free gradient memory, and move weights to the host; a gather is finished first.
+        """Free gradient memory, and move weights to the host; a gather in either is finished first.
 
         Reading, writing or gathering managed weights raises until they are back.
         """
         if self.managed:
             for bucket in self.buckets:
-                bucket.finish_gather()
+                (bucket.finish_gather if move_params else bucket.storage.before_zero)()
             if move_params and self._on_host is None:
                 self._on_host = HostPlanes(param.quantized_storage for param in self.params)
         super().offload_to_cpu(move_params, move_grads)
