@@ -21,6 +21,7 @@ from moe_optim.formats import get_format
 from moe_optim.megatron.bucket_storage import Content
 from moe_optim.modules.grouped_linear import GroupedLinear
 from moe_optim.modules.grouped_weight import GroupedWeight
+from tests.support import making_room
 
 EXPERTS, WIDTH, TOKENS = 2, 32, 8
 LR, WEIGHT_DECAY = 1e-2, 0.1
@@ -335,6 +336,11 @@ class LifeCycle:
             self.expected.is_offloaded = False
             self._zero_expected(self.expected)
             self.expected.must_zero = True  # Megatron counts gradients from one zeroing to the next
+
+    def make_room(self) -> None:
+        """Have weights on the host for a while, and masters elsewhere; gradients stay."""
+        making_room.offload_and_reload([self.ddp], self.optimizer, move_grads=False)
+        self._landed()
 
     def save(self) -> None:
         """Keep masters, moments and the step; before the first step there are none."""

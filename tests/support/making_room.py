@@ -27,10 +27,10 @@ def move_masters(optimizer: Any) -> None:
         master.data = master.data.clone()
 
 
-def offload_and_reload(model: list[Any], optimizer: Any) -> None:
+def offload_and_reload(model: list[Any], optimizer: Any, *, move_grads: bool = True) -> None:
     """Have everything away at once, then back, the masters elsewhere."""
     for buffer in managed_buffers(model):
-        buffer.offload_to_cpu()
+        buffer.offload_to_cpu(move_grads=move_grads)
     move_masters(optimizer)
     for buffer in managed_buffers(model):
-        buffer.reload_from_cpu()
+        buffer.reload_from_cpu(move_grads=move_grads)
