@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from moe_optim.errors import LayoutError
 from moe_optim.formats import FP8_BLOCK, MXFP8, MXFP8_2D, NVFP4, QuantizedWeight
@@ -200,3 +201,24 @@ def test_memory_that_was_freed_is_noticed():
     assert not table.has_moved
     entry.source.untyped_storage().resize_(0)
     assert table.has_moved
+
+
+def test_memory_that_was_exchanged_is_noticed_and_not_kept():
+    """As when an optimizer is offloaded by hand: what a master leaves is free."""
+    entry = stack(2, 32, 32, dtype=torch.float32)
+    left = StorageWeakRef(entry.source.untyped_storage())
+    table = build([entry])
+    entry.source.data = torch.ones(2, 32, 32)
+    assert table.has_moved
+    assert left.expired()
+
+
+@pytest.mark.parametrize("format", [MXFP8, MXFP8_2D, NVFP4, FP8_BLOCK], ids=lambda f: f.name)
+def test_flat_values_are_described_as_those_of_the_logical_shape(format):
+    entry = stack(3, 160, 288, dtype=torch.float32, format=format)
+    flat = replace(entry, source=entry.source.view(-1))
+    shaped_table, flat_table = build([entry]), build([flat])
+    for name in ("descriptors", "tiles", "cut_tiles", "amax_parts"):
+        assert torch.equal(getattr(flat_table, name), getattr(shaped_table, name)), name
+    for name in ("masked", "aligned", "num_members", "num_tiles", "source_dtype"):
+        assert getattr(flat_table, name) == getattr(shaped_table, name), name
