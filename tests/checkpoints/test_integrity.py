@@ -1,12 +1,10 @@
 """What the check of a checkpoint says, how ranks share it, and what it costs."""
 
-import io
 import json
 import os
 import pickle
 import shutil
 import tracemalloc
-import zipfile
 from itertools import product
 
 import pytest
@@ -25,7 +23,7 @@ from moe_optim.checkpoints.integrity import (
 )
 from moe_optim.checkpoints.records import DamageError
 from moe_optim.errors import StateError
-from tests.support.damage import archive_bytes, flip, save_legacy, save_with_megatron
+from tests.support.damage import archive_bytes, flip, flip_in, save_legacy, save_with_megatron
 from tests.support.ranks import run_ranks
 
 ITERATIONS = (10, 20)
@@ -42,17 +40,6 @@ def saved(tmp_path_factory):
 def checkpoint(saved, tmp_path):
     """The newer of two checkpoints, to be damaged."""
     return shutil.copytree(saved, tmp_path / "checkpoints") / "iter_0000020"
-
-
-def flip_in(checkpoint, key: str) -> str:
-    """Flip a bit of what was saved under a key, and return the name of the file."""
-    path, start, end = archive_bytes(checkpoint, key)
-    content = path.read_bytes()
-    archive = zipfile.ZipFile(io.BytesIO(content[start:end]))
-    record = next(row for row in archive.infolist() if row.filename.endswith(("/data/0", ".pkl")))
-    position = content.index(archive.read(record), start + record.header_offset)
-    path.write_bytes(flip(content, position + record.file_size // 2, 0))
-    return path.name
 
 
 def test_whole_checkpoints_have_no_defect(checkpoint, tmp_path):

@@ -12,6 +12,7 @@ from moe_optim.checkpoints.torch_dist import TorchDistReader
 from moe_optim.cli import convert as command
 from moe_optim.cli import main as cli
 from moe_optim.layout.key_layouts import LAYOUTS
+from tests.support.damage import flip_in
 from tests.support.stored_checkpoints import (
     EXPERTS,
     FC1,
@@ -68,14 +69,10 @@ def test_the_summary_says_what_was_done(convert, source, tmp_path):
 @pytest.mark.parametrize("key", [FC1, f"optimizer.state.exp_avg.{FC2}", ROUTER, "common_state/"])
 def test_one_flipped_bit_is_not_written_under_new_checksums(convert, key, format, tmp_path):
     """Sizes are right and torch reads the file: the bit would pass for the truth from then on."""
-    tensors = stored_tensors()
-    folder = write_torch_dist(tmp_path / "c", tensors)
+    folder = write_torch_dist(tmp_path / "c", stored_tensors())
     blobs = TorchDistReader(folder).blobs
     (blob,) = next(blobs[name] for name in blobs if name.startswith(key))
-    known = tensors[key].view(torch.uint8).numpy().tobytes() if key in tensors else b"attention"
-    content = bytearray((folder / blob.file).read_bytes())
-    content[content.index(known, blob.start, blob.end)] ^= 4
-    (folder / blob.file).write_bytes(content)
+    flip_in(folder, key)
     code, lines, err = convert(folder, tmp_path / "out", "--to", "indexed", "--format", format)
     assert (code, lines) == (2, [])
     said = " ".join(err.split())

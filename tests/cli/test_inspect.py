@@ -8,6 +8,7 @@ from safetensors.torch import save_file
 
 from moe_optim.checkpoints.torch_dist import TorchDistReader
 from moe_optim.cli import main as cli
+from tests.support.damage import flip_in
 from tests.support.stored_checkpoints import (
     EXPERTS,
     FC1,
@@ -98,11 +99,7 @@ def test_a_checkpoint_that_is_not_whole_exits_with_1_and_names_the_file(inspect,
 
 def test_thorough_finds_a_flipped_bit_that_sizes_do_not_show(inspect, tmp_path):
     folder = write_torch_dist(tmp_path / "c", stored_tensors())
-    path = folder / "__0_0.distcp"
-    content = bytearray(path.read_bytes())
-    at = content.find(stored_tensors()[FC1].view(torch.uint8).numpy().tobytes())
-    content[at] ^= 1
-    path.write_bytes(content)
+    flip_in(folder, FC1)
     assert inspect(folder)[0] == 0
     code, out, _ = inspect(folder, "--thorough")
     assert code == 1

@@ -6,12 +6,12 @@ import shlex
 import shutil
 
 import pytest
-import torch
 
 from moe_optim.checkpoints.integrity import require_intact
 from moe_optim.cli import main as cli
 from moe_optim.cli import train
 from moe_optim.errors import StateError
+from tests.support.damage import flip_in
 from tests.support.runs import FAKE_RANK, REPOSITORY, small_disk, write_checkpoint
 
 EVERY_SECOND = ("--eval-interval", "2")
@@ -173,10 +173,7 @@ def test_past_a_damaged_checkpoint_the_way_on_is_the_one_that_the_error_names(
     """Where it names none there is none; and after one that it names, the newest counts again."""
     folder = runs / "a"
     damaged = write_checkpoint(folder / "checkpoints", 4)
-    file = damaged / "__0_0.distcp"
-    content = bytearray(file.read_bytes())
-    content[content.index(torch.arange(1000.0).numpy().tobytes())] ^= 1
-    file.write_bytes(content)
+    flip_in(damaged, "weight")
 
     def resume():
         with pytest.raises(StateError) as error:

@@ -18,10 +18,8 @@ FLAGS += ["--eval-interval", "1000000"]
 
 
 def _copy(model: torch.nn.Module) -> None:
-    for name, param in model.named_parameters():
-        param.data.copy_(
-            given_values.draw_values(name, param.shape)
-        )  # as converters of checkpoints do
+    for name, param in model.named_parameters():  # as converters of checkpoints do
+        param.data.copy_(given_values.draw_values(name, param.shape))
 
 
 WRITERS = {"load_state_dict": given_values.load, "copy_ into .data": _copy}

@@ -5,6 +5,7 @@ import json
 import queue
 import random
 import shutil
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -233,3 +234,14 @@ def archive_bytes(checkpoint: Path, key: str) -> tuple[Path, int, int]:
     blobs = read_blobs((checkpoint / ".metadata").read_bytes(), is_verified=False)
     blob = next(blob for blob in blobs if blob.key.startswith(key))
     return checkpoint / blob.file, blob.start, blob.end
+
+
+def flip_in(checkpoint: Path, key: str) -> str:
+    """Flip a bit of what was saved under a key, and return the name of the file."""
+    path, start, end = archive_bytes(checkpoint, key)
+    content = path.read_bytes()
+    archive = zipfile.ZipFile(io.BytesIO(content[start:end]))
+    record = next(row for row in archive.infolist() if row.filename.endswith(("/data/0", ".pkl")))
+    position = content.index(archive.read(record), start + record.header_offset)
+    path.write_bytes(flip(content, position + record.file_size // 2, 0))
+    return path.name
