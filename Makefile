@@ -3,6 +3,7 @@
 #   make train ARGS="--text my/notes"        options of `moe-optim train`, after the recipe
 #   make test PYTEST_ARGS="-k config"        anything pytest takes
 #   make life-cycle STEPS=100000             random orders of calls, more than the suite runs
+#   make fuzz CASES=10000                    harmed checkpoints and recipes, likewise
 #   make train PYTHON=/path/to/python3.12    build .venv with this Python and no other
 
 VENV := .venv
@@ -10,6 +11,7 @@ STAMP := $(VENV)/.installed
 ARGS ?=
 PYTEST_ARGS ?=
 STEPS ?= 100000
+CASES ?= 10000
 
 # Prints the first Python >= 3.12 that can make a virtual environment. Every candidate is run, not
 # only looked up: a pyenv shim is on PATH even where no version stands behind it.
@@ -53,21 +55,35 @@ exit 1
 endef
 export FIND_PYTHON PYTHON
 
-.PHONY: train test test-all life-cycle lint format python clean
+# Runs the tests that use GPUs, which the run before hides; 5 is pytest's word for none of them.
+define ON_GPUS
+@if $(VENV)/bin/python -c 'import sys, torch; sys.exit(not torch.cuda.device_count())'; then \
+    $(VENV)/bin/python -m pytest --gpus $(1) || [ $$? -eq 5 ]; \
+fi
+endef
+
+.PHONY: train test test-all life-cycle fuzz lint format python clean
 
 train: $(STAMP)
 	$(VENV)/bin/moe-optim train recipes/quickstart.yaml --out runs/quickstart $(ARGS)
 
 test: $(STAMP)
 	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+	$(call ON_GPUS,$(PYTEST_ARGS))
 
 # Drives the life cycle of weights and gradients through more random steps than the suite does.
 life-cycle: $(STAMP)
-	LIFE_CYCLE_STEPS=$(STEPS) $(VENV)/bin/python -m pytest tests/megatron/test_state_machine.py
+	LIFE_CYCLE_STEPS=$(STEPS) $(VENV)/bin/python -m pytest tests/megatron/buffers/test_state_machine.py
+
+# Gives more harmed checkpoints and recipes to what reads them than the suite does.
+fuzz: $(STAMP)
+	FUZZ_CASES=$(CASES) $(VENV)/bin/python -m pytest tests/checkpoints/test_fuzz_checkpoints.py \
+	    tests/test_fuzz_recipes.py
 
 # Also what shows the same at further settings: some minutes more.
 test-all: $(STAMP)
 	$(VENV)/bin/python -m pytest -m "" $(PYTEST_ARGS)
+	$(call ON_GPUS,-m "" $(PYTEST_ARGS))
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check

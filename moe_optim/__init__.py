@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from moe_optim.config import MoEOptimConfig
     from moe_optim.megatron import get_megatron_optimizer, install, uninstall
     from moe_optim.megatron.bridge import MoEOptimizerConfig
-    from moe_optim.megatron.expert_amax import synchronize_amax
+    from moe_optim.megatron.experts.amax import synchronize_amax
+    from moe_optim.ops import dequantize, quantize
     from moe_optim.recipes import Recipe, load_recipe
 
 __version__ = VERSION
@@ -37,21 +38,25 @@ __all__ = [
     "Recipe",
     "StateError",
     "__version__",
+    "dequantize",
     "get_megatron_optimizer",
     "install",
     "load_recipe",
+    "quantize",
     "synchronize_amax",
     "uninstall",
 ]
 
 _LAZY = {
+    "dequantize": "moe_optim.ops",
+    "quantize": "moe_optim.ops",
     "MoEOptimConfig": "moe_optim.config",
     "MoEOptimizerConfig": "moe_optim.megatron.bridge",
     "Recipe": "moe_optim.recipes",
     "get_megatron_optimizer": "moe_optim.megatron",
     "install": "moe_optim.megatron",
     "load_recipe": "moe_optim.recipes",
-    "synchronize_amax": "moe_optim.megatron.expert_amax",
+    "synchronize_amax": "moe_optim.megatron.experts.amax",
     "uninstall": "moe_optim.megatron",
 }
 

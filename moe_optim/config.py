@@ -1,30 +1,18 @@
-"""Every knob of moe_optim in one frozen value, and which of its values this version implements."""
+"""Every knob of moe_optim in one frozen value."""
 
 # Annotations stay objects in this file (no `from __future__ import annotations`): both the checks
 # below and Megatron's argument builder read them.
 
 import difflib
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
-from types import MappingProxyType
 from typing import Any, Literal, get_args
 
-import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
 from moe_optim.errors import ConfigError
+from moe_optim.interpolation import merge
+from moe_optim.plain_yaml import parse_yaml, quote
 
 Format = Literal["bf16", "mxfp8", "mxfp8_2d", "nvfp4", "fp8_block"]
-
-AVAILABLE: Mapping[str, tuple[object, ...]] = MappingProxyType(
-    {
-        "nonfinite": ("raise", "skip"),
-        "backend": ("auto", "reference"),
-    }
-)
-"""What this version implements of the fields whose type allows more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,8 +22,8 @@ class MoEOptimConfig:
     format: Format = "mxfp8"
     """Storage format of expert weights between two optimizer steps; masters are always fp32."""
     compute: Format | None = None
-    """Format of the expert products, for ``format: bf16``: bf16 primary weights, of which a step
-    makes one quantized copy that its products read. None multiplies in ``format``."""
+    """Format of the expert products, for ``format: bf16``: bf16 primary weights, of which every
+    forward product makes a quantized copy that it reads. None multiplies in ``format``."""
     expert_layout: Literal["grouped", "indexed"] = "grouped"
     """``grouped`` keeps all local experts of a linear in one parameter [experts, rows, columns],
     ``indexed`` keeps one parameter [rows, columns] an expert."""
@@ -50,8 +38,9 @@ class MoEOptimConfig:
     that costs 1% or less, else whole scales or bytes. ``stock``: where Megatron ends them."""
     nonfinite: Literal["raise", "skip"] = "raise"
     """What an Inf or NaN gradient does to the step, before any weight has moved."""
-    backend: Literal["auto", "triton", "reference"] = "auto"
-    """Who quantizes: Triton kernels, or plain torch. ``auto`` takes the fastest that runs here."""
+    backend: Literal["auto", "reference"] = "auto"
+    """Who quantizes. ``auto``: Triton kernels where they run, else plain torch. ``reference``:
+    plain torch everywhere, with the same bytes."""
     fuse_wgrad_accumulation: bool = True
     """Whether portable experts add weight gradients straight into ``main_grad``. False sends them
     through autograd, which allocates one gradient a weight."""
@@ -61,14 +50,18 @@ class MoEOptimConfig:
     save_nonfinite: bool = False
     """Whether a checkpoint may be saved whose masters hold Inf or NaN."""
     trust_unmarked_states: bool = False
-    """Whether flat optimizer states without a manifest, such as Megatron saves, are taken to have
-    their experts in the order of this model. Experts of another order would be swapped unseen."""
+    """Whether flat optimizer states without a manifest, such as Megatron saves, load by their sizes
+    alone where no weights are given that show whose the masters are. Weights that contradict are
+    refused either way."""
+    trust_checkpoint_code: bool = False
+    """Whether Megatron may unpickle objects of a checkpoint that name more than plain data, such as
+    a type of your own among its arguments. Whatever they name is run."""
     check_on_load: Literal["thorough", "quick"] = "thorough"
     """What is checked before a checkpoint loads. ``thorough`` reads all of it once, shared among
     ranks, and compares checksums; ``quick`` looks for missing and cut files."""
 
     def __post_init__(self) -> None:
-        """Refuse values that mean nothing, and those that this version does not implement.
+        """Refuse values that mean nothing.
 
         Raises:
             ConfigError: naming the field, what it takes and what it got.
@@ -118,62 +111,31 @@ def field_names() -> tuple[str, ...]:
     return tuple(field.name for field in fields(MoEOptimConfig))
 
 
-def available_values(name: str) -> tuple[object, ...]:
-    """Return the values of a field that this version implements."""
-    return AVAILABLE.get(name, _known_values(name))
+def check_key(where: str, key: object, known: Iterable[str], *, is_shown: bool = True) -> None:
+    """Raise ConfigError unless ``key`` is one of ``known``; the message lists them.
 
-
-def check_key(where: str, key: object, known: Iterable[str]) -> None:
-    """Raise ConfigError unless ``key`` is one of ``known``; the message lists them."""
+    Args:
+        where: how errors call the mapping.
+        key: what stands there.
+        known: every key that may.
+        is_shown: False where ``key`` may be a line of any file: then the message does without it.
+    """
     names = list(known)
     if key not in names:
         closest = _closest(key, names)
         remedy = f"Write {closest}, the closest of them" if closest else "Remove it"
-        raise ConfigError(
-            f"{where}: expected a key among {', '.join(names)}, got {key!r}. {remedy}."
-        )
-
-
-def parse_yaml(where: str, text: str) -> Any:
-    """Return what ``text`` spells out, by the one reading of recipes and assignments.
-
-    Args:
-        where: how errors call the text.
-        text: a whole document, or one value.
-
-    Raises:
-        ConfigError: it is no YAML.
-    """
-    try:
-        return yaml.load(text, _Loader)  # noqa: S506 (a SafeLoader)
-    except yaml.MarkedYAMLError as error:
-        line = f" line {error.problem_mark.line + 1}:" if error.problem_mark else ""
-        remedy = "Correct it, or quote what is text"
-        raise ConfigError(
-            f"{where}:{line} expected YAML, got: {error.problem}. {remedy}."
-        ) from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{where}: expected YAML, got: {first_line(error)}.") from error
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of a message; YAML and OmegaConf append their own context to it."""
-    return str(error).partition("\n")[0]
+        got = quote(key) if is_shown else "another"
+        raise ConfigError(f"{where}: expected a key among {', '.join(names)}, got {got}. {remedy}.")
 
 
 def _check_field(where: str, name: str, value: object) -> None:
-    available = available_values(name)
-    if _is_among(value, available):
+    known = available_values(name)
+    if _is_among(value, known):
         return
-    choices = " or ".join(spell(choice) for choice in available)
-    if _is_among(value, _known_values(name)):
-        raise ConfigError(
-            f"{where}: {name}: expected {choices}, got {spell(value)}, which is a known value but "
-            f"not available in this version. Write {choices}."
-        )
+    choices = " or ".join(spell(choice) for choice in known)
     raise ConfigError(
-        f"{where}: {name}: expected {choices}, got {value!r}. "
-        f"Write {_closest(value, available) or choices}."
+        f"{where}: {name}: expected {choices}, got {quote(value)}. "
+        f"Write {_closest(value, known) or choices}."
     )
 
 
@@ -200,7 +162,7 @@ def spell(value: object) -> str:
     return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
 
 
-def _known_values(name: str) -> tuple[object, ...]:
+def available_values(name: str) -> tuple[object, ...]:
     """Return every value the declared type of a field allows."""
     (declared,) = (field.type for field in fields(MoEOptimConfig) if field.name == name)
     if declared is bool:
@@ -224,42 +186,8 @@ def _parse_assignment(assignment: str, where: str) -> dict[str, object]:
     key, equals, text = assignment.partition("=")
     if not equals or not key.strip():
         raise ConfigError(
-            f"{where}: expected key=value, got {assignment!r}. Write for example format=bf16."
+            f"{where}: expected key=value, got {quote(assignment)}. Write for example format=bf16."
         )
-    value = parse_yaml(f"{where}: {assignment!r}", text)
-    try:
-        parsed: Any = OmegaConf.to_container(OmegaConf.create({key: value}), resolve=True)
-    except OmegaConfBaseException as error:
-        raise ConfigError(
-            f"{where}: expected key=value, got {assignment!r} ({first_line(error)}). "
-            f"Quote the value."
-        ) from error
-    return dict(parsed)
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML where whole numbers, true, false and null are values and all else is text.
-
-    So ``2e-3``, ``1.10`` and ``12:30`` reach Megatron as they were written, which YAML's own rules
-    would turn into text, 1.1 and 750. A repeated key is an error.
-    """
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                problem = f"the key {key.value!r} occurs twice"
-                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-            seen.add(key.value if isinstance(key, yaml.ScalarNode) else None)
-        return super().construct_mapping(node, deep)
-
-
-_Loader.yaml_implicit_resolvers = {}
-for _tag, _pattern, _first in (
-    ("bool", "true|True|TRUE|false|False|FALSE", "tTfF"),
-    ("int", "0|-?[1-9][0-9]*", "-0123456789"),  # only what str(int) gives back
-    ("null", "null|Null|NULL|~|", ["n", "N", "~", ""]),
-):
-    _Loader.add_implicit_resolver(
-        f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), list(_first)
-    )
+    where = f"{where}: {quote(assignment)}"
+    check_key(where, key, field_names())
+    return merge(where, {"moe_optim": {key: parse_yaml(where, text)}})["moe_optim"]

@@ -1,4 +1,7 @@
-"""The operations on member tables, and the one place that calls who performs them.
+"""Quantizing weights, and the one place that calls who performs it.
+
+:func:`quantize` and :func:`dequantize` take tensors. Who requantizes the same weights at every step
+builds a table of them once, and calls the rest with it.
 
 A requantization writes what travels; ``finish_gather`` derives the rest, on every rank, from what
 has arrived::
@@ -8,23 +11,128 @@ has arrived::
 """
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import overload
 
 import torch
 from torch import Tensor
 
 from moe_optim import reference
 from moe_optim.errors import LayoutError
+from moe_optim.formats import BlockScaledFormat, Direction, QuantizedWeight, get_format
 from moe_optim.kernels.exchange import AMAX_SLOTS
 from moe_optim.kernels.launch_table import LaunchTable, Planned
-from moe_optim.kernels.member_table import MemberTable
+from moe_optim.kernels.member_table import Backend, MemberTable
 from moe_optim.kernels.table_entry import TableEntry
 from moe_optim.reference import ranges
 
-Backend = Literal["auto", "reference"]
+
+@overload
+def quantize(
+    weights: Tensor,
+    format: BlockScaledFormat | str,
+    *,
+    out: QuantizedWeight | None = None,
+    backend: Backend = "auto",
+) -> QuantizedWeight: ...
+@overload
+def quantize(
+    weights: Sequence[Tensor],
+    format: BlockScaledFormat | str,
+    *,
+    out: Sequence[QuantizedWeight] | None = None,
+    backend: Backend = "auto",
+) -> list[QuantizedWeight]: ...
+def quantize(
+    weights: Tensor | Sequence[Tensor],
+    format: BlockScaledFormat | str,
+    *,
+    out: QuantizedWeight | Sequence[QuantizedWeight] | None = None,
+    backend: Backend = "auto",
+) -> QuantizedWeight | list[QuantizedWeight]:
+    """Quantize weights: bytes and scales of both directions, in one launch where kernels run.
+
+    The bytes are those of Transformer Engine: values are rounded to bf16 first, maxima ignore NaN,
+    casts round to nearest even and saturate.
+
+    Args:
+        weights: fp32 or bf16, [E, R, C] or [R, C] (one expert); or several of them, of any shapes,
+            all on one device. Copied only where they are not contiguous.
+        format: ``mxfp8``, ``mxfp8_2d``, ``nvfp4`` or ``fp8_block``.
+        out: planes to overwrite, as an earlier call returned them; new ones if not given.
+        backend: ``auto`` takes kernels where they run, ``reference`` does without.
+
+    Returns:
+        The planes, on the device of the weights: one record, or one a tensor if there are several.
+
+    Raises:
+        ConfigError: no such format.
+        LayoutError: a shape that the format cannot hold, another dtype, or planes that do not fit.
+    """
+    if isinstance(format, str):
+        format = get_format(format)
+    sources = [weights] if isinstance(weights, Tensor) else list(weights)
+    names = (
+        ["weights"]
+        if isinstance(weights, Tensor)
+        else [f"weights[{i}]" for i in range(len(sources))]
+    )
+    shapes = [(1, *w.shape) if w.dim() == 2 else tuple(w.shape) for w in sources]
+    if out is None:
+        targets = [
+            QuantizedWeight.empty(format, shape, device=source.device, name=name)
+            for source, shape, name in zip(sources, shapes, names, strict=True)
+        ]
+    else:
+        targets = [out] if isinstance(out, QuantizedWeight) else list(out)
+    _check_targets(format, shapes, targets)
+    entries = [
+        TableEntry(parameter=name, source=source.detach().contiguous().view(shape), target=target)
+        for name, source, shape, target in zip(names, sources, shapes, targets, strict=True)
+    ]
+    table = MemberTable.build(entries, backend=backend)
+    requantize(table)
+    finish_gather(table)
+    return targets[0] if isinstance(weights, Tensor) else targets
 
 
-def requantize(table: MemberTable, backend: Backend = "auto") -> None:
+def dequantize(quantized: QuantizedWeight, direction: Direction = "rowwise") -> Tensor:
+    """Return the values of one direction: what a forward product multiplies, or a dgrad.
+
+    Args:
+        quantized: planes, as :func:`quantize` returns them; left alone.
+        direction: ``rowwise`` for the forward product, ``columnwise`` for the dgrad.
+
+    Returns:
+        [E, R, C] bf16, newly allocated, on the device of the planes.
+    """
+    return reference.dequantize_bf16(
+        quantized.data(direction),
+        quantized.scale(direction),
+        quantized.format,
+        direction,
+        global_amax=quantized.global_amax,
+    )
+
+
+def _check_targets(
+    format: BlockScaledFormat,
+    shapes: Sequence[tuple[int, ...]],
+    targets: Sequence[QuantizedWeight],
+) -> None:
+    wanted = [(format.name, shape) for shape in shapes]
+    got = [(target.format.name, target.shape) for target in targets]
+    if wanted != got:
+        raise LayoutError(
+            f"quantize: out: expected planes of {_spell(wanted)}, got {_spell(got)}. Pass what an "
+            "earlier call with such weights returned, or leave it out."
+        )
+
+
+def _spell(kinds: Sequence[tuple[str, tuple[int, ...]]]) -> str:
+    return ", ".join(f"{name} {list(shape)}" for name, shape in kinds) or "nothing"
+
+
+def requantize(table: MemberTable) -> None:
     """Rewrite the planes of ``table`` that travel, in place, then zero what was consumed.
 
     The bytes are those of ``reference.quantize``: sources are rounded to bf16 first. Where kernels
@@ -33,8 +141,7 @@ def requantize(table: MemberTable, backend: Backend = "auto") -> None:
 
     Args:
         table: what to read and write. It knows since it was built which entries kernels handle.
-        backend: ``auto`` takes these kernels and the reference for the rest, ``reference`` does
-            without kernels. So does a table whose sources have moved, until it is built anew.
+            Where its sources have moved, they handle none until it is built anew.
 
     Raises:
         LayoutError: some block or expert lies on several ranks; nothing has been written.
@@ -46,17 +153,17 @@ def requantize(table: MemberTable, backend: Backend = "auto") -> None:
             "several ranks share. Call partial_amax, reduce table.exchange with MAX "
             "over the ranks, then call encode."
         )
-    partial_amax(table, backend)
-    encode(table, backend)
+    partial_amax(table)
+    encode(table)
 
 
-def partial_amax(table: MemberTable, backend: Backend = "auto") -> None:
+def partial_amax(table: MemberTable) -> None:
     """Find this rank's share of the maxima that ``encode`` needs before it can write anything.
 
     Every rank calls it, then one MAX all-reduce of ``table.exchange``, then ``encode``. NaN counts
     as zero, and maxima of fp32 are exact in any order.
     """
-    launches, entries = _split(table, backend)
+    launches, entries = _split(table)
     if table.exchange.numel():
         table.exchange.zero_()
         _find_amaxes(entries, table.exchange)
@@ -67,15 +174,14 @@ def partial_amax(table: MemberTable, backend: Backend = "auto") -> None:
             launch_amax(launch)
 
 
-def encode(table: MemberTable, backend: Backend = "auto") -> None:
+def encode(table: MemberTable) -> None:
     """Write the owned data of every entry, and the scales of each block that is owned in part.
 
     Args:
         table: ``partial_amax`` has been called, and its ``exchange`` holds the maxima over all
             ranks.
-        backend: as for :func:`requantize`, and the same as for ``partial_amax``.
     """
-    launches, entries = _split(table, backend)
+    launches, entries = _split(table)
     if entries:  # before the launches, which may zero the sources
         _encode(entries, table.exchange)
     if launches:
@@ -87,16 +193,15 @@ def encode(table: MemberTable, backend: Backend = "auto") -> None:
         table.consumed.zero_()
 
 
-def finish_gather(table: MemberTable, backend: Backend = "auto") -> None:
+def finish_gather(table: MemberTable) -> None:
     """Derive what did not travel: columnwise copies of 2-D formats, and scales in storage.
 
     The whole of every parameter is read from the planes that travel, whoever wrote them. Nothing
     happens where nothing is to be derived.
     """
-    entries = table.entries if backend == "reference" else table.unfinished
-    if entries:
-        _derive(entries)
-    if table.finishes and backend != "reference":
+    if table.unfinished:
+        _derive(table.unfinished)
+    if table.finishes:
         from moe_optim.kernels.launch import launch_finish
 
         for finish in table.finishes:
@@ -144,10 +249,8 @@ def _derive(entries: Sequence[TableEntry]) -> None:
             reference.expand_scale_into(entry.target, direction, scale)
 
 
-def _split(
-    table: MemberTable, backend: Backend
-) -> tuple[tuple[LaunchTable, ...], tuple[Planned, ...]]:
+def _split(table: MemberTable) -> tuple[tuple[LaunchTable, ...], tuple[Planned, ...]]:
     """Return the launches to make, and the entries left to the reference."""
-    if backend == "reference" or table.has_moved:
+    if table.has_moved:
         return (), tuple(zip(table.entries, table.exchanges, strict=True))
     return table.launches, table.remainder

@@ -1,19 +1,21 @@
 """A recipe is one run as a YAML file: what it requires, Megatron's flags, and moe_optim's knobs."""
 
+import os
 import re
-from collections.abc import Iterable, Mapping
+import stat
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
-from moe_optim.config import MoEOptimConfig, check_key, field_names, first_line, parse_yaml
+from moe_optim.config import MoEOptimConfig, check_key, field_names
 from moe_optim.environment import find_gpus, unmet_version
 from moe_optim.errors import ConfigError
+from moe_optim.interpolation import merge
+from moe_optim.plain_yaml import MAX_BYTES, parse_yaml, quote, read_document, shorten
 
 Scalar = bool | int | float | str | None
 Value = Scalar | list[Scalar]
@@ -23,6 +25,8 @@ SECTIONS = ("requires", "megatron_args", "moe_optim")
 KEYS = ("base", *SECTIONS)
 VERSIONS = ("python", "torch", "megatron-core", "transformer-engine", "apex")
 COUNTS = ("sm", "gpus", "ranks")
+_MAX_CHAIN = 16  # recipes, each the base of the one before
+_MAX_COUNT = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,25 +65,25 @@ class Recipe:
 def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     """Read a recipe and the recipes it is based on.
 
+    What ``${oc.env:NAME}`` reads becomes a flag's value like any other: Megatron writes its
+    arguments into logs, TensorBoard's events and checkpoints. Keep secrets out of it.
+
     Args:
         path: the YAML file.
         overrides: assignments such as ``moe_optim.format=bf16`` or
             ``megatron_args.--train-iters=20``; the last one wins.
 
     Raises:
-        ConfigError: naming the file (or the override), the key, and what was expected there.
+        ConfigError: naming the file (or the override), the key, and what was expected there. Of a
+            file that is no recipe, it repeats nothing.
     """
     path = Path(path)
     assignments = list(overrides)
-    layers = _read_layers(path, ()) + [_parse_override(text) for text in assignments]
-    where = f"{path} with {' '.join(assignments)}" if assignments else f"{path}"
-    try:
-        merged: Any = OmegaConf.to_container(OmegaConf.merge(*layers), resolve=True)
-    except OmegaConfBaseException as error:
-        raise ConfigError(
-            f"{where}: {error.full_key}: expected an interpolation that resolves, got "
-            f"{first_line(error)!r}. Correct the ${{...}} in it."
-        ) from error
+    layers = _read_layers(path) + [_parse_override(text) for text in assignments]
+    where = _spell(path)
+    if assignments:
+        where += f" with {' '.join(map(shorten, assignments))}"
+    merged = merge(where, *layers)
     for flag, value in merged["megatron_args"].items():  # again: an interpolation can be anything
         _check_flag(f"{where}: megatron_args", flag, value)
     return Recipe(
@@ -113,56 +117,105 @@ def check_requirements(recipe: Recipe) -> None:
         raise ConfigError(f"{recipe.path}: requires: expected more than this machine has.{lines}")
 
 
-def _read_layers(path: Path, above: tuple[Path, ...]) -> list[dict[str, dict[str, Any]]]:
-    """Return the sections of a recipe's bases and of itself, the first base first.
+def _read_layers(path: Path) -> list[dict[str, dict[str, Any]]]:
+    """Return the sections of a recipe's bases and of itself, the first base first."""
+    chain: list[Path] = []
+    layers = []
+    left = MAX_BYTES  # all files together are bounded as one is
+    remedy = "Correct the path"
+    step: Path | None = path
+    while step is not None:
+        text = _read_text(step, left, remedy)
+        _check_chain([*chain, step])
+        layer, base = _read_layer(_spell(step), text)
+        chain.append(step)
+        layers.append(layer)
+        left -= len(text)
+        remedy = f"Correct `base` in {_spell(step)}"
+        step = step.parent / base if base else None
+    return layers[::-1]
 
-    Args:
-        path: the recipe to read.
-        above: the recipes, resolved, that led here through ``base``.
+
+def _check_chain(chain: Sequence[Path]) -> None:
+    """Raise ConfigError if the last recipe is one of those that led to it, or they are too many."""
+    *above, last = chain
+    if any(last.samefile(step) for step in above):
+        shown = " -> ".join(map(_spell, chain))
+        raise ConfigError(
+            f"{_spell(above[-1])}: base: expected a recipe that does not lead back to itself, got "
+            f"{shown}. Remove one `base`."
+        )
+    if len(chain) > _MAX_CHAIN:
+        raise ConfigError(
+            f"{_spell(chain[0])}: base: expected at most {_MAX_CHAIN} recipes, each the base of "
+            "the one before, got more. Remove one `base`."
+        )
+
+
+def _read_layer(where: str, text: str) -> tuple[dict[str, dict[str, Any]], str | None]:
+    """Return the sections of one file, and the path of its base.
+
+    Nothing of the file is repeated in an error until all of its outermost keys are a recipe's.
     """
-    resolved = path.resolve()
-    if resolved in above:
-        chain = " -> ".join(str(step) for step in (*above, resolved))
-        raise ConfigError(
-            f"{above[-1]}: base: expected a recipe that does not lead back to itself, got {chain}. "
-            f"Remove one `base`."
-        )
-    recipe = parse_yaml(f"{path}", _read_text(path, above))
-    where = f"{path}"
+    recipe, lines = read_document(where, text)
     if not isinstance(recipe, dict):
+        got = {list: "a list", type(None): "nothing"}.get(type(recipe), "one value")
         raise ConfigError(
-            f"{where}: expected a mapping with keys among {', '.join(KEYS)}, got "
-            f"{_kind(recipe)}. Start from recipes/quickstart.yaml."
+            f"{where}: expected a mapping with keys among {', '.join(KEYS)}, got {got}. "
+            "Start from recipes/quickstart.yaml."
         )
-    for key in recipe:
-        check_key(where, key, KEYS)
+    for key, line in lines.items():
+        check_key(f"{where}: line {line}", key, KEYS, is_shown=False)
     base = recipe.get("base")
     if not isinstance(base, str | None):
         raise ConfigError(
             f"{where}: base: expected the path of a recipe, got {_kind(base)}. "
             f"Write for example quickstart.yaml, or remove `base`."
         )
-    below = _read_layers(path.parent / base, (*above, resolved)) if base else []
-    return [*below, {section: _checked_section(where, section, recipe) for section in SECTIONS}]
+    return {section: _checked_section(where, section, recipe) for section in SECTIONS}, base
 
 
-def _read_text(path: Path, above: tuple[Path, ...]) -> str:
+def _read_text(path: Path, limit: int, remedy: str) -> str:
+    """Return what a regular file holds; others are not even opened.
+
+    Args:
+        path: the recipe to read.
+        limit: bytes it may have.
+        remedy: what to do if there is none.
+    """
+    why = ""
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        remedy = f"Correct `base` in {above[-1]}" if above else "Correct the path"
-        raise ConfigError(f"{path}: expected a readable recipe, got: {why}. {remedy}.") from error
+        if not stat.S_ISREG(path.stat().st_mode):
+            why = "no regular file"
+        else:  # files of /proc can be regular, of size 0, and waited for: not with O_NONBLOCK
+            with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # noqa: PTH123
+                data = file.read(limit + 1) or b""
+            if len(data) <= limit:
+                return data.decode("utf-8")
+            why = f"more than {limit:,} bytes"
+    except UnicodeDecodeError:
+        why = "not UTF-8 text"
+    except OSError as error:
+        why = error.strerror or type(error).__name__
+    except ValueError:  # NUL, or a surrogate
+        why = "a path that no file can have"
+    raise ConfigError(f"{_spell(path)}: expected a readable recipe, got: {why}. {remedy}.")
+
+
+def _spell(path: Path) -> str:
+    """Spell a path for a message: as it is, unless it is long or cannot be printed."""
+    text = str(path)
+    return shorten(text if text.isprintable() else repr(text))
 
 
 def _parse_override(text: str) -> dict[str, dict[str, Any]]:
-    where = f"override {text!r}"
+    where = f"override {quote(text)}"
     target, equals, value = text.partition("=")
     section, dot, key = target.partition(".")
     if not (equals and dot and key) or section not in SECTIONS:
         raise ConfigError(
             f"{where}: expected SECTION.KEY=VALUE with a section among {', '.join(SECTIONS)}. "
-            f"Write {_suggest(target)}={value or 'VALUE'}."
+            f"Write {shorten(_suggest(target))}={shorten(value) or 'VALUE'}."
         )
     layer = {section: {key: parse_yaml(where, value)}}
     return {section: _checked_section(where, section, layer)}
@@ -199,10 +252,10 @@ def _checked_section(where: str, section: str, recipe: Mapping[str, Any]) -> dic
 
 
 def _check_flag(where: str, flag: object, value: object) -> None:
-    if not re.fullmatch(r"--[^\s=]+", str(flag)):
+    if not (re.fullmatch(r"--[^\s=]+", str(flag)) and str(flag).isprintable()):
         raise ConfigError(
-            f"{where}: expected one of Megatron's flags with its leading dashes, got {flag!r}. "
-            f"Write --{str(flag).lstrip('-').replace('_', '-')}."
+            f"{where}: expected one of Megatron's flags with its leading dashes, got "
+            f"{quote(flag)}. Write --{shorten(str(flag)).lstrip('-').replace('_', '-')}."
         )
     if isinstance(value, list):
         if all(type(item) in (int, float, str) for item in value):
@@ -210,8 +263,8 @@ def _check_flag(where: str, flag: object, value: object) -> None:
     elif isinstance(value, Scalar):
         return
     raise ConfigError(
-        f"{where}: {flag}: expected true, false, a value or a list of values, got {value!r}. "
-        f"Quote what is text."
+        f"{where}: {shorten(str(flag))}: expected true, false, a value or a list of values, got "
+        f"{quote(value)}. Quote what is text."
     )
 
 
@@ -221,19 +274,20 @@ def _checked_requires(where: str, requires: Mapping[str, Any]) -> dict[str, str 
         if value is None:  # a variant drops what its base requires
             continue
         if key in COUNTS:
-            if type(value) is not int or value < 1:
+            if type(value) is not int or not 1 <= value <= _MAX_COUNT:
                 raise ConfigError(
-                    f"{where}: requires: {key}: expected a positive whole number, got {value!r}. "
-                    f"Write a number, or null to require nothing."
+                    f"{where}: requires: {key}: expected a positive whole number, got "
+                    f"{quote(value)}. Write one up to {_MAX_COUNT:,}, or null to require nothing."
                 )
             checked[key] = value
             continue
         try:
             checked[key] = str(SpecifierSet(value))
-        except (InvalidSpecifier, TypeError, AttributeError) as error:
+        # ValueError: a number too long for int()
+        except (InvalidSpecifier, TypeError, AttributeError, ValueError) as error:
             raise ConfigError(
-                f"{where}: requires: {key}: expected a version specifier, got {value!r}. "
-                f"Write for example '>={value}'."
+                f"{where}: requires: {key}: expected a version specifier, got {quote(value)}. "
+                f"Write for example '>={shorten(str(value))}'."
             ) from error
     return checked
 
@@ -258,4 +312,4 @@ def _unmet_hardware(requires: Mapping[str, str | int]) -> list[str]:
 def _kind(value: object) -> str:
     """Say what YAML gave, in YAML's words."""
     names = {dict: "a mapping", list: "a list", type(None): "nothing"}
-    return names.get(type(value), repr(value))
+    return names.get(type(value), quote(value))

@@ -3,6 +3,8 @@
 import ast
 import subprocess
 import sys
+from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -10,44 +12,79 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "moe_optim"
 
-BASE = {"errors", "formats", "version"}
-MIDDLE = {"reference", "kernels", "layout"}
-SERVICES = {"config", "environment", "ops", "recipes"}
+ORDER = """
+errors version
+formats
+reference kernels layout expert_keys
+interpolation plain_yaml environment
+config
+recipes ops
+modules
+checkpoints/files
+checkpoints/pickles
+checkpoints/manifests checkpoints/stores
+checkpoints checkpoints/conversion
+megatron/active megatron/planning
+megatron/te
+megatron/weights
+megatron/experts megatron/buffers
+megatron/patching
+megatron/installation
+megatron/checkpoint
+megatron/optimizer
+megatron/launch
+megatron/bridge megatron
+console
+train
+bench plan
+.
+cli
+""".strip().splitlines()
+"""Rooms, one line a floor: a room imports from lower floors, and its neighbours on its own where it
+has to, but never in a circle. A file beside folders is a room of its own; ``.`` is the package."""
 
-MAY_IMPORT = {  # layer -> layers it may import, besides itself
-    "errors": set(),
-    "version": set(),
-    "formats": {"errors"},
-    "reference": BASE,
-    "kernels": BASE,
-    "layout": BASE,
-    **{service: BASE | MIDDLE | SERVICES for service in SERVICES},
-    "modules": BASE | MIDDLE | SERVICES,
-    "checkpoints": BASE | {"layout"},
-    "megatron": BASE | MIDDLE | SERVICES | {"modules", "checkpoints"},
-    "cli": BASE | MIDDLE | SERVICES | {"modules", "checkpoints", "megatron", "__init__"},
-    "__init__": BASE | MIDDLE | SERVICES | {"modules", "checkpoints", "megatron", "cli"},
+FLOORS = {room: floor for floor, line in enumerate(ORDER) for room in line.split()}
+
+NEVER = {  # room -> rooms below it that it must not know all the same
+    "reference": {"kernels", "layout", "expert_keys"},
+    "kernels": {"reference", "layout", "expert_keys"},
+    "layout": {"reference", "kernels", "expert_keys"},
+    "expert_keys": {"reference", "kernels", "layout"},
+    "checkpoints": {"ops", "modules", "kernels", "reference", "config", "recipes"},
+    "console": {"megatron", "modules", "kernels"},
 }
+"""The oracle never sees a kernel; files are read without Megatron and without weights."""
 
-THIRD_PARTY = {  # layer -> packages it may import, besides the standard library
+THIRD_PARTY = {  # room -> packages it may import, besides the standard library
     "errors": set(),
     "formats": {"torch"},
     "reference": {"torch"},
     "kernels": {"torch", "triton"},
     "layout": {"torch"},
+    "expert_keys": {"torch"},
 }
 
 UPSTREAM = {"megatron", "transformer_engine", "transformer_engine_torch", "apex", "amp_C"}
+KNOWS_UPSTREAM = ("megatron", "train", "bench")
 
-DEVICE_FREE = {"errors", "formats", "reference", "layout"}
-
-
-def layer_of(path):
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+DEVICE_FREE = {"errors", "formats", "reference", "layout", "expert_keys"}
+MOST_FILES = 16
+"""Files of code in a folder; a newcomer should find a room by its name."""
 
 
 def sources():
     return sorted(path for path in PACKAGE.rglob("*.py"))
+
+
+def room_of(path):
+    """Return the folder of a file, or the file where folders lie beside it."""
+    relative = path.relative_to(PACKAGE)
+    folder = "/".join(relative.parts[:-1])
+    has_folders = any(child.is_dir() for child in path.parent.iterdir() if child.name[0] != "_")
+    if path.name == "__init__.py":
+        return folder or "."
+    own = f"{folder}/{path.stem}".strip("/")
+    return own if has_folders and own in FLOORS else folder or own
 
 
 def imported_modules(tree):
@@ -72,16 +109,29 @@ def _called_name(call):
     return call.func.id if isinstance(call.func, ast.Name) else None
 
 
-def own_layers(modules):
-    """Return the layers of this package among dotted names; its bare name is ``__init__``."""
-    layers = set()
-    for module in modules:
-        first, _, rest = module.partition(".")
-        if first == PACKAGE.name:
-            part = rest.partition(".")[0]
-            is_layer = (PACKAGE / part).is_dir() or (PACKAGE / f"{part}.py").is_file()
-            layers.add(part if part and is_layer else "__init__")
-    return layers
+def file_of(module):
+    """Return the file of this package that a dotted name leads to, None for other packages.
+
+    What is no file, a name inside of one, leads to the file.
+    """
+    parts = module.split(".")
+    while parts[0] == PACKAGE.name:
+        path = ROOT.joinpath(*parts)
+        for file in (path.with_suffix(".py"), path / "__init__.py"):
+            if file.is_file():
+                return file
+        parts.pop()
+    return None
+
+
+@cache
+def modules_of(path):
+    return frozenset(imported_modules(ast.parse(path.read_text(encoding="utf-8"))))
+
+
+def own_imports(path):
+    """Return the files of this package that a file imports."""
+    return {file_of(module) for module in modules_of(path)} - {None, path}
 
 
 def foreign_packages(modules):
@@ -89,45 +139,64 @@ def foreign_packages(modules):
     return first - set(sys.stdlib_module_names) - {PACKAGE.name}
 
 
-def modules_of(path):
-    return set(imported_modules(ast.parse(path.read_text(encoding="utf-8"))))
-
-
 def by_name(path):
     return str(path.relative_to(PACKAGE))
 
 
-@pytest.mark.parametrize("path", sources(), ids=by_name)
-def test_a_module_imports_only_layers_left_of_its_own(path):
-    """The oracle never sees a kernel, a kernel never sees Megatron, a plan never sees a device."""
-    layer = layer_of(path)
-    assert layer in MAY_IMPORT, f"{layer} is in no layer: add it to MAY_IMPORT"
-    forbidden = own_layers(modules_of(path)) - MAY_IMPORT[layer] - {layer}
-    assert not forbidden, f"{layer} must not import {sorted(forbidden)}"
+def first_of(room):
+    return room.partition("/")[0]
 
 
 @pytest.mark.parametrize("path", sources(), ids=by_name)
-def test_only_the_megatron_layer_imports_megatron_and_transformer_engine(path):
+def test_a_file_imports_only_rooms_of_lower_floors(path):
+    room = room_of(path)
+    assert room in FLOORS, f"{room} is on no floor: add it to ORDER"
+    for imported in map(room_of, own_imports(path)):
+        assert FLOORS[imported] <= FLOORS[room], f"{room} must not import {imported}"
+        never = NEVER.get(room, NEVER.get(first_of(room), set()))
+        assert imported == room or first_of(imported) not in never, f"{room} imports {imported}"
+
+
+def test_there_is_no_import_circle():
+    """Neither of files nor of rooms."""
+    files = {path: own_imports(path) for path in sources()}
+    rooms: dict[str, set[str]] = {}
+    for path, imported in files.items():
+        rooms.setdefault(room_of(path), set()).update(map(room_of, imported))
+    for graph in (files, {room: others - {room} for room, others in rooms.items()}):
+        TopologicalSorter(graph).prepare()
+
+
+@pytest.mark.parametrize(
+    "folder", sorted({path.parent for path in sources()}), ids=lambda path: path.name
+)
+def test_no_folder_is_too_full(folder):
+    files = {path for path in folder.glob("*.py") if path.name != "__init__.py"}
+    assert len(files) <= MOST_FILES
+
+
+@pytest.mark.parametrize("path", sources(), ids=by_name)
+def test_few_rooms_know_megatron_and_transformer_engine(path):
     upstream = foreign_packages(modules_of(path)) & UPSTREAM
-    assert layer_of(path) == "megatron" or not upstream, f"imports {sorted(upstream)}"
+    assert first_of(room_of(path)) in KNOWS_UPSTREAM or not upstream, f"imports {sorted(upstream)}"
 
 
 @pytest.mark.parametrize("path", sources(), ids=by_name)
-def test_lower_layers_import_nothing_but_torch(path):
-    allowed = THIRD_PARTY.get(layer_of(path))
+def test_lower_floors_import_nothing_but_torch(path):
+    allowed = THIRD_PARTY.get(room_of(path))
     if allowed is not None:
         assert foreign_packages(modules_of(path)) <= allowed
 
 
 @pytest.mark.parametrize("path", sources(), ids=by_name)
-def test_lower_layers_mention_no_device_and_no_process_group(path):
+def test_lower_floors_mention_no_device_and_no_process_group(path):
     """No group lives in a format or a plan, and no kernel communicates."""
-    layer = layer_of(path)
+    room = room_of(path)
     tree = ast.parse(path.read_text(encoding="utf-8"))
     used = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     used |= {".".join(module.split(".")[:2]) for module in imported_modules(tree)}
-    forbidden = {"torch.distributed", "torch.cuda"} if layer in DEVICE_FREE else set()
-    if layer == "kernels":
+    forbidden = {"torch.distributed", "torch.cuda"} if room in DEVICE_FREE else set()
+    if room == "kernels":
         forbidden = {"torch.distributed"}
     assert not used & forbidden
 
@@ -158,4 +227,5 @@ EXAMPLES = {
 
 @pytest.mark.parametrize("source", EXAMPLES.values(), ids=EXAMPLES.keys())
 def test_the_reader_sees_every_kind_of_import(source):
-    assert "kernels" in own_layers(imported_modules(ast.parse(source)))
+    files = map(file_of, imported_modules(ast.parse(source)))
+    assert "kernels" in {room_of(file) for file in files if file is not None}

@@ -7,9 +7,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import moe_optim
 from moe_optim import ops, reference
-from moe_optim.errors import LayoutError
-from moe_optim.formats import DIRECTIONS, FORMATS, FP8_BLOCK, MXFP8, MXFP8_2D, NVFP4
+from moe_optim.errors import LayoutError, MoEOptimError
+from moe_optim.formats import (
+    DIRECTIONS,
+    FORMATS,
+    FP8_BLOCK,
+    MXFP8,
+    MXFP8_2D,
+    NVFP4,
+    QuantizedWeight,
+)
+from moe_optim.kernels import member_table
 from moe_optim.kernels.member_table import MemberTable, TableEntry
 from tests.support.bytes import assert_bytes_equal
 from tests.support.gather import make_planes, plane_views
@@ -40,10 +50,10 @@ def lay_out(parameters, dtype=torch.bfloat16, seed=0):
     return memory, entries
 
 
-def rewrite(table, backend="auto"):
+def rewrite(table):
     """Write what travels, and derive the rest, as on one rank."""
-    ops.requantize(table, backend)
-    ops.finish_gather(table, backend)
+    ops.requantize(table)
+    ops.finish_gather(table)
 
 
 def expected_planes(entries):
@@ -57,12 +67,25 @@ def assert_written(entries, expected):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("backend", ["auto", "reference"])
-def test_a_mixed_table_equals_one_by_one(dtype, backend):
+def test_a_mixed_table_equals_one_by_one(dtype):
     """Shapes and formats share a launch; every byte of every plane is the oracle's."""
     _, entries = lay_out(MIXED, dtype)
     expected = expected_planes(entries)
-    rewrite(MemberTable.build(entries), backend)
+    rewrite(MemberTable.build(entries))
+    assert_written(entries, expected)
+
+
+def test_the_reference_does_without_kernels_where_these_run(monkeypatch):
+    """Whatever device the weights are on: a table is built with launches, or without."""
+    monkeypatch.setattr(member_table, "_has_kernels", lambda _: True)
+    _, entries = lay_out(MIXED, torch.float32)
+    table = MemberTable.build(entries)
+    assert table.launches and table.finishes
+    table = MemberTable.build(entries, backend="reference")
+    assert not table.launches and not table.finishes
+    assert len(table.remainder) == len(table.unfinished) == len(entries)
+    expected = expected_planes(entries)
+    rewrite(table)
     assert_written(entries, expected)
 
 
@@ -195,15 +218,15 @@ def cut_at(master, format, cuts, dtype=torch.float32, target=None):
     ]
 
 
-def rewrite_in_shards(tables, backend="auto"):
+def rewrite_in_shards(tables):
     """Do what ranks do: maxima of all of them, one reduction, codes, a gather, what is derived."""
     for table in tables:
-        ops.partial_amax(table, backend)
+        ops.partial_amax(table)
     largest = torch.stack([table.exchange for table in tables]).amax(0)
     for table in tables:
         table.exchange.copy_(largest)
-        ops.encode(table, backend)
-    ops.finish_gather(tables[0], backend)
+        ops.encode(table)
+    ops.finish_gather(tables[0])
 
 
 def assert_planes_equal(target, master, what=""):
@@ -403,3 +426,66 @@ def test_scales_in_storage_are_padded_and_repeated_as_transformer_engine_does(fo
                 value = logical[:, i * down // block[0], j * across // block[1]]
                 expected[:, i, j] = value
         assert_bytes_equal(stored, expected, what=f"{format.name} {direction}")
+
+
+# One line for tensors that somebody holds
+
+
+@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_quantize_gives_the_oracles_bytes_and_dequantize_its_values(format, dtype):
+    """Of a stack of experts, of one expert, and of several tensors of several shapes at once."""
+    shapes = [(3, 64, 96), (32, 32), (2, 32, 160)]
+    weights = [wide_range_weights(*shape, seed=i).to(dtype) for i, shape in enumerate(shapes)]
+    for weight, quantized in zip(weights, moe_optim.quantize(weights, format.name), strict=True):
+        stack = weight if weight.dim() == 3 else weight.unsqueeze(0)
+        expected = reference.quantize(stack, format)
+        for got in (quantized, moe_optim.quantize(weight, format)):
+            for name, plane in expected.planes().items():
+                assert_bytes_equal(got.planes()[name], plane, what=name)
+            for direction in DIRECTIONS:
+                values = reference.dequantize(expected, direction).bfloat16()
+                assert_bytes_equal(moe_optim.dequantize(got, direction), values, what=direction)
+
+
+def test_quantize_overwrites_the_planes_it_is_given():
+    first, second = (wide_range_weights(2, 32, 64, seed=seed) for seed in (1, 2))
+    planes = moe_optim.quantize(first, "mxfp8")
+    places = [plane.data_ptr() for plane in planes.planes().values()]
+    assert (
+        moe_optim.quantize(second.transpose(1, 2).contiguous().transpose(1, 2), "mxfp8", out=planes)
+        is planes
+    )
+    assert [plane.data_ptr() for plane in planes.planes().values()] == places
+    for name, plane in reference.quantize(second, MXFP8).planes().items():
+        assert_bytes_equal(planes.planes()[name], plane, what=name)
+
+
+NOT_QUANTIZED = {
+    "unknown format": (torch.zeros(1, 32, 32), {"format": "mxfp6"}, "mxfp6"),
+    "shape": (torch.zeros(1, 33, 32), {}, r"^weights: mxfp8 needs .* got \[33, 32\]"),
+    "dtype": (
+        torch.zeros(1, 32, 32).half(),
+        {},
+        r"^weights: .*fp32 or bf16 source, got torch.float16",
+    ),
+    "dimensions": (torch.zeros(32), {}, r"^weights: .*got \[32\]"),
+    "one of several": (
+        [torch.zeros(32, 32), torch.zeros(8, 32)],
+        {},
+        r"^weights\[1\]: mxfp8 needs",
+    ),
+    "out of another shape": (
+        torch.zeros(1, 32, 32),
+        {"out": QuantizedWeight.empty(MXFP8, (1, 32, 64))},
+        r"^quantize: out: expected planes of mxfp8 \[1, 32, 32\], got mxfp8 \[1, 32, 64\]",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("weights", "options", "message"), NOT_QUANTIZED.values(), ids=NOT_QUANTIZED
+)
+def test_what_cannot_be_quantized_is_refused_by_name(weights, options, message):
+    with pytest.raises(MoEOptimError, match=message):
+        moe_optim.quantize(weights, **{"format": "mxfp8", **options})

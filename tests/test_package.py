@@ -25,9 +25,11 @@ PUBLIC = {
     "Recipe",
     "StateError",
     "__version__",
+    "dequantize",
     "get_megatron_optimizer",
     "install",
     "load_recipe",
+    "quantize",
     "synchronize_amax",
     "uninstall",
 }

@@ -9,7 +9,8 @@ READMES = sorted(PACKAGE.rglob("README.md"))
 
 
 @pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.name)
-def test_a_readme_names_every_file_beside_it(readme):
-    modules = {path.name for path in readme.parent.glob("*.py")} - {"__init__.py"}
+def test_a_readme_names_every_file_and_folder_beside_it(readme):
+    beside = {path.name for path in readme.parent.glob("*.py")} - {"__init__.py"}
+    beside |= {f"{path.parent.name}/" for path in readme.parent.glob("*/__init__.py")}
     text = readme.read_text()
-    assert {name for name in modules if f"`{name}`" not in text} == set()
+    assert {name for name in beside if f"`{name}`" not in text} == set()

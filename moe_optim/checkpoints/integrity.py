@@ -18,32 +18,31 @@ whole ``mp_rank_*`` folder of ``--ckpt-format torch`` is missing is found by a s
 """
 
 import hashlib
-import json
+import os
 import re
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import IO, cast
 
-from moe_optim.checkpoints.archives import (
-    contents_defect,
-    table_defect,
-    table_digest,
-    tensor_defect,
-)
-from moe_optim.checkpoints.byte_ranges import FileRange
-from moe_optim.checkpoints.folders import iteration_folders, iteration_of
-from moe_optim.checkpoints.records import (
+from moe_optim.checkpoints.files.bounded_json import parse_json
+from moe_optim.checkpoints.files.byte_ranges import FileRange
+from moe_optim.checkpoints.files.folders import iteration_folders, iteration_of
+from moe_optim.checkpoints.files.regular_files import is_file, open_file, read_file, size_of
+from moe_optim.checkpoints.pickles.archives import contents_defect, table_defect, table_digest
+from moe_optim.checkpoints.stores.records import (
     MANIFEST,
     SEAL,
     CorruptFile,
     DamageError,
     Records,
     read_records,
+    remove_record,
     sha256_of,
     write_seal,
 )
-from moe_optim.checkpoints.stored_metadata import METADATA, Blob, read_blobs
+from moe_optim.checkpoints.stores.stored_metadata import METADATA, Blob, read_blobs, read_metadata
+from moe_optim.checkpoints.stores.stored_tensors import tensor_defect
 from moe_optim.errors import StateError
 
 _CONFIG = "metadata.json"
@@ -129,17 +128,17 @@ def seal(checkpoint: Path) -> None:
     other file: names, places and CRCs of their records. Data is not read again.
 
     Raises:
-        StateError: the checkpoint is not complete.
+        StateError: the checkpoint is not complete, or no seal can be written there.
     """
     checkpoint = Path(checkpoint)
-    (checkpoint / SEAL).unlink(missing_ok=True)
+    remove_record(checkpoint, SEAL)
     require_intact(checkpoint, thorough=False)
-    small = [name for name in (METADATA, _CONFIG) if (checkpoint / name).is_file()]
+    small = [name for name in (METADATA, _CONFIG) if is_file(checkpoint, name)]
     tables = {
-        name: _tables_sha256(checkpoint / name, blobs)
+        name: _tables_sha256(checkpoint, name, blobs)
         for name, blobs in _archives(checkpoint, Records()).items()
     }
-    whole = {name: sha256_of(checkpoint / name) for name in small}
+    whole = {name: sha256_of(checkpoint, name) for name in small}
     write_seal(checkpoint, Records(whole, tables))
 
 
@@ -150,7 +149,7 @@ def invalidate(checkpoint: Path) -> None:
     of the first save says that all is there. One process calls this before any rank writes.
     """
     for name in (_CONFIG, MANIFEST, SEAL):  # the first decides
-        (Path(checkpoint) / name).unlink(missing_ok=True)
+        remove_record(Path(checkpoint), name)
 
 
 def _what_to_load(checkpoint: Path) -> str:
@@ -179,28 +178,25 @@ def _look(checkpoint: Path, thorough: bool, part: int = 0, parts: int = 1) -> It
 
 def _size_defects(checkpoint: Path, records: Records, archives: Archives) -> Iterator[CorruptFile]:
     """Yield what metadata and sizes show to be wrong."""
-    for name in sorted(records.files - archives.keys()):
-        if not (checkpoint / name).is_file():
-            yield CorruptFile(name, "is missing or no file")
-    for name, blobs in archives.items():
-        path = checkpoint / name
-        what = _size_defect(path, blobs[-1].end) if path.is_file() else "is missing or no file"
-        if what is None and path.suffix == ".pt":
-            what = _table_defect(path)
+    ends = dict.fromkeys(sorted(records.files - archives.keys()))
+    for name, end in {**ends, **{name: blobs[-1].end for name, blobs in archives.items()}}.items():
+        try:
+            what = _size_defect(checkpoint, name, end)
+        except FileNotFoundError:
+            what = "is missing"
+        except OSError as error:
+            what = f"cannot be read: {error.strerror}"
         if what is not None:
             yield CorruptFile(name, what)
 
 
-def _table_defect(path: Path) -> str | None:
-    with path.open("rb") as file:
-        return table_defect(file)
-
-
-def _size_defect(path: Path, expected: int) -> str | None:
-    size = path.stat().st_size
-    if size == expected:
-        return None
-    return f"is {'cut off' if size < expected else 'too long'}: {size} of {expected} bytes"
+def _size_defect(checkpoint: Path, name: str, expected: int | None) -> str | None:
+    """Say what is wrong with a file of which the end is known, or nothing at all."""
+    with open_file(checkpoint, name) as file:
+        size = os.fstat(file.fileno()).st_size
+        if expected is not None and size != expected:
+            return f"is {'cut off' if size < expected else 'too long'}: {size} of {expected} bytes"
+        return table_defect(file) if expected is not None and name.endswith(".pt") else None
 
 
 def _inventory(checkpoint: Path) -> tuple[Records, Archives]:
@@ -222,36 +218,34 @@ def _archives(checkpoint: Path, records: Records) -> Archives:
     if not is_torch_dist and (legacy := sorted(checkpoint.glob(_LEGACY_FILES))):
         return _legacy_archives(checkpoint, legacy)
     _require_backend(_read_small(checkpoint, _CONFIG, records))
-    content = _read_small(checkpoint, METADATA, records)
-    blobs = read_blobs(content, is_verified=METADATA in records.whole)
+    blobs = read_blobs(_read_small(checkpoint, METADATA, records))
     archives = {name: list(group) for name, group in groupby(blobs, lambda blob: blob.file)}
-    if (checkpoint / _COMMON).is_file():
-        archives[_COMMON] = [_whole_file(checkpoint, checkpoint / _COMMON)]
+    if is_file(checkpoint, _COMMON):
+        archives[_COMMON] = [_whole_file(checkpoint, _COMMON)]
     elif not any(blob.key.startswith("common_state") for blob in blobs):
         raise DamageError(METADATA, "names no common state, and there is no common.pt")
     return archives
 
 
 def _legacy_archives(checkpoint: Path, paths: list[Path]) -> Archives:
-    for folder in sorted({path.parent for path in paths}):
-        if not (folder / _LEGACY_MODEL).is_file():
-            raise DamageError(f"{folder.name}/{_LEGACY_MODEL}", "is missing")
-    blobs = [_whole_file(checkpoint, path) for path in paths]
-    return {blob.file: [blob] for blob in blobs}
+    for folder in sorted({path.parent.name for path in paths}):
+        if not is_file(checkpoint, model := f"{folder}/{_LEGACY_MODEL}"):
+            raise DamageError(model, "is missing")
+    names = [str(path.relative_to(checkpoint)) for path in paths]
+    return {name: [_whole_file(checkpoint, name)] for name in names}
 
 
-def _whole_file(checkpoint: Path, path: Path) -> Blob:
-    return Blob(str(path.relative_to(checkpoint)), 0, path.stat().st_size, key="", offset=None)
+def _whole_file(checkpoint: Path, name: str) -> Blob:
+    return Blob(name, 0, size_of(checkpoint, name), key="", offset=None)
 
 
 def _read_small(checkpoint: Path, name: str, records: Records) -> bytes:
-    path = checkpoint / name
-    if not path.is_file():
-        if name == _CONFIG:
-            raise DamageError("", f"no {_CONFIG}: it was not saved to the end")
-        raise DamageError(name, "is missing")
     try:
-        content = path.read_bytes()
+        content = read_metadata(checkpoint) if name == METADATA else read_file(checkpoint, name)
+    except FileNotFoundError as error:
+        if name == _CONFIG:
+            raise DamageError("", f"no {_CONFIG}: it was not saved to the end") from error
+        raise DamageError(name, "is missing") from error
     except OSError as error:
         raise DamageError(name, f"cannot be read: {error.strerror}") from error
     if records.whole.get(name) not in (None, hashlib.sha256(content).hexdigest()):
@@ -261,11 +255,12 @@ def _read_small(checkpoint: Path, name: str, records: Records) -> bytes:
 
 def _require_backend(config: bytes) -> None:
     try:
-        backend = json.loads(config)["sharded_backend"]
+        backend = parse_json(config)["sharded_backend"]
     except (ValueError, KeyError, TypeError) as error:
         raise DamageError(_CONFIG, f"is cut off or damaged: {error}") from error
     if backend != _BACKEND:
-        raise DamageError(_CONFIG, f"names the backend {backend!r}, expected {_BACKEND!r}")
+        named = repr(backend)[:40] if isinstance(backend, str) else "none"
+        raise DamageError(_CONFIG, f"names the backend {named}, expected {_BACKEND!r}")
 
 
 def _thorough(
@@ -280,32 +275,32 @@ def _thorough(
         if not ours:
             continue
         try:
-            yield from _corrupt_parts(checkpoint / name, name, blobs, ours, records)
+            yield from _corrupt_parts(checkpoint, name, blobs, ours, records)
         except OSError as error:
             yield CorruptFile(name, f"cannot be read: {error.strerror}")
 
 
 def _corrupt_parts(
-    path: Path, name: str, blobs: list[Blob], ours: list[Blob], records: Records
+    checkpoint: Path, name: str, blobs: list[Blob], ours: list[Blob], records: Records
 ) -> Iterator[CorruptFile]:
     """Yield what is wrong with our share of a file; who has its first blob looks at the whole."""
     owns_file, recorded = ours[0] is blobs[0], records.whole.get(name)
     if recorded is None:
-        corrupt = list(_corrupt_blobs(path, name, ours))
-    elif owns_file and sha256_of(path) != recorded:
+        corrupt = list(_corrupt_blobs(checkpoint, name, ours))
+    elif owns_file and sha256_of(checkpoint, name) != recorded:
         unknown = [CorruptFile(name, "does not have the SHA-256 that was recorded")]
-        corrupt = list(_corrupt_blobs(path, name, blobs)) or unknown
+        corrupt = list(_corrupt_blobs(checkpoint, name, blobs)) or unknown
     else:
         corrupt = []
     sealed = records.tables.get(name)
     is_checked = owns_file and not corrupt and sealed is not None
-    if is_checked and _tables_sha256(path, blobs) != sealed:
+    if is_checked and _tables_sha256(checkpoint, name, blobs) != sealed:
         corrupt = [CorruptFile(name, "has other checksums than were sealed: it is another file")]
     yield from corrupt
 
 
-def _corrupt_blobs(path: Path, name: str, blobs: list[Blob]) -> Iterator[CorruptFile]:
-    with path.open("rb") as file:
+def _corrupt_blobs(checkpoint: Path, name: str, blobs: list[Blob]) -> Iterator[CorruptFile]:
+    with open_file(checkpoint, name) as file:
         for blob in blobs:
             archive = _archive(file, blob)
             what = contents_defect(archive)
@@ -315,9 +310,9 @@ def _corrupt_blobs(path: Path, name: str, blobs: list[Blob]) -> Iterator[Corrupt
                 yield CorruptFile(name, what, blob.name)
 
 
-def _tables_sha256(path: Path, blobs: list[Blob]) -> str:
+def _tables_sha256(checkpoint: Path, name: str, blobs: list[Blob]) -> str:
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with open_file(checkpoint, name) as file:
         for blob in blobs:
             digest.update(table_digest(_archive(file, blob)))
     return digest.hexdigest()

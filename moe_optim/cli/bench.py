@@ -1,41 +1,11 @@
-"""``moe-optim bench``: what the documents quote, measured; ``requantize`` is here."""
+"""``moe-optim bench``: what the documents quote, measured."""
 
 import argparse
-import json
-import platform
-import re
-import shlex
-import shutil
-import subprocess
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
-from itertools import groupby
-from pathlib import Path
-from typing import Any, get_args
 
-from rich.console import Console
-from rich.table import Table
+from moe_optim.bench import convert, gather, requantize_report, step
 
-from moe_optim.cli import bench_convert, bench_gather, bench_step
-from moe_optim.cli.bench_cases import SHAPE_SETS, Case
-from moe_optim.cli.bench_requantize import Row, measure
-from moe_optim.cli.files import require_writable
-from moe_optim.cli.stopwatch import copy_bytes_per_ms, release
-from moe_optim.config import Format
-from moe_optim.environment import find_package
-from moe_optim.errors import ConfigError
-
-FORMATS = tuple(name for name in get_args(Format) if name != "bf16")
-COLUMNS = {
-    "format": "format",
-    "work": "work",
-    "ms": "ms",
-    "floor_ms": "floor",
-    "fraction_of_floor": "of it",
-    "te_ms": "TE ms",
-    "host_us": "host us",
-}
-"""What a table shows of a row, and under which heading; the JSON has everything."""
+KINDS = {"requantize": requantize_report, "gather": gather, "convert": convert, "step": step}
+"""What can be measured -> the module that adds its options and runs it."""
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -44,156 +14,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "bench", help="measure on this machine what the documents quote", allow_abbrev=False
     )
     kinds = bench.add_subparsers(dest="what", metavar="WHAT", required=True)
-    bench_gather.add_parser(kinds)
-    bench_convert.add_parser(kinds)
-    bench_step.add_parser(kinds)
-    parser = kinds.add_parser(
-        "requantize",
-        help="time of requantization beside the speed of a plain copy",
-        description="Requantize experts in place, from fp32 masters and from gathered bf16, and "
-        "derive what follows from a gather. Every time stands beside the floor: the bytes that "
-        "have to move, at the speed of a copy in the same run.",
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    several: dict[str, Any] = {"nargs": "+", "metavar": "NAME"}
-    add("--format", choices=FORMATS, **several, help=f"of {', '.join(FORMATS)}; default: all")
-    sets = f"of {', '.join(SHAPE_SETS)}; default: w1 on a GPU, small on a CPU"
-    add("--shape-set", choices=SHAPE_SETS, **several, help=sets)
-    shard = "part of every weight that the rank owns, in whole blocks; default: 1/1"
-    add("--shard", type=_shard, nargs="+", default=[1], metavar="1/N", help=shard)
-    against = "te: also time Transformer Engine's cast, once its bytes are found to be ours"
-    add("--against", choices=["te"], metavar="NAME", help=against)
-    add("--json", type=Path, metavar="FILE", help="also write the figures to FILE, row by row")
+    for kind in KINDS.values():
+        kind.add_parser(kinds)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print a table, and write the figures if asked to."""
-    kinds = {"gather": bench_gather.run, "convert": bench_convert.run, "step": bench_step.run}
-    return kinds.get(args.what, _run_requantize)(args)
-
-
-def _run_requantize(args: argparse.Namespace) -> int:
-    import torch
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    args.format = args.format or list(FORMATS)
-    args.shape_set = args.shape_set or ["w1" if device == "cuda" else "small"]
-    require_writable(args.json)
-    if args.against:
-        _check_against(device)
-    report = _describe(args, device)
-    progress = Console(stderr=True, markup=False, highlight=False)
-    for row in _rows(args, device, report["copy_tb_per_s"] * 1e9):
-        report["rows"].append(row)
-        if args.json:  # a run that is cut short leaves what it has
-            args.json.write_text(json.dumps(report, indent=2) + "\n")
-        progress.print(_progress(row), soft_wrap=True)
-    for table in _tables(report):
-        Console().print(table)
-    return 0
-
-
-def _shard(text: str) -> int:
-    """Return N of ``1/N``."""
-    match = re.fullmatch(r"1/([1-9][0-9]*)", text)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"expected 1/N with N at least 1, got '{text}'")
-    return int(match[1])
-
-
-def _check_against(device: str) -> None:
-    from moe_optim.megatron import te_cast
-
-    if device == "cpu":
-        raise ConfigError(
-            "--against te: expected a CUDA GPU, got none: Transformer Engine casts on GPUs alone. "
-            "Leave --against out."
-        )
-    if error := te_cast.import_error():
-        raise ConfigError(
-            f"--against te: expected Transformer Engine, but importing it raised {error}. "
-            "pip install --no-build-isolation 'moe_optim[te]', or leave --against out."
-        )
-
-
-def _describe(args: argparse.Namespace, device: str) -> dict[str, Any]:
-    """Return the report before its first row: what was asked for, of what, and the ceiling."""
-    import torch
-
-    speed = copy_bytes_per_ms(device)
-    release(device)
-    packages = {"torch": "torch", "triton": "triton", "te": "transformer-engine"}
-    found = {name: find_package(package) for name, package in packages.items()}
-    return {
-        "command": _command(args),
-        "commit": commit(),
-        "device": torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} CPU",
-        "versions": {name: package and package.version for name, package in found.items()},
-        "copy_tb_per_s": round(speed / 1e9, 4),
-        "rows": [],
-    }
-
-
-def _rows(args: argparse.Namespace, device: str, speed: float) -> Iterator[Row]:
-    from moe_optim.formats import get_format
-    from moe_optim.megatron import te_cast
-
-    connection: AbstractContextManager[Any] = nullcontext()
-    if args.against:
-        connection = te_cast.group_of_one()
-    cases = [
-        Case(format=get_format(name), shape_set=shape_set, shard=shard, device=device)
-        for shape_set in args.shape_set
-        for shard in args.shard
-        for name in args.format
-    ]
-    with connection as group:
-        for case in cases:
-            yield from measure(case, speed, group)
-
-
-def _command(args: argparse.Namespace) -> str:
-    """Return the line that asks for the same, with every default spelled out."""
-    shards = [f"1/{shard}" for shard in args.shard]
-    words = ["moe-optim", "bench", args.what, "--format", *args.format]
-    words += ["--shape-set", *args.shape_set, "--shard", *shards]
-    words += ["--against", args.against] if args.against else []
-    words += ["--json", str(args.json)] if args.json else []
-    return shlex.join(words)
-
-
-def commit() -> str | None:
-    """Return the commit of this checkout, ``-dirty`` where it was changed; None without git."""
-    commit = _git("rev-parse", "--short", "HEAD")
-    return f"{commit}-dirty" if commit and _git("status", "--porcelain") else commit
-
-
-def _git(*words: str) -> str | None:
-    if shutil.which("git") is None:
-        return None
-    command = ["git", "-C", str(Path(__file__).parent), *words]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    return result.stdout.strip() or None
-
-
-def _progress(row: Row) -> str:
-    what = ", ".join(str(row[name]) for name in ("format", "work", "shape_set", "shard"))
-    te = "" if row["te_ms"] is None else f", Transformer Engine {row['te_ms']} ms"
-    return (
-        f"{what}: {row['ms']} ms, {row['fraction_of_floor']} of the floor, host "
-        f"{row['host_us']} us{te}"
-    )
-
-
-def _tables(report: dict[str, Any]) -> Iterator[Table]:
-    """Yield a table for each shape set and shard, narrow enough for 80 columns."""
-    machine = f"{report['device']}, copy {report['copy_tb_per_s']} TB/s"
-    for key, rows in groupby(report["rows"], lambda row: (row["shape_set"], row["shard"])):
-        table = Table(title=f"{key[0]}, shards of {key[1]}; {machine}", title_justify="left")
-        for name, header in COLUMNS.items():
-            is_text = name in ("format", "work")
-            table.add_column(header, justify="left" if is_text else "right", no_wrap=name != "work")
-        for row in rows:
-            table.add_row(*("-" if row[name] is None else str(row[name]) for name in COLUMNS))
-        yield table
+    """Measure, print tables, and write the figures if asked to."""
+    return int(KINDS[args.what].run(args))

@@ -8,25 +8,16 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from moe_optim.cli.checkpoint_progress import open_view, progress_bar
-from moe_optim.cli.plan import spell_bytes
+from moe_optim.console.checkpoint_progress import open_view, progress_bar
+from moe_optim.console.spelling import spell_bytes
+from moe_optim.expert_keys.names import LAYOUTS
 
 if TYPE_CHECKING:
-    from moe_optim.checkpoints.conversion_plan import ConversionPlan, ConversionRequest
+    from moe_optim.checkpoints.conversion.conversion_plan import ConversionPlan, ConversionRequest
 
 # What imports torch is imported where it is needed: it takes seconds.
 
 FORMATS = ("safetensors", "torch_dist")
-LAYOUTS = (
-    "grouped",
-    "indexed",
-    "sequential",
-    "legacy",
-    "hf",
-    "hf_transposed",
-    "hf_per_expert",
-)
-"""Names of ``moe_optim.layout.key_layouts.LAYOUTS``."""
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -100,8 +91,8 @@ def run(args: argparse.Namespace) -> int:
         LayoutError: SRC does not hold complete experts and states, or DST cannot.
         StateError: SRC is damaged, or the disk too small.
     """
-    from moe_optim.checkpoints.conversion import convert_checkpoint
-    from moe_optim.checkpoints.conversion_plan import plan_conversion
+    from moe_optim.checkpoints.conversion.conversion import convert_checkpoint
+    from moe_optim.checkpoints.conversion.conversion_plan import plan_conversion
 
     began = time.perf_counter()
     plan = plan_conversion(open_view(args.source, args.rename), _request(args))
@@ -115,8 +106,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _request(args: argparse.Namespace) -> "ConversionRequest":
-    from moe_optim.checkpoints.conversion_plan import ConversionRequest
-    from moe_optim.layout.key_layouts import get_layout
+    from moe_optim.checkpoints.conversion.conversion_plan import ConversionRequest
+    from moe_optim.expert_keys.layouts import get_layout
 
     return ConversionRequest(
         to=get_layout(args.to),

@@ -1,12 +1,9 @@
 """``moe-optim doctor``: what is installed here, what of it is used, and what to mend."""
 
 import argparse
-import contextlib
 import importlib
 import importlib.metadata
 import json
-import logging
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -18,6 +15,7 @@ from rich.text import Text
 
 from moe_optim import __version__
 from moe_optim.config import Format
+from moe_optim.console.screen import quiet
 from moe_optim.environment import (
     MODULES,
     NEEDED,
@@ -146,7 +144,7 @@ def _examine_format(name: str) -> dict[str, str]:
 
 
 def _examine_patches() -> list[dict[str, str]]:
-    from moe_optim.megatron.patches import PATCHES, patch_state  # only where Megatron is
+    from moe_optim.megatron.patching.patches import PATCHES, patch_state  # only where Megatron is
 
     return [
         {
@@ -218,14 +216,3 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Rende
             *(Text(cell, _STYLES.get(cell, "")) if isinstance(cell, str) else cell for cell in row)
         )
     return Group(table, "")
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Silence what Megatron and torch say of every optional package they miss."""
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            yield
-    finally:
-        logging.disable(logging.NOTSET)

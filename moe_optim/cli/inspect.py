@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from moe_optim.cli.checkpoint_progress import open_view
-from moe_optim.cli.plan import spell_bytes
-from moe_optim.cli.screen import print_table, results_console
+from moe_optim.console.checkpoint_progress import open_view
+from moe_optim.console.screen import print_table, results_console
+from moe_optim.console.spelling import spell_bytes
 
 if TYPE_CHECKING:
-    from moe_optim.checkpoints.layer_view import LayerView
-    from moe_optim.layout.key_layouts import ExpertSet
+    from moe_optim.checkpoints.conversion.layer_view import LayerView
+    from moe_optim.expert_keys.layouts import ExpertSet
 
 INCOMPLETE = 1
 _LAYER = re.compile(r"(?<=layers\.)\d+(?=\.)")
@@ -66,8 +66,8 @@ def examine(view: "LayerView", *, thorough: bool = False) -> Report:
         view: of the checkpoint.
         thorough: whether to read all files of a torch_dist checkpoint for their checksums.
     """
-    from moe_optim.checkpoints.expert_finding import survey_experts
-    from moe_optim.checkpoints.reader import is_state
+    from moe_optim.checkpoints.conversion.expert_finding import survey_experts
+    from moe_optim.checkpoints.stores.reader import is_state
 
     reader, recorded = view.reader, view.recorded
     sets, faults = survey_experts(view)
@@ -117,7 +117,7 @@ def _checked(view: "LayerView", *, thorough: bool) -> str:
 
 
 def _describe(view: "LayerView", one: "ExpertSet") -> Report:
-    from moe_optim.checkpoints.layer_view import STATE_KIND
+    from moe_optim.checkpoints.conversion.layer_view import STATE_KIND
 
     dtypes = sorted({str(view.tensors[key].dtype).removeprefix("torch.") for key in one.keys})
     state = STATE_KIND.match(one.prefix)

@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
-from moe_optim.megatron.script_runner import require_tree
-from moe_optim.megatron.source_diffs import SourceDiff, apply_diffs, load_diffs, revert_diffs
+from moe_optim.megatron.launch.script_runner import require_tree
+from moe_optim.megatron.launch.source_diffs import SourceDiff, apply_diffs, load_diffs, revert_diffs
 
 _NOT_APPLIED, _UNKNOWN = 1, 2
 

@@ -1,49 +1,10 @@
 """``moe-optim plan``: what the expert weights of a recipe cost at any number of GPUs."""
 
 import argparse
-import json
-import shlex
-from collections.abc import Iterator, Sequence
-from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
-
-from moe_optim.cli.argv import keep_arguments_after_dashes
-from moe_optim.cli.doctor import quiet
-from moe_optim.cli.files import require_writable, write_atomically
-from moe_optim.errors import ConfigError
-from moe_optim.recipes import load_recipe
-
-if TYPE_CHECKING:
-    from moe_optim.megatron.planned_experts import PlannedExperts
-
-# What imports torch or Megatron is imported where it is needed: it takes seconds.
-
-STEP, MOST_STEPS = 4, 5
-"""GPUs that are planned without ``--gpus``: each number so many times the last, so many times."""
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-_STDOUT = Path("-")
-
-_LEGEND = (
-    "Bytes and launches of one rank, the one with most; launches quantize, find maxima or derive "
-    "planes, once a step. max/mean: elements that ranks own. maxima: fp32 values reduced over "
-    "ranks before they encode. bf16 wire: what stock gathers."
-)
-COLUMNS = {  # header -> width
-    "format": 11,
-    "resident": 8,
-    "gathered": 8,
-    "launches": 8,
-    "padding": 7,
-    "max/mean": 8,
-    "path": 12,
-    "maxima": 8,
-}
-
-Row = dict[str, Any]
+from moe_optim.console.argv import keep_arguments_after_dashes
+from moe_optim.plan.report import STDOUT, STEP
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -81,7 +42,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--json",
         type=Path,
         nargs="?",
-        const=_STDOUT,
+        const=STDOUT,
         metavar="FILE",
         help="write the rows, with the parts they consist of, to FILE, or print them as JSON",
     )
@@ -90,137 +51,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan, print the table or JSON, and write the files asked for.
+    """Plan, print the table or JSON, and write the files asked for."""
+    from moe_optim.plan.report import plan
 
-    Raises:
-        ConfigError: the recipe, a flag or a number of GPUs cannot be planned, or a file not
-            written.
-        LayoutError: a weight that a format cannot hold.
-    """
-    recipe = load_recipe(args.recipe, args.set)
-    if (fewest := min(args.gpus or [1])) < 1:
-        raise ConfigError(f"--gpus: expected 1 or more, got {fewest}.")
-    require_writable(args.out, None if args.json == _STDOUT else args.json)
-    argv = [*recipe.megatron_argv(), *args.megatron_args]
-    with Console(stderr=True).status("Importing Megatron ..."), quiet():
-        from moe_optim.cli.bench import commit
-        from moe_optim.cli.plan_costs import plan_rows
-        from moe_optim.megatron.planned_experts import plan_experts
-
-    layout = recipe.moe_optim.expert_layout
-    try:
-        experts = plan_experts(argv, grouped=layout == "grouped")
-    except ConfigError as error:
-        raise ConfigError(f"{recipe.path}: {error}") from error
-    gpus = sorted(set(args.gpus or default_gpus(experts, recipe.ranks)))
-    report: dict[str, Any] = {
-        "command": _command(args),
-        "commit": commit(),
-        "planned": _describe(experts, layout),
-        "rows": list(plan_rows(experts, gpus)),
-    }
-    text = json.dumps(report, indent=2) + "\n"
-    if args.json == _STDOUT:
-        print(text, end="")
-    else:
-        console = Console(markup=False, highlight=False)
-        console.print(f"{args.recipe}: {report['planned']}")
-        for table in _tables(report["rows"]):
-            console.print(table)
-        console.print(f"\n{_LEGEND}", style="dim")
-    if args.json not in (None, _STDOUT):
-        _write(args.json, text.encode())
-    if args.out:
-        from moe_optim.cli.plan_picture import draw_plan
-
-        _write(args.out, draw_plan(report["rows"], report["planned"]))
-    return 0
-
-
-def default_gpus(experts: "PlannedExperts", ranks: int) -> list[int]:
-    """Return the recipe's ranks, if they hold the model, and some more numbers that make sense.
-
-    Args:
-        experts: what is planned.
-        ranks: of the recipe.
-    """
-    fewest = experts.gpus_multiple
-    numbers = [fewest * STEP**step for step in range(MOST_STEPS)]
-    if experts.most_micro_batches is not None:
-        most = experts.most_micro_batches * experts.ranks_per_model
-        numbers = [number for number in numbers if number <= max(most, fewest)]
-    return numbers if ranks % fewest else [*numbers, ranks]
-
-
-def _command(args: argparse.Namespace) -> str:
-    words = ["moe-optim", "plan", str(args.recipe)]
-    words += ["--gpus", *map(str, args.gpus)] if args.gpus else []
-    words += ["--set", *args.set] if args.set else []
-    words += ["--", *args.megatron_args] if args.megatron_args else []
-    return shlex.join(words)
-
-
-def _describe(experts: "PlannedExperts", layout: str) -> str:
-    """Say what the rows are about."""
-    (_, (count, *first)), (_, (_, *second)) = experts.weights
-    stage = "all" if experts.pipeline == 1 else f"stage {experts.stage} of {experts.pipeline}, with"
-    return (
-        f"{stage} {experts.layers} MoE layers, {count} experts a rank of {first} and {second}, "
-        f"{layout}"
-    )
-
-
-def _tables(rows: Sequence[Row]) -> Iterator[Table]:
-    """Yield a table for each number of GPUs, of less than 80 columns, equally wide."""
-    for gpus, group in groupby(rows, lambda row: row["gpus"]):
-        of_format = list(group)
-        dp_size, buckets = (of_format[0][key] for key in ("expert_data_parallel_size", "buckets"))
-        table = Table(
-            title=f"\n{_count(gpus, 'GPU')}, expert data parallel {dp_size:,}, "
-            f"{_count(buckets, 'bucket')}",
-            title_justify="left",
-            title_style="bold",
-            box=None,
-            padding=(0, 1, 0, 0),
-            pad_edge=False,
-        )
-        for header, width in COLUMNS.items():
-            side: Any = "left" if header in ("format", "path") else "right"
-            table.add_column(header, justify=side, no_wrap=True, width=width)
-        for row in of_format:
-            table.add_row(
-                row["format"],
-                spell_bytes(row["resident_bytes_per_rank"]),
-                spell_bytes(row["gathered_bytes_per_step"]),
-                str(row["launches_per_step"]),
-                f"{row['padding_fraction']:.2%}",
-                f"{row['shard_imbalance']:.3f}",
-                row["path"],
-                spell_count(row["exchanged_maxima"]),
-            )
-        yield table
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}" + ("" if number == 1 else "s")
-
-
-def spell_count(number: int) -> str:
-    """Return a number below a million as it is, others with three digits and M."""
-    return f"{number:,}" if number < 10**6 else f"{number / 10**6:,.3g}M"
-
-
-def spell_bytes(count: float) -> str:
-    """Return a number of bytes with three digits and its unit."""
-    unit = 0
-    while count >= 1000 and unit < len(_UNITS) - 1:
-        count, unit = count / 1024, unit + 1
-    digits = f"{count:#.3g}" if unit else f"{count:g}"
-    return f"{digits.rstrip('.')} {_UNITS[unit]}"
-
-
-def _write(path: Path, content: bytes) -> None:
-    try:
-        write_atomically(path, content)
-    except OSError as error:
-        raise ConfigError(f"{path}: expected a file to write, got: {error.strerror}.") from error
+    return plan(args)

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from moe_optim.environment import Package
-from moe_optim.megatron.script_runner import (
+from moe_optim.megatron.launch.script_runner import (
     find_script,
     prepare_imports,
     require_tree,
@@ -21,9 +21,11 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "run",
         help="run an unmodified script such as pretrain_gpt.py of Megatron-LM",
         description="Run SCRIPT in this process as `python SCRIPT ARGS` does. With "
-        "--use-moe-grouped-optim among ARGS it trains with the grouped optimizer; without it "
-        "nothing of Megatron is replaced. Without a GPU it trains on the CPU. It is one "
-        "rank; for several: torchrun [...] --no-python moe-optim run SCRIPT ARGS.",
+        "--use-moe-grouped-optim among ARGS it trains with the grouped optimizer; without it, on "
+        "a machine with a GPU, nothing is replaced. Without a GPU it trains on the CPU, over gloo: "
+        "then torch.cuda is redirected and up to five names of Megatron are replaced, with the "
+        "flag or without. It is one rank; for several: torchrun [...] --no-python moe-optim run "
+        "SCRIPT ARGS.",
         usage="moe-optim run [--megatron-lm PATH] SCRIPT [ARGS ...]",
         allow_abbrev=False,
     )

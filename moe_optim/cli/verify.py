@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from moe_optim.cli.checkpoint_progress import open_view, progress_bar
 from moe_optim.cli.convert import add_naming
-from moe_optim.cli.plan import spell_bytes
-from moe_optim.cli.screen import print_table, results_console
+from moe_optim.console.checkpoint_progress import open_view, progress_bar
+from moe_optim.console.screen import print_table, results_console
+from moe_optim.console.spelling import spell_bytes
 
 if TYPE_CHECKING:
-    from moe_optim.checkpoints.comparison import Comparison, Difference
+    from moe_optim.checkpoints.conversion.comparison import Comparison, Difference
 
 DIFFERENT = 1
 SHOWN = 20
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         LayoutError: experts of one side are not complete.
         StateError: a side cannot be read.
     """
-    from moe_optim.checkpoints.comparison import compare_checkpoints, find_side
+    from moe_optim.checkpoints.conversion.comparison import compare_checkpoints, find_side
 
     views = [open_view(args.a, args.rename), open_view(args.b)]
     sides = [

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,7 +15,10 @@ from moe_optim.kernels.finish_table import FinishTable, can_finish
 from moe_optim.kernels.launch_table import LaunchTable, Planned, can_launch, find_gaps, own_slots
 from moe_optim.kernels.table_entry import TableEntry
 
-__all__ = ["MemberTable", "TableEntry"]
+__all__ = ["Backend", "MemberTable", "TableEntry"]
+
+Backend = Literal["auto", "reference"]
+"""Who quantizes: kernels where they run, or plain torch everywhere."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -45,7 +49,11 @@ class MemberTable:
 
     @classmethod
     def build(
-        cls, entries: Sequence[TableEntry], *, consumed: Tensor | None = None
+        cls,
+        entries: Sequence[TableEntry],
+        *,
+        consumed: Tensor | None = None,
+        backend: Backend = "auto",
     ) -> "MemberTable":
         """Check the entries, decide which of them a kernel handles, and freeze them.
 
@@ -54,6 +62,7 @@ class MemberTable:
                 cut parameters, every rank names the same ones in the same order, with the same
                 cuts, those it owns nothing of included.
             consumed: any tensor that covers what a launch uses up, or None to leave sources alone.
+            backend: ``auto`` takes kernels where they run, ``reference`` does without them.
 
         Raises:
             LayoutError: a source has the wrong shape, dtype, strides or device for its target, or
@@ -72,7 +81,7 @@ class MemberTable:
         groups: dict[tuple[BlockScaledFormat, torch.dtype], list[Planned]] = {}
         remainder = []
         for entry, shared in planned:
-            if _has_kernels(entry.source.device) and can_launch(entry):
+            if backend == "auto" and _has_kernels(entry.source.device) and can_launch(entry):
                 key = (entry.target.format, entry.source.dtype)
                 groups.setdefault(key, []).append((entry, shared))
             else:
@@ -81,7 +90,7 @@ class MemberTable:
         device = entries[0].source.device if entries else None
         amax = torch.zeros(slots + sum(owned), dtype=torch.float32, device=device)
         zeroed = consumed if _can_zero_in_launch(consumed, list(groups.values())) else None
-        finishes, unfinished = _plan_finish(entries)
+        finishes, unfinished = _plan_finish(entries, backend)
         return cls(
             entries=tuple(entries),
             consumed=consumed,
@@ -118,12 +127,12 @@ class MemberTable:
 
 
 def _plan_finish(
-    entries: Sequence[TableEntry],
+    entries: Sequence[TableEntry], backend: Backend
 ) -> tuple[tuple[FinishTable, ...], tuple[TableEntry, ...]]:
     by_format: dict[BlockScaledFormat, list[TableEntry]] = {}
     unfinished = []
     for entry in entries:
-        if _has_kernels(entry.source.device) and can_finish(entry):
+        if backend == "auto" and _has_kernels(entry.source.device) and can_finish(entry):
             by_format.setdefault(entry.target.format, []).append(entry)
         else:
             unfinished.append(entry)

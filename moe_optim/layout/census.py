@@ -1,7 +1,7 @@
 """What each of many ranks owns of a bucket, counted for all of them at once.
 
-``plan_shards`` says where one rank's ranges lie. Here are only their sizes, as vectors over ranks,
-so that a bucket of 100,000 ranks is counted as fast as one of two.
+Sizes alone, as vectors over ranks, so that a bucket of 100,000 ranks is counted as fast as one of
+two.
 """
 
 from collections.abc import Sequence

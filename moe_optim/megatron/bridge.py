@@ -9,8 +9,9 @@ from megatron.training.config.instantiate_utils import target_allowlist
 
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError, StateError
-from moe_optim.megatron.optimizer import get_megatron_optimizer
-from moe_optim.megatron.plugin import install, installed_config
+from moe_optim.megatron.active import installed_config
+from moe_optim.megatron.installation import install
+from moe_optim.megatron.optimizer.distributed import get_megatron_optimizer
 
 
 @dataclass

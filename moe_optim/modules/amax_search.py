@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from moe_optim.kernels.amax_table import AmaxTable
+from moe_optim.kernels.member_table import Backend
 from moe_optim.kernels.table_entry import TableEntry
 from moe_optim.reference.expert_amax import expert_amax_into
 
@@ -17,12 +18,13 @@ class AmaxSearch:
     Args:
         entries: parameters, of which anything may be owned; sources of one dtype on one device,
             which must stay where they are.
+        backend: ``auto`` takes a kernel where one runs, ``reference`` does without.
     """
 
-    def __init__(self, entries: Sequence[TableEntry]) -> None:
+    def __init__(self, entries: Sequence[TableEntry], backend: Backend = "auto") -> None:
         self._entries = tuple(entries)
         on_gpu = entries[0].source.device.type == "cuda" and find_spec("triton") is not None
-        self._table = AmaxTable.build(entries) if on_gpu else None
+        self._table = AmaxTable.build(entries) if on_gpu and backend == "auto" else None
 
     def find_into(self, out: Tensor) -> None:
         """Read every source once, and write the amax of every expert.

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from moe_optim.errors import LayoutError, StateError
 from moe_optim.formats import BlockScaledFormat, Direction
+from moe_optim.kernels.member_table import Backend
 from moe_optim.modules.compute import QuantizedCopy
 from moe_optim.modules.grouped_product import (
     GradientEnd,
@@ -52,6 +53,7 @@ class GroupedLinear(torch.nn.Module):
         delay_wgrad: leave weight gradients to :meth:`backward_dw`.
         record_amax: keep the amax of every quantized expert, see :meth:`amax`.
         make_storages: what quantized weights are kept in.
+        backend: who quantizes, kernels or plain torch.
         name: for errors.
         device: where weights live.
 
@@ -73,6 +75,7 @@ class GroupedLinear(torch.nn.Module):
         delay_wgrad: bool = False,
         record_amax: bool = False,
         make_storages: MakeStorages = make_portable_storages,
+        backend: Backend = "auto",
         name: str = "weight",
         device: torch.device | str | None = None,
     ) -> None:
@@ -86,7 +89,7 @@ class GroupedLinear(torch.nn.Module):
         self.quantized_copy: QuantizedCopy | None = None
         self._whole_amax: tuple[Version, Tensor] | None = None  # and the version whose amax it is
         if compute is not None and format is None:
-            self.quantized_copy = QuantizedCopy(compute, self.shape, f"{name}.weight")
+            self.quantized_copy = QuantizedCopy(compute, self.shape, f"{name}.weight", backend)
         storages: Sequence[PlaneStorage] = ()
         if format is not None:
             storages = make_storages(
@@ -96,6 +99,7 @@ class GroupedLinear(torch.nn.Module):
                 name=f"{name}.weight",
                 device=device,
                 record_amax=record_amax,
+                backend=backend,
             )
         for parameter_name, parameter in self._make_parameters(storages, device):
             self.register_parameter(parameter_name, parameter)
@@ -134,6 +138,10 @@ class GroupedLinear(torch.nn.Module):
         storages = self.storages()
         return storages[0].whole_of(storages) if storages else None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copy and pickle the module without the gradients that passes of this one have delayed."""
+        return self.__dict__ | {"_delayed": deque()}
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GroupedLinear":
         """Move quantized experts as one storage; bf16 is their dtype already, and the only one."""
         if not self.storages():
@@ -156,7 +164,7 @@ class GroupedLinear(torch.nn.Module):
         for index, weight in enumerate(self.weights()):
             old: PlaneStorage = weight.quantized_storage  # type: ignore[attr-defined]
             new = moved if self.expert_layout == "grouped" else moved.expert(index)
-            new.take_notes_of(old)
+            new.set_copy_of(old)
             weight.quantized_storage = new  # type: ignore[attr-defined]
 
     def amax(self) -> Tensor | None:
@@ -308,6 +316,10 @@ class GroupedLinear(torch.nn.Module):
         if self._delayed:
             run_delayed_wgrad(self, self._delayed.popleft())
 
+    def drop_delayed_wgrads(self) -> None:
+        """Forget weight gradients that no :meth:`backward_dw` has taken, as zeroing does."""
+        self._delayed.clear()
+
     def require_wgrads_taken(self) -> None:
         """Check that no weight gradient is still delayed, before gradients are used.
 
@@ -339,6 +351,8 @@ class GroupedLinear(torch.nn.Module):
             if end is GradientEnd.NOWHERE:
                 gradients.append(None)
             elif end is GradientEnd.LEAF and self.fuse_wgrad_accumulation and main_grad is not None:
+                if isinstance(weight, GroupedWeight):
+                    weight.quantized_storage.before_gradient()
                 main_grad.add_(part)
                 weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
                 gradients.append(torch.empty_like(part))
@@ -361,7 +375,7 @@ def _moved(storage: PlaneStorage, fn: Callable[[Tensor], Tensor]) -> PlaneStorag
             "Build the model with format: bf16 instead."
         )
     new = moved.quantized_storage
-    if storage.is_bound and new is not storage:
+    if storage.holder is not None and new is not storage:
         raise StateError(
             f"{storage.name}: expected to stay on {storage.device}, where a bucket gathers it, got "
             f"{new.device}. Move the model before it is wrapped with DDP."

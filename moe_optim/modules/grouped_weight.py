@@ -99,7 +99,7 @@ class GroupedWeight(Tensor):
                 f"{own.name}: data: expected a weight of {list(self.shape)}, got one of "
                 f"{list(value.shape)}. Build a parameter of that shape instead."
             )
-        if own.is_bound and other is not own:
+        if own.holder is not None and other is not own:
             raise StateError(
                 f"{own.name}: data: expected the storage that its bucket gathers into, got that of "
                 f"{other.name}. Write the values with copy_(), or exchange weights before the "
@@ -121,12 +121,17 @@ class GroupedWeight(Tensor):
         self.quantized_storage.initial = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """Copy storage and attributes; the copy is a parameter if this one is."""
+        """Copy storage and what describes the weight; the copy is a parameter if this one is.
+
+        Tensors that an optimizer or a wrapper has hung on it, ``main_grad`` among them, are theirs:
+        a copy accumulates into ``grad``.
+        """
         new = GroupedWeight(copy.deepcopy(self.quantized_storage, memo), self.shape)
         result = torch.nn.Parameter(new, self.requires_grad) if _is_parameter(self) else new
         memo[id(self)] = result
         for name, value in vars(self).items():
-            if name not in ("quantized_storage", "_is_param"):
+            describes = not isinstance(value, Tensor) and name != "grad_added_to_main_grad"
+            if describes and name not in ("quantized_storage", "_is_param"):
                 setattr(result, name, copy.deepcopy(value, memo))
         return result
 

@@ -3,8 +3,7 @@
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from fractions import Fraction
+from dataclasses import replace
 from itertools import count
 from typing import Any, Protocol
 
@@ -14,8 +13,7 @@ from torch import Tensor
 from moe_optim import ops
 from moe_optim.errors import LayoutError, StateError
 from moe_optim.formats import BlockScaledFormat, Direction, QuantizedWeight
-from moe_optim.kernels.member_table import MemberTable, TableEntry
-from moe_optim.reference import dequantize_bf16
+from moe_optim.kernels.member_table import Backend, MemberTable, TableEntry
 from moe_optim.reference.expert_amax import expert_amax_into
 
 _versions = count()
@@ -26,72 +24,70 @@ def new_version() -> int:
     return next(_versions)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Plane:
-    """One tensor of a storage, with how much of it a logical element takes."""
+class Holder(Protocol):
+    """The bucket that a weight is bound to: it knows what its gathers make of the weight."""
 
-    tensor: Tensor
-    elements_ratio: Fraction
-    """Entries of ``tensor`` for each logical element of the weight."""
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the weight is that of the current masters."""
 
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether the bytes are on the host, and the memory of the planes is free."""
 
-class WeightStorage(Protocol):
-    """The interface that bucket groups, optimizer and experts use; nothing else knows storage."""
+    @property
+    def version(self) -> int:
+        """Grows with every gather, see :attr:`PlaneStorage.version`."""
 
-    name: str
-    format: BlockScaledFormat
-    shape: tuple[int, int, int]
-    """Logical [E, R, C]."""
-    quantized: QuantizedWeight
-    """The planes that a requantization writes."""
-    is_fresh: bool
-    """Whether the bytes are those of the current masters. In a bucket, its group alone sets it."""
-
-    def planes(self) -> Mapping[str, Plane]:
-        """Return every distinct tensor of the storage by name."""
-
-    def write(self, values: Tensor) -> None:
-        """Quantize ``values`` [E, R, C], fp32 or bf16, into the planes."""
-
-    def finish_gather(self) -> None:
-        """Take note of new bytes, which the group's table has written and derived."""
-
-    def dequantize(self, direction: Direction) -> Tensor:
-        """Return the values of one direction, [E, R, C] bf16, newly allocated."""
-
-    def pointers(self) -> tuple[int, ...]:
-        """Return the address of every plane, so that one that moved can be noticed."""
-
-    def has_moved(self) -> bool:
-        """Say whether the planes lie elsewhere than when this was last asked."""
-
-    storage_scales: Mapping[Direction, Tensor]
-    """Padded scales to fill after a gather, see ``TableEntry``; none where products read planes."""
-
-    def bind(self, planes: Mapping[str, Tensor], holder: object = None) -> None:
-        """Move the bytes of some planes into memory of a bucket, and stay there."""
+    def before_gradient(self) -> None:
+        """Take note of a gradient of the weight that is about to be added up."""
 
 
 class PlaneStorage(ABC):
-    """What every storage does with its planes, wherever they lie."""
+    """What lies behind a quantized weight, whoever owns the bytes.
 
-    name: str
-    format: BlockScaledFormat
-    shape: tuple[int, int, int]
-    quantized: QuantizedWeight
+    Args:
+        name: parameter name, for errors.
+        quantized: the planes; fields that share memory stay shared.
+        backend: who quantizes what is written.
+
+    Attributes:
+        format: of the weight.
+        shape: logical [E, R, C].
+        quantized: the planes that a requantization writes.
+        recorded_amax: [E] fp32, written at each requantization; None where nobody asked, or the
+            format has one.
+        holder: the bucket that was the last to bind the weight; None before there is one.
+    """
+
     initial: Tensor | None
     """What the bytes were quantized from, in any dtype, until masters have been made of it."""
-    recorded_amax: Tensor | None
-    """[E] fp32, written at each requantization; None where nobody asked, or the format has one."""
-    is_fresh: bool
-    is_bound: bool
-    """Whether planes lie in memory of a bucket, and have to stay there."""
-    holder: object
-    """Tells the bucket that was the last to bind the weight from others; None if it did not say."""
-    is_offloaded: bool
-    """Whether the bytes are on the host, and the memory of the planes is free."""
-    version: int
-    """Grows with every write, and is that of no other bytes: copies alone share it."""
+
+    def __init__(self, name: str, quantized: QuantizedWeight, backend: Backend) -> None:
+        self.name = name
+        self.quantized = quantized
+        self.format: BlockScaledFormat = quantized.format
+        self.shape: tuple[int, int, int] = quantized.shape
+        self.backend = backend
+        self.recorded_amax: Tensor | None = None
+        self.holder: Holder | None = None
+        self._copied_stale = False  # from a weight that was behind its masters
+        self._version = new_version()
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the bytes are those of the current masters, as far as there are some."""
+        return not self._copied_stale if self.holder is None else self.holder.is_fresh
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether the bytes are on the host, and the memory of the planes is free."""
+        return self.holder is not None and self.holder.is_offloaded
+
+    @property
+    def version(self) -> int:
+        """Grows with every write, and is that of no other bytes: copies alone share it."""
+        return self._version if self.holder is None else max(self._version, self.holder.version)
 
     @property
     def amax(self) -> Tensor | None:
@@ -106,14 +102,6 @@ class PlaneStorage(ABC):
     def storage_scales(self) -> Mapping[Direction, Tensor]:
         """Padded scales that products read, by direction; none where they read the planes."""
         return {}
-
-    def planes(self) -> Mapping[str, Plane]:
-        """Return every distinct tensor of the storage by name."""
-        elements = max(1, self.shape[0] * self.shape[1] * self.shape[2])
-        return {
-            name: Plane(tensor, Fraction(tensor.numel(), elements))
-            for name, tensor in self.quantized.planes().items()
-        }
 
     def copy_bytes_from(self, other: "PlaneStorage") -> None:
         """Overwrite the planes with those of ``other``, byte for byte.
@@ -142,14 +130,48 @@ class PlaneStorage(ABC):
             name=self.name,
             device=device or self.device,
             record_amax=self.recorded_amax is not None,
+            backend=self.backend,
         )
         copy.copy_bytes_from(self)
-        copy.take_notes_of(self)
+        copy.set_copy_of(self)
         return copy
 
-    def take_notes_of(self, other: "PlaneStorage") -> None:
-        """Know of the bytes, which are those of ``other``, what it knows."""
-        self.is_fresh, self.initial, self.version = other.is_fresh, other.initial, other.version
+    def set_copy_of(self, other: "PlaneStorage") -> None:
+        """Take freshness, initial values and version from ``other``, whose bytes these are too."""
+        self._copied_stale, self._version = not other.is_fresh, other.version
+        self.initial = other.initial
+
+    @abstractmethod
+    def pointers(self) -> tuple[int, ...]:
+        """Return the address of everything that products read."""
+
+    @abstractmethod
+    def has_moved(self) -> bool:
+        """Return whether somebody gave the weight other tensors since the last :meth:`take_over`.
+
+        Changes nothing.
+        """
+
+    @abstractmethod
+    def take_over(self) -> None:
+        """Make tensors that somebody gave the weight those of this storage.
+
+        Raises:
+            StateError: data that a bucket gathers into is no longer the weight's.
+        """
+
+    @abstractmethod
+    def bind(self, planes: Mapping[str, Tensor], holder: Holder) -> None:
+        """Move the bytes of some planes into memory of a bucket, and stay there.
+
+        Args:
+            planes: by field of ``QuantizedWeight``, of the same shapes and dtypes; filled with the
+                present bytes, and aliased from then on. May be none.
+            holder: what :attr:`holder` is from then on.
+
+        Raises:
+            StateError: the weight is offloaded.
+        """
 
     @abstractmethod
     def whole_of(self, parts: "Sequence[PlaneStorage]") -> "PlaneStorage | None":
@@ -157,7 +179,7 @@ class PlaneStorage(ABC):
 
     def planes_written(self) -> None:
         """Take note of bytes that somebody has put into all planes."""
-        self._note_new_bytes()
+        self._version, self._copied_stale = new_version(), False
 
     @property
     def device(self) -> torch.device:
@@ -174,35 +196,32 @@ class PlaneStorage(ABC):
             target=self.quantized,
             storage_scales=self.storage_scales,
         )
-        table = MemberTable.build([entry])
+        table = MemberTable.build([entry], backend=self.backend)
         ops.requantize(table)
         ops.finish_gather(table)
         if self.recorded_amax is not None:
             _, rows, cols = self.shape
             expert_amax_into(self.recorded_amax.zero_(), source, 0, rows * cols)
-        self._note_new_bytes()
+        self._version, self._copied_stale = new_version(), False
 
-    def _note_new_bytes(self) -> None:
-        self.version = new_version()
-        if not self.is_bound:  # whatever masters the weight it was copied from is behind
-            self.is_fresh = True
-
-    def finish_gather(self) -> None:
-        """Take note of new bytes, which a table has written and derived from masters."""
-        self.version = new_version()
-        self.initial = None
+    def drop_initial(self) -> None:
+        """Free the initial values: masters have been made of others."""
+        if self.initial is not None:
+            self.initial = None
 
     def dequantize(self, direction: Direction = "rowwise") -> Tensor:
         """Return the values of one direction, [E, R, C] bf16, newly allocated."""
-        q = self.quantized
-        return dequantize_bf16(
-            q.data(direction), q.scale(direction), q.format, direction, global_amax=q.global_amax
-        )
+        return ops.dequantize(self.quantized, direction)
 
     def memories(self) -> tuple[torch.UntypedStorage, ...]:
         """Return the memory behind everything that products read or a gather writes."""
         tensors = (*self.quantized.planes().values(), *self.storage_scales.values())
         return tuple(tensor.untyped_storage() for tensor in tensors)
+
+    def before_gradient(self) -> None:
+        """Tell the bucket that a gradient is about to be written into its memory."""
+        if self.holder is not None:
+            self.holder.before_gradient()
 
     def require_present(self) -> None:
         """Raise StateError if the bytes are on the host."""
@@ -225,7 +244,7 @@ class PlaneStorage(ABC):
     def require_writable(self) -> None:
         """Raise StateError if a gather, begun or still to come, would overwrite what is written."""
         self.require_present()
-        if self.is_bound and not self.is_fresh:
+        if self.holder is not None and not self.is_fresh:
             raise StateError(
                 f"{self.name}: expected weights of the current masters to write into, got those of "
                 "an earlier step, which the parameter gather is going to overwrite. Call "
@@ -243,6 +262,7 @@ class PortableStorage(PlaneStorage):
         device: where the planes lie.
         record_amax: keep the amax of every expert at each requantization. Formats with a global
             amax do so always.
+        backend: who quantizes what is written.
 
     Raises:
         LayoutError: ``shape`` does not fit the format.
@@ -256,56 +276,51 @@ class PortableStorage(PlaneStorage):
         name: str = "weight",
         device: torch.device | str | None = None,
         record_amax: bool = False,
+        backend: Backend = "auto",
     ) -> None:
-        self._adopt(name, QuantizedWeight.empty(format, shape, device=device, name=name))
+        super().__init__(
+            name, QuantizedWeight.empty(format, shape, device=device, name=name), backend
+        )
+        self.initial = None
+        self._whole: tuple[PortableStorage, int] | None = None  # and which expert of it this is
         if record_amax and not format.has_global_amax:
             self.recorded_amax = torch.zeros(shape[:1], dtype=torch.float32, device=device)
 
     @classmethod
-    def viewing(cls, quantized: QuantizedWeight, name: str = "weight") -> "PortableStorage":
+    def viewing(
+        cls, quantized: QuantizedWeight, name: str = "weight", backend: Backend = "auto"
+    ) -> "PortableStorage":
         """Return a storage over planes that somebody else allocated."""
         storage = cls.__new__(cls)
-        storage._adopt(name, quantized)
+        PlaneStorage.__init__(storage, name, quantized, backend)
+        storage.initial = storage._whole = None
         return storage
-
-    def _adopt(self, name: str, quantized: QuantizedWeight) -> None:
-        self.name = name
-        self.quantized = quantized
-        self.format = quantized.format
-        self.shape = quantized.shape
-        self.is_fresh = True
-        self.version = new_version()
-        self.initial = None
-        self.recorded_amax = None
-        self._whole: tuple[PortableStorage, int] | None = None  # and which expert of it this is
-        self.is_bound, self.holder, self.is_offloaded = False, None, False
 
     def pointers(self) -> tuple[int, ...]:
         """Return the address of every plane."""
         return tuple(tensor.data_ptr() for tensor in self.quantized.planes().values())
 
     def has_moved(self) -> bool:
-        """Say whether the planes lie elsewhere: never, nobody else holds them."""
+        """Return whether the planes lie elsewhere: never, nobody else holds them."""
         return False
 
-    def bind(self, planes: Mapping[str, Tensor], holder: object = None) -> None:
+    def take_over(self) -> None:
+        """Do nothing: nobody gives the weight other planes."""
+
+    def bind(self, planes: Mapping[str, Tensor], holder: Holder) -> None:
         """Move the bytes of some planes into memory of a bucket, and stay there.
 
         A bound storage is no longer part of the one it may have been cut from, whose bytes it no
-        longer shares, and its weight can no longer move to another device.
-
-        Args:
-            planes: by field of ``QuantizedWeight``, of the same shapes and dtypes; filled with the
-                present bytes, and aliased from then on. May be none.
-            holder: what :attr:`holder` is from then on.
+        longer shares.
         """
+        self.require_present()
         for name, plane in planes.items():
             plane.copy_(getattr(self.quantized, name))
         both: dict[str, Any] = dict(planes)
         if "rowwise_data" in planes and self.format.columnwise_copy == "shared":
             both["columnwise_data"] = planes["rowwise_data"]
         self.quantized = replace(self.quantized, **both)
-        self.is_bound, self.holder = True, holder
+        self.holder = holder
         if planes:
             self._whole = None
 
@@ -321,7 +336,7 @@ class PortableStorage(PlaneStorage):
             columnwise_scale=whole.columnwise_scale[one],
             global_amax=None if whole.global_amax is None else whole.global_amax[one],
         )
-        expert = PortableStorage.viewing(view, name=f"{self.name}{index}")
+        expert = PortableStorage.viewing(view, f"{self.name}{index}", self.backend)
         expert._whole = (self, index)
         if self.recorded_amax is not None:
             expert.recorded_amax = self.recorded_amax[one]
@@ -334,7 +349,7 @@ class PortableStorage(PlaneStorage):
         else:
             whole, index = self._whole
             new = copy.deepcopy(whole, memo).expert(index)
-            new.take_notes_of(self)
+            new.set_copy_of(self)
         memo[id(self)] = new
         return new
 
@@ -361,6 +376,7 @@ class MakeStorages(Protocol):
         name: str,
         device: torch.device | str | None,
         record_amax: bool,
+        backend: Backend,
     ) -> Sequence[PlaneStorage]:
         """Return one storage of ``shape``, or one an expert if ``apart``."""
 
@@ -373,11 +389,14 @@ def make_portable_storages(
     name: str,
     device: torch.device | str | None,
     record_amax: bool,
+    backend: Backend,
 ) -> Sequence[PlaneStorage]:
     """Return one storage [E, R, C], or one an expert over its planes.
 
     Raises:
         LayoutError: ``shape`` does not fit the format.
     """
-    whole = PortableStorage(format, shape, name=name, device=device, record_amax=record_amax)
+    whole = PortableStorage(
+        format, shape, name=name, device=device, record_amax=record_amax, backend=backend
+    )
     return [whole.expert(index) for index in range(shape[0])] if apart else [whole]

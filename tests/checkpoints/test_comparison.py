@@ -4,18 +4,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moe_optim.checkpoints.comparison import (
+from moe_optim.checkpoints.conversion.comparison import (
     Difference,
     compare_checkpoints,
     compare_values,
     find_side,
 )
-from moe_optim.checkpoints.conversion import convert_checkpoint
-from moe_optim.checkpoints.conversion_plan import ConversionRequest, plan_conversion
-from moe_optim.checkpoints.layer_view import LayerView, Rename
-from moe_optim.checkpoints.opening import open_checkpoint
+from moe_optim.checkpoints.conversion.conversion import convert_checkpoint
+from moe_optim.checkpoints.conversion.conversion_plan import ConversionRequest, plan_conversion
+from moe_optim.checkpoints.conversion.layer_view import LayerView, Rename
+from moe_optim.checkpoints.stores.opening import open_checkpoint
 from moe_optim.errors import LayoutError
-from moe_optim.layout.key_layouts import LAYOUTS, get_layout
+from moe_optim.expert_keys.layouts import LAYOUTS, get_layout
 from tests.support.stored_checkpoints import (
     EMBEDDING,
     EXPERTS,

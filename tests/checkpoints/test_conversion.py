@@ -13,18 +13,20 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from moe_optim.checkpoints import conversion, publishing, safetensors_files
-from moe_optim.checkpoints.conversion import convert_checkpoint
-from moe_optim.checkpoints.conversion_plan import ConversionRequest, plan_conversion
+from moe_optim.checkpoints.conversion import conversion
+from moe_optim.checkpoints.conversion.conversion import convert_checkpoint
+from moe_optim.checkpoints.conversion.conversion_plan import ConversionRequest, plan_conversion
+from moe_optim.checkpoints.conversion.layer_view import LayerView, Rename
+from moe_optim.checkpoints.files import publishing
 from moe_optim.checkpoints.integrity import checkpoint_defect, corrupt_files
-from moe_optim.checkpoints.layer_view import LayerView, Rename
-from moe_optim.checkpoints.opening import open_checkpoint
-from moe_optim.checkpoints.torch_dist import TorchDistReader
-from moe_optim.checkpoints.torch_dist_writer import TorchDistWriter
+from moe_optim.checkpoints.manifests.state_manifest import StateManifest
+from moe_optim.checkpoints.stores import safetensors_files
+from moe_optim.checkpoints.stores.opening import open_checkpoint
+from moe_optim.checkpoints.stores.torch_dist import TorchDistReader
+from moe_optim.checkpoints.stores.torch_dist_writer import TorchDistWriter
 from moe_optim.errors import ConfigError, LayoutError, StateError
-from moe_optim.layout.key_layouts import LAYOUTS, get_layout
-from moe_optim.layout.state_manifest import StateManifest
-from moe_optim.megatron.optimizer_state import MANIFEST
+from moe_optim.expert_keys.layouts import LAYOUTS, get_layout
+from moe_optim.megatron.checkpoint.flat_states import MANIFEST
 from tests.support.bytes import assert_bytes_equal, assert_same_tensors
 from tests.support.stored_checkpoints import (
     EXPERTS,

@@ -2,14 +2,14 @@
 
 import pytest
 
-from moe_optim.checkpoints.comparison import compare_checkpoints, find_side
-from moe_optim.checkpoints.conversion import convert_checkpoint
-from moe_optim.checkpoints.conversion_plan import ConversionRequest, plan_conversion
+from moe_optim.checkpoints.conversion.comparison import compare_checkpoints, find_side
+from moe_optim.checkpoints.conversion.conversion import convert_checkpoint
+from moe_optim.checkpoints.conversion.conversion_plan import ConversionRequest, plan_conversion
+from moe_optim.checkpoints.conversion.layer_view import LayerView
 from moe_optim.checkpoints.integrity import checkpoint_defect
-from moe_optim.checkpoints.layer_view import LayerView
-from moe_optim.checkpoints.opening import open_checkpoint
-from moe_optim.checkpoints.pickles import Inert
-from moe_optim.layout.key_layouts import get_layout
+from moe_optim.checkpoints.pickles.plain_pickles import Made
+from moe_optim.checkpoints.stores.opening import open_checkpoint
+from moe_optim.expert_keys.layouts import get_layout
 from tests.support import megatron_save
 from tests.support.bytes import assert_bytes_equal
 from tests.support.ranks import run_ranks
@@ -59,7 +59,7 @@ def test_what_ranks_saved_is_one_model(saved, experts):
         for linear, key in (("fc1", FC1), ("fc2", FC2)):
             shown = f"decoder.layers.{layer}.mlp.experts.linear_{linear}.weight"
             assert_bytes_equal(view.read(shown), experts[key][layer], what=shown)
-    assert isinstance(view.reader.common_state["args"].attention_backend, Inert)
+    assert isinstance(view.reader.common_state["args"].state["attention_backend"], Made)
     assert view.recorded.parallel_sizes == {"expert": 2}
     assert view.recorded.glu_interleave == 0
 

@@ -9,10 +9,11 @@ import shutil
 import pytest
 import torch
 
-from moe_optim.checkpoints.layer_view import LayerView, Rename
-from moe_optim.checkpoints.opening import open_checkpoint
-from moe_optim.checkpoints.pickles import Inert, replace_int
-from moe_optim.checkpoints.torch_dist import TorchDistReader
+from moe_optim.checkpoints.conversion.layer_view import LayerView, Rename
+from moe_optim.checkpoints.pickles.plain_pickles import Made
+from moe_optim.checkpoints.stores.objects import replace_int
+from moe_optim.checkpoints.stores.opening import open_checkpoint
+from moe_optim.checkpoints.stores.torch_dist import TorchDistReader
 from moe_optim.errors import ConfigError, LayoutError, MoEOptimError, StateError
 from tests.support.bytes import assert_bytes_equal
 from tests.support.stored_checkpoints import (
@@ -67,11 +68,12 @@ def test_a_rename_also_applies_behind_the_prefix_of_states(template):
 
 
 def test_the_common_state_is_read_without_the_classes_that_it_names(template):
-    """Arguments are plain values, and what only the training program knows is inert."""
+    """Arguments are plain values, and what only the training program knows is not made."""
     reader = TorchDistReader(template)
-    backend = reader.common_state["args"].attention_backend
-    assert (type(backend).__name__, backend.args) == ("Backend", (2,))
-    assert isinstance(backend, Inert) and not isinstance(backend, Backend)
+    args = reader.common_state["args"]
+    backend = args.state["attention_backend"]
+    assert isinstance(args, Made) and isinstance(backend, Made)
+    assert (backend.by.name, backend.args) == (Backend.__name__, (2,))
     assert (reader.recorded.iteration, reader.recorded.glu_interleave) == (7, 0)
 
 
@@ -129,7 +131,7 @@ DAMAGE = {
     "__0_0.distcp: .* got .* The file is cut off or damaged": overwrite,
     ".metadata is cut off": cut(".metadata"),
     ".metadata: expected what lies where .*, got no such file": remove(".metadata"),
-    ".metadata: .* expected a dtype of torch, got 'torch.bfloau16'": misspell_dtype,
+    ".metadata is cut off or foreign: it names torch.bfloau16": misspell_dtype,
     "metadata.json: expected JSON": cut("metadata.json"),
     "metadata.json: .* Saving was not finished": remove("metadata.json"),
 }
@@ -173,8 +175,8 @@ def test_what_is_no_checkpoint_is_refused_with_what_was_found(found, tmp_path):
 
 def test_only_the_pieces_that_overlap_are_read(tmp_path, monkeypatch):
     """A layer of a tensor that is stored in pieces costs the pieces of that layer."""
-    from moe_optim.checkpoints.reader import TensorInfo
-    from moe_optim.checkpoints.torch_dist_writer import TorchDistWriter
+    from moe_optim.checkpoints.stores.reader import TensorInfo
+    from moe_optim.checkpoints.stores.torch_dist_writer import TorchDistWriter
 
     whole = stored_tensors()[FC1]
     info = TensorInfo(tuple(whole.shape), whole.dtype)

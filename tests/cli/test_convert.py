@@ -7,11 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moe_optim.checkpoints.opening import open_checkpoint
-from moe_optim.checkpoints.torch_dist import TorchDistReader
-from moe_optim.cli import convert as command
+from moe_optim.checkpoints.stores.opening import open_checkpoint
+from moe_optim.checkpoints.stores.torch_dist import TorchDistReader
 from moe_optim.cli import main as cli
-from moe_optim.layout.key_layouts import LAYOUTS
+from moe_optim.expert_keys import names
+from moe_optim.expert_keys.layouts import LAYOUTS
 from tests.support.damage import flip_in
 from tests.support.stored_checkpoints import (
     EXPERTS,
@@ -46,7 +46,7 @@ def convert(capsys, monkeypatch):
 
 
 def test_the_command_offers_every_layout():
-    assert tuple(LAYOUTS) == command.LAYOUTS
+    assert tuple(LAYOUTS) == names.LAYOUTS
 
 
 def test_the_summary_says_what_was_done(convert, source, tmp_path):

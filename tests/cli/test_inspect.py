@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from moe_optim.checkpoints.torch_dist import TorchDistReader
+from moe_optim.checkpoints.stores.torch_dist import TorchDistReader
 from moe_optim.cli import main as cli
 from tests.support.damage import flip_in
 from tests.support.stored_checkpoints import (

@@ -8,7 +8,7 @@ import pytest
 
 from moe_optim.cli import main as cli
 from moe_optim.errors import PatchError
-from moe_optim.megatron.source_diffs import FOLDER, apply_diffs, load_diffs, revert_diffs
+from moe_optim.megatron.launch.source_diffs import FOLDER, apply_diffs, load_diffs, revert_diffs
 from tests.support.scripts import copy_diffed_files, fingerprint
 
 pytest.importorskip("megatron.core")

@@ -1,5 +1,6 @@
 """`moe-optim run`: a script as python runs it, and with the flag a run of the plug-in."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -9,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from moe_optim.cli import main as cli
-from moe_optim.megatron.patches import PATCHES
-from moe_optim.megatron.patching import patch_state
-from moe_optim.megatron.script_patches import SCRIPT
-from moe_optim.megatron.script_runner import prepare_imports, run_script
+from moe_optim.megatron.launch import cpu_runtime
+from moe_optim.megatron.launch.script_runner import prepare_imports, run_script
+from moe_optim.megatron.patching.engine import patch_state
+from moe_optim.megatron.patching.patches import ADAM, CPU, PATCHES, SCRIPT
 from tests.support.ranks import run_ranks
+from tests.support.runs import REPOSITORY
 from tests.support.scripts import PRETRAIN, write_fake_tree
 from tests.support.training import assert_same_run, pretrain
 
@@ -34,7 +36,7 @@ print(json.dumps({
 RUN_SCRIPT = """
 import sys
 from pathlib import Path
-from moe_optim.megatron.script_runner import prepare_imports, run_script
+from moe_optim.megatron.launch.script_runner import prepare_imports, run_script
 script = Path(sys.argv[1])
 prepare_imports(script, None)
 run_script(script, sys.argv[2:], cpu=False)
@@ -184,12 +186,84 @@ def run_and_examine(script, argv):
     return [patch.id for patch in (*SCRIPT, *PATCHES) if patch_state(patch) == "applied"]
 
 
-def test_nothing_is_replaced_without_the_flag(tmp_path):
-    """Every name in the table still holds Megatron's own object when the script has run."""
-    script = tmp_path / "import.py"
-    script.write_text("import megatron.training\n")
-    (applied,) = run_ranks(1, run_and_examine, script, ["--use-distributed-optimizer"])
-    assert applied == []
+def bindings():
+    """Return every global of every module of Megatron and torch."""
+    return {
+        f"{name}:{key}": value
+        for name, module in list(sys.modules.items())
+        if name.partition(".")[0] in ("megatron", "torch")
+        for key, value in list(vars(module).items())
+    }
+
+
+def run_and_compare(script, cpu):
+    """Run a script without the plug-in's flag, and return everything that is another afterwards."""
+    os.environ["PYTHONPATH"] = ""
+    for name in ("TORCHDYNAMO_DISABLE", "CUDA_DEVICE_MAX_CONNECTIONS"):
+        os.environ.pop(name, None)
+    variables, before = dict(os.environ), bindings()
+    run_script(script, ["--lr", "1"], cpu=cpu)
+    after = bindings()
+    rebound = {name for name, value in before.items() if after.get(name) is not value}
+    return rebound, dict(os.environ.items() - variables.items()), sys.argv[1:]
+
+
+ON_THE_CPU = {  # names of Megatron that the CPU runtime rebinds; the others only for torch's Adam
+    "megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu",
+}
+WITH_TORCHS_ADAM = {
+    "megatron.core.optimizer:Adam",
+    "megatron.core.optimizer:USING_PYTORCH_OPTIMIZER",
+    "megatron.core.optimizer.distrib_optimizer:HAVE_APEX_OR_TE",
+    "megatron.core.optimizer.distrib_optimizer:USING_APEX_OPTIMIZER",
+}
+
+
+@pytest.fixture
+def importing_script(tmp_path):
+    path = tmp_path / "import.py"
+    path.write_text("import megatron.training\n")
+    return path
+
+
+def test_without_the_flag_nothing_is_replaced_on_gpus(importing_script):
+    """Every global of Megatron and torch is the same object, and so are arguments and variables."""
+    ((rebound, variables, argv),) = run_ranks(1, run_and_compare, importing_script, False)
+    assert rebound == set()
+    assert variables == {}
+    assert argv == ["--lr", "1"]
+
+
+def test_without_the_flag_the_cpu_takes_what_its_runtime_lists(importing_script):
+    """What the README and the help say of it, by name; and nothing beside it."""
+    ((rebound, variables, argv),) = run_ranks(1, run_and_compare, importing_script, True)
+    is_fused = any(map(importlib.util.find_spec, ("transformer_engine", "apex")))
+    of_torch = {name for name in rebound if name.startswith("torch")}
+    assert rebound - of_torch == ON_THE_CPU | (set() if is_fused else WITH_TORCHS_ADAM)
+    redirected = {f"torch.{name}".rpartition(".")[::2] for name in cpu_runtime.REDIRECTS}
+    assert of_torch == {f"{owner}:{name}" for owner, name in redirected if owner != "torch.Tensor"}
+    assert variables == {"TORCHDYNAMO_DISABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    assert argv == ["--lr", "1", "--distributed-backend", "gloo"]
+
+
+def test_the_documents_name_what_the_cpu_takes():
+    text = (REPOSITORY / "moe_optim" / "megatron" / "README.md").read_text()
+    section = text.partition("## Without a GPU")[2].partition("\n## ")[0]
+    for target in ON_THE_CPU | WITH_TORCHS_ADAM:
+        module, _, name = target.partition(":")
+        assert f"{module}:" in section
+        assert f":{name}`" in section
+    of_cuda = [name for name in cpu_runtime.REDIRECTS if name.startswith("cuda.")]
+    assert f"{len(of_cuda)} names of `torch.cuda`" in section
+    for name in ("accelerator.is_available", "Tensor.record_stream"):
+        assert name in cpu_runtime.REDIRECTS
+        assert name in section
+    assert len(cpu_runtime.REDIRECTS) == len(of_cuda) + 2
+    for document in (section, (REPOSITORY / "README.md").read_text()):
+        assert "gloo" in document
+    ids = [patch.target for patch in (*ADAM, *CPU)]
+    assert set(ids) == ON_THE_CPU | WITH_TORCHS_ADAM
+    assert len(ids) == 5  # as the README counts them
 
 
 def test_the_flag_installs_the_plugin_and_the_parser_takes_its_settings(tmp_path):
@@ -198,8 +272,8 @@ def test_the_flag_installs_the_plugin_and_the_parser_takes_its_settings(tmp_path
     script.write_text(
         "import sys\n"
         "from megatron.training.arguments import parse_args\n"
-        "from moe_optim.megatron.arguments import add_moe_optim_arguments\n"
-        "from moe_optim.megatron.plugin import installed_config\n"
+        "from moe_optim.megatron.launch.arguments import add_moe_optim_arguments\n"
+        "from moe_optim.megatron.installation import installed_config\n"
         "for provider in (None, add_moe_optim_arguments):\n"
         "    args = parse_args(provider)\n"
         "    assert args.use_moe_grouped_optim and args.moe_optim_set == ['format=mxfp8']\n"
@@ -211,7 +285,7 @@ def test_the_flag_installs_the_plugin_and_the_parser_takes_its_settings(tmp_path
 
 def train_through_run(script, flags):
     """Train as a rank of `moe-optim run` does; None stands for the entry of `moe-optim train`."""
-    import moe_optim.megatron.pretrain as entry
+    import moe_optim.train.pretrain as entry
 
     if script is not None:
         os.environ["PYTHONPATH"] = ""

@@ -4,16 +4,17 @@ import pytest
 import torch
 
 from moe_optim import ops
+from moe_optim.bench import te_cast
 from moe_optim.errors import PatchError
 from moe_optim.formats import DIRECTIONS, FORMATS, FP8_BLOCK, MXFP8, QuantizedWeight
 from moe_optim.kernels.member_table import MemberTable, TableEntry
-from moe_optim.megatron import te_cast
+from moe_optim.megatron.te.quantizer import import_error, make_quantizer
 from tests.support.inputs import SENTINEL, wide_range_weights, with_specials
 from tests.support.special_values import SPECIAL_CASES, special_weight
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(te_cast.import_error() is not None, reason="needs Transformer Engine"),
+    pytest.mark.skipif(import_error() is not None, reason="needs Transformer Engine"),
 ]
 EVERY_FORMAT = pytest.mark.parametrize("format", [MXFP8, FP8_BLOCK], ids=lambda format: format.name)
 SHAPES = ((256, 384), (128, 128), (1536, 256), (384, 2048))
@@ -120,7 +121,7 @@ def test_blocks_that_tes_cast_of_masters_flushes_keep_their_bytes_here(name, gro
 
 def test_fp8_blocks_have_the_bytes_of_tes_quantizer_down_to_subnormals():
     """The quantizer that TE fills primary weights with gives the same bytes, nothing excepted."""
-    quantizer = te_cast.make_quantizer(FP8_BLOCK)
+    quantizer = make_quantizer(FP8_BLOCK)
     masters = special_masters(FP8_BLOCK)
     entries = [entry_of(master, FP8_BLOCK) for master in masters]
     table = MemberTable.build(entries)

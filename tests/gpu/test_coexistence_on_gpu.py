@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from moe_optim.megatron import te_cast
+from moe_optim.megatron.te import quantizer
 from tests.support.observed_run import Report
 from tests.support.side_runs import DETERMINISTIC, EAGER, Flags, Machine, Run, missing_settings
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(te_cast.import_error() is not None, reason="needs Transformer Engine"),
+    pytest.mark.skipif(quantizer.import_error() is not None, reason="needs Transformer Engine"),
 ]
 ITERATIONS = 4
 SMALL: Flags = {  # FP8 blocks of 128, over two micro-batches

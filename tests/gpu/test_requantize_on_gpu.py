@@ -60,9 +60,9 @@ def assert_written(entries, expected):
             assert_bytes_equal(plane, planes[name], what=what)
 
 
-def rewrite(table, backend="auto"):
-    ops.requantize(table, backend)
-    ops.finish_gather(table, backend)
+def rewrite(table):
+    ops.requantize(table)
+    ops.finish_gather(table)
 
 
 def all_in_kernels(table):
@@ -320,7 +320,7 @@ def test_formats_and_dtypes_share_a_table():
 def test_the_reference_can_be_asked_for(format):
     memory, entries = lay_out(random_masters(MIXED), torch.bfloat16, format=format)
     expected = expected_planes(entries)
-    rewrite(MemberTable.build(entries, consumed=memory), "reference")
+    rewrite(MemberTable.build(entries, consumed=memory, backend="reference"))
     assert_written(entries, expected)
     assert not memory.any()
 

@@ -8,17 +8,18 @@ import torch
 
 from moe_optim.cli import main as cli
 from moe_optim.formats import FORMATS, FP8_BLOCK
-from moe_optim.megatron import te_cast
-from moe_optim.megatron.te_fields import read_values, te_formats_of
-from moe_optim.megatron.te_storage import TransformerEngineStorage
-from moe_optim.megatron.te_weights import make_te_storages
-from tests.megatron.test_te_storage import assert_all_hold, bucket_memory, requantize
+from moe_optim.megatron.te.factory import make_te_storages
+from moe_optim.megatron.te.fields import read_values, te_formats_of
+from moe_optim.megatron.te.quantizer import import_error, make_quantizer
+from moe_optim.megatron.te.storage import TransformerEngineStorage
+from tests.megatron.te.test_storage import assert_all_hold, bucket_memory, requantize
 from tests.support.bytes import assert_bytes_equal
+from tests.support.holders import bind
 from tests.support.inputs import normal_weights, wide_range_weights
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(te_cast.import_error() is not None, reason="needs Transformer Engine"),
+    pytest.mark.skipif(import_error() is not None, reason="needs Transformer Engine"),
 ]
 RECIPE = Path(__file__).parents[2] / "recipes" / "hopper_fp8_block.yaml"
 FIELDS = ("_rowwise_data", "_columnwise_data", "_rowwise_scale_inv", "_columnwise_scale_inv")
@@ -27,12 +28,12 @@ FIELDS = ("_rowwise_data", "_columnwise_data", "_rowwise_scale_inv", "_columnwis
 @pytest.mark.parametrize("shape", [(256, 384), (1536, 2048), (144, 272)], ids=str)
 def test_requantizing_fp8_blocks_gives_what_their_own_quantizer_makes(shape):
     """Every field that products read, bit by bit, of the real class; views stay valid."""
-    quantizer = te_cast.make_quantizer(FP8_BLOCK)
+    quantizer = make_quantizer(FP8_BLOCK)
     first, second = (normal_weights(*shape, seed=seed).cuda() for seed in (1, 2))
     weight, want = quantizer(first.bfloat16()), quantizer(second.bfloat16())
     assert te_formats_of(weight) == (FP8_BLOCK,)
     storage = TransformerEngineStorage(weight, FP8_BLOCK)
-    storage.bind({"rowwise_data": torch.zeros_like(storage.quantized.rowwise_data)})
+    bind(storage, {"rowwise_data": torch.zeros_like(storage.quantized.rowwise_data)})
     view = weight.detach()
     requantize(storage, second.unsqueeze(0))
     for holder in (weight, view):
@@ -56,7 +57,7 @@ def test_requantizing_reaches_every_field_of_the_real_classes(format, apart):
         format, (3, 256, 384), apart=apart, name="weight", device="cuda", record_amax=False
     )
     for storage, own in zip(storages, masters.split(1) if apart else [masters], strict=True):
-        storage.bind(bucket_memory(storage))
+        bind(storage, bucket_memory(storage))
         requantize(storage, own.cuda())
         assert_all_hold(storage._param, own, format)
         assert_all_hold(storage._param.detach(), own, format)

@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_optim.errors import LayoutError
-from moe_optim.formats import FORMATS, FP8_BLOCK, MXFP8, MXFP8_2D, NVFP4
+from moe_optim.formats import DIRECTIONS, FORMATS, FP8_BLOCK, MXFP8, MXFP8_2D, NVFP4
 from moe_optim.layout.aligned import MOST_GROWTH, aligned_end, cuts_bands
-from moe_optim.layout.shards import Member, plan_shards
 from moe_optim.layout.wire import plan_wire, side_by_side
 
 MODELS = {  # experts of a bucket: [2F, H] and [H, F]
@@ -59,7 +58,7 @@ def test_every_shard_of_every_plane_has_whole_bytes_at_every_size(format, shapes
 @EVERY_FORMAT
 @pytest.mark.parametrize("shapes", MODELS.values(), ids=MODELS)
 def test_where_shards_are_whole_bands_no_block_lies_on_two_ranks(format, shapes):
-    """The promise of the unit ``band``, held against the independent geometry of ``Member``."""
+    """The promise of the unit ``band``, held against the corners of every block around a cut."""
     slots = side_by_side(shapes)
     seen = set()
     for dp_size in range(1, 145):
@@ -68,28 +67,37 @@ def test_where_shards_are_whole_bands_no_block_lies_on_two_ranks(format, shapes)
         if end.unit != "band":
             continue
         assert not cuts_bands(format, slots, end.numel // dp_size)
-        members = members_of(slots, format)
-        for rank in {0, dp_size // 2, dp_size - 1}:
-            plan = plan_shards(members, end.numel, rank, dp_size)
-            assert not any(owned.cuts_block for owned in plan.ranges)
+        for slot in slots:
+            _, rows, cols = slot.shape
+            for cut in slot.cuts(end.numel // dp_size):
+                for direction in DIRECTIONS:
+                    block = format.block(direction)
+                    assert not lies_on_both_sides(cut % (rows * cols), rows, cols, block)
     assert "band" in seen
 
 
-def members_of(slots, format):
-    return [
-        Member(
-            parameter=slot.name,
-            layer=0,
-            expert=expert,
-            rows=slot.shape[1],
-            cols=slot.shape[2],
-            format=format.name,
-            bucket=0,
-            start=slot.start + expert * slot.shape[1] * slot.shape[2],
-        )
-        for slot in slots
-        for expert in range(slot.shape[0])
+def lies_on_both_sides(position, rows, cols, block):
+    """Return whether a block [height, width] of an expert has elements before and from a position.
+
+    Elements are counted in row-major order, where the first of a block is its upper left corner and
+    the last its lower right one.
+    """
+    height, width = block
+    top = position // cols // height * height
+    bottom = min(top + height, rows) - 1
+    corners = [
+        (top * cols + left, bottom * cols + min(left + width, cols) - 1)
+        for left in range(0, cols, width)
     ]
+    return any(first < position <= last for first, last in corners)
+
+
+def test_the_corners_of_blocks_are_right():
+    """4 rows of 6, blocks [2, 3]: only the start of a block row cuts none."""
+    cuts = [p for p in range(24) if lies_on_both_sides(p, 4, 6, (2, 3))]
+    assert cuts == [p for p in range(24) if p % 12]
+    rows = [p for p in range(24) if lies_on_both_sides(p, 4, 6, (1, 3))]
+    assert rows == [p for p in range(24) if p % 3]
 
 
 def test_whole_bands_are_given_up_where_they_cost_more_than_one_percent():

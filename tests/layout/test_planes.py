@@ -7,7 +7,7 @@ import torch
 
 from moe_optim.errors import LayoutError
 from moe_optim.formats import FORMATS, QuantizedWeight
-from moe_optim.layout import GatherPlane
+from moe_optim.layout.planes import GatherPlane
 
 BYTES_PER_ELEMENT = {  # a plane of 64 x 64 logical elements
     "bf16": (torch.zeros(64, 64, dtype=torch.bfloat16), None, Fraction(2)),

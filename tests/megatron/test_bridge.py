@@ -51,7 +51,7 @@ def _configure() -> dict[str, Any]:
     from megatron.training.config.yaml_utils import safe_yaml_representers
 
     import moe_optim
-    from moe_optim.megatron import plugin
+    from moe_optim.megatron import active
 
     def chunks(interleave: int | None = None) -> list[Any]:
         return [SimpleNamespace(config=SimpleNamespace(moe_mlp_glu_interleave_size=interleave))]
@@ -65,7 +65,7 @@ def _configure() -> dict[str, Any]:
     found["refused by Megatron"] = _outcome(unfinished.finalize)
     misspelt = make(moe_optim={"fromat": "nvfp4"})
     found["misspelt"] = _outcome(misspelt.finalize)
-    found["installed before"] = plugin.installed_config()
+    found["installed before"] = active.installed_config()
 
     config = make(moe_optim=MoEOptimConfig(expert_layout="indexed"), lr=1e-3)
     found["provide before finalize"] = _outcome(lambda: config.provide(model_chunks=chunks()))
@@ -75,7 +75,7 @@ def _configure() -> dict[str, Any]:
         setattr(config, name, value)
     for _ in range(2):
         config.finalize()
-    found["installed"] = plugin.installed_config()
+    found["installed"] = active.installed_config()
     found["another"] = _outcome(make(moe_optim=MoEOptimConfig(format="bf16")).finalize)
     found["interleaved"] = _outcome(lambda: config.provide(model_chunks=chunks(32)))
 
@@ -264,12 +264,13 @@ def _train_as_bridge(flags: list[str], folder: Path) -> Record:
     from megatron.training import training
 
     import moe_optim
-    from moe_optim.megatron import cpu_runtime, plugin
+    from moe_optim.megatron import active
+    from moe_optim.megatron.launch import cpu_runtime
 
     cpu_runtime.install()
     order: list[str] = []
     moe_optim.MoEOptimizerConfig(moe_optim=NVFP4).finalize()
-    order.append(f"finalized {plugin.installed_config().format}")
+    order.append(f"finalized {active.installed_config().format}")
     wrap = DistributedDataParallel.__init__
 
     def wrap_and_note(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -328,20 +329,21 @@ KEYWORDS = {  # what is called, in megatron-core or as this package replaces it 
     "megatron.core.optimizer:get_megatron_optimizer": (
         "config", "model_chunks", "config_overrides", "use_gloo_process_groups", "pg_collection",
     ),
-    "moe_optim.megatron.optimizer:get_megatron_optimizer": (
+    "moe_optim.megatron.optimizer.distributed:get_megatron_optimizer": (
         "config", "model_chunks", "config_overrides", "use_gloo_process_groups", "pg_collection",
     ),
-    "moe_optim.megatron.optimizer:GroupedDistributedOptimizer.sharded_state_dict": (
+    "moe_optim.megatron.optimizer.distributed:GroupedDistributedOptimizer.sharded_state_dict": (
         "metadata", "is_loading",
     ),
-    "moe_optim.megatron.optimizer:GroupedDistributedOptimizer.reload_model_params": ("state_dict",),
-    "moe_optim.megatron.optimizer:"
+    "moe_optim.megatron.optimizer.distributed:"
+    "GroupedDistributedOptimizer.reload_model_params": ("state_dict",),
+    "moe_optim.megatron.optimizer.distributed:"
     "GroupedDistributedOptimizer.prepare_model_params_for_param_sync": (),
-    "moe_optim.megatron.checkpoint_files:save": (
+    "moe_optim.megatron.checkpoint.hooks:save": (
         "async_sharded_save", "async_strategy", "validate_access_integrity",
         "preprocess_common_before_consistancy_check", "content_metadata",
     ),
-    "moe_optim.megatron.checkpoint_files:load": ("strict", "validate_access_integrity"),
+    "moe_optim.megatron.checkpoint.hooks:load": ("strict", "validate_access_integrity"),
     "megatron.core.dist_checkpointing:load_content_metadata": ("preloaded_state_dict",),
 }  # fmt: skip
 

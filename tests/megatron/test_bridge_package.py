@@ -26,8 +26,8 @@ pytestmark = pytest.mark.skipif(not PATH, reason="MEGATRON_BRIDGE_PATH names no 
 @contextmanager
 def _findable() -> Iterator[None]:
     """Let Python find the package, after Megatron has looked for Transformer Engine in vain."""
-    from moe_optim.megatron import patches
-    from moe_optim.megatron.patching import apply_patches
+    from moe_optim.megatron.patching import patches
+    from moe_optim.megatron.patching.engine import apply_patches
 
     apply_patches(patches.ADAM)
     sys.path += PATH
@@ -47,7 +47,7 @@ def _train(flags: list[str]) -> Record:
     from megatron.training import training
 
     import moe_optim
-    from moe_optim.megatron import cpu_runtime
+    from moe_optim.megatron.launch import cpu_runtime
 
     @dataclasses.dataclass
     class Container:

@@ -1,4 +1,4 @@
-"""bf16 weights in narrow products: those of storage, with one requantization a step."""
+"""bf16 weights in narrow products: those of storage, whoever has written the weights."""
 
 import copy
 import pickle
@@ -79,17 +79,13 @@ def test_the_copies_of_the_test_weights_differ():
 
 
 @every_layout
-def test_micro_batches_of_a_step_share_one_requantization(layout, requantizations):
-    """One call for all experts, forward and backward; and another one after every step."""
+def test_a_forward_and_its_backward_pass_share_one_requantization(layout, requantizations):
+    """One call for all experts."""
     linear = make_computing(layout=layout)
-    requantizations.clear()
-    optimizer = torch.optim.SGD(linear.parameters(), lr=0.1)
-    for step in (1, 2, 3):
-        for _ in range(3):
-            run(linear)
-        assert len(requantizations) == step
+    for passes in (1, 2, 3):
+        run(linear)
+        assert len(requantizations) == passes
         assert requantizations[-1].num_members == SHAPE[0]
-        optimizer.step()
 
 
 def lay_in_buffer(linear):
@@ -117,6 +113,18 @@ def _write_in_place(linear):
             weight.copy_(part)
 
 
+def _write_through_data(linear):
+    for weight, part in zip(linear.weights(), linear._cut(values(1)), strict=True):
+        weight.data.copy_(part)
+
+
+def _write_the_buffer(linear):
+    """As a gather does that was begun before the forward pass and ends after it."""
+    buffer = lay_in_buffer(linear)
+    run(linear)
+    buffer.copy_(values(1).flatten())
+
+
 def _lay_elsewhere(linear):
     for weight, part in zip(linear.weights(), linear._cut(values(1)), strict=True):
         weight.data = part.clone()
@@ -125,6 +133,8 @@ def _lay_elsewhere(linear):
 CHANGES = {
     "an optimizer steps and the buffer is gathered": _step_and_write_the_buffer,
     "they are written": _write_in_place,
+    "they are written through data": _write_through_data,
+    "a gather arrives without a step": _write_the_buffer,
     "they are laid elsewhere": _lay_elsewhere,
     "a state dict is loaded": lambda linear: linear.load_state_dict(
         make_computing(layout=linear.expert_layout, seed=1).state_dict()
@@ -153,6 +163,24 @@ def test_evaluation_sees_weights_exchanged_through_data_and_training_sees_them_p
     linear.weight.data.copy_(values(0))
     linear.train()
     assert_same_passes(run(linear), trained)
+
+
+def test_a_backward_pass_reads_what_its_forward_pass_read():
+    """Weights that were exchanged for an evaluation in between are not its own."""
+    linear, storing = make_computing(), make_storing()
+    gradients = []
+    for one in (linear, storing):
+        tokens = torch.ones(16, SHAPE[2]).bfloat16().requires_grad_()
+        ends = torch.tensor([5, 5, 16], dtype=torch.int32)
+        output = one(tokens, ends)
+        if one is linear:
+            kept = one.weight.detach().clone()
+            one.weight.data.copy_(values(1))
+            one.eval()(tokens.detach(), ends)
+            one.weight.data.copy_(kept)
+        output.float().sum().backward()
+        gradients.append(tokens.grad)
+    assert_bytes_equal(*gradients)
 
 
 def test_a_copy_first_made_in_inference_mode_is_rewritten_in_training():

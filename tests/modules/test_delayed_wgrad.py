@@ -1,5 +1,8 @@
 """A delayed weight gradient is the one of the backward pass, with all its hooks, but later."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -8,6 +11,7 @@ from moe_optim.errors import StateError
 from moe_optim.formats import MXFP8, NVFP4
 from moe_optim.modules.grouped_linear import GroupedLinear
 from tests.support.bytes import assert_bytes_equal
+from tests.support.holders import bind
 from tests.support.inputs import wide_range_weights
 
 SHAPE = (3, 64, 32)
@@ -258,6 +262,28 @@ def test_gradients_left_behind_are_named_before_a_step():
     linear.require_wgrads_taken()
 
 
+def test_gradients_of_a_pass_that_was_given_up_are_dropped():
+    """Otherwise the next pass would take them for its own, oldest first."""
+    linear, other = make_linear(), make_linear()
+    run(linear, 0)
+    linear.drop_delayed_wgrads()
+    for one in (linear, other):
+        run(one, 1)
+        one.backward_dw()
+        one.require_wgrads_taken()
+    assert_bytes_equal(linear.weight.main_grad, other.weight.main_grad)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_a_copy_has_no_gradients_to_take(duplicate):
+    linear = GroupedLinear(*SHAPE, format=MXFP8, delay_wgrad=True)
+    linear.load_values(wide_range_weights(*SHAPE).bfloat16())
+    run(linear)
+    duplicate(linear).require_wgrads_taken()
+    with pytest.raises(StateError):
+        linear.require_wgrads_taken()
+
+
 @every_layout
 def test_a_step_that_lost_gradients_does_not_go_unnoticed(layout):
     """Weights were requantized with a gradient still to come: the next forward pass raises."""
@@ -265,6 +291,6 @@ def test_a_step_that_lost_gradients_does_not_go_unnoticed(layout):
     run(linear)
     run_forward(linear, 1)  # the next micro-batch may start before
     for weight in linear.weights():
-        weight.quantized_storage.finish_gather()
+        bind(weight.quantized_storage).gather()
     with pytest.raises(StateError, match=r"expected the gradients of all backward passes"):
         run_forward(linear, 2)

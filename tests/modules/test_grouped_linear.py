@@ -12,6 +12,7 @@ from moe_optim.modules import grouped_product
 from moe_optim.modules.grouped_linear import GroupedLinear
 from tests.support.bytes import assert_bytes_equal
 from tests.support.copies import every_copy
+from tests.support.holders import bind
 from tests.support.inputs import wide_range_weights
 
 SHAPE = (3, 64, 32)
@@ -226,7 +227,7 @@ def test_without_main_grad_gradients_go_through_autograd():
 
 def set_fresh(linear, fresh):
     for weight in linear.weights():
-        weight.quantized_storage.is_fresh = fresh
+        bind(weight.quantized_storage).is_fresh = fresh
 
 
 @every_layout
@@ -246,7 +247,7 @@ def test_stale_weights_are_not_multiplied(layout):
 
 def test_one_stale_expert_is_enough():
     linear = make_linear(MXFP8, "indexed")
-    linear.weight1.quantized_storage.is_fresh = False
+    bind(linear.weight1.quantized_storage).is_fresh = False
     tokens, ends = make_tokens((5, 8, 3), 32)
     with pytest.raises(StateError, match=r"^experts\.linear_fc1\.weight1: "):
         linear(tokens, ends)
@@ -254,7 +255,7 @@ def test_one_stale_expert_is_enough():
 
 REWRITES = {
     "copy_": lambda weight: weight.data.copy_(torch.ones(weight.shape)),
-    "a gather": lambda weight: weight.quantized_storage.finish_gather(),
+    "a gather": lambda weight: bind(weight.quantized_storage).gather(),
 }
 
 

@@ -20,6 +20,7 @@ from moe_optim.modules.grouped_weight import GroupedWeight
 from moe_optim.modules.storage import PortableStorage
 from tests.support.bytes import assert_bytes_equal
 from tests.support.copies import every_copy
+from tests.support.holders import bind
 from tests.support.inputs import normal_weights, wide_range_weights
 from tests.support.ranks import run_ranks
 
@@ -202,7 +203,8 @@ def test_a_copied_linear_keeps_what_the_storage_knows(layout, transfer):
     initial = [weight.get_high_precision_init_val().clone() for weight in linear.weights()]
     names = [weight.quantized_storage.name for weight in linear.weights()]
     for weight in linear.weights():
-        weight.quantized_storage.is_fresh = False
+        bind(weight.quantized_storage).is_fresh = False
+    linear = copy.deepcopy(linear)  # stale, and bound no more, so that it may also be moved
     other = transfer(linear)
     assert [weight.quantized_storage.name for weight in other.weights()] == names
     for weight, values in zip(other.weights(), initial, strict=True):
@@ -221,6 +223,23 @@ def test_deepcopy_keeps_attributes_gradient_state_and_parameterhood():
     assert other.shards is not weight.shards
     assert not share_memory(other, weight)
     assert not isinstance(copy.deepcopy(weight.detach()), torch.nn.Parameter)
+
+
+def test_a_copy_of_a_weight_in_training_has_no_part_in_that_training():
+    """What DDP and the optimizer have hung on the original is theirs: the copy accumulates into a
+    gradient of its own."""
+    linear = GroupedLinear(2, 32, 64, format=MXFP8, name="fc1")
+    linear.load_values(wide_range_weights(2, 32, 64).bfloat16())
+    weight = linear.weight
+    weight.main_grad, weight.main_param = torch.zeros(2, 32, 64), torch.zeros(2, 32, 64)
+    weight.grad_added_to_main_grad = True
+    other = copy.deepcopy(linear)
+    for name in ("main_grad", "main_param", "grad_added_to_main_grad"):
+        assert not hasattr(other.weight, name)
+    tokens, ends = torch.ones(4, 64).bfloat16(), torch.tensor([2, 4], dtype=torch.int32)
+    other(tokens, ends).sum().backward()
+    assert_bytes_equal(other.weight.grad, torch.full((2, 32, 64), 2.0).bfloat16())
+    assert not weight.main_grad.any()
 
 
 @every_format
@@ -409,7 +428,7 @@ def test_data_of_another_shape_is_refused():
 def test_a_weight_in_a_bucket_keeps_its_storage():
     """The bucket would go on gathering into the one it was made with, and nobody would read it."""
     weight, other = make_weight(), make_weight(seed=1, name="other.weight")
-    weight.quantized_storage.bind({})
+    bind(weight.quantized_storage)
     before = snapshot(weight)
     with pytest.raises(StateError, match=r"^experts\.weight: data: .* got that of other\.weight\."):
         weight.data = other.data
@@ -437,7 +456,7 @@ READS = {
 def test_a_weight_behind_its_masters_is_not_read(read):
     """No value of an earlier step gets out by any function; handling the weight is allowed."""
     weight = make_weight()
-    weight.quantized_storage.is_fresh = False
+    bind(weight.quantized_storage).is_fresh = False
     assert weight.detach().expand_as(weight).shape == SHAPE
     assert "experts.weight" in repr(weight)
     with pytest.raises(StateError, match=r"^experts\.weight: .*earlier step.*start_param_sync"):
@@ -454,8 +473,7 @@ WRITES = {
 def test_a_weight_behind_its_masters_is_not_written(write):
     """Its gather, begun or still to come, would have the last word."""
     weight = make_weight()
-    weight.quantized_storage.bind({})
-    weight.quantized_storage.is_fresh = False
+    bind(weight.quantized_storage).is_fresh = False
     before = snapshot(weight)
     with pytest.raises(
         StateError, match=r"^experts\.weight: .*going to overwrite.*start_param_sync"
@@ -470,8 +488,7 @@ def test_a_weight_behind_its_masters_is_not_written(write):
 def test_a_copy_of_a_weight_behind_its_masters_is_read_once_it_has_values_of_its_own(source):
     """No gather reaches it: an average of the weights may be kept in a copy of the model."""
     weight = make_weight()
-    weight.quantized_storage.bind({})
-    weight.quantized_storage.is_fresh = False
+    bind(weight.quantized_storage).is_fresh = False
     other = copy.deepcopy(weight)
     with pytest.raises(StateError, match="earlier step"):
         other.dequantize()
@@ -660,7 +677,7 @@ def test_assigned_values_are_quantized(layout, bound):
     """A plain tensor in its place would be multiplied in bf16, and no bucket would know of it."""
     linear, other = make_linear(layout), make_linear(layout, seed=1)
     for storage in linear.storages() if bound else ():
-        storage.bind({})
+        bind(storage)
     before = [weight.quantized_storage for weight in linear.weights()]
     state = {name: weight.dequantize() for name, weight in other.state_dict().items()}
     linear.load_state_dict(state, assign=True)

@@ -1,6 +1,4 @@
-"""Behind a quantized weight: planes with fixed ratios, at fixed addresses, written whole."""
-
-from fractions import Fraction
+"""Behind a quantized weight: planes at fixed addresses, written whole."""
 
 import pytest
 import torch
@@ -8,39 +6,13 @@ import torch
 from moe_optim import reference
 from moe_optim.errors import LayoutError, StateError
 from moe_optim.formats import FORMATS, MXFP8, MXFP8_2D, NVFP4
-from moe_optim.modules.storage import PortableStorage, WeightStorage
+from moe_optim.modules.storage import PortableStorage
 from tests.support.bytes import assert_bytes_equal
+from tests.support.holders import bind
 from tests.support.inputs import SENTINEL, poisoned, wide_range_weights
 
 SHAPE = (3, 256, 128)
 every_format = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS.keys())
-
-RATIOS = {  # entries of each plane for a logical element of [256, 128]; shared bytes listed once
-    "mxfp8": {
-        "rowwise_data": Fraction(1),
-        "rowwise_scale": Fraction(1, 32),
-        "columnwise_data": Fraction(1),
-        "columnwise_scale": Fraction(1, 32),
-    },
-    "mxfp8_2d": {
-        "rowwise_data": Fraction(1),
-        "rowwise_scale": Fraction(1, 32 * 32),
-        "columnwise_scale": Fraction(1, 32 * 32),
-    },
-    "nvfp4": {
-        "rowwise_data": Fraction(1, 2),
-        "rowwise_scale": Fraction(1, 16 * 16),
-        "columnwise_data": Fraction(1, 2),
-        "columnwise_scale": Fraction(1, 16 * 16),
-        "global_amax": Fraction(1, 256 * 128),
-    },
-    "fp8_block": {
-        "rowwise_data": Fraction(1),
-        "rowwise_scale": Fraction(1, 128 * 128),
-        "columnwise_data": Fraction(1),
-        "columnwise_scale": Fraction(1, 128 * 128),
-    },
-}
 
 
 def make_storage(format=MXFP8, seed=0, shape=SHAPE):
@@ -57,23 +29,6 @@ def assert_holds(storage, planes):
     assert storage.quantized.planes().keys() == planes.keys()
     for name, plane in storage.quantized.planes().items():
         assert_bytes_equal(plane, planes[name], what=name)
-
-
-def test_it_has_what_the_protocol_promises():
-    """Nothing outside of storage reads more than this."""
-    storage = make_storage()
-    promised = {name for name in vars(WeightStorage) if not name.startswith("_")}
-    promised |= set(WeightStorage.__annotations__)
-    assert promised >= {"planes", "write", "finish_gather", "dequantize", "pointers", "is_fresh"}
-    assert all(hasattr(storage, name) for name in promised)
-
-
-@every_format
-def test_planes_know_their_ratio(format):
-    planes = make_storage(format).planes()
-    assert {name: plane.elements_ratio for name, plane in planes.items()} == RATIOS[format.name]
-    for plane in planes.values():
-        assert plane.tensor.numel() == plane.elements_ratio * 3 * 256 * 128
 
 
 @every_format
@@ -115,10 +70,9 @@ def test_pointers_stay_under_writes_and_move_with_the_memory(format):
     """A table built on the planes holds for as long as the pointers do."""
     storage = make_storage(format)
     before = storage.pointers()
-    assert before == tuple(p.tensor.data_ptr() for p in storage.planes().values())
+    assert before == tuple(p.data_ptr() for p in storage.quantized.planes().values())
     storage.write(wide_range_weights(*SHAPE, seed=1))
     storage.copy_bytes_from(make_storage(format, seed=2))
-    storage.finish_gather()
     assert storage.pointers() == before
     assert not set(storage.clone().pointers()) & set(before)
 
@@ -142,7 +96,7 @@ def test_an_expert_is_a_view_of_its_part(format):
 @every_format
 def test_a_clone_is_equal_and_independent(format):
     storage = make_storage(format)
-    storage.is_fresh = False
+    bind(storage).is_fresh = False
     storage.initial = torch.ones(SHAPE, dtype=torch.bfloat16)
     clone, before = storage.clone(), snapshot(storage)
     assert_holds(clone, before)
@@ -150,7 +104,8 @@ def test_a_clone_is_equal_and_independent(format):
     assert not clone.is_fresh
     assert clone.initial is not None
     clone.write(wide_range_weights(*SHAPE, seed=1))
-    clone.is_fresh, clone.initial = True, None
+    clone.initial = None
+    assert clone.is_fresh  # with values of its own
     assert_holds(storage, before)
     assert not storage.is_fresh
     assert storage.initial is not None
@@ -185,7 +140,7 @@ def test_a_shape_the_format_cannot_hold_is_refused_by_name(format):
 WRITES = {
     "write": lambda storage: storage.write(wide_range_weights(*SHAPE, seed=1)),
     "copy_bytes_from": lambda storage: storage.copy_bytes_from(make_storage()),
-    "finish_gather": lambda storage: storage.finish_gather(),
+    "a gather": lambda storage: bind(storage).gather(),
 }
 
 
@@ -200,6 +155,6 @@ def test_every_change_of_bytes_counts_as_a_version(write):
 def test_only_stale_storage_refuses_to_be_read():
     storage = make_storage()
     storage.require_fresh()
-    storage.is_fresh = False
+    bind(storage).is_fresh = False
     with pytest.raises(StateError, match=r"^experts\.weight: .*start_param_sync\(force_sync"):
         storage.require_fresh()

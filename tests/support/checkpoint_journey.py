@@ -7,12 +7,14 @@ element out of place is seen.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from moe_optim.checkpoints.manifests.state_manifest import MANIFEST
 from moe_optim.config import MoEOptimConfig
 
 HIDDEN, FFN, EXPERTS, LAYERS = 64, 64, 4, 2
@@ -32,6 +34,7 @@ class Station:
         biases: whether experts have some.
         interleave: ``moe_mlp_glu_interleave_size``.
         fp32_dense: whether dense weights are fp32, in one parameter group with the experts.
+        order: in which buffers take the parameters; every other one than Megatron's is a fork's.
         knobs: more of ``MoEOptimConfig``.
     """
 
@@ -46,6 +49,7 @@ class Station:
     biases: bool = False
     fp32_dense: bool = False
     interleave: int | None = None
+    order: str = "Megatron's"
     knobs: tuple[tuple[str, Any], ...] = ()
 
     def but(self, **changes: Any) -> "Station":
@@ -95,7 +99,7 @@ class Journey:
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
         import moe_optim
-        from moe_optim.megatron import plugin
+        from tests.support.training import install_experts
 
         _start_once()
         parallel_state.destroy_model_parallel()
@@ -111,7 +115,7 @@ class Journey:
             format=station.format, expert_layout=layout, **dict(station.knobs)
         )
         moe_optim.uninstall()
-        (plugin.install_experts if station.stock else moe_optim.install)(self.knobs)
+        (install_experts if station.stock else moe_optim.install)(self.knobs)
         config = self._transformer_config()
         self.groups = _seeded_groups()
         self.first_layer = parallel_state.get_pipeline_model_parallel_rank() * (
@@ -226,8 +230,11 @@ class Journey:
                     count += got.numel()
         return count
 
-    def save(self, folder: Path, sharding: str, **more: Any) -> None:
-        """Save weights and optimizer state as ``torch_dist``. Every rank must call it."""
+    def save(self, folder: Path, sharding: str, *, marked: bool = True, **more: Any) -> None:
+        """Save weights and optimizer state as ``torch_dist``. Every rank must call it.
+
+        Without ``marked`` this package's optimizer leaves manifests out, too.
+        """
         from megatron.core import dist_checkpointing
 
         content = {
@@ -242,32 +249,56 @@ class Journey:
             "model": model,
             "optimizer": self.optimizer.sharded_state_dict(model, metadata=metadata),
         }
+        if not marked:
+            for part in (state["optimizer"], *state["optimizer"].values()):
+                part.pop(MANIFEST, None) if isinstance(part, dict) else None
         if torch.distributed.get_rank() == 0:
             folder.mkdir(parents=True)
         torch.distributed.barrier()
         dist_checkpointing.save(state, str(folder), content_metadata=content)
 
-    def load(self, folder: Path, **more: Any) -> "Journey":
-        """Load weights and optimizer state, with more arguments of Megatron's. Every rank calls."""
+    def load(self, folder: Path, *, alone: bool = False, **more: Any) -> "Journey":
+        """Load weights and optimizer state, with more arguments of Megatron's. Every rank calls.
+
+        ``alone`` asks for the states without telling the optimizer how the model is stored.
+        """
         from megatron.core import dist_checkpointing
 
         metadata = dist_checkpointing.load_content_metadata(str(folder))
         metadata["dp_cp_group"] = self.groups.dp_cp
         model = self.model.sharded_state_dict(metadata=metadata)
-        state = {
-            "model": model,
-            "optimizer": self.optimizer.sharded_state_dict(
-                model, is_loading=True, metadata=metadata
-            ),
-        }
+        request = self.optimizer.sharded_state_dict(
+            {} if alone else model, is_loading=True, metadata=metadata
+        )
+        state = {"model": model, "optimizer": request}
         loaded = dist_checkpointing.load(state, str(folder), **more)
         self.model.load_state_dict(loaded["model"])
         self.optimizer.load_state_dict(loaded["optimizer"])
         return self
 
+    def load_weights(self, folder: Path) -> "Journey":
+        """Load the weights alone. Every rank must call it."""
+        from megatron.core import dist_checkpointing
+
+        model = self.model.sharded_state_dict(metadata={"dp_cp_group": self.groups.dp_cp})
+        loaded = dist_checkpointing.load({"model": model}, str(folder))
+        self.model.load_state_dict(loaded["model"])
+        return self
+
+    def check_masters_of_weights(self) -> int:
+        """Every master is the number of its place rounded to bf16; return how many there are."""
+        count = 0
+        for part in self.parts:
+            for param, start, states in owned_states(part):
+                got = states["param"].view(-1)
+                want = self.local_part(param).view(-1)[start : start + got.numel()]
+                assert torch.equal(got, want.bfloat16().float()), self.model.places[param]
+                count += got.numel()
+        return count
+
 
 def _start_once() -> None:
-    from moe_optim.megatron import cpu_runtime
+    from moe_optim.megatron.launch import cpu_runtime
 
     if not torch.distributed.is_initialized():
         cpu_runtime.install()
@@ -291,7 +322,7 @@ def _make_model(journey: Journey, config: Any) -> Any:
     from megatron.core.transformer.module import MegatronModule
     from megatron.core.transformer.moe.experts import SequentialMLP
 
-    from moe_optim.megatron.experts import GroupedExperts
+    from moe_optim.megatron.experts.module import GroupedExperts
 
     station, groups = journey.station, journey.groups
     local = EXPERTS // station.ep
@@ -330,6 +361,9 @@ def _make_model(journey: Journey, config: Any) -> Any:
                     layer.dense.weight.data = layer.dense.weight.data.float()
             self.places = dict(_places(self, journey.first_layer))
 
+        def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+            return ORDERS[station.order](super().named_parameters(*args, **kwargs))
+
         def sharded_state_dict(self, metadata: Any = None) -> dict[str, Any]:
             state: dict[str, Any] = {}
             for index, layer in enumerate(self.decoder.layers):
@@ -346,6 +380,22 @@ def _make_model(journey: Journey, config: Any) -> Any:
             return state
 
     return Model()
+
+
+def _swapped(named: Iterator[tuple[str, Any]], one: str, other: str) -> Iterator[tuple[str, Any]]:
+    """Yield parameters with ``one`` in their names where those with ``other`` were."""
+    found = dict(named)
+    for name in found:
+        counterpart = name.replace(one, "?").replace(other, one).replace("?", other)
+        yield counterpart, found[counterpart]
+
+
+ORDERS = {
+    "Megatron's": iter,
+    "fc2 first": partial(_swapped, one="linear_fc1", other="linear_fc2"),
+    "expert 3 first": partial(_swapped, one="experts.0.", other="experts.3."),
+    "weight 3 first": partial(_swapped, one="weight0", other="weight3"),
+}
 
 
 def _places(model: torch.nn.Module, first_layer: int) -> Iterator[tuple[Any, Any]]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
-from moe_optim.checkpoints.stored_metadata import read_blobs
+from moe_optim.checkpoints.stores.stored_metadata import read_blobs
 
 
 def save_with_megatron(folder: Path, iterations: tuple[int, ...], verify: bool) -> None:
@@ -28,7 +28,7 @@ def save_with_megatron(folder: Path, iterations: tuple[int, ...], verify: bool) 
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
-    from moe_optim.megatron import cpu_runtime
+    from moe_optim.megatron.launch import cpu_runtime
 
     dist.init_process_group("gloo")
     cpu_runtime.install()
@@ -231,7 +231,7 @@ def _holds(path: Path) -> bytes | None:
 
 def archive_bytes(checkpoint: Path, key: str) -> tuple[Path, int, int]:
     """Return the file, start and end of the first blob of a key."""
-    blobs = read_blobs((checkpoint / ".metadata").read_bytes(), is_verified=False)
+    blobs = read_blobs((checkpoint / ".metadata").read_bytes())
     blob = next(blob for blob in blobs if blob.key.startswith(key))
     return checkpoint / blob.file, blob.start, blob.end
 

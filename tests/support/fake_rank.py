@@ -7,6 +7,7 @@ What it does is told by the environment variable FAKE_RANK:
 - ``schedule``: rank 0 finds another schedule in the checkpoint, as Megatron says it
 - ``raise``: rank 0 raises; once it is gone the others lose their peer, often before the launcher
   looks
+- ``leave``: as ``raise``, but rank 0 ends with exit code 0 and without a word
 - ``hang``: never end; every rank leaves a child behind if it can, and its own id in FAKE_PIDS
 - ``full``: the last rank writes into its run folder until the disk, a small one, is full
 """
@@ -80,11 +81,13 @@ def fail(iteration: int) -> None:
         sys.exit(1)
     if BEHAVIOUR == "schedule" and RANK == 0:
         raise AssertionError("OptimizerParamScheduler: class input value 19 do not match")
-    if BEHAVIOUR == "raise" and iteration == 2:
+    if BEHAVIOUR in ("raise", "leave") and iteration == 2:
         pids = Path(os.environ["FAKE_PIDS"])
         if RANK == 0:
             (pids / "0.tmp").write_text(str(os.getpid()))
             (pids / "0.tmp").rename(pids / "0")
+            if BEHAVIOUR == "leave":
+                sys.exit(0)
             raise ValueError("expert 3 has no weight")
         while not (pids / "0").exists() or Path("/proc", (pids / "0").read_text()).exists():
             time.sleep(0.001)

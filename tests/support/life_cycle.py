@@ -5,9 +5,11 @@ the model, checks that errors come exactly where the model says, and compares we
 outputs to the bit. It runs on any number of gloo ranks, all of which call the same methods.
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,20 +18,29 @@ from torch import Tensor
 
 from moe_optim import reference
 from moe_optim.config import MoEOptimConfig
-from moe_optim.errors import StateError
+from moe_optim.errors import NonFiniteError, StateError
 from moe_optim.formats import get_format
-from moe_optim.megatron.bucket_storage import Content
+from moe_optim.megatron.buffers.states import Gradients
 from moe_optim.modules.grouped_linear import GroupedLinear
 from moe_optim.modules.grouped_weight import GroupedWeight
 from tests.support import making_room
 
 EXPERTS, WIDTH, TOKENS = 2, 32, 8
+QUANTIZED = (0, 2)  # layers, of which the last has an optimizer of its own
 LR, WEIGHT_DECAY = 1e-2, 0.1
 DROP_GRADIENTS = {"zero", "paged_stash_fallback"}
-NEED_GRADIENTS = DROP_GRADIENTS | {"micro", "step", "skip", "save", "load"}
+NEED_GRADIENTS = DROP_GRADIENTS | {
+    *("micro", "step", "skip", "save", "load"),
+    *("failing_backward", "failing_step", "write_by_hand", "nonfinite"),
+}
+GATHER_PARTS = ("open", "encode", "land")
 
 
-def make_layers(format: str) -> torch.nn.ModuleList:
+class Tripped(Exception):  # noqa: N818  # not an error of the product's
+    """What a hook, an allocation or a collective raises in the middle of something."""
+
+
+def make_layers(format: str, compute: str | None = None) -> torch.nn.ModuleList:
     """Two layers of experts, and a dense one between them; the same values on every rank."""
     generator = torch.Generator().manual_seed(0)
 
@@ -38,7 +49,12 @@ def make_layers(format: str) -> torch.nn.ModuleList:
 
     layers = torch.nn.ModuleList()
     for name in ("first", "last"):
-        linear = GroupedLinear(EXPERTS, WIDTH, WIDTH, format=get_format(format), name=name)
+        linear = GroupedLinear(
+            *(EXPERTS, WIDTH, WIDTH),
+            format=None if format == "bf16" else get_format(format),
+            compute=compute and get_format(compute),
+            name=name,
+        )
         linear.load_values(values(EXPERTS, WIDTH, WIDTH), keep_for_masters=True)
         layers.append(linear)
     dense = torch.nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16)
@@ -70,8 +86,9 @@ class Expected:
     adam: Any
     gradients: list[list[Tensor]]
     """Of every parameter, what each rank has accumulated."""
-    content: Content = Content.ZERO
-    is_fresh: bool = True
+    content: Gradients = Gradients.ZERO
+    stale: set[int] = field(default_factory=set)
+    """Quantized layers behind their masters."""
     is_in_flight: bool = False
     is_offloaded: bool = False
     hooks: bool = True
@@ -80,6 +97,19 @@ class Expected:
     experts only, so that a loop which goes on without zeroing is wrong, here as in Megatron."""
     must_zero: bool = False
     """Whether gradients must be zeroed before there are new ones: after an error, or a reload."""
+    by_hand: bool = False
+    """Whether gradients were written that nobody has been told of."""
+    is_mixed: bool = False
+    """Whether a gather that failed has left memory of some groups zero, of others spent."""
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether every layer holds the weights of its master."""
+        return not self.stale
+
+    @is_fresh.setter
+    def is_fresh(self, is_fresh: bool) -> None:
+        self.stale = set() if is_fresh else set(QUANTIZED)
 
 
 class LifeCycle:
@@ -88,11 +118,16 @@ class LifeCycle:
     Args:
         wire: of the managed buckets.
         overlap: whether DDP overlaps the gather with the forward pass.
-        format: of the experts.
+        format: of the experts; the model in plain torch is one of quantized experts.
+        compute: format of the products of bf16 experts.
     """
 
     def __init__(
-        self, wire: str = "quantized", overlap: bool = True, format: str = "mxfp8"
+        self,
+        wire: str = "quantized",
+        overlap: bool = True,
+        format: str = "mxfp8",
+        compute: str | None = None,
     ) -> None:
         from megatron.core.distributed import (
             DistributedDataParallel,
@@ -105,7 +140,7 @@ class LifeCycle:
         self.shares_memory, self.overlap = wire == "bf16", overlap
         layout = "stock" if self.shares_memory else "aligned"
         moe_optim.uninstall()
-        moe_optim.install(MoEOptimConfig(format=format, wire=wire, layout=layout))
+        moe_optim.install(MoEOptimConfig(format=format, compute=compute, wire=wire, layout=layout))
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         config = TransformerConfig(
             num_layers=1, hidden_size=WIDTH, num_attention_heads=1, bf16=True
@@ -117,13 +152,18 @@ class LifeCycle:
             grad_reduce_in_fp32=True,
             bucket_size=1,
         )
-        layers = make_layers(format)
+        layers = make_layers(format, compute)
         layers[2].weight.allreduce = False  # a second optimizer, as experts have at EP above 1
+        layers[2].weight.grad_norm_group = "mtp"  # and a norm of its own
+        self.tripping: int | None = None
+        for index, layer in enumerate(layers):  # before DDP and buffers register theirs
+            layer.weight.register_hook(partial(self._trip, index))
+        self.layers = layers
         self.ddp = DistributedDataParallel(config, ddp_config, make_model(config, layers))
         self.optimizer = self.build_optimizer()
         assert len(self.optimizer.chained_optimizers) == 2
         self.params = [layer.weight for layer in layers]
-        self.expected = self._expect(format)
+        self.expected = self._expect(format, compute)
         self.saved: Any = None
 
     def build_optimizer(self) -> Any:
@@ -146,8 +186,12 @@ class LifeCycle:
             [self.ddp],
         )
 
-    def _expect(self, format: str) -> Expected:
-        layers = make_layers(format)
+    def _trip(self, index: int, _grad: Tensor) -> None:
+        if self.tripping == index:
+            raise Tripped
+
+    def _expect(self, format: str, compute: str | None) -> Expected:
+        layers = make_layers(format, compute)
         masters = []
         for layer in layers:
             weight = layer.weight
@@ -181,11 +225,9 @@ class LifeCycle:
     def micro(self, seed: int, last: bool) -> None:
         """Run one micro-batch forward and backward; the last one lets gradients be reduced."""
         expected = self.expected
-        gathers = self.shares_memory and not expected.is_fresh and self._can_read()
-        if expected.dense_is_spent and (gathers or expected.content is Content.ZERO):
+        if not self._may_accumulate():
             return
-        too_late = not gathers and expected.content not in (Content.ZERO, Content.PARTIAL)
-        with self._may_raise(too_late or not self._can_read(), spoils_gradients=True):
+        with self._may_raise(self._must_refuse_gradients(), spoils_gradients=True):
             if last:
                 self._forward_backward(seed)
             else:
@@ -199,9 +241,72 @@ class LifeCycle:
             for total, layer in zip(expected.gradients, expected.layers, strict=True):
                 total[rank] += layer.weight.grad
                 layer.weight.grad = None
-        expected.content = Content.PARTIAL
+        expected.content = Gradients.PARTIAL
         if last:
             self._finish()
+
+    def _may_accumulate(self) -> bool:
+        """Return whether dense gradients are where a loop may add to them."""
+        expected = self.expected
+        gathers = self.shares_memory and not expected.is_fresh and self._can_read()
+        return not (expected.dense_is_spent and (gathers or expected.content is Gradients.ZERO))
+
+    def _must_refuse_gradients(self) -> bool:
+        """Return whether a forward pass reads stale weights, or gradients come too late."""
+        expected = self.expected
+        gathers = self.shares_memory and not expected.is_fresh and self._can_read()
+        too_late = not gathers and (
+            expected.content not in (Gradients.ZERO, Gradients.PARTIAL) or expected.is_mixed
+        )
+        return too_late or not self._can_read()
+
+    def failing_backward(self, seed: int, at: int) -> None:
+        """Run a micro-batch whose backward pass ends in an exception, and go on."""
+        if not self._may_accumulate():
+            return
+        refused = self._must_refuse_gradients()
+        self.tripping = at
+        try:
+            self._forward_backward(seed)
+        except StateError:
+            assert refused, "an order of calls that is allowed was refused"
+        except Tripped:
+            assert not refused, "an order of calls that mixes things up was accepted"
+        else:
+            raise AssertionError("no hook has run")
+        self.tripping = None
+        self.expected.must_zero = True
+
+    def write_by_hand(self, seed: int) -> None:
+        """Add to gradients without a backward pass, as loops with gradients of their own do."""
+        expected = self.expected
+        in_use = self.shares_memory and expected.is_in_flight
+        held = expected.content in (Gradients.ZERO, Gradients.PARTIAL)
+        if in_use or not held or expected.dense_is_spent or expected.is_mixed:
+            return
+        for rank in range(self.size):
+            values = tokens_of(seed, rank).float().mean()
+            for param, total in zip(self.params, expected.gradients, strict=True):
+                if rank == self.rank:
+                    param.main_grad.add_(values)
+                total[rank] += values
+        expected.by_hand |= expected.content is Gradients.ZERO
+        expected.content = Gradients.PARTIAL
+
+    def copy(self, seed: int) -> None:
+        """Copy the model in the middle of everything: the copy is a plain module."""
+        layers, expected = copy.deepcopy(self.layers), copy.deepcopy(self.expected.layers)
+        inputs = tokens_of(seed, self.rank)
+        with self._may_raise(not self.expected.is_fresh) as outcome:
+            output = run_layers(layers, inputs)
+        if outcome.raised:
+            return
+        wanted = run_layers(expected, inputs)
+        assert torch.equal(output, wanted), "a copy multiplies other weights"
+        output.float().sum().backward()
+        wanted.float().sum().backward()
+        for ours, theirs in zip(layers, expected, strict=True):
+            assert torch.equal(ours.weight.grad, theirs.weight.grad), "a gradient of a copy"
 
     def _forward_backward(self, seed: int) -> None:
         output = self._forward(seed)
@@ -213,48 +318,127 @@ class LifeCycle:
         for total in expected.gradients:
             shared = sum(gradient / self.size for gradient in total)
             total[:] = [shared.clone() for _ in total]
-        expected.content = Content.REDUCED
+        expected.content, expected.by_hand = Gradients.REDUCED, False
 
     def step(self) -> None:
         """Step; gradients that were never reduced must raise."""
-        expected = self.expected
-        if expected.dense_is_spent and expected.content is Content.ZERO:
+        if self._steps_on_spent_gradients():
             return
-        with self._may_raise(expected.content not in (Content.ZERO, Content.REDUCED)) as outcome:
+        with self._may_raise(not self._can_step()) as outcome:
             self.optimizer.step()
-        if outcome.raised:
-            return
-        for master, total in zip(expected.masters, expected.gradients, strict=True):
-            master.grad = total[0].view_as(master)
+        if not outcome.raised:
+            self._step_expected(self.params)
+            self._write_expected_weights()
+            self._spent()
+
+    def _steps_on_spent_gradients(self) -> bool:
+        """Return whether a step would take dense gradients twice, in Megatron as here."""
+        expected = self.expected
+        return expected.dense_is_spent and expected.content is Gradients.ZERO
+
+    def _can_step(self) -> bool:
+        """Return whether gradients were reduced; those of one rank need not be."""
+        alone = self.size == 1 and not self.overlap
+        unreduced = self.expected.content is Gradients.PARTIAL and not alone
+        usable = self.expected.content in (Gradients.ZERO, Gradients.REDUCED, Gradients.PARTIAL)
+        return usable and not unreduced and not self.expected.is_mixed
+
+    def _step_expected(self, params: list[Any]) -> None:
+        expected = self.expected
+        for param, master, total in zip(
+            self.params, expected.masters, expected.gradients, strict=True
+        ):
+            steps = any(param is one for one in params)
+            master.grad = total[0].view_as(master) if steps else None
         expected.adam.step()
-        self._write_expected_weights()
+
+    def failing_step(self, part: int, moved: bool) -> None:
+        """Step with a hook of torch's that raises before or after the masters of a part move."""
+        if self._steps_on_spent_gradients() or not self._can_step():
+            return
+        parts = self.optimizer.chained_optimizers
+        inner = parts[part].optimizer
+        register = inner.register_step_post_hook if moved else inner.register_step_pre_hook
+        hook = register(_raise_tripped)
+        try:
+            self.optimizer.step()
+        except Tripped:
+            hook.remove()
+        else:
+            raise AssertionError("no hook has run")
+        done = [param for one in parts[:part] for param in self._params_of(one)]
+        of_part = self._params_of(parts[part]) if moved else []
+        self._step_expected([*done, *of_part])
+        # Dense weights follow with the next whole step, as Megatron's do
+        self._write_expected_weights(lambda param: any(param is one for one in done))
+        was_stale = self.expected.stale
         self._spent()
+        self.expected.content, self.expected.must_zero = Gradients.SPENT, True
+        stepped = {part * 2} | ({0} if self.overlap else set())
+        self.expected.stale = stepped | (was_stale if self.overlap else was_stale - {0})
+
+    def _params_of(self, part: Any) -> list[Any]:
+        return [param for group in part.model_float16_groups for param in group]
+
+    def nonfinite(self, of: int) -> None:
+        """Step on a gradient that is NaN: no norm may miss it, and nothing moves."""
+        if self.expected.content is not Gradients.REDUCED:
+            return
+        self.params[of].main_grad.fill_(torch.nan)
+        try:
+            self.optimizer.step()
+        except NonFiniteError:
+            self.expected.must_zero = True
+        else:
+            raise AssertionError("a step on NaN")
+
+    def failing_gather(self, at: str) -> None:
+        """Gather the weights of one layer with a part of it failing; the next gather is whole."""
+        expected = self.expected
+        group = self._managed_groups()[-1]
+        gather = group.managed[0].gather
+        refused = not self._can_gather()
+        trips = 2 in expected.stale and (not expected.is_in_flight or at == "land")
+        setattr(gather, at, _raise_tripped)
+        try:
+            self.ddp.start_param_sync(force_sync=True)
+        except StateError:
+            assert refused, "an order of calls that is allowed was refused"
+            return
+        except Tripped:
+            assert trips and not refused
+            expected.stale, expected.is_in_flight = {2}, False
+            if self.shares_memory:
+                expected.is_mixed, expected.content = True, Gradients.SPENT
+        else:
+            assert not trips and not refused
+            self._gathered()
+        finally:
+            delattr(gather, at)
 
     def _spent(self) -> None:
         expected = self.expected
-        expected.content, expected.dense_is_spent = Content.SPENT, True
+        expected.content, expected.dense_is_spent = Gradients.SPENT, True
         expected.is_fresh, expected.is_in_flight = not self.overlap, False
         if expected.is_fresh and self.shares_memory:
-            expected.content = Content.ZERO
+            expected.content = Gradients.ZERO
 
     def skip(self) -> None:
         """Skip a step for its gradient norm: nothing moves."""
-        usable = (Content.ZERO, Content.REDUCED)
-        if self.expected.content not in usable or (
-            self.expected.dense_is_spent and self.expected.content is Content.ZERO
-        ):
+        usable = (Gradients.ZERO, Gradients.REDUCED)
+        if self.expected.content not in usable or self._steps_on_spent_gradients():
+            return
+        if self.expected.is_mixed:
             return
         for part in self.optimizer.chained_optimizers:
             part.config.grad_norm_skip_threshold = 1e-30
         stepped, *_ = self.optimizer.step()
         for part in self.optimizer.chained_optimizers:
             part.config.grad_norm_skip_threshold = float("inf")
-        norm_is_zero = all(not total[0].any() for total in self.expected.gradients)
+        norm_is_zero = all(not total[0].any() for total in self.expected.gradients[:2])
         assert stepped == norm_is_zero
         if stepped:  # a norm of zero is not above any threshold
-            for master in self.expected.masters:
-                master.grad = torch.zeros_like(master)
-            self.expected.adam.step()
+            self._step_expected(self.params)
             self._write_expected_weights()
             self._spent()
 
@@ -382,7 +566,7 @@ class LifeCycle:
             self.params, expected.gradients, expected.layers, strict=True
         ):
             managed = isinstance(param, GroupedWeight)
-            known = expected.content in (Content.PARTIAL, Content.REDUCED, Content.ZERO)
+            known = expected.content in (Gradients.PARTIAL, Gradients.REDUCED, Gradients.ZERO)
             if known and not expected.is_offloaded and not expected.must_zero:
                 self._check_gradient(param, total, managed)
             if managed and expected.is_fresh and not expected.is_in_flight:
@@ -391,20 +575,22 @@ class LifeCycle:
                     assert torch.equal(real[name], plane), f"{name} of a weight"
         for group in self._managed_groups():
             if not expected.is_offloaded and not expected.must_zero:
-                contents = {bucket.storage.content for bucket in group.buckets}
+                contents = {bucket.state.gradients for bucket in group.managed}
                 in_flight = expected.is_in_flight and self.shares_memory
-                wanted = Content.IN_FLIGHT if in_flight else expected.content
-                assert contents == {wanted}, f"{contents} instead of {wanted}"
+                wanted = {Gradients.IN_FLIGHT if in_flight else expected.content}
+                if expected.by_hand or expected.is_mixed:
+                    wanted |= {Gradients.ZERO}
+                assert contents <= wanted, f"{contents} instead of {wanted}"
 
     def _check_gradient(self, param: Any, total: list[Tensor], managed: bool) -> None:
         expected = self.expected
         if managed and expected.is_in_flight and self.shares_memory:
             return
-        if expected.content is Content.REDUCED and self.size > 1:
+        if expected.content is Gradients.REDUCED and self.size > 1:
             return  # only this rank's shard is reduced; the step shows whether it is right
         if not managed and expected.dense_is_spent:
             return
-        if expected.content is Content.ZERO:
+        if expected.content is Gradients.ZERO:
             assert not param.main_grad.any(), "a gradient that was not zeroed"
         else:
             wanted = total[self.rank].view_as(param.main_grad)
@@ -419,7 +605,7 @@ class LifeCycle:
             return True
         if expected.is_fresh and not also_fresh:
             return True
-        return not expected.is_offloaded and expected.content in (Content.ZERO, Content.SPENT)
+        return not expected.is_offloaded and expected.content in (Gradients.ZERO, Gradients.SPENT)
 
     def _can_read(self) -> bool:
         """Return whether a forward pass gets fresh weights."""
@@ -438,7 +624,7 @@ class LifeCycle:
         """Note that weights are fresh; a gather through shared memory leaves zeros there."""
         expected = self.expected
         if self.shares_memory and (again or not expected.is_fresh):
-            expected.content = Content.ZERO
+            expected.content, expected.is_mixed = Gradients.ZERO, False
         expected.is_fresh, expected.is_in_flight = True, False
 
     def _landed(self) -> None:
@@ -449,16 +635,19 @@ class LifeCycle:
         expected.gradients = [
             [torch.zeros(master.shape) for _ in range(self.size)] for master in expected.masters
         ]
-        expected.content, expected.must_zero, expected.dense_is_spent = Content.ZERO, False, False
+        expected.content, expected.must_zero, expected.dense_is_spent = Gradients.ZERO, False, False
+        expected.by_hand = expected.is_mixed = False
 
     @torch.no_grad()
-    def _write_expected_weights(self) -> None:
-        for layer, master in zip(self.expected.layers, self.expected.masters, strict=True):
+    def _write_expected_weights(self, writes_dense: Callable[[Any], bool] = lambda _: True) -> None:
+        for param, layer, master in zip(
+            self.params, self.expected.layers, self.expected.masters, strict=True
+        ):
             if isinstance(layer.weight, GroupedWeight):
                 storage = layer.weight.quantized_storage
                 reference.quantize_into(master.detach(), storage.format, storage.quantized)
-                storage.finish_gather()
-            else:
+                storage.planes_written()
+            elif writes_dense(param):
                 layer.weight.copy_(master)
 
     def _managed_groups(self) -> list[Any]:
@@ -477,6 +666,10 @@ class LifeCycle:
             self.expected.must_zero |= spoils_gradients
         else:
             assert not must, "an order of calls that mixes things up was accepted"
+
+
+def _raise_tripped(*_: Any, **__: Any) -> None:
+    raise Tripped
 
 
 @dataclass
@@ -515,7 +708,7 @@ def initialize() -> None:
 
     from megatron.core import parallel_state
 
-    from moe_optim.megatron import cpu_runtime
+    from moe_optim.megatron.launch import cpu_runtime
 
     cpu_runtime.install()
     store = dist.TCPStore(

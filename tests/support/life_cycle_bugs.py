@@ -1,26 +1,37 @@
-"""Bugs that training loops have met in shared parameter and gradient buffers, put back one by one.
+"""Bugs that training loops have met in parameter and gradient buffers, put back one by one.
 
-Each function changes the classes of this package so that they do again what Megatron did; pull
-requests and sequences are those of Megatron-LM. ``WIRE`` says on which wire a bug can exist.
+Each function changes the classes of this package so that they do again what Megatron did, or what
+they did themselves; pull requests and sequences are those of Megatron-LM.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from moe_optim.kernels.member_table import MemberTable
-from moe_optim.megatron.bucket_group import GroupedBucketGroup, Weights
-from moe_optim.megatron.bucket_storage import TRANSITIONS, Content, Event
-from moe_optim.megatron.gather import Bf16Gather, OwnedMaster
-from moe_optim.megatron.optimizer import GroupedDistributedOptimizer
+from moe_optim.megatron.buffers.bucket_group import GroupedBucketGroup
+from moe_optim.megatron.buffers.gather import Bf16Gather, OwnedMaster
+from moe_optim.megatron.buffers.managed_bucket import ManagedBucket
+from moe_optim.megatron.buffers.states import (
+    OWN_MEMORY,
+    SHARED_MEMORY,
+    BucketState,
+    Event,
+    Gradients,
+    Weights,
+)
+from moe_optim.megatron.optimizer.chained import GroupedChainedOptimizer
+from moe_optim.megatron.optimizer.distributed import GroupedDistributedOptimizer
+from moe_optim.modules.grouped_weight import GroupedWeight
+from moe_optim.modules.storage import PlaneStorage
 
 
 def _pretend_fresh(group: GroupedBucketGroup) -> None:
-    for bucket in group.buckets:
-        if bucket.storage.content in (Content.STAGED, Content.IN_FLIGHT):
-            bucket.storage.content = Content.ZERO
-    group._in_flight, group._stepped = False, []
-    group._set_weights(Weights.FRESH)
+    for bucket in group.managed:
+        if bucket.state.gradients is Gradients.IN_FLIGHT:
+            bucket.state._gradients = Gradients.ZERO
+        bucket.state._weights = Weights.FRESH
 
 
 def _stage(gather: Bf16Gather, masters: list[OwnedMaster]) -> None:
@@ -43,33 +54,26 @@ def forced_gather_skips_post_processing() -> None:
     stock = GroupedBucketGroup.start_param_sync
 
     def start_param_sync(self: GroupedBucketGroup, force_sync: bool = False) -> None:
-        if not (self.managed and force_sync and self.weights is Weights.STALE):
-            stock(self, force_sync=force_sync)
-            return
-        land = [bucket.gather.land for bucket in self.buckets]
-        for bucket in self.buckets:
+        for bucket in self.managed if force_sync else ():
             bucket.gather.land = lambda: None
-        stock(self, force_sync=True)
-        for bucket, method in zip(self.buckets, land, strict=True):
-            bucket.gather.land = method
-        _pretend_fresh(self)
+        stock(self, force_sync=force_sync)
+        for bucket in self.managed if force_sync else ():
+            del bucket.gather.land
 
     GroupedBucketGroup.start_param_sync = start_param_sync
 
 
 def siblings_staging_is_lost() -> None:
     """#4800: of two optimizers in a chunk, one gathers for both before the other has staged."""
-    stock = GroupedBucketGroup.mark_stale
+    stock = BucketState.record
 
-    def mark_stale(self: GroupedBucketGroup, owner: Any) -> None:
-        if owner.distributed_optimizer_instance_id == 0 and self.params_are_expert_parallel:
+    def record(self: BucketState, event: Event) -> None:
+        if event is Event.SETTLE and "layers.2" in self.name and self.weights is Weights.MOVING:
+            self._weights = Weights.FRESH
             return
-        stock(self, owner)
+        stock(self, event)
 
-    GroupedBucketGroup.params_are_expert_parallel = property(
-        lambda self: any(not getattr(param, "allreduce", True) for param in self.params)
-    )
-    GroupedBucketGroup.mark_stale = mark_stale
+    BucketState.record = record
 
 
 def forced_gather_without_staging() -> None:
@@ -77,7 +81,7 @@ def forced_gather_without_staging() -> None:
     stock = Bf16Gather.open
 
     def opened(self: Bf16Gather, masters: Any) -> None:
-        stock(self, list)  # no masters
+        stock(self, [])
 
     Bf16Gather.open = opened
 
@@ -88,7 +92,6 @@ def dispatch_state_survives_an_evaluation() -> None:
 
     def start_param_sync(self: GroupedBucketGroup, force_sync: bool = False) -> None:
         if self.managed and not force_sync and vars(self).pop("was_forced", False):
-            self.param_gather_dispatched = True
             _pretend_fresh(self)
             return
         stock(self, force_sync=force_sync)
@@ -99,18 +102,17 @@ def dispatch_state_survives_an_evaluation() -> None:
 
 def forward_gathers_gradients() -> None:
     """H2: a forward pass with hooks on gathers although nothing is staged: gradients."""
-    stock = GroupedBucketGroup.start_param_sync
+    stock = GroupedBucketGroup.finish_param_sync
 
-    def start_param_sync(self: GroupedBucketGroup, force_sync: bool = False) -> None:
-        stock(self, force_sync=force_sync)
-        if self.managed and self.weights is Weights.FRESH and not self._in_flight:
-            for bucket in self.buckets:
-                content = bucket.storage.content
-                bucket.storage.content = Content.STAGED
-                bucket.gather.land()
-                bucket.storage.content = content
+    def finish_param_sync(
+        self: GroupedBucketGroup, skip_next_bucket_dispatch: bool = False
+    ) -> None:
+        was_fresh = [bucket for bucket in self.managed if bucket.is_fresh]
+        stock(self, skip_next_bucket_dispatch)
+        for bucket in was_fresh:
+            bucket.gather.land()
 
-    GroupedBucketGroup.start_param_sync = start_param_sync
+    GroupedBucketGroup.finish_param_sync = finish_param_sync
 
 
 def fallback_stages_into_gradients() -> None:
@@ -118,7 +120,7 @@ def fallback_stages_into_gradients() -> None:
 
     def stage(self: GroupedDistributedOptimizer) -> None:
         for group in self._managed_groups:
-            for bucket in group.buckets:
+            for bucket in group.managed:
                 _stage(bucket.gather, self.masters_of(bucket))
 
     GroupedDistributedOptimizer._copy_main_params_to_param_buffer = stage
@@ -140,14 +142,14 @@ def forced_gather_drops_the_one_in_flight() -> None:
 
 def staged_masters_are_wiped() -> None:
     """H5: configurations disagree, so a step stages at once and zeroing wipes it."""
-    stock = GroupedBucketGroup.mark_stale
+    stock = GroupedDistributedOptimizer._record
 
-    def mark_stale(self: GroupedBucketGroup, owner: Any) -> None:
-        stock(self, owner)
-        for bucket in self.buckets:
-            _stage(bucket.gather, owner.masters_of(bucket))
+    def record(self: GroupedDistributedOptimizer, event: Event) -> None:
+        stock(self, event)
+        for bucket in self._buckets if event is Event.SETTLE else ():
+            _stage(bucket.gather, self.masters_of(bucket))
 
-    GroupedBucketGroup.mark_stale = mark_stale
+    GroupedDistributedOptimizer._record = record
     forced_gather_without_staging()
 
 
@@ -165,17 +167,71 @@ def freeing_drops_the_post_processing() -> None:
 
 def save_zeroes_accumulating_gradients() -> None:
     """H7: a save in the middle of accumulation stages masters over gradients, then zeroes."""
-    TRANSITIONS[Event.STAGE] = (frozenset(Content), Content.STAGED)
+    row = SHARED_MEMORY[Event.GATHER]
+    anything = {state: Gradients.IN_FLIGHT for state in Gradients}
+    SHARED_MEMORY[Event.GATHER] = replace(row, gradients=anything)
     stock = GroupedBucketGroup.start_param_sync
 
     def start_param_sync(self: GroupedBucketGroup, force_sync: bool = False) -> None:
         if self.managed and force_sync:
             self.finish_gather()
-            for owner in self._owners:
-                self.mark_stale(owner)
+            for bucket in self.managed:
+                bucket.state.record(Event.SETTLE)
         stock(self, force_sync=force_sync)
 
     GroupedBucketGroup.start_param_sync = start_param_sync
+
+
+def zeroing_trusts_its_notes() -> None:
+    """Memory counts as zero until a gradient is announced, and is not zeroed then."""
+    stock = ManagedBucket.zero
+
+    def zero(self: ManagedBucket) -> None:
+        if self.state.gradients is not Gradients.ZERO:
+            stock(self)
+
+    ManagedBucket.zero = zero
+
+
+def gradients_are_announced_by_a_hook() -> None:
+    """Fused gradients are announced once they are written, by a hook that may not be reached."""
+    zeroing_trusts_its_notes()
+    PlaneStorage.before_gradient = lambda self: None
+
+
+def reductions_stay_in_flight() -> None:
+    """A reduction that a backward pass began before it failed is never waited for."""
+    GroupedBucketGroup.finish_communication = GroupedBucketGroup.finish_gather
+
+
+def weights_are_fresh_until_a_step_has_ended() -> None:
+    """Only the end of a step says that masters have moved."""
+    for table in (OWN_MEMORY, SHARED_MEMORY):
+        row = table[Event.STEP]
+        table[Event.STEP] = replace(row, weights={state: state for state in row.weights})
+
+
+def a_failed_gather_stays_in_flight() -> None:
+    """What an exception in a gather leaves behind is never cleared away."""
+    ManagedBucket.give_up_gather = lambda self: None
+
+
+def copies_share_the_buckets_gradients() -> None:
+    """A copy of a weight takes everything along that somebody has hung on it."""
+    stock = GroupedWeight.__deepcopy__
+
+    def deepcopy(self: GroupedWeight, memo: dict[int, Any]) -> Any:
+        result = stock(self, memo)
+        if hasattr(self, "main_grad"):
+            result.main_grad = self.main_grad.clone()
+        return result
+
+    GroupedWeight.__deepcopy__ = deepcopy
+
+
+def one_norm_is_looked_at() -> None:
+    """Norms of parameter groups that Megatron keeps apart are not asked whether they are finite."""
+    GroupedChainedOptimizer.has_grad_norm_group = lambda self, group: False
 
 
 BUGS = {
@@ -190,5 +246,12 @@ BUGS = {
     "H5": (staged_masters_are_wiped, "bf16"),
     "H6": (freeing_drops_the_post_processing, "bf16"),
     "H7": (save_zeroes_accumulating_gradients, "bf16"),
+    "gradients written by hand": (zeroing_trusts_its_notes, "quantized"),
+    "a backward pass that fails": (gradients_are_announced_by_a_hook, "quantized"),
+    "a reduction in flight": (reductions_stay_in_flight, "quantized"),
+    "a step that fails": (weights_are_fresh_until_a_step_has_ended, "quantized"),
+    "a gather that fails": (a_failed_gather_stays_in_flight, "bf16"),
+    "a copy in training": (copies_share_the_buckets_gradients, "quantized"),
+    "a norm of its own": (one_norm_is_looked_at, "quantized"),
 }
 """Name -> what puts it back, and the wire on which it can exist."""

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from moe_optim.formats import BlockScaledFormat
-from moe_optim.megatron.te_fields import te_formats_of
-from moe_optim.megatron.te_storage import TransformerEngineStorage
+from moe_optim.megatron.te.fields import te_formats_of
+from moe_optim.megatron.te.storage import TransformerEngineStorage
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 

@@ -40,11 +40,11 @@ def main(folder: str, format: str, knobs: str, *flags: str) -> None:
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
     from megatron.core.models.backends import LocalSpecProvider
 
-    from moe_optim.megatron import plugin
+    from moe_optim.megatron import installation
     from tests.support.training import pretrain
 
     if on_cpu:
-        from moe_optim.megatron import cpu_runtime
+        from moe_optim.megatron.launch import cpu_runtime
 
         cpu_runtime.install()
         _EveryTensorIsOnTheGpu().__enter__()
@@ -53,7 +53,7 @@ def main(folder: str, format: str, knobs: str, *flags: str) -> None:
     when = chosen.pop("given", None)
     is_offloaded = chosen.pop("offloaded", False)
     config = MoEOptimConfig(format=format, **chosen)
-    plugin.install(config)
+    installation.install(config)
     replace_kernels(get_format(format))
 
     def grouped_mlp_modules(_provider: Any, use_grouped_gemm: bool) -> Any:
@@ -97,8 +97,8 @@ def _leave_to_torch() -> None:
     from megatron.core.optimizer import clip_grads
     from megatron.core.transformer.moe import moe_utils
 
-    from moe_optim.megatron import patches
-    from moe_optim.megatron.patching import apply_patches
+    from moe_optim.megatron.patching import patches
+    from moe_optim.megatron.patching.engine import apply_patches
 
     moe_utils.te_general_gemm = None
     clip_grads.multi_tensor_applier = utils.local_multi_tensor_applier

@@ -81,8 +81,8 @@ def observe(report: Report) -> None:
     """Make Megatron's training loop write into ``report``."""
     from megatron.training import training
 
-    from moe_optim.megatron import patches
-    from moe_optim.megatron.patching import apply_patches
+    from moe_optim.megatron.patching import patches
+    from moe_optim.megatron.patching.engine import apply_patches
 
     apply_patches(patches.ENTRY)  # first, so that the wrappers below stay outermost
     setup, train_step = training.setup_model_and_optimizer, training.train_step
@@ -108,7 +108,7 @@ def observe(report: Report) -> None:
 
 def look(report: Report, chunks: list[Any]) -> None:
     """Note what the model was built as."""
-    from moe_optim.megatron.managed import is_managed
+    from moe_optim.megatron.weights.managed import is_managed
 
     for config in (chunks[0].config, chunks[0].ddp_config):
         for field in dataclasses.fields(config):
@@ -156,10 +156,10 @@ def main() -> int:
     report = Report()
     try:
         if os.environ.get("MOE_OPTIM_CPU") == "1":
-            from moe_optim.megatron import cpu_runtime
+            from moe_optim.megatron.launch import cpu_runtime
 
             cpu_runtime.install()  # before Megatron is imported
-        from moe_optim.megatron import pretrain
+        from moe_optim.train import pretrain
 
         observe(report)
         warn_of_nondeterminism()

@@ -8,6 +8,7 @@ import os
 import queue
 import warnings
 
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # no GPU is looked at before a fork, nor after it
 os.environ["TORCHDYNAMO_DISABLE"] = "1"  # before torch is imported
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 warnings.filterwarnings("ignore")
@@ -18,10 +19,10 @@ for name in (
     "megatron.core.tokenizers.text.libraries.null_tokenizer",
     "megatron.training.arguments",
     "megatron.training.training",
-    "moe_optim.megatron.entry",
-    "moe_optim.megatron.experts",
-    "moe_optim.megatron.optimizer",
-    "moe_optim.megatron.pretrain",
+    "moe_optim.train.describe_run",
+    "moe_optim.megatron.experts.module",
+    "moe_optim.megatron.optimizer.distributed",
+    "moe_optim.train.pretrain",
 ):
     importlib.import_module(name)
 

@@ -4,8 +4,10 @@ import contextlib
 import faulthandler
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +18,7 @@ import torch
 from torch.distributed import TCPStore
 
 TIMEOUT_S = 180
+_SHOW_STACKS = signal.SIGUSR1
 
 
 def run_ranks(
@@ -38,20 +41,23 @@ def run_ranks(
         ]
         for process in processes:
             process.start()
+        deadline = time.monotonic() + timeout_s
         for process in processes:
-            process.join(timeout_s)
-        hanging = [rank for rank, process in enumerate(processes) if process.is_alive()]
+            process.join(max(0.0, deadline - time.monotonic()))
+        late = [rank for rank, process in enumerate(processes) if process.is_alive()]
         codes = [process.exitcode for process in processes]  # of a signal: below zero
+        _end([processes[rank].pid for rank in late])
         for process in processes:
-            if process.is_alive():
-                _kill([*psutil.Process(process.pid).children(recursive=True)])
-            process.kill()
             process.join()
         outputs = [_read(Path(folder) / f"{rank}.log") for rank in range(world_size)]
         results = [Path(folder) / f"{rank}.pt" for rank in range(world_size)]
         failed = [rank for rank, path in enumerate(results) if not path.exists()]
         if failed:
-            state = f"ranks {hanging} hang" if hanging else f"ranks {failed} failed"
+            state = f"ranks {failed} failed"
+            if late:
+                state = (
+                    f"ranks {late} did not end within {timeout_s:g} s, stacks at that time below"
+                )
             tails = "\n".join(
                 f"--- rank {rank}, exit code {codes[rank]}\n{outputs[rank][-6000:]}"
                 for rank in failed
@@ -79,6 +85,7 @@ def _rank(
     for stream in (sys.stdout, sys.stderr):
         os.dup2(log.fileno(), stream.fileno())
     faulthandler.enable()
+    faulthandler.register(_SHOW_STACKS)
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -100,6 +107,17 @@ def _rank(
         sys.stderr.flush()
         _kill(psutil.Process().children(recursive=True))
     os._exit(0)  # the result is written; gloo threads need no goodbye
+
+
+def _end(ranks: list[int]) -> None:
+    """Have ranks write where they are, and end them at once: none is left to lose a peer."""
+    for pid in ranks:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, _SHOW_STACKS)
+    time.sleep(0.5 if ranks else 0)  # for faulthandler, which is a matter of milliseconds
+    families = [psutil.Process(pid) for pid in ranks if psutil.pid_exists(pid)]
+    children = [child for rank in families for child in rank.children(recursive=True)]
+    _kill([*families, *children])
 
 
 def _kill(processes: list[psutil.Process]) -> None:

@@ -64,15 +64,16 @@ def pretrain(
         after_step: called after every training step with its number (1-based), chunks, optimizer.
         after_setup: called once with chunks and optimizer, before the first step.
     """
-    from moe_optim.megatron import cpu_runtime, plugin
-    from moe_optim.megatron.pretrain import train
+    from moe_optim.megatron import installation
+    from moe_optim.megatron.launch import cpu_runtime
+    from moe_optim.train.pretrain import train
 
     if cpu_runtime.is_installed() or not torch.cuda.is_available():
         os.environ["MOE_OPTIM_CPU"] = "1"
         cpu_runtime.install()
     _shrink_mock_data()
     if config is not None:
-        (plugin.install if optimizer else plugin.install_experts)(config)
+        (installation.install if optimizer else install_experts)(config)
     record = Record()
     built = _watch(record, after_step, after_setup)
     # --exit-interval ends the loop with sys.exit(0)
@@ -85,6 +86,19 @@ def pretrain(
     if observe is not None:
         record.extra = observe(*built)
     return record
+
+
+def install_experts(config: MoEOptimConfig) -> None:
+    """Install the portable experts alone: optimizer and buffers stay Megatron's.
+
+    For comparisons on the same experts, which must then be bf16.
+    """
+    from moe_optim.megatron import installation
+    from moe_optim.megatron.patching import patches
+    from moe_optim.megatron.patching.engine import revert_patches
+
+    installation.install(config)
+    revert_patches((*patches.OPTIMIZER, *patches.CHECKPOINTS), installation.HOLDER)
 
 
 def _shrink_mock_data() -> None:
@@ -102,8 +116,8 @@ def _watch(
     """Wrap what Megatron's loop calls, and return the list that model and optimizer go into."""
     from megatron.training import training
 
-    from moe_optim.megatron import patches
-    from moe_optim.megatron.patching import apply_patches
+    from moe_optim.megatron.patching import patches
+    from moe_optim.megatron.patching.engine import apply_patches
 
     apply_patches(patches.ENTRY)  # first, so that the wrappers below stay outermost
     built: list[Any] = []

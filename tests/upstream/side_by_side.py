@@ -27,9 +27,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from moe_optim.cli.bench import commit
-from moe_optim.cli.launcher import LaunchPlan, RankFailure, launch
+from moe_optim.console.provenance import commit
 from moe_optim.environment import find_gpus, find_package
+from moe_optim.train.launcher import LaunchPlan, RankFailure, launch
 
 HERE = Path(__file__).parent
 WORST_LAST = ("passed", "skipped", "failed", "error", "died")
@@ -73,8 +73,8 @@ SIDES: Mapping[str, tuple[str, ...]] = {
 }
 """Side -> pytest plug-ins of its ranks, found in this folder."""
 
-MANAGED = "GroupedBucketGroup._masters_of"
-"""Runs where a managed group gathers its weights from masters, and nowhere else."""
+MANAGED = "ManagedBucket.open_gather"
+"""Runs where a managed bucket gathers its weights from masters, and nowhere else."""
 
 
 @dataclass

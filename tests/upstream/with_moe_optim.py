@@ -25,8 +25,10 @@ _replaced: dict[int, object] = {}
 @pytest.hookimpl  # after prepare_megatron, before any conftest imports Megatron
 def pytest_load_initial_conftests():
     import moe_optim
-    from moe_optim.megatron import patches, requirements
-    from moe_optim.megatron.patching import _resolve, revert_patches
+    from moe_optim.megatron.installation import HOLDER
+    from moe_optim.megatron.optimizer import requirements
+    from moe_optim.megatron.patching import patches
+    from moe_optim.megatron.patching.engine import _resolve, revert_patches
 
     for patch in (*patches.OPTIMIZER, *patches.CHECKPOINTS):
         if patch.id not in _NOT_REPLACED:
@@ -35,7 +37,7 @@ def pytest_load_initial_conftests():
     moe_optim.install(moe_optim.MoEOptimConfig().replace_from(assignments, "MOE_OPTIM_SET"))
     # cases ask the local spec, which ignores it, for grouped experts that ours refuse: with GELU,
     # initialized on the CPU
-    revert_patches(patches.EXPERTS, "plugin")
+    revert_patches(patches.EXPERTS, HOLDER)
     # guards a user's run; a case compares a quantized model with a bf16 one in the same process
     requirements._check_wanted = lambda *_: None
 
@@ -62,9 +64,11 @@ def pytest_runtest_makereport(item, call):
 
 def _listen():
     """Have every call of a function of moe_optim.megatron noted, stand-ins of a GPU left out."""
-    from moe_optim.megatron import adam, cpu_runtime, plugin
+    from moe_optim.megatron import installation
+    from moe_optim.megatron.launch import cpu_runtime
+    from moe_optim.megatron.optimizer import adam
 
-    folder, left_out = Path(plugin.__file__).parent, {adam.__file__, cpu_runtime.__file__}
+    folder, left_out = Path(installation.__file__).parent, {adam.__file__, cpu_runtime.__file__}
     sys.monitoring.use_tool_id(_TOOL, "moe_optim")
     event = sys.monitoring.events.PY_START
     sys.monitoring.register_callback(_TOOL, event, lambda code, _: _ran.add(code.co_qualname))

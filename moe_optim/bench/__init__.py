@@ -1,0 +1,1 @@
+"""What ``moe-optim bench`` measures."""

@@ -1,0 +1,221 @@
+"""Measures three kinds of work on the cases of ``moe-optim bench requantize``, row by row."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from moe_optim.bench.cases import Case, finish_bytes, requantize_bytes
+from moe_optim.bench.timing import host_us, median_ms, nothing, release, temporary_bytes
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
+    from moe_optim.bench.te_cast import MasterCast
+    from moe_optim.formats import Direction, QuantizedWeight
+    from moe_optim.kernels.member_table import MemberTable, TableEntry
+
+FROM_FP32 = "fp32 to wire planes"
+FROM_BF16 = "bf16 to wire planes, source zeroed"
+AFTER_GATHER = "after the gather"
+ALONE = ", no all-reduce"
+"""Said of work whose maxima other ranks share: they are found and used, and not exchanged."""
+
+_POISON = 0xA5
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """The work of one row, laid out in memory."""
+
+    work: str
+    run: Callable[[], object]
+    table: "MemberTable"
+    floor_bytes: Fraction
+    launches: int
+    restore: Callable[[], object] = nothing
+    peer: Callable[[], object] | None = None
+    """Transformer Engine's side of the same work."""
+    check: Callable[[], None] = nothing
+    """Raises where the peer, once both ran, has other bytes."""
+
+
+def measure(case: Case, speed: float, group: "ProcessGroup | None") -> Iterator[Row]:
+    """Yield a row for each kind of work, its memory freed before the next one.
+
+    Args:
+        case: what to lay out.
+        speed: bytes read and written a millisecond by a copy.
+        group: over which Transformer Engine's cast reduces; None measures ours alone.
+
+    Raises:
+        PatchError: Transformer Engine has other bytes; nothing has been timed then.
+    """
+    makers = [_from_fp32, _from_bf16]
+    if case.shard == 1:  # every rank derives all of what it gathered
+        makers.append(_after_gather)
+    for make in makers:
+        yield _measure(make(case, group), case, speed)
+        release(case.device)
+
+
+def _measure(job: Job, case: Case, speed: float) -> Row:
+    """Compile, compare bytes with the peer if there is one, then time both by turns."""
+    job.run()
+    if job.peer is not None:
+        job.peer()
+        job.check()
+    temporary = temporary_bytes(job.run, case.device)
+    works = [job.run] if job.peer is None else [job.run, job.peer]
+    ms, *te = median_ms(works, case.device, job.restore)
+    floor = float(job.floor_bytes) / speed
+    te_ms = te[0] if te else None
+    return {
+        "format": case.format.name,
+        "work": job.work,
+        "shape_set": case.label,
+        "shard": f"1/{case.shard}",
+        "members": job.table.num_members,
+        "parameters": sum(case.owned),
+        "ms": round(ms, 4),
+        "floor_ms": round(floor, 4),
+        "fraction_of_floor": round(floor / ms, 3),
+        "te_ms": None if te_ms is None else round(te_ms, 4),
+        "te_fraction_of_floor": None if te_ms is None else round(floor / te_ms, 3),
+        "host_us": round(host_us(job.run, case.device), 1),
+        "temporary_bytes": temporary,
+        "launches": job.launches,
+    }
+
+
+def _from_fp32(case: Case, group: "ProcessGroup | None") -> Job:
+    import torch
+
+    from moe_optim.kernels.member_table import MemberTable
+
+    entries = _lay_out(case, _random(case, torch.float32))
+    job = _requantization(case, MemberTable.build(entries))
+    cast = _te_cast(case, entries, group)
+    if cast is None:
+        return job
+    return replace(job, peer=cast.quantize, check=partial(cast.check_bytes, derived=False))
+
+
+def _from_bf16(case: Case, group: "ProcessGroup | None") -> Job:
+    """Zero what was read, as where gradients and gathered values share memory. No peer does it."""
+    import torch
+
+    from moe_optim.kernels.member_table import MemberTable
+
+    memory = _random(case, torch.bfloat16)
+    job = _requantization(case, MemberTable.build(_lay_out(case, memory), consumed=memory))
+    return replace(job, restore=partial(memory.copy_, memory.clone()))
+
+
+def _requantization(case: Case, table: "MemberTable") -> Job:
+    from moe_optim import ops
+
+    def alone() -> None:
+        ops.partial_amax(table)
+        ops.encode(table)
+
+    zeroed, shared = table.consumed is not None, table.exchange.numel() > 0
+    work = (FROM_BF16 if zeroed else FROM_FP32) + (ALONE if shared else "")
+    return Job(
+        work=work,
+        run=alone if shared else partial(ops.requantize, table),
+        table=table,
+        floor_bytes=requantize_bytes(case.format, sum(case.owned), zeroed=zeroed),
+        launches=sum(launch.num_launches for launch in table.launches),
+    )
+
+
+def _after_gather(case: Case, group: "ProcessGroup | None") -> Job:
+    """Start from requantized planes; one rank has gathered by then."""
+    import torch
+
+    from moe_optim import ops
+    from moe_optim.kernels.member_table import MemberTable
+
+    entries = _lay_out(case, _random(case, torch.float32), stored=True)
+    table = MemberTable.build(entries)
+    ops.requantize(table)
+    job = Job(
+        work=AFTER_GATHER,
+        run=partial(ops.finish_gather, table),
+        table=table,
+        floor_bytes=Fraction(sum(finish_bytes(case.format, *member) for member in case.members)),
+        launches=len(table.finishes),
+    )
+    cast = _te_cast(case, entries, group) if case.format.is_2d else None
+    if cast is None:  # of formats that gather both planes, it derives nothing
+        return job
+    cast.quantize()
+    return replace(job, peer=cast.finish_gather, check=partial(cast.check_bytes, derived=True))
+
+
+def _te_cast(
+    case: Case, entries: "Sequence[TableEntry]", group: "ProcessGroup | None"
+) -> "MasterCast | None":
+    from moe_optim.bench import te_cast
+
+    if group is None or case.format.name not in te_cast.FORMATS:
+        return None
+    return te_cast.MasterCast(entries, group)
+
+
+def _random(case: Case, dtype: "torch.dtype") -> "torch.Tensor":
+    import torch
+
+    generator = torch.Generator(case.device).manual_seed(0)
+    memory = torch.empty(sum(case.owned), dtype=dtype, device=case.device)
+    return memory.normal_(std=0.02, generator=generator)
+
+
+def _lay_out(case: Case, memory: "torch.Tensor", *, stored: bool = False) -> "list[TableEntry]":
+    """Return an entry for each expert, whose sources lie side by side in ``memory``.
+
+    Planes hold bytes that nobody writes, so that what was left out cannot equal anything.
+    """
+    import torch
+
+    from moe_optim.formats import QuantizedWeight
+    from moe_optim.kernels.member_table import TableEntry
+
+    entries = []
+    sources = memory.split(case.owned)
+    for index, ((rows, cols), source) in enumerate(zip(case.members, sources, strict=True)):
+        shape, is_whole = (1, rows, cols), source.numel() == rows * cols
+        target = QuantizedWeight.empty(case.format, shape, device=case.device)
+        for plane in target.planes().values():
+            plane.view(torch.uint8).fill_(_POISON)
+        entries.append(
+            TableEntry(
+                parameter=f"weight {index}",
+                source=source.view(shape) if is_whole else source,
+                target=target,
+                cuts=() if is_whole else (source.numel(),),
+                storage_scales=_storage_scales(target) if stored else {},
+            )
+        )
+    return entries
+
+
+def _storage_scales(target: "QuantizedWeight") -> "dict[Direction, torch.Tensor]":
+    import torch
+
+    from moe_optim.formats import DIRECTIONS
+
+    format, (_, rows, cols) = target.format, target.shape
+    return {
+        way: torch.zeros(
+            (1, *format.storage_scale_shape(rows, cols, way)),
+            dtype=format.scale_dtype,
+            device=target.rowwise_data.device,
+        )
+        for way in DIRECTIONS
+    }

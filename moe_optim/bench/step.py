@@ -1,0 +1,202 @@
+"""``moe-optim bench step``: training steps of a recipe, with the plug-in and with stock Megatron.
+
+The two take turns, each in fresh processes with the same arguments and data, so that whatever the
+machine does meanwhile happens to both. Iterations take turns, too: undisturbed ones give the time
+of an iteration, others its parts, others the time of the optimizer on the host.
+"""
+
+import argparse
+import json
+import shlex
+import sys
+import textwrap
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from rich.console import Console
+
+from moe_optim.bench.step_figures import (
+    SIDES,
+    Measured,
+    meanings,
+    merge,
+    summarize,
+    table_of,
+)
+from moe_optim.config import field_names
+from moe_optim.console.argv import data_flags, keep_arguments_after_dashes
+from moe_optim.console.files import require_writable
+from moe_optim.errors import ConfigError, StateError
+from moe_optim.recipes import Recipe, check_requirements, load_recipe
+
+# What imports torch or Megatron is imported where it is needed: it takes seconds.
+
+DETERMINISTIC_ENVIRONMENT = {
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "NCCL_ALGO": "Ring",
+}
+DETERMINISTIC_ARGUMENTS = ("--deterministic-mode", "--clip-grad", "0")
+"""The norm that clips is summed in the order of the buckets, which are not the same on both sides.
+"""
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add ``bench step``."""
+    description = (
+        "Train a recipe for a few iterations with the plug-in and with Megatron's own optimizer, "
+        "in turns, and compare times, bytes and memory. Arguments after `--` go to Megatron's "
+        "parser, over the recipe's, on both sides."
+    )
+    parser = subparsers.add_parser(
+        "step",
+        help="training steps of a recipe, beside stock Megatron in the same run",
+        description=textwrap.fill(description, 96),
+        epilog=meanings(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="moe-optim bench step RECIPE [options] [-- MEGATRON ARGS]",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("recipe", type=Path, metavar="RECIPE", help="such as recipes/hopper_fp8_block.yaml")
+    add("--against", choices=["stock"], default="stock", help="what it is compared with")
+    add("--iterations", type=int, default=21, metavar="N", help="of a process (default 21)")
+    add("--rounds", type=int, default=2, metavar="N", help="processes of each side (default 2)")
+    add("--ranks", type=int, metavar="N", help="processes at a time (default: the recipe's)")
+    changes = "change the recipe, such as moe_optim.layout=stock"
+    add("--set", action="extend", nargs="+", default=[], metavar="KEY=VALUE", help=changes)
+    repeats = "on both sides only algorithms whose results repeat, and no clipping"
+    add("--deterministic", action="store_true", help=repeats)
+    add("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+    add("--out", type=Path, metavar="FILE", help="also draw the parts of a step, as a PNG")
+    add("--logs", type=Path, metavar="DIR", help="keep the logs of all ranks in DIR")
+    keep_arguments_after_dashes(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure both sides in turns, print a table, and write what was asked for.
+
+    Raises:
+        ConfigError: a number, the recipe or a file to write cannot be used.
+        StateError: a rank failed.
+    """
+    from moe_optim.bench.step_rank import KINDS, WARM_UP
+
+    fewest = WARM_UP + len(KINDS)
+    if args.iterations < fewest or args.rounds < 1:
+        raise ConfigError(
+            f"--iterations, --rounds: expected at least {fewest} and 1, got {args.iterations} and "
+            f"{args.rounds}. The first {WARM_UP} iterations are not counted, and each of the "
+            f"next {len(KINDS)} shows something else."
+        )
+    recipe = load_recipe(args.recipe, args.set)
+    check_requirements(recipe)
+    require_writable(args.json, args.out)
+    if args.ranks is not None and args.ranks < 1:
+        raise ConfigError(f"--ranks: expected 1 or more, got {args.ranks}.")
+    if not data_flags([*recipe.megatron_argv(), *args.megatron_args]):
+        raise ConfigError(
+            f"{recipe.path}: expected a flag that says what to train on, got none. Add for example "
+            "-- --mock-data --tokenizer-type NullTokenizer --vocab-size 255"
+        )
+    with TemporaryDirectory() as temporary:
+        logs = args.logs or Path(temporary)
+        found: dict[str, list[Measured]] = {side: [] for side in SIDES}
+        for number in range(args.rounds):
+            for side in SIDES:
+                folder = (logs / f"{number}-{side}").resolve()
+                found[side].append(_measure(args, recipe, side, folder))
+    report = _report(args, recipe, found)
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=2) + "\n")
+    if args.out:
+        from moe_optim.bench.step_picture import draw
+
+        args.out.write_bytes(draw(report))
+    Console().print(table_of(report))
+    return 0
+
+
+def _measure(args: argparse.Namespace, recipe: Recipe, side: str, folder: Path) -> Measured:
+    import torch
+
+    from moe_optim.bench.step_rank import REPORT
+    from moe_optim.train.launcher import LaunchPlan, launch
+
+    folder.mkdir(parents=True)
+    ranks = args.ranks or recipe.ranks
+    module = "moe_optim.bench.step_rank"
+    plan = LaunchPlan(
+        entry=[sys.executable, "-m", module, *megatron_argv(args, recipe, side)],
+        ranks=ranks,
+        logs=folder,
+        cpu=not torch.cuda.is_available(),
+        environment={REPORT: str(folder), **environment(args)},
+    )
+    result = launch(plan, Console(stderr=True))
+    if result.failure is not None or result.stopped_by is not None:
+        said = result.failure.sentence() if result.failure else "it was stopped"
+        raise StateError(f"bench step: {side}: expected a run to its end, but {said}")
+    measured = merge([json.loads((folder / f"rank{r}.json").read_text()) for r in range(ranks)])
+    if len(measured.losses) != args.iterations:
+        raise StateError(
+            f"bench step: {side}: expected {args.iterations} iterations, got "
+            f"{len(measured.losses)}. Keep the logs with --logs and look at rank0.log."
+        )
+    return measured
+
+
+def environment(args: argparse.Namespace) -> dict[str, str]:
+    """Return what the ranks' environment has because of a flag of this command."""
+    return dict(DETERMINISTIC_ENVIRONMENT) if args.deterministic else {}
+
+
+def megatron_argv(args: argparse.Namespace, recipe: Recipe, side: str) -> list[str]:
+    """Return the command line of a rank; both sides have the same but for the plug-in's flags."""
+    argv = [*recipe.megatron_argv(), *(DETERMINISTIC_ARGUMENTS if args.deterministic else ())]
+    argv += [*args.megatron_args, "--train-iters", str(args.iterations)]
+    argv += ["--eval-iters", "0", "--timing-log-level", "0"]
+    argv += ["--log-interval", "1"]  # a logged iteration leaves the device idle
+    if side == "plugin":
+        argv += ["--use-moe-grouped-optim"]
+        for name in field_names():
+            value = json.dumps(getattr(recipe.moe_optim, name))  # JSON is YAML too
+            argv += ["--moe-optim-set", f"{name}={value}"]
+    return argv
+
+
+def _report(
+    args: argparse.Namespace, recipe: Recipe, found: dict[str, list[Measured]]
+) -> dict[str, Any]:
+    import torch
+
+    from moe_optim.bench.step_rank import WARM_UP
+    from moe_optim.console.provenance import commit
+
+    return {
+        "command": _command(args),
+        "commit": commit(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "workload": {
+            "recipe": str(recipe.path),
+            "format": recipe.moe_optim.format,
+            "ranks": args.ranks or recipe.ranks,
+            "iterations": args.iterations - WARM_UP,
+            "rounds": args.rounds,
+            "deterministic": args.deterministic,
+            "megatron_args": args.megatron_args,
+        },
+        **summarize(found),
+    }
+
+
+def _command(args: argparse.Namespace) -> str:
+    words = ["moe-optim", "bench", "step", str(args.recipe), "--against", args.against]
+    words += ["--iterations", str(args.iterations), "--rounds", str(args.rounds)]
+    words += ["--ranks", str(args.ranks)] if args.ranks else []
+    words += ["--set", *args.set] if args.set else []
+    words += ["--deterministic"] if args.deterministic else []
+    words += ["--json", str(args.json)] if args.json else []
+    words += ["--", *args.megatron_args] if args.megatron_args else []
+    return shlex.join(words)

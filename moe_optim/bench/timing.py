@@ -1,0 +1,134 @@
+"""Clocks of a bench: medians on the device's own clock, host time, memory, and a copy's speed."""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+REPEATS = 15
+HOST_REPEATS = 100  # a host is disturbed more often than a device
+WARM_UP = 3
+COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}
+HEAD_START = 2_000_000
+"""Cycles that a GPU waits before each repetition, 1 ms on an H100: launches are queued by then,
+also where the work before kept the host busy and left the GPU idle."""
+
+Work = Callable[[], object]
+
+
+class Mark:
+    """A moment: of the current stream on a GPU, of the host on a CPU."""
+
+    def __init__(self, device: "torch.device") -> None:
+        import torch
+
+        self._event: Any = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record()
+        self._time = time.perf_counter()
+
+    def ms_since(self, earlier: "Mark") -> float:
+        """Return the milliseconds between two marks; a GPU must have passed both."""
+        if self._event is None:
+            return 1e3 * (self._time - earlier._time)
+        return float(earlier._event.elapsed_time(self._event))
+
+
+def nothing() -> None:
+    """Restore nothing between two repetitions."""
+
+
+def median_ms(works: Sequence[Work], device: str, restore: Work = nothing) -> list[float]:
+    """Return the median time of each work in ms. They take turns, so that all see the same clocks.
+
+    Args:
+        works: what to time.
+        device: ``cuda`` or ``cpu``.
+        restore: called before each repetition, untimed.
+    """
+    if device == "cuda":
+        times = _device_times(works, restore)
+    else:
+        times = _host_times(works, restore, REPEATS)
+    return [statistics.median(own[WARM_UP:]) for own in times]
+
+
+def host_us(work: Work, device: str) -> float:
+    """Return the median time in us until a call returns, the device idle when it begins."""
+    repeats = HOST_REPEATS if device == "cuda" else REPEATS
+    (times,) = _host_times([work], lambda: _wait(device), repeats)
+    return 1e3 * statistics.median(times[WARM_UP:])
+
+
+def copy_bytes_per_ms(device: str) -> float:
+    """Return bytes read and written a millisecond by a plain copy."""
+    import torch
+
+    source = torch.ones(COPY_BYTES[device], dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    (time_ms,) = median_ms([lambda: target.copy_(source)], device)
+    return 2 * source.numel() / time_ms
+
+
+def temporary_bytes(work: Work, device: str) -> int | None:
+    """Return how many bytes a call allocates at most beyond what it finds; None on a CPU."""
+    import torch
+
+    if device != "cuda":
+        return None
+    _wait(device)
+    torch.cuda.reset_peak_memory_stats()
+    resident = torch.cuda.memory_allocated()
+    work()
+    return torch.cuda.max_memory_allocated() - resident
+
+
+def release(device: str) -> None:
+    """Give memory that nothing refers to back to the device."""
+    import torch
+
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _device_times(works: Sequence[Work], restore: Work) -> list[list[float]]:
+    """Queue all repetitions before waiting for any."""
+    import torch
+
+    events: list[list[tuple[Any, Any]]] = [[] for _ in works]
+    for _ in range(WARM_UP + REPEATS):
+        for work, own in zip(works, events, strict=True):
+            start: Any = torch.cuda.Event(enable_timing=True)
+            end: Any = torch.cuda.Event(enable_timing=True)
+            restore()
+            torch.cuda._sleep(HEAD_START)
+            start.record()
+            work()
+            end.record()
+            own.append((start, end))
+    torch.cuda.synchronize()
+    return [[start.elapsed_time(end) for start, end in own] for own in events]
+
+
+def _host_times(works: Sequence[Work], restore: Work, repeats: int) -> list[list[float]]:
+    times: list[list[float]] = [[] for _ in works]
+    for _ in range(WARM_UP + repeats):
+        for work, own in zip(works, times, strict=True):
+            restore()
+            began = time.perf_counter()
+            work()
+            own.append(1e3 * (time.perf_counter() - began))
+    return times
+
+
+def _wait(device: str) -> None:
+    import torch
+
+    if device == "cuda":
+        torch.cuda.synchronize()

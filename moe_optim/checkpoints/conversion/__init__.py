@@ -1,0 +1,1 @@
+"""From one layout of experts to another, and comparisons across them."""

@@ -1,0 +1,226 @@
+"""Comparing two checkpoints element by element, whatever layouts their experts are stored in."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from math import prod
+
+import torch
+from torch import Tensor
+
+from moe_optim.checkpoints.conversion.expert_finding import (
+    check_row_order,
+    find_experts,
+    known_interleave,
+)
+from moe_optim.checkpoints.conversion.layer_view import LayerView
+from moe_optim.checkpoints.conversion.one_thread import one_thread
+from moe_optim.checkpoints.stores.reader import FLAT_STATES, is_state
+from moe_optim.expert_keys.conversion import convert_expert_set
+from moe_optim.expert_keys.layouts import ExpertSet, get_layout
+
+GROUPED = get_layout("grouped")
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """A tensor, or the part of one expert of it, that is not the same on both sides."""
+
+    name: str
+    """Of the tensor; of experts in layout ``grouped``."""
+    what: str
+    """``values``, ``dtype``, ``shape``, ``only in A`` or ``only in B``."""
+    expert: int | None = None
+    differing: int = 0
+    """Elements whose bits differ, out of ``elements``."""
+    elements: int = 0
+    first: tuple[int, ...] = ()
+    """Index of the first that differs, within the expert where there is one."""
+    largest: float | None = None
+    """Largest absolute difference of values that are numbers on both sides."""
+    detail: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Side:
+    """A checkpoint with its experts found."""
+
+    view: LayerView
+    interleave: int
+    sets: dict[str, ExpertSet]
+    """By prefix."""
+    others: tuple[str, ...]
+    """Tensors that are not experts'."""
+
+    def read(self, prefix: str) -> dict[str, Tensor]:
+        """Return a set in the layout ``grouped``, all gate rows before the up rows."""
+        one = self.sets[prefix]
+        tensors = {key: self.view.read(key) for key in one.keys}
+        if one.layout == GROUPED and not self.interleave:
+            return tensors
+        return convert_expert_set(tensors, one, GROUPED, source_interleave=self.interleave or None)
+
+
+@dataclass
+class Comparison:
+    """What a comparison has found so far."""
+
+    tensors: int = 0
+    """Compared, in the layout that is shown."""
+    nbytes: int = 0
+    """Of these, on one side."""
+    differences: list[Difference] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What was not compared, and why; a sentence each."""
+
+
+def find_side(view: LayerView, *, num_experts: int | None, weights_only: bool) -> Side:
+    """Find the experts of a checkpoint.
+
+    Raises:
+        LayoutError: they are not complete.
+    """
+    kept = [key for key in view.tensors if not (weights_only and is_state(key))]
+    sets = find_experts(view, kept, num_experts=num_experts)
+    experts = {key for one in sets for key in (*one.keys, *one.extra_states)}
+    return Side(
+        view=view,
+        interleave=known_interleave(view, None),
+        sets={one.prefix: one for one in sets},
+        others=tuple(key for key in kept if key not in experts),
+    )
+
+
+@one_thread()
+def compare_checkpoints(a: Side, b: Side, report: Callable[[int], None]) -> Comparison:
+    """Compare all tensors of two checkpoints, holding one layer of each at a time.
+
+    Args:
+        a: one side.
+        b: the other.
+        report: called with how many bytes of A have been compared since.
+
+    Raises:
+        LayoutError: rows of experts are interleaved in an order that cannot be told.
+        StateError: a file cannot be read.
+    """
+    result = Comparison(notes=_not_compared(a, b))
+    sizes = [side.view.recorded.parallel_sizes.get("expert tensor", 1) for side in (a, b)]
+    if a.interleave != b.interleave or sizes[0] != sizes[1]:
+        for side in (a, b):
+            check_row_order(side.view, side.interleave)
+    for prefix in [*a.sets, *(prefix for prefix in b.sets if prefix not in a.sets)]:
+        _compare_set(a, b, prefix, result)
+        report(_set_bytes(a, prefix))
+    flat = _skipped_flat_states(a, b)
+    if flat:
+        result.notes.append(
+            f"Flat optimizer states, {len(flat)} in all, were not compared: the two checkpoints "
+            "lay them out differently. Save with --dist-ckpt-optim-fully-reshardable."
+        )
+    for key in dict.fromkeys([*a.others, *b.others]):
+        if key not in flat:
+            _compare_tensor(a, b, key, result)
+        report(a.view.tensors[key].nbytes if key in a.view.tensors else 0)
+    return result
+
+
+def _compare_set(a: Side, b: Side, prefix: str, result: Comparison) -> None:
+    if prefix not in a.sets or prefix not in b.sets:
+        side, what = (a, "only in A") if prefix in a.sets else (b, "only in B")
+        result.differences += [
+            Difference(name=key, what=what) for key in _grouped(side.sets[prefix]).keys
+        ]
+        return
+    shapes = [_grouped(side.sets[prefix]).shapes() for side in (a, b)]
+    if shapes[0] != shapes[1]:
+        detail = " against ".join(f"{list(found.values())}" for found in shapes)
+        result.differences.append(Difference(name=prefix, what="shape", detail=detail))
+        return
+    left, right = a.read(prefix), b.read(prefix)
+    for key in left:
+        result.tensors += 1
+        result.nbytes += left[key].nbytes
+        if left[key].dtype != right[key].dtype:
+            result.differences.append(_dtypes(key, left[key], right[key]))
+            continue
+        for expert in range(left[key].shape[0]):
+            found = compare_values(key, left[key][expert], right[key][expert])
+            if found:
+                result.differences.append(replace(found, expert=expert))
+
+
+def _compare_tensor(a: Side, b: Side, key: str, result: Comparison) -> None:
+    infos = [side.view.tensors.get(key) for side in (a, b)]
+    if infos[0] is None or infos[1] is None:
+        what = "only in B" if infos[0] is None else "only in A"
+        result.differences.append(Difference(name=key, what=what))
+        return
+    if infos[0].shape != infos[1].shape:
+        detail = f"{list(infos[0].shape)} against {list(infos[1].shape)}"
+        result.differences.append(Difference(name=key, what="shape", detail=detail))
+        return
+    left, right = a.view.read(key), b.view.read(key)
+    result.tensors += 1
+    result.nbytes += left.nbytes
+    if left.dtype != right.dtype:
+        result.differences.append(_dtypes(key, left, right))
+    elif found := compare_values(key, left, right):
+        result.differences.append(found)
+
+
+def compare_values(name: str, left: Tensor, right: Tensor) -> Difference | None:
+    """Return where the bits of two tensors of one shape and dtype differ, or None."""
+    bits = _BITS.get(left.dtype.itemsize)
+    if bits is None:  # complex128
+        left, right, bits = torch.view_as_real(left), torch.view_as_real(right), torch.int64
+    elif left.is_complex():
+        left, right, bits = torch.view_as_real(left), torch.view_as_real(right), torch.int32
+    left_bits, right_bits = left.contiguous().view(bits), right.contiguous().view(bits)
+    if torch.equal(left_bits, right_bits):
+        return None
+    differs = left_bits != right_bits
+    first = int(differs.flatten().to(torch.uint8).argmax())
+    index = torch.unravel_index(torch.tensor(first), differs.shape)
+    gaps = (left[differs].double() - right[differs].double()).abs()
+    gaps = gaps[~gaps.isnan()]
+    return Difference(
+        name=name,
+        what="values",
+        differing=int(differs.sum()),
+        elements=prod(left.shape),
+        first=tuple(int(part) for part in index),
+        largest=float(gaps.max()) if gaps.numel() else None,
+    )
+
+
+def _dtypes(key: str, left: Tensor, right: Tensor) -> Difference:
+    return Difference(name=key, what="dtype", detail=f"{left.dtype} against {right.dtype}")
+
+
+def _grouped(expert_set: ExpertSet) -> ExpertSet:
+    return replace(expert_set, layout=GROUPED)
+
+
+def _set_bytes(side: Side, prefix: str) -> int:
+    keys = side.sets[prefix].keys if prefix in side.sets else ()
+    return sum(side.view.tensors[key].nbytes for key in keys)
+
+
+def _skipped_flat_states(a: Side, b: Side) -> set[str]:
+    """Return flat states, unless both sides have the same ones of the same sizes."""
+    flat = [
+        {key: side.view.tensors[key] for key in side.others if FLAT_STATES in key}
+        for side in (a, b)
+    ]
+    return set() if flat[0] == flat[1] else {*flat[0], *flat[1]}
+
+
+def _not_compared(a: Side, b: Side) -> list[str]:
+    counts = [len(side.view.reader.objects) for side in (a, b)]
+    if not any(counts):
+        return []
+    return [
+        f"Objects that are no tensors were not compared: {counts[0]} in A and {counts[1]} in B, "
+        "such as arguments and random states."
+    ]

@@ -1,0 +1,175 @@
+"""Converting a checkpoint: a set of experts is read, converted and written before the next."""
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from moe_optim.checkpoints.conversion.conversion_plan import ConversionPlan, output_folder
+from moe_optim.checkpoints.conversion.layer_view import stored_key
+from moe_optim.checkpoints.conversion.one_thread import one_thread
+from moe_optim.checkpoints.files.folders import TRACKER
+from moe_optim.checkpoints.files.publishing import published
+from moe_optim.checkpoints.integrity import seal
+from moe_optim.checkpoints.manifests.state_manifest import MANIFEST
+from moe_optim.checkpoints.stores.objects import replace_int
+from moe_optim.checkpoints.stores.reader import Recorded, TensorInfo
+from moe_optim.checkpoints.stores.safetensors_files import SafetensorsWriter
+from moe_optim.checkpoints.stores.torch_dist import (
+    COMMON_FILE,
+    COMMON_STATE,
+    INTERLEAVE_ARG,
+    MANIFEST_INTERLEAVE,
+    OWN_STATE,
+    TorchDistReader,
+)
+from moe_optim.checkpoints.stores.torch_dist_writer import TorchDistWriter
+from moe_optim.errors import LayoutError, StateError
+
+Report = Callable[[int], None]
+"""Takes how many bytes have been converted since the last call."""
+
+
+def convert_checkpoint(plan: ConversionPlan, target: Path, report: Report = lambda _: None) -> None:
+    """Carry out a plan; ``target`` appears when everything is written.
+
+    A torch_dist checkpoint becomes a folder that ``--load`` takes: one ``iter_*`` folder, or
+    ``release`` where no iteration is recorded, and Megatron's tracker file.
+
+    Raises:
+        ConfigError: there is something at ``target`` already.
+        StateError: a file of the source is damaged, or the disk is full.
+        LayoutError: the source cannot record a changed GLU interleave.
+    """
+    with one_thread(), published(target, needed_bytes=plan.disk_bytes) as folder:
+        if plan.format == "safetensors":
+            _write_safetensors(plan, folder, report)
+        else:
+            into, said = output_folder(folder, plan.view.recorded.iteration)
+            into.mkdir()
+            with TorchDistWriter(into) as writer:
+                _write_torch_dist(plan, into, writer, report)
+            seal(into)
+            (folder / TRACKER).write_text(said)
+
+
+def _write_safetensors(plan: ConversionPlan, folder: Path, report: Report) -> None:
+    counts = {one.num_experts for one in plan.sets}
+    recorded = Recorded(
+        layout=plan.to.name,
+        glu_interleave=plan.target_interleave,
+        num_experts=counts.pop() if len(counts) == 1 else None,
+        iteration=plan.view.recorded.iteration,
+    )
+    writer = SafetensorsWriter(folder, recorded)
+    for expert_set in plan.sets:
+        writer.write(plan.convert(expert_set))
+        report(plan.set_bytes(expert_set))
+    for keys in plan.other_files():
+        writer.write({key: plan.view.read(key) for key in keys})
+        report(sum(plan.view.tensors[key].nbytes for key in keys))
+    writer.finish()
+
+
+def _write_torch_dist(
+    plan: ConversionPlan, folder: Path, writer: TorchDistWriter, report: Report
+) -> None:
+    reader = plan.view.reader
+    if isinstance(reader, TorchDistReader):
+        _copy_objects(plan, reader, folder, writer, report)
+    else:
+        writer.write_object(f"{COMMON_STATE}/shard_0_1", _own_common_state(plan))
+    if plan.copies_experts and isinstance(reader, TorchDistReader):
+        names = dict.fromkeys(plan.view.places[key].name for s in plan.sets for key in s.keys)
+        for name in names:
+            writer.copy(reader, name)
+            report(reader.tensors[name].nbytes)
+    else:
+        for expert_set in plan.sets:
+            for key, tensor in plan.convert(expert_set).items():
+                _write_expert_tensor(plan, writer, key, tensor)
+            report(plan.set_bytes(expert_set))
+    for key in plan.others:
+        if isinstance(reader, TorchDistReader):
+            writer.copy(reader, plan.view.places[key].name)
+        else:
+            info = plan.view.tensors[key]
+            writer.write_chunk(key, info, (0,) * len(info.shape), plan.view.read(key))
+        report(plan.view.tensors[key].nbytes)
+    writer.finish(reader.config if isinstance(reader, TorchDistReader) else None)
+
+
+def _write_expert_tensor(
+    plan: ConversionPlan, writer: TorchDistWriter, key: str, tensor: torch.Tensor
+) -> None:
+    """Write one tensor of one layer where the source has it, or by itself."""
+    info = TensorInfo(tuple(tensor.shape), tensor.dtype)
+    place = plan.view.places.get(key) if plan.view.reader.format == "torch_dist" else None
+    if place is None:
+        writer.write_chunk(stored_key(key), info, (0,) * tensor.ndim, tensor)
+    elif place.layer is None:
+        writer.write_chunk(place.name, info, (0,) * tensor.ndim, tensor)
+    else:
+        whole = plan.view.reader.tensors[place.name]
+        writer.write_chunk(place.name, whole, (place.layer, *[0] * tensor.ndim), tensor[None])
+
+
+def _copy_objects(
+    plan: ConversionPlan,
+    reader: TorchDistReader,
+    folder: Path,
+    writer: TorchDistWriter,
+    report: Report,
+) -> None:
+    for name in plan.objects:
+        key = _interleave_key(plan, name, reader.common_key)
+        if key is not None:
+            writer.write_object(name, _record_interleave(plan, reader.read_bytes(name), key))
+        else:
+            writer.copy(reader, name)
+        report(reader.objects[name])
+    if (blob := reader.common_file) is not None:
+        with (folder / COMMON_FILE).open("wb") as file:
+            if (key := _interleave_key(plan, COMMON_FILE, COMMON_FILE)) is not None:
+                file.write(_record_interleave(plan, reader.read_whole(blob), key))
+            else:
+                file.writelines(reader.blocks(blob))
+
+
+def _interleave_key(plan: ConversionPlan, name: str, common_name: str | None) -> str | None:
+    """Return under which key an object names the interleave, if that changes."""
+    if plan.source_interleave == plan.target_interleave:
+        return None
+    if name == common_name:
+        return INTERLEAVE_ARG
+    return MANIFEST_INTERLEAVE if f".{MANIFEST}." in name else None
+
+
+def _record_interleave(plan: ConversionPlan, content: bytes, key: str) -> bytes:
+    """Return an object that names the new interleave."""
+    try:
+        changed = replace_int(content, key, plan.target_interleave or None)
+    except ValueError as error:
+        raise StateError(
+            f"{plan.view.reader.path}: expected to find {key} in what it says about itself, got: "
+            f"{error}. The checkpoint is damaged: take another one."
+        ) from error
+    if changed is None:
+        raise LayoutError(
+            f"{plan.view.reader.path}: expected {key} in what it says about itself, to change it "
+            f"to {plan.target_interleave}, got none. Convert with --format safetensors."
+        )
+    return changed
+
+
+def _own_common_state(plan: ConversionPlan) -> bytes:
+    """Return the common state of a checkpoint that did not come from Megatron."""
+    state = {
+        "checkpoint_version": 3.0,  # as Megatron writes, above all for the order of QKV rows
+        "iteration": plan.view.recorded.iteration or 0,
+        OWN_STATE: {INTERLEAVE_ARG: plan.target_interleave},
+    }
+    content = io.BytesIO()
+    torch.save([state], content)
+    return content.getvalue()

@@ -1,0 +1,110 @@
+"""The experts of a checkpoint: which keys they have, and in which order their rows are."""
+
+from collections.abc import Collection
+
+from moe_optim.checkpoints.conversion.layer_view import STORED_ALIKE, LayerView
+from moe_optim.errors import ConfigError, LayoutError
+from moe_optim.expert_keys.finding import find_expert_sets, survey_expert_sets
+from moe_optim.expert_keys.layouts import ExpertSet, KeyLayout, get_layout
+
+STORED = "experts.experts."
+"""In names under which ``torch_dist`` stores what experts have besides weights and biases."""
+
+
+def find_experts(
+    view: LayerView,
+    keys: Collection[str],
+    *,
+    layout: KeyLayout | None = None,
+    num_experts: int | None = None,
+) -> list[ExpertSet]:
+    """Return the experts of every layer, states included.
+
+    Args:
+        view: of the checkpoint.
+        keys: to look among.
+        layout: as which they are read; None takes the recorded one, or any that fits.
+        num_experts: of each layer, where neither the layout nor the checkpoint tells.
+
+    Raises:
+        ConfigError: another layout is recorded.
+        LayoutError: they are not complete, or fit several layouts.
+    """
+    try:
+        return find_expert_sets(
+            _shapes(view, keys),
+            layouts=source_layouts(view, layout),
+            num_experts=num_experts or view.recorded.num_experts,
+        )
+    except LayoutError as error:
+        raise LayoutError(f"{view.reader.path}: {error}") from error
+
+
+def survey_experts(view: LayerView) -> tuple[list[ExpertSet], list[str]]:
+    """Return the complete experts of every layer, and what is wrong with others."""
+    return survey_expert_sets(
+        _shapes(view, view.tensors),
+        layouts=source_layouts(view, None),
+        num_experts=view.recorded.num_experts,
+    )
+
+
+def _shapes(view: LayerView, keys: Collection[str]) -> dict[str, tuple[int, ...]]:
+    return {key: view.tensors[key].shape for key in keys if STORED not in key}
+
+
+def source_layouts(view: LayerView, given: KeyLayout | None) -> list[KeyLayout] | None:
+    """Return which layouts experts may have: as given, as recorded, or None for any.
+
+    Raises:
+        ConfigError: the given one is not that of the checkpoint.
+    """
+    if view.reader.format == "torch_dist":
+        if given and given.name not in STORED_ALIKE:
+            raise ConfigError(
+                f"--from {given.name}: expected one of {', '.join(STORED_ALIKE)}, as which "
+                f"torch_dist stores experts, got another for {view.reader.path}. Leave it out."
+            )
+        return [get_layout("grouped")]
+    recorded = view.recorded.layout
+    if given and recorded and given.name != recorded:
+        raise ConfigError(
+            f"--from {given.name}: {view.reader.path} records layout {recorded}. Leave --from out."
+        )
+    name = given.name if given else recorded
+    return [get_layout(name)] if name else None
+
+
+def known_interleave(
+    view: LayerView, given: int | None, flag: str = "--source-glu-interleave"
+) -> int:
+    """Return the GLU interleave of a checkpoint: as given or recorded, else 0.
+
+    Raises:
+        ConfigError: both, and they differ.
+    """
+    recorded = view.recorded.glu_interleave
+    if given is not None and recorded is not None and given != recorded:
+        raise ConfigError(
+            f"{flag} {given}: {view.reader.path} records a GLU interleave of {recorded}. "
+            f"Leave {flag} out."
+        )
+    return (recorded or 0) if given is None else given
+
+
+def check_row_order(view: LayerView, interleave: int) -> None:
+    """Refuse rows that alternate within the part of each expert-tensor-parallel rank.
+
+    Megatron stores the first half of the rows of all ranks, then the second half of all: the rows
+    of a rank are no longer side by side.
+
+    Raises:
+        LayoutError: they are such rows.
+    """
+    ranks = view.recorded.parallel_sizes.get("expert tensor", 1)
+    if interleave and ranks > 1:
+        raise LayoutError(
+            f"{view.reader.path}: expected interleaved rows of whole experts, got those of experts "
+            f"cut by --expert-tensor-parallel-size {ranks}, stored in another order. Train without "
+            "one of the two, or keep the interleave."
+        )

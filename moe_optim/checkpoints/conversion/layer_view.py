@@ -1,0 +1,138 @@
+"""A checkpoint with one entry a layer, as state dicts have them, whatever is stored as one.
+
+Megatron's ``torch_dist`` stores the experts of all layers as one tensor where layers are alike,
+``decoder.layers.mlp.experts.experts.linear_fc1.weight`` of [layers, E, 2F, H], and otherwise one a
+layer, ``decoder.layers.3.mlp.experts.experts.linear_fc1.weight``. Both are shown in the layout
+``grouped``, as ``decoder.layers.3.mlp.experts.linear_fc1.weight``; states behind their prefix.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from moe_optim.checkpoints.stores.reader import CheckpointReader, Recorded, TensorInfo
+from moe_optim.errors import ConfigError, LayoutError
+
+STORED_ALIKE = ("grouped", "indexed", "sequential")
+"""Layouts of Megatron that make no difference in a ``torch_dist`` checkpoint."""
+_STORED = re.compile(r"(?P<head>.*\bexperts\.)experts\.(?P<tail>linear_fc[12]\.(weight|bias))")
+_STACKED = re.compile(r"(?P<head>.*\blayers\.)(?P<tail>[^0-9].*)")
+STATE_KIND = re.compile(r"optimizer\.state\.([^.]+)\.")
+"""Begins the key of a master or a moment; the kind of state, then the key of the parameter."""
+_AXES = {"weight": 3, "bias": 2}
+_MAX_LAYERS = 4096  # more than any model has: what claims more is shown as it is stored
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a shown tensor is stored."""
+
+    name: str
+    layer: int | None = None
+    """Its place along the first axis; None: it is all of that tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rename:
+    """Keys that begin with ``old`` begin with ``new`` instead, behind the prefix of states too."""
+
+    old: str
+    new: str
+
+    def __call__(self, key: str) -> str:
+        """Return the renamed key, or the key where it begins otherwise."""
+        state = STATE_KIND.match(key)
+        prefix = state[0] if state else ""
+        rest = key.removeprefix(prefix)
+        return prefix + self.new + rest.removeprefix(self.old) if rest.startswith(self.old) else key
+
+
+class LayerView:
+    """A checkpoint under the keys that its experts have in state dicts."""
+
+    def __init__(self, reader: CheckpointReader, renames: Sequence[Rename] = ()) -> None:
+        """Read no values.
+
+        Args:
+            reader: of the checkpoint.
+            renames: each key takes the first that fits.
+
+        Raises:
+            ConfigError: a rename fits no key.
+            LayoutError: two tensors come to have the same key.
+        """
+        self.reader = reader
+        self.renames = tuple(renames)
+        self.tensors: dict[str, TensorInfo] = {}
+        self.places: dict[str, Place] = {}
+        unused = set(renames)
+        for shown, place, info in _show(reader):
+            fitting = next((rename for rename in renames if rename(shown) != shown), None)
+            key = fitting(shown) if fitting else shown
+            unused -= {fitting}
+            if key in self.places:
+                raise LayoutError(
+                    f"{reader.path}: {key}: expected one tensor of that name, got "
+                    f"{self.places[key].name} and {place.name}. Change --rename."
+                )
+            self.tensors[key], self.places[key] = info, place
+        for rename in sorted(unused, key=lambda rename: rename.old):
+            raise ConfigError(
+                f"--rename {rename.old}={rename.new}: expected keys of {reader.path} to begin with "
+                f"it, such as {next(iter(self.tensors), 'none')}, got none that does."
+            )
+
+    @property
+    def recorded(self) -> Recorded:
+        """What the checkpoint says about itself."""
+        return self.reader.recorded
+
+    def read(self, key: str) -> Tensor:
+        """Return one tensor; raises as the reader does."""
+        place = self.places[key]
+        return self.reader.read(place.name, place.layer)
+
+
+def stored_key(shown: str) -> str:
+    """Return under which name ``torch_dist`` stores what is shown as an expert's tensor."""
+    head, _, tail = shown.rpartition("experts.")
+    return f"{head}experts.experts.{tail}"
+
+
+def _show(reader: CheckpointReader) -> list[tuple[str, Place, TensorInfo]]:
+    """Return all tensors under the keys they are shown by."""
+    shown = []
+    for name, info in reader.tensors.items():
+        found = _STORED.fullmatch(name) if reader.format == "torch_dist" else None
+        if found is None:
+            shown.append((name, Place(name), info))
+            continue
+        key = found["head"] + found["tail"]
+        stacked = _STACKED.fullmatch(key)
+        is_stacked = len(info.shape) == _AXES[found[3]] + 1 and info.shape[0] <= _MAX_LAYERS
+        if is_stacked and stacked:
+            of_layer = TensorInfo(info.shape[1:], info.dtype)
+            shown += [
+                (f"{stacked['head']}{layer}.{stacked['tail']}", Place(name, layer), of_layer)
+                for layer in range(info.shape[0])
+            ]
+        else:
+            shown.append((key, Place(name), info))
+    return shown
+
+
+def parse_renames(texts: Sequence[str]) -> tuple[Rename, ...]:
+    """Return what ``FROM=TO`` asks for.
+
+    Raises:
+        ConfigError: it is not of that form.
+    """
+    renames = []
+    for text in texts:
+        old, equals, new = text.partition("=")
+        if not old or not equals:
+            raise ConfigError(f"--rename: expected FROM=TO, prefixes of keys, got '{text}'.")
+        renames.append(Rename(old, new))
+    return tuple(renames)

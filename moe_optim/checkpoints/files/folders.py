@@ -1,0 +1,36 @@
+"""How Megatron names the folders of checkpoints."""
+
+import re
+from pathlib import Path
+
+from moe_optim.checkpoints.files.regular_files import read_file
+
+TRACKER = "latest_checkpointed_iteration.txt"
+"""The file in which Megatron says what to load."""
+
+_TRACKER_BYTES = 4096
+_ITERATION_FOLDER = re.compile(r"iter_[0-9]{7,18}")
+
+
+def iteration_folders(checkpoints: Path) -> list[Path]:
+    """Return the ``iter_*`` folders, newest first."""
+    found = [path for path in checkpoints.glob("iter_*") if _ITERATION_FOLDER.fullmatch(path.name)]
+    return sorted(found, key=iteration_of, reverse=True)
+
+
+def iteration_of(checkpoint: Path) -> int:
+    """Return the iteration a checkpoint folder ``iter_0000120`` was saved after."""
+    return int(checkpoint.name.removeprefix("iter_"))
+
+
+def read_tracker(checkpoints: Path) -> str | None:
+    """Return what the tracker file says; None where there is no such file.
+
+    Raises:
+        OSError: it leads elsewhere, is no file, or too long for one.
+    """
+    try:
+        content = read_file(checkpoints, TRACKER, _TRACKER_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return content.decode(errors="replace").strip()

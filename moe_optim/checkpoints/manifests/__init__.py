@@ -1,0 +1,1 @@
+"""What lies where in flat optimizer states."""

@@ -1,0 +1,307 @@
+"""Where each expert lies in the flat states of a distributed optimizer, and reading across layouts.
+
+Megatron saves masters and moments as it holds them: bucket after bucket, parameters side by side.
+Two expert layouts fill buckets of the same size with the same experts in another order, which the
+sizes cannot tell apart. A manifest says what lies where. Pure: no device, no group.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from moe_optim.errors import LayoutError
+
+MANIFEST = "moe_optim_manifest"
+"""What manifests are called in states, and part of the keys they are saved under."""
+VERSION = 1
+_LISTED = 8  # of the differences that an error names
+_MAX_NUMEL = 2**62
+_MAX_AXES = 16
+_MAX_PIECES = 2**20  # parameters, those of each expert apart: more than any model has
+
+_EXPERTS = re.compile(
+    r"(?P<experts>(?:.+\.)?experts\.)"
+    r"(?:local_experts\.(?P<local>[0-9]{1,9})\.)?"
+    r"(?P<linear>linear_fc[12]\.)(?P<kind>weight|bias)(?P<index>[0-9]{1,9})?"
+)
+_DIMENSIONS = {"weight": 2, "bias": 1}  # of one expert
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Address:
+    """A tensor that has the same content in every layout: an expert's, or a whole parameter."""
+
+    parameter: str
+    """``decoder.layers.0.mlp.experts.linear_fc1.weight`` of an expert, else the name as it is."""
+    expert: int | None = None
+    """Number among the experts that a rank holds; None where the parameter is no expert's."""
+
+    def __str__(self) -> str:
+        return (
+            self.parameter if self.expert is None else f"{self.parameter} of expert {self.expert}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Consecutive elements of a parameter that have one address."""
+
+    address: Address
+    numel: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParameterPlace:
+    """A parameter in a bucket."""
+
+    name: str
+    """As the model names it, without the names of wrappers."""
+    shape: tuple[int, ...]
+    start: int
+    """First element, from the start of the bucket."""
+
+    @property
+    def numel(self) -> int:
+        """Logical elements."""
+        total = 1
+        for size in self.shape:
+            total *= size
+        return total
+
+    @property
+    def num_stacked(self) -> int | None:
+        """Experts that lie in it side by side; None where it is one expert's, or no expert's."""
+        match = _EXPERTS.fullmatch(self.name)
+        if match is None or match["local"] or match["index"]:
+            return None
+        return self.shape[0] if len(self.shape) > _DIMENSIONS[match["kind"]] else None
+
+    def pieces(self) -> list[Piece]:
+        """Return what it consists of, in order: its experts, or itself."""
+        match = _EXPERTS.fullmatch(self.name)
+        if match is None:
+            return [Piece(Address(self.name), self.numel)]
+        parameter = f"{match['experts']}{match['linear']}{match['kind']}"
+        single = match["local"] or match["index"]
+        if single is not None:
+            return [Piece(Address(parameter, int(single)), self.numel)]
+        experts = self.num_stacked
+        if experts is None:  # of one expert, which has no number
+            return [Piece(Address(self.name), self.numel)]
+        return [Piece(Address(parameter, i), self.numel // experts) for i in range(experts)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BucketPlaces:
+    """A bucket, as long as it is saved: without the padding at its end."""
+
+    numel: int
+    parameters: tuple[ParameterPlace, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BufferPlaces:
+    """A buffer."""
+
+    dtype: str
+    """What Megatron writes for the dtypes of the buffer in its keys."""
+    buckets: tuple[BucketPlaces, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Consecutive elements to take from a saved bucket."""
+
+    buffer: int
+    bucket: int
+    start: int
+    numel: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateManifest:
+    """What lies where in the states of one optimizer, in ranks of one data-parallel group."""
+
+    buffers: tuple[BufferPlaces, ...]
+    glu_interleave: int | None
+    """Rows of the blocks in which gate and up alternate in fc1; None: all gate rows come first."""
+    versions: dict[str, str]
+    """Of the packages that wrote it."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain lists, numbers and strings."""
+        return {"version": VERSION, **asdict(self)}
+
+    @classmethod
+    def from_dict(cls, saved: Any, where: str) -> "StateManifest":
+        """Undo :meth:`to_dict`.
+
+        Raises:
+            LayoutError: it is no manifest, or one of a later version.
+        """
+        try:
+            version = saved["version"]
+            buffers = tuple(_buffer_from(buffer) for buffer in saved["buffers"])
+            interleave = saved["glu_interleave"]
+            interleave = None if interleave is None else _count(interleave)
+            versions = dict(saved["versions"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise LayoutError(
+                f"{where}: expected a manifest of optimizer states, got something else "
+                f"({error!r}). The checkpoint is damaged; load another one."
+            ) from error
+        if version != VERSION:
+            got = version if isinstance(version, int) else "another"
+            raise LayoutError(
+                f"{where}: expected a manifest of version {VERSION}, got {got}. Load the "
+                "checkpoint with the moe_optim that wrote it, and save it fully reshardable "
+                "(--dist-ckpt-optim-fully-reshardable)."
+            )
+        manifest = cls(buffers=buffers, glu_interleave=interleave, versions=versions)
+        pieces = sum(place.num_stacked or 1 for _, _, place in manifest.places())
+        if pieces > _MAX_PIECES:
+            raise LayoutError(
+                f"{where}: expected a manifest of at most {_MAX_PIECES:,} parameters and experts, "
+                f"got one of {pieces:,}. The checkpoint is damaged; load another one."
+            )
+        return manifest
+
+    def places(self) -> Iterator[tuple[int, int, ParameterPlace]]:
+        """Yield buffer, bucket and place of every parameter."""
+        for buffer_id, buffer in enumerate(self.buffers):
+            for bucket_id, bucket in enumerate(buffer.buckets):
+                for place in bucket.parameters:
+                    yield buffer_id, bucket_id, place
+
+    def addresses(self) -> dict[Address, Read]:
+        """Return where each address lies.
+
+        Raises:
+            LayoutError: an address that occurs twice.
+        """
+        found: dict[Address, Read] = {}
+        for buffer_id, bucket_id, place in self.places():
+            start = place.start
+            for piece in place.pieces():
+                if piece.address in found:
+                    raise LayoutError(
+                        f"{piece.address}: expected one place in the optimizer state, got two: the "
+                        "parameters of the model have ambiguous names. Rename one of them."
+                    )
+                found[piece.address] = Read(buffer_id, bucket_id, start, piece.numel)
+                start += piece.numel
+        return found
+
+
+def _buffer_from(saved: dict[str, Any]) -> BufferPlaces:
+    buckets = tuple(
+        BucketPlaces(
+            numel=_count(bucket["numel"]),
+            parameters=tuple(
+                ParameterPlace(
+                    name=_text(place["name"]),
+                    shape=_shape(place["shape"]),
+                    start=_count(place["start"]),
+                )
+                for place in bucket["parameters"]
+            ),
+        )
+        for bucket in saved["buckets"]
+    )
+    for bucket in buckets:
+        for place in bucket.parameters:
+            if place.start + place.numel > bucket.numel:
+                raise ValueError(f"{place.name[:200]!r} ends behind its bucket")
+    return BufferPlaces(dtype=_text(saved["dtype"]), buckets=buckets)
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    if len(value) > _MAX_AXES:
+        raise ValueError(f"expected at most {_MAX_AXES} axes, got {len(value)}")
+    return tuple(_count(size) for size in value)
+
+
+def _count(value: Any) -> int:
+    """Return a number of elements or rows."""
+    if type(value) is not int or not 0 <= value <= _MAX_NUMEL:
+        raise ValueError("expected a number of elements, got something else")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError("expected text, got something else")
+    return value
+
+
+class CrossReader:
+    """Finds elements of one manifest's parameters in the states that another one describes.
+
+    Args:
+        source: of the checkpoint.
+        target: of the model that loads it.
+        where: for errors.
+
+    Raises:
+        LayoutError: parameters or experts that only one of the two has, or of other sizes; all of
+            them are named.
+    """
+
+    def __init__(self, source: StateManifest, target: StateManifest, where: str) -> None:
+        self._source = source.addresses()
+        wanted = target.addresses()
+        absent = [
+            str(address) for address in sorted(wanted, key=str) if address not in self._source
+        ]
+        left = [str(address) for address in sorted(self._source, key=str) if address not in wanted]
+        sizes = [
+            f"{address} has {read.numel} elements, expected {wanted[address].numel}"
+            for address, read in sorted(self._source.items(), key=str)
+            if address in wanted and read.numel != wanted[address].numel
+        ]
+        problems = [
+            f"{what}: {listed(found)}"
+            for what, found in (
+                ("missing", absent),
+                ("left over", left),
+                ("of another size", sizes),
+            )
+            if found
+        ]
+        if problems:
+            raise LayoutError(
+                f"{where}: expected optimizer states of the parameters of this model, got others. "
+                f"{'; '.join(problems)}. Load a checkpoint of the same model and the same tensor, "
+                "pipeline and expert parallel sizes, or one that was saved fully reshardable "
+                "(--dist-ckpt-optim-fully-reshardable)."
+            )
+
+    def reads(self, place: ParameterPlace, start: int, end: int) -> list[Read]:
+        """Return where elements ``start`` to ``end`` of a parameter of the target lie, in order."""
+        reads: list[Read] = []
+        piece_start = 0
+        for piece in place.pieces():
+            first = max(start, piece_start)
+            last = min(end, piece_start + piece.numel)
+            if first < last:
+                at = self._source[piece.address]
+                read = Read(at.buffer, at.bucket, at.start + first - piece_start, last - first)
+                reads[len(reads) - 1 :] = _joined(reads[-1:], read)
+            piece_start += piece.numel
+        return reads
+
+
+def _joined(last: Sequence[Read], read: Read) -> list[Read]:
+    """Return ``last`` and ``read``, as one if the one goes on where the other ends."""
+    for before in last:
+        follows = (before.buffer, before.bucket, before.start + before.numel)
+        if follows == (read.buffer, read.bucket, read.start):
+            return [Read(before.buffer, before.bucket, before.start, before.numel + read.numel)]
+    return [*last, read]
+
+
+def listed(found: Sequence[str]) -> str:
+    """Return names for an error, the first few of many."""
+    shown = ", ".join(found[:_LISTED])
+    return shown if len(found) <= _LISTED else f"{shown} and {len(found) - _LISTED} more"

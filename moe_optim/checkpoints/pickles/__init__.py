@@ -1,0 +1,1 @@
+"""Pickles and archives as plain data, without running them."""

@@ -1,0 +1,125 @@
+"""Objects of checkpoints: reading them, and changing a number in one.
+
+Megatron's common state holds enumerations and metadata of its own. They are read as they were
+written, without their classes: looking at a checkpoint imports no Megatron, and runs nothing.
+"""
+
+import io
+import pickle
+import pickletools
+import zipfile
+from collections.abc import Callable
+from typing import IO, Any
+
+from moe_optim.checkpoints.pickles.archives import Archive
+from moe_optim.checkpoints.pickles.plain_pickles import Named, read_pickle
+from moe_optim.checkpoints.stores.stored_metadata import ITEM_BYTES
+from moe_optim.checkpoints.stores.stored_tensors import STORAGES
+
+_PLAIN = {  # by module: what makes values of its arguments, and does nothing else
+    "builtins": "bool bytearray bytes complex dict float frozenset int list range set slice str "
+    "tuple",
+    "collections": "Counter OrderedDict defaultdict deque",
+    "argparse": "Namespace",
+    "types": "SimpleNamespace",
+    "pathlib": "PosixPath PurePosixPath",
+    "pathlib._local": "PosixPath PurePosixPath",
+    "io": "BytesIO",
+    "_io": "BytesIO",
+    "signal": "Signals",
+    "_codecs": "encode",  # makes bytes, of which protocol 2 has none
+    "numpy": "dtype ndarray",
+    "numpy.core.multiarray": "_reconstruct scalar",
+    "numpy._core.multiarray": "_reconstruct scalar",
+    "numpy.dtypes": "UInt32DType",
+    "torch": f"Generator Size device {' '.join(STORAGES)}",
+    "torch._C": "Generator",
+    "torch._utils": "_rebuild_parameter _rebuild_tensor_v2 _rebuild_tensor_v3",
+    "torch.nn.parameter": "Parameter",
+    "torch.serialization": "_get_layout",
+    "torch.storage": "UntypedStorage",
+}
+_PLAIN_NAMES = {
+    *(Named(module, name) for module, names in _PLAIN.items() for name in names.split()),
+    *(Named(*dtype.split(".")) for dtype in ITEM_BYTES),
+}
+
+
+class ForeignNameError(ValueError):
+    """A pickle names what is not known to make plain data."""
+
+    def __init__(self, named: Named) -> None:
+        self.named = named
+        super().__init__(f"it names {named}")
+
+
+def load_object(file: IO[bytes]) -> Any:
+    """Return what ``torch.save`` wrote, what it names as ``plain_pickles`` has it.
+
+    Raises:
+        Exception: whatever a damaged zip leads to; ValueError from a damaged pickle.
+    """
+    return read_pickle(Archive(file).pickled())
+
+
+def require_plain(file: IO[bytes], knows: Callable[[Named], bool]) -> None:
+    """Refuse an object of ``torch.save`` that would run code where it is unpickled.
+
+    Plain data are values, containers, tensors and arrays, and what ``knows`` says to be as
+    harmless. Whoever unpickles it may still run out of memory.
+
+    Args:
+        file: the archive, in which torch reads what is read here (``archives.contents_defect``).
+        knows: says of a name that is none of these whether it makes plain data.
+
+    Raises:
+        ForeignNameError: it names something else.
+        ValueError: its pickle cannot be read.
+    """
+
+    def admit(named: Named) -> None:
+        if named not in _PLAIN_NAMES and not knows(named):
+            raise ForeignNameError(named)
+
+    read_pickle(Archive(file).pickled(), admit)
+
+
+def replace_int(blob: bytes, key: str, value: int | None) -> bytes | None:
+    """Return a ``torch.save`` archive with another number behind a string key, or None without it.
+
+    Nothing else changes, objects of unknown classes included, since nothing is unpickled.
+
+    Args:
+        blob: the archive.
+        key: stands before an int or None wherever it occurs.
+        value: goes there.
+
+    Raises:
+        ValueError: its pickle cannot be read.
+    """
+    load_object(io.BytesIO(blob))
+    source = zipfile.ZipFile(io.BytesIO(blob))
+    target, found = io.BytesIO(), False
+    with zipfile.ZipFile(target, "w", zipfile.ZIP_STORED) as archive:
+        for name in source.namelist():
+            content = source.read(name)
+            if name.endswith("/data.pkl"):
+                content, found = _splice(content, key, value)
+            archive.writestr(name, content)
+    return target.getvalue() if found else None
+
+
+def _splice(pickled: bytes, key: str, value: int | None) -> tuple[bytes, bool]:
+    """Return a pickle with ``value`` behind each ``key``, and whether there was one."""
+    code = pickle.dumps(value, protocol=2)[2:-1]  # between PROTO and STOP
+    parts, copied, awaits = [], 0, False
+    operations = list(pickletools.genops(pickled))
+    ends = [position for _, _, position in operations[1:]] + [len(pickled)]
+    for (operation, argument, start), end in zip(operations, ends, strict=True):
+        if awaits and operation.name not in ("BINPUT", "LONG_BINPUT", "PUT", "MEMOIZE"):
+            if operation.name not in ("NONE", "BININT", "BININT1", "BININT2"):
+                return pickled, False
+            parts += [pickled[copied:start], code]
+            copied, awaits = end or 0, False
+        awaits = awaits or ("UNICODE" in operation.name and argument == key)
+    return b"".join([*parts, pickled[copied:]]), bool(parts)

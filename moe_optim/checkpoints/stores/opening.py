@@ -1,0 +1,64 @@
+"""Finding out what a path holds, and opening it."""
+
+from pathlib import Path
+
+from moe_optim.checkpoints.files.folders import TRACKER, read_tracker
+from moe_optim.checkpoints.stores.reader import CheckpointReader
+from moe_optim.checkpoints.stores.safetensors_files import SafetensorsReader, is_safetensors
+from moe_optim.checkpoints.stores.stored_metadata import METADATA
+from moe_optim.checkpoints.stores.torch_dist import CONFIG_FILE, TorchDistReader
+from moe_optim.errors import LayoutError, StateError
+
+_DIGITS = 18  # of an iteration, at most
+
+
+def open_checkpoint(path: Path) -> CheckpointReader:
+    """Open a checkpoint of either format; its ``path`` says which one of several was taken.
+
+    Args:
+        path: a torch_dist folder; the folder above, whose tracker file names the newest; a
+            safetensors file, or a folder of them.
+
+    Raises:
+        StateError: nothing there, or it is damaged.
+        LayoutError: something else is there.
+    """
+    try:
+        return _open(path)
+    except OSError as error:
+        raise StateError(
+            f"{path}: expected a checkpoint, got: {error.strerror}. Give a folder or file that can "
+            "be read."
+        ) from error
+
+
+def _open(path: Path) -> CheckpointReader:
+    if not path.exists():
+        raise StateError(f"{path}: expected a checkpoint, got no such file or folder.")
+    if (folder := _newest_folder(path)) is not None:
+        path = folder
+    if path.is_dir() and any((path / name).exists() for name in (CONFIG_FILE, METADATA)):
+        return TorchDistReader(path)
+    if is_safetensors(path):
+        return SafetensorsReader(path)
+    names = sorted(entry.name for entry in path.iterdir())[:5] if path.is_dir() else [path.name]
+    found = [name if name.isprintable() else repr(name) for name in names]
+    raise LayoutError(
+        f"{path}: expected a torch_dist checkpoint (.metadata, *.distcp) or safetensors, got "
+        f"{', '.join(found) or 'an empty folder'}. Give the folder that holds them."
+    )
+
+
+def _newest_folder(path: Path) -> Path | None:
+    """Return the folder that a tracker file names, or None where there is no such file."""
+    said = read_tracker(path)
+    if said is None:
+        return None
+    is_number = said.isascii() and said.isdecimal() and len(said) <= _DIGITS
+    name = f"iter_{int(said):07d}" if is_number else said
+    if name not in {entry.name for entry in path.iterdir() if entry.is_dir()}:
+        raise StateError(
+            f"{path / TRACKER}: expected the iteration of a folder beside it, got {said[:40]!r}. "
+            "Give one of the iter_* folders."
+        )
+    return path / name

@@ -1,0 +1,1 @@
+"""What commands share: files, tables, command lines and how things are spelt."""

@@ -1,0 +1,59 @@
+"""What the commands on checkpoints have in common: opening, progress, and sizes in words."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+if TYPE_CHECKING:
+    from moe_optim.checkpoints.conversion.layer_view import LayerView
+
+
+def open_view(path: Path, renames: Sequence[str] = ()) -> "LayerView":
+    """Open a checkpoint of either format, and say so on stderr if another path was taken.
+
+    Args:
+        path: as the user gave it.
+        renames: ``FROM=TO`` each.
+
+    Raises:
+        StateError: nothing there, or it is damaged.
+        LayoutError: something else is there.
+        ConfigError: a rename fits nothing.
+    """
+    from moe_optim.checkpoints.conversion.layer_view import LayerView, parse_renames
+    from moe_optim.checkpoints.stores.opening import open_checkpoint
+
+    reader = open_checkpoint(path)
+    if reader.path != path:
+        console = Console(stderr=True, markup=False, highlight=False)
+        console.print(f"{path}: taking its newest checkpoint, {reader.path.name}", soft_wrap=True)
+    return LayerView(reader, parse_renames(renames))
+
+
+@contextmanager
+def progress_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show a bar on stderr while inside, on a terminal alone; gives what takes bytes done."""
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda done: progress.update(task, advance=done)

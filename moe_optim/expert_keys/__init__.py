@@ -1,0 +1,1 @@
+"""Names of experts in state dicts, and conversion between them. Pure."""

@@ -1,0 +1,36 @@
+"""The configuration that is in force in this process; :mod:`installation` sets it."""
+
+from moe_optim.config import MoEOptimConfig
+from moe_optim.errors import StateError
+
+_active: MoEOptimConfig | None = None
+
+
+def activate(config: MoEOptimConfig | None) -> None:
+    """Put a configuration in force; None takes it back."""
+    global _active
+    _active = config
+
+
+def installed_config() -> MoEOptimConfig | None:
+    """Return the installed configuration, or None."""
+    return _active
+
+
+def config_in_force() -> MoEOptimConfig:
+    """Return the installed configuration, or the defaults where an optimizer is built without."""
+    return _active or MoEOptimConfig()
+
+
+def active_config() -> MoEOptimConfig:
+    """Return the configuration in force.
+
+    Raises:
+        StateError: nothing is installed.
+    """
+    if _active is None:
+        raise StateError(
+            "moe_optim: expected install() to have run, got no configuration. Call "
+            "moe_optim.install() before the model is built."
+        )
+    return _active

@@ -1,0 +1,1 @@
+"""Parameter and gradient buffers of quantized weights, and how these are gathered."""

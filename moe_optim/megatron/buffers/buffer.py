@@ -1,0 +1,177 @@
+"""Parameter and gradient buffers that hold quantized expert weights."""
+
+import copy
+from typing import Any, Protocol
+
+import torch
+from megatron.core.distributed import param_and_grad_buffer as upstream
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucket, _ParamAndGradBuffer
+from torch import Tensor
+
+from moe_optim.errors import ConfigError, StateError
+from moe_optim.megatron.active import config_in_force
+from moe_optim.megatron.buffers.managed_bucket import ManagedBucket
+from moe_optim.megatron.buffers.offload import HostPlanes
+from moe_optim.megatron.buffers.states import Event
+from moe_optim.megatron.weights.managed import is_managed, storage_of
+
+_stock_param_uses_quantized_storage = upstream._param_uses_quantized_storage
+_stock_is_grouped_mxfp8tensor = upstream.is_grouped_mxfp8tensor
+
+
+def _param_uses_quantized_storage(param: torch.nn.Parameter) -> bool:
+    """Return whether Megatron must give ``param`` a buffer of its own kind (uint8)."""
+    return is_managed(param) or _stock_param_uses_quantized_storage(param)
+
+
+def is_grouped_mxfp8tensor(tensor: Tensor) -> bool:
+    """Return whether the buffer shares memory between ``tensor``'s gradients and its gather."""
+    return is_managed(tensor) or _stock_is_grouped_mxfp8tensor(tensor)
+
+
+class BufferGroup(Protocol):
+    """What a buffer asks of the bucket groups that communicate for it."""
+
+    def finish_gather(self) -> None:
+        """Wait for a gather in flight and put its result in place."""
+
+    def finish_communication(self) -> None:
+        """Wait for whatever reads or writes gradient memory."""
+
+
+class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
+    """Megatron's buffer, where a buffer of quantized weights is *managed*.
+
+    A managed buffer has no ``param_data``, and each of its buckets a :class:`ManagedBucket`, which
+    is ``bucket.managed``. Buffers of all other parameters are Megatron's to the byte.
+
+    Attributes:
+        groups: bucket groups that communicate for this buffer; empty until they are made.
+    """
+
+    def __init__(
+        self,
+        ddp_config: Any,
+        param_dtype: torch.dtype,
+        grad_dtype: torch.dtype,
+        params_with_names: list[tuple[torch.nn.Parameter, str]],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Lay out the buffer; arguments are Megatron's."""
+        self.groups: list[BufferGroup] = []
+        kinds = {is_managed(param) for param, _ in params_with_names}
+        self.managed = kinds == {True}
+        if len(kinds) > 1:
+            names = ", ".join(name for param, name in params_with_names)
+            raise StateError(
+                f"parameter buffer: expected quantized weights of one kind, got portable and "
+                f"other ones together: {names}. Use one expert implementation in a model."
+            )
+        if self.managed and not ddp_config.use_distributed_optimizer:
+            raise ConfigError(
+                f"moe_optim: expected --use-distributed-optimizer, since {params_with_names[0][1]} "
+                "is quantized, got a model that is wrapped without it. Give the flag, or set "
+                "format: bf16."
+            )
+        if not self.managed:
+            super().__init__(
+                ddp_config, param_dtype, grad_dtype, params_with_names, *args, **kwargs
+            )
+            return
+        for param, name in params_with_names:
+            storage_of(param).name = name
+        # Tells Megatron's constructor to leave the storage of the weights alone. A copy: nothing
+        # else may see the flag, and its own check wants Transformer Engine.
+        sharing_config = copy.copy(ddp_config)
+        sharing_config.reuse_grad_buf_for_mxfp8_param_ag = True
+        super().__init__(
+            sharing_config, param_dtype, grad_dtype, params_with_names, *args, **kwargs
+        )
+        self.ddp_config = ddp_config
+        self.param_data = None
+        self._on_host: HostPlanes | None = None
+        for bucket in self.buckets:
+            managed = bucket.managed
+            for param in bucket.params_list:
+                param.register_hook(lambda _, managed=managed: managed.before_gradient())
+                param.main_grad = param.main_grad.data  # with a version counter of its own
+            managed.watch([param.main_grad for param in bucket.params_list])
+
+    @property
+    def has_nvfp4_params(self) -> bool:
+        """Whether Megatron is to pack NVFP4 bytes; those of managed weights are planes already."""
+        return self._has_nvfp4_params and not self.managed
+
+    @has_nvfp4_params.setter
+    def has_nvfp4_params(self, found: bool) -> None:
+        self._has_nvfp4_params = found
+
+    def _new_bucket(self, *args: Any, **kwargs: Any) -> _ParamAndGradBucket:
+        """Create a bucket; a managed one gathers by itself, as the wire in force says."""
+        bucket = super()._new_bucket(*args, **kwargs)
+        if self.managed:
+            names = [param.quantized_storage.name for param in bucket.params_list]
+            where = names[0] if len(names) == 1 else f"{names[-1]} to {names[0]}"
+            bucket.param_data = bucket.grad_data[:0]  # Megatron takes a view, and leaves it
+            config = config_in_force()
+            bucket.managed = ManagedBucket(
+                f"bucket {bucket.bucket_id} ({where})",
+                bucket.params_list,
+                [bucket.param_to_index[param][0] for param in bucket.params_list],
+                bucket.grad_data,
+                dp_size=self.data_parallel_world_size,
+                wire=config.wire,
+                backend=config.backend,
+            )
+        return bucket
+
+    def reset(self) -> None:
+        """Zero the gradients, once nothing is reading or writing their memory any more.
+
+        Also drops what a backward pass that ended in an exception has left in ``grad``.
+        """
+        for group in self.groups:
+            group.finish_communication()
+        if not self.managed:
+            super().reset()
+            return
+        for param in self.params:
+            if param.grad is not None:
+                param.grad = None
+        for bucket in self.buckets:
+            bucket.managed.zero()
+        for grad in self.extra_main_grads:
+            grad.zero_()
+
+    def offload_to_cpu(self, move_params: bool = True, move_grads: bool = True) -> None:
+        """Free gradient memory, and move weights to the host; a gather in either is finished first.
+
+        Reading, writing or gathering managed weights raises until they are back.
+        """
+        if self.managed:
+            for group in self.groups:
+                (group.finish_gather if move_params else group.finish_communication)()
+            if move_params and self._on_host is None:
+                for bucket in self.buckets:
+                    bucket.managed.state.record(Event.OFFLOAD)
+                self._on_host = HostPlanes(param.quantized_storage for param in self.params)
+        super().offload_to_cpu(move_params, move_grads)
+
+    def reload_from_cpu(self, move_params: bool = True, move_grads: bool = True) -> None:
+        """Take the memory of weights and gradients again, these zeroed."""
+        was_offloaded = self.grad_data_size > 0
+        super().reload_from_cpu(move_params, move_grads)
+        if not self.managed:
+            return
+        if move_params and self._on_host is not None:
+            self._on_host.restore()
+            self._on_host = None
+            for bucket in self.buckets:
+                bucket.managed.state.record(Event.RELOAD)
+                bucket.managed.forget_masters()  # plans know addresses
+        if move_grads and was_offloaded:
+            for bucket in self.buckets:
+                bucket.managed.zero()
+                if bucket.managed.gather.uses_gradient_memory:
+                    bucket.managed.forget_masters()  # the memory may have come back elsewhere

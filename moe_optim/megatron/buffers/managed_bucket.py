@@ -1,0 +1,252 @@
+"""A bucket of quantized weights: its state, its gradient memory, and how its weights are gathered.
+
+It hangs on Megatron's bucket as ``bucket.managed``, and is the holder of every weight in it.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from megatron.core.transformer.cuda_graphs import is_graph_capturing
+from torch import Tensor
+
+from moe_optim.errors import StateError
+from moe_optim.kernels.member_table import Backend
+from moe_optim.layout.wire import Slot
+from moe_optim.megatron.buffers.amax_record import AmaxRecord
+from moe_optim.megatron.buffers.gather import OwnedMaster, Wire, make_gather
+from moe_optim.megatron.buffers.states import (
+    OWN_MEMORY,
+    SHARED_MEMORY,
+    BucketState,
+    Event,
+    Gradients,
+    Weights,
+)
+from moe_optim.modules.storage import PlaneStorage, new_version
+
+
+class Owner(Protocol):
+    """The optimizer that steps the weights of a bucket."""
+
+    def masters_of(self, bucket: "ManagedBucket") -> list[OwnedMaster]:
+        """Return what this rank owns of the parameters of ``bucket``."""
+
+
+class ManagedBucket:
+    """Everything this package knows of one bucket; collectives are its bucket group's.
+
+    Args:
+        name: how errors call the bucket.
+        params: quantized weights, in the order in which Megatron lists them.
+        starts: first element of each in the bucket.
+        grads: flat gradient memory, bf16 or fp32, padding included; the view is kept.
+        dp_size: ranks that own an equal part of it each.
+        wire: what the gather of the weights carries.
+        backend: who quantizes.
+
+    Attributes:
+        slots: where the weights lie in the bucket.
+        staging: flat bf16 view of the first bytes of ``grads``, one entry a gradient.
+        state: of gradients and weights.
+        gather: what travels for the weights.
+        owner: the optimizer that was built last for them; None before there is one.
+        version: of the bytes that the last gather has brought, see ``PlaneStorage.version``.
+
+    Raises:
+        LayoutError: weights of several formats, or shards without whole bytes.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        params: Sequence[Any],
+        starts: Sequence[int],
+        grads: Tensor,
+        *,
+        dp_size: int,
+        wire: Wire = "quantized",
+        backend: Backend = "auto",
+    ) -> None:
+        self.name, self.dp_size, self.grads = name, dp_size, grads
+        self.params: tuple[torch.nn.Parameter, ...] = tuple(params)
+        self.storages: tuple[PlaneStorage, ...] = tuple(p.quantized_storage for p in params)
+        self.slots = tuple(
+            Slot(name=storage.name, start=start, shape=storage.shape)
+            for storage, start in zip(self.storages, starts, strict=True)
+        )
+        self.staging = grads.view(torch.bfloat16)[: grads.numel()]
+        self._rest = grads.view(torch.uint8)[self.staging.numel() * self.staging.itemsize :]
+        self._watched: Sequence[Tensor] = ()
+        self._writes = 0  # into watched gradients, when there last were none
+        self.owner: Owner | None = None
+        self._masters: tuple[tuple[OwnedMaster, int], ...] | None = None  # and their addresses
+        self.version = new_version()
+        self.state = BucketState(name, OWN_MEMORY if wire == "quantized" else SHARED_MEMORY)
+        if not all(storage.is_fresh for storage in self.storages):
+            self.state.record(Event.SETTLE)  # behind masters of another wrapper
+        self.gather = make_gather(wire, self, numel=grads.numel(), dp_size=dp_size, backend=backend)
+        self._amaxes = AmaxRecord.of(self.params)
+
+    # What weights ask of their holder
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the weights are those of the current masters."""
+        return self.state.weights is Weights.FRESH
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether the weights are on the host."""
+        return self.state.weights in (Weights.OFFLOADED, Weights.STALE_OFFLOADED)
+
+    def before_gradient(self) -> None:
+        """Note that a backward pass is about to add a gradient, which it may not live to tell.
+
+        Called once a weight and micro-batch, before anything is written.
+
+        Raises:
+            StateError: the memory holds something that gradients must not be added to.
+        """
+        gradients = self.state.gradients
+        if is_graph_capturing() and gradients is not Gradients.ZERO:
+            return  # Megatron zeroes, or puts back, what a capture leaves in gradient memory
+        if gradients is not Gradients.PARTIAL:
+            self.state.record(Event.ACCUMULATE)
+
+    # Gradients
+
+    def watch(self, gradients: Sequence[Tensor]) -> None:
+        """Count writes into ``gradients``, views of ``grads`` with version counters of their own.
+
+        Writes through ``grads`` itself, as those of this class are, do not count.
+        """
+        self._watched = gradients
+        self._count_from_here()
+
+    def zero(self) -> None:
+        """Make all gradients zero, whatever is known of them.
+
+        Raises:
+            StateError: a gather is using the memory, or it is offloaded.
+        """
+        self._require_memory("zero_grad_buffer")
+        self.state.record(Event.ZERO)
+        self.grads.zero_()
+        self._count_from_here()
+
+    def find_unannounced(self, *, thoroughly: bool = False) -> None:
+        """Note gradients that were written by hand, as nobody tells of these.
+
+        Args:
+            thoroughly: read the memory, which also finds what kernels wrote in a backward pass
+                that ended in an exception. Waits for the device.
+        """
+        if self.state.gradients is Gradients.ZERO and (
+            self._were_written() or (thoroughly and bool(self.grads.any()))
+        ):
+            self.state.record(Event.ACCUMULATE)
+
+    def _were_written(self) -> bool:
+        return self._count_writes() != self._writes
+
+    def _count_writes(self) -> int:
+        return sum(gradient._version for gradient in self._watched)
+
+    def _count_from_here(self) -> None:
+        self._writes = self._count_writes()
+
+    def _require_memory(self, what: str) -> None:
+        if self.grads.untyped_storage().size() == 0:
+            raise StateError(
+                f"{self.name}: {what}: expected gradient memory, got none: it is offloaded. Call "
+                "restore_grad_buffers() first, or do this before offloading."
+            )
+
+    # Weights
+
+    @property
+    def reduced(self) -> list[Tensor]:
+        """What a MAX all-reduce completes, once :meth:`open_gather` has been called."""
+        amaxes = [] if self._amaxes is None else [self._amaxes.values]
+        return [*self.gather.reduced, *amaxes]
+
+    def open_gather(self) -> None:
+        """Begin to gather the weights: read the masters of this rank.
+
+        Raises:
+            StateError: masters are moving, weights or gradient memory are offloaded, or it holds
+                gradients that no step has used.
+        """
+        self._require_held()
+        if self.gather.uses_gradient_memory:
+            self._require_memory(Event.GATHER.value)
+            self.find_unannounced()
+        self.state.record(Event.GATHER)
+        if self.gather.uses_gradient_memory:
+            self._count_from_here()
+            self._rest.zero_()
+        masters = self._list_masters()
+        self.gather.open(masters)
+        if self._amaxes is not None:
+            self._amaxes.fill(masters)
+
+    def land(self) -> None:
+        """Put what has arrived in place: the weights are fresh.
+
+        Raises:
+            StateError: gradients were written into memory that the gather uses.
+        """
+        if self.gather.uses_gradient_memory and self._were_written():
+            raise StateError(
+                f"{self.name}: {Event.LAND.value}: expected memory that no gradient was written "
+                "into, got gradients written by hand. Call start_param_sync(force_sync=True) on "
+                "the DDP module before main_grad is written."
+            )
+        self.gather.land()
+        if self._amaxes is not None:
+            self._amaxes.land()
+        self.state.record(Event.LAND)
+        self._count_from_here()
+        self.version = new_version()
+        for storage in self.storages:
+            storage.drop_initial()
+
+    def give_up_gather(self) -> None:
+        """Leave the weights stale, and gradient memory free to be used, after a part failed."""
+        if self.state.weights is Weights.IN_FLIGHT:
+            self.state.record(Event.FAIL)
+
+    def forget_masters(self) -> None:
+        """Drop what was planned for masters, weights and memory that may lie elsewhere now."""
+        self._masters = None
+        self.gather.forget()
+        if self._amaxes is not None:
+            self._amaxes.forget()
+
+    def _list_masters(self) -> list[OwnedMaster]:
+        """Return the masters of this rank; where something has moved, everything is planned anew.
+
+        Masters get other memory where RL stacks offload them, by their ``data``; weights of
+        Transformer Engine get other tensors from its modules.
+        """
+        moved = [storage for storage in self.storages if storage.has_moved()]
+        for storage in moved:
+            storage.take_over()
+        if moved or any(one.master.data_ptr() != at for one, at in self._masters or ()):
+            self.forget_masters()
+        if self._masters is None:
+            assert self.owner is not None  # who else has made the weights stale
+            owned = self.owner.masters_of(self)
+            self._masters = tuple((one, one.master.data_ptr()) for one in owned)
+        return [one for one, _ in self._masters]
+
+    def _require_held(self) -> None:
+        """Raise StateError if another bucket has bound the weights since."""
+        for storage in self.storages:
+            if storage.holder is not self:
+                raise StateError(
+                    f"{self.name}: expected {storage.name} in this bucket, got it in one of a "
+                    "DistributedDataParallel that was made later for the same model. Step an "
+                    "optimizer that was built for that one, and drop this one."
+                )

@@ -1,0 +1,199 @@
+"""What a managed bucket holds, and what may happen to it: one table of events.
+
+A bucket has gradient memory and quantized weights. With wire ``bf16`` the gather of the weights
+borrows the gradients' memory: masters are staged there, gathered, requantized and wiped. Weights
+and gradients then share bytes, and every hazard of that sharing is one transition that is not here.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from moe_optim.errors import StateError
+
+
+class Gradients(Enum):
+    """What the gradient memory of a bucket holds."""
+
+    ZERO = "zeros"
+    PARTIAL = "gradients that are still accumulating"
+    REDUCED = "reduced gradients"
+    SPENT = "gradients a step has already used"
+    IN_FLIGHT = "parameters in flight"
+
+
+class Weights(Enum):
+    """What the quantized weights of a bucket are to the masters."""
+
+    FRESH = "weights of the current masters"
+    STALE = "weights of earlier masters"
+    MOVING = "weights whose masters are moving"
+    IN_FLIGHT = "weights in flight"
+    OFFLOADED = "weights on the host"
+    STALE_OFFLOADED = "weights of earlier masters on the host"
+
+
+class Event(Enum):
+    """What can happen to a bucket."""
+
+    ZERO = "zero_grad_buffer"
+    ACCUMULATE = "a backward pass"
+    REDUCE = "the gradient reduction"
+    READ = "the optimizer reading its gradients"
+    STEP = "the optimizer step"
+    SETTLE = "new masters"
+    GATHER = "the parameter gather"
+    LAND = "the end of the parameter gather"
+    FAIL = "a parameter gather that failed"
+    OFFLOAD = "offload_to_cpu"
+    RELOAD = "reload_from_cpu"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Transition:
+    """What an event makes of each state that it accepts; it is refused in all others."""
+
+    gradients: Mapping[Gradients, Gradients]
+    weights: Mapping[Weights, Weights]
+    gradients_remedy: str = ""
+    """What to do where the gradients are the reason of a refusal."""
+    weights_remedy: str = ""
+    """What to do where the weights are."""
+
+
+_Z, _P, _R, _S = Gradients.ZERO, Gradients.PARTIAL, Gradients.REDUCED, Gradients.SPENT
+_FRESH, _STALE, _MOVING = Weights.FRESH, Weights.STALE, Weights.MOVING
+_ANY_GRADIENTS = {state: state for state in Gradients}
+_ANY_WEIGHTS = {state: state for state in Weights}
+_REDUCE_FIRST = "Call finish_grad_sync() on the DDP module before optimizer.step()."
+_ONLY_GROUPS = "Only start_param_sync() on the DDP module may gather weights."
+_RELOAD_FIRST = "Call reload_from_cpu() on the buffers of the DDP module first."
+
+OWN_MEMORY: Mapping[Event, Transition] = {
+    Event.ZERO: Transition(
+        gradients={_Z: _Z, _P: _Z, _R: _Z, _S: _Z},
+        gradients_remedy="Let the parameter gather finish before the gradients are zeroed.",
+        weights=_ANY_WEIGHTS,
+    ),
+    Event.ACCUMULATE: Transition(
+        gradients={_Z: _P, _P: _P},
+        gradients_remedy="Call zero_grad_buffer() before the first backward pass of a step.",
+        weights=_ANY_WEIGHTS,
+    ),
+    Event.REDUCE: Transition(
+        gradients={_Z: _R, _P: _R},
+        gradients_remedy="Reduce once a step, after the last backward pass.",
+        weights=_ANY_WEIGHTS,
+    ),
+    Event.READ: Transition(
+        gradients={_Z: _Z, _R: _R},
+        gradients_remedy=_REDUCE_FIRST,
+        weights=_ANY_WEIGHTS,
+    ),
+    Event.STEP: Transition(
+        gradients={_Z: _S, _R: _S, _S: _S},
+        gradients_remedy=_REDUCE_FIRST,
+        weights={_FRESH: _MOVING, _STALE: _MOVING},
+        weights_remedy=_RELOAD_FIRST,
+    ),
+    Event.SETTLE: Transition(
+        gradients=_ANY_GRADIENTS,
+        weights={_FRESH: _STALE, _STALE: _STALE, _MOVING: _STALE},
+        weights_remedy=_RELOAD_FIRST,
+    ),
+    Event.GATHER: Transition(
+        gradients=_ANY_GRADIENTS,
+        weights={_STALE: Weights.IN_FLIGHT},
+        weights_remedy=f"Read weights after optimizer.step(). {_RELOAD_FIRST}",
+    ),
+    Event.LAND: Transition(
+        gradients=_ANY_GRADIENTS,
+        weights={Weights.IN_FLIGHT: _FRESH},
+        weights_remedy=_ONLY_GROUPS,
+    ),
+    Event.FAIL: Transition(
+        gradients=_ANY_GRADIENTS,
+        weights={Weights.IN_FLIGHT: _STALE},
+        weights_remedy=_ONLY_GROUPS,
+    ),
+    Event.OFFLOAD: Transition(
+        gradients=_ANY_GRADIENTS,
+        weights={_FRESH: Weights.OFFLOADED, _STALE: Weights.STALE_OFFLOADED},
+        weights_remedy="Offload between two steps.",
+    ),
+    Event.RELOAD: Transition(
+        gradients=_ANY_GRADIENTS,
+        weights={Weights.OFFLOADED: _FRESH, Weights.STALE_OFFLOADED: _STALE},
+        weights_remedy="Call offload_to_cpu() first.",
+    ),
+}
+"""What each event does to a bucket whose gather has memory of its own."""
+
+SHARED_MEMORY: Mapping[Event, Transition] = {
+    **OWN_MEMORY,
+    Event.GATHER: replace(
+        OWN_MEMORY[Event.GATHER],
+        gradients={_Z: Gradients.IN_FLIGHT, _S: Gradients.IN_FLIGHT},
+        gradients_remedy="Step or drop these gradients (zero_grad_buffer()) before weights are "
+        "gathered from the masters: they would be overwritten.",
+    ),
+    Event.LAND: replace(
+        OWN_MEMORY[Event.LAND],
+        gradients={Gradients.IN_FLIGHT: _Z},
+        gradients_remedy=_ONLY_GROUPS,
+    ),
+    Event.FAIL: replace(
+        OWN_MEMORY[Event.FAIL],
+        gradients={Gradients.IN_FLIGHT: _S},
+        gradients_remedy=_ONLY_GROUPS,
+    ),
+}
+"""The same for a bucket whose gather goes through its gradient memory."""
+
+
+class BucketState:
+    """The state of one bucket. It moves by the events of a table, and by nothing else.
+
+    Args:
+        name: how errors call the bucket.
+        table: :data:`OWN_MEMORY` or :data:`SHARED_MEMORY`.
+    """
+
+    def __init__(self, name: str, table: Mapping[Event, Transition] = OWN_MEMORY) -> None:
+        self.name = name
+        self._table = table
+        self._gradients = Gradients.ZERO
+        self._weights = Weights.FRESH
+
+    @property
+    def gradients(self) -> Gradients:
+        """What the gradient memory holds."""
+        return self._gradients
+
+    @property
+    def weights(self) -> Weights:
+        """What the weights are to the masters."""
+        return self._weights
+
+    def record(self, event: Event) -> None:
+        """Check that ``event`` may happen now, and note what it leaves.
+
+        Raises:
+            StateError: naming the bucket, its state, the event and what to do; nothing is noted.
+        """
+        row = self._table[event]
+        gradients = row.gradients.get(self._gradients)
+        weights = row.weights.get(self._weights)
+        if gradients is None:
+            raise self._refusal(event, self._gradients, row.gradients, row.gradients_remedy)
+        if weights is None:
+            raise self._refusal(event, self._weights, row.weights, row.weights_remedy)
+        self._gradients, self._weights = gradients, weights
+
+    def _refusal(
+        self, event: Event, state: Enum, accepted: Iterable[Enum], remedy: str
+    ) -> StateError:
+        expected = " or ".join(one.value for one in accepted)
+        return StateError(
+            f"{self.name}: {event.value}: expected {expected}, got {state.value}. {remedy}"
+        )

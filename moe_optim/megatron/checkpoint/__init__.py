@@ -1,0 +1,1 @@
+"""Masters, moments and weights in Megatron's checkpoints."""

@@ -1,0 +1,1 @@
+"""Portable experts for Megatron's local spec."""

@@ -1,0 +1,308 @@
+"""The portable experts: Megatron's local spec with one grouped product a linear."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812  # torch's own spelling
+from megatron.core.fusions.fused_bias_geglu import quick_gelu, weighted_bias_quick_geglu_impl
+from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
+from megatron.core.models import backends
+from megatron.core.tensor_parallel.random import (
+    get_cuda_rng_tracker,
+    get_expert_parallel_rng_tracker_name,
+)
+from megatron.core.transformer.enums import CudaGraphModule
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from moe_optim.config import MoEOptimConfig
+from moe_optim.errors import ConfigError
+from moe_optim.formats import BlockScaledFormat, get_format
+from moe_optim.megatron.active import active_config
+from moe_optim.megatron.experts.amax import sharded_amax
+from moe_optim.megatron.experts.loading import load_local_experts
+from moe_optim.megatron.experts.sharding import empty_extra_state, list_shards
+from moe_optim.megatron.te.factory import make_te_storages
+from moe_optim.modules.activation import glu
+from moe_optim.modules.grouped_linear import GroupedLinear
+from moe_optim.modules.storage import make_portable_storages
+
+_STORAGES = {"portable": make_portable_storages, "transformer_engine": make_te_storages}
+_stock_grouped_mlp_modules = backends.LocalSpecProvider.grouped_mlp_modules
+
+
+def grouped_mlp_modules(
+    self: backends.LocalSpecProvider, moe_use_grouped_gemm: bool
+) -> Callable[..., torch.nn.Module]:
+    """Return what ``LocalSpecProvider`` builds experts with: ours where grouping is asked for."""
+    if not moe_use_grouped_gemm:
+        return _stock_grouped_mlp_modules(self, moe_use_grouped_gemm)
+    return partial(GroupedExperts, moe_optim_config=active_config())
+
+
+class GroupedExperts(MegatronModule):
+    """SwiGLU or quick-GeGLU experts of one layer, bf16 activations, weights in any storage format.
+
+    Initial weights are those of Megatron's ``SequentialMLP``: drawn in bf16 expert by expert, fc1
+    then fc2, from the expert-parallel random stream. Biases start at zero.
+
+    Under expert tensor parallelism a rank holds rows of gate and up, and the columns of fc2 that go
+    with them. Its outputs are then summands, which the token dispatcher adds up.
+
+    Args:
+        num_local_experts: experts on this rank.
+        config: Megatron's transformer configuration.
+        moe_optim_config: formats of storage and products, parameter layout, and how weight
+            gradients accumulate.
+        pg_collection: process groups; ``ep``, ``expt_tp`` and ``expt_dp`` are used.
+        name: path of this module in the model, for errors.
+
+    Raises:
+        ConfigError: a feature of Megatron's experts that these do not have.
+        LayoutError: this rank's part of a weight does not fit the format.
+    """
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        *,
+        moe_optim_config: MoEOptimConfig,
+        pg_collection: Any,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        _refuse_unsupported(config, pg_collection)
+        self.num_local_experts = num_local_experts
+        self.pg_collection = pg_collection
+        hidden = config.hidden_size
+        ffn = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
+        device = torch.device(torch.cuda.current_device())
+        make = partial(
+            GroupedLinear,
+            num_local_experts,
+            format=_find_format(moe_optim_config.format),
+            compute=_find_format(moe_optim_config.compute),
+            expert_layout=moe_optim_config.expert_layout,
+            bias=config.add_bias_linear,
+            fuse_wgrad_accumulation=moe_optim_config.fuse_wgrad_accumulation,
+            delay_wgrad=(
+                config.delay_wgrad_compute or config.overlap_dispatch_backward_with_experts_wgrad
+            ),
+            record_amax=moe_optim_config.record_amax,
+            make_storages=_STORAGES[moe_optim_config.storage],
+            backend=moe_optim_config.backend,
+            device=device,
+        )
+        where = name or "experts"
+        self.linear_fc1 = make(2 * ffn, hidden, name=f"{where}.linear_fc1")
+        self.linear_fc2 = make(hidden, ffn, name=f"{where}.linear_fc2")
+        self._initialize(keep_for_masters=moe_optim_config.format != "bf16")
+        for shard in list_shards(self):
+            shard.describe(config, first_expert=pg_collection.ep.rank() * num_local_experts)
+
+    def _initialize(self, *, keep_for_masters: bool) -> None:
+        if not self.config.perform_initialization:
+            draws = [(self.linear_fc1, torch.Tensor.zero_), (self.linear_fc2, torch.Tensor.zero_)]
+        else:
+            draws = [
+                (self.linear_fc1, self.config.init_method),
+                (self.linear_fc2, self.config.output_layer_init_method),
+            ]
+        device = torch.device(torch.cuda.current_device())
+        values = {
+            linear: torch.empty(linear.shape, dtype=torch.bfloat16, device=device)
+            for linear, _ in draws
+        }
+        for expert in range(self.num_local_experts):
+            for linear, draw in draws:
+                with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
+                    draw(values[linear][expert])
+        for linear, drawn in values.items():
+            linear.load_values(drawn, keep_for_masters=keep_for_masters)
+
+    def forward(
+        self,
+        permuted_local_hidden_states: Tensor,
+        tokens_per_expert: Tensor,
+        permuted_probs: Tensor,
+    ) -> tuple[Tensor, None]:
+        """Run all local experts.
+
+        Args:
+            permuted_local_hidden_states: [T, hidden] bf16, sorted by expert.
+            tokens_per_expert: [E] integers, on any device.
+            permuted_probs: [T] routing weight of each token, any float dtype.
+
+        Returns:
+            [T, hidden] bf16, and None: biases are added already.
+        """
+        tokens, probs = permuted_local_hidden_states, permuted_probs.unsqueeze(-1)
+        ends = tokens_per_expert.to(tokens.device).cumsum(0).to(torch.int32)
+        hidden = self.linear_fc1(tokens, ends)
+        if not self.config.add_bias_linear:
+            return self.linear_fc2(self._activate(hidden, None, probs), ends), None
+        counts = tokens_per_expert.tolist()
+        hidden = self._activate(hidden, self.linear_fc1.token_biases(counts), probs)
+        output = self.linear_fc2(hidden, ends)
+        scaled_biases = self.linear_fc2.token_biases(counts, probs.dtype) * probs
+        return (output + scaled_biases).to(output.dtype), None
+
+    def _activate(self, hidden: Tensor, biases: Tensor | None, probs: Tensor) -> Tensor:
+        """Apply the activation and the routing weights, fused or not as Megatron's MLP does."""
+        config = self.config
+        store_fp8 = config.activation_func_fp8_input_store
+        offset, clamp_value = config.glu_linear_offset, config.activation_func_clamp_value
+        fused = _fuses_activation(config)
+        if fused and config.activation_func is quick_gelu:
+            return weighted_bias_quick_geglu_impl(
+                hidden, biases, probs, store_fp8, offset, clamp_value
+            )
+        if fused:
+            return weighted_bias_swiglu_impl(hidden, biases, probs, store_fp8)
+        if biases is not None:
+            hidden = hidden + biases
+        gated = glu(
+            hidden,
+            config.activation_func,
+            linear_offset=offset,
+            clamp_value=clamp_value,
+            interleave_size=config.moe_mlp_glu_interleave_size,
+        )
+        return (gated * probs).to(gated.dtype)
+
+    def backward_dw(self) -> None:
+        """Compute the weight gradients that the oldest backward pass left, if it left any.
+
+        With ``delay_wgrad_compute`` or ``overlap_dispatch_backward_with_experts_wgrad`` it leaves
+        both, and Megatron's schedule calls this once for each. Biases are never delayed.
+        """
+        self.linear_fc2.backward_dw()
+        self.linear_fc1.backward_dw()
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Return all parameters under Megatron's expert keys, exchangeable with ``SequentialMLP``.
+
+        Keys are ``{prefix}experts.linear_fcN.weight`` of global shape [experts, R, C], and
+        ``.bias`` of [experts, R]; the values saved are bf16. With each linear goes an empty
+        ``_extra_state`` an expert, which Megatron's own linears save and ask for, and where amaxes
+        are recorded ``.weight_amax`` of [experts, 1, 1], fp32; see :func:`sharded_amax`. No rank
+        communicates.
+        """
+        if (metadata or {}).get("singleton_local_shards", False):
+            raise ConfigError(
+                "portable experts: singleton_local_shards: expected one key for all experts, got "
+                "one key an expert. Save with Megatron's default metadata."
+            )
+        keys, axis, groups = f"{prefix}experts.", len(sharded_offsets), self.pg_collection
+        state: dict[str, Any] = {}
+        for shard in list_shards(self):
+            place = (axis, *self._place_of(shard.expert))
+            state[f"{prefix}{shard.linear}.{shard.name}"] = shard.sharded(
+                keys, place, sharded_offsets, groups
+            )
+        for linear in ("linear_fc1", "linear_fc2"):
+            place = (axis, *self._place_of(None))
+            module: GroupedLinear = getattr(self, linear)
+            amax = sharded_amax(
+                module, f"{keys}{linear}.weight_amax", place, sharded_offsets, groups
+            )
+            if amax is not None:
+                state[f"{prefix}{linear}.weight_amax"] = amax
+            for index in range(self.num_local_experts):
+                place = (axis, *self._place_of(index))
+                state[f"{prefix}{linear}._extra_state{index}"] = empty_extra_state(
+                    f"{keys}{linear}._extra_state", place, sharded_offsets, groups
+                )
+        return state
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        """Load this rank's experts, in whatever layout a state dict has them, or all of them."""
+        load_local_experts(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def _place_of(self, local_expert: int | None) -> tuple[int, int]:
+        """Return the place of a local expert, or of all local ones, and how many there are."""
+        rank, size = self.pg_collection.ep.rank(), self.pg_collection.ep.size()
+        if local_expert is None:
+            return rank, size
+        return rank * self.num_local_experts + local_expert, size * self.num_local_experts
+
+
+def _find_format(name: str | None) -> BlockScaledFormat | None:
+    return None if name in (None, "bf16") else get_format(name)
+
+
+def _fuses_activation(config: TransformerConfig) -> bool:
+    """Return whether Megatron would call its fused activation; it has none for interleaving."""
+    return config.bias_activation_fusion and config.moe_mlp_glu_interleave_size is None
+
+
+def _graphs_experts(config: TransformerConfig) -> bool:
+    """Return whether CUDA graphs hold experts: with ``moe``, or all of a layer or an iteration."""
+    modules = config.cuda_graph_modules
+    return config.cuda_graph_impl != "none" and (not modules or CudaGraphModule.moe in modules)
+
+
+def _refuse_unsupported(config: TransformerConfig, pg_collection: Any) -> None:
+    fused_swiglu = _fuses_activation(config) and config.activation_func is F.silu
+    interleave_size = config.moe_mlp_glu_interleave_size or 1
+    tensor_parallel = pg_collection.expt_tp.size()
+    refused = {
+        "biases with fused SwiGLU (give --disable-bias-linear or --no-bias-swiglu-fusion)": (
+            fused_swiglu and config.add_bias_linear
+        ),
+        "an activation other than --swiglu or --quick-geglu": not (
+            config.gated_linear_unit and config.activation_func in (F.silu, quick_gelu)
+        ),
+        "--activation-func-clamp-value with fused SwiGLU (give --no-bias-swiglu-fusion)": (
+            fused_swiglu and config.activation_func_clamp_value is not None
+        ),
+        f"--moe-mlp-glu-interleave-size {interleave_size}, which does not divide "
+        f"--moe-ffn-hidden-size {config.moe_ffn_hidden_size}": (
+            config.moe_ffn_hidden_size % interleave_size != 0
+        ),
+        "--use-te-activation-func": config.use_te_activation_func,
+        "--moe-apply-probs-on-input": config.moe_apply_probs_on_input,
+        "--moe-latent-size": config.moe_latent_size is not None,
+        f"--expert-tensor-parallel-size {tensor_parallel}, which does not divide "
+        f"--moe-ffn-hidden-size {config.moe_ffn_hidden_size}": (
+            config.moe_ffn_hidden_size % tensor_parallel != 0
+        ),
+        "--moe-mlp-glu-interleave-size with --expert-tensor-parallel-size above 1": (
+            config.moe_mlp_glu_interleave_size is not None and tensor_parallel > 1
+        ),
+        "--use-cpu-initialization": config.use_cpu_initialization,
+        "a --params-dtype other than bf16 (give --bf16)": config.params_dtype != torch.bfloat16,
+        "--fp8-format or --fp4-format": bool(config.fp8 or config.fp4),
+        "--cuda-graph-impl over experts (a replay skips what finds stale weights or renews copies; "
+        "give --cuda-graph-modules without moe)": _graphs_experts(config),
+        "--recompute-modules moe_act (give moe, which recomputes the whole layer)": (
+            config.recompute_granularity == "selective" and "moe_act" in config.recompute_modules
+        ),
+        "--offload-modules expert_fc1 or moe_act": (
+            config.fine_grained_activation_offloading
+            and not {"expert_fc1", "moe_act"}.isdisjoint(config.offload_modules)
+        ),
+        "--moe-paged-stash": config.moe_paged_stash,
+        "--use-transformer-engine-op-fuser": config.use_transformer_engine_op_fuser,
+        "--expert-tensor-parallel-num-weight-shards above --expert-tensor-parallel-size": (
+            config.expert_gtp_weight_remat_size > 1
+        ),
+    }
+    found = [what for what, is_set in refused.items() if is_set]
+    if found:
+        raise ConfigError(
+            f"portable experts: expected features they have, got "
+            f"{'; '.join(found)}. Change these flags, or drop --moe-grouped-gemm for stock experts."
+        )

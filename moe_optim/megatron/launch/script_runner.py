@@ -1,0 +1,132 @@
+"""Runs a script of Megatron-LM in this process, with the plug-in if its arguments ask for it."""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+from moe_optim.environment import Package, find_folder, find_package, unmet_version
+from moe_optim.errors import ConfigError
+from moe_optim.megatron.launch.arguments import FLAG, request_from_argv
+
+WRITTEN_FOR = ">=0.19,<0.20"
+"""Versions of megatron-core that the table of patches fits: those with the files of 0.19.2."""
+
+
+def find_script(script: Path, megatron_lm: Path | None) -> Path:
+    """Return where ``script`` lies: in the working directory, or else in the source tree.
+
+    Raises:
+        ConfigError: in neither.
+    """
+    places = [script] if megatron_lm is None else [script, megatron_lm / script]
+    for place in places:
+        if place.is_file():
+            return place
+    looked = " nor ".join(str(place) for place in places)
+    hint = "Check the name" if megatron_lm else "Check the name, or give --megatron-lm PATH"
+    raise ConfigError(f"moe-optim run: expected a script, found none at {looked}. {hint}.")
+
+
+def prepare_imports(script: Path, megatron_lm: Path | None) -> Package | None:
+    """Let imports find what ``python SCRIPT`` would find, and the source tree before the rest.
+
+    ``sys.path`` starts with the script's folder and the tree; children get the tree through
+    ``PYTHONPATH``.
+
+    Args:
+        script: where it lies.
+        megatron_lm: a source tree of Megatron-LM that is to win over an installed megatron-core.
+
+    Returns:
+        The megatron-core that wins, or None where there is none.
+
+    Raises:
+        ConfigError: no such tree, no megatron-core in it, or another one would win.
+    """
+    own = str(script.resolve().parent)
+    if sys.flags.safe_path:  # nothing stands there for the program that is running
+        sys.path.insert(0, own)
+    else:
+        sys.path[0] = own
+    if megatron_lm is None:
+        return find_package("megatron-core")
+    tree = require_tree(megatron_lm)
+    if str(tree) != own:
+        sys.path.insert(1, str(tree))
+    inherited = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(tree), *([inherited] if inherited else [])])
+    for module in ("megatron.core", "megatron.training"):
+        folder = find_folder(module)
+        if folder is None or folder.resolve() != tree / module.replace(".", "/"):
+            raise ConfigError(
+                f"--megatron-lm {megatron_lm}: expected {module} from there, got "
+                f"{folder or 'none'}. Move the script out of a folder that has a Megatron of its "
+                "own, or give a whole checkout."
+            )
+    return find_package("megatron-core")
+
+
+def require_tree(path: Path) -> Path:
+    """Return the absolute path of a source tree.
+
+    Raises:
+        ConfigError: there is no folder, or no ``megatron/core`` in it.
+    """
+    if not path.is_dir():
+        raise ConfigError(
+            f"{path}: expected a checkout of Megatron-LM, got no folder. Give its path."
+        )
+    if not (path / "megatron" / "core" / "__init__.py").is_file():
+        raise ConfigError(
+            f"{path}: expected a checkout of Megatron-LM, got a folder without megatron/core. "
+            "Give the folder that holds pretrain_gpt.py."
+        )
+    return path.resolve()
+
+
+def run_script(script: Path, argv: Sequence[str], *, cpu: bool) -> None:
+    """Run ``script`` as ``python SCRIPT ARGS`` does, once :func:`prepare_imports` was called.
+
+    With ``--use-moe-grouped-optim`` its parser takes the plug-in's flags and the plug-in is
+    installed before the first line of the script runs; without it, and on GPUs, nothing is
+    replaced. On the CPU the runtime replaces what assumes a GPU, with the flag or without:
+    ``README.md`` beside this file lists it. Every rank must call it with the same arguments.
+
+    Args:
+        script: where it lies.
+        argv: the script's arguments, those of the plug-in among them.
+        cpu: install the CPU runtime and train over gloo, with the flag or without.
+
+    Raises:
+        ConfigError: flags of the plug-in are wrong, or megatron-core is of another version.
+        PatchError: Megatron is not what the patches were written for.
+    """
+    request = request_from_argv(argv)
+    sys.argv = [str(script), *argv]
+    if request is not None and (fault := unmet_version("megatron-core", WRITTEN_FOR)):
+        raise ConfigError(f"{FLAG}: {fault}.")
+    if cpu:
+        from moe_optim.megatron.launch import cpu_runtime
+
+        cpu_runtime.install()
+        if "--distributed-backend" not in argv:
+            sys.argv += ["--distributed-backend", "gloo"]
+    if request is not None:
+        from moe_optim.megatron import installation
+        from moe_optim.megatron.patching.engine import apply_patches
+        from moe_optim.megatron.patching.patches import SCRIPT
+
+        apply_patches(SCRIPT, "run")
+        installation.install(request)
+    _run_as_main(script)
+
+
+def _run_as_main(script: Path) -> None:
+    """Run ``script`` as the module ``__main__``, which it stays; runpy would change its argv[0]."""
+    path = str(script.absolute())
+    main = ModuleType("__main__")
+    main.__file__ = path
+    sys.modules["__main__"] = main
+    exec(compile(script.read_bytes(), path, "exec", dont_inherit=True), vars(main))

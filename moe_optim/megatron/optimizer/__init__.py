@@ -1,0 +1,1 @@
+"""The distributed optimizer of quantized weights."""

@@ -1,0 +1,174 @@
+"""What a step does with an Inf or NaN gradient: nothing, and it says whose gradient that was."""
+
+import logging
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer.grad_scaler import DynamicGradScaler
+from megatron.core.optimizer.optimizer import SEPARATE_GRAD_NORM_GROUPS, ChainedOptimizer
+from torch import Tensor
+
+from moe_optim.errors import NonFiniteError
+from moe_optim.megatron.active import config_in_force
+from moe_optim.megatron.checkpoint.param_groups import states_by_part
+from moe_optim.megatron.weights.names import parameter_names
+
+logger = logging.getLogger(__name__)
+MOST_NAMED = 8
+"""Culprits a rank names; with a NaN loss every gradient is one."""
+
+
+class GroupedChainedOptimizer(ChainedOptimizer):
+    """Megatron's chain of optimizers, which looks at the gradient norm before anything moves.
+
+    Norms are reduced over all ranks already, so they all decide alike. No collective is added to a
+    healthy step, but for norms of groups of their own where nothing is clipped. Clipping, moments,
+    masters and weights come after the decision.
+    """
+
+    def __init__(self, chained_optimizers: list[Any]) -> None:
+        """Arguments are Megatron's."""
+        super().__init__(chained_optimizers)
+        self.policy = config_in_force().nonfinite
+        self._must_skip = False
+
+    @torch.no_grad()
+    def prepare_grads(self) -> bool:
+        """Copy and unscale gradients; return whether some are not finite. Every rank must call it.
+
+        Megatron looks for Inf and NaN here where there is a loss scale. One that adapts provokes
+        them, and lowers itself; with one that stays as it is they are what they are without.
+
+        Raises:
+            NonFiniteError: as :meth:`get_grad_norm`.
+        """
+        found = bool(super().prepare_grads())
+        scalers = [getattr(part, "grad_scaler", None) for part in self.chained_optimizers]
+        if found and not any(isinstance(scaler, DynamicGradScaler) for scaler in scalers):
+            self._refuse("scaled gradients are not finite")
+        return found
+
+    @torch.no_grad()
+    def get_grad_norm(self) -> Any:
+        """Return the norm over all gradients of all ranks. Every rank must call it.
+
+        Groups of parameters whose norm Megatron keeps apart are looked at, too, also where nothing
+        is clipped and it does not compute theirs.
+
+        Raises:
+            NonFiniteError: one is Inf or NaN and the policy is ``raise``; the message names
+                parameter, expert and owner rank of each culprit.
+        """
+        norm = super().get_grad_norm()
+        norms = {"gradient norm": norm} | {
+            f"gradient norm of {group}": self._get_grad_norm_for_group(group)
+            for group in SEPARATE_GRAD_NORM_GROUPS
+            if self.has_grad_norm_group(group)
+        }
+        bad = [f"{what} is {float(of)}" for what, of in norms.items() if not math.isfinite(of)]
+        self._must_skip = bool(bad)
+        if bad:
+            self._refuse(", ".join(bad))
+        return norm
+
+    def _refuse(self, found: str) -> None:
+        """Raise or warn, as the policy says. Every rank must call it."""
+        message = f"{found}. {self._culprits()}"
+        if self.policy == "raise":
+            raise NonFiniteError(
+                f"optimizer step: {message}. No weight has moved. Lower the learning rate, "
+                "inspect the batch, or set nonfinite: skip to drop such steps."
+            )
+        logger.warning("optimizer step skipped: %s", message)
+
+    def step_with_ready_grads(self) -> bool:
+        """Step, unless the policy says to skip this one."""
+        return False if self._must_skip else super().step_with_ready_grads()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Load states of one optimizer or of several, whatever there are here."""
+        if isinstance(state_dict, dict):
+            state_dict = states_by_part(state_dict, self.chained_optimizers)
+        super().load_state_dict(state_dict)
+
+    def _culprits(self) -> str:
+        """Name non-finite gradients of all ranks. Every rank must call it."""
+        rank, found = dist.get_rank(), list(self._find_culprits())
+        lines = [f"rank {rank}: {line}" for line in found[:MOST_NAMED]]
+        if len(found) > MOST_NAMED:
+            lines.append(f"rank {rank}: and {len(found) - MOST_NAMED} more")
+        gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(gathered, lines)
+        return "; ".join(line for of_rank in gathered for line in of_rank)
+
+    def _find_culprits(self) -> Iterator[str]:
+        names = parameter_names(self.model_chunks)
+        for part in self.chained_optimizers:
+            if part.is_stub_optimizer:  # all of its parameters are frozen, or on other stages
+                continue
+            for params in (*part.model_float16_groups, *part.model_fp32_groups):
+                for param in params:
+                    owned = part._get_model_param_range_map(param)["param"]
+                    shard = param.main_grad.view(-1)[owned.start : owned.end]
+                    bad = (~shard.isfinite()).nonzero().view(-1) + owned.start
+                    if len(bad):
+                        yield describe_elements(names[param], param, bad, "gradient")
+
+
+def check_masters(
+    optimizer: Any, remedy: str, only: Callable[[Tensor], bool] = lambda _: True
+) -> None:
+    """Raise NonFiniteError if a master is Inf or NaN, on any rank of the data-parallel group.
+
+    Every rank must call it.
+
+    Args:
+        optimizer: a distributed optimizer.
+        remedy: what has not happened, and what to do.
+        only: says of a parameter whether its master is looked at.
+    """
+    names = parameter_names(optimizer.model_chunks)
+    held = (
+        (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
+        (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
+    )
+    found: list[str] = []
+    for params, masters in (pair for groups in held for pair in zip(*groups, strict=True)):
+        for param, master in zip(params, masters, strict=True):
+            if master is None or not only(param):
+                continue
+            start = optimizer._get_model_param_range_map(param)["param"].start
+            bad = (~master.isfinite()).nonzero().view(-1) + start
+            if len(bad):
+                found.append(describe_elements(names[param], param, bad, "master"))
+    group = optimizer.data_parallel_group
+    everywhere: list[list[str]] = [[] for _ in range(group.size())]
+    dist.all_gather_object(everywhere, found[:MOST_NAMED], group=group)
+    lines = [
+        f"data-parallel rank {rank}: {line}"
+        for rank, of_rank in enumerate(everywhere)
+        for line in of_rank
+    ]
+    if lines:
+        raise NonFiniteError(f"masters: expected finite values, got {'; '.join(lines)}. {remedy}")
+
+
+def describe_elements(name: str, param: Tensor, bad: Tensor, kind: str) -> str:
+    """Say which parameter, which of its experts, and how many elements are not finite.
+
+    Args:
+        name: of the parameter.
+        param: knows its experts, if it has some.
+        bad: [n] places in the parameter, at least one.
+        kind: what the elements are, in the singular.
+    """
+    count = f"{len(bad)} non-finite {kind}{'s' if len(bad) > 1 else ''}"
+    first = getattr(param, "first_expert", None)
+    if first is None:
+        return f"{name}: {count}"
+    per_expert = math.prod(param.shape[-2:])
+    experts = sorted({int(first + index) for index in (bad // per_expert).tolist()})
+    return f"{name}, expert {', '.join(map(str, experts))}: {count}"

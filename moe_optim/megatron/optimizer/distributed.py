@@ -1,0 +1,360 @@
+"""The distributed optimizer of quantized expert weights, and the function that builds it."""
+
+import copy
+import logging
+from functools import cached_property
+from typing import Any
+
+import torch
+from megatron.core import optimizer as core_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.utils import log_single_rank
+from torch import Tensor
+
+from moe_optim.errors import LayoutError, StateError
+from moe_optim.megatron.buffers.bucket_group import GroupedBucketGroup, managed_buckets
+from moe_optim.megatron.buffers.buffer import GroupedParamAndGradBuffer
+from moe_optim.megatron.buffers.gather import OwnedMaster
+from moe_optim.megatron.buffers.managed_bucket import ManagedBucket
+from moe_optim.megatron.buffers.states import Event, Weights
+from moe_optim.megatron.checkpoint.model_values import model_values_for
+from moe_optim.megatron.optimizer.chained import check_masters
+from moe_optim.megatron.optimizer.checkpointed import CheckpointedOptimizer
+from moe_optim.megatron.optimizer.initial_values import keep_loaded_values, renew_initial_values
+from moe_optim.megatron.optimizer.requirements import check_wrapped_model
+from moe_optim.megatron.patching import patches
+from moe_optim.megatron.patching.engine import apply_patches, patch_state, revert_patches
+from moe_optim.megatron.weights.managed import is_managed, storage_of
+from moe_optim.modules.grouped_linear import GroupedLinear
+from moe_optim.modules.grouped_weight import GroupedWeight
+
+logger = logging.getLogger(__name__)
+_stock_get_megatron_optimizer = core_optimizer.get_megatron_optimizer
+
+
+class GroupedDistributedOptimizer(CheckpointedOptimizer):
+    """Megatron's distributed optimizer, with masters that bucket groups pull when they gather.
+
+    Parameters without a quantized storage take Megatron's code unchanged. For those that
+    have one, a step ends with marking their bucket groups stale; see :class:`GroupedBucketGroup`.
+    """
+
+    def __init__(self, optimizer: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        """Shard the masters; arguments are Megatron's.
+
+        ``reuse_grad_buf_for_mxfp8_param_ag`` tells Megatron's step to leave weights to the training
+        loop, which stages them later. Here every step takes care of all of them.
+        """
+        if config.reuse_grad_buf_for_mxfp8_param_ag:
+            config = copy.copy(config)
+            config.reuse_grad_buf_for_mxfp8_param_ag = False
+        super().__init__(optimizer, config, *args, **kwargs)
+        self._groups: list[GroupedBucketGroup] = []
+        self._managed_groups: list[GroupedBucketGroup] = []
+        self._buckets: tuple[ManagedBucket, ...] = ()
+        self._unmanaged: list[tuple[torch.nn.Parameter, Tensor]] | None = None
+        if self.is_stub_optimizer or self.ddp_config.use_megatron_fsdp:
+            return
+        self._buckets = managed_buckets(b for buffer in self.buffers for b in buffer.buckets)
+        self._groups = self._find_groups()
+        self._managed_groups = [group for group in self._groups if group.managed]
+        for bucket in self._buckets:
+            self._check_shards(bucket)
+            bucket.owner = self  # in place of an optimizer that was built before
+        for group in self._managed_groups:
+            group.forget_masters()
+        # Megatron drops these only where this rank owns a part of the parameter, and never of a
+        # frozen one; those of other optimizers are still wanted
+        mine = {param for bucket in self._buckets for param in bucket.params}
+        for param in (param for chunk in self.model_chunks for param in chunk.parameters()):
+            if param in mine or (not param.requires_grad and is_managed(param)):
+                param.quantized_storage.initial = None
+        keep_loaded_values(self.model_chunks)
+
+    def _find_groups(self) -> list[GroupedBucketGroup]:
+        mine = {id(bucket) for buffer in self.buffers for bucket in buffer.buckets}
+        return [
+            group
+            for chunk in self.model_chunks
+            for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
+            if isinstance(group, GroupedBucketGroup)
+            and any(id(bucket) in mine for bucket in group.buckets)
+        ]
+
+    def masters_of(self, bucket: ManagedBucket) -> list[OwnedMaster]:
+        """Return the masters of what this rank owns in ``bucket``, not copies."""
+        params = set(bucket.params)
+        owned = []
+        for model_params, masters in zip(
+            self.model_float16_groups, self.shard_fp32_from_float16_groups, strict=True
+        ):
+            for param, master in zip(model_params, masters, strict=True):
+                if param in params:
+                    start = self._get_model_param_range_map(param)["param"].start
+                    owned.append(OwnedMaster(param=param, start=start, master=master))
+        return owned
+
+    def _check_shards(self, bucket: ManagedBucket) -> None:
+        """Raise LayoutError unless Megatron's shards and our own plan of them agree."""
+        rank, shard_numel = self.data_parallel_group.rank(), bucket.grads.numel() // bucket.dp_size
+        planned = sum(len(slot.owned(rank, shard_numel)) for slot in bucket.slots)
+        held = sum(one.master.numel() for one in self.masters_of(bucket))
+        if held != planned:
+            raise LayoutError(
+                f"{bucket.name}: expected masters of {planned} elements on data-parallel rank "
+                f"{rank} of {bucket.dp_size}, got {held}. Megatron lays shards out differently "
+                "from what moe_optim was built for; run `moe-optim doctor`."
+            )
+
+    @classmethod
+    def _build_model_and_main_param_groups(
+        cls,
+        gbuf_ranges: list[dict[Any, Any]],
+        param_gbuf_map: dict[torch.nn.Parameter, Any],
+        opt_group_ranges: list[Any],
+        config: Any,
+    ) -> Any:
+        """Allocate the masters; quantized bytes are never sliced as if they were elements."""
+        if any(is_managed(param) for param in param_gbuf_map):
+            renew_initial_values(param_gbuf_map)
+            config = copy.copy(config)
+            config.fp8_recipe = None  # "delayed", Megatron's default, would slice them
+        return super()._build_model_and_main_param_groups(
+            gbuf_ranges, param_gbuf_map, opt_group_ranges, config
+        )
+
+    @classmethod
+    def _is_fp8_param_for_param_gather(cls, tensor: Tensor) -> bool:
+        """Return whether Megatron quantizes ``tensor``: nothing that is managed."""
+        return not is_managed(tensor) and super()._is_fp8_param_for_param_gather(tensor)
+
+    @staticmethod
+    def _is_grouped_quantized_tensor(tensor: Tensor) -> bool:
+        """Return whether Megatron must not touch the bytes of ``tensor``."""
+        return isinstance(
+            tensor, GroupedWeight
+        ) or DistributedOptimizer._is_grouped_quantized_tensor(tensor)
+
+    def _copy_model_grads_to_main_grads(self) -> None:
+        """Take this rank's gradients, which must have been reduced.
+
+        Raises:
+            StateError: weight gradients of some experts are still delayed.
+        """
+        for linear in self._delaying_linears:
+            linear.require_wgrads_taken()
+        for group in self._managed_groups:
+            group.read_gradients()
+        super()._copy_model_grads_to_main_grads()
+
+    @cached_property
+    def _delaying_linears(self) -> tuple[GroupedLinear, ...]:
+        modules = (module for chunk in self.model_chunks for module in chunk.modules())
+        linears = (module for module in modules if isinstance(module, GroupedLinear))
+        return tuple(linear for linear in linears if linear.delay_wgrad)
+
+    def step_with_ready_grads(self) -> bool:
+        """Step, having said of all quantized weights that they are behind before a master moves.
+
+        What ends a step in the middle, such as an interrupt, then leaves weights that are known to
+        be behind, and gradients that no second step can use.
+
+        Raises:
+            StateError: gradients were not reduced, weights are offloaded, or another optimizer was
+                built for the model since.
+        """
+        for group in self._managed_groups:
+            group.finish_gather()  # it reads what is written now
+        try:
+            self._record(Event.STEP)
+            return super().step_with_ready_grads()
+        finally:
+            for bucket in self._buckets:
+                if bucket.state.weights is Weights.MOVING:
+                    bucket.state.record(Event.SETTLE)  # masters stay where they have come to
+
+    def _record(self, event: Event) -> None:
+        for bucket in self._buckets:
+            if bucket.owner is not self:
+                raise StateError(
+                    f"{bucket.name}: expected a step of the optimizer that was built last for this "
+                    "model, got one of an earlier one, whose masters are no longer gathered. Step "
+                    "the last one, and drop the others."
+                )
+        for bucket in self._buckets:
+            bucket.state.record(event)
+
+    def _copy_main_params_to_model_params(self) -> None:
+        """Write bf16 and fp32 weights of this rank; quantized ones become stale instead."""
+        for group in self._groups:
+            group.finish_gather()  # it reads what is written now
+        if self._buckets:
+            self._copy_unmanaged_params()
+        else:
+            super()._copy_main_params_to_model_params()
+        for group in self._groups:
+            group.param_gather_dispatched = False  # whatever was gathered since the last reduction
+        self._record(Event.SETTLE)
+
+    def _copy_unmanaged_params(self) -> None:
+        """Write what Megatron's method would write, without looking at every expert on the way."""
+        if self._unmanaged is None:
+            self._unmanaged = [
+                (param, master)
+                for groups in (
+                    (self.model_float16_groups, self.shard_fp32_from_float16_groups),
+                    (self.model_fp32_groups, self.shard_fp32_groups),
+                )
+                for params, masters in zip(*groups, strict=True)
+                for param, master in zip(params, masters, strict=True)
+                if not is_managed(param)
+            ]
+        shards, masters = [], []
+        for param, master in self._unmanaged:
+            place = self._get_model_param_range_map(param)["gbuf_world_in_bucket"]
+            buffer, _, bucket = self.model_param_gbuf_map[param]
+            weights = self.buffers[buffer].buckets[bucket].param_data.view(-1)
+            shards.append(weights[place.start : place.end])
+            masters.append(master.detach())
+        if shards:
+            torch._foreach_copy_(shards, masters)
+
+    def start_param_sync_for_bucket_group_subset(self) -> None:
+        """Start the gathers of this optimizer's own groups. Every rank must call it.
+
+        Megatron starts those of all groups of a chunk, once for each optimizer that has stepped.
+        """
+        if not self._groups:  # a model that was wrapped before install()
+            super().start_param_sync_for_bucket_group_subset()
+        for chunk in self.model_chunks:
+            for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+                if group in self._groups:
+                    chunk._start_bucket_group_param_sync(group, force_sync=False)
+
+    def _copy_main_params_to_param_buffer(self) -> None:
+        """Do nothing: managed buckets pull masters when they gather, others hold them already."""
+
+    def prepare_model_params_for_param_sync(self) -> None:
+        """Do nothing: managed buckets pull masters when they gather, others hold them already."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop gradients, those included that a backward pass has delayed."""
+        super().zero_grad(set_to_none)
+        for linear in self._delaying_linears:
+            linear.drop_delayed_wgrads()
+
+    def _copy_model_params_to_main_params(self, state_dict: dict[str, Any] | None = None) -> None:
+        """Make masters of the weights, then the weights of the masters. Every rank must call it.
+
+        Args:
+            state_dict: of the model, to take instead of the weights it holds, with the experts in
+                any layout; see :func:`model_values_for`. Left alone.
+
+        Raises:
+            LayoutError: a parameter is not in it, or twice, or in another shape.
+        """
+        super()._copy_model_params_to_main_params(state_dict=state_dict)
+        if state_dict is None:
+            self._take_loaded_values()
+        self.refresh_weights()
+
+    def _take_loaded_values(self) -> None:
+        """Make masters of the values that weights were loaded with, before these were quantized."""
+        for one in (one for bucket in self._buckets for one in self.masters_of(bucket)):
+            loaded = storage_of(one.param).initial
+            if loaded is not None:
+                values = loaded.reshape(-1)[one.start : one.start + one.master.numel()]
+                one.master.copy_(values)
+
+    def _build_model_param_to_state_dict_param_map(
+        self, state_dict: dict[str, Any]
+    ) -> dict[torch.nn.Parameter, Tensor]:
+        """Return the values of every parameter, found by its whole name and not by its end."""
+        return model_values_for(self.model_chunks, state_dict)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load masters and moments, and derive quantized weights from the masters.
+
+        Megatron loads weights and masters apart, and requantizes what it dequantized for saving;
+        about one block in twenty then has another scale than before. Every rank must call it.
+        """
+        super().load_state_dict(state_dict)
+        if "param_state" in state_dict:  # without it, Megatron is only shaping a state to load into
+            self.refresh_weights()
+
+    def load_parameter_state(self, filename: str, *, update_legacy_format: bool = False) -> None:
+        """Load the states of one file, then derive the weights. Every rank must call it."""
+        super().load_parameter_state(filename, update_legacy_format=update_legacy_format)
+        self.refresh_weights()
+
+    def offload_to_cpu(self) -> None:
+        """Move masters and moments to the host; a gather that reads them is finished first."""
+        for group in self._managed_groups:
+            group.forget_masters()
+        super().offload_to_cpu()
+
+    def restore_from_cpu(self) -> None:
+        """Move masters and moments back."""
+        super().restore_from_cpu()
+        for group in self._managed_groups:
+            group.forget_masters()
+
+    def refresh_weights(self) -> None:
+        """Gather all quantized weights from the masters now. Every rank must call it.
+
+        Raises:
+            NonFiniteError: some master is Inf or NaN; nothing has been gathered.
+        """
+        if self._buckets:
+            check_masters(
+                self,
+                "No weight has been gathered from them. Load another checkpoint.",
+                only=is_managed,
+            )
+        for group in self._managed_groups:
+            group.forget_masters()
+        self._record(Event.SETTLE)
+        for group in self._managed_groups:
+            group.start_param_sync(force_sync=True)
+
+
+def get_megatron_optimizer(
+    config: Any,
+    model_chunks: list[Any],
+    config_overrides: dict[Any, Any] | None = None,
+    use_gloo_process_groups: bool = True,
+    pg_collection: Any = None,
+    dump_param_to_param_group_map: str | None = None,
+) -> Any:
+    """Build Megatron's optimizer with :class:`GroupedDistributedOptimizer` in it.
+
+    A drop-in for ``megatron.core.optimizer.get_megatron_optimizer``, same arguments, same kinds of
+    result. Works on models wrapped after ``install()``, and on bf16 models wrapped before it.
+
+    Raises:
+        ConfigError: a flag the plug-in does not support, by its name.
+        StateError: the model holds quantized weights that were wrapped before ``install()``.
+    """
+    check_wrapped_model(config, model_chunks)
+    if not any(isinstance(buffer, GroupedParamAndGradBuffer) for buffer in model_chunks[0].buffers):
+        log_single_rank(
+            logger,
+            logging.INFO,
+            "moe_optim: adopted a bf16 model that was wrapped before install(): layout stock, "
+            "wire bf16",
+        )
+    classes = ("distributed-optimizer", "chained-optimizer")
+    construction = [patch for patch in patches.OPTIMIZER if patch.id in classes]
+    scoped = [patch for patch in construction if patch_state(patch) != "applied"]
+    apply_patches(scoped)
+    try:
+        return _stock_get_megatron_optimizer(
+            config,
+            model_chunks,
+            config_overrides=config_overrides,
+            use_gloo_process_groups=use_gloo_process_groups,
+            pg_collection=pg_collection,
+            dump_param_to_param_group_map=dump_param_to_param_group_map,
+        )
+    finally:
+        revert_patches(scoped)

@@ -1,0 +1,143 @@
+"""What the plug-in asks of Megatron's configuration, checked when the optimizer is built."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import param_and_grad_buffer as upstream
+
+from moe_optim.config import MoEOptimConfig
+from moe_optim.errors import ConfigError, StateError
+from moe_optim.megatron.active import config_in_force, installed_config
+from moe_optim.megatron.buffers.bucket_group import GroupedBucketGroup
+from moe_optim.megatron.te.fields import te_formats_of
+from moe_optim.megatron.weights.managed import is_managed
+from moe_optim.modules.grouped_linear import GroupedLinear
+
+
+def check_wrapped_model(config: Any, model_chunks: list[Any]) -> None:
+    """Refuse what would train wrongly.
+
+    Args:
+        config: Megatron's ``OptimizerConfig``.
+        model_chunks: DDP-wrapped chunks.
+
+    Raises:
+        ConfigError: naming every flag that is not supported.
+        StateError: quantized weights in buffers the plug-in did not make.
+    """
+    ddp_config = model_chunks[0].ddp_config
+    params = [param for chunk in model_chunks for param in chunk.parameters()]
+    quantized = any(is_managed(param) for param in params)
+    refused = {
+        "--use-megatron-fsdp": ddp_config.use_megatron_fsdp,
+        "an optimizer without --use-distributed-optimizer": not config.use_distributed_optimizer,
+        f"--optimizer {config.optimizer} (give adam)": config.optimizer != "adam",
+        "--optimizer-cpu-offload": config.optimizer_cpu_offload,
+        "--overlap-param-gather-with-optimizer-step": (
+            config.overlap_param_gather_with_optimizer_step
+        ),
+        "--use-nccl-ub": ddp_config.nccl_ub,
+        "--qk-clip (Megatron rescales masters as if none were sharded)": any(
+            chunk.config.qk_clip for chunk in model_chunks
+        ),
+        "--optimizer-cuda-graph (a step decides on the host what non-finite gradients do, and a "
+        "replay never marks weights stale)": config.optimizer_cuda_graph,
+    }
+    if quantized:
+        refused |= {
+            "--fp16 (give --bf16)": config.fp16,
+            "--use-precision-aware-optimizer": config.use_precision_aware_optimizer,
+            "--reuse-grad-buf-for-mxfp8-param-ag (managed buckets share memory by themselves)": (
+                ddp_config.reuse_grad_buf_for_mxfp8_param_ag
+                or config.reuse_grad_buf_for_mxfp8_param_ag
+            ),
+            "--cuda-graph-impl full_iteration (buckets know on the host what they hold, which a "
+            "replay does not tell them)": any(
+                chunk.config.cuda_graph_impl == "full_iteration" for chunk in model_chunks
+            ),
+        }
+    found = [flag for flag, is_set in refused.items() if is_set]
+    if found:
+        raise ConfigError(
+            f"moe_optim: expected flags it supports, got {'; '.join(found)}. Remove them, or train "
+            "without --use-moe-grouped-optim."
+        )
+    _check_wanted(installed_config(), model_chunks)
+    if quantized:
+        _check_buffers(model_chunks)
+    _refuse_foreign_quantized(params)
+
+
+def _check_wanted(wanted: MoEOptimConfig | None, model_chunks: list[Any]) -> None:
+    """Refuse a bf16 model where experts stored or multiplied in a narrow format are wanted.
+
+    Every rank must call it: some pipeline stages may have no experts where others do.
+    """
+    if wanted is None:
+        return
+    if wanted.format != "bf16":
+        field, off, has_some = "format", "bf16", _has_quantized_weights(model_chunks)
+    elif wanted.compute not in (None, "bf16"):
+        field, off, has_some = "compute", "null", _has_quantized_copies(model_chunks)
+    else:
+        return
+    if _on_any_rank(has_some):
+        return
+    raise ConfigError(
+        f"moe_optim: {field}: expected portable experts in {wanted.compute or wanted.format}, "
+        "got a model without any. Give --moe-grouped-gemm and --transformer-impl local (a "
+        "checkpoint read with --use-checkpoint-args may take them back), or set "
+        f"{field}: {off}."
+    )
+
+
+def _on_any_rank(mine: bool) -> bool:
+    if not dist.is_initialized():
+        return mine
+    found = torch.tensor(float(mine), device=torch.cuda.current_device())
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return bool(found)
+
+
+def _has_quantized_weights(model_chunks: list[Any]) -> bool:
+    return any(is_managed(p) for chunk in model_chunks for p in chunk.parameters())
+
+
+def _has_quantized_copies(model_chunks: list[Any]) -> bool:
+    return any(
+        isinstance(module, GroupedLinear) and module.quantized_copy is not None
+        for chunk in model_chunks
+        for module in chunk.modules()
+    )
+
+
+def _check_buffers(model_chunks: list[Any]) -> None:
+    for chunk in model_chunks:
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            holds = any(is_managed(param) for param in group.params)
+            if holds and not (isinstance(group, GroupedBucketGroup) and group.managed):
+                raise StateError(
+                    "moe_optim: quantized experts lie in buffers of Megatron's own class. Call "
+                    "moe_optim.install() before the model is wrapped with DDP."
+                )
+
+
+def _refuse_foreign_quantized(params: list[Any]) -> None:
+    for param in params:
+        if is_managed(param) or not upstream._param_uses_quantized_storage(param):
+            continue
+        known = [format.name for format in te_formats_of(param)]
+        wanted = config_in_force().format
+        if known:
+            raise ConfigError(
+                f"moe_optim: format: expected {' or '.join(known)} as --fp8-recipe or "
+                f"--fp4-recipe makes {type(param).__name__} weights, got {wanted}. Set "
+                f"--moe-optim-set format={known[0]}, or drop --fp8-param-gather or "
+                "--fp4-param-gather."
+            )
+        raise ConfigError(
+            "moe_optim: expected portable or bf16 weights, or MXFP8, NVFP4 or FP8 blocks of "
+            f"Transformer Engine, got {type(param).__name__} of shape {list(param.shape)}. Build "
+            "with --transformer-impl local, or drop --fp8-param-gather / --fp4-param-gather."
+        )

@@ -1,0 +1,1 @@
+"""The names of Megatron that are rebound, and what rebinds them."""

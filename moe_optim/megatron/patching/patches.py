@@ -1,0 +1,212 @@
+"""The table of every name of Megatron that moe_optim rebinds, with the reason for each."""
+
+from moe_optim.megatron.patching.engine import Patch, patch_state
+
+__all__ = [
+    "ADAM",
+    "CHECKPOINTS",
+    "CPU",
+    "ENTRY",
+    "EXPERTS",
+    "OPTIMIZER",
+    "PATCHES",
+    "Patch",
+    "patch_state",
+]
+
+_FUSED_OPTIMIZERS = ("transformer_engine", "apex.optimizers")
+
+ENTRY: tuple[Patch, ...] = (
+    Patch(
+        id="describe-run",
+        target="megatron.training.training:setup_model_and_optimizer",
+        replacement="moe_optim.train.describe_run:setup_model_and_optimizer",
+        because="pretrain() keeps model and optimizer to itself, and summaries describe both",
+        remove_when="pretrain() returns them or takes a callback",
+    ),
+    Patch(
+        id="dataset-helpers",
+        target="megatron.core.datasets.utils:compile_helpers",
+        replacement="moe_optim.train.describe_run:compile_helpers",
+        because="the wheel ships the dataset helper built but not its Makefile, and exits on make",
+        remove_when="the wheel skips the compilation of a helper that is already importable",
+    ),
+)
+"""Needed to train from the megatron-core wheel, with or without the plug-in."""
+
+SCRIPT: tuple[Patch, ...] = (
+    Patch(
+        id="script-arguments",
+        target="megatron.training.arguments:add_megatron_arguments",
+        replacement="moe_optim.megatron.launch.script_arguments:add_megatron_arguments",
+        because="the parser of an unmodified script refuses flags that it does not know",
+        remove_when="Megatron takes flags from packages that are installed beside it",
+    ),
+)
+"""Needed by ``moe-optim run``, with ``--use-moe-grouped-optim`` alone."""
+
+ADAM: tuple[Patch, ...] = tuple(
+    Patch(
+        id=f"adam:{module.rpartition('.')[2]}.{name}",
+        target=f"{module}:{name}",
+        replacement=f"moe_optim.megatron.optimizer.adam:{replacement}",
+        because="torch's Adam keeps `step` where the distributed optimizer cannot save or load it",
+        remove_when="megatron-core saves and loads torch's Adam",
+        not_needed_with=_FUSED_OPTIMIZERS,
+    )
+    for module, name, replacement in (
+        ("megatron.core.optimizer", "Adam", "GroupStepAdam"),
+        ("megatron.core.optimizer", "USING_PYTORCH_OPTIMIZER", "USING_PYTORCH_OPTIMIZER"),
+        ("megatron.core.optimizer.distrib_optimizer", "HAVE_APEX_OR_TE", "HAVE_APEX_OR_TE"),
+        (
+            "megatron.core.optimizer.distrib_optimizer",
+            "USING_APEX_OPTIMIZER",
+            "USING_APEX_OPTIMIZER",
+        ),
+    )
+)
+"""Needed wherever neither Transformer Engine nor apex brings its fused optimizer."""
+
+CPU: tuple[Patch, ...] = (
+    Patch(
+        id="splits-on-host",
+        target="megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu",
+        replacement="moe_optim.megatron.launch.cpu_runtime:maybe_move_tensor_to_cpu",
+        because="a tensor that is on the host already is not turned into the array asked for",
+        remove_when="the token dispatcher converts split sizes wherever they lie",
+    ),
+)
+"""Needed by the CPU runtime alone, besides what it redirects in torch."""
+
+EXPERTS: tuple[Patch, ...] = (
+    Patch(
+        id="local-experts",
+        target="megatron.core.models.backends:LocalSpecProvider.grouped_mlp_modules",
+        replacement="moe_optim.megatron.experts.module:grouped_mlp_modules",
+        because="the local spec ignores --moe-grouped-gemm and loops over experts",
+        remove_when="the local spec takes its expert module from the configuration",
+    ),
+)
+"""What makes Megatron build the portable experts."""
+
+_BUFFER = "megatron.core.distributed.param_and_grad_buffer"
+_DDP = "megatron.core.distributed.distributed_data_parallel"
+
+OPTIMIZER: tuple[Patch, ...] = (
+    Patch(
+        id="param-and-grad-buffer",
+        target=f"{_DDP}:_ParamAndGradBuffer",
+        replacement="moe_optim.megatron.buffers.buffer:GroupedParamAndGradBuffer",
+        because="DistributedDataParallel constructs the buffer by name",
+        remove_when="DistributedDataParallel accepts a buffer class",
+    ),
+    Patch(
+        id="bucket-group",
+        target=f"{_BUFFER}:_ParamAndGradBucketGroup",
+        replacement="moe_optim.megatron.buffers.bucket_group:GroupedBucketGroup",
+        because="partition_buckets constructs bucket groups by name",
+        remove_when="partition_buckets accepts a bucket-group class",
+    ),
+    Patch(
+        id="partition-buckets",
+        target=f"{_DDP}:partition_buckets",
+        replacement="moe_optim.megatron.buffers.bucket_group:partition_buckets",
+        because="all bf16 buckets are merged into the group of the last quantized one",
+        remove_when="quantized and other buckets are grouped apart",
+    ),
+    Patch(
+        id="quantized-storage",
+        target=f"{_BUFFER}:_param_uses_quantized_storage",
+        replacement="moe_optim.megatron.buffers.buffer:_param_uses_quantized_storage",
+        because="only Transformer Engine's classes count as quantized",
+        remove_when="a parameter can say so itself",
+    ),
+    Patch(
+        id="shared-buffer",
+        target=f"{_BUFFER}:is_grouped_mxfp8tensor",
+        replacement="moe_optim.megatron.buffers.buffer:is_grouped_mxfp8tensor",
+        because="the buffer allocates a parameter plane unless it knows the weight's class",
+        remove_when="a parameter can say so itself",
+    ),
+    Patch(
+        id="mxfp8-2d-recipe",
+        target="megatron.core.fp8_utils:get_fp8_recipe",
+        replacement="moe_optim.megatron.te.recipe:get_fp8_recipe",
+        because="no flag gives MXFP8 weights of Transformer Engine square blocks",
+        remove_when="--fp8-recipe has a value for MXFP8 with square blocks",
+    ),
+    Patch(
+        id="param-layout",
+        target=(
+            "megatron.core.optimizer.distrib_optimizer:"
+            "DistributedOptimizer._compute_per_buffer_param_layout"
+        ),
+        replacement=(
+            "moe_optim.megatron.buffers.layout:"
+            "AlignedDistributedOptimizer._compute_per_buffer_param_layout"
+        ),
+        because="the layout is computed by a method of the base class, called by its name",
+        remove_when="the layout is computed by the optimizer's own class",
+    ),
+    Patch(
+        id="distributed-optimizer",
+        target="megatron.core.optimizer:DistributedOptimizer",
+        replacement="moe_optim.megatron.optimizer.distributed:GroupedDistributedOptimizer",
+        because="the optimizer factory constructs the class by name",
+        remove_when="OptimizerConfig accepts a distributed-optimizer class",
+    ),
+    Patch(
+        id="chained-optimizer",
+        target="megatron.core.optimizer:ChainedOptimizer",
+        replacement="moe_optim.megatron.optimizer.chained:GroupedChainedOptimizer",
+        because="no hook lies between the gradient norm and the first thing a step changes",
+        remove_when="the optimizer asks a policy what to do with a non-finite norm",
+    ),
+    Patch(
+        id="state-to-save",
+        target="megatron.training.checkpointing:generate_state_dict",
+        replacement="moe_optim.megatron.checkpoint.state_to_save:generate_state_dict",
+        because="amaxes of experts that are cut over ranks are reduced before keys are walked",
+        remove_when="a model can prepare itself for a save",
+    ),
+    Patch(
+        id="get-megatron-optimizer",
+        target="megatron.training.training:get_megatron_optimizer",
+        replacement="moe_optim.megatron.optimizer.distributed:get_megatron_optimizer",
+        because="the training loop imports the factory by name",
+        remove_when="the training loop takes the optimizer from its configuration",
+    ),
+)
+"""What makes Megatron build this package's buffers, bucket groups and optimizer."""
+
+CHECKPOINTS: tuple[Patch, ...] = (
+    Patch(
+        id="load-checkpoint",
+        target="megatron.core.dist_checkpointing:load",
+        replacement="moe_optim.megatron.checkpoint.hooks:load",
+        because="nothing tells an optimizer what a checkpoint holds before it asks for it",
+        remove_when="sharded_state_dict is given the checkpoint that will be loaded",
+    ),
+    *(
+        Patch(
+            id=f"common-state:{module}",
+            target=f"megatron.core.{module}:load_common_state_dict",
+            replacement="moe_optim.megatron.checkpoint.hooks:load_common_state_dict",
+            because="it is the first to read a checkpoint, runs what that names, and names no file",
+            remove_when="Megatron looks for all files first, and unpickles plain data alone",
+        )
+        for module in ("dist_checkpointing", "dist_checkpointing.serialization")
+    ),
+    Patch(
+        id="save-checkpoint",
+        target="megatron.core.dist_checkpointing:save",
+        replacement="moe_optim.megatron.checkpoint.hooks:save",
+        because="an iteration saved again looks whole before it is, and no checksum is recorded",
+        remove_when="metadata.json is removed first, and the default save records checksums",
+    ),
+)
+"""What looks at a checkpoint before anything of it is read, and lets an optimizer of this package
+see how it was laid out."""
+
+PATCHES: tuple[Patch, ...] = (*ENTRY, *SCRIPT, *ADAM, *CPU, *EXPERTS, *OPTIMIZER, *CHECKPOINTS)
+"""Every name of Megatron that this package rebinds, in the order in which it does."""

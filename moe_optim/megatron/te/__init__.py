@@ -1,0 +1,1 @@
+"""Transformer Engine's weights: the one place that reads their private fields."""

@@ -1,0 +1,24 @@
+"""The MXFP8 recipe of Transformer Engine with square blocks, which Megatron has no switch for."""
+
+from dataclasses import replace
+from typing import Any
+
+from megatron.core import fp8_utils
+
+from moe_optim.megatron.active import installed_config
+
+_stock_get_fp8_recipe = fp8_utils.get_fp8_recipe
+
+
+def get_fp8_recipe(config: Any) -> Any:
+    """Return Megatron's recipe; with ``format: mxfp8_2d`` weights get blocks of 32 x 32.
+
+    Args:
+        config: Megatron's transformer configuration. Recipes other than ``--fp8-recipe mxfp8`` are
+            returned as they are.
+    """
+    recipe = _stock_get_fp8_recipe(config)
+    wanted = installed_config()
+    if wanted is None or wanted.format != "mxfp8_2d" or not getattr(recipe, "mxfp8", bool)():
+        return recipe
+    return replace(recipe, enable_2d_quantization=True)

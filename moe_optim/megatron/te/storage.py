@@ -1,0 +1,322 @@
+"""Transformer Engine's quantized weights behind the interface of our own storage.
+
+Data is used where it lies: a bucket's planes become the weight's own. Scales are kept once a block,
+as they travel, and spread into the padded tensors that products read when a gather lands.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_optim.errors import StateError
+from moe_optim.formats import DIRECTIONS, BlockScaledFormat, Direction, QuantizedWeight
+from moe_optim.kernels.member_table import Backend
+from moe_optim.megatron.te.fields import (
+    GROUPED,
+    ONE,
+    SWIZZLED,
+    is_grouped,
+    read_values,
+    used_scales,
+)
+from moe_optim.modules.storage import Holder, PlaneStorage, PortableStorage
+
+
+class TransformerEngineStorage(PlaneStorage):
+    """One weight of Transformer Engine: [R, C] as a storage [1, R, C], or a group [E, R, C].
+
+    Where a module of Transformer Engine owns the weight, its products read it, and nobody here can
+    stop a stale read.
+
+    Args:
+        param: rowwise data must be there; everything else is allocated if it is not.
+        format: one of :func:`te_formats_of`.
+        name: parameter name, for errors.
+        backend: who quantizes what is written.
+
+    Raises:
+        StateError: the weight is stored in a way that is not known here.
+    """
+
+    def __init__(
+        self,
+        param: Any,
+        format: BlockScaledFormat,
+        name: str | None = None,
+        *,
+        backend: Backend = "auto",
+    ) -> None:
+        self._param = param
+        self._fields = GROUPED if is_grouped(param) else ONE
+        self.name, self.format = name or f"{type(param).__name__} weight", format
+        self._gathered: frozenset[str] = frozenset()
+        shape = tuple(param.shape)
+        self._check_layout(shape)
+        self.shape = (1, *shape) if len(shape) == 2 else shape
+        self._complete()
+        super().__init__(self.name, self._view(), backend)
+        self._take_note_of_fields()
+
+    @property
+    def initial(self) -> Tensor | None:
+        """Values before quantization, until masters have been made of them."""
+        return getattr(self._param, "_high_precision_init_val", None)
+
+    @initial.setter
+    def initial(self, values: Tensor | None) -> None:
+        if values is not None:
+            self._param._high_precision_init_val = values
+        elif self.initial is not None:
+            del self._param._high_precision_init_val
+
+    def renew_initial(self) -> bool:
+        """Make ``initial`` what the bytes stand for, if they are no longer those of its values.
+
+        They are not where quantizing ``initial`` comes clearly closer to it.
+
+        Returns:
+            Whether they were not.
+        """
+        if self.initial is None:
+            return False
+        initial = self.initial.view(self.shape)
+        own = read_values(self._param).view(self.shape)  # of what whoever loaded it has written
+        fresh = PortableStorage(
+            self.format, (1, *self.shape[1:]), device=self.device, backend=self.backend
+        )
+        for given, held in zip(initial, own, strict=True):
+            on_device = given.to(self.device)
+            fresh.write(on_device.unsqueeze(0))
+            least, error = (
+                (values.double() - on_device.double()).norm()
+                for values in (fresh.dequantize()[0], held)
+            )
+            if not error <= 1.1 * least:  # quantizers differ by less, and NaN is no value
+                self.initial = own.view(self.initial.shape).to(self.initial.device)
+                return True
+        return False
+
+    @property
+    def storage_scales(self) -> Mapping[Direction, Tensor]:
+        """Padded scales that products read, [E, ...] each."""
+        return {direction: self._get(f"{direction}_scale") for direction in DIRECTIONS}
+
+    def pointers(self) -> tuple[int, ...]:
+        """Return the address of everything that products read."""
+        holders = [(self._param, self._fields)]
+        holders += [(member, ONE) for member in self._members()]
+        tensors = [
+            getattr(holder, getattr(fields, name))
+            for holder, fields in holders
+            for name in fields.names(self.format)
+        ]
+        return tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
+
+    def has_moved(self) -> bool:
+        """Return whether somebody gave the weight other tensors, or put its scales in order."""
+        return bool(self._swizzled()) or self.pointers() != self._pointers
+
+    def take_over(self) -> None:
+        """Make tensors that somebody gave the weight those of this storage, scales in plain order.
+
+        Whoever put scales in the order of products did it for bytes that are overwritten next.
+
+        Raises:
+            StateError: data that a bucket gathers into is no longer the weight's.
+        """
+        for one in self._swizzled():
+            setattr(one, SWIZZLED, False)
+        for name in ("rowwise_data", "columnwise_data"):
+            data = getattr(self._param, getattr(self._fields, name))
+            if name not in self._gathered and (data is not None or name == "columnwise_data"):
+                continue
+            if data is None or data.data_ptr() != getattr(self.quantized, name).data_ptr():
+                raise StateError(
+                    f"{self.name}: expected the data that its bucket gathers into, got another "
+                    "tensor. Something replaced the data of the weight; write into it with copy_() "
+                    "instead."
+                )
+        self._complete()
+        self.quantized = replace(
+            self.quantized,
+            rowwise_data=self._get("rowwise_data"),
+            columnwise_data=self._get("columnwise_data"),
+        )
+        self._point_at_planes()
+
+    def bind(self, planes: Mapping[str, Tensor], holder: Holder) -> None:
+        """Move the bytes of some planes into memory of a bucket, and stay there."""
+        self.require_present()
+        for name, plane in planes.items():
+            plane.copy_(getattr(self.quantized, name))
+        both: dict[str, Any] = dict(planes)
+        if self.format.is_2d and "rowwise_scale" in planes:
+            both["columnwise_scale"] = planes["rowwise_scale"].transpose(1, 2)
+        if self.format.columnwise_copy == "shared" and "rowwise_data" in planes:
+            both["columnwise_data"] = planes["rowwise_data"]
+        self.quantized = replace(self.quantized, **both)
+        self._point_at_planes()
+        self._gathered = frozenset(planes)
+        self.holder = holder
+
+    def planes_written(self) -> None:
+        """Spread the scales into their padded form, and take note of the bytes."""
+        q = self.quantized
+        for direction, stored in self.storage_scales.items():
+            scale = q.scale(direction)
+            if direction == "columnwise" and self.format.is_2d:
+                transposed = self.format.transposes(direction)
+                scale = q.rowwise_scale.transpose(1, 2) if transposed else q.rowwise_scale
+            down, across = self.format.storage_scale_repeat(direction)
+            spread = scale.repeat_interleave(down, 1).repeat_interleave(across, 2)
+            stored[:, : spread.shape[1], : spread.shape[2]] = spread
+        super().planes_written()
+
+    def whole_of(self, parts: Any) -> "TransformerEngineStorage | None":
+        """Return this storage if it is all of ``parts``; experts apart have no whole."""
+        return self if len(parts) == 1 else None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PortableStorage | None:
+        """Copy the bytes; the copy is portable.
+
+        None for a weight of Transformer Engine's that is copied with its attributes: the copy has
+        bytes of its own, and gets a storage over them when it is asked for.
+        """
+        if getattr(self._param, "quantized_storage", None) is self:
+            return None
+        memo[id(self)] = copy = self.clone()
+        return copy
+
+    def _swizzled(self) -> list[Any]:
+        """Return the tensors whose scales lie in the order of products."""
+        holders = [self._param, *self._members()]
+        return [one for one in holders if getattr(one, SWIZZLED, False)]
+
+    def _members(self) -> list[Any]:
+        """Return the tensors of a group, if Transformer Engine has made them."""
+        return getattr(self._param, "quantized_tensors", None) or []
+
+    def _shape_of(self, name: str) -> tuple[int, ...]:
+        """Return the shape of one of the weight's tensors, experts first."""
+        direction: Direction = "rowwise" if name.startswith("rowwise") else "columnwise"
+        experts, rows, cols = self.shape
+        if name.endswith("amax"):
+            return (experts,)
+        if name.endswith("data"):
+            return self.format.data_shape(self.shape, direction)
+        return (experts, *self.format.storage_scale_shape(rows, cols, direction))
+
+    def _get(self, name: str) -> Tensor:
+        tensor: Tensor = getattr(self._param, getattr(self._fields, name))
+        return tensor.view(self._shape_of(name))
+
+    def _own(self, name: str) -> Tensor:
+        """Return what the weight and its members have to hold for one of their tensors."""
+        if name.endswith("data"):
+            data: Tensor = getattr(self.quantized, name)
+            return data
+        if name.endswith("amax"):  # both directions have the same values
+            amax = self.quantized.global_amax
+            assert amax is not None
+            return amax
+        return self._get(name)
+
+    def _set(self, name: str, tensor: Tensor) -> None:
+        """Give the weight, and the members of a group, a tensor [E, ...]."""
+        if self._fields is GROUPED:
+            setattr(self._param, getattr(GROUPED, name), tensor.reshape(-1))
+        else:
+            setattr(self._param, getattr(ONE, name), _expert(tensor, 0))
+        for index, member in enumerate(self._members()):
+            setattr(member, getattr(ONE, name), _expert(tensor, index))
+
+    def _point_at_planes(self) -> None:
+        for name in self._fields.names(self.format):
+            self._set(name, self._own(name))
+        self._take_note_of_fields()
+
+    def _take_note_of_fields(self) -> None:
+        """Know where everything lies now; members know of the group that tells if it is fresh."""
+        self._pointers = self.pointers()
+        for member in self._members():
+            member.group_storage = self
+
+    def _check_layout(self, shape: tuple[int, ...]) -> None:
+        param, format = self._param, self.format
+        quantizer: Any = getattr(param, "quantizer", None) or getattr(param, "_quantizer", None)
+
+        def says(field: str, default: object = None) -> Any:
+            return getattr(param, f"_{field}", getattr(param, field, default))
+
+        blocks_2d = says("is_2D_scaled", getattr(quantizer, "with_2d_quantization", None))
+        if blocks_2d is None and hasattr(quantizer, "block_scaling_dim"):
+            blocks_2d = quantizer.block_scaling_dim == 2
+        dimensions = 3 if self._fields is GROUPED else 2
+        problems = {
+            "scales in the order of products (swizzled)": getattr(param, SWIZZLED, False),
+            "blocks of one row (1-D)": format.is_2d and blocks_2d is False,
+            "square blocks (2-D)": not format.is_2d and blocks_2d is True,
+            "an amax a row": says("row_scaled_nvfp4"),
+            "four-over-six blocks": says("nvfp4_use_4over6"),
+            "a Hadamard transform": getattr(quantizer, "with_rht", False),
+            "no rowwise data": getattr(param, self._fields.rowwise_data) is None,
+            f"{len(shape)} dimensions": len(shape) != dimensions,
+        }
+        found = [what for what, is_so in problems.items() if is_so]
+        if found:
+            raise StateError(
+                f"{self.name} {list(shape)}: expected {format.name} data and plain scales of both "
+                f"directions, got {', '.join(found)}. Build the model with moe_optim installed and "
+                "the defaults of Transformer Engine's recipe."
+            )
+
+    def _complete(self) -> None:
+        """Have what products will want and Transformer Engine makes on demand, padding zeroed."""
+        device = getattr(self._param, self._fields.rowwise_data).device
+        for name in self._fields.names(self.format):
+            if name == "columnwise_data" and self.format.columnwise_copy == "shared":
+                self._set(name, self._get("rowwise_data"))
+            elif getattr(self._param, getattr(self._fields, name)) is None:
+                dtype = _dtype(name, self.format)
+                self._set(name, torch.zeros(self._shape_of(name), dtype=dtype, device=device))
+        for direction, stored in self.storage_scales.items():
+            used = used_scales(stored, self.format, self.shape, direction)
+            repeat_down, repeat_across = self.format.storage_scale_repeat(direction)
+            stored[:, used.shape[1] * repeat_down :].zero_()
+            stored[:, :, used.shape[2] * repeat_across :].zero_()
+
+    def _view(self) -> QuantizedWeight:
+        """Return the planes: data as it lies there, and the scales without padding and repeats."""
+        scales: dict[str, Tensor] = {}
+        for direction in DIRECTIONS:
+            if direction == "columnwise" and self.format.is_2d:
+                scales["columnwise_scale"] = scales["rowwise_scale"].transpose(1, 2)
+                continue
+            used = used_scales(self.storage_scales[direction], self.format, self.shape, direction)
+            scales[f"{direction}_scale"] = used.clone(memory_format=torch.contiguous_format)
+        amax = self._get("rowwise_amax").clone() if self.format.has_global_amax else None
+        if amax is not None:
+            self._set("rowwise_amax", amax)
+            self._set("columnwise_amax", amax)
+        return QuantizedWeight(
+            format=self.format,
+            shape=self.shape,
+            rowwise_data=self._get("rowwise_data"),
+            columnwise_data=self._get("columnwise_data"),
+            global_amax=amax,
+            **scales,
+        )
+
+
+def _expert(tensor: Tensor, index: int) -> Tensor:
+    """Return what one expert's tensor holds: an amax stays [1]."""
+    return tensor[index : index + 1] if tensor.dim() == 1 else tensor[index]
+
+
+def _dtype(name: str, format: BlockScaledFormat) -> torch.dtype:
+    if name.endswith("amax"):
+        return torch.float32
+    return format.scale_dtype if name.endswith("scale") else torch.uint8

@@ -1,0 +1,1 @@
+"""Which parameters are managed, and what they are called."""

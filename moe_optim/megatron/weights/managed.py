@@ -1,0 +1,31 @@
+"""Which parameters buffers of this package manage: those with a quantized storage behind them."""
+
+from typing import Any
+
+from torch import Tensor
+
+from moe_optim.megatron.active import installed_config
+from moe_optim.megatron.te.fields import te_formats_of
+from moe_optim.megatron.te.storage import TransformerEngineStorage
+from moe_optim.modules.grouped_weight import GroupedWeight
+
+
+def storage_of(param: Any) -> Any:
+    """Return the storage behind a parameter, or None if it is an ordinary one.
+
+    A weight of Transformer Engine gets one when it is first asked for, while the plug-in is
+    installed with its format; from then on it is its ``quantized_storage``, as a portable weight's.
+    """
+    storage = getattr(param, "quantized_storage", None)
+    config = installed_config()
+    if storage is None and config is not None:
+        for format in te_formats_of(param):
+            if format.name == config.format:
+                storage = TransformerEngineStorage(param, format, backend=config.backend)
+                param.quantized_storage = storage
+    return storage
+
+
+def is_managed(tensor: Tensor) -> bool:
+    """Return whether buckets of this package hold ``tensor``."""
+    return isinstance(tensor, GroupedWeight) or storage_of(tensor) is not None

@@ -1,0 +1,1 @@
+"""What ``moe-optim plan`` computes and draws."""

@@ -1,0 +1,88 @@
+"""What training from the wheel needs besides the plug-in itself."""
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
+from megatron.core.utils import unwrap_model
+from megatron.training import get_args, training
+
+from moe_optim.megatron.weights.managed import is_managed
+
+_stock_setup_model_and_optimizer = training.setup_model_and_optimizer
+
+
+def compile_helpers() -> None:
+    """Make sure the C++ dataset helper can be imported; the wheel ships it built."""
+    importlib.import_module("megatron.core.datasets.helpers_cpp")
+
+
+def setup_model_and_optimizer(
+    model_type: Any,
+    model_provider_func: Any = None,
+    checkpointing_context: Any = None,
+    *,
+    cfg_container: Any = None,
+    pg_collection: Any = None,
+) -> tuple[Any, Any, Any]:
+    """Build model, optimizer and scheduler as Megatron does, and describe them in a file.
+
+    Rank 0 writes ``model.json`` next to the folder of TensorBoard events. Every rank must call it.
+    """
+    model, optimizer, scheduler = _stock_setup_model_and_optimizer(
+        model_type,
+        model_provider_func,
+        checkpointing_context,
+        cfg_container=cfg_container,
+        pg_collection=pg_collection,
+    )
+    folder = get_args().tensorboard_dir
+    description = describe(model, optimizer)
+    if folder and dist.get_rank() == 0:
+        path = Path(folder).parent / "model.json"
+        path.write_text(json.dumps(description, indent=2) + "\n")
+    return model, optimizer, scheduler
+
+
+def describe(model: list[Any], optimizer: Any) -> dict[str, Any]:
+    """Return what was built: optimizer class, storage format, and parameters of the whole model.
+
+    A parameter is counted once, however many ranks hold a copy of it. Every rank must call it.
+    """
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    classes = {type(part).__name__ for part in parts}
+    formats = set()
+    count = quantized = 0
+    for param in (param for chunk in unwrap_model(model) for param in chunk.parameters()):
+        counted = param.numel() * _is_counted_here(param)
+        count += counted
+        if is_managed(param):
+            quantized += counted
+            formats.add(param.quantized_storage.format.name)
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, (classes, formats, count, quantized))
+    all_classes, all_formats, counts, quantized_counts = zip(*ranks, strict=True)
+    return {
+        "optimizer": ", ".join(sorted(set().union(*all_classes))),
+        "format": ", ".join(sorted(set().union(*all_formats))) or "bf16",
+        "parameters": sum(counts),
+        "quantized_parameters": sum(quantized_counts),
+    }
+
+
+def _is_counted_here(param: torch.nn.Parameter) -> bool:
+    """Return whether this rank counts ``param``: of all ranks with a copy, one does."""
+    if getattr(param, "allreduce", True):
+        copy = mpu.get_data_parallel_rank(with_context_parallel=True)
+    else:  # an expert's copies are spread over ranks of its own
+        copy = mpu.get_expert_data_parallel_rank()
+    is_first_copy = copy == 0 and param_is_not_tensor_parallel_duplicate(
+        param, mpu.get_tensor_model_parallel_group(), mpu.get_expert_tensor_parallel_group()
+    )
+    return is_first_copy and param_is_not_shared(param)

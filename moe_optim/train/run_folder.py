@@ -1,0 +1,204 @@
+"""The folder of one training run: who may write in it, and what in it can be resumed.
+
+::
+
+    RUN/checkpoints/      Megatron's torch_dist checkpoints and its tracker file
+    RUN/logs/launch1/     one log a rank and launch: rank0.log, rank1.log, ...
+    RUN/tensorboard/      event files of every launch
+    RUN/text.json         what the run began to train on; a resume goes on with it
+    RUN/index_cache/      Megatron's sample index of the dataset; rebuilt by every launch
+    RUN/model.json        what rank 0 says about the model it trained
+    RUN/summary.json      written last: a run that has it has finished
+    RUN/loss.png
+    RUN/.lock             held by the launcher for as long as the run lives
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from moe_optim.checkpoints.files.folders import iteration_folders
+from moe_optim.console.argv import DATA_FLAGS
+from moe_optim.console.files import full_disk_explained, write_atomically
+from moe_optim.errors import ConfigError, StateError
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Where everything of one run lies; a value, nothing is created."""
+
+    path: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder given to Megatron as ``--save`` and ``--load``."""
+        return self.path / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        """Folder with one folder a launch."""
+        return self.path / "logs"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Folder with the event files of all launches."""
+        return self.path / "tensorboard"
+
+    @property
+    def index_cache(self) -> Path:
+        """Folder given to Megatron as ``--data-cache-path``."""
+        return self.path / "index_cache"
+
+    @property
+    def text(self) -> Path:
+        """The paths of ``--text``, none for the standard library; null for Megatron's data."""
+        return self.path / "text.json"
+
+    @property
+    def model(self) -> Path:
+        """What rank 0 says about the model."""
+        return self.path / "model.json"
+
+    @property
+    def summary(self) -> Path:
+        """The result of a finished run."""
+        return self.path / "summary.json"
+
+    @property
+    def loss_plot(self) -> Path:
+        """The loss curves of a finished run."""
+        return self.path / "loss.png"
+
+    def next_log_folder(self) -> Path:
+        """Return the log folder of the coming launch; those of earlier launches are kept."""
+        taken = [int(path.name.removeprefix("launch")) for path in self.logs.glob("launch[0-9]*")]
+        return self.logs / f"launch{max(taken, default=0) + 1}"
+
+
+def remember_text(folder: RunFolder, paths: Sequence[Path] | None) -> None:
+    """Record what the run trains on, as ``--text`` names it; None: as Megatron's flags do."""
+    record = None if paths is None else [str(path.absolute()) for path in paths]
+    write_atomically(folder.text, f"{json.dumps(record)}\n".encode())
+
+
+def recall_text(folder: RunFolder, given: Sequence[Path]) -> list[Path]:
+    """Return what a resumed run goes on to train on: what it began with, if that was recorded.
+
+    Args:
+        folder: of the run.
+        given: by ``--text`` at the resume; may be empty.
+
+    Raises:
+        ConfigError: other text is given than the run began with, or it began with Megatron's data.
+        StateError: the record is damaged.
+    """
+    if not folder.text.is_file():
+        return list(given)
+    began = _read_text_record(folder)
+    if began is None:
+        raise ConfigError(
+            f"--resume: expected Megatron's flags after --, such as {' or '.join(DATA_FLAGS[:2])}, "
+            f"by which {folder.path} began to train on data of its own, got none. Give them again, "
+            "or start a new run in another folder with --out."
+        )
+    if given and {path.resolve() for path in given} != {path.resolve() for path in began}:
+        raise ConfigError(
+            f"--text: expected {spell_text(began)}, which {folder.path} began to train on, got "
+            f"{spell_text(given)}. Leave --text out, or start a new run in another folder with "
+            "--out."
+        )
+    return began
+
+
+def require_megatron_data(folder: RunFolder, flag: str) -> None:
+    """Refuse Megatron's flag for data where the run began with text.
+
+    Raises:
+        ConfigError: it did.
+        StateError: the record is damaged.
+    """
+    began = _read_text_record(folder) if folder.text.is_file() else None
+    if began is not None:
+        raise ConfigError(
+            f"{flag}: expected none, since {folder.path} began to train on {spell_text(began)}. "
+            "Leave the flag out, or start a new run in another folder with --out."
+        )
+
+
+def _read_text_record(folder: RunFolder) -> list[Path] | None:
+    try:
+        record = json.loads(folder.text.read_text())
+        return None if record is None else [Path(path) for path in record]
+    except (ValueError, TypeError) as error:
+        raise StateError(
+            f"{folder.text}: expected a list of paths, got something else. Remove the file, and "
+            "name what to train on as the run was started with it."
+        ) from error
+
+
+def spell_text(paths: Sequence[Path]) -> str:
+    """Name the text to train on."""
+    return " ".join(map(str, paths)) or "the standard library"
+
+
+@contextlib.contextmanager
+def claim(path: Path, *, resume: bool) -> Iterator[RunFolder]:
+    """Create ``path`` and hold its lock inside the ``with``; no second run gets in meanwhile.
+
+    Raises:
+        StateError: another run holds the folder, or it holds the results of an earlier run and
+            ``resume`` is not set.
+        ConfigError: ``path`` cannot be a folder.
+    """
+    folder = RunFolder(path)
+    with full_disk_explained(path, "creating the run folder"):
+        _create(path)
+        lock = (path / ".lock").open("a+")
+    with lock:
+        _take(lock, path)
+        if not resume:
+            _refuse_earlier_run(folder)
+        yield folder
+
+
+def _create(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise ConfigError(
+            f"--out {path}: expected a folder, got a file. Choose another."
+        ) from error
+    except PermissionError as error:
+        raise ConfigError(f"--out {path}: cannot be created: {error.strerror}.") from error
+
+
+def _take(lock: IO[str], path: Path) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        holder = lock.read().strip() or "unknown"
+        raise StateError(
+            f"{path}: another run is training in this folder (process {holder}). "
+            "Wait for it, stop it, or give another folder with --out."
+        ) from None
+    lock.truncate(0)
+    lock.write(f"{os.getpid()}\n")
+    with full_disk_explained(path, "writing the lock file"):
+        lock.flush()
+
+
+def _refuse_earlier_run(folder: RunFolder) -> None:
+    holds = [path.name for path in (folder.summary,) if path.exists()]
+    holds += [f"checkpoints/{path.name}" for path in iteration_folders(folder.checkpoints)]
+    if holds:
+        raise StateError(
+            f"{folder.path}: already holds a run ({', '.join(holds[:3])}"
+            f"{', ...' if len(holds) > 3 else ''}). Continue it with --resume, or start a new "
+            "one in another folder with --out."
+        )

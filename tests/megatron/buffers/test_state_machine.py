@@ -1,0 +1,259 @@
+"""Any order of what loops do: weights and gradients are the model's, or the call raises.
+
+Hypothesis drives the life cycle of ``tests/support/life_cycle.py`` in one process, where all known
+hazards of shared buffers show. To run more than the fixed 10,000 steps: ``make life-cycle``.
+"""
+
+import os
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
+
+from tests.support import life_cycle
+from tests.support.life_cycle_bugs import BUGS
+from tests.support.ranks import run_ranks
+
+STEPS = int(os.environ.get("LIFE_CYCLE_STEPS", "10000"))
+EXAMPLE_STEPS = 50
+SETTINGS: list[dict[str, Any]] = [
+    {"wire": "quantized", "overlap": True},
+    {"wire": "quantized", "overlap": False, "format": "nvfp4"},
+    {"wire": "bf16", "overlap": True},
+    {"wire": "bf16", "overlap": False},
+]
+SEEDS = st.integers(0, 99)
+
+PLAIN = (
+    "zero",
+    "step",
+    "skip",
+    "disable_hooks",
+    "enable_hooks",
+    "force_sync",
+    "dispatch",
+    "free",
+    "paged_stash_fallback",
+    "offload",
+    "reload",
+    "make_room",
+    "save",
+    "load",
+)
+"""Methods of the life cycle without arguments."""
+
+WITH_ARGUMENTS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
+    "micro": {"seed": SEEDS, "last": st.booleans()},
+    "rollout": {"seed": SEEDS},
+    "evaluate": {"seed": SEEDS},
+    "copy": {"seed": SEEDS},
+    "write_by_hand": {"seed": SEEDS},
+    "failing_backward": {"seed": SEEDS, "at": st.integers(0, 2)},
+    "failing_step": {"part": st.integers(0, 1), "moved": st.booleans()},
+    "failing_gather": {"at": st.sampled_from(life_cycle.GATHER_PARTS)},
+    "nonfinite": {"of": st.integers(0, 2)},
+}
+"""Methods with arguments, and what these may be."""
+
+Call = tuple[str, dict[str, Any]]
+Trace = list[Call]
+ANY_CALL: st.SearchStrategy[Call] = st.one_of(
+    st.tuples(st.sampled_from(PLAIN), st.just({})),
+    *(
+        st.tuples(st.just(name), st.fixed_dictionaries(arguments))
+        for name, arguments in WITH_ARGUMENTS.items()
+    ),
+)
+
+
+class Machine(RuleBasedStateMachine):
+    """Does what hypothesis says, and compares everything after each step."""
+
+    options: dict[str, Any] = {}
+    steps = 0
+    trace: Trace = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cycle = life_cycle.LifeCycle(**self.options)
+        Machine.trace = []
+
+    def do(self, name: str, **arguments: Any) -> None:
+        if not self.cycle.may(name):
+            return
+        Machine.steps += 1
+        Machine.trace.append((name, arguments))
+        getattr(self.cycle, name)(**arguments)
+        self.cycle.check()
+
+    @rule(
+        seeds=st.lists(SEEDS, min_size=1, max_size=3),
+        dropped=st.sets(st.integers(0, 4), max_size=2),
+        between=st.dictionaries(st.integers(0, 5), st.lists(ANY_CALL, max_size=2), max_size=3),
+    )
+    def train_step(
+        self, seeds: list[int], dropped: set[int], between: dict[int, list[Call]]
+    ) -> None:
+        """What a loop mostly does, with calls left out, and with others in between."""
+        calls: list[Call] = [("zero", {})]
+        for index, seed in enumerate(seeds):
+            calls.append(("micro", {"seed": seed, "last": index == len(seeds) - 1}))
+        calls.append(("step", {}))
+        for index, (name, arguments) in enumerate(calls):
+            if index not in dropped:
+                self.do(name, **arguments)
+            for other, others in between.get(index, []):
+                self.do(other, **others)
+
+    @rule(call=ANY_CALL)
+    def anything(self, call: Call) -> None:
+        self.do(call[0], **call[1])
+
+
+def _run(steps: int, options: dict[str, Any], phases: tuple[Phase, ...] = tuple(Phase)) -> int:
+    Machine.options, Machine.steps = options, 0
+    run_state_machine_as_test(
+        Machine,
+        settings=settings(
+            max_examples=max(1, steps // 55),  # an example has more steps than that on average
+            stateful_step_count=EXAMPLE_STEPS,
+            derandomize=True,
+            deadline=None,
+            database=None,
+            phases=phases,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+    return Machine.steps
+
+
+def _drive(steps: int, options: dict[str, Any]) -> int:
+    life_cycle.initialize()
+    return _run(steps, options)
+
+
+@pytest.mark.parametrize(
+    "options", SETTINGS, ids=["quantized, overlap", "quantized", "bf16, overlap", "bf16"]
+)
+def test_no_order_of_calls_mixes_weights_and_gradients(options: dict[str, Any]):
+    """A quarter of all steps on each wire, with the gather overlapped and in the step."""
+    (steps,) = run_ranks(1, _drive, STEPS // 4, options, timeout_s=max(180, STEPS // 40))
+    assert steps >= STEPS // 4
+
+
+def _find(name: str) -> Trace:
+    """Put a bug back; return the sequence that showed it, empty if none did."""
+    life_cycle.initialize()
+    put_back, wire = BUGS[name]
+    put_back()
+    try:
+        _run(10_000, {"wire": wire}, phases=(Phase.generate,))
+    except Exception:  # an assertion of the model, or a refusal of what is allowed
+        return Machine.trace
+    return []
+
+
+RARE = {"H4", "H6"}  # found after thousands of steps; TRACES show them in a few
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.extended] * (name in RARE)) for name in BUGS]
+)
+def test_every_historic_bug_is_found_when_it_is_put_back(name: str):
+    """Within 10,000 random steps some comparison fails."""
+    (trace,) = run_ranks(1, _find, name)
+    assert trace, f"{name} was not found"
+
+
+TRAIN = [("zero", {}), ("micro", {"seed": 0, "last": True}), ("step", {})]
+FAILING: Trace = [("failing_backward", {"seed": 1, "at": 0})]
+TRACES: dict[str, Trace] = {  # mostly as hypothesis shrank them
+    "#2802": [*TRAIN, ("evaluate", {"seed": 0})],
+    "#4562": [*TRAIN, ("force_sync", {})],
+    "#4800": [*TRAIN, ("evaluate", {"seed": 0})],
+    "#5236": [*TRAIN, ("force_sync", {})],
+    "#5487": [("evaluate", {"seed": 0}), *TRAIN, ("rollout", {"seed": 0})],
+    "H2": [*TRAIN, ("rollout", {"seed": 0}), ("rollout", {"seed": 1})],
+    "H3": [("paged_stash_fallback", {}), ("micro", {"seed": 0, "last": True})],
+    "H4": [*TRAIN, ("dispatch", {}), ("force_sync", {})],
+    "H5": [*TRAIN, *TRAIN],
+    "H6": [*TRAIN, ("dispatch", {}), ("free", {})],
+    "H7": [("zero", {}), ("micro", {"seed": 0, "last": False}), ("force_sync", {})],
+    "gradients written by hand": [("zero", {}), ("write_by_hand", {"seed": 0}), *TRAIN],
+    "a backward pass that fails": [
+        ("zero", {}),
+        ("failing_backward", {"seed": 1, "at": 2}),
+        *TRAIN,
+    ],
+    "a reduction in flight": [*TRAIN, ("zero", {}), *FAILING, *TRAIN],
+    "a step that fails": [
+        *TRAIN[:2],
+        ("failing_step", {"part": 1, "moved": True}),
+        ("rollout", {"seed": 0}),
+    ],
+    "a gather that fails": [*TRAIN, ("failing_gather", {"at": "land"}), ("rollout", {"seed": 0})],
+    "a copy in training": [("copy", {"seed": 0})],
+    "a norm of its own": [*TRAIN[:2], ("nonfinite", {"of": 2})],
+}
+
+
+SYNC: Trace = [("force_sync", {})]
+EVALUATE: Trace = [("evaluate", {"seed": 7})]
+ROLLOUT: Trace = [("rollout", {"seed": 8}), ("rollout", {"seed": 9})]
+SEQUENCES: dict[str, Trace] = {
+    "first iteration": [("disable_hooks", {}), *TRAIN, *SYNC, ("enable_hooks", {}), *TRAIN],
+    "evaluation": [*TRAIN, *EVALUATE, *TRAIN],
+    "save": [*TRAIN, *SYNC, ("save", {}), *TRAIN],
+    "save after an evaluation": [*TRAIN, *EVALUATE, *SYNC, ("save", {}), *TRAIN],
+    "hash check": [*TRAIN, *SYNC, *SYNC, *TRAIN],
+    "resume": [*TRAIN, ("save", {}), *TRAIN, ("load", {}), *TRAIN],
+    "skipped step": [*TRAIN, *TRAIN[:2], ("skip", {}), *TRAIN],
+    "exit": [*TRAIN, *SYNC, ("disable_hooks", {})],
+    "Megatron-Bridge's evaluation": [*TRAIN, ("paged_stash_fallback", {}), *EVALUATE, *TRAIN],
+    "rollouts": [*TRAIN, *ROLLOUT, *TRAIN, *ROLLOUT],
+    "rollouts without gradient memory": [
+        *TRAIN,
+        *SYNC,
+        ("offload", {}),
+        *ROLLOUT,
+        ("reload", {}),
+        *TRAIN,
+    ],
+    "rollouts elsewhere": [*TRAIN, ("offload", {}), ("make_room", {}), ("reload", {}), *TRAIN],
+}
+"""What Megatron's loop, Megatron-Bridge's and loops of reinforcement learning do."""
+
+
+def _replay_with_bug(name: str) -> bool:
+    life_cycle.initialize()
+    put_back, wire = BUGS[name]
+    put_back()
+    try:
+        life_cycle.replay(TRACES[name], wire=wire)
+    except Exception:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_a_few_calls_suffice_to_show_each_bug(name: str):
+    assert run_ranks(1, _replay_with_bug, name) == [True]
+
+
+def _replay_all() -> int:
+    life_cycle.initialize()
+    calls = 0
+    for options in (*SETTINGS, {"wire": "quantized", "format": "nvfp4"}):
+        for trace in (*TRACES.values(), *SEQUENCES.values()):
+            calls += life_cycle.replay([*trace, *TRAIN, ("evaluate", {"seed": 1})], **options)
+    return calls
+
+
+def test_what_loops_do_is_right_on_two_ranks():
+    """Every trace and sequence, a step and an evaluation after it, on both wires, overlapped and
+    not."""
+    traces = (*TRACES.values(), *SEQUENCES.values())
+    calls = sum(len(trace) + len(TRAIN) + 1 for trace in traces)
+    assert run_ranks(2, _replay_all) == [5 * calls] * 2

@@ -1,0 +1,311 @@
+"""Patches: checked before anything is rebound, applied once, and undone without a trace."""
+
+import importlib
+import inspect
+import sys
+import types
+
+import pytest
+
+from moe_optim.errors import PatchError
+from moe_optim.megatron.patching.engine import Patch, apply_patches, patch_state, revert_patches
+from moe_optim.megatron.patching.patches import PATCHES
+from tests.support.ranks import run_ranks
+
+
+class Buffer:
+    def size(self, start, end):
+        return end - start
+
+    @staticmethod
+    def names(kind):
+        return kind
+
+
+class BiggerBuffer(Buffer):
+    pass
+
+
+class SubBuffer(Buffer):
+    """Inherits everything it has."""
+
+
+def gather(group, wait=True):
+    return "stock"
+
+
+def our_gather(group, wait=False):
+    return "ours"
+
+
+def our_size(self, start, end):
+    return 0
+
+
+def our_names(kind):
+    return "ours"
+
+
+UPSTREAM = {
+    "Buffer": Buffer,
+    "SubBuffer": SubBuffer,
+    "gather": gather,
+    "HAVE_FUSED": False,
+    "LIMIT": 4,
+}
+OURS = {
+    "Buffer": BiggerBuffer,
+    "Unrelated": type("Unrelated", (), {}),
+    "gather": our_gather,
+    "gather_more": lambda group, wait, stream: None,
+    "gather_renamed": lambda bucket, wait: None,
+    "size": our_size,
+    "names": our_names,
+    "static_names": staticmethod(our_names),
+    "HAVE_FUSED": True,
+    "LIMIT": "eight",
+}
+
+
+@pytest.fixture(autouse=True)
+def stubs(monkeypatch):
+    """Put a stub of Megatron and of this package where imports find them."""
+    for name, content in {"upstream": UPSTREAM, "ours": OURS}.items():
+        module = types.ModuleType(f"stub_{name}")
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+def make_patch(target="gather", replacement=None, id=None, **others):
+    return Patch(
+        id=id or f"test:{target}",
+        target=f"stub_upstream:{target}",
+        replacement=f"stub_ours:{replacement or target}",
+        because="a test",
+        remove_when="never",
+        **others,
+    )
+
+
+@pytest.fixture
+def applied():
+    """Return a function that applies patches; they are reverted when the test ends."""
+    done = []
+
+    def apply(*patches):
+        done.extend(patches)
+        apply_patches(patches)
+
+    yield apply
+    revert_patches(done)
+
+
+def current(name):
+    return inspect.getattr_static(sys.modules["stub_upstream"], name)
+
+
+# Applying and reverting
+
+FITTING = {  # target -> replacement
+    "a class by its subclass": ("Buffer", "Buffer"),
+    "a function with the same arguments": ("gather", "gather"),
+    "a constant of the same type": ("HAVE_FUSED", "HAVE_FUSED"),
+}
+
+
+@pytest.mark.parametrize(("target", "replacement"), FITTING.values(), ids=FITTING.keys())
+def test_a_patch_rebinds_one_name_and_gives_it_back(target, replacement):
+    patch = make_patch(target, replacement)
+    before = dict(vars(sys.modules["stub_upstream"]))
+    apply_patches([patch])
+    after = dict(vars(sys.modules["stub_upstream"]))
+    assert after.pop(target) is OURS[replacement]
+    assert after == {name: value for name, value in before.items() if name != target}
+    revert_patches([patch])
+    assert current(target) is before[target]
+
+
+@pytest.mark.parametrize(
+    ("target", "replacement"),
+    [("Buffer.size", "size"), ("Buffer.names", "static_names")],
+    ids=["a method", "a static method"],
+)
+def test_methods_are_patched_on_their_class(applied, target, replacement):
+    name = target.rpartition(".")[2]
+    before = vars(Buffer)[name]
+    patch = make_patch(target, replacement)
+    applied(patch)
+    assert vars(Buffer)[name] is OURS[replacement]
+    assert (Buffer().size(1, 3), Buffer().names("x")) in {(0, "x"), (2, "ours")}
+    revert_patches([patch])
+    assert vars(Buffer)[name] is before
+
+
+def test_an_inherited_method_is_inherited_again_afterwards():
+    """A copy left on the subclass would hide what is later done to the base."""
+    patch = make_patch("SubBuffer.size", "size")
+    apply_patches([patch])
+    assert SubBuffer().size(1, 3) == 0
+    assert Buffer().size(1, 3) == 2
+    revert_patches([patch])
+    assert SubBuffer().size(1, 3) == 2
+    assert "size" not in vars(SubBuffer)
+
+
+def test_applying_twice_is_applying_once(applied):
+    patch = make_patch()
+    applied(patch)
+    applied(patch)
+    revert_patches([patch])
+    assert current("gather") is gather
+
+
+def test_reverting_what_is_not_applied_does_nothing():
+    revert_patches([make_patch()])
+    assert current("gather") is gather
+    revert_patches([make_patch("gone")])
+
+
+def test_a_patch_can_be_applied_again_after_it_was_reverted(applied):
+    patch = make_patch()
+    for _ in range(2):
+        applied(patch)
+        assert current("gather") is our_gather
+        revert_patches([patch])
+        assert current("gather") is gather
+
+
+# Refusing
+
+MISFITS = {  # target, replacement, why
+    "the target is gone": ("scatter", "gather", "stub_upstream:scatter was not found"),
+    "its owner is gone": ("Bucket.size", "size", "stub_upstream:Bucket.size was not found"),
+    "the replacement is gone": ("gather", "scatter", "stub_ours:scatter was not found"),
+    "a class that is no subclass": ("Buffer", "Unrelated", "Buffer is no longer a base of the"),
+    "a class by a function": ("Buffer", "gather", "Buffer is no longer a base of the"),
+    "one argument more": ("gather", "gather_more", r"\(group, wait\), .* \(group, wait, stream\)"),
+    "another argument name": ("gather", "gather_renamed", r"takes \(group, wait\), .*\(bucket, w"),
+    "a method of another signature": ("Buffer.size", "gather", r"takes \(self, start, end\)"),
+    "a static method by one that takes self": ("Buffer.names", "size", r"now takes \(kind\)"),
+    "a static method by a plain function": ("Buffer.names", "names", "static"),
+    "a constant of another type": ("LIMIT", "LIMIT", "it is now a int"),
+    "an int by a bool": ("LIMIT", "HAVE_FUSED", "it is now a int"),
+}
+
+
+@pytest.mark.parametrize(("target", "replacement", "why"), MISFITS.values(), ids=MISFITS.keys())
+def test_a_target_that_does_not_fit_is_refused(applied, target, replacement, why):
+    """The error names patch and target, says why, and where to look."""
+    patch = make_patch(target, replacement, id="the-patch")
+    with pytest.raises(PatchError, match=rf"^patch the-patch: .*{why}") as error:
+        applied(patch)
+    assert "moe_optim is built for megatron-core 0.19; run `moe-optim doctor`." in str(error.value)
+    assert patch_state(patch).startswith("broken: ")
+    assert vars(sys.modules["stub_upstream"]).items() >= UPSTREAM.items()
+
+
+def test_a_missing_module_is_refused(applied):
+    patch = Patch(id="p", target="stub_gone:x", replacement="ours:x", because="", remove_when="")
+    with pytest.raises(PatchError, match="No module named 'stub_gone'"):
+        applied(patch)
+
+
+def test_all_or_nothing(applied):
+    """One misfit anywhere in the list leaves every target as it was, also those before it."""
+    good, bad, later = make_patch(), make_patch("LIMIT"), make_patch("Buffer")
+    with pytest.raises(PatchError, match="test:LIMIT"):
+        applied(good, bad, later)
+    assert [patch_state(patch) for patch in (good, later)] == ["off", "off"]
+    assert vars(sys.modules["stub_upstream"]).items() >= UPSTREAM.items()
+
+
+# Knowing
+
+
+def test_states(applied):
+    patch = make_patch()
+    assert patch_state(patch) == "off"
+    applied(patch)
+    assert patch_state(patch) == "applied"
+    revert_patches([patch])
+    assert patch_state(patch) == "off"
+    assert patch_state(make_patch("gone")).startswith("broken: ")
+    assert current("gather") is gather
+
+
+@pytest.mark.parametrize(
+    ("modules", "state"),
+    [
+        (("json",), "not needed"),
+        (("no_such_package", "json.decoder"), "not needed"),
+        (("no_such_package", "no_such_package.inner"), "off"),
+        ((), "off"),
+    ],
+    ids=["there", "one of two is there", "none is there", "always needed"],
+)
+def test_what_another_package_brings_is_not_patched(applied, modules, state):
+    """Presence is looked up without importing anything."""
+    patch = make_patch(not_needed_with=modules)
+    assert patch_state(patch) == state
+    applied(patch)
+    assert current("gather") is (gather if state == "not needed" else our_gather)
+
+
+# The table itself
+
+
+def test_ids_and_targets_are_unique():
+    """One name is rebound by one patch, or reverting would depend on the order."""
+    assert len({patch.id for patch in PATCHES}) == len(PATCHES)
+    assert len({patch.target for patch in PATCHES}) == len(PATCHES)
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.id)
+def test_every_patch_says_what_why_and_until_when(patch):
+    assert patch.target.startswith("megatron.")
+    assert patch.replacement.startswith(("moe_optim.megatron.", "moe_optim.train."))
+    assert len(patch.because.split()) > 3
+    assert len(patch.remove_when.split()) > 3
+
+
+def resolve(path):
+    module, _, attributes = path.partition(":")
+    *owners, name = attributes.split(".")
+    owner = importlib.import_module(module)
+    for step in owners:
+        owner = getattr(owner, step)
+    return inspect.getattr_static(owner, name)
+
+
+def _apply_and_revert_each():
+    """Return, for each patch: state, what stood there when applied, and after it was reverted."""
+    report = {}
+    for patch in PATCHES:
+        before, states = resolve(patch.target), [patch_state(patch)]
+        apply_patches([patch])
+        states.append(patch_state(patch))
+        is_ours = resolve(patch.target) is resolve(patch.replacement)
+        revert_patches([patch])
+        states.append(patch_state(patch))
+        report[patch.id] = (states, is_ours, resolve(patch.target) is before)
+    before = [resolve(patch.target) for patch in PATCHES]
+    apply_patches(PATCHES)
+    apply_patches(PATCHES)
+    together = [patch_state(patch) for patch in PATCHES]
+    revert_patches(PATCHES)
+    after = [resolve(patch.target) for patch in PATCHES]
+    identical = all(a is b for a, b in zip(after, before, strict=True))
+    return report, together, identical
+
+
+def test_the_table_applies_and_reverts_on_this_megatron():
+    """Each patch alone and all together: every target is ours meanwhile and Megatron's after."""
+    ((report, together, identical),) = run_ranks(1, _apply_and_revert_each)
+    needed = ["off", "applied", "off"]
+    skipped = ["not needed"] * 3  # an accelerated optimizer is installed here
+    for id, (states, is_ours, is_restored) in report.items():
+        assert states in (needed, skipped), id
+        assert is_ours or states == skipped, id
+        assert is_restored, id
+    assert set(together) <= {"applied", "not needed"}
+    assert identical

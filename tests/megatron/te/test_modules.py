@@ -1,0 +1,208 @@
+"""Megatron's experts of Transformer Engine under this optimizer, in formats no Hopper multiplies.
+
+Modules, tensor classes, recipes, hooks and checkpoints are theirs; kernels are torch's, see
+``tests/support/native_products.py``. Runs on GPUs with ``pytest --gpus``, a rank on each, and on a
+CPU with ``TRANSFORMER_ENGINE_PATH``, which lists folders with Transformer Engine and what it
+imports; group products then ask for tokens on a GPU, and are left out.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from moe_optim import reference
+from moe_optim.formats import get_format
+from moe_optim.megatron.te import quantizer
+from tests.megatron.te.test_storage import assert_holds
+from tests.support.given_values import draw_values
+
+PATH = os.environ.get("TRANSFORMER_ENGINE_PATH", "")
+HAS_GPU = torch.cuda.is_available()
+pytestmark = [
+    pytest.mark.any_device,
+    pytest.mark.skipif(
+        not (PATH or (HAS_GPU and quantizer.import_error() is None)),
+        reason="needs Transformer Engine, see TRANSFORMER_ENGINE_PATH",
+    ),
+]
+RANKS = torch.cuda.device_count() if HAS_GPU else 2
+AT_ONCE = 6 if HAS_GPU else 1
+FORMATS = ("mxfp8", "mxfp8_2d", "nvfp4", "fp8_block")
+GROUPED = ("mxfp8", "mxfp8_2d", "nvfp4") if HAS_GPU else ()  # Megatron has no groups of FP8 blocks
+CLASSES = {
+    "mxfp8": "MXFP8Tensor",
+    "mxfp8_2d": "MXFP8Tensor",
+    "nvfp4": "NVFP4Tensor",
+    "fp8_block": "Float8BlockwiseQTensor",
+}
+TRAIN = ["--train-iters", "4", "--eval-interval", "2", "--save-interval", "2"]
+TRAIN += ["--dist-ckpt-optim-fully-reshardable"]
+OVERLAP = ["--overlap-grad-reduce", "--overlap-param-gather"]
+UNTRAINED = ("--lr", "0", "--min-lr", "0", "--weight-decay", "0")
+SINGLE = {"single_grouped_weight": True}
+GIVEN = ("before", "after")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One launch: of which format, with what, and whose checkpoint it goes on from."""
+
+    format: str
+    flags: tuple[str, ...] = ()
+    knobs: tuple[tuple[str, object], ...] = ()
+    resumed_from: str | None = None
+
+    @property
+    def is_single(self) -> bool:
+        """Whether one parameter holds all experts of a linear."""
+        return "single_grouped_weight" in dict(self.knobs)
+
+
+def list_runs() -> dict[str, Run]:
+    runs = {}
+    for format in FORMATS:
+        runs[format] = Run(format, (*OVERLAP,))
+        runs[f"{format} wire bf16"] = Run(format, (), (("wire", "bf16"), ("layout", "stock")))
+        runs[f"{format} resumed"] = Run(format, (), (("offloaded", True),), format)
+        for when in GIVEN:
+            runs[f"{format} given {when}"] = Run(format, UNTRAINED, (("given", when),))
+    for format in GROUPED:
+        runs[f"{format} single"] = Run(format, (), tuple(SINGLE.items()))
+        knobs = (*SINGLE.items(), ("offloaded", True))
+        runs[f"{format} single resumed"] = Run(format, (), knobs, format)
+        for when in GIVEN:
+            knobs = (*SINGLE.items(), ("given", when))
+            runs[f"{format} single given {when}"] = Run(format, UNTRAINED, knobs)
+        runs[f"{format} resumed from single"] = Run(format, (), (), f"{format} single")
+    return runs
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """Return what every rank of every run saw, by the run's name."""
+    root = tmp_path_factory.mktemp("runs")
+    runs = list_runs()
+    with ThreadPoolExecutor(AT_ONCE) as pool:  # those that others go on from come first
+        for wave in (False, True):
+            names = [name for name, run in runs.items() if bool(run.resumed_from) is wave]
+            list(pool.map(lambda name: launch(root, name, runs[name]), names))
+    return {name: Seen(folder_of(root, name)) for name in runs}
+
+
+class Seen:
+    """What the ranks of a run saw; asking for it fails with its log if the run has failed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @property
+    def ranks(self) -> list[dict[str, Any]]:
+        log = self._folder / "log"
+        assert not log.exists(), log.read_text()
+        files = sorted(self._folder.glob("rank*.pt"))
+        return [torch.load(file, weights_only=False) for file in files]
+
+    @property
+    def losses(self) -> list[dict[int, float]]:
+        return [rank["losses"] for rank in self.ranks]
+
+
+def folder_of(root: Path, name: str) -> Path:
+    return root / name.replace(" ", "-")
+
+
+def launch(root: Path, name: str, run: Run) -> None:
+    folder = folder_of(root, name)
+    folder.mkdir()
+    flags = [*TRAIN, *run.flags]
+    if run.resumed_from is None:
+        flags += ["--save", str(folder / "checkpoints")]
+    else:
+        saved = folder_of(root, run.resumed_from) / "checkpoints"
+        flags += ["--load", str(saved), "--ckpt-step", "2"]
+    environment = dict(os.environ) | {
+        "PYTHONPATH": os.pathsep.join(
+            [str(Path(__file__).parents[3]), PATH, os.environ.get("PYTHONPATH", "")]
+        ),
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+        "OMP_NUM_THREADS": "1",
+        "NVTE_GROUPED_LINEAR_SINGLE_PARAM": "1",
+        "NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM": str(int(run.is_single)),
+    }
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(RANKS), "-m", "tests.support.native_train"]
+    command += [str(folder), run.format, json.dumps(dict(run.knobs)), *flags]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    if done.returncode:  # those who ask for its ranks find the log instead
+        (folder / "log").write_text(done.stdout[-3000:] + done.stderr[-6000:])
+
+
+@pytest.mark.parametrize("name", list_runs())
+def test_products_read_the_reference_of_the_masters(name, found):
+    """Every field of every expert, on every rank, after training, evaluation and loading; initial
+    values are freed; and nothing has taken the memory of a bucket from a weight."""
+    run = list_runs()[name]
+    for rank in found[name].ranks:
+        assert rank["weights"]
+        for weight in rank["weights"].values():
+            assert weight["class"] == ("GroupedTensor" if run.is_single else CLASSES[run.format])
+            assert weight["initial_is_freed"] and not weight["has_moved"]
+            for fields, master in zip(weight["fields"], weight["master"], strict=True):
+                assert_holds(SimpleNamespace(**fields), master, get_format(run.format))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_both_wires_and_layouts_give_the_same_losses(format, found):
+    """Quantized, aligned and overlapped against bf16, stock and in the step."""
+    assert found[format].losses == found[f"{format} wire bf16"].losses
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_resumed_run_goes_on_as_the_uninterrupted_one(format, found):
+    """Also if weights and masters are elsewhere for a while, as during a rollout."""
+    assert found[f"{format} resumed"].losses == later(found[format].losses)
+
+
+@pytest.mark.parametrize("format", GROUPED)
+def test_one_tensor_of_all_experts_trains_as_one_an_expert(format, found):
+    """Losses, and checkpoints of either kind loaded into the other."""
+    apart = found[format].losses
+    assert found[f"{format} single"].losses == apart
+    assert found[f"{format} single resumed"].losses == later(apart)
+    assert found[f"{format} resumed from single"].losses == later(apart)
+
+
+@pytest.mark.parametrize("name", [name for name in list_runs() if "given" in name])
+def test_masters_start_from_the_values_that_were_loaded(name, found):
+    """Not from those of the initialization, which Transformer Engine keeps: loaded into a model
+    that has an optimizer, from the values themselves; before, from what quantizing left."""
+    format = get_format(list_runs()[name].format)
+    for rank in found[name].ranks:
+        assert rank["weights"]
+        for key, weight in rank["weights"].items():
+            shape = weight["master"].shape
+            want = draw_values(key.removeprefix("module."), shape if shape[0] > 1 else shape[1:])
+            want = want.view(shape)
+            if name.endswith("before"):
+                q = reference.quantize(want, format)
+                want = reference.dequantize_bf16(
+                    q.rowwise_data, q.rowwise_scale, format, "rowwise", global_amax=q.global_amax
+                )
+            assert torch.equal(weight["master"], want.float()), key  # a step makes 0 of -0
+
+
+def later(ranks: list[dict[int, float]]) -> list[dict[int, float]]:
+    """Return the losses of iterations 3 and 4."""
+    return [{step: rank[step] for step in (3, 4)} for rank in ranks]

@@ -1,0 +1,583 @@
+"""A plan costs what the real thing costs: planes, launches and maxima of ranks that are built."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.training import training
+
+from moe_optim.cli import main as cli
+from moe_optim.console.spelling import spell_bytes, spell_count
+from moe_optim.errors import ConfigError, LayoutError
+from moe_optim.formats import FORMATS
+from moe_optim.kernels.finish_table import FinishTable
+from moe_optim.kernels.launch_table import LaunchTable, can_launch, own_slots
+from moe_optim.layout.wire import Slot
+from moe_optim.megatron.buffers.layout import AlignedDistributedOptimizer
+from moe_optim.megatron.buffers.states import Event
+from moe_optim.megatron.planning import plan_experts
+from moe_optim.modules.grouped_linear import GroupedLinear
+from moe_optim.plan.costs import PARTS, STOCK_BF16, STOCK_MXFP8, plan_rows
+from moe_optim.plan.report import default_gpus
+from tests.support.buckets import make_bucket, own_masters
+
+EVERY_FORMAT = pytest.mark.parametrize("name", FORMATS)
+KEYS = {
+    "format",
+    "gpus",
+    "resident_bytes_per_rank",
+    "gathered_bytes_per_step",
+    "launches_per_step",
+    "padding_fraction",
+    "path",
+    "shard_imbalance",
+}
+FIGURES = KEYS | {"exchanged_maxima", "parts", "expert_data_parallel_size", "buckets"}
+HIDDEN, FFN, EXPERTS, LAYERS = 128, 96, 4, 3
+BUCKET_SIZE = 100_000  # more than one linear's experts, less than those of a layer
+SMALL = {
+    "--num-layers": LAYERS,
+    "--hidden-size": HIDDEN,
+    "--moe-ffn-hidden-size": FFN,
+    "--num-experts": EXPERTS,
+    "--ddp-bucket-size": BUCKET_SIZE,
+    "--swiglu": True,
+    "--bf16": True,
+    "--use-distributed-optimizer": True,
+    "--overlap-grad-reduce": True,
+}
+LARGE = SMALL | {
+    "--num-layers": 4,
+    "--hidden-size": 2048,
+    "--moe-ffn-hidden-size": 768,
+    "--num-experts": 128,
+    "--ddp-bucket-size": None,
+    "--expert-model-parallel-size": 8,
+}
+DDP_CONFIG = SimpleNamespace(pad_buckets_for_high_nccl_busbw=False)
+
+
+def argv(flags):
+    words = []
+    for flag, value in flags.items():
+        words += [] if value is None else [flag] if value is True else [flag, str(value)]
+    return words
+
+
+def experts_of(flags=SMALL, *, grouped=True, **changes):
+    changed = {f"--{name.replace('_', '-')}": value for name, value in changes.items()}
+    return plan_experts(argv(flags | changed), grouped=grouped)
+
+
+def row_of(experts, gpus, name):
+    (row,) = [row for row in plan_rows(experts, [gpus]) if row["format"] == name]
+    return row
+
+
+class RealRank:
+    """The experts of one rank as a run builds them, laid out by the function a run lays them by."""
+
+    def __init__(self, name, expert_layout, rank, dp_size):
+        linears = [
+            GroupedLinear(EXPERTS, *shape, format=FORMATS[name], expert_layout=expert_layout)
+            for _ in range(LAYERS)
+            for shape in ((2 * FFN, HIDDEN), (HIDDEN, FFN))
+        ]
+        params = [param for linear in linears for param in linear.parameters()]
+        layout = AlignedDistributedOptimizer._compute_per_buffer_param_layout(
+            params, BUCKET_SIZE, dp_size, DDP_CONFIG
+        )
+        self.params, self.gathers, self.owned, self.numel = params, [], 0, 0
+        for number, (start, end) in enumerate(layout.bucket_indices):
+            places = {p: at for p, at in layout.param_index_map.items() if at[2] == number}
+            self._add_bucket(places, start, end - start, rank, dp_size)
+
+    def _add_bucket(self, places, start, numel, rank, dp_size):
+        slots = [
+            Slot(name="weight", start=first - start, shape=param.quantized_storage.shape)
+            for param, (first, _, _) in places.items()
+        ]
+        params = list(places)
+        wholes = [torch.zeros(slot.shape) for slot in slots]
+        masters = own_masters(params, slots, wholes, rank, numel // dp_size)
+        grads = torch.empty(numel, dtype=torch.bfloat16, device="meta")
+        bucket = make_bucket(params, slots, grads, dp_size=dp_size, masters=masters)
+        bucket.state.record(Event.SETTLE)
+        bucket.open_gather()
+        self.gathers.append(bucket.gather)
+        self.owned += sum(one.master.numel() for one in masters)
+        self.numel += numel
+
+    def plane_bytes(self):
+        """Return the bytes of all memory behind the planes, each piece of it once."""
+        planes = [
+            plane for p in self.params for plane in p.quantized_storage.quantized.planes().values()
+        ]
+        memory = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in planes}
+        return sum(memory.values())
+
+    def gathered(self):
+        return sum(
+            sum(plane.data.nbytes for plane in gather.sliced)
+            + sum(values.nbytes for values in gather.reduced)
+            for gather in self.gathers
+        )
+
+    def maxima(self):
+        exchanges = [gather.exchange for gather in self.gathers]
+        return sum(0 if exchange is None else exchange.numel() for exchange in exchanges)
+
+    def launches(self):
+        """Return how many kernels the tables start, built as on a GPU but with CPU addresses."""
+        return sum(map(launches_of, self.gathers))
+
+
+def launches_of(gather):
+    table = gather._table
+    planned = [one for one in table.remainder if can_launch(one[0])]
+    finish = FinishTable.build(table.entries) is not None
+    if not planned:
+        return int(finish)
+    slots = table.exchange.numel()
+    amax = torch.zeros(slots + own_slots(planned))
+    return LaunchTable.build(planned, amax, first_free_slot=slots).num_launches + finish
+
+
+@EVERY_FORMAT
+@pytest.mark.parametrize("expert_layout", ["grouped", "indexed"])
+@pytest.mark.parametrize("dp_size", [1, 2, 7, 24])
+def test_a_plan_is_what_ranks_that_are_built_hold_gather_and_launch(name, expert_layout, dp_size):
+    ranks = [RealRank(name, expert_layout, rank, dp_size) for rank in range(dp_size)]
+    row = row_of(experts_of(grouped=expert_layout == "grouped"), dp_size, name)
+    assert row["gathered_bytes_per_step"] == ranks[0].gathered()
+    assert row["launches_per_step"] == max(rank.launches() for rank in ranks)
+    assert row["exchanged_maxima"] == ranks[0].maxima()
+    assert row["buckets"] == len(ranks[0].gathers) > 1
+    most = max(rank.owned for rank in ranks)
+    total = sum(rank.owned for rank in ranks)
+    assert total == LAYERS * EXPERTS * 3 * HIDDEN * FFN
+    resident = ranks[0].plane_bytes() + 4 * ranks[0].maxima() + 4 * ranks[0].numel + 12 * most
+    assert row["resident_bytes_per_rank"] == resident
+    assert row["shard_imbalance"] == pytest.approx(most * dp_size / total, rel=1e-15)
+    assert row["padding_fraction"] == (ranks[0].numel - total) / ranks[0].numel
+
+
+@EVERY_FORMAT
+def test_parts_are_the_planes_by_name_and_add_up(name):
+    """At one rank nothing is padded: the planes are those that the format describes."""
+    row = row_of(experts_of(ddp_bucket_size=1), 1, name)
+    parts = row["parts"]
+    assert set(parts) == set(PARTS)
+    assert sum(parts.values()) == row["resident_bytes_per_rank"]
+    rank = RealRank(name, "grouped", 0, 1)
+    for plane in ("rowwise_data", "rowwise_scale", "columnwise_scale", "global_amax"):
+        planes = [p.quantized_storage.quantized.planes().get(plane) for p in rank.params]
+        assert parts[plane] == sum(0 if p is None else p.nbytes for p in planes)
+    copies = {"mxfp8": 1, "mxfp8_2d": 0, "nvfp4": 1, "fp8_block": 1}[name]
+    assert parts["columnwise_data"] == copies * parts["rowwise_data"]
+    numel = LAYERS * EXPERTS * 3 * HIDDEN * FFN
+    assert (parts["gradients"], parts["masters"], parts["moments"]) == (
+        4 * numel,
+        4 * numel,
+        8 * numel,
+    )
+    assert (parts["parameter_buffer"], parts["exchange"]) == (0, 0)
+
+
+def test_gradients_have_the_dtype_they_are_reduced_in():
+    for flag, itemsize in ((None, 4), (True, 2)):
+        row = row_of(experts_of(grad_reduce_in_bf16=flag), 2, STOCK_BF16)
+        assert row["parts"]["gradients"] * 2 == row["parts"]["parameter_buffer"] * itemsize
+
+
+def stock_layout(dp_size, busbw=False):
+    """Return Megatron's layout of the small model as ordinary bf16 parameters."""
+    shapes = [(EXPERTS, 2 * FFN, HIDDEN), (EXPERTS, HIDDEN, FFN)] * LAYERS
+    params = [torch.nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes]
+    config = SimpleNamespace(pad_buckets_for_high_nccl_busbw=busbw)
+    return DistributedOptimizer._compute_per_buffer_param_layout(
+        params, BUCKET_SIZE, dp_size, config
+    )
+
+
+@pytest.mark.parametrize("busbw", [None, True])
+@pytest.mark.parametrize("dp_size", [2, 7, 24])
+def test_stock_rows_are_megatrons_own_layout(dp_size, busbw):
+    layout = stock_layout(dp_size, bool(busbw))
+    numel = layout.bucket_indices[-1][1]
+    used = sum(layout.per_bucket_numel_unpadded)
+    experts = experts_of(ddp_pad_buckets_for_high_nccl_busbw=busbw)
+    for name in (STOCK_MXFP8, STOCK_BF16):
+        row = row_of(experts, dp_size, name)
+        assert row["padding_fraction"] == (numel - used) / numel
+        assert row["buckets"] == len(layout.bucket_indices)
+        assert (row["gathered_bytes_per_step"], row["parts"]["gradients"]) == (2 * numel, 4 * numel)
+        assert (row["path"], row["exchanged_maxima"]) == ("bf16 wire", 0)
+    assert row_of(experts, dp_size, STOCK_BF16)["parts"]["parameter_buffer"] == 2 * numel
+
+
+def test_stock_mxfp8_quantizes_expert_by_expert_into_padded_storage():
+    """Rows of scales are padded to 128 and columns to 4: [192, 4] and [8, 128], [128, 4] twice."""
+    row = row_of(experts_of(), 1, STOCK_MXFP8)
+    experts = LAYERS * EXPERTS
+    assert row["launches_per_step"] == 2 * experts
+    data = experts * 3 * HIDDEN * FFN
+    rowwise = experts * (256 * 4 + 128 * 4)
+    columnwise = experts * (8 * 128 + 4 * 128)
+    assert [row["parts"][plane] for plane in PARTS[:4]] == [data, rowwise, data, columnwise]
+
+
+@EVERY_FORMAT
+def test_blocks_lie_on_one_rank_where_the_path_says_aligned(name):
+    """Each rank an expert and more: no maxima but those of experts. A hundred ranks cut blocks."""
+    few, many = (row_of(experts_of(), gpus, name) for gpus in (2, 96))
+    assert (few["path"], many["path"]) == ("aligned", "partial amax")
+    assert (few["exchanged_maxima"] > 0) <= FORMATS[name].has_global_amax
+    assert many["exchanged_maxima"] > 0
+
+
+def test_quantized_bytes_follow_the_format_and_more_ranks_hold_less():
+    experts = experts_of(LARGE)
+    gpus = [8, 16, 64, 256]
+    rows = list(plan_rows(experts, gpus))
+    for count in gpus:
+        gathered = {r["format"]: r["gathered_bytes_per_step"] for r in rows if r["gpus"] == count}
+        numel = gathered[STOCK_BF16] // 2
+        for name, format in FORMATS.items():
+            amaxes = 4 * experts.num_experts if format.has_global_amax else 0
+            expected = numel * format.wire_bytes_per_element + amaxes
+            assert gathered[name] == pytest.approx(float(expected), rel=0.01)
+    for name in (*FORMATS, STOCK_MXFP8, STOCK_BF16):
+        resident = [r["resident_bytes_per_rank"] for r in rows if r["format"] == name]
+        assert sorted(resident, reverse=True) == resident
+        assert len(set(resident)) == len(resident)
+
+
+def test_a_hundred_thousand_gpus_can_be_planned():
+    rows = list(plan_rows(experts_of(LARGE), [100_000]))
+    assert [row["expert_data_parallel_size"] for row in rows] == [12_500] * 6
+    used = 4 * 16 * 3 * 2048 * 768
+    for row in rows:
+        assert row["parts"]["masters"] >= 4 * used / 12_500
+        assert row["shard_imbalance"] >= 1
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("size", [None, 12_345])
+@pytest.mark.parametrize("dp_size", [2, 40, 42, 12_500])
+def test_buckets_are_as_large_as_megatrons_training_makes_them(monkeypatch, dp_size, size, overlap):
+    """``dp_size`` ranks hold the same dense weights, those of one context-parallel group too."""
+    monkeypatch.setattr(training, "get_pg_size", lambda group: group)
+    config = SimpleNamespace(num_buckets=None, bucket_size=size)
+    expected = training.resolve_ddp_bucket_size(config, dp_size, overlap, 0)
+    seen = []
+    stock = DistributedOptimizer._compute_per_buffer_param_layout
+
+    def note(params, bucket_size, *args):
+        seen.append(bucket_size)
+        return stock(params, bucket_size, *args)
+
+    monkeypatch.setattr(
+        DistributedOptimizer, "_compute_per_buffer_param_layout", staticmethod(note)
+    )
+    flags = {"ddp_bucket_size": size, "overlap_grad_reduce": overlap or None}
+    parallel = {"tensor_model_parallel_size": 2, "context_parallel_size": 2}
+    experts_of(**parallel, **flags).buckets(2 * dp_size)
+    assert seen == [expected]
+
+
+def test_the_ranks_of_an_expert_follow_from_the_parallel_sizes():
+    """32 GPUs, two stages: experts over 4 and cut in 2, so that 2 ranks share each."""
+    experts = experts_of(
+        num_layers=4,
+        tensor_model_parallel_size=4,
+        pipeline_model_parallel_size=2,
+        expert_model_parallel_size=4,
+        expert_tensor_parallel_size=2,
+    )
+    assert experts.expert_dp_size(32) == 2
+    assert [shape for _, shape in experts.weights] == [(1, FFN, HIDDEN), (1, HIDDEN, FFN // 2)]
+
+
+def test_experts_are_cut_as_dense_weights_are_unless_flags_say_otherwise():
+    experts = experts_of(tensor_model_parallel_size=2)
+    assert (experts.expert_dp_size(8), experts.weights[0][1]) == (4, (EXPERTS, FFN, HIDDEN))
+
+
+def test_each_optimizer_instance_has_its_own_copy_of_the_masters():
+    one, two = (experts_of(num_distributed_optimizer_instances=n) for n in (1, 2))
+    assert (one.expert_dp_size(8), two.expert_dp_size(8)) == (8, 4)
+    assert row_of(two, 8, "mxfp8")["parts"] == row_of(one, 4, "mxfp8")["parts"]
+
+
+STAGES = {  # flags -> planned stage, MoE layers of its chunks
+    "one stage": ({}, 0, (8,)),
+    "every second layer": ({"moe_layer_freq": 2}, 0, (4,)),
+    "equal stages": ({"pipeline_model_parallel_size": 2}, 0, (4,)),
+    "dense layers at the front": (
+        {"pipeline_model_parallel_size": 4, "moe_layer_freq": "([0]*3+[1]*5)"},
+        2,
+        (2,),
+    ),
+    "a short first stage": (
+        {"pipeline_model_parallel_size": 3, "decoder_first_pipeline_num_layers": 2},
+        1,
+        (3,),
+    ),
+    "virtual stages": (
+        {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2},
+        0,
+        (2, 2),
+    ),
+    "virtual stages by their layers": (
+        {
+            "pipeline_model_parallel_size": 2,
+            "num_layers_per_virtual_pipeline_stage": 1,
+            "moe_layer_freq": "([0]*1+[1]*7)",
+        },
+        1,
+        (1, 1, 1, 1),
+    ),
+    "a stage with the embedding": (
+        {
+            "num_layers": 7,
+            "pipeline_model_parallel_size": 2,
+            "account_for_embedding_in_pipeline_split": True,
+        },
+        1,
+        (4,),
+    ),
+}
+
+
+@pytest.mark.parametrize(("flags", "stage", "chunks"), STAGES.values(), ids=STAGES)
+def test_the_stage_with_most_experts_is_planned(flags, stage, chunks):
+    experts = experts_of(**({"num_layers": 8} | flags))
+    assert (experts.stage, experts.chunks) == (stage, chunks)
+
+
+def test_only_the_first_chunk_of_the_first_stage_has_several_buckets():
+    pipeline = {"num_layers": 8, "pipeline_model_parallel_size": 2}
+    first = experts_of(**pipeline)
+    assert first.buckets(2).total() == 4  # one a layer
+    chunks = experts_of(**pipeline, num_virtual_stages_per_pipeline_rank=2)
+    assert chunks.buckets(2).total() == 2 + 1
+    second = experts_of(**pipeline, moe_layer_freq="([0]*1+[1]*7)")
+    assert second.buckets(2).total() == 1
+
+
+REFUSED = {  # changes -> error, what it names
+    "no experts": ({"num_experts": None}, ConfigError, "expected --num-experts, got none"),
+    "no width": ({"moe_ffn_hidden_size": None}, ConfigError, "expected --moe-ffn-hidden-size"),
+    "no layers": ({"num_layers": None}, ConfigError, "expected --num-layers, got none"),
+    "no hidden size": ({"hidden_size": None}, ConfigError, "expected --hidden-size, got none"),
+    "no gate": ({"swiglu": None}, ConfigError, "expected --swiglu or --quick-geglu"),
+    "no bf16": ({"bf16": None}, ConfigError, "expected --bf16"),
+    "no shards": (
+        {"use_distributed_optimizer": None},
+        ConfigError,
+        "expected --use-distributed-optimizer",
+    ),
+    "experts that do not divide": (
+        {"expert_model_parallel_size": 3},
+        ConfigError,
+        "expected --expert-model-parallel-size to divide --num-experts 4, got 3",
+    ),
+    "rows that do not divide": (
+        {"expert_tensor_parallel_size": 5},
+        ConfigError,
+        "expected --expert-tensor-parallel-size to divide --moe-ffn-hidden-size 96, got 5",
+    ),
+    "layers that do not divide": (
+        {"pipeline_model_parallel_size": 2},
+        ConfigError,
+        "--pipeline-model-parallel-size 2: expected stages .* --num-layers 3",
+    ),
+    "a size below one": (
+        {"tensor_model_parallel_size": 0},
+        ConfigError,
+        "--tensor-model-parallel-size: expected 1 or more, got 0",
+    ),
+    "virtual stages of one": (
+        {"num_virtual_stages_per_pipeline_rank": 3},
+        ConfigError,
+        "--num-virtual-stages-per-pipeline-rank: expected --pipeline-model-parallel-size above 1",
+    ),
+    "a pattern of another length": (
+        {"moe_layer_freq": "([1]*4)"},
+        ConfigError,
+        "--moe-layer-freq: expected a pattern of --num-layers 3, got 4",
+    ),
+    "no layer with experts": (
+        {"moe_layer_freq": "([0]*3)"},
+        ConfigError,
+        "--moe-layer-freq: expected a layer with experts",
+    ),
+    "a flag Megatron does not know": (
+        {"num_expert": 4},
+        ConfigError,
+        "unrecognized arguments: --num-expert",
+    ),
+    "other optimizers": ({"optimizer": "sgd"}, ConfigError, "--optimizer sgd"),
+    "states of other precision": (
+        {"use_precision_aware_optimizer": True},
+        ConfigError,
+        "--use-precision-aware-optimizer",
+    ),
+    "a shape no block fits": (
+        {"moe_ffn_hidden_size": 100},
+        LayoutError,
+        r"experts.linear_fc2.weight: mxfp8 needs rows .* by 32, got \[128, 100\]",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_planned_is_named(changes, error, message):
+    with pytest.raises(error, match=message):
+        list(plan_rows(experts_of(**changes), [1]))
+
+
+@pytest.mark.parametrize("gpus", [0, -8, 4, 12])
+def test_gpus_that_cannot_be_cut_are_refused_with_the_multiple_they_need(gpus):
+    experts = experts_of(
+        tensor_model_parallel_size=2, expert_model_parallel_size=4, context_parallel_size=2
+    )
+    with pytest.raises(ConfigError, match=rf"--gpus: expected multiples of 8, .* got {gpus}\."):
+        experts.buckets(gpus)
+
+
+GLOBAL_BATCH = 64
+DEFAULTS = {  # flags, ranks of the recipe -> numbers planned
+    "until a rank has one micro-batch": (
+        {"global_batch_size": GLOBAL_BATCH, "micro_batch_size": 4},
+        2,
+        [1, 2, 4, 16],
+    ),
+    "no batch is named": ({}, 1, [1, 4, 16, 64, 256]),
+    "ranks that do not fit are left out": (
+        {"tensor_model_parallel_size": 2, "global_batch_size": 4, "micro_batch_size": 1},
+        3,
+        [2, 8],
+    ),
+    "a batch for less than the model": (
+        {"expert_model_parallel_size": 4, "global_batch_size": 1, "micro_batch_size": 1},
+        1,
+        [4],
+    ),
+}
+
+
+@pytest.mark.parametrize(("flags", "ranks", "expected"), DEFAULTS.values(), ids=DEFAULTS)
+def test_numbers_of_gpus_by_default(flags, ranks, expected):
+    assert sorted(set(default_gpus(experts_of(**flags), ranks))) == expected
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    path = tmp_path / "small.yaml"
+    flags = "".join(
+        f"  {flag}: {str(value).lower()}\n" for flag, value in SMALL.items() if value is not None
+    )
+    path.write_text(f"requires:\n  ranks: 2\nmegatron_args:\n{flags}")
+    return path
+
+
+def test_json_holds_every_row_with_the_same_keys(recipe, capsys):
+    assert cli.main(["plan", str(recipe), "--gpus", "4", "2", "2", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report.keys() == {"command", "commit", "planned", "rows"}
+    assert [(row["gpus"], row["format"]) for row in report["rows"]] == [
+        (gpus, name) for gpus in (2, 4) for name in (*FORMATS, STOCK_MXFP8, STOCK_BF16)
+    ]
+    for row in report["rows"]:
+        assert row.keys() == FIGURES
+        assert row["parts"].keys() == set(PARTS)
+    assert report["rows"] == list(plan_rows(experts_of(), [2, 4]))
+
+
+def test_the_table_shows_the_rows_of_the_file_in_80_columns(recipe, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    path = tmp_path / "rows.json"
+    assert cli.main(["plan", str(recipe), "--gpus", "2", "96", "--json", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+    assert "96 GPUs, expert data parallel 96, 3 buckets" in text
+    shown = [line.split() for line in text.splitlines() if line.startswith(tuple(FORMATS))]
+    rows = [row for row in json.loads(path.read_text())["rows"] if row["format"] in FORMATS]
+    assert len(shown) == len(rows) == 8
+    for words, row in zip(shown, rows, strict=True):
+        sizes = f"{row['resident_bytes_per_rank']} {row['gathered_bytes_per_step']}"
+        expected = [row["format"], *(word for n in sizes.split() for word in spell(int(n)))]
+        expected += [str(row["launches_per_step"]), f"{row['padding_fraction']:.2%}"]
+        expected += [f"{row['shard_imbalance']:.3f}", *row["path"].split()]
+        assert words == [*expected, spell_count(row["exchanged_maxima"])]
+
+
+def spell(count):
+    return spell_bytes(count).split()
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (0.0, "0 B"),
+        (999, "999 B"),
+        (1000, "0.977 KiB"),
+        (3 * 2**30, "3.00 GiB"),
+        (2**50, "1.00 PiB"),
+    ],
+)
+def test_bytes_are_spelled_with_three_digits(count, text):
+    assert spell_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0, "0"), (999_999, "999,999"), (40_354_816, "40.4M"), (322_920_960, "323M")],
+)
+def test_large_numbers_of_maxima_are_short(number, text):
+    assert spell_count(number) == text
+
+
+def test_flags_after_two_dashes_win_over_the_recipe_and_set_changes_it(recipe, capsys):
+    words = ["--gpus", "2", "--set", "moe_optim.expert_layout=indexed", "--json"]
+    assert cli.main(["plan", str(recipe), *words, "--", "--num-experts", "8"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    expected = experts_of(num_experts=8, grouped=False)
+    assert report["rows"] == list(plan_rows(expected, [2]))
+    assert "8 experts a rank of [192, 128] and [128, 96], indexed" in report["planned"]
+
+
+def test_the_picture_is_a_png_even_of_one_number(recipe, tmp_path):
+    for name, gpus in (("one.png", ["2"]), ("several.png", ["1", "2", "8"])):
+        path = tmp_path / name
+        assert cli.main(["plan", str(recipe), "--gpus", *gpus, "--out", str(path)]) == 0
+        assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("option", ["--out", "--json"])
+def test_a_file_that_cannot_be_written_is_named(recipe, tmp_path, capsys, option):
+    path = tmp_path / "nowhere" / "file"
+    assert cli.main(["plan", str(recipe), "--gpus", "2", option, str(path)]) == cli.BAD_INPUT
+    assert f"{path}: expected a file to write" in capsys.readouterr().err
+
+
+def test_fewer_than_one_gpu_are_refused_as_such(recipe, capsys):
+    """They are multiples of everything, so that it is not the multiple that is wrong."""
+    for number in ("0", "-8"):
+        assert cli.main(["plan", str(recipe), "--gpus", "2", number]) == cli.BAD_INPUT
+        said = f"error: --gpus: expected 1 or more, got {number}.\n"
+        assert capsys.readouterr().err == said
+
+
+def test_an_error_is_one_line(recipe, capsys):
+    assert cli.main(["plan", str(recipe), "--gpus", "2", "--", "--num-experts", "0"]) == 2
+    assert capsys.readouterr().err == (
+        f"error: {recipe}: megatron_args: expected --num-experts, got none. Add it to the recipe, "
+        "or after `--`.\n"
+    )

@@ -1,0 +1,89 @@
+"""One run folder, one run."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moe_optim.errors import ConfigError, StateError
+from moe_optim.train.run_folder import RunFolder, claim, recall_text, remember_text
+
+
+def test_a_new_folder_is_created_and_can_be_claimed_again_afterwards(tmp_path):
+    for _ in range(2):
+        with claim(tmp_path / "runs" / "a", resume=False) as folder:
+            assert folder == RunFolder(tmp_path / "runs" / "a")
+
+
+def test_a_second_run_is_refused_while_the_first_lives_and_told_who_it_is(tmp_path):
+    with (
+        claim(tmp_path, resume=False),
+        pytest.raises(StateError, match=rf"another run .*process {os.getpid()}\)"),
+        claim(tmp_path, resume=True),
+    ):
+        pass
+
+
+def test_a_killed_run_leaves_no_lock_behind(tmp_path):
+    """The lock belongs to the process, not to the file: kill -9 gives it back."""
+    code = (
+        "import os, signal; from pathlib import Path\n"
+        "from moe_optim.train.run_folder import claim\n"
+        f"with claim(Path({str(tmp_path)!r}), resume=False): os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == -9
+    with claim(tmp_path, resume=False):
+        pass
+
+
+@pytest.mark.parametrize("leftover", ["summary.json", "checkpoints/iter_0000010"])
+def test_results_are_never_overwritten_without_resume(tmp_path, leftover):
+    path = tmp_path / leftover
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("{}")
+    with (
+        pytest.raises(StateError, match=rf"already holds a run \({leftover}.*--resume.*--out"),
+        claim(tmp_path, resume=False),
+    ):
+        pass
+    with claim(tmp_path, resume=True):
+        pass
+
+
+def test_a_run_that_failed_before_its_first_checkpoint_can_be_started_again(tmp_path):
+    (tmp_path / "logs" / "launch1").mkdir(parents=True)
+    (tmp_path / "model.json").write_text(json.dumps({}))
+    with claim(tmp_path, resume=False) as folder:
+        assert folder.next_log_folder() == tmp_path / "logs" / "launch2"
+
+
+@pytest.mark.parametrize("out", ["file", "file/below"])
+def test_a_file_in_the_way_is_named(tmp_path, out):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="expected a folder"), claim(tmp_path / out, resume=False):
+        pass
+
+
+def test_the_text_of_a_run_is_remembered_from_wherever_it_was_named(tmp_path, monkeypatch):
+    """The standard library is no path at all; a run of an older version has no record."""
+    folder, text, other = RunFolder(tmp_path), [Path("a.txt"), Path("below")], [Path("b.txt")]
+    assert recall_text(folder, []) == []
+    assert recall_text(folder, other) == other
+    monkeypatch.chdir(tmp_path)
+    remember_text(folder, text)
+    monkeypatch.chdir("/")
+    began = [tmp_path / path for path in text]
+    assert recall_text(folder, []) == began
+    assert recall_text(folder, [*reversed(began)]) == began
+    with pytest.raises(ConfigError, match=rf"expected {began[0]} {began[1]}, .* got b.txt\. Leave"):
+        recall_text(folder, other)
+    remember_text(folder, [])
+    assert recall_text(folder, []) == []
+    with pytest.raises(ConfigError, match="expected the standard library, which .* got b.txt"):
+        recall_text(folder, other)
+    folder.text.write_text("[")
+    with pytest.raises(StateError, match=r"text.json: expected a list of paths"):
+        recall_text(folder, [])
