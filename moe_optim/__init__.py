@@ -19,6 +19,7 @@ from moe_optim.version import VERSION
 
 if TYPE_CHECKING:
     from moe_optim.config import MoEOptimConfig
+    from moe_optim.expert_keys.conversion import convert_state_dict
     from moe_optim.megatron import get_megatron_optimizer, install, uninstall
     from moe_optim.megatron.bridge import MoEOptimizerConfig
     from moe_optim.megatron.experts.amax import synchronize_amax
@@ -38,6 +39,7 @@ __all__ = [
     "Recipe",
     "StateError",
     "__version__",
+    "convert_state_dict",
     "dequantize",
     "get_megatron_optimizer",
     "install",
@@ -48,6 +50,7 @@ __all__ = [
 ]
 
 _LAZY = {
+    "convert_state_dict": "moe_optim.expert_keys.conversion",
     "dequantize": "moe_optim.ops",
     "quantize": "moe_optim.ops",
     "MoEOptimConfig": "moe_optim.config",

@@ -3,6 +3,8 @@
 Messages follow one pattern: *where: what was expected, got what. What to change.*
 """
 
+from collections.abc import Mapping
+
 
 class MoEOptimError(Exception):
     """Base of every error this package raises on purpose."""
@@ -26,3 +28,19 @@ class StateError(MoEOptimError, RuntimeError):
 
 class NonFiniteError(MoEOptimError, ArithmeticError):
     """A gradient or a master weight is Inf or NaN."""
+
+
+def refuse(settings: Mapping[str, object], *, expected: str, remedy: str) -> None:
+    """Refuse a configuration by every setting in it that is not supported.
+
+    Args:
+        settings: what a user wrote -> whether this configuration has it.
+        expected: where, and what instead.
+        remedy: what to change.
+
+    Raises:
+        ConfigError: one of them is true; all that are, are named.
+    """
+    found = [setting for setting, is_set in settings.items() if is_set]
+    if found:
+        raise ConfigError(f"{expected}, got {'; '.join(found)}. {remedy}")

@@ -24,11 +24,11 @@ checkpoints/files
 checkpoints/pickles
 checkpoints/manifests checkpoints/stores
 checkpoints checkpoints/conversion
+megatron/patching
 megatron/active megatron/planning
 megatron/te
 megatron/weights
 megatron/experts megatron/buffers
-megatron/patching
 megatron/installation
 megatron/checkpoint
 megatron/optimizer

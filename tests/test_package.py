@@ -25,6 +25,7 @@ PUBLIC = {
     "Recipe",
     "StateError",
     "__version__",
+    "convert_state_dict",
     "dequantize",
     "get_megatron_optimizer",
     "install",

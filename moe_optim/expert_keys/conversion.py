@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_optim.expert_keys.finding import raise_faults, shape_faults, survey_expert_sets
-from moe_optim.expert_keys.layouts import ExpertSet, KeyLayout, Projection
+from moe_optim.expert_keys.layouts import ExpertSet, KeyLayout, Projection, get_layout
 
 _Piece = tuple[int, Projection, bool]
 """Expert, projection, whether its bias: what every layout holds whole."""
@@ -65,7 +65,7 @@ def convert_expert_set(
 
 def convert_state_dict(
     state: Mapping[str, Any],
-    to: KeyLayout,
+    to: KeyLayout | str,
     *,
     source_interleave: int | None = None,
     target_interleave: int | None = None,
@@ -80,7 +80,8 @@ def convert_state_dict(
 
     Args:
         state: of any entries; neither it nor they are changed.
-        to: the layout to convert to.
+        to: the layout to convert to, or its name: ``grouped``, ``indexed``, ``sequential``,
+            ``legacy``, ``hf``, ``hf_transposed`` or ``hf_per_expert``.
         source_interleave: as for :func:`convert_expert_set`, of every layer.
         target_interleave: likewise.
         layouts: which there may be; all named ones if not given.
@@ -90,7 +91,9 @@ def convert_state_dict(
     Raises:
         LayoutError: what :func:`~moe_optim.expert_keys.finding.find_expert_sets` or
             :func:`convert_expert_set` refuse, all faults of all layers at once.
+        ConfigError: there is no layout of that name.
     """
+    to = get_layout(to) if isinstance(to, str) else to
     sets, faults = survey_expert_sets(
         {key: value.shape if isinstance(value, Tensor) else None for key, value in state.items()},
         layouts=layouts,

@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.training.arguments import add_megatron_arguments
 
-from moe_optim.errors import ConfigError
+from moe_optim.errors import ConfigError, refuse
 from moe_optim.formats import BlockScaledFormat
 from moe_optim.layout.aligned import BucketEnd, aligned_end
 from moe_optim.layout.wire import Slot
@@ -279,12 +279,11 @@ def _refuse(args: argparse.Namespace) -> None:
         "--use-precision-aware-optimizer": args.use_precision_aware_optimizer,
         "--use-torch-fsdp2": args.use_torch_fsdp2,
     }
-    found = [flag for flag, is_set in refused.items() if is_set]
-    if found:
-        raise ConfigError(
-            f"megatron_args: expected flags whose effect is planned, got {'; '.join(found)}. Leave "
-            "them out of the plan."
-        )
+    refuse(
+        refused,
+        expected="megatron_args: expected flags whose effect is planned",
+        remedy="Leave them out of the plan.",
+    )
 
 
 def _check_counts(args: argparse.Namespace) -> None:

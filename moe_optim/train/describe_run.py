@@ -11,11 +11,10 @@ from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 from megatron.core.utils import unwrap_model
-from megatron.training import get_args, training
+from megatron.training import get_args
 
+from moe_optim.megatron.patching.engine import original
 from moe_optim.megatron.weights.managed import is_managed
-
-_stock_setup_model_and_optimizer = training.setup_model_and_optimizer
 
 
 def compile_helpers() -> None:
@@ -35,7 +34,8 @@ def setup_model_and_optimizer(
 
     Rank 0 writes ``model.json`` next to the folder of TensorBoard events. Every rank must call it.
     """
-    model, optimizer, scheduler = _stock_setup_model_and_optimizer(
+    stock = original("megatron.training.training:setup_model_and_optimizer")
+    model, optimizer, scheduler = stock(
         model_type,
         model_provider_func,
         checkpointing_context,

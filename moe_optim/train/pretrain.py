@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_optim.errors import ConfigError, MoEOptimError
+from moe_optim.errors import MoEOptimError, refuse
 from moe_optim.megatron import installation
 from moe_optim.megatron.launch import cpu_runtime
 from moe_optim.megatron.launch.arguments import add_moe_optim_arguments, request_from_argv
@@ -123,17 +123,16 @@ build_datasets.is_distributed = True  # type: ignore[attr-defined]  # every rank
 
 def refuse_unsupported(args: Namespace) -> None:
     """Refuse what this entry would silently do differently from ``pretrain_gpt.py``."""
-    for flag, is_set in {
-        "--context-parallel-size": args.context_parallel_size > 1,
-        "--sft": args.sft,
-        "--fim-data": args.fim_data,
-        "--dataloader-inter-document-masking": args.dataloader_inter_document_masking,
-    }.items():
-        if is_set:
-            raise ConfigError(
-                f"moe-optim train: {flag} is not handled by this entry, which feeds whole "
-                "sequences of plain text. Remove it, or start pretrain_gpt.py of Megatron-LM."
-            )
+    refuse(
+        {
+            "--context-parallel-size": args.context_parallel_size > 1,
+            "--sft": args.sft,
+            "--fim-data": args.fim_data,
+            "--dataloader-inter-document-masking": args.dataloader_inter_document_masking,
+        },
+        expected="moe-optim train: expected whole sequences of plain text",
+        remedy="Remove it, or start pretrain_gpt.py of Megatron-LM.",
+    )
 
 
 def train(argv: Sequence[str]) -> None:

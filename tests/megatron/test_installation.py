@@ -196,6 +196,31 @@ def test_uninstall_leaves_nothing_behind_and_optimizers_their_configuration():
     assert in_one_rank(_uninstall_under_a_living_optimizer) == []
 
 
+def _install_over_a_wrapper() -> tuple[list[str], bool]:
+    """Wrap a function after this package was imported; return the calls it saw, and whether it
+    stands there again."""
+    from megatron.core import dist_checkpointing
+
+    import moe_optim.megatron.checkpoint.hooks  # noqa: F401
+
+    calls = []
+
+    def wrapper(checkpoint_dir: str) -> dict[str, Any]:
+        calls.append(checkpoint_dir)
+        return {}
+
+    dist_checkpointing.load_common_state_dict = wrapper
+    installation.install(MXFP8)
+    dist_checkpointing.load_common_state_dict("msc://bucket/iter_0000001")
+    installation.uninstall()
+    return calls, dist_checkpointing.load_common_state_dict is wrapper
+
+
+def test_what_others_wrapped_before_the_installation_stays_wrapped():
+    """Replacements call what stood there when they were put in place, not what Megatron shipped."""
+    assert in_one_rank(_install_over_a_wrapper) == (["msc://bucket/iter_0000001"], True)
+
+
 def _install_within_the_cpu_runtime() -> dict[str, list[str]]:
     owners, left_behind = owners_below("megatron."), {}
     for first, second in ((cpu_runtime, installation), (installation, cpu_runtime)):

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from megatron.core.distributed import param_and_grad_buffer as upstream
 from megatron.core.distributed.param_and_grad_buffer import (
     _ParamAndGradBucket,
     _ParamAndGradBucketGroup,
@@ -16,8 +15,9 @@ from moe_optim.errors import StateError
 from moe_optim.megatron.buffers.gather import fill_slices, start_gather
 from moe_optim.megatron.buffers.managed_bucket import ManagedBucket
 from moe_optim.megatron.buffers.states import Event, Gradients, Weights
+from moe_optim.megatron.patching.engine import original
 
-_stock_partition_buckets = upstream.partition_buckets
+_PARTITION = "megatron.core.distributed.distributed_data_parallel:partition_buckets"
 
 
 class GroupedBucketGroup(_ParamAndGradBucketGroup):
@@ -213,7 +213,7 @@ def partition_buckets(
     managed buckets and one of the others.
     """
     if not any(buffer.managed for buffer in buffers):
-        groups = _stock_partition_buckets(
+        groups = original(_PARTITION)(
             buffers, force_single_bucket_group, reduce_scatter_with_fp32_accumulation
         )
     elif force_single_bucket_group:

@@ -4,7 +4,6 @@ import copy
 from typing import Any, Protocol
 
 import torch
-from megatron.core.distributed import param_and_grad_buffer as upstream
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucket, _ParamAndGradBuffer
 from torch import Tensor
 
@@ -13,20 +12,20 @@ from moe_optim.megatron.active import config_in_force
 from moe_optim.megatron.buffers.managed_bucket import ManagedBucket
 from moe_optim.megatron.buffers.offload import HostPlanes
 from moe_optim.megatron.buffers.states import Event
+from moe_optim.megatron.patching.engine import original
 from moe_optim.megatron.weights.managed import is_managed, storage_of
 
-_stock_param_uses_quantized_storage = upstream._param_uses_quantized_storage
-_stock_is_grouped_mxfp8tensor = upstream.is_grouped_mxfp8tensor
+_BUFFER = "megatron.core.distributed.param_and_grad_buffer"
 
 
 def _param_uses_quantized_storage(param: torch.nn.Parameter) -> bool:
     """Return whether Megatron must give ``param`` a buffer of its own kind (uint8)."""
-    return is_managed(param) or _stock_param_uses_quantized_storage(param)
+    return is_managed(param) or original(f"{_BUFFER}:_param_uses_quantized_storage")(param)
 
 
 def is_grouped_mxfp8tensor(tensor: Tensor) -> bool:
     """Return whether the buffer shares memory between ``tensor``'s gradients and its gather."""
-    return is_managed(tensor) or _stock_is_grouped_mxfp8tensor(tensor)
+    return is_managed(tensor) or original(f"{_BUFFER}:is_grouped_mxfp8tensor")(tensor)
 
 
 class BufferGroup(Protocol):

@@ -5,15 +5,18 @@ from typing import Any
 
 import torch
 from megatron.core.optimizer import param_layout
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.param_layout import PerBufferParamLayout
 
 from moe_optim.layout.aligned import aligned_end
 from moe_optim.layout.wire import Slot
 from moe_optim.megatron.active import config_in_force
+from moe_optim.megatron.patching.engine import original
 from moe_optim.megatron.weights.managed import is_managed
 
-_stock_per_buffer_param_layout = DistributedOptimizer._compute_per_buffer_param_layout
+_LAYOUT = (
+    "megatron.core.optimizer.distrib_optimizer:"
+    "DistributedOptimizer._compute_per_buffer_param_layout"
+)
 
 
 class AlignedDistributedOptimizer:
@@ -31,7 +34,7 @@ class AlignedDistributedOptimizer:
 
         Parameters keep their distance from the start of their bucket; see ``layout/aligned.py``.
         """
-        layout = _stock_per_buffer_param_layout(
+        layout = original(_LAYOUT)(
             params, bucket_size, data_parallel_world_size, ddp_config, param_indices
         )
         managed = bool(params) and all(is_managed(param) for param in params)

@@ -4,9 +4,11 @@ Flat states (``dp_reshardable`` of torch_dist, and legacy files) hold buckets as
 With each goes a :class:`StateManifest`, by which a model reads them whose experts lie otherwise.
 """
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakValueDictionary
 from zlib import crc32
 
 import megatron.core
@@ -23,29 +25,52 @@ from moe_optim.checkpoints.manifests.state_manifest import (
     ParameterPlace,
     StateManifest,
 )
-from moe_optim.errors import LayoutError
+from moe_optim.errors import LayoutError, StateError
 from moe_optim.megatron.weights.names import parameter_names
 from moe_optim.version import VERSION
 
 _BUCKET_SIZES = ("per_bucket_numel", "per_bucket_numel_unpadded")
 
 
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """Who asks a checkpoint that is about to be loaded for its manifest."""
+
+    optimizer: Any
+    model: Any
+    """Sharded state of the model that the optimizer was given."""
+    is_flat: bool
+    """Whether states are asked for as they lie in buckets, not by the names of parameters."""
+
+
+_asked: WeakValueDictionary[int, Asked] = WeakValueDictionary()  # number of a request -> by whom
+_numbers = itertools.count()
+
+
 @dataclass
 class ManifestRequest(ShardedObject):
-    """The place of a manifest in a state to load, until ``checkpoint_files`` has looked for it.
+    """The place of a manifest in a state to load, until :mod:`hooks` has looked for it.
 
-    It passes through Megatron, which may put the number of the optimizer in front of its key.
+    It passes through Megatron, which may put the number of the optimizer in front of its key, and
+    compares requests of all ranks.
     """
 
-    optimizer: Any = field(default=None, repr=False, compare=False)
-    is_flat: bool = True
-    """Whether states are asked for as they lie in buckets, not by the names of parameters."""
-    model: Any = field(default=None, repr=False, compare=False)
-    """Sharded state of the model that the optimizer was given."""
+    number: int = field(default=0, compare=False)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave optimizer and model on their rank: Megatron compares requests of all ranks."""
-        return {**vars(self), "optimizer": None, "model": None}
+    @property
+    def asked(self) -> Asked:
+        """Who asks.
+
+        Raises:
+            StateError: the state was made for an earlier load, or in another process.
+        """
+        found = _asked.get(self.number)
+        if found is None:
+            raise StateError(
+                f"{self.key}: expected a state to load that its optimizer made last, got an older "
+                "one. Call optimizer.sharded_state_dict(..., is_loading=True) for every load."
+            )
+        return found
 
     @property
     def group(self) -> str:
@@ -144,7 +169,9 @@ def manifest_object(
         optimizer.data_parallel_group.rank(),
     )
     if is_loading:
-        return ManifestRequest(key, None, (1,), (0,), replica_id, optimizer, is_flat, model)
+        number = next(_numbers)
+        optimizer.asked = _asked[number] = Asked(optimizer, model, is_flat)  # until it asks again
+        return ManifestRequest(key, None, (1,), (0,), replica_id, number)
     return ShardedObject(key, manifest.to_dict(), (1,), (0,), replica_id)
 
 

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import (
     ShardedObject,
@@ -41,15 +40,14 @@ from moe_optim.megatron.checkpoint.flat_states import (
 )
 from moe_optim.megatron.checkpoint.unmarked_states import manifest_of_unmarked
 from moe_optim.megatron.experts.amax import OptionalShardedTensor
+from moe_optim.megatron.patching.engine import original
 from moe_optim.megatron.te.fields import read_values, te_formats_of
 
 _ACCOUNTED = "moe_optim_accounted"
 _OBJECT_KEY = re.compile(r"[^/]+/shard_[0-9.]+_[0-9.]+")
 _PACKAGES = {"megatron", "moe_optim", "transformer_engine"}
 """Whose enumerations and dataclasses are plain data."""
-_stock_load = dist_checkpointing.load
-_stock_save = dist_checkpointing.save
-_stock_load_common_state_dict = dist_checkpointing.load_common_state_dict
+_CORE = "megatron.core.dist_checkpointing"
 
 
 def save(  # noqa: PLR0913  # Megatron's
@@ -73,7 +71,7 @@ def save(  # noqa: PLR0913  # Megatron's
     _save_values(sharded_state_dict)
     if is_ours:
         _on_first_rank(lambda: invalidate(folder))
-    request = _stock_save(
+    request = original(f"{_CORE}:save")(
         sharded_state_dict,
         checkpoint_dir,
         sharded_strategy,
@@ -147,7 +145,7 @@ def load(  # noqa: PLR0913  # Megatron's
         agree(lambda: _resolve(sharded_state_dict, stored), process_group)
         if StrictHandling.requires_global_app_metadata(parse_strict_flag(strict)):
             sharded_state_dict = {**sharded_state_dict, _ACCOUNTED: _read_already(stored)}
-    result = _stock_load(
+    result = original(f"{_CORE}:load")(
         sharded_state_dict,
         checkpoint_dir,
         sharded_strategy,
@@ -179,13 +177,13 @@ def load_common_state_dict(checkpoint_dir: str | Path) -> Any:
         LayoutError: it is no plain data.
     """
     if installed_config() is None or not _is_local(checkpoint_dir):
-        return _stock_load_common_state_dict(checkpoint_dir)
+        return original(f"{_CORE}:load_common_state_dict")(checkpoint_dir)
     folder = Path(checkpoint_dir)
     require_intact(folder, thorough=False)
     try:
         stored = TorchDistReader(folder)
         _require_plain(stored, [stored.common_key] if stored.common_key else [])
-        return _stock_load_common_state_dict(checkpoint_dir)
+        return original(f"{_CORE}:load_common_state_dict")(checkpoint_dir)
     except LayoutError:
         raise
     except Exception:  # whatever damaged bytes make of themselves: say which, if it was they
@@ -289,12 +287,11 @@ def _resolve(sharded_state_dict: Any, stored: TorchDistReader) -> None:
     manifests = [key for key in stored.objects if f".{MANIFEST}." in key]
     for state in list(_holders_of_manifests(sharded_state_dict)):
         request = state.pop(MANIFEST)
+        asked = request.asked
         for key in manifests[:1]:  # all say the same of this
             saved = StateManifest.from_dict(stored.read_object(key), key)
-            require_same_interleave(
-                request.optimizer, saved, str(checkpoint), is_flat=request.is_flat
-            )
-        if not request.is_flat:
+            require_same_interleave(asked.optimizer, saved, str(checkpoint), is_flat=asked.is_flat)
+        if not asked.is_flat:
             continue
         own = _find_key(manifests, request, checkpoint)
         key, saved = (
@@ -302,7 +299,7 @@ def _resolve(sharded_state_dict: Any, stored: TorchDistReader) -> None:
             if own is not None
             else manifest_of_unmarked(request, stored)
         )
-        request.optimizer.request_flat_states(state, key, saved)
+        asked.optimizer.request_flat_states(state, key, saved)
 
 
 def _find_key(manifests: list[str], request: ManifestRequest, checkpoint: Path) -> str | None:

@@ -2,11 +2,8 @@
 
 from typing import Any
 
-from megatron.training import checkpointing
-
 from moe_optim.megatron.experts.amax import synchronize_amax
-
-_stock_generate_state_dict = checkpointing.generate_state_dict
+from moe_optim.megatron.patching.engine import original
 
 
 def generate_state_dict(  # noqa: PLR0913  # Megatron's
@@ -25,7 +22,7 @@ def generate_state_dict(  # noqa: PLR0913  # Megatron's
     Every rank must call it.
     """
     synchronize_amax(model)
-    return _stock_generate_state_dict(
+    return original("megatron.training.checkpointing:generate_state_dict")(
         args,
         model,
         optimizer,

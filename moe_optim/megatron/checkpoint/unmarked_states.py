@@ -87,7 +87,7 @@ def manifest_of_unmarked(
     Reads what this rank owns of the masters, and their weights. No rank communicates.
 
     Args:
-        request: for the manifest; has the optimizer that loads the states.
+        request: for the manifest.
         stored: a checkpoint without manifests.
 
     Raises:
@@ -95,9 +95,10 @@ def manifest_of_unmarked(
             where.
         StateError: what is read of it is missing or damaged.
     """
-    optimizer, group, where = request.optimizer, request.group, str(stored.path)
+    asked, group, where = request.asked, request.group, str(stored.path)
+    optimizer = asked.optimizer
     buffers = stored_buffers(stored, group)
-    entries = _entries_of(optimizer, request.model)
+    entries = _entries_of(optimizer, asked.model)
     _require_same_tensors(entries, stored)
     chunks = _parameters_of(optimizer)
     interleave = stored.recorded.glu_interleave

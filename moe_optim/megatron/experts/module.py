@@ -1,6 +1,6 @@
 """The portable experts: Megatron's local spec with one grouped product a linear."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -19,19 +19,20 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from moe_optim.config import MoEOptimConfig
-from moe_optim.errors import ConfigError
+from moe_optim.errors import ConfigError, refuse
 from moe_optim.formats import BlockScaledFormat, get_format
 from moe_optim.megatron.active import active_config
 from moe_optim.megatron.experts.amax import sharded_amax
 from moe_optim.megatron.experts.loading import load_local_experts
 from moe_optim.megatron.experts.sharding import empty_extra_state, list_shards
+from moe_optim.megatron.patching.engine import original
 from moe_optim.megatron.te.factory import make_te_storages
 from moe_optim.modules.activation import glu
 from moe_optim.modules.grouped_linear import GroupedLinear
 from moe_optim.modules.storage import make_portable_storages
 
 _STORAGES = {"portable": make_portable_storages, "transformer_engine": make_te_storages}
-_stock_grouped_mlp_modules = backends.LocalSpecProvider.grouped_mlp_modules
+_GROUPED_MLP = "megatron.core.models.backends:LocalSpecProvider.grouped_mlp_modules"
 
 
 def grouped_mlp_modules(
@@ -39,7 +40,7 @@ def grouped_mlp_modules(
 ) -> Callable[..., torch.nn.Module]:
     """Return what ``LocalSpecProvider`` builds experts with: ours where grouping is asked for."""
     if not moe_use_grouped_gemm:
-        return _stock_grouped_mlp_modules(self, moe_use_grouped_gemm)
+        return original(_GROUPED_MLP)(self, moe_use_grouped_gemm)
     return partial(GroupedExperts, moe_optim_config=active_config())
 
 
@@ -102,7 +103,7 @@ class GroupedExperts(MegatronModule):
         self.linear_fc2 = make(hidden, ffn, name=f"{where}.linear_fc2")
         self._initialize(keep_for_masters=moe_optim_config.format != "bf16")
         for shard in list_shards(self):
-            shard.describe(config, first_expert=pg_collection.ep.rank() * num_local_experts)
+            shard.describe(config)
 
     def _initialize(self, *, keep_for_masters: bool) -> None:
         if not self.config.perform_initialization:
@@ -205,12 +206,12 @@ class GroupedExperts(MegatronModule):
         keys, axis, groups = f"{prefix}experts.", len(sharded_offsets), self.pg_collection
         state: dict[str, Any] = {}
         for shard in list_shards(self):
-            place = (axis, *self._place_of(shard.expert))
+            place = (axis, *self.place_of(shard.expert))
             state[f"{prefix}{shard.linear}.{shard.name}"] = shard.sharded(
                 keys, place, sharded_offsets, groups
             )
         for linear in ("linear_fc1", "linear_fc2"):
-            place = (axis, *self._place_of(None))
+            place = (axis, *self.place_of(None))
             module: GroupedLinear = getattr(self, linear)
             amax = sharded_amax(
                 module, f"{keys}{linear}.weight_amax", place, sharded_offsets, groups
@@ -218,7 +219,7 @@ class GroupedExperts(MegatronModule):
             if amax is not None:
                 state[f"{prefix}{linear}.weight_amax"] = amax
             for index in range(self.num_local_experts):
-                place = (axis, *self._place_of(index))
+                place = (axis, *self.place_of(index))
                 state[f"{prefix}{linear}._extra_state{index}"] = empty_extra_state(
                     f"{keys}{linear}._extra_state", place, sharded_offsets, groups
                 )
@@ -231,7 +232,7 @@ class GroupedExperts(MegatronModule):
         load_local_experts(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
-    def _place_of(self, local_expert: int | None) -> tuple[int, int]:
+    def place_of(self, local_expert: int | None) -> tuple[int, int]:
         """Return the place of a local expert, or of all local ones, and how many there are."""
         rank, size = self.pg_collection.ep.rank(), self.pg_collection.ep.size()
         if local_expert is None:
@@ -252,6 +253,18 @@ def _graphs_experts(config: TransformerConfig) -> bool:
     """Return whether CUDA graphs hold experts: with ``moe``, or all of a layer or an iteration."""
     modules = config.cuda_graph_modules
     return config.cuda_graph_impl != "none" and (not modules or CudaGraphModule.moe in modules)
+
+
+def first_experts(model_chunks: Iterable[torch.nn.Module]) -> dict[torch.nn.Parameter, int]:
+    """Return of each weight of portable experts which of all experts its first one is."""
+    return {
+        shard.parameter: module.place_of(shard.expert or 0)[0]
+        for chunk in model_chunks
+        for module in chunk.modules()
+        if isinstance(module, GroupedExperts)
+        for shard in list_shards(module)
+        if shard.kind == "weight"
+    }
 
 
 def _refuse_unsupported(config: TransformerConfig, pg_collection: Any) -> None:
@@ -300,9 +313,8 @@ def _refuse_unsupported(config: TransformerConfig, pg_collection: Any) -> None:
             config.expert_gtp_weight_remat_size > 1
         ),
     }
-    found = [what for what, is_set in refused.items() if is_set]
-    if found:
-        raise ConfigError(
-            f"portable experts: expected features they have, got "
-            f"{'; '.join(found)}. Change these flags, or drop --moe-grouped-gemm for stock experts."
-        )
+    refuse(
+        refused,
+        expected="portable experts: expected features they have",
+        remedy="Change these flags, or drop --moe-grouped-gemm for stock experts.",
+    )

@@ -54,14 +54,12 @@ class ExpertShard:
         """Return which dimension of the parameter an axis of one expert is."""
         return axis + (self.expert is None)
 
-    def describe(self, config: TransformerConfig, first_expert: int) -> None:
+    def describe(self, config: TransformerConfig) -> None:
         """Set what reductions and norms of Megatron read, as the linears of its own experts do."""
         attributes: Any = self.parameter
         attributes.allreduce = config.expert_model_parallel_size == 1 and (
             config.expert_tensor_parallel_size == config.tensor_model_parallel_size
         )
-        if self.kind == "weight":
-            attributes.first_expert = first_expert + (self.expert or 0)
         axis, parts = self.cut
         if axis is None:
             attributes.sequence_parallel = config.sequence_parallel

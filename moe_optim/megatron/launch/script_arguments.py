@@ -2,13 +2,11 @@
 
 from argparse import ArgumentParser
 
-from megatron.training import arguments
-
 from moe_optim.megatron.launch.arguments import add_moe_optim_arguments
-
-_stock_add_megatron_arguments = arguments.add_megatron_arguments
+from moe_optim.megatron.patching.engine import original
 
 
 def add_megatron_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Add Megatron's flags and the plug-in's to ``parser`` and return it."""
-    return add_moe_optim_arguments(_stock_add_megatron_arguments(parser))
+    stock = original("megatron.training.arguments:add_megatron_arguments")
+    return add_moe_optim_arguments(stock(parser))

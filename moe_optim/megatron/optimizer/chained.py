@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from moe_optim.errors import NonFiniteError
 from moe_optim.megatron.active import config_in_force
 from moe_optim.megatron.checkpoint.param_groups import states_by_part
+from moe_optim.megatron.experts.module import first_experts
 from moe_optim.megatron.weights.names import parameter_names
 
 logger = logging.getLogger(__name__)
@@ -105,7 +106,7 @@ class GroupedChainedOptimizer(ChainedOptimizer):
         return "; ".join(line for of_rank in gathered for line in of_rank)
 
     def _find_culprits(self) -> Iterator[str]:
-        names = parameter_names(self.model_chunks)
+        describe = describer(self.model_chunks, "gradient")
         for part in self.chained_optimizers:
             if part.is_stub_optimizer:  # all of its parameters are frozen, or on other stages
                 continue
@@ -115,7 +116,7 @@ class GroupedChainedOptimizer(ChainedOptimizer):
                     shard = param.main_grad.view(-1)[owned.start : owned.end]
                     bad = (~shard.isfinite()).nonzero().view(-1) + owned.start
                     if len(bad):
-                        yield describe_elements(names[param], param, bad, "gradient")
+                        yield describe(param, bad)
 
 
 def check_masters(
@@ -130,7 +131,7 @@ def check_masters(
         remedy: what has not happened, and what to do.
         only: says of a parameter whether its master is looked at.
     """
-    names = parameter_names(optimizer.model_chunks)
+    describe = describer(optimizer.model_chunks, "master")
     held = (
         (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
         (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
@@ -143,7 +144,7 @@ def check_masters(
             start = optimizer._get_model_param_range_map(param)["param"].start
             bad = (~master.isfinite()).nonzero().view(-1) + start
             if len(bad):
-                found.append(describe_elements(names[param], param, bad, "master"))
+                found.append(describe(param, bad))
     group = optimizer.data_parallel_group
     everywhere: list[list[str]] = [[] for _ in range(group.size())]
     dist.all_gather_object(everywhere, found[:MOST_NAMED], group=group)
@@ -156,19 +157,25 @@ def check_masters(
         raise NonFiniteError(f"masters: expected finite values, got {'; '.join(lines)}. {remedy}")
 
 
-def describe_elements(name: str, param: Tensor, bad: Tensor, kind: str) -> str:
-    """Say which parameter, which of its experts, and how many elements are not finite.
+def describer(
+    model_chunks: Sequence[torch.nn.Module], kind: str
+) -> Callable[[torch.nn.Parameter, Tensor], str]:
+    """Return what says which parameter, which of its experts, and how many elements are not finite.
+
+    It takes the parameter and the places [n] of elements in it, at least one.
 
     Args:
-        name: of the parameter.
-        param: knows its experts, if it has some.
-        bad: [n] places in the parameter, at least one.
+        model_chunks: that own the parameters.
         kind: what the elements are, in the singular.
     """
-    count = f"{len(bad)} non-finite {kind}{'s' if len(bad) > 1 else ''}"
-    first = getattr(param, "first_expert", None)
-    if first is None:
-        return f"{name}: {count}"
-    per_expert = math.prod(param.shape[-2:])
-    experts = sorted({int(first + index) for index in (bad // per_expert).tolist()})
-    return f"{name}, expert {', '.join(map(str, experts))}: {count}"
+    names, first_of = parameter_names(model_chunks), first_experts(model_chunks)
+
+    def describe(param: torch.nn.Parameter, bad: Tensor) -> str:
+        count = f"{len(bad)} non-finite {kind}{'s' if len(bad) > 1 else ''}"
+        if param not in first_of:
+            return f"{names[param]}: {count}"
+        per_expert = math.prod(param.shape[-2:])
+        experts = sorted({int(first_of[param] + index) for index in (bad // per_expert).tolist()})
+        return f"{names[param]}, expert {', '.join(map(str, experts))}: {count}"
+
+    return describe

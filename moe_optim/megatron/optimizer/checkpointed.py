@@ -12,6 +12,7 @@ from moe_optim.errors import ConfigError, StateError
 from moe_optim.megatron.active import config_in_force
 from moe_optim.megatron.checkpoint.expert_entries import with_members
 from moe_optim.megatron.checkpoint.flat_states import (
+    Asked,
     flat_states_to_load,
     flat_states_to_save,
     load_flat_states,
@@ -45,12 +46,14 @@ class CheckpointedOptimizer(DistributedOptimizer):
 
     Attributes:
         knobs: the configuration it was built with.
+        asked: what its last request for a manifest needs, when a checkpoint is loaded.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Shard the masters; arguments are Megatron's."""
         super().__init__(*args, **kwargs)
         self.knobs = config_in_force()
+        self.asked: Asked | None = None
         self._keep_bucket_padding = False
         self._for_model_space = False
         # They stay until uninstall(): this optimizer asks for what only the replacement can find.

@@ -23,13 +23,21 @@ from moe_optim.megatron.optimizer.checkpointed import CheckpointedOptimizer
 from moe_optim.megatron.optimizer.initial_values import keep_loaded_values, renew_initial_values
 from moe_optim.megatron.optimizer.requirements import check_wrapped_model
 from moe_optim.megatron.patching import patches
-from moe_optim.megatron.patching.engine import apply_patches, patch_state, revert_patches
+from moe_optim.megatron.patching.engine import (
+    apply_patches,
+    is_rebound,
+    original,
+    patch_state,
+    revert_patches,
+)
 from moe_optim.megatron.weights.managed import is_managed, storage_of
 from moe_optim.modules.grouped_linear import GroupedLinear
 from moe_optim.modules.grouped_weight import GroupedWeight
 
 logger = logging.getLogger(__name__)
-_stock_get_megatron_optimizer = core_optimizer.get_megatron_optimizer
+_FACTORY = "megatron.training.training:get_megatron_optimizer"
+_core_factory = core_optimizer.get_megatron_optimizer
+"""Where nothing is installed; taken now, since a script may put ours in its place by hand."""
 
 
 class GroupedDistributedOptimizer(CheckpointedOptimizer):
@@ -348,7 +356,8 @@ def get_megatron_optimizer(
     scoped = [patch for patch in construction if patch_state(patch) != "applied"]
     apply_patches(scoped)
     try:
-        return _stock_get_megatron_optimizer(
+        stock = original(_FACTORY) if is_rebound(_FACTORY) else _core_factory
+        return stock(
             config,
             model_chunks,
             config_overrides=config_overrides,

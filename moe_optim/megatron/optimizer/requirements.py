@@ -7,7 +7,7 @@ import torch.distributed as dist
 from megatron.core.distributed import param_and_grad_buffer as upstream
 
 from moe_optim.config import MoEOptimConfig
-from moe_optim.errors import ConfigError, StateError
+from moe_optim.errors import ConfigError, StateError, refuse
 from moe_optim.megatron.active import config_in_force, installed_config
 from moe_optim.megatron.buffers.bucket_group import GroupedBucketGroup
 from moe_optim.megatron.te.fields import te_formats_of
@@ -57,12 +57,11 @@ def check_wrapped_model(config: Any, model_chunks: list[Any]) -> None:
                 chunk.config.cuda_graph_impl == "full_iteration" for chunk in model_chunks
             ),
         }
-    found = [flag for flag, is_set in refused.items() if is_set]
-    if found:
-        raise ConfigError(
-            f"moe_optim: expected flags it supports, got {'; '.join(found)}. Remove them, or train "
-            "without --use-moe-grouped-optim."
-        )
+    refuse(
+        refused,
+        expected="moe_optim: expected flags it supports",
+        remedy="Remove them, or train without --use-moe-grouped-optim.",
+    )
     _check_wanted(installed_config(), model_chunks)
     if quantized:
         _check_buffers(model_chunks)

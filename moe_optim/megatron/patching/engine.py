@@ -32,8 +32,8 @@ class Patch:
     """Modules whose presence makes the patch unnecessary."""
 
 
-_originals: dict[str, Any] = {}  # patch id -> the object that stood at the target
-_inherited: set[str] = set()  # ids of patches whose target stood on a base class
+_originals: dict[str, Any] = {}  # target -> the object that stood there
+_inherited: set[str] = set()  # targets that stood on a base class
 _holders: dict[str, set[str]] = {}  # patch id -> who needs it
 
 
@@ -94,7 +94,7 @@ def apply_patches(patches: Iterable[Patch], holder: str = "") -> None:
     plan = []
     patches = tuple(patches)
     for patch in patches:
-        if patch.id in _originals or not _needed(patch):
+        if patch.target in _originals or not _needed(patch):
             continue
         try:
             path = patch.target
@@ -114,12 +114,12 @@ def apply_patches(patches: Iterable[Patch], holder: str = "") -> None:
         plan.append((patch, owner, name, original, replacement))
     for patch, owner, name, original, replacement in plan:
         if name not in vars(owner):
-            _inherited.add(patch.id)
+            _inherited.add(patch.target)
         setattr(owner, name, replacement)
-        _originals[patch.id] = original
+        _originals[patch.target] = original
         logger.debug("patch %s: %s -> %s", patch.id, patch.target, patch.replacement)
     for patch in patches:
-        if patch.id in _originals:
+        if patch.target in _originals:
             _holders.setdefault(patch.id, set()).add(holder)
 
 
@@ -128,20 +128,35 @@ def revert_patches(patches: Iterable[Patch], holder: str = "") -> None:
     for patch in patches:
         holders = _holders.get(patch.id, set())
         holders.discard(holder)
-        if patch.id not in _originals or holders:
+        if patch.target not in _originals or holders:
             continue
         owner, name, _ = _resolve(patch.target)
-        original = _originals.pop(patch.id)
-        if patch.id in _inherited:
-            _inherited.remove(patch.id)
+        original = _originals.pop(patch.target)
+        if patch.target in _inherited:
+            _inherited.remove(patch.target)
             delattr(owner, name)
         else:
             setattr(owner, name, original)
 
 
+def is_rebound(target: str) -> bool:
+    """Return whether a replacement stands at ``module:attribute`` now."""
+    return target in _originals
+
+
+def original(target: str) -> Any:
+    """Return what a replacement at ``module:attribute`` calls as Megatron's own.
+
+    It is what stood there when the patch was applied, so that others' wrappers stay in place; where
+    nothing is rebound (a patched tree, a direct call), what stands there now.
+    """
+    found = _originals[target] if is_rebound(target) else _resolve(target)[2]
+    return found.__func__ if isinstance(found, staticmethod) else found
+
+
 def patch_state(patch: Patch) -> str:
     """Return ``applied``, ``off``, ``not needed`` or ``broken: <why>``; changes nothing."""
-    if patch.id in _originals:
+    if is_rebound(patch.target):
         return "applied"
     if not _needed(patch):
         return "not needed"

@@ -3,11 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
-from megatron.core import fp8_utils
-
 from moe_optim.megatron.active import installed_config
-
-_stock_get_fp8_recipe = fp8_utils.get_fp8_recipe
+from moe_optim.megatron.patching.engine import original
 
 
 def get_fp8_recipe(config: Any) -> Any:
@@ -17,7 +14,7 @@ def get_fp8_recipe(config: Any) -> Any:
         config: Megatron's transformer configuration. Recipes other than ``--fp8-recipe mxfp8`` are
             returned as they are.
     """
-    recipe = _stock_get_fp8_recipe(config)
+    recipe = original("megatron.core.fp8_utils:get_fp8_recipe")(config)
     wanted = installed_config()
     if wanted is None or wanted.format != "mxfp8_2d" or not getattr(recipe, "mxfp8", bool)():
         return recipe
