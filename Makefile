@@ -12,6 +12,8 @@ ARGS ?=
 PYTEST_ARGS ?=
 STEPS ?= 100000
 CASES ?= 10000
+# A worker a core; a file stays with one, since its tests share what they set up. -n 0: no workers.
+SPREAD := -n logical --maxprocesses 8 --dist loadfile
 
 # Prints the first Python >= 3.12 that can make a virtual environment. Every candidate is run, not
 # only looked up: a pyenv shim is on PATH even where no version stands behind it.
@@ -68,7 +70,7 @@ train: $(STAMP)
 	$(VENV)/bin/moe-optim train recipes/quickstart.yaml --out runs/quickstart $(ARGS)
 
 test: $(STAMP)
-	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest $(SPREAD) $(PYTEST_ARGS)
 	$(call ON_GPUS,$(PYTEST_ARGS))
 
 # Drives the life cycle of weights and gradients through more random steps than the suite does.
@@ -82,7 +84,7 @@ fuzz: $(STAMP)
 
 # Also what shows the same at further settings: some minutes more.
 test-all: $(STAMP)
-	$(VENV)/bin/python -m pytest -m "" $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest $(SPREAD) -m "" $(PYTEST_ARGS)
 	$(call ON_GPUS,-m "" $(PYTEST_ARGS))
 
 lint: $(STAMP)

