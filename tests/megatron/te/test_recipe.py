@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 import pytest
+from megatron.core import fp8_utils
 
 from moe_optim import MoEOptimConfig
 from moe_optim.megatron.te import recipe as te_recipe
@@ -43,6 +44,6 @@ def test_square_blocks_are_asked_for_where_the_format_wants_them(
     """Without Transformer Engine Megatron's function returns None, and so does ours."""
     config = None if wanted is None else MoEOptimConfig(format=wanted)
     monkeypatch.setattr(te_recipe, "installed_config", lambda: config)
-    monkeypatch.setattr(te_recipe, "_stock_get_fp8_recipe", lambda config: recipe)
+    monkeypatch.setattr(fp8_utils, "get_fp8_recipe", lambda config: recipe)
     want = replace(recipe, enable_2d_quantization=True) if changed else recipe
     assert te_recipe.get_fp8_recipe(object()) == want
