@@ -32,6 +32,7 @@ PUBLIC = {
     "quantize",
     "synchronize_amax",
     "uninstall",
+    "use_cpu",
 }
 
 HEAVY = {"megatron", "transformer_engine", "triton", "torch", "apex"}
