@@ -22,6 +22,10 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "moe_optim", "recipes", "patches")
 CONTAINERS_TORCH = "2.11.0a0+0f1d3bb5a1.nv26.02"
+TRAIN_SHORTLY = """
+{command} train quickstart --ranks 1 --cpu --text {text} -- --train-iters 3 --eval-interval 3
+--eval-iters 1 --seq-length 64 --lr-warmup-iters 0 --save-interval 3 --global-batch-size 8
+"""
 PIP = ("-m", "pip", "--disable-pip-version-check", "--quiet")
 
 
@@ -118,33 +122,7 @@ def test_the_installed_command_trains_the_quickstart_anywhere(environment, tmp_p
     work = tmp_path / "work"
     work.mkdir()
     assert "\nquickstart " in call(command, "recipes", cwd=work)
-    short = (
-        "--train-iters",
-        "3",
-        "--eval-interval",
-        "3",
-        "--eval-iters",
-        "1",
-        "--seq-length",
-        "64",
-    )
-    small = ("--lr-warmup-iters", "0", "--save-interval", "3", "--global-batch-size", "8")
-    said = call(
-        *(
-            command,
-            "train",
-            "quickstart",
-            "--ranks",
-            "1",
-            "--cpu",
-            "--text",
-            text,
-            "--",
-            *short,
-            *small,
-        ),
-        cwd=work,
-    )
+    said = call(*TRAIN_SHORTLY.format(command=command, text=text).split(), cwd=work)
     assert f"{environment}" in said.splitlines()[0]  # the recipe that was read
     summary = json.loads((work / "runs" / "quickstart" / "summary.json").read_text())
     assert summary["optimizer"] == "GroupedDistributedOptimizer"
