@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from moe_optim.megatron import get_megatron_optimizer, install, uninstall
     from moe_optim.megatron.bridge import MoEOptimizerConfig
     from moe_optim.megatron.experts.amax import synchronize_amax
+    from moe_optim.megatron.launch.cpu_runtime import use_cpu
     from moe_optim.ops import dequantize, quantize
     from moe_optim.recipes import Recipe, load_recipe
 
@@ -47,6 +48,7 @@ __all__ = [
     "quantize",
     "synchronize_amax",
     "uninstall",
+    "use_cpu",
 ]
 
 _LAZY = {
@@ -61,6 +63,7 @@ _LAZY = {
     "load_recipe": "moe_optim.recipes",
     "synchronize_amax": "moe_optim.megatron.experts.amax",
     "uninstall": "moe_optim.megatron",
+    "use_cpu": "moe_optim.megatron.launch.cpu_runtime",
 }
 
 

@@ -16,6 +16,7 @@ from moe_optim.environment import find_gpus, unmet_version
 from moe_optim.errors import ConfigError
 from moe_optim.interpolation import merge
 from moe_optim.plain_yaml import MAX_BYTES, parse_yaml, quote, read_document, shorten
+from moe_optim.shipped_recipes import find_recipe, shipped_recipes
 
 Scalar = bool | int | float | str | None
 Value = Scalar | list[Scalar]
@@ -35,6 +36,8 @@ class Recipe:
 
     path: Path
     """The file it was read from."""
+    files: tuple[Path, ...]
+    """This file and those it is based on, the first base first."""
     requires: Mapping[str, str | int]
     """Version specifiers, and minimum numbers; ``ranks`` is always there."""
     megatron_args: Mapping[str, Value]
@@ -69,7 +72,7 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     arguments into logs, TensorBoard's events and checkpoints. Keep secrets out of it.
 
     Args:
-        path: the YAML file.
+        path: the YAML file, or where no such file is, the name of a shipped recipe.
         overrides: assignments such as ``moe_optim.format=bf16`` or
             ``megatron_args.--train-iters=20``; the last one wins.
 
@@ -77,9 +80,10 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
         ConfigError: naming the file (or the override), the key, and what was expected there. Of a
             file that is no recipe, it repeats nothing.
     """
-    path = Path(path)
+    path = find_recipe(path)
     assignments = list(overrides)
-    layers = _read_layers(path) + [_parse_override(text) for text in assignments]
+    files = _read_layers(path)
+    layers = [*files.values(), *map(_parse_override, assignments)]
     where = _spell(path)
     if assignments:
         where += f" with {' '.join(map(shorten, assignments))}"
@@ -88,6 +92,7 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
         _check_flag(f"{where}: megatron_args", flag, value)
     return Recipe(
         path=path,
+        files=tuple(files),
         requires=MappingProxyType(_checked_requires(where, merged["requires"])),
         megatron_args=MappingProxyType(merged["megatron_args"]),
         moe_optim=MoEOptimConfig.from_mapping(merged["moe_optim"], f"{where}: moe_optim"),
@@ -117,12 +122,14 @@ def check_requirements(recipe: Recipe) -> None:
         raise ConfigError(f"{recipe.path}: requires: expected more than this machine has.{lines}")
 
 
-def _read_layers(path: Path) -> list[dict[str, dict[str, Any]]]:
-    """Return the sections of a recipe's bases and of itself, the first base first."""
+def _read_layers(path: Path) -> dict[Path, dict[str, dict[str, Any]]]:
+    """Return the sections of a recipe's bases and of itself, by file, the first base first."""
     chain: list[Path] = []
     layers = []
     left = MAX_BYTES  # all files together are bounded as one is
     remedy = "Correct the path"
+    if not os.path.lexists(path):
+        remedy += f", or name a shipped recipe: {', '.join(shipped_recipes())}"
     step: Path | None = path
     while step is not None:
         text = _read_text(step, left, remedy)
@@ -133,7 +140,7 @@ def _read_layers(path: Path) -> list[dict[str, dict[str, Any]]]:
         left -= len(text)
         remedy = f"Correct `base` in {_spell(step)}"
         step = step.parent / base if base else None
-    return layers[::-1]
+    return dict(zip(chain[::-1], layers[::-1], strict=True))
 
 
 def _check_chain(chain: Sequence[Path]) -> None:

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[1]
 DOCUMENTS = (
     "README.md",
     "CHANGELOG.md",
+    "examples/README.md",
     "recipes/README.md",
     "patches/README.md",
     "patches/megatron-lm-0.19/README.md",

@@ -7,6 +7,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import moe_optim
 from moe_optim.environment import NEEDED
@@ -33,6 +34,7 @@ PUBLIC = {
     "quantize",
     "synchronize_amax",
     "uninstall",
+    "use_cpu",
 }
 
 HEAVY = {"megatron", "transformer_engine", "triton", "torch", "apex"}
@@ -79,8 +81,30 @@ def test_needed_versions_are_those_of_the_project_file():
     project = PYPROJECT["project"]
     requirements = project["dependencies"] + project["optional-dependencies"]["megatron"]
     assert project["requires-python"] == NEEDED["python"]
-    assert f"torch{NEEDED['torch']}" in requirements
+    assert f"torch{NEEDED['torch']}.0a0" in requirements
     assert f"megatron-core{NEEDED['megatron-core']}" in requirements
+
+
+@pytest.mark.parametrize(
+    ("torch", "satisfies"),
+    [
+        ("2.11.0", True),
+        ("2.11.0+cu130", True),
+        ("2.11.0a0+git", True),
+        ("2.11.0a0+0f1d3bb5a1.nv26.02", True),
+        ("2.12.0a0+0f1d3bb5a1.nv26.04", True),
+        ("2.10.0", False),
+        ("2.10.0a0+b4e4ee81d3.nv25.12", False),
+    ],
+)
+def test_the_pre_releases_of_containers_satisfy_the_requirement_of_torch(torch, satisfies):
+    """Else an installation replaces a torch that was built for its container."""
+    (requirement,) = [
+        found
+        for found in map(Requirement, PYPROJECT["project"]["dependencies"])
+        if found.name == "torch"
+    ]
+    assert requirement.specifier.contains(torch) is satisfies
 
 
 def test_installed_metadata_agrees_with_the_package():

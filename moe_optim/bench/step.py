@@ -59,7 +59,12 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("recipe", type=Path, metavar="RECIPE", help="such as recipes/hopper_fp8_block.yaml")
+    add(
+        "recipe",
+        type=Path,
+        metavar="RECIPE",
+        help="a YAML file, or a name such as hopper_fp8_block",
+    )
     add("--against", choices=["stock"], default="stock", help="what it is compared with")
     add("--iterations", type=int, default=21, metavar="N", help="of a process (default 21)")
     add("--rounds", type=int, default=2, metavar="N", help="processes of each side (default 2)")

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from moe_optim import __version__
 from moe_optim.errors import MoEOptimError
 
-COMMANDS = ("train", "run", "patch", "plan", "doctor", "inspect", "convert", "verify", "bench")
+COMMANDS = (
+    "train", "run", "recipes", "patch", "plan", "doctor", "inspect", "convert", "verify", "bench",
+)  # fmt: skip
 """Modules of this package; each has ``add_parser(subparsers)`` and ``run(args) -> int``."""
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130  # argparse itself exits with 2

@@ -20,7 +20,12 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("recipe", type=Path, metavar="RECIPE", help="a YAML file such as recipes/quickstart.yaml")
+    add(
+        "recipe",
+        type=Path,
+        metavar="RECIPE",
+        help="a YAML file, or a name that `moe-optim recipes` lists, such as quickstart",
+    )
     add(
         "--gpus",
         type=int,

@@ -36,6 +36,7 @@ SURFACE = {  # command -> its positionals and options
     "patch check": {"PATH"},
     "patch revert": {"PATH"},
     "plan": {"RECIPE", "--gpus", "--set", "--out", "--json"},
+    "recipes copy": {"NAME", "DIR"},
     "run": {"--megatron-lm", "SCRIPT", "ARGS"},
     "train": {"RECIPE", "--out", "--set", "--text", "--resume", "--ranks", "--cpu"},
     "verify": {"A", "B", "--json", "--weights-only", "--rename", "--num-experts"},

@@ -65,6 +65,16 @@ def test_everything_promised_lies_in_the_run_folder(run_folder):
     assert checkpoint_defect(run_folder / "checkpoints" / "iter_0000004") is None
 
 
+def test_what_the_quickstart_leaves_converts_with_masters_and_moments(run_folder, capsys):
+    saved, converted = str(run_folder / "checkpoints"), str(run_folder.parent / "hf")
+    assert cli.main(["convert", saved, converted, "--to", "hf", "--format", "safetensors"]) == 0
+    assert "0 tensors of the optimizer" in capsys.readouterr().out  # are left out
+    assert cli.main(["verify", saved, converted]) == 0
+    assert cli.main(["inspect", converted]) == 0
+    said = capsys.readouterr().out
+    assert all(f"\n{row} " in said for row in ("weights", "param", "exp_avg", "exp_avg_sq"))
+
+
 def test_a_second_run_in_the_same_folder_is_refused(run_folder, capsys):
     assert train(run_folder) == 2
     assert "already holds a run" in capsys.readouterr().err

@@ -13,7 +13,8 @@ Megatron 0.19 assumes CUDA in four ways, each redirected here and nowhere else:
    that are only converted on their way from a GPU.
 
 Nothing is redirected on import. :func:`install` does it once, :func:`uninstall` undoes it, and the
-process must use one or the other from its main thread.
+process must use one or the other from its main thread. ``moe_optim.use_cpu()`` is the first of them
+for scripts of others.
 
 Limit: there is one random stream where a GPU machine has two (host and device), so with dropout a
 resumed run draws other numbers than an uninterrupted one. Recipes for CPU set dropout to zero.
@@ -24,6 +25,7 @@ import logging
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +34,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from moe_optim.errors import ConfigError, PatchError
+from moe_optim.errors import ConfigError, PatchError, StateError
 from moe_optim.megatron.patching import patches
 from moe_optim.megatron.patching.engine import apply_patches, revert_patches
 
@@ -229,14 +231,32 @@ def is_installed() -> bool:
     return _mode is not None
 
 
+def use_cpu() -> None:
+    """Let Megatron train on this machine's CPU, over gloo. A second call does nothing.
+
+    Call it in every rank, before the first import of ``megatron`` and from the thread that trains.
+    From then on ``torch.cuda`` and ``device="cuda"`` mean the CPU in this process, and
+    ``torch.cuda.is_available()`` says True; so look for a GPU before the call.
+
+    Raises:
+        ConfigError: the machine has a GPU, which would be hidden.
+        StateError: Megatron was imported before; nothing was redirected.
+        PatchError: Megatron is not the version this was written for; nothing stays redirected.
+    """
+    install()
+
+
 def install() -> None:
     """Redirect everything Megatron expects of CUDA to the CPU; a second call does nothing.
 
     Call it before Megatron is imported for the first time, so that nothing is compiled or probed
-    for a GPU, and from the thread that trains.
+    for a GPU, and from the thread that trains. Where ``TORCHDYNAMO_DISABLE=1`` stood in the
+    environment when Megatron was imported, nothing was compiled, and a later call is as good.
 
     Raises:
         ConfigError: the machine has a GPU, which the runtime would hide.
+        StateError: torch has been told to compile functions of Megatron, which fails on a CPU that
+            poses as a GPU; nothing was redirected.
         PatchError: Megatron is not the version this was written for; nothing stays redirected.
     """
     global _mode, _saved_log_level
@@ -247,8 +267,9 @@ def install() -> None:
             "cpu_runtime: expected a machine without a usable GPU, got "
             f"{torch.cuda.device_count()}. Set CUDA_VISIBLE_DEVICES='' to train on the CPU here."
         )
+    _require_nothing_compiled()
     # jit_fuser compiles with dynamo, which costs minutes on a CPU and gains nothing there
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
     # Megatron asks for it with tensor parallelism; it orders kernels of a GPU, and here is none
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     # dynamo maps torch's functions to rules when first imported, and wants each under one name
@@ -266,6 +287,24 @@ def install() -> None:
     except PatchError:
         uninstall()
         raise
+
+
+def _require_nothing_compiled() -> None:
+    """Raise StateError if an import of Megatron has handed functions to torch's compiler."""
+    loaded = [(name, module) for name, module in sys.modules.items() if _is_megatron(name)]
+    for name, module in loaded:
+        for attribute, value in vars(module).items():
+            if "_torchdynamo_orig_callable" in getattr(value, "__dict__", ()):
+                raise StateError(
+                    "moe_optim.use_cpu: expected to be called before the first import of megatron, "
+                    f"got {name}.{attribute} set up to be compiled for a GPU. Move the call above "
+                    "everything that imports megatron, moe_optim.install() included, or start with "
+                    "TORCHDYNAMO_DISABLE=1 in the environment."
+                )
+
+
+def _is_megatron(module: str) -> bool:
+    return module.partition(".")[0] == "megatron"
 
 
 def uninstall() -> None:

@@ -4,7 +4,10 @@ import contextlib
 import io
 import logging
 import math
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -126,6 +129,63 @@ def _fail_to_install() -> list[str]:
 def test_an_install_that_fails_redirects_nothing():
     """Where Megatron does not fit, torch is left as it was too."""
     assert in_one_rank(_fail_to_install) == []
+
+
+# From a script of one's own
+
+TOO_LATE = """
+import torch, moe_optim
+{before}
+stock = torch.cuda.is_available
+try:
+    moe_optim.use_cpu()
+except moe_optim.StateError as error:
+    assert torch.cuda.is_available is stock  # nothing was redirected
+    print(error)
+else:
+    moe_optim.use_cpu()  # again: nothing happens
+    from megatron.core.fusions.fused_bias_swiglu import swiglu
+    gates = torch.ones(2, 4, device="cuda", requires_grad=True)
+    swiglu(gates).sum().backward()  # what torch compiles for a GPU runs as it is written
+    print("trains")
+"""
+
+
+def use_cpu_after(statement, environment=()):
+    """Return what a fresh process says of ``moe_optim.use_cpu()`` after a statement."""
+    kept = {name: value for name, value in os.environ.items() if name != "TORCHDYNAMO_DISABLE"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", TOO_LATE.format(before=statement)],
+        env=kept | dict(environment),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("statement", "environment"),
+    [
+        ("", {}),
+        ("import megatron", {}),  # a namespace: nothing of Megatron is loaded yet
+        ("import megatron.core", {"TORCHDYNAMO_DISABLE": "1"}),
+        ("import torch._dynamo", {"TORCHDYNAMO_DISABLE": "0"}),
+    ],
+    ids=["nothing", "a namespace", "Megatron uncompiled", "another wish"],
+)
+def test_a_script_chooses_the_cpu_before_it_imports_megatron(statement, environment):
+    assert use_cpu_after(statement, environment) == "trains"
+
+
+@pytest.mark.parametrize("statement", ["import megatron.core", "moe_optim.install()"])
+def test_a_script_that_chooses_the_cpu_too_late_hears_of_it(statement):
+    """It had ended in an internal error of torch's compiler, at the first product of experts."""
+    said = use_cpu_after(statement)
+    assert said.startswith(
+        "moe_optim.use_cpu: expected to be called before the first import of megatron, got megatron"
+    )
+    assert "Move the call above everything that imports megatron" in said
 
 
 # Devices, pinning and type names

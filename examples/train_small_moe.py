@@ -1,0 +1,145 @@
+"""Builds, trains, evaluates, saves and resumes a small MoE GPT with megatron-core and moe_optim.
+
+    torchrun --nproc-per-node 2 examples/train_small_moe.py --save runs/small_moe
+
+It takes a GPU for each process, or, where there is none, the CPU.
+"""
+
+import argparse
+import logging
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import moe_optim
+
+logging.basicConfig(level=logging.WARNING)  # Megatron says much else, if nobody was first
+ON_GPUS = torch.cuda.is_available()
+if not ON_GPUS:
+    moe_optim.use_cpu()  # before the first import of megatron: later it raises
+
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+
+EXPERTS, VOCABULARY, LENGTH, BATCH = 4, 64, 32, 8
+
+
+def build():
+    """Return a new model, wrapped, and its optimizer. All ranks must call it."""
+    model_parallel_cuda_manual_seed(1)
+    config = TransformerConfig(
+        num_layers=2, hidden_size=64, num_attention_heads=2,
+        num_moe_experts=EXPERTS, moe_ffn_hidden_size=96, moe_token_dispatcher_type="alltoall",
+        moe_grouped_gemm=True,  # as below: all experts of a layer in one weight of the plug-in
+        gated_linear_unit=True, activation_func=torch.nn.functional.silu,  # SwiGLU
+        add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0,
+        bf16=True, params_dtype=torch.bfloat16,
+    )  # fmt: skip
+    spec = get_gpt_layer_local_spec(num_experts=EXPERTS, moe_grouped_gemm=True)
+    gpt = GPTModel(config, spec, VOCABULARY, LENGTH, position_embedding_type="rope").cuda()
+    buffers = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, grad_reduce_in_fp32=True
+    )
+    model = DistributedDataParallel(config, buffers, Float16Module(config, gpt))
+    settings = OptimizerConfig(lr=3e-3, bf16=True, use_distributed_optimizer=True)
+    return model, moe_optim.get_megatron_optimizer(settings, [model])
+
+
+def loss_of(model, batch):
+    """Run the model on made-up text: every token is 3 times the one before, plus 1."""
+    generator = torch.Generator().manual_seed(batch * dist.get_world_size() + dist.get_rank())
+    text = [torch.randint(VOCABULARY, (BATCH, 1), generator=generator)]
+    for _ in range(LENGTH):
+        text.append((3 * text[-1] + 1) % VOCABULARY)
+    text = torch.cat(text, dim=1).cuda()
+    positions = torch.arange(LENGTH, device=text.device).expand(BATCH, LENGTH)
+    return model(text[:, :-1], positions, None, labels=text[:, 1:]).mean()
+
+
+def mean_over_ranks(loss):
+    """Return a loss as a number, the same on every rank."""
+    loss = loss.detach().clone()
+    dist.all_reduce(loss)
+    return loss.item() / dist.get_world_size()
+
+
+def train(model, optimizer, steps):
+    """Train on one batch a step, and return the losses."""
+    losses = []
+    for step in steps:
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        loss = loss_of(model, step)
+        loss.backward()
+        finalize_model_grads([model])  # reduces gradients over the ranks
+        optimizer.step()
+        losses.append(mean_over_ranks(loss))
+    return losses
+
+
+@torch.no_grad()
+def evaluate(model):
+    """Return the loss on a batch that no step trains on."""
+    model.eval()
+    loss = mean_over_ranks(loss_of(model, 1_000_000))
+    model.train()
+    return loss
+
+
+def checkpoint_state(model, optimizer, is_loading=False):
+    """Return this rank's part of a checkpoint. All ranks must call it."""
+    # Megatron's own loop makes this of --dist-ckpt-optim-fully-reshardable. Without it the
+    # optimizer refuses: it has to know how masters and moments are laid out in the files.
+    metadata = {"distrib_optim_sharding_type": "fully_reshardable"}
+    state = {"model": model.module.module.sharded_state_dict(metadata=metadata)}
+    state["optimizer"] = optimizer.sharded_state_dict(state, is_loading, metadata=metadata)
+    return state
+
+
+def main(folder):
+    """Train, save and go on; then build anew, load, go on from there, and compare."""
+    torch.cuda.set_device(dist.get_node_local_rank())
+    dist.init_process_group("nccl" if ON_GPUS else "gloo")
+    parallel_state.initialize_model_parallel()
+    moe_optim.install(moe_optim.MoEOptimConfig(format="mxfp8"))  # before the model is built
+
+    model, optimizer = build()
+    losses = train(model, optimizer, range(30))
+    held_out = evaluate(model)
+    folder.mkdir(parents=True, exist_ok=True)
+    dist.barrier()  # until the folder is there
+    dist_checkpointing.save(checkpoint_state(model, optimizer), str(folder))
+    went_on = train(model, optimizer, range(30, 35))
+
+    model, optimizer = build()
+    template = checkpoint_state(model, optimizer, is_loading=True)
+    state = dist_checkpointing.load(template, str(folder))
+    model.module.module.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    held_out_again = evaluate(model)
+    resumed = train(model, optimizer, range(30, 35))
+
+    if dist.get_rank() == 0:
+        print(f"trained: loss {losses[0]:.4f} -> {losses[-1]:.4f}, held out {held_out:.4f}")
+        print(f"went on: loss {went_on[0]:.4f} -> {went_on[-1]:.4f}")
+        print(f"resumed: loss {resumed[0]:.4f} -> {resumed[-1]:.4f}, held out {held_out_again:.4f}")
+    assert losses[-1] < losses[0] and held_out_again == held_out and resumed == went_on
+    dist.destroy_process_group()
+
+
+# A save starts processes that import this file. Without the guard each would train, and it hangs.
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--save", type=Path, default=Path("runs/small_moe"))
+    main(parser.parse_args().save)

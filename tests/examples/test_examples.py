@@ -1,0 +1,161 @@
+"""The examples do what they say."""
+
+import dataclasses
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from moe_optim.config import MoEOptimConfig
+from moe_optim.megatron.launch.arguments import add_moe_optim_arguments, request_from_argv
+from tests.support.ranks import run_ranks
+
+pytest.importorskip("megatron.core")
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+
+
+def train_small_moe(folder, ranks):
+    """Run the script as its first lines say, in processes of their own, and return what it said."""
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    done = subprocess.run(
+        [sys.executable, *words, EXAMPLES / "train_small_moe.py", "--save", folder],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    return done.stdout
+
+
+def check_small_moe(said):
+    """The loss falls below a quarter; the run that resumes loses nothing of the one that went on.
+
+    The script itself compares all losses to the bit, and fails if one differs.
+    """
+    (trained,) = re.findall(r"^trained: loss ([\d.]+) -> ([\d.]+), held out ([\d.]+)$", said, re.M)
+    (went_on,) = re.findall(r"^went on: loss ([\d.]+) -> ([\d.]+)$", said, re.M)
+    (resumed,) = re.findall(r"^resumed: loss ([\d.]+) -> ([\d.]+), held out ([\d.]+)$", said, re.M)
+    assert 4 < float(trained[0]) < 5  # of 64 tokens, nothing known: ln 64 is 4.16
+    assert float(trained[1]) < float(trained[0]) / 4
+    assert resumed == (*went_on, trained[2])
+
+
+@pytest.mark.slow
+def test_the_script_trains_saves_and_resumes_on_two_cpu_ranks(tmp_path):
+    check_small_moe(train_small_moe(tmp_path / "checkpoint", 2))
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_the_script_trains_saves_and_resumes_on_a_gpu(tmp_path):
+    check_small_moe(train_small_moe(tmp_path / "checkpoint", 1))
+
+
+# The diff of a launch script with Transformer Engine
+
+PLUGIN = ["--use-moe-grouped-optim", "--moe-optim-set", "format=fp8_block"]
+
+
+def launched(script, folder):
+    """Return the arguments that a launch script gives to torchrun."""
+    torchrun = folder / "torchrun"
+    torchrun.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    torchrun.chmod(0o755)
+    path = f"{folder}{os.pathsep}{os.environ['PATH']}"
+    command = ["bash", str(script)]
+    done = subprocess.run(command, env={"PATH": path}, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+@pytest.fixture
+def scripts(tmp_path):
+    """Return the arguments of the script as it is, and after the diff."""
+    script = tmp_path / "te_launch.sh"
+    shutil.copy2(EXAMPLES / "te_launch.sh", script)
+    before = launched(script, tmp_path)
+    apply = ["git", "apply", str(EXAMPLES / "te_launch.diff")]
+    subprocess.run(
+        apply, cwd=tmp_path, check=True, env=os.environ | {"GIT_CEILING_DIRECTORIES": "/"}
+    )
+    return before, launched(script, tmp_path)
+
+
+def test_the_diff_starts_the_same_run_under_the_plugin(scripts):
+    """Not a flag of Megatron changes, and the flags of the plug-in ask for FP8 blocks."""
+    before, after = scripts
+    where = before.index("pretrain_gpt.py")
+    launcher, flags = before[:where], before[where + 1 :]
+    program = ["--no-python", "moe-optim", "run", "pretrain_gpt.py"]
+    assert after == [*launcher, *program, *PLUGIN, *flags]
+    assert request_from_argv(flags) is None
+    assert request_from_argv(after) == MoEOptimConfig(format="fp8_block")
+
+
+def _parse_with_megatron(argv):
+    from megatron.training.arguments import parse_args
+
+    from moe_optim.megatron.planning import plan_experts
+
+    sys.argv = ["pretrain_gpt.py", *argv]
+    args = parse_args(extra_args_provider=add_moe_optim_arguments)
+    experts = plan_experts([word for word in argv if word not in PLUGIN], grouped=True)
+    return args.fp8_recipe, args.fp8_param_gather, experts.layers
+
+
+def test_megatron_takes_the_flags_and_they_name_the_format_of_its_recipe(scripts):
+    """Nor does the planner refuse one, which lays the weights out as the run would."""
+    _, after = scripts
+    argv = after[after.index("pretrain_gpt.py") + 1 :]
+    assert run_ranks(1, _parse_with_megatron, argv) == [("blockwise", True, 16)]
+
+
+# Megatron-Bridge, of which a stand-in holds the one name that the example imports
+
+
+def _quantize_experts():
+    from megatron.core.optimizer import OptimizerConfig
+
+    from moe_optim.megatron.active import installed_config
+
+    spec = object()
+    for name in (
+        "megatron.bridge",
+        "megatron.bridge.models",
+        "megatron.bridge.models.gpt_provider",
+    ):
+        sys.modules.setdefault(name, ModuleType(name))
+    sys.modules["megatron.bridge.models.gpt_provider"].local_layer_spec = spec
+    found = importlib.util.spec_from_file_location("example", EXAMPLES / "megatron_bridge.py")
+    example = importlib.util.module_from_spec(found)
+    found.loader.exec_module(example)
+
+    given = OptimizerConfig(optimizer="adam", bf16=True, lr=3e-4, use_distributed_optimizer=True)
+    config = SimpleNamespace(optimizer=given, model=SimpleNamespace(moe_grouped_gemm=False))
+    assert example.quantize_experts(config) is config
+    assert installed_config() is None
+    config.optimizer.finalize()  # as Megatron-Bridge does before it builds the model
+    kept = {field.name: getattr(given, field.name) for field in dataclasses.fields(given)}
+    assert {name: getattr(config.optimizer, name) for name in kept} == kept
+    assert config.model.moe_grouped_gemm and config.model.transformer_layer_spec is spec
+    return type(config.optimizer).__name__, installed_config()
+
+
+def test_a_configuration_of_megatron_bridge_keeps_its_settings_and_installs_the_plugin():
+    """The contract with Megatron-Bridge itself is held by `tests/megatron/test_bridge.py`."""
+    expected = ("MoEOptimizerConfig", MoEOptimConfig(format="mxfp8"))
+    assert run_ranks(1, _quantize_experts) == [expected]
+
+
+def test_the_readme_names_every_example():
+    names = {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".sh", ".diff")}
+    readme = (EXAMPLES / "README.md").read_text()
+    assert {name for name in names if f"]({name})" in readme} == names
