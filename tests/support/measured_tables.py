@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from moe_optim.formats import FORMATS
@@ -64,53 +65,45 @@ def milliseconds(value: float) -> str:
 # Which format
 
 
-def losses() -> dict[str, dict[str, float]]:
-    """Return format -> figures of the run with the recipe's own seed."""
-    rows = read_result("losses-cpu.json")["rows"]
-    return {row["format"]: row for row in rows}
+def loss_rows() -> dict[tuple[str, int], dict[str, float]]:
+    """Return (format, seed) -> figures of a run."""
+    return {(row["format"], row["seed"]): row for row in read_result("losses-cpu.json")["rows"]}
+
+
+def seeds() -> list[int]:
+    """Return the seeds with which every format was trained."""
+    return list(dict.fromkeys(seed for _, seed in loss_rows()))
+
+
+def mean_loss(format: str) -> float:
+    """Return the held-out loss at the end, the mean over seeds, in nats a byte."""
+    return mean(loss_rows()[format, seed]["held_out_loss"] for seed in seeds())
 
 
 def which_format() -> str:
     rows = []
-    of_bf16 = losses()["bf16"]["held_out_loss"]
     for name, products in PRODUCTS.items():
         format = FORMATS.get(name)
-        loss = losses()[name]["held_out_loss"]
-        rows.append(
-            [
-                f"`{name}`",
-                products,
-                f"{float(wire_bytes(format)):.2f}",
-                f"{float(weight_bytes(format)):.2f}",
-                f"{loss:.3f}" + ("" if format is None else f" ({loss - of_bf16:+.3f})"),
-            ]
-        )
-    return table(
-        [
-            "`format`",
-            "GPU that multiplies in it",
-            "gathered, bytes",
-            "weight, bytes",
-            "loss of a toy run",
-        ],
-        rows,
-    )
+        numbers = [wire_bytes(format), weight_bytes(format)]
+        bytes_ = [f"{float(number):.2f}" for number in numbers]
+        more = "" if format is None else f" ({mean_loss(name) - mean_loss('bf16'):+.3f})"
+        rows.append([f"`{name}`", products, *bytes_, f"{mean_loss(name):.3f}{more}"])
+    header = ["`format`", "GPU that multiplies in it", "gathered", "weight", "loss of a toy run"]
+    return table(header, rows)
 
 
-def loss_rows() -> str:
-    return table(
-        ["format", "held-out loss", "test loss", "last training loss", "minutes"],
-        (
-            [
-                f"`{name}`",
-                f"{row['held_out_loss']:.4f}",
-                f"{row['test_loss']:.4f}",
-                f"{row['train_loss']:.4f}",
-                f"{row['seconds'] / 60:.0f}",
-            ]
-            for name, row in losses().items()
-        ),
-    )
+def losses() -> str:
+    header = ["format"]
+    for seed in seeds():
+        header += [f"held-out loss, seed {seed}", f"test loss, seed {seed}"]
+    rows = []
+    for name in PRODUCTS:
+        row = [f"`{name}`"]
+        for seed in seeds():
+            one = loss_rows()[name, seed]
+            row += [f"{one['held_out_loss']:.4f}", f"{one['test_loss']:.4f}"]
+        rows.append(row)
+    return table(header, rows)
 
 
 # Requantization
@@ -276,7 +269,7 @@ MEASURED_TABLES: Mapping[str, Callable[[], str]] = {
     "convert": convert,
     "gather": gather,
     "host": host,
-    "losses": loss_rows,
+    "losses": losses,
     "requantize": requantize,
     "steps": steps,
     "upstream": upstream,
