@@ -64,7 +64,7 @@ define ON_GPUS
 fi
 endef
 
-.PHONY: train test test-all life-cycle fuzz lint format python clean
+.PHONY: train test test-all life-cycle fuzz lint format docs python clean
 
 train: $(STAMP)
 	$(VENV)/bin/moe-optim train recipes/quickstart.yaml --out runs/quickstart $(ARGS)
@@ -96,6 +96,10 @@ lint: $(STAMP)
 format: $(STAMP)
 	$(VENV)/bin/ruff check --fix
 	$(VENV)/bin/ruff format
+
+# Rewrites the tables and pictures of the documents that repeat the code or a measurement.
+docs: $(STAMP)
+	$(VENV)/bin/python -m tests.support.documents
 
 # Prints the Python that .venv would be built with.
 python:

@@ -23,7 +23,7 @@ class MoEOptimConfig:
     """Storage format of expert weights between two optimizer steps; masters are always fp32."""
     compute: Format | None = None
     """Format of the expert products, for ``format: bf16``: bf16 primary weights, of which every
-    forward product makes a quantized copy that it reads. None multiplies in ``format``."""
+    forward product makes a quantized copy that it reads. ``null`` multiplies in ``format``."""
     expert_layout: Literal["grouped", "indexed"] = "grouped"
     """``grouped`` keeps all local experts of a linear in one parameter [experts, rows, columns],
     ``indexed`` keeps one parameter [rows, columns] an expert."""
@@ -32,7 +32,7 @@ class MoEOptimConfig:
     Transformer Engine, whose own modules bring theirs. The products are the same."""
     wire: Literal["quantized", "bf16"] = "quantized"
     """What the parameter all-gather carries. ``quantized``: bytes and block scales, quantized by
-    the rank that owns them. ``bf16``: upstream's wire; every rank quantizes what it received."""
+    the rank that owns them. ``bf16``: as Megatron; every rank quantizes what it received."""
     layout: Literal["aligned", "stock"] = "aligned"
     """Where buckets of quantized weights end. ``aligned``: where shards become whole block rows, if
     that costs 1% or less, else whole scales or bytes. ``stock``: where Megatron ends them."""

@@ -28,7 +28,7 @@ TILES: Mapping[tuple[str, torch.dtype], Tile] = MappingProxyType(
         ("fp8_block", torch.bfloat16): Tile(cols=128, num_warps=4),
     }
 )
-"""By format and dtype of the source, as measured on H100; README.md says against what."""
+"""By format and dtype of the source, on H100; docs/kernel-measurements.md has what was tried."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -235,7 +235,7 @@ def test_without_the_flag_nothing_is_replaced_on_gpus(importing_script):
 
 
 def test_without_the_flag_the_cpu_takes_what_its_runtime_lists(importing_script):
-    """What the README and the help say of it, by name; and nothing beside it."""
+    """What the documents and the help say of it, by name; and nothing beside it."""
     ((rebound, variables, argv),) = run_ranks(1, run_and_compare, importing_script, True)
     is_fused = any(map(importlib.util.find_spec, ("transformer_engine", "apex")))
     of_torch = {name for name in rebound if name.startswith("torch")}
@@ -247,8 +247,7 @@ def test_without_the_flag_the_cpu_takes_what_its_runtime_lists(importing_script)
 
 
 def test_the_documents_name_what_the_cpu_takes():
-    text = (REPOSITORY / "moe_optim" / "megatron" / "README.md").read_text()
-    section = text.partition("## Without a GPU")[2].partition("\n## ")[0]
+    section = (REPOSITORY / "docs" / "without-a-gpu.md").read_text()
     for target in ON_THE_CPU | WITH_TORCHS_ADAM:
         module, _, name = target.partition(":")
         assert f"{module}:" in section
@@ -259,11 +258,10 @@ def test_the_documents_name_what_the_cpu_takes():
         assert name in cpu_runtime.REDIRECTS
         assert name in section
     assert len(cpu_runtime.REDIRECTS) == len(of_cuda) + 2
-    for document in (section, (REPOSITORY / "README.md").read_text()):
-        assert "gloo" in document
+    assert "gloo" in section
     ids = [patch.target for patch in (*ADAM, *CPU)]
     assert set(ids) == ON_THE_CPU | WITH_TORCHS_ADAM
-    assert len(ids) == 5  # as the README counts them
+    assert len(ids) == 5  # as the help of the command counts them
 
 
 def test_the_flag_installs_the_plugin_and_the_parser_takes_its_settings(tmp_path):

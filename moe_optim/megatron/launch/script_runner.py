@@ -92,7 +92,7 @@ def run_script(script: Path, argv: Sequence[str], *, cpu: bool) -> None:
     With ``--use-moe-grouped-optim`` its parser takes the plug-in's flags and the plug-in is
     installed before the first line of the script runs; without it, and on GPUs, nothing is
     replaced. On the CPU the runtime replaces what assumes a GPU, with the flag or without:
-    ``README.md`` beside this file lists it. Every rank must call it with the same arguments.
+    ``docs/without-a-gpu.md`` lists it. Every rank must call it with the same arguments.
 
     Args:
         script: where it lies.

@@ -1,0 +1,304 @@
+"""Tables and sentences of the documents that quote a measurement, made from ``recipes/results``."""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from moe_optim.formats import FORMATS
+from tests.support.code_tables import table, weight_bytes, wire_bytes
+from tests.upstream.side_by_side import CHANCE, Case, Comparison, Selection
+
+RESULTS = Path(__file__).parents[2] / "recipes" / "results"
+
+STEPS = {
+    "h100": "1 H100",
+    "2x-h200": "2 H200",
+    "2x-h200-overlapped": "2 H200, overlapped",
+    "2x-h200-ep2": "2 H200, expert parallel",
+    "2x-h200-ep2-overlapped": "2 H200, expert parallel, overlapped",
+}
+"""Name of a ``step-*.json`` -> how tables and pictures call it."""
+
+STEP_ROWS = {
+    "iteration": "iteration_ms",
+    "of it forward and backward": "forward_backward_ms",
+    "`optimizer.step()`": "optimizer_ms",
+    "the same, busy on the host": "optimizer_host_ms",
+    "masters to weights: requantize": "requantize_ms",
+    "gather": "gather_ms",
+    "post-processing": "post_processing_ms",
+}
+SIDES = ("stock", "plugin")
+
+PRODUCTS = {  # which GPU multiplies in the format, through Transformer Engine
+    "bf16": "any",
+    "mxfp8": "Blackwell (not run yet)",
+    "mxfp8_2d": "Blackwell (not run yet)",
+    "nvfp4": "Blackwell (not run yet)",
+    "fp8_block": "Hopper (run on H100, H200)",
+}
+
+FP32, BF16 = "fp32 to wire planes", "bf16 to wire planes, source zeroed"
+AFTER = "after the gather"
+
+
+@cache
+def read_result(name: str) -> Any:
+    """Return what a file of results holds."""
+    return json.loads((RESULTS / name).read_text())
+
+
+def result_files(block: str) -> tuple[str, ...]:
+    """Return the files that a block is made from; whoever shows it links to them."""
+    return RESULTS_OF.get(block, ())
+
+
+def milliseconds(value: float) -> str:
+    """Spell a time as tables do."""
+    return f"{value:.1f}" if value < 9.95 else f"{value:.0f}"
+
+
+# Which format
+
+
+def loss_rows() -> dict[tuple[str, int], dict[str, float]]:
+    """Return (format, seed) -> figures of a run."""
+    return {(row["format"], row["seed"]): row for row in read_result("losses-cpu.json")["rows"]}
+
+
+def seeds() -> list[int]:
+    """Return the seeds that some format was trained with, in their order."""
+    return list(dict.fromkeys(seed for _, seed in loss_rows()))
+
+
+def mean_loss(format: str) -> float:
+    """Return the last held-out loss in nats a byte, the mean of seeds that all formats had."""
+    common = [seed for seed in seeds() if all((name, seed) in loss_rows() for name in PRODUCTS)]
+    return mean(loss_rows()[format, seed]["held_out_loss"] for seed in common)
+
+
+def which_format() -> str:
+    rows = []
+    for name, products in PRODUCTS.items():
+        format = FORMATS.get(name)
+        numbers = [wire_bytes(format), weight_bytes(format)]
+        bytes_ = [f"{float(number):.2f}" for number in numbers]
+        more = "" if format is None else f" ({mean_loss(name) - mean_loss('bf16'):+.3f})"
+        rows.append([f"`{name}`", products, *bytes_, f"{mean_loss(name):.3f}{more}"])
+    header = ["`format`", "GPU that multiplies in it", "gathered", "weight", "loss of a toy run"]
+    return table(header, rows)
+
+
+def spread_of_seeds() -> float:
+    """Return by how much the loss of bf16 differs between seeds, in nats a byte."""
+    of_bf16 = [row["held_out_loss"] for (name, _), row in loss_rows().items() if name == "bf16"]
+    return max(of_bf16) - min(of_bf16)
+
+
+def losses() -> str:
+    header = ["format"]
+    for seed in seeds():
+        header += [f"held-out loss, seed {seed}", f"test loss, seed {seed}"]
+    rows = []
+    for name in PRODUCTS:
+        row = [f"`{name}`"]
+        for seed in seeds():
+            one = loss_rows().get((name, seed))
+            row += [f"{one[key]:.4f}" if one else "" for key in ("held_out_loss", "test_loss")]
+        rows.append(row)
+    runs = {run: row["held_out_loss"] for run, row in loss_rows().items()}
+    away = max(abs(loss - runs["bf16", seed]) for (_, seed), loss in runs.items())
+    if away >= spread_of_seeds():
+        raise ValueError("documents say that seeds differ by more than formats, and they do not")
+    return (
+        table(header, rows)
+        + f"\n\nWith another seed bf16 ends {spread_of_seeds():.3f} away; with one seed no "
+        f"format ends further than {away:.3f} from bf16."
+    )
+
+
+# Requantization
+
+
+def requantize_rows(name: str, shape_set: str) -> dict[tuple[str, str, str], dict[str, Any]]:
+    """Return (format, work, shard) -> row of one set of shapes."""
+    return {
+        (row["format"], row["work"].removesuffix(", no all-reduce"), row["shard"]): row
+        for row in read_result(name)["rows"]
+        if row["shape_set"].partition(",")[0] == shape_set
+    }
+
+
+def fractions(work: str, shard: str = "1/1", by: str = "ms", *, missing: str = "") -> Iterator[str]:
+    """Yield the fraction of the floor for each format, for a row of a table."""
+    rows = requantize_rows("requantize-h100.json", "w1")
+    for format in FORMATS:
+        row = rows.get((format, work, shard), {})
+        yield f"{row['floor_ms'] / row[by]:.2f}" if row.get(by) else missing
+
+
+def host_times(shape_set: str) -> str:
+    """Return the least and the most that one launch over these shapes takes the host, in us."""
+    rows = requantize_rows("requantize-host-h100.json", shape_set)
+    times = [
+        row["host_us"]
+        for (_, work, _), row in rows.items()
+        if row["launches"] == 1 and work != AFTER
+    ]
+    return f"{int(min(times) + 0.5)} to {int(max(times) + 0.5)}"
+
+
+def requantize() -> str:
+    report = read_result("requantize-h100.json")
+    none = {"missing": "none"}
+    after = [*fractions(AFTER)][2:]
+    after_te = [*fractions(AFTER, by="te_ms", **none)][2:]
+    rows = [
+        ["fp32 masters to what travels", *fractions(FP32)],
+        ["the same, Transformer Engine", *fractions(FP32, by="te_ms", **none)],
+        ["fp32 masters, an eighth of each weight", *fractions(FP32, "1/8")],
+        ["the same, Transformer Engine", *fractions(FP32, "1/8", "te_ms", **none)],
+        ["gathered bf16, zeroed on the way", *fractions(BF16)],
+        ["the same, an eighth of each weight", *fractions(BF16, "1/8")],
+        ["columnwise data after the gather", "", "", *after],
+        ["the same, Transformer Engine", "", "", *after_te],
+    ]
+    return f"A device copy moved {report['copy_tb_per_s']:.2f} TB/s in the same run.\n\n" + table(
+        ["", *(f"`{name}`" for name in FORMATS)], rows
+    )
+
+
+def host() -> str:
+    rows = requantize_rows("requantize-h100.json", "w1")
+    copied = [rows[format, AFTER, "1/1"]["ms"] for format in ("mxfp8", "mxfp8_2d")]
+    return (
+        f"A launch takes the host {host_times('few')} microseconds for 12 expert weights and "
+        f"{host_times('many')} for 12,288.\nAfter the gather, `mxfp8` and `mxfp8_2d` only copy "
+        f"scales: {copied[0]:.2f} and {copied[1]:.2f} ms for the experts above."
+    )
+
+
+# The gather
+
+
+def gather_rows() -> dict[tuple[int, str, str], dict[str, Any]]:
+    """Return (ranks, format, wire) -> row."""
+    return {
+        (ranks, row["format"], row["wire"]): row
+        for ranks in (2, 4)
+        for row in read_result(f"gather-{ranks}x-h200.json")["rows"]
+    }
+
+
+def gather() -> str:
+    rows = gather_rows()
+
+    def column(key: str, ranks: int, wire: str = "quantized") -> list[str]:
+        return [f"{rows[ranks, format, wire][key]:.2f}" for format in FORMATS]
+
+    bf16 = [f"{rows[ranks, 'bf16', 'bf16']['total_ms']:.2f} ms on {ranks}" for ranks in (2, 4)]
+    return f"With bf16 weights it takes {' GPUs and '.join(bf16)} GPUs.\n\n" + table(
+        ["", *(f"`{name}`" for name in FORMATS)],
+        [
+            ["bytes gathered for a parameter; bf16 has 2", *column("bytes_per_parameter", 2)],
+            *(
+                [f"time on {ranks} GPUs, bf16 is 1", *column("ratio_to_bf16", ranks)]
+                for ranks in (2, 4)
+            ),
+            ["the same on 4 GPUs, `wire: bf16`", *column("ratio_to_bf16", 4, "bf16")],
+        ],
+    )
+
+
+# Whole steps
+
+
+def step_reports() -> dict[str, Any]:
+    """Return name -> report of ``moe-optim bench step``."""
+    return {name: read_result(f"step-{name}.json") for name in STEPS}
+
+
+def steps() -> str:
+    reports = step_reports().values()
+    rows = [
+        [label, *(", ".join(milliseconds(one[side][key]) for side in SIDES) for one in reports)]
+        for label, key in STEP_ROWS.items()
+    ]
+    peaks = [
+        ", ".join(f"{one[side]['peak_bytes'] / 2**30:.1f}" for side in SIDES) for one in reports
+    ]
+    return table(["", *STEPS.values()], [*rows, ["peak memory, GiB", *peaks]])
+
+
+# Checkpoints as files
+
+
+def convert() -> str:
+    report = read_result("convert-cpu.json")
+    cores = report["device"].split()[-2]
+    return (
+        f"Converting {report['bytes'] / 1e9:.1f} GB, checksums compared, took "
+        f"{report['convert_s']:.0f} s where copying them took {report['copy_s']:.0f} s, on a "
+        f"machine with {cores} cores.\nIt held {report['peak_bytes'] / 1e9:.2f} GB at its peak, "
+        f"{report['peak_bytes_beyond_opening'] / 1e9:.2f} GB more than a command that only opens "
+        f"the checkpoint. A layer with its states has {report['layer_bytes'] / 1e9:.2f} GB."
+    )
+
+
+# Megatron's own unit tests
+
+OUTCOMES = ("passed", "failed", "skipped", "by chance")
+
+
+def upstream() -> str:
+    rows = []
+    for file in read_result("upstream-2x-h200.json")["files"]:
+        stock, plug_in = (
+            {name: Case(**case) for name, case in file[side].items()}
+            for side in ("stock", "plug_in")
+        )
+        one = Comparison(Selection(**file["selection"]), stock, plug_in)
+        if one.differences():
+            raise ValueError("documents say that no case that counts differs, and some do")
+        counts = [
+            Counter("by chance" if case in CHANCE else side[case].outcome for case in side)
+            for side in (stock, plug_in)
+        ]
+        said = [
+            ", ".join(f"{of_side[outcome]} {outcome}" for outcome in OUTCOMES if of_side[outcome])
+            for of_side in counts
+        ]
+        label = ", ".join(filter(None, (f"`{one.selection.file}`", one.selection.keyword)))
+        other = "the same" if said[0] == said[1] else said[1]
+        rows.append([label, said[0], other, str(len(one.counted())), str(one.ran())])
+    return table(
+        ["file", "stock", "with the plug-in", "counted", "of these, through our classes"], rows
+    )
+
+
+MEASURED_TABLES: Mapping[str, Callable[[], str]] = {
+    "convert": convert,
+    "gather": gather,
+    "host": host,
+    "losses": losses,
+    "requantize": requantize,
+    "steps": steps,
+    "upstream": upstream,
+    "which-format": which_format,
+}
+
+RESULTS_OF: Mapping[str, tuple[str, ...]] = {
+    "convert": ("convert-cpu.json",),
+    "gather": ("gather-2x-h200.json", "gather-4x-h200.json"),
+    "host": ("requantize-h100.json", "requantize-host-h100.json"),
+    "losses": ("losses-cpu.json",),
+    "requantize": ("requantize-h100.json",),
+    "steps": tuple(f"step-{name}.json" for name in STEPS),
+    "upstream": ("upstream-2x-h200.json",),
+    "which-format": ("losses-cpu.json",),
+}
+"""Block -> files of results that it is made from."""

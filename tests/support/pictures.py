@@ -1,0 +1,164 @@
+"""Pictures of the documents, drawn from ``recipes/results``."""
+
+import hashlib
+import inspect
+import io
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tests.support.measured_tables import STEPS, gather_rows, step_reports
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+FOLDER = Path(__file__).parents[2] / "docs" / "images"
+STOCK, OURS, INK = "#b8c4ce", "#0f7f6c", "#26323b"
+_KEY = "Drawn from"
+"""Under which a PNG says what it was drawn from."""
+
+Bars = dict[str, dict[str, float]]
+
+
+def step_figures() -> Bars:
+    """Return machine -> stock and plug-in, in ms of ``optimizer.step()``."""
+    return {
+        STEPS[name]: {side: report[side]["optimizer_ms"] for side in ("stock", "plugin")}
+        for name, report in step_reports().items()
+    }
+
+
+def byte_figures() -> Bars:
+    """Return format -> bytes that were gathered for each parameter."""
+    rows = gather_rows()
+    return {
+        format: {"bytes": row["bytes_per_parameter"]}
+        for (ranks, format, wire), row in rows.items()
+        if ranks == 4 and wire == ("bf16" if format == "bf16" else "quantized")
+    }
+
+
+def draw_step_and_bytes(figures: Mapping[str, Bars]) -> "Figure":
+    """Draw the time of a step beside stock, and what a gather carries."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    steps, gathered = figures["steps"], figures["bytes"]
+    share = max(bars["plugin"] / bars["stock"] for bars in steps.values())
+    halved = {name for name, bars in gathered.items() if bars["bytes"] < 1.01}
+    if share >= 0.5 or halved != set(gathered) - {"bf16", "mxfp8"}:
+        raise ValueError(f"the title is not what the figures say: {share:.2f}, {sorted(halved)}")
+    figure = Figure(figsize=(11.5, 4.6), dpi=150, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2, width_ratios=(1.4, 1))
+    _draw_steps(left, steps)
+    _draw_bytes(right, gathered)
+    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1, wspace=0.06)
+    figure.suptitle(
+        "An optimizer step takes less than half of stock's time; "
+        "all formats but mxfp8 halve gathered bytes",
+        x=0.012,
+        ha="left",
+        fontsize=13,
+        weight="bold",
+        color=INK,
+    )
+    return figure
+
+
+def _draw_steps(axes: "Axes", steps: Bars) -> None:
+    height, widest = 0.38, max(bars["stock"] for bars in steps.values())
+    for place, bars in enumerate(steps.values()):
+        for offset, side, color in ((-0.5, "stock", STOCK), (0.5, "plugin", OURS)):
+            y = place + offset * height
+            axes.barh(y, bars[side], height=height, color=color)
+            weight = "bold" if side == "plugin" else "normal"
+            axes.text(
+                bars[side] + 0.012 * widest,
+                y,
+                f"{bars[side]:.0f} ms",
+                va="center",
+                fontsize=11,
+                weight=weight,
+                color=INK,
+            )
+    _label(axes, list(steps), "optimizer.step(), FP8 blocks, Transformer Engine's products")
+    axes.set_xlim(0, 1.14 * widest)
+    axes.legend(
+        handles=[axes.patches[0], axes.patches[1]],
+        labels=["Megatron 0.19, --fp8-param-gather", "the same with moe_optim"],
+        loc="upper left",
+        bbox_to_anchor=(-0.01, 0.0),
+        ncols=2,
+        borderpad=0,
+        handlelength=1.2,
+        frameon=False,
+        fontsize=11,
+    )
+
+
+def _draw_bytes(axes: "Axes", gathered: Bars) -> None:
+    for place, (name, bars) in enumerate(gathered.items()):
+        axes.barh(place, bars["bytes"], height=0.6, color=STOCK if name == "bf16" else OURS)
+        axes.text(
+            bars["bytes"] + 0.03,
+            place,
+            f"{bars['bytes']:.2f}",
+            va="center",
+            fontsize=11,
+            weight="bold",
+            color=INK,
+        )
+    _label(axes, list(gathered), "Bytes gathered, per parameter, 4 H200")
+    axes.set_xlim(0, 2.4)
+
+
+def _label(axes: "Axes", names: list[str], title: str) -> None:
+    axes.set_title(title, loc="left", fontsize=12, color=INK)
+    axes.set_yticks(range(len(names)), [name.replace(", ", ",\n") for name in names])
+    axes.tick_params(axis="y", length=0, labelsize=11, colors=INK)
+    axes.set_xticks([])
+    axes.invert_yaxis()
+    axes.spines[["top", "right", "bottom", "left"]].set_visible(False)
+
+
+PICTURES: Mapping[str, Callable[[Mapping[str, Bars]], "Figure"]] = {
+    "step-and-bytes.png": draw_step_and_bytes
+}
+
+
+def figures_of_pictures() -> dict[str, Bars]:
+    """Return what is drawn."""
+    return {"steps": step_figures(), "bytes": byte_figures()}
+
+
+def digest() -> str:
+    """Return what identifies the figures and this file: with either, pictures change."""
+    drawn: Any = [figures_of_pictures(), inspect.getsource(inspect.getmodule(digest) or digest)]
+    return hashlib.sha256(json.dumps(drawn).encode()).hexdigest()
+
+
+def is_current(name: str) -> bool:
+    """Return whether a picture was drawn from these figures by this code.
+
+    Not whether its bytes are those that would be drawn: these depend on the version of matplotlib.
+    """
+    from PIL import Image
+
+    path = FOLDER / name
+    if not path.exists():
+        return False
+    with Image.open(path) as image:
+        return image.info.get(_KEY) == digest()
+
+
+def write_picture(name: str) -> Path:
+    """Draw a picture and return where it lies."""
+    png = io.BytesIO()
+    PICTURES[name](figures_of_pictures()).savefig(png, format="png", metadata={_KEY: digest()})
+    path = FOLDER / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(png.getvalue())
+    return path
