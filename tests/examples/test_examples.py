@@ -27,7 +27,7 @@ def train_small_moe(folder, ranks):
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     done = subprocess.run(
         [sys.executable, *words, EXAMPLES / "train_small_moe.py", "--save", folder],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
         capture_output=True,
         text=True,
         timeout=300,

@@ -1,7 +1,7 @@
 """What MoE runs turn on, around Transformer Engine's experts and around the portable ones, on GPUs.
 
 Every run is a small MoE in processes of its own, several at a time; see ``tests/support``. Reports
-and logs go to ``$OUT/coexistence`` where that is set.
+and logs go to ``$SIDE_RUN_LOGS/coexistence`` where that is set.
 """
 
 import os
@@ -238,12 +238,12 @@ def sides_of(cases: dict[str, Case]) -> dict[str, Run]:
 
 
 def train(folder: Path, runs: dict[str, Run]) -> dict[str, list[Report]]:
-    """Return the reports of all runs; logs are kept under ``$OUT``.
+    """Return the reports of all runs; logs are kept under ``$SIDE_RUN_LOGS``.
 
     Most of a run is starting it, on one core a rank; twelve contexts fit a GPU many times over.
     """
-    out = os.environ.get("OUT")
-    folder = Path(out) / "coexistence" / folder.name if out else folder
+    logs = os.environ.get("SIDE_RUN_LOGS")
+    folder = Path(logs) / "coexistence" / folder.name if logs else folder
     environment = DETERMINISTIC | EAGER | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     processes = max(2, min(12, (os.cpu_count() or 2) * 3 // 4))
     most_ranks = max(run.ranks for run in runs.values())

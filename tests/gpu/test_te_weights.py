@@ -54,7 +54,13 @@ def test_requantizing_reaches_every_field_of_the_real_classes(format, apart):
     """The reference is the oracle: not all of these have a quantizer on Hopper."""
     masters = torch.stack([wide_range_weights(256, 384, seed=seed) for seed in range(3)])
     storages = make_te_storages(
-        format, (3, 256, 384), apart=apart, name="weight", device="cuda", record_amax=False
+        format,
+        (3, 256, 384),
+        apart=apart,
+        name="weight",
+        device="cuda",
+        record_amax=False,
+        backend="auto",
     )
     for storage, own in zip(storages, masters.split(1) if apart else [masters], strict=True):
         bind(storage, bucket_memory(storage))

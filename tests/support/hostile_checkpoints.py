@@ -125,9 +125,9 @@ def rewrite(
 
 
 def _content(path: Path) -> bytes:
-    """Read what an earlier mutation may have made a pipe, a device or very large."""
-    if not path.is_file() or path.stat().st_size > 2**24:
-        raise OSError(f"{path} is not a small file")
+    """Read what an earlier mutation may have made a link, a pipe, a device or very large."""
+    if path.is_symlink() or not path.is_file() or path.stat().st_size > 2**24:
+        raise OSError(f"{path} is not a small file of the checkpoint")
     return path.read_bytes()
 
 
