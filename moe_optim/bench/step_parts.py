@@ -198,7 +198,5 @@ def _instrument_plugin(parts: Parts, groups: Iterable[Any]) -> None:
     parts.wrap(bucket_group, "fill_slices", "requantize")
     parts.wrap(ops, "requantize", "requantize")  # wire bf16, where the whole bucket has arrived
     for group in groups:
-        for bucket in group.buckets:
-            parts.wrap(bucket.gather, "open", "requantize")
-        if group._amax_record is not None:
-            parts.wrap(group._amax_record, "fill", "requantize")
+        for bucket in group.managed:
+            parts.wrap(bucket, "open_gather", "requantize")

@@ -224,3 +224,17 @@ def test_both_sides_train_and_are_compared(
     assert found["workload"]["deterministic"]
     assert picture.stat().st_size > 10_000
     assert "plug-in" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_both_sides_are_measured_where_weights_are_quantized(tmp_path):
+    """Every part of a step on the CPU, of stock's experts in bf16 and of ours in MXFP8."""
+    path = tmp_path / "step.json"
+    options = ["--rounds", "1", "--iterations", "6", "--ranks", "1", "--json", str(path)]
+    assert cli.main(["bench", "step", str(RECIPE), *options, "--", *MOCK]) == 0
+    report = json.loads(path.read_text())
+    for side in ("stock", "plugin"):
+        assert [len(losses) for losses in report["losses"][side]] == [6]
+        missing = {figure for figure, value in report[side].items() if value is None}
+        assert missing == {"peak_bytes"}, side
+    assert report["plugin"]["requantize_ms"] > 0
