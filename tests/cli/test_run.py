@@ -83,6 +83,8 @@ def test_a_script_sees_what_it_sees_under_python(tmp_path):
     (tmp_path / "real" / "tell.py").write_text(TELL)
     (tmp_path / "tell.py").symlink_to("real/tell.py")
     told = []
+    mine, given = str(Path(cli.__file__).parents[2]), os.environ.get("PYTHONPATH")
+    search_path = os.pathsep.join([mine, given] if given else [mine])
     for words in (["tell.py"], ["-c", RUN_SCRIPT, "tell.py"]):
         done = subprocess.run(
             [sys.executable, *words, "--lr", "1", "--", "-x"],
@@ -90,7 +92,7 @@ def test_a_script_sees_what_it_sees_under_python(tmp_path):
             capture_output=True,
             text=True,
             check=True,
-            env=os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[2])},
+            env=os.environ | {"PYTHONPATH": search_path},
         )
         told.append(json.loads(done.stdout))
     under_python, under_run = told
