@@ -39,7 +39,8 @@ _ERROR_LINE = re.compile(
     r"^(?:\S+: )?error: (.+)|^([\w.]*(?:Error|Exception|Interrupt|Exit)(?:: .*)?)$"
 )
 _LOST_PEER = re.compile(
-    r"connection (closed|reset|refused)|broken pipe|by peer|gloo|nccl|socket|store", re.IGNORECASE
+    r"connection (closed|reset|refused)|broken pipe|by peer|gloo|nccl|socket|\b(tcp)?store\b",
+    re.IGNORECASE,
 )
 _DISK_FULL = re.compile(
     # The last two are torch.save, which does not say why it could not write.
