@@ -23,7 +23,7 @@ from moe_optim.errors import LayoutError, StateError
 from moe_optim.kernels.member_table import Backend, MemberTable, TableEntry
 from moe_optim.layout.planes import GatherPlane
 from moe_optim.layout.wire import Slot, WirePlane, plan_wire
-from moe_optim.modules.storage import PlaneStorage
+from moe_optim.modules.storage import Holder, PlaneStorage
 
 Wire = Literal["quantized", "bf16"]
 
@@ -39,8 +39,8 @@ class OwnedMaster:
     """[n] fp32, the optimizer's own tensor."""
 
 
-class Bucket(Protocol):
-    """What a gather asks of the bucket it is for."""
+class Bucket(Holder, Protocol):
+    """What a gather asks of the bucket it is for, which holds the weights."""
 
     name: str
     params: tuple[torch.nn.Parameter, ...]
@@ -50,21 +50,6 @@ class Bucket(Protocol):
     """Where these lie in the bucket."""
     staging: Tensor
     """[numel] bf16: the front of the gradient memory."""
-
-    @property
-    def is_fresh(self) -> bool:
-        """Whether the weights are those of the current masters."""
-
-    @property
-    def is_offloaded(self) -> bool:
-        """Whether the weights are on the host."""
-
-    @property
-    def version(self) -> int:
-        """Of the bytes that a gather has brought."""
-
-    def before_gradient(self) -> None:
-        """Take note of a gradient that is about to be added up."""
 
 
 class BucketGather(Protocol):
