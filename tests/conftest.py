@@ -25,9 +25,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hide GPUs before any test module is imported; children inherit it."""
+    """Hide GPUs before any test module is imported, and share the cores; children inherit it."""
     if not config.getoption("--gpus"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if "PYTEST_XDIST_WORKER" in os.environ:  # a worker a core: more threads only wait
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -7,7 +7,7 @@ import sys
 
 from tests.support.runs import REPOSITORY
 
-CASES = int(os.environ.get("FUZZ_CASES", "150"))
+CASES = int(os.environ.get("FUZZ_CASES", "80"))
 """``make fuzz CASES=10000`` runs more."""
 SEED = os.environ.get("FUZZ_SEED", "0")
 

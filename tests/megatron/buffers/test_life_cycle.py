@@ -164,7 +164,7 @@ def _train(flags: list[str], interrupted: bool, config: MoEOptimConfig = MXFP8) 
     ("config", "precision"),
     [
         (MXFP8, []),
-        (SHARING, []),
+        pytest.param(SHARING, [], marks=pytest.mark.extended),
         pytest.param(SHARING, ["--grad-reduce-in-bf16"], marks=pytest.mark.extended),
     ],
     ids=["wire quantized", "wire bf16, fp32 grads", "wire bf16, bf16 grads"],

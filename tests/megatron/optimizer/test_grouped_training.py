@@ -44,7 +44,8 @@ def trained(ranks: int, flags: list[str]) -> list[Record]:
 @pytest.mark.parametrize(
     ("ranks", "parallel"),
     [pytest.param(1, [], marks=pytest.mark.extended),
-     (2, []), (2, ["--expert-model-parallel-size", "2"]),
+     pytest.param(2, [], marks=pytest.mark.extended),
+     (2, ["--expert-model-parallel-size", "2"]),
      pytest.param(4, ["--expert-model-parallel-size", "2"], marks=pytest.mark.extended),
      pytest.param(4, ["--expert-model-parallel-size", "4"], marks=pytest.mark.extended),
      pytest.param(4, [], marks=pytest.mark.extended)],

@@ -17,7 +17,9 @@ def _train(flags: list[str], plugin: bool, save: str) -> Record:
 
 
 @pytest.mark.parametrize(
-    ("overlap", "clip_grad"), [([], "0"), (OVERLAP, "1.0")], ids=["no overlap", "overlap, clipped"]
+    ("overlap", "clip_grad"),
+    [pytest.param([], "0", marks=pytest.mark.extended), (OVERLAP, "1.0")],
+    ids=["no overlap", "overlap, clipped"],
 )
 def test_plugin_with_bf16_experts_equals_stock(overlap: list[str], clip_grad: str, tmp_path: Any):
     """Losses, masters, moments and weights are Megatron's to the bit: 20 steps, 3 evaluations, a

@@ -87,7 +87,11 @@ def _train_sharing(flags: list[str], config: MoEOptimConfig) -> Record:
     return pretrain(flags, config)
 
 
-@pytest.mark.parametrize("overlap", [[], OVERLAP], ids=["in the step", "overlapped"])
+@pytest.mark.parametrize(
+    "overlap",
+    [pytest.param([], marks=pytest.mark.extended), OVERLAP],
+    ids=["in the step", "overlapped"],
+)
 def test_bf16_weights_follow_their_masters_whatever_the_optimizer_is_told_of_buffers(overlap):
     """A run with the flag is the run without: no weight waits for a loop that stages it."""
     config = MoEOptimConfig(format="bf16")

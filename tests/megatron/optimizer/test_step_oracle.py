@@ -62,9 +62,9 @@ def assert_settings_are_felt(traces: list[Trace]) -> None:
     [
         ("mxfp8", "quantized", OVERLAP),
         pytest.param("mxfp8", "bf16", [], marks=pytest.mark.extended),
-        ("mxfp8_2d", "quantized", []),
+        pytest.param("mxfp8_2d", "quantized", [], marks=pytest.mark.extended),
         ("nvfp4", "quantized", []),
-        ("nvfp4", "bf16", OVERLAP),
+        pytest.param("nvfp4", "bf16", OVERLAP, marks=pytest.mark.extended),
         pytest.param("fp8_block", "quantized", OVERLAP, marks=pytest.mark.extended),
     ],
     ids=lambda value: ("overlap" if value else "no overlap") if isinstance(value, list) else value,
@@ -79,7 +79,7 @@ def test_ten_steps_are_those_of_one_process(format: str, wire: str, overlap: lis
 @pytest.mark.parametrize(
     "format",
     [
-        "mxfp8",
+        pytest.param("mxfp8", marks=pytest.mark.extended),
         "nvfp4",
         pytest.param("mxfp8_2d", marks=pytest.mark.extended),
         pytest.param("fp8_block", marks=pytest.mark.extended),
