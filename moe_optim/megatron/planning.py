@@ -28,6 +28,8 @@ from moe_optim.layout.aligned import BucketEnd, aligned_end
 from moe_optim.layout.wire import Slot
 
 Shape = tuple[int, int, int]
+_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+"""Of an element of a moment, as the flags of precision-aware optimizers spell it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +76,8 @@ class PlannedExperts:
     most_micro_batches: int | None
     """How often a global batch can be cut into micro-batches; None where flags do not say."""
     optimizer_instances: int
+    moment_bytes: int
+    """What both moments of an element take."""
     grouped: bool
     """Whether all experts of a linear are one parameter."""
     grad_dtype: torch.dtype
@@ -216,6 +220,7 @@ def plan_experts(argv: Sequence[str], *, grouped: bool) -> PlannedExperts:
         gpus_multiple=lcm(dense * context, dense * instances, whole * instances),
         most_micro_batches=most_micro_batches,
         optimizer_instances=instances,
+        moment_bytes=sum(_BYTES[dtype] for dtype in (args.exp_avg_dtype, args.exp_avg_sq_dtype)),
         grouped=grouped,
         grad_dtype=torch.bfloat16 if args.grad_reduce_in_bf16 else torch.float32,
         bucket_size=args.ddp_bucket_size,
@@ -276,7 +281,6 @@ def _refuse(args: argparse.Namespace) -> None:
         ),
         "--pipeline-model-parallel-layout": args.pipeline_model_parallel_layout is not None,
         "--use-megatron-fsdp": args.use_megatron_fsdp,
-        "--use-precision-aware-optimizer": args.use_precision_aware_optimizer,
         "--use-torch-fsdp2": args.use_torch_fsdp2,
     }
     refuse(

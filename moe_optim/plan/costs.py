@@ -56,7 +56,7 @@ def plan_rows(experts: PlannedExperts, gpus: Sequence[int]) -> Iterator[Row]:
 
     ``resident_bytes_per_rank`` is that of the rank with most masters: planes (those that are
     gathered are the storage), exchanged maxima, gradients in their own dtype, fp32 masters and two
-    fp32 moments.
+    moments.
     ``gathered_bytes_per_step`` counts all planes of all buckets after the gather, the rank's own
     slice included. ``launches_per_step`` is that of the rank with most, without copies and fills.
     ``padding_fraction`` is the part of all buckets that holds no weight, and ``shard_imbalance``
@@ -81,15 +81,23 @@ def plan_rows(experts: PlannedExperts, gpus: Sequence[int]) -> Iterator[Row]:
             yield {
                 "format": name,
                 "gpus": count,
-                **_summary(_total(all_costs), used, is_quantized_first=name in FORMATS),
+                **_summary(
+                    _total(all_costs),
+                    used,
+                    is_quantized_first=name in FORMATS,
+                    moment_bytes=experts.moment_bytes,
+                ),
                 "expert_data_parallel_size": experts.expert_dp_size(count),
                 "buckets": buckets.total(),
             }
 
 
-def _summary(total: Costs, used: int, *, is_quantized_first: bool) -> Row:
+def _summary(total: Costs, used: int, *, is_quantized_first: bool, moment_bytes: int) -> Row:
     most = int(total.owned.max())
-    parts = {**dict.fromkeys(PARTS, 0), **total.parts} | {"masters": 4 * most, "moments": 8 * most}
+    parts = {**dict.fromkeys(PARTS, 0), **total.parts} | {
+        "masters": 4 * most,
+        "moments": moment_bytes * most,
+    }
     path = "bf16 wire"
     if is_quantized_first:
         path = "partial amax" if total.cuts_bands else "aligned"

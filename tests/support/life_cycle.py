@@ -151,6 +151,7 @@ class LifeCycle:
             overlap_param_gather=overlap,
             grad_reduce_in_fp32=True,
             bucket_size=1,
+            reuse_grad_buf_for_mxfp8_param_ag=True,  # a loop then does more, and means the same
         )
         layers = make_layers(format, compute)
         layers[2].weight.allreduce = False  # a second optimizer, as experts have at EP above 1
@@ -182,6 +183,7 @@ class LifeCycle:
                 bf16=True,
                 use_distributed_optimizer=True,
                 overlap_param_gather=self.overlap,
+                reuse_grad_buf_for_mxfp8_param_ag=True,
             ),
             [self.ddp],
         )
@@ -212,6 +214,9 @@ class LifeCycle:
         """Begin a step."""
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
+        if self.overlap and self.expected.hooks:
+            for part in self.optimizer.chained_optimizers:
+                part._copy_main_params_to_param_buffer()
         if self.shares_memory:
             self._landed()
         self._zero_expected(self.expected)

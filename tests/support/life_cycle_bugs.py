@@ -234,6 +234,17 @@ def one_norm_is_looked_at() -> None:
     GroupedChainedOptimizer.has_grad_norm_group = lambda self, group: False
 
 
+def weights_wait_for_a_loop_to_stage_them() -> None:
+    """``reuse_grad_buf_for_mxfp8_param_ag`` reaches the step, which then writes no weights."""
+    stock = GroupedDistributedOptimizer.__init__
+
+    def init(self: GroupedDistributedOptimizer, optimizer: Any, config: Any, *args: Any, **kw: Any):
+        stock(self, optimizer, config, *args, **kw)
+        self.config = config
+
+    GroupedDistributedOptimizer.__init__ = init
+
+
 BUGS = {
     "#2802": (staged_masters_stay_in_gradients, "bf16"),
     "#4562": (forced_gather_skips_post_processing, "bf16"),
@@ -253,5 +264,6 @@ BUGS = {
     "a gather that fails": (a_failed_gather_stays_in_flight, "bf16"),
     "a copy in training": (copies_share_the_buckets_gradients, "quantized"),
     "a norm of its own": (one_norm_is_looked_at, "quantized"),
+    "a flag that asks to share": (weights_wait_for_a_loop_to_stage_them, "quantized"),
 }
 """Name -> what puts it back, and the wire on which it can exist."""

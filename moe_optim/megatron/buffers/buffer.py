@@ -16,6 +16,10 @@ from moe_optim.megatron.patching.engine import original
 from moe_optim.megatron.weights.managed import is_managed, storage_of
 
 _BUFFER = "megatron.core.distributed.param_and_grad_buffer"
+_DDP_CONFIG = (
+    "megatron.core.distributed.distributed_data_parallel_config:"
+    "DistributedDataParallelConfig.__post_init__"
+)
 
 
 def _param_uses_quantized_storage(param: torch.nn.Parameter) -> bool:
@@ -26,6 +30,19 @@ def _param_uses_quantized_storage(param: torch.nn.Parameter) -> bool:
 def is_grouped_mxfp8tensor(tensor: Tensor) -> bool:
     """Return whether the buffer shares memory between ``tensor``'s gradients and its gather."""
     return is_managed(tensor) or original(f"{_BUFFER}:is_grouped_mxfp8tensor")(tensor)
+
+
+def check_ddp_config(self: Any) -> None:
+    """Check a DDP configuration as Megatron does, but for what gathers may share memory with.
+
+    ``reuse_grad_buf_for_mxfp8_param_ag`` asks that weights being gathered take no memory beside the
+    gradients'. Here no gather of quantized weights does, whoever quantizes them.
+    """
+    asked, self.reuse_grad_buf_for_mxfp8_param_ag = self.reuse_grad_buf_for_mxfp8_param_ag, False
+    try:
+        original(_DDP_CONFIG)(self)
+    finally:
+        self.reuse_grad_buf_for_mxfp8_param_ag = asked
 
 
 class BufferGroup(Protocol):

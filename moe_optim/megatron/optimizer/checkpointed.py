@@ -73,6 +73,37 @@ class CheckpointedOptimizer(DistributedOptimizer):
             for order, param in enumerate([*groups[0], *groups[1]]):
                 self.model_param_group_index_map[param] = (index, order)
 
+    def _get_main_param_and_optimizer_states(self, model_param: torch.nn.Parameter) -> Any:
+        """Return master and moments as values; Megatron forgets what scaled moments stand for.
+
+        Moments in bf16 are themselves; those in fp16 and fp8 are copies in fp32.
+        """
+        states = super()._get_main_param_and_optimizer_states(model_param)
+        for name in self._scaled_moments & states.keys():
+            states[name] = self.optimizer.get_unscaled_state(states["param"], name)
+        return states
+
+    def _set_main_param_and_optimizer_states(
+        self, model_param: torch.nn.Parameter, tensors: dict[str, Any]
+    ) -> None:
+        """Take master and moments, as :meth:`_get_main_param_and_optimizer_states` has them."""
+        # Megatron copies into what the getter returns, of which scaled moments are copies
+        super()._set_main_param_and_optimizer_states(model_param, tensors)
+        group, order = self.model_param_group_index_map[model_param]
+        master = self.optimizer.param_groups[group]["params"][order]
+        for name in self._scaled_moments & tensors.keys():
+            self.optimizer.set_scaled_state(master, name, tensors[name].float())
+
+    @property
+    def _scaled_moments(self) -> set[str]:
+        """Moments that mean something else than their elements do: those in fp16 and fp8."""
+        if not self.config.use_precision_aware_optimizer or (
+            self.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8  # masters are Adam's, too
+        ):
+            return set()
+        dtypes = {"exp_avg": self.config.exp_avg_dtype, "exp_avg_sq": self.config.exp_avg_sq_dtype}
+        return {name for name, dtype in dtypes.items() if dtype in (torch.float16, torch.uint8)}
+
     def sharded_state_dict(
         self,
         model_sharded_state_dict: Any = MappingProxyType({}),

@@ -326,6 +326,19 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
             group.start_param_sync(force_sync=True)
 
 
+def _with_own_masters(config: Any, model_chunks: list[Any]) -> Any:
+    """Return a configuration under which masters of quantized weights are Megatron's, not Adam's.
+
+    With ``use_precision_aware_optimizer`` Megatron lets Adam keep them, unless ``fp8_recipe`` says
+    that weights are quantized; that of portable and of NVFP4 weights does not.
+    """
+    params = (param for chunk in model_chunks for param in chunk.parameters())
+    if config.use_precision_aware_optimizer and any(is_managed(param) for param in params):
+        config = copy.copy(config)
+        config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = False
+    return config
+
+
 def get_megatron_optimizer(
     config: Any,
     model_chunks: list[Any],
@@ -344,6 +357,14 @@ def get_megatron_optimizer(
         StateError: the model holds quantized weights that were wrapped before ``install()``.
     """
     check_wrapped_model(config, model_chunks)
+    config = _with_own_masters(config, model_chunks)
+    if config.reuse_grad_buf_for_mxfp8_param_ag:
+        log_single_rank(
+            logger,
+            logging.INFO,
+            "moe_optim: --reuse-grad-buf-for-mxfp8-param-ag holds with the flag or without: a "
+            "gather of quantized weights takes no memory beside the gradients'",
+        )
     if not any(isinstance(buffer, GroupedParamAndGradBuffer) for buffer in model_chunks[0].buffers):
         log_single_rank(
             logger,

@@ -47,10 +47,9 @@ def check_wrapped_model(config: Any, model_chunks: list[Any]) -> None:
     if quantized:
         refused |= {
             "--fp16 (give --bf16)": config.fp16,
-            "--use-precision-aware-optimizer": config.use_precision_aware_optimizer,
-            "--reuse-grad-buf-for-mxfp8-param-ag (managed buckets share memory by themselves)": (
-                ddp_config.reuse_grad_buf_for_mxfp8_param_ag
-                or config.reuse_grad_buf_for_mxfp8_param_ag
+            f"--main-params-dtype {_spelt(config.main_params_dtype)} (quantized weights are made "
+            "of fp32 masters; give fp32)": (
+                config.use_precision_aware_optimizer and config.main_params_dtype != torch.float32
             ),
             "--cuda-graph-impl full_iteration (buckets know on the host what they hold, which a "
             "replay does not tell them)": any(
@@ -66,6 +65,11 @@ def check_wrapped_model(config: Any, model_chunks: list[Any]) -> None:
     if quantized:
         _check_buffers(model_chunks)
     _refuse_foreign_quantized(params)
+
+
+def _spelt(dtype: torch.dtype) -> str:
+    """Return a dtype as Megatron's flags spell it."""
+    return {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}.get(dtype, "fp8")
 
 
 def _check_wanted(wanted: MoEOptimConfig | None, model_chunks: list[Any]) -> None:

@@ -63,6 +63,11 @@ ADAM: tuple[Patch, ...] = tuple(
             "USING_APEX_OPTIMIZER",
             "USING_APEX_OPTIMIZER",
         ),
+        (
+            "megatron.core.optimizer.optimizer_config",
+            "OptimizerConfig.__post_init__",
+            "check_optimizer_config",
+        ),
     )
 )
 """Needed wherever neither Transformer Engine nor apex brings its fused optimizer."""
@@ -126,6 +131,16 @@ OPTIMIZER: tuple[Patch, ...] = (
         target=f"{_BUFFER}:is_grouped_mxfp8tensor",
         replacement="moe_optim.megatron.buffers.buffer:is_grouped_mxfp8tensor",
         because="the buffer allocates a parameter plane unless it knows the weight's class",
+        remove_when="a parameter can say so itself",
+    ),
+    Patch(
+        id="shared-memory-flag",
+        target=(
+            "megatron.core.distributed.distributed_data_parallel_config:"
+            "DistributedDataParallelConfig.__post_init__"
+        ),
+        replacement="moe_optim.megatron.buffers.buffer:check_ddp_config",
+        because="--reuse-grad-buf-for-mxfp8-param-ag is taken with --fp8-param-gather alone",
         remove_when="a parameter can say so itself",
     ),
     Patch(

@@ -116,6 +116,79 @@ def test_a_group_may_choose_its_mode():
         assert_same_parameters([mine[index]], [theirs[index]])
 
 
+# What moments are held in
+
+HELD = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
+
+
+def rounded(values, dtype):
+    """Return what is left of a moment: bf16 as it is, the others scaled so that they fit."""
+    if dtype is torch.bfloat16:
+        return values.bfloat16().float()
+    held, largest = (
+        (torch.float16, 32752.0) if dtype is torch.float16 else (torch.float8_e4m3fn, 448.0)
+    )
+    scale = values.abs().max() / largest
+    return (values * (1 / scale)).to(held).float() * scale
+
+
+@pytest.mark.parametrize("first", HELD)
+@pytest.mark.parametrize("second", HELD)
+def test_narrow_moments_are_rounded_after_a_step_in_fp32(first, second):
+    """The oracle is torch's Adam in fp32, whose moments are rounded between steps."""
+    mine, theirs = make_parameters(), make_parameters()
+    dtypes = {"exp_avg": HELD[first], "exp_avg_sq": HELD[second]}
+    ours = GroupStepAdam(
+        groups_of(mine), **DEFAULTS, **{f"{name}_dtype": dtype for name, dtype in dtypes.items()}
+    )
+    torchs = make_torchs(theirs)
+    for step in range(5):
+        train(ours, mine, [step])
+        train(torchs, theirs, [step])
+        assert_same_parameters(mine, theirs)
+        for own, other in zip(
+            (p for group in mine for p in group),
+            (p for group in theirs for p in group),
+            strict=True,
+        ):
+            for name, dtype in dtypes.items():
+                moment = torchs.state[other][name]
+                moment.copy_(rounded(moment, dtype))
+                assert_bytes_equal(ours.get_unscaled_state(own, name), moment, what=name)
+
+
+def test_narrow_moments_of_zeros_and_of_nothing_are_zeros_and_nothing():
+    """Before the first gradient, and where a rank owns no element."""
+    parameters = [torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.ones(0))]
+    ours = GroupStepAdam(parameters, exp_avg_dtype=torch.uint8, exp_avg_sq_dtype=torch.float16)
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    ours.step()
+    for parameter in parameters:
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert_bytes_equal(
+                ours.get_unscaled_state(parameter, name), torch.zeros_like(parameter), what=name
+            )
+
+
+def test_narrow_moments_are_saved_as_values_and_come_back_to_the_bit():
+    mine = make_parameters()
+    narrow = {"exp_avg_dtype": torch.float16, "exp_avg_sq_dtype": torch.uint8}
+    ours = GroupStepAdam(groups_of(mine), **DEFAULTS, **narrow)
+    train(ours, mine, range(3))
+    saved = copy.deepcopy(ours.state_dict())
+    assert {tensor.dtype for state in saved["state"].values() for tensor in state.values()} == {
+        torch.float32
+    }
+    other = GroupStepAdam(groups_of(mine), **DEFAULTS, **narrow)
+    other.load_state_dict(saved)
+    for own in (p for group in mine for p in group):
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert_bytes_equal(
+                other.get_unscaled_state(own, name), ours.get_unscaled_state(own, name), what=name
+            )
+
+
 # Where the step lives
 
 

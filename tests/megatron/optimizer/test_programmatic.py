@@ -115,8 +115,7 @@ REFUSED = {
     "--optimizer-cuda-graph": ("optimizer_cuda_graph", True),
     "--cuda-graph-impl full_iteration": ("cuda_graph_impl", "full_iteration"),
     "--fp16": ("fp16", True),
-    "--use-precision-aware-optimizer": ("use_precision_aware_optimizer", True),
-    "--reuse-grad-buf-for-mxfp8-param-ag": ("reuse_grad_buf_for_mxfp8_param_ag", True),
+    "--main-params-dtype fp16": ("main_params_dtype", torch.float16),
 }
 
 
@@ -132,13 +131,13 @@ def _refusals() -> dict[str, str]:
         qk_clip=False,
         optimizer_cuda_graph=False,
         cuda_graph_impl="none",
-        reuse_grad_buf_for_mxfp8_param_ag=False,
         use_distributed_optimizer=True,
         optimizer="adam",
         optimizer_cpu_offload=False,
         overlap_param_gather_with_optimizer_step=False,
         fp16=False,
-        use_precision_aware_optimizer=False,
+        use_precision_aware_optimizer=True,
+        main_params_dtype=torch.float32,
     )
     answers = {}
     for flag, (name, value) in REFUSED.items():

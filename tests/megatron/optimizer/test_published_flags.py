@@ -1,0 +1,101 @@
+"""Flags that published recipes set with quantized weights: what they ask for holds here."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_optim.config import MoEOptimConfig
+from tests.support.bytes import assert_bytes_equal
+from tests.support.ranks import run_ranks
+from tests.support.training import OVERLAP, Record, assert_same_run, pretrain
+
+SHARE = "--reuse-grad-buf-for-mxfp8-param-ag"
+STEPS = ["--train-iters", "6", "--eval-interval", "2"]
+MXFP8 = MoEOptimConfig(format="mxfp8")
+SHARING = MoEOptimConfig(format="mxfp8", wire="bf16", layout="stock")
+NARROW = "--use-precision-aware-optimizer --exp-avg-dtype {} --exp-avg-sq-dtype {}"
+MOMENTS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
+extended = pytest.mark.extended
+
+
+def interrupted(ranks: int, flags: list[str], config: Any, folder: Path) -> list[Record]:
+    """Train 6 steps in two runs, of which the second loads what the first saved after 4."""
+    first = [*flags, "--save", f"{folder}", "--exit-interval", "4"]
+    run_ranks(ranks, pretrain, first, config)
+    return run_ranks(ranks, pretrain, [*flags, "--load", f"{folder}"], config)
+
+
+def assert_same_end(rest: list[Record], whole: list[Record]) -> None:
+    """The end of an interrupted run is that of a whole one, on every rank."""
+    for rank, (got, want) in enumerate(zip(rest, whole, strict=True)):
+        assert set(got.losses) == {5, 6}
+        want.losses = {step: want.losses[step] for step in got.losses}
+        want.validation_losses = want.validation_losses[-len(got.validation_losses) :]
+        assert_same_run(got, want, what=f"rank {rank}")
+
+
+@pytest.mark.parametrize(
+    ("config", "overlap"),
+    [
+        pytest.param(MXFP8, OVERLAP, id="wire quantized, overlap"),
+        pytest.param(SHARING, OVERLAP, id="wire bf16, overlap"),
+        pytest.param(MXFP8, [], id="wire quantized", marks=extended),
+        pytest.param(SHARING, [], id="wire bf16", marks=extended),
+        pytest.param(MoEOptimConfig(format="bf16"), OVERLAP, id="bf16", marks=extended),
+    ],
+)
+def test_sharing_gradient_memory_changes_nothing(config, overlap, tmp_path):
+    """A run with the flag, with evaluations, that was saved and resumed, is one without it."""
+    flags = [*STEPS, *overlap]
+    rest = interrupted(2, [*flags, SHARE], config, tmp_path)
+    assert_same_end(rest, run_ranks(2, pretrain, flags, config))
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "config", "flags"),
+    [
+        pytest.param(("bf16", "bf16"), MXFP8, OVERLAP, id="bf16"),
+        pytest.param(
+            ("fp8", "fp16"),
+            MoEOptimConfig(format="nvfp4", expert_layout="indexed"),
+            ["--dist-ckpt-optim-fully-reshardable"],
+            id="fp8 and fp16, fully reshardable",
+        ),
+        pytest.param(("fp16", "fp8"), MXFP8, [], id="fp16 and fp8", marks=extended),
+        pytest.param(
+            ("fp16", "bf16"),
+            SHARING,
+            ["--ckpt-format", "torch", "--main-grads-dtype", "bf16"],
+            id="legacy, gradients in bf16",
+            marks=extended,
+        ),
+    ],
+)
+def test_narrow_moments_train_and_resume_to_the_bit(dtypes, config, flags, tmp_path):
+    """Masters stay in fp32, moments are held as asked, and a checkpoint has what they stand for."""
+    flags = [*STEPS, *flags, *NARROW.format(*dtypes).split()]
+    whole = run_ranks(2, pretrain, flags, config)
+    for record in whole:
+        assert {master.dtype for master in record.masters.values()} == {torch.float32}
+        for moments in record.moments.values():
+            assert [moments[name].dtype for name in ("exp_avg", "exp_avg_sq")] == [
+                MOMENTS[dtype] for dtype in dtypes
+            ]
+    assert_same_end(interrupted(2, flags, config, tmp_path), whole)
+
+
+def test_a_checkpoint_of_fp32_moments_goes_on_with_narrow_ones(tmp_path):
+    """Masters are the same to the byte, and moments are those that were saved, rounded."""
+    flags = ["--train-iters", "3", "--eval-interval", "3"]
+    before = run_ranks(2, pretrain, [*flags, "--save", f"{tmp_path}"], MXFP8)
+    narrow = NARROW.format("bf16", "bf16").split()
+    after = run_ranks(2, pretrain, [*flags, "--load", f"{tmp_path}", *narrow], MXFP8)
+    for got, want in zip(after, before, strict=True):
+        assert want.masters
+        for name, master in want.masters.items():
+            assert_bytes_equal(got.masters[name], master, what=name)
+            for moment in ("exp_avg", "exp_avg_sq"):
+                rounded = want.moments[name][moment].bfloat16()
+                assert_bytes_equal(got.moments[name][moment], rounded, what=f"{name} {moment}")
