@@ -13,6 +13,7 @@ os.environ["TORCHDYNAMO_DISABLE"] = "1"  # before torch is imported
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 warnings.filterwarnings("ignore")
 
+importlib.import_module("moe_optim.megatron.launch.cpu_runtime").hide_gpu_packages()
 for name in (
     "megatron.core.datasets.gpt_dataset",
     "megatron.core.models.mimo",

@@ -12,6 +12,9 @@ Megatron 0.19 assumes CUDA in four ways, each redirected here and nowhere else:
 4. Fused optimizers (``adam.py`` says what goes wrong without them and mends it), and split sizes
    that are only converted on their way from a GPU.
 
+Transformer Engine and apex count as absent, unless they are imported already: Megatron would step
+with their kernels wherever it finds them.
+
 Nothing is redirected on import. :func:`install` does it once, :func:`uninstall` undoes it, and the
 process must use one or the other from its main thread. ``moe_optim.use_cpu()`` is the first of them
 for scripts of others.
@@ -39,6 +42,7 @@ from moe_optim.megatron.patching import patches
 from moe_optim.megatron.patching.engine import apply_patches, revert_patches
 
 CPU = torch.device("cpu")
+GPU_PACKAGES = ("transformer_engine", "apex")
 PINNING = frozenset({torch.Tensor.pin_memory})
 LEGACY_TYPE = torch.Tensor.type
 
@@ -268,6 +272,7 @@ def install() -> None:
             f"{torch.cuda.device_count()}. Set CUDA_VISIBLE_DEVICES='' to train on the CPU here."
         )
     _require_nothing_compiled()
+    hide_gpu_packages()
     # jit_fuser compiles with dynamo, which costs minutes on a CPU and gains nothing there
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     # Megatron asks for it with tensor parallelism; it orders kernels of a GPU, and here is none
@@ -287,6 +292,12 @@ def install() -> None:
     except PatchError:
         uninstall()
         raise
+
+
+def hide_gpu_packages() -> None:
+    """Let imports of packages that run on GPUs alone fail as if they were not installed."""
+    for name in GPU_PACKAGES:
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # Python's mark for it
 
 
 def _require_nothing_compiled() -> None:
@@ -316,6 +327,9 @@ def uninstall() -> None:
     _mode.__exit__(None, None, None)
     _mode = None
     _RNG_LOGGER.setLevel(_saved_log_level)
+    for name in GPU_PACKAGES:
+        if sys.modules.get(name, name) is None:
+            del sys.modules[name]
     while _saved:
         name, original = _saved.popitem()
         owner, last = _owner(name)

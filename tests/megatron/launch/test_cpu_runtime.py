@@ -193,6 +193,32 @@ def test_a_script_that_chooses_the_cpu_too_late_hears_of_it(statement):
     assert "Move the call above everything that imports megatron" in said
 
 
+WITH_FUSED_OPTIMIZERS = """
+import sys, moe_optim
+moe_optim.use_cpu()
+from megatron.core import optimizer
+from moe_optim.megatron.launch import cpu_runtime
+print(optimizer.Adam.__name__)
+cpu_runtime.uninstall()
+import transformer_engine
+"""
+
+
+def test_a_cpu_run_does_without_kernels_of_gpus_that_are_installed(tmp_path):
+    """Megatron would step with Transformer Engine's Adam wherever it finds one."""
+    package = tmp_path / "transformer_engine"
+    package.mkdir()
+    (package / "__init__.py").write_text("print('imported')")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", WITH_FUSED_OPTIMIZERS],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.split() == ["GroupStepAdam", "imported"], done.stderr
+
+
 # Devices, pinning and type names
 
 ON_THE_CPU = {  # all of these are CUDA tensors on a GPU machine
