@@ -21,6 +21,7 @@ from moe_optim.megatron.buffers.states import (
     BucketState,
     Event,
     Gradients,
+    Held,
     Weights,
 )
 from moe_optim.modules.storage import PlaneStorage, new_version
@@ -82,6 +83,7 @@ class ManagedBucket:
         self.owner: Owner | None = None
         self._masters: tuple[tuple[OwnedMaster, int], ...] | None = None  # and their addresses
         self.version = new_version()
+        self._plans = 0
         self.state = BucketState(name, OWN_MEMORY if wire == "quantized" else SHARED_MEMORY)
         if not all(storage.is_fresh for storage in self.storages):
             self.state.record(Event.SETTLE)  # behind masters of another wrapper
@@ -217,9 +219,41 @@ class ManagedBucket:
         if self.state.weights is Weights.IN_FLIGHT:
             self.state.record(Event.FAIL)
 
+    @property
+    def plan(self) -> tuple[int, int]:
+        """What changes when kernels that were captured would reach memory that was given back."""
+        return self._plans, self.grads.data_ptr()
+
+    def require_replayable(self, begins_with: Held, leaves: Held, plan: tuple[int, int]) -> None:
+        """Check that kernels that were captured with ``plan`` between two states do the same now.
+
+        Raises:
+            StateError: they would read or write other contents, or memory that was given back.
+        """
+        self.state.require_replayable(begins_with, leaves)
+        if self.plan != plan or self._has_moved():
+            raise StateError(
+                f"{self.name}: the replay of a CUDA graph: expected masters, weights and "
+                "gradients where they lay when it was captured, got them elsewhere. Drop the graph "
+                "(reset_cuda_graph()) and capture it again."
+            )
+
+    def replayed(self, begins_with: Held, leaves: Held) -> None:
+        """Note what a replay has left, and that it may have brought other bytes."""
+        self.state.replay(begins_with, leaves)
+        if begins_with.weights is not leaves.weights:
+            self.version = new_version()
+        self._count_from_here()
+
+    def _has_moved(self) -> bool:
+        return any(storage.has_moved() for storage in self.storages) or any(
+            one.master.data_ptr() != at for one, at in self._masters or ()
+        )
+
     def forget_masters(self) -> None:
         """Drop what was planned for masters, weights and memory that may lie elsewhere now."""
         self._masters = None
+        self._plans += 1
         self.gather.forget()
         if self._amaxes is not None:
             self._amaxes.forget()

@@ -33,6 +33,14 @@ class Weights(Enum):
     STALE_OFFLOADED = "weights of earlier masters on the host"
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a bucket holds."""
+
+    gradients: Gradients
+    weights: Weights
+
+
 class Event(Enum):
     """What can happen to a bucket."""
 
@@ -67,6 +75,11 @@ _ANY_GRADIENTS = {state: state for state in Gradients}
 _ANY_WEIGHTS = {state: state for state in Weights}
 _REDUCE_FIRST = "Call finish_grad_sync() on the DDP module before optimizer.step()."
 _ONLY_GROUPS = "Only start_param_sync() on the DDP module may gather weights."
+_REPLAY = "the replay of a CUDA graph"
+_CAPTURE_AGAIN = (
+    "A replay does what its capture did, whatever has happened since. Bring weights and gradients "
+    "to where they were then, or drop the graph (reset_cuda_graph()) and capture it again."
+)
 _RELOAD_FIRST = "Call reload_from_cpu() on the buffers of the DDP module first."
 
 OWN_MEMORY: Mapping[Event, Transition] = {
@@ -190,10 +203,38 @@ class BucketState:
             raise self._refusal(event, self._weights, row.weights, row.weights_remedy)
         self._gradients, self._weights = gradients, weights
 
+    @property
+    def held(self) -> Held:
+        """Gradients and weights."""
+        return Held(self._gradients, self._weights)
+
+    def require_replayable(self, begins_with: Held, leaves: Held) -> None:
+        """Check that kernels captured between two states do the same now.
+
+        Gradients that the capture has left alone may be any. Weights that it has gathered may be
+        fresh: gathered again from the same masters they are the same bytes.
+
+        Raises:
+            StateError: naming the bucket, what it held at the capture, and what it holds.
+        """
+        gradients = begins_with.gradients
+        if gradients is not leaves.gradients and gradients is not self._gradients:
+            raise self._refusal(_REPLAY, self._gradients, [gradients], _CAPTURE_AGAIN)
+        accepted = [begins_with.weights]
+        if begins_with.weights is Weights.STALE and leaves.weights is Weights.FRESH:
+            accepted.append(Weights.FRESH)
+        if self._weights not in accepted:
+            raise self._refusal(_REPLAY, self._weights, accepted, _CAPTURE_AGAIN)
+
+    def replay(self, begins_with: Held, leaves: Held) -> None:
+        """Note what a replay of kernels captured between two states has left."""
+        if begins_with.gradients is not leaves.gradients:
+            self._gradients = leaves.gradients
+        self._weights = leaves.weights
+
     def _refusal(
-        self, event: Event, state: Enum, accepted: Iterable[Enum], remedy: str
+        self, event: Event | str, state: Enum, accepted: Iterable[Enum], remedy: str
     ) -> StateError:
         expected = " or ".join(one.value for one in accepted)
-        return StateError(
-            f"{self.name}: {event.value}: expected {expected}, got {state.value}. {remedy}"
-        )
+        what = event.value if isinstance(event, Event) else event
+        return StateError(f"{self.name}: {what}: expected {expected}, got {state.value}. {remedy}")

@@ -51,10 +51,6 @@ def check_wrapped_model(config: Any, model_chunks: list[Any]) -> None:
             "of fp32 masters; give fp32)": (
                 config.use_precision_aware_optimizer and config.main_params_dtype != torch.float32
             ),
-            "--cuda-graph-impl full_iteration (buckets know on the host what they hold, which a "
-            "replay does not tell them)": any(
-                chunk.config.cuda_graph_impl == "full_iteration" for chunk in model_chunks
-            ),
         }
     refuse(
         refused,

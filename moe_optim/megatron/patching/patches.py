@@ -144,6 +144,13 @@ OPTIMIZER: tuple[Patch, ...] = (
         remove_when="a parameter can say so itself",
     ),
     Patch(
+        id="graph-of-an-iteration",
+        target="megatron.core.full_cuda_graph:FullCudaGraphWrapper.__call__",
+        replacement="moe_optim.megatron.buffers.replay:run_or_replay",
+        because="a replay runs kernels alone, and buckets note on the host what they hold",
+        remove_when="a graph calls back before and after its replay",
+    ),
+    Patch(
         id="mxfp8-2d-recipe",
         target="megatron.core.fp8_utils:get_fp8_recipe",
         replacement="moe_optim.megatron.te.recipe:get_fp8_recipe",

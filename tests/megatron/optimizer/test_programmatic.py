@@ -113,7 +113,6 @@ REFUSED = {
     "--use-nccl-ub": ("nccl_ub", True),
     "--qk-clip": ("qk_clip", True),
     "--optimizer-cuda-graph": ("optimizer_cuda_graph", True),
-    "--cuda-graph-impl full_iteration": ("cuda_graph_impl", "full_iteration"),
     "--fp16": ("fp16", True),
     "--main-params-dtype fp16": ("main_params_dtype", torch.float16),
 }
@@ -130,7 +129,6 @@ def _refusals() -> dict[str, str]:
         nccl_ub=False,
         qk_clip=False,
         optimizer_cuda_graph=False,
-        cuda_graph_impl="none",
         use_distributed_optimizer=True,
         optimizer="adam",
         optimizer_cpu_offload=False,
