@@ -126,6 +126,17 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
         self.param_gather_handle = None
         self._post_param_sync()
 
+    def gather_anew(self) -> None:
+        """Let the next forward pass gather, also what is fresh: for a graph that is replayed later.
+
+        Every rank of the group must call it.
+        """
+        self.finish_gather()
+        self._dispatched = False
+        for bucket in self.managed:
+            if bucket.state.weights is Weights.FRESH:
+                bucket.state.record(Event.SETTLE)
+
     def finish_communication(self) -> None:
         """Wait for whatever reads or writes gradient memory; do nothing where nothing does.
 

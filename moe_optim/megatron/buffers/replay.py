@@ -4,9 +4,12 @@ A capture runs Python, so that buckets note what it does to them. A replay runs 
 same ones, on the same memory, whatever the notes say. So each capture remembers from what to what
 it has led every bucket, and where masters and weights lay; a replay that does not start there is
 refused before a kernel runs, and one that does leaves the same notes.
+
+Megatron's wrapper reads the data first and counts the iteration last, whether it runs, captures or
+replays. Both are where buckets are looked at.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,57 +21,82 @@ from moe_optim.megatron.buffers.managed_bucket import ManagedBucket
 from moe_optim.megatron.buffers.states import Held
 from moe_optim.megatron.patching.engine import original
 
-_CALL = "megatron.core.full_cuda_graph:FullCudaGraphWrapper.__call__"
+_WRAPPER = "megatron.core.full_cuda_graph:FullCudaGraphWrapper"
 
 
 @dataclass(frozen=True, slots=True)
 class Captured:
     """What a graph does to one bucket."""
 
+    bucket: ManagedBucket
     begins_with: Held
     leaves: Held
     plan: tuple[int, int]
     """:attr:`ManagedBucket.plan` at the capture."""
 
 
-_captures: WeakKeyDictionary[Any, dict[ManagedBucket, Captured]] = WeakKeyDictionary()
+_captures: WeakKeyDictionary[Any, tuple[Captured, ...]] = WeakKeyDictionary()
 """By the graph."""
+_begun: WeakKeyDictionary[Any, dict[ManagedBucket, Held]] = WeakKeyDictionary()
+"""What buckets held when the iteration began that a wrapper is in; empty for a replay."""
 
 
-def run_or_replay(self: FullCudaGraphWrapper, *args: Any, **kwargs: Any) -> Any:
-    """Run, capture or replay an iteration as Megatron does, and tell the buckets of a replay.
+def begin_iteration(
+    self: FullCudaGraphWrapper,
+    data_iterator: Any,
+    model: Any,
+    training: bool,
+    num_microbatches: int,
+) -> Any:
+    """Read the data of an iteration as Megatron does, if its graph may be replayed now.
 
-    Every rank must call it, as the function that is wrapped.
+    A capture of training takes the gather along that forward pre-hooks start, also where an
+    evaluation has gathered just before: replays come after steps. Megatron's captures do not.
 
     Raises:
-        StateError: the graph was captured from other contents, or memory has moved since; nothing
-            has run.
+        StateError: the graph was captured from other contents, or memory has moved since; no data
+            has been read, and nothing has run.
     """
-    buckets = [bucket for group in _groups(kwargs["model"]) for bucket in group.managed]
-    stage = "validation" if kwargs["forward_only"] else "training"
+    stage = "training" if training else "validation"
     graph = self.cuda_graph[stage]
-    if graph is not None and buckets:
-        captured = _captures[graph]
-        for bucket in buckets:
-            one = captured[bucket]
-            bucket.require_replayable(one.begins_with, one.leaves, one.plan)
-        result = original(_CALL)(self, *args, **kwargs)
-        for bucket in buckets:
-            bucket.replayed(captured[bucket].begins_with, captured[bucket].leaves)
-        return result
-    before = {bucket: bucket.state.held for bucket in buckets}
-    result = original(_CALL)(self, *args, **kwargs)
-    if self.cuda_graph[stage] is not None:
-        _captures[self.cuda_graph[stage]] = {
-            bucket: Captured(begins_with=held, leaves=bucket.state.held, plan=bucket.plan)
-            for bucket, held in before.items()
-        }
-    return result
+    if graph is None:
+        gathers = training and self.curr_iter(stage) == self.cuda_graph_warmup_steps
+        for group in _gathering_groups(model) if gathers else ():
+            group.gather_anew()
+        managed = [bucket for group in _groups(model) for bucket in group.managed]
+        _begun[self] = {bucket: bucket.state.held for bucket in managed}
+    else:
+        _begun[self] = {}
+        for one in _captures[graph]:
+            one.bucket.require_replayable(one.begins_with, one.leaves, one.plan)
+    return original(f"{_WRAPPER}.data_read")(self, data_iterator, model, training, num_microbatches)
+
+
+def end_iteration(self: FullCudaGraphWrapper, stage: str) -> None:
+    """Count an iteration as Megatron does, and note what it did if it was captured or replayed."""
+    original(f"{_WRAPPER}.next_iter")(self, stage)
+    graph = self.cuda_graph[stage]
+    if graph is None:
+        return
+    if graph not in _captures:
+        _captures[graph] = tuple(
+            Captured(bucket=bucket, begins_with=held, leaves=bucket.state.held, plan=bucket.plan)
+            for bucket, held in _begun[self].items()
+        )
+        return
+    for one in _captures[graph]:
+        one.bucket.replayed(one.begins_with, one.leaves)
 
 
 def _groups(model: Any) -> Iterator[GroupedBucketGroup]:
-    chunks: Iterable[Any] = model if isinstance(model, list) else [model]
-    for chunk in chunks:
+    for chunk in model if isinstance(model, list) else [model]:
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
             if isinstance(group, GroupedBucketGroup):
                 yield group
+
+
+def _gathering_groups(model: Any) -> Iterator[GroupedBucketGroup]:
+    """Yield the groups of chunks whose forward passes gather."""
+    for chunk in model if isinstance(model, list) else [model]:
+        if chunk.remove_forward_pre_hook_handles:
+            yield from _groups(chunk)

@@ -220,6 +220,7 @@ _RNG_LOGGER = logging.getLogger("megatron.core.tensor_parallel.random")
 _mode: _CudaNamesOnCpu | None = None
 _saved: dict[str, Any] = {}
 _saved_log_level = logging.NOTSET
+_hidden: tuple[str, ...] = ()
 
 
 def _owner(name: str) -> tuple[Any, str]:
@@ -263,7 +264,7 @@ def install() -> None:
             poses as a GPU; nothing was redirected.
         PatchError: Megatron is not the version this was written for; nothing stays redirected.
     """
-    global _mode, _saved_log_level
+    global _mode, _saved_log_level, _hidden
     if _mode is not None:
         return
     if torch.cuda.is_available():
@@ -272,7 +273,7 @@ def install() -> None:
             f"{torch.cuda.device_count()}. Set CUDA_VISIBLE_DEVICES='' to train on the CPU here."
         )
     _require_nothing_compiled()
-    hide_gpu_packages()
+    _hidden = hide_gpu_packages()
     # jit_fuser compiles with dynamo, which costs minutes on a CPU and gains nothing there
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     # Megatron asks for it with tensor parallelism; it orders kernels of a GPU, and here is none
@@ -294,10 +295,16 @@ def install() -> None:
         raise
 
 
-def hide_gpu_packages() -> None:
-    """Let imports of packages that run on GPUs alone fail as if they were not installed."""
-    for name in GPU_PACKAGES:
-        sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # Python's mark for it
+def hide_gpu_packages() -> tuple[str, ...]:
+    """Let imports of packages that run on GPUs alone fail as if they were not installed.
+
+    Returns:
+        Those that were not imported, nor hidden, before.
+    """
+    hidden = tuple(name for name in GPU_PACKAGES if name not in sys.modules)
+    for name in hidden:
+        sys.modules[name] = None  # type: ignore[assignment]  # Python's mark for it
+    return hidden
 
 
 def _require_nothing_compiled() -> None:
@@ -327,9 +334,8 @@ def uninstall() -> None:
     _mode.__exit__(None, None, None)
     _mode = None
     _RNG_LOGGER.setLevel(_saved_log_level)
-    for name in GPU_PACKAGES:
-        if sys.modules.get(name, name) is None:
-            del sys.modules[name]
+    for name in _hidden:
+        del sys.modules[name]
     while _saved:
         name, original = _saved.popitem()
         owner, last = _owner(name)

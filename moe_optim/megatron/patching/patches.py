@@ -143,12 +143,18 @@ OPTIMIZER: tuple[Patch, ...] = (
         because="--reuse-grad-buf-for-mxfp8-param-ag is taken with --fp8-param-gather alone",
         remove_when="a parameter can say so itself",
     ),
-    Patch(
-        id="graph-of-an-iteration",
-        target="megatron.core.full_cuda_graph:FullCudaGraphWrapper.__call__",
-        replacement="moe_optim.megatron.buffers.replay:run_or_replay",
-        because="a replay runs kernels alone, and buckets note on the host what they hold",
-        remove_when="a graph calls back before and after its replay",
+    *(
+        Patch(
+            id=id,
+            target=f"megatron.core.full_cuda_graph:FullCudaGraphWrapper.{name}",
+            replacement=f"moe_optim.megatron.buffers.replay:{replacement}",
+            because="a replay runs kernels alone, and buckets note on the host what they hold",
+            remove_when="a graph calls back before and after its replay",
+        )
+        for id, name, replacement in (
+            ("graph-begins", "data_read", "begin_iteration"),
+            ("graph-ends", "next_iter", "end_iteration"),
+        )
     ),
     Patch(
         id="mxfp8-2d-recipe",

@@ -50,6 +50,8 @@ def _train_with_evaluations(options: dict[str, Any]) -> None:
     life_cycle.initialize()
     cycle = GraphedLifeCycle(**options)
     for seed in range(6):  # two eager ones, the capture, three replays
+        if seed == 2:
+            cycle.evaluate(50)  # weights are fresh at the capture, and stale at every replay
         cycle.train(seed)
     for seed in range(6, 12):
         cycle.evaluate(seed)
