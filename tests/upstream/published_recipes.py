@@ -32,7 +32,7 @@ from rich.table import Table
 
 from moe_optim.config import MoEOptimConfig
 from moe_optim.megatron.optimizer.requirements import foresee_refusals
-from tests.upstream.stand_in_imports import StandIn, standing_in
+from tests.upstream.stand_in_imports import StandIn, find_bridge, standing_in
 
 FAMILIES = ("deepseek", "glm_moe_dsa", "gpt_oss", "kimi", "nemotronh", "qwen", "qwen_vl")
 """Of ``perf_recipes``, those with experts."""
@@ -289,10 +289,8 @@ def show(answers: Sequence[Answer], console: Console) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run from a command line; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.upstream.published_recipes")
-    bridge = os.environ.get("MEGATRON_BRIDGE_PATH", "").partition(":")[0]
-    megatron_lm = os.environ.get("MEGATRON_LM_PATH")
-    parser.add_argument("--bridge", type=Path, default=bridge or None)
-    parser.add_argument("--megatron-lm", type=Path, default=megatron_lm or None)
+    parser.add_argument("--bridge", type=Path, default=find_bridge())
+    parser.add_argument("--megatron-lm", type=Path, default=os.environ.get("MEGATRON_LM_PATH"))
     parser.add_argument("--families", nargs="+", default=FAMILIES)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)

@@ -6,6 +6,7 @@ only set attributes, or build an object to set them on.
 """
 
 import importlib
+import os
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,6 +16,12 @@ from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+
+def find_bridge() -> Path | None:
+    """Return the folder of ``MEGATRON_BRIDGE_PATH`` that Megatron-Bridge was unpacked in, if any."""
+    folders = map(Path, filter(None, os.environ.get("MEGATRON_BRIDGE_PATH", "").split(":")))
+    return next((folder for folder in folders if (folder / "megatron/bridge").is_dir()), None)
 
 
 class _AnyCall(type):

@@ -9,6 +9,7 @@ from tests.megatron.optimizer.test_programmatic import REFUSED
 from tests.support.ranks import run_ranks
 
 NATIVE = {"fp8": "e4m3", "fp8_recipe": "mxfp8", "fp8_param": True}
+AWARE = {"use_precision_aware_optimizer": True}
 PORTABLE = {"transformer_impl": "local", "num_moe_experts": 4, "moe_grouped_gemm": True}
 PORTABLE |= {"gated_linear_unit": True, "activation_func": "silu", "add_bias_linear": False}
 PORTABLE |= {"bf16": True, "params_dtype": "bfloat16"}
@@ -30,7 +31,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # settings and knob
         {"format": "nvfp4"},
     ),
     "two at once": (NATIVE | {"use_megatron_fsdp": True, "optimizer": "sgd"}, {"format": "mxfp8"}),
-} | {flag: (NATIVE | {name: value}, {"format": "mxfp8"}) for flag, (name, value) in REFUSED.items()}
+} | {
+    flag: (NATIVE | AWARE | {name: value}, {"format": "mxfp8"})
+    for flag, (name, value) in REFUSED.items()
+}
 
 
 def _foresee() -> dict[str, list[str]]:
