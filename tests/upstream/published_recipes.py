@@ -1,6 +1,7 @@
 """Says which published recipes pass the checks of moe_optim, and which flag the others fail at.
 
     python -m tests.upstream.published_recipes [--bridge PATH] [--megatron-lm PATH] [--json FILE]
+        [--totals FILE]
 
 ``--bridge`` is a folder with the unpacked package ``megatron/bridge``, by default
 ``MEGATRON_BRIDGE_PATH``; ``--megatron-lm`` a checkout with ``examples/moe_recipes``, by default
@@ -11,9 +12,12 @@
 import argparse
 import dataclasses
 import importlib
+import importlib.metadata
 import inspect
 import json
 import os
+import shlex
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,6 +35,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moe_optim.config import MoEOptimConfig
+from moe_optim.console.provenance import commit
 from moe_optim.megatron.optimizer.requirements import foresee_refusals
 from tests.upstream.stand_in_imports import StandIn, find_bridge, standing_in
 
@@ -251,18 +256,40 @@ def _megatron_parser() -> argparse.ArgumentParser:
 # What is shown
 
 
-def totals(answers: Iterable[Answer]) -> dict[tuple[str, str], Counter[str]]:
-    """Return by source and what weights are kept in: how many pass, are refused, are unread."""
-    found: dict[tuple[str, str], Counter[str]] = {}
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Total:
+    """What becomes of all recipes of one source that keep weights in one format."""
+
+    source: str
+    kept: str
+    recipes: int
+    passing: int
+    unread: int
+    settings: Mapping[str, int]
+    """Refused setting, without what explains it -> recipes that have it."""
+
+    @property
+    def refused(self) -> int:
+        """Recipes that some setting is refused of."""
+        return self.recipes - self.passing - self.unread
+
+
+def totals(answers: Iterable[Answer]) -> list[Total]:
+    """Count, by source and by what weights are kept in."""
+    kinds: dict[tuple[str, str], list[Answer]] = {}
     for one in answers:
-        kind = "unread" if one.unread else "refused" if one.refused else "pass"
-        found.setdefault((one.source, one.kept), Counter())[kind] += 1
-    return found
-
-
-def blockers(answers: Iterable[Answer]) -> Counter[tuple[str, str, str]]:
-    """Return by source, kept format and refused setting how many recipes have it."""
-    return Counter((one.source, one.kept, flag) for one in answers for flag in one.refused)
+        kinds.setdefault((one.source, one.kept), []).append(one)
+    return [
+        Total(
+            source=source,
+            kept=kept or "unknown",
+            recipes=len(found),
+            passing=sum(not (one.refused or one.unread) for one in found),
+            unread=sum(bool(one.unread) for one in found),
+            settings=Counter(flag.partition(" (")[0] for one in found for flag in one.refused),
+        )
+        for (source, kept), found in sorted(kinds.items())
+    ]
 
 
 def show(answers: Sequence[Answer], console: Console) -> None:
@@ -272,18 +299,32 @@ def show(answers: Sequence[Answer], console: Console) -> None:
         table.add_column(column)
     for column in ("recipes", "pass", "refused", "unread"):
         table.add_column(column, justify="right")
-    for (source, kept), found in sorted(totals(answers).items()):
-        counts = [found.total(), found["pass"], found["refused"], found["unread"]]
-        table.add_row(source, kept or "unknown", *map(str, counts))
-    console.print(table)
     reasons = Table("source", "weights kept in", "refused", title="By what is refused")
     reasons.add_column("recipes", justify="right")
-    for (source, kept, flag), count in sorted(blockers(answers).items(), key=lambda x: -x[1]):
-        reasons.add_row(source, kept, flag.partition(" (")[0], str(count))
+    for one in totals(answers):
+        counts = [one.recipes, one.passing, one.refused, one.unread]
+        table.add_row(one.source, one.kept, *map(str, counts))
+        for flag, count in sorted(one.settings.items(), key=lambda item: -item[1]):
+            reasons.add_row(one.source, one.kept, flag, str(count))
+    console.print(table)
     console.print(reasons)
-    for one in answers:
-        if one.unread:
-            console.print(f"unread: {one.source} {one.name}: {one.unread}", markup=False)
+    for answer in answers:
+        if answer.unread:
+            console.print(f"unread: {answer.name}: {answer.unread}", markup=False)
+
+
+def versions(bridge: Path | None, megatron_lm: Path | None) -> dict[str, str | None]:
+    """Return what was read: the release of Megatron-Bridge, the commit of Megatron-LM."""
+    found: dict[str, str | None] = {"megatron-core": importlib.metadata.version("megatron-core")}
+    if bridge:
+        infos = bridge.glob("megatron_bridge-*.dist-info")
+        names = [path.name.removesuffix(".dist-info").partition("-")[2] for path in infos]
+        found["megatron-bridge"] = next(iter(names), None)
+    if megatron_lm:
+        asked = ["git", "-C", str(megatron_lm), "rev-parse", "--short", "HEAD"]
+        said = subprocess.run(asked, capture_output=True, text=True, check=False)
+        found["Megatron-LM"] = said.stdout.strip() or None
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -293,7 +334,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--megatron-lm", type=Path, default=os.environ.get("MEGATRON_LM_PATH"))
     parser.add_argument("--families", nargs="+", default=FAMILIES)
     parser.add_argument("--json", type=Path)
-    args = parser.parse_args(argv)
+    parser.add_argument("--totals", type=Path, help="as --json, without the recipes")
+    words = sys.argv[1:] if argv is None else argv
+    args = parser.parse_args(words)
     answers: list[Answer] = []
     if args.megatron_lm:
         answers += megatron_lm_answers(args.megatron_lm)
@@ -302,9 +345,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not answers:
         parser.error("expected recipes below --bridge or --megatron-lm, got none")
     show(answers, Console(width=140, soft_wrap=True))
-    if args.json:
-        report = [dataclasses.asdict(one) for one in answers]
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    report: dict[str, Any] = {
+        "command": shlex.join(["python", "-m", "tests.upstream.published_recipes", *words]),
+        "commit": commit(),
+        "versions": versions(args.bridge, args.megatron_lm),
+        "totals": [dataclasses.asdict(one) for one in totals(answers)],
+    }
+    recipes = {"recipes": [dataclasses.asdict(one) for one in answers]}
+    for path, content in ((args.totals, report), (args.json, report | recipes)):
+        if path:
+            path.write_text(json.dumps(content, indent=1) + "\n")
     return int(any(one.unread for one in answers))
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 
 def find_bridge() -> Path | None:
-    """Return the folder of ``MEGATRON_BRIDGE_PATH`` that Megatron-Bridge was unpacked in, if any."""
+    """Return the folder of ``MEGATRON_BRIDGE_PATH`` that holds Megatron-Bridge, if one does."""
     folders = map(Path, filter(None, os.environ.get("MEGATRON_BRIDGE_PATH", "").split(":")))
     return next((folder for folder in folders if (folder / "megatron/bridge").is_dir()), None)
 

@@ -175,7 +175,9 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, dict[s
     folder = tmp_path_factory.mktemp("megatron-lm")
     _write(folder / "examples/moe_recipes", EXAMPLES)
     status, printed = run_ranks(1, _read_megatron_lm, folder, folder / "report.json")[0]
-    report = {one["name"]: one for one in json.loads((folder / "report.json").read_text())}
+    report = {
+        one["name"]: one for one in json.loads((folder / "report.json").read_text())["recipes"]
+    }
     return status, printed, report
 
 
