@@ -286,10 +286,15 @@ def totals(answers: Iterable[Answer]) -> list[Total]:
             recipes=len(found),
             passing=sum(not (one.refused or one.unread) for one in found),
             unread=sum(bool(one.unread) for one in found),
-            settings=Counter(flag.partition(" (")[0] for one in found for flag in one.refused),
+            settings=_counted(flag for one in found for flag in one.refused),
         )
         for (source, kept), found in sorted(kinds.items())
     ]
+
+
+def _counted(flags: Iterable[str]) -> dict[str, int]:
+    """Return how often each flag is refused, without what explains it, the most frequent first."""
+    return dict(Counter(flag.partition(" (")[0] for flag in flags).most_common())
 
 
 def show(answers: Sequence[Answer], console: Console) -> None:
@@ -304,7 +309,7 @@ def show(answers: Sequence[Answer], console: Console) -> None:
     for one in totals(answers):
         counts = [one.recipes, one.passing, one.refused, one.unread]
         table.add_row(one.source, one.kept, *map(str, counts))
-        for flag, count in sorted(one.settings.items(), key=lambda item: -item[1]):
+        for flag, count in one.settings.items():
             reasons.add_row(one.source, one.kept, flag, str(count))
     console.print(table)
     console.print(reasons)
