@@ -251,7 +251,7 @@ def _megatron_lm_answers() -> list[Any]:
 
 
 @pytest.mark.skipif(not MEGATRON_LM, reason="MEGATRON_LM_PATH names no Megatron-LM")
-def test_recipes_of_megatron_lm_are_refused_for_what_is_documented():
+def test_all_recipes_of_megatron_lm_pass():
     answers = run_ranks(1, _megatron_lm_answers)[0]
-    assert not any(one.unread for one in answers)
-    assert not _undocumented(answers)
+    assert answers
+    assert not any(one.refused or one.unread for one in answers)
