@@ -76,11 +76,7 @@ class GroupedExperts(MegatronModule):
         name: str | None = None,
     ) -> None:
         super().__init__(config=config)
-        refuse(
-            unsupported_features(config, tensor_parallel=pg_collection.expt_tp.size()),
-            expected="portable experts: expected features they have",
-            remedy="Change these flags, or drop --moe-grouped-gemm for stock experts.",
-        )
+        _refuse_unsupported(config, pg_collection)
         self.num_local_experts = num_local_experts
         self.pg_collection = pg_collection
         hidden = config.hidden_size
@@ -269,6 +265,14 @@ def first_experts(model_chunks: Iterable[torch.nn.Module]) -> dict[torch.nn.Para
         for shard in list_shards(module)
         if shard.kind == "weight"
     }
+
+
+def _refuse_unsupported(config: TransformerConfig, pg_collection: Any) -> None:
+    refuse(
+        unsupported_features(config, tensor_parallel=pg_collection.expt_tp.size()),
+        expected="portable experts: expected features they have",
+        remedy="Change these flags, or drop --moe-grouped-gemm for stock experts.",
+    )
 
 
 def unsupported_features(config: TransformerConfig, *, tensor_parallel: int) -> dict[str, bool]:
