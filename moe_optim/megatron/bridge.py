@@ -8,10 +8,11 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.training.config.instantiate_utils import target_allowlist
 
 from moe_optim.config import MoEOptimConfig
-from moe_optim.errors import ConfigError, StateError
+from moe_optim.errors import StateError, refuse
 from moe_optim.megatron.active import installed_config
 from moe_optim.megatron.installation import install
 from moe_optim.megatron.optimizer.distributed import get_megatron_optimizer
+from moe_optim.modules.grouped_linear import GroupedLinear
 
 
 @dataclass
@@ -69,12 +70,7 @@ class MoEOptimizerConfig(OptimizerConfig):
                 f"{installed_config()}. Call finalize() when the configuration is complete, and "
                 "build the model after it."
             )
-        if model_chunks[0].config.moe_mlp_glu_interleave_size is not None:
-            raise ConfigError(
-                "MoEOptimizerConfig.provide: model.moe_mlp_glu_interleave_size: expected null, got "
-                f"{model_chunks[0].config.moe_mlp_glu_interleave_size}. Megatron-Bridge sorts the "
-                "rows of interleaved weights when it saves, and takes experts for rows. Set null."
-            )
+        _check_first_axes(model_chunks)
         return get_megatron_optimizer(
             self,
             model_chunks,
@@ -87,6 +83,37 @@ class MoEOptimizerConfig(OptimizerConfig):
         if isinstance(self.moe_optim, MoEOptimConfig):
             return self.moe_optim
         return MoEOptimConfig.from_mapping(self.moe_optim, "optimizer.moe_optim")
+
+
+def _check_first_axes(model_chunks: list[Any]) -> None:
+    """Refuse interleaved experts of whose states the first axis is not that of rows.
+
+    Around checkpoints Megatron-Bridge sorts the first axis of all that is named
+    ``linear_fc1.weight...``. Experts of Transformer Engine have rows there, [rows, columns] each.
+
+    Raises:
+        ConfigError: naming the first of them.
+    """
+    for chunk in model_chunks:
+        size = chunk.config.moe_mlp_glu_interleave_size
+        for name, module in chunk.named_modules() if size is not None else ():
+            if not isinstance(module, GroupedLinear):
+                continue
+            refuse(
+                {
+                    "one of all experts (set optimizer.moe_optim.expert_layout=indexed)": (
+                        module.expert_layout == "grouped"
+                    ),
+                    "amaxes of all experts (take a format other than nvfp4, and "
+                    "record_amax=false)": module.amax() is not None,
+                },
+                expected=(
+                    f"MoEOptimizerConfig.provide: {name}: expected one weight an expert and no "
+                    f"more with model.moe_mlp_glu_interleave_size {size}, whose rows "
+                    "Megatron-Bridge sorts"
+                ),
+                remedy="Or set the size null.",
+            )
 
 
 # configurations are saved as YAML with the path of their class, and read back through this list

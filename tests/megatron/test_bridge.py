@@ -9,6 +9,7 @@ package itself needs Transformer Engine: see ``test_bridge_package.py``.
 import dataclasses
 import importlib
 import inspect
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,10 +52,24 @@ def _configure() -> dict[str, Any]:
     from megatron.training.config.yaml_utils import safe_yaml_representers
 
     import moe_optim
-    from moe_optim.megatron import active
+    from moe_optim.formats import MXFP8, get_format
+    from moe_optim.megatron import active, bridge
+    from moe_optim.modules.grouped_linear import GroupedLinear
 
-    def chunks(interleave: int | None = None) -> list[Any]:
-        return [SimpleNamespace(config=SimpleNamespace(moe_mlp_glu_interleave_size=interleave))]
+    def chunks(
+        interleave: int | None = None, layout: str = "grouped", format: Any = MXFP8
+    ) -> list[Any]:
+        """Return one chunk: a layer of Transformer Engine's experts, and one of portable ones."""
+        chunk: Any = torch.nn.Module()
+        chunk.config = SimpleNamespace(moe_mlp_glu_interleave_size=interleave)
+        chunk.of_transformer_engine = torch.nn.Module()
+        weight = torch.nn.Parameter(torch.empty(64, 32))
+        chunk.of_transformer_engine.register_parameter("weight0", weight)
+        chunk.portable = GroupedLinear(1, 64, 32, format=format, expert_layout=layout)
+        return [chunk]
+
+    built: list[str] = []
+    bridge.get_megatron_optimizer = lambda *_, **__: built.append("an optimizer")
 
     found: dict[str, Any] = {}
     make = moe_optim.MoEOptimizerConfig
@@ -78,6 +93,11 @@ def _configure() -> dict[str, Any]:
     found["installed"] = active.installed_config()
     found["another"] = _outcome(make(moe_optim=MoEOptimConfig(format="bf16")).finalize)
     found["interleaved"] = _outcome(lambda: config.provide(model_chunks=chunks(32)))
+    with_amaxes = chunks(32, "indexed", get_format("nvfp4"))
+    found["amaxes"] = _outcome(lambda: config.provide(model_chunks=with_amaxes))
+    config.provide(model_chunks=chunks(32, "indexed"))
+    config.provide(model_chunks=chunks(None, "grouped"))
+    found["provided"] = built
 
     with safe_yaml_representers():
         stored = yaml.safe_dump(ConfigContainerBase._convert_value_to_dict(config))
@@ -112,9 +132,14 @@ def test_a_model_that_was_not_built_under_these_knobs_gets_no_optimizer(configur
     assert "got None. Call finalize()" in refusal
 
 
-def test_interleaved_experts_are_refused(configured):
-    """Megatron-Bridge reorders the first axis of their weights in a save: here that of experts."""
-    assert "model.moe_mlp_glu_interleave_size: expected null, got 32" in configured["interleaved"]
+def test_interleaved_experts_are_refused_where_they_are_the_first_axis(configured):
+    """Megatron-Bridge reorders the first axis of their weights. Those of Transformer Engine, and
+    portable ones with a parameter each, have rows there."""
+    refusal = configured["interleaved"]
+    assert "portable: expected one weight an expert and no more" in refusal
+    assert "got one of all experts (set optimizer.moe_optim.expert_layout=indexed)." in refusal
+    assert "got amaxes of all experts (take a format other than nvfp4" in configured["amaxes"]
+    assert configured["provided"] == ["an optimizer"] * 2
 
 
 def test_a_saved_configuration_is_read_back(configured):
@@ -145,11 +170,20 @@ class BridgeCheckpoint:
         model: one chunk, DDP-wrapped.
         optimizer: what was provided for it.
         reshardable: ``dist_ckpt_optim_fully_reshardable``.
+        sort_rows: called with the model's state as built, and again as loaded, with ``interleave``.
     """
 
-    def __init__(self, folder: Path, model: Any, optimizer: Any, reshardable: bool) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        model: Any,
+        optimizer: Any,
+        reshardable: bool,
+        sort_rows: Callable[..., Any] | None = None,
+    ) -> None:
         from megatron.core.utils import unwrap_model
 
+        self.sort_rows = sort_rows or (lambda state, interleave: state)
         self.folder, self.model, self.optimizer = str(folder), unwrap_model(model), optimizer
         self.content = {"distrib_optim_sharding_type": "dp_reshardable"}
         if reshardable:
@@ -179,8 +213,10 @@ class BridgeCheckpoint:
         metadata = self._metadata(self.content)
         Path(self.folder).mkdir(parents=True, exist_ok=True)
         torch.distributed.barrier()
+        state = self._state(metadata)
+        state["model"] = self.sort_rows(state["model"], interleave=False)
         dist_checkpointing.save(
-            self._state(metadata),
+            state,
             self.folder,
             FullyParallelSaveStrategyWrapper(
                 TorchDistSaveShardedStrategy(), metadata["dp_cp_group"], False
@@ -211,7 +247,8 @@ class BridgeCheckpoint:
             strict="assume_ok_unexpected",
             validate_access_integrity=True,
         )
-        self.model.load_state_dict(state["model"], strict=True)
+        loaded = self.sort_rows(state["model"], interleave=True)
+        self.model.load_state_dict(loaded, strict=True)
         with torch.no_grad():
             self.optimizer.load_state_dict(state["optimizer"])
 

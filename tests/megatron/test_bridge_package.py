@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +21,15 @@ from tests.support.ranks import run_ranks
 from tests.support.training import Record, assert_same_run, pretrain
 
 PATH = [folder for folder in os.environ.get("MEGATRON_BRIDGE_PATH", "").split(":") if folder]
-pytestmark = pytest.mark.skipif(not PATH, reason="MEGATRON_BRIDGE_PATH names no Megatron-Bridge")
+FOUND = {
+    name
+    for name in ("megatron/bridge", "transformer_engine")
+    if any(Path(folder, name).is_dir() for folder in PATH)
+}
+pytestmark = pytest.mark.skipif(
+    len(FOUND) < 2,
+    reason="MEGATRON_BRIDGE_PATH does not name Megatron-Bridge and Transformer Engine",
+)
 
 
 @contextmanager

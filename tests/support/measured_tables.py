@@ -13,6 +13,7 @@ from tests.support.code_tables import table, weight_bytes, wire_bytes
 from tests.upstream.side_by_side import CHANCE, Case, Comparison, Selection
 
 RESULTS = Path(__file__).parents[2] / "recipes" / "results"
+PUBLISHED = "published-recipes.json"
 
 STEPS = {
     "h100": "1 H100",
@@ -280,11 +281,35 @@ def upstream() -> str:
     )
 
 
+KEPT_IN = {
+    "mxfp8": "MXFP8",
+    "nvfp4": "NVFP4",
+    "blockwise": "FP8 blocks",
+    "tensorwise": "FP8, a scale a tensor",
+    "bf16": "bf16",
+}
+"""What published recipes keep weights in -> how the table calls it, in its order."""
+
+
+def published() -> str:
+    found = {(one["source"], one["kept"]): one for one in read_result(PUBLISHED)["totals"]}
+    rows = []
+    for source in ("Megatron-Bridge", "Megatron-LM"):
+        for kept, called in KEPT_IN.items():
+            if (one := found.get((source, kept))) is None:
+                continue
+            flags = [f"`{flag}`: {count}" for flag, count in one["settings"].items()]
+            counts = [one["recipes"], one["passing"]]
+            rows.append([source, called, *map(str, counts), ", ".join(flags)])
+    return table(["recipes of", "weights kept in", "recipes", "pass", "refused"], rows)
+
+
 MEASURED_TABLES: Mapping[str, Callable[[], str]] = {
     "convert": convert,
     "gather": gather,
     "host": host,
     "losses": losses,
+    "published": published,
     "requantize": requantize,
     "steps": steps,
     "upstream": upstream,
@@ -296,6 +321,7 @@ RESULTS_OF: Mapping[str, tuple[str, ...]] = {
     "gather": ("gather-2x-h200.json", "gather-4x-h200.json"),
     "host": ("requantize-h100.json", "requantize-host-h100.json"),
     "losses": ("losses-cpu.json",),
+    "published": (PUBLISHED,),
     "requantize": ("requantize-h100.json",),
     "steps": tuple(f"step-{name}.json" for name in STEPS),
     "upstream": ("upstream-2x-h200.json",),

@@ -268,10 +268,23 @@ def first_experts(model_chunks: Iterable[torch.nn.Module]) -> dict[torch.nn.Para
 
 
 def _refuse_unsupported(config: TransformerConfig, pg_collection: Any) -> None:
+    refuse(
+        unsupported_features(config, tensor_parallel=pg_collection.expt_tp.size()),
+        expected="portable experts: expected features they have",
+        remedy="Change these flags, or drop --moe-grouped-gemm for stock experts.",
+    )
+
+
+def unsupported_features(config: TransformerConfig, *, tensor_parallel: int) -> dict[str, bool]:
+    """Return every feature that portable experts do not have -> whether ``config`` asks for it.
+
+    Args:
+        config: Megatron's transformer configuration.
+        tensor_parallel: ranks that share an expert.
+    """
     fused_swiglu = _fuses_activation(config) and config.activation_func is F.silu
     interleave_size = config.moe_mlp_glu_interleave_size or 1
-    tensor_parallel = pg_collection.expt_tp.size()
-    refused = {
+    return {
         "biases with fused SwiGLU (give --disable-bias-linear or --no-bias-swiglu-fusion)": (
             fused_swiglu and config.add_bias_linear
         ),
@@ -313,8 +326,3 @@ def _refuse_unsupported(config: TransformerConfig, pg_collection: Any) -> None:
             config.expert_gtp_weight_remat_size > 1
         ),
     }
-    refuse(
-        refused,
-        expected="portable experts: expected features they have",
-        remedy="Change these flags, or drop --moe-grouped-gemm for stock experts.",
-    )

@@ -1,5 +1,7 @@
 """What the plug-in asks of Megatron's configuration, checked when the optimizer is built."""
 
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -10,9 +12,19 @@ from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError, StateError, refuse
 from moe_optim.megatron.active import config_in_force, installed_config
 from moe_optim.megatron.buffers.bucket_group import GroupedBucketGroup
+from moe_optim.megatron.experts.module import unsupported_features
 from moe_optim.megatron.te.fields import te_formats_of
 from moe_optim.megatron.weights.managed import is_managed
 from moe_optim.modules.grouped_linear import GroupedLinear
+
+_NATIVE: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "--fp8-recipe mxfp8": ("mxfp8", "mxfp8_2d"),
+        "--fp8-recipe blockwise": ("fp8_block",),
+        "--fp4-recipe nvfp4": ("nvfp4",),
+    }
+)
+"""Recipe of Transformer Engine -> formats that its weights can be managed in."""
 
 
 def check_wrapped_model(config: Any, model_chunks: list[Any]) -> None:
@@ -26,9 +38,86 @@ def check_wrapped_model(config: Any, model_chunks: list[Any]) -> None:
         ConfigError: naming every flag that is not supported.
         StateError: quantized weights in buffers the plug-in did not make.
     """
-    ddp_config = model_chunks[0].ddp_config
     params = [param for chunk in model_chunks for param in chunk.parameters()]
     quantized = any(is_managed(param) for param in params)
+    refuse(
+        _refused_settings(
+            config,
+            model_chunks[0].ddp_config,
+            [chunk.config for chunk in model_chunks],
+            quantized=quantized,
+        ),
+        expected="moe_optim: expected flags it supports",
+        remedy="Remove them, or train without --use-moe-grouped-optim.",
+    )
+    _check_wanted(installed_config(), model_chunks)
+    if quantized:
+        _check_buffers(model_chunks)
+    _refuse_foreign_quantized(params)
+
+
+def foresee_refusals(
+    config: Any, ddp_config: Any, model_configs: Sequence[Any], knobs: MoEOptimConfig
+) -> list[str]:
+    """Return all that would be refused once the model is built, as flags; empty if nothing is.
+
+    Nothing is built, installed or raised: configurations alone are read, after Megatron has settled
+    them. What depends on shapes is not foreseen.
+
+    Args:
+        config: Megatron's ``OptimizerConfig``.
+        ddp_config: its ``DistributedDataParallelConfig``.
+        model_configs: the ``TransformerConfig`` of every chunk.
+        knobs: what would be installed.
+    """
+    recipes = dict.fromkeys(recipe for model in model_configs if (recipe := _native_recipe(model)))
+    portable = [model for model in model_configs if _asks_for_portable_experts(model)]
+    quantized = bool(recipes) or (bool(portable) and knobs.format != "bf16")
+    refused = _refused_settings(config, ddp_config, model_configs, quantized=quantized)
+    for flag in recipes:
+        formats = _NATIVE.get(flag, ())
+        refused[f"{flag} with weights kept in it (drop the native parameter gather)"] = not formats
+        refused[f"moe_optim.format {knobs.format} with {flag} (give {' or '.join(formats)})"] = (
+            bool(formats) and knobs.format not in formats
+        )
+    refused[f"moe_optim.format {knobs.format} without weights to keep in it"] = (
+        knobs.format != "bf16" and not quantized
+    )
+    refused[f"moe_optim.compute {knobs.compute} without portable experts"] = (
+        knobs.compute not in (None, "bf16") and not portable
+    )
+    for model in portable:
+        size = model.expert_tensor_parallel_size or model.tensor_model_parallel_size
+        refused |= unsupported_features(model, tensor_parallel=size)
+    return [setting for setting, is_refused in refused.items() if is_refused]
+
+
+def _native_recipe(model: Any) -> str | None:
+    """Return the flag of the recipe that weights are kept in between steps, None for bf16."""
+    for on, kept, name in (("fp8", "fp8_param", "fp8_recipe"), ("fp4", "fp4_param", "fp4_recipe")):
+        if getattr(model, on) and getattr(model, kept):
+            recipe = getattr(model, name)
+            return f"--{name.replace('_', '-')} {getattr(recipe, 'value', recipe)}"
+    return None
+
+
+def _asks_for_portable_experts(model: Any) -> bool:
+    return bool(
+        model.transformer_impl == "local" and model.num_moe_experts and model.moe_grouped_gemm
+    )
+
+
+def _refused_settings(
+    config: Any, ddp_config: Any, model_configs: Sequence[Any], *, quantized: bool
+) -> dict[str, bool]:
+    """Return every flag that is not supported -> whether these configurations have it.
+
+    Args:
+        config: Megatron's ``OptimizerConfig``.
+        ddp_config: its ``DistributedDataParallelConfig``.
+        model_configs: the ``TransformerConfig`` of every chunk.
+        quantized: whether some weights are.
+    """
     refused = {
         "--use-megatron-fsdp": ddp_config.use_megatron_fsdp,
         "an optimizer without --use-distributed-optimizer": not config.use_distributed_optimizer,
@@ -39,7 +128,7 @@ def check_wrapped_model(config: Any, model_chunks: list[Any]) -> None:
         ),
         "--use-nccl-ub": ddp_config.nccl_ub,
         "--qk-clip (Megatron rescales masters as if none were sharded)": any(
-            chunk.config.qk_clip for chunk in model_chunks
+            model.qk_clip for model in model_configs
         ),
         "--optimizer-cuda-graph (a step decides on the host what non-finite gradients do, and a "
         "replay never marks weights stale)": config.optimizer_cuda_graph,
@@ -52,15 +141,7 @@ def check_wrapped_model(config: Any, model_chunks: list[Any]) -> None:
                 config.use_precision_aware_optimizer and config.main_params_dtype != torch.float32
             ),
         }
-    refuse(
-        refused,
-        expected="moe_optim: expected flags it supports",
-        remedy="Remove them, or train without --use-moe-grouped-optim.",
-    )
-    _check_wanted(installed_config(), model_chunks)
-    if quantized:
-        _check_buffers(model_chunks)
-    _refuse_foreign_quantized(params)
+    return refused
 
 
 def _spelt(dtype: torch.dtype) -> str:

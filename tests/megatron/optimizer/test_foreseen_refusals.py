@@ -1,0 +1,112 @@
+"""What would be refused is known from configurations alone, all of it at once."""
+
+from typing import Any
+
+import pytest
+
+from moe_optim.config import MoEOptimConfig
+from tests.megatron.optimizer.test_programmatic import REFUSED
+from tests.support.ranks import run_ranks
+
+NATIVE = {"fp8": "e4m3", "fp8_recipe": "mxfp8", "fp8_param": True}
+AWARE = {"use_precision_aware_optimizer": True}
+PORTABLE = {"transformer_impl": "local", "num_moe_experts": 4, "moe_grouped_gemm": True}
+PORTABLE |= {"gated_linear_unit": True, "activation_func": "silu", "add_bias_linear": False}
+PORTABLE |= {"bf16": True, "params_dtype": "bfloat16"}
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # settings and knobs
+    "nothing": ({}, {"format": "bf16"}),
+    "native": (NATIVE, {"format": "mxfp8"}),
+    "native, square blocks": (NATIVE, {"format": "mxfp8_2d"}),
+    "native, another format": (NATIVE, {"format": "nvfp4"}),
+    "native, per tensor": (NATIVE | {"fp8_recipe": "tensorwise"}, {"format": "bf16"}),
+    "native, nvfp4": ({"fp4": "e2m1", "fp4_param": True}, {"format": "nvfp4"}),
+    "recipe, bf16 weights": (NATIVE | {"fp8_param": False}, {"format": "bf16"}),
+    "no weights": ({}, {"format": "mxfp8"}),
+    "no products": ({}, {"format": "bf16", "compute": "nvfp4"}),
+    "portable": (PORTABLE, {"format": "nvfp4"}),
+    "portable products": (PORTABLE, {"format": "bf16", "compute": "nvfp4"}),
+    "portable, cut blocks": (
+        PORTABLE | {"moe_mlp_glu_interleave_size": 32, "expert_tensor_parallel_size": 2},
+        {"format": "nvfp4"},
+    ),
+    "two at once": (NATIVE | {"use_megatron_fsdp": True, "optimizer": "sgd"}, {"format": "mxfp8"}),
+} | {
+    flag: (NATIVE | AWARE | {name: value}, {"format": "mxfp8"})
+    for flag, (name, value) in REFUSED.items()
+}
+
+
+def _foresee() -> dict[str, list[str]]:
+    import torch
+    import torch.nn.functional as functional
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer import TransformerConfig
+
+    from moe_optim.megatron.optimizer.requirements import foresee_refusals
+
+    def foresee(settings: dict[str, Any], knobs: dict[str, Any]) -> list[str]:
+        optimizer = OptimizerConfig(use_distributed_optimizer=True)
+        ddp = DistributedDataParallelConfig()
+        model = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=1)
+        model.ffn_hidden_size = model.moe_ffn_hidden_size = 64
+        values = {"silu": functional.silu, "bfloat16": torch.bfloat16}
+        for name, value in settings.items():
+            found = [config for config in (optimizer, ddp, model) if hasattr(config, name)]
+            assert found
+            for config in found:
+                plain = isinstance(value, str) and name in ("activation_func", "params_dtype")
+                setattr(config, name, values[value] if plain else value)
+        return foresee_refusals(optimizer, ddp, [model, model], MoEOptimConfig(**knobs))
+
+    return {name: foresee(*case) for name, case in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def foreseen() -> dict[str, list[str]]:
+    return run_ranks(1, _foresee)[0]
+
+
+@pytest.mark.parametrize("flag", REFUSED)
+def test_what_the_built_model_is_refused_for_is_foreseen(foreseen, flag):
+    (setting,) = foreseen[flag]
+    assert flag in setting
+
+
+def test_all_is_named_and_nothing_raised(foreseen):
+    assert foreseen["two at once"] == ["--use-megatron-fsdp", "--optimizer sgd (give adam)"]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "nothing",
+        "native",
+        "native, square blocks",
+        "native, nvfp4",
+        "recipe, bf16 weights",
+        "portable",
+        "portable products",
+    ],
+)
+def test_what_trains_is_not_refused(foreseen, case):
+    assert foreseen[case] == []
+
+
+@pytest.mark.parametrize(
+    ("case", "refused"),
+    [
+        ("native, another format", "moe_optim.format nvfp4 with --fp8-recipe mxfp8 (give mxfp8 or"),
+        ("native, per tensor", "--fp8-recipe tensorwise with weights kept in it"),
+        ("no weights", "moe_optim.format mxfp8 without weights to keep in it"),
+        ("no products", "moe_optim.compute nvfp4 without portable experts"),
+        (
+            "portable, cut blocks",
+            "--moe-mlp-glu-interleave-size with --expert-tensor-parallel-size",
+        ),
+    ],
+)
+def test_a_format_needs_weights_that_can_hold_it(foreseen, case, refused):
+    (setting,) = foreseen[case]
+    assert setting.startswith(refused)

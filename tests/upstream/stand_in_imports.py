@@ -1,0 +1,136 @@
+"""Lets modules of a package that is unpacked in a folder be imported without what they import.
+
+Recipes of Megatron-Bridge are functions that set fields of configurations. Their modules import
+models, Transformer Engine and converters of Hugging Face checkpoints all the same; of all that they
+only set attributes, or build an object to set them on.
+"""
+
+import importlib
+import os
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+def find_bridge() -> Path | None:
+    """Return the folder of ``MEGATRON_BRIDGE_PATH`` that holds Megatron-Bridge, if one does."""
+    folders = map(Path, filter(None, os.environ.get("MEGATRON_BRIDGE_PATH", "").split(":")))
+    return next((folder for folder in folders if (folder / "megatron/bridge").is_dir()), None)
+
+
+class _AnyCall(type):
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *_, **__: cls()
+
+
+class StandIn(metaclass=_AnyCall):
+    """Takes any argument and attribute; what nobody has set is None, and any call builds another.
+
+    A name in ``UNSET`` has a value before anybody sets it.
+    """
+
+    UNSET: Mapping[str, Any] = {}
+
+    def __init__(self, *_: Any, **fields: Any) -> None:
+        vars(self).update(fields)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(self).UNSET.get(name)
+
+    def __call__(self, *_: Any, **__: Any) -> "StandIn":
+        return type(self)()
+
+
+class _Loader(Loader):
+    def __init__(self, bases: Mapping[str, type[StandIn]]) -> None:
+        self._bases = bases
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Give the module every name that is asked of it: a class of its own."""
+
+        def find(name: str) -> type[StandIn]:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            found = (base for part, base in self._bases.items() if part in (module.__name__, name))
+            made = type(name, (next(found, self._base_of(module)),), {})
+            setattr(module, name, made)
+            return made
+
+        module.__getattr__ = find  # type: ignore[method-assign]
+
+    def _base_of(self, module: ModuleType) -> type[StandIn]:
+        prefixes = (name for name in self._bases if module.__name__.startswith(f"{name}."))
+        return self._bases.get(next(prefixes, ""), StandIn)
+
+
+class _Finder(MetaPathFinder):
+    """Finds the real modules of one package in a folder, and stand-ins of its others."""
+
+    def __init__(self, folder: Path, package: str, real: Collection[str], loader: Loader) -> None:
+        self._folder, self._package, self._real, self._loader = folder, package, real, loader
+
+    def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
+        if not f"{name}.".startswith(f"{self._package}."):
+            return None
+        if any(f"{name}.".startswith(f"{real}.") for real in self._real):
+            path = self._folder.joinpath(*name.split("."))
+            if path.is_dir():
+                init = path / "__init__.py"
+                return spec_from_file_location(name, init, submodule_search_locations=[str(path)])
+            if path.with_suffix(".py").is_file():
+                return spec_from_file_location(name, path.with_suffix(".py"))
+        return ModuleSpec(name, self._loader, is_package=True)
+
+
+class _Absent(MetaPathFinder):
+    """Finds what no other finder does."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
+        if name.partition(".")[0] in sys.stdlib_module_names:  # which Python looks for in vain
+            return None
+        return ModuleSpec(name, self._loader, is_package=True)
+
+
+@contextmanager
+def standing_in(
+    folder: Path, package: str, real: Collection[str], bases: Mapping[str, type[StandIn]]
+) -> Iterator[None]:
+    """Let ``package`` be imported from ``folder``; whatever it lacks is a stand-in meanwhile.
+
+    What was imported before stays real, and nothing of what is imported within stays.
+
+    Args:
+        folder: what would be on Python's path.
+        package: whose modules are stand-ins, apart from those named in ``real``.
+        real: modules of it, and packages with all that is in them.
+        bases: name of a class, or of a module or package -> of what its stand-ins are made.
+    """
+    loader = _Loader(bases)
+    finder, absent = _Finder(folder, package, real, loader), _Absent(loader)
+    before = dict(sys.modules)
+    sys.meta_path.insert(0, finder)
+    sys.meta_path.append(absent)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        sys.meta_path.remove(absent)
+        for name in set(sys.modules) - set(before):
+            del sys.modules[name]
+        importlib.invalidate_caches()
