@@ -158,6 +158,7 @@ def main() -> None:
             "format": "mxfp8",
             "parameters": 1_000_000,
             "quantized_parameters": 750_000,
+            "rank0": {},
         }
         (Path(args.save).parent / "model.json").write_text(json.dumps(model))
 
