@@ -230,15 +230,22 @@ class _Training:
 
     def _check_flags(self, cpu: bool) -> None:
         """Refuse flags that no rank could start with, all of them at once."""
-        environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(self.ranks)}
-        environment |= {"MOE_OPTIM_CPU": "1", "TORCHDYNAMO_DISABLE": "1"} if cpu else {}
-        done = subprocess.run(
-            [*PREFLIGHT, *self._rank_arguments(None, cpu)],
-            env=os.environ | environment,
-            capture_output=True,
-            text=True,
-            check=False,
+        from moe_optim.train.launcher import LaunchPlan, rank_environments
+
+        plan = LaunchPlan(
+            entry=(*PREFLIGHT, *self._rank_arguments(None, cpu)),
+            ranks=self.ranks,
+            logs=self.folder.path,
+            cpu=cpu,
         )
+        with self.console.status("checking flags"):
+            done = subprocess.run(
+                plan.entry,
+                env=os.environ | rank_environments(plan, port=0)[0],  # it meets nobody
+                capture_output=True,
+                text=True,
+                check=False,
+            )
         if done.returncode == 0:  # else it is broken itself, and the ranks are to say why
             raise_faults(f"{self.recipe.path} and flags after --", json.loads(done.stdout))
 

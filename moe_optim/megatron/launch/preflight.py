@@ -178,12 +178,14 @@ class _DryRun:
 
         optimizer = make(lambda args: get_megatron_optimizer_config(args)[0])
         ddp, model = make(get_megatron_ddp_config), make(core_transformer_config_from_args)
-        if model is None:
-            self.faults.append("Flags that the plug-in refuses were not looked for yet.")
-            return
-        # arguments have the fields of both under the same names
-        refused = foresee_refusals(optimizer or args, ddp or args, [model], knobs)
+        if model is None:  # nothing can be said of weights then
+            knobs = MoEOptimConfig(format="bf16")
+        # arguments have the fields of the first two under the same names
+        models = [] if model is None else [model]
+        refused = foresee_refusals(optimizer or args, ddp or args, models, knobs)
         self.faults += [f"refused with the plug-in: {one}. Change or remove it." for one in refused]
+        if model is None:
+            self.faults.append("Of the model's flags the plug-in's refusals are not known yet.")
 
     def _mend_names(self, parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
         """Return ``argv`` with the closest known flag for each unknown one, and without others."""

@@ -84,7 +84,7 @@ CASES = {  # what is wrong -> a command line, and the beginnings of all faults
         but("--tensor-model-parallel-size", "2"),
         [
             "Megatron: world size (1) is not divisible by total_model_size (total_model_size=2). C",
-            "Flags that the plug-in refuses were not looked for yet.",
+            "Of the model's flags the plug-in's refusals are not known yet.",
         ],
     ),
     "everything at once": (
