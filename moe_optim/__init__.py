@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from moe_optim.megatron.bridge import MoEOptimizerConfig
     from moe_optim.megatron.experts.amax import synchronize_amax
     from moe_optim.megatron.launch.cpu_runtime import use_cpu
+    from moe_optim.megatron.optimizer.description import Description, describe
     from moe_optim.ops import dequantize, quantize
     from moe_optim.recipes import Recipe, load_recipe
 
@@ -31,6 +32,7 @@ __version__ = VERSION
 
 __all__ = [
     "ConfigError",
+    "Description",
     "LayoutError",
     "MoEOptimConfig",
     "MoEOptimError",
@@ -42,6 +44,7 @@ __all__ = [
     "__version__",
     "convert_state_dict",
     "dequantize",
+    "describe",
     "get_megatron_optimizer",
     "install",
     "load_recipe",
@@ -52,8 +55,10 @@ __all__ = [
 ]
 
 _LAZY = {
+    "Description": "moe_optim.megatron.optimizer.description",
     "convert_state_dict": "moe_optim.expert_keys.conversion",
     "dequantize": "moe_optim.ops",
+    "describe": "moe_optim.megatron.optimizer.description",
     "quantize": "moe_optim.ops",
     "MoEOptimConfig": "moe_optim.config",
     "MoEOptimizerConfig": "moe_optim.megatron.bridge",

@@ -71,6 +71,15 @@ class MoEOptimConfig:
         _check_compute(type(self).__name__, self.format, self.compute)
         _check_record_amax(type(self).__name__, self.format, self.record_amax)
 
+    def changes(self) -> str:
+        """Return the knobs that differ from their defaults, as ``key=value``, or "defaults"."""
+        changed = [
+            f"{field.name}={spell(value)}"
+            for field in fields(self)
+            if (value := getattr(self, field.name)) != field.default
+        ]
+        return ", ".join(changed) or "defaults"
+
     @classmethod
     def from_mapping(
         cls, mapping: Mapping[str, object], where: str = "moe_optim"

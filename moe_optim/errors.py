@@ -3,7 +3,7 @@
 Messages follow one pattern: *where: what was expected, got what. What to change.*
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 
 class MoEOptimError(Exception):
@@ -44,3 +44,19 @@ def refuse(settings: Mapping[str, object], *, expected: str, remedy: str) -> Non
     found = [setting for setting, is_set in settings.items() if is_set]
     if found:
         raise ConfigError(f"{expected}, got {'; '.join(found)}. {remedy}")
+
+
+def raise_faults(where: str, faults: Sequence[str]) -> None:
+    """Refuse a command line by everything that is wrong with it.
+
+    Args:
+        where: what is wrong.
+        faults: each with its remedy, in one line.
+
+    Raises:
+        ConfigError: there are some; one line for each.
+    """
+    if faults:
+        count = f"{len(faults)} faults" if len(faults) > 1 else "1 fault"
+        lines = [f"{where}: expected what Megatron and moe_optim take, got {count}:", *faults]
+        raise ConfigError("\n  ".join(lines))

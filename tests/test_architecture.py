@@ -24,6 +24,7 @@ checkpoints/files
 checkpoints/pickles
 checkpoints/manifests checkpoints/stores
 checkpoints checkpoints/conversion
+console
 megatron/patching
 megatron/active megatron/planning
 megatron/te
@@ -34,7 +35,6 @@ megatron/checkpoint
 megatron/optimizer
 megatron/launch
 megatron/bridge megatron
-console
 train
 bench plan
 .

@@ -17,6 +17,7 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 PUBLIC = {
     "ConfigError",
+    "Description",
     "LayoutError",
     "MoEOptimConfig",
     "MoEOptimError",
@@ -28,6 +29,7 @@ PUBLIC = {
     "__version__",
     "convert_state_dict",
     "dequantize",
+    "describe",
     "get_megatron_optimizer",
     "install",
     "load_recipe",

@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 from moe_optim.environment import Package
+from moe_optim.errors import raise_faults
 from moe_optim.megatron.launch.script_runner import (
+    check_script,
     find_script,
     prepare_imports,
     require_tree,
@@ -26,7 +28,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "then torch.cuda is redirected and six names of Megatron are replaced, with the "
         "flag or without. It is one rank; for several: torchrun [...] --no-python moe-optim run "
         "SCRIPT ARGS.",
-        usage="moe-optim run [--megatron-lm PATH] SCRIPT [ARGS ...]",
+        usage="moe-optim run [--megatron-lm PATH] [--dry-run] SCRIPT [ARGS ...]",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -36,6 +38,13 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         metavar="PATH",
         help="a checkout of Megatron-LM that wins over an installed megatron-core; SCRIPT is "
         "looked for there too",
+    )
+    add(
+        "--dry-run",
+        action="store_true",
+        help="run SCRIPT only until its arguments are parsed, and list everything that is wrong "
+        "with them; exits with 0 if nothing is, else with 2. Without a launcher it assumes as many "
+        "ranks as the parallel sizes need, or WORLD_SIZE",
     )
     add("script", type=Path, metavar="SCRIPT", help="a script that calls Megatron's pretrain()")
     add(
@@ -51,7 +60,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the script to its end; what it exits with or raises passes through.
 
     Raises:
-        MoEOptimError: the script or the source tree cannot be used, or the plug-in refuses.
+        MoEOptimError: the script or the source tree cannot be used, or the plug-in refuses; in a
+            dry run, with everything that is wrong.
     """
     if args.megatron_lm is not None:
         require_tree(args.megatron_lm)  # else it is the script that seems to be missing
@@ -64,6 +74,10 @@ def run(args: argparse.Namespace) -> int:
     if os.environ.get("RANK", "0") == "0":
         where = "on the CPU, over gloo" if cpu else "on GPUs"
         print(f"moe-optim run: {_describe(package)}; {where}", file=sys.stderr, flush=True)
+    if args.dry_run:
+        raise_faults(f"{script}: arguments", check_script(script, args.script_args, cpu=cpu))
+        print("moe-optim run: nothing is wrong with the arguments")
+        return 0
     run_script(script, args.script_args, cpu=cpu)
     return 0
 

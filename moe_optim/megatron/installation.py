@@ -1,14 +1,10 @@
 """Switches the plug-in on and off for this process."""
 
-import logging
-
 from moe_optim.config import MoEOptimConfig, field_names
 from moe_optim.errors import ConfigError, StateError
 from moe_optim.megatron.active import activate, installed_config
 from moe_optim.megatron.patching import patches
 from moe_optim.megatron.patching.engine import apply_patches, revert_patches
-
-logger = logging.getLogger(__name__)
 
 HOLDER = "the plug-in"
 OPTIMIZERS = "optimizers that were built"
@@ -39,7 +35,6 @@ def install(config: MoEOptimConfig | None = None) -> None:
     needed = (*patches.ADAM, *patches.EXPERTS, *patches.OPTIMIZER, *patches.CHECKPOINTS)
     apply_patches(needed, HOLDER)
     activate(wanted)
-    logger.info("moe_optim: %s", wanted)
 
 
 def install_in_patched_tree(config: MoEOptimConfig) -> None:

@@ -127,6 +127,17 @@ class GroupedLinear(torch.nn.Module):
         pairs = zip(names, weights, strict=True)
         return [(name, torch.nn.Parameter(weight)) for name, weight in pairs]
 
+    def extra_repr(self) -> str:
+        """Return shape, format and layout of the weights, and what products read."""
+        experts, rows, cols = self.shape
+        storages = self.storages()
+        format = storages[0].format.name if storages else "bf16"
+        parts = [f"experts={experts}, [{rows}, {cols}]", f"format={format}"]
+        if self.quantized_copy is not None:
+            parts.append(f"compute={self.quantized_copy.format.name}")
+        parts += [f"expert_layout={self.expert_layout}", f"bias={bool(self.biases())}"]
+        return ", ".join(parts)
+
     def storages(self) -> list[PlaneStorage]:
         """Return the storage behind each parameter; none where experts are bf16."""
         weights = self.weights()

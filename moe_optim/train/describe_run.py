@@ -2,6 +2,7 @@
 
 import importlib
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from megatron.core.transformer.module import param_is_not_shared
 from megatron.core.utils import unwrap_model
 from megatron.training import get_args
 
+from moe_optim.megatron.optimizer.description import describe
 from moe_optim.megatron.patching.engine import original
 from moe_optim.megatron.weights.managed import is_managed
 
@@ -43,14 +45,14 @@ def setup_model_and_optimizer(
         pg_collection=pg_collection,
     )
     folder = get_args().tensorboard_dir
-    description = describe(model, optimizer)
+    description = describe_model(model, optimizer) | {"rank0": asdict(describe(model, optimizer))}
     if folder and dist.get_rank() == 0:
         path = Path(folder).parent / "model.json"
         path.write_text(json.dumps(description, indent=2) + "\n")
     return model, optimizer, scheduler
 
 
-def describe(model: list[Any], optimizer: Any) -> dict[str, Any]:
+def describe_model(model: list[Any], optimizer: Any) -> dict[str, Any]:
     """Return what was built: optimizer class, storage format, and parameters of the whole model.
 
     A parameter is counted once, however many ranks hold a copy of it. Every rank must call it.

@@ -159,10 +159,12 @@ def train(argv: Sequence[str]) -> None:
     )
     from megatron.training.arguments import parse_and_validate_args
 
+    from moe_optim.megatron.launch.script_arguments import require_transformer_engine
     from moe_optim.train.layer_spec import layer_spec
 
     args = parse_and_validate_args(extra_args_provider=add_moe_optim_arguments)
     refuse_unsupported(args)
+    require_transformer_engine(args)
     model_config = gpt_config_from_args(args)
     if model_config.transformer_layer_spec is None:  # else --spec names one
         model_config.transformer_layer_spec = layer_spec

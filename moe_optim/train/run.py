@@ -2,9 +2,11 @@
 
 import argparse
 import json
+import os
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -24,7 +26,7 @@ from moe_optim.console.argv import (
 )
 from moe_optim.console.files import DISK_FULL, free_bytes, full_disk_explained, full_disk_sentence
 from moe_optim.console.screen import results_console
-from moe_optim.errors import ConfigError
+from moe_optim.errors import ConfigError, raise_faults
 from moe_optim.recipes import Recipe, check_requirements, load_recipe
 from moe_optim.train.byte_dataset import (
     ByteDataset,
@@ -52,6 +54,8 @@ if TYPE_CHECKING:
 
 RANK_ENTRY: tuple[str, ...] = (sys.executable, "-m", "moe_optim.train.pretrain")
 """Command of one rank, without its arguments."""
+PREFLIGHT: tuple[str, ...] = (sys.executable, "-m", "moe_optim.train.preflight")
+"""Command that checks the arguments of a rank."""
 
 _FOLDER_FLAGS = ("--save", "--tensorboard-dir", "--data-cache-path")
 _CPU_DEFAULTS = ("--num-workers", "0")  # loader processes would take the cores from the ranks
@@ -60,6 +64,7 @@ _LITTLE_FREE_BYTES = 2**26  # the disk is full if a rank said so; else another o
 _CKPT_STEP = "--ckpt-step"
 _OVERRIDE_SCHEDULE = "--override-opt_param-scheduler"
 _FAILED = 1
+_REFUSED = 2  # of a rank: argparse, or an error of ours
 
 
 def train(args: argparse.Namespace) -> int:
@@ -123,9 +128,11 @@ class _Training:
             f"{self.recipe.path}: {self.recipe.moe_optim.format} expert weights, "
             f"run folder {self.folder.path}"
         )
+        cpu = self._use_cpu()
+        self._check_flags(cpu)
         resumed_from = self._resume_point() if self.args.resume else None
         dataset = self._prepare_dataset()
-        result = self._launch(dataset)
+        result = self._launch(dataset, cpu)
         if result.stopped_by is not None:
             return self._report_stop(result.stopped_by)
         if result.failure is not None:
@@ -141,7 +148,10 @@ class _Training:
         summary = write_summary(self.folder, facts)
         if result.state.total == 0:
             self._say("nothing was left to train: ask for more with `-- --train-iters N`")
+        samples = last_value(self.megatron_argv, "--train-samples")
         iterations = ("--train-iters", str(2 * summary["iterations"]))
+        if samples is not None:  # Megatron takes one of the two
+            iterations = ("--train-samples", str(2 * int(samples)))
         # A longer schedule is not the one in the checkpoint.
         longer = self._resume_command(*iterations, _OVERRIDE_SCHEDULE, replaced=iterations[:1])
         print_summary(summary, self.folder, longer, self.console)
@@ -218,10 +228,30 @@ class _Training:
         self._say(f"resume: on {spell_text(paths)}")
         return paths
 
-    def _launch(self, dataset: ByteDataset | None) -> "LaunchResult":
+    def _check_flags(self, cpu: bool) -> None:
+        """Refuse flags that no rank could start with, all of them at once."""
+        from moe_optim.train.launcher import LaunchPlan, rank_environments
+
+        plan = LaunchPlan(
+            entry=(*PREFLIGHT, *self._rank_arguments(None, cpu)),
+            ranks=self.ranks,
+            logs=self.folder.path,
+            cpu=cpu,
+        )
+        with self.console.status("checking flags"):
+            done = subprocess.run(
+                plan.entry,
+                env=os.environ | rank_environments(plan, port=0)[0],  # it meets nobody
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+        if done.returncode == 0:  # else it is broken itself, and the ranks are to say why
+            raise_faults(f"{self.recipe.path} and flags after --", json.loads(done.stdout))
+
+    def _launch(self, dataset: ByteDataset | None, cpu: bool) -> "LaunchResult":
         from moe_optim.train.launcher import LaunchPlan, launch
 
-        cpu = self._use_cpu()
         plan = LaunchPlan(
             entry=(*RANK_ENTRY, *self._rank_arguments(dataset, cpu)),
             ranks=self.ranks,
@@ -272,6 +302,8 @@ class _Training:
             step = step_beside(failure.reason)
             way_on = [] if step is None else [self._continue_from(step, _CKPT_STEP, str(step))]
             return _fail("\n  ".join([*lines, *way_on]))
+        if failure.exit_code == _REFUSED:  # which the same command would be again
+            return _fail("\n  ".join([*lines, self._once_changed()]))
         remedy = []
         if "OptimizerParamScheduler" in failure.reason:
             remedy = [_OVERRIDE_SCHEDULE]
@@ -291,6 +323,13 @@ class _Training:
             return "No checkpoint is complete: start again in another folder with --out."
         again = self._command(self.args.megatron_args, resume=False)
         return f"There is no checkpoint yet: start again: {again}"
+
+    def _once_changed(self) -> str:
+        """Say from where a run goes on that has refused something, without a command."""
+        iteration = newest_complete_checkpoint(self.folder.checkpoints)
+        if iteration is None:
+            return "There is no checkpoint yet: start again once that is changed."
+        return f"Continue from iteration {iteration} with --resume once that is changed."
 
     def _continue_from(self, iteration: int, *remedy: str) -> str:
         return f"Continue from iteration {iteration}: {self._resume_command(*remedy)}"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 TRAIN_TAG, VALIDATION_TAG = "lm loss", "lm loss validation"
-_MODEL_KEYS = ("optimizer", "format", "parameters", "quantized_parameters")
+_MODEL_KEYS = ("optimizer", "format", "parameters", "quantized_parameters", "rank0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +126,7 @@ def build_summary(model: Mapping[str, Any], curves: Curves, facts: LaunchFacts) 
         "world_size": facts.world_size,
         "parameters": model["parameters"],
         "quantized_parameters": model["quantized_parameters"],
+        "rank0": model["rank0"],
         "iterations": curves.train[-1].iteration,
         "loss_first": curves.train[0].loss,
         "loss_last": curves.train[-1].loss,

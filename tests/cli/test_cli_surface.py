@@ -37,7 +37,7 @@ SURFACE = {  # command -> its positionals and options
     "patch revert": {"PATH"},
     "plan": {"RECIPE", "--gpus", "--set", "--out", "--json"},
     "recipes copy": {"NAME", "DIR"},
-    "run": {"--megatron-lm", "SCRIPT", "ARGS"},
+    "run": {"--megatron-lm", "--dry-run", "SCRIPT", "ARGS"},
     "train": {"RECIPE", "--out", "--set", "--text", "--resume", "--ranks", "--cpu"},
     "verify": {"A", "B", "--json", "--weights-only", "--rename", "--num-experts"},
 }

@@ -4,6 +4,7 @@ What it does is told by the environment variable FAKE_RANK:
 
 - empty: train to the end, evaluate, write events and model.json
 - ``error``: the last rank prints a known error, or FAKE_ERROR, and ends
+- ``refuse``: as ``error``, with the exit code of a refusal
 - ``schedule``: rank 0 finds another schedule in the checkpoint, as Megatron says it
 - ``raise``: rank 0 raises; once it is gone the others lose their peer, often before the launcher
   looks
@@ -75,10 +76,10 @@ class Events:
 
 
 def fail(iteration: int) -> None:
-    if BEHAVIOUR == "error" and LAST:
+    if BEHAVIOUR in ("error", "refuse") and LAST:
         known = "--num-experts: expected a multiple of 4, got 6. Change it."
         say(f"error: {os.environ.get('FAKE_ERROR', known)}")
-        sys.exit(1)
+        sys.exit(2 if BEHAVIOUR == "refuse" else 1)
     if BEHAVIOUR == "schedule" and RANK == 0:
         raise AssertionError("OptimizerParamScheduler: class input value 19 do not match")
     if BEHAVIOUR in ("raise", "leave") and iteration == 2:
@@ -158,6 +159,7 @@ def main() -> None:
             "format": "mxfp8",
             "parameters": 1_000_000,
             "quantized_parameters": 750_000,
+            "rank0": {},
         }
         (Path(args.save).parent / "model.json").write_text(json.dumps(model))
 

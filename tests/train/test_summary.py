@@ -26,6 +26,7 @@ MODEL = {
     "format": "mxfp8",
     "parameters": 1000,
     "quantized_parameters": 750,
+    "rank0": {"buckets": 4},
 }
 FACTS = LaunchFacts(
     world_size=2,

@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import shutil
+import sys
 
 import pytest
 
@@ -15,6 +16,7 @@ from tests.support.damage import flip_in
 from tests.support.runs import FAKE_RANK, REPOSITORY, small_disk, write_checkpoint
 
 EVERY_SECOND = ("--eval-interval", "2")
+PREFLIGHT = train.PREFLIGHT
 SHORT = ("--train-iters", "6", *EVERY_SECOND)
 RECIPE = REPOSITORY / "recipes" / "quickstart.yaml"
 
@@ -42,6 +44,7 @@ def runs(shared, tmp_path):
 def command(monkeypatch, capsys, shared, runs):
     """Run `moe-optim train` on the small text; returns exit code, stdout and stderr."""
     monkeypatch.setattr(train, "RANK_ENTRY", FAKE_RANK)
+    monkeypatch.setattr(train, "PREFLIGHT", (sys.executable, "-c", "print([])"))
 
     def run(*options, behaviour="", megatron=SHORT, out=runs / "a", text=True):
         monkeypatch.setenv("FAKE_RANK", behaviour)
@@ -203,6 +206,41 @@ def test_before_the_first_checkpoint_the_way_on_is_to_start_again(command):
     assert "There is no checkpoint yet: start again: moe-optim train" in errors
     assert "--resume" not in errors
     assert command()[0] == 0  # and the folder lets it
+
+
+def test_after_a_refusal_no_command_is_named_that_would_be_refused_again(command, runs):
+    """Ranks refuse with exit code 2, as argparse does."""
+    code, _, errors = command(behaviour="refuse")
+    assert code == 1
+    assert errors.splitlines()[-1] == (
+        "  There is no checkpoint yet: start again once that is changed."
+    )
+    write_checkpoint(runs / "a" / "checkpoints", 4)
+    _, _, errors = command("--resume", behaviour="refuse")
+    assert errors.splitlines()[-1] == (
+        "  Continue from iteration 4 with --resume once that is changed."
+    )
+
+
+def test_a_run_of_so_many_samples_is_made_longer_by_samples(command):
+    """Megatron takes iterations or samples, and not both."""
+    megatron = ("--train-samples", "96", *SHORT)  # the fake rank counts iterations alone
+    longer = command(megatron=megatron)[1].partition("train longer")[2]
+    assert "--train-samples 192" in longer
+
+
+def test_all_wrong_flags_are_refused_at_once_before_a_rank_starts(command, runs, monkeypatch):
+    """By Megatron's own parser and the plug-in's own checks; nothing is built for it."""
+    monkeypatch.setattr(train, "PREFLIGHT", PREFLIGHT)
+    wrong = ("--train-iter", "6", "--use-megatron-fsdp", "--context-parallel-size", "2")
+    code, _, errors = command(megatron=wrong)
+    assert code == 2
+    first, *faults = errors.splitlines()
+    assert first.startswith(f"error: {RECIPE} and flags after --: expected what Megatron")
+    assert "  --train-iter: no such flag. Write --train-iters, the closest one." in faults
+    for flag in ("--use-megatron-fsdp", "--context-parallel-size"):
+        assert any(flag in fault for fault in faults)
+    assert not (runs / "a" / "logs").exists()
 
 
 def test_a_disk_that_fills_up_while_training_is_named(command, shared, tmp_path):

@@ -69,7 +69,7 @@ class ManagedBucket:
         wire: Wire = "quantized",
         backend: Backend = "auto",
     ) -> None:
-        self.name, self.dp_size, self.grads = name, dp_size, grads
+        self.name, self.dp_size, self.grads, self.wire = name, dp_size, grads, wire
         self.params: tuple[torch.nn.Parameter, ...] = tuple(params)
         self.storages: tuple[PlaneStorage, ...] = tuple(p.quantized_storage for p in params)
         self.slots = tuple(

@@ -1,12 +1,70 @@
-"""Megatron's own parser with the plug-in's flags in it."""
+"""Megatron's own parser with the plug-in's flags in it, and what is asked of what it parsed."""
 
-from argparse import ArgumentParser
+import functools
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Protocol
 
+from moe_optim.errors import ConfigError
 from moe_optim.megatron.launch.arguments import add_moe_optim_arguments
 from moe_optim.megatron.patching.engine import original
+from moe_optim.megatron.te.quantizer import import_error
+
+_ARGUMENTS = "megatron.training.arguments"
+
+
+class Observer(Protocol):
+    """Takes the place of parsing and of Megatron's checks, as a dry run does."""
+
+    def parse(self, parser: ArgumentParser, *, takes_unknown: bool) -> Namespace:
+        """Return the parsed arguments."""
+
+    def settle(
+        self, args: Namespace, defaults: Mapping[str, Any], validate: Callable[[], object]
+    ) -> Namespace:
+        """Return them as ``validate``, Megatron's checks, leaves them."""
+
+
+_observer: Observer | None = None
+
+
+def set_observer(observer: Observer | None) -> None:
+    """Have scripts of this process parse and settle arguments through ``observer``, if given."""
+    global _observer
+    _observer = observer
 
 
 def add_megatron_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Add Megatron's flags and the plug-in's to ``parser`` and return it."""
-    stock = original("megatron.training.arguments:add_megatron_arguments")
-    return add_moe_optim_arguments(stock(parser))
+    stock = original(f"{_ARGUMENTS}:add_megatron_arguments")
+    parser = add_moe_optim_arguments(stock(parser))
+    if (observer := _observer) is not None:
+        parse = functools.partial(observer.parse, parser)
+        every: Any = lambda *_: parse(takes_unknown=False)  # noqa: E731
+        known: Any = lambda *_: (parse(takes_unknown=True), [])  # noqa: E731
+        parser.parse_args, parser.parse_known_args = every, known  # type: ignore[method-assign]
+    return parser
+
+
+def validate_args(args: Namespace, defaults: Mapping[str, Any] = MappingProxyType({})) -> Namespace:
+    """Settle arguments as Megatron does, and refuse what would fail while the model is built."""
+    validate = functools.partial(original(f"{_ARGUMENTS}:validate_args"), args, defaults)
+    if _observer is not None:
+        return _observer.settle(args, defaults, validate)
+    settled: Namespace = validate()
+    require_transformer_engine(settled)
+    return settled
+
+
+def require_transformer_engine(args: Namespace) -> None:
+    """Raise ConfigError where layers are to be built of Transformer Engine and there is none.
+
+    Megatron calls None then. Layers that ``--spec`` names may do without.
+    """
+    wanted = args.transformer_impl == "transformer_engine" and args.spec is None
+    if wanted and (why := import_error()):
+        raise ConfigError(
+            "--transformer-impl: expected Transformer Engine for transformer_engine, Megatron's "
+            f"default, got {why}. Install it, or give --transformer-impl local."
+        )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
+from moe_optim.console.screen import quiet
 from moe_optim.environment import Package, find_folder, find_package, unmet_version
 from moe_optim.errors import ConfigError
 from moe_optim.megatron.launch.arguments import FLAG, request_from_argv
@@ -121,6 +122,25 @@ def run_script(script: Path, argv: Sequence[str], *, cpu: bool) -> None:
         apply_patches(SCRIPT, "run")
         installation.install(request)
     _run_as_main(script)
+
+
+def check_script(script: Path, argv: Sequence[str], *, cpu: bool) -> list[str]:
+    """Return everything that :func:`run_script` would be refused for, with remedies.
+
+    The script runs until Megatron has its arguments; nothing is installed or built. Arguments are
+    those of :func:`run_script`.
+    """
+    if fault := unmet_version("megatron-core", WRITTEN_FOR):
+        return [f"{FLAG}: {fault}."]
+    with quiet():
+        from moe_optim.megatron.launch import cpu_runtime
+        from moe_optim.megatron.launch.preflight import find_late_install, list_faults
+
+        if cpu:
+            cpu_runtime.install()
+    sys.argv = [str(script), *argv]
+    late = find_late_install(script)
+    return [*list_faults(lambda: _run_as_main(script), argv), *([late] if late else [])]
 
 
 def _run_as_main(script: Path) -> None:

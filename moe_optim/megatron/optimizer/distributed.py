@@ -12,6 +12,7 @@ from megatron.core.utils import log_single_rank
 from torch import Tensor
 
 from moe_optim.errors import LayoutError, StateError
+from moe_optim.megatron.active import config_in_force
 from moe_optim.megatron.buffers.bucket_group import GroupedBucketGroup, managed_buckets
 from moe_optim.megatron.buffers.buffer import GroupedParamAndGradBuffer
 from moe_optim.megatron.buffers.gather import OwnedMaster
@@ -20,6 +21,7 @@ from moe_optim.megatron.buffers.states import Event, Weights
 from moe_optim.megatron.checkpoint.model_values import model_values_for
 from moe_optim.megatron.optimizer.chained import check_masters
 from moe_optim.megatron.optimizer.checkpointed import CheckpointedOptimizer
+from moe_optim.megatron.optimizer.description import describe
 from moe_optim.megatron.optimizer.initial_values import keep_loaded_values, renew_initial_values
 from moe_optim.megatron.optimizer.requirements import check_wrapped_model
 from moe_optim.megatron.patching import patches
@@ -78,6 +80,10 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
             if param in mine or (not param.requires_grad and is_managed(param)):
                 param.quantized_storage.initial = None
         keep_loaded_values(self.model_chunks)
+
+    def __repr__(self) -> str:
+        """Return the class, and what it manages on this rank."""
+        return f"{type(self).__name__}({describe(self.model_chunks, self).line})"
 
     def _find_groups(self) -> list[GroupedBucketGroup]:
         mine = {id(bucket) for buffer in self.buffers for bucket in buffer.buckets}
@@ -378,7 +384,7 @@ def get_megatron_optimizer(
     apply_patches(scoped)
     try:
         stock = original(_FACTORY) if is_rebound(_FACTORY) else _core_factory
-        return stock(
+        optimizer = stock(
             config,
             model_chunks,
             config_overrides=config_overrides,
@@ -388,3 +394,6 @@ def get_megatron_optimizer(
         )
     finally:
         revert_patches(scoped)
+    report = f"{describe(model_chunks, optimizer)}\nknobs: {config_in_force().changes()}"
+    log_single_rank(logger, logging.INFO, report)
+    return optimizer

@@ -80,9 +80,11 @@ def foresee_refusals(
         refused[f"moe_optim.format {knobs.format} with {flag} (give {' or '.join(formats)})"] = (
             bool(formats) and knobs.format not in formats
         )
-    refused[f"moe_optim.format {knobs.format} without weights to keep in it"] = (
-        knobs.format != "bf16" and not quantized
-    )
+    refused[
+        f"moe_optim.format {knobs.format} without weights to keep in it (give --moe-grouped-gemm "
+        "with --transformer-impl local, or a recipe and native parameter gather of Transformer "
+        "Engine; or set format: bf16)"
+    ] = knobs.format != "bf16" and not quantized
     refused[f"moe_optim.compute {knobs.compute} without portable experts"] = (
         knobs.compute not in (None, "bf16") and not portable
     )

@@ -42,8 +42,15 @@ SCRIPT: tuple[Patch, ...] = (
         because="the parser of an unmodified script refuses flags that it does not know",
         remove_when="Megatron takes flags from packages that are installed beside it",
     ),
+    Patch(
+        id="script-validation",
+        target="megatron.training.arguments:validate_args",
+        replacement="moe_optim.megatron.launch.script_arguments:validate_args",
+        because="layers of a Transformer Engine that is not there end in a TypeError",
+        remove_when="Megatron asks for Transformer Engine before it builds layers of it",
+    ),
 )
-"""Needed by ``moe-optim run``, with ``--use-moe-grouped-optim`` alone."""
+"""Needed by ``moe-optim run``, with ``--use-moe-grouped-optim`` alone; and by dry runs."""
 
 ADAM: tuple[Patch, ...] = tuple(
     Patch(

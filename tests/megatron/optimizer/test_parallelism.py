@@ -253,9 +253,9 @@ def test_resume_continues_to_the_bit(ranks: int, parallel: list[str], tmp_path: 
 
 
 def _describe(flags: list[str]) -> dict[str, Any]:
-    from moe_optim.train.describe_run import describe
+    from moe_optim.train.describe_run import describe_model
 
-    return pretrain(flags, MXFP8, observe=describe).extra
+    return pretrain(flags, MXFP8, observe=describe_model).extra
 
 
 @pytest.mark.extended

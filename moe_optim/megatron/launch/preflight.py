@@ -1,0 +1,301 @@
+"""What a command line would be refused for, all of it at once, before anything is built."""
+
+import argparse
+import ast
+import difflib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
+from math import lcm
+from pathlib import Path
+from typing import Any, NoReturn
+
+from moe_optim.config import MoEOptimConfig
+from moe_optim.console.screen import quiet
+from moe_optim.errors import ConfigError
+from moe_optim.megatron.active import installed_config
+from moe_optim.megatron.launch import script_arguments
+from moe_optim.megatron.launch.arguments import FLAG, request_from_argv
+from moe_optim.megatron.patching.engine import apply_patches, patch_state, revert_patches
+from moe_optim.megatron.patching.patches import PATCHES, SCRIPT
+
+Check = Callable[[argparse.Namespace], None]
+"""Reads settled arguments, and raises ConfigError for what it refuses."""
+
+_HOLDER = "dry run"
+_BUILDERS = {"pretrain", "DistributedDataParallel", "get_model", "setup_model_and_optimizer"}
+"""Calls after which an installation comes too late."""
+
+
+class _CheckedError(BaseException):
+    """Ends a script when its arguments have been checked; scripts catch no BaseException."""
+
+
+class _ArgumentError(Exception):
+    """What argparse would end the process with, and the flag it is about if it says."""
+
+
+def list_faults(run: Callable[[], object], argv: Sequence[str], *checks: Check) -> list[str]:
+    """Return everything that is wrong with a command line, with remedies; empty if nothing is.
+
+    Nothing is installed, built or communicated, and what Megatron prints is dropped. Of its own
+    checks Megatron tells one at a time.
+
+    Args:
+        run: has Megatron parse and settle ``sys.argv[1:]``, and may go on to anything: it does not
+            get there.
+        argv: those arguments.
+        checks: further ones, made once arguments are settled.
+    """
+    with quiet(), Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
+        return list(dict.fromkeys(_list_faults(run, argv, checks)))
+
+
+def _list_faults(
+    run: Callable[[], object], argv: Sequence[str], checks: Sequence[Check]
+) -> list[str]:
+    states = {patch.id: patch_state(patch) for patch in PATCHES}
+    if broken := [f"{name}: {state}" for name, state in states.items() if "broken" in state]:
+        return [f"patch {fault}. Run `moe-optim doctor`." for fault in broken]
+    dry_run = _DryRun(argv, (script_arguments.require_transformer_engine, *checks))
+    apply_patches(SCRIPT, _HOLDER)
+    script_arguments.set_observer(dry_run)
+    try:
+        run()
+    except _CheckedError:
+        return dry_run.faults
+    except (Exception, SystemExit) as error:
+        return [*dry_run.faults, f"{type(error).__name__}: {error}, before arguments were settled."]
+    finally:
+        script_arguments.set_observer(None)
+        revert_patches(SCRIPT, _HOLDER)
+    return [
+        *dry_run.faults,
+        "expected a script that has Megatron parse its arguments, got one that ends without it. "
+        "Name the script that calls pretrain().",
+    ]
+
+
+def find_late_install(script: Path) -> str | None:
+    """Say where a script calls ``install()`` after the model is built, or None.
+
+    Only calls of one block are compared, in the order in which they stand there.
+    """
+    tree = ast.parse(script.read_bytes())
+    for block in _blocks(tree):
+        built: tuple[str, int] | None = None
+        for name, line in _calls(block):
+            if name in _BUILDERS and built is None:
+                built = name, line
+            elif name == "install" and built is not None:
+                return (
+                    f"{script}, line {line}: expected install() before the model is built, got it "
+                    f"after {built[0]}() in line {built[1]}. Move it up."
+                )
+    return None
+
+
+class _DryRun:
+    """Takes part where Megatron parses and settles arguments, and collects what is wrong."""
+
+    def __init__(self, argv: Sequence[str], checks: Sequence[Check]) -> None:
+        self.faults: list[str] = []
+        self._argv, self._checks = list(argv), checks
+        self._knobs: MoEOptimConfig | None = None
+
+    def parse(self, parser: argparse.ArgumentParser, *, takes_unknown: bool) -> argparse.Namespace:
+        """Return arguments without those that are wrong, and with misspelt ones mended.
+
+        Args:
+            parser: of the script, complete.
+            takes_unknown: whether the script leaves flags that it does not know to others.
+        """
+        argv = self._argv if takes_unknown else self._mend_names(parser, self._argv)
+        args, argv, rest = self._parse_rest(parser, argv)
+        if rest and not takes_unknown:
+            self.faults.append(f"{' '.join(rest)}: belongs to no flag. Remove it.")
+        try:
+            self._knobs = request_from_argv(argv)
+        except ConfigError as error:
+            self.faults.append(str(error))
+            self._knobs = MoEOptimConfig() if FLAG in argv else None  # to check the rest
+        return args
+
+    def settle(
+        self,
+        args: argparse.Namespace,
+        defaults: Mapping[str, Any],
+        validate: Callable[[], object],
+    ) -> NoReturn:
+        """Have Megatron settle the arguments, check them, and end the script.
+
+        Args:
+            args: parsed ones, which ``validate`` changes.
+            defaults: what the script puts where nothing was given, by attribute.
+            validate: Megatron's own checks.
+        """
+        for name, value in _missing(args).items():
+            if name not in defaults:
+                flag = f"--{name.replace('_', '-')}"
+                self.faults.append(f"{flag}: expected a value, got none. Give the flag.")
+                setattr(args, name, value)  # to check the rest
+        if "WORLD_SIZE" not in os.environ:  # no launcher: the fewest ranks that the sizes take
+            args.world_size = _fewest_ranks(args)
+        is_settled = True
+        try:
+            validate()
+        except Exception as error:  # assertions, and whatever follows from values it did not expect
+            is_settled = False
+            self.faults.append(_of_megatron(error))
+        for check in self._checks:
+            try:
+                check(args)
+            except ConfigError as error:
+                self.faults.append(str(error))
+        knobs = self._knobs or installed_config()
+        if knobs is not None:
+            self._foresee(args, knobs, is_settled=is_settled)
+        raise _CheckedError
+
+    def _foresee(
+        self, args: argparse.Namespace, knobs: MoEOptimConfig, *, is_settled: bool
+    ) -> None:
+        from megatron.training.argument_utils import core_transformer_config_from_args
+        from megatron.training.training import (
+            get_megatron_ddp_config,
+            get_megatron_optimizer_config,
+        )
+
+        from moe_optim.megatron.optimizer.requirements import foresee_refusals
+
+        def make(config: Callable[[argparse.Namespace], Any]) -> Any:
+            try:
+                return config(args)
+            except Exception as error:  # an assertion
+                if is_settled:  # else that is what it follows from
+                    self.faults.append(_of_megatron(error))
+                return None
+
+        optimizer = make(lambda args: get_megatron_optimizer_config(args)[0])
+        ddp, model = make(get_megatron_ddp_config), make(core_transformer_config_from_args)
+        if model is None:  # nothing can be said of weights then
+            knobs = MoEOptimConfig(format="bf16")
+        # arguments have the fields of the first two under the same names
+        models = [] if model is None else [model]
+        refused = foresee_refusals(optimizer or args, ddp or args, models, knobs)
+        self.faults += [f"refused with the plug-in: {one}. Change or remove it." for one in refused]
+        if model is None:
+            self.faults.append("Of the model's flags the plug-in's refusals are not known yet.")
+
+    def _mend_names(self, parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
+        """Return ``argv`` with the closest known flag for each unknown one, and without others."""
+        known = [name for name in parser._option_string_actions if name.startswith("--")]
+        mended: list[str] = []
+        is_kept = True
+        for word in argv:
+            flag, equals, value = word.partition("=")
+            if not flag.startswith("--") or flag in known or flag == "--":
+                if is_kept or flag.startswith("--"):
+                    mended.append(word)
+                    is_kept = True
+                continue
+            closest = next(iter(difflib.get_close_matches(flag, known, n=1, cutoff=0.75)), None)
+            remedy = f"Write {closest}, the closest one" if closest else "Remove it"
+            self.faults.append(f"{flag}: no such flag. {remedy}.")
+            is_kept = closest is not None
+            mended += [f"{closest}{equals}{value}"] if closest else []
+        return mended
+
+    def _parse_rest(
+        self, parser: argparse.ArgumentParser, argv: list[str]
+    ) -> tuple[argparse.Namespace, list[str], list[str]]:
+        """Parse, leaving out one flag after the other that its value does not fit.
+
+        Returns:
+            The arguments, the words they were parsed from, and those that belong to no flag.
+        """
+        parser.exit_on_error = False
+        parser.error = _raise  # type: ignore[method-assign]
+        while True:
+            try:
+                args, rest = argparse.ArgumentParser.parse_known_args(parser, argv)
+            except argparse.ArgumentError as error:
+                self.faults.append(f"{error}. Change the value.".replace("argument ", "", 1))
+                flags = set((error.argument_name or "").split("/"))
+                shorter = _without(argv, flags)
+                if len(shorter) == len(argv):  # about no flag: nothing more can be told
+                    raise _CheckedError from None
+                argv = shorter
+            except (_ArgumentError, AssertionError) as error:
+                self.faults.append(f"{error}.")
+                raise _CheckedError from None
+            else:
+                return args, argv, rest
+
+
+def _of_megatron(error: Exception) -> str:
+    said = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+    return f"Megatron: {said}. Change these flags."
+
+
+def _raise(message: str) -> NoReturn:
+    raise _ArgumentError(message)
+
+
+def _without(argv: Sequence[str], flags: set[str]) -> list[str]:
+    """Return ``argv`` without flags and the values behind them."""
+    kept: list[str] = []
+    is_kept = True
+    for word in argv:
+        if word.startswith("--"):
+            is_kept = word.partition("=")[0] not in flags
+        if is_kept:
+            kept.append(word)
+    return kept
+
+
+def _missing(args: argparse.Namespace) -> dict[str, int]:
+    """Return attributes that every model needs and nobody gave, with values that fit others.
+
+    Megatron names them one at a time.
+    """
+    if args.yaml_cfg is not None or args.use_checkpoint_args or args.hybrid_layer_pattern:
+        return {}  # they come from there
+    needed = {
+        "num_layers": args.pipeline_model_parallel_size,
+        "hidden_size": 128 * args.tensor_model_parallel_size,
+        "num_attention_heads": args.tensor_model_parallel_size,
+        "seq_length": args.max_position_embeddings or 128,
+        "max_position_embeddings": args.seq_length or 128,
+        "micro_batch_size": 1,
+    }
+    if args.encoder_num_layers is not None:
+        del needed["num_layers"]
+    if args.encoder_seq_length is not None:
+        del needed["seq_length"]
+    return {name: value for name, value in needed.items() if getattr(args, name) is None}
+
+
+def _fewest_ranks(args: argparse.Namespace) -> int:
+    tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    expert = (args.expert_tensor_parallel_size or tensor) * args.expert_model_parallel_size
+    return lcm(tensor * pipeline * args.context_parallel_size, expert * pipeline)
+
+
+def _blocks(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield the module and every function in it: calls of one run in their order."""
+    yield tree
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def _calls(block: ast.AST) -> Iterator[tuple[str, int]]:
+    """Yield name and line of every call in a block, without those of functions inside of it."""
+    for child in ast.iter_child_nodes(block):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        yield from _calls(child)
+        if isinstance(child, ast.Call):
+            target: Any = child.func
+            yield str(getattr(target, "attr", getattr(target, "id", ""))), child.lineno

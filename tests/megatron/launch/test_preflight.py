@@ -1,0 +1,225 @@
+"""A dry run lists everything that is wrong with a command line, and builds nothing."""
+
+import contextlib
+import io
+import os
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from moe_optim.megatron.patching.engine import patch_state
+from moe_optim.megatron.patching.patches import PATCHES
+from tests.support.ranks import run_ranks
+from tests.support.scripts import PRETRAIN
+from tests.support.training import MODEL
+
+pytest.importorskip("megatron.core")
+
+RUN = [*MODEL, "--train-iters", "2", "--eval-interval", "2"]
+PLUGIN = ["--use-moe-grouped-optim"]
+
+
+def but(*changes: str, without: tuple[str, ...] = ()) -> list[str]:
+    """Return the flags of a run with the plug-in, without some and their value, and others more."""
+    argv = [*RUN, *PLUGIN]
+    for flag in without:
+        at = argv.index(flag)
+        takes_value = not [*argv, "--"][at + 1].startswith("--")
+        del argv[at : at + 1 + takes_value]
+    return [*argv, *changes]
+
+
+LOCAL = "--transformer-impl"
+CASES = {  # what is wrong -> a command line, and the beginnings of all faults
+    "nothing": (but(), []),
+    "nothing, stock": (RUN, []),
+    "misspelt": (
+        but("--num-expert", "4", "--use-moe-groped-optim", without=("--num-experts", *PLUGIN)),
+        [
+            "--num-expert: no such flag. Write --num-experts, the closest one.",
+            "--use-moe-groped-optim: no such flag. Write --use-moe-grouped-optim, the",
+        ],
+    ),
+    "unlike any": (but("--zzz", "3", "4"), ["--zzz: no such flag. Remove it."]),
+    "values": (
+        but("--lr", "fast", "--train-iters", "2.5", "--ckpt-format", "zip"),
+        ["--lr: invalid float value", "--train-iters: invalid int", "--ckpt-format: invalid choic"],
+    ),
+    "a word of no flag": (["more", *but()], ["more: belongs to no flag. Remove it."]),
+    "missing": (
+        but(without=("--hidden-size", "--num-layers", "--seq-length", "--micro-batch-size")),
+        [
+            "--num-layers: expected a value, got none",
+            "--hidden-size: expected",
+            "--seq-length: expected",
+            "--micro-batch-size: expected",
+        ],
+    ),
+    "no Transformer Engine": (
+        but(LOCAL, "transformer_engine", "--moe-optim-set", "format=bf16"),
+        ["--transformer-impl: expected Transformer Engine for transformer_engine, Megatron's"],
+    ),
+    "refused by the plug-in": (
+        but("--optimizer", "sgd", "--moe-apply-probs-on-input",
+            "--moe-router-topk", "1", "--moe-router-pre-softmax"),
+        [
+            "refused with the plug-in: --optimizer sgd (give adam). Change or remove it.",
+            "refused with the plug-in: --moe-apply-probs-on-input",
+        ],
+    ),
+    "nothing to quantize": (
+        but(without=("--moe-grouped-gemm",)),
+        ["refused with the plug-in: moe_optim.format mxfp8 without weights to keep in it"],
+    ),
+    "knobs": (
+        but("--moe-optim-set", "fromat=mxfp8", "--optimizer", "sgd"),
+        [
+            "--moe-optim-set: 'fromat=mxfp8': expected a key among",
+            "refused with the plug-in: --optimizer sgd",
+        ],
+    ),
+    "Megatron's own": (
+        but("--tensor-model-parallel-size", "2"),
+        [
+            "Megatron: world size (1) is not divisible by total_model_size (total_model_size=2). C",
+            "Of the model's flags the plug-in's refusals are not known yet.",
+        ],
+    ),
+    "everything at once": (
+        but("--num-expert", "4", "--lr", "fast", LOCAL, "transformer_engine",
+            "--optimizer", "sgd",
+            without=("--num-experts", "--hidden-size")),
+        [
+            "--num-expert: no such", "--lr: invalid", "--hidden-size: expected",
+            "--transformer-impl: expected", "refused with the plug-in: --optimizer sgd",
+            "refused with the plug-in: moe_optim.format mxfp8 without",
+        ],
+    ),
+}  # fmt: skip
+
+
+def hide_transformer_engine() -> None:
+    """Let this process, which is a rank, be one without, wherever tests run."""
+    from moe_optim.megatron.launch import script_arguments
+
+    script_arguments.import_error = lambda: "ModuleNotFoundError: it is hidden"
+
+
+def _list_all() -> dict[str, tuple[list[str], str]]:
+    """Return the faults of every case and what was printed, and see that nothing is left behind."""
+    from megatron.training.arguments import parse_and_validate_args
+
+    from moe_optim.megatron.launch import cpu_runtime
+    from moe_optim.megatron.launch.preflight import list_faults
+
+    cpu_runtime.install()
+    hide_transformer_engine()
+    states = [patch_state(patch) for patch in PATCHES]
+    found = {}
+    for name, (argv, _) in CASES.items():
+        sys.argv = ["script", *argv]
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            faults = list_faults(parse_and_validate_args, argv)
+        found[name] = faults, printed.getvalue()
+        assert [patch_state(patch) for patch in PATCHES] == states
+    os.environ.pop("WORLD_SIZE")
+    sys.argv = ["script", *CASES["Megatron's own"][0]]
+    found["no launcher"] = list_faults(parse_and_validate_args, sys.argv[1:]), ""
+    found["no parser"] = list_faults(lambda: None, []), ""
+    found["broken"] = list_faults(partial(int, "x"), []), ""
+    return found
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, tuple[list[str], str]]:
+    return run_ranks(1, _list_all)[0]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_fault_is_listed_once_and_no_other(found, case):
+    """In the order parse, settle, plug-in; Megatron prints nothing meanwhile."""
+    faults, printed = found[case]
+    want = CASES[case][1]
+    assert len(faults) == len(want), faults
+    for fault, beginning in zip(faults, want, strict=True):
+        assert fault.startswith(beginning)
+    assert printed == ""
+
+
+def test_without_a_launcher_as_many_ranks_are_meant_as_the_parallel_sizes_need(found):
+    assert found["no launcher"][0] == []
+
+
+def test_a_script_that_never_comes_to_its_arguments_is_a_fault(found):
+    assert found["no parser"][0][0].startswith("expected a script that has Megatron parse")
+    assert found["broken"][0][0].startswith("ValueError: invalid literal")
+
+
+def _dry_run(script: Path) -> list[tuple[int, str]]:
+    """Return exit code and last words of `moe-optim run --dry-run`, with and without a fault."""
+    from moe_optim.cli import main as cli
+
+    said = []
+    for argv in (but(), but("--num-expert", "4")):
+        with contextlib.redirect_stderr(io.StringIO()) as errors:
+            code = cli.main(["run", "--dry-run", str(script), *argv])
+        said.append((code, errors.getvalue()))
+    return said
+
+
+def test_the_command_runs_a_script_until_its_arguments_are_settled(tmp_path):
+    """It exits with 0 where nothing is wrong, else with 2; the rest of the script never runs."""
+    script = tmp_path / "pretrain_mine.py"
+    script.write_text(
+        PRETRAIN.replace("    config =", "    raise SystemExit('too far')\n    config =")
+    )
+    ((fine, wrong),) = run_ranks(1, _dry_run, script)
+    assert fine[0] == 0
+    assert wrong[0] == 2
+    assert (
+        f"error: {script}: arguments: expected what Megatron and moe_optim take, got 1 fault:\n"
+        in wrong[1]
+    )
+    assert wrong[1].splitlines()[-1].startswith("  --num-expert: no such flag. Write --num-experts")
+
+
+def _run_without_te(script: Path) -> str:
+    from moe_optim.cli import main as cli
+
+    hide_transformer_engine()
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
+        assert cli.main(["run", str(script), *but(LOCAL, "transformer_engine")]) == 2
+    return errors.getvalue().splitlines()[-1]
+
+
+def test_a_run_for_which_transformer_engine_is_missing_says_so(tmp_path):
+    """Before Megatron calls the class that it could not import."""
+    script = tmp_path / "pretrain_mine.py"
+    script.write_text(PRETRAIN)
+    (line,) = run_ranks(1, _run_without_te, script)
+    assert line.startswith("error: --transformer-impl: expected Transformer Engine for transformer")
+
+
+LATE = {
+    "in the order of the module": ("pretrain()\nmoe_optim.install()\n", True),
+    "in a function": ("def main():\n    m = DistributedDataParallel(c)\n    install()\n", True),
+    "in a condition": ("pretrain()\nif True:\n    install()\n", True),
+    "before": ("install()\npretrain()\n", False),
+    "in another function": ("def main():\n    pretrain()\ninstall()\nmain()\n", False),
+    "none": ("pretrain()\n", False),
+}
+
+
+@pytest.mark.parametrize("case", LATE)
+def test_an_installation_after_the_model_is_found_in_the_script(case, tmp_path):
+    from moe_optim.megatron.launch.preflight import find_late_install
+
+    source, is_late = LATE[case]
+    script = tmp_path / "mine.py"
+    script.write_text(source)
+    found = find_late_install(script)
+    assert (found is not None) == is_late
+    if found:
+        assert "expected install() before the model is built, got it after " in found
