@@ -38,10 +38,13 @@ _GROUPED_MLP = "megatron.core.models.backends:LocalSpecProvider.grouped_mlp_modu
 def grouped_mlp_modules(
     self: backends.LocalSpecProvider, moe_use_grouped_gemm: bool
 ) -> Callable[..., torch.nn.Module]:
-    """Return what ``LocalSpecProvider`` builds experts with: ours where grouping is asked for."""
+    """Return what ``LocalSpecProvider`` builds experts with: ours where grouping is asked for.
+
+    Portable experts multiply in bf16 whatever they store; ``format: auto`` stores ``mxfp8``.
+    """
     if not moe_use_grouped_gemm:
         return original(_GROUPED_MLP)(self, moe_use_grouped_gemm)
-    return partial(GroupedExperts, moe_optim_config=active_config())
+    return partial(GroupedExperts, moe_optim_config=active_config().resolved("mxfp8"))
 
 
 class GroupedExperts(MegatronModule):
@@ -57,7 +60,7 @@ class GroupedExperts(MegatronModule):
         num_local_experts: experts on this rank.
         config: Megatron's transformer configuration.
         moe_optim_config: formats of storage and products, parameter layout, and how weight
-            gradients accumulate.
+            gradients accumulate. Its format is a resolved one.
         pg_collection: process groups; ``ep``, ``expt_tp`` and ``expt_dp`` are used.
         name: path of this module in the model, for errors.
 

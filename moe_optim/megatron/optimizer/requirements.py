@@ -1,18 +1,22 @@
 """What the plug-in asks of Megatron's configuration, checked when the optimizer is built."""
 
-from typing import Any
+import logging
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import param_and_grad_buffer as upstream
+from megatron.core.utils import log_single_rank
 
-from moe_optim.config import MoEOptimConfig
+from moe_optim.config import Format, MoEOptimConfig
 from moe_optim.errors import ConfigError, StateError, refuse
 from moe_optim.megatron.active import config_in_force, installed_config
 from moe_optim.megatron.buffers.bucket_group import GroupedBucketGroup
 from moe_optim.megatron.te.fields import te_formats_of
 from moe_optim.megatron.weights.managed import is_managed
 from moe_optim.modules.grouped_linear import GroupedLinear
+
+logger = logging.getLogger(__name__)
 
 
 def check_wrapped_model(config: Any, model_chunks: list[Any]) -> None:
@@ -57,7 +61,8 @@ def check_wrapped_model(config: Any, model_chunks: list[Any]) -> None:
         expected="moe_optim: expected flags it supports",
         remedy="Remove them, or train without --use-moe-grouped-optim.",
     )
-    _check_wanted(installed_config(), model_chunks)
+    if (wanted := installed_config()) is not None:
+        _check_wanted(wanted, model_chunks)
     if quantized:
         _check_buffers(model_chunks)
     _refuse_foreign_quantized(params)
@@ -68,12 +73,13 @@ def _spelt(dtype: torch.dtype) -> str:
     return {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}.get(dtype, "fp8")
 
 
-def _check_wanted(wanted: MoEOptimConfig | None, model_chunks: list[Any]) -> None:
+def _check_wanted(wanted: MoEOptimConfig, model_chunks: list[Any]) -> None:
     """Refuse a bf16 model where experts stored or multiplied in a narrow format are wanted.
 
     Every rank must call it: some pipeline stages may have no experts where others do.
     """
-    if wanted is None:
+    if wanted.format == "auto":
+        _say_format(wanted, model_chunks)
         return
     if wanted.format != "bf16":
         field, off, has_some = "format", "bf16", _has_quantized_weights(model_chunks)
@@ -81,7 +87,7 @@ def _check_wanted(wanted: MoEOptimConfig | None, model_chunks: list[Any]) -> Non
         field, off, has_some = "compute", "null", _has_quantized_copies(model_chunks)
     else:
         return
-    if _on_any_rank(has_some):
+    if any(_on_any_rank(has_some)):
         return
     raise ConfigError(
         f"moe_optim: {field}: expected portable experts in {wanted.compute or wanted.format}, "
@@ -91,12 +97,33 @@ def _check_wanted(wanted: MoEOptimConfig | None, model_chunks: list[Any]) -> Non
     )
 
 
-def _on_any_rank(mine: bool) -> bool:
+def _say_format(wanted: MoEOptimConfig, model_chunks: list[Any]) -> None:
+    """Log what ``format: auto`` is in this model, and refuse knobs that do not go with it.
+
+    Raises:
+        ConfigError: such a knob, or weights in several formats.
+    """
+    params = [param for chunk in model_chunks for param in chunk.parameters()]
+    mine = {param.quantized_storage.format.name for param in params if is_managed(param)}
+    names: tuple[str, ...] = get_args(Format)
+    there = _on_any_rank(*(name in mine for name in names))
+    found = [name for name, is_there in zip(names, there, strict=True) if is_there] or ["bf16"]
+    if len(found) > 1:
+        raise ConfigError(
+            f"moe_optim: format: auto: expected quantized weights of one format, got "
+            f"{' and '.join(found)}. Build all of them with one recipe."
+        )
+    wanted.resolved(found[0])
+    log_single_rank(logger, logging.INFO, f"moe_optim: format: auto is {found[0]} here")
+
+
+def _on_any_rank(*mine: bool) -> list[bool]:
+    """Return of each truth whether it is one on any rank."""
     if not dist.is_initialized():
-        return mine
-    found = torch.tensor(float(mine), device=torch.cuda.current_device())
+        return list(mine)
+    found = torch.tensor(mine, dtype=torch.float32, device=torch.cuda.current_device())
     dist.all_reduce(found, dist.ReduceOp.MAX)
-    return bool(found)
+    return [bool(value) for value in found.tolist()]
 
 
 def _has_quantized_weights(model_chunks: list[Any]) -> bool:
