@@ -40,7 +40,11 @@ REFUSED = {  # field, value -> what the message must say
     "number for a switch": ("fuse_wgrad_accumulation", 1, "expected true or false, got 1"),
     "text for a switch": ("fuse_wgrad_accumulation", "yes", "expected true or false, got 'yes'"),
     "other product": ("compute", "nvfp4", "got nvfp4. Write null, or store bf16 weights with"),
-    "wide product": ("compute", "bf16", "expected null with format: auto, got bf16. Write null, or store"),
+    "wide product": (
+        "compute",
+        "bf16",
+        "expected null with format: auto, got bf16. Write null, or store",
+    ),
     "misspelt wire": ("wire", "quantised", "expected quantized or bf16, got 'quantised'"),
     "misspelt layout": ("layout", "align", "expected aligned or stock, got 'align'."),
     "kernels by name": ("backend", "triton", "expected auto or reference, got 'triton'."),

@@ -1,4 +1,4 @@
-"""``format: auto`` is what is built: every object has a concrete format, and it is the right one."""
+"""``format: auto`` is what is built: every object has the one format that is right."""
 
 import dataclasses
 from pathlib import Path
