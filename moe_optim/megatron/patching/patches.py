@@ -43,7 +43,8 @@ SCRIPT: tuple[Patch, ...] = (
         remove_when="Megatron takes flags from packages that are installed beside it",
     ),
 )
-"""Needed by ``moe-optim run``, with ``--use-moe-grouped-optim`` alone."""
+"""Needed by ``moe-optim run``, and by plain ``python`` after ``moe-optim enable``, with
+``--use-moe-grouped-optim`` alone."""
 
 ADAM: tuple[Patch, ...] = tuple(
     Patch(
