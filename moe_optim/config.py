@@ -13,14 +13,17 @@ from moe_optim.interpolation import merge
 from moe_optim.plain_yaml import parse_yaml, quote
 
 Format = Literal["bf16", "mxfp8", "mxfp8_2d", "nvfp4", "fp8_block"]
+WantedFormat = Literal["auto", Format]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoEOptimConfig:
     """How expert weights are stored, gathered and multiplied. Built once, read-only afterwards."""
 
-    format: Format = "mxfp8"
-    """Storage format of expert weights between two optimizer steps; masters are always fp32."""
+    format: WantedFormat = "auto"
+    """Storage format of expert weights between two optimizer steps; masters are always fp32.
+    ``auto``: that of the weights which Transformer Engine makes with ``--fp8-param-gather`` or
+    ``--fp4-param-gather``, ``mxfp8`` for portable experts, else ``bf16``."""
     compute: Format | None = None
     """Format of the expert products, for ``format: bf16``: bf16 primary weights, of which every
     forward product makes a quantized copy that it reads. ``null`` multiplies in ``format``."""
@@ -101,6 +104,16 @@ class MoEOptimConfig:
         _check_record_amax(where, values["format"], values["record_amax"])
         return cls(**values)
 
+    def resolved(self, format: str) -> "MoEOptimConfig":
+        """Return the configuration with ``format`` in the place of ``auto``; others stay.
+
+        Raises:
+            ConfigError: a knob that does not go with ``format``.
+        """
+        if self.format != "auto":
+            return self
+        return self.from_mapping(asdict(self) | {"format": format}, f"format: auto, {format} here")
+
     def replace_from(
         self, assignments: Iterable[str], where: str = "--moe-optim-set"
     ) -> "MoEOptimConfig":
@@ -148,16 +161,19 @@ def _check_field(where: str, name: str, value: object) -> None:
     )
 
 
-def _check_compute(where: str, format: Format, compute: Format | None) -> None:
+def _check_compute(where: str, format: WantedFormat, compute: Format | None) -> None:
     """Raise ConfigError where products would not be those of the weights stored."""
     if format != "bf16" and compute not in (None, format):
+        stored = (
+            "with format: auto" if format == "auto" else f"or {format}, which weights are stored in"
+        )
         raise ConfigError(
-            f"{where}: compute: expected null or {format}, which weights are stored in, got "
-            f"{compute}. Write null, or store bf16 weights with format: bf16."
+            f"{where}: compute: expected null {stored}, got {compute}. Write null, or store bf16 "
+            "weights with format: bf16."
         )
 
 
-def _check_record_amax(where: str, format: Format, record_amax: bool) -> None:
+def _check_record_amax(where: str, format: WantedFormat, record_amax: bool) -> None:
     """Raise ConfigError where there is no requantization to record anything at."""
     if record_amax and format == "bf16":
         raise ConfigError(

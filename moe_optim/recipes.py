@@ -104,20 +104,35 @@ def unmet_requirements(recipe: Recipe) -> list[str]:
 
     ``ranks`` is not among them: it says how many processes to launch, on any machine.
     """
-    requires = recipe.requires
-    unmet = [
-        problem
-        for name in VERSIONS
-        if name in requires and (problem := unmet_version(name, str(requires[name])))
-    ]
-    if "gpus" in requires or "sm" in requires:
-        unmet += _unmet_hardware(requires)
+    unmet = _unmet_versions(recipe.requires)
+    if "gpus" in recipe.requires or "sm" in recipe.requires:
+        unmet += _unmet_hardware(recipe.requires)
     return unmet
 
 
 def check_requirements(recipe: Recipe) -> None:
     """Raise one ConfigError that names every requirement this machine does not meet."""
-    if unmet := unmet_requirements(recipe):
+    _refuse_unmet(recipe, unmet_requirements(recipe))
+
+
+def check_versions(recipe: Recipe) -> None:
+    """Raise one ConfigError that names every package whose version a recipe does not take.
+
+    For ranks that a launcher starts, perhaps on several machines: it has chosen the hardware.
+    """
+    _refuse_unmet(recipe, _unmet_versions(recipe.requires))
+
+
+def _unmet_versions(requires: Mapping[str, str | int]) -> list[str]:
+    return [
+        problem
+        for name in VERSIONS
+        if name in requires and (problem := unmet_version(name, str(requires[name])))
+    ]
+
+
+def _refuse_unmet(recipe: Recipe, unmet: Sequence[str]) -> None:
+    if unmet:
         lines = "".join(f"\n  {line}" for line in unmet)
         raise ConfigError(f"{recipe.path}: requires: expected more than this machine has.{lines}")
 

@@ -16,7 +16,7 @@ ORDER = """
 errors version
 formats
 reference kernels layout expert_keys
-interpolation plain_yaml environment shipped_recipes
+interpolation plain_yaml environment shipped_recipes import_hook
 config
 recipes ops
 modules

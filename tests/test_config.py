@@ -13,7 +13,7 @@ from moe_optim.formats import FORMATS
 from moe_optim.recipes import load_recipe
 
 DEFAULTS = {
-    "format": "mxfp8",
+    "format": "auto",
     "compute": None,
     "expert_layout": "grouped",
     "storage": "portable",
@@ -29,7 +29,7 @@ DEFAULTS = {
     "check_on_load": "thorough",
 }
 
-CHOICES = "bf16 or mxfp8 or mxfp8_2d or nvfp4 or fp8_block"  # as messages list them
+CHOICES = "auto or bf16 or mxfp8 or mxfp8_2d or nvfp4 or fp8_block"  # as messages list them
 
 REFUSED = {  # field, value -> what the message must say
     "misspelt": ("format", "mxfp6", f"expected {CHOICES}, got 'mxfp6'. Write mxfp8."),
@@ -40,7 +40,11 @@ REFUSED = {  # field, value -> what the message must say
     "number for a switch": ("fuse_wgrad_accumulation", 1, "expected true or false, got 1"),
     "text for a switch": ("fuse_wgrad_accumulation", "yes", "expected true or false, got 'yes'"),
     "other product": ("compute", "nvfp4", "got nvfp4. Write null, or store bf16 weights with"),
-    "wide product": ("compute", "bf16", "expected null or mxfp8, which weights are stored in"),
+    "wide product": (
+        "compute",
+        "bf16",
+        "expected null with format: auto, got bf16. Write null, or store",
+    ),
     "misspelt wire": ("wire", "quantised", "expected quantized or bf16, got 'quantised'"),
     "misspelt layout": ("layout", "align", "expected aligned or stock, got 'align'."),
     "kernels by name": ("backend", "triton", "expected auto or reference, got 'triton'."),

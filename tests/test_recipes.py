@@ -105,7 +105,7 @@ def test_a_recipe_without_anything_optional_has_defaults(write):
     assert recipe.moe_optim == MoEOptimConfig()
 
 
-CHOICES = "bf16 or mxfp8 or mxfp8_2d or nvfp4 or fp8_block"  # as messages list them
+CHOICES = "auto or bf16 or mxfp8 or mxfp8_2d or nvfp4 or fp8_block"  # as messages list them
 
 REFUSED_FILES = {  # text of run.yaml -> what the message must say
     "empty": ("", "run.yaml: expected a mapping with keys among base, requires, megatron_args"),

@@ -25,7 +25,7 @@ from moe_optim.bench.step_figures import (
     table_of,
 )
 from moe_optim.config import field_names
-from moe_optim.console.argv import data_flags, keep_arguments_after_dashes
+from moe_optim.console.argv import data_flags, keep_arguments_after_dashes, spell_format
 from moe_optim.console.files import require_writable
 from moe_optim.errors import ConfigError, StateError
 from moe_optim.recipes import Recipe, check_requirements, load_recipe
@@ -185,7 +185,9 @@ def _report(
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "workload": {
             "recipe": str(recipe.path),
-            "format": recipe.moe_optim.format,
+            "format": spell_format(
+                recipe.moe_optim.format, [*recipe.megatron_argv(), *args.megatron_args]
+            ),
             "ranks": args.ranks or recipe.ranks,
             "iterations": args.iterations - WARM_UP,
             "rounds": args.rounds,

@@ -16,6 +16,7 @@ from rich.text import Text
 from moe_optim import __version__
 from moe_optim.config import Format
 from moe_optim.console.screen import quiet
+from moe_optim.console.site_file import is_enabled, site_file
 from moe_optim.environment import (
     MODULES,
     NEEDED,
@@ -74,7 +75,11 @@ def examine() -> Report:
     return {
         "ok": not problems,
         "problems": problems,
-        "moe_optim": {"version": __version__, "path": str(Path(__file__).parents[1])},
+        "moe_optim": {
+            "version": __version__,
+            "path": str(Path(__file__).parents[1]),
+            "enabled": str(site_file()) if is_enabled() else None,
+        },
         "packages": packages,
         "gpus": gpus,
         "formats": {name: _examine_format(name) for name in get_args(Format)},
@@ -161,8 +166,14 @@ def _examine_patches() -> list[dict[str, str]]:
 def _render(report: Report) -> RenderableType:
     own = report["moe_optim"]
     formats = [(name, *entry.values()) for name, entry in report["formats"].items()]
+    enabled = (
+        f"enabled for plain python and torchrun by {own['enabled']}"
+        if own["enabled"]
+        else "scripts run with `moe-optim run`, or with plain python after `moe-optim enable`"
+    )
     parts: list[RenderableType] = [
-        Text.assemble(("moe_optim ", "bold"), own["version"], (f"  {own['path']}\n", "dim")),
+        Text.assemble(("moe_optim ", "bold"), own["version"], (f"  {own['path']}", "dim")),
+        Text(f"{enabled}\n"),
         _table(("package", "version", "state", "where"), _package_rows(report["packages"])),
         _table(("GPU", "capability", "memory"), _gpu_rows(report["gpus"])),
         _table(("format", "product", "how"), formats),

@@ -9,7 +9,8 @@ from moe_optim import __version__
 from moe_optim.errors import MoEOptimError
 
 COMMANDS = (
-    "train", "run", "recipes", "patch", "plan", "doctor", "inspect", "convert", "verify", "bench",
+    "train", "run", "enable", "disable", "recipes", "patch", "plan", "doctor",
+    "inspect", "convert", "verify", "bench",
 )  # fmt: skip
 """Modules of this package; each has ``add_parser(subparsers)`` and ``run(args) -> int``."""
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rich.table import Table
 
+from moe_optim.console.argv import spell_format
 from moe_optim.console.files import require_writable, write_atomically
 from moe_optim.console.screen import print_table, results_console
 from moe_optim.errors import ConfigError
@@ -54,7 +55,7 @@ def _list() -> None:
     table = Table("name", "ranks", "needs", "expert weights", "what", box=None, pad_edge=False)
     for name, path in shipped_recipes().items():
         recipe = load_recipe(path)
-        weights = recipe.moe_optim.format
+        weights = spell_format(recipe.moe_optim.format, recipe.megatron_argv())
         table.add_row(name, str(recipe.ranks), _needs(recipe), weights, _first_sentence(path))
     print_table(results_console(), table)
 

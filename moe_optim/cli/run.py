@@ -1,20 +1,21 @@
 """``moe-optim run``: a script of Megatron-LM as it is, with the plug-in's flags."""
 
 import argparse
-import importlib.metadata
-import os
-import sys
 from pathlib import Path
 
-from moe_optim.environment import Package
 from moe_optim.errors import raise_faults
+from moe_optim.megatron.launch.arguments import FLAG
 from moe_optim.megatron.launch.script_runner import (
+    announce,
     check_script,
     find_script,
+    meet_alone,
     prepare_imports,
     require_tree,
     run_script,
+    trains_on_cpu,
 )
+from moe_optim.recipes import check_versions, load_recipe
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -28,7 +29,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "then torch.cuda is redirected and six names of Megatron are replaced, with the "
         "flag or without. It is one rank; for several: torchrun [...] --no-python moe-optim run "
         "SCRIPT ARGS.",
-        usage="moe-optim run [--megatron-lm PATH] [--dry-run] SCRIPT [ARGS ...]",
+        usage="moe-optim run [--megatron-lm PATH] [--recipe RECIPE] [--dry-run] SCRIPT [ARGS ...]",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -38,6 +39,13 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         metavar="PATH",
         help="a checkout of Megatron-LM that wins over an installed megatron-core; SCRIPT is "
         "looked for there too",
+    )
+    add(
+        "--recipe",
+        type=Path,
+        metavar="RECIPE",
+        help="give SCRIPT all of a recipe: its megatron_args, --use-moe-grouped-optim and its "
+        "section moe_optim; ARGS win. A YAML file, or a name that `moe-optim recipes` lists",
     )
     add(
         "--dry-run",
@@ -67,36 +75,18 @@ def run(args: argparse.Namespace) -> int:
         require_tree(args.megatron_lm)  # else it is the script that seems to be missing
     script = find_script(args.script, args.megatron_lm)
     package = prepare_imports(script, args.megatron_lm)
-    if "RANK" not in os.environ:  # no launcher: one rank, which meets itself at a free port
-        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-        os.environ.setdefault("MASTER_PORT", "0")
-    cpu = _use_cpu()
-    if os.environ.get("RANK", "0") == "0":
-        where = "on the CPU, over gloo" if cpu else "on GPUs"
-        print(f"moe-optim run: {_describe(package)}; {where}", file=sys.stderr, flush=True)
+    argv = args.script_args
+    if args.recipe is not None:
+        recipe = load_recipe(args.recipe)
+        check_versions(recipe)
+        ours = [FLAG, "--moe-optim-recipe", str(recipe.path)]
+        argv = [*recipe.megatron_argv(), *ours, *argv]  # of a flag given twice, the last one counts
+    meet_alone()
+    cpu = trains_on_cpu()
+    announce("moe-optim run", package, cpu=cpu)
     if args.dry_run:
-        raise_faults(f"{script}: arguments", check_script(script, args.script_args, cpu=cpu))
+        raise_faults(f"{script}: arguments", check_script(script, argv, cpu=cpu))
         print("moe-optim run: nothing is wrong with the arguments")
         return 0
-    run_script(script, args.script_args, cpu=cpu)
+    run_script(script, argv, cpu=cpu)
     return 0
-
-
-def _use_cpu() -> bool:
-    import torch
-
-    return os.environ.get("MOE_OPTIM_CPU") == "1" or torch.cuda.device_count() == 0
-
-
-def _describe(package: Package | None) -> str:
-    """Say which megatron-core is imported, and over which one it wins."""
-    if package is None:
-        return "no megatron-core"
-    text = f"megatron-core {package.version} from {package.path}"
-    if not package.checkout:
-        return text
-    try:
-        installed = importlib.metadata.version("megatron-core")
-    except importlib.metadata.PackageNotFoundError:
-        return f"{text}, a source tree"
-    return f"{text}, a source tree that wins over the installed {installed}"

@@ -3,7 +3,10 @@
 import argparse
 import functools
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
+
+from moe_optim.config import WantedFormat
 
 DATA_FLAGS = (
     "--mock-data",
@@ -13,6 +16,30 @@ DATA_FLAGS = (
     "--per-split-data-args-path",
 )
 """Megatron's flags that say what to train on."""
+
+_TE_FORMATS: Mapping[str, str] = MappingProxyType(
+    {"mxfp8": "mxfp8", "blockwise": "fp8_block", "nvfp4": "nvfp4"}
+)
+"""What ``--fp8-recipe`` and ``--fp4-recipe`` make of weights that they gather."""
+
+
+def spell_format(format: WantedFormat, argv: Sequence[str]) -> str:
+    """Return the format of the weights that Megatron's flags ask for, for messages.
+
+    Args:
+        format: the knob; other than ``auto`` it is the answer.
+        argv: Megatron's flags. A checkpoint's arguments or a YAML file may still change them; what
+            is built has its format from itself.
+    """
+    if format != "auto":
+        return format
+    given = flags(argv)
+    for bits, default in (("fp8", "delayed"), ("fp4", "nvfp4")):  # Megatron's defaults
+        if f"--{bits}-param-gather" in given:
+            recipe = last_value(argv, f"--{bits}-recipe") or default
+            return _TE_FORMATS.get(recipe, format)
+    portable = last_value(argv, "--transformer-impl") == "local" and "--moe-grouped-gemm" in given
+    return "mxfp8" if portable else "bf16"
 
 
 def keep_arguments_after_dashes(parser: argparse.ArgumentParser) -> None:

@@ -18,8 +18,11 @@ def installed_config() -> MoEOptimConfig | None:
 
 
 def config_in_force() -> MoEOptimConfig:
-    """Return the installed configuration, or the defaults where an optimizer is built without."""
-    return _active or MoEOptimConfig()
+    """Return the installed configuration, or the defaults where an optimizer is built without.
+
+    Without an installation an optimizer takes bf16 weights alone.
+    """
+    return _active or MoEOptimConfig(format="bf16")
 
 
 def active_config() -> MoEOptimConfig:

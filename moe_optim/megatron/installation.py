@@ -1,5 +1,6 @@
 """Switches the plug-in on and off for this process."""
 
+from moe_optim import import_hook
 from moe_optim.config import MoEOptimConfig, field_names
 from moe_optim.errors import ConfigError, StateError
 from moe_optim.megatron.active import activate, installed_config
@@ -32,6 +33,7 @@ def install(config: MoEOptimConfig | None = None) -> None:
             'install(MoEOptimConfig(format="mxfp8")).'
         )
     _require_no_other(wanted, "install", "Call moe_optim.uninstall() first.")
+    import_hook.disarm()
     needed = (*patches.ADAM, *patches.EXPERTS, *patches.OPTIMIZER, *patches.CHECKPOINTS)
     apply_patches(needed, HOLDER)
     activate(wanted)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_optim import import_hook
 from moe_optim.errors import MoEOptimError, refuse
 from moe_optim.megatron import installation
 from moe_optim.megatron.launch import cpu_runtime
@@ -143,6 +144,7 @@ def train(argv: Sequence[str]) -> None:
     """
     sys.argv = [sys.argv[0], *argv]
     request = request_from_argv(argv)
+    import_hook.disarm()
     if os.environ.get("MOE_OPTIM_CPU") == "1":
         cpu_runtime.install()
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))

@@ -22,6 +22,7 @@ from moe_optim.console.argv import (
     data_flags,
     flags,
     last_value,
+    spell_format,
     without,
 )
 from moe_optim.console.files import DISK_FULL, free_bytes, full_disk_explained, full_disk_sentence
@@ -124,10 +125,8 @@ class _Training:
 
     def run(self) -> int:
         """Do everything in order."""
-        self._say(
-            f"{self.recipe.path}: {self.recipe.moe_optim.format} expert weights, "
-            f"run folder {self.folder.path}"
-        )
+        weights = spell_format(self.recipe.moe_optim.format, self.megatron_argv)
+        self._say(f"{self.recipe.path}: {weights} expert weights, run folder {self.folder.path}")
         cpu = self._use_cpu()
         self._check_flags(cpu)
         resumed_from = self._resume_point() if self.args.resume else None

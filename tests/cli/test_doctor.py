@@ -72,7 +72,7 @@ def hide(monkeypatch, *modules):
 
 def test_keys_are_frozen(report):
     assert set(report) == KEYS | {"exit code"}
-    assert set(report["moe_optim"]) == {"version", "path"}
+    assert set(report["moe_optim"]) == {"version", "path", "enabled"}
     assert set(report["packages"]) == PACKAGES
     assert all(set(package) == PACKAGE_KEYS for package in report["packages"].values())
     assert all(set(patch) == PATCH_KEYS for patch in report["patches"])

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from moe_optim.cli import main as cli
+from moe_optim.config import MoEOptimConfig
 from moe_optim.megatron.launch import cpu_runtime
+from moe_optim.megatron.launch.arguments import request_from_argv
 from moe_optim.megatron.launch.script_runner import prepare_imports, run_script
 from moe_optim.megatron.patching.engine import patch_state
 from moe_optim.megatron.patching.patches import ADAM, CPU, PATCHES, SCRIPT
@@ -35,6 +37,7 @@ print(json.dumps({
 RUN_SCRIPT = """
 import sys
 from pathlib import Path
+from moe_optim.megatron.launch.arguments import request_from_argv
 from moe_optim.megatron.launch.script_runner import prepare_imports, run_script
 script = Path(sys.argv[1])
 prepare_imports(script, None)
@@ -177,6 +180,58 @@ def test_the_flag_is_refused_for_another_version(tmp_path, capsys, imports, scri
 def test_settings_of_the_plugin_without_the_flag_are_refused(capsys, script, imports):
     line = refusal(capsys, script, "--moe-optim-set", "format=mxfp8")
     assert "need --use-moe-grouped-optim" in line
+
+
+RECIPE = """
+megatron_args: {--lr: 1e-3, --num-layers: 3, --bf16: true, --mock-data: false}
+moe_optim: {format: nvfp4, wire: bf16}
+"""
+
+
+def test_a_recipe_gives_all_of_its_flags_and_arguments_win(script, tmp_path, imports, monkeypatch):
+    """Those of the plug-in, too; a flag that a recipe has off is left out."""
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(RECIPE)
+    seen = []
+    monkeypatch.setattr("moe_optim.cli.run.run_script", lambda script, argv, cpu: seen.append(argv))
+    mine = ["--lr", "1", "--moe-optim-set", "wire=quantized"]
+    assert cli.main(["run", "--recipe", str(recipe), str(script), *mine]) == 0
+    (argv,) = seen
+    given = ["--lr", "1e-3", "--num-layers", "3", "--bf16", "--use-moe-grouped-optim"]
+    assert argv == [*given, "--moe-optim-recipe", str(recipe), *mine]
+    assert request_from_argv(argv) == MoEOptimConfig(format="nvfp4", wire="quantized")
+
+
+def test_a_recipe_for_other_versions_is_refused_and_hardware_is_the_launchers(
+    script, tmp_path, capsys, imports, monkeypatch
+):
+    monkeypatch.setattr("moe_optim.cli.run.run_script", lambda script, argv, cpu: None)
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("requires: {gpus: 256, sm: 100, ranks: 256}\nmoe_optim:\n")
+    assert cli.main(["run", "--recipe", str(recipe), str(script)]) == 0
+    recipe.write_text("requires: {megatron-core: '<0.19'}\nmoe_optim:\n")
+    line = refusal(capsys, "--recipe", recipe, script)
+    assert line.startswith(f"error: {recipe}: requires: expected more than this machine has.")
+
+
+def run_with_recipe(recipe, script, argv):
+    """Run a script with a recipe in a rank."""
+    os.environ["PYTHONPATH"] = ""
+    assert cli.main(["run", "--recipe", recipe, str(script), *argv]) == 0
+    return sys.argv[1:]
+
+
+def test_megatrons_parser_reads_a_shipped_recipe_under_the_arguments_of_a_script(tmp_path):
+    script = tmp_path / "parse.py"
+    script.write_text(
+        "from megatron.training.arguments import parse_args\n"
+        "from moe_optim.megatron.installation import installed_config\n"
+        "args = parse_args()\n"
+        "assert (args.num_experts, args.train_iters, args.swiglu) == (8, 5, True)\n"
+        "assert installed_config().format == 'bf16'\n"
+    )
+    (argv,) = run_ranks(1, run_with_recipe, "quickstart_bf16", script, ["--train-iters", "5"])
+    assert argv.count("--train-iters") == 2
 
 
 def run_and_examine(script, argv):

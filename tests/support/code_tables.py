@@ -19,7 +19,7 @@ from tests import test_architecture
 
 PATCH_GROUPS = {
     "`moe-optim train`, from the wheel": patches.ENTRY,
-    "`moe-optim run`, with the flag": patches.SCRIPT,
+    "`moe-optim run`, or plain `python` once enabled, with the flag": patches.SCRIPT,
     "where Transformer Engine and apex are absent": patches.ADAM,
     "the CPU runtime": patches.CPU,
     "the portable experts": patches.EXPERTS,

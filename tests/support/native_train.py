@@ -52,7 +52,7 @@ def main(folder: str, format: str, knobs: str, *flags: str) -> None:
     single = chosen.pop("single_grouped_weight", False)
     when = chosen.pop("given", None)
     is_offloaded = chosen.pop("offloaded", False)
-    config = MoEOptimConfig(format=format, **chosen)
+    config = MoEOptimConfig(**({"format": format} | chosen))
     installation.install(config)
     replace_kernels(get_format(format))
 

@@ -57,7 +57,7 @@ class GroupedExperts(MegatronModule):
         num_local_experts: experts on this rank.
         config: Megatron's transformer configuration.
         moe_optim_config: formats of storage and products, parameter layout, and how weight
-            gradients accumulate.
+            gradients accumulate. ``format: auto`` is ``mxfp8`` here.
         pg_collection: process groups; ``ep``, ``expt_tp`` and ``expt_dp`` are used.
         name: path of this module in the model, for errors.
 
@@ -81,27 +81,28 @@ class GroupedExperts(MegatronModule):
         self.pg_collection = pg_collection
         hidden = config.hidden_size
         ffn = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
+        knobs = moe_optim_config.resolved("mxfp8")
         device = torch.device(torch.cuda.current_device())
         make = partial(
             GroupedLinear,
             num_local_experts,
-            format=_find_format(moe_optim_config.format),
-            compute=_find_format(moe_optim_config.compute),
-            expert_layout=moe_optim_config.expert_layout,
+            format=_find_format(knobs.format),
+            compute=_find_format(knobs.compute),
+            expert_layout=knobs.expert_layout,
             bias=config.add_bias_linear,
-            fuse_wgrad_accumulation=moe_optim_config.fuse_wgrad_accumulation,
+            fuse_wgrad_accumulation=knobs.fuse_wgrad_accumulation,
             delay_wgrad=(
                 config.delay_wgrad_compute or config.overlap_dispatch_backward_with_experts_wgrad
             ),
-            record_amax=moe_optim_config.record_amax,
-            make_storages=_STORAGES[moe_optim_config.storage],
-            backend=moe_optim_config.backend,
+            record_amax=knobs.record_amax,
+            make_storages=_STORAGES[knobs.storage],
+            backend=knobs.backend,
             device=device,
         )
         where = name or "experts"
         self.linear_fc1 = make(2 * ffn, hidden, name=f"{where}.linear_fc1")
         self.linear_fc2 = make(hidden, ffn, name=f"{where}.linear_fc2")
-        self._initialize(keep_for_masters=moe_optim_config.format != "bf16")
+        self._initialize(keep_for_masters=knobs.format != "bf16")
         for shard in list_shards(self):
             shard.describe(config)
 

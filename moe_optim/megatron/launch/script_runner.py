@@ -1,14 +1,21 @@
-"""Runs a script of Megatron-LM in this process, with the plug-in if its arguments ask for it."""
+"""Runs a script of Megatron-LM in this process, with the plug-in if its arguments ask for it.
 
+:func:`before_megatron` and :func:`switch_on` do the same for a script that Python runs itself, see
+``moe_optim.import_hook``.
+"""
+
+import importlib.metadata
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
+from moe_optim import import_hook
+from moe_optim.config import MoEOptimConfig
 from moe_optim.console.screen import quiet
 from moe_optim.environment import Package, find_folder, find_package, unmet_version
-from moe_optim.errors import ConfigError
+from moe_optim.errors import ConfigError, MoEOptimError
 from moe_optim.megatron.launch.arguments import FLAG, request_from_argv
 
 WRITTEN_FOR = ">=0.19,<0.20"
@@ -104,15 +111,80 @@ def run_script(script: Path, argv: Sequence[str], *, cpu: bool) -> None:
         ConfigError: flags of the plug-in are wrong, or megatron-core is of another version.
         PatchError: Megatron is not what the patches were written for.
     """
-    request = request_from_argv(argv)
     sys.argv = [str(script), *argv]
+    _prepare(request_from_argv(argv), cpu=cpu)
+    _run_as_main(script)
+
+
+def before_megatron() -> None:
+    """Keep Megatron from compiling anything for a GPU where the CPU runtime will have to stand."""
+    if FLAG in sys.argv and trains_on_cpu():
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
+
+
+def switch_on() -> None:
+    """Do for a script that has just imported ``megatron.training`` what :func:`run_script` does.
+
+    Without the flag among its own arguments nothing is done. A refusal of ours ends the process
+    with one line, as that of ``moe-optim run`` does.
+    """
+    try:
+        request = request_from_argv(sys.argv[1:])
+        if request is None:
+            return
+        meet_alone()
+        cpu = trains_on_cpu()
+        announce(FLAG, find_package("megatron-core"), cpu=cpu)
+        _prepare(request, cpu=cpu)
+    except MoEOptimError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def meet_alone() -> None:
+    """Let a process that no launcher started be one rank, which meets itself at a free port."""
+    if "RANK" not in os.environ:
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", "0")
+
+
+def trains_on_cpu() -> bool:
+    """Return whether scripts train on the CPU here: there is no GPU, or they are told to."""
+    import torch
+
+    return os.environ.get("MOE_OPTIM_CPU") == "1" or torch.cuda.device_count() == 0
+
+
+def announce(who: str, package: Package | None, *, cpu: bool) -> None:
+    """Say on the first rank which megatron-core is imported, over which one it wins, and where."""
+    if os.environ.get("RANK", "0") == "0":
+        where = "on the CPU, over gloo" if cpu else "on GPUs"
+        print(f"{who}: {_describe(package)}; {where}", file=sys.stderr, flush=True)
+
+
+def _describe(package: Package | None) -> str:
+    if package is None:
+        return "no megatron-core"
+    text = f"megatron-core {package.version} from {package.path}"
+    if not package.checkout:
+        return text
+    try:
+        installed = importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError:
+        return f"{text}, a source tree"
+    return f"{text}, a source tree that wins over the installed {installed}"
+
+
+def _prepare(request: MoEOptimConfig | None, *, cpu: bool) -> None:
+    """Put in place what the arguments in ``sys.argv`` ask for, and the CPU runtime."""
+    import_hook.disarm()
     if request is not None and (fault := unmet_version("megatron-core", WRITTEN_FOR)):
         raise ConfigError(f"{FLAG}: {fault}.")
     if cpu:
         from moe_optim.megatron.launch import cpu_runtime
 
         cpu_runtime.install()
-        if "--distributed-backend" not in argv:
+        if "--distributed-backend" not in sys.argv:
             sys.argv += ["--distributed-backend", "gloo"]
     if request is not None:
         from moe_optim.megatron import installation
@@ -121,7 +193,6 @@ def run_script(script: Path, argv: Sequence[str], *, cpu: bool) -> None:
 
         apply_patches(SCRIPT, "run")
         installation.install(request)
-    _run_as_main(script)
 
 
 def check_script(script: Path, argv: Sequence[str], *, cpu: bool) -> list[str]:

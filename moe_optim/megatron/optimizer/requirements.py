@@ -1,14 +1,16 @@
 """What the plug-in asks of Megatron's configuration, checked when the optimizer is built."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import param_and_grad_buffer as upstream
+from megatron.core.utils import log_single_rank
 
-from moe_optim.config import MoEOptimConfig
+from moe_optim.config import Format, MoEOptimConfig
 from moe_optim.errors import ConfigError, StateError, refuse
 from moe_optim.megatron.active import config_in_force, installed_config
 from moe_optim.megatron.buffers.bucket_group import GroupedBucketGroup
@@ -25,6 +27,7 @@ _NATIVE: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 """Recipe of Transformer Engine -> formats that its weights can be managed in."""
+logger = logging.getLogger(__name__)
 
 
 def check_wrapped_model(config: Any, model_chunks: list[Any]) -> None:
@@ -50,7 +53,8 @@ def check_wrapped_model(config: Any, model_chunks: list[Any]) -> None:
         expected="moe_optim: expected flags it supports",
         remedy="Remove them, or train without --use-moe-grouped-optim.",
     )
-    _check_wanted(installed_config(), model_chunks)
+    if (wanted := installed_config()) is not None:
+        _check_wanted(wanted, model_chunks)
     if quantized:
         _check_buffers(model_chunks)
     _refuse_foreign_quantized(params)
@@ -73,18 +77,19 @@ def foresee_refusals(
     recipes = dict.fromkeys(recipe for model in model_configs if (recipe := _native_recipe(model)))
     portable = [model for model in model_configs if _asks_for_portable_experts(model)]
     quantized = bool(recipes) or (bool(portable) and knobs.format != "bf16")
+    is_named = knobs.format not in ("auto", "bf16")
     refused = _refused_settings(config, ddp_config, model_configs, quantized=quantized)
     for flag in recipes:
         formats = _NATIVE.get(flag, ())
         refused[f"{flag} with weights kept in it (drop the native parameter gather)"] = not formats
         refused[f"moe_optim.format {knobs.format} with {flag} (give {' or '.join(formats)})"] = (
-            bool(formats) and knobs.format not in formats
+            bool(formats) and knobs.format not in ("auto", *formats)
         )
     refused[
         f"moe_optim.format {knobs.format} without weights to keep in it (give --moe-grouped-gemm "
         "with --transformer-impl local, or a recipe and native parameter gather of Transformer "
         "Engine; or set format: bf16)"
-    ] = knobs.format != "bf16" and not quantized
+    ] = is_named and not quantized
     refused[f"moe_optim.compute {knobs.compute} without portable experts"] = (
         knobs.compute not in (None, "bf16") and not portable
     )
@@ -151,12 +156,13 @@ def _spelt(dtype: torch.dtype) -> str:
     return {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}.get(dtype, "fp8")
 
 
-def _check_wanted(wanted: MoEOptimConfig | None, model_chunks: list[Any]) -> None:
+def _check_wanted(wanted: MoEOptimConfig, model_chunks: list[Any]) -> None:
     """Refuse a bf16 model where experts stored or multiplied in a narrow format are wanted.
 
     Every rank must call it: some pipeline stages may have no experts where others do.
     """
-    if wanted is None:
+    if wanted.format == "auto":
+        _say_format(wanted, model_chunks)
         return
     if wanted.format != "bf16":
         field, off, has_some = "format", "bf16", _has_quantized_weights(model_chunks)
@@ -164,7 +170,7 @@ def _check_wanted(wanted: MoEOptimConfig | None, model_chunks: list[Any]) -> Non
         field, off, has_some = "compute", "null", _has_quantized_copies(model_chunks)
     else:
         return
-    if _on_any_rank(has_some):
+    if any(_on_any_rank(has_some)):
         return
     raise ConfigError(
         f"moe_optim: {field}: expected portable experts in {wanted.compute or wanted.format}, "
@@ -174,12 +180,33 @@ def _check_wanted(wanted: MoEOptimConfig | None, model_chunks: list[Any]) -> Non
     )
 
 
-def _on_any_rank(mine: bool) -> bool:
+def _say_format(wanted: MoEOptimConfig, model_chunks: list[Any]) -> None:
+    """Log what ``format: auto`` is in this model, and refuse knobs that do not go with it.
+
+    Raises:
+        ConfigError: such a knob, or weights in several formats.
+    """
+    params = [param for chunk in model_chunks for param in chunk.parameters()]
+    mine = {param.quantized_storage.format.name for param in params if is_managed(param)}
+    names: tuple[str, ...] = get_args(Format)
+    there = _on_any_rank(*(name in mine for name in names))
+    found = [name for name, is_there in zip(names, there, strict=True) if is_there] or ["bf16"]
+    if len(found) > 1:
+        raise ConfigError(
+            f"moe_optim: format: auto: expected quantized weights of one format, got "
+            f"{' and '.join(found)}. Build all of them with one recipe."
+        )
+    wanted.resolved(found[0])
+    log_single_rank(logger, logging.INFO, f"moe_optim: format: auto is {found[0]} here")
+
+
+def _on_any_rank(*mine: bool) -> list[bool]:
+    """Return of each truth whether it is one on any rank."""
     if not dist.is_initialized():
-        return mine
-    found = torch.tensor(float(mine), device=torch.cuda.current_device())
+        return list(mine)
+    found = torch.tensor(mine, dtype=torch.float32, device=torch.cuda.current_device())
     dist.all_reduce(found, dist.ReduceOp.MAX)
-    return bool(found)
+    return [bool(value) for value in found.tolist()]
 
 
 def _has_quantized_weights(model_chunks: list[Any]) -> bool:

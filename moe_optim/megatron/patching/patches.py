@@ -50,7 +50,8 @@ SCRIPT: tuple[Patch, ...] = (
         remove_when="Megatron asks for Transformer Engine before it builds layers of it",
     ),
 )
-"""Needed by ``moe-optim run``, with ``--use-moe-grouped-optim`` alone; and by dry runs."""
+"""Needed by ``moe-optim run``, and by plain ``python`` after ``moe-optim enable``, with
+``--use-moe-grouped-optim`` alone; and by dry runs."""
 
 ADAM: tuple[Patch, ...] = tuple(
     Patch(

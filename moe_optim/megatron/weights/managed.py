@@ -14,13 +14,15 @@ def storage_of(param: Any) -> Any:
     """Return the storage behind a parameter, or None if it is an ordinary one.
 
     A weight of Transformer Engine gets one when it is first asked for, while the plug-in is
-    installed with its format; from then on it is its ``quantized_storage``, as a portable weight's.
+    installed with its format, or with ``auto``; from then on it is its ``quantized_storage``, as a
+    portable weight's.
     """
     storage = getattr(param, "quantized_storage", None)
     config = installed_config()
     if storage is None and config is not None:
-        for format in te_formats_of(param):
-            if format.name == config.format:
+        formats = te_formats_of(param)
+        for format in formats:
+            if format.name == config.resolved(formats[0].name).format:
                 storage = TransformerEngineStorage(param, format, backend=config.backend)
                 param.quantized_storage = storage
     return storage

@@ -38,6 +38,7 @@ RANKS = torch.cuda.device_count() if HAS_GPU else 2
 AT_ONCE = 6 if HAS_GPU else 1
 FORMATS = ("mxfp8", "mxfp8_2d", "nvfp4", "fp8_block")
 GROUPED = ("mxfp8", "mxfp8_2d", "nvfp4") if HAS_GPU else ()  # Megatron has no groups of FP8 blocks
+AUTO = ("mxfp8", "nvfp4", "fp8_block")  # what Megatron's own flags make
 CLASSES = {
     "mxfp8": "MXFP8Tensor",
     "mxfp8_2d": "MXFP8Tensor",
@@ -75,6 +76,8 @@ def list_runs() -> dict[str, Run]:
         runs[f"{format} resumed"] = Run(format, (), (("offloaded", True),), format)
         for when in GIVEN:
             runs[f"{format} given {when}"] = Run(format, UNTRAINED, (("given", when),))
+    for format in AUTO:
+        runs[f"{format} auto"] = Run(format, (*OVERLAP,), (("format", "auto"),))
     for format in GROUPED:
         runs[f"{format} single"] = Run(format, (), tuple(SINGLE.items()))
         knobs = (*SINGLE.items(), ("offloaded", True))
@@ -167,6 +170,12 @@ def test_products_read_the_reference_of_the_masters(name, found):
 def test_both_wires_and_layouts_give_the_same_losses(format, found):
     """Quantized, aligned and overlapped against bf16, stock and in the step."""
     assert found[format].losses == found[f"{format} wire bf16"].losses
+
+
+@pytest.mark.parametrize("format", AUTO)
+def test_without_a_format_it_is_that_of_megatrons_flags(format, found):
+    """The same losses as with its name."""
+    assert found[f"{format} auto"].losses == found[format].losses
 
 
 @pytest.mark.parametrize("format", FORMATS)

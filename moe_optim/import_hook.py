@@ -1,0 +1,74 @@
+"""Lets a program that knows nothing of this package have its flag, once ``moe-optim enable`` ran.
+
+The line that it writes calls :func:`arm` before the program's first line, and only where the
+command line has the flag. So this module imports the standard library alone, and little of it.
+"""
+
+import importlib
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+PARENT, TRIGGER = "megatron", "megatron.training"
+"""What a script imports of Megatron at first, and what holds its parser and its training loop."""
+ENTRY = "moe_optim.megatron.launch.script_runner"
+"""Has ``before_megatron()`` and ``switch_on()``; imported when Megatron is, and no sooner."""
+
+
+class _Listener:
+    """A finder of modules that leaves the finding to others, and hears when Megatron is imported.
+
+    It stays until :data:`TRIGGER` was imported: looking for it, as ``importlib.util.find_spec``
+    does, is no import.
+    """
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> Any:
+        """Return None, or for :data:`TRIGGER` what others find, to be followed by the plug-in."""
+        if name == PARENT:
+            _entry().before_megatron()
+        if name != TRIGGER:
+            return None
+        others = [finder for finder in sys.meta_path if finder is not self]
+        found = (finder.find_spec(name, path, target) for finder in others)
+        spec = next(filter(None, found), None)
+        if spec is not None and spec.loader is not None:
+            _follow(spec.loader)
+        return spec
+
+
+_LISTENER = _Listener()
+
+
+def arm() -> None:
+    """Switch the plug-in on when this process has imported Megatron's training loop.
+
+    Python may run the line twice: a folder of packages can have two names.
+    """
+    if _LISTENER not in sys.meta_path:
+        sys.meta_path.insert(0, _LISTENER)
+
+
+def disarm() -> None:
+    """Leave this process to whoever switches the plug-in on by other means."""
+    if _LISTENER in sys.meta_path:
+        sys.meta_path.remove(_LISTENER)
+
+
+def _follow(loader: Any) -> None:
+    """Switch the plug-in on after ``loader``, which is of one spec alone, has run its module."""
+    run = loader.exec_module
+
+    def exec_module(module: ModuleType) -> None:
+        del loader.exec_module  # the method of its class is left
+        is_armed = _LISTENER in sys.meta_path
+        run(module)
+        if is_armed:
+            disarm()
+            _entry().switch_on()
+
+    loader.exec_module = exec_module
+
+
+def _entry() -> Any:
+    return importlib.import_module(ENTRY)
