@@ -98,8 +98,8 @@ def _regroup_experts(state: dict[str, Any], chunk: torch.nn.Module) -> None:
             if new_faults or is_one == (None in keys):
                 continue
             if is_one:
-                parts = [_plain(state.pop(keys[expert][0])) for expert in sorted(keys)]
-                state[name] = torch.stack(parts)
+                parts = [state.pop(keys[expert][0]) for expert in range(linear.num_gemms)]
+                state[name] = torch.stack([_plain(part) for part in parts])
             else:
                 for expert, part in enumerate(members_of(state.pop(keys[None][0]))):
                     state[f"{name}{expert}"] = _plain(part)

@@ -227,6 +227,13 @@ CHECKPOINTS: tuple[Patch, ...] = (
         remove_when="metadata.json is removed first, and the default save records checksums",
     ),
     Patch(
+        id="te-amaxes",
+        target="megatron.core.transformer.moe.experts:TEGroupedMLP.sharded_state_dict",
+        replacement="moe_optim.megatron.experts.te_amax:sharded_state_dict",
+        because="Transformer Engine's linears save their weights, and nothing recorded of these",
+        remove_when="a parameter can say what is saved beside it",
+    ),
+    Patch(
         id="tensor-metadata",
         target=(
             "megatron.core.dist_checkpointing.strategies.torch:"

@@ -21,7 +21,9 @@ def storage_of(param: Any) -> Any:
     if storage is None and config is not None:
         for format in te_formats_of(param):
             if format.name == config.format:
-                storage = TransformerEngineStorage(param, format, backend=config.backend)
+                storage = TransformerEngineStorage(
+                    param, format, record_amax=config.record_amax, backend=config.backend
+                )
                 param.quantized_storage = storage
     return storage
 
