@@ -69,26 +69,34 @@ class GroupedLinear(torch.nn.Module):
         return list(tensor.unbind(0))
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None) -> dict[str, Any]:
-        """Return an entry an expert, as ``TEGroupedLinear`` does in either layout."""
+        """Return the entries of each expert, as ``TEGroupedLinear`` does in either layout."""
         from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+        from moe_optim.megatron.experts.sharding import empty_extra_state
 
         groups, axis = self._pg_collection, len(sharded_offsets)
         first, count = groups.ep.rank() * self.num_gemms, groups.ep.size() * self.num_gemms
-        return {
-            f"{prefix}weight{expert}": ShardedTensor.from_rank_offsets(
+        state: dict[str, Any] = {}
+        for expert, values in enumerate(self.values()):
+            place = (axis, first + expert, count)
+            state[f"{prefix}weight{expert}"] = ShardedTensor.from_rank_offsets(
                 f"{prefix}weight",
                 values.detach(),
                 *sharded_offsets,
-                (axis, first + expert, count),
+                place,
                 replica_id=(0, groups.expt_tp.rank(), groups.expt_dp.rank()),
                 prepend_axis_num=axis + 1,
             )
-            for expert, values in enumerate(self.values())
-        }
+            state[f"{prefix}_extra_state{expert or ''}"] = empty_extra_state(
+                f"{prefix}_extra_state", place, sharded_offsets, groups
+            )
+        return state
 
     @torch.no_grad()
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Take experts in either layout; stand-ins get other bytes, which they tell nobody."""
+        for key in [key for key in state_dict if key.startswith(f"{prefix}_extra_state")]:
+            del state_dict[key]
         numbered = [f"{prefix}weight{expert}" for expert in range(self.num_gemms)]
         if self.single_grouped_weight and numbered[0] in state_dict:
             state_dict[f"{prefix}weight"] = torch.stack([state_dict.pop(key) for key in numbered])
@@ -98,8 +106,10 @@ class GroupedLinear(torch.nn.Module):
         if self.format is None:
             super()._load_from_state_dict(state_dict, prefix, *args)
             return
-        unexpected = args[3]
+        for hook in self._load_state_dict_pre_hooks.values():
+            hook(state_dict, prefix, *args)
         names = {f"{prefix}{name}": weight for name, weight in self._parameters.items()}
+        unexpected = args[3]
         unexpected.extend(key for key in state_dict if key not in names)
         for key, weight in names.items():
             loaded = self._stand_in(state_dict[key])

@@ -31,15 +31,14 @@ def sharded_state_dict(
     Raises:
         ConfigError: ``singleton_local_shards`` with amaxes.
     """
-    state = original(_TARGET)(self, prefix, sharded_offsets, metadata)
-    if not _are_recorded():
-        return state
-    if (metadata or {}).get("singleton_local_shards", False):
+    are_recorded = _are_recorded()
+    if are_recorded and (metadata or {}).get("singleton_local_shards", False):
         raise ConfigError(
             "record_amax: singleton_local_shards: expected one key for all experts, got one key an "
             "expert. Save with Megatron's default metadata."
         )
-    for name, linear in grouped_linears(self):
+    state = original(_TARGET)(self, prefix, sharded_offsets, metadata)
+    for name, linear in grouped_linears(self) if are_recorded else ():
         groups = linear._pg_collection
         state[f"{prefix}{name}.weight_amax"] = sharded_amax(
             recorder_of(linear),
