@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from moe_optim.errors import LayoutError, StateError
+from moe_optim.errors import StateError
 from moe_optim.formats import BlockScaledFormat, Direction
 from moe_optim.kernels.member_table import Backend
 from moe_optim.modules.compute import QuantizedCopy
@@ -19,6 +19,7 @@ from moe_optim.modules.grouped_product import (
     run_delayed_wgrad,
 )
 from moe_optim.modules.grouped_weight import GroupedWeight
+from moe_optim.modules.recorded_amax import RecordsAmax
 from moe_optim.modules.storage import (
     MakeStorages,
     PlaneStorage,
@@ -29,7 +30,7 @@ from moe_optim.modules.storage import (
 ExpertLayout = Literal["grouped", "indexed"]
 
 
-class GroupedLinear(torch.nn.Module):
+class GroupedLinear(RecordsAmax, torch.nn.Module):
     """Weights of all local experts of one linear, and their biases if it has any.
 
     Parameters are ``weight`` [E, R, C] in ``grouped`` layout, ``weight0 .. weight{E-1}`` [R, C] in
@@ -87,7 +88,6 @@ class GroupedLinear(torch.nn.Module):
         self.delay_wgrad = delay_wgrad
         self._delayed: deque[WgradFactors] = deque()
         self.quantized_copy: QuantizedCopy | None = None
-        self._whole_amax: tuple[Version, Tensor] | None = None  # and the version whose amax it is
         if compute is not None and format is None:
             self.quantized_copy = QuantizedCopy(compute, self.shape, f"{name}.weight", backend)
         storages: Sequence[PlaneStorage] = ()
@@ -178,28 +178,6 @@ class GroupedLinear(torch.nn.Module):
             new.set_copy_of(old)
             weight.quantized_storage = new  # type: ignore[attr-defined]
 
-    def amax(self) -> Tensor | None:
-        """Return the amax of what each expert has here, at the last requantization, [E] fp32.
-
-        It is that of the masters of all data-parallel ranks, rounded to bf16. A copy; None where
-        nothing is recorded. Under expert tensor parallelism, other ranks hold the rest of the
-        experts: see :attr:`whole_amax`.
-        """
-        amaxes = [storage.amax for storage in self.storages()]
-        recorded = [amax for amax in amaxes if amax is not None]
-        return torch.cat(recorded) if recorded else None
-
-    @property
-    def whole_amax(self) -> Tensor | None:
-        """The amax of whole experts, [E] fp32, if it was set for the weights as they are."""
-        if self._whole_amax is None or self._whole_amax[0] != self.version():
-            return None
-        return self._whole_amax[1]
-
-    @whole_amax.setter
-    def whole_amax(self, amax: Tensor) -> None:
-        self._whole_amax = self.version(), amax
-
     def _load_from_state_dict(
         self,
         state_dict: dict[str, Any],
@@ -218,15 +196,7 @@ class GroupedLinear(torch.nn.Module):
         if self.storages():
             local_metadata = {**local_metadata, "assign_to_params_buffers": False}
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
-        own = self.amax()
-        if amax is None or own is None or amax.isnan().any():  # NaN: whoever saved did not know it
-            return
-        if amax.numel() != own.numel():
-            raise LayoutError(
-                f"{self.name}.weight_amax: expected one value for each of {own.numel()} experts, "
-                f"got {list(amax.shape)}. Load a checkpoint of as many experts."
-            )
-        self.whole_amax = amax.detach().to(own).view(-1).clone()
+        self.take_amax(amax)
 
     def weights(self) -> list[torch.nn.Parameter]:
         """Return the weights in expert order: one in ``grouped`` layout, E in ``indexed``."""

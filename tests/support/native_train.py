@@ -5,7 +5,8 @@ KNOBS are JSON. Beside the plug-in's they may have ``single_grouped_weight``, an
 "before" other values are loaded into the model before it is wrapped, with "after" when there is an
 optimizer, which then makes its masters of the weights; and ``offloaded``: weights leave the device
 and come back, and masters move, after the first step. Writes ``FOLDER/rank<i>.pt``: losses,
-and of every weight what products read of it beside its assembled master. On a CPU as on a GPU.
+and of every weight what products read of it and its amaxes beside its assembled master. On a CPU as
+on a GPU.
 """
 
 import json
@@ -127,6 +128,7 @@ def _describe(model: list[Any], optimizer: Any) -> dict[str, dict[str, Any]]:
             "class": type(param).__name__,
             "master": masters[name].view(param.quantized_storage.shape),
             "fields": _fields(param),
+            "amax": None if (amax := param.quantized_storage.amax) is None else amax.cpu().clone(),
             "has_moved": param.quantized_storage.has_moved(),
             "initial_is_freed": param.quantized_storage.initial is None,
         }

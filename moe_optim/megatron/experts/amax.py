@@ -1,6 +1,6 @@
 """The amax of every expert: recorded when bucket groups gather, kept in checkpoints."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +8,9 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
+from moe_optim.megatron.te.grouped_linears import grouped_linears, recorder_of
 from moe_optim.modules.grouped_linear import GroupedLinear
+from moe_optim.modules.recorded_amax import RecordsAmax
 
 
 @dataclass
@@ -17,11 +19,13 @@ class OptionalShardedTensor(ShardedTensor):
 
 
 def sharded_amax(
-    linear: GroupedLinear,
+    linear: RecordsAmax,
     key: str,
     place: tuple[int, int, int],
     sharded_offsets: tuple[tuple[int, int, int], ...],
     groups: Any,
+    *,
+    num_experts: int | None = None,
 ) -> OptionalShardedTensor | None:
     """Return the amaxes of whole experts under their global ids; None where none are recorded.
 
@@ -35,8 +39,11 @@ def sharded_amax(
         place: of the local experts among all: axis, place, number of places.
         sharded_offsets: of the axes before that of the experts.
         groups: process groups; ``expt_tp`` and ``expt_dp`` are used.
+        num_experts: local ones, for which NaN is saved where none are recorded.
     """
     amax = linear.amax()
+    if amax is None and num_experts is not None:
+        amax = torch.full((num_experts,), torch.nan)
     if amax is None:
         return None
     if linear.whole_amax is not None:
@@ -62,13 +69,20 @@ def synchronize_amax(model_chunks: Iterable[torch.nn.Module]) -> None:
     Args:
         model_chunks: wrapped or not.
     """
-    modules = [module for chunk in model_chunks for module in chunk.modules()]
-    for experts in modules:
-        linears = [child for child in experts.children() if isinstance(child, GroupedLinear)]
-        for linear in linears:
-            group: Any = experts.pg_collection.expt_tp  # type: ignore[union-attr]
+    for chunk in model_chunks:
+        for linear, groups in _recorders(chunk):
             amax = linear.amax()
-            if amax is not None and group.size() > 1:
-                dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
+            if amax is not None and groups.expt_tp.size() > 1:
+                dist.all_reduce(amax, dist.ReduceOp.MAX, group=groups.expt_tp)
                 if linear.whole_amax is None:  # else loaded, from whoever had the masters
                     linear.whole_amax = amax
+
+
+def _recorders(chunk: torch.nn.Module) -> Iterator[tuple[RecordsAmax, Any]]:
+    """Yield every linear of experts, with the process groups of its layer."""
+    for experts in chunk.modules():
+        for child in experts.children():
+            if isinstance(child, GroupedLinear):
+                yield child, experts.pg_collection
+    for _, linear in grouped_linears(chunk):
+        yield recorder_of(linear), linear._pg_collection

@@ -240,6 +240,23 @@ CHECKPOINTS: tuple[Patch, ...] = (
         because="an iteration saved again looks whole before it is, and no checksum is recorded",
         remove_when="metadata.json is removed first, and the default save records checksums",
     ),
+    Patch(
+        id="te-amaxes",
+        target="megatron.core.transformer.moe.experts:TEGroupedMLP.sharded_state_dict",
+        replacement="moe_optim.megatron.experts.te_amax:sharded_state_dict",
+        because="Transformer Engine's linears save their weights, and nothing recorded of these",
+        remove_when="a parameter can say what is saved beside it",
+    ),
+    Patch(
+        id="tensor-metadata",
+        target=(
+            "megatron.core.dist_checkpointing.strategies.torch:"
+            "TorchDistLoadShardedStrategy.load_tensors_metadata"
+        ),
+        replacement="moe_optim.megatron.checkpoint.tensor_metadata:load_tensors_metadata",
+        because="it gives torch.empty all that torch keeps of a tensor, since 2.15 also strides",
+        remove_when="strict loads work with torch 2.15",
+    ),
 )
 """What looks at a checkpoint before anything of it is read, and lets an optimizer of this package
 see how it was laid out."""

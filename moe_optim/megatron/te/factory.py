@@ -58,10 +58,9 @@ def make_te_storages(
         weights, names = [grouped], [name]
     storages = []
     for weight, called in zip(weights, names, strict=True):
-        storage = TransformerEngineStorage(weight, format, called, backend=backend)
-        if record_amax and not format.has_global_amax:
-            storage.recorded_amax = storage.quantized.rowwise_data.new_zeros(
-                storage.shape[:1], dtype=torch.float32
+        storages.append(
+            TransformerEngineStorage(
+                weight, format, called, record_amax=record_amax, backend=backend
             )
-        storages.append(storage)
+        )
     return storages

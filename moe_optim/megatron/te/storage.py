@@ -35,6 +35,8 @@ class TransformerEngineStorage(PlaneStorage):
         param: rowwise data must be there; everything else is allocated if it is not.
         format: one of :func:`te_formats_of`.
         name: parameter name, for errors.
+        record_amax: keep the amax of every expert at each requantization; NaN until the first one,
+            as nobody tells what the weight was quantized from. Formats with a global amax have it.
         backend: who quantizes what is written.
 
     Raises:
@@ -47,6 +49,7 @@ class TransformerEngineStorage(PlaneStorage):
         format: BlockScaledFormat,
         name: str | None = None,
         *,
+        record_amax: bool = False,
         backend: Backend = "auto",
     ) -> None:
         self._param = param
@@ -58,6 +61,8 @@ class TransformerEngineStorage(PlaneStorage):
         self.shape = (1, *shape) if len(shape) == 2 else shape
         self._complete()
         super().__init__(self.name, self._view(), backend)
+        if record_amax and not format.has_global_amax:
+            self.recorded_amax = torch.full(self.shape[:1], torch.nan, device=self.device)
         self._take_note_of_fields()
 
     @property

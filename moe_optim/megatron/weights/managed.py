@@ -23,7 +23,9 @@ def storage_of(param: Any) -> Any:
         formats = te_formats_of(param)
         for format in formats:
             if format.name == config.resolved(formats[0].name).format:
-                storage = TransformerEngineStorage(param, format, backend=config.backend)
+                storage = TransformerEngineStorage(
+                    param, format, record_amax=config.record_amax, backend=config.backend
+                )
                 param.quantized_storage = storage
     return storage
 

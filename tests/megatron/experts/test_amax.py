@@ -12,6 +12,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from moe_optim.config import MoEOptimConfig
 from moe_optim.formats import FORMATS
 from moe_optim.layout.wire import side_by_side
+from moe_optim.megatron.te.storage import TransformerEngineStorage
 from moe_optim.modules.grouped_weight import GroupedWeight
 from moe_optim.modules.storage import PortableStorage
 from tests.support import experts
@@ -21,6 +22,7 @@ from tests.support.collectives import no_collectives
 from tests.support.inputs import wide_range_weights, with_specials
 from tests.support.masters import assert_weights_come_from_masters, full_master
 from tests.support.ranks import run_ranks
+from tests.support.te_stand_ins import Float8BlockwiseQTensor, GroupedTensor, MXFP8Tensor
 from tests.support.training import OVERLAP, pretrain
 
 LAYOUTS = ("grouped", "indexed")
@@ -32,7 +34,25 @@ RECORDING = {name: format for name, format in FORMATS.items() if not format.has_
 SHAPES = ((4, 64, 96), (2, 96, 32), (1, 32, 32))
 
 
-def record_on_ranks(format: Any, masters: list[torch.Tensor], dp_size: int) -> list[list[Any]]:
+def _portable(format: Any, slot: Any) -> Any:
+    storage = PortableStorage(format, slot.shape, name=slot.name, record_amax=True)
+    return torch.nn.Parameter(GroupedWeight(storage))
+
+
+def _of_transformer_engine(format: Any, slot: Any) -> Any:
+    """Return what stands in for its weight, with the storage that it gets while installed."""
+    member = {"fp8_block": Float8BlockwiseQTensor}.get(format.name, MXFP8Tensor)
+    weight: Any = GroupedTensor(member, format, torch.ones(slot.shape))
+    if slot.shape[0] == 1:
+        weight = weight.quantized_tensors[0]
+    weight.quantized_storage = TransformerEngineStorage(weight, format, record_amax=True)
+    assert weight.quantized_storage.amax.isnan().all()  # nobody has told
+    return weight
+
+
+def record_on_ranks(
+    format: Any, masters: list[torch.Tensor], dp_size: int, make: Any
+) -> list[list[Any]]:
     """Return the weights of all ranks after they have recorded; the all-reduce is a loop."""
     from moe_optim.megatron.buffers.amax_record import AmaxRecord
     from moe_optim.megatron.buffers.gather import OwnedMaster
@@ -43,8 +63,7 @@ def record_on_ranks(format: Any, masters: list[torch.Tensor], dp_size: int) -> l
     for rank in range(dp_size):
         params, owned = [], []
         for slot, master in zip(slots, masters, strict=True):
-            storage = PortableStorage(format, slot.shape, name=slot.name, record_amax=True)
-            params.append(torch.nn.Parameter(GroupedWeight(storage)))
+            params.append(make(format, slot))
             part = slot.owned(rank, shard)
             if part:
                 own = master.view(-1)[part.start : part.stop].clone()
@@ -63,7 +82,8 @@ def record_on_ranks(format: Any, masters: list[torch.Tensor], dp_size: int) -> l
 
 @pytest.mark.parametrize("dp_size", [1, 2, 3, 8])
 @pytest.mark.parametrize("format", RECORDING.values(), ids=RECORDING)
-def test_every_rank_records_the_amax_of_whole_experts(format: Any, dp_size: int):
+@pytest.mark.parametrize("make", [_portable, _of_transformer_engine])
+def test_every_rank_records_the_amax_of_whole_experts(make: Any, format: Any, dp_size: int):
     """Shards cut experts anywhere; some ranks own nothing of most of them, and of 8 the last ones
     own nothing at all. NaN counts as zero, Inf and subnormals as they are; one expert is zero."""
     masters = [
@@ -72,7 +92,7 @@ def test_every_rank_records_the_amax_of_whole_experts(format: Any, dp_size: int)
     ]
     masters[0][2] = -0.0
     masters[1][1] = torch.nan
-    for params in record_on_ranks(format, masters, dp_size):
+    for params in record_on_ranks(format, masters, dp_size, make):
         for param, master in zip(params, masters, strict=True):
             assert_bytes_equal(param.quantized_storage.amax, amax_of(master), what=format.name)
     assert amax_of(masters[0])[2] == 0 and amax_of(masters[0]).isinf().any()

@@ -8,8 +8,10 @@ imports; group products then ask for tokens on a GPU, and are left out.
 
 import json
 import os
+import re
 import subprocess
 import sys
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +20,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemReader
 
 from moe_optim import reference
 from moe_optim.formats import get_format
 from moe_optim.megatron.te import quantizer
 from tests.megatron.te.test_storage import assert_holds
+from tests.support.amax import amax_of
+from tests.support.bytes import assert_bytes_equal
 from tests.support.given_values import draw_values
 
 PATH = os.environ.get("TRANSFORMER_ENGINE_PATH", "")
@@ -73,12 +78,16 @@ def list_runs() -> dict[str, Run]:
     for format in FORMATS:
         runs[format] = Run(format, (*OVERLAP,))
         runs[f"{format} wire bf16"] = Run(format, (), (("wire", "bf16"), ("layout", "stock")))
+        knobs = (("record_amax", True),)
+        runs[f"{format} recorded"] = Run(format, (*OVERLAP,), knobs)
         runs[f"{format} resumed"] = Run(format, (), (("offloaded", True),), format)
         for when in GIVEN:
             runs[f"{format} given {when}"] = Run(format, UNTRAINED, (("given", when),))
     for format in AUTO:
         runs[f"{format} auto"] = Run(format, (*OVERLAP,), (("format", "auto"),))
     for format in GROUPED:
+        recorded = (*SINGLE.items(), ("record_amax", True))
+        runs[f"{format} single recorded"] = Run(format, (), recorded)
         runs[f"{format} single"] = Run(format, (), tuple(SINGLE.items()))
         knobs = (*SINGLE.items(), ("offloaded", True))
         runs[f"{format} single resumed"] = Run(format, (), knobs, format)
@@ -105,13 +114,13 @@ class Seen:
     """What the ranks of a run saw; asking for it fails with its log if the run has failed."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
 
     @property
     def ranks(self) -> list[dict[str, Any]]:
-        log = self._folder / "log"
+        log = self.folder / "log"
         assert not log.exists(), log.read_text()
-        files = sorted(self._folder.glob("rank*.pt"))
+        files = sorted(self.folder.glob("rank*.pt"))
         return [torch.load(file, weights_only=False) for file in files]
 
     @property
@@ -164,6 +173,35 @@ def test_products_read_the_reference_of_the_masters(name, found):
             assert weight["initial_is_freed"] and not weight["has_moved"]
             for fields, master in zip(weight["fields"], weight["master"], strict=True):
                 assert_holds(SimpleNamespace(**fields), master, get_format(run.format))
+
+
+@pytest.mark.parametrize("name", [name for name in list_runs() if "recorded" in name])
+def test_amaxes_are_those_of_the_masters(name, found):
+    """Recorded at the last gather, and in the checkpoint under the numbers of experts."""
+    saved = read_amaxes(found[name].folder / "checkpoints" / "iter_0000004")
+    for rank in found[name].ranks:
+        assert rank["weights"]
+        for key, weight in rank["weights"].items():
+            want = amax_of(weight["master"])
+            assert_bytes_equal(weight["amax"], want, what=key)
+            layer, linear, number = re.search(
+                r"layers.(\d).*(linear_fc\d.weight)(\d*)", key
+            ).groups()
+            of_layer = saved[f"decoder.layers.mlp.experts.experts.{linear}_amax"][int(layer)]
+            mine = of_layer[int(number)] if number else of_layer
+            assert_bytes_equal(mine.view(-1), want, what=f"saved {key}")
+
+
+def read_amaxes(checkpoint: Path) -> dict[str, torch.Tensor]:
+    reader = FileSystemReader(checkpoint)
+    tensors = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for key, entry in reader.read_metadata().state_dict_metadata.items()
+        if key.endswith("weight_amax")
+    }
+    with warnings.catch_warnings(action="ignore"):  # it takes a single process for a mistake
+        torch.distributed.checkpoint.load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -1,0 +1,55 @@
+"""Grouped linears of Transformer Engine in a model: their experts in one tensor, their amaxes."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+
+from moe_optim.megatron.te.fields import is_grouped
+from moe_optim.modules.recorded_amax import RecordsAmax
+from moe_optim.modules.storage import PlaneStorage
+
+
+def grouped_linears(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield every grouped linear below a module with its name, told as Megatron tells them."""
+    for name, linear in module.named_modules():
+        if hasattr(linear, "num_gemms") and hasattr(linear, "_split_grouped_checkpoint_tensor"):
+            yield name, linear
+
+
+def members_of(tensor: Any) -> Sequence[Any]:
+    """Return the tensor of each expert in one of all experts, a ``GroupedTensor`` or any other."""
+    if is_grouped(tensor):
+        return tensor.quantized_tensors or tensor.split_into_quantized_tensors()
+    return tensor.unbind(0)
+
+
+class LinearRecorder(RecordsAmax):
+    """The amaxes of a grouped linear, which are in no state dict of its own."""
+
+    def __init__(self, linear: Any) -> None:
+        self._linear = ref(linear)
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """Of the linear, as its weights are called."""
+        storages = self.storages()
+        return storages[0].name.rpartition(".")[0] if storages else "experts"
+
+    def storages(self) -> list[PlaneStorage]:
+        """Return the storage behind each weight, in expert order; none where experts are bf16."""
+        linear = self._linear()
+        named = [] if linear is None else linear.named_parameters(recurse=False)
+        weights = [param for name, param in named if name.startswith("weight")]
+        return [w.quantized_storage for w in weights if hasattr(w, "quantized_storage")]
+
+
+_RECORDERS: WeakKeyDictionary[torch.nn.Module, LinearRecorder] = WeakKeyDictionary()
+
+
+def recorder_of(linear: torch.nn.Module) -> LinearRecorder:
+    """Return what knows the amaxes of a grouped linear, the same one every time."""
+    if linear not in _RECORDERS:
+        _RECORDERS[linear] = LinearRecorder(linear)
+    return _RECORDERS[linear]
