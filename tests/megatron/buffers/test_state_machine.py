@@ -24,6 +24,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"wire": "bf16", "overlap": True},
     {"wire": "bf16", "overlap": False},
 ]
+NAMES = ("quantized, overlap", "quantized", "bf16, overlap", "bf16")
 SEEDS = st.integers(0, 99)
 
 PLAIN = (
@@ -134,9 +135,7 @@ def _drive(steps: int, options: dict[str, Any]) -> int:
     return _run(steps, options)
 
 
-@pytest.mark.parametrize(
-    "options", SETTINGS, ids=["quantized, overlap", "quantized", "bf16, overlap", "bf16"]
-)
+@pytest.mark.parametrize("options", SETTINGS, ids=NAMES)
 def test_no_order_of_calls_mixes_weights_and_gradients(options: dict[str, Any]):
     """A quarter of all steps on each wire, with the gather overlapped and in the step."""
     (steps,) = run_ranks(1, _drive, STEPS // 4, options, timeout_s=max(180, STEPS // 40))
@@ -243,18 +242,23 @@ def test_a_few_calls_suffice_to_show_each_bug(name: str):
     assert run_ranks(1, _replay_with_bug, name) == [True]
 
 
-def _replay_all() -> int:
+def _replay_all(options: dict[str, Any]) -> int:
     life_cycle.initialize()
-    calls = 0
-    for options in (*SETTINGS, {"wire": "quantized", "format": "nvfp4"}):
-        for trace in (*TRACES.values(), *SEQUENCES.values()):
-            calls += life_cycle.replay([*trace, *TRAIN, ("evaluate", {"seed": 1})], **options)
-    return calls
+    return sum(
+        life_cycle.replay([*trace, *TRAIN, ("evaluate", {"seed": 1})], **options)
+        for trace in (*TRACES.values(), *SEQUENCES.values())
+    )
 
 
-def test_what_loops_do_is_right_on_two_ranks():
-    """Every trace and sequence, a step and an evaluation after it, on both wires, overlapped and
-    not."""
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(options, id=name, marks=[pytest.mark.extended] * (not options["overlap"]))
+        for name, options in zip(NAMES, SETTINGS, strict=True)
+    ],
+)
+def test_what_loops_do_is_right_on_two_ranks(options: dict[str, Any]):
+    """Every trace and sequence, a step and an evaluation after it."""
     traces = (*TRACES.values(), *SEQUENCES.values())
     calls = sum(len(trace) + len(TRAIN) + 1 for trace in traces)
-    assert run_ranks(2, _replay_all) == [5 * calls] * 2
+    assert run_ranks(2, _replay_all, options) == [calls] * 2

@@ -70,7 +70,7 @@ CASES = {  # what is wrong -> a command line, and the beginnings of all faults
         ],
     ),
     "nothing to quantize": (
-        but(without=("--moe-grouped-gemm",)),
+        but("--moe-optim-set", "format=mxfp8", without=("--moe-grouped-gemm",)),
         ["refused with the plug-in: moe_optim.format mxfp8 without weights to keep in it"],
     ),
     "knobs": (
@@ -89,7 +89,7 @@ CASES = {  # what is wrong -> a command line, and the beginnings of all faults
     ),
     "everything at once": (
         but("--num-expert", "4", "--lr", "fast", LOCAL, "transformer_engine",
-            "--optimizer", "sgd",
+            "--optimizer", "sgd", "--moe-optim-set", "format=mxfp8",
             without=("--num-experts", "--hidden-size")),
         [
             "--num-expert: no such", "--lr: invalid", "--hidden-size: expected",
