@@ -11,6 +11,7 @@ from moe_optim.megatron.active import installed_config
 from moe_optim.megatron.experts.amax import sharded_amax
 from moe_optim.megatron.patching.engine import original
 from moe_optim.megatron.te.grouped_linears import grouped_linears, recorder_of
+from moe_optim.megatron.te.recipe import NATIVE_FORMATS, native_recipe
 
 _TARGET = "megatron.core.transformer.moe.experts:TEGroupedMLP.sharded_state_dict"
 _LISTENING: WeakSet[Module] = WeakSet()
@@ -31,7 +32,7 @@ def sharded_state_dict(
     Raises:
         ConfigError: ``singleton_local_shards`` with amaxes.
     """
-    are_recorded = _are_recorded()
+    are_recorded = _are_recorded(self.config)
     if are_recorded and (metadata or {}).get("singleton_local_shards", False):
         raise ConfigError(
             "record_amax: singleton_local_shards: expected one key for all experts, got one key an "
@@ -54,9 +55,13 @@ def sharded_state_dict(
     return state
 
 
-def _are_recorded() -> bool:
+def _are_recorded(model: Any) -> bool:
     config = installed_config()
-    if config is None or config.format == "bf16":
+    if config is None:
+        return False
+    formats = NATIVE_FORMATS.get(native_recipe(model) or "", ("bf16",))
+    config = config.resolved(formats[0])
+    if config.format == "bf16":
         return False
     return config.record_amax or get_format(config.format).has_global_amax
 

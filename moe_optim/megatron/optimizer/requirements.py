@@ -1,8 +1,7 @@
 """What the plug-in asks of Megatron's configuration, checked when the optimizer is built."""
 
 import logging
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any, get_args
 
 import torch
@@ -16,17 +15,10 @@ from moe_optim.megatron.active import config_in_force, installed_config
 from moe_optim.megatron.buffers.bucket_group import GroupedBucketGroup
 from moe_optim.megatron.experts.module import unsupported_features
 from moe_optim.megatron.te.fields import te_formats_of
+from moe_optim.megatron.te.recipe import NATIVE_FORMATS, native_recipe
 from moe_optim.megatron.weights.managed import is_managed
 from moe_optim.modules.grouped_linear import GroupedLinear
 
-_NATIVE: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "--fp8-recipe mxfp8": ("mxfp8", "mxfp8_2d"),
-        "--fp8-recipe blockwise": ("fp8_block",),
-        "--fp4-recipe nvfp4": ("nvfp4",),
-    }
-)
-"""Recipe of Transformer Engine -> formats that its weights can be managed in."""
 logger = logging.getLogger(__name__)
 
 
@@ -74,13 +66,13 @@ def foresee_refusals(
         model_configs: the ``TransformerConfig`` of every chunk.
         knobs: what would be installed.
     """
-    recipes = dict.fromkeys(recipe for model in model_configs if (recipe := _native_recipe(model)))
+    recipes = dict.fromkeys(recipe for model in model_configs if (recipe := native_recipe(model)))
     portable = [model for model in model_configs if _asks_for_portable_experts(model)]
     quantized = bool(recipes) or (bool(portable) and knobs.format != "bf16")
     is_named = knobs.format not in ("auto", "bf16")
     refused = _refused_settings(config, ddp_config, model_configs, quantized=quantized)
     for flag in recipes:
-        formats = _NATIVE.get(flag, ())
+        formats = NATIVE_FORMATS.get(flag, ())
         refused[f"{flag} with weights kept in it (drop the native parameter gather)"] = not formats
         refused[f"moe_optim.format {knobs.format} with {flag} (give {' or '.join(formats)})"] = (
             bool(formats) and knobs.format not in ("auto", *formats)
@@ -97,15 +89,6 @@ def foresee_refusals(
         size = model.expert_tensor_parallel_size or model.tensor_model_parallel_size
         refused |= unsupported_features(model, tensor_parallel=size)
     return [setting for setting, is_refused in refused.items() if is_refused]
-
-
-def _native_recipe(model: Any) -> str | None:
-    """Return the flag of the recipe that weights are kept in between steps, None for bf16."""
-    for on, kept, name in (("fp8", "fp8_param", "fp8_recipe"), ("fp4", "fp4_param", "fp4_recipe")):
-        if getattr(model, on) and getattr(model, kept):
-            recipe = getattr(model, name)
-            return f"--{name.replace('_', '-')} {getattr(recipe, 'value', recipe)}"
-    return None
 
 
 def _asks_for_portable_experts(model: Any) -> bool:

@@ -1,10 +1,21 @@
-"""The MXFP8 recipe of Transformer Engine with square blocks, which Megatron has no switch for."""
+"""Recipes of Transformer Engine: what weights are kept in, and square blocks for MXFP8."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from moe_optim.megatron.active import installed_config
 from moe_optim.megatron.patching.engine import original
+
+NATIVE_FORMATS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "--fp8-recipe mxfp8": ("mxfp8", "mxfp8_2d"),
+        "--fp8-recipe blockwise": ("fp8_block",),
+        "--fp4-recipe nvfp4": ("nvfp4",),
+    }
+)
+"""Recipe of Transformer Engine -> formats that its weights can be managed in."""
 
 
 def get_fp8_recipe(config: Any) -> Any:
@@ -19,3 +30,12 @@ def get_fp8_recipe(config: Any) -> Any:
     if wanted is None or wanted.format != "mxfp8_2d" or not getattr(recipe, "mxfp8", bool)():
         return recipe
     return replace(recipe, enable_2d_quantization=True)
+
+
+def native_recipe(model: Any) -> str | None:
+    """Return the flag of the recipe that weights are kept in between steps, None for bf16."""
+    for on, kept, name in (("fp8", "fp8_param", "fp8_recipe"), ("fp4", "fp4_param", "fp4_recipe")):
+        if getattr(model, on) and getattr(model, kept):
+            recipe = getattr(model, name)
+            return f"--{name.replace('_', '-')} {getattr(recipe, 'value', recipe)}"
+    return None
