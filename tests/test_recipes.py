@@ -4,11 +4,10 @@ import argparse
 import dataclasses
 import os
 import platform
-import shlex
 import socket
 import sys
 import traceback
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -526,6 +525,7 @@ def test_formats_of_a_model_train_the_same_model():
     whats = ("--num-", "--hidden-", "--ffn-", "--moe-ffn-", "--moe-router-", "--rotary-", "--norm")
     own = ("--moe-router-padding-for-quantization", "--num-layers-per-virtual-pipeline-stage")
 
+    @cache
     def model(path):
         args = load_recipe(path).megatron_args
         return {k: v for k, v in args.items() if k.startswith(whats) and k not in own and v}

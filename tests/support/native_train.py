@@ -6,8 +6,8 @@ KNOBS are JSON. Beside the plug-in's they may have ``single_grouped_weight``, an
 optimizer, which then makes its masters of the weights; and ``offloaded``: weights leave the device
 and come back, and masters move, after the first step; and ``recipe``, a list of a recipe and what
 is to be put in it, whose flags and knobs take the place of all others. Writes
-``FOLDER/rank<i>.pt``: losses, and of every weight what products read of it and its amaxes beside its
-assembled master. On a CPU as on a GPU.
+``FOLDER/rank<i>.pt``: losses, and of every weight what products read of it and its amaxes beside
+its assembled master. On a CPU as on a GPU.
 """
 
 import json
