@@ -77,7 +77,7 @@ OF_DEEPSEEK = {
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_trains_with_its_sizes_shrunk(name, tmp_path):
-    """Two data-parallel ranks see finite losses, and quantized experts are in the recipe's format."""
+    """Two data-parallel ranks see finite losses; quantized experts are in the recipe's format."""
     values = dict.fromkeys(LEFT_OUT, "null") | PUT_IN
     values |= OF_DEEPSEEK if name.startswith("deepseek") else {}
     puts = [f"megatron_args.{flag}={value}" for flag, value in values.items()]
