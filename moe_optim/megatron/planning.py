@@ -18,6 +18,8 @@ from typing import Any, NoReturn
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.param_layout import bucket_end_divisor
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.training.arguments import add_megatron_arguments
@@ -274,12 +276,11 @@ def _refuse(args: argparse.Namespace) -> None:
         ),
         "--hybrid-layer-pattern": args.hybrid_layer_pattern is not None,
         "--moe-latent-size": args.moe_latent_size is not None,
-        "--mtp-num-layers": bool(args.mtp_num_layers),
+        "--mtp-use-repeated-layer": args.mtp_use_repeated_layer,
         f"--optimizer {args.optimizer} (give adam)": args.optimizer != "adam",
         "--overlap-param-gather-with-optimizer-step": (
             args.overlap_param_gather_with_optimizer_step
         ),
-        "--pipeline-model-parallel-layout": args.pipeline_model_parallel_layout is not None,
         "--use-megatron-fsdp": args.use_megatron_fsdp,
         "--use-torch-fsdp2": args.use_torch_fsdp2,
     }
@@ -320,7 +321,40 @@ def _check_divides(whole: str, number: int, part: str, divisor: int) -> None:
 
 
 def _moe_layers(args: argparse.Namespace) -> list[tuple[int, ...]]:
-    """Return how many MoE layers each model chunk of each pipeline stage has."""
+    """Return how many MoE layers each model chunk of each pipeline stage has.
+
+    A layer that predicts a further token is as the last layer is.
+    """
+    pattern = _moe_pattern(args.moe_layer_freq, args.num_layers)
+    further = pattern[-1] * (args.mtp_num_layers or 0)
+    if args.pipeline_model_parallel_layout is not None:
+        return _moe_layers_laid_out(args, pattern)
+    *stages, (*chunks, last) = _even_moe_layers(args, pattern)
+    return [*stages, (*chunks, last + further)]
+
+
+def _moe_layers_laid_out(args: argparse.Namespace, pattern: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return the same where ``--pipeline-model-parallel-layout`` says which layer is where."""
+    pipeline, text = args.pipeline_model_parallel_size, args.pipeline_model_parallel_layout
+    try:
+        layout = PipelineParallelLayerLayout(text, pipeline)
+        layout.validate_layer_layout(args.num_layers, args.mtp_num_layers or 0)
+    except (AssertionError, ValueError) as error:
+        raise ConfigError(
+            f"--pipeline-model-parallel-layout {text}: expected one that Megatron takes, got: "
+            f"{error}. Correct it."
+        ) from error
+    experts = iter(pattern)  # layers are numbered chunk by chunk, and in a chunk by stage
+    found: list[list[int]] = [[] for _ in range(pipeline)]
+    for chunk in zip(*layout.layout, strict=True):
+        for stage, kinds in enumerate(chunk):
+            own = sum(next(experts) for kind in kinds if kind is LayerType.decoder)
+            found[stage].append(own + pattern[-1] * kinds.count(LayerType.mtp))
+    return [tuple(chunks) for chunks in found]
+
+
+def _even_moe_layers(args: argparse.Namespace, pattern: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return the same of the decoder where Megatron cuts it."""
     pipeline, virtual = args.pipeline_model_parallel_size, _virtual_stages(args)
     config: Any = SimpleNamespace(
         num_layers=args.num_layers,
@@ -332,7 +366,6 @@ def _moe_layers(args: argparse.Namespace) -> list[tuple[int, ...]]:
         account_for_embedding_in_pipeline_split=args.account_for_embedding_in_pipeline_split,
         account_for_loss_in_pipeline_split=args.account_for_loss_in_pipeline_split,
     )
-    pattern = _moe_pattern(args.moe_layer_freq, args.num_layers)
     try:
         return [
             tuple(_count(pattern, config, chunk, stage) for chunk in range(virtual))

@@ -356,6 +356,21 @@ STAGES = {  # flags -> planned stage, MoE layers of its chunks
         1,
         (4,),
     ),
+    "a layer for a further token": (
+        {"pipeline_model_parallel_size": 2, "mtp_num_layers": 1},
+        1,
+        (5,),
+    ),
+    "a layout": (  # the first layer has no experts, that for a further token is as the last
+        {
+            "pipeline_model_parallel_size": 2,
+            "pipeline_model_parallel_layout": "Ett|tt|tt|ttmL",
+            "mtp_num_layers": 1,
+            "moe_layer_freq": "([0]*1+[1]*7)",
+        },
+        1,
+        (2, 3),
+    ),
 }
 
 
@@ -428,6 +443,11 @@ REFUSED = {  # changes -> error, what it names
         "unrecognized arguments: --num-expert",
     ),
     "other optimizers": ({"optimizer": "sgd"}, ConfigError, "--optimizer sgd"),
+    "a layout of other layers": (
+        {"pipeline_model_parallel_layout": "Ett|L", "pipeline_model_parallel_size": 2},
+        ConfigError,
+        "--pipeline-model-parallel-layout Ett.L: expected one that Megatron takes, got: Number of",
+    ),
     "a shape no block fits": (
         {"moe_ffn_hidden_size": 100},
         LayoutError,

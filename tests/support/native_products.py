@@ -117,21 +117,29 @@ def _multiply_experts(  # noqa: PLR0913  # arguments are Transformer Engine's
     m_splits: Sequence[int] = (),
     accumulate: bool = False,
     single_output: bool = False,
+    bias: Sequence[Tensor] = (),
+    use_bias: bool | None = False,
     **_: Any,
 ) -> tuple[Any, Any, Any]:
-    """Compute out = b @ a', as BLAS in columns: weights in TN and NN, tokens in NT."""
+    """Compute out = b @ a', as BLAS in columns: weights in TN and NN, tokens in NT.
+
+    With biases, TN adds them and NT returns their gradients.
+    """
     outs = out[0].split(list(m_splits)) if single_output else out
-    for x, y, target in zip(a, b, outs, strict=True):
+    for index, (x, y, target) in enumerate(zip(a, b, outs, strict=True)):
         if layout == "NT":
             product = y.t() @ x
         else:
             weight = _operand(x, "rowwise" if layout == "TN" else "columnwise")
             product = y @ (weight.t() if layout == "TN" else weight)
+            if use_bias and layout == "TN":
+                product = product + bias[index]
         if accumulate:
             target.add_(product)
         else:
             target.copy_(product)
-    return None, [None] * len(outs), None
+    grads = [y.sum(0) if use_bias and layout == "NT" else None for y in b]
+    return None, grads, None
 
 
 def _multiply_groups(

@@ -4,9 +4,10 @@
 KNOBS are JSON. Beside the plug-in's they may have ``single_grouped_weight``, and ``given``: with
 "before" other values are loaded into the model before it is wrapped, with "after" when there is an
 optimizer, which then makes its masters of the weights; and ``offloaded``: weights leave the device
-and come back, and masters move, after the first step. Writes ``FOLDER/rank<i>.pt``: losses,
-and of every weight what products read of it and its amaxes beside its assembled master. On a CPU as
-on a GPU.
+and come back, and masters move, after the first step; and ``recipe``, a list of a recipe and what
+is to be put in it, whose flags and knobs take the place of all others. Writes
+``FOLDER/rank<i>.pt``: losses, and of every weight what products read of it and its amaxes beside
+its assembled master. On a CPU as on a GPU.
 """
 
 import json
@@ -22,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from moe_optim import MoEOptimConfig
 from moe_optim.formats import get_format
+from moe_optim.recipes import load_recipe
 from tests.support import given_values, making_room
 from tests.support.native_products import replace_kernels
 
@@ -42,7 +44,7 @@ def main(folder: str, format: str, knobs: str, *flags: str) -> None:
     from megatron.core.models.backends import LocalSpecProvider
 
     from moe_optim.megatron import installation
-    from tests.support.training import pretrain
+    from tests.support import training
 
     if on_cpu:
         from moe_optim.megatron.launch import cpu_runtime
@@ -53,7 +55,13 @@ def main(folder: str, format: str, knobs: str, *flags: str) -> None:
     single = chosen.pop("single_grouped_weight", False)
     when = chosen.pop("given", None)
     is_offloaded = chosen.pop("offloaded", False)
+    recipe = chosen.pop("recipe", None)
     config = MoEOptimConfig(**({"format": format} | chosen))
+    quantized = RECIPES[format].split()
+    if recipe is not None:
+        path, *overrides = recipe
+        read = load_recipe(path, overrides)
+        training.MODEL[:], config, quantized = read.megatron_argv(), read.moe_optim, []
     installation.install(config)
     replace_kernels(get_format(format))
 
@@ -70,8 +78,8 @@ def main(folder: str, format: str, knobs: str, *flags: str) -> None:
     LocalSpecProvider.grouped_mlp_modules = grouped_mlp_modules
     if when == "before":
         given_values.when_built(given_values.load)
-    record = pretrain(
-        [*RECIPES[format].split(), *flags],
+    record = training.pretrain(
+        [*quantized, *flags],
         config,
         observe=_describe,
         after_setup=_load_and_make_masters if when == "after" else None,
