@@ -126,7 +126,7 @@ def python(tmp_path_factory):
 
 
 def start(python, *words, cwd="/", **variables):
-    borrowed = [str(REPOSITORY), *(path for path in sys.path if path.endswith("-packages"))]
+    borrowed = [str(REPOSITORY), *filter(None, sys.path)]
     hidden = ("RANK", "MASTER_PORT", "TORCHDYNAMO_DISABLE", "MOE_OPTIM_CPU")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
     environment |= {"PYTHONPATH": os.pathsep.join(borrowed), **variables}

@@ -107,30 +107,50 @@ class _Absent(MetaPathFinder):
         return ModuleSpec(name, self._loader, is_package=True)
 
 
+class _Hidden(MetaPathFinder):
+    """Finds stand-ins of some packages, installed or not."""
+
+    def __init__(self, packages: Collection[str], loader: Loader) -> None:
+        self._packages, self._loader = packages, loader
+
+    def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
+        if name.partition(".")[0] not in self._packages:
+            return None
+        return ModuleSpec(name, self._loader, is_package=True)
+
+
 @contextmanager
 def standing_in(
-    folder: Path, package: str, real: Collection[str], bases: Mapping[str, type[StandIn]]
+    folder: Path,
+    package: str,
+    real: Collection[str],
+    bases: Mapping[str, type[StandIn]],
+    hidden: Collection[str] = (),
 ) -> Iterator[None]:
     """Let ``package`` be imported from ``folder``; whatever it lacks is a stand-in meanwhile.
 
-    What was imported before stays real, and nothing of what is imported within stays.
+    What was imported before stays real, unless it is hidden, and nothing of what is imported within
+    stays.
 
     Args:
         folder: what would be on Python's path.
         package: whose modules are stand-ins, apart from those named in ``real``.
         real: modules of it, and packages with all that is in them.
         bases: name of a class, or of a module or package -> of what its stand-ins are made.
+        hidden: packages that are stand-ins even where they are installed.
     """
     loader = _Loader(bases)
-    finder, absent = _Finder(folder, package, real, loader), _Absent(loader)
-    before = dict(sys.modules)
-    sys.meta_path.insert(0, finder)
-    sys.meta_path.append(absent)
+    first = [_Finder(folder, package, real, loader), _Hidden(hidden, loader)]
+    finders_before, before = list(sys.meta_path), dict(sys.modules)
+    for name in [name for name in before if name.partition(".")[0] in hidden]:
+        del sys.modules[name]
+    sys.meta_path[:] = [*first, *finders_before, _Absent(loader)]
     try:
         yield
     finally:
-        sys.meta_path.remove(finder)
-        sys.meta_path.remove(absent)
-        for name in set(sys.modules) - set(before):
-            del sys.modules[name]
+        sys.meta_path[:] = finders_before
+        for name in list(sys.modules):
+            if sys.modules[name] is not before.get(name):
+                del sys.modules[name]
+        sys.modules.update(before)
         importlib.invalidate_caches()
