@@ -6,6 +6,7 @@
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
+from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from moe_optim.errors import ConfigError
@@ -14,6 +15,15 @@ from moe_optim.plain_yaml import parse_yaml, quote
 
 Format = Literal["bf16", "mxfp8", "mxfp8_2d", "nvfp4", "fp8_block"]
 WantedFormat = Literal["auto", Format]
+NATIVE_FORMATS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "--fp8-recipe mxfp8": ("mxfp8", "mxfp8_2d"),
+        "--fp8-recipe blockwise": ("fp8_block",),
+        "--fp4-recipe nvfp4": ("nvfp4",),
+    }
+)
+"""Recipe of Transformer Engine -> formats that its weights can be managed in;
+the first is what ``format: auto`` is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

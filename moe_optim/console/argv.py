@@ -3,10 +3,9 @@
 import argparse
 import functools
 import sys
-from collections.abc import Collection, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Collection, Sequence
 
-from moe_optim.config import WantedFormat
+from moe_optim.config import NATIVE_FORMATS, WantedFormat
 
 DATA_FLAGS = (
     "--mock-data",
@@ -16,11 +15,6 @@ DATA_FLAGS = (
     "--per-split-data-args-path",
 )
 """Megatron's flags that say what to train on."""
-
-_TE_FORMATS: Mapping[str, str] = MappingProxyType(
-    {"mxfp8": "mxfp8", "blockwise": "fp8_block", "nvfp4": "nvfp4"}
-)
-"""What ``--fp8-recipe`` and ``--fp4-recipe`` make of weights that they gather."""
 
 
 def spell_format(format: WantedFormat, argv: Sequence[str]) -> str:
@@ -37,7 +31,7 @@ def spell_format(format: WantedFormat, argv: Sequence[str]) -> str:
     for bits, default in (("fp8", "delayed"), ("fp4", "nvfp4")):  # Megatron's defaults
         if f"--{bits}-param-gather" in given:
             recipe = last_value(argv, f"--{bits}-recipe") or default
-            return _TE_FORMATS.get(recipe, format)
+            return NATIVE_FORMATS.get(f"--{bits}-recipe {recipe}", (format,))[0]
     portable = last_value(argv, "--transformer-impl") == "local" and "--moe-grouped-gemm" in given
     return "mxfp8" if portable else "bf16"
 

@@ -219,7 +219,7 @@ def plan_experts(argv: Sequence[str], *, grouped: bool) -> PlannedExperts:
         ranks_per_model=dense * context,
         ranks_per_dense_copy=dense,
         ranks_per_expert_copy=whole,
-        gpus_multiple=lcm(dense * context, dense * instances, whole * instances),
+        gpus_multiple=ranks_multiple(args),
         most_micro_batches=most_micro_batches,
         optimizer_instances=instances,
         moment_bytes=sum(_BYTES[dtype] for dtype in (args.exp_avg_dtype, args.exp_avg_sq_dtype)),
@@ -229,6 +229,15 @@ def plan_experts(argv: Sequence[str], *, grouped: bool) -> PlannedExperts:
         overlap_grad_reduce=args.overlap_grad_reduce,
         high_busbw=args.ddp_pad_buckets_for_high_nccl_busbw,
     )
+
+
+def ranks_multiple(args: argparse.Namespace) -> int:
+    """Return what the number of ranks must be a multiple of, for parsed flags of Megatron."""
+    dense = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    expert_tensor = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    whole = expert_tensor * args.expert_model_parallel_size * args.pipeline_model_parallel_size
+    instances = args.num_distributed_optimizer_instances
+    return lcm(dense * args.context_parallel_size, dense * instances, whole * instances)
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -1,8 +1,15 @@
 """What the amaxes of experts have to be, and where they are found."""
 
+import warnings
+from pathlib import Path
+from typing import Any
+
 import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemReader, load
 
 from moe_optim.modules.grouped_linear import GroupedLinear
+from tests.support.collectives import no_collectives
 
 
 def amax_of(masters: torch.Tensor) -> torch.Tensor:
@@ -15,3 +22,28 @@ def linears_of(module: torch.nn.Module) -> dict[str, GroupedLinear]:
     """Return every grouped linear of a module by name."""
     named = module.named_modules()
     return {name: linear for name, linear in named if isinstance(linear, GroupedLinear)}
+
+
+def save_module(module: Any, folder: Path, prefix: str) -> None:
+    """Save the experts of every rank as Megatron does; only the save itself communicates."""
+    from megatron.core import dist_checkpointing
+
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True)
+    dist.barrier()
+    with no_collectives():
+        state = module.sharded_state_dict(prefix=prefix)
+    dist_checkpointing.save(state, str(folder))
+
+
+def saved_amaxes(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Return every amax of a torch_dist checkpoint by its key."""
+    reader = FileSystemReader(checkpoint)
+    tensors = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for key, entry in reader.read_metadata().state_dict_metadata.items()
+        if key.endswith("weight_amax")
+    }
+    with warnings.catch_warnings(action="ignore"):  # it takes a single process for a mistake
+        load(tensors, storage_reader=reader, no_dist=True)
+    return tensors

@@ -205,6 +205,12 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
             bucket.forget_masters()
 
 
+def bucket_groups(model_chunks: Iterable[Any]) -> Iterator[Any]:
+    """Yield the bucket groups of DDP-wrapped chunks, of each chunk its experts' last."""
+    for chunk in model_chunks:
+        yield from (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
+
+
 def managed_buckets(buckets: Iterable[_ParamAndGradBucket]) -> tuple[ManagedBucket, ...]:
     """Return the managed buckets among Megatron's."""
     found = (getattr(bucket, "managed", None) for bucket in buckets)

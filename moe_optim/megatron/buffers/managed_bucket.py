@@ -231,7 +231,8 @@ class ManagedBucket:
             StateError: they would read or write other contents, or memory that was given back.
         """
         self.state.require_replayable(begins_with, leaves)
-        if self.plan != plan or self._has_moved():
+        weights_moved = any(storage.has_moved() for storage in self.storages)
+        if self.plan != plan or weights_moved or self._masters_have_moved():
             raise StateError(
                 f"{self.name}: the replay of a CUDA graph: expected masters, weights and "
                 "gradients where they lay when it was captured, got them elsewhere. Drop the graph "
@@ -244,11 +245,6 @@ class ManagedBucket:
         if begins_with.weights is not leaves.weights:
             self.version = new_version()
         self._count_from_here()
-
-    def _has_moved(self) -> bool:
-        return any(storage.has_moved() for storage in self.storages) or any(
-            one.master.data_ptr() != at for one, at in self._masters or ()
-        )
 
     def forget_masters(self) -> None:
         """Drop what was planned for masters, weights and memory that may lie elsewhere now."""
@@ -267,13 +263,16 @@ class ManagedBucket:
         moved = [storage for storage in self.storages if storage.has_moved()]
         for storage in moved:
             storage.take_over()
-        if moved or any(one.master.data_ptr() != at for one, at in self._masters or ()):
+        if moved or self._masters_have_moved():
             self.forget_masters()
         if self._masters is None:
             assert self.owner is not None  # who else has made the weights stale
             owned = self.owner.masters_of(self)
             self._masters = tuple((one, one.master.data_ptr()) for one in owned)
         return [one for one, _ in self._masters]
+
+    def _masters_have_moved(self) -> bool:
+        return any(one.master.data_ptr() != at for one, at in self._masters or ())
 
     def _require_held(self) -> None:
         """Raise StateError if another bucket has bound the weights since."""

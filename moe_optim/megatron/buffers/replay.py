@@ -9,14 +9,14 @@ Megatron's wrapper reads the data first and counts the iteration last, whether i
 replays. Both are where buckets are looked at.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 
-from moe_optim.megatron.buffers.bucket_group import GroupedBucketGroup
+from moe_optim.megatron.buffers.bucket_group import GroupedBucketGroup, bucket_groups
 from moe_optim.megatron.buffers.managed_bucket import ManagedBucket
 from moe_optim.megatron.buffers.states import Held
 from moe_optim.megatron.patching.engine import original
@@ -59,11 +59,13 @@ def begin_iteration(
     """
     stage = "training" if training else "validation"
     graph = self.cuda_graph[stage]
+    chunks = model if isinstance(model, list) else [model]
     if graph is None:
-        gathers = training and self.curr_iter(stage) == self.cuda_graph_warmup_steps
-        for group in _gathering_groups(model) if gathers else ():
-            group.gather_anew()
-        managed = [bucket for group in _groups(model) for bucket in group.managed]
+        if training and self.curr_iter(stage) == self.cuda_graph_warmup_steps:
+            gathering = [chunk for chunk in chunks if chunk.remove_forward_pre_hook_handles]
+            for group in _groups(gathering):
+                group.gather_anew()
+        managed = [bucket for group in _groups(chunks) for bucket in group.managed]
         _begun[self] = {bucket: bucket.state.held for bucket in managed}
     else:
         _begun[self] = {}
@@ -88,15 +90,5 @@ def end_iteration(self: FullCudaGraphWrapper, stage: str) -> None:
         one.bucket.replayed(one.begins_with, one.leaves)
 
 
-def _groups(model: Any) -> Iterator[GroupedBucketGroup]:
-    for chunk in model if isinstance(model, list) else [model]:
-        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
-            if isinstance(group, GroupedBucketGroup):
-                yield group
-
-
-def _gathering_groups(model: Any) -> Iterator[GroupedBucketGroup]:
-    """Yield the groups of chunks whose forward passes gather."""
-    for chunk in model if isinstance(model, list) else [model]:
-        if chunk.remove_forward_pre_hook_handles:
-            yield from _groups(chunk)
+def _groups(chunks: Iterable[Any]) -> Iterator[GroupedBucketGroup]:
+    return (group for group in bucket_groups(chunks) if isinstance(group, GroupedBucketGroup))

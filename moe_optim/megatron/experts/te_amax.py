@@ -5,13 +5,14 @@ from weakref import WeakSet
 
 from torch.nn import Module
 
+from moe_optim.config import NATIVE_FORMATS
 from moe_optim.errors import ConfigError
 from moe_optim.formats import get_format
 from moe_optim.megatron.active import installed_config
 from moe_optim.megatron.experts.amax import sharded_amax
 from moe_optim.megatron.patching.engine import original
 from moe_optim.megatron.te.grouped_linears import grouped_linears, recorder_of
-from moe_optim.megatron.te.recipe import NATIVE_FORMATS, native_recipe
+from moe_optim.megatron.te.recipe import native_recipe
 
 _TARGET = "megatron.core.transformer.moe.experts:TEGroupedMLP.sharded_state_dict"
 _LISTENING: WeakSet[Module] = WeakSet()

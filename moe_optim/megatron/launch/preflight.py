@@ -6,7 +6,6 @@ import difflib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
-from math import lcm
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -140,7 +139,9 @@ class _DryRun:
                 self.faults.append(f"{flag}: expected a value, got none. Give the flag.")
                 setattr(args, name, value)  # to check the rest
         if "WORLD_SIZE" not in os.environ:  # no launcher: the fewest ranks that the sizes take
-            args.world_size = _fewest_ranks(args)
+            from moe_optim.megatron.planning import ranks_multiple
+
+            args.world_size = ranks_multiple(args)
         is_settled = True
         try:
             validate()
@@ -274,12 +275,6 @@ def _missing(args: argparse.Namespace) -> dict[str, int]:
     if args.encoder_seq_length is not None:
         del needed["seq_length"]
     return {name: value for name, value in needed.items() if getattr(args, name) is None}
-
-
-def _fewest_ranks(args: argparse.Namespace) -> int:
-    tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-    expert = (args.expert_tensor_parallel_size or tensor) * args.expert_model_parallel_size
-    return lcm(tensor * pipeline * args.context_parallel_size, expert * pipeline)
 
 
 def _blocks(tree: ast.AST) -> Iterator[ast.AST]:

@@ -13,7 +13,11 @@ from torch import Tensor
 
 from moe_optim.errors import LayoutError, StateError
 from moe_optim.megatron.active import config_in_force
-from moe_optim.megatron.buffers.bucket_group import GroupedBucketGroup, managed_buckets
+from moe_optim.megatron.buffers.bucket_group import (
+    GroupedBucketGroup,
+    bucket_groups,
+    managed_buckets,
+)
 from moe_optim.megatron.buffers.buffer import GroupedParamAndGradBuffer
 from moe_optim.megatron.buffers.gather import OwnedMaster
 from moe_optim.megatron.buffers.managed_bucket import ManagedBucket
@@ -89,8 +93,7 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         mine = {id(bucket) for buffer in self.buffers for bucket in buffer.buckets}
         return [
             group
-            for chunk in self.model_chunks
-            for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
+            for group in bucket_groups(self.model_chunks)
             if isinstance(group, GroupedBucketGroup)
             and any(id(bucket) in mine for bucket in group.buckets)
         ]
@@ -241,7 +244,7 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         if not self._groups:  # a model that was wrapped before install()
             super().start_param_sync_for_bucket_group_subset()
         for chunk in self.model_chunks:
-            for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            for group in bucket_groups([chunk]):
                 if group in self._groups:
                     chunk._start_bucket_group_param_sync(group, force_sync=False)
 

@@ -9,13 +9,13 @@ import torch.distributed as dist
 from megatron.core.distributed import param_and_grad_buffer as upstream
 from megatron.core.utils import log_single_rank
 
-from moe_optim.config import Format, MoEOptimConfig
+from moe_optim.config import NATIVE_FORMATS, Format, MoEOptimConfig
 from moe_optim.errors import ConfigError, StateError, refuse
 from moe_optim.megatron.active import config_in_force, installed_config
-from moe_optim.megatron.buffers.bucket_group import GroupedBucketGroup
+from moe_optim.megatron.buffers.bucket_group import GroupedBucketGroup, bucket_groups
 from moe_optim.megatron.experts.module import unsupported_features
 from moe_optim.megatron.te.fields import te_formats_of
-from moe_optim.megatron.te.recipe import NATIVE_FORMATS, native_recipe
+from moe_optim.megatron.te.recipe import native_recipe
 from moe_optim.megatron.weights.managed import is_managed
 from moe_optim.modules.grouped_linear import GroupedLinear
 
@@ -205,14 +205,13 @@ def _has_quantized_copies(model_chunks: list[Any]) -> bool:
 
 
 def _check_buffers(model_chunks: list[Any]) -> None:
-    for chunk in model_chunks:
-        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
-            holds = any(is_managed(param) for param in group.params)
-            if holds and not (isinstance(group, GroupedBucketGroup) and group.managed):
-                raise StateError(
-                    "moe_optim: quantized experts lie in buffers of Megatron's own class. Call "
-                    "moe_optim.install() before the model is wrapped with DDP."
-                )
+    for group in bucket_groups(model_chunks):
+        holds = any(is_managed(param) for param in group.params)
+        if holds and not (isinstance(group, GroupedBucketGroup) and group.managed):
+            raise StateError(
+                "moe_optim: quantized experts lie in buffers of Megatron's own class. Call "
+                "moe_optim.install() before the model is wrapped with DDP."
+            )
 
 
 def _refuse_foreign_quantized(params: list[Any]) -> None:

@@ -1,21 +1,10 @@
-"""Recipes of Transformer Engine: what weights are kept in, and square blocks for MXFP8."""
+"""Recipes of Transformer Engine: which one weights are kept in, and square blocks for MXFP8."""
 
-from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 from moe_optim.megatron.active import installed_config
 from moe_optim.megatron.patching.engine import original
-
-NATIVE_FORMATS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "--fp8-recipe mxfp8": ("mxfp8", "mxfp8_2d"),
-        "--fp8-recipe blockwise": ("fp8_block",),
-        "--fp4-recipe nvfp4": ("nvfp4",),
-    }
-)
-"""Recipe of Transformer Engine -> formats that its weights can be managed in."""
 
 
 def get_fp8_recipe(config: Any) -> Any:

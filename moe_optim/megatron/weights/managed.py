@@ -19,10 +19,10 @@ def storage_of(param: Any) -> Any:
     """
     storage = getattr(param, "quantized_storage", None)
     config = installed_config()
-    if storage is None and config is not None:
-        formats = te_formats_of(param)
+    if storage is None and config is not None and (formats := te_formats_of(param)):
+        wanted = config.resolved(formats[0].name).format
         for format in formats:
-            if format.name == config.resolved(formats[0].name).format:
+            if format.name == wanted:
                 storage = TransformerEngineStorage(
                     param, format, record_amax=config.record_amax, backend=config.backend
                 )

@@ -13,9 +13,8 @@ from moe_optim.errors import LayoutError
 from moe_optim.formats import MXFP8, NVFP4
 from moe_optim.modules.grouped_linear import GroupedLinear
 from tests.support import experts
-from tests.support.amax import amax_of, linears_of
+from tests.support.amax import amax_of, linears_of, save_module
 from tests.support.bytes import assert_bytes_equal
-from tests.support.collectives import no_collectives
 from tests.support.inputs import wide_range_weights
 from tests.support.ranks import run_ranks
 from tests.support.training import assert_same_tensors
@@ -48,17 +47,6 @@ def _make_experts(ep: int, **knobs: Any) -> torch.nn.Module:
     )
 
 
-def _save(module: torch.nn.Module, folder: Path) -> None:
-    from megatron.core import dist_checkpointing
-
-    if dist.get_rank() == 0:
-        folder.mkdir(parents=True)
-    dist.barrier()
-    with no_collectives():
-        state = module.sharded_state_dict(prefix=PREFIX)
-    dist_checkpointing.save(state, str(folder))
-
-
 def _load(module: torch.nn.Module, folder: Path) -> dict[str, torch.Tensor]:
     """Load strictly, and return the amaxes that the linears then know of."""
     from megatron.core import dist_checkpointing
@@ -76,7 +64,7 @@ def _save_on_two_ranks(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
         for seed, linear in enumerate(linears_of(module).values()):
             first = dist.get_rank() * GLOBAL_EXPERTS // 2
             linear.load_values(distinct_values(linear.shape, first, seed))
-        _save(module, folder / format / "two")
+        save_module(module, folder / format / "two", PREFIX)
         saved[format] = {name: linear.amax() for name, linear in linears_of(module).items()}
     return saved
 
@@ -92,7 +80,7 @@ def _load_on_one_rank(folder: Path) -> dict[tuple[str, str], dict[str, torch.Ten
             loaded[format, layout] = _load(module, folder / format / "two")
             own = {name: linear.amax() for name, linear in linears_of(module).items()}
             loaded[format, f"own {layout}"] = own
-        _save(module, folder / format / "one")
+        save_module(module, folder / format / "one", PREFIX)
     experts.EXPERTS = GLOBAL_EXPERTS  # in this process alone
     stock = experts.make_stock(experts.make_config(num_moe_experts=GLOBAL_EXPERTS))
     state = dist_checkpointing.load(

@@ -14,9 +14,8 @@ from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError
 from moe_optim.formats import FORMATS
 from tests.support import experts
-from tests.support.amax import amax_of
+from tests.support.amax import amax_of, save_module
 from tests.support.bytes import assert_bytes_equal
-from tests.support.collectives import no_collectives
 from tests.support.inputs import wide_range_weights
 from tests.support.ranks import run_ranks
 
@@ -88,17 +87,6 @@ def _record(module: Any, ep: int) -> dict[str, torch.Tensor]:
     return expected
 
 
-def _save(module: Any, folder: Path) -> None:
-    from megatron.core import dist_checkpointing
-
-    if dist.get_rank() == 0:
-        folder.mkdir(parents=True)
-    dist.barrier()
-    with no_collectives():
-        state = module.sharded_state_dict(prefix=PREFIX)
-    dist_checkpointing.save(state, str(folder))
-
-
 def _load(module: Any, folder: Path) -> Any:
     from megatron.core import dist_checkpointing
 
@@ -118,7 +106,7 @@ def _save_on_two_ranks(folder: Path) -> dict[str, torch.Tensor]:
     for format, single in CASES:
         module = _make(2, format, single)
         expected = _record(module, 2)
-        _save(module, folder / f"{format} {single}")
+        save_module(module, folder / f"{format} {single}", PREFIX)
     return expected
 
 
@@ -133,7 +121,7 @@ def _load_on_one_rank(folder: Path) -> dict[tuple[str, bool, str], dict[str, tor
         saved = folder / f"{format} {single}"
         module = _load(_make(1, format, not single), saved)
         found[format, single, "other layout"] = _loaded(module)
-        _save(module, folder / f"{format} {single} from one")
+        save_module(module, folder / f"{format} {single} from one", PREFIX)
         portable = GroupedExperts(
             GLOBAL_EXPERTS,
             _config(1),
@@ -178,10 +166,10 @@ def _unknown(folder: Path) -> None:
 
     experts.start_ranks()
     module = _make(1, "mxfp8", False)
-    _save(module, folder / "new")
+    save_module(module, folder / "new", PREFIX)
     assert set(_loaded(_load(module, folder / "new")).values()) == {None}
     _record(module, 1)
-    _save(module, folder / "recorded")
+    save_module(module, folder / "recorded", PREFIX)
     bf16 = _make(1, "bf16", False, record_amax=False)
     assert not [key for key in bf16.sharded_state_dict() if "amax" in key]
     _load(bf16, folder / "recorded")  # and stock Megatron, which asks for the same keys

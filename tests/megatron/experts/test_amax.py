@@ -1,13 +1,11 @@
 """The amax of every expert is that of the masters of all ranks, after each requantization."""
 
-import warnings
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint import FileSystemReader
 
 from moe_optim.config import MoEOptimConfig
 from moe_optim.formats import FORMATS
@@ -16,7 +14,7 @@ from moe_optim.megatron.te.storage import TransformerEngineStorage
 from moe_optim.modules.grouped_weight import GroupedWeight
 from moe_optim.modules.storage import PortableStorage
 from tests.support import experts
-from tests.support.amax import amax_of, linears_of
+from tests.support.amax import amax_of, linears_of, saved_amaxes
 from tests.support.bytes import assert_bytes_equal
 from tests.support.collectives import no_collectives
 from tests.support.inputs import wide_range_weights, with_specials
@@ -181,14 +179,7 @@ def test_a_checkpoint_holds_the_amaxes_of_whole_experts(tmp_path: Path, parallel
     flags = [*FLAGS, *parallel, "--save", str(tmp_path)]
     ranks = run_ranks(2, _watch_training, flags, config)
     assert [compared for compared, _ in ranks] == [3 * 2 * 2 * 4] * 2  # steps, layers, ...
-    reader = FileSystemReader(tmp_path / "iter_0000003")
-    tensors = {
-        key: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for key, entry in reader.read_metadata().state_dict_metadata.items()
-        if key.endswith("weight_amax")
-    }
-    with warnings.catch_warnings(action="ignore"):  # it takes a single process for a mistake
-        torch.distributed.checkpoint.load(tensors, storage_reader=reader, no_dist=True)
+    tensors = saved_amaxes(tmp_path / "iter_0000003")
     assert len(tensors) == 2
     for key, saved in tensors.items():
         of_ranks = [

@@ -11,7 +11,6 @@ import os
 import re
 import subprocess
 import sys
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +19,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint import FileSystemReader
 
 from moe_optim import reference
 from moe_optim.formats import get_format
 from moe_optim.megatron.te import quantizer
 from tests.megatron.te.test_storage import assert_holds
-from tests.support.amax import amax_of
+from tests.support.amax import amax_of, saved_amaxes
 from tests.support.bytes import assert_bytes_equal
 from tests.support.given_values import draw_values
 
@@ -178,7 +176,7 @@ def test_products_read_the_reference_of_the_masters(name, found):
 @pytest.mark.parametrize("name", [name for name in list_runs() if "recorded" in name])
 def test_amaxes_are_those_of_the_masters(name, found):
     """Recorded at the last gather, and in the checkpoint under the numbers of experts."""
-    saved = read_amaxes(found[name].folder / "checkpoints" / "iter_0000004")
+    saved = saved_amaxes(found[name].folder / "checkpoints" / "iter_0000004")
     for rank in found[name].ranks:
         assert rank["weights"]
         for key, weight in rank["weights"].items():
@@ -190,18 +188,6 @@ def test_amaxes_are_those_of_the_masters(name, found):
             of_layer = saved[f"decoder.layers.mlp.experts.experts.{linear}_amax"][int(layer)]
             mine = of_layer[int(number)] if number else of_layer
             assert_bytes_equal(mine.view(-1), want, what=f"saved {key}")
-
-
-def read_amaxes(checkpoint: Path) -> dict[str, torch.Tensor]:
-    reader = FileSystemReader(checkpoint)
-    tensors = {
-        key: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for key, entry in reader.read_metadata().state_dict_metadata.items()
-        if key.endswith("weight_amax")
-    }
-    with warnings.catch_warnings(action="ignore"):  # it takes a single process for a mistake
-        torch.distributed.checkpoint.load(tensors, storage_reader=reader, no_dist=True)
-    return tensors
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -41,11 +41,8 @@ def _classes(model: list[Any], _optimizer: Any) -> set[str]:
 def _train(flags: Sequence[str], config: MoEOptimConfig) -> Record:
     """Train after Megatron has looked for Transformer Engine in vain; ``extra`` names classes."""
     from moe_optim.megatron.launch import cpu_runtime
-    from moe_optim.megatron.patching import patches
-    from moe_optim.megatron.patching.engine import apply_patches
 
     cpu_runtime.install()
-    apply_patches(patches.ADAM)
     for name in cpu_runtime.GPU_PACKAGES:
         sys.modules.pop(name, None)
     sys.path += PATH
