@@ -8,6 +8,7 @@ has arrived::
 
     requantize -> all-gather -> finish_gather                        shards of whole blocks
     partial_amax -> MAX all-reduce -> encode -> all-gather -> ...    shards that cut blocks
+    step -> MAX all-reduce -> encode_shared -> all-gather -> ...     masters that take a step first
 """
 
 from collections.abc import Sequence
@@ -22,8 +23,9 @@ from moe_optim.formats import BlockScaledFormat, Direction, QuantizedWeight, get
 from moe_optim.kernels.exchange import AMAX_SLOTS
 from moe_optim.kernels.launch_table import LaunchTable, Planned
 from moe_optim.kernels.member_table import Backend, MemberTable
+from moe_optim.kernels.steps.table import StepTable
 from moe_optim.kernels.table_entry import TableEntry
-from moe_optim.reference import ranges
+from moe_optim.reference import adam, ranges
 
 
 @overload
@@ -191,6 +193,66 @@ def encode(table: MemberTable) -> None:
             launch_encode(launch)
     if table.consumed is not None and not (launches and table.zeroes_in_launch):
         table.consumed.zero_()
+
+
+@torch.no_grad()
+def step(table: StepTable) -> None:
+    """Take one step of Adam, and write what becomes of the masters: one launch a kind and format.
+
+    Gradients are multiplied by their clip factor, left alone, and read where they lie. Masters,
+    moments and weights are overwritten; of quantized weights the planes that travel of every block
+    that is owned whole, and the maxima of the others, see :func:`encode_shared`. Where kernels
+    handle the whole table nothing is planned, allocated or waited for.
+
+    Args:
+        table: what to read and write, with ``hyper`` and ``clips`` filled. The caller has asked it
+            whether something has moved, and zeroed planes that ranks complete by a maximum.
+    """
+    if table.members is not None:
+        table.members.exchange.zero_()  # it holds the maxima of all ranks, of the last step
+    if table.ranges or table.encoding:
+        from moe_optim.kernels.steps.launch import launch_step
+
+        launch_step(table)
+    for state in table.remainder:
+        adam.step_into(
+            *(state.master, state.gradient, state.exp_avg, state.exp_avg_sq),
+            hyper=table.hyper[state.group],
+            clip=table.clips[state.norm],
+            decoupled=table.decoupled,
+        )
+        if state.weight is not None:
+            state.weight.copy_(state.master)
+    if table.members is not None:
+        _encode_unshared(table.members)
+
+
+def _encode_unshared(table: MemberTable) -> None:
+    """Encode what is owned whole, and find this rank's share of all other maxima."""
+    if table.launches:
+        from moe_optim.kernels.launch import launch_cut_amax, launch_encode
+
+        for launch in table.launches:
+            launch_cut_amax(launch)
+            if launch.format.has_global_amax and not table.exchange.numel():
+                launch_encode(launch)
+    _find_amaxes([one for one in table.remainder if one[1].size], table.exchange)
+    _encode([one for one in table.remainder if not one[1].size], table.exchange)
+
+
+def encode_shared(table: MemberTable) -> None:
+    """Write what a step has left, once ``table.exchange`` holds the maxima over all ranks."""
+    if not table.exchange.numel():
+        return
+    if table.launches:
+        from moe_optim.kernels.launch import launch_encode, launch_encode_cut
+
+        for launch in table.launches:
+            if launch.format.has_global_amax:
+                launch_encode(launch)
+            else:
+                launch_encode_cut(launch)
+    _encode([one for one in table.remainder if one[1].size], table.exchange)
 
 
 def finish_gather(table: MemberTable) -> None:

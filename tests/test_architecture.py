@@ -16,6 +16,7 @@ ORDER = """
 errors version
 formats
 reference kernels layout expert_keys
+kernels/steps
 interpolation plain_yaml environment shipped_recipes import_hook
 config
 recipes ops
@@ -48,6 +49,7 @@ FLOORS = {room: floor for floor, line in enumerate(ORDER) for room in line.split
 NEVER = {  # room -> rooms below it that it must not know all the same
     "reference": {"kernels", "layout", "expert_keys"},
     "kernels": {"reference", "layout", "expert_keys"},
+    "kernels/steps": {"reference", "layout", "expert_keys"},
     "layout": {"reference", "kernels", "expert_keys"},
     "expert_keys": {"reference", "kernels", "layout"},
     "checkpoints": {"ops", "modules", "kernels", "reference", "config", "recipes"},
@@ -60,6 +62,7 @@ THIRD_PARTY = {  # room -> packages it may import, besides the standard library
     "formats": {"torch"},
     "reference": {"torch"},
     "kernels": {"torch", "triton"},
+    "kernels/steps": {"torch", "triton"},
     "layout": {"torch"},
     "expert_keys": {"torch"},
 }

@@ -77,7 +77,7 @@ def test_a_mixed_table_equals_one_by_one(dtype):
 
 def test_the_reference_does_without_kernels_where_these_run(monkeypatch):
     """Whatever device the weights are on: a table is built with launches, or without."""
-    monkeypatch.setattr(member_table, "_has_kernels", lambda _: True)
+    monkeypatch.setattr(member_table, "has_kernels", lambda _: True)
     _, entries = lay_out(MIXED, torch.float32)
     table = MemberTable.build(entries)
     assert table.launches and table.finishes

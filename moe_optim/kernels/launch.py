@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from torch import Tensor
 
 from moe_optim.kernels.amax import cut_band_amax_kernel, expert_amax_kernel
 from moe_optim.kernels.bound_kernel import BoundKernel
@@ -17,6 +18,8 @@ from moe_optim.kernels.launch_table import LaunchTable
 from moe_optim.kernels.requantize_blocks import requantize_blocks_kernel
 from moe_optim.kernels.requantize_mxfp8 import requantize_mxfp8_kernel
 from moe_optim.kernels.tuning import SCALE_TILES
+
+NO_STEP = {"GRADIENT_FP32": False, "MOMENTS_FP32": False, "DECOUPLED": False}
 
 
 def launch_amax(table: LaunchTable) -> None:
@@ -32,6 +35,16 @@ def launch_encode(table: LaunchTable) -> None:
     _launch(table, _bind_encode)
 
 
+def launch_cut_amax(table: LaunchTable) -> None:
+    """Fill the amax slots of cut bands alone."""
+    _launch(table, _bind_cut_amax)
+
+
+def launch_encode_cut(table: LaunchTable) -> None:
+    """Rewrite the planes of cut bands alone."""
+    _launch(table, _bind_encode_cut)
+
+
 def launch_finish(table: FinishTable) -> None:
     """Make all columnwise copies of a table, and expand its scales, in one launch."""
     _launch(table, _bind_finish)
@@ -43,7 +56,7 @@ def _launch[Table: (LaunchTable, FinishTable)](
     kernels = table.kernels.get(bind.__name__)
     if kernels is None:
         kernels = table.kernels[bind.__name__] = tuple(bind(table))
-    with _on(table.tiles.device):
+    with on_device(table.tiles.device):
         for kernel in kernels:
             kernel()
 
@@ -61,6 +74,10 @@ def _bind_amax(table: LaunchTable) -> Iterator[BoundKernel]:
             ALIGNED=table.aligned,
             num_warps=4,
         )
+    yield from _bind_cut_amax(table)
+
+
+def _bind_cut_amax(table: LaunchTable) -> Iterator[BoundKernel]:
     if table.num_cut_tiles:
         yield BoundKernel(
             cut_band_amax_kernel,
@@ -72,37 +89,65 @@ def _bind_amax(table: LaunchTable) -> Iterator[BoundKernel]:
             BLOCK=table.format.rowwise_block[1],
             SQUARE=table.format.is_2d,
             TILE_COLS=table.tile.cols,
-            FROM_FP32=from_fp32,
+            FROM_FP32=table.source_dtype == torch.float32,
             num_warps=table.tile.num_warps,
         )
 
 
 def _bind_encode(table: LaunchTable) -> Iterator[BoundKernel]:
-    kernel = requantize_blocks_kernel if table.format.is_2d else requantize_mxfp8_kernel
-    of_format = (
-        {"FORMAT": table.format.name, "BLOCK": table.format.band_rows} if table.format.is_2d else {}
+    if len(table.tiles):
+        yield encoding_kernel(table, table.tiles, table.num_tiles, table.aligned, CUT=False)
+    yield from _bind_encode_cut(table)
+
+
+def _bind_encode_cut(table: LaunchTable) -> Iterator[BoundKernel]:
+    if table.num_cut_tiles:
+        tiles = table.cut_tiles
+        yield encoding_kernel(table, tiles, table.num_cut_tiles, table.aligned, CUT=True)
+
+
+def encoding_kernel(
+    table: LaunchTable,
+    tiles: Tensor,
+    num_tiles: int,
+    aligned: bool,
+    *states: Tensor,
+    CUT: bool,
+    **of_step: bool,
+) -> BoundKernel:
+    """Bind the kernel that encodes tiles of the members of a table.
+
+    Args:
+        table: members, and how their planes lie.
+        tiles: one row a program.
+        num_tiles: how many of them are of members, and not of gaps.
+        aligned: whether everything starts at multiples of 16 bytes.
+        *states: states, hyper-parameters and clip factors where a step comes first.
+        CUT: the maxima of the tiles are exchanged.
+        **of_step: dtypes of gradients and moments, and the kind of decay, where there are states.
+    """
+    format = table.format
+    kernel = requantize_blocks_kernel if format.is_2d else requantize_mxfp8_kernel
+    of_format = {"FORMAT": format.name, "BLOCK": format.band_rows} if format.is_2d else {}
+    return BoundKernel(
+        kernel,
+        len(tiles),
+        table.descriptors,
+        tiles,
+        table.amax,
+        num_tiles,
+        *(states or (None, None, None)),
+        **of_format,
+        TILE_COLS=table.tile.cols,
+        FROM_FP32=table.source_dtype == torch.float32,
+        MASKED=table.masked,
+        ALIGNED=aligned,
+        CUT=CUT,
+        ZERO=table.zeroes,
+        STEP=bool(states),
+        **(of_step or NO_STEP),
+        num_warps=table.tile.num_warps,
     )
-    for tiles, num_tiles, cut in (
-        (table.tiles, table.num_tiles, False),
-        (table.cut_tiles, table.num_cut_tiles, True),
-    ):
-        if len(tiles):
-            yield BoundKernel(
-                kernel,
-                len(tiles),
-                table.descriptors,
-                tiles,
-                table.amax,
-                num_tiles,
-                **of_format,
-                TILE_COLS=table.tile.cols,
-                FROM_FP32=table.source_dtype == torch.float32,
-                MASKED=table.masked,
-                ALIGNED=table.aligned,
-                CUT=cut,
-                ZERO=table.zeroes,
-                num_warps=table.tile.num_warps,
-            )
 
 
 def _bind_finish(table: FinishTable) -> Iterator[BoundKernel]:
@@ -125,7 +170,7 @@ def _bind_finish(table: FinishTable) -> Iterator[BoundKernel]:
     )
 
 
-def _on(device: torch.device) -> AbstractContextManager[object]:
+def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Return a context on ``device``, which is where most callers are already."""
     here = device.type != "cuda" or torch.cuda.current_device() == device.index
     return nullcontext() if here else torch.cuda.device(device)

@@ -1,6 +1,6 @@
 """Device descriptors of one launch: pointers, shapes and strides of its members, and its tiles."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -40,6 +40,8 @@ class LaunchTable:
     """
 
     format: BlockScaledFormat
+    planned: tuple[Planned, ...]
+    """The parameters, and what they exchange."""
     descriptors: Tensor
     """[num_members + num_gaps, 15] int64. A member: the addresses of its expert's first element in
     the source, of rowwise data and scale, columnwise data and scale (0 where it does not travel);
@@ -73,6 +75,8 @@ class LaunchTable:
     """Every tensor behind an address."""
     source_places: tuple[tuple[Tensor, int], ...]
     """A source of each piece of memory that has some, and its address when the table was built."""
+    amax_slots: tuple[int, ...]
+    """The slot of the amax of each member."""
     kernels: dict[str, tuple[BoundKernel, ...]] = field(default_factory=dict)
     """Filled by the first launch."""
 
@@ -105,6 +109,7 @@ class LaunchTable:
         *,
         first_free_slot: int = 0,
         consumed: Tensor | None = None,
+        tile: Tile | None = None,
     ) -> "LaunchTable":
         """Describe weights of one format on their device.
 
@@ -115,6 +120,7 @@ class LaunchTable:
             first_free_slot: first slot that is this launch's alone.
             consumed: memory that a launch zeroes: all sources lie in it, see :func:`find_gaps`, and
                 no band is cut.
+            tile: what one program handles; by default what is best for a requantization.
 
         Raises:
             LayoutError: parameters that do not fit one launch, or consumed memory that does not
@@ -138,7 +144,7 @@ class LaunchTable:
                 "source once and whole, got other memory. Zero it apart from the launch."
             )
         ((format, dtype),) = kinds
-        tile = TILES[format.name, dtype]
+        tile = tile or TILES[format.name, dtype]
         parts, tiles, cut_tiles, first = [], [], [], 0
         for entry, exchange in planned:
             experts = _owned_experts(entry)
@@ -155,6 +161,7 @@ class LaunchTable:
         _, heights, widths = zip(*(entry.target.shape for entry in entries), strict=True)
         return cls(
             format=format,
+            planned=tuple(planned),
             descriptors=torch.cat([*parts, _describe_gaps(gaps)]).to(device),
             num_members=first,
             tiles=torch.cat([*tiles, _cut_gaps(first, gaps)]).to(device, torch.int32),
@@ -170,6 +177,7 @@ class LaunchTable:
             zeroes=consumed is not None,
             alive=(*sources, *planes, amax, *(() if consumed is None else (consumed,))),
             source_places=tuple((one, one.data_ptr()) for one in of_each_memory.values()),
+            amax_slots=tuple(torch.cat(parts)[:, 13].tolist()),
         )
 
 
@@ -217,6 +225,35 @@ def find_gaps(consumed: Tensor, sources: Sequence[Tensor]) -> list[Range] | None
 
 def _range_of(tensor: Tensor) -> Range:
     return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnedPart:
+    """What an entry owns of one expert; elements are counted from the first of the expert."""
+
+    base: int
+    """The first element of the expert, counted in the parameter."""
+    low: int
+    """First owned element."""
+    high: int
+    """One past the last."""
+    first_whole: int
+    """First element of the first band that is owned as a whole, or ``high``."""
+    end_whole: int
+    """One past the last of such bands, not below ``first_whole``."""
+
+
+def owned_parts(entry: TableEntry) -> Iterator[OwnedPart]:
+    """Yield what the entry owns of every expert that it has at least one element of."""
+    _, rows, cols = entry.target.shape
+    band = entry.target.format.band_rows * cols
+    numel = rows * cols
+    for expert in _owned_experts(entry):
+        base = expert * numel
+        low, high = max(0, entry.start - base), min(numel, entry.end - base)
+        first = min(high, -(-low // band) * band)
+        end = high if high == numel else high // band * band
+        yield OwnedPart(base=base, low=low, high=high, first_whole=first, end_whole=max(first, end))
 
 
 def _owned_experts(entry: TableEntry) -> range:

@@ -81,7 +81,7 @@ class MemberTable:
         groups: dict[tuple[BlockScaledFormat, torch.dtype], list[Planned]] = {}
         remainder = []
         for entry, shared in planned:
-            if backend == "auto" and _has_kernels(entry.source.device) and can_launch(entry):
+            if backend == "auto" and has_kernels(entry.source.device) and can_launch(entry):
                 key = (entry.target.format, entry.source.dtype)
                 groups.setdefault(key, []).append((entry, shared))
             else:
@@ -132,7 +132,7 @@ def _plan_finish(
     by_format: dict[BlockScaledFormat, list[TableEntry]] = {}
     unfinished = []
     for entry in entries:
-        if backend == "auto" and _has_kernels(entry.source.device) and can_finish(entry):
+        if backend == "auto" and has_kernels(entry.source.device) and can_finish(entry):
             by_format.setdefault(entry.target.format, []).append(entry)
         else:
             unfinished.append(entry)
@@ -148,7 +148,7 @@ def _can_zero_in_launch(consumed: Tensor | None, groups: Sequence[Sequence[Plann
 
 
 @cache
-def _has_kernels(device: torch.device) -> bool:
+def has_kernels(device: torch.device) -> bool:
     """Return whether Triton can encode E4M3 on ``device``."""
     return (
         device.type == "cuda"

@@ -5,6 +5,7 @@
 import triton
 import triton.language as tl
 
+from moe_optim.kernels.adam import STATE_FIELDS, step_tile
 from moe_optim.kernels.encode import (
     amax,
     e8m0_reciprocal,
@@ -64,6 +65,9 @@ def requantize_blocks_kernel(
     tiles,  # [num_programs, 4] int32: descriptor, first row, first column, slot
     amaxes,  # [num_slots] fp32
     num_tiles,
+    states,  # [num_members, STATE_FIELDS] int64, see StepTable; None without a step
+    hyper,  # [num_groups, HYPER_FIELDS] fp32, or None
+    clips,  # [num_norms] fp32, or None
     FORMAT: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE_COLS: tl.constexpr,
@@ -72,12 +76,17 @@ def requantize_blocks_kernel(
     ALIGNED: tl.constexpr,
     CUT: tl.constexpr,
     ZERO: tl.constexpr,
+    STEP: tl.constexpr,
+    GRADIENT_FP32: tl.constexpr,
+    MOMENTS_FP32: tl.constexpr,
+    DECOUPLED: tl.constexpr,
 ):
     """Requantize one tile [BLOCK, TILE_COLS] of one member, or zero one tile of a gap.
 
     Grid (num_programs,): members' tiles first. Blocks at the edges of a weight may be partial. Of
     cut bands (CUT) the maxima of all ranks are read, and only owned data is written, but every
-    scale.
+    scale. With STEP the masters, which are the sources then, take a step of Adam first; not where
+    the amax of an expert has to be known before.
     """
     program = tl.program_id(0).to(tl.int64)
     tile = tiles + 4 * program
@@ -93,6 +102,9 @@ def requantize_blocks_kernel(
             target = tl.load(member + GLOBAL_AMAX).to(tl.pointer_type(tl.float32))
             tl.store(target, global_amax, mask=first_col == 0)
             global_encode = nvfp4_global_encode(global_amax)
+        state = None
+        if STEP:
+            state = states + tl.load(tile).to(tl.int64) * STATE_FIELDS
         _requantize_tile(
             member,
             tl.multiple_of(first_row, BLOCK),
@@ -107,6 +119,13 @@ def requantize_blocks_kernel(
             ALIGNED,
             CUT,
             ZERO,
+            state,
+            hyper,
+            clips,
+            STEP,
+            GRADIENT_FP32,
+            MOMENTS_FP32,
+            DECOUPLED,
         )
     elif ZERO:
         zero_gap(member, first_col)
@@ -127,6 +146,13 @@ def _requantize_tile(
     ALIGNED: tl.constexpr,
     CUT: tl.constexpr,
     ZERO: tl.constexpr,
+    state,
+    hyper,
+    clips,
+    STEP: tl.constexpr,
+    GRADIENT_FP32: tl.constexpr,
+    MOMENTS_FP32: tl.constexpr,
+    DECOUPLED: tl.constexpr,
 ):
     """Write data and scales of one tile, and zeros over its source if ZERO."""
     DTYPE: tl.constexpr = tl.float32 if FROM_FP32 else tl.bfloat16
@@ -142,24 +168,42 @@ def _requantize_tile(
     if ALIGNED:
         cols = tl.multiple_of(cols, 4 if FROM_FP32 else 8)
     source = tl.load(member + SOURCE).to(tl.pointer_type(DTYPE))
-    source = tl.multiple_of(source, SOURCE_ALIGNMENT) + row * cols + first_col
+    source = tl.multiple_of(source, SOURCE_ALIGNMENT)
+    first = row * cols + first_col
     data, data_stride = plane_rows(member, ROWWISE_DATA, row, tl.uint8, DATA_ALIGNMENT)
     scale, _ = plane_rows(member, ROWWISE_SCALE, row // BLOCK, SCALE, 1)
 
     rows = tl.arange(0, BLOCK)[:, None]
     columns = tl.arange(0, TILE_COLS)[None, :]
     blocks = tl.arange(0, TILE_COLS // BLOCK)
-    source += rows * cols + columns
+    places = rows * cols + columns
     if MASKED or CUT:
         mask = (rows < height) & (columns < cols - first_col)
         blocks_inside = blocks * BLOCK < cols - first_col
         if CUT:
             mask &= is_owned(member, row, first_col, rows, columns, cols)
-        weight = round_to_bf16(tl.load(source, mask=mask, other=0.0))
     else:
         mask = None
         blocks_inside = None
-        weight = round_to_bf16(tl.load(source))
+    if STEP:
+        weight = step_tile(
+            source,
+            first,
+            places,
+            mask,
+            state,
+            hyper,
+            clips,
+            GRADIENT_FP32,
+            MOMENTS_FP32,
+            DECOUPLED,
+            ALIGNED,
+        )
+    elif MASKED or CUT:
+        weight = tl.load(source + first + places, mask=mask, other=0.0)
+    else:
+        weight = tl.load(source + first + places)
+    weight = round_to_bf16(weight)
 
     if CUT:
         largest = tl.load(slots + first_col // BLOCK + blocks, mask=blocks_inside, other=0.0)
@@ -188,4 +232,4 @@ def _requantize_tile(
 
     if ZERO:
         tl.debug_barrier()  # every thread has read its part by now
-        tl.store(source, tl.zeros((BLOCK, TILE_COLS), dtype=DTYPE), mask=mask)
+        tl.store(source + first + places, tl.zeros((BLOCK, TILE_COLS), dtype=DTYPE), mask=mask)

@@ -5,6 +5,7 @@
 import triton
 import triton.language as tl
 
+from moe_optim.kernels.adam import STATE_FIELDS, step_tile
 from moe_optim.kernels.encode import (
     amax,
     e8m0_reciprocal,
@@ -34,18 +35,26 @@ def requantize_mxfp8_kernel(
     tiles,  # [num_programs, 4] int32: descriptor, first row, first column, slot
     amaxes,  # [num_slots] fp32
     num_tiles,
+    states,  # [num_members, STATE_FIELDS] int64, see StepTable; None without a step
+    hyper,  # [num_groups, HYPER_FIELDS] fp32, or None
+    clips,  # [num_norms] fp32, or None
     TILE_COLS: tl.constexpr,
     FROM_FP32: tl.constexpr,
     MASKED: tl.constexpr,
     ALIGNED: tl.constexpr,
     CUT: tl.constexpr,
     ZERO: tl.constexpr,
+    STEP: tl.constexpr,
+    GRADIENT_FP32: tl.constexpr,
+    MOMENTS_FP32: tl.constexpr,
+    DECOUPLED: tl.constexpr,
 ):
     """Requantize one tile [32, TILE_COLS] of one member, or zero one tile of a gap.
 
     Grid (num_programs,): members' tiles first. A block never straddles two tiles, because rows and
     columns are multiples of 32 (checked by MXFP8): no partial maxima, no atomics. Of cut bands
-    (CUT) the maxima of all ranks are read, and only owned data is written, but every scale.
+    (CUT) the maxima of all ranks are read, and only owned data is written, but every scale. With
+    STEP the masters, which are the sources then, take a step of Adam first.
     """
     program = tl.program_id(0).to(tl.int64)
     tile = tiles + 4 * program
@@ -54,6 +63,9 @@ def requantize_mxfp8_kernel(
     first_col = tl.load(tile + 2)
     slots = amaxes + tl.load(tile + 3)
     if program < num_tiles:
+        state = None
+        if STEP:
+            state = states + tl.load(tile).to(tl.int64) * STATE_FIELDS
         _requantize_tile(
             member,
             tl.multiple_of(first_row, BLOCK),
@@ -65,6 +77,13 @@ def requantize_mxfp8_kernel(
             ALIGNED,
             CUT,
             ZERO,
+            state,
+            hyper,
+            clips,
+            STEP,
+            GRADIENT_FP32,
+            MOMENTS_FP32,
+            DECOUPLED,
         )
     elif ZERO:
         zero_gap(member, first_col)
@@ -82,6 +101,13 @@ def _requantize_tile(
     ALIGNED: tl.constexpr,
     CUT: tl.constexpr,
     ZERO: tl.constexpr,
+    state,
+    hyper,
+    clips,
+    STEP: tl.constexpr,
+    GRADIENT_FP32: tl.constexpr,
+    MOMENTS_FP32: tl.constexpr,
+    DECOUPLED: tl.constexpr,
 ):
     """Write both planes and both scales of one tile, and zeros over its source if ZERO."""
     DTYPE: tl.constexpr = tl.float32 if FROM_FP32 else tl.bfloat16
@@ -93,7 +119,8 @@ def _requantize_tile(
     row = first_row.to(tl.int64)  # a weight may have more than 2^31 elements, a tile row not
     cols = tl.multiple_of(tl.load(member + COLS).to(tl.int32), BLOCK)
     source = tl.load(member + SOURCE).to(tl.pointer_type(DTYPE))
-    source = tl.multiple_of(source, SOURCE_ALIGNMENT) + row * cols + first_col
+    source = tl.multiple_of(source, SOURCE_ALIGNMENT)
+    first = row * cols + first_col
     rowwise_data, rowwise_data_stride = plane_rows(
         member, ROWWISE_DATA, row, tl.uint8, DATA_ALIGNMENT
     )
@@ -106,7 +133,7 @@ def _requantize_tile(
     rows = tl.arange(0, BLOCK)[:, None]
     columns = tl.arange(0, TILE_COLS)
     blocks = tl.arange(0, TILE_COLS // BLOCK)
-    source += rows * cols + columns[None, :]
+    places = rows * cols + columns[None, :]
     if MASKED or CUT:
         inside = columns < cols - first_col
         blocks_inside = blocks < (cols - first_col) // BLOCK
@@ -114,12 +141,29 @@ def _requantize_tile(
         scale_mask = tl.broadcast_to(blocks_inside[None, :], (BLOCK, TILE_COLS // BLOCK))
         if CUT:
             data_mask &= is_owned(member, row, first_col, rows, columns[None, :], cols)
-        weight = round_to_bf16(tl.load(source, mask=data_mask, other=0.0))
     else:
         inside = None
         data_mask = None
         scale_mask = None
-        weight = round_to_bf16(tl.load(source))
+    if STEP:
+        weight = step_tile(
+            source,
+            first,
+            places,
+            data_mask,
+            state,
+            hyper,
+            clips,
+            GRADIENT_FP32,
+            MOMENTS_FP32,
+            DECOUPLED,
+            ALIGNED,
+        )
+    elif MASKED or CUT:
+        weight = tl.load(source + first + places, mask=data_mask, other=0.0)
+    else:
+        weight = tl.load(source + first + places)
+    weight = round_to_bf16(weight)
 
     if CUT:
         largest = tl.load(slots + first_col + columns, mask=inside, other=0.0)
@@ -146,4 +190,5 @@ def _requantize_tile(
 
     if ZERO:
         tl.debug_barrier()  # every thread has read its part by now
-        tl.store(source, tl.zeros((BLOCK, TILE_COLS), dtype=DTYPE), mask=data_mask)
+        zeros = tl.zeros((BLOCK, TILE_COLS), dtype=DTYPE)
+        tl.store(source + first + places, zeros, mask=data_mask)

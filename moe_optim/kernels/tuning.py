@@ -31,6 +31,24 @@ TILES: Mapping[tuple[str, torch.dtype], Tile] = MappingProxyType(
 """By format and dtype of the source, on H100; docs/kernel-measurements.md has what was tried."""
 
 
+STEP_TILES: Mapping[tuple[str, torch.dtype], Tile] = MappingProxyType(
+    {
+        ("mxfp8", torch.float32): Tile(cols=128, num_warps=8),
+        ("mxfp8", torch.bfloat16): Tile(cols=128, num_warps=2),
+        ("mxfp8_2d", torch.float32): Tile(cols=64, num_warps=4),
+        ("mxfp8_2d", torch.bfloat16): Tile(cols=64, num_warps=4),
+        ("fp8_block", torch.float32): Tile(cols=128, num_warps=8),
+        ("fp8_block", torch.bfloat16): Tile(cols=128, num_warps=16),
+    }
+)
+"""The same where a step of Adam comes first, by format and dtype of the moments, on H200."""
+
+ADAM_TILE = Tile(cols=512, num_warps=4)
+"""Elements of a flat range that one program steps at a time."""
+ADAM_PART = 8192
+"""Elements of a flat range that one program steps."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransposeTile:
     """What one program transposes: words of four bytes, and packs of rows that fill a word."""

@@ -14,6 +14,8 @@ from moe_optim import ops, reference
 from moe_optim.formats import DIRECTIONS, FORMATS, NVFP4, QuantizedWeight
 from moe_optim.kernels import member_table
 from moe_optim.kernels.member_table import MemberTable, TableEntry
+from moe_optim.kernels.steps import table as step_table
+from moe_optim.kernels.steps.table import AdamState, StepTable
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import SENTINEL, e4m3_exact_integers, poisoned
 
@@ -153,15 +155,84 @@ def cut(format, dtype, cuts_of):
     check(tables[0].entries, masters, f"cut {dtype}")
 
 
+def stepped(format, gradients, moments, cuts_of):
+    """Masters take a step that rounds nothing, on several ranks; whole blocks are encoded with it,
+    all others after their maxima have been exchanged, and dense weights are written."""
+    shapes = SHAPES[format.name]
+    masters = [exact(format, shape, 20 + i) + 0.0 for i, shape in enumerate(shapes)]  # no -0.0
+    targets = [poisoned(format, tuple(master.shape)) for master in masters]
+    # both betas are 0, so that the update is the sign of the gradient; the rate is 1
+    hyper = torch.tensor([[7.0] * 9, [0.0, 1.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0.0, -1.0]])
+    clips = torch.tensor([3.0, 0.5])
+    tables, wanted, dense = [], [], []
+
+    def state_of(new, name, weight=None):
+        generator = torch.Generator().manual_seed(new.numel())
+        signs = torch.randint(0, 2, new.shape, generator=generator) * 2.0 - 1
+        wanted.append((new, signs))
+        return AdamState(
+            parameter=name,
+            master=new + signs,
+            gradient=(signs * 2).to(gradients),
+            exp_avg=torch.full_like(new, 5, dtype=moments),
+            exp_avg_sq=torch.full_like(new, 6, dtype=moments),
+            group=1,
+            norm=1,
+            weight=weight,
+        )
+
+    for rank in range(len(cuts_of(masters[0].numel())) + 1):
+        states, entries = [], []
+        for index, (master, target) in enumerate(zip(masters, targets, strict=True)):
+            cuts = cuts_of(master.numel())
+            start, end = (0, *cuts, master.numel())[rank : rank + 2]
+            states.append(state_of(master.flatten()[start:end].clone(), f"fc{index}"))
+            entries.append(
+                TableEntry(
+                    parameter=f"fc{index}",
+                    source=states[-1].master,
+                    target=target,
+                    start=start,
+                    cuts=cuts,
+                )
+            )
+        weight = torch.zeros(1000 + rank, dtype=torch.bfloat16)
+        dense.append((weight, torch.arange(-500.0, 500.0 + rank).div(4).floor()))
+        states.append(state_of(dense[-1][1].clone(), "dense", weight))
+        members = MemberTable.build(entries)
+        tables.append(StepTable.build(states, hyper, clips, members=members))
+        assert not tables[-1].remainder and not tables[-1].has_moved
+    for table in tables:
+        ops.step(table)
+    exchanges = [table.members.exchange for table in tables]
+    largest = torch.stack(exchanges).amax(0)
+    for table, exchange in zip(tables, exchanges, strict=True):
+        exchange.copy_(largest)
+        ops.encode_shared(table.members)
+    ops.finish_gather(tables[0].members)
+    check(tables[0].members.entries, masters, f"stepped {gradients} {moments}")
+    states = [state for table in tables for state in table.states]
+    for state, (new, signs) in zip(states, wanted, strict=True):
+        assert_bytes_equal(state.master, new, what="master")
+        assert_bytes_equal(state.gradient, (signs * 2).to(gradients), what="gradient")
+        assert_bytes_equal(state.exp_avg, signs.to(moments), what="first moment")
+        assert_bytes_equal(state.exp_avg_sq, torch.ones_like(signs).to(moments), what="second")
+    for weight, new in dense:
+        assert_bytes_equal(weight, new.bfloat16(), what="dense weight")
+
+
 def check_format(format):
     for dtype in (torch.float32, torch.bfloat16):
         whole(format, dtype, apart=False, zero=dtype == torch.bfloat16)
     whole(format, torch.bfloat16, apart=True, zero=True)
     cut(format, torch.float32, lambda numel: (numel // 6 * 2, numel // 3 * 2))
+    stepped(format, torch.bfloat16, torch.float32, lambda numel: ())
+    stepped(format, torch.float32, torch.bfloat16, lambda numel: (numel // 6 * 2, numel // 3 * 2))
 
 
 def main(names):
-    member_table._has_kernels = lambda device: True
+    for module in (member_table, step_table):
+        module.has_kernels = lambda device: True
     for name in names:
         try:
             check_format(FORMATS[name])

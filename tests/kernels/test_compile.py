@@ -4,9 +4,13 @@ import pytest
 import torch
 
 from moe_optim.formats import DIRECTIONS, FORMATS, QuantizedWeight
+from moe_optim.kernels import member_table
 from moe_optim.kernels.exchange import plan_exchange
 from moe_optim.kernels.finish_table import FinishTable
 from moe_optim.kernels.launch_table import LaunchTable, own_slots
+from moe_optim.kernels.member_table import MemberTable
+from moe_optim.kernels.steps import table as step_table
+from moe_optim.kernels.steps.table import HYPER_FIELDS, AdamState, StepTable
 from moe_optim.kernels.table_entry import TableEntry
 
 triton = pytest.importorskip("triton")
@@ -15,6 +19,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from moe_optim.kernels import launch  # noqa: E402
+from moe_optim.kernels.steps import launch as step_launch  # noqa: E402
 
 HOPPER, BLACKWELL = 90, 100
 TYPES = {torch.int64: "*i64", torch.int32: "*i32", torch.float32: "*fp32"}
@@ -50,16 +55,74 @@ def kernels_of(format, dtype, *, cut=False, zero=False):
         yield from launch._bind_finish(finish)
 
 
+def kernels_of_step(format, moments):
+    """Return what a GPU would launch for a step: quantized weights with a cut, and dense ones."""
+    end = 1000  # inside of a band
+    numel = SHAPE[0] * SHAPE[1] * SHAPE[2]
+
+    def state(count, weight=None):
+        master, gradient = torch.zeros(count), torch.zeros(count, dtype=torch.bfloat16)
+        moment = [torch.zeros(count, dtype=moments) for _ in range(2)]
+        return AdamState(
+            parameter="fc",
+            master=master,
+            gradient=gradient,
+            exp_avg=moment[0],
+            exp_avg_sq=moment[1],
+            weight=weight,
+        )
+
+    first, second, dense = (
+        state(end),
+        state(numel - end),
+        state(96, torch.zeros(96, dtype=torch.bfloat16)),
+    )
+    target = QuantizedWeight.empty(format, SHAPE)
+    entries = [
+        TableEntry(parameter="fc", source=one.master, target=target, start=start, cuts=(end,))
+        for one, start in ((first, 0), (second, end))
+    ]
+    members = MemberTable.build(entries)
+    hyper = torch.zeros(1, HYPER_FIELDS)
+    states = [first, second, dense]
+    yield from step_launch._bind(
+        StepTable.build(states, hyper, torch.ones(1), members=members, decoupled=False)
+    )
+
+
 def compiled(bound, capability):
     names = iter(bound.kernel.arg_names)
-    signature = {
-        name: TYPES[value.dtype] if isinstance(value, torch.Tensor) else "i32"
-        for value, name in zip(bound.arguments, names, strict=False)
-    }
+    signature = {name: _type_of(value) for value, name in zip(bound.arguments, names, strict=False)}
     signature |= dict.fromkeys(bound.constants, "constexpr")
-    source = ASTSource(bound.kernel, signature, dict(bound.constants))
+    absent = {name: None for name, type in signature.items() if type == "constexpr"}
+    source = ASTSource(bound.kernel, signature, absent | dict(bound.constants))
     target = GPUTarget("cuda", capability, 32)
     return triton.compile(source, target=target, options={"num_warps": bound.num_warps})
+
+
+def _type_of(value):
+    if value is None:
+        return "constexpr"
+    return TYPES[value.dtype] if isinstance(value, torch.Tensor) else "i32"
+
+
+@pytest.mark.parametrize(
+    ("moments", "capability"),
+    [
+        pytest.param(torch.float32, HOPPER, id="fp32, hopper"),
+        pytest.param(torch.bfloat16, BLACKWELL, id="bf16, blackwell"),
+    ],
+)
+@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+def test_every_step_compiles(format, moments, capability, monkeypatch):
+    for module in (member_table, step_table):
+        monkeypatch.setattr(module, "has_kernels", lambda device: True)
+    seen = list(kernels_of_step(format, moments))
+    assert len(seen) >= 2
+    for bound in seen:
+        asm = compiled(bound, capability).asm
+        assert asm["cubin"]
+        assert "div.approx.ftz.f32" in asm["ptx"]
 
 
 @pytest.mark.parametrize(

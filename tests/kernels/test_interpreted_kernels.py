@@ -27,7 +27,7 @@ def interpreted():
 @pytest.mark.parametrize("format", FORMATS)
 def test_every_byte_lands_where_the_reference_puts_it(format, interpreted):
     """Whole and partial tiles in one launch, padded storage, zeroed sources and gaps, cut bands,
-    columnwise copies and expanded scales."""
+    columnwise copies and expanded scales; the same where masters take a step of Adam first."""
     said = interpreted.stdout.splitlines()
     assert f"{format}: every byte is the reference's" in said, interpreted.stderr
 

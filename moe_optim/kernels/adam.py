@@ -1,0 +1,179 @@
+# mypy: allow-incomplete-defs
+
+"""Triton helpers of an Adam step, with the bits of Transformer Engine's FusedAdam.
+
+That kernel (common/multi_tensor/adam.cu of Transformer Engine 2.20) is compiled with fast maths:
+products and sums contract, quotients and roots are approximate, subnormals are zero. The very
+instructions stand here, since IEEE ones differ in the last bit of one master in ten.
+"""
+
+import os
+
+import triton
+import triton.language as tl
+
+STATE_FIELDS = tl.constexpr(6)
+"""Columns of a row of states, in this order:"""
+GRADIENT = tl.constexpr(0)
+EXP_AVG = tl.constexpr(1)
+EXP_AVG_SQ = tl.constexpr(2)
+GROUP = tl.constexpr(3)
+CLIP = tl.constexpr(4)
+WEIGHT = tl.constexpr(5)
+
+HYPER_FIELDS = tl.constexpr(9)
+"""Columns of a row of hyper-parameters: beta1, 1 - beta1, beta2, 1 - beta2, the two bias
+corrections, eps, weight decay, minus the learning rate."""
+
+IN_PTX = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")
+"""The interpreter knows no PTX; what it gives instead is near, and exact where nothing rounds."""
+
+_DECOUPLED = tl.constexpr("""{
+.reg .f32 g, a, b;
+mul.rn.ftz.f32 g, $3, $4;
+mul.rn.ftz.f32 a, $9, g;
+fma.rn.ftz.f32 $1, $8, $6, a;
+mul.rn.ftz.f32 a, $11, g;
+mul.rn.ftz.f32 a, a, g;
+fma.rn.ftz.f32 $2, $10, $7, a;
+div.approx.ftz.f32 a, $1, $12;
+div.approx.ftz.f32 b, $2, $13;
+sqrt.approx.ftz.f32 b, b;
+add.rn.ftz.f32 b, b, $14;
+div.approx.ftz.f32 a, a, b;
+fma.rn.ftz.f32 a, $15, $5, a;
+fma.rn.ftz.f32 $0, $16, a, $5;
+}""")
+_COUPLED = tl.constexpr("""{
+.reg .f32 g, a, b;
+mul.rn.ftz.f32 g, $3, $4;
+fma.rn.ftz.f32 g, $15, $5, g;
+mul.rn.ftz.f32 a, $9, g;
+fma.rn.ftz.f32 $1, $8, $6, a;
+mul.rn.ftz.f32 a, $11, g;
+mul.rn.ftz.f32 a, a, g;
+fma.rn.ftz.f32 $2, $10, $7, a;
+div.approx.ftz.f32 a, $1, $12;
+div.approx.ftz.f32 b, $2, $13;
+sqrt.approx.ftz.f32 b, b;
+add.rn.ftz.f32 b, b, $14;
+div.approx.ftz.f32 a, a, b;
+fma.rn.ftz.f32 $0, $16, a, $5;
+}""")
+_CONSTRAINTS = tl.constexpr("=&f,=&f,=&f,f,f,f,f,f,f,f,f,f,f,f,f,f,f")
+
+
+@triton.jit
+def adam(gradient, clip, master, exp_avg, exp_avg_sq, hyper, DECOUPLED: tl.constexpr):
+    """Return master and both moments after one step, in fp32.
+
+    Args:
+        gradient: fp32, of the shape of all that is returned.
+        clip: fp32 scalar that gradients are multiplied by.
+        master: fp32.
+        exp_avg: fp32.
+        exp_avg_sq: fp32.
+        hyper: pointer to a row of hyper-parameters.
+        DECOUPLED: weight decay is added to the update (AdamW), and not to the gradient.
+    """
+    beta1 = tl.load(hyper)
+    rest1 = tl.load(hyper + 1)
+    beta2 = tl.load(hyper + 2)
+    rest2 = tl.load(hyper + 3)
+    correction1 = tl.load(hyper + 4)
+    correction2 = tl.load(hyper + 5)
+    eps = tl.load(hyper + 6)
+    decay = tl.load(hyper + 7)
+    minus_lr = tl.load(hyper + 8)
+    if IN_PTX:
+        master, exp_avg, exp_avg_sq = tl.inline_asm_elementwise(
+            _DECOUPLED if DECOUPLED else _COUPLED,
+            _CONSTRAINTS,
+            [
+                gradient,
+                clip,
+                master,
+                exp_avg,
+                exp_avg_sq,
+                beta1,
+                rest1,
+                beta2,
+                rest2,
+                correction1,
+                correction2,
+                eps,
+                decay,
+                minus_lr,
+            ],
+            dtype=(tl.float32, tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        gradient = gradient * clip
+        if not DECOUPLED:
+            gradient = decay * master + gradient
+        exp_avg = beta1 * exp_avg + rest1 * gradient
+        exp_avg_sq = beta2 * exp_avg_sq + rest2 * gradient * gradient
+        update = (exp_avg / correction1) / (tl.sqrt(exp_avg_sq / correction2) + eps)
+        if DECOUPLED:
+            update = decay * master + update
+        master = minus_lr * update + master
+    return master, exp_avg, exp_avg_sq
+
+
+@triton.jit
+def step_tile(
+    source,
+    first,
+    places,
+    mask,
+    state,
+    hyper,
+    clips,
+    GRADIENT_FP32: tl.constexpr,
+    MOMENTS_FP32: tl.constexpr,
+    DECOUPLED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """Step some elements: write their masters and moments, and return the masters.
+
+    Args:
+        source: pointer to the first master of what ``state`` describes.
+        first: int64 offset from there, the same for gradients and moments.
+        places: of the elements, offsets from ``first``.
+        mask: which of them there are, or None for all; of the others the result is zero.
+        state: pointer to a row of states.
+        hyper: pointer to the hyper-parameters of all groups.
+        clips: pointer to the factors of all gradient norms.
+        GRADIENT_FP32: fp32 gradients; otherwise bf16.
+        MOMENTS_FP32: likewise.
+        DECOUPLED: see :func:`adam`.
+        ALIGNED: everything starts at multiples of 16 bytes.
+    """
+    GRADIENT_DTYPE: tl.constexpr = tl.float32 if GRADIENT_FP32 else tl.bfloat16
+    MOMENT_DTYPE: tl.constexpr = tl.float32 if MOMENTS_FP32 else tl.bfloat16
+    gradient = tl.load(state + GRADIENT).to(tl.pointer_type(GRADIENT_DTYPE))
+    exp_avg = tl.load(state + EXP_AVG).to(tl.pointer_type(MOMENT_DTYPE))
+    exp_avg_sq = tl.load(state + EXP_AVG_SQ).to(tl.pointer_type(MOMENT_DTYPE))
+    if ALIGNED:
+        gradient = tl.multiple_of(gradient, 16)
+        exp_avg = tl.multiple_of(exp_avg, 16)
+        exp_avg_sq = tl.multiple_of(exp_avg_sq, 16)
+    hyper += tl.load(state + GROUP) * HYPER_FIELDS
+    clip = tl.load(clips + tl.load(state + CLIP))
+    g = _load(gradient + first + places, mask)
+    p = _load(source + first + places, mask)
+    m = _load(exp_avg + first + places, mask)
+    v = _load(exp_avg_sq + first + places, mask)
+    p, m, v = adam(g, clip, p, m, v, hyper, DECOUPLED)
+    tl.store(source + first + places, p, mask=mask)
+    tl.store(exp_avg + first + places, m.to(MOMENT_DTYPE), mask=mask)
+    tl.store(exp_avg_sq + first + places, v.to(MOMENT_DTYPE), mask=mask)
+    return p if mask is None else tl.where(mask, p, 0.0)
+
+
+@triton.jit
+def _load(pointers, mask):
+    values = tl.load(pointers) if mask is None else tl.load(pointers, mask=mask, other=0.0)
+    return values.to(tl.float32)

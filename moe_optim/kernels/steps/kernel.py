@@ -1,0 +1,69 @@
+# mypy: allow-incomplete-defs
+
+"""Adam over flat ranges: dense weights, what a cut divides, experts whose amax comes first."""
+
+import triton
+import triton.language as tl
+
+from moe_optim.kernels.adam import STATE_FIELDS, WEIGHT, step_tile
+from moe_optim.kernels.encode import round_to_bf16
+
+
+@triton.jit
+def adam_kernel(
+    states,  # [num_ranges, STATE_FIELDS] int64, see StepTable
+    masters,  # [num_ranges] int64: address of the first master of each
+    parts,  # [num_parts, 4] int64: range, first element, one past the last, slot
+    hyper,  # [num_groups, HYPER_FIELDS] fp32
+    clips,  # [num_norms] fp32
+    amaxes,  # [num_slots] fp32
+    TILE: tl.constexpr,
+    GRADIENT_FP32: tl.constexpr,
+    MOMENTS_FP32: tl.constexpr,
+    DECOUPLED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    AMAX: tl.constexpr,
+):
+    """Step one part of one range.
+
+    Grid (num_parts,). What the new masters are written to besides: WEIGHTS "bf16" or "fp32" into
+    the weight of the range, "none" nowhere; with AMAX the largest magnitude, rounded to bf16, goes
+    into the slot of the part.
+    """
+    part = parts + 4 * tl.program_id(0).to(tl.int64)
+    index = tl.load(part)
+    first = tl.load(part + 1)
+    last = tl.load(part + 2)
+    state = states + index * STATE_FIELDS
+    master = tl.load(masters + index).to(tl.pointer_type(tl.float32))
+    if ALIGNED:
+        master = tl.multiple_of(master, 16)
+        first = tl.multiple_of(first, 16)
+    largest = tl.zeros((TILE,), dtype=tl.float32)
+    for start in range(first, last, TILE):
+        places = tl.arange(0, TILE)
+        mask = start + places < last
+        value = step_tile(
+            master,
+            start,
+            places,
+            mask,
+            state,
+            hyper,
+            clips,
+            GRADIENT_FP32,
+            MOMENTS_FP32,
+            DECOUPLED,
+            ALIGNED,
+        )
+        if AMAX:
+            largest = tl.maximum(largest, tl.abs(value))  # takes the number over NaN
+        if WEIGHTS == "bf16":
+            weight = tl.load(state + WEIGHT).to(tl.pointer_type(tl.bfloat16))
+            tl.store(weight + start + places, value.to(tl.bfloat16), mask=mask)
+        elif WEIGHTS == "fp32":
+            weight = tl.load(state + WEIGHT).to(tl.pointer_type(tl.float32))
+            tl.store(weight + start + places, value, mask=mask)
+    if AMAX:
+        tl.store(amaxes + tl.load(part + 3), round_to_bf16(tl.max(largest, 0)))

@@ -1,0 +1,308 @@
+"""What one update of masters reads and writes, fixed when gradients, masters and moments lie."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from moe_optim.errors import LayoutError
+from moe_optim.kernels.bound_kernel import BoundKernel
+from moe_optim.kernels.exchange import AMAX_SLOTS
+from moe_optim.kernels.launch_table import LaunchTable, Planned, owned_parts
+from moe_optim.kernels.member_table import Backend, MemberTable, has_kernels
+from moe_optim.kernels.tuning import ADAM_PART, ADAM_TILE, STEP_TILES
+
+HYPER_FIELDS = 9
+"""Columns of :attr:`StepTable.hyper`: beta1, 1 - beta1, beta2, 1 - beta2, the bias corrections of
+both moments, eps, weight decay, minus the learning rate."""
+STATE_FIELDS = 6
+"""Columns of :attr:`RangeLaunch.states`."""
+_ALIGNMENT = 16  # bytes of the widest memory access
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class AdamState:
+    """What a step reads and writes of one shard of a parameter, beside quantized planes."""
+
+    parameter: str
+    """Name, for errors."""
+    master: Tensor
+    """[n] fp32."""
+    gradient: Tensor
+    """[n] fp32 or bf16, reduced."""
+    exp_avg: Tensor
+    """[n] fp32 or bf16: the first moment."""
+    exp_avg_sq: Tensor
+    """[n], the second moment, in the dtype of the first."""
+    group: int = 0
+    """Row of the hyper-parameters."""
+    norm: int = 0
+    """Which clip factor its gradient is multiplied by."""
+    weight: Tensor | None = None
+    """[n] fp32 or bf16 that the new masters are written to, or None."""
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return everything that is read or written."""
+        held = (self.master, self.gradient, self.exp_avg, self.exp_avg_sq)
+        return held if self.weight is None else (*held, self.weight)
+
+    def check(self) -> None:
+        """Check that all there is has one size, one device and dtypes that kernels know.
+
+        Raises:
+            LayoutError: naming the parameter.
+        """
+        held = self.tensors()
+        numels = {one.numel() for one in held}
+        places = {one.device for one in held}
+        known = self.master.dtype == torch.float32 and all(one.dtype in _DTYPES for one in held)
+        same = self.exp_avg.dtype == self.exp_avg_sq.dtype
+        flat = all(one.is_contiguous() for one in held)
+        if len(numels) > 1 or len(places) > 1 or not (known and same and flat):
+            spelt = ", ".join(f"{one.dtype} {list(one.shape)} on {one.device}" for one in held)
+            raise LayoutError(
+                f"{self.parameter}: expected an fp32 master, a gradient, two moments of one dtype "
+                "and perhaps a weight, each fp32 or bf16, contiguous, of one size and on one "
+                f"device, got {spelt}. Set step: stock for other states."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RangeLaunch:
+    """One launch over flat ranges that have everything in the same dtypes."""
+
+    states: Tensor
+    """[num_ranges, 6] int64: addresses of the first gradient and moments of a range, the row of its
+    hyper-parameters, its clip factor, and the address of its weight or 0."""
+    masters: Tensor
+    """[num_ranges] int64: address of the first master."""
+    parts: Tensor
+    """[num_parts, 4] int64: range, first element, one past the last, and the slot of its amax."""
+    gradient_dtype: torch.dtype
+    moment_dtype: torch.dtype
+    weight_dtype: torch.dtype | None
+    finds_amax: bool
+    aligned: bool
+    """Whether every range and every part starts at a multiple of 16 bytes, in all tensors."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class MemberLaunch:
+    """One launch over whole blocks of quantized weights: what it steps, it encodes."""
+
+    table: LaunchTable
+    states: Tensor
+    """[num_members, 6] int64 as in :class:`RangeLaunch`, of the first element of each expert."""
+    gradient_dtype: torch.dtype
+    moment_dtype: torch.dtype
+    aligned: bool
+    """Whether everything starts at multiples of 16 bytes, planes included."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StepTable:
+    """Everything that one rank updates of some parameters. Build it once with :meth:`build`.
+
+    On a GPU it holds the addresses of its tensors.
+    """
+
+    states: tuple[AdamState, ...]
+    members: MemberTable | None
+    """What quantized masters are encoded into."""
+    decoupled: bool
+    """Whether weight decay is added to the update (AdamW), and not to the gradient."""
+    hyper: Tensor
+    """[num_groups, 9] fp32, which the caller fills before each step."""
+    clips: Tensor
+    """[num_norms] fp32 that gradients are multiplied by, likewise."""
+    ranges: tuple[RangeLaunch, ...]
+    encoding: tuple[MemberLaunch, ...]
+    remainder: tuple[AdamState, ...]
+    """What no launch handles; all of it without a suitable GPU."""
+    tensors: tuple[Tensor, ...]
+    """Masters, gradients, moments and weights."""
+    addresses: list[int]
+    """Of ``tensors``, when the table was built."""
+    kernels: list[BoundKernel] = field(default_factory=list)
+    """Filled by the first launch."""
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether something lies elsewhere by now, so that the table has to be built anew."""
+        return list(map(Tensor.data_ptr, self.tensors)) != self.addresses
+
+    @classmethod
+    def build(
+        cls,
+        states: Sequence[AdamState],
+        hyper: Tensor,
+        clips: Tensor,
+        *,
+        members: MemberTable | None = None,
+        decoupled: bool = True,
+        backend: Backend = "auto",
+    ) -> "StepTable":
+        """Check the states, and cut them into what launches handle.
+
+        Args:
+            states: of all that is owned, perhaps nothing.
+            hyper: see the attribute; on the device of the states.
+            clips: likewise.
+            members: a table whose sources are masters of some of the states. Blocks that no cut
+                divides are encoded together with the update.
+            decoupled: see the attribute.
+            backend: ``auto`` takes kernels where they run, ``reference`` does without.
+
+        Raises:
+            LayoutError: states that do not fit each other.
+        """
+        for state in states:
+            state.check()
+        owned = [state for state in states if state.master.numel()]
+        launched = {
+            state.master.data_ptr(): state
+            for state in owned
+            if backend == "auto" and has_kernels(state.master.device)
+        }
+        remainder = [state for state in owned if state.master.data_ptr() not in launched]
+        ranges = _Ranges()
+        encoding: list[MemberLaunch] = []
+        for launch in () if members is None else members.launches:
+            quantized = [launched.pop(entry.source.data_ptr()) for entry, _ in launch.planned]
+            encoding += _cut_members(launch, quantized, ranges)
+        for state in launched.values():
+            ranges.add_range(state)
+        tensors = tuple(tensor for state in owned for tensor in state.tensors())
+        return cls(
+            states=tuple(states),
+            members=members,
+            decoupled=decoupled,
+            hyper=hyper,
+            clips=clips,
+            ranges=tuple(ranges.launches(hyper.device)),
+            encoding=tuple(encoding),
+            remainder=tuple(remainder),
+            tensors=tensors,
+            addresses=list(map(Tensor.data_ptr, tensors)),
+        )
+
+
+Part = tuple[int, int, int]
+"""First element of a range, one past its last, and the slot of its amax."""
+_Kind = tuple[torch.dtype, torch.dtype, torch.dtype | None, bool, bool]
+"""Dtypes of gradient, moments and weight, whether an amax is found, whether all is aligned."""
+
+
+class _Ranges:
+    """Collects ranges by what one launch can handle."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[_Kind, tuple[list[list[int]], list[int], list[list[int]]]] = {}
+
+    def add_range(self, state: AdamState) -> None:
+        """Add all of a shard."""
+        self.add(state, 0, 0, state.master.numel())
+
+    def add(self, state: AdamState, base: int, first: int, last: int, slot: int = -1) -> None:
+        """Add elements ``first`` to ``last`` of what begins ``base`` elements before a shard does.
+
+        Args:
+            state: the shard.
+            base: how far the element that others are counted from lies before the shard.
+            first: counted from there, like ``last``.
+            last: one past the last element.
+            slot: the first of ``AMAX_SLOTS`` for the parts of the range; below zero without.
+        """
+        if last <= first:
+            return
+        finds_amax = slot >= 0
+        row = _row(state, base)
+        master = state.master.data_ptr() - base * state.master.element_size()
+        weight = None if state.weight is None else state.weight.dtype
+        aligned = not (master | row[0] | row[1] | row[2] | row[5]) % _ALIGNMENT and not first % 16
+        kind = (state.gradient.dtype, state.exp_avg.dtype, weight, finds_amax, aligned)
+        states, masters, parts = self._kinds.setdefault(kind, ([], [], []))
+        length = ADAM_PART
+        if finds_amax:  # no more parts than there are slots
+            length = -(-(last - first) // (AMAX_SLOTS * ADAM_TILE.cols)) * ADAM_TILE.cols
+        for number, start in enumerate(range(first, last, length)):
+            parts.append([len(states), start, min(last, start + length), slot + number])
+        states.append(row)
+        masters.append(master)
+
+    def launches(self, device: torch.device) -> Iterator[RangeLaunch]:
+        """Yield one launch a kind."""
+        for kind, (states, masters, parts) in self._kinds.items():
+            gradient, moments, weight, finds_amax, aligned = kind
+            yield RangeLaunch(
+                states=torch.tensor(states, dtype=torch.int64, device=device),
+                masters=torch.tensor(masters, dtype=torch.int64, device=device),
+                parts=torch.tensor(parts, dtype=torch.int64, device=device),
+                gradient_dtype=gradient,
+                moment_dtype=moments,
+                weight_dtype=weight,
+                finds_amax=finds_amax,
+                aligned=aligned,
+            )
+
+
+def _row(state: AdamState, base: int) -> list[int]:
+    """Return the row of a shard, counted from ``base`` elements before its first."""
+    columns = [
+        tensor.data_ptr() - base * tensor.element_size()
+        for tensor in (state.gradient, state.exp_avg, state.exp_avg_sq)
+    ]
+    weight = state.weight
+    place = 0 if weight is None else weight.data_ptr() - base * weight.element_size()
+    return [*columns, state.group, state.norm, place]
+
+
+def _cut_members(
+    launch: LaunchTable, states: Sequence[AdamState], ranges: _Ranges
+) -> Iterator[MemberLaunch]:
+    """Yield the launches over whole blocks, and add to ``ranges`` what they leave.
+
+    Args:
+        launch: of a requantization, with masters as its sources.
+        states: of its parameters, in their order.
+        ranges: take what cuts divide, and experts whose amax has to be known first.
+    """
+    slots = iter(launch.amax_slots)
+    by_kind: dict[tuple[torch.dtype, torch.dtype], list[tuple[Planned, AdamState]]] = {}
+    for planned, state in zip(launch.planned, states, strict=True):
+        entry, _ = planned
+        for part in owned_parts(entry):
+            slot = next(slots)
+            base = entry.start - part.base
+            if launch.format.has_global_amax:
+                ranges.add(state, base, part.low, part.high, slot)
+                continue
+            ranges.add(state, base, part.low, part.first_whole)
+            ranges.add(state, base, part.end_whole, part.high)
+        kind = (state.gradient.dtype, state.exp_avg.dtype)
+        by_kind.setdefault(kind, []).append((planned, state))
+    if launch.format.has_global_amax:
+        return
+    for (gradient, moments), members in by_kind.items():
+        table = LaunchTable.build(
+            [planned for planned, _ in members],
+            launch.amax,
+            tile=STEP_TILES[launch.format.name, moments],
+        )
+        rows = [
+            _row(state, entry.start - part.base)
+            for (entry, _), state in members
+            for part in owned_parts(entry)
+        ]
+        if not table.num_tiles:
+            continue
+        places = torch.tensor(rows, dtype=torch.int64, device="cpu")
+        yield MemberLaunch(
+            table=table,
+            states=places.to(table.tiles.device),
+            gradient_dtype=gradient,
+            moment_dtype=moments,
+            aligned=table.aligned and not bool((places[:, :3] % _ALIGNMENT).any()),
+        )

@@ -1,0 +1,90 @@
+"""One step of Adam on one shard: the definition of what a fused step does to masters and moments.
+
+The formula is that of Transformer Engine's FusedAdam (common/multi_tensor/adam.cu, 2.20) as its
+compiler contracts it: products are added without a rounding in between, and subnormals count as
+zero. Quotients and roots are rounded to nearest here, and to within two units in the last place
+there; so one master in ten differs in its last bit from what a GPU gives, and moments in none.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hyper:
+    """The hyper-parameters of a step, in fp32 as the kernels read them."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    step: int
+    """Of this update, from 1 on."""
+    bias_correction: bool = True
+
+    def row(self) -> list[float]:
+        """Return beta1, 1 - beta1, beta2, 1 - beta2, both corrections, eps, decay and -lr.
+
+        All are fp32 numbers. The powers of a correction are of the rounded beta, in fp64.
+        """
+        columns: list[float] = []
+        betas = [_fp32(beta) for beta in self.betas]
+        for beta in betas:
+            columns += [beta, _fp32(1 - beta)]
+        columns += [_fp32(1 - beta**self.step) if self.bias_correction else 1.0 for beta in betas]
+        return [*columns, _fp32(self.eps), _fp32(self.weight_decay), -_fp32(self.lr)]
+
+
+def step_into(
+    master: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    hyper: Tensor,
+    clip: Tensor,
+    decoupled: bool,
+) -> None:
+    """Update a master and its moments in place.
+
+    Args:
+        master: [n] fp32.
+        gradient: [n] fp32 or bf16; left alone.
+        exp_avg: [n] fp32 or bf16.
+        exp_avg_sq: [n] fp32 or bf16.
+        hyper: [9] fp32, see :meth:`Hyper.row`.
+        clip: fp32 scalar that the gradient is multiplied by.
+        decoupled: weight decay is added to the update (AdamW), and not to the gradient.
+    """
+    beta1, rest1, beta2, rest2, correction1, correction2, eps, decay, minus_lr = hyper
+    p = _flush(master)
+    g = _flush(_flush(gradient.float()) * clip)
+    if not decoupled:
+        g = _fma(decay, p, g)
+    m = _fma(beta1, _flush(exp_avg.float()), _flush(rest1 * g))
+    v = _fma(beta2, _flush(exp_avg_sq.float()), _flush(_flush(rest2 * g) * g))
+    root = _flush(v / correction2).sqrt()
+    update = _flush(_flush(m / correction1) / _flush(root + eps))
+    if decoupled:
+        update = _fma(decay, p, update)
+    exp_avg.copy_(m)
+    exp_avg_sq.copy_(v)
+    master.copy_(_fma(minus_lr, update, p))
+
+
+def _fma(factor: Tensor, values: Tensor, addend: Tensor) -> Tensor:
+    """Return ``factor * values + addend``; the product of two fp32 numbers is exact in fp64."""
+    return _flush((factor.double() * values.double() + addend.double()).float())
+
+
+def _flush(values: Tensor) -> Tensor:
+    """Return zeros with their sign in place of subnormals."""
+    return torch.where(values.abs() < _SMALLEST_NORMAL, values * 0.0, values)
+
+
+def _fp32(value: float) -> float:
+    return torch.tensor(value, dtype=torch.float32).item()
