@@ -49,6 +49,11 @@ class MoEOptimConfig:
     layout: Literal["aligned", "stock"] = "aligned"
     """Where buckets of quantized weights end. ``aligned``: where shards become whole block rows, if
     that costs 1% or less, else whole scales or bytes. ``stock``: where Megatron ends them."""
+    step: Literal["auto", "fused", "stock"] = "auto"
+    """Who updates masters. ``fused``: one launch a format and kind of weight, which reads gradients
+    where they lie, takes Adam's step and encodes what it has stepped. ``stock``: Megatron's code and
+    the optimizer it was given, one part after the other. ``auto``: ``fused`` where kernels run, but
+    with ``layout: stock``, which promises Megatron's bits: the norms differ in their last."""
     nonfinite: Literal["raise", "skip"] = "raise"
     """What an Inf or NaN gradient does to the step, before any weight has moved."""
     backend: Literal["auto", "reference"] = "auto"

@@ -59,13 +59,15 @@ class AdamState:
         places = {one.device for one in held}
         known = self.master.dtype == torch.float32 and all(one.dtype in _DTYPES for one in held)
         same = self.exp_avg.dtype == self.exp_avg_sq.dtype
-        flat = all(one.is_contiguous() for one in held)
+        flat = all(one.is_contiguous() and one.untyped_storage().size() for one in held)
+        if not self.master.numel():
+            return
         if len(numels) > 1 or len(places) > 1 or not (known and same and flat):
             spelt = ", ".join(f"{one.dtype} {list(one.shape)} on {one.device}" for one in held)
             raise LayoutError(
                 f"{self.parameter}: expected an fp32 master, a gradient, two moments of one dtype "
                 "and perhaps a weight, each fp32 or bf16, contiguous, of one size and on one "
-                f"device, got {spelt}. Set step: stock for other states."
+                f"device, got {spelt}. Bring back what is offloaded; set step: stock for other dtypes."
             )
 
 

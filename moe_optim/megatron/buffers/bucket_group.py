@@ -55,7 +55,8 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
     def param_gather_dispatched(self) -> bool:
         """Whether no gather has to be started before weights are read."""
         if self.managed:
-            return all(bucket.state.weights is not Weights.STALE for bucket in self.managed)
+            behind = (Weights.STALE, Weights.ENCODED)
+            return all(bucket.state.weights not in behind for bucket in self.managed)
         return self._dispatched
 
     @param_gather_dispatched.setter
@@ -134,7 +135,7 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
         self.finish_gather()
         self._dispatched = False
         for bucket in self.managed:
-            if bucket.state.weights is Weights.FRESH:
+            if bucket.state.weights in (Weights.FRESH, Weights.ENCODED):
                 bucket.state.record(Event.SETTLE)
 
     def finish_communication(self) -> None:

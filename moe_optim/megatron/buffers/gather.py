@@ -62,8 +62,23 @@ class BucketGather(Protocol):
     reduced: tuple[Tensor, ...]
     """Completed by an all-reduce with MAX, after the slices have been filled."""
 
-    def open(self, masters: Sequence[OwnedMaster]) -> None:
-        """Read the masters of this rank; they are the same tensors until :meth:`forget`."""
+    def open(self, masters: Sequence[OwnedMaster], *, encoded: bool = False) -> None:
+        """Read the masters of this rank; they are the same tensors until :meth:`forget`.
+
+        Args:
+            masters: of this rank.
+            encoded: a step has encoded them since; what it has not written follows its maxima.
+        """
+
+    def plan_step(self, masters: Sequence[OwnedMaster]) -> MemberTable | None:
+        """Return what a step encodes masters into, the same until :meth:`forget`; or None."""
+
+    @property
+    def planned(self) -> MemberTable | None:
+        """What :meth:`plan_step` has returned, if it is still what the gather reads."""
+
+    def prepare_step(self) -> None:
+        """Make ready the planes that a step encodes masters into."""
 
     @property
     def exchange(self) -> Tensor | None:
@@ -170,6 +185,7 @@ class QuantizedGather:
         self.uses_gradient_memory = False
         self._shard_numel = numel // dp_size
         self._table: MemberTable | None = None
+        self._is_encoded = False
         storages = bucket.storages
         formats = {storage.format for storage in storages}
         if len(formats) > 1:
@@ -198,11 +214,27 @@ class QuantizedGather:
             memories[plane.name].view(plane.dtype) for plane in planes if not plane.is_sliced
         )
 
-    def open(self, masters: Sequence[OwnedMaster]) -> None:
-        """Find the maxima of this rank's masters."""
+    def open(self, masters: Sequence[OwnedMaster], *, encoded: bool = False) -> None:
+        """Find the maxima of this rank's masters, unless a step has."""
+        self._is_encoded = encoded and self._table is not None and not self._table.has_moved
+        if not self._is_encoded:
+            ops.partial_amax(self.plan_step(masters))
+
+    def plan_step(self, masters: Sequence[OwnedMaster]) -> MemberTable:
+        """Return the table of masters and planes that gathers use, too."""
         if self._table is None:
             self._table = self._build_table(masters)
-        ops.partial_amax(self._table)
+        return self._table
+
+    @property
+    def planned(self) -> MemberTable | None:
+        """The table, unless it has to be built anew."""
+        return self._table
+
+    def prepare_step(self) -> None:
+        """Zero the planes that a maximum over ranks completes."""
+        for plane in self.reduced:
+            plane.zero_()
 
     @property
     def exchange(self) -> Tensor | None:
@@ -211,9 +243,11 @@ class QuantizedGather:
         return table.exchange if table.exchange.numel() else None
 
     def encode(self) -> None:
-        """Write bytes and scales of what this rank owns."""
-        for plane in self.reduced:
-            plane.zero_()
+        """Write bytes and scales of what this rank owns, or what a step has left of it."""
+        if self._is_encoded:
+            ops.encode_shared(self._opened())
+            return
+        self.prepare_step()
         ops.encode(self._opened())
 
     def land(self) -> None:
@@ -263,6 +297,7 @@ class Bf16Gather:
     def __init__(self, bucket: Bucket, *, backend: Backend) -> None:
         self._bucket, self._backend = bucket, backend
         self.uses_gradient_memory = True
+        self.planned: MemberTable | None = None
         self._table: MemberTable | None = None
         self._places: tuple[list[Tensor], list[Tensor]] | None = None
         self.sliced: tuple[GatherPlane, ...] = (GatherPlane.viewing(bucket.name, bucket.staging),)
@@ -271,7 +306,13 @@ class Bf16Gather:
         for storage in bucket.storages:
             storage.bind({}, holder=bucket)
 
-    def open(self, masters: Sequence[OwnedMaster]) -> None:
+    def plan_step(self, masters: Sequence[OwnedMaster]) -> None:
+        """Return None: gradients lie where masters are staged, so that a step encodes nothing."""
+
+    def prepare_step(self) -> None:
+        """Do nothing."""
+
+    def open(self, masters: Sequence[OwnedMaster], *, encoded: bool = False) -> None:
         """Copy the masters, rounded to bf16, to their place in the gradient memory."""
         if self._places is None:
             self._places = self._plan(masters)

@@ -11,7 +11,7 @@ from megatron.core.transformer.cuda_graphs import is_graph_capturing
 from torch import Tensor
 
 from moe_optim.errors import StateError
-from moe_optim.kernels.member_table import Backend
+from moe_optim.kernels.member_table import Backend, MemberTable
 from moe_optim.layout.wire import Slot
 from moe_optim.megatron.buffers.amax_record import AmaxRecord
 from moe_optim.megatron.buffers.gather import OwnedMaster, Wire, make_gather
@@ -84,6 +84,7 @@ class ManagedBucket:
         self._masters: tuple[tuple[OwnedMaster, int], ...] | None = None  # and their addresses
         self.version = new_version()
         self._plans = 0
+        self._master_writes = 0  # since they were encoded last
         self.state = BucketState(name, OWN_MEMORY if wire == "quantized" else SHARED_MEMORY)
         if not all(storage.is_fresh for storage in self.storages):
             self.state.record(Event.SETTLE)  # behind masters of another wrapper
@@ -173,6 +174,26 @@ class ManagedBucket:
         amaxes = [] if self._amaxes is None else [self._amaxes.values]
         return [*self.gather.reduced, *amaxes]
 
+    def plan_step(self) -> MemberTable | None:
+        """Return what a step encodes masters into, or None where only a gather reads them.
+
+        It is planned anew where something has moved.
+        """
+        return self.gather.plan_step(self._list_masters())
+
+    def settle(self, *, encoded: bool) -> None:
+        """Note that the masters have stepped.
+
+        Args:
+            encoded: they have been encoded into what :meth:`plan_step` returned.
+        """
+        self.state.record(Event.ENCODE if encoded else Event.SETTLE)
+        if encoded:
+            self._master_writes = self._count_master_writes()
+
+    def _count_master_writes(self) -> int:
+        return sum(one.master._version for one, _ in self._masters or ())
+
     def open_gather(self) -> None:
         """Begin to gather the weights: read the masters of this rank.
 
@@ -184,12 +205,14 @@ class ManagedBucket:
         if self.gather.uses_gradient_memory:
             self._require_memory(Event.GATHER.value)
             self.find_unannounced()
+        was_encoded = self.state.weights is Weights.ENCODED
         self.state.record(Event.GATHER)
         if self.gather.uses_gradient_memory:
             self._count_from_here()
             self._rest.zero_()
         masters = self._list_masters()
-        self.gather.open(masters)
+        encoded = was_encoded and self._count_master_writes() == self._master_writes
+        self.gather.open(masters, encoded=encoded)
         if self._amaxes is not None:
             self._amaxes.fill(masters)
 

@@ -28,6 +28,7 @@ class Weights(Enum):
     FRESH = "weights of the current masters"
     STALE = "weights of earlier masters"
     MOVING = "weights whose masters are moving"
+    ENCODED = "weights of the current masters in the slices of this rank alone"
     IN_FLIGHT = "weights in flight"
     OFFLOADED = "weights on the host"
     STALE_OFFLOADED = "weights of earlier masters on the host"
@@ -50,6 +51,7 @@ class Event(Enum):
     READ = "the optimizer reading its gradients"
     STEP = "the optimizer step"
     SETTLE = "new masters"
+    ENCODE = "new masters, encoded with their step"
     GATHER = "the parameter gather"
     LAND = "the end of the parameter gather"
     FAIL = "a parameter gather that failed"
@@ -71,6 +73,7 @@ class Transition:
 
 _Z, _P, _R, _S = Gradients.ZERO, Gradients.PARTIAL, Gradients.REDUCED, Gradients.SPENT
 _FRESH, _STALE, _MOVING = Weights.FRESH, Weights.STALE, Weights.MOVING
+_ENCODED = Weights.ENCODED
 _ANY_GRADIENTS = {state: state for state in Gradients}
 _ANY_WEIGHTS = {state: state for state in Weights}
 _REDUCE_FIRST = "Call finish_grad_sync() on the DDP module before optimizer.step()."
@@ -106,17 +109,22 @@ OWN_MEMORY: Mapping[Event, Transition] = {
     Event.STEP: Transition(
         gradients={_Z: _S, _R: _S, _S: _S},
         gradients_remedy=_REDUCE_FIRST,
-        weights={_FRESH: _MOVING, _STALE: _MOVING},
+        weights={_FRESH: _MOVING, _STALE: _MOVING, _ENCODED: _MOVING},
         weights_remedy=_RELOAD_FIRST,
     ),
     Event.SETTLE: Transition(
         gradients=_ANY_GRADIENTS,
-        weights={_FRESH: _STALE, _STALE: _STALE, _MOVING: _STALE},
+        weights={_FRESH: _STALE, _STALE: _STALE, _MOVING: _STALE, _ENCODED: _STALE},
         weights_remedy=_RELOAD_FIRST,
+    ),
+    Event.ENCODE: Transition(
+        gradients=_ANY_GRADIENTS,
+        weights={_MOVING: _ENCODED},
+        weights_remedy="Only optimizer.step() encodes weights.",
     ),
     Event.GATHER: Transition(
         gradients=_ANY_GRADIENTS,
-        weights={_STALE: Weights.IN_FLIGHT},
+        weights={_STALE: Weights.IN_FLIGHT, _ENCODED: Weights.IN_FLIGHT},
         weights_remedy=f"Read weights after optimizer.step(). {_RELOAD_FIRST}",
     ),
     Event.LAND: Transition(
@@ -131,7 +139,11 @@ OWN_MEMORY: Mapping[Event, Transition] = {
     ),
     Event.OFFLOAD: Transition(
         gradients=_ANY_GRADIENTS,
-        weights={_FRESH: Weights.OFFLOADED, _STALE: Weights.STALE_OFFLOADED},
+        weights={
+            _FRESH: Weights.OFFLOADED,
+            _STALE: Weights.STALE_OFFLOADED,
+            _ENCODED: Weights.STALE_OFFLOADED,
+        },
         weights_remedy="Offload between two steps.",
     ),
     Event.RELOAD: Transition(
@@ -212,7 +224,7 @@ class BucketState:
         """Check that kernels captured between two states do the same now.
 
         Gradients that the capture has left alone may be any. Weights that it has gathered may be
-        fresh: gathered again from the same masters they are the same bytes.
+        fresh or encoded: made of the same masters again they are the same bytes.
 
         Raises:
             StateError: naming the bucket, what it held at the capture, and what it holds.
@@ -222,7 +234,7 @@ class BucketState:
             raise self._refusal(_REPLAY, self._gradients, [gradients], _CAPTURE_AGAIN)
         accepted = [begins_with.weights]
         if begins_with.weights is Weights.STALE and leaves.weights is Weights.FRESH:
-            accepted.append(Weights.FRESH)
+            accepted += [Weights.FRESH, Weights.ENCODED]
         if self._weights not in accepted:
             raise self._refusal(_REPLAY, self._weights, accepted, _CAPTURE_AGAIN)
 

@@ -86,7 +86,7 @@ class GroupStepAdam(torch.optim.AdamW):
         params = [p for p in group["params"] if p.grad is not None]
         for p in params:
             if not self.state[p]:
-                self._initialize_state(p)
+                self.initialize_state(p)
         moments = {name: [self.get_unscaled_state(p, name) for p in params] for name in MOMENTS}
         # torch counts the step up by itself, on a tensor of its own
         steps = [torch.tensor(float(group["step"] - 1)) for _ in params]
@@ -116,7 +116,8 @@ class GroupStepAdam(torch.optim.AdamW):
                 if value is not self.state[p][name]:
                     self.set_scaled_state(p, name, value)
 
-    def _initialize_state(self, param: Tensor) -> None:
+    def initialize_state(self, param: Tensor) -> None:
+        """Make the moments of a parameter, as zeros."""
         for name, dtype in self._dtypes.items():
             held = param.dtype if dtype is None else _HELD_AS.get(dtype, dtype)
             self.state[param][name] = torch.zeros_like(param, dtype=held)
@@ -134,7 +135,7 @@ class GroupStepAdam(torch.optim.AdamW):
     def set_scaled_state(self, param: Tensor, name: str, values: Tensor) -> None:
         """Hold a moment, given as it is computed with, in its dtype."""
         if not self.state[param]:
-            self._initialize_state(param)
+            self.initialize_state(param)
         state = self.state[param][name]
         if self._dtypes[name] is not None and state.dtype in _LARGEST:
             largest = values.abs().amax() if values.numel() else values.new_zeros(())

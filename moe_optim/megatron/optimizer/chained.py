@@ -37,6 +37,52 @@ class GroupedChainedOptimizer(ChainedOptimizer):
         self._must_skip = False
 
     @torch.no_grad()
+    def step(self) -> Any:
+        """Step once; return whether weights moved, the gradient norm, and zeros if they are counted.
+
+        Every rank must call it.
+
+        Raises:
+            ConfigError: ``step: fused`` is set, and something keeps it from running.
+            NonFiniteError: as :meth:`get_grad_norm`.
+        """
+        return self._step_fused() if self.is_fused else super().step()
+
+    @cached_property
+    def is_fused(self) -> bool:
+        """Whether a step is fused; decided when it is first asked for."""
+        config = config_in_force()
+        parts = self._stepping
+        if config.step == "stock" or not parts:
+            return False
+        reasons = [reason for part in parts if (reason := why_not_fused(part))]
+        if config.step == "fused" and reasons:
+            raise ConfigError(
+                f"moe_optim.step: expected what a fused step can take, got {reasons[0]}. Set "
+                "step: auto or stock."
+            )
+        wanted = config.step == "fused" or (config.layout != "stock" and config.backend == "auto")
+        return wanted and not reasons and (config.step == "fused" or all(map(runs_on_kernels, parts)))
+
+    @cached_property
+    def _stepping(self) -> list[Any]:
+        return [part for part in self.chained_optimizers if not part.is_stub_optimizer]
+
+    def _step_fused(self) -> Any:
+        timers = self.config.timers or _no_timers
+        parts = self._stepping
+        timers("optimizer-clip-main-grad", log_level=1).start(
+            barrier=self.config.barrier_with_L1_time
+        )
+        for part in parts:
+            part.read_gradients()
+        shared = self.get_grad_stats_parallel_group() if self.grads_states_parallel_group_is_shared() else None
+        sums = reduced_squares(parts, [part.update.sum_squares() for part in parts], shared)
+        norms = sums[: len(NORMS)].sqrt().float()
+        *found, zeros = [*norms.tolist(), int(sums[-1])]
+        timers("optimizer-clip-main-grad").stop()
+
+    @torch.no_grad()
     def prepare_grads(self) -> bool:
         """Copy and unscale gradients; return whether some are not finite. Every rank must call it.
 

@@ -26,6 +26,7 @@ from moe_optim.megatron.checkpoint.model_values import model_values_for
 from moe_optim.megatron.optimizer.chained import check_masters
 from moe_optim.megatron.optimizer.checkpointed import CheckpointedOptimizer
 from moe_optim.megatron.optimizer.description import describe
+from moe_optim.megatron.optimizer.fused import FusedUpdate
 from moe_optim.megatron.optimizer.initial_values import keep_loaded_values, renew_initial_values
 from moe_optim.megatron.optimizer.requirements import check_wrapped_model
 from moe_optim.megatron.patching import patches
@@ -158,11 +159,19 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         Raises:
             StateError: weight gradients of some experts are still delayed.
         """
+        self.read_gradients()
+        super()._copy_model_grads_to_main_grads()
+
+    def read_gradients(self) -> None:
+        """Check that this rank's gradients are there, and say that they are read.
+
+        Raises:
+            StateError: they were not reduced, or weight gradients of some experts are delayed.
+        """
         for linear in self._delaying_linears:
             linear.require_wgrads_taken()
         for group in self._managed_groups:
             group.read_gradients()
-        super()._copy_model_grads_to_main_grads()
 
     @cached_property
     def _delaying_linears(self) -> tuple[GroupedLinear, ...]:
@@ -189,6 +198,39 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
             for bucket in self._buckets:
                 if bucket.state.weights is Weights.MOVING:
                     bucket.state.record(Event.SETTLE)  # masters stay where they have come to
+
+    @cached_property
+    def update(self) -> FusedUpdate:
+        """What a fused step does with this optimizer's masters."""
+        return FusedUpdate(self)
+
+    def step_fused(self, clips: Tensor) -> None:
+        """Update masters and whatever is made of them, and gather unless forward passes do.
+
+        Every rank must call it, after :meth:`read_gradients`. What ends it in the middle leaves
+        weights that are known to be behind, as in :meth:`step_with_ready_grads`.
+
+        Args:
+            clips: what gradients are multiplied by, see :class:`FusedUpdate`.
+
+        Raises:
+            StateError: as :meth:`step_with_ready_grads`.
+        """
+        for group in self._groups:
+            group.finish_gather()  # it reads what is written now
+        try:
+            self._record(Event.STEP)
+            encoded = self.update.run(clips)
+            for bucket in self._buckets:
+                bucket.settle(encoded=bucket in encoded)
+        finally:
+            for bucket in self._buckets:
+                if bucket.state.weights is Weights.MOVING:
+                    bucket.state.record(Event.SETTLE)
+        for group in self._groups:
+            group.param_gather_dispatched = False  # whatever was gathered since the last reduction
+        if not self.ddp_config.overlap_param_gather:
+            self.start_param_sync_for_bucket_group_subset()
 
     def _record(self, event: Event) -> None:
         for bucket in self._buckets:

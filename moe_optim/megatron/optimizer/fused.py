@@ -1,0 +1,304 @@
+"""The fused step: a norm over gradients where they lie, a decision, and one update.
+
+Megatron's step copies gradients into masters' ``grad``, finds their norm, scales them, calls Adam
+and copies masters into weights, parameter by parameter. Here everything that a step reads and
+writes is planned once, and a step starts a few kernels. Masters, moments and the step count stay
+where Megatron keeps them, so that checkpoints of either kind of step load in the other.
+"""
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer import clip_grads
+from megatron.core.optimizer.optimizer import (
+    SEPARATE_GRAD_NORM_GROUPS,
+    _get_param_grad_norm_group,
+)
+from megatron.core.tensor_parallel import (
+    param_is_not_gtp_duplicate,
+    param_is_not_tensor_parallel_duplicate,
+)
+from megatron.core.transformer.module import param_is_not_shared
+from torch import Tensor
+
+from moe_optim import ops
+from moe_optim.errors import StateError
+from moe_optim.kernels.member_table import has_kernels
+from moe_optim.kernels.norm import Gradients, NormTable
+from moe_optim.kernels.steps.table import HYPER_FIELDS, AdamState, StepTable
+from moe_optim.megatron.buffers.managed_bucket import ManagedBucket
+from moe_optim.megatron.optimizer.adam import MOMENTS, GroupStepAdam
+from moe_optim.megatron.weights.managed import is_managed
+from moe_optim.megatron.weights.names import parameter_names
+from moe_optim.reference.adam import Hyper
+
+logger = logging.getLogger(__name__)
+
+NORMS = (None, *sorted(SEPARATE_GRAD_NORM_GROUPS))
+"""What gradients count in: the main norm, and those that Megatron keeps apart."""
+
+
+class FusedUpdate:
+    """The norm and the update of one distributed optimizer.
+
+    Args:
+        optimizer: a ``GroupedDistributedOptimizer`` that :func:`why_not_fused` has nothing against.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        device = torch.device("cuda", torch.cuda.current_device())
+        masters = [master for _, master in _owned(optimizer)]
+        self._device = masters[0].device if masters else device
+        self._groups: list[dict[str, Any]] = optimizer.optimizer.param_groups
+        self._hyper = torch.zeros(len(self._groups), HYPER_FIELDS, device=self._device)
+        self._clips = torch.ones(len(NORMS), device=self._device)
+        self._norm: NormTable | None = None
+        self._tables: dict[ManagedBucket | None, StepTable] = {}
+
+    # The norm
+
+    def sum_squares(self) -> Tensor:
+        """Return the squared norms of what this rank owns, and its zeros if the configuration asks.
+
+        Returns:
+            [len(NORMS) + 1] fp64, newly allocated; the last is the number of zeros.
+
+        Raises:
+            StateError: gradient memory is offloaded.
+        """
+        if self._norm is None or self._norm.has_moved:
+            self._norm = self._plan_norm()
+        ops.sum_squares(self._norm)
+        return torch.cat([self._norm.squares, self._norm.zeros.double()])
+
+    def _plan_norm(self) -> NormTable:
+        """Describe the gradients that count: those of duplicates and shared parameters do not."""
+        optimizer = self._optimizer
+        counted = []
+        for param, master in _owned(optimizer):
+            duplicates = {"tp_group": optimizer.tp_group} if hasattr(optimizer, "tp_group") else {}
+            if hasattr(optimizer, "expert_tp_group"):
+                duplicates["expert_tp_group"] = optimizer.expert_tp_group
+            counts = (
+                param_is_not_shared(master)
+                and param_is_not_tensor_parallel_duplicate(master, **duplicates)
+                and param_is_not_gtp_duplicate(master)
+            )
+            if counts:
+                counted.append(Gradients(_gradient(optimizer, param), _norm_of(master)))
+        return NormTable.build(
+            counted,
+            count_zeros=optimizer.config.log_num_zeros_in_grad,
+            num_groups=len(NORMS),
+            device=self._device,
+        )
+
+    # The update
+
+    def run(self, clips: Tensor) -> set[ManagedBucket]:
+        """Step all masters of this rank; return the buckets whose slices are encoded now.
+
+        Args:
+            clips: [len(NORMS)] fp32 on the device: what gradients are multiplied by.
+        """
+        rows = []
+        for group in self._groups:
+            group["step"] = int(group.get("step", 0)) + 1
+            rows.append(_hyper_of(group).row())
+        # pageable memory of a few bytes is staged at once: nothing is waited for
+        self._hyper.copy_(torch.tensor(rows), non_blocking=True)
+        self._clips.copy_(clips)
+        if not self._tables or self._has_moved():
+            self._tables = self._plan()
+        encoded = set()
+        for bucket, table in self._tables.items():
+            if bucket is not None and table.members is not None:
+                bucket.gather.prepare_step()
+                encoded.add(bucket)
+            ops.step(table)
+        return encoded
+
+    def _has_moved(self) -> bool:
+        """Return whether states lie elsewhere, or gathers have been planned anew."""
+        return any(
+            table.has_moved or (bucket is not None and table.members is not bucket.gather.planned)
+            for bucket, table in self._tables.items()
+        )
+
+    def _plan(self) -> dict[ManagedBucket | None, StepTable]:
+        """Return a table for each managed bucket, and one for everything else under None."""
+        optimizer = self._optimizer
+        group_of = {
+            master: number for number, group in enumerate(self._groups) for master in group["params"]
+        }
+        bucket_of = {param: bucket for bucket in optimizer._buckets for param in bucket.params}
+        names = parameter_names(optimizer.model_chunks)
+        states: dict[ManagedBucket | None, list[AdamState]] = {b: [] for b in optimizer._buckets}
+        states[None] = []
+        for param, master in _owned(optimizer):
+            exp_avg, exp_avg_sq = moments_of(optimizer.optimizer, master)
+            states[bucket_of.get(param)].append(
+                AdamState(
+                    parameter=names[param],
+                    master=master.detach(),
+                    gradient=_gradient(optimizer, param),
+                    exp_avg=exp_avg,
+                    exp_avg_sq=exp_avg_sq,
+                    group=group_of[master],
+                    norm=_norm_of(master),
+                    weight=None if is_managed(param) else _weight(optimizer, param, master),
+                )
+            )
+        return {
+            bucket: StepTable.build(
+                of_bucket,
+                self._hyper,
+                self._clips,
+                members=None if bucket is None else bucket.plan_step(),
+                decoupled=optimizer.config.decoupled_weight_decay,
+            )
+            for bucket, of_bucket in states.items()
+        }
+
+
+def why_not_fused(optimizer: Any) -> str | None:
+    """Return what keeps the fused step from an optimizer that has not stepped yet, or None.
+
+    Args:
+        optimizer: any part of a chain.
+    """
+    config = optimizer.config
+    reasons = {
+        "Megatron-FSDP": optimizer.ddp_config.use_megatron_fsdp,
+        "a loss scale": optimizer.grad_scaler is not None,
+        "masters that Adam holds (--use-precision-aware-optimizer without quantized weights)": (
+            config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+        ),
+        f"moments in {config.exp_avg_dtype} and {config.exp_avg_sq_dtype}": (
+            config.exp_avg_dtype is not config.exp_avg_sq_dtype
+            or config.exp_avg_dtype not in (torch.float32, torch.bfloat16)
+        ),
+        f"{type(optimizer.optimizer).__name__}, which counts steps by parameter": isinstance(
+            optimizer.optimizer, torch.optim.Adam | torch.optim.AdamW
+        )
+        and not isinstance(optimizer.optimizer, GroupStepAdam),
+    }
+    return next((reason for reason, there in reasons.items() if there), None)
+
+
+def runs_on_kernels(optimizer: Any) -> bool:
+    """Return whether kernels update every master of an optimizer; also where it has none."""
+    return all(has_kernels(master.device) for _, master in _owned(optimizer))
+
+
+def moments_of(inner: Any, master: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both moments of a master, the optimizer's own tensors; zeros at the first step.
+
+    Args:
+        inner: Adam, as Megatron was given it.
+        master: one of its parameters.
+    """
+    state = inner.state[master]
+    if MOMENTS[0] not in state:
+        if isinstance(inner, GroupStepAdam):
+            inner.initialize_state(master)
+        elif hasattr(inner, "initialize_state"):  # Transformer Engine's, whose moments have dtypes
+            inner.initialize_state(master, False)
+        else:
+            state.update({name: torch.zeros_like(master.detach()) for name in MOMENTS})
+    exp_avg, exp_avg_sq = (inner.state[master][name] for name in MOMENTS)
+    return exp_avg, exp_avg_sq
+
+
+def reduced_squares(parts: Sequence[Any], of_parts: Sequence[Tensor], shared: Any) -> Tensor:
+    """Return the sums over all optimizers and ranks. Every rank must call it.
+
+    Args:
+        parts: the optimizers.
+        of_parts: what each rank has found for each of them, of one shape; not kept.
+        shared: the group over which all of them are reduced, or None where each has its own.
+    """
+    if shared is not None:
+        total = torch.stack(list(of_parts)).sum(0)
+        dist.all_reduce(total, group=shared)
+        return total
+    for part, sums in zip(parts, of_parts, strict=True):
+        dist.all_reduce(sums, group=part.get_grad_stats_parallel_group())
+    return torch.stack(list(of_parts)).sum(0)
+
+
+def clip_factors(norms: Tensor, clip_grad: float) -> Tensor:
+    """Return what gradients are multiplied by: as Megatron has it, and 1 where nothing is clipped.
+
+    Args:
+        norms: [n] fp32.
+        clip_grad: the largest norm that stays as it is; 0 clips nothing.
+    """
+    if clip_grad <= 0.0:
+        return torch.ones_like(norms)
+    return (clip_grad / (norms + 1.0e-6)).clamp_max_(1.0)
+
+
+def as_megatron_returns(norm: Tensor) -> Any:
+    """Return a norm, fp32 [1], as a tensor where Megatron's own is one, else as a number."""
+    return norm if clip_grads.multi_tensor_scale_tensor_impl is not None else norm.item()
+
+
+def _owned(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
+    """Yield every parameter of which this rank owns a part, and its master."""
+    for params, masters in (
+        (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
+        (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
+    ):
+        for of_params, of_masters in zip(params, masters, strict=True):
+            yield from zip(of_params, of_masters, strict=True)
+
+
+def _gradient(optimizer: Any, param: Any) -> Tensor:
+    """Return what this rank owns of a gradient, where it lies."""
+    owned = optimizer._get_model_param_range_map(param)["param"]
+    gradient: Tensor = param.main_grad.view(-1)[owned.start : owned.end]
+    if not gradient.untyped_storage().size():
+        raise StateError(
+            "optimizer step: expected gradient memory, got none: it is offloaded. Call "
+            "restore_grad_buffers() on the DDP module before optimizer.step()."
+        )
+    return gradient
+
+
+def _weight(optimizer: Any, param: Any, master: Tensor) -> Tensor | None:
+    """Return where this rank writes its part of a weight; None where the master lies there."""
+    place = optimizer._get_model_param_range_map(param)["gbuf_world_in_bucket"]
+    buffer, _, bucket = optimizer.model_param_gbuf_map[param]
+    weights = optimizer.buffers[buffer].buckets[bucket].param_data.view(-1)
+    weight: Tensor = weights[place.start : place.end]
+    return None if weight.data_ptr() == master.data_ptr() else weight
+
+
+def _norm_of(master: Tensor) -> int:
+    group = _get_param_grad_norm_group(master)
+    return NORMS.index(group) if group in NORMS else 0
+
+
+def _hyper_of(group: dict[str, Any]) -> Hyper:
+    return Hyper(
+        lr=float(group["lr"]),
+        betas=group["betas"],
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+        step=group["step"],
+        bias_correction=bool(group.get("bias_correction", True)),
+    )
+
+
+def exceeds(norm: float, threshold: float) -> bool:
+    """Return whether a norm is too large for a step to be taken, and say so on one rank."""
+    if not (math.isfinite(threshold) and norm > threshold):
+        return False
+    logger.info("skipping a step whose gradient norm is too large: %s", norm)
+    return True
