@@ -7,7 +7,7 @@ import math
 import torch
 
 from moe_optim import ops
-from moe_optim.kernels.norm import Gradients, NormTable, table
+from moe_optim.kernels.norm import Gradients, NormTable, launch, table
 from moe_optim.kernels.tuning import NORM, NormTile
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import e4m3_exact_integers, wide_range_weights
@@ -45,6 +45,10 @@ def check(gradients, what, *, exact=True, **options):
             one.values.mul_(2).abs_()
 
 
+def take_tiles(tiles):
+    table.NORM = launch.NORM = tiles
+
+
 def whole_numbers(numel, seed):
     return e4m3_exact_integers(1, numel, 1, seed=seed).view(-1)
 
@@ -74,11 +78,11 @@ def check_offsets():
 
 def check_wide_values():
     """Values of 80 powers of two, and zeros of both signs, in tiles as they are launched."""
-    table.NORM = NORM
+    take_tiles(NORM)
     for dtype in DTYPES:
         values = place(wide_range_weights(90_000, seed=1), dtype, 1)
         check([Gradients(values[:20_001]), Gradients(values[20_001:])], f"{dtype}", exact=False)
-    table.NORM = dict.fromkeys(NORM, SMALL)
+    take_tiles(dict.fromkeys(NORM, SMALL))
 
 
 def check_special_values():
@@ -117,7 +121,7 @@ CHECKS = {
 
 if __name__ == "__main__":
     table._has_kernels = lambda device: True
-    table.NORM = dict.fromkeys(NORM, SMALL)
+    take_tiles(dict.fromkeys(NORM, SMALL))
     for name, run in CHECKS.items():
         run()
         print(f"{name}: the reference's", flush=True)
