@@ -23,9 +23,10 @@ from moe_optim.formats import BlockScaledFormat, Direction, QuantizedWeight, get
 from moe_optim.kernels.exchange import AMAX_SLOTS
 from moe_optim.kernels.launch_table import LaunchTable, Planned
 from moe_optim.kernels.member_table import Backend, MemberTable
+from moe_optim.kernels.norm import NormTable
 from moe_optim.kernels.steps.table import StepTable
 from moe_optim.kernels.table_entry import TableEntry
-from moe_optim.reference import adam, ranges
+from moe_optim.reference import adam, gradient_norm, ranges
 
 
 @overload
@@ -268,6 +269,31 @@ def finish_gather(table: MemberTable) -> None:
 
         for finish in table.finishes:
             launch_finish(finish)
+
+
+@torch.no_grad()
+def sum_squares(table: NormTable) -> None:
+    """Rewrite ``table.squares``, and ``table.zeros`` if the table counts them, from its gradients.
+
+    Squares are exact in fp64 and summed there in a fixed order: as fp32 the result is the same for
+    every cut of the same elements into tensors. NaN and Inf show in the sum of their group only.
+    Where kernels sum, nothing is allocated or waited for, and a CUDA graph can capture the call
+    once it has run outside of one.
+
+    Args:
+        table: where its gradients have moved, kernels sum none until it is built anew.
+    """
+    if table.has_kernels and not table.has_moved:
+        from moe_optim.kernels.norm.launch import launch_norm
+
+        launch_norm(table)
+        return
+    table.squares.zero_()
+    table.zeros.zero_()
+    for gradients in table.gradients:
+        table.squares[gradients.group] += gradient_norm.sum_squares(gradients.values)
+        if table.counts_zeros:
+            table.zeros.add_(gradient_norm.count_zeros(gradients.values))
 
 
 @torch.no_grad()

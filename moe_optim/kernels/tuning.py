@@ -71,3 +71,26 @@ TRANSPOSE: Mapping[int, TransposeTile] = MappingProxyType(
 
 SCALE_TILES: Mapping[bool, tuple[int, int]] = MappingProxyType({False: (64, 64), True: (16, 64)})
 """Block scales, down and across, whose lines one program writes: one line a block, or several."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NormTile:
+    """What one program reads of gradients when it sums their squares."""
+
+    numel: int
+    """Elements at a time, a power of two; each has a sum of its own in registers."""
+    num_tiles: int
+    """Tiles of a part, which is what one program sums."""
+    num_warps: int
+
+
+NORM: Mapping[torch.dtype, NormTile] = MappingProxyType(
+    {
+        torch.float32: NormTile(numel=4096, num_tiles=16, num_warps=8),
+        torch.bfloat16: NormTile(numel=4096, num_tiles=32, num_warps=8),
+    }
+)
+"""By dtype of the gradients: parts of 256 KiB. Not measured yet."""
+
+NORM_LANES = 1024
+"""Sums of parts that one program adds up at a time. Not measured yet."""

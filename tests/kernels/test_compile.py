@@ -9,6 +9,8 @@ from moe_optim.kernels.exchange import plan_exchange
 from moe_optim.kernels.finish_table import FinishTable
 from moe_optim.kernels.launch_table import LaunchTable, own_slots
 from moe_optim.kernels.member_table import MemberTable
+from moe_optim.kernels.norm import Gradients, NormTable
+from moe_optim.kernels.norm import table as norm_table
 from moe_optim.kernels.steps import table as step_table
 from moe_optim.kernels.steps.table import HYPER_FIELDS, AdamState, StepTable
 from moe_optim.kernels.table_entry import TableEntry
@@ -19,10 +21,16 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from moe_optim.kernels import launch  # noqa: E402
+from moe_optim.kernels.norm import launch as norm_launch  # noqa: E402
 from moe_optim.kernels.steps import launch as step_launch  # noqa: E402
 
 HOPPER, BLACKWELL = 90, 100
-TYPES = {torch.int64: "*i64", torch.int32: "*i32", torch.float32: "*fp32"}
+TYPES = {
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+    torch.float32: "*fp32",
+    torch.float64: "*fp64",
+}
 SHAPE = (2, 256, 512)
 
 
@@ -142,3 +150,15 @@ def test_every_kernel_compiles(format, dtype, capability):
             seen.append(bound.kernel.__name__)
             assert compiled(bound, capability).asm["cubin"]
     assert len(seen) >= 3
+
+
+@pytest.mark.parametrize("capability", [HOPPER, BLACKWELL], ids=["hopper", "blackwell"])
+@pytest.mark.parametrize("count_zeros", [False, True], ids=["", "zeros"])
+def test_the_norm_compiles(count_zeros, capability, monkeypatch):
+    """For both dtypes; whole tiles are read by accesses of 16 bytes."""
+    monkeypatch.setattr(norm_table, "_has_kernels", lambda device: True)
+    gradients = [Gradients(torch.zeros(9, dtype=dtype)) for dtype in norm_table.NORM]
+    *of_dtypes, of_groups = norm_launch._bind(NormTable.build(gradients, count_zeros=count_zeros))
+    assert len(of_dtypes) == 2 and compiled(of_groups, capability).asm["cubin"]
+    for bound in of_dtypes:
+        assert "ld.global.v4.b32" in compiled(bound, capability).asm["ptx"]
