@@ -51,9 +51,9 @@ class MoEOptimConfig:
     that costs 1% or less, else whole scales or bytes. ``stock``: where Megatron ends them."""
     step: Literal["auto", "fused", "stock"] = "auto"
     """Who updates masters. ``fused``: one launch a format and kind of weight, which reads gradients
-    where they lie, takes Adam's step and encodes what it has stepped. ``stock``: Megatron's code and
-    the optimizer it was given, one part after the other. ``auto``: ``fused`` where kernels run, but
-    with ``layout: stock``, which promises Megatron's bits: the norms differ in their last."""
+    where they lie, takes Adam's step and encodes what it has stepped. ``stock``: Megatron's code,
+    one part after the other. ``auto``: ``fused`` where kernels run, except with ``layout: stock``:
+    its promise are Megatron's bits, and the last bit of a fused norm may be another."""
     nonfinite: Literal["raise", "skip"] = "raise"
     """What an Inf or NaN gradient does to the step, before any weight has moved."""
     backend: Literal["auto", "reference"] = "auto"

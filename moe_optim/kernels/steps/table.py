@@ -67,7 +67,7 @@ class AdamState:
             raise LayoutError(
                 f"{self.parameter}: expected an fp32 master, a gradient, two moments of one dtype "
                 "and perhaps a weight, each fp32 or bf16, contiguous, of one size and on one "
-                f"device, got {spelt}. Bring back what is offloaded; set step: stock for other dtypes."
+                f"device, got {spelt}. Bring back what is offloaded, or set step: stock."
             )
 
 

@@ -2,7 +2,9 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,10 +13,20 @@ from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.optimizer.optimizer import SEPARATE_GRAD_NORM_GROUPS, ChainedOptimizer
 from torch import Tensor
 
-from moe_optim.errors import NonFiniteError
+from moe_optim.errors import ConfigError, NonFiniteError
 from moe_optim.megatron.active import config_in_force
 from moe_optim.megatron.checkpoint.param_groups import states_by_part
 from moe_optim.megatron.experts.module import first_experts
+from moe_optim.megatron.optimizer.fused import (
+    NORMS,
+    as_megatron_returns,
+    clip_factors,
+    is_too_large,
+    nothing_found,
+    reduced_over_ranks,
+    runs_on_kernels,
+    why_not_fused,
+)
 from moe_optim.megatron.weights.names import parameter_names
 
 logger = logging.getLogger(__name__)
@@ -38,7 +50,7 @@ class GroupedChainedOptimizer(ChainedOptimizer):
 
     @torch.no_grad()
     def step(self) -> Any:
-        """Step once; return whether weights moved, the gradient norm, and zeros if they are counted.
+        """Step once; return whether weights moved, the gradient norm, and zeros if any are counted.
 
         Every rank must call it.
 
@@ -50,37 +62,81 @@ class GroupedChainedOptimizer(ChainedOptimizer):
 
     @cached_property
     def is_fused(self) -> bool:
-        """Whether a step is fused; decided when it is first asked for."""
+        """Whether steps are fused, on all ranks alike. Every rank must ask first at the same time.
+
+        Raises:
+            ConfigError: ``step: fused`` is set, and something keeps it from running on this rank.
+        """
         config = config_in_force()
-        parts = self._stepping
-        if config.step == "stock" or not parts:
-            return False
-        reasons = [reason for part in parts if (reason := why_not_fused(part))]
+        reasons = [reason for part in self._stepping if (reason := why_not_fused(part))]
         if config.step == "fused" and reasons:
             raise ConfigError(
-                f"moe_optim.step: expected what a fused step can take, got {reasons[0]}. Set "
-                "step: auto or stock."
+                f"moe_optim.step: fused: expected an optimizer that a fused step can take, got "
+                f"{reasons[0]}. Set step: auto or step: stock."
             )
-        wanted = config.step == "fused" or (config.layout != "stock" and config.backend == "auto")
-        return wanted and not reasons and (config.step == "fused" or all(map(runs_on_kernels, parts)))
+        if config.step == "auto":
+            takes_kernels = config.layout != "stock" and config.backend == "auto"
+            mine = takes_kernels and not reasons and all(map(runs_on_kernels, self._stepping))
+        else:
+            mine = config.step == "fused"
+        everywhere = torch.tensor(float(mine), device=torch.cuda.current_device())
+        dist.all_reduce(everywhere, dist.ReduceOp.MIN)
+        return bool(everywhere)
 
-    @cached_property
+    @property
     def _stepping(self) -> list[Any]:
+        """The optimizers that have something to step, which frozen models and other stages lack."""
         return [part for part in self.chained_optimizers if not part.is_stub_optimizer]
 
     def _step_fused(self) -> Any:
-        timers = self.config.timers or _no_timers
-        parts = self._stepping
-        timers("optimizer-clip-main-grad", log_level=1).start(
-            barrier=self.config.barrier_with_L1_time
-        )
-        for part in parts:
+        """Do what Megatron's step does, for all parts at once where that makes a difference."""
+        with self._timed("optimizer-clip-main-grad"):
+            norms, zeros = self._find_norms()
+        norm, *of_groups = norms.tolist()
+        self.grad_norms_by_group = {
+            group: found
+            for group, found in zip(NORMS[1:], of_groups, strict=True)
+            if self.config.clip_grad > 0.0 and self.has_grad_norm_group(group)
+        }
+        what = ["gradient norm", *(f"gradient norm of {group}" for group in NORMS[1:])]
+        self._check_norms(dict(zip(what, [norm, *of_groups], strict=True)))
+        moves = not (self._must_skip or is_too_large(norm, self.config.grad_norm_skip_threshold))
+        if moves:
+            clips = clip_factors(norms, self.config.clip_grad)
+            with self._timed("optimizer-inner-step"):
+                for part in self._stepping:
+                    part.update_masters(clips)
+            with self._timed("params-all-gather"):
+                for part in self._stepping:
+                    part.gather_unless_overlapped()
+        counted = zeros if self.config.log_num_zeros_in_grad else None
+        return moves, as_megatron_returns(norms[:1]), counted
+
+    def _find_norms(self) -> tuple[Tensor, int]:
+        """Return the norms of all gradients, [len(NORMS)] fp32, and their zeros."""
+        parts = self.chained_optimizers
+        for part in self._stepping:
             part.read_gradients()
-        shared = self.get_grad_stats_parallel_group() if self.grads_states_parallel_group_is_shared() else None
-        sums = reduced_squares(parts, [part.update.sum_squares() for part in parts], shared)
-        norms = sums[: len(NORMS)].sqrt().float()
-        *found, zeros = [*norms.tolist(), int(sums[-1])]
-        timers("optimizer-clip-main-grad").stop()
+        mine = [nothing_found() if p.is_stub_optimizer else p.update.sum_squares() for p in parts]
+        shared = self.grads_states_parallel_group_is_shared()
+        total = reduced_over_ranks(
+            mine,
+            [self.get_grad_stats_parallel_group()]
+            if shared
+            else [part.get_grad_stats_parallel_group() for part in parts],
+        )
+        return total[:-1].sqrt().float(), int(total[-1])
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        """Count the time under one of Megatron's timers, if there are any."""
+        timers = self.config.timers
+        if timers is None:
+            yield
+            return
+        timers(name, log_level=1).start(barrier=self.config.barrier_with_L1_time)
+        yield
+        timers(name).stop()
 
     @torch.no_grad()
     def prepare_grads(self) -> bool:
@@ -115,11 +171,15 @@ class GroupedChainedOptimizer(ChainedOptimizer):
             for group in SEPARATE_GRAD_NORM_GROUPS
             if self.has_grad_norm_group(group)
         }
+        self._check_norms(norms)
+        return norm
+
+    def _check_norms(self, norms: Mapping[str, Any]) -> None:
+        """Raise, or note that this step is skipped, if a norm is not finite. All ranks call it."""
         bad = [f"{what} is {float(of)}" for what, of in norms.items() if not math.isfinite(of)]
         self._must_skip = bool(bad)
         if bad:
             self._refuse(", ".join(bad))
-        return norm
 
     def _refuse(self, found: str) -> None:
         """Raise or warn, as the policy says. Every rank must call it."""

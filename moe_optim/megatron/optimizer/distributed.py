@@ -204,14 +204,14 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         """What a fused step does with this optimizer's masters."""
         return FusedUpdate(self)
 
-    def step_fused(self, clips: Tensor) -> None:
-        """Update masters and whatever is made of them, and gather unless forward passes do.
+    def update_masters(self, clips: Tensor) -> None:
+        """Step masters and write what is made of them on this rank, in a few launches.
 
-        Every rank must call it, after :meth:`read_gradients`. What ends it in the middle leaves
-        weights that are known to be behind, as in :meth:`step_with_ready_grads`.
+        It follows :meth:`read_gradients`. What ends it in the middle leaves weights that are known
+        to be behind, and gradients that no second step can use.
 
         Args:
-            clips: what gradients are multiplied by, see :class:`FusedUpdate`.
+            clips: what gradients are multiplied by, see :meth:`FusedUpdate.run`.
 
         Raises:
             StateError: as :meth:`step_with_ready_grads`.
@@ -229,6 +229,9 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
                     bucket.state.record(Event.SETTLE)
         for group in self._groups:
             group.param_gather_dispatched = False  # whatever was gathered since the last reduction
+
+    def gather_unless_overlapped(self) -> None:
+        """Gather what a step has left, unless forward passes do. Every rank must call it."""
         if not self.ddp_config.overlap_param_gather:
             self.start_param_sync_for_bucket_group_subset()
 

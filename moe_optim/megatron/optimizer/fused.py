@@ -9,6 +9,8 @@ where Megatron keeps them, so that checkpoints of either kind of step load in th
 import logging
 import math
 from collections.abc import Iterator, Sequence
+from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from megatron.core.tensor_parallel import (
     param_is_not_tensor_parallel_duplicate,
 )
 from megatron.core.transformer.module import param_is_not_shared
+from megatron.core.utils import log_single_rank
 from torch import Tensor
 
 from moe_optim import ops
@@ -51,14 +54,16 @@ class FusedUpdate:
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
-        device = torch.device("cuda", torch.cuda.current_device())
-        masters = [master for _, master in _owned(optimizer)]
-        self._device = masters[0].device if masters else device
-        self._groups: list[dict[str, Any]] = optimizer.optimizer.param_groups
-        self._hyper = torch.zeros(len(self._groups), HYPER_FIELDS, device=self._device)
+        self._device = next((master.device for _, master in _owned(optimizer)), _here())
+        num_groups = len(optimizer.optimizer.param_groups)
+        self._hyper = torch.zeros(num_groups, HYPER_FIELDS, device=self._device)
         self._clips = torch.ones(len(NORMS), device=self._device)
         self._norm: NormTable | None = None
         self._tables: dict[ManagedBucket | None, StepTable] = {}
+        self._of_adam: Any = None
+        self._held: list[dict[str, Any]] = []
+        self._moments: list[int] = []
+        optimizer.optimizer.register_load_state_dict_post_hook(lambda _: self._tables.clear())
 
     # The norm
 
@@ -107,7 +112,7 @@ class FusedUpdate:
             clips: [len(NORMS)] fp32 on the device: what gradients are multiplied by.
         """
         rows = []
-        for group in self._groups:
+        for group in self._optimizer.optimizer.param_groups:
             group["step"] = int(group.get("step", 0)) + 1
             rows.append(_hyper_of(group).row())
         # pageable memory of a few bytes is staged at once: nothing is waited for
@@ -123,8 +128,20 @@ class FusedUpdate:
             ops.step(table)
         return encoded
 
+    def _find_moments(self) -> list[int]:
+        """Return which tensors Adam has for moments now, by their identities."""
+        found = (map(id, map(itemgetter(name), self._held)) for name in MOMENTS)
+        return list(chain.from_iterable(found))
+
     def _has_moved(self) -> bool:
-        """Return whether states lie elsewhere, or gathers have been planned anew."""
+        """Return whether states lie elsewhere, or gathers have been planned anew.
+
+        Loading gives Adam other moments, and so do RL stacks that take turns on a GPU.
+        """
+        if self._optimizer.optimizer.state is not self._of_adam:
+            return True
+        if self._find_moments() != self._moments:
+            return True
         return any(
             table.has_moved or (bucket is not None and table.members is not bucket.gather.planned)
             for bucket, table in self._tables.items()
@@ -133,15 +150,15 @@ class FusedUpdate:
     def _plan(self) -> dict[ManagedBucket | None, StepTable]:
         """Return a table for each managed bucket, and one for everything else under None."""
         optimizer = self._optimizer
-        group_of = {
-            master: number for number, group in enumerate(self._groups) for master in group["params"]
-        }
+        inner = optimizer.optimizer
+        groups = enumerate(inner.param_groups)
+        group_of = {master: number for number, group in groups for master in group["params"]}
         bucket_of = {param: bucket for bucket in optimizer._buckets for param in bucket.params}
         names = parameter_names(optimizer.model_chunks)
         states: dict[ManagedBucket | None, list[AdamState]] = {b: [] for b in optimizer._buckets}
         states[None] = []
         for param, master in _owned(optimizer):
-            exp_avg, exp_avg_sq = moments_of(optimizer.optimizer, master)
+            exp_avg, exp_avg_sq = moments_of(inner, master)
             states[bucket_of.get(param)].append(
                 AdamState(
                     parameter=names[param],
@@ -154,6 +171,9 @@ class FusedUpdate:
                     weight=None if is_managed(param) else _weight(optimizer, param, master),
                 )
             )
+        self._of_adam = inner.state
+        self._held = [inner.state[master] for _, master in _owned(optimizer)]
+        self._moments = self._find_moments()
         return {
             bucket: StepTable.build(
                 of_bucket,
@@ -215,20 +235,26 @@ def moments_of(inner: Any, master: Tensor) -> tuple[Tensor, Tensor]:
     return exp_avg, exp_avg_sq
 
 
-def reduced_squares(parts: Sequence[Any], of_parts: Sequence[Tensor], shared: Any) -> Tensor:
-    """Return the sums over all optimizers and ranks. Every rank must call it.
+def nothing_found() -> Tensor:
+    """Return what :meth:`FusedUpdate.sum_squares` returns where nothing is owned."""
+    return torch.zeros(len(NORMS) + 1, dtype=torch.float64, device=_here())
+
+
+def _here() -> torch.device:
+    return torch.empty(0, device=torch.cuda.current_device()).device  # on a CPU that is no number
+
+
+def reduced_over_ranks(of_parts: Sequence[Tensor], groups: Sequence[dist.ProcessGroup]) -> Tensor:
+    """Return the sum over all optimizers and all ranks. Every rank must call it.
 
     Args:
-        parts: the optimizers.
-        of_parts: what each rank has found for each of them, of one shape; not kept.
-        shared: the group over which all of them are reduced, or None where each has its own.
+        of_parts: what this rank has found for each optimizer, of one shape; they may be reduced.
+        groups: ranks that share all optimizers, or those that share each of them.
     """
-    if shared is not None:
-        total = torch.stack(list(of_parts)).sum(0)
-        dist.all_reduce(total, group=shared)
-        return total
-    for part, sums in zip(parts, of_parts, strict=True):
-        dist.all_reduce(sums, group=part.get_grad_stats_parallel_group())
+    if len(groups) == 1:
+        of_parts = [torch.stack(list(of_parts)).sum(0)]
+    for found, group in zip(of_parts, groups, strict=True):
+        dist.all_reduce(found, group=group)
     return torch.stack(list(of_parts)).sum(0)
 
 
@@ -296,9 +322,10 @@ def _hyper_of(group: dict[str, Any]) -> Hyper:
     )
 
 
-def exceeds(norm: float, threshold: float) -> bool:
+def is_too_large(norm: float, threshold: float) -> bool:
     """Return whether a norm is too large for a step to be taken, and say so on one rank."""
     if not (math.isfinite(threshold) and norm > threshold):
         return False
-    logger.info("skipping a step whose gradient norm is too large: %s", norm)
+    message = f"moe_optim: step skipped, its gradient norm {norm} is above the threshold"
+    log_single_rank(logger, logging.INFO, message)
     return True
