@@ -27,7 +27,9 @@ PARTS = {
     ),
     "grad_copy_ms": Figure("gradients to masters", "in fp32, of what this rank owns"),
     "grad_norm_ms": Figure("gradient norm", "over all ranks; the host waits for it"),
-    "inner_step_ms": Figure("Adam", "the inner optimizer's step"),
+    "inner_step_ms": Figure(
+        "Adam", "the inner optimizer's step; a fused one scales gradients and encodes weights, too"
+    ),
     "requantize_ms": Figure(
         "requantize",
         "masters to quantized or bf16 weights, with the maxima that ranks exchange for it",

@@ -155,6 +155,8 @@ def instrument(parts: Parts, model_chunks: Iterable[Any], optimizer: Any) -> Non
         optimizer: Megatron's ChainedOptimizer, or one distributed optimizer.
     """
     parts.wrap(optimizer, "get_grad_norm", "grad_norm")
+    if hasattr(optimizer, "find_norms"):  # of a fused step, which reads gradients where they lie
+        parts.wrap(optimizer, "find_norms", "grad_norm")
     parts.wrap(optimizer, "step", "optimizer")
     for one in getattr(optimizer, "chained_optimizers", [optimizer]):
         for method, name in _OF_OPTIMIZER.items():
@@ -162,6 +164,8 @@ def instrument(parts: Parts, model_chunks: Iterable[Any], optimizer: Any) -> Non
                 parts.wrap(one, method, name)
         if not one.is_stub_optimizer:
             parts.wrap(one.optimizer, "step", "inner_step")
+            if hasattr(one, "update_masters"):
+                parts.wrap(one, "update_masters", "inner_step")
     groups = [
         group
         for chunk in model_chunks

@@ -91,8 +91,7 @@ class GroupedChainedOptimizer(ChainedOptimizer):
     def _step_fused(self) -> Any:
         """Do what Megatron's step does, for all parts at once where that makes a difference."""
         with self._timed("optimizer-clip-main-grad"):
-            norms, zeros = self._find_norms()
-        norm, *of_groups = norms.tolist()
+            norms, (norm, *of_groups), zeros = self.find_norms()
         self.grad_norms_by_group = {
             group: found
             for group, found in zip(NORMS[1:], of_groups, strict=True)
@@ -112,8 +111,11 @@ class GroupedChainedOptimizer(ChainedOptimizer):
         counted = zeros if self.config.log_num_zeros_in_grad else None
         return moves, as_megatron_returns(norms[:1]), counted
 
-    def _find_norms(self) -> tuple[Tensor, int]:
-        """Return the norms of all gradients, [len(NORMS)] fp32, and their zeros."""
+    def find_norms(self) -> tuple[Tensor, list[float], int]:
+        """Return the norms of all gradients, [len(NORMS)] fp32, those on the host, and the zeros.
+
+        Every rank must call it; the host waits for the device here, and nowhere else in a step.
+        """
         parts = self.chained_optimizers
         for part in self._stepping:
             part.read_gradients()
@@ -125,7 +127,9 @@ class GroupedChainedOptimizer(ChainedOptimizer):
             if shared
             else [part.get_grad_stats_parallel_group() for part in parts],
         )
-        return total[:-1].sqrt().float(), int(total[-1])
+        norms = total[:-1].sqrt().float()
+        *of_host, zeros = torch.cat([norms, total[-1:]]).tolist()
+        return norms, of_host, int(zeros)
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
