@@ -135,6 +135,7 @@ def test_masters_follow_from_the_moments_to_the_last_place_but_one(decoupled, st
     """What fp64 makes of them is three units of the largest of what is added up away, for the
     quotients round five times; and one unit where the master is sixteen times the update."""
     states, gradient = random_states()
+    states[0, ::2] *= 2.0**12
     row = Hyper(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=step).row()
     master, *moments = stepped(states, gradient, row, decoupled=decoupled)
     p, m, v = states[0].double(), *(one.double() for one in moments)
