@@ -8,64 +8,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_optim import ops
-from moe_optim.formats import FORMATS, FP8_BLOCK, MXFP8, NVFP4
+from moe_optim.formats import FORMATS, MXFP8, NVFP4
 from moe_optim.kernels.member_table import MemberTable
 from moe_optim.kernels.steps.table import HYPER_FIELDS, StepTable
 from moe_optim.reference.adam import Hyper
 from tests.support.bytes import assert_bytes_equal, assert_values_equal
-from tests.support.inputs import wide_range_weights, with_specials
-from tests.support.stepping import HYPERS, Stepping, Weight
+from tests.support.inputs import wide_range_weights
+from tests.support.stepping import HYPERS, Stepping, Weight, gradients_of, sharded_weights
 
 EVERY_FORMAT = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS.keys())
 HALVING = Hyper(lr=0.5, betas=(0.5, 0.5), eps=1.0, weight_decay=1.0, step=1)
 """Where there is no gradient, a master becomes a half of itself."""
 
 
-def gradients_of(weights, seed):
-    """Return a gradient for each weight, special values among them."""
-    return [
-        with_specials(wide_range_weights(*one.master.shape, seed=seed + index), every=61)
-        for index, one in enumerate(weights)
-    ]
-
-
-@st.composite
-def runs(draw):
-    """Some weights of any formats, dense ones among them, in the shards of one to four ranks."""
-    ranks = draw(st.integers(1, 4))
-    weights = []
-    for seed in range(draw(st.integers(1, 3))):
-        format = draw(st.sampled_from([*FORMATS.values(), None]))
-        unit = 1 if format is None else format.elements_per_byte
-        shape = (
-            draw(st.integers(1, 3)),
-            32 * draw(st.integers(1, 3)),
-            32 * draw(st.integers(1, 3)),
-        )
-        if format is FP8_BLOCK:
-            shape = (shape[0], *(size + draw(st.integers(0, 70)) for size in shape[1:]))
-        if format is None:
-            shape = (draw(st.integers(1, 300)),)
-        master = with_specials(wide_range_weights(*shape, seed=seed))
-        bound = st.integers(0, master.numel() // unit).map(lambda at, unit=unit: unit * at)
-        weights.append(
-            Weight(
-                master=master,
-                format=format,
-                bounds=tuple(sorted(draw(bound) for _ in range(ranks - 1))),
-                dtype=draw(st.sampled_from([torch.bfloat16, torch.float32])),
-                group=draw(st.integers(0, 1)),
-                norm=draw(st.integers(0, 1)),
-            )
-        )
-    return weights
-
-
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 
 
-@settings(max_examples=30, deadline=None)
-@given(weights=runs(), gradients=DTYPES, moments=DTYPES, decoupled=st.booleans())
+@settings(max_examples=20, deadline=None)
+@given(weights=sharded_weights(), gradients=DTYPES, moments=DTYPES, decoupled=st.booleans())
 def test_shards_of_any_cut_take_the_steps_of_the_whole(weights, gradients, moments, decoupled):
     """Masters, moments, dense weights and every byte of every plane, after each of two steps."""
     run = Stepping(

@@ -8,12 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_optim.errors import LayoutError
-from moe_optim.formats import FORMATS, FP8_BLOCK
 from moe_optim.kernels import member_table
 from moe_optim.kernels.steps import table as step_table
 from moe_optim.kernels.steps.table import HYPER_FIELDS, STATE_FIELDS, AdamState, StepTable
 from tests.support.bytes import assert_bytes_equal
-from tests.support.stepping import Stepping, Weight
+from tests.support.stepping import Stepping, sharded_weights
 
 
 @pytest.fixture(scope="module")
@@ -23,34 +22,6 @@ def with_kernels():
         for module in (member_table, step_table):
             patch.setattr(module, "has_kernels", lambda _: True)
         yield
-
-
-@st.composite
-def cut_weights(draw):
-    ranks = draw(st.integers(1, 4))
-    weights = []
-    for _ in range(draw(st.integers(1, 3))):
-        format = draw(st.sampled_from([*FORMATS.values(), None]))
-        shape = (
-            draw(st.integers(1, 3)),
-            32 * draw(st.integers(1, 8)),
-            32 * draw(st.integers(1, 8)),
-        )
-        if format is FP8_BLOCK:
-            shape = (shape[0], *(size + draw(st.integers(0, 70)) for size in shape[1:]))
-        unit = format.elements_per_byte if format else 1
-        master = torch.zeros(shape)
-        bound = st.integers(0, master.numel() // unit).map(lambda at, unit=unit: unit * at)
-        weights.append(
-            Weight(
-                master=master,
-                format=format,
-                bounds=tuple(sorted(draw(bound) for _ in range(ranks - 1))),
-                group=draw(st.integers(0, 1)),
-                norm=draw(st.integers(0, 1)),
-            )
-        )
-    return weights
 
 
 def sizes_of(gradients, moments, weight):
@@ -100,8 +71,8 @@ def by_address(found):
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 
 
-@settings(max_examples=40, deadline=None)
-@given(weights=cut_weights(), gradients=DTYPES, moments=DTYPES)
+@settings(max_examples=12, deadline=None)
+@given(weights=sharded_weights(), gradients=DTYPES, moments=DTYPES)
 def test_every_owned_element_is_stepped_once_with_what_belongs_to_it(
     with_kernels, weights, gradients, moments
 ):
@@ -111,8 +82,8 @@ def test_every_owned_element_is_stepped_once_with_what_belongs_to_it(
         assert_bytes_equal(launched_elements(table), owned_elements(table.states))
 
 
-@settings(max_examples=40, deadline=None)
-@given(weights=cut_weights())
+@settings(max_examples=12, deadline=None)
+@given(weights=sharded_weights())
 def test_every_part_of_an_expert_has_a_slot_of_its_own_for_its_amax(with_kernels, weights):
     for table in Stepping(weights).tables:
         slots = [
@@ -126,8 +97,8 @@ def test_every_part_of_an_expert_has_a_slot_of_its_own_for_its_amax(with_kernels
             assert 0 <= min(slots) <= max(slots) < amax.numel()
 
 
-@settings(max_examples=40, deadline=None)
-@given(weights=cut_weights(), gradients=DTYPES, moments=DTYPES)
+@settings(max_examples=12, deadline=None)
+@given(weights=sharded_weights(), gradients=DTYPES, moments=DTYPES)
 def test_what_is_called_aligned_starts_at_multiples_of_16_bytes(
     with_kernels, weights, gradients, moments
 ):

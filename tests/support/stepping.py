@@ -8,21 +8,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from moe_optim import ops, reference
-from moe_optim.formats import BlockScaledFormat, QuantizedWeight
+from moe_optim.formats import FORMATS, FP8_BLOCK, BlockScaledFormat, QuantizedWeight
 from moe_optim.kernels.member_table import MemberTable, TableEntry
 from moe_optim.kernels.steps.table import AdamState, StepTable
 from moe_optim.reference.adam import Hyper, step_into
 from tests.support.bytes import assert_bytes_equal, assert_values_equal
-from tests.support.inputs import SENTINEL
+from tests.support.inputs import SENTINEL, wide_range_weights, with_specials
 
 HYPERS = (
     Hyper(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=1),
     Hyper(lr=0.25, betas=(0.8, 0.99), eps=1e-3, weight_decay=0.0, step=7),
 )
 """Of two parameter groups."""
+STATES = ("master", "exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -45,6 +47,46 @@ class Weight:
         """Return the range of every rank."""
         ends = (0, *self.bounds, self.master.numel())
         return list(zip(ends, ends[1:], strict=False))
+
+
+@st.composite
+def sharded_weights(draw):
+    """Some weights of any formats, dense ones among them, in the shards of one to four ranks.
+
+    Their values spread far, special ones among them.
+    """
+    ranks = draw(st.integers(1, 4))
+    weights = []
+    for seed in range(draw(st.integers(1, 3))):
+        format = draw(st.sampled_from([*FORMATS.values(), None]))
+        unit = 1 if format is None else format.elements_per_byte
+        experts, rows, cols = (draw(st.integers(1, most)) for most in (3, 4, 5))
+        shape = (experts, 32 * rows, 32 * cols)
+        if format is FP8_BLOCK:
+            shape = (experts, *(size + draw(st.integers(0, 70)) for size in shape[1:]))
+        if format is None:
+            shape = (draw(st.integers(1, 20_000)),)
+        master = with_specials(wide_range_weights(*shape, seed=seed))
+        bounds = st.integers(0, master.numel() // unit)
+        weights.append(
+            Weight(
+                master=master,
+                format=format,
+                bounds=tuple(sorted(unit * draw(bounds) for _ in range(ranks - 1))),
+                dtype=draw(st.sampled_from([torch.bfloat16, torch.float32])),
+                group=draw(st.integers(0, 1)),
+                norm=draw(st.integers(0, 1)),
+            )
+        )
+    return weights
+
+
+def gradients_of(weights: Sequence[Weight], seed: int) -> list[Tensor]:
+    """Return a gradient for each weight, fp32, special values among them."""
+    return [
+        with_specials(wide_range_weights(*one.master.shape, seed=seed + index), every=61)
+        for index, one in enumerate(weights)
+    ]
 
 
 class Stepping:
@@ -129,46 +171,35 @@ class Stepping:
 
     def update(self) -> None:
         """Take a step on every rank, exchange maxima, and finish the gather."""
-        members = [table.members for table in self.tables if table.members is not None]
         for table in self.tables:
             ops.step(table)
-        for one, largest in zip(members, self._largest(members), strict=True):
+        members = [table.members for table in self.tables if table.members is not None]
+        if members:
+            largest = torch.stack([one.exchange for one in members]).amax(0)
+        for one in members:
             one.exchange.copy_(largest)
             ops.encode_shared(one)
         if members:
             ops.finish_gather(members[0])
 
-    @staticmethod
-    def _largest(members: Sequence[MemberTable]) -> list[Tensor]:
-        largest = [one.exchange for one in members]
-        if len(members) > 1:
-            largest = [torch.stack(largest).amax(0)] * len(members)
-        return largest
-
     def step(self, gradients: Sequence[Tensor]) -> None:
         """Take a step on every rank, and the same unsharded by the reference."""
         self.give(gradients)
         self.update()
+        dtype = self.tables[0].states[0].gradient.dtype
         for weight, whole, gradient in zip(self.weights, self.whole, gradients, strict=True):
             master, exp_avg, exp_avg_sq = whole
             step_into(
-                *(master, gradient.flatten().to(self._gradient_dtype), exp_avg, exp_avg_sq),
+                *(master, gradient.flatten().to(dtype), exp_avg, exp_avg_sq),
                 hyper=self.hyper[weight.group],
                 clip=self.clips[weight.norm],
                 decoupled=self.decoupled,
             )
 
-    @property
-    def _gradient_dtype(self) -> torch.dtype:
-        return self.tables[0].states[0].gradient.dtype
-
     def states(self, index: int) -> list[Tensor]:
         """Return master and both moments of a weight, put together of all shards."""
         shards = [table.states[index] for table in self.tables]
-        return [
-            torch.cat([getattr(shard, name) for shard in shards])
-            for name in ("master", "exp_avg", "exp_avg_sq")
-        ]
+        return [torch.cat([getattr(shard, name) for shard in shards]) for name in STATES]
 
     def assert_equal_to_the_whole(self) -> None:
         """Fail unless states are those of whole weights, and all weights those of the masters."""
@@ -188,6 +219,3 @@ class Stepping:
             for name, plane in target.planes().items():
                 what = f"fc{index} {target.format.name} {target.shape} {name}"
                 assert_bytes_equal(plane, expected.planes()[name], what=what)
-
-
-STATES = ("master", "exp_avg", "exp_avg_sq")
