@@ -24,7 +24,7 @@ HALVING = Hyper(lr=0.5, betas=(0.5, 0.5), eps=1.0, weight_decay=1.0, step=1)
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(weights=sharded_weights(), gradients=DTYPES, moments=DTYPES, decoupled=st.booleans())
 def test_shards_of_any_cut_take_the_steps_of_the_whole(weights, gradients, moments, decoupled):
     """Masters, moments, dense weights and every byte of every plane, after each of two steps."""

@@ -96,4 +96,8 @@ def cases(*, decoupled: bool) -> dict[str, Case]:
 def as_tensors(table: dict[str, Case]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return states before [3, n], gradients [n] and states after [3, n], fp32."""
     before, gradients, after = zip(*table.values(), strict=True)
-    return torch.tensor(before).T.clone(), torch.tensor(gradients), torch.tensor(after).T.clone()
+    return (
+        torch.tensor(before).T.contiguous(),
+        torch.tensor(gradients),
+        torch.tensor(after).T.contiguous(),
+    )
