@@ -77,8 +77,18 @@ def step_into(
 
 
 def _fma(factor: Tensor, values: Tensor, addend: Tensor) -> Tensor:
-    """Return ``factor * values + addend``; the product of two fp32 numbers is exact in fp64."""
-    return _flush((factor.double() * values.double() + addend.double()).float())
+    """Return ``factor * values + addend``, rounded once.
+
+    The product of two fp32 numbers is exact in fp64, the sum is not: so that it does not end at a
+    tie that it had only been near to, its last bit is made odd where something was lost.
+    """
+    product, addend = factor.double() * values.double(), addend.double()
+    total = product + addend
+    added = total - product
+    lost = (product - (total - added)) + (addend - added)
+    even = total.view(torch.int64) % 2 == 0
+    odd = torch.nextafter(total, torch.copysign(torch.full_like(lost, torch.inf), lost))
+    return _flush(torch.where(even & (lost.abs() > 0), odd, total).float())
 
 
 def _flush(values: Tensor) -> Tensor:

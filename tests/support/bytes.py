@@ -32,6 +32,12 @@ def assert_same_tensors(got, want, *, what="tensor"):
         assert_bytes_equal(got[name], want[name], what=f"{what} {name}")
 
 
+def assert_values_equal(got, want, what="tensor"):
+    """Fail unless every bit agrees, whatever sign and payload a NaN has."""
+    got, want = (torch.where(one.isnan(), torch.nan, one) for one in (got, want))
+    assert_bytes_equal(got, want, what)
+
+
 def _as_integers(tensor):
     widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.detach().cpu().contiguous().view(widths[tensor.element_size()])

@@ -1,0 +1,177 @@
+"""Launches of a step reach every element once, with what belongs to it; bad states are refused."""
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_optim.errors import LayoutError
+from moe_optim.kernels import member_table
+from moe_optim.kernels.steps import table as step_table
+from moe_optim.kernels.steps.table import HYPER_FIELDS, STATE_FIELDS, AdamState, StepTable
+from tests.support.bytes import assert_bytes_equal
+from tests.support.stepping import Stepping, sharded_weights
+
+
+@pytest.fixture(scope="module")
+def with_kernels():
+    """Tables have launches, whatever the device: they are read here, and not launched."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (member_table, step_table):
+            patch.setattr(module, "has_kernels", lambda _: True)
+        yield
+
+
+def sizes_of(gradients, moments, weight):
+    """Return how far the columns of two neighbouring elements lie apart, [7]."""
+    width = 0 if weight is None else weight.itemsize
+    return torch.tensor([4, gradients.itemsize, *[moments.itemsize] * 2, 0, 0, width])
+
+
+def launched_elements(table):
+    """Return a row for every element of every launch, by address: master, then as in a state."""
+    found = [torch.empty((0, 1 + STATE_FIELDS), dtype=torch.int64)]
+    for one in table.ranges:
+        sizes = sizes_of(one.gradient_dtype, one.moment_dtype, one.weight_dtype)
+        for index, first, last, _ in one.parts.tolist():
+            row = torch.cat([one.masters[index : index + 1], one.states[index]])
+            found.append(row + torch.arange(first, last)[:, None] * sizes)
+    for one in table.encoding:
+        sizes = sizes_of(one.gradient_dtype, one.moment_dtype, None)
+        height, width = one.table.format.band_rows, one.table.tile.cols
+        for number, first_row, first_col, _ in one.table.tiles.tolist():
+            member = one.table.descriptors[number].tolist()
+            rows = torch.arange(first_row, min(first_row + height, member[5]))
+            cols = torch.arange(first_col, min(first_col + width, member[6]))
+            places = (rows[:, None] * member[6] + cols).flatten()
+            row = torch.cat([torch.tensor(member[:1]), one.states[number]])
+            found.append(row + places[:, None] * sizes)
+    return by_address(found)
+
+
+def owned_elements(states):
+    """Return the same of every element that there is."""
+    found = [torch.empty((0, 1 + STATE_FIELDS), dtype=torch.int64)]
+    for one in states:
+        weight = None if one.weight is None else one.weight.dtype
+        places = [tensor.data_ptr() for tensor in one.tensors()[:4]]
+        row = [*places, one.group, one.norm, 0 if one.weight is None else one.weight.data_ptr()]
+        sizes = sizes_of(one.gradient.dtype, one.exp_avg.dtype, weight)
+        found.append(torch.tensor(row) + torch.arange(one.master.numel())[:, None] * sizes)
+    return by_address(found)
+
+
+def by_address(found):
+    rows = torch.cat(found)
+    return rows[rows[:, 0].argsort()]
+
+
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
+
+
+@settings(max_examples=12, deadline=None)
+@given(weights=sharded_weights(), gradients=DTYPES, moments=DTYPES)
+def test_every_owned_element_is_stepped_once_with_what_belongs_to_it(
+    with_kernels, weights, gradients, moments
+):
+    """Gradient, moments, hyper-parameters, clip factor and weight; wherever shards meet."""
+    for table in Stepping(weights, gradients=gradients, moments=moments).tables:
+        assert not table.remainder
+        assert_bytes_equal(launched_elements(table), owned_elements(table.states))
+
+
+@settings(max_examples=12, deadline=None)
+@given(weights=sharded_weights())
+def test_every_part_of_an_expert_has_a_slot_of_its_own_for_its_amax(with_kernels, weights):
+    for table in Stepping(weights).tables:
+        slots = [
+            slot for one in table.ranges if one.finds_amax for slot in one.parts[:, 3].tolist()
+        ]
+        assert len(slots) == len(set(slots))
+        if slots:
+            members = table.members.launches
+            amax = members[0].amax
+            assert all(one.amax is amax for one in members)
+            assert 0 <= min(slots) <= max(slots) < amax.numel()
+
+
+@settings(max_examples=12, deadline=None)
+@given(weights=sharded_weights(), gradients=DTYPES, moments=DTYPES)
+def test_what_is_called_aligned_starts_at_multiples_of_16_bytes(
+    with_kernels, weights, gradients, moments
+):
+    for table in Stepping(weights, gradients=gradients, moments=moments).tables:
+        for one in table.ranges:
+            sizes = sizes_of(one.gradient_dtype, one.moment_dtype, one.weight_dtype)
+            index, first = one.parts[:, 0], one.parts[:, 1:2]
+            rows = torch.cat([one.masters[index, None], one.states[index]], 1) + first * sizes
+            if one.aligned:
+                assert not (rows[:, [0, 1, 2, 3, 6]] % 16).any()
+
+
+# States
+
+
+def state_of(numel=64, **others):
+    names = ("master", "gradient", "exp_avg", "exp_avg_sq")
+    tensors = {name: torch.zeros(numel) for name in names}
+    return AdamState(parameter="layers.1.fc2", **tensors | others)
+
+
+def build(*states):
+    return StepTable.build(states, torch.zeros(1, HYPER_FIELDS), torch.ones(1))
+
+
+SHORT, HALF, BF16 = torch.zeros(63), torch.zeros(64).half(), torch.zeros(64).bfloat16()
+BAD_STATES = {
+    "a master in bf16": {"master": BF16},
+    "a shorter gradient": {"gradient": SHORT},
+    "a gradient in fp16": {"gradient": HALF},
+    "a gradient elsewhere": {"gradient": torch.zeros(64, device="meta")},
+    "a gradient with strides": {"gradient": torch.zeros(128)[::2]},
+    "shorter moments": {"exp_avg": SHORT, "exp_avg_sq": SHORT},
+    "moments of two dtypes": {"exp_avg": BF16},
+    "moments in fp16": {"exp_avg": HALF, "exp_avg_sq": HALF},
+    "moments in bytes": {"exp_avg": HALF.byte(), "exp_avg_sq": HALF.byte()},
+    "a moment with strides": {"exp_avg_sq": torch.zeros(128)[::2]},
+    "a longer weight": {"weight": torch.zeros(65)},
+    "a weight in fp16": {"weight": HALF},
+}
+
+
+@pytest.mark.parametrize("others", BAD_STATES.values(), ids=BAD_STATES)
+def test_states_that_do_not_fit_are_refused_by_name(others):
+    build(state_of())
+    with pytest.raises(
+        LayoutError, match=r"^layers\.1\.fc2: expected an fp32 master.*, got .*step: stock"
+    ) as raised:
+        build(state_of(), state_of(**others))
+    for tensor in others.values():
+        assert f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}" in str(raised.value)
+
+
+TENSORS = [one.name for one in fields(AdamState) if "Tensor" in str(one.type)]
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_a_table_notices_when_something_has_moved(name):
+    """Values that change in place move nothing, and what comes back has not moved."""
+    first, second = state_of(), state_of(weight=torch.zeros(64))
+    table = build(first, second)
+    for tensor in second.tensors():
+        tensor.fill_(2)
+    assert not table.has_moved
+    tensor = getattr(second, name)
+    here, elsewhere = tensor.data, tensor.clone()
+    tensor.data = elsewhere
+    assert table.has_moved
+    tensor.data = here
+    assert not table.has_moved
+
+
+def test_states_of_nothing_neither_move_nor_are_launched(with_kernels):
+    table = build(state_of(0), replace(state_of(0), weight=torch.zeros(0)))
+    assert not (table.ranges or table.encoding or table.remainder or table.has_moved)
+    assert len(table.states) == 2

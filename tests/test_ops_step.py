@@ -1,0 +1,129 @@
+"""A step in shards is a step of the whole, and its weights are those that quantizing would give."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_optim import ops
+from moe_optim.formats import FORMATS, MXFP8, NVFP4
+from moe_optim.kernels.member_table import MemberTable
+from moe_optim.kernels.steps.table import HYPER_FIELDS, StepTable
+from moe_optim.reference.adam import Hyper
+from tests.support.bytes import assert_bytes_equal, assert_values_equal
+from tests.support.inputs import wide_range_weights
+from tests.support.stepping import HYPERS, Stepping, Weight, gradients_of, sharded_weights
+
+EVERY_FORMAT = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS.keys())
+HALVING = Hyper(lr=0.5, betas=(0.5, 0.5), eps=1.0, weight_decay=1.0, step=1)
+"""Where there is no gradient, a master becomes a half of itself."""
+
+
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
+
+
+@settings(max_examples=15, deadline=None)
+@given(weights=sharded_weights(), gradients=DTYPES, moments=DTYPES, decoupled=st.booleans())
+def test_shards_of_any_cut_take_the_steps_of_the_whole(weights, gradients, moments, decoupled):
+    """Masters, moments, dense weights and every byte of every plane, after each of two steps."""
+    run = Stepping(
+        weights, gradients=gradients, moments=moments, decoupled=decoupled, clips=(1.0, 0.37)
+    )
+    for seed in (0, 100):
+        run.step(gradients_of(weights, seed))
+        run.assert_equal_to_the_whole()
+
+
+CUTS = {  # of [2, 160, 32]
+    "between experts": (32 * 160,),
+    "between bands": (32 * 128, 32 * 288),
+    "inside a row": (32 * 70 + 14,),
+    "twice in one band": (32 * 3 + 2, 32 * 5 + 30),
+    "one expert in three parts": (32 * 40, 32 * 130),
+    "empty shards at both ends": (0, 2 * 160 * 32),
+    "an empty shard inside of a block": (32 * 70 + 14, 32 * 70 + 14),
+}
+
+
+@pytest.mark.parametrize("bounds", CUTS.values(), ids=CUTS)
+def test_where_shards_meet_makes_no_difference(bounds):
+    """A weight of each format, and what of it is shared in one exchange."""
+    weights = [
+        Weight(master=wide_range_weights(2, 160, 32, seed=seed), format=format, bounds=bounds)
+        for seed, format in enumerate(FORMATS.values())
+    ]
+    run = Stepping(weights)
+    run.step(gradients_of(weights, 100))
+    run.assert_equal_to_the_whole()
+
+
+def test_groups_have_hyper_parameters_and_norms_have_clip_factors():
+    """The same masters and gradients, under each pair of them, against a run of that pair alone."""
+    master, gradient = wide_range_weights(1, 32, 64), wide_range_weights(1, 32, 64, seed=1)
+    pairs = [(group, norm) for group in range(2) for norm in range(2)]
+    clips = (1.0, 0.37)
+    weights = [Weight(master=master, format=MXFP8, group=g, norm=n) for g, n in pairs]
+    run = Stepping(weights, clips=clips)
+    run.step([gradient] * len(pairs))
+    run.assert_equal_to_the_whole()
+    masters = [run.states(index)[0] for index in range(len(pairs))]
+    for (group, norm), got in zip(pairs, masters, strict=True):
+        alone = Stepping([Weight(master=master)], hypers=[HYPERS[group]], clips=[clips[norm]])
+        alone.step([gradient])
+        assert_bytes_equal(got, alone.states(0)[0], what=f"group {group}, norm {norm}")
+    assert len({tuple(got.tolist()) for got in masters}) == len(pairs)
+
+
+@EVERY_FORMAT
+def test_maxima_of_the_last_step_are_forgotten(format):
+    """Masters shrink; the third rank owns nothing of the band that the first two share."""
+    bounds = (32 * 140 + 2, 32 * 160)
+    weight = Weight(master=wide_range_weights(2, 160, 32), format=format, bounds=bounds)
+    run = Stepping([weight], hypers=[HALVING])
+    for number in (1, 2):
+        run.step([torch.zeros_like(weight.master)])
+        assert_bytes_equal(run.states(0)[0], weight.master.flatten() / 2**number)
+        run.assert_equal_to_the_whole()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_dense_weights_are_written_and_nothing_beside_them(dtype):
+    """Also without any quantized weight; other states may have no weight at all."""
+    master, gradient = wide_range_weights(300), wide_range_weights(300, seed=1)
+    run = Stepping([Weight(master=master, dtype=dtype)])
+    (state,) = run.tables[0].states
+    memory = torch.full((302,), 7.0, dtype=dtype)
+    states = [replace(state, weight=memory[1:-1]), replace(state, master=master.clone())]
+    states[1] = replace(
+        states[1], weight=None, exp_avg=torch.zeros(300), exp_avg_sq=torch.zeros(300)
+    )
+    table = StepTable.build(states, run.hyper, run.clips)
+    state.gradient.copy_(gradient)
+    ops.step(table)
+    assert_values_equal(memory[1:-1], state.master.to(dtype))
+    assert memory[0] == memory[-1] == 7
+    assert_bytes_equal(states[1].master, state.master)
+    assert not torch.equal(state.master, master)
+
+
+def test_encoding_what_is_shared_does_nothing_where_nothing_is():
+    run = Stepping([Weight(master=wide_range_weights(2, 64, 64), format=NVFP4)])
+    run.step([wide_range_weights(2, 64, 64, seed=1)])
+    run.assert_equal_to_the_whole()
+    members = run.tables[0].members
+    before = [plane.clone() for plane in run.targets[0].planes().values()]
+    run.tables[0].states[0].master.zero_()
+    ops.encode_shared(members)
+    for plane, old in zip(run.targets[0].planes().values(), before, strict=True):
+        assert_bytes_equal(plane, old)
+
+
+@pytest.mark.parametrize("members", [None, MemberTable.build([])], ids=["no members", "empty ones"])
+def test_an_empty_table_is_stepped(members):
+    table = StepTable.build([], torch.zeros(0, HYPER_FIELDS), torch.zeros(0), members=members)
+    assert not table.has_moved
+    ops.step(table)
+    if members is not None:
+        ops.encode_shared(members)
