@@ -94,6 +94,18 @@ def requantize_bytes(format: "BlockScaledFormat", numel: int, *, zeroed: bool) -
     return numel * (source + format.wire_bytes_per_element)
 
 
+def step_bytes(format: "BlockScaledFormat", numel: int, moment_size: int) -> Fraction:
+    """Return the bytes that a step of Adam has to move which encodes what it has stepped.
+
+    Args:
+        format: its masters are read once more where an amax of the expert precedes the codes.
+        numel: elements owned, with fp32 gradients.
+        moment_size: bytes of an element of a moment.
+    """
+    masters = 4 + 4 + (4 if format.has_global_amax else 0)
+    return numel * (4 + masters + 4 * moment_size + format.wire_bytes_per_element)
+
+
 def finish_bytes(format: "BlockScaledFormat", rows: int, cols: int) -> int:
     """Return the bytes that have to move after the gather, for one expert.
 

@@ -6,7 +6,7 @@ from fractions import Fraction
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from moe_optim.bench.cases import Case, finish_bytes, requantize_bytes
+from moe_optim.bench.cases import Case, finish_bytes, requantize_bytes, step_bytes
 from moe_optim.bench.timing import host_us, median_ms, nothing, release, temporary_bytes
 
 if TYPE_CHECKING:
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 FROM_FP32 = "fp32 to wire planes"
 FROM_BF16 = "bf16 to wire planes, source zeroed"
 AFTER_GATHER = "after the gather"
+STEP = "step to wire planes, {} moments"
+NORM = "gradient norm"
 ALONE = ", no all-reduce"
 """Said of work whose maxima other ranks share: they are found and used, and not exchanged."""
 
@@ -58,6 +60,7 @@ def measure(case: Case, speed: float, group: "ProcessGroup | None") -> Iterator[
     makers = [_from_fp32, _from_bf16]
     if case.shard == 1:  # every rank derives all of what it gathered
         makers.append(_after_gather)
+    makers += [_step_with_fp32, _step_with_bf16, _norm]
     for make in makers:
         yield _measure(make(case, group), case, speed)
         release(case.device)
@@ -156,6 +159,93 @@ def _after_gather(case: Case, group: "ProcessGroup | None") -> Job:
         return job
     cast.quantize()
     return replace(job, peer=cast.finish_gather, check=partial(cast.check_bytes, derived=True))
+
+
+def _step_with_fp32(case: Case, group: "ProcessGroup | None") -> Job:
+    import torch
+
+    return _step(case, group, torch.float32)
+
+
+def _step_with_bf16(case: Case, group: "ProcessGroup | None") -> Job:
+    import torch
+
+    return _step(case, group, torch.bfloat16)
+
+
+def _step(case: Case, group: "ProcessGroup | None", moments: "torch.dtype") -> Job:
+    """Lay out gradients and moments beside the masters; a step changes nothing that it costs."""
+    import torch
+
+    from moe_optim import ops
+    from moe_optim.kernels.member_table import MemberTable
+    from moe_optim.kernels.steps.table import AdamState, StepTable
+    from moe_optim.reference.adam import Hyper
+
+    masters = _random(case, torch.float32)
+    entries = _lay_out(case, masters)
+    gradients = masters.mul(0.01).split(case.owned)
+    states = [
+        AdamState(
+            parameter=entry.parameter,
+            master=entry.source.view(-1),
+            gradient=gradient,
+            exp_avg=torch.zeros_like(gradient, dtype=moments),
+            exp_avg_sq=torch.zeros_like(gradient, dtype=moments),
+        )
+        for entry, gradient in zip(entries, gradients, strict=True)
+    ]
+    hyper = Hyper(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=1)
+    clips = torch.full((1,), 0.5, device=case.device)
+    members = MemberTable.build(entries)
+    table = StepTable.build(
+        states, torch.tensor([hyper.row()], device=case.device), clips, members=members
+    )
+    name = {torch.float32: "fp32", torch.bfloat16: "bf16"}[moments]
+    work = STEP.format(name) + (ALONE if members.exchange.numel() else "")
+
+    def alone() -> None:
+        ops.step(table)
+        ops.encode_shared(members)
+
+    job = Job(
+        work=work,
+        run=alone,
+        table=members,
+        floor_bytes=step_bytes(case.format, sum(case.owned), moments.itemsize),
+        launches=len(table.ranges) + len(table.encoding),
+    )
+    cast = _te_cast(case, entries, group)
+    if cast is None:
+        return job
+    from moe_optim.bench.te_step import Step
+
+    step = Step(states, hyper, float(clips), cast)
+    return replace(job, peer=step.run, check=step.check)
+
+
+def _norm(case: Case, group: "ProcessGroup | None") -> Job:
+    """Sum the squares of fp32 gradients."""
+    import torch
+
+    from moe_optim import ops
+    from moe_optim.kernels.member_table import MemberTable
+    from moe_optim.kernels.norm import Gradients, NormTable
+
+    gradients = _random(case, torch.float32).split(case.owned)
+    table = NormTable.build([Gradients(gradient) for gradient in gradients])
+    job = Job(
+        work=NORM,
+        run=partial(ops.sum_squares, table),
+        table=MemberTable.build(_lay_out(case, torch.cat(gradients))),
+        floor_bytes=Fraction(4 * sum(case.owned)),
+        launches=len(table.parts) + 1 if table.has_kernels else 0,
+    )
+    if group is None:
+        return job
+    from moe_optim.bench.te_step import norm_of
+
+    return replace(job, peer=norm_of(gradients))
 
 
 def _te_cast(

@@ -45,6 +45,7 @@ class MasterCast:
 
         self._cast, self._finish = utils.quantize_master_weights, utils.post_all_gather_processing
         self._entries, self._group = tuple(entries), group
+        self._masters = [entry.source.view(-1) for entry in entries]
         quantizer = make_quantizer(entries[0].target.format)
         device = entries[0].source.device
         self._weights = [
@@ -56,11 +57,15 @@ class MasterCast:
                 for direction in DIRECTIONS:
                     getattr(weight, f"_{direction}_{plane}").view(torch.uint8).fill_(_POISON)
 
+    def read(self, masters: Sequence[Tensor]) -> None:
+        """Cast ``masters``, flat and one an entry, and not the sources of the entries."""
+        self._masters = [master.detach() for master in masters]
+
     def quantize(self) -> None:
         """Write what travels from the masters, as Megatron has it done after a step."""
         self._cast(
             self._weights,
-            [entry.source.view(-1) for entry in self._entries],
+            self._masters,
             [entry.start for entry in self._entries],
             self._group,
             manual_post_all_gather_processing=True,  # as Megatron 0.19 does

@@ -35,7 +35,14 @@ ROW = {
     "temporary_bytes",
     "launches",
 }
-WORK = ["fp32 to wire planes", "bf16 to wire planes, source zeroed", "after the gather"]
+WORK = [
+    "fp32 to wire planes",
+    "bf16 to wire planes, source zeroed",
+    "after the gather",
+    "step to wire planes, fp32 moments",
+    "step to wire planes, bf16 moments",
+    "gradient norm",
+]
 NUMEL = 128 * 128
 FLOORS = {  # bytes of one [128, 128] weight: from fp32, from bf16 that is zeroed, after the gather
     # 4 or 2 + 2 a parameter; two planes of data, two of one scale a 32. Then scales to and fro.
@@ -89,8 +96,10 @@ def test_every_format_and_work_has_a_row_by_default(measure):
 def test_a_shard_requantizes_its_part_and_gathers_nothing(measure):
     """Only NVFP4 has a maximum over ranks that own whole blocks, and the row says what it lacks."""
     rows = measure("--shape-set", "small", "--shard", "1/4", "--format", "nvfp4", "mxfp8")["rows"]
-    alone = [f"{work}, no all-reduce" for work in WORK[:2]]
-    assert [row["work"] for row in rows] == [*alone, *WORK[:2]]
+    first, second, _, *steps, norm = WORK
+    of_shards = [first, second, *steps]
+    alone = [f"{work}, no all-reduce" for work in of_shards]
+    assert [row["work"] for row in rows] == [*alone, norm, *of_shards, norm]
     for row in rows:
         assert (row["shard"], row["members"]) == ("1/4", 8)
         assert row["parameters"] == 8 * 256 * 128 // 4
