@@ -124,6 +124,8 @@ def build(*states):
     return StepTable.build(states, torch.zeros(1, HYPER_FIELDS), torch.ones(1))
 
 
+OFFLOADED = torch.zeros(64)
+OFFLOADED.untyped_storage().resize_(0)
 SHORT, HALF, BF16 = torch.zeros(63), torch.zeros(64).half(), torch.zeros(64).bfloat16()
 BAD_STATES = {
     "a master in bf16": {"master": BF16},
@@ -136,6 +138,7 @@ BAD_STATES = {
     "moments in fp16": {"exp_avg": HALF, "exp_avg_sq": HALF},
     "moments in bytes": {"exp_avg": HALF.byte(), "exp_avg_sq": HALF.byte()},
     "a moment with strides": {"exp_avg_sq": torch.zeros(128)[::2]},
+    "an offloaded moment": {"exp_avg": OFFLOADED},
     "a longer weight": {"weight": torch.zeros(65)},
     "a weight in fp16": {"weight": HALF},
 }
@@ -145,7 +148,7 @@ BAD_STATES = {
 def test_states_that_do_not_fit_are_refused_by_name(others):
     build(state_of())
     with pytest.raises(
-        LayoutError, match=r"^layers\.1\.fc2: expected an fp32 master.*, got .*step: stock"
+        LayoutError, match=r"^layers\.1\.fc2: expected an fp32 master.*, got .*step: stock\."
     ) as raised:
         build(state_of(), state_of(**others))
     for tensor in others.values():
