@@ -88,6 +88,7 @@ def examine(view: "LayerView", *, thorough: bool = False) -> Report:
             "sharding": recorded.optimizer_sharding,
             "tensors": len(states),
             "bytes": sum(view.tensors[key].nbytes for key in states),
+            "dtypes": _dtypes_of_states(view, states),
         },
         "tensors": len(reader.tensors),
         "bytes": sum(info.nbytes for info in reader.tensors.values()),
@@ -96,6 +97,19 @@ def examine(view: "LayerView", *, thorough: bool = False) -> Report:
         "experts": [_describe(view, one) for one in sets],
         "faults": faults,
     }
+
+
+def _dtypes_of_states(view: "LayerView", states: list[str]) -> dict[str, list[str]]:
+    """Return the dtypes of masters and of each kind of moment, whatever they belong to."""
+    from moe_optim.checkpoints.conversion.layer_view import state_kind
+
+    found: dict[str, set[str]] = {}
+    for key in states:
+        if (kind := state_kind(key)) is not None:
+            dtype = str(view.tensors[key].dtype).removeprefix("torch.")
+            found.setdefault(kind, set()).add(dtype)
+    kinds = sorted(found, key=lambda kind: (kind != "param", kind))
+    return {kind: sorted(found[kind]) for kind in kinds}
 
 
 def _defects(view: "LayerView", *, thorough: bool) -> list[str]:
@@ -117,13 +131,12 @@ def _checked(view: "LayerView", *, thorough: bool) -> str:
 
 
 def _describe(view: "LayerView", one: "ExpertSet") -> Report:
-    from moe_optim.checkpoints.conversion.layer_view import STATE_KIND
+    from moe_optim.checkpoints.conversion.layer_view import state_kind
 
     dtypes = sorted({str(view.tensors[key].dtype).removeprefix("torch.") for key in one.keys})
-    state = STATE_KIND.match(one.prefix)
     return {
         "prefix": one.prefix,
-        "holds": state[1] if state else "weights",
+        "holds": state_kind(one.prefix) or "weights",
         "layout": one.layout.name,
         "experts": one.num_experts,
         "hidden": one.hidden,
@@ -169,6 +182,9 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
         sharding = state["sharding"] or "states by parameter"
         size = spell_bytes(state["bytes"])
         yield "optimizer", f"{sharding}, {state['tensors']:,} tensors, {size}"
+        kinds = [f"{kind} {' and '.join(held)}" for kind, held in state["dtypes"].items()]
+        if kinds:
+            yield "states", ", ".join(kinds)
     rows = report["glu_interleave"]
     said = {None: "not recorded", 0: "none: gate rows first"}.get(rows, f"blocks of {rows} rows")
     yield "GLU interleave", said

@@ -97,6 +97,12 @@ def _check_arguments(args: argparse.Namespace, recipe: Recipe) -> None:
     for flag in _FOLDER_FLAGS:
         if flag in given:
             raise ConfigError(f"{flag}: the run folder decides where it goes. Use --out instead.")
+    if "--yaml-cfg" in given:
+        raise ConfigError(
+            "--yaml-cfg: expected flags, got a file in whose place Megatron drops them all, the "
+            "run folder's among them. Write its settings as megatron_args, or give the file to a "
+            "script that `moe-optim run` runs."
+        )
     if args.resume and "--load" in given:
         raise ConfigError("--load: --resume loads from the run folder itself. Drop one of the two.")
     if args.text and (data := data_flags(given)):

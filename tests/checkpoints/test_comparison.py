@@ -184,9 +184,18 @@ def test_flat_states_are_compared_where_they_lie_alike_and_else_left_out_aloud(t
     assert same.differences == [] and "flat" not in " ".join(same.notes)
     (found,) = compare(a, write(tmp_path / "c", weights | {FLAT: flat + 1})).differences
     assert (found.name, found.differing) == (FLAT, 64)
-    other = compare(a, write(tmp_path / "d", weights | {FLAT: flat[:32].clone()}))
-    assert other.differences == []
-    assert "Flat optimizer states, 1 in all, were not compared" in other.notes[-1]
+    (found,) = compare(a, write(tmp_path / "d", weights | {FLAT: flat.bfloat16()})).differences
+    assert (found.name, found.what) == (FLAT, "dtype")
+    (found,) = compare(a, write(tmp_path / "e", weights)).differences
+    assert (found.name, found.what) == (FLAT, "only in A")
+    by_name = {"optimizer.state.param.router": flat}
+    for folder, states, differing in (
+        ("f", {FLAT: flat[:32].clone()}, []),
+        ("g", by_name, [*by_name]),
+    ):
+        other = compare(a, write(tmp_path / folder, weights | states))
+        assert [one.name for one in other.differences] == differing
+        assert "Flat optimizer states, 1 in all, were not compared" in other.notes[-1]
 
 
 def test_rows_in_an_order_that_cannot_be_told_are_refused(source, tmp_path):

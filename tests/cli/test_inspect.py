@@ -80,10 +80,12 @@ def test_flat_states_have_their_sharding_named(inspect, tmp_path):
     common = common_state() | {
         "content_metadata": {"distrib_optim_sharding_type": "dp_reshardable"}
     }
-    tensors = stored_tensors(states=False) | {FLAT: torch.zeros(64)}
+    moments = {f"{FLAT.removesuffix('param')}exp_avg": torch.zeros(64, dtype=torch.bfloat16)}
+    tensors = stored_tensors(states=False) | {FLAT: torch.zeros(64)} | moments
     code, out, _ = inspect(write_torch_dist(tmp_path / "c", tensors, common))
     assert code == 0
-    assert "optimizer      dp_reshardable, 1 tensors, 256 B" in out
+    assert "optimizer      dp_reshardable, 2 tensors, 384 B" in out
+    assert "states         param float32, exp_avg bfloat16" in out
 
 
 def test_a_checkpoint_that_is_not_whole_exits_with_1_and_names_the_file(inspect, tmp_path):

@@ -162,7 +162,9 @@ def _fields(param: Any) -> list[dict[str, torch.Tensor]]:
 
 
 def _assemble(model: list[Any], optimizer: Any) -> dict[str, torch.Tensor]:
-    """Put the master shards of all ranks together."""
+    """Put the master shards of all ranks together that have the same part of the weights."""
+    from megatron.core import parallel_state
+
     names = {p: name for chunk in model for name, p in chunk.module.named_parameters()}
     mine = []
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
@@ -171,8 +173,9 @@ def _assemble(model: list[Any], optimizer: Any) -> dict[str, torch.Tensor]:
             for param, shard in zip(params, shards, strict=True):
                 start = part._get_model_param_range_map(param)["param"].start
                 mine.append((names[param], start, shard.detach().cpu()))
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    group = parallel_state.get_data_parallel_group()
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, mine, group=group)
     masters = {name: torch.full((p.numel(),), torch.nan) for p, name in names.items()}
     for name, start, shard in (one for shards in everyone for one in shards):
         masters[name][start : start + shard.numel()] = shard.view(-1)

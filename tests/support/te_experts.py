@@ -14,7 +14,8 @@ class GroupedLinear(torch.nn.Module):
     """What Megatron and the plug-in look at of a grouped linear, in plain torch.
 
     Weights are bf16 parameters, one or one an expert; with a format they are stand-ins of
-    Transformer Engine's classes, which are saved and loaded and not trained.
+    Transformer Engine's classes, which are saved and loaded and not trained. Tensor-parallel ranks
+    each have a part of every expert, along rows (0) or columns (1).
     """
 
     def __init__(
@@ -26,15 +27,18 @@ class GroupedLinear(torch.nn.Module):
         config: Any,
         init_method: Any,
         pg_collection: Any,
+        cut_along: int,
         single: bool = False,
         format: BlockScaledFormat | None = None,
         **_: Any,
     ) -> None:
         super().__init__()
-        self.num_gemms, self.format = num_gemms, format
+        self.num_gemms, self.format, self.cut_along = num_gemms, format, cut_along
         self.single_grouped_weight, self.use_bias = single, False
         self._pg_collection = pg_collection
-        values = torch.empty(num_gemms, output_size, input_size, dtype=torch.bfloat16)
+        shape = [output_size, input_size]
+        shape[cut_along] //= pg_collection.expt_tp.size()
+        values = torch.empty(num_gemms, *shape, dtype=torch.bfloat16)
         for expert in values:
             init_method(expert)
         named = {"weight": values} if single else {f"weight{e}": v for e, v in enumerate(values)}
@@ -77,6 +81,7 @@ class GroupedLinear(torch.nn.Module):
         groups, axis = self._pg_collection, len(sharded_offsets)
         first, count = groups.ep.rank() * self.num_gemms, groups.ep.size() * self.num_gemms
         state: dict[str, Any] = {}
+        part = (axis + 1 + self.cut_along, groups.expt_tp.rank(), groups.expt_tp.size())
         for expert, values in enumerate(self.values()):
             place = (axis, first + expert, count)
             state[f"{prefix}weight{expert}"] = ShardedTensor.from_rank_offsets(
@@ -84,7 +89,8 @@ class GroupedLinear(torch.nn.Module):
                 values.detach(),
                 *sharded_offsets,
                 place,
-                replica_id=(0, groups.expt_tp.rank(), groups.expt_dp.rank()),
+                part,
+                replica_id=(0, 0, groups.expt_dp.rank()),
                 prepend_axis_num=axis + 1,
             )
             state[f"{prefix}_extra_state{expert or ''}"] = empty_extra_state(
@@ -131,7 +137,9 @@ def make_experts(num_local_experts: int, config: Any, *, pg_collection: Any, **o
 
     chosen = {key: options.pop(key) for key in ("single", "format") if key in options}
     linear = partial(GroupedLinear, **chosen)
-    submodules = GroupedMLPSubmodules(linear_fc1=linear, linear_fc2=linear)
+    submodules = GroupedMLPSubmodules(
+        linear_fc1=partial(linear, cut_along=0), linear_fc2=partial(linear, cut_along=1)
+    )
     return TEGroupedMLP(
         num_local_experts, config, submodules, pg_collection=pg_collection, **options
     )

@@ -304,6 +304,7 @@ def test_a_file_where_datasets_belong_is_one_message(command, tmp_path):
 REFUSED = {
     "--ranks: expected 1 or more": (("--ranks", "0"), ()),
     "--save: the run folder decides": ((), ("--save", "x")),
+    "--yaml-cfg: expected flags, got a file": ((), ("--yaml-cfg", "x.yaml")),
     "--tensorboard-dir: the run folder": ((), ("--tensorboard-dir=x",)),
     "--load: --resume loads from": (("--resume",), ("--load", "x")),
     "--text and --mock-data both": ((), ("--mock-data",)),

@@ -21,6 +21,8 @@ _STORED = re.compile(r"(?P<head>.*\bexperts\.)experts\.(?P<tail>linear_fc[12]\.(
 _STACKED = re.compile(r"(?P<head>.*\blayers\.)(?P<tail>[^0-9].*)")
 STATE_KIND = re.compile(r"optimizer\.state\.([^.]+)\.")
 """Begins the key of a master or a moment; the kind of state, then the key of the parameter."""
+_IN_BUCKET = re.compile(r"optimizer\..*\.gbuf_idx_\d+\..*\.([^.]+)")
+"""Is the key of all masters, or all of one kind of moment, of a bucket."""
 _AXES = {"weight": 3, "bias": 2}
 _MAX_LAYERS = 4096  # more than any model has: what claims more is shown as it is stored
 
@@ -93,6 +95,12 @@ class LayerView:
         """Return one tensor; raises as the reader does."""
         place = self.places[key]
         return self.reader.read(place.name, place.layer)
+
+
+def state_kind(key: str) -> str | None:
+    """Return whether a key holds ``param``, the masters, or which moments; None of another."""
+    found = STATE_KIND.match(key) or _IN_BUCKET.fullmatch(key)
+    return found[1] if found else None
 
 
 def stored_key(shown: str) -> str:

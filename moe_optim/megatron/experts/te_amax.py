@@ -68,4 +68,6 @@ def _are_recorded(model: Any) -> bool:
 
 
 def _take(linear: Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    recorder_of(linear).take_amax(state_dict.pop(f"{prefix}weight_amax", None))
+    recorder = recorder_of(linear)
+    recorder.forget_amax()
+    recorder.take_amax(state_dict.pop(f"{prefix}weight_amax", None))

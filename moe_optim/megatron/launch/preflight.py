@@ -6,7 +6,9 @@ import difflib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
+from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from moe_optim.config import MoEOptimConfig
@@ -16,9 +18,9 @@ from moe_optim.megatron.active import installed_config
 from moe_optim.megatron.launch import script_arguments
 from moe_optim.megatron.launch.arguments import FLAG, request_from_argv
 from moe_optim.megatron.patching.engine import apply_patches, patch_state, revert_patches
-from moe_optim.megatron.patching.patches import PATCHES, SCRIPT
+from moe_optim.megatron.patching.patches import CONFIGURATIONS, PATCHES, SCRIPT
 
-Check = Callable[[argparse.Namespace], None]
+Check = Callable[[Any], None]
 """Reads settled arguments, and raises ConfigError for what it refuses."""
 
 _HOLDER = "dry run"
@@ -64,7 +66,8 @@ def _list_faults(
     except _CheckedError:
         return dry_run.faults
     except (Exception, SystemExit) as error:
-        return [*dry_run.faults, f"{type(error).__name__}: {error}, before arguments were settled."]
+        said = f"{type(error).__name__}: {error}, before arguments were settled."
+        return [*dry_run.faults, _missing_in_yaml(error) or said]
     finally:
         script_arguments.set_observer(None)
         revert_patches(SCRIPT, _HOLDER)
@@ -122,32 +125,33 @@ class _DryRun:
 
     def settle(
         self,
-        args: argparse.Namespace,
+        args: Any,
         defaults: Mapping[str, Any],
-        validate: Callable[[], object],
+        validate: Callable[[], Any],
     ) -> NoReturn:
         """Have Megatron settle the arguments, check them, and end the script.
 
         Args:
-            args: parsed ones, which ``validate`` changes.
+            args: parsed ones, which ``validate`` changes, or the sections of a YAML file.
             defaults: what the script puts where nothing was given, by attribute.
-            validate: Megatron's own checks.
+            validate: Megatron's own checks, which return all under their own names.
         """
         for name, value in _missing(args).items():
             if name not in defaults:
                 flag = f"--{name.replace('_', '-')}"
                 self.faults.append(f"{flag}: expected a value, got none. Give the flag.")
                 setattr(args, name, value)  # to check the rest
-        if "WORLD_SIZE" not in os.environ:  # no launcher: the fewest ranks that the sizes take
-            from moe_optim.megatron.planning import ranks_multiple
-
-            args.world_size = ranks_multiple(args)
         is_settled = True
         try:
-            validate()
+            if "WORLD_SIZE" not in os.environ:  # no launcher: the fewest ranks that the sizes take
+                args.world_size = _fewest_ranks(args)
+            args = validate()
         except Exception as error:  # assertions, and whatever follows from values it did not expect
             is_settled = False
             self.faults.append(_of_megatron(error))
+            if args.yaml_cfg is not None:  # it stays in its sections
+                self.faults.append("Of the rest of the file nothing is known yet.")
+                raise _CheckedError from None
         for check in self._checks:
             try:
                 check(args)
@@ -155,21 +159,24 @@ class _DryRun:
                 self.faults.append(str(error))
         knobs = self._knobs or installed_config()
         if knobs is not None:
-            self._foresee(args, knobs, is_settled=is_settled)
+            apply_patches(CONFIGURATIONS, _HOLDER)
+            try:
+                self._foresee(args, knobs, is_settled=is_settled)
+            finally:
+                revert_patches(CONFIGURATIONS, _HOLDER)
         raise _CheckedError
 
-    def _foresee(
-        self, args: argparse.Namespace, knobs: MoEOptimConfig, *, is_settled: bool
-    ) -> None:
+    def _foresee(self, args: Any, knobs: MoEOptimConfig, *, is_settled: bool) -> None:
         from megatron.training.argument_utils import core_transformer_config_from_args
         from megatron.training.training import (
             get_megatron_ddp_config,
             get_megatron_optimizer_config,
         )
+        from megatron.training.yaml_arguments import core_transformer_config_from_yaml
 
         from moe_optim.megatron.optimizer.requirements import foresee_refusals
 
-        def make(config: Callable[[argparse.Namespace], Any]) -> Any:
+        def make(config: Callable[[Any], Any]) -> Any:
             try:
                 return config(args)
             except Exception as error:  # an assertion
@@ -178,7 +185,15 @@ class _DryRun:
                 return None
 
         optimizer = make(lambda args: get_megatron_optimizer_config(args)[0])
-        ddp, model = make(get_megatron_ddp_config), make(core_transformer_config_from_args)
+        is_yaml = args.yaml_cfg is not None  # read as gpt_config_from_args() does
+        read = core_transformer_config_from_yaml if is_yaml else core_transformer_config_from_args
+        missing = _missing_fields(args) if is_yaml else []
+        if missing:
+            self.faults.append(
+                "--yaml-cfg: expected every field of TransformerConfig in language_model or "
+                f"model_parallel, got none of {', '.join(missing)}. Add them."
+            )
+        ddp, model = make(get_megatron_ddp_config), None if missing else make(read)
         if model is None:  # nothing can be said of weights then
             knobs = MoEOptimConfig(format="bf16")
         # arguments have the fields of the first two under the same names
@@ -234,7 +249,31 @@ class _DryRun:
                 return args, argv, rest
 
 
+def _fewest_ranks(args: Any) -> int:
+    from moe_optim.megatron.planning import ranks_multiple
+
+    sizes = {} if args.yaml_cfg is None else vars(args.model_parallel)
+    return ranks_multiple(argparse.Namespace(**vars(args) | sizes))
+
+
+def _missing_fields(args: Any) -> list[str]:
+    """Return what a GPT needs of a YAML file and does not find there."""
+    from megatron.core.transformer import TransformerConfig
+
+    given = vars(args.language_model).keys() | vars(args.model_parallel).keys()
+    return [field.name for field in fields(TransformerConfig) if field.name not in given]
+
+
+def _missing_in_yaml(error: BaseException) -> str | None:
+    """Return what is wrong where Megatron looked for a name that a YAML file lacks, else None."""
+    if isinstance(error, AttributeError) and isinstance(error.obj, SimpleNamespace):
+        return f"--yaml-cfg: expected {error.name} in the file, got none. Add it."
+    return None
+
+
 def _of_megatron(error: Exception) -> str:
+    if missing := _missing_in_yaml(error):
+        return missing
     said = " ".join(str(error).split()).rstrip(".") or type(error).__name__
     return f"Megatron: {said}. Change these flags."
 

@@ -12,6 +12,8 @@ from moe_optim.megatron.patching.engine import original
 from moe_optim.megatron.te.quantizer import import_error
 
 _ARGUMENTS = "megatron.training.arguments"
+_YAML = "megatron.training.yaml_arguments"
+_ASKED_TWICE = ("account_for_embedding_in_pipeline_split",)
 
 
 class Observer(Protocol):
@@ -20,9 +22,7 @@ class Observer(Protocol):
     def parse(self, parser: ArgumentParser, *, takes_unknown: bool) -> Namespace:
         """Return the parsed arguments."""
 
-    def settle(
-        self, args: Namespace, defaults: Mapping[str, Any], validate: Callable[[], object]
-    ) -> Namespace:
+    def settle(self, args: Any, defaults: Mapping[str, Any], validate: Callable[[], Any]) -> Any:
         """Return them as ``validate``, Megatron's checks, leaves them."""
 
 
@@ -49,20 +49,44 @@ def add_megatron_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 def validate_args(args: Namespace, defaults: Mapping[str, Any] = MappingProxyType({})) -> Namespace:
     """Settle arguments as Megatron does, and refuse what would fail while the model is built."""
-    validate = functools.partial(original(f"{_ARGUMENTS}:validate_args"), args, defaults)
+    return _settle(args, defaults, original(f"{_ARGUMENTS}:validate_args"))
+
+
+def validate_yaml(args: Any, defaults: Mapping[str, Any] = MappingProxyType({})) -> Any:
+    """Settle the contents of a ``--yaml-cfg`` file likewise.
+
+    Megatron reads ``account_for_embedding_in_pipeline_split`` beside ``language_model``, builds the
+    model from the one in it, and takes no name in both places: here the one in it counts for both.
+    """
+    return _settle(args, defaults, _validate_yaml_names_once)
+
+
+def _validate_yaml_names_once(args: Any, defaults: Mapping[str, Any]) -> Any:
+    layers = vars(args.language_model)
+    moved = {name: layers.pop(name) for name in _ASKED_TWICE if name in layers}
+    vars(args).update(moved)
+    settled = original(f"{_YAML}:validate_yaml")(args, defaults)
+    layers.update(moved)
+    return settled
+
+
+def _settle(args: Any, defaults: Mapping[str, Any], validate: Callable[..., Any]) -> Any:
+    validate = functools.partial(validate, args, defaults)
     if _observer is not None:
         return _observer.settle(args, defaults, validate)
-    settled: Namespace = validate()
+    settled = validate()
     require_transformer_engine(settled)
     return settled
 
 
-def require_transformer_engine(args: Namespace) -> None:
+def require_transformer_engine(args: Any) -> None:
     """Raise ConfigError where layers are to be built of Transformer Engine and there is none.
 
-    Megatron calls None then. Layers that ``--spec`` names may do without.
+    Megatron calls None then. Layers that ``--spec`` names may do without. A YAML file may leave
+    out either.
     """
-    wanted = args.transformer_impl == "transformer_engine" and args.spec is None
+    impl = getattr(args, "transformer_impl", "transformer_engine")
+    wanted = impl == "transformer_engine" and getattr(args, "spec", None) is None
     if wanted and (why := import_error()):
         raise ConfigError(
             "--transformer-impl: expected Transformer Engine for transformer_engine, Megatron's "

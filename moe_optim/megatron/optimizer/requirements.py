@@ -130,6 +130,14 @@ def _refused_settings(
             "of fp32 masters; give fp32)": (
                 config.use_precision_aware_optimizer and config.main_params_dtype != torch.float32
             ),
+            # what such shards hold is gathered for every product by another path, and neither
+            # scales of whole weights nor recorded amaxes are those of a shard
+            "--tensor-parallel-num-weight-shards above --tensor-model-parallel-size": any(
+                model.gtp_weight_remat_size > 1 for model in model_configs
+            ),
+            "--expert-tensor-parallel-num-weight-shards above --expert-tensor-parallel-size": any(
+                model.expert_gtp_weight_remat_size > 1 for model in model_configs
+            ),
         }
     return refused
 

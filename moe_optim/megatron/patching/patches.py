@@ -5,6 +5,7 @@ from moe_optim.megatron.patching.engine import Patch, patch_state
 __all__ = [
     "ADAM",
     "CHECKPOINTS",
+    "CONFIGURATIONS",
     "CPU",
     "ENTRY",
     "EXPERTS",
@@ -48,6 +49,13 @@ SCRIPT: tuple[Patch, ...] = (
         replacement="moe_optim.megatron.launch.script_arguments:validate_args",
         because="layers of a Transformer Engine that is not there end in a TypeError",
         remove_when="Megatron asks for Transformer Engine before it builds layers of it",
+    ),
+    Patch(
+        id="script-yaml",
+        target="megatron.training.yaml_arguments:validate_yaml",
+        replacement="moe_optim.megatron.launch.script_arguments:validate_yaml",
+        because="--yaml-cfg builds no GPT model: one name is asked for twice, and refused twice",
+        remove_when="validate_yaml reads account_for_embedding_in_pipeline_split of language_model",
     ),
 )
 """Needed by ``moe-optim run``, and by plain ``python`` after ``moe-optim enable``, with
@@ -260,6 +268,11 @@ CHECKPOINTS: tuple[Patch, ...] = (
 )
 """What looks at a checkpoint before anything of it is read, and lets an optimizer of this package
 see how it was laid out."""
+
+CONFIGURATIONS: tuple[Patch, ...] = tuple(
+    patch for patch in (*ADAM, *OPTIMIZER) if patch.target.endswith("Config.__post_init__")
+)
+"""Those of the above that a configuration is made with which Megatron would refuse."""
 
 PATCHES: tuple[Patch, ...] = (*ENTRY, *SCRIPT, *ADAM, *CPU, *EXPERTS, *OPTIMIZER, *CHECKPOINTS)
 """Every name of Megatron that this package rebinds, in the order in which it does."""

@@ -44,6 +44,16 @@ class LinearRecorder(RecordsAmax):
         weights = [param for name, param in named if name.startswith("weight")]
         return [w.quantized_storage for w in weights if hasattr(w, "quantized_storage")]
 
+    def forget_amax(self) -> None:
+        """Know no amax until the next requantization, as no storage is told of loaded weights.
+
+        Formats with a global amax have it among what is loaded.
+        """
+        self._whole_amax = None
+        for storage in self.storages():
+            if storage.recorded_amax is not None:
+                storage.recorded_amax.fill_(torch.nan)
+
 
 _RECORDERS: WeakKeyDictionary[torch.nn.Module, LinearRecorder] = WeakKeyDictionary()
 

@@ -35,6 +35,7 @@ LOCAL = "--transformer-impl"
 CASES = {  # what is wrong -> a command line, and the beginnings of all faults
     "nothing": (but(), []),
     "nothing, stock": (RUN, []),
+    "sharing gradient memory": (but("--reuse-grad-buf-for-mxfp8-param-ag"), []),
     "misspelt": (
         but("--num-expert", "4", "--use-moe-groped-optim", without=("--num-experts", *PLUGIN)),
         [

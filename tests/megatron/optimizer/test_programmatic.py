@@ -115,6 +115,8 @@ REFUSED = {
     "--optimizer-cuda-graph": ("optimizer_cuda_graph", True),
     "--fp16": ("fp16", True),
     "--main-params-dtype fp16": ("main_params_dtype", torch.float16),
+    "--tensor-parallel-num-weight-shards": ("gtp_weight_remat_size", 2),
+    "--expert-tensor-parallel-num-weight-shards": ("expert_gtp_weight_remat_size", 2),
 }
 
 
@@ -136,6 +138,8 @@ def _refusals() -> dict[str, str]:
         fp16=False,
         use_precision_aware_optimizer=True,
         main_params_dtype=torch.float32,
+        gtp_weight_remat_size=1,
+        expert_gtp_weight_remat_size=1,
     )
     answers = {}
     for flag, (name, value) in REFUSED.items():

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from moe_optim.config import MoEOptimConfig
+from tests.support import training
 from tests.support.bytes import assert_bytes_equal
 from tests.support.ranks import run_ranks
 from tests.support.training import OVERLAP, Record, assert_same_run, pretrain
@@ -51,6 +52,40 @@ def test_sharing_gradient_memory_changes_nothing(config, overlap, tmp_path):
     flags = [*STEPS, *overlap]
     rest = interrupted(2, [*flags, SHARE], config, tmp_path)
     assert_same_end(rest, run_ranks(2, pretrain, flags, config))
+
+
+def _resume_by_arguments_of_the_checkpoint(flags: list[str], config: MoEOptimConfig) -> Record:
+    """Train with the shape of the model taken from the checkpoint alone."""
+    model = " ".join(training.MODEL)
+    for flag in ("--num-layers 2", "--hidden-size 64", "--num-experts 4", "--moe-grouped-gemm",
+                 "--moe-router-topk 2", "--swiglu", "--disable-bias-linear"):  # fmt: skip
+        assert flag in model
+        model = model.replace(flag, "")
+    training.MODEL = model.split()
+
+    def is_shared(model: list[Any], _optimizer: Any) -> bool:
+        return model[0].ddp_config.reuse_grad_buf_for_mxfp8_param_ag
+
+    return pretrain([*flags, "--use-checkpoint-args"], config, observe=is_shared)
+
+
+@pytest.mark.parametrize(
+    ("again", "config"),
+    [
+        pytest.param([SHARE], MXFP8, id="given again"),
+        pytest.param([], SHARING, id="not given again", marks=extended),
+    ],
+)
+def test_arguments_of_a_checkpoint_leave_the_flag_to_the_command_line(again, config, tmp_path):
+    """``--use-checkpoint-args`` brings the model of a run that shared memory, and neither brings
+    nor drops the flag; the run goes on as the whole one."""
+    flags = [*STEPS, *OVERLAP]
+    first = [*flags, SHARE, "--save", f"{tmp_path}", "--exit-interval", "4"]
+    run_ranks(2, pretrain, first, config)
+    rest = [*flags, *again, "--load", f"{tmp_path}"]
+    resumed = run_ranks(2, _resume_by_arguments_of_the_checkpoint, rest, config)
+    assert [record.extra for record in resumed] == [bool(again)] * 2
+    assert_same_end(resumed, run_ranks(2, pretrain, flags, config))
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,8 @@ TRAIN = ["--train-iters", "4", "--eval-interval", "2", "--save-interval", "2"]
 TRAIN += ["--dist-ckpt-optim-fully-reshardable"]
 OVERLAP = ["--overlap-grad-reduce", "--overlap-param-gather"]
 UNTRAINED = ("--lr", "0", "--min-lr", "0", "--weight-decay", "0")
+CUT = ("--tensor-model-parallel-size", "2", "--expert-tensor-parallel-size", "2")
+CUT += ("--sequence-parallel", "--moe-ffn-hidden-size", "128")
 SINGLE = {"single_grouped_weight": True}
 GIVEN = ("before", "after")
 
@@ -81,6 +83,8 @@ def list_runs() -> dict[str, Run]:
         runs[f"{format} resumed"] = Run(format, (), (("offloaded", True),), format)
         for when in GIVEN:
             runs[f"{format} given {when}"] = Run(format, UNTRAINED, (("given", when),))
+    for format in ("mxfp8", "nvfp4") if RANKS == 2 else ():
+        runs[f"{format} recorded cut"] = Run(format, CUT, (("record_amax", True),))
     for format in AUTO:
         runs[f"{format} auto"] = Run(format, (*OVERLAP,), (("format", "auto"),))
     for format in GROUPED:
@@ -175,19 +179,26 @@ def test_products_read_the_reference_of_the_masters(name, found):
 
 @pytest.mark.parametrize("name", [name for name in list_runs() if "recorded" in name])
 def test_amaxes_are_those_of_the_masters(name, found):
-    """Recorded at the last gather, and in the checkpoint under the numbers of experts."""
+    """Recorded at the last gather, and in the checkpoint under the numbers of experts: of whole
+    ones, also where a rank has a part of each."""
     saved = saved_amaxes(found[name].folder / "checkpoints" / "iter_0000004")
-    for rank in found[name].ranks:
+    ranks, is_cut, differing = found[name].ranks, list_runs()[name].flags == CUT, 0
+    for rank in ranks:
         assert rank["weights"]
         for key, weight in rank["weights"].items():
             want = amax_of(weight["master"])
             assert_bytes_equal(weight["amax"], want, what=key)
+            if is_cut:  # every rank has a part of the same experts
+                parts = [amax_of(other["weights"][key]["master"]) for other in ranks]
+                differing += not torch.equal(*parts)
+                want = torch.maximum(*parts)
             layer, linear, number = re.search(
                 r"layers.(\d).*(linear_fc\d.weight)(\d*)", key
             ).groups()
             of_layer = saved[f"decoder.layers.mlp.experts.experts.{linear}_amax"][int(layer)]
             mine = of_layer[int(number)] if number else of_layer
             assert_bytes_equal(mine.view(-1), want, what=f"saved {key}")
+    assert bool(differing) == is_cut
 
 
 @pytest.mark.parametrize("format", FORMATS)
