@@ -16,14 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from moe_optim.bench.step_figures import (
-    SIDES,
-    Measured,
-    meanings,
-    merge,
-    summarize,
-    table_of,
-)
+from moe_optim.bench.step_figures import SIDES, Measured, meanings, merge, summarize, table_of
 from moe_optim.config import field_names
 from moe_optim.console.argv import data_flags, keep_arguments_after_dashes, spell_format
 from moe_optim.console.files import require_writable

@@ -138,12 +138,7 @@ def milliseconds(iteration: Iteration, end: float | None) -> dict[str, float]:
         return {"optimizer_host": whole - iteration.recording.whole_ms("grad_norm")}
     weights = sum(own.get(part, 0.0) for part in WEIGHTS)
     rest = own.pop("optimizer")
-    return {
-        **own,
-        "optimizer_rest": rest,
-        "optimizer": whole,
-        "main_to_model_and_gather": weights,
-    }
+    return {**own, "optimizer_rest": rest, "optimizer": whole, "main_to_model_and_gather": weights}
 
 
 def count_bytes(parts: Parts) -> dict[str, int]:

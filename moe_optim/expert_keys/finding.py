@@ -151,10 +151,7 @@ def _matches(
 
 
 def _read_container(
-    prefix: str,
-    entries: Mapping[str, Shape],
-    layouts: Sequence[KeyLayout],
-    num_experts: int | None,
+    prefix: str, entries: Mapping[str, Shape], layouts: Sequence[KeyLayout], num_experts: int | None
 ) -> tuple[ExpertSet | None, list[str]]:
     """Return the one set that a container holds, or its faults."""
     extra = tuple(prefix + remainder for remainder in entries if is_extra_state(remainder))

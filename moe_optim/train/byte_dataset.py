@@ -64,10 +64,7 @@ class ByteDataset:
 
 
 def prepare_dataset(
-    files: Sequence[TextFile],
-    root: Path,
-    *,
-    on_bytes: OnBytes = lambda _count: None,
+    files: Sequence[TextFile], root: Path, *, on_bytes: OnBytes = lambda _count: None
 ) -> tuple[ByteDataset, bool]:
     """Return the dataset of ``files`` below ``root`` and whether it had to be built.
 

@@ -18,13 +18,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, Te
 
 from moe_optim.checkpoints.files.folders import iteration_folders
 from moe_optim.checkpoints.integrity import is_damage, step_beside
-from moe_optim.console.argv import (
-    data_flags,
-    flags,
-    last_value,
-    spell_format,
-    without,
-)
+from moe_optim.console.argv import data_flags, flags, last_value, spell_format, without
 from moe_optim.console.files import DISK_FULL, free_bytes, full_disk_explained, full_disk_sentence
 from moe_optim.console.screen import results_console
 from moe_optim.errors import ConfigError, raise_faults

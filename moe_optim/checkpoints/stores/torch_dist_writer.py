@@ -26,11 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from moe_optim.checkpoints.stores.reader import TensorInfo
 from moe_optim.checkpoints.stores.stored_metadata import METADATA
-from moe_optim.checkpoints.stores.torch_dist import (
-    CONFIG_FILE,
-    TorchDistReader,
-    blob_start,
-)
+from moe_optim.checkpoints.stores.torch_dist import CONFIG_FILE, TorchDistReader, blob_start
 
 FILE_BYTES = 4 * 2**30
 """A file that has become so long is followed by another."""

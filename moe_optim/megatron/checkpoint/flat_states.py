@@ -110,9 +110,7 @@ def manifest_of(optimizer: Any) -> StateManifest:
     }
     config = optimizer.model_chunks[0].config
     return StateManifest(
-        buffers=tuple(buffers),
-        glu_interleave=config.moe_mlp_glu_interleave_size,
-        versions=versions,
+        buffers=tuple(buffers), glu_interleave=config.moe_mlp_glu_interleave_size, versions=versions
     )
 
 

@@ -34,10 +34,7 @@ from moe_optim.checkpoints.stores.objects import require_plain
 from moe_optim.checkpoints.stores.torch_dist import TorchDistReader
 from moe_optim.errors import ConfigError, LayoutError, NonFiniteError, PatchError, StateError
 from moe_optim.megatron.active import config_in_force, installed_config
-from moe_optim.megatron.checkpoint.flat_states import (
-    ManifestRequest,
-    require_same_interleave,
-)
+from moe_optim.megatron.checkpoint.flat_states import ManifestRequest, require_same_interleave
 from moe_optim.megatron.checkpoint.unmarked_states import manifest_of_unmarked
 from moe_optim.megatron.experts.amax import OptionalShardedTensor
 from moe_optim.megatron.patching.engine import original
