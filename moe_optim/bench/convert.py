@@ -25,7 +25,7 @@ from rich.console import Console
 from moe_optim.console.files import require_writable
 from moe_optim.console.spelling import spell_bytes
 from moe_optim.errors import ConfigError, StateError
-from moe_optim.expert_keys.names import LAYOUTS
+from moe_optim.expert_keys.layouts import LAYOUTS
 
 if TYPE_CHECKING:
     import torch

@@ -8,8 +8,8 @@ be more than there is memory for, whatever little of it the disk holds.
 import errno
 import os
 import stat
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 SMALL_BYTES = 16 * 2**20
 """More than files have that are read whole: records, descriptions. As Python objects, JSON and
@@ -56,7 +56,7 @@ def _locate(folder: Path, name: str) -> str:
     return path
 
 
-def open_file(folder: Path, name: str) -> BinaryIO:
+def open_file(folder: Path, name: str) -> BufferedReader:
     """Open a file of a checkpoint for reading; raises as :func:`locate` does."""
     # should a link or a pipe have come to lie there meanwhile, it is not followed or waited for
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

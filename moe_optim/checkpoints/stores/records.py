@@ -17,7 +17,6 @@ MANIFEST = "integrity.json"
 """Written by Megatron with ``--verify-integrity``; as the seal, of whole files alone."""
 
 _ALGORITHM = "sha256"
-_BLOCK_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True)
@@ -102,11 +101,8 @@ def write_seal(checkpoint: Path, records: Records) -> None:
 
 def sha256_of(checkpoint: Path, name: str) -> str:
     """Return the SHA-256 of a file in hexadecimal, read in blocks."""
-    digest = hashlib.sha256()
     with open_file(checkpoint, name) as file:
-        while block := file.read(_BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, _ALGORITHM).hexdigest()
 
 
 def _read(checkpoint: Path, name: str, sections: Iterable[str]) -> dict[str, dict[str, str]]:
@@ -114,10 +110,9 @@ def _read(checkpoint: Path, name: str, sections: Iterable[str]) -> dict[str, dic
         content: Any = parse_json(read_file(checkpoint, name))
     except FileNotFoundError:
         return {section: {} for section in sections}
-    except OSError as error:
-        raise DamageError(name, f"cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise DamageError(name, f"cannot be read: {error}") from error
+    except (OSError, ValueError) as error:
+        said = error.strerror if isinstance(error, OSError) else error
+        raise DamageError(name, f"cannot be read: {said}") from error
     try:
         if content["algorithm"] != _ALGORITHM:
             raise ValueError(f"expected the algorithm {_ALGORITHM!r}, got another")
