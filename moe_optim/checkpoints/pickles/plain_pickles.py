@@ -8,52 +8,11 @@ refused, as are memo places beyond its length, numbers of more than 2040 bits, a
 hash would take longer than they are long (tuples of tuples, shared).
 """
 
+import pickle
 import struct
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pickle import (
-    APPEND,
-    APPENDS,
-    BINBYTES,
-    BINBYTES8,
-    BINFLOAT,
-    BINGET,
-    BININT,
-    BININT1,
-    BININT2,
-    BINPERSID,
-    BINPUT,
-    BINUNICODE,
-    BINUNICODE8,
-    BUILD,
-    EMPTY_DICT,
-    EMPTY_LIST,
-    EMPTY_TUPLE,
-    FRAME,
-    GLOBAL,
-    LONG1,
-    LONG_BINGET,
-    LONG_BINPUT,
-    MARK,
-    MEMOIZE,
-    NEWFALSE,
-    NEWOBJ,
-    NEWTRUE,
-    NONE,
-    PROTO,
-    REDUCE,
-    SETITEM,
-    SETITEMS,
-    SHORT_BINBYTES,
-    SHORT_BINUNICODE,
-    STACK_GLOBAL,
-    STOP,
-    TUPLE,
-    TUPLE1,
-    TUPLE2,
-    TUPLE3,
-)
 from typing import Any
 
 
@@ -129,7 +88,7 @@ class _Machine:
         self.memo: dict[int, Any] = {}
 
     def run(self) -> Any:
-        content, operations, stop = self.content, _OPERATIONS, STOP[0]
+        content, operations, stop = self.content, _OPERATIONS, pickle.STOP[0]
         while (code := content[self.at]) != stop:
             self.at += 1
             operations[code](self)
@@ -251,44 +210,44 @@ _DOUBLE = struct.Struct(">d")
 _OPERATIONS: dict[int, Callable[[_Machine], object]] = {
     code[0]: operation
     for code, operation in {
-        PROTO: _Machine.announce,
-        FRAME: lambda m: m.number(_LONG),
-        NONE: lambda m: m.stack.append(None),
-        NEWTRUE: lambda m: m.stack.append(True),
-        NEWFALSE: lambda m: m.stack.append(False),
-        BININT1: lambda m: m.stack.append(m.byte()),
-        BININT2: lambda m: m.stack.append(m.number(_SHORT)),
-        BININT: lambda m: m.stack.append(m.number(_INT)),
-        LONG1: lambda m: m.stack.append(int.from_bytes(m.take(m.byte()), "little", signed=True)),
-        BINFLOAT: lambda m: m.stack.append(m.number(_DOUBLE)),
-        SHORT_BINUNICODE: lambda m: m.stack.append(m.take(m.byte()).decode()),
-        BINUNICODE: lambda m: m.stack.append(m.take(m.number(_UINT)).decode()),
-        BINUNICODE8: lambda m: m.stack.append(m.take(m.number(_LONG)).decode()),
-        SHORT_BINBYTES: lambda m: m.stack.append(m.take(m.byte())),
-        BINBYTES: lambda m: m.stack.append(m.take(m.number(_UINT))),
-        BINBYTES8: lambda m: m.stack.append(m.take(m.number(_LONG))),
-        EMPTY_TUPLE: lambda m: m.stack.append(()),
-        TUPLE: _Machine.tuple_from_mark,
-        TUPLE1: lambda m: m.stack.append((m.stack.pop(),)),
-        TUPLE2: lambda m: m.stack.append(m.top(2)),
-        TUPLE3: lambda m: m.stack.append(m.top(3)),
-        EMPTY_LIST: lambda m: m.stack.append([]),
-        APPEND: lambda m: m.append(m.top(1)),
-        APPENDS: lambda m: m.append(m.from_mark()),
-        EMPTY_DICT: lambda m: m.stack.append({}),
-        SETITEM: lambda m: m.set_items(m.top(2)),
-        SETITEMS: lambda m: m.set_items(m.from_mark()),
-        MARK: _Machine.mark,
-        BINGET: lambda m: m.stack.append(m.memo[m.byte()]),
-        LONG_BINGET: lambda m: m.stack.append(m.memo[m.number(_UINT)]),
-        BINPUT: lambda m: m.put(m.byte()),
-        LONG_BINPUT: lambda m: m.put(m.number(_UINT)),
-        MEMOIZE: _Machine.memoize,
-        GLOBAL: lambda m: m.name(m.line(), m.line()),
-        STACK_GLOBAL: lambda m: m.name(*m.top(2)),
-        REDUCE: _Machine.make,
-        NEWOBJ: _Machine.make,
-        BUILD: _Machine.build,
-        BINPERSID: lambda m: m.stack.append(Stored(m.stack.pop())),
+        pickle.PROTO: _Machine.announce,
+        pickle.FRAME: lambda m: m.number(_LONG),
+        pickle.NONE: lambda m: m.stack.append(None),
+        pickle.NEWTRUE: lambda m: m.stack.append(True),
+        pickle.NEWFALSE: lambda m: m.stack.append(False),
+        pickle.BININT1: lambda m: m.stack.append(m.byte()),
+        pickle.BININT2: lambda m: m.stack.append(m.number(_SHORT)),
+        pickle.BININT: lambda m: m.stack.append(m.number(_INT)),
+        pickle.LONG1: lambda m: m.stack.append(pickle.decode_long(m.take(m.byte()))),
+        pickle.BINFLOAT: lambda m: m.stack.append(m.number(_DOUBLE)),
+        pickle.SHORT_BINUNICODE: lambda m: m.stack.append(m.take(m.byte()).decode()),
+        pickle.BINUNICODE: lambda m: m.stack.append(m.take(m.number(_UINT)).decode()),
+        pickle.BINUNICODE8: lambda m: m.stack.append(m.take(m.number(_LONG)).decode()),
+        pickle.SHORT_BINBYTES: lambda m: m.stack.append(m.take(m.byte())),
+        pickle.BINBYTES: lambda m: m.stack.append(m.take(m.number(_UINT))),
+        pickle.BINBYTES8: lambda m: m.stack.append(m.take(m.number(_LONG))),
+        pickle.EMPTY_TUPLE: lambda m: m.stack.append(()),
+        pickle.TUPLE: _Machine.tuple_from_mark,
+        pickle.TUPLE1: lambda m: m.stack.append((m.stack.pop(),)),
+        pickle.TUPLE2: lambda m: m.stack.append(m.top(2)),
+        pickle.TUPLE3: lambda m: m.stack.append(m.top(3)),
+        pickle.EMPTY_LIST: lambda m: m.stack.append([]),
+        pickle.APPEND: lambda m: m.append(m.top(1)),
+        pickle.APPENDS: lambda m: m.append(m.from_mark()),
+        pickle.EMPTY_DICT: lambda m: m.stack.append({}),
+        pickle.SETITEM: lambda m: m.set_items(m.top(2)),
+        pickle.SETITEMS: lambda m: m.set_items(m.from_mark()),
+        pickle.MARK: _Machine.mark,
+        pickle.BINGET: lambda m: m.stack.append(m.memo[m.byte()]),
+        pickle.LONG_BINGET: lambda m: m.stack.append(m.memo[m.number(_UINT)]),
+        pickle.BINPUT: lambda m: m.put(m.byte()),
+        pickle.LONG_BINPUT: lambda m: m.put(m.number(_UINT)),
+        pickle.MEMOIZE: _Machine.memoize,
+        pickle.GLOBAL: lambda m: m.name(m.line(), m.line()),
+        pickle.STACK_GLOBAL: lambda m: m.name(*m.top(2)),
+        pickle.REDUCE: _Machine.make,
+        pickle.NEWOBJ: _Machine.make,
+        pickle.BUILD: _Machine.build,
+        pickle.BINPERSID: lambda m: m.stack.append(Stored(m.stack.pop())),
     }.items()
 }
