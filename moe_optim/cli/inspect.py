@@ -87,7 +87,7 @@ def examine(view: "LayerView", *, thorough: bool = False) -> Report:
         "optimizer": {
             "sharding": recorded.optimizer_sharding,
             "tensors": len(states),
-            "bytes": sum(view.tensors[key].nbytes for key in states),
+            "bytes": view.nbytes(states),
         },
         "tensors": len(reader.tensors),
         "bytes": sum(info.nbytes for info in reader.tensors.values()),
@@ -130,7 +130,7 @@ def _describe(view: "LayerView", one: "ExpertSet") -> Report:
         "ffn": one.ffn,
         "biases": one.has_bias,
         "dtype": ", ".join(dtypes),
-        "bytes": sum(view.tensors[key].nbytes for key in one.keys),
+        "bytes": view.nbytes(one.keys),
     }
 
 

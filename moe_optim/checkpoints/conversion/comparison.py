@@ -11,6 +11,7 @@ from moe_optim.checkpoints.conversion.expert_finding import (
     check_row_order,
     find_experts,
     known_interleave,
+    without_experts,
 )
 from moe_optim.checkpoints.conversion.layer_view import LayerView
 from moe_optim.checkpoints.conversion.one_thread import one_thread
@@ -82,12 +83,11 @@ def find_side(view: LayerView, *, num_experts: int | None, weights_only: bool) -
     """
     kept = [key for key in view.tensors if not (weights_only and is_state(key))]
     sets = find_experts(view, kept, num_experts=num_experts)
-    experts = {key for one in sets for key in (*one.keys, *one.extra_states)}
     return Side(
         view=view,
         interleave=known_interleave(view, None),
         sets={one.prefix: one for one in sets},
-        others=tuple(key for key in kept if key not in experts),
+        others=without_experts(kept, sets),
     )
 
 
@@ -111,7 +111,7 @@ def compare_checkpoints(a: Side, b: Side, report: Callable[[int], None]) -> Comp
             check_row_order(side.view, side.interleave)
     for prefix in [*a.sets, *(prefix for prefix in b.sets if prefix not in a.sets)]:
         _compare_set(a, b, prefix, result)
-        report(_set_bytes(a, prefix))
+        report(a.view.nbytes(a.sets[prefix].keys) if prefix in a.sets else 0)
     flat = _skipped_flat_states(a, b)
     if flat:
         result.notes.append(
@@ -200,11 +200,6 @@ def _dtypes(key: str, left: Tensor, right: Tensor) -> Difference:
 
 def _grouped(expert_set: ExpertSet) -> ExpertSet:
     return replace(expert_set, layout=GROUPED)
-
-
-def _set_bytes(side: Side, prefix: str) -> int:
-    keys = side.sets[prefix].keys if prefix in side.sets else ()
-    return sum(side.view.tensors[key].nbytes for key in keys)
 
 
 def _skipped_flat_states(a: Side, b: Side) -> set[str]:

@@ -1,6 +1,6 @@
 """The experts of a checkpoint: which keys they have, and in which order their rows are."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from moe_optim.checkpoints.conversion.layer_view import STORED_ALIKE, LayerView
 from moe_optim.errors import ConfigError, LayoutError
@@ -51,6 +51,12 @@ def survey_experts(view: LayerView) -> tuple[list[ExpertSet], list[str]]:
 
 def _shapes(view: LayerView, keys: Collection[str]) -> dict[str, tuple[int, ...]]:
     return {key: view.tensors[key].shape for key in keys if STORED not in key}
+
+
+def without_experts(keys: Iterable[str], sets: Iterable[ExpertSet]) -> tuple[str, ...]:
+    """Return which keys are no experts'."""
+    taken = {key for one in sets for key in (*one.keys, *one.extra_states)}
+    return tuple(key for key in keys if key not in taken)
 
 
 def source_layouts(view: LayerView, given: KeyLayout | None) -> list[KeyLayout] | None:

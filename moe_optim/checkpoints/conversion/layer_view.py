@@ -7,7 +7,7 @@ layer, ``decoder.layers.3.mlp.experts.experts.linear_fc1.weight``. Both are show
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -88,6 +88,10 @@ class LayerView:
     def recorded(self) -> Recorded:
         """What the checkpoint says about itself."""
         return self.reader.recorded
+
+    def nbytes(self, keys: Iterable[str]) -> int:
+        """Return the bytes of some tensors."""
+        return sum(self.tensors[key].nbytes for key in keys)
 
     def read(self, key: str) -> Tensor:
         """Return one tensor; raises as the reader does."""
