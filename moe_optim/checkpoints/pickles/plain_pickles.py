@@ -4,8 +4,8 @@ A pickle is a program: its operations build values on a stack, and some call wha
 Python's unpicklers carry that out. Here a name stays a :class:`Named` and a call of it a
 :class:`Made`, so that no pickle runs code, and nothing is imported. What is left to bound is memory
 and time: both are proportional to the length of the pickle. Operations that no checkpoint has are
-refused, as are memo places far beyond its length, numbers of more than 2040 bits, and dict keys whose
-hash would take longer than they are long (tuples of tuples, shared).
+refused, as are memo places far beyond its length, numbers of more than 2040 bits, and dict keys
+whose hash would take longer than they are long (tuples of tuples, shared).
 """
 
 import io
