@@ -112,10 +112,7 @@ class _Work:
 def instrument(parts: Parts, model_chunks: Iterable[Any], optimizer: Any) -> None:
     """Wrap everything that a step does after its backward pass, of stock or of the plug-in.
 
-    Args:
-        parts: what learns of it.
-        model_chunks: wrapped by DistributedDataParallel.
-        optimizer: Megatron's ChainedOptimizer, or one distributed optimizer.
+    ``model_chunks`` are wrapped by DistributedDataParallel; ``optimizer`` is a chain, or one.
     """
     parts.wrap(optimizer, "get_grad_norm", "grad_norm")
     if hasattr(optimizer, "find_norms"):  # of a fused step, which reads gradients where they lie

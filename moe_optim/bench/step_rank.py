@@ -120,12 +120,7 @@ class CountedSteps:
 
 
 def milliseconds(iteration: Iteration, end: float | None) -> dict[str, float]:
-    """Return the times that an iteration of its kind shows.
-
-    Args:
-        iteration: that has been run.
-        end: when the next one began; None after the last one.
-    """
+    """Return the times an iteration of its kind shows; the next one, if any, began at ``end``."""
     if iteration.recording is None:
         return {} if end is None else {"iteration": 1e3 * (end - iteration.began)}
     own = iteration.recording.own_ms()

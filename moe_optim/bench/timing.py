@@ -44,10 +44,7 @@ def nothing() -> None:
 def median_ms(works: Sequence[Work], device: str, restore: Work = nothing) -> list[float]:
     """Return the median time of each work in ms. They take turns, so that all see the same clocks.
 
-    Args:
-        works: what to time.
-        device: ``cuda`` or ``cpu``.
-        restore: called before each repetition, untimed.
+    ``device`` is ``cuda`` or ``cpu``; ``restore`` is called before each repetition, untimed.
     """
     marks: list[list[tuple[Mark, Mark]]] = [[] for _ in works]
     for _ in range(WARM_UP + REPEATS):  # all of them are queued before any is waited for

@@ -60,12 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine(view: "LayerView", *, thorough: bool = False) -> Report:
-    """Return the report as JSON-ready values.
-
-    Args:
-        view: of the checkpoint.
-        thorough: whether to read all files of a torch_dist checkpoint for their checksums.
-    """
+    """Return the report as JSON-ready values; ``thorough`` reads all of a torch_dist checkpoint."""
     from moe_optim.checkpoints.conversion.expert_finding import survey_experts
     from moe_optim.checkpoints.stores.reader import is_state
 

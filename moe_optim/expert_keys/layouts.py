@@ -212,11 +212,7 @@ _EXTRA_STATES = tuple(  # what the linears of grouped, indexed and sequential ex
 
 
 def get_layout(name: str) -> KeyLayout:
-    """Return the layout of that name.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Return the layout of that name; ConfigError if there is none."""
     if name not in LAYOUTS:
         raise ConfigError(f"expert key layout: expected one of {', '.join(LAYOUTS)}, got {name!r}.")
     return LAYOUTS[name]
@@ -232,9 +228,7 @@ def _regex(template: str) -> re.Pattern[str]:
 def match_key(remainder: str, template: str) -> tuple[int | None] | None:
     """Return the expert whose key this is (None for a key of all), or None if it does not match.
 
-    Args:
-        remainder: what follows the container's prefix.
-        template: of a :class:`KeyPattern`.
+    ``remainder`` follows the container's prefix, ``template`` is of a :class:`KeyPattern`.
     """
     found = _regex(template).fullmatch(remainder)
     if found is None:

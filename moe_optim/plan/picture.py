@@ -29,12 +29,7 @@ Row = dict[str, Any]
 
 
 def draw_plan(rows: Sequence[Row], what: str) -> bytes:
-    """Draw the rows of a plan on logarithmic axes; return a PNG.
-
-    Args:
-        rows: of ``plan_rows``.
-        what: the line that says what is planned.
-    """
+    """Draw the rows of a plan, of ``what``, on logarithmic axes; return a PNG."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.8), dpi=150, layout="constrained")

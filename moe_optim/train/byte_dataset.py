@@ -203,11 +203,7 @@ def entropy(counts: npt.NDArray[np.int64]) -> float:
 
 
 def require_sequence_length(dataset: ByteDataset, sequence_length: int) -> None:
-    """Refuse a dataset of which some split cannot fill a single sample.
-
-    Raises:
-        ConfigError: naming the split, what it has and what it needs.
-    """
+    """Raise ConfigError for a dataset of which some split cannot fill a single sample."""
     for split in SPLITS:
         if dataset.tokens(split) <= sequence_length:
             raise ConfigError(
@@ -220,9 +216,7 @@ def require_sequence_length(dataset: ByteDataset, sequence_length: int) -> None:
 def dataset_argv(dataset: ByteDataset, index_cache: Path) -> list[str]:
     """Return the Megatron flags that train on ``dataset``.
 
-    Args:
-        dataset: from :func:`prepare_dataset`.
-        index_cache: where Megatron may keep its sample index; not shared between running jobs.
+    ``index_cache`` is where Megatron may keep its sample index; not shared between running jobs.
     """
     return [
         *("--train-data-path", str(dataset.prefix("train"))),

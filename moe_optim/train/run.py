@@ -330,9 +330,7 @@ class _Training:
     def _resume_command(self, *more: str, replaced: Collection[str] = ()) -> str:
         """Return the command that goes on with this run, from its newest checkpoint.
 
-        Args:
-            more: flags for Megatron.
-            replaced: those of one value that ``more`` gives anew.
+        ``more`` are flags for Megatron, ``replaced`` those of one value that they give anew.
         """
         old = without(
             self.args.megatron_args,

@@ -57,12 +57,9 @@ def remember_text(folder: RunFolder, paths: Sequence[Path] | None) -> None:
 def recall_text(folder: RunFolder, given: Sequence[Path]) -> list[Path]:
     """Return what a resumed run goes on to train on: what it began with, if that was recorded.
 
-    Args:
-        folder: of the run.
-        given: by ``--text`` at the resume; may be empty.
-
     Raises:
-        ConfigError: other text is given than the run began with, or it began with Megatron's data.
+        ConfigError: ``--text`` gives other text than the run began with, or it began with
+            Megatron's data.
         StateError: the record is damaged.
     """
     if not folder.text.is_file():

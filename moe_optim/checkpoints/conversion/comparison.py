@@ -76,11 +76,7 @@ class Comparison:
 
 
 def find_side(view: LayerView, *, num_experts: int | None, weights_only: bool) -> Side:
-    """Find the experts of a checkpoint.
-
-    Raises:
-        LayoutError: they are not complete.
-    """
+    """Find the experts of a checkpoint; LayoutError where they are not complete."""
     kept = [key for key in view.tensors if not (weights_only and is_state(key))]
     sets = find_experts(view, kept, num_experts=num_experts)
     return Side(
@@ -95,10 +91,7 @@ def find_side(view: LayerView, *, num_experts: int | None, weights_only: bool) -
 def compare_checkpoints(a: Side, b: Side, report: Callable[[int], None]) -> Comparison:
     """Compare all tensors of two checkpoints, holding one layer of each at a time.
 
-    Args:
-        a: one side.
-        b: the other.
-        report: called with how many bytes of A have been compared since.
+    ``report`` is called with how many bytes of A have been compared since its last call.
 
     Raises:
         LayoutError: rows of experts are interleaved in an order that cannot be told.

@@ -60,11 +60,7 @@ def without_experts(keys: Iterable[str], sets: Iterable[ExpertSet]) -> tuple[str
 
 
 def source_layouts(view: LayerView, given: KeyLayout | None) -> list[KeyLayout] | None:
-    """Return which layouts experts may have: as given, as recorded, or None for any.
-
-    Raises:
-        ConfigError: the given one is not that of the checkpoint.
-    """
+    """Return the layouts that experts may have (None: any); ConfigError if ``given`` is not one."""
     if view.reader.format == "torch_dist":
         if given and given.name not in STORED_ALIKE:
             raise ConfigError(
@@ -84,11 +80,7 @@ def source_layouts(view: LayerView, given: KeyLayout | None) -> list[KeyLayout] 
 def known_interleave(
     view: LayerView, given: int | None, flag: str = "--source-glu-interleave"
 ) -> int:
-    """Return the GLU interleave of a checkpoint: as given or recorded, else 0.
-
-    Raises:
-        ConfigError: both, and they differ.
-    """
+    """Return the GLU interleave as given or recorded, else 0; ConfigError where the two differ."""
     recorded = view.recorded.glu_interleave
     if given is not None and recorded is not None and given != recorded:
         raise ConfigError(
@@ -99,13 +91,10 @@ def known_interleave(
 
 
 def check_row_order(view: LayerView, interleave: int) -> None:
-    """Refuse rows that alternate within the part of each expert-tensor-parallel rank.
+    """Raise LayoutError for rows that alternate in each expert-tensor-parallel rank's part.
 
     Megatron stores the first half of the rows of all ranks, then the second half of all: the rows
     of a rank are no longer side by side.
-
-    Raises:
-        LayoutError: they are such rows.
     """
     ranks = view.recorded.parallel_sizes.get("expert tensor", 1)
     if interleave and ranks > 1:

@@ -53,11 +53,7 @@ class LayerView:
     """A checkpoint under the keys that its experts have in state dicts."""
 
     def __init__(self, reader: CheckpointReader, renames: Sequence[Rename] = ()) -> None:
-        """Read no values.
-
-        Args:
-            reader: of the checkpoint.
-            renames: each key takes the first that fits.
+        """Read no values; each key takes the first rename that fits.
 
         Raises:
             ConfigError: a rename fits no key.
@@ -128,11 +124,7 @@ def _show(reader: CheckpointReader) -> list[tuple[str, Place, TensorInfo]]:
 
 
 def parse_renames(texts: Sequence[str]) -> tuple[Rename, ...]:
-    """Return what ``FROM=TO`` asks for.
-
-    Raises:
-        ConfigError: it is not of that form.
-    """
+    """Return what ``FROM=TO`` asks for; ConfigError for text of another form."""
     renames = []
     for text in texts:
         old, equals, new = text.partition("=")

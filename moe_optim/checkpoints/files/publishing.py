@@ -18,13 +18,9 @@ def published(target: Path, *, needed_bytes: int) -> Iterator[Path]:
 
     A killed process leaves ``<target>.partial-<random>``; an error removes it.
 
-    Args:
-        target: must not exist.
-        needed_bytes: that will be written.
-
     Raises:
         ConfigError: there is something at ``target`` already.
-        StateError: the disk is too small, or writing failed.
+        StateError: the disk is too small for ``needed_bytes``, or writing failed.
     """
     if target.exists() or target.is_symlink():
         raise ConfigError(

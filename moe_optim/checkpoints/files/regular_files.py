@@ -27,12 +27,8 @@ _KINDS = {
 def locate(folder: Path, name: str) -> Path:
     """Return where a file of a checkpoint lies, without links.
 
-    Links within the folder are followed, and those of a cache of Hugging Face, from
-    ``snapshots/<revision>`` to ``blobs`` beside ``snapshots``.
-
-    Args:
-        folder: of the checkpoint; may be a link itself.
-        name: of the file, relative to the folder.
+    ``folder`` may be a link itself. Links within it are followed, and those of a cache of Hugging
+    Face, from ``snapshots/<revision>`` to ``blobs`` beside ``snapshots``.
 
     Raises:
         FileNotFoundError: there is nothing.
@@ -70,11 +66,7 @@ def open_file(folder: Path, name: str) -> BufferedReader:
 
 
 def given_file(path: Path) -> Path:
-    """Return a path that the user gave, wherever links lead, if it is a regular file.
-
-    Raises:
-        OSError: it is not.
-    """
+    """Return a path that the user gave, wherever links lead; OSError for no regular file."""
     _require_regular(path.stat(), path)
     return path
 
@@ -82,14 +74,9 @@ def given_file(path: Path) -> Path:
 def read_file(folder: Path, name: str, limit: int = SMALL_BYTES) -> bytes:
     """Return the bytes of a file of a checkpoint.
 
-    Args:
-        folder: of the checkpoint.
-        name: of the file.
-        limit: bytes that it has at most.
-
     Raises:
         FileNotFoundError: there is nothing.
-        OSError: as for :func:`locate`, or it is longer.
+        OSError: as for :func:`locate`, or it is longer than ``limit`` bytes.
     """
     with open_file(folder, name) as file:
         size = os.fstat(file.fileno()).st_size

@@ -133,11 +133,7 @@ class StateManifest:
 
     @classmethod
     def from_dict(cls, saved: Any, where: str) -> "StateManifest":
-        """Undo :meth:`to_dict`.
-
-        Raises:
-            LayoutError: it is no manifest, or one of a later version.
-        """
+        """Undo :meth:`to_dict`; LayoutError for what is no manifest, or one of a later version."""
         try:
             version = saved["version"]
             buffers = tuple(_buffer_from(buffer) for buffer in saved["buffers"])
@@ -173,11 +169,7 @@ class StateManifest:
                     yield buffer_id, bucket_id, place
 
     def addresses(self) -> dict[Address, Read]:
-        """Return where each address lies.
-
-        Raises:
-            LayoutError: an address that occurs twice.
-        """
+        """Return where each address lies; LayoutError for one that occurs twice."""
         found: dict[Address, Read] = {}
         for buffer_id, bucket_id, place in self.places():
             start = place.start

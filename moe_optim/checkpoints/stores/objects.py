@@ -87,15 +87,11 @@ def require_plain(file: IO[bytes], knows: Callable[[Named], bool]) -> None:
 def replace_int(blob: bytes, key: str, value: int | None) -> bytes | None:
     """Return a ``torch.save`` archive with another number behind a string key, or None without it.
 
-    Nothing else changes, objects of unknown classes included, since nothing is unpickled.
-
-    Args:
-        blob: the archive.
-        key: stands before an int or None wherever it occurs.
-        value: goes there.
+    The key stands before an int or None wherever it occurs. Nothing else changes, objects of
+    unknown classes included, since nothing is unpickled.
 
     Raises:
-        ValueError: its pickle cannot be read.
+        ValueError: the pickle in ``blob`` cannot be read.
     """
     load_object(io.BytesIO(blob))
     source = zipfile.ZipFile(io.BytesIO(blob))

@@ -59,22 +59,14 @@ class Records:
 
 
 def read_records(checkpoint: Path) -> Records:
-    """Return what the seal and Megatron's manifest say; empty where there is neither.
-
-    Raises:
-        DamageError: one of them is there and cannot be read.
-    """
+    """Return what the seal and Megatron's manifest say; DamageError for one that cannot be read."""
     sealed = _read(checkpoint, SEAL, ("whole", "tables"))
     listed = _read(checkpoint, MANIFEST, ("files",))
     return Records(whole=sealed["whole"] | listed["files"], tables=sealed["tables"])
 
 
 def remove_record(checkpoint: Path, name: str) -> None:
-    """Remove a file of a checkpoint, or a link in its place, if there is one.
-
-    Raises:
-        StateError: there is something else.
-    """
+    """Remove a file or link of a checkpoint, if it is there; StateError for something else."""
     try:
         (checkpoint / name).unlink(missing_ok=True)
     except OSError as error:
@@ -84,11 +76,7 @@ def remove_record(checkpoint: Path, name: str) -> None:
 
 
 def write_seal(checkpoint: Path, records: Records) -> None:
-    """Write the seal, whole or not at all.
-
-    Raises:
-        StateError: there is something in its place that is no file.
-    """
+    """Write the seal, whole or not at all; StateError where something else is in its place."""
     content = {"algorithm": _ALGORITHM, "whole": records.whole, "tables": records.tables}
     partial = checkpoint / f".{SEAL}.partial"
     remove_record(checkpoint, partial.name)  # it may be a link to another file

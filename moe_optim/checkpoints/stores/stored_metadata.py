@@ -108,13 +108,10 @@ def read_metadata(checkpoint: Path) -> bytes:
 
 
 def read_blobs(content: bytes) -> list[Blob]:
-    """Return the blobs that ``.metadata`` names, in the order they lie in files.
+    """Return the blobs that the content of ``.metadata`` names, in the order they lie in files.
 
     Every blob belongs to one key; the chunks of a tensor cover it, each element once; the blobs of
     a file lie one behind the other from its start, and are as long as their elements at least.
-
-    Args:
-        content: of the file ``.metadata``.
 
     Raises:
         DamageError: it is no metadata of a checkpoint, or its parts contradict each other.

@@ -97,11 +97,7 @@ class TorchDistWriter:
         self._end(key, None, start)
 
     def finish(self, config: Mapping[str, Any] | None = None) -> None:
-        """Write what lies where, and last what makes it a checkpoint of Megatron's.
-
-        Args:
-            config: content of ``metadata.json``; Megatron's for this format if not given.
-        """
+        """Write what lies where, and last ``metadata.json``: ``config``, else Megatron's."""
         self._close()
         entries: dict[str, Any] = {key: BytesStorageMetadata() for key in self._objects}
         for key, info in self._tensors.items():

@@ -152,13 +152,9 @@ def _group_key(optimizer: Any) -> str:
 def manifest_object(
     optimizer: Any, model: Any, *, is_loading: bool, is_flat: bool
 ) -> ShardedObject:
-    """Return the manifest to save, or the request for one. No rank communicates.
+    """Return the manifest to save, or when loading the request for one. No rank communicates.
 
-    Args:
-        optimizer: whose states are saved or loaded.
-        model: sharded state of its model, for requests.
-        is_loading: whether it is a request.
-        is_flat: whether states are as they lie in buckets.
+    ``model`` and ``is_flat`` are what :class:`Asked` has of them.
     """
     manifest = manifest_of(optimizer)
     key = manifest_key(optimizer, manifest)

@@ -199,11 +199,7 @@ def _check(folder: Path, group: Any) -> TorchDistReader:
 
 
 def _require_plain(stored: TorchDistReader, names: Iterable[str]) -> None:
-    """Refuse objects that would run code where Megatron unpickles them.
-
-    Raises:
-        LayoutError: the first of them.
-    """
+    """Raise LayoutError for the first object that runs code where Megatron unpickles it."""
     if config_in_force().trust_checkpoint_code:
         return
     for name in names:

@@ -32,10 +32,6 @@ _SHAPING = (
 def stored_buffers(stored: TorchDistReader, group: str) -> list[StoredBuffer]:
     """Return what ``.metadata`` says of the buffers of a data-parallel group.
 
-    Args:
-        stored: a checkpoint.
-        group: what the keys of its states begin with.
-
     Raises:
         LayoutError: it has none of this group, or keeps parts of masters in it.
     """
@@ -120,12 +116,7 @@ def whole_masters(states: Mapping[Any, Any], where: str) -> list[tuple[str, Tens
 
 
 def remedy(stored: TorchDistReader, buffers: Sequence[StoredBuffer]) -> str:
-    """Return what loads states of an unknown order: no more than what works.
-
-    Args:
-        stored: a checkpoint.
-        buffers: of :func:`stored_buffers`.
-    """
+    """Return what loads states of an unknown order: no more than what works."""
     differing = differing_arguments(stored)
     if differing:
         return (
