@@ -158,7 +158,11 @@ def _what_to_load(checkpoint: Path) -> str:
 def _look(checkpoint: Path, thorough: bool, part: int = 0, parts: int = 1) -> Iterator[CorruptFile]:
     """Yield what is wrong, and at last what kept more from being looked for."""
     try:
-        records, archives = _inventory(checkpoint)
+        if not checkpoint.is_dir():
+            what = "is a file, expected a folder" if checkpoint.exists() else "does not exist"
+            raise DamageError("", f"{checkpoint.name} {what}")
+        records = read_records(checkpoint)
+        archives = _archives(checkpoint, records)
         missing_or_cut = list(_size_defects(checkpoint, records, archives))
         yield from missing_or_cut
         if thorough:
@@ -192,15 +196,6 @@ def _size_defect(checkpoint: Path, name: str, expected: int | None) -> str | Non
         if expected is not None and size != expected:
             return f"is {'cut off' if size < expected else 'too long'}: {size} of {expected} bytes"
         return table_defect(file) if expected is not None and name.endswith(".pt") else None
-
-
-def _inventory(checkpoint: Path) -> tuple[Records, Archives]:
-    """Return what was recorded of a checkpoint, and what it consists of."""
-    if not checkpoint.is_dir():
-        what = "is a file, expected a folder" if checkpoint.exists() else "does not exist"
-        raise DamageError("", f"{checkpoint.name} {what}")
-    records = read_records(checkpoint)
-    return records, _archives(checkpoint, records)
 
 
 def _archives(checkpoint: Path, records: Records) -> Archives:

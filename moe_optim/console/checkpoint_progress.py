@@ -1,4 +1,4 @@
-"""What the commands on checkpoints have in common: opening, progress, and sizes in words."""
+"""Opening a checkpoint for a command, and the bar that shows bytes done."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -29,7 +29,12 @@ def published(target: Path, *, needed_bytes: int) -> Iterator[Path]:
     partial = target.with_name(f"{target.name}.partial-{secrets.token_hex(4)}")
     try:
         partial.mkdir(parents=True)
-        _check_space(partial, target, needed_bytes)
+        free = shutil.disk_usage(partial).free
+        if free < needed_bytes:
+            raise StateError(
+                f"{target}: expected {needed_bytes:,} bytes free on its disk, got {free:,}. "
+                "Free some space, or name a folder on another disk."
+            )
         yield partial
         synchronize(partial)
         partial.rename(target)
@@ -40,15 +45,6 @@ def published(target: Path, *, needed_bytes: int) -> Iterator[Path]:
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def _check_space(partial: Path, target: Path, needed: int) -> None:
-    free = shutil.disk_usage(partial).free
-    if free < needed:
-        raise StateError(
-            f"{target}: expected {needed:,} bytes free on its disk, got {free:,}. "
-            "Free some space, or name a folder on another disk."
-        )
 
 
 def synchronize(folder: Path) -> None:

@@ -12,7 +12,7 @@ import io
 import pickle
 import struct
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,11 @@ class Named:
     def __str__(self) -> str:
         text = f"{self.module}.{self.name}"[:200]
         return text if text.isprintable() else repr(text)
+
+
+def names_of(by_module: Mapping[str, str]) -> set[Named]:
+    """Return what is named: by module, names with blanks between."""
+    return {Named(module, name) for module, names in by_module.items() for name in names.split()}
 
 
 @dataclass(slots=True, eq=False)
