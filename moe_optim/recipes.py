@@ -99,40 +99,23 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     )
 
 
-def unmet_requirements(recipe: Recipe) -> list[str]:
+def unmet_requirements(recipe: Recipe, *, hardware: bool = True) -> list[str]:
     """Return one line for every requirement this machine does not meet: wanted, found, remedy.
 
-    ``ranks`` is not among them: it says how many processes to launch, on any machine.
+    ``ranks`` is not among them: it says how many processes to launch, on any machine. Nor is
+    ``hardware`` for ranks that a launcher starts, perhaps on several machines: it has chosen that.
     """
-    unmet = _unmet_versions(recipe.requires)
-    if "gpus" in recipe.requires or "sm" in recipe.requires:
-        unmet += _unmet_hardware(recipe.requires)
+    requires = recipe.requires
+    wanted = {name: str(requires[name]) for name in VERSIONS if name in requires}
+    unmet = [problem for each in wanted.items() if (problem := unmet_version(*each))]
+    if hardware and ("gpus" in requires or "sm" in requires):
+        unmet += _unmet_hardware(requires)
     return unmet
 
 
-def check_requirements(recipe: Recipe) -> None:
+def check_requirements(recipe: Recipe, *, hardware: bool = True) -> None:
     """Raise one ConfigError that names every requirement this machine does not meet."""
-    _refuse_unmet(recipe, unmet_requirements(recipe))
-
-
-def check_versions(recipe: Recipe) -> None:
-    """Raise one ConfigError that names every package whose version a recipe does not take.
-
-    For ranks that a launcher starts, perhaps on several machines: it has chosen the hardware.
-    """
-    _refuse_unmet(recipe, _unmet_versions(recipe.requires))
-
-
-def _unmet_versions(requires: Mapping[str, str | int]) -> list[str]:
-    return [
-        problem
-        for name in VERSIONS
-        if name in requires and (problem := unmet_version(name, str(requires[name])))
-    ]
-
-
-def _refuse_unmet(recipe: Recipe, unmet: Sequence[str]) -> None:
-    if unmet:
+    if unmet := unmet_requirements(recipe, hardware=hardware):
         lines = "".join(f"\n  {line}" for line in unmet)
         raise ConfigError(f"{recipe.path}: requires: expected more than this machine has.{lines}")
 
@@ -198,13 +181,7 @@ def _read_layer(where: str, text: str) -> tuple[dict[str, dict[str, Any]], str |
 
 
 def _read_text(path: Path, limit: int, remedy: str) -> str:
-    """Return what a regular file holds; others are not even opened.
-
-    Args:
-        path: the recipe to read.
-        limit: bytes it may have.
-        remedy: what to do if there is none.
-    """
+    """Return what a regular file of at most ``limit`` bytes holds; others are not even opened."""
     why = ""
     try:
         if not stat.S_ISREG(path.stat().st_mode):

@@ -25,7 +25,7 @@ from rich.console import Console
 from moe_optim.console.files import require_writable
 from moe_optim.console.spelling import spell_bytes
 from moe_optim.errors import ConfigError, StateError
-from moe_optim.expert_keys.names import LAYOUTS
+from moe_optim.expert_keys.layouts import LAYOUTS
 
 if TYPE_CHECKING:
     import torch
@@ -178,12 +178,7 @@ def time_copy(source: Path, target: Path) -> float:
 def make_checkpoint(folder: Path, shapes: Shapes) -> int:
     """Write a torch_dist checkpoint of random bits, as Megatron stores layers that are alike.
 
-    Args:
-        folder: to be made.
-        shapes: of its experts.
-
-    Returns:
-        How many bytes its tensors have.
+    Makes ``folder``, and returns how many bytes the tensors have.
     """
     import io
 

@@ -200,22 +200,20 @@ def _measure_all(
 
 def _median_ms(phases: Phases, device: "torch.device") -> list[float]:
     """Return the medians of the three phases, all ranks beginning each repetition together."""
-    import torch
     import torch.distributed as dist
 
-    from moe_optim.bench.timing import Mark
+    from moe_optim.bench.timing import Mark, wait
 
     steps = (phases.fill, phases.gather, phases.land)
     times: list[list[float]] = [[] for _ in steps]
     for _ in range(_WARM_UP + _REPEATS):
         phases.restore()
         dist.barrier()
-        marks = [Mark(device)]
+        marks = [Mark(device.type)]
         for step in steps:
             step()
-            marks.append(Mark(device))
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+            marks.append(Mark(device.type))
+        wait(device.type)
         for own, before, after in zip(times, marks, marks[1:], strict=False):
             own.append(after.ms_since(before))
     return [statistics.median(own[_WARM_UP:]) for own in times]

@@ -16,16 +16,9 @@ from typing import Any
 
 from rich.console import Console
 
-from moe_optim.bench.step_figures import (
-    SIDES,
-    Measured,
-    meanings,
-    merge,
-    summarize,
-    table_of,
-)
+from moe_optim.bench.step_figures import SIDES, Measured, meanings, merge, summarize, table_of
 from moe_optim.config import field_names
-from moe_optim.console.argv import data_flags, keep_arguments_after_dashes, spell_format
+from moe_optim.console.argv import add_changes, add_recipe, data_flags, spell_format
 from moe_optim.console.files import require_writable
 from moe_optim.errors import ConfigError, StateError
 from moe_optim.recipes import Recipe, check_requirements, load_recipe
@@ -59,24 +52,17 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add(
-        "recipe",
-        type=Path,
-        metavar="RECIPE",
-        help="a YAML file, or a name such as hopper_fp8_block",
-    )
+    add_recipe(parser, "hopper_fp8_block")
     add("--against", choices=["stock"], default="stock", help="what it is compared with")
     add("--iterations", type=int, default=21, metavar="N", help="of a process (default 21)")
     add("--rounds", type=int, default=2, metavar="N", help="processes of each side (default 2)")
     add("--ranks", type=int, metavar="N", help="processes at a time (default: the recipe's)")
-    changes = "change the recipe, such as moe_optim.layout=stock"
-    add("--set", action="extend", nargs="+", default=[], metavar="KEY=VALUE", help=changes)
+    add_changes(parser, "moe_optim.layout=stock")
     repeats = "on both sides only algorithms whose results repeat, and no clipping"
     add("--deterministic", action="store_true", help=repeats)
     add("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     add("--out", type=Path, metavar="FILE", help="also draw the parts of a step, as a PNG")
     add("--logs", type=Path, metavar="DIR", help="keep the logs of all ranks in DIR")
-    keep_arguments_after_dashes(parser)
 
 
 def run(args: argparse.Namespace) -> int:

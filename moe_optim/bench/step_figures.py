@@ -90,11 +90,7 @@ def meanings() -> str:
 
 
 def merge(ranks: Sequence[Sequence[dict[str, Any]]]) -> Measured:
-    """Make one account of those of all ranks: the slowest, and the most memory.
-
-    Args:
-        ranks: of each rank in its order, the iterations that it reports.
-    """
+    """Make one account of the iterations of each rank: the slowest, and the most memory."""
     values: dict[str, list[float]] = {}
     losses: list[str] = []
     for of_ranks in zip(*ranks, strict=True):
@@ -111,11 +107,7 @@ def merge(ranks: Sequence[Sequence[dict[str, Any]]]) -> Measured:
 
 
 def summarize(found: dict[str, list[Measured]]) -> dict[str, Any]:
-    """Return the part of the report that holds figures.
-
-    Args:
-        found: side -> what each of its process groups showed.
-    """
+    """Return the figures of a report, given what each process group of each side showed."""
     stock, plugin = (_medians(found[side]) for side in SIDES)
     return {
         "losses_equal": len({run.losses for runs in found.values() for run in runs}) == 1,

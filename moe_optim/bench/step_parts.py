@@ -5,16 +5,15 @@ another, as the gather that a forward pass starts lies in that pass: time then b
 innermost part alone, so that parts add up and nothing is counted twice.
 """
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
-import torch
+from moe_optim.bench.timing import Mark
 
 WEIGHTS = ("requantize", "gather", "post_processing")
 """Parts between the step of the inner optimizer and weights that can be multiplied."""
@@ -26,48 +25,13 @@ _OF_OPTIMIZER = {  # method -> part
 }
 
 
-class Clock(Protocol):
-    """Tells the time between two moments, when both have passed."""
-
-    def mark(self) -> Any:
-        """Return this moment, without waiting for anything."""
-
-    def ms(self, earlier: Any, later: Any) -> float:
-        """Return the milliseconds between two moments."""
-
-
-class HostClock:
-    """The time of the host, which is all there is on a CPU."""
-
-    def mark(self) -> float:
-        """Return the seconds since some moment."""
-        return time.perf_counter()
-
-    def ms(self, earlier: float, later: float) -> float:
-        """Return the milliseconds between two moments."""
-        return 1e3 * (later - earlier)
-
-
-class DeviceClock:
-    """The time of a GPU's current stream: a moment is when the work queued so far is done."""
-
-    def mark(self) -> torch.cuda.Event:
-        """Queue a time stamp."""
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def ms(self, earlier: torch.cuda.Event, later: torch.cuda.Event) -> float:
-        """Return the milliseconds between two time stamps; the stream must have passed both."""
-        return float(earlier.elapsed_time(later))
-
-
 @dataclass(frozen=True, slots=True)
 class Recording:
     """Which parts were open from when to when."""
 
-    clock: Clock
-    changes: list[tuple[Any, tuple[str, ...]]] = field(default_factory=list)
+    mark: Callable[[], Mark]
+    """Returns this moment, without waiting for anything."""
+    changes: list[tuple[Mark, tuple[str, ...]]] = field(default_factory=list)
     """Moments at which a part began or ended, with the parts open from then on, outermost first."""
 
     def own_ms(self) -> dict[str, float]:
@@ -84,7 +48,7 @@ class Recording:
     def _spans(self) -> Iterator[tuple[tuple[str, ...], float]]:
         for (begin, parts), (end, _) in pairwise(self.changes):
             if parts:
-                yield parts, self.clock.ms(begin, end)
+                yield parts, end.ms_since(begin)
 
 
 class Parts:
@@ -100,9 +64,9 @@ class Parts:
         return self._open[-1] if self._open else None
 
     @contextmanager
-    def recorded(self, clock: Clock) -> Iterator[Recording]:
+    def recorded(self, mark: Callable[[], Mark]) -> Iterator[Recording]:
         """Record the parts that begin and end in a block; without one, nothing is timed."""
-        self._recording = Recording(clock)
+        self._recording = Recording(mark)
         try:
             yield self._recording
         finally:
@@ -135,8 +99,7 @@ class Parts:
 
     def _note_change(self) -> None:
         if self._recording is not None:
-            moment = self._recording.clock.mark()
-            self._recording.changes.append((moment, tuple(self._open)))
+            self._recording.changes.append((self._recording.mark(), tuple(self._open)))
 
 
 class _Work:
@@ -149,10 +112,7 @@ class _Work:
 def instrument(parts: Parts, model_chunks: Iterable[Any], optimizer: Any) -> None:
     """Wrap everything that a step does after its backward pass, of stock or of the plug-in.
 
-    Args:
-        parts: what learns of it.
-        model_chunks: wrapped by DistributedDataParallel.
-        optimizer: Megatron's ChainedOptimizer, or one distributed optimizer.
+    ``model_chunks`` are wrapped by DistributedDataParallel; ``optimizer`` is a chain, or one.
     """
     parts.wrap(optimizer, "get_grad_norm", "grad_norm")
     if hasattr(optimizer, "find_norms"):  # of a fused step, which reads gradients where they lie

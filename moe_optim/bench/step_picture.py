@@ -1,10 +1,10 @@
 """The parts of a training step of both sides, stacked."""
 
-import io
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from moe_optim.bench.step_figures import PARTS, SIDES, title_of
+from moe_optim.console.pictures import png_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,12 +25,10 @@ _READABLE = 0.04
 
 def draw(report: dict[str, Any]) -> bytes:
     """Draw the iteration, and below on its own scale what surrounds both passes; return a PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     figure = Figure(figsize=(11, 5), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
     above, below = figure.subplots(2, 1)
     update = [key for key in PARTS if key != "forward_backward_ms"]
     iteration = {side: report[side]["iteration_ms"] or 0.0 for side in SIDES}
@@ -44,9 +42,7 @@ def draw(report: dict[str, Any]) -> bytes:
     figure.legend(handles=entries, loc="outside right center", frameon=False, fontsize=9)
     title = f"Parts of a training step, medians. {title_of(report)}"
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)
-    png = io.BytesIO()
-    figure.savefig(png, format="png")
-    return png.getvalue()
+    return png_of(figure)
 
 
 def _draw_bars(

@@ -15,23 +15,17 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from moe_optim.bench.step_parts import (
-    WEIGHTS,
-    Clock,
-    DeviceClock,
-    HostClock,
-    Parts,
-    Recording,
-    instrument,
-)
+from moe_optim.bench.step_parts import WEIGHTS, Parts, Recording, instrument
+from moe_optim.bench.timing import Mark
 from moe_optim.megatron.launch import cpu_runtime
 from moe_optim.train import pretrain
 
@@ -65,12 +59,14 @@ class CountedSteps:
 
     Args:
         train_step: Megatron's.
-        clock: of the device.
+        marks: of each kind that is recorded, what returns a moment.
     """
 
-    def __init__(self, train_step: Callable[..., Any], clock: Clock) -> None:
+    def __init__(
+        self, train_step: Callable[..., Any], marks: Mapping[str, Callable[[], Mark]]
+    ) -> None:
         self.iterations: list[Iteration] = []
-        self._train_step, self._clock = train_step, clock
+        self._train_step, self._marks = train_step, marks
         self._parts = Parts()
         self._counts = count_bytes(self._parts)
 
@@ -86,8 +82,8 @@ class CountedSteps:
         before = dict(self._counts)
         forward_backward = self._parts.within("forward_backward", forward_backward)
         args = (forward_step, data, model, optimizer, scheduler, config, forward_backward, *more)
-        if kind in ("parts", "host"):
-            with self._parts.recorded(self._clock if kind == "parts" else HostClock()) as recording:
+        if kind in self._marks:
+            with self._parts.recorded(self._marks[kind]) as recording:
                 result = self._train_step(*args, **kwargs)
             iteration.recording = recording
         else:
@@ -124,12 +120,7 @@ class CountedSteps:
 
 
 def milliseconds(iteration: Iteration, end: float | None) -> dict[str, float]:
-    """Return the times that an iteration of its kind shows.
-
-    Args:
-        iteration: that has been run.
-        end: when the next one began; None after the last one.
-    """
+    """Return the times an iteration of its kind shows; the next one, if any, began at ``end``."""
     if iteration.recording is None:
         return {} if end is None else {"iteration": 1e3 * (end - iteration.began)}
     own = iteration.recording.own_ms()
@@ -138,12 +129,7 @@ def milliseconds(iteration: Iteration, end: float | None) -> dict[str, float]:
         return {"optimizer_host": whole - iteration.recording.whole_ms("grad_norm")}
     weights = sum(own.get(part, 0.0) for part in WEIGHTS)
     rest = own.pop("optimizer")
-    return {
-        **own,
-        "optimizer_rest": rest,
-        "optimizer": whole,
-        "main_to_model_and_gather": weights,
-    }
+    return {**own, "optimizer_rest": rest, "optimizer": whole, "main_to_model_and_gather": weights}
 
 
 def count_bytes(parts: Parts) -> dict[str, int]:
@@ -177,8 +163,9 @@ def main() -> int:
         cpu_runtime.install()  # before Megatron is imported
     from megatron.training import training
 
-    clock = HostClock() if cpu_runtime.is_installed() else DeviceClock()
-    steps = CountedSteps(training.train_step, clock)
+    device = "cpu" if cpu_runtime.is_installed() else "cuda"
+    marks = {kind: partial(Mark, on) for kind, on in (("parts", device), ("host", "cpu"))}
+    steps = CountedSteps(training.train_step, marks)
     training.train_step = steps
     code = pretrain.main()
     if code == 0:

@@ -4,10 +4,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    import torch
+from typing import Any
 
 REPEATS = 15
 HOST_REPEATS = 100  # a host is disturbed more often than a device
@@ -23,14 +20,15 @@ Work = Callable[[], object]
 class Mark:
     """A moment: of the current stream on a GPU, of the host on a CPU."""
 
-    def __init__(self, device: "torch.device") -> None:
-        import torch
-
+    def __init__(self, device: str) -> None:
+        """Queue a time stamp, without waiting for it, on ``cuda``; look at the clock on ``cpu``."""
+        self._time = time.perf_counter()
         self._event: Any = None
-        if device.type == "cuda":
+        if device == "cuda":
+            import torch
+
             self._event = torch.cuda.Event(enable_timing=True)
             self._event.record()
-        self._time = time.perf_counter()
 
     def ms_since(self, earlier: "Mark") -> float:
         """Return the milliseconds between two marks; a GPU must have passed both."""
@@ -46,23 +44,29 @@ def nothing() -> None:
 def median_ms(works: Sequence[Work], device: str, restore: Work = nothing) -> list[float]:
     """Return the median time of each work in ms. They take turns, so that all see the same clocks.
 
-    Args:
-        works: what to time.
-        device: ``cuda`` or ``cpu``.
-        restore: called before each repetition, untimed.
+    ``device`` is ``cuda`` or ``cpu``; ``restore`` is called before each repetition, untimed.
     """
-    if device == "cuda":
-        times = _device_times(works, restore)
-    else:
-        times = _host_times(works, restore, REPEATS)
-    return [statistics.median(own[WARM_UP:]) for own in times]
+    marks: list[list[tuple[Mark, Mark]]] = [[] for _ in works]
+    for _ in range(WARM_UP + REPEATS):  # all of them are queued before any is waited for
+        for work, own in zip(works, marks, strict=True):
+            restore()
+            _hold_back(device)
+            start = Mark(device)
+            work()
+            own.append((start, Mark(device)))
+    wait(device)
+    return [statistics.median(end.ms_since(start) for start, end in own[WARM_UP:]) for own in marks]
 
 
 def host_us(work: Work, device: str) -> float:
     """Return the median time in us until a call returns, the device idle when it begins."""
-    repeats = HOST_REPEATS if device == "cuda" else REPEATS
-    (times,) = _host_times([work], lambda: _wait(device), repeats)
-    return 1e3 * statistics.median(times[WARM_UP:])
+    times = []
+    for _ in range(WARM_UP + (HOST_REPEATS if device == "cuda" else REPEATS)):
+        wait(device)
+        began = time.perf_counter()
+        work()
+        times.append(1e6 * (time.perf_counter() - began))
+    return statistics.median(times[WARM_UP:])
 
 
 def copy_bytes_per_ms(device: str) -> float:
@@ -81,7 +85,7 @@ def temporary_bytes(work: Work, device: str) -> int | None:
 
     if device != "cuda":
         return None
-    _wait(device)
+    wait(device)
     torch.cuda.reset_peak_memory_stats()
     resident = torch.cuda.memory_allocated()
     work()
@@ -97,38 +101,16 @@ def release(device: str) -> None:
         torch.cuda.empty_cache()
 
 
-def _device_times(works: Sequence[Work], restore: Work) -> list[list[float]]:
-    """Queue all repetitions before waiting for any."""
-    import torch
-
-    events: list[list[tuple[Any, Any]]] = [[] for _ in works]
-    for _ in range(WARM_UP + REPEATS):
-        for work, own in zip(works, events, strict=True):
-            start: Any = torch.cuda.Event(enable_timing=True)
-            end: Any = torch.cuda.Event(enable_timing=True)
-            restore()
-            torch.cuda._sleep(HEAD_START)
-            start.record()
-            work()
-            end.record()
-            own.append((start, end))
-    torch.cuda.synchronize()
-    return [[start.elapsed_time(end) for start, end in own] for own in events]
-
-
-def _host_times(works: Sequence[Work], restore: Work, repeats: int) -> list[list[float]]:
-    times: list[list[float]] = [[] for _ in works]
-    for _ in range(WARM_UP + repeats):
-        for work, own in zip(works, times, strict=True):
-            restore()
-            began = time.perf_counter()
-            work()
-            own.append(1e3 * (time.perf_counter() - began))
-    return times
-
-
-def _wait(device: str) -> None:
-    import torch
-
+def _hold_back(device: str) -> None:
     if device == "cuda":
+        import torch
+
+        torch.cuda._sleep(HEAD_START)
+
+
+def wait(device: str) -> None:
+    """Wait until a GPU has done what was queued."""
+    if device == "cuda":
+        import torch
+
         torch.cuda.synchronize()

@@ -86,14 +86,9 @@ def corrupt_files(checkpoint: Path, *, part: int = 0, parts: int = 1) -> Iterato
 def require_intact(checkpoint: Path, *, thorough: bool, part: int = 0, parts: int = 1) -> None:
     """Refuse a checkpoint with a missing or damaged file.
 
-    Every rank may call it by itself. Ranks that share the reading each see their share: they have
-    to exchange the outcome before they go on.
-
-    Args:
-        checkpoint: folder of one iteration.
-        thorough: whether to read everything, or metadata and sizes alone.
-        part: which share of the bytes to read, see :func:`corrupt_files`.
-        parts: number of shares.
+    Every rank may call it by itself. Ranks that share the reading each see their share, as with
+    :func:`corrupt_files`: they have to exchange the outcome before they go on. Unless it is
+    ``thorough``, metadata and sizes alone are read.
 
     Raises:
         StateError: names every defective file, and the newest complete checkpoint beside it.
@@ -163,7 +158,11 @@ def _what_to_load(checkpoint: Path) -> str:
 def _look(checkpoint: Path, thorough: bool, part: int = 0, parts: int = 1) -> Iterator[CorruptFile]:
     """Yield what is wrong, and at last what kept more from being looked for."""
     try:
-        records, archives = _inventory(checkpoint)
+        if not checkpoint.is_dir():
+            what = "is a file, expected a folder" if checkpoint.exists() else "does not exist"
+            raise DamageError("", f"{checkpoint.name} {what}")
+        records = read_records(checkpoint)
+        archives = _archives(checkpoint, records)
         missing_or_cut = list(_size_defects(checkpoint, records, archives))
         yield from missing_or_cut
         if thorough:
@@ -199,21 +198,8 @@ def _size_defect(checkpoint: Path, name: str, expected: int | None) -> str | Non
         return table_defect(file) if expected is not None and name.endswith(".pt") else None
 
 
-def _inventory(checkpoint: Path) -> tuple[Records, Archives]:
-    """Return what was recorded of a checkpoint, and what it consists of."""
-    if not checkpoint.is_dir():
-        what = "is a file, expected a folder" if checkpoint.exists() else "does not exist"
-        raise DamageError("", f"{checkpoint.name} {what}")
-    records = read_records(checkpoint)
-    return records, _archives(checkpoint, records)
-
-
 def _archives(checkpoint: Path, records: Records) -> Archives:
-    """Return the archives that a checkpoint consists of, by what its metadata says.
-
-    Raises:
-        DamageError: its metadata is missing, damaged, or of something else.
-    """
+    """Return the archives that a checkpoint consists of; DamageError for damaged metadata."""
     is_torch_dist = (checkpoint / _CONFIG).exists() or (checkpoint / METADATA).exists()
     if not is_torch_dist and (legacy := sorted(checkpoint.glob(_LEGACY_FILES))):
         return _legacy_archives(checkpoint, legacy)

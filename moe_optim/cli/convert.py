@@ -10,7 +10,7 @@ from rich.console import Console
 
 from moe_optim.console.checkpoint_progress import open_view, progress_bar
 from moe_optim.console.spelling import spell_bytes
-from moe_optim.expert_keys.names import LAYOUTS
+from moe_optim.expert_keys.layouts import LAYOUTS
 
 if TYPE_CHECKING:
     from moe_optim.checkpoints.conversion.conversion_plan import ConversionPlan, ConversionRequest

@@ -12,10 +12,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(_args: argparse.Namespace) -> int:
-    """Remove the file and say so.
-
-    Raises:
-        ConfigError: it cannot be removed, or a file of that name is another's.
-    """
+    """Remove the file and say so; raises as ``site_file.disable`` does."""
     print(f"disabled: removed {site_file()}" if disable() else f"not enabled: no {site_file()}")
     return 0

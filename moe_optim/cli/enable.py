@@ -20,11 +20,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(_args: argparse.Namespace) -> int:
-    """Write the file and say where it is.
-
-    Raises:
-        ConfigError: the folder cannot be written in, or a file of that name is another's.
-    """
+    """Write the file and say where it is; raises as ``site_file.enable`` does."""
     if enable():
         print(f"enabled: wrote {site_file()}")
         print("Scripts that import megatron.training now take --use-moe-grouped-optim.")

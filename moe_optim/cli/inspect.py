@@ -60,12 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine(view: "LayerView", *, thorough: bool = False) -> Report:
-    """Return the report as JSON-ready values.
-
-    Args:
-        view: of the checkpoint.
-        thorough: whether to read all files of a torch_dist checkpoint for their checksums.
-    """
+    """Return the report as JSON-ready values; ``thorough`` reads all of a torch_dist checkpoint."""
     from moe_optim.checkpoints.conversion.expert_finding import survey_experts
     from moe_optim.checkpoints.stores.reader import is_state
 
@@ -87,7 +82,7 @@ def examine(view: "LayerView", *, thorough: bool = False) -> Report:
         "optimizer": {
             "sharding": recorded.optimizer_sharding,
             "tensors": len(states),
-            "bytes": sum(view.tensors[key].nbytes for key in states),
+            "bytes": view.nbytes(states),
             "dtypes": _dtypes_of_states(view, states),
         },
         "tensors": len(reader.tensors),
@@ -143,7 +138,7 @@ def _describe(view: "LayerView", one: "ExpertSet") -> Report:
         "ffn": one.ffn,
         "biases": one.has_bias,
         "dtype": ", ".join(dtypes),
-        "bytes": sum(view.tensors[key].nbytes for key in one.keys),
+        "bytes": view.nbytes(one.keys),
     }
 
 

@@ -33,11 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code.
-
-    Args:
-        argv: the arguments; None takes them from the process.
-    """
+    """Run one command and return its exit code; without ``argv``, that of the process."""
     args = build_parser().parse_args(argv)
     command = importlib.import_module(f"moe_optim.cli.{args.command}")
     try:

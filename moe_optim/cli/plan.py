@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from moe_optim.console.argv import keep_arguments_after_dashes
+from moe_optim.console.argv import add_changes, add_recipe
 from moe_optim.plan.report import STDOUT, STEP
 
 
@@ -20,12 +20,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add(
-        "recipe",
-        type=Path,
-        metavar="RECIPE",
-        help="a YAML file, or a name that `moe-optim recipes` lists, such as quickstart",
-    )
+    add_recipe(parser, "quickstart")
     add(
         "--gpus",
         type=int,
@@ -34,14 +29,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="how many there are in all (default: the recipe's ranks, and from the fewest that "
         f"hold the model on, {STEP} times as many each, while a batch has samples for all)",
     )
-    add(
-        "--set",
-        action="extend",
-        nargs="+",
-        default=[],
-        metavar="KEY=VALUE",
-        help="change the recipe, such as moe_optim.expert_layout=indexed",
-    )
+    add_changes(parser, "moe_optim.expert_layout=indexed")
     add("--out", type=Path, metavar="FILE", help="also draw bytes against GPUs, as a PNG")
     add(
         "--json",
@@ -51,8 +39,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         metavar="FILE",
         help="write the rows, with the parts they consist of, to FILE, or print them as JSON",
     )
-    parser.set_defaults(megatron_args=[])
-    keep_arguments_after_dashes(parser)
 
 
 def run(args: argparse.Namespace) -> int:

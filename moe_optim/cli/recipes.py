@@ -93,11 +93,7 @@ def _copy(name: str, folder: Path) -> None:
 
 
 def _holds(path: Path, content: bytes) -> bool:
-    """Return whether a file is there with this content.
-
-    Raises:
-        ConfigError: something else is there.
-    """
+    """Return whether a file is there with this content; ConfigError where something else is."""
     if not path.is_symlink() and not path.exists():
         return False
     if path.is_file() and path.read_bytes() == content:

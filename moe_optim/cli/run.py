@@ -15,7 +15,7 @@ from moe_optim.megatron.launch.script_runner import (
     run_script,
     trains_on_cpu,
 )
-from moe_optim.recipes import check_versions, load_recipe
+from moe_optim.recipes import check_requirements, load_recipe
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     argv = args.script_args
     if args.recipe is not None:
         recipe = load_recipe(args.recipe)
-        check_versions(recipe)
+        check_requirements(recipe, hardware=False)
         ours = [FLAG, "--moe-optim-recipe", str(recipe.path)]
         argv = [*recipe.megatron_argv(), *ours, *argv]  # of a flag given twice, the last one counts
     meet_alone()

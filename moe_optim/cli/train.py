@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from moe_optim.console.argv import keep_arguments_after_dashes
+from moe_optim.console.argv import add_changes, add_recipe
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -17,21 +17,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add(
-        "recipe",
-        type=Path,
-        metavar="RECIPE",
-        help="a YAML file, or a name that `moe-optim recipes` lists, such as quickstart",
-    )
+    add_recipe(parser, "quickstart")
     add("--out", type=Path, metavar="DIR", help="folder of the run (default: runs/<recipe name>)")
-    add(
-        "--set",
-        action="extend",
-        nargs="+",
-        default=[],
-        metavar="KEY=VALUE",
-        help="change the recipe, such as moe_optim.format=bf16",
-    )
+    add_changes(parser, "moe_optim.format=bf16")
     add(
         "--text",
         action="extend",
@@ -45,8 +33,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     add("--resume", action="store_true", help="continue from the newest complete checkpoint")
     add("--ranks", type=int, metavar="N", help="processes to start (default: the recipe's)")
     add("--cpu", action="store_true", help="train on the CPU even if there are GPUs")
-    parser.set_defaults(megatron_args=[])
-    keep_arguments_after_dashes(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         find_side(view, num_experts=args.num_experts, weights_only=args.weights_only)
         for view in views
     ]
-    with progress_bar("comparing", sum(i.nbytes for i in views[0].tensors.values())) as report:
+    with progress_bar("comparing", views[0].nbytes(views[0].tensors)) as report:
         found = compare_checkpoints(sides[0], sides[1], report)
     if args.json:
         print(json.dumps(asdict(found) | {"equal": not found.differences}, indent=2))

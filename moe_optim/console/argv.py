@@ -4,6 +4,8 @@ import argparse
 import functools
 import sys
 from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
 
 from moe_optim.config import NATIVE_FORMATS, WantedFormat
 
@@ -34,6 +36,21 @@ def spell_format(format: WantedFormat, argv: Sequence[str]) -> str:
             return NATIVE_FORMATS.get(f"--{bits}-recipe {recipe}", (format,))[0]
     portable = last_value(argv, "--transformer-impl") == "local" and "--moe-grouped-gemm" in given
     return "mxfp8" if portable else "bf16"
+
+
+def add_recipe(parser: argparse.ArgumentParser, example: str) -> None:
+    """Add RECIPE, and ``megatron_args``: what follows ``--``."""
+    text = f"a YAML file, or a name that `moe-optim recipes` lists, such as {example}"
+    parser.add_argument("recipe", type=Path, metavar="RECIPE", help=text)
+    parser.set_defaults(megatron_args=[])
+    keep_arguments_after_dashes(parser)
+
+
+def add_changes(parser: argparse.ArgumentParser, example: str) -> None:
+    """Add ``--set``, whose assignments change a recipe."""
+    text = f"change the recipe, such as {example}"
+    words: Any = {"action": "extend", "nargs": "+", "default": [], "metavar": "KEY=VALUE"}
+    parser.add_argument("--set", **words, help=text)
 
 
 def keep_arguments_after_dashes(parser: argparse.ArgumentParser) -> None:

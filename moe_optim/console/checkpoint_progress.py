@@ -1,4 +1,4 @@
-"""What the commands on checkpoints have in common: opening, progress, and sizes in words."""
+"""Opening a checkpoint for a command, and the bar that shows bytes done."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,14 +22,10 @@ if TYPE_CHECKING:
 def open_view(path: Path, renames: Sequence[str] = ()) -> "LayerView":
     """Open a checkpoint of either format, and say so on stderr if another path was taken.
 
-    Args:
-        path: as the user gave it.
-        renames: ``FROM=TO`` each.
-
     Raises:
         StateError: nothing there, or it is damaged.
         LayoutError: something else is there.
-        ConfigError: a rename fits nothing.
+        ConfigError: a rename is not ``FROM=TO``, or fits nothing.
     """
     from moe_optim.checkpoints.conversion.layer_view import LayerView, parse_renames
     from moe_optim.checkpoints.stores.opening import open_checkpoint

@@ -16,9 +16,6 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 def require_writable(*paths: Path | None) -> None:
     """Refuse files that could not be written, before the work whose results go there.
 
-    Args:
-        paths: files asked for; None is one that was not.
-
     Raises:
         ConfigError: a folder is missing or may not be written in, or a path is a folder itself.
     """

@@ -80,11 +80,7 @@ def survey_expert_sets(
 
 
 def raise_faults(faults: Sequence[str]) -> None:
-    """Raise one error for all of them, if there are any.
-
-    Raises:
-        LayoutError: there are.
-    """
+    """Raise one LayoutError for all of them, if there are any."""
     if faults:
         raise LayoutError(
             f"expert keys: expected complete sets of one layout each, got {len(faults)} fault(s):\n"
@@ -96,9 +92,7 @@ def raise_faults(faults: Sequence[str]) -> None:
 def shape_faults(expert_set: ExpertSet, shapes: Mapping[str, Shape]) -> list[str]:
     """Return what keeps entries from being this set: missing, surplus and misshapen ones.
 
-    Args:
-        expert_set: what is expected.
-        shapes: of all entries of its container, extra states left out, by whole key.
+    ``shapes`` are of all entries of its container, extra states left out, by whole key.
     """
     expected = expert_set.shapes()
     agreeing = [key for key, shape in expected.items() if shapes.get(key) == shape]
@@ -151,10 +145,7 @@ def _matches(
 
 
 def _read_container(
-    prefix: str,
-    entries: Mapping[str, Shape],
-    layouts: Sequence[KeyLayout],
-    num_experts: int | None,
+    prefix: str, entries: Mapping[str, Shape], layouts: Sequence[KeyLayout], num_experts: int | None
 ) -> tuple[ExpertSet | None, list[str]]:
     """Return the one set that a container holds, or its faults."""
     extra = tuple(prefix + remainder for remainder in entries if is_extra_state(remainder))
@@ -272,8 +263,7 @@ def _unit(part: str, experts: int | None) -> int:
 def expert_remainders(remainders: Iterable[str]) -> set[str]:
     """Return what of a container is an expert's in some named layout, extra states included.
 
-    Args:
-        remainders: keys without the prefix of their container.
+    ``remainders`` are keys without the prefix of their container.
     """
     layouts = tuple(LAYOUTS.values())
     return {r for r in remainders if is_extra_state(r) or _matches(r, layouts)}

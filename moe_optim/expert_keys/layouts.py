@@ -55,10 +55,6 @@ class KeyPattern:
         """Return what follows the prefix, for one expert where each has a key."""
         return self.template.format(expert=expert)
 
-    def experts(self, num_experts: int) -> Iterator[int | None]:
-        """Return whose keys there are: those of every expert, or one of all, which is None."""
-        return iter(range(num_experts)) if self.is_per_expert else iter([None])
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeyLayout:
@@ -111,7 +107,7 @@ class ExpertSet:
     def entries(self) -> Iterator[tuple[KeyPattern, int | None, str]]:
         """Return each key with its pattern, and its expert where it is of one."""
         for pattern in self.patterns:
-            for expert in pattern.experts(self.num_experts):
+            for expert in range(self.num_experts) if pattern.is_per_expert else (None,):
                 yield pattern, expert, self.prefix + pattern.key(expert)
 
     def sizes(self, axes: tuple[str, ...]) -> tuple[int, ...]:
@@ -212,11 +208,7 @@ _EXTRA_STATES = tuple(  # what the linears of grouped, indexed and sequential ex
 
 
 def get_layout(name: str) -> KeyLayout:
-    """Return the layout of that name.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Return the layout of that name; ConfigError if there is none."""
     if name not in LAYOUTS:
         raise ConfigError(f"expert key layout: expected one of {', '.join(LAYOUTS)}, got {name!r}.")
     return LAYOUTS[name]
@@ -232,9 +224,7 @@ def _regex(template: str) -> re.Pattern[str]:
 def match_key(remainder: str, template: str) -> tuple[int | None] | None:
     """Return the expert whose key this is (None for a key of all), or None if it does not match.
 
-    Args:
-        remainder: what follows the container's prefix.
-        template: of a :class:`KeyPattern`.
+    ``remainder`` follows the container's prefix, ``template`` is of a :class:`KeyPattern`.
     """
     found = _regex(template).fullmatch(remainder)
     if found is None:

@@ -5,6 +5,7 @@ layout, maxima from ``plan_exchange``. Not counted are the tables that kernels r
 tiles, slots of their own) and what an allocator rounds up.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
@@ -75,7 +76,7 @@ def plan_rows(experts: PlannedExperts, gpus: Sequence[int]) -> Iterator[Row]:
         used = sum(bucket.used * number for bucket, number in buckets.items())
         for name in (*FORMATS, STOCK_MXFP8, STOCK_BF16):
             all_costs = [
-                _times(_costs_of(name, bucket, experts.grad_dtype), number)
+                (_costs_of(name, bucket, experts.grad_dtype), number)
                 for bucket, number in buckets.items()
             ]
             yield {
@@ -200,30 +201,18 @@ def _stock_costs(name: str, bucket: PlannedBucket, grad_dtype: torch.dtype) -> C
     )
 
 
-def _times(costs: Costs, number: int) -> Costs:
-    """Return the costs of several equal buckets."""
-    return Costs(
-        parts={name: count * number for name, count in costs.parts.items()},
-        gathered=costs.gathered * number,
-        maxima=costs.maxima * number,
-        cuts_bands=costs.cuts_bands,
-        numel=costs.numel * number,
-        owned=costs.owned * number,
-        launches=costs.launches * number,
-    )
-
-
-def _total(costs: Sequence[Costs]) -> Costs:
-    parts: dict[str, int] = {}
-    for one in costs:
+def _total(costs: Sequence[tuple[Costs, int]]) -> Costs:
+    """Return the costs of all buckets, given those of each kind and how many are of it."""
+    parts: Counter[str] = Counter()
+    for one, number in costs:
         for name, count in one.parts.items():
-            parts[name] = parts.get(name, 0) + count
+            parts[name] += count * number
     return Costs(
         parts=parts,
-        gathered=sum(one.gathered for one in costs),
-        maxima=sum(one.maxima for one in costs),
-        cuts_bands=any(one.cuts_bands for one in costs),
-        numel=sum(one.numel for one in costs),
-        owned=torch.stack([one.owned for one in costs]).sum(0),
-        launches=torch.stack([one.launches for one in costs]).sum(0),
+        gathered=sum(one.gathered * number for one, number in costs),
+        maxima=sum(one.maxima * number for one, number in costs),
+        cuts_bands=any(one.cuts_bands for one, _ in costs),
+        numel=sum(one.numel * number for one, number in costs),
+        owned=torch.stack([one.owned * number for one, number in costs]).sum(0),
+        launches=torch.stack([one.launches * number for one, number in costs]).sum(0),
     )

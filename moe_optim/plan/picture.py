@@ -1,9 +1,11 @@
 """The picture of a plan: bytes against the number of GPUs, a line a format."""
 
-import io
 from collections.abc import Mapping, Sequence
 from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any
+
+from moe_optim.console.pictures import png_of
+from moe_optim.console.spelling import spell_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,32 +29,21 @@ Row = dict[str, Any]
 
 
 def draw_plan(rows: Sequence[Row], what: str) -> bytes:
-    """Draw the rows of a plan on logarithmic axes; return a PNG.
-
-    Args:
-        rows: of ``plan_rows``.
-        what: the line that says what is planned.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    """Draw the rows of a plan, of ``what``, on logarithmic axes; return a PNG."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.8), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(1, len(PANELS))
     for axes, key in zip(panels, PANELS, strict=True):
         _draw_panel(axes, rows, key)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
     figure.suptitle(f"Expert weights: {what}", x=0.01, ha="left", fontsize=11)
-    png = io.BytesIO()
-    figure.savefig(png, format="png")
-    return png.getvalue()
+    return png_of(figure)
 
 
 def _draw_panel(axes: "Axes", rows: Sequence[Row], key: str) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
-
-    from moe_optim.console.spelling import spell_bytes
 
     gpus = sorted({row["gpus"] for row in rows})
     ends = {}

@@ -94,12 +94,7 @@ def plan(args: argparse.Namespace) -> int:
 
 
 def default_gpus(experts: "PlannedExperts", ranks: int) -> list[int]:
-    """Return the recipe's ranks, if they hold the model, and some more numbers that make sense.
-
-    Args:
-        experts: what is planned.
-        ranks: of the recipe.
-    """
+    """Return the recipe's ``ranks``, if they hold the model, and some numbers that make sense."""
     fewest = experts.gpus_multiple
     numbers = [fewest * STEP**step for step in range(MOST_STEPS)]
     if experts.most_micro_batches is not None:

@@ -10,10 +10,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
-import logging
-import os
 import shutil
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +19,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from moe_optim.checkpoints.files.publishing import synchronize
+from moe_optim.console.screen import quiet
 from moe_optim.errors import ConfigError
 from moe_optim.train.text_files import SPLITS, Span, Split, SplitBy, TextFile, split_text
 
@@ -64,10 +63,7 @@ class ByteDataset:
 
 
 def prepare_dataset(
-    files: Sequence[TextFile],
-    root: Path,
-    *,
-    on_bytes: OnBytes = lambda _count: None,
+    files: Sequence[TextFile], root: Path, *, on_bytes: OnBytes = lambda _count: None
 ) -> tuple[ByteDataset, bool]:
     """Return the dataset of ``files`` below ``root`` and whether it had to be built.
 
@@ -113,16 +109,13 @@ def _load(folder: Path) -> ByteDataset | None:
         dataset = ByteDataset(folder=folder, **{key: facts[key] for key in _FACTS})
     except (OSError, ValueError, KeyError):
         return None
-    whole = all(
-        dataset.prefix(split).with_suffix(".idx").is_file()
-        and _size(dataset.prefix(split).with_suffix(".bin")) == dataset.tokens(split) * _TOKEN_BYTES
-        for split in SPLITS
-    )
-    return dataset if whole else None
+    return dataset if all(_is_whole(dataset, split) for split in SPLITS) else None
 
 
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.is_file() else -1
+def _is_whole(dataset: ByteDataset, split: Split) -> bool:
+    index, tokens = (dataset.prefix(split).with_suffix(suffix) for suffix in (".idx", ".bin"))
+    nbytes = dataset.tokens(split) * _TOKEN_BYTES
+    return index.is_file() and tokens.is_file() and tokens.stat().st_size == nbytes
 
 
 def _build(files: Sequence[TextFile], folder: Path, on_bytes: OnBytes) -> ByteDataset:
@@ -136,17 +129,11 @@ def _build(files: Sequence[TextFile], folder: Path, on_bytes: OnBytes) -> ByteDa
         facts: dict[str, object] = {key: getattr(dataset, key) for key in _FACTS}
         facts["files"] = [str(file.path) for file in files]
         (partial / "dataset.json").write_text(json.dumps(facts, indent=1) + "\n")
-        for path in partial.iterdir():
-            _flush_to_disk(path)
+        synchronize(partial)
         partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return replace(dataset, folder=folder)
-
-
-def _flush_to_disk(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
 
 
 def _write_splits(files: Sequence[TextFile], folder: Path, on_bytes: OnBytes) -> ByteDataset:
@@ -183,15 +170,8 @@ def _write_split(spans: Sequence[Span], prefix: Path, on_bytes: OnBytes) -> npt.
 
 def _new_builder(path: Path) -> "IndexedDatasetBuilder":
     """Import Megatron without its remarks on the absence of GPUs, TE and apex; they come later."""
-    logger = logging.getLogger("torch.utils.cpp_extension")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-    finally:
-        logger.setLevel(level)
+    with quiet():
+        from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
     return IndexedDatasetBuilder(str(path), dtype=np.uint16)
 
 
@@ -223,11 +203,7 @@ def entropy(counts: npt.NDArray[np.int64]) -> float:
 
 
 def require_sequence_length(dataset: ByteDataset, sequence_length: int) -> None:
-    """Refuse a dataset of which some split cannot fill a single sample.
-
-    Raises:
-        ConfigError: naming the split, what it has and what it needs.
-    """
+    """Raise ConfigError for a dataset of which some split cannot fill a single sample."""
     for split in SPLITS:
         if dataset.tokens(split) <= sequence_length:
             raise ConfigError(
@@ -240,9 +216,7 @@ def require_sequence_length(dataset: ByteDataset, sequence_length: int) -> None:
 def dataset_argv(dataset: ByteDataset, index_cache: Path) -> list[str]:
     """Return the Megatron flags that train on ``dataset``.
 
-    Args:
-        dataset: from :func:`prepare_dataset`.
-        index_cache: where Megatron may keep its sample index; not shared between running jobs.
+    ``index_cache`` is where Megatron may keep its sample index; not shared between running jobs.
     """
     return [
         *("--train-data-path", str(dataset.prefix("train"))),

@@ -177,9 +177,7 @@ def _ranks(plan: LaunchPlan) -> Iterator[SubprocessContext]:
 def rank_environments(plan: LaunchPlan, port: int) -> dict[int, dict[str, str]]:
     """Return what every rank's environment has besides this process's own.
 
-    Args:
-        plan: what to run.
-        port: where this process serves the store that the ranks meet at, as torchrun's does.
+    ``port`` is where this process serves the store that the ranks meet at, as torchrun's does.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     common = {
@@ -231,10 +229,7 @@ def _first_failure(
 ) -> RankFailure | None:
     """Return the failure that the others followed from; torch lists them as it found them.
 
-    Args:
-        plan: what was run.
-        result: what torch saw: failures alone.
-        done: ranks that had ended with exit code 0 by then, the first one first.
+    ``done`` are ranks that had ended with exit code 0 by then, the first one first.
     """
     tails = {rank: _tail(plan.log(rank)) for rank in result.failures}
     disk_full = any(_DISK_FULL.search(text) for text in tails.values())

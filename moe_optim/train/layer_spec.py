@@ -30,9 +30,7 @@ class SequenceParallelNorm:
 def layer_spec(config: GPTModelConfig, vp_stage: int | None = None) -> Any:
     """Return what one stage of the model is built from.
 
-    Args:
-        config: Megatron's model configuration.
-        vp_stage: index of the model chunk on this pipeline rank; None if it has one.
+    ``vp_stage`` is the index of the model chunk on this pipeline rank; None if it has one.
     """
     spec = default_layer_spec(config, vp_stage)
     if config.transformer.sequence_parallel:

@@ -139,8 +139,7 @@ def refuse_unsupported(args: Namespace) -> None:
 def train(argv: Sequence[str]) -> None:
     """Build the model and run Megatron's training loop to its end, with everything it does there.
 
-    Args:
-        argv: Megatron's and moe_optim's flags. ``sys.argv`` is replaced: Megatron parses that.
+    ``argv``, Megatron's and moe_optim's flags, replaces ``sys.argv``: Megatron parses that.
     """
     sys.argv = [sys.argv[0], *argv]
     request = request_from_argv(argv)

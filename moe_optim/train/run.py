@@ -14,17 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn
 
 from moe_optim.checkpoints.files.folders import iteration_folders
 from moe_optim.checkpoints.integrity import is_damage, step_beside
-from moe_optim.console.argv import (
-    data_flags,
-    flags,
-    last_value,
-    spell_format,
-    without,
-)
+from moe_optim.console.argv import data_flags, flags, last_value, spell_format, without
+from moe_optim.console.checkpoint_progress import progress_bar
 from moe_optim.console.files import DISK_FULL, free_bytes, full_disk_explained, full_disk_sentence
 from moe_optim.console.screen import results_console
 from moe_optim.errors import ConfigError, raise_faults
@@ -198,21 +192,9 @@ class _Training:
         size = sum(file.size for file in files)
         self._say(f"dataset: {len(files)} files, {size / 1e6:.1f} MB")
         root = self.folder.path.resolve().parent / "data"
-        bar = Progress(
-            SpinnerColumn(),
-            TextColumn("building the dataset"),
-            BarColumn(bar_width=None),
-            DownloadColumn(),
-            console=self.console,
-            transient=True,
-            expand=True,
-            disable=not self.console.is_terminal,
-        )
-        with full_disk_explained(root, "building the dataset"), bar:
-            task = bar.add_task("", total=size)
-            dataset, built = prepare_dataset(
-                files, root, on_bytes=lambda count: bar.advance(task, count)
-            )
+        doing = "building the dataset"
+        with full_disk_explained(root, doing), progress_bar(doing, size) as report:
+            dataset, built = prepare_dataset(files, root, on_bytes=report)
         counts = ", ".join(f"{count:,} {split}" for split, count in dataset.bytes.items())
         self._say(
             f"dataset: {'built' if built else 'reused'} {dataset.folder} ({counts} bytes; "
@@ -342,9 +324,7 @@ class _Training:
     def _resume_command(self, *more: str, replaced: Collection[str] = ()) -> str:
         """Return the command that goes on with this run, from its newest checkpoint.
 
-        Args:
-            more: flags for Megatron.
-            replaced: those of one value that ``more`` gives anew.
+        ``more`` are flags for Megatron, ``replaced`` those of one value that they give anew.
         """
         old = without(
             self.args.megatron_args,

@@ -5,7 +5,8 @@
     RUN/checkpoints/      Megatron's torch_dist checkpoints and its tracker file
     RUN/logs/launch1/     one log a rank and launch: rank0.log, rank1.log, ...
     RUN/tensorboard/      event files of every launch
-    RUN/text.json         what the run began to train on; a resume goes on with it
+    RUN/text.json         the paths of ``--text`` it began with, none for the standard library,
+                          null for Megatron's data; a resume goes on with it
     RUN/index_cache/      Megatron's sample index of the dataset; rebuilt by every launch
     RUN/model.json        what rank 0 says about the model it trained
     RUN/summary.json      written last: a run that has it has finished
@@ -18,7 +19,6 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -28,51 +28,19 @@ from moe_optim.console.files import full_disk_explained, write_atomically
 from moe_optim.errors import ConfigError, StateError
 
 
-@dataclass(frozen=True)
 class RunFolder:
-    """Where everything of one run lies; a value, nothing is created."""
+    """Where everything of one run lies, see above; nothing is created."""
 
-    path: Path
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folder given to Megatron as ``--save`` and ``--load``."""
-        return self.path / "checkpoints"
-
-    @property
-    def logs(self) -> Path:
-        """Folder with one folder a launch."""
-        return self.path / "logs"
-
-    @property
-    def tensorboard(self) -> Path:
-        """Folder with the event files of all launches."""
-        return self.path / "tensorboard"
-
-    @property
-    def index_cache(self) -> Path:
-        """Folder given to Megatron as ``--data-cache-path``."""
-        return self.path / "index_cache"
-
-    @property
-    def text(self) -> Path:
-        """The paths of ``--text``, none for the standard library; null for Megatron's data."""
-        return self.path / "text.json"
-
-    @property
-    def model(self) -> Path:
-        """What rank 0 says about the model."""
-        return self.path / "model.json"
-
-    @property
-    def summary(self) -> Path:
-        """The result of a finished run."""
-        return self.path / "summary.json"
-
-    @property
-    def loss_plot(self) -> Path:
-        """The loss curves of a finished run."""
-        return self.path / "loss.png"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.logs = path / "logs"
+        self.tensorboard = path / "tensorboard"
+        self.index_cache = path / "index_cache"
+        self.text = path / "text.json"
+        self.model = path / "model.json"
+        self.summary = path / "summary.json"
+        self.loss_plot = path / "loss.png"
 
     def next_log_folder(self) -> Path:
         """Return the log folder of the coming launch; those of earlier launches are kept."""
@@ -89,12 +57,9 @@ def remember_text(folder: RunFolder, paths: Sequence[Path] | None) -> None:
 def recall_text(folder: RunFolder, given: Sequence[Path]) -> list[Path]:
     """Return what a resumed run goes on to train on: what it began with, if that was recorded.
 
-    Args:
-        folder: of the run.
-        given: by ``--text`` at the resume; may be empty.
-
     Raises:
-        ConfigError: other text is given than the run began with, or it began with Megatron's data.
+        ConfigError: ``--text`` gives other text than the run began with, or it began with
+            Megatron's data.
         StateError: the record is damaged.
     """
     if not folder.text.is_file():

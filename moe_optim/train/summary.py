@@ -1,6 +1,5 @@
 """What a finished run leaves behind: its curves read back, ``summary.json`` and ``loss.png``."""
 
-import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moe_optim.console.files import write_atomically
+from moe_optim.console.pictures import png_of
 from moe_optim.errors import LayoutError
 from moe_optim.train.run_folder import RunFolder
 
@@ -175,12 +175,10 @@ def smoothed(losses: Sequence[float]) -> list[float]:
 
 def plot_losses(curves: Curves, summary: Mapping[str, Any]) -> bytes:
     """Draw training and held-out loss against the byte entropy; return a PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     _draw_curves(axes, curves)
     entropy = summary["byte_entropy"]
@@ -194,9 +192,7 @@ def plot_losses(curves: Curves, summary: Mapping[str, Any]) -> bytes:
     axes.grid(axis="y", color="0.92")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
-    png = io.BytesIO()
-    figure.savefig(png, format="png")
-    return png.getvalue()
+    return png_of(figure)
 
 
 def _draw_curves(axes: "Axes", curves: Curves) -> None:

@@ -41,11 +41,7 @@ class Span:
 
 
 def standard_library_text() -> list[TextFile]:
-    """Return the Python standard library's own ``.py`` files, its tests left out.
-
-    Raises:
-        ConfigError: this Python has none on the disk.
-    """
+    """Return the standard library's ``.py`` files, but for its tests; ConfigError without any."""
     root = Path(sysconfig.get_path("stdlib"))
     files = [file for file in _walk(root, skip=_NO_TEXT_FOLDERS) if file.path.suffix == ".py"]
     if not files:

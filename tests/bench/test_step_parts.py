@@ -3,6 +3,7 @@
 How real optimizers are cut into parts is seen in ``tests/bench/test_step.py``.
 """
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from moe_optim.bench import step_rank as counted_steps
-from moe_optim.bench.step_parts import DeviceClock, HostClock, Parts, instrument
+from moe_optim.bench.step_parts import Parts, instrument
 from moe_optim.bench.step_rank import CountedSteps, Iteration, kind_of, milliseconds
+from moe_optim.bench.timing import Mark
 
 
 class FakeClock:
@@ -21,10 +23,8 @@ class FakeClock:
         self.now = 0.0
 
     def mark(self):
-        return self.now
-
-    def ms(self, earlier, later):
-        return later - earlier
+        now = self.now
+        return SimpleNamespace(now=now, ms_since=lambda earlier: now - earlier.now)
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def work(clock, ms):
 def test_time_belongs_to_the_innermost_part_alone(clock):
     """optimizer: 1, gather: 2, post: 4, gather again: 8, optimizer: 16; outside: 32 and 64."""
     parts = Parts()
-    with parts.recorded(clock) as recording:
+    with parts.recorded(clock.mark) as recording:
         clock.now += 32
         with parts.part("optimizer"):
             clock.now += 1
@@ -66,7 +66,7 @@ def test_time_belongs_to_the_innermost_part_alone(clock):
 def test_a_part_within_itself_is_counted_once(clock):
     parts = Parts()
     inner = parts.within("gather", work(clock, 2))
-    with parts.recorded(clock) as recording:
+    with parts.recorded(clock.mark) as recording:
         assert parts.within("gather", inner)("value") == "value"
     assert recording.own_ms() == {"gather": 2}
     assert recording.whole_ms("gather") == 2
@@ -101,18 +101,16 @@ def test_the_clock_of_a_device_queues_time_stamps_and_waits_for_nothing(monkeypa
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: pytest.fail("waited"))
     parts = Parts()
-    with parts.recorded(DeviceClock()) as recording, parts.part("optimizer"):
+    with parts.recorded(partial(Mark, "cuda")) as recording, parts.part("optimizer"):
         parts.within("gather", lambda: None)()
-    assert [event for event, _ in recording.changes] == queue
     assert len(queue) == 4
     assert recording.own_ms() == {"optimizer": 20.0, "gather": 10.0}
 
 
 def test_the_clock_of_the_host_counts_seconds_and_tells_milliseconds(monkeypatch):
     monkeypatch.setattr("time.perf_counter", iter([0.25, 1.5]).__next__)
-    clock = HostClock()
-    earlier, later = clock.mark(), clock.mark()
-    assert clock.ms(earlier, later) == 1250.0
+    earlier, later = Mark("cpu"), Mark("cpu")
+    assert later.ms_since(earlier) == 1250.0
 
 
 class Group:
@@ -181,7 +179,7 @@ def test_all_optimizers_of_a_chain_and_all_bucket_groups_are_seen(clock):
     """Also a gather that a forward pass waits for: only the wait and its end are taken from it."""
     parts, chain, dense, experts = Parts(), chain_of(clock), Group(clock), Group(clock)
     instrument(parts, [chunk_of([dense], [experts])], chain)
-    with parts.recorded(clock) as recording:
+    with parts.recorded(clock.mark) as recording:
         chain.step()
         with parts.part("forward_backward"):
             for group in (dense, experts):
@@ -209,7 +207,7 @@ def test_weights_that_stock_quantizes_on_arrival_are_requantized_then(clock):
     stub.is_stub_optimizer, stub.optimizer = True, None
     chain.chained_optimizers.append(stub)
     instrument(parts, [chunk_of([group])], chain)
-    with parts.recorded(clock) as recording:
+    with parts.recorded(clock.mark) as recording:
         group._post_param_sync()
     assert recording.own_ms() == {"requantize": 7}
 
@@ -226,10 +224,10 @@ def test_each_kind_of_iteration_shows_its_own_times(clock):
     """The rest of the optimizer is what is in no other part; the host's time lacks the norm."""
     parts, chain = Parts(), chain_of(clock)
     instrument(parts, [chunk_of([Group(clock)])], chain)
-    with parts.recorded(clock) as recording, parts.part("forward_backward"):
+    with parts.recorded(clock.mark) as recording, parts.part("forward_backward"):
         clock.now += 1
     chained = chain.step
-    with parts.recorded(clock) as recording, parts.part("optimizer"):
+    with parts.recorded(clock.mark) as recording, parts.part("optimizer"):
         clock.now += 6
         chained()
     split = milliseconds(Iteration("parts", 0.0, recording), 1.0)
@@ -289,7 +287,7 @@ def test_a_step_is_drained_on_the_host_iterations_alone(clock, monkeypatch):
         optimizer.step()
         return {"lm loss": torch.tensor(0.1)}, 0
 
-    steps = CountedSteps(train_step, clock)
+    steps = CountedSteps(train_step, {"parts": clock.mark, "host": clock.mark})
     arguments = (None, None, [chunk_of([Group(clock)])], chain, None, None, work(clock, 20))
     drained = []
     for _ in range(7):

@@ -10,8 +10,6 @@ from safetensors.torch import load_file, save_file
 from moe_optim.checkpoints.stores.opening import open_checkpoint
 from moe_optim.checkpoints.stores.torch_dist import TorchDistReader
 from moe_optim.cli import main as cli
-from moe_optim.expert_keys import names
-from moe_optim.expert_keys.layouts import LAYOUTS
 from tests.support.damage import flip_in
 from tests.support.stored_checkpoints import (
     EXPERTS,
@@ -43,10 +41,6 @@ def convert(capsys, monkeypatch):
         return code, captured.out.splitlines(), captured.err
 
     return run
-
-
-def test_the_command_offers_every_layout():
-    assert tuple(LAYOUTS) == names.LAYOUTS
 
 
 def test_the_summary_says_what_was_done(convert, source, tmp_path):

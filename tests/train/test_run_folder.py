@@ -15,7 +15,7 @@ from moe_optim.train.run_folder import RunFolder, claim, recall_text, remember_t
 def test_a_new_folder_is_created_and_can_be_claimed_again_afterwards(tmp_path):
     for _ in range(2):
         with claim(tmp_path / "runs" / "a", resume=False) as folder:
-            assert folder == RunFolder(tmp_path / "runs" / "a")
+            assert folder.path == tmp_path / "runs" / "a"
 
 
 def test_a_second_run_is_refused_while_the_first_lives_and_told_who_it_is(tmp_path):

@@ -11,6 +11,7 @@ from moe_optim.checkpoints.conversion.expert_finding import (
     check_row_order,
     find_experts,
     known_interleave,
+    without_experts,
 )
 from moe_optim.checkpoints.conversion.layer_view import LayerView
 from moe_optim.checkpoints.conversion.one_thread import one_thread
@@ -75,19 +76,14 @@ class Comparison:
 
 
 def find_side(view: LayerView, *, num_experts: int | None, weights_only: bool) -> Side:
-    """Find the experts of a checkpoint.
-
-    Raises:
-        LayoutError: they are not complete.
-    """
+    """Find the experts of a checkpoint; LayoutError where they are not complete."""
     kept = [key for key in view.tensors if not (weights_only and is_state(key))]
     sets = find_experts(view, kept, num_experts=num_experts)
-    experts = {key for one in sets for key in (*one.keys, *one.extra_states)}
     return Side(
         view=view,
         interleave=known_interleave(view, None),
         sets={one.prefix: one for one in sets},
-        others=tuple(key for key in kept if key not in experts),
+        others=without_experts(kept, sets),
     )
 
 
@@ -95,10 +91,7 @@ def find_side(view: LayerView, *, num_experts: int | None, weights_only: bool) -
 def compare_checkpoints(a: Side, b: Side, report: Callable[[int], None]) -> Comparison:
     """Compare all tensors of two checkpoints, holding one layer of each at a time.
 
-    Args:
-        a: one side.
-        b: the other.
-        report: called with how many bytes of A have been compared since.
+    ``report`` is called with how many bytes of A have been compared since its last call.
 
     Raises:
         LayoutError: rows of experts are interleaved in an order that cannot be told.
@@ -111,7 +104,7 @@ def compare_checkpoints(a: Side, b: Side, report: Callable[[int], None]) -> Comp
             check_row_order(side.view, side.interleave)
     for prefix in [*a.sets, *(prefix for prefix in b.sets if prefix not in a.sets)]:
         _compare_set(a, b, prefix, result)
-        report(_set_bytes(a, prefix))
+        report(a.view.nbytes(a.sets[prefix].keys) if prefix in a.sets else 0)
     flat = _skipped_flat_states(a, b)
     if flat:
         result.notes.append(
@@ -200,11 +193,6 @@ def _dtypes(key: str, left: Tensor, right: Tensor) -> Difference:
 
 def _grouped(expert_set: ExpertSet) -> ExpertSet:
     return replace(expert_set, layout=GROUPED)
-
-
-def _set_bytes(side: Side, prefix: str) -> int:
-    keys = side.sets[prefix].keys if prefix in side.sets else ()
-    return sum(side.view.tensors[key].nbytes for key in keys)
 
 
 def _skipped_flat_states(a: Side, b: Side) -> set[str]:

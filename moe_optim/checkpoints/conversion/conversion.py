@@ -68,7 +68,7 @@ def _write_safetensors(plan: ConversionPlan, folder: Path, report: Report) -> No
         report(plan.set_bytes(expert_set))
     for keys in plan.other_files():
         writer.write({key: plan.view.read(key) for key in keys})
-        report(sum(plan.view.tensors[key].nbytes for key in keys))
+        report(plan.view.nbytes(keys))
     writer.finish()
 
 

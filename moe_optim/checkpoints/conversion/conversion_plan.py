@@ -10,6 +10,7 @@ from moe_optim.checkpoints.conversion.expert_finding import (
     check_row_order,
     find_experts,
     known_interleave,
+    without_experts,
 )
 from moe_optim.checkpoints.conversion.layer_view import STATE_KIND, STORED_ALIKE, LayerView
 from moe_optim.checkpoints.stores.reader import FLAT_STATES, FileFormat, is_state
@@ -68,9 +69,8 @@ class ConversionPlan:
     @property
     def total_bytes(self) -> int:
         """Bytes of everything that is written, without headers."""
-        tensors = sum(self.view.tensors[key].nbytes for key in self.others)
         objects = sum(self.view.reader.objects[key] for key in self.objects)
-        return sum(map(self.set_bytes, self.sets)) + tensors + objects
+        return sum(map(self.set_bytes, self.sets)) + self.view.nbytes(self.others) + objects
 
     @property
     def disk_bytes(self) -> int:
@@ -82,7 +82,7 @@ class ConversionPlan:
 
     def set_bytes(self, expert_set: ExpertSet) -> int:
         """Return the bytes of a set."""
-        return sum(self.view.tensors[key].nbytes for key in expert_set.keys)
+        return self.view.nbytes(expert_set.keys)
 
     def convert(self, expert_set: ExpertSet) -> dict[str, Tensor]:
         """Read one set and return it as it is to be stored."""
@@ -102,8 +102,7 @@ class ConversionPlan:
         """Return the other tensors in groups no larger than a layer, but for larger tensors."""
         group: list[str] = []
         for key in self.others:
-            size = sum(self.view.tensors[name].nbytes for name in [*group, key])
-            if group and size > self.layer_bytes:
+            if group and self.view.nbytes([*group, key]) > self.layer_bytes:
                 yield group
                 group = []
             group.append(key)
@@ -144,7 +143,7 @@ def plan_conversion(view: LayerView, request: ConversionRequest) -> ConversionPl
     plan = ConversionPlan(
         view=view,
         sets=tuple(sorted(sets, key=lambda one: is_state(one.prefix))),
-        others=_without_experts(kept, sets),
+        others=without_experts(kept, sets),
         objects=objects,
         left_out=(
             *(key for key in view.tensors if key not in set(kept)),
@@ -201,11 +200,6 @@ def _check_states(view: LayerView, sets: list[ExpertSet]) -> None:
             f"{path}: expected {' and '.join(kinds)} of all experts or of none, got "
             f"{'; '.join(faults)}. Convert with --weights-only."
         )
-
-
-def _without_experts(keys: list[str], sets: list[ExpertSet]) -> tuple[str, ...]:
-    taken = {key for one in sets for key in (*one.keys, *one.extra_states)}
-    return tuple(key for key in keys if key not in taken)
 
 
 def _target_interleave(request: ConversionRequest, to: KeyLayout, source: int) -> int:

@@ -1,6 +1,6 @@
 """The experts of a checkpoint: which keys they have, and in which order their rows are."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from moe_optim.checkpoints.conversion.layer_view import STORED_ALIKE, LayerView
 from moe_optim.errors import ConfigError, LayoutError
@@ -53,12 +53,14 @@ def _shapes(view: LayerView, keys: Collection[str]) -> dict[str, tuple[int, ...]
     return {key: view.tensors[key].shape for key in keys if STORED not in key}
 
 
-def source_layouts(view: LayerView, given: KeyLayout | None) -> list[KeyLayout] | None:
-    """Return which layouts experts may have: as given, as recorded, or None for any.
+def without_experts(keys: Iterable[str], sets: Iterable[ExpertSet]) -> tuple[str, ...]:
+    """Return which keys are no experts'."""
+    taken = {key for one in sets for key in (*one.keys, *one.extra_states)}
+    return tuple(key for key in keys if key not in taken)
 
-    Raises:
-        ConfigError: the given one is not that of the checkpoint.
-    """
+
+def source_layouts(view: LayerView, given: KeyLayout | None) -> list[KeyLayout] | None:
+    """Return the layouts that experts may have (None: any); ConfigError if ``given`` is not one."""
     if view.reader.format == "torch_dist":
         if given and given.name not in STORED_ALIKE:
             raise ConfigError(
@@ -78,11 +80,7 @@ def source_layouts(view: LayerView, given: KeyLayout | None) -> list[KeyLayout] 
 def known_interleave(
     view: LayerView, given: int | None, flag: str = "--source-glu-interleave"
 ) -> int:
-    """Return the GLU interleave of a checkpoint: as given or recorded, else 0.
-
-    Raises:
-        ConfigError: both, and they differ.
-    """
+    """Return the GLU interleave as given or recorded, else 0; ConfigError where the two differ."""
     recorded = view.recorded.glu_interleave
     if given is not None and recorded is not None and given != recorded:
         raise ConfigError(
@@ -93,13 +91,10 @@ def known_interleave(
 
 
 def check_row_order(view: LayerView, interleave: int) -> None:
-    """Refuse rows that alternate within the part of each expert-tensor-parallel rank.
+    """Raise LayoutError for rows that alternate in each expert-tensor-parallel rank's part.
 
     Megatron stores the first half of the rows of all ranks, then the second half of all: the rows
     of a rank are no longer side by side.
-
-    Raises:
-        LayoutError: they are such rows.
     """
     ranks = view.recorded.parallel_sizes.get("expert tensor", 1)
     if interleave and ranks > 1:

@@ -7,7 +7,7 @@ layer, ``decoder.layers.3.mlp.experts.experts.linear_fc1.weight``. Both are show
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -55,11 +55,7 @@ class LayerView:
     """A checkpoint under the keys that its experts have in state dicts."""
 
     def __init__(self, reader: CheckpointReader, renames: Sequence[Rename] = ()) -> None:
-        """Read no values.
-
-        Args:
-            reader: of the checkpoint.
-            renames: each key takes the first that fits.
+        """Read no values; each key takes the first rename that fits.
 
         Raises:
             ConfigError: a rename fits no key.
@@ -90,6 +86,10 @@ class LayerView:
     def recorded(self) -> Recorded:
         """What the checkpoint says about itself."""
         return self.reader.recorded
+
+    def nbytes(self, keys: Iterable[str]) -> int:
+        """Return the bytes of some tensors."""
+        return sum(self.tensors[key].nbytes for key in keys)
 
     def read(self, key: str) -> Tensor:
         """Return one tensor; raises as the reader does."""
@@ -132,11 +132,7 @@ def _show(reader: CheckpointReader) -> list[tuple[str, Place, TensorInfo]]:
 
 
 def parse_renames(texts: Sequence[str]) -> tuple[Rename, ...]:
-    """Return what ``FROM=TO`` asks for.
-
-    Raises:
-        ConfigError: it is not of that form.
-    """
+    """Return what ``FROM=TO`` asks for; ConfigError for text of another form."""
     renames = []
     for text in texts:
         old, equals, new = text.partition("=")

@@ -18,16 +18,8 @@ class FileRange(io.RawIOBase):
         """Return True."""
         return True
 
-    def tell(self) -> int:
-        """Return the position within the range."""
-        return self._position
-
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move within the range, and return the new position.
-
-        Raises:
-            ValueError: it would lie before the range.
-        """
+        """Move within the range, and return the new position; ValueError for one before it."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
         if base + offset < 0:
             raise ValueError(f"a position before the range: {base + offset}")
@@ -35,11 +27,7 @@ class FileRange(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        """Fill ``buffer`` as far as the range goes, and return the number of bytes.
-
-        Raises:
-            EOFError: the file ends before the range does.
-        """
+        """Fill ``buffer`` as far as the range goes; EOFError if the file ends before it does."""
         view = memoryview(buffer).cast("B")
         count = max(0, min(len(view), self._length - self._position))
         self._file.seek(self._start + self._position)

@@ -24,11 +24,7 @@ def iteration_of(checkpoint: Path) -> int:
 
 
 def read_tracker(checkpoints: Path) -> str | None:
-    """Return what the tracker file says; None where there is no such file.
-
-    Raises:
-        OSError: it leads elsewhere, is no file, or too long for one.
-    """
+    """Return what the tracker file says, None without one; raises as :func:`read_file` does."""
     try:
         content = read_file(checkpoints, TRACKER, _TRACKER_BYTES)
     except (FileNotFoundError, NotADirectoryError):

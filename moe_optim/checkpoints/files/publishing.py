@@ -18,13 +18,9 @@ def published(target: Path, *, needed_bytes: int) -> Iterator[Path]:
 
     A killed process leaves ``<target>.partial-<random>``; an error removes it.
 
-    Args:
-        target: must not exist.
-        needed_bytes: that will be written.
-
     Raises:
         ConfigError: there is something at ``target`` already.
-        StateError: the disk is too small, or writing failed.
+        StateError: the disk is too small for ``needed_bytes``, or writing failed.
     """
     if target.exists() or target.is_symlink():
         raise ConfigError(
@@ -33,7 +29,12 @@ def published(target: Path, *, needed_bytes: int) -> Iterator[Path]:
     partial = target.with_name(f"{target.name}.partial-{secrets.token_hex(4)}")
     try:
         partial.mkdir(parents=True)
-        _check_space(partial, target, needed_bytes)
+        free = shutil.disk_usage(partial).free
+        if free < needed_bytes:
+            raise StateError(
+                f"{target}: expected {needed_bytes:,} bytes free on its disk, got {free:,}. "
+                "Free some space, or name a folder on another disk."
+            )
         yield partial
         synchronize(partial)
         partial.rename(target)
@@ -44,15 +45,6 @@ def published(target: Path, *, needed_bytes: int) -> Iterator[Path]:
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def _check_space(partial: Path, target: Path, needed: int) -> None:
-    free = shutil.disk_usage(partial).free
-    if free < needed:
-        raise StateError(
-            f"{target}: expected {needed:,} bytes free on its disk, got {free:,}. "
-            "Free some space, or name a folder on another disk."
-        )
 
 
 def synchronize(folder: Path) -> None:

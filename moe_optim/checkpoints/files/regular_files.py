@@ -8,8 +8,8 @@ be more than there is memory for, whatever little of it the disk holds.
 import errno
 import os
 import stat
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 SMALL_BYTES = 16 * 2**20
 """More than files have that are read whole: records, descriptions. As Python objects, JSON and
@@ -27,12 +27,8 @@ _KINDS = {
 def locate(folder: Path, name: str) -> Path:
     """Return where a file of a checkpoint lies, without links.
 
-    Links within the folder are followed, and those of a cache of Hugging Face, from
-    ``snapshots/<revision>`` to ``blobs`` beside ``snapshots``.
-
-    Args:
-        folder: of the checkpoint; may be a link itself.
-        name: of the file, relative to the folder.
+    ``folder`` may be a link itself. Links within it are followed, and those of a cache of Hugging
+    Face, from ``snapshots/<revision>`` to ``blobs`` beside ``snapshots``.
 
     Raises:
         FileNotFoundError: there is nothing.
@@ -56,7 +52,7 @@ def _locate(folder: Path, name: str) -> str:
     return path
 
 
-def open_file(folder: Path, name: str) -> BinaryIO:
+def open_file(folder: Path, name: str) -> BufferedReader:
     """Open a file of a checkpoint for reading; raises as :func:`locate` does."""
     # should a link or a pipe have come to lie there meanwhile, it is not followed or waited for
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -70,11 +66,7 @@ def open_file(folder: Path, name: str) -> BinaryIO:
 
 
 def given_file(path: Path) -> Path:
-    """Return a path that the user gave, wherever links lead, if it is a regular file.
-
-    Raises:
-        OSError: it is not.
-    """
+    """Return a path that the user gave, wherever links lead; OSError for no regular file."""
     _require_regular(path.stat(), path)
     return path
 
@@ -82,14 +74,9 @@ def given_file(path: Path) -> Path:
 def read_file(folder: Path, name: str, limit: int = SMALL_BYTES) -> bytes:
     """Return the bytes of a file of a checkpoint.
 
-    Args:
-        folder: of the checkpoint.
-        name: of the file.
-        limit: bytes that it has at most.
-
     Raises:
         FileNotFoundError: there is nothing.
-        OSError: as for :func:`locate`, or it is longer.
+        OSError: as for :func:`locate`, or it is longer than ``limit`` bytes.
     """
     with open_file(folder, name) as file:
         size = os.fstat(file.fileno()).st_size

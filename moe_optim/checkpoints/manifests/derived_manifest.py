@@ -89,10 +89,7 @@ def derive_manifests(
 ) -> list[StateManifest]:
     """Return every manifest that flat states can have had, those with the same places once.
 
-    Args:
-        chunks: of the model that loads them.
-        stored: buffers of the checkpoint, in order.
-        glu_interleave: of the checkpoint.
+    ``chunks`` are of the model that loads them, all else is of the checkpoint.
     """
     laid_out = (_lay_out(order, stored) for order in _orders(chunks))
     return _distinct(laid_out, glu_interleave)
@@ -106,11 +103,7 @@ def derive_coalesced_manifests(
 ) -> list[StateManifest]:
     """Do the same for buffers whose buckets were stored as one, without the padding between them.
 
-    Args:
-        chunks: of the model that loads them.
-        stored: buffers of the checkpoint, in order, each as one bucket.
-        bucket_sizes: elements at which Megatron may have closed buckets; None: at the end alone.
-        glu_interleave: of the checkpoint.
+    ``bucket_sizes`` are elements at which Megatron may have closed buckets; None: at the end alone.
     """
     laid_out = (
         _lay_out_coalesced(order, stored, size)
@@ -219,12 +212,7 @@ def _rearranged(
 
 
 def _by_buffer(order: Chunks, *, is_quantized: bool) -> list[tuple[str, list[Parameter]]]:
-    """Return storage dtype and parameters of each buffer, as they lie in it.
-
-    Args:
-        order: parameters by chunk.
-        is_quantized: whether the buffers were of a model with quantized weights, which lie apart.
-    """
+    """Return storage dtype and parameters of each buffer; weights that are quantized lie apart."""
     groups: list[tuple[str, list[Parameter]]] = []
     for chunk in order:
         by_dtype: dict[str, list[Parameter]] = {}

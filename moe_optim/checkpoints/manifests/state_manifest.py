@@ -8,6 +8,7 @@ sizes cannot tell apart. A manifest says what lies where. Pure: no device, no gr
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from math import prod
 from typing import Any
 
 from moe_optim.errors import LayoutError
@@ -64,10 +65,7 @@ class ParameterPlace:
     @property
     def numel(self) -> int:
         """Logical elements."""
-        total = 1
-        for size in self.shape:
-            total *= size
-        return total
+        return prod(self.shape)
 
     @property
     def num_stacked(self) -> int | None:
@@ -135,11 +133,7 @@ class StateManifest:
 
     @classmethod
     def from_dict(cls, saved: Any, where: str) -> "StateManifest":
-        """Undo :meth:`to_dict`.
-
-        Raises:
-            LayoutError: it is no manifest, or one of a later version.
-        """
+        """Undo :meth:`to_dict`; LayoutError for what is no manifest, or one of a later version."""
         try:
             version = saved["version"]
             buffers = tuple(_buffer_from(buffer) for buffer in saved["buffers"])
@@ -175,11 +169,7 @@ class StateManifest:
                     yield buffer_id, bucket_id, place
 
     def addresses(self) -> dict[Address, Read]:
-        """Return where each address lies.
-
-        Raises:
-            LayoutError: an address that occurs twice.
-        """
+        """Return where each address lies; LayoutError for one that occurs twice."""
         found: dict[Address, Read] = {}
         for buffer_id, bucket_id, place in self.places():
             start = place.start
@@ -301,7 +291,7 @@ def _joined(last: Sequence[Read], read: Read) -> list[Read]:
     return [*last, read]
 
 
-def listed(found: Sequence[str]) -> str:
+def listed(found: Sequence[str], separator: str = ", ") -> str:
     """Return names for an error, the first few of many."""
-    shown = ", ".join(found[:_LISTED])
+    shown = separator.join(found[:_LISTED])
     return shown if len(found) <= _LISTED else f"{shown} and {len(found) - _LISTED} more"

@@ -30,10 +30,7 @@ class Archive:
     """The records of an archive, by their names without the folder that all are in."""
 
     def __init__(self, stream: IO[bytes]) -> None:
-        """Read the table at the end of an archive.
-
-        Args:
-            stream: the archive, seekable; stays open.
+        """Read the table at the end of a seekable stream, which stays open.
 
         Raises:
             zipfile.BadZipFile: it is cut off, damaged, or not as torch writes it.
@@ -76,11 +73,7 @@ class Archive:
         return record.header_offset + 30 + int(sum(lengths))
 
     def read_into(self, name: str, buffer: memoryview) -> None:
-        """Fill a buffer of the size of a record with its bytes.
-
-        Raises:
-            EOFError: the archive ends before.
-        """
+        """Fill a buffer of a record's size with its bytes; EOFError if the archive ends before."""
         self._stream.seek(self.place_of(self.records[name]))
         if self._stream.readinto(buffer) < len(buffer):  # type: ignore[attr-defined]
             raise EOFError("an archive that ends too early")
@@ -92,11 +85,7 @@ class Archive:
         return order is None or (order.file_size == 6 and self._zip.read(order) == b"little")
 
     def compare_checksums(self) -> None:
-        """Read every record once, in blocks.
-
-        Raises:
-            zipfile.BadZipFile: one does not have its CRC-32.
-        """
+        """Read every record once, in blocks; BadZipFile for one that does not have its CRC-32."""
         for record in self.table:
             with self._zip.open(record) as content:
                 while content.read(BLOCK_BYTES):  # compares the CRC at the end of the record
@@ -104,11 +93,7 @@ class Archive:
 
 
 def table_defect(stream: IO[bytes]) -> str | None:
-    """Say why the table of an archive, at its end, cannot be read; None when it can.
-
-    Args:
-        stream: the archive, seekable.
-    """
+    """Say why the table of an archive, at its end, cannot be read; None when it can."""
     try:
         Archive(stream)
     except Exception as error:  # a damaged zip makes zipfile raise nearly anything

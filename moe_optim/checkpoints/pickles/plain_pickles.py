@@ -4,56 +4,16 @@ A pickle is a program: its operations build values on a stack, and some call wha
 Python's unpicklers carry that out. Here a name stays a :class:`Named` and a call of it a
 :class:`Made`, so that no pickle runs code, and nothing is imported. What is left to bound is memory
 and time: both are proportional to the length of the pickle. Operations that no checkpoint has are
-refused, as are memo places beyond its length, numbers of more than 2040 bits, and dict keys whose
-hash would take longer than they are long (tuples of tuples, shared).
+refused, as are memo places far beyond its length, numbers of more than 2040 bits, and dict keys
+whose hash would take longer than they are long (tuples of tuples, shared).
 """
 
+import io
+import pickle
 import struct
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pickle import (
-    APPEND,
-    APPENDS,
-    BINBYTES,
-    BINBYTES8,
-    BINFLOAT,
-    BINGET,
-    BININT,
-    BININT1,
-    BININT2,
-    BINPERSID,
-    BINPUT,
-    BINUNICODE,
-    BINUNICODE8,
-    BUILD,
-    EMPTY_DICT,
-    EMPTY_LIST,
-    EMPTY_TUPLE,
-    FRAME,
-    GLOBAL,
-    LONG1,
-    LONG_BINGET,
-    LONG_BINPUT,
-    MARK,
-    MEMOIZE,
-    NEWFALSE,
-    NEWOBJ,
-    NEWTRUE,
-    NONE,
-    PROTO,
-    REDUCE,
-    SETITEM,
-    SETITEMS,
-    SHORT_BINBYTES,
-    SHORT_BINUNICODE,
-    STACK_GLOBAL,
-    STOP,
-    TUPLE,
-    TUPLE1,
-    TUPLE2,
-    TUPLE3,
-)
 from typing import Any
 
 
@@ -67,6 +27,11 @@ class Named:
     def __str__(self) -> str:
         text = f"{self.module}.{self.name}"[:200]
         return text if text.isprintable() else repr(text)
+
+
+def names_of(by_module: Mapping[str, str]) -> set[Named]:
+    """Return what is named: by module, names with blanks between."""
+    return {Named(module, name) for module, names in by_module.items() for name in names.split()}
 
 
 @dataclass(slots=True, eq=False)
@@ -109,108 +74,73 @@ def read_pickle(content: bytes, admit: Callable[[Named], None] = lambda _: None)
     Raises:
         ValueError: it is cut off, or no pickle that a checkpoint has.
     """
-    machine = _Machine(content, admit)
+    stream = io.BytesIO(content)
+    faults = EOFError, LookupError, OverflowError, TypeError, struct.error, pickle.UnpicklingError
     try:
-        return machine.run()
-    except (IndexError, KeyError, TypeError, struct.error) as error:
-        raise ValueError(f"no pickle of a checkpoint, at byte {machine.at:,}") from error
+        return _Reader(stream, len(content), admit).load()
+    except faults as error:
+        raise ValueError(f"no pickle of a checkpoint, before byte {stream.tell():,}") from error
 
 
-class _Machine:
-    """Stack, marks and memo while a pickle is read; each operation is a function of it."""
+_PythonsUnpickler: Any = pickle._Unpickler  # in Python, so that operations can be others
 
-    def __init__(self, content: bytes, admit: Callable[[Named], None]) -> None:
-        self.content = content
-        self.at = 0
-        self.protocol = 0
-        self.admit = admit
-        self.stack: list[Any] = []
-        self.below: list[list[Any]] = []  # stacks under the marks
-        self.memo: dict[int, Any] = {}
 
-    def run(self) -> Any:
-        content, operations, stop = self.content, _OPERATIONS, STOP[0]
-        while (code := content[self.at]) != stop:
-            self.at += 1
-            operations[code](self)
-        if len(self.stack) != 1 or self.below:
-            raise TypeError("an end with more or less than one value")
-        return self.stack[0]
+class _Reader(_PythonsUnpickler):  # type: ignore[misc]
+    """Python's unpickler with operations that keep what others call; see ``_ADMITTED``."""
 
-    def byte(self) -> int:
-        self.at += 1
-        return self.content[self.at - 1]
+    def __init__(self, stream: io.BytesIO, length: int, admit: Callable[[Named], None]) -> None:
+        super().__init__(stream)
+        self._length, self._admit = length, admit
 
-    def announce(self) -> None:
-        self.protocol = self.byte()
-
-    def number(self, form: struct.Struct) -> Any:
-        (value,) = form.unpack_from(self.content, self.at)
-        self.at += form.size
-        return value
-
-    def take(self, count: int) -> bytes:
-        start, self.at = self.at, self.at + count
-        if self.at > len(self.content):
-            raise ValueError("a pickle that is cut off")
-        return self.content[start : self.at]
-
-    def line(self) -> str:
-        return self.take(self.content.index(b"\n", self.at) + 1 - self.at)[:-1].decode()
-
-    def top(self, count: int) -> tuple[Any, ...]:
-        """Take the last values off the stack."""
-        values = tuple(self.stack[-count:])
-        if len(values) < count:
-            raise IndexError("a stack without as many values")
-        del self.stack[-count:]
-        return values
-
-    def mark(self) -> None:
-        self.below.append(self.stack)
-        self.stack = []
-
-    def from_mark(self) -> list[Any]:
-        """Take all values off the stack down to the last mark, and the mark."""
-        values, self.stack = self.stack, self.below.pop()
-        return values
-
-    def tuple_from_mark(self) -> None:
-        values = self.from_mark()
-        self.stack.append(tuple(values))
-
-    def memoize(self) -> None:
-        self.memo[len(self.memo)] = self.stack[-1]
-
-    def put(self, place: int) -> None:
-        if place > len(self.content):  # other unpicklers reserve memory for all places before
-            raise ValueError(f"memo place {place:,} in a pickle of {len(self.content):,} bytes")
-        self.memo[place] = self.stack[-1]
-
-    def name(self, module: Any, name: Any) -> None:
-        if not (isinstance(module, str) and isinstance(name, str)):
-            raise TypeError("a name that is no text")
-        if self.protocol < 3:  # which has the names of Python 2
+    def find_class(self, module: str, name: str) -> Named:
+        if self.proto < 3:  # which has the names of Python 2
             module, name = NAME_MAPPING.get((module, name), (module, name))
             module = IMPORT_MAPPING.get(module, module)
         named = Named(module, name)
-        self.admit(named)
-        self.stack.append(named)
+        self._admit(named)
+        return named
 
-    def make(self) -> None:
-        by, args = self.top(2)
+    def persistent_load(self, words: Any) -> Stored:
+        return Stored(words)
+
+    def load_stop(self) -> None:
+        if len(self.stack) != 1 or self.metastack:
+            raise TypeError("an end with more or less than one value")
+        super().load_stop()
+
+    # Python's own take text that cannot be encoded again
+
+    def load_short_binunicode(self) -> None:
+        self.append(self.read(self.read(1)[0]).decode())
+
+    def load_binunicode(self) -> None:
+        self.append(self.read(*_UINT.unpack(self.read(4))).decode())
+
+    def load_binunicode8(self) -> None:
+        self.append(self.read(*_LONG.unpack(self.read(8))).decode())
+
+    def load_long_binput(self) -> None:
+        (place,) = _UINT.unpack(self.read(4))
+        if place > self._length:  # other unpicklers reserve memory for all places before
+            raise ValueError(f"memo place {place:,} in a pickle of {self._length:,} bytes")
+        self.memo[place] = self.stack[-1]
+
+    def load_reduce(self) -> None:
+        args, by = self.stack.pop(), self.stack.pop()
         if not (isinstance(by, Named) and isinstance(args, tuple)):
             raise TypeError("a call of what was not named")
         if by == _ENCODE and args[1:] not in _OF_BYTES:  # others are looked for, and imported
             raise ValueError("text in another encoding than that of bytes")
         if by == _SIZE and isinstance(args[0], tuple):
-            self.stack.append(args[0])
+            self.append(args[0])
         elif by == _ORDERED_DICT and not args:
-            self.stack.append({})
+            self.append({})
         else:
-            self.stack.append(Made(by, args))
+            self.append(Made(by, args))
 
-    def build(self) -> None:
+    load_newobj = load_reduce
+
+    def load_build(self) -> None:
         state = self.stack.pop()
         target = self.stack[-1]
         if isinstance(target, Made):
@@ -218,14 +148,27 @@ class _Machine:
         elif not isinstance(target, dict):  # an OrderedDict may have attributes
             raise TypeError("a state of what has none")
 
-    def append(self, values: Sequence[Any]) -> None:
+    def load_append(self) -> None:
+        self._extend([self.stack.pop()])
+
+    def load_appends(self) -> None:
+        self._extend(self.pop_mark())
+
+    def _extend(self, values: list[Any]) -> None:
         target = self.stack[-1]
         if isinstance(target, list):
             target.extend(values)
         elif not isinstance(target, Made):
             raise TypeError("elements of what has none")
 
-    def set_items(self, values: Sequence[Any]) -> None:
+    def load_setitem(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._set_items([key, value])
+
+    def load_setitems(self) -> None:
+        self._set_items(self.pop_mark())
+
+    def _set_items(self, values: list[Any]) -> None:
         target = self.stack[-1]
         if len(values) % 2:
             raise TypeError("a key without a value")
@@ -245,50 +188,27 @@ def _require_flat(key: Any) -> None:
         raise TypeError("a key whose hash is not at hand")
 
 
-_SHORT, _INT, _UINT, _LONG = (struct.Struct(form) for form in ("<H", "<i", "<I", "<Q"))
-_DOUBLE = struct.Struct(">d")
+_UINT, _LONG = struct.Struct("<I"), struct.Struct("<Q")
 
-_OPERATIONS: dict[int, Callable[[_Machine], object]] = {
-    code[0]: operation
-    for code, operation in {
-        PROTO: _Machine.announce,
-        FRAME: lambda m: m.number(_LONG),
-        NONE: lambda m: m.stack.append(None),
-        NEWTRUE: lambda m: m.stack.append(True),
-        NEWFALSE: lambda m: m.stack.append(False),
-        BININT1: lambda m: m.stack.append(m.byte()),
-        BININT2: lambda m: m.stack.append(m.number(_SHORT)),
-        BININT: lambda m: m.stack.append(m.number(_INT)),
-        LONG1: lambda m: m.stack.append(int.from_bytes(m.take(m.byte()), "little", signed=True)),
-        BINFLOAT: lambda m: m.stack.append(m.number(_DOUBLE)),
-        SHORT_BINUNICODE: lambda m: m.stack.append(m.take(m.byte()).decode()),
-        BINUNICODE: lambda m: m.stack.append(m.take(m.number(_UINT)).decode()),
-        BINUNICODE8: lambda m: m.stack.append(m.take(m.number(_LONG)).decode()),
-        SHORT_BINBYTES: lambda m: m.stack.append(m.take(m.byte())),
-        BINBYTES: lambda m: m.stack.append(m.take(m.number(_UINT))),
-        BINBYTES8: lambda m: m.stack.append(m.take(m.number(_LONG))),
-        EMPTY_TUPLE: lambda m: m.stack.append(()),
-        TUPLE: _Machine.tuple_from_mark,
-        TUPLE1: lambda m: m.stack.append((m.stack.pop(),)),
-        TUPLE2: lambda m: m.stack.append(m.top(2)),
-        TUPLE3: lambda m: m.stack.append(m.top(3)),
-        EMPTY_LIST: lambda m: m.stack.append([]),
-        APPEND: lambda m: m.append(m.top(1)),
-        APPENDS: lambda m: m.append(m.from_mark()),
-        EMPTY_DICT: lambda m: m.stack.append({}),
-        SETITEM: lambda m: m.set_items(m.top(2)),
-        SETITEMS: lambda m: m.set_items(m.from_mark()),
-        MARK: _Machine.mark,
-        BINGET: lambda m: m.stack.append(m.memo[m.byte()]),
-        LONG_BINGET: lambda m: m.stack.append(m.memo[m.number(_UINT)]),
-        BINPUT: lambda m: m.put(m.byte()),
-        LONG_BINPUT: lambda m: m.put(m.number(_UINT)),
-        MEMOIZE: _Machine.memoize,
-        GLOBAL: lambda m: m.name(m.line(), m.line()),
-        STACK_GLOBAL: lambda m: m.name(*m.top(2)),
-        REDUCE: _Machine.make,
-        NEWOBJ: _Machine.make,
-        BUILD: _Machine.build,
-        BINPERSID: lambda m: m.stack.append(Stored(m.stack.pop())),
-    }.items()
+_ADMITTED = b"".join(
+    (
+        pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK,
+        pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE,
+        pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1, pickle.BINFLOAT,
+        pickle.SHORT_BINUNICODE, pickle.BINUNICODE, pickle.BINUNICODE8,
+        pickle.SHORT_BINBYTES, pickle.BINBYTES, pickle.BINBYTES8,
+        pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3,
+        pickle.EMPTY_LIST, pickle.APPEND, pickle.APPENDS,
+        pickle.EMPTY_DICT, pickle.SETITEM, pickle.SETITEMS,
+        pickle.MEMOIZE, pickle.BINPUT, pickle.LONG_BINPUT, pickle.BINGET, pickle.LONG_BINGET,
+        pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.REDUCE, pickle.NEWOBJ, pickle.BUILD,
+        pickle.BINPERSID,
+    )
+)  # fmt: skip
+"""Operations that pickles of checkpoints have."""
+
+_Reader.dispatch = {
+    code: getattr(_Reader, operation.__name__)
+    for code, operation in _PythonsUnpickler.dispatch.items()
+    if code in _ADMITTED
 }

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import IO, Any
 
 from moe_optim.checkpoints.pickles.archives import Archive
-from moe_optim.checkpoints.pickles.plain_pickles import Named, read_pickle
+from moe_optim.checkpoints.pickles.plain_pickles import Named, names_of, read_pickle
 from moe_optim.checkpoints.stores.stored_metadata import ITEM_BYTES
 from moe_optim.checkpoints.stores.stored_tensors import STORAGES
 
@@ -39,10 +39,7 @@ _PLAIN = {  # by module: what makes values of its arguments, and does nothing el
     "torch.serialization": "_get_layout",
     "torch.storage": "UntypedStorage",
 }
-_PLAIN_NAMES = {
-    *(Named(module, name) for module, names in _PLAIN.items() for name in names.split()),
-    *(Named(*dtype.split(".")) for dtype in ITEM_BYTES),
-}
+_PLAIN_NAMES = names_of(_PLAIN) | {Named(*dtype.split(".")) for dtype in ITEM_BYTES}
 
 
 class ForeignNameError(ValueError):
@@ -87,15 +84,11 @@ def require_plain(file: IO[bytes], knows: Callable[[Named], bool]) -> None:
 def replace_int(blob: bytes, key: str, value: int | None) -> bytes | None:
     """Return a ``torch.save`` archive with another number behind a string key, or None without it.
 
-    Nothing else changes, objects of unknown classes included, since nothing is unpickled.
-
-    Args:
-        blob: the archive.
-        key: stands before an int or None wherever it occurs.
-        value: goes there.
+    The key stands before an int or None wherever it occurs. Nothing else changes, objects of
+    unknown classes included, since nothing is unpickled.
 
     Raises:
-        ValueError: its pickle cannot be read.
+        ValueError: the pickle in ``blob`` cannot be read.
     """
     load_object(io.BytesIO(blob))
     source = zipfile.ZipFile(io.BytesIO(blob))

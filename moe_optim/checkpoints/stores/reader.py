@@ -57,31 +57,25 @@ class CheckpointReader(Protocol):
     @property
     def path(self) -> Path:
         """The folder or file that was opened."""
-        ...
 
     @property
     def format(self) -> FileFormat:
         """Of the files."""
-        ...
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
         """All tensors, by name."""
-        ...
 
     @property
     def objects(self) -> Mapping[str, int]:
         """Bytes of everything stored that is not a tensor, by name."""
-        ...
 
     @property
     def recorded(self) -> Recorded:
         """What the checkpoint says about itself."""
-        ...
 
     def read(self, name: str, first: int | None = None) -> Tensor:
         """Return a tensor, or, without its first axis, what lies at place ``first`` there."""
-        ...
 
 
 def is_state(key: str) -> bool:

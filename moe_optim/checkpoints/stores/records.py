@@ -17,7 +17,6 @@ MANIFEST = "integrity.json"
 """Written by Megatron with ``--verify-integrity``; as the seal, of whole files alone."""
 
 _ALGORITHM = "sha256"
-_BLOCK_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True)
@@ -60,22 +59,14 @@ class Records:
 
 
 def read_records(checkpoint: Path) -> Records:
-    """Return what the seal and Megatron's manifest say; empty where there is neither.
-
-    Raises:
-        DamageError: one of them is there and cannot be read.
-    """
+    """Return what the seal and Megatron's manifest say; DamageError for one that cannot be read."""
     sealed = _read(checkpoint, SEAL, ("whole", "tables"))
     listed = _read(checkpoint, MANIFEST, ("files",))
     return Records(whole=sealed["whole"] | listed["files"], tables=sealed["tables"])
 
 
 def remove_record(checkpoint: Path, name: str) -> None:
-    """Remove a file of a checkpoint, or a link in its place, if there is one.
-
-    Raises:
-        StateError: there is something else.
-    """
+    """Remove a file or link of a checkpoint, if it is there; StateError for something else."""
     try:
         (checkpoint / name).unlink(missing_ok=True)
     except OSError as error:
@@ -85,11 +76,7 @@ def remove_record(checkpoint: Path, name: str) -> None:
 
 
 def write_seal(checkpoint: Path, records: Records) -> None:
-    """Write the seal, whole or not at all.
-
-    Raises:
-        StateError: there is something in its place that is no file.
-    """
+    """Write the seal, whole or not at all; StateError where something else is in its place."""
     content = {"algorithm": _ALGORITHM, "whole": records.whole, "tables": records.tables}
     partial = checkpoint / f".{SEAL}.partial"
     remove_record(checkpoint, partial.name)  # it may be a link to another file
@@ -102,11 +89,8 @@ def write_seal(checkpoint: Path, records: Records) -> None:
 
 def sha256_of(checkpoint: Path, name: str) -> str:
     """Return the SHA-256 of a file in hexadecimal, read in blocks."""
-    digest = hashlib.sha256()
     with open_file(checkpoint, name) as file:
-        while block := file.read(_BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, _ALGORITHM).hexdigest()
 
 
 def _read(checkpoint: Path, name: str, sections: Iterable[str]) -> dict[str, dict[str, str]]:
@@ -114,10 +98,9 @@ def _read(checkpoint: Path, name: str, sections: Iterable[str]) -> dict[str, dic
         content: Any = parse_json(read_file(checkpoint, name))
     except FileNotFoundError:
         return {section: {} for section in sections}
-    except OSError as error:
-        raise DamageError(name, f"cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise DamageError(name, f"cannot be read: {error}") from error
+    except (OSError, ValueError) as error:
+        said = error.strerror if isinstance(error, OSError) else error
+        raise DamageError(name, f"cannot be read: {said}") from error
     try:
         if content["algorithm"] != _ALGORITHM:
             raise ValueError(f"expected the algorithm {_ALGORITHM!r}, got another")

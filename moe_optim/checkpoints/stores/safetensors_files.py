@@ -109,12 +109,7 @@ class SafetensorsWriter:
     """Writes files as they come, and at the end numbers them and writes the index."""
 
     def __init__(self, folder: Path, recorded: Recorded) -> None:
-        """Begin in a folder that exists.
-
-        Args:
-            folder: goes there.
-            recorded: goes into every file: layout, GLU interleave, experts and iteration.
-        """
+        """Begin in a folder that exists; what is ``recorded`` goes into every file."""
         self._folder = folder
         notes = {
             _LAYOUT: recorded.layout,

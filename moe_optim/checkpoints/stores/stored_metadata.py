@@ -19,36 +19,28 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from moe_optim.checkpoints.files.regular_files import SMALL_BYTES, read_file
-from moe_optim.checkpoints.pickles.plain_pickles import Made, Named, read_pickle
+from moe_optim.checkpoints.pickles.plain_pickles import Made, Named, names_of, read_pickle
 from moe_optim.checkpoints.stores.records import DamageError
 
 METADATA = ".metadata"
 """Name of the file."""
 
 _DCP = "torch.distributed.checkpoint"
-_METADATA_CLASSES = {
-    "BytesStorageMetadata",
-    "ChunkStorageMetadata",
-    "Metadata",
-    "MetadataIndex",
-    "StorageMeta",
-    "TensorProperties",
-    "TensorStorageMetadata",
-    "_MEM_FORMAT_ENCODING",
-}
-_PLAN_CLASSES = {"SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"}
-_NAMED = {  # classes that metadata names: torch's, and what older Megatrons put beside them
-    f"{_DCP}.metadata": _METADATA_CLASSES,
-    f"{_DCP}.filesystem": {"_StorageInfo", "_StoragePrefix"},
-    f"{_DCP}.planner": _PLAN_CLASSES,
-    "torch.distributed._shard.sharded_tensor.metadata": {"TensorProperties", "MEM_FORMAT_ENCODING"},
-    "torch.serialization": {"_get_layout"},
-    "megatron.core.dist_checkpointing.strategies.torch": {"MCoreMetadata", "MCoreSavePlan"},
-    "pathlib": {"PosixPath"},
-    "pathlib._local": {"PosixPath"},
-    "torch": {"Size"},
-    "collections": {"OrderedDict"},
-}
+_NAMED = names_of(  # classes that metadata names: torch's, and what older Megatrons put beside them
+    {
+        f"{_DCP}.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex "
+        "StorageMeta TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING",
+        f"{_DCP}.filesystem": "_StorageInfo _StoragePrefix",
+        f"{_DCP}.planner": "SavePlan WriteItem WriteItemType TensorWriteData BytesIOWriteData",
+        "torch.distributed._shard.sharded_tensor.metadata": "TensorProperties MEM_FORMAT_ENCODING",
+        "torch.serialization": "_get_layout",
+        "megatron.core.dist_checkpointing.strategies.torch": "MCoreMetadata MCoreSavePlan",
+        "pathlib": "PosixPath",
+        "pathlib._local": "PosixPath",
+        "torch": "Size",
+        "collections": "OrderedDict",
+    }
+)
 _DTYPES = {  # that are read, by the bytes of an element
     1: "bool uint8 int8 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu",
     2: "uint16 int16 float16 bfloat16",
@@ -108,13 +100,10 @@ def read_metadata(checkpoint: Path) -> bytes:
 
 
 def read_blobs(content: bytes) -> list[Blob]:
-    """Return the blobs that ``.metadata`` names, in the order they lie in files.
+    """Return the blobs that the content of ``.metadata`` names, in the order they lie in files.
 
     Every blob belongs to one key; the chunks of a tensor cover it, each element once; the blobs of
     a file lie one behind the other from its start, and are as long as their elements at least.
-
-    Args:
-        content: of the file ``.metadata``.
 
     Raises:
         DamageError: it is no metadata of a checkpoint, or its parts contradict each other.
@@ -164,7 +153,7 @@ def checked_name(name: Any) -> str:
 
 def _admit(named: Named) -> None:
     is_dtype = named.module == "torch" and _DTYPE.fullmatch(named.name)
-    if not is_dtype and named.name not in _NAMED.get(named.module, ()):
+    if not is_dtype and named not in _NAMED:
         raise ValueError(f"it names {named}, as no checkpoint does")
 
 

@@ -100,12 +100,7 @@ def _described(value: Any) -> StoredTensor:
 def tensor_defect(stream: IO[bytes], dtype: str, shape: Shape) -> str | None:
     """Say how an archive differs from that of one tensor of ``shape``; None if it does not.
 
-    Reads how the tensor is described, and not its values.
-
-    Args:
-        stream: the archive.
-        dtype: of the tensor, as torch prints it: ``torch.bfloat16``.
-        shape: of the tensor.
+    Reads how the tensor is described, and not its values. ``dtype`` is as torch prints it.
     """
     try:
         tensor = describe_tensor(Archive(stream))
@@ -120,10 +115,7 @@ def tensor_defect(stream: IO[bytes], dtype: str, shape: Shape) -> str | None:
 def read_tensor(stream: IO[bytes], dtype: str, shape: Shape) -> "Tensor":
     """Return the values of the one tensor of an archive, contiguous.
 
-    Args:
-        stream: the archive.
-        dtype: that is expected, as torch prints it.
-        shape: that is expected.
+    ``dtype``, as torch prints it, and ``shape`` are what is expected.
 
     Raises:
         ValueError: it holds another tensor, or something else.

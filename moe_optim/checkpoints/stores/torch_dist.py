@@ -59,10 +59,7 @@ class TorchDistReader:
     format: FileFormat = "torch_dist"
 
     def __init__(self, path: Path) -> None:
-        """Read what lies where; values stay in the files.
-
-        Args:
-            path: a folder such as ``iter_0000160`` that holds ``.metadata``.
+        """Read what lies where in a folder such as ``iter_0000160``; values stay in the files.
 
         Raises:
             StateError: metadata is missing or damaged, or of an unfinished checkpoint.
@@ -169,8 +166,7 @@ class TorchDistReader:
     def blocks(self, blob: Blob) -> Iterator[bytes]:
         """Yield the bytes of one blob as they are stored; what is done with them is not its own.
 
-        Raises:
-            StateError: the file is missing, cut off or damaged.
+        Raises as :meth:`opened` does.
         """
         with self.opened(blob) as file:
             while block := file.read(_BLOCK_BYTES):
@@ -196,8 +192,7 @@ class TorchDistReader:
     def read_object(self, name: str) -> Any:
         """Return an object as ``plain_pickles`` reads it: nothing that it names is called.
 
-        Raises:
-            StateError: its bytes are missing or damaged.
+        Raises as :meth:`opened` does.
         """
         with self.opened(self.blobs[name][0]) as file:
             (value,) = load_object(file)  # a list of the objects under that key
@@ -240,11 +235,7 @@ class TorchDistReader:
 
     @cached_property
     def recorded(self) -> Recorded:
-        """What the common state says.
-
-        Raises:
-            StateError: it says it in another way than Megatron.
-        """
+        """What the common state says; StateError where it says it in another way than Megatron."""
         state, args = self.common_state, self.arguments
         own = {**(self._checked(OWN_STATE, state.get(OWN_STATE), dict) or {}), **args}
         content = self._checked("content_metadata", state.get("content_metadata"), dict) or {}

@@ -26,11 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from moe_optim.checkpoints.stores.reader import TensorInfo
 from moe_optim.checkpoints.stores.stored_metadata import METADATA
-from moe_optim.checkpoints.stores.torch_dist import (
-    CONFIG_FILE,
-    TorchDistReader,
-    blob_start,
-)
+from moe_optim.checkpoints.stores.torch_dist import CONFIG_FILE, TorchDistReader, blob_start
 
 FILE_BYTES = 4 * 2**30
 """A file that has become so long is followed by another."""
@@ -101,11 +97,7 @@ class TorchDistWriter:
         self._end(key, None, start)
 
     def finish(self, config: Mapping[str, Any] | None = None) -> None:
-        """Write what lies where, and last what makes it a checkpoint of Megatron's.
-
-        Args:
-            config: content of ``metadata.json``; Megatron's for this format if not given.
-        """
+        """Write what lies where, and last ``metadata.json``: ``config``, else Megatron's."""
         self._close()
         entries: dict[str, Any] = {key: BytesStorageMetadata() for key in self._objects}
         for key, info in self._tensors.items():

@@ -5,7 +5,8 @@ With each goes a :class:`StateManifest`, by which a model reads them whose exper
 """
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
@@ -110,9 +111,7 @@ def manifest_of(optimizer: Any) -> StateManifest:
     }
     config = optimizer.model_chunks[0].config
     return StateManifest(
-        buffers=tuple(buffers),
-        glu_interleave=config.moe_mlp_glu_interleave_size,
-        versions=versions,
+        buffers=tuple(buffers), glu_interleave=config.moe_mlp_glu_interleave_size, versions=versions
     )
 
 
@@ -153,26 +152,41 @@ def _group_key(optimizer: Any) -> str:
 def manifest_object(
     optimizer: Any, model: Any, *, is_loading: bool, is_flat: bool
 ) -> ShardedObject:
-    """Return the manifest to save, or the request for one. No rank communicates.
+    """Return the manifest to save, or when loading the request for one. No rank communicates.
 
-    Args:
-        optimizer: whose states are saved or loaded.
-        model: sharded state of its model, for requests.
-        is_loading: whether it is a request.
-        is_flat: whether states are as they lie in buckets.
+    ``model`` and ``is_flat`` are what :class:`Asked` has of them.
     """
     manifest = manifest_of(optimizer)
     key = manifest_key(optimizer, manifest)
-    replica_id = (
-        optimizer.distributed_optimizer_instance_id,
-        0,
-        optimizer.data_parallel_group.rank(),
+    if not is_loading:
+        return _object(optimizer, key, manifest.to_dict())
+    number = next(_numbers)
+    optimizer.asked = _asked[number] = Asked(optimizer, model, is_flat)  # until it asks again
+    return ManifestRequest(key, None, (1,), (0,), _replica_id(optimizer), number)
+
+
+def _replica_id(optimizer: Any) -> tuple[int, int, int]:
+    """Return which copy of an object this rank has: all of a data-parallel group have one."""
+    rank = optimizer.data_parallel_group.rank()
+    return optimizer.distributed_optimizer_instance_id, 0, rank
+
+
+def _object(optimizer: Any, key: str, content: Any) -> ShardedObject:
+    return ShardedObject(key, content, (1,), (0,), _replica_id(optimizer))
+
+
+def _elements(optimizer: Any, key: str, tensor: Tensor, start: int, numel: int) -> ShardedTensor:
+    """Return the entry of ``tensor``, whose elements begin at ``start`` of the ``numel`` saved."""
+    return ShardedTensor(
+        key,
+        tensor,
+        tensor.dtype,
+        tuple(tensor.shape),
+        (numel,),
+        (start,),
+        axis_fragmentations=None,
+        replica_id=(optimizer.distributed_optimizer_instance_id, 0, 0),
     )
-    if is_loading:
-        number = next(_numbers)
-        optimizer.asked = _asked[number] = Asked(optimizer, model, is_flat)  # until it asks again
-        return ManifestRequest(key, None, (1,), (0,), replica_id, number)
-    return ShardedObject(key, manifest.to_dict(), (1,), (0,), replica_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,25 +235,17 @@ def _flat_states(optimizer: Any, param: torch.nn.Parameter) -> dict[str, Tensor]
 
 def require_megatrons_offsets(manifest: StateManifest) -> None:
     """Raise LayoutError if Megatron, which knows no manifest, would read flat states elsewhere."""
-    for buffer, bucket, place, expected in _misplaced(manifest):
-        raise LayoutError(
-            f"{place.name}: expected element {expected} of bucket {bucket} in buffer {buffer}, "
-            f"where Megatron lays it, got {place.start}: without this package its states would be "
-            "read as another parameter's. Save fully reshardable "
-            "(--dist-ckpt-optim-fully-reshardable)."
-        )
-
-
-def _misplaced(manifest: StateManifest) -> Iterator[tuple[int, int, ParameterPlace, int]]:
-    """Yield buffer, bucket, place and Megatron's start of what does not lie side by side."""
-    for buffer_id, buffer in enumerate(manifest.buffers):
-        for bucket_id, bucket in enumerate(buffer.buckets):
-            expected = 0
-            for place in bucket.parameters:
-                expected = pad_param_start(expected)
-                if place.start != expected:
-                    yield buffer_id, bucket_id, place, expected
-                expected += place.numel
+    ends: Counter[tuple[int, int]] = Counter()
+    for buffer, bucket, place in manifest.places():
+        expected = pad_param_start(ends[buffer, bucket])
+        ends[buffer, bucket] = expected + place.numel
+        if place.start != expected:
+            raise LayoutError(
+                f"{place.name}: expected element {expected} of bucket {bucket} in buffer {buffer}, "
+                f"where Megatron lays it, got {place.start}: without this package its states would "
+                "be read as another parameter's. Save fully reshardable "
+                "(--dist-ckpt-optim-fully-reshardable)."
+            )
 
 
 def flat_states_to_save(optimizer: Any) -> dict[Any, Any]:
@@ -253,14 +259,12 @@ def flat_states_to_save(optimizer: Any) -> dict[Any, Any]:
     """
     manifest = manifest_of(optimizer)
     require_megatrons_offsets(manifest)
-    state: dict[Any, Any] = {}
     group_key = _group_key(optimizer)
-    instance = optimizer.distributed_optimizer_instance_id
     rank = optimizer.data_parallel_group.rank()
-    for name in _BUCKET_SIZES:
-        state[name] = ShardedObject(
-            f"{group_key}.{name}", getattr(optimizer, name), (1,), (0,), (instance, 0, rank)
-        )
+    state: dict[Any, Any] = {
+        name: _object(optimizer, f"{group_key}.{name}", getattr(optimizer, name))
+        for name in _BUCKET_SIZES
+    }
     owned = owned_ranges(optimizer)
     for buffer, places in enumerate(manifest.buffers):
         (dtype,) = optimizer.gbuf_ranges[buffer]
@@ -285,15 +289,8 @@ def flat_states_to_save(optimizer: Any) -> dict[Any, Any]:
             state[buffer][dtype].append(
                 [
                     {
-                        name: ShardedTensor(
-                            f"{key}.{name}",
-                            tensor,
-                            tensor.dtype,
-                            tuple(tensor.shape),
-                            (held.numel,),
-                            (rank * shard + start,),
-                            axis_fragmentations=None,
-                            replica_id=(instance, 0, 0),
+                        name: _elements(
+                            optimizer, f"{key}.{name}", tensor, rank * shard + start, held.numel
                         )
                         for name, tensor in tensors.items()
                     }
@@ -327,7 +324,6 @@ def flat_states_to_load(optimizer: Any, source: StateManifest, key: str) -> dict
     reader = CrossReader(source, target, key)
     places = places_of(optimizer, target)
     group_key = key.partition(f".{MANIFEST}")[0]
-    instance = optimizer.distributed_optimizer_instance_id
     ranges = []
     for one in owned_ranges(optimizer):
         reads = reader.reads(places[one.param], one.start, one.end)
@@ -335,24 +331,17 @@ def flat_states_to_load(optimizer: Any, source: StateManifest, key: str) -> dict
         for name, flat in _flat_states(optimizer, one.param).items():
             parts = flat.split([read.numel for read in reads])
             entry[name] = [
-                ShardedTensor(
+                _elements(
+                    optimizer,
                     f"{saved_key(group_key, source, read.buffer, read.bucket)}.{name}",
                     part,
-                    part.dtype,
-                    tuple(part.shape),
-                    (source.buffers[read.buffer].buckets[read.bucket].numel,),
-                    (read.start,),
-                    axis_fragmentations=None,
-                    replica_id=(instance, 0, 0),
+                    read.start,
+                    source.buffers[read.buffer].buckets[read.bucket].numel,
                 )
                 for read, part in zip(reads, parts, strict=True)
             ]
         ranges.append(entry)
-    rank = optimizer.data_parallel_group.rank()
-    sizes = {
-        name: ShardedObject(f"{group_key}.{name}", None, (1,), (0,), (instance, 0, rank))
-        for name in _BUCKET_SIZES
-    }
+    sizes = {name: _object(optimizer, f"{group_key}.{name}", None) for name in _BUCKET_SIZES}
     # by names: Megatron loads objects and tensors apart, and cannot merge parts of one list
     return {"ranges": ranges, **sizes}
 

@@ -34,10 +34,7 @@ from moe_optim.checkpoints.stores.objects import require_plain
 from moe_optim.checkpoints.stores.torch_dist import TorchDistReader
 from moe_optim.errors import ConfigError, LayoutError, NonFiniteError, PatchError, StateError
 from moe_optim.megatron.active import config_in_force, installed_config
-from moe_optim.megatron.checkpoint.flat_states import (
-    ManifestRequest,
-    require_same_interleave,
-)
+from moe_optim.megatron.checkpoint.flat_states import ManifestRequest, require_same_interleave
 from moe_optim.megatron.checkpoint.unmarked_states import manifest_of_unmarked
 from moe_optim.megatron.experts.amax import OptionalShardedTensor
 from moe_optim.megatron.patching.engine import original
@@ -202,11 +199,7 @@ def _check(folder: Path, group: Any) -> TorchDistReader:
 
 
 def _require_plain(stored: TorchDistReader, names: Iterable[str]) -> None:
-    """Refuse objects that would run code where Megatron unpickles them.
-
-    Raises:
-        LayoutError: the first of them.
-    """
+    """Raise LayoutError for the first object that runs code where Megatron unpickles it."""
     if config_in_force().trust_checkpoint_code:
         return
     for name in names:

@@ -1,5 +1,6 @@
 """States of ``--ckpt-format torch``: whole buffers in one file, with a manifest of them."""
 
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -67,7 +68,4 @@ def _tensors(states: dict[str, Any]) -> list[tuple[str, Tensor]]:
 
 def _bucket_starts(buffer: BufferPlaces) -> list[int]:
     """Return where each bucket starts among those of its buffer, and where the last one ends."""
-    starts = [0]
-    for bucket in buffer.buckets:
-        starts.append(starts[-1] + bucket.numel)
-    return starts
+    return [0, *accumulate(bucket.numel for bucket in buffer.buckets)]

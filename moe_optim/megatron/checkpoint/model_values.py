@@ -7,6 +7,7 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
+from moe_optim.checkpoints.manifests.state_manifest import listed
 from moe_optim.errors import LayoutError
 from moe_optim.expert_keys.finding import raise_faults
 from moe_optim.expert_keys.layouts import match_key
@@ -15,7 +16,6 @@ from moe_optim.megatron.te.fields import read_values, te_formats_of
 from moe_optim.megatron.te.grouped_linears import grouped_linears, members_of
 from moe_optim.megatron.weights.names import unwrapped_name
 
-_MOST_LISTED = 8
 _KINDS = ("weight", "bias")
 
 _Keys = dict[int | None, list[str]]
@@ -61,10 +61,9 @@ def model_values_for(
             else:
                 values[param] = found[keys[0]]
     if faults:
-        more = f" and {len(faults) - _MOST_LISTED} more" if len(faults) > _MOST_LISTED else ""
         raise LayoutError(
             "reload_model_params: state_dict: expected every parameter of the model once, got: "
-            f"{'; '.join(faults[:_MOST_LISTED])}{more}. Give the state of the whole model."
+            f"{listed(faults, '; ')}. Give the state of the whole model."
         )
     return values
 

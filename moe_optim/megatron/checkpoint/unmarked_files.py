@@ -17,29 +17,20 @@ from moe_optim.errors import LayoutError
 
 WEIGHTS_ALONE = "take the weights alone (--no-load-optim)"
 _RESHARDABLE = "--dist-ckpt-optim-fully-reshardable"
-_SHAPING = (  # arguments from which names, shapes and places of parameters follow
-    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"),
-    *(
-        "group_query_attention",
-        "kv_channels",
-        "num_experts",
-        "moe_ffn_hidden_size",
-        "moe_shared_expert_intermediate_size",
-    ),
-    *("moe_layer_freq", "mtp_num_layers", "swiglu", "add_bias_linear", "qk_layernorm"),
-    *("normalization", "untie_embeddings_and_output_weights", "padded_vocab_size"),
-    *("transformer_impl", "fp8_param_gather", "tensor_model_parallel_size"),
-    *("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
-    *("expert_model_parallel_size", "expert_tensor_parallel_size"),
-)
+_SHAPING = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "group_query_attention",
+    "kv_channels", "num_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size",
+    "moe_layer_freq", "mtp_num_layers", "swiglu", "add_bias_linear", "qk_layernorm",
+    "normalization", "untie_embeddings_and_output_weights", "padded_vocab_size",
+    "transformer_impl", "fp8_param_gather", "tensor_model_parallel_size",
+    "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
+    "expert_model_parallel_size", "expert_tensor_parallel_size",
+)  # fmt: skip
+"""Arguments from which names, shapes and places of parameters follow."""
 
 
 def stored_buffers(stored: TorchDistReader, group: str) -> list[StoredBuffer]:
     """Return what ``.metadata`` says of the buffers of a data-parallel group.
-
-    Args:
-        stored: a checkpoint.
-        group: what the keys of its states begin with.
 
     Raises:
         LayoutError: it has none of this group, or keeps parts of masters in it.
@@ -125,12 +116,7 @@ def whole_masters(states: Mapping[Any, Any], where: str) -> list[tuple[str, Tens
 
 
 def remedy(stored: TorchDistReader, buffers: Sequence[StoredBuffer]) -> str:
-    """Return what loads states of an unknown order: no more than what works.
-
-    Args:
-        stored: a checkpoint.
-        buffers: of :func:`stored_buffers`.
-    """
+    """Return what loads states of an unknown order: no more than what works."""
     differing = differing_arguments(stored)
     if differing:
         return (

@@ -86,10 +86,6 @@ def manifest_of_unmarked(
 
     Reads what this rank owns of the masters, and their weights. No rank communicates.
 
-    Args:
-        request: for the manifest.
-        stored: a checkpoint without manifests.
-
     Raises:
         LayoutError: it is of another model or of other parallel sizes, or does not show what lies
             where.

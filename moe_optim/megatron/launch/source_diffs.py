@@ -85,11 +85,7 @@ class SourceDiff:
 
 
 def load_diffs(folder: Path = FOLDER) -> tuple[SourceDiff, ...]:
-    """Read every diff of a folder, in the order of the files they change.
-
-    Raises:
-        PatchError: there is none.
-    """
+    """Read every diff of a folder, by the files that they change; PatchError without any."""
     diffs = [_parse(path.read_text()) for path in folder.glob("*.patch")]
     if not diffs:
         raise PatchError(f"{folder}: expected source diffs, found none. Install moe_optim again.")
@@ -97,10 +93,9 @@ def load_diffs(folder: Path = FOLDER) -> tuple[SourceDiff, ...]:
 
 
 def apply_diffs(tree: Path, diffs: Sequence[SourceDiff]) -> list[str]:
-    """Put all diffs into a tree, or none; those that are there already are left alone.
+    """Put all diffs into a tree, or none, and return the files that were changed.
 
-    Returns:
-        The files that were changed.
+    Those that are there already are left alone.
 
     Raises:
         PatchError: a file is neither as before nor as after; nothing was changed.
