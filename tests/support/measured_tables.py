@@ -45,6 +45,20 @@ PRODUCTS = {  # which GPU multiplies in the format, through Transformer Engine
 
 FP32, BF16 = "fp32 to wire planes", "bf16 to wire planes, source zeroed"
 AFTER = "after the gather"
+STEP, NORM = "step to wire planes, {} moments", "gradient norm"
+FUSED = "step-fused-h200.json"
+FUSED_ROWS = {
+    "iteration": "iteration_ms",
+    "of it forward and backward": "forward_backward_ms",
+    "`optimizer.step()`": "optimizer_ms",
+    "gradients to masters": "grad_copy_ms",
+    "gradient norm": "grad_norm_ms",
+    "Adam (fused: with scaling and encoding)": "inner_step_ms",
+    "requantize": "requantize_ms",
+    "gather and post-processing": ("gather_ms", "post_processing_ms"),
+    "the rest: clipping, bookkeeping": "optimizer_rest_ms",
+    "the host, busy in `optimizer.step()`": "optimizer_host_ms",
+}
 
 
 @cache
@@ -134,9 +148,16 @@ def requantize_rows(name: str, shape_set: str) -> dict[tuple[str, str, str], dic
     }
 
 
-def fractions(work: str, shard: str = "1/1", by: str = "ms", *, missing: str = "") -> Iterator[str]:
+def fractions(
+    work: str,
+    shard: str = "1/1",
+    by: str = "ms",
+    *,
+    missing: str = "",
+    file: str = "requantize-h100.json",
+) -> Iterator[str]:
     """Yield the fraction of the floor for each format, for a row of a table."""
-    rows = requantize_rows("requantize-h100.json", "w1")
+    rows = requantize_rows(file, "w1")
     for format in FORMATS:
         row = rows.get((format, work, shard), {})
         yield f"{row['floor_ms'] / row[by]:.2f}" if row.get(by) else missing
@@ -171,6 +192,37 @@ def requantize() -> str:
     return f"A device copy moved {report['copy_tb_per_s']:.2f} TB/s in the same run.\n\n" + table(
         ["", *(f"`{name}`" for name in FORMATS)], rows
     )
+
+
+def step_kernels() -> str:
+    file = "requantize-h200.json"
+    rows = []
+    for moments in ("fp32", "bf16"):
+        work = STEP.format(moments)
+        rows.append([f"step, {moments} moments", *fractions(work, file=file)])
+        of_te = fractions(work, by="te_ms", missing="none", file=file)
+        rows.append(["Transformer Engine: scale, FusedAdam, cast", *of_te])
+    norms = requantize_rows(file, "w1")["mxfp8", NORM, "1/1"]
+    ours, theirs = (norms["floor_ms"] / norms[by] for by in ("ms", "te_ms"))
+    speed = read_result(file)["copy_tb_per_s"]
+    return (
+        f"A device copy moved {speed:.2f} TB/s in the same run.\n\n"
+        + table(["", *(f"`{name}`" for name in FORMATS)], rows)
+        + f"\n\nThe gradient norm runs at {ours:.2f} of its floor, Transformer Engine's at "
+        f"{theirs:.2f}."
+    )
+
+
+def fused_step() -> str:
+    report = read_result(FUSED)
+
+    def ms(side: str, keys: str | tuple[str, ...]) -> str:
+        named = (keys,) if isinstance(keys, str) else keys
+        return f"{sum(report[side][key] or 0.0 for key in named):.1f}"
+
+    rows = [[label, *(ms(side, keys) for side in SIDES)] for label, keys in FUSED_ROWS.items()]
+    peaks = (f"{report[side]['peak_bytes'] / 2**30:.1f}" for side in SIDES)
+    return table(["", "stock", "plug-in"], [*rows, ["peak memory, GiB", *peaks]])
 
 
 def host() -> str:
@@ -306,11 +358,13 @@ def published() -> str:
 
 MEASURED_TABLES: Mapping[str, Callable[[], str]] = {
     "convert": convert,
+    "fused-step": fused_step,
     "gather": gather,
     "host": host,
     "losses": losses,
     "published": published,
     "requantize": requantize,
+    "step-kernels": step_kernels,
     "steps": steps,
     "upstream": upstream,
     "which-format": which_format,
@@ -323,6 +377,8 @@ RESULTS_OF: Mapping[str, tuple[str, ...]] = {
     "losses": ("losses-cpu.json",),
     "published": (PUBLISHED,),
     "requantize": ("requantize-h100.json",),
+    "fused-step": (FUSED,),
+    "step-kernels": ("requantize-h200.json",),
     "steps": tuple(f"step-{name}.json" for name in STEPS),
     "upstream": ("upstream-2x-h200.json",),
     "which-format": ("losses-cpu.json",),

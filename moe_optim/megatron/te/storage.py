@@ -6,6 +6,7 @@ as they travel, and spread into the padded tensors that products read when a gat
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -111,14 +112,20 @@ class TransformerEngineStorage(PlaneStorage):
 
     def pointers(self) -> tuple[int, ...]:
         """Return the address of everything that products read."""
-        holders = [(self._param, self._fields)]
-        holders += [(member, ONE) for member in self._members()]
-        tensors = [
-            getattr(holder, getattr(fields, name))
-            for holder, fields in holders
-            for name in fields.names(self.format)
-        ]
-        return tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
+        # once a step for every weight: lookups that are the same each time are made once
+        own, of_member = self._attributes
+        tensors = [getattr(self._param, name) for name in own]
+        tensors += [getattr(one, name) for one in self._members() for name in of_member]
+        return tuple([0 if tensor is None else tensor.data_ptr() for tensor in tensors])
+
+    @cached_property
+    def _attributes(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The names under which the weight, and a member of a group, keep their tensors."""
+        own, of_member = (
+            tuple(getattr(fields, name) for name in fields.names(self.format))
+            for fields in (self._fields, ONE)
+        )
+        return own, of_member
 
     def has_moved(self) -> bool:
         """Return whether somebody gave the weight other tensors, or put its scales in order."""
