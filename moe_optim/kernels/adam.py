@@ -145,7 +145,7 @@ def step_tile(
         mask: which of them there are, or None for all; of the others the result is zero.
         state: pointer to a row of states.
         hyper: pointer to the hyper-parameters of all groups.
-        clips: pointer to the factors of all gradient norms.
+        clips: pointer to the factors of all gradient norms; below zero nothing moves.
         GRADIENT_FP32: fp32 gradients; otherwise bf16.
         MOMENTS_FP32: likewise.
         DECOUPLED: see :func:`adam`.
@@ -166,7 +166,8 @@ def step_tile(
     p = _load(source + first + places, mask)
     m = _load(exp_avg + first + places, mask)
     v = _load(exp_avg_sq + first + places, mask)
-    p, m, v = adam(g, clip, p, m, v, hyper, DECOUPLED)
+    if clip >= 0:  # below zero nothing moves, and what is made of the masters is made again
+        p, m, v = adam(g, clip, p, m, v, hyper, DECOUPLED)
     tl.store(source + first + places, p, mask=mask)
     tl.store(exp_avg + first + places, m.to(MOMENT_DTYPE), mask=mask)
     tl.store(exp_avg_sq + first + places, v.to(MOMENT_DTYPE), mask=mask)

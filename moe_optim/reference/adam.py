@@ -57,9 +57,11 @@ def step_into(
         exp_avg: [n] fp32 or bf16.
         exp_avg_sq: [n] fp32 or bf16.
         hyper: [9] fp32, see :meth:`Hyper.row`.
-        clip: fp32 scalar that the gradient is multiplied by.
+        clip: fp32 scalar that the gradient is multiplied by; below zero nothing moves.
         decoupled: weight decay is added to the update (AdamW), and not to the gradient.
     """
+    if clip < 0:
+        return
     beta1, rest1, beta2, rest2, correction1, correction2, eps, decay, minus_lr = hyper
     p = _flush(master)
     g = _flush(_flush(gradient.float()) * clip)

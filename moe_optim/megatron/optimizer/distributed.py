@@ -2,6 +2,8 @@
 
 import copy
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -207,11 +209,22 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
     def update_masters(self, clips: Tensor) -> None:
         """Step masters and write what is made of them on this rank, in a few launches.
 
-        It follows :meth:`read_gradients`. What ends it in the middle leaves weights that are known
-        to be behind, and gradients that no second step can use.
-
         Args:
-            clips: what gradients are multiplied by, see :meth:`FusedUpdate.run`.
+            clips: what gradients are multiplied by, see :meth:`FusedUpdate.launch`.
+
+        Raises:
+            StateError: as :meth:`step_with_ready_grads`.
+        """
+        with self.updating():
+            self.update.begin()
+            self.update.launch(clips)
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Say of all quantized weights what a block does to them, in which masters are updated.
+
+        It follows :meth:`read_gradients`. What ends the block in the middle leaves weights that are
+        known to be behind, and gradients that no second step can use.
 
         Raises:
             StateError: as :meth:`step_with_ready_grads`.
@@ -220,7 +233,8 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
             group.finish_gather()  # it reads what is written now
         try:
             self._record(Event.STEP)
-            encoded = self.update.run(clips)
+            yield
+            encoded = self.update.encoded
             for bucket in self._buckets:
                 bucket.settle(encoded=bucket in encoded)
         finally:

@@ -8,7 +8,7 @@ where Megatron keeps them, so that checkpoints of either kind of step load in th
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
 from operator import itemgetter
 from typing import Any
@@ -60,6 +60,7 @@ class FusedUpdate:
         self._clips = torch.ones(len(NORMS), device=self._device)
         self._norm: NormTable | None = None
         self._tables: dict[ManagedBucket | None, StepTable] = {}
+        self._plans = 0
         self._of_adam: Any = None
         self._held: list[dict[str, Any]] = []
         self._moments: list[int] = []
@@ -105,28 +106,53 @@ class FusedUpdate:
 
     # The update
 
-    def run(self, clips: Tensor) -> set[ManagedBucket]:
-        """Step all masters of this rank; return the buckets whose slices are encoded now.
+    def begin(self) -> int:
+        """Make ready for one step: count it, and copy what it takes from the host.
 
-        Args:
-            clips: [len(NORMS)] fp32 on the device: what gradients are multiplied by.
+        Returns:
+            What changes when something had to be planned anew, so that a captured graph is void.
+
+        Raises:
+            StateError: gradient memory is offloaded.
+            LayoutError: masters or moments are on the host, or of dtypes that no kernel knows.
         """
+        if self._norm is None or self._norm.has_moved:
+            self._norm = self._plan_norm()
+            self._plans += 1
+        if not self._tables or self._has_moved():
+            self._tables = self._plan()
+            self._plans += 1
         rows = []
         for group in self._optimizer.optimizer.param_groups:
             group["step"] = int(group.get("step", 0)) + 1
             rows.append(_hyper_of(group).row())
         # pageable memory of a few bytes is staged at once: nothing is waited for
         self._hyper.copy_(torch.tensor(rows), non_blocking=True)
+        return self._plans
+
+    def launch(self, clips: Tensor) -> None:
+        """Step all masters of this rank, and encode what blocks it has whole. Waits for nothing.
+
+        Args:
+            clips: [len(NORMS)] fp32 on the device: what gradients are multiplied by; below zero
+                nothing moves.
+        """
         self._clips.copy_(clips)
-        if not self._tables or self._has_moved():
-            self._tables = self._plan()
-        encoded = set()
         for bucket, table in self._tables.items():
-            if bucket is not None and table.members is not None:
+            if bucket in self.encoded:
                 bucket.gather.prepare_step()
-                encoded.add(bucket)
             ops.step(table)
-        return encoded
+
+    @property
+    def encoded(self) -> Collection[ManagedBucket]:
+        """The buckets that a step encodes masters for."""
+        tables = self._tables.items()
+        return [bucket for bucket, table in tables if bucket is not None and table.members]
+
+    def take_back(self) -> None:
+        """Do not count the last step: it has changed nothing."""
+        for group in self._optimizer.optimizer.param_groups:
+            group["step"] -= 1
 
     def _find_moments(self) -> list[int]:
         """Return which tensors Adam has for moments now, by their identities."""

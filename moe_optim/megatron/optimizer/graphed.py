@@ -1,0 +1,131 @@
+"""A fused step whose kernels a CUDA graph replays, from gradients to encoded weights.
+
+Nothing of it is decided on the host: the norm stays on the device, and where it is not finite, or
+too large, clip factors below zero tell the update to change nothing. The host learns of it when the
+next step begins, or a checkpoint is saved, without waiting for what runs since. Learning rates and
+step counts are copied before each replay, and weights are gathered after it, as without a graph.
+"""
+
+import logging
+import math
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from megatron.core.full_cuda_graph import get_shared_capture_stream
+from megatron.core.optimizer.optimizer_cuda_graph import OptimizerCudaGraphWrapper
+from torch import Tensor
+
+from moe_optim.errors import NonFiniteError
+from moe_optim.megatron.optimizer.fused import NORMS, as_megatron_returns, clip_factors
+from moe_optim.megatron.patching.engine import original
+
+logger = logging.getLogger(__name__)
+_CALL = "megatron.core.optimizer.optimizer_cuda_graph:OptimizerCudaGraphWrapper.__call__"
+
+
+class GraphedStep:
+    """The fused step of a chain, captured when it runs for the second time.
+
+    Args:
+        chain: a ``GroupedChainedOptimizer`` whose steps are fused.
+    """
+
+    def __init__(self, chain: Any) -> None:
+        self._chain = chain
+        device = torch.empty(0, device=torch.cuda.current_device()).device
+        self._captures = device.type == "cuda"
+        self._norms = torch.zeros(len(NORMS), device=device)
+        self._zeros = torch.zeros(1, dtype=torch.float64, device=device)
+        self._on_host = torch.zeros(len(NORMS), pin_memory=self._captures)
+        self._is_there: torch.cuda.Event | None = None
+        self._is_told = True
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._plans: list[int] = []
+        """Of each update, when the step that ran last was planned."""
+
+    def run(self) -> Any:
+        """Step once, and return what Megatron's step does. Every rank must call it.
+
+        Raises:
+            NonFiniteError: the step before this one has found gradients that are not finite, and
+                changed nothing; neither does this one.
+        """
+        self.tell()
+        parts = self._chain.stepping
+        for part in parts:
+            part.read_gradients()
+        with ExitStack() as stack:
+            for part in parts:
+                stack.enter_context(part.updating())
+            self._launch([part.update.begin() for part in parts])
+        self._is_told = False
+        if self._captures:
+            self._is_there = torch.cuda.Event()
+            self._is_there.record()
+        for part in parts:
+            part.gather_unless_overlapped()
+        counts = self._chain.config.log_num_zeros_in_grad
+        return True, as_megatron_returns(self._norms[:1]), self._zeros if counts else None
+
+    def tell(self) -> None:
+        """Say what the last step has found, if that is not said yet. Every rank must call it.
+
+        Raises:
+            NonFiniteError: gradients that are not finite, under the policy ``raise``.
+        """
+        if self._is_told:
+            return
+        self._is_told = True
+        if self._is_there is not None:
+            self._is_there.synchronize()  # of the last step, and not of what was started since
+        norm, *of_groups = self._on_host.tolist()
+        is_finite = all(map(math.isfinite, (norm, *of_groups)))
+        if is_finite and norm <= self._chain.config.grad_norm_skip_threshold:
+            return
+        for part in self._chain.stepping:
+            part.update.take_back()
+        if is_finite:
+            logger.info("last step: nothing has moved, its gradient norm was %s", norm)
+            return
+        message = f"last optimizer step: gradient norms were {[norm, *of_groups]}"
+        if self._chain.policy == "raise":
+            raise NonFiniteError(
+                f"{message}. No weight has moved. Train without --optimizer-cuda-graph to have the "
+                "parameters named, or set nonfinite: skip to drop such steps."
+            )
+        logger.warning("%s; it was skipped", message)
+
+    def _launch(self, plans: list[int]) -> None:
+        """Run the kernels: one by one where something is planned anew, else as a graph."""
+        if not self._captures or plans != self._plans:
+            self._plans, self._graph = plans, None
+            self._run_kernels()
+            return
+        if self._graph is None:
+            self._graph = torch.cuda.CUDAGraph()
+            torch.cuda.synchronize()
+            stream = get_shared_capture_stream()
+            with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
+                self._run_kernels()
+        self._graph.replay()
+
+    def _run_kernels(self) -> None:
+        config = self._chain.config
+        total = self._chain.sum_squares()
+        norms = total[:-1].sqrt().float()
+        moves = norms.isfinite().all() & (norms[0] <= config.grad_norm_skip_threshold)
+        clips: Tensor = torch.where(moves, clip_factors(norms, config.clip_grad), -1.0)
+        for part in self._chain.stepping:
+            part.update.launch(clips)
+        self._norms.copy_(norms)
+        self._zeros.copy_(total[-1:])
+        self._on_host.copy_(norms, non_blocking=True)
+
+
+def step_in_own_graph(self: OptimizerCudaGraphWrapper, *args: Any, **kwargs: Any) -> Any:
+    """Call the step of a chain that has a graph of its own; capture others as Megatron does."""
+    chain = getattr(self.optimizer_step_func, "__self__", None)
+    if getattr(chain, "graph", None) is None:
+        return original(_CALL)(self, *args, **kwargs)
+    return self.optimizer_step_func()
