@@ -19,6 +19,7 @@ DEFAULTS = {
     "storage": "portable",
     "wire": "quantized",
     "layout": "aligned",
+    "step": "auto",
     "nonfinite": "raise",
     "backend": "auto",
     "fuse_wgrad_accumulation": True,
@@ -47,6 +48,7 @@ REFUSED = {  # field, value -> what the message must say
     ),
     "misspelt wire": ("wire", "quantised", "expected quantized or bf16, got 'quantised'"),
     "misspelt layout": ("layout", "align", "expected aligned or stock, got 'align'."),
+    "misspelt step": ("step", "fusion", "expected auto or fused or stock, got 'fusion'."),
     "kernels by name": ("backend", "triton", "expected auto or reference, got 'triton'."),
 }
 

@@ -6,7 +6,7 @@ outputs to the bit. It runs on any number of gloo ranks, all of which call the s
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,16 +16,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_optim import reference
+from moe_optim import ops, reference
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import NonFiniteError, StateError
 from moe_optim.formats import get_format
 from moe_optim.megatron.buffers.states import Gradients
 from moe_optim.modules.grouped_linear import GroupedLinear
 from moe_optim.modules.grouped_weight import GroupedWeight
+from moe_optim.reference.adam import Hyper, step_into
 from tests.support import making_room
 
-EXPERTS, WIDTH, TOKENS = 2, 32, 8
+EXPERTS, WIDTH, TOKENS = 3, 32, 8  # two ranks cut the second expert, inside of a block
 QUANTIZED = (0, 2)  # layers, of which the last has an optimizer of its own
 LR, WEIGHT_DECAY = 1e-2, 0.1
 DROP_GRADIENTS = {"zero", "paged_stash_fallback"}
@@ -34,6 +35,8 @@ NEED_GRADIENTS = DROP_GRADIENTS | {
     *("failing_backward", "failing_step", "write_by_hand", "nonfinite"),
 }
 GATHER_PARTS = ("open", "encode", "land")
+MOMENTS = ("exp_avg", "exp_avg_sq")
+EXCHANGED = ("masters", *MOMENTS, "states", "adam")
 
 
 class Tripped(Exception):  # noqa: N818  # not an error of the product's
@@ -75,6 +78,50 @@ def tokens_of(seed: int, rank: int) -> Tensor:
     """Return the batch of a rank."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     return torch.randn((TOKENS, WIDTH), generator=generator).bfloat16()
+
+
+class ReferenceAdam:
+    """The Adam of a fused step, as ``torch.optim.AdamW`` is that of any other.
+
+    A step counts for all that have a gradient, and for those in ``counted``, which one that fails
+    does not reach.
+    """
+
+    def __init__(self, masters: list[torch.nn.Parameter]) -> None:
+        self.masters = masters
+        self.state: dict[int, dict[str, Any]] = {}
+
+    @torch.no_grad()
+    def step(self, counted: tuple[int, ...] = ()) -> None:
+        """Step masters whose ``grad`` is there."""
+        for number, master in enumerate(self.masters):
+            if master.grad is None and number not in counted:
+                continue
+            zeros = {name: torch.zeros_like(master) for name in MOMENTS}
+            state = self.state.setdefault(number, {"step": 0, **zeros})
+            state["step"] += 1
+            if master.grad is not None:
+                hyper = Hyper(
+                    lr=LR,
+                    betas=(0.9, 0.999),
+                    eps=1e-8,
+                    weight_decay=WEIGHT_DECAY,
+                    step=state["step"],
+                )
+                step_into(
+                    *(master, master.grad, *(state[name] for name in MOMENTS)),
+                    hyper=torch.tensor(hyper.row()),
+                    clip=torch.ones(()),
+                    decoupled=True,
+                )
+
+    def state_dict(self) -> dict[int, dict[str, Any]]:
+        """Return the states, not copies."""
+        return self.state
+
+    def load_state_dict(self, state: dict[int, dict[str, Any]]) -> None:
+        """Take states."""
+        self.state = state
 
 
 @dataclass
@@ -120,6 +167,7 @@ class LifeCycle:
         overlap: whether DDP overlaps the gather with the forward pass.
         format: of the experts; the model in plain torch is one of quantized experts.
         compute: format of the products of bf16 experts.
+        step: who updates masters.
     """
 
     def __init__(
@@ -128,6 +176,7 @@ class LifeCycle:
         overlap: bool = True,
         format: str = "mxfp8",
         compute: str | None = None,
+        step: str = "stock",
     ) -> None:
         from megatron.core.distributed import (
             DistributedDataParallel,
@@ -138,9 +187,11 @@ class LifeCycle:
         import moe_optim
 
         self.shares_memory, self.overlap = wire == "bf16", overlap
+        self.is_fused = step == "fused"
         layout = "stock" if self.shares_memory else "aligned"
         moe_optim.uninstall()
-        moe_optim.install(MoEOptimConfig(format=format, compute=compute, wire=wire, layout=layout))
+        knobs: dict[str, Any] = {"wire": wire, "layout": layout, "step": step}
+        moe_optim.install(MoEOptimConfig(format=format, compute=compute, **knobs))
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         config = TransformerConfig(
             num_layers=1, hidden_size=WIDTH, num_attention_heads=1, bf16=True
@@ -203,7 +254,9 @@ class LifeCycle:
                 else weight.detach()
             )
             masters.append(torch.nn.Parameter(initial.float()))
-        adam = torch.optim.AdamW(masters, lr=LR, weight_decay=WEIGHT_DECAY, eps=1e-8)
+        adam: Any = ReferenceAdam(masters)
+        if not self.is_fused:
+            adam = torch.optim.AdamW(masters, lr=LR, weight_decay=WEIGHT_DECAY, eps=1e-8)
         expected = Expected(layers=layers, masters=masters, adam=adam, gradients=[])
         self._zero_expected(expected)
         return expected
@@ -348,39 +401,77 @@ class LifeCycle:
         usable = self.expected.content in (Gradients.ZERO, Gradients.REDUCED, Gradients.PARTIAL)
         return usable and not unreduced and not self.expected.is_mixed
 
-    def _step_expected(self, params: list[Any]) -> None:
+    def _step_expected(self, params: list[Any], counted: tuple[int, ...] = ()) -> None:
         expected = self.expected
         for param, master, total in zip(
             self.params, expected.masters, expected.gradients, strict=True
         ):
             steps = any(param is one for one in params)
             master.grad = total[0].view_as(master) if steps else None
-        expected.adam.step()
+        expected.adam.step(*([counted] if counted else []))
 
     def failing_step(self, part: int, moved: bool) -> None:
-        """Step with a hook of torch's that raises before or after the masters of a part move."""
+        """Step with something that raises before or after the masters of a part move.
+
+        What raises is a hook of torch's, or the kernels of a bucket of a fused step, whose dense
+        masters come later.
+        """
         if self._steps_on_spent_gradients() or not self._can_step():
             return
         parts = self.optimizer.chained_optimizers
-        inner = parts[part].optimizer
-        register = inner.register_step_post_hook if moved else inner.register_step_pre_hook
-        hook = register(_raise_tripped)
-        try:
-            self.optimizer.step()
-        except Tripped:
-            hook.remove()
-        else:
-            raise AssertionError("no hook has run")
+        fails = self._failing_kernels if self.is_fused else self._failing_hook
+        with fails(part, moved):
+            try:
+                self.optimizer.step()
+            except Tripped:
+                pass
+            else:
+                raise AssertionError("nothing has tripped")
         done = [param for one in parts[:part] for param in self._params_of(one)]
-        of_part = self._params_of(parts[part]) if moved else []
-        self._step_expected([*done, *of_part])
-        # Dense weights follow with the next whole step, as Megatron's do
-        self._write_expected_weights(lambda param: any(param is one for one in done))
+        of_part = self._params_of(parts[part])
+        if self.is_fused:
+            counted = tuple(n for n, p in enumerate(self.params) if any(p is q for q in of_part))
+            of_part = [param for param in of_part if isinstance(param, GroupedWeight)]
+        else:
+            counted = ()
+        self._step_expected([*done, *(of_part if moved else [])], counted)
         was_stale = self.expected.stale
         self._spent()
         self.expected.content, self.expected.must_zero = Gradients.SPENT, True
         stepped = {part * 2} | ({0} if self.overlap else set())
+        # Dense weights follow with the next whole step, as Megatron's do
+        self._write_expected_weights(
+            lambda param: any(param is one for one in done), quantized={0, part * 2}
+        )
         self.expected.stale = stepped | (was_stale if self.overlap else was_stale - {0})
+
+    @contextmanager
+    def _failing_hook(self, part: int, moved: bool) -> Iterator[None]:
+        inner = self.optimizer.chained_optimizers[part].optimizer
+        register = inner.register_step_post_hook if moved else inner.register_step_pre_hook
+        hook = register(_raise_tripped)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    @contextmanager
+    def _failing_kernels(self, part: int, moved: bool) -> Iterator[None]:
+        step, tables = ops.step, []  # of a part, that of its bucket comes first
+
+        def failing(table: Any) -> None:
+            tables.append(table)
+            trips = len(tables) == 1 + 2 * part
+            if moved or not trips:
+                step(table)
+            if trips:
+                raise Tripped
+
+        ops.step = failing
+        try:
+            yield
+        finally:
+            ops.step = step
 
     def _params_of(self, part: Any) -> list[Any]:
         return [param for group in part.model_float16_groups for param in group]
@@ -531,6 +622,51 @@ class LifeCycle:
         making_room.offload_and_reload([self.ddp], self.optimizer, move_grads=False)
         self._landed()
 
+    @torch.no_grad()
+    def rewrite_masters(self, seed: int) -> None:
+        """Give masters other values by hand; weights follow that have still to be gathered."""
+        expected = self.expected
+        generator = torch.Generator().manual_seed(seed)
+        factors = [0.25 + torch.rand(one.shape, generator=generator) for one in expected.masters]
+        for part in self.optimizer.chained_optimizers:
+            for param, master in self._masters_of(part):
+                number = next(n for n, one in enumerate(self.params) if one is param)
+                owned = part._get_model_param_range_map(param)["param"]
+                master.mul_(factors[number].flatten()[owned.start : owned.end])
+        for master, factor in zip(expected.masters, factors, strict=True):
+            master.mul_(factor)
+        if not expected.is_in_flight:  # what travels has been read already
+            self._write_expected_weights(lambda _: False, quantized=expected.stale)
+
+    def exchange(self, what: str) -> None:
+        """Give masters or moments other memory with the same values, and ruin what they leave."""
+        for part in self.optimizer.chained_optimizers:
+            inner = part.optimizer
+            if what == "masters":
+                for _, master in self._masters_of(part):
+                    left, master.data = master.data, master.data.clone()
+                    left.fill_(torch.nan)
+                continue
+            before = [dict(state) for state in inner.state.values()]
+            if what == "adam":
+                inner.load_state_dict(_copy(inner.state_dict()))
+            elif what == "states":
+                for master, state in inner.state.items():
+                    inner.state[master] = _copy(state)
+            else:
+                for state in inner.state.values():
+                    state[what] = state[what].clone()
+            kept = {id(value) for state in inner.state.values() for value in state.values()}
+            for left in (state[name] for state in before for name in MOMENTS):
+                if id(left) not in kept:
+                    left.fill_(torch.nan)
+
+    def _masters_of(self, part: Any) -> Iterator[tuple[Any, Tensor]]:
+        for params, masters in zip(
+            part.model_float16_groups, part.shard_fp32_from_float16_groups, strict=True
+        ):
+            yield from zip(params, masters, strict=True)
+
     def save(self) -> None:
         """Keep masters, moments and the step; before the first step there are none."""
         if not self.expected.adam.state:
@@ -644,11 +780,17 @@ class LifeCycle:
         expected.by_hand = expected.is_mixed = False
 
     @torch.no_grad()
-    def _write_expected_weights(self, writes_dense: Callable[[Any], bool] = lambda _: True) -> None:
-        for param, layer, master in zip(
-            self.params, self.expected.layers, self.expected.masters, strict=True
+    def _write_expected_weights(
+        self,
+        writes_dense: Callable[[Any], bool] = lambda _: True,
+        quantized: Iterable[int] = QUANTIZED,
+    ) -> None:
+        for number, (param, layer, master) in enumerate(
+            zip(self.params, self.expected.layers, self.expected.masters, strict=True)
         ):
             if isinstance(layer.weight, GroupedWeight):
+                if number not in quantized:
+                    continue
                 storage = layer.weight.quantized_storage
                 reference.quantize_into(master.detach(), storage.format, storage.quantized)
                 storage.planes_written()

@@ -80,7 +80,7 @@ def forced_gather_without_staging() -> None:
     """#5236: a save gathers what lies in the shared memory, although nobody staged it."""
     stock = Bf16Gather.open
 
-    def opened(self: Bf16Gather, masters: Any) -> None:
+    def opened(self: Bf16Gather, masters: Any, *, encoded: bool = False) -> None:
         stock(self, [])
 
     Bf16Gather.open = opened

@@ -102,11 +102,10 @@ class GroupedChainedOptimizer(ChainedOptimizer):
         moves = not (self._must_skip or is_too_large(norm, self.config.grad_norm_skip_threshold))
         if moves:
             clips = clip_factors(norms, self.config.clip_grad)
-            with self._timed("optimizer-inner-step"):
-                for part in self._stepping:
+            for part in self._stepping:  # one whose turn comes after a failure is left alone
+                with self._timed("optimizer-inner-step"):
                     part.update_masters(clips)
-            with self._timed("params-all-gather"):
-                for part in self._stepping:
+                with self._timed("params-all-gather"):
                     part.gather_unless_overlapped()
         counted = zeros if self.config.log_num_zeros_in_grad else None
         return moves, as_megatron_returns(norms[:1]), counted

@@ -241,8 +241,8 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
             for bucket in self._buckets:
                 if bucket.state.weights is Weights.MOVING:
                     bucket.state.record(Event.SETTLE)
-        for group in self._groups:
-            group.param_gather_dispatched = False  # whatever was gathered since the last reduction
+            for group in self._groups:  # some weights may have been written, whatever came after
+                group.param_gather_dispatched = False
 
     def gather_unless_overlapped(self) -> None:
         """Gather what a step has left, unless forward passes do. Every rank must call it."""

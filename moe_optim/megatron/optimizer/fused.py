@@ -9,8 +9,6 @@ where Megatron keeps them, so that checkpoints of either kind of step load in th
 import logging
 import math
 from collections.abc import Collection, Iterator, Sequence
-from itertools import chain
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -61,10 +59,7 @@ class FusedUpdate:
         self._norm: NormTable | None = None
         self._tables: dict[ManagedBucket | None, StepTable] = {}
         self._plans = 0
-        self._of_adam: Any = None
-        self._held: list[dict[str, Any]] = []
         self._moments: list[int] = []
-        optimizer.optimizer.register_load_state_dict_post_hook(lambda _: self._tables.clear())
 
     # The norm
 
@@ -120,6 +115,7 @@ class FusedUpdate:
             self._norm = self._plan_norm()
             self._plans += 1
         if not self._tables or self._has_moved():
+            self._tables = {}  # so that a plan which is refused leaves none that looks current
             self._tables = self._plan()
             self._plans += 1
         rows = []
@@ -155,17 +151,19 @@ class FusedUpdate:
             group["step"] -= 1
 
     def _find_moments(self) -> list[int]:
-        """Return which tensors Adam has for moments now, by their identities."""
-        found = (map(id, map(itemgetter(name), self._held)) for name in MOMENTS)
-        return list(chain.from_iterable(found))
+        """Return which tensors Adam has for moments now, by their identities.
+
+        Tables hold those that they were built for, so that no other tensor can have theirs.
+        """
+        states = self._optimizer.optimizer.state.values()
+        return [id(state.get(name)) for state in states for name in MOMENTS]
 
     def _has_moved(self) -> bool:
         """Return whether states lie elsewhere, or gathers have been planned anew.
 
-        Loading gives Adam other moments, and so do RL stacks that take turns on a GPU.
+        Loading gives Adam other moments, and so do RL stacks that take turns on a GPU: tensors,
+        dictionaries of them, or all of its state.
         """
-        if self._optimizer.optimizer.state is not self._of_adam:
-            return True
         if self._find_moments() != self._moments:
             return True
         return any(
@@ -188,7 +186,7 @@ class FusedUpdate:
             states[bucket_of.get(param)].append(
                 AdamState(
                     parameter=names[param],
-                    master=master.detach(),
+                    master=master,  # no view: it would stay where the memory of the master was
                     gradient=_gradient(optimizer, param),
                     exp_avg=exp_avg,
                     exp_avg_sq=exp_avg_sq,
@@ -197,8 +195,6 @@ class FusedUpdate:
                     weight=None if is_managed(param) else _weight(optimizer, param, master),
                 )
             )
-        self._of_adam = inner.state
-        self._held = [inner.state[master] for _, master in _owned(optimizer)]
         self._moments = self._find_moments()
         return {
             bucket: StepTable.build(

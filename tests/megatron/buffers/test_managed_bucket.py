@@ -187,7 +187,7 @@ def test_a_gather_that_fails_leaves_memory_that_can_be_used(at, monkeypatch):
     assert not all_bytes(bucket).any()
 
 
-def _raise(*_):
+def _raise(*_, **__):
     raise MemoryError
 
 

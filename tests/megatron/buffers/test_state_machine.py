@@ -55,6 +55,8 @@ WITH_ARGUMENTS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "failing_step": {"part": st.integers(0, 1), "moved": st.booleans()},
     "failing_gather": {"at": st.sampled_from(life_cycle.GATHER_PARTS)},
     "nonfinite": {"of": st.integers(0, 2)},
+    "rewrite_masters": {"seed": SEEDS},
+    "exchange": {"what": st.sampled_from(life_cycle.EXCHANGED)},
 }
 """Methods with arguments, and what these may be."""
 

@@ -27,12 +27,13 @@ SHARED_GRADIENTS = {  # where the gather goes through them; elsewhere it takes a
     "FAIL": {"IN_FLIGHT": "SPENT"},
 }
 WEIGHTS = {
-    "STEP": {"FRESH": "MOVING", "STALE": "MOVING"},
-    "SETTLE": {"FRESH": "STALE", "STALE": "STALE", "MOVING": "STALE"},
-    "GATHER": {"STALE": "IN_FLIGHT"},
+    "STEP": {"FRESH": "MOVING", "STALE": "MOVING", "ENCODED": "MOVING"},
+    "SETTLE": {"FRESH": "STALE", "STALE": "STALE", "MOVING": "STALE", "ENCODED": "STALE"},
+    "ENCODE": {"MOVING": "ENCODED"},
+    "GATHER": {"STALE": "IN_FLIGHT", "ENCODED": "IN_FLIGHT"},
     "LAND": {"IN_FLIGHT": "FRESH"},
     "FAIL": {"IN_FLIGHT": "STALE"},
-    "OFFLOAD": {"FRESH": "OFFLOADED", "STALE": "STALE_OFFLOADED"},
+    "OFFLOAD": {"FRESH": "OFFLOADED", "STALE": "STALE_OFFLOADED", "ENCODED": "STALE_OFFLOADED"},
     "RELOAD": {"OFFLOADED": "FRESH", "STALE_OFFLOADED": "STALE"},
 }
 NAMES = {  # how errors call an event, and what they tell the caller to do
@@ -42,6 +43,7 @@ NAMES = {  # how errors call an event, and what they tell the caller to do
     "READ": ("the optimizer reading its gradients", "Call finish_grad_sync()"),
     "STEP": ("the optimizer step", "Call "),
     "SETTLE": ("new masters", "Call reload_from_cpu()"),
+    "ENCODE": ("new masters, encoded with their step", "Only optimizer.step() encodes"),
     "GATHER": ("the parameter gather", ""),
     "LAND": ("the end of the parameter gather", ""),
     "FAIL": ("a parameter gather that failed", ""),
