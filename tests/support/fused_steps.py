@@ -91,7 +91,7 @@ def watch_run(
         compared = assert_weights_come_from_masters(model, optimizer)
         for param, master, _, part in owned(optimizer):
             if not is_managed(param):
-                weight = param.detach().view(-1)[_range(part, param)]
+                weight = param.detach().view(-1)[owned_range(part, param)]
                 assert_bytes_equal(weight, master.detach().to(param.dtype), what="weight")
         parts = [not part.is_stub_optimizer for part in optimizer.chained_optimizers]
         dtypes = {param.dtype for param, *_ in owned(optimizer) if not is_managed(param)}
@@ -110,12 +110,12 @@ def _watch_steps(model: list[Any], optimizer: Any, steps: list[Step]) -> None:
     def keys() -> Iterator[tuple[Key, torch.nn.Parameter, torch.Tensor, Any, Any]]:
         for param, master, group, part in owned(optimizer):
             place = _place(names[param])
-            yield (names[param], place, _range(part, param).start), param, master, group, part
+            yield (names[param], place, owned_range(part, param).start), param, master, group, part
 
     def step() -> Any:
         shards = {
             key: Shard(
-                gradient=param.main_grad.view(-1)[_range(part, param)].clone(),
+                gradient=param.main_grad.view(-1)[owned_range(part, param)].clone(),
                 before=_states(part, master),
                 hyper={name: group[name] for name in ("lr", "betas", "eps", "weight_decay")},
             )
@@ -132,7 +132,7 @@ def _watch_steps(model: list[Any], optimizer: Any, steps: list[Step]) -> None:
             assert group["step"] == len(steps) + 1
             assert master.grad is None, f"{key}: a copy of the gradient"
             assert getattr(master, "decoupled_grad", None) is None
-            left = param.main_grad.view(-1)[_range(part, param)]
+            left = param.main_grad.view(-1)[owned_range(part, param)]
             assert_bytes_equal(left, shard.gradient, what=f"{key}: gradient after the step")
         steps.append(now)
         return result
@@ -167,7 +167,7 @@ def owned(optimizer: Any) -> Iterator[tuple[Any, torch.Tensor, dict[str, Any], A
                     yield param, master, group, part
 
 
-def _range(part: Any, param: Any) -> slice:
+def owned_range(part: Any, param: Any) -> slice:
     found = part._get_model_param_range_map(param)["param"]
     return slice(found.start, found.end)
 
