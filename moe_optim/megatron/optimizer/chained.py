@@ -68,12 +68,14 @@ class GroupedChainedOptimizer(ChainedOptimizer):
     def _agree_to_fuse(self, config: MoEOptimConfig) -> bool:
         """Return whether steps are fused, on all ranks alike. Every rank must call it."""
         reasons = [reason for part in self._stepping if (reason := why_not_fused(part))]
-        if config.step == "auto":
-            wanted = config.layout != "stock" and config.backend == "auto"
-            wanted = wanted and all(map(runs_on_kernels, self._stepping))
+        if reasons or config.step == "stock":
+            mine = False
+        elif config.step == "fused":
+            mine = True
         else:
-            wanted = config.step == "fused"
-        everywhere = torch.tensor(float(wanted and not reasons), device=torch.cuda.current_device())
+            may = config.layout != "stock" and config.backend == "auto"
+            mine = may and all(map(runs_on_kernels, self._stepping))
+        everywhere = torch.tensor(float(mine), device=torch.cuda.current_device())
         dist.all_reduce(everywhere, dist.ReduceOp.MIN)
         if config.step == "fused" and not everywhere:
             raise ConfigError(
