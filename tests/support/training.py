@@ -160,6 +160,8 @@ def _record_state(record: Record, model: list[Any], optimizer: Any) -> None:
     record.classes = {type(part).__name__ for part in parts}
     names = {param: name for name, param in named_parameters(model)}
     for part in parts:
+        if part.is_stub_optimizer:
+            continue
         part_masters = zip(
             part.model_float16_groups, part.shard_fp32_from_float16_groups, strict=True
         )

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
+from moe_optim.errors import ConfigError
 from moe_optim.megatron.patching.engine import original
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -42,6 +43,9 @@ class GroupStepAdam(torch.optim.AdamW):
             None takes the parameter's dtype, in which it is then computed, too.
         exp_avg_sq_dtype: the second moment, likewise.
         **defaults: as for ``torch.optim.AdamW``.
+
+    Raises:
+        ConfigError: it is to keep masters, as Transformer Engine's can.
     """
 
     def __init__(
@@ -53,6 +57,12 @@ class GroupStepAdam(torch.optim.AdamW):
         exp_avg_sq_dtype: torch.dtype | None = None,
         **defaults: Any,
     ) -> None:
+        if "master_weights" in defaults:
+            raise ConfigError(
+                "--use-precision-aware-optimizer: expected quantized weights, whose masters "
+                "Megatron keeps, got others, whose masters Transformer Engine's Adam keeps. Remove "
+                "the flag, or install Transformer Engine."
+            )
         super().__init__(params, **defaults)
         self._dtypes = dict(zip(MOMENTS, (exp_avg_dtype, exp_avg_sq_dtype), strict=True))
         self._scales: dict[Tensor, dict[str, Tensor]] = {}

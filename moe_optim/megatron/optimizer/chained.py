@@ -4,7 +4,6 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.optimizer.optimizer import SEPARATE_GRAD_NORM_GROUPS, ChainedOptimizer
 from torch import Tensor
 
+from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError, NonFiniteError
 from moe_optim.megatron.active import config_in_force
 from moe_optim.megatron.checkpoint.param_groups import states_by_part
@@ -43,9 +43,15 @@ class GroupedChainedOptimizer(ChainedOptimizer):
     """
 
     def __init__(self, chained_optimizers: list[Any]) -> None:
-        """Arguments are Megatron's."""
+        """Arguments are Megatron's. Every rank must call it.
+
+        Raises:
+            ConfigError: ``step: fused`` is set, and something keeps it from running on some rank.
+        """
         super().__init__(chained_optimizers)
-        self.policy = config_in_force().nonfinite
+        config = config_in_force()
+        self.policy = config.nonfinite
+        self.is_fused = self._agree_to_fuse(config)
         self._must_skip = False
 
     @torch.no_grad()
@@ -55,32 +61,28 @@ class GroupedChainedOptimizer(ChainedOptimizer):
         Every rank must call it.
 
         Raises:
-            ConfigError: ``step: fused`` is set, and something keeps it from running.
             NonFiniteError: as :meth:`get_grad_norm`.
         """
         return self._step_fused() if self.is_fused else super().step()
 
-    @cached_property
-    def is_fused(self) -> bool:
-        """Whether steps are fused, on all ranks alike. Every rank must ask first at the same time.
-
-        Raises:
-            ConfigError: ``step: fused`` is set, and something keeps it from running on this rank.
-        """
-        config = config_in_force()
+    def _agree_to_fuse(self, config: MoEOptimConfig) -> bool:
+        """Return whether steps are fused, on all ranks alike. Every rank must call it."""
         reasons = [reason for part in self._stepping if (reason := why_not_fused(part))]
-        if config.step == "fused" and reasons:
-            raise ConfigError(
-                f"moe_optim.step: fused: expected an optimizer that a fused step can take, got "
-                f"{reasons[0]}. Set step: auto or step: stock."
-            )
-        if config.step == "auto":
-            takes_kernels = config.layout != "stock" and config.backend == "auto"
-            mine = takes_kernels and not reasons and all(map(runs_on_kernels, self._stepping))
+        if reasons or config.step == "stock":
+            mine = False
+        elif config.step == "fused":
+            mine = True
         else:
-            mine = config.step == "fused"
+            may = config.layout != "stock" and config.backend == "auto"
+            mine = may and all(map(runs_on_kernels, self._stepping))
         everywhere = torch.tensor(float(mine), device=torch.cuda.current_device())
         dist.all_reduce(everywhere, dist.ReduceOp.MIN)
+        if config.step == "fused" and not everywhere:
+            raise ConfigError(
+                "moe_optim: step: fused: expected optimizers that a fused step can take, got "
+                f"{reasons[0] if reasons else 'one on another rank that it cannot'}. Set step: "
+                "auto or step: stock."
+            )
         return bool(everywhere)
 
     @property

@@ -14,6 +14,7 @@ from moe_optim.console.spelling import spell_bytes, spell_count
 from moe_optim.errors import StateError
 from moe_optim.megatron.buffers.bucket_group import managed_buckets
 from moe_optim.megatron.buffers.managed_bucket import ManagedBucket
+from moe_optim.megatron.optimizer.chained import GroupedChainedOptimizer
 from moe_optim.megatron.optimizer.checkpointed import CheckpointedOptimizer
 from moe_optim.megatron.te.fields import te_formats_of
 from moe_optim.megatron.weights.names import parameter_names
@@ -58,6 +59,9 @@ class Description:
 
     optimizer: str
     """Classes of the optimizers in it."""
+    step: str | None
+    """Who steps: ``fused`` or ``stock``. None where one part of several is described: they step
+    together."""
     weights: tuple[WeightsOfAFormat, ...]
     """Managed ones first."""
     wire: str | None
@@ -122,7 +126,8 @@ class Description:
                 spell_bytes(row.stock_weight_bytes),
                 "yes" if row.unmanaged is None else f"no: {row.unmanaged}",
             )
-        title = f"moe_optim: {self.optimizer}, weights of this rank"
+        step = "" if self.step is None else f", step {self.step}"
+        title = f"moe_optim: {self.optimizer}{step}; weights of this rank"
         return Group(title, table, *self._gathers())
 
     def _gathers(self) -> Iterator[str]:
@@ -169,6 +174,7 @@ def describe(model_chunks: Sequence[Any], optimizer: Any) -> Description:
     high_busbw = any(c.ddp_config.pad_buckets_for_high_nccl_busbw for c in model_chunks)
     return Description(
         optimizer=", ".join(sorted({type(part).__name__ for part in parts})),
+        step=_step_of(optimizer),
         weights=_rows(model_chunks, held, ours),
         wire=_only(bucket.wire for bucket in managed),
         layout=_only(layouts) if managed else None,
@@ -181,6 +187,13 @@ def describe(model_chunks: Sequence[Any], optimizer: Any) -> Description:
             bucket.param_data.nbytes for bucket in others if bucket.param_data is not None
         ),
     )
+
+
+def _step_of(optimizer: Any) -> str | None:
+    if isinstance(optimizer, CheckpointedOptimizer):
+        return None
+    is_fused = isinstance(optimizer, GroupedChainedOptimizer) and optimizer.is_fused
+    return "fused" if is_fused else "stock"
 
 
 def _rows(

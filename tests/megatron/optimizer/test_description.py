@@ -210,7 +210,7 @@ def test_it_prints_as_a_table_in_one_line_and_as_json(described):
     assert shown.startswith("GroupedDistributedOptimizer(8 expert weights in nvfp4 (73,728 param")
     assert shown.endswith("1 bucket, wire quantized, layout aligned)")
     lines = table.splitlines()
-    assert lines[0] == "moe_optim: GroupedDistributedOptimizer, weights of this rank"
+    assert lines[0] == "moe_optim: GroupedDistributedOptimizer, step stock; weights of this rank"
     assert lines[2].split()[:4] == ["expert", "nvfp4", "8", "73,728"]
     assert lines[-1].startswith("stock: Megatron's distributed optimizer with bf16 weights")
     assert json.loads(json.dumps(description))["buckets"] == 1
