@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.optimizer.optimizer import SEPARATE_GRAD_NORM_GROUPS, ChainedOptimizer
+from megatron.core.optimizer.optimizer_cuda_graph import OptimizerCudaGraphWrapper
 from torch import Tensor
 
 from moe_optim.config import MoEOptimConfig
@@ -27,6 +28,7 @@ from moe_optim.megatron.optimizer.fused import (
     runs_on_kernels,
     why_not_fused,
 )
+from moe_optim.megatron.optimizer.graphed import GraphedStep
 from moe_optim.megatron.weights.names import parameter_names
 
 logger = logging.getLogger(__name__)
@@ -54,6 +56,15 @@ class GroupedChainedOptimizer(ChainedOptimizer):
         self.is_fused = self._agree_to_fuse(config)
         self._must_skip = False
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Take a graph of our own where a training loop puts Megatron's in the place of ``step``.
+
+        Megatron's would capture what is decided on the host, and tell no bucket of its replays.
+        """
+        if name == "step" and isinstance(value, OptimizerCudaGraphWrapper):
+            value = GraphedStep(self)
+        super().__setattr__(name, value)
+
     @torch.no_grad()
     def step(self) -> Any:
         """Step once; return whether weights moved, the gradient norm, and zeros if any are counted.
@@ -67,14 +78,14 @@ class GroupedChainedOptimizer(ChainedOptimizer):
 
     def _agree_to_fuse(self, config: MoEOptimConfig) -> bool:
         """Return whether steps are fused, on all ranks alike. Every rank must call it."""
-        reasons = [reason for part in self._stepping if (reason := why_not_fused(part))]
+        reasons = [reason for part in self.stepping if (reason := why_not_fused(part))]
         if reasons or config.step == "stock":
             mine = False
         elif config.step == "fused":
             mine = True
         else:
             may = config.layout != "stock" and config.backend == "auto"
-            mine = may and all(map(runs_on_kernels, self._stepping))
+            mine = may and all(map(runs_on_kernels, self.stepping))
         everywhere = torch.tensor(float(mine), device=torch.cuda.current_device())
         dist.all_reduce(everywhere, dist.ReduceOp.MIN)
         if config.step == "fused" and not everywhere:
@@ -86,7 +97,7 @@ class GroupedChainedOptimizer(ChainedOptimizer):
         return bool(everywhere)
 
     @property
-    def _stepping(self) -> list[Any]:
+    def stepping(self) -> list[Any]:
         """The optimizers that have something to step, which frozen models and other stages lack."""
         return [part for part in self.chained_optimizers if not part.is_stub_optimizer]
 
@@ -104,7 +115,7 @@ class GroupedChainedOptimizer(ChainedOptimizer):
         moves = not (self._must_skip or is_too_large(norm, self.config.grad_norm_skip_threshold))
         if moves:
             clips = clip_factors(norms, self.config.clip_grad)
-            for part in self._stepping:  # one whose turn comes after a failure is left alone
+            for part in self.stepping:  # one whose turn comes after a failure is left alone
                 with self._timed("optimizer-inner-step"):
                     part.update_masters(clips)
                 with self._timed("params-all-gather"):
@@ -117,20 +128,27 @@ class GroupedChainedOptimizer(ChainedOptimizer):
 
         Every rank must call it; the host waits for the device here, and nowhere else in a step.
         """
-        parts = self.chained_optimizers
-        for part in self._stepping:
+        for part in self.stepping:
             part.read_gradients()
+        total = self.sum_squares()
+        norms = total[:-1].sqrt().float()
+        *of_host, zeros = torch.cat([norms, total[-1:]]).tolist()
+        return norms, of_host, int(zeros)
+
+    def sum_squares(self) -> Tensor:
+        """Return squared norms and zeros over all optimizers and ranks, [len(NORMS) + 1] fp64.
+
+        Every rank must call it. Nothing is waited for.
+        """
+        parts = self.chained_optimizers
         mine = [nothing_found() if p.is_stub_optimizer else p.update.sum_squares() for p in parts]
         shared = self.grads_states_parallel_group_is_shared()
-        total = reduced_over_ranks(
+        return reduced_over_ranks(
             mine,
             [self.get_grad_stats_parallel_group()]
             if shared
             else [part.get_grad_stats_parallel_group() for part in parts],
         )
-        norms = total[:-1].sqrt().float()
-        *of_host, zeros = torch.cat([norms, total[-1:]]).tolist()
-        return norms, of_host, int(zeros)
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
@@ -199,6 +217,25 @@ class GroupedChainedOptimizer(ChainedOptimizer):
     def step_with_ready_grads(self) -> bool:
         """Step, unless the policy says to skip this one."""
         return False if self._must_skip else super().step_with_ready_grads()
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what is saved, or shapes to load into. Every rank must call it.
+
+        Raises:
+            NonFiniteError: the last step of a CUDA graph has found gradients that are not finite.
+        """
+        self._hear_of_last_step()
+        return super().sharded_state_dict(*args, **kwargs)
+
+    def state_dict(self) -> Any:
+        """Return groups, step counts included. Every rank must call it; raises as the above."""
+        self._hear_of_last_step()
+        return super().state_dict()
+
+    def _hear_of_last_step(self) -> None:
+        step = vars(self).get("step")
+        if isinstance(step, GraphedStep):
+            step.tell()
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Load states of one optimizer or of several, whatever there are here."""

@@ -13,7 +13,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import log_single_rank
 from torch import Tensor
 
-from moe_optim.errors import LayoutError, StateError
+from moe_optim.errors import ConfigError, LayoutError, StateError
 from moe_optim.megatron.active import config_in_force
 from moe_optim.megatron.buffers.bucket_group import (
     GroupedBucketGroup,
@@ -425,7 +425,11 @@ def get_megatron_optimizer(
         StateError: the model holds quantized weights that were wrapped before ``install()``.
     """
     check_wrapped_model(config, model_chunks)
+    wants_graph = config.optimizer_cuda_graph
     config = _with_own_masters(config, model_chunks)
+    if wants_graph:  # of the fused step, for which Adam need not be capturable
+        config = copy.copy(config)
+        config.optimizer_cuda_graph = False
     if config.reuse_grad_buf_for_mxfp8_param_ag:
         log_single_rank(
             logger,
@@ -456,6 +460,12 @@ def get_megatron_optimizer(
         )
     finally:
         revert_patches(scoped)
+    if wants_graph and not optimizer.is_fused:
+        raise ConfigError(
+            "--optimizer-cuda-graph: expected a fused step to capture, got step: stock, which "
+            "decides on the host what non-finite gradients do. Set --moe-optim-set step=fused, "
+            "and layout=aligned, or drop the flag."
+        )
     report = f"{describe(model_chunks, optimizer)}\nknobs: {config_in_force().changes()}"
     log_single_rank(logger, logging.INFO, report)
     return optimizer

@@ -134,9 +134,9 @@ class FusedUpdate:
                 nothing moves.
         """
         self._clips.copy_(clips)
-        for bucket, table in self._tables.items():
-            if bucket in self.encoded:
-                bucket.gather.prepare_step()
+        for bucket in self.encoded:
+            bucket.gather.prepare_step()
+        for table in self._tables.values():
             ops.step(table)
 
     @property

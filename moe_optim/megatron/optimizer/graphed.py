@@ -13,15 +13,12 @@ from typing import Any
 
 import torch
 from megatron.core.full_cuda_graph import get_shared_capture_stream
-from megatron.core.optimizer.optimizer_cuda_graph import OptimizerCudaGraphWrapper
 from torch import Tensor
 
 from moe_optim.errors import NonFiniteError
 from moe_optim.megatron.optimizer.fused import NORMS, as_megatron_returns, clip_factors
-from moe_optim.megatron.patching.engine import original
 
 logger = logging.getLogger(__name__)
-_CALL = "megatron.core.optimizer.optimizer_cuda_graph:OptimizerCudaGraphWrapper.__call__"
 
 
 class GraphedStep:
@@ -41,10 +38,10 @@ class GraphedStep:
         self._is_there: torch.cuda.Event | None = None
         self._is_told = True
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._plans: list[int] = []
-        """Of each update, when the step that ran last was planned."""
+        self._plans: list[int] | None = None  # of the updates, at the last step
 
-    def run(self) -> Any:
+    @torch.no_grad()
+    def __call__(self) -> Any:
         """Step once, and return what Megatron's step does. Every rank must call it.
 
         Raises:
@@ -121,11 +118,3 @@ class GraphedStep:
         self._norms.copy_(norms)
         self._zeros.copy_(total[-1:])
         self._on_host.copy_(norms, non_blocking=True)
-
-
-def step_in_own_graph(self: OptimizerCudaGraphWrapper, *args: Any, **kwargs: Any) -> Any:
-    """Call the step of a chain that has a graph of its own; capture others as Megatron does."""
-    chain = getattr(self.optimizer_step_func, "__self__", None)
-    if getattr(chain, "graph", None) is None:
-        return original(_CALL)(self, *args, **kwargs)
-    return self.optimizer_step_func()

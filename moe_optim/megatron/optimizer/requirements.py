@@ -82,6 +82,10 @@ def foresee_refusals(
         "with --transformer-impl local, or a recipe and native parameter gather of Transformer "
         "Engine; or set format: bf16)"
     ] = is_named and not quantized
+    is_stock = knobs.step == "stock" or (knobs.step == "auto" and knobs.layout == "stock")
+    refused["--optimizer-cuda-graph without a fused step (set step: fused)"] = (
+        config.optimizer_cuda_graph and is_stock
+    )
     refused[f"moe_optim.compute {knobs.compute} without portable experts"] = (
         knobs.compute not in (None, "bf16") and not portable
     )
@@ -120,8 +124,6 @@ def _refused_settings(
         "--qk-clip (Megatron rescales masters as if none were sharded)": any(
             model.qk_clip for model in model_configs
         ),
-        "--optimizer-cuda-graph (a step decides on the host what non-finite gradients do, and a "
-        "replay never marks weights stale)": config.optimizer_cuda_graph,
     }
     if quantized:
         refused |= {
