@@ -457,21 +457,23 @@ class LifeCycle:
 
     @contextmanager
     def _failing_kernels(self, part: int, moved: bool) -> Iterator[None]:
-        step, tables = ops.step, []  # of a part, that of its bucket comes first
+        step, encode, tables = ops.step, ops._encode_unshared, []
 
         def failing(table: Any) -> None:
             tables.append(table)
-            trips = len(tables) == 1 + 2 * part
-            if moved or not trips:
+            if len(tables) != 1 + 2 * part:  # of a part, the table of its bucket comes first
                 step(table)
-            if trips:
-                raise Tripped
+                return
+            if moved:
+                ops._encode_unshared = _raise_tripped
+                step(table)
+            raise Tripped
 
         ops.step = failing
         try:
             yield
         finally:
-            ops.step = step
+            ops.step, ops._encode_unshared = step, encode
 
     def _params_of(self, part: Any) -> list[Any]:
         return [param for group in part.model_float16_groups for param in group]
@@ -629,10 +631,8 @@ class LifeCycle:
         generator = torch.Generator().manual_seed(seed)
         factors = [0.25 + torch.rand(one.shape, generator=generator) for one in expected.masters]
         for part in self.optimizer.chained_optimizers:
-            for param, master in self._masters_of(part):
-                number = next(n for n, one in enumerate(self.params) if one is param)
-                owned = part._get_model_param_range_map(param)["param"]
-                master.mul_(factors[number].flatten()[owned.start : owned.end])
+            for number, owned, master in self._masters_of(part):
+                master.mul_(factors[number].flatten()[owned])
         for master, factor in zip(expected.masters, factors, strict=True):
             master.mul_(factor)
         if not expected.is_in_flight:  # what travels has been read already
@@ -643,7 +643,7 @@ class LifeCycle:
         for part in self.optimizer.chained_optimizers:
             inner = part.optimizer
             if what == "masters":
-                for _, master in self._masters_of(part):
+                for _, _, master in self._masters_of(part):
                     left, master.data = master.data, master.data.clone()
                     left.fill_(torch.nan)
                 continue
@@ -661,11 +661,15 @@ class LifeCycle:
                 if id(left) not in kept:
                     left.fill_(torch.nan)
 
-    def _masters_of(self, part: Any) -> Iterator[tuple[Any, Tensor]]:
+    def _masters_of(self, part: Any) -> Iterator[tuple[int, slice, Tensor]]:
+        """Yield which parameter, which of its elements, and the masters of these."""
         for params, masters in zip(
             part.model_float16_groups, part.shard_fp32_from_float16_groups, strict=True
         ):
-            yield from zip(params, masters, strict=True)
+            for param, master in zip(params, masters, strict=True):
+                owned = part._get_model_param_range_map(param)["param"]
+                number = next(n for n, one in enumerate(self.params) if one is param)
+                yield number, slice(owned.start, owned.end), master
 
     def save(self) -> None:
         """Keep masters, moments and the step; before the first step there are none."""
@@ -698,6 +702,14 @@ class LifeCycle:
         self._write_expected_weights()
         self._gathered(again=True)
 
+    def agree(self, is_right: bool) -> bool:
+        """Return whether all is right on every rank. Every rank must call it."""
+        if self.size == 1:
+            return is_right
+        found = torch.tensor(is_right, dtype=torch.int32)
+        dist.all_reduce(found, dist.ReduceOp.MIN)
+        return bool(found)
+
     # --- checks ---------------------------------------------------------------------------------
 
     def check(self) -> None:
@@ -714,6 +726,9 @@ class LifeCycle:
                 real = param.quantized_storage.quantized.planes()
                 for name, plane in layer.weight.quantized_storage.quantized.planes().items():
                     assert torch.equal(real[name], plane), f"{name} of a weight"
+        for part in self.optimizer.chained_optimizers:
+            for number, owned, master in self._masters_of(part):
+                assert torch.equal(master, expected.masters[number].flatten()[owned]), "a master"
         for group in self._managed_groups():
             if not expected.is_offloaded and not expected.must_zero:
                 contents = {bucket.state.gradients for bucket in group.managed}

@@ -4,14 +4,17 @@ Each function changes the classes of this package so that they do again what Meg
 they did themselves; pull requests and sequences are those of Megatron-LM.
 """
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from moe_optim import ops
 from moe_optim.kernels.member_table import MemberTable
+from moe_optim.kernels.steps.table import StepTable
 from moe_optim.megatron.buffers.bucket_group import GroupedBucketGroup
-from moe_optim.megatron.buffers.gather import Bf16Gather, OwnedMaster
+from moe_optim.megatron.buffers.gather import Bf16Gather, OwnedMaster, QuantizedGather
 from moe_optim.megatron.buffers.managed_bucket import ManagedBucket
 from moe_optim.megatron.buffers.states import (
     OWN_MEMORY,
@@ -23,6 +26,7 @@ from moe_optim.megatron.buffers.states import (
 )
 from moe_optim.megatron.optimizer.chained import GroupedChainedOptimizer
 from moe_optim.megatron.optimizer.distributed import GroupedDistributedOptimizer
+from moe_optim.megatron.optimizer.fused import FusedUpdate
 from moe_optim.modules.grouped_weight import GroupedWeight
 from moe_optim.modules.storage import PlaneStorage
 
@@ -245,25 +249,139 @@ def weights_wait_for_a_loop_to_stage_them() -> None:
     GroupedDistributedOptimizer.__init__ = init
 
 
+def loads_forget_nothing() -> None:
+    """Whether slices are encoded is a note of the gather's own, which no load takes away."""
+    prepare_step, opened, land = (
+        QuantizedGather.prepare_step,
+        QuantizedGather.open,
+        QuantizedGather.land,
+    )
+
+    def prepare(self: QuantizedGather) -> None:
+        prepare_step(self)
+        self.was_prepared = True
+
+    def trusting(self: QuantizedGather, masters: Any, *, encoded: bool = False) -> None:
+        self.plan_step(masters)
+        opened(self, masters, encoded=vars(self).pop("was_prepared", False))
+
+    def landed(self: QuantizedGather) -> None:
+        land(self)
+        vars(self).pop("was_prepared", None)
+
+    QuantizedGather.prepare_step, QuantizedGather.land = prepare, landed
+    QuantizedGather.open = trusting
+
+
+def maxima_outlive_their_step() -> None:
+    """The maxima that ranks have exchanged are still there when the next step looks for its own."""
+    stock = ops.step
+
+    def step(table: StepTable) -> None:
+        exchange = None if table.members is None else table.members.exchange
+        before = None if exchange is None else exchange.clone()
+        stock(table)
+        if exchange is not None:
+            torch.maximum(exchange, before, out=exchange)
+
+    ops.step = step
+
+
+def replaced_moments_are_written() -> None:
+    """What a step writes is planned once, whatever Adam is given for moments later."""
+    FusedUpdate._find_moments = lambda self: []
+
+
+def moved_masters_are_written() -> None:
+    """Plans know views of masters, which stay behind when a master is given other memory."""
+    stock = StepTable.build.__func__
+
+    def build(cls: type[StepTable], states: Any, *args: Any, **kwargs: Any) -> StepTable:
+        views = [replace(state, master=state.master.detach()) for state in states]
+        return stock(cls, views, *args, **kwargs)
+
+    StepTable.build = classmethod(build)
+
+
+def encoded_weights_are_read() -> None:
+    """What is encoded counts as fresh, and is not gathered: slices of other ranks are old."""
+    current = (Weights.FRESH, Weights.ENCODED)
+    ManagedBucket.is_fresh = property(lambda self: self.state.weights in current)
+    stock = GroupedBucketGroup.start_param_sync
+
+    def start_param_sync(self: GroupedBucketGroup, force_sync: bool = False) -> None:
+        if not self.managed or any(not bucket.is_fresh for bucket in self.managed):
+            stock(self, force_sync=force_sync)
+
+    GroupedBucketGroup.start_param_sync = start_param_sync
+
+
+def masters_count_no_writes() -> None:
+    """A master that was written by hand after its step travels as the step has encoded it."""
+    ManagedBucket._count_master_writes = lambda self: 0
+
+
+def failed_steps_have_encoded() -> None:
+    """Whatever ends a step, its weights count as encoded."""
+    stock = GroupedDistributedOptimizer.update_masters
+
+    def update_masters(self: GroupedDistributedOptimizer, clips: torch.Tensor) -> None:
+        try:
+            stock(self, clips)
+        except BaseException:
+            for bucket in self._buckets:
+                bucket.state._weights = Weights.ENCODED
+                bucket._master_writes = bucket._count_master_writes()
+            raise
+
+    GroupedDistributedOptimizer.update_masters = update_masters
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bug:
+    """What puts a bug back, and where it can show."""
+
+    put_back: Callable[[], None]
+    wire: str = "quantized"
+    step: str = "stock"
+    ranks: int = 1
+
+    @property
+    def options(self) -> dict[str, str]:
+        """Of the life cycle."""
+        return {"wire": self.wire, "step": self.step}
+
+
+def _fused(put_back: Callable[[], None], ranks: int = 1) -> Bug:
+    return Bug(put_back=put_back, step="fused", ranks=ranks)
+
+
 BUGS = {
-    "#2802": (staged_masters_stay_in_gradients, "bf16"),
-    "#4562": (forced_gather_skips_post_processing, "bf16"),
-    "#4800": (siblings_staging_is_lost, "quantized"),
-    "#5236": (forced_gather_without_staging, "bf16"),
-    "#5487": (dispatch_state_survives_an_evaluation, "quantized"),
-    "H2": (forward_gathers_gradients, "bf16"),
-    "H3": (fallback_stages_into_gradients, "bf16"),
-    "H4": (forced_gather_drops_the_one_in_flight, "bf16"),
-    "H5": (staged_masters_are_wiped, "bf16"),
-    "H6": (freeing_drops_the_post_processing, "bf16"),
-    "H7": (save_zeroes_accumulating_gradients, "bf16"),
-    "gradients written by hand": (zeroing_trusts_its_notes, "quantized"),
-    "a backward pass that fails": (gradients_are_announced_by_a_hook, "quantized"),
-    "a reduction in flight": (reductions_stay_in_flight, "quantized"),
-    "a step that fails": (weights_are_fresh_until_a_step_has_ended, "quantized"),
-    "a gather that fails": (a_failed_gather_stays_in_flight, "bf16"),
-    "a copy in training": (copies_share_the_buckets_gradients, "quantized"),
-    "a norm of its own": (one_norm_is_looked_at, "quantized"),
-    "a flag that asks to share": (weights_wait_for_a_loop_to_stage_them, "quantized"),
+    "#2802": Bug(put_back=staged_masters_stay_in_gradients, wire="bf16"),
+    "#4562": Bug(put_back=forced_gather_skips_post_processing, wire="bf16"),
+    "#4800": Bug(put_back=siblings_staging_is_lost),
+    "#5236": Bug(put_back=forced_gather_without_staging, wire="bf16"),
+    "#5487": Bug(put_back=dispatch_state_survives_an_evaluation),
+    "H2": Bug(put_back=forward_gathers_gradients, wire="bf16"),
+    "H3": Bug(put_back=fallback_stages_into_gradients, wire="bf16"),
+    "H4": Bug(put_back=forced_gather_drops_the_one_in_flight, wire="bf16"),
+    "H5": Bug(put_back=staged_masters_are_wiped, wire="bf16"),
+    "H6": Bug(put_back=freeing_drops_the_post_processing, wire="bf16"),
+    "H7": Bug(put_back=save_zeroes_accumulating_gradients, wire="bf16"),
+    "gradients written by hand": Bug(put_back=zeroing_trusts_its_notes),
+    "a backward pass that fails": Bug(put_back=gradients_are_announced_by_a_hook),
+    "a reduction in flight": Bug(put_back=reductions_stay_in_flight),
+    "a step that fails": Bug(put_back=weights_are_fresh_until_a_step_has_ended),
+    "a gather that fails": Bug(put_back=a_failed_gather_stays_in_flight, wire="bf16"),
+    "a copy in training": Bug(put_back=copies_share_the_buckets_gradients),
+    "a norm of its own": Bug(put_back=one_norm_is_looked_at),
+    "a flag that asks to share": Bug(put_back=weights_wait_for_a_loop_to_stage_them),
+    "a load after an encoded step": _fused(loads_forget_nothing),
+    "maxima of the last step": _fused(maxima_outlive_their_step, ranks=2),
+    "moments that were replaced": _fused(replaced_moments_are_written),
+    "masters that were moved": _fused(moved_masters_are_written),
+    "an evaluation of one rank's slices": _fused(encoded_weights_are_read, ranks=2),
+    "masters by hand after a step": _fused(masters_count_no_writes),
+    "a fused step that fails": _fused(failed_steps_have_encoded),
 }
-"""Name -> what puts it back, and the wire on which it can exist."""
+"""By name."""

@@ -23,8 +23,14 @@ SETTINGS: list[dict[str, Any]] = [
     {"wire": "quantized", "overlap": False, "format": "nvfp4"},
     {"wire": "bf16", "overlap": True},
     {"wire": "bf16", "overlap": False},
+    {"wire": "quantized", "overlap": True, "step": "fused"},
+    {"wire": "quantized", "overlap": False, "format": "nvfp4", "step": "fused"},
+    {"wire": "bf16", "overlap": True, "step": "fused"},
 ]
-NAMES = ("quantized, overlap", "quantized", "bf16, overlap", "bf16")
+NAMES = (
+    *("quantized, overlap", "quantized", "bf16, overlap", "bf16"),
+    *("quantized, overlap, fused", "quantized, fused", "bf16, overlap, fused"),
+)
 SEEDS = st.integers(0, 99)
 
 PLAIN = (
@@ -88,8 +94,14 @@ class Machine(RuleBasedStateMachine):
             return
         Machine.steps += 1
         Machine.trace.append((name, arguments))
-        getattr(self.cycle, name)(**arguments)
-        self.cycle.check()
+        failure = None
+        try:
+            getattr(self.cycle, name)(**arguments)
+            self.cycle.check()
+        except Exception as error:
+            failure = error
+        if not self.cycle.agree(failure is None):  # so that all ranks stop here, and none waits
+            raise failure or AssertionError("another rank has failed")
 
     @rule(
         seeds=st.lists(SEEDS, min_size=1, max_size=3),
@@ -139,18 +151,19 @@ def _drive(steps: int, options: dict[str, Any]) -> int:
 
 @pytest.mark.parametrize("options", SETTINGS, ids=NAMES)
 def test_no_order_of_calls_mixes_weights_and_gradients(options: dict[str, Any]):
-    """A quarter of all steps on each wire, with the gather overlapped and in the step."""
-    (steps,) = run_ranks(1, _drive, STEPS // 4, options, timeout_s=max(180, STEPS // 40))
-    assert steps >= STEPS // 4
+    """An equal part of all steps on each wire, with the gather overlapped and in the step, and with
+    either kind of step."""
+    (steps,) = run_ranks(1, _drive, STEPS // len(SETTINGS), options, timeout_s=max(180, STEPS // 40))
+    assert steps >= STEPS // len(SETTINGS)
 
 
 def _find(name: str) -> Trace:
     """Put a bug back; return the sequence that showed it, empty if none did."""
     life_cycle.initialize()
-    put_back, wire = BUGS[name]
-    put_back()
+    bug = BUGS[name]
+    bug.put_back()
     try:
-        _run(10_000, {"wire": wire}, phases=(Phase.generate,))
+        _run(10_000, bug.options, phases=(Phase.generate,))
     except Exception:  # an assertion of the model, or a refusal of what is allowed
         return Machine.trace
     return []
@@ -164,11 +177,13 @@ RARE = {"H4", "H6"}  # found after thousands of steps; TRACES show them in a few
 )
 def test_every_historic_bug_is_found_when_it_is_put_back(name: str):
     """Within 10,000 random steps some comparison fails."""
-    (trace,) = run_ranks(1, _find, name)
+    trace, *others = run_ranks(BUGS[name].ranks, _find, name)
     assert trace, f"{name} was not found"
+    assert all(other == trace for other in others)
 
 
 TRAIN = [("zero", {}), ("micro", {"seed": 0, "last": True}), ("step", {})]
+SHRINK: Trace = [("rewrite_masters", {"seed": 0}), *TRAIN, ("force_sync", {})]
 FAILING: Trace = [("failing_backward", {"seed": 1, "at": 0})]
 TRACES: dict[str, Trace] = {  # mostly as hypothesis shrank them
     "#2802": [*TRAIN, ("evaluate", {"seed": 0})],
@@ -198,6 +213,27 @@ TRACES: dict[str, Trace] = {  # mostly as hypothesis shrank them
     "a copy in training": [("copy", {"seed": 0})],
     "a norm of its own": [*TRAIN[:2], ("nonfinite", {"of": 2})],
     "a flag that asks to share": [*TRAIN, ("rollout", {"seed": 0})],
+    "a load after an encoded step": [*TRAIN, ("save", {}), *TRAIN, ("load", {})],
+    "maxima of the last step": [("rewrite_masters", {"seed": 0}), *TRAIN, *SHRINK],
+    "moments that were replaced": [*TRAIN, ("exchange", {"what": "exp_avg"}), *TRAIN],
+    "masters that were moved": [
+        *TRAIN,
+        ("rollout", {"seed": 0}),
+        ("exchange", {"what": "masters"}),
+        *TRAIN,
+        ("rollout", {"seed": 0}),
+    ],
+    "an evaluation of one rank's slices": [*TRAIN, ("evaluate", {"seed": 0})],
+    "masters by hand after a step": [
+        *TRAIN,
+        ("rewrite_masters", {"seed": 0}),
+        ("rollout", {"seed": 0}),
+    ],
+    "a fused step that fails": [
+        *TRAIN[:2],
+        ("failing_step", {"part": 1, "moved": True}),
+        ("rollout", {"seed": 0}),
+    ],
 }
 
 
@@ -230,10 +266,10 @@ SEQUENCES: dict[str, Trace] = {
 
 def _replay_with_bug(name: str) -> bool:
     life_cycle.initialize()
-    put_back, wire = BUGS[name]
-    put_back()
+    bug = BUGS[name]
+    bug.put_back()
     try:
-        life_cycle.replay(TRACES[name], wire=wire)
+        life_cycle.replay(TRACES[name], **bug.options)
     except Exception:
         return True
     return False
@@ -241,7 +277,12 @@ def _replay_with_bug(name: str) -> bool:
 
 @pytest.mark.parametrize("name", TRACES)
 def test_a_few_calls_suffice_to_show_each_bug(name: str):
-    assert run_ranks(1, _replay_with_bug, name) == [True]
+    ranks = BUGS[name].ranks
+    assert run_ranks(ranks, _replay_with_bug, name) == [True] * ranks
+
+
+BRIEF = ("quantized, overlap", "bf16, overlap", "quantized, overlap, fused")
+"""Settings that are no repeat of others on two ranks."""
 
 
 def _replay_all(options: dict[str, Any]) -> int:
@@ -255,7 +296,7 @@ def _replay_all(options: dict[str, Any]) -> int:
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param(options, id=name, marks=[pytest.mark.extended] * (not options["overlap"]))
+        pytest.param(options, id=name, marks=[pytest.mark.extended] * (name not in BRIEF))
         for name, options in zip(NAMES, SETTINGS, strict=True)
     ],
 )
