@@ -98,6 +98,20 @@ def test_every_part_of_an_expert_has_a_slot_of_its_own_for_its_amax(with_kernels
 
 
 @settings(max_examples=12, deadline=None)
+@given(weights=sharded_weights())
+def test_steps_and_requantizations_write_the_same_slots(with_kernels, weights):
+    """Else one of them would read maxima that the other has left, as in a load after a step."""
+    for table in Stepping(weights).tables:
+        stepped = [slot for one in table.ranges for slot in one.parts[:, 3].tolist() if slot >= 0]
+        requantized = [
+            one.descriptors[member, 13].item() + part
+            for one in (table.members.launches if table.members else ())
+            for member, part in one.amax_parts.tolist()
+        ]
+        assert sorted(stepped) == sorted(requantized)
+
+
+@settings(max_examples=12, deadline=None)
 @given(weights=sharded_weights(), gradients=DTYPES, moments=DTYPES)
 def test_what_is_called_aligned_starts_at_multiples_of_16_bytes(
     with_kernels, weights, gradients, moments

@@ -9,9 +9,9 @@ from torch import Tensor
 from moe_optim.errors import LayoutError
 from moe_optim.kernels.bound_kernel import BoundKernel
 from moe_optim.kernels.exchange import AMAX_SLOTS
-from moe_optim.kernels.launch_table import LaunchTable, Planned, owned_parts
+from moe_optim.kernels.launch_table import AMAX_TILE, LaunchTable, Planned, owned_parts
 from moe_optim.kernels.member_table import Backend, MemberTable, has_kernels
-from moe_optim.kernels.tuning import ADAM_PART, ADAM_TILE, STEP_TILES
+from moe_optim.kernels.tuning import ADAM_PART, STEP_TILES
 
 HYPER_FIELDS = 9
 """Columns of :attr:`StepTable.hyper`: beta1, 1 - beta1, beta2, 1 - beta2, the bias corrections of
@@ -227,8 +227,8 @@ class _Ranges:
         kind = (state.gradient.dtype, state.exp_avg.dtype, weight, finds_amax, aligned)
         states, masters, parts = self._kinds.setdefault(kind, ([], [], []))
         length = ADAM_PART
-        if finds_amax:  # no more parts than there are slots
-            length = -(-(last - first) // (AMAX_SLOTS * ADAM_TILE.cols)) * ADAM_TILE.cols
+        if finds_amax:  # the parts of a requantization, which leaves all other slots as they are
+            length = -(-(last - first) // (AMAX_SLOTS * AMAX_TILE)) * AMAX_TILE
         for number, start in enumerate(range(first, last, length)):
             parts.append([len(states), start, min(last, start + length), slot + number])
         states.append(row)

@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable
 from itertools import product
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -267,11 +266,13 @@ def _train_and_exchange_masters(knobs: dict[str, Any]) -> Record:
         (1, {"format": "mxfp8", "record_amax": True}),
         (1, {"format": "mxfp8", "wire": "bf16"}),
         (2, {"format": "nvfp4", "layout": "stock"}),
+        (1, {"format": "mxfp8", "step": "fused"}),
     ],
-    ids=["wire quantized", "wire bf16", "two ranks"],
+    ids=["wire quantized", "wire bf16", "two ranks", "fused step"],
 )
 def test_masters_are_read_where_they_lie_now(ranks: int, knobs: dict[str, Any]):
-    """And the memory that they left is free: what is planned for a gather does not hold it."""
+    """And the memory that they left is free: what is planned for gathers and steps does not hold
+    it."""
     run_ranks(ranks, _train_and_exchange_masters, knobs)
 
 

@@ -153,8 +153,19 @@ def _drive(steps: int, options: dict[str, Any]) -> int:
 def test_no_order_of_calls_mixes_weights_and_gradients(options: dict[str, Any]):
     """An equal part of all steps on each wire, with the gather overlapped and in the step, and with
     either kind of step."""
-    (steps,) = run_ranks(1, _drive, STEPS // len(SETTINGS), options, timeout_s=max(180, STEPS // 40))
+    (steps,) = run_ranks(
+        1, _drive, STEPS // len(SETTINGS), options, timeout_s=max(180, STEPS // 40)
+    )
     assert steps >= STEPS // len(SETTINGS)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("format", ["mxfp8", "mxfp8_2d", "nvfp4"])
+def test_no_order_of_calls_mixes_slices_of_two_ranks(format: str):
+    """Each encodes its own with a step, and what they share of a block after an exchange."""
+    options = {"wire": "quantized", "format": format, "step": "fused"}
+    steps = run_ranks(2, _drive, STEPS // 10, options, timeout_s=max(180, STEPS // 10))
+    assert min(steps) >= STEPS // 10
 
 
 def _find(name: str) -> Trace:
