@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from megatron.core.full_cuda_graph import get_shared_capture_stream
+from megatron.core.utils import log_single_rank
 from torch import Tensor
 
 from moe_optim.errors import NonFiniteError
@@ -83,7 +84,10 @@ class GraphedStep:
         for part in self._chain.stepping:
             part.update.take_back()
         if is_finite:
-            logger.info("last step: nothing has moved, its gradient norm was %s", norm)
+            message = (
+                f"moe_optim: last step skipped, its gradient norm {norm} is above the threshold"
+            )
+            log_single_rank(logger, logging.INFO, message)
             return
         message = f"last optimizer step: gradient norms were {[norm, *of_groups]}"
         if self._chain.policy == "raise":
@@ -105,6 +109,7 @@ class GraphedStep:
             stream = get_shared_capture_stream()
             with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
                 self._run_kernels()
+            log_single_rank(logger, logging.INFO, "moe_optim: the step is a CUDA graph from now on")
         self._graph.replay()
 
     def _run_kernels(self) -> None:

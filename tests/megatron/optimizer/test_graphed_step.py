@@ -1,0 +1,158 @@
+"""`--optimizer-cuda-graph`: the fused step decides on the device, and is captured once.
+
+There is no graph on a CPU: the same kernels run one by one. What decides when they are captured is
+tested apart, with a graph that notes what it is asked for.
+"""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from moe_optim.config import MoEOptimConfig
+from moe_optim.errors import ConfigError, NonFiniteError
+from moe_optim.megatron.optimizer import graphed
+from moe_optim.megatron.optimizer.graphed import GraphedStep
+from tests.megatron.optimizer.test_nonfinite import NAME, _snapshot
+from tests.support.bytes import assert_same_tensors
+from tests.support.masters import assert_weights_come_from_masters
+from tests.support.ranks import run_ranks
+from tests.support.training import OVERLAP, Record, assert_same_run, pretrain
+
+GRAPH = "--optimizer-cuda-graph"
+FUSED = MoEOptimConfig(format="mxfp8", step="fused")
+RUN = ["--train-iters", "6", "--eval-interval", "3", "--clip-grad", "0.5"]
+
+
+def _train(flags: list[str], config: MoEOptimConfig = FUSED) -> Record:
+    return pretrain(flags, config, observe=assert_weights_come_from_masters)
+
+
+def test_deciding_on_the_device_changes_no_bit():
+    """With evaluations, overlapped, and with clipping active, every loss and norm is that of steps
+    that are decided on the host."""
+    eager, graphed = (run_ranks(2, _train, [*RUN, *flags]) for flags in ([], [GRAPH, *OVERLAP]))
+    for rank, (one, other) in enumerate(zip(eager, graphed, strict=True)):
+        assert_same_run(other, one, what=f"rank {rank}")
+
+
+def _train_on_nan(policy: str, first_after: str) -> dict[str, Any]:
+    """Step four times, the third time on NaN; then step again or save."""
+    found: dict[str, Any] = {}
+
+    def watch(model: list[Any], optimizer: Any) -> None:
+        optimizer.policy = policy
+        number = 0
+
+        class Watched(GraphedStep):
+            def __call__(self) -> Any:
+                nonlocal number
+                number += 1
+                if number == 3:
+                    for name, param in model[0].module.named_parameters():
+                        if name.endswith(NAME):
+                            param.main_grad.view(-1)[7] = torch.nan
+                    before = _snapshot(model, optimizer)
+                    result = super().__call__()
+                    assert_same_tensors(_snapshot(model, optimizer), before, what="a NaN step")
+                    if first_after == "a save":
+                        _note(found, optimizer.state_dict)
+                    return result
+                if number == 4 and first_after == "a step":
+                    _note(found, super().__call__)
+                    return True, 1.0, None
+                result = super().__call__()
+                found["steps"] = {group["step"] for group in optimizer.param_groups}
+                return result
+
+        from moe_optim.megatron.optimizer import chained
+
+        chained.GraphedStep = Watched  # which a chain puts in the place of Megatron's wrapper
+
+    flags = ["--train-iters", "5", "--eval-interval", "1000000", GRAPH]
+    pretrain([*flags, "--no-check-for-nan-in-loss-and-grad"], FUSED, after_setup=watch)
+    return found
+
+
+def _note(found: dict[str, Any], act: Any) -> None:
+    try:
+        act()
+    except NonFiniteError as error:
+        found["raised"] = str(error)
+
+
+@pytest.mark.parametrize("first_after", ["a step", "a save"])
+def test_a_step_on_nan_moves_nothing_and_the_next_call_says_so(first_after: str):
+    """Under ``raise`` whoever comes first after it, a step or a save; and it does not count as a
+    step of Adam, so that those after it have the bias corrections they would have without."""
+    for found in run_ranks(2, _train_on_nan, "raise", first_after):
+        assert "last optimizer step: gradient norms were [nan" in found["raised"]
+        assert "No weight has moved" in found["raised"]
+        # of five calls one found NaN, and the one that said so after it did not step
+        assert found["steps"] == {4 if first_after == "a save" else 3}
+
+
+def test_a_skipped_step_does_not_count():
+    for found in run_ranks(2, _train_on_nan, "skip", "nothing"):
+        assert "raised" not in found
+        assert found["steps"] == {4}
+
+
+def _refuse() -> str:
+    try:
+        _train([*RUN, GRAPH], MoEOptimConfig(format="mxfp8", step="stock"))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_stocks_step_is_not_captured():
+    (said,) = run_ranks(1, _refuse)
+    assert said.startswith("--optimizer-cuda-graph: expected a fused step to capture")
+
+
+# When kernels are captured
+
+
+@pytest.fixture
+def step(monkeypatch):
+    """A step of a chain that is nothing but its plans, and what was done with its kernels."""
+    done: list[str] = []
+
+    class Graph:
+        def replay(self) -> None:
+            done.append("replayed")
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: nullcontext(done.append("captured")))
+    monkeypatch.setattr(graphed, "get_shared_capture_stream", lambda: None)
+    monkeypatch.setattr(GraphedStep, "_run_kernels", lambda self: done.append("run"))
+    made = GraphedStep(SimpleNamespace())
+    made._captures = True
+    return made, done
+
+
+def test_kernels_are_captured_at_the_second_step_of_a_plan_and_replayed_from_then_on(step):
+    made, done = step
+    expected = {
+        "first of a plan": ([1, 1], ["run"]),
+        "second": ([1, 1], ["captured", "run", "replayed"]),
+        "third": ([1, 1], ["replayed"]),
+        "masters have moved": ([2, 1], ["run"]),
+        "second of the new plan": ([2, 1], ["captured", "run", "replayed"]),
+    }
+    for name, (plans, kernels) in expected.items():
+        done.clear()
+        made._launch(plans)
+        assert done == kernels, name
+
+
+def test_a_rank_without_masters_runs_before_it_captures(step):
+    """Its collectives need their communicator, which the first one makes."""
+    made, done = step
+    made._launch([])
+    assert done == ["run"]
