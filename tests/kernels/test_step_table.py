@@ -1,6 +1,7 @@
 """Launches of a step reach every element once, with what belongs to it; bad states are refused."""
 
 from dataclasses import fields, replace
+from weakref import ref
 
 import pytest
 import torch
@@ -187,6 +188,16 @@ def test_a_table_notices_when_something_has_moved(name):
     assert table.has_moved
     tensor.data = here
     assert not table.has_moved
+
+
+def test_dropped_moments_are_freed_where_launches_know_their_addresses(with_kernels):
+    """As where they are offloaded: `.cpu()` makes another tensor, and the first one is let go."""
+    state = state_of(64)
+    table = build(state).without_moments()
+    assert table.ranges and not table.has_moved
+    moments = [ref(state.exp_avg), ref(state.exp_avg_sq)]
+    del state
+    assert [moment() for moment in moments] == [None, None]
 
 
 def test_states_of_nothing_neither_move_nor_are_launched(with_kernels):

@@ -1,7 +1,7 @@
 """What one update of masters reads and writes, fixed when gradients, masters and moments lie."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -134,6 +134,19 @@ class StepTable:
     def has_moved(self) -> bool:
         """Whether something lies elsewhere by now, so that the table has to be built anew."""
         return list(map(Tensor.data_ptr, self.tensors)) != self.addresses
+
+    def without_moments(self) -> "StepTable":
+        """Return the same launches without a hold on moments: whoever drops them frees them.
+
+        It is the caller's then to know where they are, since :attr:`has_moved` does not look. What
+        no launch handles is held all the same.
+        """
+        if self.remainder:
+            return self
+        moments = {id(one) for state in self.states for one in (state.exp_avg, state.exp_avg_sq)}
+        tensors = tuple(tensor for tensor in self.tensors if id(tensor) not in moments)
+        addresses = list(map(Tensor.data_ptr, tensors))
+        return replace(self, states=(), tensors=tensors, addresses=addresses, kernels=[])
 
     @classmethod
     def build(

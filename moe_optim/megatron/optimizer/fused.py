@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -59,7 +60,8 @@ class FusedUpdate:
         self._norm: NormTable | None = None
         self._tables: dict[ManagedBucket | None, StepTable] = {}
         self._plans = 0
-        self._moments: list[int] = []
+        self._moments: list[ref[Tensor]] = []
+        self._addresses: list[int] = []
 
     # The norm
 
@@ -150,13 +152,23 @@ class FusedUpdate:
         for group in self._optimizer.optimizer.param_groups:
             group["step"] -= 1
 
-    def _find_moments(self) -> list[int]:
-        """Return which tensors Adam has for moments now, by their identities.
-
-        Tables hold those that they were built for, so that no other tensor can have theirs.
-        """
+    def _find_moments(self) -> list[Tensor]:
+        """Return the tensors that Adam has for moments now."""
         states = self._optimizer.optimizer.state.values()
-        return [id(state.get(name)) for state in states for name in MOMENTS]
+        return [state[name] for state in states for name in MOMENTS if name in state]
+
+    def _have_moments_moved(self) -> bool:
+        """Return whether Adam has other moments than were planned with, or has them elsewhere.
+
+        They are not held here: offloading frees what it takes the place of.
+        """
+        moments = self._find_moments()
+        if len(moments) != len(self._moments):
+            return True
+        pairs = zip(moments, self._moments, strict=True)
+        return any(now is not of_plan() for now, of_plan in pairs) or (
+            list(map(Tensor.data_ptr, moments)) != self._addresses
+        )
 
     def _has_moved(self) -> bool:
         """Return whether states lie elsewhere, or gathers have been planned anew.
@@ -164,7 +176,7 @@ class FusedUpdate:
         Loading gives Adam other moments, and so do RL stacks that take turns on a GPU: tensors,
         dictionaries of them, or all of its state.
         """
-        if self._find_moments() != self._moments:
+        if self._have_moments_moved():
             return True
         return any(
             table.has_moved or (bucket is not None and table.members is not bucket.gather.planned)
@@ -195,7 +207,9 @@ class FusedUpdate:
                     weight=None if is_managed(param) else _weight(optimizer, param, master),
                 )
             )
-        self._moments = self._find_moments()
+        moments = self._find_moments()
+        self._moments = [ref(moment) for moment in moments]
+        self._addresses = list(map(Tensor.data_ptr, moments))
         return {
             bucket: StepTable.build(
                 of_bucket,
@@ -203,7 +217,7 @@ class FusedUpdate:
                 self._clips,
                 members=None if bucket is None else bucket.plan_step(),
                 decoupled=optimizer.config.decoupled_weight_decay,
-            )
+            ).without_moments()
             for bucket, of_bucket in states.items()
         }
 
