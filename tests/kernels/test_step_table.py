@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_optim.errors import LayoutError
+from moe_optim.formats import MXFP8, QuantizedWeight
 from moe_optim.kernels import member_table
+from moe_optim.kernels.member_table import MemberTable, TableEntry
 from moe_optim.kernels.steps import table as step_table
 from moe_optim.kernels.steps.table import HYPER_FIELDS, STATE_FIELDS, AdamState, StepTable
 from tests.support.bytes import assert_bytes_equal
@@ -204,3 +206,12 @@ def test_states_of_nothing_neither_move_nor_are_launched(with_kernels):
     table = build(state_of(0), replace(state_of(0), weight=torch.zeros(0)))
     assert not (table.ranges or table.encoding or table.remainder or table.has_moved)
     assert len(table.states) == 2
+
+
+def test_members_whose_masters_have_no_state_are_refused_by_name(with_kernels):
+    target = QuantizedWeight.empty(MXFP8, (1, 32, 32))
+    entry = TableEntry(parameter="layers.1.fc1", source=torch.zeros(1, 32, 32), target=target)
+    members = MemberTable.build([entry])
+    hyper, clips = torch.zeros(1, HYPER_FIELDS), torch.ones(1)
+    with pytest.raises(LayoutError, match=r"layers\.1\.fc1: expected states whose masters"):
+        StepTable.build([state_of()], hyper, clips, members=members)

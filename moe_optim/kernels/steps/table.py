@@ -59,9 +59,11 @@ class AdamState:
         places = {one.device for one in held}
         known = self.master.dtype == torch.float32 and all(one.dtype in _DTYPES for one in held)
         same = self.exp_avg.dtype == self.exp_avg_sq.dtype
-        flat = all(one.is_contiguous() and one.untyped_storage().size() for one in held)
-        if not self.master.numel():
-            return
+        # a shard of nothing has no memory
+        flat = all(
+            one.is_contiguous() and (one.untyped_storage().size() or not one.numel())
+            for one in held
+        )
         if len(numels) > 1 or len(places) > 1 or not (known and same and flat):
             spelt = ", ".join(f"{one.dtype} {list(one.shape)} on {one.device}" for one in held)
             raise LayoutError(
@@ -185,8 +187,17 @@ class StepTable:
         ranges = _Ranges()
         encoding: list[MemberLaunch] = []
         for launch in () if members is None else members.launches:
-            quantized = [launched.pop(entry.source.data_ptr()) for entry, _ in launch.planned]
-            encoding += _cut_members(launch, quantized, ranges)
+            quantized = [launched.pop(entry.source.data_ptr(), None) for entry, _ in launch.planned]
+            if missing := [
+                entry.parameter
+                for (entry, _), state in zip(launch.planned, quantized, strict=True)
+                if state is None
+            ]:
+                raise LayoutError(
+                    f"{', '.join(missing)}: expected states whose masters are the sources of the "
+                    "members, got none for these. Name every master, and take one backend for both."
+                )
+            encoding += _cut_members(launch, [state for state in quantized if state], ranges)
         for state in launched.values():
             ranges.add_range(state)
         tensors = tuple(tensor for state in owned for tensor in state.tensors())
