@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from moe_optim.bench.step import DETERMINISTIC_ENVIRONMENT
 from moe_optim.cli import main as cli
 from moe_optim.formats import FORMATS, FP8_BLOCK
 from moe_optim.megatron.te.factory import make_te_storages
@@ -92,3 +93,36 @@ def test_narrow_moments_give_stocks_losses(tmp_path):
     assert cli.main(["bench", "step", str(RECIPE), *options]) == 0
     found = json.loads(report.read_text())
     assert found["losses"]["plugin"] == found["losses"]["stock"]
+
+
+GRAPHS = {
+    "of the step": ["--optimizer-cuda-graph"],
+    "of the step and of whole iterations": [
+        "--optimizer-cuda-graph",
+        *("--cuda-graph-impl", "full_iteration"),
+        *("--overlap-grad-reduce", "--overlap-param-gather"),
+    ],
+}
+STATIC = ["--deterministic-mode", "--te-rng-tracker", "--no-check-for-nan-in-loss-and-grad"]
+STATIC += ["--moe-expert-capacity-factor", "4", "--moe-pad-expert-input-to-capacity"]
+STATIC += ["--num-layers", "1", "--train-iters", "12", "--eval-interval", "4"]
+STATIC += ["--save-interval", "1000"]
+
+
+def test_graphs_of_steps_give_eagers_losses(tmp_path, monkeypatch):
+    """With clipping active and evaluations in between, to the bit; what is compared says how many
+    iterations and evaluations there were."""
+    for name, value in DETERMINISTIC_ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    losses = {}
+    for name, flags in {"none": [], **GRAPHS}.items():
+        out = tmp_path / name.replace(" ", "-")
+        arguments = ["train", str(RECIPE), "--out", str(out), "--", *STATIC, *flags]
+        assert cli.main(arguments) == 0
+        summary = json.loads((out / "summary.json").read_text())
+        keys = ("loss_first", "loss_last", "validation_losses", "test_loss")
+        losses[name] = [summary[key] for key in keys]
+        log = "".join(path.read_text() for path in (out / "logs").rglob("rank0.log"))
+        assert ("the step is a CUDA graph from now on" in log) == bool(flags)
+    assert losses["of the step"] == losses["none"]
+    assert losses["of the step and of whole iterations"] == losses["none"]
