@@ -231,13 +231,8 @@ def why_not_fused(optimizer: Any) -> str | None:
     config = optimizer.config
     reasons = {
         "Megatron-FSDP": optimizer.ddp_config.use_megatron_fsdp,
-        "a loss scale": optimizer.grad_scaler is not None,
-        "masters that Adam holds (--use-precision-aware-optimizer without quantized weights)": (
-            config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
-        ),
-        f"moments in {config.exp_avg_dtype} and {config.exp_avg_sq_dtype}": (
-            config.exp_avg_dtype is not config.exp_avg_sq_dtype
-            or config.exp_avg_dtype not in (torch.float32, torch.bfloat16)
+        **settings_of_stocks_step(
+            config, masters_of_adam=config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
         ),
         f"{type(optimizer.optimizer).__name__}, which counts steps by parameter": isinstance(
             optimizer.optimizer, torch.optim.Adam | torch.optim.AdamW
@@ -245,6 +240,25 @@ def why_not_fused(optimizer: Any) -> str | None:
         and not isinstance(optimizer.optimizer, GroupStepAdam),
     }
     return next((reason for reason, there in reasons.items() if there), None)
+
+
+def settings_of_stocks_step(config: Any, *, masters_of_adam: bool) -> dict[str, bool]:
+    """Return what a fused step cannot take of an ``OptimizerConfig`` -> whether it has it.
+
+    Args:
+        config: Megatron's.
+        masters_of_adam: whether Adam holds masters of its own.
+    """
+    return {
+        "a loss scale": config.fp16 or config.loss_scale is not None,
+        "masters that Adam holds (--use-precision-aware-optimizer without quantized weights)": (
+            masters_of_adam
+        ),
+        f"moments in {config.exp_avg_dtype} and {config.exp_avg_sq_dtype}": (
+            config.exp_avg_dtype is not config.exp_avg_sq_dtype
+            or config.exp_avg_dtype not in (torch.float32, torch.bfloat16)
+        ),
+    }
 
 
 def runs_on_kernels(optimizer: Any) -> bool:

@@ -14,6 +14,7 @@ from moe_optim.errors import ConfigError, StateError, refuse
 from moe_optim.megatron.active import config_in_force, installed_config
 from moe_optim.megatron.buffers.bucket_group import GroupedBucketGroup, bucket_groups
 from moe_optim.megatron.experts.module import unsupported_features
+from moe_optim.megatron.optimizer.fused import settings_of_stocks_step
 from moe_optim.megatron.te.fields import te_formats_of
 from moe_optim.megatron.te.recipe import native_recipe
 from moe_optim.megatron.weights.managed import is_managed
@@ -82,10 +83,7 @@ def foresee_refusals(
         "with --transformer-impl local, or a recipe and native parameter gather of Transformer "
         "Engine; or set format: bf16)"
     ] = is_named and not quantized
-    is_stock = knobs.step == "stock" or (knobs.step == "auto" and knobs.layout == "stock")
-    refused["--optimizer-cuda-graph without a fused step (set step: fused)"] = (
-        config.optimizer_cuda_graph and is_stock
-    )
+    refused |= _refused_steps(config, knobs, quantized=quantized)
     refused[f"moe_optim.compute {knobs.compute} without portable experts"] = (
         knobs.compute not in (None, "bf16") and not portable
     )
@@ -93,6 +91,26 @@ def foresee_refusals(
         size = model.expert_tensor_parallel_size or model.tensor_model_parallel_size
         refused |= unsupported_features(model, tensor_parallel=size)
     return [setting for setting, is_refused in refused.items() if is_refused]
+
+
+def _refused_steps(config: Any, knobs: MoEOptimConfig, *, quantized: bool) -> dict[str, bool]:
+    """Return what does not go with the step that is asked for -> whether it is there."""
+    own = config.use_precision_aware_optimizer and not quantized
+    settings = settings_of_stocks_step(config, masters_of_adam=own)
+    refused = {
+        f"moe_optim.step fused with {setting} (set step: auto)": knobs.step == "fused" and there
+        for setting, there in settings.items()
+    }
+    takes_stocks = (
+        knobs.step == "stock"
+        or (knobs.step == "auto" and knobs.layout == "stock")
+        or any(settings.values())
+    )
+    return refused | {
+        "--optimizer-cuda-graph without a fused step (see step in the knobs)": (
+            config.optimizer_cuda_graph and takes_stocks
+        )
+    }
 
 
 def _asks_for_portable_experts(model: Any) -> bool:

@@ -30,6 +30,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # settings and knob
         PORTABLE | {"moe_mlp_glu_interleave_size": 32, "expert_tensor_parallel_size": 2},
         {"format": "nvfp4"},
     ),
+    "graph": (NATIVE | {"optimizer_cuda_graph": True}, {"format": "mxfp8"}),
+    "graph, stock's step": (
+        NATIVE | {"optimizer_cuda_graph": True},
+        {"format": "mxfp8", "layout": "stock"},
+    ),
+    "fused, loss scale": (NATIVE | {"loss_scale": 8.0}, {"format": "mxfp8", "step": "fused"}),
+    "stock, loss scale": (NATIVE | {"loss_scale": 8.0}, {"format": "mxfp8"}),
+    "fused, Adam's masters": (AWARE, {"format": "bf16", "step": "fused"}),
     "two at once": (NATIVE | {"use_megatron_fsdp": True, "optimizer": "sgd"}, {"format": "mxfp8"}),
 } | {
     flag: (NATIVE | AWARE | {name: value}, {"format": "mxfp8"})
@@ -86,6 +94,8 @@ def test_all_is_named_and_nothing_raised(foreseen):
         "native, square blocks",
         "native, nvfp4",
         "recipe, bf16 weights",
+        "graph",
+        "stock, loss scale",
         "portable",
         "portable products",
     ],
@@ -100,6 +110,9 @@ def test_what_trains_is_not_refused(foreseen, case):
         ("native, another format", "moe_optim.format nvfp4 with --fp8-recipe mxfp8 (give mxfp8 or"),
         ("native, per tensor", "--fp8-recipe tensorwise with weights kept in it"),
         ("no weights", "moe_optim.format mxfp8 without weights to keep in it"),
+        ("graph, stock's step", "--optimizer-cuda-graph without a fused step"),
+        ("fused, loss scale", "moe_optim.step fused with a loss scale (set step: auto)"),
+        ("fused, Adam's masters", "moe_optim.step fused with masters that Adam holds"),
         ("no products", "moe_optim.compute nvfp4 without portable experts"),
         (
             "portable, cut blocks",
@@ -107,6 +120,6 @@ def test_what_trains_is_not_refused(foreseen, case):
         ),
     ],
 )
-def test_a_format_needs_weights_that_can_hold_it(foreseen, case, refused):
+def test_what_knobs_need_is_named_with_what_to_change(foreseen, case, refused):
     (setting,) = foreseen[case]
     assert setting.startswith(refused)
