@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from moe_optim.bench.cases import Case, finish_bytes, requantize_bytes, step_bytes
 from moe_optim.bench.timing import host_us, median_ms, nothing, release, temporary_bytes
@@ -36,7 +36,7 @@ class Job:
 
     work: str
     run: Callable[[], object]
-    table: "MemberTable"
+    num_members: int
     floor_bytes: Fraction
     launches: int
     restore: Callable[[], object] = nothing
@@ -57,10 +57,10 @@ def measure(case: Case, speed: float, group: "ProcessGroup | None") -> Iterator[
     Raises:
         PatchError: Transformer Engine has other bytes; nothing has been timed then.
     """
-    makers = [_from_fp32, _from_bf16]
+    makers: list[Callable[[Case, ProcessGroup | None], Job]] = [_from_fp32, _from_bf16]
     if case.shard == 1:  # every rank derives all of what it gathered
         makers.append(_after_gather)
-    makers += [_step_with_fp32, _step_with_bf16, _norm]
+    makers += [partial(_step, moments="fp32"), partial(_step, moments="bf16"), _norm]
     for make in makers:
         yield _measure(make(case, group), case, speed)
         release(case.device)
@@ -82,7 +82,7 @@ def _measure(job: Job, case: Case, speed: float) -> Row:
         "work": job.work,
         "shape_set": case.label,
         "shard": f"1/{case.shard}",
-        "members": job.table.num_members,
+        "members": job.num_members,
         "parameters": sum(case.owned),
         "ms": round(ms, 4),
         "floor_ms": round(floor, 4),
@@ -131,7 +131,7 @@ def _requantization(case: Case, table: "MemberTable") -> Job:
     return Job(
         work=work,
         run=alone if shared else partial(ops.requantize, table),
-        table=table,
+        num_members=table.num_members,
         floor_bytes=requantize_bytes(case.format, sum(case.owned), zeroed=zeroed),
         launches=sum(launch.num_launches for launch in table.launches),
     )
@@ -150,7 +150,7 @@ def _after_gather(case: Case, group: "ProcessGroup | None") -> Job:
     job = Job(
         work=AFTER_GATHER,
         run=partial(ops.finish_gather, table),
-        table=table,
+        num_members=table.num_members,
         floor_bytes=Fraction(sum(finish_bytes(case.format, *member) for member in case.members)),
         launches=len(table.finishes),
     )
@@ -161,19 +161,7 @@ def _after_gather(case: Case, group: "ProcessGroup | None") -> Job:
     return replace(job, peer=cast.finish_gather, check=partial(cast.check_bytes, derived=True))
 
 
-def _step_with_fp32(case: Case, group: "ProcessGroup | None") -> Job:
-    import torch
-
-    return _step(case, group, torch.float32)
-
-
-def _step_with_bf16(case: Case, group: "ProcessGroup | None") -> Job:
-    import torch
-
-    return _step(case, group, torch.bfloat16)
-
-
-def _step(case: Case, group: "ProcessGroup | None", moments: "torch.dtype") -> Job:
+def _step(case: Case, group: "ProcessGroup | None", moments: Literal["fp32", "bf16"]) -> Job:
     """Lay out gradients and moments beside the masters; a step changes nothing that it costs."""
     import torch
 
@@ -182,6 +170,7 @@ def _step(case: Case, group: "ProcessGroup | None", moments: "torch.dtype") -> J
     from moe_optim.kernels.steps.table import AdamState, StepTable
     from moe_optim.reference.adam import Hyper
 
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[moments]
     masters = _random(case, torch.float32)
     entries = _lay_out(case, masters)
     gradients = masters.mul(0.01).split(case.owned)
@@ -190,8 +179,8 @@ def _step(case: Case, group: "ProcessGroup | None", moments: "torch.dtype") -> J
             parameter=entry.parameter,
             master=entry.source.view(-1),
             gradient=gradient,
-            exp_avg=torch.zeros_like(gradient, dtype=moments),
-            exp_avg_sq=torch.zeros_like(gradient, dtype=moments),
+            exp_avg=torch.zeros_like(gradient, dtype=dtype),
+            exp_avg_sq=torch.zeros_like(gradient, dtype=dtype),
         )
         for entry, gradient in zip(entries, gradients, strict=True)
     ]
@@ -201,8 +190,7 @@ def _step(case: Case, group: "ProcessGroup | None", moments: "torch.dtype") -> J
     table = StepTable.build(
         states, torch.tensor([hyper.row()], device=case.device), clips, members=members
     )
-    name = {torch.float32: "fp32", torch.bfloat16: "bf16"}[moments]
-    work = STEP.format(name) + (ALONE if members.exchange.numel() else "")
+    work = STEP.format(moments) + (ALONE if members.exchange.numel() else "")
 
     def alone() -> None:
         ops.step(table)
@@ -211,8 +199,8 @@ def _step(case: Case, group: "ProcessGroup | None", moments: "torch.dtype") -> J
     job = Job(
         work=work,
         run=alone,
-        table=members,
-        floor_bytes=step_bytes(case.format, sum(case.owned), moments.itemsize),
+        num_members=members.num_members,
+        floor_bytes=step_bytes(case.format, sum(case.owned), dtype.itemsize),
         launches=len(table.ranges) + len(table.encoding),
     )
     cast = _te_cast(case, entries, group)
@@ -229,7 +217,6 @@ def _norm(case: Case, group: "ProcessGroup | None") -> Job:
     import torch
 
     from moe_optim import ops
-    from moe_optim.kernels.member_table import MemberTable
     from moe_optim.kernels.norm import Gradients, NormTable
 
     gradients = _random(case, torch.float32).split(case.owned)
@@ -237,7 +224,7 @@ def _norm(case: Case, group: "ProcessGroup | None") -> Job:
     job = Job(
         work=NORM,
         run=partial(ops.sum_squares, table),
-        table=MemberTable.build(_lay_out(case, torch.cat(gradients))),
+        num_members=len(gradients),
         floor_bytes=Fraction(4 * sum(case.owned)),
         launches=len(table.parts) + 1 if table.has_kernels else 0,
     )

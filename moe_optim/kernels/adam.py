@@ -12,8 +12,13 @@ import os
 import triton
 import triton.language as tl
 
-STATE_FIELDS = tl.constexpr(6)
-"""Columns of a row of states, in this order:"""
+from moe_optim.kernels.launch_table import HYPER_FIELDS as _HYPER_FIELDS
+from moe_optim.kernels.launch_table import STATE_FIELDS as _STATE_FIELDS
+
+STATE_FIELDS = tl.constexpr(_STATE_FIELDS)
+HYPER_FIELDS = tl.constexpr(_HYPER_FIELDS)
+
+# Columns of a row of states.
 GRADIENT = tl.constexpr(0)
 EXP_AVG = tl.constexpr(1)
 EXP_AVG_SQ = tl.constexpr(2)
@@ -21,17 +26,14 @@ GROUP = tl.constexpr(3)
 CLIP = tl.constexpr(4)
 WEIGHT = tl.constexpr(5)
 
-HYPER_FIELDS = tl.constexpr(9)
-"""Columns of a row of hyper-parameters: beta1, 1 - beta1, beta2, 1 - beta2, the two bias
-corrections, eps, weight decay, minus the learning rate."""
-
 IN_PTX = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")
 """The interpreter knows no PTX; what it gives instead is near, and exact where nothing rounds."""
 
-_DECOUPLED = tl.constexpr("""{
+_SCALE = """{
 .reg .f32 g, a, b;
 mul.rn.ftz.f32 g, $3, $4;
-mul.rn.ftz.f32 a, $9, g;
+"""
+_UPDATE = """mul.rn.ftz.f32 a, $9, g;
 fma.rn.ftz.f32 $1, $8, $6, a;
 mul.rn.ftz.f32 a, $11, g;
 mul.rn.ftz.f32 a, a, g;
@@ -41,25 +43,11 @@ div.approx.ftz.f32 b, $2, $13;
 sqrt.approx.ftz.f32 b, b;
 add.rn.ftz.f32 b, b, $14;
 div.approx.ftz.f32 a, a, b;
-fma.rn.ftz.f32 a, $15, $5, a;
-fma.rn.ftz.f32 $0, $16, a, $5;
-}""")
-_COUPLED = tl.constexpr("""{
-.reg .f32 g, a, b;
-mul.rn.ftz.f32 g, $3, $4;
-fma.rn.ftz.f32 g, $15, $5, g;
-mul.rn.ftz.f32 a, $9, g;
-fma.rn.ftz.f32 $1, $8, $6, a;
-mul.rn.ftz.f32 a, $11, g;
-mul.rn.ftz.f32 a, a, g;
-fma.rn.ftz.f32 $2, $10, $7, a;
-div.approx.ftz.f32 a, $1, $12;
-div.approx.ftz.f32 b, $2, $13;
-sqrt.approx.ftz.f32 b, b;
-add.rn.ftz.f32 b, b, $14;
-div.approx.ftz.f32 a, a, b;
-fma.rn.ftz.f32 $0, $16, a, $5;
-}""")
+"""
+_MOVE = """fma.rn.ftz.f32 $0, $16, a, $5;
+}"""
+_DECOUPLED = tl.constexpr(_SCALE + _UPDATE + "fma.rn.ftz.f32 a, $15, $5, a;\n" + _MOVE)
+_COUPLED = tl.constexpr(_SCALE + "fma.rn.ftz.f32 g, $15, $5, g;\n" + _UPDATE + _MOVE)
 _CONSTRAINTS = tl.constexpr("=&f,=&f,=&f,f,f,f,f,f,f,f,f,f,f,f,f,f,f")
 
 
@@ -162,10 +150,10 @@ def step_tile(
         exp_avg_sq = tl.multiple_of(exp_avg_sq, 16)
     hyper += tl.load(state + GROUP) * HYPER_FIELDS
     clip = tl.load(clips + tl.load(state + CLIP))
-    g = _load(gradient + first + places, mask)
-    p = _load(source + first + places, mask)
-    m = _load(exp_avg + first + places, mask)
-    v = _load(exp_avg_sq + first + places, mask)
+    g = load_tile(gradient + first + places, mask).to(tl.float32)
+    p = load_tile(source + first + places, mask).to(tl.float32)
+    m = load_tile(exp_avg + first + places, mask).to(tl.float32)
+    v = load_tile(exp_avg_sq + first + places, mask).to(tl.float32)
     if clip >= 0:  # below zero nothing moves, and what is made of the masters is made again
         p, m, v = adam(g, clip, p, m, v, hyper, DECOUPLED)
     tl.store(source + first + places, p, mask=mask)
@@ -175,6 +163,6 @@ def step_tile(
 
 
 @triton.jit
-def _load(pointers, mask):
-    values = tl.load(pointers) if mask is None else tl.load(pointers, mask=mask, other=0.0)
-    return values.to(tl.float32)
+def load_tile(pointers, mask):
+    """Return what lies at ``pointers``; zeros outside of ``mask``, which may be None."""
+    return tl.load(pointers) if mask is None else tl.load(pointers, mask=mask, other=0.0)

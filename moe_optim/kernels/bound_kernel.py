@@ -1,6 +1,10 @@
 """A Triton kernel with everything a launch of it needs, so that the next launch only launches."""
 
+from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
+
+import torch
 
 
 class BoundKernel:
@@ -35,3 +39,11 @@ class BoundKernel:
         compiled = self.kernel[self.grid](*self.arguments, **options)
         if compiled is not None:  # Triton's interpreter compiles nothing
             self._launch = compiled[self.grid]
+
+
+def launch_all(kernels: Iterable[BoundKernel], device: torch.device) -> None:
+    """Launch kernels one after the other on the current stream of ``device``."""
+    here = device.type != "cuda" or torch.cuda.current_device() == device.index
+    with nullcontext() if here else torch.cuda.device(device):
+        for kernel in kernels:
+            kernel()

@@ -5,13 +5,12 @@ outside of one.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
 from moe_optim.kernels.amax import cut_band_amax_kernel, expert_amax_kernel
-from moe_optim.kernels.bound_kernel import BoundKernel
+from moe_optim.kernels.bound_kernel import BoundKernel, launch_all
 from moe_optim.kernels.finish_gather import finish_gather_kernel
 from moe_optim.kernels.finish_table import FinishTable
 from moe_optim.kernels.launch_table import LaunchTable
@@ -56,9 +55,7 @@ def _launch[Table: (LaunchTable, FinishTable)](
     kernels = table.kernels.get(bind.__name__)
     if kernels is None:
         kernels = table.kernels[bind.__name__] = tuple(bind(table))
-    with on_device(table.tiles.device):
-        for kernel in kernels:
-            kernel()
+    launch_all(kernels, table.tiles.device)
 
 
 def _bind_amax(table: LaunchTable) -> Iterator[BoundKernel]:
@@ -168,9 +165,3 @@ def _bind_finish(table: FinishTable) -> Iterator[BoundKernel]:
         ALIGNED_SCALES=table.aligned_scales,
         num_warps=table.tile.num_warps,
     )
-
-
-def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context on ``device``, which is where most callers are already."""
-    here = device.type != "cuda" or torch.cuda.current_device() == device.index
-    return nullcontext() if here else torch.cuda.device(device)

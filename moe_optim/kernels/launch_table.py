@@ -15,6 +15,11 @@ from moe_optim.kernels.tuning import TILES, Tile
 
 DESCRIPTOR_FIELDS = 15
 """Columns of :attr:`LaunchTable.descriptors`."""
+STATE_FIELDS = 6
+"""Columns of the states of a step, see ``RangeLaunch``."""
+HYPER_FIELDS = 9
+"""Columns of the hyper-parameters of a step: beta1, 1 - beta1, beta2, 1 - beta2, the bias
+corrections of both moments, eps, weight decay, minus the learning rate."""
 TILE_FIELDS = 4
 """Columns of :attr:`LaunchTable.tiles` and :attr:`LaunchTable.cut_tiles`."""
 GAP_TILE = 4096
@@ -245,15 +250,17 @@ class OwnedPart:
 
 def owned_parts(entry: TableEntry) -> Iterator[OwnedPart]:
     """Yield what the entry owns of every expert that it has at least one element of."""
+    return (_owned_part(entry, expert) for expert in _owned_experts(entry))
+
+
+def _owned_part(entry: TableEntry, expert: int) -> OwnedPart:
     _, rows, cols = entry.target.shape
-    band = entry.target.format.band_rows * cols
-    numel = rows * cols
-    for expert in _owned_experts(entry):
-        base = expert * numel
-        low, high = max(0, entry.start - base), min(numel, entry.end - base)
-        first = min(high, -(-low // band) * band)
-        end = high if high == numel else high // band * band
-        yield OwnedPart(base=base, low=low, high=high, first_whole=first, end_whole=max(first, end))
+    band, numel = entry.target.format.band_rows * cols, rows * cols
+    base = expert * numel
+    low, high = max(0, entry.start - base), min(numel, entry.end - base)
+    first = min(high, -(-low // band) * band)
+    end = high if high == numel else high // band * band
+    return OwnedPart(base=base, low=low, high=high, first_whole=first, end_whole=max(first, end))
 
 
 def _owned_experts(entry: TableEntry) -> range:
@@ -332,22 +339,18 @@ def _cut_tiles(
         first: descriptor of the first of them.
         tile: size of a tile.
     """
-    _, rows, cols = entry.target.shape
-    height = entry.target.format.band_rows
+    cols, height = entry.target.shape[2], entry.target.format.band_rows
     inner = range(experts.start + 1, experts.stop - 1)  # none of these is owned in part
     groups = [range(e, e + 1) for e in sorted({experts.start, experts.stop - 1} - {*inner})]
     whole, cut = [], []
     for group in (groups[0], inner, *groups[1:]):
         if not group:
             continue
-        base = group.start * rows * cols
-        low = max(0, entry.start - base)
-        high = min(rows * cols, entry.end - base)
-        first_whole = -(-low // (height * cols)) * height
-        end_whole = rows if high == rows * cols else high // (height * cols) * height
+        part = _owned_part(entry, group.start)
+        whole_rows = range(part.first_whole // cols, part.end_whole // cols, height)
         numbers = range(first + group.start - experts.start, first + group.stop - experts.start)
-        whole.append(_tiles(numbers, range(first_whole, end_whole, height), cols, tile, 0))
-        touched = range(low // (height * cols) * height, -(-high // cols), height)
+        whole.append(_tiles(numbers, whole_rows, cols, tile, 0))
+        touched = range(part.low // (height * cols) * height, -(-part.high // cols), height)
         for row in touched:
             slot = exchange.bands.get((group.start, row))
             if slot is not None:

@@ -147,11 +147,12 @@ def _can_zero_in_launch(consumed: Tensor | None, groups: Sequence[Sequence[Plann
     return consumed.device == sources[0].device and find_gaps(consumed, sources) is not None
 
 
+def runs_triton(device: torch.device) -> bool:
+    """Return whether any kernel of this package runs on ``device``."""
+    return device.type == "cuda" and find_spec("triton") is not None
+
+
 @cache
 def has_kernels(device: torch.device) -> bool:
     """Return whether Triton can encode E4M3 on ``device``."""
-    return (
-        device.type == "cuda"
-        and find_spec("triton") is not None
-        and torch.cuda.get_device_capability(device) >= (8, 9)
-    )
+    return runs_triton(device) and torch.cuda.get_device_capability(device) >= (8, 9)

@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from moe_optim.kernels.adam import STATE_FIELDS, step_tile
+from moe_optim.kernels.adam import STATE_FIELDS, load_tile, step_tile
 from moe_optim.kernels.encode import (
     amax,
     e8m0_reciprocal,
@@ -199,10 +199,8 @@ def _requantize_tile(
             DECOUPLED,
             ALIGNED,
         )
-    elif MASKED or CUT:
-        weight = tl.load(source + first + places, mask=mask, other=0.0)
     else:
-        weight = tl.load(source + first + places)
+        weight = load_tile(source + first + places, mask)
     weight = round_to_bf16(weight)
 
     if CUT:

@@ -9,6 +9,7 @@ from moe_optim import ops
 from moe_optim.kernels.norm import Gradients, NormTable
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import e4m3_exact_integers, wide_range_weights
+from tests.support.launches import assert_neither_allocates_nor_waits
 
 pytestmark = pytest.mark.gpu
 
@@ -109,14 +110,7 @@ def test_a_captured_graph_sums_new_values():
 def test_a_launch_allocates_nothing_and_does_not_wait():
     gradients = [*lay_out(wide(torch.float32)), *lay_out(wide(torch.bfloat16))]
     table = NormTable.build(gradients, count_zeros=True)
-    ops.sum_squares(table)
-    before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        ops.sum_squares(table)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+    assert_neither_allocates_nor_waits(lambda: ops.sum_squares(table))
 
 
 def test_gradients_that_have_moved_are_read_where_they_are_now():

@@ -13,6 +13,7 @@ from moe_optim.kernels.member_table import MemberTable, TableEntry
 from tests.support.bytes import assert_bytes_equal
 from tests.support.gather import make_planes, plane_views
 from tests.support.inputs import SENTINEL, wide_range_weights, with_specials
+from tests.support.launches import assert_neither_allocates_nor_waits
 from tests.support.special_values import SPECIAL_CASES, assert_special_case, special_weight
 
 pytestmark = pytest.mark.gpu
@@ -371,16 +372,7 @@ def test_a_launch_allocates_nothing_and_does_not_wait(format):
         ops.partial_amax(cut)
         ops.encode(cut)
 
-    step()
-    before = torch.cuda.memory_stats()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    after = torch.cuda.memory_stats()
-    for key in ("allocation.all.allocated", "segment.all.allocated"):
-        assert after[key] == before[key]
+    assert_neither_allocates_nor_waits(step)
 
 
 @EVERY_FORMAT

@@ -14,6 +14,7 @@ from moe_optim.reference.adam import step_into
 from tests.support.adam_cases import HYPER, as_tensors, cases
 from tests.support.bytes import assert_values_equal
 from tests.support.inputs import wide_range_weights, with_specials
+from tests.support.launches import assert_neither_allocates_nor_waits
 from tests.support.stepping import (
     HYPERS,
     STATES,
@@ -235,16 +236,7 @@ def test_a_step_allocates_nothing_and_does_not_wait(format):
         ops.encode_shared(table.members)
         ops.finish_gather(table.members)
 
-    step()
-    before = torch.cuda.memory_stats()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    after = torch.cuda.memory_stats()
-    for key in ("allocation.all.allocated", "segment.all.allocated"):
-        assert after[key] == before[key]
+    assert_neither_allocates_nor_waits(step)
 
 
 @EVERY_FORMAT

@@ -123,7 +123,7 @@ CHECKS = {
 }
 
 if __name__ == "__main__":
-    table._has_kernels = lambda device: True
+    table.runs_triton = lambda device: True
     take_tiles(dict.fromkeys(NORM, SMALL))
     for name, run in CHECKS.items():
         run()

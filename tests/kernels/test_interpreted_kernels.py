@@ -8,28 +8,23 @@ from pathlib import Path
 import pytest
 
 from moe_optim.formats import FORMATS
+from tests.support.launches import interpreted
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def interpreted():
-    """Return what the kernels of all formats did in one process of their own."""
-    return subprocess.run(
-        [sys.executable, "-m", "tests.kernels.interpreted"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+def done():
+    return interpreted("tests.kernels.interpreted")
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
 @pytest.mark.parametrize("format", FORMATS)
-def test_every_byte_lands_where_the_reference_puts_it(format, interpreted):
+def test_every_byte_lands_where_the_reference_puts_it(format, done):
     """Whole and partial tiles in one launch, padded storage, zeroed sources and gaps, cut bands,
     columnwise copies and expanded scales; the same where masters take a step of Adam first."""
-    said = interpreted.stdout.splitlines()
-    assert f"{format}: every byte is the reference's" in said, interpreted.stderr
+    said = done.stdout.splitlines()
+    assert f"{format}: every byte is the reference's" in said, done.stderr
 
 
 def test_operations_load_without_triton():

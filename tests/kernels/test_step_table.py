@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from moe_optim.errors import LayoutError
 from moe_optim.formats import MXFP8, QuantizedWeight
 from moe_optim.kernels import member_table
+from moe_optim.kernels.launch_table import HYPER_FIELDS, STATE_FIELDS
 from moe_optim.kernels.member_table import MemberTable, TableEntry
 from moe_optim.kernels.steps import table as step_table
-from moe_optim.kernels.steps.table import HYPER_FIELDS, STATE_FIELDS, AdamState, StepTable
+from moe_optim.kernels.steps.table import AdamState, StepTable
 from tests.support.bytes import assert_bytes_equal
 from tests.support.stepping import Stepping, sharded_weights
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from moe_optim.kernels.bound_kernel import BoundKernel
+from moe_optim.kernels.bound_kernel import BoundKernel, launch_all
 from moe_optim.kernels.norm.kernel import add_sums_kernel, sum_squares_kernel
 from moe_optim.kernels.norm.table import NormTable
 from moe_optim.kernels.tuning import NORM, NORM_LANES
@@ -18,9 +18,7 @@ def launch_norm(table: NormTable) -> None:
     """Write ``squares`` and ``zeros`` of a table that kernels handle, and that has not moved."""
     if not table.kernels:
         table.kernels.extend(_bind(table))
-    with torch.cuda.device_of(table.squares):
-        for kernel in table.kernels:
-            kernel()
+    launch_all(table.kernels, table.squares.device)
 
 
 def _bind(table: NormTable) -> Iterator[BoundKernel]:

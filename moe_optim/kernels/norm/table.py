@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from types import MappingProxyType
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from moe_optim.errors import LayoutError
 from moe_optim.kernels.bound_kernel import BoundKernel
-from moe_optim.kernels.member_table import Backend
+from moe_optim.kernels.member_table import Backend, runs_triton
 from moe_optim.kernels.tuning import NORM
 
 PART_FIELDS = 4
@@ -94,7 +93,7 @@ class NormTable:
         for index, one in enumerate(gradients):
             _check(one, f"norm table: gradients[{index}]", home, groups)
         owned = [one for one in gradients if one.values.numel()]
-        has_kernels = backend == "auto" and _has_kernels(home)
+        has_kernels = backend == "auto" and runs_triton(home)
         parts, bounds = _cut_parts(owned if has_kernels else [], groups)
         slots = sum(len(rows) for rows in parts.values())
         of_each_memory = {one.values.untyped_storage().data_ptr(): one.values for one in owned}
@@ -177,7 +176,3 @@ def _cut_parts(
 
 def _on_cpu(values: Sequence[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int64, device="cpu")
-
-
-def _has_kernels(device: torch.device) -> bool:
-    return device.type == "cuda" and find_spec("triton") is not None

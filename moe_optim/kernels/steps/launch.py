@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import torch
 
-from moe_optim.kernels.bound_kernel import BoundKernel
-from moe_optim.kernels.launch import encoding_kernel, on_device
+from moe_optim.kernels.bound_kernel import BoundKernel, launch_all
+from moe_optim.kernels.launch import encoding_kernel
 from moe_optim.kernels.steps.kernel import adam_kernel
 from moe_optim.kernels.steps.table import StepTable
 from moe_optim.kernels.tuning import ADAM_TILE
@@ -21,9 +21,7 @@ def launch_step(table: StepTable) -> None:
     """Step what launches handle, find the amax of experts, and encode whole blocks without one."""
     if not table.kernels:
         table.kernels.extend(_bind(table))
-    with on_device(table.hyper.device):
-        for kernel in table.kernels:
-            kernel()
+    launch_all(table.kernels, table.hyper.device)
 
 
 def _bind(table: StepTable) -> Iterator[BoundKernel]:

@@ -13,11 +13,6 @@ from moe_optim.kernels.launch_table import AMAX_TILE, LaunchTable, Planned, owne
 from moe_optim.kernels.member_table import Backend, MemberTable, has_kernels
 from moe_optim.kernels.tuning import ADAM_PART, STEP_TILES
 
-HYPER_FIELDS = 9
-"""Columns of :attr:`StepTable.hyper`: beta1, 1 - beta1, beta2, 1 - beta2, the bias corrections of
-both moments, eps, weight decay, minus the learning rate."""
-STATE_FIELDS = 6
-"""Columns of :attr:`RangeLaunch.states`."""
 _ALIGNMENT = 16  # bytes of the widest memory access
 _DTYPES = (torch.float32, torch.bfloat16)
 
@@ -118,7 +113,7 @@ class StepTable:
     decoupled: bool
     """Whether weight decay is added to the update (AdamW), and not to the gradient."""
     hyper: Tensor
-    """[num_groups, 9] fp32, which the caller fills before each step."""
+    """[num_groups, HYPER_FIELDS] fp32, which the caller fills before each step."""
     clips: Tensor
     """[num_norms] fp32 that gradients are multiplied by, likewise."""
     ranges: tuple[RangeLaunch, ...]

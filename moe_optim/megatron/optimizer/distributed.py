@@ -193,9 +193,15 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         """
         for group in self._managed_groups:
             group.finish_gather()  # it reads what is written now
+        with self._moving_masters():
+            return super().step_with_ready_grads()
+
+    @contextmanager
+    def _moving_masters(self) -> Iterator[None]:
+        """Say of quantized weights that they are behind, before a master moves in a block."""
         try:
             self._record(Event.STEP)
-            return super().step_with_ready_grads()
+            yield
         finally:
             for bucket in self._buckets:
                 if bucket.state.weights is Weights.MOVING:
@@ -232,15 +238,12 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         for group in self._groups:
             group.finish_gather()  # it reads what is written now
         try:
-            self._record(Event.STEP)
-            yield
-            encoded = self.update.encoded
-            for bucket in self._buckets:
-                bucket.settle(encoded=bucket in encoded)
+            with self._moving_masters():
+                yield
+                encoded = self.update.encoded
+                for bucket in self._buckets:
+                    bucket.settle(encoded=bucket in encoded)
         finally:
-            for bucket in self._buckets:
-                if bucket.state.weights is Weights.MOVING:
-                    bucket.state.record(Event.SETTLE)
             for group in self._groups:  # some weights may have been written, whatever came after
                 group.param_gather_dispatched = False
 

@@ -29,9 +29,10 @@ from torch import Tensor
 
 from moe_optim import ops
 from moe_optim.errors import StateError
+from moe_optim.kernels.launch_table import HYPER_FIELDS
 from moe_optim.kernels.member_table import has_kernels
 from moe_optim.kernels.norm import Gradients, NormTable
-from moe_optim.kernels.steps.table import HYPER_FIELDS, AdamState, StepTable
+from moe_optim.kernels.steps.table import AdamState, StepTable
 from moe_optim.megatron.buffers.managed_bucket import ManagedBucket
 from moe_optim.megatron.optimizer.adam import MOMENTS, GroupStepAdam
 from moe_optim.megatron.weights.managed import is_managed
@@ -53,7 +54,7 @@ class FusedUpdate:
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
-        self._device = next((master.device for _, master in _owned(optimizer)), _here())
+        self._device = next((master.device for _, master in _owned(optimizer)), this_device())
         num_groups = len(optimizer.optimizer.param_groups)
         self._hyper = torch.zeros(num_groups, HYPER_FIELDS, device=self._device)
         self._clips = torch.ones(len(NORMS), device=self._device)
@@ -82,18 +83,14 @@ class FusedUpdate:
     def _plan_norm(self) -> NormTable:
         """Describe the gradients that count: those of duplicates and shared parameters do not."""
         optimizer = self._optimizer
-        counted = []
-        for param, master in _owned(optimizer):
-            duplicates = {"tp_group": optimizer.tp_group} if hasattr(optimizer, "tp_group") else {}
-            if hasattr(optimizer, "expert_tp_group"):
-                duplicates["expert_tp_group"] = optimizer.expert_tp_group
-            counts = (
-                param_is_not_shared(master)
-                and param_is_not_tensor_parallel_duplicate(master, **duplicates)
-                and param_is_not_gtp_duplicate(master)
-            )
-            if counts:
-                counted.append(Gradients(_gradient(optimizer, param), _norm_of(master)))
+        sharing = {name: getattr(optimizer, name, None) for name in ("tp_group", "expert_tp_group")}
+        counted = [
+            Gradients(_gradient(optimizer, param), _norm_of(master))
+            for param, master in _owned(optimizer)
+            if param_is_not_shared(master)
+            and param_is_not_tensor_parallel_duplicate(master, **sharing)
+            and param_is_not_gtp_duplicate(master)
+        ]
         return NormTable.build(
             counted,
             count_zeros=optimizer.config.log_num_zeros_in_grad,
@@ -287,10 +284,11 @@ def moments_of(inner: Any, master: Tensor) -> tuple[Tensor, Tensor]:
 
 def nothing_found() -> Tensor:
     """Return what :meth:`FusedUpdate.sum_squares` returns where nothing is owned."""
-    return torch.zeros(len(NORMS) + 1, dtype=torch.float64, device=_here())
+    return torch.zeros(len(NORMS) + 1, dtype=torch.float64, device=this_device())
 
 
-def _here() -> torch.device:
+def this_device() -> torch.device:
+    """Return where this rank computes."""
     return torch.empty(0, device=torch.cuda.current_device()).device  # on a CPU that is no number
 
 

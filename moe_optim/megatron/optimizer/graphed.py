@@ -17,7 +17,12 @@ from megatron.core.utils import log_single_rank
 from torch import Tensor
 
 from moe_optim.errors import NonFiniteError
-from moe_optim.megatron.optimizer.fused import NORMS, as_megatron_returns, clip_factors
+from moe_optim.megatron.optimizer.fused import (
+    NORMS,
+    as_megatron_returns,
+    clip_factors,
+    this_device,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +36,7 @@ class GraphedStep:
 
     def __init__(self, chain: Any) -> None:
         self._chain = chain
-        device = torch.empty(0, device=torch.cuda.current_device()).device
+        device = this_device()
         self._captures = device.type == "cuda"
         self._norms = torch.zeros(len(NORMS), device=device)
         self._zeros = torch.zeros(1, dtype=torch.float64, device=device)
