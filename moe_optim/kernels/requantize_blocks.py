@@ -186,11 +186,7 @@ def _requantize_tile(
     for number in tl.static_range(BLOCK // SLAB):
         rows = number * SLAB + tl.arange(0, SLAB)[:, None]
         places = rows * cols + columns
-        mask = None
-        if MASKED or CUT:
-            mask = (rows < height) & (columns < cols - first_col)
-            if CUT:
-                mask &= is_owned(member, row, first_col, rows, columns, cols)
+        mask = _inside(member, row, first_col, rows, columns, height, cols, MASKED, CUT)
         if STEP:
             weight = step_tile(
                 source,
@@ -220,27 +216,52 @@ def _requantize_tile(
 
     for number in tl.static_range(BLOCK // SLAB):
         rows = number * SLAB + tl.arange(0, SLAB)[:, None]
-        inside = None
-        if MASKED or CUT:
-            inside = (rows < height) & (columns < cols - first_col)
-            if CUT:
-                inside &= is_owned(member, row, first_col, rows, columns, cols)
+        mask = _inside(member, row, first_col, rows, columns, height, cols, MASKED, CUT)
         weight = tl.reshape(slabs[number].to(tl.float32), (SLAB, TILE_COLS // BLOCK, BLOCK))
         scaled = tl.reshape(weight * factor[None, :, None], (SLAB, TILE_COLS))
         codes = data + first_col // PACKED + rows * data_stride
         if PACKED == 2:
             even, odd = tl.split(tl.reshape(encode_e2m1(scaled), (SLAB, TILE_COLS // 2, 2)))
             pairs = tl.arange(0, TILE_COLS // 2)[None, :]
-            both = None
-            if MASKED or CUT:
-                # the columns of a byte are owned together: cuts and sizes are even
-                both = (rows < height) & (2 * pairs < cols - first_col)
-                if CUT:
-                    both &= is_owned(member, row, first_col, rows, 2 * pairs, cols)
+            # the columns of a byte are owned together: cuts and sizes are even
+            both = _inside(member, row, first_col, rows, 2 * pairs, height, cols, MASKED, CUT)
             tl.store(codes + pairs, (even | (odd << 4)).to(tl.uint8), mask=both)
         else:
-            tl.store(codes + columns, encode_e4m3(scaled), mask=inside)
+            tl.store(codes + columns, encode_e4m3(scaled), mask=mask)
         if ZERO:
             tl.debug_barrier()  # every thread has read its part by now
             zeros = tl.zeros((SLAB, TILE_COLS), dtype=DTYPE)
-            tl.store(source + first + rows * cols + columns, zeros, mask=inside)
+            tl.store(source + first + rows * cols + columns, zeros, mask=mask)
+
+
+@triton.jit
+def _inside(
+    member,
+    row,
+    first_col,
+    rows,
+    columns,
+    height,
+    cols,
+    MASKED: tl.constexpr,
+    CUT: tl.constexpr,
+):
+    """Return which elements of a tile are this rank's to read and write, or None for all of them.
+
+    Args:
+        member: pointer to its descriptor.
+        row: first row of the tile.
+        first_col: its first column.
+        rows: of the elements, counted from ``row``.
+        columns: likewise, counted from ``first_col``.
+        height: rows of the weight from ``row`` on.
+        cols: columns of the weight.
+        MASKED: the weight may end inside of the tile.
+        CUT: other ranks own a part of the tile.
+    """
+    mask = None
+    if MASKED or CUT:
+        mask = (rows < height) & (columns < cols - first_col)
+        if CUT:
+            mask &= is_owned(member, row, first_col, rows, columns, cols)
+    return mask
