@@ -39,7 +39,7 @@ STEP_TILES: Mapping[tuple[str, torch.dtype], Tile] = MappingProxyType(
         ("mxfp8", torch.bfloat16): Tile(cols=128, num_warps=2),
         ("mxfp8_2d", torch.float32): Tile(cols=64, num_warps=4),
         ("mxfp8_2d", torch.bfloat16): Tile(cols=64, num_warps=4),
-        ("fp8_block", torch.float32): Tile(cols=128, num_warps=8),
+        ("fp8_block", torch.float32): Tile(cols=128, num_warps=8, slab=64),
         ("fp8_block", torch.bfloat16): Tile(cols=128, num_warps=16),
     }
 )
