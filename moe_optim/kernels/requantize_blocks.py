@@ -207,7 +207,7 @@ def _requantize_tile(
         if not CUT:
             of_columns = tl.reshape(amax(weight, 0), (TILE_COLS // BLOCK, BLOCK))
             largest = tl.maximum(largest, amax(of_columns, 1))
-        slabs = slabs + (weight.to(tl.bfloat16),)
+        slabs = slabs + (weight.to(tl.bfloat16),)  # type: ignore[assignment]
 
     if CUT:
         largest = tl.load(slots + first_col // BLOCK + blocks, mask=blocks_inside, other=0.0)
