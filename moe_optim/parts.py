@@ -1,7 +1,7 @@
 """Quantizing one rank's part of a weight that is cut over a mesh: rows, columns and experts.
 
-Where parts are whole blocks, a part is quantized as the weight that it is, in one launch where
-kernels run. Blocks that several ranks share are encoded in plain torch.
+Where parts are whole blocks, a part is quantized as the weight that it is, by kernels where these
+run. Blocks that several ranks share are encoded in plain torch.
 """
 
 from collections.abc import Callable, Mapping
@@ -39,8 +39,8 @@ def quantize_part(
         part: [E, R, C] fp32 or bf16 of ``partition.part_shape``; left alone.
         partition: of the weight, see ``infer_partition``.
         coordinate: mesh axis -> place of this rank along it.
-        reduce_max: called with a tensor and the name of a mesh axis. With a device mesh:
-            ``lambda values, axis: dist.all_reduce(values, ReduceOp.MAX, group=mesh.get_group(axis))``.
+        reduce_max: called with a tensor and the name of a mesh axis. With a device mesh it is an
+            all-reduce with MAX over ``mesh.get_group(axis)``.
         backend: ``auto`` takes kernels where they run, ``reference`` does without.
 
     Returns:

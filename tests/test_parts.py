@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moe_optim
-from moe_optim import reference
+from moe_optim import ops, reference
 from moe_optim.errors import LayoutError
 from moe_optim.formats import FORMATS, FP8_BLOCK, MXFP8, MXFP8_2D, NVFP4, QuantizedWeight
 from moe_optim.kernels import member_table
@@ -106,9 +106,7 @@ def test_the_amax_of_every_expert_is_a_maximum_over_the_axes_it_names(partition,
             reduce_max(amax, axis)
         return amax
 
-    for coordinate, amax in zip(
-        coordinates(partition), on_each_rank(partition, find), strict=True
-    ):
+    for coordinate, amax in zip(coordinates(partition), on_each_rank(partition, find), strict=True):
         experts = partition.bounds(coordinate)["experts"]
         assert_bytes_equal(amax, expected[experts.start : experts.stop])
 
@@ -131,6 +129,17 @@ def test_special_values_on_all_sides_of_cuts(format, shape, axes):
     weight[0, :, ::3] = 0.0
     results = quantize_on_ranks(weight, partition)
     assert_parts_are_slices(weight, partition, results)
+
+
+@pytest.mark.parametrize("axes", [{"rows": {"tp": 2}}, {"rows": {"tp": 8}}, {"columns": {"tp": 8}}])
+def test_each_expert_has_its_own_amax(axes):
+    """Of whole blocks, and of blocks on several ranks, with experts that differ in size."""
+    weight = (
+        wide_range_weights(3, 64, 64, exponents=(-2, 2))
+        * torch.tensor([1, 50, 0.03])[:, None, None]
+    )
+    partition = infer_partition(NVFP4, axes, shape=weight.shape)
+    assert_parts_are_slices(weight, partition, quantize_on_ranks(weight, partition))
 
 
 SHARED = {  # a cut that needs maxima, and the plane that is wrong without them
@@ -186,22 +195,17 @@ def test_parts_of_whole_blocks_are_weights(format):
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 def test_whole_blocks_are_left_to_kernels_where_these_run(format, monkeypatch):
     """Also those whose experts go on elsewhere: a launch finds their amaxes."""
-    launched = []
-    build = member_table.LaunchTable.build
-
-    def record(planned, *args, **options):
-        launched.extend(planned)
-        return build(planned, *args, **options)
-
+    tables = []
     monkeypatch.setattr(member_table, "has_kernels", lambda _: True)
-    monkeypatch.setattr(member_table.LaunchTable, "build", record)
-    shape, partition = _whole_blocks(format)
-    part = torch.zeros(partition.part_shape)
-    with pytest.raises(ModuleNotFoundError, match="triton"):
-        quantize_part(part, partition, dict.fromkeys(("ep", "tp", "fsdp"), 0), lambda v, axis: None)
-    ((entry, exchange),) = launched
-    assert tuple(entry.target.shape) == partition.part_shape
-    assert set(exchange.experts) == ({0} if format is NVFP4 else set())
+    for called in ("partial_amax", "encode", "finish_gather"):
+        monkeypatch.setattr(ops, called, tables.append)
+    _, partition = _whole_blocks(format)
+    coordinate = dict.fromkeys(("ep", "tp", "fsdp"), 0)
+    quantize_part(torch.zeros(partition.part_shape), partition, coordinate, lambda *_: None)
+    table = tables[0]
+    assert tables == [table] * 3
+    assert len(table.launches) == 1 and not table.remainder
+    assert set(table.exchanges[0].experts) == ({0} if format is NVFP4 else set())
 
 
 def test_whole_blocks_exchange_nothing():

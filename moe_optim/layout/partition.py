@@ -354,7 +354,10 @@ def _maxima(
         name=name,
         block=block,
         axes=tuple(cut.name for cut in shared),
-        extent=(sizes["rows"] // _count(whole, "rows"), sizes["columns"] // _count(whole, "columns")),
+        extent=(
+            sizes["rows"] // _count(whole, "rows"),
+            sizes["columns"] // _count(whole, "columns"),
+        ),
     )
 
 

@@ -333,9 +333,7 @@ def test_a_coordinate_names_every_axis_and_no_other(coordinate):
 
 def test_parts_of_nothing_are_empty():
     for direction, shape in product(DIRECTIONS, [(0, 64, 64), (2, 0, 64), (2, 64, 0)]):
-        partition = infer_partition(
-            NVFP4, {"rows": {"tp": 2}, "columns": {"fsdp": 2}}, shape=shape
-        )
+        partition = infer_partition(NVFP4, {"rows": {"tp": 2}, "columns": {"fsdp": 2}}, shape=shape)
         assert prod(partition.part_shape) == 0
         bounds = partition.bounds({"tp": 1, "fsdp": 1})
         sizes = [s.stop - s.start for s in partition.plane(f"{direction}_data").slices(bounds)]

@@ -26,19 +26,27 @@ def part_of(weight, partition, coordinate):
 def on_each_rank(partition, function):
     """Call ``function(coordinate, reduce_max)`` on all ranks at once; return what each returned.
 
-    A rank that reduces over another axis than the others, or less often, fails all of them.
+    One of them runs at a time. A rank that reduces over another axis than the others, or less
+    often, fails all of them.
     """
     ranks = coordinates(partition)
     names = [axis.name for axis in partition.axes]
     given: dict[tuple[int, ...], tuple[str, torch.Tensor]] = {}
-    meet = threading.Barrier(len(ranks))
+    turn, meet = threading.Lock(), threading.Barrier(len(ranks))
+
+    def wait():
+        turn.release()
+        try:
+            meet.wait(WAIT_S)
+        finally:
+            turn.acquire()
 
     def run(coordinate):
         own = tuple(coordinate.values())
 
         def reduce_max(values, axis):
             given[own] = axis, values.clone()
-            meet.wait(WAIT_S)
+            wait()
             assert {called for called, _ in given.values()} == {axis}, "ranks reduce unlike axes"
             along = names.index(axis)
             peers = [
@@ -47,10 +55,11 @@ def on_each_rank(partition, function):
                 if place[:along] + place[along + 1 :] == own[:along] + own[along + 1 :]
             ]
             values.copy_(torch.stack(peers).amax(0))
-            meet.wait(WAIT_S)
+            wait()
 
         try:
-            return function(coordinate, reduce_max)
+            with turn:
+                return function(coordinate, reduce_max)
         except BaseException:
             meet.abort()
             raise
