@@ -19,8 +19,9 @@ from moe_optim.formats import (
     QuantizedWeight,
 )
 from moe_optim.kernels.exchange import plan_exchange
-from moe_optim.layout.aligned import cuts_bands
+from moe_optim.layout.aligned import aligned_end, cuts_bands
 from moe_optim.layout.partition import infer_partition
+from moe_optim.layout.planes import GatherPlane
 from moe_optim.layout.wire import Slot, plan_wire
 from tests.support.meshes import coordinates
 
@@ -242,6 +243,9 @@ def test_shards_of_a_bucket_are_a_cut_of_experts_and_then_of_rows(weight, data):
     exchange = plan_exchange(format, shape, slot.cuts(shard))
     assert bool(exchange.bands) is (not partition.has_whole_blocks)
     assert cuts_bands(format, [slot], shard) is (not partition.has_whole_blocks)
+    end = aligned_end(format, [slot], dp_size=dp_size)
+    is_aligned = (end.unit, end.numel) == ("band", slot.numel)
+    assert partition.has_whole_blocks or not is_aligned
     assert exchange.bands.keys() == {
         (expert, bounds["rows"].start // format.band_rows * format.band_rows)
         for bounds in ranks
@@ -256,9 +260,9 @@ def test_shards_of_a_bucket_are_a_cut_of_experts_and_then_of_rows(weight, data):
         if not wire.is_sliced:
             continue
         entries = torch.arange(prod(plane.shape)).view(plane.shape)
-        per_rank = prod(plane.shape) // dp_size
+        memory = GatherPlane.viewing(wire.name, entries, numel=slot.numel)
         for rank, bounds in enumerate(ranks):
-            gathered = set(range(rank * per_rank, (rank + 1) * per_rank))
+            gathered = set(memory.slice_of(rank, dp_size).view(torch.int64).tolist())
             held = set(entries[plane.slices(bounds)].flatten().tolist())
             assert gathered == held if not plane.overlaps else gathered <= held
 
