@@ -1,6 +1,9 @@
 """Parts of a weight, quantized on their own ranks, are slices of the weight quantized whole."""
 
+import re
 from math import prod
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -287,3 +290,27 @@ def _quantize_on_mesh(axes):
         part = part_of(weight, partition, coordinate)
         results[format] = quantize_part(part, partition, coordinate, reduce_max)
     return results
+
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "formats.md"
+
+
+def test_the_code_of_the_document_runs_on_a_mesh():
+    """As it stands there: experts on one rank, rows on two times two."""
+    shape = (2, 96, 64)
+    axes = {"experts": {"ep": 1}, "rows": {"tp": 2, "fsdp": 2}}
+    partition = infer_partition(NVFP4, axes, shape=shape)
+    results = run_ranks(4, _run_document, partition)
+    assert_parts_are_slices(wide_range_weights(*shape), partition, results)
+
+
+def _run_document(partition):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    mesh = dist.init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("ep", "tp", "fsdp"))
+    coordinate = dict(zip(mesh.mesh_dim_names, mesh.get_coordinate(), strict=True))
+    names: dict[str, Any] = {}
+    (code,) = re.findall(r"^```python\n(.*?)^```", DOCUMENT.read_text(), re.M | re.S)
+    exec(code, names)
+    part = part_of(wide_range_weights(*partition.shape), partition, coordinate)
+    return names["quantize_on_mesh"](part, partition.shape, mesh)
