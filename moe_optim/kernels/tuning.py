@@ -14,6 +14,8 @@ class Tile:
     cols: int
     """Columns, a power of two and a multiple of the block."""
     num_warps: int
+    slab: int | None = None
+    """Rows of the band that a step holds at a time; all of them if not given."""
 
 
 TILES: Mapping[tuple[str, torch.dtype], Tile] = MappingProxyType(
