@@ -20,12 +20,14 @@ from moe_optim.version import VERSION
 if TYPE_CHECKING:
     from moe_optim.config import MoEOptimConfig
     from moe_optim.expert_keys.conversion import convert_state_dict
+    from moe_optim.layout.partition import infer_partition
     from moe_optim.megatron import get_megatron_optimizer, install, uninstall
     from moe_optim.megatron.bridge import MoEOptimizerConfig
     from moe_optim.megatron.experts.amax import synchronize_amax
     from moe_optim.megatron.launch.cpu_runtime import use_cpu
     from moe_optim.megatron.optimizer.description import Description, describe
     from moe_optim.ops import dequantize, quantize
+    from moe_optim.parts import quantize_part
     from moe_optim.recipes import Recipe, load_recipe
 
 __version__ = VERSION
@@ -46,9 +48,11 @@ __all__ = [
     "dequantize",
     "describe",
     "get_megatron_optimizer",
+    "infer_partition",
     "install",
     "load_recipe",
     "quantize",
+    "quantize_part",
     "synchronize_amax",
     "uninstall",
     "use_cpu",
@@ -64,8 +68,10 @@ _LAZY = {
     "MoEOptimizerConfig": "moe_optim.megatron.bridge",
     "Recipe": "moe_optim.recipes",
     "get_megatron_optimizer": "moe_optim.megatron",
+    "infer_partition": "moe_optim.layout.partition",
     "install": "moe_optim.megatron",
     "load_recipe": "moe_optim.recipes",
+    "quantize_part": "moe_optim.parts",
     "synchronize_amax": "moe_optim.megatron.experts.amax",
     "uninstall": "moe_optim.megatron",
     "use_cpu": "moe_optim.megatron.launch.cpu_runtime",

@@ -19,7 +19,7 @@ reference kernels layout expert_keys
 kernels/steps kernels/norm
 interpolation plain_yaml environment shipped_recipes import_hook
 config
-recipes ops
+recipes ops parts
 modules
 checkpoints/files
 checkpoints/pickles

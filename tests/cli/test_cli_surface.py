@@ -37,7 +37,7 @@ SURFACE = {  # command -> its positionals and options
     "patch apply": {"PATH"},
     "patch check": {"PATH"},
     "patch revert": {"PATH"},
-    "plan": {"RECIPE", "--gpus", "--set", "--out", "--json"},
+    "plan": {"RECIPE", "--gpus", "--bandwidth", "--set", "--out", "--json"},
     "recipes copy": {"NAME", "DIR"},
     "run": {"--megatron-lm", "--recipe", "--dry-run", "SCRIPT", "ARGS"},
     "train": {"RECIPE", "--out", "--set", "--text", "--resume", "--ranks", "--cpu"},

@@ -8,7 +8,11 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from moe_optim.console.spelling import spell_bytes
 from moe_optim.formats import FORMATS
+from moe_optim.megatron.planning import plan_experts
+from moe_optim.plan.costs import plan_rows
+from moe_optim.recipes import load_recipe
 from tests.support.code_tables import table, weight_bytes, wire_bytes
 from tests.upstream.side_by_side import CHANCE, Case, Comparison, Selection
 
@@ -422,6 +426,27 @@ def published() -> str:
     return table(["recipes of", "weights kept in", "recipes", "pass", "refused"], rows)
 
 
+def plan_step() -> str:
+    """What a fused step of a plan moves, at the speed that memory was found to have."""
+    speed = read_result("requantize-h200.json")["copy_tb_per_s"]
+    recipe = load_recipe("recipes/qwen3_30b_a3b.yaml")
+    experts = plan_experts(recipe.megatron_argv(), grouped=True)
+    return table(
+        ["format", "norm", "update", "bytes a parameter", f"at {speed:.2f} TB/s"],
+        (
+            [
+                f"`{row['format']}`",
+                spell_bytes(row["norm_bytes_per_rank"]),
+                spell_bytes(row["update_bytes_per_rank"]),
+                f"{row['step_bytes_per_parameter']:.2f}",
+                f"{row['step_floor_ms']:.3f} ms",
+            ]
+            for row in plan_rows(experts, [512], tb_per_s=speed)
+            if row["format"] in FORMATS
+        ),
+    )
+
+
 MEASURED_TABLES: Mapping[str, Callable[[], str]] = {
     "convergence": convergence,
     "convert": convert,
@@ -430,6 +455,7 @@ MEASURED_TABLES: Mapping[str, Callable[[], str]] = {
     "gather": gather,
     "host": host,
     "losses": losses,
+    "plan-step": plan_step,
     "published": published,
     "requantize": requantize,
     "step-kernels": step_kernels,
@@ -445,6 +471,7 @@ RESULTS_OF: Mapping[str, tuple[str, ...]] = {
     "gather": ("gather-2x-h200.json", "gather-4x-h200.json"),
     "host": ("requantize-h100.json", "requantize-host-h100.json"),
     "losses": ("losses-cpu.json",),
+    "plan-step": ("requantize-h200.json",),
     "published": (PUBLISHED,),
     "requantize": ("requantize-h100.json",),
     "fused-step": tuple(FUSED_STEPS),
