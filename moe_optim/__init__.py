@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from moe_optim.megatron import get_megatron_optimizer, install, uninstall
     from moe_optim.megatron.bridge import MoEOptimizerConfig
     from moe_optim.megatron.experts.amax import synchronize_amax
+    from moe_optim.megatron.experts.calibration import calibrate
     from moe_optim.megatron.launch.cpu_runtime import use_cpu
     from moe_optim.megatron.optimizer.description import Description, describe
+    from moe_optim.modules.calibrated_amax import calibrated_amax
     from moe_optim.ops import dequantize, quantize
     from moe_optim.recipes import Recipe, load_recipe
 
@@ -42,6 +44,8 @@ __all__ = [
     "Recipe",
     "StateError",
     "__version__",
+    "calibrate",
+    "calibrated_amax",
     "convert_state_dict",
     "dequantize",
     "describe",
@@ -56,6 +60,8 @@ __all__ = [
 
 _LAZY = {
     "Description": "moe_optim.megatron.optimizer.description",
+    "calibrate": "moe_optim.megatron.experts.calibration",
+    "calibrated_amax": "moe_optim.modules.calibrated_amax",
     "convert_state_dict": "moe_optim.expert_keys.conversion",
     "dequantize": "moe_optim.ops",
     "describe": "moe_optim.megatron.optimizer.description",

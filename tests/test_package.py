@@ -27,6 +27,8 @@ PUBLIC = {
     "Recipe",
     "StateError",
     "__version__",
+    "calibrate",
+    "calibrated_amax",
     "convert_state_dict",
     "dequantize",
     "describe",
