@@ -20,6 +20,7 @@ from moe_optim.version import VERSION
 if TYPE_CHECKING:
     from moe_optim.config import MoEOptimConfig
     from moe_optim.expert_keys.conversion import convert_state_dict
+    from moe_optim.expert_keys.modelopt_amaxes import amaxes_from_modelopt, amaxes_to_modelopt
     from moe_optim.megatron import get_megatron_optimizer, install, uninstall
     from moe_optim.megatron.bridge import MoEOptimizerConfig
     from moe_optim.megatron.experts.amax import synchronize_amax
@@ -44,6 +45,8 @@ __all__ = [
     "Recipe",
     "StateError",
     "__version__",
+    "amaxes_from_modelopt",
+    "amaxes_to_modelopt",
     "calibrate",
     "calibrated_amax",
     "convert_state_dict",
@@ -60,6 +63,8 @@ __all__ = [
 
 _LAZY = {
     "Description": "moe_optim.megatron.optimizer.description",
+    "amaxes_from_modelopt": "moe_optim.expert_keys.modelopt_amaxes",
+    "amaxes_to_modelopt": "moe_optim.expert_keys.modelopt_amaxes",
     "calibrate": "moe_optim.megatron.experts.calibration",
     "calibrated_amax": "moe_optim.modules.calibrated_amax",
     "convert_state_dict": "moe_optim.expert_keys.conversion",

@@ -27,6 +27,8 @@ PUBLIC = {
     "Recipe",
     "StateError",
     "__version__",
+    "amaxes_from_modelopt",
+    "amaxes_to_modelopt",
     "calibrate",
     "calibrated_amax",
     "convert_state_dict",

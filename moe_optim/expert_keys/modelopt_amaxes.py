@@ -4,8 +4,9 @@ ModelOpt (0.47) keeps an amax in the buffer ``_amax`` of a quantizer, and a line
 weights is its child ``weight_quantizer``. Ours is a buffer of the linear itself.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -20,10 +21,10 @@ from moe_optim.expert_keys.layouts import (
     match_key,
 )
 
-ModelOptForm = Literal["grouped", "flat", "indexed", "sequential"]
+ModelOptForm = Literal["indexed", "sequential", "grouped", "flat"]
 
 _QUANTIZER = "weight_quantizer"
-_ONE = f"{{linear}}.{_QUANTIZER}._amax"
+_ONE_KEY = f"{{linear}}.{_QUANTIZER}._amax"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,70 +32,83 @@ class _Form:
     """One of the ways in which ModelOpt keeps the amaxes of a linear's experts."""
 
     template: str
-    """Behind the container, with ``{linear}``, and ``{expert}`` where each has a key."""
-    cut: Callable[[Tensor], list[Tensor]]
-    """What amaxes [E, 1, 1] become, in the order of keys."""
+    """Behind the container, of one ``{linear}``; with ``{expert}`` where each has a key."""
+    values: Callable[[Tensor], Sequence[Tensor]]
+    """What amaxes [E, 1, 1] are under these keys, in order."""
 
 
-_FORMS: Mapping[str, _Form] = {
-    # one quantizer with axis 0 over a weight [E, R, C]
-    "grouped": _Form(template=_ONE, cut=lambda amax: [amax.clone()]),
-    "flat": _Form(template=_ONE, cut=lambda amax: [amax.flatten().clone()]),
-    # GroupedQuantizer: a quantizer an expert over weights [R, C]
-    "indexed": _Form(
-        template=f"{{linear}}.{_QUANTIZER}.{{expert}}._amax",
-        cut=lambda amax: [one.clone() for one in amax.flatten()],
-    ),
-    # SequentialMLP
-    "sequential": _Form(
-        template=f"local_experts.{{expert}}.{_ONE}",
-        cut=lambda amax: [one.clone() for one in amax.flatten()],
-    ),
-}
+_FORMS: Mapping[str, _Form] = MappingProxyType(
+    {
+        # GroupedQuantizer: a quantizer an expert, as Transformer Engine's linears have since 0.47
+        "indexed": _Form(
+            template=f"{{linear}}.{_QUANTIZER}.{{expert}}._amax",
+            values=lambda amax: amax.flatten().unbind(0),
+        ),
+        # SequentialMLP
+        "sequential": _Form(
+            template=f"local_experts.{{expert}}.{_ONE_KEY}",
+            values=lambda amax: amax.flatten().unbind(0),
+        ),
+        # one quantizer with axis 0 over a weight [E, R, C]
+        "grouped": _Form(template=_ONE_KEY, values=lambda amax: [amax]),
+        "flat": _Form(template=_ONE_KEY, values=lambda amax: [amax.flatten()]),
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Container:
+    """The experts of one layer, weights or amaxes of theirs, in a state dict."""
+
+    prefix: str
+    """Of all keys, up to and including the component ``experts.``; empty at the root."""
+    ours: Mapping[str, str]
+    """Linear -> key of its amaxes."""
+    theirs: Mapping[str, str]
+    """Remainder -> key of everything in a quantizer of weights."""
+    num_experts: int | None
+    """That weights beside them are of; None where none tell."""
 
 
 def amaxes_to_modelopt(state: Mapping[str, Any], form: ModelOptForm = "indexed") -> dict[str, Any]:
     """Return a flat state dict with calibrated amaxes under ModelOpt's keys.
 
-    They stand where the first one of their linear stood, newly allocated, the same bits. All other
-    entries are the same objects, in their order. No rank communicates.
+    They stand where those of their linear stood, newly allocated, fp32. All other entries are the
+    same objects, in their order. No rank communicates.
 
     Args:
         state: of any entries; neither it nor they are changed. Experts are those behind a component
             ``experts.``, or at the root.
-        form: ``indexed`` for a ``GroupedQuantizer`` (a scalar an expert, as ModelOpt has Transformer
-            Engine's linears), ``sequential`` for a quantizer in each of ``local_experts``,
-            ``grouped`` [E, 1, 1] and ``flat`` [E] for one quantizer. The one amax of all experts
-            becomes the scalar of one quantizer, with ``grouped`` or ``flat``.
+        form: ``indexed`` for a ``GroupedQuantizer``, a scalar an expert, as ModelOpt has them for
+            linears of Transformer Engine; ``sequential`` for a quantizer in each of
+            ``local_experts``; ``grouped`` [E, 1, 1] and ``flat`` [E] for one quantizer. One amax of
+            all experts becomes the scalar of one quantizer, with ``grouped`` or ``flat``.
 
     Raises:
-        LayoutError: amaxes are of one linear alone, of weights that have none, of another number of
-            experts, no magnitudes, there already under ModelOpt's keys, or without a place in this
-            form. All faults at once, each by its key.
+        LayoutError: amaxes are of one linear alone; missing where there are weights; of another
+            number of experts; no magnitudes; there already under ModelOpt's keys; or without a
+            place in this form. All faults at once, each by its key.
         ConfigError: there is no such form.
     """
     if form not in _FORMS:
-        raise ConfigError(f"form: expected one of {', '.join(_FORMS)}, got {form!r}.")
-    containers = _containers(state)
-    faults = []
-    renamed: dict[str, dict[str, Tensor]] = {}  # by our key
-    for prefix, remainders in containers.items():
-        ours = [remainder for remainder in remainders if is_calibrated_amax(remainder)]
-        theirs = [remainder for remainder in remainders if _is_theirs(remainder)]
-        faults += [
-            f"{prefix}{remainder}: expected no amax of ModelOpt's beside ours"
-            for remainder in theirs
-        ]
-        faults += _missing(prefix, {one.partition(".")[0] for one in ours}, CALIBRATED_AMAX)
-        for remainder in ours:
-            linear, key = remainder.partition(".")[0], prefix + remainder
-            amax, found = _as_ours(state[key], key, _num_experts(state, prefix))
-            is_one = amax is not None and amax.numel() == 1 and form in ("indexed", "sequential")
-            if is_one and _num_experts(state, prefix) != 1:
-                found = [f"{key}: one amax of all experts, which form {form} has no key for"]
-            faults += found
-            if amax is not None and not found:
-                renamed[key] = _named(prefix, linear, _FORMS[form], amax)
+        raise ConfigError(f"form: expected one of {', '.join(_FORMS)}, got {form!r}. Give one.")
+    faults, renamed = [], {}
+    for container in _containers(state):
+        faults += [f"{key}: expected no amaxes but ours" for key in container.theirs.values()]
+        faults += _missing(container, container.ours, CALIBRATED_AMAX)
+        for linear, key in container.ours.items():
+            amax, new_faults = _read(state[key], key, container.num_experts)
+            faults += new_faults
+            if amax is None:
+                continue
+            template = container.prefix + _FORMS[form].template.replace("{linear}", linear)
+            if "{expert}" in template and len(amax) == 1 and container.num_experts != 1:
+                faults.append(f"{key}: expected one value an expert for {template}, got one of all")
+                continue
+            values = [amax[0, 0, 0]] if len(amax) == 1 else _FORMS[form].values(amax)
+            renamed[key] = {
+                template.format(expert=index): value.clone() for index, value in enumerate(values)
+            }
     _raise(faults)
     return _replaced(state, renamed)
 
@@ -108,175 +122,164 @@ def amaxes_from_modelopt(state: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         state: of any entries; neither it nor they are changed. Each linear of experts may have any
-            form of :func:`amaxes_to_modelopt`, in any dtype that holds magnitudes.
+            form of :func:`amaxes_to_modelopt`, in any floating-point dtype.
 
     Raises:
-        LayoutError: experts are missing or numbered twice; amaxes are of one linear alone, of
-            weights that have none, in two forms, of another number of experts, of channels or
-            blocks, no magnitudes, or there already under our keys; or quantizers of weights hold
-            something else. All faults at once, each by its key.
+        LayoutError: amaxes are of one linear alone; missing where there are weights, or between
+            others; in two forms; of another number of experts, of channels or of blocks; no
+            magnitudes; there already under our keys; or quantizers of weights hold something else.
+            All faults at once, each by its key.
     """
-    faults = []
-    renamed: dict[str, dict[str, Tensor]] = {}
-    dropped: set[str] = set()
-    for prefix, remainders in _containers(state).items():
-        ours = [remainder for remainder in remainders if is_calibrated_amax(remainder)]
-        faults += [f"{prefix}{one}: expected no amax of ours beside ModelOpt's" for one in ours]
-        theirs = {r for r in remainders if _is_theirs(r)}
-        found = {linear: _forms_of(linear, theirs) for linear in LINEARS}
-        known = {r for forms in found.values() for keys in forms.values() for r in keys.values()}
+    order = {key: place for place, key in enumerate(state)}
+    faults, renamed, taken = [], {}, set[str]()
+    for container in _containers(state):
+        faults += [f"{key}: expected no amaxes but ModelOpt's" for key in container.ours.values()]
+        found = {linear: _by_template(container, linear) for linear in LINEARS}
+        known = {
+            key for forms in found.values() for keys in forms.values() for key in keys.values()
+        }
         faults += [
-            f"{prefix}{one}: expected one amax an expert, got what no conversion knows"
-            for one in sorted(theirs - known)
+            f"{key}: expected an amax of a weight, got another state of its quantizer"
+            for key in container.theirs.values()
+            if key not in known
         ]
-        there = {linear for linear, forms in found.items() if forms}
-        faults += _missing(prefix, there, f"{_QUANTIZER}._amax")
-        for linear in sorted(there):
-            amax, new_faults = _gathered(state, prefix, found[linear])
+        there = [linear for linear, forms in found.items() if forms]
+        faults += _missing(container, there, f"{_QUANTIZER}._amax")
+        for linear in there:
+            amax, new_faults = _gather(state, container, found[linear])
             faults += new_faults
-            if amax is not None and not new_faults:
+            if amax is not None:
                 (keys,) = found[linear].values()
-                whole = [prefix + remainder for remainder in keys.values()]
-                renamed[whole[0]] = {f"{prefix}{linear}.{CALIBRATED_AMAX}": amax}
-                dropped.update(whole[1:])
+                first = min(keys.values(), key=order.__getitem__)
+                renamed[first] = {f"{container.prefix}{linear}.{CALIBRATED_AMAX}": amax}
+                taken.update(keys.values())
     _raise(faults)
-    return _replaced(state, renamed, dropped)
+    return _replaced(state, renamed, without=taken)
 
 
-def _containers(state: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return what lies behind each component ``experts.``, and at the root; amaxes or not.
-
-    Only of containers that hold an amax of either, all of which must hold it where one does.
-    """
-    containers: dict[str, list[str]] = {}
+def _containers(state: Mapping[str, Any]) -> Iterator[_Container]:
+    """Yield the experts of every layer, of which weights or amaxes are in the state."""
+    found: dict[str, dict[str, str]] = {}  # remainder -> key, by prefix
     for key in state:
         parts = key.split(".")
-        last = max((i + 1 for i, part in enumerate(parts[:-1]) if part == "experts"), default=0)
-        prefix = "".join(f"{part}." for part in parts[:last])
-        containers.setdefault(prefix, []).append(key.removeprefix(prefix))
-    return {
-        prefix: remainders
-        for prefix, remainders in containers.items()
-        if expert_remainders(remainders)
-        or any(is_calibrated_amax(r) or _is_theirs(r) for r in remainders)
-    }
+        end = max((i + 1 for i, part in enumerate(parts[:-1]) if part == "experts"), default=0)
+        prefix = "".join(f"{part}." for part in parts[:end])
+        found.setdefault(prefix, {})[key.removeprefix(prefix)] = key
+    for prefix, keys in found.items():
+        ours = {r.partition(".")[0]: key for r, key in keys.items() if is_calibrated_amax(r)}
+        theirs = {r: key for r, key in keys.items() if _is_of_quantizer(r)}
+        weights = [keys[remainder] for remainder in expert_remainders(keys)]
+        if ours or theirs or weights:
+            yield _Container(
+                prefix=prefix,
+                ours=ours,
+                theirs=theirs,
+                num_experts=_count_experts({key: state[key] for key in weights}, prefix),
+            )
 
 
-def _is_theirs(remainder: str) -> bool:
+def _is_of_quantizer(remainder: str) -> bool:
     """Return whether a quantizer of an expert's weights holds it."""
     parts = remainder.split(".")
-    at = 2 if parts[0] == "local_experts" else 0
-    return len(parts) > at + 1 and parts[at] in LINEARS and parts[at + 1] == _QUANTIZER
+    if parts[0] == "local_experts":
+        parts = parts[2:]
+    return len(parts) > 2 and parts[0] in LINEARS and parts[1] == _QUANTIZER
 
 
-def _missing(prefix: str, there: set[str], name: str) -> list[str]:
+def _count_experts(weights: Mapping[str, Any], prefix: str) -> int | None:
+    shapes = {k: v.shape if isinstance(v, Tensor) else None for k, v in weights.items()}
+    sets, _ = survey_expert_sets(shapes, prefixes=[prefix])
+    return sets[0].num_experts if len(sets) == 1 else None
+
+
+def _missing(container: _Container, there: Collection[str], name: str) -> list[str]:
     return [
-        f"{prefix}{linear}.{name}: missing, expected for every linear of experts"
+        f"{container.prefix}{linear}.{name}: missing, expected of both linears of all experts"
         for linear in LINEARS
         if linear not in there
     ]
 
 
-def _num_experts(state: Mapping[str, Any], prefix: str) -> int | None:
-    """Return how many experts the weights of a container are of, None where they do not tell."""
-    shapes = {
-        key: value.shape if isinstance(value, Tensor) else None
-        for key, value in state.items()
-        if key.startswith(prefix) and expert_remainders([key.removeprefix(prefix)])
-    }
-    sets, _ = survey_expert_sets(shapes, prefixes=[prefix])
-    return sets[0].num_experts if len(sets) == 1 else None
-
-
-def _forms_of(linear: str, theirs: set[str]) -> dict[str, dict[int | None, str]]:
-    """Return under which templates a linear has amaxes: by expert, None for one key."""
+def _by_template(container: _Container, linear: str) -> dict[str, dict[int | None, str]]:
+    """Return the keys of a linear's amaxes by template, then by expert (None for one key)."""
     found: dict[str, dict[int | None, str]] = {}
-    for form in _FORMS.values():
-        template = form.template.replace("{linear}", linear)
-        for remainder in theirs:
+    for template in dict.fromkeys(form.template for form in _FORMS.values()):
+        template = template.replace("{linear}", linear)
+        for remainder, key in container.theirs.items():
             match = match_key(remainder, template)
             if match is not None:
-                found.setdefault(template, {})[match[0]] = remainder
-    return {name: dict(sorted(keys.items(), key=_order)) for name, keys in found.items()}
+                found.setdefault(template, {})[match[0]] = key
+    return found
 
 
-def _order(item: tuple[int | None, str]) -> int:
-    return -1 if item[0] is None else item[0]
-
-
-def _gathered(
-    state: Mapping[str, Any], prefix: str, forms: dict[str, dict[int | None, str]]
+def _gather(
+    state: Mapping[str, Any], container: _Container, found: dict[str, dict[int | None, str]]
 ) -> tuple[Tensor | None, list[str]]:
     """Return the amaxes of one linear, or what is wrong with them."""
-    keys = [prefix + remainder for found in forms.values() for remainder in found.values()]
-    if len(forms) > 1:
-        return None, [f"{key}: expected one form of amaxes, got {len(forms)}" for key in keys]
-    (found,) = forms.values()
-    count = _num_experts(state, prefix)
-    if None in found:
-        return _as_ours(state[keys[0]], keys[0], count)
-    size = count or max(int(index or 0) for index in found) + 1
-    template, faults = next(iter(forms)), []
-    for index in range(size):
-        if index not in found:
-            faults.append(f"{prefix}{template.format(expert=index)}: missing, of {size} experts")
-    faults += [
-        f"{prefix}{remainder}: expected experts 0 to {size - 1} only"
-        for index, remainder in found.items()
-        if index is not None and index >= size
+    if len(found) > 1:
+        keys = [key for keys in found.values() for key in keys.values()]
+        return None, [f"{key}: expected amaxes in one form, got also another" for key in keys]
+    ((template, by_expert),) = found.items()
+    if None in by_expert:
+        return _read(state[by_expert[None]], by_expert[None], container.num_experts)
+    last = max(index for index in by_expert if index is not None)
+    size = container.num_experts or last + 1
+    faults = [
+        f"{container.prefix}{template.format(expert=index)}: missing, expected of {size} experts"
+        for index in range(size)
+        if index not in by_expert
     ]
     values = []
-    for key in keys:
-        value, new_faults = _as_ours(state[key], key, 1)
+    for index, key in by_expert.items():
+        if index is not None and index >= size:
+            faults.append(f"{key}: expected experts 0 to {size - 1} only")
+        value, new_faults = _read(state[key], key, 1)
         faults += new_faults
-        values += [] if value is None else [value]
-    return (torch.cat(values), []) if not faults else (None, faults)
+        if value is not None and index is not None:
+            values.append((index, value))
+    if faults:
+        return None, faults
+    return torch.cat([value for _, value in sorted(values, key=lambda one: one[0])]), []
 
 
-def _as_ours(value: Any, key: str, num_experts: int | None) -> tuple[Tensor | None, list[str]]:
-    """Return a copy [E, 1, 1] or [1, 1, 1] fp32, or what is wrong with a value."""
-    shape = tuple(value.shape) if isinstance(value, Tensor) else None
-    if not isinstance(value, Tensor) or shape is None or not value.is_floating_point():
-        return None, [f"{key}: expected floating-point amaxes, got {type(value).__name__}"]
-    count = value.numel()
-    wanted = "one value" if num_experts == 1 else f"{num_experts or 'E'} values, or one"
-    fits = count == 1 or shape in ((count,), (count, 1, 1))
-    fits |= num_experts is not None and shape == (num_experts, 1)
-    if not count or not fits or (count != 1 and count != (num_experts or count)):
-        return None, [f"{key}: expected {wanted}, as [E, 1, 1] or [E], got {list(shape)}"]
+def _read(value: Any, key: str, num_experts: int | None) -> tuple[Tensor | None, list[str]]:
+    """Return a copy [E, 1, 1] or [1, 1, 1] fp32 of one entry, or what is wrong with it.
+
+    [E, 1] might be of channels: it is taken only where weights tell that E are experts.
+    """
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return None, [f"{key}: expected floating-point amaxes, got something else"]
+    shape, count = tuple(value.shape), num_experts or value.numel()
+    shapes = [(count,), (count, 1, 1)] + ([(count, 1)] if num_experts else [])
+    if not count or (value.numel() != 1 and shape not in shapes):
+        size = "one value" if num_experts == 1 else f"[{num_experts or 'E'}, 1, 1], flat, or one"
+        return None, [f"{key}: expected {size}, got {list(shape)}"]
     amax = value.detach().to(torch.float32, copy=True).reshape(-1, 1, 1)
     if not (amax.isfinite() & (amax >= 0)).all():
         return None, [f"{key}: expected finite magnitudes, got {amax.flatten().tolist()}"]
     return amax, []
 
 
-def _named(prefix: str, linear: str, form: _Form, amax: Tensor) -> dict[str, Tensor]:
-    template = prefix + form.template.replace("{linear}", linear)
-    values = form.cut(amax)
-    if "{expert}" not in template:
-        return {template: values[0].reshape(()) if amax.numel() == 1 else values[0]}
-    return {template.format(expert=index): value for index, value in enumerate(values)}
-
-
 def _replaced(
     state: Mapping[str, Any],
-    renamed: Mapping[str, dict[str, Tensor]],
-    dropped: set[str] | None = None,
+    renamed: Mapping[str, Mapping[str, Tensor]],
+    *,
+    without: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Return the state with other entries in the places of some, and without others."""
+    """Return the state with others in the places of some entries."""
     result: dict[str, Any] = {}
     for key, value in state.items():
         if key in renamed:
             result |= renamed[key]
-        elif key not in (dropped or ()):
+        elif key not in without:
             result[key] = value
     return result
 
 
-def _raise(faults: list[str]) -> None:
+def _raise(faults: Sequence[str]) -> None:
     if faults:
         raise LayoutError(
-            f"amaxes of experts: expected one for each expert of every linear, got {len(faults)} "
-            "fault(s):\n" + "".join(f"  {fault}\n" for fault in faults) + "Nothing was converted. "
-            "Change these entries."
+            f"amaxes of experts: expected a value for each expert, got {len(faults)} fault(s):\n"
+            + "".join(f"  {fault}\n" for fault in faults)
+            + "Nothing was converted. Change these entries."
         )
