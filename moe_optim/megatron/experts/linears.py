@@ -62,7 +62,7 @@ def expert_linears(chunk: Module) -> Iterator[ExpertLinear]:
         for name, child in experts.named_children():
             if isinstance(child, GroupedLinear):
                 yield ExpertLinear(
-                    name=unwrapped_name(f"{path}.{name}"),
+                    name=unwrapped_name(f"{path}.{name}" if path else name),
                     module=child,
                     recorder=child,
                     num_experts=child.shape[0],
@@ -70,7 +70,7 @@ def expert_linears(chunk: Module) -> Iterator[ExpertLinear]:
                 )
     for name, linear in grouped_linears(chunk):
         yield ExpertLinear(
-            name=unwrapped_name(name),
+            name=unwrapped_name(name) or "experts",
             module=linear,
             recorder=recorder_of(linear),
             num_experts=linear.num_gemms,
