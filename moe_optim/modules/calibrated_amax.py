@@ -43,15 +43,15 @@ def set_calibrated_amax(linear: Module, amax: Tensor | None) -> None:
 def take_calibrated_amax(
     linear: Module, state_dict: dict[str, Any], prefix: str, num_experts: int, name: str
 ) -> None:
-    """Take the amaxes of a linear out of a state dict that its weights are about to be loaded from.
+    """Let a linear have the amaxes of a state dict that its weights are about to be loaded from.
 
     Weights that come without amaxes leave none behind: those of before are of other weights. Where
     neither comes, what there is stays.
 
     Args:
         linear: see :func:`calibrated_amax`.
-        state_dict: changed. An entry has E values in any shape, one an expert, or one value for
-            all; None counts as none.
+        state_dict: changed, to what torch then finds in place. An entry has E values in any shape,
+            one an expert, or one value for all; None counts as none.
         prefix: of the linear in it.
         num_experts: E.
         name: of the linear, for errors.
@@ -59,10 +59,12 @@ def take_calibrated_amax(
     Raises:
         LayoutError: another number of values, or values that are no magnitudes.
     """
-    found = state_dict.pop(f"{prefix}{CALIBRATED_AMAX}", None)
+    key = f"{prefix}{CALIBRATED_AMAX}"
+    found = state_dict.pop(key, None)
     if found is not None:
         device = next(linear.parameters()).device
-        set_calibrated_amax(linear, _fitted(found, num_experts, name).to(device))
+        state_dict[key] = _fitted(found, num_experts, name).to(device)
+        set_calibrated_amax(linear, state_dict[key])
     elif calibrated_amax(linear) is not None and any(
         key.startswith(f"{prefix}weight") for key in state_dict
     ):

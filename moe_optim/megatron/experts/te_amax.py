@@ -36,18 +36,17 @@ def sharded_state_dict(
     Raises:
         ConfigError: ``singleton_local_shards`` with amaxes.
     """
-    state = original(_TARGET)(self, prefix, sharded_offsets, metadata)
-    are_recorded = _are_recorded(self.config)
-    linears = list(grouped_linears(self))
-    if (metadata or {}).get("singleton_local_shards", False):
+    are_recorded, linears = _are_recorded(self.config), list(grouped_linears(self))
+    has_key_each = (metadata or {}).get("singleton_local_shards", False)
+    if has_key_each:
         are_calibrated = any(calibrated_amax(linear) is not None for _, linear in linears)
         refuse(
             {"record_amax": are_recorded, "calibrated amaxes": are_calibrated},
-            expected="singleton_local_shards: expected one key for all experts' amaxes",
+            expected="singleton_local_shards: expected one key for the amaxes of all experts",
             remedy="Save with Megatron's default metadata.",
         )
-        return state
-    for name, linear in linears:
+    state = original(_TARGET)(self, prefix, sharded_offsets, metadata)
+    for name, linear in () if has_key_each else linears:
         groups, key = linear._pg_collection, f"{prefix}experts.{name}"
         place = (len(sharded_offsets), groups.ep.rank(), groups.ep.size())
         if are_recorded:
