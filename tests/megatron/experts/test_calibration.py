@@ -5,6 +5,7 @@ Transformer Engine's linears stand in, see ``te_experts``; the oracle is plain t
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -264,3 +265,28 @@ def test_a_rank_without_experts_takes_part():
     _, found = run_ranks(2, _only_one_rank_has_experts)
     for name, amax in found.items():
         assert_bytes_equal(amax, want_amax(BF16, whole_weights(name)).view(-1, 1, 1), what=name)
+
+
+# State dicts of the experts of all ranks
+
+
+def _load_from_all() -> list[list[float]]:
+    """Load the experts of all ranks, or of this one, whose amaxes are their global numbers."""
+    experts.start_ranks(expert_model_parallel_size=2)
+    found = []
+    for kind in (BF16, replace(BF16, single=False), replace(BF16, format="mxfp8")):
+        module, mine = make(kind, 2), slice(dist.get_rank() * 2, dist.get_rank() * 2 + 2)
+        weights = {f"{name}.weight": whole_weights(name) for name in LINEARS}
+        amaxes = {
+            f"{name}.calibrated_amax": 1 + torch.arange(4.0).view(4, 1, 1) for name in LINEARS
+        }
+        for part in (slice(None), mine):
+            state = {key: value[part] for key, value in {**weights, **amaxes}.items()}
+            module.load_state_dict(state, strict=True)
+            found += [amax.flatten().tolist() for amax in amaxes_of(module).values()]
+    return found
+
+
+def test_a_rank_takes_the_amaxes_of_its_experts_out_of_those_of_all():
+    for rank, found in enumerate(run_ranks(2, _load_from_all)):
+        assert found == [[2 * rank + 1, 2 * rank + 2]] * 12
