@@ -61,7 +61,7 @@ def calibrate(
             would give another.
 
     Raises:
-        ConfigError: another method or axis; or no list of chunks.
+        ConfigError: another method or axis, or not the same on all ranks; or no list of chunks.
         LayoutError: no rank has experts that are grouped; a linear has none; or weights are on the
             ``meta`` device.
         StateError: weights are behind their masters and no DDP module is given that gathers them,
@@ -70,7 +70,7 @@ def calibrate(
     """
     chunks = agree(lambda: _chunks_of(model_chunks, method, axis), None)
     linears: list[ExpertLinear] = agree(lambda: _readable_linears(chunks), None)
-    _require_experts(len(linears))
+    _require_one_call(len(linears), axis)
     for chunk in chunks:
         _gather_weights(chunk)
     found: list[_Found] = agree(lambda: [_find(linear) for linear in linears], None)
@@ -88,22 +88,21 @@ def calibrate(
 def _chunks_of(
     model_chunks: Iterable[torch.nn.Module], method: str, axis: int | None
 ) -> list[torch.nn.Module]:
-    where = "calibrate"
     if method not in METHODS:
         raise ConfigError(
-            f"{where}: method: expected one of {', '.join(METHODS)}, got {method!r}. Give one of "
+            f"calibrate: method: expected one of {', '.join(METHODS)}, got {method!r}. Give one of "
             "them."
         )
     if axis not in (0, None) or isinstance(axis, bool):
         raise ConfigError(
-            f"{where}: axis: expected 0 for one amax an expert or None for one a linear, got "
+            f"calibrate: axis: expected 0 for one amax an expert or None for one a linear, got "
             f"{axis!r}. Give one of them."
         )
     chunks = [] if isinstance(model_chunks, torch.nn.Module) else list(model_chunks)
     if not chunks or not all(isinstance(chunk, torch.nn.Module) for chunk in chunks):
         got = [type(chunk).__name__ for chunk in chunks] or type(model_chunks).__name__
         raise ConfigError(
-            f"{where}: model_chunks: expected a list of this rank's model chunks, got "
+            f"calibrate: model_chunks: expected a list of this rank's model chunks, got "
             f"{got if chunks else f'no chunk ({got})'}. Give what get_model() returned, or [model]."
         )
     return chunks
@@ -156,14 +155,20 @@ def _find(linear: ExpertLinear) -> _Found:
     return _Found(linear=linear, amax=torch.cat(amaxes))
 
 
-def _require_experts(count: int) -> None:
-    counts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(counts, count)
-    if not any(counts):
+def _require_one_call(count: int, axis: int | None) -> None:
+    """Raise on all ranks where none has experts, or where they would not reduce the same."""
+    calls: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(calls, (count, axis))
+    if not any(count for count, _ in calls):
         raise LayoutError(
             "calibrate: expected MoE layers with grouped experts, got none on any rank. Build the "
             "model with --num-experts and --moe-grouped-gemm: sequential experts have no grouped "
             "weights."
+        )
+    axes = [axis for _, axis in calls]
+    if len(set(axes)) > 1:
+        raise ConfigError(
+            f"calibrate: axis: expected the same on every rank, got {axes}. Give one of them."
         )
 
 

@@ -236,8 +236,11 @@ def _refused() -> dict[str, str]:
             moe_optim.calibrate(*(arguments(module) if dist.get_rank() else ([module],)))
         messages[case] = str(caught.value)
         assert all(amaxes_of(module)[name] is amax for name, amax in stored.items()), case
+    module = make(BF16, 2)
     with pytest.raises(ConfigError, match="axis: expected 0 .* or None .*, got 1"):
         moe_optim.calibrate([module], axis=1)
+    with pytest.raises(ConfigError, match=r"axis: expected the same on every rank, got \[0, None"):
+        moe_optim.calibrate([module], axis=None if dist.get_rank() else 0)
     with pytest.raises(LayoutError, match="expected MoE layers with grouped experts, got none"):
         moe_optim.calibrate([torch.nn.Linear(2, 2)])
     return messages
