@@ -6,6 +6,7 @@ Transformer Engine's linears stand in, see ``te_experts``; the oracle is plain t
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -192,6 +193,13 @@ def _offloaded(module: Any) -> tuple[Any, ...]:
     return ([module],)
 
 
+def _offloaded_bytes(_: Any) -> tuple[Any, ...]:
+    module = make(replace(BF16, format="mxfp8"), 2)
+    holder = SimpleNamespace(is_offloaded=True, is_fresh=True, version=0)  # as a bucket says it
+    module.linear_fc2.weight.quantized_storage.holder = holder
+    return ([module],)
+
+
 REFUSALS: dict[str, tuple[Callable[[Any], tuple[Any, ...]], type[Exception], str]] = {
     # of the experts -> arguments, what is raised, and what it says
     "a method": (lambda m: ([m], "mse"), ConfigError, "method: expected one of max, got 'mse'"),
@@ -219,6 +227,11 @@ REFUSALS: dict[str, tuple[Callable[[Any], tuple[Any, ...]], type[Exception], str
         "linear_fc1: expert 3: no number",
     ),
     "offloaded": (_offloaded, StateError, "linear_fc1: .*they are offloaded. Call reload_from_cpu"),
+    "offloaded, quantized": (
+        _offloaded_bytes,
+        StateError,
+        "linear_fc2.weight: .*they are offloaded. Call reload_from_cpu",
+    ),
 }
 
 
