@@ -20,12 +20,15 @@ from moe_optim.version import VERSION
 if TYPE_CHECKING:
     from moe_optim.config import MoEOptimConfig
     from moe_optim.expert_keys.conversion import convert_state_dict
+    from moe_optim.expert_keys.modelopt_amaxes import amaxes_from_modelopt, amaxes_to_modelopt
     from moe_optim.layout.partition import infer_partition
     from moe_optim.megatron import get_megatron_optimizer, install, uninstall
     from moe_optim.megatron.bridge import MoEOptimizerConfig
     from moe_optim.megatron.experts.amax import synchronize_amax
+    from moe_optim.megatron.experts.calibration import calibrate
     from moe_optim.megatron.launch.cpu_runtime import use_cpu
     from moe_optim.megatron.optimizer.description import Description, describe
+    from moe_optim.modules.calibrated_amax import calibrated_amax
     from moe_optim.ops import dequantize, quantize
     from moe_optim.parts import quantize_part
     from moe_optim.recipes import Recipe, load_recipe
@@ -44,6 +47,10 @@ __all__ = [
     "Recipe",
     "StateError",
     "__version__",
+    "amaxes_from_modelopt",
+    "amaxes_to_modelopt",
+    "calibrate",
+    "calibrated_amax",
     "convert_state_dict",
     "dequantize",
     "describe",
@@ -60,6 +67,10 @@ __all__ = [
 
 _LAZY = {
     "Description": "moe_optim.megatron.optimizer.description",
+    "amaxes_from_modelopt": "moe_optim.expert_keys.modelopt_amaxes",
+    "amaxes_to_modelopt": "moe_optim.expert_keys.modelopt_amaxes",
+    "calibrate": "moe_optim.megatron.experts.calibration",
+    "calibrated_amax": "moe_optim.modules.calibrated_amax",
     "convert_state_dict": "moe_optim.expert_keys.conversion",
     "dequantize": "moe_optim.ops",
     "describe": "moe_optim.megatron.optimizer.description",

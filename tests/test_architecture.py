@@ -27,7 +27,7 @@ checkpoints/manifests checkpoints/stores
 checkpoints checkpoints/conversion
 console
 megatron/patching
-megatron/active megatron/planning
+megatron/active megatron/agreement megatron/planning
 megatron/te
 megatron/weights
 megatron/experts megatron/buffers
