@@ -92,7 +92,11 @@ def fake_quantize(
     if check_values and not torch.compiler.is_compiling():
         _check_values(amax)
     results: tuple[Tensor, ...] = _FakeQuantize.apply(
-        amax.detach().reshape(-1), None if bits == "e4m3" else bits, narrow_range, backend, *experts
+        amax.detach().flatten().contiguous(),
+        None if bits == "e4m3" else bits,
+        narrow_range,
+        backend,
+        *experts,
     )
     return results[0] if isinstance(weights, Tensor) else list(results)
 

@@ -31,7 +31,7 @@ def fake_quantize_kernel(
     span, first, inside = _tile(spans, ALIGNED, TILE)
     amax = _amax(amaxes, SHARED)
     places = tl.arange(0, TILE)
-    source = _part(tl.load(span).to(tl.pointer_type(DTYPE)), first, ALIGNED)
+    source = _source(span, DTYPE, first, ALIGNED)
     values = tl.load(source + places, mask=inside, other=0.0).to(tl.float32)
     if E4M3:
         scale = tl.div_rn(1.0, tl.where(amax <= ZERO_AMAX, 1.0, amax)) * LARGEST
@@ -41,7 +41,7 @@ def fake_quantize_kernel(
         scale = tl.where(amax <= ZERO_AMAX, 0.0, tl.div_rn(LARGEST, amax))
         codes = _round(_clamp(values * scale, SMALLEST, LARGEST))
         values = tl.div_rn(codes, tl.where(amax <= ZERO_AMAX, 1.0, scale))
-    target = _part(result + tl.load(span + 3), first, ALIGNED)
+    target = _target(result, span, first, ALIGNED)
     tl.store(target + places, values.to(DTYPE), mask=inside)
 
 
@@ -62,12 +62,12 @@ def clip_gradient_kernel(
     span, first, inside = _tile(spans, ALIGNED, TILE)
     amax = _amax(amaxes, SHARED)
     places = tl.arange(0, TILE)
-    source = _part(tl.load(span).to(tl.pointer_type(DTYPE)), first, ALIGNED)
+    source = _source(span, DTYPE, first, ALIGNED)
     values = tl.load(source + places, mask=inside, other=0.0).to(tl.float32)
-    source = _part(tl.load(span + 1).to(tl.pointer_type(DTYPE)), first, ALIGNED)
+    source = _source(span + 1, DTYPE, first, ALIGNED)
     gradients = tl.load(source + places, mask=inside, other=0.0)
     kept = tl.where(tl.abs(values) <= amax, gradients, tl.zeros_like(gradients))
-    target = _part(result + tl.load(span + 3), first, ALIGNED)
+    target = _target(result, span, first, ALIGNED)
     tl.store(target + places, kept, mask=inside)
 
 
@@ -76,9 +76,10 @@ def _tile(spans, ALIGNED: tl.constexpr, TILE: tl.constexpr):
     """Return the descriptor of a program's expert, its first element, and which of a tile exist."""
     span = spans + tl.program_id(1).to(tl.int64) * SPAN_FIELDS
     first = tl.program_id(0).to(tl.int64) * TILE
-    left = tl.minimum(tl.load(span + 2) - first, TILE).to(tl.int32)
+    numel = tl.load(span + 2)
     if ALIGNED:
-        left = tl.multiple_of(left, 16)
+        numel = tl.multiple_of(numel, 16)
+    left = tl.minimum(numel - first, TILE).to(tl.int32)
     return span, first, tl.arange(0, TILE) < left
 
 
@@ -89,9 +90,24 @@ def _amax(amaxes, SHARED: tl.constexpr):
 
 
 @triton.jit
-def _part(memory, first, ALIGNED: tl.constexpr):
-    """Return a pointer to element ``first``, a multiple of the tile."""
-    return (tl.multiple_of(memory, 16) if ALIGNED else memory) + first
+def _source(address, DTYPE: tl.constexpr, first, ALIGNED: tl.constexpr):
+    """Return a pointer to element ``first``, a multiple of the tile, of what an address leads to.
+
+    Triton takes a promise where a value is made, and forgets it of an argument.
+    """
+    memory = tl.load(address).to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        memory = tl.multiple_of(memory, 16)
+    return memory + first
+
+
+@triton.jit
+def _target(result, span, first, ALIGNED: tl.constexpr):
+    """Return a pointer to element ``first`` of an expert's result."""
+    place = result + (tl.load(span + 3) + first)
+    if ALIGNED:
+        place = tl.multiple_of(place, 16)
+    return place
 
 
 @triton.jit
