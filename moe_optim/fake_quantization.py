@@ -6,7 +6,6 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from moe_optim.errors import ConfigError, LayoutError, NonFiniteError
 from moe_optim.kernels.fake.table import find_table
@@ -254,7 +253,7 @@ def _check_experts(experts: Sequence[Tensor], dims: int) -> None:
                 f"{where}: expected all experts on {first.device}, got {expert.device}. Call once "
                 "for each device."
             )
-        if is_traceable_wrapper_subclass(expert):
+        if type(expert) not in (Tensor, torch.nn.Parameter):  # others may have no bytes
             raise LayoutError(
                 f"{where}: expected a plain tensor, got {type(expert).__name__}. Give its values, "
                 "dequantize(): quantized weights lie on a grid already."
