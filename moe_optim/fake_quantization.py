@@ -1,6 +1,8 @@
 """Experts as a narrow grid would hold them, wherever they lie: one launch forward, one backward."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal, overload
 
 import torch
@@ -17,6 +19,25 @@ Bits = int | Literal["e4m3"]
 
 BITS = range(2, 17)
 """Of integer grids."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PerExpertGrid:
+    """A grid with one amax an expert, as products of bf16 experts may read it."""
+
+    name: str
+    bits: int | None
+    """Of integers; None for E4M3."""
+
+
+PER_EXPERT_GRIDS: Mapping[str, PerExpertGrid] = MappingProxyType(
+    {
+        "int8_per_expert": PerExpertGrid(name="int8_per_expert", bits=8),
+        "e4m3_per_expert": PerExpertGrid(name="e4m3_per_expert", bits=None),
+    }
+)
+"""What ``compute`` takes beside formats of blocks."""
+
 _SEEN = "_moe_optim_seen"
 """Attribute of an amax: the version whose values were found to be magnitudes."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

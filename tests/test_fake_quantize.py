@@ -1,4 +1,4 @@
-"""``moe_optim.fake_quantize``: experts of one tensor or of many, its errors, and compiled graphs."""
+"""``moe_optim.fake_quantize``: experts of one tensor or many, its errors, and compiled graphs."""
 
 import math
 from functools import partial

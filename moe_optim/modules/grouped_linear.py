@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from moe_optim.errors import StateError
+from moe_optim.fake_quantization import PerExpertGrid
 from moe_optim.formats import BlockScaledFormat, Direction
 from moe_optim.kernels.member_table import Backend
 from moe_optim.modules.compute import QuantizedCopy
+from moe_optim.modules.fake_copy import FakeQuantizedCopy
 from moe_optim.modules.grouped_product import (
     GradientEnd,
     Version,
@@ -36,7 +38,8 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
     Parameters are ``weight`` [E, R, C] in ``grouped`` layout, ``weight0 .. weight{E-1}`` [R, C] in
     ``indexed`` layout. Portable quantized experts lie in one storage [E, R, C] in both, so either
     layout multiplies in one call. bf16 experts are ordinary parameters; with ``compute`` their
-    products read a quantized copy, and give what storage of that format would give.
+    products read a quantized copy, and give what storage of that format would give, or the values
+    of a grid that each expert has for itself.
 
     Biases are bf16 whatever the format: ``bias`` [E, R], or ``bias0 .. bias{E-1}`` [R]. The product
     does not add them; callers get them from :meth:`token_biases`, and fuse or scale the addition.
@@ -46,7 +49,7 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         out_features: R.
         in_features: C.
         format: block-scaled storage format, or None for bf16.
-        compute: format of the products of bf16 experts; None multiplies what is stored.
+        compute: format or grid of the products of bf16 experts; None multiplies what is stored.
         expert_layout: how parameters are cut.
         bias: whether there are biases, zero at first.
         fuse_wgrad_accumulation: add weight gradients straight into ``main_grad`` where there is
@@ -69,7 +72,7 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         in_features: int,
         *,
         format: BlockScaledFormat | None,
-        compute: BlockScaledFormat | None = None,
+        compute: BlockScaledFormat | PerExpertGrid | None = None,
         expert_layout: ExpertLayout = "grouped",
         bias: bool = False,
         fuse_wgrad_accumulation: bool = True,
@@ -87,9 +90,9 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.delay_wgrad = delay_wgrad
         self._delayed: deque[WgradFactors] = deque()
-        self.quantized_copy: QuantizedCopy | None = None
+        self.quantized_copy: QuantizedCopy | FakeQuantizedCopy | None = None
         if compute is not None and format is None:
-            self.quantized_copy = QuantizedCopy(compute, self.shape, f"{name}.weight", backend)
+            self.quantized_copy = _make_copy(compute, self.shape, f"{name}.weight", backend)
         storages: Sequence[PlaneStorage] = ()
         if format is not None:
             storages = make_storages(
@@ -272,10 +275,16 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
                 return whole.dequantize(direction)
             return torch.cat([storage.dequantize(direction) for storage in storages])
         if self.quantized_copy is not None:
-            return self.quantized_copy.dequantize(weights, direction, keep=self.training)
+            return self.quantized_copy.dequantize(
+                weights, direction, keep=self.training, amax=self._calibrated_amax()
+            )
         if self.expert_layout == "grouped":
             return weights[0].detach()
         return torch.stack([weight.detach() for weight in weights])
+
+    def _calibrated_amax(self) -> Tensor | None:
+        """Return what a calibration has found, [E, 1, 1] or [1, 1, 1]; None before there is one."""
+        return dict(self.named_buffers(recurse=False)).get("calibrated_amax")
 
     def version(self) -> Version:
         """Return what changes with every write of a weight, and with every exchange of one."""
@@ -326,6 +335,8 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
             into ``main_grad`` it is an unwritten tensor: DDP's hooks want to see one, and free it
             without reading it.
         """
+        if self.quantized_copy is not None:
+            wgrad = self.quantized_copy.clip_wgrad(self.weights(), wgrad, self._calibrated_amax())
         gradients: list[Tensor | None] = []
         for weight, part, end in zip(self.weights(), self._cut(wgrad), ends, strict=True):
             main_grad = getattr(weight, "main_grad", None)
@@ -340,6 +351,17 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
             else:
                 gradients.append(part)
         return gradients
+
+
+def _make_copy(
+    compute: BlockScaledFormat | PerExpertGrid,
+    shape: tuple[int, int, int],
+    name: str,
+    backend: Backend,
+) -> QuantizedCopy | FakeQuantizedCopy:
+    if isinstance(compute, PerExpertGrid):
+        return FakeQuantizedCopy(compute, shape, name, backend)
+    return QuantizedCopy(compute, shape, name, backend)
 
 
 def _moved(storage: PlaneStorage, fn: Callable[[Tensor], Tensor]) -> PlaneStorage:
