@@ -22,6 +22,7 @@ from moe_optim.modules.grouped_product import (
 )
 from moe_optim.modules.grouped_weight import GroupedWeight
 from moe_optim.modules.recorded_amax import RecordsAmax
+from moe_optim.modules.stacked_experts import lie_together, stack_experts
 from moe_optim.modules.storage import (
     MakeStorages,
     PlaneStorage,
@@ -37,7 +38,9 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
 
     Parameters are ``weight`` [E, R, C] in ``grouped`` layout, ``weight0 .. weight{E-1}`` [R, C] in
     ``indexed`` layout. Portable quantized experts lie in one storage [E, R, C] in both, so either
-    layout multiplies in one call. bf16 experts are ordinary parameters; with ``compute`` their
+    layout multiplies in one call. bf16 experts are ordinary parameters, which lie side by side: in
+    one allocation, and then in the buffer of Megatron's DDP, where the last parameter comes first.
+    They are therefore registered from the last expert to the first. With ``compute`` their
     products read a quantized copy, and give what storage of that format would give, or the values
     of a grid that each expert has for itself.
 
@@ -126,9 +129,11 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
             names, shape = [f"weight{index}" for index in range(experts)], torch.Size((rows, cols))
         weights: Iterable[Tensor] = (GroupedWeight(storage, shape) for storage in storages)
         if not storages:
-            weights = (torch.empty(shape, dtype=torch.bfloat16, device=device) for _ in names)
+            whole = torch.empty(self.shape, dtype=torch.bfloat16, device=device)
+            weights = (part.data for part in self._cut(whole))  # each counts its own writes
         pairs = zip(names, weights, strict=True)
-        return [(name, torch.nn.Parameter(weight)) for name, weight in pairs]
+        parameters = [(name, torch.nn.Parameter(weight)) for name, weight in pairs]
+        return parameters if storages else parameters[::-1]
 
     def extra_repr(self) -> str:
         """Return shape, format and layout of the weights, and what products read."""
@@ -156,14 +161,34 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         """Copy and pickle the module without the gradients that passes of this one have delayed."""
         return self.__dict__ | {"_delayed": deque()}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the state of a copy, whose parameters were copied one by one."""
+        super().__setstate__(state)
+        self._lay_together()
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GroupedLinear":
         """Move quantized experts as one storage; bf16 is their dtype already, and the only one."""
         if not self.storages():
-            return super()._apply(fn, recurse)
+            before = [weight.data_ptr() for weight in self.weights()]
+            super()._apply(fn, recurse)
+            if before != [weight.data_ptr() for weight in self.weights()]:
+                self._lay_together()
+            return self
         self._move_storages(fn)
         for bias in self.biases():
             bias.data = fn(bias.data)
         return self
+
+    @torch.no_grad()
+    def _lay_together(self) -> None:
+        """Give bf16 experts that were copied one by one an allocation of their own again.
+
+        Not those of a buffer, which they would leave.
+        """
+        weights = self.weights()
+        if self.expert_layout == "indexed" and not self.storages() and not lie_together(weights):
+            for weight, part in zip(weights, stack_experts(weights), strict=True):
+                weight.data = part
 
     def _move_storages(self, fn: Callable[[Tensor], Tensor]) -> None:
         whole = self.storage
@@ -210,8 +235,9 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         return self._parameters_called("bias")
 
     def _parameters_called(self, kind: str) -> list[torch.nn.Parameter]:
-        named = self.named_parameters(recurse=False)
-        return [parameter for name, parameter in named if name.startswith(kind)]
+        names = [kind, *(f"{kind}{index}" for index in range(self.shape[0]))]
+        found = map(self._parameters.get, names)
+        return [parameter for parameter in found if parameter is not None]
 
     def token_biases(self, counts: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
         """Return the bias of each token's expert.
@@ -280,7 +306,7 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
             )
         if self.expert_layout == "grouped":
             return weights[0].detach()
-        return torch.stack([weight.detach() for weight in weights])
+        return stack_experts(weights)
 
     def _calibrated_amax(self) -> Tensor | None:
         """Return what a calibration has found, [E, 1, 1] or [1, 1, 1]; None before there is one."""

@@ -270,7 +270,7 @@ def first_experts(model_chunks: Iterable[torch.nn.Module]) -> dict[torch.nn.Para
 
 
 def _refuse_unsupported(
-    config: TransformerConfig, pg_collection: Any, compute: Compute | None
+    config: TransformerConfig, pg_collection: Any, compute: Compute | None = None
 ) -> None:
     size = pg_collection.expt_tp.size()
     refuse(
