@@ -30,6 +30,7 @@ PUBLIC = {
     "convert_state_dict",
     "dequantize",
     "describe",
+    "fake_quantize",
     "get_megatron_optimizer",
     "install",
     "load_recipe",

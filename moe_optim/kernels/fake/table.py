@@ -44,12 +44,14 @@ def find_table(values: Sequence[Tensor], gradients: Sequence[Tensor] = ()) -> Sp
     Raises:
         StateError: a table is missing while a CUDA graph is captured.
     """
+    device = values[0].device
     return _build(
         tuple(one.data_ptr() for one in values),
         tuple(one.data_ptr() for one in gradients),
         tuple((one.shape[0] if one.dim() == 3 else 1, one.numel()) for one in values),
         values[0].element_size(),
-        values[0].device,
+        device,
+        torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0,
     )
 
 
@@ -60,8 +62,9 @@ def _build(
     sizes: tuple[tuple[int, int], ...],
     itemsize: int,
     device: torch.device,
+    _stream: int,
 ) -> SpanTable:
-    """Return the table of some addresses.
+    """Return the table of some addresses, for launches on one stream, which carries it over.
 
     Args:
         values: where tensors begin.
