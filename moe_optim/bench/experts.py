@@ -103,7 +103,7 @@ def _ways(case: ExpertsCase, amax: Tensor, placement: Placement) -> Mapping[str,
     make_quantizer, _ = import_modelopt()
     if make_quantizer is not None:
         num_bits = (4, 3) if case.bits == "e4m3" else case.bits
-        quantizer = make_quantizer(num_bits=num_bits, axis=0)
+        quantizer = make_quantizer(num_bits=num_bits, axis=0, pass_through_bwd=False)
         quantizer.amax = amax
         ways[MODELOPT] = partial(_stacked, quantizer.to(case.device))
     return ways

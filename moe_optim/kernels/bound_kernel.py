@@ -42,7 +42,7 @@ class BoundKernel:
         """Launch on the current stream of the current device, which is that of the arguments.
 
         Args:
-            *given: tensors of this launch alone, of the dtypes and the alignment of the first one.
+            *given: of this launch alone, of the types and the alignment of those of the first one.
         """
         if self._launch is not None:
             self._launch(*self.arguments, *given, *self._last)

@@ -115,6 +115,8 @@ def compiled(bound, capability, *given):
 def _type_of(value):
     if value is None:
         return "constexpr"
+    if isinstance(value, float):
+        return "fp32"
     return TYPES[value.dtype] if isinstance(value, torch.Tensor) else "i32"
 
 

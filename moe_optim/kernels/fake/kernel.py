@@ -11,15 +11,15 @@ SPAN_FIELDS = tl.constexpr(_SPAN_FIELDS)
 ZERO_AMAX = tl.constexpr(2.0**-24)
 
 
-@triton.jit(do_not_specialize_on_alignment=["amaxes"])
+@triton.jit(do_not_specialize=["step"], do_not_specialize_on_alignment=["amaxes"])
 def fake_quantize_kernel(
     spans,  # [num_experts, SPAN_FIELDS] int64, see SpanTable
     amaxes,  # [num_experts], or [1] for all of them; fp32, bf16 or fp16
+    step,  # from the amax of one expert to that of the next: 1, or 0
     result,  # [elements of all experts], of the dtype of the values
-    LARGEST: tl.constexpr,
-    SMALLEST: tl.constexpr,
+    smallest,  # code, fp32
+    largest,
     E4M3: tl.constexpr,
-    SHARED: tl.constexpr,
     ALIGNED: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -29,28 +29,28 @@ def fake_quantize_kernel(
     """
     DTYPE: tl.constexpr = result.dtype.element_ty
     span, first, inside = _tile(spans, ALIGNED, TILE)
-    amax = _amax(amaxes, SHARED)
+    amax = tl.load(amaxes + step * tl.program_id(1)).to(tl.float32)
     places = tl.arange(0, TILE)
     source = _source(span, DTYPE, first, ALIGNED)
     values = tl.load(source + places, mask=inside, other=0.0).to(tl.float32)
     if E4M3:
-        scale = tl.div_rn(1.0, tl.where(amax <= ZERO_AMAX, 1.0, amax)) * LARGEST
+        scale = tl.div_rn(1.0, tl.where(amax <= ZERO_AMAX, 1.0, amax)) * largest
         codes = (values * scale).to(tl.float8e4nv)  # the hardware saturates
         values = codes.to(tl.float32) * tl.div_rn(1.0, scale)
     else:
-        scale = tl.where(amax <= ZERO_AMAX, 0.0, tl.div_rn(LARGEST, amax))
-        codes = _round(_clamp(values * scale, SMALLEST, LARGEST))
+        scale = tl.where(amax <= ZERO_AMAX, 0.0, tl.div_rn(largest, amax))
+        codes = _round(_clamp(values * scale, smallest, largest))
         values = tl.div_rn(codes, tl.where(amax <= ZERO_AMAX, 1.0, scale))
     target = _target(result, span, first, ALIGNED)
     tl.store(target + places, values.to(DTYPE), mask=inside)
 
 
-@triton.jit(do_not_specialize_on_alignment=["amaxes"])
+@triton.jit(do_not_specialize=["step"], do_not_specialize_on_alignment=["amaxes"])
 def clip_gradient_kernel(
     spans,  # [num_experts, SPAN_FIELDS] int64, see SpanTable
     amaxes,  # [num_experts], or [1] for all of them; fp32, bf16 or fp16
+    step,  # from the amax of one expert to that of the next: 1, or 0
     result,  # [elements of all experts], of the dtype of values and gradients
-    SHARED: tl.constexpr,
     ALIGNED: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -60,7 +60,7 @@ def clip_gradient_kernel(
     """
     DTYPE: tl.constexpr = result.dtype.element_ty
     span, first, inside = _tile(spans, ALIGNED, TILE)
-    amax = _amax(amaxes, SHARED)
+    amax = tl.load(amaxes + step * tl.program_id(1)).to(tl.float32)
     places = tl.arange(0, TILE)
     source = _source(span, DTYPE, first, ALIGNED)
     values = tl.load(source + places, mask=inside, other=0.0).to(tl.float32)
@@ -81,12 +81,6 @@ def _tile(spans, ALIGNED: tl.constexpr, TILE: tl.constexpr):
         numel = tl.multiple_of(numel, 16)
     left = tl.minimum(numel - first, TILE).to(tl.int32)
     return span, first, tl.arange(0, TILE) < left
-
-
-@triton.jit
-def _amax(amaxes, SHARED: tl.constexpr):
-    """Return the amax of a program's expert in fp32."""
-    return tl.load(amaxes + (0 if SHARED else tl.program_id(1))).to(tl.float32)
 
 
 @triton.jit
@@ -111,7 +105,7 @@ def _target(result, span, first, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _clamp(value, low: tl.constexpr, high: tl.constexpr):
+def _clamp(value, low, high):
     """Return the value, or the bound that it is beyond; NaN stays."""
     value = tl.maximum(value, low, propagate_nan=tl.PropagateNan.ALL)
     return tl.minimum(value, high, propagate_nan=tl.PropagateNan.ALL)

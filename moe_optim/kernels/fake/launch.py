@@ -25,9 +25,8 @@ def launch_fake_quantize(
         codes: the smallest and the largest.
         e4m3: whether the grid is E4M3, and not integers.
     """
-    smallest, largest = codes
-    constants = (("LARGEST", largest), ("SMALLEST", smallest), ("E4M3", e4m3))
-    _launch(fake_quantize_kernel, tuning.FAKE_FORWARD, table, amax, result, constants)
+    given = (table.spans, amax, int(amax.numel() > 1), result, *codes)
+    _launch(fake_quantize_kernel, tuning.FAKE_FORWARD, table, given, (("E4M3", e4m3),))
 
 
 def launch_clip_gradient(table: SpanTable, amax: Tensor, result: Tensor) -> None:
@@ -38,26 +37,27 @@ def launch_clip_gradient(table: SpanTable, amax: Tensor, result: Tensor) -> None
         amax: [num_experts], or [1] for all of them.
         result: as many elements as all experts have, contiguous, of their dtype.
     """
-    _launch(clip_gradient_kernel, tuning.FAKE_BACKWARD, table, amax, result)
+    given = (table.spans, amax, int(amax.numel() > 1), result)
+    _launch(clip_gradient_kernel, tuning.FAKE_BACKWARD, table, given)
 
 
 def _launch(
     kernel: Any,
     tile: FlatTile,
     table: SpanTable,
-    amax: Tensor,
-    result: Tensor,
+    given: tuple[Any, ...],
     constants: tuple[tuple[str, Any], ...] = (),
 ) -> None:
+    _, amax, _, result, *_ = given
     with current_device(result.device):
         bound = _bind(
             kernel,
             tile,
             (-(-table.longest // tile.numel), len(table.spans)),
-            (("SHARED", amax.numel() == 1), ("ALIGNED", table.aligned), *constants),
+            (("ALIGNED", table.aligned), *constants),
             (amax.dtype, result.dtype, result.device),
         )
-        bound(table.spans, amax, result)
+        bound(*given)
 
 
 @cache
