@@ -1,6 +1,6 @@
 """Experts as a narrow grid would hold them, wherever they lie: one launch forward, one backward."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, overload
@@ -8,6 +8,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from moe_optim.errors import ConfigError, LayoutError, NonFiniteError
 from moe_optim.kernels.fake.table import find_table
@@ -38,8 +39,8 @@ PER_EXPERT_GRIDS: Mapping[str, PerExpertGrid] = MappingProxyType(
 )
 """What ``compute`` takes beside formats of blocks."""
 
-_SEEN = "_moe_optim_seen"
-"""Attribute of an amax: the version whose values were found to be magnitudes."""
+_SEEN: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
+"""Amaxes on a GPU whose values were found to be magnitudes, and their versions then."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -306,8 +307,8 @@ def _check_amax(amax: Tensor, experts: Sequence[Tensor], axis: int | None) -> No
 
 def _check_values(amax: Tensor) -> None:
     """Read the amaxes, but for those on a GPU that were read before and not written since."""
-    version = None if amax.is_inference() or amax.device.type == "cpu" else amax._version
-    if version is not None and getattr(amax, _SEEN, None) == version:
+    version = None if _is_read_anew(amax) else amax._version
+    if version is not None and _SEEN.get(amax) == version:
         return
     values = amax.detach().flatten().float().cpu()
     wrong = (~values.isfinite()).nonzero().flatten().tolist()
@@ -323,4 +324,10 @@ def _check_values(amax: Tensor) -> None:
             f"fake_quantize: amax: expected magnitudes, got {values[first].item()} for expert "
             f"{first}. Take the largest of the absolute values."
         )
-    setattr(amax, _SEEN, version)
+    if version is not None:
+        _SEEN[amax] = version
+
+
+def _is_read_anew(amax: Tensor) -> bool:
+    """Return whether reading costs no wait, or nobody counts the writes."""
+    return amax.device.type == "cpu" or amax.is_inference()

@@ -213,6 +213,22 @@ def test_unchecked_values_of_an_amax_show_in_their_expert_only():
     assert_values_equal(got, torch.tensor([math.nan, math.nan, 0.0, 1.0]))
 
 
+def test_values_are_read_again_once_an_amax_was_written(monkeypatch):
+    """On a GPU, whose values are not read at every call; here a tensor that says it lies there."""
+    amax, reads = torch.ones(2), []
+    real = torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda self: (reads.append(1), real(self))[1])
+    monkeypatch.setattr(fake_quantization, "_is_read_anew", lambda amax: False)
+    for expected in (1, 1):
+        fake_quantization._check_values(amax)
+        assert len(reads) == expected
+    amax[1] = math.nan
+    with pytest.raises(NonFiniteError, match="for expert 1"):
+        fake_quantization._check_values(amax)
+    fake_quantization._check_values(torch.ones(2))
+    assert len(reads) == 3
+
+
 @pytest.fixture
 def compiled():
     """Return a function that compiles, whole, and never again."""
