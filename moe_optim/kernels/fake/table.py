@@ -6,7 +6,7 @@ the present addresses, and mostly finds one that was built before.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import accumulate
 
 import torch
@@ -18,7 +18,7 @@ SPAN_FIELDS = 4
 """Columns of :attr:`SpanTable.spans`."""
 
 _ALIGNMENT = 16  # bytes of the widest memory access, and elements that make one of any dtype
-_KEPT = 4096  # tables; each is some KiB on the device
+_KEPT = 4096  # tables of some KiB each: more than launches can be queued before one is let go
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -44,14 +44,12 @@ def find_table(values: Sequence[Tensor], gradients: Sequence[Tensor] = ()) -> Sp
     Raises:
         StateError: a table is missing while a CUDA graph is captured.
     """
-    device = values[0].device
     return _build(
         tuple(one.data_ptr() for one in values),
         tuple(one.data_ptr() for one in gradients),
         tuple((one.shape[0] if one.dim() == 3 else 1, one.numel()) for one in values),
         values[0].element_size(),
-        device,
-        torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0,
+        values[0].device,
     )
 
 
@@ -62,9 +60,8 @@ def _build(
     sizes: tuple[tuple[int, int], ...],
     itemsize: int,
     device: torch.device,
-    _stream: int,
 ) -> SpanTable:
-    """Return the table of some addresses, for launches on one stream, which carries it over.
+    """Return the table of some addresses.
 
     Args:
         values: where tensors begin.
@@ -88,10 +85,10 @@ def _build(
         firsts,
         strict=True,
     )
-    spans = torch.tensor([*rows], dtype=torch.int64, pin_memory=device.type == "cuda")
+    spans = torch.tensor([*rows], dtype=torch.int64, device="cpu")
     whole = all(numel % _ALIGNMENT == 0 for numel in numels)
     return SpanTable(
-        spans=spans.to(device, non_blocking=True),
+        spans=_carry_over(spans, device),
         longest=max(numels),
         aligned=whole and not any(address % _ALIGNMENT for address in (*values, *gradients)),
     )
@@ -106,3 +103,22 @@ def _addresses(
         for base, (experts, total) in zip(bases, sizes, strict=True)
         for expert in range(experts)
     ]
+
+
+def _carry_over(table: Tensor, device: torch.device) -> Tensor:
+    """Return a table on its device, ready for launches on any stream.
+
+    A GPU carries it over beside the work that is queued, which nobody waits for.
+    """
+    if device.type != "cuda":
+        return table.to(device)
+    stream = _copy_stream(device)
+    with torch.cuda.stream(stream):
+        carried = table.pin_memory().to(device, non_blocking=True)
+    stream.synchronize()
+    return carried
+
+
+@cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
