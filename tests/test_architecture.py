@@ -14,7 +14,7 @@ PACKAGE = ROOT / "moe_optim"
 
 ORDER = """
 errors version
-formats
+formats places
 reference kernels layout expert_keys
 kernels/steps kernels/norm kernels/fake
 interpolation plain_yaml environment shipped_recipes import_hook
@@ -60,6 +60,7 @@ NEVER = {  # room -> rooms below it that it must not know all the same
 THIRD_PARTY = {  # room -> packages it may import, besides the standard library
     "errors": set(),
     "formats": {"torch"},
+    "places": {"torch"},
     "reference": {"torch"},
     "kernels": {"torch", "triton"},
     "kernels/steps": {"torch", "triton"},

@@ -132,6 +132,8 @@ class GroupedChainedOptimizer(ChainedOptimizer):
             part.read_gradients()
         total = self.sum_squares()
         norms = total[:-1].sqrt().float()
+        for part in self.stepping:
+            part.plan_update()  # before the wait: the device finds the norm meanwhile
         *of_host, zeros = torch.cat([norms, total[-1:]]).tolist()
         return norms, of_host, int(zeros)
 
