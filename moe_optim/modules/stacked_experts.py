@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_ALIGNMENT = 16  # bytes: what grouped products ask of every stride
+_ALIGNMENT = 16  # bytes: what grouped products ask of every stride, and of where a tensor begins
 
 
 def stack_experts(experts: Sequence[Tensor]) -> Tensor:
@@ -28,6 +28,7 @@ def lie_together(experts: Sequence[Tensor]) -> bool:
     return (
         step >= first.numel()
         and step * size % _ALIGNMENT == 0
+        and first.data_ptr() % _ALIGNMENT == 0
         and end * size <= first.untyped_storage().nbytes()
         and all(
             expert.data_ptr() == first.data_ptr() + index * step * size and expert.is_contiguous()

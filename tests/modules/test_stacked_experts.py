@@ -32,11 +32,11 @@ def scatter(linear):
     return linear
 
 
-def lay_in_buffer(linear, gap=0):
+def lay_in_buffer(linear, gap=0, first=8):
     """Make weights views of one buffer, as Megatron's DDP does: the last parameter comes first."""
     parameters = list(linear.parameters())[::-1]
     step = parameters[0].numel() + gap
-    buffer = torch.zeros(1 + step * len(parameters), dtype=torch.bfloat16)[1:]
+    buffer = torch.zeros(first + step * len(parameters), dtype=torch.bfloat16)[first:]
     for index, parameter in enumerate(parameters):
         place = buffer[index * step : index * step + parameter.numel()]
         parameter.data = place.view(parameter.shape).copy_(parameter.data)
@@ -100,6 +100,7 @@ ELSEWHERE = {
     "in another order": lambda linear: lay_in_buffer(linear).weights()[::-1],
     "at other distances": lambda linear: linear.weights()[:2] + linear.weights()[3:],
     "at distances that products do not take": lambda linear: lay_in_buffer(linear, gap=3),
+    "from where products do not begin": lambda linear: lay_in_buffer(linear, first=1),
     "twice the same": lambda linear: linear.weights()[:1] * 2,
 }
 
