@@ -6,8 +6,14 @@ import pytest
 import torch
 
 from moe_optim.errors import NonFiniteError, StateError
-from moe_optim.fake_quantization import clipped_gradient, fake_quantize, fake_quantized
+from moe_optim.fake_quantization import (
+    PER_EXPERT_GRIDS,
+    clipped_gradient,
+    fake_quantize,
+    fake_quantized,
+)
 from moe_optim.kernels.fake import launch as fake_launch
+from moe_optim.modules.grouped_linear import GroupedLinear
 from tests.support.bytes import assert_values_equal
 from tests.support.fake_values import (
     GRIDS,
@@ -169,6 +175,20 @@ def test_a_captured_graph_quantizes_new_values():
     assert_values_equal(grad, clipped_gradient(parts, amax, gradients, "reference"))
 
 
+def test_a_table_built_on_one_stream_is_read_on_another():
+    values, amax = normal_weights(8, 64, 64).cuda(), torch.full((8,), 0.03, device="cuda")
+    parts = [one.clone() for one in values]
+    side = torch.cuda.Stream()
+    torch.cuda._sleep(20_000_000)  # what is queued is not waited for
+    first = fake_quantized(parts, amax, 8, False, "auto")
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        second = fake_quantized(parts, amax, 8, False, "auto")
+    torch.cuda.synchronize()
+    assert_values_equal(first, second)
+    assert_values_equal(first, fake_quantized(parts, amax, 8, False, "reference"))
+
+
 def test_a_capture_refuses_addresses_that_it_does_not_know():
     amax = torch.ones(2, device="cuda")
     parts = [torch.ones(64, 64, device="cuda") for _ in range(2)]
@@ -184,6 +204,43 @@ def test_experts_of_more_than_two_to_the_31_elements():
     got = fake_quantize(values, torch.ones(1, device="cuda"))
     want = fake_quantize(torch.full((1, 1, 1), 0.3).bfloat16(), torch.ones(1))
     assert got[..., -1].item() == want.item() and not got[..., :-1].any()
+
+
+def make_linear(layout, **options):
+    linear = GroupedLinear(4, 128, 256, format=None, expert_layout=layout, device="cuda", **options)
+    linear.load_values(normal_weights(4, 128, 256).bfloat16().cuda())
+    return linear
+
+
+ENDS = (100, 100, 250, 300)
+
+
+@pytest.mark.parametrize("layout", ["grouped", "indexed"])
+@pytest.mark.parametrize("grid", PER_EXPERT_GRIDS.values(), ids=PER_EXPERT_GRIDS)
+@pytest.mark.parametrize("calibrated", [False, True], ids=["live", "calibrated"])
+def test_products_on_grids_are_the_references(calibrated, grid, layout):
+    ends = torch.tensor(ENDS, dtype=torch.int32, device="cuda")
+    outcomes = []
+    for backend in ("auto", "reference"):
+        linear = make_linear(layout, compute=grid, backend=backend)
+        amax = torch.full((4, 1, 1), 0.02, device="cuda") if calibrated else None
+        linear.register_buffer("calibrated_amax", amax)
+        tokens = normal_weights(ENDS[-1], 256).bfloat16().cuda().requires_grad_()
+        output = linear(tokens, ends)
+        output.backward(torch.ones_like(output))
+        grads = [weight.grad for weight in linear.weights()]
+        outcomes.append((output.detach(), tokens.grad, *grads))
+    for mine, theirs in zip(*outcomes, strict=True):
+        assert_values_equal(mine, theirs)
+
+
+def test_experts_of_their_own_are_multiplied_without_a_copy():
+    linear = make_linear("indexed")
+    tokens = torch.ones(ENDS[-1], 256, dtype=torch.bfloat16, device="cuda")
+    ends = torch.tensor(ENDS, dtype=torch.int32, device="cuda")
+    assert linear.operand("rowwise").data_ptr() == linear.weight0.data_ptr()
+    with torch.no_grad():
+        assert_values_equal(linear(tokens, ends), make_linear("grouped")(tokens, ends))
 
 
 @pytest.mark.parametrize("listed", [False, True], ids=["tensor", "list"])
