@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from moe_optim.config import MoEOptimConfig
     from moe_optim.expert_keys.conversion import convert_state_dict
     from moe_optim.expert_keys.modelopt_amaxes import amaxes_from_modelopt, amaxes_to_modelopt
+    from moe_optim.fake_quantization import fake_quantize
     from moe_optim.layout.partition import infer_partition
     from moe_optim.megatron import get_megatron_optimizer, install, uninstall
     from moe_optim.megatron.bridge import MoEOptimizerConfig
@@ -54,6 +55,7 @@ __all__ = [
     "convert_state_dict",
     "dequantize",
     "describe",
+    "fake_quantize",
     "get_megatron_optimizer",
     "infer_partition",
     "install",
@@ -74,6 +76,7 @@ _LAZY = {
     "convert_state_dict": "moe_optim.expert_keys.conversion",
     "dequantize": "moe_optim.ops",
     "describe": "moe_optim.megatron.optimizer.description",
+    "fake_quantize": "moe_optim.fake_quantization",
     "quantize": "moe_optim.ops",
     "MoEOptimConfig": "moe_optim.config",
     "MoEOptimizerConfig": "moe_optim.megatron.bridge",

@@ -16,10 +16,10 @@ ORDER = """
 errors version
 formats places
 reference kernels layout expert_keys
-kernels/steps kernels/norm
+kernels/steps kernels/norm kernels/fake
 interpolation plain_yaml environment shipped_recipes import_hook
 config
-recipes ops parts
+recipes ops parts fake_quantization
 modules
 checkpoints/files
 checkpoints/pickles
@@ -65,6 +65,7 @@ THIRD_PARTY = {  # room -> packages it may import, besides the standard library
     "kernels": {"torch", "triton"},
     "kernels/steps": {"torch", "triton"},
     "kernels/norm": {"torch", "triton"},
+    "kernels/fake": {"torch", "triton"},
     "layout": {"torch"},
     "expert_keys": {"torch"},
 }

@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 
-from moe_optim.config import Format, MoEOptimConfig, field_names, parse_yaml
+from moe_optim.config import Compute, Format, MoEOptimConfig, field_names, parse_yaml
 from moe_optim.errors import ConfigError
 from moe_optim.formats import FORMATS
 from moe_optim.recipes import load_recipe
@@ -84,7 +84,7 @@ def test_an_unknown_key_is_refused_with_its_place(key):
 
 
 def test_bf16_weights_may_be_multiplied_in_any_format_and_others_in_their_own():
-    for compute in (None, *get_args(Format)):
+    for compute in (None, *get_args(Compute)):
         assert MoEOptimConfig(format="bf16", compute=compute).compute == compute
     for format in FORMATS:
         for compute in (None, format):

@@ -96,3 +96,18 @@ NORM: Mapping[torch.dtype, NormTile] = MappingProxyType(
 
 NORM_LANES = 1024
 """Sums of parts that one program adds up at a time."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FlatTile:
+    """What one program handles of an expert whose rows and columns do not matter."""
+
+    numel: int
+    """Elements, a power of two."""
+    num_warps: int
+
+
+FAKE_FORWARD = FlatTile(numel=4096, num_warps=4)
+"""Of fake quantization: values to values."""
+FAKE_BACKWARD = FlatTile(numel=4096, num_warps=4)
+"""Of its backward pass: values and gradients to gradients."""

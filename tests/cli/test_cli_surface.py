@@ -12,6 +12,7 @@ from moe_optim.errors import ConfigError, StateError
 
 SURFACE = {  # command -> its positionals and options
     "bench convert": {"--gigabytes", "--dir", "--to", "--json"},
+    "bench experts": {"--experts", "--shape", "--bits", "--device", "--json"},
     "bench gather": {"--format", "--shape-set", "--ranks", "--json"},
     "bench step": {
         "RECIPE",

@@ -89,7 +89,7 @@ def foresee_refusals(
     )
     for model in portable:
         size = model.expert_tensor_parallel_size or model.tensor_model_parallel_size
-        refused |= unsupported_features(model, tensor_parallel=size)
+        refused |= unsupported_features(model, tensor_parallel=size, compute=knobs.compute)
     return [setting for setting, is_refused in refused.items() if is_refused]
 
 
