@@ -156,11 +156,12 @@ def _cut(flat: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=True))
 
 
-@torch.library.custom_op("moe_optim::fake_quantize", mutates_args=())
 def fake_quantized(
     values: Sequence[Tensor], amax: Tensor, bits: int | None, narrow_range: bool, backend: str
 ) -> Tensor:
     """Return the values of all experts one after the other, in one allocation.
+
+    In a graph it is an operation of torch; otherwise called as it is, which costs the host less.
 
     Args:
         values: contiguous, of one dtype on one device: [E, R, C], or [R, C] of one expert each.
@@ -169,6 +170,14 @@ def fake_quantized(
         narrow_range: see :func:`fake_quantize`.
         backend: ``auto`` or ``reference``.
     """
+    if torch.compiler.is_compiling():
+        return _fake_quantize_op(values, amax, bits, narrow_range, backend)
+    return _fake_quantized(values, amax, bits, narrow_range, backend)
+
+
+def _fake_quantized(
+    values: Sequence[Tensor], amax: Tensor, bits: int | None, narrow_range: bool, backend: str
+) -> Tensor:
     result = _empty(values)
     if result.numel() and _has_kernels(values[0].device, bits, backend):
         from moe_optim.kernels.fake.launch import launch_fake_quantize
@@ -181,7 +190,6 @@ def fake_quantized(
     return result
 
 
-@torch.library.custom_op("moe_optim::clip_gradient", mutates_args=())
 def clipped_gradient(
     values: Sequence[Tensor], amax: Tensor, gradients: Sequence[Tensor], backend: str
 ) -> Tensor:
@@ -193,6 +201,14 @@ def clipped_gradient(
         gradients: one for each of the values, of the same shape and dtype, contiguous.
         backend: ``auto`` or ``reference``.
     """
+    if torch.compiler.is_compiling():
+        return _clip_gradient_op(values, amax, gradients, backend)
+    return _clipped_gradient(values, amax, gradients, backend)
+
+
+def _clipped_gradient(
+    values: Sequence[Tensor], amax: Tensor, gradients: Sequence[Tensor], backend: str
+) -> Tensor:
     result = _empty(values)
     if result.numel() and backend == "auto" and runs_triton(values[0].device):
         from moe_optim.kernels.fake.launch import launch_clip_gradient
@@ -205,12 +221,16 @@ def clipped_gradient(
     return result
 
 
-@fake_quantized.register_fake
-def _(values: Sequence[Tensor], *_: Any) -> Tensor:
-    return _empty(values)
+_fake_quantize_op = torch.library.custom_op(
+    "moe_optim::fake_quantize", _fake_quantized, mutates_args=()
+)
+_clip_gradient_op = torch.library.custom_op(
+    "moe_optim::clip_gradient", _clipped_gradient, mutates_args=()
+)
 
 
-@clipped_gradient.register_fake
+@_fake_quantize_op.register_fake
+@_clip_gradient_op.register_fake
 def _(values: Sequence[Tensor], *_: Any) -> Tensor:
     return _empty(values)
 

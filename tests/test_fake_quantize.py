@@ -266,9 +266,9 @@ def test_the_ops_are_registered_as_torch_asks():
     values, amax = [one.clone() for one in weights()], amax_of(weights()).flatten()
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(
-        fake_quantization.fake_quantized, (values, amax, 8, False, "auto"), test_utils=tests
+        fake_quantization._fake_quantize_op, (values, amax, 8, False, "auto"), test_utils=tests
     )
     gradients = [one.clone() for one in values]
     torch.library.opcheck(
-        fake_quantization.clipped_gradient, (values, amax, gradients, "auto"), test_utils=tests
+        fake_quantization._clip_gradient_op, (values, amax, gradients, "auto"), test_utils=tests
     )
