@@ -94,3 +94,8 @@ NORM: Mapping[torch.dtype, NormTile] = MappingProxyType(
 
 NORM_LANES = 1024
 """Sums of parts that one program adds up at a time."""
+
+HEALTH_TILE = Tile(cols=128, num_warps=4)
+"""Columns that one program measures."""
+HEALTH_ROWS = 256
+"""Rows that one program measures, a multiple of every band: few programs add to one sum."""

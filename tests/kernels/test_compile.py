@@ -7,6 +7,8 @@ from moe_optim.formats import DIRECTIONS, FORMATS, QuantizedWeight
 from moe_optim.kernels import member_table
 from moe_optim.kernels.exchange import plan_exchange
 from moe_optim.kernels.finish_table import FinishTable
+from moe_optim.kernels.health import HealthEntry, HealthTable
+from moe_optim.kernels.health import table as health_table
 from moe_optim.kernels.launch_table import HYPER_FIELDS, LaunchTable, own_slots
 from moe_optim.kernels.member_table import MemberTable
 from moe_optim.kernels.norm import Gradients, NormTable
@@ -21,6 +23,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from moe_optim.kernels import launch  # noqa: E402
+from moe_optim.kernels.health import launch as health_launch  # noqa: E402
 from moe_optim.kernels.norm import launch as norm_launch  # noqa: E402
 from moe_optim.kernels.steps import launch as step_launch  # noqa: E402
 
@@ -162,3 +165,15 @@ def test_the_norm_compiles(count_zeros, capability, monkeypatch):
     assert len(of_dtypes) == 2 and compiled(of_groups, capability).asm["cubin"]
     for bound in of_dtypes:
         assert "ld.global.v4.b32" in compiled(bound, capability).asm["ptx"]
+
+
+@pytest.mark.parametrize("capability", [HOPPER, BLACKWELL])
+@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+def test_measuring_health_compiles(format, capability, monkeypatch):
+    monkeypatch.setattr(health_table, "has_kernels", lambda device: True)
+    target = QuantizedWeight.empty(format, SHAPE)
+    entry = TableEntry(parameter="fc", source=torch.zeros(SHAPE), target=target)
+    one = HealthEntry(entry=entry, rows=torch.arange(SHAPE[0]))
+    table = HealthTable.build([one], SHAPE[0], device=torch.device("cpu"))
+    bound = health_launch._bind(table, table.launches[0])
+    assert compiled(bound, capability).asm["cubin"]
