@@ -44,7 +44,7 @@ THRESHOLDS: Mapping[str, Mapping[str, float]] = MappingProxyType(
         "e2m1": {"saturated": 0.02, "flushed": 0.3, "error": 0.2, "dead_blocks": 0.01},
     }
 )
-"""By element: what is above is warned of. Normally distributed weights stay at about half or below."""
+"""By element: what is above is warned of. Normally distributed weights stay at half or below."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

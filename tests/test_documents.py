@@ -10,7 +10,7 @@ import pytest
 
 from moe_optim import plain_yaml, recipes
 from moe_optim.cli.main import build_parser
-from moe_optim.config import MoEOptimConfig, available_values, field_names, spell
+from moe_optim.config import MoEOptimConfig, field_names, spell, spell_values
 from moe_optim.megatron.patching.patches import PATCHES
 from tests.support import code_tables
 from tests.support.documents import BLOCKS, ROOT, blocks_in, documents, regenerated
@@ -69,7 +69,7 @@ def test_every_knob_is_in_its_table_with_values_default_and_meaning():
     )
     assert [name for name, *_ in rows] == list(field_names())
     for name, values, default, meaning in rows:
-        assert re.findall("`(.*?)`", values) == [spell(value) for value in available_values(name)]
+        assert re.findall("`(.*?)`", values) == spell_values(name)
         assert default == spell(getattr(MoEOptimConfig(), name))
         assert len(meaning.split()) > 5
 

@@ -360,6 +360,7 @@ def _cut_tiles(
 
 
 def grid_of_tiles(descriptors: range, rows: range, cols: int, tile: Tile, slot: int) -> Tensor:
+    """Return the tiles of some rows of some members, [n, 4] int64 on the CPU."""
     axes = (descriptors, rows, range(0, cols, tile.cols), range(slot, slot + 1))
     tensors = [torch.arange(a.start, a.stop, a.step, device="cpu") for a in axes if len(a)]
     if len(tensors) < len(axes):

@@ -38,7 +38,9 @@ def measure_into(
         weight = flat[low - start : high - start].bfloat16()
         found = _measure(weight, place, _expert_of(q, expert))
         sums[expert] += found
-        amaxes[expert] = torch.maximum(amaxes[expert], as_magnitude(magnitude_bits(weight)[0].max()))
+        amaxes[expert] = torch.maximum(
+            amaxes[expert], as_magnitude(magnitude_bits(weight)[0].max())
+        )
 
 
 def _measure(rounded: Tensor, place: slice, q: QuantizedWeight) -> Tensor:
@@ -67,7 +69,9 @@ def _measure(rounded: Tensor, place: slice, q: QuantizedWeight) -> Tensor:
         Sum.BLOCKS: owned_blocks.sum(),
         Sum.DEAD: (owned_blocks & ~alive).sum(),
     }
-    return torch.cat([torch.stack([found[column].double().to(lanes.device) for column in Sum]), lanes])
+    return torch.cat(
+        [torch.stack([found[column].double().to(lanes.device) for column in Sum]), lanes]
+    )
 
 
 def _limits(q: QuantizedWeight) -> Tensor:

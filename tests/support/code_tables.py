@@ -9,7 +9,7 @@ from fractions import Fraction
 from math import prod
 
 from moe_optim.cli.main import build_parser
-from moe_optim.config import MoEOptimConfig, available_values, field_names, spell
+from moe_optim.config import MoEOptimConfig, field_names, spell, spell_values
 from moe_optim.expert_keys.layouts import LAYOUTS
 from moe_optim.formats import DIRECTIONS, FORMATS, BlockScaledFormat
 from moe_optim.megatron.buffers.states import OWN_MEMORY, SHARED_MEMORY, Event, Transition
@@ -62,7 +62,7 @@ def knobs() -> str:
         (
             [
                 f"`{name}`",
-                ", ".join(f"`{spell(value)}`" for value in available_values(name)),
+                ", ".join(f"`{value}`" for value in spell_values(name)),
                 f"`{spell(getattr(defaults, name))}`",
                 docs[name],
             ]
