@@ -77,8 +77,14 @@ def plot_curves(
         axes.set_yscale("log")
     _over_iterations(axes, label)
     if len(curves) > 1:
-        place = {"loc": "lower left", "bbox_to_anchor": (0.0, 1.0), "borderaxespad": 0.0}
-        axes.legend(frameon=False, fontsize=8, ncols=3, **place)
+        axes.legend(
+            loc="lower left",
+            bbox_to_anchor=(0.0, 1.0),  # above the axes
+            borderaxespad=0.0,
+            frameon=False,
+            fontsize=8,
+            ncols=3,
+        )
     return _png(axes)
 
 
