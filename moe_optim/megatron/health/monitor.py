@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -173,6 +173,11 @@ def _names_of_all_ranks(mine: Sequence[ExpertName]) -> list[ExpertName]:
     gathered: list[Sequence[ExpertName]] = [()] * dist.get_world_size()
     dist.all_gather_object(gathered, list(mine))
     names = {name for of_rank in gathered for name in of_rank}
+    return in_order(names)
+
+
+def in_order(names: Iterable[ExpertName]) -> list[ExpertName]:
+    """Return experts in the order of layers by their numbers, and of their own."""
     return sorted(names, key=lambda name: (_natural(name.layer), name))
 
 
