@@ -106,6 +106,11 @@ def step_bytes(format: "BlockScaledFormat", numel: int, moment_size: int) -> Fra
     return numel * (4 + masters + 4 * moment_size + format.wire_bytes_per_element)
 
 
+def health_bytes(format: "BlockScaledFormat", numel: int) -> Fraction:
+    """Return the bytes that a look at owned elements reads: masters and rowwise planes."""
+    return numel * (4 + format.data_bytes_per_element + format.scale_bytes_per_element)
+
+
 def finish_bytes(format: "BlockScaledFormat", rows: int, cols: int) -> int:
     """Return the bytes that have to move after the gather, for one expert.
 

@@ -42,6 +42,7 @@ WORK = [
     "step to wire planes, fp32 moments",
     "step to wire planes, bf16 moments",
     "gradient norm",
+    "health",
 ]
 NUMEL = 128 * 128
 FLOORS = {  # bytes of one [128, 128] weight: from fp32, from bf16 that is zeroed, after the gather
