@@ -254,7 +254,7 @@ def _health(case: Case, group: "ProcessGroup | None") -> Job:
     device = entries[0].source.device
     table = HealthTable.build(looked_at, len(entries), device=device)
     return Job(
-        work=HEALTH + (ALONE if members.exchange.numel() else ""),
+        work=HEALTH,
         run=partial(ops.measure_health, table),
         num_members=len(entries),
         floor_bytes=health_bytes(case.format, sum(case.owned)),

@@ -12,6 +12,7 @@ from moe_optim.cli.main import build_parser
 from moe_optim.config import MoEOptimConfig, field_names, spell, spell_values
 from moe_optim.expert_keys.layouts import LAYOUTS
 from moe_optim.formats import DIRECTIONS, FORMATS, BlockScaledFormat
+from moe_optim.health import THRESHOLDS
 from moe_optim.megatron.buffers.states import OWN_MEMORY, SHARED_MEMORY, Event, Transition
 from moe_optim.megatron.launch.arguments import add_moe_optim_arguments
 from moe_optim.megatron.patching import patches
@@ -244,12 +245,23 @@ def floors() -> str:
     )
 
 
+def health_thresholds() -> str:
+    return table(
+        ["figure", *(f"{element.upper()} elements" for element in THRESHOLDS)],
+        (
+            [f"`{figure}`", *(f"{limits[figure]:g}" for limits in THRESHOLDS.values())]
+            for figure in THRESHOLDS["e4m3"]
+        ),
+    )
+
+
 CODE_TABLES: Mapping[str, Callable[[], str]] = {
     "commands": commands,
     "expert-layouts": expert_layouts,
     "flags": flags,
     "floors": floors,
     "formats": formats,
+    "health-thresholds": health_thresholds,
     "knobs": knobs,
     "patches": patch_rows,
     "shared-states": shared_states,

@@ -72,7 +72,6 @@ def test_the_report_shows_what_was_trained_and_where(run_folder, capsys):
     for text in ("layers.1.fc2", "At iteration 4, the last", "megatron-core 0.19", "CPU, "):
         assert text in page
     assert (run_folder / "report" / "error.png").is_file()
-    assert "not recorded" not in page.replace(">commit<", "")
 
 
 def test_what_the_quickstart_leaves_converts_with_masters_and_moments(run_folder, capsys):
