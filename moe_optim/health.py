@@ -7,7 +7,6 @@ a maximum. Figures are made of complete sums, on the host.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from math import isfinite
 from types import MappingProxyType
 
 import torch
@@ -83,13 +82,14 @@ class LayerHealth:
 
     def warnings(self) -> Iterator[str]:
         """Yield a sentence for every figure of an expert that is too large, or not finite."""
-        limits = THRESHOLDS[self.element]
         of_experts = self.of_experts()
-        for index, expert in enumerate(self.experts):
-            for name, limit in limits.items():
-                found = float(of_experts[name][index])
-                if found > limit or (name == "error" and not isfinite(found) and self.norm[index]):
-                    yield f"{self.layer}, expert {expert}: {name} is {found:.4g}, above {limit:g}"
+        for name, limit in THRESHOLDS[self.element].items():
+            values = of_experts[name]
+            # of an expert of zeros, an error of 0 / 0 says nothing
+            large = (values > limit) | (values.isnan() & (self.norm != 0))
+            for index in large.nonzero().view(-1).tolist():
+                where = f"{self.layer}, expert {self.experts[index]}"
+                yield f"{where}: {name} is {float(values[index]):.4g}, above {limit:g}"
 
 
 def _shares(sums: Tensor) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 WIDTH, DPI = 5.0, 200  # inches, pixels an inch
 _MOST_LABELS = 24
+_MOST_LETTERS = 36
 
 
 def _axes(height: float = 3.0) -> "Axes":
@@ -70,7 +71,7 @@ def plot_curves(
             linewidth=1.3,
             marker="o" if len(ys) < 12 else None,
             markersize=3,
-            label=name,
+            label=_shortened(name),
         )
     finite = [value for value in values if math.isfinite(value)]
     if finite and min(finite) > 0 and max(finite) > 30 * min(finite):
@@ -121,14 +122,20 @@ def plot_heat_map(look: Look, label: str, *, logarithmic: bool) -> bytes:
 def plot_bars(values: Mapping[str, float], label: str) -> bytes:
     """Draw a bar each, the first at the top, with its value beside it."""
     axes = _axes(0.9 + 0.28 * len(values))
-    names = list(values)
-    bars = axes.barh(names, [values[name] for name in names], color="tab:blue", height=0.65)
+    places = range(len(values))  # shortened names may be alike
+    bars = axes.barh(places, list(values.values()), color="tab:blue", height=0.65)
+    axes.set_yticks(places, [_shortened(name) for name in values])
     axes.bar_label(bars, fmt=_spell, padding=3, fontsize=8)
     axes.invert_yaxis()
     axes.tick_params(axis="y", labelsize=8)
     axes.set_xlabel(label)
     axes.margins(x=0.18)
     return _png(axes)
+
+
+def _shortened(name: str) -> str:
+    """Return a name that leaves room for the picture; ends tell paths apart."""
+    return name if len(name) <= _MOST_LETTERS else f"…{name[1 - _MOST_LETTERS :]}"
 
 
 def _spell(value: float) -> str:

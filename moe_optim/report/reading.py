@@ -91,7 +91,7 @@ class Run:
         return Look(iteration=iteration, layers=tuple(last), values=table)
 
     def health_warnings(self) -> list[str]:
-        """Return a sentence for each figure that was above its threshold at the last look."""
+        """Return a sentence for each figure above its threshold, or NaN, at the last look."""
         limits = THRESHOLDS["e2m1" if self.format == "nvfp4" else "e4m3"]
         return [
             f"{layer}, expert {expert}: {name} is {value:.4g}, above {limit:g}"

@@ -144,9 +144,9 @@ def test_figures_are_quotients_of_sums():
     }
     assert health.of_experts()["error"].tolist() == [pytest.approx(0.1), 0.0]
     assert list(health.warnings()) == [
-        "layers.3.fc1, expert 8: dead_blocks is 0.1, above 0.01",
         "layers.3.fc1, expert 9: saturated is 0.03, above 0.02",
         "layers.3.fc1, expert 9: flushed is 0.6, above 0.3",
+        "layers.3.fc1, expert 8: dead_blocks is 0.1, above 0.01",
     ]
 
 

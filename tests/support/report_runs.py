@@ -80,8 +80,9 @@ def write_run(
     looks: Mapping[int, Sequence[LayerHealth]] | None = None,
     model: Mapping[str, Any] | None = MODEL,
     summary: Mapping[str, Any] | None = SUMMARY,
+    start: float = 1000.0,
 ) -> Path:
-    """Write a run folder as a run of one launch leaves it; return ``path``.
+    """Write a run folder as one launch leaves it, beside earlier ones; return ``path``.
 
     Args:
         path: created.
@@ -89,6 +90,7 @@ def write_run(
         looks: iteration -> what health found.
         model: ``model.json``, or None for none.
         summary: ``summary.json``, or None for a run that has not finished.
+        start: when the launch began, in seconds; an iteration takes one.
     """
     from torch.utils.tensorboard import SummaryWriter
 
@@ -96,7 +98,7 @@ def write_run(
     writer = SummaryWriter(str(path / "tensorboard"))
     for tag, points in scalars.items():
         for iteration, value in points:
-            writer.add_scalar(tag, value, iteration, walltime=1000.0 + iteration)
+            writer.add_scalar(tag, value, iteration, walltime=start + iteration)
     writer.add_text("moe_optim_recipe", "quickstart.yaml")
     megatron = SimpleNamespace(
         get_tensorboard_writer=lambda: writer, get_wandb_writer=lambda: None, _GLOBAL_ARGS=None

@@ -197,8 +197,9 @@ def by_layer(names: Sequence[ExpertName], sums: Tensor, amaxes: Tensor) -> tuple
         amaxes: [rows] fp32; copied.
     """
     rows: dict[tuple[str, str], list[int]] = {}
+    measured = sums.any(1).tolist()
     for row, name in enumerate(names):
-        if sums[row].any():
+        if measured[row]:
             rows.setdefault((name.layer, name.element), []).append(row)
     return tuple(
         LayerHealth(

@@ -39,7 +39,6 @@ def write(layers: Sequence[LayerHealth], iteration: int) -> None:
     if (tensorboard := megatron.get_tensorboard_writer()) is not None:
         for health in layers:
             _write_tensorboard(tensorboard, health, iteration)
-        tensorboard.flush()
     if (wandb := megatron.get_wandb_writer()) is not None:
         figures: dict[str, Any] = {f"{PREFIX}/iteration": iteration}
         for health in layers:

@@ -43,6 +43,7 @@ def train(format: str, knobs: dict[str, Any], flags: list[str]) -> dict[str, Any
     def keep(step: int, model: list[Any], optimizer: Any) -> None:
         writer = global_vars.get_tensorboard_writer()
         if step == LAST and writer is not None:
+            writer.flush()
             seen["events"] = read_events(Path(writer.log_dir), tensors="moe_optim/")
         if step != LAST - 1:  # the next step looks at these before it moves them
             return
