@@ -25,11 +25,15 @@ SHAPES = {
 
 
 def masters_of(format: BlockScaledFormat, seed: int = 0) -> list[Tensor]:
-    """Return fp32 masters with zeros, dead blocks, and values that flush in every format."""
+    """Return fp32 masters with zeros, dead blocks, also partial ones, and values that flush."""
     masters = []
     for index, shape in enumerate(SHAPES[format.name]):
         master = wide_range_weights(*shape, seed=seed + index, exponents=(-12, 2))
         master[-1, : format.band_rows] = 0.0
+        _, rows, cols = shape
+        height, width = format.rowwise_block
+        master[0, rows // height * height :] = 0.0  # partial blocks at the edges, if there are any
+        master[0, :, max(width, cols // width * width) :] = 0.0
         masters.append(master)
     return masters
 
