@@ -17,6 +17,7 @@ HEAT_MAPS = {  # figure of health -> label, and whether colours go by magnitude
     "saturated": ("share saturated", False),
 }
 _OF_LAYERS = ("amax", "error", "saturated", "flushed", "dead_blocks", "norm_ratio", "distance")
+_MAY_BE_NONE = ("resumed from", "knobs")
 _MOST_WARNINGS = 12
 _TOKENS = "tokens_per_expert"
 
@@ -187,7 +188,7 @@ def _what(run: Run) -> Iterator[tuple[str, str]]:
     facts = {
         "command": summary.get("command"),
         "recipe": texts.get("moe_optim_recipe"),
-        "knobs": texts.get("moe_optim_set"),
+        "knobs": texts.get("moe_optim_set", "").strip("[]").replace("'", "").replace('"', ""),
         "experts": model.get("format"),
         "optimizer": model.get("optimizer"),
         "step": model.get("rank0", {}).get("step"),
@@ -197,7 +198,7 @@ def _what(run: Run) -> Iterator[tuple[str, str]]:
         "device": environment.get("device"),
         "commit": environment.get("commit"),
         "versions": ", ".join(f"{k} {v}" for k, v in environment.get("versions", {}).items()),
-        "started": texts.get("seed") and f"with seed {texts['seed']}",
+        "seed": texts.get("seed"),
         "took": f"{summary['seconds']:.0f} s" if "seconds" in summary else None,
         "resumed from": summary.get("resumed_from"),
         "folder": str(run.path),
@@ -206,8 +207,9 @@ def _what(run: Run) -> Iterator[tuple[str, str]]:
     for name, fact in facts.items():
         if name not in absent:
             yield name, str(fact)
-    if absent and absent != ["resumed from"]:
-        yield "not recorded", ", ".join(name for name in absent if name != "resumed from")
+    missing = [name for name in absent if name not in _MAY_BE_NONE]
+    if missing:
+        yield "not recorded", ", ".join(missing)
 
 
 def _count(number: int | None) -> str | None:
