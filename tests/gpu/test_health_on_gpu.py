@@ -1,17 +1,23 @@
 """One launch measures every expert on a GPU as plain torch does, rounding included."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
 from moe_optim import ops
+from moe_optim.cli import main as cli
 from moe_optim.formats import FORMATS, QuantizedWeight
 from moe_optim.kernels.health import HealthEntry, HealthTable
 from moe_optim.kernels.table_entry import TableEntry
+from moe_optim.train.events import read_events
 from tests.support.health import assert_same_health, masters_of, measure
 from tests.support.inputs import normal_weights, wide_range_weights
 
 pytestmark = pytest.mark.gpu
 
+RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 QUARTERS = (0.0, 0.21, 0.5, 0.83, 1.0)
 
 
@@ -28,6 +34,22 @@ def test_health_is_plain_torchs(format, shard):
     want = measure(format, masters, backend="reference", **cut)
     got = measure(format, masters, device="cuda", **cut)
     assert_same_health(got, want, format.name)
+
+
+def test_training_is_looked_at_without_being_waited_for(tmp_path):
+    """Every fifth iteration of the quickstart, with figures that freshly trained MXFP8 has."""
+    knobs = ["--set", "moe_optim.format=mxfp8_2d", "moe_optim.health_interval=5"]
+    flags = ["--train-iters", "20", "--eval-interval", "10", "--save-interval", "20"]
+    out = tmp_path / "run"
+    command = ["train", str(RECIPE), "--out", str(out), "--ranks", "1", *knobs, "--", *flags]
+    assert cli.main(command) == 0
+    events = read_events(out / "tensorboard", tensors="moe_optim/")
+    errors = events.tensors["moe_optim/layers.1.fc2/error/by_expert"]
+    assert [iteration for iteration, _ in errors] == [5, 10, 15, 20]  # the save tells the last
+    assert all(values.shape == (8,) for _, values in errors)
+    assert all(((0.02 < values) & (values < 0.03)).all() for _, values in errors)
+    assert {p.value for p in events.scalars["moe_optim/layers.0.fc1/saturated"]} == {0.0}
+    assert "CPU" not in json.loads((out / "model.json").read_text())["environment"]["device"]
 
 
 def test_a_pass_launches_once_and_waits_for_nothing():
