@@ -16,9 +16,11 @@ HEAT_MAPS = {  # figure of health -> label, and whether colours go by magnitude
     "flushed": ("share flushed to zero", False),
     "saturated": ("share saturated", False),
 }
+TRENDS = {"error": "relative error", "distance": "distance of experts"}
 _OF_LAYERS = ("amax", "error", "saturated", "flushed", "dead_blocks", "norm_ratio", "distance")
 _MAY_BE_NONE = ("resumed from", "knobs")
 _MOST_WARNINGS = 12
+_MOST_LINES = 8
 _TOKENS = "tokens_per_expert"
 
 
@@ -100,38 +102,42 @@ def _health(run: Run) -> Section:
             note="Not looked at. Train with --set moe_optim.health_interval=100 and quantized "
             "weights.",
         )
-    pictures = []
-    iteration = 0
+    warnings = run.health_warnings()
+    more = len(warnings) - _MOST_WARNINGS
+    last = run.look("amax")
+    assert last is not None  # a look writes every figure
+    return Section(
+        title=title,
+        text=[f"At iteration {last.iteration}, the last that was looked at."],
+        warnings=warnings[:_MOST_WARNINGS] + ([f"and {more} more"] if more > 0 else []),
+        table=_layers(run, layers),
+        pictures=[*_heat_maps(run), *_trends(run, layers)],
+        note="error: |value - weight| / |weight|. distance: one minus the mean cosine of two "
+        "experts. norm ratio: of the largest to the smallest expert.",
+    )
+
+
+def _heat_maps(run: Run) -> Iterator[Picture]:
+    """Draw the figures of the last look that are not zero everywhere."""
     for figure, (label, logarithmic) in HEAT_MAPS.items():
         look = run.look(figure)
-        if look is None or not (look.values > 0).any():
-            continue
-        iteration = look.iteration
-        pictures.append(
-            Picture(
+        if look is not None and (look.values > 0).any():
+            yield Picture(
                 name=figure,
                 png=plots.plot_heat_map(look, label, logarithmic=logarithmic),
                 alt=f"Heat map: {label} of each expert of each layer",
             )
-        )
-    for figure, label in (("error", "relative error"), ("distance", "distance of experts")):
+
+
+def _trends(run: Run, layers: list[str]) -> Iterator[Picture]:
+    """Draw figures of linears over iterations, of at most eight linears."""
+    for figure, label in TRENDS.items():
         curves = {layer: run.points(f"{HEALTH}{layer}/{figure}") for layer in layers}
         if any(len(points) > 1 for points in curves.values()):
-            few = dict(list(curves.items())[:: max(1, -(-len(curves) // 8))])
-            png = plots.plot_curves(few, label)
+            some = dict(list(curves.items())[:: -(-len(curves) // _MOST_LINES)])
+            png = plots.plot_curves(some, label)
             alt = f"{label} over iterations, by layer"
-            pictures.append(Picture(name=f"{figure}-over-time", png=png, alt=alt))
-    warnings = run.health_warnings()
-    more = len(warnings) - _MOST_WARNINGS
-    return Section(
-        title=title,
-        text=[f"At iteration {iteration}, the last that was looked at."],
-        warnings=warnings[:_MOST_WARNINGS] + ([f"and {more} more"] if more > 0 else []),
-        table=_layers(run, layers),
-        pictures=pictures,
-        note="error: |value - weight| / |weight|. distance: one minus the mean cosine of two "
-        "experts. norm ratio: of the largest to the smallest expert.",
-    )
+            yield Picture(name=f"{figure}-over-time", png=png, alt=alt)
 
 
 def _layers(run: Run, layers: list[str]) -> Table:

@@ -22,10 +22,12 @@ LAST, INTERVAL = 4, 2
 FLAGS = ["--train-iters", str(LAST), "--eval-interval", "1000", *OVERLAP]
 EXPERT_PARALLEL = ("--expert-model-parallel-size", "2")
 PIPELINE = ("--pipeline-model-parallel-size", "2")
+GRAPH = ("--optimizer-cuda-graph",)
 INDEXED = {"expert_layout": "indexed", "step": "fused"}
 RUNS = {  # format, ranks, knobs that differ, flags
     "cut over data and expert ranks": ("nvfp4", 4, INDEXED, EXPERT_PARALLEL),
     "layers on two stages, weights gathered in bf16": ("mxfp8", 2, {"wire": "bf16"}, PIPELINE),
+    "a step that a graph replays": ("fp8_block", 1, {"step": "fused"}, GRAPH),
 }
 EVERY_RUN = pytest.mark.parametrize("run", RUNS)
 
