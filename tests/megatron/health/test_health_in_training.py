@@ -142,3 +142,21 @@ def test_a_recipe_without_quantized_weights_is_told_that_there_is_nothing_to_loo
     lines = ["moe_optim: health_interval: no weight is quantized: nothing to look at"]
     assert ranks[0]["lines"] == lines
     assert not any(tag.startswith("moe_optim/") for tag in events_of(ranks).scalars)
+
+
+def test_tensor_parallel_slices_are_one_expert():
+    """Of ranks that share experts, slices are quantized apart and counted together."""
+    flags = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
+    ranks = run_ranks(2, train, "nvfp4", {}, flags)
+    squares: dict[tuple[str, int], float] = {}
+    for names, (_, rows, cols), start, shard in (one for rank in ranks for one in rank["shards"]):
+        assert start == 0  # no data-parallel rank beside it
+        of_experts = shard.bfloat16().double().view(-1, rows * cols).square().sum(1)
+        for name, found in zip(names, of_experts.tolist(), strict=True):
+            key = name.layer, name.expert
+            squares[key] = squares.get(key, 0.0) + found
+    for health in ranks[0]["latest"]:
+        wanted = [squares[health.layer, expert] for expert in health.experts]
+        assert health.sums[:, Sum.SQUARES].tolist() == pytest.approx(wanted, rel=1e-12)
+        numel = 2 * 96 * 64 if health.layer.endswith("fc1") else 64 * 96
+        assert health.sums[:, Sum.ELEMENTS].tolist() == [numel] * 4
