@@ -93,6 +93,12 @@ class MoEOptimConfig:
         _check_compute(type(self).__name__, self.format, self.compute)
         _check_record_amax(type(self).__name__, self.format, self.record_amax)
 
+    @property
+    def may_fuse_steps(self) -> bool:
+        """Whether these knobs leave steps to kernels, where kernels run and flags allow it."""
+        asks = self.step == "auto" and self.layout != "stock" and self.backend == "auto"
+        return asks or self.step == "fused"
+
     def changes(self) -> str:
         """Return the knobs that differ from their defaults, as ``key=value``, or "defaults"."""
         changed = [

@@ -14,13 +14,13 @@ PACKAGE = ROOT / "moe_optim"
 
 ORDER = """
 errors version
-formats
+formats places
 health
 reference kernels layout expert_keys
 kernels/steps kernels/norm kernels/health
 interpolation plain_yaml environment shipped_recipes import_hook
 config
-recipes ops
+recipes ops parts
 modules
 checkpoints/files
 checkpoints/pickles
@@ -28,7 +28,7 @@ checkpoints/manifests checkpoints/stores
 checkpoints checkpoints/conversion
 console
 megatron/patching
-megatron/active megatron/planning
+megatron/active megatron/agreement megatron/planning
 megatron/te
 megatron/weights
 megatron/experts megatron/buffers
@@ -65,6 +65,7 @@ THIRD_PARTY = {  # room -> packages it may import, besides the standard library
     "errors": set(),
     "formats": {"torch"},
     "health": {"torch"},
+    "places": {"torch"},
     "reference": {"torch"},
     "kernels": {"torch", "triton"},
     "kernels/steps": {"torch", "triton"},

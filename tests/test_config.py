@@ -114,6 +114,22 @@ def test_amaxes_are_recorded_of_quantized_weights_alone():
         MoEOptimConfig(format="bf16", record_amax=True)
 
 
+STEPS = {  # knobs -> whether steps may be fused
+    "defaults": ({}, True),
+    "asked for": ({"step": "fused"}, True),
+    "asked for, in stock's layout": ({"step": "fused", "layout": "stock"}, True),
+    "asked for, in plain torch": ({"step": "fused", "backend": "reference"}, True),
+    "stock's": ({"step": "stock"}, False),
+    "stock's layout": ({"layout": "stock"}, False),
+    "plain torch": ({"backend": "reference"}, False),
+}
+
+
+@pytest.mark.parametrize(("knobs", "may"), STEPS.values(), ids=STEPS)
+def test_steps_may_be_fused_unless_knobs_ask_for_megatrons_bits_or_for_no_kernels(knobs, may):
+    assert MoEOptimConfig(**knobs).may_fuse_steps is may
+
+
 def test_formats_are_those_with_a_descriptor_and_bf16():
     assert set(get_args(Format)) == {*FORMATS, "bf16"}
 

@@ -10,6 +10,11 @@ from torch import Tensor
 from moe_optim.errors import StateError
 from moe_optim.formats import BlockScaledFormat, Direction
 from moe_optim.kernels.member_table import Backend
+from moe_optim.modules.calibrated_amax import (
+    calibrated_amax,
+    set_calibrated_amax,
+    take_calibrated_amax,
+)
 from moe_optim.modules.compute import QuantizedCopy
 from moe_optim.modules.grouped_product import (
     GradientEnd,
@@ -154,12 +159,21 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         return self.__dict__ | {"_delayed": deque()}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GroupedLinear":
-        """Move quantized experts as one storage; bf16 is their dtype already, and the only one."""
-        if not self.storages():
-            return super()._apply(fn, recurse)
-        self._move_storages(fn)
-        for bias in self.biases():
-            bias.data = fn(bias.data)
+        """Move quantized experts as one storage; bf16 is their dtype already, and the only one.
+
+        Amaxes of a calibration move along, and stay fp32.
+        """
+        amax = calibrated_amax(self)
+        if amax is not None:
+            set_calibrated_amax(self, None)
+        if self.storages():
+            self._move_storages(fn)
+            for bias in self.biases():
+                bias.data = fn(bias.data)
+        else:
+            super()._apply(fn, recurse)
+        if amax is not None:
+            set_calibrated_amax(self, amax.to(fn(amax).device))
         return self
 
     def _move_storages(self, fn: Callable[[Tensor], Tensor]) -> None:
@@ -190,9 +204,11 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
 
         It is kept until the next requantization, and changes no byte: what was dequantized from
         NVFP4 quantizes to the same bytes by an amax of its own. Quantized weights take values also
-        with ``assign=True``: they keep their format, and their place in a bucket.
+        with ``assign=True``: they keep their format, and their place in a bucket. Amaxes of a
+        calibration are those of the weights that are loaded, see :func:`take_calibrated_amax`.
         """
         amax: Tensor | None = state_dict.pop(f"{prefix}weight_amax", None)
+        take_calibrated_amax(self, state_dict, prefix, self.shape[0], self.name)
         if self.storages():
             local_metadata = {**local_metadata, "assign_to_params_buffers": False}
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)

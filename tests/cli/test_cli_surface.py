@@ -38,7 +38,7 @@ SURFACE = {  # command -> its positionals and options
     "patch apply": {"PATH"},
     "patch check": {"PATH"},
     "patch revert": {"PATH"},
-    "plan": {"RECIPE", "--gpus", "--set", "--out", "--json"},
+    "plan": {"RECIPE", "--gpus", "--bandwidth", "--set", "--out", "--json"},
     "recipes copy": {"NAME", "DIR"},
     "report": {"RUN", "--out"},
     "run": {"--megatron-lm", "--recipe", "--dry-run", "SCRIPT", "ARGS"},

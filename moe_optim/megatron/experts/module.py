@@ -20,9 +20,11 @@ from torch import Tensor
 
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError, refuse
+from moe_optim.expert_keys.layouts import CALIBRATED_AMAX, LINEARS
 from moe_optim.formats import BlockScaledFormat, get_format
 from moe_optim.megatron.active import active_config
 from moe_optim.megatron.experts.amax import sharded_amax
+from moe_optim.megatron.experts.calibrated_entry import calibrated_entry
 from moe_optim.megatron.experts.loading import load_local_experts
 from moe_optim.megatron.experts.sharding import empty_extra_state, list_shards
 from moe_optim.megatron.patching.engine import original
@@ -195,9 +197,9 @@ class GroupedExperts(MegatronModule):
 
         Keys are ``{prefix}experts.linear_fcN.weight`` of global shape [experts, R, C], and
         ``.bias`` of [experts, R]; the values saved are bf16. With each linear goes an empty
-        ``_extra_state`` an expert, which Megatron's own linears save and ask for, and where amaxes
-        are recorded ``.weight_amax`` of [experts, 1, 1], fp32; see :func:`sharded_amax`. No rank
-        communicates.
+        ``_extra_state`` an expert, which Megatron's own linears save and ask for, where amaxes are
+        recorded ``.weight_amax`` of [experts, 1, 1], fp32, see :func:`sharded_amax`, and where it
+        is calibrated ``.calibrated_amax``, see :func:`calibrated_entry`. No rank communicates.
         """
         if (metadata or {}).get("singleton_local_shards", False):
             raise ConfigError(
@@ -211,7 +213,7 @@ class GroupedExperts(MegatronModule):
             state[f"{prefix}{shard.linear}.{shard.name}"] = shard.sharded(
                 keys, place, sharded_offsets, groups
             )
-        for linear in ("linear_fc1", "linear_fc2"):
+        for linear in LINEARS:
             place = (axis, *self.place_of(None))
             module: GroupedLinear = getattr(self, linear)
             amax = sharded_amax(
@@ -219,6 +221,9 @@ class GroupedExperts(MegatronModule):
             )
             if amax is not None:
                 state[f"{prefix}{linear}.weight_amax"] = amax
+            state[f"{prefix}{linear}.{CALIBRATED_AMAX}"] = calibrated_entry(
+                module, f"{keys}{linear}", module.shape[0], place, sharded_offsets, groups
+            )
             for index in range(self.num_local_experts):
                 place = (axis, *self.place_of(index))
                 state[f"{prefix}{linear}._extra_state{index}"] = empty_extra_state(

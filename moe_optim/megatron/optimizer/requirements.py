@@ -101,11 +101,7 @@ def _refused_steps(config: Any, knobs: MoEOptimConfig, *, quantized: bool) -> di
         f"moe_optim.step fused with {setting} (set step: auto)": knobs.step == "fused" and there
         for setting, there in settings.items()
     }
-    takes_stocks = (
-        knobs.step == "stock"
-        or (knobs.step == "auto" and knobs.layout == "stock")
-        or any(settings.values())
-    )
+    takes_stocks = not knobs.may_fuse_steps or any(settings.values())
     return refused | {
         "--optimizer-cuda-graph without a fused step (see step in the knobs)": (
             config.optimizer_cuda_graph and takes_stocks

@@ -35,6 +35,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # settings and knob
         NATIVE | {"optimizer_cuda_graph": True},
         {"format": "mxfp8", "layout": "stock"},
     ),
+    "graph, no kernels": (
+        NATIVE | {"optimizer_cuda_graph": True},
+        {"format": "mxfp8", "backend": "reference"},
+    ),
     "fused, loss scale": (NATIVE | {"loss_scale": 8.0}, {"format": "mxfp8", "step": "fused"}),
     "stock, loss scale": (NATIVE | {"loss_scale": 8.0}, {"format": "mxfp8"}),
     "fused, Adam's masters": (AWARE, {"format": "bf16", "step": "fused"}),
@@ -111,6 +115,7 @@ def test_what_trains_is_not_refused(foreseen, case):
         ("native, per tensor", "--fp8-recipe tensorwise with weights kept in it"),
         ("no weights", "moe_optim.format mxfp8 without weights to keep in it"),
         ("graph, stock's step", "--optimizer-cuda-graph without a fused step"),
+        ("graph, no kernels", "--optimizer-cuda-graph without a fused step"),
         ("fused, loss scale", "moe_optim.step fused with a loss scale (set step: auto)"),
         ("fused, Adam's masters", "moe_optim.step fused with masters that Adam holds"),
         ("no products", "moe_optim.compute nvfp4 without portable experts"),
