@@ -4,7 +4,7 @@
 # below and Megatron's argument builder read them.
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from types import MappingProxyType
 from typing import Any, Literal, get_args
@@ -68,6 +68,10 @@ class MoEOptimConfig:
     record_amax: bool = False
     """Whether every requantization records the amax of each expert, which checkpoints then hold.
     ``nvfp4`` needs these amaxes itself, and records them always."""
+    health_interval: int = 0
+    """Iterations from one look at the health of quantized experts to the next; 0 never looks. Every
+    look is one pass over masters and weights and two small all-reduces over all ranks, and nothing
+    waits for it. What it writes and warns of: see Health."""
     save_nonfinite: bool = False
     """Whether a checkpoint may be saved whose masters hold Inf or NaN."""
     trust_unmarked_states: bool = False
@@ -178,10 +182,10 @@ def _check_field(where: str, name: str, value: object) -> None:
     known = available_values(name)
     if _is_among(value, known):
         return
-    choices = " or ".join(spell(choice) for choice in known)
+    choices = " or ".join(spell_values(name))
+    closest = None if isinstance(known, range) else _closest(value, known)
     raise ConfigError(
-        f"{where}: {name}: expected {choices}, got {quote(value)}. "
-        f"Write {_closest(value, known) or choices}."
+        f"{where}: {name}: expected {choices}, got {quote(value)}. Write {closest or choices}."
     )
 
 
@@ -211,11 +215,21 @@ def spell(value: object) -> str:
     return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
 
 
-def available_values(name: str) -> tuple[object, ...]:
-    """Return every value the declared type of a field allows."""
+def spell_values(name: str) -> list[str]:
+    """Spell out every value of a field, or the range of a number."""
+    values = available_values(name)
+    if isinstance(values, range):
+        return [f"a number from {values[0]} to {values[-1]}"]
+    return [spell(value) for value in values]
+
+
+def available_values(name: str) -> Sequence[object]:
+    """Return every value the declared type of a field allows; numbers as a range."""
     (declared,) = (field.type for field in fields(MoEOptimConfig) if field.name == name)
     if declared is bool:
         return True, False
+    if declared is int:
+        return range(1_000_001)
     if type(None) in get_args(declared):  # Literal[...] | None
         return None, *get_args(get_args(declared)[0])
     return get_args(declared)
@@ -223,6 +237,8 @@ def available_values(name: str) -> tuple[object, ...]:
 
 def _is_among(value: object, choices: Iterable[object]) -> bool:
     """Return whether ``value`` is a choice, type included: 1 is not true."""
+    if isinstance(choices, range):
+        return type(value) is int and value in choices
     return any(type(value) is type(choice) and value == choice for choice in choices)
 
 

@@ -21,12 +21,13 @@ from moe_optim import reference
 from moe_optim.errors import LayoutError
 from moe_optim.formats import BlockScaledFormat, Direction, QuantizedWeight, get_format
 from moe_optim.kernels.exchange import AMAX_SLOTS
+from moe_optim.kernels.health import HealthTable
 from moe_optim.kernels.launch_table import LaunchTable, Planned
 from moe_optim.kernels.member_table import Backend, MemberTable
 from moe_optim.kernels.norm import NormTable
 from moe_optim.kernels.steps.table import StepTable
 from moe_optim.kernels.table_entry import TableEntry
-from moe_optim.reference import adam, gradient_norm, ranges
+from moe_optim.reference import adam, gradient_norm, health, ranges
 
 
 @overload
@@ -294,6 +295,31 @@ def sum_squares(table: NormTable) -> None:
         table.squares[gradients.group] += gradient_norm.sum_squares(gradients.values)
         if table.counts_zeros:
             table.zeros.add_(gradient_norm.count_zeros(gradients.values))
+
+
+@torch.no_grad()
+def measure_health(table: HealthTable) -> None:
+    """Rewrite ``table.sums`` and ``table.amaxes``: what experts have lost by being quantized.
+
+    One launch a format where kernels measure; nothing is waited for then. Counts and maxima of
+    shards add up to those of whole weights to the bit, other sums but for their last bits.
+
+    Args:
+        table: planes of whole weights, and the masters that they were made of. Where something has
+            moved, the reference measures until it is built anew.
+    """
+    table.sums.zero_()
+    table.amaxes.zero_()
+    moved = table.has_moved
+    if table.launches and not moved:
+        from moe_optim.kernels.health.launch import launch_health
+
+        launch_health(table)
+    for one in table.entries if moved else table.remainder:
+        rows = one.rows.to(table.sums.device)
+        sums, amaxes = table.sums[rows], table.amaxes[rows]
+        health.measure_into(sums, amaxes, one.entry.source, one.entry.start, one.entry.target)
+        table.sums[rows], table.amaxes[rows] = sums, amaxes
 
 
 @torch.no_grad()

@@ -15,8 +15,9 @@ PACKAGE = ROOT / "moe_optim"
 ORDER = """
 errors version
 formats places
+health
 reference kernels layout expert_keys
-kernels/steps kernels/norm kernels/fake
+kernels/steps kernels/norm kernels/fake kernels/health
 interpolation plain_yaml environment shipped_recipes import_hook
 config
 recipes ops parts fake_quantization
@@ -33,11 +34,12 @@ megatron/weights
 megatron/experts megatron/buffers
 megatron/installation
 megatron/checkpoint
+megatron/health
 megatron/optimizer
 megatron/launch
 megatron/bridge megatron
 train
-bench plan
+bench plan report
 .
 cli
 """.strip().splitlines()
@@ -50,6 +52,8 @@ NEVER = {  # room -> rooms below it that it must not know all the same
     "reference": {"kernels", "layout", "expert_keys"},
     "kernels": {"reference", "layout", "expert_keys"},
     "kernels/steps": {"reference", "layout", "expert_keys"},
+    "kernels/norm": {"reference", "layout", "expert_keys"},
+    "kernels/health": {"reference", "layout", "expert_keys"},
     "layout": {"reference", "kernels", "expert_keys"},
     "expert_keys": {"reference", "kernels", "layout"},
     "checkpoints": {"ops", "modules", "kernels", "reference", "config", "recipes"},
@@ -60,12 +64,14 @@ NEVER = {  # room -> rooms below it that it must not know all the same
 THIRD_PARTY = {  # room -> packages it may import, besides the standard library
     "errors": set(),
     "formats": {"torch"},
+    "health": {"torch"},
     "places": {"torch"},
     "reference": {"torch"},
     "kernels": {"torch", "triton"},
     "kernels/steps": {"torch", "triton"},
     "kernels/norm": {"torch", "triton"},
     "kernels/fake": {"torch", "triton"},
+    "kernels/health": {"torch", "triton"},
     "layout": {"torch"},
     "expert_keys": {"torch"},
 }
@@ -73,7 +79,7 @@ THIRD_PARTY = {  # room -> packages it may import, besides the standard library
 UPSTREAM = {"megatron", "transformer_engine", "transformer_engine_torch", "apex", "amp_C"}
 KNOWS_UPSTREAM = ("megatron", "train", "bench")
 
-DEVICE_FREE = {"errors", "formats", "reference", "layout", "expert_keys"}
+DEVICE_FREE = {"errors", "formats", "health", "reference", "layout", "expert_keys"}
 MOST_FILES = 16
 """Files of code in a folder; a newcomer should find a room by its name."""
 

@@ -24,6 +24,7 @@ DEFAULTS = {
     "backend": "auto",
     "fuse_wgrad_accumulation": True,
     "record_amax": False,
+    "health_interval": 0,
     "save_nonfinite": False,
     "trust_unmarked_states": False,
     "trust_checkpoint_code": False,
@@ -49,6 +50,17 @@ REFUSED = {  # field, value -> what the message must say
     "misspelt wire": ("wire", "quantised", "expected quantized or bf16, got 'quantised'"),
     "misspelt layout": ("layout", "align", "expected aligned or stock, got 'align'."),
     "misspelt step": ("step", "fusion", "expected auto or fused or stock, got 'fusion'."),
+    "negative interval": (
+        "health_interval",
+        -1,
+        "expected a number from 0 to 1000000, got -1. Write a number from 0 to 1000000.",
+    ),
+    "switch for a number": ("health_interval", True, "expected a number from 0 to 1000000, got Tr"),
+    "text for a number": (
+        "health_interval",
+        "100",
+        "expected a number from 0 to 1000000, got '100",
+    ),
     "kernels by name": ("backend", "triton", "expected auto or reference, got 'triton'."),
 }
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from moe_optim import recipes
-from moe_optim.config import MoEOptimConfig, available_values, spell
+from moe_optim.config import MoEOptimConfig, spell, spell_values
 from moe_optim.environment import Gpu
 from moe_optim.errors import ConfigError
 from moe_optim.plain_yaml import MAX_BYTES
@@ -583,5 +583,5 @@ def test_the_recipes_readme_lists_every_recipe():
 def test_the_documents_list_every_knob_with_its_values():
     configuration = (ROOT / "docs" / "configuration.md").read_text()
     for field in dataclasses.fields(MoEOptimConfig):
-        values = ", ".join(f"`{spell(value)}`" for value in available_values(field.name))
+        values = ", ".join(f"`{value}`" for value in spell_values(field.name))
         assert f"| `{field.name}` | {values} | `{spell(field.default)}` |" in configuration

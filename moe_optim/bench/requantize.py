@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from moe_optim.bench.cases import Case
 from moe_optim.bench.timing import host_us, median_ms, nothing, release, temporary_bytes
-from moe_optim.layout.traffic import finish_bytes, norm_bytes, requantize_bytes, step_bytes
+from moe_optim.layout.traffic import (
+    finish_bytes,
+    health_bytes,
+    norm_bytes,
+    requantize_bytes,
+    step_bytes,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +29,7 @@ FROM_BF16 = "bf16 to wire planes, source zeroed"
 AFTER_GATHER = "after the gather"
 STEP = "step to wire planes, {} moments"
 NORM = "gradient norm"
+HEALTH = "health"
 ALONE = ", no all-reduce"
 """Said of work whose maxima other ranks share: they are found and used, and not exchanged."""
 
@@ -61,7 +68,7 @@ def measure(case: Case, speed: float, group: "ProcessGroup | None") -> Iterator[
     makers: list[Callable[[Case, ProcessGroup | None], Job]] = [_from_fp32, _from_bf16]
     if case.shard == 1:  # every rank derives all of what it gathered
         makers.append(_after_gather)
-    makers += [partial(_step, moments="fp32"), partial(_step, moments="bf16"), _norm]
+    makers += [partial(_step, moments="fp32"), partial(_step, moments="bf16"), _norm, _health]
     for make in makers:
         yield _measure(make(case, group), case, speed)
         release(case.device)
@@ -236,6 +243,32 @@ def _norm(case: Case, group: "ProcessGroup | None") -> Job:
     from moe_optim.bench.te_step import norm_of
 
     return replace(job, peer=norm_of(gradients))
+
+
+def _health(case: Case, group: "ProcessGroup | None") -> Job:
+    """Look at requantized weights once, as every ``health_interval`` iterations."""
+    import torch
+
+    from moe_optim import ops
+    from moe_optim.kernels.health import HealthEntry, HealthTable
+    from moe_optim.kernels.member_table import MemberTable
+
+    entries = _lay_out(case, _random(case, torch.float32))
+    members = MemberTable.build(entries)
+    ops.partial_amax(members)
+    ops.encode(members)
+    looked_at = [
+        HealthEntry(entry=entry, rows=torch.tensor([row])) for row, entry in enumerate(entries)
+    ]
+    device = entries[0].source.device
+    table = HealthTable.build(looked_at, len(entries), device=device)
+    return Job(
+        work=HEALTH,
+        run=partial(ops.measure_health, table),
+        num_members=len(entries),
+        floor_bytes=health_bytes(case.format, sum(case.owned)),
+        launches=len(table.launches),
+    )
 
 
 def _te_cast(

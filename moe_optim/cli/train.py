@@ -2,7 +2,9 @@
 
 import argparse
 from pathlib import Path
+from typing import get_args
 
+from moe_optim.config import Format
 from moe_optim.console.argv import add_changes, add_recipe
 
 
@@ -21,6 +23,15 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     add("--out", type=Path, metavar="DIR", help="folder of the run (default: runs/<recipe name>)")
     add_changes(parser, "moe_optim.format=bf16")
     add(
+        "--formats",
+        nargs="+",
+        default=[],
+        choices=get_args(Format),
+        metavar="FORMAT",
+        help="train a run a format, in folders of their names below --out, and compare them: "
+        f"{', '.join(get_args(Format))}",
+    )
+    add(
         "--text",
         action="extend",
         nargs="+",
@@ -37,6 +48,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def run(args: argparse.Namespace) -> int:
     """Train, and return the exit code: 0 done, 1 failed, 128 + n stopped by signal n."""
+    if args.formats:
+        from moe_optim.report.formats import train_formats
+
+        return train_formats(args)
     from moe_optim.train.run import train
 
     return train(args)

@@ -153,9 +153,9 @@ class LaunchTable:
         tile = tile or TILES[format.name, dtype]
         parts, tiles, cut_tiles, first = [], [], [], 0
         for entry, exchange in planned:
-            experts = _owned_experts(entry)
+            experts = owned_experts(entry)
             slots = _amax_slots(exchange, experts, first_free_slot + AMAX_SLOTS * first)
-            parts.append(_describe(entry, experts, slots))
+            parts.append(describe_members(entry, experts, slots))
             whole, cut = _cut_tiles(entry, exchange, experts, first, tile)
             tiles.append(whole)
             cut_tiles.append(cut)
@@ -191,7 +191,7 @@ def own_slots(planned: Sequence[Planned]) -> int:
     """Return how many amax slots a launch over these parameters needs for itself alone."""
     if not planned[0][0].target.format.has_global_amax:
         return 0
-    return AMAX_SLOTS * sum(len(_owned_experts(entry)) for entry, _ in planned)
+    return AMAX_SLOTS * sum(len(owned_experts(entry)) for entry, _ in planned)
 
 
 def can_launch(entry: TableEntry) -> bool:
@@ -251,7 +251,7 @@ class OwnedPart:
 
 def owned_parts(entry: TableEntry) -> Iterator[OwnedPart]:
     """Yield what the entry owns of every expert that it has at least one element of."""
-    return (_owned_part(entry, expert) for expert in _owned_experts(entry))
+    return (_owned_part(entry, expert) for expert in owned_experts(entry))
 
 
 def _owned_part(entry: TableEntry, expert: int) -> OwnedPart:
@@ -264,7 +264,7 @@ def _owned_part(entry: TableEntry, expert: int) -> OwnedPart:
     return OwnedPart(base=base, low=low, high=high, first_whole=first, end_whole=max(first, end))
 
 
-def _owned_experts(entry: TableEntry) -> range:
+def owned_experts(entry: TableEntry) -> range:
     """Return the experts of which the entry has at least one element; it has some."""
     _, rows, cols = entry.target.shape
     numel = rows * cols
@@ -276,7 +276,7 @@ def _amax_slots(exchange: Exchange, experts: range, first: int) -> Tensor:
     return torch.tensor(own, dtype=torch.int64, device="cpu")
 
 
-def _describe(entry: TableEntry, experts: range, slots: Tensor) -> Tensor:
+def describe_members(entry: TableEntry, experts: range, slots: Tensor) -> Tensor:
     """Return the descriptors of the owned experts, [len(experts), 15] int64 on the CPU."""
     source, target = entry.source, entry.target
     _, rows, cols = target.shape
@@ -350,17 +350,18 @@ def _cut_tiles(
         part = _owned_part(entry, group.start)
         whole_rows = range(part.first_whole // cols, part.end_whole // cols, height)
         numbers = range(first + group.start - experts.start, first + group.stop - experts.start)
-        whole.append(_tiles(numbers, whole_rows, cols, tile, 0))
+        whole.append(grid_of_tiles(numbers, whole_rows, cols, tile, 0))
         touched = range(part.low // (height * cols) * height, -(-part.high // cols), height)
         for row in touched:
             slot = exchange.bands.get((group.start, row))
             if slot is not None:
-                cut.append(_tiles(numbers, range(row, row + 1), cols, tile, slot))
+                cut.append(grid_of_tiles(numbers, range(row, row + 1), cols, tile, slot))
     none = torch.empty((0, TILE_FIELDS), dtype=torch.int64, device="cpu")
     return torch.cat([none, *whole]), torch.cat([none, *cut])
 
 
-def _tiles(descriptors: range, rows: range, cols: int, tile: Tile, slot: int) -> Tensor:
+def grid_of_tiles(descriptors: range, rows: range, cols: int, tile: Tile, slot: int) -> Tensor:
+    """Return the tiles of some rows of some members, [n, 4] int64 on the CPU."""
     axes = (descriptors, rows, range(0, cols, tile.cols), range(slot, slot + 1))
     tensors = [torch.arange(a.start, a.stop, a.step, device="cpu") for a in axes if len(a)]
     if len(tensors) < len(axes):

@@ -111,3 +111,8 @@ FAKE_FORWARD = FlatTile(numel=4096, num_warps=4)
 """Of fake quantization: values to values."""
 FAKE_BACKWARD = FlatTile(numel=4096, num_warps=4)
 """Of its backward pass: values and gradients to gradients."""
+
+HEALTH_TILE = Tile(cols=128, num_warps=4)
+"""Columns that one program measures."""
+HEALTH_ROWS = 256
+"""Rows that one program measures, a multiple of every band: few programs add to one sum."""

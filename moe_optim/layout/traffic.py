@@ -55,6 +55,11 @@ def step_bytes(
     return numel * (grad_bytes + masters + 2 * moment_bytes + format.wire_bytes_per_element)
 
 
+def health_bytes(format: "BlockScaledFormat", numel: int) -> Fraction:
+    """Return the bytes that a look at owned elements reads: masters and rowwise planes."""
+    return numel * (_MASTER + format.data_bytes_per_element + format.scale_bytes_per_element)
+
+
 def finish_bytes(format: "BlockScaledFormat", rows: int, cols: int) -> int:
     """Return the bytes that have to move after the gather, for one expert.
 

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,12 @@ from megatron.core.transformer.module import param_is_not_shared
 from megatron.core.utils import unwrap_model
 from megatron.training import get_args
 
+from moe_optim.console.provenance import commit
+from moe_optim.environment import MODULES, find_gpus, find_package
 from moe_optim.megatron.optimizer.description import describe
 from moe_optim.megatron.patching.engine import original
 from moe_optim.megatron.weights.managed import is_managed
+from moe_optim.version import VERSION
 
 
 def compile_helpers() -> None:
@@ -45,11 +49,27 @@ def setup_model_and_optimizer(
         pg_collection=pg_collection,
     )
     folder = get_args().tensorboard_dir
-    description = describe_model(model, optimizer) | {"rank0": asdict(describe(model, optimizer))}
+    description = describe_model(model, optimizer) | {
+        "rank0": asdict(describe(model, optimizer)),
+        "environment": describe_environment(),
+    }
     if folder and dist.get_rank() == 0:
         path = Path(folder).parent / "model.json"
         path.write_text(json.dumps(description, indent=2) + "\n")
     return model, optimizer, scheduler
+
+
+def describe_environment() -> dict[str, Any]:
+    """Return versions, the commit of a checkout, and what this rank computes on."""
+    packages = {name: find_package(name) for name in ("python", *MODULES)}
+    devices = [gpu.name for gpu in find_gpus()]
+    cores = f"CPU, {os.cpu_count()} cores"
+    return {
+        "versions": {"moe_optim": VERSION}
+        | {name: found.version for name, found in packages.items() if found is not None},
+        "commit": commit(),
+        "device": cores if os.environ.get("MOE_OPTIM_CPU") == "1" or not devices else devices[0],
+    }
 
 
 def describe_model(model: list[Any], optimizer: Any) -> dict[str, Any]:

@@ -269,6 +269,7 @@ class _Training:
         argv += self.recipe.megatron_argv()
         argv += ["--save", str(folder.checkpoints)]
         argv += ["--tensorboard-dir", str(folder.tensorboard), "--tensorboard-log-interval", "1"]
+        argv += ["--log-timers-to-tensorboard", *([] if cpu else ["--log-memory-to-tensorboard"])]
         if dataset is not None:
             argv += dataset_argv(dataset, folder.index_cache)
         if self.args.resume:

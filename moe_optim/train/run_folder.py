@@ -11,6 +11,7 @@
     RUN/model.json        what rank 0 says about the model it trained
     RUN/summary.json      written last: a run that has it has finished
     RUN/loss.png
+    RUN/report/           written by `moe-optim report`: index.html and its pictures
     RUN/.lock             held by the launcher for as long as the run lives
 """
 
@@ -41,6 +42,7 @@ class RunFolder:
         self.model = path / "model.json"
         self.summary = path / "summary.json"
         self.loss_plot = path / "loss.png"
+        self.report = path / "report"
 
     def next_log_folder(self) -> Path:
         """Return the log folder of the coming launch; those of earlier launches are kept."""

@@ -12,24 +12,13 @@ from rich.table import Table
 from moe_optim.console.files import write_atomically
 from moe_optim.console.pictures import png_of
 from moe_optim.errors import LayoutError
+from moe_optim.train.events import TRAIN_TAG, VALIDATION_TAG, Point, read_events
 from moe_optim.train.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-TRAIN_TAG, VALIDATION_TAG = "lm loss", "lm loss validation"
 _MODEL_KEYS = ("optimizer", "format", "parameters", "quantized_parameters", "rank0")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Point:
-    """One loss as an event file has it."""
-
-    iteration: int
-    loss: float
-    """Nats a token."""
-    time: float
-    """Seconds since 1970."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,50 +44,9 @@ class LaunchFacts:
 
 
 def read_curves(folder: Path) -> Curves:
-    """Read the event files of all launches; where two launches overlap, the later one counts.
-
-    A launch that starts at iteration n takes back everything at and after n from those before it,
-    be it that it was resumed there or began again.
-    """
-    launches = [_read_events(path) for path in folder.glob("events.out.tfevents.*")]
-    launches.sort(key=lambda launch: min((p.time for curve in launch for p in curve), default=0.0))
-    train: list[Point] = []
-    validation: list[Point] = []
-    for more_train, more_validation in launches:
-        train = _continue(train, more_train, more_train)
-        validation = _continue(validation, more_validation, [*more_train, *more_validation])
-    return Curves(train=tuple(train), validation=tuple(validation))
-
-
-def _read_events(path: Path) -> tuple[list[Point], list[Point]]:
-    """Return training and validation losses of one launch.
-
-    Megatron writes its loss on the test text under the validation tag too, and after the
-    validation losses of the same iteration: the first one of an iteration is the one to keep.
-    """
-    from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
-        EventAccumulator,
-    )
-
-    events = EventAccumulator(str(path), size_guidance={"scalars": 0}).Reload()
-    tags = events.Tags()["scalars"]
-    curves: list[list[Point]] = []
-    for tag in (TRAIN_TAG, VALIDATION_TAG):
-        points: dict[int, Point] = {}
-        for event in events.Scalars(tag) if tag in tags else ():
-            point = Point(iteration=event.step, loss=event.value, time=event.wall_time)
-            points.setdefault(event.step, point)
-        curves.append(list(points.values()))
-    return curves[0], curves[1]
-
-
-def _continue(
-    curve: Sequence[Point], more: Sequence[Point], launch: Sequence[Point]
-) -> list[Point]:
-    """Return ``curve`` up to where ``launch`` began, and ``more``, a curve of that launch."""
-    begin = min((point.iteration for point in launch), default=None)
-    kept = [point for point in curve if begin is None or point.iteration < begin]
-    return kept + sorted(more, key=lambda point: point.iteration)
+    """Read the losses of all launches, see :func:`read_events`."""
+    scalars = read_events(folder).scalars
+    return Curves(train=scalars.get(TRAIN_TAG, ()), validation=scalars.get(VALIDATION_TAG, ()))
 
 
 def iterations_per_second(curve: Sequence[Point], resumed_from: int | None) -> float | None:
@@ -128,9 +76,9 @@ def build_summary(model: Mapping[str, Any], curves: Curves, facts: LaunchFacts) 
         "quantized_parameters": model["quantized_parameters"],
         "rank0": model["rank0"],
         "iterations": curves.train[-1].iteration,
-        "loss_first": curves.train[0].loss,
-        "loss_last": curves.train[-1].loss,
-        "validation_losses": [point.loss for point in curves.validation],
+        "loss_first": curves.train[0].value,
+        "loss_last": curves.train[-1].value,
+        "validation_losses": [point.value for point in curves.validation],
         "validation_iterations": [point.iteration for point in curves.validation],
         "test_loss": facts.test_loss,
         "byte_entropy": facts.byte_entropy,
@@ -180,7 +128,7 @@ def plot_losses(curves: Curves, summary: Mapping[str, Any]) -> bytes:
 
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     axes = figure.subplots()
-    _draw_curves(axes, curves)
+    draw_curves(axes, curves)
     entropy = summary["byte_entropy"]
     if entropy is not None:
         label = f"byte entropy of the held-out text: {entropy:z.2f}"
@@ -195,20 +143,21 @@ def plot_losses(curves: Curves, summary: Mapping[str, Any]) -> bytes:
     return png_of(figure)
 
 
-def _draw_curves(axes: "Axes", curves: Curves) -> None:
+def draw_curves(axes: "Axes", curves: Curves) -> None:
+    """Draw training loss, as it is and smoothed, and held-out loss."""
     iterations = [point.iteration for point in curves.train]
-    losses = [point.loss for point in curves.train]
+    losses = [point.value for point in curves.train]
     axes.plot(iterations, losses, color="tab:blue", alpha=0.25, linewidth=0.8)
     axes.plot(iterations, smoothed(losses), color="tab:blue", linewidth=1.8, label="training")
     held_out = curves.validation
     axes.plot(
         [point.iteration for point in held_out],
-        [point.loss for point in held_out],
+        [point.value for point in held_out],
         color="tab:orange",
         marker="o",
         markersize=5,
         linewidth=1,
-        label=f"held-out, {held_out[-1].loss:.2f} at the end" if held_out else None,
+        label=f"held-out, {held_out[-1].value:.2f} at the end" if held_out else None,
     )
 
 

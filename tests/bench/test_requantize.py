@@ -42,6 +42,7 @@ WORK = [
     "step to wire planes, fp32 moments",
     "step to wire planes, bf16 moments",
     "gradient norm",
+    "health",
 ]
 
 
@@ -85,10 +86,10 @@ def test_every_format_and_work_has_a_row_by_default(measure):
 def test_a_shard_requantizes_its_part_and_gathers_nothing(measure):
     """Only NVFP4 has a maximum over ranks that own whole blocks, and the row says what it lacks."""
     rows = measure("--shape-set", "small", "--shard", "1/4", "--format", "nvfp4", "mxfp8")["rows"]
-    first, second, _, *steps, norm = WORK
+    first, second, _, *steps, norm, health = WORK
     of_shards = [first, second, *steps]
     alone = [f"{work}, no all-reduce" for work in of_shards]
-    assert [row["work"] for row in rows] == [*alone, norm, *of_shards, norm]
+    assert [row["work"] for row in rows] == [*alone, norm, health, *of_shards, norm, health]
     for row in rows:
         assert (row["shard"], row["members"]) == ("1/4", 8)
         assert row["parameters"] == 8 * 256 * 128 // 4

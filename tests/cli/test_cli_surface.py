@@ -27,6 +27,7 @@ SURFACE = {  # command -> its positionals and options
         "--deterministic",
     },
     "bench requantize": {"--format", "--shape-set", "--shard", "--against", "--json"},
+    "compare": {"RUN", "--out"},
     "convert": {
         *("SRC", "DST", "--to", "--from", "--glu-interleave", "--source-glu-interleave"),
         *("--format", "--weights-only", "--rename", "--num-experts"),
@@ -40,8 +41,9 @@ SURFACE = {  # command -> its positionals and options
     "patch revert": {"PATH"},
     "plan": {"RECIPE", "--gpus", "--bandwidth", "--set", "--out", "--json"},
     "recipes copy": {"NAME", "DIR"},
+    "report": {"RUN", "--out"},
     "run": {"--megatron-lm", "--recipe", "--dry-run", "SCRIPT", "ARGS"},
-    "train": {"RECIPE", "--out", "--set", "--text", "--resume", "--ranks", "--cpu"},
+    "train": {"RECIPE", "--out", "--set", "--formats", "--text", "--resume", "--ranks", "--cpu"},
     "verify": {"A", "B", "--json", "--weights-only", "--rename", "--num-experts"},
 }
 

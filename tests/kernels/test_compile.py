@@ -8,6 +8,8 @@ from moe_optim.kernels import member_table
 from moe_optim.kernels.exchange import plan_exchange
 from moe_optim.kernels.fake.table import find_table
 from moe_optim.kernels.finish_table import FinishTable
+from moe_optim.kernels.health import HealthEntry, HealthTable
+from moe_optim.kernels.health import table as health_table
 from moe_optim.kernels.launch_table import HYPER_FIELDS, LaunchTable, own_slots
 from moe_optim.kernels.member_table import MemberTable
 from moe_optim.kernels.norm import Gradients, NormTable
@@ -23,6 +25,7 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from moe_optim.kernels import launch  # noqa: E402
 from moe_optim.kernels.fake import launch as fake_launch  # noqa: E402
+from moe_optim.kernels.health import launch as health_launch  # noqa: E402
 from moe_optim.kernels.norm import launch as norm_launch  # noqa: E402
 from moe_optim.kernels.steps import launch as step_launch  # noqa: E402
 
@@ -188,3 +191,15 @@ def test_fake_quantization_compiles(dtype, capability, monkeypatch):
         assert "ld.global.v4.b32" in asm["ptx"] and "st.global.v4.b32" in asm["ptx"]
     assert "div.rn.f32" in integers["ptx"] and "fma" not in integers["ptx"]
     assert "cvt.rn.satfinite.e4m3x2" in e4m3["ptx"] and "div.full" not in e4m3["ptx"]
+
+
+@pytest.mark.parametrize("capability", [HOPPER, BLACKWELL])
+@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+def test_measuring_health_compiles(format, capability, monkeypatch):
+    monkeypatch.setattr(health_table, "has_kernels", lambda device: True)
+    target = QuantizedWeight.empty(format, SHAPE)
+    entry = TableEntry(parameter="fc", source=torch.zeros(SHAPE), target=target)
+    one = HealthEntry(entry=entry, rows=torch.arange(SHAPE[0]))
+    table = HealthTable.build([one], SHAPE[0], device=torch.device("cpu"))
+    bound = health_launch._bind(table, table.launches[0])
+    assert compiled(bound, capability).asm["cubin"]

@@ -9,10 +9,11 @@ from fractions import Fraction
 from math import prod
 
 from moe_optim.cli.main import build_parser
-from moe_optim.config import MoEOptimConfig, available_values, field_names, spell
+from moe_optim.config import MoEOptimConfig, field_names, spell, spell_values
 from moe_optim.errors import LayoutError
 from moe_optim.expert_keys.layouts import LAYOUTS
 from moe_optim.formats import DIRECTIONS, FORMATS, BlockScaledFormat
+from moe_optim.health import THRESHOLDS
 from moe_optim.layout.partition import Partition, PlanePartition, infer_partition
 from moe_optim.megatron.buffers.states import OWN_MEMORY, SHARED_MEMORY, Event, Transition
 from moe_optim.megatron.launch.arguments import add_moe_optim_arguments
@@ -64,7 +65,7 @@ def knobs() -> str:
         (
             [
                 f"`{name}`",
-                ", ".join(f"`{spell(value)}`" for value in available_values(name)),
+                ", ".join(f"`{value}`" for value in spell_values(name)),
                 f"`{spell(getattr(defaults, name))}`",
                 docs[name],
             ]
@@ -312,12 +313,23 @@ def floors() -> str:
     )
 
 
+def health_thresholds() -> str:
+    return table(
+        ["figure", *(f"{element.upper()} elements" for element in THRESHOLDS)],
+        (
+            [f"`{figure}`", *(f"{limits[figure]:g}" for limits in THRESHOLDS.values())]
+            for figure in THRESHOLDS["e4m3"]
+        ),
+    )
+
+
 CODE_TABLES: Mapping[str, Callable[[], str]] = {
     "commands": commands,
     "expert-layouts": expert_layouts,
     "flags": flags,
     "floors": floors,
     "formats": formats,
+    "health-thresholds": health_thresholds,
     "knobs": knobs,
     "mesh-maxima": mesh_maxima,
     "mesh-planes": mesh_planes,

@@ -20,7 +20,7 @@ ITERATIONS = 4
 
 def train(out):
     words = ["train", str(REPOSITORY / "recipes" / "quickstart.yaml"), "--out", str(out)]
-    words += ["--cpu", "--text", str(out.parent / "text")]
+    words += ["--cpu", "--text", str(out.parent / "text"), "--set", "moe_optim.health_interval=2"]
     megatron = ["--train-iters", str(ITERATIONS), "--eval-interval", "2", "--eval-iters", "1"]
     return cli.main([*words, "--", *megatron, "--lr-warmup-iters", "0", "--save-interval", "4"])
 
@@ -63,6 +63,15 @@ def test_everything_promised_lies_in_the_run_folder(run_folder):
         "rank1.log",
     }
     assert checkpoint_defect(run_folder / "checkpoints" / "iter_0000004") is None
+
+
+def test_the_report_shows_what_was_trained_and_where(run_folder, capsys):
+    assert cli.main(["report", str(run_folder)]) == 0
+    assert str(run_folder / "report" / "index.html") in capsys.readouterr().out
+    page = (run_folder / "report" / "index.html").read_text()
+    for text in ("layers.1.fc2", "At iteration 4, the last", "megatron-core 0.19", "CPU, "):
+        assert text in page
+    assert (run_folder / "report" / "error.png").is_file()
 
 
 def test_what_the_quickstart_leaves_converts_with_masters_and_moments(run_folder, capsys):

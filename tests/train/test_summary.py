@@ -78,8 +78,8 @@ def test_a_resumed_launch_takes_back_what_came_after_its_checkpoint(tmp_path):
     write_events(tmp_path, {TRAIN: losses(21, 25, offset=1.0), VALIDATION: [(25, 5.0)]}, 200)
     curves = read_curves(tmp_path)
     assert [point.iteration for point in curves.train] == list(range(1, 26))
-    assert curves.train[20].loss == pytest.approx(4 / 21 + 1)
-    assert [(point.iteration, point.loss) for point in curves.validation] == [(10, 9.0), (25, 5.0)]
+    assert curves.train[20].value == pytest.approx(4 / 21 + 1)
+    assert [(point.iteration, point.value) for point in curves.validation] == [(10, 9.0), (25, 5.0)]
     assert iterations_per_second(curves.train, 20) == pytest.approx(1.0)
 
 
@@ -88,13 +88,13 @@ def test_an_evaluation_after_a_resume_without_training_takes_nothing_back(tmp_pa
     write_events(tmp_path, {VALIDATION: [(30, 2.5)]}, 200)
     curves = read_curves(tmp_path)
     assert len(curves.train) == 30
-    assert [(point.iteration, point.loss) for point in curves.validation] == [(10, 3.0), (30, 2.5)]
+    assert [(point.iteration, point.value) for point in curves.validation] == [(10, 3.0), (30, 2.5)]
     assert iterations_per_second(curves.train, 30) is None
 
 
 def test_the_test_loss_under_the_validation_tag_is_not_a_validation_loss(tmp_path):
     write_events(tmp_path, {TRAIN: losses(1, 4), VALIDATION: [(4, 2.0), (4, 2.1), (4, 3.0)]}, 100)
-    assert [point.loss for point in read_curves(tmp_path).validation] == [2.0]
+    assert [point.value for point in read_curves(tmp_path).validation] == [2.0]
 
 
 @pytest.mark.parametrize("missing", ["model", "events"])

@@ -18,6 +18,7 @@ from moe_optim.errors import ConfigError, NonFiniteError
 from moe_optim.megatron.active import config_in_force
 from moe_optim.megatron.checkpoint.param_groups import states_by_part
 from moe_optim.megatron.experts.module import first_experts
+from moe_optim.megatron.health.monitor import HealthMonitor
 from moe_optim.megatron.optimizer.fused import (
     NORMS,
     as_megatron_returns,
@@ -55,6 +56,7 @@ class GroupedChainedOptimizer(ChainedOptimizer):
         self.policy = config.nonfinite
         self.is_fused = self._agree_to_fuse(config)
         self._must_skip = False
+        self.health = HealthMonitor(self, config.health_interval, config.backend)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Take a graph of our own where a training loop puts Megatron's in the place of ``step``.
@@ -74,6 +76,7 @@ class GroupedChainedOptimizer(ChainedOptimizer):
         Raises:
             NonFiniteError: as :meth:`get_grad_norm`.
         """
+        self.health.before_step()
         return self._step_fused() if self.is_fused else super().step()
 
     def _agree_to_fuse(self, config: MoEOptimConfig) -> bool:
@@ -231,6 +234,8 @@ class GroupedChainedOptimizer(ChainedOptimizer):
         return super().state_dict()
 
     def _hear_of_last_step(self) -> None:
+        """Say what is known by now, as a run may end with this save."""
+        self.health.tell()
         step = vars(self).get("step")
         if isinstance(step, GraphedStep):
             step.tell()

@@ -101,6 +101,16 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
             and any(id(bucket) in mine for bucket in group.buckets)
         ]
 
+    @property
+    def managed_buckets(self) -> tuple[ManagedBucket, ...]:
+        """The buckets of quantized weights whose masters this optimizer steps."""
+        return self._buckets
+
+    def finish_gathers(self) -> None:
+        """Wait for gathers of quantized weights in flight, and put their results in place."""
+        for group in self._managed_groups:
+            group.finish_gather()
+
     def masters_of(self, bucket: ManagedBucket) -> list[OwnedMaster]:
         """Return the masters of what this rank owns in ``bucket``, not copies."""
         params = set(bucket.params)
@@ -191,8 +201,7 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
             StateError: gradients were not reduced, weights are offloaded, or another optimizer was
                 built for the model since.
         """
-        for group in self._managed_groups:
-            group.finish_gather()  # it reads what is written now
+        self.finish_gathers()  # they read what is written now
         with self._moving_masters():
             return super().step_with_ready_grads()
 

@@ -55,6 +55,7 @@ class GraphedStep:
                 changed nothing; neither does this one.
         """
         self.tell()
+        self._chain.health.before_step()
         parts = self._chain.stepping
         for part in parts:
             part.read_gradients()

@@ -1,0 +1,5 @@
+"""What quantized experts have lost: the table of masters and planes, and the kernel over them."""
+
+from moe_optim.kernels.health.table import HealthEntry, HealthTable
+
+__all__ = ["HealthEntry", "HealthTable"]

@@ -1,0 +1,1 @@
+"""The health of quantized experts while Megatron trains: measured, reduced, written, warned of."""

@@ -1,0 +1,63 @@
+"""Which expert of which layer each part of a quantized weight is, by names that never change."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moe_optim.megatron.weights.names import unwrapped_name
+
+_WEIGHT = re.compile(
+    r"(?P<above>.*?)layers\.(?P<layer>\d+)\.(?P<inside>.+)\.weight(?P<expert>\d*)$"
+)
+_LOCAL_EXPERT = re.compile(r"^local_experts\.(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ExpertName:
+    """One expert of one linear; a dense weight is its own only expert."""
+
+    layer: str
+    """Such as ``layers.3.fc1``, counted from 0 over all pipeline stages."""
+    expert: int
+    """Its number among all experts of the layer, over all ranks."""
+    element: str
+    """Of its format: ``e4m3`` or ``e2m1``."""
+
+
+def expert_names(model_chunks: Iterable[Any]) -> dict[torch.nn.Parameter, list[ExpertName]]:
+    """Return the names of the experts of every quantized weight that a bucket holds, in order."""
+    names = {}
+    for chunk in model_chunks:
+        modules = {unwrapped_name(name): module for name, module in chunk.named_modules()}
+        for name, param in chunk.named_parameters():
+            storage = getattr(param, "quantized_storage", None)
+            if storage is not None and storage.holder is not None:
+                names[param] = _names_of(unwrapped_name(name), storage, modules)
+    return names
+
+
+def _names_of(name: str, storage: Any, modules: dict[str, Any]) -> list[ExpertName]:
+    num_experts, element = storage.shape[0], storage.format.element
+    found = _WEIGHT.match(name)
+    if found is None:
+        label = name.removesuffix(".weight")
+        return [ExpertName(label, expert, element) for expert in range(num_experts)]
+    path = f"{found['above']}layers.{found['layer']}"
+    number = getattr(modules.get(path), "layer_number", int(found["layer"]) + 1) - 1
+    inside, is_expert = _without(found["inside"], "mlp.experts.")
+    local = _LOCAL_EXPERT.match(inside)
+    inside = _LOCAL_EXPERT.sub("", inside).replace("linear_", "")
+    above = found["above"].removeprefix("decoder.")
+    first = 0
+    if is_expert:
+        numbers = getattr(modules.get(f"{path}.mlp"), "local_expert_indices", [0])
+        first = numbers[0] + int(local[1] if local else found["expert"] or 0)
+    label = f"{above}layers.{number}.{inside}"
+    return [ExpertName(label, first + expert, element) for expert in range(num_experts)]
+
+
+def _without(text: str, prefix: str) -> tuple[str, bool]:
+    return text.removeprefix(prefix), text.startswith(prefix)

@@ -1,0 +1,1 @@
+"""What a run has left behind as a page of pictures, and several runs beside each other."""

@@ -1,0 +1,140 @@
+"""A run folder as a report needs it."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from moe_optim.errors import LayoutError
+from moe_optim.health import THRESHOLDS
+from moe_optim.train.events import TRAIN_TAG, VALIDATION_TAG, Events, Point, read_events
+from moe_optim.train.run_folder import RunFolder
+from moe_optim.train.summary import Curves
+
+if TYPE_CHECKING:
+    import numpy as np
+
+HEALTH = "moe_optim/"
+_BY_EXPERT = "/by_expert"
+_TIME = "-time"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """One figure of every expert, at the last iteration that health was looked at."""
+
+    iteration: int
+    layers: tuple[str, ...]
+    values: "np.ndarray"
+    """[layers, experts] fp32; NaN where a layer has fewer experts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a run has left behind; what it has not is empty."""
+
+    name: str
+    path: Path
+    model: Mapping[str, Any]
+    """``model.json``."""
+    summary: Mapping[str, Any]
+    """``summary.json``, which unfinished runs lack."""
+    events: Events
+
+    def points(self, tag: str) -> tuple[Point, ...]:
+        """Return a scalar over iterations; empty where it was not logged."""
+        return self.events.scalars.get(tag, ())
+
+    @property
+    def curves(self) -> Curves:
+        """The losses."""
+        return Curves(train=self.points(TRAIN_TAG), validation=self.points(VALIDATION_TAG))
+
+    @property
+    def format(self) -> str:
+        """Of the expert weights."""
+        return str(self.model.get("format", "unknown format"))
+
+    @property
+    def times(self) -> dict[str, float]:
+        """Timer of Megatron -> median milliseconds an iteration, as far as they were logged."""
+        return {
+            tag.removesuffix(_TIME): 1e3 * median(point.value for point in points)
+            for tag, points in self.events.scalars.items()
+            if tag.endswith(_TIME)
+        }
+
+    @property
+    def health_layers(self) -> list[str]:
+        """The linears whose health was looked at, in the order in which they were written."""
+        tags = (tag.removeprefix(HEALTH) for tag in self.events.tensors if tag.startswith(HEALTH))
+        return list(dict.fromkeys(tag.split("/")[0] for tag in tags))
+
+    def look(self, figure: str) -> Look | None:
+        """Return the last values of a figure of health, or None."""
+        import numpy as np
+
+        last = {
+            layer: points[-1]
+            for layer in self.health_layers
+            if (points := self.events.tensors.get(f"{HEALTH}{layer}/{figure}{_BY_EXPERT}"))
+        }
+        if not last:
+            return None
+        experts = max(len(values) for _, values in last.values())
+        table = np.full((len(last), experts), np.nan, dtype=np.float32)
+        for row, (_, values) in zip(table, last.values(), strict=True):
+            row[: len(values)] = values
+        iteration = max(iteration for iteration, _ in last.values())
+        return Look(iteration=iteration, layers=tuple(last), values=table)
+
+    def health_warnings(self) -> list[str]:
+        """Return a sentence for each figure above its threshold, or NaN, at the last look."""
+        limits = THRESHOLDS["e2m1" if self.format == "nvfp4" else "e4m3"]
+        return [
+            f"{layer}, expert {expert}: {name} is {value:.4g}, above {limit:g}"
+            for name, limit in limits.items()
+            if (look := self.look(name)) is not None
+            for layer, row in zip(look.layers, look.values, strict=True)
+            for expert, value in enumerate(row.tolist())
+            if value > limit
+        ]
+
+
+def read_run(path: Path) -> Run:
+    """Read what a run has left in its folder; it may be unfinished.
+
+    Args:
+        path: a run folder of ``moe-optim train``, or a folder with TensorBoard events of Megatron.
+
+    Raises:
+        LayoutError: there are no events with a training loss, or a file is no JSON.
+    """
+    folder = RunFolder(path)
+    of_events = folder.tensorboard if folder.tensorboard.is_dir() else path
+    events = read_events(of_events, tensors=HEALTH)
+    if not events.scalars.get(TRAIN_TAG):
+        raise LayoutError(
+            f"{path}: expected a run folder, with TensorBoard events and the scalar {TRAIN_TAG!r} "
+            "in them, got none. Name a folder that `moe-optim train` has written, or Megatron's "
+            "--tensorboard-dir."
+        )
+    return Run(
+        name=path.resolve().name,
+        path=path,
+        model=_read(folder.model),
+        summary=_read(folder.summary),
+        events=events,
+    )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text())
+    except ValueError as error:
+        raise LayoutError(f"{path}: expected JSON, got something else. Remove the file.") from error
+    return dict(content)

@@ -1,0 +1,170 @@
+"""A report says what a run has left behind, what it has not, and needs nothing else."""
+
+import base64
+import io
+import re
+from html.parser import HTMLParser
+
+import matplotlib.image
+import numpy as np
+import pytest
+
+from moe_optim.cli import main as cli
+from moe_optim.health import Sum
+from moe_optim.report.page import Page, Section, Table
+from moe_optim.report.reading import read_run
+from moe_optim.report.run_report import build_page
+from tests.support.report_runs import LOSSES, look_at, write_run
+
+
+class Reader(HTMLParser):
+    """Collects elements, text, and what a browser would load."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.loads, self.tags, self.alts, self.text, self._open = [], [], [], "", []
+        self.feed(html)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag, attributes):
+        named = dict(attributes)
+        self.tags.append(tag)
+        self.loads += [v for k, v in attributes if k in ("src", "href", "data", "action")]
+        if tag == "img":
+            self.alts.append(named["alt"])
+        if tag not in ("meta", "img", "br"):
+            self._open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self._open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += f"{data} " if data.strip() else ""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A finished run that was looked at twice."""
+    path = tmp_path_factory.mktemp("runs") / "finished"
+    return write_run(path, looks={20: look_at(), 40: look_at(factor=2.0)})
+
+
+@pytest.fixture(scope="module")
+def page(run):
+    assert cli.main(["report", str(run)]) == 0
+    return Reader((run / "report" / "index.html").read_text())
+
+
+def test_the_page_loads_nothing_and_runs_nothing(page):
+    assert page.loads and all(url.startswith("data:image/png;base64,") for url in page.loads)
+    assert not {"script", "link", "iframe", "object", "base"} & set(page.tags)
+
+
+def test_every_picture_lies_beside_the_page_too_and_shows_something(run, page):
+    inside = {base64.b64decode(url.partition(",")[2]) for url in page.loads}
+    beside = {path.read_bytes() for path in (run / "report").glob("*.png")}
+    assert inside == beside and len(inside) == len(page.loads) == len(set(page.alts))
+    for png in inside:
+        image = matplotlib.image.imread(io.BytesIO(png))
+        assert image.shape[1] == 1000
+        assert 0.2 < image[..., :3].mean() < 0.99
+
+
+def test_a_phone_is_told_its_width_and_pictures_give_way(run, page):
+    html = (run / "report" / "index.html").read_text()
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in html
+    assert re.search(r"img \{[^}]*width: 100%", html)
+    assert re.search(r"\.wide \{ overflow-x: auto", html)
+
+
+SAID = {
+    "losses": "training loss 4.0000 → 0.1000 nats/byte",
+    "held-out": "held-out loss 0.2500 → 0.1250 nats/byte",
+    "recipe": "recipe quickstart.yaml",
+    "versions": "torch 2.11.0, megatron-core 0.19.2",
+    "commit": "commit abc1234",
+    "hardware": "device NVIDIA H100",
+    "command, escaped": "moe-optim train quickstart --out <runs>",
+    "speed": "2.50 iterations/s",
+    "when health was looked at": "At iteration 40, the last that was looked at.",
+    "what Megatron does not log": "Megatron does not log how many tokens each expert gets",
+}
+
+
+@pytest.mark.parametrize("text", SAID.values(), ids=SAID.keys())
+def test_the_page_says(page, text):
+    assert text in " ".join(page.text.split())
+
+
+def test_every_part_has_its_picture(page):
+    names = " ".join(page.alts)
+    for what in ("loss", "Gradient norm", "largest magnitude", "relative error", "time"):
+        assert what in names
+
+
+def test_heat_maps_have_the_last_figures_of_every_expert(run):
+    found = read_run(run).look("amax")
+    assert found.iteration == 40
+    assert found.layers == ("layers.0.fc1", "layers.0.fc2", "layers.1.fc1", "layers.1.fc2")
+    wanted = np.stack([health.amax.float().numpy() for health in look_at(factor=2.0)])
+    np.testing.assert_array_equal(found.values, wanted)
+
+
+def test_layers_with_fewer_experts_leave_blanks(tmp_path):
+    looks = [*look_at(layers=1), look_at(layers=2, experts=2)[2]]
+    found = read_run(write_run(tmp_path / "run", looks={10: looks})).look("error")
+    assert found.values.shape == (3, 4)
+    assert np.isnan(found.values[2, 2:]).all() and not np.isnan(found.values[:2]).any()
+
+
+def test_an_expert_above_a_threshold_is_named(tmp_path):
+    looks = look_at(layers=1)
+    looks[0].sums[3, Sum.SATURATED] = 0.5 * looks[0].sums[3, Sum.ELEMENTS]
+    run = read_run(write_run(tmp_path / "run", looks={10: looks}))
+    assert run.health_warnings() == ["layers.0.fc1, expert 3: saturated is 0.5, above 0.02"]
+    assert run.health_warnings() == [line for one in looks for line in one.warnings()]
+    reader = Reader(build_page(run).html())
+    assert "layers.0.fc1, expert 3: saturated is 0.5, above 0.02" in reader.text
+
+
+def test_a_run_that_is_going_on_is_reported_with_what_there_is(tmp_path):
+    losses = {"lm loss": LOSSES["lm loss"][:3]}
+    run = read_run(write_run(tmp_path / "run", losses, model=None, summary=None))
+    text = " ".join(Reader(build_page(run).html()).text.split())
+    assert "iteration 3, not finished" in text
+    assert "Not looked at. Train with --set moe_optim.health_interval=100" in text
+    assert "Not logged by this run: grad-norm." in text
+    assert "and this run no load-balancing loss" in text
+    assert "not recorded command" in text
+
+
+def test_events_of_megatron_alone_can_be_reported(tmp_path):
+    run = write_run(tmp_path / "run", model=None, summary=None)
+    assert cli.main(["report", str(run / "tensorboard"), "--out", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "index.html").is_file()
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_folder_without_a_run_is_refused(tmp_path, there, capsys):
+    path = tmp_path if there else tmp_path / "absent"
+    assert cli.main(["report", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert f"{path}: expected a run folder, with TensorBoard events" in error
+
+
+def test_a_damaged_file_is_refused_by_name(tmp_path, capsys):
+    run = write_run(tmp_path / "run")
+    (run / "model.json").write_text("{")
+    assert cli.main(["report", str(run)]) == 2
+    assert "model.json: expected JSON" in capsys.readouterr().err
+
+
+def test_what_comes_from_a_run_is_text_and_never_markup():
+    section = Section(
+        title="<b>", text=["<i>"], warnings=["<u>"], table=Table(rows=[["<s>", '"&']]), note="<a>"
+    )
+    page = Reader(Page(title="<script>", subtitle="&amp;", sections=[section]).html())
+    assert not {"script", "b", "i", "u", "s", "a"} & set(page.tags)
+    for text in ("<script>", "<b>", "<i>", "<u>", "<s>", '"&', "&amp;"):
+        assert text in page.text
