@@ -1,0 +1,105 @@
+"""How functions of this package enter compiled graphs: as operations whose bodies run as written.
+
+``torch.compile`` may rearrange and fuse what it sees, which moves last bits, and it can neither
+read a value nor ask a bucket. An operation is one node of a graph, in namespace ``moe_optim``: the
+compiler knows shapes and dtypes of its results, and calls the body at every run of the graph. So
+bits are those of a run without compiling, and checks in a body are made every time.
+
+All operations return new tensors and change no tensor they are given. They stay outside of CUDA
+graphs, whose replays would skip the checks.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NAMESPACE = "moe_optim"
+
+
+def operation(body: Callable[..., Any], *, fake: Callable[..., Any], schema: str = "") -> Any:
+    """Register a function as the operation of its name.
+
+    Args:
+        body: reads tensors and constants, as its annotations say, and returns tensors that share
+            no memory with them. A leading underscore is not part of the operation's name.
+        fake: the same arguments, without values -> results of the right shapes, dtypes, strides.
+        schema: arguments and results, where annotations do not say it.
+
+    Returns:
+        torch's ``CustomOpDef``, to be called in place of ``body``. It has no gradient yet.
+    """
+    made = torch.library.custom_op(
+        f"{NAMESPACE}::{body.__name__.lstrip('_')}",
+        body,
+        mutates_args=(),
+        schema=schema or None,
+        tags=(torch.Tag.cudagraph_unsafe,),
+    )
+    made.register_fake(fake)
+    return made
+
+
+def differentiable(body: Callable[..., Tensor]) -> Any:
+    """Register a function of torch's operations, with the gradients that torch finds for it.
+
+    A backward pass computes ``body`` once more; until then its arguments alone are kept.
+
+    Args:
+        body: as for :func:`operation`. Gradients flow to tensors of floating point among its
+            arguments, and there is one result.
+    """
+    forward = operation(body, fake=body)
+    arguments = ", ".join(str(argument) for argument in forward._opoverload._schema.arguments)
+
+    def gradients(output_grad: Tensor, *inputs: Any) -> list[Tensor]:
+        leaves = [_as_leaf(value) if _is_differentiable(value) else value for value in inputs]
+        wanted = [leaf for leaf in leaves if _is_differentiable(leaf)]
+        with _autograd():
+            found = torch.autograd.grad(body(*leaves), wanted, output_grad)
+        return [gradient.contiguous() for gradient in found]
+
+    def empty_gradients(_: Tensor, *inputs: Any) -> list[Tensor]:
+        return [value.new_empty(value.shape) for value in inputs if _is_differentiable(value)]
+
+    gradients.__name__ = f"{body.__name__}_backward"
+    schema = f"(Tensor output_grad, {arguments}) -> Tensor[]"
+    backward = operation(gradients, fake=empty_gradients, schema=schema)
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
+        ctx.save_for_backward(*(v if isinstance(v, Tensor) else None for v in inputs))
+        ctx.constants = [None if isinstance(v, Tensor) else v for v in inputs]
+
+    def differentiate(ctx: Any, output_grad: Tensor) -> tuple[Tensor | None, ...]:
+        pairs = zip(ctx.saved_tensors, ctx.constants, strict=True)
+        inputs = [constant if tensor is None else tensor for tensor, constant in pairs]
+        found = iter(backward(output_grad, *inputs))
+        return tuple(next(found) if _is_differentiable(value) else None for value in inputs)
+
+    forward.register_autograd(differentiate, setup_context=keep)
+    return forward
+
+
+def _is_differentiable(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+@contextmanager
+def _autograd() -> Iterator[None]:
+    """Record operations for autograd, also in the body of an operation, which torch runs below it."""
+    included = torch._C._dispatch_tls_local_include_set()
+    excluded = torch._C._dispatch_tls_local_exclude_set() - _AUTOGRAD
+    with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
+        yield
+
+
+def _as_leaf(value: Tensor) -> Tensor:
+    with _autograd():
+        return value.detach().requires_grad_()
+
+
+_AUTOGRAD = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+for _key in ("AutogradFunctionality", "AutogradCPU", "AutogradCUDA"):
+    _AUTOGRAD = _AUTOGRAD | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _key))
