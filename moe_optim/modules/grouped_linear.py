@@ -10,6 +10,7 @@ from torch import Tensor
 from moe_optim.errors import StateError
 from moe_optim.formats import BlockScaledFormat, Direction
 from moe_optim.kernels.member_table import Backend
+from moe_optim.modules import compiled_product
 from moe_optim.modules.compute import QuantizedCopy
 from moe_optim.modules.grouped_product import (
     GradientEnd,
@@ -87,6 +88,7 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.delay_wgrad = delay_wgrad
         self._delayed: deque[WgradFactors] = deque()
+        self.handle = compiled_product.new_handle(self)
         self.quantized_copy: QuantizedCopy | None = None
         if compute is not None and format is None:
             self.quantized_copy = QuantizedCopy(compute, self.shape, f"{name}.weight", backend)
@@ -152,6 +154,11 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Copy and pickle the module without the gradients that passes of this one have delayed."""
         return self.__dict__ | {"_delayed": deque()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Become a linear of its own, also for graphs compiled before."""
+        super().__setstate__(state)
+        self.handle = compiled_product.new_handle(self)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GroupedLinear":
         """Move quantized experts as one storage; bf16 is their dtype already, and the only one."""
@@ -257,6 +264,8 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         Raises:
             StateError: the weights are behind their masters, or ahead of a delayed gradient.
         """
+        if torch.compiler.is_compiling():
+            return compiled_product.multiply(tokens, ends, self)
         if self._delayed and self._delayed[0].version != self.version():
             self.require_wgrads_taken()
         return multiply(tokens, ends, self)

@@ -30,6 +30,7 @@ class Linear(Protocol):
 
     name: str
     delay_wgrad: bool
+    handle: Tensor
 
     def operand(self, direction: Direction) -> Tensor:
         """Return what is multiplied, [E, R, C] bf16."""
@@ -68,6 +69,19 @@ class WgradFactors:
         return grouped_mm(self.output_grad.t(), self.tokens, offs=self.ends)
 
 
+def require_same_version(linear: Linear, version: Version) -> None:
+    """Check in a backward pass that weights are still those that were multiplied.
+
+    Raises:
+        StateError: they were written or exchanged since.
+    """
+    if linear.version() != version:
+        raise StateError(
+            f"{linear.name}.weight: the weights were rewritten between forward and "
+            "backward. Finish the backward passes of a step before the optimizer steps."
+        )
+
+
 def multiply(tokens: Tensor, ends: Tensor, linear: Linear) -> Tensor:
     """Multiply each expert's tokens by its weight; see :meth:`GroupedLinear.forward`.
 
@@ -104,11 +118,7 @@ class _Product(torch.autograd.Function):
         linear: Linear = ctx.linear
         (output_grad,) = output_grads
         output_grad = output_grad.contiguous()
-        if linear.version() != ctx.version:
-            raise StateError(
-                f"{linear.name}.weight: the weights were rewritten between forward and "
-                "backward. Finish the backward passes of a step before the optimizer steps."
-            )
+        require_same_version(linear, ctx.version)
         tokens_grad = None
         if ctx.needs_input_grad[0]:
             tokens_grad = grouped_mm(output_grad, linear.operand("columnwise"), offs=ends)

@@ -1,6 +1,7 @@
 """Quantized expert weights that torch and Megatron handle as one bf16 parameter."""
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,9 +9,23 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from moe_optim.errors import StateError
+from moe_optim.formats import get_format
 from moe_optim.modules.storage import PlaneStorage
+from moe_optim.modules.traced_storage import TracedStorage
 
 aten = torch.ops.aten
+
+
+def _plane(name: str) -> property:
+    """Return the property through which runs of compiled graphs fetch a plane of a weight."""
+
+    def fetch(weight: "GroupedWeight") -> Tensor | None:
+        weight.quantized_storage.require_fresh()
+        plane: Tensor | None = getattr(weight.quantized_storage.quantized, name)
+        return plane
+
+    fetch.__doc__ = f"``{name}`` of the storage, if the weight is that of the current masters."
+    return property(fetch)
 
 
 class GroupedWeight(Tensor):
@@ -30,6 +45,11 @@ class GroupedWeight(Tensor):
     """
 
     quantized_storage: PlaneStorage
+    rowwise_data = _plane("rowwise_data")
+    rowwise_scale = _plane("rowwise_scale")
+    columnwise_data = _plane("columnwise_data")
+    columnwise_scale = _plane("columnwise_scale")
+    global_amax = _plane("global_amax")
 
     @staticmethod
     def __new__(
@@ -66,6 +86,25 @@ class GroupedWeight(Tensor):
         _refuse_views(func, args)
         args, kwargs = pytree.tree_map_only(GroupedWeight, GroupedWeight.dequantize, (args, kwargs))
         return func(*args, **kwargs)
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[str, tuple[int, int, int]]]:
+        """Return, for ``torch.compile``, names of the planes, and the format and shape of all."""
+        storage = self.quantized_storage
+        return list(storage.format.plane_names), (storage.format.name, tuple(storage.shape))
+
+    @staticmethod
+    def __tensor_unflatten__(
+        planes: dict[str, Tensor],
+        meaning: tuple[str, tuple[int, int, int]],
+        outer_size: Sequence[int],
+        outer_stride: Sequence[int],  # noqa: ARG004  # of a weight without bytes: as if contiguous
+    ) -> "GroupedWeight":
+        """Return a weight that stands for one in the graph that is being compiled."""
+        name, shape = meaning
+        format = get_format(name)
+        in_order = [planes[plane] for plane in format.plane_names]
+        storage = TracedStorage.of_planes(format, shape, in_order)
+        return GroupedWeight(storage, torch.Size(outer_size))
 
     def dequantize(self) -> Tensor:
         """Return the rowwise values as an ordinary bf16 tensor of the logical shape.
