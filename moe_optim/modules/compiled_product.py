@@ -1,9 +1,8 @@
 """The product of all experts in compiled graphs: three operations around the code that runs without.
 
-A graph knows a linear by its *handle*, a number in a tensor, so that layers can share a graph. The
-bodies look the linear up at every run, and ask it for what it multiplies: weights that are behind
-their masters, or were written between forward and backward, raise there as they do without
-compiling. A handle is a value of this process; a copy of a linear gets one of its own.
+A graph knows a linear by its handle. The bodies look it up at every run, and ask it for what it
+multiplies: weights that are behind their masters, or were written between forward and backward,
+raise there as they do without compiling.
 
 Weight gradients leave the graph through autograd, as ``fuse_wgrad_accumulation=False`` has it: an
 operation may not write where the compiler does not look. DDP's hooks add them to ``main_grad`` when
@@ -12,9 +11,7 @@ they arrive, to the bits that a fused accumulation gives, since that too adds a 
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import count
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -28,17 +25,7 @@ from moe_optim.modules.grouped_product import (
     require_same_version,
 )
 from moe_optim.modules.grouped_weight import GroupedWeight
-
-_numbers = count()
-_linears: WeakValueDictionary[int, Linear] = WeakValueDictionary()
-
-
-def new_handle(linear: Linear) -> Tensor:
-    """Return the handle of a linear: a 0-dim int64 tensor on the host."""
-    number = next(_numbers)
-    _linears[number] = linear
-    return torch.tensor(number, device="cpu")
-
+from moe_optim.modules.handles import object_of
 
 def multiply(tokens: Tensor, ends: Tensor, linear: Linear) -> Tensor:
     """Multiply each expert's tokens by its weight, in a graph that is being compiled.
@@ -136,15 +123,9 @@ def _linear_of(weights: Sequence[Tensor], handle: Tensor) -> Linear:
     """Return the linear of a handle, whose weights lie where the graph has them.
 
     Raises:
-        StateError: it is gone, or the graph has given its weights other values, which it would not
-            see.
+        StateError: the graph has given its weights other values, which the linear would not see.
     """
-    linear = _linears.get(int(handle))
-    if linear is None:
-        raise StateError(
-            "compiled experts: expected the module of this graph, got none: it was freed, or the "
-            "graph comes from another process. Keep the module as long as its backward passes."
-        )
+    linear: Linear = object_of(handle)
     for weight, own in zip(weights, linear.weights(), strict=False):
         if weight.dtype == own.dtype and weight.data_ptr() != own.data_ptr():
             raise StateError(

@@ -20,6 +20,7 @@ from moe_optim.modules.grouped_product import (
     run_delayed_wgrad,
 )
 from moe_optim.modules.grouped_weight import GroupedWeight
+from moe_optim.modules.handles import handle_of
 from moe_optim.modules.recorded_amax import RecordsAmax
 from moe_optim.modules.storage import (
     MakeStorages,
@@ -88,7 +89,7 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.delay_wgrad = delay_wgrad
         self._delayed: deque[WgradFactors] = deque()
-        self.handle = compiled_product.new_handle(self)
+        self.handle = handle_of(self)
         self.quantized_copy: QuantizedCopy | None = None
         if compute is not None and format is None:
             self.quantized_copy = QuantizedCopy(compute, self.shape, f"{name}.weight", backend)
@@ -158,7 +159,7 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Become a linear of its own, also for graphs compiled before."""
         super().__setstate__(state)
-        self.handle = compiled_product.new_handle(self)
+        self.handle = handle_of(self)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GroupedLinear":
         """Move quantized experts as one storage; bf16 is their dtype already, and the only one."""

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -9,23 +10,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from moe_optim.errors import StateError
-from moe_optim.formats import get_format
+from moe_optim.formats import QuantizedWeight, get_format
 from moe_optim.modules.storage import PlaneStorage
 from moe_optim.modules.traced_storage import TracedStorage
 
 aten = torch.ops.aten
-
-
-def _plane(name: str) -> property:
-    """Return the property through which runs of compiled graphs fetch a plane of a weight."""
-
-    def fetch(weight: "GroupedWeight") -> Tensor | None:
-        weight.quantized_storage.require_fresh()
-        plane: Tensor | None = getattr(weight.quantized_storage.quantized, name)
-        return plane
-
-    fetch.__doc__ = f"``{name}`` of the storage, if the weight is that of the current masters."
-    return property(fetch)
 
 
 class GroupedWeight(Tensor):
@@ -45,11 +34,12 @@ class GroupedWeight(Tensor):
     """
 
     quantized_storage: PlaneStorage
-    rowwise_data = _plane("rowwise_data")
-    rowwise_scale = _plane("rowwise_scale")
-    columnwise_data = _plane("columnwise_data")
-    columnwise_scale = _plane("columnwise_scale")
-    global_amax = _plane("global_amax")
+    rowwise_data = property(attrgetter("quantized_storage.quantized.rowwise_data"))
+    rowwise_scale = property(attrgetter("quantized_storage.quantized.rowwise_scale"))
+    columnwise_data = property(attrgetter("quantized_storage.quantized.columnwise_data"))
+    columnwise_scale = property(attrgetter("quantized_storage.quantized.columnwise_scale"))
+    global_amax = property(attrgetter("quantized_storage.quantized.global_amax"))
+    handle = property(attrgetter("quantized_storage.handle"))
 
     @staticmethod
     def __new__(
@@ -88,13 +78,17 @@ class GroupedWeight(Tensor):
         return func(*args, **kwargs)
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[str, tuple[int, int, int]]]:
-        """Return, for ``torch.compile``, names of the planes, and the format and shape of all."""
+        """Return which attributes a compiled graph has in place of the weight, and what they mean.
+
+        They are the planes, and the handle by which the graph asks whether they are fresh.
+        """
         storage = self.quantized_storage
-        return list(storage.format.plane_names), (storage.format.name, tuple(storage.shape))
+        meaning = storage.format.name, tuple(storage.shape)
+        return [*storage.format.plane_names, "handle"], meaning
 
     @staticmethod
     def __tensor_unflatten__(
-        planes: dict[str, Tensor],
+        tensors: dict[str, Tensor],
         meaning: tuple[str, tuple[int, int, int]],
         outer_size: Sequence[int],
         outer_stride: Sequence[int],  # noqa: ARG004  # of a weight without bytes: as if contiguous
@@ -102,9 +96,9 @@ class GroupedWeight(Tensor):
         """Return a weight that stands for one in the graph that is being compiled."""
         name, shape = meaning
         format = get_format(name)
-        in_order = [planes[plane] for plane in format.plane_names]
-        storage = TracedStorage.of_planes(format, shape, in_order)
-        return GroupedWeight(storage, torch.Size(outer_size))
+        planes = [tensors[plane] for plane in format.plane_names]
+        quantized = QuantizedWeight.of_planes(format, shape, planes)
+        return GroupedWeight(TracedStorage(quantized, tensors["handle"]), torch.Size(outer_size))
 
     def dequantize(self) -> Tensor:
         """Return the rowwise values as an ordinary bf16 tensor of the logical shape.
@@ -176,6 +170,10 @@ class GroupedWeight(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the bf16 values as an ordinary tensor, or parameter if this is one."""
+        if isinstance(self.quantized_storage, TracedStorage):  # a compiler's key for its graph
+            names, meaning = self.__tensor_flatten__()
+            tensors = {name: getattr(self, name) for name in names}
+            return self.__tensor_unflatten__, (tensors, meaning, tuple(self.shape), ())
         values = self.dequantize()
         if _is_parameter(self):
             values = torch.nn.Parameter(values, self.requires_grad)

@@ -88,7 +88,7 @@ def dequantize_bf16(
         return values if out is None else out.copy_(values)
     stored_shape = (*data.shape[:2], data.shape[2] * format.elements_per_byte)
     transposed = format.transposes(direction)
-    shape = _values_shape(data, format, direction)
+    shape = values_shape(data, format, direction)
     if out is None:
         out = torch.empty(shape, dtype=torch.bfloat16, device=data.device)
     elif out.shape != shape or out.dtype != torch.bfloat16 or not out.is_contiguous():
@@ -109,7 +109,7 @@ def dequantize_bf16(
     return out
 
 
-def _values_shape(
+def values_shape(
     data: Tensor, format: BlockScaledFormat, direction: Direction
 ) -> tuple[int, int, int]:
     """Return the logical [E, R, C] of a data plane."""
@@ -120,7 +120,7 @@ def _values_shape(
 
 def _empty_values(dtype: torch.dtype) -> Callable[..., Tensor]:
     def empty(data: Tensor, _scale: Tensor, _amax: Tensor | None, format: str, way: Any) -> Tensor:
-        return data.new_empty(_values_shape(data, get_format(format), way), dtype=dtype)
+        return data.new_empty(values_shape(data, get_format(format), way), dtype=dtype)
 
     return empty
 
