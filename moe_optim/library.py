@@ -9,8 +9,9 @@ All operations return new tensors and change no tensor they are given. They stay
 graphs, whose replays would skip the checks.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
@@ -42,30 +43,48 @@ def operation(body: Callable[..., Any], *, fake: Callable[..., Any], schema: str
     return made
 
 
-def differentiable(body: Callable[..., Tensor]) -> Any:
-    """Register a function of torch's operations, with the gradients that torch finds for it.
+def as_written(
+    body: Callable[..., Tensor], *, fake: Callable[..., Tensor] | None = None
+) -> Callable[..., Tensor]:
+    """Make a function of torch's operations one operation of compiled graphs, gradients included.
 
-    A backward pass computes ``body`` once more; until then its arguments alone are kept.
+    Gradients are those that torch finds for the body. A backward pass computes it once more; until
+    then only its arguments are kept.
 
     Args:
-        body: as for :func:`operation`. Gradients flow to tensors of floating point among its
-            arguments, and there is one result.
+        body: as for :func:`operation`, its one result of floating point. Gradients flow to all
+            tensors of floating point among its arguments.
+        fake: as for :func:`operation`; the body, if it reads no value.
+
+    Returns:
+        ``body`` where nothing is being compiled, and the operation where something is.
     """
-    forward = operation(body, fake=body)
-    arguments = ", ".join(str(argument) for argument in forward._opoverload._schema.arguments)
+    compiled = _differentiable(body, fake or body)
+
+    @wraps(body)
+    def call(*inputs: Any) -> Tensor:
+        result: Tensor = (compiled if torch.compiler.is_compiling() else body)(*inputs)
+        return result
+
+    return call
+
+
+def _differentiable(body: Callable[..., Tensor], fake: Callable[..., Tensor]) -> Any:
+    forward = operation(body, fake=fake)
+    schema = torch.library.infer_schema(body, mutates_args=())
 
     def gradients(output_grad: Tensor, *inputs: Any) -> list[Tensor]:
         leaves = [_as_leaf(value) if _is_differentiable(value) else value for value in inputs]
         wanted = [leaf for leaf in leaves if _is_differentiable(leaf)]
         with _autograd():
             found = torch.autograd.grad(body(*leaves), wanted, output_grad)
-        return [gradient.contiguous() for gradient in found]
+        return _apart(found, output_grad)
 
     def empty_gradients(_: Tensor, *inputs: Any) -> list[Tensor]:
         return [value.new_empty(value.shape) for value in inputs if _is_differentiable(value)]
 
     gradients.__name__ = f"{body.__name__}_backward"
-    schema = f"(Tensor output_grad, {arguments}) -> Tensor[]"
+    schema = schema.replace("(", "(Tensor output_grad, ", 1) + "[]"
     backward = operation(gradients, fake=empty_gradients, schema=schema)
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
@@ -84,6 +103,18 @@ def differentiable(body: Callable[..., Tensor]) -> Any:
 
 def _is_differentiable(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _apart(gradients: Sequence[Tensor], output_grad: Tensor) -> list[Tensor]:
+    """Return gradients contiguous, each in memory of its own: that of a sum is its summands', too."""
+    taken = {output_grad.untyped_storage().data_ptr()}
+    apart = []
+    for gradient in gradients:
+        own = gradient.contiguous()
+        own = own.clone() if own.untyped_storage().data_ptr() in taken else own
+        taken.add(own.untyped_storage().data_ptr())
+        apart.append(own)
+    return apart
 
 
 @contextmanager

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "moe_optim"
 
 ORDER = """
-errors version
+errors version library
 formats
 reference kernels layout expert_keys
 kernels/steps kernels/norm
@@ -59,6 +59,7 @@ NEVER = {  # room -> rooms below it that it must not know all the same
 
 THIRD_PARTY = {  # room -> packages it may import, besides the standard library
     "errors": set(),
+    "library": {"torch"},
     "formats": {"torch"},
     "reference": {"torch"},
     "kernels": {"torch", "triton"},
@@ -71,7 +72,7 @@ THIRD_PARTY = {  # room -> packages it may import, besides the standard library
 UPSTREAM = {"megatron", "transformer_engine", "transformer_engine_torch", "apex", "amp_C"}
 KNOWS_UPSTREAM = ("megatron", "train", "bench")
 
-DEVICE_FREE = {"errors", "formats", "reference", "layout", "expert_keys"}
+DEVICE_FREE = {"errors", "library", "formats", "reference", "layout", "expert_keys"}
 MOST_FILES = 16
 """Files of code in a folder; a newcomer should find a room by its name."""
 

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from moe_optim.errors import StateError
 from moe_optim.formats import BlockScaledFormat, Direction
 from moe_optim.kernels.member_table import Backend
+from moe_optim.library import as_written
 from moe_optim.modules import compiled_product
 from moe_optim.modules.compute import QuantizedCopy
 from moe_optim.modules.grouped_product import (
@@ -218,23 +220,24 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         named = self.named_parameters(recurse=False)
         return [parameter for name, parameter in named if name.startswith(kind)]
 
-    def token_biases(self, counts: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+    def token_biases(
+        self, counts: Tensor, tokens: int, dtype: torch.dtype | None = None
+    ) -> Tensor:
         """Return the bias of each token's expert.
 
         Their gradients are summed over each expert's tokens in ``dtype``, then rounded to bf16.
 
         Args:
-            counts: tokens of each expert, T in all.
+            counts: [E] integers on the host, tokens of each expert.
+            tokens: T, the sum of them.
             dtype: what the biases are cast to; bf16 if not given.
 
         Returns:
             [T, R].
         """
-        biases: Sequence[Tensor] = [bias.to(dtype or bias.dtype) for bias in self.biases()]
-        if self.expert_layout == "grouped":
-            biases = biases[0].unbind(0)
-        rows = zip(biases, counts, strict=True)
-        return torch.cat([bias.expand(count, -1) for bias, count in rows])
+        biases = self.biases()
+        stacked = biases[0] if self.expert_layout == "grouped" else torch.stack(list(biases))
+        return _repeat_rows(stacked.to(dtype or stacked.dtype), counts, tokens)
 
     @torch.no_grad()
     def load_values(self, values: Tensor, *, keep_for_masters: bool = False) -> None:
@@ -350,6 +353,16 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
             else:
                 gradients.append(part)
         return gradients
+
+
+def _empty_rows(rows: Tensor, counts: Tensor, total: int) -> Tensor:  # noqa: ARG001
+    return rows.new_empty(total, rows.shape[1])
+
+
+@partial(as_written, fake=_empty_rows)
+def _repeat_rows(rows: Tensor, counts: Tensor, total: int) -> Tensor:  # noqa: ARG001
+    pairs = zip(rows.unbind(0), counts.tolist(), strict=True)
+    return torch.cat([row.expand(count, -1) for row, count in pairs])
 
 
 def _moved(storage: PlaneStorage, fn: Callable[[Tensor], Tensor]) -> PlaneStorage:

@@ -21,6 +21,7 @@ from torch import Tensor
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError, refuse
 from moe_optim.formats import BlockScaledFormat, get_format
+from moe_optim.library import as_written
 from moe_optim.megatron.active import active_config
 from moe_optim.megatron.experts.amax import sharded_amax
 from moe_optim.megatron.experts.loading import load_local_experts
@@ -32,6 +33,7 @@ from moe_optim.modules.grouped_linear import GroupedLinear
 from moe_optim.modules.storage import make_portable_storages
 
 _STORAGES = {"portable": make_portable_storages, "transformer_engine": make_te_storages}
+_ACTIVATIONS = {"silu": F.silu, "quick_gelu": quick_gelu}
 _GROUPED_MLP = "megatron.core.models.backends:LocalSpecProvider.grouped_mlp_modules"
 
 
@@ -147,11 +149,11 @@ class GroupedExperts(MegatronModule):
         hidden = self.linear_fc1(tokens, ends)
         if not self.config.add_bias_linear:
             return self.linear_fc2(self._activate(hidden, None, probs), ends), None
-        counts = tokens_per_expert.tolist()
-        hidden = self._activate(hidden, self.linear_fc1.token_biases(counts), probs)
+        counts = tokens_per_expert.cpu()
+        hidden = self._activate(hidden, self.linear_fc1.token_biases(counts, len(tokens)), probs)
         output = self.linear_fc2(hidden, ends)
-        scaled_biases = self.linear_fc2.token_biases(counts, probs.dtype) * probs
-        return (output + scaled_biases).to(output.dtype), None
+        biases = self.linear_fc2.token_biases(counts, len(tokens), probs.dtype)
+        return _add_scaled(output, biases, probs), None
 
     def _activate(self, hidden: Tensor, biases: Tensor | None, probs: Tensor) -> Tensor:
         """Apply the activation and the routing weights, fused or not as Megatron's MLP does."""
@@ -165,16 +167,9 @@ class GroupedExperts(MegatronModule):
             )
         if fused:
             return weighted_bias_swiglu_impl(hidden, biases, probs, store_fp8)
-        if biases is not None:
-            hidden = hidden + biases
-        gated = glu(
-            hidden,
-            config.activation_func,
-            linear_offset=offset,
-            clamp_value=clamp_value,
-            interleave_size=config.moe_mlp_glu_interleave_size,
-        )
-        return (gated * probs).to(gated.dtype)
+        name = "silu" if config.activation_func is F.silu else "quick_gelu"
+        interleave_size = config.moe_mlp_glu_interleave_size
+        return _gate(hidden, biases, probs, name, offset, clamp_value, interleave_size)
 
     def backward_dw(self) -> None:
         """Compute the weight gradients that the oldest backward pass left, if it left any.
@@ -239,6 +234,33 @@ class GroupedExperts(MegatronModule):
         if local_expert is None:
             return rank, size
         return rank * self.num_local_experts + local_expert, size * self.num_local_experts
+
+
+@as_written
+def _gate(  # noqa: PLR0917  # operations take no arguments by name
+    hidden: Tensor,
+    biases: Tensor | None,
+    probs: Tensor,
+    activation: str,
+    linear_offset: float,
+    clamp_value: float | None,
+    interleave_size: int | None,
+) -> Tensor:
+    if biases is not None:
+        hidden = hidden + biases
+    gated = glu(
+        hidden,
+        _ACTIVATIONS[activation],
+        linear_offset=linear_offset,
+        clamp_value=clamp_value,
+        interleave_size=interleave_size,
+    )
+    return (gated * probs).to(gated.dtype)
+
+
+@as_written
+def _add_scaled(output: Tensor, biases: Tensor, probs: Tensor) -> Tensor:
+    return (output + biases * probs).to(output.dtype)
 
 
 def _find_format(name: str | None) -> BlockScaledFormat | None:
