@@ -66,6 +66,7 @@ def _grouped_product(
     compiler what the product depends on; it is the linear that reads them.
     """
     linear = _linear_of(weights, handle)
+    linear.call_pre_hooks()
     output = grouped_mm(tokens, linear.operand("rowwise").transpose(1, 2), offs=ends)
     return output, torch.tensor(linear.version(), device="cpu")
 

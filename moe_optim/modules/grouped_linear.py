@@ -297,6 +297,11 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
             return tuple(storage.version for storage in storages)
         return tuple(entry for w in self.weights() for entry in (w.data_ptr(), w._version))
 
+    def call_pre_hooks(self) -> None:
+        """Call what waits for the weights before a forward pass; it is not given the tokens."""
+        for hook in self._forward_pre_hooks.values():
+            hook(self, ())
+
     def keep_for_wgrad(self, factors: WgradFactors) -> None:
         """Keep what a backward pass leaves to :meth:`backward_dw`."""
         self._delayed.append(factors)

@@ -44,6 +44,9 @@ class Linear(Protocol):
     def take_wgrad(self, wgrad: Tensor, ends: Sequence[GradientEnd]) -> Sequence[Tensor | None]:
         """Accumulate [E, R, C] bf16, or return it for autograd, one gradient a weight."""
 
+    def call_pre_hooks(self) -> None:
+        """Have the weights gathered, where hooks do that."""
+
     def keep_for_wgrad(self, factors: "WgradFactors") -> None:
         """Keep what a delayed weight gradient is computed from."""
 

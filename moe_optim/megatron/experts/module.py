@@ -146,12 +146,15 @@ class GroupedExperts(MegatronModule):
         """
         tokens, probs = permuted_local_hidden_states, permuted_probs.unsqueeze(-1)
         ends = tokens_per_expert.to(tokens.device).cumsum(0).to(torch.int32)
-        hidden = self.linear_fc1(tokens, ends)
+        fc1, fc2 = self.linear_fc1, self.linear_fc2
+        if torch.compiler.is_compiling():  # their hooks are called by the products, at every run
+            fc1, fc2 = fc1.forward, fc2.forward
+        hidden = fc1(tokens, ends)
         if not self.config.add_bias_linear:
-            return self.linear_fc2(self._activate(hidden, None, probs), ends), None
+            return fc2(self._activate(hidden, None, probs), ends), None
         counts = tokens_per_expert.cpu()
         hidden = self._activate(hidden, self.linear_fc1.token_biases(counts, len(tokens)), probs)
-        output = self.linear_fc2(hidden, ends)
+        output = fc2(hidden, ends)
         biases = self.linear_fc2.token_biases(counts, len(tokens), probs.dtype)
         return _add_scaled(output, biases, probs), None
 
