@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 NAMESPACE = "moe_optim"
 
@@ -52,8 +53,8 @@ def as_written(
     then only its arguments are kept.
 
     Args:
-        body: as for :func:`operation`, its one result of floating point. Gradients flow to all
-            tensors of floating point among its arguments.
+        body: as for :func:`operation`, with one result of floating point. Gradients flow to all
+            tensors of floating point among its arguments, lists included.
         fake: as for :func:`operation`; the body, if it reads no value.
 
     Returns:
@@ -74,28 +75,33 @@ def _differentiable(body: Callable[..., Tensor], fake: Callable[..., Tensor]) ->
     schema = torch.library.infer_schema(body, mutates_args=())
 
     def gradients(output_grad: Tensor, *inputs: Any) -> list[Tensor]:
-        leaves = [_as_leaf(value) if _is_differentiable(value) else value for value in inputs]
-        wanted = [leaf for leaf in leaves if _is_differentiable(leaf)]
+        values, structure = pytree.tree_flatten(inputs)
+        values = [_as_leaf(value) if _is_differentiable(value) else value for value in values]
+        wanted = [value for value in values if _is_differentiable(value)]
         with _autograd():
-            found = torch.autograd.grad(body(*leaves), wanted, output_grad)
+            output = body(*pytree.tree_unflatten(values, structure))
+            found = torch.autograd.grad(output, wanted, output_grad)
         return _apart(found, output_grad)
 
     def empty_gradients(_: Tensor, *inputs: Any) -> list[Tensor]:
-        return [value.new_empty(value.shape) for value in inputs if _is_differentiable(value)]
+        values = pytree.tree_leaves(inputs)
+        return [value.new_empty(value.shape) for value in values if _is_differentiable(value)]
 
     gradients.__name__ = f"{body.__name__}_backward"
     schema = schema.replace("(", "(Tensor output_grad, ", 1) + "[]"
     backward = operation(gradients, fake=empty_gradients, schema=schema)
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
-        ctx.save_for_backward(*(v if isinstance(v, Tensor) else None for v in inputs))
-        ctx.constants = [None if isinstance(v, Tensor) else v for v in inputs]
+        values, ctx.structure = pytree.tree_flatten(inputs)
+        ctx.save_for_backward(*(v if isinstance(v, Tensor) else None for v in values))
+        ctx.constants = [None if isinstance(v, Tensor) else v for v in values]
 
-    def differentiate(ctx: Any, output_grad: Tensor) -> tuple[Tensor | None, ...]:
+    def differentiate(ctx: Any, output_grad: Tensor) -> Any:
         pairs = zip(ctx.saved_tensors, ctx.constants, strict=True)
-        inputs = [constant if tensor is None else tensor for tensor, constant in pairs]
-        found = iter(backward(output_grad, *inputs))
-        return tuple(next(found) if _is_differentiable(value) else None for value in inputs)
+        values = [constant if tensor is None else tensor for tensor, constant in pairs]
+        found = iter(backward(output_grad, *pytree.tree_unflatten(values, ctx.structure)))
+        grads = [next(found) if _is_differentiable(value) else None for value in values]
+        return pytree.tree_unflatten(grads, ctx.structure)
 
     forward.register_autograd(differentiate, setup_context=keep)
     return forward

@@ -221,7 +221,7 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         return [parameter for name, parameter in named if name.startswith(kind)]
 
     def token_biases(
-        self, counts: Tensor, tokens: int, dtype: torch.dtype | None = None
+        self, counts: Tensor, product: Tensor, dtype: torch.dtype | None = None
     ) -> Tensor:
         """Return the bias of each token's expert.
 
@@ -229,15 +229,15 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
 
         Args:
             counts: [E] integers on the host, tokens of each expert.
-            tokens: T, the sum of them.
+            product: [T, R] bf16, what the linear gave these tokens. Biases are read after it: by
+                then hooks have gathered them.
             dtype: what the biases are cast to; bf16 if not given.
 
         Returns:
             [T, R].
         """
-        biases = self.biases()
-        stacked = biases[0] if self.expert_layout == "grouped" else torch.stack(list(biases))
-        return _repeat_rows(stacked.to(dtype or stacked.dtype), counts, tokens)
+        after = product.detach().view(torch.int16)
+        return _spread_biases(self.biases(), counts, dtype or product.dtype, after)
 
     @torch.no_grad()
     def load_values(self, values: Tensor, *, keep_for_masters: bool = False) -> None:
@@ -360,13 +360,25 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         return gradients
 
 
-def _empty_rows(rows: Tensor, counts: Tensor, total: int) -> Tensor:  # noqa: ARG001
-    return rows.new_empty(total, rows.shape[1])
+def _empty_biases(
+    biases: list[Tensor],
+    counts: Tensor,  # noqa: ARG001
+    dtype: torch.dtype,
+    after: Tensor,
+) -> Tensor:
+    return biases[0].new_empty(after.shape, dtype=dtype)
 
 
-@partial(as_written, fake=_empty_rows)
-def _repeat_rows(rows: Tensor, counts: Tensor, total: int) -> Tensor:  # noqa: ARG001
-    pairs = zip(rows.unbind(0), counts.tolist(), strict=True)
+@partial(as_written, fake=_empty_biases)
+def _spread_biases(
+    biases: list[Tensor],
+    counts: Tensor,
+    dtype: torch.dtype,
+    after: Tensor,  # noqa: ARG001  # the compiler keeps the order
+) -> Tensor:
+    cast = [bias.to(dtype) for bias in biases]
+    rows = cast if cast[0].dim() == 1 else cast[0].unbind(0)
+    pairs = zip(rows, counts.tolist(), strict=True)
     return torch.cat([row.expand(count, -1) for row, count in pairs])
 
 

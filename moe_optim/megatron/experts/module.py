@@ -153,9 +153,10 @@ class GroupedExperts(MegatronModule):
         if not self.config.add_bias_linear:
             return fc2(self._activate(hidden, None, probs), ends), None
         counts = tokens_per_expert.cpu()
-        hidden = self._activate(hidden, self.linear_fc1.token_biases(counts, len(tokens)), probs)
+        biases = self.linear_fc1.token_biases(counts, hidden)
+        hidden = self._activate(hidden, biases, probs)
         output = fc2(hidden, ends)
-        biases = self.linear_fc2.token_biases(counts, len(tokens), probs.dtype)
+        biases = self.linear_fc2.token_biases(counts, output, probs.dtype)
         return _add_scaled(output, biases, probs), None
 
     def _activate(self, hidden: Tensor, biases: Tensor | None, probs: Tensor) -> Tensor:
