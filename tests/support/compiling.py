@@ -13,9 +13,15 @@ from tests.support.inputs import wide_range_weights
 
 
 def enable_compiler() -> None:
-    """Let this process compile, from a clean slate, whatever its environment says."""
-    import torch._dynamo
+    """Let this process compile, from a clean slate, whatever its environment says.
 
+    A process that installs the CPU runtime calls it before, when torch looks for a GPU once and for
+    all, and after, since the runtime switches compiling off.
+    """
+    import torch._dynamo
+    from torch.utils._triton import has_triton
+
+    has_triton()
     os.environ.pop("TORCHDYNAMO_DISABLE", None)
     torch._dynamo.config.disable = False
     torch.compiler.set_stance("default")
