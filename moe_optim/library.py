@@ -112,7 +112,7 @@ def _is_differentiable(value: Any) -> bool:
 
 
 def _apart(gradients: Sequence[Tensor], output_grad: Tensor) -> list[Tensor]:
-    """Return gradients contiguous, each in memory of its own: that of a sum is its summands', too."""
+    """Return gradients contiguous, each in memory of its own: summands share that of a sum."""
     taken = {output_grad.untyped_storage().data_ptr()}
     apart = []
     for gradient in gradients:
@@ -125,7 +125,7 @@ def _apart(gradients: Sequence[Tensor], output_grad: Tensor) -> list[Tensor]:
 
 @contextmanager
 def _autograd() -> Iterator[None]:
-    """Record operations for autograd, also in the body of an operation, which torch runs below it."""
+    """Record what is computed for autograd, which does not see into bodies of operations."""
     included = torch._C._dispatch_tls_local_include_set()
     excluded = torch._C._dispatch_tls_local_exclude_set() - _AUTOGRAD
     with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():

@@ -13,6 +13,7 @@ from tests.support.compiling import Compiled, enable_compiler, make_linear, make
 
 operations = torch.ops.moe_optim
 LINEAR = make_linear(MXFP8)
+STORAGE = LINEAR.storage
 
 
 def make(*shape, seed=0):
@@ -43,10 +44,10 @@ CASES = {
     "reference_dequantize": ("reference_dequantize", plane_arguments("nvfp4")),
     "read_weight": (
         "read_weight",
-        (PLANES[0], LINEAR.weight.rowwise_scale, None, LINEAR.weight.handle, "mxfp8", "rowwise"),
+        (PLANES[0], LINEAR.weight.plane_rowwise_scale, None, STORAGE.handle, "mxfp8", "rowwise"),
     ),
     "grouped_product": ("grouped_product", (TOKENS, ENDS, PLANES, HANDLE)),
-    "grouped_dgrad": ("grouped_dgrad", (OUTPUT_GRAD, ENDS, PLANES, HANDLE, VERSION, 32)),
+    "grouped_dgrad": ("grouped_dgrad", (OUTPUT_GRAD, ENDS, HANDLE, VERSION, 32)),
     "grouped_wgrad": ("grouped_wgrad", (OUTPUT_GRAD, TOKENS.detach(), ENDS, HANDLE, VERSION)),
     "gate": ("gate", (HIDDEN, make(4, 64), PROBS, "silu", 0.5, 1.0, 16)),
     "spread_biases": ("spread_biases", (BIASES, COUNTS, torch.float32, torch.zeros(4, 8).int())),

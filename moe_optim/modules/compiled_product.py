@@ -1,4 +1,4 @@
-"""The product of all experts in compiled graphs: three operations around the code that runs without.
+"""The product of all experts in compiled graphs: operations around what runs without compiling.
 
 A graph knows a linear by its handle. The bodies look it up at every run, and ask it for what it
 multiplies: weights that are behind their masters, or were written between forward and backward,
@@ -19,13 +19,10 @@ from torch.nn.functional import grouped_mm
 
 from moe_optim import library
 from moe_optim.errors import StateError
-from moe_optim.modules.grouped_product import (
-    Linear,
-    WgradFactors,
-    require_same_version,
-)
+from moe_optim.modules.grouped_product import Linear, WgradFactors, require_same_version
 from moe_optim.modules.grouped_weight import GroupedWeight
 from moe_optim.modules.handles import object_of
+
 
 def multiply(tokens: Tensor, ends: Tensor, linear: Linear) -> Tensor:
     """Multiply each expert's tokens by its weight, in a graph that is being compiled.
@@ -65,8 +62,9 @@ def _grouped_product(
     Weights are bf16 parameters, or a plane of each that is quantized. They tell autograd and the
     compiler what the product depends on; it is the linear that reads them.
     """
-    linear = _linear_of(weights, handle)
+    linear: Linear = object_of(handle)
     linear.call_pre_hooks()
+    _require_own(linear, weights)
     output = grouped_mm(tokens, linear.operand("rowwise").transpose(1, 2), offs=ends)
     return output, torch.tensor(linear.version(), device="cpu")
 
@@ -74,7 +72,6 @@ def _grouped_product(
 def _empty_dgrad(
     output_grad: Tensor,
     ends: Tensor,
-    weights: list[Tensor],
     handle: Tensor,  # noqa: ARG001
     version: Tensor,  # noqa: ARG001
     cols: int,
@@ -84,15 +81,14 @@ def _empty_dgrad(
 
 
 @partial(library.operation, fake=_empty_dgrad)
-def _grouped_dgrad(  # noqa: PLR0917
+def _grouped_dgrad(
     output_grad: Tensor,
     ends: Tensor,
-    weights: list[Tensor],
     handle: Tensor,
     version: Tensor,
     cols: int,  # noqa: ARG001
 ) -> Tensor:
-    linear = _linear_of(weights, handle)
+    linear: Linear = object_of(handle)
     require_same_version(linear, tuple(version.tolist()))
     return grouped_mm(output_grad, linear.operand("columnwise"), offs=ends)
 
@@ -111,7 +107,7 @@ def _empty_wgrad(
 def _grouped_wgrad(
     output_grad: Tensor, tokens: Tensor, ends: Tensor, handle: Tensor, version: Tensor
 ) -> Tensor:
-    linear = _linear_of((), handle)
+    linear: Linear = object_of(handle)
     factors = WgradFactors(output_grad, tokens, ends, tuple(version.tolist()))
     require_same_version(linear, factors.version)
     for weight in linear.weights():
@@ -120,38 +116,37 @@ def _grouped_wgrad(
     return factors.multiply()
 
 
-def _linear_of(weights: Sequence[Tensor], handle: Tensor) -> Linear:
-    """Return the linear of a handle, whose weights lie where the graph has them.
+def _require_own(linear: Linear, weights: Sequence[Tensor]) -> None:
+    """Check that bf16 weights of a graph lie where those of the linear do.
 
     Raises:
-        StateError: the graph has given its weights other values, which the linear would not see.
+        StateError: the graph has given them other values, which the linear would not see.
     """
-    linear: Linear = object_of(handle)
-    for weight, own in zip(weights, linear.weights(), strict=False):
+    for weight, own in zip(weights, linear.weights(), strict=True):
         if weight.dtype == own.dtype and weight.data_ptr() != own.data_ptr():
             raise StateError(
                 f"{linear.name}: expected the parameters themselves, got other tensors. Write "
                 "weights outside of the compiled function."
             )
-    return linear
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     tokens, ends, weights, handle = inputs
-    ctx.save_for_backward(tokens, ends, handle, output[1], *weights)
+    ctx.save_for_backward(tokens, ends, handle, output[1])
+    ctx.weight_count, ctx.are_apart = len(weights), weights[0].dim() == 2
     ctx.mark_non_differentiable(output[1])
 
 
 def _differentiate(ctx: Any, output_grad: Tensor, _: Tensor) -> tuple[Any, ...]:
-    tokens, ends, handle, version, *weights = ctx.saved_tensors
+    tokens, ends, handle, version = ctx.saved_tensors
     wants_tokens, _, wants_weights, _ = ctx.needs_input_grad
     output_grad = output_grad.contiguous()
-    tokens_grad, weight_grads = None, [None] * len(weights)
+    tokens_grad, weight_grads = None, [None] * ctx.weight_count
     if wants_tokens:
-        tokens_grad = _grouped_dgrad(output_grad, ends, weights, handle, version, tokens.shape[1])
+        tokens_grad = _grouped_dgrad(output_grad, ends, handle, version, tokens.shape[1])
     if any(wants_weights):
         wgrad = _grouped_wgrad(output_grad, tokens, ends, handle, version)
-        parts = [wgrad] if weights[0].dim() == wgrad.dim() else wgrad.unbind(0)
+        parts = wgrad.unbind(0) if ctx.are_apart else [wgrad]
         pairs = zip(parts, wants_weights, strict=True)
         weight_grads = [part if wanted else None for part, wanted in pairs]
     return tokens_grad, None, weight_grads, None
@@ -160,12 +155,11 @@ def _differentiate(ctx: Any, output_grad: Tensor, _: Tensor) -> tuple[Any, ...]:
 _grouped_product.register_autograd(_differentiate, setup_context=_keep)
 
 
-def _read_planes(_mode: Any, func: Any, _types: Any, args: Any, kwargs: Any) -> Any:
-    """Give an operation a plane of each quantized weight, in place of values it does not read."""
-    tokens, ends, weights, *rest = args
-    planes = [w.rowwise_data if isinstance(w, GroupedWeight) else w for w in weights]
-    return func(tokens, ends, planes, *rest, **kwargs)
+def _read_planes(_cls: Any, func: Any, _types: Any, args: Any, kwargs: Any) -> Any:
+    """Give the operation a plane of each quantized weight, in place of values it does not read."""
+    tokens, ends, weights, handle = args
+    planes = [w.plane_rowwise_data if isinstance(w, GroupedWeight) else w for w in weights]
+    return func(tokens, ends, planes, handle, **kwargs)
 
 
-for _operation in (_grouped_product, _grouped_dgrad):
-    _operation.register_torch_dispatch(GroupedWeight, _read_planes)
+_grouped_product.register_torch_dispatch(GroupedWeight, _read_planes)

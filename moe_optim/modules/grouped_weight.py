@@ -34,12 +34,12 @@ class GroupedWeight(Tensor):
     """
 
     quantized_storage: PlaneStorage
-    rowwise_data = property(attrgetter("quantized_storage.quantized.rowwise_data"))
-    rowwise_scale = property(attrgetter("quantized_storage.quantized.rowwise_scale"))
-    columnwise_data = property(attrgetter("quantized_storage.quantized.columnwise_data"))
-    columnwise_scale = property(attrgetter("quantized_storage.quantized.columnwise_scale"))
-    global_amax = property(attrgetter("quantized_storage.quantized.global_amax"))
-    handle = property(attrgetter("quantized_storage.handle"))
+    plane_rowwise_data = property(attrgetter("quantized_storage.quantized.rowwise_data"))
+    plane_rowwise_scale = property(attrgetter("quantized_storage.quantized.rowwise_scale"))
+    plane_columnwise_data = property(attrgetter("quantized_storage.quantized.columnwise_data"))
+    plane_columnwise_scale = property(attrgetter("quantized_storage.quantized.columnwise_scale"))
+    plane_global_amax = property(attrgetter("quantized_storage.quantized.global_amax"))
+    storage_handle = property(attrgetter("quantized_storage.handle"))
 
     @staticmethod
     def __new__(
@@ -83,8 +83,8 @@ class GroupedWeight(Tensor):
         They are the planes, and the handle by which the graph asks whether they are fresh.
         """
         storage = self.quantized_storage
-        meaning = storage.format.name, tuple(storage.shape)
-        return [*storage.format.plane_names, "handle"], meaning
+        planes = [f"plane_{name}" for name in storage.format.plane_names]
+        return [*planes, "storage_handle"], (storage.format.name, storage.shape)
 
     @staticmethod
     def __tensor_unflatten__(
@@ -96,9 +96,9 @@ class GroupedWeight(Tensor):
         """Return a weight that stands for one in the graph that is being compiled."""
         name, shape = meaning
         format = get_format(name)
-        planes = [tensors[plane] for plane in format.plane_names]
+        *planes, handle = tensors.values()
         quantized = QuantizedWeight.of_planes(format, shape, planes)
-        return GroupedWeight(TracedStorage(quantized, tensors["handle"]), torch.Size(outer_size))
+        return GroupedWeight(TracedStorage(quantized, handle), torch.Size(outer_size))
 
     def dequantize(self) -> Tensor:
         """Return the rowwise values as an ordinary bf16 tensor of the logical shape.

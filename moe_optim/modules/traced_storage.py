@@ -1,4 +1,4 @@
-"""What lies behind a quantized weight while ``torch.compile`` traces a graph that has it as input."""
+"""What lies behind a quantized weight while ``torch.compile`` traces a graph that reads it."""
 
 from functools import partial
 from typing import cast

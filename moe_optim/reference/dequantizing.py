@@ -37,9 +37,10 @@ def dequantize(q: QuantizedWeight, direction: Direction = "rowwise") -> Tensor:
     """
     data, format = q.data(direction), q.format
     if torch.compiler.is_compiling():
-        return _reference_dequantize(
+        values: Tensor = _reference_dequantize(
             data, q.scale(direction), q.global_amax, format.name, direction
         )
+        return values
     return _dequantize(data, q.scale(direction), q.global_amax, format, direction)
 
 

@@ -381,7 +381,7 @@ def test_weights_written_between_forward_and_backward_are_found(format):
     linear = make_linear(format)
     output = Compiled(linear)(*make_tokens(linear, (5, 8, 3)))
     rewrite(linear, seed=1)
-    with pytest.raises((StateError, RuntimeError), match=r"rewritten between|modified by an inpl"):
+    with pytest.raises(StateError, match="rewritten between"):
         output.sum().backward()
 
 

@@ -146,9 +146,10 @@ class GroupedExperts(MegatronModule):
         """
         tokens, probs = permuted_local_hidden_states, permuted_probs.unsqueeze(-1)
         ends = tokens_per_expert.to(tokens.device).cumsum(0).to(torch.int32)
-        fc1, fc2 = self.linear_fc1, self.linear_fc2
+        fc1: Callable[..., Tensor] = self.linear_fc1
+        fc2: Callable[..., Tensor] = self.linear_fc2
         if torch.compiler.is_compiling():  # their hooks are called by the products, at every run
-            fc1, fc2 = fc1.forward, fc2.forward
+            fc1, fc2 = self.linear_fc1.forward, self.linear_fc2.forward
         hidden = fc1(tokens, ends)
         if not self.config.add_bias_linear:
             return fc2(self._activate(hidden, None, probs), ends), None

@@ -38,9 +38,7 @@ CASES = {
     "fused quick-GeGLU": Case({"bias_activation_fusion": True}, {"format": "mxfp8"}, gelu=True),
     "biases": Case({"add_bias_linear": True}, {"format": "mxfp8"}),
     "biases, clamps, interleaving": Case(EVERYTHING, {"expert_layout": "indexed"}, gelu=True),
-    "gradients through autograd": Case(
-        {}, {"format": "mxfp8", "fuse_wgrad_accumulation": False}
-    ),
+    "gradients through autograd": Case({}, {"format": "mxfp8", "fuse_wgrad_accumulation": False}),
 }
 ROUTINGS = ((5, 0, 9), (3, 8, 3), (0, 20, 4))
 """Tokens of each expert, a step each: the last has another number of them."""
