@@ -9,7 +9,7 @@ from moe_optim import reference
 from moe_optim.formats import FORMATS, MXFP8
 from moe_optim.library import as_written
 from tests.support.bytes import assert_same_tensors
-from tests.support.compiling import Compiled, enable_compiler, make_linear, make_tokens
+from tests.support.compiling import Compiled, compiling, make_linear, make_tokens
 
 operations = torch.ops.moe_optim
 LINEAR = make_linear(MXFP8)
@@ -55,10 +55,16 @@ CASES = {
 }
 
 
+@pytest.fixture(autouse=True)
+def compiler():
+    """Let this process compile, and start each test without graphs of another."""
+    with compiling():
+        yield
+
+
 @pytest.mark.parametrize(("name", "arguments"), CASES.values(), ids=CASES.keys())
 def test_an_operation_is_what_it_says(name, arguments):
     """Schema, results without values, and gradients, by torch's own check."""
-    enable_compiler()
     torch.library.opcheck(getattr(operations, name).default, arguments)
 
 
@@ -82,7 +88,6 @@ def _steps_of_the_test(
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_gradients_are_those_of_the_function(bias, backend):
     """Of tensors alone and in lists, of each dtype, and of what is broadcast."""
-    enable_compiler()
     found = []
     compiled = Compiled(_steps_of_the_test, backend)
     for call in (compiled, _steps_of_the_test):

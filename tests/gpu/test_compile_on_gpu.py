@@ -15,6 +15,7 @@ from tests.support import experts
 from tests.support.bytes import assert_bytes_equal, assert_same_tensors
 from tests.support.compiling import (
     Compiled,
+    compiling,
     enable_compiler,
     make_linear,
     make_tokens,
@@ -35,10 +36,8 @@ COUNTS = (40, 0, 24, 64)
 @pytest.fixture(autouse=True)
 def compiler():
     """Let this process compile, and start each test without graphs of another."""
-    enable_compiler()
-    with torch._dynamo.config.patch(error_on_recompile=True):
+    with compiling(), torch._dynamo.config.patch(error_on_recompile=True):
         yield
-    torch._dynamo.reset()
 
 
 @every_format

@@ -14,7 +14,7 @@ from moe_optim.formats import DIRECTIONS, FORMATS, MXFP8, QuantizedWeight
 from tests.support.bytes import assert_bytes_equal, assert_same_tensors
 from tests.support.compiling import (
     Compiled,
-    enable_compiler,
+    compiling,
     make_linear,
     make_tokens,
     rewrite,
@@ -33,9 +33,8 @@ every_storage = pytest.mark.parametrize(
 @pytest.fixture(autouse=True)
 def compiler():
     """Let this process compile, and start each test without graphs of another."""
-    enable_compiler()
-    yield
-    torch._dynamo.reset()
+    with compiling():
+        yield
 
 
 @pytest.fixture

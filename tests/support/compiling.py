@@ -1,9 +1,11 @@
 """Compiled functions whose graphs are counted: what was not compiled proves nothing."""
 
+import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -26,6 +28,17 @@ def enable_compiler() -> None:
     torch._dynamo.config.disable = False
     torch.compiler.set_stance("default")
     torch._dynamo.reset()
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """Let this process compile inside of the context, and leave it as it was, without graphs."""
+    import torch._dynamo
+
+    with mock.patch.dict(os.environ), torch._dynamo.config.patch(disable=False):
+        enable_compiler()
+        yield
+        torch._dynamo.reset()
 
 
 @dataclass
