@@ -124,8 +124,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"format": "fp8_block"},
     ),
 }
-"""Of experts: changes to Megatron's configuration, and knobs. Activations are computed in steps;
-what is fused with Megatron's flags is the compiler's with and without us."""
+"""Of experts: changes to Megatron's configuration, and knobs. Activations are computed step by step;
+fused ones are the compiler's, which may round otherwise."""
 
 
 def _run_experts(out: Path) -> None:

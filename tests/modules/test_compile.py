@@ -357,6 +357,38 @@ def test_stale_weights_are_not_multiplied_by_any_run_of_a_graph():
     assert compiled.graphs == 1
 
 
+def test_products_call_the_hooks_that_gather_their_weights(no_recompilation):
+    """At every run, also hooks that were not there when the graph was compiled."""
+    linear = make_linear(MXFP8)
+    bucket, compiled, called = bind(linear.storage), Compiled(linear.forward), []
+    want = run_passes(linear, linear)
+
+    def gather(module, _tokens):
+        called.append(module)
+        bucket.is_fresh = True
+
+    with no_recompilation:
+        assert_same_tensors(run_passes(compiled, linear), want)
+        linear.register_forward_pre_hook(gather)
+        for run in range(2):
+            bucket.is_fresh = False
+            assert_same_tensors(run_passes(compiled, linear), want)
+            assert called == [linear] * (run + 1)
+    assert compiled.graphs == 1
+
+
+def test_recomputed_activations_are_the_same():
+    """In the backward pass of ``torch.utils.checkpoint`` the graph runs once more."""
+    linear = make_linear(MXFP8)
+    compiled = Compiled(linear)
+
+    def recomputed(tokens, ends):
+        return torch.utils.checkpoint.checkpoint(compiled, tokens, ends, use_reentrant=False)
+
+    assert_same_tensors(run_passes(recomputed, linear), run_passes(linear, linear))
+    assert compiled.graphs == 1
+
+
 def test_one_stale_expert_is_enough():
     linear = make_linear(MXFP8, "indexed")
     compiled = Compiled(linear)
