@@ -50,6 +50,7 @@ CASES = {
     "grouped_dgrad": ("grouped_dgrad", (OUTPUT_GRAD, ENDS, HANDLE, VERSION, 32)),
     "grouped_wgrad": ("grouped_wgrad", (OUTPUT_GRAD, TOKENS.detach(), ENDS, HANDLE, VERSION)),
     "gate": ("gate", (HIDDEN, make(4, 64), PROBS, "silu", 0.5, 1.0, 16)),
+    "fused_gate": ("fused_gate", (HIDDEN, None, PROBS, "quick_gelu", False, 1.0, 0.5)),
     "spread_biases": ("spread_biases", (BIASES, COUNTS, torch.float32, torch.zeros(4, 8).int())),
     "add_scaled": ("add_scaled", (make(4, 8), torch.zeros(4, 8), PROBS)),
 }

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 
 import moe_optim
 from moe_optim import reference
@@ -109,10 +110,14 @@ def test_graphs_that_replay_cuda_graphs_follow_the_weights(format: BlockScaledFo
             call(*make_tokens(linear, COUNTS))
 
 
+GELU = {"activation_func": quick_gelu}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     **{format: ({}, {"format": format}) for format in ("bf16", *FORMATS)},
     "indexed": ({}, {"format": "nvfp4", "expert_layout": "indexed"}),
     "computing in mxfp8": ({}, {"compute": "mxfp8"}),
+    "fused SwiGLU": ({"bias_activation_fusion": True}, {"format": "mxfp8"}),
+    "fused quick-GeGLU": ({"bias_activation_fusion": True, **GELU}, {"format": "mxfp8"}),
+    "quick-GeGLU": (GELU, {"format": "mxfp8"}),
     "biases": ({"add_bias_linear": True}, {"format": "mxfp8"}),
     "biases, clamps, interleaving": (
         {
@@ -124,8 +129,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"format": "fp8_block"},
     ),
 }
-"""Of experts: changes to Megatron's configuration, and knobs. Activations are computed step by step;
-fused ones are the compiler's, which may round otherwise."""
+"""Of experts: changes to Megatron's configuration, and knobs."""
 
 
 def _run_experts(out: Path) -> None:

@@ -165,14 +165,9 @@ class GroupedExperts(MegatronModule):
         config = self.config
         store_fp8 = config.activation_func_fp8_input_store
         offset, clamp_value = config.glu_linear_offset, config.activation_func_clamp_value
-        fused = _fuses_activation(config)
-        if fused and config.activation_func is quick_gelu:
-            return weighted_bias_quick_geglu_impl(
-                hidden, biases, probs, store_fp8, offset, clamp_value
-            )
-        if fused:
-            return weighted_bias_swiglu_impl(hidden, biases, probs, store_fp8)
         name = "silu" if config.activation_func is F.silu else "quick_gelu"
+        if _fuses_activation(config):
+            return _fused_gate(hidden, biases, probs, name, store_fp8, offset, clamp_value)
         interleave_size = config.moe_mlp_glu_interleave_size
         return _gate(hidden, biases, probs, name, offset, clamp_value, interleave_size)
 
@@ -241,7 +236,33 @@ class GroupedExperts(MegatronModule):
         return rank * self.num_local_experts + local_expert, size * self.num_local_experts
 
 
-@as_written
+def _empty_gated(hidden: Tensor, *_: Any) -> Tensor:
+    tokens, features = hidden.shape
+    return hidden.new_empty(tokens, features // 2)
+
+
+@partial(as_written, fake=_empty_gated)
+def _fused_gate(  # noqa: PLR0917  # operations take no arguments by name
+    hidden: Tensor,
+    biases: Tensor | None,
+    probs: Tensor,
+    activation: str,
+    store_fp8: bool,
+    linear_offset: float,
+    clamp_value: float | None,
+) -> Tensor:
+    """Call what Megatron compiles by itself; as part of another graph it might round otherwise."""
+    gated: Tensor
+    if activation == "quick_gelu":
+        gated = weighted_bias_quick_geglu_impl(
+            hidden, biases, probs, store_fp8, linear_offset, clamp_value
+        )
+    else:
+        gated = weighted_bias_swiglu_impl(hidden, biases, probs, store_fp8)
+    return gated
+
+
+@partial(as_written, fake=_empty_gated)
 def _gate(  # noqa: PLR0917  # operations take no arguments by name
     hidden: Tensor,
     biases: Tensor | None,

@@ -36,6 +36,9 @@ CASES = {
     "computing in mxfp8": Case(knobs={"compute": "mxfp8"}),
     "fused SwiGLU": Case({"bias_activation_fusion": True}, {"format": "mxfp8"}),
     "fused quick-GeGLU": Case({"bias_activation_fusion": True}, {"format": "mxfp8"}, gelu=True),
+    "fused quick-GeGLU, biases": Case(
+        {"bias_activation_fusion": True, "add_bias_linear": True}, {"format": "mxfp8"}, gelu=True
+    ),
     "biases": Case({"add_bias_linear": True}, {"format": "mxfp8"}),
     "biases, clamps, interleaving": Case(EVERYTHING, {"expert_layout": "indexed"}, gelu=True),
     "gradients through autograd": Case({}, {"format": "mxfp8", "fuse_wgrad_accumulation": False}),
