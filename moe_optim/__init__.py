@@ -20,12 +20,18 @@ from moe_optim.version import VERSION
 if TYPE_CHECKING:
     from moe_optim.config import MoEOptimConfig
     from moe_optim.expert_keys.conversion import convert_state_dict
+    from moe_optim.expert_keys.modelopt_amaxes import amaxes_from_modelopt, amaxes_to_modelopt
+    from moe_optim.fake_quantization import fake_quantize
+    from moe_optim.layout.partition import infer_partition
     from moe_optim.megatron import get_megatron_optimizer, install, uninstall
     from moe_optim.megatron.bridge import MoEOptimizerConfig
     from moe_optim.megatron.experts.amax import synchronize_amax
+    from moe_optim.megatron.experts.calibration import calibrate
     from moe_optim.megatron.launch.cpu_runtime import use_cpu
     from moe_optim.megatron.optimizer.description import Description, describe
+    from moe_optim.modules.calibrated_amax import calibrated_amax
     from moe_optim.ops import dequantize, quantize
+    from moe_optim.parts import quantize_part
     from moe_optim.recipes import Recipe, load_recipe
 
 __version__ = VERSION
@@ -42,13 +48,20 @@ __all__ = [
     "Recipe",
     "StateError",
     "__version__",
+    "amaxes_from_modelopt",
+    "amaxes_to_modelopt",
+    "calibrate",
+    "calibrated_amax",
     "convert_state_dict",
     "dequantize",
     "describe",
+    "fake_quantize",
     "get_megatron_optimizer",
+    "infer_partition",
     "install",
     "load_recipe",
     "quantize",
+    "quantize_part",
     "synchronize_amax",
     "uninstall",
     "use_cpu",
@@ -56,16 +69,23 @@ __all__ = [
 
 _LAZY = {
     "Description": "moe_optim.megatron.optimizer.description",
+    "amaxes_from_modelopt": "moe_optim.expert_keys.modelopt_amaxes",
+    "amaxes_to_modelopt": "moe_optim.expert_keys.modelopt_amaxes",
+    "calibrate": "moe_optim.megatron.experts.calibration",
+    "calibrated_amax": "moe_optim.modules.calibrated_amax",
     "convert_state_dict": "moe_optim.expert_keys.conversion",
     "dequantize": "moe_optim.ops",
     "describe": "moe_optim.megatron.optimizer.description",
+    "fake_quantize": "moe_optim.fake_quantization",
     "quantize": "moe_optim.ops",
     "MoEOptimConfig": "moe_optim.config",
     "MoEOptimizerConfig": "moe_optim.megatron.bridge",
     "Recipe": "moe_optim.recipes",
     "get_megatron_optimizer": "moe_optim.megatron",
+    "infer_partition": "moe_optim.layout.partition",
     "install": "moe_optim.megatron",
     "load_recipe": "moe_optim.recipes",
+    "quantize_part": "moe_optim.parts",
     "synchronize_amax": "moe_optim.megatron.experts.amax",
     "uninstall": "moe_optim.megatron",
     "use_cpu": "moe_optim.megatron.launch.cpu_runtime",

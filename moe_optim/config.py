@@ -15,6 +15,7 @@ from moe_optim.plain_yaml import parse_yaml, quote
 
 Format = Literal["bf16", "mxfp8", "mxfp8_2d", "nvfp4", "fp8_block"]
 WantedFormat = Literal["auto", Format]
+Compute = Literal[Format, "int8_per_expert", "e4m3_per_expert"]
 NATIVE_FORMATS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "--fp8-recipe mxfp8": ("mxfp8", "mxfp8_2d"),
@@ -34,9 +35,11 @@ class MoEOptimConfig:
     """Storage format of expert weights between two optimizer steps; masters are always fp32.
     ``auto``: that of the weights which Transformer Engine makes with ``--fp8-param-gather`` or
     ``--fp4-param-gather``, ``mxfp8`` for portable experts, else ``bf16``."""
-    compute: Format | None = None
+    compute: Compute | None = None
     """Format of the expert products, for ``format: bf16``: bf16 primary weights, of which every
-    forward product makes a quantized copy that it reads. ``null`` multiplies in ``format``."""
+    forward product makes a quantized copy that it reads. ``int8_per_expert`` and
+    ``e4m3_per_expert`` fake-quantize by one amax an expert: that of a calibration, or that of the
+    weights as they are. ``null`` multiplies in ``format``."""
     expert_layout: Literal["grouped", "indexed"] = "grouped"
     """``grouped`` keeps all local experts of a linear in one parameter [experts, rows, columns],
     ``indexed`` keeps one parameter [rows, columns] an expert."""
@@ -88,6 +91,12 @@ class MoEOptimConfig:
             _check_field(type(self).__name__, name, getattr(self, name))
         _check_compute(type(self).__name__, self.format, self.compute)
         _check_record_amax(type(self).__name__, self.format, self.record_amax)
+
+    @property
+    def may_fuse_steps(self) -> bool:
+        """Whether these knobs leave steps to kernels, where kernels run and flags allow it."""
+        asks = self.step == "auto" and self.layout != "stock" and self.backend == "auto"
+        return asks or self.step == "fused"
 
     def changes(self) -> str:
         """Return the knobs that differ from their defaults, as ``key=value``, or "defaults"."""
@@ -176,7 +185,7 @@ def _check_field(where: str, name: str, value: object) -> None:
     )
 
 
-def _check_compute(where: str, format: WantedFormat, compute: Format | None) -> None:
+def _check_compute(where: str, format: WantedFormat, compute: Compute | None) -> None:
     """Raise ConfigError where products would not be those of the weights stored."""
     if format != "bf16" and compute not in (None, format):
         stored = (

@@ -14,12 +14,12 @@ PACKAGE = ROOT / "moe_optim"
 
 ORDER = """
 errors version library
-formats
+formats places
 reference kernels layout expert_keys
-kernels/steps kernels/norm
+kernels/steps kernels/norm kernels/fake
 interpolation plain_yaml environment shipped_recipes import_hook
 config
-recipes ops
+recipes ops parts fake_quantization
 modules
 checkpoints/files
 checkpoints/pickles
@@ -27,7 +27,7 @@ checkpoints/manifests checkpoints/stores
 checkpoints checkpoints/conversion
 console
 megatron/patching
-megatron/active megatron/planning
+megatron/active megatron/agreement megatron/planning
 megatron/te
 megatron/weights
 megatron/experts megatron/buffers
@@ -61,10 +61,12 @@ THIRD_PARTY = {  # room -> packages it may import, besides the standard library
     "errors": set(),
     "library": {"torch"},
     "formats": {"torch"},
+    "places": {"torch"},
     "reference": {"torch"},
     "kernels": {"torch", "triton"},
     "kernels/steps": {"torch", "triton"},
     "kernels/norm": {"torch", "triton"},
+    "kernels/fake": {"torch", "triton"},
     "layout": {"torch"},
     "expert_keys": {"torch"},
 }

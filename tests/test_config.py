@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 
-from moe_optim.config import Format, MoEOptimConfig, field_names, parse_yaml
+from moe_optim.config import Compute, Format, MoEOptimConfig, field_names, parse_yaml
 from moe_optim.errors import ConfigError
 from moe_optim.formats import FORMATS
 from moe_optim.recipes import load_recipe
@@ -84,7 +84,7 @@ def test_an_unknown_key_is_refused_with_its_place(key):
 
 
 def test_bf16_weights_may_be_multiplied_in_any_format_and_others_in_their_own():
-    for compute in (None, *get_args(Format)):
+    for compute in (None, *get_args(Compute)):
         assert MoEOptimConfig(format="bf16", compute=compute).compute == compute
     for format in FORMATS:
         for compute in (None, format):
@@ -100,6 +100,22 @@ def test_amaxes_are_recorded_of_quantized_weights_alone():
         MoEOptimConfig.from_mapping({"format": "bf16", "record_amax": True}, "recipe")
     with pytest.raises(ConfigError, match="^MoEOptimConfig: record_amax: expected false"):
         MoEOptimConfig(format="bf16", record_amax=True)
+
+
+STEPS = {  # knobs -> whether steps may be fused
+    "defaults": ({}, True),
+    "asked for": ({"step": "fused"}, True),
+    "asked for, in stock's layout": ({"step": "fused", "layout": "stock"}, True),
+    "asked for, in plain torch": ({"step": "fused", "backend": "reference"}, True),
+    "stock's": ({"step": "stock"}, False),
+    "stock's layout": ({"layout": "stock"}, False),
+    "plain torch": ({"backend": "reference"}, False),
+}
+
+
+@pytest.mark.parametrize(("knobs", "may"), STEPS.values(), ids=STEPS)
+def test_steps_may_be_fused_unless_knobs_ask_for_megatrons_bits_or_for_no_kernels(knobs, may):
+    assert MoEOptimConfig(**knobs).may_fuse_steps is may
 
 
 def test_formats_are_those_with_a_descriptor_and_bf16():

@@ -5,12 +5,14 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from moe_optim import plain_yaml, recipes
 from moe_optim.cli.main import build_parser
 from moe_optim.config import MoEOptimConfig, available_values, field_names, spell
+from moe_optim.megatron.optimizer.requirements import _refused_settings
 from moe_optim.megatron.patching.patches import PATCHES
 from tests.support import code_tables
 from tests.support.documents import BLOCKS, ROOT, blocks_in, documents, regenerated
@@ -175,6 +177,47 @@ def test_the_code_of_the_readme_runs():
     code = "\n".join(blocks) + "\nassert (values - weights).abs().max() < 0.5\n"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+# What is refused
+
+
+def flags_in(text):
+    return set(re.findall(r"--[a-z][a-z0-9-]+", text))
+
+
+def section(text, heading):
+    """Return what stands below a heading, up to the next one of its kind."""
+    return text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+
+
+def refused_flags():
+    """Return the flags that a document says are refused whatever experts are used."""
+    text = section(DOCUMENTS["docs/supported.md"], "What is refused")
+    return flags_in(text.partition("\nWith portable experts")[0])
+
+
+def supported_flags():
+    """Return the flags of the rows that begin with "supported"."""
+    rows = (line.split("|") for line in DOCUMENTS["docs/supported.md"].splitlines())
+    cells = (row[1] for row in rows if len(row) > 3 and row[2].strip().startswith("supported"))
+    return flags_in(" ".join(cells))
+
+
+def test_the_readme_refuses_what_is_refused_and_nothing_that_works():
+    (said,) = re.findall(r"^- Refused: .*?\.$", section(README, "Limits"), re.M | re.S)
+    flags = flags_in(said)
+    assert flags and flags <= refused_flags()
+    assert not flags & supported_flags()
+
+
+def test_every_flag_that_the_optimizer_refuses_is_documented():
+    config, ddp_config, model = (mock.MagicMock() for _ in range(3))
+    config.main_params_dtype, config.optimizer = None, "sgd"
+    model.gtp_weight_remat_size = model.expert_gtp_weight_remat_size = 1
+    refused = _refused_settings(config, ddp_config, [model], quantized=True)
+    flags = {re.match(r".*?(--[a-z][a-z0-9-]+)", setting)[1] for setting in refused}
+    assert flags <= refused_flags()
 
 
 def test_the_bounds_of_a_recipe_are_those_that_are_documented():

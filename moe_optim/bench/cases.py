@@ -1,4 +1,4 @@
-"""What ``moe-optim bench requantize`` lays out, and the bytes that each kind of work has to move.
+"""What ``moe-optim bench requantize`` lays out.
 
 Every expert is a member of its own. A rank that owns 1/N of the weights owns the first rows of each
 one: whole bands of blocks, at least one, so that no block waits for other ranks.
@@ -6,8 +6,6 @@ one: whole bands of blocks, at least one, so that no block waits for other ranks
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from fractions import Fraction
-from math import prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -79,46 +77,3 @@ def owned_rows(format: "BlockScaledFormat", rows: int, shard: int) -> int:
     if shard == 1:
         return rows
     return min(rows, max(1, rows // shard // format.band_rows) * format.band_rows)
-
-
-def requantize_bytes(format: "BlockScaledFormat", numel: int, *, zeroed: bool) -> Fraction:
-    """Return the bytes that a requantization has to move.
-
-    Args:
-        format: read twice where an amax of the expert precedes the codes.
-        numel: elements owned.
-        zeroed: whether the source is bf16 and left as zeros, and not fp32 and kept.
-    """
-    reads = 2 if format.has_global_amax else 1
-    source = 2 * reads + 2 if zeroed else 4 * reads
-    return numel * (source + format.wire_bytes_per_element)
-
-
-def step_bytes(format: "BlockScaledFormat", numel: int, moment_size: int) -> Fraction:
-    """Return the bytes that a step of Adam has to move which encodes what it has stepped.
-
-    Args:
-        format: its masters are read once more where an amax of the expert precedes the codes.
-        numel: elements owned, with fp32 gradients.
-        moment_size: bytes of an element of a moment.
-    """
-    masters = 4 + 4 + (4 if format.has_global_amax else 0)
-    return numel * (4 + masters + 4 * moment_size + format.wire_bytes_per_element)
-
-
-def finish_bytes(format: "BlockScaledFormat", rows: int, cols: int) -> int:
-    """Return the bytes that have to move after the gather, for one expert.
-
-    Every plane that is needed is read once, and every one that follows from it is written once:
-    transposed data, logical columnwise scales, and the scales of both directions in storage.
-    """
-    from moe_optim.formats import DIRECTIONS
-
-    shape = (1, rows, cols)
-    scales = {way: prod(format.scale_shape(shape, way)) for way in DIRECTIONS}
-    read = sum(scales[way] for way in format.wire_directions)
-    written = sum(scales[way] * prod(format.storage_scale_repeat(way)) for way in DIRECTIONS)
-    written += scales["columnwise"] if format.is_2d else 0
-    moved = 2 * prod(format.data_shape(shape, "rowwise"))
-    data = moved if format.columnwise_copy == "transposed" else 0
-    return data + (read + written) * format.scale_dtype.itemsize

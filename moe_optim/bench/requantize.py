@@ -6,8 +6,9 @@ from fractions import Fraction
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from moe_optim.bench.cases import Case, finish_bytes, requantize_bytes, step_bytes
+from moe_optim.bench.cases import Case
 from moe_optim.bench.timing import host_us, median_ms, nothing, release, temporary_bytes
+from moe_optim.layout.traffic import finish_bytes, norm_bytes, requantize_bytes, step_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -200,7 +201,9 @@ def _step(case: Case, group: "ProcessGroup | None", moments: Literal["fp32", "bf
         work=work,
         run=alone,
         num_members=members.num_members,
-        floor_bytes=step_bytes(case.format, sum(case.owned), dtype.itemsize),
+        floor_bytes=step_bytes(
+            case.format, sum(case.owned), grad_bytes=4, moment_bytes=2 * dtype.itemsize
+        ),
         launches=len(table.ranges) + len(table.encoding),
     )
     cast = _te_cast(case, entries, group)
@@ -225,7 +228,7 @@ def _norm(case: Case, group: "ProcessGroup | None") -> Job:
         work=NORM,
         run=partial(ops.sum_squares, table),
         num_members=len(gradients),
-        floor_bytes=Fraction(4 * sum(case.owned)),
+        floor_bytes=Fraction(norm_bytes(sum(case.owned), grad_bytes=4)),
         launches=len(table.parts) + 1 if table.has_kernels else 0,
     )
     if group is None:

@@ -58,10 +58,15 @@ def median_ms(works: Sequence[Work], device: str, restore: Work = nothing) -> li
     return [statistics.median(end.ms_since(start) for start, end in own[WARM_UP:]) for own in marks]
 
 
-def host_us(work: Work, device: str) -> float:
-    """Return the median time in us until a call returns, the device idle when it begins."""
+def host_us(work: Work, device: str, restore: Work = nothing, repeats: int | None = None) -> float:
+    """Return the median time in us until a call returns, the device idle when it begins.
+
+    ``restore`` is called before each repetition, untimed. There are as many as the device needs
+    unless ``repeats`` says otherwise.
+    """
     times = []
-    for _ in range(WARM_UP + (HOST_REPEATS if device == "cuda" else REPEATS)):
+    for _ in range(WARM_UP + (repeats or (HOST_REPEATS if device == "cuda" else REPEATS))):
+        restore()
         wait(device)
         began = time.perf_counter()
         work()

@@ -2,9 +2,15 @@
 
 import argparse
 
-from moe_optim.bench import convert, gather, requantize_report, step
+from moe_optim.bench import convert, experts_report, gather, requantize_report, step
 
-KINDS = {"requantize": requantize_report, "gather": gather, "convert": convert, "step": step}
+KINDS = {
+    "requantize": requantize_report,
+    "gather": gather,
+    "convert": convert,
+    "step": step,
+    "experts": experts_report,
+}
 """What can be measured -> the module that adds its options and runs it."""
 
 

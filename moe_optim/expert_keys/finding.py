@@ -9,6 +9,7 @@ from moe_optim.expert_keys.layouts import (
     ExpertSet,
     KeyLayout,
     KeyPattern,
+    is_calibrated_amax,
     is_extra_state,
     match_key,
 )
@@ -33,7 +34,8 @@ def find_expert_sets(
     """Return the experts of every layer in a state dict, in the order of its keys.
 
     A container is everything behind the component ``experts.``, or a key at the root that is an
-    expert's as a whole. Whatever lies in one must belong to one complete set of one layout.
+    expert's as a whole. Whatever lies in one must belong to one complete set of one layout, but for
+    amaxes of a calibration, which are the same in all.
 
     Args:
         shapes: of every entry of a flat state dict; None for one that is no tensor.
@@ -66,8 +68,8 @@ def survey_expert_sets(
     containers: dict[str, dict[str, Shape]] = {prefix: {} for prefix in prefixes or ()}
     for key, shape in shapes.items():
         prefix = _prefix_of(key, layouts, prefixes)
-        if prefix is not None:
-            remainder = key.removeprefix(prefix)
+        remainder = key.removeprefix(prefix or "")
+        if prefix is not None and not is_calibrated_amax(remainder):
             found_shape = None if shape is None else tuple(shape)
             containers.setdefault(prefix, {})[remainder] = found_shape
     sets, faults = [], []

@@ -196,9 +196,14 @@ LAYOUTS: dict[str, KeyLayout] = {
 }
 """All named layouts; adding one means adding a value."""
 
+LINEARS = ("linear_fc1", "linear_fc2")
+"""Of experts, as Megatron and its plug-ins call them."""
+CALIBRATED_AMAX = "calibrated_amax"
+"""Under which a linear of experts keeps what calibration has found, [E, 1, 1] or [1, 1, 1]."""
+
 _EXTRA_STATES = tuple(  # what the linears of grouped, indexed and sequential experts save besides
     template.format(linear=linear, expert="{expert}")
-    for linear in ("linear_fc1", "linear_fc2")
+    for linear in LINEARS
     for template in (
         "{linear}._extra_state",
         "{linear}._extra_state{expert}",
@@ -236,3 +241,12 @@ def match_key(remainder: str, template: str) -> tuple[int | None] | None:
 def is_extra_state(remainder: str) -> bool:
     """Return whether Megatron keeps state of a linear there that is neither weight nor bias."""
     return any(_regex(template).fullmatch(remainder) for template in _EXTRA_STATES)
+
+
+def is_calibrated_amax(remainder: str) -> bool:
+    """Return whether a linear of experts keeps there what calibration has found.
+
+    Of any expert layout, and no conversion changes it.
+    """
+    linear, _, name = remainder.rpartition(".")
+    return linear in LINEARS and name == CALIBRATED_AMAX

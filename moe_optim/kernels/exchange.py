@@ -17,7 +17,8 @@ class Exchange:
     bands: Mapping[tuple[int, int], int]
     """(expert, first row) of every band that a cut runs through -> first of its block maxima."""
     experts: Mapping[int, int]
-    """Expert that a cut runs through -> first of its ``AMAX_SLOTS``; formats with a global amax."""
+    """Expert that several ranks own of -> first of its ``AMAX_SLOTS``; formats with a global amax.
+    """
     first: int
     size: int
     """Slots of this weight, from ``first`` on."""
@@ -29,6 +30,7 @@ def plan_exchange(
     cuts: Sequence[int],
     *,
     first: int = 0,
+    shares_experts: bool = False,
     name: str = "weight",
 ) -> Exchange:
     """Return what the owners of a weight have to exchange before any of them can encode.
@@ -39,6 +41,7 @@ def plan_exchange(
         cuts: elements of the weight at which the range of one rank ends and that of the next one
             begins; all ranks', in any order.
         first: slots that other weights take before this one.
+        shares_experts: whether every expert goes on in weights of other ranks.
         name: parameter, for errors.
 
     Raises:
@@ -49,6 +52,9 @@ def plan_exchange(
     bands: dict[tuple[int, int], int] = {}
     global_amaxes: dict[int, int] = {}
     slot = first
+    if shares_experts and format.has_global_amax:
+        global_amaxes = {expert: first + AMAX_SLOTS * expert for expert in range(experts)}
+        slot += AMAX_SLOTS * experts
     for cut in sorted(set(cuts)):
         if not 0 < cut < experts * numel or cut % format.elements_per_byte:
             raise LayoutError(

@@ -125,7 +125,10 @@ def encoding_kernel(
     """
     format = table.format
     kernel = requantize_blocks_kernel if format.is_2d else requantize_mxfp8_kernel
-    of_format = {"FORMAT": format.name, "BLOCK": format.band_rows} if format.is_2d else {}
+    of_format: dict[str, str | int] = {}
+    if format.is_2d:
+        band = format.band_rows
+        of_format = {"FORMAT": format.name, "BLOCK": band, "SLAB": table.tile.slab or band}
     return BoundKernel(
         kernel,
         len(tiles),

@@ -12,6 +12,7 @@ from moe_optim.kernels.bound_kernel import BoundKernel
 from moe_optim.kernels.exchange import AMAX_SLOTS, Exchange
 from moe_optim.kernels.table_entry import TableEntry
 from moe_optim.kernels.tuning import TILES, Tile
+from moe_optim.places import Places
 
 DESCRIPTOR_FIELDS = 15
 """Columns of :attr:`LaunchTable.descriptors`."""
@@ -78,8 +79,8 @@ class LaunchTable:
     """Whether a launch leaves zeros in the sources, and in the gaps."""
     alive: tuple[Tensor, ...]
     """Every tensor behind an address."""
-    source_places: tuple[tuple[Tensor, int], ...]
-    """A source of each piece of memory that has some, and its address when the table was built."""
+    sources: Places
+    """One of each piece of memory that has some."""
     amax_slots: tuple[int, ...]
     """The slot of the amax of each member."""
     kernels: dict[str, tuple[BoundKernel, ...]] = field(default_factory=dict)
@@ -104,7 +105,7 @@ class LaunchTable:
     @property
     def has_moved(self) -> bool:
         """Whether sources lie elsewhere by now: their memory can be freed or exchanged."""
-        return any(source.data_ptr() != address for source, address in self.source_places)
+        return self.sources.have_moved
 
     @classmethod
     def build(
@@ -181,7 +182,7 @@ class LaunchTable:
             aligned=all(map(_is_aligned, entries)),
             zeroes=consumed is not None,
             alive=(*sources, *planes, amax, *(() if consumed is None else (consumed,))),
-            source_places=tuple((one, one.data_ptr()) for one in of_each_memory.values()),
+            sources=Places(of_each_memory.values()),
             amax_slots=tuple(torch.cat(parts)[:, 13].tolist()),
         )
 

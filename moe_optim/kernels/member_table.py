@@ -74,7 +74,12 @@ class MemberTable:
             entry.check()
             target = entry.target
             shared = plan_exchange(
-                target.format, target.shape, entry.cuts, first=slots, name=entry.parameter
+                target.format,
+                target.shape,
+                entry.cuts,
+                first=slots,
+                shares_experts=entry.shares_experts,
+                name=entry.parameter,
             )
             planned.append((entry, shared))
             slots += shared.size

@@ -70,6 +70,7 @@ def requantize_blocks_kernel(
     clips,  # [num_norms] fp32, or None
     FORMAT: tl.constexpr,
     BLOCK: tl.constexpr,
+    SLAB: tl.constexpr,
     TILE_COLS: tl.constexpr,
     FROM_FP32: tl.constexpr,
     MASKED: tl.constexpr,
@@ -113,6 +114,7 @@ def requantize_blocks_kernel(
             global_encode,
             FORMAT,
             BLOCK,
+            SLAB,
             TILE_COLS,
             FROM_FP32,
             MASKED,
@@ -140,6 +142,7 @@ def _requantize_tile(
     global_encode,
     FORMAT: tl.constexpr,
     BLOCK: tl.constexpr,
+    SLAB: tl.constexpr,
     TILE_COLS: tl.constexpr,
     FROM_FP32: tl.constexpr,
     MASKED: tl.constexpr,
@@ -173,61 +176,92 @@ def _requantize_tile(
     data, data_stride = plane_rows(member, ROWWISE_DATA, row, tl.uint8, DATA_ALIGNMENT)
     scale, _ = plane_rows(member, ROWWISE_SCALE, row // BLOCK, SCALE, 1)
 
-    rows = tl.arange(0, BLOCK)[:, None]
     columns = tl.arange(0, TILE_COLS)[None, :]
     blocks = tl.arange(0, TILE_COLS // BLOCK)
-    places = rows * cols + columns
-    if MASKED or CUT:
-        mask = (rows < height) & (columns < cols - first_col)
-        blocks_inside = blocks * BLOCK < cols - first_col
-        if CUT:
-            mask &= is_owned(member, row, first_col, rows, columns, cols)
-    else:
-        mask = None
-        blocks_inside = None
-    if STEP:
-        weight = step_tile(
-            source,
-            first,
-            places,
-            mask,
-            state,
-            hyper,
-            clips,
-            GRADIENT_FP32,
-            MOMENTS_FP32,
-            DECOUPLED,
-            ALIGNED,
-        )
-    else:
-        weight = load_tile(source + first + places, mask)
-    weight = round_to_bf16(weight)
+    blocks_inside = blocks * BLOCK < cols - first_col if MASKED or CUT else None
+
+    # Slab by slab, since four tensors of a block at once are more than registers hold.
+    slabs = ()
+    largest = tl.zeros((TILE_COLS // BLOCK,), dtype=tl.float32)
+    for number in tl.static_range(BLOCK // SLAB):
+        rows = number * SLAB + tl.arange(0, SLAB)[:, None]
+        places = rows * cols + columns
+        mask = _inside(member, row, first_col, rows, columns, height, cols, MASKED, CUT)
+        if STEP:
+            weight = step_tile(
+                source,
+                first,
+                places,
+                mask,
+                state,
+                hyper,
+                clips,
+                GRADIENT_FP32,
+                MOMENTS_FP32,
+                DECOUPLED,
+                ALIGNED,
+            )
+        else:
+            weight = load_tile(source + first + places, mask)
+        weight = round_to_bf16(weight)
+        if not CUT:
+            of_columns = tl.reshape(amax(weight, 0), (TILE_COLS // BLOCK, BLOCK))
+            largest = tl.maximum(largest, amax(of_columns, 1))
+        slabs = slabs + (weight.to(tl.bfloat16),)  # type: ignore[assignment]
 
     if CUT:
         largest = tl.load(slots + first_col // BLOCK + blocks, mask=blocks_inside, other=0.0)
-    else:
-        largest = amax(tl.reshape(amax(weight, 0), (TILE_COLS // BLOCK, BLOCK)), 1)
     stored, factor = encode_scale(largest, global_encode, FORMAT)
     tl.store(scale + first_col // BLOCK + blocks, stored, mask=blocks_inside)
 
-    scaled = tl.reshape(weight, (BLOCK, TILE_COLS // BLOCK, BLOCK)) * factor[None, :, None]
-    scaled = tl.reshape(scaled, (BLOCK, TILE_COLS))
-    data += first_col // PACKED + rows * data_stride
-    if PACKED == 2:
-        even, odd = tl.split(tl.reshape(encode_e2m1(scaled), (BLOCK, TILE_COLS // 2, 2)))
-        codes = (even | (odd << 4)).to(tl.uint8)
-        pairs = tl.arange(0, TILE_COLS // 2)[None, :]
-        if MASKED or CUT:
+    for number in tl.static_range(BLOCK // SLAB):
+        rows = number * SLAB + tl.arange(0, SLAB)[:, None]
+        mask = _inside(member, row, first_col, rows, columns, height, cols, MASKED, CUT)
+        weight = tl.reshape(slabs[number].to(tl.float32), (SLAB, TILE_COLS // BLOCK, BLOCK))
+        scaled = tl.reshape(weight * factor[None, :, None], (SLAB, TILE_COLS))
+        codes = data + first_col // PACKED + rows * data_stride
+        if PACKED == 2:
+            even, odd = tl.split(tl.reshape(encode_e2m1(scaled), (SLAB, TILE_COLS // 2, 2)))
+            pairs = tl.arange(0, TILE_COLS // 2)[None, :]
             # the columns of a byte are owned together: cuts and sizes are even
-            pair_mask = (rows < height) & (2 * pairs < cols - first_col)
-            if CUT:
-                pair_mask &= is_owned(member, row, first_col, rows, 2 * pairs, cols)
-            tl.store(data + pairs, codes, mask=pair_mask)
+            both = _inside(member, row, first_col, rows, 2 * pairs, height, cols, MASKED, CUT)
+            tl.store(codes + pairs, (even | (odd << 4)).to(tl.uint8), mask=both)
         else:
-            tl.store(data + pairs, codes)
-    else:
-        tl.store(data + columns, encode_e4m3(scaled), mask=mask)
+            tl.store(codes + columns, encode_e4m3(scaled), mask=mask)
+        if ZERO:
+            tl.debug_barrier()  # every thread has read its part by now
+            zeros = tl.zeros((SLAB, TILE_COLS), dtype=DTYPE)
+            tl.store(source + first + rows * cols + columns, zeros, mask=mask)
 
-    if ZERO:
-        tl.debug_barrier()  # every thread has read its part by now
-        tl.store(source + first + places, tl.zeros((BLOCK, TILE_COLS), dtype=DTYPE), mask=mask)
+
+@triton.jit
+def _inside(
+    member,
+    row,
+    first_col,
+    rows,
+    columns,
+    height,
+    cols,
+    MASKED: tl.constexpr,
+    CUT: tl.constexpr,
+):
+    """Return which elements of a tile are this rank's to read and write, or None for all of them.
+
+    Args:
+        member: pointer to its descriptor.
+        row: first row of the tile.
+        first_col: its first column.
+        rows: of the elements, counted from ``row``.
+        columns: likewise, counted from ``first_col``.
+        height: rows of the weight from ``row`` on.
+        cols: columns of the weight.
+        MASKED: the weight may end inside of the tile.
+        CUT: other ranks own a part of the tile.
+    """
+    mask = None
+    if MASKED or CUT:
+        mask = (rows < height) & (columns < cols - first_col)
+        if CUT:
+            mask &= is_owned(member, row, first_col, rows, columns, cols)
+    return mask

@@ -29,6 +29,9 @@ class TableEntry:
     cuts: tuple[int, ...] = ()
     """Elements at which the ranges of two ranks meet, inside of the parameter: those of all ranks,
     and the same on all of them. Blocks and experts around them need maxima of several ranks."""
+    shares_experts: bool = False
+    """Whether the parameter is itself a part of larger experts, of which other ranks hold other
+    rows or columns: then their amaxes, where the format has them, are those of all these ranks."""
     storage_scales: Mapping[Direction, Tensor] = field(default=_NO_SCALES)
     """Scales as Transformer Engine stores them, [E, *format.storage_scale_shape]: filled from the
     target's scales after a gather. Their padding is the owner's, and is not touched."""
@@ -40,9 +43,10 @@ class TableEntry:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the source holds every value of the parameter."""
+        """Whether the source holds every value that the parameter's bytes follow from."""
         experts, rows, cols = self.target.shape
-        return self.source.numel() == experts * rows * cols and not self.cuts
+        is_all = self.source.numel() == experts * rows * cols
+        return is_all and not self.cuts and not self.shares_experts
 
     def check(self) -> None:
         """Check that source, target and ranges fit each other.

@@ -14,6 +14,8 @@ class Tile:
     cols: int
     """Columns, a power of two and a multiple of the block."""
     num_warps: int
+    slab: int | None = None
+    """Rows of the band that a step holds at a time; all of them if not given."""
 
 
 TILES: Mapping[tuple[str, torch.dtype], Tile] = MappingProxyType(
@@ -37,7 +39,7 @@ STEP_TILES: Mapping[tuple[str, torch.dtype], Tile] = MappingProxyType(
         ("mxfp8", torch.bfloat16): Tile(cols=128, num_warps=2),
         ("mxfp8_2d", torch.float32): Tile(cols=64, num_warps=4),
         ("mxfp8_2d", torch.bfloat16): Tile(cols=64, num_warps=4),
-        ("fp8_block", torch.float32): Tile(cols=128, num_warps=8),
+        ("fp8_block", torch.float32): Tile(cols=128, num_warps=8, slab=64),
         ("fp8_block", torch.bfloat16): Tile(cols=128, num_warps=16),
     }
 )
@@ -94,3 +96,18 @@ NORM: Mapping[torch.dtype, NormTile] = MappingProxyType(
 
 NORM_LANES = 1024
 """Sums of parts that one program adds up at a time."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FlatTile:
+    """What one program handles of an expert whose rows and columns do not matter."""
+
+    numel: int
+    """Elements, a power of two."""
+    num_warps: int
+
+
+FAKE_FORWARD = FlatTile(numel=4096, num_warps=4)
+"""Of fake quantization: values to values."""
+FAKE_BACKWARD = FlatTile(numel=4096, num_warps=4)
+"""Of its backward pass: values and gradients to gradients."""

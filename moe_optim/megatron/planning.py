@@ -30,8 +30,13 @@ from moe_optim.layout.aligned import BucketEnd, aligned_end
 from moe_optim.layout.wire import Slot
 
 Shape = tuple[int, int, int]
-_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
-"""Of an element of a moment, as the flags of precision-aware optimizers spell it."""
+_MOMENTS = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.uint8,
+}
+"""Dtypes of moments, as the flags of precision-aware optimizers spell them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,8 +83,11 @@ class PlannedExperts:
     most_micro_batches: int | None
     """How often a global batch can be cut into micro-batches; None where flags do not say."""
     optimizer_instances: int
-    moment_bytes: int
-    """What both moments of an element take."""
+    exp_avg_dtype: torch.dtype
+    exp_avg_sq_dtype: torch.dtype
+    fp16: bool
+    loss_scale: float | None
+    """This and the three before it are of Megatron's ``OptimizerConfig``."""
     grouped: bool
     """Whether all experts of a linear are one parameter."""
     grad_dtype: torch.dtype
@@ -87,6 +95,11 @@ class PlannedExperts:
     """``--ddp-bucket-size``; None takes Megatron's rule."""
     overlap_grad_reduce: bool
     high_busbw: bool
+
+    @property
+    def moment_bytes(self) -> int:
+        """What both moments of an element take."""
+        return self.exp_avg_dtype.itemsize + self.exp_avg_sq_dtype.itemsize
 
     @property
     def layers(self) -> int:
@@ -222,7 +235,10 @@ def plan_experts(argv: Sequence[str], *, grouped: bool) -> PlannedExperts:
         gpus_multiple=ranks_multiple(args),
         most_micro_batches=most_micro_batches,
         optimizer_instances=instances,
-        moment_bytes=sum(_BYTES[dtype] for dtype in (args.exp_avg_dtype, args.exp_avg_sq_dtype)),
+        exp_avg_dtype=_MOMENTS[args.exp_avg_dtype],
+        exp_avg_sq_dtype=_MOMENTS[args.exp_avg_sq_dtype],
+        fp16=args.fp16,
+        loss_scale=args.loss_scale,
         grouped=grouped,
         grad_dtype=torch.bfloat16 if args.grad_reduce_in_bf16 else torch.float32,
         bucket_size=args.ddp_bucket_size,

@@ -51,13 +51,21 @@ class QuantizedCopy:
         return QuantizedCopy, (self.format, self.shape, self.name, self.backend)
 
     @torch.no_grad()
-    def dequantize(self, weights: Sequence[Tensor], direction: Direction, *, keep: bool) -> Tensor:
+    def dequantize(
+        self,
+        weights: Sequence[Tensor],
+        direction: Direction,
+        *,
+        keep: bool,
+        amax: Tensor | None = None,
+    ) -> Tensor:
         """Return the values of one direction.
 
         Args:
             weights: one bf16 tensor [E, R, C], or E of [R, C]; contiguous.
             direction: rowwise for the forward product, columnwise for dgrad.
             keep: whether a dgrad may read the copy that is made now.
+            amax: of a calibration; not read, since blocks have their own.
 
         Returns:
             [E, R, C] bf16, newly allocated.
@@ -72,6 +80,15 @@ class QuantizedCopy:
             ops.finish_gather(self._table)
             self._made_of = now if keep else None
         return self._storage.dequantize(direction)
+
+    def clip_wgrad(
+        self,
+        weights: Sequence[Tensor],
+        wgrad: Tensor,
+        amax: Tensor | None,
+    ) -> Tensor:
+        """Return the weight gradient as it is: the scale of a block clips nothing."""
+        return wgrad
 
     @torch.inference_mode(False)  # an evaluation may come first, and training writes them
     def _lay_out(self, weights: Sequence[Tensor]) -> tuple[PortableStorage, MemberTable]:

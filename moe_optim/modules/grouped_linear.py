@@ -9,11 +9,18 @@ import torch
 from torch import Tensor
 
 from moe_optim.errors import StateError
+from moe_optim.fake_quantization import PerExpertGrid
 from moe_optim.formats import BlockScaledFormat, Direction
 from moe_optim.kernels.member_table import Backend
 from moe_optim.library import as_written
 from moe_optim.modules import compiled_product
+from moe_optim.modules.calibrated_amax import (
+    calibrated_amax,
+    set_calibrated_amax,
+    take_calibrated_amax,
+)
 from moe_optim.modules.compute import QuantizedCopy
+from moe_optim.modules.fake_copy import FakeQuantizedCopy
 from moe_optim.modules.grouped_product import (
     GradientEnd,
     Version,
@@ -24,6 +31,7 @@ from moe_optim.modules.grouped_product import (
 from moe_optim.modules.grouped_weight import GroupedWeight
 from moe_optim.modules.handles import handle_of
 from moe_optim.modules.recorded_amax import RecordsAmax
+from moe_optim.modules.stacked_experts import lie_together, stack_experts
 from moe_optim.modules.storage import (
     MakeStorages,
     PlaneStorage,
@@ -39,8 +47,11 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
 
     Parameters are ``weight`` [E, R, C] in ``grouped`` layout, ``weight0 .. weight{E-1}`` [R, C] in
     ``indexed`` layout. Portable quantized experts lie in one storage [E, R, C] in both, so either
-    layout multiplies in one call. bf16 experts are ordinary parameters; with ``compute`` their
-    products read a quantized copy, and give what storage of that format would give.
+    layout multiplies in one call. bf16 experts are ordinary parameters, which lie side by side: in
+    one allocation, and then in the buffer of Megatron's DDP, where the last parameter comes first.
+    They are therefore registered from the last expert to the first. With ``compute`` their
+    products read a quantized copy, and give what storage of that format would give, or the values
+    of a grid that each expert has for itself.
 
     Biases are bf16 whatever the format: ``bias`` [E, R], or ``bias0 .. bias{E-1}`` [R]. The product
     does not add them; callers get them from :meth:`token_biases`, and fuse or scale the addition.
@@ -50,7 +61,7 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         out_features: R.
         in_features: C.
         format: block-scaled storage format, or None for bf16.
-        compute: format of the products of bf16 experts; None multiplies what is stored.
+        compute: format or grid of the products of bf16 experts; None multiplies what is stored.
         expert_layout: how parameters are cut.
         bias: whether there are biases, zero at first.
         fuse_wgrad_accumulation: add weight gradients straight into ``main_grad`` where there is
@@ -73,7 +84,7 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         in_features: int,
         *,
         format: BlockScaledFormat | None,
-        compute: BlockScaledFormat | None = None,
+        compute: BlockScaledFormat | PerExpertGrid | None = None,
         expert_layout: ExpertLayout = "grouped",
         bias: bool = False,
         fuse_wgrad_accumulation: bool = True,
@@ -92,9 +103,9 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         self.delay_wgrad = delay_wgrad
         self._delayed: deque[WgradFactors] = deque()
         self.handle = handle_of(self)
-        self.quantized_copy: QuantizedCopy | None = None
+        self.quantized_copy: QuantizedCopy | FakeQuantizedCopy | None = None
         if compute is not None and format is None:
-            self.quantized_copy = QuantizedCopy(compute, self.shape, f"{name}.weight", backend)
+            self.quantized_copy = _make_copy(compute, self.shape, f"{name}.weight", backend)
         storages: Sequence[PlaneStorage] = ()
         if format is not None:
             storages = make_storages(
@@ -128,9 +139,11 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
             names, shape = [f"weight{index}" for index in range(experts)], torch.Size((rows, cols))
         weights: Iterable[Tensor] = (GroupedWeight(storage, shape) for storage in storages)
         if not storages:
-            weights = (torch.empty(shape, dtype=torch.bfloat16, device=device) for _ in names)
+            whole = torch.empty(self.shape, dtype=torch.bfloat16, device=device)
+            weights = (part.data for part in self._cut(whole))  # each counts its own writes
         pairs = zip(names, weights, strict=True)
-        return [(name, torch.nn.Parameter(weight)) for name, weight in pairs]
+        parameters = [(name, torch.nn.Parameter(weight)) for name, weight in pairs]
+        return parameters if storages else parameters[::-1]
 
     def extra_repr(self) -> str:
         """Return shape, format and layout of the weights, and what products read."""
@@ -159,18 +172,42 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         return self.__dict__ | {"_delayed": deque()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Become a linear of its own, also for graphs compiled before."""
+        """Become a linear of its own, whose parameters were copied one by one."""
         super().__setstate__(state)
+        self._lay_together()
         self.handle = handle_of(self)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GroupedLinear":
-        """Move quantized experts as one storage; bf16 is their dtype already, and the only one."""
-        if not self.storages():
-            return super()._apply(fn, recurse)
-        self._move_storages(fn)
-        for bias in self.biases():
-            bias.data = fn(bias.data)
+        """Move quantized experts as one storage; bf16 is their dtype already, and the only one.
+
+        Amaxes of a calibration move along, and stay fp32.
+        """
+        amax = calibrated_amax(self)
+        if amax is not None:
+            set_calibrated_amax(self, None)
+        if self.storages():
+            self._move_storages(fn)
+            for bias in self.biases():
+                bias.data = fn(bias.data)
+        else:
+            before = [weight.data_ptr() for weight in self.weights()]
+            super()._apply(fn, recurse)
+            if before != [weight.data_ptr() for weight in self.weights()]:
+                self._lay_together()
+        if amax is not None:
+            set_calibrated_amax(self, amax.to(fn(amax).device))
         return self
+
+    @torch.no_grad()
+    def _lay_together(self) -> None:
+        """Give bf16 experts that were copied one by one an allocation of their own again.
+
+        Not those of a buffer, which they would leave.
+        """
+        weights = self.weights()
+        if self.expert_layout == "indexed" and not self.storages() and not lie_together(weights):
+            for weight, part in zip(weights, stack_experts(weights), strict=True):
+                weight.data = part
 
     def _move_storages(self, fn: Callable[[Tensor], Tensor]) -> None:
         whole = self.storage
@@ -200,9 +237,11 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
 
         It is kept until the next requantization, and changes no byte: what was dequantized from
         NVFP4 quantizes to the same bytes by an amax of its own. Quantized weights take values also
-        with ``assign=True``: they keep their format, and their place in a bucket.
+        with ``assign=True``: they keep their format, and their place in a bucket. Amaxes of a
+        calibration are those of the weights that are loaded, see :func:`take_calibrated_amax`.
         """
         amax: Tensor | None = state_dict.pop(f"{prefix}weight_amax", None)
+        take_calibrated_amax(self, state_dict, prefix, self.shape[0], self.name)
         if self.storages():
             local_metadata = {**local_metadata, "assign_to_params_buffers": False}
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
@@ -217,8 +256,9 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         return self._parameters_called("bias")
 
     def _parameters_called(self, kind: str) -> list[torch.nn.Parameter]:
-        named = self.named_parameters(recurse=False)
-        return [parameter for name, parameter in named if name.startswith(kind)]
+        names = [kind, *(f"{kind}{index}" for index in range(self.shape[0]))]
+        found = map(self._parameters.get, names)
+        return [parameter for parameter in found if parameter is not None]
 
     def token_biases(
         self, counts: Tensor, product: Tensor, dtype: torch.dtype | None = None
@@ -285,10 +325,12 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
                 return whole.dequantize(direction)
             return torch.cat([storage.dequantize(direction) for storage in storages])
         if self.quantized_copy is not None:
-            return self.quantized_copy.dequantize(weights, direction, keep=self.training)
+            return self.quantized_copy.dequantize(
+                weights, direction, keep=self.training, amax=calibrated_amax(self)
+            )
         if self.expert_layout == "grouped":
             return weights[0].detach()
-        return torch.stack([weight.detach() for weight in weights])
+        return stack_experts(weights)
 
     def version(self) -> Version:
         """Return what changes with every write of a weight, and with every exchange of one."""
@@ -344,6 +386,8 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
             into ``main_grad`` it is an unwritten tensor: DDP's hooks want to see one, and free it
             without reading it.
         """
+        if self.quantized_copy is not None:
+            wgrad = self.quantized_copy.clip_wgrad(self.weights(), wgrad, calibrated_amax(self))
         gradients: list[Tensor | None] = []
         for weight, part, end in zip(self.weights(), self._cut(wgrad), ends, strict=True):
             main_grad = getattr(weight, "main_grad", None)
@@ -380,6 +424,17 @@ def _spread_biases(
     rows = cast if cast[0].dim() == 1 else cast[0].unbind(0)
     pairs = zip(rows, counts.tolist(), strict=True)
     return torch.cat([row.expand(count, -1) for row, count in pairs])
+
+
+def _make_copy(
+    compute: BlockScaledFormat | PerExpertGrid,
+    shape: tuple[int, int, int],
+    name: str,
+    backend: Backend,
+) -> QuantizedCopy | FakeQuantizedCopy:
+    if isinstance(compute, PerExpertGrid):
+        return FakeQuantizedCopy(compute, shape, name, backend)
+    return QuantizedCopy(compute, shape, name, backend)
 
 
 def _moved(storage: PlaneStorage, fn: Callable[[Tensor], Tensor]) -> PlaneStorage:

@@ -15,6 +15,7 @@ from moe_optim.errors import LayoutError, StateError
 from moe_optim.formats import BlockScaledFormat, Direction, QuantizedWeight
 from moe_optim.kernels.member_table import Backend, MemberTable, TableEntry
 from moe_optim.modules.handles import handle_of
+from moe_optim.places import Attributes
 from moe_optim.reference.expert_amax import expert_amax_into
 
 _versions = count()
@@ -63,6 +64,9 @@ class PlaneStorage(ABC):
 
     initial: Tensor | None
     """What the bytes were quantized from, in any dtype, until masters have been made of it."""
+    watched: tuple[Attributes, ...] | None = ()
+    """What somebody could exchange, as :meth:`take_over` left it, which makes this anew. None where
+    :meth:`has_moved` has to look at more."""
 
     def __init__(self, name: str, quantized: QuantizedWeight, backend: Backend) -> None:
         self.name = name
@@ -146,12 +150,12 @@ class PlaneStorage(ABC):
     def pointers(self) -> tuple[int, ...]:
         """Return the address of everything that products read."""
 
-    @abstractmethod
     def has_moved(self) -> bool:
         """Return whether somebody gave the weight other tensors since the last :meth:`take_over`.
 
         Changes nothing.
         """
+        return any(one.have_moved for one in self.watched or ())
 
     @abstractmethod
     def take_over(self) -> None:
@@ -305,10 +309,6 @@ class PortableStorage(PlaneStorage):
     def pointers(self) -> tuple[int, ...]:
         """Return the address of every plane."""
         return tuple(tensor.data_ptr() for tensor in self.quantized.planes().values())
-
-    def has_moved(self) -> bool:
-        """Return whether the planes lie elsewhere: never, nobody else holds them."""
-        return False
 
     def take_over(self) -> None:
         """Do nothing: nobody gives the weight other planes."""

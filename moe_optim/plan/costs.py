@@ -1,7 +1,8 @@
 """What expert weights cost a rank, counted on the layouts that a run would use.
 
 Everything is exact and follows from shapes: planes from ``plan_wire``, buckets from Megatron's own
-layout, maxima from ``plan_exchange``. Not counted are the tables that kernels read (addresses,
+layout, maxima from ``plan_exchange``, what a fused step moves from ``layout/traffic.py``, which
+benchmarks hold its launches against. Not counted are the tables that kernels read (addresses,
 tiles, slots of their own) and what an allocator rounds up.
 """
 
@@ -13,10 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from moe_optim.config import MoEOptimConfig
 from moe_optim.formats import DIRECTIONS, FORMATS, MXFP8, BlockScaledFormat
 from moe_optim.kernels.exchange import plan_exchange
 from moe_optim.layout.census import count_bands, count_owned
+from moe_optim.layout.traffic import norm_bytes, step_bytes
 from moe_optim.layout.wire import Slot, plan_wire
+from moe_optim.megatron.optimizer.fused import settings_of_stocks_step
 from moe_optim.megatron.planning import PlannedBucket, PlannedExperts
 
 STOCK_MXFP8, STOCK_BF16 = "stock mxfp8", "stock bf16"
@@ -30,6 +34,12 @@ PARTS = (
 )
 """What a rank's bytes consist of. The first five are fields of ``QuantizedWeight``, the buffer is
 that of bf16 weights, and the exchange holds the maxima that ranks reduce."""
+
+STEP_FIGURES = (
+    *("norm_bytes_per_rank", "update_bytes_per_rank"),
+    *("step_bytes_per_parameter", "step_floor_ms"),
+)
+"""What a row says of a fused step."""
 
 Row = dict[str, Any]
 
@@ -52,7 +62,23 @@ class Costs(NamedTuple):
     """[dp_size] int64: kernels that quantize, find maxima, or derive planes."""
 
 
-def plan_rows(experts: PlannedExperts, gpus: Sequence[int]) -> Iterator[Row]:
+def why_stocks_step(experts: PlannedExperts, knobs: MoEOptimConfig) -> str | None:
+    """Return what makes steps stock's, on GPUs where kernels run, or None where they are fused."""
+    if not knobs.may_fuse_steps:
+        asked = {name: getattr(knobs, name) for name in ("step", "layout", "backend")}
+        return ", ".join(f"{k}: {v}" for k, v in asked.items() if v in ("stock", "reference"))
+    # Adam holds masters where no weight is quantized, and such rows are stock's.
+    settings = settings_of_stocks_step(experts, masters_of_adam=False)
+    return next((setting for setting, there in settings.items() if there), None)
+
+
+def plan_rows(
+    experts: PlannedExperts,
+    gpus: Sequence[int],
+    *,
+    is_fused: bool = True,
+    tb_per_s: float | None = None,
+) -> Iterator[Row]:
     """Yield a row for every format, and two for Megatron's own, at each number of GPUs.
 
     ``resident_bytes_per_rank`` is that of the rank with most masters: planes (those that are
@@ -60,12 +86,17 @@ def plan_rows(experts: PlannedExperts, gpus: Sequence[int]) -> Iterator[Row]:
     moments.
     ``gathered_bytes_per_step`` counts all planes of all buckets after the gather, the rank's own
     slice included. ``launches_per_step`` is that of the rank with most, without copies and fills.
-    ``padding_fraction`` is the part of all buckets that holds no weight, and ``shard_imbalance``
-    the largest number of elements that a rank owns over the mean.
+    ``norm_bytes_per_rank`` and ``update_bytes_per_rank`` are what a fused step of the experts has
+    to read and write on the rank with most masters, each value once; ``step_bytes_per_parameter``
+    is that of the update, and ``step_floor_ms`` the time of both at the speed of memory. None
+    where no fused step is taken. ``padding_fraction`` is the part of all buckets that holds no
+    weight, and ``shard_imbalance`` the largest number of elements that a rank owns over the mean.
 
     Args:
         experts: one pipeline stage.
         gpus: how many there are in all.
+        is_fused: whether steps of quantized weights are, see :func:`why_stocks_step`.
+        tb_per_s: bytes that memory reads and writes, in terabytes a second; None gives no times.
 
     Raises:
         ConfigError: a number of GPUs that cannot be cut as the flags say.
@@ -79,15 +110,17 @@ def plan_rows(experts: PlannedExperts, gpus: Sequence[int]) -> Iterator[Row]:
                 (_costs_of(name, bucket, experts.grad_dtype), number)
                 for bucket, number in buckets.items()
             ]
+            total = _total(all_costs)
             yield {
                 "format": name,
                 "gpus": count,
                 **_summary(
-                    _total(all_costs),
+                    total,
                     used,
                     is_quantized_first=name in FORMATS,
                     moment_bytes=experts.moment_bytes,
                 ),
+                **_step(FORMATS.get(name) if is_fused else None, total, experts, tb_per_s),
                 "expert_data_parallel_size": experts.expert_dp_size(count),
                 "buckets": buckets.total(),
             }
@@ -112,6 +145,23 @@ def _summary(total: Costs, used: int, *, is_quantized_first: bool, moment_bytes:
         "exchanged_maxima": total.maxima,
         "parts": parts,
     }
+
+
+def _step(
+    format: BlockScaledFormat | None,
+    total: Costs,
+    experts: PlannedExperts,
+    tb_per_s: float | None,
+) -> Row:
+    """Return what a fused step moves on the rank with most masters; None of any other step."""
+    if format is None:
+        return dict.fromkeys(STEP_FIGURES)
+    most, grad_bytes = int(total.owned.max()), experts.grad_dtype.itemsize
+    norm = norm_bytes(most, grad_bytes=grad_bytes)
+    update = step_bytes(format, most, grad_bytes=grad_bytes, moment_bytes=experts.moment_bytes)
+    floor_ms = None if tb_per_s is None else float(norm + update) / (tb_per_s * 1e9)
+    figures = norm, round(update), float(update / most), floor_ms
+    return dict(zip(STEP_FIGURES, figures, strict=True))
 
 
 def _costs_of(name: str, bucket: PlannedBucket, grad_dtype: torch.dtype) -> Costs:

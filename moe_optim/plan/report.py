@@ -3,7 +3,7 @@
 import argparse
 import json
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,11 @@ _LEGEND = (
     "planes, once a step. max/mean: elements that ranks own. maxima: fp32 values reduced over "
     "ranks before they encode. bf16 wire: what stock gathers."
 )
+_STEP_LEGEND = (
+    " A fused step reads gradients for their norm; its update reads them again, reads and writes "
+    "masters and moments, and writes what travels: bytes of one rank, of experts alone, that have "
+    "to move at least. nvfp4 reads masters once more."
+)
 COLUMNS = {  # header -> width
     "format": 11,
     "resident": 8,
@@ -42,6 +47,7 @@ COLUMNS = {  # header -> width
     "path": 12,
     "maxima": 8,
 }
+STEP_COLUMNS = {"format": 11, "norm": 8, "update": 8, "B/parameter": 11}
 
 Row = dict[str, Any]
 
@@ -61,7 +67,7 @@ def plan(args: argparse.Namespace) -> int:
     argv = [*recipe.megatron_argv(), *args.megatron_args]
     with Console(stderr=True).status("Importing Megatron ..."), quiet():
         from moe_optim.megatron.planning import plan_experts
-        from moe_optim.plan.costs import plan_rows
+        from moe_optim.plan.costs import plan_rows, why_stocks_step
 
     layout = recipe.moe_optim.expert_layout
     try:
@@ -69,11 +75,15 @@ def plan(args: argparse.Namespace) -> int:
     except ConfigError as error:
         raise ConfigError(f"{recipe.path}: {error}") from error
     gpus = sorted(set(args.gpus or default_gpus(experts, recipe.ranks)))
+    reason = why_stocks_step(experts, recipe.moe_optim)
+    rows = plan_rows(experts, gpus, is_fused=reason is None, tb_per_s=args.bandwidth)
     report: dict[str, Any] = {
         "command": _command(args),
         "commit": commit(),
         "planned": _describe(experts, layout),
-        "rows": list(plan_rows(experts, gpus)),
+        "step": "fused" if reason is None else f"stock, not estimated: {reason}",
+        "bandwidth_tb_per_s": args.bandwidth,
+        "rows": list(rows),
     }
     text = json.dumps(report, indent=2) + "\n"
     if args.json == STDOUT:
@@ -81,9 +91,10 @@ def plan(args: argparse.Namespace) -> int:
     else:
         console = Console(markup=False, highlight=False)
         console.print(f"{args.recipe}: {report['planned']}")
-        for table in _tables(report["rows"]):
+        for table in _tables(report["rows"], args.bandwidth):
             console.print(table)
-        console.print(f"\n{_LEGEND}", style="dim")
+        console.print(f"\nstep: {report['step']}")
+        console.print(f"{_LEGEND}{'' if reason else _STEP_LEGEND}", style="dim")
     if args.json not in (None, STDOUT):
         _write(args.json, text.encode())
     if args.out:
@@ -106,6 +117,7 @@ def default_gpus(experts: "PlannedExperts", ranks: int) -> list[int]:
 def _command(args: argparse.Namespace) -> str:
     words = ["moe-optim", "plan", str(args.recipe)]
     words += ["--gpus", *map(str, args.gpus)] if args.gpus else []
+    words += ["--bandwidth", str(args.bandwidth)] if args.bandwidth else []
     words += ["--set", *args.set] if args.set else []
     words += ["--", *args.megatron_args] if args.megatron_args else []
     return shlex.join(words)
@@ -121,23 +133,15 @@ def _describe(experts: "PlannedExperts", layout: str) -> str:
     )
 
 
-def _tables(rows: Sequence[Row]) -> Iterator[Table]:
-    """Yield a table for each number of GPUs, of less than 80 columns, equally wide."""
+def _tables(rows: Sequence[Row], tb_per_s: float | None) -> Iterator[Table]:
+    """Yield tables for each number of GPUs, of less than 80 columns, equally wide."""
     for gpus, group in groupby(rows, lambda row: row["gpus"]):
         of_format = list(group)
         dp_size, buckets = (of_format[0][key] for key in ("expert_data_parallel_size", "buckets"))
-        table = Table(
-            title=f"\n{_count(gpus, 'GPU')}, expert data parallel {dp_size:,}, "
-            f"{_count(buckets, 'bucket')}",
-            title_justify="left",
-            title_style="bold",
-            box=None,
-            padding=(0, 1, 0, 0),
-            pad_edge=False,
+        table = _table(
+            f"{_count(gpus, 'GPU')}, expert data parallel {dp_size:,}, {_count(buckets, 'bucket')}",
+            COLUMNS,
         )
-        for header, width in COLUMNS.items():
-            side: Any = "left" if header in ("format", "path") else "right"
-            table.add_column(header, justify=side, no_wrap=True, width=width)
         for row in of_format:
             table.add_row(
                 row["format"],
@@ -150,6 +154,40 @@ def _tables(rows: Sequence[Row]) -> Iterator[Table]:
                 spell_count(row["exchanged_maxima"]),
             )
         yield table
+        fused = [row for row in of_format if row["norm_bytes_per_rank"] is not None]
+        if fused:
+            yield _step_table(fused, tb_per_s)
+
+
+def _step_table(rows: Sequence[Row], tb_per_s: float | None) -> Table:
+    """Return what a fused step moves, and how long memory takes for it."""
+    at = {} if tb_per_s is None else {f"at {tb_per_s:g} TB/s": 14}
+    table = _table("a fused step", {**STEP_COLUMNS, **at})
+    for row in rows:
+        floor = [] if tb_per_s is None else [f"{row['step_floor_ms']:.3f} ms"]
+        table.add_row(
+            row["format"],
+            spell_bytes(row["norm_bytes_per_rank"]),
+            spell_bytes(row["update_bytes_per_rank"]),
+            f"{row['step_bytes_per_parameter']:.2f}",
+            *floor,
+        )
+    return table
+
+
+def _table(title: str, columns: Mapping[str, int]) -> Table:
+    table = Table(
+        title=f"\n{title}",
+        title_justify="left",
+        title_style="bold",
+        box=None,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+    for header, width in columns.items():
+        side: Any = "left" if header in ("format", "path") else "right"
+        table.add_column(header, justify=side, no_wrap=True, width=width)
+    return table
 
 
 def _count(number: int, what: str) -> str:

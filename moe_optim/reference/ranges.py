@@ -83,7 +83,8 @@ def encode_bands(
         values: [n, band_rows, C] bf16.
         format: their format.
         amaxes: [n, slots] fp32.
-        global_amax: 0-dim fp32, the amax of the expert; read by formats that have one.
+        global_amax: fp32, the amax of the expert, 0-dim, or [n, 1] where bands are of several;
+            read by formats that have one.
 
     Returns:
         The planes that travel, by name; data [n, band_rows, bytes], scales [n, rows, columns].

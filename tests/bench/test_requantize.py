@@ -12,7 +12,7 @@ import torch
 from moe_optim.bench import gather as bench_gather
 from moe_optim.bench import requantize_report
 from moe_optim.bench import timing as stopwatch
-from moe_optim.bench.cases import SHAPE_SETS, Case, finish_bytes, requantize_bytes
+from moe_optim.bench.cases import SHAPE_SETS, Case
 from moe_optim.cli import main as cli
 from moe_optim.errors import ConfigError
 from moe_optim.formats import FORMATS, FP8_BLOCK, MXFP8
@@ -43,17 +43,6 @@ WORK = [
     "step to wire planes, bf16 moments",
     "gradient norm",
 ]
-NUMEL = 128 * 128
-FLOORS = {  # bytes of one [128, 128] weight: from fp32, from bf16 that is zeroed, after the gather
-    # 4 or 2 + 2 a parameter; two planes of data, two of one scale a 32. Then scales to and fro.
-    "mxfp8": (NUMEL * 6 + 1024, NUMEL * 6 + 1024, 1024 + 1024),
-    # One plane, 16 scales. Then the logical copy, and a scale for each 32 elements, both ways.
-    "mxfp8_2d": (NUMEL * 5 + 16, NUMEL * 5 + 16, 16 + 16 + 512 + 512),
-    # Sources read twice, half a byte, 64 scales. Then data to and fro, and 128 x 8 scales twice.
-    "nvfp4": (NUMEL * 8.5 + 64, NUMEL * 6.5 + 64, NUMEL + 64 + 64 + 1024 + 1024),
-    # One plane, one fp32 scale. Then data to and fro, and that scale three times.
-    "fp8_block": (NUMEL * 5 + 4, NUMEL * 5 + 4, 2 * NUMEL + 4 + 3 * 4),
-}
 
 
 @pytest.fixture
@@ -163,13 +152,6 @@ def test_transformer_engine_that_is_missing_is_named_with_its_remedy(monkeypatch
     error = capsys.readouterr().err
     assert "--against te: expected Transformer Engine" in error
     assert "pip install --no-build-isolation 'moe_optim[te]'" in error
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_floors_count_what_has_to_move(name):
-    format = FORMATS[name]
-    floors = [requantize_bytes(format, NUMEL, zeroed=zeroed) for zeroed in (False, True)]
-    assert (*floors, finish_bytes(format, 128, 128)) == FLOORS[name]
 
 
 @pytest.mark.parametrize(

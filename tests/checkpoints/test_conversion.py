@@ -193,8 +193,9 @@ def test_weights_only_leaves_states_out_and_names_them(source, tmp_path):
 
 
 def test_what_experts_have_besides_weights_comes_along(tmp_path):
-    """Recorded amaxes lie among the experts under a name of torch_dist, and keep it."""
-    amax = {FC1.replace("weight", "weight_amax"): torch.rand(LAYERS, EXPERTS, 1, 1)}
+    """Amaxes lie among the experts under a name of torch_dist, and keep it."""
+    names = ("weight_amax", "calibrated_amax")
+    amax = {FC1.replace("weight", name): torch.rand(LAYERS, EXPERTS, 1, 1) for name in names}
     source = write_torch_dist(tmp_path / "source", stored_tensors() | amax)
     convert(source, tmp_path / "hf", "hf", format="safetensors")
     convert(tmp_path / "hf", tmp_path / "back", "grouped", format="torch_dist")

@@ -12,6 +12,7 @@ from moe_optim.errors import ConfigError, StateError
 
 SURFACE = {  # command -> its positionals and options
     "bench convert": {"--gigabytes", "--dir", "--to", "--json"},
+    "bench experts": {"--experts", "--shape", "--bits", "--device", "--json"},
     "bench gather": {"--format", "--shape-set", "--ranks", "--json"},
     "bench step": {
         "RECIPE",
@@ -37,7 +38,7 @@ SURFACE = {  # command -> its positionals and options
     "patch apply": {"PATH"},
     "patch check": {"PATH"},
     "patch revert": {"PATH"},
-    "plan": {"RECIPE", "--gpus", "--set", "--out", "--json"},
+    "plan": {"RECIPE", "--gpus", "--bandwidth", "--set", "--out", "--json"},
     "recipes copy": {"NAME", "DIR"},
     "run": {"--megatron-lm", "--recipe", "--dry-run", "SCRIPT", "ARGS"},
     "train": {"RECIPE", "--out", "--set", "--text", "--resume", "--ranks", "--cpu"},

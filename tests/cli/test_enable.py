@@ -125,8 +125,8 @@ def python(tmp_path_factory):
     return python
 
 
-def start(python, *words, cwd="/", **variables):
-    borrowed = [str(REPOSITORY), *filter(None, sys.path)]
+def start(python, *words, cwd="/", more_packages="", **variables):
+    borrowed = filter(None, [more_packages, str(REPOSITORY), *sys.path])
     hidden = ("RANK", "MASTER_PORT", "TORCHDYNAMO_DISABLE", "MOE_OPTIM_CPU")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
     environment |= {"PYTHONPATH": os.pathsep.join(borrowed), **variables}
@@ -159,15 +159,32 @@ def test_without_the_flag_python_starts_as_it_did(python, script, tmp_path):
     assert not {"torch", "megatron", "yaml"} & set(flagged["modules"])
 
 
-def test_a_script_that_imports_megatron_gets_what_run_gives(python, script):
-    """The same names rebound, the same configuration, arguments and variables."""
+@pytest.fixture
+def with_fused_adam(tmp_path):
+    """Variables of an environment whose apex has what Megatron looks for, as on a GPU machine."""
+    names = {"optimizers": "FusedAdam FusedSGD", "multi_tensor_apply": "multi_tensor_applier"}
+    for module, imported in names.items():
+        path = tmp_path / "packages" / "apex" / module / "__init__.py"
+        path.parent.mkdir(parents=True)
+        path.write_text(
+            "".join(f"{name} = type('{name}', (), {{}})\n" for name in imported.split())
+        )
+    (tmp_path / "packages" / "apex" / "__init__.py").touch()
+    (tmp_path / "packages" / "amp_C.py").write_text("multi_tensor_l2norm = multi_tensor_scale = 0")
+    return str(tmp_path / "packages")
+
+
+def test_a_script_that_imports_megatron_gets_what_run_gives(python, script, with_fused_adam):
+    """The same names rebound, the same configuration, arguments and variables; on a CPU also where
+    packages are installed that step on GPUs alone."""
     words = [script(AFTER_IMPORT), FLAG, "--moe-optim-set", "format=nvfp4", "--lr", "1"]
-    plain = start(python, *words)
-    run = start(python, "-m", "moe_optim.cli.main", "run", *words)
+    plain = start(python, *words, more_packages=with_fused_adam)
+    run = start(python, "-m", "moe_optim.cli.main", "run", *words, more_packages=with_fused_adam)
     assert (plain.returncode, run.returncode) == (0, 0), plain.stderr + run.stderr
     told = json.loads(plain.stdout.splitlines()[-1])
     assert told == json.loads(run.stdout.splitlines()[-1])
-    assert {"script-arguments", "local-experts", "distributed-optimizer"} <= set(told["applied"])
+    wanted = {"script-arguments", "local-experts", "distributed-optimizer", "adam:optimizer.Adam"}
+    assert wanted <= set(told["applied"])
     assert "format='nvfp4'" in told["config"]
     assert f"{FLAG}: megatron-core 0.19" in plain.stderr
 

@@ -16,6 +16,7 @@ from moe_optim.kernels import member_table
 from moe_optim.kernels.member_table import MemberTable, TableEntry
 from moe_optim.kernels.steps import table as step_table
 from moe_optim.kernels.steps.table import AdamState, StepTable
+from moe_optim.layout.partition import infer_partition
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import SENTINEL, e4m3_exact_integers, poisoned
 
@@ -155,6 +156,32 @@ def cut(format, dtype, cuts_of):
     check(tables[0].entries, masters, f"cut {dtype}")
 
 
+def parts(format):
+    """Columns on two ranks, whole blocks of each: experts that go on elsewhere share their amax."""
+    shape, width = (2, 128, 256), 128
+    partition = infer_partition(format, {"columns": {"tp": 2}}, shape=shape)
+    master = exact(format, shape, 30)
+    master[:, :, width:] *= 0.5  # the amax of an expert lies in the first part
+    whole = reference.quantize(master, format)
+    tables = []
+    for start in (0, width):
+        part = master[:, :, start : start + width].contiguous()
+        target = poisoned(format, tuple(part.shape))
+        entry = TableEntry(parameter="fc1", source=part, target=target, shares_experts=True)
+        tables.append(MemberTable.build([entry]))
+        assert not tables[-1].remainder
+        ops.partial_amax(tables[-1])
+    largest = torch.stack([table.exchange for table in tables]).amax(0)
+    for rank, table in enumerate(tables):
+        table.exchange.copy_(largest)
+        ops.encode(table)
+        ops.finish_gather(table)
+        for name, plane in table.entries[0].target.planes().items():
+            slices = partition.plane(name).slices(partition.bounds({"tp": rank}))
+            expected = whole.planes()[name][slices]
+            assert_bytes_equal(plane, expected, what=f"part {rank} {format.name} {name}")
+
+
 def stepped(format, gradients, moments, cuts_of):
     """Masters take a step that rounds nothing, on several ranks; whole blocks are encoded with it,
     all others after their maxima have been exchanged, and dense weights are written."""
@@ -226,6 +253,7 @@ def check_format(format):
         whole(format, dtype, apart=False, zero=dtype == torch.bfloat16)
     whole(format, torch.bfloat16, apart=True, zero=True)
     cut(format, torch.float32, lambda numel: (numel // 6 * 2, numel // 3 * 2))
+    parts(format)
     stepped(format, torch.bfloat16, torch.float32, lambda numel: ())
     stepped(format, torch.float32, torch.bfloat16, lambda numel: (numel // 6 * 2, numel // 3 * 2))
 

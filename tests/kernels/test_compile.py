@@ -6,6 +6,7 @@ import torch
 from moe_optim.formats import DIRECTIONS, FORMATS, QuantizedWeight
 from moe_optim.kernels import member_table
 from moe_optim.kernels.exchange import plan_exchange
+from moe_optim.kernels.fake.table import find_table
 from moe_optim.kernels.finish_table import FinishTable
 from moe_optim.kernels.launch_table import HYPER_FIELDS, LaunchTable, own_slots
 from moe_optim.kernels.member_table import MemberTable
@@ -21,6 +22,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from moe_optim.kernels import launch  # noqa: E402
+from moe_optim.kernels.fake import launch as fake_launch  # noqa: E402
 from moe_optim.kernels.norm import launch as norm_launch  # noqa: E402
 from moe_optim.kernels.steps import launch as step_launch  # noqa: E402
 
@@ -30,6 +32,8 @@ TYPES = {
     torch.int32: "*i32",
     torch.float32: "*fp32",
     torch.float64: "*fp64",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
 }
 SHAPE = (2, 256, 512)
 
@@ -98,9 +102,9 @@ def kernels_of_step(format, moments):
     )
 
 
-def compiled(bound, capability):
-    names = iter(bound.kernel.arg_names)
-    signature = {name: _type_of(value) for value, name in zip(bound.arguments, names, strict=False)}
+def compiled(bound, capability, *given):
+    arguments = zip(bound.kernel.arg_names, (*bound.arguments, *given), strict=False)
+    signature = {name: _type_of(value) for name, value in arguments}
     signature |= dict.fromkeys(bound.constants, "constexpr")
     absent = {name: None for name, type in signature.items() if type == "constexpr"}
     source = ASTSource(bound.kernel, signature, absent | dict(bound.constants))
@@ -111,6 +115,8 @@ def compiled(bound, capability):
 def _type_of(value):
     if value is None:
         return "constexpr"
+    if isinstance(value, float):
+        return "fp32"
     return TYPES[value.dtype] if isinstance(value, torch.Tensor) else "i32"
 
 
@@ -162,3 +168,23 @@ def test_the_norm_compiles(count_zeros, capability, monkeypatch):
     assert len(of_dtypes) == 2 and compiled(of_groups, capability).asm["cubin"]
     for bound in of_dtypes:
         assert "ld.global.v4.b32" in compiled(bound, capability).asm["ptx"]
+
+
+@pytest.mark.parametrize("capability", [HOPPER, BLACKWELL], ids=["hopper", "blackwell"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_fake_quantization_compiles(dtype, capability, monkeypatch):
+    """Accesses of 16 bytes, exact quotients, and no product that is fused with a sum."""
+    seen = []
+    monkeypatch.setattr(fake_launch.BoundKernel, "__call__", lambda *given: seen.append(given))
+    values = torch.zeros(2, 16, 64, dtype=dtype)
+    amax, result = torch.ones(2), torch.zeros(values.numel(), dtype=dtype)
+    table = find_table([values], [values])
+    for codes, e4m3 in (((-128.0, 127.0), False), ((-448.0, 448.0), True)):
+        fake_launch.launch_fake_quantize(table, amax, result, codes, e4m3=e4m3)
+    fake_launch.launch_clip_gradient(table, amax, result)
+    integers, e4m3, gradients = (compiled(*call[:1], capability, *call[1:]).asm for call in seen)
+    for asm in (integers, e4m3, gradients):
+        assert asm["cubin"]
+        assert "ld.global.v4.b32" in asm["ptx"] and "st.global.v4.b32" in asm["ptx"]
+    assert "div.rn.f32" in integers["ptx"] and "fma" not in integers["ptx"]
+    assert "cvt.rn.satfinite.e4m3x2" in e4m3["ptx"] and "div.full" not in e4m3["ptx"]

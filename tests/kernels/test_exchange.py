@@ -36,6 +36,15 @@ def test_slots_follow_those_of_other_weights():
     assert (exchange.bands, exchange.first, exchange.size) == ({(0, 0): 100}, 100, 4)
 
 
+def test_experts_that_go_on_in_weights_of_others_share_their_amax_once():
+    """Whole or cut; formats without an amax an expert share nothing for it."""
+    exchange = plan_exchange(NVFP4, SHAPE, (NUMEL + 10,), first=8, shares_experts=True)
+    assert exchange.experts == {0: 8, 1: 8 + AMAX_SLOTS}
+    assert exchange.bands == {(1, 0): 8 + 2 * AMAX_SLOTS}
+    assert exchange.size == 2 * AMAX_SLOTS + 8
+    assert not plan_exchange(MXFP8, SHAPE, (), shares_experts=True).size
+
+
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS.keys())
 def test_the_order_of_the_cuts_does_not_matter(format):
     cuts = (NUMEL + 100, 50, 5000)

@@ -22,7 +22,8 @@ def done():
 @pytest.mark.parametrize("format", FORMATS)
 def test_every_byte_lands_where_the_reference_puts_it(format, done):
     """Whole and partial tiles in one launch, padded storage, zeroed sources and gaps, cut bands,
-    columnwise copies and expanded scales; the same where masters take a step of Adam first."""
+    parts of experts, columnwise copies and expanded scales; the same where masters take a step of
+    Adam first."""
     said = done.stdout.splitlines()
     assert f"{format}: every byte is the reference's" in said, done.stderr
 

@@ -1,6 +1,7 @@
 """A plan costs what the real thing costs: planes, launches and maxima of ranks that are built."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,10 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.training import training
 
+from moe_optim.bench import requantize
+from moe_optim.bench.cases import Case
 from moe_optim.cli import main as cli
+from moe_optim.config import MoEOptimConfig
 from moe_optim.console.spelling import spell_bytes, spell_count
 from moe_optim.errors import ConfigError, LayoutError
 from moe_optim.formats import FORMATS
@@ -19,10 +23,11 @@ from moe_optim.megatron.buffers.layout import AlignedDistributedOptimizer
 from moe_optim.megatron.buffers.states import Event
 from moe_optim.megatron.planning import plan_experts
 from moe_optim.modules.grouped_linear import GroupedLinear
-from moe_optim.plan.costs import PARTS, STOCK_BF16, STOCK_MXFP8, plan_rows
+from moe_optim.plan.costs import PARTS, STOCK_BF16, STOCK_MXFP8, plan_rows, why_stocks_step
 from moe_optim.plan.report import default_gpus
 from tests.support.buckets import make_bucket, own_masters
 
+ROOT = Path(__file__).parents[2]
 EVERY_FORMAT = pytest.mark.parametrize("name", FORMATS)
 KEYS = {
     "format",
@@ -34,7 +39,13 @@ KEYS = {
     "path",
     "shard_imbalance",
 }
-FIGURES = KEYS | {"exchanged_maxima", "parts", "expert_data_parallel_size", "buckets"}
+STEP = {
+    "norm_bytes_per_rank",
+    "update_bytes_per_rank",
+    "step_bytes_per_parameter",
+    "step_floor_ms",
+}
+FIGURES = KEYS | STEP | {"exchanged_maxima", "parts", "expert_data_parallel_size", "buckets"}
 HIDDEN, FFN, EXPERTS, LAYERS = 128, 96, 4, 3
 BUCKET_SIZE = 100_000  # more than one linear's experts, less than those of a layer
 SMALL = {
@@ -234,6 +245,102 @@ def test_stock_mxfp8_quantizes_expert_by_expert_into_padded_storage():
     rowwise = experts * (256 * 4 + 128 * 4)
     columnwise = experts * (8 * 128 + 4 * 128)
     assert [row["parts"][plane] for plane in PARTS[:4]] == [data, rowwise, data, columnwise]
+
+
+# Steps
+
+
+@EVERY_FORMAT
+@pytest.mark.parametrize("moments", ["fp32", "bf16"])
+def test_a_step_moves_what_the_benchmark_holds_it_against(name, moments):
+    """Of the rank with most masters; both count by one function."""
+    case = Case(format=FORMATS[name], shape_set="small", shard=1, device="cpu")
+    job = requantize._step(case, None, moments)
+    flags = {"use_precision_aware_optimizer": True}
+    flags |= {"exp_avg_dtype": moments, "exp_avg_sq_dtype": moments}
+    row = row_of(experts_of(**flags), 7, name)
+    most = row["parts"]["masters"] // 4
+    assert row["update_bytes_per_rank"] == round(job.floor_bytes / sum(case.owned) * most)
+    assert row["step_bytes_per_parameter"] == float(job.floor_bytes / sum(case.owned))
+    norm = requantize._norm(case, None)
+    assert row["norm_bytes_per_rank"] == norm.floor_bytes / sum(case.owned) * most
+
+
+def test_floors_of_measured_steps_are_those_of_a_plan():
+    """The bytes of the file, at the speed of its copies."""
+    report = json.loads((ROOT / "recipes" / "results" / "requantize-h200.json").read_text())
+    measured = {
+        (row["format"], row["work"]): row
+        for row in report["rows"]
+        if row["shard"] == "1/1" and row["shape_set"] == "w1, 8 layers"
+    }
+    speed = report["copy_tb_per_s"]
+    for name in FORMATS:
+        (row,) = [
+            row for row in plan_rows(experts_of(), [1], tb_per_s=speed) if row["format"] == name
+        ]
+        most = row["parts"]["masters"] // 4
+        step = measured[name, "step to wire planes, fp32 moments"]
+        norm = measured[name, "gradient norm"]
+        per_parameter = (step["floor_ms"] + norm["floor_ms"]) / step["parameters"]
+        assert row["step_floor_ms"] == pytest.approx(per_parameter * most, rel=1e-3)
+
+
+def test_gradients_in_bf16_are_read_in_half_the_bytes():
+    wide, narrow = (
+        row_of(experts_of(grad_reduce_in_bf16=flag), 2, "mxfp8") for flag in (None, True)
+    )
+    most = wide["parts"]["masters"] // 4
+    assert (wide["norm_bytes_per_rank"], narrow["norm_bytes_per_rank"]) == (4 * most, 2 * most)
+    assert wide["update_bytes_per_rank"] - narrow["update_bytes_per_rank"] == 2 * most
+
+
+def test_of_megatrons_own_formats_no_step_is_estimated():
+    for name in (STOCK_MXFP8, STOCK_BF16):
+        row = row_of(experts_of(), 2, name)
+        assert {row[figure] for figure in STEP} == {None}
+
+
+NARROW = {"use_precision_aware_optimizer": True}
+STOCKS = {  # knobs, flags -> why the step is stock's
+    "asked for": ({"step": "stock"}, {}, "step: stock"),
+    "stock's layout": ({"layout": "stock"}, {}, "layout: stock"),
+    "no kernels": ({"backend": "reference"}, {}, "backend: reference"),
+    "fused in stock's layout": ({"layout": "stock", "step": "fused"}, {}, None),
+    "moments in fp16": (
+        {},
+        NARROW | {"exp_avg_dtype": "fp16", "exp_avg_sq_dtype": "fp16"},
+        "moments in torch.float16 and torch.float16",
+    ),
+    "moments that differ": (
+        {},
+        NARROW | {"exp_avg_dtype": "bf16"},
+        "moments in torch.bfloat16 and torch.float32",
+    ),
+    "a loss scale": ({}, {"loss_scale": 128}, "a loss scale"),
+    "nothing": ({}, {}, None),
+}
+
+
+@pytest.mark.parametrize(("knobs", "flags", "reason"), STOCKS.values(), ids=STOCKS)
+def test_a_step_that_is_stocks_is_not_estimated_and_the_reason_is_said(
+    knobs, flags, reason, recipe, capsys
+):
+    assert why_stocks_step(experts_of(**flags), MoEOptimConfig(**knobs)) == reason
+    sets = [word for knob in knobs.items() for word in ("--set", "moe_optim.{}={}".format(*knob))]
+    passed = argv({f"--{name.replace('_', '-')}": value for name, value in flags.items()})
+    assert cli.main(["plan", str(recipe), "--gpus", "2", *sets, "--", *passed]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert ("step: fused" if reason is None else f"step: stock, not estimated: {reason}") in text
+    assert ("a fused step" in text) is (reason is None)
+
+
+@pytest.mark.parametrize("speed", ["0", "-1", "fast", "inf", "nan"])
+def test_a_bandwidth_is_a_positive_number(speed, recipe, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["plan", str(recipe), "--bandwidth", speed])
+    error = capsys.readouterr().err
+    assert f"--bandwidth: expected terabytes a second above 0, got '{speed}'" in error
 
 
 @EVERY_FORMAT
@@ -510,7 +617,15 @@ def recipe(tmp_path):
 def test_json_holds_every_row_with_the_same_keys(recipe, capsys):
     assert cli.main(["plan", str(recipe), "--gpus", "4", "2", "2", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report.keys() == {"command", "commit", "planned", "rows"}
+    assert report.keys() == {
+        "command",
+        "commit",
+        "planned",
+        "step",
+        "bandwidth_tb_per_s",
+        "rows",
+    }
+    assert (report["step"], report["bandwidth_tb_per_s"]) == ("fused", None)
     assert [(row["gpus"], row["format"]) for row in report["rows"]] == [
         (gpus, name) for gpus in (2, 4) for name in (*FORMATS, STOCK_MXFP8, STOCK_BF16)
     ]
@@ -523,12 +638,14 @@ def test_json_holds_every_row_with_the_same_keys(recipe, capsys):
 def test_the_table_shows_the_rows_of_the_file_in_80_columns(recipe, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     path = tmp_path / "rows.json"
-    assert cli.main(["plan", str(recipe), "--gpus", "2", "96", "--json", str(path)]) == 0
+    words = ["--gpus", "2", "96", "--bandwidth", "3.35", "--json", str(path)]
+    assert cli.main(["plan", str(recipe), *words]) == 0
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text
     assert "96 GPUs, expert data parallel 96, 3 buckets" in text
-    shown = [line.split() for line in text.splitlines() if line.startswith(tuple(FORMATS))]
+    lines = [line.split() for line in text.splitlines() if line.startswith(tuple(FORMATS))]
+    shown = [words for words in lines if words[-1] != "ms"]
     rows = [row for row in json.loads(path.read_text())["rows"] if row["format"] in FORMATS]
     assert len(shown) == len(rows) == 8
     for words, row in zip(shown, rows, strict=True):
@@ -537,6 +654,13 @@ def test_the_table_shows_the_rows_of_the_file_in_80_columns(recipe, tmp_path, ca
         expected += [str(row["launches_per_step"]), f"{row['padding_fraction']:.2%}"]
         expected += [f"{row['shard_imbalance']:.3f}", *row["path"].split()]
         assert words == [*expected, spell_count(row["exchanged_maxima"])]
+    steps = [words for words in lines if words[-1] == "ms"]
+    for words, row in zip(steps, rows, strict=True):
+        sizes = (row["norm_bytes_per_rank"], row["update_bytes_per_rank"])
+        expected = [row["format"], *(word for size in sizes for word in spell(size))]
+        expected += [f"{row['step_bytes_per_parameter']:.2f}", f"{row['step_floor_ms']:.3f}", "ms"]
+        assert words == expected
+    assert "B/parameter at 3.35 TB/s" in " ".join(text.split())
 
 
 def spell(count):

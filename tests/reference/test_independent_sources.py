@@ -12,12 +12,8 @@ which its package breaks Megatron's import. So single files are imported past th
     PYTHONPATH=DIR python -m pytest tests/reference/test_independent_sources.py
 """
 
-import sys
 from functools import cache
 from importlib import import_module
-from importlib.machinery import PathFinder
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -28,46 +24,11 @@ from moe_optim.reference.e2m1 import E2M1_VALUES, unpack_e2m1
 from moe_optim.reference.e4m3 import decode_e4m3
 from moe_optim.reference.fp8_block import encode_scale
 from tests.support.bytes import assert_bytes_equal
+from tests.support.independent_sources import import_source
 
 E4M3 = torch.float8_e4m3fn
 INFINITY = 0x7F80
 """Bits of bf16; all smaller ones are the finite magnitudes, in order."""
-
-SOURCES = {
-    "transformer_engine": "transformer-engine==2.20.2",
-    "modelopt": "nvidia-modelopt==0.47.0",
-}
-
-
-def import_source(name, given):
-    """Import one module of a package that may not be installed, past every ``__init__``.
-
-    Args:
-        name: full name of the module.
-        given: modules that it must not import, each with the names it may take from them.
-    """
-    package = name.partition(".")[0]
-    spec = PathFinder.find_spec(package)
-    if spec is None:
-        pytest.skip(f"no {package} on the path; put the unpacked wheel {SOURCES[package]} there")
-    root = Path(spec.submodule_search_locations[0]).parent
-    parents = name.split(".")[:-1]
-    hollow = [".".join(parents[: depth + 1]) for depth in range(len(parents))]
-    known = _pop_modules(package)
-    try:
-        for module_name in (*hollow, *given):
-            module = sys.modules.setdefault(module_name, ModuleType(module_name))
-            module.__path__ = [str(root.joinpath(*module_name.split(".")))]
-            vars(module).update(given.get(module_name, {}))
-        return import_module(name)
-    finally:
-        _pop_modules(package)
-        sys.modules.update(known)
-
-
-def _pop_modules(package):
-    names = [name for name in sys.modules if name.partition(".")[0] == package]
-    return {name: sys.modules.pop(name) for name in names}
 
 
 class _QuantizerBase:

@@ -36,13 +36,13 @@ def save_module(module: Any, folder: Path, prefix: str) -> None:
     dist_checkpointing.save(state, str(folder))
 
 
-def saved_amaxes(checkpoint: Path) -> dict[str, torch.Tensor]:
+def saved_amaxes(checkpoint: Path, ends_with: str = ".weight_amax") -> dict[str, torch.Tensor]:
     """Return every amax of a torch_dist checkpoint by its key."""
     reader = FileSystemReader(checkpoint)
     tensors = {
         key: torch.empty(entry.size, dtype=entry.properties.dtype)
         for key, entry in reader.read_metadata().state_dict_metadata.items()
-        if key.endswith("weight_amax")
+        if key.endswith(ends_with)
     }
     with warnings.catch_warnings(action="ignore"):  # it takes a single process for a mistake
         load(tensors, storage_reader=reader, no_dist=True)

@@ -314,6 +314,14 @@ def _seeded_groups() -> Any:
     return ProcessGroupCollection.use_mpu_process_groups()
 
 
+def _register_as_transformer_engine(experts: torch.nn.Module) -> None:
+    """Put the parameters of each linear in the order of experts, which Megatron's buffers turn."""
+    for linear in (experts.linear_fc1, experts.linear_fc2):
+        ordered = [*linear.weights(), *linear.biases()]
+        names = {id(parameter): name for name, parameter in linear.named_parameters()}
+        linear._parameters = {names[id(parameter)]: parameter for parameter in ordered}
+
+
 def _make_model(journey: Journey, config: Any) -> Any:
     """Return layers of experts and a dense linear, saved under the keys of a GPT."""
     from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
@@ -346,6 +354,8 @@ def _make_model(journey: Journey, config: Any) -> Any:
                     pg_collection=groups,
                     name="experts",
                 )
+                if station.stock:
+                    _register_as_transformer_engine(self.mlp.experts)
             self.dense = ColumnParallelLinear(
                 HIDDEN, HIDDEN, config=config, init_method=config.init_method, bias=False
             )

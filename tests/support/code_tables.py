@@ -10,8 +10,10 @@ from math import prod
 
 from moe_optim.cli.main import build_parser
 from moe_optim.config import MoEOptimConfig, available_values, field_names, spell
+from moe_optim.errors import LayoutError
 from moe_optim.expert_keys.layouts import LAYOUTS
 from moe_optim.formats import DIRECTIONS, FORMATS, BlockScaledFormat
+from moe_optim.layout.partition import Partition, PlanePartition, infer_partition
 from moe_optim.megatron.buffers.states import OWN_MEMORY, SHARED_MEMORY, Event, Transition
 from moe_optim.megatron.launch.arguments import add_moe_optim_arguments
 from moe_optim.megatron.patching import patches
@@ -139,6 +141,72 @@ def _format_row(format: BlockScaledFormat) -> list[str]:
     ]
 
 
+MESH_SHAPE = (8, 2048, 4096)
+MESH_CUTS: Mapping[str, Mapping[str, Mapping[str, int]]] = {
+    "8 experts over `ep` 8": {"experts": {"ep": 8}},
+    "2048 rows over `tp` 4, `fsdp` 4": {"rows": {"tp": 4, "fsdp": 4}},
+    "over `tp` 4, `fsdp` 8": {"rows": {"tp": 4, "fsdp": 8}},
+    "over `tp` 4, `fsdp` 32": {"rows": {"tp": 4, "fsdp": 32}},
+    "over `tp` 4, `fsdp` 64": {"rows": {"tp": 4, "fsdp": 64}},
+    "over `tp` 4, `fsdp` 512": {"rows": {"tp": 4, "fsdp": 512}},
+    "4096 columns over `tp` 4": {"columns": {"tp": 4}},
+    "over `tp` 256": {"columns": {"tp": 256}},
+    "rows over `fsdp` 128, columns over `tp` 256": {"rows": {"fsdp": 128}, "columns": {"tp": 256}},
+}
+"""Cuts of a weight, as a document spells them."""
+
+
+def mesh_maxima() -> str:
+    """What a cut asks of each format."""
+    names = ["bf16", *FORMATS]
+    rows = []
+    for spelled, axes in MESH_CUTS.items():
+        part = infer_partition("bf16", axes, shape=MESH_SHAPE).part_shape
+        cells = [_maxima_cell(name, axes) for name in names]
+        rows.append([spelled, str(list(part)), *cells])
+    return table(["cut", "part of a rank", *(f"`{name}`" for name in names)], rows)
+
+
+def _maxima_cell(format: str, axes: Mapping[str, Mapping[str, int]]) -> str:
+    try:
+        partition = infer_partition(format, axes, shape=MESH_SHAPE)
+    except LayoutError:
+        return "refused"
+    directions = {"rowwise_scale": "rowwise ", "columnwise_scale": "columnwise "}
+    cells = []
+    for maxima in partition.maxima:
+        is_only = partition.format is not None and partition.format.is_2d
+        blocks = "blocks" if is_only else f"{directions.get(maxima.name)}blocks"
+        kind = "experts" if maxima.name == "global_amax" else blocks
+        cells.append(f"{kind}: {', '.join(f'`{axis}`' for axis in maxima.axes)}")
+    return "; ".join(cells) or "-"
+
+
+def mesh_planes() -> str:
+    """What each dimension of a plane follows."""
+    names = ["rowwise_data", "columnwise_data", "rowwise_scale", "columnwise_scale", "global_amax"]
+    rows = []
+    for format in FORMATS.values():
+        partition = infer_partition(format, {}, shape=MESH_SHAPE)
+        rows.append([f"`{format.name}`", *(_plane_cell(partition, name) for name in names)])
+    return table(
+        ["", "data", "columnwise data", "scales", "columnwise scales", "amax of experts"], rows
+    )
+
+
+def _plane_cell(partition: Partition, name: str) -> str:
+    planes: list[PlanePartition] = [plane for plane in partition.planes if plane.name == name]
+    if not planes:
+        return ""
+    letters = {"experts": "E", "rows": "R", "columns": "C"}
+    (plane,) = planes
+    entries = [
+        letters[dimension] + (f"/{unit}" if unit > 1 else "")
+        for dimension, unit in zip(plane.dimensions, plane.units, strict=True)
+    ]
+    return f"[{', '.join(entries)}]"
+
+
 def _moves(row: Mapping[Enum, Enum], states: type[Enum]) -> str:
     """Spell what becomes of each state that is accepted."""
     if set(row) == set(states) and all(before is after for before, after in row.items()):
@@ -251,6 +319,8 @@ CODE_TABLES: Mapping[str, Callable[[], str]] = {
     "floors": floors,
     "formats": formats,
     "knobs": knobs,
+    "mesh-maxima": mesh_maxima,
+    "mesh-planes": mesh_planes,
     "patches": patch_rows,
     "shared-states": shared_states,
     "states": states,

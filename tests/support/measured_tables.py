@@ -8,7 +8,11 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from moe_optim.console.spelling import spell_bytes
 from moe_optim.formats import FORMATS
+from moe_optim.megatron.planning import plan_experts
+from moe_optim.plan.costs import plan_rows
+from moe_optim.recipes import load_recipe
 from tests.support.code_tables import table, weight_bytes, wire_bytes
 from tests.upstream.side_by_side import CHANCE, Case, Comparison, Selection
 
@@ -47,6 +51,11 @@ FP32, BF16 = "fp32 to wire planes", "bf16 to wire planes, source zeroed"
 AFTER = "after the gather"
 STEP, NORM = "step to wire planes, {} moments", "gradient norm"
 FUSED = "step-fused-h200.json"
+FUSED_STEPS = {FUSED: "1 H200", "step-2x-h200-qwen3.json": "2 H200, Qwen3-30B-A3B's experts"}
+FLAGS = "flags-2x-h200.json"
+CONVERGENCE = "convergence-h200.json"
+SMOOTHED = 10
+"""Iterations whose mean loss is compared: single ones differ by what their samples are."""
 FUSED_ROWS = {
     "iteration": "iteration_ms",
     "of it forward and backward": "forward_backward_ms",
@@ -214,15 +223,76 @@ def step_kernels() -> str:
 
 
 def fused_step() -> str:
-    report = read_result(FUSED)
+    reports = [read_result(file) for file in FUSED_STEPS]
 
-    def ms(side: str, keys: str | tuple[str, ...]) -> str:
+    def cell(report: Any, side: str, keys: str | tuple[str, ...]) -> str:
         named = (keys,) if isinstance(keys, str) else keys
         return f"{sum(report[side][key] or 0.0 for key in named):.1f}"
 
-    rows = [[label, *(ms(side, keys) for side in SIDES)] for label, keys in FUSED_ROWS.items()]
-    peaks = (f"{report[side]['peak_bytes'] / 2**30:.1f}" for side in SIDES)
-    return table(["", "stock", "plug-in"], [*rows, ["peak memory, GiB", *peaks]])
+    columns = [(report, side) for report in reports for side in SIDES]
+    rows = [
+        [label, *(cell(*column, keys) for column in columns)] for label, keys in FUSED_ROWS.items()
+    ]
+    shares = [
+        f"{report['plugin']['optimizer_ms'] / report['stock']['optimizer_ms']:.2f}"
+        for report in reports
+    ]
+    rows.append(["`optimizer.step()`, of stock's", "", shares[0], "", shares[1]])
+    rows.append(
+        ["peak memory, GiB", *(f"{r[side]['peak_bytes'] / 2**30:.1f}" for r, side in columns)]
+    )
+    header = [f"{label}: {side}" for label in FUSED_STEPS.values() for side in ("stock", "plug-in")]
+    return table(["", *header], rows)
+
+
+# Runs beside stock
+
+
+def flags_beside_stock() -> str:
+    report = read_result(FLAGS)
+    compared = ("losses", "grad_norms", "validation_losses")
+    rows = []
+    for pair in report["pairs"]:
+        one, other = (report["runs"][name] for name in pair["of"])
+        if any(one[what] != other[what] for what in compared):
+            raise ValueError(f"documents say that all pairs are equal, and {pair['with']} is not")
+        rows.append([pair["with"], one["losses"][-1], other["losses"][-1]])
+    return table(["turned on", "last loss beside it", "last loss with it"], rows)
+
+
+def smoothed(losses: list[float]) -> list[float]:
+    """Return the means of :data:`SMOOTHED` losses in a row."""
+    count = len(losses) - SMOOTHED + 1
+    return [mean(losses[first : first + SMOOTHED]) for first in range(count)]
+
+
+def apart(one: list[float], other: list[float]) -> list[float]:
+    """Return how far two smoothed runs are from each other, iteration by iteration."""
+    return [abs(a - b) for a, b in zip(smoothed(one), smoothed(other), strict=True)]
+
+
+def distances() -> dict[str, list[float]]:
+    """Return how far the plug-in is from stock for each seed, and stock from itself between two."""
+    rows = read_result(CONVERGENCE)["rows"]
+    found = {f"plug-in, seed {row['seed']}": apart(row["stock"], row["plugin"]) for row in rows}
+    first, second = (row["stock"] for row in rows)
+    return found | {"stock, other seed": apart(first, second)}
+
+
+def convergence() -> str:
+    *ours, of_seeds = distances().values()
+    if any(mean(one) >= mean(of_seeds) for one in ours):
+        raise ValueError("documents say that seeds differ by more than optimizers, and they do not")
+    rows = [
+        [str(row["seed"]), *(f"{smoothed(row[side])[-1]:.4f}" for side in SIDES)]
+        for row in read_result(CONVERGENCE)["rows"]
+    ]
+    said = " and ".join(f"{mean(one):.4f}" for one in ours)
+    return (
+        table(["seed", "stock, mean of the last ten losses", "plug-in"], rows)
+        + "\n\nOver the run, means of ten losses of plug-in and stock are on average "
+        f"{said} apart, those of two seeds {mean(of_seeds):.4f}."
+    )
 
 
 def host() -> str:
@@ -356,12 +426,36 @@ def published() -> str:
     return table(["recipes of", "weights kept in", "recipes", "pass", "refused"], rows)
 
 
+def plan_step() -> str:
+    """What a fused step of a plan moves, at the speed that memory was found to have."""
+    speed = read_result("requantize-h200.json")["copy_tb_per_s"]
+    recipe = load_recipe("recipes/qwen3_30b_a3b.yaml")
+    experts = plan_experts(recipe.megatron_argv(), grouped=True)
+    return table(
+        ["format", "norm", "update", "bytes a parameter", f"at {speed:.2f} TB/s"],
+        (
+            [
+                f"`{row['format']}`",
+                spell_bytes(row["norm_bytes_per_rank"]),
+                spell_bytes(row["update_bytes_per_rank"]),
+                f"{row['step_bytes_per_parameter']:.2f}",
+                f"{row['step_floor_ms']:.3f} ms",
+            ]
+            for row in plan_rows(experts, [512], tb_per_s=speed)
+            if row["format"] in FORMATS
+        ),
+    )
+
+
 MEASURED_TABLES: Mapping[str, Callable[[], str]] = {
+    "convergence": convergence,
     "convert": convert,
+    "flags-beside-stock": flags_beside_stock,
     "fused-step": fused_step,
     "gather": gather,
     "host": host,
     "losses": losses,
+    "plan-step": plan_step,
     "published": published,
     "requantize": requantize,
     "step-kernels": step_kernels,
@@ -371,13 +465,16 @@ MEASURED_TABLES: Mapping[str, Callable[[], str]] = {
 }
 
 RESULTS_OF: Mapping[str, tuple[str, ...]] = {
+    "convergence": (CONVERGENCE,),
     "convert": ("convert-cpu.json",),
+    "flags-beside-stock": (FLAGS,),
     "gather": ("gather-2x-h200.json", "gather-4x-h200.json"),
     "host": ("requantize-h100.json", "requantize-host-h100.json"),
     "losses": ("losses-cpu.json",),
+    "plan-step": ("requantize-h200.json",),
     "published": (PUBLISHED,),
     "requantize": ("requantize-h100.json",),
-    "fused-step": (FUSED,),
+    "fused-step": tuple(FUSED_STEPS),
     "step-kernels": ("requantize-h200.json",),
     "steps": tuple(f"step-{name}.json" for name in STEPS),
     "upstream": ("upstream-2x-h200.json",),

@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests.support.measured_tables import (
+    CONVERGENCE,
     FUSED,
+    SMOOTHED,
     STEPS,
+    distances,
     gather_rows,
     read_result,
     step_reports,
@@ -127,6 +130,41 @@ def _draw_bytes(axes: "Axes", gathered: Bars) -> None:
     axes.set_xlim(0, 2.4)
 
 
+def draw_convergence(figures: Mapping[str, Any]) -> "Figure":
+    """Draw losses of both sides over each other, and how far apart they are, beside two seeds."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11.5, 4.6), dpi=150, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    for row in figures["losses"]:
+        left.plot(row["stock"], color=STOCK, linewidth=4, label=f"stock, seed {row['seed']}")
+        left.plot(row["plugin"], color=OURS, linewidth=1, label=f"plug-in, seed {row['seed']}")
+    left.set_title("Loss, nats a token", loc="left", fontsize=12, color=INK)
+    for (name, values), color in zip(
+        figures["distances"].items(), (OURS, "#6fb7a8", STOCK), strict=True
+    ):
+        right.plot(values, color=color, linewidth=2, label=name)
+    right.set_yscale("log")
+    right.set_title(
+        f"Distance from stock, means of {SMOOTHED} losses", loc="left", fontsize=12, color=INK
+    )
+    for axes in (left, right):
+        axes.set_xlabel("iteration", color=INK)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize=10)
+    figure.suptitle(
+        "300 clipped steps in FP8 blocks: the plug-in is nearer to stock than another seed is",
+        x=0.012,
+        ha="left",
+        fontsize=13,
+        weight="bold",
+        color=INK,
+    )
+    return figure
+
+
 def _label(axes: "Axes", names: list[str], title: str) -> None:
     axes.set_title(title, loc="left", fontsize=12, color=INK)
     axes.set_yticks(range(len(names)), [name.replace(", ", ",\n") for name in names])
@@ -136,14 +174,20 @@ def _label(axes: "Axes", names: list[str], title: str) -> None:
     axes.spines[["top", "right", "bottom", "left"]].set_visible(False)
 
 
-PICTURES: Mapping[str, Callable[[Mapping[str, Bars]], "Figure"]] = {
-    "step-and-bytes.png": draw_step_and_bytes
+PICTURES: Mapping[str, Callable[[Mapping[str, Any]], "Figure"]] = {
+    "convergence.png": draw_convergence,
+    "step-and-bytes.png": draw_step_and_bytes,
 }
 
 
-def figures_of_pictures() -> dict[str, Bars]:
+def figures_of_pictures() -> dict[str, Any]:
     """Return what is drawn."""
-    return {"steps": step_figures(), "bytes": byte_figures()}
+    return {
+        "steps": step_figures(),
+        "bytes": byte_figures(),
+        "losses": read_result(CONVERGENCE)["rows"],
+        "distances": distances(),
+    }
 
 
 def digest() -> str:

@@ -115,8 +115,8 @@ class GroupedLinear(torch.nn.Module):
         for hook in self._load_state_dict_pre_hooks.values():
             hook(state_dict, prefix, *args)
         names = {f"{prefix}{name}": weight for name, weight in self._parameters.items()}
-        unexpected = args[3]
-        unexpected.extend(key for key in state_dict if key not in names)
+        unexpected, buffers = args[3], {f"{prefix}{name}" for name in self._buffers}
+        unexpected.extend(key for key in state_dict if key not in {*names, *buffers})
         for key, weight in names.items():
             loaded = self._stand_in(state_dict[key])
             for field, value in vars(loaded).items():

@@ -13,6 +13,8 @@ SPOILED = 0xA5  # of bytes that have to be overwritten
 class StandIn:
     """What the storage reads and writes of one weight: fields, shape and dimensions."""
 
+    device = torch.device("cpu")
+
     def __init__(self, format: BlockScaledFormat, master: torch.Tensor) -> None:
         self.shape = master.shape
         quantized = reference.quantize(master.unsqueeze(0), format)
@@ -70,6 +72,7 @@ class GroupedTensor:
     """Flat fields of all experts, and members that are views of them."""
 
     _with_gemm_swizzled_scales = False
+    device = torch.device("cpu")
 
     def __init__(self, member: type, format: BlockScaledFormat, masters: torch.Tensor) -> None:
         self.shape = masters.shape

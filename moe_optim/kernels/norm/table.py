@@ -11,6 +11,7 @@ from moe_optim.errors import LayoutError
 from moe_optim.kernels.bound_kernel import BoundKernel
 from moe_optim.kernels.member_table import Backend, runs_triton
 from moe_optim.kernels.tuning import NORM
+from moe_optim.places import Places
 
 PART_FIELDS = 4
 """Columns of :attr:`NormTable.parts`."""
@@ -53,15 +54,15 @@ class NormTable:
     """[num_slots] fp64: the squares of each part."""
     zero_sums: Tensor
     """[num_slots] int32: the zeros of each part; empty if the table does not count them."""
-    source_places: tuple[tuple[Tensor, int], ...]
-    """A gradient of each piece of memory, and its address when the table was built."""
+    sources: Places
+    """A gradient of each piece of memory."""
     kernels: list[BoundKernel] = field(default_factory=list)
     """Filled by the first launch."""
 
     @property
     def has_moved(self) -> bool:
         """Whether gradients lie elsewhere by now: their memory can be freed or exchanged."""
-        return any(values.data_ptr() != address for values, address in self.source_places)
+        return self.sources.have_moved
 
     @classmethod
     def build(
@@ -107,7 +108,7 @@ class NormTable:
             bounds=bounds.to(home),
             sums=torch.zeros(slots, dtype=torch.float64, device=home),
             zero_sums=torch.zeros(slots if count_zeros else 0, dtype=torch.int32, device=home),
-            source_places=tuple((one, one.data_ptr()) for one in of_each_memory.values()),
+            sources=Places(of_each_memory.values()),
         )
 
 

@@ -12,6 +12,7 @@ from moe_optim.kernels.exchange import AMAX_SLOTS
 from moe_optim.kernels.launch_table import AMAX_TILE, LaunchTable, Planned, owned_parts
 from moe_optim.kernels.member_table import Backend, MemberTable, has_kernels
 from moe_optim.kernels.tuning import ADAM_PART, STEP_TILES
+from moe_optim.places import Places
 
 _ALIGNMENT = 16  # bytes of the widest memory access
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -120,17 +121,15 @@ class StepTable:
     encoding: tuple[MemberLaunch, ...]
     remainder: tuple[AdamState, ...]
     """What no launch handles; all of it without a suitable GPU."""
-    tensors: tuple[Tensor, ...]
-    """Masters, gradients, moments and weights."""
-    addresses: list[int]
-    """Of ``tensors``, when the table was built."""
+    places: Places
+    """Of masters, gradients, moments and weights."""
     kernels: list[BoundKernel] = field(default_factory=list)
     """Filled by the first launch."""
 
     @property
     def has_moved(self) -> bool:
         """Whether something lies elsewhere by now, so that the table has to be built anew."""
-        return list(map(Tensor.data_ptr, self.tensors)) != self.addresses
+        return self.places.have_moved
 
     def without_moments(self) -> "StepTable":
         """Return the same launches without a hold on moments: whoever drops them frees them.
@@ -141,9 +140,8 @@ class StepTable:
         if self.remainder:
             return self
         moments = {id(one) for state in self.states for one in (state.exp_avg, state.exp_avg_sq)}
-        tensors = tuple(tensor for tensor in self.tensors if id(tensor) not in moments)
-        addresses = list(map(Tensor.data_ptr, tensors))
-        return replace(self, states=(), tensors=tensors, addresses=addresses, kernels=[])
+        places = Places(one for one in self.places.tensors if id(one) not in moments)
+        return replace(self, states=(), places=places, kernels=[])
 
     @classmethod
     def build(
@@ -195,7 +193,6 @@ class StepTable:
             encoding += _cut_members(launch, [state for state in quantized if state], ranges)
         for state in launched.values():
             ranges.add_range(state)
-        tensors = tuple(tensor for state in owned for tensor in state.tensors())
         return cls(
             states=tuple(states),
             members=members,
@@ -205,8 +202,7 @@ class StepTable:
             ranges=tuple(ranges.launches(hyper.device)),
             encoding=tuple(encoding),
             remainder=tuple(remainder),
-            tensors=tensors,
-            addresses=list(map(Tensor.data_ptr, tensors)),
+            places=Places(tensor for state in owned for tensor in state.tensors()),
         )
 
 

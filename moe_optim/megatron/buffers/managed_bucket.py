@@ -4,6 +4,8 @@ It hangs on Megatron's bucket as ``bucket.managed``, and is the holder of every 
 """
 
 from collections.abc import Sequence
+from itertools import chain, repeat
+from operator import attrgetter, is_not
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +27,9 @@ from moe_optim.megatron.buffers.states import (
     Weights,
 )
 from moe_optim.modules.storage import PlaneStorage, new_version
+from moe_optim.places import Attributes, Places
+
+_HOLDER, _WATCHED = attrgetter("holder"), attrgetter("watched")
 
 
 class Owner(Protocol):
@@ -78,10 +83,14 @@ class ManagedBucket:
         )
         self.staging = grads.view(torch.bfloat16)[: grads.numel()]
         self._rest = grads.view(torch.uint8)[self.staging.numel() * self.staging.itemsize :]
-        self._watched: Sequence[Tensor] = ()
+        self._watched = Places(())
         self._writes = 0  # into watched gradients, when there last were none
         self.owner: Owner | None = None
-        self._masters: tuple[tuple[OwnedMaster, int], ...] | None = None  # and their addresses
+        self._masters: list[OwnedMaster] | None = None
+        self._master_places = Places(())
+        self._each_watched: list[tuple[Attributes, ...] | None] = []  # of each weight, and of all:
+        self._all_watched: tuple[Attributes, ...] = ()
+        self._unwatched: tuple[PlaneStorage, ...] = ()
         self.version = new_version()
         self._plans = 0
         self._master_writes = 0  # since they were encoded last
@@ -124,7 +133,7 @@ class ManagedBucket:
 
         Writes through ``grads`` itself, as those of this class are, do not count.
         """
-        self._watched = gradients
+        self._watched = Places(gradients)
         self._count_from_here()
 
     def zero(self) -> None:
@@ -151,13 +160,10 @@ class ManagedBucket:
             self.state.record(Event.ACCUMULATE)
 
     def _were_written(self) -> bool:
-        return self._count_writes() != self._writes
-
-    def _count_writes(self) -> int:
-        return sum(gradient._version for gradient in self._watched)
+        return self._watched.count_writes() != self._writes
 
     def _count_from_here(self) -> None:
-        self._writes = self._count_writes()
+        self._writes = self._watched.count_writes()
 
     def _require_memory(self, what: str) -> None:
         if self.grads.untyped_storage().size() == 0:
@@ -192,7 +198,7 @@ class ManagedBucket:
             self._master_writes = self._count_master_writes()
 
     def _count_master_writes(self) -> int:
-        return sum(one.master._version for one, _ in self._masters or ())
+        return self._master_places.count_writes()
 
     def open_gather(self) -> None:
         """Begin to gather the weights: read the masters of this rank.
@@ -254,8 +260,7 @@ class ManagedBucket:
             StateError: they would read or write other contents, or memory that was given back.
         """
         self.state.require_replayable(begins_with, leaves)
-        weights_moved = any(storage.has_moved() for storage in self.storages)
-        if self.plan != plan or weights_moved or self._masters_have_moved():
+        if self.plan != plan or self._find_moved() or self._master_places.have_moved:
             raise StateError(
                 f"{self.name}: the replay of a CUDA graph: expected masters, weights and "
                 "gradients where they lay when it was captured, got them elsewhere. Drop the graph "
@@ -271,7 +276,7 @@ class ManagedBucket:
 
     def forget_masters(self) -> None:
         """Drop what was planned for masters, weights and memory that may lie elsewhere now."""
-        self._masters = None
+        self._masters, self._master_places = None, Places(())
         self._plans += 1
         self.gather.forget()
         if self._amaxes is not None:
@@ -283,26 +288,35 @@ class ManagedBucket:
         Masters get other memory where RL stacks offload them, by their ``data``; weights of
         Transformer Engine get other tensors from its modules.
         """
-        moved = [storage for storage in self.storages if storage.has_moved()]
+        moved = self._find_moved()
         for storage in moved:
             storage.take_over()
-        if moved or self._masters_have_moved():
+        if moved or self._master_places.have_moved:
             self.forget_masters()
         if self._masters is None:
             assert self.owner is not None  # who else has made the weights stale
-            owned = self.owner.masters_of(self)
-            self._masters = tuple((one, one.master.data_ptr()) for one in owned)
-        return [one for one, _ in self._masters]
+            self._masters = self.owner.masters_of(self)
+            self._master_places = Places(one.master for one in self._masters)
+        return self._masters
 
-    def _masters_have_moved(self) -> bool:
-        return any(one.master.data_ptr() != at for one, at in self._masters or ())
+    def _find_moved(self) -> list[PlaneStorage]:
+        """Return the weights that somebody gave other tensors; asked of all of them together."""
+        watched = list(map(_WATCHED, self.storages))
+        if not self._each_watched or any(map(is_not, watched, self._each_watched)):
+            self._each_watched = watched
+            self._all_watched = Attributes.merge(chain.from_iterable(filter(None, watched)))
+            self._unwatched = tuple(one for one in self.storages if one.watched is None)
+        some_moved = any(one.have_moved for one in self._all_watched)
+        asked = self.storages if some_moved else self._unwatched
+        return [storage for storage in asked if storage.has_moved()]
 
     def _require_held(self) -> None:
         """Raise StateError if another bucket has bound the weights since."""
-        for storage in self.storages:
-            if storage.holder is not self:
-                raise StateError(
-                    f"{self.name}: expected {storage.name} in this bucket, got it in one of a "
-                    "DistributedDataParallel that was made later for the same model. Step an "
-                    "optimizer that was built for that one, and drop this one."
-                )
+        if not any(map(is_not, map(_HOLDER, self.storages), repeat(self))):
+            return
+        names = ", ".join(storage.name for storage in self.storages if storage.holder is not self)
+        raise StateError(
+            f"{self.name}: expected {names} in this bucket, got them in one of a "
+            "DistributedDataParallel that was made later for the same model. Step an optimizer "
+            "that was built for that one, and drop this one."
+        )

@@ -32,11 +32,13 @@ from moe_optim.checkpoints.manifests.state_manifest import MANIFEST, StateManife
 from moe_optim.checkpoints.pickles.plain_pickles import Named
 from moe_optim.checkpoints.stores.objects import require_plain
 from moe_optim.checkpoints.stores.torch_dist import TorchDistReader
-from moe_optim.errors import ConfigError, LayoutError, NonFiniteError, PatchError, StateError
+from moe_optim.errors import LayoutError
 from moe_optim.megatron.active import config_in_force, installed_config
+from moe_optim.megatron.agreement import agree
 from moe_optim.megatron.checkpoint.flat_states import ManifestRequest, require_same_interleave
 from moe_optim.megatron.checkpoint.unmarked_states import manifest_of_unmarked
 from moe_optim.megatron.experts.amax import OptionalShardedTensor
+from moe_optim.megatron.experts.calibrated_entry import CalibratedEntry
 from moe_optim.megatron.patching.engine import original
 from moe_optim.megatron.te.fields import read_values, te_formats_of
 
@@ -230,30 +232,6 @@ def _is_passive(named: Named) -> bool:
     return is_value and packages <= _PACKAGES
 
 
-def agree(act: Callable[[], Any], group: Any) -> Any:
-    """Call ``act`` on every rank of ``group``; raise on all of them what one of them raised.
-
-    Otherwise those without an error would wait for the others in the next collective.
-    """
-    error: Exception | None = None
-    result = None
-    try:
-        result = act()
-    except Exception as raised:  # whatever it is, the others must not wait for this rank
-        error = raised
-    errors: list[Any] = [None] * torch.distributed.get_world_size(group)
-    kinds = (ConfigError, LayoutError, NonFiniteError, PatchError)
-    kind = next((kind for kind in kinds if isinstance(error, kind)), StateError)
-    torch.distributed.all_gather_object(errors, error and (kind, str(error)), group=group)
-    if error is not None:
-        raise error
-    for rank, other in enumerate(errors):
-        if other is not None:
-            kind, message = other
-            raise kind(f"rank {rank}: {message}")
-    return result
-
-
 def _holders_of_manifests(state: Any) -> Iterator[dict[Any, Any]]:
     """Yield every dict in a nested state that holds a manifest or asks for one."""
     if isinstance(state, dict) and MANIFEST in state:
@@ -263,20 +241,24 @@ def _holders_of_manifests(state: Any) -> Iterator[dict[Any, Any]]:
             yield from _holders_of_manifests(value)
 
 
-def _drop_absent(state: Any, present: set[str]) -> None:
-    """Take out entries that a checkpoint need not have, where it does not have them."""
+def _fit_optional(state: Any, stored: TorchDistReader) -> None:
+    """Ask for entries that a checkpoint need not have as it has them, and not where it has none."""
     entries = list(state.items() if isinstance(state, dict) else enumerate(state))
     for key, value in reversed(entries):  # so that places in a list stay true
-        if isinstance(value, OptionalShardedTensor) and value.key not in present:
+        if isinstance(value, dict | list):
+            _fit_optional(value, stored)
+        elif not isinstance(value, OptionalShardedTensor | CalibratedEntry):
+            continue
+        elif value.key not in stored.tensors:
             del state[key]
-        elif isinstance(value, dict | list):
-            _drop_absent(value, present)
+        elif isinstance(value, CalibratedEntry):
+            state[key] = value.request(stored.tensors[value.key].shape)
 
 
 def _resolve(sharded_state_dict: Any, stored: TorchDistReader) -> None:
     """Replace every request for a manifest by requests for what the checkpoint holds."""
     checkpoint = stored.path
-    _drop_absent(sharded_state_dict, set(stored.tensors))
+    _fit_optional(sharded_state_dict, stored)
     manifests = [key for key in stored.objects if f".{MANIFEST}." in key]
     for state in list(_holders_of_manifests(sharded_state_dict)):
         request = state.pop(MANIFEST)

@@ -1,6 +1,6 @@
 """The amax of every expert: recorded when bucket groups gather, kept in checkpoints."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-from moe_optim.megatron.te.grouped_linears import grouped_linears, recorder_of
-from moe_optim.modules.grouped_linear import GroupedLinear
+from moe_optim.megatron.experts.linears import expert_linears
 from moe_optim.modules.recorded_amax import RecordsAmax
 
 
@@ -70,19 +69,10 @@ def synchronize_amax(model_chunks: Iterable[torch.nn.Module]) -> None:
         model_chunks: wrapped or not.
     """
     for chunk in model_chunks:
-        for linear, groups in _recorders(chunk):
-            amax = linear.amax()
-            if amax is not None and groups.expt_tp.size() > 1:
-                dist.all_reduce(amax, dist.ReduceOp.MAX, group=groups.expt_tp)
-                if linear.whole_amax is None:  # else loaded, from whoever had the masters
-                    linear.whole_amax = amax
-
-
-def _recorders(chunk: torch.nn.Module) -> Iterator[tuple[RecordsAmax, Any]]:
-    """Yield every linear of experts, with the process groups of its layer."""
-    for experts in chunk.modules():
-        for child in experts.children():
-            if isinstance(child, GroupedLinear):
-                yield child, experts.pg_collection
-    for _, linear in grouped_linears(chunk):
-        yield recorder_of(linear), linear._pg_collection
+        for linear in expert_linears(chunk):
+            recorder, expt_tp = linear.recorder, linear.groups.expt_tp
+            amax = recorder.amax()
+            if amax is not None and expt_tp.size() > 1:
+                dist.all_reduce(amax, dist.ReduceOp.MAX, group=expt_tp)
+                if recorder.whole_amax is None:  # else loaded, from whoever had the masters
+                    recorder.whole_amax = amax

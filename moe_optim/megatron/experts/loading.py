@@ -10,7 +10,14 @@ from torch import Tensor
 from moe_optim.errors import LayoutError
 from moe_optim.expert_keys.conversion import convert_expert_set
 from moe_optim.expert_keys.finding import expert_remainders, raise_faults, survey_expert_sets
-from moe_optim.expert_keys.layouts import ExpertSet, KeyPattern, get_layout, is_extra_state
+from moe_optim.expert_keys.layouts import (
+    CALIBRATED_AMAX,
+    LINEARS,
+    ExpertSet,
+    KeyPattern,
+    get_layout,
+    is_extra_state,
+)
 from moe_optim.megatron.weights.names import unwrapped_name
 from moe_optim.modules.grouped_linear import GroupedLinear
 from moe_optim.modules.grouped_weight import GroupedWeight
@@ -102,6 +109,17 @@ class LocalExperts:
         given = replace(self.own, has_bias=source.has_bias)
         return {key: self._cut(values[key], pattern) for pattern, _, key in given.entries()}
 
+    def amax_from(self, amax: Tensor) -> Tensor:
+        """Return what this rank holds of an amax an expert; others are the linear's to refuse.
+
+        Args:
+            amax: a value for each expert of this rank or of all ranks, in any shape; or any other.
+        """
+        local, whole = self.counts
+        if amax.numel() != whole:
+            return amax
+        return amax.reshape(-1)[self.ep_rank * local :][:local]
+
     def _find_source(self, shapes: Mapping[str, tuple[int, ...] | None]) -> ExpertSet:
         """Return the set that entries are; ``legacy`` does not tell of how many experts."""
         prefixes = [self.own.prefix]
@@ -162,10 +180,15 @@ def load_local_experts(experts: torch.nn.Module, state_dict: dict[str, Any], pre
         k.removeprefix(prefix) for k in state_dict if k.startswith(prefix)
     )
     taken = {prefix + r: state_dict[prefix + r] for r in remainders if not is_extra_state(r)}
-    local = LocalExperts.of(experts, prefix).take_from(taken) if taken else {}
+    here = LocalExperts.of(experts, prefix)
+    local = here.take_from(taken) if taken else {}
     for remainder in remainders:
         del state_dict[prefix + remainder]
     state_dict.update(local)
+    for linear in LINEARS:
+        key = f"{prefix}{linear}.{CALIBRATED_AMAX}"
+        if isinstance(state_dict.get(key), Tensor):
+            state_dict[key] = here.amax_from(state_dict[key])
 
 
 def expert_values_for(

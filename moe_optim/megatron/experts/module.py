@@ -18,12 +18,15 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from moe_optim.config import MoEOptimConfig
+from moe_optim.config import Compute, MoEOptimConfig
 from moe_optim.errors import ConfigError, refuse
+from moe_optim.expert_keys.layouts import CALIBRATED_AMAX, LINEARS
+from moe_optim.fake_quantization import PER_EXPERT_GRIDS
 from moe_optim.formats import BlockScaledFormat, get_format
 from moe_optim.library import as_written
 from moe_optim.megatron.active import active_config
 from moe_optim.megatron.experts.amax import sharded_amax
+from moe_optim.megatron.experts.calibrated_entry import calibrated_entry
 from moe_optim.megatron.experts.loading import load_local_experts
 from moe_optim.megatron.experts.sharding import empty_extra_state, list_shards
 from moe_optim.megatron.patching.engine import original
@@ -78,7 +81,7 @@ class GroupedExperts(MegatronModule):
         name: str | None = None,
     ) -> None:
         super().__init__(config=config)
-        _refuse_unsupported(config, pg_collection)
+        _refuse_unsupported(config, pg_collection, moe_optim_config.compute)
         self.num_local_experts = num_local_experts
         self.pg_collection = pg_collection
         hidden = config.hidden_size
@@ -89,7 +92,7 @@ class GroupedExperts(MegatronModule):
             GroupedLinear,
             num_local_experts,
             format=_find_format(knobs.format),
-            compute=_find_format(knobs.compute),
+            compute=PER_EXPERT_GRIDS.get(knobs.compute or "") or _find_format(knobs.compute),
             expert_layout=knobs.expert_layout,
             bias=config.add_bias_linear,
             fuse_wgrad_accumulation=knobs.fuse_wgrad_accumulation,
@@ -190,9 +193,9 @@ class GroupedExperts(MegatronModule):
 
         Keys are ``{prefix}experts.linear_fcN.weight`` of global shape [experts, R, C], and
         ``.bias`` of [experts, R]; the values saved are bf16. With each linear goes an empty
-        ``_extra_state`` an expert, which Megatron's own linears save and ask for, and where amaxes
-        are recorded ``.weight_amax`` of [experts, 1, 1], fp32; see :func:`sharded_amax`. No rank
-        communicates.
+        ``_extra_state`` an expert, which Megatron's own linears save and ask for, where amaxes are
+        recorded ``.weight_amax`` of [experts, 1, 1], fp32, see :func:`sharded_amax`, and where it
+        is calibrated ``.calibrated_amax``, see :func:`calibrated_entry`. No rank communicates.
         """
         if (metadata or {}).get("singleton_local_shards", False):
             raise ConfigError(
@@ -206,7 +209,7 @@ class GroupedExperts(MegatronModule):
             state[f"{prefix}{shard.linear}.{shard.name}"] = shard.sharded(
                 keys, place, sharded_offsets, groups
             )
-        for linear in ("linear_fc1", "linear_fc2"):
+        for linear in LINEARS:
             place = (axis, *self.place_of(None))
             module: GroupedLinear = getattr(self, linear)
             amax = sharded_amax(
@@ -214,6 +217,9 @@ class GroupedExperts(MegatronModule):
             )
             if amax is not None:
                 state[f"{prefix}{linear}.weight_amax"] = amax
+            state[f"{prefix}{linear}.{CALIBRATED_AMAX}"] = calibrated_entry(
+                module, f"{keys}{linear}", module.shape[0], place, sharded_offsets, groups
+            )
             for index in range(self.num_local_experts):
                 place = (axis, *self.place_of(index))
                 state[f"{prefix}{linear}._extra_state{index}"] = empty_extra_state(
@@ -316,20 +322,26 @@ def first_experts(model_chunks: Iterable[torch.nn.Module]) -> dict[torch.nn.Para
     }
 
 
-def _refuse_unsupported(config: TransformerConfig, pg_collection: Any) -> None:
+def _refuse_unsupported(
+    config: TransformerConfig, pg_collection: Any, compute: Compute | None = None
+) -> None:
+    size = pg_collection.expt_tp.size()
     refuse(
-        unsupported_features(config, tensor_parallel=pg_collection.expt_tp.size()),
+        unsupported_features(config, tensor_parallel=size, compute=compute),
         expected="portable experts: expected features they have",
         remedy="Change these flags, or drop --moe-grouped-gemm for stock experts.",
     )
 
 
-def unsupported_features(config: TransformerConfig, *, tensor_parallel: int) -> dict[str, bool]:
+def unsupported_features(
+    config: TransformerConfig, *, tensor_parallel: int, compute: Compute | None = None
+) -> dict[str, bool]:
     """Return every feature that portable experts do not have -> whether ``config`` asks for it.
 
     Args:
         config: Megatron's transformer configuration.
         tensor_parallel: ranks that share an expert.
+        compute: of the products.
     """
     fused_swiglu = _fuses_activation(config) and config.activation_func is F.silu
     interleave_size = config.moe_mlp_glu_interleave_size or 1
@@ -357,6 +369,8 @@ def unsupported_features(config: TransformerConfig, *, tensor_parallel: int) -> 
         "--moe-mlp-glu-interleave-size with --expert-tensor-parallel-size above 1": (
             config.moe_mlp_glu_interleave_size is not None and tensor_parallel > 1
         ),
+        f"moe_optim.compute {compute} with --expert-tensor-parallel-size above 1 (the amax would "
+        "be that of a part of an expert)": compute in PER_EXPERT_GRIDS and tensor_parallel > 1,
         "--use-cpu-initialization": config.use_cpu_initialization,
         "a --params-dtype other than bf16 (give --bf16)": config.params_dtype != torch.bfloat16,
         "--fp8-format or --fp4-format": bool(config.fp8 or config.fp4),

@@ -6,13 +6,16 @@ from weakref import WeakSet
 from torch.nn import Module
 
 from moe_optim.config import NATIVE_FORMATS
-from moe_optim.errors import ConfigError
+from moe_optim.errors import refuse
+from moe_optim.expert_keys.layouts import CALIBRATED_AMAX
 from moe_optim.formats import get_format
 from moe_optim.megatron.active import installed_config
 from moe_optim.megatron.experts.amax import sharded_amax
+from moe_optim.megatron.experts.calibrated_entry import calibrated_entry
 from moe_optim.megatron.patching.engine import original
 from moe_optim.megatron.te.grouped_linears import grouped_linears, recorder_of
 from moe_optim.megatron.te.recipe import native_recipe
+from moe_optim.modules.calibrated_amax import calibrated_amax, take_calibrated_amax
 
 _TARGET = "megatron.core.transformer.moe.experts:TEGroupedMLP.sharded_state_dict"
 _LISTENING: WeakSet[Module] = WeakSet()
@@ -27,33 +30,46 @@ def sharded_state_dict(
     """Return Megatron's state of the experts, with their amaxes as portable experts save them.
 
     Where amaxes are recorded, every layer has entries ``.weight_amax``, NaN where its weights are
-    not quantized: keys of all layers may be one tensor. Modules take them when they are loaded. No
-    rank communicates.
+    not quantized: keys of all layers may be one tensor. Calibrated ones are ``.calibrated_amax``,
+    see :func:`calibrated_entry`. Modules take them when they are loaded. No rank communicates.
 
     Raises:
         ConfigError: ``singleton_local_shards`` with amaxes.
     """
-    are_recorded = _are_recorded(self.config)
-    if are_recorded and (metadata or {}).get("singleton_local_shards", False):
-        raise ConfigError(
-            "record_amax: singleton_local_shards: expected one key for all experts, got one key an "
-            "expert. Save with Megatron's default metadata."
+    are_recorded, linears = _are_recorded(self.config), list(grouped_linears(self))
+    has_key_each = (metadata or {}).get("singleton_local_shards", False)
+    if has_key_each:
+        are_calibrated = any(calibrated_amax(linear) is not None for _, linear in linears)
+        refuse(
+            {"record_amax": are_recorded, "calibrated amaxes": are_calibrated},
+            expected="singleton_local_shards: expected one key for the amaxes of all experts",
+            remedy="Save with Megatron's default metadata.",
         )
     state = original(_TARGET)(self, prefix, sharded_offsets, metadata)
-    for name, linear in grouped_linears(self) if are_recorded else ():
-        groups = linear._pg_collection
-        state[f"{prefix}{name}.weight_amax"] = sharded_amax(
-            recorder_of(linear),
-            f"{prefix}experts.{name}.weight_amax",
-            (len(sharded_offsets), groups.ep.rank(), groups.ep.size()),
-            sharded_offsets,
-            groups,
-            num_experts=linear.num_gemms,
+    for name, linear in () if has_key_each else linears:
+        groups, key = linear._pg_collection, f"{prefix}experts.{name}"
+        place = (len(sharded_offsets), groups.ep.rank(), groups.ep.size())
+        if are_recorded:
+            state[f"{prefix}{name}.weight_amax"] = sharded_amax(
+                recorder_of(linear),
+                f"{key}.weight_amax",
+                place,
+                sharded_offsets,
+                groups,
+                num_experts=linear.num_gemms,
+            )
+        state[f"{prefix}{name}.{CALIBRATED_AMAX}"] = calibrated_entry(
+            linear, key, linear.num_gemms, place, sharded_offsets, groups
         )
-        if linear not in _LISTENING:
-            linear.register_load_state_dict_pre_hook(_take)
-            _LISTENING.add(linear)
+        listen(linear)
     return state
+
+
+def listen(linear: Module) -> None:
+    """Have a grouped linear take amaxes that come with its weights, which it does not know."""
+    if linear not in _LISTENING:
+        linear.register_load_state_dict_pre_hook(_take)
+        _LISTENING.add(linear)
 
 
 def _are_recorded(model: Any) -> bool:
@@ -67,7 +83,8 @@ def _are_recorded(model: Any) -> bool:
     return config.record_amax or get_format(config.format).has_global_amax
 
 
-def _take(linear: Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+def _take(linear: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     recorder = recorder_of(linear)
     recorder.forget_amax()
     recorder.take_amax(state_dict.pop(f"{prefix}weight_amax", None))
+    take_calibrated_amax(linear, state_dict, prefix, linear.num_gemms, recorder.name)

@@ -117,9 +117,15 @@ def run_script(script: Path, argv: Sequence[str], *, cpu: bool) -> None:
 
 
 def before_megatron() -> None:
-    """Keep Megatron from compiling anything for a GPU where the CPU runtime will have to stand."""
+    """Keep Megatron from compiling anything for a GPU where the CPU runtime will have to stand.
+
+    And from finding packages that run on GPUs alone.
+    """
     if FLAG in sys.argv and trains_on_cpu():
+        from moe_optim.megatron.launch.cpu_runtime import hide_gpu_packages
+
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
+        hide_gpu_packages()
 
 
 def switch_on() -> None:

@@ -79,13 +79,9 @@ class GroupedChainedOptimizer(ChainedOptimizer):
     def _agree_to_fuse(self, config: MoEOptimConfig) -> bool:
         """Return whether steps are fused, on all ranks alike. Every rank must call it."""
         reasons = [reason for part in self.stepping if (reason := why_not_fused(part))]
-        if reasons or config.step == "stock":
-            mine = False
-        elif config.step == "fused":
-            mine = True
-        else:
-            may = config.layout != "stock" and config.backend == "auto"
-            mine = may and all(map(runs_on_kernels, self.stepping))
+        mine = config.may_fuse_steps and not reasons
+        if config.step == "auto":
+            mine = mine and all(map(runs_on_kernels, self.stepping))
         everywhere = torch.tensor(float(mine), device=torch.cuda.current_device())
         dist.all_reduce(everywhere, dist.ReduceOp.MIN)
         if config.step == "fused" and not everywhere:
@@ -132,6 +128,8 @@ class GroupedChainedOptimizer(ChainedOptimizer):
             part.read_gradients()
         total = self.sum_squares()
         norms = total[:-1].sqrt().float()
+        for part in self.stepping:
+            part.plan_update()  # before the wait: the device finds the norm meanwhile
         *of_host, zeros = torch.cat([norms, total[-1:]]).tolist()
         return norms, of_host, int(zeros)
 

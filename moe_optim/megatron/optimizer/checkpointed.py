@@ -10,6 +10,7 @@ from torch import Tensor
 from moe_optim.checkpoints.manifests.state_manifest import MANIFEST, StateManifest
 from moe_optim.errors import ConfigError, StateError
 from moe_optim.megatron.active import config_in_force
+from moe_optim.megatron.agreement import agree
 from moe_optim.megatron.checkpoint.expert_entries import with_members
 from moe_optim.megatron.checkpoint.flat_states import (
     Asked,
@@ -21,7 +22,6 @@ from moe_optim.megatron.checkpoint.flat_states import (
     manifest_of,
     require_same_order,
 )
-from moe_optim.megatron.checkpoint.hooks import agree
 from moe_optim.megatron.checkpoint.legacy_states import rearranged_states
 from moe_optim.megatron.checkpoint.unmarked_states import (
     holds_several_experts,

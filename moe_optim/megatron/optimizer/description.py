@@ -70,8 +70,9 @@ class Description:
     """Where managed buckets end; None where there are none."""
     buckets: int
     """Managed ones."""
-    ranks: int | None
-    """Data-parallel ranks that share a managed bucket; None where there are none."""
+    ranks: tuple[int, ...]
+    """How many data-parallel ranks share a managed bucket, ascending: experts and other weights can
+    have several numbers. Empty where there are no managed buckets."""
     gathered_bytes: int
     """Of managed buckets a step: what lies on every rank when it has arrived, its own part and
     padding included. With one rank it is there already."""
@@ -135,7 +136,8 @@ class Description:
             yield (
                 f"gathered a step: {spell_bytes(self.gathered_bytes)} (stock "
                 f"{spell_bytes(self.stock_gathered_bytes)}) in {_count(self.buckets, 'bucket')} "
-                f"of {_count(self.ranks or 1, 'rank')}, wire {self.wire}, layout {self.layout}"
+                f"of {' or '.join(map(str, self.ranks))} rank{'s' * (self.ranks != (1,))}, "
+                f"wire {self.wire}, layout {self.layout}"
             )
         others = _count(self.other_buckets, "other bucket" if self.buckets else "bucket")
         yield f"{others}: {spell_bytes(self.other_gathered_bytes)} a step, as stock"
@@ -179,7 +181,7 @@ def describe(model_chunks: Sequence[Any], optimizer: Any) -> Description:
         wire=_only(bucket.wire for bucket in managed),
         layout=_only(layouts) if managed else None,
         buckets=len(managed),
-        ranks=_only(bucket.dp_size for bucket in managed),
+        ranks=tuple(sorted({bucket.dp_size for bucket in managed})),
         gathered_bytes=sum(_gathered_bytes(bucket) for bucket in managed),
         stock_gathered_bytes=sum(_stock_bytes(bucket, high_busbw) for bucket in managed),
         other_buckets=len(others),

@@ -212,8 +212,21 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         """What a fused step does with this optimizer's masters."""
         return FusedUpdate(self)
 
+    def plan_update(self) -> int:
+        """Look whether anything has moved that an update reads or writes, and plan anew what has.
+
+        It takes the host a while where there are many weights, and waits for no device.
+
+        Returns:
+            As :meth:`FusedUpdate.plan`, and it raises what that raises.
+        """
+        self._finish_gathers()
+        return self.update.plan()
+
     def update_masters(self, clips: Tensor) -> None:
         """Step masters and write what is made of them on this rank, in a few launches.
+
+        :meth:`plan_update` has gone before.
 
         Args:
             clips: what gradients are multiplied by, see :meth:`FusedUpdate.launch`.
@@ -222,8 +235,13 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
             StateError: as :meth:`step_with_ready_grads`.
         """
         with self.updating():
-            self.update.begin()
+            self.update.count_step()
             self.update.launch(clips)
+
+    def _finish_gathers(self) -> None:
+        """Finish gathers that are in flight: they read what is written next."""
+        for group in self._groups:
+            group.finish_gather()
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -235,8 +253,7 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         Raises:
             StateError: as :meth:`step_with_ready_grads`.
         """
-        for group in self._groups:
-            group.finish_gather()  # it reads what is written now
+        self._finish_gathers()
         try:
             with self._moving_masters():
                 yield
@@ -265,8 +282,7 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
 
     def _copy_main_params_to_model_params(self) -> None:
         """Write bf16 and fp32 weights of this rank; quantized ones become stale instead."""
-        for group in self._groups:
-            group.finish_gather()  # it reads what is written now
+        self._finish_gathers()
         if self._buckets:
             self._copy_unmanaged_params()
         else:

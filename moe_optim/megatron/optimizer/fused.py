@@ -9,6 +9,8 @@ where Megatron keeps them, so that checkpoints of either kind of step load in th
 import logging
 import math
 from collections.abc import Collection, Iterator, Sequence
+from itertools import chain
+from operator import call, is_not, itemgetter
 from typing import Any
 from weakref import ref
 
@@ -37,10 +39,12 @@ from moe_optim.megatron.buffers.managed_bucket import ManagedBucket
 from moe_optim.megatron.optimizer.adam import MOMENTS, GroupStepAdam
 from moe_optim.megatron.weights.managed import is_managed
 from moe_optim.megatron.weights.names import parameter_names
+from moe_optim.places import addresses_of
 from moe_optim.reference.adam import Hyper
 
 logger = logging.getLogger(__name__)
 
+_MOMENTS = itemgetter(*MOMENTS)
 NORMS = (None, *sorted(SEPARATE_GRAD_NORM_GROUPS))
 """What gradients count in: the main norm, and those that Megatron keeps apart."""
 
@@ -100,8 +104,8 @@ class FusedUpdate:
 
     # The update
 
-    def begin(self) -> int:
-        """Make ready for one step: count it, and copy what it takes from the host.
+    def plan(self) -> int:
+        """Look whether anything has moved, and plan anew what has. No gather may be in flight.
 
         Returns:
             What changes when something had to be planned anew, so that a captured graph is void.
@@ -115,15 +119,18 @@ class FusedUpdate:
             self._plans += 1
         if not self._tables or self._has_moved():
             self._tables = {}  # so that a plan which is refused leaves none that looks current
-            self._tables = self._plan()
+            self._tables = self._plan_tables()
             self._plans += 1
+        return self._plans
+
+    def count_step(self) -> None:
+        """Count a step that :meth:`plan` has gone before, and copy what it takes from the host."""
         rows = []
         for group in self._optimizer.optimizer.param_groups:
             group["step"] = int(group.get("step", 0)) + 1
             rows.append(_hyper_of(group).row())
         # pageable memory of a few bytes is staged at once: nothing is waited for
         self._hyper.copy_(torch.tensor(rows), non_blocking=True)
-        return self._plans
 
     def launch(self, clips: Tensor) -> None:
         """Step all masters of this rank, and encode what blocks it has whole. Waits for nothing.
@@ -152,7 +159,10 @@ class FusedUpdate:
     def _find_moments(self) -> list[Tensor]:
         """Return the tensors that Adam has for moments now."""
         states = self._optimizer.optimizer.state.values()
-        return [state[name] for state in states for name in MOMENTS if name in state]
+        try:
+            return list(chain.from_iterable(map(_MOMENTS, states)))
+        except KeyError:  # of masters that have not stepped
+            return [state[name] for state in states for name in MOMENTS if name in state]
 
     def _have_moments_moved(self) -> bool:
         """Return whether Adam has other moments than were planned with, or has them elsewhere.
@@ -162,10 +172,8 @@ class FusedUpdate:
         moments = self._find_moments()
         if len(moments) != len(self._moments):
             return True
-        pairs = zip(moments, self._moments, strict=True)
-        return any(now is not of_plan() for now, of_plan in pairs) or (
-            list(map(Tensor.data_ptr, moments)) != self._addresses
-        )
+        are_others = any(map(is_not, moments, map(call, self._moments)))
+        return are_others or addresses_of(moments) != self._addresses
 
     def _has_moved(self) -> bool:
         """Return whether states lie elsewhere, or gathers have been planned anew.
@@ -180,7 +188,7 @@ class FusedUpdate:
             for bucket, table in self._tables.items()
         )
 
-    def _plan(self) -> dict[ManagedBucket | None, StepTable]:
+    def _plan_tables(self) -> dict[ManagedBucket | None, StepTable]:
         """Return a table for each managed bucket, and one for everything else under None."""
         optimizer = self._optimizer
         inner = optimizer.optimizer
@@ -206,7 +214,7 @@ class FusedUpdate:
             )
         moments = self._find_moments()
         self._moments = [ref(moment) for moment in moments]
-        self._addresses = list(map(Tensor.data_ptr, moments))
+        self._addresses = addresses_of(moments)
         return {
             bucket: StepTable.build(
                 of_bucket,

@@ -58,10 +58,12 @@ class GraphedStep:
         parts = self._chain.stepping
         for part in parts:
             part.read_gradients()
+        plans = [part.plan_update() for part in parts]
         with ExitStack() as stack:
             for part in parts:
                 stack.enter_context(part.updating())
-            self._launch([part.update.begin() for part in parts])
+                part.update.count_step()
+            self._launch(plans)
         self._is_told = False
         if self._captures:
             self._is_there = torch.cuda.Event()

@@ -89,7 +89,7 @@ def foresee_refusals(
     )
     for model in portable:
         size = model.expert_tensor_parallel_size or model.tensor_model_parallel_size
-        refused |= unsupported_features(model, tensor_parallel=size)
+        refused |= unsupported_features(model, tensor_parallel=size, compute=knobs.compute)
     return [setting for setting, is_refused in refused.items() if is_refused]
 
 
@@ -101,11 +101,7 @@ def _refused_steps(config: Any, knobs: MoEOptimConfig, *, quantized: bool) -> di
         f"moe_optim.step fused with {setting} (set step: auto)": knobs.step == "fused" and there
         for setting, there in settings.items()
     }
-    takes_stocks = (
-        knobs.step == "stock"
-        or (knobs.step == "auto" and knobs.layout == "stock")
-        or any(settings.values())
-    )
+    takes_stocks = not knobs.may_fuse_steps or any(settings.values())
     return refused | {
         "--optimizer-cuda-graph without a fused step (see step in the knobs)": (
             config.optimizer_cuda_graph and takes_stocks

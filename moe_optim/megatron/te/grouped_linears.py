@@ -18,6 +18,12 @@ def grouped_linears(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, linear
 
 
+def weights_of(linear: torch.nn.Module) -> list[Any]:
+    """Return the weights of a grouped linear in expert order: one of all experts, or one each."""
+    named = linear.named_parameters(recurse=False)
+    return [param for name, param in named if name.startswith("weight")]
+
+
 def members_of(tensor: Any) -> Sequence[Any]:
     """Return the tensor of each expert in one of all experts, a ``GroupedTensor`` or any other."""
     if is_grouped(tensor):
@@ -40,8 +46,7 @@ class LinearRecorder(RecordsAmax):
     def storages(self) -> list[PlaneStorage]:
         """Return the storage behind each weight, in expert order; none where experts are bf16."""
         linear = self._linear()
-        named = [] if linear is None else linear.named_parameters(recurse=False)
-        weights = [param for name, param in named if name.startswith("weight")]
+        weights = [] if linear is None else weights_of(linear)
         return [w.quantized_storage for w in weights if hasattr(w, "quantized_storage")]
 
     def forget_amax(self) -> None:

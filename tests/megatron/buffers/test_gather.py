@@ -15,13 +15,16 @@ from moe_optim import reference
 from moe_optim.errors import LayoutError, StateError
 from moe_optim.formats import FORMATS, MXFP8, MXFP8_2D, NVFP4
 from moe_optim.layout.aligned import aligned_end
+from moe_optim.layout.partition import infer_partition
 from moe_optim.layout.wire import side_by_side
 from moe_optim.megatron.buffers.states import Event
 from moe_optim.modules.grouped_weight import GroupedWeight
 from moe_optim.modules.storage import PortableStorage
+from moe_optim.parts import quantize_part
 from tests.support.buckets import make_bucket, make_params, own_masters
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import wide_range_weights, with_specials
+from tests.support.meshes import coordinates, on_each_rank, part_of
 
 EVERY_FORMAT = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 SIZES = (1, 2, 3, 4, 8)
@@ -52,8 +55,8 @@ class Rank:
         return self.params[index].quantized_storage.quantized.planes()
 
 
-def gather_all(ranks):
-    """Do what a bucket group does, the collectives by hand. Every rank takes part in each."""
+def encode_all(ranks):
+    """Do what a bucket group does before anything but maxima travels."""
     for rank in ranks:
         rank.bucket.state.record(Event.SETTLE)
         rank.bucket.open_gather()
@@ -65,6 +68,11 @@ def gather_all(ranks):
             exchange.copy_(largest)
     for rank in ranks:
         rank.gather.encode()
+
+
+def gather_all(ranks):
+    """Do what a bucket group does, the collectives by hand. Every rank takes part in each."""
+    encode_all(ranks)
     for planes in zip(*(rank.gather.sliced for rank in ranks), strict=True):
         whole = torch.cat([p.slice_of(i, len(ranks)) for i, p in enumerate(planes)])
         for plane in planes:
@@ -94,6 +102,29 @@ def assert_all_ranks_hold(ranks, format, masters):
         for number, rank in enumerate(ranks):
             for name, plane in rank.planes(index).items():
                 assert_bytes_equal(plane, expected[name], what=f"rank {number}, {index}, {name}")
+
+
+@EVERY_FORMAT
+@pytest.mark.parametrize(("experts", "rows"), [(2, 1), (4, 2), (4, 4), (4, 16)])
+def test_a_rank_encodes_the_part_that_the_partition_rules_give_it(format, experts, rows):
+    """Whole experts, whole blocks and rows inside of them, before anything has travelled."""
+    shape = (4, 64, 96)
+    master = wide_range_weights(*shape)
+    axes = {"experts": {"dp experts": experts}, "rows": {"dp rows": rows}}
+    partition = infer_partition(format, axes, shape=shape)
+    ranks = make_ranks(format, (shape,), experts * rows, STOCK, [master])
+    encode_all(ranks)
+    parts = on_each_rank(
+        partition,
+        lambda coordinate, reduce_max: quantize_part(
+            part_of(master, partition, coordinate), partition, coordinate, reduce_max
+        ),
+    )
+    wire = ranks[0].params[0].quantized_storage.quantized.wire_planes()
+    for rank, coordinate, part in zip(ranks, coordinates(partition), parts, strict=True):
+        for name in wire:
+            slices = partition.plane(name).slices(partition.bounds(coordinate))
+            assert_bytes_equal(rank.planes(0)[name][slices], part[name], what=f"{rank} {name}")
 
 
 SHAPES = {  # rows and columns that every format takes; and FP8 blocks that are not whole

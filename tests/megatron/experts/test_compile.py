@@ -34,6 +34,7 @@ CASES = {
     "bf16, indexed": Case(knobs={"expert_layout": "indexed"}),
     "nvfp4, indexed": Case(knobs={"format": "nvfp4", "expert_layout": "indexed"}),
     "computing in mxfp8": Case(knobs={"compute": "mxfp8"}),
+    "computing in int8": Case(knobs={"compute": "int8_per_expert", "expert_layout": "indexed"}),
     "fused SwiGLU": Case({"bias_activation_fusion": True}, {"format": "mxfp8"}),
     "fused quick-GeGLU": Case({"bias_activation_fusion": True}, {"format": "mxfp8"}, gelu=True),
     "fused quick-GeGLU, biases": Case(

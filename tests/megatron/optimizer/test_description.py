@@ -144,7 +144,7 @@ def test_gathered_bytes_are_those_of_the_planes_that_travel(described, format, p
     used = EXPERT_PARAMETERS // parallel
     assert description["stock_gathered_bytes"] == 2 * (-(-used // 128) * 128)
     assert (description["wire"], description["layout"]) == ("quantized", "aligned")
-    assert (description["buckets"], description["ranks"]) == (1, 2 // parallel)
+    assert (description["buckets"], description["ranks"]) == (1, (2 // parallel,))
 
 
 @both_sizes
@@ -233,8 +233,7 @@ def test_weights_of_transformer_engine_are_counted_with_their_padded_scales(form
 
     kind, count, (rows, cols) = get_format(format), 3, (64, 96)
     params = te_params(kind, count, rows, cols, grouped=grouped)
-    chunk, optimizer = te_chunk(params, kind)
-    description = describe([chunk], optimizer)
+    description = describe(*te_chunk({1: params}))
     (row,) = description.weights
     assert (row.kind, row.format, row.unmanaged) == ("expert", format, None)
     assert (row.weights, row.parameters) == (count, count * rows * cols)
@@ -269,19 +268,41 @@ def te_params(kind: Any, count: int, rows: int, cols: int, *, grouped: bool) -> 
     return weights
 
 
-def te_chunk(params: list[Any], kind: Any) -> tuple[Any, Any]:
-    """Return a chunk and an optimizer around one managed bucket of ``params``."""
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [((1,), "of 1 rank,"), ((4,), "of 4 ranks,"), ((4, 1), "of 1 or 4 ranks,")],
+)
+def test_it_says_how_many_ranks_share_a_bucket(sizes, said):
+    """Expert parallelism divides experts, and not the other weights, which are quantized, too."""
+    from moe_optim.megatron.optimizer.description import describe
+
+    kind = get_format("fp8_block")
+    params = {size: te_params(kind, 1, 128, 256, grouped=False) for size in sizes}
+    description = describe(*te_chunk(params))
+    assert description.ranks == tuple(sorted(sizes))
+    assert said in str(description)
+
+
+def te_chunk(params: dict[int, list[Any]]) -> tuple[list[Any], Any]:
+    """Return one chunk and an optimizer around managed buckets.
+
+    Args:
+        params: of each bucket, by how many ranks share it.
+    """
     from moe_optim.megatron.buffers.managed_bucket import ManagedBucket
 
-    slots = side_by_side([param.quantized_storage.shape for param in params])
-    grads = torch.zeros(-(-slots[-1].end // 128) * 128)
-    bucket = ManagedBucket("bucket 0", params, [s.start for s in slots], grads, dp_size=1)
-    named = [(param.quantized_storage.name, param) for param in params]
+    named = [(one.quantized_storage.name, one) for held in params.values() for one in held]
+    buckets = []
+    for size, held in params.items():
+        slots = side_by_side([param.quantized_storage.shape for param in held])
+        grads = torch.zeros(-(-slots[-1].end // 512) * 512)
+        starts = [slot.start for slot in slots]
+        managed = ManagedBucket(f"bucket of {size}", held, starts, grads, dp_size=size)
+        buckets.append(SimpleNamespace(managed=managed, params_list=held))
     chunk = SimpleNamespace(
         bucket_groups=[],
         ddp_config=SimpleNamespace(pad_buckets_for_high_nccl_busbw=False),
         modules=lambda: [],
         named_parameters=lambda: named,
     )
-    buffer = SimpleNamespace(buckets=[SimpleNamespace(managed=bucket, params_list=params)])
-    return chunk, SimpleNamespace(buffers=[buffer])
+    return [chunk], SimpleNamespace(buffers=[SimpleNamespace(buckets=buckets)])

@@ -26,6 +26,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # settings and knob
     "no products": ({}, {"format": "bf16", "compute": "nvfp4"}),
     "portable": (PORTABLE, {"format": "nvfp4"}),
     "portable products": (PORTABLE, {"format": "bf16", "compute": "nvfp4"}),
+    "portable products on grids": (PORTABLE, {"format": "bf16", "compute": "int8_per_expert"}),
+    "portable, cut experts on grids": (
+        PORTABLE | {"expert_tensor_parallel_size": 2},
+        {"format": "bf16", "compute": "e4m3_per_expert"},
+    ),
     "portable, cut blocks": (
         PORTABLE | {"moe_mlp_glu_interleave_size": 32, "expert_tensor_parallel_size": 2},
         {"format": "nvfp4"},
@@ -34,6 +39,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # settings and knob
     "graph, stock's step": (
         NATIVE | {"optimizer_cuda_graph": True},
         {"format": "mxfp8", "layout": "stock"},
+    ),
+    "graph, no kernels": (
+        NATIVE | {"optimizer_cuda_graph": True},
+        {"format": "mxfp8", "backend": "reference"},
     ),
     "fused, loss scale": (NATIVE | {"loss_scale": 8.0}, {"format": "mxfp8", "step": "fused"}),
     "stock, loss scale": (NATIVE | {"loss_scale": 8.0}, {"format": "mxfp8"}),
@@ -98,6 +107,7 @@ def test_all_is_named_and_nothing_raised(foreseen):
         "stock, loss scale",
         "portable",
         "portable products",
+        "portable products on grids",
     ],
 )
 def test_what_trains_is_not_refused(foreseen, case):
@@ -111,9 +121,14 @@ def test_what_trains_is_not_refused(foreseen, case):
         ("native, per tensor", "--fp8-recipe tensorwise with weights kept in it"),
         ("no weights", "moe_optim.format mxfp8 without weights to keep in it"),
         ("graph, stock's step", "--optimizer-cuda-graph without a fused step"),
+        ("graph, no kernels", "--optimizer-cuda-graph without a fused step"),
         ("fused, loss scale", "moe_optim.step fused with a loss scale (set step: auto)"),
         ("fused, Adam's masters", "moe_optim.step fused with masters that Adam holds"),
         ("no products", "moe_optim.compute nvfp4 without portable experts"),
+        (
+            "portable, cut experts on grids",
+            "moe_optim.compute e4m3_per_expert with --expert-tensor-parallel-size above 1",
+        ),
         (
             "portable, cut blocks",
             "--moe-mlp-glu-interleave-size with --expert-tensor-parallel-size",

@@ -38,7 +38,7 @@ pytestmark = [
     ),
 ]
 RANKS = torch.cuda.device_count() if HAS_GPU else 2
-AT_ONCE = 6 if HAS_GPU else 1
+AT_ONCE = max(1, (os.cpu_count() or 1) * 3 // (8 * RANKS)) if HAS_GPU else 1
 FORMATS = ("mxfp8", "mxfp8_2d", "nvfp4", "fp8_block")
 GROUPED = ("mxfp8", "mxfp8_2d", "nvfp4") if HAS_GPU else ()  # Megatron has no groups of FP8 blocks
 AUTO = ("mxfp8", "nvfp4", "fp8_block")  # what Megatron's own flags make

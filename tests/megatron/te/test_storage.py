@@ -10,6 +10,7 @@ from moe_optim import MoEOptimConfig, ops, reference
 from moe_optim.errors import ConfigError, StateError
 from moe_optim.formats import DIRECTIONS, FP8_BLOCK, MXFP8, MXFP8_2D, NVFP4, BlockScaledFormat
 from moe_optim.kernels.member_table import MemberTable, TableEntry
+from moe_optim.layout.wire import side_by_side
 from moe_optim.megatron.te import factory as te_weights
 from moe_optim.megatron.te.fields import GROUPED, ONE, read_values
 from moe_optim.megatron.te.storage import TransformerEngineStorage
@@ -17,6 +18,7 @@ from moe_optim.megatron.weights import managed
 from moe_optim.modules.grouped_linear import GroupedLinear
 from moe_optim.modules.grouped_weight import GroupedWeight
 from tests.support import te_stand_ins
+from tests.support.buckets import make_bucket, own_masters
 from tests.support.bytes import assert_bytes_equal
 from tests.support.compiling import Compiled, compiling
 from tests.support.holders import bind
@@ -398,3 +400,27 @@ def test_values_that_the_weight_itself_was_given_count_as_overwriting(kind: Kind
         mine.copy_(getattr(other, getattr(fields, name)).view(mine.shape))
     assert storage.renew_initial()
     assert_bytes_equal(weight._high_precision_init_val, read_values(other))
+
+
+@pytest.mark.parametrize("index", range(3))
+@pytest.mark.parametrize("name", ["_columnwise_data", "_rowwise_scale_inv"])
+def test_a_bucket_finds_the_weight_of_many_that_was_given_another_tensor(name, index):
+    """It asks all weights together, and takes over the one; a gather then reaches the tensor."""
+    firsts, seconds = (
+        [wide_range_weights(128, 256, seed=seed + i) for i in range(3)] for seed in (1, 7)
+    )
+    weights = [Float8BlockwiseQTensor(FP8_BLOCK, master) for master in firsts]
+    for weight in weights:
+        weight.quantized_storage = TransformerEngineStorage(weight, FP8_BLOCK)
+    slots = side_by_side([(1, 128, 256)] * 3)
+    masters = own_masters(weights, slots, seconds, 0, slots[-1].end)
+    bucket = make_bucket(weights, slots, torch.zeros(slots[-1].end), masters=masters)
+    for given in (False, True):
+        if given:
+            setattr(weights[index], name, getattr(weights[index], name).clone())
+        bucket.settle(encoded=False)
+        bucket.open_gather()
+        bucket.gather.encode()
+        bucket.land()
+        for weight, master in zip(weights, seconds, strict=True):
+            assert_holds(weight, master, FP8_BLOCK)

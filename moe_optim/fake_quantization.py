@@ -1,0 +1,333 @@
+"""Experts as a narrow grid would hold them, wherever they lie: one launch forward, one backward."""
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from moe_optim.errors import ConfigError, LayoutError, NonFiniteError
+from moe_optim.kernels.fake.table import find_table
+from moe_optim.kernels.member_table import Backend, has_kernels, runs_triton
+from moe_optim.reference import fake_quantization as reference
+
+Bits = int | Literal["e4m3"]
+"""Of a grid: so many bits of an integer, or E4M3."""
+
+BITS = range(2, 17)
+"""Of integer grids."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PerExpertGrid:
+    """A grid with one amax an expert, as products of bf16 experts may read it."""
+
+    name: str
+    bits: int | None
+    """Of integers; None for E4M3."""
+
+
+PER_EXPERT_GRIDS: Mapping[str, PerExpertGrid] = MappingProxyType(
+    {
+        "int8_per_expert": PerExpertGrid(name="int8_per_expert", bits=8),
+        "e4m3_per_expert": PerExpertGrid(name="e4m3_per_expert", bits=None),
+    }
+)
+"""What ``compute`` takes beside formats of blocks."""
+
+_SEEN: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
+"""Amaxes on a GPU whose values were found to be magnitudes, and their versions then."""
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@overload
+def fake_quantize(
+    weights: Tensor,
+    amax: Tensor,
+    bits: Bits = 8,
+    axis: Literal[0] | None = 0,
+    *,
+    narrow_range: bool = False,
+    check_values: bool = True,
+    backend: Backend = "auto",
+) -> Tensor: ...
+@overload
+def fake_quantize(
+    weights: Sequence[Tensor],
+    amax: Tensor,
+    bits: Bits = 8,
+    axis: Literal[0] | None = 0,
+    *,
+    narrow_range: bool = False,
+    check_values: bool = True,
+    backend: Backend = "auto",
+) -> list[Tensor]: ...
+def fake_quantize(
+    weights: Tensor | Sequence[Tensor],
+    amax: Tensor,
+    bits: Bits = 8,
+    axis: Literal[0] | None = 0,
+    *,
+    narrow_range: bool = False,
+    check_values: bool = True,
+    backend: Backend = "auto",
+) -> Tensor | list[Tensor]:
+    """Return experts as a grid of few values would hold them, an amax an expert, in their dtype.
+
+    One launch reads all experts where they lie, and one launch of the backward pass all gradients;
+    nothing is stacked. The bits are those of NVIDIA ModelOpt's ``TensorQuantizer`` in plain torch,
+    see docs/fake-quantization.md. The gradient passes where the magnitude of a weight is at most
+    its amax, and is zero elsewhere; ``amax`` gets none.
+
+    Args:
+        weights: [E, R, C], or a list of [R, C] of any shapes, anywhere in memory; fp32, bf16 or
+            fp16, all on one device. Copied only where they are not contiguous.
+        amax: what the last value of the grid stands for: of E elements with ``axis=0``, such as
+            [E, 1, 1] or [E], of one with ``axis=None``. fp32, bf16 or fp16, on the same device. Up
+            to 2^-24 counts as zero: integers then give zeros, and E4M3 takes 1 in its place.
+        bits: 2 to 16, of an integer grid, or ``e4m3``.
+        axis: 0 for an amax an expert, None for one of all experts.
+        narrow_range: whether an integer grid ends at ``-max`` and not at ``-max - 1``.
+        check_values: look for NaN, Inf and negative values in ``amax``. On a GPU this waits for the
+            device, once for each tensor until somebody writes it. Without, and in a compiled graph,
+            NaN and Inf make all values of their expert NaN, and negative values count as zero.
+        backend: ``auto`` takes kernels where they run, ``reference`` does without.
+
+    Returns:
+        A tensor [E, R, C], or a list of tensors. These are views of one allocation, one expert
+        after the other, and must not be written in place where autograd records.
+
+    Raises:
+        ConfigError: another ``bits`` or ``axis``, or a negative amax.
+        LayoutError: no experts, or tensors whose shapes, dtypes or devices do not fit.
+        NonFiniteError: an amax that is Inf or NaN.
+    """
+    _check_grid(bits, axis)
+    experts = [weights] if isinstance(weights, Tensor) else list(weights)
+    _check_experts(experts, 3 if isinstance(weights, Tensor) else 2)
+    _check_amax(amax, experts, axis)
+    if check_values and not torch.compiler.is_compiling():
+        _check_values(amax)
+    results: tuple[Tensor, ...] = _FakeQuantize.apply(
+        amax.detach().flatten().contiguous(),
+        None if bits == "e4m3" else bits,
+        narrow_range,
+        backend,
+        *experts,
+    )
+    return results[0] if isinstance(weights, Tensor) else list(results)
+
+
+class _FakeQuantize(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        amax: Tensor,
+        bits: int | None,
+        narrow_range: bool,
+        backend: Backend,
+        *experts: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(amax, *experts)
+        ctx.backend = backend
+        values = [expert.contiguous() for expert in experts]
+        return _cut(fake_quantized(values, amax, bits, narrow_range, backend), experts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        amax, *experts = ctx.saved_tensors
+        values = [expert.contiguous() for expert in experts]
+        given = [gradient.contiguous() for gradient in gradients]
+        clipped = _cut(clipped_gradient(values, amax, given, ctx.backend), experts)
+        return None, None, None, None, *clipped
+
+
+def _cut(flat: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return views of a result, of the shapes of some tensors."""
+    shapes = [one.shape for one in like]
+    if all(shape == shapes[0] for shape in shapes):  # in one call: each view costs the host
+        return flat.view(len(like), *shapes[0]).unbind(0)
+    parts = flat.split([one.numel() for one in like])
+    return tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=True))
+
+
+@torch.library.custom_op("moe_optim::fake_quantize", mutates_args=())
+def fake_quantized(
+    values: Sequence[Tensor], amax: Tensor, bits: int | None, narrow_range: bool, backend: str
+) -> Tensor:
+    """Return the values of all experts one after the other, in one allocation.
+
+    Args:
+        values: contiguous, of one dtype on one device: [E, R, C], or [R, C] of one expert each.
+        amax: [experts], or [1] for all of them.
+        bits: of an integer grid; None for E4M3.
+        narrow_range: see :func:`fake_quantize`.
+        backend: ``auto`` or ``reference``.
+    """
+    result = _empty(values)
+    if result.numel() and _has_kernels(values[0].device, bits, backend):
+        from moe_optim.kernels.fake.launch import launch_fake_quantize
+
+        codes = reference.code_range(bits, narrow_range)
+        launch_fake_quantize(find_table(values), amax, result, codes, e4m3=bits is None)
+        return result
+    for part, one, own in zip(_cut(result, values), values, _amax_of(values, amax), strict=True):
+        part.copy_(reference.fake_quantize(one, own, bits, narrow_range=narrow_range))
+    return result
+
+
+@torch.library.custom_op("moe_optim::clip_gradient", mutates_args=())
+def clipped_gradient(
+    values: Sequence[Tensor], amax: Tensor, gradients: Sequence[Tensor], backend: str
+) -> Tensor:
+    """Return the gradients of all experts one after the other, zero where a value is clipped.
+
+    Args:
+        values: what was quantized, as :func:`fake_quantized` takes it.
+        amax: [experts], or [1] for all of them.
+        gradients: one for each of the values, of the same shape and dtype, contiguous.
+        backend: ``auto`` or ``reference``.
+    """
+    result = _empty(values)
+    if result.numel() and backend == "auto" and runs_triton(values[0].device):
+        from moe_optim.kernels.fake.launch import launch_clip_gradient
+
+        launch_clip_gradient(find_table(values, gradients), amax, result)
+        return result
+    parts = zip(_cut(result, values), values, _amax_of(values, amax), gradients, strict=True)
+    for part, one, own, gradient in parts:
+        part.copy_(reference.clip_gradient(one, own, gradient))
+    return result
+
+
+@fake_quantized.register_fake
+def _(values: Sequence[Tensor], *_: Any) -> Tensor:
+    return _empty(values)
+
+
+@clipped_gradient.register_fake
+def _(values: Sequence[Tensor], *_: Any) -> Tensor:
+    return _empty(values)
+
+
+def _empty(values: Sequence[Tensor]) -> Tensor:
+    return values[0].new_empty(sum(one.numel() for one in values))
+
+
+def _has_kernels(device: torch.device, bits: int | None, backend: str) -> bool:
+    return backend == "auto" and (has_kernels if bits is None else runs_triton)(device)
+
+
+def _amax_of(values: Sequence[Tensor], amax: Tensor) -> list[Tensor]:
+    """Return what belongs to each tensor of the amaxes, as it broadcasts."""
+    if amax.numel() == 1:
+        return [amax.view(())] * len(values)
+    counts = [_count_experts(one) for one in values]
+    shapes = [(-1, 1, 1) if one.dim() == 3 else () for one in values]
+    return [part.view(shape) for part, shape in zip(amax.split(counts), shapes, strict=True)]
+
+
+def _count_experts(values: Tensor) -> int:
+    return values.shape[0] if values.dim() == 3 else 1
+
+
+def _check_grid(bits: Bits, axis: int | None) -> None:
+    if bits != "e4m3" and (type(bits) is not int or bits not in BITS):
+        raise ConfigError(
+            f"fake_quantize: bits: expected {BITS[0]} to {BITS[-1]} or 'e4m3', got {bits!r}. "
+            "Write 8 for integers of a byte."
+        )
+    if axis not in (0, None) or isinstance(axis, bool):
+        raise ConfigError(
+            f"fake_quantize: axis: expected 0, for an amax an expert, or None, for one of all, got "
+            f"{axis!r}."
+        )
+
+
+def _check_experts(experts: Sequence[Tensor], dims: int) -> None:
+    """Check that there are experts, all of one kind."""
+    wanted = "[E, R, C]" if dims == 3 else "a list of [R, C]"
+    if not experts or (dims == 3 and experts[0].dim() == 3 and not len(experts[0])):
+        raise LayoutError(
+            f"fake_quantize: weights: expected {wanted} of at least one expert, got none. Leave "
+            "out ranks that have no experts."
+        )
+    first = experts[0]
+    kinds = [(type(one), one.dim(), one.dtype, one.device) for one in experts]
+    for index in sorted(map(kinds.index, set(kinds))):  # mostly one: looks cost the host
+        expert = experts[index]
+        where = "fake_quantize: weights" + ("" if dims == 3 else f"[{index}]")
+        if expert.dim() != dims:
+            raise LayoutError(
+                f"{where}: expected {wanted}, got shape {list(expert.shape)}. Give experts of one "
+                "tensor three axes, and those of a list two."
+            )
+        if expert.dtype not in _DTYPES or expert.dtype != first.dtype:
+            raise LayoutError(
+                f"{where}: expected fp32, bf16 or fp16, the same for all, got {expert.dtype} "
+                f"after {first.dtype}. Call once for each dtype."
+            )
+        if expert.device != first.device:
+            raise LayoutError(
+                f"{where}: expected all experts on {first.device}, got {expert.device}. Call once "
+                "for each device."
+            )
+        if type(expert) not in (Tensor, torch.nn.Parameter):  # others may have no bytes
+            raise LayoutError(
+                f"{where}: expected a plain tensor, got {type(expert).__name__}. Give its values, "
+                "dequantize(): quantized weights lie on a grid already."
+            )
+
+
+def _check_amax(amax: Tensor, experts: Sequence[Tensor], axis: int | None) -> None:
+    """Check type, size, dtype and device, which a host knows without asking the device."""
+    count = 1 if axis is None else sum(map(_count_experts, experts))
+    if not isinstance(amax, Tensor):
+        raise LayoutError(
+            f"fake_quantize: amax: expected a tensor of {count}, got {amax!r}. Calibrate first, or "
+            "give weights.abs().amax((1, 2), keepdim=True)."
+        )
+    if amax.numel() != count:
+        what = "all experts" if axis is None else f"{count} experts"
+        raise LayoutError(
+            f"fake_quantize: amax: expected {count} for {what} with axis={axis}, got shape "
+            f"{list(amax.shape)}. Give one an expert with axis=0, and one in all with axis=None."
+        )
+    if amax.dtype not in _DTYPES or amax.device != experts[0].device:
+        raise LayoutError(
+            f"fake_quantize: amax: expected fp32, bf16 or fp16 on {experts[0].device}, got "
+            f"{amax.dtype} on {amax.device}. Convert it."
+        )
+
+
+def _check_values(amax: Tensor) -> None:
+    """Read the amaxes, but for those on a GPU that were read before and not written since."""
+    version = None if _is_read_anew(amax) else amax._version
+    if version is not None and _SEEN.get(amax) == version:
+        return
+    values = amax.detach().flatten().float().cpu()
+    wrong = (~values.isfinite()).nonzero().flatten().tolist()
+    if wrong:
+        raise NonFiniteError(
+            f"fake_quantize: amax: expected finite values, got {values[wrong[0]].item()} for "
+            f"expert {wrong[0]}, and {len(wrong)} such values of {len(values)}. Look for Inf and "
+            "NaN in the weights, then calibrate again."
+        )
+    if (values < 0).any():
+        first = int((values < 0).nonzero()[0])
+        raise ConfigError(
+            f"fake_quantize: amax: expected magnitudes, got {values[first].item()} for expert "
+            f"{first}. Take the largest of the absolute values."
+        )
+    if version is not None:
+        _SEEN[amax] = version
+
+
+def _is_read_anew(amax: Tensor) -> bool:
+    """Return whether reading costs no wait, or nobody counts the writes."""
+    return amax.device.type == "cpu" or amax.is_inference()

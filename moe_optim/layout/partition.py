@@ -1,0 +1,373 @@
+"""Partition rules: how a weight [E, R, C] that is cut over a mesh cuts its planes and its maxima.
+
+Every rule follows from one comparison. A mesh axis leaves parts of so many rows or columns; where
+that is a whole number of blocks, the axis cuts planes between their entries, and ranks need nothing
+of each other. Where it is not, blocks lie on several ranks: these exchange the maxima of the blocks
+over that axis, and hold their scales in common. The amax of an expert is that of a block as large
+as the expert.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Literal, get_args
+
+from moe_optim.errors import ConfigError, LayoutError
+from moe_optim.formats import DIRECTIONS, BlockScaledFormat, Direction, get_format
+
+Dimension = Literal["experts", "rows", "columns"]
+DIMENSIONS: tuple[Dimension, ...] = get_args(Dimension)
+Bounds = Mapping[Dimension, range]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeshAxis:
+    """One axis of a mesh of ranks, and what it cuts."""
+
+    name: str
+    dimension: Dimension
+    parts: int
+    """Ranks along the axis; each has one part."""
+    size: int
+    """Of one part along the dimension, once this axis and those before it have cut it."""
+
+    def cuts_blocks(self, size: int) -> bool:
+        """Return whether some run of ``size``, counted from the first, lies on several parts."""
+        return self.parts > 1 and self.size % max(size, 1) != 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanePartition:
+    """How one plane is cut."""
+
+    name: str
+    """Field of ``QuantizedWeight``; ``data`` for bf16."""
+    shape: tuple[int, ...]
+    """Of the plane of the whole weight."""
+    dimensions: tuple[Dimension, ...]
+    """Which dimension of the weight each one of the plane runs along."""
+    units: tuple[int, ...]
+    """How many elements of that dimension an entry of the plane stands for."""
+    cut_by: tuple[tuple[str, ...], ...]
+    """Mesh axes that cut each dimension of the plane between two entries, the outermost first."""
+    overlaps: tuple[str, ...]
+    """Mesh axes along which several ranks hold the same entry, each of them right."""
+
+    def slices(self, bounds: Bounds) -> tuple[slice, ...]:
+        """Return which entries of the whole plane a rank holds: all that its elements touch.
+
+        Args:
+            bounds: of the rank's part, see :meth:`Partition.bounds`.
+        """
+        return tuple(
+            slice(bounds[dimension].start // unit, -(-bounds[dimension].stop // unit))
+            for dimension, unit in zip(self.dimensions, self.units, strict=True)
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Maxima:
+    """The amaxes of blocks, one kind of them, and which ranks have to find them together."""
+
+    name: str
+    """The plane that follows from them."""
+    block: tuple[int, int]
+    """Rows and columns of one block."""
+    axes: tuple[str, ...]
+    """Mesh axes to reduce over with MAX, one after the other; none where blocks are whole."""
+    extent: tuple[int, int]
+    """Rows and columns that the ranks along these axes have between them: whole blocks."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Block rows and block columns of the extent: what is reduced, for each expert."""
+        (rows, cols), (height, width) = self.extent, self.block
+        return -(-rows // max(height, 1)), -(-cols // max(width, 1))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Partition:
+    """What :func:`infer_partition` finds. A value: it knows no rank and no process group."""
+
+    format: BlockScaledFormat | None
+    """None for bf16."""
+    shape: tuple[int, int, int]
+    """[E, R, C] of the whole weight."""
+    axes: tuple[MeshAxis, ...]
+    """By dimension, the outermost first."""
+    planes: tuple[PlanePartition, ...]
+    """Every plane, by the fields of ``QuantizedWeight``; shared bytes are listed for both
+    directions."""
+    maxima: tuple[Maxima, ...]
+    """What ranks exchange before they can encode; empty where each can do so alone."""
+    expert_amax: Maxima
+    """The amax of whole experts, for calibration in any format. Experts are never reduced over."""
+
+    @property
+    def part_shape(self) -> tuple[int, int, int]:
+        """[E, R, C] of the part of any rank."""
+        experts, rows, cols = (
+            size // _count(self.axes, dimension)
+            for dimension, size in zip(DIMENSIONS, self.shape, strict=True)
+        )
+        return experts, rows, cols
+
+    @property
+    def has_whole_blocks(self) -> bool:
+        """Whether no block lies on two ranks, so that a part is a weight by itself.
+
+        Of formats with an amax an expert, that amax is the whole expert's all the same.
+        """
+        return all(maxima.name == "global_amax" for maxima in self.maxima)
+
+    def bounds(self, coordinate: Mapping[str, int]) -> Bounds:
+        """Return the experts, rows and columns of the part of one rank, counted in the weight.
+
+        Args:
+            coordinate: mesh axis -> place of the rank along it, of every axis and no other.
+
+        Raises:
+            LayoutError: axes are missing or unknown, or a place is not below the number of parts.
+        """
+        wanted = {axis.name: axis.parts for axis in self.axes}
+        fits = coordinate.keys() == wanted.keys() and all(
+            0 <= place < wanted[name] for name, place in coordinate.items()
+        )
+        if not fits:
+            raise LayoutError(
+                f"coordinate: expected a place for each of {_spell(wanted)}, below its number of "
+                f"parts, got {_spell(coordinate)}. Leave out axes that do not cut the weight."
+            )
+        index = dict.fromkeys(DIMENSIONS, 0)
+        for axis in self.axes:
+            index[axis.dimension] = index[axis.dimension] * axis.parts + coordinate[axis.name]
+        return {
+            dimension: range(index[dimension] * size, (index[dimension] + 1) * size)
+            for dimension, size in zip(DIMENSIONS, self.part_shape, strict=True)
+        }
+
+    def plane(self, name: str) -> PlanePartition:
+        """Return the plane called ``name``."""
+        return next(plane for plane in self.planes if plane.name == name)
+
+
+def infer_partition(
+    format: BlockScaledFormat | str,
+    axes: Mapping[Dimension, Mapping[str, int]],
+    *,
+    shape: Sequence[int],
+    name: str = "weight",
+) -> Partition:
+    """Return how data, scales and amaxes are cut, and which maxima need which mesh axis.
+
+    What parts then hold is, to the byte, the slice of the planes of the whole weight.
+
+    Args:
+        format: a format, or its name; ``bf16`` is one, too.
+        axes: what is cut -> mesh axes that cut it, each with its number of ranks, the outermost
+            first. ``{"experts": {"ep": 8}, "rows": {"tp": 2, "fsdp": 4}}`` gives each
+            tensor-parallel rank one half of the rows, and each of its FSDP ranks a quarter of that.
+        shape: [E, R, C] of the whole weight. Gate and up, which tensor parallelism cuts apart from
+            each other, are two weights.
+        name: how errors call the weight.
+
+    Raises:
+        ConfigError: no such format or dimension, or a mesh axis that is named twice or has no rank.
+        LayoutError: a shape that the format cannot hold, parts of unequal size, or a byte that
+            would lie on two ranks.
+    """
+    known = None if format == "bf16" else get_format(format) if isinstance(format, str) else format
+    if known is None:
+        experts, rows, cols = _check_bf16(shape, name)
+    else:
+        experts, rows, cols = known.check_shape(shape, name)
+    sizes: dict[Dimension, int] = dict(zip(DIMENSIONS, (experts, rows, cols), strict=True))
+    cuts = _cut(axes, sizes, name)
+    planes = [_bf16_plane(sizes, cuts)] if known is None else _planes(known, sizes, cuts)
+    for plane in planes:
+        _check_bytes(plane, known, cuts, name)
+    expert_amax = _maxima("global_amax", (rows, cols), sizes, cuts)
+    found = [] if known is None else _block_maxima(known, sizes, cuts)
+    if known is not None and known.has_global_amax:
+        found.append(expert_amax)
+    return Partition(
+        format=known,
+        shape=(experts, rows, cols),
+        axes=cuts,
+        planes=tuple(planes),
+        maxima=tuple(maxima for maxima in found if maxima.axes),
+        expert_amax=expert_amax,
+    )
+
+
+def _check_bf16(shape: Sequence[int], name: str) -> tuple[int, int, int]:
+    if len(shape) != 3 or min(shape) < 0:
+        raise LayoutError(
+            f"{name}: expected a shape [experts, rows, cols], got {list(shape)}. View one weight "
+            "as [1, rows, cols]."
+        )
+    experts, rows, cols = shape
+    return experts, rows, cols
+
+
+def _cut(
+    axes: Mapping[Dimension, Mapping[str, int]], sizes: Mapping[Dimension, int], name: str
+) -> tuple[MeshAxis, ...]:
+    """Return the axes in the order in which they cut, each with the size of what it leaves."""
+    unknown = [str(dimension) for dimension in axes if dimension not in DIMENSIONS]
+    if unknown:
+        raise ConfigError(
+            f"{name}: axes: expected {', '.join(DIMENSIONS)}, got {', '.join(unknown)}. Name what "
+            "each mesh axis cuts."
+        )
+    cuts: list[MeshAxis] = []
+    for dimension in DIMENSIONS:
+        size = sizes[dimension]
+        for axis, parts in axes.get(dimension, {}).items():
+            if any(cut.name == axis for cut in cuts) or parts < 1:
+                raise ConfigError(
+                    f"{name}: axes: expected each mesh axis once, with one rank or more, got "
+                    f"{axis}: {parts} for {dimension}. Flatten axes that cut two dimensions into "
+                    "two, and leave out what does not cut the weight."
+                )
+            if size % parts:
+                raise LayoutError(
+                    f"{name}: expected equal parts, got {size} {dimension} for the {parts} ranks "
+                    f"of {axis}. Cut by a divisor of {size}, or cut another dimension."
+                )
+            size //= parts
+            cuts.append(MeshAxis(name=axis, dimension=dimension, parts=parts, size=size))
+    return tuple(cuts)
+
+
+def _planes(
+    format: BlockScaledFormat, sizes: Mapping[Dimension, int], cuts: Sequence[MeshAxis]
+) -> list[PlanePartition]:
+    return [
+        *(_data_plane(format, direction, sizes, cuts) for direction in DIRECTIONS),
+        *(_scale_plane(format, direction, sizes, cuts) for direction in DIRECTIONS),
+        *([_amax_plane(sizes, cuts)] if format.has_global_amax else []),
+    ]
+
+
+def _data_plane(
+    format: BlockScaledFormat,
+    direction: Direction,
+    sizes: Mapping[Dimension, int],
+    cuts: Sequence[MeshAxis],
+) -> PlanePartition:
+    across: tuple[Dimension, Dimension] = ("rows", "columns")
+    dimensions: tuple[Dimension, ...] = (
+        "experts",
+        *(reversed(across) if format.transposes(direction) else across),
+    )
+    units = (1, 1, format.elements_per_byte)
+    return _plane(f"{direction}_data", dimensions, units, sizes, cuts)
+
+
+def _scale_plane(
+    format: BlockScaledFormat,
+    direction: Direction,
+    sizes: Mapping[Dimension, int],
+    cuts: Sequence[MeshAxis],
+) -> PlanePartition:
+    height, width = format.block(direction)
+    name = f"{direction}_scale"
+    if format.is_2d and direction == "columnwise":  # the transpose of the rowwise scales
+        return _plane(name, ("experts", "columns", "rows"), (1, width, height), sizes, cuts)
+    return _plane(name, DIMENSIONS, (1, height, width), sizes, cuts)
+
+
+def _amax_plane(sizes: Mapping[Dimension, int], cuts: Sequence[MeshAxis]) -> PlanePartition:
+    return PlanePartition(
+        name="global_amax",
+        shape=(sizes["experts"],),
+        dimensions=("experts",),
+        units=(1,),
+        cut_by=(_names(cuts, "experts"),),
+        overlaps=tuple(cut.name for cut in cuts if cut.dimension != "experts" and cut.parts > 1),
+    )
+
+
+def _bf16_plane(sizes: Mapping[Dimension, int], cuts: Sequence[MeshAxis]) -> PlanePartition:
+    return _plane("data", DIMENSIONS, (1, 1, 1), sizes, cuts)
+
+
+def _plane(
+    name: str,
+    dimensions: tuple[Dimension, ...],
+    units: tuple[int, ...],
+    sizes: Mapping[Dimension, int],
+    cuts: Sequence[MeshAxis],
+) -> PlanePartition:
+    runs = dict(zip(dimensions, units, strict=True))
+    overlaps = [cut for cut in cuts if cut.cuts_blocks(runs[cut.dimension])]
+    clean = [cut for cut in cuts if cut not in overlaps]
+    return PlanePartition(
+        name=name,
+        shape=tuple(-(-sizes[dimension] // runs[dimension]) for dimension in dimensions),
+        dimensions=dimensions,
+        units=units,
+        cut_by=tuple(_names(clean, dimension) for dimension in dimensions),
+        overlaps=tuple(cut.name for cut in overlaps),
+    )
+
+
+def _check_bytes(
+    plane: PlanePartition,
+    format: BlockScaledFormat | None,
+    cuts: Sequence[MeshAxis],
+    name: str,
+) -> None:
+    """Raise where a byte of data would lie on two ranks, which no maximum can mend."""
+    if format is None or not plane.name.endswith("_data") or not plane.overlaps:
+        return
+    axis = next(cut for cut in cuts if cut.name == plane.overlaps[0])
+    packed = format.elements_per_byte
+    raise LayoutError(
+        f"{name}: {format.name} packs {packed} {axis.dimension} into one byte of {plane.name}, "
+        f"expected parts of a multiple of {packed}, got {axis.size} {axis.dimension} for each of "
+        f"the {axis.parts} ranks of {axis.name}. Cut into fewer parts, or cut another dimension."
+    )
+
+
+def _block_maxima(
+    format: BlockScaledFormat, sizes: Mapping[Dimension, int], cuts: Sequence[MeshAxis]
+) -> list[Maxima]:
+    """Return the maxima that each scale which is found from the weight follows from."""
+    return [
+        _maxima(f"{direction}_scale", format.block(direction), sizes, cuts)
+        for direction in format.wire_directions
+    ]
+
+
+def _maxima(
+    name: str,
+    block: tuple[int, int],
+    sizes: Mapping[Dimension, int],
+    cuts: Sequence[MeshAxis],
+) -> Maxima:
+    length: dict[Dimension, int] = {"experts": 1, "rows": block[0], "columns": block[1]}
+    shared = [cut for cut in cuts if cut.cuts_blocks(length[cut.dimension])]
+    whole = [cut for cut in cuts if cut not in shared]  # in each dimension before those shared
+    return Maxima(
+        name=name,
+        block=block,
+        axes=tuple(cut.name for cut in shared),
+        extent=(
+            sizes["rows"] // _count(whole, "rows"),
+            sizes["columns"] // _count(whole, "columns"),
+        ),
+    )
+
+
+def _names(cuts: Sequence[MeshAxis], dimension: Dimension) -> tuple[str, ...]:
+    return tuple(cut.name for cut in cuts if cut.dimension == dimension)
+
+
+def _count(cuts: Sequence[MeshAxis], dimension: Dimension) -> int:
+    return prod(cut.parts for cut in cuts if cut.dimension == dimension)
+
+
+def _spell(values: Mapping[str, int]) -> str:
+    return ", ".join(f"{name}: {value}" for name, value in values.items()) or "nothing"

@@ -1,0 +1,73 @@
+"""The bytes that work on weights has to move at least: what it reads and writes, each once.
+
+What a benchmark holds a launch against, and what a plan says of a step. Caches, tables of addresses
+and blocks that lie on several ranks, whose values are read once more, are left out.
+"""
+
+from fractions import Fraction
+from math import prod
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from moe_optim.formats import BlockScaledFormat
+
+_MASTER = 4  # bytes; masters are fp32 in every format
+
+
+def requantize_bytes(format: "BlockScaledFormat", numel: int, *, zeroed: bool) -> Fraction:
+    """Return the bytes that a requantization has to move.
+
+    Args:
+        format: read twice where an amax of the expert precedes the codes.
+        numel: elements owned.
+        zeroed: whether the source is bf16 and left as zeros, and not fp32 and kept.
+    """
+    reads = 2 if format.has_global_amax else 1
+    source = 2 * reads + 2 if zeroed else _MASTER * reads
+    return numel * (source + format.wire_bytes_per_element)
+
+
+def norm_bytes(numel: int, *, grad_bytes: int) -> int:
+    """Return the bytes that the norm of gradients has to move, which it reads where they lie.
+
+    Args:
+        numel: elements owned.
+        grad_bytes: of one gradient, 4 or 2.
+    """
+    return numel * grad_bytes
+
+
+def step_bytes(
+    format: "BlockScaledFormat", numel: int, *, grad_bytes: int, moment_bytes: int
+) -> Fraction:
+    """Return the bytes that a step of Adam has to move which encodes what it has stepped.
+
+    Gradients are read, masters and both moments read and written, and the planes that travel
+    written.
+
+    Args:
+        format: its masters are read once more where an amax of the expert precedes the codes.
+        numel: elements owned.
+        grad_bytes: of one gradient, 4 or 2.
+        moment_bytes: of both moments of an element together.
+    """
+    masters = _MASTER * (3 if format.has_global_amax else 2)
+    return numel * (grad_bytes + masters + 2 * moment_bytes + format.wire_bytes_per_element)
+
+
+def finish_bytes(format: "BlockScaledFormat", rows: int, cols: int) -> int:
+    """Return the bytes that have to move after the gather, for one expert.
+
+    Every plane that is needed is read once, and every one that follows from it is written once:
+    transposed data, logical columnwise scales, and the scales of both directions in storage.
+    """
+    from moe_optim.formats import DIRECTIONS
+
+    shape = (1, rows, cols)
+    scales = {way: prod(format.scale_shape(shape, way)) for way in DIRECTIONS}
+    read = sum(scales[way] for way in format.wire_directions)
+    written = sum(scales[way] * prod(format.storage_scale_repeat(way)) for way in DIRECTIONS)
+    written += scales["columnwise"] if format.is_2d else 0
+    moved = 2 * prod(format.data_shape(shape, "rowwise"))
+    data = moved if format.columnwise_copy == "transposed" else 0
+    return data + (read + written) * format.scale_dtype.itemsize

@@ -1,0 +1,40 @@
+"""What one rank refuses, all ranks refuse: none is left waiting in a collective."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from moe_optim.errors import ConfigError, LayoutError, NonFiniteError, PatchError, StateError
+
+
+def agree(act: Callable[[], Any], group: Any) -> Any:
+    """Call ``act`` on every rank of ``group``; raise on all of them what one of them raised.
+
+    Otherwise those without an error would wait for the others in the next collective. Every rank
+    must call it.
+
+    Args:
+        act: of this rank; it may communicate where no rank fails before another.
+        group: of ranks; None for all.
+
+    Returns:
+        What ``act`` returned on this rank.
+    """
+    error: Exception | None = None
+    result = None
+    try:
+        result = act()
+    except Exception as raised:  # whatever it is, the others must not wait for this rank
+        error = raised
+    errors: list[Any] = [None] * torch.distributed.get_world_size(group)
+    kinds = (ConfigError, LayoutError, NonFiniteError, PatchError)
+    kind = next((kind for kind in kinds if isinstance(error, kind)), StateError)
+    torch.distributed.all_gather_object(errors, error and (kind, str(error)), group=group)
+    if error is not None:
+        raise error
+    for rank, other in enumerate(errors):
+        if other is not None:
+            kind, message = other
+            raise kind(f"rank {rank}: {message}")
+    return result

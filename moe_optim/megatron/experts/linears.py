@@ -1,0 +1,78 @@
+"""Every linear of experts in a model chunk, portable or Transformer Engine's, as one kind."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+
+from moe_optim.megatron.te.fields import read_values, te_formats_of
+from moe_optim.megatron.te.grouped_linears import (
+    grouped_linears,
+    members_of,
+    recorder_of,
+    weights_of,
+)
+from moe_optim.megatron.weights.names import unwrapped_name
+from moe_optim.modules.grouped_linear import GroupedLinear
+from moe_optim.modules.grouped_weight import GroupedWeight
+from moe_optim.modules.recorded_amax import RecordsAmax
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertLinear:
+    """One linear of all local experts of a layer."""
+
+    name: str
+    """Its path in the chunk, without the names of wrappers."""
+    module: Module
+    """What holds the weights."""
+    recorder: RecordsAmax
+    """What knows the amaxes of the last requantization."""
+    num_experts: int
+    """Local ones."""
+    groups: Any
+    """Process groups of the layer: ``ep``, ``expt_tp`` and ``expt_dp``."""
+
+    def weights(self) -> list[Any]:
+        """Return the parameters in expert order, one of all experts or one an expert."""
+        if isinstance(self.module, GroupedLinear):
+            return list(self.module.weights())
+        return weights_of(self.module)
+
+    def values(self) -> Iterator[Tensor]:
+        """Return the values of each expert [R, C], of quantized ones in bf16, one weight at a time.
+
+        Raises:
+            StateError: a weight is behind its masters, or its bytes are on the host.
+        """
+        for weight in self.weights():
+            values = weight
+            if isinstance(weight, GroupedWeight):
+                values = weight.dequantize()
+            elif te_formats_of(weight):
+                values = read_values(weight)
+            yield from [values] if values.dim() == 2 else members_of(values)
+
+
+def expert_linears(chunk: Module) -> Iterator[ExpertLinear]:
+    """Yield every linear of experts of a chunk, portable ones first, in the order of modules."""
+    for path, experts in chunk.named_modules():
+        for name, child in experts.named_children():
+            if isinstance(child, GroupedLinear):
+                yield ExpertLinear(
+                    name=unwrapped_name(f"{path}.{name}" if path else name),
+                    module=child,
+                    recorder=child,
+                    num_experts=child.shape[0],
+                    groups=experts.pg_collection,
+                )
+    for name, linear in grouped_linears(chunk):
+        yield ExpertLinear(
+            name=unwrapped_name(name) or "experts",
+            module=linear,
+            recorder=recorder_of(linear),
+            num_experts=linear.num_gemms,
+            groups=linear._pg_collection,
+        )

@@ -1,0 +1,44 @@
+"""Parts on a GPU, by kernels and in plain torch, are slices of what the reference makes."""
+
+import pytest
+
+from moe_optim.formats import FORMATS
+from moe_optim.layout.partition import infer_partition
+from moe_optim.parts import quantize_part
+from tests.support.bytes import assert_bytes_equal
+from tests.support.inputs import wide_range_weights, with_specials
+from tests.support.meshes import coordinates, on_each_rank, part_of
+from tests.test_parts import quantized_whole
+
+pytestmark = pytest.mark.gpu
+
+CUTS = {  # shape, axes
+    "whole blocks": ((3, 512, 768), {"rows": {"tp": 2}, "columns": {"fsdp": 3}}),
+    "inside of blocks": ((3, 192, 288), {"rows": {"tp": 4}, "columns": {"fsdp": 6}}),
+}
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("format", [*FORMATS, "bf16"])
+@pytest.mark.parametrize(("shape", "axes"), CUTS.values(), ids=CUTS)
+def test_parts_on_a_gpu_equal_the_whole_weight(format, shape, axes, backend):
+    partition = infer_partition(format, axes, shape=shape)
+    weight = with_specials(wide_range_weights(*shape))
+    on_gpu = weight.cuda()
+    whole = quantized_whole(weight, format)
+    results = on_each_rank(
+        partition,
+        lambda coordinate, reduce_max: quantize_part(
+            part_of(on_gpu, partition, coordinate),
+            partition,
+            coordinate,
+            reduce_max,
+            backend=backend,
+        ),
+    )
+    for coordinate, planes in zip(coordinates(partition), results, strict=True):
+        bounds = partition.bounds(coordinate)
+        for plane in partition.planes:
+            expected = whole[plane.name][plane.slices(bounds)]
+            assert planes[plane.name].is_cuda
+            assert_bytes_equal(planes[plane.name].cpu(), expected, what=plane.name)

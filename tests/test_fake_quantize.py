@@ -1,0 +1,274 @@
+"""``moe_optim.fake_quantize``: experts of one tensor or many, its errors, and compiled graphs."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+
+import moe_optim
+from moe_optim import fake_quantization
+from moe_optim.errors import ConfigError, LayoutError, NonFiniteError
+from moe_optim.fake_quantization import fake_quantize
+from moe_optim.formats import MXFP8
+from moe_optim.modules.grouped_weight import GroupedWeight
+from moe_optim.modules.storage import PortableStorage
+from moe_optim.reference import fake_quantization as reference
+from tests.support.bytes import assert_bytes_equal, assert_values_equal
+from tests.support.fake_values import GRIDS, gradient_tensors
+from tests.support.inputs import normal_weights, wide_range_weights
+
+SHAPE = (4, 16, 24)
+every_grid = pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS)
+every_axis = pytest.mark.parametrize("axis", [0, None])
+
+
+def weights(dtype=torch.bfloat16, seed=0):
+    return wide_range_weights(*SHAPE, seed=seed, exponents=(-8, 4)).to(dtype)
+
+
+def amax_of(values, axis=0, part=0.5):
+    """Return amaxes that clip something."""
+    found = values.detach().abs().float().amax((1, 2), keepdim=True) * part
+    return found if axis == 0 else found.amax()
+
+
+def run(experts, amax, gradients, *, quantize=fake_quantize, **options):
+    """Return values and gradients of one tensor, or of a list."""
+    listed = isinstance(experts, list)
+    leaves = [one.detach().requires_grad_() for one in (experts if listed else [experts])]
+    results = quantize(leaves if listed else leaves[0], amax, **options)
+    results = results if listed else [results]
+    return results, torch.autograd.grad(results, leaves, gradients)
+
+
+@every_axis
+@every_grid
+def test_one_tensor_gives_the_definitions_values_and_gradients(grid, axis):
+    values, gradient = weights(), weights(seed=1)
+    amax = amax_of(values, axis)
+    ((got,), (grad,)) = run(values, amax, [gradient], axis=axis, **grid)
+    bits = None if grid["bits"] == "e4m3" else grid["bits"]
+    narrow = grid.get("narrow_range", False)
+    assert_bytes_equal(
+        got.detach(), reference.fake_quantize(values, amax, bits, narrow_range=narrow)
+    )
+    assert_bytes_equal(grad, reference.clip_gradient(values, amax, gradient))
+    assert 0 < (grad != 0).sum() < (gradient != 0).sum()
+
+
+@every_axis
+@every_grid
+def test_a_list_is_the_tensor_expert_by_expert(grid, axis):
+    values, gradient = weights(), weights(seed=1)
+    amax = amax_of(values, axis)
+    ((whole,), (whole_grad,)) = run(values, amax, [gradient], axis=axis, **grid)
+    scattered = [one.clone() for one in values]
+    results, grads = run(scattered, amax, list(gradient.unbind(0)), axis=axis, **grid)
+    assert_bytes_equal(torch.stack(results).detach(), whole.detach())
+    assert_bytes_equal(torch.stack(grads), whole_grad)
+
+
+def test_a_list_may_hold_experts_of_several_shapes():
+    shapes = [(3, 5), (16, 24), (1, 1), (8, 2)]
+    parts = [normal_weights(*shape, seed=i) for i, shape in enumerate(shapes)]
+    amax = torch.stack([part.abs().max() for part in parts]) / 2
+    results, grads = run(parts, amax, [torch.ones(shape) for shape in shapes], bits=4)
+    for index, part in enumerate(parts):
+        (one,), (grad,) = run(
+            part[None], amax[index : index + 1], [torch.ones(1, *part.shape)], bits=4
+        )
+        assert_bytes_equal(results[index].detach(), one[0].detach())
+        assert_bytes_equal(grads[index], grad[0])
+
+
+def test_results_and_gradients_of_a_list_are_one_allocation_in_order():
+    parts = [one.clone() for one in weights()]
+    for found in run(parts, amax_of(weights()), list(weights(seed=1))):
+        addresses = [one.data_ptr() for one in found]
+        assert len({one.untyped_storage().data_ptr() for one in found}) == 1
+        step = parts[0].numel() * parts[0].element_size()
+        assert addresses == [addresses[0] + index * step for index in range(len(parts))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_gradients_pass_as_they_are_inside_and_are_zero_outside(dtype):
+    values, amax, gradients, wanted = gradient_tensors(dtype)
+    (_, (got,)) = run(values, amax, [gradients], check_values=False)
+    assert_values_equal(got, wanted)
+
+
+def test_the_amax_gets_no_gradient():
+    amax = amax_of(weights()).requires_grad_()
+    values = weights().requires_grad_()
+    fake_quantize(values, amax).sum().backward()
+    assert amax.grad is None and values.grad is not None
+
+
+def test_only_experts_that_want_a_gradient_get_one():
+    parts = [one.clone().requires_grad_(index != 1) for index, one in enumerate(weights())]
+    sum(one.sum() for one in fake_quantize(parts, amax_of(weights()))).backward()
+    assert [part.grad is not None for part in parts] == [True, False, True, True]
+
+
+def test_strides_and_expanded_gradients_do_not_matter():
+    values = weights()
+    turned = values.transpose(1, 2)
+    ((got,), (grad,)) = run(
+        turned, amax_of(values), [torch.ones(()).bfloat16().expand(turned.shape)]
+    )
+    ((want,), (want_grad,)) = run(values, amax_of(values), [torch.ones_like(values)])
+    assert_bytes_equal(got.detach(), want.detach().transpose(1, 2))
+    assert_bytes_equal(grad, want_grad.transpose(1, 2))
+
+
+@every_grid
+def test_a_grid_quantizes_its_own_values_to_themselves(grid):
+    """In fp32, with the amax that is the last value of the grid."""
+    values = normal_weights(*SHAPE)
+    amax = amax_of(values, part=1.0)
+    once = fake_quantize(values, amax, **grid)
+    twice = fake_quantize(once, amax, **grid)
+    assert (once - twice).abs().max() <= amax.max() * 2.0**-22
+
+
+def test_the_public_name_is_the_function():
+    assert moe_optim.fake_quantize is fake_quantize
+
+
+ERRORS = {
+    "bits, too few": ({"bits": 1}, ConfigError, "bits: expected 2 to 16 or 'e4m3', got 1"),
+    "bits, too many": ({"bits": 17}, ConfigError, "got 17"),
+    "bits, another name": ({"bits": "e5m2"}, ConfigError, "got 'e5m2'"),
+    "bits, a bool": ({"bits": True}, ConfigError, "got True"),
+    "axis": ({"axis": 1}, ConfigError, "axis: expected 0, for an amax an expert"),
+    "no experts": ({"weights": []}, LayoutError, "at least one expert, got none"),
+    "no experts in a tensor": (
+        {"weights": torch.zeros(0, 2, 2), "amax": torch.zeros(0)},
+        LayoutError,
+        "at least one expert, got none",
+    ),
+    "a matrix": (
+        {"weights": torch.zeros(2, 2)},
+        LayoutError,
+        r"expected \[E, R, C\], got shape \[2, 2\]",
+    ),
+    "a list of three axes": (
+        {"weights": [torch.zeros(1, 2, 2)]},
+        LayoutError,
+        r"weights\[0\]: expected a list of \[R, C\], got shape \[1, 2, 2\]",
+    ),
+    "integers": ({"weights": torch.zeros(2, 2, 2).int()}, LayoutError, "got torch.int32"),
+    "fp64": ({"weights": torch.zeros(2, 2, 2).double()}, LayoutError, "got torch.float64"),
+    "two dtypes": (
+        {"weights": [torch.zeros(2, 2), torch.zeros(2, 2).half()]},
+        LayoutError,
+        r"weights\[1\]: .* got torch.float16 after torch.float32",
+    ),
+    "two devices": (
+        {"weights": [torch.zeros(2, 2), torch.zeros(2, 2, device="meta")]},
+        LayoutError,
+        r"weights\[1\]: expected all experts on cpu, got meta",
+    ),
+    "a missing amax": (
+        {"amax": None},
+        LayoutError,
+        "amax: expected a tensor of 2, got None. Calibrate",
+    ),
+    "too few amaxes": (
+        {"amax": torch.ones(1)},
+        LayoutError,
+        r"expected 2 for 2 experts .* shape \[1\]",
+    ),
+    "too many amaxes": ({"axis": None}, LayoutError, r"expected 1 for all experts .* shape \[2\]"),
+    "amax in fp64": ({"amax": torch.ones(2).double()}, LayoutError, "got torch.float64 on cpu"),
+    "amax elsewhere": ({"amax": torch.ones(2, device="meta")}, LayoutError, "on meta"),
+    "NaN": (
+        {"amax": torch.tensor([1.0, math.nan])},
+        NonFiniteError,
+        "expected finite values, got nan for expert 1, and 1 such values of 2",
+    ),
+    "Inf": ({"amax": torch.tensor([math.inf, 1.0])}, NonFiniteError, "got inf for expert 0"),
+    "negative": ({"amax": torch.tensor([1.0, -2.0])}, ConfigError, "got -2.0 for expert 1"),
+}
+
+
+@pytest.mark.parametrize(("changed", "error", "message"), ERRORS.values(), ids=ERRORS)
+def test_bad_input_gets_one_clear_error(changed, error, message):
+    good = {"weights": torch.zeros(2, 2, 2), "amax": torch.ones(2)}
+    fake_quantize(**good)
+    with pytest.raises(error, match=message):
+        fake_quantize(**good | changed)
+
+
+def test_quantized_weights_are_refused_by_their_type():
+    weight = GroupedWeight(PortableStorage(MXFP8, (2, 32, 32)))
+    with pytest.raises(LayoutError, match=r"got GroupedWeight. Give its values, dequantize\(\)"):
+        fake_quantize(weight, torch.ones(2))
+
+
+def test_unchecked_values_of_an_amax_show_in_their_expert_only():
+    amax = torch.tensor([math.nan, math.inf, -1.0, 1.0])
+    got = fake_quantize(torch.ones(4, 1, 1), amax, check_values=False).flatten()
+    assert_values_equal(got, torch.tensor([math.nan, math.nan, 0.0, 1.0]))
+
+
+def test_values_are_read_again_once_an_amax_was_written(monkeypatch):
+    """On a GPU, whose values are not read at every call; here a tensor that says it lies there."""
+    amax, reads = torch.ones(2), []
+    real = torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda self: (reads.append(1), real(self))[1])
+    monkeypatch.setattr(fake_quantization, "_is_read_anew", lambda amax: False)
+    for expected in (1, 1):
+        fake_quantization._check_values(amax)
+        assert len(reads) == expected
+    amax[1] = math.nan
+    with pytest.raises(NonFiniteError, match="for expert 1"):
+        fake_quantization._check_values(amax)
+    fake_quantization._check_values(torch.ones(2))
+    assert len(reads) == 3
+
+
+@pytest.fixture
+def compiled():
+    """Return a function that compiles, whole, and never again."""
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        yield partial(torch.compile, fullgraph=True, backend="aot_eager")
+    torch._dynamo.reset()
+
+
+@every_axis
+@pytest.mark.parametrize("listed", [False, True], ids=["tensor", "list"])
+@pytest.mark.parametrize("grid", [GRIDS["8 bits"], GRIDS["e4m3"]], ids=["8 bits", "e4m3"])
+def test_compiled_graphs_give_the_same_bits_and_are_compiled_once(compiled, grid, listed, axis):
+    def product(experts, amax, tokens):
+        found = fake_quantize(experts, amax, axis=axis, **grid)
+        return sum(tokens @ expert.t() for expert in found)
+
+    graph, leaves = compiled(product), {}
+    for step in range(3):
+        outcomes = []
+        for run_it in (graph, product):
+            values = weights(seed=step)
+            experts = [one.clone() for one in values] if listed else values
+            leaves = experts if listed else [experts]
+            for leaf in leaves:
+                leaf.requires_grad_()
+            tokens = weights(seed=9)[0].clone().requires_grad_()
+            out = run_it(experts, amax_of(values, axis), tokens)
+            outcomes.append((out.detach(), *torch.autograd.grad(out.sum(), [tokens, *leaves])))
+        for mine, theirs in zip(*outcomes, strict=True):
+            assert_bytes_equal(mine, theirs, f"step {step}")
+
+
+def test_the_ops_are_registered_as_torch_asks():
+    values, amax = [one.clone() for one in weights()], amax_of(weights()).flatten()
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(
+        fake_quantization.fake_quantized, (values, amax, 8, False, "auto"), test_utils=tests
+    )
+    gradients = [one.clone() for one in values]
+    torch.library.opcheck(
+        fake_quantization.clipped_gradient, (values, amax, gradients, "auto"), test_utils=tests
+    )

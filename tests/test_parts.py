@@ -1,0 +1,316 @@
+"""Parts of a weight, quantized on their own ranks, are slices of the weight quantized whole."""
+
+import re
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import moe_optim
+from moe_optim import ops, reference
+from moe_optim.errors import LayoutError
+from moe_optim.formats import FORMATS, FP8_BLOCK, MXFP8, MXFP8_2D, NVFP4, QuantizedWeight
+from moe_optim.kernels import member_table
+from moe_optim.layout.partition import infer_partition
+from moe_optim.parts import quantize_part
+from moe_optim.reference.expert_amax import expert_amax_into
+from tests.support.bytes import assert_bytes_equal
+from tests.support.inputs import wide_range_weights, with_specials
+from tests.support.meshes import coordinates, on_each_rank, part_of
+from tests.support.ranks import run_ranks
+
+NAMES = [*FORMATS, "bf16"]
+
+
+def quantized_whole(weight, format):
+    """Return the planes that parts are slices of."""
+    if format == "bf16":
+        return {"data": weight.bfloat16()}
+    quantized = reference.quantize(weight, FORMATS[format])
+    return quantized.planes() | {"columnwise_data": quantized.columnwise_data}
+
+
+def assert_parts_are_slices(weight, partition, results, what=""):
+    """Compare what every rank has with its slice of every plane."""
+    format = "bf16" if partition.format is None else partition.format.name
+    whole = quantized_whole(weight, format)
+    for coordinate, planes in zip(coordinates(partition), results, strict=True):
+        assert planes.keys() == whole.keys()
+        bounds = partition.bounds(coordinate)
+        for plane in partition.planes:
+            expected = whole[plane.name][plane.slices(bounds)]
+            name = f"{what} {format} {plane.name} at {coordinate}"
+            assert_bytes_equal(planes[plane.name], expected, what=name)
+            assert planes[plane.name].is_contiguous()
+
+
+def quantize_on_ranks(weight, partition, **options):
+    return on_each_rank(
+        partition,
+        lambda coordinate, reduce_max: quantize_part(
+            part_of(weight, partition, coordinate), partition, coordinate, reduce_max, **options
+        ),
+    )
+
+
+@st.composite
+def cut_weights(draw):
+    """Return a partition of at most 24 ranks, which cuts blocks, or goes between them."""
+    format = draw(st.sampled_from(NAMES))
+    multiple, packed = 12, 1
+    if format != "bf16":
+        multiple, packed = FORMATS[format].dimension_multiple, FORMATS[format].elements_per_byte
+    step = multiple if multiple > 12 else 12
+    shape = (draw(st.integers(1, 2)), *(step * draw(st.integers(1, 12)) for _ in range(2)))
+    axes, ranks = {}, 1
+    for dimension, size in zip(("experts", "rows", "columns"), shape, strict=True):
+        for name in ("outer", "inner"):
+            keeps = 1 if dimension == "experts" else packed
+            parts = [n for n in (1, 2, 3, 4) if size % (n * keeps) == 0 and ranks * n <= 24]
+            count = draw(st.sampled_from(parts))
+            axes.setdefault(dimension, {})[f"{name} {dimension}"] = count
+            size, ranks = size // count, ranks * count
+    return infer_partition(format, axes, shape=shape)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    partition=cut_weights(),
+    seed=st.integers(0, 2**31),
+    wide=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_any_cut_of_experts_rows_and_columns_equals_the_whole_weight(partition, seed, wide, dtype):
+    """Data, scales of both directions and amaxes, in every format, to the byte."""
+    exponents = (-40, 40) if wide else (-2, 2)
+    weight = wide_range_weights(*partition.shape, seed=seed, exponents=exponents).to(dtype)
+    results = quantize_on_ranks(weight, partition)
+    assert_parts_are_slices(weight, partition, results)
+
+
+@settings(max_examples=30, deadline=None)
+@given(partition=cut_weights(), seed=st.integers(0, 2**31))
+def test_the_amax_of_every_expert_is_a_maximum_over_the_axes_it_names(partition, seed):
+    """As a calibration finds it, whatever the format."""
+    weight = wide_range_weights(*partition.shape, seed=seed)
+    expected = torch.zeros(partition.shape[0])
+    expert_amax_into(expected, weight, 0, prod(partition.shape[1:]))
+
+    def find(coordinate, reduce_max):
+        part = part_of(weight, partition, coordinate).contiguous()
+        amax = torch.zeros(len(part))
+        expert_amax_into(amax, part, 0, prod(part.shape[1:]))
+        for axis in partition.expert_amax.axes:
+            reduce_max(amax, axis)
+        return amax
+
+    for coordinate, amax in zip(coordinates(partition), on_each_rank(partition, find), strict=True):
+        experts = partition.bounds(coordinate)["experts"]
+        assert_bytes_equal(amax, expected[experts.start : experts.stop])
+
+
+CUTS = {  # shape, axes; of the last the blocks of no format are whole
+    "experts": ((4, 128, 128), {"experts": {"ep": 2}}),
+    "rows": ((2, 256, 128), {"rows": {"tp": 2}}),
+    "columns": ((2, 128, 256), {"columns": {"tp": 2}}),
+    "rows and columns": ((2, 256, 256), {"rows": {"tp": 2}, "columns": {"fsdp": 2}}),
+    "rows twice, inside of blocks": ((2, 192, 96), {"rows": {"tp": 2, "fsdp": 12}}),
+    "both, inside of blocks": ((2, 96, 96), {"rows": {"tp": 12}, "columns": {"fsdp": 12}}),
+}
+
+
+@pytest.mark.parametrize("format", NAMES)
+@pytest.mark.parametrize(("shape", "axes"), CUTS.values(), ids=CUTS)
+def test_special_values_on_all_sides_of_cuts(format, shape, axes):
+    partition = infer_partition(format, axes, shape=shape)
+    weight = with_specials(wide_range_weights(*shape), every=7)
+    weight[0, :, ::3] = 0.0
+    results = quantize_on_ranks(weight, partition)
+    assert_parts_are_slices(weight, partition, results)
+
+
+@pytest.mark.parametrize("axes", [{"rows": {"tp": 2}}, {"rows": {"tp": 8}}, {"columns": {"tp": 8}}])
+def test_each_expert_has_its_own_amax(axes):
+    """Of whole blocks, and of blocks on several ranks, with experts that differ in size."""
+    weight = (
+        wide_range_weights(3, 64, 64, exponents=(-2, 2))
+        * torch.tensor([1, 50, 0.03])[:, None, None]
+    )
+    partition = infer_partition(NVFP4, axes, shape=weight.shape)
+    assert_parts_are_slices(weight, partition, quantize_on_ranks(weight, partition))
+
+
+SHARED = {  # a cut that needs maxima, and the plane that is wrong without them
+    "mxfp8, rows": (MXFP8, {"rows": {"tp": 8}}, "columnwise_scale"),
+    "mxfp8, columns": (MXFP8, {"columns": {"tp": 8}}, "rowwise_scale"),
+    "mxfp8_2d": (MXFP8_2D, {"rows": {"tp": 8}}, "rowwise_scale"),
+    "nvfp4, blocks": (NVFP4, {"rows": {"tp": 16}}, "rowwise_scale"),
+    "nvfp4, whole blocks": (NVFP4, {"columns": {"tp": 2}}, "global_amax"),
+    "fp8_block": (FP8_BLOCK, {"columns": {"tp": 2}}, "rowwise_scale"),
+}
+
+
+@pytest.mark.parametrize(("format", "axes", "name"), SHARED.values(), ids=SHARED)
+def test_without_the_exchange_the_bytes_are_others(format, axes, name):
+    """So a rank that left it out would be noticed here."""
+    weight = wide_range_weights(1, 128, 128)
+    partition = infer_partition(format, axes, shape=weight.shape)
+    whole = quantized_whole(weight, format.name)[name]
+    differs = False
+    for coordinate in coordinates(partition):
+        part = part_of(weight, partition, coordinate)
+        alone = quantize_part(part, partition, coordinate, lambda values, axis: None)
+        expected = whole[partition.plane(name).slices(partition.bounds(coordinate))]
+        differs |= not torch.equal(alone[name], expected)
+    assert differs
+
+
+def _whole_blocks(format):
+    shape = (2, 2 * format.band_rows, 4 * format.band_rows)
+    axes = {"experts": {"ep": 2}, "rows": {"tp": 2}, "columns": {"fsdp": 2}}
+    return shape, infer_partition(format, axes, shape=shape)
+
+
+@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+def test_parts_of_whole_blocks_are_weights(format):
+    """Their planes are those of a ``QuantizedWeight``, and dequantize to their values."""
+    shape, partition = _whole_blocks(format)
+    assert partition.has_whole_blocks
+    weight = wide_range_weights(*shape)
+    values = reference.dequantize_bf16(
+        *(quantized_whole(weight, format.name)[name] for name in ("rowwise_data", "rowwise_scale")),
+        format,
+        "rowwise",
+        global_amax=quantized_whole(weight, format.name).get("global_amax"),
+    )
+    results = quantize_on_ranks(weight, partition)
+    for coordinate, planes in zip(coordinates(partition), results, strict=True):
+        part = QuantizedWeight(format=format, shape=partition.part_shape, **planes)
+        expected = part_of(values, partition, coordinate)
+        assert_bytes_equal(moe_optim.dequantize(part), expected)
+
+
+@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+def test_whole_blocks_are_left_to_kernels_where_these_run(format, monkeypatch):
+    """Also those whose experts go on elsewhere: a launch finds their amaxes."""
+    tables = []
+    monkeypatch.setattr(member_table, "has_kernels", lambda _: True)
+    for called in ("partial_amax", "encode", "finish_gather"):
+        monkeypatch.setattr(ops, called, tables.append)
+    _, partition = _whole_blocks(format)
+    coordinate = dict.fromkeys(("ep", "tp", "fsdp"), 0)
+    quantize_part(torch.zeros(partition.part_shape), partition, coordinate, lambda *_: None)
+    table = tables[0]
+    assert tables == [table] * 3
+    assert len(table.launches) == 1 and not table.remainder
+    assert set(table.exchanges[0].experts) == ({0} if format is NVFP4 else set())
+
+
+def test_whole_blocks_exchange_nothing():
+    shape, partition = _whole_blocks(FP8_BLOCK)
+    weight = wide_range_weights(*shape)
+    results = [
+        quantize_part(part_of(weight, partition, one), partition, one)
+        for one in coordinates(partition)
+    ]
+    assert_parts_are_slices(weight, partition, results)
+
+
+@pytest.mark.parametrize("format", NAMES)
+def test_the_part_is_left_alone_and_nothing_is_a_view_of_it(format):
+    weight = wide_range_weights(1, 64, 64).bfloat16()
+    partition = infer_partition(format, {}, shape=weight.shape)
+    before = weight.clone()
+    planes = quantize_part(weight, partition, {})
+    for plane in planes.values():
+        plane.view(torch.uint8).fill_(1)
+    assert_bytes_equal(weight, before)
+
+
+PARTITION = infer_partition(MXFP8, {"rows": {"tp": 4}}, shape=(2, 64, 32))
+REFUSED = {
+    "shape": (torch.zeros(2, 64, 32), {"tp": 0}, r"^part: expected \[2, 16, 32\] of a weight"),
+    "dtype": (torch.zeros(2, 16, 32).half(), {"tp": 0}, "^part: expected fp32 or bf16"),
+    "place": (torch.zeros(2, 16, 32), {"tp": 4}, "^coordinate: expected a place for each of tp: 4"),
+    "no reduction": (
+        torch.zeros(2, 16, 32),
+        {"tp": 0},
+        "^quantize_part: expected reduce_max, for maxima that the ranks of tp share",
+    ),
+}
+
+
+@pytest.mark.parametrize(("part", "coordinate", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_does_not_fit_is_refused_before_anything_is_exchanged(part, coordinate, message):
+    calls = []
+    reduce_max = None if "reduce_max" in message else lambda values, axis: calls.append(axis)
+    with pytest.raises(LayoutError, match=message):
+        quantize_part(part, PARTITION, coordinate, reduce_max)
+    assert not calls
+
+
+# Process groups
+
+MESHES = {  # ranks, axes that cut a weight [2, 96, 96]
+    "two ranks": (2, {"rows": {"tp": 2}}),
+    "a mesh of two by two": (4, {"rows": {"tp": 2}, "columns": {"fsdp": 2}}),
+}
+
+
+@pytest.mark.parametrize(("world_size", "axes"), MESHES.values(), ids=MESHES)
+def test_a_device_mesh_gives_the_groups(world_size, axes):
+    """Real groups, one an axis; blocks are cut in rows and columns, but for NVFP4's."""
+    results = run_ranks(world_size, _quantize_on_mesh, axes)
+    weight = wide_range_weights(2, 96, 96)
+    for format in NAMES:
+        partition = infer_partition(format, axes, shape=weight.shape)
+        planes = [dict(result[format]) for result in results]
+        assert_parts_are_slices(weight, partition, planes)
+
+
+def _quantize_on_mesh(axes):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    sizes = {name: parts for cuts in axes.values() for name, parts in cuts.items()}
+    mesh = dist.init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    coordinate = dict(zip(sizes, mesh.get_coordinate(), strict=True))
+    weight = wide_range_weights(2, 96, 96)
+
+    def reduce_max(values, axis):
+        dist.all_reduce(values, dist.ReduceOp.MAX, group=mesh.get_group(axis))
+
+    results = {}
+    for format in NAMES:
+        partition = infer_partition(format, axes, shape=weight.shape)
+        part = part_of(weight, partition, coordinate)
+        results[format] = quantize_part(part, partition, coordinate, reduce_max)
+    return results
+
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "formats.md"
+
+
+def test_the_code_of_the_document_runs_on_a_mesh():
+    """As it stands there: experts on one rank, rows on two times two."""
+    shape = (2, 96, 64)
+    axes = {"experts": {"ep": 1}, "rows": {"tp": 2, "fsdp": 2}}
+    partition = infer_partition(NVFP4, axes, shape=shape)
+    results = run_ranks(4, _run_document, partition)
+    assert_parts_are_slices(wide_range_weights(*shape), partition, results)
+
+
+def _run_document(partition):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    mesh = dist.init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("ep", "tp", "fsdp"))
+    coordinate = dict(zip(mesh.mesh_dim_names, mesh.get_coordinate(), strict=True))
+    names: dict[str, Any] = {}
+    (code,) = re.findall(r"^```python\n(.*?)^```", DOCUMENT.read_text(), re.M | re.S)
+    exec(code, names)
+    part = part_of(wide_range_weights(*partition.shape), partition, coordinate)
+    return names["quantize_on_mesh"](part, partition.shape, mesh)
