@@ -5,7 +5,7 @@ A *plane* is one tensor of a quantized weight (data or scales, rowwise or column
 :meth:`BlockScaledFormat.storage_scale_shape`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from types import MappingProxyType
@@ -107,6 +107,17 @@ class BlockScaledFormat:
     def transposes(self, direction: Direction) -> bool:
         """Return whether the data plane of ``direction`` is stored as [C, R]."""
         return direction == "columnwise" and self.columnwise_copy == "transposed"
+
+    @property
+    def plane_names(self) -> tuple[str, ...]:
+        """Fields of ``QuantizedWeight`` that hold a plane of their own."""
+        names = ["rowwise_data", "rowwise_scale"]
+        if self.columnwise_copy != "shared":
+            names.append("columnwise_data")
+        names.append("columnwise_scale")
+        if self.has_global_amax:
+            names.append("global_amax")
+        return tuple(names)
 
     def check_shape(self, shape: Sequence[int], name: str = "weight") -> tuple[int, int, int]:
         """Return ``shape`` as (experts, rows, cols) if the format can hold it.
@@ -331,6 +342,20 @@ class QuantizedWeight:
             else None,
         )
 
+    @classmethod
+    def of_planes(
+        cls, format: BlockScaledFormat, shape: Sequence[int], planes: Iterable[Tensor]
+    ) -> "QuantizedWeight":
+        """Return the record of planes in the order of ``format.plane_names``; nothing is copied.
+
+        Raises:
+            LayoutError: a plane does not fit the format.
+        """
+        fields = dict(zip(format.plane_names, planes, strict=True))
+        fields.setdefault("columnwise_data", fields["rowwise_data"])
+        experts, rows, cols = shape
+        return cls(format=format, shape=(experts, rows, cols), **fields)
+
     def data(self, direction: Direction) -> Tensor:
         """Return the data plane of ``direction``, not a copy."""
         return self.rowwise_data if direction == "rowwise" else self.columnwise_data
@@ -341,13 +366,7 @@ class QuantizedWeight:
 
     def planes(self) -> dict[str, Tensor]:
         """Return every distinct plane by field name; shared bytes are listed once."""
-        planes = {"rowwise_data": self.rowwise_data, "rowwise_scale": self.rowwise_scale}
-        if self.format.columnwise_copy != "shared":
-            planes["columnwise_data"] = self.columnwise_data
-        planes["columnwise_scale"] = self.columnwise_scale
-        if self.global_amax is not None:
-            planes["global_amax"] = self.global_amax
-        return planes
+        return {name: getattr(self, name) for name in self.format.plane_names}
 
     def wire_planes(self) -> dict[str, Tensor]:
         """Return the planes that travel, by field name; the others are derived from them."""

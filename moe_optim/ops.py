@@ -12,12 +12,13 @@ has arrived::
 """
 
 from collections.abc import Sequence
-from typing import overload
+from functools import partial
+from typing import cast, overload
 
 import torch
 from torch import Tensor
 
-from moe_optim import reference
+from moe_optim import library, reference
 from moe_optim.errors import LayoutError
 from moe_optim.formats import BlockScaledFormat, Direction, QuantizedWeight, get_format
 from moe_optim.kernels.exchange import AMAX_SLOTS
@@ -89,6 +90,18 @@ def quantize(
     else:
         targets = [out] if isinstance(out, QuantizedWeight) else list(out)
     _check_targets(format, shapes, targets)
+    if torch.compiler.is_compiling():
+        found = _quantize([source.detach() for source in sources], format.name, backend)
+        count = len(format.plane_names)
+        parts = [found[first : first + count] for first in range(0, len(found), count)]
+        if out is None:
+            pairs = zip(shapes, parts, strict=True)
+            targets = [QuantizedWeight.of_planes(format, shape, part) for shape, part in pairs]
+        else:
+            for target, part in zip(targets, parts, strict=True):
+                for plane, values in zip(target.planes().values(), part, strict=True):
+                    plane.copy_(values)
+        return targets[0] if isinstance(weights, Tensor) else targets
     entries = [
         TableEntry(parameter=name, source=source.detach().contiguous().view(shape), target=target)
         for name, source, shape, target in zip(names, sources, shapes, targets, strict=True)
@@ -97,6 +110,19 @@ def quantize(
     requantize(table)
     finish_gather(table)
     return targets[0] if isinstance(weights, Tensor) else targets
+
+
+def _empty_planes(weights: list[Tensor], format: str, backend: str) -> list[Tensor]:  # noqa: ARG001
+    shapes = [(1, *w.shape) if w.dim() == 2 else w.shape for w in weights]
+    pairs = zip(shapes, weights, strict=True)
+    targets = [QuantizedWeight.empty(get_format(format), s, device=w.device) for s, w in pairs]
+    return [plane for target in targets for plane in target.planes().values()]
+
+
+@partial(library.operation, fake=_empty_planes)
+def _quantize(weights: list[Tensor], format: str, backend: str) -> list[Tensor]:
+    quantized = quantize(weights, format, backend=cast(Backend, backend))
+    return [plane for one in quantized for plane in one.planes().values()]
 
 
 def dequantize(quantized: QuantizedWeight, direction: Direction = "rowwise") -> Tensor:

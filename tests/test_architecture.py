@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "moe_optim"
 
 ORDER = """
-errors version
+errors version library
 formats places
 health
 reference kernels layout expert_keys
@@ -63,6 +63,7 @@ NEVER = {  # room -> rooms below it that it must not know all the same
 
 THIRD_PARTY = {  # room -> packages it may import, besides the standard library
     "errors": set(),
+    "library": {"torch"},
     "formats": {"torch"},
     "health": {"torch"},
     "places": {"torch"},
@@ -79,7 +80,7 @@ THIRD_PARTY = {  # room -> packages it may import, besides the standard library
 UPSTREAM = {"megatron", "transformer_engine", "transformer_engine_torch", "apex", "amp_C"}
 KNOWS_UPSTREAM = ("megatron", "train", "bench")
 
-DEVICE_FREE = {"errors", "formats", "health", "reference", "layout", "expert_keys"}
+DEVICE_FREE = {"errors", "library", "formats", "health", "reference", "layout", "expert_keys"}
 MOST_FILES = 16
 """Files of code in a folder; a newcomer should find a room by its name."""
 

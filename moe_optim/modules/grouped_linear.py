@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -11,6 +12,8 @@ from moe_optim.errors import StateError
 from moe_optim.fake_quantization import PerExpertGrid
 from moe_optim.formats import BlockScaledFormat, Direction
 from moe_optim.kernels.member_table import Backend
+from moe_optim.library import as_written
+from moe_optim.modules import compiled_product
 from moe_optim.modules.calibrated_amax import (
     calibrated_amax,
     set_calibrated_amax,
@@ -26,6 +29,7 @@ from moe_optim.modules.grouped_product import (
     run_delayed_wgrad,
 )
 from moe_optim.modules.grouped_weight import GroupedWeight
+from moe_optim.modules.handles import handle_of
 from moe_optim.modules.recorded_amax import RecordsAmax
 from moe_optim.modules.stacked_experts import lie_together, stack_experts
 from moe_optim.modules.storage import (
@@ -98,6 +102,7 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.delay_wgrad = delay_wgrad
         self._delayed: deque[WgradFactors] = deque()
+        self.handle = handle_of(self)
         self.quantized_copy: QuantizedCopy | FakeQuantizedCopy | None = None
         if compute is not None and format is None:
             self.quantized_copy = _make_copy(compute, self.shape, f"{name}.weight", backend)
@@ -167,9 +172,10 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         return self.__dict__ | {"_delayed": deque()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take the state of a copy, whose parameters were copied one by one."""
+        """Become a linear of its own, whose parameters were copied one by one."""
         super().__setstate__(state)
         self._lay_together()
+        self.handle = handle_of(self)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GroupedLinear":
         """Move quantized experts as one storage; bf16 is their dtype already, and the only one.
@@ -254,23 +260,24 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         found = map(self._parameters.get, names)
         return [parameter for parameter in found if parameter is not None]
 
-    def token_biases(self, counts: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+    def token_biases(
+        self, counts: Tensor, product: Tensor, dtype: torch.dtype | None = None
+    ) -> Tensor:
         """Return the bias of each token's expert.
 
         Their gradients are summed over each expert's tokens in ``dtype``, then rounded to bf16.
 
         Args:
-            counts: tokens of each expert, T in all.
+            counts: [E] integers on the host, tokens of each expert.
+            product: [T, R] bf16, what the linear gave these tokens. Biases are read after it: by
+                then hooks have gathered them.
             dtype: what the biases are cast to; bf16 if not given.
 
         Returns:
             [T, R].
         """
-        biases: Sequence[Tensor] = [bias.to(dtype or bias.dtype) for bias in self.biases()]
-        if self.expert_layout == "grouped":
-            biases = biases[0].unbind(0)
-        rows = zip(biases, counts, strict=True)
-        return torch.cat([bias.expand(count, -1) for bias, count in rows])
+        after = product.detach().view(torch.int16)
+        return _spread_biases(self.biases(), counts, dtype or product.dtype, after)
 
     @torch.no_grad()
     def load_values(self, values: Tensor, *, keep_for_masters: bool = False) -> None:
@@ -301,6 +308,8 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         Raises:
             StateError: the weights are behind their masters, or ahead of a delayed gradient.
         """
+        if torch.compiler.is_compiling():
+            return compiled_product.multiply(tokens, ends, self)
         if self._delayed and self._delayed[0].version != self.version():
             self.require_wgrads_taken()
         return multiply(tokens, ends, self)
@@ -329,6 +338,11 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         if storages:
             return tuple(storage.version for storage in storages)
         return tuple(entry for w in self.weights() for entry in (w.data_ptr(), w._version))
+
+    def call_pre_hooks(self) -> None:
+        """Call what waits for the weights before a forward pass; it is not given the tokens."""
+        for hook in self._forward_pre_hooks.values():
+            hook(self, ())
 
     def keep_for_wgrad(self, factors: WgradFactors) -> None:
         """Keep what a backward pass leaves to :meth:`backward_dw`."""
@@ -388,6 +402,28 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
             else:
                 gradients.append(part)
         return gradients
+
+
+def _empty_biases(
+    biases: list[Tensor],
+    counts: Tensor,  # noqa: ARG001
+    dtype: torch.dtype,
+    after: Tensor,
+) -> Tensor:
+    return biases[0].new_empty(after.shape, dtype=dtype)
+
+
+@partial(as_written, fake=_empty_biases)
+def _spread_biases(
+    biases: list[Tensor],
+    counts: Tensor,
+    dtype: torch.dtype,
+    after: Tensor,  # noqa: ARG001  # the compiler keeps the order
+) -> Tensor:
+    cast = [bias.to(dtype) for bias in biases]
+    rows = cast if cast[0].dim() == 1 else cast[0].unbind(0)
+    pairs = zip(rows, counts.tolist(), strict=True)
+    return torch.cat([row.expand(count, -1) for row, count in pairs])
 
 
 def _make_copy(

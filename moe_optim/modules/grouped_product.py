@@ -30,6 +30,7 @@ class Linear(Protocol):
 
     name: str
     delay_wgrad: bool
+    handle: Tensor
 
     def operand(self, direction: Direction) -> Tensor:
         """Return what is multiplied, [E, R, C] bf16."""
@@ -42,6 +43,9 @@ class Linear(Protocol):
 
     def take_wgrad(self, wgrad: Tensor, ends: Sequence[GradientEnd]) -> Sequence[Tensor | None]:
         """Accumulate [E, R, C] bf16, or return it for autograd, one gradient a weight."""
+
+    def call_pre_hooks(self) -> None:
+        """Have the weights gathered, where hooks do that."""
 
     def keep_for_wgrad(self, factors: "WgradFactors") -> None:
         """Keep what a delayed weight gradient is computed from."""
@@ -66,6 +70,19 @@ class WgradFactors:
     def multiply(self) -> Tensor:
         """Return the weight gradient, [E, R, C] bf16."""
         return grouped_mm(self.output_grad.t(), self.tokens, offs=self.ends)
+
+
+def require_same_version(linear: Linear, version: Version) -> None:
+    """Check in a backward pass that weights are still those that were multiplied.
+
+    Raises:
+        StateError: they were written or exchanged since.
+    """
+    if linear.version() != version:
+        raise StateError(
+            f"{linear.name}.weight: the weights were rewritten between forward and "
+            "backward. Finish the backward passes of a step before the optimizer steps."
+        )
 
 
 def multiply(tokens: Tensor, ends: Tensor, linear: Linear) -> Tensor:
@@ -104,11 +121,7 @@ class _Product(torch.autograd.Function):
         linear: Linear = ctx.linear
         (output_grad,) = output_grads
         output_grad = output_grad.contiguous()
-        if linear.version() != ctx.version:
-            raise StateError(
-                f"{linear.name}.weight: the weights were rewritten between forward and "
-                "backward. Finish the backward passes of a step before the optimizer steps."
-            )
+        require_same_version(linear, ctx.version)
         tokens_grad = None
         if ctx.needs_input_grad[0]:
             tokens_grad = grouped_mm(output_grad, linear.operand("columnwise"), offs=ends)

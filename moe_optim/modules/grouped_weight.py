@@ -1,6 +1,8 @@
 """Quantized expert weights that torch and Megatron handle as one bf16 parameter."""
 
 import copy
+from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -8,7 +10,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from moe_optim.errors import StateError
+from moe_optim.formats import QuantizedWeight, get_format
 from moe_optim.modules.storage import PlaneStorage
+from moe_optim.modules.traced_storage import TracedStorage
 
 aten = torch.ops.aten
 
@@ -30,6 +34,12 @@ class GroupedWeight(Tensor):
     """
 
     quantized_storage: PlaneStorage
+    plane_rowwise_data = property(attrgetter("quantized_storage.quantized.rowwise_data"))
+    plane_rowwise_scale = property(attrgetter("quantized_storage.quantized.rowwise_scale"))
+    plane_columnwise_data = property(attrgetter("quantized_storage.quantized.columnwise_data"))
+    plane_columnwise_scale = property(attrgetter("quantized_storage.quantized.columnwise_scale"))
+    plane_global_amax = property(attrgetter("quantized_storage.quantized.global_amax"))
+    storage_handle = property(attrgetter("quantized_storage.handle"))
 
     @staticmethod
     def __new__(
@@ -66,6 +76,29 @@ class GroupedWeight(Tensor):
         _refuse_views(func, args)
         args, kwargs = pytree.tree_map_only(GroupedWeight, GroupedWeight.dequantize, (args, kwargs))
         return func(*args, **kwargs)
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[str, tuple[int, int, int]]]:
+        """Return which attributes a compiled graph has in place of the weight, and what they mean.
+
+        They are the planes, and the handle by which the graph asks whether they are fresh.
+        """
+        storage = self.quantized_storage
+        planes = [f"plane_{name}" for name in storage.format.plane_names]
+        return [*planes, "storage_handle"], (storage.format.name, storage.shape)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        tensors: dict[str, Tensor],
+        meaning: tuple[str, tuple[int, int, int]],
+        outer_size: Sequence[int],
+        outer_stride: Sequence[int],  # noqa: ARG004  # of a weight without bytes: as if contiguous
+    ) -> "GroupedWeight":
+        """Return a weight that stands for one in the graph that is being compiled."""
+        name, shape = meaning
+        format = get_format(name)
+        *planes, handle = tensors.values()
+        quantized = QuantizedWeight.of_planes(format, shape, planes)
+        return GroupedWeight(TracedStorage(quantized, handle), torch.Size(outer_size))
 
     def dequantize(self) -> Tensor:
         """Return the rowwise values as an ordinary bf16 tensor of the logical shape.
@@ -137,6 +170,10 @@ class GroupedWeight(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the bf16 values as an ordinary tensor, or parameter if this is one."""
+        if isinstance(self.quantized_storage, TracedStorage):  # a compiler's key for its graph
+            names, meaning = self.__tensor_flatten__()
+            tensors = {name: getattr(self, name) for name in names}
+            return self.__tensor_unflatten__, (tensors, meaning, tuple(self.shape), ())
         values = self.dequantize()
         if _is_parameter(self):
             values = torch.nn.Parameter(values, self.requires_grad)

@@ -14,6 +14,7 @@ from moe_optim import ops
 from moe_optim.errors import LayoutError, StateError
 from moe_optim.formats import BlockScaledFormat, Direction, QuantizedWeight
 from moe_optim.kernels.member_table import Backend, MemberTable, TableEntry
+from moe_optim.modules.handles import handle_of
 from moe_optim.places import Attributes
 from moe_optim.reference.expert_amax import expert_amax_into
 
@@ -184,6 +185,11 @@ class PlaneStorage(ABC):
     def planes_written(self) -> None:
         """Take note of bytes that somebody has put into all planes."""
         self._version, self._copied_stale = new_version(), False
+
+    @property
+    def handle(self) -> Tensor:
+        """By what compiled graphs know the storage."""
+        return handle_of(self)
 
     @property
     def device(self) -> torch.device:

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
+from moe_optim import library
 from moe_optim.errors import LayoutError
 from moe_optim.formats import (
     FP8_BLOCK,
@@ -15,6 +17,7 @@ from moe_optim.formats import (
     NVFP4,
     BlockScaledFormat,
     QuantizedWeight,
+    get_format,
 )
 from moe_optim.reference import fp8_block, mxfp8, mxfp8_2d, nvfp4
 from moe_optim.reference.dequantizing import dequantize, dequantize_bf16
@@ -54,9 +57,22 @@ def quantize(master: Tensor, format: BlockScaledFormat, *, name: str = "weight")
     Raises:
         LayoutError: wrong dtype, or a shape that the format cannot hold.
     """
+    if torch.compiler.is_compiling():
+        planes = _reference_quantize(master.detach(), format.name, name)
+        return QuantizedWeight.of_planes(format, master.shape, planes)
     out = QuantizedWeight.empty(format, master.shape, device=master.device, name=name)
     quantize_into(master, format, out, name=name)
     return out
+
+
+def _empty_planes(master: Tensor, format: str, name: str) -> list[Tensor]:
+    out = QuantizedWeight.empty(get_format(format), master.shape, device=master.device, name=name)
+    return list(out.planes().values())
+
+
+@partial(library.operation, fake=_empty_planes)
+def _reference_quantize(master: Tensor, format: str, name: str) -> list[Tensor]:
+    return list(quantize(master, get_format(format), name=name).planes().values())
 
 
 @torch.no_grad()

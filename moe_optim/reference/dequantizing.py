@@ -1,12 +1,21 @@
 """From planes back to values: the exact fp32 definition, and a fast path straight to bf16."""
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from moe_optim import library
 from moe_optim.errors import LayoutError
-from moe_optim.formats import BlockScaledFormat, Direction, Element, QuantizedWeight
+from moe_optim.formats import (
+    BlockScaledFormat,
+    Direction,
+    Element,
+    QuantizedWeight,
+    get_format,
+)
 from moe_optim.reference.blocks import SLAB_NUMEL, transpose_into
 from moe_optim.reference.e2m1 import decode_e2m1
 from moe_optim.reference.e4m3 import decode_e4m3
@@ -27,9 +36,24 @@ def dequantize(q: QuantizedWeight, direction: Direction = "rowwise") -> Tensor:
         [E, R, C] fp32, contiguous, also where the data plane is stored transposed.
     """
     data, format = q.data(direction), q.format
+    if torch.compiler.is_compiling():
+        values: Tensor = _reference_dequantize(
+            data, q.scale(direction), q.global_amax, format.name, direction
+        )
+        return values
+    return _dequantize(data, q.scale(direction), q.global_amax, format, direction)
+
+
+def _dequantize(
+    data: Tensor,
+    scale: Tensor,
+    global_amax: Tensor | None,
+    format: BlockScaledFormat,
+    direction: Direction,
+) -> Tensor:
     values = decode_e4m3(data) if format.element == "e4m3" else decode_e2m1(data)
-    scale = _scale_values(q.scale(direction), format, direction, q.global_amax).float()
-    values = values * _expand(scale, format, direction, values.shape)
+    factors = _scale_values(scale, format, direction, global_amax).float()
+    values = values * _expand(factors, format, direction, values.shape)
     return values.transpose(1, 2).contiguous() if format.transposes(direction) else values
 
 
@@ -60,10 +84,12 @@ def dequantize_bf16(
     Raises:
         LayoutError: ``global_amax`` is missing, or ``out`` does not have the shape of the weight.
     """
-    experts, rows, packed_cols = data.shape
-    stored_shape = (experts, rows, packed_cols * format.elements_per_byte)
+    if torch.compiler.is_compiling():
+        values = _dequantize_bf16(data, scale, global_amax, format.name, direction)
+        return values if out is None else out.copy_(values)
+    stored_shape = (*data.shape[:2], data.shape[2] * format.elements_per_byte)
     transposed = format.transposes(direction)
-    shape = (experts, stored_shape[2], rows) if transposed else stored_shape
+    shape = values_shape(data, format, direction)
     if out is None:
         out = torch.empty(shape, dtype=torch.bfloat16, device=data.device)
     elif out.shape != shape or out.dtype != torch.bfloat16 or not out.is_contiguous():
@@ -82,6 +108,38 @@ def dequantize_bf16(
     if transposed:
         transpose_into(out, values)
     return out
+
+
+def values_shape(
+    data: Tensor, format: BlockScaledFormat, direction: Direction
+) -> tuple[int, int, int]:
+    """Return the logical [E, R, C] of a data plane."""
+    experts, rows, packed_cols = data.shape
+    cols = packed_cols * format.elements_per_byte
+    return (experts, cols, rows) if format.transposes(direction) else (experts, rows, cols)
+
+
+def _empty_values(dtype: torch.dtype) -> Callable[..., Tensor]:
+    def empty(data: Tensor, _scale: Tensor, _amax: Tensor | None, format: str, way: Any) -> Tensor:
+        return data.new_empty(values_shape(data, get_format(format), way), dtype=dtype)
+
+    return empty
+
+
+@partial(library.operation, fake=_empty_values(torch.float32))
+def _reference_dequantize(
+    data: Tensor, scale: Tensor, global_amax: Tensor | None, format: str, direction: str
+) -> Tensor:
+    way = cast(Direction, direction)
+    return _dequantize(data, scale, global_amax, get_format(format), way)
+
+
+@partial(library.operation, fake=_empty_values(torch.bfloat16))
+def _dequantize_bf16(
+    data: Tensor, scale: Tensor, global_amax: Tensor | None, format: str, direction: str
+) -> Tensor:
+    way = cast(Direction, direction)
+    return dequantize_bf16(data, scale, get_format(format), way, global_amax=global_amax)
 
 
 def _scale_values(

@@ -146,12 +146,15 @@ def run_passes(
     *,
     seed: int = 2,
     probs_dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
 ) -> Passes:
     """Send tokens of ``seed`` through experts, and a gradient back."""
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randn(sum(counts), HIDDEN, generator=generator).bfloat16().requires_grad_()
-    probs = torch.rand(sum(counts), generator=generator).to(probs_dtype).requires_grad_()
-    output_grad = torch.randn(sum(counts), HIDDEN, generator=generator).bfloat16()
+    tokens = torch.randn(sum(counts), HIDDEN, generator=generator).to(device, torch.bfloat16)
+    probs = torch.rand(sum(counts), generator=generator).to(device, probs_dtype)
+    tokens.requires_grad_()
+    probs.requires_grad_()
+    output_grad = torch.randn(sum(counts), HIDDEN, generator=generator).to(device, torch.bfloat16)
     output, bias = experts(tokens, torch.tensor(counts), probs)
     assert bias is None
     output.backward(output_grad)

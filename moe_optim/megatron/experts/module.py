@@ -23,6 +23,7 @@ from moe_optim.errors import ConfigError, refuse
 from moe_optim.expert_keys.layouts import CALIBRATED_AMAX, LINEARS
 from moe_optim.fake_quantization import PER_EXPERT_GRIDS
 from moe_optim.formats import BlockScaledFormat, get_format
+from moe_optim.library import as_written
 from moe_optim.megatron.active import active_config
 from moe_optim.megatron.experts.amax import sharded_amax
 from moe_optim.megatron.experts.calibrated_entry import calibrated_entry
@@ -35,6 +36,7 @@ from moe_optim.modules.grouped_linear import GroupedLinear
 from moe_optim.modules.storage import make_portable_storages
 
 _STORAGES = {"portable": make_portable_storages, "transformer_engine": make_te_storages}
+_ACTIVATIONS = {"silu": F.silu, "quick_gelu": quick_gelu}
 _GROUPED_MLP = "megatron.core.models.backends:LocalSpecProvider.grouped_mlp_modules"
 
 
@@ -147,37 +149,30 @@ class GroupedExperts(MegatronModule):
         """
         tokens, probs = permuted_local_hidden_states, permuted_probs.unsqueeze(-1)
         ends = tokens_per_expert.to(tokens.device).cumsum(0).to(torch.int32)
-        hidden = self.linear_fc1(tokens, ends)
+        fc1: Callable[..., Tensor] = self.linear_fc1
+        fc2: Callable[..., Tensor] = self.linear_fc2
+        if torch.compiler.is_compiling():  # their hooks are called by the products, at every run
+            fc1, fc2 = self.linear_fc1.forward, self.linear_fc2.forward
+        hidden = fc1(tokens, ends)
         if not self.config.add_bias_linear:
-            return self.linear_fc2(self._activate(hidden, None, probs), ends), None
-        counts = tokens_per_expert.tolist()
-        hidden = self._activate(hidden, self.linear_fc1.token_biases(counts), probs)
-        output = self.linear_fc2(hidden, ends)
-        scaled_biases = self.linear_fc2.token_biases(counts, probs.dtype) * probs
-        return (output + scaled_biases).to(output.dtype), None
+            return fc2(self._activate(hidden, None, probs), ends), None
+        counts = tokens_per_expert.cpu()
+        biases = self.linear_fc1.token_biases(counts, hidden)
+        hidden = self._activate(hidden, biases, probs)
+        output = fc2(hidden, ends)
+        biases = self.linear_fc2.token_biases(counts, output, probs.dtype)
+        return _add_scaled(output, biases, probs), None
 
     def _activate(self, hidden: Tensor, biases: Tensor | None, probs: Tensor) -> Tensor:
         """Apply the activation and the routing weights, fused or not as Megatron's MLP does."""
         config = self.config
         store_fp8 = config.activation_func_fp8_input_store
         offset, clamp_value = config.glu_linear_offset, config.activation_func_clamp_value
-        fused = _fuses_activation(config)
-        if fused and config.activation_func is quick_gelu:
-            return weighted_bias_quick_geglu_impl(
-                hidden, biases, probs, store_fp8, offset, clamp_value
-            )
-        if fused:
-            return weighted_bias_swiglu_impl(hidden, biases, probs, store_fp8)
-        if biases is not None:
-            hidden = hidden + biases
-        gated = glu(
-            hidden,
-            config.activation_func,
-            linear_offset=offset,
-            clamp_value=clamp_value,
-            interleave_size=config.moe_mlp_glu_interleave_size,
-        )
-        return (gated * probs).to(gated.dtype)
+        name = "silu" if config.activation_func is F.silu else "quick_gelu"
+        if _fuses_activation(config):
+            return _fused_gate(hidden, biases, probs, name, store_fp8, offset, clamp_value)
+        interleave_size = config.moe_mlp_glu_interleave_size
+        return _gate(hidden, biases, probs, name, offset, clamp_value, interleave_size)
 
     def backward_dw(self) -> None:
         """Compute the weight gradients that the oldest backward pass left, if it left any.
@@ -245,6 +240,59 @@ class GroupedExperts(MegatronModule):
         if local_expert is None:
             return rank, size
         return rank * self.num_local_experts + local_expert, size * self.num_local_experts
+
+
+def _empty_gated(hidden: Tensor, *_: Any) -> Tensor:
+    tokens, features = hidden.shape
+    return hidden.new_empty(tokens, features // 2)
+
+
+@partial(as_written, fake=_empty_gated)
+def _fused_gate(  # noqa: PLR0917  # operations take no arguments by name
+    hidden: Tensor,
+    biases: Tensor | None,
+    probs: Tensor,
+    activation: str,
+    store_fp8: bool,
+    linear_offset: float,
+    clamp_value: float | None,
+) -> Tensor:
+    """Call what Megatron compiles by itself; as part of another graph it might round otherwise."""
+    gated: Tensor
+    if activation == "quick_gelu":
+        gated = weighted_bias_quick_geglu_impl(
+            hidden, biases, probs, store_fp8, linear_offset, clamp_value
+        )
+    else:
+        gated = weighted_bias_swiglu_impl(hidden, biases, probs, store_fp8)
+    return gated
+
+
+@partial(as_written, fake=_empty_gated)
+def _gate(  # noqa: PLR0917  # operations take no arguments by name
+    hidden: Tensor,
+    biases: Tensor | None,
+    probs: Tensor,
+    activation: str,
+    linear_offset: float,
+    clamp_value: float | None,
+    interleave_size: int | None,
+) -> Tensor:
+    if biases is not None:
+        hidden = hidden + biases
+    gated = glu(
+        hidden,
+        _ACTIVATIONS[activation],
+        linear_offset=linear_offset,
+        clamp_value=clamp_value,
+        interleave_size=interleave_size,
+    )
+    return (gated * probs).to(gated.dtype)
+
+
+@as_written
+def _add_scaled(output: Tensor, biases: Tensor, probs: Tensor) -> Tensor:
+    return (output + biases * probs).to(output.dtype)
 
 
 def _find_format(name: str | None) -> BlockScaledFormat | None:

@@ -117,8 +117,9 @@ def _memory_stats(*_: Any, **__: Any) -> dict[str, float]:
     return stats
 
 
-def _nothing(*_: Any, **__: Any) -> None:
-    return None
+def _nothing() -> Callable[..., None]:
+    """Return a function that does nothing, another one each time: dynamo has a rule for each."""
+    return lambda *_, **__: None
 
 
 def _device_properties(*_: Any, **__: Any) -> SimpleNamespace:
@@ -130,27 +131,27 @@ REDIRECTS: Mapping[str, Any] = {
     "cuda.is_initialized": lambda: True,  # torch.cuda's lazy calls then run at once
     "cuda.device_count": lambda: 1,
     "cuda.current_device": lambda: CPU,
-    "cuda.set_device": _nothing,
+    "cuda.set_device": _nothing(),
     "cuda.get_device_capability": lambda *_: (8, 0),  # the least that --moe-grouped-gemm accepts
     "cuda.get_device_name": lambda *_: "cpu",
     "cuda.get_device_properties": _device_properties,
-    "cuda.synchronize": _nothing,
+    "cuda.synchronize": _nothing(),
     "cuda.Stream": _Stream,
     "cuda.Event": _Event,
     "cuda.stream": _StreamContext,
     "cuda.current_stream": lambda *_: _THE_STREAM,
     "cuda.default_stream": lambda *_: _THE_STREAM,
-    "cuda.set_stream": _nothing,
+    "cuda.set_stream": _nothing(),
     "cuda.is_current_stream_capturing": lambda: False,
-    "Tensor.record_stream": _nothing,  # checks its argument before any mode is asked
-    "cuda.empty_cache": _nothing,
+    "Tensor.record_stream": _nothing(),  # checks its argument before any mode is asked
+    "cuda.empty_cache": _nothing(),
     "cuda.memory_stats": _memory_stats,
     "cuda.memory_allocated": _resident_bytes,
     "cuda.memory_reserved": _resident_bytes,
     "cuda.max_memory_allocated": _peak_resident_bytes,
     "cuda.max_memory_reserved": _peak_resident_bytes,
     "cuda.device_memory_used": _machine_bytes_used,
-    "cuda.reset_peak_memory_stats": _nothing,
+    "cuda.reset_peak_memory_stats": _nothing(),
     "cuda.manual_seed": torch.default_generator.manual_seed,
     "cuda.manual_seed_all": torch.default_generator.manual_seed,
     "cuda.get_rng_state": lambda *_, **__: torch.get_rng_state(),

@@ -16,9 +16,11 @@ from moe_optim.megatron.te.fields import GROUPED, ONE, read_values
 from moe_optim.megatron.te.storage import TransformerEngineStorage
 from moe_optim.megatron.weights import managed
 from moe_optim.modules.grouped_linear import GroupedLinear
+from moe_optim.modules.grouped_weight import GroupedWeight
 from tests.support import te_stand_ins
 from tests.support.buckets import make_bucket, own_masters
 from tests.support.bytes import assert_bytes_equal
+from tests.support.compiling import Compiled, compiling
 from tests.support.holders import bind
 from tests.support.inputs import wide_range_weights
 from tests.support.te_stand_ins import (
@@ -333,6 +335,22 @@ def test_its_classes_are_asked_for_where_it_cannot_be_imported(monkeypatch):
     monkeypatch.setattr(te_weights, "import_error", lambda: "ImportError: no GPU")
     with pytest.raises(ConfigError, match=r"got ImportError: no GPU\. Install it, or set storage:"):
         GroupedLinear(2, 64, 64, format=MXFP8, make_storages=te_weights.make_te_storages)
+
+
+@EVERY_KIND
+def test_compiled_graphs_read_the_weight_where_it_is(kind: Kind):
+    """As a portable weight, before and after a requantization, by one graph."""
+    storage = TransformerEngineStorage(kind.weight(kind.masters(1)), kind.format)
+    weight = GroupedWeight(storage)
+    compiled = Compiled(lambda read: read.float())
+    with compiling(), torch._dynamo.config.patch(error_on_recompile=True):
+        for seed in (1, 2):
+            requantize(storage, kind.masters(seed))
+            assert_bytes_equal(compiled(weight), ops.dequantize(storage.quantized).float())
+        bind(storage).is_fresh = False
+        with pytest.raises(StateError, match="start_param_sync"):
+            compiled(weight)
+    assert compiled.graphs == 1
 
 
 @EVERY_KIND
