@@ -16,6 +16,7 @@ ORDER = """
 errors version library
 formats places
 health
+reference/codes
 reference kernels layout expert_keys
 kernels/steps kernels/norm kernels/fake kernels/health
 interpolation plain_yaml environment shipped_recipes import_hook
@@ -67,6 +68,7 @@ THIRD_PARTY = {  # room -> packages it may import, besides the standard library
     "formats": {"torch"},
     "health": {"torch"},
     "places": {"torch"},
+    "reference/codes": {"torch"},
     "reference": {"torch"},
     "kernels": {"torch", "triton"},
     "kernels/steps": {"torch", "triton"},
@@ -80,7 +82,8 @@ THIRD_PARTY = {  # room -> packages it may import, besides the standard library
 UPSTREAM = {"megatron", "transformer_engine", "transformer_engine_torch", "apex", "amp_C"}
 KNOWS_UPSTREAM = ("megatron", "train", "bench")
 
-DEVICE_FREE = {"errors", "library", "formats", "health", "reference", "layout", "expert_keys"}
+DEVICE_FREE = {"errors", "library", "formats", "health", "layout", "expert_keys"}
+DEVICE_FREE |= {"reference", "reference/codes"}
 MOST_FILES = 16
 """Files of code in a folder; a newcomer should find a room by its name."""
 

@@ -17,9 +17,9 @@ from moe_optim.formats import (
     get_format,
 )
 from moe_optim.reference.blocks import SLAB_NUMEL, transpose_into
-from moe_optim.reference.e2m1 import decode_e2m1
-from moe_optim.reference.e4m3 import decode_e4m3
-from moe_optim.reference.e8m0 import decode_e8m0
+from moe_optim.reference.codes.e2m1 import decode_e2m1
+from moe_optim.reference.codes.e4m3 import decode_e4m3
+from moe_optim.reference.codes.e8m0 import decode_e8m0
 
 _NVFP4_UNIT = 1.0 / (6.0 * 448.0)
 

@@ -13,7 +13,7 @@ from moe_optim.reference.blocks import (
     slabs,
     spread,
 )
-from moe_optim.reference.e4m3 import encode_e4m3_
+from moe_optim.reference.codes.e4m3 import encode_e4m3_
 
 BLOCK = 128
 

@@ -9,9 +9,9 @@ from torch.nn.functional import pad
 from moe_optim.formats import BlockScaledFormat, QuantizedWeight
 from moe_optim.health import SKETCH, Sum, signs
 from moe_optim.reference.blocks import as_magnitude, magnitude_bits
+from moe_optim.reference.codes.e4m3 import decode_e4m3
+from moe_optim.reference.codes.e8m0 import decode_e8m0
 from moe_optim.reference.dequantizing import dequantize
-from moe_optim.reference.e4m3 import decode_e4m3
-from moe_optim.reference.e8m0 import decode_e8m0
 
 
 @torch.no_grad()

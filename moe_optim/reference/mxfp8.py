@@ -10,8 +10,8 @@ from moe_optim.reference.blocks import (
     magnitude_bits,
     slabs,
 )
-from moe_optim.reference.e4m3 import encode_e4m3_
-from moe_optim.reference.e8m0 import e8m0_reciprocal, e8m0_round_up
+from moe_optim.reference.codes.e4m3 import encode_e4m3_
+from moe_optim.reference.codes.e8m0 import e8m0_reciprocal, e8m0_round_up
 
 BLOCK = 32
 

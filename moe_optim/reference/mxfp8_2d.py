@@ -4,8 +4,8 @@ from torch import Tensor
 
 from moe_optim.formats import QuantizedWeight
 from moe_optim.reference.blocks import amax_of_columns, amax_of_runs, magnitude_bits, slabs, spread
-from moe_optim.reference.e4m3 import encode_e4m3_
-from moe_optim.reference.e8m0 import e8m0_reciprocal
+from moe_optim.reference.codes.e4m3 import encode_e4m3_
+from moe_optim.reference.codes.e8m0 import e8m0_reciprocal
 from moe_optim.reference.mxfp8 import scale_code
 
 BLOCK = 32

@@ -12,8 +12,8 @@ from moe_optim.reference.blocks import (
     slabs,
     spread,
 )
-from moe_optim.reference.e2m1 import encode_e2m1, pack_e2m1
-from moe_optim.reference.e4m3 import decode_e4m3, encode_e4m3
+from moe_optim.reference.codes.e2m1 import encode_e2m1, pack_e2m1
+from moe_optim.reference.codes.e4m3 import decode_e4m3, encode_e4m3
 
 BLOCK = 16
 FP32_MAX = torch.finfo(torch.float32).max

@@ -15,9 +15,9 @@ from torch.nn.functional import pad
 from moe_optim.formats import BlockScaledFormat, QuantizedWeight
 from moe_optim.reference import fp8_block, mxfp8, nvfp4
 from moe_optim.reference.blocks import as_magnitude, magnitude_bits
-from moe_optim.reference.e2m1 import encode_e2m1, pack_e2m1
-from moe_optim.reference.e4m3 import encode_e4m3
-from moe_optim.reference.e8m0 import e8m0_reciprocal
+from moe_optim.reference.codes.e2m1 import encode_e2m1, pack_e2m1
+from moe_optim.reference.codes.e4m3 import encode_e4m3
+from moe_optim.reference.codes.e8m0 import e8m0_reciprocal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from moe_optim.reference.e2m1 import decode_e2m1, encode_e2m1, pack_e2m1, unpack_e2m1
-from moe_optim.reference.e4m3 import decode_e4m3, encode_e4m3, encode_e4m3_
-from moe_optim.reference.e8m0 import decode_e8m0, e8m0_reciprocal, e8m0_round_up
+from moe_optim.reference.codes.e2m1 import decode_e2m1, encode_e2m1, pack_e2m1, unpack_e2m1
+from moe_optim.reference.codes.e4m3 import decode_e4m3, encode_e4m3, encode_e4m3_
+from moe_optim.reference.codes.e8m0 import decode_e8m0, e8m0_reciprocal, e8m0_round_up
 from tests.reference import scalar_oracle
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import SENTINEL

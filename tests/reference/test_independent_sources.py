@@ -20,8 +20,8 @@ import torch
 
 from moe_optim.formats import FP8_BLOCK, MXFP8, MXFP8_2D, NVFP4
 from moe_optim.reference import quantize
-from moe_optim.reference.e2m1 import E2M1_VALUES, unpack_e2m1
-from moe_optim.reference.e4m3 import decode_e4m3
+from moe_optim.reference.codes.e2m1 import E2M1_VALUES, unpack_e2m1
+from moe_optim.reference.codes.e4m3 import decode_e4m3
 from moe_optim.reference.fp8_block import encode_scale
 from tests.support.bytes import assert_bytes_equal
 from tests.support.independent_sources import import_source

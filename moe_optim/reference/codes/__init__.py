@@ -1,0 +1,1 @@
+"""Codes of narrow numbers: values to codes and back, in plain torch."""
