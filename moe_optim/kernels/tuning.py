@@ -40,7 +40,7 @@ STEP_TILES: Mapping[tuple[str, torch.dtype], Tile] = MappingProxyType(
         ("mxfp8_2d", torch.float32): Tile(cols=64, num_warps=4),
         ("mxfp8_2d", torch.bfloat16): Tile(cols=64, num_warps=4),
         ("fp8_block", torch.float32): Tile(cols=128, num_warps=8, slab=64),
-        ("fp8_block", torch.bfloat16): Tile(cols=128, num_warps=16),
+        ("fp8_block", torch.bfloat16): Tile(cols=128, num_warps=8, slab=64),
     }
 )
 """The same where a step of Adam comes first, by format and dtype of the moments, on H200."""
@@ -107,9 +107,9 @@ class FlatTile:
     num_warps: int
 
 
-FAKE_FORWARD = FlatTile(numel=4096, num_warps=4)
+FAKE_FORWARD = FlatTile(numel=2048, num_warps=4)
 """Of fake quantization: values to values."""
-FAKE_BACKWARD = FlatTile(numel=4096, num_warps=4)
+FAKE_BACKWARD = FlatTile(numel=2048, num_warps=4)
 """Of its backward pass: values and gradients to gradients."""
 
 HEALTH_TILE = Tile(cols=128, num_warps=4)
