@@ -53,6 +53,8 @@ STEP, NORM = "step to wire planes, {} moments", "gradient norm"
 FUSED = "step-fused-h200.json"
 FUSED_STEPS = {FUSED: "1 H200", "step-2x-h200-qwen3.json": "2 H200, Qwen3-30B-A3B's experts"}
 FLAGS = "flags-2x-h200.json"
+EXPERTS = "experts-h200.json"
+HEALTH = "health-h200.json"
 CONVERGENCE = "convergence-h200.json"
 SMOOTHED = 10
 """Iterations whose mean loss is compared: single ones differ by what their samples are."""
@@ -295,6 +297,40 @@ def convergence() -> str:
     )
 
 
+def fake_quantization() -> str:
+    """Forward and backward of every way, and ours scattered as a part of ours in one tensor."""
+    rows = read_result(EXPERTS)["rows"]
+    places = ("contiguous", "scattered")
+    table_rows = []
+    for bits, experts in dict.fromkeys((row["bits"], row["experts"]) for row in rows):
+        of_case = {
+            (row["way"], row["placement"]): row
+            for row in rows
+            if (row["bits"], row["experts"]) == (bits, experts)
+        }
+        ways = ("moe_optim", "stack and unbind", "loop")
+        cells = [
+            f"{of_case[way, place]['forward_ms']:.2f}, {of_case[way, place]['backward_ms']:.2f}"
+            for way in ways
+            for place in places
+        ]
+        table_rows.append([f"{bits} bits" if bits != "e4m3" else "E4M3", str(experts), *cells])
+    header = [f"{way}, {place}" for way in ("ours", "one stack", "loop") for place in places]
+    return table(["grid", "experts", *header], table_rows)
+
+
+def health_cost() -> str:
+    report = read_result(HEALTH)
+    rows = [row for row in report["rows"] if row["work"] == "health"]
+    said = ", ".join(f"`{row['format']}` {row['ms']:.1f}" for row in rows)
+    least, most = (pick(row["fraction_of_floor"] for row in rows) for pick in (min, max))
+    return (
+        f"A look at {rows[0]['parameters'] / 1e9:.3f}e9 parameters on one H200 takes, in ms: "
+        f"{said}\n([figures](../recipes/results/{HEALTH})). That is {least:.2f} to {most:.2f} of "
+        "what memory allows:\nthe kernel is not tuned yet."
+    )
+
+
 def host() -> str:
     rows = requantize_rows("requantize-h100.json", "w1")
     copied = [rows[format, AFTER, "1/1"]["ms"] for format in ("mxfp8", "mxfp8_2d")]
@@ -450,9 +486,11 @@ def plan_step() -> str:
 MEASURED_TABLES: Mapping[str, Callable[[], str]] = {
     "convergence": convergence,
     "convert": convert,
+    "fake-quantization": fake_quantization,
     "flags-beside-stock": flags_beside_stock,
     "fused-step": fused_step,
     "gather": gather,
+    "health-cost": health_cost,
     "host": host,
     "losses": losses,
     "plan-step": plan_step,
@@ -467,8 +505,10 @@ MEASURED_TABLES: Mapping[str, Callable[[], str]] = {
 RESULTS_OF: Mapping[str, tuple[str, ...]] = {
     "convergence": (CONVERGENCE,),
     "convert": ("convert-cpu.json",),
+    "fake-quantization": (EXPERTS,),
     "flags-beside-stock": (FLAGS,),
     "gather": ("gather-2x-h200.json", "gather-4x-h200.json"),
+    "health-cost": (HEALTH,),
     "host": ("requantize-h100.json", "requantize-host-h100.json"),
     "losses": ("losses-cpu.json",),
     "plan-step": ("requantize-h200.json",),
