@@ -113,7 +113,7 @@ def _grouped_wgrad(
     for weight in linear.weights():
         if getattr(weight, "grad_added_to_main_grad", False):  # a pass without compiling set it
             weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-    return factors.multiply()
+    return linear.clip_wgrad(factors.multiply())
 
 
 def _require_own(linear: Linear, weights: Sequence[Tensor]) -> None:

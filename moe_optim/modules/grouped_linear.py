@@ -374,6 +374,12 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
                 "once for each backward pass."
             )
 
+    def clip_wgrad(self, wgrad: Tensor) -> Tensor:
+        """Return a weight gradient [E, R, C] with zeros where products read a clipped value."""
+        if self.quantized_copy is None:
+            return wgrad
+        return self.quantized_copy.clip_wgrad(self.weights(), wgrad, calibrated_amax(self))
+
     def take_wgrad(self, wgrad: Tensor, ends: Sequence[GradientEnd]) -> list[Tensor | None]:
         """Hand the weight gradient on, as the configuration says.
 
@@ -386,8 +392,7 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
             into ``main_grad`` it is an unwritten tensor: DDP's hooks want to see one, and free it
             without reading it.
         """
-        if self.quantized_copy is not None:
-            wgrad = self.quantized_copy.clip_wgrad(self.weights(), wgrad, calibrated_amax(self))
+        wgrad = self.clip_wgrad(wgrad)
         gradients: list[Tensor | None] = []
         for weight, part, end in zip(self.weights(), self._cut(wgrad), ends, strict=True):
             main_grad = getattr(weight, "main_grad", None)

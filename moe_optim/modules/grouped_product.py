@@ -41,6 +41,9 @@ class Linear(Protocol):
     def weights(self) -> list[torch.nn.Parameter]:
         """Return the weights in expert order."""
 
+    def clip_wgrad(self, wgrad: Tensor) -> Tensor:
+        """Return [E, R, C] with zeros where products read a clipped value."""
+
     def take_wgrad(self, wgrad: Tensor, ends: Sequence[GradientEnd]) -> Sequence[Tensor | None]:
         """Accumulate [E, R, C] bf16, or return it for autograd, one gradient a weight."""
 

@@ -10,7 +10,9 @@ from torch._dynamo.exc import TorchRuntimeError, Unsupported
 import moe_optim
 from moe_optim import reference
 from moe_optim.errors import StateError
+from moe_optim.fake_quantization import PER_EXPERT_GRIDS
 from moe_optim.formats import DIRECTIONS, FORMATS, MXFP8, QuantizedWeight
+from moe_optim.modules.calibrated_amax import set_calibrated_amax
 from tests.support.bytes import assert_bytes_equal, assert_same_tensors
 from tests.support.compiling import (
     Compiled,
@@ -180,6 +182,23 @@ def test_products_of_quantized_copies_are_the_same(format, layout, no_recompilat
             rewrite(linear, seed)
             assert_same_tensors(run_passes(compiled, linear), run_passes(linear, linear))
     assert compiled.graphs == 1
+
+
+@every_layout
+@pytest.mark.parametrize("grid", PER_EXPERT_GRIDS.values(), ids=PER_EXPERT_GRIDS)
+def test_calibrated_amaxes_clip_gradients_in_graphs_too(grid, layout):
+    """Where a weight is beyond the amax of its expert, which these are, its gradient is zero."""
+    linear = make_linear(None, layout, compute=grid)
+    amaxes = [
+        weight.abs().float().quantile(0.5)
+        for weight in torch.cat([w.detach().view(-1, *linear.shape[1:]) for w in linear.weights()])
+    ]
+    set_calibrated_amax(linear, torch.stack(amaxes).view(-1, 1, 1))
+    clipped = run_passes(linear, linear)
+    assert_same_tensors(run_passes(Compiled(linear), linear), clipped)
+    set_calibrated_amax(linear, None)
+    free = run_passes(linear, linear)
+    assert not torch.equal(clipped["wgrad 0"], free["wgrad 0"])
 
 
 def test_weights_that_a_bucket_has_moved_are_read_where_they_are(no_recompilation):
