@@ -1,9 +1,6 @@
 """The launch that measures what experts have lost, without a GPU."""
 
-import subprocess
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +10,8 @@ from moe_optim.errors import LayoutError
 from moe_optim.formats import MXFP8, QuantizedWeight
 from moe_optim.kernels.health import HealthEntry, HealthTable
 from moe_optim.kernels.table_entry import TableEntry
+from tests.support.launches import interpreted
 
-ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 
 
@@ -27,12 +24,7 @@ def entry_of(source, **changes):
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
 def test_what_the_kernel_finds_is_plain_torchs():
     """Whole weights and shards of them that end inside of blocks, of every format."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.interpreted_health"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    done = interpreted("tests.kernels.interpreted_health")
     assert done.returncode == 0, done.stderr
     assert "health is plain torch's" in done.stdout
 

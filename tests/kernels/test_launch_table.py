@@ -197,7 +197,7 @@ def test_memory_that_was_freed_is_noticed():
     entry = stack(2, 32, 32)
     first = replace(entry, source=entry.source[:1], target=poisoned(MXFP8, (1, 32, 32)))
     table = build([first, entry])
-    assert len(table.source_places) == 1
+    assert len(table.sources.tensors) == 1
     assert not table.has_moved
     entry.source.untyped_storage().resize_(0)
     assert table.has_moved

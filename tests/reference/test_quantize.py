@@ -13,10 +13,10 @@ from moe_optim.reference import (
     dequantize,
     dequantize_bf16,
     dequantizing,
-    e8m0,
     quantize,
     quantize_into,
 )
+from moe_optim.reference.codes import e8m0
 from moe_optim.reference.fp8_block import encode_scale
 from moe_optim.reference.mxfp8 import scale_code
 from moe_optim.reference.nvfp4 import global_encode_scale

@@ -18,6 +18,7 @@ from moe_optim.kernels.launch_table import (
 from moe_optim.kernels.member_table import Backend, has_kernels
 from moe_optim.kernels.table_entry import TableEntry
 from moe_optim.kernels.tuning import HEALTH_ROWS, HEALTH_TILE
+from moe_optim.places import Places
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -59,13 +60,13 @@ class HealthTable:
     launches: tuple[HealthLaunch, ...]
     remainder: tuple[HealthEntry, ...]
     """What no kernel handles; everything without a suitable GPU."""
-    places: tuple[tuple[Tensor, int], ...]
-    """Masters and rowwise planes, and their addresses when the table was built."""
+    places: Places
+    """Of masters and rowwise planes."""
 
     @property
     def has_moved(self) -> bool:
         """Whether masters or planes lie elsewhere by now."""
-        return any(tensor.data_ptr() != address for tensor, address in self.places)
+        return self.places.have_moved
 
     @classmethod
     def build(
@@ -96,14 +97,17 @@ class HealthTable:
                 groups.setdefault(key, []).append(one)
             elif one.entry.source.numel():
                 remainder.append(one)
-        tensors = [t for one in entries for t in (one.entry.source, one.entry.target.rowwise_data)]
         return cls(
             entries=tuple(entries),
             sums=torch.zeros((num_rows, NUM_SUMS), dtype=torch.float64, device=device),
             amaxes=torch.zeros(num_rows, dtype=torch.float32, device=device),
             launches=tuple(_plan(*kind, group) for kind, group in groups.items()),
             remainder=tuple(remainder),
-            places=tuple((tensor, tensor.data_ptr()) for tensor in tensors),
+            places=Places(
+                tensor
+                for one in entries
+                for tensor in (one.entry.source, one.entry.target.rowwise_data)
+            ),
         )
 
 
