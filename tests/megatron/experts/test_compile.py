@@ -113,7 +113,9 @@ def test_only_another_number_of_tokens_compiles_anew_and_once(passes, case):
 EP2 = ["--expert-model-parallel-size", "2"]
 STEPS = ["--train-iters", "3", "--eval-interval", "2"]
 RUNS = {
-    "expert parallel, every step another number of tokens": (EP2, {"format": "nvfp4"}, False),
+    "expert parallel, every step another number of tokens": pytest.param(
+        (EP2, {"format": "nvfp4"}, False), marks=pytest.mark.extended
+    ),
     "gathers and reductions overlapped, biases": (
         OVERLAP,
         {"format": "mxfp8", "expert_layout": "indexed"},

@@ -159,7 +159,12 @@ def test_train_eval_train_equals_train_only(overlap: list[str]):
     [
         (2, OVERLAP, []),
         pytest.param(*(2, [], ["--dist-ckpt-optim-fully-reshardable"]), marks=pytest.mark.extended),
-        (3, OVERLAP, ["--dist-ckpt-optim-fully-reshardable", "--ddp-bucket-size", "20000"]),
+        pytest.param(
+            3,
+            OVERLAP,
+            ["--dist-ckpt-optim-fully-reshardable", "--ddp-bucket-size", "20000"],
+            marks=pytest.mark.extended,
+        ),
     ],
     ids=["dp_reshardable", "fully_reshardable, no overlap", "fully_reshardable, padded buckets"],
 )

@@ -41,7 +41,7 @@ def assert_same_end(rest: list[Record], whole: list[Record]) -> None:
     ("config", "overlap"),
     [
         pytest.param(MXFP8, OVERLAP, id="wire quantized, overlap"),
-        pytest.param(SHARING, OVERLAP, id="wire bf16, overlap"),
+        pytest.param(SHARING, OVERLAP, id="wire bf16, overlap", marks=extended),
         pytest.param(MXFP8, [], id="wire quantized", marks=extended),
         pytest.param(SHARING, [], id="wire bf16", marks=extended),
         pytest.param(MoEOptimConfig(format="bf16"), OVERLAP, id="bf16", marks=extended),
