@@ -4,7 +4,7 @@ A pass adds up sums that shards of a weight share by plain additions, and an ama
 a maximum. Figures are made of complete sums, on the host.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from types import MappingProxyType
@@ -14,6 +14,9 @@ from torch import Tensor
 
 SKETCH = 32
 """Entries of the sketch of an expert."""
+
+TAGS = "moe_optim/"
+"""How names of figures begin that a run has logged: ``moe_optim/layers.3.fc1/saturated``."""
 
 
 class Sum(IntEnum):
@@ -82,14 +85,27 @@ class LayerHealth:
 
     def warnings(self) -> Iterator[str]:
         """Yield a sentence for every figure of an expert that is too large, or not finite."""
-        of_experts = self.of_experts()
-        for name, limit in THRESHOLDS[self.element].items():
-            values = of_experts[name]
-            # of an expert of zeros, an error of 0 / 0 says nothing
-            large = (values > limit) | (values.isnan() & (self.norm != 0))
-            for index in large.nonzero().view(-1).tolist():
-                where = f"{self.layer}, expert {self.experts[index]}"
-                yield f"{where}: {name} is {float(values[index]):.4g}, above {limit:g}"
+        return warn_of(self.layer, self.element, self.experts, self.of_experts())
+
+
+def warn_of(
+    layer: str, element: str, experts: Sequence[int], figures: Mapping[str, Tensor]
+) -> Iterator[str]:
+    """Yield a sentence for every figure of an expert that is too large, or not finite.
+
+    Args:
+        layer: such as ``layers.3.fc1``.
+        element: of the storage format: ``e4m3`` or ``e2m1``.
+        experts: numbers of those that the figures are of.
+        figures: by the names of ``LayerHealth.of_experts``, an entry an expert.
+    """
+    for name, limit in THRESHOLDS[element].items():
+        values = figures[name]
+        # of an expert of zeros, an error of 0 / 0 says nothing
+        large = (values > limit) | (values.isnan() & (figures["norm"] != 0))
+        for index in large.nonzero().view(-1).tolist():
+            value = float(values[index])
+            yield f"{layer}, expert {experts[index]}: {name} is {value:.4g}, above {limit:g}"
 
 
 def _shares(sums: Tensor) -> dict[str, Tensor]:

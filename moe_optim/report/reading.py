@@ -8,15 +8,16 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from moe_optim.errors import LayoutError
-from moe_optim.health import THRESHOLDS
+from moe_optim.formats import FORMATS
+from moe_optim.health import TAGS, warn_of
 from moe_optim.train.events import TRAIN_TAG, VALIDATION_TAG, Events, Point, read_events
 from moe_optim.train.run_folder import RunFolder
 from moe_optim.train.summary import Curves
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
 
-HEALTH = "moe_optim/"
 _BY_EXPERT = "/by_expert"
 _TIME = "-time"
 
@@ -69,7 +70,7 @@ class Run:
     @property
     def health_layers(self) -> list[str]:
         """The linears whose health was looked at, in the order in which they were written."""
-        tags = (tag.removeprefix(HEALTH) for tag in self.events.tensors if tag.startswith(HEALTH))
+        tags = (tag.removeprefix(TAGS) for tag in self.events.tensors if tag.startswith(TAGS))
         return list(dict.fromkeys(tag.split("/")[0] for tag in tags))
 
     def look(self, figure: str) -> Look | None:
@@ -79,7 +80,7 @@ class Run:
         last = {
             layer: points[-1]
             for layer in self.health_layers
-            if (points := self.events.tensors.get(f"{HEALTH}{layer}/{figure}{_BY_EXPERT}"))
+            if (points := self.events.tensors.get(f"{TAGS}{layer}/{figure}{_BY_EXPERT}"))
         }
         if not last:
             return None
@@ -91,16 +92,29 @@ class Run:
         return Look(iteration=iteration, layers=tuple(last), values=table)
 
     def health_warnings(self) -> list[str]:
-        """Return a sentence for each figure above its threshold, or NaN, at the last look."""
-        limits = THRESHOLDS["e2m1" if self.format == "nvfp4" else "e4m3"]
-        return [
-            f"{layer}, expert {expert}: {name} is {value:.4g}, above {limit:g}"
-            for name, limit in limits.items()
-            if (look := self.look(name)) is not None
-            for layer, row in zip(look.layers, look.values, strict=True)
-            for expert, value in enumerate(row.tolist())
-            if value > limit
-        ]
+        """Return a sentence for each figure above its threshold, or NaN, at the last look.
+
+        None where the format is not known, as of a run that left events alone.
+        """
+        if self.format not in FORMATS:
+            return []
+        element = FORMATS[self.format].element
+        lines: list[str] = []
+        for layer in self.health_layers:
+            figures = self._last_figures(layer)
+            lines += warn_of(layer, element, range(len(figures["norm"])), figures)
+        return lines
+
+    def _last_figures(self, layer: str) -> dict[str, "torch.Tensor"]:
+        """Return figure -> its last values [experts], of one linear."""
+        import torch
+
+        start = f"{TAGS}{layer}/"
+        return {
+            tag.removeprefix(start).removesuffix(_BY_EXPERT): torch.from_numpy(points[-1][1])
+            for tag, points in self.events.tensors.items()
+            if tag.startswith(start)
+        }
 
 
 def read_run(path: Path) -> Run:
@@ -114,7 +128,7 @@ def read_run(path: Path) -> Run:
     """
     folder = RunFolder(path)
     of_events = folder.tensorboard if folder.tensorboard.is_dir() else path
-    events = read_events(of_events, tensors=HEALTH)
+    events = read_events(of_events, tensors=TAGS)
     if not events.scalars.get(TRAIN_TAG):
         raise LayoutError(
             f"{path}: expected a run folder, with TensorBoard events and the scalar {TRAIN_TAG!r} "

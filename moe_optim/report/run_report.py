@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from moe_optim.console.screen import results_console
+from moe_optim.health import TAGS
 from moe_optim.report import plots
 from moe_optim.report.page import Page, Picture, Section, Table
-from moe_optim.report.reading import HEALTH, Run, read_run
+from moe_optim.report.reading import Run, read_run
 from moe_optim.train.run_folder import RunFolder
 
 HEAT_MAPS = {  # figure of health -> label, and whether colours go by magnitude
@@ -132,7 +133,7 @@ def _heat_maps(run: Run) -> Iterator[Picture]:
 def _trends(run: Run, layers: list[str]) -> Iterator[Picture]:
     """Draw figures of linears over iterations, of at most eight linears."""
     for figure, label in TRENDS.items():
-        curves = {layer: run.points(f"{HEALTH}{layer}/{figure}") for layer in layers}
+        curves = {layer: run.points(f"{TAGS}{layer}/{figure}") for layer in layers}
         if any(len(points) > 1 for points in curves.values()):
             some = dict(list(curves.items())[:: -(-len(curves) // _MOST_LINES)])
             png = plots.plot_curves(some, label)
@@ -143,7 +144,7 @@ def _trends(run: Run, layers: list[str]) -> Iterator[Picture]:
 def _layers(run: Run, layers: list[str]) -> Table:
     rows = []
     for layer in layers:
-        last = [run.points(f"{HEALTH}{layer}/{figure}")[-1:] for figure in _OF_LAYERS]
+        last = [run.points(f"{TAGS}{layer}/{figure}")[-1:] for figure in _OF_LAYERS]
         rows.append([layer, *(f"{point[0].value:.3g}" if point else "" for point in last)])
     return Table(header=["layer", *(name.replace("_", " ") for name in _OF_LAYERS)], rows=rows)
 

@@ -9,12 +9,12 @@ One rank has writers, the last one, and the others write nothing. Tags, where ``
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from moe_optim.health import LayerHealth
+from torch import Tensor
 
-PREFIX = "moe_optim"
+from moe_optim.health import TAGS, LayerHealth
 
 
 def current_iteration() -> int | None:
@@ -40,7 +40,7 @@ def write(layers: Sequence[LayerHealth], iteration: int) -> None:
         for health in layers:
             _write_tensorboard(tensorboard, health, iteration)
     if (wandb := megatron.get_wandb_writer()) is not None:
-        figures: dict[str, Any] = {f"{PREFIX}/iteration": iteration}
+        figures: dict[str, Any] = {f"{TAGS}iteration": iteration}
         for health in layers:
             figures |= _for_wandb(wandb, health)
         wandb.log(figures, current_iteration())
@@ -52,21 +52,27 @@ def _megatron_globals() -> Any:
 
 
 def _write_tensorboard(writer: Any, health: LayerHealth, iteration: int) -> None:
-    tag = f"{PREFIX}/{health.layer}"
+    tag = f"{TAGS}{health.layer}"
     for name, value in health.of_layer().items():
         writer.add_scalar(f"{tag}/{name}", value, iteration)
     for name, values in health.of_experts().items():
-        finite = values[values.isfinite()]
-        if len(finite):
-            writer.add_histogram(f"{tag}/{name}/experts", finite, iteration)
         writer.add_tensor(f"{tag}/{name}/by_expert", values.float(), iteration)
+    for name, values in _finite(health):
+        writer.add_histogram(f"{tag}/{name}/experts", values, iteration)
 
 
 def _for_wandb(wandb: Any, health: LayerHealth) -> dict[str, Any]:
-    tag = f"{PREFIX}/{health.layer}"
-    figures: dict[str, Any] = {f"{tag}/{name}": of for name, of in health.of_layer().items()}
+    tag = f"{TAGS}{health.layer}"
+    scalars = {f"{tag}/{name}": of for name, of in health.of_layer().items()}
+    return scalars | {
+        f"{tag}/{name}/experts": wandb.Histogram(values.tolist())
+        for name, values in _finite(health)
+    }
+
+
+def _finite(health: LayerHealth) -> Iterator[tuple[str, Tensor]]:
+    """Yield figures of experts without what is not finite, where that leaves some."""
     for name, values in health.of_experts().items():
         finite = values[values.isfinite()]
         if len(finite):
-            figures[f"{tag}/{name}/experts"] = wandb.Histogram(finite.tolist())
-    return figures
+            yield name, finite
