@@ -1,8 +1,6 @@
 """``moe-optim bench experts``: its options, its tables and the JSON it writes."""
 
 import argparse
-import json
-import platform
 import shlex
 from collections.abc import Iterator
 from itertools import groupby
@@ -12,10 +10,14 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from moe_optim.bench.timing import copy_bytes_per_ms, release
+from moe_optim.bench.row_report import (
+    begin_report,
+    copy_speed,
+    fill_report,
+    machine,
+    table_of_rows,
+)
 from moe_optim.console.files import require_writable
-from moe_optim.console.provenance import commit
-from moe_optim.environment import find_package
 from moe_optim.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -77,39 +79,16 @@ def run(args: argparse.Namespace) -> int:
             f"--experts, --shape: expected numbers above 0, got {min(*args.experts, *args.shape)}."
         )
     require_writable(args.json)
-    report = _describe(args)
+    from moe_optim.bench.experts import import_modelopt
+
+    report = begin_report(_command(args), args.device, {"torch": "torch", "triton": "triton"})
+    report["versions"]["modelopt"] = import_modelopt()[1]
     progress = Console(stderr=True, markup=False, highlight=False)
     progress.print(f"ModelOpt: {report['versions']['modelopt']}", soft_wrap=True)
-    for row in _rows(args, report["copy_tb_per_s"] * 1e9):
-        report["rows"].append(row)
-        if args.json:  # a run that is cut short leaves what it has
-            args.json.write_text(json.dumps(report, indent=2) + "\n")
-        progress.print(_progress(row), soft_wrap=True)
+    fill_report(report, _rows(args, copy_speed(report)), args.json, _progress)
     for table in _tables(report):
         Console().print(table)
     return 0
-
-
-def _describe(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the report before its first row: what was asked for, of what, and the ceiling."""
-    import torch
-
-    from moe_optim.bench.experts import import_modelopt
-
-    speed = copy_bytes_per_ms(args.device)
-    release(args.device)
-    packages = {"torch": "torch", "triton": "triton"}
-    found = {name: find_package(package) for name, package in packages.items()}
-    is_gpu = args.device == "cuda"
-    return {
-        "command": _command(args),
-        "commit": commit(),
-        "device": torch.cuda.get_device_name() if is_gpu else f"{platform.machine()} CPU",
-        "versions": {name: package and package.version for name, package in found.items()}
-        | {"modelopt": import_modelopt()[1]},
-        "copy_tb_per_s": round(speed / 1e9, 4),
-        "rows": [],
-    }
 
 
 def _rows(args: argparse.Namespace, speed: float) -> "Iterator[Row]":
@@ -146,16 +125,8 @@ def _progress(row: "Row") -> str:
 
 def _tables(report: dict[str, Any]) -> Iterator[Table]:
     """Yield a table for each grid and number of experts."""
-    machine = f"{report['device']}, copy {report['copy_tb_per_s']} TB/s"
     by_case = groupby(report["rows"], lambda row: (row["bits"], row["experts"], row["shape"]))
     for (bits, experts, shape), rows in by_case:
-        title = (
-            f"{bits if bits == 'e4m3' else f'{bits} bits'}, {experts} experts of {shape}; {machine}"
-        )
-        table = Table(title=title, title_justify="left")
-        for name, header in COLUMNS.items():
-            is_text = name in ("placement", "way")
-            table.add_column(header, justify="left" if is_text else "right")
-        for row in rows:
-            table.add_row(*("-" if row[name] is None else str(row[name]) for name in COLUMNS))
-        yield table
+        grid = bits if bits == "e4m3" else f"{bits} bits"
+        title = f"{grid}, {experts} experts of {shape}; {machine(report)}"
+        yield table_of_rows(title, COLUMNS, rows, texts=("placement", "way"))

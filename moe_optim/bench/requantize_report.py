@@ -1,8 +1,6 @@
 """``moe-optim bench requantize``: its options, its tables and the JSON it writes."""
 
 import argparse
-import json
-import platform
 import re
 import shlex
 from collections.abc import Iterator
@@ -16,11 +14,15 @@ from rich.table import Table
 
 from moe_optim.bench.cases import SHAPE_SETS, Case
 from moe_optim.bench.requantize import Row, measure
-from moe_optim.bench.timing import copy_bytes_per_ms, release
+from moe_optim.bench.row_report import (
+    begin_report,
+    copy_speed,
+    fill_report,
+    machine,
+    table_of_rows,
+)
 from moe_optim.config import Format
 from moe_optim.console.files import require_writable
-from moe_optim.console.provenance import commit
-from moe_optim.environment import find_package
 from moe_optim.errors import ConfigError
 
 FORMATS = tuple(name for name in get_args(Format) if name != "bf16")
@@ -68,13 +70,9 @@ def run(args: argparse.Namespace) -> int:
     require_writable(args.json)
     if args.against:
         _check_against(device)
-    report = _describe(args, device)
-    progress = Console(stderr=True, markup=False, highlight=False)
-    for row in _rows(args, device, report["copy_tb_per_s"] * 1e9):
-        report["rows"].append(row)
-        if args.json:  # a run that is cut short leaves what it has
-            args.json.write_text(json.dumps(report, indent=2) + "\n")
-        progress.print(_progress(row), soft_wrap=True)
+    packages = {"torch": "torch", "triton": "triton", "te": "transformer-engine"}
+    report = begin_report(_command(args), device, packages)
+    fill_report(report, _rows(args, device, copy_speed(report)), args.json, _progress)
     for table in _tables(report):
         Console().print(table)
     return 0
@@ -101,24 +99,6 @@ def _check_against(device: str) -> None:
             f"--against te: expected Transformer Engine, but importing it raised {error}. "
             "pip install --no-build-isolation 'moe_optim[te]', or leave --against out."
         )
-
-
-def _describe(args: argparse.Namespace, device: str) -> dict[str, Any]:
-    """Return the report before its first row: what was asked for, of what, and the ceiling."""
-    import torch
-
-    speed = copy_bytes_per_ms(device)
-    release(device)
-    packages = {"torch": "torch", "triton": "triton", "te": "transformer-engine"}
-    found = {name: find_package(package) for name, package in packages.items()}
-    return {
-        "command": _command(args),
-        "commit": commit(),
-        "device": torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} CPU",
-        "versions": {name: package and package.version for name, package in found.items()},
-        "copy_tb_per_s": round(speed / 1e9, 4),
-        "rows": [],
-    }
 
 
 def _rows(args: argparse.Namespace, device: str, speed: float) -> Iterator[Row]:
@@ -160,12 +140,6 @@ def _progress(row: Row) -> str:
 
 def _tables(report: dict[str, Any]) -> Iterator[Table]:
     """Yield a table for each shape set and shard, narrow enough for 80 columns."""
-    machine = f"{report['device']}, copy {report['copy_tb_per_s']} TB/s"
     for key, rows in groupby(report["rows"], lambda row: (row["shape_set"], row["shard"])):
-        table = Table(title=f"{key[0]}, shards of {key[1]}; {machine}", title_justify="left")
-        for name, header in COLUMNS.items():
-            is_text = name in ("format", "work")
-            table.add_column(header, justify="left" if is_text else "right", no_wrap=name != "work")
-        for row in rows:
-            table.add_row(*("-" if row[name] is None else str(row[name]) for name in COLUMNS))
-        yield table
+        title = f"{key[0]}, shards of {key[1]}; {machine(report)}"
+        yield table_of_rows(title, COLUMNS, rows, texts=("format", "work"))

@@ -12,7 +12,8 @@ from moe_optim.megatron.weights.names import unwrapped_name
 _WEIGHT = re.compile(
     r"(?P<above>.*?)layers\.(?P<layer>\d+)\.(?P<inside>.+)\.weight(?P<expert>\d*)$"
 )
-_LOCAL_EXPERT = re.compile(r"^local_experts\.(\d+)\.")
+_EXPERTS = "mlp.experts."
+_LOCAL_EXPERT = re.compile(r"local_experts\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -47,9 +48,12 @@ def _names_of(name: str, storage: Any, modules: dict[str, Any]) -> list[ExpertNa
         return [ExpertName(label, expert, element) for expert in range(num_experts)]
     path = f"{found['above']}layers.{found['layer']}"
     number = getattr(modules.get(path), "layer_number", int(found["layer"]) + 1) - 1
-    inside, is_expert = _without(found["inside"], "mlp.experts.")
+    is_expert = found["inside"].startswith(_EXPERTS)
+    inside = found["inside"].removeprefix(_EXPERTS)
     local = _LOCAL_EXPERT.match(inside)
-    inside = _LOCAL_EXPERT.sub("", inside).replace("linear_", "")
+    if local is not None:
+        inside = inside[local.end() :]
+    inside = inside.replace("linear_", "")
     above = found["above"].removeprefix("decoder.")
     first = 0
     if is_expert:
@@ -57,7 +61,3 @@ def _names_of(name: str, storage: Any, modules: dict[str, Any]) -> list[ExpertNa
         first = numbers[0] + int(local[1] if local else found["expert"] or 0)
     label = f"{above}layers.{number}.{inside}"
     return [ExpertName(label, first + expert, element) for expert in range(num_experts)]
-
-
-def _without(text: str, prefix: str) -> tuple[str, bool]:
-    return text.removeprefix(prefix), text.startswith(prefix)
