@@ -7,8 +7,6 @@ products and sums contract, quotients and roots are approximate, subnormals are 
 instructions stand here, since IEEE ones differ in the last bit of one master in ten.
 """
 
-import os
-
 import triton
 import triton.language as tl
 
@@ -25,9 +23,6 @@ EXP_AVG_SQ = tl.constexpr(2)
 GROUP = tl.constexpr(3)
 CLIP = tl.constexpr(4)
 WEIGHT = tl.constexpr(5)
-
-IN_PTX = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")
-"""The interpreter knows no PTX; what it gives instead is near, and exact where nothing rounds."""
 
 _SCALE = """{
 .reg .f32 g, a, b;
@@ -73,41 +68,29 @@ def adam(gradient, clip, master, exp_avg, exp_avg_sq, hyper, DECOUPLED: tl.const
     eps = tl.load(hyper + 6)
     decay = tl.load(hyper + 7)
     minus_lr = tl.load(hyper + 8)
-    if IN_PTX:
-        master, exp_avg, exp_avg_sq = tl.inline_asm_elementwise(
-            _DECOUPLED if DECOUPLED else _COUPLED,
-            _CONSTRAINTS,
-            [
-                gradient,
-                clip,
-                master,
-                exp_avg,
-                exp_avg_sq,
-                beta1,
-                rest1,
-                beta2,
-                rest2,
-                correction1,
-                correction2,
-                eps,
-                decay,
-                minus_lr,
-            ],
-            dtype=(tl.float32, tl.float32, tl.float32),
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        gradient = gradient * clip
-        if not DECOUPLED:
-            gradient = decay * master + gradient
-        exp_avg = beta1 * exp_avg + rest1 * gradient
-        exp_avg_sq = beta2 * exp_avg_sq + rest2 * gradient * gradient
-        update = (exp_avg / correction1) / (tl.sqrt(exp_avg_sq / correction2) + eps)
-        if DECOUPLED:
-            update = decay * master + update
-        master = minus_lr * update + master
-    return master, exp_avg, exp_avg_sq
+    return tl.inline_asm_elementwise(
+        _DECOUPLED if DECOUPLED else _COUPLED,
+        _CONSTRAINTS,
+        [
+            gradient,
+            clip,
+            master,
+            exp_avg,
+            exp_avg_sq,
+            beta1,
+            rest1,
+            beta2,
+            rest2,
+            correction1,
+            correction2,
+            eps,
+            decay,
+            minus_lr,
+        ],
+        dtype=(tl.float32, tl.float32, tl.float32),
+        is_pure=True,
+        pack=1,
+    )
 
 
 @triton.jit

@@ -49,8 +49,7 @@ class BoundKernel:
             return
         options = {**self.constants, "num_warps": self.num_warps}
         compiled = self.kernel[self.grid](*self.arguments, *given, **options)
-        if compiled is not None:  # Triton's interpreter compiles nothing
-            self._launch = compiled[self.grid]
+        self._launch = compiled[self.grid]
 
 
 def launch_all(kernels: Iterable[BoundKernel], device: torch.device) -> None:

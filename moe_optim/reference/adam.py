@@ -69,7 +69,8 @@ def step_into(
         g = _fma(decay, p, g)
     m = _fma(beta1, _flush(exp_avg.float()), _flush(rest1 * g))
     v = _fma(beta2, _flush(exp_avg_sq.float()), _flush(_flush(rest2 * g) * g))
-    root = _flush(v / correction2).sqrt()
+    # to nearest by way of fp64: torch's fp32 root is a library's, and off by one bit on some CPUs
+    root = _flush(v / correction2).double().sqrt().float()
     update = _flush(_flush(m / correction1) / _flush(root + eps))
     if decoupled:
         update = _fma(decay, p, update)

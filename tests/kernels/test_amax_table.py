@@ -1,10 +1,5 @@
 """The launch that finds the amax of experts of any format, without a GPU."""
 
-import subprocess
-import sys
-from importlib.util import find_spec
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -12,22 +7,46 @@ from moe_optim.errors import LayoutError
 from moe_optim.formats import MXFP8, QuantizedWeight
 from moe_optim.kernels.amax_table import AmaxTable
 from moe_optim.kernels.table_entry import TableEntry
+from tests.support.amax import amax_of
+from tests.support.bytes import assert_bytes_equal
+from tests.support.inputs import wide_range_weights, with_specials
 
-ROOT = Path(__file__).parents[2]
+SHAPES = ((3, 32, 96), (2, 64, 4160), (4, 32, 32), (1, 32, 32))
+RANGES = {  # in sixtieths of a weight
+    "whole weights": (0, 60),
+    "the first part": (0, 17),
+    "the rest": (17, 60),
+    "nothing": (7, 7),
+}
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
-def test_every_amax_is_plain_torchs():
-    """Whole weights and ranges of them, experts in one part and in many, special values, weights of
-    which nothing is owned, and a table that owns nothing; again without building."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.interpreted_amax"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "every amax is plain torch's" in done.stdout
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("start", "end"), RANGES.values(), ids=RANGES)
+def test_every_amax_is_plain_torchs(start, end, dtype, launches):
+    """Experts in one part and in many, special values, a weight of which nothing is owned, and a
+    table that owns nothing; again without building."""
+    entries, wanted = [], []
+    for seed, shape in enumerate(SHAPES):
+        master = with_specials(wide_range_weights(*shape, seed=seed), every=1009).to(dtype)
+        numel = master.numel()
+        low, high = (numel * start // 60, numel * end // 60) if seed else (0, 0)
+        owned = torch.zeros_like(master)
+        owned.view(-1)[low:high] = master.view(-1)[low:high]
+        wanted.append(amax_of(owned))
+        entries.append(
+            TableEntry(
+                parameter=f"fc{seed}",
+                source=master.view(-1)[low:high].clone(),
+                target=QuantizedWeight.empty(MXFP8, shape),
+                start=low,
+            )
+        )
+    table = AmaxTable.build(entries)
+    for _ in range(2):
+        out = torch.full((sum(shape[0] for shape in SHAPES),), -1.0)
+        table.find_into(out)
+        assert_bytes_equal(out, torch.cat(wanted), what="amax")
+    assert launches or start == end
 
 
 def test_sources_of_two_dtypes_are_refused():

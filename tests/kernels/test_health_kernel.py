@@ -1,18 +1,17 @@
 """The launch that measures what experts have lost, without a GPU."""
 
-from importlib.util import find_spec
-
 import pytest
 import torch
 
 from moe_optim import ops
 from moe_optim.errors import LayoutError
-from moe_optim.formats import MXFP8, QuantizedWeight
+from moe_optim.formats import FORMATS, MXFP8, QuantizedWeight
 from moe_optim.kernels.health import HealthEntry, HealthTable
 from moe_optim.kernels.table_entry import TableEntry
-from tests.support.launches import interpreted
+from tests.support.health import assert_same_health, masters_of, measure
 
 CPU = torch.device("cpu")
+WHOLE, THIRDS = (0.0, 1.0), (0.0, 0.36, 0.79, 1.0)
 
 
 def entry_of(source, **changes):
@@ -21,12 +20,23 @@ def entry_of(source, **changes):
     return HealthEntry(entry=entry, rows=torch.arange(1))
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
-def test_what_the_kernel_finds_is_plain_torchs():
-    """Whole weights and shards of them that end inside of blocks, of every format."""
-    done = interpreted("tests.kernels.interpreted_health")
-    assert done.returncode == 0, done.stderr
-    assert "health is plain torch's" in done.stdout
+@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize(
+    ("cuts", "shard"),
+    [
+        (THIRDS, 1),
+        pytest.param(WHOLE, 0, marks=pytest.mark.extended),
+        pytest.param(THIRDS, 2, marks=pytest.mark.extended),
+    ],
+    ids=["the middle", "whole", "the end"],
+)
+def test_what_the_kernel_finds_is_plain_torchs(cuts, shard, format, launches):
+    """Of shards that end inside of blocks, and of whole weights."""
+    masters = masters_of(format)
+    got = measure(format, masters, cuts=cuts, shard=shard)
+    assert launches
+    want = measure(format, masters, cuts=cuts, shard=shard, backend="reference")
+    assert_same_health(got, want, f"{format.name}, shard {shard}")
 
 
 def test_a_table_knows_when_masters_or_planes_lie_elsewhere():

@@ -1,13 +1,8 @@
-"""Launches as tests make them: watched on a GPU, interpreted without one."""
+"""Launches as tests watch them on a GPU."""
 
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
-
-ROOT = Path(__file__).parents[2]
 
 
 def assert_neither_allocates_nor_waits(launch: Callable[[], object]) -> None:
@@ -22,8 +17,3 @@ def assert_neither_allocates_nor_waits(launch: Callable[[], object]) -> None:
     after = torch.cuda.memory_stats()
     for key in ("allocation.all.allocated", "segment.all.allocated"):
         assert after[key] == before[key]
-
-
-def interpreted(module: str) -> subprocess.CompletedProcess[str]:
-    """Return what kernels did in a process of their own, where Triton interprets them."""
-    return subprocess.run([sys.executable, "-m", module], cwd=ROOT, capture_output=True, text=True)

@@ -1,0 +1,212 @@
+"""What the kernels write is the reference's, byte by byte, in code for GPUs that are not there."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from moe_optim import ops, reference
+from moe_optim.formats import DIRECTIONS, FORMATS, QuantizedWeight
+from moe_optim.kernels.member_table import MemberTable, TableEntry
+from moe_optim.layout.partition import infer_partition
+from tests.support.bytes import assert_bytes_equal
+from tests.support.inputs import SENTINEL, poisoned, wide_range_weights, with_specials
+from tests.support.stepping import Stepping, Weight, gradients_of
+
+EVERY_FORMAT = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+GAP = 40
+SHAPES = {
+    "mxfp8": ((2, 64, 128), (1, 32, 32), (3, 32, 96), (1, 96, 160)),
+    "mxfp8_2d": ((2, 64, 128), (1, 32, 32), (3, 32, 96), (1, 96, 160)),
+    "nvfp4": ((2, 64, 256), (1, 16, 16), (3, 32, 80), (1, 48, 272)),
+    "fp8_block": ((2, 128, 128), (1, 130, 40), (1, 256, 136), (2, 7, 129)),
+}
+CLIPS = (1.0, 0.37)
+
+
+def values_of(shape, seed):
+    """Return fp32 values that round in every way, special ones among them."""
+    return with_specials(wide_range_weights(*shape, seed=seed), every=601)
+
+
+def padded(format, shape):
+    """Return storage whose rows and experts lie apart, and the memory around its planes."""
+    q = QuantizedWeight.empty(format, shape)
+    memories, views = {}, {}
+    for name, plane in q.planes().items():
+        if plane.dim() == 1:
+            views[name] = plane.fill_(-1)
+            continue
+        experts, rows, cols = plane.shape
+        memory = torch.empty((experts, rows + 4, cols + 24), dtype=plane.dtype)
+        memory.view(torch.uint8).fill_(SENTINEL)
+        memories[name], views[name] = memory, memory[:, :rows, :cols]
+    if format.columnwise_copy == "shared":
+        views["columnwise_data"] = views["rowwise_data"]
+    return QuantizedWeight(format=format, shape=shape, **views), memories
+
+
+def storage_scales(format, shape):
+    return {
+        way: torch.full(
+            (shape[0], *format.storage_scale_shape(*shape[1:], way)), 7, dtype=format.scale_dtype
+        )
+        for way in DIRECTIONS
+    }
+
+
+def assert_written(entries, masters):
+    """Fail unless planes and stored scales are those of the masters."""
+    for entry, master in zip(entries, masters, strict=True):
+        q = reference.quantize(master, entry.target.format)
+        for name, plane in entry.target.planes().items():
+            assert_bytes_equal(plane, q.planes()[name], what=f"{entry.target.shape} {name}")
+        for way, scale in entry.storage_scales.items():
+            expected = torch.full_like(scale, 7)
+            reference.expand_scale_into(q, way, expected)
+            assert_bytes_equal(scale, expected, what=f"{entry.target.shape} stored {way}")
+
+
+@EVERY_FORMAT
+@pytest.mark.parametrize(
+    ("dtype", "apart", "zero"),
+    [(torch.float32, False, False), (torch.bfloat16, True, True)],
+    ids=["fp32", "bf16, rows apart, zeroed behind it"],
+)
+def test_whole_weights_are_the_references(format, dtype, apart, zero, launches):
+    """Whole and partial tiles in one launch, and nothing around them; sources and gaps are zeroed
+    where that is asked for, and left alone where not."""
+    shapes = SHAPES[format.name]
+    numels = [experts * rows * cols for experts, rows, cols in shapes]
+    memory = torch.full((sum(numels) + GAP * (len(shapes) + 1),), 7.0).to(dtype)
+    entries, surroundings, start = [], [], GAP
+    for seed, (shape, numel) in enumerate(zip(shapes, numels, strict=True)):
+        source = memory[start : start + numel].view(shape).copy_(values_of(shape, seed))
+        target, around = padded(format, shape) if apart else (poisoned(format, shape), {})
+        surroundings += [(target.planes()[name], memory) for name, memory in around.items()]
+        scales = storage_scales(format, shape)
+        entry = TableEntry(
+            parameter=f"fc{seed}", source=source, target=target, storage_scales=scales
+        )
+        entries.append(entry)
+        start += numel + GAP
+    masters, before = [entry.source.clone() for entry in entries], memory.clone()
+    table = MemberTable.build(entries, consumed=memory if zero else None)
+    assert not table.remainder and not table.unfinished and table.zeroes_in_launch == zero
+    ops.requantize(table)
+    ops.finish_gather(table)
+    assert launches
+    assert_written(entries, masters)
+    assert_bytes_equal(memory, torch.zeros_like(memory) if zero else before, what="sources")
+    for plane, around in surroundings:
+        inside = torch.zeros(around.shape, dtype=torch.bool)
+        inside[:, : plane.shape[1], : plane.shape[2]] = True
+        outside = around[~inside].view(torch.uint8)
+        assert (outside == SENTINEL).all(), "a kernel wrote outside of a plane"
+
+
+@EVERY_FORMAT
+def test_shards_that_meet_inside_of_blocks_are_the_references(format, launches):
+    """Of weights cut in three, inside of bands and experts; ranks exchange maxima alone."""
+    masters = [values_of(shape, 9 + seed) for seed, shape in enumerate(SHAPES[format.name])]
+    targets = [poisoned(format, tuple(master.shape)) for master in masters]
+    tables = []
+    for rank in range(3):
+        entries = []
+        for master, target in zip(masters, targets, strict=True):
+            cuts = (master.numel() // 6 * 2, master.numel() // 3 * 2)
+            start, end = (0, *cuts, master.numel())[rank : rank + 2]
+            entries.append(
+                TableEntry(
+                    parameter="fc",
+                    source=master.flatten()[start:end].clone(),
+                    target=target,
+                    start=start,
+                    cuts=cuts,
+                )
+            )
+        tables.append(MemberTable.build(entries))
+        assert not tables[-1].remainder
+        ops.partial_amax(tables[-1])
+    largest = torch.stack([table.exchange for table in tables]).amax(0)
+    for table in tables:
+        table.exchange.copy_(largest)
+        ops.encode(table)
+    ops.finish_gather(tables[0])
+    assert launches
+    assert_written(tables[0].entries, masters)
+
+
+@EVERY_FORMAT
+def test_columns_on_two_ranks_are_parts_of_the_whole(format, launches):
+    """Whole blocks of each; experts that go on elsewhere share their amax."""
+    shape, width = (2, 128, 256), 128
+    partition = infer_partition(format, {"columns": {"tp": 2}}, shape=shape)
+    master = values_of(shape, 30)
+    whole = reference.quantize(master, format)
+    tables = []
+    for start in (0, width):
+        part = master[:, :, start : start + width].contiguous()
+        target = poisoned(format, tuple(part.shape))
+        entry = TableEntry(parameter="fc1", source=part, target=target, shares_experts=True)
+        tables.append(MemberTable.build([entry]))
+        assert not tables[-1].remainder
+        ops.partial_amax(tables[-1])
+    largest = torch.stack([table.exchange for table in tables]).amax(0)
+    for rank, table in enumerate(tables):
+        table.exchange.copy_(largest)
+        ops.encode(table)
+        ops.finish_gather(table)
+        for name, plane in table.entries[0].target.planes().items():
+            slices = partition.plane(name).slices(partition.bounds({"tp": rank}))
+            assert_bytes_equal(plane, whole.planes()[name][slices], what=f"part {rank} {name}")
+    assert launches
+
+
+@EVERY_FORMAT
+@pytest.mark.parametrize(
+    ("gradients", "moments", "decoupled", "cut"),
+    [
+        (torch.bfloat16, torch.float32, False, False),
+        (torch.float32, torch.bfloat16, True, True),
+    ],
+    ids=["bf16 gradients, L2, whole", "bf16 moments, AdamW, shards"],
+)
+def test_steps_are_the_references(format, gradients, moments, decoupled, cut, launches):
+    """Masters, moments, and weights that a step has encoded, quantized ones and dense ones.
+
+    Quotients and roots, which a GPU approximates, are exact here: this shows what is computed and
+    in which order, and not how the hardware divides.
+    """
+    shapes = SHAPES[format.name][:2]
+    kinds = [(format, shape, torch.bfloat16) for shape in shapes]
+    kinds += [(None, (1001,), torch.bfloat16), (None, (65,), torch.float32)]
+    weights = []
+    for seed, (one, shape, dtype) in enumerate(kinds):
+        master = values_of(shape, 20 + seed)
+        numel = master.numel()
+        weights.append(
+            Weight(
+                master=master,
+                format=one,
+                dtype=dtype,
+                bounds=(numel // 6 * 2, numel // 3 * 2) if cut else (),
+                group=seed % 2,
+                norm=seed // 2 % 2,
+            )
+        )
+    run = Stepping(weights, gradients=gradients, moments=moments, decoupled=decoupled, clips=CLIPS)
+    for table in run.tables:
+        assert not table.remainder
+    for seed in (100, 200):
+        run.step(gradients_of(weights, seed))
+        run.assert_equal_to_the_whole()
+    assert launches
+
+
+def test_operations_load_without_triton():
+    """In a fresh interpreter: only a table on a GPU needs it."""
+    program = "import sys, moe_optim, moe_optim.ops; print('triton' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr

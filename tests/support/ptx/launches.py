@@ -1,0 +1,80 @@
+"""Kernels compiled for a GPU that need not be there, and launched on the CPU."""
+
+import struct
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from moe_optim.kernels import member_table
+from moe_optim.kernels.bound_kernel import BoundKernel
+from moe_optim.kernels.health import table as health_table
+from moe_optim.kernels.norm import table as norm_table
+from moe_optim.kernels.steps import table as step_table
+from tests.support.ptx.grid import Grid
+from tests.support.ptx.program import parse
+
+TYPES = {
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+    torch.float32: "*fp32",
+    torch.float64: "*fp64",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.uint8: "*u8",
+}
+HAS_KERNELS = (member_table, step_table, health_table)
+RUNS_TRITON = (norm_table,)
+
+
+def compile_kernel(bound: BoundKernel, capability: int, *given: Any) -> Any:
+    """Return what Triton makes of a kernel for GPUs of a compute capability, such as 100.
+
+    Args:
+        bound: the kernel with its arguments.
+        capability: ten times the compute capability.
+        *given: arguments of one launch.
+    """
+    arguments = zip(bound.kernel.arg_names, (*bound.arguments, *given), strict=False)
+    signature = {name: _type_of(value) for name, value in arguments}
+    signature |= dict.fromkeys(bound.constants, "constexpr")
+    absent = {name: None for name, type in signature.items() if type == "constexpr"}
+    source = ASTSource(bound.kernel, signature, absent | dict(bound.constants))
+    target = GPUTarget("cuda", capability, 32)
+    return triton.compile(source, target=target, options={"num_warps": bound.num_warps})
+
+
+def _type_of(value: Any) -> str:
+    if value is None:
+        return "constexpr"
+    if isinstance(value, float):
+        return "fp32"
+    return TYPES[value.dtype] if isinstance(value, torch.Tensor) else "i32"
+
+
+def emulate(monkeypatch: pytest.MonkeyPatch, capability: int) -> list[str]:
+    """Have every launch compile for a GPU and run on the CPU; return the names, as they come."""
+    seen: list[str] = []
+
+    def launch(self: BoundKernel, *given: Any) -> None:
+        compiled = compile_kernel(self, capability, *given)
+        seen.append(self.kernel.__name__)
+        program = parse(compiled.asm["ptx"])
+        arguments = [_bits(one) for one in (*self.arguments, *given) if one is not None]
+        Grid(program, self.grid[:2], arguments, compiled.metadata.shared).run()
+
+    monkeypatch.setattr(BoundKernel, "__call__", launch)
+    for module in HAS_KERNELS:
+        monkeypatch.setattr(module, "has_kernels", lambda device: True)
+    for module in RUNS_TRITON:
+        monkeypatch.setattr(module, "runs_triton", lambda device: True)
+    return seen
+
+
+def _bits(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr()
+    return struct.unpack("I", struct.pack("f", value))[0] if isinstance(value, float) else value
