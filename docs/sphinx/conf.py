@@ -9,6 +9,7 @@ import os
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 from docutils.nodes import Element
 from sphinx.addnodes import pending_xref
@@ -50,7 +51,7 @@ autoclass_content = "both"
 autodoc_typehints_format = "short"
 python_display_short_literal_types = True
 python_maximum_signature_line_length = 80
-add_module_names = False
+toc_object_entries_show_parents = "hide"
 nitpicky = True
 nitpick_ignore_regex = [("py:class", ".*")]  # types of torch and of Python have no page here
 
@@ -68,6 +69,14 @@ def add_navigation(_app: Sphinx, docname: str, source: list[str]) -> None:
     """Let the home have the table of all pages, which no document needs where it is read alone."""
     if docname == root_doc:
         source[0] += "\n" + _NAVIGATION.read_text(encoding="utf-8")
+
+
+def keep_colons(_app: Sphinx, what: str, _name: str, _: Any, __: Any, lines: list[str]) -> None:
+    """Keep Napoleon from taking what stands before a colon for the type of a result or a field."""
+    if what in ("attribute", "data", "property"):
+        lines.insert(0, "")
+    for number in [i for i, line in enumerate(lines) if line in ("Returns:", "Yields:")][::-1]:
+        lines.insert(number + 1, "    \\ ")  # nothing, in reStructuredText
 
 
 def find_by_last_name(
@@ -93,4 +102,5 @@ def find_by_last_name(
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
     app.connect("source-read", add_navigation)
+    app.connect("autodoc-process-docstring", keep_colons, priority=400)  # Napoleon has 500
     app.connect("missing-reference", find_by_last_name)
