@@ -44,6 +44,7 @@ exclude_patterns = [
 ]
 _NAVIGATION = ROOT / "docs/sphinx/navigation.md"
 
+highlight_language = "none"  # where a block does not say
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_heading_anchors = 6
 autodoc_default_options = {"members": True, "member-order": "bysource"}
@@ -58,7 +59,7 @@ nitpick_ignore_regex = [("py:class", ".*")]  # types of torch and of Python have
 html_theme = "furo"
 html_title = f"moe_optim {VERSION}"
 html_copy_source = False
-html_show_sphinx = False
+html_show_copyright = html_show_sphinx = False
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_additional_pages = {"index": "redirect.html"}

@@ -63,7 +63,7 @@ def public_names() -> Iterator[Name]:
 
 def directives(text: str) -> Iterator[tuple[str, str, set[str]]]:
     """Yield kind, name and members left out of every ``.. auto...::`` of a page."""
-    found = re.findall(r"^\.\. auto(\w+):: (\S+)\n((?:   :.*\n)*)", text, re.M)
+    found = re.findall(r"^\.\. auto(\w+):: ([\w.]+).*\n((?:   :.*\n)*)", text, re.M)
     for kind, name, options in found:
         excluded = re.search(r":exclude-members: (.*)", options)
         yield kind, name, set(excluded[1].replace(" ", "").split(",")) if excluded else set()
