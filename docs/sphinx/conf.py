@@ -74,10 +74,11 @@ def add_navigation(_app: Sphinx, docname: str, source: list[str]) -> None:
 
 def keep_colons(_app: Sphinx, what: str, _name: str, _: Any, __: Any, lines: list[str]) -> None:
     """Keep Napoleon from taking what stands before a colon for the type of a result or a field."""
+    nothing = "\\ "  # in reStructuredText
     if what in ("attribute", "data", "property"):
-        lines.insert(0, "")
+        lines.insert(0, nothing)
     for number in [i for i, line in enumerate(lines) if line in ("Returns:", "Yields:")][::-1]:
-        lines.insert(number + 1, "    \\ ")  # nothing, in reStructuredText
+        lines.insert(number + 1, f"    {nothing}")
 
 
 def find_by_last_name(
