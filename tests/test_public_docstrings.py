@@ -10,13 +10,12 @@ from collections.abc import Iterator
 import pytest
 
 import moe_optim
+from tests.support.calls import communicates, errors_of
 from tests.support.public_names import (
     PAGES,
     Name,
-    communicates,
     directives,
     entries,
-    errors_of,
     names_in,
     parameters,
     public_names,

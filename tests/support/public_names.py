@@ -1,8 +1,4 @@
-"""What the pages of ``docs/api`` show, read from the sources: nothing is imported.
-
-Calls are followed where the source alone says who is called: functions and classes by their names,
-and methods of ``self`` and ``cls``. Callbacks and methods of other objects are not.
-"""
+"""What the pages of ``docs/api`` show, read from the sources: nothing is imported."""
 
 import ast
 import re
@@ -13,10 +9,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs" / "api"
-ERRORS = ("ConfigError", "LayoutError", "NonFiniteError", "PatchError", "StateError")
-COLLECTIVES = re.compile(
-    r"(?:dist|distributed)\.(?:all_|reduce|broadcast|gather|scatter|barrier|send|recv)"
-)
 
 Definition = ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
 Function = ast.FunctionDef
@@ -114,14 +106,15 @@ def imports(module: str) -> dict[str, tuple[str, str | None]]:
 def resolve(path: str) -> tuple[str, str, Definition]:
     """Return the module that defines a name, its name there, and its definition."""
     module, _, name = path.rpartition(".")
-    return _find(module, name)
+    return find(module, name)
 
 
-def _find(module: str, name: str) -> tuple[str, str, Definition]:
+def find(module: str, name: str) -> tuple[str, str, Definition]:
+    """Return the same for a name as it stands in a module, which may have imported it."""
     if name in definitions(module):
         return module, name, definitions(module)[name]
     origin, other = imports(module)[name]
-    return _find(origin, other or name)
+    return find(origin, other or name)
 
 
 def _names_of(node: ast.stmt) -> list[str]:
@@ -140,7 +133,7 @@ def _of_module(module: str, excluded: set[str]) -> Iterator[Name]:
     names = ast.literal_eval(listed.value) if listed else [n for n in found if n[0] != "_"]
     for name in names:
         if name not in excluded:
-            yield from _with_members(*_find(module, name))
+            yield from _with_members(*find(module, name))
 
 
 def _with_members(module: str, name: str, node: Definition) -> Iterator[Name]:
@@ -201,104 +194,3 @@ def entries(section: str) -> dict[str, str]:
     """Return name -> text of what a section lists."""
     found = re.split(r"^ {4}\*{0,2}(\w+): ", section, flags=re.M)
     return dict(zip(found[1::2], found[2::2], strict=True))
-
-
-# Who raises and who communicates
-
-
-@dataclass(frozen=True)
-class _Place:
-    """A function, and where its names are looked up."""
-
-    module: str
-    node: Function
-    owner: ast.ClassDef | None
-
-
-def errors_of(name: Name) -> set[str]:
-    """Return which of our errors a function raises: itself, or by what it calls directly.
-
-    Private functions belong to who calls them, however deep.
-    """
-    assert isinstance(name.node, Function)
-    own = _Place(name.module, name.node, name.owner)
-    places = [inner for one in (own, *_callees(own)) for inner in _with_private(one)]
-    return {error for place in places for error in _raised(place.node)}
-
-
-def communicates(name: Name) -> bool:
-    """Whether a function, or anything it is known to call, calls a collective of torch."""
-    assert isinstance(name.node, Function)
-    places = [_Place(name.module, name.node, name.owner)]
-    for place in places:  # which grows
-        if COLLECTIVES.search(ast.unparse(place.node)):
-            return True
-        places += [callee for callee in _callees(place) if callee not in places]
-    return False
-
-
-def _with_private(place: _Place) -> Iterator[_Place]:
-    places = [place]
-    for one in places:  # which grows
-        yield one
-        places += [c for c in _callees(one) if _is_private(c) and c not in places]
-
-
-def _is_private(place: _Place) -> bool:
-    return place.node.name.startswith("_")
-
-
-def _raised(node: Function) -> Iterator[str]:
-    for inner in ast.walk(node):
-        if isinstance(inner, ast.Raise) and isinstance(inner.exc, ast.Call):
-            raised = ast.unparse(inner.exc.func).rpartition(".")[2]
-            if raised in ERRORS:
-                yield raised
-
-
-@cache
-def _callees(place: _Place) -> tuple[_Place, ...]:
-    calls = (n.func for n in ast.walk(place.node) if isinstance(n, ast.Call))
-    return tuple(found for call in calls for found in _called(place, call))
-
-
-def _called(place: _Place, call: ast.expr) -> Iterator[_Place]:
-    """Yield what a call runs, as far as names tell."""
-    if isinstance(call, ast.Name):
-        yield from _by_name(place.module, call.id, place.owner)
-    elif isinstance(call, ast.Attribute) and isinstance(call.value, ast.Name):
-        base = call.value.id
-        if base in ("self", "cls") and place.owner:
-            yield from _method(place.module, place.owner, call.attr)
-        elif imports(place.module).get(base, ("", ""))[1] is None:
-            yield from _by_name(imports(place.module)[base][0], call.attr, None)
-        else:
-            for module, _, node in _lookup(place.module, base):
-                if isinstance(node, ast.ClassDef):
-                    yield from _method(module, node, call.attr)
-
-
-def _by_name(module: str, name: str, owner: ast.ClassDef | None) -> Iterator[_Place]:
-    if name == "cls" and owner:
-        yield from _construction(module, owner)
-    for found, _, node in _lookup(module, name):
-        if isinstance(node, Function):
-            yield _Place(found, node, None)
-        elif isinstance(node, ast.ClassDef):
-            yield from _construction(found, node)
-
-
-def _lookup(module: str, name: str) -> Iterator[tuple[str, str, Definition]]:
-    if name in definitions(module) or imports(module).get(name, ("", None))[1]:
-        yield _find(module, name)
-
-
-def _construction(module: str, node: ast.ClassDef) -> Iterator[_Place]:
-    yield from _method(module, node, "__init__")
-    yield from _method(module, node, "__post_init__")
-
-
-def _method(module: str, node: ast.ClassDef, name: str) -> Iterator[_Place]:
-    for member in node.body:
-        if isinstance(member, Function) and member.name == name:
-            yield _Place(module, member, node)
