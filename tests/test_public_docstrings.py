@@ -29,9 +29,6 @@ REFERS = re.compile(r":(?:func|meth|class|attr):`|``\w+\.\w+``")
 RANKS = re.compile(r"every rank|all ranks|each rank|no rank|one process", re.I)
 OF_MANY_RANKS = {"group", "groups", "model_chunks", "pg_collection", "reduce_max"}
 NEVER = {
-    ("moe_optim.checkpoints.conversion.comparison.find_side", "ConfigError"): (
-        "raised for a layout or an interleave that was asked for, and it asks for none"
-    ),
     ("moe_optim.ops.dequantize", "LayoutError"): "a QuantizedWeight has been checked",
     ("moe_optim.reference.dequantizing.dequantize", "LayoutError"): "likewise",
 }

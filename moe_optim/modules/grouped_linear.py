@@ -317,7 +317,7 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
     def operand(self, direction: Direction) -> Tensor:
         """Return what products of ``direction`` multiply, [E, R, C] bf16; see :meth:`version`.
 
-        Weights of bf16 themselves where products read these, else values that are newly allocated.
+        Not to be written: it may be the memory of bf16 weights, where products read these.
 
         Raises:
             StateError: the weights are behind their masters, or offloaded.

@@ -96,6 +96,7 @@ def find_side(view: LayerView, *, num_experts: int | None, weights_only: bool) -
 
     Raises:
         LayoutError: experts are not complete.
+        ConfigError: the checkpoint records a layout of experts that does not exist.
     """
     kept = [key for key in view.tensors if not (weights_only and is_state(key))]
     sets = find_experts(view, kept, num_experts=num_experts)
