@@ -64,7 +64,7 @@ define ON_GPUS
 fi
 endef
 
-.PHONY: train test test-all life-cycle fuzz lint format docs python clean
+.PHONY: train test test-all life-cycle fuzz lint format docs site python clean
 
 train: $(STAMP)
 	$(VENV)/bin/moe-optim train recipes/quickstart.yaml --out runs/quickstart $(ARGS)
@@ -101,6 +101,11 @@ format: $(STAMP)
 docs: $(STAMP)
 	$(VENV)/bin/python -m tests.support.documents
 
+# Builds the site of all documents and of the API; what fails here fails in the tests. Open
+# site/index.html, or serve the folder: it needs nothing from elsewhere.
+site: $(STAMP)
+	$(VENV)/bin/python -m sphinx -c docs/sphinx -d build/doctrees -E -W --keep-going -q . site
+
 # Prints the Python that .venv would be built with.
 python:
 	@sh -c "$$FIND_PYTHON"
@@ -119,5 +124,5 @@ $(STAMP): pyproject.toml
 
 # Removes .venv and what the tools left behind; runs/ stays.
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -147,6 +147,10 @@ class MoEOptimConfig:
     ) -> "MoEOptimConfig":
         """Return a copy with ``key=value`` assignments applied, the last one winning.
 
+        Args:
+            assignments: as on a command line, values spelled as in a recipe.
+            where: how errors call them.
+
         Raises:
             ConfigError: not an assignment, an unknown key, or a value its field does not take.
         """

@@ -17,11 +17,16 @@ from torch import Tensor
 from moe_optim.errors import ConfigError, LayoutError
 
 Direction = Literal["rowwise", "columnwise"]
+"""Along what blocks run: ``rowwise`` for the forward product, ``columnwise`` for the dgrad."""
 Element = Literal["e4m3", "e2m1"]
+"""Of one element: four exponent bits and three mantissa bits, or two and one."""
 ScaleEncoding = Literal["e8m0", "e4m3", "power_of_two"]
+"""Of one scale, see :attr:`BlockScaledFormat.scale_encoding`."""
 ColumnwiseCopy = Literal["quantized", "shared", "transposed"]
+"""What the columnwise plane is made of, see :attr:`BlockScaledFormat.columnwise_copy`."""
 
 DIRECTIONS: tuple[Direction, ...] = ("rowwise", "columnwise")
+"""Both, in the order in which planes are listed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +105,7 @@ class BlockScaledFormat:
         return plane * len(self.wire_directions)
 
     def block(self, direction: Direction) -> tuple[int, int]:
-        """Return the rows and columns of the logical [R, C] weight that share one scale."""
+        """Return how many rows and columns of a [R, C] weight share one scale of ``direction``."""
         rows, cols = self.rowwise_block
         return (rows, cols) if direction == "rowwise" else (cols, rows)
 
@@ -146,7 +151,12 @@ class BlockScaledFormat:
         return experts, rows, cols
 
     def data_shape(self, shape: Sequence[int], direction: Direction) -> tuple[int, int, int]:
-        """Return the shape in bytes of the data plane of a logical [E, R, C] weight."""
+        """Return the shape in bytes of the data plane of ``direction``.
+
+        Args:
+            shape: logical [E, R, C] of the weight, which the format can hold.
+            direction: which plane.
+        """
         experts, rows, cols = shape
         if self.transposes(direction):
             rows, cols = cols, rows
@@ -157,6 +167,10 @@ class BlockScaledFormat:
 
         2-D formats give the transpose of their rowwise scales for ``columnwise``, also where the
         data itself is shared and not transposed.
+
+        Args:
+            shape: logical [E, R, C] of the weight, which the format can hold.
+            direction: which plane.
         """
         experts, rows, cols = shape
         block_rows, block_cols = self.block(direction)
@@ -170,6 +184,11 @@ class BlockScaledFormat:
 
         Padded and unswizzled. A storage scale lies at the position of its logical scale times
         :meth:`storage_scale_repeat`; everything beyond is padding and must be zero.
+
+        Args:
+            rows: R, logical.
+            cols: C, logical.
+            direction: which scales.
         """
         if self.transposes(direction):
             rows, cols = cols, rows
@@ -183,7 +202,7 @@ class BlockScaledFormat:
         return _round_up(rows, 128), _round_up(_ceil_div(cols, length), 4)
 
     def storage_scale_repeat(self, direction: Direction) -> tuple[int, int]:
-        """Return how many storage rows and columns one block scale fills.
+        """Return how many storage rows and columns one block scale of ``direction`` fills.
 
         Counted along the axes of the data plane as stored. For ``mxfp8_2d`` columnwise these are
         the axes of the *rowwise* scales, because its data is not transposed.
@@ -205,6 +224,7 @@ MXFP8 = BlockScaledFormat(
     scale_encoding="e8m0",
     dimension_multiple=32,
 )
+"""E4M3 with an E8M0 scale for 32 elements of a row, and once more for 32 of a column."""
 MXFP8_2D = BlockScaledFormat(
     name="mxfp8_2d",
     element="e4m3",
@@ -214,6 +234,7 @@ MXFP8_2D = BlockScaledFormat(
     scale_encoding="e8m0",
     dimension_multiple=32,
 )
+"""E4M3 with an E8M0 scale for 32x32 elements: both directions read the same bytes."""
 NVFP4 = BlockScaledFormat(
     name="nvfp4",
     element="e2m1",
@@ -224,6 +245,7 @@ NVFP4 = BlockScaledFormat(
     dimension_multiple=16,
     has_global_amax=True,
 )
+"""E2M1, two a byte, with an E4M3 scale for 16x16 elements and an fp32 amax an expert."""
 FP8_BLOCK = BlockScaledFormat(
     name="fp8_block",
     element="e4m3",
@@ -233,6 +255,7 @@ FP8_BLOCK = BlockScaledFormat(
     scale_encoding="power_of_two",
     dimension_multiple=1,
 )
+"""E4M3 with an fp32 power of two for 128x128 elements."""
 
 FORMATS: Mapping[str, BlockScaledFormat] = MappingProxyType(
     {format.name: format for format in (MXFP8, MXFP8_2D, NVFP4, FP8_BLOCK)}
@@ -263,6 +286,7 @@ class QuantizedWeight:
     """
 
     format: BlockScaledFormat
+    """What the bytes mean."""
     shape: tuple[int, int, int]
     """Logical (experts, rows, cols)."""
     rowwise_data: Tensor
@@ -313,10 +337,16 @@ class QuantizedWeight:
         device: torch.device | str | None = None,
         name: str = "weight",
     ) -> "QuantizedWeight":
-        """Allocate the planes of a logical [E, R, C] weight, contiguous and not written.
+        """Allocate the planes of a weight, contiguous and not written.
+
+        Args:
+            format: what the bytes will mean.
+            shape: logical [E, R, C].
+            device: where the planes lie; torch's default if not given.
+            name: how errors call the weight.
 
         Raises:
-            LayoutError: ``shape`` does not fit the format; the message calls it ``name``.
+            LayoutError: ``shape`` does not fit the format.
         """
         checked = format.check_shape(shape, name)
 
@@ -346,7 +376,13 @@ class QuantizedWeight:
     def of_planes(
         cls, format: BlockScaledFormat, shape: Sequence[int], planes: Iterable[Tensor]
     ) -> "QuantizedWeight":
-        """Return the record of planes in the order of ``format.plane_names``; nothing is copied.
+        """Return the record of planes that exist; nothing is copied.
+
+        Args:
+            format: what the bytes mean.
+            shape: logical [E, R, C].
+            planes: in the order of ``format.plane_names``, of the shapes and dtypes that the fields
+                of this record have.
 
         Raises:
             LayoutError: a plane does not fit the format.
@@ -357,19 +393,28 @@ class QuantizedWeight:
         return cls(format=format, shape=(experts, rows, cols), **fields)
 
     def data(self, direction: Direction) -> Tensor:
-        """Return the data plane of ``direction``, not a copy."""
+        """Return the data plane of ``direction``, not a copy: uint8, of ``format.data_shape``."""
         return self.rowwise_data if direction == "rowwise" else self.columnwise_data
 
     def scale(self, direction: Direction) -> Tensor:
-        """Return the scale plane of ``direction``, not a copy."""
+        """Return the scale plane of ``direction``, not a copy: of ``format.scale_shape``.
+
+        Its dtype is ``format.scale_dtype``.
+        """
         return self.rowwise_scale if direction == "rowwise" else self.columnwise_scale
 
     def planes(self) -> dict[str, Tensor]:
-        """Return every distinct plane by field name; shared bytes are listed once."""
+        """Return every distinct plane by field name, not copies; shared bytes are listed once.
+
+        Shapes and dtypes are those of the fields.
+        """
         return {name: getattr(self, name) for name in self.format.plane_names}
 
     def wire_planes(self) -> dict[str, Tensor]:
-        """Return the planes that travel, by field name; the others are derived from them."""
+        """Return the planes that travel, by field name, not copies; others are derived from them.
+
+        Shapes and dtypes are those of the fields.
+        """
         kinds = [
             f"{way}_{kind}" for way in self.format.wire_directions for kind in ("data", "scale")
         ]

@@ -27,6 +27,7 @@ class Sum(IntEnum):
     ERRORS = 1
     """Squares of value - weight."""
     ELEMENTS = 2
+    """How many there are here."""
     SATURATED = 3
     """Weights above the largest magnitude that their block holds, which are read as that."""
     FLUSHED = 4
@@ -70,7 +71,12 @@ class LayerHealth:
         return self.sums[:, Sum.SQUARES].sqrt()
 
     def of_experts(self) -> dict[str, Tensor]:
-        """Return name -> a figure of each expert; NaN where there is nothing to divide by."""
+        """Return name -> a figure of each expert, [E] fp64 on the host.
+
+        ``amax`` and ``norm``; ``saturated`` and ``flushed``, shares of the weights; ``error``,
+        relative to the norm; ``dead_blocks``, a share of the blocks. NaN where there is nothing to
+        divide by.
+        """
         return {"amax": self.amax, "norm": self.norm, **_shares(self.sums)}
 
     def of_layer(self) -> dict[str, float]:
@@ -125,6 +131,9 @@ def distance_of_experts(sketches: Tensor) -> float:
     0 where all point the same way, as after upcycling; about 1 where they have nothing in common.
     The cosine of two sketches is that of the experts up to about 1 / sqrt(SKETCH), and errors of
     pairs even out in the mean. NaN where an expert is zero.
+
+    Args:
+        sketches: [E, SKETCH] fp64, of two experts or more.
     """
     units = sketches / sketches.square().sum(1, keepdim=True).sqrt()
     count = len(units)
@@ -142,6 +151,9 @@ def signs(start: int, end: int, device: torch.device | str | None = None) -> Ten
         start: first element, counted in the expert.
         end: one past the last.
         device: of the result.
+
+    Returns:
+        [end - start] fp32.
     """
     bits = torch.arange(start, end, device=device) * 0x9E3779B1 & 0xFFFFFFFF
     bits = (bits ^ (bits >> 15)) * 0x85EBCA77 & 0xFFFFFFFF

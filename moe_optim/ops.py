@@ -192,6 +192,9 @@ def partial_amax(table: MemberTable) -> None:
 
     Every rank calls it, then one MAX all-reduce of ``table.exchange``, then ``encode``. NaN counts
     as zero, and maxima of fp32 are exact in any order.
+
+    Args:
+        table: whose ``exchange`` is overwritten; its sources and planes are left alone.
     """
     launches, entries = _split(table)
     if table.exchange.numel():
@@ -269,7 +272,12 @@ def _encode_unshared(table: MemberTable) -> None:
 
 
 def encode_shared(table: MemberTable) -> None:
-    """Write what a step has left, once ``table.exchange`` holds the maxima over all ranks."""
+    """Write what a step has left, once the maxima over all ranks are known.
+
+    Args:
+        table: the members of the :class:`StepTable`, whose ``exchange`` has been reduced with MAX
+            over the ranks since the step. Nothing happens where it is empty.
+    """
     if not table.exchange.numel():
         return
     if table.launches:
@@ -287,7 +295,10 @@ def finish_gather(table: MemberTable) -> None:
     """Derive what did not travel: columnwise copies of 2-D formats, and scales in storage.
 
     The whole of every parameter is read from the planes that travel, whoever wrote them. Nothing
-    happens where nothing is to be derived.
+    happens where nothing is to be derived. No rank communicates.
+
+    Args:
+        table: of complete planes, as after a gather.
     """
     if table.unfinished:
         _derive(table.unfinished)

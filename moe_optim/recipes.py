@@ -100,7 +100,9 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
 
 
 def unmet_requirements(recipe: Recipe, *, hardware: bool = True) -> list[str]:
-    """Return one line for every requirement this machine does not meet: wanted, found, remedy.
+    """Return one line for every requirement of ``recipe`` this machine does not meet.
+
+    A line says what is wanted, what was found, and what to do.
 
     ``ranks`` is not among them: it says how many processes to launch, on any machine. Nor is
     ``hardware`` for ranks that a launcher starts, perhaps on several machines: it has chosen that.
@@ -114,7 +116,15 @@ def unmet_requirements(recipe: Recipe, *, hardware: bool = True) -> list[str]:
 
 
 def check_requirements(recipe: Recipe, *, hardware: bool = True) -> None:
-    """Raise one ConfigError that names every requirement this machine does not meet."""
+    """Check that this machine meets what a recipe requires.
+
+    Args:
+        recipe: one that was loaded.
+        hardware: whether GPUs are asked for, too; see :func:`unmet_requirements`.
+
+    Raises:
+        ConfigError: it does not; every requirement that is not met is named.
+    """
     if unmet := unmet_requirements(recipe, hardware=hardware):
         lines = "".join(f"\n  {line}" for line in unmet)
         raise ConfigError(f"{recipe.path}: requires: expected more than this machine has.{lines}")

@@ -64,7 +64,10 @@ def checkpoint_defect(checkpoint: Path) -> str | None:
     Complete means for torch_dist: Megatron's ``metadata.json``, written when all ranks are done;
     torch's ``.metadata``; every file that it names, as long as it says; and the state that is not
     sharded. For ``--ckpt-format torch``: a model in every ``mp_rank_*`` folder, and no file cut
-    off. What was recorded of metadata has to hold, see the module.
+    off. What was recorded of metadata has to hold, see the module. No rank communicates.
+
+    Args:
+        checkpoint: folder of one iteration.
     """
     return next((str(defect) for defect in _look(Path(checkpoint), thorough=False)), None)
 
@@ -87,8 +90,13 @@ def require_intact(checkpoint: Path, *, thorough: bool, part: int = 0, parts: in
     """Refuse a checkpoint with a missing or damaged file.
 
     Every rank may call it by itself. Ranks that share the reading each see their share, as with
-    :func:`corrupt_files`: they have to exchange the outcome before they go on. Unless it is
-    ``thorough``, metadata and sizes alone are read.
+    :func:`corrupt_files`: they have to exchange the outcome before they go on.
+
+    Args:
+        checkpoint: folder of one iteration.
+        thorough: read everything, and not metadata and sizes alone.
+        part: which share of the bytes to read.
+        parts: number of shares.
 
     Raises:
         StateError: names every defective file, and the newest complete checkpoint beside it.
@@ -106,12 +114,12 @@ def require_intact(checkpoint: Path, *, thorough: bool, part: int = 0, parts: in
 
 
 def is_damage(message: str) -> bool:
-    """Return whether a message, perhaps of another process, is :func:`require_intact`'s."""
+    """Return whether ``message``, perhaps of another process, is :func:`require_intact`'s."""
     return _DAMAGED in message
 
 
 def step_beside(message: str) -> int | None:
-    """Return the iteration that :func:`require_intact`'s message says to load instead, if any."""
+    """Return the iteration that a ``message`` of :func:`require_intact` says to load, if any."""
     found = _REMEDY.search(message)
     return int(found[1]) if found else None
 
@@ -121,6 +129,9 @@ def seal(checkpoint: Path) -> None:
 
     Recorded are a SHA-256 of each metadata file, and one of the tables of all archives in each
     other file: names, places and CRCs of their records. Data is not read again.
+
+    Args:
+        checkpoint: folder of one iteration; the seal is written into it.
 
     Raises:
         StateError: the checkpoint is not complete, or no seal can be written there.
@@ -142,6 +153,12 @@ def invalidate(checkpoint: Path) -> None:
 
     Megatron saves an iteration again into its old folder, and until it is done ``metadata.json``
     of the first save says that all is there. One process calls this before any rank writes.
+
+    Args:
+        checkpoint: folder of one iteration; what was recorded of it is removed.
+
+    Raises:
+        StateError: a record cannot be removed.
     """
     for name in (_CONFIG, MANIFEST, SEAL):  # the first decides
         remove_record(Path(checkpoint), name)

@@ -27,11 +27,13 @@ def convert_expert_set(
 ) -> dict[str, Tensor]:
     """Return the experts of a set under the keys of a layout, behind the same prefix.
 
-    The way back gives the same bits. Every result is contiguous and has memory of its own, in the
-    dtype and on the device of the source (``meta`` too); extra states are left behind.
+    The way back gives the same bits. Every result has the shape that the layout says, is contiguous
+    and has memory of its own, in the dtype and on the device of the source (``meta`` too); extra
+    states are left behind. No rank communicates.
 
     Args:
-        tensors: those of the set, any dtype; other entries are not looked at. Nothing is written.
+        tensors: those of the set, of the shapes that its layout says, any dtype; other entries are
+            not looked at. Nothing is written.
         source: what they are, from :func:`~moe_optim.expert_keys.finding.find_expert_sets`.
         to: the layout to convert to.
         source_interleave: rows of gate that alternate with as many of up, in weights and biases;

@@ -14,6 +14,7 @@ from typing import Literal
 from moe_optim.errors import ConfigError
 
 Projection = Literal["gate", "up", "down"]
+"""One of the matrices of an expert: gate and up [F, H], down [H, F]."""
 
 _CANONICAL_AXES = {  # of a weight; a bias leaves the last one out, a tensor of one expert the first
     "gate": ("E", "2F", "F", "H"),
@@ -52,7 +53,7 @@ class KeyPattern:
         return tuple(sorted(range(len(self.axes)), key=lambda i: canonical.index(self.axes[i])))
 
     def key(self, expert: int | None = None) -> str:
-        """Return what follows the prefix, for one expert where each has a key."""
+        """Return what follows the prefix: for ``expert`` where each has a key, else for all."""
         return self.template.format(expert=expert)
 
 
@@ -61,7 +62,9 @@ class KeyLayout:
     """How the experts of one layer are named and stored."""
 
     name: str
+    """What commands and errors call it."""
     patterns: tuple[KeyPattern, ...]
+    """All kinds of keys there can be."""
 
     @property
     def holds_biases(self) -> bool:
@@ -86,11 +89,15 @@ class ExpertSet:
     prefix: str
     """Of all keys, up to and including the component ``experts.``; empty at the root."""
     layout: KeyLayout
+    """How they are named and stored."""
     num_experts: int
+    """E."""
     hidden: int
+    """H."""
     ffn: int
     """F, of one expert: fc1 has twice as many rows."""
     has_bias: bool = False
+    """Whether each of their linears has a bias."""
     extra_states: tuple[str, ...] = ()
     """Keys of Megatron's ``_extra_state`` entries beside them, which no conversion keeps."""
 
@@ -111,7 +118,7 @@ class ExpertSet:
                 yield pattern, expert, self.prefix + pattern.key(expert)
 
     def sizes(self, axes: tuple[str, ...]) -> tuple[int, ...]:
-        """Return the sizes that axes such as ``2F`` or ``E*F`` have here."""
+        """Return the sizes that ``axes`` have here, such as ``2F`` or ``E*F``."""
         sizes = {"E": self.num_experts, "F": self.ffn, "2F": 2 * self.ffn, "H": self.hidden}
         return tuple(math.prod(sizes[axis] for axis in part.split("*")) for part in axes)
 
@@ -213,7 +220,11 @@ _EXTRA_STATES = tuple(  # what the linears of grouped, indexed and sequential ex
 
 
 def get_layout(name: str) -> KeyLayout:
-    """Return the layout of that name; ConfigError if there is none."""
+    """Return the layout called ``name``.
+
+    Raises:
+        ConfigError: there is none; the message lists those there are.
+    """
     if name not in LAYOUTS:
         raise ConfigError(f"expert key layout: expected one of {', '.join(LAYOUTS)}, got {name!r}.")
     return LAYOUTS[name]
@@ -239,12 +250,12 @@ def match_key(remainder: str, template: str) -> tuple[int | None] | None:
 
 
 def is_extra_state(remainder: str) -> bool:
-    """Return whether Megatron keeps state of a linear there that is neither weight nor bias."""
+    """Return whether ``remainder``, behind the prefix, is neither weight nor bias to Megatron."""
     return any(_regex(template).fullmatch(remainder) for template in _EXTRA_STATES)
 
 
 def is_calibrated_amax(remainder: str) -> bool:
-    """Return whether a linear of experts keeps there what calibration has found.
+    """Return whether a linear of experts keeps under ``remainder`` what calibration has found.
 
     Of any expert layout, and no conversion changes it.
     """

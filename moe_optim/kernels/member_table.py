@@ -30,6 +30,7 @@ class MemberTable:
     """
 
     entries: tuple[TableEntry, ...]
+    """The parameters, in the order in which they were given."""
     consumed: Tensor | None
     """Memory to zero once its values have been read: the sources and the gaps between them."""
     exchanges: tuple[Exchange, ...]
@@ -61,7 +62,8 @@ class MemberTable:
             entries: may be of different shapes and formats, and may be none at all. Where shards
                 cut parameters, every rank names the same ones in the same order, with the same
                 cuts, those it owns nothing of included.
-            consumed: any tensor that covers what a launch uses up, or None to leave sources alone.
+            consumed: a tensor of any shape and dtype that covers what a launch uses up, or None to
+                leave sources alone.
             backend: ``auto`` takes kernels where they run, ``reference`` does without them.
 
         Raises:

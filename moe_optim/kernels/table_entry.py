@@ -33,8 +33,8 @@ class TableEntry:
     """Whether the parameter is itself a part of larger experts, of which other ranks hold other
     rows or columns: then their amaxes, where the format has them, are those of all these ranks."""
     storage_scales: Mapping[Direction, Tensor] = field(default=_NO_SCALES)
-    """Scales as Transformer Engine stores them, [E, *format.storage_scale_shape]: filled from the
-    target's scales after a gather. Their padding is the owner's, and is not touched."""
+    """Scales as Transformer Engine stores them, [E, ...] of ``storage_scale_shape``: filled from
+    the target's scales after a gather. Their padding is the owner's, and is not touched."""
 
     @property
     def end(self) -> int:

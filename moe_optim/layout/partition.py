@@ -16,8 +16,11 @@ from moe_optim.errors import ConfigError, LayoutError
 from moe_optim.formats import DIRECTIONS, BlockScaledFormat, Direction, get_format
 
 Dimension = Literal["experts", "rows", "columns"]
+"""Of a weight [E, R, C]: what a mesh axis can cut."""
 DIMENSIONS: tuple[Dimension, ...] = get_args(Dimension)
+"""All of them, in the order of the axes of a weight."""
 Bounds = Mapping[Dimension, range]
+"""Which experts, rows and columns of the whole weight a part has."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,7 +28,9 @@ class MeshAxis:
     """One axis of a mesh of ranks, and what it cuts."""
 
     name: str
+    """What the mesh calls it."""
     dimension: Dimension
+    """What it cuts."""
     parts: int
     """Ranks along the axis; each has one part."""
     size: int

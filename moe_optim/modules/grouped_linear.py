@@ -315,7 +315,13 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         return multiply(tokens, ends, self)
 
     def operand(self, direction: Direction) -> Tensor:
-        """Return what products multiply, [E, R, C] bf16; see also :meth:`version`."""
+        """Return what products of ``direction`` multiply, [E, R, C] bf16; see :meth:`version`.
+
+        Not to be written: it may be the memory of bf16 weights, where products read these.
+
+        Raises:
+            StateError: the weights are behind their masters, or offloaded.
+        """
         weights, storages = self.weights(), self.storages()
         for storage in storages:
             storage.require_fresh()
@@ -345,7 +351,7 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
             hook(self, ())
 
     def keep_for_wgrad(self, factors: WgradFactors) -> None:
-        """Keep what a backward pass leaves to :meth:`backward_dw`."""
+        """Keep the ``factors`` that a backward pass leaves to :meth:`backward_dw`."""
         self._delayed.append(factors)
 
     def backward_dw(self) -> None:
@@ -375,7 +381,14 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
             )
 
     def clip_wgrad(self, wgrad: Tensor) -> Tensor:
-        """Return a weight gradient [E, R, C] with zeros where products read a clipped value."""
+        """Return a weight gradient with zeros where products read a clipped value.
+
+        Args:
+            wgrad: [E, R, C] bf16; returned as it is where nothing is clipped.
+
+        Returns:
+            [E, R, C] bf16.
+        """
         if self.quantized_copy is None:
             return wgrad
         return self.quantized_copy.clip_wgrad(self.weights(), wgrad, calibrated_amax(self))
@@ -390,7 +403,7 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         Returns:
             One gradient a parameter for autograd, None where nobody wants it. Where the values went
             into ``main_grad`` it is an unwritten tensor: DDP's hooks want to see one, and free it
-            without reading it.
+            without reading it. All are bf16, of the shapes of the parameters.
         """
         wgrad = self.clip_wgrad(wgrad)
         gradients: list[Tensor | None] = []

@@ -34,12 +34,19 @@ class GroupedWeight(Tensor):
     """
 
     quantized_storage: PlaneStorage
+    """What holds the bytes."""
     plane_rowwise_data = property(attrgetter("quantized_storage.quantized.rowwise_data"))
+    """Of the storage, as compiled graphs ask for it: see ``QuantizedWeight``."""
     plane_rowwise_scale = property(attrgetter("quantized_storage.quantized.rowwise_scale"))
+    """Likewise."""
     plane_columnwise_data = property(attrgetter("quantized_storage.quantized.columnwise_data"))
+    """Likewise."""
     plane_columnwise_scale = property(attrgetter("quantized_storage.quantized.columnwise_scale"))
+    """Likewise."""
     plane_global_amax = property(attrgetter("quantized_storage.quantized.global_amax"))
+    """Likewise; None of formats without one."""
     storage_handle = property(attrgetter("quantized_storage.handle"))
+    """By what compiled graphs know the storage."""
 
     @staticmethod
     def __new__(
@@ -141,10 +148,11 @@ class GroupedWeight(Tensor):
         self.quantized_storage = other
 
     def get_high_precision_init_val(self) -> Tensor:
-        """Return the bf16 values last written before masters were made, else dequantized ones.
+        """Return the values last written before masters were made, else dequantized ones.
 
-        Masters start from these, so that quantization does not cost precision twice. The name is
-        Transformer Engine's; the distributed optimizer looks for it.
+        In the logical shape; dequantized ones are bf16, written ones of the dtype they were written
+        in, and not a copy. Masters start from these, so that quantization does not cost precision
+        twice. The name is Transformer Engine's; the distributed optimizer looks for it.
         """
         initial = self.quantized_storage.initial
         return self.dequantize() if initial is None else initial.view(self.shape)

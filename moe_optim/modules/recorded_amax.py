@@ -49,8 +49,9 @@ class RecordsAmax:
         """Keep what was loaded until the next requantization, once the weights are loaded.
 
         Args:
-            loaded: one value an expert. NaN, where whoever saved did not know it, and None are
-                passed over, and so is everything where nothing is recorded.
+            loaded: one value an expert, of any floating-point dtype and any shape. NaN, where
+                whoever saved did not know it, and None are passed over, and so is everything where
+                nothing is recorded.
 
         Raises:
             LayoutError: it is of another number of experts.

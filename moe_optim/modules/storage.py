@@ -198,7 +198,14 @@ class PlaneStorage(ABC):
 
     @torch.no_grad()
     def write(self, values: Tensor) -> None:
-        """Quantize ``values`` [E, R, C], fp32 or bf16, into the planes."""
+        """Quantize values into the planes, in place.
+
+        Args:
+            values: [E, R, C] fp32 or bf16, any strides and device; left alone.
+
+        Raises:
+            LayoutError: another shape or dtype.
+        """
         source = values.detach().to(self.device).contiguous()
         entry = TableEntry(
             parameter=self.name,
@@ -220,7 +227,7 @@ class PlaneStorage(ABC):
             self.initial = None
 
     def dequantize(self, direction: Direction = "rowwise") -> Tensor:
-        """Return the values of one direction, [E, R, C] bf16, newly allocated."""
+        """Return the values of one ``direction``, [E, R, C] bf16, newly allocated."""
         return ops.dequantize(self.quantized, direction)
 
     def memories(self) -> tuple[torch.UntypedStorage, ...]:
@@ -234,7 +241,11 @@ class PlaneStorage(ABC):
             self.holder.before_gradient()
 
     def require_present(self) -> None:
-        """Raise StateError if the bytes are on the host."""
+        """Check that the bytes are here.
+
+        Raises:
+            StateError: they are on the host.
+        """
         if self.is_offloaded:
             raise StateError(
                 f"{self.name}: expected the bytes of the weight, got none: they are offloaded. "
@@ -242,7 +253,12 @@ class PlaneStorage(ABC):
             )
 
     def require_fresh(self) -> None:
-        """Raise StateError if the masters have moved since the bytes were written, or are away."""
+        """Check that the bytes are those of the current masters.
+
+        Raises:
+            StateError: masters have moved since the bytes were written, or the bytes are on the
+                host.
+        """
         self.require_present()
         if not self.is_fresh:
             raise StateError(
@@ -252,7 +268,12 @@ class PlaneStorage(ABC):
             )
 
     def require_writable(self) -> None:
-        """Raise StateError if a gather, begun or still to come, would overwrite what is written."""
+        """Check that what is written now stays.
+
+        Raises:
+            StateError: a gather, begun or still to come, would overwrite it, or the bytes are on
+                the host.
+        """
         self.require_present()
         if self.holder is not None and not self.is_fresh:
             raise StateError(
@@ -300,7 +321,13 @@ class PortableStorage(PlaneStorage):
     def viewing(
         cls, quantized: QuantizedWeight, name: str = "weight", backend: Backend = "auto"
     ) -> "PortableStorage":
-        """Return a storage over planes that somebody else allocated."""
+        """Return a storage over planes that somebody else allocated; nothing is copied.
+
+        Args:
+            quantized: the planes.
+            name: parameter name, for errors.
+            backend: who quantizes what is written.
+        """
         storage = cls.__new__(cls)
         PlaneStorage.__init__(storage, name, quantized, backend)
         storage.initial = storage._whole = None
@@ -318,6 +345,14 @@ class PortableStorage(PlaneStorage):
 
         A bound storage is no longer part of the one it may have been cut from, whose bytes it no
         longer shares.
+
+        Args:
+            planes: by field of ``QuantizedWeight``, of the same shapes and dtypes; filled with the
+                present bytes, and aliased from then on. May be none.
+            holder: what :attr:`holder` is from then on.
+
+        Raises:
+            StateError: the weight is offloaded.
         """
         self.require_present()
         for name, plane in planes.items():
@@ -331,7 +366,14 @@ class PortableStorage(PlaneStorage):
             self._whole = None
 
     def expert(self, index: int) -> "PortableStorage":
-        """Return a storage [1, R, C] over the planes of one expert; the memory is shared."""
+        """Return a storage [1, R, C] over the planes of one expert; the memory is shared.
+
+        Args:
+            index: of the expert, from 0 on.
+
+        Raises:
+            LayoutError: there is no such expert.
+        """
         whole, one = self.quantized, slice(index, index + 1)
         view = QuantizedWeight(
             format=whole.format,

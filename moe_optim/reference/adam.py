@@ -19,12 +19,17 @@ class Hyper:
     """The hyper-parameters of a step, in fp32 as the kernels read them."""
 
     lr: float
+    """Learning rate."""
     betas: tuple[float, float]
+    """Decay of the first and of the second moment."""
     eps: float
+    """Added to the root of the second moment, after its correction."""
     weight_decay: float
+    """Factor of the master that is added to the update, or to the gradient."""
     step: int
     """Of this update, from 1 on."""
     bias_correction: bool = True
+    """Whether moments are divided by what they lack in the first steps."""
 
     def row(self) -> list[float]:
         """Return beta1, 1 - beta1, beta2, 1 - beta2, both corrections, eps, decay and -lr.

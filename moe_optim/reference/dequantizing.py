@@ -32,6 +32,10 @@ def dequantize(q: QuantizedWeight, direction: Direction = "rowwise") -> Tensor:
     ``element * ((block scale * global amax) * fl(1/2688))``, each product rounded to fp32, as TE's
     dequantization computes them.
 
+    Args:
+        q: planes; left alone.
+        direction: which of them to read.
+
     Returns:
         [E, R, C] fp32, contiguous, also where the data plane is stored transposed.
     """
@@ -74,12 +78,15 @@ def dequantize_bf16(
     NaN in both, its payload and sign are not promised.
 
     Args:
-        data: uint8 plane of ``direction``, as stored.
-        scale: its logical scales.
+        data: uint8 plane of ``direction``, as stored: of ``format.data_shape``.
+        scale: its logical scales, of ``format.scale_shape`` and ``format.scale_dtype``.
         format: what the planes mean.
         direction: which planes these are.
         global_amax: [E] fp32, needed by formats that have one.
         out: [E, R, C] bf16, contiguous; overwritten and returned if given.
+
+    Returns:
+        [E, R, C] bf16, contiguous: ``out``, or newly allocated.
 
     Raises:
         LayoutError: ``global_amax`` is missing, or ``out`` does not have the shape of the weight.

@@ -25,7 +25,8 @@ def expand_scale_into(q: QuantizedWeight, direction: Direction, out: Tensor) -> 
     Args:
         q: source; its rowwise scales are read, or both where both travel.
         direction: which scales.
-        out: [E, *storage_scale_shape] of ``q.format.scale_dtype``; its padding is left alone.
+        out: [E, ...] with ``q.format.storage_scale_shape`` behind the experts, of
+            ``q.format.scale_dtype``; its padding is left alone.
     """
     scale = q.rowwise_scale if q.format.is_2d else q.scale(direction)
     if q.format.transposes(direction):

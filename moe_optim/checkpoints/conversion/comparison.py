@@ -20,6 +20,7 @@ from moe_optim.expert_keys.conversion import convert_expert_set
 from moe_optim.expert_keys.layouts import ExpertSet, get_layout
 
 GROUPED = get_layout("grouped")
+"""The layout in which experts are compared."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -32,14 +33,17 @@ class Difference:
     what: str
     """``values``, ``dtype``, ``shape``, ``only in A`` or ``only in B``."""
     expert: int | None = None
+    """Which one of the layer; None of a tensor that is not of experts."""
     differing: int = 0
     """Elements whose bits differ, out of ``elements``."""
     elements: int = 0
+    """Of the expert, or of the tensor."""
     first: tuple[int, ...] = ()
     """Index of the first that differs, within the expert where there is one."""
     largest: float | None = None
     """Largest absolute difference of values that are numbers on both sides."""
     detail: str = ""
+    """Both shapes or dtypes, where these are what differs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,14 +51,20 @@ class Side:
     """A checkpoint with its experts found."""
 
     view: LayerView
+    """The checkpoint."""
     interleave: int
+    """Rows of gate that alternate with as many of up; 0: all gate rows first."""
     sets: dict[str, ExpertSet]
     """By prefix."""
     others: tuple[str, ...]
     """Tensors that are not experts'."""
 
     def read(self, prefix: str) -> dict[str, Tensor]:
-        """Return a set in the layout ``grouped``, all gate rows before the up rows."""
+        """Return the set at ``prefix`` in layout ``grouped``, all gate rows before the up rows.
+
+        By key, on the CPU: weights [E, 2F, H] and [E, H, F], biases [E, 2F] and [E, H], in the
+        dtype of the checkpoint.
+        """
         one = self.sets[prefix]
         tensors = {key: self.view.read(key) for key in one.keys}
         if one.layout == GROUPED and not self.interleave:
@@ -71,12 +81,23 @@ class Comparison:
     nbytes: int = 0
     """Of these, on one side."""
     differences: list[Difference] = field(default_factory=list)
+    """All that was found, in the order of the keys."""
     notes: list[str] = field(default_factory=list)
     """What was not compared, and why; a sentence each."""
 
 
 def find_side(view: LayerView, *, num_experts: int | None, weights_only: bool) -> Side:
-    """Find the experts of a checkpoint; LayoutError where they are not complete."""
+    """Return a checkpoint with its experts found; no value is read.
+
+    Args:
+        view: of the checkpoint.
+        num_experts: of every layer; None where keys and shapes tell.
+        weights_only: leave out everything of the optimizer.
+
+    Raises:
+        LayoutError: experts are not complete.
+        ConfigError: the checkpoint records a layout of experts that does not exist.
+    """
     kept = [key for key in view.tensors if not (weights_only and is_state(key))]
     sets = find_experts(view, kept, num_experts=num_experts)
     return Side(
@@ -91,7 +112,10 @@ def find_side(view: LayerView, *, num_experts: int | None, weights_only: bool) -
 def compare_checkpoints(a: Side, b: Side, report: Callable[[int], None]) -> Comparison:
     """Compare all tensors of two checkpoints, holding one layer of each at a time.
 
-    ``report`` is called with how many bytes of A have been compared since its last call.
+    Args:
+        a: one of them, A in what is said of differences.
+        b: the other.
+        report: called with how many bytes of A have been compared since its last call.
 
     Raises:
         LayoutError: rows of experts are interleaved in an order that cannot be told.
@@ -163,7 +187,13 @@ def _compare_tensor(a: Side, b: Side, key: str, result: Comparison) -> None:
 
 
 def compare_values(name: str, left: Tensor, right: Tensor) -> Difference | None:
-    """Return where the bits of two tensors of one shape and dtype differ, or None."""
+    """Return where the bits of two tensors differ, or None where all are the same.
+
+    Args:
+        name: of the tensor, for the result.
+        left: any shape and dtype.
+        right: of the same shape and dtype.
+    """
     bits = _BITS.get(left.dtype.itemsize)
     if bits is None:  # complex128
         left, right, bits = torch.view_as_real(left), torch.view_as_real(right), torch.int64

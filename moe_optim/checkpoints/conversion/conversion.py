@@ -37,6 +37,11 @@ def convert_checkpoint(plan: ConversionPlan, target: Path, report: Report = lamb
     A torch_dist checkpoint becomes a folder that ``--load`` takes: one ``iter_*`` folder, or
     ``release`` where no iteration is recorded, and Megatron's tracker file.
 
+    Args:
+        plan: what goes where.
+        target: a path where nothing is yet.
+        report: called with how many bytes have been converted since its last call.
+
     Raises:
         ConfigError: there is something at ``target`` already.
         StateError: a file of the source is damaged, or the disk is full.

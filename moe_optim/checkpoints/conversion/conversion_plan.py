@@ -29,12 +29,19 @@ class ConversionRequest:
     """What a user asks for; None where it follows from the checkpoint."""
 
     to: KeyLayout
+    """Layout of the result's experts."""
     source_layout: KeyLayout | None = None
+    """Layout to read experts in, where several fit."""
     glu_interleave: int | None = None
+    """Rows of gate that alternate with as many of up in the result; 0: all gate rows first."""
     source_glu_interleave: int | None = None
+    """The same of the checkpoint, where it does not say."""
     format: FileFormat | None = None
+    """Of the result's files."""
     weights_only: bool = False
+    """Whether masters, moments and everything else of the optimizer is left out."""
     num_experts: int | None = None
+    """Of every layer, where keys and shapes do not tell."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +49,7 @@ class ConversionPlan:
     """What goes where."""
 
     view: LayerView
+    """The checkpoint."""
     sets: tuple[ExpertSet, ...]
     """The experts of all layers, then their states, as they are stored."""
     others: tuple[str, ...]
@@ -51,9 +59,13 @@ class ConversionPlan:
     left_out: tuple[str, ...]
     """Tensors and objects that the result will not have."""
     to: KeyLayout
+    """Layout of the result's experts."""
     source_interleave: int
+    """Rows of gate that alternate with as many of up in the checkpoint; 0: all gate rows first."""
     target_interleave: int
+    """The same of the result."""
     format: FileFormat
+    """Of the result's files."""
 
     @property
     def copies_experts(self) -> bool:
@@ -81,11 +93,14 @@ class ConversionPlan:
         return self.total_bytes + _BLOB_BYTES * (copied + made + len(self.others) + 16)
 
     def set_bytes(self, expert_set: ExpertSet) -> int:
-        """Return the bytes of a set."""
+        """Return how many bytes the tensors of ``expert_set`` have together, as they are stored."""
         return self.view.nbytes(expert_set.keys)
 
     def convert(self, expert_set: ExpertSet) -> dict[str, Tensor]:
-        """Read one set and return it as it is to be stored."""
+        """Read one ``expert_set`` and return it as it is to be stored.
+
+        By key, on the CPU, of the shapes of the layout :attr:`to`, in the dtype of the checkpoint.
+        """
         tensors = {key: self.view.read(key) for key in expert_set.keys}
         layout_stays = expert_set.layout == self.to
         if layout_stays and self.source_interleave == self.target_interleave:
@@ -112,6 +127,10 @@ class ConversionPlan:
 
 def plan_conversion(view: LayerView, request: ConversionRequest) -> ConversionPlan:
     """Return the plan, without reading a value.
+
+    Args:
+        view: of the checkpoint.
+        request: what is asked for.
 
     Raises:
         ConfigError: what is asked for contradicts itself or what the checkpoint records.
@@ -230,6 +249,9 @@ def _check_interleaves(plan: ConversionPlan) -> None:
 
 
 def output_folder(target: Path, iteration: int | None) -> tuple[Path, str]:
-    """Return the folder of a torch_dist checkpoint in what ``--load`` takes, and what names it."""
+    """Return the folder of a torch_dist checkpoint in what ``--load`` takes, and what names it.
+
+    The folder is one below ``target``: ``release`` without an ``iteration``.
+    """
     name = "release" if iteration is None else f"iter_{iteration:07d}"
     return target / name, "release" if iteration is None else str(iteration)

@@ -55,7 +55,11 @@ class LayerView:
     """A checkpoint under the keys that its experts have in state dicts."""
 
     def __init__(self, reader: CheckpointReader, renames: Sequence[Rename] = ()) -> None:
-        """Read no values; each key takes the first rename that fits.
+        """Read no values.
+
+        Args:
+            reader: of the checkpoint.
+            renames: each key takes the first that fits.
 
         Raises:
             ConfigError: a rename fits no key.
@@ -88,11 +92,14 @@ class LayerView:
         return self.reader.recorded
 
     def nbytes(self, keys: Iterable[str]) -> int:
-        """Return the bytes of some tensors."""
+        """Return how many bytes the tensors of some ``keys`` have together."""
         return sum(self.tensors[key].nbytes for key in keys)
 
     def read(self, key: str) -> Tensor:
-        """Return one tensor; raises as the reader does."""
+        """Return the tensor shown as ``key``, of its own on the CPU, in its shape and dtype there.
+
+        Errors are those of the reader's ``read``.
+        """
         place = self.places[key]
         return self.reader.read(place.name, place.layer)
 

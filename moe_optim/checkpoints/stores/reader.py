@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 FileFormat = Literal["torch_dist", "safetensors"]
+"""What the files of a checkpoint are: torch's distributed format as Megatron uses it, or Hugging
+Face's."""
 
 STATE_PREFIX = "optimizer."
 """Keys of masters, moments and whatever else belongs to the optimizer begin with it."""
@@ -22,7 +24,9 @@ class TensorInfo:
     """A stored tensor before it is read."""
 
     shape: tuple[int, ...]
+    """Of the whole tensor, whatever pieces it is stored in."""
     dtype: torch.dtype
+    """That it is stored in."""
 
     @property
     def nbytes(self) -> int:
@@ -37,11 +41,17 @@ class Recorded:
     glu_interleave: int | None = None
     """Rows of gate and of linear blocks that alternate in fc1; 0: all gate rows come first."""
     layout: str | None = None
+    """Of the experts' keys, see :mod:`moe_optim.expert_keys.layouts`."""
     num_experts: int | None = None
+    """Of every layer."""
     iteration: int | None = None
+    """After which it was saved."""
     version: str | None = None
+    """Megatron's ``checkpoint_version``."""
     optimizer_sharding: str | None = None
+    """Megatron's name for how optimizer states are cut, such as ``fully_reshardable``."""
     parallel_sizes: Mapping[str, int] = field(default_factory=dict)
+    """Kind of parallelism -> number of ranks it was saved by, such as ``expert``."""
 
 
 class CheckpointReader(Protocol):
@@ -75,9 +85,14 @@ class CheckpointReader(Protocol):
         """What the checkpoint says about itself."""
 
     def read(self, name: str, first: int | None = None) -> Tensor:
-        """Return a tensor, or, without its first axis, what lies at place ``first`` there."""
+        """Return a tensor of its own on the CPU, contiguous, in the stored shape and dtype.
+
+        Args:
+            name: one of :attr:`tensors`.
+            first: return only what lies at this place of the first axis, without that axis.
+        """
 
 
 def is_state(key: str) -> bool:
-    """Return whether a key is the optimizer's: a master, a moment or anything else of it."""
+    """Return whether ``key`` is the optimizer's: a master, a moment or anything else of it."""
     return key.startswith(STATE_PREFIX) or key.startswith("chained_")

@@ -50,6 +50,7 @@ class SafetensorsReader:
     """A safetensors file, or all those of a folder; files are opened where they are needed."""
 
     format: FileFormat = "safetensors"
+    """Of the files."""
 
     def __init__(self, path: Path) -> None:
         """Read the headers.
@@ -96,7 +97,15 @@ class SafetensorsReader:
             return opened.metadata() or {}
 
     def read(self, name: str, first: int | None = None) -> Tensor:
-        """Return a tensor, or its part at place ``first`` of the first axis."""
+        """Return a tensor of its own on the CPU, contiguous, in the stored shape and dtype.
+
+        Args:
+            name: one of ``tensors``.
+            first: return only what lies at this place of the first axis, without that axis.
+
+        Raises:
+            StateError: its file is missing, cut off or damaged.
+        """
         with _opened(self.path, self._files[name]) as opened:
             if first is None:
                 tensor: Tensor = opened.get_tensor(name)
@@ -109,7 +118,7 @@ class SafetensorsWriter:
     """Writes files as they come, and at the end numbers them and writes the index."""
 
     def __init__(self, folder: Path, recorded: Recorded) -> None:
-        """Begin in a folder that exists; what is ``recorded`` goes into every file."""
+        """Begin in a ``folder`` that exists; what is ``recorded`` goes into every file."""
         self._folder = folder
         notes = {
             _LAYOUT: recorded.layout,
@@ -123,7 +132,12 @@ class SafetensorsWriter:
         self._bytes = 0
 
     def write(self, tensors: Mapping[str, Tensor]) -> None:
-        """Write one file."""
+        """Write one file.
+
+        Args:
+            tensors: by name, of any shapes and dtypes, on the CPU. Copied only where they are not
+                contiguous, or share memory.
+        """
         contiguous = {name: _own_memory(tensor) for name, tensor in tensors.items()}
         file = self._file(len(self._names))
         file.touch(exist_ok=False)  # with the rights that files of this folder have

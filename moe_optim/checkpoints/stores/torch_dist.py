@@ -57,9 +57,13 @@ class TorchDistReader:
     """
 
     format: FileFormat = "torch_dist"
+    """Of the files."""
 
     def __init__(self, path: Path) -> None:
-        """Read what lies where in a folder such as ``iter_0000160``; values stay in the files.
+        """Read what lies where; values stay in the files.
+
+        Args:
+            path: a folder such as ``iter_0000160``.
 
         Raises:
             StateError: metadata is missing or damaged, or of an unfinished checkpoint.
@@ -82,14 +86,31 @@ class TorchDistReader:
         }
 
     def read(self, name: str, first: int | None = None) -> Tensor:
-        """Return a tensor, or its part at place ``first`` of the first axis."""
+        """Return a tensor of its own on the CPU, contiguous, in the stored shape and dtype.
+
+        Args:
+            name: one of ``tensors``.
+            first: return only what lies at this place of the first axis, without that axis.
+
+        Raises:
+            StateError: a file that holds some of it is missing, cut off or damaged.
+        """
         shape = self.tensors[name].shape
         if first is None:
             return self.read_box(name, (0,) * len(shape), shape)
         return self.read_box(name, (first, *[0] * (len(shape) - 1)), (1, *shape[1:]))[0]
 
     def read_box(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        """Return the part of a tensor that begins at ``start`` and has ``shape``."""
+        """Return a part of a tensor, of ``shape``, of its own on the CPU, in the stored dtype.
+
+        Args:
+            name: one of ``tensors``.
+            start: index of the first element of the part, an entry an axis.
+            shape: of the part, which lies inside of the tensor.
+
+        Raises:
+            StateError: a file that holds some of it is missing, cut off or damaged.
+        """
         alone = (blob for blob in self.blobs[name] if (blob.offset, blob.shape) == (start, shape))
         if (blob := next(alone, None)) is not None:
             return self._load_chunk(blob)
@@ -119,7 +140,7 @@ class TorchDistReader:
 
     @contextmanager
     def opened(self, blob: Blob) -> Iterator[IO[bytes]]:
-        """Open the bytes of one blob; whatever fails inside, but for our own errors, is damage.
+        """Open the bytes of one ``blob``; whatever fails inside, but for our own errors, is damage.
 
         Raises:
             StateError: the file is missing, cut off or damaged.
@@ -164,20 +185,25 @@ class TorchDistReader:
         archive.seek(0)
 
     def blocks(self, blob: Blob) -> Iterator[bytes]:
-        """Yield the bytes of one blob as they are stored; what is done with them is not its own.
+        """Yield the bytes of one ``blob`` as they are stored, some MiB at a time.
 
-        Raises as :meth:`opened` does.
+        Raises:
+            StateError: the file is missing, cut off or damaged.
         """
         with self.opened(blob) as file:
             while block := file.read(_BLOCK_BYTES):
                 yield block
 
     def read_bytes(self, name: str) -> bytes:
-        """Return the bytes of an object as they are stored; raises as :meth:`read_whole`."""
+        """Return the bytes of the object called ``name`` as they are stored.
+
+        Raises:
+            StateError: they are missing, damaged, or more than any object has.
+        """
         return self.read_whole(self.blobs[name][0])
 
     def read_whole(self, blob: Blob) -> bytes:
-        """Return the bytes of a blob as they are stored.
+        """Return the bytes of a ``blob`` as they are stored.
 
         Raises:
             StateError: they are missing, damaged, or more than any object has.
@@ -190,9 +216,10 @@ class TorchDistReader:
         return b"".join(self.blocks(blob))
 
     def read_object(self, name: str) -> Any:
-        """Return an object as ``plain_pickles`` reads it: nothing that it names is called.
+        """Return the object called ``name`` as plain data: nothing that it names is called.
 
-        Raises as :meth:`opened` does.
+        Raises:
+            StateError: the file is missing, cut off or damaged.
         """
         with self.opened(self.blobs[name][0]) as file:
             (value,) = load_object(file)  # a list of the objects under that key

@@ -37,7 +37,7 @@ class TorchDistWriter:
     """Writes the pieces of tensors and objects in the order they come; a context manager."""
 
     def __init__(self, folder: Path) -> None:
-        """Begin in a folder that exists."""
+        """Begin in a ``folder`` that exists."""
         self._folder = folder
         self._file: BinaryIO | None = None
         self._files = 0
@@ -59,9 +59,10 @@ class TorchDistWriter:
 
         Args:
             key: the tensor's.
-            of: the whole tensor, to which further pieces belong.
+            of: shape and dtype of the whole tensor, to which further pieces belong.
             offsets: where the piece begins in it.
-            chunk: contiguous, alone in its memory, with all axes of the tensor.
+            chunk: contiguous, alone in its memory, of the tensor's dtype; its shape has all axes of
+                the tensor.
 
         Raises:
             OSError: the disk is full, or whatever else keeps it from writing.
@@ -75,7 +76,12 @@ class TorchDistWriter:
         self._end(key, offsets, start)
 
     def copy(self, reader: TorchDistReader, key: str) -> int:
-        """Copy all pieces of a tensor, or an object, as they are; return how many bytes."""
+        """Copy all pieces of a tensor, or an object, as they are; return how many bytes.
+
+        Args:
+            reader: of the checkpoint that has them.
+            key: of the tensor or object, there and here.
+        """
         copied = 0
         for blob in reader.blobs[key]:
             file, start = self._begin()
@@ -90,7 +96,7 @@ class TorchDistWriter:
         return copied
 
     def write_object(self, key: str, content: bytes) -> None:
-        """Write an object that ``torch.save`` has made bytes of."""
+        """Write an object under ``key``: ``content`` is what ``torch.save`` has made of it."""
         file, start = self._begin()
         file.write(content)
         self._objects.append(key)

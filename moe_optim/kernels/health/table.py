@@ -53,11 +53,13 @@ class HealthTable:
     """
 
     entries: tuple[HealthEntry, ...]
+    """All that is measured."""
     sums: Tensor
     """[rows, NUM_SUMS] fp64, written anew by every pass; zero where nothing is owned here."""
     amaxes: Tensor
     """[rows] fp32, likewise."""
     launches: tuple[HealthLaunch, ...]
+    """What kernels handle, one a format and dtype of masters."""
     remainder: tuple[HealthEntry, ...]
     """What no kernel handles; everything without a suitable GPU."""
     places: Places

@@ -37,12 +37,14 @@ class NormTable:
     """
 
     gradients: tuple[Gradients, ...]
+    """All that is summed."""
     squares: Tensor
     """[num_groups] fp64: the sum of squares of each group, written anew by every launch."""
     zeros: Tensor
     """[1] int64: elements that are 0.0 or -0.0, over all groups, written anew by every launch; 0 if
     the table does not count them."""
     counts_zeros: bool
+    """Whether ``zeros`` is written."""
     has_kernels: bool
     """Whether kernels sum, or the reference does."""
     parts: Mapping[torch.dtype, Tensor]

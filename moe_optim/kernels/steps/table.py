@@ -40,7 +40,7 @@ class AdamState:
     """[n] fp32 or bf16 that the new masters are written to, or None."""
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return everything that is read or written."""
+        """Return everything that is read or written, not copies: [n] each, fp32 or bf16."""
         held = (self.master, self.gradient, self.exp_avg, self.exp_avg_sq)
         return held if self.weight is None else (*held, self.weight)
 
@@ -109,6 +109,7 @@ class StepTable:
     """
 
     states: tuple[AdamState, ...]
+    """All that is updated."""
     members: MemberTable | None
     """What quantized masters are encoded into."""
     decoupled: bool
@@ -118,7 +119,9 @@ class StepTable:
     clips: Tensor
     """[num_norms] fp32 that gradients are multiplied by, likewise."""
     ranges: tuple[RangeLaunch, ...]
+    """Launches over what is not encoded with its update."""
     encoding: tuple[MemberLaunch, ...]
+    """Launches over whole blocks, which are."""
     remainder: tuple[AdamState, ...]
     """What no launch handles; all of it without a suitable GPU."""
     places: Places
@@ -158,8 +161,9 @@ class StepTable:
 
         Args:
             states: of all that is owned, perhaps nothing.
-            hyper: see the attribute; on the device of the states.
-            clips: likewise.
+            hyper: [num_groups, HYPER_FIELDS] fp32 on the device of the states, held and not
+                copied: the caller fills it before each step.
+            clips: [num_norms] fp32, likewise.
             members: a table whose sources are masters of some of the states. Blocks that no cut
                 divides are encoded together with the update.
             decoupled: see the attribute.

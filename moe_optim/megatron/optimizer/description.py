@@ -35,6 +35,7 @@ class WeightsOfAFormat:
     """Weights of one rank that are alike."""
 
     kind: Kind
+    """``expert``, or ``dense`` for all others."""
     format: str
     """A format of this package, or the dtype."""
     unmanaged: str | None

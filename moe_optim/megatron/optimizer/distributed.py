@@ -446,11 +446,22 @@ def get_megatron_optimizer(
     """Build Megatron's optimizer with :class:`GroupedDistributedOptimizer` in it.
 
     A drop-in for ``megatron.core.optimizer.get_megatron_optimizer``, same arguments, same kinds of
-    result. Works on models wrapped after ``install()``, and on bf16 models wrapped before it.
+    result. Works on models wrapped after ``install()``, and on bf16 models wrapped before it. Every
+    rank must call it.
+
+    Args:
+        config: Megatron's ``OptimizerConfig``; left alone.
+        model_chunks: DDP-wrapped chunks of this rank's pipeline stage.
+        config_overrides: settings of parameter groups, as Megatron's factory takes them.
+        use_gloo_process_groups: whether gloo groups exist for checkpoints.
+        pg_collection: process groups; None takes those of ``parallel_state``.
+        dump_param_to_param_group_map: a path to which Megatron saves which parameter is in which
+            group; None saves nothing.
 
     Raises:
         ConfigError: a flag the plug-in does not support, by its name.
         StateError: the model holds quantized weights that were wrapped before ``install()``.
+        PatchError: Megatron is not the version this package was written for.
     """
     check_wrapped_model(config, model_chunks)
     wants_graph = config.optimizer_cuda_graph

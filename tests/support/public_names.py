@@ -1,0 +1,196 @@
+"""What the pages of ``docs/api`` show, read from the sources: nothing is imported."""
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGES = ROOT / "docs" / "api"
+
+Definition = ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
+Function = ast.FunctionDef
+
+
+@dataclass(frozen=True, eq=False)
+class Name:
+    """One public name: a function, a class, a member of one, or a constant."""
+
+    path: str
+    """Such as ``moe_optim.formats.BlockScaledFormat.block``, by the module that defines it."""
+    module: str
+    node: Definition
+    doc: str
+    """Its docstring; empty where it has none."""
+    owner: ast.ClassDef | None = None
+
+    @property
+    def is_function(self) -> bool:
+        """Whether it is called with arguments; properties are not."""
+        return isinstance(self.node, Function) and not is_property(self.node)
+
+    @property
+    def own_name(self) -> str:
+        """The last part of its path."""
+        return self.path.rpartition(".")[2]
+
+    @property
+    def constructors(self) -> list[Function]:
+        """``__init__`` of a class that writes its own; records have fields instead."""
+        members = self.node.body if isinstance(self.node, ast.ClassDef) else []
+        return [m for m in members if isinstance(m, Function) and m.name == "__init__"]
+
+
+def public_names() -> Iterator[Name]:
+    """Yield everything that the pages show, members after their classes."""
+    for page in sorted(PAGES.glob("*.md")):
+        for kind, name, excluded in directives(page.read_text(encoding="utf-8")):
+            if kind == "module":
+                yield from _of_module(name, excluded)
+            else:
+                yield from _with_members(*resolve(name))
+
+
+def directives(text: str) -> Iterator[tuple[str, str, set[str]]]:
+    """Yield kind, name and members left out of every ``.. auto...::`` of a page."""
+    found = re.findall(r"^\.\. auto(\w+):: ([\w.]+).*\n((?:   :.*\n)*)", text, re.M)
+    for kind, name, options in found:
+        excluded = re.search(r":exclude-members: (.*)", options)
+        yield kind, name, set(excluded[1].replace(" ", "").split(",")) if excluded else set()
+
+
+def names_in(source: str) -> Iterator[Name]:
+    """Yield the public names of a module that is given as text."""
+    module = f"given {hash(source)}"
+    _TREES[module] = ast.parse(source)
+    yield from _of_module(module, set())
+
+
+_TREES: dict[str, ast.Module] = {}
+
+
+def tree_of(module: str) -> ast.Module:
+    """Return the syntax tree of a module of this package."""
+    if module not in _TREES:
+        _TREES[module] = ast.parse(_file(module).read_text(encoding="utf-8"))
+    return _TREES[module]
+
+
+def _file(module: str) -> Path:
+    path = ROOT / module.replace(".", "/")
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+@cache
+def definitions(module: str) -> dict[str, Definition]:
+    """Return what a module defines itself, by name; of overloads the one with a body."""
+    return {name: node for node in tree_of(module).body for name in _names_of(node)}
+
+
+@cache
+def imports(module: str) -> dict[str, tuple[str, str | None]]:
+    """Return name -> module and, where it is not the module itself, name there; of this package."""
+    found: dict[str, tuple[str, str | None]] = {}
+    for node in ast.walk(tree_of(module)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("moe_optim"):
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                is_module = _file(inner).is_file()
+                target = (inner, None) if is_module else (str(node.module), alias.name)
+                found[alias.asname or alias.name] = target
+    return found
+
+
+def resolve(path: str) -> tuple[str, str, Definition]:
+    """Return the module that defines a name, its name there, and its definition."""
+    module, _, name = path.rpartition(".")
+    return find(module, name)
+
+
+def find(module: str, name: str) -> tuple[str, str, Definition]:
+    """Return the same for a name as it stands in a module, which may have imported it."""
+    if name in definitions(module):
+        return module, name, definitions(module)[name]
+    origin, other = imports(module)[name]
+    return find(origin, other or name)
+
+
+def _names_of(node: ast.stmt) -> list[str]:
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return [node.name]
+    if isinstance(node, ast.AnnAssign):
+        return [node.target.id] if isinstance(node.target, ast.Name) else []
+    if isinstance(node, ast.Assign):
+        return [target.id for target in node.targets if isinstance(target, ast.Name)]
+    return []
+
+
+def _of_module(module: str, excluded: set[str]) -> Iterator[Name]:
+    found = definitions(module)
+    listed = found.get("__all__")
+    names = ast.literal_eval(listed.value) if listed else [n for n in found if n[0] != "_"]
+    for name in names:
+        if name not in excluded:
+            yield from _with_members(*find(module, name))
+
+
+def _with_members(module: str, name: str, node: Definition) -> Iterator[Name]:
+    yield Name(f"{module}.{name}", module, node, _doc_of(tree_of(module).body, node))
+    if not isinstance(node, ast.ClassDef):
+        return
+    for member in node.body:
+        for inner in _names_of(member):
+            if inner[0] != "_" and not _is_setter(member):
+                doc = _doc_of(node.body, member)
+                yield Name(f"{module}.{name}.{inner}", module, member, doc, owner=node)
+
+
+def _doc_of(body: list[ast.stmt], node: ast.stmt) -> str:
+    """Return the docstring of a function or class, or the string behind an assignment."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return ast.get_docstring(node) or ""
+    after = body[body.index(node) + 1 :][:1]
+    is_string = (
+        after
+        and isinstance(after[0], ast.Expr)
+        and isinstance(after[0].value, ast.Constant)
+        and isinstance(after[0].value.value, str)
+    )
+    return after[0].value.value if is_string else ""
+
+
+def _is_setter(node: ast.stmt) -> bool:
+    decorators = getattr(node, "decorator_list", [])
+    return any(isinstance(d, ast.Attribute) and d.attr == "setter" for d in decorators)
+
+
+def is_property(node: Function) -> bool:
+    """Whether a method is read without being called."""
+    names = {ast.unparse(decorator) for decorator in node.decorator_list}
+    return not names.isdisjoint({"property", "cached_property"})
+
+
+def parameters(node: Function) -> dict[str, str]:
+    """Return name -> annotation of every parameter but ``self`` and ``cls``."""
+    given = node.args
+    every = [*given.posonlyargs, *given.args, *given.kwonlyargs]
+    every += [one for one in (given.vararg, given.kwarg) if one]
+    return {
+        one.arg: ast.unparse(one.annotation) if one.annotation else ""
+        for one in every
+        if one.arg not in ("self", "cls") and one.arg[0] != "_"
+    }
+
+
+def sections(doc: str) -> dict[str, str]:
+    """Return the sections of a Google docstring by their headings; the text is under ``""``."""
+    parts = re.split(r"^(Args|Attributes|Returns|Yields|Raises):\n", doc, flags=re.M)
+    return {"": parts[0], **dict(zip(parts[1::2], parts[2::2], strict=True))}
+
+
+def entries(section: str) -> dict[str, str]:
+    """Return name -> text of what a section lists."""
+    found = re.split(r"^ {4}\*{0,2}(\w+): ", section, flags=re.M)
+    return dict(zip(found[1::2], found[2::2], strict=True))
