@@ -9,12 +9,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from types import MappingProxyType
-from typing import Literal
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal
 
 from moe_optim.errors import ConfigError, LayoutError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+# torch takes seconds to import: a plan counts bytes without it.
 
 Direction = Literal["rowwise", "columnwise"]
 """Along what blocks run: ``rowwise`` for the forward product, ``columnwise`` for the dgrad."""
@@ -62,8 +65,15 @@ class BlockScaledFormat:
         return 8 // self.element_bits
 
     @property
-    def scale_dtype(self) -> torch.dtype:
+    def scale_itemsize(self) -> int:
+        """Bytes of one scale."""
+        return 4 if self.scale_encoding == "power_of_two" else 1
+
+    @property
+    def scale_dtype(self) -> "torch.dtype":
         """Dtype of the scale planes: uint8 codes, or fp32."""
+        import torch
+
         return torch.float32 if self.scale_encoding == "power_of_two" else torch.uint8
 
     @property
@@ -93,7 +103,7 @@ class BlockScaledFormat:
     def scale_bytes_per_element(self) -> Fraction:
         """Bytes of one scale plane for each logical element, partial edge blocks aside."""
         rows, cols = self.rowwise_block
-        return Fraction(self.scale_dtype.itemsize, rows * cols)
+        return Fraction(self.scale_itemsize, rows * cols)
 
     @property
     def wire_bytes_per_element(self) -> Fraction:
@@ -289,15 +299,15 @@ class QuantizedWeight:
     """What the bytes mean."""
     shape: tuple[int, int, int]
     """Logical (experts, rows, cols)."""
-    rowwise_data: Tensor
+    rowwise_data: "Tensor"
     """[E, R, C / elements_per_byte] uint8."""
-    rowwise_scale: Tensor
+    rowwise_scale: "Tensor"
     """What dequantizing multiplies by; ``format.scale_shape`` and ``format.scale_dtype``."""
-    columnwise_data: Tensor
+    columnwise_data: "Tensor"
     """uint8, [E, R, C] or transposed; the very memory of ``rowwise_data`` where it is shared."""
-    columnwise_scale: Tensor
+    columnwise_scale: "Tensor"
     """Like ``rowwise_scale``, for the columnwise blocks."""
-    global_amax: Tensor | None = None
+    global_amax: "Tensor | None" = None
     """[E] fp32 for formats with a global amax, else None."""
 
     def __post_init__(self) -> None:
@@ -307,6 +317,8 @@ class QuantizedWeight:
             LayoutError: a plane has the wrong shape, dtype or device, is missing or superfluous,
                 or does not share the memory it should.
         """
+        import torch
+
         self.format.check_shape(self.shape, name="QuantizedWeight.shape")
         for direction in DIRECTIONS:
             data_shape = self.format.data_shape(self.shape, direction)
@@ -334,7 +346,7 @@ class QuantizedWeight:
         format: BlockScaledFormat,
         shape: Sequence[int],
         *,
-        device: torch.device | str | None = None,
+        device: "torch.device | str | None" = None,
         name: str = "weight",
     ) -> "QuantizedWeight":
         """Allocate the planes of a weight, contiguous and not written.
@@ -348,13 +360,15 @@ class QuantizedWeight:
         Raises:
             LayoutError: ``shape`` does not fit the format.
         """
+        import torch
+
         checked = format.check_shape(shape, name)
 
-        def data(direction: Direction) -> Tensor:
+        def data(direction: Direction) -> "Tensor":
             size = format.data_shape(checked, direction)
             return torch.empty(size, dtype=torch.uint8, device=device)
 
-        def scale(direction: Direction) -> Tensor:
+        def scale(direction: Direction) -> "Tensor":
             size = format.scale_shape(checked, direction)
             return torch.empty(size, dtype=format.scale_dtype, device=device)
 
@@ -374,7 +388,7 @@ class QuantizedWeight:
 
     @classmethod
     def of_planes(
-        cls, format: BlockScaledFormat, shape: Sequence[int], planes: Iterable[Tensor]
+        cls, format: BlockScaledFormat, shape: Sequence[int], planes: "Iterable[Tensor]"
     ) -> "QuantizedWeight":
         """Return the record of planes that exist; nothing is copied.
 
@@ -392,25 +406,25 @@ class QuantizedWeight:
         experts, rows, cols = shape
         return cls(format=format, shape=(experts, rows, cols), **fields)
 
-    def data(self, direction: Direction) -> Tensor:
+    def data(self, direction: Direction) -> "Tensor":
         """Return the data plane of ``direction``, not a copy: uint8, of ``format.data_shape``."""
         return self.rowwise_data if direction == "rowwise" else self.columnwise_data
 
-    def scale(self, direction: Direction) -> Tensor:
+    def scale(self, direction: Direction) -> "Tensor":
         """Return the scale plane of ``direction``, not a copy: of ``format.scale_shape``.
 
         Its dtype is ``format.scale_dtype``.
         """
         return self.rowwise_scale if direction == "rowwise" else self.columnwise_scale
 
-    def planes(self) -> dict[str, Tensor]:
+    def planes(self) -> "dict[str, Tensor]":
         """Return every distinct plane by field name, not copies; shared bytes are listed once.
 
         Shapes and dtypes are those of the fields.
         """
         return {name: getattr(self, name) for name in self.format.plane_names}
 
-    def wire_planes(self) -> dict[str, Tensor]:
+    def wire_planes(self) -> "dict[str, Tensor]":
         """Return the planes that travel, by field name, not copies; others are derived from them.
 
         Shapes and dtypes are those of the fields.
@@ -422,7 +436,7 @@ class QuantizedWeight:
             name: plane for name, plane in self.planes().items() if name in {*kinds, "global_amax"}
         }
 
-    def _check_plane(self, field: str, shape: Sequence[int], dtype: torch.dtype) -> None:
+    def _check_plane(self, field: str, shape: Sequence[int], dtype: "torch.dtype") -> None:
         plane = getattr(self, field)
         where = f"QuantizedWeight.{field}"
         if plane is None:
@@ -439,7 +453,7 @@ class QuantizedWeight:
             )
 
 
-def _same_memory(a: Tensor, b: Tensor) -> bool:
+def _same_memory(a: "Tensor", b: "Tensor") -> bool:
     return a is b or (a.data_ptr() == b.data_ptr() and a.stride() == b.stride())
 
 

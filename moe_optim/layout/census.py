@@ -7,24 +7,26 @@ two.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from moe_optim.formats import BlockScaledFormat
 from moe_optim.layout.wire import Slot
+
+Counts = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BandCensus:
     """Bands of a bucket by the rank that owns them, in whole or in part."""
 
-    whole: Tensor
+    whole: Counts
     """[dp_size] int64: bands that lie entirely in the shard of a rank."""
-    has_cut: Tensor
+    has_cut: NDArray[np.bool_]
     """[dp_size] bool: whether a rank owns a part of some band, and others the rest of it."""
 
 
-def count_owned(slots: Sequence[Slot], bucket_numel: int, dp_size: int) -> Tensor:
+def count_owned(slots: Sequence[Slot], bucket_numel: int, dp_size: int) -> Counts:
     """Return how many elements of parameters lie in the shard of each rank.
 
     Args:
@@ -35,7 +37,7 @@ def count_owned(slots: Sequence[Slot], bucket_numel: int, dp_size: int) -> Tenso
     Returns:
         [dp_size] int64.
     """
-    return _used_before(slots, _edges(bucket_numel, dp_size)).diff()
+    return np.diff(_used_before(slots, _edges(bucket_numel, dp_size)))
 
 
 def count_bands(
@@ -52,24 +54,24 @@ def count_bands(
     edges = _edges(bucket_numel, dp_size)
     begun, ended = _bands_before(format, slots, edges)
     # Bands follow each other, so those that end in a shard and did not begin before it are whole.
-    whole = (ended[1:] - begun[:-1]).clamp(min=0)
+    whole = np.maximum(ended[1:] - begun[:-1], 0)
     is_inside = begun > ended
     return BandCensus(whole=whole, has_cut=is_inside[:-1] | is_inside[1:])
 
 
-def _edges(bucket_numel: int, dp_size: int) -> Tensor:
-    return torch.arange(dp_size + 1, dtype=torch.int64, device="cpu") * (bucket_numel // dp_size)
+def _edges(bucket_numel: int, dp_size: int) -> Counts:
+    return np.arange(dp_size + 1, dtype=np.int64) * (bucket_numel // dp_size)
 
 
-def _used_before(slots: Sequence[Slot], edges: Tensor) -> Tensor:
+def _used_before(slots: Sequence[Slot], edges: Counts) -> Counts:
     """Return the elements of parameters before each edge."""
     place = _place(slots, edges)
     return place.before([slot.numel for slot in place.slots]) + place.offset
 
 
 def _bands_before(
-    format: BlockScaledFormat, slots: Sequence[Slot], edges: Tensor
-) -> tuple[Tensor, Tensor]:
+    format: BlockScaledFormat, slots: Sequence[Slot], edges: Counts
+) -> tuple[Counts, Counts]:
     """Return how many bands begin before each edge, and how many end there or before."""
     place = _place(slots, edges)
     bands = [-(-slot.shape[1] // format.band_rows) for slot in place.slots]
@@ -78,9 +80,9 @@ def _bands_before(
     )
     cols = place.of_each([slot.shape[2] for slot in place.slots])
     rows = place.of_each([slot.shape[1] for slot in place.slots])
-    expert, inside = _divmod(place.offset, rows * cols)
+    expert, inside = np.divmod(place.offset, rows * cols)
     before = before + expert * place.of_each(bands)
-    ended, rest = _divmod(inside, cols * format.band_rows)
+    ended, rest = np.divmod(inside, cols * format.band_rows)
     return before + ended + (rest > 0), before + ended
 
 
@@ -90,34 +92,29 @@ class _Place:
 
     slots: Sequence[Slot]
     """In the order of the bucket."""
-    index: Tensor
+    index: Counts
     """The last parameter that begins at each edge or before."""
-    offset: Tensor
+    offset: Counts
     """Elements from there to the edge, at most those of the parameter."""
 
-    def of_each(self, values: Sequence[int]) -> Tensor:
+    def of_each(self, values: Sequence[int]) -> Counts:
         """Return the value of each edge's parameter."""
-        return _integers(values)[self.index]
+        return np.asarray(_integers(values)[self.index])
 
-    def before(self, sizes: Sequence[int]) -> Tensor:
+    def before(self, sizes: Sequence[int]) -> Counts:
         """Return the sum of the sizes of all parameters before each edge's."""
         total = _integers(sizes)
-        return (total.cumsum(0) - total)[self.index]
+        return np.asarray((total.cumsum() - total)[self.index])
 
 
-def _place(slots: Sequence[Slot], edges: Tensor) -> _Place:
+def _place(slots: Sequence[Slot], edges: Counts) -> _Place:
     ordered = sorted(slots, key=lambda slot: slot.start)
     starts = _integers([slot.start for slot in ordered])
     numels = _integers([slot.numel for slot in ordered])
-    index = (torch.searchsorted(starts, edges, right=True) - 1).clamp(min=0)
-    offset = (edges - starts[index]).clamp(min=0).minimum(numels[index])
+    index = np.maximum(np.searchsorted(starts, edges, side="right") - 1, 0)
+    offset = np.clip(edges - starts[index], 0, numels[index])
     return _Place(slots=ordered, index=index, offset=offset)
 
 
-def _integers(values: Sequence[int]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64, device="cpu")
-
-
-def _divmod(value: Tensor, divisor: Tensor) -> tuple[Tensor, Tensor]:
-    quotient = value.div(divisor, rounding_mode="floor")
-    return quotient, value - quotient * divisor
+def _integers(values: Sequence[int]) -> Counts:
+    return np.array(values, dtype=np.int64)

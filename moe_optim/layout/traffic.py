@@ -75,4 +75,4 @@ def finish_bytes(format: "BlockScaledFormat", rows: int, cols: int) -> int:
     written += scales["columnwise"] if format.is_2d else 0
     moved = 2 * prod(format.data_shape(shape, "rowwise"))
     data = moved if format.columnwise_copy == "transposed" else 0
-    return data + (read + written) * format.scale_dtype.itemsize
+    return data + (read + written) * format.scale_itemsize

@@ -11,11 +11,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import prod
-
-import torch
+from typing import TYPE_CHECKING
 
 from moe_optim.errors import LayoutError
 from moe_optim.formats import BlockScaledFormat
+
+if TYPE_CHECKING:
+    import torch
 
 GLOBAL_AMAX = "global_amax"
 Shapes = tuple[tuple[int, ...], ...]
@@ -73,9 +75,10 @@ class WirePlane:
 
     name: str
     """Field of ``QuantizedWeight``."""
-    dtype: torch.dtype
+    itemsize: int
+    """Bytes of an entry: 1 of a code, 4 of an fp32."""
     numel: int
-    """Entries of ``dtype``, padding included."""
+    """Entries, padding included."""
     starts: tuple[int, ...]
     """First entry of each parameter."""
     shapes: Shapes
@@ -89,9 +92,16 @@ class WirePlane:
         return self.bytes_per_element is not None
 
     @property
+    def dtype(self) -> "torch.dtype":
+        """Dtype of an entry: uint8, or fp32."""
+        import torch
+
+        return {1: torch.uint8, 4: torch.float32}[self.itemsize]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the plane."""
-        return self.numel * self.dtype.itemsize
+        return self.numel * self.itemsize
 
 
 def plan_wire(
@@ -117,7 +127,7 @@ def plan_wire(
     for direction in format.wire_directions:
         shapes: Shapes = tuple(format.data_shape(slot.shape, direction) for slot in slots)
         ratio = format.data_bytes_per_element
-        data = _sliced(f"{direction}_data", torch.uint8, slots, shapes, ratio, bucket_numel)
+        data = _sliced(f"{direction}_data", 1, slots, shapes, ratio, bucket_numel)
         if data is None or (bucket_numel // dp_size * ratio) % 1:
             raise LayoutError(
                 f"wire: {format.name}: expected shards of whole bytes, got {bucket_numel} elements "
@@ -125,28 +135,28 @@ def plan_wire(
             )
         planes.append(data)
         shapes = tuple(format.scale_shape(slot.shape, direction) for slot in slots)
-        name, dtype = f"{direction}_scale", format.scale_dtype
+        name, itemsize = f"{direction}_scale", format.scale_itemsize
         ratio = format.scale_bytes_per_element
-        scale = _sliced(name, dtype, slots, shapes, ratio, bucket_numel)
-        if scale is None or (bucket_numel // dp_size * ratio) % dtype.itemsize:
-            scale = _reduced(name, dtype, shapes)
+        scale = _sliced(name, itemsize, slots, shapes, ratio, bucket_numel)
+        if scale is None or (bucket_numel // dp_size * ratio) % itemsize:
+            scale = _reduced(name, itemsize, shapes)
         planes.append(scale)
     if format.has_global_amax:
         shapes = tuple(slot.shape[:1] for slot in slots)
-        planes.append(_reduced(GLOBAL_AMAX, torch.float32, shapes))
+        planes.append(_reduced(GLOBAL_AMAX, 4, shapes))
     return tuple(planes)
 
 
 def _sliced(
     name: str,
-    dtype: torch.dtype,
+    itemsize: int,
     slots: Sequence[Slot],
     shapes: Shapes,
     ratio: Fraction,
     bucket_numel: int,
 ) -> WirePlane | None:
     """Return a plane whose entries follow the elements, or None where they do not."""
-    per_element = ratio / dtype.itemsize
+    per_element = ratio / itemsize
     starts = [slot.start * per_element for slot in slots]
     sizes = [slot.numel * per_element for slot in slots]
     whole = all(number.denominator == 1 for number in (*starts, bucket_numel * per_element))
@@ -154,7 +164,7 @@ def _sliced(
         return None
     return WirePlane(
         name=name,
-        dtype=dtype,
+        itemsize=itemsize,
         numel=int(bucket_numel * per_element),
         starts=tuple(int(start) for start in starts),
         shapes=shapes,
@@ -162,7 +172,7 @@ def _sliced(
     )
 
 
-def _reduced(name: str, dtype: torch.dtype, shapes: Shapes) -> WirePlane:
+def _reduced(name: str, itemsize: int, shapes: Shapes) -> WirePlane:
     """Return a plane with one parameter after the other."""
     starts, total = [], 0
     for shape in shapes:
@@ -170,7 +180,7 @@ def _reduced(name: str, dtype: torch.dtype, shapes: Shapes) -> WirePlane:
         total += prod(shape)
     return WirePlane(
         name=name,
-        dtype=dtype,
+        itemsize=itemsize,
         numel=total,
         starts=tuple(starts),
         shapes=shapes,

@@ -3,7 +3,8 @@
 Everything is exact and follows from shapes: planes from ``plan_wire``, buckets from Megatron's own
 layout, maxima from ``plan_exchange``, what a fused step moves from ``layout/traffic.py``, which
 benchmarks hold its launches against. Not counted are the tables that kernels read (addresses,
-tiles, slots of their own) and what an allocator rounds up.
+tiles, slots of their own), what an allocator rounds up, and what Megatron's own casts allocate while
+they run.
 """
 
 from collections import Counter
@@ -11,29 +12,37 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from moe_optim.config import MoEOptimConfig
-from moe_optim.formats import DIRECTIONS, FORMATS, MXFP8, BlockScaledFormat
+from moe_optim.formats import DIRECTIONS, FORMATS, BlockScaledFormat, Direction
 from moe_optim.kernels.exchange import plan_exchange
-from moe_optim.layout.census import count_bands, count_owned
+from moe_optim.layout.census import Counts, count_bands, count_owned
+from moe_optim.layout.stock import packed_nbytes
 from moe_optim.layout.traffic import norm_bytes, step_bytes
 from moe_optim.layout.wire import Slot, plan_wire
-from moe_optim.megatron.optimizer.fused import settings_of_stocks_step
-from moe_optim.megatron.planning import PlannedBucket, PlannedExperts
+from moe_optim.megatron.planning import settings_of_stocks_step
+from moe_optim.plan.experts import PlannedBucket, PlannedExperts
 
-STOCK_MXFP8, STOCK_BF16 = "stock mxfp8", "stock bf16"
-"""Megatron's own: MXFP8 weights whose gather passes through the gradient memory in bf16, and bf16
-weights in a parameter buffer."""
+_BF16 = 2  # bytes
+STOCK_BF16, STOCK_MXFP8, STOCK_NVFP4, STOCK_FP8_BLOCK = STOCKS = (
+    "stock bf16",
+    "stock mxfp8",
+    "stock nvfp4",
+    "stock fp8_block",
+)
+"""Megatron's own: bf16 weights in a parameter buffer; MXFP8 weights whose gather passes through the
+gradient memory in bf16; FP8 blocks and NVFP4, whose rowwise data lies in a parameter buffer."""
+ROWS = (*FORMATS, *STOCKS)
+"""What a plan has a row of, for each number of GPUs."""
 
 PLANES = tuple(f"{way}_{kind}" for way in DIRECTIONS for kind in ("data", "scale"))
-PARTS = (
-    *(*PLANES, "global_amax", "parameter_buffer", "exchange"),
-    *("gradients", "masters", "moments"),
-)
-"""What a rank's bytes consist of. The first five are fields of ``QuantizedWeight``, the buffer is
-that of bf16 weights, and the exchange holds the maxima that ranks reduce."""
+WEIGHTS = (*PLANES, "global_amax", "storage_scales", "parameter_buffer", "exchange")
+OPTIMIZER = ("masters", "moments")
+PARTS = (*WEIGHTS, "gradients", *OPTIMIZER, "gradient_copies")
+"""What a rank's bytes consist of. The first five are fields of ``QuantizedWeight``; storage scales
+are those that Transformer Engine's products read, padded and repeated; the buffer is Megatron's; the
+exchange holds the maxima that ranks reduce; copies of gradients are made by a step."""
 
 STEP_FIGURES = (
     *("norm_bytes_per_rank", "update_bytes_per_rank"),
@@ -56,10 +65,10 @@ class Costs(NamedTuple):
     cuts_bands: bool
     numel: int
     """Elements, padding included."""
-    owned: Tensor
+    owned: Counts
     """[dp_size] int64: elements of weights that each rank has the masters of."""
-    launches: Tensor
-    """[dp_size] int64: kernels that quantize, find maxima, or derive planes."""
+    launches: Counts | None
+    """[dp_size] int64: kernels that quantize, find maxima, or derive planes; None: not counted."""
 
 
 def why_stocks_step(experts: PlannedExperts, knobs: MoEOptimConfig) -> str | None:
@@ -77,15 +86,21 @@ def plan_rows(
     gpus: Sequence[int],
     *,
     is_fused: bool = True,
-    tb_per_s: float | None = None,
+    memory_tb_per_s: float | None = None,
+    network_gb_per_s: float | None = None,
 ) -> Iterator[Row]:
-    """Yield a row for every format, and two for Megatron's own, at each number of GPUs.
+    """Yield a row for every format, and those of Megatron's own, at each number of GPUs.
 
-    ``resident_bytes_per_rank`` is that of the rank with most masters: planes (those that are
-    gathered are the storage), exchanged maxima, gradients in their own dtype, fp32 masters and two
-    moments.
+    Bytes are of the rank with most masters. ``weight_bytes_per_rank`` has the planes (those that
+    are gathered are the storage) and exchanged maxima, ``gradient_bytes_per_rank`` gradients in
+    their own dtype, ``optimizer_bytes_per_rank`` fp32 masters and two moments, and
+    ``step_memory_bytes_per_rank`` copies of gradients: in fp32, made of bf16 ones by Megatron's
+    step and not by a fused one. ``total_bytes_per_rank`` is the sum; ``against_stock_bf16_bytes``
+    and ``against_stock_bytes`` are it less that of stock, in bf16 and in the same format, where
+    stock has it.
     ``gathered_bytes_per_step`` counts all planes of all buckets after the gather, the rank's own
-    slice included. ``launches_per_step`` is that of the rank with most, without copies and fills.
+    slice included, and ``gather_ms`` is how long that takes at the bus bandwidth of collectives.
+    ``launches_per_step`` is that of the rank with most, without copies and fills.
     ``norm_bytes_per_rank`` and ``update_bytes_per_rank`` are what a fused step of the experts has
     to read and write on the rank with most masters, each value once; ``step_bytes_per_parameter``
     is that of the update, and ``step_floor_ms`` the time of both at the speed of memory. None
@@ -96,7 +111,8 @@ def plan_rows(
         experts: one pipeline stage.
         gpus: how many there are in all.
         is_fused: whether steps of quantized weights are, see :func:`why_stocks_step`.
-        tb_per_s: bytes that memory reads and writes, in terabytes a second; None gives no times.
+        memory_tb_per_s: terabytes that memory reads and writes in a second; None gives no times.
+        network_gb_per_s: gigabytes a second of an all-gather, as its bus bandwidth; likewise.
 
     Raises:
         ConfigError: a number of GPUs that cannot be cut as the flags say.
@@ -105,46 +121,81 @@ def plan_rows(
     for count in gpus:
         buckets = experts.buckets(count)
         used = sum(bucket.used * number for bucket, number in buckets.items())
-        for name in (*FORMATS, STOCK_MXFP8, STOCK_BF16):
-            all_costs = [
-                (_costs_of(name, bucket, experts.grad_dtype), number)
-                for bucket, number in buckets.items()
-            ]
-            total = _total(all_costs)
-            yield {
+        dp_size = experts.expert_dp_size(count)
+        rows = {}
+        for name in ROWS:
+            total = _total([(_costs_of(name, one, experts), n) for one, n in buckets.items()])
+            format = FORMATS.get(name)
+            rows[name] = {
                 "format": name,
                 "gpus": count,
-                **_summary(
-                    total,
-                    used,
-                    is_quantized_first=name in FORMATS,
-                    moment_bytes=experts.moment_bytes,
-                ),
-                **_step(FORMATS.get(name) if is_fused else None, total, experts, tb_per_s),
-                "expert_data_parallel_size": experts.expert_dp_size(count),
+                **_memory(total, _copies_gradients(name, experts, is_fused=is_fused), experts),
+                **_traffic(total, used, dp_size, network_gb_per_s),
+                "path": _path_of(name, total),
+                **_step(format if is_fused else None, total, experts, memory_tb_per_s),
+                "expert_data_parallel_size": dp_size,
                 "buckets": buckets.total(),
             }
+        totals = {name: row["total_bytes_per_rank"] for name, row in rows.items()}
+        for name, row in rows.items():
+            stock = totals.get(f"stock {name}")
+            row["against_stock_bf16_bytes"] = totals[name] - totals[STOCK_BF16]
+            row["against_stock_bytes"] = None if stock is None else totals[name] - stock
+            yield row
 
 
-def _summary(total: Costs, used: int, *, is_quantized_first: bool, moment_bytes: int) -> Row:
+def _copies_gradients(name: str, experts: PlannedExperts, *, is_fused: bool) -> bool:
+    """Return whether a step has gradients in fp32 beside those in the buffer.
+
+    As ``_copy_model_grads_to_main_grads``: of bf16 weights a precision-aware Adam reads bf16.
+    """
+    if name in FORMATS:
+        return experts.grad_bytes < 4 and not is_fused
+    return experts.grad_bytes < 4 and not (name == STOCK_BF16 and experts.precision_aware)
+
+
+def _memory(total: Costs, copies_gradients: bool, experts: PlannedExperts) -> Row:
+    """Return what lies in the memory of the rank with most masters."""
     most = int(total.owned.max())
     parts = {**dict.fromkeys(PARTS, 0), **total.parts} | {
         "masters": 4 * most,
-        "moments": moment_bytes * most,
+        "moments": experts.moment_bytes * most,
+        "gradient_copies": 4 * most * copies_gradients,
     }
-    path = "bf16 wire"
-    if is_quantized_first:
-        path = "partial amax" if total.cuts_bands else "aligned"
     return {
-        "resident_bytes_per_rank": sum(parts.values()),
-        "gathered_bytes_per_step": total.gathered,
-        "launches_per_step": int(total.launches.max()),
-        "padding_fraction": (total.numel - used) / total.numel,
-        "path": path,
-        "shard_imbalance": most * len(total.owned) / used,
-        "exchanged_maxima": total.maxima,
+        "weight_bytes_per_rank": sum(parts[name] for name in WEIGHTS),
+        "gradient_bytes_per_rank": parts["gradients"],
+        "optimizer_bytes_per_rank": sum(parts[name] for name in OPTIMIZER),
+        "step_memory_bytes_per_rank": parts["gradient_copies"],
+        "total_bytes_per_rank": sum(parts.values()),
         "parts": parts,
     }
+
+
+def _traffic(total: Costs, used: int, dp_size: int, network_gb_per_s: float | None) -> Row:
+    """Return what travels and is launched.
+
+    An all-gather over n ranks takes (n - 1) / n of its bytes at its bus bandwidth.
+    """
+    gather_ms = None
+    if network_gb_per_s is not None:
+        gather_ms = total.gathered * (dp_size - 1) / dp_size / (network_gb_per_s * 1e6)
+    launches = None if total.launches is None else int(total.launches.max())
+    return {
+        "gathered_bytes_per_step": total.gathered,
+        "gather_ms": gather_ms,
+        "launches_per_step": launches,
+        "padding_fraction": (total.numel - used) / total.numel,
+        "shard_imbalance": int(total.owned.max()) * len(total.owned) / used,
+        "exchanged_maxima": total.maxima,
+    }
+
+
+def _path_of(name: str, total: Costs) -> str:
+    """Say how weights get to other ranks."""
+    if name in FORMATS:
+        return "partial amax" if total.cuts_bands else "aligned"
+    return "bf16 wire" if name in (STOCK_BF16, STOCK_MXFP8) else "by weight"
 
 
 def _step(
@@ -156,7 +207,7 @@ def _step(
     """Return what a fused step moves on the rank with most masters; None of any other step."""
     if format is None:
         return dict.fromkeys(STEP_FIGURES)
-    most, grad_bytes = int(total.owned.max()), experts.grad_dtype.itemsize
+    most, grad_bytes = int(total.owned.max()), experts.grad_bytes
     norm = norm_bytes(most, grad_bytes=grad_bytes)
     update = step_bytes(format, most, grad_bytes=grad_bytes, moment_bytes=experts.moment_bytes)
     floor_ms = None if tb_per_s is None else float(norm + update) / (tb_per_s * 1e9)
@@ -164,14 +215,14 @@ def _step(
     return dict(zip(STEP_FIGURES, figures, strict=True))
 
 
-def _costs_of(name: str, bucket: PlannedBucket, grad_dtype: torch.dtype) -> Costs:
+def _costs_of(name: str, bucket: PlannedBucket, experts: PlannedExperts) -> Costs:
     if name in FORMATS:
-        return _quantized_costs(FORMATS[name], bucket, grad_dtype)
-    return _stock_costs(name, bucket, grad_dtype)
+        return _quantized_costs(FORMATS[name], bucket, experts)
+    return _stock_costs(FORMATS.get(name.removeprefix("stock ")), bucket, experts.grad_bytes)
 
 
 def _quantized_costs(
-    format: BlockScaledFormat, bucket: PlannedBucket, grad_dtype: torch.dtype
+    format: BlockScaledFormat, bucket: PlannedBucket, experts: PlannedExperts
 ) -> Costs:
     """Count ``wire: quantized`` with ``layout: aligned``."""
     slots, dp_size = bucket.slots, bucket.dp_size
@@ -186,17 +237,18 @@ def _quantized_costs(
         plan_exchange(format, slot.shape, slot.cuts(numel // dp_size), name=slot.name)
         for slot in slots
     ]
+    derives = format.is_2d or experts.in_te
     # As LaunchTable.num_launches and FinishTable: amaxes of experts, whole bands, cut ones twice.
-    launches = (bands.whole > 0).long() + 2 * bands.has_cut.long() + int(format.is_2d)
+    launches = (bands.whole > 0).astype(np.int64) + 2 * bands.has_cut + int(derives)
     if format.has_global_amax:
-        launches += (owned > 0).long()
+        launches += owned > 0
     maxima = sum(exchange.size for exchange in exchanges)
     return Costs(
         parts={
-            **_derived_bytes(format, slots),
+            **_derived_bytes(format, slots, in_te=experts.in_te),
             **travelling,
-            "exchange": maxima * torch.float32.itemsize,
-            "gradients": numel * grad_dtype.itemsize,
+            "exchange": 4 * maxima,
+            "gradients": numel * experts.grad_bytes,
         },
         gathered=sum(travelling.values()),
         maxima=maxima,
@@ -207,47 +259,74 @@ def _quantized_costs(
     )
 
 
-def _derived_bytes(format: BlockScaledFormat, slots: Sequence[Slot]) -> dict[str, int]:
-    """Return the bytes of the planes that do not travel."""
-    if not format.is_2d:
-        return {}
+def _derived_bytes(
+    format: BlockScaledFormat, slots: Sequence[Slot], *, in_te: bool
+) -> dict[str, int]:
+    """Return the bytes of what does not travel.
+
+    Transformer Engine's weights have padded scales besides the planes, and of columnwise scales
+    that follow from rowwise ones no others.
+    """
     shapes = [slot.shape for slot in slots]
-    scales = sum(prod(format.scale_shape(shape, "columnwise")) for shape in shapes)
-    derived = {"columnwise_scale": scales * format.scale_dtype.itemsize}
+    derived = {}
     if format.columnwise_copy == "transposed":
-        derived["columnwise_data"] = sum(
-            prod(format.data_shape(shape, "columnwise")) for shape in shapes
-        )
+        derived["columnwise_data"] = _data_bytes(format, slots)
+    if in_te:
+        derived["storage_scales"] = sum(_storage_scale_bytes(format, slots).values())
+    elif format.is_2d:
+        scales = sum(prod(format.scale_shape(shape, "columnwise")) for shape in shapes)
+        derived["columnwise_scale"] = scales * format.scale_itemsize
     return derived
 
 
-def _stock_costs(name: str, bucket: PlannedBucket, grad_dtype: torch.dtype) -> Costs:
-    """Count Megatron's distributed optimizer, without this package.
+def _data_bytes(format: BlockScaledFormat, slots: Sequence[Slot]) -> int:
+    """Return the bytes of the data of one direction."""
+    return sum(prod(format.data_shape(slot.shape, "rowwise")) for slot in slots)
 
-    MXFP8 weights lie in Transformer Engine's storage, padded scales and all, and each expert is
-    quantized by itself after the gather; the gather has the memory of the gradients, as with
-    ``--reuse-grad-buf-for-mxfp8-param-ag``.
+
+def _storage_scale_bytes(format: BlockScaledFormat, slots: Sequence[Slot]) -> dict[Direction, int]:
+    """Return the bytes of the padded scales of each direction."""
+    scales = dict.fromkeys(DIRECTIONS, 0)
+    for experts, rows, cols in (slot.shape for slot in slots):
+        for way in DIRECTIONS:
+            entries = experts * prod(format.storage_scale_shape(rows, cols, way))
+            scales[way] += entries * format.scale_itemsize
+    return scales
+
+
+def _stock_costs(
+    format: BlockScaledFormat | None, bucket: PlannedBucket, grad_bytes: int
+) -> Costs:
+    """Count Megatron's distributed optimizer, without this package; bf16 where there is no format.
+
+    Quantized weights lie in Transformer Engine's storage, padded scales and all. Those of MXFP8
+    are quantized after the gather, each expert by itself; the gather has the memory of the
+    gradients, as with ``--reuse-grad-buf-for-mxfp8-param-ag``. Others are quantized before it, and
+    their rowwise data is the parameter buffer; what is launched for that is not counted.
     """
-    numel, dp_size = bucket.stock_numel, bucket.dp_size
-    wire = numel * torch.bfloat16.itemsize
-    launches = 0
-    parts = {"parameter_buffer": wire}
-    if name == STOCK_MXFP8:
-        parts = dict.fromkeys(PLANES, 0)
-        for experts, rows, cols in (slot.shape for slot in bucket.slots):
-            launches += experts
-            for way in DIRECTIONS:
-                parts[f"{way}_data"] += experts * rows * cols
-                scales = prod(MXFP8.storage_scale_shape(rows, cols, way))
-                parts[f"{way}_scale"] += experts * scales
+    slots, numel, dp_size = bucket.slots, bucket.stock_numel, bucket.dp_size
+    experts = sum(slot.shape[0] for slot in slots)
+    wire, parts, launches = _BF16 * numel, {"parameter_buffer": _BF16 * numel}, 0
+    if format is not None:
+        scales = _storage_scale_bytes(format, slots)
+        parts = {f"{way}_scale": nbytes for way, nbytes in scales.items()}
+        parts["columnwise_data"] = _data_bytes(format, slots)
+    if format is not None and format.columnwise_copy == "quantized":
+        parts["rowwise_data"] = _data_bytes(format, slots)
+        launches = experts
+    elif format is not None:
+        wire = packed_nbytes(slots, format.elements_per_byte, bucket.divisor)
+        parts["parameter_buffer"] = wire
+        parts["global_amax"] = 2 * 4 * experts * format.has_global_amax
+    counted = format is None or format.columnwise_copy == "quantized"
     return Costs(
-        parts={**parts, "gradients": numel * grad_dtype.itemsize},
+        parts={**parts, "gradients": numel * grad_bytes},
         gathered=wire,
         maxima=0,
         cuts_bands=False,
         numel=numel,
-        owned=count_owned(bucket.slots, numel, dp_size),
-        launches=torch.full((dp_size,), launches, dtype=torch.int64, device="cpu"),
+        owned=count_owned(slots, numel, dp_size),
+        launches=np.full(dp_size, launches, dtype=np.int64) if counted else None,
     )
 
 
@@ -257,12 +336,13 @@ def _total(costs: Sequence[tuple[Costs, int]]) -> Costs:
     for one, number in costs:
         for name, count in one.parts.items():
             parts[name] += count * number
+    launches = [one.launches * number for one, number in costs if one.launches is not None]
     return Costs(
         parts=parts,
         gathered=sum(one.gathered * number for one, number in costs),
         maxima=sum(one.maxima * number for one, number in costs),
         cuts_bands=any(one.cuts_bands for one, _ in costs),
         numel=sum(one.numel * number for one, number in costs),
-        owned=torch.stack([one.owned * number for one, number in costs]).sum(0),
-        launches=torch.stack([one.launches * number for one, number in costs]).sum(0),
+        owned=np.sum([one.owned * number for one, number in costs], axis=0),
+        launches=np.sum(launches, axis=0) if launches else None,
     )

@@ -37,6 +37,7 @@ from moe_optim.kernels.norm import Gradients, NormTable
 from moe_optim.kernels.steps.table import AdamState, StepTable
 from moe_optim.megatron.buffers.managed_bucket import ManagedBucket
 from moe_optim.megatron.optimizer.adam import MOMENTS, GroupStepAdam
+from moe_optim.megatron.planning import settings_of_stocks_step
 from moe_optim.megatron.weights.managed import is_managed
 from moe_optim.megatron.weights.names import parameter_names
 from moe_optim.places import addresses_of
@@ -245,25 +246,6 @@ def why_not_fused(optimizer: Any) -> str | None:
         and not isinstance(optimizer.optimizer, GroupStepAdam),
     }
     return next((reason for reason, there in reasons.items() if there), None)
-
-
-def settings_of_stocks_step(config: Any, *, masters_of_adam: bool) -> dict[str, bool]:
-    """Return what a fused step cannot take of an ``OptimizerConfig`` -> whether it has it.
-
-    Args:
-        config: Megatron's.
-        masters_of_adam: whether Adam holds masters of its own.
-    """
-    return {
-        "a loss scale": config.fp16 or config.loss_scale is not None,
-        "masters that Adam holds (--use-precision-aware-optimizer without quantized weights)": (
-            masters_of_adam
-        ),
-        f"moments in {config.exp_avg_dtype} and {config.exp_avg_sq_dtype}": (
-            config.exp_avg_dtype is not config.exp_avg_sq_dtype
-            or config.exp_avg_dtype not in (torch.float32, torch.bfloat16)
-        ),
-    }
 
 
 def runs_on_kernels(optimizer: Any) -> bool:

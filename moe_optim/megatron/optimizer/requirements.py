@@ -14,7 +14,7 @@ from moe_optim.errors import ConfigError, StateError, refuse
 from moe_optim.megatron.active import config_in_force, installed_config
 from moe_optim.megatron.buffers.bucket_group import GroupedBucketGroup, bucket_groups
 from moe_optim.megatron.experts.module import unsupported_features
-from moe_optim.megatron.optimizer.fused import settings_of_stocks_step
+from moe_optim.megatron.planning import settings_of_stocks_step
 from moe_optim.megatron.te.fields import te_formats_of
 from moe_optim.megatron.te.recipe import native_recipe
 from moe_optim.megatron.weights.managed import is_managed

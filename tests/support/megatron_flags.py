@@ -1,0 +1,63 @@
+"""The flags of the installed Megatron, as ``moe_optim/plan/megatron_flags.json`` records them.
+
+``python -m tests.support.megatron_flags`` writes the file.
+"""
+
+import argparse
+import importlib.metadata
+import json
+
+from moe_optim.plan.flags import RECORD, TYPES
+
+_ACTIONS = {
+    argparse._StoreAction: "value",
+    argparse._StoreTrueAction: "true",
+    argparse._StoreFalseAction: "false",
+    argparse.BooleanOptionalAction: "boolean",
+}
+PLAIN = (type(None), bool, int, float, str)
+
+
+def megatron_parser():
+    from megatron.training.arguments import add_megatron_arguments
+
+    return add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+
+
+def describe_flag(action):
+    """Return what a parser has to know of a flag; what argparse does by itself is left out."""
+    kind = _ACTIONS[type(action)]
+    names = action.option_strings
+    if kind == "boolean":
+        names = [name for name in names if not name.startswith("--no-")]
+    flag = {"names": names, "action": kind, "dest": action.dest}
+    if kind == "value":
+        name = getattr(action.type, "__name__", "str")
+        flag |= {"type": name} if name in TYPES and name != "str" else {}
+        flag |= {"nargs": action.nargs} if action.nargs is not None else {}
+        if action.choices and action.type in (None, str, int, float):
+            flag["choices"] = list(action.choices)
+    if action.default is not None and type(action.default) in PLAIN:
+        flag["default"] = action.default
+    return flag
+
+
+def describe_flags():
+    actions = megatron_parser()._actions
+    return {
+        "version": importlib.metadata.version("megatron-core"),
+        "flags": [
+            describe_flag(one) for one in actions if not isinstance(one, argparse._HelpAction)
+        ],
+    }
+
+
+def spell_flags():
+    """Return the text of the file, a flag a line."""
+    found = describe_flags()
+    flags = ",\n".join(json.dumps(flag) for flag in found["flags"])
+    return f'{{"version": {json.dumps(found["version"])}, "flags": [\n{flags}\n]}}\n'
+
+
+if __name__ == "__main__":
+    RECORD.write_text(spell_flags(), encoding="utf-8")
