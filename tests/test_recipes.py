@@ -507,8 +507,8 @@ def format_of(path):
 @pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
 def test_a_recipe_of_a_model_says_that_it_was_not_run_and_can_be_planned(path):
     """Its ranks are a number of GPUs that holds the model; its format is that of its flags."""
-    from moe_optim.megatron.planning import plan_experts
     from moe_optim.plan.costs import plan_rows
+    from moe_optim.plan.experts import plan_experts
 
     recipe = load_recipe(path)
     assert "# NOT RUN" in path.read_text().partition("\nbase:")[0].partition("\nrequires:")[0]

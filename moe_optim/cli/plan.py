@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from moe_optim.console.argv import add_changes, add_recipe
+from moe_optim.console.pictures import picture_path
 from moe_optim.plan.report import STDOUT, STEP
 
 
@@ -14,9 +15,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="show what the expert weights of a recipe cost, format by format, without a GPU",
         description="Lay out the expert weights of a recipe as a run would, of the pipeline stage "
         "with most of them, and show memory, gathered bytes and launches of every format, beside "
-        "Megatron's own MXFP8 and bf16, and what a fused step has to move. Of the recipe it reads "
-        "megatron_args, expert_layout and who takes steps: step, layout, backend. "
-        "Arguments after `--` go to Megatron's parser, over the recipe's.",
+        "Megatron's own, and which format to take. Of the recipe it reads megatron_args, "
+        "expert_layout, storage and who takes steps: step, layout, backend. Megatron need not be "
+        "installed. Arguments after `--` go to Megatron's parser, over the recipe's.",
         usage="moe-optim plan RECIPE [options] [-- MEGATRON ARGS]",
         allow_abbrev=False,
     )
@@ -31,14 +32,33 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         f"hold the model on, {STEP} times as many each, while a batch has samples for all)",
     )
     add(
+        "--gpu-memory",
+        type=_positive,
+        metavar="GIB",
+        help="memory of a GPU: also say whether the experts fit, and what they leave",
+    )
+    add(
         "--bandwidth",
-        type=_bandwidth,
+        type=_positive,
+        metavar="GB/S",
+        help="bus bandwidth of an all-gather between expert data parallel ranks, as nccl-tests "
+        "print it: also show how long the parameter all-gather takes, by itself",
+    )
+    add(
+        "--memory-bandwidth",
+        type=_positive,
         metavar="TB/S",
         help="terabytes that the memory of a GPU reads and writes in a second: also show how long "
         "a fused step takes at that speed (`moe-optim bench requantize` measures it)",
     )
+    add("--details", action="store_true", help="also show padding, cut blocks and a fused step")
     add_changes(parser, "moe_optim.expert_layout=indexed")
-    add("--out", type=Path, metavar="FILE", help="also draw bytes against GPUs, as a PNG")
+    add(
+        "--out",
+        type=picture_path,
+        metavar="FILE",
+        help="also draw bytes against GPUs: .png, .svg, .pdf or .jpg",
+    )
     add(
         "--json",
         type=Path,
@@ -49,19 +69,18 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
 
 
-def _bandwidth(text: str) -> float:
-    """Return terabytes a second."""
+def _positive(text: str) -> float:
     try:
-        speed = float(text)
+        number = float(text)
     except ValueError:
-        speed = 0.0
-    if not 0 < speed < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected terabytes a second above 0, got '{text}'")
-    return speed
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got '{text}'")
+    return number
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan, print the table or JSON, and write the files asked for."""
+    """Plan, write the files asked for, and print the tables or JSON."""
     from moe_optim.plan.report import plan
 
     return plan(args)

@@ -1,6 +1,7 @@
 """Printing results: folded to the width of a terminal, but in whole lines where a pipe reads."""
 
 import contextlib
+import io
 import logging
 import warnings
 from collections.abc import Iterator
@@ -11,22 +12,37 @@ from rich.table import Table
 _WIDER_THAN_ANY_LINE = 1 << 16  # columns
 
 
+class Screen(Console):
+    """A console that leaves it to the command what happens when nobody reads on."""
+
+    def on_broken_pipe(self) -> None:
+        """Raise what rich would end the process for, with an exit code of its own."""
+        raise BrokenPipeError
+
+
 def results_console() -> Console:
     """Return a console of stdout; what is no terminal gets lines as long as they are."""
-    console = Console(markup=False, highlight=False, emoji=False, soft_wrap=True)
+    console = Screen(markup=False, highlight=False, emoji=False, soft_wrap=True)
     if not console.is_terminal:
         console.width = _WIDER_THAN_ANY_LINE
     return console
 
 
-def print_table(console: Console, table: Table) -> None:
-    """Print a table; what is no terminal gets it without blanks at the ends of lines."""
-    if console.is_terminal:
+def print_table(console: Console, table: Table, *, least_width: int = 0) -> None:
+    """Print a table; what is no terminal gets it without blanks at the ends of lines.
+
+    Args:
+        console: where to.
+        table: what.
+        least_width: columns without which its numbers would be cut; a terminal with fewer of them
+            folds lines.
+    """
+    if console.is_terminal and console.width >= least_width:
         console.print(table)
         return
-    with console.capture() as captured:
-        console.print(table)
-    for line in captured.get().splitlines():
+    text = io.StringIO()
+    Console(file=text, width=max(console.width, least_width), color_system=None).print(table)
+    for line in text.getvalue().splitlines():
         console.out(line.rstrip(), highlight=False)
 
 

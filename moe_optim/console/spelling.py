@@ -15,3 +15,8 @@ def spell_bytes(count: float) -> str:
         count, unit = count / 1024, unit + 1
     digits = f"{count:#.3g}" if unit else f"{count:g}"
     return f"{digits.rstrip('.')} {_UNITS[unit]}"
+
+
+def spell_difference(count: float) -> str:
+    """Return a number of bytes with its sign, or 0."""
+    return f"{'+' if count > 0 else '-'}{spell_bytes(abs(count))}" if count else "0"

@@ -1,4 +1,4 @@
-"""What follows from Megatron's flags before anything is built; Megatron is imported where needed."""
+"""What follows from Megatron's flags before anything is built; imports Megatron where it has to."""
 
 import argparse
 from collections.abc import Sequence

@@ -3,8 +3,8 @@
 Everything is exact and follows from shapes: planes from ``plan_wire``, buckets from Megatron's own
 layout, maxima from ``plan_exchange``, what a fused step moves from ``layout/traffic.py``, which
 benchmarks hold its launches against. Not counted are the tables that kernels read (addresses,
-tiles, slots of their own), what an allocator rounds up, and what Megatron's own casts allocate while
-they run.
+tiles, slots of their own), what an allocator rounds up, and what Megatron's own casts allocate
+while they run.
 """
 
 from collections import Counter
@@ -41,8 +41,8 @@ WEIGHTS = (*PLANES, "global_amax", "storage_scales", "parameter_buffer", "exchan
 OPTIMIZER = ("masters", "moments")
 PARTS = (*WEIGHTS, "gradients", *OPTIMIZER, "gradient_copies")
 """What a rank's bytes consist of. The first five are fields of ``QuantizedWeight``; storage scales
-are those that Transformer Engine's products read, padded and repeated; the buffer is Megatron's; the
-exchange holds the maxima that ranks reduce; copies of gradients are made by a step."""
+are those that Transformer Engine's products read, padded and repeated; the buffer is Megatron's;
+the exchange holds the maxima that ranks reduce; copies of gradients are made by a step."""
 
 STEP_FIGURES = (
     *("norm_bytes_per_rank", "update_bytes_per_rank"),
@@ -294,9 +294,7 @@ def _storage_scale_bytes(format: BlockScaledFormat, slots: Sequence[Slot]) -> di
     return scales
 
 
-def _stock_costs(
-    format: BlockScaledFormat | None, bucket: PlannedBucket, grad_bytes: int
-) -> Costs:
+def _stock_costs(format: BlockScaledFormat | None, bucket: PlannedBucket, grad_bytes: int) -> Costs:
     """Count Megatron's distributed optimizer, without this package; bf16 where there is no format.
 
     Quantized weights lie in Transformer Engine's storage, padded scales and all. Those of MXFP8

@@ -85,8 +85,12 @@ class PlannedExperts:
     """This and the three before it are of Megatron's ``OptimizerConfig``."""
     grouped: bool
     """Whether all experts of a linear are one parameter."""
+    is_portable: bool
+    """Whether the modules are portable experts, and not Transformer Engine's."""
+    is_native: bool
+    """Whether modules of Transformer Engine keep quantized weights."""
     in_te: bool
-    """Whether Transformer Engine's modules own the weights, which they keep quantized."""
+    """Whether quantized weights lie in tensors of Transformer Engine."""
     precision_aware: bool
     """``--use-precision-aware-optimizer``."""
     moment_bytes: int
@@ -157,12 +161,15 @@ class PlannedExperts:
         )
 
 
-def plan_experts(argv: Sequence[str], *, grouped: bool) -> PlannedExperts:
+def plan_experts(
+    argv: Sequence[str], *, grouped: bool, stores_in_te: bool = False
+) -> PlannedExperts:
     """Read what a run with these flags would hold; nothing is built, and no GPU is needed.
 
     Args:
         argv: Megatron's flags.
         grouped: whether all experts of a linear are one parameter.
+        stores_in_te: whether portable experts have tensors of Transformer Engine.
 
     Raises:
         ConfigError: naming the flag that is missing, that does not fit the others, or whose effect
@@ -183,6 +190,8 @@ def plan_experts(argv: Sequence[str], *, grouped: bool) -> PlannedExperts:
     stage = max(range(pipeline), key=lambda index: sum(stages[index]))
     instances = args.num_distributed_optimizer_instances
     dense, whole = tensor * pipeline, expert_tensor * expert * pipeline
+    is_portable = args.transformer_impl == "local"
+    is_native = not is_portable and (args.fp8_param_gather or args.fp4_param_gather)
     exp_avg, exp_avg_sq = _MOMENTS[args.exp_avg_dtype], _MOMENTS[args.exp_avg_sq_dtype]
     most_micro_batches = None
     if args.global_batch_size and args.micro_batch_size:
@@ -205,7 +214,9 @@ def plan_experts(argv: Sequence[str], *, grouped: bool) -> PlannedExperts:
         exp_avg_sq_dtype=exp_avg_sq[0],
         moment_bytes=exp_avg[1] + exp_avg_sq[1],
         precision_aware=args.use_precision_aware_optimizer,
-        in_te=args.transformer_impl != "local" and (args.fp8_param_gather or args.fp4_param_gather),
+        is_portable=is_portable,
+        is_native=is_native,
+        in_te=is_native or stores_in_te,
         fp16=args.fp16,
         loss_scale=args.loss_scale,
         grouped=grouped,

@@ -1,8 +1,8 @@
 """Megatron's flags, read as its own parser reads them, without importing it.
 
-Importing Megatron takes most of the time that a plan needs. ``megatron_flags.json`` lists the flags
-of one version of megatron-core: names, numbers of values, types, choices and defaults. Where another
-version is installed, or something is wrong with the flags, Megatron's own parser is asked.
+Importing it would take most of the time that a plan needs. ``megatron_flags.json`` lists the flags
+of one version of megatron-core: names, numbers of values, types, choices and defaults. Where
+another version is installed, or something is wrong with the flags, Megatron's own parser is asked.
 """
 
 import argparse

@@ -1,59 +1,34 @@
-"""The report of a plan: as tables, as JSON and as a picture."""
+"""The report of a plan: as JSON and as a picture, which are written first, and as tables."""
 
 import argparse
+import functools
 import json
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
-
 from moe_optim.console.files import require_writable, write_atomically
 from moe_optim.console.provenance import commit
-from moe_optim.console.screen import quiet
-from moe_optim.console.spelling import spell_bytes, spell_count
+from moe_optim.console.screen import print_table, results_console
 from moe_optim.errors import ConfigError
-from moe_optim.recipes import load_recipe
+from moe_optim.recipes import Recipe, load_recipe
 
 if TYPE_CHECKING:
-    from moe_optim.megatron.planning import PlannedExperts
+    from moe_optim.plan.experts import PlannedExperts
 
-# What imports torch or Megatron is imported where it is needed: it takes seconds.
+# What imports numpy is imported where it is needed, as the parser of all commands reads this file.
 
 STEP, MOST_STEPS = 4, 5
 """GPUs that are planned without ``--gpus``: each number so many times the last, so many times."""
 STDOUT = Path("-")
 
-_LEGEND = (
-    "Bytes and launches of one rank, the one with most; launches quantize, find maxima or derive "
-    "planes, once a step. max/mean: elements that ranks own. maxima: fp32 values reduced over "
-    "ranks before they encode. bf16 wire: what stock gathers."
-)
-_STEP_LEGEND = (
-    " A fused step reads gradients for their norm; its update reads them again, reads and writes "
-    "masters and moments, and writes what travels: bytes of one rank, of experts alone, that have "
-    "to move at least. nvfp4 reads masters once more."
-)
-COLUMNS = {  # header -> width
-    "format": 11,
-    "resident": 8,
-    "gathered": 8,
-    "launches": 8,
-    "padding": 7,
-    "max/mean": 8,
-    "path": 12,
-    "maxima": 8,
-}
-STEP_COLUMNS = {"format": 11, "norm": 8, "update": 8, "B/parameter": 11}
-
 Row = dict[str, Any]
 
 
 def plan(args: argparse.Namespace) -> int:
-    """Plan, print the table or JSON, and write the files asked for; return the exit code.
+    """Plan, write the files asked for, and print the tables or JSON; return the exit code.
 
     Raises:
         ConfigError: the recipe, a flag or a number of GPUs cannot be planned, or a file not
@@ -64,44 +39,92 @@ def plan(args: argparse.Namespace) -> int:
     if (fewest := min(args.gpus or [1])) < 1:
         raise ConfigError(f"--gpus: expected 1 or more, got {fewest}.")
     require_writable(args.out, None if args.json == STDOUT else args.json)
-    argv = [*recipe.megatron_argv(), *args.megatron_args]
-    with Console(stderr=True).status("Importing Megatron ..."), quiet():
-        from moe_optim.megatron.planning import plan_experts
-        from moe_optim.plan.costs import plan_rows, why_stocks_step
-
-    layout = recipe.moe_optim.expert_layout
-    try:
-        experts = plan_experts(argv, grouped=layout == "grouped")
-    except ConfigError as error:
-        raise ConfigError(f"{recipe.path}: {error}") from error
-    gpus = sorted(set(args.gpus or default_gpus(experts, recipe.ranks)))
-    reason = why_stocks_step(experts, recipe.moe_optim)
-    rows = plan_rows(experts, gpus, is_fused=reason is None, tb_per_s=args.bandwidth)
-    report: dict[str, Any] = {
-        "command": _command(args),
-        "commit": commit(),
-        "planned": _describe(experts, layout),
-        "step": "fused" if reason is None else f"stock, not estimated: {reason}",
-        "bandwidth_tb_per_s": args.bandwidth,
-        "rows": list(rows),
-    }
+    report = make_report(args, recipe)
     text = json.dumps(report, indent=2) + "\n"
-    if args.json == STDOUT:
-        print(text, end="")
-    else:
-        console = Console(markup=False, highlight=False)
-        console.print(f"{args.recipe}: {report['planned']}")
-        for table in _tables(report["rows"], args.bandwidth):
-            console.print(table)
-        console.print(f"\nstep: {report['step']}")
-        console.print(f"{_LEGEND}{'' if reason else _STEP_LEGEND}", style="dim")
     if args.json not in (None, STDOUT):
         _write(args.json, text.encode())
     if args.out:
         from moe_optim.plan.picture import draw_plan
 
-        _write(args.out, draw_plan(report["rows"], report["planned"]))
+        _write(args.out, draw_plan(report, args.out))
+    if args.json == STDOUT:
+        print(text, end="")
+    else:
+        _print(args, report)
     return 0
+
+
+def make_report(args: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
+    """Return what the JSON file holds; raises as :func:`plan`."""
+    from moe_optim.plan.answers import find_choice, recommend
+    from moe_optim.plan.costs import plan_rows, why_stocks_step
+    from moe_optim.plan.experts import plan_experts
+
+    argv = [*recipe.megatron_argv(), *args.megatron_args]
+    knobs = recipe.moe_optim
+    try:
+        experts = plan_experts(
+            argv,
+            grouped=knobs.expert_layout == "grouped",
+            stores_in_te=knobs.storage == "transformer_engine",
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{recipe.path}: {error}") from error
+    gpus = sorted(set(args.gpus or default_gpus(experts, recipe.ranks)))
+    reason = why_stocks_step(experts, knobs)
+    rows = list(
+        plan_rows(
+            experts,
+            gpus,
+            is_fused=reason is None,
+            memory_tb_per_s=args.memory_bandwidth,
+            network_gb_per_s=args.bandwidth,
+        )
+    )
+    advised = recipe.ranks if recipe.ranks in gpus else gpus[0]
+    choice = find_choice(recipe, argv, experts)
+    of_advised = [row for row in rows if row["gpus"] == advised]
+    return {
+        "command": _command(args),
+        "commit": commit(),
+        "planned": _describe(experts, knobs.expert_layout),
+        "recommended": recommend(choice, of_advised, args.gpu_memory),
+        "step": "fused" if reason is None else f"stock, not estimated: {reason}",
+        "gpu_memory_gib": args.gpu_memory,
+        "bandwidth_gb_per_s": args.bandwidth,
+        "memory_bandwidth_tb_per_s": args.memory_bandwidth,
+        "rows": rows,
+    }
+
+
+def _print(args: argparse.Namespace, report: Mapping[str, Any]) -> None:
+    from moe_optim.plan.tables import Shown, build_tables, legend, table_width
+
+    console = results_console()
+    shown = Shown(
+        gpu_memory=args.gpu_memory,
+        network_gb_per_s=args.bandwidth,
+        memory_tb_per_s=args.memory_bandwidth,
+        details=args.details,
+    )
+    say = functools.partial(console.print, soft_wrap=False)
+    say(f"{args.recipe}: {report['planned']}")
+    for _, group in groupby(report["rows"], lambda row: row["gpus"]):
+        rows: Sequence[Row] = list(group)
+        tables = list(build_tables(_title(rows[0]), rows, shown, console.width))
+        for table in tables:
+            print_table(console, table, least_width=table_width(tables))
+    say(f"\nstep: {report['step']}")
+    say(legend(shown, report["rows"]), style="dim")
+    say(f"\n{report['recommended']}")
+
+
+def _title(row: Row) -> str:
+    dp_size, buckets = row["expert_data_parallel_size"], row["buckets"]
+    return (
+        f"{_count(row['gpus'], 'GPU')}, expert data parallel {dp_size:,}, "
+        f"{_count(buckets, 'bucket')}"
+    )
 
 
 def default_gpus(experts: "PlannedExperts", ranks: int) -> list[int]:
@@ -117,7 +140,9 @@ def default_gpus(experts: "PlannedExperts", ranks: int) -> list[int]:
 def _command(args: argparse.Namespace) -> str:
     words = ["moe-optim", "plan", str(args.recipe)]
     words += ["--gpus", *map(str, args.gpus)] if args.gpus else []
-    words += ["--bandwidth", str(args.bandwidth)] if args.bandwidth else []
+    for option in ("gpu_memory", "bandwidth", "memory_bandwidth"):
+        value = getattr(args, option)
+        words += [f"--{option.replace('_', '-')}", f"{value:g}"] if value else []
     words += ["--set", *args.set] if args.set else []
     words += ["--", *args.megatron_args] if args.megatron_args else []
     return shlex.join(words)
@@ -131,63 +156,6 @@ def _describe(experts: "PlannedExperts", layout: str) -> str:
         f"{stage} {experts.layers} MoE layers, {count} experts a rank of {first} and {second}, "
         f"{layout}"
     )
-
-
-def _tables(rows: Sequence[Row], tb_per_s: float | None) -> Iterator[Table]:
-    """Yield tables for each number of GPUs, of less than 80 columns, equally wide."""
-    for gpus, group in groupby(rows, lambda row: row["gpus"]):
-        of_format = list(group)
-        dp_size, buckets = (of_format[0][key] for key in ("expert_data_parallel_size", "buckets"))
-        table = _table(
-            f"{_count(gpus, 'GPU')}, expert data parallel {dp_size:,}, {_count(buckets, 'bucket')}",
-            COLUMNS,
-        )
-        for row in of_format:
-            table.add_row(
-                row["format"],
-                spell_bytes(row["resident_bytes_per_rank"]),
-                spell_bytes(row["gathered_bytes_per_step"]),
-                str(row["launches_per_step"]),
-                f"{row['padding_fraction']:.2%}",
-                f"{row['shard_imbalance']:.3f}",
-                row["path"],
-                spell_count(row["exchanged_maxima"]),
-            )
-        yield table
-        fused = [row for row in of_format if row["norm_bytes_per_rank"] is not None]
-        if fused:
-            yield _step_table(fused, tb_per_s)
-
-
-def _step_table(rows: Sequence[Row], tb_per_s: float | None) -> Table:
-    """Return what a fused step moves, and how long memory takes for it."""
-    at = {} if tb_per_s is None else {f"at {tb_per_s:g} TB/s": 14}
-    table = _table("a fused step", {**STEP_COLUMNS, **at})
-    for row in rows:
-        floor = [] if tb_per_s is None else [f"{row['step_floor_ms']:.3f} ms"]
-        table.add_row(
-            row["format"],
-            spell_bytes(row["norm_bytes_per_rank"]),
-            spell_bytes(row["update_bytes_per_rank"]),
-            f"{row['step_bytes_per_parameter']:.2f}",
-            *floor,
-        )
-    return table
-
-
-def _table(title: str, columns: Mapping[str, int]) -> Table:
-    table = Table(
-        title=f"\n{title}",
-        title_justify="left",
-        title_style="bold",
-        box=None,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-    )
-    for header, width in columns.items():
-        side: Any = "left" if header in ("format", "path") else "right"
-        table.add_column(header, justify=side, no_wrap=True, width=width)
-    return table
 
 
 def _count(number: int, what: str) -> str:

@@ -103,7 +103,7 @@ def test_the_diff_starts_the_same_run_under_the_plugin(scripts):
 def _parse_with_megatron(argv):
     from megatron.training.arguments import parse_args
 
-    from moe_optim.megatron.planning import plan_experts
+    from moe_optim.plan.experts import plan_experts
 
     sys.argv = ["pretrain_gpt.py", *argv]
     args = parse_args(extra_args_provider=add_moe_optim_arguments)

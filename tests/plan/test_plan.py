@@ -1,29 +1,44 @@
 """A plan costs what the real thing costs: planes, launches and maxima of ranks that are built."""
 
 import json
+from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.param_layout import bucket_end_divisor, pad_to_divisor
 from megatron.training import training
 
 from moe_optim.bench import requantize
 from moe_optim.bench.cases import Case
 from moe_optim.cli import main as cli
 from moe_optim.config import MoEOptimConfig
-from moe_optim.console.spelling import spell_bytes, spell_count
+from moe_optim.console.spelling import spell_bytes, spell_count, spell_difference
 from moe_optim.errors import ConfigError, LayoutError
-from moe_optim.formats import FORMATS
+from moe_optim.formats import DIRECTIONS, FORMATS
 from moe_optim.kernels.finish_table import FinishTable
 from moe_optim.kernels.launch_table import LaunchTable, can_launch, own_slots
 from moe_optim.layout.wire import Slot
 from moe_optim.megatron.buffers.layout import AlignedDistributedOptimizer
 from moe_optim.megatron.buffers.states import Event
-from moe_optim.megatron.planning import plan_experts
 from moe_optim.modules.grouped_linear import GroupedLinear
-from moe_optim.plan.costs import PARTS, STOCK_BF16, STOCK_MXFP8, plan_rows, why_stocks_step
+from moe_optim.plan import experts as planned_experts
+from moe_optim.plan.answers import find_choice, recommend
+from moe_optim.plan.costs import (
+    PARTS,
+    ROWS,
+    STOCK_BF16,
+    STOCK_FP8_BLOCK,
+    STOCK_MXFP8,
+    STOCK_NVFP4,
+    STOCKS,
+    plan_rows,
+    why_stocks_step,
+)
+from moe_optim.plan.experts import plan_experts
+from moe_optim.plan.picture import spread
 from moe_optim.plan.report import default_gpus
 from tests.support.buckets import make_bucket, own_masters
 
@@ -32,8 +47,15 @@ EVERY_FORMAT = pytest.mark.parametrize("name", FORMATS)
 KEYS = {
     "format",
     "gpus",
-    "resident_bytes_per_rank",
+    "weight_bytes_per_rank",
+    "gradient_bytes_per_rank",
+    "optimizer_bytes_per_rank",
+    "step_memory_bytes_per_rank",
+    "total_bytes_per_rank",
+    "against_stock_bf16_bytes",
+    "against_stock_bytes",
     "gathered_bytes_per_step",
+    "gather_ms",
     "launches_per_step",
     "padding_fraction",
     "path",
@@ -67,6 +89,8 @@ LARGE = SMALL | {
     "--ddp-bucket-size": None,
     "--expert-model-parallel-size": 8,
 }
+LOCAL = {"transformer_impl": "local"}
+NATIVE = {"fp8_recipe": "mxfp8", "fp8_param_gather": True}
 DDP_CONFIG = SimpleNamespace(pad_buckets_for_high_nccl_busbw=False)
 
 
@@ -170,7 +194,7 @@ def test_a_plan_is_what_ranks_that_are_built_hold_gather_and_launch(name, expert
     total = sum(rank.owned for rank in ranks)
     assert total == LAYERS * EXPERTS * 3 * HIDDEN * FFN
     resident = ranks[0].plane_bytes() + 4 * ranks[0].maxima() + 4 * ranks[0].numel + 12 * most
-    assert row["resident_bytes_per_rank"] == resident
+    assert row["total_bytes_per_rank"] == resident
     assert row["shard_imbalance"] == pytest.approx(most * dp_size / total, rel=1e-15)
     assert row["padding_fraction"] == (ranks[0].numel - total) / ranks[0].numel
 
@@ -181,7 +205,7 @@ def test_parts_are_the_planes_by_name_and_add_up(name):
     row = row_of(experts_of(ddp_bucket_size=1), 1, name)
     parts = row["parts"]
     assert set(parts) == set(PARTS)
-    assert sum(parts.values()) == row["resident_bytes_per_rank"]
+    assert sum(parts.values()) == row["total_bytes_per_rank"]
     rank = RealRank(name, "grouped", 0, 1)
     for plane in ("rowwise_data", "rowwise_scale", "columnwise_scale", "global_amax"):
         planes = [p.quantized_storage.quantized.planes().get(plane) for p in rank.params]
@@ -247,6 +271,121 @@ def test_stock_mxfp8_quantizes_expert_by_expert_into_padded_storage():
     assert [row["parts"][plane] for plane in PARTS[:4]] == [data, rowwise, data, columnwise]
 
 
+@pytest.mark.parametrize("busbw", [None, True])
+@pytest.mark.parametrize("dp_size", [1, 7])
+def test_stock_blocks_and_nvfp4_gather_rowwise_data_which_is_the_parameter_buffer(dp_size, busbw):
+    """NVFP4's packed buffer is padded once more, in bytes, by the rules of unpacked ones."""
+    experts = experts_of(ddp_pad_buckets_for_high_nccl_busbw=busbw, ddp_bucket_size=1)
+    linears = [EXPERTS * 2 * FFN * HIDDEN, EXPERTS * FFN * HIDDEN]
+    divisor = bucket_end_divisor(dp_size, bool(busbw))
+    for name, per_byte in ((STOCK_FP8_BLOCK, 1), (STOCK_NVFP4, 2)):
+        row = row_of(experts, dp_size, name)
+        wire = LAYERS * sum(pad_to_divisor(numel // per_byte, divisor) for numel in linears)
+        assert (row["gathered_bytes_per_step"], row["parts"]["parameter_buffer"]) == (wire, wire)
+        assert row["parts"]["columnwise_data"] == LAYERS * sum(linears) // per_byte
+        assert (row["parts"]["rowwise_data"], row["launches_per_step"]) == (0, None)
+
+
+@EVERY_FORMAT
+def test_weights_of_transformer_engine_have_padded_scales_besides_the_planes(name):
+    """And columnwise scales of 2-D blocks are a view of rowwise ones."""
+    portable, native = (row_of(experts_of(**flags), 1, name)["parts"] for flags in (LOCAL, NATIVE))
+    format = FORMATS[name]
+    padded = sum(
+        LAYERS * EXPERTS * prod(format.storage_scale_shape(rows, cols, way))
+        for rows, cols in ((2 * FFN, HIDDEN), (HIDDEN, FFN))
+        for way in DIRECTIONS
+    )
+    assert native["storage_scales"] == padded * format.scale_dtype.itemsize
+    assert (portable["storage_scales"], native["columnwise_scale"] == 0) == (0, format.is_2d)
+    same = set(PARTS) - {"storage_scales", "columnwise_scale"}
+    assert {part: portable[part] for part in same} == {part: native[part] for part in same}
+
+
+def test_megatrons_step_copies_gradients_in_bf16_and_a_fused_one_does_not():
+    experts = experts_of(grad_reduce_in_bf16=True)
+    for is_fused in (True, False):
+        for row in plan_rows(experts, [2], is_fused=is_fused):
+            copies = not (is_fused and row["format"] in FORMATS)
+            masters = row["parts"]["masters"]
+            assert row["step_memory_bytes_per_rank"] == copies * masters
+    aware = experts_of(grad_reduce_in_bf16=True, use_precision_aware_optimizer=True)
+    assert row_of(aware, 2, STOCK_BF16)["step_memory_bytes_per_rank"] == 0
+    assert row_of(experts_of(), 2, STOCK_BF16)["step_memory_bytes_per_rank"] == 0
+
+
+def test_differences_are_those_of_totals_to_stock_in_bf16_and_in_the_same_format():
+    rows = {row["format"]: row for row in plan_rows(experts_of(), [2])}
+    for name, row in rows.items():
+        total = row["total_bytes_per_rank"]
+        assert row["against_stock_bf16_bytes"] == total - rows[STOCK_BF16]["total_bytes_per_rank"]
+        stock = rows.get(f"stock {name}")
+        expected = None if stock is None else total - stock["total_bytes_per_rank"]
+        assert row["against_stock_bytes"] == expected
+    assert rows["mxfp8_2d"]["against_stock_bytes"] is None
+
+
+@pytest.mark.parametrize("gpus", [1, 4])
+def test_a_gather_takes_its_bytes_of_others_at_the_bus_bandwidth(gpus):
+    """As nccl-tests define it: 3 of 4 parts come from others, and none of one rank."""
+    for row in plan_rows(experts_of(), [gpus], network_gb_per_s=100):
+        seconds = row["gathered_bytes_per_step"] * (gpus - 1) / gpus / 100e9
+        assert row["gather_ms"] == pytest.approx(1e3 * seconds)
+
+
+# Answers
+
+
+def advice(argv, *, gpu_memory=None, gpus=2, **knobs):
+    recipe = SimpleNamespace(moe_optim=MoEOptimConfig(**knobs))
+    experts = plan_experts(argv, grouped=True)
+    rows = list(plan_rows(experts, [gpus]))
+    return recommend(find_choice(recipe, argv, experts), rows, gpu_memory)
+
+
+def test_portable_experts_are_told_the_format_of_as_many_bits_with_the_least_memory():
+    local = argv(SMALL | {"--transformer-impl": "local", "--moe-grouped-gemm": True})
+    said = advice(local, format="mxfp8")
+    assert said.startswith("Recommended: mxfp8_2d, the least memory of formats of 8 bits")
+    assert said.endswith(
+        "The recipe has mxfp8, which continues a run of it: for a new one add "
+        "--set moe_optim.format=mxfp8_2d."
+    )
+    row, bf16 = (row_of(plan_experts(local, grouped=True), 2, n) for n in ("mxfp8_2d", STOCK_BF16))
+    saved = bf16["total_bytes_per_rank"] - row["total_bytes_per_rank"]
+    assert f"At 2 GPUs its experts take {spell_bytes(row['total_bytes_per_rank'])} a rank" in said
+    assert f"{spell_bytes(saved)} less than stock bf16" in said
+    assert advice(local, format="nvfp4").startswith("Recommended: nvfp4, the only format of 4 bits")
+
+
+def test_native_weights_are_told_what_their_recipe_can_have():
+    def native(recipe):
+        bits = "fp4" if recipe == "nvfp4" else "fp8"
+        return argv(SMALL | {f"--{bits}-recipe": recipe, f"--{bits}-param-gather": True})
+
+    assert advice(native("blockwise")).startswith("Recommended: fp8_block, the only format that")
+    assert advice(native("mxfp8")).startswith("Recommended: mxfp8_2d, the least memory of formats")
+    assert advice(native("nvfp4")).startswith(
+        "Recommended: nvfp4, the only format that --fp4-recipe"
+    )
+
+
+def test_flags_that_keep_bf16_weights_are_told_what_to_add():
+    said = advice(argv(SMALL))
+    assert said.startswith(
+        "Recommended: none of these as the recipe stands, as its flags keep bf16"
+    )
+    assert "--fp8-recipe blockwise --fp8-param-gather for fp8_block on Hopper" in said
+
+
+def test_whether_a_gpu_holds_the_experts_is_said_with_what_they_leave_or_miss():
+    local = argv(LARGE | {"--transformer-impl": "local"})
+    total = row_of(plan_experts(local, grouped=True), 8, "mxfp8_2d")["total_bytes_per_rank"]
+    for gpu_memory, said in ((80, "It fits 80 GiB and leaves"), (1, "It does not fit 1 GiB:")):
+        left = spell_bytes(abs(gpu_memory * 2**30 - total))
+        assert f"{said} {left}" in advice(local, gpu_memory=gpu_memory, gpus=8, format="mxfp8")
+
+
 # Steps
 
 
@@ -277,7 +416,9 @@ def test_floors_of_measured_steps_are_those_of_a_plan():
     speed = report["copy_tb_per_s"]
     for name in FORMATS:
         (row,) = [
-            row for row in plan_rows(experts_of(), [1], tb_per_s=speed) if row["format"] == name
+            row
+            for row in plan_rows(experts_of(), [1], memory_tb_per_s=speed)
+            if row["format"] == name
         ]
         most = row["parts"]["masters"] // 4
         step = measured[name, "step to wire planes, fp32 moments"]
@@ -296,13 +437,13 @@ def test_gradients_in_bf16_are_read_in_half_the_bytes():
 
 
 def test_of_megatrons_own_formats_no_step_is_estimated():
-    for name in (STOCK_MXFP8, STOCK_BF16):
+    for name in STOCKS:
         row = row_of(experts_of(), 2, name)
         assert {row[figure] for figure in STEP} == {None}
 
 
 NARROW = {"use_precision_aware_optimizer": True}
-STOCKS = {  # knobs, flags -> why the step is stock's
+STOCKS_STEPS = {  # knobs, flags -> why the step is stock's
     "asked for": ({"step": "stock"}, {}, "step: stock"),
     "stock's layout": ({"layout": "stock"}, {}, "layout: stock"),
     "no kernels": ({"backend": "reference"}, {}, "backend: reference"),
@@ -322,25 +463,26 @@ STOCKS = {  # knobs, flags -> why the step is stock's
 }
 
 
-@pytest.mark.parametrize(("knobs", "flags", "reason"), STOCKS.values(), ids=STOCKS)
+@pytest.mark.parametrize(("knobs", "flags", "reason"), STOCKS_STEPS.values(), ids=STOCKS_STEPS)
 def test_a_step_that_is_stocks_is_not_estimated_and_the_reason_is_said(
     knobs, flags, reason, recipe, capsys
 ):
     assert why_stocks_step(experts_of(**flags), MoEOptimConfig(**knobs)) == reason
     sets = [word for knob in knobs.items() for word in ("--set", "moe_optim.{}={}".format(*knob))]
     passed = argv({f"--{name.replace('_', '-')}": value for name, value in flags.items()})
-    assert cli.main(["plan", str(recipe), "--gpus", "2", *sets, "--", *passed]) == 0
+    command = ["plan", str(recipe), "--gpus", "2", "--details", *sets, "--", *passed]
+    assert cli.main(command) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert ("step: fused" if reason is None else f"step: stock, not estimated: {reason}") in text
-    assert ("a fused step" in text) is (reason is None)
+    assert ("B/param" in text) is (reason is None)
 
 
 @pytest.mark.parametrize("speed", ["0", "-1", "fast", "inf", "nan"])
-def test_a_bandwidth_is_a_positive_number(speed, recipe, capsys):
+@pytest.mark.parametrize("option", ["--bandwidth", "--memory-bandwidth", "--gpu-memory"])
+def test_speeds_and_memory_are_positive_numbers(option, speed, recipe, capsys):
     with pytest.raises(SystemExit):
-        cli.main(["plan", str(recipe), "--bandwidth", speed])
-    error = capsys.readouterr().err
-    assert f"--bandwidth: expected terabytes a second above 0, got '{speed}'" in error
+        cli.main(["plan", str(recipe), option, speed])
+    assert f"{option}: expected a number above 0, got '{speed}'" in capsys.readouterr().err
 
 
 @EVERY_FORMAT
@@ -363,15 +505,15 @@ def test_quantized_bytes_follow_the_format_and_more_ranks_hold_less():
             amaxes = 4 * experts.num_experts if format.has_global_amax else 0
             expected = numel * format.wire_bytes_per_element + amaxes
             assert gathered[name] == pytest.approx(float(expected), rel=0.01)
-    for name in (*FORMATS, STOCK_MXFP8, STOCK_BF16):
-        resident = [r["resident_bytes_per_rank"] for r in rows if r["format"] == name]
+    for name in ROWS:
+        resident = [r["total_bytes_per_rank"] for r in rows if r["format"] == name]
         assert sorted(resident, reverse=True) == resident
         assert len(set(resident)) == len(resident)
 
 
 def test_a_hundred_thousand_gpus_can_be_planned():
     rows = list(plan_rows(experts_of(LARGE), [100_000]))
-    assert [row["expert_data_parallel_size"] for row in rows] == [12_500] * 6
+    assert [row["expert_data_parallel_size"] for row in rows] == [12_500] * len(ROWS)
     used = 4 * 16 * 3 * 2048 * 768
     for row in rows:
         assert row["parts"]["masters"] >= 4 * used / 12_500
@@ -387,15 +529,13 @@ def test_buckets_are_as_large_as_megatrons_training_makes_them(monkeypatch, dp_s
     config = SimpleNamespace(num_buckets=None, bucket_size=size)
     expected = training.resolve_ddp_bucket_size(config, dp_size, overlap, 0)
     seen = []
-    stock = DistributedOptimizer._compute_per_buffer_param_layout
+    lay_buckets = planned_experts.lay_buckets
 
-    def note(params, bucket_size, *args):
-        seen.append(bucket_size)
-        return stock(params, bucket_size, *args)
+    def note(params, bucket_numel, divisor):
+        seen.append(bucket_numel)
+        return lay_buckets(params, bucket_numel, divisor)
 
-    monkeypatch.setattr(
-        DistributedOptimizer, "_compute_per_buffer_param_layout", staticmethod(note)
-    )
+    monkeypatch.setattr(planned_experts, "lay_buckets", note)
     flags = {"ddp_bucket_size": size, "overlap_grad_reduce": overlap or None}
     parallel = {"tensor_model_parallel_size": 2, "context_parallel_size": 2}
     experts_of(**parallel, **flags).buckets(2 * dp_size)
@@ -553,7 +693,7 @@ REFUSED = {  # changes -> error, what it names
     "a layout of other layers": (
         {"pipeline_model_parallel_layout": "Ett|L", "pipeline_model_parallel_size": 2},
         ConfigError,
-        "--pipeline-model-parallel-layout Ett.L: expected one that Megatron takes, got: Number of",
+        r"-layout Ett.L: expected one that Megatron takes, got t \(decoder layer\) 2 times, not 3",
     ),
     "a shape no block fits": (
         {"moe_ffn_hidden_size": 100},
@@ -621,13 +761,16 @@ def test_json_holds_every_row_with_the_same_keys(recipe, capsys):
         "command",
         "commit",
         "planned",
+        "recommended",
         "step",
-        "bandwidth_tb_per_s",
+        "gpu_memory_gib",
+        "bandwidth_gb_per_s",
+        "memory_bandwidth_tb_per_s",
         "rows",
     }
-    assert (report["step"], report["bandwidth_tb_per_s"]) == ("fused", None)
+    assert (report["step"], report["bandwidth_gb_per_s"]) == ("fused", None)
     assert [(row["gpus"], row["format"]) for row in report["rows"]] == [
-        (gpus, name) for gpus in (2, 4) for name in (*FORMATS, STOCK_MXFP8, STOCK_BF16)
+        (gpus, name) for gpus in (2, 4) for name in ROWS
     ]
     for row in report["rows"]:
         assert row.keys() == FIGURES
@@ -635,36 +778,51 @@ def test_json_holds_every_row_with_the_same_keys(recipe, capsys):
     assert report["rows"] == list(plan_rows(experts_of(), [2, 4]))
 
 
-def test_the_table_shows_the_rows_of_the_file_in_80_columns(recipe, tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
+def test_the_tables_show_the_rows_of_the_file(recipe, tmp_path, capsys):
+    """What is no terminal gets one table of all columns."""
     path = tmp_path / "rows.json"
-    words = ["--gpus", "2", "96", "--bandwidth", "3.35", "--json", str(path)]
+    words = ["--gpus", "2", "96", "--bandwidth", "400", "--memory-bandwidth", "3.35"]
+    words += ["--gpu-memory", "80", "--details", "--json", str(path)]
     assert cli.main(["plan", str(recipe), *words]) == 0
     text = capsys.readouterr().out
-    assert max(map(len, text.splitlines())) <= 80
-    assert "…" not in text
     assert "96 GPUs, expert data parallel 96, 3 buckets" in text
-    lines = [line.split() for line in text.splitlines() if line.startswith(tuple(FORMATS))]
-    shown = [words for words in lines if words[-1] != "ms"]
+    shown = [line.split() for line in text.splitlines() if line.startswith(tuple(FORMATS))]
     rows = [row for row in json.loads(path.read_text())["rows"] if row["format"] in FORMATS]
     assert len(shown) == len(rows) == 8
     for words, row in zip(shown, rows, strict=True):
-        sizes = f"{row['resident_bytes_per_rank']} {row['gathered_bytes_per_step']}"
-        expected = [row["format"], *(word for n in sizes.split() for word in spell(int(n)))]
-        expected += [str(row["launches_per_step"]), f"{row['padding_fraction']:.2%}"]
-        expected += [f"{row['shard_imbalance']:.3f}", *row["path"].split()]
-        assert words == [*expected, spell_count(row["exchanged_maxima"])]
-    steps = [words for words in lines if words[-1] == "ms"]
-    for words, row in zip(steps, rows, strict=True):
-        sizes = (row["norm_bytes_per_rank"], row["update_bytes_per_rank"])
-        expected = [row["format"], *(word for size in sizes for word in spell(size))]
-        expected += [f"{row['step_bytes_per_parameter']:.2f}", f"{row['step_floor_ms']:.3f}", "ms"]
-        assert words == expected
-    assert "B/parameter at 3.35 TB/s" in " ".join(text.split())
+        left = spell_bytes(80 * 2**30 - row["total_bytes_per_rank"])
+        against = row["against_stock_bytes"]
+        cells = [
+            row["format"],
+            *(spell_bytes(row[f"{part}_bytes_per_rank"]) for part in MEMORY),
+            spell_difference(row["against_stock_bf16_bytes"]),
+            "-" if against is None else spell_difference(against),
+            f"yes, {left}",
+            spell_bytes(row["gathered_bytes_per_step"]),
+            f"{row['gathered_bytes_per_step'] / bf16_of(row, path):.2f}",
+            f"{row['gather_ms']:.3f} ms",
+            str(row["launches_per_step"]),
+            f"{row['padding_fraction']:.2%}",
+            f"{row['shard_imbalance']:.3f}",
+            row["path"],
+            spell_count(row["exchanged_maxima"]),
+            *(spell_bytes(row[f"{part}_bytes_per_rank"]) for part in ("norm", "update")),
+            f"{row['step_bytes_per_parameter']:.2f}",
+            f"{row['step_floor_ms']:.3f} ms",
+        ]
+        assert words == " ".join(cells).split()
 
 
-def spell(count):
-    return spell_bytes(count).split()
+MEMORY = ("weight", "gradient", "optimizer", "total")
+
+
+def bf16_of(row, path):
+    (found,) = [
+        one["gathered_bytes_per_step"]
+        for one in json.loads(path.read_text())["rows"]
+        if (one["format"], one["gpus"]) == (STOCK_BF16, row["gpus"])
+    ]
+    return found
 
 
 @pytest.mark.parametrize(
@@ -699,16 +857,29 @@ def test_flags_after_two_dashes_win_over_the_recipe_and_set_changes_it(recipe, c
     assert "8 experts a rank of [192, 128] and [128, 96], indexed" in report["planned"]
 
 
-def test_the_picture_is_a_png_even_of_one_number(recipe, tmp_path):
-    for name, gpus in (("one.png", ["2"]), ("several.png", ["1", "2", "8"])):
-        path = tmp_path / name
-        assert cli.main(["plan", str(recipe), "--gpus", *gpus, "--out", str(path)]) == 0
-        assert path.read_bytes().startswith(b"\x89PNG")
+MAGIC = {"png": b"\x89PNG", "jpg": b"\xff\xd8\xff", "svg": b"<?xml", "pdf": b"%PDF"}
+
+
+@pytest.mark.parametrize("kind", MAGIC)
+def test_a_picture_is_what_its_name_says_even_of_one_number(kind, recipe, tmp_path):
+    for name, gpus in (("one", ["2"]), ("several", ["1", "2", "8"])):
+        path = tmp_path / f"{name}.{kind}"
+        command = ["plan", str(recipe), "--gpus", *gpus, "--gpu-memory", "80", "--out", str(path)]
+        assert cli.main(command) == 0
+        assert path.read_bytes().startswith(MAGIC[kind])
+
+
+def test_labels_that_would_touch_are_spread_and_keep_their_order():
+    assert spread({"a": 1.0, "b": 5.0}, 0.5) == {"a": 1.0, "b": 5.0}
+    assert spread({"b": 3.0, "a": 3.0, "c": 4.0}, 1.0) == pytest.approx(
+        {"b": 7 / 3, "a": 10 / 3, "c": 13 / 3}
+    )
+    assert min(spread({"a": 0.0, "b": 0.0}, 1.0).values()) == 0
 
 
 @pytest.mark.parametrize("option", ["--out", "--json"])
 def test_a_file_that_cannot_be_written_is_named(recipe, tmp_path, capsys, option):
-    path = tmp_path / "nowhere" / "file"
+    path = tmp_path / "nowhere" / "file.png"
     assert cli.main(["plan", str(recipe), "--gpus", "2", option, str(path)]) == cli.BAD_INPUT
     assert f"{path}: expected a file to write" in capsys.readouterr().err
 

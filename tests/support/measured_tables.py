@@ -10,8 +10,8 @@ from typing import Any
 
 from moe_optim.console.spelling import spell_bytes
 from moe_optim.formats import FORMATS
-from moe_optim.megatron.planning import plan_experts
 from moe_optim.plan.costs import plan_rows
+from moe_optim.plan.experts import plan_experts
 from moe_optim.recipes import load_recipe
 from tests.support.code_tables import table, weight_bytes, wire_bytes
 from tests.upstream.side_by_side import CHANCE, Case, Comparison, Selection
@@ -477,7 +477,7 @@ def plan_step() -> str:
                 f"{row['step_bytes_per_parameter']:.2f}",
                 f"{row['step_floor_ms']:.3f} ms",
             ]
-            for row in plan_rows(experts, [512], tb_per_s=speed)
+            for row in plan_rows(experts, [512], memory_tb_per_s=speed)
             if row["format"] in FORMATS
         ),
     )
