@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from moe_optim.console.files import require_writable
+from moe_optim.console.screen import results_console
 from moe_optim.console.spelling import spell_bytes
 from moe_optim.errors import ConfigError, StateError
 from moe_optim.expert_keys.layouts import LAYOUTS
@@ -127,8 +128,9 @@ def run(args: argparse.Namespace) -> int:
     }
     if args.json:
         args.json.write_text(json.dumps(report, indent=2) + "\n")
+    console = results_console()
     for line in _lines(report):
-        Console(markup=False, highlight=False).print(line, soft_wrap=True)
+        console.print(line)
     return 0
 
 

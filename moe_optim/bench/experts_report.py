@@ -18,6 +18,7 @@ from moe_optim.bench.row_report import (
     table_of_rows,
 )
 from moe_optim.console.files import require_writable
+from moe_optim.console.screen import print_table, results_console
 from moe_optim.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -86,8 +87,9 @@ def run(args: argparse.Namespace) -> int:
     progress = Console(stderr=True, markup=False, highlight=False)
     progress.print(f"ModelOpt: {report['versions']['modelopt']}", soft_wrap=True)
     fill_report(report, _rows(args, copy_speed(report)), args.json, _progress)
+    console = results_console()
     for table in _tables(report):
-        Console().print(table)
+        print_table(console, table)
     return 0
 
 

@@ -17,11 +17,11 @@ from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
 
 from moe_optim.bench.cases import SHAPE_SETS, ShapeSet
 from moe_optim.console.files import require_writable
+from moe_optim.console.screen import print_table, results_console
 from moe_optim.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
         }
     if args.json:
         args.json.write_text(json.dumps(report, indent=2) + "\n")
-    Console().print(_table(report, args))
+    print_table(results_console(), _table(report, args))
     return 0
 
 

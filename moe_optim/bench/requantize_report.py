@@ -9,7 +9,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, get_args
 
-from rich.console import Console
 from rich.table import Table
 
 from moe_optim.bench.cases import SHAPE_SETS, Case
@@ -23,6 +22,7 @@ from moe_optim.bench.row_report import (
 )
 from moe_optim.config import Format
 from moe_optim.console.files import require_writable
+from moe_optim.console.screen import print_table, results_console
 from moe_optim.errors import ConfigError
 
 FORMATS = tuple(name for name in get_args(Format) if name != "bf16")
@@ -73,8 +73,9 @@ def run(args: argparse.Namespace) -> int:
     packages = {"torch": "torch", "triton": "triton", "te": "transformer-engine"}
     report = begin_report(_command(args), device, packages)
     fill_report(report, _rows(args, device, copy_speed(report)), args.json, _progress)
+    console = results_console()
     for table in _tables(report):
-        Console().print(table)
+        print_table(console, table)
     return 0
 
 

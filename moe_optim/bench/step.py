@@ -18,8 +18,17 @@ from rich.console import Console
 
 from moe_optim.bench.step_figures import SIDES, Measured, meanings, merge, summarize, table_of
 from moe_optim.config import field_names
-from moe_optim.console.argv import add_changes, add_recipe, data_flags, spell_format
+from moe_optim.console.argv import (
+    add_changes,
+    add_recipe,
+    data_flags,
+    flags,
+    last_value,
+    spell_format,
+)
 from moe_optim.console.files import require_writable
+from moe_optim.console.pictures import picture_path
+from moe_optim.console.screen import print_table, results_console
 from moe_optim.errors import ConfigError, StateError
 from moe_optim.recipes import Recipe, check_requirements, load_recipe
 
@@ -33,6 +42,8 @@ DETERMINISTIC_ENVIRONMENT = {
 DETERMINISTIC_ARGUMENTS = ("--deterministic-mode", "--clip-grad", "0")
 """The norm that clips is summed in the order of the buckets, which are not the same on both sides.
 """
+CLIP_GRAD = 1.0
+"""Megatron's default."""
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -61,7 +72,12 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     repeats = "on both sides only algorithms whose results repeat, and no clipping"
     add("--deterministic", action="store_true", help=repeats)
     add("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
-    add("--out", type=Path, metavar="FILE", help="also draw the parts of a step, as a PNG")
+    add(
+        "--out",
+        type=picture_path,
+        metavar="FILE",
+        help="also draw the parts of a step: .png, .svg, .pdf or .jpg",
+    )
     add("--logs", type=Path, metavar="DIR", help="keep the logs of all ranks in DIR")
 
 
@@ -86,11 +102,8 @@ def run(args: argparse.Namespace) -> int:
     require_writable(args.json, args.out)
     if args.ranks is not None and args.ranks < 1:
         raise ConfigError(f"--ranks: expected 1 or more, got {args.ranks}.")
-    if not data_flags([*recipe.megatron_argv(), *args.megatron_args]):
-        raise ConfigError(
-            f"{recipe.path}: expected a flag that says what to train on, got none. Add for example "
-            "-- --mock-data --tokenizer-type NullTokenizer --vocab-size 255"
-        )
+    if missing := missing_data(args, recipe):
+        print(f"{recipe.path} names no data: added {shlex.join(missing)}", file=sys.stderr)
     with TemporaryDirectory() as temporary:
         logs = args.logs or Path(temporary)
         found: dict[str, list[Measured]] = {side: [] for side in SIDES}
@@ -104,8 +117,8 @@ def run(args: argparse.Namespace) -> int:
     if args.out:
         from moe_optim.bench.step_picture import draw
 
-        args.out.write_bytes(draw(report))
-    Console().print(table_of(report))
+        args.out.write_bytes(draw(report, args.out))
+    print_table(results_console(), table_of(report))
     return 0
 
 
@@ -146,7 +159,12 @@ def environment(args: argparse.Namespace) -> dict[str, str]:
 def megatron_argv(args: argparse.Namespace, recipe: Recipe, side: str) -> list[str]:
     """Return the command line of a rank; both sides have the same but for the plug-in's flags."""
     argv = [*recipe.megatron_argv(), *(DETERMINISTIC_ARGUMENTS if args.deterministic else ())]
-    argv += [*args.megatron_args, "--train-iters", str(args.iterations)]
+    argv += [
+        *args.megatron_args,
+        *missing_data(args, recipe),
+        "--train-iters",
+        str(args.iterations),
+    ]
     argv += ["--eval-iters", "0", "--timing-log-level", "0"]
     argv += ["--log-interval", "1"]  # a logged iteration leaves the device idle
     if side == "plugin":
@@ -157,6 +175,17 @@ def megatron_argv(args: argparse.Namespace, recipe: Recipe, side: str) -> list[s
     return argv
 
 
+def missing_data(args: argparse.Namespace, recipe: Recipe) -> list[str]:
+    """Return what a recipe that names no data takes to train on samples that are made up."""
+    argv = [*recipe.megatron_argv(), *args.megatron_args]
+    if data_flags(argv):
+        return []
+    given = flags(argv)
+    tokenizer = [] if "--tokenizer-type" in given else ["--tokenizer-type", "NullTokenizer"]
+    vocabulary = [] if "--vocab-size" in given else ["--vocab-size", "255"]
+    return ["--mock-data", *tokenizer, *vocabulary]
+
+
 def _report(
     args: argparse.Namespace, recipe: Recipe, found: dict[str, list[Measured]]
 ) -> dict[str, Any]:
@@ -165,15 +194,16 @@ def _report(
     from moe_optim.bench.step_rank import WARM_UP
     from moe_optim.console.provenance import commit
 
+    argv = megatron_argv(args, recipe, "stock")
     return {
         "command": _command(args),
         "commit": commit(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "workload": {
             "recipe": str(recipe.path),
-            "format": spell_format(
-                recipe.moe_optim.format, [*recipe.megatron_argv(), *args.megatron_args]
-            ),
+            "format": spell_format(recipe.moe_optim.format, argv),
+            "portable_experts": last_value(argv, "--transformer-impl") == "local",
+            "clip_grad": float(last_value(argv, "--clip-grad") or CLIP_GRAD),
             "ranks": args.ranks or recipe.ranks,
             "iterations": args.iterations - WARM_UP,
             "rounds": args.rounds,

@@ -1,7 +1,7 @@
 """The figures of ``moe-optim bench step``: what each means, and how ranks and processes make it."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,9 +45,15 @@ PARTS = {
 }
 """Keys of the parts: disjoint, and in the order of a step without overlap."""
 
+REST = "unaccounted_ms"
 FIGURES = {
     "iteration_ms": Figure("iteration", "from one to the next, nothing else being measured"),
     **PARTS,
+    REST: Figure(
+        "in none of these parts",
+        "the iteration less all of them: data, logging, and what the clocks of other iterations "
+        "differ by, so that it may lie below 0",
+    ),
     "optimizer_ms": Figure("optimizer.step(), all of it", "the parts that run within it"),
     "main_to_model_and_gather_ms": Figure(
         "masters to weights", "requantize, gather and post-processing, wherever they run"
@@ -64,7 +70,7 @@ FIGURES = {
 }
 """Every key of ``stock``, ``plugin`` and ``ratio``, in the order of the table."""
 
-_ENDS_OF_SECTIONS = ("iteration_ms", "optimizer_rest_ms", "optimizer_host_ms")
+_ENDS_OF_SECTIONS = ("iteration_ms", REST, "optimizer_host_ms")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +120,7 @@ def summarize(found: dict[str, list[Measured]]) -> dict[str, Any]:
         "losses": {side: [list(run.losses) for run in runs] for side, runs in found.items()},
         "stock": stock,
         "plugin": plugin,
-        "ratio": {key: _ratio(plugin[key], stock[key]) for key in FIGURES},
+        "ratio": {key: None if key == REST else _ratio(plugin[key], stock[key]) for key in FIGURES},
         "processes": {side: [_medians([run]) for run in runs] for side, runs in found.items()},
     }
 
@@ -126,10 +132,19 @@ def _ratio(plugin: float | None, stock: float | None) -> float | None:
 def _medians(runs: Sequence[Measured]) -> dict[str, float | None]:
     """Return the median over iterations of all ``runs``; None for what this side does not do."""
     pooled = {key: [v for run in runs for v in run.values.get(key, ())] for key in FIGURES}
-    return {
+    medians = {
         key: round(statistics.median(values), 3) if values else None
         for key, values in pooled.items()
     }
+    return medians | {REST: rest_of(medians)}
+
+
+def rest_of(figures: Mapping[str, float | None]) -> float | None:
+    """Return the time of an iteration that is in none of its parts; None where it has no time."""
+    iteration = figures["iteration_ms"]
+    if iteration is None:
+        return None
+    return round(iteration - sum(figures[key] or 0.0 for key in PARTS), 3)
 
 
 def table_of(report: dict[str, Any]) -> Table:
@@ -151,8 +166,20 @@ def table_of(report: dict[str, Any]) -> Table:
 def title_of(report: dict[str, Any]) -> str:
     """Return the line that says what was measured."""
     work = report["workload"]
-    equal = "the same losses" if report["losses_equal"] else "losses differ"
+    equal = "the same losses" if report["losses_equal"] else f"losses differ: {_why_losses(work)}"
     return f"{work['recipe']}, {work['format']}, {work['ranks']} x {report['device']}; {equal}"
+
+
+def _why_losses(work: Mapping[str, Any]) -> str:
+    """Say whether losses of both sides were to be equal, and if not, why."""
+    reasons = []
+    if work["portable_experts"] and work["format"] != "bf16":
+        reasons.append("stock has experts in bf16")
+    if work["clip_grad"]:
+        reasons.append("norms that clip are summed in another order (--clip-grad 0 leaves them)")
+    if not work["deterministic"]:
+        reasons.append("algorithms need not repeat (--deterministic)")
+    return f"expected, as {', and '.join(reasons)}" if reasons else "not expected, please report it"
 
 
 def _spread_of(report: dict[str, Any]) -> str:

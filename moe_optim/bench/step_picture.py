@@ -1,10 +1,12 @@
 """The parts of a training step of both sides, stacked."""
 
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_optim.bench.step_figures import PARTS, SIDES, title_of
-from moe_optim.console.pictures import png_of
+from moe_optim.bench.step_figures import FIGURES, PARTS, REST, SIDES, rest_of, title_of
+from moe_optim.console.pictures import picture_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,55 +20,68 @@ _COLORS = {
     "gather_ms": "#e69f00",
     "post_processing_ms": "#cc79a7",
     "optimizer_rest_ms": "#7f7f7f",
+    REST: "white",
 }
+_EDGES = {REST: "0.6"}
+_TITLE = 130
+"""Letters of a line of the title."""
 _READABLE = 0.04
 """Part of the width that a number needs to stand inside a bar."""
 
 
-def draw(report: dict[str, Any]) -> bytes:
-    """Draw the iteration, and below on its own scale what surrounds both passes; return a PNG."""
+def draw(report: dict[str, Any], path: Path) -> bytes:
+    """Draw the iteration, and below on its own scale what surrounds both passes.
+
+    Every bar is as long as what stands behind it.
+
+    Returns:
+        A picture of the kind that ``path`` ends in.
+    """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     figure = Figure(figsize=(11, 5), dpi=150, layout="constrained")
     above, below = figure.subplots(2, 1)
-    update = [key for key in PARTS if key != "forward_backward_ms"]
-    iteration = {side: report[side]["iteration_ms"] or 0.0 for side in SIDES}
-    _draw_bars(above, report, list(PARTS), iteration)
+    _draw_bars(above, report, [*PARTS, REST])
     above.set_title("Iteration, ms", loc="left", fontsize=10)
-    sums = {side: sum(report[side][key] or 0.0 for key in update) for side in SIDES}
-    _draw_bars(below, report, update, sums)
-    below.set_title("The same without forward and backward, ms", loc="left", fontsize=10)
-    entries = [Patch(color=_COLORS[key], label=part.label) for key, part in PARTS.items()]
-    entries.append(Patch(facecolor="white", edgecolor="0.6", label="outside of these parts"))
+    _draw_bars(below, report, [key for key in PARTS if key != "forward_backward_ms"])
+    below.set_title("The parts around forward and backward, ms", loc="left", fontsize=10)
+    below.set_xlabel("ms")
+    entries = [
+        Patch(facecolor=color, edgecolor=_EDGES.get(key, color), label=FIGURES[key].label)
+        for key, color in _COLORS.items()
+    ]
     figure.legend(handles=entries, loc="outside right center", frameon=False, fontsize=9)
-    title = f"Parts of a training step, medians. {title_of(report)}"
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
-    return png_of(figure)
+    title = "\n".join(textwrap.wrap(f"Parts of a step, medians. {title_of(report)}", _TITLE))
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10)
+    return picture_of(figure, path)
 
 
-def _draw_bars(
-    axes: "Axes", report: dict[str, Any], keys: list[str], totals: Mapping[str, float]
-) -> None:
-    """Draw a bar a side, up to its total, which is written behind it.
+def _draw_bars(axes: "Axes", report: dict[str, Any], keys: Sequence[str]) -> None:
+    """Draw a bar a side of all its parts, with their sum behind it.
 
-    Parts and totals are medians of different iterations: the sum of parts may exceed the total.
+    An iteration is the median of others than its parts are: where these are longer, it has no rest,
+    and stands in brackets.
     """
-    ends = {
-        side: max(totals[side], sum(report[side][key] or 0.0 for key in keys)) for side in SIDES
+    figures = {side: report[side] | {REST: rest_of(report[side])} for side in SIDES}
+    lengths = {
+        side: {key: max(of_side[key] or 0.0, 0.0) for key in keys}
+        for side, of_side in figures.items()
     }
-    width = 1.12 * max(*ends.values(), 1e-9)
+    width = 1.2 * max(*(sum(parts.values()) for parts in lengths.values()), 1e-9)
     for row, side in enumerate(SIDES):
         left = 0.0
-        for key in keys:
-            value = report[side][key] or 0.0
-            axes.barh(row, value, left=left, height=0.7, color=_COLORS[key])
+        for key, value in lengths[side].items():
+            color = _COLORS[key]
+            edge = _EDGES.get(key, color)
+            axes.barh(row, value, left=left, height=0.7, facecolor=color, edgecolor=edge)
             if value > _READABLE * width:
                 axes.text(left + value / 2, row, f"{value:.1f}", ha="center", va="center")
             left += value
-        rest = ends[side] - left
-        axes.barh(row, rest, left=left, height=0.7, facecolor="white", edgecolor="0.6")
-        axes.text(ends[side] + 0.01 * width, row, f"{totals[side]:.1f}", va="center", weight="bold")
+        said = f"{left:.1f}"
+        if REST in keys and (figures[side][REST] or 0.0) < 0:
+            said += f" (iteration {figures[side]['iteration_ms']:.1f})"
+        axes.text(left + 0.01 * width, row, said, va="center", weight="bold")
     axes.set_xlim(0, width)
     axes.set_yticks(range(len(SIDES)), list(SIDES.values()))
     axes.invert_yaxis()

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from moe_optim.expert_keys.layouts import ExpertSet
 
 INCOMPLETE = 1
+_AMAX = re.compile(r"(?P<linear>linear_fc[12])\.(?P<kind>weight_amax|calibrated_amax)$")
+_AMAX_KINDS = {"weight_amax": "recorded", "calibrated_amax": "calibrated"}
 _LAYER = re.compile(r"(?<=layers\.)\d+(?=\.)")
 
 Report = dict[str, Any]
@@ -29,13 +32,14 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser = subparsers.add_parser(
         "inspect",
         help="show what a checkpoint holds, and whether it is whole",
-        description="Show format, experts and their layout, optimizer state, and what else a "
-        "torch_dist or safetensors checkpoint says about itself. Values are not read. Exits with "
+        description="Show format, experts and their layout, optimizer state, amaxes, and what else "
+        "a torch_dist or safetensors checkpoint says about itself. No other values are read. Exits "
+        "with "
         "1 if it is not whole, with 2 if it cannot be read.",
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("checkpoint", type=Path, metavar="CKPT", help="of a run's checkpoints, the newest is taken")
+    add("checkpoint", type=Path, metavar="CKPT", help="a checkpoint; of a run, the newest")
     add("--json", action="store_true", help="print the report as JSON")
     add(
         "--thorough",
@@ -90,6 +94,7 @@ def examine(view: "LayerView", *, thorough: bool = False) -> Report:
         "bytes_by_dtype": dict(dtypes.most_common()),
         "objects": len(reader.objects),
         "experts": [_describe(view, one) for one in sets],
+        "amaxes": _amaxes(view),
         "faults": faults,
     }
 
@@ -123,6 +128,32 @@ def _checked(view: "LayerView", *, thorough: bool) -> str:
     if view.reader.format == "safetensors":
         return "headers and sizes"
     return "every byte" if thorough else "metadata and sizes"
+
+
+def _amaxes(view: "LayerView") -> list[Report]:
+    """Describe the amaxes of experts, those of all layers together; reads them, a few bytes each.
+
+    ``none`` counts experts without one: those of weights that are not quantized.
+    """
+    values: dict[tuple[str, str], list[float]] = {}
+    for key in view.tensors:
+        if (found := _AMAX.search(key)) is not None:
+            of_kind = values.setdefault((_AMAX_KINDS[found["kind"]], found["linear"]), [])
+            of_kind += view.read(key).flatten().tolist()
+    described = []
+    for (kind, linear), amaxes in sorted(values.items()):
+        known = [amax for amax in amaxes if not math.isnan(amax)]
+        described.append(
+            {
+                "kind": kind,
+                "linear": linear,
+                "experts": len(amaxes),
+                "least": min(known, default=None),
+                "largest": max(known, default=None),
+                "none": len(amaxes) - len(known),
+            }
+        )
+    return described
 
 
 def _describe(view: "LayerView", one: "ExpertSet") -> Report:
@@ -180,6 +211,10 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
         kinds = [f"{kind} {' and '.join(held)}" for kind, held in state["dtypes"].items()]
         if kinds:
             yield "states", ", ".join(kinds)
+    for one in report["amaxes"]:
+        range_ = f", {one['least']:.4g} to {one['largest']:.4g}" if one["least"] is not None else ""
+        none = f", {one['none']:,} without one" if one["none"] else ""
+        yield f"{one['kind']} amaxes", f"{one['linear']}, {one['experts']:,} experts{range_}{none}"
     rows = report["glu_interleave"]
     said = {None: "not recorded", 0: "none: gate rows first"}.get(rows, f"blocks of {rows} rows")
     yield "GLU interleave", said

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from moe_optim import __version__
+from moe_optim.console.screen import discard_output
 from moe_optim.errors import MoEOptimError
 
 COMMANDS = (
@@ -15,6 +16,7 @@ COMMANDS = (
 """Modules of this package; each has ``add_parser(subparsers)`` and ``run(args) -> int``."""
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130  # argparse itself exits with 2
+PIPE_CLOSED = 141  # as of a process that SIGPIPE ends
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -22,7 +24,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="moe-optim",
         description="Train Megatron MoE models with quantized expert weights.",
-        epilog="Exit codes: 0 done, 1 the run failed, 2 bad input, 130 interrupted.",
+        epilog="Exit codes: 0 done, 1 the run failed, 2 bad input, 130 interrupted, 141 nobody "
+        "read what was printed.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"moe-optim {__version__}")
@@ -37,13 +40,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     command = importlib.import_module(f"moe_optim.cli.{args.command}")
     try:
-        return int(command.run(args))
+        code = int(command.run(args))
+        sys.stdout.flush()
+    except BrokenPipeError:  # of print; files have been written by then
+        discard_output()
+        return PIPE_CLOSED
     except MoEOptimError as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
+    return code
 
 
 if __name__ == "__main__":

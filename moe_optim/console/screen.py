@@ -3,6 +3,8 @@
 import contextlib
 import io
 import logging
+import os
+import sys
 import warnings
 from collections.abc import Iterator
 
@@ -13,11 +15,20 @@ _WIDER_THAN_ANY_LINE = 1 << 16  # columns
 
 
 class Screen(Console):
-    """A console that leaves it to the command what happens when nobody reads on."""
+    """A console whose command goes on to its end when nobody reads what it prints."""
 
     def on_broken_pipe(self) -> None:
-        """Raise what rich would end the process for, with an exit code of its own."""
-        raise BrokenPipeError
+        """Print nothing more, where rich would end the process."""
+        self.quiet = True
+        discard_output()
+
+
+def discard_output() -> None:
+    """Send what is still written to stdout nowhere, once its reader has gone."""
+    with contextlib.suppress(OSError, ValueError):  # stdout is no file of this process
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def results_console() -> Console:

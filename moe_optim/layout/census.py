@@ -80,9 +80,11 @@ def _bands_before(
     )
     cols = place.of_each([slot.shape[2] for slot in place.slots])
     rows = place.of_each([slot.shape[1] for slot in place.slots])
-    expert, inside = np.divmod(place.offset, rows * cols)
+    expert = place.offset // (rows * cols)
+    inside = place.offset - expert * rows * cols
     before = before + expert * place.of_each(bands)
-    ended, rest = np.divmod(inside, cols * format.band_rows)
+    ended = inside // (cols * format.band_rows)
+    rest = inside - ended * cols * format.band_rows
     return before + ended + (rest > 0), before + ended
 
 

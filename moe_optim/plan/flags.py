@@ -21,7 +21,7 @@ from moe_optim.megatron.planning import FlagsParser, parse_with_megatron
 RECORD = Path(__file__).with_name("megatron_flags.json")
 """Written by ``make docs``, from the parser of the megatron-core that is installed there."""
 
-_ACTIONS = MappingProxyType(
+_ACTIONS: Mapping[str, Any] = MappingProxyType(
     {
         "value": "store",
         "true": "store_true",

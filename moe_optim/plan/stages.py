@@ -155,6 +155,10 @@ def _fault_of_layout(
         return "an embedding (E) that is not first, or a loss (L) that is not last"
     if further and "t" in layers[layers.index("m") :]:
         return "a decoder layer (t) behind an MTP layer (m)"
+    chunks = layout.split("|")
+    with_further = [index for index, part in enumerate(chunks) if "m" in part]
+    if len(with_further) > 1 or any(index < parts - pipeline for index in with_further):
+        return "MTP layers (m) in several parts, or not in the last one of a stage"
     return None
 
 

@@ -188,7 +188,7 @@ def _rows(summary: Mapping[str, Any], folder: RunFolder, longer: str) -> list[tu
         rows.append(("byte entropy", f"{summary['byte_entropy']:z.4f} (nats/byte, held-out text)"))
     rows += [
         ("speed", f"{speed:.2f} iterations/s" if speed else "not measured"),
-        ("time", f"{summary['seconds']:.0f} s for {summary['iterations']} iterations"),
+        ("time", _time(summary)),
         ("summary", str(folder.summary)),
         ("loss curve", str(folder.loss_plot)),
         ("checkpoints", str(folder.checkpoints)),
@@ -196,6 +196,14 @@ def _rows(summary: Mapping[str, Any], folder: RunFolder, longer: str) -> list[tu
         ("train longer", longer),
     ]
     return rows
+
+
+def _time(summary: Mapping[str, Any]) -> str:
+    """Say how long the last launch took, and for what."""
+    resumed_from = summary["resumed_from"]
+    trained = summary["iterations"] - (resumed_from or 0)
+    said = f"{summary['seconds']:.0f} s for {trained:,} iteration{'s' * (trained != 1)}"
+    return said if resumed_from is None else f"{said}, from {resumed_from:,} on"
 
 
 def _parameters(summary: Mapping[str, Any]) -> str:

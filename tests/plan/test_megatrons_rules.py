@@ -22,7 +22,7 @@ from moe_optim.plan import flags as plan_flags
 from moe_optim.plan.flags import RECORD, parse_flags
 from moe_optim.plan.stages import count_moe_layers
 from moe_optim.recipes import load_recipe
-from moe_optim.shipped_recipes import recipe_names
+from moe_optim.shipped_recipes import shipped_recipes
 from tests.support.megatron_flags import PLAIN, megatron_parser, spell_flags
 
 # Flags
@@ -41,7 +41,7 @@ def parsed_plainly(args):
     }
 
 
-@pytest.mark.parametrize("name", recipe_names())
+@pytest.mark.parametrize("name", shipped_recipes())
 def test_flags_of_every_recipe_are_read_as_megatron_reads_them(name):
     argv = load_recipe(Path(name), []).megatron_argv()
     expected = parsed_plainly(megatron_parser().parse_args(argv))

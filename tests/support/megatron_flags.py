@@ -37,7 +37,8 @@ def describe_flag(action):
         flag |= {"nargs": action.nargs} if action.nargs is not None else {}
         if action.choices and action.type in (None, str, int, float):
             flag["choices"] = list(action.choices)
-    if action.default is not None and type(action.default) in PLAIN:
+    usual = {"true": False, "false": True}.get(kind)  # of argparse, where nothing is said
+    if action.default is not usual and type(action.default) in PLAIN:
         flag["default"] = action.default
     return flag
 

@@ -9,6 +9,8 @@ from moe_optim.checkpoints.stores.stored_metadata import METADATA
 from moe_optim.checkpoints.stores.torch_dist import CONFIG_FILE, TorchDistReader
 from moe_optim.errors import LayoutError, StateError
 
+CHECKPOINTS = "checkpoints"
+"""Folder of a run that checkpoints lie in."""
 _DIGITS = 18  # of an iteration, at most
 
 
@@ -16,8 +18,9 @@ def open_checkpoint(path: Path) -> CheckpointReader:
     """Open a checkpoint of either format; its ``path`` says which one of several was taken.
 
     Args:
-        path: a torch_dist folder; the folder above, whose tracker file names the newest; a
-            safetensors file, or a folder of them.
+        path: a torch_dist folder; the folder above, whose tracker file names the newest; the
+            folder of a run, which has ``checkpoints`` in it; a safetensors file, or a folder of
+            them.
 
     Raises:
         StateError: nothing there, or it is damaged.
@@ -35,7 +38,7 @@ def open_checkpoint(path: Path) -> CheckpointReader:
 def _open(path: Path) -> CheckpointReader:
     if not path.exists():
         raise StateError(f"{path}: expected a checkpoint, got no such file or folder.")
-    if (folder := _newest_folder(path)) is not None:
+    if (folder := _newest_folder(_checkpoints_of(path))) is not None:
         path = folder
     if path.is_dir() and any((path / name).exists() for name in (CONFIG_FILE, METADATA)):
         return TorchDistReader(path)
@@ -47,6 +50,12 @@ def _open(path: Path) -> CheckpointReader:
         f"{path}: expected a torch_dist checkpoint (.metadata, *.distcp) or safetensors, got "
         f"{', '.join(found) or 'an empty folder'}. Give the folder that holds them."
     )
+
+
+def _checkpoints_of(path: Path) -> Path:
+    """Return the checkpoints in the folder of a run, or the path where they lie in it itself."""
+    inside = path / CHECKPOINTS
+    return inside if read_tracker(path) is None and read_tracker(inside) is not None else path
 
 
 def _newest_folder(path: Path) -> Path | None:
