@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rich import box
 from rich.table import Table
 
 from moe_optim.console.spelling import spell_bytes
@@ -149,7 +150,12 @@ def rest_of(figures: Mapping[str, float | None]) -> float | None:
 
 def table_of(report: dict[str, Any]) -> Table:
     """Return the table of a report, for a terminal."""
-    table = Table(title=title_of(report), title_justify="left", caption_justify="left")
+    table = Table(
+        title=title_of(report),
+        title_justify="left",
+        caption_justify="left",
+        box=box.HORIZONTALS,  # narrow enough for 60 columns
+    )
     table.caption = _spread_of(report)
     table.add_column("ms, or as said", no_wrap=True)
     for header in (*SIDES.values(), "ratio"):

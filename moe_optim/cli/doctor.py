@@ -1,9 +1,11 @@
 """``moe-optim doctor``: what is installed here, what of it is used, and what to mend."""
 
 import argparse
+import contextlib
 import importlib
 import importlib.metadata
 import json
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +17,7 @@ from rich.text import Text
 
 from moe_optim import __version__
 from moe_optim.config import Format
-from moe_optim.console.screen import quiet
+from moe_optim.console.screen import quiet, results_console
 from moe_optim.console.site_file import is_enabled, site_file
 from moe_optim.environment import (
     MODULES,
@@ -48,13 +50,39 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 def run(args: argparse.Namespace) -> int:
     """Print the report; return 1 when something needed is missing or broken."""
     if args.json:
-        report = examine()
+        with _uncompiled():
+            report = examine()
         print(json.dumps(report, indent=2))
     else:
-        with Console(stderr=True).status("Importing what is installed ..."):
+        with Console(stderr=True).status("Importing what is installed ..."), _uncompiled():
             report = examine()
-        Console(markup=False, highlight=False, emoji=False).print(_render(report))
+        results_console().print(_render(report), soft_wrap=False)
     return 0 if report["ok"] else 1
+
+
+@contextlib.contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Have Megatron's modules mark nothing for compilation: a third of the time is a compiler's.
+
+    Only in a process that ends with the report, and has not imported Megatron before.
+    """
+    torch: Any = None
+    if "megatron.core" not in sys.modules:
+        with contextlib.suppress(Exception):  # it is not there, or broken, which the report says
+            torch = importlib.import_module("torch")
+    if torch is None:
+        yield
+        return
+    compile_ = torch.compile
+    torch.compile = _leave_as_it_is
+    try:
+        yield
+    finally:
+        torch.compile = compile_
+
+
+def _leave_as_it_is(function: Any = None, **_: Any) -> Any:
+    return _leave_as_it_is if function is None else function
 
 
 def examine() -> Report:

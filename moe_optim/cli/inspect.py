@@ -229,7 +229,7 @@ def _experts_tables(experts: list[Report]) -> Iterator[tuple[str, Table]]:
         rows = groups.setdefault(_LAYER.sub("*", prefix), {})
         rows.setdefault(tuple(one[name] for name in alike), []).append(one)
     for prefix, rows in groups.items():
-        table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+        table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
         for header in ("", "layout", "layers", "experts", "hidden", "ffn", "dtype", "bytes"):
             is_text = header in ("", "layout", "dtype")
             table.add_column(header, justify="left" if is_text else "right", no_wrap=True)

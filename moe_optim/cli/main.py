@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from moe_optim import __version__
+from moe_optim.console.completion import SHELLS, PrintCompletion
 from moe_optim.console.screen import discard_output
 from moe_optim.errors import MoEOptimError
 
@@ -29,6 +30,12 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"moe-optim {__version__}")
+    parser.add_argument(
+        "--print-completion",
+        choices=SHELLS,
+        action=PrintCompletion,
+        help="print what a shell needs to complete commands, options, files and recipes",
+    )
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name in COMMANDS:
         importlib.import_module(f"moe_optim.cli.{name}").add_parser(subparsers)
@@ -37,9 +44,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; without ``argv``, that of the process."""
-    args = build_parser().parse_args(argv)
-    command = importlib.import_module(f"moe_optim.cli.{args.command}")
     try:
+        args = build_parser().parse_args(argv)
+        command = importlib.import_module(f"moe_optim.cli.{args.command}")
         code = int(command.run(args))
         sys.stdout.flush()
     except BrokenPipeError:  # of print; files have been written by then

@@ -39,22 +39,27 @@ def results_console() -> Console:
     return console
 
 
-def print_table(console: Console, table: Table, *, least_width: int = 0) -> None:
-    """Print a table; what is no terminal gets it without blanks at the ends of lines.
+def print_table(console: Console, table: Table) -> None:
+    """Print a table, of which no number is cut; what is no terminal gets no blanks at line ends.
 
-    Args:
-        console: where to.
-        table: what.
-        least_width: columns without which its numbers would be cut; a terminal with fewer of them
-            folds lines.
+    A terminal that is narrower than a table whose columns do not wrap folds the lines.
     """
-    if console.is_terminal and console.width >= least_width:
+    least = _least_width(table)
+    if console.is_terminal and console.width >= least:
         console.print(table)
         return
     text = io.StringIO()
-    Console(file=text, width=max(console.width, least_width), color_system=None).print(table)
+    Console(file=text, width=max(console.width, least), color_system=None).print(table)
     for line in text.getvalue().splitlines():
         console.out(line.rstrip(), highlight=False)
+
+
+def _least_width(table: Table) -> int:
+    """Return the columns of a screen below which cells are cut; 0 where some cells wrap."""
+    if not all(column.no_wrap for column in table.columns):
+        return 0
+    wide = Console(file=io.StringIO(), width=_WIDER_THAN_ANY_LINE)
+    return wide.measure(table).maximum
 
 
 @contextlib.contextmanager

@@ -80,10 +80,10 @@ def _bands_before(
     )
     cols = place.of_each([slot.shape[2] for slot in place.slots])
     rows = place.of_each([slot.shape[1] for slot in place.slots])
-    expert = place.offset // (rows * cols)
+    expert: Counts = (place.offset // (rows * cols)).astype(np.int64)
     inside = place.offset - expert * rows * cols
     before = before + expert * place.of_each(bands)
-    ended = inside // (cols * format.band_rows)
+    ended: Counts = (inside // (cols * format.band_rows)).astype(np.int64)
     rest = inside - ended * cols * format.band_rows
     return before + ended + (rest > 0), before + ended
 

@@ -98,7 +98,7 @@ def make_report(args: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
 
 
 def _print(args: argparse.Namespace, report: Mapping[str, Any]) -> None:
-    from moe_optim.plan.tables import Shown, build_tables, legend, table_width
+    from moe_optim.plan.tables import Shown, build_tables, legend
 
     console = results_console()
     shown = Shown(
@@ -111,9 +111,8 @@ def _print(args: argparse.Namespace, report: Mapping[str, Any]) -> None:
     say(f"{args.recipe}: {report['planned']}")
     for _, group in groupby(report["rows"], lambda row: row["gpus"]):
         rows: Sequence[Row] = list(group)
-        tables = list(build_tables(_title(rows[0]), rows, shown, console.width))
-        for table in tables:
-            print_table(console, table, least_width=table_width(tables))
+        for table in build_tables(_title(rows[0]), rows, shown, console.width):
+            print_table(console, table)
     say(f"\nstep: {report['step']}")
     say(legend(shown, report["rows"]), style="dim")
     say(f"\n{report['recommended']}")

@@ -77,11 +77,6 @@ def build_tables(title: str, rows: Sequence[Row], shown: Shown, width: int) -> I
         title = ""
 
 
-def table_width(tables: Sequence[Table]) -> int:
-    """Return the columns that the widest table needs."""
-    return max(sum((column.width or 0) + 1 for column in table.columns) for table in tables)
-
-
 def _groups(rows: Sequence[Row], shown: Shown) -> list[list[Column]]:
     step = [_bytes("step", "step_memory_bytes_per_rank")] if _takes_memory(rows) else []
     memory = [

@@ -10,11 +10,27 @@ from rich.console import Console
 
 from moe_optim.bench import step as bench_step
 from moe_optim.bench import step_picture as bench_step_picture
-from moe_optim.bench.step_figures import FIGURES, PARTS, Measured, merge, summarize, table_of
+from moe_optim.bench.step_figures import (
+    FIGURES,
+    PARTS,
+    Measured,
+    merge,
+    summarize,
+    table_of,
+    title_of,
+)
 from moe_optim.cli import main as cli
 from moe_optim.recipes import load_recipe
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
+WORK = {
+    "recipe": "some.yaml",
+    "format": "mxfp8",
+    "ranks": 2,
+    "portable_experts": False,
+    "clip_grad": 0.0,
+    "deterministic": True,
+}
 MOCK = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "255"]
 
 
@@ -74,7 +90,7 @@ def test_the_table_says_how_much_processes_of_a_side_differ():
         side: [Measured(losses=("2",), values={"iteration_ms": [value]}) for value in of_side]
         for side, of_side in values.items()
     }
-    work = {"recipe": "some.yaml", "format": "mxfp8", "ranks": 2}
+    work = {**WORK, "format": "mxfp8"}
     console = Console(file=io.StringIO(), width=100)
     console.print(table_of({**summarize(found), "workload": work, "device": "CPU"}))
     said = console.file.getvalue()
@@ -93,11 +109,35 @@ def test_too_few_iterations_are_refused(capsys):
 
 
 REFUSED = {
-    "no data": ([], "expected a flag that says what to train on, got none"),
     "no ranks": (["--ranks", "0", "--", *MOCK], "--ranks: expected 1 or more, got 0"),
     "another machine": (["--set", "requires.sm=999"], "requires: expected more than this machine"),
     "nowhere to draw": (["--out", "/none/a.png", "--", *MOCK], "/none/a.png: expected a file"),
 }
+
+
+def test_a_picture_of_no_known_kind_is_refused(capsys):
+    with pytest.raises(SystemExit) as exit:
+        cli.main(["bench", "step", str(RECIPE), "--out", "step.gif"])
+    assert exit.value.code == cli.BAD_INPUT
+    assert "expected a name that ends in .png, .svg, .pdf, .jpg or .jpeg" in capsys.readouterr().err
+
+
+GIVEN = {  # flags of the user -> what is added for data
+    "nothing": ([], MOCK),
+    "a tokenizer and its words": (MOCK[1:], ["--mock-data"]),
+    "data": (["--data-path", "some"], []),
+}
+
+
+@pytest.mark.parametrize(("given", "added"), GIVEN.values(), ids=GIVEN)
+def test_a_recipe_that_names_no_data_is_given_what_makes_some_up(given, added):
+    """On both sides, behind the user's own."""
+    args = argparse.Namespace(deterministic=False, iterations=6, megatron_args=given)
+    recipe = load_recipe(RECIPE, [])
+    assert bench_step.missing_data(args, recipe) == added
+    for side in ("stock", "plugin"):
+        own = bench_step.megatron_argv(args, recipe, side)[len(recipe.megatron_argv()) :]
+        assert own[: len(given) + len(added)] == [*given, *added]
 
 
 @pytest.mark.parametrize(("words", "message"), REFUSED.values(), ids=REFUSED)
@@ -138,41 +178,77 @@ def test_the_help_says_what_every_key_means(capsys):
         assert figure.meaning in text
 
 
+def medians(**values):
+    return dict.fromkeys(FIGURES) | values
+
+
+def test_what_is_in_no_part_is_a_figure_of_its_own_so_that_all_add_up():
+    values = {f"{part}": [1.0, 3.0] for part in PARTS} | {"iteration_ms": [20.0]}
+    side = summarize({"stock": [Measured(losses=("2",), values=values)], "plugin": []})["stock"]
+    assert side["unaccounted_ms"] == 20 - 2 * len(PARTS)
+    assert sum(side[key] for key in (*PARTS, "unaccounted_ms")) == side["iteration_ms"]
+
+
+WHY = {  # what was run -> what is said of losses that differ
+    "portable experts": ({"portable_experts": True}, "expected, as stock has experts in bf16"),
+    "clipping": ({"clip_grad": 1.0}, "expected, as norms that clip are summed in another order"),
+    "algorithms": ({"deterministic": False}, "expected, as algorithms need not repeat"),
+    "nothing": ({}, "losses differ: not expected, please report it"),
+    "bf16": ({"portable_experts": True, "format": "bf16"}, "not expected, please report it"),
+}
+
+
+@pytest.mark.parametrize(("changes", "said"), WHY.values(), ids=WHY)
+def test_losses_that_differ_are_said_to_be_expected_or_not(changes, said):
+    report = {"workload": WORK | changes, "device": "CPU", "losses_equal": False}
+    assert said in title_of(report)
+    assert title_of(report | {"losses_equal": True}).endswith("; the same losses")
+
+
 @pytest.fixture
 def drawn(monkeypatch):
-    """Every bar of a picture drawn: its row, where it begins and how long it is."""
+    """Every bar of a picture drawn: its row, where it begins and how long it is; and its texts."""
     from matplotlib.axes import Axes
 
-    bars, barh = [], Axes.barh
+    bars, texts, barh, text = [], [], Axes.barh, Axes.text
 
     def draw_and_keep(axes, row, width, left, **style):
         bars.append((row, left, width))
         return barh(axes, row, width, left=left, **style)
 
+    def write_and_keep(axes, x, y, said, **style):
+        if style.get("weight") == "bold":
+            texts.append(said)
+        return text(axes, x, y, said, **style)
+
     monkeypatch.setattr(Axes, "barh", draw_and_keep)
-    return bars
+    monkeypatch.setattr(Axes, "text", write_and_keep)
+    return bars, texts
 
 
-def test_the_picture_stacks_the_parts_of_both_sides(drawn):
-    """Each bar begins where the one before ends, and the last ends with the iteration, or where
-    the parts do if these, medians of other iterations, are longer; absent parts take no room."""
+def test_the_bars_of_the_picture_add_up_to_what_stands_behind_them(drawn):
+    """Each part begins where the one before ends; what is in no part has one of its own. Where the
+    parts, medians of other iterations, are longer than an iteration, that stands in brackets."""
     parts = dict.fromkeys(PARTS, 1.0)
     sides = {
-        "stock": {**parts, "iteration_ms": 10.0},
-        "plugin": {**parts, "iteration_ms": 6.0, "post_processing_ms": None},
+        "stock": medians(**parts, iteration_ms=10.0),
+        "plugin": medians(**parts | {"post_processing_ms": None}, iteration_ms=6.0),
     }
-    work = {"recipe": "some.yaml", "format": "mxfp8", "ranks": 2}
-    report = {**sides, "workload": work, "device": "CPU", "losses_equal": True}
-    assert bench_step_picture.draw(report).startswith(b"\x89PNG")
-    count = len(PARTS) + 1
-    rows = [drawn[:count], drawn[count : 2 * count]]
-    for row, bars in enumerate(rows):
-        assert [place for place, _, _ in bars] == [row] * count
-        ends = [left + width for _, left, width in bars]
-        assert [left for _, left, _ in bars] == [0.0, *ends[:-1]]
-    assert rows[0][-1] == (0, 8.0, 2.0)
-    assert rows[1][-1] == (1, 7.0, 0.0)
-    assert len(drawn) == 2 * count + 2 * (count - 1)
+    report = {**sides, "workload": WORK, "device": "CPU", "losses_equal": True}
+    picture = bench_step_picture.draw(report, Path("step.png"))
+    assert picture.startswith(b"\x89PNG")
+    bars, texts = drawn
+    ends = []
+    for count in (len(PARTS) + 1, len(PARTS) - 1):
+        for row in range(2):
+            of_row, bars = bars[:count], bars[count:]
+            assert [place for place, _, _ in of_row] == [row] * count
+            reached = [left + width for _, left, width in of_row]
+            assert [left for _, left, _ in of_row] == [0.0, *reached[:-1]]
+            ends.append(reached[-1])
+    assert not bars
+    assert ends == [10.0, 7.0, 7.0, 6.0]
+    assert texts == ["10.0", "7.0 (iteration 6.0)", "7.0", "6.0"]
 
 
 DENSE, EXPERTS = 199_296, 1_572_864

@@ -39,7 +39,10 @@ SURFACE = {  # command -> its positionals and options
     "patch apply": {"PATH"},
     "patch check": {"PATH"},
     "patch revert": {"PATH"},
-    "plan": {"RECIPE", "--gpus", "--bandwidth", "--set", "--out", "--json"},
+    "plan": {
+        *("RECIPE", "--gpus", "--gpu-memory", "--bandwidth", "--memory-bandwidth", "--details"),
+        *("--set", "--out", "--json"),
+    },
     "recipes copy": {"NAME", "DIR"},
     "report": {"RUN", "--out"},
     "run": {"--megatron-lm", "--recipe", "--dry-run", "SCRIPT", "ARGS"},

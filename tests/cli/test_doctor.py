@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import megatron.core  # noqa: F401 before doctor imports it, with nothing compiled
 import pytest
 
 from moe_optim import environment

@@ -88,6 +88,40 @@ def test_flat_states_have_their_sharding_named(inspect, tmp_path):
     assert "states         param float32, exp_avg bfloat16" in out
 
 
+def test_amaxes_are_shown_with_their_range(inspect, tmp_path):
+    """Of all layers together; a NaN is no amax."""
+    key = "decoder.layers.{}.mlp.experts.experts.linear_fc{}.{}"
+    recorded = torch.tensor([0.25, 4.0, torch.nan, 1.0]).view(4, 1, 1)
+    amaxes = {key.format(layer, 1, "weight_amax"): recorded * (layer + 1) for layer in range(2)}
+    amaxes[key.format(0, 2, "calibrated_amax")] = torch.full((1, 1, 1), 0.5)
+    folder = write_torch_dist(tmp_path / "c", stored_tensors() | amaxes)
+    code, out, _ = inspect(folder)
+    assert code == 0
+    said = [line.rstrip() for line in out.splitlines() if "amaxes" in line]
+    assert said == [
+        "calibrated amaxes linear_fc2, 1 experts, 0.5 to 0.5",
+        "recorded amaxes   linear_fc1, 8 experts, 0.25 to 8, 2 without one",
+    ]
+    report = json.loads(inspect(folder, "--json")[1])
+    assert report["amaxes"][1] == {
+        "kind": "recorded",
+        "linear": "linear_fc1",
+        "experts": 8,
+        "least": 0.25,
+        "largest": 8.0,
+        "none": 2,
+    }
+
+
+def test_of_a_run_the_newest_of_its_checkpoints_is_taken(inspect, tmp_path):
+    checkpoints = tmp_path / "checkpoints"
+    write_torch_dist(checkpoints / "iter_0000007", stored_tensors(states=False))
+    (checkpoints / "latest_checkpointed_iteration.txt").write_text("7")
+    code, out, err = inspect(tmp_path)
+    assert (code, out.splitlines()[0]) == (0, str(checkpoints / "iter_0000007"))
+    assert f"{tmp_path}: taking its newest checkpoint, iter_0000007" in err
+
+
 def test_a_checkpoint_that_is_not_whole_exits_with_1_and_names_the_file(inspect, tmp_path):
     folder = write_torch_dist(tmp_path / "c", stored_tensors(), one_file=False)
     lost = TorchDistReader(folder).blobs[FC1][0].file

@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 
 import matplotlib.image
 import pytest
@@ -95,6 +96,23 @@ def test_an_evaluation_after_a_resume_without_training_takes_nothing_back(tmp_pa
 def test_the_test_loss_under_the_validation_tag_is_not_a_validation_loss(tmp_path):
     write_events(tmp_path, {TRAIN: losses(1, 4), VALIDATION: [(4, 2.0), (4, 2.1), (4, 3.0)]}, 100)
     assert [point.value for point in read_curves(tmp_path).validation] == [2.0]
+
+
+@pytest.mark.parametrize(
+    ("resumed_from", "said"),
+    [
+        (None, "30 s for 40 iterations"),
+        (25, "30 s for 15 iterations, from 25 on"),
+        (39, "30 s for 1 iteration, from 39 on"),
+    ],
+)
+def test_a_resumed_run_tells_the_time_of_its_own_iterations(resumed_from, said, tmp_path):
+    folder = finished_run(tmp_path)
+    summary = write_summary(folder, replace(FACTS, resumed_from=resumed_from))
+    console = Console(file=io.StringIO(), width=200)
+    print_summary(summary, folder, "moe-optim train", console)
+    (line,) = [line for line in console.file.getvalue().splitlines() if " time " in line]
+    assert line.strip(" │").split("│")[1].strip() == said
 
 
 @pytest.mark.parametrize("missing", ["model", "events"])
