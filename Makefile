@@ -97,8 +97,10 @@ format: $(STAMP)
 	$(VENV)/bin/ruff check --fix
 	$(VENV)/bin/ruff format
 
-# Rewrites the tables and pictures of the documents that repeat the code or a measurement.
+# Rewrites the tables and pictures of the documents that repeat the code or a measurement, and the
+# record of Megatron's flags.
 docs: $(STAMP)
+	$(VENV)/bin/python -m tests.support.megatron_flags
 	$(VENV)/bin/python -m tests.support.documents
 
 # Builds the site of all documents and of the API; what fails here fails in the tests. Open

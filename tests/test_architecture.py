@@ -75,7 +75,7 @@ THIRD_PARTY = {  # room -> packages it may import, besides the standard library
     "kernels/norm": {"torch", "triton"},
     "kernels/fake": {"torch", "triton"},
     "kernels/health": {"torch", "triton"},
-    "layout": {"torch"},
+    "layout": {"numpy", "torch"},
     "expert_keys": {"torch"},
 }
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 INCOMPLETE = 1
 _AMAX = re.compile(r"(?P<linear>linear_fc[12])\.(?P<kind>weight_amax|calibrated_amax)$")
 _AMAX_KINDS = {"weight_amax": "recorded", "calibrated_amax": "calibrated"}
+_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+"""Dtypes as a narrow table spells them."""
 _LAYER = re.compile(r"(?<=layers\.)\d+(?=\.)")
 
 Report = dict[str, Any]
@@ -238,7 +240,7 @@ def _experts_tables(experts: list[Report]) -> Iterator[tuple[str, Table]]:
                 holds + (", biases" if biases else ""),
                 layout,
                 *(str(number) for number in (len(layers), count, hidden, ffn)),
-                dtype,
+                ", ".join(_SHORT.get(one, one) for one in dtype.split(", ")),
                 spell_bytes(sum(one["bytes"] for one in layers)),
             )
         yield prefix, table

@@ -84,8 +84,8 @@ def _groups(rows: Sequence[Row], shown: Shown) -> list[list[Column]]:
         _bytes("grads", "gradient_bytes_per_rank"),
         _bytes("optimizer", "optimizer_bytes_per_rank", 9),
         *step,
-        _bytes("total", "total_bytes_per_rank"),
     ]
+    total = _bytes("total", "total_bytes_per_rank")
     (bf16,) = (row for row in rows if row["format"] == STOCK_BF16)
     gather = [
         _bytes("all-gather", "gathered_bytes_per_step", 10),
@@ -93,7 +93,7 @@ def _groups(rows: Sequence[Row], shown: Shown) -> list[list[Column]]:
         *_times("gather_ms", shown.network_gb_per_s, "GB/s"),
         Column("kernels", 7, lambda row: _number(row["launches_per_step"])),
     ]
-    groups = [memory, [*_differences(), *_fits(shown.gpu_memory)], gather]
+    groups = [memory, [total, *_differences(), *_fits(shown.gpu_memory)], gather]
     if shown.details:
         groups.append(_DETAILS)
     has_steps = any(row["norm_bytes_per_rank"] is not None for row in rows)
