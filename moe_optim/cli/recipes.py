@@ -52,7 +52,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _list() -> None:
-    table = Table("name", "ranks", "needs", "expert weights", "what", box=None, pad_edge=False)
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("name", no_wrap=True)  # of which a half is none
+    for header, width in {"ranks": 5, "needs": 8, "expert weights": 9, "what": 8}.items():
+        table.add_column(header, overflow="fold", min_width=width)
     for name, path in shipped_recipes().items():
         recipe = load_recipe(path)
         weights = spell_format(recipe.moe_optim.format, recipe.megatron_argv())

@@ -23,7 +23,7 @@ class Choice:
     own: str
     """What the recipe keeps them in."""
     candidates: tuple[str, ...]
-    """None where its flags keep bf16 weights."""
+    """None where its flags keep weights that this package does not manage."""
     why: str
     """What makes these the candidates."""
 
@@ -43,7 +43,9 @@ def find_choice(recipe: Recipe, argv: Sequence[str], experts: PlannedExperts) ->
         bits = "fp8" if "--fp8-param-gather" in argv else "fp4"
         default = {"fp8": "delayed", "fp4": "nvfp4"}[bits]  # Megatron's
         flag = f"--{bits}-recipe {last_value(argv, f'--{bits}-recipe') or default}"
-        return Choice(own=own, candidates=NATIVE_FORMATS.get(flag, ()), why=f"that {flag} can have")
+        if flag not in NATIVE_FORMATS:
+            return Choice(own=own, candidates=(), why=f"weights of {flag} stay Megatron's")
+        return Choice(own=own, candidates=NATIVE_FORMATS[flag], why=f"that {flag} can have")
     if not experts.is_portable:
         return Choice(own=own, candidates=(), why="its flags keep bf16 weights")
     bits_of = {name: format.element_bits for name, format in FORMATS.items()}

@@ -97,7 +97,7 @@ def test_amaxes_are_shown_with_their_range(inspect, tmp_path):
     folder = write_torch_dist(tmp_path / "c", stored_tensors() | amaxes)
     code, out, _ = inspect(folder)
     assert code == 0
-    said = [line.rstrip() for line in out.splitlines() if "amaxes" in line]
+    said = [line.rstrip() for line in out.splitlines() if " amaxes " in line]
     assert said == [
         "calibrated amaxes linear_fc2, 1 experts, 0.5 to 0.5",
         "recorded amaxes   linear_fc1, 8 experts, 0.25 to 8, 2 without one",

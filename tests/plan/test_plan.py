@@ -376,6 +376,8 @@ def test_flags_that_keep_bf16_weights_are_told_what_to_add():
         "Recommended: none of these as the recipe stands, as its flags keep bf16"
     )
     assert "--fp8-recipe blockwise --fp8-param-gather for fp8_block on Hopper" in said
+    delayed = argv(SMALL | {"--fp8-param-gather": True})
+    assert "as weights of --fp8-recipe delayed stay Megatron's. Add" in advice(delayed)
 
 
 def test_whether_a_gpu_holds_the_experts_is_said_with_what_they_leave_or_miss():
