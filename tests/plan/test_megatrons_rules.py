@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.enums import LayerType
@@ -159,6 +159,8 @@ def test_layers_are_cut_where_megatron_cuts_them(data):
         account_for_embedding_in_pipeline_split=not uneven and draw(st.booleans()),
         account_for_loss_in_pipeline_split=not uneven and draw(st.booleans()),
     )
+    ends = (args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers)
+    assume(sum(count or 0 for count in ends) <= len(pattern))  # Megatron makes less than none of it
     try:
         expected = megatrons_stages(args, pattern)
     except AssertionError:
