@@ -61,7 +61,7 @@ def complete(parser: argparse.ArgumentParser, shell: str) -> str:
             found = shtab.DIRECTORY if is_folder else shtab.FILE
             action.complete = found  # type: ignore[attr-defined]
     names = " ".join(shipped_recipes())
-    preamble = {name: text.replace("{names}", names) for name, text in _PREAMBLE.items()}
+    preamble = _PREAMBLE[shell].replace("{names}", names)
     return str(shtab.complete(parser, shell, preamble=preamble))
 
 
