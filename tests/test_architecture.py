@@ -18,7 +18,7 @@ formats places
 health
 reference/codes
 reference kernels layout expert_keys
-kernels/steps kernels/norm kernels/fake kernels/health
+kernels/steps kernels/norm kernels/fake kernels/health hugging_face
 interpolation plain_yaml environment shipped_recipes import_hook
 config
 recipes ops parts fake_quantization

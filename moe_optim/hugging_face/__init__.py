@@ -1,0 +1,1 @@
+"""Model families that transformers loads: names, shapes and configurations on both sides."""

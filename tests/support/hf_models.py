@@ -1,0 +1,163 @@
+"""Tiny models of the families that Hugging Face knows, through Megatron on the CPU.
+
+They are built from Megatron's command line, saved and loaded by Megatron's own functions, and asked
+for logits. One process builds several, one after the other.
+"""
+
+import math
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+COMMON = shlex.split("""
+--transformer-impl local --swiglu --disable-bias-linear --normalization RMSNorm
+--position-embedding-type rope --untie-embeddings-and-output-weights --qk-layernorm
+--hidden-size 64 --num-attention-heads 4 --moe-ffn-hidden-size 32 --ffn-hidden-size 96
+--moe-grouped-gemm --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-3
+--attention-dropout 0 --hidden-dropout 0 --no-masked-softmax-fusion --no-bias-swiglu-fusion
+--no-persist-layer-norm --no-rope-fusion --no-gradient-accumulation-fusion
+--seq-length 32 --max-position-embeddings 128 --micro-batch-size 1 --global-batch-size 1
+--lr 1e-3 --train-iters 1 --tokenizer-type NullTokenizer --vocab-size 95
+--make-vocab-size-divisible-by 32 --distributed-backend gloo --ckpt-format torch_dist
+--init-method-std 0.08 --use-cpu-initialization --no-save-optim --no-save-rng --no-load-optim
+--no-load-rng --save-interval 1000
+""")
+QWEN3_MOE = shlex.split("""
+--num-layers 2 --group-query-attention --num-query-groups 2 --kv-channels 24 --num-experts 4
+--moe-router-topk 2 --rotary-base 100000 --norm-epsilon 1e-6
+--moe-router-load-balancing-type aux_loss
+""")
+DEEPSEEK_V3 = shlex.split("""
+--num-layers 3 --multi-latent-attention --q-lora-rank 32 --kv-lora-rank 16 --qk-head-dim 16
+--qk-pos-emb-head-dim 8 --v-head-dim 12 --rope-type yarn --rotary-base 10000
+--rotary-scaling-factor 4 --mscale 1.0 --mscale-all-dim 1.0
+--norm-epsilon 1e-6 --num-experts 8 --moe-router-topk 3 --moe-layer-freq ([0]+[1]*2)
+--moe-shared-expert-intermediate-size 64 --moe-router-score-function sigmoid
+--moe-router-enable-expert-bias --moe-router-topk-scaling-factor 2.5 --moe-router-num-groups 4
+--moe-router-group-topk 2 --moe-router-dtype fp32 --moe-router-load-balancing-type seq_aux_loss
+""")
+FAMILIES = {"qwen3_moe": QWEN3_MOE, "deepseek_v3": DEEPSEEK_V3}
+
+TOKENS = 24
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model to build in a process, and what to do with it."""
+
+    family: str
+    flags: Sequence[str] = ()
+    """Added to those of the family."""
+    save: str = ""
+    """Folder of checkpoints that it is written to."""
+    load: str = ""
+    """The same that it is read from, instead of drawn at random."""
+    tokens: Sequence[int] = field(default_factory=lambda: tokens())
+
+
+def tokens() -> list[int]:
+    """Return some tokens of the vocabulary."""
+    return torch.randint(0, 95, (TOKENS,), generator=torch.Generator().manual_seed(3)).tolist()
+
+
+def run_jobs(jobs: Sequence[Job]) -> list[torch.Tensor]:
+    """Return the logits [tokens, vocabulary] of each model. A rank function, of one rank."""
+    from moe_optim.megatron.launch import cpu_runtime
+    from moe_optim.megatron.patching import patches
+    from moe_optim.megatron.patching.engine import apply_patches
+
+    cpu_runtime.install()
+    apply_patches(patches.ENTRY)
+    torch.set_num_threads(1)
+    return [_run(job) for job in jobs]
+
+
+def _run(job: Job) -> torch.Tensor:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.training import checkpointing, global_vars
+    from megatron.training.argument_utils import gpt_config_from_args
+    from megatron.training.arguments import parse_and_validate_args
+    from megatron.training.initialize import initialize_megatron
+    from megatron.training.models.gpt import GPTModelBuilder
+
+    where = ["--save", job.save] if job.save else []
+    where += ["--load", job.load, "--finetune"] if job.load else []
+    sys.argv = ["tests", *COMMON, *FAMILIES[job.family], *job.flags, *where]
+    args = parse_and_validate_args()
+    initialize_megatron()
+    _replace_core_attention()
+    config = gpt_config_from_args(args)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    model = GPTModelBuilder(config).build_model(groups)
+    model = model.to(args.params_dtype).eval()
+    _randomize(model)
+    if job.load:
+        iteration, _ = checkpointing.load_checkpoint([model], None, None)
+        print("loaded iteration", iteration)
+    if job.save:
+        checkpointing.save_checkpoint(5, [model], None, None, 0)
+    logits = _logits(model, job.tokens)
+    global_vars.unset_global_variables()
+    return logits
+
+
+@torch.no_grad()
+def _randomize(model: torch.nn.Module) -> None:
+    """Draw what begins as ones or zeros, so that swapped norms and a lost bias show."""
+    generator = torch.Generator().manual_seed(11)
+    for name, value in [*model.named_parameters(), *model.named_buffers()]:
+        if "norm" in name:
+            value.copy_(1 + 0.3 * torch.randn(value.shape, generator=generator))
+        elif name.endswith("expert_bias"):
+            value.copy_(0.3 * torch.randn(value.shape, generator=generator))
+
+
+@torch.no_grad()
+def _logits(model: torch.nn.Module, given: Sequence[int]) -> torch.Tensor:
+    row = torch.tensor([list(given)])
+    places = torch.arange(row.shape[1])[None]
+    mask = torch.ones(1, 1, row.shape[1], row.shape[1], dtype=torch.bool).triu(1)
+    logits: torch.Tensor = model(row, places, mask)
+    return logits[0].float()
+
+
+def _replace_core_attention() -> None:
+    """Let latent attention run without Transformer Engine: Megatron's own has no such widths."""
+    from megatron.core.models.backends import LocalSpecProvider
+
+    LocalSpecProvider.core_attention = lambda self: CausalAttention
+
+
+class CausalAttention(torch.nn.Module):
+    """softmax(q k^T * scale) v of every head, each of any width. It has no parameters."""
+
+    def __init__(
+        self,
+        config: Any,
+        softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        self.scale = softmax_scale or 1 / math.sqrt(k_channels or config.kv_channels)
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+    ) -> torch.Tensor:
+        """Return [S, B, heads * width of v]; query and key are [S, B, heads, width], value too."""
+        groups = query.shape[2] // key.shape[2]
+        key, value = (x.repeat_interleave(groups, dim=2) for x in (key, value))
+        scores = torch.einsum("sbhd,tbhd->bhst", query, key) * self.scale
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        shares = scores.float().masked_fill(later, -torch.inf).softmax(-1).to(value.dtype)
+        return torch.einsum("bhst,tbhd->sbhd", shares, value).flatten(2)
+
+
+def newest(checkpoints: Path) -> Path:
+    """Return the folder of the iteration that :func:`run_jobs` saves."""
+    return checkpoints / "iter_0000005"
