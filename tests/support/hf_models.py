@@ -36,7 +36,7 @@ DEEPSEEK_V3 = shlex.split("""
 --num-layers 3 --multi-latent-attention --q-lora-rank 32 --kv-lora-rank 16 --qk-head-dim 16
 --qk-pos-emb-head-dim 8 --v-head-dim 12 --rope-type yarn --rotary-base 10000
 --rotary-scaling-factor 4 --mscale 1.0 --mscale-all-dim 1.0
---norm-epsilon 1e-6 --num-experts 8 --moe-router-topk 3 --moe-layer-freq ([0]+[1]*2)
+--norm-epsilon 1e-6 --num-experts 8 --moe-router-topk 4 --moe-layer-freq ([0]+[1]*2)
 --moe-shared-expert-intermediate-size 64 --moe-router-score-function sigmoid
 --moe-router-enable-expert-bias --moe-router-topk-scaling-factor 2.5 --moe-router-num-groups 4
 --moe-router-group-topk 2 --moe-router-dtype fp32 --moe-router-load-balancing-type seq_aux_loss
@@ -79,6 +79,7 @@ def run_jobs(jobs: Sequence[Job]) -> list[torch.Tensor]:
 
 def _run(job: Job) -> torch.Tensor:
     from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.rerun_state_machine import destroy_rerun_state_machine
     from megatron.training import checkpointing, global_vars
     from megatron.training.argument_utils import gpt_config_from_args
     from megatron.training.arguments import parse_and_validate_args
@@ -89,6 +90,7 @@ def _run(job: Job) -> torch.Tensor:
     where += ["--load", job.load, "--finetune"] if job.load else []
     sys.argv = ["tests", *COMMON, *FAMILIES[job.family], *job.flags, *where]
     args = parse_and_validate_args()
+    destroy_rerun_state_machine()
     initialize_megatron()
     _replace_core_attention()
     config = gpt_config_from_args(args)

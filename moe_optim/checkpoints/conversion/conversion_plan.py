@@ -21,7 +21,8 @@ from moe_optim.expert_keys.layouts import ExpertSet, KeyLayout, get_layout
 
 STATE = "optimizer.state."
 """Before the kind of state, a dot, and the key of the parameter that it belongs to."""
-_BLOB_BYTES = 4096  # at most, of what torch.save writes besides the elements
+BLOB_BYTES = 4096
+"""At most, of what ``torch.save`` writes besides the elements."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +91,7 @@ class ConversionPlan:
         reader = self.view.reader
         copied = sum(map(len, reader.blobs.values())) if isinstance(reader, TorchDistReader) else 0
         made = sum(one.num_experts * len(self.to.patterns) for one in self.sets)
-        return self.total_bytes + _BLOB_BYTES * (copied + made + len(self.others) + 16)
+        return self.total_bytes + BLOB_BYTES * (copied + made + len(self.others) + 16)
 
     def set_bytes(self, expert_set: ExpertSet) -> int:
         """Return how many bytes the tensors of ``expert_set`` have together, as they are stored."""

@@ -54,12 +54,20 @@ class Rename:
 class LayerView:
     """A checkpoint under the keys that its experts have in state dicts."""
 
-    def __init__(self, reader: CheckpointReader, renames: Sequence[Rename] = ()) -> None:
-        """Read no values.
+    def __init__(
+        self,
+        reader: CheckpointReader,
+        renames: Sequence[Rename] = (),
+        *,
+        num_layers: int | None = None,
+    ) -> None:
+        """Read no values; each key takes the first rename that fits.
 
         Args:
             reader: of the checkpoint.
-            renames: each key takes the first that fits.
+            renames: in the order in which they are tried.
+            num_layers: that the model is known to have. Then all tensors that ``torch_dist`` stores
+                for all layers as one are shown by layer, not those of experts alone.
 
         Raises:
             ConfigError: a rename fits no key.
@@ -70,7 +78,7 @@ class LayerView:
         self.tensors: dict[str, TensorInfo] = {}
         self.places: dict[str, Place] = {}
         unused = set(renames)
-        for shown, place, info in _show(reader):
+        for shown, place, info in _show(reader, num_layers):
             fitting = next((rename for rename in renames if rename(shown) != shown), None)
             key = fitting(shown) if fitting else shown
             unused -= {fitting}
@@ -116,17 +124,17 @@ def stored_key(shown: str) -> str:
     return f"{head}experts.experts.{tail}"
 
 
-def _show(reader: CheckpointReader) -> list[tuple[str, Place, TensorInfo]]:
+def _show(reader: CheckpointReader, num_layers: int | None) -> list[tuple[str, Place, TensorInfo]]:
     """Return all tensors under the keys they are shown by."""
     shown = []
     for name, info in reader.tensors.items():
         found = _STORED.fullmatch(name) if reader.format == "torch_dist" else None
-        if found is None:
-            shown.append((name, Place(name), info))
-            continue
-        key = found["head"] + found["tail"]
-        stacked = _STACKED.fullmatch(key)
-        is_stacked = len(info.shape) == _AXES[found[3]] + 1 and info.shape[0] <= _MAX_LAYERS
+        key = found["head"] + found["tail"] if found else name
+        stacked = _STACKED.fullmatch(key) if reader.format == "torch_dist" else None
+        if found:
+            is_stacked = len(info.shape) == _AXES[found[3]] + 1 and info.shape[0] <= _MAX_LAYERS
+        else:
+            is_stacked = num_layers is not None and info.shape[:1] == (num_layers,)
         if is_stacked and stacked:
             of_layer = TensorInfo(info.shape[1:], info.dtype)
             shown += [

@@ -34,6 +34,8 @@ COMMON_FILE = "common.pt"
 CONFIG_FILE = "metadata.json"
 OWN_STATE = "moe_optim"
 """Key of the common state for what is recorded where Megatron's arguments are not known."""
+OWN_ARGUMENTS = "arguments"
+"""Of it: Megatron's arguments that a model was converted for."""
 INTERLEAVE_ARG = "moe_mlp_glu_interleave_size"
 MANIFEST_INTERLEAVE = "glu_interleave"
 """What the manifests of optimizer states call the same."""
@@ -259,6 +261,15 @@ class TorchDistReader:
         """
         said = self.common_state.get("args")
         return self._checked("args", said.state if isinstance(said, Made) else said, dict) or {}
+
+    @cached_property
+    def model_arguments(self) -> Mapping[str, Any]:
+        """Megatron's arguments, or those that a conversion has recorded; empty without either.
+
+        Raises as :attr:`arguments` does.
+        """
+        own = self._checked(OWN_STATE, self.common_state.get(OWN_STATE), dict) or {}
+        return self.arguments or self._checked(OWN_ARGUMENTS, own.get(OWN_ARGUMENTS), dict) or {}
 
     @cached_property
     def recorded(self) -> Recorded:

@@ -1,0 +1,128 @@
+"""Converting a whole model: a tensor, or the experts of a layer, at a time."""
+
+import io
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moe_optim.checkpoints.conversion.conversion import Report
+from moe_optim.checkpoints.conversion.conversion_plan import BLOB_BYTES, output_folder
+from moe_optim.checkpoints.conversion.layer_view import stored_key
+from moe_optim.checkpoints.conversion.model_plan import ModelPlan, Part
+from moe_optim.checkpoints.conversion.model_sources import (
+    CONFIG,
+    special_tokens,
+    tokenizer_files,
+)
+from moe_optim.checkpoints.conversion.one_thread import one_thread
+from moe_optim.checkpoints.files.folders import TRACKER
+from moe_optim.checkpoints.files.publishing import published
+from moe_optim.checkpoints.files.regular_files import read_file
+from moe_optim.checkpoints.integrity import seal
+from moe_optim.checkpoints.stores.reader import Recorded, TensorInfo
+from moe_optim.checkpoints.stores.safetensors_files import SafetensorsWriter
+from moe_optim.checkpoints.stores.torch_dist import (
+    COMMON_STATE,
+    INTERLEAVE_ARG,
+    OWN_ARGUMENTS,
+    OWN_STATE,
+)
+from moe_optim.checkpoints.stores.torch_dist_writer import TorchDistWriter
+from moe_optim.hugging_face.families import LAYOUT_OF_EXPERTS
+
+_TOKENIZER_BYTES = 64 * 2**20  # of a file: several times the longest there is
+
+
+def convert_model(plan: ModelPlan, target: Path, report: Report = lambda _: None) -> None:
+    """Carry out a plan; ``target`` appears when everything is written.
+
+    For transformers it has safetensors, ``config.json`` and what else was asked for. For Megatron
+    it is what ``--load`` takes: a folder ``release``, of weights alone, and the tracker file.
+
+    Raises:
+        ConfigError: there is something at ``target`` already, or no tokenizer where one was named.
+        StateError: a file of the source is damaged, or the disk is full.
+    """
+    needed = plan.total_bytes + BLOB_BYTES * (plan.num_tensors + 16)
+    passed_on = _read_tokenizer(plan.request.tokenizer)
+    with one_thread(), published(target, needed_bytes=needed) as folder:
+        if plan.request.to == "hf":
+            _write_hf(plan, folder, report)
+            for name, content in passed_on.items():
+                (folder / name).write_bytes(content)
+        else:
+            _write_megatron(plan, folder, report)
+
+
+def _read_tokenizer(folder: Path | None) -> dict[str, bytes]:
+    names = tokenizer_files(folder) if folder else []
+    return {name: read_file(folder, name, _TOKENIZER_BYTES) for name in names if folder}
+
+
+def _write_hf(plan: ModelPlan, folder: Path, report: Report) -> None:
+    recorded = Recorded(
+        layout=LAYOUT_OF_EXPERTS,
+        glu_interleave=0,
+        num_experts=plan.model.num_experts,
+        iteration=plan.view.recorded.iteration,
+    )
+    writer = SafetensorsWriter(folder, recorded)
+    for group in plan.files():
+        converted: dict[str, Tensor] = {}
+        for part in group:
+            converted |= plan.convert(part)
+        writer.write(converted)
+        report(sum(map(plan.part_bytes, group)))
+    writer.finish()
+    tokens = special_tokens(plan.request.tokenizer) if plan.request.tokenizer else {}
+    dtype = plan.view.tensors[plan.parts[0].sources[0]].dtype
+    config = {**plan.model.config, **tokens, "torch_dtype": str(dtype).removeprefix("torch.")}
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _write_megatron(plan: ModelPlan, folder: Path, report: Report) -> None:
+    into, said = output_folder(folder, None)
+    into.mkdir()
+    with TorchDistWriter(into) as writer:
+        writer.write_object(f"{COMMON_STATE}/shard_0_1", _common_state(plan))
+        for part in plan.parts:
+            for name, tensor in plan.convert(part).items():
+                _write_tensor(plan, writer, part, name, tensor)
+            report(plan.part_bytes(part))
+        writer.finish()
+    seal(into)
+    (folder / TRACKER).write_text(said)
+
+
+def _write_tensor(
+    plan: ModelPlan, writer: TorchDistWriter, part: Part, name: str, tensor: Tensor
+) -> None:
+    """Write a tensor where Megatron looks for it: in that of all layers where these are alike."""
+    name = stored_key(name) if part.experts is not None else name
+    head, _, tail = name.partition(".layers.")
+    layer, _, rest = tail.partition(".")
+    shape = tuple(tensor.shape)
+    tensor = tensor.contiguous()
+    if tail and plan.model.is_stacked:
+        whole = TensorInfo((plan.model.anatomy.num_layers, *shape), tensor.dtype)
+        offsets = (int(layer), *[0] * len(shape))
+        writer.write_chunk(f"{head}.layers.{rest}", whole, offsets, tensor[None])
+    else:
+        writer.write_chunk(name, TensorInfo(shape, tensor.dtype), (0,) * len(shape), tensor)
+
+
+def _common_state(plan: ModelPlan) -> bytes:
+    """Return what Megatron reads first; the arguments lie where it does not look for its own."""
+    state = {
+        "checkpoint_version": 3.0,  # as Megatron writes, above all for the order of QKV rows
+        "iteration": 0,
+        OWN_STATE: {
+            INTERLEAVE_ARG: plan.request.glu_interleave,
+            OWN_ARGUMENTS: dict(plan.model.arguments),
+        },
+    }
+    content = io.BytesIO()
+    torch.save([state], content)
+    return content.getvalue()

@@ -1,0 +1,95 @@
+"""Which model a checkpoint holds, by what was saved beside its tensors."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from moe_optim.checkpoints.files.bounded_json import parse_json
+from moe_optim.checkpoints.files.regular_files import read_file
+from moe_optim.checkpoints.stores.reader import CheckpointReader
+from moe_optim.checkpoints.stores.torch_dist import TorchDistReader
+from moe_optim.errors import ConfigError, StateError
+from moe_optim.hugging_face.models import Model, model_from_arguments, model_from_config
+
+CONFIG = "config.json"
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+_SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def require_format(reader: CheckpointReader, to: Literal["hf", "megatron"]) -> None:
+    """Raise ConfigError where a checkpoint is of the side that it is to become."""
+    wanted = "torch_dist" if to == "hf" else "safetensors"
+    if reader.format != wanted:
+        raise ConfigError(
+            f"{reader.path}: expected {wanted} for --to {to}, got {reader.format}. "
+            "Convert expert layouts alone with --experts."
+        )
+
+
+def read_model(reader: CheckpointReader) -> Model:
+    """Return the model of a checkpoint.
+
+    Raises:
+        ConfigError: nothing says which it is, or the other side has no such model.
+        StateError: ``config.json`` is damaged.
+    """
+    if not isinstance(reader, TorchDistReader):
+        folder = reader.path if reader.path.is_dir() else reader.path.parent
+        return model_from_config(read_config(folder), str(folder / CONFIG))
+    arguments = reader.model_arguments
+    if not arguments:
+        raise ConfigError(
+            f"{reader.path}: expected Megatron's arguments in what was saved with the checkpoint, "
+            "got none. Convert it with what trained it, such as Megatron-Bridge."
+        )
+    return model_from_arguments(arguments, str(reader.path))
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return what the ``config.json`` of a folder holds; raises as :func:`read_model` does."""
+    try:
+        config = parse_json(read_file(folder, CONFIG))
+        if not isinstance(config, dict):
+            raise ValueError("something else than names and values")
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{folder / CONFIG}: expected the configuration of the model, got no such file. Fetch "
+            "it beside the weights, or convert expert layouts alone with --experts."
+        ) from error
+    except (OSError, ValueError) as error:
+        said = error.strerror if isinstance(error, OSError) else error
+        raise StateError(
+            f"{folder / CONFIG}: expected JSON, got: {said}. Fetch or write it again."
+        ) from error
+    return config
+
+
+def tokenizer_files(folder: Path) -> list[str]:
+    """Return the files of a folder that a tokenizer consists of.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    names = [name for name in _TOKENIZER_FILES if (folder / name).is_file()]
+    if not names:
+        raise ConfigError(
+            f"{folder}: expected files of a tokenizer, such as {_TOKENIZER_FILES[0]}, got none. "
+            "Give the folder of a model of Hugging Face."
+        )
+    return names
+
+
+def special_tokens(folder: Path) -> dict[str, Any]:
+    """Return the numbers of special tokens that the ``config.json`` of a folder has, if any."""
+    config = read_config(folder) if (folder / CONFIG).is_file() else {}
+    return {name: config.get(name) for name in _SPECIAL_TOKENS}

@@ -1,0 +1,77 @@
+"""What arguments and configurations may hold: checked before anything is derived from them.
+
+Both are read from files of others. Functions return faults, one line each, instead of raising.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+Kind = Literal["count", "number", "flag", "layers"]
+"""A whole number from 1 on; a finite number; true or false; a list of numbers of layers."""
+
+_LARGEST = 2**40
+MOST_LAYERS = 4096
+"""More than any model has."""
+
+Values = Mapping[str, Any]
+Allowed = Mapping[str, tuple[Any, ...]]
+
+
+def kind_faults(given: Values, kinds: Mapping[str, Kind], optional: Iterable[str]) -> list[str]:
+    """Return which values are missing or of another kind; ``optional`` ones may be None."""
+    optional = set(optional)
+    return [
+        f"{name}: expected {_SPELLED[kind]}, got {_spell(given.get(name))}"
+        for name, kind in kinds.items()
+        if not (given.get(name) is None and name in optional)
+        and not _is_kind(given.get(name), kind)
+    ]
+
+
+def unlike(given: Values, allowed: Allowed) -> list[str]:
+    """Return what is not one of the values that it may be; what is missing is one of them."""
+    return [
+        f"{name}: expected {values[0]}, got {_spell(given[name])}"
+        for name, values in allowed.items()
+        if name in given and not any(_equal(given[name], value) for value in values)
+    ]
+
+
+def freq_faults(freq: Any, num_layers: int) -> list[str]:
+    """Return what keeps Megatron's ``moe_layer_freq`` from saying which layers have experts."""
+    if type(freq) is int and freq > 0:
+        return []
+    if isinstance(freq, list) and len(freq) == num_layers and all(x in (0, 1) for x in freq):
+        return []
+    return [f"moe_layer_freq: expected a number or {num_layers} zeros and ones, got {_spell(freq)}"]
+
+
+def _is_kind(value: Any, kind: Kind) -> bool:
+    if kind == "flag":
+        return type(value) is bool
+    if kind == "layers":
+        return isinstance(value, list) and all(type(x) is int and x >= 0 for x in value)
+    if kind == "count":
+        return type(value) is int and 0 < value < _LARGEST
+    return type(value) in (int, float) and math.isfinite(value) and abs(value) < _LARGEST
+
+
+def _equal(value: Any, allowed: Any) -> bool:
+    """Compare as JSON has it: true is not 1."""
+    is_flag = isinstance(value, bool) or isinstance(allowed, bool)
+    return value is allowed if is_flag else bool(type(value) in _PLAIN and value == allowed)
+
+
+def _spell(value: Any) -> str:
+    text = repr(value) if type(value) in (*_PLAIN, bool, list) else "something else"
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+_PLAIN = (int, float, str, type(None))
+_SPELLED: Mapping[Kind, str] = {
+    "count": "a whole number from 1 on",
+    "number": "a number",
+    "flag": "true or false",
+    "layers": "a list of layers",
+}
