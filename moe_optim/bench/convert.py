@@ -74,7 +74,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     add = parser.add_argument
     add("--gigabytes", type=float, default=10, metavar="N", help="size; default: 10")
     add("--dir", type=Path, default=Path(), metavar="DIR", help="where to put it; default: here")
-    add("--to", choices=LAYOUTS, default="hf", metavar="LAYOUT", help="default: hf")
+    add("--to", choices=LAYOUTS, default="hf", metavar="LAYOUT", help="of experts, default: hf")
     add("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
 
 
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
         copy_s = time_copy(source, Path(folder) / "copy")
         opened = _run("inspect", str(source), "--json")
         console.print("converting")
-        options = ["--to", args.to, "--format", "safetensors"]
+        options = ["--experts", args.to, "--format", "safetensors"]
         converted = _run("convert", str(source), str(target), *options)
         console.print("verifying")
         verified = _run("verify", str(source), str(target), "--num-experts", str(EXPERTS))

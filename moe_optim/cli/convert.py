@@ -1,46 +1,59 @@
-"""``moe-optim convert``: a checkpoint in another layout of experts, or in another format."""
+"""``moe-optim convert``: a model for transformers or Megatron, or another layout of its experts."""
 
 import argparse
 import resource
+import shlex
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moe_optim.console.checkpoint_progress import open_view, progress_bar
-from moe_optim.console.screen import results_console
+from rich.console import Console
+
+from moe_optim.console.checkpoint_progress import open_reader, open_view, progress_bar
 from moe_optim.console.spelling import spell_bytes
+from moe_optim.errors import refuse
 from moe_optim.expert_keys.layouts import LAYOUTS
 
 if TYPE_CHECKING:
     from moe_optim.checkpoints.conversion.conversion_plan import ConversionPlan, ConversionRequest
+    from moe_optim.hugging_face.families import Side
 
 # What imports torch is imported where it is needed: it takes seconds.
 
 FORMATS = ("safetensors", "torch_dist")
+TARGETS = ("hf", "megatron")
+SIDES: "tuple[Side, ...]" = ("transformer_engine", "local")
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the ``convert`` command."""
     parser = subparsers.add_parser(
         "convert",
-        help="write a checkpoint with its experts in another layout or format",
+        help="write a checkpoint for transformers or for Megatron, or change its expert layout",
         description="Read a torch_dist or safetensors checkpoint, a layer at a time, and write it "
-        "with its experts in another layout, format or GLU interleave. Masters and moments are "
-        "converted with the weights. Checksums that SRC has (torch_dist) are compared on the way. "
-        "DST appears when it is complete. Megatron and a GPU are not needed.",
+        "anew. --to converts a whole Qwen3-MoE or DeepSeek-V3: names, shapes and configuration, of "
+        "weights alone. --experts converts nothing but the layout of experts: everything else "
+        "keeps its name, and masters and moments come along. Checksums that SRC has (torch_dist) "
+        "are compared on the way. DST appears when it is complete. Megatron, transformers and a "
+        "GPU are not needed.",
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("source", type=Path, metavar="SRC", help="a checkpoint; of a run's, the newest is taken")
     add("target", type=Path, metavar="DST", help="a folder that does not exist yet")
-    names = ", ".join(LAYOUTS)
-    add("--to", choices=LAYOUTS, required=True, metavar="LAYOUT", help=f"of {names}")
-    add(
-        "--from",
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "--to",
+        type=_target,
+        metavar="SIDE",
+        help=f"the whole model, of {' or '.join(TARGETS)}: hf is what transformers loads, megatron "
+        "what --load takes",
+    )
+    what.add_argument(
+        "--experts",
         choices=LAYOUTS,
-        dest="source_layout",
         metavar="LAYOUT",
-        help="how SRC keeps its experts, where several layouts fit or none is recorded",
+        help=f"the expert layout alone, of {', '.join(LAYOUTS)}",
     )
     add(
         "--glu-interleave",
@@ -55,13 +68,43 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         metavar="N",
         help="the same of SRC, where it is not recorded (default: 0)",
     )
+    _add_model_options(parser.add_argument_group("with --to"))
+    _add_layout_options(parser.add_argument_group("with --experts"))
+    add_naming(parser)
+
+
+def _add_model_options(group: "argparse._ArgumentGroup") -> None:
+    add = group.add_argument
+    add(
+        "--tokenizer",
+        type=Path,
+        metavar="DIR",
+        help="pass the tokenizer files of this folder on to DST, and the special tokens of its "
+        "config.json (--to hf)",
+    )
+    add(
+        "--transformer-impl",
+        choices=SIDES,
+        help=f"whose layers will load DST, as Megatron's flag: {' or '.join(SIDES)} (--to "
+        f"megatron; default: {SIDES[0]})",
+    )
+
+
+def _add_layout_options(group: "argparse._ArgumentGroup") -> None:
+    add = group.add_argument
+    add(
+        "--from",
+        choices=LAYOUTS,
+        dest="source_layout",
+        metavar="LAYOUT",
+        help="how SRC keeps its experts, where several layouts fit or none is recorded",
+    )
     add("--format", choices=FORMATS, help=f"of {', '.join(FORMATS)}; default: that of SRC")
     add(
         "--weights-only",
         action="store_true",
         help="leave masters, moments and all other state of the optimizer out",
     )
-    add_naming(parser)
 
 
 def add_naming(parser: argparse.ArgumentParser) -> None:
@@ -87,21 +130,76 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
         ConfigError: the options contradict each other or the checkpoint, or DST exists.
-        LayoutError: SRC does not hold complete experts and states, or DST cannot.
+        LayoutError: SRC does not hold a complete model, experts and states, or DST cannot.
         StateError: SRC is damaged, or the disk too small.
     """
+    _refuse_mixed(args)
+    began = time.perf_counter()
+    convert = _convert_model if args.to else _convert_layout
+    lines = convert(args, began)
+    console = Console(markup=False, highlight=False)
+    for line in lines:
+        console.print(line, soft_wrap=True)
+    return 0
+
+
+def _refuse_mixed(args: argparse.Namespace) -> None:
+    """Refuse options that the conversion which is asked for does not have."""
+    asked = f"--to {args.to}" if args.to else f"--experts {args.experts}"
+    refuse(
+        {
+            "--from": args.to and args.source_layout,
+            "--format": args.to and args.format,
+            "--weights-only": args.to and args.weights_only,
+            "--rename": args.to and args.rename,
+            "--num-experts": args.to and args.num_experts,
+            "--glu-interleave": args.to == "hf" and args.glu_interleave,
+            "--tokenizer": args.to != "hf" and args.tokenizer,
+            "--transformer-impl": args.to != "megatron" and args.transformer_impl,
+        },
+        expected=f"{asked}: expected options that it has",
+        remedy="Leave it out: `moe-optim convert --help` says what goes with what.",
+    )
+
+
+def _convert_model(args: argparse.Namespace, began: float) -> list[str]:
+    from moe_optim.checkpoints.conversion.model_conversion import convert_model
+    from moe_optim.checkpoints.conversion.model_plan import ModelRequest, plan_model
+    from moe_optim.hugging_face.models import megatron_flags
+
+    side: Side = args.transformer_impl or SIDES[0]
+    request = ModelRequest(
+        to=args.to,
+        side=side,
+        glu_interleave=args.glu_interleave or 0,
+        source_glu_interleave=args.source_glu_interleave,
+        tokenizer=args.tokenizer,
+    )
+    plan = plan_model(open_reader(args.source), request)
+    with progress_bar("converting", plan.total_bytes) as report:
+        convert_model(plan, args.target, report)
+    layers = len(plan.model.anatomy.moe_layers)
+    lines = [
+        f"{args.target}: {plan.model.family.architecture}, {plan.model.anatomy.num_layers} layers, "
+        f"{layers} with experts",
+        _speed(plan.num_tensors, plan.total_bytes, began),
+    ]
+    if args.to == "megatron":
+        lines.append(f"Megatron's flags: {shlex.join(megatron_flags(plan.model))}")
+    tensors = sum(name in plan.view.tensors for name in plan.left_out)
+    if plan.left_out:
+        lines.append(_left_out(tensors, len(plan.left_out) - tensors, "--to takes weights alone"))
+    return lines
+
+
+def _convert_layout(args: argparse.Namespace, began: float) -> list[str]:
     from moe_optim.checkpoints.conversion.conversion import convert_checkpoint
     from moe_optim.checkpoints.conversion.conversion_plan import plan_conversion
 
-    began = time.perf_counter()
     plan = plan_conversion(open_view(args.source, args.rename), _request(args))
     with progress_bar("converting", plan.total_bytes) as report:
         convert_checkpoint(plan, args.target, report)
-    seconds = time.perf_counter() - began
-    console = results_console()
-    for line in _summary(plan, args, seconds):
-        console.print(line)
-    return 0
+    return _summary(plan, args, began)
 
 
 def _request(args: argparse.Namespace) -> "ConversionRequest":
@@ -109,7 +207,7 @@ def _request(args: argparse.Namespace) -> "ConversionRequest":
     from moe_optim.expert_keys.layouts import get_layout
 
     return ConversionRequest(
-        to=get_layout(args.to),
+        to=get_layout(args.experts),
         source_layout=get_layout(args.source_layout) if args.source_layout else None,
         glu_interleave=args.glu_interleave,
         source_glu_interleave=args.source_glu_interleave,
@@ -119,29 +217,48 @@ def _request(args: argparse.Namespace) -> "ConversionRequest":
     )
 
 
-def _summary(plan: "ConversionPlan", args: argparse.Namespace, seconds: float) -> list[str]:
+def _summary(plan: "ConversionPlan", args: argparse.Namespace, began: float) -> list[str]:
     layers = sum(not one.prefix.startswith("optimizer.") for one in plan.sets)
     count = sum(len(one.keys) for one in plan.sets) + len(plan.others)
-    speed = plan.total_bytes / 1e6 / max(seconds, 1e-9)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     source, target = plan.sets[0].layout.name, plan.to.name
     lines = [
         f"{args.target}: {plan.format}, experts of {layers} layers from {source} to {target}, GLU "
         f"interleave {plan.source_interleave} to {plan.target_interleave}",
-        f"{count:,} tensors, {spell_bytes(plan.total_bytes)} in {seconds:.1f} s, "
-        f"{speed:,.0f} MB/s; peak memory {spell_bytes(peak)}",
+        _speed(count, plan.total_bytes, began),
     ]
     if plan.format == "torch_dist":
         lines.append("torch_dist stores grouped, indexed and sequential experts alike.")
     tensors = sum(name in plan.view.tensors for name in plan.left_out)
     if plan.left_out:
-        objects = len(plan.left_out) - tensors
         why = "--weights-only" if args.weights_only else "safetensors holds tensors alone"
-        lines.append(
-            f"Left out: {tensors} tensors of the optimizer and {objects} objects, such as "
-            f"arguments and random states ({why})."
-        )
+        lines.append(_left_out(tensors, len(plan.left_out) - tensors, why))
     return lines
+
+
+def _speed(count: int, nbytes: int, began: float) -> str:
+    seconds = time.perf_counter() - began
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return (
+        f"{count:,} tensors, {spell_bytes(nbytes)} in {seconds:.1f} s, "
+        f"{nbytes / 1e6 / max(seconds, 1e-9):,.0f} MB/s; peak memory {spell_bytes(peak)}"
+    )
+
+
+def _left_out(tensors: int, objects: int, why: str) -> str:
+    return (
+        f"Left out: {tensors} tensors of the optimizer and {objects} objects, such as "
+        f"arguments and random states ({why})."
+    )
+
+
+def _target(text: str) -> str:
+    if text in LAYOUTS and text not in TARGETS:
+        raise argparse.ArgumentTypeError(
+            f"expected {' or '.join(TARGETS)}, whole models, got an expert layout: --experts {text}"
+        )
+    if text not in TARGETS:
+        raise argparse.ArgumentTypeError(f"expected {' or '.join(TARGETS)}, got '{text}'")
+    return text
 
 
 def _rows(text: str) -> int:

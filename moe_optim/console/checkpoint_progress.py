@@ -17,24 +17,34 @@ from rich.progress import (
 
 if TYPE_CHECKING:
     from moe_optim.checkpoints.conversion.layer_view import LayerView
+    from moe_optim.checkpoints.stores.reader import CheckpointReader
 
 
-def open_view(path: Path, renames: Sequence[str] = ()) -> "LayerView":
+def open_reader(path: Path) -> "CheckpointReader":
     """Open a checkpoint of either format, and say so on stderr if another path was taken.
 
     Raises:
         StateError: nothing there, or it is damaged.
         LayoutError: something else is there.
-        ConfigError: a rename is not ``FROM=TO``, or fits nothing.
     """
-    from moe_optim.checkpoints.conversion.layer_view import LayerView, parse_renames
     from moe_optim.checkpoints.stores.opening import open_checkpoint
 
     reader = open_checkpoint(path)
     if reader.path != path:
         console = Console(stderr=True, markup=False, highlight=False)
         console.print(f"{path}: taking its newest checkpoint, {reader.path.name}", soft_wrap=True)
-    return LayerView(reader, parse_renames(renames))
+    return reader
+
+
+def open_view(path: Path, renames: Sequence[str] = ()) -> "LayerView":
+    """Open a checkpoint under the keys of state dicts; raises as :func:`open_reader` does.
+
+    Raises:
+        ConfigError: a rename is not ``FROM=TO``, or fits nothing.
+    """
+    from moe_optim.checkpoints.conversion.layer_view import LayerView, parse_renames
+
+    return LayerView(open_reader(path), parse_renames(renames))
 
 
 @contextmanager

@@ -225,7 +225,7 @@ def test_moments_that_some_experts_lack_are_refused(missing, tmp_path):
 
 CONTRADICTIONS = {
     "--source-glu-interleave 4: .* records a GLU interleave of 0": {"source_glu_interleave": 4},
-    "--to hf: expected one of grouped, indexed, sequential": {"to": "hf"},
+    "--experts hf: expected one of grouped, indexed, sequential": {"to": "hf"},
     "--from hf: expected one of grouped": {"source_layout": get_layout("hf")},
     f"divides {FFN}, .* got 3": {"glu_interleave": 3},
     "interleave of 0 for the target layout hf_per_expert": {

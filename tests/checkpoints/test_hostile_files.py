@@ -82,7 +82,16 @@ def refused(templates, tmp_path, capsys):
             ["inspect", path, "--thorough", "--json"],
             ["verify", path, whole],
             ["verify", whole, path],
-            ["convert", path, tmp_path / "out", "--to", "hf", "--format", "safetensors", *more],
+            [
+                "convert",
+                path,
+                tmp_path / "out",
+                "--experts",
+                "hf",
+                "--format",
+                "safetensors",
+                *more,
+            ],
         ):
             code = cli.main(list(map(str, words)))
             said = capsys.readouterr()
@@ -400,7 +409,7 @@ def test_safetensors_have_the_rights_that_the_umask_leaves(umask, checkpoint, tm
     before = os.umask(umask)
     try:
         out = tmp_path / "out"
-        assert cli.main(["convert", str(checkpoint), str(out), "--to", "hf",
+        assert cli.main(["convert", str(checkpoint), str(out), "--experts", "hf",
                          "--format", "safetensors"]) == 0  # fmt: skip
     finally:
         os.umask(before)
@@ -414,7 +423,7 @@ def test_a_folder_of_objects_is_converted_without_reading_them(checkpoint, tmp_p
     torch.save([Command(tmp_path / "ran")], content)
     rewrite(checkpoint, lambda key, old: content.getvalue() if "rng_state" in key else old)
     target = tmp_path / "out"
-    assert cli.main(["convert", str(checkpoint), str(target), "--to", "grouped"]) == 0
+    assert cli.main(["convert", str(checkpoint), str(target), "--experts", "grouped"]) == 0
     metadata = pickle.loads((target / "iter_0000007" / ".metadata").read_bytes())
     assert any(index.fqn.startswith("rng_state") for index in metadata.storage_data)
     assert not (tmp_path / "ran").exists()

@@ -29,7 +29,8 @@ SURFACE = {  # command -> its positionals and options
     "bench requantize": {"--format", "--shape-set", "--shard", "--against", "--json"},
     "compare": {"RUN", "--out"},
     "convert": {
-        *("SRC", "DST", "--to", "--from", "--glu-interleave", "--source-glu-interleave"),
+        *("SRC", "DST", "--to", "--experts", "--from", "--glu-interleave"),
+        *("--source-glu-interleave", "--tokenizer", "--transformer-impl"),
         *("--format", "--weights-only", "--rename", "--num-experts"),
     },
     "disable": set(),

@@ -45,7 +45,7 @@ def convert(capsys, monkeypatch):
 
 def test_the_summary_says_what_was_done(convert, source, tmp_path):
     out = tmp_path / "out"
-    code, lines, err = convert(source, out, "--to", "hf", "--format", "safetensors")
+    code, lines, err = convert(source, out, "--experts", "hf", "--format", "safetensors")
     assert (code, err) == (0, "")  # no bar where there is no terminal
     assert lines[0] == (
         f"{out}: safetensors, experts of {LAYERS} layers from grouped to hf, GLU interleave 4 to 0"
@@ -67,7 +67,7 @@ def test_one_flipped_bit_is_not_written_under_new_checksums(convert, key, format
     blobs = TorchDistReader(folder).blobs
     (blob,) = next(blobs[name] for name in blobs if name.startswith(key))
     flip_in(folder, key)
-    code, lines, err = convert(folder, tmp_path / "out", "--to", "indexed", "--format", format)
+    code, lines, err = convert(folder, tmp_path / "out", "--experts", "indexed", "--format", format)
     assert (code, lines) == (2, [])
     said = " ".join(err.split())
     assert f"{folder / blob.file}: {blob.name}: expected what torch.save wrote" in said
@@ -76,7 +76,7 @@ def test_one_flipped_bit_is_not_written_under_new_checksums(convert, key, format
 
 
 def test_states_that_are_left_out_are_counted(convert, source, tmp_path):
-    words = ["--to", "indexed", "--format", "safetensors", "--weights-only"]
+    words = ["--experts", "indexed", "--format", "safetensors", "--weights-only"]
     code, lines, _ = convert(source, tmp_path / "out", *words)
     count = len(STATES) * (2 * LAYERS + 2)
     assert code == 0
@@ -89,11 +89,13 @@ def test_states_that_are_left_out_are_counted(convert, source, tmp_path):
 def test_every_option_reaches_the_conversion(convert, source, tmp_path):
     """Away to a layout that does not tell the number of experts, unsaid interleave, and back."""
     there, back = tmp_path / "there", tmp_path / "back"
-    convert(source, there, "--to", "legacy", "--format", "safetensors", "--rename", "decoder.=d.")
+    convert(
+        source, there, "--experts", "legacy", "--format", "safetensors", "--rename", "decoder.=d."
+    )
     (there / "model.safetensors.index.json").unlink()
     for path in there.glob("*.safetensors"):  # as if written by another program
         save_file(load_file(path), path)
-    words = [back, "--to", "sequential", "--format", "torch_dist", "--rename", "d.=decoder."]
+    words = [back, "--experts", "sequential", "--format", "torch_dist", "--rename", "d.=decoder."]
     words += ["--glu-interleave", "4", "--source-glu-interleave", "0", "--from", "legacy"]
     code, lines, _ = convert(there, *words, "--num-experts", EXPERTS)
     assert code == 0
@@ -105,12 +107,15 @@ def test_every_option_reaches_the_conversion(convert, source, tmp_path):
 
 
 REFUSED = {
-    "--to hf: expected one of grouped, indexed, sequential for torch_dist": ["--to", "hf"],
-    "--source-glu-interleave 8: .* records a GLU interleave of 4": [
-        *("--to", "grouped", "--source-glu-interleave", "8")
+    "--experts hf: expected one of grouped, indexed, sequential for torch_dist": [
+        "--experts",
+        "hf",
     ],
-    "--rename: expected FROM=TO": ["--to", "grouped", "--rename", "decoder"],
-    "--rename nowhere=x: expected keys": ["--to", "grouped", "--rename", "nowhere=x"],
+    "--source-glu-interleave 8: .* records a GLU interleave of 4": [
+        *("--experts", "grouped", "--source-glu-interleave", "8")
+    ],
+    "--rename: expected FROM=TO": ["--experts", "grouped", "--rename", "decoder"],
+    "--rename nowhere=x: expected keys": ["--experts", "grouped", "--rename", "nowhere=x"],
 }
 
 
@@ -131,7 +136,7 @@ def test_a_number_of_experts_that_does_not_divide_is_named_with_what_it_must_div
     weights = {"experts.weight1": torch.zeros(5, 12), "experts.weight2": torch.zeros(6, 5)}
     source = tmp_path / "legacy.safetensors"
     save_file(weights, source)
-    words = [source, tmp_path / "out", "--to", "hf", "--from", "legacy"]
+    words = [source, tmp_path / "out", "--experts", "hf", "--from", "legacy"]
     code, _, err = convert(*words, "--num-experts", 4)
     assert code == 2
     assert "(H, E*2F), of E = 4 experts: 8 must divide E*2F, got [5, 12]" in err
@@ -144,9 +149,9 @@ def test_a_number_of_experts_that_does_not_divide_is_named_with_what_it_must_div
 @pytest.mark.parametrize(
     "option",
     [
-        ["--to", "fused"],
-        ["--to", "hf", "--glu-interleave", "-1"],
-        ["--to", "hf", "--num-experts", "0"],
+        ["--experts", "fused"],
+        ["--experts", "hf", "--glu-interleave", "-1"],
+        ["--experts", "hf", "--num-experts", "0"],
     ],
 )
 def test_a_wrong_value_is_named_with_its_option(option, convert, source, tmp_path, capsys):

@@ -113,8 +113,8 @@ COMMANDS = {
     "inspect --thorough": "inspect {root} --thorough --json",
     "verify": "verify {root} {whole}",
     "verify the other way round": "verify {whole} {root} --weights-only",
-    "convert to safetensors": "convert {root} {out}/a --to hf --format safetensors",
-    "convert to torch_dist": "convert {root} {out}/b --to grouped --format torch_dist "
+    "convert to safetensors": "convert {root} {out}/a --experts hf --format safetensors",
+    "convert to torch_dist": "convert {root} {out}/b --experts grouped --format torch_dist "
     "--glu-interleave 4 --weights-only",
 }
 

@@ -76,7 +76,9 @@ def test_the_report_shows_what_was_trained_and_where(run_folder, capsys):
 
 def test_what_the_quickstart_leaves_converts_with_masters_and_moments(run_folder, capsys):
     saved, converted = str(run_folder / "checkpoints"), str(run_folder.parent / "hf")
-    assert cli.main(["convert", saved, converted, "--to", "hf", "--format", "safetensors"]) == 0
+    assert (
+        cli.main(["convert", saved, converted, "--experts", "hf", "--format", "safetensors"]) == 0
+    )
     assert "0 tensors of the optimizer" in capsys.readouterr().out  # are left out
     assert cli.main(["verify", saved, converted]) == 0
     assert cli.main(["inspect", converted]) == 0

@@ -184,7 +184,7 @@ def _target_layout(to: KeyLayout, format: FileFormat) -> KeyLayout:
         return to
     if to.name not in STORED_ALIKE:
         raise ConfigError(
-            f"--to {to.name}: expected one of {', '.join(STORED_ALIKE)} for torch_dist, which "
+            f"--experts {to.name}: expected one of {', '.join(STORED_ALIKE)} for torch_dist, which "
             "stores these alike and no other. Add --format safetensors."
         )
     return get_layout("grouped")

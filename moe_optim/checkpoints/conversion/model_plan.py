@@ -167,7 +167,7 @@ def plan_model(reader: CheckpointReader, request: ModelRequest) -> ModelPlan:
 def _tensor_parts(
     view: LayerView, model: Model, request: ModelRequest, faults: list[str]
 ) -> Iterator[Part]:
-    """Yield a part for each tensor but experts'; what keeps it from being one goes to ``faults``."""
+    """Yield a part for each tensor but experts'; ``faults`` gets what keeps it from being one."""
     for pair in model.family.pairs(model.anatomy):
         choices = [(name,) for name in pair.megatron] if request.to == "hf" else [pair.hf]
         found = [names for names in choices if any(name in view.tensors for name in names)]

@@ -372,8 +372,8 @@ def require_same_interleave(
             f"{where}: --moe-mlp-glu-interleave-size: expected {here} as in this model, got "
             f"{saved.glu_interleave}: rows of fc1 would be swapped, in weights, masters and "
             "moments. Load with the size it was saved with, or change the checkpoint with "
-            f"`moe-optim convert {where} NEW --to grouped --format torch_dist --glu-interleave "
-            f"{here or 0}{alone}`{then}."
+            f"`moe-optim convert {where} NEW --experts grouped --format torch_dist "
+            f"--glu-interleave {here or 0}{alone}`{then}."
         )
 
 

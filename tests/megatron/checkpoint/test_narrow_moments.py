@@ -71,16 +71,16 @@ def test_flat_states_are_inspected_and_compared_and_converted_without_them(momen
     assert "not compared: the two" not in said  # flat states were
     for to, *more in (("hf", "--format", "safetensors"), ("grouped",)):
         target = tmp_path / f"refused {to}"
-        code, said = run("convert", saved, target, "--to", to, *more)
+        code, said = run("convert", saved, target, "--experts", to, *more)
         assert code == 2
         assert "got whole buckets (" in said
         assert "--dist-ckpt-optim-fully-reshardable, or convert with --weights-only" in said
         assert not target.exists()
 
     there, back = tmp_path / "there", tmp_path / "back"
-    to_hf = ("--to", "hf", "--format", "safetensors", "--weights-only")
+    to_hf = ("--experts", "hf", "--format", "safetensors", "--weights-only")
     assert run("convert", saved, there, *to_hf)[0] == 0
-    assert run("convert", there, back, "--to", "grouped", "--format", "torch_dist")[0] == 0
+    assert run("convert", there, back, "--experts", "grouped", "--format", "torch_dist")[0] == 0
     assert run("verify", saved, back, "--weights-only")[0] == 0
     code, said = run("verify", saved, back)
     assert code == 1  # back has no states
@@ -107,8 +107,8 @@ def test_states_by_name_go_there_and_back(moments, run, tmp_path):
     in fp32."""
     saved = save(tmp_path / "saved", moments, BY_NAME)
     there, back = tmp_path / "there", tmp_path / "back"
-    assert run("convert", saved, there, "--to", "hf", "--format", "safetensors")[0] == 0
-    assert run("convert", there, back, "--to", "indexed", "--format", "torch_dist")[0] == 0
+    assert run("convert", saved, there, "--experts", "hf", "--format", "safetensors")[0] == 0
+    assert run("convert", there, back, "--experts", "indexed", "--format", "torch_dist")[0] == 0
     assert run("verify", saved, there)[0] == run("verify", saved, back)[0] == 0
     for checkpoint in (saved, there, back / saved.name):
         dtypes = dtypes_of(run, checkpoint)["dtypes"]
