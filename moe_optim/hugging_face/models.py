@@ -104,13 +104,10 @@ def megatron_flags(model: Model) -> list[str]:
     """Return the flags of Megatron's command line that build a model."""
     flags = ["--swiglu", "--disable-bias-linear", "--normalization", "RMSNorm", "--qk-layernorm"]
     flags += ["--position-embedding-type", "rope"]
-    arguments = dict(model.arguments)
-    groups = arguments.pop("num_query_groups")
-    if groups != arguments["num_attention_heads"]:
-        flags += ["--group-query-attention", "--num-query-groups", str(groups)]
-    for name, value in arguments.items():
+    for name, value in model.arguments.items():
         flag = _FLAGS.get(name, f"--{name.replace('_', '-')}")
-        if value is None or value is False or name in WITHOUT_FLAG:
+        is_said = name != "num_query_groups" or model.arguments.get("group_query_attention")
+        if value is None or value is False or name in WITHOUT_FLAG or not is_said:
             continue
         flags += [flag] if value is True else [flag, str(value).replace(" ", "")]
     return flags

@@ -10,7 +10,7 @@ from moe_optim.hugging_face.values import Values
 def _more_arguments(given: Values) -> dict[str, Any]:
     groups = given.get("num_query_groups") if given.get("group_query_attention") else None
     return {
-        "num_query_groups": groups or given["num_attention_heads"],
+        **_query_groups(groups, given["num_attention_heads"]),
         sides.UNTIED: sides.is_untied(given),
         "moe_router_pre_softmax": given.get("moe_router_pre_softmax") is True,
         "moe_layer_freq": given.get("moe_layer_freq", 1),
@@ -21,7 +21,7 @@ def _arguments_of(config: Values) -> dict[str, Any]:
     step, dense = config["decoder_sparse_step"], config["mlp_only_layers"] or ()
     layers = range(config["num_hidden_layers"])
     return {
-        "num_query_groups": config["num_key_value_heads"],
+        **_query_groups(config["num_key_value_heads"], config["num_attention_heads"]),
         sides.UNTIED: not config["tie_word_embeddings"],
         "moe_router_pre_softmax": not config["norm_topk_prob"],
         "moe_layer_freq": sides.layer_freq(i not in dense and (i + 1) % step == 0 for i in layers),
@@ -37,6 +37,13 @@ def _config_of(arguments: Values) -> dict[str, Any]:
         "mlp_only_layers": [layer for layer, has_experts in enumerate(experts) if not has_experts],
         "rope_scaling": None,
         "use_sliding_window": False,
+    }
+
+
+def _query_groups(groups: int | None, heads: int) -> dict[str, Any]:
+    return {
+        "group_query_attention": groups not in (None, heads),
+        "num_query_groups": groups or heads,
     }
 
 

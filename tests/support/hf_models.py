@@ -115,7 +115,7 @@ def _randomize(model: torch.nn.Module) -> None:
     for name, value in [*model.named_parameters(), *model.named_buffers()]:
         if "norm" in name:
             value.copy_(1 + 0.3 * torch.randn(value.shape, generator=generator))
-        elif name.endswith("expert_bias"):
+        elif name.endswith(("expert_bias", "e_score_correction_bias")):
             value.copy_(0.3 * torch.randn(value.shape, generator=generator))
 
 
@@ -163,3 +163,59 @@ class CausalAttention(torch.nn.Module):
 def newest(checkpoints: Path) -> Path:
     """Return the folder of the iteration that :func:`run_jobs` saves."""
     return checkpoints / "iter_0000005"
+
+
+def draw_in_transformers(family: str) -> Any:
+    """Return a random model of transformers as large as that of :data:`FAMILIES`, in fp32."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    common = {
+        "vocab_size": 96,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 32,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-6,
+        "initializer_range": 0.08,
+    }
+    own = {
+        "qwen3_moe": {
+            "num_hidden_layers": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 24,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "rope_theta": 100000.0,
+        },
+        "deepseek_v3": {
+            "num_hidden_layers": 3,
+            "num_key_value_heads": 4,
+            "q_lora_rank": 32,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 12,
+            "n_routed_experts": 8,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": 4,
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+            "num_nextn_predict_layers": 0,
+            "rope_theta": 10000.0,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 4096,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            },
+        },
+    }[family]
+    torch.manual_seed(5)
+    config = AutoConfig.for_model(family, **common, **own)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    _randomize(model)
+    return model

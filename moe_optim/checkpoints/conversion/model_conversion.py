@@ -2,6 +2,7 @@
 
 import io
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from moe_optim.checkpoints.conversion.conversion import Report
 from moe_optim.checkpoints.conversion.conversion_plan import BLOB_BYTES, output_folder
+from moe_optim.checkpoints.conversion.extra_states import empty_state, extra_state_keys
 from moe_optim.checkpoints.conversion.layer_view import stored_key
 from moe_optim.checkpoints.conversion.model_plan import ModelPlan, Part
 from moe_optim.checkpoints.conversion.model_sources import (
@@ -87,10 +89,13 @@ def _write_megatron(plan: ModelPlan, folder: Path, report: Report) -> None:
     into.mkdir()
     with TorchDistWriter(into) as writer:
         writer.write_object(f"{COMMON_STATE}/shard_0_1", _common_state(plan))
+        keys: dict[str, None] = {}
         for part in plan.parts:
             for name, tensor in plan.convert(part).items():
-                _write_tensor(plan, writer, part, name, tensor)
+                keys |= dict.fromkeys(_write_tensor(plan, writer, part, name, tensor))
             report(plan.part_bytes(part))
+        for key in keys:
+            writer.write_object(key, empty_state())
         writer.finish()
     seal(into)
     (folder / TRACKER).write_text(said)
@@ -98,19 +103,24 @@ def _write_megatron(plan: ModelPlan, folder: Path, report: Report) -> None:
 
 def _write_tensor(
     plan: ModelPlan, writer: TorchDistWriter, part: Part, name: str, tensor: Tensor
-) -> None:
-    """Write a tensor where Megatron looks for it: in that of all layers where these are alike."""
+) -> Iterable[str]:
+    """Write a tensor where Megatron looks for it: in that of all layers where these are alike.
+
+    Returns the keys of extra states beside it.
+    """
     name = stored_key(name) if part.experts is not None else name
     head, _, tail = name.partition(".layers.")
     layer, _, rest = tail.partition(".")
-    shape = tuple(tensor.shape)
+    shape, layers = tuple(tensor.shape), None
     tensor = tensor.contiguous()
     if tail and plan.model.is_stacked:
-        whole = TensorInfo((plan.model.anatomy.num_layers, *shape), tensor.dtype)
-        offsets = (int(layer), *[0] * len(shape))
-        writer.write_chunk(f"{head}.layers.{rest}", whole, offsets, tensor[None])
+        name, layers = f"{head}.layers.{rest}", (int(layer), plan.model.anatomy.num_layers)
+        whole = TensorInfo((layers[1], *shape), tensor.dtype)
+        writer.write_chunk(name, whole, (layers[0], *[0] * len(shape)), tensor[None])
     else:
         writer.write_chunk(name, TensorInfo(shape, tensor.dtype), (0,) * len(shape), tensor)
+    experts = part.experts.num_experts if part.experts is not None else 0
+    return extra_state_keys(name, layers, experts)
 
 
 def _common_state(plan: ModelPlan) -> bytes:

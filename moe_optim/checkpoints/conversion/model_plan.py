@@ -4,6 +4,7 @@ From Megatron's ``torch_dist`` to what transformers loads, and back. Every tenso
 be one of the other: names come from :mod:`moe_optim.hugging_face.families`.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ from moe_optim.hugging_face.families import LAYOUT_OF_EXPERTS, NamePair, Side, e
 from moe_optim.hugging_face.models import Model
 
 Target = Literal["hf", "megatron"]
+_LAYER = re.compile(r"(?<=layers)\.[0-9]+\.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,6 +149,7 @@ def plan_model(reader: CheckpointReader, request: ModelRequest) -> ModelPlan:
     if not faults:  # else what is left over belongs to what is missing
         faults += [f"{key}: left over" for key in kept if key not in taken]
     faults += _interleave_faults(parts, source_interleave, request)
+    faults += _uneven_faults(parts, view)
     if faults:
         raise LayoutError(
             f"{reader.path}: expected the tensors of {model.family.architecture}, got "
@@ -243,6 +246,22 @@ def _interleave_faults(parts: list[Part], source: int, request: ModelRequest) ->
         for ffn in widths
         if ffn % interleave
     ]
+
+
+def _uneven_faults(parts: list[Part], view: LayerView) -> list[str]:
+    """Return tensors that are not what those of the same name are in the layers before."""
+    first: dict[str, str] = {}
+    faults = []
+    for part in parts:
+        for key in part.sources:
+            like = first.setdefault(_LAYER.sub(".*.", key, count=1), key)
+            if view.tensors[key] != view.tensors[like]:
+                got, want = view.tensors[key], view.tensors[like]
+                faults.append(
+                    f"{key}: expected {want.dtype} {list(want.shape)} as {like}, got {got.dtype} "
+                    f"{list(got.shape)}"
+                )
+    return faults
 
 
 def _place(part: Part) -> tuple[int, bool]:

@@ -1,0 +1,253 @@
+"""A whole model becomes another program's, tensor by tensor, or nothing is written."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from moe_optim.checkpoints.conversion.layer_view import LayerView
+from moe_optim.checkpoints.conversion.model_conversion import convert_model
+from moe_optim.checkpoints.conversion.model_plan import ModelRequest, plan_model
+from moe_optim.checkpoints.integrity import checkpoint_defect, corrupt_files
+from moe_optim.checkpoints.stores.opening import open_checkpoint
+from moe_optim.errors import ConfigError, LayoutError
+from tests.support.bytes import assert_bytes_equal, assert_same_tensors
+from tests.support.hf_checkpoints import HF, STORED, stored_model, write_hf, write_megatron
+from tests.support.stored_checkpoints import interleaved, read_with_torch
+
+FAMILIES = list(STORED)
+QKV = "decoder.layers.self_attention.linear_qkv.weight"
+FC1 = "decoder.layers.mlp.experts.experts.linear_fc1.weight"
+
+
+def plan_of(source, to, **request):
+    return plan_model(open_checkpoint(source), ModelRequest(to=to, **request))
+
+
+def convert(source, target, to, **request):
+    convert_model(plan_of(source, to, **request), target)
+    return target
+
+
+def in_files(folder):
+    """Return all tensors of a folder, each file read by the library."""
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        found |= load_file(path)
+    return found
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def source(family, tmp_path_factory):
+    return write_megatron(tmp_path_factory.mktemp("source") / "c", family)
+
+
+@pytest.fixture(scope="module")
+def hf(source, tmp_path_factory):
+    return convert(source, tmp_path_factory.mktemp("hf") / "hf", "hf")
+
+
+def test_names_and_shapes_are_those_that_transformers_has(family, hf):
+    assert {name: tuple(one.shape) for name, one in in_files(hf).items()} == HF[family]
+
+
+def test_there_and_back_gives_every_bit_again(family, source, hf, tmp_path):
+    """Under the names of Transformer Engine's layers: the default. It is whole and sealed."""
+    back = convert(hf, tmp_path / "back", "megatron")
+    folder = open_checkpoint(back).path
+    assert_same_tensors(read_with_torch(folder), stored_model(family))
+    assert (checkpoint_defect(folder), list(corrupt_files(folder))) == (None, [])
+    assert (folder.name, (back / "latest_checkpointed_iteration.txt").read_text()) == (
+        "release",
+        "release",
+    )
+
+
+def test_layers_of_megatron_itself_get_their_own_names(family, hf, tmp_path):
+    """Norms that Transformer Engine fuses into the linear behind them, and the other way round."""
+    back = convert(hf, tmp_path / "back", "megatron", side="local")
+    names = {
+        "qwen3_moe": {
+            "decoder.layers.pre_mlp_layernorm.weight": "decoder.layers.mlp.linear_fc1."
+            "layer_norm_weight"
+        },
+        "deepseek_v3": {
+            "decoder.layers.0.mlp.linear_fc1.layer_norm_weight": "decoder.layers.0."
+            "pre_mlp_layernorm.weight",
+            **{
+                f"decoder.layers.{n}.self_attention.linear_{x}_up_proj.layer_norm_weight": (
+                    f"decoder.layers.{n}.self_attention.{x}_layernorm.weight"
+                )
+                for n in (0, 1)
+                for x in ("q", "kv")
+            },
+        },
+    }[family]
+    want = {names.get(name, name): one for name, one in stored_model(family).items()}
+    assert_same_tensors(read_with_torch(open_checkpoint(back).path), want)
+    again = convert(back, tmp_path / "again", "hf")
+    assert_same_tensors(in_files(again), in_files(hf))
+
+
+def test_rows_of_query_key_and_value_are_those_of_each_group(tmp_path):
+    """Two groups of two queries and heads of 6 rows: q q k v, q q k v."""
+    source = write_megatron(tmp_path / "c", "qwen3_moe")
+    got = in_files(convert(source, tmp_path / "hf", "hf"))
+    for layer in (0, 1):
+        heads = stored_model("qwen3_moe")[QKV][layer].split(6)
+        want = {
+            "q": torch.cat([heads[i] for i in (0, 1, 4, 5)]),
+            "k": torch.cat([heads[2], heads[6]]),
+            "v": torch.cat([heads[3], heads[7]]),
+        }
+        for name, rows in want.items():
+            key = f"model.layers.{layer}.self_attn.{name}_proj.weight"
+            assert_bytes_equal(got[key], rows, what=key)
+
+
+def test_gate_and_up_of_an_expert_are_halves_of_fc1_whatever_the_interleave(tmp_path):
+    stored = stored_model("qwen3_moe")
+    plain = stored[FC1].clone()
+    stored[FC1] = interleaved(plain, 4)
+    source = write_megatron(tmp_path / "c", "qwen3_moe", stored, moe_mlp_glu_interleave_size=4)
+    got = in_files(convert(source, tmp_path / "hf", "hf"))
+    for expert in range(3):
+        halves = plain[1, expert].chunk(2)
+        for name, rows in zip(("gate", "up"), halves, strict=True):
+            key = f"model.layers.1.mlp.experts.{expert}.{name}_proj.weight"
+            assert_bytes_equal(got[key], rows, what=key)
+    back = convert(tmp_path / "hf", tmp_path / "back", "megatron", glu_interleave=4)
+    folder = open_checkpoint(back)
+    assert folder.recorded.glu_interleave == 4
+    assert_bytes_equal(read_with_torch(folder.path)[FC1], stored[FC1], what=FC1)
+
+
+def test_states_and_amaxes_are_left_out_and_named(family, tmp_path):
+    more = {
+        "optimizer.state.exp_avg.output_layer.weight": torch.zeros(16, 12),
+        "decoder.layers.1.mlp.experts.experts.linear_fc1.weight_amax": torch.zeros(3, 1, 1),
+    }
+    source = write_megatron(tmp_path / "c", family, stored_model(family) | more)
+    plan = plan_of(source, "hf")
+    assert set(more) <= set(plan.left_out)
+    convert_model(plan, tmp_path / "hf")
+    assert set(in_files(tmp_path / "hf")) == set(HF[family])
+
+
+def test_all_that_is_missing_or_of_wrong_rows_is_named_and_nothing_is_written(tmp_path):
+    stored = stored_model("deepseek_v3")
+    del stored["decoder.layers.1.mlp.router.expert_bias"]
+    del stored["decoder.layers.1.mlp.experts.experts.linear_fc2.weight"]
+    stored["decoder.layers.0.mlp.linear_fc1.weight"] = torch.zeros(39, 12)
+    stored["decoder.layers.0.pre_mlp_layernorm.weight"] = torch.zeros(12)
+    source = write_megatron(tmp_path / "c", "deepseek_v3", stored)
+    with pytest.raises(LayoutError) as raised:
+        plan_of(source, "hf")
+    said = str(raised.value)
+    for fault in (
+        "decoder.layers.1.mlp.router.expert_bias: missing",
+        "decoder.layers.1.mlp.experts.linear_fc2.weight: missing",
+        "decoder.layers.0.mlp.linear_fc1.weight: expected rows of gate and up, got [39, 12]",
+        "decoder.layers.0.mlp.linear_fc1.layer_norm_weight and "
+        "decoder.layers.0.pre_mlp_layernorm.weight: there is one too many",
+    ):
+        assert fault in said
+    assert "got 4 fault(s)" in said
+
+
+def test_what_is_left_over_is_named(tmp_path):
+    more = {"decoder.layers.0.self_attention.linear_qkv.bias": torch.zeros(48)}
+    source = write_megatron(tmp_path / "c", "qwen3_moe", stored_model("qwen3_moe") | more)
+    with pytest.raises(LayoutError, match=r"linear_qkv\.bias: left over"):
+        plan_of(source, "hf")
+
+
+def test_a_model_of_hugging_face_is_complete_or_refused_with_all_faults(hf, family, tmp_path):
+    tensors = in_files(hf)
+    config = json.loads((hf / "config.json").read_text())
+    lost = "model.layers.1.mlp.experts.2.up_proj.weight"
+    del tensors[lost], tensors["model.norm.weight"]
+    broken = write_hf(tmp_path / "broken", tensors, config)
+    with pytest.raises(LayoutError) as raised:
+        plan_of(broken, "megatron")
+    assert f"{lost}: missing" in str(raised.value)
+    assert "model.norm.weight: missing" in str(raised.value)
+    quantized = in_files(hf) | {"model.layers.0.self_attn.o_proj.weight_scale_inv": torch.ones(1)}
+    with pytest.raises(LayoutError, match="weight_scale_inv: left over"):
+        plan_of(write_hf(tmp_path / "quantized", quantized, config), "megatron")
+
+
+def test_layers_that_differ_in_shape_are_refused_where_megatron_stores_them_as_one(tmp_path):
+    source = write_megatron(tmp_path / "c", "qwen3_moe")
+    hf = convert(source, tmp_path / "hf", "hf")
+    tensors, config = in_files(hf), json.loads((hf / "config.json").read_text())
+    tensors["model.layers.1.self_attn.o_proj.weight"] = torch.zeros(12, 30)
+    with pytest.raises(LayoutError, match=r"layers\.1\.self_attn\.o_proj\.weight: .*\[12, 30\]"):
+        plan_of(write_hf(tmp_path / "odd", tensors, config), "megatron")
+
+
+def test_config_names_dtype_family_and_special_tokens_of_the_tokenizer(source, family, tmp_path):
+    """Tokenizer files are passed on as they are, and nothing else of their folder."""
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    (tokenizer / "tokenizer.json").write_bytes(b'{"a": 1}')
+    (tokenizer / "config.json").write_text(json.dumps({"eos_token_id": 3, "vocab_size": 5}))
+    (tokenizer / "model.safetensors").write_bytes(b"")
+    hf = convert(source, tmp_path / "hf", "hf", tokenizer=tokenizer)
+    config = json.loads((hf / "config.json").read_text())
+    assert config["model_type"] == family
+    assert (config["torch_dtype"], config["vocab_size"]) == ("bfloat16", 16)
+    assert (config["eos_token_id"], config["bos_token_id"]) == (3, None)
+    assert (hf / "tokenizer.json").read_bytes() == b'{"a": 1}'
+    (tokenizer / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match="expected files of a tokenizer"):
+        convert(source, tmp_path / "other", "hf", tokenizer=tokenizer)
+    assert not (tmp_path / "other").exists()
+
+
+def test_no_more_than_a_layer_of_experts_is_held(source, tmp_path):
+    """At most one set of experts, or a larger tensor, is read at once; the rest waits."""
+
+    class Counting:
+        def __init__(self, reader):
+            self._reader, self.largest, self.total = reader, 0, 0
+
+        def __getattr__(self, name):
+            return getattr(self._reader, name)
+
+        def read(self, name, first=None):
+            tensor = self._reader.read(name, first)
+            self.largest, self.total = max(self.largest, tensor.nbytes), self.total + tensor.nbytes
+            return tensor
+
+    plan = plan_of(source, "hf")
+    counting = Counting(plan.view.reader)
+    plan.view.reader = counting
+    done = []
+    convert_model(plan, tmp_path / "hf", done.append)
+    assert sum(done) == plan.total_bytes == counting.total
+    assert counting.largest <= plan.layer_bytes
+    assert max(done) <= plan.layer_bytes
+
+
+def test_a_checkpoint_without_arguments_is_refused_with_a_reason(tmp_path):
+    from tests.support.stored_checkpoints import write_torch_dist
+
+    common = {"checkpoint_version": 3.0, "iteration": 7}
+    source = write_torch_dist(tmp_path / "c", stored_model("qwen3_moe"), common)
+    with pytest.raises(ConfigError, match="expected Megatron's arguments"):
+        plan_of(source, "hf")
+
+
+def test_a_view_tells_layers_apart_only_where_their_number_is_known(tmp_path):
+    reader = open_checkpoint(write_megatron(tmp_path / "c", "qwen3_moe"))
+    assert QKV in LayerView(reader).tensors
+    shown = LayerView(reader, num_layers=2).tensors
+    assert QKV not in shown
+    assert shown[QKV.replace("layers", "layers.1")].shape == (48, 12)
