@@ -11,6 +11,7 @@ from moe_optim.checkpoints.stores.opening import open_checkpoint
 from moe_optim.checkpoints.stores.torch_dist import TorchDistReader
 from moe_optim.cli import main as cli
 from tests.support.damage import flip_in
+from tests.support.hf_checkpoints import write_megatron
 from tests.support.stored_checkpoints import (
     EXPERTS,
     FC1,
@@ -106,7 +107,54 @@ def test_every_option_reaches_the_conversion(convert, source, tmp_path):
     assert cli.main(["verify", str(source), str(back)]) == 0
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_a_whole_model_goes_to_hugging_face_and_back(family, convert, tmp_path):
+    """Both ways say what was done; on the way back, also how Megatron is started."""
+    source = write_megatron(tmp_path / "c", family)
+    code, lines, err = convert(source, tmp_path / "hf", "--to", "hf")
+    assert (code, err) == (0, "")
+    architecture = {"qwen3_moe": "Qwen3MoeForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}
+    assert lines[0].startswith(f"{tmp_path / 'hf'}: {architecture[family]}, 2 layers, ")
+    assert lines[-1].startswith("Left out: 0 tensors of the optimizer and 2 objects")
+    assert (tmp_path / "hf" / "config.json").is_file()
+    code, lines, _ = convert(tmp_path / "hf", tmp_path / "back", "--to", "megatron")
+    assert code == 0
+    assert lines[2].startswith("Megatron's flags: --swiglu --disable-bias-linear")
+    assert cli.main(["verify", str(source), str(tmp_path / "back")]) == 0
+
+
+def test_a_model_that_cannot_be_converted_is_one_error_and_nothing_is_written(convert, tmp_path):
+    source = write_megatron(tmp_path / "c", "qwen3_moe", mtp_num_layers=1, window_size=[1, 0])
+    code, lines, err = convert(source, tmp_path / "hf", "--to", "hf")
+    assert (code, lines) == (2, [])
+    assert err.startswith(f"error: {source}: expected arguments of a model that transformers")
+    assert "mtp_num_layers: expected None, got 1" in err
+    assert "window_size: expected None, got [1, 0]" in err
+    assert not (tmp_path / "hf").exists()
+
+
+def test_what_converts_the_layout_of_experts_alone_is_called_so(convert, source, tmp_path, capsys):
+    """--to is whole models; a layout is asked for with --experts, and the error says so."""
+    with pytest.raises(SystemExit):
+        convert(source, tmp_path / "out", "--to", "grouped")
+    said = " ".join(capsys.readouterr().err.split())
+    assert "argument --to: expected hf or megatron, whole models" in said
+    assert "--experts grouped" in said
+    with pytest.raises(SystemExit):
+        convert(source, tmp_path / "out", "--to", "hf", "--experts", "hf")
+    capsys.readouterr()
+
+
 REFUSED = {
+    "--to hf: expected options that it has, got --from; --format; --weights-only; --rename": [
+        *("--to", "hf", "--from", "hf", "--format", "safetensors", "--weights-only"),
+        *("--rename", "a=b"),
+    ],
+    "--experts hf: expected options that it has, got --tokenizer; --transformer-impl": [
+        *("--experts", "hf", "--tokenizer", ".", "--transformer-impl", "local")
+    ],
+    ".*: expected safetensors for --to megatron, got torch_dist": ["--to", "megatron"],
+    ".*: expected arguments of a model that transformers": ["--to", "hf"],
     "--experts hf: expected one of grouped, indexed, sequential for torch_dist": [
         "--experts",
         "hf",
@@ -124,7 +172,7 @@ def test_what_cannot_be_done_is_one_line_exits_with_2_and_writes_nothing(
     message, convert, source, tmp_path
 ):
     code, lines, err = convert(source, tmp_path / "out", *REFUSED[message])
-    assert (code, lines, err.count("\n")) == (2, [], 1)
+    assert (code, lines, err.count("error: ")) == (2, [], 1)
     assert re.match(f"error: {message}", err), err
     assert list(tmp_path.iterdir()) == []
 
