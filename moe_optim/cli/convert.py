@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from moe_optim.console.checkpoint_progress import open_reader, open_view, progress_bar
+from moe_optim.console.checkpoint_progress import open_reader, progress_bar
 from moe_optim.console.spelling import spell_bytes
 from moe_optim.errors import refuse
 from moe_optim.expert_keys.layouts import LAYOUTS
 
 if TYPE_CHECKING:
     from moe_optim.checkpoints.conversion.conversion_plan import ConversionPlan, ConversionRequest
+    from moe_optim.checkpoints.conversion.layer_view import LayerView
     from moe_optim.hugging_face.families import Side
 
 # What imports torch is imported where it is needed: it takes seconds.
@@ -196,10 +197,23 @@ def _convert_layout(args: argparse.Namespace, began: float) -> list[str]:
     from moe_optim.checkpoints.conversion.conversion import convert_checkpoint
     from moe_optim.checkpoints.conversion.conversion_plan import plan_conversion
 
-    plan = plan_conversion(open_view(args.source, args.rename), _request(args))
+    plan = plan_conversion(_layout_view(args), _request(args))
     with progress_bar("converting", plan.total_bytes) as report:
         convert_checkpoint(plan, args.target, report)
     return _summary(plan, args, began)
+
+
+def _layout_view(args: argparse.Namespace) -> "LayerView":
+    """Return the checkpoint, flat states by parameter where they are to be stored so."""
+    from moe_optim.checkpoints.conversion.flat_states import NamedStates, has_flat_states
+    from moe_optim.checkpoints.conversion.layer_view import LayerView, parse_renames
+    from moe_optim.checkpoints.stores.torch_dist import TorchDistReader
+
+    reader = open_reader(args.source)
+    takes_states = args.format == "safetensors" and not args.weights_only
+    if takes_states and isinstance(reader, TorchDistReader) and has_flat_states(reader):
+        return LayerView(NamedStates(reader), parse_renames(args.rename))
+    return LayerView(reader, parse_renames(args.rename))
 
 
 def _request(args: argparse.Namespace) -> "ConversionRequest":

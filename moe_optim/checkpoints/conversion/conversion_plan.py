@@ -196,7 +196,8 @@ def _refuse_flat_states(view: LayerView) -> None:
         raise LayoutError(
             f"{view.reader.path}: expected optimizer states by parameter, got whole buckets "
             f"({flat[0]} and {len(flat) - 1} more). Save with --dist-ckpt-optim-fully-reshardable, "
-            "or convert with --weights-only."
+            "or convert with --weights-only, or with --format safetensors, which takes them by "
+            "parameter where it is certain what lies where."
         )
 
 

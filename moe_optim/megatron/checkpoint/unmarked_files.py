@@ -1,18 +1,20 @@
 """What a checkpoint without manifests tells of its flat states, and what loads them otherwise."""
 
 import argparse
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from moe_optim.checkpoints.manifests.derived_manifest import StoredBucket, StoredBuffer
+from moe_optim.checkpoints.conversion.flat_buffers import (
+    flat_groups,
+    lower_bits_of_masters,
+    read_buffers,
+)
+from moe_optim.checkpoints.manifests.derived_manifest import StoredBuffer
 from moe_optim.checkpoints.manifests.state_manifest import listed
-from moe_optim.checkpoints.stores.reader import FLAT_STATES
-from moe_optim.checkpoints.stores.stored_metadata import Blob
-from moe_optim.checkpoints.stores.torch_dist import TorchDistReader, blob_start
+from moe_optim.checkpoints.stores.torch_dist import TorchDistReader
 from moe_optim.errors import LayoutError
 
 WEIGHTS_ALONE = "take the weights alone (--no-load-optim)"
@@ -35,58 +37,20 @@ def stored_buffers(stored: TorchDistReader, group: str) -> list[StoredBuffer]:
     Raises:
         LayoutError: it has none of this group, or keeps parts of masters in it.
     """
-    pattern = re.compile(
-        re.escape(group + FLAT_STATES) + r"(\d+)\.dtype_(\(.*\))\.bucket_idx_(\d+)\.param"
-    )
-    padded = _padded_sizes(stored, group)
-    found: dict[int, tuple[str, dict[int, StoredBucket]]] = {}
-    for key, info in stored.tensors.items():
-        match = pattern.fullmatch(key)
-        if match is not None:
-            if not info.dtype.is_floating_point:
-                raise LayoutError(
-                    f"{stored.path}: {key}: expected whole masters, got {info.dtype}: their lower "
-                    "bits, as --use-precision-aware-optimizer keeps them beside the weights. "
-                    f"{WEIGHTS_ALONE.capitalize()}."
-                )
-            buffer, bucket = int(match[1]), int(match[3])
-            _, buckets = found.setdefault(buffer, (match[2], {}))
-            buckets[bucket] = StoredBucket(
-                numel=info.shape[0],
-                padded=padded.get((buffer, bucket)),
-                edges=frozenset(edge for blob in stored.blobs[key] for edge in _edges(blob)),
-            )
+    if (key := lower_bits_of_masters(stored, group)) is not None:
+        raise LayoutError(
+            f"{stored.path}: {key}: expected whole masters, got {stored.tensors[key].dtype}: their "
+            "lower bits, as --use-precision-aware-optimizer keeps them beside the weights. "
+            f"{WEIGHTS_ALONE.capitalize()}."
+        )
+    found = read_buffers(stored, group)
     if not found:
         raise LayoutError(_no_such_group(stored, group))
-    return [
-        StoredBuffer(dtype=dtype, buckets=tuple(bucket for _, bucket in sorted(buckets.items())))
-        for _, (dtype, buckets) in sorted(found.items())
-    ]
-
-
-def _padded_sizes(stored: TorchDistReader, group: str) -> dict[tuple[int, int], int]:
-    """Return the elements of each bucket of each buffer with padding, where they were saved."""
-    names = [key for key in stored.objects if key.startswith(f"{group}.per_bucket_numel/")]
-    try:
-        return {
-            (buffer, bucket): int(numel)
-            for name in names
-            for buffer, by_dtype in enumerate(stored.read_object(name))
-            for numels in by_dtype.values()
-            for bucket, numel in enumerate(numels)
-        }
-    except (AttributeError, TypeError, ValueError):
-        return {}  # something else, which tells nothing
-
-
-def _edges(blob: Blob) -> tuple[int, int]:
-    (start,) = blob_start(blob)
-    return start, start + blob.shape[0]
+    return found
 
 
 def _no_such_group(stored: TorchDistReader, group: str) -> str:
-    keys = (key.partition(FLAT_STATES) for key in stored.tensors)
-    groups = sorted({before for before, is_flat, _ in keys if is_flat})
+    groups = flat_groups(stored)
     differing = differing_arguments(stored)
     return (
         f"{stored.path}: expected flat optimizer states of {group}, got "
