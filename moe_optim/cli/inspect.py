@@ -90,6 +90,7 @@ def examine(view: "LayerView", *, thorough: bool = False) -> Report:
             "tensors": len(states),
             "bytes": view.nbytes(states),
             "dtypes": _dtypes_of_states(view, states),
+            "flat": _flat_states(view),
         },
         "tensors": len(reader.tensors),
         "bytes": sum(info.nbytes for info in reader.tensors.values()),
@@ -112,6 +113,17 @@ def _dtypes_of_states(view: "LayerView", states: list[str]) -> dict[str, list[st
             found.setdefault(kind, set()).add(dtype)
     kinds = sorted(found, key=lambda kind: (kind != "param", kind))
     return {kind: sorted(found[kind]) for kind in kinds}
+
+
+def _flat_states(view: "LayerView") -> Report | None:
+    """Say whether flat states can be read by parameter: sizes tell, values are not read."""
+    from moe_optim.checkpoints.conversion.flat_states import doubt_of_flat_states, has_flat_states
+    from moe_optim.checkpoints.stores.torch_dist import TorchDistReader
+
+    if not isinstance(view.reader, TorchDistReader) or not has_flat_states(view.reader):
+        return None
+    doubt = doubt_of_flat_states(view.reader)
+    return {"by_parameter": doubt is None, "doubt": doubt}
 
 
 def _defects(view: "LayerView", *, thorough: bool) -> list[str]:
@@ -213,10 +225,12 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
         kinds = [f"{kind} {' and '.join(held)}" for kind, held in state["dtypes"].items()]
         if kinds:
             yield "states", ", ".join(kinds)
-    for one in report["amaxes"]:
-        range_ = f", {one['least']:.4g} to {one['largest']:.4g}" if one["least"] is not None else ""
-        none = f", {one['none']:,} without one" if one["none"] else ""
-        yield f"{one['kind']} amaxes", f"{one['linear']}, {one['experts']:,} experts{range_}{none}"
+        if flat := state["flat"]:
+            yield (
+                "by name",
+                flat["doubt"]
+                or ("`convert --format safetensors` takes them, if masters round to their weights"),
+            )
     rows = report["glu_interleave"]
     said = {None: "not recorded", 0: "none: gate rows first"}.get(rows, f"blocks of {rows} rows")
     yield "GLU interleave", said

@@ -114,6 +114,7 @@ COMMANDS = {
     "verify": "verify {root} {whole}",
     "verify the other way round": "verify {whole} {root} --weights-only",
     "convert to safetensors": "convert {root} {out}/a --experts hf --format safetensors",
+    "convert to transformers": "convert {root} {out}/c --to hf",
     "convert to torch_dist": "convert {root} {out}/b --experts grouped --format torch_dist "
     "--glu-interleave 4 --weights-only",
 }

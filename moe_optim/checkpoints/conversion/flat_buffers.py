@@ -50,7 +50,8 @@ def lower_bits_of_masters(stored: TorchDistReader, group: str) -> str | None:
 
 def _masters(stored: TorchDistReader, group: str) -> list[tuple[str, re.Match[str]]]:
     pattern = re.compile(re.escape(group + FLAT_STATES) + _MASTER)
-    found = ((key, pattern.fullmatch(key)) for key in stored.tensors)
+    flat = (key for key, info in stored.tensors.items() if len(info.shape) == 1)
+    found = ((key, pattern.fullmatch(key)) for key in flat)
     return [(key, match) for key, match in found if match is not None]
 
 

@@ -32,6 +32,7 @@ from moe_optim.checkpoints.stores.reader import (
 )
 from moe_optim.checkpoints.stores.torch_dist import TorchDistReader
 from moe_optim.errors import LayoutError
+from moe_optim.expert_keys.finding import MAX_EXPERTS
 
 _EXPERTS = ".mlp.experts."
 _STATE = "optimizer.state."
@@ -155,9 +156,7 @@ def _groups(stored: TorchDistReader) -> list[_Group]:
         raise LayoutError(_refusal(where, "Megatron's arguments beside them", "none"))
     cut = [f"{name} {sizes[name]}" for name in _UNCUT if sizes.get(name, 1) > 1]
     if cut:
-        raise LayoutError(
-            _refusal(where, "parameters that no parallelism but experts' cuts", ", ".join(cut))
-        )
+        raise LayoutError(_refusal(where, "no parallel sizes but data and expert", ", ".join(cut)))
     view = LayerView(stored, num_layers=_num_layers(stored))
     names = [key for key in view.tensors if not is_state(key) and _is_parameter(key)]
     order = registration_order(names, str(stored.arguments.get("transformer_impl")))
@@ -168,6 +167,11 @@ def _groups(stored: TorchDistReader) -> list[_Group]:
         Parameter(name=name, shape=view.tensors[name].shape, dtype=str(view.tensors[name].dtype))
         for name in order
     ]
+    most = max(
+        (one.shape[0] for one in parameters if _EXPERTS in one.name and one.shape), default=0
+    )
+    if most > MAX_EXPERTS:
+        raise LayoutError(_refusal(where, f"at most {MAX_EXPERTS:,} experts", f"{most:,}"))
     groups = _shares(stored, parameters, sizes.get("expert", 1))
     for group in groups:
         if not group.candidates:
@@ -189,26 +193,23 @@ def _shares(
 ) -> list[_Group]:
     """Return which parameters each group has: all of them, or some of the experts."""
     names = flat_groups(stored)
+    count = 1 if expert_parallel == 1 else 1 + expert_parallel
+    if len(names) != count:
+        raise LayoutError(
+            _refusal(stored.path, f"{count:,} groups of ranks", f"{len(names)}: {listed(names)}")
+        )
     for name in names:
         if (key := lower_bits_of_masters(stored, name)) is not None:
             raise LayoutError(_refusal(stored.path, "whole masters", f"lower bits of them: {key}"))
         if any(buffer.is_quantized for buffer in read_buffers(stored, name)):
             raise LayoutError(_refusal(stored.path, "weights in high precision", "quantized ones"))
-    if expert_parallel == 1:
-        wanted: list[tuple[Sequence[Parameter], int]] = [(parameters, 0)]
-    else:
+    wanted: list[tuple[Sequence[Parameter], int]] = [(parameters, 0)]
+    if expert_parallel > 1:
         dense = [one for one in parameters if _EXPERTS not in one.name]
         experts = [one for one in parameters if _EXPERTS in one.name]
-        local = {one.name: one.shape[0] // expert_parallel for one in experts}
-        mine = [replace(one, shape=(local[one.name], *one.shape[1:])) for one in experts]
-        first = next(iter(local.values()), 0)
-        wanted = [(dense, 0), *((mine, first * rank) for rank in range(expert_parallel))]
-    if len(names) != len(wanted):
-        raise LayoutError(
-            _refusal(
-                stored.path, f"{len(wanted)} groups of ranks", f"{len(names)}: {listed(names)}"
-            )
-        )
+        local = _experts_of(experts) // expert_parallel
+        mine = [replace(one, shape=(local, *one.shape[1:])) for one in experts]
+        wanted = [(dense, 0), *((mine, local * rank) for rank in range(expert_parallel))]
     interleave = stored.recorded.glu_interleave or None
     return [
         _Group(
@@ -219,6 +220,12 @@ def _shares(
         )
         for name, (of_group, first_expert) in zip(names, wanted, strict=True)
     ]
+
+
+def _experts_of(parameters: Sequence[Parameter]) -> int:
+    """Return how many experts a layer has, 0 where that is not the same everywhere."""
+    counts = {one.shape[0] for one in parameters if one.shape}
+    return counts.pop() if len(counts) == 1 and all(one.shape for one in parameters) else 0
 
 
 def _shown_places(
@@ -304,4 +311,7 @@ def _num_layers(stored: TorchDistReader) -> int | None:
 
 
 def _refusal(where: Path, expected: str, got: str) -> str:
-    return f"{where}: flat optimizer states: expected {expected}, got {got}. {REMEDY}"
+    return (
+        f"{where}: expected flat optimizer states that can be told apart by parameter: "
+        f"{expected}, got {got}. {REMEDY}"
+    )

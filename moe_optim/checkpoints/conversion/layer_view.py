@@ -21,7 +21,7 @@ _STORED = re.compile(r"(?P<head>.*\bexperts\.)experts\.(?P<tail>linear_fc[12]\.(
 _STACKED = re.compile(r"(?P<head>.*\blayers\.)(?P<tail>[^0-9].*)")
 STATE_KIND = re.compile(r"optimizer\.state\.([^.]+)\.")
 """Begins the key of a master or a moment; the kind of state, then the key of the parameter."""
-_IN_BUCKET = re.compile(r"optimizer\..*\.gbuf_idx_\d+\..*\.([^.]+)")
+_IN_BUCKET = re.compile(r"(?:chained_\d+\.)?optimizer\..*\.gbuf_idx_\d+\..*\.([^.]+)")
 """Is the key of all masters, or all of one kind of moment, of a bucket."""
 _AXES = {"weight": 3, "bias": 2}
 _MAX_LAYERS = 4096  # more than any model has: what claims more is shown as it is stored
@@ -134,7 +134,7 @@ def _show(reader: CheckpointReader, num_layers: int | None) -> list[tuple[str, P
         if found:
             is_stacked = len(info.shape) == _AXES[found[3]] + 1 and info.shape[0] <= _MAX_LAYERS
         else:
-            is_stacked = num_layers is not None and info.shape[:1] == (num_layers,)
+            is_stacked = info.shape[:1] == (num_layers,) and info.shape[0] <= _MAX_LAYERS
         if is_stacked and stacked:
             of_layer = TensorInfo(info.shape[1:], info.dtype)
             shown += [
