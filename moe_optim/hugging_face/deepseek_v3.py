@@ -202,7 +202,6 @@ DEEPSEEK_V3 = Side(
     ),
     optional=frozenset(
         {
-            "q_lora_rank",
             "moe_router_num_groups",
             "moe_router_group_topk",
             "moe_router_topk_scaling_factor",
@@ -246,9 +245,4 @@ DEEPSEEK_V3 = Side(
     more_arguments=_more_arguments,
     arguments_of=_arguments_of,
     config_of=_config_of,
-    traits=lambda arguments: (
-        "query_lora" if arguments["q_lora_rank"] else "no_query_lora",
-        "expert_bias",
-        "shared_experts",
-    ),
 )

@@ -11,7 +11,7 @@ from typing import Any
 from moe_optim.errors import ConfigError
 from moe_optim.hugging_face import sides
 from moe_optim.hugging_face.deepseek_v3 import DEEPSEEK_V3, WITHOUT_FLAG
-from moe_optim.hugging_face.families import FAMILIES, Anatomy, Family, Trait
+from moe_optim.hugging_face.families import FAMILIES, Anatomy, Family
 from moe_optim.hugging_face.qwen3_moe import QWEN3_MOE
 from moe_optim.hugging_face.sides import Row, Side
 from moe_optim.hugging_face.values import MOST_LAYERS, Values, freq_faults, kind_faults, unlike
@@ -119,9 +119,6 @@ _FLAGS = {"layernorm_epsilon": "--norm-epsilon"}
 def _model(side: Side, arguments: Values) -> Model:
     family = FAMILIES[side.family]
     experts = sides.layers_with_experts(arguments["moe_layer_freq"], arguments["num_layers"])
-    traits: set[Trait] = set(side.traits(arguments))
-    if arguments[sides.UNTIED]:
-        traits.add("untied")
     config = {
         "architectures": [family.architecture],
         "model_type": family.name,
@@ -135,7 +132,7 @@ def _model(side: Side, arguments: Values) -> Model:
     anatomy = Anatomy(
         num_layers=arguments["num_layers"],
         moe_layers=frozenset(layer for layer, has_experts in enumerate(experts) if has_experts),
-        traits=frozenset(traits),
+        is_untied=arguments[sides.UNTIED],
     )
     return Model(family=family, anatomy=anatomy, arguments=arguments, config=config)
 

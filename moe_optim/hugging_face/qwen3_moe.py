@@ -99,5 +99,4 @@ QWEN3_MOE = Side(
     more_arguments=_more_arguments,
     arguments_of=_arguments_of,
     config_of=_config_of,
-    traits=lambda arguments: (),
 )

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moe_optim.hugging_face.families import Trait
 from moe_optim.hugging_face.values import Allowed, Kind, Values
 
 UNTIED = "untie_embeddings_and_output_weights"
@@ -48,8 +47,6 @@ class Side:
     """The same, from a configuration."""
     config_of: Callable[[Values], dict[str, Any]]
     """The keys that are no row, from arguments."""
-    traits: Callable[[Values], Iterable[Trait]]
-    """What a model has, but for tied embeddings."""
 
 
 ROWS = (

@@ -8,7 +8,7 @@ from moe_optim.checkpoints.conversion.model_plan import ModelRequest, plan_model
 from moe_optim.checkpoints.stores.opening import open_checkpoint
 from tests.support import hf_models
 from tests.support.bytes import assert_same_tensors
-from tests.support.hf_models import FAMILIES, Job, run_jobs
+from tests.support.hf_models import MODELS, Job, run_jobs
 from tests.support.ranks import run_ranks
 from tests.support.stored_checkpoints import read_with_torch
 
@@ -21,6 +21,10 @@ def convert(source, target, to, **request):
     return target
 
 
+def _folder(name):
+    return f"model{list(MODELS).index(name)}"
+
+
 def logits_of(model):
     with torch.no_grad():
         return model.eval()(torch.tensor([hf_models.tokens()])).logits[0].float()
@@ -28,13 +32,13 @@ def logits_of(model):
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory):
-    """Models that transformers has drawn, and what they give: folder and logits, by family."""
+    """Models that transformers has drawn, and what they give: folder and logits, by name."""
     folder = tmp_path_factory.mktemp("drawn")
     made = {}
-    for family in FAMILIES:
-        model = hf_models.draw_in_transformers(family)
-        model.save_pretrained(folder / family)
-        made[family] = (folder / family, logits_of(model))
+    for name in MODELS:
+        model = hf_models.draw_in_transformers(name)
+        model.save_pretrained(folder / _folder(name))
+        made[name] = (folder / _folder(name), logits_of(model))
     return made
 
 
@@ -42,47 +46,47 @@ def drawn(tmp_path_factory):
 def megatron(drawn, tmp_path_factory):
     """One process of Megatron: models that it draws and saves, and those of transformers loaded.
 
-    Returns folders of the former, and the logits of both, by family.
+    Returns folders of the former, and the logits of both, by name.
     """
     root = tmp_path_factory.mktemp("megatron")
     loaded = {
-        family: convert(folder, root / f"{family}-loaded", "megatron", side="local")
-        for family, (folder, _) in drawn.items()
+        name: convert(folder, root / f"{_folder(name)}-loaded", "megatron", side="local")
+        for name, (folder, _) in drawn.items()
     }
-    jobs = [Job(family, save=str(root / family)) for family in FAMILIES]
-    jobs += [Job(family, load=str(loaded[family])) for family in FAMILIES]
+    jobs = [Job(name, save=str(root / _folder(name))) for name in MODELS]
+    jobs += [Job(name, load=str(loaded[name])) for name in MODELS]
     (logits,) = run_ranks(1, run_jobs, jobs)
-    count = len(FAMILIES)
+    count = len(MODELS)
     return (
-        {family: root / family for family in FAMILIES},
-        dict(zip(FAMILIES, logits[:count], strict=True)),
-        dict(zip(FAMILIES, logits[count:], strict=True)),
+        {name: root / _folder(name) for name in MODELS},
+        dict(zip(MODELS, logits[:count], strict=True)),
+        dict(zip(MODELS, logits[count:], strict=True)),
     )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_transformers_gives_the_logits_of_the_model_that_megatron_saved(family, megatron, tmp_path):
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers_gives_the_logits_of_the_model_that_megatron_saved(name, megatron, tmp_path):
     """From the checkpoint and the arguments in it alone; nothing is missing or left over."""
     from transformers import AutoModelForCausalLM
 
     folders, logits, _ = megatron
-    hf = convert(folders[family], tmp_path / "hf", "hf")
+    hf = convert(folders[name], tmp_path / "hf", "hf")
     model, said = AutoModelForCausalLM.from_pretrained(hf, output_loading_info=True)
-    assert model.config.model_type == family
+    assert model.config.model_type == name.partition(",")[0]
     assert not any(said.values()), said
-    torch.testing.assert_close(logits_of(model), logits[family], rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(logits_of(model), logits[name], rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_megatron_gives_the_logits_of_the_model_that_transformers_drew(family, drawn, megatron):
+@pytest.mark.parametrize("name", MODELS)
+def test_megatron_gives_the_logits_of_the_model_that_transformers_drew(name, drawn, megatron):
     _, _, logits = megatron
-    torch.testing.assert_close(logits[family], drawn[family][1], rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(logits[name], drawn[name][1], rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_there_and_back_gives_every_tensor_of_megatron_again_to_the_bit(family, megatron, tmp_path):
+@pytest.mark.parametrize("name", MODELS)
+def test_there_and_back_gives_every_tensor_of_megatron_again_to_the_bit(name, megatron, tmp_path):
     """Under the names that Megatron itself has stored them, stacked where it stacks them."""
-    saved = megatron[0][family]
+    saved = megatron[0][name]
     hf = convert(saved, tmp_path / "hf", "hf")
     back = convert(hf, tmp_path / "back", "megatron", side="local")
     want = read_with_torch(open_checkpoint(saved).path)

@@ -16,7 +16,7 @@ import torch
 
 COMMON = shlex.split("""
 --transformer-impl local --swiglu --disable-bias-linear --normalization RMSNorm
---position-embedding-type rope --untie-embeddings-and-output-weights --qk-layernorm
+--position-embedding-type rope --qk-layernorm
 --hidden-size 64 --num-attention-heads 4 --moe-ffn-hidden-size 32 --ffn-hidden-size 96
 --moe-grouped-gemm --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-3
 --attention-dropout 0 --hidden-dropout 0 --no-masked-softmax-fusion --no-bias-swiglu-fusion
@@ -30,7 +30,11 @@ COMMON = shlex.split("""
 QWEN3_MOE = shlex.split("""
 --num-layers 2 --group-query-attention --num-query-groups 2 --kv-channels 24 --num-experts 4
 --moe-router-topk 2 --rotary-base 100000 --norm-epsilon 1e-6
---moe-router-load-balancing-type aux_loss
+--moe-router-load-balancing-type aux_loss --untie-embeddings-and-output-weights
+""")
+OTHER_QWEN3_MOE = shlex.split("""
+--num-layers 3 --kv-channels 16 --num-experts 4 --moe-router-topk 2 --moe-router-pre-softmax
+--moe-layer-freq [1,0,1] --rotary-base 10000 --norm-epsilon 1e-5
 """)
 DEEPSEEK_V3 = shlex.split("""
 --num-layers 3 --multi-latent-attention --q-lora-rank 32 --kv-lora-rank 16 --qk-head-dim 16
@@ -40,8 +44,22 @@ DEEPSEEK_V3 = shlex.split("""
 --moe-shared-expert-intermediate-size 64 --moe-router-score-function sigmoid
 --moe-router-enable-expert-bias --moe-router-topk-scaling-factor 2.5 --moe-router-num-groups 4
 --moe-router-group-topk 2 --moe-router-dtype fp32 --moe-router-load-balancing-type seq_aux_loss
+--untie-embeddings-and-output-weights
 """)
-FAMILIES = {"qwen3_moe": QWEN3_MOE, "deepseek_v3": DEEPSEEK_V3}
+OTHER_DEEPSEEK_V3 = shlex.split("""
+--num-layers 2 --multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 16
+--qk-pos-emb-head-dim 8 --v-head-dim 16 --rope-type rope --rotary-base 10000 --norm-epsilon 1e-6 --num-experts 4
+--moe-router-topk 2 --moe-shared-expert-intermediate-size 32 --moe-router-score-function sigmoid
+--moe-router-enable-expert-bias --moe-router-load-balancing-type seq_aux_loss
+--untie-embeddings-and-output-weights
+""")
+MODELS = {
+    "qwen3_moe": QWEN3_MOE,
+    "qwen3_moe, dense layer, tied, no groups of queries, softmax first": OTHER_QWEN3_MOE,
+    "deepseek_v3": DEEPSEEK_V3,
+    "deepseek_v3, plain positions, one group, no dense layer": OTHER_DEEPSEEK_V3,
+}
+"""Megatron's flags by what they build; the family stands before the comma."""
 
 TOKENS = 24
 
@@ -50,9 +68,8 @@ TOKENS = 24
 class Job:
     """A model to build in a process, and what to do with it."""
 
-    family: str
-    flags: Sequence[str] = ()
-    """Added to those of the family."""
+    model: str
+    """Of :data:`MODELS`."""
     save: str = ""
     """Folder of checkpoints that it is written to."""
     load: str = ""
@@ -88,7 +105,7 @@ def _run(job: Job) -> torch.Tensor:
 
     where = ["--save", job.save] if job.save else []
     where += ["--load", job.load, "--finetune"] if job.load else []
-    sys.argv = ["tests", *COMMON, *FAMILIES[job.family], *job.flags, *where]
+    sys.argv = ["tests", *COMMON, *MODELS[job.model], *where]
     args = parse_and_validate_args()
     destroy_rerun_state_machine()
     initialize_megatron()
@@ -165,8 +182,8 @@ def newest(checkpoints: Path) -> Path:
     return checkpoints / "iter_0000005"
 
 
-def draw_in_transformers(family: str) -> Any:
-    """Return a random model of transformers as large as that of :data:`FAMILIES`, in fp32."""
+def draw_in_transformers(name: str) -> Any:
+    """Return a random model of transformers, in fp32, like that of :data:`MODELS`."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     common = {
@@ -188,6 +205,36 @@ def draw_in_transformers(family: str) -> Any:
             "num_experts_per_tok": 2,
             "norm_topk_prob": True,
             "rope_theta": 100000.0,
+        },
+        list(MODELS)[1]: {
+            "num_hidden_layers": 3,
+            "num_key_value_heads": 4,
+            "head_dim": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": False,
+            "mlp_only_layers": [1],
+            "tie_word_embeddings": True,
+            "rope_theta": 10000.0,
+            "rms_norm_eps": 1e-5,
+        },
+        list(MODELS)[3]: {
+            "num_hidden_layers": 2,
+            "num_key_value_heads": 4,
+            "q_lora_rank": 24,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 16,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "routed_scaling_factor": 1.0,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 0,
+            "num_nextn_predict_layers": 0,
+            "rope_theta": 10000.0,
         },
         "deepseek_v3": {
             "num_hidden_layers": 3,
@@ -213,9 +260,9 @@ def draw_in_transformers(family: str) -> Any:
                 "mscale_all_dim": 1.0,
             },
         },
-    }[family]
+    }[name]
     torch.manual_seed(5)
-    config = AutoConfig.for_model(family, **common, **own)
+    config = AutoConfig.for_model(name.partition(",")[0], **(common | own))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     _randomize(model)
     return model
