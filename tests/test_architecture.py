@@ -57,6 +57,7 @@ NEVER = {  # room -> rooms below it that it must not know all the same
     "kernels/health": {"reference", "layout", "expert_keys"},
     "layout": {"reference", "kernels", "expert_keys"},
     "expert_keys": {"reference", "kernels", "layout"},
+    "hugging_face": {"reference", "kernels", "layout", "expert_keys"},
     "checkpoints": {"ops", "modules", "kernels", "reference", "config", "recipes"},
     "console": {"megatron", "modules", "kernels"},
 }
@@ -77,12 +78,13 @@ THIRD_PARTY = {  # room -> packages it may import, besides the standard library
     "kernels/health": {"torch", "triton"},
     "layout": {"numpy", "torch"},
     "expert_keys": {"torch"},
+    "hugging_face": {"torch"},
 }
 
 UPSTREAM = {"megatron", "transformer_engine", "transformer_engine_torch", "apex", "amp_C"}
 KNOWS_UPSTREAM = ("megatron", "train", "bench")
 
-DEVICE_FREE = {"errors", "library", "formats", "health", "layout", "expert_keys"}
+DEVICE_FREE = {"errors", "library", "formats", "health", "layout", "expert_keys", "hugging_face"}
 DEVICE_FREE |= {"reference", "reference/codes"}
 MOST_FILES = 16
 """Files of code in a folder; a newcomer should find a room by its name."""

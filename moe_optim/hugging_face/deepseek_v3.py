@@ -245,4 +245,5 @@ DEEPSEEK_V3 = Side(
     more_arguments=_more_arguments,
     arguments_of=_arguments_of,
     config_of=_config_of,
+    traits=frozenset({"query_lora", "expert_bias", "shared_experts"}),
 )

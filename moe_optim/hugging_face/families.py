@@ -19,6 +19,8 @@ from typing import Literal
 Form = Literal["same", "qkv", "gate_up"]
 """How tensors of one side become those of the other: unchanged; rows of query, key and value
 gathered by group, or apart; rows of gate and up one behind the other, or apart."""
+Trait = Literal["untied", "query_lora", "no_query_lora", "expert_bias", "shared_experts"]
+"""What not all models of a family have."""
 Side = Literal["transformer_engine", "local"]
 """Whose layers a checkpoint of Megatron is for; Megatron's ``--transformer-impl`` says which."""
 
@@ -35,8 +37,8 @@ class NamePair:
     hf: tuple[str, ...]
     """One; or query, key and value; or gate and up."""
     form: Form = "same"
-    is_untied: bool = False
-    """Whether models whose output layer is the embedding lack it."""
+    when: Trait | None = None
+    """The trait that a model has it with; None: every one has it."""
 
     def megatron_name(self, side: Side) -> str:
         """Return the name that layers of one side are saved under."""
@@ -58,8 +60,7 @@ class Anatomy:
     num_layers: int
     moe_layers: frozenset[int]
     """Numbers of the layers with experts; the others have one dense network."""
-    is_untied: bool
-    """Whether the output layer has weights of its own."""
+    traits: frozenset[Trait] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,11 +82,12 @@ class Family:
 
     def pairs(self, anatomy: Anatomy) -> Iterator[NamePair]:
         """Yield every tensor of a model but its experts, under whole names, layer by layer."""
-        yield from (one for one in self.model if anatomy.is_untied or not one.is_untied)
+        yield from (one for one in self.model if _has(anatomy, one))
         for number in range(anatomy.num_layers):
             of_kind = self.moe if number in anatomy.moe_layers else self.dense
             for one in (*self.layer, *of_kind):
-                yield one.behind(f"decoder.layers.{number}.", f"model.layers.{number}.")
+                if _has(anatomy, one):
+                    yield one.behind(f"decoder.layers.{number}.", f"model.layers.{number}.")
 
 
 def expert_prefixes(layer: int) -> tuple[str, str]:
@@ -93,20 +95,24 @@ def expert_prefixes(layer: int) -> tuple[str, str]:
     return f"decoder.layers.{layer}.mlp.experts.", f"model.layers.{layer}.mlp.experts."
 
 
-def _same(megatron: str | tuple[str, str], hf: str, *, is_untied: bool = False) -> NamePair:
+def _has(anatomy: Anatomy, pair: NamePair) -> bool:
+    return pair.when is None or pair.when in anatomy.traits
+
+
+def _same(megatron: str | tuple[str, str], hf: str, when: Trait | None = None) -> NamePair:
     names = (megatron,) if isinstance(megatron, str) else megatron
-    return NamePair(megatron=names, hf=(hf,), is_untied=is_untied)
+    return NamePair(megatron=names, hf=(hf,), when=when)
 
 
-def _gate_up(megatron: str, hf: str) -> NamePair:
+def _gate_up(megatron: str, hf: str, when: Trait | None = None) -> NamePair:
     both = (f"{hf}gate_proj.weight", f"{hf}up_proj.weight")
-    return NamePair(megatron=(megatron,), hf=both, form="gate_up")
+    return NamePair(megatron=(megatron,), hf=both, form="gate_up", when=when)
 
 
 _MODEL = (
     _same("embedding.word_embeddings.weight", "model.embed_tokens.weight"),
     _same("decoder.final_layernorm.weight", "model.norm.weight"),
-    _same("output_layer.weight", "lm_head.weight", is_untied=True),
+    _same("output_layer.weight", "lm_head.weight", "untied"),
 )
 _DENSE = (
     _gate_up("mlp.linear_fc1.weight", "mlp."),
@@ -143,15 +149,19 @@ _DEEPSEEK_V3 = Family(
     model=_MODEL,
     layer=(
         _same("input_layernorm.weight", "input_layernorm.weight"),
-        _same("self_attention.linear_q_down_proj.weight", "self_attn.q_a_proj.weight"),
+        _same("self_attention.linear_q_proj.weight", "self_attn.q_proj.weight", "no_query_lora"),
+        _same(
+            "self_attention.linear_q_down_proj.weight", "self_attn.q_a_proj.weight", "query_lora"
+        ),
         _same(
             (
                 "self_attention.linear_q_up_proj.layer_norm_weight",
                 "self_attention.q_layernorm.weight",
             ),
             "self_attn.q_a_layernorm.weight",
+            "query_lora",
         ),
-        _same("self_attention.linear_q_up_proj.weight", "self_attn.q_b_proj.weight"),
+        _same("self_attention.linear_q_up_proj.weight", "self_attn.q_b_proj.weight", "query_lora"),
         _same("self_attention.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"),
         _same(
             (
@@ -167,11 +177,12 @@ _DEEPSEEK_V3 = Family(
     moe=(
         _same(_NORM, "post_attention_layernorm.weight"),
         _ROUTER,
-        _same("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias"),
-        _gate_up("mlp.shared_experts.linear_fc1.weight", "mlp.shared_experts."),
+        _same("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", "expert_bias"),
+        _gate_up("mlp.shared_experts.linear_fc1.weight", "mlp.shared_experts.", "shared_experts"),
         _same(
             "mlp.shared_experts.linear_fc2.weight",
             "mlp.shared_experts.down_proj.weight",
+            "shared_experts",
         ),
     ),
 )

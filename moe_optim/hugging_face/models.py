@@ -132,7 +132,7 @@ def _model(side: Side, arguments: Values) -> Model:
     anatomy = Anatomy(
         num_layers=arguments["num_layers"],
         moe_layers=frozenset(layer for layer, has_experts in enumerate(experts) if has_experts),
-        is_untied=arguments[sides.UNTIED],
+        traits=side.traits | ({"untied"} if arguments[sides.UNTIED] else set()),
     )
     return Model(family=family, anatomy=anatomy, arguments=arguments, config=config)
 

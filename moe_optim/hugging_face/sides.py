@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from moe_optim.hugging_face.families import Trait
 from moe_optim.hugging_face.values import Allowed, Kind, Values
 
 UNTIED = "untie_embeddings_and_output_weights"
@@ -47,6 +48,8 @@ class Side:
     """The same, from a configuration."""
     config_of: Callable[[Values], dict[str, Any]]
     """The keys that are no row, from arguments."""
+    traits: frozenset[Trait] = frozenset()
+    """What all its models have; output layers of their own apart."""
 
 
 ROWS = (

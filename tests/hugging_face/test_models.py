@@ -129,6 +129,7 @@ def test_all_that_stands_in_the_way_is_named_at_once():
 
 
 REFUSED_LATENT = {
+    "q_lora_rank: expected a whole number from 1 on, got None": {"q_lora_rank": None},
     "layernorm_epsilon: expected 1e-06, which transformers": {"layernorm_epsilon": 1e-5},
     "moe_router_group_topk: expected half of moe_router_topk 2": {
         **{"moe_router_num_groups": 3, "moe_router_group_topk": 2}

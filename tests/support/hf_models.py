@@ -48,8 +48,9 @@ DEEPSEEK_V3 = shlex.split("""
 """)
 OTHER_DEEPSEEK_V3 = shlex.split("""
 --num-layers 2 --multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 16
---qk-pos-emb-head-dim 8 --v-head-dim 16 --rope-type rope --rotary-base 10000 --norm-epsilon 1e-6 --num-experts 4
---moe-router-topk 2 --moe-shared-expert-intermediate-size 32 --moe-router-score-function sigmoid
+--qk-pos-emb-head-dim 8 --v-head-dim 16 --rope-type rope --rotary-base 10000
+--norm-epsilon 1e-6 --num-experts 4 --moe-router-topk 2
+--moe-shared-expert-intermediate-size 32 --moe-router-score-function sigmoid
 --moe-router-enable-expert-bias --moe-router-load-balancing-type seq_aux_loss
 --untie-embeddings-and-output-weights
 """)
