@@ -117,7 +117,8 @@ def _dtypes_of_states(view: "LayerView", states: list[str]) -> dict[str, list[st
 
 def _flat_states(view: "LayerView") -> Report | None:
     """Say whether flat states can be read by parameter: sizes tell, values are not read."""
-    from moe_optim.checkpoints.conversion.flat_states import doubt_of_flat_states, has_flat_states
+    from moe_optim.checkpoints.conversion.flat_groups import doubt_of_flat_states
+    from moe_optim.checkpoints.conversion.flat_states import has_flat_states
     from moe_optim.checkpoints.stores.torch_dist import TorchDistReader
 
     if not isinstance(view.reader, TorchDistReader) or not has_flat_states(view.reader):
