@@ -7,9 +7,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from moe_optim.console.checkpoint_progress import open_reader, progress_bar
+from moe_optim.console.screen import results_console
 from moe_optim.console.spelling import spell_bytes
 from moe_optim.errors import refuse
 from moe_optim.expert_keys.layouts import LAYOUTS
@@ -138,9 +137,9 @@ def run(args: argparse.Namespace) -> int:
     began = time.perf_counter()
     convert = _convert_model if args.to else _convert_layout
     lines = convert(args, began)
-    console = Console(markup=False, highlight=False)
+    console = results_console()
     for line in lines:
-        console.print(line, soft_wrap=True)
+        console.print(line)
     return 0
 
 
