@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from moe_optim.megatron.bridge import MoEOptimizerConfig
     from moe_optim.megatron.experts.amax import synchronize_amax
     from moe_optim.megatron.experts.calibration import calibrate
+    from moe_optim.megatron.export.weights import export_weights
     from moe_optim.megatron.launch.cpu_runtime import use_cpu
     from moe_optim.megatron.optimizer.description import Description, describe
     from moe_optim.modules.calibrated_amax import calibrated_amax
@@ -55,6 +56,7 @@ __all__ = [
     "convert_state_dict",
     "dequantize",
     "describe",
+    "export_weights",
     "fake_quantize",
     "get_megatron_optimizer",
     "infer_partition",
@@ -76,6 +78,7 @@ _LAZY = {
     "convert_state_dict": "moe_optim.expert_keys.conversion",
     "dequantize": "moe_optim.ops",
     "describe": "moe_optim.megatron.optimizer.description",
+    "export_weights": "moe_optim.megatron.export.weights",
     "fake_quantize": "moe_optim.fake_quantization",
     "quantize": "moe_optim.ops",
     "MoEOptimConfig": "moe_optim.config",

@@ -21,7 +21,7 @@ reference kernels layout expert_keys
 kernels/steps kernels/norm kernels/fake kernels/health hugging_face
 interpolation plain_yaml environment shipped_recipes import_hook
 config
-recipes ops parts fake_quantization
+recipes ops parts fake_quantization export
 modules
 checkpoints/files
 checkpoints/pickles
@@ -35,7 +35,7 @@ megatron/weights
 megatron/experts megatron/buffers
 megatron/installation
 megatron/checkpoint
-megatron/health
+megatron/health megatron/export
 megatron/optimizer
 megatron/launch
 megatron/bridge megatron

@@ -212,6 +212,25 @@ def bucket_groups(model_chunks: Iterable[Any]) -> Iterator[Any]:
         yield from (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
 
 
+def gather_weights(chunk: Any) -> None:
+    """Bring the weights of a chunk up to their masters, where DDP wraps it.
+
+    Every rank of the chunk's groups must call it, or none.
+
+    Raises:
+        StateError: weights or gradient memory are offloaded, masters are moving, or the gather
+            would overwrite gradients that no step has used.
+    """
+    config = getattr(chunk, "ddp_config", None)
+    if config is None or not config.use_distributed_optimizer:
+        return
+    for group in bucket_groups([chunk]):
+        shares_memory = getattr(config, "reuse_grad_buf_for_mxfp8_param_ag", False)
+        # Megatron's own groups gather in the step, and what may lie in shared memory is no weight
+        if getattr(group, "managed", ()) or (config.overlap_param_gather and not shares_memory):
+            group.start_param_sync(force_sync=True)
+
+
 def managed_buckets(buckets: Iterable[_ParamAndGradBucket]) -> tuple[ManagedBucket, ...]:
     """Return the managed buckets among Megatron's."""
     found = (getattr(bucket, "managed", None) for bucket in buckets)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_optim.errors import ConfigError, LayoutError, NonFiniteError, StateError
 from moe_optim.megatron.agreement import agree
-from moe_optim.megatron.buffers.bucket_group import bucket_groups
+from moe_optim.megatron.buffers.bucket_group import gather_weights
 from moe_optim.megatron.experts.linears import ExpertLinear, expert_linears
 from moe_optim.megatron.experts.te_amax import listen
 from moe_optim.modules.calibrated_amax import set_calibrated_amax
@@ -72,7 +72,7 @@ def calibrate(
     linears: list[ExpertLinear] = agree(lambda: _readable_linears(chunks), None)
     _require_one_call(len(linears), axis)
     for chunk in chunks:
-        _gather_weights(chunk)
+        gather_weights(chunk)
     found: list[_Found] = agree(lambda: [_find(linear) for linear in linears], None)
     _reduce(found)
     agree(lambda: _require_numbers(found), None)
@@ -106,18 +106,6 @@ def _chunks_of(
             f"{got if chunks else f'no chunk ({got})'}. Give what get_model() returned, or [model]."
         )
     return chunks
-
-
-def _gather_weights(chunk: Any) -> None:
-    """Bring weights up to their masters; every rank of a chunk's groups does, or none."""
-    config = getattr(chunk, "ddp_config", None)
-    if config is None or not config.use_distributed_optimizer:
-        return
-    for group in bucket_groups([chunk]):
-        shares_memory = getattr(config, "reuse_grad_buf_for_mxfp8_param_ag", False)
-        # Megatron's own groups gather in the step, and what may lie in shared memory is no weight
-        if getattr(group, "managed", ()) or (config.overlap_param_gather and not shares_memory):
-            group.start_param_sync(force_sync=True)
 
 
 def _readable_linears(chunks: Sequence[torch.nn.Module]) -> list[ExpertLinear]:

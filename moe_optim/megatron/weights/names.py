@@ -1,6 +1,7 @@
 """Names of parameters, whatever wraps the model."""
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -20,3 +21,21 @@ def parameter_names(model_chunks: Iterable[torch.nn.Module]) -> dict[torch.nn.Pa
         for chunk in model_chunks
         for name, param in chunk.named_parameters()
     }
+
+
+_LAYER = re.compile(r"(?<![^.])layers\.(\d+)(?![^.])")
+
+
+def with_global_layers(name: str, modules: Mapping[str, torch.nn.Module]) -> str:
+    """Return a name with its layers numbered over all pipeline stages, as checkpoints number them.
+
+    Args:
+        name: unwrapped, of a parameter or a module of one chunk.
+        modules: of the chunk, by unwrapped name.
+    """
+
+    def renumber(found: re.Match[str]) -> str:
+        number = getattr(modules.get(name[: found.end()]), "layer_number", None)
+        return found[0] if number is None else f"layers.{number - 1}"
+
+    return _LAYER.sub(renumber, name)

@@ -1,0 +1,1 @@
+"""Quantized experts as inference engines take them: names, bytes and scales."""

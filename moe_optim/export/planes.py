@@ -1,0 +1,136 @@
+"""From the planes of a linear of experts to the tensors of one expert, for engines."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moe_optim.errors import ConfigError, LayoutError
+from moe_optim.expert_keys.layouts import KeyLayout, KeyPattern, get_layout
+from moe_optim.export.conventions import Convention
+from moe_optim.formats import QuantizedWeight
+from moe_optim.reference.nvfp4 import global_encode_scale
+
+EXPORT_LAYOUTS = ("hf_per_expert", "sequential")
+"""Key layouts with a tensor for each expert, rows first: no rank has more to give."""
+
+_NVFP4_UNIT = 6.0 * 448.0  # of the global amax, what a scale of 1 and an element of 1 stand for
+
+
+def get_export_layout(name: str) -> KeyLayout:
+    """Return a layout that experts can be exported in; ConfigError for others."""
+    if name not in EXPORT_LAYOUTS:
+        raise ConfigError(
+            f"layout: expected one of {', '.join(EXPORT_LAYOUTS)}, which have a key for each "
+            f"expert, got {name!r}. Engines fuse experts while they load them."
+        )
+    return get_layout(name)
+
+
+def patterns_of(layout: KeyLayout, linear: str, kind: str) -> tuple[KeyPattern, ...]:
+    """Return the patterns of one linear, in the order of its rows.
+
+    Args:
+        layout: of :data:`EXPORT_LAYOUTS`.
+        linear: ``linear_fc1``, which holds gate and up, or ``linear_fc2``.
+        kind: ``weight`` or ``bias``.
+    """
+    wanted = ("gate", "up") if linear == "linear_fc1" else ("down",)
+    return tuple(
+        pattern
+        for pattern in layout.patterns
+        if pattern.projections[0] in wanted and pattern.is_bias == (kind == "bias")
+    )
+
+
+def export_expert(
+    quantized: QuantizedWeight,
+    expert: int,
+    convention: Convention,
+    *,
+    parts: int = 1,
+    interleave: int | None = None,
+    name: str = "weight",
+) -> list[dict[str, Tensor]]:
+    """Return the tensors of one expert under the names of a convention, for each part of its rows.
+
+    Elements are views of the planes, of all rows or of whole runs of them; so are scales, unless
+    those of square blocks are repeated for each row. Interleaved rows are copied.
+
+    Args:
+        quantized: planes of the linear; only rowwise ones are read. They may be on ``meta``.
+        expert: which of its experts.
+        convention: of the format.
+        parts: 2 for gate and up apart, else 1.
+        interleave: rows of gate that alternate with as many of up; None where they do not.
+        name: of the weight, for errors.
+
+    Returns:
+        ``parts`` mappings of data, scale, and the global scale where there is one. Both halves of
+        fc1 have the same global scale: that of their common amax.
+
+    Raises:
+        LayoutError: a block of scales lies in two parts.
+    """
+    _, rows, _ = quantized.shape
+    block_rows, _ = convention.scale_block
+    _check_cut(rows, parts, interleave, block_rows, name)
+    data = quantized.rowwise_data[expert].view(convention.data_dtype)
+    scale = _repeated(quantized, expert, block_rows).view(convention.scale_dtype)
+    whole: dict[str, Tensor] = {}
+    if convention.global_scale is not None:
+        assert quantized.global_amax is not None, "formats with a global scale have an amax"
+        whole[convention.global_scale] = _global_scale(quantized.global_amax[expert], convention)
+    pairs = zip(
+        split_rows(data, parts, interleave),
+        split_rows(scale, parts, interleave and interleave // block_rows),
+        strict=True,
+    )
+    return [{convention.data: one, convention.scale: other, **whole} for one, other in pairs]
+
+
+def split_rows(values: Tensor, parts: int, interleave: int | None) -> Sequence[Tensor]:
+    """Return the parts of [R, ...]: views, or copies where rows of two parts alternate."""
+    if parts == 1 or interleave is None:
+        return values.chunk(parts)
+    runs = values.view(-1, parts, interleave, *values.shape[1:])
+    return [part.flatten(0, 1) for part in runs.unbind(1)]
+
+
+def tensor_name(prefix: str, pattern: KeyPattern, expert: int, suffix: str) -> str:
+    """Return the whole name of one expert's tensor.
+
+    Args:
+        prefix: of the container, which ends in a dot.
+        pattern: of the layout, of weights or biases.
+        expert: among all of the layer.
+        suffix: what stands in place of ``weight`` or ``bias``.
+    """
+    key = pattern.key(expert)
+    return prefix + key.removesuffix(key.rpartition(".")[2]) + suffix
+
+
+def _check_cut(rows: int, parts: int, interleave: int | None, block_rows: int, name: str) -> None:
+    run = interleave or rows // parts
+    if parts > 1 and run % block_rows:
+        what = f"interleaved by {interleave}" if interleave else f"of {run} rows each"
+        raise LayoutError(
+            f"{name}: expected gate and up in runs of {block_rows} rows or a multiple, the height "
+            f"of a block of scales, got them {what}. Export in layout sequential, which keeps them "
+            "together, or train with a --moe-ffn-hidden-size that is such a multiple."
+        )
+
+
+def _repeated(quantized: QuantizedWeight, expert: int, block_rows: int) -> Tensor:
+    """Return the scales [R / block_rows, ...] of one expert, a view where blocks are as high."""
+    scale = quantized.rowwise_scale[expert]
+    own_rows, _ = quantized.format.rowwise_block
+    return scale if own_rows == block_rows else scale.repeat_interleave(own_rows // block_rows, 0)
+
+
+def _global_scale(amax: Tensor, convention: Convention) -> Tensor:
+    """Return the global scale of one expert: what decodes, []; or what encoded, [1]."""
+    if convention.divides:
+        return global_encode_scale(amax.view(1))
+    # Not `amax / 2688`, which torch may compute as a product with a rounded reciprocal
+    return torch.div(amax, torch.full_like(amax, _NVFP4_UNIT))

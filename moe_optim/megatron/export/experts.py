@@ -1,0 +1,218 @@
+"""The experts that a rank holds, and the tensors that each of them is exported as."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_optim.errors import ConfigError, LayoutError, StateError
+from moe_optim.expert_keys.layouts import LINEARS, KeyLayout
+from moe_optim.export.conventions import Convention, find_convention
+from moe_optim.export.planes import export_expert, patterns_of, split_rows, tensor_name
+from moe_optim.formats import QuantizedWeight, get_format
+from moe_optim.hugging_face.families import expert_prefixes
+from moe_optim.megatron.experts.linears import ExpertLinear, expert_linears
+from moe_optim.megatron.export.units import HeldExperts, TensorInfo
+from moe_optim.megatron.te.fields import te_formats_of
+from moe_optim.megatron.te.grouped_linears import members_of
+from moe_optim.megatron.weights.managed import storage_of
+from moe_optim.megatron.weights.names import unwrapped_name, with_global_layers
+from moe_optim.modules.storage import PlaneStorage
+
+Form = tuple[tuple[tuple[str, TensorInfo], ...], ...]
+"""Of each part of an expert's rows, its tensors by what stands in place of ``weight``."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedAs:
+    """What exported experts are called; every rank has the same."""
+
+    layout: KeyLayout
+    convention: str | None
+
+    def names(self, held: HeldExperts, expert: int) -> list[str]:
+        """Return the names of one expert's tensors, in the order in which they are exported."""
+        container, _, linear = held.linear.rpartition(".")
+        prefix = self._prefix(container)
+        patterns = patterns_of(self.layout, linear, held.kind)
+        return [
+            tensor_name(prefix, pattern, expert, suffix)
+            for pattern, part in zip(patterns, form_of(self, held), strict=True)
+            for suffix, _ in part
+        ]
+
+    def plain_parts(self, held: HeldExperts, values: Tensor) -> list[dict[str, Tensor]]:
+        """Return the rows of one expert, part by part, views where they do not alternate."""
+        return [
+            {held.kind: part} for part in split_rows(values, self._count(held), held.interleave)
+        ]
+
+    def quantized_parts(
+        self, held: HeldExperts, quantized: QuantizedWeight, expert: int
+    ) -> list[dict[str, Tensor]]:
+        """Return data and scales of one expert, part by part."""
+        return export_expert(
+            quantized,
+            expert,
+            self.convention_of(held.format),
+            parts=self._count(held),
+            interleave=held.interleave,
+            name=held.linear,
+        )
+
+    def convention_of(self, format: str) -> Convention:
+        """Return how weights of a training format are named."""
+        return find_convention(get_format(format), self.convention)
+
+    def _count(self, held: HeldExperts) -> int:
+        linear = held.linear.rpartition(".")[2]
+        return len(patterns_of(self.layout, linear, held.kind))
+
+    def _prefix(self, container: str) -> str:
+        if self.layout.name == "sequential":
+            return f"{container}."
+        number = container.removeprefix("decoder.layers.").removesuffix(".mlp.experts")
+        if number.isdigit() and expert_prefixes(int(number))[0] == f"{container}.":
+            return expert_prefixes(int(number))[1]
+        raise ConfigError(
+            f"export_weights: layout {self.layout.name}: expected experts of decoder.layers.N.mlp, "
+            f"got {container}, for which Hugging Face's models have no name here. Export in layout "
+            "sequential, which keeps Megatron's names."
+        )
+
+
+def form_of(exported: ExportedAs, held: HeldExperts) -> Form:
+    """Return what each expert of a linear consists of, part by part."""
+    return _form_of(exported, replace(held, first=0, count=1))
+
+
+@cache
+def _form_of(exported: ExportedAs, held: HeldExperts) -> Form:
+    if held.format == "bf16":
+        values = torch.empty(held.shape, dtype=torch.bfloat16, device="meta")
+        parts = exported.plain_parts(held, values)
+    else:
+        shape = (1, *held.shape)
+        planes = QuantizedWeight.empty(get_format(held.format), shape, device="meta")
+        parts = exported.quantized_parts(held, planes, 0)
+    return tuple(
+        tuple((name, TensorInfo(tuple(one.shape), one.dtype)) for name, one in part.items())
+        for part in parts
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LocalExperts:
+    """A linear of experts on this rank, and what others are told of it."""
+
+    held: HeldExperts
+    linear: ExpertLinear
+
+    def parts(self, expert: int, exported: ExportedAs) -> list[dict[str, Tensor]]:
+        """Return one expert's tensors, part by part; ``expert`` is its number among all.
+
+        Raises:
+            StateError: the weight is behind its masters, or on the host.
+        """
+        index = expert - self.held.first
+        if self.held.kind == "bias":
+            return exported.plain_parts(self.held, self._values("bias", index))
+        if self.held.format == "bf16":
+            return exported.plain_parts(self.held, self._values("weight", index))
+        storage, index = self._storage_of(index)
+        storage.require_fresh()
+        if storage.has_moved():
+            storage.take_over()
+        return exported.quantized_parts(self.held, storage.quantized, index)
+
+    @cached_property
+    def _weights(self) -> list[Any]:
+        return self.linear.weights()
+
+    def _storage_of(self, index: int) -> tuple[PlaneStorage, int]:
+        if len(self._weights) == 1:
+            return storage_of(self._weights[0]), index
+        return storage_of(self._weights[index]), 0
+
+    def _values(self, kind: str, index: int) -> Tensor:
+        tensors = self._weights if kind == "weight" else biases_of(self.linear)
+        if tensors[0].dim() > len(self.held.shape):  # of all experts
+            return members_of(tensors[0].detach())[index]
+        values: Tensor = tensors[index].detach()
+        return values
+
+
+def local_experts(chunk: Any) -> Iterator[LocalExperts]:
+    """Yield the linears of experts of a chunk: weights, and biases where there are some.
+
+    Raises:
+        ConfigError: experts are cut over ranks, or are no pairs of gate and up.
+        StateError: a quantized weight is not held by a bucket of this package.
+    """
+    modules = {unwrapped_name(name): module for name, module in chunk.named_modules()}
+    for linear in expert_linears(chunk):
+        path = with_global_layers(linear.name, modules)
+        config = _config_of(linear, modules)
+        _require_exportable(linear, path, config)
+        shape, format = _kind_of(linear, path)
+        facts: dict[str, Any] = {
+            "linear": path,
+            "first": linear.groups.ep.rank() * linear.num_experts,
+            "count": linear.num_experts,
+        }
+        if path.endswith(LINEARS[0]):
+            facts["interleave"] = getattr(config, "moe_mlp_glu_interleave_size", None)
+        held = HeldExperts(kind="weight", shape=shape, format=format, **facts)
+        yield LocalExperts(held=held, linear=linear)
+        if biases_of(linear):
+            held = HeldExperts(kind="bias", shape=shape[:1], format="bf16", **facts)
+            yield LocalExperts(held=held, linear=linear)
+
+
+def biases_of(linear: ExpertLinear) -> list[Tensor]:
+    """Return the biases of a linear in expert order, one of all experts or one each."""
+    named = linear.module.named_parameters(recurse=False)
+    return [param for name, param in named if name.startswith("bias") and param.numel()]
+
+
+def _config_of(linear: ExpertLinear, modules: Mapping[str, Any]) -> Any:
+    owner = modules.get(linear.name.rpartition(".")[0])
+    return getattr(owner, "config", None)
+
+
+def _kind_of(linear: ExpertLinear, path: str) -> tuple[tuple[int, ...], str]:
+    """Return the shape of one expert, and the format of all."""
+    weights = linear.weights()
+    storages = [storage_of(weight) for weight in weights]
+    if any(
+        storage is None and te_formats_of(w) for storage, w in zip(storages, weights, strict=True)
+    ):
+        raise StateError(
+            f"export_weights: {path}: expected quantized weights of the installed format, got "
+            f"{type(weights[0]).__name__}. Call moe_optim.install() before the model is built."
+        )
+    formats = {"bf16" if storage is None else storage.format.name for storage in storages}
+    return tuple(weights[0].shape[-2:]), formats.pop()
+
+
+def _require_exportable(linear: ExpertLinear, path: str, config: Any) -> None:
+    size = linear.groups.expt_tp.size()
+    if size > 1:
+        raise ConfigError(
+            f"export_weights: {path}: expected whole experts on each rank, got parts of them: "
+            f"--expert-tensor-parallel-size {size}. Train with 1, or save a checkpoint and use "
+            "moe-optim export."
+        )
+    if not path.endswith(LINEARS):
+        raise LayoutError(
+            f"export_weights: {path}: expected experts of linear_fc1 and linear_fc2, got a linear "
+            "of another name. Export what Megatron's MoE layers hold."
+        )
+    if path.endswith(LINEARS[0]) and config is not None and not config.gated_linear_unit:
+        raise ConfigError(
+            f"export_weights: {path}: expected gate and up rows, got experts without a gate. Train "
+            "with --swiglu."
+        )
