@@ -46,9 +46,8 @@ class ExportedAs:
 
     def plain_parts(self, held: HeldExperts, values: Tensor) -> list[dict[str, Tensor]]:
         """Return the rows of one expert, part by part, views where they do not alternate."""
-        return [
-            {held.kind: part} for part in split_rows(values, self._count(held), held.interleave)
-        ]
+        parts = split_rows(values, self._count(held), held.interleave)
+        return [{held.kind: part} for part in parts]
 
     def quantized_parts(
         self, held: HeldExperts, quantized: QuantizedWeight, expert: int
@@ -187,9 +186,7 @@ def _kind_of(linear: ExpertLinear, path: str) -> tuple[tuple[int, ...], str]:
     """Return the shape of one expert, and the format of all."""
     weights = linear.weights()
     storages = [storage_of(weight) for weight in weights]
-    if any(
-        storage is None and te_formats_of(w) for storage, w in zip(storages, weights, strict=True)
-    ):
+    if None in storages and te_formats_of(weights[storages.index(None)]):
         raise StateError(
             f"export_weights: {path}: expected quantized weights of the installed format, got "
             f"{type(weights[0]).__name__}. Call moe_optim.install() before the model is built."

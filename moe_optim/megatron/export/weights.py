@@ -83,7 +83,7 @@ def export_weights(
     )
     _require_choice(experts, bucket_bytes)
     for chunk in exporter.chunks:
-        agree(lambda chunk=chunk: gather_weights(chunk), None)
+        gather_weights(chunk)
     agree(exporter.require_readable, None)
     everywhere: list[list[Held]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everywhere, exporter.held)
@@ -145,8 +145,8 @@ class _Exporter:
 
     def require_readable(self) -> None:
         """Raise for weights that cannot be read now, before anything is sent."""
-        for held, local in self.experts.items():
-            local.parts(held.first, self.exported)
+        for local in self.experts.values():
+            local.parts(local.held.first, self.exported)
 
     def plan(
         self, everywhere: Sequence[Sequence[Held]], own: bool, vocab_size: int | None
