@@ -27,7 +27,7 @@ checkpoints/files
 checkpoints/pickles
 checkpoints/manifests checkpoints/stores
 checkpoints checkpoints/conversion
-console
+console export/files
 megatron/patching
 megatron/active megatron/agreement megatron/planning
 megatron/te

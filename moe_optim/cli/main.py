@@ -12,7 +12,7 @@ from moe_optim.errors import MoEOptimError
 
 COMMANDS = (
     "train", "run", "enable", "disable", "recipes", "patch", "plan", "doctor",
-    "inspect", "convert", "verify", "bench", "report", "compare",
+    "inspect", "convert", "export", "verify", "bench", "report", "compare",
 )  # fmt: skip
 """Modules of this package; each has ``add_parser(subparsers)`` and ``run(args) -> int``."""
 
