@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ from moe_optim.megatron.buffers.states import Gradients
 from moe_optim.modules.grouped_linear import GroupedLinear
 from moe_optim.modules.grouped_weight import GroupedWeight
 from moe_optim.reference.adam import Hyper, step_into
-from tests.support import making_room
+from tests.support import making_room, serving
+from tests.support.bytes import assert_same_tensors
 
 EXPERTS, WIDTH, TOKENS = 3, 32, 8  # two ranks cut the second expert, inside of a block
 QUANTIZED = (0, 2)  # layers, of which the last has an optimizer of its own
@@ -36,6 +38,7 @@ NEED_GRADIENTS = DROP_GRADIENTS | {
 }
 GATHER_PARTS = ("open", "encode", "land")
 MOMENTS = ("exp_avg", "exp_avg_sq")
+WITHOUT_WEIGHTS = {"export", "rollout", "disable_hooks", "enable_hooks", "free", "bring_back"}
 EXCHANGED = ("masters", *MOMENTS, "states", "adam")
 
 
@@ -138,6 +141,8 @@ class Expected:
     """Quantized layers behind their masters."""
     is_in_flight: bool = False
     is_offloaded: bool = False
+    is_away: bool = False
+    """Whether quantized weights are on the host."""
     hooks: bool = True
     dense_is_spent: bool = False
     """Whether dense gradients have been used. A gather through shared memory zeroes those of
@@ -276,6 +281,8 @@ class LifeCycle:
 
     def may(self, name: str) -> bool:
         """Return whether a loop can do this now at all: gradients need memory, and to be whole."""
+        if self.expected.is_away:
+            return name in WITHOUT_WEIGHTS
         if self.expected.is_offloaded:
             return name not in NEED_GRADIENTS
         return not (self.expected.must_zero and name in NEED_GRADIENTS - DROP_GRADIENTS)
@@ -624,6 +631,40 @@ class LifeCycle:
         making_room.offload_and_reload([self.ddp], self.optimizer, move_grads=False)
         self._landed()
 
+    def send_away(self) -> None:
+        """Have quantized weights on the host until they are brought back."""
+        for buffer in making_room.managed_buffers([self.ddp]):
+            buffer.offload_to_cpu(move_grads=False)
+        self._landed()
+        self.expected.is_away = True
+
+    def bring_back(self) -> None:
+        """Have quantized weights on the device again."""
+        if self.expected.is_away:
+            for buffer in making_room.managed_buffers([self.ddp]):
+                buffer.reload_from_cpu(move_grads=False)
+            self.expected.is_away = False
+
+    def export(self) -> None:
+        """Hand all weights to an engine: it gets those of the masters, or nothing."""
+        from moe_optim import export_weights
+
+        away = self.expected.is_away
+        with self._may_raise(away or not self._can_gather()) as outcome:
+            given = dict(export_weights([self.ddp], layout="sequential"))
+        if outcome.raised:
+            return
+        self._gathered()
+        wanted = {"dense.weight": self.expected.layers[1].weight.detach()}
+        for name, number in zip(("first", "last"), QUANTIZED, strict=True):
+            weight: Any = self.expected.layers[number].weight
+            for expert, tensors in enumerate(
+                serving.experts_of(weight.quantized_storage.quantized)
+            ):
+                stem = f"{name}.local_experts.{expert}.linear_fc2."
+                wanted |= {stem + suffix: tensor for suffix, tensor in tensors.items()}
+        assert_same_tensors(given, wanted, what="exported")
+
     @torch.no_grad()
     def rewrite_masters(self, seed: int) -> None:
         """Give masters other values by hand; weights follow that have still to be gathered."""
@@ -722,7 +763,8 @@ class LifeCycle:
             known = expected.content in (Gradients.PARTIAL, Gradients.REDUCED, Gradients.ZERO)
             if known and not expected.is_offloaded and not expected.must_zero:
                 self._check_gradient(param, total, managed)
-            if managed and expected.is_fresh and not expected.is_in_flight:
+            readable = expected.is_fresh and not expected.is_in_flight and not expected.is_away
+            if managed and readable:
                 real = param.quantized_storage.quantized.planes()
                 for name, plane in layer.weight.quantized_storage.quantized.planes().items():
                     assert torch.equal(real[name], plane), f"{name} of a weight"
@@ -766,6 +808,8 @@ class LifeCycle:
     def _can_read(self) -> bool:
         """Return whether a forward pass gets fresh weights."""
         expected = self.expected
+        if expected.is_away:
+            return False
         if expected.is_fresh:
             return True
         return self.overlap and expected.hooks and self._can_gather()
@@ -856,12 +900,23 @@ def make_model(config: Any, layers: torch.nn.ModuleList) -> Any:
     class Model(MegatronModule):
         def __init__(self) -> None:
             super().__init__(config=config)
-            self.layers = layers
+            first, self.dense, last = layers
+            self.first, self.last = Experts(first), Experts(last)
 
         def forward(self, tokens: Tensor) -> Tensor:
-            return run_layers(self.layers, tokens)
+            return run_layers(layers, tokens)
 
     return Model()
+
+
+class Experts(torch.nn.Module):
+    """What an export sees of Megatron's experts: a linear under its name, and process groups."""
+
+    def __init__(self, linear: GroupedLinear) -> None:
+        super().__init__()
+        alone = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+        self.linear_fc2 = linear
+        self.pg_collection = SimpleNamespace(ep=alone, expt_tp=alone)
 
 
 def initialize() -> None:

@@ -72,7 +72,7 @@ def siblings_staging_is_lost() -> None:
     stock = BucketState.record
 
     def record(self: BucketState, event: Event) -> None:
-        if event is Event.SETTLE and "layers.2" in self.name and self.weights is Weights.MOVING:
+        if event is Event.SETTLE and "last" in self.name and self.weights is Weights.MOVING:
             self._weights = Weights.FRESH
             return
         stock(self, event)

@@ -225,10 +225,20 @@ def gather_weights(chunk: Any) -> None:
     if config is None or not config.use_distributed_optimizer:
         return
     for group in bucket_groups([chunk]):
-        shares_memory = getattr(config, "reuse_grad_buf_for_mxfp8_param_ag", False)
-        # Megatron's own groups gather in the step, and what may lie in shared memory is no weight
-        if getattr(group, "managed", ()) or (config.overlap_param_gather and not shares_memory):
+        # Megatron's own groups gather in the step, and what lies in shared memory is no weight
+        is_behind = config.overlap_param_gather and _has_own_memory(group)
+        if getattr(group, "managed", ()) or is_behind:
             group.start_param_sync(force_sync=True)
+
+
+def _has_own_memory(group: Any) -> bool:
+    """Return whether the weights of one of Megatron's groups lie apart from their gradients."""
+    return all(
+        bucket.param_data is not None
+        and bucket.param_data.untyped_storage().data_ptr()
+        != bucket.grad_data.untyped_storage().data_ptr()
+        for bucket in group.buckets
+    )
 
 
 def managed_buckets(buckets: Iterable[_ParamAndGradBucket]) -> tuple[ManagedBucket, ...]:

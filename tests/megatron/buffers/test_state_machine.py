@@ -46,6 +46,9 @@ PLAIN = (
     "offload",
     "reload",
     "make_room",
+    "send_away",
+    "bring_back",
+    "export",
     "save",
     "load",
 )
