@@ -60,7 +60,7 @@ def dequantize(tensors: Mapping[str, Tensor]) -> Tensor:
 
 def mxfp8(elements: Tensor, exponents: Tensor) -> Tensor:
     """Multiply runs of 32 columns by two to the power of their byte less 127."""
-    powers = torch.ldexp(torch.ones(()).double(), exponents.int() - 127)
+    powers = torch.exp2(exponents.double() - 127)
     values = elements.double().unflatten(-1, (-1, 32)) * powers.unsqueeze(-1)
     return values.flatten(-2).bfloat16()
 

@@ -80,12 +80,20 @@ ANY_CALL: st.SearchStrategy[Call] = st.one_of(
 )
 
 
+BETWEEN_STEPS = (
+    *("export", "send_away", "bring_back", "offload", "reload", "make_room"),
+    *("evaluate", "rollout", "save", "load", "dispatch", "rewrite_masters"),
+)
+"""What loops of reinforcement learning do between two steps."""
+
+
 class Machine(RuleBasedStateMachine):
     """Does what hypothesis says, and compares everything after each step."""
 
     options: dict[str, Any] = {}
     steps = 0
     trace: Trace = []
+    exports = 0
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,6 +105,7 @@ class Machine(RuleBasedStateMachine):
             return
         Machine.steps += 1
         Machine.trace.append((name, arguments))
+        Machine.exports += name == "export"
         failure = None
         try:
             getattr(self.cycle, name)(**arguments)
@@ -128,6 +137,67 @@ class Machine(RuleBasedStateMachine):
     @rule(call=ANY_CALL)
     def anything(self, call: Call) -> None:
         self.do(call[0], **call[1])
+
+
+class Rollouts(Machine):
+    """Does what loops of reinforcement learning do, in any order."""
+
+    train_step = anything = None
+
+    @rule(seed=SEEDS, between=st.lists(st.sampled_from(BETWEEN_STEPS), max_size=2))
+    def learn(self, seed: int, between: list[str]) -> None:
+        """A whole step, weights there or not, with something before it."""
+        for name in between:
+            self.do_one(name, seed)
+        for name, arguments in (
+            ("zero", {}),
+            ("micro", {"seed": seed, "last": True}),
+            ("step", {}),
+        ):
+            self.do(name, **arguments)
+
+    @rule(name=st.sampled_from(BETWEEN_STEPS), seed=SEEDS)
+    def serve(self, name: str, seed: int) -> None:
+        self.do_one(name, seed)
+
+    @rule()
+    def hand_over(self) -> None:
+        self.do("export")
+
+    def do_one(self, name: str, seed: int) -> None:
+        self.do(name, **({"seed": seed} if name in WITH_ARGUMENTS else {}))
+
+
+ORDERS = 100
+
+
+def _roll_out(options: list[dict[str, Any]]) -> int:
+    """Return how often weights were exported."""
+    life_cycle.initialize()
+    exports = 0
+    for one in options:
+        Machine.options = one
+        run_state_machine_as_test(
+            Rollouts,
+            settings=settings(
+                max_examples=ORDERS // len(options),
+                stateful_step_count=10,
+                derandomize=True,
+                deadline=None,
+                database=None,
+                suppress_health_check=list(HealthCheck),
+            ),
+        )
+        exports += Machine.exports
+        Machine.exports = 0
+    return exports
+
+
+def test_no_order_of_steps_and_rollouts_exports_other_weights_than_those_of_the_masters():
+    """100 orders of step, export, weights and gradients to the host and back, evaluation, rollout,
+    save and load, on two ranks: every export gives the oracle's bytes, or it raises."""
+    exports = run_ranks(2, _roll_out, [SETTINGS[0], SETTINGS[1], SETTINGS[2], SETTINGS[4]])
+    assert min(exports) >= ORDERS
 
 
 def _run(steps: int, options: dict[str, Any], phases: tuple[Phase, ...] = tuple(Phase)) -> int:
