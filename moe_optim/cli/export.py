@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from moe_optim.console.checkpoint_progress import open_view, progress_bar
+from moe_optim.console.checkpoint_progress import open_reader, progress_bar
 from moe_optim.console.spelling import spell_bytes
 from moe_optim.expert_keys.layouts import LAYOUTS
 
@@ -29,8 +29,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         description="Read a torch_dist or safetensors checkpoint, a layer at a time, quantize its "
         "experts as training does, from their masters where there are some, and write safetensors "
         "under the names of Hugging Face, with the quantization_config of engines. Everything but "
-        "experts is kept as it is. DST appears when it is complete. Megatron and a GPU are not "
-        "needed.",
+        "experts keeps its dtype. Models of torch_dist are those that convert --to hf takes. DST "
+        "appears when it is complete. Megatron and a GPU are not needed.",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -47,7 +47,13 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--config",
         type=Path,
         metavar="FILE",
-        help="config.json of the model (default: that of SRC)",
+        help="config.json of the model (default: what SRC says)",
+    )
+    add(
+        "--tokenizer",
+        type=Path,
+        metavar="DIR",
+        help="pass the tokenizer files of this folder on to DST (default: those beside SRC)",
     )
     add(
         "--from",
@@ -76,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     from moe_optim.export.files.export_plan import plan_export
 
     began = time.perf_counter()
-    plan = plan_export(open_view(args.source), _request(args), args.config)
+    plan = plan_export(open_reader(args.source), _request(args), args.config)
     with progress_bar("exporting", plan.total_bytes) as report:
         export_checkpoint(plan, args.target, report)
     seconds = time.perf_counter() - began
@@ -98,6 +104,7 @@ def _request(args: argparse.Namespace) -> "ExportRequest":
         convention=find_convention(format, args.convention),
         source_layout=get_layout(args.source_layout) if args.source_layout else None,
         source_glu_interleave=args.source_glu_interleave,
+        tokenizer=args.tokenizer,
     )
 
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from moe_optim import ops
@@ -16,10 +15,10 @@ from moe_optim.checkpoints.conversion.expert_finding import (
     without_experts,
 )
 from moe_optim.checkpoints.conversion.layer_view import LayerView
-from moe_optim.checkpoints.files.bounded_json import parse_json
-from moe_optim.checkpoints.files.regular_files import read_file
-from moe_optim.checkpoints.stores.reader import FLAT_STATES, is_state
-from moe_optim.errors import ConfigError, LayoutError, StateError
+from moe_optim.checkpoints.conversion.model_plan import ModelPlan, ModelRequest, Part, plan_model
+from moe_optim.checkpoints.conversion.model_sources import CONFIG, read_config
+from moe_optim.checkpoints.stores.reader import CheckpointReader, is_state
+from moe_optim.errors import ConfigError, LayoutError
 from moe_optim.expert_keys.conversion import convert_expert_set
 from moe_optim.expert_keys.layouts import LINEARS, ExpertSet, KeyLayout, get_layout
 from moe_optim.export.conventions import Convention
@@ -27,7 +26,7 @@ from moe_optim.export.planes import export_expert, patterns_of, tensor_name
 from moe_optim.formats import BlockScaledFormat, QuantizedWeight
 
 MASTERS = "optimizer.state.param."
-CONFIG = "config.json"
+"""Before the names of weights, those of their masters, where these are stored by name."""
 _GROUPED, _TARGET = get_layout("grouped"), get_layout("hf_per_expert")
 
 
@@ -39,7 +38,8 @@ class ExportRequest:
     convention: Convention
     source_layout: KeyLayout | None = None
     source_glu_interleave: int | None = None
-    num_experts: int | None = None
+    tokenizer: Path | None = None
+    """Folder whose tokenizer files are passed on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,17 +52,27 @@ class LayerExperts:
     """Of their names in the result."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dense:
+    """Tensors that are no experts' and are read at once."""
+
+    sources: tuple[str, ...]
+    part: Part | None = None
+    """What they become in Hugging Face's model; None: they are called as there already."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExportPlan:
     """What goes where."""
 
     view: LayerView
+    model: ModelPlan | None
+    """What names Megatron's tensors for Hugging Face; None where they have those names."""
     request: ExportRequest
     experts: tuple[LayerExperts, ...]
-    dense: tuple[str, ...]
-    """Tensors that are kept as they are."""
+    dense: tuple[Dense, ...]
     config: Mapping[str, Any]
-    """Of the model; its ``quantization_config`` is made anew."""
+    """Of the model, without ``quantization_config``."""
     interleave: int
     """Of the rows that are read."""
 
@@ -74,7 +84,8 @@ class ExportPlan:
     @property
     def total_bytes(self) -> int:
         """Bytes of everything that is read."""
-        return sum(self.experts_bytes(one) for one in self.experts) + self.view.nbytes(self.dense)
+        dense = sum(self.view.nbytes(one.sources) for one in self.dense)
+        return sum(map(self.experts_bytes, self.experts)) + dense
 
     def experts_bytes(self, experts: LayerExperts) -> int:
         """Return the bytes of one layer's experts, as they are stored."""
@@ -101,16 +112,15 @@ class ExportPlan:
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of one linear of one expert, [1, R, C] and maybe a bias [1, R]."""
         stem = f"{experts.stored.prefix}{linear}"
-        patterns = patterns_of(_TARGET, linear, "weight")
-        quantized = ops.quantize(one[f"{stem}.weight"], self.request.format)
+        quantized = ops.quantize(one[f"{stem}.weight"].float(), self.request.format)
         parts = self.exported_parts(quantized, linear)
-        for pattern, part in zip(patterns, parts, strict=True):
+        for pattern, part in zip(patterns_of(_TARGET, linear, "weight"), parts, strict=True):
             for suffix, tensor in part.items():
                 yield tensor_name(experts.prefix, pattern, expert, suffix), tensor
         if experts.stored.has_bias:
-            biases = patterns_of(_TARGET, linear, "bias")
-            rows = one[f"{stem}.bias"][0].bfloat16().chunk(len(biases))
-            for pattern, bias in zip(biases, rows, strict=True):
+            patterns = patterns_of(_TARGET, linear, "bias")
+            rows = one[f"{stem}.bias"][0].bfloat16().chunk(len(patterns))
+            for pattern, bias in zip(patterns, rows, strict=True):
                 yield tensor_name(experts.prefix, pattern, expert, "bias"), bias
 
     def exported_parts(self, quantized: QuantizedWeight, linear: str) -> list[dict[str, Tensor]]:
@@ -118,56 +128,112 @@ class ExportPlan:
         parts = len(patterns_of(_TARGET, linear, "weight"))
         return export_expert(quantized, 0, self.request.convention, parts=parts, name=linear)
 
-    def dense_files(self, most: int) -> Iterator[list[str]]:
-        """Return what is kept in groups no larger than ``most`` bytes, but for larger tensors."""
-        group: list[str] = []
-        for key in self.dense:
-            if group and self.view.nbytes([*group, key]) > most:
+    def read_dense(self, dense: Dense) -> dict[str, Tensor]:
+        """Read tensors and return them as Hugging Face's model has them."""
+        if dense.part is not None and self.model is not None:
+            return self.model.convert(dense.part)
+        return {key: self.view.read(key) for key in dense.sources}
+
+    def dense_files(self, most: int) -> Iterator[list[Dense]]:
+        """Return what is no expert in groups of ``most`` bytes at most, but for larger tensors."""
+        group: list[Dense] = []
+        size = 0
+        for one in self.dense:
+            nbytes = self.view.nbytes(one.sources)
+            if group and size + nbytes > most:
                 yield group
-                group = []
-            group.append(key)
+                group, size = [], 0
+            group.append(one)
+            size += nbytes
         if group:
             yield group
 
 
-def plan_export(view: LayerView, request: ExportRequest, config: Path | None = None) -> ExportPlan:
+def plan_export(
+    reader: CheckpointReader, request: ExportRequest, config: Path | None = None
+) -> ExportPlan:
     """Return the plan, without reading a value.
 
+    Megatron's tensors are named by its arguments in the checkpoint; those of a checkpoint in
+    safetensors keep their names, which must be Hugging Face's.
+
     Args:
-        view: of the checkpoint.
+        reader: of the checkpoint.
         request: what is asked for.
-        config: ``config.json`` of the model; None takes that beside the weights.
+        config: ``config.json`` of the model; None takes what the checkpoint says.
 
     Raises:
-        ConfigError: there is no configuration, or the request contradicts the checkpoint.
+        ConfigError: there is no configuration, no name for a tensor of Megatron's, or the request
+            contradicts the checkpoint.
         LayoutError: experts are not complete, or do not fit the format.
     """
-    path = view.reader.path
-    keys = [key for key in view.tensors if FLAT_STATES not in key]
-    sets = find_experts(view, keys, layout=request.source_layout, num_experts=request.num_experts)
-    by_prefix = {one.prefix: one for one in sets}
-    weights = [one for one in sets if not is_state(one.prefix)]
-    if not weights:
+    plan_source = _plan_torch_dist if reader.format == "torch_dist" else _plan_safetensors
+    plan = plan_source(reader, request, None if config is None else _given_config(config))
+    _require_fits(plan)
+    return plan
+
+
+def _plan_torch_dist(
+    reader: CheckpointReader, request: ExportRequest, config: Mapping[str, Any] | None
+) -> ExportPlan:
+    asked = ModelRequest(to="hf", source_glu_interleave=request.source_glu_interleave)
+    model = plan_model(reader, asked)
+    masters = _masters_in(model.view, request)
+    found = [(part, part.experts) for part in model.parts if part.experts is not None]
+    return ExportPlan(
+        view=model.view,
+        model=model,
+        request=request,
+        experts=_from_masters({part.target: one for part, one in found}, masters),
+        dense=tuple(
+            Dense(sources=part.sources, part=part) for part in model.parts if part.experts is None
+        ),
+        config={"torch_dtype": "bfloat16", **model.model.config} if config is None else config,
+        interleave=model.source_interleave,
+    )
+
+
+def _plan_safetensors(
+    reader: CheckpointReader, request: ExportRequest, config: Mapping[str, Any] | None
+) -> ExportPlan:
+    view, path = LayerView(reader), reader.path
+    masters = _masters_in(view, request)
+    keys = [key for key in view.tensors if not is_state(key)]
+    sets = find_experts(view, keys, layout=request.source_layout)
+    if not sets:
         raise LayoutError(
             f"{path}: expected weights of gated experts, got none among {len(keys):,} tensors. "
             "`moe-optim inspect` shows what there is."
         )
-    dense = without_experts([key for key in keys if not is_state(key)], sets)
     interleave = known_interleave(view, request.source_glu_interleave)
     check_row_order(view, interleave)
-    plan = ExportPlan(
+    return ExportPlan(
         view=view,
+        model=None,
         request=request,
-        experts=tuple(
-            LayerExperts(stored=by_prefix.get(MASTERS + one.prefix, one), prefix=one.prefix)
-            for one in weights
-        ),
-        dense=dense,
-        config=read_config(config or folder_of(path) / CONFIG),
+        experts=_from_masters({one.prefix: one for one in sets}, masters),
+        dense=tuple(Dense(sources=(key,)) for key in without_experts(keys, sets)),
+        config=read_config(folder_of(path)) if config is None else config,
         interleave=interleave,
     )
-    _require_fits(plan)
-    return plan
+
+
+def _masters_in(view: LayerView, request: ExportRequest) -> dict[str, ExpertSet]:
+    """Return the masters of experts, by the prefix of their weights; none where they lie flat."""
+    keys = [key for key in view.tensors if key.startswith(MASTERS)]
+    sets = find_experts(view, keys, layout=request.source_layout)
+    return {one.prefix.removeprefix(MASTERS): one for one in sets}
+
+
+def _from_masters(
+    weights: Mapping[str, ExpertSet], masters: Mapping[str, ExpertSet]
+) -> tuple[LayerExperts, ...]:
+    """Return what is read of each layer, by prefix in the result: masters of all, or of none."""
+    complete = all(one.prefix in masters for one in weights.values())
+    return tuple(
+        LayerExperts(stored=masters[one.prefix] if complete else one, prefix=prefix)
+        for prefix, one in weights.items()
+    )
 
 
 def folder_of(path: Path) -> Path:
@@ -175,36 +241,20 @@ def folder_of(path: Path) -> Path:
     return path if path.is_dir() else path.parent
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """Return the configuration of a model.
-
-    Raises:
-        ConfigError: there is none.
-        StateError: it is damaged.
-    """
-    try:
-        config = parse_json(read_file(path.parent, path.name))
-        if not isinstance(config, dict):
-            raise ValueError("something else than names and values")
-    except FileNotFoundError as error:
+def _given_config(path: Path) -> dict[str, Any]:
+    if path.name != CONFIG:
         raise ConfigError(
-            f"{path}: expected the configuration of the model, which engines ask for, got no such "
-            "file. Give one with --config."
-        ) from error
-    except (OSError, ValueError) as error:
-        said = error.strerror if isinstance(error, OSError) else error
-        raise StateError(f"{path}: expected JSON, got: {said}. Fetch or write it again.") from error
-    return config
+            f"--config {path}: expected a file called {CONFIG}, got {path.name}. Give that of the "
+            "model."
+        )
+    return read_config(path.parent)
 
 
 def _require_fits(plan: ExportPlan) -> None:
     """Raise LayoutError for shapes that the format cannot hold, before anything is read."""
-    kinds = {(one.stored.ffn, one.stored.hidden) for one in plan.experts}
-    for ffn, hidden in kinds:
-        shapes = dict(zip(LINEARS, [(1, 2 * ffn, hidden), (1, hidden, ffn)], strict=True))
+    for ffn, hidden in {(one.stored.ffn, one.stored.hidden) for one in plan.experts}:
+        shapes = {"linear_fc1": (1, 2 * ffn, hidden), "linear_fc2": (1, hidden, ffn)}
         for linear, shape in shapes.items():
             name = f"{plan.view.reader.path}: {linear}"
-            empty = QuantizedWeight.empty(
-                plan.request.format, shape, device=torch.device("meta"), name=name
-            )
+            empty = QuantizedWeight.empty(plan.request.format, shape, device="meta", name=name)
             plan.exported_parts(empty, linear)
