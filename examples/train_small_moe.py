@@ -35,8 +35,11 @@ from megatron.core.transformer.module import Float16Module
 EXPERTS, VOCABULARY, LENGTH, BATCH = 4, 64, 32, 8
 
 
-def build():
-    """Return a new model, wrapped, and its optimizer. All ranks must call it."""
+def build(overlap=False):
+    """Return a new model, wrapped, and its optimizer. All ranks must call it.
+
+    With ``overlap``, gradients are reduced in the backward pass and weights gathered in the forward.
+    """
     model_parallel_cuda_manual_seed(1)
     config = TransformerConfig(
         num_layers=2, hidden_size=64, num_attention_heads=2,
@@ -49,10 +52,13 @@ def build():
     spec = get_gpt_layer_local_spec(num_experts=EXPERTS, moe_grouped_gemm=True)
     gpt = GPTModel(config, spec, VOCABULARY, LENGTH, position_embedding_type="rope").cuda()
     buffers = DistributedDataParallelConfig(
-        use_distributed_optimizer=True, grad_reduce_in_fp32=True
-    )
+        use_distributed_optimizer=True, grad_reduce_in_fp32=True,
+        overlap_grad_reduce=overlap, overlap_param_gather=overlap,
+    )  # fmt: skip
     model = DistributedDataParallel(config, buffers, Float16Module(config, gpt))
-    settings = OptimizerConfig(lr=3e-3, bf16=True, use_distributed_optimizer=True)
+    settings = OptimizerConfig(
+        lr=3e-3, bf16=True, use_distributed_optimizer=True, overlap_param_gather=overlap
+    )
     return model, moe_optim.get_megatron_optimizer(settings, [model])
 
 

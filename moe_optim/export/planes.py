@@ -77,16 +77,17 @@ def export_expert(
     _check_cut(rows, parts, interleave, block_rows, name)
     data = quantized.rowwise_data[expert].view(convention.data_dtype)
     scale = _repeated(quantized, expert, block_rows).view(convention.scale_dtype)
-    whole: dict[str, Tensor] = {}
-    if convention.global_scale is not None:
-        assert quantized.global_amax is not None, "formats with a global scale have an amax"
-        whole[convention.global_scale] = _global_scale(quantized.global_amax[expert], convention)
     pairs = zip(
         split_rows(data, parts, interleave),
         split_rows(scale, parts, interleave and interleave // block_rows),
         strict=True,
     )
-    return [{convention.data: one, convention.scale: other, **whole} for one, other in pairs]
+    found = [{convention.data: one, convention.scale: other} for one, other in pairs]
+    if convention.global_scale is not None:
+        assert quantized.global_amax is not None, "formats with a global scale have an amax"
+        for part in found:  # in memory of its own, as files want it
+            part[convention.global_scale] = _global_scale(quantized.global_amax[expert], convention)
+    return found
 
 
 def split_rows(values: Tensor, parts: int, interleave: int | None) -> Sequence[Tensor]:

@@ -36,6 +36,10 @@ SURFACE = {  # command -> its positionals and options
     "disable": set(),
     "doctor": {"--json"},
     "enable": set(),
+    "export": {
+        *("SRC", "DST", "--format", "--convention", "--config", "--tokenizer"),
+        *("--from", "--source-glu-interleave"),
+    },
     "inspect": {"CKPT", "--json", "--thorough"},
     "patch apply": {"PATH"},
     "patch check": {"PATH"},

@@ -22,11 +22,11 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 
 
-def train_small_moe(folder, ranks):
-    """Run the script as its first lines say, in processes of their own, and return what it said."""
+def run_script(name, ranks, *arguments):
+    """Run a script as its first lines say, in processes of their own, and return what it said."""
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     done = subprocess.run(
-        [sys.executable, *words, EXAMPLES / "train_small_moe.py", "--save", folder],
+        [sys.executable, *words, EXAMPLES / name, *arguments],
         env=os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
         capture_output=True,
         text=True,
@@ -51,13 +51,27 @@ def check_small_moe(said):
 
 @pytest.mark.slow
 def test_the_script_trains_saves_and_resumes_on_two_cpu_ranks(tmp_path):
-    check_small_moe(train_small_moe(tmp_path / "checkpoint", 2))
+    check_small_moe(run_script("train_small_moe.py", 2, "--save", tmp_path / "checkpoint"))
 
 
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_the_script_trains_saves_and_resumes_on_a_gpu(tmp_path):
-    check_small_moe(train_small_moe(tmp_path / "checkpoint", 1))
+    check_small_moe(run_script("train_small_moe.py", 1, "--save", tmp_path / "checkpoint"))
+
+
+@pytest.mark.slow
+def test_an_engine_gets_all_experts_between_rounds_of_training_on_two_cpu_ranks():
+    """Layers, experts, linears, and data and scale of each; the model that has been offloaded and
+    read goes on learning, and says what comes next."""
+    said = run_script("rollouts.py", 2)
+    rounds = re.findall(r"^step (\d+): loss ([\d.]+), engine: (\d+) tensors of experts", said, re.M)
+    assert [(int(step), int(count)) for step, _, count in rounds] == [
+        (step, 2 * 4 * 2 * 2) for step in (10, 20, 30)
+    ]
+    losses = [float(loss) for _, loss, _ in rounds]
+    assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0] / 4
+    assert said.rstrip().endswith(str([3 * token + 1 for token in range(8)]))
 
 
 # The diff of a launch script with Transformer Engine

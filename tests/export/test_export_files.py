@@ -1,0 +1,263 @@
+"""A checkpoint becomes what engines load, with the bytes that training makes of its masters."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from moe_optim import reference
+from moe_optim.checkpoints.conversion.layer_view import LayerView
+from moe_optim.checkpoints.conversion.model_conversion import convert_model
+from moe_optim.checkpoints.conversion.model_plan import ModelRequest, plan_model
+from moe_optim.checkpoints.stores.opening import open_checkpoint
+from moe_optim.cli import main as cli
+from moe_optim.errors import ConfigError, LayoutError
+from moe_optim.export.conventions import CONVENTIONS, find_convention
+from moe_optim.export.files.export import export_checkpoint
+from moe_optim.export.files.export_plan import MASTERS, ExportRequest, plan_export
+from moe_optim.formats import get_format
+from tests.support import serving
+from tests.support.bytes import assert_bytes_equal, assert_same_tensors
+from tests.support.hf_checkpoints import write_hf, write_megatron
+from tests.support.stored_checkpoints import interleaved
+
+LAYERS, EXPERTS, HIDDEN, FFN = 2, 3, 128, 256
+FC1 = "decoder.layers.mlp.experts.experts.linear_fc1.weight"
+FC2 = "decoder.layers.mlp.experts.experts.linear_fc2.weight"
+FORMATS = ("mxfp8", "mxfp8_2d", "nvfp4", "fp8_block")
+SHAPES = {
+    "embedding.word_embeddings.weight": (16, HIDDEN),
+    "decoder.final_layernorm.weight": (HIDDEN,),
+    "output_layer.weight": (16, HIDDEN),
+    "decoder.layers.self_attention.linear_qkv.layer_norm_weight": (LAYERS, HIDDEN),
+    "decoder.layers.self_attention.linear_qkv.weight": (LAYERS, 48, HIDDEN),
+    "decoder.layers.self_attention.q_layernorm.weight": (LAYERS, 6),
+    "decoder.layers.self_attention.k_layernorm.weight": (LAYERS, 6),
+    "decoder.layers.self_attention.linear_proj.weight": (LAYERS, HIDDEN, 24),
+    "decoder.layers.pre_mlp_layernorm.weight": (LAYERS, HIDDEN),
+    "decoder.layers.mlp.router.weight": (LAYERS, EXPERTS, HIDDEN),
+}
+UNQUANTIZED = ["lm_head"] + [
+    f"model.layers.{layer}.{module}"
+    for layer in range(LAYERS)
+    for module in ("mlp.gate", *(f"self_attn.{x}_proj" for x in "koqv"))
+]
+
+
+def masters(ffn=FFN):
+    """Return fp32 masters of all experts, magnitudes that differ from run to run."""
+    generator = torch.Generator().manual_seed(3)
+    found = {}
+    for key, shape in ((FC1, (2 * ffn, HIDDEN)), (FC2, (HIDDEN, ffn))):
+        values = torch.randn((LAYERS, EXPERTS, *shape), generator=generator)
+        exponents = torch.randint(-8, 0, values.shape[:-1], generator=generator)
+        found[key] = torch.ldexp(values, exponents.unsqueeze(-1))
+    return found
+
+
+def stored(ffn=FFN, *, with_masters=True):
+    """Return what Megatron stores of a small Qwen3-MoE; weights are not what masters round to."""
+    generator = torch.Generator().manual_seed(4)
+    of_experts = masters(ffn)
+    shapes = SHAPES | {key: values.shape for key, values in of_experts.items()}
+    tensors = {k: torch.randn(s, generator=generator).bfloat16() for k, s in shapes.items()}
+    if with_masters:
+        tensors |= {MASTERS + key: values for key, values in of_experts.items()}
+    return tensors
+
+
+def write(folder, tensors, ffn=FFN, **arguments):
+    sizes = {"hidden_size": HIDDEN, "moe_ffn_hidden_size": ffn}
+    return write_megatron(folder, "qwen3_moe", tensors, **sizes, **arguments)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("source") / "c", stored())
+
+
+@pytest.fixture(scope="module")
+def hf(source, tmp_path_factory):
+    """The same model as transformers has it, in bf16."""
+    folder = tmp_path_factory.mktemp("hf") / "hf"
+    convert_model(plan_model(open_checkpoint(source), ModelRequest(to="hf")), folder)
+    return folder
+
+
+def request_of(format, convention=None, **more):
+    found = get_format(format)
+    return ExportRequest(format=found, convention=find_convention(found, convention), **more)
+
+
+def export(source, target, format, convention=None, **more):
+    plan = plan_export(open_checkpoint(source), request_of(format, convention, **more))
+    export_checkpoint(plan, target)
+    return target
+
+
+def in_files(folder):
+    """Return all tensors as the index has them, each file read by the library."""
+    weight_map = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    files = {name: load_file(folder / name) for name in set(weight_map.values())}
+    assert sum(map(len, files.values())) == len(weight_map)
+    return {key: files[name][key] for key, name in weight_map.items()}
+
+
+def wanted_experts(values, format):
+    """Return every expert's tensors by name, from fp32 or bf16 values of fc1 and fc2."""
+    found = {}
+    for layer in range(LAYERS):
+        for key, parts in ((FC1, ("gate_proj", "up_proj")), (FC2, ("down_proj",))):
+            quantized = reference.quantize(values[key][layer].float(), get_format(format))
+            for expert, tensors in enumerate(serving.experts_of(quantized)):
+                stem = f"model.layers.{layer}.mlp.experts.{expert}."
+                for suffix, tensor in tensors.items():
+                    rows = tensor.chunk(len(parts)) if tensor.dim() else [tensor] * len(parts)
+                    for part, one in zip(parts, rows, strict=True):
+                        found[f"{stem}{part}.{suffix}"] = one.contiguous()
+    return found
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_experts_are_what_training_makes_of_their_masters(format, source, tmp_path):
+    got = in_files(export(source, tmp_path / "out", format))
+    of_experts = {key: one for key, one in got.items() if ".experts." in key}
+    assert_same_tensors(of_experts, wanted_experts(masters(), format))
+
+
+def test_without_masters_they_are_made_of_the_weights(tmp_path):
+    """As from any model of Hugging Face, here of one in safetensors."""
+    tensors = stored(with_masters=False)
+    source = write(tmp_path / "source", tensors)
+    convert_model(plan_model(open_checkpoint(source), ModelRequest(to="hf")), tmp_path / "hf")
+    wanted = wanted_experts(tensors, "nvfp4")
+    for number, path in enumerate((source, tmp_path / "hf")):
+        got = in_files(export(path, tmp_path / f"out{number}", "nvfp4"))
+        assert_same_tensors({k: one for k, one in got.items() if ".experts." in k}, wanted)
+
+
+def test_everything_else_is_as_in_the_model_of_hugging_face(source, hf, tmp_path):
+    dense = {k: one for k, one in in_files(hf).items() if ".experts." not in k}
+    for number, path in enumerate((source, hf)):
+        got = in_files(export(path, tmp_path / f"out{number}", "mxfp8"))
+        assert_same_tensors({k: one for k, one in got.items() if ".experts." not in k}, dense)
+
+
+@pytest.mark.parametrize("rows", [64, 128])
+def test_interleaved_rows_of_training_come_apart(rows, tmp_path):
+    """Runs that are no multiple of a block's height too: experts are quantized as they are told
+    apart, gate rows first."""
+    tensors = stored()
+    for key in (FC1, MASTERS + FC1):
+        tensors[key] = interleaved(tensors[key], rows)
+    source = write(tmp_path / "source", tensors, moe_mlp_glu_interleave_size=rows)
+    got = in_files(export(source, tmp_path / "out", "mxfp8"))
+    of_experts = {key: one for key, one in got.items() if ".experts." in key}
+    assert_same_tensors(of_experts, wanted_experts(masters(), "mxfp8"))
+
+
+@pytest.mark.parametrize("one", CONVENTIONS, ids=lambda one: f"{one.format}-{one.name}")
+def test_each_convention_is_written_with_its_configuration(one, source, hf, tmp_path):
+    """The model is described as transformers describes it, and modules in bf16 are listed."""
+    folder = export(source, tmp_path / "out", one.format, one.name)
+    config = json.loads((folder / "config.json").read_text())
+    of_engine = config.pop("quantization_config")
+    assert config == json.loads((hf / "config.json").read_text())
+    lists = ("modules_to_not_convert", "ignore")
+    assert next(of_engine[name] for name in lists if name in of_engine) == sorted(UNQUANTIZED)
+    suffixes = {name.rpartition(".")[2] for name in in_files(folder) if ".experts." in name}
+    assert suffixes == {one.data, one.scale, one.global_scale} - {None}
+
+
+def test_tokenizers_come_along(hf, tmp_path):
+    beside = tmp_path / "beside"
+    write_hf(beside, in_files(hf), json.loads((hf / "config.json").read_text()))
+    (beside / "tokenizer.json").write_text("{}")
+    export(beside, tmp_path / "out", "mxfp8")
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+
+
+def test_no_more_than_one_layer_is_read_at_once(source, tmp_path, monkeypatch):
+    """Files hold a layer, and nothing of another is read before one is written."""
+    log = []
+    read = LayerView.read
+
+    def logged(self, key):
+        log.append(key)
+        return read(self, key)
+
+    monkeypatch.setattr(LayerView, "read", logged)
+    plan = plan_export(open_checkpoint(source), request_of("mxfp8"))
+    export_checkpoint(plan, tmp_path / "out", lambda nbytes: log.append(nbytes))
+    of_experts = [one for one in log if isinstance(one, int) or ".experts." in one]
+    stem = f"{MASTERS}decoder.layers."
+    nbytes = EXPERTS * 3 * HIDDEN * FFN * 4
+    for layer in range(LAYERS):
+        keys = {f"{stem}{layer}.mlp.experts.linear_fc{n}.weight" for n in (1, 2)}
+        assert set(of_experts[3 * layer : 3 * layer + 2]) == keys
+        assert of_experts[3 * layer + 2] == nbytes
+    files = sorted((tmp_path / "out").glob("*.safetensors"))
+    layers = [{name.split(".")[2] for name in load_file(f) if ".experts." in name} for f in files]
+    assert layers[:LAYERS] == [{"0"}, {"1"}] and not any(layers[LAYERS:])
+
+
+# From the command line
+
+
+def test_the_command_says_what_was_quantized_from_what(source, hf, tmp_path, capsys):
+    assert cli.main(["export", str(source), str(tmp_path / "a"), "--format", "fp8_block"]) == 0
+    said = capsys.readouterr().out
+    assert "fp8_block experts of 2 layers, as deepseek names them, for vLLM and SGLang" in said
+    assert "quantized from masters" in said and "other scales" not in said
+    assert cli.main(["export", str(hf), str(tmp_path / "b"), "--format", "mxfp8"]) == 0
+    said = capsys.readouterr().out
+    assert "quantized from weights" in said and "may come out with other scales" in said
+
+
+# What is refused, with nothing written
+
+
+def test_gate_and_up_that_share_a_block_are_refused(tmp_path):
+    source = write(tmp_path / "source", stored(96), 96)
+    with pytest.raises(LayoutError, match="linear_fc1: expected gate and up in runs of 128 rows"):
+        export(source, tmp_path / "out", "fp8_block")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_without_a_description_is_refused_with_what_to_give(hf, tmp_path):
+    tensors, config = in_files(hf), json.loads((hf / "config.json").read_text())
+    bare = write_hf(tmp_path / "bare", tensors, config)
+    (bare / "config.json").unlink()
+    with pytest.raises(ConfigError, match="config.json: expected the configuration of the model"):
+        export(bare, tmp_path / "out", "mxfp8")
+    plan = plan_export(open_checkpoint(bare), request_of("mxfp8"), hf / "config.json")
+    export_checkpoint(plan, tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["model_type"] == "qwen3_moe"
+
+
+def test_a_folder_that_exists_is_left_alone(source, tmp_path):
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ConfigError, match="expected nothing there yet"):
+        export(source, tmp_path / "out", "mxfp8")
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_masters_of_some_experts_are_not_mixed_with_weights_of_others(tmp_path):
+    """Layers stored apart, of which one has no masters: all come from weights."""
+    tensors = stored(with_masters=False)
+    apart = {}
+    for key, values in tensors.items():
+        for layer in range(LAYERS):
+            name = key.replace("decoder.layers.", f"decoder.layers.{layer}.")
+            apart[name] = values[layer] if name != key else values
+    for key, values in masters().items():
+        apart[MASTERS + key.replace("decoder.layers.", "decoder.layers.0.")] = values[0]
+    source = write(tmp_path / "source", apart)
+    plan = plan_export(open_checkpoint(source), request_of("mxfp8"))
+    assert not plan.reads_masters
+    export_checkpoint(plan, tmp_path / "out")
+    got = in_files(tmp_path / "out")
+    for name, want in wanted_experts(tensors, "mxfp8").items():
+        assert_bytes_equal(got[name], want, what=name)
