@@ -17,9 +17,11 @@ class Engine:
     """Keeps what it is given, by name."""
 
     def load_weights(self, weights):
+        """Copy all weights: they are views of those that train."""
         self.weights = {name: tensor.clone() for name, tensor in weights}
 
     def describe(self):
+        """Say how many tensors of experts there are."""
         experts = [one for name, one in self.weights.items() if ".experts." in name]
         return f"{len(experts)} tensors of experts, {sum(one.nbytes for one in experts):,} bytes"
 

@@ -38,7 +38,7 @@ EXPERTS, VOCABULARY, LENGTH, BATCH = 4, 64, 32, 8
 def build(overlap=False):
     """Return a new model, wrapped, and its optimizer. All ranks must call it.
 
-    With ``overlap``, gradients are reduced in the backward pass and weights gathered in the forward.
+    With ``overlap``, the backward pass reduces gradients, and the forward pass gathers weights.
     """
     model_parallel_cuda_manual_seed(1)
     config = TransformerConfig(
