@@ -167,13 +167,14 @@ def expected(chunks, optimizer):
     from megatron.core import parallel_state
 
     mine: dict[str, torch.Tensor] = {}
-    first = parallel_state.get_expert_model_parallel_rank()
+    ranks = parallel_state.get_expert_model_parallel_world_size()
+    first = parallel_state.get_expert_model_parallel_rank() * EXPERTS // ranks
     for layer, name, param in named_parameters(chunks):
         stem = "" if layer is None else f"model.layers.{layer}."
         if "experts" in name:
             storage = getattr(param, "quantized_storage", None)
             values = full_master(optimizer, param) if storage else param.detach()
-            number = first * len(values)
+            number = first + int(name.rpartition("weight")[2] or 0)
             rows = ("gate", "up") if "linear_fc1" in name else ("down",)
             tensors = [{"weight": one} for one in values]
             if storage:
