@@ -40,7 +40,8 @@ class Method:
     file: str
     method: str
     settings: tuple[tuple[str, Any], ...] = ()
-    """Attributes of the method that its constructor would set."""
+    """Attributes of the method that its constructor would set, or arguments of a function."""
+    function: str = "create_weights"
 
 
 _V, _S = "model_executor/layers/quantization", "srt/layers/quantization"
@@ -48,13 +49,33 @@ _VC = f"{_V}/compressed_tensors/compressed_tensors_moe/compressed_tensors_moe"
 _SC = f"{_S}/compressed_tensors/schemes/compressed_tensors"
 _BLOCKS = (("block_quant", True), ("weight_block_size", [128, 128]))
 _NATIVE = (*_BLOCKS, ("weight_scale_name", "weight_scale_inv"), ("weight_scale_refine", None))
-_NATIVE += (("moe_block_shape", [128, 128]),)
+_DYNAMIC = {"activation_scheme": "dynamic", "is_checkpoint_fp8_serialized": True}
+_NATIVE += (
+    ("moe_block_shape", [128, 128]),
+    ("quant_config", SimpleNamespace(**_DYNAMIC)),
+)
+
+
+def _sglang_fp8(block: list[int]) -> Method:
+    """Return what SGLang allocates FP8 experts with, of blocks or of rows."""
+    arguments = {
+        "block_quant": True,
+        "quant_config": SimpleNamespace(weight_block_size=block, **_DYNAMIC),
+        "use_mxfp8": block == [1, 32],
+        "is_checkpoint_fp8_serialized": True,
+        "is_fp4_expert": False,
+    }
+    settings = tuple(arguments.items())
+    return Method("sglang", f"{_S}/fp8.py", "Fp8MoEMethod", settings, "create_fp8_moe_weight_")
+
+
 _SCHEME = (*_BLOCKS, ("static_input_scales", False))
 _GROUP = SimpleNamespace(is_checkpoint_nvfp4_serialized=True, group_size=16)
 METHODS = {
     ("mxfp8", "compressed_tensors"): [
         Method("vllm", f"{_VC}_w8a8_mxfp8.py", "CompressedTensorsW8A8Mxfp8MoEMethod")
     ],
+    ("mxfp8", "deepseek"): [_sglang_fp8([1, 32])],
     ("mxfp8", "modelopt"): [Method("vllm", f"{_V}/modelopt.py", "ModelOptMxFp8FusedMoE")],
     ("nvfp4", "modelopt"): [
         Method(
@@ -72,7 +93,10 @@ METHODS = {
             (("group_size", 16), ("has_input_global_scale", False)),
         ),
     ],
-    ("fp8_block", "deepseek"): [Method("vllm", f"{_V}/fp8.py", "Fp8MoEMethod", _NATIVE)],
+    ("fp8_block", "deepseek"): [
+        Method("vllm", f"{_V}/fp8.py", "Fp8MoEMethod", _NATIVE),
+        _sglang_fp8([128, 128]),
+    ],
     ("fp8_block", "compressed_tensors"): [
         Method("vllm", f"{_VC}_w8a8_fp8.py", "CompressedTensorsW8A8Fp8MoEMethod", _SCHEME),
     ],
@@ -130,6 +154,9 @@ NAMES = {
     "MXFP8_SCALE_DTYPE": torch.uint8,
     "validate_fp8_block_shape_moe": lambda *_: None,
     "get_tensor_model_parallel_world_size": lambda: 1,
+    "get_moe_weight_sizes": lambda width, **_: (2 * width, width, False),
+    "get_moe_padding_size": lambda _: 0,
+    **dict.fromkeys(("_is_hip", "_use_aiter", "_use_hip_int4"), False),
     "EplbState": SimpleNamespace(
         build_initial_global_physical_to_logical_map=lambda experts, _: list(range(experts))
     ),
@@ -138,16 +165,21 @@ NAMES = {
 
 def allocated(method: Method, package: Path) -> dict[str, Tensor]:
     """Return what an engine allocates for the experts, by name, filled with a byte of its own."""
-    create = extract(package / method.file, method.method, "create_weights", NAMES)
+    create = extract(package / method.file, method.method, method.function, NAMES)
     moe = SimpleNamespace(is_act_and_mul=True, w13_num_shards=2, has_bias=False)
     weight_quant, input_quant = SimpleNamespace(strategy=2), SimpleNamespace(dynamic=True)
     settings = {"moe": moe, "weight_quant": weight_quant, "input_quant": input_quant}
     layer = torch.nn.Module()
     layer.intermediate_size_per_partition, layer.hidden_size = FFN, HIDDEN
+    layer.moe_tp_size = 1
     layer.moe_runner_config = SimpleNamespace(is_gated=True)
+    given = dict(method.settings)
+    is_static = method.function != "create_weights"
+    owner = [] if is_static else [SimpleNamespace(**settings | given)]
     create(
-        SimpleNamespace(**settings | dict(method.settings)),
+        *owner,
         layer,
+        **(given if is_static else {}),
         num_experts=EXPERTS,
         hidden_size=HIDDEN,
         intermediate_size_per_partition=FFN,
