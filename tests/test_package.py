@@ -34,6 +34,7 @@ PUBLIC = {
     "convert_state_dict",
     "dequantize",
     "describe",
+    "export_weights",
     "fake_quantize",
     "get_megatron_optimizer",
     "infer_partition",
