@@ -14,7 +14,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 NEEDED: Mapping[str, str] = MappingProxyType(
-    {"python": ">=3.12", "torch": ">=2.11", "megatron-core": ">=0.19.2,<0.20"}
+    {"python": ">=3.12", "torch": ">=2.11", "megatron-core": ">=0.19,<0.21"}
 )
 """Versions this package is built for; the same as in ``pyproject.toml``."""
 
@@ -132,7 +132,7 @@ def unmet_version(name: str, wanted: str) -> str | None:
 
     Args:
         name: ``python`` or a key of ``MODULES``.
-        wanted: a version specifier such as ``>=0.19.2,<0.20``.
+        wanted: a version specifier such as ``>=0.19,<0.21``.
 
     Returns:
         One line, or None where the version fits.

@@ -203,7 +203,7 @@ def test_another_version_of_megatron_is_refused(python, script, tmp_path):
     write_fake_tree(tmp_path, "0.18.2")
     done = start(python, path, FLAG)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "megatron-core: expected >=0.19,<0.20, got 0.18.2" in done.stderr
+    assert "megatron-core: expected >=0.19,<0.21, got 0.18.2" in done.stderr
 
 
 def test_who_switches_it_on_by_other_means_is_left_alone():

@@ -169,12 +169,12 @@ def test_a_megatron_beside_the_script_is_not_mixed_with_the_source_tree(tmp_path
     assert f"expected megatron.core from there, got {own}/megatron/core" in line
 
 
-@pytest.mark.parametrize("version", ["0.18.2", "0.20.0"])
+@pytest.mark.parametrize("version", ["0.18.2", "0.21.0"])
 def test_the_flag_is_refused_for_another_version(tmp_path, capsys, imports, script, version):
     """Before anything of it is imported."""
     tree = write_fake_tree(tmp_path / "tree", version)
     line = refusal(capsys, "--megatron-lm", tree, script, *PLUGIN)
-    assert f"--use-moe-grouped-optim: megatron-core: expected >=0.19,<0.20, got {version}" in line
+    assert f"--use-moe-grouped-optim: megatron-core: expected >=0.19,<0.21, got {version}" in line
 
 
 def test_settings_of_the_plugin_without_the_flag_are_refused(capsys, script, imports):
