@@ -138,7 +138,7 @@ def unmet_version(name: str, wanted: str) -> str | None:
         One line, or None where the version fits.
     """
     package = find_package(name)
-    if package is not None and _satisfies(package.version, wanted):
+    if package is not None and satisfies(package.version, wanted):
         return None
     remedy = _REMEDIES[name].format(wanted=wanted)
     if package is not None and package.checkout:
@@ -146,7 +146,8 @@ def unmet_version(name: str, wanted: str) -> str | None:
     return f"{name}: expected {wanted}, got {package or 'none'}. {remedy}"
 
 
-def _satisfies(version: str, wanted: str) -> bool:
+def satisfies(version: str, wanted: str) -> bool:
+    """Return whether a version is in a range; a pre-release counts as its release."""
     try:
         return SpecifierSet(wanted).contains(Version(version).base_version)
     except InvalidVersion:  # it does not say; believe that the user knows
