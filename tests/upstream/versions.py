@@ -5,7 +5,8 @@
 
 ``--megatron-core`` is a release, or the path of a checkout; TESTS are files or folders, by default
 all. What the record has of other files of the same versions stays, so that a suite can be run in
-parts. Exit status: 1 if a case fails.
+parts. With ``--transformer-engine`` it is built, and the tests that use GPUs run instead of the
+others. Exit status: 1 if a case fails.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_optim.console.provenance import commit
+from moe_optim.environment import find_gpus
 
 ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "recipes" / "results" / "versions-cpu.json"
@@ -36,6 +38,8 @@ KNOWN: Mapping[str, tuple[str, ...]] = {
     "transformer-engine": ("2.17.1", "2.18.0", "2.20.2"),
 }
 """Versions that people have, the oldest first; 0.20.0 is what a checkout of main calls itself."""
+
+ALL = ["tests"]
 
 OUTCOMES = {"failure": "failed", "error": "failed", "skipped": "skipped"}
 """What pytest writes into a case -> how it went."""
@@ -54,6 +58,15 @@ class Wanted:
     def checkout(self) -> Path | None:
         """The folder of a checkout, or None for a release."""
         return Path(self.megatron_core) if os.sep in self.megatron_core else None
+
+    def command(self, tests: Sequence[str]) -> str:
+        """Return what runs these tests with these versions, on any machine."""
+        core = self.checkout.name if self.checkout else self.megatron_core
+        words = ["python", "-m", "tests.upstream.versions", "--torch", self.torch]
+        words += ["--megatron-core", core]
+        if self.transformer_engine:
+            words += ["--transformer-engine", self.transformer_engine]
+        return shlex.join([*words, *([] if list(tests) == ALL else tests)])
 
     def requirements(self) -> list[str]:
         """Return what the project file asks for, with these versions in place of its own."""
@@ -137,6 +150,12 @@ def installed(python: Path) -> dict[str, str]:
     return dict(json.loads(asked.stdout))
 
 
+def device() -> str:
+    """Return what the suite runs on: GPUs, or the CPU."""
+    names = [gpu.name for gpu in find_gpus()]
+    return ", ".join(names) or f"{platform.machine()} CPU, {os.cpu_count()} cores"
+
+
 def describe_source(wanted: Wanted) -> str:
     """Return where megatron-core comes from: the index, or a commit."""
     if wanted.checkout is None:
@@ -153,7 +172,12 @@ def record(path: Path, run: Mapping[str, Any]) -> None:
     others = [one for one in runs if any(one[key] != run[key] for key in what)]
     same = [one for one in runs if one not in others]
     files = {name: of_file for one in same for name, of_file in one["files"].items()}
-    merged = {**run, "files": dict(sorted({**files, **run["files"]}.items()))}
+    commands = [command for one in same for command in one["commands"]]
+    merged = {
+        **run,
+        "commands": list(dict.fromkeys([*commands, *run["commands"]])),
+        "files": dict(sorted({**files, **run["files"]}.items())),
+    }
     runs = sorted([*others, merged], key=lambda one: sorted(one["versions"].items()))
     path.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
 
@@ -181,9 +205,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--transformer-engine", help="builds it, and runs the tests that use GPUs")
     parser.add_argument("--environment", type=Path, help="is made there, kept, and used again")
     parser.add_argument("--json", type=Path, default=RECORD)
-    parser.add_argument("tests", nargs="*", metavar="TESTS", default=["tests"])
-    words = sys.argv[1:] if argv is None else argv
-    args = parser.parse_args(words)
+    parser.add_argument("tests", nargs="*", metavar="TESTS", default=ALL)
+    args = parser.parse_args(argv)
+    if args.transformer_engine and not find_gpus():
+        parser.error("--transformer-engine: expected a GPU, got none. Run it on a machine with one")
     wanted = Wanted(
         torch=args.torch,
         megatron_core=args.megatron_core,
@@ -196,8 +221,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             "versions": installed(python),
             "source": describe_source(wanted),
             "python": platform.python_version(),
-            "device": f"{platform.machine()} CPU, {os.cpu_count()} cores",
-            "command": shlex.join(["python", "-m", "tests.upstream.versions", *words]),
+            "device": device(),
+            "commands": [wanted.command(args.tests)],
             "files": {name: asdict(of_file) for name, of_file in sorted(found.items())},
         }
     record(args.json, run)

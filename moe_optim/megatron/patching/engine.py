@@ -4,7 +4,7 @@ import importlib
 import importlib.util
 import inspect
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,7 +60,7 @@ _inherited: set[str] = set()  # targets that stood on a base class
 _holders: dict[str, set[str]] = {}  # patch id -> who needs it
 
 
-def _resolve(path: str) -> tuple[Any, str, Any]:
+def resolve(path: str) -> tuple[Any, str, Any]:
     """Return owner, attribute name and current object of ``module:attribute``."""
     module_name, _, attribute_path = path.partition(":")
     *owners, name = attribute_path.split(".")
@@ -74,11 +74,11 @@ def _misfit(patch: Patch) -> str | None:
     """Say why a patch does not fit the megatron-core that is imported, or None if it does."""
     name, version = _installed()
     try:
-        original = _resolve(patch.target)[2]
+        original = resolve(patch.target)[2]
     except (ImportError, AttributeError) as error:
         return f"expected {' or '.join(map(str, patch.fits))}, got none in {name} ({error})"
     try:
-        replacement = _resolve(patch.replacement)[2]
+        replacement = resolve(patch.replacement)[2]
     except (ImportError, AttributeError) as error:
         return f"expected {patch.replacement} to be there, got with {name}: {error}"
     form = form_of(original)
@@ -98,15 +98,20 @@ def _misfit_of_class(original: type, replacement: Any, name: str) -> str | None:
     """Say why a class cannot stand for its base: another base, or a method of other parameters."""
     if not (isinstance(replacement, type) and issubclass(replacement, original)):
         return f"expected a base class of the replacement, got {original.__qualname__} in {name}"
-    ours = replacement.__mro__[: replacement.__mro__.index(original)]
-    for method in dict.fromkeys(key for cls in ours for key in vars(cls)):
-        theirs = inspect.getattr_static(original, method, None)
-        mine = inspect.getattr_static(replacement, method)
-        if not (inspect.isfunction(_function(theirs)) and inspect.isfunction(_function(mine))):
-            continue
+    for method, mine, theirs in overridden(original, replacement):
         if not _takes_calls_of(mine, theirs):
             return f"expected {method} {form_of(mine)}, got {method} {form_of(theirs)} in {name}"
     return None
+
+
+def overridden(original: type, replacement: type) -> Iterator[tuple[str, Any, Any]]:
+    """Yield name, our definition and Megatron's of every method that a subclass replaces."""
+    ours = replacement.__mro__[: replacement.__mro__.index(original)]
+    for name in dict.fromkeys(key for cls in ours for key in vars(cls)):
+        theirs = inspect.getattr_static(original, name, None)
+        mine = inspect.getattr_static(replacement, name)
+        if inspect.isfunction(_function(theirs)) and inspect.isfunction(_function(mine)):
+            yield name, mine, theirs
 
 
 def _takes_calls_of(mine: Any, theirs: Any) -> bool:
@@ -182,7 +187,7 @@ def apply_patches(patches: Iterable[Patch], holder: str = "") -> None:
                 f"patch {patch.id}: {patch.target}: {why}. Install a megatron-core "
                 f"{NEEDED['megatron-core']}; `moe-optim doctor` checks all patches."
             )
-        plan.append((patch, *_resolve(patch.target), _resolve(patch.replacement)[2]))
+        plan.append((patch, *resolve(patch.target), resolve(patch.replacement)[2]))
     for patch, owner, name, original, replacement in plan:
         if name not in vars(owner):
             _inherited.add(patch.target)
@@ -201,7 +206,7 @@ def revert_patches(patches: Iterable[Patch], holder: str = "") -> None:
         holders.discard(holder)
         if patch.target not in _originals or holders:
             continue
-        owner, name, _ = _resolve(patch.target)
+        owner, name, _ = resolve(patch.target)
         original = _originals.pop(patch.target)
         if patch.target in _inherited:
             _inherited.remove(patch.target)
@@ -221,7 +226,7 @@ def original(target: str) -> Any:
     It is what stood there when the patch was applied, so that others' wrappers stay in place; where
     nothing is rebound (a patched tree, a direct call), what stands there now.
     """
-    found = _originals[target] if is_rebound(target) else _resolve(target)[2]
+    found = _originals[target] if is_rebound(target) else resolve(target)[2]
     return found.__func__ if isinstance(found, staticmethod) else found
 
 
