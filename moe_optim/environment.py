@@ -156,15 +156,18 @@ def satisfies(version: str, wanted: str) -> bool:
 
 def _version(name: str, folder: Path) -> str:
     if name == "megatron-core":  # metadata would describe the wheel where a checkout wins
-        return _megatron_core_version(folder)
+        return read_core_version(folder)
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return "unknown"
 
 
-def _megatron_core_version(folder: Path) -> str:
-    """Read the version out of the sources: importing them takes seconds and asks git."""
+def read_core_version(folder: Path) -> str:
+    """Read the version of megatron-core out of its folder; ``unknown`` where it does not say.
+
+    Importing it would take seconds and ask git.
+    """
     try:
         text = (folder / "package_info.py").read_text()
     except OSError:
