@@ -481,9 +481,9 @@ def engine_versions() -> str:
         if not isinstance(numbers, dict):
             continue
         version = numbers.get("te") or numbers.get("transformer-engine")
-        device = report["device"]
+        named = report["device"]
         if version:
-            devices.setdefault(version, set()).update([device] if isinstance(device, str) else device)
+            devices.setdefault(version, set()).update([named] if isinstance(named, str) else named)
     rows = [
         [one, ", ".join(sorted(devices[one])) if one in devices else "not run"]
         for one in KNOWN["transformer-engine"]
