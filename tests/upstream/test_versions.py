@@ -72,6 +72,12 @@ def test_a_part_that_is_run_again_replaces_its_files_alone(tmp_path):
     assert newer["commands"] == ["all", "b"]
 
 
+def test_an_environment_of_other_versions_is_not_taken_for_the_one_wanted():
+    versions.check_versions({"torch": "2.15.0+cpu", "megatron-core": "0.19.0"}, wanted())
+    with pytest.raises(SystemExit, match=r"expected megatron-core 0\.19\.0 there, got 0\.19\.2"):
+        versions.check_versions({"torch": "2.15.0", "megatron-core": "0.19.2"}, wanted())
+
+
 def test_transformer_engine_is_refused_without_a_gpu(capsys):
     """It is built for one, and all that it would add are the tests that need one."""
     with pytest.raises(SystemExit):

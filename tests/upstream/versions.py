@@ -92,10 +92,11 @@ class Outcomes:
 
 
 def make_environment(folder: Path, wanted: Wanted) -> Path:
-    """Install everything into an environment, a new one where there is none; return its Python."""
+    """Install everything into a new environment, unless it is there; return its Python."""
     python = folder / "bin" / "python"
-    if not python.exists():
-        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    if python.exists():
+        return python
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     pip = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
     subprocess.run([*pip, *wanted.requirements()], check=True)
     if wanted.transformer_engine:  # built against the torch that is there
@@ -148,6 +149,19 @@ def installed(python: Path) -> dict[str, str]:
         [str(python), "-c", program, *names], capture_output=True, text=True, check=True
     )
     return dict(json.loads(asked.stdout))
+
+
+def check_versions(found: Mapping[str, str], wanted: Wanted) -> None:
+    """Exit where an environment that was there holds another release than is wanted."""
+    releases = {"torch": wanted.torch, "transformer-engine": wanted.transformer_engine}
+    if wanted.checkout is None:
+        releases["megatron-core"] = wanted.megatron_core
+    for name, version in releases.items():
+        if version and found.get(name, "none").partition("+")[0] != version:
+            sys.exit(
+                f"--environment: expected {name} {version} there, got {found.get(name, 'none')}. "
+                "Remove it, or name another folder."
+            )
 
 
 def device() -> str:
@@ -203,7 +217,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--torch", default="2.11.0")
     parser.add_argument("--megatron-core", default="0.19.2", help="a release, or a checkout's path")
     parser.add_argument("--transformer-engine", help="builds it, and runs the tests that use GPUs")
-    parser.add_argument("--environment", type=Path, help="is made there, kept, and used again")
+    parser.add_argument("--environment", type=Path, help="is made there, kept, and used as it is")
     parser.add_argument("--json", type=Path, default=RECORD)
     parser.add_argument("tests", nargs="*", metavar="TESTS", default=ALL)
     args = parser.parse_args(argv)
@@ -216,9 +230,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     with tempfile.TemporaryDirectory(prefix="versions-") as temporary:
         python = make_environment(args.environment or Path(temporary) / "environment", wanted)
+        numbers = installed(python)
+        check_versions(numbers, wanted)
         found = run_suite(python, args.tests, gpus=bool(wanted.transformer_engine))
         run = {
-            "versions": installed(python),
+            "versions": numbers,
             "source": describe_source(wanted),
             "python": platform.python_version(),
             "device": device(),
