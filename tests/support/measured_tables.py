@@ -481,8 +481,8 @@ def engine_versions() -> str:
         if not isinstance(numbers, dict):
             continue
         version = numbers.get("te") or numbers.get("transformer-engine")
-        named = report["device"]
         if version:
+            named = report["device"]
             devices.setdefault(version, set()).update([named] if isinstance(named, str) else named)
     rows = [
         [one, ", ".join(sorted(devices[one])) if one in devices else "not run"]
