@@ -14,7 +14,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 NEEDED: Mapping[str, str] = MappingProxyType(
-    {"python": ">=3.12", "torch": ">=2.11", "megatron-core": ">=0.19.2,<0.20"}
+    {"python": ">=3.12", "torch": ">=2.11", "megatron-core": ">=0.19,<0.21"}
 )
 """Versions this package is built for; the same as in ``pyproject.toml``."""
 
@@ -132,13 +132,13 @@ def unmet_version(name: str, wanted: str) -> str | None:
 
     Args:
         name: ``python`` or a key of ``MODULES``.
-        wanted: a version specifier such as ``>=0.19.2,<0.20``.
+        wanted: a version specifier such as ``>=0.19,<0.21``.
 
     Returns:
         One line, or None where the version fits.
     """
     package = find_package(name)
-    if package is not None and _satisfies(package.version, wanted):
+    if package is not None and satisfies(package.version, wanted):
         return None
     remedy = _REMEDIES[name].format(wanted=wanted)
     if package is not None and package.checkout:
@@ -146,7 +146,8 @@ def unmet_version(name: str, wanted: str) -> str | None:
     return f"{name}: expected {wanted}, got {package or 'none'}. {remedy}"
 
 
-def _satisfies(version: str, wanted: str) -> bool:
+def satisfies(version: str, wanted: str) -> bool:
+    """Return whether a version is in a range; a pre-release counts as its release."""
     try:
         return SpecifierSet(wanted).contains(Version(version).base_version)
     except InvalidVersion:  # it does not say; believe that the user knows
@@ -155,15 +156,18 @@ def _satisfies(version: str, wanted: str) -> bool:
 
 def _version(name: str, folder: Path) -> str:
     if name == "megatron-core":  # metadata would describe the wheel where a checkout wins
-        return _megatron_core_version(folder)
+        return read_core_version(folder)
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return "unknown"
 
 
-def _megatron_core_version(folder: Path) -> str:
-    """Read the version out of the sources: importing them takes seconds and asks git."""
+def read_core_version(folder: Path) -> str:
+    """Read the version of megatron-core out of its folder; ``unknown`` where it does not say.
+
+    Importing it would take seconds and ask git.
+    """
     try:
         text = (folder / "package_info.py").read_text()
     except OSError:

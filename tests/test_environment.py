@@ -52,7 +52,7 @@ def test_a_checkout_of_megatron_wins_over_the_wheel_and_says_so(tmp_path, monkey
     monkeypatch.syspath_prepend(tmp_path)
     package = find_package("megatron-core")
     assert (package.version, package.path, package.checkout) == ("0.18.1rc2", str(core), True)
-    problem = unmet_version("megatron-core", ">=0.19.2,<0.20")
+    problem = unmet_version("megatron-core", ">=0.19,<0.21")
     assert f"got 0.18.1rc2 from the source checkout {core}. Check out a version" in problem
 
 
@@ -63,13 +63,13 @@ def test_a_megatron_that_does_not_say_its_version_is_believed(tmp_path, monkeypa
         (core / "package_info.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     assert find_package("megatron-core").version == "unknown"
-    assert unmet_version("megatron-core", ">=0.19.2,<0.20") is None
+    assert unmet_version("megatron-core", ">=0.19,<0.21") is None
 
 
 VERSIONS = {  # installed, wanted -> fits
     "equal": ("2.11.0", ">=2.11", True),
     "older": ("2.10.1", ">=2.11", False),
-    "newer than the range": ("0.20.0", ">=0.19.2,<0.20", False),
+    "newer than the range": ("0.21.0", ">=0.19,<0.21", False),
     "local build": ("2.11.0+cu130", ">=2.11", True),
     "container pre-release": ("2.11.0a0+ecf3bae", ">=2.11", True),
     "pre-release of something older": ("2.10.0a0+ecf3bae", ">=2.11", False),

@@ -9,9 +9,10 @@ import pytest
 from moe_optim.cli import main as cli
 from moe_optim.errors import PatchError
 from moe_optim.megatron.launch.source_diffs import FOLDER, apply_diffs, load_diffs, revert_diffs
-from tests.support.scripts import copy_diffed_files, fingerprint
+from tests.support.scripts import copy_diffed_files, fingerprint, needs_diffed_files
 
 pytest.importorskip("megatron.core")
+pytestmark = needs_diffed_files
 
 DIFFS = load_diffs()
 VICTIM = "megatron/core/optimizer/distrib_optimizer.py"
@@ -101,7 +102,10 @@ def test_a_tree_of_unknown_source_is_refused_and_left_alone(tree, capsys, action
     capsys.readouterr()
     assert patch(action, tree) == 2
     assert fingerprint(tree) == before
-    (line,) = [x for x in capsys.readouterr().err.splitlines() if "unknown source" in x]
+    said = capsys.readouterr().err.splitlines()
+    assert "expected the files of core_v0.19.0, got others (megatron-core " in said[0]
+    assert "`moe-optim run`, which needs no diffs" in said[-1]
+    (line,) = [x for x in said if "unknown source" in x]
     (diff,) = [diff for diff in DIFFS if diff.path == VICTIM]
     assert line.startswith(f"  {VICTIM}: unknown source: expected git object ")
     assert diff.before[:12] in line

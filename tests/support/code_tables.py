@@ -252,11 +252,19 @@ def shared_states() -> str:
 def patch_rows() -> str:
     rows = []
     for who, group in PATCH_GROUPS.items():
-        rows.append([f"**{who}**", "", "", ""])
+        rows.append([f"**{who}**", "", "", "", ""])
         for patch in group:
             target = patch.target.removeprefix("megatron.")
-            rows.append([f"`{patch.id}`", f"`{target}`", patch.because, patch.remove_when])
-    return table(["id", "target", "because", "can go when"], rows)
+            columns = [f"`{patch.id}`", f"`{target}`", patch_fits(patch)]
+            rows.append([*columns, patch.because, patch.remove_when])
+    return table(["id", "target", "which is", "because", "can go when"], rows)
+
+
+def patch_fits(patch: patches.Patch) -> str:
+    """Spell what a patch fits; with versions where they differ."""
+    if len(patch.fits) == 1:
+        return f"`{patch.fits[0].form}`"
+    return "; ".join(f"`{one.form}` ({one.versions})" for one in patch.fits)
 
 
 def commands() -> str:

@@ -1,6 +1,7 @@
 """Tables and sentences of the documents that quote a measurement, made from ``recipes/results``."""
 
 import json
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
@@ -14,7 +15,9 @@ from moe_optim.plan.costs import plan_rows
 from moe_optim.plan.experts import plan_experts
 from moe_optim.recipes import load_recipe
 from tests.support.code_tables import table, weight_bytes, wire_bytes
+from tests.upstream.patch_sources import changes
 from tests.upstream.side_by_side import CHANCE, Case, Comparison, Selection
+from tests.upstream.versions import KNOWN, failures, totals
 
 RESULTS = Path(__file__).parents[2] / "recipes" / "results"
 PUBLISHED = "published-recipes.json"
@@ -439,6 +442,72 @@ def upstream() -> str:
     )
 
 
+# Other versions
+
+VERSIONS = "versions-cpu.json"
+SOURCES = "patch-sources.json"
+
+
+def versions() -> str:
+    """What of the suite ran with which versions, and each case that failed."""
+    rows, failed = [], []
+    for run in read_result(VERSIONS)["runs"]:
+        numbers, counts = run["versions"], totals(run["files"])
+        core = numbers["megatron-core"]
+        if run["source"] != "wheel":
+            core += f", {run['source']}"
+        ran = [f"`{words}`" for words in map(tests_of, run["commands"]) if words]
+        what = ", ".join(ran) if len(ran) == len(run["commands"]) else "the suite"
+        outcomes = [f"{counts[outcome]:,}" for outcome in ("passed", "failed", "skipped")]
+        rows.append([core, numbers["torch"], what, *outcomes])
+        label = f"megatron-core {numbers['megatron-core']}, torch {numbers['torch']}"
+        failed += [f"- {label}: `{line.partition(': ')[0]}`" for line in failures(run["files"])]
+    header = ["megatron-core", "torch", "what ran", "passed", "failed", "skipped"]
+    return "\n\n".join(filter(None, (table(header, rows), "\n".join(failed))))
+
+
+def tests_of(command: str) -> str:
+    """Return the tests that a command names; none if it ran all."""
+    words = shlex.split(command)[3:]
+    return " ".join(words[sum(2 for word in words if word.startswith("--")) :])
+
+
+def engine_versions() -> str:
+    """Which Transformer Engine something was measured with, and on what."""
+    devices: dict[str, set[str]] = {}
+    for path in sorted(RESULTS.glob("*.json")):
+        report = json.loads(path.read_text())
+        numbers = report.get("versions") if isinstance(report, dict) else None
+        if not isinstance(numbers, dict):
+            continue
+        version = numbers.get("te") or numbers.get("transformer-engine")
+        if version:
+            named = report["device"]
+            devices.setdefault(version, set()).update([named] if isinstance(named, str) else named)
+    rows = [
+        [one, ", ".join(sorted(devices[one])) if one in devices else "not run"]
+        for one in KNOWN["transformer-engine"]
+    ]
+    return table(["Transformer Engine", "run on"], rows)
+
+
+def patch_sources() -> str:
+    """What of all that is replaced differs between Megatrons, by the oldest one's side."""
+    first, *others = read_result(SOURCES)["versions"]
+    rows = []
+    for other in others:
+        found = changes(first["targets"], other["targets"])
+        by_kind = [
+            ", ".join(f"`{name}`" for name in found if found[name] == kind) or "none"
+            for kind in ("gone", "signature", "body")
+        ]
+        rows.append([f"{first['version']} and {other['version']}", *by_kind])
+    count = len(first["targets"])
+    return f"Of {count} functions and methods:\n\n" + table(
+        ["between", "gone", "another signature", "another body"], rows
+    )
+
+
 KEPT_IN = {
     "mxfp8": "MXFP8",
     "nvfp4": "NVFP4",
@@ -494,11 +563,14 @@ MEASURED_TABLES: Mapping[str, Callable[[], str]] = {
     "host": host,
     "losses": losses,
     "plan-step": plan_step,
+    "patch-sources": patch_sources,
     "published": published,
     "requantize": requantize,
     "step-kernels": step_kernels,
     "steps": steps,
+    "transformer-engines": engine_versions,
     "upstream": upstream,
+    "versions": versions,
     "which-format": which_format,
 }
 
@@ -512,12 +584,14 @@ RESULTS_OF: Mapping[str, tuple[str, ...]] = {
     "host": ("requantize-h100.json", "requantize-host-h100.json"),
     "losses": ("losses-cpu.json",),
     "plan-step": ("requantize-h200.json",),
+    "patch-sources": (SOURCES,),
     "published": (PUBLISHED,),
     "requantize": ("requantize-h100.json",),
     "fused-step": tuple(FUSED_STEPS),
     "step-kernels": ("requantize-h200.json",),
     "steps": tuple(f"step-{name}.json" for name in STEPS),
     "upstream": ("upstream-2x-h200.json",),
+    "versions": (VERSIONS,),
     "which-format": ("losses-cpu.json",),
 }
 """Block -> files of results that it is made from."""

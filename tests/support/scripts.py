@@ -4,6 +4,8 @@ import hashlib
 import shutil
 from pathlib import Path
 
+import pytest
+
 from moe_optim.environment import find_folder
 from moe_optim.megatron.launch.source_diffs import load_diffs
 
@@ -32,6 +34,21 @@ def write_fake_tree(tree: Path, version: str = "0.19.1") -> Path:
     lines = [f"{part} = {number}" for part, number in numbers]
     (tree / "megatron" / "core" / "package_info.py").write_text("\n".join(lines) + "\n")
     return tree
+
+
+def wheel_has_the_diffed_files() -> bool:
+    """Return whether the diffs can be tried on the installed wheel."""
+    core = find_folder("megatron.core")
+    return core is not None and all(
+        diff.state(core.parents[1]) == "not applied" for diff in load_diffs()
+    )
+
+
+needs_diffed_files = pytest.mark.skipif(
+    not wheel_has_the_diffed_files(),
+    reason="the installed megatron-core has other files than core_v0.19.0, which the diffs are of",
+)
+"""Of tests that apply the diffs; what becomes of a tree with other files has tests of its own."""
 
 
 def copy_diffed_files(tree: Path) -> Path:

@@ -1,5 +1,6 @@
 """The command with nothing replaced: real text, real Megatron, two gloo ranks on the CPU."""
 
+import importlib.metadata
 import json
 import math
 import shutil
@@ -69,7 +70,8 @@ def test_the_report_shows_what_was_trained_and_where(run_folder, capsys):
     assert cli.main(["report", str(run_folder)]) == 0
     assert str(run_folder / "report" / "index.html") in capsys.readouterr().out
     page = (run_folder / "report" / "index.html").read_text()
-    for text in ("layers.1.fc2", "At iteration 4, the last", "megatron-core 0.19", "CPU, "):
+    core = f"megatron-core {importlib.metadata.version('megatron-core')}"
+    for text in ("layers.1.fc2", "At iteration 4, the last", core, "CPU, "):
         assert text in page
     assert (run_folder / "report" / "error.png").is_file()
 

@@ -28,11 +28,11 @@ def pytest_load_initial_conftests():
     from moe_optim.megatron.installation import HOLDER
     from moe_optim.megatron.optimizer import requirements
     from moe_optim.megatron.patching import patches
-    from moe_optim.megatron.patching.engine import _resolve, revert_patches
+    from moe_optim.megatron.patching.engine import resolve, revert_patches
 
     for patch in (*patches.OPTIMIZER, *patches.CHECKPOINTS):
         if patch.id not in _NOT_REPLACED:
-            _replaced[id(_resolve(patch.target)[2])] = _resolve(patch.replacement)[2]
+            _replaced[id(resolve(patch.target)[2])] = resolve(patch.replacement)[2]
     assignments = os.environ.get("MOE_OPTIM_SET", "").split()
     moe_optim.install(moe_optim.MoEOptimConfig().replace_from(assignments, "MOE_OPTIM_SET"))
     # cases ask the local spec, which ignores it, for grouped experts that ours refuse: with GELU,

@@ -14,12 +14,9 @@ from types import ModuleType
 from moe_optim import import_hook
 from moe_optim.config import MoEOptimConfig
 from moe_optim.console.screen import quiet
-from moe_optim.environment import Package, find_folder, find_package, unmet_version
+from moe_optim.environment import NEEDED, Package, find_folder, find_package, unmet_version
 from moe_optim.errors import ConfigError, MoEOptimError
 from moe_optim.megatron.launch.arguments import FLAG, request_from_argv
-
-WRITTEN_FOR = ">=0.19,<0.20"
-"""Versions of megatron-core that the table of patches fits: those with the files of 0.19.2."""
 
 
 def find_script(script: Path, megatron_lm: Path | None) -> Path:
@@ -184,7 +181,7 @@ def _describe(package: Package | None) -> str:
 def _prepare(request: MoEOptimConfig | None, *, cpu: bool) -> None:
     """Put in place what the arguments in ``sys.argv`` ask for, and the CPU runtime."""
     import_hook.disarm()
-    if request is not None and (fault := unmet_version("megatron-core", WRITTEN_FOR)):
+    if request is not None and (fault := unmet_version("megatron-core", NEEDED["megatron-core"])):
         raise ConfigError(f"{FLAG}: {fault}.")
     if cpu:
         from moe_optim.megatron.launch import cpu_runtime
@@ -207,7 +204,7 @@ def check_script(script: Path, argv: Sequence[str], *, cpu: bool) -> list[str]:
     The script runs until Megatron has its arguments; nothing is installed or built. Arguments are
     those of :func:`run_script`.
     """
-    if fault := unmet_version("megatron-core", WRITTEN_FOR):
+    if fault := unmet_version("megatron-core", NEEDED["megatron-core"]):
         return [f"{FLAG}: {fault}."]
     with quiet():
         from moe_optim.megatron.launch import cpu_runtime

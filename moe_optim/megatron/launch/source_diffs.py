@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from moe_optim.environment import NEEDED, read_core_version
 from moe_optim.errors import PatchError
 
 FOLDER = Path(__file__).with_name("megatron-lm-0.19")
@@ -103,9 +104,12 @@ def apply_diffs(tree: Path, diffs: Sequence[SourceDiff]) -> list[str]:
     unknown = [f"{d.path}: {d.state(tree)}" for d in diffs if d.state(tree) not in _KNOWN]
     if unknown:
         lines = "\n  ".join(unknown)
+        version = read_core_version(tree / "megatron" / "core")
         raise PatchError(
-            f"{tree}: expected the files of core_v0.19.0, and changed nothing:\n  {lines}\n"
-            f"Check out that tag, or try git apply with the diffs in {FOLDER}."
+            f"{tree}: expected the files of core_v0.19.0, got others (megatron-core {version}), "
+            f"and changed nothing:\n  {lines}\n"
+            "Check out that tag, or run its scripts with `moe-optim run`, which needs no diffs and "
+            f"takes megatron-core {NEEDED['megatron-core']}."
         )
     waiting = [diff for diff in diffs if diff.state(tree) == "not applied"]
     _write({tree / d.path: d.content_after(_read(tree / d.path)) for d in waiting})

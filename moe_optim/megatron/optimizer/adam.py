@@ -51,8 +51,8 @@ class GroupStepAdam(torch.optim.AdamW):
     def __init__(
         self,
         params: Any,
-        adam_w_mode: bool = True,
         *,
+        adam_w_mode: bool = True,
         exp_avg_dtype: torch.dtype | None = None,
         exp_avg_sq_dtype: torch.dtype | None = None,
         **defaults: Any,

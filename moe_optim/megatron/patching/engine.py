@@ -4,13 +4,34 @@ import importlib
 import importlib.util
 import inspect
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from moe_optim.environment import NEEDED, find_package, satisfies
 from moe_optim.errors import PatchError
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signature:
+    """What stands at a target in some versions of megatron-core."""
+
+    form: str
+    """``(names, of, parameters)``, after ``static`` for a static method; ``class``; or the name of
+    a constant's type."""
+    versions: str = NEEDED["megatron-core"]
+    """A version specifier; all supported versions by default."""
+
+    def __str__(self) -> str:
+        """Name both."""
+        return f"{self.form} of megatron-core {self.versions}"
+
+
+def in_all_versions(form: str) -> tuple[Signature, ...]:
+    """Return what a patch fits whose target is the same in every supported megatron-core."""
+    return (Signature(form=form),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +45,8 @@ class Patch:
     id: str
     target: str
     replacement: str
+    fits: tuple[Signature, ...]
+    """What the replacement was written for, by versions; a target of any other is left alone."""
     because: str
     """Why no supported hook does the job."""
     remove_when: str
@@ -37,7 +60,7 @@ _inherited: set[str] = set()  # targets that stood on a base class
 _holders: dict[str, set[str]] = {}  # patch id -> who needs it
 
 
-def _resolve(path: str) -> tuple[Any, str, Any]:
+def resolve(path: str) -> tuple[Any, str, Any]:
     """Return owner, attribute name and current object of ``module:attribute``."""
     module_name, _, attribute_path = path.partition(":")
     *owners, name = attribute_path.split(".")
@@ -47,25 +70,88 @@ def _resolve(path: str) -> tuple[Any, str, Any]:
     return owner, name, inspect.getattr_static(owner, name)
 
 
-def _mismatch(original: Any, replacement: Any) -> str | None:
-    """Say why ``replacement`` cannot stand where ``original`` stands, or None if it can."""
-    static = [isinstance(x, staticmethod) for x in (original, replacement)]
-    original, replacement = (
-        x.__func__ if isinstance(x, staticmethod | classmethod) else x
-        for x in (original, replacement)
-    )
+def _misfit(patch: Patch) -> str | None:
+    """Say why a patch does not fit the megatron-core that is imported, or None if it does."""
+    name, version = _installed()
+    try:
+        original = resolve(patch.target)[2]
+    except (ImportError, AttributeError) as error:
+        return f"expected {' or '.join(map(str, patch.fits))}, got none in {name} ({error})"
+    try:
+        replacement = resolve(patch.replacement)[2]
+    except (ImportError, AttributeError) as error:
+        return f"expected {patch.replacement} to be there, got with {name}: {error}"
+    form = form_of(original)
+    if form not in {one.form for one in patch.fits if satisfies(version, one.versions)}:
+        return f"expected {' or '.join(map(str, patch.fits))}, got {form} in {name}"
     if isinstance(original, type):
-        if not (isinstance(replacement, type) and issubclass(replacement, original)):
-            return f"{original.__qualname__} is no longer a base of the replacement"
-    elif callable(original):
-        want, got = (list(inspect.signature(f).parameters) for f in (original, replacement))
-        if want != got:
-            return f"it now takes ({', '.join(want)}), the replacement takes ({', '.join(got)})"
-        if static[0] != static[1]:
-            return "one of the two is a static method, the other is not"
-    elif type(original) is not type(replacement):
-        return f"it is now a {type(original).__name__}"
+        return _misfit_of_class(original, replacement, name)
+    is_fit = (
+        _takes_calls_of(replacement, original)
+        if callable(_function(original))
+        else form_of(replacement) == form
+    )
+    return None if is_fit else f"expected a replacement for {form}, got {form_of(replacement)}"
+
+
+def _misfit_of_class(original: type, replacement: Any, name: str) -> str | None:
+    """Say why a class cannot stand for its base: another base, or a method of other parameters."""
+    if not (isinstance(replacement, type) and issubclass(replacement, original)):
+        return f"expected a base class of the replacement, got {original.__qualname__} in {name}"
+    for method, mine, theirs in overridden(original, replacement):
+        if not _takes_calls_of(mine, theirs):
+            return f"expected {method} {form_of(mine)}, got {method} {form_of(theirs)} in {name}"
     return None
+
+
+def overridden(original: type, replacement: type) -> Iterator[tuple[str, Any, Any]]:
+    """Yield name, our definition and Megatron's of every method that a subclass replaces."""
+    ours = replacement.__mro__[: replacement.__mro__.index(original)]
+    for name in dict.fromkeys(key for cls in ours for key in vars(cls)):
+        theirs = inspect.getattr_static(original, name, None)
+        mine = inspect.getattr_static(replacement, name)
+        if inspect.isfunction(_function(theirs)) and inspect.isfunction(_function(mine)):
+            yield name, mine, theirs
+
+
+def _takes_calls_of(mine: Any, theirs: Any) -> bool:
+    """Return whether ``mine`` names the same parameters, or passes on those that it does not name.
+
+    What ``mine`` passes on (``*args, **kwargs``) may change from version to version.
+    """
+    if isinstance(mine, staticmethod) != isinstance(theirs, staticmethod):
+        return False
+    mine, theirs = _function(mine), _function(theirs)
+    if not callable(mine) or isinstance(mine, type):
+        return False
+    parameters = inspect.signature(mine).parameters.values()
+    positional = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
+    want = list(inspect.signature(theirs).parameters)
+    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+        return positional == want[: len(positional)]
+    return [one.name for one in parameters] == want
+
+
+def form_of(found: Any) -> str:
+    """Return what stands at a target, as :attr:`Signature.form` spells it."""
+    function = _function(found)
+    if isinstance(function, type):
+        return "class"
+    if not callable(function):
+        return type(function).__name__
+    names = ", ".join(inspect.signature(function).parameters)
+    return f"{'static ' if isinstance(found, staticmethod) else ''}({names})"
+
+
+def _function(found: Any) -> Any:
+    return found.__func__ if isinstance(found, staticmethod | classmethod) else found
+
+
+def _installed() -> tuple[str, str]:
+    """Return megatron-core as errors name it, and its version."""
+    package = find_package("megatron-core")
+    version = package.version if package else "unknown"
+    return f"megatron-core {version}", version
 
 
 def _needed(patch: Patch) -> bool:
@@ -91,27 +177,17 @@ def apply_patches(patches: Iterable[Patch], holder: str = "") -> None:
     Raises:
         PatchError: a target is gone or is not what its replacement was written for.
     """
-    plan = []
     patches = tuple(patches)
+    plan = []
     for patch in patches:
         if patch.target in _originals or not _needed(patch):
             continue
-        try:
-            path = patch.target
-            owner, name, original = _resolve(path)
-            path = patch.replacement
-            replacement = _resolve(path)[2]
-        except (ImportError, AttributeError) as error:
+        if why := _misfit(patch):
             raise PatchError(
-                f"patch {patch.id}: {path} was not found ({error}). "
-                "moe_optim is built for megatron-core 0.19; run `moe-optim doctor`."
-            ) from error
-        if why := _mismatch(original, replacement):
-            raise PatchError(
-                f"patch {patch.id}: {patch.target} is not what {patch.replacement} was written "
-                f"for: {why}. moe_optim is built for megatron-core 0.19; run `moe-optim doctor`."
+                f"patch {patch.id}: {patch.target}: {why}. Install a megatron-core "
+                f"{NEEDED['megatron-core']}; `moe-optim doctor` checks all patches."
             )
-        plan.append((patch, owner, name, original, replacement))
+        plan.append((patch, *resolve(patch.target), resolve(patch.replacement)[2]))
     for patch, owner, name, original, replacement in plan:
         if name not in vars(owner):
             _inherited.add(patch.target)
@@ -130,7 +206,7 @@ def revert_patches(patches: Iterable[Patch], holder: str = "") -> None:
         holders.discard(holder)
         if patch.target not in _originals or holders:
             continue
-        owner, name, _ = _resolve(patch.target)
+        owner, name, _ = resolve(patch.target)
         original = _originals.pop(patch.target)
         if patch.target in _inherited:
             _inherited.remove(patch.target)
@@ -150,7 +226,7 @@ def original(target: str) -> Any:
     It is what stood there when the patch was applied, so that others' wrappers stay in place; where
     nothing is rebound (a patched tree, a direct call), what stands there now.
     """
-    found = _originals[target] if is_rebound(target) else _resolve(target)[2]
+    found = _originals[target] if is_rebound(target) else resolve(target)[2]
     return found.__func__ if isinstance(found, staticmethod) else found
 
 
@@ -160,9 +236,5 @@ def patch_state(patch: Patch) -> str:
         return "applied"
     if not _needed(patch):
         return "not needed"
-    try:
-        original = _resolve(patch.target)[2]
-        why = _mismatch(original, _resolve(patch.replacement)[2])
-    except (ImportError, AttributeError) as error:
-        why = str(error)
+    why = _misfit(patch)
     return f"broken: {why}" if why else "off"

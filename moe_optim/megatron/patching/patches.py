@@ -1,6 +1,6 @@
 """The table of every name of Megatron that moe_optim rebinds, with the reason for each."""
 
-from moe_optim.megatron.patching.engine import Patch, patch_state
+from moe_optim.megatron.patching.engine import Patch, in_all_versions, patch_state
 
 __all__ = [
     "ADAM",
@@ -22,6 +22,9 @@ ENTRY: tuple[Patch, ...] = (
         id="describe-run",
         target="megatron.training.training:setup_model_and_optimizer",
         replacement="moe_optim.train.describe_run:setup_model_and_optimizer",
+        fits=in_all_versions(
+            "(model_type, model_provider_func, checkpointing_context, cfg_container, pg_collection)"
+        ),
         because="pretrain() keeps model and optimizer to itself, and summaries describe both",
         remove_when="pretrain() returns them or takes a callback",
     ),
@@ -29,6 +32,7 @@ ENTRY: tuple[Patch, ...] = (
         id="dataset-helpers",
         target="megatron.core.datasets.utils:compile_helpers",
         replacement="moe_optim.train.describe_run:compile_helpers",
+        fits=in_all_versions("()"),
         because="the wheel ships the dataset helper built but not its Makefile, and exits on make",
         remove_when="the wheel skips the compilation of a helper that is already importable",
     ),
@@ -40,6 +44,7 @@ SCRIPT: tuple[Patch, ...] = (
         id="script-arguments",
         target="megatron.training.arguments:add_megatron_arguments",
         replacement="moe_optim.megatron.launch.script_arguments:add_megatron_arguments",
+        fits=in_all_versions("(parser)"),
         because="the parser of an unmodified script refuses flags that it does not know",
         remove_when="Megatron takes flags from packages that are installed beside it",
     ),
@@ -47,6 +52,7 @@ SCRIPT: tuple[Patch, ...] = (
         id="script-validation",
         target="megatron.training.arguments:validate_args",
         replacement="moe_optim.megatron.launch.script_arguments:validate_args",
+        fits=in_all_versions("(args, defaults)"),
         because="layers of a Transformer Engine that is not there end in a TypeError",
         remove_when="Megatron asks for Transformer Engine before it builds layers of it",
     ),
@@ -54,6 +60,7 @@ SCRIPT: tuple[Patch, ...] = (
         id="script-yaml",
         target="megatron.training.yaml_arguments:validate_yaml",
         replacement="moe_optim.megatron.launch.script_arguments:validate_yaml",
+        fits=in_all_versions("(args, defaults)"),
         because="--yaml-cfg builds no GPT model: one name is asked for twice, and refused twice",
         remove_when="validate_yaml reads account_for_embedding_in_pipeline_split of language_model",
     ),
@@ -66,23 +73,26 @@ ADAM: tuple[Patch, ...] = tuple(
         id=f"adam:{module.rpartition('.')[2]}.{name}",
         target=f"{module}:{name}",
         replacement=f"moe_optim.megatron.optimizer.adam:{replacement}",
+        fits=in_all_versions(form),
         because="torch's Adam keeps `step` where the distributed optimizer cannot save or load it",
         remove_when="megatron-core saves and loads torch's Adam",
         not_needed_with=_FUSED_OPTIMIZERS,
     )
-    for module, name, replacement in (
-        ("megatron.core.optimizer", "Adam", "GroupStepAdam"),
-        ("megatron.core.optimizer", "USING_PYTORCH_OPTIMIZER", "USING_PYTORCH_OPTIMIZER"),
-        ("megatron.core.optimizer.distrib_optimizer", "HAVE_APEX_OR_TE", "HAVE_APEX_OR_TE"),
+    for module, name, replacement, form in (
+        ("megatron.core.optimizer", "Adam", "GroupStepAdam", "class"),
+        ("megatron.core.optimizer", "USING_PYTORCH_OPTIMIZER", "USING_PYTORCH_OPTIMIZER", "bool"),
+        ("megatron.core.optimizer.distrib_optimizer", "HAVE_APEX_OR_TE", "HAVE_APEX_OR_TE", "bool"),
         (
             "megatron.core.optimizer.distrib_optimizer",
             "USING_APEX_OPTIMIZER",
             "USING_APEX_OPTIMIZER",
+            "bool",
         ),
         (
             "megatron.core.optimizer.optimizer_config",
             "OptimizerConfig.__post_init__",
             "check_optimizer_config",
+            "(self)",
         ),
     )
 )
@@ -93,6 +103,7 @@ CPU: tuple[Patch, ...] = (
         id="splits-on-host",
         target="megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu",
         replacement="moe_optim.megatron.launch.cpu_runtime:maybe_move_tensor_to_cpu",
+        fits=in_all_versions("(tensor, as_numpy, record_stream)"),
         because="a tensor that is on the host already is not turned into the array asked for",
         remove_when="the token dispatcher converts split sizes wherever they lie",
     ),
@@ -104,6 +115,7 @@ EXPERTS: tuple[Patch, ...] = (
         id="local-experts",
         target="megatron.core.models.backends:LocalSpecProvider.grouped_mlp_modules",
         replacement="moe_optim.megatron.experts.module:grouped_mlp_modules",
+        fits=in_all_versions("(self, moe_use_grouped_gemm)"),
         because="the local spec ignores --moe-grouped-gemm and loops over experts",
         remove_when="the local spec takes its expert module from the configuration",
     ),
@@ -118,6 +130,7 @@ OPTIMIZER: tuple[Patch, ...] = (
         id="param-and-grad-buffer",
         target=f"{_DDP}:_ParamAndGradBuffer",
         replacement="moe_optim.megatron.buffers.buffer:GroupedParamAndGradBuffer",
+        fits=in_all_versions("class"),
         because="DistributedDataParallel constructs the buffer by name",
         remove_when="DistributedDataParallel accepts a buffer class",
     ),
@@ -125,6 +138,7 @@ OPTIMIZER: tuple[Patch, ...] = (
         id="bucket-group",
         target=f"{_BUFFER}:_ParamAndGradBucketGroup",
         replacement="moe_optim.megatron.buffers.bucket_group:GroupedBucketGroup",
+        fits=in_all_versions("class"),
         because="partition_buckets constructs bucket groups by name",
         remove_when="partition_buckets accepts a bucket-group class",
     ),
@@ -132,6 +146,9 @@ OPTIMIZER: tuple[Patch, ...] = (
         id="partition-buckets",
         target=f"{_DDP}:partition_buckets",
         replacement="moe_optim.megatron.buffers.bucket_group:partition_buckets",
+        fits=in_all_versions(
+            "(buffers, force_single_bucket_group, reduce_scatter_with_fp32_accumulation)"
+        ),
         because="all bf16 buckets are merged into the group of the last quantized one",
         remove_when="quantized and other buckets are grouped apart",
     ),
@@ -139,6 +156,7 @@ OPTIMIZER: tuple[Patch, ...] = (
         id="quantized-storage",
         target=f"{_BUFFER}:_param_uses_quantized_storage",
         replacement="moe_optim.megatron.buffers.buffer:_param_uses_quantized_storage",
+        fits=in_all_versions("(param)"),
         because="only Transformer Engine's classes count as quantized",
         remove_when="a parameter can say so itself",
     ),
@@ -146,6 +164,7 @@ OPTIMIZER: tuple[Patch, ...] = (
         id="shared-buffer",
         target=f"{_BUFFER}:is_grouped_mxfp8tensor",
         replacement="moe_optim.megatron.buffers.buffer:is_grouped_mxfp8tensor",
+        fits=in_all_versions("(tensor)"),
         because="the buffer allocates a parameter plane unless it knows the weight's class",
         remove_when="a parameter can say so itself",
     ),
@@ -156,6 +175,7 @@ OPTIMIZER: tuple[Patch, ...] = (
             "DistributedDataParallelConfig.__post_init__"
         ),
         replacement="moe_optim.megatron.buffers.buffer:check_ddp_config",
+        fits=in_all_versions("(self)"),
         because="--reuse-grad-buf-for-mxfp8-param-ag is taken with --fp8-param-gather alone",
         remove_when="a parameter can say so itself",
     ),
@@ -164,18 +184,25 @@ OPTIMIZER: tuple[Patch, ...] = (
             id=id,
             target=f"megatron.core.full_cuda_graph:FullCudaGraphWrapper.{name}",
             replacement=f"moe_optim.megatron.buffers.replay:{replacement}",
+            fits=in_all_versions(form),
             because="a replay runs kernels alone, and buckets note on the host what they hold",
             remove_when="a graph calls back before and after its replay",
         )
-        for id, name, replacement in (
-            ("graph-begins", "data_read", "begin_iteration"),
-            ("graph-ends", "next_iter", "end_iteration"),
+        for id, name, replacement, form in (
+            (
+                "graph-begins",
+                "data_read",
+                "begin_iteration",
+                "(self, data_iterator, model, training, num_microbatches)",
+            ),
+            ("graph-ends", "next_iter", "end_iteration", "(self, stage)"),
         )
     ),
     Patch(
         id="mxfp8-2d-recipe",
         target="megatron.core.fp8_utils:get_fp8_recipe",
         replacement="moe_optim.megatron.te.recipe:get_fp8_recipe",
+        fits=in_all_versions("(config)"),
         because="no flag gives MXFP8 weights of Transformer Engine square blocks",
         remove_when="--fp8-recipe has a value for MXFP8 with square blocks",
     ),
@@ -189,6 +216,9 @@ OPTIMIZER: tuple[Patch, ...] = (
             "moe_optim.megatron.buffers.layout:"
             "AlignedDistributedOptimizer._compute_per_buffer_param_layout"
         ),
+        fits=in_all_versions(
+            "static (params, bucket_size, data_parallel_world_size, ddp_config, param_indices)"
+        ),
         because="the layout is computed by a method of the base class, called by its name",
         remove_when="the layout is computed by the optimizer's own class",
     ),
@@ -196,6 +226,7 @@ OPTIMIZER: tuple[Patch, ...] = (
         id="distributed-optimizer",
         target="megatron.core.optimizer:DistributedOptimizer",
         replacement="moe_optim.megatron.optimizer.distributed:GroupedDistributedOptimizer",
+        fits=in_all_versions("class"),
         because="the optimizer factory constructs the class by name",
         remove_when="OptimizerConfig accepts a distributed-optimizer class",
     ),
@@ -203,6 +234,7 @@ OPTIMIZER: tuple[Patch, ...] = (
         id="chained-optimizer",
         target="megatron.core.optimizer:ChainedOptimizer",
         replacement="moe_optim.megatron.optimizer.chained:GroupedChainedOptimizer",
+        fits=in_all_versions("class"),
         because="no hook lies between the gradient norm and the first thing a step changes",
         remove_when="the optimizer asks a policy what to do with a non-finite norm",
     ),
@@ -210,6 +242,10 @@ OPTIMIZER: tuple[Patch, ...] = (
         id="state-to-save",
         target="megatron.training.checkpointing:generate_state_dict",
         replacement="moe_optim.megatron.checkpoint.state_to_save:generate_state_dict",
+        fits=in_all_versions(
+            "(args, model, optimizer, opt_param_scheduler, rng_state, iteration, "
+            "optim_sd_kwargs, model_sd_kwargs, rerun_state)"
+        ),
         because="amaxes of experts that are cut over ranks are reduced before keys are walked",
         remove_when="a model can prepare itself for a save",
     ),
@@ -217,6 +253,10 @@ OPTIMIZER: tuple[Patch, ...] = (
         id="get-megatron-optimizer",
         target="megatron.training.training:get_megatron_optimizer",
         replacement="moe_optim.megatron.optimizer.distributed:get_megatron_optimizer",
+        fits=in_all_versions(
+            "(config, model_chunks, config_overrides, use_gloo_process_groups, pg_collection, "
+            "dump_param_to_param_group_map)"
+        ),
         because="the training loop imports the factory by name",
         remove_when="the training loop takes the optimizer from its configuration",
     ),
@@ -228,6 +268,10 @@ CHECKPOINTS: tuple[Patch, ...] = (
         id="load-checkpoint",
         target="megatron.core.dist_checkpointing:load",
         replacement="moe_optim.megatron.checkpoint.hooks:load",
+        fits=in_all_versions(
+            "(sharded_state_dict, checkpoint_dir, sharded_strategy, validate_access_integrity, "
+            "strict, verify_integrity, process_group)"
+        ),
         because="nothing tells an optimizer what a checkpoint holds before it asks for it",
         remove_when="sharded_state_dict is given the checkpoint that will be loaded",
     ),
@@ -236,6 +280,7 @@ CHECKPOINTS: tuple[Patch, ...] = (
             id=f"common-state:{module}",
             target=f"megatron.core.{module}:load_common_state_dict",
             replacement="moe_optim.megatron.checkpoint.hooks:load_common_state_dict",
+            fits=in_all_versions("(checkpoint_dir)"),
             because="it is the first to read a checkpoint, runs what that names, and names no file",
             remove_when="Megatron looks for all files first, and unpickles plain data alone",
         )
@@ -245,6 +290,11 @@ CHECKPOINTS: tuple[Patch, ...] = (
         id="save-checkpoint",
         target="megatron.core.dist_checkpointing:save",
         replacement="moe_optim.megatron.checkpoint.hooks:save",
+        fits=in_all_versions(
+            "(sharded_state_dict, checkpoint_dir, sharded_strategy, validate_access_integrity, "
+            "async_sharded_save, preprocess_common_before_consistancy_check, content_metadata, "
+            "async_strategy, verify_integrity)"
+        ),
         because="an iteration saved again looks whole before it is, and no checksum is recorded",
         remove_when="metadata.json is removed first, and the default save records checksums",
     ),
@@ -252,6 +302,7 @@ CHECKPOINTS: tuple[Patch, ...] = (
         id="te-amaxes",
         target="megatron.core.transformer.moe.experts:TEGroupedMLP.sharded_state_dict",
         replacement="moe_optim.megatron.experts.te_amax:sharded_state_dict",
+        fits=in_all_versions("(self, prefix, sharded_offsets, metadata)"),
         because="Transformer Engine's linears save their weights, and nothing recorded of these",
         remove_when="a parameter can say what is saved beside it",
     ),
@@ -262,6 +313,7 @@ CHECKPOINTS: tuple[Patch, ...] = (
             "TorchDistLoadShardedStrategy.load_tensors_metadata"
         ),
         replacement="moe_optim.megatron.checkpoint.tensor_metadata:load_tensors_metadata",
+        fits=in_all_versions("(self, checkpoint_dir, metadata)"),
         because="it gives torch.empty all that torch keeps of a tensor, since 2.15 also strides",
         remove_when="strict loads work with torch 2.15",
     ),

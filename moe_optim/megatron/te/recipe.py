@@ -5,6 +5,7 @@ from typing import Any
 
 from moe_optim.megatron.active import installed_config
 from moe_optim.megatron.patching.engine import original
+from moe_optim.megatron.te.quantizer import require_square_blocks
 
 
 def get_fp8_recipe(config: Any) -> Any:
@@ -13,11 +14,15 @@ def get_fp8_recipe(config: Any) -> Any:
     Args:
         config: Megatron's transformer configuration. Recipes other than ``--fp8-recipe mxfp8`` are
             returned as they are.
+
+    Raises:
+        ConfigError: Transformer Engine is too old to have square blocks in MXFP8.
     """
     recipe = original("megatron.core.fp8_utils:get_fp8_recipe")(config)
     wanted = installed_config()
     if wanted is None or wanted.format != "mxfp8_2d" or not getattr(recipe, "mxfp8", bool)():
         return recipe
+    require_square_blocks(hasattr(recipe, "enable_2d_quantization"))
     return replace(recipe, enable_2d_quantization=True)
 
 

@@ -274,6 +274,8 @@ class TransformerEngineStorage(PlaneStorage):
         blocks_2d = says("is_2D_scaled", getattr(quantizer, "with_2d_quantization", None))
         if blocks_2d is None and hasattr(quantizer, "block_scaling_dim"):
             blocks_2d = quantizer.block_scaling_dim == 2
+        if blocks_2d is None and format.name == "mxfp8_2d":
+            blocks_2d = quantizer is None  # MXFP8 of Transformer Engine 2.18 has rows alone
         dimensions = 3 if self._fields is GROUPED else 2
         problems = {
             "scales in the order of products (swizzled)": getattr(param, SWIZZLED, False),

@@ -20,7 +20,7 @@ from moe_optim.megatron.launch.patched_tree import HOOK, replacement_of, switch_
 from moe_optim.megatron.launch.source_diffs import apply_diffs, load_diffs
 from moe_optim.megatron.patching import patches
 from tests.support.ranks import run_ranks
-from tests.support.scripts import PRETRAIN
+from tests.support.scripts import PRETRAIN, needs_diffed_files
 from tests.support.training import assert_same_run, pretrain
 
 pytest.importorskip("megatron.core")
@@ -59,6 +59,7 @@ def test_every_patch_that_install_applies_has_its_diff_and_no_diff_names_another
     assert {id for diff in DIFFS for id in diff.patch_ids} == set(REBOUND)
 
 
+@needs_diffed_files
 @pytest.mark.parametrize("patch", REBOUND.values(), ids=lambda patch: patch.id)
 def test_a_diff_replaces_what_the_patch_targets_where_the_patch_targets_it(patch):
     """In the module of the target, and the object handed over is the target."""
@@ -68,6 +69,7 @@ def test_a_diff_replaces_what_the_patch_targets_where_the_patch_targets_it(patch
     assert stock == ({"None"} if patch.id in WITHOUT_STOCK else {target})
 
 
+@needs_diffed_files
 @pytest.mark.parametrize("diff", DIFFS, ids=lambda diff: diff.path)
 def test_no_use_of_a_replaced_name_is_left_out(diff):
     """A name is used as often as it is replaced: what is called goes through `replaceable`."""
@@ -80,6 +82,7 @@ def test_no_use_of_a_replaced_name_is_left_out(diff):
     assert not called & stocks
 
 
+@needs_diffed_files
 @pytest.mark.parametrize("diff", DIFFS, ids=lambda diff: diff.path)
 def test_a_diff_adds_lines_of_python_no_longer_than_megatrons(diff):
     added = {line for _, after in diff.hunks for line in after.lines}
@@ -166,6 +169,7 @@ def train_in_rank(flags):
     return pretrain(flags, None)
 
 
+@needs_diffed_files
 @pytest.mark.extended
 def test_a_patched_tree_trains_as_the_plugin_does_and_nothing_is_rebound(tmp_path):
     """Losses, masters, moments, weights and classes are those of `install()`, to the bit."""

@@ -2,13 +2,23 @@
 
 import importlib
 import inspect
+import re
 import sys
 import types
 
 import pytest
 
+from moe_optim.environment import NEEDED
 from moe_optim.errors import PatchError
-from moe_optim.megatron.patching.engine import Patch, apply_patches, patch_state, revert_patches
+from moe_optim.megatron.patching import engine
+from moe_optim.megatron.patching.engine import (
+    Patch,
+    Signature,
+    apply_patches,
+    in_all_versions,
+    patch_state,
+    revert_patches,
+)
 from moe_optim.megatron.patching.patches import PATCHES
 from tests.support.ranks import run_ranks
 
@@ -24,6 +34,31 @@ class Buffer:
 
 class BiggerBuffer(Buffer):
     pass
+
+
+class WiderBuffer(Buffer):
+    """Passes on what it does not name."""
+
+    def size(self, start, *args, **kwargs):
+        return super().size(start, *args, **kwargs)
+
+    def shrink(self, by):
+        """Megatron has none, so that no call of it has to fit."""
+
+
+class OtherBuffer(Buffer):
+    def size(self, begin, end):
+        return 0
+
+
+class UnboundBuffer(Buffer):
+    def names(self, kind):
+        return kind
+
+
+class OtherPrefixBuffer(Buffer):
+    def size(self, begin, *args, **kwargs):
+        return 0
 
 
 class SubBuffer(Buffer):
@@ -55,8 +90,13 @@ UPSTREAM = {
 }
 OURS = {
     "Buffer": BiggerBuffer,
+    "WiderBuffer": WiderBuffer,
+    "OtherBuffer": OtherBuffer,
+    "UnboundBuffer": UnboundBuffer,
+    "OtherPrefixBuffer": OtherPrefixBuffer,
     "Unrelated": type("Unrelated", (), {}),
     "gather": our_gather,
+    "gather_any": lambda group, *args, **kwargs: None,
     "gather_more": lambda group, wait, stream: None,
     "gather_renamed": lambda bucket, wait: None,
     "size": our_size,
@@ -76,9 +116,22 @@ def stubs(monkeypatch):
         monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
-def make_patch(target="gather", replacement=None, id=None, **others):
+FORMS = {
+    "Buffer": "class",
+    "Buffer.size": "(self, start, end)",
+    "Buffer.names": "static (kind)",
+    "SubBuffer.size": "(self, start, end)",
+    "gather": "(group, wait)",
+    "HAVE_FUSED": "bool",
+    "LIMIT": "int",
+}
+"""What stands at each target."""
+
+
+def make_patch(target="gather", replacement=None, id=None, fits=None, **others):
     return Patch(
         id=id or f"test:{target}",
+        fits=fits or in_all_versions(FORMS.get(target, "(anything)")),
         target=f"stub_upstream:{target}",
         replacement=f"stub_ours:{replacement or target}",
         because="a test",
@@ -108,7 +161,9 @@ def current(name):
 
 FITTING = {  # target -> replacement
     "a class by its subclass": ("Buffer", "Buffer"),
+    "a class whose method passes on what it does not name": ("Buffer", "WiderBuffer"),
     "a function with the same arguments": ("gather", "gather"),
+    "a function that passes on what it does not name": ("gather", "gather_any"),
     "a constant of the same type": ("HAVE_FUSED", "HAVE_FUSED"),
 }
 
@@ -178,34 +233,94 @@ def test_a_patch_can_be_applied_again_after_it_was_reverted(applied):
 # Refusing
 
 MISFITS = {  # target, replacement, why
-    "the target is gone": ("scatter", "gather", "stub_upstream:scatter was not found"),
-    "its owner is gone": ("Bucket.size", "size", "stub_upstream:Bucket.size was not found"),
-    "the replacement is gone": ("gather", "scatter", "stub_ours:scatter was not found"),
-    "a class that is no subclass": ("Buffer", "Unrelated", "Buffer is no longer a base of the"),
-    "a class by a function": ("Buffer", "gather", "Buffer is no longer a base of the"),
-    "one argument more": ("gather", "gather_more", r"\(group, wait\), .* \(group, wait, stream\)"),
-    "another argument name": ("gather", "gather_renamed", r"takes \(group, wait\), .*\(bucket, w"),
-    "a method of another signature": ("Buffer.size", "gather", r"takes \(self, start, end\)"),
-    "a static method by one that takes self": ("Buffer.names", "size", r"now takes \(kind\)"),
-    "a static method by a plain function": ("Buffer.names", "names", "static"),
-    "a constant of another type": ("LIMIT", "LIMIT", "it is now a int"),
-    "an int by a bool": ("LIMIT", "HAVE_FUSED", "it is now a int"),
+    "the target is gone": ("scatter", "gather", r"expected \(anything\) of .*, got none in "),
+    "its owner is gone": ("Bucket.size", "size", "got none in .* no attribute 'Bucket'"),
+    "the replacement is gone": ("gather", "scatter", "expected stub_ours:scatter to be there"),
+    "a class that is no subclass": ("Buffer", "Unrelated", "a base class of the .*got Buffer in"),
+    "a class by a function": ("Buffer", "gather", "a base class of the replacement, got Buffer in"),
+    "a class whose method has another argument name": (
+        *("Buffer", "OtherBuffer"),
+        r"expected size \(self, begin, end\), got size \(self, start, end\) in megatron-core",
+    ),
+    "a class whose method passes on the rest, and names another first": (
+        *("Buffer", "OtherPrefixBuffer"),
+        r"expected size \(self, begin, args, kwargs\), got size \(self, start, end\)",
+    ),
+    "a class whose static method takes self": (
+        *("Buffer", "UnboundBuffer"),
+        r"expected names \(self, kind\), got names static \(kind\)",
+    ),
+    "one argument more": (
+        *("gather", "gather_more"),
+        r"a replacement for \(group, wait\), got \(group, wait, stream\)",
+    ),
+    "another argument name": ("gather", "gather_renamed", r"\(group, wait\), got \(bucket, wait\)"),
+    "a method of another signature": ("Buffer.size", "gather", r"for \(self, start, end\), got"),
+    "a static method by one that takes self": ("Buffer.names", "size", r"for static \(kind\), got"),
+    "a static method by a plain function": (
+        "Buffer.names",
+        "names",
+        r"static \(kind\), got \(",
+    ),
+    "a constant of another type": ("LIMIT", "LIMIT", "a replacement for int, got str"),
+    "an int by a bool": ("LIMIT", "HAVE_FUSED", "a replacement for int, got bool"),
 }
 
 
 @pytest.mark.parametrize(("target", "replacement", "why"), MISFITS.values(), ids=MISFITS.keys())
 def test_a_target_that_does_not_fit_is_refused(applied, target, replacement, why):
-    """The error names patch and target, says why, and where to look."""
+    """The error names patch, target and version, says why, and what to install."""
     patch = make_patch(target, replacement, id="the-patch")
-    with pytest.raises(PatchError, match=rf"^patch the-patch: .*{why}") as error:
+    start = rf"^patch the-patch: stub_upstream:{re.escape(target)}: "
+    with pytest.raises(PatchError, match=rf"{start}.*{why}") as error:
         applied(patch)
-    assert "moe_optim is built for megatron-core 0.19; run `moe-optim doctor`." in str(error.value)
+    assert str(error.value).endswith(
+        f" Install a megatron-core {NEEDED['megatron-core']}; "
+        "`moe-optim doctor` checks all patches."
+    )
     assert patch_state(patch).startswith("broken: ")
     assert vars(sys.modules["stub_upstream"]).items() >= UPSTREAM.items()
 
 
+# Versions
+
+OF_TWO_VERSIONS = (
+    Signature(form="(group)", versions=">=0.19,<0.20"),
+    Signature(form="(group, wait)", versions=">=0.20,<0.21"),
+)
+
+
+@pytest.mark.parametrize(
+    ("version", "fits"),
+    {"0.19.2": False, "0.20.0": True, "0.20.0rc1": True, "0.21.0": False, "unknown": True}.items(),
+)
+def test_a_row_fits_what_it_was_written_for_in_that_version(applied, monkeypatch, version, fits):
+    """A replacement that passes on the rest stands for both; a version that nothing says is
+    believed."""
+    monkeypatch.setattr(engine, "_installed", lambda: (f"megatron-core {version}", version))
+    patch = make_patch(replacement="gather_any", fits=OF_TWO_VERSIONS)
+    if fits:
+        applied(patch)
+        assert patch_state(patch) == "applied"
+        return
+    with pytest.raises(PatchError) as error:
+        applied(patch)
+    assert (
+        "expected (group) of megatron-core >=0.19,<0.20 or (group, wait) of megatron-core "
+        f">=0.20,<0.21, got (group, wait) in megatron-core {version}. Install "
+    ) in str(error.value)
+    assert current("gather") is gather
+
+
 def test_a_missing_module_is_refused(applied):
-    patch = Patch(id="p", target="stub_gone:x", replacement="ours:x", because="", remove_when="")
+    patch = Patch(
+        id="p",
+        target="stub_gone:x",
+        replacement="ours:x",
+        fits=in_all_versions("()"),
+        because="",
+        remove_when="",
+    )
     with pytest.raises(PatchError, match="No module named 'stub_gone'"):
         applied(patch)
 
@@ -264,6 +379,7 @@ def test_ids_and_targets_are_unique():
 def test_every_patch_says_what_why_and_until_when(patch):
     assert patch.target.startswith("megatron.")
     assert patch.replacement.startswith(("moe_optim.megatron.", "moe_optim.train."))
+    assert patch.fits
     assert len(patch.because.split()) > 3
     assert len(patch.remove_when.split()) > 3
 
