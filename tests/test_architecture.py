@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from collections import Counter
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -90,10 +91,17 @@ MOST_FILES = 16
 """Files of code in a folder; a newcomer should find a room by its name."""
 
 
+@cache
 def sources():
     return sorted(path for path in PACKAGE.rglob("*.py"))
 
 
+@cache
+def tree_of(path):
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
 def room_of(path):
     """Return the folder of a file, or the file where folders lie beside it."""
     relative = path.relative_to(PACKAGE)
@@ -127,6 +135,7 @@ def _called_name(call):
     return call.func.id if isinstance(call.func, ast.Name) else None
 
 
+@cache
 def file_of(module):
     """Return the file of this package that a dotted name leads to, None for other packages.
 
@@ -144,7 +153,7 @@ def file_of(module):
 
 @cache
 def modules_of(path):
-    return frozenset(imported_modules(ast.parse(path.read_text(encoding="utf-8"))))
+    return frozenset(imported_modules(tree_of(path)))
 
 
 def own_imports(path):
@@ -161,18 +170,29 @@ def by_name(path):
     return str(path.relative_to(PACKAGE))
 
 
+def assert_no_faults(find):
+    """Fail with all files in which ``find`` finds faults, and what they are."""
+    found = {by_name(path): sorted(find(path)) for path in sources()}
+    assert {name: faults for name, faults in found.items() if faults} == {}
+
+
 def first_of(room):
     return room.partition("/")[0]
 
 
-@pytest.mark.parametrize("path", sources(), ids=by_name)
-def test_a_file_imports_only_rooms_of_lower_floors(path):
-    room = room_of(path)
-    assert room in FLOORS, f"{room} is on no floor: add it to ORDER"
-    for imported in map(room_of, own_imports(path)):
-        assert FLOORS[imported] <= FLOORS[room], f"{room} must not import {imported}"
+def test_every_room_is_on_a_floor():
+    assert set(map(room_of, sources())) - set(FLOORS) == set()
+
+
+def test_a_file_imports_only_rooms_of_lower_floors():
+    def above_or_unknown(path):
+        room = room_of(path)
         never = NEVER.get(room, NEVER.get(first_of(room), set()))
-        assert imported == room or first_of(imported) not in never, f"{room} imports {imported}"
+        for other in map(room_of, own_imports(path)):
+            if FLOORS[other] > FLOORS[room] or (other != room and first_of(other) in never):
+                yield other
+
+    assert_no_faults(above_or_unknown)
 
 
 def test_there_is_no_import_circle():
@@ -185,38 +205,46 @@ def test_there_is_no_import_circle():
         TopologicalSorter(graph).prepare()
 
 
-@pytest.mark.parametrize(
-    "folder", sorted({path.parent for path in sources()}), ids=lambda path: path.name
-)
-def test_no_folder_is_too_full(folder):
-    files = {path for path in folder.glob("*.py") if path.name != "__init__.py"}
-    assert len(files) <= MOST_FILES
+def test_no_folder_is_too_full():
+    """``__init__.py`` does not count."""
+    files = Counter(path.parent for path in sources() if path.name != "__init__.py")
+    assert {by_name(one): count for one, count in files.items() if count > MOST_FILES} == {}
 
 
-@pytest.mark.parametrize("path", sources(), ids=by_name)
-def test_few_rooms_know_megatron_and_transformer_engine(path):
-    upstream = foreign_packages(modules_of(path)) & UPSTREAM
-    assert first_of(room_of(path)) in KNOWS_UPSTREAM or not upstream, f"imports {sorted(upstream)}"
+def test_few_rooms_know_megatron_and_transformer_engine():
+    def upstream(path):
+        known = first_of(room_of(path)) in KNOWS_UPSTREAM
+        return set() if known else foreign_packages(modules_of(path)) & UPSTREAM
+
+    assert_no_faults(upstream)
 
 
-@pytest.mark.parametrize("path", sources(), ids=by_name)
-def test_lower_floors_import_nothing_but_torch(path):
-    allowed = THIRD_PARTY.get(room_of(path))
-    if allowed is not None:
-        assert foreign_packages(modules_of(path)) <= allowed
+def test_lower_floors_import_nothing_but_torch():
+    def not_allowed(path):
+        foreign = foreign_packages(modules_of(path))
+        return foreign - THIRD_PARTY.get(room_of(path), foreign)
+
+    assert_no_faults(not_allowed)
 
 
-@pytest.mark.parametrize("path", sources(), ids=by_name)
-def test_lower_floors_mention_no_device_and_no_process_group(path):
+def test_lower_floors_mention_no_device_and_no_process_group():
     """No group lives in a format or a plan, and no kernel communicates."""
-    room = room_of(path)
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    used = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    used |= {".".join(module.split(".")[:2]) for module in imported_modules(tree)}
-    forbidden = {"torch.distributed", "torch.cuda"} if room in DEVICE_FREE else set()
-    if first_of(room) == "kernels":
-        forbidden = {"torch.distributed"}
-    assert not used & forbidden
+
+    def forbidden(path):
+        room = room_of(path)
+        names = {"torch.distributed", "torch.cuda"} if room in DEVICE_FREE else set()
+        if first_of(room) == "kernels":
+            names = {"torch.distributed"}
+        return names & mentioned(path) if names else set()
+
+    assert_no_faults(forbidden)
+
+
+def mentioned(path):
+    """Return the first two parts of all that a file imports, and every attribute as it is read."""
+    nodes = ast.walk(tree_of(path))
+    used = {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)}
+    return used | {".".join(module.split(".")[:2]) for module in modules_of(path)}
 
 
 def test_the_definition_loads_neither_megatron_nor_triton():
