@@ -19,7 +19,7 @@ MODEL = shlex.split("""
 --moe-ffn-hidden-size 96 --num-attention-heads 2 --num-experts 4 --moe-router-topk 2
 --moe-grouped-gemm --moe-token-dispatcher-type alltoall --swiglu --disable-bias-linear
 --normalization RMSNorm --position-embedding-type rope --untie-embeddings-and-output-weights
---seq-length 32 --max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 8
+--seq-length 32 --max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 4
 --lr 1e-2 --min-lr 1e-3 --lr-decay-style cosine --clip-grad 0 --weight-decay 0.1
 --attention-dropout 0 --hidden-dropout 0 --bf16 --use-distributed-optimizer
 --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-swiglu-fusion

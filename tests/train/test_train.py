@@ -11,6 +11,7 @@ import pytest
 from moe_optim.checkpoints.integrity import require_intact
 from moe_optim.cli import main as cli
 from moe_optim.errors import StateError
+from moe_optim.train import launcher
 from moe_optim.train import run as train
 from tests.support.damage import flip_in
 from tests.support.runs import FAKE_RANK, REPOSITORY, small_disk, write_checkpoint
@@ -45,6 +46,7 @@ def command(monkeypatch, capsys, shared, runs):
     """Run `moe-optim train` on the small text; returns exit code, stdout and stderr."""
     monkeypatch.setattr(train, "RANK_ENTRY", FAKE_RANK)
     monkeypatch.setattr(train, "PREFLIGHT", (sys.executable, "-c", "print([])"))
+    monkeypatch.setattr(launcher, "_POLL_SECONDS", 0.02)  # such ranks end at once
 
     def run(*options, behaviour="", megatron=SHORT, out=runs / "a", text=True):
         monkeypatch.setenv("FAKE_RANK", behaviour)

@@ -1,7 +1,7 @@
 """Any order of what loops do: weights and gradients are the model's, or the call raises.
 
 Hypothesis drives the life cycle of ``tests/support/life_cycle.py`` in one process, where all known
-hazards of shared buffers show. To run more than the fixed 3,000 steps: ``make life-cycle``.
+hazards of shared buffers show. To run more than the fixed 1,400 steps: ``make life-cycle``.
 """
 
 import os
@@ -16,7 +16,7 @@ from tests.support import life_cycle
 from tests.support.life_cycle_bugs import BUGS
 from tests.support.ranks import run_ranks
 
-STEPS = int(os.environ.get("LIFE_CYCLE_STEPS", "3000"))
+STEPS = int(os.environ.get("LIFE_CYCLE_STEPS", "1400"))
 EXAMPLE_STEPS = 50
 SETTINGS: list[dict[str, Any]] = [
     {"wire": "quantized", "overlap": True},
@@ -259,11 +259,19 @@ def _find(name: str) -> Trace:
     return []
 
 
-RARE = {"H4", "H6"}  # found after thousands of steps; TRACES show them in a few
+FOUND_EACH_TIME = {  # of each wire, of each kind of step, and on two ranks
+    *("#4562", "#4800", "#5487", "H2", "a step that fails", "moments that were replaced"),
+    "an evaluation of one rank's slices",
+}
+"""The others are left to ``make test-all``: each is shown by a few calls, in TRACES."""
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.extended] * (name in RARE)) for name in BUGS]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.extended] * (name not in FOUND_EACH_TIME))
+        for name in BUGS
+    ],
 )
 def test_every_historic_bug_is_found_when_it_is_put_back(name: str):
     """Within 10,000 random steps some comparison fails."""

@@ -119,9 +119,17 @@ EXCHANGES = {
     "grouped into indexed": (GROUPED, INDEXED),
     "indexed into grouped": (INDEXED, GROUPED),
 }
+BETWEEN_LAYOUTS = {"grouped into indexed", "indexed into grouped"}
+"""Journeys of checkpoints show these, too."""
 
 
-@pytest.mark.parametrize(("saved", "loaded"), EXCHANGES.values(), ids=EXCHANGES.keys())
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        pytest.param(*pair, id=name, marks=[pytest.mark.extended] * (name in BETWEEN_LAYOUTS))
+        for name, pair in EXCHANGES.items()
+    ],
+)
 def test_checkpoints_are_exchangeable_in_the_middle_of_training(run, checkpoints, saved, loaded):
     """Weights, masters, moments and step of 3 iterations load into other experts, and iterations 4
     to 6 give the losses and weights of the run that went on."""

@@ -48,7 +48,7 @@ def trained(ranks: int, flags: list[str]) -> list[Record]:
      (2, ["--expert-model-parallel-size", "2"]),
      pytest.param(4, ["--expert-model-parallel-size", "2"], marks=pytest.mark.extended),
      pytest.param(4, ["--expert-model-parallel-size", "4"], marks=pytest.mark.extended),
-     pytest.param(4, [], marks=pytest.mark.extended)],
+     pytest.param(4, ["--global-batch-size", "8"], marks=pytest.mark.extended)],
     ids=["dp1", "dp2", "ep2 edp1", "ep2 edp2", "ep4 edp1", "dp4"],
 )  # fmt: skip
 def test_overlap_changes_nothing_and_weights_come_from_masters(ranks: int, parallel: list[str]):
@@ -137,13 +137,8 @@ def test_wgrad_through_autograd_equals_fused():
         assert_same_run(unfused, fused, what="unfused")
 
 
-@pytest.mark.parametrize(
-    "overlap",
-    [
-        pytest.param([], id="no overlap", marks=pytest.mark.extended),
-        pytest.param(OVERLAP, id="overlap"),
-    ],
-)
+@pytest.mark.extended  # the rows of test_ten_rows.py are evaluated in between, too
+@pytest.mark.parametrize("overlap", [[], OVERLAP], ids=["no overlap", "overlap"])
 def test_train_eval_train_equals_train_only(overlap: list[str]):
     """Evaluating between steps leaves no trace in losses, masters, moments or weights."""
     only = trained(2, [*RUN, *overlap])

@@ -23,7 +23,7 @@ TP2 += ["--expert-tensor-parallel-size", "1"]
 EP2 = ["--expert-model-parallel-size", "2"]
 PP2 = ["--pipeline-model-parallel-size", "2"]
 VIRTUAL = ["--num-layers", "4", "--num-virtual-stages-per-pipeline-rank", "2"]
-INSTANCES = ["--num-distributed-optimizer-instances", "2"]
+INSTANCES = ["--num-distributed-optimizer-instances", "2", "--global-batch-size", "8"]
 
 TOPOLOGIES = {  # name -> ranks, flags
     "tp2": (2, TP2),

@@ -1,5 +1,8 @@
 """Flags that published recipes set with quantized weights: what they ask for holds here."""
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +24,36 @@ MOMENTS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4
 extended = pytest.mark.extended
 
 
-def interrupted(ranks: int, flags: list[str], config: Any, folder: Path) -> list[Record]:
-    """Train 6 steps in two runs, of which the second loads what the first saved after 4."""
-    first = [*flags, "--save", f"{folder}", "--exit-interval", "4"]
-    run_ranks(ranks, pretrain, first, config)
-    return run_ranks(ranks, pretrain, [*flags, "--load", f"{folder}"], config)
+@cache
+def trained(config: MoEOptimConfig, *flags: str) -> list[Record]:
+    """Return what two ranks saw of 6 steps, made once and left alone by all."""
+    return run_ranks(2, pretrain, [*STEPS, *flags], config)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Return a function that has two ranks save after 4 steps and end, once, by what they do."""
+
+    @cache
+    def save(config: MoEOptimConfig, *flags: str) -> Path:
+        folder = tmp_path_factory.mktemp("saved")
+        first = [*STEPS, *flags, "--save", f"{folder}", "--exit-interval", "4"]
+        run_ranks(2, pretrain, first, config)
+        return folder
+
+    return save
 
 
 def assert_same_end(rest: list[Record], whole: list[Record]) -> None:
     """The end of an interrupted run is that of a whole one, on every rank."""
     for rank, (got, want) in enumerate(zip(rest, whole, strict=True)):
         assert set(got.losses) == {5, 6}
-        want.losses = {step: want.losses[step] for step in got.losses}
-        want.validation_losses = want.validation_losses[-len(got.validation_losses) :]
-        assert_same_run(got, want, what=f"rank {rank}")
+        end = replace(
+            want,
+            losses={step: want.losses[step] for step in got.losses},
+            validation_losses=want.validation_losses[-len(got.validation_losses) :],
+        )
+        assert_same_run(got, end, what=f"rank {rank}")
 
 
 @pytest.mark.parametrize(
@@ -47,11 +66,11 @@ def assert_same_end(rest: list[Record], whole: list[Record]) -> None:
         pytest.param(MoEOptimConfig(format="bf16"), OVERLAP, id="bf16", marks=extended),
     ],
 )
-def test_sharing_gradient_memory_changes_nothing(config, overlap, tmp_path):
+def test_sharing_gradient_memory_changes_nothing(config, overlap, saved):
     """A run with the flag, with evaluations, that was saved and resumed, is one without it."""
-    flags = [*STEPS, *overlap]
-    rest = interrupted(2, [*flags, SHARE], config, tmp_path)
-    assert_same_end(rest, run_ranks(2, pretrain, flags, config))
+    flags = [*overlap, SHARE]
+    rest = [*STEPS, *flags, "--load", f"{saved(config, *flags)}"]
+    assert_same_end(run_ranks(2, pretrain, rest, config), trained(config, *overlap))
 
 
 def _resume_by_arguments_of_the_checkpoint(flags: list[str], config: MoEOptimConfig) -> Record:
@@ -76,16 +95,14 @@ def _resume_by_arguments_of_the_checkpoint(flags: list[str], config: MoEOptimCon
         pytest.param([], SHARING, id="not given again", marks=extended),
     ],
 )
-def test_arguments_of_a_checkpoint_leave_the_flag_to_the_command_line(again, config, tmp_path):
+def test_arguments_of_a_checkpoint_leave_the_flag_to_the_command_line(again, config, saved):
     """``--use-checkpoint-args`` brings the model of a run that shared memory, and neither brings
     nor drops the flag; the run goes on as the whole one."""
-    flags = [*STEPS, *OVERLAP]
-    first = [*flags, SHARE, "--save", f"{tmp_path}", "--exit-interval", "4"]
-    run_ranks(2, pretrain, first, config)
-    rest = [*flags, *again, "--load", f"{tmp_path}"]
+    folder = saved(config, *OVERLAP, SHARE)
+    rest = [*STEPS, *OVERLAP, *again, "--load", f"{folder}"]
     resumed = run_ranks(2, _resume_by_arguments_of_the_checkpoint, rest, config)
     assert [record.extra for record in resumed] == [bool(again)] * 2
-    assert_same_end(resumed, run_ranks(2, pretrain, flags, config))
+    assert_same_end(resumed, trained(config, *OVERLAP))
 
 
 @pytest.mark.parametrize(
@@ -108,17 +125,18 @@ def test_arguments_of_a_checkpoint_leave_the_flag_to_the_command_line(again, con
         ),
     ],
 )
-def test_narrow_moments_train_and_resume_to_the_bit(dtypes, config, flags, tmp_path):
+def test_narrow_moments_train_and_resume_to_the_bit(dtypes, config, flags, saved):
     """Masters stay in fp32, moments are held as asked, and a checkpoint has what they stand for."""
-    flags = [*STEPS, *flags, *NARROW.format(*dtypes).split()]
-    whole = run_ranks(2, pretrain, flags, config)
+    flags = [*flags, *NARROW.format(*dtypes).split()]
+    whole = trained(config, *flags)
     for record in whole:
         assert {master.dtype for master in record.masters.values()} == {torch.float32}
         for moments in record.moments.values():
             assert [moments[name].dtype for name in ("exp_avg", "exp_avg_sq")] == [
                 MOMENTS[dtype] for dtype in dtypes
             ]
-    assert_same_end(interrupted(2, flags, config, tmp_path), whole)
+    rest = [*STEPS, *flags, "--load", f"{saved(config, *flags)}"]
+    assert_same_end(run_ranks(2, pretrain, rest, config), whole)
 
 
 def test_a_checkpoint_of_fp32_moments_goes_on_with_narrow_ones(tmp_path):
