@@ -1,7 +1,7 @@
 """Any order of what loops do: weights and gradients are the model's, or the call raises.
 
 Hypothesis drives the life cycle of ``tests/support/life_cycle.py`` in one process, where all known
-hazards of shared buffers show. To run more than the fixed 1,400 steps: ``make life-cycle``.
+hazards of shared buffers show. To run more than the fixed 3,000 steps: ``make life-cycle``.
 """
 
 import os
@@ -16,7 +16,7 @@ from tests.support import life_cycle
 from tests.support.life_cycle_bugs import BUGS
 from tests.support.ranks import run_ranks
 
-STEPS = int(os.environ.get("LIFE_CYCLE_STEPS", "1400"))
+STEPS = int(os.environ.get("LIFE_CYCLE_STEPS", "3000"))
 EXAMPLE_STEPS = 50
 SETTINGS: list[dict[str, Any]] = [
     {"wire": "quantized", "overlap": True},
