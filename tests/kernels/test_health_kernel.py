@@ -12,6 +12,8 @@ from tests.support.health import assert_same_health, masters_of, measure
 
 CPU = torch.device("cpu")
 WHOLE, THIRDS = (0.0, 1.0), (0.0, 0.36, 0.79, 1.0)
+BRIEF = ("nvfp4", "fp8_block")
+"""Formats with packed elements and an amax, and with blocks that edges cut."""
 
 
 def entry_of(source, **changes):
@@ -20,7 +22,13 @@ def entry_of(source, **changes):
     return HealthEntry(entry=entry, rows=torch.arange(1))
 
 
-@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize(
+    "format",
+    [
+        pytest.param(format, id=name, marks=[pytest.mark.extended] * (name not in BRIEF))
+        for name, format in FORMATS.items()
+    ],
+)
 @pytest.mark.parametrize(
     ("cuts", "shard"),
     [
