@@ -230,8 +230,12 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
             yield (
                 "by name",
                 flat["doubt"]
-                or ("`convert --format safetensors` takes them, if masters round to their weights"),
+                or "`convert --format safetensors` takes them, if masters round to their weights",
             )
+    for one in report["amaxes"]:
+        range_ = f", {one['least']:.4g} to {one['largest']:.4g}" if one["least"] is not None else ""
+        none = f", {one['none']:,} without one" if one["none"] else ""
+        yield f"{one['kind']} amaxes", f"{one['linear']}, {one['experts']:,} experts{range_}{none}"
     rows = report["glu_interleave"]
     said = {None: "not recorded", 0: "none: gate rows first"}.get(rows, f"blocks of {rows} rows")
     yield "GLU interleave", said

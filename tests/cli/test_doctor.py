@@ -8,6 +8,7 @@ from pathlib import Path
 
 import megatron.core  # noqa: F401 before doctor imports it, with nothing compiled
 import pytest
+from rich.console import Console
 
 from moe_optim import environment
 from moe_optim.cli import doctor
@@ -168,7 +169,7 @@ def test_gpus_are_listed_with_capability_and_memory(light, capsys):
 @pytest.mark.parametrize("columns", [60, 80, 120])
 def test_the_screen_fits_and_hides_nothing(light, capsys, columns):
     """Brackets are no markup here, and long paths are folded rather than cut."""
-    light.setenv("COLUMNS", str(columns))
+    light.setattr(doctor, "results_console", lambda: Console(width=columns, markup=False))
     hide(light, "megatron.core")
     assert main(["doctor"]) == 1
     screen = capsys.readouterr().out

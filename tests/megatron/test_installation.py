@@ -16,7 +16,7 @@ from moe_optim.megatron import active, installation
 from moe_optim.megatron.launch import cpu_runtime
 from moe_optim.megatron.launch.arguments import request_from_argv
 from moe_optim.megatron.patching import patches
-from moe_optim.megatron.patching.engine import Patch
+from moe_optim.megatron.patching.engine import Patch, in_all_versions
 from tests.support import life_cycle
 from tests.support.ranks import run_ranks
 from tests.support.training import pretrain
@@ -149,6 +149,7 @@ def _fail_to_install() -> list[str]:
         id="broken",
         target="megatron.core.optimizer:NoSuchName",
         replacement="moe_optim.megatron.optimizer.adam:GroupStepAdam",
+        fits=in_all_versions("class"),
         because="a test",
         remove_when="never",
     )

@@ -114,10 +114,14 @@ def overridden(original: type, replacement: type) -> Iterator[tuple[str, Any, An
             yield name, mine, theirs
 
 
+_ANYTHING = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+
+
 def _takes_calls_of(mine: Any, theirs: Any) -> bool:
     """Return whether ``mine`` names the same parameters, or passes on those that it does not name.
 
-    What ``mine`` passes on (``*args, **kwargs``) may change from version to version.
+    What ``mine`` passes on (``*args, **kwargs``) may change from version to version. Of ``theirs``
+    a wrapper that names none and passes on all takes every call.
     """
     if isinstance(mine, staticmethod) != isinstance(theirs, staticmethod):
         return False
@@ -126,7 +130,10 @@ def _takes_calls_of(mine: Any, theirs: Any) -> bool:
         return False
     parameters = inspect.signature(mine).parameters.values()
     positional = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
-    want = list(inspect.signature(theirs).parameters)
+    wanted = inspect.signature(theirs).parameters.values()
+    if {one.kind for one in wanted} >= _ANYTHING:
+        return True
+    want = [one.name for one in wanted]
     if any(one.kind is one.VAR_KEYWORD for one in parameters):
         return positional == want[: len(positional)]
     return [one.name for one in parameters] == want

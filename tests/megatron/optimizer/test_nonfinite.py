@@ -195,7 +195,8 @@ def _step_on_nan_beside_a_stub() -> None:
     chain = GroupedChainedOptimizer([stub, part])
     cycle.zero()
     cycle.micro(0, last=True)
-    part.model_float16_groups[0][0].main_grad.fill_(torch.nan)
+    (of_experts,) = (p for n, p in cycle.ddp.named_parameters() if n.endswith("layers.0.weight"))
+    of_experts.main_grad.fill_(torch.nan)
     numel = life_cycle.EXPERTS * life_cycle.WIDTH**2
     with pytest.raises(NonFiniteError, match=rf"rank 0: layers\.0\.weight: {numel} non-finite"):
         chain.step()
