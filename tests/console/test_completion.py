@@ -38,7 +38,9 @@ def test_bash_completes_commands_and_their_options(script):
         "--gpus",
         "--gpu-memory",
     }
-    assert completed(script, ["moe-optim", "convert", "a", "b", "--to", "group"]) == {"grouped"}
+    assert completed(script, ["moe-optim", "convert", "a", "b", "--experts", "group"]) == {
+        "grouped"
+    }
 
 
 def test_bash_completes_recipes_by_name_and_by_file(script, tmp_path):

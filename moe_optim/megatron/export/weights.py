@@ -61,7 +61,7 @@ def export_weights(
         layout: ``hf_per_expert``, the names of Hugging Face's models on disk; or ``sequential``,
             Megatron's, for models that have no names there.
         convention: how engines call data and scales of the format; None takes the first of
-            :data:`moe_optim.export.conventions.CONVENTIONS` that has it.
+            ``moe_optim.export.conventions.CONVENTIONS`` that has it.
         experts: ``all`` yields every expert on every rank; ``own`` on each rank those it holds,
             and nothing of them is sent.
         device: where tensors are wanted; None leaves them where they lie.
