@@ -338,8 +338,9 @@ def sum_squares(table: NormTable) -> None:
 def measure_health(table: HealthTable) -> None:
     """Rewrite ``table.sums`` and ``table.amaxes``: what experts have lost by being quantized.
 
-    One launch a format where kernels measure; nothing is waited for then. Counts and maxima of
-    shards add up to those of whole weights to the bit, other sums but for their last bits.
+    Two or three launches a format where kernels measure; nothing is waited for then. The same
+    weights give the same bits again. Counts and maxima of shards add up to those of whole weights
+    to the bit, other sums but for their last bits.
 
     Args:
         table: planes of whole weights, and the masters that they were made of. Where something has

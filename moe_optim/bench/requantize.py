@@ -267,7 +267,7 @@ def _health(case: Case, group: "ProcessGroup | None") -> Job:
         run=partial(ops.measure_health, table),
         num_members=len(entries),
         floor_bytes=health_bytes(case.format, sum(case.owned)),
-        launches=len(table.launches),
+        launches=sum(launch.num_launches for launch in table.launches),
     )
 
 

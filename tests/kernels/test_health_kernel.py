@@ -33,13 +33,13 @@ def entry_of(source, **changes):
     ("cuts", "shard"),
     [
         (THIRDS, 1),
-        pytest.param(WHOLE, 0, marks=pytest.mark.extended),
+        (WHOLE, 0),
         pytest.param(THIRDS, 2, marks=pytest.mark.extended),
     ],
     ids=["the middle", "whole", "the end"],
 )
 def test_what_the_kernel_finds_is_plain_torchs(cuts, shard, format, launches):
-    """Of shards that end inside of blocks, and of whole weights."""
+    """Of shards that end inside of blocks, and of whole weights, which have a whole tile."""
     masters = masters_of(format)
     got = measure(format, masters, cuts=cuts, shard=shard)
     assert launches
