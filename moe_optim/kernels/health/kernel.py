@@ -76,7 +76,6 @@ def measure_kernel(
     global_amax = 1.0
     if FORMAT == "nvfp4":
         global_amax = tl.load(tl.load(member + GLOBAL_AMAX).to(tl.pointer_type(tl.float32)))
-    height = tl.load(member + ROWS).to(tl.int32)
     begin_row = first_row
     end_row = first_row + PROGRAM_ROWS
     if not WHOLE:
@@ -102,12 +101,9 @@ def measure_kernel(
             row = (group_row + below).to(tl.int64)
             first = row * cols + first_col
             places = rows * cols + columns
-            owned = None
-            if not WHOLE:
-                owned = (rows < height - group_row - below) & (columns < cols - first_col)
             value, limit = _load_values(
-                member, row, first_col, rows, owned, global_amax, FORMAT, HEIGHT, WIDTH, TILE_COLS,
-                STRIP, WHOLE,
+                member, row, first_col, rows, global_amax, FORMAT, HEIGHT, WIDTH, TILE_COLS, STRIP,
+                WHOLE,
             )  # fmt: skip
             bits = tl.reshape(value.to(tl.int32, bitcast=True), (STRIP, QUADS, QUAD))
             is_alive = (tl.reduce(bits, 2, _or) & 0x7FFFFFFF) != 0
@@ -115,7 +111,8 @@ def measure_kernel(
             if WHOLE:
                 weight = tl.load(source + first + places)
             else:
-                owned &= is_owned(member, row, first_col, rows, columns, cols)
+                owned = is_owned(member, row, first_col, rows, columns, cols)
+                owned &= columns < cols - first_col
                 weight = tl.load(source + first + places, mask=owned, other=0.0)
                 value = tl.where(owned, value, 0.0)
             weight = _round_to_bf16(weight)
@@ -174,8 +171,9 @@ def add_parts_kernel(
         total += tl.load(parts + (start + lanes) * NUM_SUMS + columns, mask=there, other=0.0)
     columns = tl.arange(0, COLUMNS)
     row = tl.load(descriptors + member * FIELDS + AMAX_SLOT)
-    # Of zeros and one or two experts' sums, every order of adding gives the same.
-    tl.atomic_add(sums + row * NUM_SUMS + columns, tl.sum(total, 0), mask=columns < NUM_SUMS)
+    tl.atomic_add(  # what one rank owns of an expert is one member, so it is added to zeros
+        sums + row * NUM_SUMS + columns, tl.sum(total, 0), mask=columns < NUM_SUMS
+    )
 
 
 @triton.jit
@@ -206,7 +204,7 @@ def _signed(wide, hashed):
 
 @triton.jit
 def _load_values(
-    member, row, first_col, rows, inside, global_amax, FORMAT: tl.constexpr, HEIGHT: tl.constexpr,
+    member, row, first_col, rows, global_amax, FORMAT: tl.constexpr, HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr, TILE_COLS: tl.constexpr, STRIP: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Return the values of a strip in fp32, zeros outside, and what magnitudes are compared with.
