@@ -54,7 +54,7 @@ def test_what_the_kernel_finds_is_plain_torchs(cuts, shard, format, launches):
 def test_tiles_cover_what_is_owned_and_whole_ones_lie_inside(start, monkeypatch):
     """Of a shard of two experts; none is whole where quads of elements are not aligned."""
     monkeypatch.setattr(table_module, "has_kernels", lambda device: True)
-    shape = (2, 1040, 288)
+    shape = (2, 1056, 288)
     numel = shape[1] * shape[2]
     entry = TableEntry(
         parameter="fc",

@@ -98,7 +98,7 @@ def measure_kernel(
     for group_row in range(begin_row, end_row, GROUP):
         alive = tl.zeros((QUADS,), dtype=tl.int32)  # a bit a block of the group
         for below in range(0, GROUP, STRIP):
-            row = (group_row + below).to(tl.int64)
+            row = tl.cast(group_row + below, tl.int64)
             first = row * cols + first_col
             places = rows * cols + columns
             value, limit = _load_values(
@@ -130,9 +130,8 @@ def measure_kernel(
         words = tl.reduce(tl.reshape(alive, (PER_ROW, WIDTH // QUAD)), 1, _or)[None, :]
         is_dead = ((words >> numbers) & 1) == 0
         if not WHOLE:
-            is_dead &= is_owned(
-                member, group_row.to(tl.int64), first_col, numbers * HEIGHT, blocks * WIDTH, cols
-            )
+            top = tl.cast(group_row, tl.int64)
+            is_dead &= is_owned(member, top, first_col, numbers * HEIGHT, blocks * WIDTH, cols)
             is_dead &= blocks * WIDTH < cols - first_col
         dead += is_dead.to(tl.int32)
 

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from moe_optim.formats import BlockScaledFormat
 from moe_optim.health import NUM_SUMS, Sum
@@ -131,30 +131,32 @@ def _plan(
     format: BlockScaledFormat, dtype: torch.dtype, group: Sequence[HealthEntry]
 ) -> HealthLaunch:
     """Describe what is owned of some weights, cut into tiles of each expert."""
-    described, tiled, whole, counts = [], [], [], []
+    described, tiled = [], []
+    aligned: list[bool] = []
     for one in group:
         entry, experts = one.entry, owned_experts(one.entry)
         cols = entry.target.shape[2]
         members = describe_members(entry, experts, one.rows[experts.start : experts.stop])
-        first, aligned = sum(map(len, described)), is_aligned(entry)
-        for index, (low, high) in enumerate(members[:, 11:13].tolist(), start=first):
-            touched = range(low // cols // HEALTH_ROWS * HEALTH_ROWS, -(-high // cols), HEALTH_ROWS)
-            tiles = grid_of_tiles(range(index, index + 1), touched, cols, HEALTH_TILE, 0)
-            _, rows, columns, _ = tiles.unbind(1)
-            inside = (rows * cols >= low) & ((rows + HEALTH_ROWS) * cols <= high)
-            whole.append(inside & (columns + HEALTH_TILE.cols <= cols) & aligned)
-            tiled.append(tiles)
-            counts.append(len(tiles))
         described.append(members)
-    descriptors, tiles, is_whole = map(torch.cat, (described, tiled, whole))
+        for low, high in members[:, 11:13].tolist():
+            touched = range(low // cols // HEALTH_ROWS * HEALTH_ROWS, -(-high // cols), HEALTH_ROWS)
+            member = range(len(aligned), len(aligned) + 1)
+            tiled.append(grid_of_tiles(member, touched, cols, HEALTH_TILE, 0))
+            aligned.append(is_aligned(entry))
+    descriptors, tiles = torch.cat(described), torch.cat(tiled)
+    numbers, rows, columns, _ = tiles.unbind(1)
     tiles[:, 3] = torch.arange(len(tiles), device="cpu")
-    bounds = torch.tensor([0, *accumulate(counts)], device="cpu")
-    device = group[0].entry.source.device
+    bounds = pad(numbers.bincount().cumsum(0), (1, 0))
+    across, begin, end = descriptors[numbers][:, (6, 11, 12)].unbind(1)
+    is_whole = (rows * across >= begin) & ((rows + HEALTH_ROWS) * across <= end)
+    is_whole &= columns + HEALTH_TILE.cols <= across
+    is_whole &= torch.tensor(aligned, device="cpu")[numbers]
     parts = torch.zeros((len(tiles), NUM_SUMS), dtype=torch.float64, device="cpu")
     begin, end = descriptors[:, 11], descriptors[:, 12]
-    parts[bounds[:-1], Sum.ELEMENTS] = (end - begin).double()
     blocks = _blocks_before(end, descriptors, format) - _blocks_before(begin, descriptors, format)
+    parts[bounds[:-1], Sum.ELEMENTS] = (end - begin).double()
     parts[bounds[:-1], Sum.BLOCKS] = blocks.double()
+    device = group[0].entry.source.device
     return HealthLaunch(
         format=format,
         source_dtype=dtype,
