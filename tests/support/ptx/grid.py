@@ -1,7 +1,7 @@
 """A grid of blocks whose threads run together: a register is an array, with an entry a thread."""
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, reduce
 
 import numpy as np
 
@@ -227,16 +227,19 @@ def _divide(grid: Grid, one: Instruction, active: Array) -> None:
 
 
 def _extreme(of_numbers: Callable[..., Array], of_all: Callable[..., Array]) -> Semantics:
+    """``max`` and ``min``, of two values or, of fp32 since sm_100, of three."""
+
     def execute(grid: Grid, one: Instruction, active: Array) -> None:
         type = one.parts[-1]
-        target, a, b = one.operands
+        target, *sources = one.operands
         if type == "bf16":
-            x, y = (numbers.from_bf16(grid.read(source, "b16")) for source in (a, b))
-            grid.write(target, numbers.to_bf16(of_numbers(x, y)), active)
+            values = [numbers.from_bf16(grid.read(source, "b16")) for source in sources]
+            grid.write(target, numbers.to_bf16(reduce(of_numbers, values)), active)
         elif type.startswith("f") and "NaN" not in one.parts:
-            grid.write(target, of_numbers(grid.read(a, type), grid.read(b, type)), active)
+            values = [grid.read(source, type) for source in sources]
+            grid.write(target, reduce(of_numbers, values), active)
         else:
-            _typed(of_all)(grid, one, active)
+            _typed(lambda *values: reduce(of_all, values))(grid, one, active)
 
     return execute
 
