@@ -45,7 +45,8 @@ def test_what_the_kernel_finds_is_plain_torchs(cuts, shard, format, launches):
     """Of shards that end inside of blocks, and of whole weights, which have a whole tile."""
     masters = masters_of(format)
     got = measure(format, masters, cuts=cuts, shard=shard)
-    assert launches
+    whole_and_cut = 1 + (cuts is WHOLE)
+    assert launches == 2 * [*whole_and_cut * ["measure_kernel"], "add_parts_kernel"]
     want = measure(format, masters, cuts=cuts, shard=shard, backend="reference")
     assert_same_health(got, want, f"{format.name}, shard {shard}")
 

@@ -409,12 +409,14 @@ def _shuffle(grid: Grid, one: Instruction, active: Array) -> None:
 
 
 def _reduce(grid: Grid, one: Instruction, active: Array) -> None:
-    """``redux``: every thread of a warp gets the maximum, or the sum, of all."""
+    """``redux``: every thread of a warp gets what all of its threads have together."""
     target, source, _ = one.operands
     _require_whole_warps(active, one)
     warps = grid.read(source, one.parts[-1]).reshape(-1, WARP)
     result = warps[:, :1]
-    combine = {"add": np.add, "max": np.maximum, "min": np.minimum}[one.parts[2]]
+    combine = {"add": np.add, "max": np.maximum, "min": np.minimum, "or": np.bitwise_or}[
+        one.parts[2]
+    ]
     if one.parts[-1] == "f32":
         combine = {"max": numbers.largest, "min": numbers.smallest}[one.parts[2]]
     for lane in range(1, WARP):
