@@ -231,6 +231,8 @@ def _extreme(of_numbers: Callable[..., Array], of_all: Callable[..., Array]) -> 
 
     def execute(grid: Grid, one: Instruction, active: Array) -> None:
         type = one.parts[-1]
+        if not set(one.parts[1:-1]) <= {"NaN", "ftz"}:
+            raise NotImplementedError(one.text)
         target, *sources = one.operands
         if type == "bf16":
             values = [numbers.from_bf16(grid.read(source, "b16")) for source in sources]
@@ -412,13 +414,15 @@ def _reduce(grid: Grid, one: Instruction, active: Array) -> None:
     """``redux``: every thread of a warp gets what all of its threads have together."""
     target, source, _ = one.operands
     _require_whole_warps(active, one)
-    warps = grid.read(source, one.parts[-1]).reshape(-1, WARP)
+    _, sync, operation, *modifiers, type = one.parts
+    if sync != "sync" or not set(modifiers) <= {"abs"}:
+        raise NotImplementedError(one.text)
+    warps = grid.read(source, type).reshape(-1, WARP)
+    warps = np.abs(warps) if modifiers else warps
     result = warps[:, :1]
-    combine = {"add": np.add, "max": np.maximum, "min": np.minimum, "or": np.bitwise_or}[
-        one.parts[2]
-    ]
-    if one.parts[-1] == "f32":
-        combine = {"max": numbers.largest, "min": numbers.smallest}[one.parts[2]]
+    combine = {"add": np.add, "max": np.maximum, "min": np.minimum, "or": np.bitwise_or}[operation]
+    if type == "f32":
+        combine = {"max": numbers.largest, "min": numbers.smallest}[operation]
     for lane in range(1, WARP):
         result = combine(result, warps[:, lane : lane + 1])
     grid.write(target, np.repeat(result, WARP, axis=1).reshape(-1), active)
