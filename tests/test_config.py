@@ -20,6 +20,7 @@ DEFAULTS = {
     "wire": "quantized",
     "layout": "aligned",
     "step": "auto",
+    "offload_states": 0.0,
     "nonfinite": "raise",
     "backend": "auto",
     "fuse_wgrad_accumulation": True,
@@ -61,6 +62,13 @@ REFUSED = {  # field, value -> what the message must say
         "100",
         "expected a number from 0 to 1000000, got '100",
     ),
+    "more than all": (
+        "offload_states",
+        1.5,
+        "expected a number from 0 to 1, got 1.5. Write a number from 0 to 1.",
+    ),
+    "not a number": ("offload_states", float("nan"), "expected a number from 0 to 1, got nan."),
+    "switch for a part": ("offload_states", True, "expected a number from 0 to 1, got True."),
     "kernels by name": ("backend", "triton", "expected auto or reference, got 'triton'."),
 }
 

@@ -21,6 +21,32 @@ def list_masters(optimizer: Any) -> list[Tensor]:
     ]
 
 
+def send_away_as_verl(model: list[Any]) -> None:
+    """Send weights and gradients to the host by what verl calls for it: storages of tensors."""
+    for buffer in (b for chunk in model for b in (*chunk.buffers, *chunk.expert_parallel_buffers)):
+        weights, gradients = buffer.param_data, buffer.grad_data
+        if weights.storage().size() > 0:
+            # a clone, as the copy that cpu() makes of what is on a GPU
+            weights.cpu_data = weights.data.cpu().clone().pin_memory()
+            buffer.param_data_size = weights.storage().size()
+            weights.storage().resize_(0)
+        assert buffer.param_data_size == weights.cpu_data.storage().size()
+        if gradients.storage().size() > 0:
+            buffer.grad_data_size = gradients.storage().size()
+            gradients.storage().resize_(0)
+
+
+def bring_back_as_verl(model: list[Any]) -> None:
+    """Bring back what :func:`send_away_as_verl` has sent; gradients are zeros."""
+    for buffer in (b for chunk in model for b in (*chunk.buffers, *chunk.expert_parallel_buffers)):
+        weights, gradients = buffer.param_data, buffer.grad_data
+        gradients.storage().resize_(buffer.grad_data_size)
+        gradients.zero_()
+        if weights.storage().size() == 0:
+            weights.storage().resize_(buffer.param_data_size)
+            weights.copy_(weights.cpu_data, non_blocking=True)
+
+
 def move_masters(optimizer: Any) -> None:
     """Give masters other memory with the same values, as verl does: by their ``data``."""
     for master in list_masters(optimizer):

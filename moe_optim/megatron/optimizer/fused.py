@@ -157,6 +157,13 @@ class FusedUpdate:
         for group in self._optimizer.optimizer.param_groups:
             group["step"] -= 1
 
+    def make_moments(self) -> None:
+        """Make moments of masters that have none, and have all states where they are at home."""
+        inner = self._optimizer.optimizer
+        for _, master in _owned(self._optimizer):
+            moments_of(inner, master)
+            self._optimizer.host_states.keep(inner, master)
+
     def _find_moments(self) -> list[Tensor]:
         """Return the tensors that Adam has for moments now."""
         states = self._optimizer.optimizer.state.values()
@@ -199,6 +206,7 @@ class FusedUpdate:
         names = parameter_names(optimizer.model_chunks)
         states: dict[ManagedBucket | None, list[AdamState]] = {b: [] for b in optimizer._buckets}
         states[None] = []
+        self.make_moments()
         for param, master in _owned(optimizer):
             exp_avg, exp_avg_sq = moments_of(inner, master)
             states[bucket_of.get(param)].append(
