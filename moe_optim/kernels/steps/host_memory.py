@@ -5,6 +5,7 @@ GPU can lie over such memory: kernels stream its elements over the link, in both
 and whoever else reads it as a tensor of the GPU gets its values, too.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,18 +47,18 @@ class HostMemory:
         """How much memory of the host there is by now, pinned where the device is a GPU."""
         return sum(slab.on_host.nbytes for slab, _ in self._slabs)
 
-    def take(self, like: Tensor) -> HostTensor:
-        """Return memory for a tensor of the shape and dtype of ``like``; what it holds is undefined.
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> HostTensor:
+        """Return memory for a contiguous tensor; what it holds is undefined.
 
         Raises:
             StateError: this GPU does not reach pinned memory where it lies.
         """
-        nbytes = like.numel() * like.element_size()
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
         index, start = self._find(nbytes)
         slab, _ = self._slabs[index]
         self._slabs[index] = slab, start + -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         on_device, on_host = (
-            side[start : start + nbytes].view(like.dtype).view(like.shape)
+            side[start : start + nbytes].view(dtype).view(tuple(shape))
             for side in (slab.on_device, slab.on_host)
         )
         return HostTensor(on_device, on_host)
@@ -107,3 +108,19 @@ class _Exposed:
 
 def _power_of_two(count: int) -> int:
     return 1 << max(count - 1, 1).bit_length()
+
+
+def spread(sizes: Sequence[int], fraction: float) -> list[bool]:
+    """Choose of things in a row, evenly along it, at most this fraction of what they weigh.
+
+    Args:
+        sizes: what each weighs; those of 0 are not chosen.
+        fraction: 0 to 1.
+    """
+    chosen, seen, taken = [], 0, 0
+    for size in sizes:
+        seen += size
+        is_chosen = 0 < size <= fraction * seen - taken
+        taken += size * is_chosen
+        chosen.append(is_chosen)
+    return chosen

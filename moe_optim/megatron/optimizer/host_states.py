@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_optim.kernels.steps.host_memory import HostMemory, HostTensor
+from moe_optim.kernels.steps.host_memory import HostMemory, HostTensor, spread
 from moe_optim.megatron.optimizer.adam import MOMENTS
 
 _MASTER = "master"
@@ -90,24 +90,8 @@ class HostStates:
         """Return a state at home: itself if it is, else what it has been copied into."""
         home = self._homes[master].get(name)
         if home is None or home.on_host.dtype != values.dtype:
-            home = self._homes[master][name] = self._memory.take(values)
+            home = self._homes[master][name] = self._memory.take(values.shape, values.dtype)
         elif values.data_ptr() == home.on_host.data_ptr():
             return values
         home.on_device.copy_(values.detach())
         return home.on_device.detach()  # a tensor of its own: its data may be exchanged
-
-
-def spread(sizes: Sequence[int], fraction: float) -> list[bool]:
-    """Choose of things in a row, evenly along it, at most this fraction of what they weigh.
-
-    Args:
-        sizes: what each weighs; nothing is never chosen.
-        fraction: 0 to 1.
-    """
-    chosen, seen, taken = [], 0, 0
-    for size in sizes:
-        seen += size
-        takes = 0 < size <= fraction * seen - taken
-        taken += size * takes
-        chosen.append(takes)
-    return chosen

@@ -26,7 +26,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"wire": "quantized", "overlap": True, "step": "fused"},
     {"wire": "quantized", "overlap": False, "format": "nvfp4", "step": "fused"},
     {"wire": "bf16", "overlap": True, "step": "fused"},
-    {"wire": "quantized", "overlap": True, "step": "fused", "offload_states": 0.5},
+    {"wire": "quantized", "overlap": True, "step": "fused", "offload_states": 1},
 ]
 NAMES = (
     *("quantized, overlap", "quantized", "bf16, overlap", "bf16"),
