@@ -241,10 +241,27 @@ def step(table: StepTable) -> None:
     """
     if table.members is not None:
         table.members.exchange.zero_()  # it holds the maxima of all ranks, of the last step
+    _step_here(table)
+    if table.stage is not None:
+        table.stage.run(
+            [chunk.copies for chunk in table.chunks],
+            lambda number: _step_here(table.chunks[number].table),
+        )
+    if table.members is not None:
+        _encode_unshared(table.members)
+
+
+def _step_here(table: StepTable) -> None:
+    """Step what is on the device, and encode what no other maximum is needed for."""
     if table.ranges or table.encoding:
         from moe_optim.kernels.steps.launch import launch_step
 
         launch_step(table)
+    if table.encoded_last:
+        from moe_optim.kernels.launch import launch_encode
+
+        for launch in table.encoded_last:
+            launch_encode(launch)
     for state in table.remainder:
         adam.step_into(
             *(state.master, state.gradient, state.exp_avg, state.exp_avg_sq),
@@ -254,19 +271,15 @@ def step(table: StepTable) -> None:
         )
         if state.weight is not None:
             state.weight.copy_(state.master)
-    if table.members is not None:
-        _encode_unshared(table.members)
 
 
 def _encode_unshared(table: MemberTable) -> None:
-    """Encode what is owned whole, and find this rank's share of all other maxima."""
+    """Encode what the reference steps whole, and find this rank's share of all other maxima."""
     if table.launches:
-        from moe_optim.kernels.launch import launch_cut_amax, launch_encode
+        from moe_optim.kernels.launch import launch_cut_amax
 
         for launch in table.launches:
             launch_cut_amax(launch)
-            if launch.format.has_global_amax and not table.exchange.numel():
-                launch_encode(launch)
     _find_amaxes([one for one in table.remainder if one[1].size], table.exchange)
     _encode([one for one in table.remainder if not one[1].size], table.exchange)
 

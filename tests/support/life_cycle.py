@@ -21,6 +21,7 @@ from moe_optim import ops, reference
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import NonFiniteError, StateError
 from moe_optim.formats import get_format
+from moe_optim.kernels.steps import staging
 from moe_optim.megatron.buffers.states import Gradients
 from moe_optim.modules.grouped_linear import GroupedLinear
 from moe_optim.modules.grouped_weight import GroupedWeight
@@ -201,6 +202,7 @@ class LifeCycle:
         moe_optim.uninstall()
         knobs: dict[str, Any] = {"wire": wire, "layout": layout, "step": step}
         knobs["offload_states"] = offload_states
+        staging.SMALLEST, staging.CHUNK_BYTES = 2, 20_000  # some of each weight in a chunk
         moe_optim.install(MoEOptimConfig(format=format, compute=compute, **knobs))
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         config = TransformerConfig(

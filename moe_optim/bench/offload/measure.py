@@ -10,8 +10,6 @@ from moe_optim.bench.timing import median_ms, release, wait
 from moe_optim.errors import StateError
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from moe_optim.kernels.steps.host_memory import HostMemory
     from moe_optim.kernels.steps.table import StepTable
 
@@ -99,7 +97,7 @@ def _states(case: Case, fraction: float) -> "tuple[StepTable, HostMemory, int]":
     import torch
 
     from moe_optim.kernels.member_table import MemberTable
-    from moe_optim.kernels.steps.host_memory import HostMemory, spread
+    from moe_optim.kernels.steps.host_memory import HostMemory, HostTensor, spread
     from moe_optim.kernels.steps.table import AdamState, StepTable
     from moe_optim.reference.adam import Hyper
 
@@ -108,28 +106,34 @@ def _states(case: Case, fraction: float) -> "tuple[StepTable, HostMemory, int]":
     memory = HostMemory(torch.device(case.device), STATE_BYTES * on_host)
     generator = torch.Generator(case.device).manual_seed(0)
 
-    def empty(numel: int, is_on_host: bool) -> "Tensor":
+    def empty(numel: int, is_on_host: bool) -> HostTensor:
         if is_on_host:
-            return memory.take((numel,), torch.float32).on_device
-        return torch.empty(numel, device=case.device)
+            return memory.take((numel,), torch.float32)
+        here = torch.empty(numel, device=case.device)
+        return HostTensor(here, here)
 
-    masters = [
-        empty(numel, is_on_host).normal_(std=0.02, generator=generator)
+    held = [
+        [empty(numel, is_on_host) for _ in range(3)]
         for numel, is_on_host in zip(case.owned, chosen, strict=True)
     ]
-    entries = lay_out(case, masters)
+    for master, *moments in held:
+        master.on_device.normal_(std=0.02, generator=generator)
+        for moment in moments:
+            moment.on_device.zero_()
+    entries = lay_out(case, [master.on_device for master, *_ in held])
     gradients = torch.empty(sum(case.owned), device=case.device)
     gradients.normal_(std=2e-4, generator=generator)
-    states: list[AdamState] = [
+    states = [
         AdamState(
             parameter=entry.parameter,
-            master=master,
+            master=master.on_device,
             gradient=gradient,
-            exp_avg=empty(master.numel(), is_on_host).zero_(),
-            exp_avg_sq=empty(master.numel(), is_on_host).zero_(),
+            exp_avg=exp_avg.on_device,
+            exp_avg_sq=exp_avg_sq.on_device,
+            on_host=(master.on_host, exp_avg.on_host, exp_avg_sq.on_host) if is_on_host else None,
         )
-        for entry, master, gradient, is_on_host in zip(
-            entries, masters, gradients.split(case.owned), chosen, strict=True
+        for entry, (master, exp_avg, exp_avg_sq), gradient, is_on_host in zip(
+            entries, held, gradients.split(case.owned), chosen, strict=True
         )
     ]
     hyper = Hyper(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=1)

@@ -219,6 +219,7 @@ class FusedUpdate:
                     group=group_of[master],
                     norm=_norm_of(master),
                     weight=None if is_managed(param) else _weight(optimizer, param, master),
+                    on_host=optimizer.host_states.on_host(master),
                 )
             )
         moments = self._find_moments()

@@ -57,6 +57,18 @@ class HostStates:
             if name in state:
                 state[name] = self._at_home(master, name, state[name])
 
+    def on_host(self, master: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return a master and its moments as tensors of the CPU, if they are at home here.
+
+        Args:
+            master: that :meth:`keep` was called for.
+        """
+        homes = self._homes.get(master)
+        if homes is None:
+            return None
+        own, exp_avg, exp_avg_sq = (homes[name].on_host for name in (_MASTER, *MOMENTS))
+        return own, exp_avg, exp_avg_sq
+
     def keep_all(self, inner: Any) -> None:
         """Have everything at home, as :meth:`keep`."""
         for master in self._homes:
