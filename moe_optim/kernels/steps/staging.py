@@ -5,15 +5,14 @@ moves out: as many chunks are on the device at a time.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import cycle, pairwise
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
-
-from moe_optim.kernels.bound_kernel import current_device
 
 SLOTS = 3
 CHUNK_BYTES = 48 << 20
@@ -41,6 +40,9 @@ class Stage:
         self.slots = [
             torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(SLOTS)
         ]
+        self._turns = cycle(range(SLOTS))
+        self._depth = 0
+        self._left: dict[int, torch.cuda.Event] = {}  # slot -> when its last chunk had left
         self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
         if device.type == "cuda":
             self._streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
@@ -58,48 +60,62 @@ class Stage:
         cls._stages.add(stage)
         return stage
 
-    def run(self, chunks: Iterable[Copies], step: Callable[[int], None]) -> None:
-        """Take all chunks through. The current stream waits for the last copy, the host for none.
+    def next_slot(self) -> int:
+        """Return the slot of the next chunk: neighbours have different ones."""
+        return next(self._turns)
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Let chunks through in a block, those of several runs on each other's heels.
+
+        They leave the host when all that was started before has been done. At the end of the
+        outermost block the current stream waits until they are back, the host for nothing.
+        """
+        self._depth += 1
+        if self._depth == 1 and self._streams is not None:
+            self._streams[0].wait_stream(torch.cuda.current_stream(self._device))
+            self._left.clear()
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if self._depth == 0:
+                self.wait_for_all()
+
+    def run(self, copies: Copies, slot: int, step: Callable[[], None]) -> None:
+        """Take a chunk through, in an opened stage.
 
         Args:
-            chunks: the copies of each, those of chunk ``n`` in slot ``n % SLOTS``.
-            step: launches on the current stream what steps a chunk, given its number.
+            copies: what goes into the slot and comes from it.
+            slot: its number.
+            step: launches what steps the chunk on the current stream.
         """
         if self._streams is None:
-            for number, copies in enumerate(chunks):
-                for on_host, on_device in copies:
-                    on_device.copy_(on_host)
-                step(number)
-                for on_host, on_device in copies:
-                    on_host.copy_(on_device)
+            for on_host, on_device in copies:
+                on_device.copy_(on_host)
+            step()
+            for on_host, on_device in copies:
+                on_host.copy_(on_device)
             return
-        with current_device(self._device):
-            self._run_on_streams(chunks, step, *self._streams)
+        inward, outward = self._streams
+        here = torch.cuda.current_stream(self._device)
+        with torch.cuda.stream(inward):
+            if slot in self._left:
+                inward.wait_event(self._left[slot])
+            for on_host, on_device in copies:
+                on_device.copy_(on_host, non_blocking=True)
+        here.wait_stream(inward)
+        step()
+        outward.wait_stream(here)
+        with torch.cuda.stream(outward):
+            for on_host, on_device in copies:
+                on_host.copy_(on_device, non_blocking=True)
+        self._left[slot] = outward.record_event()
 
-    def _run_on_streams(
-        self,
-        chunks: Iterable[Copies],
-        step: Callable[[int], None],
-        inward: torch.cuda.Stream,
-        outward: torch.cuda.Stream,
-    ) -> None:
-        here = torch.cuda.current_stream()
-        inward.wait_stream(here)  # until then others may read states, or use the slots
-        left: list[torch.cuda.Event] = []
-        for number, copies in enumerate(chunks):
-            if number >= SLOTS:
-                inward.wait_event(left[number - SLOTS])
-            with torch.cuda.stream(inward):
-                for on_host, on_device in copies:
-                    on_device.copy_(on_host, non_blocking=True)
-            here.wait_stream(inward)
-            step(number)
-            outward.wait_stream(here)
-            with torch.cuda.stream(outward):
-                for on_host, on_device in copies:
-                    on_host.copy_(on_device, non_blocking=True)
-            left.append(outward.record_event())
-        here.wait_stream(outward)
+    def wait_for_all(self) -> None:
+        """Have the current stream wait until all chunks are back on the host."""
+        if self._streams is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._streams[1])
 
 
 @dataclass(frozen=True, slots=True)

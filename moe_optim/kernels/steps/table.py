@@ -118,6 +118,8 @@ class Chunk:
     """States of the host that are on the device together, while they are stepped."""
 
     copies: Copies
+    slot: int
+    """Of the stage."""
     table: "StepTable"
     """Of the states where they are then, without further chunks."""
 
@@ -373,8 +375,9 @@ def _cut_chunks(
     needs = [[tensor for span in spans for tensor in needed(span)] for spans in packed]
     stage = Stage.of(common["hyper"].device, max(map(staging.slot_bytes, needs)))
     chunks = []
-    for number, (spans, tensors) in enumerate(zip(packed, needs, strict=True)):
-        places = iter(staging.take_from(stage.slots[number % staging.SLOTS], tensors))
+    for spans, tensors in zip(packed, needs, strict=True):
+        slot = stage.next_slot()
+        places = iter(staging.take_from(stage.slots[slot], tensors))
         copies: list[tuple[Tensor, Tensor]] = []
         groups: dict[LaunchTable | None, list[_Member]] = {}
         remainder: list[AdamState] = []
@@ -395,7 +398,7 @@ def _cut_chunks(
             remainder=tuple(remainder),
             places=Places(()),
         )
-        chunks.append(Chunk(copies=copies, table=table))
+        chunks.append(Chunk(copies=copies, slot=slot, table=table))
     return stage, tuple(chunks)
 
 

@@ -9,6 +9,7 @@ where Megatron keeps them, so that checkpoints of either kind of step load in th
 import logging
 import math
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack
 from itertools import chain
 from operator import call, is_not, itemgetter
 from typing import Any
@@ -143,8 +144,11 @@ class FusedUpdate:
         self._clips.copy_(clips)
         for bucket in self.encoded:
             bucket.gather.prepare_step()
-        for table in self._tables.values():
-            ops.step(table)
+        with ExitStack() as stack:
+            for stage in {one.stage for one in self._tables.values() if one.stage is not None}:
+                stack.enter_context(stage.opened())  # so that no table waits for the one before
+            for table in self._tables.values():
+                ops.step(table)
 
     @property
     def encoded(self) -> Collection[ManagedBucket]:

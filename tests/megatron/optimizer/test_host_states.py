@@ -7,6 +7,7 @@ import pytest
 
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError
+from moe_optim.kernels.steps import staging
 from tests.megatron.optimizer.test_fused_runs import FLAGS, ONLY, fused, states_of, trained
 from tests.support import life_cycle
 from tests.support.host_states import share_at_home
@@ -17,6 +18,8 @@ Share = tuple[int, int]
 
 
 def _train(flags: list[str], config: MoEOptimConfig) -> Record:
+    staging.SMALLEST, staging.CHUNK_BYTES = 2000, 100_000  # smaller ones are stepped in place
+
     def observe(model: list[Any], optimizer: Any) -> tuple[Any, Share]:
         return states_of(model, optimizer), share_at_home(optimizer)
 
