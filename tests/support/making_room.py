@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -45,6 +46,27 @@ def bring_back_as_verl(model: list[Any]) -> None:
         if weights.storage().size() == 0:
             weights.storage().resize_(buffer.param_data_size)
             weights.copy_(weights.cpu_data, non_blocking=True)
+
+
+def send_states_away_as_verl(optimizer: Any) -> None:
+    """Send masters and moments to the host by what verl calls for it: ``to`` of each tensor."""
+    _move_states(optimizer, "cpu")
+
+
+def bring_states_back_as_verl(optimizer: Any) -> None:
+    """Bring masters and moments back, to memory of the GPU wherever they were before."""
+    _move_states(optimizer, torch.device("cuda", torch.cuda.current_device()))
+
+
+def _move_states(optimizer: Any, device: Any) -> None:
+    for part in optimizer.chained_optimizers:
+        for group in part.shard_fp32_from_float16_groups:
+            for master in group:
+                master.data = master.data.to(device, non_blocking=True)
+        for state in part.optimizer.state.values():
+            for name in ("exp_avg", "exp_avg_sq"):
+                if name in state:
+                    state[name] = state[name].to(device, non_blocking=True)
 
 
 def move_masters(optimizer: Any) -> None:

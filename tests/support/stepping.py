@@ -105,7 +105,8 @@ class Stepping:
         device: str = "cpu",
         on_host: bool = False,
     ) -> None:
-        self.memory = HostMemory(torch.device(device)) if on_host else None
+        count = 12 * sum(one.master.numel() for one in weights)
+        self.memory = HostMemory(torch.device(device), count) if on_host else None
         self.weights = [Weight(**{**vars(one), "master": one.master.to(device)}) for one in weights]
         self.targets: list[Tensor | QuantizedWeight] = [self._target(one) for one in self.weights]
         self.hyper = torch.tensor([hyper.row() for hyper in hypers], device=device)
