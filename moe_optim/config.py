@@ -58,9 +58,9 @@ class MoEOptimConfig:
     one part after the other. ``auto``: ``fused`` where kernels run, except with ``layout: stock``:
     its promise are Megatron's bits, and the last bit of a fused norm may be another."""
     offload_states: float = 0.0
-    """Part of this rank's masters and moments that lies in pinned memory of the host, whole shards
-    of parameters, evenly over the layers. The fused step reads and writes them there, over the link
-    between host and GPU; nothing else changes, not a bit. Takes ``step: fused``, or ``auto``."""
+    """Part of this rank's masters and moments that lies in pinned memory of the host between steps,
+    as whole shards of parameters, evenly over the layers. They pass through the GPU in chunks while
+    others are stepped. Nothing else changes, not a bit. Takes a fused step."""
     nonfinite: Literal["raise", "skip"] = "raise"
     """What an Inf or NaN gradient does to the step, before any weight has moved."""
     backend: Literal["auto", "reference"] = "auto"
