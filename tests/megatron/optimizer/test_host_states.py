@@ -49,17 +49,21 @@ def test_states_on_the_host_leave_no_trace(format: str, fraction: float, flags: 
 
 @pytest.mark.slow
 def test_resuming_with_states_elsewhere_goes_on_to_the_bit(tmp_path):
-    """Saved flat with all states on the host, loaded without any, saved by name, loaded with half:
-    the run ends as one on the device that never stopped."""
+    """Saved flat with all states on the host, loaded without any, saved by name, loaded with half,
+    saved flat, loaded with all: the run ends as one on the device that never stopped."""
+    by_name = "--dist-ckpt-optim-fully-reshardable"
     legs = [
         (1, ["--save", f"{tmp_path}/0", "--exit-interval", "1"]),
-        (0, ["--load", f"{tmp_path}/0", "--save", f"{tmp_path}/1", "--exit-interval", "2"]),
-        (0.5, ["--load", f"{tmp_path}/1"]),
+        (
+            0,
+            ["--load", f"{tmp_path}/0", "--save", f"{tmp_path}/1", "--exit-interval", "2", by_name],
+        ),
+        (0.5, ["--load", f"{tmp_path}/1", "--save", f"{tmp_path}/2", "--exit-interval", "3"]),
+        (1, ["--load", f"{tmp_path}/2"]),
     ]
     for fraction, flags in legs:
-        by_name = ["--dist-ckpt-optim-fully-reshardable"] if "--load" in flags else []
         config = fused("mxfp8", offload_states=fraction)
-        last = run_ranks(2, _train, [*FLAGS, *ONLY, *by_name, *flags], config)
+        last = run_ranks(2, _train, [*FLAGS, *ONLY, *flags], config)
         for record in last:
             _, (at_home, total) = record.extra
             assert at_home == total if fraction == 1 else at_home <= fraction * total
