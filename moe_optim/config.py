@@ -129,10 +129,11 @@ class MoEOptimConfig:
         Raises:
             ConfigError: an unknown key, or a value its field does not take.
         """
+        values: dict[str, Any] = {field.name: field.default for field in fields(cls)}
         for name, value in mapping.items():
             check_key(where, name, field_names())
-            _check_field(where, name, value)
-        values: dict[str, Any] = {field.name: field.default for field in fields(cls)} | {**mapping}
+            values[name] = _as_number(name, value)
+            _check_field(where, name, values[name])
         _check_compute(where, values["format"], values["compute"])
         _check_record_amax(where, values["format"], values["record_amax"])
         _check_offload_states(where, values["step"], values["offload_states"])
@@ -259,6 +260,16 @@ def available_values(name: str) -> Sequence[object]:
 def _declared(name: str) -> Any:
     (declared,) = (field.type for field in fields(MoEOptimConfig) if field.name == name)
     return declared
+
+
+def _as_number(name: str, value: object) -> object:
+    """Return the number that a recipe spells as text, as it does all that are not whole."""
+    if _declared(name) is not float or not isinstance(value, str):
+        return value
+    try:
+        return float(value)
+    except ValueError:
+        return value
 
 
 def _takes(name: str, value: object, choices: Sequence[object]) -> bool:

@@ -97,6 +97,16 @@ def test_a_value_is_refused_with_field_and_remedy(field, value, message):
         MoEOptimConfig(**{field: value})
 
 
+@pytest.mark.parametrize("text", ["0", "0.0", "0.25", ".5", "1", "1e-1"])
+def test_a_part_is_spelt_as_any_number(text):
+    """In a recipe, whose reader leaves numbers that are not whole as they were written."""
+    config = MoEOptimConfig().replace_from([f"offload_states={text}"])
+    assert config.offload_states == float(text)
+    assert MoEOptimConfig().replace_from([config.changes()] if float(text) else []) == config
+    with pytest.raises(ConfigError, match="expected a number from 0 to 1, got 'half'"):
+        MoEOptimConfig().replace_from(["offload_states=half"])
+
+
 @pytest.mark.parametrize("key", ["fromat", 3, None])
 def test_an_unknown_key_is_refused_with_its_place(key):
     with pytest.raises(ConfigError, match=f"^run.yaml: expected a key among format, .*{key!r}"):
