@@ -362,6 +362,15 @@ SEQUENCES: dict[str, Trace] = {
         ("reload", {}),
         *TRAIN,
     ],
+    "rollouts without anything of training": [
+        *TRAIN,
+        *SYNC,
+        ("send_all_away", {}),
+        ("bring_back", {}),
+        ("rest", {}),
+        *ROLLOUT,
+        *TRAIN,
+    ],
     "rollouts elsewhere": [*TRAIN, ("offload", {}), ("make_room", {}), ("reload", {}), *TRAIN],
 }
 """What Megatron's loop, Megatron-Bridge's and loops of reinforcement learning do."""
