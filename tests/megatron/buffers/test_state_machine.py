@@ -26,10 +26,12 @@ SETTINGS: list[dict[str, Any]] = [
     {"wire": "quantized", "overlap": True, "step": "fused"},
     {"wire": "quantized", "overlap": False, "format": "nvfp4", "step": "fused"},
     {"wire": "bf16", "overlap": True, "step": "fused"},
+    {"wire": "quantized", "overlap": True, "step": "fused", "offload_states": 1},
 ]
 NAMES = (
     *("quantized, overlap", "quantized", "bf16, overlap", "bf16"),
     *("quantized, overlap, fused", "quantized, fused", "bf16, overlap, fused"),
+    "quantized, overlap, fused, states on the host",
 )
 SEEDS = st.integers(0, 99)
 
@@ -47,7 +49,9 @@ PLAIN = (
     "reload",
     "make_room",
     "send_away",
+    "send_all_away",
     "bring_back",
+    "rest",
     "export",
     "save",
     "load",
@@ -81,7 +85,8 @@ ANY_CALL: st.SearchStrategy[Call] = st.one_of(
 
 
 BETWEEN_STEPS = (
-    *("export", "send_away", "bring_back", "offload", "reload", "make_room"),
+    *("export", "send_away", "send_all_away", "bring_back", "rest", "offload", "reload"),
+    "make_room",
     *("evaluate", "rollout", "save", "load", "dispatch", "rewrite_masters"),
 )
 """What loops of reinforcement learning do between two steps."""
@@ -196,7 +201,7 @@ def _roll_out(options: list[dict[str, Any]], calls: int) -> int:
 def test_no_order_of_steps_and_rollouts_exports_other_weights_than_those_of_the_masters():
     """100 orders of step, export, weights and gradients to the host and back, evaluation, rollout,
     save and load: every export gives the oracle's bytes, or it raises."""
-    (exports,) = run_ranks(1, _roll_out, [SETTINGS[2], SETTINGS[4]], 6)
+    (exports,) = run_ranks(1, _roll_out, [SETTINGS[2], SETTINGS[-1]], 6)
     assert exports >= ORDERS
 
 
@@ -355,6 +360,15 @@ SEQUENCES: dict[str, Trace] = {
         ("offload", {}),
         *ROLLOUT,
         ("reload", {}),
+        *TRAIN,
+    ],
+    "rollouts without anything of training": [
+        *TRAIN,
+        *SYNC,
+        ("send_all_away", {}),
+        ("bring_back", {}),
+        ("rest", {}),
+        *ROLLOUT,
         *TRAIN,
     ],
     "rollouts elsewhere": [*TRAIN, ("offload", {}), ("make_room", {}), ("reload", {}), *TRAIN],
