@@ -937,9 +937,8 @@ def initialize() -> None:
     parallel_state.initialize_model_parallel()
 
 
-def replay(trace: list[tuple[str, dict[str, Any]]], **options: Any) -> int:
+def replay(cycle: LifeCycle, trace: list[tuple[str, dict[str, Any]]]) -> int:
     """Call the methods of a trace in order, and compare everything after each."""
-    cycle = LifeCycle(**options)
     for name, arguments in trace:
         method: Callable[..., None] = getattr(cycle, name)
         method(**arguments)
