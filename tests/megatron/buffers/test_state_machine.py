@@ -17,6 +17,8 @@ from tests.support import life_cycle
 from tests.support.life_cycle_bugs import BUGS
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 STEPS = int(os.environ.get("LIFE_CYCLE_STEPS", "3000"))
 EXAMPLE_STEPS = 50
 SETTINGS: list[dict[str, Any]] = [
@@ -368,7 +370,9 @@ def _replay_with_bug(name: str) -> bool:
     life_cycle.initialize()
     bug = BUGS[name]
     bug.put_back()
-    cycle = life_cycle.LifeCycle(**bug.options)  # a bug that keeps it from being built shows nothing
+    cycle = life_cycle.LifeCycle(
+        **bug.options
+    )  # a bug that keeps it from being built shows nothing
     try:
         life_cycle.replay(cycle, TRACES[name])
     except AssertionError:

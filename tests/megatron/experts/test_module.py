@@ -21,6 +21,8 @@ from tests.support.inputs import wide_range_weights
 from tests.support.ranks import run_ranks
 from tests.support.training import Record, assert_same_tensors, pretrain
 
+pytestmark = pytest.mark.slow
+
 STOCK = None
 GROUPED = MoEOptimConfig(format="bf16")
 INDEXED = MoEOptimConfig(format="bf16", expert_layout="indexed")

@@ -21,6 +21,8 @@ from tests.support.training import (
     weight_bytes,
 )
 
+pytestmark = pytest.mark.slow
+
 MXFP8 = MoEOptimConfig(format="mxfp8")
 STEPS = ["--train-iters", "4"]
 NEVER = "1000000"

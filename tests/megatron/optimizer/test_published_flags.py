@@ -15,6 +15,8 @@ from tests.support.bytes import assert_bytes_equal
 from tests.support.ranks import run_ranks
 from tests.support.training import OVERLAP, Record, assert_same_run, pretrain
 
+pytestmark = pytest.mark.slow
+
 SHARE = "--reuse-grad-buf-for-mxfp8-param-ag"
 STEPS = ["--train-iters", "4", "--eval-interval", "2"]
 MXFP8 = MoEOptimConfig(format="mxfp8")
