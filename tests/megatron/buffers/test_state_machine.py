@@ -74,11 +74,15 @@ WITH_ARGUMENTS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
 
 Call = tuple[str, dict[str, Any]]
 Trace = list[Call]
+ABSENCES = ("disable_hooks", "enable_hooks", "offload", "reload", "send_away", "bring_back")
+"""Of these one is as likely as any other call: while something is away, a loop may do little."""
+
 ANY_CALL: st.SearchStrategy[Call] = st.one_of(
-    st.tuples(st.sampled_from(PLAIN), st.just({})),
+    st.tuples(st.sampled_from(ABSENCES), st.just({})),
     *(
-        st.tuples(st.just(name), st.fixed_dictionaries(arguments))
-        for name, arguments in WITH_ARGUMENTS.items()
+        st.tuples(st.just(name), st.fixed_dictionaries(WITH_ARGUMENTS.get(name, {})))
+        for name in (*PLAIN, *WITH_ARGUMENTS)
+        if name not in ABSENCES
     ),
 )
 
@@ -137,6 +141,15 @@ class Machine(RuleBasedStateMachine):
             for other, others in between.get(index, []):
                 self.do(other, **others)
 
+    @rule(
+        name=st.sampled_from(["zero", "dispatch"]),
+        between=st.lists(ANY_CALL, min_size=1, max_size=2),
+    )
+    def start_over(self, name: str, between: list[Call]) -> None:
+        """A step, or a gather, that is begun, and begun again."""
+        for other, arguments in ((name, {}), *between, (name, {})):
+            self.do(other, **arguments)
+
     @rule(call=ANY_CALL)
     def anything(self, call: Call) -> None:
         self.do(call[0], **call[1])
@@ -145,7 +158,7 @@ class Machine(RuleBasedStateMachine):
 class Rollouts(Machine):
     """Does what loops of reinforcement learning do, in any order."""
 
-    train_step = anything = None
+    train_step = start_over = anything = None
 
     @rule(seed=SEEDS, between=st.lists(st.sampled_from(BETWEEN_STEPS), max_size=2))
     def learn(self, seed: int, between: list[str]) -> None:
@@ -214,7 +227,7 @@ def _run(steps: int, options: dict[str, Any], phases: tuple[Phase, ...] = tuple(
     run_state_machine_as_test(
         Machine,
         settings=settings(
-            max_examples=max(1, steps // 70),  # an example has more steps than that on average
+            max_examples=max(1, steps // 60),  # an example has more steps than that on average
             stateful_step_count=EXAMPLE_STEPS,
             derandomize=True,
             deadline=None,
