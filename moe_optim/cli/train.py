@@ -44,6 +44,12 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     add("--resume", action="store_true", help="continue from the newest complete checkpoint")
     add("--ranks", type=int, metavar="N", help="processes to start (default: the recipe's)")
     add("--cpu", action="store_true", help="train on the CPU even if there are GPUs")
+    add(
+        "--stock",
+        action="store_true",
+        help="with Megatron's own optimizer and experts, to compare with: of the recipe, its "
+        "megatron_args alone",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -32,6 +32,8 @@ def train_formats(args: argparse.Namespace) -> int:
         )
     if any(assignment.startswith("moe_optim.format=") for assignment in args.set):
         raise ConfigError("--formats and --set moe_optim.format both say the format. Drop one.")
+    if args.stock:
+        raise ConfigError("--formats: expected the plug-in, got --stock. Train that run apart.")
     out = args.out or Path("runs") / args.recipe.stem
     runs = [_of_format(args, format, out / format) for format in formats]
     for run in runs:

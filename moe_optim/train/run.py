@@ -85,6 +85,11 @@ def train(args: argparse.Namespace) -> int:
 
 def _check_arguments(args: argparse.Namespace, recipe: Recipe) -> None:
     """Refuse Megatron flags that would pull the run folder or the dataset apart."""
+    if args.stock and (changed := _changed_fields(args.set)):
+        raise ConfigError(
+            f"--set moe_optim.{changed[0]}: expected no knobs of the plug-in with --stock, which "
+            "trains without it. Drop one of the two."
+        )
     if args.ranks is not None and args.ranks < 1:
         raise ConfigError(f"--ranks: expected 1 or more, got {args.ranks}.")
     given = flags([*recipe.megatron_argv(), *args.megatron_args])
@@ -125,8 +130,11 @@ class _Training:
 
     def run(self) -> int:
         """Do everything in order."""
-        weights = spell_format(self.recipe.moe_optim.format, self.megatron_argv)
-        self._say(f"{self.recipe.path}: {weights} expert weights, run folder {self.folder.path}")
+        weights = "Megatron's own optimizer"
+        if not self.args.stock:
+            format = spell_format(self.recipe.moe_optim.format, self.megatron_argv)
+            weights = f"{format} expert weights"
+        self._say(f"{self.recipe.path}: {weights}, run folder {self.folder.path}")
         cpu = self._use_cpu()
         self._check_flags(cpu)
         resumed_from = self._resume_point() if self.args.resume else None
@@ -274,11 +282,15 @@ class _Training:
             argv += dataset_argv(dataset, folder.index_cache)
         if self.args.resume:
             argv += ["--load", str(folder.checkpoints), "--exit-on-missing-checkpoint"]
-        argv += ["--use-moe-grouped-optim", "--moe-optim-recipe", str(self.recipe.path.resolve())]
+        argv += [] if self.args.stock else self._plugin_arguments()
+        return [*argv, *self.args.megatron_args]
+
+    def _plugin_arguments(self) -> list[str]:
+        argv = ["--use-moe-grouped-optim", "--moe-optim-recipe", str(self.recipe.path.resolve())]
         for field in _changed_fields(self.args.set):
             value = json.dumps(getattr(self.recipe.moe_optim, field))  # JSON is YAML too
             argv += ["--moe-optim-set", f"{field}={value}"]
-        return [*argv, *self.args.megatron_args]
+        return argv
 
     def _report_failure(self, failure: "RankFailure") -> int:
         sentence = failure.sentence()
@@ -343,6 +355,7 @@ class _Training:
         words += ["--text", *map(str, args.text)] if args.text else []
         words += ["--ranks", str(args.ranks)] if args.ranks else []
         words += ["--cpu"] if args.cpu else []
+        words += ["--stock"] if args.stock else []
         words += ["--resume"] if resume else []
         words += ["--", *megatron_args] if megatron_args else []
         return shlex.join(words)

@@ -149,6 +149,31 @@ def test_steps_are_transformer_engines(format, gradients, moments, decoupled):
         run.assert_weights_follow()
 
 
+@NEEDS_TE
+@DECAYS
+@pytest.mark.parametrize("moments", DTYPES.values(), ids=DTYPES)
+def test_a_thousand_steps_are_transformer_engines(moments, decoupled):
+    """Masters and moments after each of the steps 1 to 1,000, at sizes of gradients far apart."""
+    weights = [
+        Weight(master=wide_range_weights(2, 64, 96, seed=number), format=format, group=number)
+        for number, format in enumerate([FORMATS["mxfp8"], FORMATS["nvfp4"]])
+    ]
+    run = Stepping(weights, moments=moments, decoupled=decoupled, clips=CLIPS[:1], device="cuda")
+    theirs = Theirs(weights, moments, decoupled)
+    differ = torch.zeros(1000, dtype=torch.bool, device="cuda")
+    for number in range(1, 1001):
+        set_number(run, number)
+        given = [wide_range_weights(2, 64, 96, seed=2 * number + index) for index in range(2)]
+        run.give(given)
+        run.update()
+        theirs.step(given, torch.float32)
+        for index in range(len(weights)):
+            for got, want in zip(run.states(index), theirs.states(index), strict=True):
+                differ[number - 1] |= (got.view(torch.uint8) != want.view(torch.uint8)).any()
+    assert not differ.any(), f"first at step {int(differ.nonzero()[0]) + 1}"
+    run.assert_weights_follow()
+
+
 @settings(max_examples=25, deadline=None)
 @given(weights=sharded_weights())
 def test_shards_of_any_cut_take_the_steps_of_the_whole(weights):
