@@ -27,6 +27,8 @@ from moe_optim.kernels.steps.table import AdamState, StepTable
 from moe_optim.kernels.table_entry import TableEntry
 from tests.support.ptx.launches import compile_kernel
 
+pytestmark = pytest.mark.slow
+
 HOPPER, BLACKWELL_RTX = 90, 120
 extended = pytest.mark.extended
 SHAPE = (2, 256, 512)

@@ -601,9 +601,10 @@ class LifeCycle:
             self.ddp.start_param_sync()
         if outcome.raised or self.expected.is_fresh or self.expected.is_in_flight:
             return
+        stale = self.expected.stale
         self._gathered()
         if self.overlap:
-            self.expected.is_fresh, self.expected.is_in_flight = False, True
+            self.expected.stale, self.expected.is_in_flight = stale, True
 
     def free(self) -> None:
         """Free overlap buffers, as custom savers do."""
@@ -737,8 +738,8 @@ class LifeCycle:
                 yield number, slice(owned.start, owned.end), master
 
     def save(self) -> None:
-        """Keep masters, moments and the step; before the first step there are none."""
-        if not self.expected.adam.state:
+        """Keep masters, moments and the step; before the first whole step some have none."""
+        if len(self.expected.adam.state) < len(self.expected.masters):
             return
         states = []
         for part in self.optimizer.chained_optimizers:
@@ -798,7 +799,8 @@ class LifeCycle:
         for group in self._managed_groups():
             if not expected.is_offloaded and not expected.must_zero:
                 contents = {bucket.state.gradients for bucket in group.managed}
-                in_flight = expected.is_in_flight and self.shares_memory
+                travels = any(self.params[n] in group.params for n in expected.stale)
+                in_flight = expected.is_in_flight and self.shares_memory and travels
                 wanted = {Gradients.IN_FLIGHT if in_flight else expected.content}
                 if expected.by_hand or expected.is_mixed:
                     wanted |= {Gradients.ZERO}
@@ -961,9 +963,8 @@ def initialize() -> None:
     parallel_state.initialize_model_parallel()
 
 
-def replay(trace: list[tuple[str, dict[str, Any]]], **options: Any) -> int:
+def replay(cycle: LifeCycle, trace: list[tuple[str, dict[str, Any]]]) -> int:
     """Call the methods of a trace in order, and compare everything after each."""
-    cycle = LifeCycle(**options)
     for name, arguments in trace:
         method: Callable[..., None] = getattr(cycle, name)
         method(**arguments)
