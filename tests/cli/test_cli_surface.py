@@ -52,7 +52,17 @@ SURFACE = {  # command -> its positionals and options
     "recipes copy": {"NAME", "DIR"},
     "report": {"RUN", "--out"},
     "run": {"--megatron-lm", "--recipe", "--dry-run", "SCRIPT", "ARGS"},
-    "train": {"RECIPE", "--out", "--set", "--formats", "--text", "--resume", "--ranks", "--cpu"},
+    "train": {
+        "RECIPE",
+        "--out",
+        "--set",
+        "--formats",
+        "--text",
+        "--resume",
+        "--ranks",
+        "--cpu",
+        "--stock",
+    },
     "verify": {"A", "B", "--json", "--weights-only", "--rename", "--num-experts"},
 }
 

@@ -59,6 +59,7 @@ FLAGS = "flags-2x-h200.json"
 EXPERTS = "experts-h200.json"
 HEALTH = "health-h200.json"
 CONVERGENCE = "convergence-h200.json"
+CURVES = "formats-h200.json"
 SMOOTHED = 10
 """Iterations whose mean loss is compared: single ones differ by what their samples are."""
 FUSED_ROWS = {
@@ -298,6 +299,32 @@ def convergence() -> str:
         + "\n\nOver the run, means of ten losses of plug-in and stock are on average "
         f"{said} apart, those of two seeds {mean(of_seeds):.4f}."
     )
+
+
+def runs_by_side() -> dict[str, list[dict[str, Any]]]:
+    """Return side -> its runs of the recorded formats, one a seed."""
+    sides: dict[str, list[dict[str, Any]]] = {}
+    for row in read_result(CURVES)["rows"]:
+        sides.setdefault(row["side"], []).append(row)
+    return sides
+
+
+def last_held_out(row: Mapping[str, Any]) -> float:
+    """Return the mean of the last five held-out losses: a single one is of few samples."""
+    return mean(loss for _, loss in row["held_out"][-5:])
+
+
+def formats_compared() -> str:
+    rows = []
+    for side, runs in runs_by_side().items():
+        cells = [f"{last_held_out(row):.3f}" for row in runs]
+        cells += [f"{row['test_loss']:.3f}" for row in runs]
+        of_bytes = [runs[0]["figures"][key] for key in ("weight_bytes", "peak_bytes")]
+        rows.append([side, *cells, *(f"{count / 2**20:,.0f}" for count in of_bytes)])
+    seeds = [str(row["seed"]) for row in next(iter(runs_by_side().values()))]
+    header = ["", *(f"held-out, seed {seed}" for seed in seeds)]
+    header += [f"test, seed {seed}" for seed in seeds]
+    return table([*header, "weights, MiB", "peak, MiB"], rows)
 
 
 def fake_quantization() -> str:
@@ -554,6 +581,7 @@ def plan_step() -> str:
 
 MEASURED_TABLES: Mapping[str, Callable[[], str]] = {
     "convergence": convergence,
+    "formats-compared": formats_compared,
     "convert": convert,
     "fake-quantization": fake_quantization,
     "flags-beside-stock": flags_beside_stock,
@@ -576,6 +604,7 @@ MEASURED_TABLES: Mapping[str, Callable[[], str]] = {
 
 RESULTS_OF: Mapping[str, tuple[str, ...]] = {
     "convergence": (CONVERGENCE,),
+    "formats-compared": (CURVES,),
     "convert": ("convert-cpu.json",),
     "fake-quantization": (EXPERTS,),
     "flags-beside-stock": (FLAGS,),

@@ -15,7 +15,9 @@ from tests.support.measured_tables import (
     STEPS,
     distances,
     gather_rows,
+    last_held_out,
     read_result,
+    runs_by_side,
     step_reports,
 )
 
@@ -165,6 +167,35 @@ def draw_convergence(figures: Mapping[str, Any]) -> "Figure":
     return figure
 
 
+def draw_formats(figures: Mapping[str, Any]) -> "Figure":
+    """Draw held-out losses of all sides, means over seeds, and where each seed has ended."""
+    from matplotlib import colormaps
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11.5, 4.8), dpi=150, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    colors = colormaps["tab10"].colors
+    for number, (side, curves) in enumerate(figures["held_out"].items()):
+        color = INK if number == 0 else colors[number - 1]
+        iterations = [iteration for iteration, _ in curves[0]]
+        losses = [[loss for _, loss in curve] for curve in curves]
+        means = [sum(of_seeds) / len(of_seeds) for of_seeds in zip(*losses, strict=True)]
+        left.plot(iterations, means, color=color, linewidth=1.8, label=side)
+        right.plot(figures["last"][side], [side] * len(curves), "o", color=color, markersize=8)
+    left.set_ylim(0.95, 2.6)
+    left.set_xlabel("iteration", color=INK)
+    left.legend(frameon=False, fontsize=10)
+    left.set_title("Held-out loss, nats a byte, means of seeds", loc="left", fontsize=12, color=INK)
+    right.invert_yaxis()
+    right.grid(axis="y", color="0.92")
+    right.set_title("Mean of the last five, a point a seed", loc="left", fontsize=12, color=INK)
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
 def _label(axes: "Axes", names: list[str], title: str) -> None:
     axes.set_title(title, loc="left", fontsize=12, color=INK)
     axes.set_yticks(range(len(names)), [name.replace(", ", ",\n") for name in names])
@@ -176,17 +207,21 @@ def _label(axes: "Axes", names: list[str], title: str) -> None:
 
 PICTURES: Mapping[str, Callable[[Mapping[str, Any]], "Figure"]] = {
     "convergence.png": draw_convergence,
+    "formats.png": draw_formats,
     "step-and-bytes.png": draw_step_and_bytes,
 }
 
 
 def figures_of_pictures() -> dict[str, Any]:
     """Return what is drawn."""
+    sides = runs_by_side()
     return {
         "steps": step_figures(),
         "bytes": byte_figures(),
         "losses": read_result(CONVERGENCE)["rows"],
         "distances": distances(),
+        "held_out": {side: [row["held_out"] for row in runs] for side, runs in sides.items()},
+        "last": {side: [last_held_out(row) for row in runs] for side, runs in sides.items()},
     }
 
 

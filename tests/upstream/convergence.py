@@ -79,6 +79,8 @@ class Asked:
     iterations: int
     out: Path
     cpu: bool
+    at_once: int = 1
+    """Runs that share a GPU: above 1, times mean nothing."""
     text: tuple[str, ...] = ()
     more: tuple[str, ...] = ()
     """Flags of Megatron over everything else."""
@@ -121,6 +123,7 @@ def train(asked: Asked, name: str, seed: int, gpus: Sequence[int]) -> dict[str, 
         "side": name,
         "seed": seed,
         "iterations": asked.iterations,
+        "at_once": asked.at_once,
         "commit": commit(),
         "device": run.model["environment"]["device"],
         "versions": run.model["environment"]["versions"],
@@ -144,16 +147,16 @@ def neutral(command: Sequence[str], asked: Asked) -> list[str]:
 
 
 def train_all(
-    asked: Asked, runs: Sequence[tuple[str, int]], at_once: int, path: Path
+    asked: Asked, runs: Sequence[tuple[str, int]], path: Path
 ) -> list[dict[str, Any] | None]:
-    """Train all runs, ``at_once`` on each GPU, and record each as soon as it is done.
+    """Train all runs, so many at once on each GPU, and record each as soon as it is done.
 
     Those that need several GPUs share them.
     """
     gpus = [] if asked.cpu else range(len(find_gpus()))
     free: Queue[int | None] = Queue()
     recording = Lock()
-    for _ in range(at_once):
+    for _ in range(asked.at_once):
         for gpu in gpus or [None]:
             free.put(gpu)
 
@@ -207,11 +210,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         iterations=args.iterations,
         out=args.out.resolve(),
         cpu=args.cpu,
+        at_once=args.at_once,
         text=tuple(args.text),
         more=tuple(args.more),
     )
     runs = [(side, seed) for seed in args.seeds for side in args.sides]
-    rows = train_all(asked, runs, args.at_once, args.json)
+    rows = train_all(asked, runs, args.json)
     for (side, seed), row in zip(runs, rows, strict=True):
         said = f"held-out {row['figures']['held_out_loss']:.4f}" if row else "FAILED"
         print(f"{side}, seed {seed}: {said}")
