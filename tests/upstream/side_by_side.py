@@ -21,7 +21,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -45,6 +45,8 @@ class Selection:
     """What ``MoEOptimConfig`` is given."""
     keyword: str = ""
     """What ``pytest -k`` selects; empty for all."""
+    replaced: bool = False
+    """Whether, on both sides, torch computes the products and casts that want a Blackwell."""
 
 
 SELECTIONS = (  # the longest first
@@ -55,6 +57,14 @@ SELECTIONS = (  # the longest first
     Selection(file="dist_checkpointing/test_optimizer.py", knobs="format=bf16"),
     Selection(file="distributed/test_param_layout.py", knobs="format=mxfp8"),
     Selection(file="optimizer/test_distrib_optimizer_grouped_quantized.py", knobs="format=mxfp8"),
+    Selection(
+        file="transformer/moe/test_moe_single_grouped_weight_numerics.py",
+        knobs="format=auto",
+        replaced=True,
+    ),
+    Selection(file="transformer/moe/test_grouped_mlp.py", knobs="format=bf16"),
+    Selection(file="transformer/test_transformer_engine_grouped_linear.py", knobs="format=mxfp8"),
+    Selection(file="models/test_hybrid_moe_model.py", knobs="format=bf16"),
 )
 """What runs by default, in one place."""
 
@@ -145,11 +155,13 @@ def _launch(job: Job, logs: Path, done: Collection[str]) -> RankFailure | None:
         ]
         entry += ["-c", os.devnull, "--rootdir", str(root / "tests/unit_tests"), "-sq"]
         entry += ["-p", "no:cacheprovider", "-p", "no:faulthandler"]
-        entry += [word for plugin in job.plugins for word in ("-p", plugin)]
+        replaced = ("replaced_products",) if job.selection.replaced else ()
+        entry += [word for plugin in (*job.plugins, *replaced) for word in ("-p", plugin)]
         entry += ["-k", job.selection.keyword]
         entry += ["--lines", str(logs), "--case-timeout", str(job.timeout_s)]
         entry += ["--leave-out", str(logs / "left_out.txt")]
         path = [str(root), str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
+        path += [str(HERE.parent / "support")] if replaced else []
         environment = {
             "PYTHONPATH": os.pathsep.join(filter(None, path)),
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
@@ -286,7 +298,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     gpus = find_gpus()
     chosen = [
-        Selection(file=one.file, knobs=one.knobs, keyword=args.keyword or one.keyword)
+        replace(one, keyword=args.keyword or one.keyword)
         for one in SELECTIONS
         if not args.files or any(part in one.file for part in args.files)
     ]
