@@ -139,10 +139,11 @@ def read(weight: Any, direction: str) -> Tensor:
     kind = {cls.__name__.removesuffix("Storage") for cls in type(weight).__mro__}
     data = getattr(weight, f"_{direction}_data")
     scale = getattr(weight, f"_{direction}_scale_inv")
-    rows, cols = weight.size()
+    rows, cols = weight.size()[-2:]  # checkpoints are loaded into views [1, 1, R, C]
     transposed = direction == "columnwise" and "MXFP8Tensor" not in kind
     if transposed:
         rows, cols = cols, rows
+    data = data.view(rows, -1)
     if "NVFP4Tensor" in kind:
         table = torch.tensor((*_E2M1, *(-value for value in _E2M1)), device=data.device)
         values = torch.stack([table[(data & 15).int()], table[(data >> 4).int()]], -1).flatten(1)
@@ -158,7 +159,7 @@ def read(weight: Any, direction: str) -> Tensor:
         else:
             factors = _power(scale[: rows // 32, :cols]).repeat_interleave(32, 0)
     result = (values * factors).bfloat16()
-    return result.t() if transposed else result
+    return result.t() if transposed else result.view(weight.size())
 
 
 def _power(code: Tensor) -> Tensor:

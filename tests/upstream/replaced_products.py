@@ -25,6 +25,7 @@ def pytest_load_initial_conftests():
     if os.environ.get("MOE_OPTIM_CPU"):
         native_products.leave_to_torch()
         native_products.pretend_a_gpu()
+        _gather_one_by_one()
     native_products.replace_kernels()
     native_products.replace_master_casts()
     _keep_dense_layers_local()
@@ -50,6 +51,23 @@ def _without_fused_norms(parse_args):
         return parsed
 
     return parse
+
+
+def _gather_one_by_one():
+    """gloo returns garbage where tensors of several dtypes are gathered at once, without an error."""
+    from contextlib import contextmanager
+    from types import SimpleNamespace
+
+    from megatron.core.distributed import param_and_grad_buffer as buffers
+
+    @contextmanager
+    def apart(*_, **__):
+        yield SimpleNamespace(wait=lambda: None)
+
+    buffers._coalescing_manager = apart
+    gather, scatter = buffers.dist_all_gather_func, buffers.dist_reduce_scatter_func
+    buffers.dist_all_gather_func = lambda *args, async_op=False, **more: gather(*args, **more)
+    buffers.dist_reduce_scatter_func = lambda *args, async_op=False, **more: scatter(*args, **more)
 
 
 def _keep_dense_layers_local():

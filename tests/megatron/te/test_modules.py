@@ -64,13 +64,13 @@ class Run:
 
     format: str
     flags: tuple[str, ...] = ()
-    knobs: tuple[tuple[str, object], ...] = ()
+    knobs: tuple[tuple[str, Any], ...] = ()
     resumed_from: str | None = None
 
     @property
     def is_single(self) -> bool:
         """Whether one parameter holds all experts of a linear."""
-        return "experts" in dict(self.knobs)
+        return bool(dict(self.knobs).get("experts", {}).get("moe_single_grouped_weight"))
 
 
 def list_runs() -> dict[str, Run]:
