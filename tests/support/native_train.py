@@ -1,14 +1,14 @@
 """One rank of a run whose experts are Transformer Engine's modules, with kernels in torch.
 
 ``torchrun --nproc-per-node N -m tests.support.native_train FOLDER FORMAT KNOBS [MEGATRON FLAGS]``;
-KNOBS are JSON. Beside the plug-in's they may have ``experts``, what of Megatron's configuration only
-experts get; ``products``, a format that bf16 weights are cast to where they are multiplied; and
-``given``: with "before" other values are loaded into the model before it is wrapped, with "after" when there is an
-optimizer, which then makes its masters of the weights; and ``offloaded``: weights leave the device
-and come back, and masters move, after the first step; and ``recipe``, a list of a recipe and what
-is to be put in it, whose flags and knobs take the place of all others. Writes
-``FOLDER/rank<i>.pt``: losses, and of every weight what products read of it and its amaxes beside
-its assembled master. On a CPU as on a GPU.
+KNOBS are JSON. Beside the plug-in's they may have ``experts``, what of Megatron's configuration
+only experts get; ``products``, a format that bf16 weights are cast to where they are multiplied;
+and ``given``: with "before" other values are loaded into the model before it is wrapped, with
+"after" when there is an optimizer, which then makes its masters of the weights; and ``offloaded``:
+weights leave the device and come back, and masters move, after the first step; and ``recipe``, a
+list of a recipe and what is to be put in it, whose flags and knobs take the place of all others.
+Writes ``FOLDER/rank<i>.pt``: losses, and of every weight what products read of it and its amaxes
+beside its assembled master. On a CPU as on a GPU.
 """
 
 import json
@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from moe_optim import MoEOptimConfig
 from moe_optim.formats import get_format
+from moe_optim.megatron.te.fields import is_grouped
 from moe_optim.recipes import load_recipe
 from tests.support import given_values, making_room, native_products
 
@@ -125,11 +126,11 @@ def _describe(model: list[Any], optimizer: Any) -> dict[str, dict[str, Any]]:
                     "initial_is_freed": storage.initial is None,
                 }
             elif ".experts.linear_fc" in name:  # in bf16
-                members = getattr(param, "quantized_tensors", None) or [param]
+                values = param.rowwise_data.view(param.shape) if is_grouped(param) else param[None]
                 found[name] = {
                     "class": type(param).__name__,
-                    "master": masters[name].view(len(members), *members[0].shape),
-                    "fields": [{"values": one.detach().cpu().clone()} for one in members],
+                    "master": masters[name].view(values.shape),
+                    "fields": [{"values": one.detach().cpu().clone()} for one in values],
                 }
     return found
 

@@ -1,8 +1,8 @@
 """Puts this package's kernels where Transformer Engine calls its own, argument for argument.
 
-Casts of master shards into quantized weights, over ranks; and Adam over lists of tensors. What these
-kernels do not take (per-tensor scales, FSDP's shards, fp16 or 8-bit moments, CUDA graphs) stays
-Transformer Engine's. Loaded by its bare name, as ``outcome_lines`` is.
+Casts of master shards into quantized weights, over ranks; and Adam over lists of tensors. What
+these kernels do not take (per-tensor scales, FSDP's shards, fp16 or 8-bit moments, CUDA graphs)
+stays Transformer Engine's. Loaded by its bare name, as ``outcome_lines`` is.
 """
 
 import os
@@ -104,7 +104,7 @@ def cast(
         scale.view(whole.dtype).copy_(whole)
     for storage, (weight, *_) in zip(storages, params, strict=True):
         storage.planes_written()
-        if not finishes_by_hand and not storage.format.columnwise_copy == "apart":
+        if not finishes_by_hand and storage.format.columnwise_copy == "transposed":
             weight.update_usage(rowwise_usage=True, columnwise_usage=False)
 
 
@@ -122,7 +122,7 @@ def step(  # noqa: PLR0913  # arguments are Transformer Engine's
     corrects_bias: int,
     weight_decay: float,
 ) -> None:
-    """Take a step of Adam over lists of gradients, parameters, both moments, and perhaps masters."""
+    """Take a step of Adam over lists of gradients, parameters, moments, and perhaps masters."""
     gradients, params, exp_avgs, exp_avg_sqs, *masters = lists
     flat = [
         [one.detach().reshape(-1) for one in tensors]

@@ -1,4 +1,4 @@
-"""A pytest plug-in that has Transformer Engine's tests call this package's kernels, and notes who did.
+"""A pytest plug-in: Transformer Engine's tests call this package's kernels, and it notes which did.
 
 Loaded by its bare name, as ``outcome_lines`` is; Pythons that a test starts get the same.
 """

@@ -1,8 +1,8 @@
 """A pytest plug-in of both sides: runs on this machine what Transformer Engine has for Blackwell.
 
-Loaded by its bare name, as ``outcome_lines`` is, after ``prepare_megatron``. Products and casts are torch's, see ``tests/support/native_products.py``; attention, norms and dense layers are
-Megatron's local ones, in bf16. On a CPU ``TRANSFORMER_ENGINE_PATH`` says where Transformer Engine
-lies.
+Loaded by its bare name, as ``outcome_lines`` is, after ``prepare_megatron``. Products and casts are
+torch's, see ``tests/support/native_products.py``; attention, norms and dense layers are Megatron's
+local ones, in bf16. On a CPU ``TRANSFORMER_ENGINE_PATH`` says where Transformer Engine lies.
 """
 
 import os
@@ -54,7 +54,7 @@ def _without_fused_norms(parse_args):
 
 
 def _gather_one_by_one():
-    """gloo returns garbage where tensors of several dtypes are gathered at once, without an error."""
+    """gloo gathers garbage, without an error, where tensors at once have several dtypes."""
     from contextlib import contextmanager
     from types import SimpleNamespace
 

@@ -3,6 +3,8 @@
     python -m tests.upstream.side_by_side --megatron-lm PATH [--ranks N] [--json FILE] ...
 
 PATH is a checkout, or a folder with its ``tests/unit_tests``; Megatron itself is the one installed.
+So with ``--transformer-engine PATH`` and Transformer Engine's ``tests/pytorch``, which need GPUs:
+this package's kernels then stand where it calls its own.
 A case counts if it passes without the plug-in, and has to pass with it then. A case that stock
 skips, fails, or passes by chance is listed with its reason. Exit status: 1 with a difference that
 nobody has explained, or without any case that counts.
@@ -40,13 +42,15 @@ class Selection:
     """Cases that run with one configuration of the plug-in."""
 
     file: str
-    """Below ``tests/unit_tests``."""
-    knobs: str
+    """Below ``tests/unit_tests``, or ``tests/pytorch`` of Transformer Engine."""
+    knobs: str = ""
     """What ``MoEOptimConfig`` is given."""
     keyword: str = ""
     """What ``pytest -k`` selects; empty for all."""
     replaced: bool = False
     """Whether, on both sides, torch computes the products and casts that want a Blackwell."""
+    of: str = "megatron-lm"
+    """Whose file it is: that, or "transformer-engine"."""
 
 
 SELECTIONS = (  # the longest first
@@ -65,6 +69,10 @@ SELECTIONS = (  # the longest first
     Selection(file="transformer/moe/test_grouped_mlp.py", knobs="format=bf16"),
     Selection(file="transformer/test_transformer_engine_grouped_linear.py", knobs="format=mxfp8"),
     Selection(file="models/test_hybrid_moe_model.py", knobs="format=bf16"),
+    Selection(file="distributed/test_cast_master_weights_to_fp8.py", of="transformer-engine"),
+    Selection(file="test_fused_optimizer.py", of="transformer-engine"),
+    Selection(file="mxfp8/test_mxfp8_master_weight_empty_shard.py", of="transformer-engine"),
+    Selection(file="test_partial_cast.py", of="transformer-engine"),
 )
 """What runs by default, in one place."""
 
@@ -91,6 +99,12 @@ SIDES: Mapping[str, tuple[str, ...]] = {
     "plug-in": ("outcome_lines", "prepare_megatron", "with_moe_optim"),
 }
 """Side -> pytest plug-ins of its ranks, found in this folder."""
+
+ENGINE_SIDES: Mapping[str, tuple[str, ...]] = {
+    "stock": ("outcome_lines",),
+    "plug-in": ("outcome_lines", "engine_with_moe_optim"),
+}
+"""The same of Transformer Engine's files, whose tests start their ranks themselves."""
 
 MANAGED = "ManagedBucket.open_gather"
 """Runs where a managed bucket gathers its weights from masters, and nowhere else."""
@@ -120,7 +134,7 @@ class Job:
     """One selection on one side."""
 
     tests: Path
-    """The folder ``unit_tests``."""
+    """The folder ``unit_tests``, or ``pytorch``."""
     selection: Selection
     side: str
     plugins: Sequence[str]
@@ -156,13 +170,9 @@ def _launch(job: Job, logs: Path, done: Collection[str]) -> RankFailure | None:
         root = Path(folder) / "root"
         root.mkdir()
         (root / "tests").symlink_to(job.tests.parent.resolve())  # and no Megatron of a checkout
-        entry = [
-            sys.executable,
-            "-m",
-            "pytest",
-            str(root / "tests/unit_tests" / job.selection.file),
-        ]
-        entry += ["-c", os.devnull, "--rootdir", str(root / "tests/unit_tests"), "-sq"]
+        tests = root / "tests" / job.tests.name
+        entry = [sys.executable, "-m", "pytest", str(tests / job.selection.file)]
+        entry += ["-c", os.devnull, "--rootdir", str(tests), "-sq"]
         entry += ["-p", "no:cacheprovider", "-p", "no:faulthandler"]
         replaced = ("replaced_products",) if job.selection.replaced else ()
         entry += [word for plugin in (*job.plugins, *replaced) for word in ("-p", plugin)]
@@ -300,7 +310,8 @@ def exit_status(comparisons: Sequence[Comparison]) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run what the command line says; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.upstream.side_by_side")
-    parser.add_argument("--megatron-lm", type=Path, required=True, help="folder with tests/")
+    parser.add_argument("--megatron-lm", type=Path, help="folder with tests/")
+    parser.add_argument("--transformer-engine", type=Path, help="the same of its sources")
     parser.add_argument(
         "--files", nargs="+", help="of the default selection, by a part of its name"
     )
@@ -313,25 +324,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="files and sides that run at once")
     args = parser.parse_args(argv)
     gpus = find_gpus()
+    suites = {
+        "megatron-lm": (args.megatron_lm, "tests/unit_tests", SIDES, args.ranks),
+        "transformer-engine": (args.transformer_engine, "tests/pytorch", ENGINE_SIDES, 1),
+    }
     chosen = [
-        replace(one, keyword=args.keyword or one.keyword)
+        (replace(one, keyword=args.keyword or one.keyword), *suites[one.of])
         for one in SELECTIONS
-        if not args.files or any(part in one.file for part in args.files)
+        if suites[one.of][0] and (not args.files or any(part in one.file for part in args.files))
     ]
     jobs = [
         Job(
-            tests=args.megatron_lm / "tests/unit_tests",
+            tests=folder / tests,
             selection=selection,
             side=side,
             plugins=plugins,
-            ranks=args.ranks,
+            ranks=ranks,
             cpu=not gpus,
             timeout_s=args.timeout,
             restarts=args.restarts,
             logs=args.logs or Path(tempfile.mkdtemp(prefix="side-by-side-")),
         )
-        for selection in chosen
-        for side, plugins in SIDES.items()
+        for selection, folder, tests, sides, ranks in chosen
+        for side, plugins in sides.items()
     ]
     comparisons = compare(jobs, args.jobs)
     show(comparisons, Console(width=160, soft_wrap=True))
