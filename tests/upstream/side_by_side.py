@@ -25,6 +25,7 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -47,8 +48,8 @@ class Selection:
     """What ``MoEOptimConfig`` is given."""
     keyword: str = ""
     """What ``pytest -k`` selects; empty for all."""
-    replaced: bool = False
-    """Whether, on both sides, torch computes the products and casts that want a Blackwell."""
+    replaced: Literal["never", "on cpus", "always"] = "never"
+    """Where torch computes products and casts of Transformer Engine, on both sides."""
     of: str = "megatron-lm"
     """Whose file it is: that, or "transformer-engine"."""
 
@@ -64,10 +65,14 @@ SELECTIONS = (  # the longest first
     Selection(
         file="transformer/moe/test_moe_single_grouped_weight_numerics.py",
         knobs="format=auto",
-        replaced=True,
+        replaced="always",
     ),
-    Selection(file="transformer/moe/test_grouped_mlp.py", knobs="format=bf16"),
-    Selection(file="transformer/test_transformer_engine_grouped_linear.py", knobs="format=mxfp8"),
+    Selection(file="transformer/moe/test_grouped_mlp.py", knobs="format=bf16", replaced="on cpus"),
+    Selection(
+        file="transformer/test_transformer_engine_grouped_linear.py",
+        knobs="format=mxfp8",
+        replaced="on cpus",
+    ),
     Selection(file="models/test_hybrid_moe_model.py", knobs="format=bf16"),
     Selection(file="distributed/test_cast_master_weights_to_fp8.py", of="transformer-engine"),
     Selection(file="test_fused_optimizer.py", of="transformer-engine"),
@@ -174,7 +179,8 @@ def _launch(job: Job, logs: Path, done: Collection[str]) -> RankFailure | None:
         entry = [sys.executable, "-m", "pytest", str(tests / job.selection.file)]
         entry += ["-c", os.devnull, "--rootdir", str(tests), "-sq"]
         entry += ["-p", "no:cacheprovider", "-p", "no:faulthandler"]
-        replaced = ("replaced_products",) if job.selection.replaced else ()
+        where = {"always"} | ({"on cpus"} if job.cpu else set())
+        replaced = ("replaced_products",) if job.selection.replaced in where else ()
         entry += [word for plugin in (*job.plugins, *replaced) for word in ("-p", plugin)]
         entry += ["-k", job.selection.keyword]
         entry += ["--lines", str(logs), "--case-timeout", str(job.timeout_s)]
