@@ -11,6 +11,7 @@ import subprocess
 import sys
 import zipfile
 from email.parser import HeaderParser
+from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,8 @@ def environment(wheel, tmp_path_factory):
     metadata = site / f"torch-{CONTAINERS_TORCH}.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text(f"Name: torch\nVersion: {CONTAINERS_TORCH}\n")
+    entry_points = distribution("torch").read_text("entry_points.txt") or ""
+    (metadata / "entry_points.txt").write_text(entry_points)  # torch 2.15 finds its backends there
     call(sys.executable, *PIP, "--python", python, "install", "--no-index", wheel)
     return root
 

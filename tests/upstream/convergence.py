@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import Queue
+from threading import Lock
 from typing import Any
 
 from moe_optim.console.provenance import commit
@@ -29,11 +30,11 @@ from moe_optim.report.comparison import figures_of
 from moe_optim.report.reading import read_run
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
-LARGER = (  # 70 million parameters, 4 x 16 experts; 16,384 tokens an iteration
+LARGER = (  # 70 million parameters, 4 x 16 experts; 8,192 tokens an iteration
     *("--num-layers", "4", "--hidden-size", "512", "--ffn-hidden-size", "1024"),
     *("--num-attention-heads", "8", "--num-experts", "16", "--moe-ffn-hidden-size", "512"),
     *("--seq-length", "512", "--max-position-embeddings", "512"),
-    *("--micro-batch-size", "16", "--global-batch-size", "32"),
+    *("--micro-batch-size", "8", "--global-batch-size", "16"),
     *("--lr", "6e-4", "--min-lr", "6e-5", "--save-interval", "1000000"),
 )
 OF_TE = ("--transformer-impl", "transformer_engine")
@@ -142,10 +143,16 @@ def neutral(command: Sequence[str], asked: Asked) -> list[str]:
     return words
 
 
-def train_all(asked: Asked, runs: Sequence[tuple[str, int]], at_once: int) -> list[Any]:
-    """Train all runs, ``at_once`` on each GPU; those that need several GPUs share them."""
+def train_all(
+    asked: Asked, runs: Sequence[tuple[str, int]], at_once: int, path: Path
+) -> list[dict[str, Any] | None]:
+    """Train all runs, ``at_once`` on each GPU, and record each as soon as it is done.
+
+    Those that need several GPUs share them.
+    """
     gpus = [] if asked.cpu else range(len(find_gpus()))
     free: Queue[int | None] = Queue()
+    recording = Lock()
     for _ in range(at_once):
         for gpu in gpus or [None]:
             free.put(gpu)
@@ -155,7 +162,11 @@ def train_all(asked: Asked, runs: Sequence[tuple[str, int]], at_once: int) -> li
         try:
             ranks = max(SIDES[run[0]].ranks)
             own = [] if gpu is None else [(gpu + n) % len(gpus) for n in range(ranks)]
-            return train(asked, *run, own)
+            row = train(asked, *run, own)
+            if row is not None:
+                with recording:
+                    record(path, row)
+            return row
         finally:
             free.put(gpu)
 
@@ -163,14 +174,14 @@ def train_all(asked: Asked, runs: Sequence[tuple[str, int]], at_once: int) -> li
         return list(pool.map(on_a_free_one, runs))
 
 
-def record(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write runs into the record, each in the place of an earlier one of its side and seed."""
+def record(path: Path, new: Mapping[str, Any]) -> None:
+    """Write a run into the record, in the place of an earlier one of its side and seed."""
     old = json.loads(path.read_text())["rows"] if path.exists() else []
 
     def key(row: Mapping[str, Any]) -> tuple[str, int, int]:
         return row["side"], row["seed"], row["iterations"]
 
-    merged = {key(row): row for row in [*old, *rows]}
+    merged = {key(row): row for row in [*old, new]}
     order = list(SIDES)
     found = sorted(merged.values(), key=lambda row: (order.index(row["side"]), row["seed"]))
     lines = ",\n".join(json.dumps(row) for row in found)
@@ -200,8 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         more=tuple(args.more),
     )
     runs = [(side, seed) for seed in args.seeds for side in args.sides]
-    rows = train_all(asked, runs, args.at_once)
-    record(args.json, [row for row in rows if row is not None])
+    rows = train_all(asked, runs, args.at_once, args.json)
     for (side, seed), row in zip(runs, rows, strict=True):
         said = f"held-out {row['figures']['held_out_loss']:.4f}" if row else "FAILED"
         print(f"{side}, seed {seed}: {said}")

@@ -160,6 +160,7 @@ REDIRECTS: Mapping[str, Any] = {
     "cuda.random.set_rng_state": _set_rng_state,
     "cuda.default_generators": dict.fromkeys((CPU, 0), torch.default_generator),
     "accelerator.is_available": lambda: False,  # data loaders then pin no memory
+    "_inductor.config.triton_disable_device_detection": True,  # else torch 2.15 asks the GPU
 }
 """Name below ``torch`` -> what stands there while the runtime is installed."""
 

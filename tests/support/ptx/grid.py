@@ -1,7 +1,7 @@
 """A grid of blocks whose threads run together: a register is an array, with an entry a thread."""
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, reduce
 
 import numpy as np
 
@@ -227,16 +227,21 @@ def _divide(grid: Grid, one: Instruction, active: Array) -> None:
 
 
 def _extreme(of_numbers: Callable[..., Array], of_all: Callable[..., Array]) -> Semantics:
+    """``max`` and ``min``, of two values or, of fp32 since sm_100, of three."""
+
     def execute(grid: Grid, one: Instruction, active: Array) -> None:
         type = one.parts[-1]
-        target, a, b = one.operands
+        if not set(one.parts[1:-1]) <= {"NaN", "ftz"}:
+            raise NotImplementedError(one.text)
+        target, *sources = one.operands
         if type == "bf16":
-            x, y = (numbers.from_bf16(grid.read(source, "b16")) for source in (a, b))
-            grid.write(target, numbers.to_bf16(of_numbers(x, y)), active)
+            values = [numbers.from_bf16(grid.read(source, "b16")) for source in sources]
+            grid.write(target, numbers.to_bf16(reduce(of_numbers, values)), active)
         elif type.startswith("f") and "NaN" not in one.parts:
-            grid.write(target, of_numbers(grid.read(a, type), grid.read(b, type)), active)
+            values = [grid.read(source, type) for source in sources]
+            grid.write(target, reduce(of_numbers, values), active)
         else:
-            _typed(of_all)(grid, one, active)
+            _typed(lambda *values: reduce(of_all, values))(grid, one, active)
 
     return execute
 
@@ -409,11 +414,15 @@ def _reduce(grid: Grid, one: Instruction, active: Array) -> None:
     """``redux``: every thread of a warp gets the maximum, or the sum, of all."""
     target, source, _ = one.operands
     _require_whole_warps(active, one)
-    warps = grid.read(source, one.parts[-1]).reshape(-1, WARP)
+    _, sync, operation, *modifiers, type = one.parts
+    if sync != "sync" or not set(modifiers) <= {"abs"}:
+        raise NotImplementedError(one.text)
+    warps = grid.read(source, type).reshape(-1, WARP)
+    warps = np.abs(warps) if modifiers else warps
     result = warps[:, :1]
-    combine = {"add": np.add, "max": np.maximum, "min": np.minimum}[one.parts[2]]
-    if one.parts[-1] == "f32":
-        combine = {"max": numbers.largest, "min": numbers.smallest}[one.parts[2]]
+    combine = {"add": np.add, "max": np.maximum, "min": np.minimum}[operation]
+    if type == "f32":
+        combine = {"max": numbers.largest, "min": numbers.smallest}[operation]
     for lane in range(1, WARP):
         result = combine(result, warps[:, lane : lane + 1])
     grid.write(target, np.repeat(result, WARP, axis=1).reshape(-1), active)
