@@ -12,8 +12,9 @@ ARGS ?=
 PYTEST_ARGS ?=
 STEPS ?= 100000
 CASES ?= 10000
-# A worker a core; a file stays with one, since its tests share what they set up. -n 0: no workers.
-SPREAD := -n logical --maxprocesses 8 --dist loadfile
+# A worker a core; a file stays with one, since its tests share what they set up. Files come in the
+# order of tests/conftest.py, not by their numbers of tests. -n 0: no workers.
+SPREAD := -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 # Prints the first Python >= 3.12 that can make a virtual environment. Every candidate is run, not
 # only looked up: a pyenv shim is on PATH even where no version stands behind it.

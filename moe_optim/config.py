@@ -57,6 +57,10 @@ class MoEOptimConfig:
     where they lie, takes Adam's step and encodes what it has stepped. ``stock``: Megatron's code,
     one part after the other. ``auto``: ``fused`` where kernels run, except with ``layout: stock``:
     its promise are Megatron's bits, and the last bit of a fused norm may be another."""
+    offload_states: float = 0.0
+    """Part of this rank's masters and moments that lies in pinned memory of the host between steps,
+    as whole shards of parameters, evenly over the layers. They pass through the GPU in chunks while
+    others are stepped. Nothing else changes, not a bit. Takes a fused step."""
     nonfinite: Literal["raise", "skip"] = "raise"
     """What an Inf or NaN gradient does to the step, before any weight has moved."""
     backend: Literal["auto", "reference"] = "auto"
@@ -95,6 +99,7 @@ class MoEOptimConfig:
             _check_field(type(self).__name__, name, getattr(self, name))
         _check_compute(type(self).__name__, self.format, self.compute)
         _check_record_amax(type(self).__name__, self.format, self.record_amax)
+        _check_offload_states(type(self).__name__, self.step, self.offload_states)
 
     @property
     def may_fuse_steps(self) -> bool:
@@ -124,12 +129,14 @@ class MoEOptimConfig:
         Raises:
             ConfigError: an unknown key, or a value its field does not take.
         """
+        values: dict[str, Any] = {field.name: field.default for field in fields(cls)}
         for name, value in mapping.items():
             check_key(where, name, field_names())
-            _check_field(where, name, value)
-        values: dict[str, Any] = {field.name: field.default for field in fields(cls)} | {**mapping}
+            values[name] = _as_number(name, value)
+            _check_field(where, name, values[name])
         _check_compute(where, values["format"], values["compute"])
         _check_record_amax(where, values["format"], values["record_amax"])
+        _check_offload_states(where, values["step"], values["offload_states"])
         return cls(**values)
 
     def resolved(self, format: str) -> "MoEOptimConfig":
@@ -184,10 +191,10 @@ def check_key(where: str, key: object, known: Iterable[str], *, is_shown: bool =
 
 def _check_field(where: str, name: str, value: object) -> None:
     known = available_values(name)
-    if _is_among(value, known):
+    if _takes(name, value, known):
         return
     choices = " or ".join(spell_values(name))
-    closest = None if isinstance(known, range) else _closest(value, known)
+    closest = _closest(value, known)
     raise ConfigError(
         f"{where}: {name}: expected {choices}, got {quote(value)}. Write {closest or choices}."
     )
@@ -214,6 +221,15 @@ def _check_record_amax(where: str, format: WantedFormat, record_amax: bool) -> N
         )
 
 
+def _check_offload_states(where: str, step: str, fraction: float) -> None:
+    """Raise ConfigError where states would have to be stepped by Megatron's code."""
+    if fraction and step == "stock":
+        raise ConfigError(
+            f"{where}: offload_states: expected 0 with step: stock, which steps states on the "
+            f"device, got {fraction}. Write 0, or step: fused."
+        )
+
+
 def spell(value: object) -> str:
     """Spell a value as a recipe does: null, true, false, and text without quotes."""
     return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
@@ -222,27 +238,46 @@ def spell(value: object) -> str:
 def spell_values(name: str) -> list[str]:
     """Spell out every value of a field, or the range of a number."""
     values = available_values(name)
-    if isinstance(values, range):
+    if isinstance(values, range) or _declared(name) is float:
         return [f"a number from {values[0]} to {values[-1]}"]
     return [spell(value) for value in values]
 
 
 def available_values(name: str) -> Sequence[object]:
-    """Return every value the declared type of a field allows; numbers as a range."""
-    (declared,) = (field.type for field in fields(MoEOptimConfig) if field.name == name)
+    """Return every value the declared type of a field allows; numbers as a range, or its ends."""
+    declared = _declared(name)
     if declared is bool:
         return True, False
     if declared is int:
         return range(1_000_001)
+    if declared is float:
+        return 0, 1
     if type(None) in get_args(declared):  # Literal[...] | None
         return None, *get_args(get_args(declared)[0])
     return get_args(declared)
 
 
-def _is_among(value: object, choices: Iterable[object]) -> bool:
+def _declared(name: str) -> Any:
+    (declared,) = (field.type for field in fields(MoEOptimConfig) if field.name == name)
+    return declared
+
+
+def _as_number(name: str, value: object) -> object:
+    """Return the number that a recipe spells as text, as it does all that are not whole."""
+    if _declared(name) is not float or not isinstance(value, str):
+        return value
+    try:
+        return float(value)
+    except ValueError:
+        return value
+
+
+def _takes(name: str, value: object, choices: Sequence[object]) -> bool:
     """Return whether ``value`` is a choice, type included: 1 is not true."""
     if isinstance(choices, range):
         return type(value) is int and value in choices
+    if _declared(name) is float:
+        return isinstance(value, float | int) and not isinstance(value, bool) and 0 <= value <= 1
     return any(type(value) is type(choice) and value == choice for choice in choices)
 
 

@@ -12,6 +12,7 @@ has arrived::
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import cast, overload
 
@@ -26,6 +27,7 @@ from moe_optim.kernels.health import HealthTable
 from moe_optim.kernels.launch_table import LaunchTable, Planned
 from moe_optim.kernels.member_table import Backend, MemberTable
 from moe_optim.kernels.norm import NormTable
+from moe_optim.kernels.steps.staging import Stage
 from moe_optim.kernels.steps.table import StepTable
 from moe_optim.kernels.table_entry import TableEntry
 from moe_optim.reference import adam, gradient_norm, health, ranges
@@ -233,7 +235,8 @@ def step(table: StepTable) -> None:
     Gradients are multiplied by their clip factor, left alone, and read where they lie. Masters,
     moments and weights are overwritten; of quantized weights the planes that travel of every block
     that is owned whole, and the maxima of the others, see :func:`encode_shared`. Where kernels
-    handle the whole table nothing is planned, allocated or waited for.
+    handle the whole table nothing is planned, allocated or waited for. States of the host pass
+    through the device in chunks, and are back when what follows on the current stream begins.
 
     Args:
         table: what to read and write, with ``hyper`` and ``clips`` filled. The caller has asked it
@@ -241,10 +244,26 @@ def step(table: StepTable) -> None:
     """
     if table.members is not None:
         table.members.exchange.zero_()  # it holds the maxima of all ranks, of the last step
+    with nullcontext() if table.stage is None else table.stage.opened():
+        _step_here(table)
+        for chunk in table.chunks:
+            assert table.stage is not None
+            table.stage.run(chunk.copies, chunk.slot, partial(_step_here, chunk.table))
+        if table.members is not None:
+            _encode_unshared(table.members, table.stage)
+
+
+def _step_here(table: StepTable) -> None:
+    """Step what is on the device, and encode what no other maximum is needed for."""
     if table.ranges or table.encoding:
         from moe_optim.kernels.steps.launch import launch_step
 
         launch_step(table)
+    if table.encoded_last:
+        from moe_optim.kernels.launch import launch_encode
+
+        for launch in table.encoded_last:
+            launch_encode(launch)
     for state in table.remainder:
         adam.step_into(
             *(state.master, state.gradient, state.exp_avg, state.exp_avg_sq),
@@ -254,19 +273,18 @@ def step(table: StepTable) -> None:
         )
         if state.weight is not None:
             state.weight.copy_(state.master)
-    if table.members is not None:
-        _encode_unshared(table.members)
 
 
-def _encode_unshared(table: MemberTable) -> None:
-    """Encode what is owned whole, and find this rank's share of all other maxima."""
-    if table.launches:
-        from moe_optim.kernels.launch import launch_cut_amax, launch_encode
+def _encode_unshared(table: MemberTable, stage: Stage | None) -> None:
+    """Encode what the reference steps whole, and find this rank's share of all other maxima."""
+    cut = [launch for launch in table.launches if launch.num_cut_tiles]
+    if stage is not None and (cut or table.remainder):
+        stage.wait_for_all()  # masters are read where they are at home
+    if cut:
+        from moe_optim.kernels.launch import launch_cut_amax
 
-        for launch in table.launches:
+        for launch in cut:
             launch_cut_amax(launch)
-            if launch.format.has_global_amax and not table.exchange.numel():
-                launch_encode(launch)
     _find_amaxes([one for one in table.remainder if one[1].size], table.exchange)
     _encode([one for one in table.remainder if not one[1].size], table.exchange)
 
@@ -338,8 +356,9 @@ def sum_squares(table: NormTable) -> None:
 def measure_health(table: HealthTable) -> None:
     """Rewrite ``table.sums`` and ``table.amaxes``: what experts have lost by being quantized.
 
-    One launch a format where kernels measure; nothing is waited for then. Counts and maxima of
-    shards add up to those of whole weights to the bit, other sums but for their last bits.
+    Two or three launches a format where kernels measure; nothing is waited for then. The same
+    weights give the same bits again. Counts and maxima of shards add up to those of whole weights
+    to the bit, other sums but for their last bits.
 
     Args:
         table: planes of whole weights, and the masters that they were made of. Where something has

@@ -34,7 +34,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave what belongs into this run, and skip what needs more GPUs than it sees."""
+    """Leave what belongs into this run, skip what needs more GPUs than it sees, slow files first.
+
+    The last file of a run then leaves no core without work for long.
+    """
     gpus = torch.cuda.device_count()
     others = []
     for item in items:
@@ -47,6 +50,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if others:
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if item not in set(others)]
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
 
 
 def pytest_collection_finish() -> None:

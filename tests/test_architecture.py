@@ -41,7 +41,7 @@ megatron/optimizer
 megatron/launch
 megatron/bridge megatron
 train
-bench plan report
+bench bench/offload plan report
 .
 cli
 """.strip().splitlines()

@@ -20,6 +20,7 @@ DEFAULTS = {
     "wire": "quantized",
     "layout": "aligned",
     "step": "auto",
+    "offload_states": 0.0,
     "nonfinite": "raise",
     "backend": "auto",
     "fuse_wgrad_accumulation": True,
@@ -61,6 +62,13 @@ REFUSED = {  # field, value -> what the message must say
         "100",
         "expected a number from 0 to 1000000, got '100",
     ),
+    "more than all": (
+        "offload_states",
+        1.5,
+        "expected a number from 0 to 1, got 1.5. Write a number from 0 to 1.",
+    ),
+    "not a number": ("offload_states", float("nan"), "expected a number from 0 to 1, got nan."),
+    "switch for a part": ("offload_states", True, "expected a number from 0 to 1, got True."),
     "kernels by name": ("backend", "triton", "expected auto or reference, got 'triton'."),
 }
 
@@ -87,6 +95,16 @@ def test_a_value_is_refused_with_field_and_remedy(field, value, message):
     assert message in str(error.value)
     with pytest.raises(ConfigError, match=f"^MoEOptimConfig: {field}: "):
         MoEOptimConfig(**{field: value})
+
+
+@pytest.mark.parametrize("text", ["0", "0.0", "0.25", ".5", "1", "1e-1"])
+def test_a_part_is_spelt_as_any_number(text):
+    """In a recipe, whose reader leaves numbers that are not whole as they were written."""
+    config = MoEOptimConfig().replace_from([f"offload_states={text}"])
+    assert config.offload_states == float(text)
+    assert MoEOptimConfig().replace_from([config.changes()] if float(text) else []) == config
+    with pytest.raises(ConfigError, match="expected a number from 0 to 1, got 'half'"):
+        MoEOptimConfig().replace_from(["offload_states=half"])
 
 
 @pytest.mark.parametrize("key", ["fromat", 3, None])

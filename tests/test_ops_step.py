@@ -11,6 +11,7 @@ from moe_optim import ops
 from moe_optim.formats import FORMATS, MXFP8, NVFP4
 from moe_optim.kernels.launch_table import HYPER_FIELDS
 from moe_optim.kernels.member_table import MemberTable
+from moe_optim.kernels.steps import staging
 from moe_optim.kernels.steps.table import StepTable
 from moe_optim.reference.adam import Hyper
 from tests.support.bytes import assert_bytes_equal, assert_values_equal
@@ -31,6 +32,33 @@ def test_shards_of_any_cut_take_the_steps_of_the_whole(weights, gradients, momen
     """Masters, moments, dense weights and every byte of every plane, after each of two steps."""
     run = Stepping(
         weights, gradients=gradients, moments=moments, decoupled=decoupled, clips=(1.0, 0.37)
+    )
+    for seed in (0, 100):
+        run.step(gradients_of(weights, seed))
+        run.assert_equal_to_the_whole()
+
+
+@pytest.fixture(scope="module")
+def in_small_chunks():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(staging, "SMALLEST", 300)
+        patch.setattr(staging, "CHUNK_BYTES", 12 * 8192)
+        yield
+
+
+@settings(max_examples=15, deadline=None)
+@given(weights=sharded_weights(), gradients=DTYPES, moments=DTYPES, decoupled=st.booleans())
+def test_states_that_pass_through_in_chunks_take_the_steps_of_the_whole(
+    in_small_chunks, weights, gradients, moments, decoupled
+):
+    """Nothing is left on the way, and nothing of one chunk in the next."""
+    run = Stepping(
+        weights,
+        gradients=gradients,
+        moments=moments,
+        decoupled=decoupled,
+        clips=(1.0, 0.37),
+        on_host=True,
     )
     for seed in (0, 100):
         run.step(gradients_of(weights, seed))

@@ -108,7 +108,7 @@ def _from_fp32(case: Case, group: "ProcessGroup | None") -> Job:
 
     from moe_optim.kernels.member_table import MemberTable
 
-    entries = _lay_out(case, _random(case, torch.float32))
+    entries = lay_out(case, _random(case, torch.float32).split(case.owned))
     job = _requantization(case, MemberTable.build(entries))
     cast = _te_cast(case, entries, group)
     if cast is None:
@@ -123,7 +123,9 @@ def _from_bf16(case: Case, group: "ProcessGroup | None") -> Job:
     from moe_optim.kernels.member_table import MemberTable
 
     memory = _random(case, torch.bfloat16)
-    job = _requantization(case, MemberTable.build(_lay_out(case, memory), consumed=memory))
+    job = _requantization(
+        case, MemberTable.build(lay_out(case, memory.split(case.owned)), consumed=memory)
+    )
     return replace(job, restore=partial(memory.copy_, memory.clone()))
 
 
@@ -152,7 +154,7 @@ def _after_gather(case: Case, group: "ProcessGroup | None") -> Job:
     from moe_optim import ops
     from moe_optim.kernels.member_table import MemberTable
 
-    entries = _lay_out(case, _random(case, torch.float32), stored=True)
+    entries = lay_out(case, _random(case, torch.float32).split(case.owned), stored=True)
     table = MemberTable.build(entries)
     ops.requantize(table)
     job = Job(
@@ -180,7 +182,7 @@ def _step(case: Case, group: "ProcessGroup | None", moments: Literal["fp32", "bf
 
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[moments]
     masters = _random(case, torch.float32)
-    entries = _lay_out(case, masters)
+    entries = lay_out(case, masters.split(case.owned))
     gradients = masters.mul(0.01).split(case.owned)
     states = [
         AdamState(
@@ -253,7 +255,7 @@ def _health(case: Case, group: "ProcessGroup | None") -> Job:
     from moe_optim.kernels.health import HealthEntry, HealthTable
     from moe_optim.kernels.member_table import MemberTable
 
-    entries = _lay_out(case, _random(case, torch.float32))
+    entries = lay_out(case, _random(case, torch.float32).split(case.owned))
     members = MemberTable.build(entries)
     ops.partial_amax(members)
     ops.encode(members)
@@ -267,7 +269,7 @@ def _health(case: Case, group: "ProcessGroup | None") -> Job:
         run=partial(ops.measure_health, table),
         num_members=len(entries),
         floor_bytes=health_bytes(case.format, sum(case.owned)),
-        launches=len(table.launches),
+        launches=sum(launch.num_launches for launch in table.launches),
     )
 
 
@@ -289,10 +291,17 @@ def _random(case: Case, dtype: "torch.dtype") -> "torch.Tensor":
     return memory.normal_(std=0.02, generator=generator)
 
 
-def _lay_out(case: Case, memory: "torch.Tensor", *, stored: bool = False) -> "list[TableEntry]":
-    """Return an entry for each expert, whose sources lie side by side in ``memory``.
+def lay_out(
+    case: Case, sources: "Sequence[torch.Tensor]", *, stored: bool = False
+) -> "list[TableEntry]":
+    """Return an entry for each expert.
 
     Planes hold bytes that nobody writes, so that what was left out cannot equal anything.
+
+    Args:
+        case: what there is of the experts.
+        sources: [n] each, what is owned of an expert; fp32 or bf16, on the case's device.
+        stored: whether there are scales in storage, too.
     """
     import torch
 
@@ -300,7 +309,6 @@ def _lay_out(case: Case, memory: "torch.Tensor", *, stored: bool = False) -> "li
     from moe_optim.kernels.member_table import TableEntry
 
     entries = []
-    sources = memory.split(case.owned)
     for index, ((rows, cols), source) in enumerate(zip(case.members, sources, strict=True)):
         shape, is_whole = (1, rows, cols), source.numel() == rows * cols
         target = QuantizedWeight.empty(case.format, shape, device=case.device)

@@ -3,12 +3,14 @@
 import argparse
 
 from moe_optim.bench import convert, experts_report, gather, requantize_report, step
+from moe_optim.bench.offload import command as offload
 
 KINDS = {
     "requantize": requantize_report,
     "gather": gather,
     "convert": convert,
     "step": step,
+    "offload": offload,
     "experts": experts_report,
 }
 """What can be measured -> the module that adds its options and runs it."""

@@ -179,7 +179,7 @@ class LaunchTable:
             source_dtype=dtype,
             masked=any(width % tile.cols for width in widths)
             or any(height % format.band_rows for height in heights),
-            aligned=all(map(_is_aligned, entries)),
+            aligned=all(map(is_aligned, entries)),
             zeroes=consumed is not None,
             alive=(*sources, *planes, amax, *(() if consumed is None else (consumed,))),
             sources=Places(of_each_memory.values()),
@@ -380,7 +380,8 @@ def _cut_gaps(first: int, gaps: Sequence[Range]) -> Tensor:
     return torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, TILE_FIELDS)
 
 
-def _is_aligned(entry: TableEntry) -> bool:
+def is_aligned(entry: TableEntry) -> bool:
+    """Return whether every row of source and data starts at a multiple of 16 bytes."""
     source, target = entry.source, entry.target
     width = source.element_size()
     distances = [source.data_ptr(), entry.start * width, target.shape[2] * width]

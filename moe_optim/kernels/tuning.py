@@ -112,7 +112,7 @@ FAKE_FORWARD = FlatTile(numel=2048, num_warps=4)
 FAKE_BACKWARD = FlatTile(numel=2048, num_warps=4)
 """Of its backward pass: values and gradients to gradients."""
 
-HEALTH_TILE = Tile(cols=128, num_warps=4)
-"""Columns that one program measures."""
+HEALTH_TILE = Tile(cols=128, num_warps=1, slab=4)
+"""Columns that one program measures, four a thread: the sums of a column stay in one thread."""
 HEALTH_ROWS = 256
-"""Rows that one program measures, a multiple of every band: few programs add to one sum."""
+"""Rows that one program measures, a multiple of every band."""

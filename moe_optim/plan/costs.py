@@ -86,6 +86,7 @@ def plan_rows(
     gpus: Sequence[int],
     *,
     is_fused: bool = True,
+    offload_states: float = 0.0,
     memory_tb_per_s: float | None = None,
     network_gb_per_s: float | None = None,
 ) -> Iterator[Row]:
@@ -111,6 +112,8 @@ def plan_rows(
         experts: one pipeline stage.
         gpus: how many there are in all.
         is_fused: whether steps of quantized weights are, see :func:`why_stocks_step`.
+        offload_states: part of their masters and moments that is on the host. The chunks of it that
+            pass through the device are not counted, nor is the time that their copies take.
         memory_tb_per_s: terabytes that memory reads and writes in a second; None gives no times.
         network_gb_per_s: gigabytes a second of an all-gather, as its bus bandwidth; likewise.
 
@@ -126,13 +129,24 @@ def plan_rows(
         for name in ROWS:
             total = _total([(_costs_of(name, one, experts), n) for one, n in buckets.items()])
             format = FORMATS.get(name)
+            on_host = offload_states if name in FORMATS else 0.0
             rows[name] = {
                 "format": name,
                 "gpus": count,
-                **_memory(total, _copies_gradients(name, experts, is_fused=is_fused), experts),
+                **_memory(
+                    total,
+                    _copies_gradients(name, experts, is_fused=is_fused),
+                    experts,
+                    on_host=on_host,
+                ),
                 **_traffic(total, used, dp_size, network_gb_per_s),
                 "path": _path_of(name, total),
-                **_step(format if is_fused else None, total, experts, memory_tb_per_s),
+                **_step(
+                    format if is_fused else None,
+                    total,
+                    experts,
+                    None if on_host else memory_tb_per_s,
+                ),
                 "expert_data_parallel_size": dp_size,
                 "buckets": buckets.total(),
             }
@@ -154,12 +168,15 @@ def _copies_gradients(name: str, experts: PlannedExperts, *, is_fused: bool) -> 
     return experts.grad_bytes < 4 and not (name == STOCK_BF16 and experts.precision_aware)
 
 
-def _memory(total: Costs, copies_gradients: bool, experts: PlannedExperts) -> Row:
+def _memory(
+    total: Costs, copies_gradients: bool, experts: PlannedExperts, *, on_host: float
+) -> Row:
     """Return what lies in the memory of the rank with most masters."""
     most = int(total.owned.max())
+    here = most - int(on_host * most)
     parts = {**dict.fromkeys(PARTS, 0), **total.parts} | {
-        "masters": 4 * most,
-        "moments": experts.moment_bytes * most,
+        "masters": 4 * here,
+        "moments": experts.moment_bytes * here,
         "gradient_copies": 4 * most * copies_gradients,
     }
     return {

@@ -77,6 +77,7 @@ def make_report(args: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
             experts,
             gpus,
             is_fused=reason is None,
+            offload_states=knobs.offload_states,
             memory_tb_per_s=args.memory_bandwidth,
             network_gb_per_s=args.bandwidth,
         )

@@ -49,11 +49,10 @@ def setup_model_and_optimizer(
         pg_collection=pg_collection,
     )
     folder = get_args().tensorboard_dir
-    description = describe_model(model, optimizer) | {
-        "rank0": asdict(describe(model, optimizer)),
-        "environment": describe_environment(),
-    }
+    description = describe_model(model, optimizer)
     if folder and dist.get_rank() == 0:
+        description["rank0"] = asdict(describe(model, optimizer))
+        description["environment"] = describe_environment()
         path = Path(folder).parent / "model.json"
         path.write_text(json.dumps(description, indent=2) + "\n")
     return model, optimizer, scheduler

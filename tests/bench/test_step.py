@@ -308,7 +308,8 @@ def test_both_sides_are_measured_where_weights_are_quantized(tmp_path):
     that are made up, as the recipe names none."""
     path = tmp_path / "step.json"
     options = ["--rounds", "1", "--iterations", "6", "--ranks", "1", "--json", str(path)]
-    assert cli.main(["bench", "step", str(RECIPE), *options]) == 0
+    small = ["--seq-length", "64", "--global-batch-size", "4"]
+    assert cli.main(["bench", "step", str(RECIPE), *options, "--", *small]) == 0
     report = json.loads(path.read_text())
     for side in ("stock", "plugin"):
         assert [len(losses) for losses in report["losses"][side]] == [6]

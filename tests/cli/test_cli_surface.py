@@ -14,6 +14,7 @@ SURFACE = {  # command -> its positionals and options
     "bench convert": {"--gigabytes", "--dir", "--to", "--json"},
     "bench experts": {"--experts", "--shape", "--bits", "--device", "--json"},
     "bench gather": {"--format", "--shape-set", "--ranks", "--json"},
+    "bench offload": {"--format", "--shape-set", "--offload-states", "--json"},
     "bench step": {
         "RECIPE",
         "--against",

@@ -1,9 +1,12 @@
 """The examples do what they say."""
 
+import contextlib
 import dataclasses
 import importlib.util
+import io
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -36,6 +39,18 @@ def run_script(name, ranks, *arguments):
     return done.stdout
 
 
+def _run_main(name):
+    sys.path.insert(0, str(EXAMPLES))
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    return said.getvalue()
+
+
+def run_forked(name, ranks):
+    """Run a script in processes in which Megatron is imported, and return what rank 0 said."""
+    return run_ranks(ranks, _run_main, name)[0]
+
+
 def check_small_moe(said):
     """The loss falls below a quarter; the run that resumes loses nothing of the one that went on.
 
@@ -60,11 +75,17 @@ def test_the_script_trains_saves_and_resumes_on_a_gpu(tmp_path):
     check_small_moe(run_script("train_small_moe.py", 1, "--save", tmp_path / "checkpoint"))
 
 
-@pytest.mark.slow
-def test_an_engine_gets_all_experts_between_rounds_of_training_on_two_cpu_ranks():
+@pytest.mark.parametrize(
+    "run",
+    [
+        pytest.param(run_forked, id="forked"),
+        pytest.param(run_script, id="torchrun", marks=[pytest.mark.slow, pytest.mark.extended]),
+    ],
+)
+def test_an_engine_gets_all_experts_between_rounds_of_training_on_two_cpu_ranks(run):
     """Layers, experts, linears, and data and scale of each; the model that has been offloaded and
     read goes on learning, and says what comes next."""
-    said = run_script("rollouts.py", 2)
+    said = run("rollouts.py", 2)
     rounds = re.findall(r"^step (\d+): loss ([\d.]+), engine: (\d+) tensors of experts", said, re.M)
     assert [(int(step), int(count)) for step, _, count in rounds] == [
         (step, 2 * 4 * 2 * 2) for step in (10, 20, 30)

@@ -27,6 +27,8 @@ from moe_optim.kernels.steps.table import AdamState, StepTable
 from moe_optim.kernels.table_entry import TableEntry
 from tests.support.ptx.launches import compile_kernel
 
+pytestmark = pytest.mark.slow
+
 HOPPER, BLACKWELL_RTX = 90, 120
 extended = pytest.mark.extended
 SHAPE = (2, 256, 512)
@@ -193,10 +195,12 @@ def test_fake_quantization_compiles(dtype, capability, monkeypatch):
 )
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 def test_measuring_health_compiles(format, capability, monkeypatch):
+    """Whole tiles of masters are read by accesses of 16 bytes."""
     monkeypatch.setattr(health_table, "has_kernels", lambda device: True)
     target = QuantizedWeight.empty(format, SHAPE)
     entry = TableEntry(parameter="fc", source=torch.zeros(SHAPE), target=target)
     one = HealthEntry(entry=entry, rows=torch.arange(SHAPE[0]))
     table = HealthTable.build([one], SHAPE[0], device=torch.device("cpu"))
-    bound = health_launch._bind(table, table.launches[0])
-    assert compile_kernel(bound, capability).asm["cubin"]
+    measuring, adding = health_launch._bind(table, table.launches[0])
+    assert compile_kernel(adding, capability).asm["cubin"]
+    assert "ld.global.v4.b32" in compile_kernel(measuring, capability).asm["ptx"]

@@ -6,8 +6,11 @@ import torch
 from moe_optim import ops
 from moe_optim.errors import LayoutError
 from moe_optim.formats import FORMATS, MXFP8, QuantizedWeight
+from moe_optim.health import Sum
 from moe_optim.kernels.health import HealthEntry, HealthTable
+from moe_optim.kernels.health import table as table_module
 from moe_optim.kernels.table_entry import TableEntry
+from moe_optim.kernels.tuning import HEALTH_ROWS, HEALTH_TILE
 from tests.support.health import assert_same_health, masters_of, measure
 
 CPU = torch.device("cpu")
@@ -33,18 +36,55 @@ def entry_of(source, **changes):
     ("cuts", "shard"),
     [
         (THIRDS, 1),
-        pytest.param(WHOLE, 0, marks=pytest.mark.extended),
+        (WHOLE, 0),
         pytest.param(THIRDS, 2, marks=pytest.mark.extended),
     ],
     ids=["the middle", "whole", "the end"],
 )
 def test_what_the_kernel_finds_is_plain_torchs(cuts, shard, format, launches):
-    """Of shards that end inside of blocks, and of whole weights."""
+    """Of shards that end inside of blocks, and of whole weights, which have a whole tile."""
     masters = masters_of(format)
     got = measure(format, masters, cuts=cuts, shard=shard)
-    assert launches
+    whole_and_cut = 1 + (cuts is WHOLE)
+    assert launches == 2 * [*whole_and_cut * ["measure_kernel"], "add_parts_kernel"]
     want = measure(format, masters, cuts=cuts, shard=shard, backend="reference")
     assert_same_health(got, want, f"{format.name}, shard {shard}")
+
+
+@pytest.mark.parametrize("start", [0, 4, 300_000, 300_002])
+def test_tiles_cover_what_is_owned_and_whole_ones_lie_inside(start, monkeypatch):
+    """Of a shard of two experts; none is whole where quads of elements are not aligned."""
+    monkeypatch.setattr(table_module, "has_kernels", lambda device: True)
+    shape = (2, 1056, 288)
+    numel = shape[1] * shape[2]
+    entry = TableEntry(
+        parameter="fc",
+        source=torch.zeros(2 * numel - start),
+        target=QuantizedWeight.empty(MXFP8, shape),
+        start=start,
+        cuts=(start,) if start else (),
+    )
+    one = HealthEntry(entry=entry, rows=torch.arange(2))
+    (launch,) = HealthTable.build([one], 2, device=CPU).launches
+    owned = torch.zeros(2 * numel, dtype=torch.int32)
+    owned[start:] = 1
+    owned, covered = owned.view(shape), torch.zeros(shape, dtype=torch.int32)
+    first_expert = 2 - len(launch.descriptors)
+    for tiles, is_whole in ((launch.whole_tiles, True), (launch.cut_tiles, False)):
+        for member, row, column, _ in tiles.tolist():
+            tile = (
+                member + first_expert,
+                slice(row, row + HEALTH_ROWS),
+                slice(column, column + HEALTH_TILE.cols),
+            )
+            covered[tile] += 1
+            assert not is_whole or owned[tile].shape == (HEALTH_ROWS, HEALTH_TILE.cols)
+            assert not is_whole or owned[tile].all()
+    assert (covered <= 1).all() and (covered >= owned).all()
+    assert bool(len(launch.whole_tiles)) == (start % 4 == 0)
+    numbers = torch.cat([launch.whole_tiles, launch.cut_tiles])[:, 3].tolist()
+    assert sorted(numbers) == list(range(len(launch.parts)))
+    assert launch.parts[:, Sum.ELEMENTS].sum() == 2 * numel - start
 
 
 def test_a_table_knows_when_masters_or_planes_lie_elsewhere():

@@ -14,6 +14,8 @@ from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import SENTINEL, poisoned, wide_range_weights, with_specials
 from tests.support.stepping import Stepping, Weight, gradients_of
 
+pytestmark = pytest.mark.slow
+
 EVERY_FORMAT = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 GAP = 40
 SHAPES = {

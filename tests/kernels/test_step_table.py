@@ -1,6 +1,7 @@
 """Launches of a step reach every element once, with what belongs to it; bad states are refused."""
 
 from dataclasses import fields, replace
+from itertools import pairwise
 from weakref import ref
 
 import pytest
@@ -13,6 +14,7 @@ from moe_optim.formats import MXFP8, QuantizedWeight
 from moe_optim.kernels import member_table
 from moe_optim.kernels.launch_table import HYPER_FIELDS, STATE_FIELDS
 from moe_optim.kernels.member_table import MemberTable, TableEntry
+from moe_optim.kernels.steps import staging
 from moe_optim.kernels.steps import table as step_table
 from moe_optim.kernels.steps.table import AdamState, StepTable
 from tests.support.bytes import assert_bytes_equal
@@ -130,6 +132,114 @@ def test_what_is_called_aligned_starts_at_multiples_of_16_bytes(
                 assert not (rows[:, [0, 1, 2, 3, 6]] % 16).any()
 
 
+# States of the host
+
+SMALL = {"SMALLEST": 300, "CHUNK_BYTES": 12 * 8192}  # a chunk has at most so many elements in fp32
+
+
+@pytest.fixture(scope="module")
+def in_small_chunks():
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in SMALL.items():
+            patch.setattr(staging, name, value)
+        yield
+
+
+def at_home(rows, chunk):
+    """Return elements of a chunk with masters and moments where they are copied from and to."""
+    copies = sorted(
+        (there.data_ptr(), here.data_ptr(), here.nbytes) for here, there in chunk.copies
+    )
+    starts, homes, sizes = torch.tensor(copies).T.contiguous()
+    rows = rows.clone()
+    for column in (0, 2, 3):
+        place = rows[:, column].contiguous()
+        number = torch.searchsorted(starts, place, right=True) - 1
+        offset = place - starts[number]
+        assert ((offset >= 0) & (offset < sizes[number])).all()
+        rows[:, column] = homes[number] + offset
+    return rows
+
+
+def tiles_of(tables):
+    """Return where tiles are encoded into, and the slots of their amaxes."""
+    return sorted(
+        (*one.descriptors[number, [1, 3]].tolist(), row, col, one.amax_slots[number])
+        for one in tables
+        for number, row, col, _ in one.tiles.tolist()
+    )
+
+
+def tables_of(table):
+    """Return a table and those of its chunks."""
+    return [table, *(chunk.table for chunk in table.chunks)]
+
+
+@settings(max_examples=20, deadline=None)
+@given(weights=sharded_weights(), gradients=DTYPES, moments=DTYPES)
+def test_chunks_and_the_rest_do_what_one_table_does(
+    with_kernels, in_small_chunks, weights, gradients, moments
+):
+    """Every element is stepped once, with what belongs to it, where it is then; and every whole
+    block, or expert, is encoded once, to the same place."""
+    for table in Stepping(weights, gradients=gradients, moments=moments, on_host=True).tables:
+        rows = [launched_elements(table)]
+        rows += [at_home(launched_elements(chunk.table), chunk) for chunk in table.chunks]
+        assert_bytes_equal(by_address(rows), owned_elements(table.states))
+        alone = StepTable.build(
+            [replace(state, on_host=None) for state in table.states],
+            table.hyper,
+            table.clips,
+            members=table.members,
+        )
+        assert not (alone.chunks or alone.stage)
+        large = [one for one in table.states if one.master.numel() >= SMALL["SMALLEST"]]
+        assert bool(table.chunks) == bool(large)
+        for tables in (lambda t: [m.table for m in t.encoding], lambda t: t.encoded_last):
+            ours = [launch for one in tables_of(table) for launch in tables(one)]
+            assert tiles_of(ours) == tiles_of(tables(alone))
+
+
+@settings(max_examples=20, deadline=None)
+@given(weights=sharded_weights())
+def test_what_is_in_a_slot_together_overlaps_nowhere(with_kernels, in_small_chunks, weights):
+    """Nor does it leave the slot, and neighbouring chunks have others."""
+    for table in Stepping(weights, on_host=True).tables:
+        assert all(one.slot != other.slot for one, other in pairwise(table.chunks))
+        for chunk in table.chunks:
+            slot = table.stage.slots[chunk.slot]
+            ends = slot.data_ptr()
+            for _, there in sorted(chunk.copies, key=lambda pair: pair[1].data_ptr()):
+                assert there.data_ptr() >= ends and not there.data_ptr() % 16
+                ends = there.data_ptr() + there.nbytes
+            assert ends <= slot.data_ptr() + slot.nbytes
+
+
+ENDS = st.lists(st.integers(1, 3000), min_size=1, max_size=5).map(
+    lambda sizes: [sum(sizes[: n + 1]) for n in range(len(sizes))]
+)
+
+
+@given(shards=st.lists(st.tuples(ENDS, st.sampled_from([8, 12])), max_size=8))
+def test_chunks_are_whole_pieces_in_order_and_full_where_the_next_fits(shards):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(staging, "CHUNK_BYTES", 24_000)
+        chunks = staging.pack(shards)
+    spans = [span for chunk in chunks for span in chunk]
+    for number, (ends, _) in enumerate(shards):
+        own = [span for span in spans if span.shard == number]
+        assert [span.first for span in own] == [0, *(span.last for span in own[:-1])]
+        assert own[-1].last == ends[-1] and {span.last for span in own} <= {*ends}
+    assert [span.shard for span in spans] == sorted(span.shard for span in spans)
+    sizes = [sum((s.last - s.first) * shards[s.shard][1] for s in chunk) for chunk in chunks]
+    for chunk, size in zip(chunks, sizes, strict=True):
+        (one, *_) = chunk
+        cannot_be_cut = len(chunk) == 1 and not [
+            end for end in shards[one.shard][0] if one.first < end < one.last
+        ]
+        assert size <= 24_000 or cannot_be_cut
+
+
 # States
 
 
@@ -174,7 +284,7 @@ def test_states_that_do_not_fit_are_refused_by_name(others):
         assert f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}" in str(raised.value)
 
 
-TENSORS = [one.name for one in fields(AdamState) if "Tensor" in str(one.type)]
+TENSORS = [one.name for one in fields(AdamState) if one.type in (torch.Tensor, torch.Tensor | None)]
 
 
 @pytest.mark.parametrize("name", TENSORS)

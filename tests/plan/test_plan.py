@@ -27,6 +27,7 @@ from moe_optim.modules.grouped_linear import GroupedLinear
 from moe_optim.plan import experts as planned_experts
 from moe_optim.plan.answers import find_choice, recommend
 from moe_optim.plan.costs import (
+    OPTIMIZER,
     PARTS,
     ROWS,
     STOCK_BF16,
@@ -312,6 +313,23 @@ def test_megatrons_step_copies_gradients_in_bf16_and_a_fused_one_does_not():
     aware = experts_of(grad_reduce_in_bf16=True, use_precision_aware_optimizer=True)
     assert row_of(aware, 2, STOCK_BF16)["step_memory_bytes_per_rank"] == 0
     assert row_of(experts_of(), 2, STOCK_BF16)["step_memory_bytes_per_rank"] == 0
+
+
+@pytest.mark.parametrize("fraction", [0.25, 1])
+def test_states_on_the_host_take_no_memory_of_the_device(fraction):
+    """In our rows; how long a step then takes is not known."""
+    speeds = {"memory_tb_per_s": 3.0}
+    all_here = plan_rows(experts_of(), [2], **speeds)
+    for row, without in zip(
+        plan_rows(experts_of(), [2], offload_states=fraction, **speeds), all_here, strict=True
+    ):
+        is_ours = row["format"] in FORMATS
+        for name in OPTIMIZER:
+            left = 1 - fraction if is_ours else 1
+            assert row["parts"][name] == pytest.approx(left * without["parts"][name], abs=8)
+        saved = without["optimizer_bytes_per_rank"] - row["optimizer_bytes_per_rank"]
+        assert row["total_bytes_per_rank"] == without["total_bytes_per_rank"] - saved
+        assert row["step_floor_ms"] is None if is_ours else True
 
 
 def test_differences_are_those_of_totals_to_stock_in_bf16_and_in_the_same_format():

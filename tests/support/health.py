@@ -18,10 +18,10 @@ COUNTS = [Sum.ELEMENTS, Sum.SATURATED, Sum.FLUSHED, Sum.BLOCKS, Sum.DEAD]
 SHAPES = {
     "mxfp8": ((2, 32, 96), (1, 288, 160)),
     "mxfp8_2d": ((2, 32, 96), (1, 288, 160)),
-    "nvfp4": ((2, 32, 80), (1, 272, 144)),
-    "fp8_block": ((2, 130, 72), (1, 257, 136)),
+    "nvfp4": ((2, 32, 80), (1, 272, 160)),
+    "fp8_block": ((2, 130, 72), (1, 257, 144)),
 }
-"""Of each format: weights of several tiles, with partial ones at their edges."""
+"""Of each format: weights of several tiles, a whole one among them, with partial ones at edges."""
 
 
 def masters_of(format: BlockScaledFormat, seed: int = 0) -> list[Tensor]:

@@ -21,6 +21,7 @@ from moe_optim import ops, reference
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import NonFiniteError, StateError
 from moe_optim.formats import get_format
+from moe_optim.kernels.steps import staging
 from moe_optim.megatron.buffers.states import Gradients
 from moe_optim.modules.grouped_linear import GroupedLinear
 from moe_optim.modules.grouped_weight import GroupedWeight
@@ -143,6 +144,8 @@ class Expected:
     is_offloaded: bool = False
     is_away: bool = False
     """Whether quantized weights are on the host."""
+    is_with_verl: bool = False
+    """Whether all weights and gradients are where verl puts them meanwhile."""
     hooks: bool = True
     dense_is_spent: bool = False
     """Whether dense gradients have been used. A gather through shared memory zeroes those of
@@ -173,6 +176,7 @@ class LifeCycle:
         format: of the experts; the model in plain torch is one of quantized experts.
         compute: format of the products of bf16 experts.
         step: who updates masters.
+        offload_states: part of masters and moments that lies on the host.
     """
 
     def __init__(
@@ -182,6 +186,7 @@ class LifeCycle:
         format: str = "mxfp8",
         compute: str | None = None,
         step: str = "stock",
+        offload_states: float = 0.0,
     ) -> None:
         from megatron.core.distributed import (
             DistributedDataParallel,
@@ -196,6 +201,8 @@ class LifeCycle:
         layout = "stock" if self.shares_memory else "aligned"
         moe_optim.uninstall()
         knobs: dict[str, Any] = {"wire": wire, "layout": layout, "step": step}
+        knobs["offload_states"] = offload_states
+        staging.SMALLEST, staging.CHUNK_BYTES = 2, 20_000  # some of each weight in a chunk
         moe_optim.install(MoEOptimConfig(format=format, compute=compute, **knobs))
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         config = TransformerConfig(
@@ -594,9 +601,10 @@ class LifeCycle:
             self.ddp.start_param_sync()
         if outcome.raised or self.expected.is_fresh or self.expected.is_in_flight:
             return
+        stale = self.expected.stale
         self._gathered()
         if self.overlap:
-            self.expected.is_fresh, self.expected.is_in_flight = False, True
+            self.expected.stale, self.expected.is_in_flight = stale, True
 
     def free(self) -> None:
         """Free overlap buffers, as custom savers do."""
@@ -640,10 +648,27 @@ class LifeCycle:
 
     def bring_back(self) -> None:
         """Have quantized weights on the device again."""
-        if self.expected.is_away:
+        if self.expected.is_with_verl:
+            making_room.bring_back_as_verl([self.ddp])
+            self._zero_expected(self.expected)
+            self.expected.is_away = self.expected.is_offloaded = self.expected.is_with_verl = False
+            self.expected.must_zero = True
+        elif self.expected.is_away:
             for buffer in making_room.managed_buffers([self.ddp]):
                 buffer.reload_from_cpu(move_grads=False)
             self.expected.is_away = False
+
+    def send_all_away(self) -> None:
+        """Have all weights on the host, and no gradients, by what verl calls for it."""
+        making_room.send_away_as_verl([self.ddp])
+        self._landed()
+        self.expected.is_away = self.expected.is_offloaded = self.expected.is_with_verl = True
+
+    def rest(self) -> None:
+        """Have masters and moments on the host and back, by Megatron's calls."""
+        self.optimizer.offload_to_cpu()
+        self.optimizer.restore_from_cpu()
+        self._landed()
 
     def export(self) -> None:
         """Hand all weights to an engine: it gets those of the masters, or nothing."""
@@ -713,8 +738,8 @@ class LifeCycle:
                 yield number, slice(owned.start, owned.end), master
 
     def save(self) -> None:
-        """Keep masters, moments and the step; before the first step there are none."""
-        if not self.expected.adam.state:
+        """Keep masters, moments and the step; before the first whole step some have none."""
+        if len(self.expected.adam.state) < len(self.expected.masters):
             return
         states = []
         for part in self.optimizer.chained_optimizers:
@@ -774,7 +799,8 @@ class LifeCycle:
         for group in self._managed_groups():
             if not expected.is_offloaded and not expected.must_zero:
                 contents = {bucket.state.gradients for bucket in group.managed}
-                in_flight = expected.is_in_flight and self.shares_memory
+                travels = any(self.params[n] in group.params for n in expected.stale)
+                in_flight = expected.is_in_flight and self.shares_memory and travels
                 wanted = {Gradients.IN_FLIGHT if in_flight else expected.content}
                 if expected.by_hand or expected.is_mixed:
                     wanted |= {Gradients.ZERO}
@@ -937,9 +963,8 @@ def initialize() -> None:
     parallel_state.initialize_model_parallel()
 
 
-def replay(trace: list[tuple[str, dict[str, Any]]], **options: Any) -> int:
+def replay(cycle: LifeCycle, trace: list[tuple[str, dict[str, Any]]]) -> int:
     """Call the methods of a trace in order, and compare everything after each."""
-    cycle = LifeCycle(**options)
     for name, arguments in trace:
         method: Callable[..., None] = getattr(cycle, name)
         method(**arguments)

@@ -55,16 +55,20 @@ def staged_masters_stay_in_gradients() -> None:
 
 def forced_gather_skips_post_processing() -> None:
     """#4562: a forced gather returns before what arrived has been quantized."""
-    stock = GroupedBucketGroup.start_param_sync
+    stock, land = GroupedBucketGroup.start_param_sync, Bf16Gather.land
+
+    def landed(self: Bf16Gather) -> None:
+        if not vars(self).get("is_forced", False):
+            land(self)
 
     def start_param_sync(self: GroupedBucketGroup, force_sync: bool = False) -> None:
-        for bucket in self.managed if force_sync else ():
-            bucket.gather.land = lambda: None
+        for bucket in self.managed:
+            bucket.gather.is_forced = force_sync
         stock(self, force_sync=force_sync)
-        for bucket in self.managed if force_sync else ():
-            del bucket.gather.land
+        for bucket in self.managed:
+            bucket.gather.is_forced = False
 
-    GroupedBucketGroup.start_param_sync = start_param_sync
+    GroupedBucketGroup.start_param_sync, Bf16Gather.land = start_param_sync, landed
 
 
 def siblings_staging_is_lost() -> None:
@@ -235,7 +239,7 @@ def copies_share_the_buckets_gradients() -> None:
 
 def one_norm_is_looked_at() -> None:
     """Norms of parameter groups that Megatron keeps apart are not asked whether they are finite."""
-    GroupedChainedOptimizer.has_grad_norm_group = lambda self, group: False
+    GroupedChainedOptimizer.has_grad_norm_group = lambda self, grad_norm_group: False
 
 
 def weights_wait_for_a_loop_to_stage_them() -> None:

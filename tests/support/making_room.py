@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -19,6 +20,53 @@ def list_masters(optimizer: Any) -> list[Tensor]:
         for group in part.shard_fp32_from_float16_groups
         for master in group
     ]
+
+
+def send_away_as_verl(model: list[Any]) -> None:
+    """Send weights and gradients to the host by what verl calls for it: storages of tensors."""
+    for buffer in (b for chunk in model for b in (*chunk.buffers, *chunk.expert_parallel_buffers)):
+        weights, gradients = buffer.param_data, buffer.grad_data
+        if weights.storage().size() > 0:
+            # a clone, as the copy that cpu() makes of what is on a GPU
+            weights.cpu_data = weights.data.cpu().clone().pin_memory()
+            buffer.param_data_size = weights.storage().size()
+            weights.storage().resize_(0)
+        assert buffer.param_data_size == weights.cpu_data.storage().size()
+        if gradients.storage().size() > 0:
+            buffer.grad_data_size = gradients.storage().size()
+            gradients.storage().resize_(0)
+
+
+def bring_back_as_verl(model: list[Any]) -> None:
+    """Bring back what :func:`send_away_as_verl` has sent; gradients are zeros."""
+    for buffer in (b for chunk in model for b in (*chunk.buffers, *chunk.expert_parallel_buffers)):
+        weights, gradients = buffer.param_data, buffer.grad_data
+        gradients.storage().resize_(buffer.grad_data_size)
+        gradients.zero_()
+        if weights.storage().size() == 0:
+            weights.storage().resize_(buffer.param_data_size)
+            weights.copy_(weights.cpu_data, non_blocking=True)
+
+
+def send_states_away_as_verl(optimizer: Any) -> None:
+    """Send masters and moments to the host by what verl calls for it: ``to`` of each tensor."""
+    _move_states(optimizer, "cpu")
+
+
+def bring_states_back_as_verl(optimizer: Any) -> None:
+    """Bring masters and moments back, to memory of the GPU wherever they were before."""
+    _move_states(optimizer, torch.device("cuda", torch.cuda.current_device()))
+
+
+def _move_states(optimizer: Any, device: Any) -> None:
+    for part in optimizer.chained_optimizers:
+        for group in part.shard_fp32_from_float16_groups:
+            for master in group:
+                master.data = master.data.to(device, non_blocking=True)
+        for state in part.optimizer.state.values():
+            for name in ("exp_avg", "exp_avg_sq"):
+                if name in state:
+                    state[name] = state[name].to(device, non_blocking=True)
 
 
 def move_masters(optimizer: Any) -> None:

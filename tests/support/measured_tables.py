@@ -330,7 +330,7 @@ def health_cost() -> str:
     return (
         f"A look at {rows[0]['parameters'] / 1e9:.3f}e9 parameters on one H200 takes, in ms: "
         f"{said}\n([figures](../recipes/results/{HEALTH})). That is {least:.2f} to {most:.2f} of "
-        "what memory allows:\nthe kernel is not tuned yet."
+        "what memory allows."
     )
 
 

@@ -6,6 +6,8 @@ something that no flag of Megatron says, the same for stock Megatron and the plu
 
 ``plain-head``  the output layer does not fuse gradient accumulation, which would need apex
 ``delay-wgrad``  ``delay_wgrad_compute`` with ``--transformer-impl local``
+``send-away``  after each step weights, gradients, masters and moments go to the host and come back,
+               by the calls of Megatron's and of verl's loops in turns
 """
 
 import copy
@@ -41,6 +43,12 @@ class Report:
     """Forward passes of experts, as far as Python sees them."""
     graphs: int = 0
     """The most CUDA graphs that layers held after a step."""
+    allocated: int = 0
+    """Bytes of the GPU after the last step."""
+    on_host: int = 0
+    """Elements whose masters and moments are at home on the host."""
+    freed: list[int] = dataclasses.field(default_factory=list)
+    """Bytes of the GPU that ``send-away`` has freed, each time."""
     error: str | None = None
     """What ended the run before its end: type and first line."""
 
@@ -74,7 +82,41 @@ def delay_wgrad() -> None:
     turn_on("delay_wgrad_compute")
 
 
-SWITCHES: dict[str, Callable[[], None]] = {"plain-head": plain_head, "delay-wgrad": delay_wgrad}
+def send_away() -> None:
+    """Have weights and all else on the host for a moment after each step."""
+    _after_step.append(_send_away)
+
+
+def _send_away(report: Report, chunks: list[Any], optimizer: Any) -> None:
+    from tests.support import making_room
+
+    by_verl = len(report.freed) % 2
+    before = torch.cuda.memory_allocated()
+    if by_verl:
+        making_room.send_away_as_verl(chunks)
+        making_room.send_states_away_as_verl(optimizer)
+    else:
+        for chunk in chunks:
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                buffer.offload_to_cpu()
+        optimizer.offload_to_cpu()
+    report.freed.append(before - torch.cuda.memory_allocated())
+    if by_verl:
+        making_room.bring_back_as_verl(chunks)
+        making_room.bring_states_back_as_verl(optimizer)
+    else:
+        for chunk in chunks:
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                buffer.reload_from_cpu()
+        optimizer.restore_from_cpu()
+
+
+_after_step: list[Callable[[Report, list[Any], Any], None]] = []
+SWITCHES: dict[str, Callable[[], None]] = {
+    "plain-head": plain_head,
+    "delay-wgrad": delay_wgrad,
+    "send-away": send_away,
+}
 
 
 def observe(report: Report) -> None:
@@ -100,6 +142,15 @@ def observe(report: Report) -> None:
         if loss is not None:
             report.losses.append(float(loss).hex())
         report.graphs = max(report.graphs, count_graphs(built))
+        report.allocated = torch.cuda.memory_allocated()
+        optimizer = args[3]
+        report.on_host = sum(
+            part.host_states.numel
+            for part in getattr(optimizer, "chained_optimizers", [])
+            if hasattr(part, "host_states")
+        )
+        for act in _after_step:
+            act(report, built, optimizer)
         return result
 
     training.setup_model_and_optimizer = setup_and_look

@@ -14,6 +14,7 @@ from torch import Tensor
 from moe_optim import ops, reference
 from moe_optim.formats import FORMATS, FP8_BLOCK, BlockScaledFormat, QuantizedWeight
 from moe_optim.kernels.member_table import MemberTable, TableEntry
+from moe_optim.kernels.steps.host_memory import HostMemory
 from moe_optim.kernels.steps.table import AdamState, StepTable
 from moe_optim.reference.adam import Hyper, step_into
 from tests.support.bytes import assert_bytes_equal, assert_values_equal
@@ -102,7 +103,10 @@ class Stepping:
         hypers: Sequence[Hyper] = HYPERS,
         clips: Sequence[float] = (1.0,),
         device: str = "cpu",
+        on_host: bool = False,
     ) -> None:
+        count = 12 * sum(one.master.numel() for one in weights)
+        self.memory = HostMemory(torch.device(device), count) if on_host else None
         self.weights = [Weight(**{**vars(one), "master": one.master.to(device)}) for one in weights]
         self.targets: list[Tensor | QuantizedWeight] = [self._target(one) for one in self.weights]
         self.hyper = torch.tensor([hyper.row() for hyper in hypers], device=device)
@@ -134,6 +138,16 @@ class Stepping:
             start, end = weight.shards()[rank]
             master = weight.master.flatten()[start:end].clone()
             exp_avg, exp_avg_sq = self._moments(end - start, moments)
+            on_host = None
+            if self.memory is not None:
+                held = [
+                    self.memory.take(one.shape, one.dtype) for one in (master, exp_avg, exp_avg_sq)
+                ]
+                master, exp_avg, exp_avg_sq = (
+                    one.on_device.copy_(values)
+                    for one, values in zip(held, (master, exp_avg, exp_avg_sq), strict=True)
+                )
+                on_host = tuple(one.on_host for one in held)
             state = AdamState(
                 parameter=f"fc{index}",
                 master=master,
@@ -143,6 +157,7 @@ class Stepping:
                 group=weight.group,
                 norm=weight.norm,
                 weight=target[start:end] if isinstance(target, Tensor) else None,
+                on_host=on_host,
             )
             states.append(state)
             if isinstance(target, QuantizedWeight):

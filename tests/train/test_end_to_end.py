@@ -23,7 +23,8 @@ def train(out):
     words = ["train", str(REPOSITORY / "recipes" / "quickstart.yaml"), "--out", str(out)]
     words += ["--cpu", "--text", str(out.parent / "text"), "--set", "moe_optim.health_interval=2"]
     megatron = ["--train-iters", str(ITERATIONS), "--eval-interval", "2", "--eval-iters", "1"]
-    return cli.main([*words, "--", *megatron, "--lr-warmup-iters", "0", "--save-interval", "4"])
+    megatron += ["--lr-warmup-iters", "0", "--save-interval", "4", "--global-batch-size", "8"]
+    return cli.main([*words, "--", *megatron])
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,8 @@ from moe_optim.train import run as train
 from tests.support.damage import flip_in
 from tests.support.runs import FAKE_RANK, REPOSITORY, small_disk, write_checkpoint
 
+pytestmark = pytest.mark.slow
+
 EVERY_SECOND = ("--eval-interval", "2")
 PREFLIGHT = train.PREFLIGHT
 SHORT = ("--train-iters", "6", *EVERY_SECOND)

@@ -8,7 +8,7 @@ import triton.language as tl
 from moe_optim.health import NUM_SUMS as _NUM_SUMS
 from moe_optim.health import SKETCH as _SKETCH
 from moe_optim.health import Sum
-from moe_optim.kernels.encode import amax, power_of_two, round_to_bf16
+from moe_optim.kernels.encode import amax, power_of_two
 from moe_optim.kernels.tiles import (
     AMAX_SLOT,
     BEGIN,
@@ -28,176 +28,227 @@ NUM_SUMS = tl.constexpr(_NUM_SUMS)
 SKETCH = tl.constexpr(_SKETCH)
 SQUARES = tl.constexpr(int(Sum.SQUARES))
 ERRORS = tl.constexpr(int(Sum.ERRORS))
-ELEMENTS = tl.constexpr(int(Sum.ELEMENTS))
 SATURATED = tl.constexpr(int(Sum.SATURATED))
 FLUSHED = tl.constexpr(int(Sum.FLUSHED))
-BLOCKS = tl.constexpr(int(Sum.BLOCKS))
 DEAD = tl.constexpr(int(Sum.DEAD))
 FIRST_LANE = tl.constexpr(len(Sum))
+QUAD = tl.constexpr(4)  # columns side by side that one thread has
+FIRST_FACTOR = tl.constexpr(0x9E3779B1)  # of ``moe_optim.health.signs``, like the next one
+SECOND_FACTOR = tl.constexpr(0x85EBCA77)
 
 
 @triton.jit
 def measure_kernel(
     descriptors,  # [num_members, FIELDS] int64, see HealthLaunch
-    tiles,  # [num_programs, 4] int32: descriptor, first row, first column, 0
-    sums,  # [rows, NUM_SUMS] fp64
+    tiles,  # [num_programs, 4] int32: descriptor, first row, first column, part
+    parts,  # [num_parts, NUM_SUMS] fp64
     amaxes,  # [rows] int32: bits of fp32, which are in the order of magnitudes
     FORMAT: tl.constexpr,
-    BAND: tl.constexpr,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
     PROGRAM_ROWS: tl.constexpr,
     TILE_COLS: tl.constexpr,
+    STRIP: tl.constexpr,
     FROM_FP32: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
-    """Measure what is owned of [PROGRAM_ROWS, TILE_COLS] of an expert, and add it to its sums.
+    """Measure what is owned of [PROGRAM_ROWS, TILE_COLS] of an expert, and write it as a part.
 
-    Grid (num_programs,). Counts are whole numbers and maxima exact, in whatever order programs add
-    them; the last bits of the other sums depend on it.
+    Grid (num_programs,). Of WHOLE tiles every element is there and owned, and quads are aligned.
+    Each column has sums of its own, which threads keep in registers until the last row.
     """
     DTYPE: tl.constexpr = tl.float32 if FROM_FP32 else tl.bfloat16
-    SCALE: tl.constexpr = tl.float32 if FORMAT == "fp8_block" else tl.uint8
-    STRIP: tl.constexpr = 32 if BAND > 32 else BAND  # rows at a time
-    PER_ROW: tl.constexpr = TILE_COLS // WIDTH  # blocks
+    GROUP: tl.constexpr = HEIGHT if HEIGHT > 32 else 32  # rows after which blocks are judged
+    BITS: tl.constexpr = GROUP // HEIGHT  # blocks of a group below each other
+    PER_ROW: tl.constexpr = TILE_COLS // WIDTH  # blocks side by side
+    QUADS: tl.constexpr = TILE_COLS // QUAD
     UNIT: tl.constexpr = 1.75 if FORMAT == "nvfp4" else 1.0  # of what is compared with limits
 
     tile = tiles + 4 * tl.program_id(0).to(tl.int64)
     member = descriptors + tl.load(tile).to(tl.int64) * FIELDS
     first_row = tl.load(tile + 1)
-    first_col = tl.load(tile + 2)
+    first_col = tl.multiple_of(tl.load(tile + 2), TILE_COLS)
     cols = tl.load(member + COLS).to(tl.int32)
     source = tl.load(member + SOURCE).to(tl.pointer_type(DTYPE))
+    if WHOLE:
+        cols = tl.multiple_of(cols, QUAD)
+        source = tl.multiple_of(source, QUAD * DTYPE.primitive_bitwidth // 8)
     global_amax = 1.0
     if FORMAT == "nvfp4":
         global_amax = tl.load(tl.load(member + GLOBAL_AMAX).to(tl.pointer_type(tl.float32)))
-    end_row = tl.minimum(first_row + PROGRAM_ROWS, tl.load(member + ROWS).to(tl.int32))
-    end_row = tl.minimum(end_row, tl.cdiv(tl.load(member + END), cols).to(tl.int32))
-    begin_row = (tl.load(member + BEGIN) // cols).to(tl.int32) // BAND * BAND
-    begin_row = tl.maximum(first_row, begin_row)
-    height = tl.load(member + ROWS).to(tl.int32)
+    begin_row = first_row
+    end_row = first_row + PROGRAM_ROWS
+    if not WHOLE:
+        begin_row = (tl.load(member + BEGIN) // cols).to(tl.int32) // GROUP * GROUP
+        begin_row = tl.maximum(first_row, begin_row)
+        end_row = tl.minimum(end_row, tl.cdiv(tl.load(member + END), cols).to(tl.int32))
 
     rows = tl.arange(0, STRIP)[:, None]
     columns = tl.arange(0, TILE_COLS)[None, :]
-    blocks = tl.arange(0, PER_ROW)
-    column_inside = columns < cols - first_col
-    block_inside = blocks * WIDTH < cols - first_col
-    squares = tl.zeros((), dtype=tl.float64)
+    blocks = tl.arange(0, PER_ROW)[None, :]
+    numbers = tl.arange(0, BITS)[:, None]
+    hashes = columns.to(tl.uint32) * FIRST_FACTOR
+    squares = tl.zeros((TILE_COLS,), dtype=tl.float64)
     errors = squares
-    elements = tl.zeros((), dtype=tl.int32)
-    saturated = elements
-    flushed = elements
-    num_blocks = elements
-    dead = elements
-    largest = tl.zeros((), dtype=tl.float32)
-    lanes = tl.zeros((SKETCH,), dtype=tl.float64)
+    lanes = squares
+    largest = tl.zeros((TILE_COLS,), dtype=tl.float32)
+    counts = tl.zeros((TILE_COLS,), dtype=tl.int32)  # saturated, and from bit 16 on flushed
+    dead = tl.zeros((BITS, PER_ROW), dtype=tl.int32)
 
-    for offset in range(0, end_row - begin_row, BAND):
-        band_row = begin_row + offset
-        is_alive = tl.zeros((PER_ROW,), dtype=tl.int32)
-        for below in tl.static_range(0, BAND, STRIP):
-            row = (band_row + below).to(tl.int64)
-            inside = (rows < height - band_row - below) & column_inside
-            owned = inside & is_owned(member, row, first_col, rows, columns, cols)
-            place = rows * cols + first_col + columns
-            weight = tl.load(source + row * cols + place, mask=owned, other=0.0).to(tl.float32)
-            weight = round_to_bf16(weight)
-            element = _load_elements(member, row, first_col, rows, inside, FORMAT, STRIP, TILE_COLS)
-            scale, stride = plane_rows(member, ROWWISE_SCALE, row // HEIGHT, SCALE, 1)
-            if HEIGHT == 1:
-                places = rows * stride + first_col // WIDTH + blocks[None, :]
-                there = (rows < height - band_row - below) & block_inside[None, :]
+    for group_row in range(begin_row, end_row, GROUP):
+        alive = tl.zeros((QUADS,), dtype=tl.int32)  # a bit a block of the group
+        for below in range(0, GROUP, STRIP):
+            row = tl.cast(group_row + below, tl.int64)
+            first = row * cols + first_col
+            places = rows * cols + columns
+            value, limit = _load_values(
+                member, row, first_col, rows, global_amax, FORMAT, HEIGHT, WIDTH, TILE_COLS, STRIP,
+                WHOLE,
+            )  # fmt: skip
+            bits = tl.reshape(value.to(tl.int32, bitcast=True), (STRIP, QUADS, QUAD))
+            is_alive = (tl.reduce(bits, 2, _or) & 0x7FFFFFFF) != 0
+            alive |= tl.reduce(tl.where(is_alive, 1 << (below + rows) // HEIGHT, 0), 0, _or)
+            if WHOLE:
+                weight = tl.load(source + first + places)
             else:
-                places = first_col // WIDTH + blocks[None, :]
-                there = block_inside[None, :]
-            factor, limit = _decode_scale(
-                tl.load(scale + places, mask=there, other=0), global_amax, FORMAT
-            )
-            value = tl.reshape(element, (STRIP, PER_ROW, WIDTH)) * factor[:, :, None]
-            limits = tl.broadcast_to(limit[:, :, None], (STRIP, PER_ROW, WIDTH))
-            limits = tl.reshape(limits, (STRIP, TILE_COLS))
-            value = tl.reshape(value, (STRIP, TILE_COLS))
-
+                owned = is_owned(member, row, first_col, rows, columns, cols)
+                owned &= columns < cols - first_col
+                weight = tl.load(source + first + places, mask=owned, other=0.0)
+                value = tl.where(owned, value, 0.0)
+            weight = _round_to_bf16(weight)
             magnitude = tl.abs(weight)
-            above = (magnitude * UNIT > limits) & (value != 0.0) & owned
-            zeroed = (weight != 0.0) & (value == 0.0) & owned
+            largest = tl.maximum(largest, tl.max(magnitude, 0))
+            flushed = tl.where(weight != 0.0, 1 << 16, 0)
+            above = tl.where(magnitude * UNIT > limit, 1, 0)
+            counts += tl.sum(tl.where(value == 0.0, flushed, above), 0)
             wide = weight.to(tl.float64)
-            error = tl.where(owned, value.to(tl.float64) - wide, 0.0)
-            squares += _total(wide * wide)
-            errors += _total(error * error)
-            elements += _total(owned.to(tl.int32))
-            saturated += _total(above.to(tl.int32))
-            flushed += _total(zeroed.to(tl.int32))
-            largest = tl.maximum(largest, amax(amax(weight, 1), 0))
-
-            number = (row * cols).to(tl.uint32) + place.to(tl.uint32)
-            signed = tl.where(_is_negative(number), -weight, weight)
-            per_lane = tl.reshape(signed, (STRIP * TILE_COLS // SKETCH, SKETCH))
-            lanes += tl.sum(per_lane.to(tl.float64), 0)
-
-            nonzero = tl.reshape(((value != 0.0) & inside).to(tl.int32), (STRIP, PER_ROW, WIDTH))
-            nonzero = tl.max(nonzero, 2)
-            if HEIGHT == 1:
-                mine = there & is_owned(member, row, first_col, rows, blocks[None, :] * WIDTH, cols)
-                num_blocks += _total(mine.to(tl.int32))
-                dead += _total((mine & (nonzero == 0)).to(tl.int32))
-            else:
-                is_alive = tl.maximum(is_alive, tl.max(nonzero, 0))
-        if HEIGHT > 1:
-            mine = is_owned(member, band_row.to(tl.int64), first_col, 0, blocks * WIDTH, cols)
-            mine &= block_inside
-            num_blocks += tl.sum(mine.to(tl.int32), 0)
-            dead += tl.sum((mine & (is_alive == 0)).to(tl.int32), 0)
+            error = value.to(tl.float64) - wide
+            squares += tl.sum(wide * wide, 0)
+            errors += tl.sum(error * error, 0)
+            hashed = (first.to(tl.uint32) + (rows * cols).to(tl.uint32)) * FIRST_FACTOR + hashes
+            lanes += tl.sum(_signed(wide, hashed), 0)
+        words = tl.reduce(tl.reshape(alive, (PER_ROW, WIDTH // QUAD)), 1, _or)[None, :]
+        is_dead = ((words >> numbers) & 1) == 0
+        if not WHOLE:
+            top = tl.cast(group_row, tl.int64)
+            is_dead &= is_owned(member, top, first_col, numbers * HEIGHT, blocks * WIDTH, cols)
+            is_dead &= blocks * WIDTH < cols - first_col
+        dead += is_dead.to(tl.int32)
 
     target = tl.load(member + AMAX_SLOT)
-    tl.atomic_max(amaxes + target, largest.to(tl.int32, bitcast=True))
-    sums += target * NUM_SUMS
-    tl.atomic_add(sums + SQUARES, squares)
-    tl.atomic_add(sums + ERRORS, errors)
-    tl.atomic_add(sums + ELEMENTS, elements.to(tl.float64))
-    tl.atomic_add(sums + SATURATED, saturated.to(tl.float64))
-    tl.atomic_add(sums + FLUSHED, flushed.to(tl.float64))
-    tl.atomic_add(sums + BLOCKS, num_blocks.to(tl.float64))
-    tl.atomic_add(sums + DEAD, dead.to(tl.float64))
-    tl.atomic_add(sums + FIRST_LANE + tl.arange(0, SKETCH), lanes)
+    tl.atomic_max(amaxes + target, amax(largest, 0).to(tl.int32, bitcast=True))
+    part = parts + tl.load(tile + 3).to(tl.int64) * NUM_SUMS
+    tl.store(part + SQUARES, tl.sum(squares, 0))
+    tl.store(part + ERRORS, tl.sum(errors, 0))
+    tl.store(part + SATURATED, tl.sum(counts & 0xFFFF, 0).to(tl.float64))
+    tl.store(part + FLUSHED, tl.sum(counts >> 16, 0).to(tl.float64))
+    tl.store(part + DEAD, tl.sum(tl.sum(dead, 1), 0).to(tl.float64))
+    lanes = tl.sum(tl.reshape(lanes, (TILE_COLS // SKETCH, SKETCH)), 0)
+    tl.store(part + FIRST_LANE + tl.arange(0, SKETCH), lanes)
 
 
 @triton.jit
-def _total(values):
-    return tl.sum(tl.sum(values, 1), 0)
+def add_parts_kernel(
+    descriptors,  # [num_members, FIELDS] int64
+    bounds,  # [num_members + 1] int64: where the parts of each begin
+    parts,  # [num_parts, NUM_SUMS] fp64
+    sums,  # [rows, NUM_SUMS] fp64
+    LANES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Add the parts of one expert to its sums, in an order that is always the same.
+
+    Grid (num_members,).
+    """
+    member = tl.program_id(0).to(tl.int64)
+    end = tl.load(bounds + member + 1)
+    lanes = tl.arange(0, LANES)[:, None]
+    columns = tl.arange(0, COLUMNS)[None, :]
+    total = tl.zeros((LANES, COLUMNS), dtype=tl.float64)
+    for start in range(tl.load(bounds + member), end, LANES):
+        there = (start + lanes < end) & (columns < NUM_SUMS)
+        total += tl.load(parts + (start + lanes) * NUM_SUMS + columns, mask=there, other=0.0)
+    columns = tl.arange(0, COLUMNS)
+    row = tl.load(descriptors + member * FIELDS + AMAX_SLOT)
+    tl.atomic_add(  # what one rank owns of an expert is one member, so it is added to zeros
+        sums + row * NUM_SUMS + columns, tl.sum(total, 0), mask=columns < NUM_SUMS
+    )
 
 
 @triton.jit
-def _is_negative(number):
-    """Return whether ``moe_optim.health.signs`` has -1 for elements of these numbers, uint32."""
-    bits = number * 0x9E3779B1
-    bits = (bits ^ (bits >> 15)) * 0x85EBCA77
-    return (bits >> 31) != 0
+def _round_to_bf16(value):
+    """Round as ``round_to_bf16``, so that the compiler does not take magnitudes in bf16."""
+    bits = value.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint32) << 16
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _load_elements(
-    member, row, first_col, rows, inside, FORMAT: tl.constexpr, STRIP: tl.constexpr,
-    TILE_COLS: tl.constexpr,
+def _or(a, b):
+    return a | b
+
+
+@triton.jit
+def _signed(wide, hashed):
+    """Return fp64 values times their signs of ``moe_optim.health.signs``.
+
+    Args:
+        wide: fp64.
+        hashed: numbers of the elements, uint32, times FIRST_FACTOR.
+    """
+    bits = (hashed ^ (hashed >> 15)) * SECOND_FACTOR & 0x80000000
+    return (wide.to(tl.uint64, bitcast=True) ^ (bits.to(tl.uint64) << 32)).to(
+        tl.float64, bitcast=True
+    )
+
+
+@triton.jit
+def _load_values(
+    member, row, first_col, rows, global_amax, FORMAT: tl.constexpr, HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr, TILE_COLS: tl.constexpr, STRIP: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Return the rowwise elements of a strip in fp32, before they are scaled; zeros outside."""
-    data, stride = plane_rows(member, ROWWISE_DATA, row, tl.uint8, 1)
-    if FORMAT == "nvfp4":
-        pairs = tl.arange(0, TILE_COLS // 2)[None, :]
-        cols = tl.load(member + COLS).to(tl.int32)
+    """Return the values of a strip in fp32, zeros outside, and what magnitudes are compared with.
+
+    Both [STRIP, TILE_COLS]. A strip is no higher than a block, or blocks are one row high.
+    """
+    SCALE: tl.constexpr = tl.float32 if FORMAT == "fp8_block" else tl.uint8
+    QUADS: tl.constexpr = TILE_COLS // QUAD
+    PACKED: tl.constexpr = 2 if FORMAT == "nvfp4" else 1  # elements a byte
+    ALIGNMENT: tl.constexpr = QUAD // PACKED if WHOLE else 1
+    bytes = tl.arange(0, TILE_COLS // PACKED)[None, :]
+    # [QUADS, rows], since Triton gives threads that lie side by side the first axis of a tie
+    quads = tl.arange(0, QUADS)[:, None]
+    scale_rows = tl.trans(rows) if HEIGHT == 1 else tl.zeros((1, 1), dtype=tl.int32)
+
+    data, stride = plane_rows(member, ROWWISE_DATA, row, tl.uint8, ALIGNMENT)
+    codes = data + first_col // PACKED + rows * stride + bytes
+    scales, stride = plane_rows(member, ROWWISE_SCALE, row // HEIGHT, SCALE, 1)
+    scales += first_col // WIDTH + scale_rows * stride + quads * QUAD // WIDTH
+    if WHOLE:
+        stored = tl.load(codes)
+        scale = tl.load(scales)
+    else:
         height = (tl.load(member + ROWS) - row).to(tl.int32)
-        there = (rows < height) & (2 * pairs < cols - first_col)
-        packed = tl.load(data + rows * stride + first_col // 2 + pairs, mask=there, other=0)
-        packed = packed.to(tl.int32)
-        codes = tl.reshape(tl.join(packed & 15, packed >> 4), (STRIP, TILE_COLS))
-        power = (codes >> 1) & 3
-        magnitude = tl.where(
-            power == 0, 0.5 * (codes & 1).to(tl.float32),
-            (2 + (codes & 1)).to(tl.float32) * power_of_two(power + 125),
-        )  # fmt: skip
-        return tl.where(codes >= 8, -magnitude, magnitude)
-    columns = tl.arange(0, TILE_COLS)[None, :]
-    codes = tl.load(data + rows * stride + first_col + columns, mask=inside, other=0)
-    return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        width = tl.load(member + COLS).to(tl.int32) - first_col
+        stored = tl.load(codes, mask=(rows < height) & (bytes * PACKED < width), other=0)
+        scale = tl.load(scales, mask=(scale_rows < height) & (quads * QUAD < width), other=0)
+    factor, limit = _decode_scale(tl.trans(scale), global_amax, FORMAT)
+    element = _decode_elements(stored, FORMAT)
+    element = tl.reshape(element, (STRIP, QUADS, QUAD)) * factor[:, :, None]
+    limit = tl.broadcast_to(limit[:, :, None], (STRIP, QUADS, QUAD))
+    return tl.reshape(element, (STRIP, TILE_COLS)), tl.reshape(limit, (STRIP, TILE_COLS))
+
+
+@triton.jit
+def _decode_elements(stored, FORMAT: tl.constexpr):
+    """Return the elements in bytes [R, N], in fp32 before they are scaled: [R, N], or [R, N, 2]."""
+    if FORMAT == "nvfp4":
+        packed = stored.to(tl.int32)
+        codes = tl.join(packed, packed >> 4)
+        # As fp32 exponent and mantissa they stand for 2^-126 times themselves, 0.5 as a subnormal.
+        bits = (codes & 7) << 22 | (codes & 8) << 28
+        return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
+    else:  # noqa: RET505 - Triton compiles what follows a return
+        return stored.to(tl.float8e4nv, bitcast=True).to(tl.float32)
 
 
 @triton.jit

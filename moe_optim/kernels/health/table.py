@@ -5,14 +5,16 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from moe_optim.formats import BlockScaledFormat
-from moe_optim.health import NUM_SUMS
+from moe_optim.health import NUM_SUMS, Sum
 from moe_optim.kernels.bound_kernel import BoundKernel
 from moe_optim.kernels.launch_table import (
     can_launch,
     describe_members,
     grid_of_tiles,
+    is_aligned,
     owned_experts,
 )
 from moe_optim.kernels.member_table import Backend, has_kernels
@@ -39,10 +41,22 @@ class HealthLaunch:
     source_dtype: torch.dtype
     descriptors: Tensor
     """[num_members, 15] int64, see ``LaunchTable``; the row of sums in place of the amax's slot."""
-    tiles: Tensor
-    """[num_programs, 4] int32: descriptor, first row, first column, 0."""
+    whole_tiles: Tensor
+    """[num_whole, 4] int32: descriptor, first row, first column, part. All of these is owned."""
+    cut_tiles: Tensor
+    """[num_cut, 4] int32, the same: weights and shards end inside, or their rows are unaligned."""
+    bounds: Tensor
+    """[num_members + 1] int64: where the parts of each begin."""
+    parts: Tensor
+    """[num_parts, NUM_SUMS] fp64: sums of each tile, rewritten by a pass, but for what is counted
+    beforehand: the first part of a member has all its elements and blocks."""
     kernels: list[BoundKernel] = field(default_factory=list)
     """Filled by the first launch."""
+
+    @property
+    def num_launches(self) -> int:
+        """Kernels that one pass starts: over whole tiles, over cut ones, over the parts of both."""
+        return sum(len(grid) > 0 for grid in (self.whole_tiles, self.cut_tiles, self.bounds))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -116,23 +130,47 @@ class HealthTable:
 def _plan(
     format: BlockScaledFormat, dtype: torch.dtype, group: Sequence[HealthEntry]
 ) -> HealthLaunch:
-    """Describe what is owned of some weights, cut into tiles of whole bands of each expert."""
-    descriptors, tiles, first = [], [], 0
+    """Describe what is owned of some weights, cut into tiles of each expert."""
+    described, tiled = [], []
+    aligned: list[bool] = []
     for one in group:
         entry, experts = one.entry, owned_experts(one.entry)
-        _, rows, cols = entry.target.shape
-        descriptors.append(describe_members(entry, experts, one.rows[experts.start : experts.stop]))
-        for index, expert in enumerate(experts):
-            low = max(0, entry.start - expert * rows * cols)
-            high = min(rows * cols, entry.end - expert * rows * cols)
+        cols = entry.target.shape[2]
+        members = describe_members(entry, experts, one.rows[experts.start : experts.stop])
+        described.append(members)
+        for low, high in members[:, 11:13].tolist():
             touched = range(low // cols // HEALTH_ROWS * HEALTH_ROWS, -(-high // cols), HEALTH_ROWS)
-            member = range(first + index, first + index + 1)
-            tiles.append(grid_of_tiles(member, touched, cols, HEALTH_TILE, 0))
-        first += len(experts)
+            member = range(len(aligned), len(aligned) + 1)
+            tiled.append(grid_of_tiles(member, touched, cols, HEALTH_TILE, 0))
+            aligned.append(is_aligned(entry))
+    descriptors, tiles = torch.cat(described), torch.cat(tiled)
+    numbers, rows, columns, _ = tiles.unbind(1)
+    tiles[:, 3] = torch.arange(len(tiles), device="cpu")
+    bounds = pad(numbers.bincount().cumsum(0), (1, 0))
+    across, begin, end = descriptors[numbers][:, (6, 11, 12)].unbind(1)
+    is_whole = (rows * across >= begin) & ((rows + HEALTH_ROWS) * across <= end)
+    is_whole &= columns + HEALTH_TILE.cols <= across
+    is_whole &= torch.tensor(aligned, device="cpu")[numbers]
+    parts = torch.zeros((len(tiles), NUM_SUMS), dtype=torch.float64, device="cpu")
+    begin, end = descriptors[:, 11], descriptors[:, 12]
+    blocks = _blocks_before(end, descriptors, format) - _blocks_before(begin, descriptors, format)
+    parts[bounds[:-1], Sum.ELEMENTS] = (end - begin).double()
+    parts[bounds[:-1], Sum.BLOCKS] = blocks.double()
     device = group[0].entry.source.device
     return HealthLaunch(
         format=format,
         source_dtype=dtype,
-        descriptors=torch.cat(descriptors).to(device),
-        tiles=torch.cat(tiles).to(device, torch.int32),
+        descriptors=descriptors.to(device),
+        whole_tiles=tiles[is_whole].to(device, torch.int32),
+        cut_tiles=tiles[~is_whole].to(device, torch.int32),
+        bounds=bounds.to(device),
+        parts=parts.to(device),
     )
+
+
+def _blocks_before(place: Tensor, descriptors: Tensor, format: BlockScaledFormat) -> Tensor:
+    """Return how many blocks begin before an element of each expert, [num_members] int64."""
+    cols, (height, width) = descriptors[:, 6], format.rowwise_block
+    across = (cols + width - 1) // width
+    beside = (place % (height * cols) + width - 1) // width  # in the top row of its block
+    return place // (height * cols) * across + torch.minimum(beside, across)

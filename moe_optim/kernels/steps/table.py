@@ -1,7 +1,8 @@
 """What one update of masters reads and writes, fixed when gradients, masters and moments lie."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,8 +10,16 @@ from torch import Tensor
 from moe_optim.errors import LayoutError
 from moe_optim.kernels.bound_kernel import BoundKernel
 from moe_optim.kernels.exchange import AMAX_SLOTS
-from moe_optim.kernels.launch_table import AMAX_TILE, LaunchTable, Planned, owned_parts
+from moe_optim.kernels.launch_table import (
+    AMAX_TILE,
+    LaunchTable,
+    Planned,
+    owned_experts,
+    owned_parts,
+)
 from moe_optim.kernels.member_table import Backend, MemberTable, has_kernels
+from moe_optim.kernels.steps import staging
+from moe_optim.kernels.steps.staging import Copies, Span, Stage
 from moe_optim.kernels.tuning import ADAM_PART, STEP_TILES
 from moe_optim.places import Places
 
@@ -38,6 +47,9 @@ class AdamState:
     """Which clip factor its gradient is multiplied by."""
     weight: Tensor | None = None
     """[n] fp32 or bf16 that the new masters are written to, or None."""
+    on_host: tuple[Tensor, Tensor, Tensor] | None = None
+    """Master and moments once more, as tensors of the CPU over the same memory, where they lie on
+    the host."""
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return everything that is read or written, not copies: [n] each, fp32 or bf16."""
@@ -102,6 +114,17 @@ class MemberLaunch:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Chunk:
+    """States of the host that are on the device together, while they are stepped."""
+
+    copies: Copies
+    slot: int
+    """Of the stage."""
+    table: "StepTable"
+    """Of the states where they are then, without further chunks."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StepTable:
     """Everything that one rank updates of some parameters. Build it once with :meth:`build`.
 
@@ -122,10 +145,16 @@ class StepTable:
     """Launches over what is not encoded with its update."""
     encoding: tuple[MemberLaunch, ...]
     """Launches over whole blocks, which are."""
+    encoded_last: tuple[LaunchTable, ...]
+    """Launches that encode experts whose amax has to be known first, and is no other rank's."""
     remainder: tuple[AdamState, ...]
     """What no launch handles; all of it without a suitable GPU."""
     places: Places
     """Of masters, gradients, moments and weights."""
+    chunks: tuple[Chunk, ...] = ()
+    """What passes through the stage; the launches above are of everything else."""
+    stage: Stage | None = None
+    """Where chunks pass through, if there are any."""
     kernels: list[BoundKernel] = field(default_factory=list)
     """Filled by the first launch."""
 
@@ -181,8 +210,7 @@ class StepTable:
             if backend == "auto" and has_kernels(state.master.device)
         }
         remainder = [state for state in owned if state.master.data_ptr() not in launched]
-        ranges = _Ranges()
-        encoding: list[MemberLaunch] = []
+        groups: list[tuple[LaunchTable | None, list[_Member]]] = []
         for launch in () if members is None else members.launches:
             quantized = [launched.pop(entry.source.data_ptr(), None) for entry, _ in launch.planned]
             if missing := [
@@ -194,20 +222,44 @@ class StepTable:
                     f"{', '.join(missing)}: expected states whose masters are the sources of the "
                     "members, got none for these. Name every master, and take one backend for both."
                 )
-            encoding += _cut_members(launch, [state for state in quantized if state], ranges)
-        for state in launched.values():
-            ranges.add_range(state)
+            of_launch = zip(_with_slots(launch), quantized, strict=True)
+            groups.append((launch, [(planned, state) for planned, state in of_launch if state]))
+        groups.append((None, [(None, state) for state in launched.values()]))
+        common: dict[str, Any] = {
+            "members": members,
+            "decoupled": decoupled,
+            "hyper": hyper,
+            "clips": clips,
+        }
+        through = [
+            _Staged(member, launch)
+            for launch, of_launch in groups
+            for member in of_launch
+            if _passes_through(member[1])
+        ]
+        through += [
+            _Staged((None, state), has_launch=False)
+            for state in remainder
+            if _passes_through(state)
+        ]
+        stage, chunks = _cut_chunks(through, common)
+        here = [
+            (launch, [member for member in of_launch if not _passes_through(member[1])])
+            for launch, of_launch in groups
+        ]
         return cls(
+            **common,
+            **_bind_launches(here, common),
             states=tuple(states),
-            members=members,
-            decoupled=decoupled,
-            hyper=hyper,
-            clips=clips,
-            ranges=tuple(ranges.launches(hyper.device)),
-            encoding=tuple(encoding),
-            remainder=tuple(remainder),
+            remainder=tuple(state for state in remainder if not _passes_through(state)),
             places=Places(tensor for state in owned for tensor in state.tensors()),
+            chunks=chunks,
+            stage=stage,
         )
+
+
+_Member = tuple[Planned | None, AdamState]
+"""A state, and of a quantized weight what it is encoded into, all slots of amaxes named."""
 
 
 Part = tuple[int, int, int]
@@ -280,25 +332,168 @@ def _row(state: AdamState, base: int) -> list[int]:
     return [*columns, state.group, state.norm, place]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Staged:
+    """A state that passes through the stage."""
+
+    member: _Member
+    launch: LaunchTable | None = None
+    """The launch of a requantization that it is of, if there is one."""
+    has_launch: bool = True
+    """Whether kernels step it."""
+
+
+def _passes_through(state: AdamState) -> bool:
+    return state.on_host is not None and state.master.numel() >= staging.SMALLEST
+
+
+def _with_slots(launch: LaunchTable) -> Iterator[Planned]:
+    """Yield the parameters of a launch with the slot of each expert, shared or not."""
+    slots = iter(launch.amax_slots)
+    for entry, exchange in launch.planned:
+        yield entry, replace(exchange, experts={e: next(slots) for e in owned_experts(entry)})
+
+
+def _cut_chunks(
+    through: Sequence[_Staged], common: Mapping[str, Any]
+) -> tuple[Stage | None, tuple[Chunk, ...]]:
+    """Return the chunks that states pass through the device in, and the memory for it.
+
+    Args:
+        through: what passes.
+        common: fields that the table of a chunk has from the whole.
+    """
+    if not through:
+        return None, ()
+    packed = staging.pack((_ends_of(one.member), _state_bytes(one.member[1])) for one in through)
+
+    def needed(span: Span) -> list[tuple[int, torch.dtype]]:
+        state = through[span.shard].member[1]
+        numel = span.last - span.first
+        return [(numel, one.dtype) for one in (state.master, state.exp_avg, state.exp_avg_sq)]
+
+    needs = [[tensor for span in spans for tensor in needed(span)] for spans in packed]
+    stage = Stage.of(common["hyper"].device, max(map(staging.slot_bytes, needs)))
+    chunks = []
+    for spans, tensors in zip(packed, needs, strict=True):
+        slot = stage.next_slot()
+        places = iter(staging.take_from(stage.slots[slot], tensors))
+        copies: list[tuple[Tensor, Tensor]] = []
+        groups: dict[LaunchTable | None, list[_Member]] = {}
+        remainder: list[AdamState] = []
+        for span in spans:
+            one = through[span.shard]
+            on_host, there = one.member[1].on_host, [next(places) for _ in range(3)]
+            assert on_host is not None
+            copies += [(h[span.first : span.last], d) for h, d in zip(on_host, there, strict=True)]
+            member = _part_of(one.member, span, there)
+            if one.has_launch:
+                groups.setdefault(one.launch, []).append(member)
+            else:
+                remainder.append(member[1])
+        table = StepTable(
+            **common,
+            **_bind_launches(list(groups.items()), common),
+            states=(),
+            remainder=tuple(remainder),
+            places=Places(()),
+        )
+        chunks.append(Chunk(copies=copies, slot=slot, table=table))
+    return stage, tuple(chunks)
+
+
+def _part_of(member: _Member, span: Span, there: Sequence[Tensor]) -> _Member:
+    """Return a part of a shard, its master and moments in other places."""
+    planned, state = member
+    here = slice(span.first, span.last)
+    if planned is not None:
+        entry, exchange = planned
+        planned = replace(entry, source=there[0], start=entry.start + span.first), exchange
+    part = replace(
+        state,
+        master=there[0],
+        gradient=state.gradient[here],
+        exp_avg=there[1],
+        exp_avg_sq=there[2],
+        weight=None if state.weight is None else state.weight[here],
+        on_host=None,
+    )
+    return planned, part
+
+
+def _state_bytes(state: AdamState) -> int:
+    held = (state.master, state.exp_avg, state.exp_avg_sq)
+    return sum(one.element_size() for one in held)
+
+
+def _ends_of(member: _Member) -> list[int]:
+    """Return where a shard may be cut, in its elements: at whole blocks, or experts; its end."""
+    planned, state = member
+    length = max(1, staging.CHUNK_BYTES // _state_bytes(state) // ADAM_PART) * ADAM_PART
+    if planned is None:
+        return [*range(length, state.master.numel(), length), state.master.numel()]
+    entry, _ = planned
+    format = entry.target.format
+    band = format.band_rows * entry.target.shape[2]
+    length = max(1, length // band) * band
+    ends: list[int] = []
+    for part in owned_parts(entry):
+        base = part.base - entry.start
+        if not format.has_global_amax:
+            first = (part.low // length + 1) * length
+            ends += range(base + first, base + part.high, length)
+        ends.append(base + part.high)
+    return ends
+
+
+def _bind_launches(
+    groups: Sequence[tuple[LaunchTable | None, Sequence[_Member]]], common: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the launches over members, by field of a table.
+
+    Args:
+        groups: members, and the launch of a requantization that they are of, if there is one.
+        common: fields that the table has besides.
+    """
+    ranges = _Ranges()
+    encoding: list[MemberLaunch] = []
+    encoded_last: list[LaunchTable] = []
+    for launch, members in groups:
+        if launch is None:
+            for _, state in members:
+                ranges.add_range(state)
+            continue
+        quantized = [(planned, state) for planned, state in members if planned is not None]
+        encoding += _cut_members(launch, quantized, ranges)
+        is_shared = common["members"].exchange.numel() > 0
+        if launch.format.has_global_amax and quantized and not is_shared:
+            planned = [planned for planned, _ in quantized]
+            is_all = [entry for entry, _ in planned] == [entry for entry, _ in launch.planned]
+            encoded_last.append(launch if is_all else LaunchTable.build(planned, launch.amax))
+    return {
+        "ranges": tuple(ranges.launches(common["hyper"].device)),
+        "encoding": tuple(encoding),
+        "encoded_last": tuple(encoded_last),
+    }
+
+
 def _cut_members(
-    launch: LaunchTable, states: Sequence[AdamState], ranges: _Ranges
+    launch: LaunchTable, members: Sequence[tuple[Planned, AdamState]], ranges: _Ranges
 ) -> Iterator[MemberLaunch]:
     """Yield the launches over whole blocks, and add to ``ranges`` what they leave.
 
     Args:
-        launch: of a requantization, with masters as its sources.
-        states: of its parameters, in their order.
+        launch: of a requantization.
+        members: parameters of its format, with masters as their sources, and their states.
         ranges: take what cuts divide, and experts whose amax has to be known first.
     """
-    slots = iter(launch.amax_slots)
     by_kind: dict[tuple[torch.dtype, torch.dtype], list[tuple[Planned, AdamState]]] = {}
-    for planned, state in zip(launch.planned, states, strict=True):
-        entry, _ = planned
-        for part in owned_parts(entry):
-            slot = next(slots)
+    for planned, state in members:
+        entry, exchange = planned
+        for expert, part in zip(owned_experts(entry), owned_parts(entry), strict=True):
             base = entry.start - part.base
             if launch.format.has_global_amax:
-                ranges.add(state, base, part.low, part.high, slot)
+                ranges.add(state, base, part.low, part.high, exchange.experts[expert])
                 continue
             ranges.add(state, base, part.low, part.first_whole)
             ranges.add(state, base, part.end_whole, part.high)
@@ -306,15 +501,15 @@ def _cut_members(
         by_kind.setdefault(kind, []).append((planned, state))
     if launch.format.has_global_amax:
         return
-    for (gradient, moments), members in by_kind.items():
+    for (gradient, moments), of_kind in by_kind.items():
         table = LaunchTable.build(
-            [planned for planned, _ in members],
+            [planned for planned, _ in of_kind],
             launch.amax,
             tile=STEP_TILES[launch.format.name, moments],
         )
         rows = [
             _row(state, entry.start - part.base)
-            for (entry, _), state in members
+            for (entry, _), state in of_kind
             for part in owned_parts(entry)
         ]
         if not table.num_tiles:

@@ -10,7 +10,7 @@ from torch import Tensor
 from moe_optim.errors import ConfigError, StateError
 from moe_optim.megatron.active import config_in_force
 from moe_optim.megatron.buffers.managed_bucket import ManagedBucket
-from moe_optim.megatron.buffers.offload import HostPlanes
+from moe_optim.megatron.buffers.offload import ParamData
 from moe_optim.megatron.buffers.states import Event
 from moe_optim.megatron.patching.engine import original
 from moe_optim.megatron.weights.managed import is_managed, storage_of
@@ -58,8 +58,9 @@ class BufferGroup(Protocol):
 class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
     """Megatron's buffer, where a buffer of quantized weights is *managed*.
 
-    A managed buffer has no ``param_data``, and each of its buckets a :class:`ManagedBucket`, which
-    is ``bucket.managed``. Buffers of all other parameters are Megatron's to the byte.
+    A managed buffer's ``param_data`` is a :class:`ParamData`, and each of its buckets has a
+    :class:`ManagedBucket`, which is ``bucket.managed``. Buffers of all other parameters are
+    Megatron's to the byte.
 
     Attributes:
         groups: bucket groups that communicate for this buffer; empty until they are made.
@@ -105,8 +106,12 @@ class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
             sharing_config, param_dtype, grad_dtype, params_with_names, *args, **kwargs
         )
         self.ddp_config = ddp_config
-        self.param_data = None
-        self._on_host: HostPlanes | None = None
+        self.param_data = ParamData(
+            [param.quantized_storage for param in self.params],
+            before_read=self._finish_gathers,
+            leaves=self._weights_leave,
+            returned=self._weights_returned,
+        )
         for bucket in self.buckets:
             managed = bucket.managed
             for param in bucket.params_list:
@@ -168,10 +173,6 @@ class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
         if self.managed:
             for group in self.groups:
                 (group.finish_gather if move_params else group.finish_communication)()
-            if move_params and self._on_host is None:
-                for bucket in self.buckets:
-                    bucket.managed.state.record(Event.OFFLOAD)
-                self._on_host = HostPlanes(param.quantized_storage for param in self.params)
         super().offload_to_cpu(move_params, move_grads)
 
     def reload_from_cpu(self, move_params: bool = True, move_grads: bool = True) -> None:
@@ -180,14 +181,23 @@ class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
         super().reload_from_cpu(move_params, move_grads)
         if not self.managed:
             return
-        if move_params and self._on_host is not None:
-            self._on_host.restore()
-            self._on_host = None
-            for bucket in self.buckets:
-                bucket.managed.state.record(Event.RELOAD)
-                bucket.managed.forget_masters()  # plans know addresses
+        if move_params:
+            self.param_data_cpu = None  # Megatron would copy into it the next time
         if move_grads and was_offloaded:
             for bucket in self.buckets:
                 bucket.managed.zero()
                 if bucket.managed.gather.uses_gradient_memory:
                     bucket.managed.forget_masters()  # the memory may have come back elsewhere
+
+    def _finish_gathers(self) -> None:
+        for group in self.groups:
+            group.finish_gather()
+
+    def _weights_leave(self) -> None:
+        for bucket in self.buckets:
+            bucket.managed.state.record(Event.OFFLOAD)
+
+    def _weights_returned(self) -> None:
+        for bucket in self.buckets:
+            bucket.managed.state.record(Event.RELOAD)
+            bucket.managed.forget_masters()  # plans know addresses

@@ -31,7 +31,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -314,7 +314,7 @@ def _require_nothing_compiled() -> None:
     loaded = [(name, module) for name, module in sys.modules.items() if _is_megatron(name)]
     for name, module in loaded:
         for attribute, value in vars(module).items():
-            if "_torchdynamo_orig_callable" in getattr(value, "__dict__", ()):
+            if isinstance(value, FunctionType) and hasattr(value, "_torchdynamo_orig_callable"):
                 raise StateError(
                     "moe_optim.use_cpu: expected to be called before the first import of megatron, "
                     f"got {name}.{attribute} set up to be compiled for a GPU. Move the call above "

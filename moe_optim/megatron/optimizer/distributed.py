@@ -29,6 +29,7 @@ from moe_optim.megatron.optimizer.chained import check_masters
 from moe_optim.megatron.optimizer.checkpointed import CheckpointedOptimizer
 from moe_optim.megatron.optimizer.description import describe
 from moe_optim.megatron.optimizer.fused import FusedUpdate
+from moe_optim.megatron.optimizer.host_states import HostStates
 from moe_optim.megatron.optimizer.initial_values import keep_loaded_values, renew_initial_values
 from moe_optim.megatron.optimizer.requirements import check_wrapped_model
 from moe_optim.megatron.patching import patches
@@ -70,11 +71,17 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         self._managed_groups: list[GroupedBucketGroup] = []
         self._buckets: tuple[ManagedBucket, ...] = ()
         self._unmanaged: list[tuple[torch.nn.Parameter, Tensor]] | None = None
+        self.host_states = HostStates([], 0.0)
         if self.is_stub_optimizer or self.ddp_config.use_megatron_fsdp:
             return
         self._buckets = managed_buckets(b for buffer in self.buffers for b in buffer.buckets)
         self._groups = self._find_groups()
         self._managed_groups = [group for group in self._groups if group.managed]
+        if self.knobs.offload_states:  # masters that Adam holds are none of Megatron's
+            masters = [m for group in self.shard_fp32_from_float16_groups for m in group]
+            self.host_states = HostStates(
+                [master for master in masters if master is not None], self.knobs.offload_states
+            )
         for bucket in self._buckets:
             self._check_shards(bucket)
             bucket.owner = self  # in place of an optimizer that was built before
@@ -382,7 +389,10 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         Megatron loads weights and masters apart, and requantizes what it dequantized for saving;
         about one block in twenty then has another scale than before. Every rank must call it.
         """
+        if self.host_states.numel:
+            self.update.make_moments()  # Megatron would make all of them on the device
         super().load_state_dict(state_dict)
+        self.host_states.keep_all(self.optimizer)
         if "param_state" in state_dict:  # without it, Megatron is only shaping a state to load into
             self.refresh_weights()
 
@@ -395,10 +405,12 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         """Move masters and moments to the host; a gather that reads them is finished first."""
         for group in self._managed_groups:
             group.forget_masters()
+        self.host_states.call_them_the_hosts(self.optimizer)  # which Megatron then leaves alone
         super().offload_to_cpu()
 
     def restore_from_cpu(self) -> None:
-        """Move masters and moments back."""
+        """Move masters and moments back, those at home on the host excepted."""
+        self.host_states.call_them_the_devices(self.optimizer)
         super().restore_from_cpu()
         for group in self._managed_groups:
             group.forget_masters()
@@ -505,6 +517,30 @@ def get_megatron_optimizer(
             "decides on the host what non-finite gradients do. Set --moe-optim-set step=fused, "
             "and layout=aligned, or drop the flag."
         )
+    if config_in_force().offload_states:
+        _report_host_states(optimizer)
     report = f"{describe(model_chunks, optimizer)}\nknobs: {config_in_force().changes()}"
     log_single_rank(logger, logging.INFO, report)
     return optimizer
+
+
+def _report_host_states(optimizer: Any) -> None:
+    """Say how much lies on the host.
+
+    Raises:
+        ConfigError: steps are not fused.
+    """
+    fraction = config_in_force().offload_states
+    if not optimizer.is_fused:
+        raise ConfigError(
+            f"moe_optim: offload_states: expected 0 or a fused step, got {fraction} with step: "
+            "stock, which steps states on the device. Set --moe-optim-set step=fused, and "
+            "layout=aligned, or offload_states=0."
+        )
+    states = [part.host_states for part in optimizer.stepping]
+    log_single_rank(
+        logger,
+        logging.INFO,
+        f"moe_optim: offload_states: {fraction}: masters and moments of "
+        f"{sum(of_part.numel for of_part in states):,} elements of this rank are on the host",
+    )

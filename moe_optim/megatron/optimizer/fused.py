@@ -9,6 +9,7 @@ where Megatron keeps them, so that checkpoints of either kind of step load in th
 import logging
 import math
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack
 from itertools import chain
 from operator import call, is_not, itemgetter
 from typing import Any
@@ -143,8 +144,11 @@ class FusedUpdate:
         self._clips.copy_(clips)
         for bucket in self.encoded:
             bucket.gather.prepare_step()
-        for table in self._tables.values():
-            ops.step(table)
+        with ExitStack() as stack:
+            for stage in {one.stage for one in self._tables.values() if one.stage is not None}:
+                stack.enter_context(stage.opened())  # so that no table waits for the one before
+            for table in self._tables.values():
+                ops.step(table)
 
     @property
     def encoded(self) -> Collection[ManagedBucket]:
@@ -156,6 +160,13 @@ class FusedUpdate:
         """Do not count the last step: it has changed nothing."""
         for group in self._optimizer.optimizer.param_groups:
             group["step"] -= 1
+
+    def make_moments(self) -> None:
+        """Make moments of masters that have none, and have all states where they are at home."""
+        inner = self._optimizer.optimizer
+        for _, master in _owned(self._optimizer):
+            moments_of(inner, master)
+            self._optimizer.host_states.keep(inner, master)
 
     def _find_moments(self) -> list[Tensor]:
         """Return the tensors that Adam has for moments now."""
@@ -199,6 +210,7 @@ class FusedUpdate:
         names = parameter_names(optimizer.model_chunks)
         states: dict[ManagedBucket | None, list[AdamState]] = {b: [] for b in optimizer._buckets}
         states[None] = []
+        self.make_moments()
         for param, master in _owned(optimizer):
             exp_avg, exp_avg_sq = moments_of(inner, master)
             states[bucket_of.get(param)].append(
@@ -211,6 +223,7 @@ class FusedUpdate:
                     group=group_of[master],
                     norm=_norm_of(master),
                     weight=None if is_managed(param) else _weight(optimizer, param, master),
+                    on_host=optimizer.host_states.on_host(master),
                 )
             )
         moments = self._find_moments()

@@ -105,7 +105,10 @@ def _refused_steps(config: Any, knobs: MoEOptimConfig, *, quantized: bool) -> di
     return refused | {
         "--optimizer-cuda-graph without a fused step (see step in the knobs)": (
             config.optimizer_cuda_graph and takes_stocks
-        )
+        ),
+        f"moe_optim.offload_states {knobs.offload_states} without a fused step (set step: fused)": (
+            bool(knobs.offload_states) and takes_stocks
+        ),
     }
 
 

@@ -70,9 +70,8 @@ def resolve(path: str) -> tuple[Any, str, Any]:
     return owner, name, inspect.getattr_static(owner, name)
 
 
-def _misfit(patch: Patch) -> str | None:
+def _misfit(patch: Patch, name: str, version: str) -> str | None:
     """Say why a patch does not fit the megatron-core that is imported, or None if it does."""
-    name, version = _installed()
     try:
         original = resolve(patch.target)[2]
     except (ImportError, AttributeError) as error:
@@ -185,11 +184,11 @@ def apply_patches(patches: Iterable[Patch], holder: str = "") -> None:
         PatchError: a target is gone or is not what its replacement was written for.
     """
     patches = tuple(patches)
-    plan = []
+    plan, installed = [], _installed()
     for patch in patches:
         if patch.target in _originals or not _needed(patch):
             continue
-        if why := _misfit(patch):
+        if why := _misfit(patch, *installed):
             raise PatchError(
                 f"patch {patch.id}: {patch.target}: {why}. Install a megatron-core "
                 f"{NEEDED['megatron-core']}; `moe-optim doctor` checks all patches."
@@ -243,5 +242,5 @@ def patch_state(patch: Patch) -> str:
         return "applied"
     if not _needed(patch):
         return "not needed"
-    why = _misfit(patch)
+    why = _misfit(patch, *_installed())
     return f"broken: {why}" if why else "off"

@@ -26,6 +26,8 @@ from tests.support.masters import assert_weights_come_from_masters, full_master
 from tests.support.ranks import run_ranks
 from tests.support.training import OVERLAP, Record, assert_same_run, pretrain, weight_bytes
 
+pytestmark = pytest.mark.slow
+
 MXFP8 = MoEOptimConfig(format="mxfp8")
 SHARING = MoEOptimConfig(format="mxfp8", wire="bf16", layout="stock")
 """Gathers through gradient memory."""

@@ -10,6 +10,8 @@ from moe_optim.errors import ConfigError, LayoutError, NonFiniteError
 from tests.support.checkpoint_journey import Journey, Station
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 FLAT, RESHARDABLE = "dp_reshardable", "fully_reshardable"
 GROUPED, INDEXED = Station(), Station(experts="indexed")
 STOCK = Station(experts="sequential", format="bf16", stock=True)

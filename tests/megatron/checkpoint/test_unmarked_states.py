@@ -28,6 +28,8 @@ from tests.support.unmarked import (
     save_stock,
 )
 
+pytestmark = pytest.mark.slow
+
 INDEXED = MoEOptimConfig(format="bf16", expert_layout="indexed")
 GROUPED = MoEOptimConfig(format="bf16")
 MXFP8 = MoEOptimConfig(format="mxfp8")

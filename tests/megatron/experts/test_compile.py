@@ -13,6 +13,8 @@ from tests.support.compiling import Compiled, enable_compiler
 from tests.support.ranks import run_ranks
 from tests.support.training import OVERLAP, Record, assert_same_run, assert_same_tensors, pretrain
 
+pytestmark = pytest.mark.slow
+
 
 @dataclass(frozen=True)
 class Case:

@@ -18,6 +18,8 @@ from tests.support.health import assert_same_health, measure
 from tests.support.ranks import run_ranks
 from tests.support.training import OVERLAP, pretrain
 
+pytestmark = pytest.mark.slow
+
 LAST, INTERVAL = 4, 2
 FLAGS = ["--train-iters", str(LAST), "--eval-interval", "1000", *OVERLAP]
 EXPERT_PARALLEL = ("--expert-model-parallel-size", "2")

@@ -26,6 +26,8 @@ from moe_optim.modules.storage import PortableStorage
 from tests.support import training
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 CUDA = torch.device("cuda", 0)
 
 

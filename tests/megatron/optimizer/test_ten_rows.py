@@ -12,6 +12,8 @@ from moe_optim.config import MoEOptimConfig
 from tests.support.ranks import run_ranks
 from tests.support.training import OVERLAP, Record, assert_same_run, assert_same_tensors, pretrain
 
+pytestmark = pytest.mark.slow
+
 FORMATS = {
     "bf16": MoEOptimConfig(format="bf16"),
     "bf16, products in mxfp8": MoEOptimConfig(format="bf16", compute="mxfp8"),

@@ -5,7 +5,7 @@ import torch
 
 from moe_optim.errors import StateError
 from moe_optim.formats import DIRECTIONS
-from moe_optim.megatron.buffers.offload import HostPlanes
+from moe_optim.megatron.buffers.offload import ParamData
 from moe_optim.megatron.te.fields import read_values
 from moe_optim.megatron.te.storage import TransformerEngineStorage
 from tests.megatron.te.test_storage import (
@@ -24,7 +24,11 @@ def test_an_offloaded_weight_holds_nothing_and_comes_back_whole(kind):
     weight = kind.weight(first)
     storage = weight.quantized_storage = TransformerEngineStorage(weight, kind.format)
     bucket = bind(storage, bucket_memory(storage))
-    bucket.is_offloaded, held = True, HostPlanes([storage])
+    param_data = ParamData([storage])
+    size, on_host = param_data.size(), param_data.cpu()
+    assert on_host.shape == (size,)
+    bucket.is_offloaded = True
+    param_data.resize_(0)
     holders = [weight, *getattr(weight, "quantized_tensors", [])]
     tensors = [value for one in holders for value in vars(one).values()]
     for tensor in tensors:
@@ -32,7 +36,8 @@ def test_an_offloaded_weight_holds_nothing_and_comes_back_whole(kind):
             assert tensor.untyped_storage().nbytes() == 0
     with pytest.raises(StateError, match="they are offloaded"):
         read_values(weight)
-    held.restore()
+    param_data.resize_(size)
+    param_data.copy_(on_host)
     bucket.is_offloaded = False
     assert_all_hold(weight, first, kind.format)
     if storage.has_moved():  # memory may come back where it was

@@ -44,6 +44,7 @@ class Grid:
         }
         self.arguments = dict(zip(program.parameters, arguments, strict=False))
         self.registers: dict[str, Array] = {}
+        self.constants: dict[tuple[Immediate, np.dtype], Array] = {}
         self.globals = process_memory()
         stride = -(-shared_bytes // 16) * 16
         self.shared = shared_memory(max(stride, 16) * count)
@@ -118,8 +119,10 @@ class Grid:
         dtype = DTYPES[dtype] if isinstance(dtype, str) else dtype
         unsigned = np.dtype(f"u{dtype.itemsize}")
         if isinstance(operand, Immediate):
-            bits = np.array(operand.bits & ((1 << 8 * dtype.itemsize) - 1), dtype=unsigned)
-            return np.broadcast_to(bits.view(dtype), self.lanes)
+            if (operand, dtype) not in self.constants:
+                bits = np.array(operand.bits & ((1 << 8 * dtype.itemsize) - 1), dtype=unsigned)
+                self.constants[operand, dtype] = np.broadcast_to(bits.view(dtype), self.lanes)
+            return self.constants[operand, dtype]
         assert isinstance(operand, str), operand
         if operand in self.special:
             values = self.special[operand]
@@ -152,10 +155,12 @@ class Grid:
         assert isinstance(register, str), register
         dtype = np.dtype(self.program.dtype_of(register))
         if dtype == np.bool_:
-            new = np.broadcast_to(values.astype(bool), self.lanes)
+            new = values.astype(bool)
         else:
             bits = values.view(f"u{values.itemsize}") if values.dtype.kind != "u" else values
-            new = np.broadcast_to(bits.astype(dtype, copy=False), self.lanes)
+            new = bits.astype(dtype, copy=False)
+        if new.shape != (self.lanes,):  # of constants alone
+            new = np.broadcast_to(new, self.lanes)
         if not active.all():
             new = np.where(active, new, self._register(register))
         self.registers[register] = new
@@ -411,7 +416,7 @@ def _shuffle(grid: Grid, one: Instruction, active: Array) -> None:
 
 
 def _reduce(grid: Grid, one: Instruction, active: Array) -> None:
-    """``redux``: every thread of a warp gets the maximum, or the sum, of all."""
+    """``redux``: every thread of a warp gets what all of its threads have together."""
     target, source, _ = one.operands
     _require_whole_warps(active, one)
     _, sync, operation, *modifiers, type = one.parts
@@ -420,7 +425,7 @@ def _reduce(grid: Grid, one: Instruction, active: Array) -> None:
     warps = grid.read(source, type).reshape(-1, WARP)
     warps = np.abs(warps) if modifiers else warps
     result = warps[:, :1]
-    combine = {"add": np.add, "max": np.maximum, "min": np.minimum}[operation]
+    combine = {"add": np.add, "max": np.maximum, "min": np.minimum, "or": np.bitwise_or}[operation]
     if type == "f32":
         combine = {"max": numbers.largest, "min": numbers.smallest}[operation]
     for lane in range(1, WARP):

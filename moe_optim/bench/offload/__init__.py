@@ -1,0 +1,1 @@
+"""What ``moe-optim bench offload`` measures: fused steps of states that lie on the host."""

@@ -1,0 +1,125 @@
+"""Masters and moments on the host: the same run to the bit, and at home after everything."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from moe_optim.config import MoEOptimConfig
+from moe_optim.errors import ConfigError
+from moe_optim.kernels.steps import staging
+from tests.megatron.optimizer.test_fused_runs import FLAGS, ONLY, fused, states_of, trained
+from tests.support import life_cycle
+from tests.support.host_states import share_at_home
+from tests.support.ranks import run_ranks
+from tests.support.training import OVERLAP, Record, assert_same_run, pretrain
+
+Share = tuple[int, int]
+
+
+def _train(flags: list[str], config: MoEOptimConfig) -> Record:
+    staging.SMALLEST, staging.CHUNK_BYTES = 2000, 100_000  # smaller ones are stepped in place
+
+    def observe(model: list[Any], optimizer: Any) -> tuple[Any, Share]:
+        return states_of(model, optimizer), share_at_home(optimizer)
+
+    return pretrain(flags, config, observe=observe)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("format", "fraction", "flags"),
+    [
+        pytest.param("nvfp4", 1, OVERLAP, id="all"),
+        pytest.param("mxfp8", 0.5, (), id="half"),
+        pytest.param("bf16", 1, (), id="bf16", marks=pytest.mark.extended),
+        pytest.param("fp8_block", 0.25, (), id="a quarter", marks=pytest.mark.extended),
+    ],
+)
+def test_states_on_the_host_leave_no_trace(format: str, fraction: float, flags: tuple[str, ...]):
+    """Losses, masters, moments and weights of each rank are those without, clipping active."""
+    config = fused(format, offload_states=fraction)
+    runs = run_ranks(2, _train, [*FLAGS, *ONLY, *flags], config)
+    for got, want in zip(runs, trained(2, fused(format), *ONLY), strict=True):
+        states, (at_home, total) = got.extra
+        assert states.is_fused
+        assert at_home == total if fraction == 1 else 0 < at_home <= fraction * total
+        assert_same_run(got, want, what=f"{fraction} on the host")
+
+
+@pytest.mark.slow
+def test_resuming_with_states_elsewhere_goes_on_to_the_bit(tmp_path):
+    """Saved flat with all states on the host, loaded without any, saved by name, loaded with half,
+    saved flat, loaded with all: the run ends as one on the device that never stopped."""
+    by_name = "--dist-ckpt-optim-fully-reshardable"
+    legs = [
+        (1, ["--save", f"{tmp_path}/0", "--exit-interval", "1"]),
+        (
+            0,
+            ["--load", f"{tmp_path}/0", "--save", f"{tmp_path}/1", "--exit-interval", "2", by_name],
+        ),
+        (0.5, ["--load", f"{tmp_path}/1", "--save", f"{tmp_path}/2", "--exit-interval", "3"]),
+        (1, ["--load", f"{tmp_path}/2"]),
+    ]
+    for fraction, flags in legs:
+        config = fused("mxfp8", offload_states=fraction)
+        last = run_ranks(2, _train, [*FLAGS, *ONLY, *flags], config)
+        for record in last:
+            _, (at_home, total) = record.extra
+            assert at_home == total if fraction == 1 else at_home <= fraction * total
+    for got, want in zip(last, trained(2, fused("mxfp8"), *ONLY), strict=True):
+        want = replace(want, losses={step: want.losses[step] for step in got.losses})
+        want = replace(want, validation_losses=got.validation_losses)
+        assert_same_run(got, want, what="resumed")
+
+
+def _keep(fraction: float) -> dict[str, Share]:
+    life_cycle.initialize()
+    cycle = life_cycle.LifeCycle(step="fused", offload_states=fraction)
+    shares: dict[str, Share] = {}
+    train = [("zero", {}), ("micro", {"seed": 1, "last": True}), ("step", {})]
+
+    def do(what: str, *calls: tuple[str, dict[str, Any]]) -> None:
+        for name, arguments in calls:
+            getattr(cycle, name)(**arguments)
+            cycle.check()
+        shares[what] = share_at_home(cycle.optimizer)
+
+    do("a step", *train)
+    for what in life_cycle.EXCHANGED:  # by verl's calls for optimizers, and by Adam's own
+        do(f"a step after exchanging {what}", ("exchange", {"what": what}), *train)
+    do("offload_to_cpu and restore_from_cpu", ("rest", {}))
+    do("a load", ("save", {}), *train, ("load", {}))
+    do("verl's calls for a model", ("send_all_away", {}), ("bring_back", {}), *train)
+    return shares
+
+
+@pytest.mark.parametrize("fraction", [0.75, 1])
+def test_states_come_home_wherever_they_were_put(fraction: float):
+    (shares,) = run_ranks(1, _keep, fraction)
+    assert len(set(shares.values())) == 1, shares
+    ((at_home, total),) = set(shares.values())
+    assert at_home == total if fraction == 1 else 0 < at_home <= fraction * total
+
+
+def _refuse(knobs: dict[str, Any]) -> str:
+    life_cycle.initialize()
+    try:
+        life_cycle.LifeCycle(**knobs)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_a_step_that_turns_out_to_be_megatrons_is_refused():
+    """``auto`` fuses where kernels run, which they do not here."""
+    (said,) = run_ranks(1, _refuse, {"step": "auto", "offload_states": 0.5})
+    assert said.startswith("moe_optim: offload_states: expected 0 or a fused step, got 0.5")
+    assert "Set --moe-optim-set step=fused" in said
+
+
+def test_megatrons_step_is_refused_with_the_knobs():
+    message = "^recipe: offload_states: expected 0 with step: stock, .* Write 0, or step: fused"
+    with pytest.raises(ConfigError, match=message):
+        MoEOptimConfig.from_mapping({"step": "stock", "offload_states": 1}, "recipe")
+    assert not MoEOptimConfig(step="stock", offload_states=0).offload_states
