@@ -2,15 +2,19 @@
 
 Weights, modules, autograd functions, recipes and hooks stay Transformer Engine's. Replaced are what
 launches a kernel that wants a Blackwell: products (operands are read from the very fields that the
-hardware would read), casts of weights, and casts of activations, which stay bf16.
+hardware would read), casts of weights, and casts of activations, which stay bf16. So it is in the
+modules, and in the operations that Megatron's op fuser strings together.
 """
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from moe_optim.formats import BlockScaledFormat
 from moe_optim.megatron.te.fields import te_formats_of
@@ -19,17 +23,68 @@ from moe_optim.megatron.te.storage import TransformerEngineStorage
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-def replace_kernels(format: BlockScaledFormat) -> None:
+def leave_to_torch() -> None:
+    """Have Megatron compute in torch what Transformer Engine has for a GPU alone, on a CPU.
+
+    That is Adam, norms and routers. Before anything of Megatron is built.
+    """
+    from megatron.core import optimizer, utils
+    from megatron.core.optimizer import clip_grads
+    from megatron.core.transformer.moe import moe_utils
+
+    from moe_optim.megatron.patching import patches
+    from moe_optim.megatron.patching.engine import apply_patches
+
+    moe_utils.te_general_gemm = None
+    clip_grads.multi_tensor_applier = utils.local_multi_tensor_applier
+    clip_grads.l2_norm_impl = utils.local_multi_tensor_l2_norm
+    clip_grads.multi_tensor_scale_impl = utils.local_multi_tensor_scale
+    clip_grads.multi_tensor_scale_tensor_impl = utils.local_multi_tensor_scale
+    optimizer.Adam = torch.optim.AdamW
+    apply_patches([replace(patch, not_needed_with=()) for patch in patches.ADAM])
+
+
+def pretend_a_gpu() -> None:
+    """Redirect CUDA calls to the CPU, with Transformer Engine, which is imported by then."""
+    from moe_optim.megatron.launch import cpu_runtime
+
+    cpu_runtime.install()
+    _EveryTensorIsOnTheGpu().__enter__()
+    torch.Tensor.backward = _backward  # type: ignore[method-assign]
+
+
+def _backward(loss: Tensor) -> None:
+    """Do what Megatron's schedules do: torch's own method would run with every mode left."""
+    torch.autograd.Variable._execution_engine.run_backward(  # type: ignore[attr-defined]
+        (loss,), (torch.ones_like(loss),), False, False, (), True, True
+    )
+
+
+class _EveryTensorIsOnTheGpu(TorchFunctionMode):
+    """Says so to Transformer Engine's modules, which ask before they begin."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == torch.Tensor.is_cuda.__get__:
+            return True
+        return func(*args, **(kwargs or {}))
+
+
+def replace_kernels(*formats: BlockScaledFormat) -> None:
     """Put torch in the place of kernels, for the rest of this process.
 
     Args:
-        format: of the weights; casts of weights give it.
+        formats: that casts of weights give where a class of tensors can hold several; by default
+            each class gives its first.
     """
     from transformer_engine.pytorch import quantization
     from transformer_engine.pytorch.module import fp8_padding, fp8_unpadding, grouped_linear
+    from transformer_engine.pytorch.ops.basic import grouped_linear as operation
+    from transformer_engine.pytorch.ops.basic import swiglu
     from transformer_engine.pytorch.tensor import float8_blockwise_tensor as fp8_block_tensor
     from transformer_engine.pytorch.tensor import mxfp8_tensor, nvfp4_tensor
 
+    # Megatron's op fuser asks for it; Transformer Engine has asked for a Blackwell by now
+    os.environ["NVTE_CUTEDSL_FUSED_GROUPED_MLP"] = "1"
     for check in ("fp8", "mxfp8", "nvfp4", "fp8_block_scaling"):
         setattr(quantization, f"check_{check}_support", lambda: (True, ""))
     grouped_linear.is_module_grouped_tensor_path_supported = lambda *_: True
@@ -38,15 +93,17 @@ def replace_kernels(format: BlockScaledFormat) -> None:
     grouped_linear.general_grouped_gemm_for_grouped_tensor = _multiply_groups
     grouped_linear.clear_tensor_data = lambda *_: None  # of views of what others read
     _keep_splits_beside_tokens(grouped_linear.GroupedLinear)
-    for module in (fp8_padding, fp8_unpadding, grouped_linear):
+    operation.is_op_fuser_grouped_tensor_path_supported = lambda *_: True
+    operation.general_grouped_gemm_for_grouped_tensor = _multiply_groups
+    for module in (fp8_padding, fp8_unpadding, grouped_linear, operation, swiglu):
         module.tex = _Extension(grouped_linear.tex, grouped_linear._GroupedLinear)
     for quantizer in (
         mxfp8_tensor.MXFP8Quantizer,
         nvfp4_tensor.NVFP4Quantizer,
         fp8_block_tensor.Float8BlockQuantizer,
     ):
-        quantizer.quantize_impl = _caster(format)
-        quantizer.update_quantized = _updater(format)
+        quantizer.quantize_impl = _quantize
+        quantizer.update_quantized = _updater(formats)
     for cls in (
         mxfp8_tensor.MXFP8Tensor,
         nvfp4_tensor.NVFP4Tensor,
@@ -55,15 +112,38 @@ def replace_kernels(format: BlockScaledFormat) -> None:
         cls.dequantize = lambda self, *, dtype=None: read(self, "rowwise").to(dtype or self.dtype)
 
 
+def replace_master_casts() -> None:
+    """Have stock cast masters in torch: whole weights on every rank, which it then gathers.
+
+    Megatron casts what a rank owns and gathers bytes; ranks that hold all of them already get what
+    they hold.
+    """
+    import torch.distributed as dist
+    from megatron.core import fp8_utils
+    from transformer_engine.pytorch.tensor import utils
+
+    def cast(weights: Any, masters: Any, starts: Any, group: Any, *_: Any, **__: Any) -> None:
+        for weight, master, start in zip(weights, masters, starts, strict=True):
+            whole = torch.zeros(weight.shape.numel(), device=weight.device)
+            if master is not None:
+                whole[start : start + master.numel()] = master.view(-1).bfloat16().float()
+            dist.all_reduce(whole, group=group)
+            weight._quantizer.update_quantized(whole.view(weight.shape), weight)
+
+    utils.quantize_master_weights = cast
+    fp8_utils.te_post_all_gather_processing = lambda *_: None
+
+
 def read(weight: Any, direction: str) -> Tensor:
     """Return the values [R, C] that a product gets out of the fields of a weight, in bf16."""
-    kind = {cls.__name__ for cls in type(weight).__mro__}
+    kind = {cls.__name__.removesuffix("Storage") for cls in type(weight).__mro__}
     data = getattr(weight, f"_{direction}_data")
     scale = getattr(weight, f"_{direction}_scale_inv")
-    rows, cols = weight.shape
+    rows, cols = weight.size()[-2:]  # checkpoints are loaded into views [1, 1, R, C]
     transposed = direction == "columnwise" and "MXFP8Tensor" not in kind
     if transposed:
         rows, cols = cols, rows
+    data = data.view(rows, -1)
     if "NVFP4Tensor" in kind:
         table = torch.tensor((*_E2M1, *(-value for value in _E2M1)), device=data.device)
         values = torch.stack([table[(data & 15).int()], table[(data >> 4).int()]], -1).flatten(1)
@@ -79,7 +159,7 @@ def read(weight: Any, direction: str) -> Tensor:
         else:
             factors = _power(scale[: rows // 32, :cols]).repeat_interleave(32, 0)
     result = (values * factors).bfloat16()
-    return result.t() if transposed else result
+    return result.t() if transposed else result.view(weight.size())
 
 
 def _power(code: Tensor) -> Tensor:
@@ -87,7 +167,7 @@ def _power(code: Tensor) -> Tensor:
 
 
 def _operand(weight: Any, direction: str) -> Tensor:
-    return read(weight, direction) if te_formats_of(weight) else weight
+    return read(weight, direction) if hasattr(weight, "_rowwise_data") else weight
 
 
 def _keep_splits_beside_tokens(linear: Any) -> None:
@@ -159,7 +239,7 @@ def _multiply_groups(
 def _members(group: Any, splits: Sequence[int]) -> Any:
     if isinstance(group, list):
         return group
-    if group.quantizer is not None and te_formats_of(group):
+    if group.quantizer is not None:
         return group.quantized_tensors or group.split_into_quantized_tensors()
     if group.first_dims is None:  # weight gradients: experts of one shape
         return group.rowwise_data.view(group.num_tensors, *group.tensor_shapes[0]).unbind(0)
@@ -198,9 +278,29 @@ class _Extension:
         ends = torch.cat([splits.new_zeros(1), splits.cumsum(0)])
         return splits, [ends * stride for stride in strides]
 
+    @staticmethod
+    def scaled_swiglu(rows: Tensor, scales: Tensor, _quantizer: Any, interleaved: int) -> Tensor:
+        return _scaled_swiglu(rows, scales, interleaved).to(rows.dtype)
+
+    @staticmethod
+    def scaled_dswiglu(
+        grad: Tensor,
+        rows: Tensor,
+        scales: Tensor,
+        _quantizer: Any,
+        interleaved: int,
+        _with_scales: bool,
+    ) -> tuple[Tensor, Tensor]:
+        with torch.enable_grad():
+            inputs = [tensor.detach().requires_grad_() for tensor in (rows, scales)]
+            out = _scaled_swiglu(*inputs, interleaved)
+        return torch.autograd.grad(out, inputs, grad.float())
+
     def group_quantize(
-        self, tokens: Tensor, _quantizer: Any, num: int, splits: Tensor, **kwargs: Any
+        self, tokens: Tensor, quantizer: Any, num: int, splits: Tensor | None, **kwargs: Any
     ) -> Any:
+        if splits is None:  # experts of one shape: weights
+            return _cast_experts(tokens.view(num, -1, tokens.shape[-1]), quantizer)
         offsets = torch.cat([splits.new_zeros(1), splits.cumsum(0)]) * tokens.shape[1]
         return self._linear._make_grouped_tensor(
             tokens,
@@ -212,17 +312,41 @@ class _Extension:
         )
 
 
-def _caster(format: BlockScaledFormat) -> Callable[[Any, Tensor], Any]:
-    def quantize_impl(quantizer: Any, tensor: Tensor) -> Any:
-        weight = quantizer.make_empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        return quantizer.update_quantized(tensor, weight)
+def _scaled_swiglu(rows: Tensor, scales: Tensor, interleaved: int) -> Tensor:
+    """Return silu(gate) * linear * scale [N, F] in fp32 of rows [N, 2F].
 
-    return quantize_impl
+    Gates come first, or take turns with linear units in runs of ``interleaved``.
+    """
+    runs = rows.float().view(len(rows), -1, 2, interleaved or rows.shape[1] // 2)
+    gate, linear = (part.reshape(len(rows), -1) for part in runs.unbind(2))
+    return torch.nn.functional.silu(gate) * linear * scales.float().view(-1, 1)
 
 
-def _updater(format: BlockScaledFormat) -> Callable[..., Any]:
-    def update_quantized(_quantizer: Any, values: Tensor, weight: Any, **_: Any) -> Any:
-        rows, cols = weight.shape[-2:]  # checkpoints are loaded into views [1, 1, R, C]
+def _cast_experts(values: Tensor, quantizer: Any) -> Any:
+    from transformer_engine.pytorch.tensor import GroupedTensor
+
+    group = GroupedTensor.make_grouped_tensor_with_shapes(
+        num_tensors=len(values),
+        shapes=[tuple(values.shape[1:])] * len(values),
+        quantizer=quantizer,
+        dtype=values.dtype,
+        device=values.device,
+    )
+    for expert, weight in zip(values, group.quantized_tensors, strict=True):
+        quantizer.update_quantized(expert, weight)
+    return group
+
+
+def _quantize(quantizer: Any, tensor: Tensor) -> Any:
+    weight = quantizer.make_empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return quantizer.update_quantized(tensor, weight)
+
+
+def _updater(formats: Collection[BlockScaledFormat]) -> Callable[..., Any]:
+    def update_quantized(quantizer: Any, values: Tensor, weight: Any, **_: Any) -> Any:
+        possible = te_formats_of(quantizer)
+        format = next((one for one in possible if one in formats), possible[0])
+        rows, cols = weight.size()[-2:]  # checkpoints are loaded into views [1, 1, R, C]
         flat = _Flat()
         flat.shape = (rows, cols)
         for name, tensor in vars(weight).items():

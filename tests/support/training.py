@@ -37,6 +37,7 @@ class Record:
 
     losses: dict[int, float] = field(default_factory=dict)  # iteration -> lm loss, exact
     validation_losses: list[float] = field(default_factory=list)
+    norms: dict[int, float | None] = field(default_factory=dict)  # iteration -> of all gradients
     masters: dict[str, torch.Tensor] = field(default_factory=dict)  # this rank's shards, fp32
     moments: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)  # bf16, or planes as bytes
@@ -140,6 +141,7 @@ def _watch(
 
     def keep_loss(_result: Any, args: Any, _kwargs: Any) -> None:
         losses, _, _, iteration = args[:4]
+        record.norms[int(iteration)] = None if args[7] is None else float(args[7])
         if "lm loss" in losses:
             record.losses[int(iteration)] = float(losses["lm loss"])
 

@@ -74,5 +74,5 @@ def _listen():
     sys.monitoring.register_callback(_TOOL, event, lambda code, _: _ran.add(code.co_qualname))
     for function in [found for found in gc.get_objects() if isinstance(found, FunctionType)]:
         path = function.__code__.co_filename
-        if Path(path).parent == folder and path not in left_out:
+        if folder in Path(path).parents and path not in left_out:
             sys.monitoring.set_local_events(_TOOL, function.__code__, event)

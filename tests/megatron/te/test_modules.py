@@ -54,7 +54,7 @@ OVERLAP = ["--overlap-grad-reduce", "--overlap-param-gather"]
 UNTRAINED = ("--lr", "0", "--min-lr", "0", "--weight-decay", "0")
 CUT = ("--tensor-model-parallel-size", "2", "--expert-tensor-parallel-size", "2")
 CUT += ("--sequence-parallel", "--moe-ffn-hidden-size", "128")
-SINGLE = {"single_grouped_weight": True}
+SINGLE = {"experts": {"moe_single_grouped_weight": True}}
 GIVEN = ("before", "after")
 
 
@@ -64,13 +64,13 @@ class Run:
 
     format: str
     flags: tuple[str, ...] = ()
-    knobs: tuple[tuple[str, object], ...] = ()
+    knobs: tuple[tuple[str, Any], ...] = ()
     resumed_from: str | None = None
 
     @property
     def is_single(self) -> bool:
         """Whether one parameter holds all experts of a linear."""
-        return "single_grouped_weight" in dict(self.knobs)
+        return bool(dict(self.knobs).get("experts", {}).get("moe_single_grouped_weight"))
 
 
 def list_runs() -> dict[str, Run]:
