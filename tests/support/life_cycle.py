@@ -449,7 +449,8 @@ class LifeCycle:
         else:
             counted = ()
         self._step_expected([*done, *(of_part if moved else [])], counted)
-        was_stale = self.expected.stale
+        # A step lets a gather land before anything can fail
+        was_stale = set() if self.expected.is_in_flight else self.expected.stale
         self._spent()
         self.expected.content, self.expected.must_zero = Gradients.SPENT, True
         stepped = {part * 2} | ({0} if self.overlap else set())

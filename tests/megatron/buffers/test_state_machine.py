@@ -4,6 +4,7 @@ Hypothesis drives the life cycle of ``tests/support/life_cycle.py`` in one proce
 hazards of shared buffers show. To run more than the fixed 3,000 steps: ``make life-cycle``.
 """
 
+import math
 import os
 from typing import Any
 
@@ -103,17 +104,18 @@ class Machine(RuleBasedStateMachine):
     """Does what hypothesis says, and compares everything after each step."""
 
     options: dict[str, Any] = {}
-    steps = 0
+    steps, most = 0, math.inf
     trace: Trace = []
     exports = 0
 
     def __init__(self) -> None:
         super().__init__()
-        self.cycle = life_cycle.LifeCycle(**self.options)
+        if Machine.steps < Machine.most:
+            self.cycle = life_cycle.LifeCycle(**self.options)
         Machine.trace = []
 
     def do(self, name: str, **arguments: Any) -> None:
-        if not self.cycle.may(name):
+        if Machine.steps >= Machine.most or not self.cycle.may(name):
             return
         Machine.steps += 1
         Machine.trace.append((name, arguments))
@@ -125,6 +127,7 @@ class Machine(RuleBasedStateMachine):
         except Exception as error:
             failure = error
         if not self.cycle.agree(failure is None):  # so that all ranks stop here, and none waits
+            Machine.most = math.inf  # hypothesis does it again
             raise failure or AssertionError("another rank has failed")
 
     @rule(
@@ -228,11 +231,11 @@ def test_no_order_of_steps_and_rollouts_exports_other_weights_on_two_ranks():
 
 
 def _run(steps: int, options: dict[str, Any], phases: tuple[Phase, ...] = tuple(Phase)) -> int:
-    Machine.options, Machine.steps = options, 0
+    Machine.options, Machine.steps, Machine.most = options, 0, steps
     run_state_machine_as_test(
         Machine,
         settings=settings(
-            max_examples=max(1, steps // 60),  # an example has more steps than that on average
+            max_examples=1 + steps // 10,  # an example has more steps than that on average
             stateful_step_count=EXAMPLE_STEPS,
             derandomize=True,
             deadline=None,
