@@ -58,6 +58,7 @@ FUSED_STEPS = {FUSED: "1 H200", "step-2x-h200-qwen3.json": "2 H200, Qwen3-30B-A3
 FLAGS = "flags-2x-h200.json"
 EXPERTS = "experts-h200.json"
 HEALTH = "health-h200.json"
+OFFLOAD = "offload-h200.json"
 CONVERGENCE = "convergence-h200.json"
 CURVES = "formats-h200.json"
 SMOOTHED = 10
@@ -361,6 +362,29 @@ def health_cost() -> str:
     )
 
 
+def offload_cost() -> str:
+    report = read_result(OFFLOAD)
+    header = ["`offload_states`", "states on the host", "peak on the GPU", "step", "of the link"]
+    lines = []
+    for row in report["rows"]:
+        is_away = row["parameters_on_host"] > 0
+        lines.append(
+            [
+                f"{row['offload_states']:g}",
+                spell_bytes(row["host_bytes"]),
+                spell_bytes(row["device_bytes"]),
+                f"{milliseconds(row['ms'])} ms",
+                f"{row['fraction_of_link']:.2f}" if is_away else "",
+            ]
+        )
+    first = report["rows"][0]
+    return (
+        f"The fused step of {first['parameters'] / 1e9:.3f}e9 parameters (`{first['format']}`, "
+        f"{first['shape_set']}) on one H200, whose link\nmoves {report['link_gb_per_s']:.0f} GB/s each "
+        f"way while both are used ([figures](../recipes/results/{OFFLOAD})):\n\n"
+    ) + table(header, lines)
+
+
 def host() -> str:
     rows = requantize_rows("requantize-h100.json", "w1")
     copied = [rows[format, AFTER, "1/1"]["ms"] for format in ("mxfp8", "mxfp8_2d")]
@@ -593,6 +617,7 @@ MEASURED_TABLES: Mapping[str, Callable[[], str]] = {
     "health-cost": health_cost,
     "host": host,
     "losses": losses,
+    "offload-cost": offload_cost,
     "plan-step": plan_step,
     "patch-sources": patch_sources,
     "published": published,
@@ -616,6 +641,7 @@ RESULTS_OF: Mapping[str, tuple[str, ...]] = {
     "health-cost": (HEALTH,),
     "host": ("requantize-h100.json", "requantize-host-h100.json"),
     "losses": ("losses-cpu.json",),
+    "offload-cost": (OFFLOAD,),
     "plan-step": ("requantize-h200.json",),
     "patch-sources": (SOURCES,),
     "published": (PUBLISHED,),
