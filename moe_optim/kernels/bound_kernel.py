@@ -33,7 +33,9 @@ class BoundKernel:
                 every launch.
         """
         across, down = grid if isinstance(grid, tuple) else (grid, 1)
-        self.kernel, self.grid, self.num_warps = kernel, (across, down, 1), num_warps
+        self.kernel, self.grid = kernel, (across, down, 1)
+        # Triton's default for contracting products and sums differs between its versions
+        self.options = {"num_warps": num_warps, "enable_fp_fusion": True}
         self.arguments, self.constants = arguments, constants
         self._last = tuple(constants[name] for name in kernel.arg_names if name in constants)
         self._launch: Any = None
@@ -47,8 +49,7 @@ class BoundKernel:
         if self._launch is not None:
             self._launch(*self.arguments, *given, *self._last)
             return
-        options = {**self.constants, "num_warps": self.num_warps}
-        compiled = self.kernel[self.grid](*self.arguments, *given, **options)
+        compiled = self.kernel[self.grid](*self.arguments, *given, **self.constants, **self.options)
         self._launch = compiled[self.grid]
 
 

@@ -380,8 +380,8 @@ def offload_cost() -> str:
     first = report["rows"][0]
     return (
         f"The fused step of {first['parameters'] / 1e9:.3f}e9 parameters (`{first['format']}`, "
-        f"{first['shape_set']}) on one H200, whose link\nmoves {report['link_gb_per_s']:.0f} GB/s each "
-        f"way while both are used ([figures](../recipes/results/{OFFLOAD})):\n\n"
+        f"{first['shape_set']}) on one H200, whose link\nmoves {report['link_gb_per_s']:.0f} GB/s "
+        f"each way while both are used ([figures](../recipes/results/{OFFLOAD})):\n\n"
     ) + table(header, lines)
 
 

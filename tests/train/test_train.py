@@ -99,6 +99,19 @@ def test_the_user_has_the_last_word_on_the_ranks_command_line(command, runs):
     assert argv[argv.index("--save") + 1] == str(runs / "a" / "checkpoints")
 
 
+def test_with_stock_ranks_hear_nothing_of_the_plugin(command, runs):
+    """The recipe's flags for Megatron, and none of its knobs; a resume keeps to that."""
+    for iteration, options in ((4, ("--stock",)), (6, ("--stock", "--resume"))):
+        code, screen, _ = command(*options, "--set", "megatron_args.--lr=1e-3")
+        assert code == 0
+        assert "Megatron's own optimizer" in screen
+        argv = rank_arguments(runs / "a")
+        assert not [word for word in argv if "moe-optim" in word or "grouped-optim" in word]
+        assert argv[argv.index("--lr") + 1] == "1e-3"
+        write_checkpoint(runs / "a" / "checkpoints", iteration)
+    assert "--stock" in json.loads((runs / "a" / "summary.json").read_text())["command"].split()
+
+
 def test_runs_beside_each_other_share_a_dataset(command, runs):
     assert command(out=runs / "a")[0] == 0
     _, screen, _ = command(out=runs / "b")
@@ -307,6 +320,10 @@ def test_a_file_where_datasets_belong_is_one_message(command, tmp_path):
 
 REFUSED = {
     "--ranks: expected 1 or more": (("--ranks", "0"), ()),
+    "--set moe_optim.format: expected no knobs of the plug-in with --stock": (
+        ("--stock", "--set", "moe_optim.format=bf16"),
+        (),
+    ),
     "--save: the run folder decides": ((), ("--save", "x")),
     "--yaml-cfg: expected flags, got a file": ((), ("--yaml-cfg", "x.yaml")),
     "--tensorboard-dir: the run folder": ((), ("--tensorboard-dir=x",)),

@@ -44,7 +44,7 @@ def compile_kernel(bound: BoundKernel, capability: int, *given: Any) -> Any:
     absent = {name: None for name, type in signature.items() if type == "constexpr"}
     source = ASTSource(bound.kernel, signature, absent | dict(bound.constants))
     target = GPUTarget("cuda", capability, 32)
-    return triton.compile(source, target=target, options={"num_warps": bound.num_warps})
+    return triton.compile(source, target=target, options=bound.options)
 
 
 def _type_of(value: Any) -> str:
