@@ -94,6 +94,26 @@ class LayerHealth:
         return warn_of(self.layer, self.element, self.experts, self.of_experts())
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ExpertLoad:
+    """How many tokens the experts of one layer were given between two looks."""
+
+    layer: str
+    """Such as ``layers.3.experts``."""
+    experts: tuple[int, ...]
+    """Numbers among all experts of the layer."""
+    tokens: Tensor
+    """[experts] fp64, whole numbers; not all zero."""
+
+    def of_experts(self) -> dict[str, Tensor]:
+        """Return ``tokens`` of each expert, [E] fp64 on the host."""
+        return {"tokens": self.tokens}
+
+    def of_layer(self) -> dict[str, float]:
+        """Return ``imbalance``: the tokens of the busiest expert, divided by the mean."""
+        return {"imbalance": float(self.tokens.max() / self.tokens.mean())}
+
+
 def warn_of(
     layer: str, element: str, experts: Sequence[int], figures: Mapping[str, Tensor]
 ) -> Iterator[str]:

@@ -89,7 +89,7 @@ def plot_curves(
     return _png(axes)
 
 
-def plot_heat_map(look: Look, label: str, *, logarithmic: bool) -> bytes:
+def plot_heat_map(look: Look, label: str, *, logarithmic: bool = False) -> bytes:
     """Draw a figure of every expert: a row a linear, a column an expert.
 
     Args:

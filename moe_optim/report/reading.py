@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,12 @@ class Look:
     layers: tuple[str, ...]
     values: "np.ndarray"
     """[layers, experts] fp32; NaN where a layer has fewer experts."""
+
+    def of_mean(self) -> "Look":
+        """Return values divided by the mean of their layer."""
+        import numpy as np
+
+        return replace(self, values=self.values / np.nanmean(self.values, axis=1, keepdims=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,17 +76,21 @@ class Run:
     @property
     def health_layers(self) -> list[str]:
         """The linears whose health was looked at, in the order in which they were written."""
-        tags = (tag.removeprefix(TAGS) for tag in self.events.tensors if tag.startswith(TAGS))
-        return list(dict.fromkeys(tag.split("/")[0] for tag in tags))
+        return self.layers_with("amax")
+
+    def layers_with(self, figure: str) -> list[str]:
+        """Return the linears, or layers, of whose experts a figure was written, in that order."""
+        end = f"/{figure}{_BY_EXPERT}"
+        tags = (tag for tag in self.events.tensors if tag.startswith(TAGS) and tag.endswith(end))
+        return [tag.removeprefix(TAGS).removesuffix(end) for tag in tags]
 
     def look(self, figure: str) -> Look | None:
         """Return the last values of a figure of health, or None."""
         import numpy as np
 
         last = {
-            layer: points[-1]
-            for layer in self.health_layers
-            if (points := self.events.tensors.get(f"{TAGS}{layer}/{figure}{_BY_EXPERT}"))
+            layer: self.events.tensors[f"{TAGS}{layer}/{figure}{_BY_EXPERT}"][-1]
+            for layer in self.layers_with(figure)
         }
         if not last:
             return None

@@ -1,7 +1,7 @@
 """The report of one run: what it was, how it went, what its experts have lost, where time went."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from moe_optim.console.screen import results_console
@@ -22,7 +22,6 @@ _OF_LAYERS = ("amax", "error", "saturated", "flushed", "dead_blocks", "norm_rati
 _MAY_BE_NONE = ("resumed from", "knobs")
 _MOST_WARNINGS = 12
 _MOST_LINES = 8
-_TOKENS = "tokens_per_expert"
 
 
 def report(path: Path, out: Path | None = None) -> int:
@@ -112,7 +111,7 @@ def _health(run: Run) -> Section:
         text=[f"At iteration {last.iteration}, the last that was looked at."],
         warnings=warnings[:_MOST_WARNINGS] + ([f"and {more} more"] if more > 0 else []),
         table=_layers(run, layers),
-        pictures=[*_heat_maps(run), *_trends(run, layers)],
+        pictures=[*_heat_maps(run), *_trends(run, layers, TRENDS)],
         note="error: |value - weight| / |weight|. distance: one minus the mean cosine of two "
         "experts. norm ratio: of the largest to the smallest expert.",
     )
@@ -130,9 +129,9 @@ def _heat_maps(run: Run) -> Iterator[Picture]:
             )
 
 
-def _trends(run: Run, layers: list[str]) -> Iterator[Picture]:
+def _trends(run: Run, layers: list[str], figures: Mapping[str, str]) -> Iterator[Picture]:
     """Draw figures of linears over iterations, of at most eight linears."""
-    for figure, label in TRENDS.items():
+    for figure, label in figures.items():
         curves = {layer: run.points(f"{TAGS}{layer}/{figure}") for layer in layers}
         if any(len(points) > 1 for points in curves.values()):
             some = dict(list(curves.items())[:: -(-len(curves) // _MOST_LINES)])
@@ -151,14 +150,29 @@ def _layers(run: Run, layers: list[str]) -> Table:
 
 def _tokens(run: Run) -> Section:
     title = "Tokens an expert"
-    tags = {tag: tag for tag in run.events.scalars if _TOKENS in tag}
-    if tags:
-        return _curve(run, title, tags, "tokens")
+    look = run.look("tokens")
+    if look is not None:
+        return Section(
+            title=title,
+            text=[
+                f"Of the iterations between the last two looks, up to iteration {look.iteration}."
+            ],
+            pictures=[
+                Picture(
+                    name="tokens",
+                    png=plots.plot_heat_map(look.of_mean(), "tokens, of the mean of the layer"),
+                    alt="Heat map: tokens of each expert of each layer",
+                ),
+                *_trends(
+                    run, run.layers_with("tokens"), {"imbalance": "busiest expert, of the mean"}
+                ),
+            ],
+        )
     balance = {tag: tag for tag in run.events.scalars if tag.endswith("load_balancing_loss")}
-    absent = "Megatron does not log how many tokens each expert gets"
+    absent = "Not counted: health_interval counts them."
     if not balance:
-        return Section(title=title, note=f"{absent}, and this run no load-balancing loss.")
-    note = f"{absent}. Its load-balancing loss grows with the imbalance."
+        return Section(title=title, note=f"{absent} This run has no load-balancing loss, either.")
+    note = f"{absent} Megatron's load-balancing loss grows with the imbalance."
     return _curve(run, title, balance, "balance", note)
 
 

@@ -14,7 +14,7 @@ from moe_optim.health import Sum
 from moe_optim.report.page import Page, Section, Table
 from moe_optim.report.reading import read_run
 from moe_optim.report.run_report import build_page
-from tests.support.report_runs import LOSSES, look_at, write_run
+from tests.support.report_runs import LOSSES, loads_at, look_at, write_run
 
 
 class Reader(HTMLParser):
@@ -47,7 +47,8 @@ class Reader(HTMLParser):
 def run(tmp_path_factory):
     """A finished run that was looked at twice."""
     path = tmp_path_factory.mktemp("runs") / "finished"
-    return write_run(path, looks={20: look_at(), 40: look_at(factor=2.0)})
+    looks = {20: [*look_at(), *loads_at()], 40: [*look_at(factor=2.0), *loads_at()]}
+    return write_run(path, looks=looks)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +89,7 @@ SAID = {
     "command, escaped": "moe-optim train quickstart --out <runs>",
     "speed": "2.50 iterations/s",
     "when health was looked at": "At iteration 40, the last that was looked at.",
-    "what Megatron does not log": "Megatron does not log how many tokens each expert gets",
+    "whose tokens": "Of the iterations between the last two looks, up to iteration 40.",
 }
 
 
@@ -99,7 +100,7 @@ def test_the_page_says(page, text):
 
 def test_every_part_has_its_picture(page):
     names = " ".join(page.alts)
-    for what in ("loss", "Gradient norm", "largest magnitude", "relative error", "time"):
+    for what in ("loss", "Gradient norm", "largest magnitude", "relative error", "tokens", "time"):
         assert what in names
 
 
@@ -109,6 +110,12 @@ def test_heat_maps_have_the_last_figures_of_every_expert(run):
     assert found.layers == ("layers.0.fc1", "layers.0.fc2", "layers.1.fc1", "layers.1.fc2")
     wanted = np.stack([health.amax.float().numpy() for health in look_at(factor=2.0)])
     np.testing.assert_array_equal(found.values, wanted)
+
+
+def test_tokens_are_shown_beside_the_mean_of_their_layer(run):
+    look = read_run(run).look("tokens")
+    assert (look.iteration, look.layers) == (40, ("layers.0.experts", "layers.1.experts"))
+    np.testing.assert_array_equal(look.of_mean().values, [[0.5, 0.5, 0.5, 2.5]] * 2)
 
 
 def test_layers_with_fewer_experts_leave_blanks(tmp_path):
@@ -135,7 +142,7 @@ def test_a_run_that_is_going_on_is_reported_with_what_there_is(tmp_path):
     assert "iteration 3, not finished" in text
     assert "Not looked at. Train with --set moe_optim.health_interval=100" in text
     assert "Not logged by this run: grad-norm." in text
-    assert "and this run no load-balancing loss" in text
+    assert "Not counted: health_interval counts them. This run has no load-balancing loss" in text
     assert "not recorded command" in text
 
 

@@ -8,7 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from moe_optim.health import LayerHealth
+import torch
+
+from moe_optim.health import ExpertLoad, LayerHealth
 from moe_optim.megatron.health import writers
 from tests.support.health import measure
 from tests.support.inputs import normal_weights
@@ -73,11 +75,23 @@ def look_at(layers: int = 2, experts: int = 4, factor: float = 1.0) -> list[Laye
     return looks
 
 
+def loads_at(layers: int = 2, experts: int = 4) -> list[ExpertLoad]:
+    """Return how many tokens the experts of each layer had: the last five times the others'."""
+    return [
+        ExpertLoad(
+            layer=f"layers.{layer}.experts",
+            experts=tuple(range(experts)),
+            tokens=torch.tensor([*[50.0] * (experts - 1), 250.0]).double(),
+        )
+        for layer in range(layers)
+    ]
+
+
 def write_run(
     path: Path,
     scalars: Scalars = LOSSES | TIMES,
     *,
-    looks: Mapping[int, Sequence[LayerHealth]] | None = None,
+    looks: Mapping[int, Sequence[LayerHealth | ExpertLoad]] | None = None,
     model: Mapping[str, Any] | None = MODEL,
     summary: Mapping[str, Any] | None = SUMMARY,
     start: float = 1000.0,

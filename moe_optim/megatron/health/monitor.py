@@ -1,8 +1,7 @@
 """When the health of experts is measured, what ranks share of it, and when it is told."""
 
 import logging
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +11,13 @@ from megatron.core.utils import log_single_rank
 from torch import Tensor
 
 from moe_optim import ops
-from moe_optim.health import LayerHealth
+from moe_optim.health import ExpertLoad, LayerHealth
 from moe_optim.kernels.health import HealthEntry, HealthTable
 from moe_optim.kernels.member_table import TableEntry
 from moe_optim.megatron.buffers.managed_bucket import ManagedBucket
 from moe_optim.megatron.buffers.states import Weights
-from moe_optim.megatron.health.rows import ExpertName, expert_names
+from moe_optim.megatron.health.rows import ExpertName, expert_names, names_of_all_ranks
+from moe_optim.megatron.health.tokens import TokenCounts
 from moe_optim.megatron.health.writers import current_iteration, write
 
 logger = logging.getLogger(__name__)
@@ -54,9 +54,12 @@ class HealthMonitor:
         self._buckets: tuple[ManagedBucket, ...] = ()
         self._steps = 0
         self._look: _Look | None = None
-        self._on_host: tuple[Tensor, Tensor] | None = None
+        self._on_host: tuple[Tensor, ...] | None = None
+        self._tokens = TokenCounts(chain.model_chunks if interval else ())
         self.latest: tuple[LayerHealth, ...] = ()
         """What was told last, on every rank; empty before."""
+        self.latest_loads: tuple[ExpertLoad, ...] = ()
+        """The tokens that experts had between the last two looks, on every rank."""
 
     @torch.no_grad()
     def before_step(self) -> None:
@@ -84,9 +87,10 @@ class HealthMonitor:
                 return
             look.event.synchronize()
         self._look = None
-        sums, amaxes = self._on_host
+        sums, amaxes, tokens = self._on_host
         self.latest = by_layer(self._names, sums, amaxes)
-        write(self.latest, look.iteration)
+        self.latest_loads = self._tokens.loads_of(tokens)
+        write((*self.latest, *self.latest_loads), look.iteration)
         self._warn(look.iteration)
 
     def _warn(self, iteration: int) -> None:
@@ -101,19 +105,18 @@ class HealthMonitor:
             part.finish_gathers()
         if self._table is None or self._has_moved():
             self._table = self._plan()
-        if not self._names:
-            return
-        ops.measure_health(self._table)
         sums, amaxes = self._table.sums, self._table.amaxes
-        dist.all_reduce(sums)
-        dist.all_reduce(amaxes, dist.ReduceOp.MAX)
+        if self._names:
+            ops.measure_health(self._table)
+            dist.all_reduce(sums)
+            dist.all_reduce(amaxes, dist.ReduceOp.MAX)
+        results = sums, amaxes, self._tokens.reduce()
         on_gpu = sums.device.type == "cuda"
         if self._on_host is None:
-            self._on_host = (
-                torch.empty_like(sums, device="cpu", pin_memory=on_gpu),
-                torch.empty_like(amaxes, device="cpu", pin_memory=on_gpu),
+            self._on_host = tuple(
+                torch.empty_like(one, device="cpu", pin_memory=on_gpu) for one in results
             )
-        for host, found in zip(self._on_host, (sums, amaxes), strict=True):
+        for host, found in zip(self._on_host, results, strict=True):
             host.copy_(found, non_blocking=True)
         event = None
         if on_gpu:
@@ -143,9 +146,11 @@ class HealthMonitor:
         """Give every expert of all ranks a row. Every rank must call it, the first time."""
         mine = expert_names(self._chain.model_chunks)
         if not self._names:
-            self._names = _names_of_all_ranks([name for names in mine.values() for name in names])
+            self._names = names_of_all_ranks([name for names in mine.values() for name in names])
             if not self._names:
-                message = "moe_optim: health_interval: no weight is quantized: nothing to look at"
+                message = (
+                    "moe_optim: health_interval: no weight is quantized: tokens alone are counted"
+                )
                 log_single_rank(logger, logging.WARNING, message)
         row_of = {name: row for row, name in enumerate(self._names)}
         self._buckets = self._fresh_buckets()
@@ -166,24 +171,6 @@ class HealthMonitor:
                 entries.append(HealthEntry(entry=entry, rows=rows))
         device = torch.empty(0, device=torch.cuda.current_device()).device  # or the CPU runtime's
         return HealthTable.build(entries, len(self._names), device=device, backend=self._backend)
-
-
-def _names_of_all_ranks(mine: Sequence[ExpertName]) -> list[ExpertName]:
-    """Return the experts of all ranks, in the order of layers. Every rank must call it."""
-    gathered: list[Sequence[ExpertName]] = [()] * dist.get_world_size()
-    dist.all_gather_object(gathered, list(mine))
-    names = {name for of_rank in gathered for name in of_rank}
-    return in_order(names)
-
-
-def in_order(names: Iterable[ExpertName]) -> list[ExpertName]:
-    """Return experts in the order of layers by their numbers, and of their own."""
-    return sorted(names, key=lambda name: (_natural(name.layer), name))
-
-
-def _natural(text: str) -> list[tuple[int, str]]:
-    """Return a key by which layers.2 comes before layers.10."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", text)]
 
 
 def by_layer(names: Sequence[ExpertName], sums: Tensor, amaxes: Tensor) -> tuple[LayerHealth, ...]:

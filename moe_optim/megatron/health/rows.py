@@ -1,11 +1,12 @@
 """Which expert of which layer each part of a quantized weight is, by names that never change."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from moe_optim.megatron.weights.names import unwrapped_name
 
@@ -18,14 +19,14 @@ _LOCAL_EXPERT = re.compile(r"local_experts\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True, order=True)
 class ExpertName:
-    """One expert of one linear; a dense weight is its own only expert."""
+    """One expert of one linear, or of a whole layer; a dense weight is its own only expert."""
 
     layer: str
-    """Such as ``layers.3.fc1``, counted from 0 over all pipeline stages."""
+    """Such as ``layers.3.fc1`` or ``layers.3.experts``, counted from 0 over all stages."""
     expert: int
     """Its number among all experts of the layer, over all ranks."""
     element: str
-    """Of its format: ``e4m3`` or ``e2m1``."""
+    """Of its format: ``e4m3`` or ``e2m1``; empty for a whole layer."""
 
 
 def expert_names(model_chunks: Iterable[Any]) -> dict[torch.nn.Parameter, list[ExpertName]]:
@@ -61,3 +62,21 @@ def _names_of(name: str, storage: Any, modules: dict[str, Any]) -> list[ExpertNa
         first = numbers[0] + int(local[1] if local else found["expert"] or 0)
     label = f"{above}layers.{number}.{inside}"
     return [ExpertName(label, first + expert, element) for expert in range(num_experts)]
+
+
+def names_of_all_ranks(mine: Sequence[ExpertName]) -> list[ExpertName]:
+    """Return the experts of all ranks, in the order of layers. Every rank must call it."""
+    gathered: list[Sequence[ExpertName]] = [()] * dist.get_world_size()
+    dist.all_gather_object(gathered, list(mine))
+    names = {name for of_rank in gathered for name in of_rank}
+    return in_order(names)
+
+
+def in_order(names: Iterable[ExpertName]) -> list[ExpertName]:
+    """Return experts in the order of layers by their numbers, and of their own."""
+    return sorted(names, key=lambda name: (_natural(name.layer), name))
+
+
+def _natural(text: str) -> list[tuple[int, str]]:
+    """Return a key by which layers.2 comes before layers.10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", text)]

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_optim.health import TAGS, LayerHealth
+from moe_optim.health import TAGS, ExpertLoad, LayerHealth
 
 
 def current_iteration() -> int | None:
@@ -27,7 +27,7 @@ def current_iteration() -> int | None:
     return None if finished is None else int(finished) + 1
 
 
-def write(layers: Sequence[LayerHealth], iteration: int) -> None:
+def write(layers: Sequence[LayerHealth | ExpertLoad], iteration: int) -> None:
     """Write figures where this rank has a writer, TensorBoard's under ``iteration``.
 
     Weights & Biases take no step below the last one that was logged: there they go under the
@@ -51,7 +51,7 @@ def _megatron_globals() -> Any:
     return sys.modules.get("megatron.training.global_vars")
 
 
-def _write_tensorboard(writer: Any, health: LayerHealth, iteration: int) -> None:
+def _write_tensorboard(writer: Any, health: LayerHealth | ExpertLoad, iteration: int) -> None:
     tag = f"{TAGS}{health.layer}"
     for name, value in health.of_layer().items():
         writer.add_scalar(f"{tag}/{name}", value, iteration)
@@ -61,7 +61,7 @@ def _write_tensorboard(writer: Any, health: LayerHealth, iteration: int) -> None
         writer.add_histogram(f"{tag}/{name}/experts", values, iteration)
 
 
-def _for_wandb(wandb: Any, health: LayerHealth) -> dict[str, Any]:
+def _for_wandb(wandb: Any, health: LayerHealth | ExpertLoad) -> dict[str, Any]:
     tag = f"{TAGS}{health.layer}"
     scalars = {f"{tag}/{name}": of for name, of in health.of_layer().items()}
     return scalars | {
@@ -70,7 +70,7 @@ def _for_wandb(wandb: Any, health: LayerHealth) -> dict[str, Any]:
     }
 
 
-def _finite(health: LayerHealth) -> Iterator[tuple[str, Tensor]]:
+def _finite(health: LayerHealth | ExpertLoad) -> Iterator[tuple[str, Tensor]]:
     """Yield figures of experts without what is not finite, where that leaves some."""
     for name, values in health.of_experts().items():
         finite = values[values.isfinite()]

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from moe_optim.formats import FORMATS
-from moe_optim.megatron.health.monitor import by_layer, in_order
-from moe_optim.megatron.health.rows import ExpertName, expert_names
+from moe_optim.megatron.health.monitor import by_layer
+from moe_optim.megatron.health.rows import ExpertName, expert_names, in_order
 
 HOLDER = object()
 NAMES = {  # parameter, experts in it -> layer, expert numbers; layer 5 is this stage's layers.2

@@ -48,6 +48,11 @@ def train(format: str, knobs: dict[str, Any], flags: list[str]) -> dict[str, Any
     logging.getLogger("moe_optim.megatron.health.monitor").addHandler(listener)
 
     def keep(step: int, model: list[Any], optimizer: Any) -> None:
+        if step == 1:
+            seen["routed"] = watch_routers(model)
+        if step == LAST - INTERVAL:  # the last look but one
+            for routed in seen["routed"].values():
+                routed.zero_()
         writer = global_vars.get_tensorboard_writer()
         if step == LAST and writer is not None:
             writer.flush()
@@ -62,11 +67,27 @@ def train(format: str, knobs: dict[str, Any], flags: list[str]) -> dict[str, Any
 
     config = MoEOptimConfig(format=format, health_interval=INTERVAL, **knobs)  # type: ignore[arg-type]
     record = pretrain([*FLAGS, *flags], config, observe=latest_of, after_step=keep)
-    return seen | {"latest": record.extra, "losses": record.losses}
+    latest, loads = record.extra
+    return seen | {"latest": latest, "loads": loads, "losses": record.losses}
 
 
 def latest_of(_: Any, optimizer: Any) -> Any:
-    return optimizer.health.latest
+    return optimizer.health.latest, optimizer.health.latest_loads
+
+
+def watch_routers(model: list[Any]) -> dict[str, Tensor]:
+    """Return layer -> this rank's tokens that its router sends to each expert, from now on."""
+    routed = {}
+    for layer in (one for chunk in model for one in chunk.modules() if hasattr(one, "mlp")):
+        tokens = torch.zeros(4, dtype=torch.int64)
+        routed[f"layers.{layer.layer_number - 1}.experts"] = tokens
+
+        def add(_: Any, __: Any, result: Any, tokens: Tensor = tokens) -> None:
+            if torch.is_grad_enabled():  # not those of evaluations
+                tokens += result[1].sum(0)
+
+        layer.mlp.router.register_forward_hook(add)
+    return routed
 
 
 @cache
@@ -113,12 +134,31 @@ def test_figures_are_those_of_whole_experts_by_their_numbers_among_all(run):
             assert (sums[:, Sum.ELEMENTS] == masters[0].numel()).all()
 
 
+def assert_tokens_are_those_of_routers(ranks: list[dict[str, Any]]) -> None:
+    routed: dict[str, Tensor] = {}
+    for layer, tokens in (item for rank in ranks for item in rank["routed"].items()):
+        routed[layer] = routed.get(layer, torch.zeros_like(tokens)) + tokens
+    assert all(tokens.any() for tokens in routed.values())
+    for rank in ranks:
+        assert {load.layer for load in rank["loads"]} == set(routed)
+        for load in rank["loads"]:
+            assert load.experts == (0, 1, 2, 3)
+            assert load.tokens.tolist() == routed[load.layer].tolist()
+            busiest = max(load.tokens.tolist()) / (sum(load.tokens.tolist()) / 4)
+            assert load.of_layer() == {"imbalance": pytest.approx(busiest)}
+
+
+@EVERY_RUN
+def test_tokens_of_experts_are_what_all_routers_sent_them_since_the_look_before(run):
+    assert_tokens_are_those_of_routers(ranks_of(run))
+
+
 @EVERY_RUN
 def test_the_rank_with_a_writer_writes_scalars_histograms_and_every_expert(run):
     """Under stable names, at the iterations that were looked at."""
     ranks = ranks_of(run)
     events = events_of(ranks)
-    for health in ranks[0]["latest"]:
+    for health in (*ranks[0]["latest"], *ranks[0]["loads"]):
         for name, value in health.of_layer().items():
             points = events.scalars[f"moe_optim/{health.layer}/{name}"]
             assert [point.iteration for point in points] == [INTERVAL, LAST]
@@ -140,18 +180,21 @@ def test_looking_changes_nothing():
     assert any(len(one["losses"]) == LAST for one in looked_at)
 
 
-def test_a_recipe_without_quantized_weights_is_told_that_there_is_nothing_to_look_at():
+def test_of_a_recipe_without_quantized_weights_tokens_alone_are_counted():
     ranks = run_ranks(1, train, "bf16", {}, [])
     assert ranks[0]["latest"] == ()
-    lines = ["moe_optim: health_interval: no weight is quantized: nothing to look at"]
+    lines = ["moe_optim: health_interval: no weight is quantized: tokens alone are counted"]
     assert ranks[0]["lines"] == lines
-    assert not any(tag.startswith("moe_optim/") for tag in events_of(ranks).scalars)
+    assert_tokens_are_those_of_routers(ranks)
+    tags = {tag for tag in events_of(ranks).scalars if tag.startswith("moe_optim/")}
+    assert tags == {f"moe_optim/layers.{layer}.experts/imbalance" for layer in (0, 1)}
 
 
 def test_tensor_parallel_slices_are_one_expert():
     """Of ranks that share experts, slices are quantized apart and counted together."""
     flags = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
     ranks = run_ranks(2, train, "nvfp4", {}, flags)
+    assert_tokens_are_those_of_routers(ranks)  # both are given the same ones
     squares: dict[tuple[str, int], float] = {}
     for names, (_, rows, cols), start, shard in (one for rank in ranks for one in rank["shards"]):
         assert start == 0  # no data-parallel rank beside it

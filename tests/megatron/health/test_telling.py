@@ -50,9 +50,9 @@ def looked(monkeypatch):
     """A monitor with a look at two experts on its way to the host, and what it writes."""
     written = []
     monkeypatch.setattr(monitor, "write", lambda layers, iteration: written.append(iteration))
-    found = HealthMonitor(SimpleNamespace(stepping=[]), 10)
+    found = HealthMonitor(SimpleNamespace(stepping=[], model_chunks=[]), 10)
     found._names = [ExpertName("layers.0.fc1", expert, "e4m3") for expert in range(2)]
-    found._on_host = sums_of(2), torch.ones(2)
+    found._on_host = sums_of(2), torch.ones(2), torch.empty(0)
     event = Event()
     found._look = monitor._Look(iteration=10, event=event)
     return found, event, written
@@ -89,7 +89,7 @@ def test_warnings_name_layer_and_expert_and_are_not_many(looked, caplog, monkeyp
         monitor, "log_single_rank", lambda logger, *args: logger.log(*args)
     )  # no process group here
     found._names = [ExpertName("layers.7.fc2", expert, "e4m3") for expert in range(20)]
-    found._on_host = sums_of(20, saturated=5), torch.ones(20)
+    found._on_host = sums_of(20, saturated=5), torch.ones(20), torch.empty(0)
     with caplog.at_level(logging.WARNING):
         found.tell()
     assert len(caplog.messages) == MOST_WARNINGS + 1
