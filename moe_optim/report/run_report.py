@@ -160,11 +160,15 @@ def _tokens(run: Run) -> Section:
             pictures=[
                 Picture(
                     name="tokens",
-                    png=plots.plot_heat_map(look.of_mean(), "tokens, of the mean of the layer"),
+                    png=plots.plot_heat_map(
+                        look.of_mean(), "tokens, divided by the mean of the layer"
+                    ),
                     alt="Heat map: tokens of each expert of each layer",
                 ),
                 *_trends(
-                    run, run.layers_with("tokens"), {"imbalance": "busiest expert, of the mean"}
+                    run,
+                    run.layers_with("tokens"),
+                    {"imbalance": "busiest expert, divided by the mean"},
                 ),
             ],
         )
