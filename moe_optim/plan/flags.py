@@ -1,8 +1,9 @@
 """Megatron's flags, read as its own parser reads them, without importing it.
 
 Importing it would take most of the time that a plan needs. ``megatron_flags.json`` lists the flags
-of one version of megatron-core: names, numbers of values, types, choices and defaults. Where
-another version is installed, or something is wrong with the flags, Megatron's own parser is asked.
+of the versions of megatron-core that it names: numbers of values, types, choices and defaults.
+Where another version is installed, or something is wrong with the flags, Megatron's own parser is
+asked.
 """
 
 import argparse
@@ -14,12 +15,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from moe_optim.environment import find_package
+from moe_optim.environment import Package, find_package
 from moe_optim.errors import ConfigError
 from moe_optim.megatron.planning import FlagsParser, parse_with_megatron
 
 RECORD = Path(__file__).with_name("megatron_flags.json")
-"""Written by ``make docs``, from the parser of the megatron-core that is installed there."""
+"""Written by ``make docs``, from the parser of the megatron-core that is installed there; a version
+is added to the others where its flags are the same."""
 
 _ACTIONS: Mapping[str, Any] = MappingProxyType(
     {
@@ -38,14 +40,18 @@ def parse_flags(argv: Sequence[str]) -> argparse.Namespace:
         ConfigError: a flag that Megatron does not have, or a value that it does not take.
     """
     installed = find_package("megatron-core")
-    record = _read_record()
-    if installed is None or (installed.version == record["version"] and not installed.checkout):
+    if installed is None or is_recorded(installed):
         try:
             return _recorded_parser().parse_args(list(argv))
         except ConfigError:
             if installed is None:
                 raise
     return parse_with_megatron(argv)  # imports it, which takes seconds
+
+
+def is_recorded(installed: Package) -> bool:
+    """Return whether the record has the flags of this megatron-core, a release."""
+    return installed.version in _read_record()["versions"] and not installed.checkout
 
 
 def _layer_pattern(text: str) -> int | list[int]:

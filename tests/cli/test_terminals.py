@@ -14,6 +14,7 @@ import pytest
 
 from moe_optim.console.spelling import spell_bytes
 from moe_optim.formats import FORMATS
+from tests.support.megatron_flags import recorded
 from tests.support.stored_checkpoints import common_state, stored_tensors, write_torch_dist
 
 COMMAND = [sys.executable, "-m", "moe_optim.cli.main"]
@@ -103,6 +104,7 @@ def run_without_reader(*words):
     return done.returncode, done.stderr
 
 
+@recorded  # importing Megatron warns
 def test_a_closed_pipe_loses_no_file_of_a_plan(tmp_path):
     """As with ``| head -1``: tables are printed last."""
     rows, picture = tmp_path / "plan.json", tmp_path / "plan.png"
@@ -113,6 +115,7 @@ def test_a_closed_pipe_loses_no_file_of_a_plan(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@recorded  # importing Megatron warns
 def test_what_is_printed_alone_ends_as_sigpipe_would_without_a_word():
     assert run_without_reader("plan", "quickstart", "--gpus", "2", "--json") == (141, "")
 

@@ -23,11 +23,12 @@ from moe_optim.plan.flags import RECORD, parse_flags
 from moe_optim.plan.stages import count_moe_layers
 from moe_optim.recipes import load_recipe
 from moe_optim.shipped_recipes import shipped_recipes
-from tests.support.megatron_flags import PLAIN, megatron_parser, spell_flags
+from tests.support.megatron_flags import PLAIN, megatron_parser, recorded, spell_flags
 
 # Flags
 
 
+@recorded
 def test_the_recorded_flags_are_those_of_the_megatron_that_is_installed():
     assert RECORD.read_text() == spell_flags(), "run make docs"
 
@@ -78,6 +79,7 @@ def test_without_megatron_wrong_flags_are_named_all_the_same(monkeypatch):
             parse_flags(argv)
 
 
+@recorded
 def test_a_plan_imports_neither_megatron_nor_torch_and_matplotlib_only_to_draw(tmp_path):
     program = (
         "import sys\n"

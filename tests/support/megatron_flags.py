@@ -1,13 +1,17 @@
 """The flags of the installed Megatron, as ``moe_optim/plan/megatron_flags.json`` records them.
 
-``python -m tests.support.megatron_flags`` writes the file.
+``python -m tests.support.megatron_flags`` writes the file; it keeps the names of other versions
+whose flags are the same.
 """
 
 import argparse
 import importlib.metadata
 import json
 
-from moe_optim.plan.flags import RECORD, TYPES
+import pytest
+
+from moe_optim.environment import find_package
+from moe_optim.plan.flags import RECORD, TYPES, is_recorded
 
 _ACTIONS = {
     argparse._StoreAction: "value",
@@ -15,6 +19,10 @@ _ACTIONS = {
     argparse._StoreFalseAction: "false",
     argparse.BooleanOptionalAction: "boolean",
 }
+recorded = pytest.mark.skipif(
+    not is_recorded(find_package("megatron-core")),
+    reason="a Megatron whose flags are not in the record is imported for a plan",
+)
 PLAIN = (type(None), bool, int, float, str)
 
 
@@ -45,19 +53,17 @@ def describe_flag(action):
 
 def describe_flags():
     actions = megatron_parser()._actions
-    return {
-        "version": importlib.metadata.version("megatron-core"),
-        "flags": [
-            describe_flag(one) for one in actions if not isinstance(one, argparse._HelpAction)
-        ],
-    }
+    return [describe_flag(one) for one in actions if not isinstance(one, argparse._HelpAction)]
 
 
 def spell_flags():
     """Return the text of the file, a flag a line."""
-    found = describe_flags()
-    flags = ",\n".join(json.dumps(flag) for flag in found["flags"])
-    return f'{{"version": {json.dumps(found["version"])}, "flags": [\n{flags}\n]}}\n'
+    found, record = describe_flags(), json.loads(RECORD.read_text())
+    versions = {importlib.metadata.version("megatron-core")}
+    if record["flags"] == found:
+        versions.update(record["versions"])
+    flags = ",\n".join(map(json.dumps, found))
+    return f'{{"versions": {json.dumps(sorted(versions))}, "flags": [\n{flags}\n]}}\n'
 
 
 if __name__ == "__main__":
