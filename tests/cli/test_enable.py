@@ -1,6 +1,5 @@
 """`moe-optim enable`: one file, after which plain python does what `moe-optim run` does."""
 
-import importlib.metadata
 import json
 import os
 import re
@@ -14,6 +13,7 @@ from moe_optim import import_hook
 from moe_optim.cli import doctor
 from moe_optim.cli import main as cli
 from moe_optim.console import site_file
+from moe_optim.environment import find_package
 from tests.support.runs import REPOSITORY
 from tests.support.scripts import PRETRAIN, write_fake_tree
 from tests.support.training import MODEL
@@ -187,8 +187,7 @@ def test_a_script_that_imports_megatron_gets_what_run_gives(python, script, with
     wanted = {"script-arguments", "local-experts", "distributed-optimizer", "adam:optimizer.Adam"}
     assert wanted <= set(told["applied"])
     assert "format='nvfp4'" in told["config"]
-    installed = importlib.metadata.version("megatron-core")
-    assert f"{FLAG}: megatron-core {installed} from " in plain.stderr
+    assert f"{FLAG}: megatron-core {find_package('megatron-core').version} from " in plain.stderr
 
 
 def test_a_refusal_is_one_line_and_exits_with_2(python, script, tmp_path):

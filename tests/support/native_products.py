@@ -339,6 +339,8 @@ def _cast_experts(values: Tensor, quantizer: Any) -> Any:
 
 def _quantize(quantizer: Any, tensor: Tensor) -> Any:
     weight = quantizer.make_empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    if hasattr(weight, "_with_gemm_swizzled_scales"):  # wanted for products; these read plain ones
+        weight._with_gemm_swizzled_scales = False
     return quantizer.update_quantized(tensor, weight)
 
 

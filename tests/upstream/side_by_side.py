@@ -52,6 +52,8 @@ class Selection:
     """Where torch computes products and casts of Transformer Engine, on both sides."""
     of: str = "megatron-lm"
     """Whose file it is: that, or "transformer-engine"."""
+    opened: bool = False
+    """Whether both sides run what Transformer Engine keeps for Blackwell and a Hopper can do."""
 
 
 SELECTIONS = (  # the longest first
@@ -76,8 +78,10 @@ SELECTIONS = (  # the longest first
     Selection(file="models/test_hybrid_moe_model.py", knobs="format=bf16"),
     Selection(file="distributed/test_cast_master_weights_to_fp8.py", of="transformer-engine"),
     Selection(file="test_fused_optimizer.py", of="transformer-engine"),
-    Selection(file="mxfp8/test_mxfp8_master_weight_empty_shard.py", of="transformer-engine"),
-    Selection(file="test_partial_cast.py", of="transformer-engine"),
+    Selection(
+        file="mxfp8/test_mxfp8_master_weight_empty_shard.py", of="transformer-engine", opened=True
+    ),
+    Selection(file="test_partial_cast.py", of="transformer-engine", opened=True),
 )
 """What runs by default, in one place."""
 
@@ -181,7 +185,8 @@ def _launch(job: Job, logs: Path, done: Collection[str]) -> RankFailure | None:
         entry += ["-p", "no:cacheprovider", "-p", "no:faulthandler"]
         where = {"always"} | ({"on cpus"} if job.cpu else set())
         replaced = ("replaced_products",) if job.selection.replaced in where else ()
-        entry += [word for plugin in (*job.plugins, *replaced) for word in ("-p", plugin)]
+        opened = ("opened_casts",) if job.selection.opened else ()
+        entry += [word for plugin in (*job.plugins, *replaced, *opened) for word in ("-p", plugin)]
         entry += ["-k", job.selection.keyword]
         entry += ["--lines", str(logs), "--case-timeout", str(job.timeout_s)]
         entry += ["--leave-out", str(logs / "left_out.txt")]

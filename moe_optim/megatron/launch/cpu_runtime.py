@@ -216,6 +216,11 @@ def maybe_move_tensor_to_cpu(
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
+def is_inference_column_parallel_linear(module: Any) -> bool:
+    """Return that no module is: these classes are Transformer Engine's."""
+    return False
+
+
 _RNG_LOGGER = logging.getLogger("megatron.core.tensor_parallel.random")
 """Warns at every random draw that the host's stream moved; here it is the only one."""
 

@@ -53,6 +53,8 @@ class Patch:
     """What upstream has to offer for this patch to go."""
     not_needed_with: tuple[str, ...] = field(default=())
     """Modules whose presence makes the patch unnecessary."""
+    only_if_there: bool = False
+    """Whether a Megatron without the target does without the patch: it has not got the fault."""
 
 
 _originals: dict[str, Any] = {}  # target -> the object that stood there
@@ -161,7 +163,17 @@ def _installed() -> tuple[str, str]:
 
 
 def _needed(patch: Patch) -> bool:
-    return not any(_importable(name) for name in patch.not_needed_with)
+    if any(_importable(name) for name in patch.not_needed_with):
+        return False
+    return not patch.only_if_there or _is_there(patch.target)
+
+
+def _is_there(target: str) -> bool:
+    try:
+        resolve(target)
+    except (ImportError, AttributeError):
+        return False
+    return True
 
 
 def _importable(name: str) -> bool:

@@ -107,6 +107,16 @@ CPU: tuple[Patch, ...] = (
         because="a tensor that is on the host already is not turned into the array asked for",
         remove_when="the token dispatcher converts split sizes wherever they lie",
     ),
+    Patch(
+        id="no-inference-linears",
+        target="megatron.core.transformer.multi_token_prediction:"
+        "is_inference_column_parallel_linear",
+        replacement="moe_optim.megatron.launch.cpu_runtime:is_inference_column_parallel_linear",
+        fits=in_all_versions("(module)"),
+        because="megatron-core 0.20 asks for classes that are mocks without Transformer Engine",
+        remove_when="multi-token prediction is built without Transformer Engine",
+        only_if_there=True,
+    ),
 )
 """Needed by the CPU runtime alone, besides what it redirects in torch."""
 

@@ -63,7 +63,8 @@ def _train(folder: Path, choose: Choose) -> dict[str, list[str]]:
 def kill(folder: Path, choose: Choose) -> Path:
     (calls,) = run_ranks(1, _train, folder, choose)
     for name in FOLDERS:
-        assert calls[name][-3:] == ["open", "write", "close"]  # of the tracker: nothing is after it
+        last = [call for call in calls[name] if call != "mkdir"][-3:]  # newer versions make sure
+        assert last == ["open", "write", "close"]  # of the tracker: nothing is written after it
         assert {"mkdir", "fsync", "rename", "replace"} <= set(calls[name])
         assert len(list((folder / name).glob("[0-9]*"))) == len(choose(calls[name]))
     return folder
