@@ -1,6 +1,5 @@
 """The command with nothing replaced: real text, real Megatron, two gloo ranks on the CPU."""
 
-import importlib.metadata
 import json
 import math
 import shutil
@@ -8,6 +7,7 @@ import shutil
 import pytest
 
 from moe_optim.cli import main as cli
+from moe_optim.environment import find_package
 from moe_optim.train.byte_dataset import prepare_dataset
 from moe_optim.train.resume import checkpoint_defect
 from moe_optim.train.text_files import find_text
@@ -71,7 +71,7 @@ def test_the_report_shows_what_was_trained_and_where(run_folder, capsys):
     assert cli.main(["report", str(run_folder)]) == 0
     assert str(run_folder / "report" / "index.html") in capsys.readouterr().out
     page = (run_folder / "report" / "index.html").read_text()
-    core = f"megatron-core {importlib.metadata.version('megatron-core')}"
+    core = f"megatron-core {find_package('megatron-core').version}"
     for text in ("layers.1.fc2", "At iteration 4, the last", core, "CPU, "):
         assert text in page
     assert (run_folder / "report" / "error.png").is_file()

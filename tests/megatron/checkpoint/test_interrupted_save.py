@@ -81,7 +81,9 @@ def killed_at_every(tmp_path_factory):
 
 
 def bytes_of(checkpoint: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(checkpoint.iterdir())}
+    return {
+        path.name: path.read_bytes() for path in sorted(checkpoint.rglob("*")) if path.is_file()
+    }
 
 
 def contents_of(checkpoint: Path) -> Any:
