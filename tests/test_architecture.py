@@ -41,7 +41,7 @@ megatron/optimizer
 megatron/launch
 megatron/bridge megatron
 train
-bench bench/offload plan report
+bench bench/export bench/offload plan report
 .
 cli
 """.strip().splitlines()

@@ -1,4 +1,4 @@
-"""What ``moe-optim bench requantize`` lays out.
+"""What benches of expert weights lay out.
 
 Every expert is a member of its own. A rank that owns 1/N of the weights owns the first rows of each
 one: whole bands of blocks, at least one, so that no block waits for other ranks.
@@ -43,6 +43,15 @@ SHAPE_SETS: Mapping[str, ShapeSet] = MappingProxyType(
         "small": ShapeSet(weights=((2, 256, 128), (2, 128, 256)), layers=2),
     }
 )
+
+MODELS: Mapping[str, ShapeSet] = MappingProxyType(
+    {
+        # 12 of 48 layers: 7.2e9 parameters
+        "qwen3-30b-a3b": ShapeSet(weights=((128, 1536, 2048), (128, 2048, 768)), layers=12),
+        "small": ShapeSet(weights=((4, 256, 128), (4, 128, 256)), layers=2),
+    }
+)
+"""All experts of layers, for ranks to spread among them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,6 +3,7 @@
 import argparse
 
 from moe_optim.bench import convert, experts_report, gather, requantize_report, step
+from moe_optim.bench.export import command as export
 from moe_optim.bench.offload import command as offload
 
 KINDS = {
@@ -11,6 +12,7 @@ KINDS = {
     "convert": convert,
     "step": step,
     "offload": offload,
+    "export": export,
     "experts": experts_report,
 }
 """What can be measured -> the module that adds its options and runs it."""

@@ -107,8 +107,17 @@ def tensor_name(prefix: str, pattern: KeyPattern, expert: int, suffix: str) -> s
         expert: among all of the layer.
         suffix: what stands in place of ``weight`` or ``bias``.
     """
-    key = pattern.key(expert)
-    return prefix + key.removesuffix(key.rpartition(".")[2]) + suffix
+    return prefix + tensor_template(pattern, suffix).format(expert=expert)
+
+
+def tensor_template(pattern: KeyPattern, suffix: str) -> str:
+    """Return what an expert's tensor is called in its container, ``{expert}`` for its number.
+
+    Args:
+        pattern: of the layout, of weights or biases.
+        suffix: what stands in place of ``weight`` or ``bias``.
+    """
+    return f"{pattern.template.rpartition('.')[0]}.{suffix}"
 
 
 def _check_cut(rows: int, parts: int, interleave: int | None, block_rows: int, name: str) -> None:

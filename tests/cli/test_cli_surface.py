@@ -13,6 +13,7 @@ from moe_optim.errors import ConfigError, StateError
 SURFACE = {  # command -> its positionals and options
     "bench convert": {"--gigabytes", "--dir", "--to", "--json"},
     "bench experts": {"--experts", "--shape", "--bits", "--device", "--json"},
+    "bench export": {"--format", "--model", "--ranks", "--json"},
     "bench gather": {"--format", "--shape-set", "--ranks", "--json"},
     "bench offload": {"--format", "--shape-set", "--offload-states", "--json"},
     "bench step": {

@@ -16,12 +16,13 @@ from moe_optim.modules.grouped_weight import GroupedWeight
 Offset = tuple[int, int, int]
 """Axis of the global tensor, place on it, number of places."""
 
-_CUTS = {  # axis of one expert's tensor that tensor parallelism cuts, and parts that are cut apart
+CUTS = {  # axis of one expert's tensor that tensor parallelism cuts, and parts that are cut apart
     "linear_fc1.weight": (0, 2),  # the rows of gate and up
     "linear_fc1.bias": (0, 2),
     "linear_fc2.weight": (1, 1),
     "linear_fc2.bias": (None, 1),  # every rank holds the whole
 }
+"""How expert tensor parallelism cuts the tensors of an expert."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +49,7 @@ class ExpertShard:
     @property
     def cut(self) -> tuple[int | None, int]:
         """The axis of one expert that is cut over ranks, if any, and in how many parts it is."""
-        return _CUTS[f"{self.linear}.{self.kind}"]
+        return CUTS[f"{self.linear}.{self.kind}"]
 
     def dim(self, axis: int) -> int:
         """Return which dimension of the parameter an axis of one expert is."""

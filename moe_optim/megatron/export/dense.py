@@ -11,7 +11,8 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from moe_optim.errors import StateError
-from moe_optim.megatron.export.units import HeldPart, TensorInfo
+from moe_optim.megatron.export.buckets import TensorInfo
+from moe_optim.megatron.export.units import HeldPart
 from moe_optim.megatron.te.fields import read_values, te_formats_of
 from moe_optim.megatron.weights.managed import is_managed
 

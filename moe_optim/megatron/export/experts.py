@@ -1,6 +1,6 @@
 """The experts that a rank holds, and the tensors that each of them is exported as."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
@@ -11,11 +11,13 @@ from torch import Tensor
 from moe_optim.errors import ConfigError, LayoutError, StateError
 from moe_optim.expert_keys.layouts import LINEARS, KeyLayout
 from moe_optim.export.conventions import Convention, find_convention
-from moe_optim.export.planes import export_expert, patterns_of, split_rows, tensor_name
+from moe_optim.export.planes import export_expert, patterns_of, split_rows, tensor_template
 from moe_optim.formats import QuantizedWeight, get_format
 from moe_optim.hugging_face.families import expert_prefixes
 from moe_optim.megatron.experts.linears import ExpertLinear, expert_linears
-from moe_optim.megatron.export.units import HeldExperts, TensorInfo
+from moe_optim.megatron.experts.sharding import CUTS
+from moe_optim.megatron.export.buckets import TensorInfo
+from moe_optim.megatron.export.units import HeldExperts
 from moe_optim.megatron.te.fields import te_formats_of
 from moe_optim.megatron.te.grouped_linears import members_of
 from moe_optim.megatron.weights.managed import storage_of
@@ -35,13 +37,23 @@ class ExportedAs:
 
     def names(self, held: HeldExperts, expert: int) -> list[str]:
         """Return the names of one expert's tensors, in the order in which they are exported."""
-        container, _, linear = held.linear.rpartition(".")
-        prefix = self._prefix(container)
-        patterns = patterns_of(self.layout, linear, held.kind)
+        return [template.format(expert=expert) for template in _templates(self, held)]
+
+    def join(self, held: HeldExperts, ranks: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """Return the tensors of one expert, put together from those of its parts.
+
+        Args:
+            held: which axis is cut.
+            ranks: of each rank of expert tensor parallelism the tensors of its part.
+        """
+        assert held.cut_axis is not None
+        runs = 1  # of rows that each rank has a part of
+        if held.linear.endswith(LINEARS[0]) and held.interleave is None:
+            runs = 2 // self._count(held)
+        cut = [[piece.chunk(runs) for piece in parts] for parts in zip(*ranks, strict=True)]
         return [
-            tensor_name(prefix, pattern, expert, suffix)
-            for pattern, part in zip(patterns, form_of(self, held), strict=True)
-            for suffix, _ in part
+            torch.cat([piece[run] for run in range(runs) for piece in pieces], held.cut_axis)
+            for pieces in cut
         ]
 
     def plain_parts(self, held: HeldExperts, values: Tensor) -> list[dict[str, Tensor]]:
@@ -103,6 +115,19 @@ def _form_of(exported: ExportedAs, held: HeldExperts) -> Form:
     )
 
 
+@cache
+def _templates(exported: ExportedAs, held: HeldExperts) -> list[str]:
+    """Return the names of an expert's tensors, with ``{expert}`` in place of its number."""
+    container, _, linear = held.linear.rpartition(".")
+    prefix = exported._prefix(container)
+    patterns = patterns_of(exported.layout, linear, held.kind)
+    return [
+        prefix + tensor_template(pattern, suffix)
+        for pattern, part in zip(patterns, form_of(exported, held), strict=True)
+        for suffix, _ in part
+    ]
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LocalExperts:
     """A linear of experts on this rank, and what others are told of it."""
@@ -112,6 +137,8 @@ class LocalExperts:
 
     def parts(self, expert: int, exported: ExportedAs) -> list[dict[str, Tensor]]:
         """Return one expert's tensors, part by part; ``expert`` is its number among all.
+
+        Of what this rank has of it, where ranks share experts.
 
         Raises:
             StateError: the weight is behind its masters, or on the host.
@@ -148,7 +175,9 @@ def local_experts(chunk: Any) -> Iterator[LocalExperts]:
     """Yield the linears of experts of a chunk: weights, and biases where there are some.
 
     Raises:
-        ConfigError: experts are cut over ranks, or are no pairs of gate and up.
+        ConfigError: experts are no pairs of gate and up, or are cut into parts that have global
+            scales of their own.
+        LayoutError: experts are cut through blocks of scales.
         StateError: a quantized weight is not held by a bucket of this package.
     """
     modules = {unwrapped_name(name): module for name, module in chunk.named_modules()}
@@ -156,6 +185,7 @@ def local_experts(chunk: Any) -> Iterator[LocalExperts]:
         path = with_global_layers(linear.name, modules)
         config = _config_of(linear, modules)
         _require_exportable(linear, path, config)
+        name = path.rpartition(".")[2]
         shape, format = _kind_of(linear, path)
         facts: dict[str, Any] = {
             "linear": path,
@@ -164,10 +194,16 @@ def local_experts(chunk: Any) -> Iterator[LocalExperts]:
         }
         if path.endswith(LINEARS[0]):
             facts["interleave"] = getattr(config, "moe_mlp_glu_interleave_size", None)
-        held = HeldExperts(kind="weight", shape=shape, format=format, **facts)
-        yield LocalExperts(held=held, linear=linear)
+        size = linear.groups.expt_tp.size()
+        shapes = {"weight": (shape, format)}
         if biases_of(linear):
-            held = HeldExperts(kind="bias", shape=shape[:1], format="bf16", **facts)
+            shapes["bias"] = shape[:1], "bf16"
+        for kind, (part, stored_as) in shapes.items():
+            axis = CUTS[f"{name}.{kind}"][0] if size > 1 else None
+            if axis is not None:
+                _require_joinable(path, stored_as, part[axis], axis, size)
+            whole = tuple(n * size if axis == at else n for at, n in enumerate(part))
+            held = HeldExperts(kind=kind, shape=whole, format=stored_as, cut_axis=axis, **facts)
             yield LocalExperts(held=held, linear=linear)
 
 
@@ -196,13 +232,6 @@ def _kind_of(linear: ExpertLinear, path: str) -> tuple[tuple[int, ...], str]:
 
 
 def _require_exportable(linear: ExpertLinear, path: str, config: Any) -> None:
-    size = linear.groups.expt_tp.size()
-    if size > 1:
-        raise ConfigError(
-            f"export_weights: {path}: expected whole experts on each rank, got parts of them: "
-            f"--expert-tensor-parallel-size {size}. Train with 1, or save a checkpoint and use "
-            "moe-optim export."
-        )
     if not path.endswith(LINEARS):
         raise LayoutError(
             f"export_weights: {path}: expected experts of linear_fc1 and linear_fc2, got a linear "
@@ -212,4 +241,33 @@ def _require_exportable(linear: ExpertLinear, path: str, config: Any) -> None:
         raise ConfigError(
             f"export_weights: {path}: expected gate and up rows, got experts without a gate. Train "
             "with --swiglu."
+        )
+
+
+def _require_joinable(path: str, format: str, numel: int, axis: int, size: int) -> None:
+    """Check that parts of experts are whole blocks, so that they lie side by side in a whole.
+
+    Args:
+        path: of the linear.
+        format: of its weights.
+        numel: of a part along the axis that is cut.
+        axis: rows or columns; rows are those of gate, and as many of up.
+        size: how many ranks share an expert.
+    """
+    if format == "bf16":
+        return
+    cut = f"--expert-tensor-parallel-size {size}"
+    remedy = "Train with 1, or save a checkpoint and use moe-optim export."
+    if get_format(format).has_global_amax:
+        raise ConfigError(
+            f"export_weights: {path}: expected one global scale an expert, got {cut}, where every "
+            f"part of an expert has its own. {remedy}"
+        )
+    block = get_format(format).rowwise_block[axis]
+    length = numel if axis else numel // 2
+    if length % block:
+        what = ("rows of gate and of up", "columns")[axis]
+        raise LayoutError(
+            f"export_weights: {path}: expected {what} of each rank in multiples of {block}, a "
+            f"block of {format}, got {length} with {cut}. {remedy}"
         )

@@ -8,22 +8,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 
-import torch
-
-
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """A tensor that is still to come."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensor."""
-        return prod(self.shape) * self.dtype.itemsize
+from moe_optim.megatron.export.buckets import TensorInfo, bucket_nbytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,11 +24,13 @@ class HeldExperts:
     """Of all experts of the layer, the first that is here."""
     count: int
     shape: tuple[int, ...]
-    """Of one expert: [R, C], or [R]."""
+    """Of one whole expert: [R, C], or [R]."""
     format: str
     """Of the weights; ``bf16`` of biases."""
     interleave: int | None = None
     """Rows of gate that alternate with as many of up."""
+    cut_axis: int | None = None
+    """Axis of an expert that expert tensor parallelism cuts; None where ranks have whole ones."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,20 +64,17 @@ class Unit:
     @cached_property
     def nbytes(self) -> int:
         """Bytes of the tensors, each with what lies between it and the next in a bucket."""
-        return sum(aligned(one.nbytes) for one in self.tensors)
+        return bucket_nbytes(self.tensors)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether each holder has a part of an expert, so that they have to put it together."""
+        return isinstance(self.held, HeldExperts) and self.held.cut_axis is not None
 
     @property
     def owner(self) -> int:
         """The rank that sends it."""
         return min(self.holders)
-
-
-_ALIGNMENT = 16  # bytes: any dtype may begin there
-
-
-def aligned(nbytes: int) -> int:
-    """Return the bytes that a tensor takes in a bucket."""
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def in_order(held: Held) -> tuple[object, ...]:
@@ -103,15 +88,17 @@ def in_order(held: Held) -> tuple[object, ...]:
 def batches(units: Sequence[Unit], bucket_bytes: int) -> list[list[Unit]]:
     """Return units in order, together what one rank sends in one bucket, or what is not sent.
 
-    A bucket has at most ``bucket_bytes``, unless a unit alone has more.
+    What is sent or put together at once has at most ``bucket_bytes``, unless a unit has more.
     """
     found: list[list[Unit]] = []
     size = 0
     for unit in units:
         last = found[-1][-1] if found else None
-        joins = last is not None and last.is_sent == unit.is_sent
+        joins = last is not None and (last.is_sent, last.is_cut) == (unit.is_sent, unit.is_cut)
         if joins and last is not None and unit.is_sent:
-            joins = last.owner == unit.owner and size + unit.nbytes <= bucket_bytes
+            joins = last.owner == unit.owner
+        if joins and (unit.is_sent or unit.is_cut):
+            joins = size + unit.nbytes <= bucket_bytes
         if not joins:
             found.append([])
             size = 0

@@ -13,15 +13,19 @@ from moe_optim.export.dense_names import DenseNames, Heads, find_family
 from moe_optim.export.planes import get_export_layout
 from moe_optim.megatron.agreement import agree
 from moe_optim.megatron.buffers.bucket_group import gather_weights
+from moe_optim.megatron.export.buckets import (
+    bucket_nbytes,
+    cut_bucket,
+    fill_bucket,
+    infos_of,
+)
 from moe_optim.megatron.export.dense import LocalPart, Wholes, local_parts
 from moe_optim.megatron.export.experts import ExportedAs, LocalExperts, form_of, local_experts
 from moe_optim.megatron.export.units import (
     Held,
     HeldExperts,
     HeldPart,
-    TensorInfo,
     Unit,
-    aligned,
     batches,
     put_together,
 )
@@ -73,8 +77,10 @@ def export_weights(
 
     Raises:
         ConfigError: no such layout or convention; a model without names in the layout; experts
-            that are cut by expert tensor parallelism, or have no gate.
-        LayoutError: gate and up share a block of scales; or no rank has grouped experts.
+            that have no gate, or that expert tensor parallelism cuts into parts with global scales
+            of their own.
+        LayoutError: gate and up, or parts of an expert on two ranks, share a block of scales; or
+            no rank has grouped experts.
         StateError: weights are on the host, or their gather would overwrite gradients that no step
             has used; at any tensor, where a step has come between.
     """
@@ -193,11 +199,32 @@ class _Exporter:
                 values = iter(self._send(units))
             else:
                 units = [unit for unit in units if rank in unit.holders]
-                values = map(self._read, units)
+                values = self._read_all(units)
             for unit, tensors in zip(units, values, strict=True):
                 for name, tensor in self._named(plan, unit, tensors):
                     yield name, tensor if device is None else tensor.to(device)
         self.wholes.check_complete()
+
+    def _read_all(self, units: Sequence[Unit]) -> Iterator[list[Tensor]]:
+        """Return the tensors of units of one batch that this rank holds."""
+        is_cut = bool(units) and units[0].is_cut
+        return iter(self._gather(units)) if is_cut else map(self._read, units)
+
+    def _gather(self, units: Sequence[Unit]) -> list[list[Tensor]]:
+        """Return the tensors of units whose parts this rank and others hold, put together."""
+        own = [self._read(unit) for unit in units]
+        group = self.experts[units[0].held].linear.groups.expt_tp
+        infos = [info for tensors in own for info in infos_of(tensors)]
+        gathered = self._bucket(group.size() * bucket_nbytes(infos)).view(group.size(), -1)
+        fill_bucket(gathered[group.rank()], [tensor for tensors in own for tensor in tensors])
+        dist.all_gather_into_tensor(gathered.view(-1), gathered[group.rank()], group=group)
+        arrived = [iter(cut_bucket(part, infos)) for part in gathered]
+        joined = []
+        for unit, mine in zip(units, own, strict=True):
+            assert isinstance(unit.held, HeldExperts)
+            parts = [[next(one) for _ in mine] for one in arrived]
+            joined.append(self.exported.join(unit.held, parts))
+        return joined
 
     def _read(self, unit: Unit) -> list[Tensor]:
         """Return the tensors of a unit that this rank has."""
@@ -210,22 +237,22 @@ class _Exporter:
     def _send(self, units: Sequence[Unit]) -> list[list[Tensor]]:
         """Return the tensors of units, on ranks that do not have them views of what has come."""
         rank, owner = dist.get_rank(), units[0].owner
-        held = [self._read(unit) if rank in unit.holders else None for unit in units]
-        nbytes = sum(unit.nbytes for unit in units)
-        bucket = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        places = _cut(bucket, [info for unit in units for info in unit.tensors])
+        own = list(self._read_all([unit for unit in units if rank in unit.holders]))
+        bucket = self._bucket(sum(unit.nbytes for unit in units))
         if rank == owner:
-            mine = [tensor for tensors in held if tensors is not None for tensor in tensors]
-            for place, tensor in zip(places, mine, strict=True):
-                place.copy_(tensor)
+            fill_bucket(bucket, [tensor for tensors in own for tensor in tensors])
         dist.broadcast(bucket, src=owner)
-        arrived = iter(places)
+        arrived = iter(cut_bucket(bucket, [info for unit in units for info in unit.tensors]))
         come = [[next(arrived) for _ in unit.tensors] for unit in units]
-        return [mine or theirs for mine, theirs in zip(held, come, strict=True)]
+        kept = iter(own)
+        return [
+            next(kept) if rank in unit.holders else theirs
+            for unit, theirs in zip(units, come, strict=True)
+        ]
 
-    @property
-    def _device(self) -> torch.device:
-        return next(self.chunks[0].parameters()).device
+    def _bucket(self, nbytes: int) -> Tensor:
+        device = next(self.chunks[0].parameters()).device
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def _named(
         self, plan: _Plan, unit: Unit, values: Sequence[Tensor]
@@ -242,13 +269,3 @@ class _Exporter:
             yield unit.held.name, whole
         else:
             yield from plan.dense.convert(unit.held.name, whole).items()
-
-
-def _cut(bucket: Tensor, infos: Sequence[TensorInfo]) -> list[Tensor]:
-    """Return the place of each tensor in a bucket, views of it."""
-    places, start = [], 0
-    for info in infos:
-        flat = bucket[start : start + info.nbytes]
-        places.append(flat.view(info.dtype).view(info.shape))
-        start += aligned(info.nbytes)
-    return places

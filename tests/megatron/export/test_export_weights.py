@@ -217,7 +217,7 @@ def exported(chunks, **options):
     return given
 
 
-def _initialize():
+def initialize():
     import os
 
     from moe_optim.megatron.launch import cpu_runtime
@@ -232,7 +232,7 @@ def _initialize():
 
 def _compare(setups):
     """Export each setup after a step; return how many tensors were compared."""
-    _initialize()
+    initialize()
     compared = {}
     for name, setup in setups.items():
         chunks, optimizer = build(setup)
@@ -300,7 +300,7 @@ def test_pipeline_and_expert_parallel_ranks_at_once():
 def _promises():
     import moe_optim
 
-    _initialize()
+    initialize()
     facts = {}
     chunks, optimizer = build(SETUPS["experts over ranks, gathers overlapped"])
     step(chunks, optimizer)
@@ -352,19 +352,19 @@ def _errors(chunks, optimizer):
     given = moe_optim.export_weights(chunks, experts="own")
     next(given)
     step(chunks, optimizer)
-    refused = {"a step in between": _refusal(lambda: list(given))}
+    refused = {"a step in between": refusal(lambda: list(given))}
     for buffer in managed_buffers(chunks):
         buffer.offload_to_cpu(move_grads=False)
-    refused["on the host"] = _refusal(lambda: exported(chunks))
+    refused["on the host"] = refusal(lambda: exported(chunks))
     for buffer in managed_buffers(chunks):
         buffer.reload_from_cpu(move_grads=False)
     assert_same_tensors(exported(chunks), expected(chunks, optimizer))
-    refused["a layout"] = _refusal(lambda: exported(chunks, layout="hf"))
-    refused["a convention"] = _refusal(lambda: exported(chunks, convention="gguf"))
+    refused["a layout"] = refusal(lambda: exported(chunks, layout="hf"))
+    refused["a convention"] = refusal(lambda: exported(chunks, convention="gguf"))
     return refused
 
 
-def _refusal(act):
+def refusal(act):
     try:
         act()
     except (ConfigError, LayoutError, StateError) as error:
@@ -386,16 +386,12 @@ def test_an_export_sends_no_more_than_asked_copies_nothing_and_refuses_what_it_c
         assert "expected one of compressed_tensors" in errors["a convention"]
 
 
-def _refuse_cut_experts():
-    _initialize()
-    sizes = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
-    chunks, _ = build(Setup(sizes))
-    other = _refusal(lambda: exported(chunks))
+def _refuse_shared_blocks():
+    initialize()
     chunks, _ = build(Setup(knobs={"format": "fp8_block"}, model={"moe_ffn_hidden_size": 96}))
-    return other, _refusal(lambda: exported(chunks))
+    return refusal(lambda: exported(chunks))
 
 
-def test_cut_experts_and_shared_blocks_are_refused_by_name():
-    for cut, shared in run_ranks(2, _refuse_cut_experts):
-        assert "--expert-tensor-parallel-size 2" in cut
-        assert "decoder.layers.0.mlp.experts.linear_fc1" in shared and "96 rows" in shared
+def test_blocks_that_gate_and_up_share_are_refused_by_name():
+    (shared,) = run_ranks(1, _refuse_shared_blocks)
+    assert "decoder.layers.0.mlp.experts.linear_fc1" in shared and "96 rows" in shared

@@ -1,0 +1,1 @@
+"""What ``moe-optim bench export`` measures: weights on their way from training to an engine."""
