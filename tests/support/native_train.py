@@ -8,7 +8,7 @@ and ``given``: with "before" other values are loaded into the model before it is
 weights leave the device and come back, and masters move, after the first step; and ``recipe``, a
 list of a recipe and what is to be put in it, whose flags and knobs take the place of all others.
 Writes ``FOLDER/rank<i>.pt``: losses, and of every weight what products read of it and its amaxes
-beside its assembled master. On a CPU as on a GPU.
+beside its assembled master, and what of its experts is exported. On a CPU as on a GPU.
 """
 
 import json
@@ -21,7 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_optim import MoEOptimConfig
+from moe_optim import MoEOptimConfig, export_weights
+from moe_optim.errors import ConfigError
 from moe_optim.formats import get_format
 from moe_optim.megatron.te.fields import is_grouped
 from moe_optim.recipes import load_recipe
@@ -84,7 +85,7 @@ def main(folder: str, format: str, knobs: str, *flags: str) -> None:
     record = training.pretrain(
         [*quantized, *flags],
         config,
-        observe=_describe,
+        observe=_observe,
         after_setup=_load_and_make_masters if when == "after" else None,
         after_step=_offload_once if is_offloaded else None,
     )
@@ -93,7 +94,7 @@ def main(folder: str, format: str, knobs: str, *flags: str) -> None:
             "losses": record.losses,
             "validation_losses": record.validation_losses,
             "norms": record.norms,
-            "weights": record.extra,
+            **record.extra,
         },
         Path(folder) / f"rank{os.environ['RANK']}.pt",
     )
@@ -108,6 +109,19 @@ def _load_and_make_masters(model: list[Any], optimizer: Any) -> None:
     for chunk in model:
         given_values.load(chunk.module.module)
     optimizer.reload_model_params()
+
+
+def _observe(model: list[Any], optimizer: Any) -> dict[str, Any]:
+    return {"weights": _describe(model, optimizer), "exported": _export(model)}
+
+
+def _export(model: list[Any]) -> dict[str, torch.Tensor] | str:
+    """Return what this rank exports of its experts, or why it does not."""
+    try:
+        given = export_weights(model, layout="sequential", experts="own")
+        return {name: one.cpu().clone() for name, one in given if ".local_experts." in name}
+    except ConfigError as error:
+        return str(error)
 
 
 def _describe(model: list[Any], optimizer: Any) -> dict[str, dict[str, Any]]:

@@ -1,5 +1,6 @@
 """The experts that a rank holds, and the tensors that each of them is exported as."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
@@ -81,16 +82,18 @@ class ExportedAs:
         linear = held.linear.rpartition(".")[2]
         return len(patterns_of(self.layout, linear, held.kind))
 
-    def _prefix(self, container: str) -> str:
+    def prefix(self, held: HeldExperts) -> str:
+        """Return what the names of a layer's experts begin with."""
+        container = held.linear.rpartition(".")[0]
         if self.layout.name == "sequential":
             return f"{container}."
-        number = container.removeprefix("decoder.layers.").removesuffix(".mlp.experts")
-        if number.isdigit() and expert_prefixes(int(number))[0] == f"{container}.":
-            return expert_prefixes(int(number))[1]
+        if held.hf_layer is not None:
+            return expert_prefixes(held.hf_layer)[1]
         raise ConfigError(
-            f"export_weights: layout {self.layout.name}: expected experts of decoder.layers.N.mlp, "
-            f"got {container}, for which Hugging Face's models have no name here. Export in layout "
-            "sequential, which keeps Megatron's names."
+            f"export_weights: layout {self.layout.name}: expected experts of decoder.layers.N.mlp "
+            f"or of a layer that predicts further tokens, got {container}, for which Hugging "
+            "Face's models have no name here. Export in layout sequential, which keeps Megatron's "
+            "names."
         )
 
 
@@ -117,8 +120,8 @@ def _form_of(exported: ExportedAs, held: HeldExperts) -> Form:
 @cache
 def _templates(exported: ExportedAs, held: HeldExperts) -> list[str]:
     """Return the names of an expert's tensors, with ``{expert}`` in place of its number."""
-    container, _, linear = held.linear.rpartition(".")
-    prefix = exported._prefix(container)
+    linear = held.linear.rpartition(".")[2]
+    prefix = exported.prefix(held)
     patterns = patterns_of(exported.layout, linear, held.kind)
     return [
         prefix + tensor_template(pattern, suffix)
@@ -224,6 +227,7 @@ def local_experts(chunk: Any) -> Iterator[LocalExperts]:
         shape, format = _kind_of(linear, path)
         facts: dict[str, Any] = {
             "linear": path,
+            "hf_layer": _hf_layer(path, config),
             "first": linear.groups.ep.rank() * linear.num_experts,
             "count": linear.num_experts,
         }
@@ -240,6 +244,17 @@ def local_experts(chunk: Any) -> Iterator[LocalExperts]:
             whole = tuple(n * size if axis == at else n for at, n in enumerate(part))
             held = HeldExperts(kind=kind, shape=whole, format=stored_as, cut_axis=axis, **facts)
             yield LocalExperts(held=held, linear=linear)
+
+
+_LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.(?:mtp_model_layer\.)?mlp\.experts\.\w+")
+
+
+def _hf_layer(path: str, config: Any) -> int | None:
+    """Return the number of a linear's layer on disk, where multi-token prediction comes last."""
+    found = _LAYER.fullmatch(path)
+    if found is None:
+        return None
+    return int(found[2]) + (config.num_layers if found[1] == "mtp" else 0)
 
 
 def biases_of(linear: ExpertLinear) -> list[Tensor]:

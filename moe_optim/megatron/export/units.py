@@ -18,6 +18,8 @@ class HeldExperts:
 
     linear: str
     """Path of the linear in the model, layers numbered over all pipeline stages."""
+    hf_layer: int | None
+    """Number of the layer in Hugging Face's models; None where they have no such layer."""
     kind: str
     """``weight`` or ``bias``."""
     first: int

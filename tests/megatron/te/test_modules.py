@@ -24,8 +24,9 @@ from moe_optim import reference
 from moe_optim.formats import get_format
 from moe_optim.megatron.te import quantizer
 from tests.megatron.te.test_storage import assert_holds
+from tests.support import serving
 from tests.support.amax import amax_of, saved_amaxes
-from tests.support.bytes import assert_bytes_equal
+from tests.support.bytes import assert_bytes_equal, assert_same_tensors
 from tests.support.given_values import draw_values
 
 PATH = os.environ.get("TRANSFORMER_ENGINE_PATH", "")
@@ -56,6 +57,8 @@ CUT = ("--tensor-model-parallel-size", "2", "--expert-tensor-parallel-size", "2"
 CUT += ("--sequence-parallel", "--moe-ffn-hidden-size", "128")
 SINGLE = {"experts": {"moe_single_grouped_weight": True}}
 GIVEN = ("before", "after")
+EXPERT = re.compile(r"layers\.(\d+)\..*(linear_fc\d)\.weight(\d*)")
+"""Layer, linear and number of what one parameter holds; without a number, of all local experts."""
 
 
 @dataclass(frozen=True)
@@ -192,13 +195,55 @@ def test_amaxes_are_those_of_the_masters(name, found):
                 parts = [amax_of(other["weights"][key]["master"]) for other in ranks]
                 differing += not torch.equal(*parts)
                 want = torch.maximum(*parts)
-            layer, linear, number = re.search(
-                r"layers.(\d).*(linear_fc\d.weight)(\d*)", key
-            ).groups()
-            of_layer = saved[f"decoder.layers.mlp.experts.experts.{linear}_amax"][int(layer)]
+            layer, linear, number = EXPERT.search(key).groups()
+            of_layer = saved[f"decoder.layers.mlp.experts.experts.{linear}.weight_amax"][int(layer)]
             mine = of_layer[int(number)] if number else of_layer
             assert_bytes_equal(mine.view(-1), want, what=f"saved {key}")
     assert bool(differing) == is_cut
+
+
+@pytest.mark.parametrize("name", [name for name, run in list_runs().items() if run.flags != CUT])
+def test_exported_bytes_are_those_that_products_read(name, found):
+    """Data and scales as they lie in the tensors, less padding, which is what the reference makes
+    of the masters: of one tensor of all experts as of one each."""
+    format = get_format(list_runs()[name].format)
+    for rank in found[name].ranks:
+        exported = exported_experts(rank["exported"])
+        for key, weight in rank["weights"].items():
+            layer, linear, number = EXPERT.search(key).groups()
+            experts = (
+                exported[layer, linear][int(number) :][:1] if number else exported[layer, linear]
+            )
+            for tensors, fields, master in zip(
+                experts, weight["fields"], weight["master"], strict=True
+            ):
+                (want,) = serving.experts_of(reference.quantize(master.unsqueeze(0), format))
+                assert_same_tensors(tensors, want, what=key)
+                data, scale, *_ = tensors.values()
+                stored = fields["_rowwise_scale_inv"][: scale.shape[0], : scale.shape[1]]
+                assert_bytes_equal(data.view(torch.uint8), fields["_rowwise_data"], what=key)
+                assert_bytes_equal(scale.view(stored.dtype), stored, what=f"{key}, scales")
+
+
+@pytest.mark.skipif(RANKS != 2, reason="two ranks share every expert")
+def test_experts_that_ranks_share_are_exported_whole(found):
+    """Gates of both ranks, then ups of both; parts of NVFP4 have global scales of their own."""
+    ranks = found["mxfp8 recorded cut"].ranks
+    exported = [exported_experts(rank["exported"]) for rank in ranks]
+    assert ranks[0]["weights"]
+    for key in ranks[0]["weights"]:
+        layer, linear, number = EXPERT.search(key).groups()
+        parts = [rank["weights"][key]["master"] for rank in ranks]
+        if linear == "linear_fc1":
+            halves = zip(*(part.chunk(2, 1) for part in parts), strict=True)
+            whole = torch.cat([half for of_both in halves for half in of_both], 1)
+        else:
+            whole = torch.cat(parts, 2)
+        (want,) = serving.experts_of(reference.quantize(whole, get_format("mxfp8")))
+        for given in exported:
+            assert_same_tensors(given[layer, linear][int(number)], want, what=key)
+    for rank in found["nvfp4 recorded cut"].ranks:
+        assert "expected one global scale an expert" in rank["exported"]
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -245,6 +290,17 @@ def test_masters_start_from_the_values_that_were_loaded(name, found):
                     q.rowwise_data, q.rowwise_scale, format, "rowwise", global_amax=q.global_amax
                 )
             assert torch.equal(weight["master"], want.float()), key  # a step makes 0 of -0
+
+
+def exported_experts(given: dict[str, torch.Tensor]) -> dict[tuple[str, str], list[Any]]:
+    """Return of each layer and linear the tensors of every expert in order, by their endings."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for name, tensor in given.items():
+        layer, expert, linear, ending = re.search(
+            r"layers\.(\d+)\..*local_experts\.(\d+)\.(\w+)\.(\w+)", name
+        ).groups()
+        found.setdefault((layer, linear), {}).setdefault(expert, {})[ending] = tensor
+    return {place: list(experts.values()) for place, experts in found.items()}
 
 
 def later(ranks: list[dict[int, float]]) -> list[dict[int, float]]:
