@@ -19,7 +19,7 @@ from moe_optim.checkpoints.conversion.expert_finding import (
     source_layouts,
 )
 from moe_optim.checkpoints.conversion.layer_view import LayerView
-from moe_optim.checkpoints.conversion.model_sources import read_model, require_format
+from moe_optim.checkpoints.conversion.model_sources import dequantized, read_model, require_format
 from moe_optim.checkpoints.stores.reader import CheckpointReader, is_state
 from moe_optim.errors import LayoutError
 from moe_optim.expert_keys.conversion import convert_expert_set
@@ -137,6 +137,7 @@ def plan_model(reader: CheckpointReader, request: ModelRequest) -> ModelPlan:
             of them are named.
     """
     require_format(reader, request.to)
+    reader = dequantized(reader)
     model = read_model(reader)
     view = LayerView(reader, num_layers=model.anatomy.num_layers)
     kept = [key for key in view.tensors if not is_state(key) and STORED not in key]

@@ -5,12 +5,14 @@ from typing import Any, Literal
 
 from moe_optim.checkpoints.files.bounded_json import parse_json
 from moe_optim.checkpoints.files.regular_files import read_file
+from moe_optim.checkpoints.stores.fp8_blocks import DequantizedBlocks, block_of
 from moe_optim.checkpoints.stores.reader import CheckpointReader
 from moe_optim.checkpoints.stores.torch_dist import TorchDistReader
 from moe_optim.errors import ConfigError, StateError
 from moe_optim.hugging_face.models import Model, model_from_arguments, model_from_config
 
 CONFIG = "config.json"
+QUANTIZATION = "quantization_config"
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -44,8 +46,11 @@ def read_model(reader: CheckpointReader) -> Model:
         StateError: ``config.json`` is damaged.
     """
     if not isinstance(reader, TorchDistReader):
-        folder = reader.path if reader.path.is_dir() else reader.path.parent
-        return model_from_config(read_config(folder), str(folder / CONFIG))
+        folder = _folder_of(reader)
+        config = read_config(folder)
+        if isinstance(reader, DequantizedBlocks):  # whose values are none of its business
+            config.pop(QUANTIZATION, None)
+        return model_from_config(config, str(folder / CONFIG))
     arguments = reader.model_arguments
     if not arguments:
         raise ConfigError(
@@ -53,6 +58,26 @@ def read_model(reader: CheckpointReader) -> Model:
             "got none. Convert it with what trained it, such as Megatron-Bridge."
         )
     return model_from_arguments(arguments, str(reader.path))
+
+
+def dequantized(reader: CheckpointReader) -> CheckpointReader:
+    """Return a reader of bf16 values where a ``config.json`` says that weights are FP8 blocks.
+
+    Raises:
+        ConfigError: they are quantized in another way.
+        LayoutError: scales are missing or of wrong shapes.
+    """
+    folder = _folder_of(reader)
+    if reader.format != "safetensors" or not (folder / CONFIG).is_file():
+        return reader
+    quantization = read_config(folder).get(QUANTIZATION)
+    if quantization is None:
+        return reader
+    return DequantizedBlocks(reader, block_of(quantization, str(folder / CONFIG)))
+
+
+def _folder_of(reader: CheckpointReader) -> Path:
+    return reader.path if reader.path.is_dir() else reader.path.parent
 
 
 def read_config(folder: Path) -> dict[str, Any]:
