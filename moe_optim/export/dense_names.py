@@ -1,8 +1,8 @@
 """Tensors that are no experts', from Megatron's names and shapes to those of Hugging Face."""
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -19,21 +19,7 @@ _TRAITS: Mapping[Trait, str] = {
     "shared_experts": r".*\.shared_experts\..*",
 }
 """What a model has, by a name that it has then."""
-_INNER_MTP = re.compile(r"mtp\.layers\.(\d+)\.transformer_layer\.")
-_MTP = tuple(
-    NamePair(megatron=(f"{megatron}.weight",), hf=(f"{hf}.weight",))
-    for megatron, hf in {
-        "enorm": "enorm",
-        "hnorm": "hnorm",
-        "eh_proj": "eh_proj",
-        "final_layernorm": "shared_head.norm",
-    }.items()
-)
-"""Of a layer of multi-token prediction beside the layer inside of it, which is as all others."""
-_COPIES: Mapping[str, str] = {
-    "model.embed_tokens.weight": "embed_tokens.weight",
-    "lm_head.weight": "shared_head.head.weight",
-}
+_MTP_LAYER = re.compile(r"mtp\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,30 +71,22 @@ def find_family(names: Collection[str]) -> tuple[Family, Mapping[str, NamePair]]
     Raises:
         ConfigError: no family has them; the closest is named, with what differs.
     """
-    depth = 1 + max((int(found[1]) for name in names if (found := _LAYER.match(name))), default=-1)
-    called = {_after_decoder(name, depth): name for name in names}
-    family, pairs = _find_family(called.keys(), depth)
-    return family, {called[name]: pair for name, pair in pairs.items()}
-
-
-def _after_decoder(name: str, depth: int) -> str:
-    """Return a name with the inner layer of multi-token prediction N as layer ``depth`` + N."""
-    return _INNER_MTP.sub(lambda found: f"decoder.layers.{depth + int(found[1])}.", name)
-
-
-def _find_family(names: Collection[str], depth: int) -> tuple[Family, Mapping[str, NamePair]]:
     traits = frozenset(
         trait for trait, said in _TRAITS.items() if any(re.fullmatch(said, n) for n in names)
     )
-    layers = {int(found[1]) for name in names if (found := _LAYER.match(name))}
+    layers, mtp_layers = (
+        {int(found[1]) for name in names if (found := pattern.match(name))}
+        for pattern in (_LAYER, _MTP_LAYER)
+    )
     anatomy = Anatomy(
         num_layers=max(layers, default=-1) + 1,
         moe_layers=frozenset(n for n in layers if f"decoder.layers.{n}.mlp.router.weight" in names),
         traits=traits,
+        mtp_layers=len(mtp_layers),
     )
     faults: dict[str, list[str]] = {}
     for family in FAMILIES.values():
-        pairs, missing = _match(_pairs_of(family, anatomy, depth), names)
+        pairs, missing = _match(family, anatomy, names)
         left_over = [name for name in names if name not in pairs]
         if not missing and not left_over:
             return family, pairs
@@ -123,28 +101,13 @@ def _find_family(names: Collection[str], depth: int) -> tuple[Family, Mapping[st
     )
 
 
-def _pairs_of(family: Family, anatomy: Anatomy, depth: int) -> Iterator[NamePair]:
-    """Yield the pairs of a model whose layers from ``depth`` on predict further tokens.
-
-    They read the embedding and the head of the model, which DeepSeek-V3 has again in each of them.
-    """
-    predicting = range(depth, anatomy.num_layers) if family.name == "deepseek_v3" else ()
-    for pair in family.pairs(anatomy):
-        copies = _COPIES.get(pair.hf[0])
-        more = tuple(f"model.layers.{n}.{copies}" for n in predicting) if copies else ()
-        yield replace(pair, hf=pair.hf + more)
-    for number in predicting:
-        for pair in _MTP:
-            yield pair.behind(f"mtp.layers.{number - depth}.", f"model.layers.{number}.")
-
-
 def _match(
-    wanted: Iterable[NamePair], names: Collection[str]
+    family: Family, anatomy: Anatomy, names: Collection[str]
 ) -> tuple[dict[str, NamePair], list[str]]:
     """Return pairs by the name that a model has, and what it lacks."""
     found: dict[str, NamePair] = {}
     missing = []
-    for pair in wanted:
+    for pair in family.pairs(anatomy):
         name = next((name for name in pair.megatron if name in names), None)
         if name is None:
             missing.append(pair.megatron[0])

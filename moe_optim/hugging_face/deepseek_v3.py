@@ -6,7 +6,7 @@ from typing import Any
 
 from moe_optim.hugging_face import sides
 from moe_optim.hugging_face.sides import Row, Side
-from moe_optim.hugging_face.values import Values, kind_faults
+from moe_optim.hugging_face.values import MOST_LAYERS, Values, kind_faults
 
 _LATENT_NORM_EPSILON = 1e-6  # built into the norms of q and kv in transformers' DeepseekV3Attention
 _EXPERTS_PER_GROUP = 2  # whose scores DeepseekV3TopkRouter adds up to choose groups
@@ -55,9 +55,17 @@ def _common_faults(arguments: Values, groups: int | None, chosen: int | None) ->
     return faults
 
 
+def _mtp_faults(name: str, layers: Any) -> list[str]:
+    """Return why this cannot be how many layers predict further tokens."""
+    if layers is None or (type(layers) is int and 0 <= layers <= MOST_LAYERS):
+        return []
+    return [f"{name}: expected a number of layers, at most {MOST_LAYERS:,}, got another"]
+
+
 def _argument_faults(given: Values) -> list[str]:
     groups, chosen = given.get("moe_router_num_groups"), given.get("moe_router_group_topk")
     faults = _common_faults(given, groups, chosen)
+    faults += _mtp_faults("mtp_num_layers", given.get("mtp_num_layers"))
     experts = sides.layers_with_experts(given.get("moe_layer_freq", 1), given["num_layers"])
     if sorted(experts) != experts or not experts[-1]:
         faults.append("moe_layer_freq: expected dense layers before all others, got another order")
@@ -80,6 +88,8 @@ def _argument_faults(given: Values) -> list[str]:
 def _config_faults(config: Values) -> list[str]:
     arguments = {row.argument: config[row.key] for row in sides.ROWS}
     faults = _common_faults(arguments, config["n_group"], config["topk_group"])
+    mtp = "num_nextn_predict_layers"
+    faults += _mtp_faults(mtp, config.get(mtp))
     if config["first_k_dense_replace"] >= config["num_hidden_layers"]:
         faults.append("first_k_dense_replace: expected fewer than all layers, got others")
     if config["norm_topk_prob"] != (config["num_experts_per_tok"] > 1):
@@ -134,6 +144,7 @@ def _more_arguments(given: Values) -> dict[str, Any]:
         **_ALWAYS,
         "num_query_groups": given["num_attention_heads"],
         sides.UNTIED: sides.is_untied(given),
+        "mtp_num_layers": given.get("mtp_num_layers") or None,
         "moe_layer_freq": given.get("moe_layer_freq", 1),
         "moe_shared_expert_intermediate_size": given["moe_shared_expert_intermediate_size"],
         "moe_router_topk_scaling_factor": given.get("moe_router_topk_scaling_factor"),
@@ -150,6 +161,7 @@ def _arguments_of(config: Values) -> dict[str, Any]:
         **_ALWAYS,
         "num_query_groups": config["num_attention_heads"],
         sides.UNTIED: not config["tie_word_embeddings"],
+        "mtp_num_layers": config.get("num_nextn_predict_layers") or None,
         "moe_layer_freq": sides.layer_freq(i >= config["first_k_dense_replace"] for i in layers),
         "moe_shared_expert_intermediate_size": config["n_shared_experts"]
         * config["moe_intermediate_size"],
@@ -173,7 +185,7 @@ def _config_of(arguments: Values) -> dict[str, Any]:
         "norm_topk_prob": arguments["moe_router_topk"] > 1,
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": arguments["mtp_num_layers"] or 0,
         "rope_scaling": _scaling_of(arguments),
         "rope_interleave": True,
     }
@@ -231,13 +243,13 @@ DEEPSEEK_V3 = Side(
         "moe_router_score_function": ("sigmoid",),
         "moe_router_enable_expert_bias": (True,),
         "mla_down_proj_fusion": (False, None),
+        "mtp_use_repeated_layer": (False, None),
     },
     config={
         **sides.CONFIG,
         "rope_interleave": (True, None),
         "scoring_func": ("sigmoid", None),
         "topk_method": ("noaux_tc", None),
-        "num_nextn_predict_layers": (0, None),
     },
     defaults={**sides.DEFAULTS, "norm_topk_prob": True},
     argument_faults=_argument_faults,

@@ -12,7 +12,7 @@ listed. A family is a value: adding one means adding a row of :data:`FAMILIES`.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal
 
@@ -35,7 +35,7 @@ class NamePair:
     megatron: tuple[str, ...]
     """As Transformer Engine's layers are saved, then as Megatron's own, if that differs."""
     hf: tuple[str, ...]
-    """One; or query, key and value; or gate and up."""
+    """One, and others with the same values; or query, key and value; or gate and up."""
     form: Form = "same"
     when: Trait | None = None
     """The trait that a model has it with; None: every one has it."""
@@ -61,6 +61,19 @@ class Anatomy:
     moe_layers: frozenset[int]
     """Numbers of the layers with experts; the others have one dense network."""
     traits: frozenset[Trait] = frozenset()
+    mtp_layers: int = 0
+    """Layers behind these that predict further tokens, all with experts."""
+
+    def expert_prefixes(self) -> list[tuple[str, str]]:
+        """Return for each layer with experts what :func:`expert_prefixes` does."""
+        behind = range(self.num_layers, self.num_layers + self.mtp_layers)
+        return [
+            *map(expert_prefixes, sorted(self.moe_layers)),
+            *(
+                (f"{_mtp_prefix(number)}{_INNER}mlp.experts.", expert_prefixes(layer)[1])
+                for number, layer in enumerate(behind)
+            ),
+        ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,20 +92,43 @@ class Family:
     """Of layers without experts."""
     moe: tuple[NamePair, ...]
     """Of layers with experts, but for the experts themselves."""
+    mtp: tuple[NamePair, ...] = ()
+    """Of layers that predict further tokens, behind ``mtp.layers.N.``: besides a layer with experts
+    inside of each. None: there are no such models."""
+    mtp_copies: Mapping[str, str] = field(default_factory=dict)
+    """What each of these has of the model's once more: its name, and that of the copy."""
 
     def pairs(self, anatomy: Anatomy) -> Iterator[NamePair]:
         """Yield every tensor of a model but its experts, under whole names, layer by layer."""
-        yield from (one for one in self.model if _has(anatomy, one))
+        behind = range(anatomy.num_layers, anatomy.num_layers + anatomy.mtp_layers * bool(self.mtp))
+        for one in (one for one in self.model if _has(anatomy, one)):
+            copy = self.mtp_copies.get(one.hf[0])
+            copies = (f"model.layers.{layer}.{copy}" for layer in behind if copy)
+            yield replace(one, hf=(*one.hf, *copies))
         for number in range(anatomy.num_layers):
             of_kind = self.moe if number in anatomy.moe_layers else self.dense
             for one in (*self.layer, *of_kind):
                 if _has(anatomy, one):
                     yield one.behind(f"decoder.layers.{number}.", f"model.layers.{number}.")
+        for number, layer in enumerate(behind):
+            for one in self.mtp:
+                yield one.behind(_mtp_prefix(number), f"model.layers.{layer}.")
+            for one in (*self.layer, *self.moe):
+                if _has(anatomy, one):
+                    yield one.behind(f"{_mtp_prefix(number)}{_INNER}", f"model.layers.{layer}.")
 
 
 def expert_prefixes(layer: int) -> tuple[str, str]:
     """Return what the names of a layer's experts begin with, in Megatron and in transformers."""
     return f"decoder.layers.{layer}.mlp.experts.", f"model.layers.{layer}.mlp.experts."
+
+
+_INNER = "transformer_layer."
+"""As sharded state dicts call the layer inside of one that predicts further tokens."""
+
+
+def _mtp_prefix(number: int) -> str:
+    return f"mtp.layers.{number}."
 
 
 def _has(anatomy: Anatomy, pair: NamePair) -> bool:
@@ -185,6 +221,16 @@ _DEEPSEEK_V3 = Family(
             "shared_experts",
         ),
     ),
+    mtp=(  # eh_proj has the columns of embeddings before those of hidden states on both sides
+        _same("enorm.weight", "enorm.weight"),
+        _same("hnorm.weight", "hnorm.weight"),
+        _same("eh_proj.weight", "eh_proj.weight"),
+        _same("final_layernorm.weight", "shared_head.norm.weight"),
+    ),
+    mtp_copies={
+        "model.embed_tokens.weight": "embed_tokens.weight",
+        "lm_head.weight": "shared_head.head.weight",
+    },
 )
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(

@@ -133,6 +133,7 @@ def _model(side: Side, arguments: Values) -> Model:
         num_layers=arguments["num_layers"],
         moe_layers=frozenset(layer for layer, has_experts in enumerate(experts) if has_experts),
         traits=side.traits | ({"untied"} if arguments[sides.UNTIED] else set()),
+        mtp_layers=arguments.get("mtp_num_layers") or 0,
     )
     return Model(family=family, anatomy=anatomy, arguments=arguments, config=config)
 

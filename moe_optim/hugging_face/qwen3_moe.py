@@ -72,6 +72,7 @@ QWEN3_MOE = Side(
     },
     arguments={
         **sides.ARGUMENTS,
+        "mtp_num_layers": (None, 0),
         "moe_router_score_function": ("softmax", None),
         "moe_router_enable_expert_bias": (False, None),
         "moe_router_num_groups": (None, 1),

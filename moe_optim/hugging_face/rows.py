@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from moe_optim.errors import LayoutError
 from moe_optim.hugging_face.families import NamePair
 from moe_optim.hugging_face.models import Model
 
@@ -19,7 +20,7 @@ Shape = tuple[int, ...]
 def hf_shapes(pair: NamePair, shape: Shape, model: Model) -> tuple[Shape, ...] | None:
     """Return the shapes that a tensor of Megatron's comes apart into; None if it cannot."""
     if pair.form == "same":
-        return (shape,)
+        return (shape,) * len(pair.hf)
     parts = _rows(pair, shape[0] if shape else 0, model)
     if not shape or sum(parts) != shape[0]:
         return None
@@ -29,7 +30,7 @@ def hf_shapes(pair: NamePair, shape: Shape, model: Model) -> tuple[Shape, ...] |
 def megatron_shape(pair: NamePair, shapes: Sequence[Shape], model: Model) -> Shape | None:
     """Return the shape of what tensors of transformers come to; None if they do not fit."""
     if pair.form == "same":
-        return shapes[0]
+        return shapes[0] if len(set(shapes)) == 1 else None
     if not all(shapes):
         return None
     whole = (sum(shape[0] for shape in shapes), *shapes[0][1:])
@@ -40,10 +41,10 @@ def to_hf(pair: NamePair, tensor: Tensor, model: Model) -> dict[str, Tensor]:
     """Return the tensors of transformers that one of Megatron's is, by name.
 
     ``tensor`` has any dtype and the shape that :func:`hf_shapes` takes. What is split is newly
-    allocated and contiguous; what is not is ``tensor`` itself.
+    allocated and contiguous, and so are copies; what is not is ``tensor`` itself.
     """
     if pair.form == "same":
-        return {pair.hf[0]: tensor}
+        return {pair.hf[0]: tensor, **{name: tensor.clone() for name in pair.hf[1:]}}
     parts: Sequence[Tensor]
     if pair.form == "qkv":
         groups, queries, width = model.query_groups
@@ -62,8 +63,17 @@ def to_megatron(pair: NamePair, tensors: Sequence[Tensor], model: Model) -> Tens
 
     They have one dtype, and shapes that :func:`megatron_shape` takes. What is put together is newly
     allocated.
+
+    Raises:
+        LayoutError: copies of one tensor differ.
     """
     if pair.form == "same":
+        for name, tensor in zip(pair.hf[1:], tensors[1:], strict=True):
+            if not torch.equal(tensor.view(torch.uint8), tensors[0].view(torch.uint8)):
+                raise LayoutError(
+                    f"{name}: expected the values of {pair.hf[0]}, which Megatron shares with "
+                    "layers that predict further tokens, got others. Megatron has no such model."
+                )
         return tensors[0]
     if pair.form == "qkv":
         groups, _, width = model.query_groups

@@ -90,7 +90,6 @@ ARGUMENTS: Allowed = {
     "experimental_attention_variant": (None,),
     "hybrid_layer_pattern": (None,),
     "heterogeneous_layers_config_path": (None,),
-    "mtp_num_layers": (None, 0),
     "moe_latent_size": (None,),
     "moe_apply_probs_on_input": (False, None),
     "moe_shared_expert_gate": (False, None),

@@ -1,6 +1,7 @@
 """A whole model becomes another program's, tensor by tensor, or nothing is written."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from moe_optim.checkpoints.integrity import checkpoint_defect, corrupt_files
 from moe_optim.checkpoints.stores.opening import open_checkpoint
 from moe_optim.errors import ConfigError, LayoutError
 from tests.support.bytes import assert_bytes_equal, assert_same_tensors
-from tests.support.hf_checkpoints import HF, STORED, stored_model, write_hf, write_megatron
+from tests.support.hf_checkpoints import HF, MTP, STORED, stored_model, write_hf, write_megatron
 from tests.support.stored_checkpoints import interleaved, read_with_torch
 
 FAMILIES = list(STORED)
@@ -88,7 +89,16 @@ def test_layers_of_megatron_itself_get_their_own_names(family, hf, tmp_path):
                 for x in ("q", "kv")
             },
         },
-    }[family]
+    }[family.partition(" ")[0]]
+    if family == MTP:
+        names |= {
+            f"mtp.layers.{n}.transformer_layer.self_attention.linear_{x}_up_proj."
+            "layer_norm_weight": (
+                f"mtp.layers.{n}.transformer_layer.self_attention.{x}_layernorm.weight"
+            )
+            for n in (0, 1)
+            for x in ("q", "kv")
+        }
     want = {names.get(name, name): one for name, one in stored_model(family).items()}
     assert_same_tensors(read_with_torch(open_checkpoint(back).path), want)
     again = convert(back, tmp_path / "again", "hf")
@@ -183,6 +193,19 @@ def test_a_model_of_hugging_face_is_complete_or_refused_with_all_faults(hf, fami
         plan_of(write_hf(tmp_path / "quantized", quantized, config), "megatron")
 
 
+@pytest.mark.parametrize("copy", ["embed_tokens", "shared_head.head"])
+def test_copies_that_differ_from_what_megatron_shares_are_refused(copy, tmp_path):
+    """One bit of the embedding or the output layer of a layer that predicts further tokens."""
+    hf = convert(write_megatron(tmp_path / "c", MTP), tmp_path / "hf", "hf")
+    tensors, config = in_files(hf), json.loads((hf / "config.json").read_text())
+    name = f"model.layers.3.{copy}.weight"
+    tensors[name].view(torch.int16)[5, 7] ^= 1
+    other = write_hf(tmp_path / "other", tensors, config)
+    with pytest.raises(LayoutError, match=f"{re.escape(name)}: expected the values of"):
+        convert(other, tmp_path / "back", "megatron")
+    assert not (tmp_path / "back").exists()
+
+
 def test_layers_that_differ_in_shape_are_refused_where_megatron_stores_them_as_one(tmp_path):
     source = write_megatron(tmp_path / "c", "qwen3_moe")
     hf = convert(source, tmp_path / "hf", "hf")
@@ -201,7 +224,8 @@ def test_config_names_dtype_family_and_special_tokens_of_the_tokenizer(source, f
     (tokenizer / "model.safetensors").write_bytes(b"")
     hf = convert(source, tmp_path / "hf", "hf", tokenizer=tokenizer)
     config = json.loads((hf / "config.json").read_text())
-    assert config["model_type"] == family
+    assert config["model_type"] == family.partition(" ")[0]
+    assert config.get("num_nextn_predict_layers", 0) == (2 if family == MTP else 0)
     assert (config["torch_dtype"], config["vocab_size"]) == ("bfloat16", 16)
     assert (config["eos_token_id"], config["bos_token_id"]) == (3, None)
     assert (hf / "tokenizer.json").read_bytes() == b'{"a": 1}'
@@ -211,7 +235,7 @@ def test_config_names_dtype_family_and_special_tokens_of_the_tokenizer(source, f
     assert not (tmp_path / "other").exists()
 
 
-def test_no_more_than_a_layer_of_experts_is_held(source, tmp_path):
+def test_no_more_than_a_layer_of_experts_is_held(source, family, tmp_path):
     """At most one set of experts, or a larger tensor, is read at once; the rest waits."""
 
     class Counting:
@@ -231,7 +255,8 @@ def test_no_more_than_a_layer_of_experts_is_held(source, tmp_path):
     plan.view.reader = counting
     done = []
     convert_model(plan, tmp_path / "hf", done.append)
-    assert sum(done) == plan.total_bytes == counting.total
+    copies = 4 * 16 * 12 * 2 if family == MTP else 0  # two of each of two, in bf16
+    assert sum(done) == plan.total_bytes == counting.total + copies
     assert counting.largest <= plan.layer_bytes
     assert max(done) <= plan.layer_bytes
 

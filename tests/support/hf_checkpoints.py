@@ -83,7 +83,23 @@ DEEPSEEK_STORED = (
     | {f"decoder.layers.0.{name}": shape for name, shape in (_LATENT | _DENSE).items()}
     | {f"decoder.layers.1.{name}": shape for name, shape in (_LATENT | _MOE).items()}
 )
-STORED = {"qwen3_moe": (QWEN, QWEN_STORED), "deepseek_v3": (DEEPSEEK, DEEPSEEK_STORED)}
+MTP = "deepseek_v3 with multi-token prediction"
+PREDICTING = argparse.Namespace(**vars(DEEPSEEK) | {"mtp_num_layers": 2})
+_OF_MTP = {
+    "enorm.weight": (12,),
+    "hnorm.weight": (12,),
+    "eh_proj.weight": (12, 24),
+    "final_layernorm.weight": (12,),
+    **{f"transformer_layer.{name}": shape for name, shape in (_LATENT | _MOE).items()},
+}
+PREDICTING_STORED = DEEPSEEK_STORED | {
+    f"mtp.layers.{number}.{name}": shape for number in (0, 1) for name, shape in _OF_MTP.items()
+}
+STORED = {
+    "qwen3_moe": (QWEN, QWEN_STORED),
+    "deepseek_v3": (DEEPSEEK, DEEPSEEK_STORED),
+    MTP: (PREDICTING, PREDICTING_STORED),
+}
 """By family: Megatron's arguments, and the shape of every tensor that layers of Transformer Engine
 are stored as."""
 
@@ -148,7 +164,22 @@ HF = {
     | {f"model.layers.1.{k}": shape for k, shape in (_HF_LATENT | _HF_MOE).items()}
     | experts_of(1),
 }
-"""By family: the shape of every tensor that transformers has."""
+HF[MTP] = HF["deepseek_v3"]
+for _layer in (2, 3):  # as DeepSeek publishes its layer 61; transformers leaves it out
+    HF[MTP] = HF[MTP] | experts_of(_layer)
+    HF[MTP] |= {f"model.layers.{_layer}.{k}": shape for k, shape in (_HF_LATENT | _HF_MOE).items()}
+    HF[MTP] |= {
+        f"model.layers.{_layer}.{name}.weight": shape
+        for name, shape in {
+            "enorm": (12,),
+            "hnorm": (12,),
+            "eh_proj": (12, 24),
+            "embed_tokens": (16, 12),
+            "shared_head.norm": (12,),
+            "shared_head.head": (16, 12),
+        }.items()
+    }
+"""By family: the shape of every tensor that transformers has, and of copies in further layers."""
 
 
 def stored_model(family: str) -> dict[str, torch.Tensor]:

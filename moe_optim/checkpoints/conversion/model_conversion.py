@@ -113,7 +113,7 @@ def _write_tensor(
     layer, _, rest = tail.partition(".")
     shape, layers = tuple(tensor.shape), None
     tensor = tensor.contiguous()
-    if tail and plan.model.is_stacked:
+    if head == "decoder" and plan.model.is_stacked:
         name, layers = f"{head}.layers.{rest}", (int(layer), plan.model.anatomy.num_layers)
         whole = TensorInfo((layers[1], *shape), tensor.dtype)
         writer.write_chunk(name, whole, (layers[0], *[0] * len(shape)), tensor[None])

@@ -26,7 +26,7 @@ from moe_optim.expert_keys.conversion import convert_expert_set
 from moe_optim.expert_keys.finding import survey_expert_sets
 from moe_optim.expert_keys.layouts import ExpertSet, get_layout
 from moe_optim.hugging_face import rows
-from moe_optim.hugging_face.families import LAYOUT_OF_EXPERTS, NamePair, Side, expert_prefixes
+from moe_optim.hugging_face.families import LAYOUT_OF_EXPERTS, NamePair, Side
 from moe_optim.hugging_face.models import Model
 
 Target = Literal["hf", "megatron"]
@@ -89,8 +89,11 @@ class ModelPlan:
         return sum(len(part.sources) for part in self.parts)
 
     def part_bytes(self, part: Part) -> int:
-        """Return the bytes of a part."""
-        return self.view.nbytes(part.sources)
+        """Return the bytes of a part, read or written, whichever are more."""
+        nbytes = self.view.nbytes(part.sources)
+        if part.pair is None or part.pair.form != "same":
+            return nbytes
+        return max(nbytes, len(part.pair.hf) * self.view.nbytes(part.sources[:1]))  # copies
 
     def convert(self, part: Part) -> dict[str, Tensor]:
         """Read a part and return it under the names of the other side."""
@@ -200,6 +203,8 @@ def _shape_fault(
         if from_hf
         else rows.hf_shapes(pair, shapes[0], model)
     )
+    if fits is None and pair.form == "same":
+        return f"{' and '.join(names)}: expected one shape, got several"
     if fits is None:
         got = " and ".join(str(list(shape)) for shape in shapes)
         return (
@@ -225,8 +230,7 @@ def _expert_parts(
     by_prefix = {one.prefix: one for one in sets}
     named = "".join(found)
     parts = []
-    for layer in sorted(model.anatomy.moe_layers):
-        megatron, hf = expert_prefixes(layer)
+    for megatron, hf in model.anatomy.expert_prefixes():
         source, target = (megatron, hf) if request.to == "hf" else (hf, megatron)
         one = by_prefix.pop(source, None)
         if one is not None:
