@@ -8,7 +8,7 @@ from moe_optim.checkpoints.conversion.model_plan import ModelRequest, plan_model
 from moe_optim.checkpoints.stores.opening import open_checkpoint
 from tests.support import hf_models
 from tests.support.bytes import assert_same_tensors
-from tests.support.hf_models import MODELS, Job, run_jobs
+from tests.support.hf_models import MODELS, PREDICTING, Job, run_jobs
 from tests.support.ranks import run_ranks
 from tests.support.stored_checkpoints import read_with_torch
 
@@ -93,3 +93,26 @@ def test_there_and_back_gives_every_tensor_of_megatron_again_to_the_bit(name, me
     assert_same_tensors(read_with_torch(open_checkpoint(back).path), want)
     again = convert(back, tmp_path / "again", "hf")
     assert (again / "config.json").read_bytes() == (hf / "config.json").read_bytes()
+
+
+def test_layers_that_predict_further_tokens_come_back_to_megatron(tmp_path):
+    """What Megatron saves, in its own names, is what it loads again, strictly, to the bit.
+
+    transformers leaves them out, and gives the logits of the others.
+    """
+    from transformers import AutoModelForCausalLM
+
+    saved, back = tmp_path / "saved", tmp_path / "back"
+    (logits,) = run_ranks(1, run_jobs, [Job(PREDICTING, save=str(saved))])[0]
+    hf = convert(saved, tmp_path / "hf", "hf")
+    model, said = AutoModelForCausalLM.from_pretrained(hf, output_loading_info=True)
+    left_out = said.pop("unexpected_keys")
+    assert left_out and all(name.startswith("model.layers.2.") for name in left_out)
+    assert not any(said.values()), said
+    torch.testing.assert_close(logits_of(model), logits, rtol=0, atol=TOLERANCE)
+    convert(hf, back, "megatron", side="local")
+    want = read_with_torch(open_checkpoint(saved).path)
+    assert any(name.startswith("mtp.layers.0.transformer_layer.mlp.experts.") for name in want)
+    assert_same_tensors(read_with_torch(open_checkpoint(back).path), want)
+    (again,) = run_ranks(1, run_jobs, [Job(PREDICTING, load=str(back))])[0]
+    assert torch.equal(again, logits)

@@ -61,6 +61,9 @@ MODELS = {
     "deepseek_v3, plain positions, one group, no dense layer": OTHER_DEEPSEEK_V3,
 }
 """Megatron's flags by what they build; the family stands before the comma."""
+PREDICTING = "deepseek_v3, one further token predicted"
+"""A model that transformers does not build, but for the layers that the others have, too."""
+_FLAGS = MODELS | {PREDICTING: [*OTHER_DEEPSEEK_V3, "--mtp-num-layers", "1"]}
 
 TOKENS = 24
 
@@ -70,7 +73,7 @@ class Job:
     """A model to build in a process, and what to do with it."""
 
     model: str
-    """Of :data:`MODELS`."""
+    """Of :data:`MODELS`, or :data:`PREDICTING`."""
     save: str = ""
     """Folder of checkpoints that it is written to."""
     load: str = ""
@@ -106,7 +109,7 @@ def _run(job: Job) -> torch.Tensor:
 
     where = ["--save", job.save] if job.save else []
     where += ["--load", job.load, "--finetune"] if job.load else []
-    sys.argv = ["tests", *COMMON, *MODELS[job.model], *where]
+    sys.argv = ["tests", *COMMON, *_FLAGS[job.model], *where]
     args = parse_and_validate_args()
     destroy_rerun_state_machine()
     initialize_megatron()
