@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import gc
 import importlib
 import importlib.metadata
 import json
@@ -50,14 +51,27 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 def run(args: argparse.Namespace) -> int:
     """Print the report; return 1 when something needed is missing or broken."""
     if args.json:
-        with _uncompiled():
+        with _uncollected(), _uncompiled():
             report = examine()
         print(json.dumps(report, indent=2))
     else:
-        with Console(stderr=True).status("Importing what is installed ..."), _uncompiled():
+        status = Console(stderr=True).status("Importing what is installed ...")
+        with status, _uncollected(), _uncompiled():
             report = examine()
         results_console().print(_render(report), soft_wrap=False)
     return 0 if report["ok"] else 1
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Look for no garbage, which takes a tenth of the time: what is imported stays."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""From the planes of a linear of experts to the tensors of one expert, for engines."""
+"""From the planes of a linear of experts to the tensors of each expert, for engines."""
 
 from collections.abc import Sequence
 
@@ -43,59 +43,62 @@ def patterns_of(layout: KeyLayout, linear: str, kind: str) -> tuple[KeyPattern, 
     )
 
 
-def export_expert(
+def export_experts(
     quantized: QuantizedWeight,
-    expert: int,
     convention: Convention,
     *,
     parts: int = 1,
     interleave: int | None = None,
     name: str = "weight",
-) -> list[dict[str, Tensor]]:
-    """Return the tensors of one expert under the names of a convention, for each part of its rows.
+) -> list[list[dict[str, Tensor]]]:
+    """Return the tensors of each expert under the names of a convention, for each part of its rows.
 
     Elements are views of the planes, of all rows or of whole runs of them; so are scales, unless
     those of square blocks are repeated for each row. Interleaved rows are copied.
 
     Args:
         quantized: planes of the linear; only rowwise ones are read. They may be on ``meta``.
-        expert: which of its experts.
         convention: of the format.
         parts: 2 for gate and up apart, else 1.
         interleave: rows of gate that alternate with as many of up; None where they do not.
         name: of the weight, for errors.
 
     Returns:
-        ``parts`` mappings of data, scale, and the global scale where there is one. Both halves of
-        fc1 have the same global scale: that of their common amax.
+        Of each expert ``parts`` mappings of data, scale, and the global scale where there is one.
+        Both halves of fc1 have the same global scale: that of their common amax.
 
     Raises:
         LayoutError: a block of scales lies in two parts.
     """
-    _, rows, _ = quantized.shape
+    experts, rows, _ = quantized.shape
     block_rows, _ = convention.scale_block
     _check_cut(rows, parts, interleave, block_rows, name)
-    data = quantized.rowwise_data[expert].view(convention.data_dtype)
-    scale = _repeated(quantized, expert, block_rows).view(convention.scale_dtype)
-    pairs = zip(
-        split_rows(data, parts, interleave),
-        split_rows(scale, parts, interleave and interleave // block_rows),
-        strict=True,
-    )
-    found = [{convention.data: one, convention.scale: other} for one, other in pairs]
-    if convention.global_scale is not None:
-        assert quantized.global_amax is not None, "formats with a global scale have an amax"
-        for part in found:  # in memory of its own, as files want it
-            part[convention.global_scale] = _global_scale(quantized.global_amax[expert], convention)
-    return found
+    data = quantized.rowwise_data.view(convention.data_dtype)
+    scale = _repeated(quantized, block_rows).view(convention.scale_dtype)
+    planes = {
+        convention.data: split_rows(data, parts, interleave),
+        convention.scale: split_rows(scale, parts, interleave and interleave // block_rows),
+    }
+    if convention.global_scale is not None:  # of each part in memory of its own, as files want it
+        planes[convention.global_scale] = [
+            _global_scales(quantized, convention) for _ in range(parts)
+        ]
+    unbound = {name: [part.unbind(0) for part in of_name] for name, of_name in planes.items()}
+    return [
+        [
+            {name: of_name[part][expert] for name, of_name in unbound.items()}
+            for part in range(parts)
+        ]
+        for expert in range(experts)
+    ]
 
 
 def split_rows(values: Tensor, parts: int, interleave: int | None) -> Sequence[Tensor]:
-    """Return the parts of [R, ...]: views, or copies where rows of two parts alternate."""
+    """Return the parts of [E, R, ...]: views, or copies where rows of two parts alternate."""
     if parts == 1 or interleave is None:
-        return values.chunk(parts)
-    runs = values.view(-1, parts, interleave, *values.shape[1:])
-    return [part.flatten(0, 1) for part in runs.unbind(1)]
+        return values.chunk(parts, 1)
+    runs = values.view(len(values), -1, parts, interleave, *values.shape[2:])
+    return [part.flatten(1, 2) for part in runs.unbind(2)]
 
 
 def tensor_name(prefix: str, pattern: KeyPattern, expert: int, suffix: str) -> str:
@@ -131,16 +134,18 @@ def _check_cut(rows: int, parts: int, interleave: int | None, block_rows: int, n
         )
 
 
-def _repeated(quantized: QuantizedWeight, expert: int, block_rows: int) -> Tensor:
-    """Return the scales [R / block_rows, ...] of one expert, a view where blocks are as high."""
-    scale = quantized.rowwise_scale[expert]
+def _repeated(quantized: QuantizedWeight, block_rows: int) -> Tensor:
+    """Return the scales [E, R / block_rows, ...], a view where blocks are as high."""
+    scale = quantized.rowwise_scale
     own_rows, _ = quantized.format.rowwise_block
-    return scale if own_rows == block_rows else scale.repeat_interleave(own_rows // block_rows, 0)
+    return scale if own_rows == block_rows else scale.repeat_interleave(own_rows // block_rows, 1)
 
 
-def _global_scale(amax: Tensor, convention: Convention) -> Tensor:
-    """Return the global scale of one expert: what decodes, []; or what encoded, [1]."""
+def _global_scales(quantized: QuantizedWeight, convention: Convention) -> Tensor:
+    """Return the global scales of all experts: what decodes, [E]; or what encoded, [E, 1]."""
+    amax = quantized.global_amax
+    assert amax is not None, "formats with a global scale have an amax"
     if convention.divides:
-        return global_encode_scale(amax.view(1))
+        return global_encode_scale(amax.view(-1, 1))
     # Not `amax / 2688`, which torch may compute as a product with a rounded reciprocal
-    return torch.div(amax, torch.full_like(amax, _NVFP4_UNIT))
+    return torch.div(amax.view(-1), torch.full_like(amax.view(-1), _NVFP4_UNIT))

@@ -121,7 +121,9 @@ def _times(key: str, speed: float | None, unit: str) -> list[Column]:
     header = f"at {speed:g} {unit}"
 
     def spell(row: Row) -> str:
-        return NOTHING if row[key] is None else f"{row[key]:,.3f} ms"
+        if row[key] is None:
+            return NOTHING
+        return f"{row[key]:,.3f} ms" if row[key] else "none"
 
     return [Column(header, max(12, len(header)), spell)]
 

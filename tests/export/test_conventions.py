@@ -10,7 +10,7 @@ from moe_optim import ops
 from moe_optim.errors import ConfigError, LayoutError
 from moe_optim.export.conventions import CONVENTIONS, ENGINE_FORMATS, find_convention
 from moe_optim.export.engine_config import quantization_config
-from moe_optim.export.planes import export_expert, get_export_layout, patterns_of, tensor_name
+from moe_optim.export.planes import export_experts, get_export_layout, patterns_of, tensor_name
 from moe_optim.formats import FORMATS, NVFP4, QuantizedWeight, get_format
 from moe_optim.reference.nvfp4 import global_encode_scale
 from tests.support import serving
@@ -43,10 +43,9 @@ def test_what_an_engine_dequantizes_is_what_training_multiplies(format, conventi
     """To the bit, of gate, up and a whole linear alike."""
     quantized = ops.quantize(wide_weights(), format)
     wanted = ops.dequantize(quantized)
-    for expert in range(EXPERTS):
-        (whole,) = export_expert(quantized, expert, convention)
+    for expert, (whole,) in enumerate(export_experts(quantized, convention)):
         assert_bytes_equal(serving.dequantize(whole), wanted[expert], what="all rows")
-        gate, up = export_expert(quantized, expert, convention, parts=2)
+    for expert, (gate, up) in enumerate(export_experts(quantized, convention, parts=2)):
         got = torch.cat([serving.dequantize(gate), serving.dequantize(up)])
         assert_bytes_equal(got, wanted[expert], what="gate and up")
 
@@ -56,9 +55,9 @@ def test_interleaved_rows_come_apart(format, convention):
     """Runs of 128 rows, which no block of any format crosses."""
     weights = wide_weights()
     quantized = ops.quantize(interleaved(weights, 128), format)
-    gate, up = export_expert(quantized, 1, convention, parts=2, interleave=128)
+    gate, up = export_experts(quantized, convention, parts=2, interleave=128)[1]
     straight = ops.quantize(weights, format)
-    for got, want in zip((gate, up), export_expert(straight, 1, convention, parts=2), strict=True):
+    for got, want in zip((gate, up), export_experts(straight, convention, parts=2)[1], strict=True):
         assert got.keys() == want.keys()
         for name in want:
             assert_bytes_equal(got[name], want[name], what=name)
@@ -101,7 +100,7 @@ SHAPES = {  # what replaces `weight` in a name: shape and dtype, of [256, 256]
 @pytest.mark.parametrize(("format", "convention"), CASES)
 def test_names_shapes_and_dtypes_are_those_that_engines_allocate(format, convention):
     quantized = ops.quantize(wide_weights(), format)
-    for part in export_expert(quantized, 0, convention, parts=2):
+    for part in export_experts(quantized, convention, parts=2)[0]:
         got = {name: (tuple(one.shape), one.dtype) for name, one in part.items()}
         assert got == SHAPES[convention.format, convention.name]
 
@@ -128,7 +127,7 @@ def test_nothing_is_copied_where_a_view_does(format, convention):
         plane.untyped_storage().data_ptr()
         for plane in (quantized.rowwise_data, quantized.rowwise_scale)
     }
-    for part in export_expert(quantized, 1, convention, parts=2):
+    for part in export_experts(quantized, convention, parts=2)[1]:
         shared = {n for n, t in part.items() if t.untyped_storage().data_ptr() in of_planes}
         repeated = format in ("mxfp8_2d", "nvfp4")
         assert shared == {convention.data} | (set() if repeated else {convention.scale})
@@ -142,7 +141,7 @@ def test_gate_and_up_share_a_global_scale_as_engines_that_fuse_them_ask(name):
     weights[:, : ROWS // 2] *= 2.0**-6
     convention = find_convention(NVFP4, name)
     quantized = ops.quantize(weights, NVFP4)
-    gate, up = export_expert(quantized, 0, convention, parts=2)
+    gate, up = export_experts(quantized, convention, parts=2)[0]
     assert_bytes_equal(gate[convention.global_scale], up[convention.global_scale])
 
 
@@ -194,7 +193,7 @@ def test_the_global_scale_of_modelopt_gives_the_bits_of_training_for_every_amax(
 def test_an_expert_of_zeros_has_finite_scales_and_gives_zeros():
     quantized = ops.quantize(torch.zeros(1, 32, 32), NVFP4)
     for name in ("modelopt", "compressed_tensors"):
-        (whole,) = export_expert(quantized, 0, find_convention(NVFP4, name))
+        (whole,) = export_experts(quantized, find_convention(NVFP4, name))[0]
         assert all(bool(tensor.float().isfinite().all()) for tensor in whole.values())
         assert not serving.dequantize(whole).any()
 
@@ -205,10 +204,10 @@ def test_an_expert_of_zeros_has_finite_scales_and_gives_zeros():
 def test_gate_and_up_must_not_share_a_block_of_scales():
     quantized = ops.quantize(torch.randn(1, 2 * 96, 128), "fp8_block")
     with pytest.raises(LayoutError, match="runs of 128 rows or a multiple.*of 96 rows each"):
-        export_expert(quantized, 0, find_convention(get_format("fp8_block")), parts=2)
+        export_experts(quantized, find_convention(get_format("fp8_block")), parts=2)[0]
     wide = ops.quantize(torch.randn(1, 512, 128), "fp8_block")
     with pytest.raises(LayoutError, match="interleaved by 64"):
-        export_expert(wide, 0, find_convention(wide.format), parts=2, interleave=64)
+        export_experts(wide, find_convention(wide.format), parts=2, interleave=64)[0]
 
 
 def test_unknown_conventions_and_layouts_are_refused_with_those_that_exist():
@@ -224,8 +223,8 @@ def test_what_is_exported_is_known_before_there_are_values(format, convention):
     real = ops.quantize(wide_weights(), format)
     meta = QuantizedWeight.empty(real.format, real.shape, device="meta")
     pairs = zip(
-        export_expert(real, 0, convention, parts=2),
-        export_expert(meta, 0, convention, parts=2),
+        export_experts(real, convention, parts=2)[0],
+        export_experts(meta, convention, parts=2)[0],
         strict=True,
     )
     for got, foreseen in pairs:

@@ -98,10 +98,11 @@ def cast(
     for scale in scales:  # the largest is the owner's: there are none below zero
         scale.view(torch.uint8).zero_()
     ops.encode(table)
-    for scale in scales:
-        whole = scale.float() if scale.dtype == torch.float32 else scale.view(torch.uint8).clone()
-        dist.all_reduce(whole, dist.ReduceOp.MAX, group=group)
-        scale.view(whole.dtype).copy_(whole)
+    values = [one if one.dtype == torch.float32 else one.view(torch.uint8) for one in scales]
+    everyones = torch.cat([one.float().flatten() for one in values])  # a byte is exact in fp32
+    dist.all_reduce(everyones, dist.ReduceOp.MAX, group=group)
+    for value, whole in zip(values, everyones.split([one.numel() for one in values]), strict=True):
+        value.copy_(whole.view_as(value))
     for storage, (weight, *_) in zip(storages, params, strict=True):
         storage.planes_written()
         if not finishes_by_hand and storage.format.columnwise_copy == "transposed":

@@ -24,7 +24,7 @@ from torch import Tensor
 from moe_optim import ops
 from moe_optim.export.conventions import CONVENTIONS, Convention
 from moe_optim.export.engine_config import quantization_config
-from moe_optim.export.planes import export_expert, get_export_layout, patterns_of, tensor_name
+from moe_optim.export.planes import export_experts, get_export_layout, patterns_of, tensor_name
 from moe_optim.formats import QuantizedWeight, get_format
 
 EXPERTS, HIDDEN, FFN = 2, 256, 384
@@ -198,8 +198,8 @@ def exported(convention: Convention) -> tuple[dict[str, Tensor], dict[str, Quant
         weights = torch.randn((EXPERTS, rows, cols), generator=generator)
         planes[linear] = ops.quantize(weights, get_format(convention.format))
         patterns = patterns_of(layout, linear, "weight")
-        for expert in range(EXPERTS):
-            parts = export_expert(planes[linear], expert, convention, parts=len(patterns))
+        experts = export_experts(planes[linear], convention, parts=len(patterns))
+        for expert, parts in enumerate(experts):
             for pattern, part in zip(patterns, parts, strict=True):
                 for suffix, tensor in part.items():
                     found[tensor_name(f"{LAYER}experts.", pattern, expert, suffix)] = tensor
@@ -242,8 +242,7 @@ def decompressed_differences(convention: Convention) -> Iterator[str]:
     _, planes = exported(convention)
     for linear, quantized in planes.items():
         wanted = ops.dequantize(quantized)
-        for expert in range(EXPERTS):
-            (whole,) = export_expert(quantized, expert, convention)
+        for expert, (whole,) in enumerate(export_experts(quantized, convention)):
             got = compressor.decompress(whole, scheme)["weight"].bfloat16()
             if not torch.equal(got, wanted[expert]):
                 count = int((got != wanted[expert]).sum())

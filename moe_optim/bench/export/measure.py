@@ -19,7 +19,7 @@ from moe_optim import ops
 from moe_optim.bench.cases import MODELS, ShapeSet
 from moe_optim.bench.timing import Mark, release, wait
 from moe_optim.export.conventions import find_convention
-from moe_optim.export.planes import export_expert
+from moe_optim.export.planes import export_experts
 from moe_optim.formats import BlockScaledFormat, QuantizedWeight, get_format
 from moe_optim.kernels.member_table import MemberTable
 from moe_optim.kernels.table_entry import TableEntry
@@ -114,8 +114,8 @@ class Requantizing:
         """Yield what each expert is now, tensor by tensor as an export has them."""
         for planes in self.planes:
             convention = find_convention(planes.format)
-            for expert in range(planes.shape[0]):
-                yield from export_expert(planes, expert, convention)[0].items()
+            for (whole,) in export_experts(planes, convention):
+                yield from whole.items()
 
 
 def measure(model: str, name: str, device: torch.device) -> Iterator[Row]:

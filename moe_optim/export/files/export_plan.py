@@ -22,7 +22,7 @@ from moe_optim.errors import ConfigError, LayoutError
 from moe_optim.expert_keys.conversion import convert_expert_set
 from moe_optim.expert_keys.layouts import LINEARS, ExpertSet, KeyLayout, get_layout
 from moe_optim.export.conventions import Convention
-from moe_optim.export.planes import export_expert, patterns_of, tensor_name
+from moe_optim.export.planes import export_experts, patterns_of, tensor_name
 from moe_optim.formats import BlockScaledFormat, QuantizedWeight
 
 MASTERS = "optimizer.state.param."
@@ -126,7 +126,7 @@ class ExportPlan:
     def exported_parts(self, quantized: QuantizedWeight, linear: str) -> list[dict[str, Tensor]]:
         """Return data and scales of one expert, [1, R, C], for each part of its rows."""
         parts = len(patterns_of(_TARGET, linear, "weight"))
-        return export_expert(quantized, 0, self.request.convention, parts=parts, name=linear)
+        return export_experts(quantized, self.request.convention, parts=parts, name=linear)[0]
 
     def read_dense(self, dense: Dense) -> dict[str, Tensor]:
         """Read tensors and return them as Hugging Face's model has them."""

@@ -1,7 +1,7 @@
 """The experts that a rank holds, and the tensors that each of them is exported as."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from moe_optim.errors import ConfigError, LayoutError, StateError
 from moe_optim.expert_keys.layouts import LINEARS, KeyLayout
 from moe_optim.export.conventions import Convention, find_convention
-from moe_optim.export.planes import export_expert, patterns_of, split_rows, tensor_template
+from moe_optim.export.planes import export_experts, patterns_of, split_rows, tensor_template
 from moe_optim.formats import QuantizedWeight, get_format
 from moe_optim.hugging_face.families import expert_prefixes
 from moe_optim.megatron.experts.linears import ExpertLinear, expert_linears
@@ -58,16 +58,15 @@ class ExportedAs:
 
     def plain_parts(self, held: HeldExperts, values: Tensor) -> list[dict[str, Tensor]]:
         """Return the rows of one expert, part by part, views where they do not alternate."""
-        parts = split_rows(values, self._count(held), held.interleave)
-        return [{held.kind: part} for part in parts]
+        parts = split_rows(values.unsqueeze(0), self._count(held), held.interleave)
+        return [{held.kind: part[0]} for part in parts]
 
     def quantized_parts(
-        self, held: HeldExperts, quantized: QuantizedWeight, expert: int
-    ) -> list[dict[str, Tensor]]:
-        """Return data and scales of one expert, part by part."""
-        return export_expert(
+        self, held: HeldExperts, quantized: QuantizedWeight
+    ) -> list[list[dict[str, Tensor]]]:
+        """Return data and scales of each expert, part by part."""
+        return export_experts(
             quantized,
-            expert,
             self.convention_of(held.format),
             parts=self._count(held),
             interleave=held.interleave,
@@ -108,7 +107,7 @@ def _form_of(exported: ExportedAs, held: HeldExperts) -> Form:
     else:
         shape = (1, *held.shape)
         planes = QuantizedWeight.empty(get_format(held.format), shape, device="meta")
-        parts = exported.quantized_parts(held, planes, 0)
+        (parts,) = exported.quantized_parts(held, planes)
     return tuple(
         tuple((name, TensorInfo(tuple(one.shape), one.dtype)) for name, one in part.items())
         for part in parts
@@ -135,40 +134,76 @@ class LocalExperts:
     held: HeldExperts
     linear: ExpertLinear
 
-    def parts(self, expert: int, exported: ExportedAs) -> list[dict[str, Tensor]]:
-        """Return one expert's tensors, part by part; ``expert`` is its number among all.
+    def locate(self, expert: int) -> tuple[int, int]:
+        """Return which of the linear's tensors holds an expert, and where in it.
 
-        Of what this rank has of it, where ranks share experts.
+        Args:
+            expert: its number among all of the layer.
+        """
+        index = expert - self.held.first
+        return (0, index) if len(self._tensors) == 1 else (index, 0)
+
+    def require_readable(self) -> None:
+        """Check all tensors as :meth:`require_fresh` does one."""
+        for place in range(len(self._tensors)):
+            self.require_fresh(place)
+
+    def require_fresh(self, place: int) -> bool:
+        """Check that a tensor can be read; return whether it lies elsewhere than at the last call.
 
         Raises:
             StateError: the weight is behind its masters, or on the host.
         """
-        index = expert - self.held.first
-        if self.held.kind == "bias":
-            return exported.plain_parts(self.held, self._values("bias", index))
-        if self.held.format == "bf16":
-            return exported.plain_parts(self.held, self._values("weight", index))
-        storage, index = self._storage_of(index)
+        storage = self._storage(place)
+        if storage is None:
+            return False
         storage.require_fresh()
-        if storage.has_moved():
+        has_moved = storage.has_moved()
+        if has_moved:
             storage.take_over()
-        return exported.quantized_parts(self.held, storage.quantized, index)
+        return has_moved
+
+    def parts(self, place: int, exported: ExportedAs) -> list[list[dict[str, Tensor]]]:
+        """Return what one of the linear's tensors holds: of each expert its tensors, part by part.
+
+        Of what this rank has of them, where ranks share experts.
+        """
+        storage = self._storage(place)
+        if storage is not None:
+            return exported.quantized_parts(self.held, storage.quantized)
+        values = self._tensors[place].detach()
+        is_of_one = values.dim() == len(self.held.shape)
+        experts = [values] if is_of_one else members_of(values)
+        return [exported.plain_parts(self.held, expert) for expert in experts]
 
     @cached_property
-    def _weights(self) -> list[Any]:
-        return self.linear.weights()
+    def _tensors(self) -> list[Any]:
+        """Weights or biases, one of all experts or one each."""
+        return self.linear.weights() if self.held.kind == "weight" else biases_of(self.linear)
 
-    def _storage_of(self, index: int) -> tuple[PlaneStorage, int]:
-        if len(self._weights) == 1:
-            return storage_of(self._weights[0]), index
-        return storage_of(self._weights[index]), 0
+    def _storage(self, place: int) -> PlaneStorage | None:
+        return None if self.held.format == "bf16" else storage_of(self._tensors[place])
 
-    def _values(self, kind: str, index: int) -> Tensor:
-        tensors = self._weights if kind == "weight" else biases_of(self.linear)
-        if tensors[0].dim() > len(self.held.shape):  # of all experts
-            return members_of(tensors[0].detach())[index]
-        values: Tensor = tensors[index].detach()
-        return values
+
+@dataclass(kw_only=True)
+class ExpertReader:
+    """Reads experts: what lies in one tensor is taken apart at once, and kept until the next."""
+
+    exported: ExportedAs
+    _read: tuple[LocalExperts, int] | None = None
+    _experts: list[list[dict[str, Tensor]]] = field(default_factory=list)
+
+    def read(self, local: LocalExperts, expert: int) -> list[Tensor]:
+        """Return one expert's tensors; ``expert`` is its number among all.
+
+        Raises:
+            StateError: the weight is behind its masters, or on the host.
+        """
+        place, index = local.locate(expert)
+        if local.require_fresh(place) or self._read != (local, place):
+            self._experts = local.parts(place, self.exported)
+            self._read = (local, place)
+        return [tensor for part in self._experts[index] for tensor in part.values()]
 
 
 def local_experts(chunk: Any) -> Iterator[LocalExperts]:

@@ -20,7 +20,13 @@ from moe_optim.megatron.export.buckets import (
     infos_of,
 )
 from moe_optim.megatron.export.dense import LocalPart, Wholes, local_parts
-from moe_optim.megatron.export.experts import ExportedAs, LocalExperts, form_of, local_experts
+from moe_optim.megatron.export.experts import (
+    ExpertReader,
+    ExportedAs,
+    LocalExperts,
+    form_of,
+    local_experts,
+)
 from moe_optim.megatron.export.units import (
     Held,
     HeldExperts,
@@ -126,6 +132,7 @@ class _Exporter:
     exported: ExportedAs
     experts: dict[Held, LocalExperts]
     parts: dict[Held, LocalPart]
+    reader: ExpertReader
     wholes: Wholes = field(default_factory=Wholes)
 
     @classmethod
@@ -140,6 +147,7 @@ class _Exporter:
         return cls(
             chunks=chunks,
             exported=exported,
+            reader=ExpertReader(exported=exported),
             experts={one.held: one for one in experts},
             parts={one.held: one for chunk in chunks for one in local_parts(chunk)},
         )
@@ -152,7 +160,7 @@ class _Exporter:
     def require_readable(self) -> None:
         """Raise for weights that cannot be read now, before anything is sent."""
         for local in self.experts.values():
-            local.parts(local.held.first, self.exported)
+            local.require_readable()
 
     def plan(
         self, everywhere: Sequence[Sequence[Held]], own: bool, vocab_size: int | None
@@ -231,8 +239,7 @@ class _Exporter:
         if isinstance(unit.held, HeldPart):
             return [self.parts[unit.held].read()]
         assert unit.expert is not None
-        parts = self.experts[unit.held].parts(unit.expert, self.exported)
-        return [tensor for part in parts for tensor in part.values()]
+        return self.reader.read(self.experts[unit.held], unit.expert)
 
     def _send(self, units: Sequence[Unit]) -> list[list[Tensor]]:
         """Return the tensors of units, on ranks that do not have them views of what has come."""
