@@ -265,8 +265,8 @@ def _step_here(table: StepTable) -> None:
         for launch in table.encoded_last:
             launch_encode(launch)
     for state in table.remainder:
-        adam.step_into(
-            *(state.master, state.gradient, state.exp_avg, state.exp_avg_sq),
+        adam.step_into(  # version counters tell of writes by hand alone, as where kernels step
+            *(state.master.data, state.gradient, state.exp_avg, state.exp_avg_sq),
             hyper=table.hyper[state.group],
             clip=table.clips[state.norm],
             decoupled=table.decoupled,

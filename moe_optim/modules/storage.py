@@ -44,6 +44,9 @@ class Holder(Protocol):
     def before_gradient(self) -> None:
         """Take note of a gradient of the weight that is about to be added up."""
 
+    def note_initial(self) -> None:
+        """Take note of initial values that the weight was given, for the next gather to drop."""
+
 
 class PlaneStorage(ABC):
     """What lies behind a quantized weight, whoever owns the bytes.
@@ -62,8 +65,6 @@ class PlaneStorage(ABC):
         holder: the bucket that was the last to bind the weight; None before there is one.
     """
 
-    initial: Tensor | None
-    """What the bytes were quantized from, in any dtype, until masters have been made of it."""
     watched: tuple[Attributes, ...] | None = ()
     """What somebody could exchange, as :meth:`take_over` left it, which makes this anew. None where
     :meth:`has_moved` has to look at more."""
@@ -102,6 +103,19 @@ class PlaneStorage(ABC):
         a storage that did not record it. None where nothing is recorded.
         """
         return self.quantized.global_amax if self.recorded_amax is None else self.recorded_amax
+
+    @property
+    @abstractmethod
+    def initial(self) -> Tensor | None:
+        """What the bytes were quantized from, in any dtype, until masters have been made of it."""
+
+    @initial.setter
+    @abstractmethod
+    def initial(self, values: Tensor | None) -> None: ...
+
+    def _tell_of_initial(self, values: Tensor | None) -> None:
+        if values is not None and self.holder is not None:
+            self.holder.note_initial()
 
     @property
     def storage_scales(self) -> Mapping[Direction, Tensor]:
@@ -332,6 +346,16 @@ class PortableStorage(PlaneStorage):
         PlaneStorage.__init__(storage, name, quantized, backend)
         storage.initial = storage._whole = None
         return storage
+
+    @property
+    def initial(self) -> Tensor | None:
+        """What the bytes were quantized from, in any dtype, until masters have been made of it."""
+        return self._initial
+
+    @initial.setter
+    def initial(self, values: Tensor | None) -> None:
+        self._tell_of_initial(values)
+        self._initial = values
 
     def pointers(self) -> tuple[int, ...]:
         """Return the address of every plane."""

@@ -306,7 +306,7 @@ def test_a_table_notices_when_something_has_moved(name):
 def test_dropped_moments_are_freed_where_launches_know_their_addresses(with_kernels):
     """As where they are offloaded: `.cpu()` makes another tensor, and the first one is let go."""
     state = state_of(64)
-    table = build(state).without_moments()
+    table = build(state).watching([state.master, state.gradient])
     assert table.ranges and not table.has_moved
     moments = [ref(state.exp_avg), ref(state.exp_avg_sq)]
     del state

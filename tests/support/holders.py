@@ -22,6 +22,9 @@ class StandInBucket:
     def before_gradient(self) -> None:
         self.gradients += 1
 
+    def note_initial(self) -> None:
+        """Nothing drops initial values here."""
+
     def gather(self) -> None:
         """New bytes have arrived."""
         self.version = new_version()

@@ -1,6 +1,8 @@
 """Tensors with the fields of Transformer Engine's weights, which cannot be made without a GPU."""
 
+from functools import cache
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -96,6 +98,22 @@ class GroupedTensor:
             setattr(self, ours, stacked.reshape(-1))
             for one, view in zip(self.quantized_tensors, stacked, strict=True):
                 setattr(one, theirs, view)
+
+
+@cache
+def _tensor_class(stand_in: type) -> Any:
+    own = {name: value for name, value in vars(stand_in).items() if not name.startswith("__")}
+    own["__torch_function__"] = torch._C._disabled_torch_function_impl
+    return type(stand_in.__name__, (torch.Tensor,), own)
+
+
+def as_parameter(stand_in: StandIn) -> torch.nn.Parameter:
+    """Return a parameter with the fields of a stand-in, and a class of the same name."""
+    initial = stand_in._high_precision_init_val
+    weight = initial.clone().as_subclass(_tensor_class(type(stand_in)))
+    vars(weight).update({name: one for name, one in vars(stand_in).items() if name != "shape"})
+    weight._is_param = True
+    return weight.requires_grad_()
 
 
 def padded_scale(quantized, direction) -> torch.Tensor:

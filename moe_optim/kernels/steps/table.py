@@ -1,6 +1,6 @@
 """What one update of masters reads and writes, fixed when gradients, masters and moments lie."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -163,17 +163,16 @@ class StepTable:
         """Whether something lies elsewhere by now, so that the table has to be built anew."""
         return self.places.have_moved
 
-    def without_moments(self) -> "StepTable":
-        """Return the same launches without a hold on moments: whoever drops them frees them.
+    def watching(self, tensors: Iterable[Tensor]) -> "StepTable":
+        """Return the same launches with a hold on ``tensors`` alone: who drops others frees them.
 
-        It is the caller's then to know where they are, since :attr:`has_moved` does not look. What
-        no launch handles is held all the same.
+        It is the caller's then to know where the others are, since :attr:`has_moved` looks at these
+        alone. What no launch handles is held all the same.
+
+        Args:
+            tensors: some of the states', or views of the same memory.
         """
-        if self.remainder:
-            return self
-        moments = {id(one) for state in self.states for one in (state.exp_avg, state.exp_avg_sq)}
-        places = Places(one for one in self.places.tensors if id(one) not in moments)
-        return replace(self, states=(), places=places, kernels=[])
+        return replace(self, states=(), places=Places(tensors), kernels=[])
 
     @classmethod
     def build(

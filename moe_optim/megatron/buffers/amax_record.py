@@ -30,6 +30,8 @@ class AmaxRecord:
         device = self._storages()[0].device
         self.values = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
         self._parts = self.values.split(sizes)
+        amaxes = (storage.recorded_amax for storage in self._storages())
+        self._recorded = [amax for amax in amaxes if amax is not None]
         self._search: AmaxSearch | None = None
 
     @classmethod
@@ -54,8 +56,7 @@ class AmaxRecord:
 
     def land(self) -> None:
         """Hand the completed maxima to the weights, whose bytes are now those of the masters."""
-        recorded = [_storage(param).recorded_amax for param in self._params]
-        torch._foreach_copy_([amax for amax in recorded if amax is not None], self._parts)
+        torch._foreach_copy_(self._recorded, self._parts)
 
     def forget(self) -> None:
         """Drop what was planned for masters that may lie elsewhere from now on."""

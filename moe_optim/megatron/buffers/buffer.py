@@ -114,10 +114,12 @@ class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
         )
         for bucket in self.buckets:
             managed = bucket.managed
+            watched = bucket.grad_data.data  # all of its views share its version counter
             for param in bucket.params_list:
                 param.register_hook(lambda _, managed=managed: managed.before_gradient())
-                param.main_grad = param.main_grad.data  # with a version counter of its own
-            managed.watch([param.main_grad for param in bucket.params_list])
+                first, last = bucket.param_to_index[param]
+                param.main_grad = watched[first:last].view_as(param.main_grad)
+            managed.watch(watched)
 
     @property
     def has_nvfp4_params(self) -> bool:

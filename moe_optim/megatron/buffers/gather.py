@@ -216,7 +216,7 @@ class QuantizedGather:
 
     def open(self, masters: Sequence[OwnedMaster], *, encoded: bool = False) -> None:
         """Find the maxima of this rank's masters, unless a step has."""
-        self._is_encoded = encoded and self._table is not None and not self._table.has_moved
+        self._is_encoded = encoded and self._table is not None
         if not self._is_encoded:
             ops.partial_amax(self.plan_step(masters))
 

@@ -57,6 +57,8 @@ class ManagedBucket:
         state: of gradients and weights.
         gather: what travels for the weights.
         owner: the optimizer that was built last for them; None before there is one.
+        is_looked_at: nobody else has run since :meth:`plan_step` looked where masters and weights
+            lie, so that a gather need not: its owner says so from a step to the gather behind it.
         version: of the bytes that the last gather has brought, see ``PlaneStorage.version``.
 
     Raises:
@@ -93,7 +95,10 @@ class ManagedBucket:
         self._unwatched: tuple[PlaneStorage, ...] = ()
         self.version = new_version()
         self._plans = 0
-        self._master_writes = 0  # since they were encoded last
+        self._planned_writes = 0  # into masters, when a step was planned
+        self._master_writes = 0  # the same of the step that encoded them last
+        self._has_initial = True  # some weights may have initial values
+        self.is_looked_at = False
         self.state = BucketState(name, OWN_MEMORY if wire == "quantized" else SHARED_MEMORY)
         if not all(storage.is_fresh for storage in self.storages):
             self.state.record(Event.SETTLE)  # behind masters of another wrapper
@@ -126,14 +131,19 @@ class ManagedBucket:
         if gradients is not Gradients.PARTIAL:
             self.state.record(Event.ACCUMULATE)
 
+    def note_initial(self) -> None:
+        """Note that a weight was given initial values, for the next gather to drop."""
+        self._has_initial = True
+
     # Gradients
 
-    def watch(self, gradients: Sequence[Tensor]) -> None:
-        """Count writes into ``gradients``, views of ``grads`` with version counters of their own.
+    def watch(self, gradients: Tensor) -> None:
+        """Count writes into ``gradients``, which is ``grads`` with a version counter of its own.
 
-        Writes through ``grads`` itself, as those of this class are, do not count.
+        Its views share that. Writes through ``grads`` itself, as those of this class are, do not
+        count.
         """
-        self._watched = Places(gradients)
+        self._watched = Places([gradients])
         self._count_from_here()
 
     def zero(self) -> None:
@@ -183,19 +193,28 @@ class ManagedBucket:
     def plan_step(self) -> MemberTable | None:
         """Return what a step encodes masters into, or None where only a gather reads them.
 
-        It is planned anew where something has moved.
+        Looks at every weight and master, and plans anew where something has moved. No step may be
+        taken while weights are on the host; what was planned is left alone then.
+
+        Raises:
+            StateError: another bucket has bound the weights since, or one lies elsewhere.
         """
-        return self.gather.plan_step(self._list_masters())
+        if self.is_offloaded:
+            return self.gather.planned
+        self._require_held()
+        masters = self._list_masters()
+        self._planned_writes = self._count_master_writes()
+        return self.gather.plan_step(masters)
 
     def settle(self, *, encoded: bool) -> None:
-        """Note that the masters have stepped.
+        """Note that the masters have stepped, as :meth:`plan_step` has found them.
 
         Args:
-            encoded: they have been encoded into what :meth:`plan_step` returned.
+            encoded: they have been encoded into what it returned.
         """
         self.state.record(Event.ENCODE if encoded else Event.SETTLE)
         if encoded:
-            self._master_writes = self._count_master_writes()
+            self._master_writes = self._planned_writes
 
     def _count_master_writes(self) -> int:
         return self._master_places.count_writes()
@@ -207,7 +226,8 @@ class ManagedBucket:
             StateError: masters are moving, weights or gradient memory are offloaded, or it holds
                 gradients that no step has used.
         """
-        self._require_held()
+        if not self.is_looked_at:
+            self._require_held()
         if self.gather.uses_gradient_memory:
             self._require_memory(Event.GATHER.value)
             self.find_unannounced()
@@ -216,8 +236,11 @@ class ManagedBucket:
         if self.gather.uses_gradient_memory:
             self._count_from_here()
             self._rest.zero_()
-        masters = self._list_masters()
-        encoded = was_encoded and self._count_master_writes() == self._master_writes
+        if self.is_looked_at and self._masters is not None:
+            masters, encoded = self._masters, was_encoded
+        else:
+            masters = self._list_masters()
+            encoded = was_encoded and self._count_master_writes() == self._master_writes
         self.gather.open(masters, encoded=encoded)
         if self._amaxes is not None:
             self._amaxes.fill(masters)
@@ -240,8 +263,10 @@ class ManagedBucket:
         self.state.record(Event.LAND)
         self._count_from_here()
         self.version = new_version()
-        for storage in self.storages:
-            storage.drop_initial()
+        if self._has_initial:
+            self._has_initial = False
+            for storage in self.storages:
+                storage.drop_initial()
 
     def give_up_gather(self) -> None:
         """Leave the weights stale, and gradient memory free to be used, after a part failed."""
@@ -277,6 +302,7 @@ class ManagedBucket:
     def forget_masters(self) -> None:
         """Drop what was planned for masters, weights and memory that may lie elsewhere now."""
         self._masters, self._master_places = None, Places(())
+        self._has_initial = True  # as of weights that were given other tensors
         self._plans += 1
         self.gather.forget()
         if self._amaxes is not None:

@@ -281,9 +281,19 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
                 group.param_gather_dispatched = False
 
     def gather_unless_overlapped(self) -> None:
-        """Gather what a step has left, unless forward passes do. Every rank must call it."""
-        if not self.ddp_config.overlap_param_gather:
+        """Gather what a step has left, unless forward passes do. Every rank must call it.
+
+        It follows :meth:`plan_update` in a step, with nothing between them that moves anything.
+        """
+        if self.ddp_config.overlap_param_gather:
+            return
+        try:
+            for bucket in self._buckets:
+                bucket.is_looked_at = True
             self.start_param_sync_for_bucket_group_subset()
+        finally:
+            for bucket in self._buckets:
+                bucket.is_looked_at = False
 
     def _record(self, event: Event) -> None:
         for bucket in self._buckets:

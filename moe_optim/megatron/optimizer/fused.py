@@ -196,7 +196,7 @@ class FusedUpdate:
         if self._have_moments_moved():
             return True
         return any(
-            table.has_moved or (bucket is not None and table.members is not bucket.gather.planned)
+            table.has_moved or (bucket is not None and table.members is not bucket.plan_step())
             for bucket, table in self._tables.items()
         )
 
@@ -229,16 +229,17 @@ class FusedUpdate:
         moments = self._find_moments()
         self._moments = [ref(moment) for moment in moments]
         self._addresses = addresses_of(moments)
-        return {
+        tables = {
             bucket: StepTable.build(
                 of_bucket,
                 self._hyper,
                 self._clips,
                 members=None if bucket is None else bucket.plan_step(),
                 decoupled=optimizer.config.decoupled_weight_decay,
-            ).without_moments()
+            )
             for bucket, of_bucket in states.items()
         }
+        return {bucket: table.watching(_watched_of(table)) for bucket, table in tables.items()}
 
 
 def why_not_fused(optimizer: Any) -> str | None:
@@ -355,6 +356,23 @@ def _weight(optimizer: Any, param: Any, master: Tensor) -> Tensor | None:
     weights = optimizer.buffers[buffer].buckets[bucket].param_data.view(-1)
     weight: Tensor = weights[place.start : place.end]
     return None if weight.data_ptr() == master.data_ptr() else weight
+
+
+def _watched_of(table: StepTable) -> list[Tensor]:
+    """Return tensors that tell whether a table has to be built anew, but for its moments.
+
+    Of gradients and weights one of each piece of memory: they are views that nobody else has.
+    Masters are the optimizer's own tensors, each with memory that can be exchanged; those that are
+    encoded their bucket looks at.
+    """
+    views = (view for one in table.states for view in (one.gradient, one.weight))
+    of_each_memory = {
+        view.untyped_storage().data_ptr(): view
+        for view in views
+        if view is not None and view.numel()
+    }
+    masters = [one.master for one in table.states] if table.members is None else []
+    return [*masters, *of_each_memory.values()]
 
 
 def _norm_of(master: Tensor) -> int:

@@ -70,11 +70,11 @@ class TransformerEngineStorage(PlaneStorage):
     @property
     def initial(self) -> Tensor | None:
         """Values before quantization, until masters have been made of them."""
-        # in its dictionary, as every step asks: of the tensor itself it takes three times as long
-        return vars(self._param).get("_high_precision_init_val")
+        return getattr(self._param, "_high_precision_init_val", None)
 
     @initial.setter
     def initial(self, values: Tensor | None) -> None:
+        self._tell_of_initial(values)
         if values is not None:
             self._param._high_precision_init_val = values
         elif self.initial is not None:

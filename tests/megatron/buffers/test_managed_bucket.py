@@ -89,7 +89,7 @@ def watched():
     bucket = bucket_over(torch.zeros(NUMEL))
     bucket.state.record(Event.SETTLE)
     gradient = bucket.grads.data[:32]
-    bucket.watch([gradient])
+    bucket.watch(gradient)
     return bucket, gradient
 
 

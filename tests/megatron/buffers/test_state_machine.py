@@ -352,6 +352,11 @@ TRACES: dict[str, Trace] = {  # mostly as hypothesis shrank them
         ("rewrite_masters", {"seed": 0}),
         ("rollout", {"seed": 0}),
     ],
+    "a look of an earlier step": [
+        *TRAIN,
+        ("rewrite_masters", {"seed": 0}),
+        ("rollout", {"seed": 0}),
+    ],
     "a fused step that fails": [
         *TRAIN[:2],
         ("failing_step", {"part": 1, "moved": True}),

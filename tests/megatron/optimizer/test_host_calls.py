@@ -1,0 +1,180 @@
+"""What the host does in a fused step, where every expert is a parameter of its own.
+
+Everything that a weight has can be exchanged without a word, so each is looked at in every step:
+by loops of C, while the device finds the norm. Nothing else depends on how many there are.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+from moe_optim.errors import StateError
+from moe_optim.formats import MXFP8
+from tests.support import life_cycle
+from tests.support.apart import KINDS, Apart
+from tests.support.bytes import assert_bytes_equal
+from tests.support.ranks import run_ranks
+from tests.support.te_stand_ins import MXFP8Tensor
+
+FEW, MANY = 8, 64
+LOOKS = {"portable": 4, "transformer_engine": 8}
+"""Calls into torch for a weight: where its master, moments and fields lie, and what was written
+into the master."""
+
+
+def _launch_nothing() -> None:
+    """Let tables have launches on a CPU, and these do nothing, as the reference loops in Python."""
+    from moe_optim.kernels import member_table
+    from moe_optim.kernels.bound_kernel import BoundKernel
+    from moe_optim.kernels.norm import table as norm_table
+    from moe_optim.kernels.steps import table as step_table
+
+    BoundKernel.__call__ = lambda self, *given: None
+    member_table.has_kernels = step_table.has_kernels = lambda device: True
+    norm_table.runs_triton = lambda device: True
+
+
+def _count_in_step(model: Apart) -> Counter[tuple[bool, bool]]:
+    """Return the Python functions that a step calls, after some in which everything was planned.
+
+    By whether the norm is being found, and by whether the call is one into torch: the CPU runtime
+    sees each of those, also in a loop of C.
+    """
+    find, finding = model.optimizer.find_norms, [False]
+    calls: Counter[tuple[bool, bool]] = Counter()
+
+    def find_norms() -> Any:
+        finding[0] = True
+        try:
+            return find()
+        finally:
+            finding[0] = False
+
+    def count(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            calls[finding[0], frame.f_code.co_name == "__torch_function__"] += 1
+
+    model.optimizer.find_norms = find_norms
+    for _ in range(3):
+        model.backward()
+        model.optimizer.step()
+        model.gather()
+    model.backward()
+    sys.setprofile(count)
+    try:
+        moved, _, _ = model.optimizer.step()
+    finally:
+        sys.setprofile(None)
+    assert moved
+    return calls
+
+
+def _count_calls(kind: str) -> list[tuple[Counter[tuple[bool, bool]], ...]]:
+    life_cycle.initialize()
+    _launch_nothing()
+    return [
+        tuple(_count_in_step(Apart(kind, experts, overlap=overlap)) for experts in (FEW, MANY))
+        for overlap in (False, True)
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_calls_no_more_functions_where_there_are_more_experts(kind: str):
+    """Calls into torch alone are more, and only while the norm is found; whoever gathers."""
+    (counts,) = run_ranks(1, _count_calls, kind)
+    for few, many in counts:
+        looks = few.pop((True, True)), many.pop((True, True))
+        assert few == many
+        assert looks[1] - looks[0] == LOOKS[kind] * (MANY - FEW)
+
+
+def _drop_scales(weight: Any) -> None:
+    weight._columnwise_scale_inv = None
+
+
+def _replace_scales(weight: Any) -> None:
+    weight._rowwise_scale_inv = torch.full_like(weight._rowwise_scale_inv, 7)
+
+
+def _exchange_data_of_scales(weight: Any) -> None:
+    weight._columnwise_scale_inv.data = torch.full_like(weight._columnwise_scale_inv, 7)
+
+
+def _reorder_scales(weight: Any) -> None:
+    weight._with_gemm_swizzled_scales = True
+
+
+def _exchange_all_masters(model: Apart) -> None:
+    for master in model.masters.values():
+        master.data = master.data.clone()
+
+
+def _write_a_master(model: Apart) -> None:
+    next(iter(model.masters.values())).mul_(2)
+
+
+def _of_one(change: Callable[[Any], None]) -> Callable[[Apart], None]:
+    return lambda model: change(model.weights[1])
+
+
+EXCHANGES = [
+    *(_exchange_all_masters, _write_a_master),
+    *map(
+        _of_one,
+        (_drop_scales, _replace_scales, _exchange_data_of_scales, _reorder_scales),
+    ),
+]
+
+
+def _exchange_and_step(overlap: bool) -> int:
+    life_cycle.initialize()
+    model = Apart("transformer_engine", 3, overlap=overlap)
+    compared = 0
+    for exchange in (lambda _: None, *EXCHANGES):
+        for between_step_and_gather in {False, overlap}:
+            model.backward()
+            if not between_step_and_gather:
+                exchange(model)
+            model.optimizer.step()
+            if between_step_and_gather:
+                exchange(model)
+            model.gather()
+            for weight, master in model.masters.items():
+                want = MXFP8Tensor(MXFP8, master.view(weight.shape))
+                for name, tensor in vars(want).items():
+                    if name.startswith(("_rowwise", "_columnwise")):
+                        assert_bytes_equal(getattr(weight, name), tensor, what=name)
+                        compared += 1
+                assert not weight._with_gemm_swizzled_scales
+    return compared
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["in the step", "behind it"])
+def test_what_was_exchanged_before_a_gather_holds_the_weights_of_the_masters(overlap: bool):
+    """Before the step, and between it and a gather that is not its own."""
+    gathers = (1 + len(EXCHANGES)) * (1 + overlap)
+    assert run_ranks(1, _exchange_and_step, overlap) == [gathers * 3 * 4]
+
+
+def _replace_data_and_step() -> None:
+    life_cycle.initialize()
+    model = Apart("transformer_engine", 3)
+    for _ in range(2):
+        model.backward()
+        model.optimizer.step()
+    before = [master.clone() for master in model.masters.values()]
+    model.backward()
+    model.weights[1]._rowwise_data = model.weights[1]._rowwise_data.clone()
+    with pytest.raises(StateError, match=r"experts\.weight1: expected the data .*another tensor"):
+        model.optimizer.step()
+    for master, old in zip(model.masters.values(), before, strict=True):
+        assert_bytes_equal(master, old)
+
+
+def test_data_that_a_gather_cannot_reach_is_refused_before_a_master_moves():
+    run_ranks(1, _replace_data_and_step)
