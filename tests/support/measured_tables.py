@@ -58,7 +58,18 @@ FUSED_STEPS = {FUSED: "1 H200", "step-2x-h200-qwen3.json": "2 H200, Qwen3-30B-A3
 FLAGS = "flags-2x-h200.json"
 EXPERTS = "experts-h200.json"
 HEALTH = "health-h200.json"
+HEALTH_STEPS = ("step-health-0-h200.json", "step-health-1-h200.json")
+"""The same training without looks, and with one an iteration."""
 OFFLOAD = "offload-h200.json"
+EXPORT = "export-1x-h200.json"
+HOST_BOUND = 0.99
+"""Of a time, what the host is busy for at least where it sets the pace."""
+OFFLOAD_STEPS = {
+    "0": HEALTH_STEPS[0],
+    "1": "step-offload-1-h200.json",
+}
+"""``offload_states`` -> the same training with it."""
+STEP_TIMES = ("optimizer_ms", "iteration_ms")
 CONVERGENCE = "convergence-h200.json"
 CURVES = "formats-h200.json"
 SMOOTHED = 10
@@ -353,23 +364,57 @@ def fake_quantization() -> str:
 def health_cost() -> str:
     report = read_result(HEALTH)
     rows = [row for row in report["rows"] if row["work"] == "health"]
-    said = ", ".join(f"`{row['format']}` {row['ms']:.1f}" for row in rows)
+    said = ", ".join(f"`{row['format']}` {row['ms']:.2f}" for row in rows)
     least, most = (pick(row["fraction_of_floor"] for row in rows) for pick in (min, max))
+    without, looking = (read_result(name)["plugin"] for name in HEALTH_STEPS)
+    more = looking["optimizer_ms"] - without["optimizer_ms"]
+    share = more / looking["iteration_ms"]
+    figures, *sides = (
+        f"[{said}](../recipes/results/{name})"
+        for said, name in zip(("figures", "without", "with"), (HEALTH, *HEALTH_STEPS), strict=True)
+    )
     return (
         f"A look at {rows[0]['parameters'] / 1e9:.3f}e9 parameters on one H200 takes, in ms: "
-        f"{said}\n([figures](../recipes/results/{HEALTH})). That is {least:.2f} to {most:.2f} of "
-        "what memory allows."
+        f"{said}\n({figures}). That is {least:.2f} to {most:.2f} of "
+        "what memory allows.\n\nIn training (`hopper_fp8_block.yaml`, the same GPU), a look an "
+        f"iteration makes `optimizer.step()` {without['optimizer_ms']:.1f} -> "
+        f"{looking['optimizer_ms']:.1f} ms\nand its part on the host "
+        f"{without['optimizer_host_ms']:.1f} -> {looking['optimizer_host_ms']:.1f} ms "
+        f"({', '.join(sides)}).\nThat is {100 * share:.1f}% of an iteration of "
+        f"{looking['iteration_ms']:.0f} ms, and {share / 100:.2%} with `health_interval: 100`."
     )
+
+
+def export_cost() -> str:
+    report = read_result(EXPORT)
+    header = ["format", "experts go", "into the engine", "time"]
+    lines = [
+        [
+            f"`{row['format']}`",
+            row["way"],
+            spell_bytes(row["loaded_bytes"]),
+            f"{milliseconds(row['ms'])} ms",
+        ]
+        for row in report["rows"]
+    ]
+    alone = min(row["host_ms"] / row["ms"] for row in report["rows"])
+    if alone < HOST_BOUND:
+        raise ValueError("documents say that the host bounds an export on one GPU, and it does not")
+    return (
+        f"{report['rows'][0]['model']} of {report['rows'][0]['parameters'] / 1e9:.2f}e9 parameters "
+        f"on one H200 ([figures](../recipes/results/{EXPORT})):\n\n"
+    ) + table(header, lines)
 
 
 def offload_cost() -> str:
     report = read_result(OFFLOAD)
-    header = ["`offload_states`", "states on the host", "peak on the GPU", "step", "of the link"]
+    header = ["format", "`offload_states`", "states on the host", "peak on the GPU", "step"]
     lines = []
     for row in report["rows"]:
         is_away = row["parameters_on_host"] > 0
         lines.append(
             [
+                f"`{row['format']}`",
                 f"{row['offload_states']:g}",
                 spell_bytes(row["host_bytes"]),
                 spell_bytes(row["device_bytes"]),
@@ -379,9 +424,23 @@ def offload_cost() -> str:
         )
     first = report["rows"][0]
     return (
-        f"The fused step of {first['parameters'] / 1e9:.3f}e9 parameters (`{first['format']}`, "
-        f"{first['shape_set']}) on one H200, whose link\nmoves {report['link_gb_per_s']:.0f} GB/s "
-        f"each way while both are used ([figures](../recipes/results/{OFFLOAD})):\n\n"
+        f"The fused step of {first['parameters'] / 1e9:.3f}e9 parameters ({first['shape_set']}) on "
+        f"one H200, whose link\nmoves {report['link_gb_per_s']:.0f} GB/s each way while both are "
+        f"used ([figures](../recipes/results/{OFFLOAD})):\n\n"
+    ) + table([*header, "of the link"], lines)
+
+
+def offload_training() -> str:
+    header = ["`offload_states`", "peak on the GPU", "`optimizer.step()`", "iteration"]
+    lines = []
+    for share, name in OFFLOAD_STEPS.items():
+        sides = [read_result(name)[side] for side in SIDES]
+        times = [[f"{side[key]:.0f} ms" for side in sides] for key in STEP_TIMES]
+        cells = [[spell_bytes(side["peak_bytes"]) for side in sides], *times]
+        lines.append([f"[{share}](../recipes/results/{name})", *map(" -> ".join, cells)])
+    return (
+        "Training `hopper_fp8_block.yaml` on one H200, with Megatron's own optimizer -> with this "
+        "one in the same run:\n\n"
     ) + table(header, lines)
 
 
@@ -466,10 +525,12 @@ def convert() -> str:
 
 UPSTREAM = "upstream-2x-h200.json"
 UPSTREAM_GROUPED = "upstream-grouped-cpu.json"
+UPSTREAM_GROUPED_GPU = "upstream-grouped-h200.json"
+UPSTREAM_ENGINE = "upstream-engine-h200.json"
 OUTCOMES = ("passed", "failed", "error", "skipped", "by chance")
 
 
-def upstream_outcomes(name: str) -> str:
+def upstream_outcomes(name: str, ours: str = "classes") -> str:
     """Return the table of a run of ``tests.upstream.side_by_side``."""
     rows = []
     for file in read_result(name)["files"]:
@@ -492,7 +553,7 @@ def upstream_outcomes(name: str) -> str:
         other = "the same" if said[0] == said[1] else said[1]
         rows.append([label, said[0], other, str(len(one.counted())), str(one.ran())])
     return table(
-        ["file", "stock", "with the plug-in", "counted", "of these, through our classes"], rows
+        ["file", "stock", "with the plug-in", "counted", f"of these, through our {ours}"], rows
     )
 
 
@@ -617,7 +678,9 @@ MEASURED_TABLES: Mapping[str, Callable[[], str]] = {
     "health-cost": health_cost,
     "host": host,
     "losses": losses,
+    "export-cost": export_cost,
     "offload-cost": offload_cost,
+    "offload-training": offload_training,
     "plan-step": plan_step,
     "patch-sources": patch_sources,
     "published": published,
@@ -627,6 +690,8 @@ MEASURED_TABLES: Mapping[str, Callable[[], str]] = {
     "transformer-engines": engine_versions,
     "upstream": lambda: upstream_outcomes(UPSTREAM),
     "upstream-grouped": lambda: upstream_outcomes(UPSTREAM_GROUPED),
+    "upstream-grouped-gpu": lambda: upstream_outcomes(UPSTREAM_GROUPED_GPU),
+    "upstream-engine": lambda: upstream_outcomes(UPSTREAM_ENGINE, "kernels"),
     "versions": versions,
     "which-format": which_format,
 }
@@ -638,10 +703,12 @@ RESULTS_OF: Mapping[str, tuple[str, ...]] = {
     "fake-quantization": (EXPERTS,),
     "flags-beside-stock": (FLAGS,),
     "gather": ("gather-2x-h200.json", "gather-4x-h200.json"),
-    "health-cost": (HEALTH,),
+    "health-cost": (HEALTH, *HEALTH_STEPS),
     "host": ("requantize-h100.json", "requantize-host-h100.json"),
     "losses": ("losses-cpu.json",),
+    "export-cost": (EXPORT,),
     "offload-cost": (OFFLOAD,),
+    "offload-training": tuple(OFFLOAD_STEPS.values()),
     "plan-step": ("requantize-h200.json",),
     "patch-sources": (SOURCES,),
     "published": (PUBLISHED,),
@@ -651,6 +718,8 @@ RESULTS_OF: Mapping[str, tuple[str, ...]] = {
     "steps": tuple(f"step-{name}.json" for name in STEPS),
     "upstream": (UPSTREAM,),
     "upstream-grouped": (UPSTREAM_GROUPED,),
+    "upstream-grouped-gpu": (UPSTREAM_GROUPED_GPU,),
+    "upstream-engine": (UPSTREAM_ENGINE,),
     "versions": (VERSIONS,),
     "which-format": ("losses-cpu.json",),
 }

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_optim import MoEOptimConfig, export_weights
+import moe_optim
+from moe_optim import MoEOptimConfig
 from moe_optim.errors import ConfigError
 from moe_optim.formats import get_format
 from moe_optim.megatron.te.fields import is_grouped
@@ -118,7 +119,7 @@ def _observe(model: list[Any], optimizer: Any) -> dict[str, Any]:
 def _export(model: list[Any]) -> dict[str, torch.Tensor] | str:
     """Return what this rank exports of its experts, or why it does not."""
     try:
-        given = export_weights(model, layout="sequential", experts="own")
+        given = moe_optim.export_weights(model, layout="sequential", experts="own")
         return {name: one.cpu().clone() for name, one in given if ".local_experts." in name}
     except ConfigError as error:
         return str(error)

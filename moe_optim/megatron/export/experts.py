@@ -252,7 +252,7 @@ _LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.(?:mtp_model_layer\.)?mlp\.e
 def _hf_layer(path: str, config: Any) -> int | None:
     """Return the number of a linear's layer on disk, where multi-token prediction comes last."""
     found = _LAYER.fullmatch(path)
-    if found is None:
+    if found is None or (found[1] == "mtp" and config is None):
         return None
     return int(found[2]) + (config.num_layers if found[1] == "mtp" else 0)
 
