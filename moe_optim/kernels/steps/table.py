@@ -170,7 +170,7 @@ class StepTable:
         alone. What no launch handles is held all the same.
 
         Args:
-            tensors: some of the states', or views of the same memory.
+            tensors: of any shapes and dtypes: some of the states', or views of the same memory.
         """
         return replace(self, states=(), places=Places(tensors), kernels=[])
 
