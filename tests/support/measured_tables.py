@@ -55,6 +55,11 @@ AFTER = "after the gather"
 STEP, NORM = "step to wire planes, {} moments", "gradient norm"
 FUSED = "step-fused-h200.json"
 FUSED_STEPS = {FUSED: "1 H200", "step-2x-h200-qwen3.json": "2 H200, Qwen3-30B-A3B's experts"}
+FASTER_HOST = "step-fused-faster-host-h200.json"
+"""The same as :data:`FUSED` on a machine whose host takes less than half the time for stock."""
+MANY_WEIGHTS = "step-h200-qwen3.json"
+"""As many weights a rank as the two GPUs have above."""
+SOAK = "soak-h200.json"
 FLAGS = "flags-2x-h200.json"
 EXPERTS = "experts-h200.json"
 HEALTH = "health-h200.json"
@@ -66,6 +71,7 @@ HOST_BOUND = 0.99
 """Of a time, what the host is busy for at least where it sets the pace."""
 OFFLOAD_STEPS = {
     "0": HEALTH_STEPS[0],
+    "0.5": "step-offload-0.5-h200.json",
     "1": "step-offload-1-h200.json",
 }
 """``offload_states`` -> the same training with it."""
@@ -263,7 +269,46 @@ def fused_step() -> str:
     return table(["", *header], rows)
 
 
+def fused_step_host() -> str:
+    said = {}
+    for file in (FASTER_HOST, MANY_WEIGHTS):
+        stock, ours = (read_result(file)[side] for side in SIDES)
+        for key in ("optimizer_ms", "optimizer_host_ms"):
+            said[file, key] = f"{ours[key]:.1f} ms here and {stock[key]:.0f} ms in stock"
+    share = read_result(FASTER_HOST)["ratio"]["optimizer_ms"]
+    return (
+        "Stock's time is its host's, and hosts differ. On another machine with one H200 "
+        f"([figures](../recipes/results/{FASTER_HOST}))\n`optimizer.step()` took "
+        f"{said[FASTER_HOST, 'optimizer_ms']}, which is {share:.2f}; the host was busy for "
+        f"{said[FASTER_HOST, 'optimizer_host_ms']}.\n"
+        "With as many weights a rank as the two GPUs above have, 6 layers of 128 experts on one "
+        f"([figures](../recipes/results/{MANY_WEIGHTS})),\nthe step took "
+        f"{said[MANY_WEIGHTS, 'optimizer_ms']}, and the host was busy for "
+        f"{said[MANY_WEIGHTS, 'optimizer_host_ms']}."
+    )
+
+
 # Runs beside stock
+
+
+def soak() -> str:
+    report = read_result(SOAK)
+    if report["grown"]:
+        raise ValueError(f"documents say that nothing grew, and {report['grown']} did")
+    rows = [
+        [
+            row["figure"],
+            *(f"{row[key]:,.0f}" for key in ("second_quarter", "last_quarter")),
+            f"{row['last_quarter'] / row['second_quarter']:.3f}",
+            f"{row['allowed']:g}",
+        ]
+        for row in report["rows"]
+    ]
+    return (
+        f"{report['iterations']:,} iterations with {report['saves']} saves and "
+        f"{report['evaluations']} evaluations on one H200 "
+        f"([figures](../recipes/results/{SOAK})):\n\n"
+    ) + table(["median of", "second quarter", "last quarter", "ratio", "at most"], rows)
 
 
 def flags_beside_stock() -> str:
@@ -340,8 +385,9 @@ def formats_compared() -> str:
 
 
 def fake_quantization() -> str:
-    """Forward and backward of every way, and ours scattered as a part of ours in one tensor."""
-    rows = read_result(EXPERTS)["rows"]
+    """Forward and backward of every way, and ours as a part of the fastest other."""
+    report = read_result(EXPERTS)
+    rows = report["rows"]
     places = ("contiguous", "scattered")
     table_rows = []
     for bits, experts in dict.fromkeys((row["bits"], row["experts"]) for row in rows):
@@ -350,15 +396,32 @@ def fake_quantization() -> str:
             for row in rows
             if (row["bits"], row["experts"]) == (bits, experts)
         }
-        ways = ("moe_optim", "stack and unbind", "loop")
+        ways = ("moe_optim", "ModelOpt", "stack and unbind", "loop")
         cells = [
             f"{of_case[way, place]['forward_ms']:.2f}, {of_case[way, place]['backward_ms']:.2f}"
             for way in ways
             for place in places
         ]
         table_rows.append([f"{bits} bits" if bits != "e4m3" else "E4M3", str(experts), *cells])
-    header = [f"{way}, {place}" for way in ("ours", "one stack", "loop") for place in places]
-    return table(["grid", "experts", *header], table_rows)
+    names = ("ours", "ModelOpt", "one stack", "loop")
+    header = [f"{way}, {place}" for way in names for place in places]
+    apart = [
+        row
+        for row in rows
+        if (row["way"], row["placement"], row["experts"]) == ("moe_optim", "scattered", 32)
+    ]
+    of_other, of_one = (
+        [
+            f"{max(row[f'{direction}_{of}'] for row in apart):.2f}"
+            for direction in ("forward", "backward")
+        ]
+        for of in ("of_best_other", "of_contiguous")
+    )
+    return table(["grid", "experts", *header], table_rows) + (
+        f"\n\nModelOpt is {report['versions']['modelopt']}. Of the fastest other way, 32 experts "
+        f"apart take at most {of_other[0]} forward and {of_other[1]} backward;\nof 32 in one "
+        f"tensor {of_one[0]} and {of_one[1]}."
+    )
 
 
 def health_cost() -> str:
@@ -674,6 +737,7 @@ MEASURED_TABLES: Mapping[str, Callable[[], str]] = {
     "fake-quantization": fake_quantization,
     "flags-beside-stock": flags_beside_stock,
     "fused-step": fused_step,
+    "fused-step-host": fused_step_host,
     "gather": gather,
     "health-cost": health_cost,
     "host": host,
@@ -684,6 +748,7 @@ MEASURED_TABLES: Mapping[str, Callable[[], str]] = {
     "plan-step": plan_step,
     "patch-sources": patch_sources,
     "published": published,
+    "soak": soak,
     "requantize": requantize,
     "step-kernels": step_kernels,
     "steps": steps,
@@ -714,6 +779,8 @@ RESULTS_OF: Mapping[str, tuple[str, ...]] = {
     "published": (PUBLISHED,),
     "requantize": ("requantize-h100.json",),
     "fused-step": tuple(FUSED_STEPS),
+    "fused-step-host": (FASTER_HOST, MANY_WEIGHTS),
+    "soak": (SOAK,),
     "step-kernels": ("requantize-h200.json",),
     "steps": tuple(f"step-{name}.json" for name in STEPS),
     "upstream": (UPSTREAM,),
