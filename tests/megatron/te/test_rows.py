@@ -8,6 +8,7 @@ are those of ``test_modules.py``.
 
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,17 +35,24 @@ Given = Callable[..., Seen]
 
 
 def row(name: str) -> Any:
-    return pytest.param(name, id=name, marks=[pytest.mark.extended] * (name != FIRST))
+    marks = [pytest.mark.extended] * (name != FIRST)
+    marks.append(pytest.mark.xdist_group(name.partition(",")[0]))  # whose cases share runs
+    return pytest.param(name, id=name, marks=marks)
 
 
 ROWS = [row(f"{name}, {how}") for name in FORMATS for how in ("fused", "through autograd")]
 
 
 @pytest.fixture(scope="module")
-def train(tmp_path_factory) -> Given:
+def launched(tmp_path_factory) -> tuple[Path, dict[str, Seen]]:
+    """Return the folder of all runs, and what their ranks saw."""
+    return tmp_path_factory.mktemp("rows"), {}
+
+
+@pytest.fixture
+def train(launched, record_property) -> Given:
     """Return what launches a run of a row, once, and returns what its ranks saw."""
-    root = tmp_path_factory.mktemp("rows")
-    launched: dict[str, Seen] = {}
+    root, seen = launched
 
     def launch_once(
         row: str,
@@ -54,12 +62,14 @@ def train(tmp_path_factory) -> Given:
         evaluates: bool = False,
         goes_on_from_single: bool | None = None,
     ) -> Seen:
-        def named(single: bool, start: bool | None) -> str:
-            words = (row, single, operations, evaluates, start)
-            return re.sub(r"\W+", "-", " ".join(map(str, words)))
+        chosen = {"row": row, "single": single, "operations": operations, "evaluates": evaluates}
+        chosen["goes_on_from_single"] = goes_on_from_single
 
-        name = named(single, goes_on_from_single)
-        if name not in launched:
+        def named(**others: Any) -> str:
+            return re.sub(r"\W+", "-", " ".join(map(str, (chosen | others).values())))
+
+        name = named()
+        if name not in seen:
             kind, how = row.split(", ")
             weights, products = FORMATS[kind]
             experts = {
@@ -73,11 +83,14 @@ def train(tmp_path_factory) -> Given:
             start = None
             if goes_on_from_single is not None:
                 launch_once(row, single=goes_on_from_single, operations=operations)
-                start = named(goes_on_from_single, None)
+                start = named(single=goes_on_from_single, goes_on_from_single=None)
             knobs = (*products.items(), ("experts", experts), ("step", "fused"))
             launch(root, name, Run(weights, flags, knobs, start))
-            launched[name] = Seen(folder_of(root, name))
-        return launched[name]
+            seen[name] = Seen(folder_of(root, name))
+            first, *others = seen[name].ranks
+            figures = {"losses": first["losses"], "norms": first["norms"]}
+            record_property("run", {**chosen, "ranks": 1 + len(others), **figures})
+        return seen[name]
 
     return launch_once
 
@@ -127,7 +140,7 @@ def test_train_eval_train_equals_train_only(name: str, single: bool, train: Give
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("name", [f"{kind}, fused" for kind in FORMATS])
+@pytest.mark.parametrize("name", [row(f"{kind}, fused") for kind in FORMATS])
 @pytest.mark.parametrize("operations", [True, False], ids=["operations", "modules"])
 def test_wgrad_through_autograd_equals_fused(name: str, operations: bool, train: Given):
     """One micro-batch a step: nothing is added to what autograd has rounded to bf16."""

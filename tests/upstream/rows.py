@@ -1,0 +1,120 @@
+"""Runs the tests of the ten rows of Transformer Engine's experts, and records what they trained.
+
+    python -m tests.upstream.rows --json FILE [--gpus] [-n WORKERS]
+
+All cases of ``tests/megatron/te/test_rows.py``, extended ones too; those that share runs stay with
+one worker. Without ``--gpus`` on a CPU, where Transformer Engine is found as that file says. The
+record is written after every case: of a run that was cut off it says what has not run. Exit status:
+1 if a case fails, or none passes.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_optim.console.provenance import commit
+from moe_optim.environment import find_gpus
+
+TESTS = Path(__file__).parents[1] / "megatron" / "te" / "test_rows.py"
+PACKAGES = ("torch", "megatron-core", "transformer-engine")
+
+
+@dataclass
+class Row:
+    """How the cases of one row went, and what its runs gave."""
+
+    cases: dict[str, str] = field(default_factory=dict)
+    """Case -> passed, failed, skipped or not run."""
+    failures: dict[str, str] = field(default_factory=dict)
+    """Case -> the first line of what it says."""
+    runs: list[dict[str, Any]] = field(default_factory=list)
+    """Each launch: its settings, and losses and gradient norms of every step on rank 0."""
+
+
+class Recorder:
+    """A plug-in of pytest: writes the record whenever it hears of a case."""
+
+    def __init__(self, path: Path, report: dict[str, Any]) -> None:
+        self.path = path
+        self.report = report
+        self.rows: defaultdict[str, Row] = defaultdict(Row)
+
+    def outcomes(self) -> set[str]:
+        """Return how cases went, of all rows."""
+        return {outcome for row in self.rows.values() for outcome in row.cases.values()}
+
+    def pytest_xdist_node_collection_finished(self, ids: Sequence[str]) -> None:
+        """Note all cases, before the first one runs."""
+        for case, row in map(self._find, ids):
+            row.cases.setdefault(case, "not run")
+        self._write()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Note how a case went, and what it launched."""
+        case, row = self._find(report.nodeid)
+        if report.when == "call" or not report.passed:
+            row.cases[case] = report.outcome
+        if report.failed:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            said = crash.message if crash else str(report.longrepr)
+            row.failures[case] = said.partition("\n")[0][:300]
+        if report.when == "call":
+            for run in (value for name, value in report.user_properties if name == "run"):
+                self.report["ranks"] = run.pop("ranks")
+                self.rows[run.pop("row")].runs.append(run)
+        self._write()
+
+    def _find(self, id: str) -> tuple[str, Row]:
+        """Return a case without its file and xdist's group, and its row, an argument of it."""
+        case = id.partition("::")[2].partition("@")[0]
+        arguments = case.partition("[")[2].removesuffix("]").split("-")
+        return case, self.rows[next(one for one in arguments if ", " in one)]
+
+    def _write(self) -> None:
+        rows = {name: asdict(row) for name, row in self.rows.items()}
+        self.path.write_text(json.dumps(self.report | {"rows": rows}, indent=1) + "\n")
+
+
+def find_version(package: str) -> str | None:
+    """Return the version that ranks import, also from ``TRANSFORMER_ENGINE_PATH``."""
+    folders = os.environ.get("TRANSFORMER_ENGINE_PATH", "").split(os.pathsep)
+    found = distributions(name=package, path=[*filter(None, folders), *sys.path])
+    return next((one.version for one in found), None)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run from a command line; return the exit status."""
+    words = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(prog="python -m tests.upstream.rows")
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--gpus", action="store_true", help="a rank on each GPU")
+    parser.add_argument("-n", type=int, default=1, dest="workers", help="launches at once")
+    args = parser.parse_args(words)
+    gpus = [gpu.name for gpu in find_gpus()] if args.gpus else []
+    report = {
+        "command": shlex.join(["python", "-m", "tests.upstream.rows", *words]),
+        "commit": commit(),
+        "device": gpus or f"{platform.machine()} CPU",
+        "versions": {package: find_version(package) for package in PACKAGES},
+        "ranks": None,
+    }
+    recorder = Recorder(args.json, report)
+    command = [str(TESTS), "-p", "no:cacheprovider", "-m", "extended or not extended"]
+    command += ["-n", str(args.workers), "--dist", "loadgroup", *(["--gpus"] if args.gpus else [])]
+    status = pytest.main(command, plugins=[recorder])
+    return int(status != pytest.ExitCode.OK or "passed" not in recorder.outcomes())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""What is recorded of the ten rows, case by case and run by run."""
+
+import json
+
+import pytest
+
+from tests.upstream import rows
+
+CASES = """
+import pytest
+both = pytest.mark.parametrize("name", [
+    pytest.param(f"bf16, {how}", marks=pytest.mark.xdist_group("bf16"))
+    for how in ("fused", "through autograd")
+])
+
+@both
+def test_launches(name, record_property):
+    record_property("run", {"row": name, "ranks": 2, "single": True, "losses": {1: 0.1}})
+
+@pytest.mark.parametrize("single", [True], ids=["one tensor"])
+@both
+def test_differs(name, single, record_property):
+    record_property("run", {"row": "bf16, fused", "ranks": 2, "single": False, "losses": {}})
+    assert name == "bf16, through autograd", "other bytes"
+"""
+SKIPPED = """
+@both
+def test_skipped(name):
+    pytest.skip("needs Transformer Engine")
+"""
+CUT_OFF = """
+@both
+def test_cut_off(name):
+    pytest.exit("enough")
+
+@both
+def test_comes_last(name):
+    pass
+"""
+
+
+@pytest.fixture
+def recorded(tmp_path, monkeypatch):
+    """Return what runs made-up cases, and returns exit status and record."""
+
+    def run(cases):
+        tests, report = tmp_path / "test_made_up.py", tmp_path / "report.json"
+        tests.write_text(cases)
+        monkeypatch.setattr(rows, "TESTS", tests)
+        status = rows.main(["--json", str(report)])
+        return status, json.loads(report.read_text())
+
+    return run
+
+
+def test_a_run_that_is_cut_off_says_what_passed_failed_trained_and_has_not_run(recorded):
+    """Cases go to the row that they name, runs to the row that they trained."""
+    status, report = recorded(CASES + SKIPPED + CUT_OFF)
+    assert (status, report["ranks"]) == (1, 2)
+    fused, through_autograd = (
+        report["rows"]["bf16, fused"],
+        report["rows"]["bf16, through autograd"],
+    )
+    assert fused["cases"] == {
+        "test_launches[bf16, fused]": "passed",
+        "test_differs[bf16, fused-one tensor]": "failed",
+        "test_skipped[bf16, fused]": "skipped",
+        "test_cut_off[bf16, fused]": "failed",
+        "test_comes_last[bf16, fused]": "not run",
+    }
+    assert [*through_autograd["cases"].values()] == ["passed", "passed", "skipped"] + 2 * [
+        "not run"
+    ]
+    assert [*fused["failures"].values()][0] == "AssertionError: other bytes"
+    assert not through_autograd["failures"]
+    first, *others = fused["runs"]
+    assert first == {"single": True, "losses": {"1": 0.1}}
+    assert [run["single"] for run in others] == [False, False]
+    assert len(through_autograd["runs"]) == 1
+
+
+def test_only_a_run_in_which_something_passes_and_nothing_fails_exits_with_zero(recorded):
+    head, _, _ = CASES.partition("@pytest.mark.parametrize")
+    assert recorded(head)[0] == 0
+    assert recorded(head.partition("@both")[0] + SKIPPED)[0] == 1
