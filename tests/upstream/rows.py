@@ -2,10 +2,9 @@
 
     python -m tests.upstream.rows --json FILE [--gpus] [-n WORKERS]
 
-All cases of ``tests/megatron/te/test_rows.py``, extended ones too; those that share runs stay with
-one worker. Without ``--gpus`` on a CPU, where Transformer Engine is found as that file says. The
-record is written after every case: of a run that was cut off it says what has not run. Exit status:
-1 if a case fails, or none passes.
+All cases of ``tests/megatron/te/test_rows.py``, extended ones too. Without ``--gpus`` on a CPU, with
+Transformer Engine where TRANSFORMER_ENGINE_PATH says. The record is written after every case: of a
+run that was cut off it says what has not run. Exit status: 1 if a case fails, or none passes.
 """
 
 import argparse
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from moe_optim.console.provenance import commit
 from moe_optim.environment import find_gpus
@@ -42,6 +42,20 @@ class Row:
     """Each launch: its settings, and losses and gradient norms of every step on rank 0."""
 
 
+def split_case(id: str) -> tuple[str, str]:
+    """Return a case without its file, and its row, which is one of its arguments."""
+    case = id.partition("::")[2]
+    arguments = case.partition("[")[2].removesuffix("]").split("-")
+    return case, next(one for one in arguments if ", " in one)
+
+
+class ByFormats(LoadScopeScheduling):
+    """Gives one worker all cases of the same formats: both rows of them, which share runs."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return split_case(nodeid)[1].partition(",")[0]
+
+
 class Recorder:
     """A plug-in of pytest: writes the record whenever it hears of a case."""
 
@@ -54,15 +68,20 @@ class Recorder:
         """Return how cases went, of all rows."""
         return {outcome for row in self.rows.values() for outcome in row.cases.values()}
 
+    def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> ByFormats:
+        """Return what spreads cases over workers."""
+        return ByFormats(config, log)
+
     def pytest_xdist_node_collection_finished(self, ids: Sequence[str]) -> None:
         """Note all cases, before the first one runs."""
-        for case, row in map(self._find, ids):
-            row.cases.setdefault(case, "not run")
+        for case, row in map(split_case, ids):
+            self.rows[row].cases.setdefault(case, "not run")
         self._write()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note how a case went, and what it launched."""
-        case, row = self._find(report.nodeid)
+        case, name = split_case(report.nodeid)
+        row = self.rows[name]
         if report.when == "call" or not report.passed:
             row.cases[case] = report.outcome
         if report.failed:
@@ -70,16 +89,10 @@ class Recorder:
             said = crash.message if crash else str(report.longrepr)
             row.failures[case] = said.partition("\n")[0][:300]
         if report.when == "call":
-            for run in (value for name, value in report.user_properties if name == "run"):
+            for run in (value for key, value in report.user_properties if key == "run"):
                 self.report["ranks"] = run.pop("ranks")
                 self.rows[run.pop("row")].runs.append(run)
         self._write()
-
-    def _find(self, id: str) -> tuple[str, Row]:
-        """Return a case without its file and xdist's group, and its row, an argument of it."""
-        case = id.partition("::")[2].partition("@")[0]
-        arguments = case.partition("[")[2].removesuffix("]").split("-")
-        return case, self.rows[next(one for one in arguments if ", " in one)]
 
     def _write(self) -> None:
         rows = {name: asdict(row) for name, row in self.rows.items()}
@@ -111,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     recorder = Recorder(args.json, report)
     command = [str(TESTS), "-p", "no:cacheprovider", "-m", "extended or not extended"]
-    command += ["-n", str(args.workers), "--dist", "loadgroup", *(["--gpus"] if args.gpus else [])]
+    command += ["-n", str(args.workers), *(["--gpus"] if args.gpus else [])]
     status = pytest.main(command, plugins=[recorder])
     return int(status != pytest.ExitCode.OK or "passed" not in recorder.outcomes())
 

@@ -8,10 +8,7 @@ from tests.upstream import rows
 
 CASES = """
 import pytest
-both = pytest.mark.parametrize("name", [
-    pytest.param(f"bf16, {how}", marks=pytest.mark.xdist_group("bf16"))
-    for how in ("fused", "through autograd")
-])
+both = pytest.mark.parametrize("name", ["bf16, fused", "bf16, through autograd"])
 
 @both
 def test_launches(name, record_property):
@@ -28,6 +25,16 @@ SKIPPED = """
 def test_skipped(name):
     pytest.skip("needs Transformer Engine")
 """
+SPREAD = """
+import os
+import pytest
+
+@pytest.mark.parametrize("name", ["bf16, fused", "mxfp8, fused", "bf16, through autograd"])
+@pytest.mark.parametrize("single", [True, False])
+def test_launches(name, single, record_property):
+    worker = os.environ["PYTEST_XDIST_WORKER"]
+    record_property("run", {"row": name, "ranks": 2, "worker": worker})
+"""
 CUT_OFF = """
 @both
 def test_cut_off(name):
@@ -43,11 +50,11 @@ def test_comes_last(name):
 def recorded(tmp_path, monkeypatch):
     """Return what runs made-up cases, and returns exit status and record."""
 
-    def run(cases):
+    def run(cases, *options):
         tests, report = tmp_path / "test_made_up.py", tmp_path / "report.json"
         tests.write_text(cases)
         monkeypatch.setattr(rows, "TESTS", tests)
-        status = rows.main(["--json", str(report)])
+        status = rows.main(["--json", str(report), *options])
         return status, json.loads(report.read_text())
 
     return run
@@ -83,3 +90,12 @@ def test_only_a_run_in_which_something_passes_and_nothing_fails_exits_with_zero(
     head, _, _ = CASES.partition("@pytest.mark.parametrize")
     assert recorded(head)[0] == 0
     assert recorded(head.partition("@both")[0] + SKIPPED)[0] == 1
+
+
+def test_both_rows_of_the_same_formats_stay_with_one_worker(recorded):
+    """They share runs, which each worker would launch again."""
+    _, report = recorded(SPREAD, "-n", "2")
+    by_row = [[run["worker"] for run in row["runs"]] for row in report["rows"].values()]
+    fused, other_formats, through_autograd = by_row
+    assert fused == through_autograd
+    assert {*fused, *other_formats} == {"gw0", "gw1"} and fused != other_formats

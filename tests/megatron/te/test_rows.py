@@ -35,9 +35,7 @@ Given = Callable[..., Seen]
 
 
 def row(name: str) -> Any:
-    marks = [pytest.mark.extended] * (name != FIRST)
-    marks.append(pytest.mark.xdist_group(name.partition(",")[0]))  # whose cases share runs
-    return pytest.param(name, id=name, marks=marks)
+    return pytest.param(name, id=name, marks=[pytest.mark.extended] * (name != FIRST))
 
 
 ROWS = [row(f"{name}, {how}") for name in FORMATS for how in ("fused", "through autograd")]
@@ -140,7 +138,7 @@ def test_train_eval_train_equals_train_only(name: str, single: bool, train: Give
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("name", [row(f"{kind}, fused") for kind in FORMATS])
+@pytest.mark.parametrize("name", [f"{kind}, fused" for kind in FORMATS])
 @pytest.mark.parametrize("operations", [True, False], ids=["operations", "modules"])
 def test_wgrad_through_autograd_equals_fused(name: str, operations: bool, train: Given):
     """One micro-batch a step: nothing is added to what autograd has rounded to bf16."""
