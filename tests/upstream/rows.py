@@ -2,8 +2,8 @@
 
     python -m tests.upstream.rows --json FILE [--gpus] [-n WORKERS]
 
-All cases of ``tests/megatron/te/test_rows.py``, extended ones too. Without ``--gpus`` on a CPU, with
-Transformer Engine where TRANSFORMER_ENGINE_PATH says. The record is written after every case: of a
+All cases of ``tests/megatron/te/test_rows.py``, extended ones too. Without ``--gpus`` on a CPU,
+where TRANSFORMER_ENGINE_PATH names Transformer Engine. The record is written after every case: of a
 run that was cut off it says what has not run. Exit status: 1 if a case fails, or none passes.
 """
 
