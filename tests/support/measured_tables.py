@@ -5,6 +5,7 @@ import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
+from itertools import product
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -590,6 +591,7 @@ UPSTREAM = "upstream-2x-h200.json"
 UPSTREAM_GROUPED = "upstream-grouped-cpu.json"
 UPSTREAM_GROUPED_GPU = "upstream-grouped-h200.json"
 UPSTREAM_ENGINE = "upstream-engine-h200.json"
+ROWS = "rows-cpu.json"
 OUTCOMES = ("passed", "failed", "error", "skipped", "by chance")
 
 
@@ -617,6 +619,25 @@ def upstream_outcomes(name: str, ours: str = "classes") -> str:
         rows.append([label, said[0], other, str(len(one.counted())), str(one.ran())])
     return table(
         ["file", "stock", "with the plug-in", "counted", f"of these, through our {ours}"], rows
+    )
+
+
+def ten_rows() -> str:
+    """How the cases of each row went, and what its runs ended with: operations, then modules."""
+    table_rows = []
+    for name, row in read_result(ROWS)["rows"].items():
+        passed = Counter(row["cases"].values())["passed"]
+        cells = [name, f"{passed} of {len(row['cases'])}", str(len(row["runs"]))]
+        for operations, figure in product((True, False), ("losses", "norms")):
+            runs = [run[figure] for run in row["runs"] if run["operations"] is operations]
+            steps = {(step, value) for run in runs for step, value in run.items()}
+            if row["failures"] or len(steps) != 4:
+                raise ValueError(f"documents say that runs of a row are equal, and {name}'s differ")
+            cells.append(f"{dict(steps)['4']:.6f}")
+        table_rows.append(cells)
+    last = ["last loss", "last gradient norm"]
+    return table(
+        ["row", "cases passed", "runs", *last, *(f"modules: {one}" for one in last)], table_rows
     )
 
 
@@ -659,7 +680,7 @@ def engine_versions() -> str:
         if not isinstance(numbers, dict):
             continue
         version = numbers.get("te") or numbers.get("transformer-engine")
-        if version:
+        if version and "CPU" not in report["device"]:  # where its classes run, and no kernels
             named = report["device"]
             devices.setdefault(version, set()).update([named] if isinstance(named, str) else named)
     rows = [
@@ -752,6 +773,7 @@ MEASURED_TABLES: Mapping[str, Callable[[], str]] = {
     "requantize": requantize,
     "step-kernels": step_kernels,
     "steps": steps,
+    "ten-rows": ten_rows,
     "transformer-engines": engine_versions,
     "upstream": lambda: upstream_outcomes(UPSTREAM),
     "upstream-grouped": lambda: upstream_outcomes(UPSTREAM_GROUPED),
@@ -783,6 +805,7 @@ RESULTS_OF: Mapping[str, tuple[str, ...]] = {
     "soak": (SOAK,),
     "step-kernels": ("requantize-h200.json",),
     "steps": tuple(f"step-{name}.json" for name in STEPS),
+    "ten-rows": (ROWS,),
     "upstream": (UPSTREAM,),
     "upstream-grouped": (UPSTREAM_GROUPED,),
     "upstream-grouped-gpu": (UPSTREAM_GROUPED_GPU,),
