@@ -154,13 +154,21 @@ def _changed(
         return None
     content = read()
     try:
-        content = content if key is None else _record_interleave(plan, content, key)
-        return replace_entries(content, entries)
+        rows = plan.target_interleave or None
+        changed = content if key is None else replace_int(content, key, rows)
+        if changed is not None and entries:
+            changed = replace_entries(changed, entries)
     except ValueError as error:
         raise StateError(
             f"{plan.view.reader.path}: expected {name} as Megatron saves it, got: {error}. The "
             "checkpoint is damaged: take another one."
         ) from error
+    if changed is None:
+        raise LayoutError(
+            f"{plan.view.reader.path}: expected {key} in what it says about itself, to change it "
+            f"to {plan.target_interleave}, got none. Convert with --format safetensors."
+        )
+    return changed
 
 
 def _interleave_key(plan: ConversionPlan, name: str, *, is_common: bool) -> str | None:
@@ -170,17 +178,6 @@ def _interleave_key(plan: ConversionPlan, name: str, *, is_common: bool) -> str 
     if is_common:
         return INTERLEAVE_ARG
     return MANIFEST_INTERLEAVE if f".{MANIFEST}." in name else None
-
-
-def _record_interleave(plan: ConversionPlan, content: bytes, key: str) -> bytes:
-    """Return an object that names the new interleave; ValueError if it cannot be read."""
-    changed = replace_int(content, key, plan.target_interleave or None)
-    if changed is None:
-        raise LayoutError(
-            f"{plan.view.reader.path}: expected {key} in what it says about itself, to change it "
-            f"to {plan.target_interleave}, got none. Convert with --format safetensors."
-        )
-    return changed
 
 
 def _own_common_state(plan: ConversionPlan) -> bytes:
