@@ -204,14 +204,12 @@ def _convert_layout(args: argparse.Namespace, began: float) -> list[str]:
 
 def _layout_view(args: argparse.Namespace) -> "LayerView":
     """Return the checkpoint, flat states by parameter."""
-    from moe_optim.checkpoints.conversion.flat_states import NamedStates, has_flat_states
+    from moe_optim.checkpoints.conversion.flat_states import states_by_name
     from moe_optim.checkpoints.conversion.layer_view import LayerView, parse_renames
-    from moe_optim.checkpoints.stores.torch_dist import TorchDistReader
 
     reader = open_reader(args.source)
-    if isinstance(reader, TorchDistReader) and has_flat_states(reader) and not args.weights_only:
-        return LayerView(NamedStates(reader), parse_renames(args.rename))
-    return LayerView(reader, parse_renames(args.rename))
+    shown = reader if args.weights_only else states_by_name(reader)
+    return LayerView(shown, parse_renames(args.rename))
 
 
 def _request(args: argparse.Namespace) -> "ConversionRequest":

@@ -88,6 +88,7 @@ def write(
     *,
     weights=None,
     param=None,
+    moments=None,
     more=None,
     optimizer=OPTIMIZER,
     **arguments,
@@ -96,6 +97,8 @@ def write(
     masters = named() if masters is None else masters
     states = {kind: flat(named(seed)) for seed, kind in enumerate(KINDS)}
     states["param"] = flat(masters) if param is None else param
+    if moments is not None:
+        states["exp_avg"] = flat(moments)
     given = {name: one.bfloat16() for name, one in stacked(masters).items()}
     given |= (weights or {}) | (more or {})
     common = {
@@ -278,6 +281,23 @@ def test_to_torch_dist_they_are_saved_by_name(interleave, tmp_path):
     assert vars(after.pop("args")) == ARGS | {"moe_mlp_glu_interleave_size": interleave}
     assert after == {"checkpoint_version": 3.0, "iteration": 7}
     assert before["args"].moe_mlp_glu_interleave_size is None
+    assert cli.main(["verify", str(source.path), str(got.path)]) == 0
+
+
+def test_verify_finds_one_moment_among_flat_states_that_differs(tmp_path, capsys):
+    """By its name, against a checkpoint with other buckets, and against one by name."""
+    source = write(tmp_path / "c")
+    words = ["convert", str(source), str(tmp_path / "by name"), "--experts", "grouped"]
+    assert cli.main(words) == 0
+    moments = named(1)
+    moments["output_layer.weight"][3, 2] += 1
+    other = write(tmp_path / "other", moments=moments)
+    for one, against in ((other, tmp_path / "by name"), (tmp_path / "by name", other)):
+        capsys.readouterr()
+        assert cli.main(["verify", str(one), str(against), "--json"]) == 1
+        (found,) = json.loads(capsys.readouterr().out)["differences"]
+        assert found["name"] == "optimizer.state.exp_avg.output_layer.weight"
+        assert (found["differing"], found["first"]) == (1, [3, 2])
 
 
 def test_inspect_says_before_whether_they_can_be_read_by_name(tmp_path, capsys):

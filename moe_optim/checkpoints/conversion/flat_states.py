@@ -25,6 +25,7 @@ from moe_optim.checkpoints.conversion.layer_view import LayerView, state_kind
 from moe_optim.checkpoints.manifests.state_manifest import Address, Read, StateManifest, listed
 from moe_optim.checkpoints.stores.reader import (
     FLAT_STATES,
+    CheckpointReader,
     FileFormat,
     Recorded,
     TensorInfo,
@@ -119,6 +120,16 @@ class NamedStates:
 def has_flat_states(stored: TorchDistReader) -> bool:
     """Return whether a checkpoint keeps its states by bucket."""
     return bool(flat_groups(stored))
+
+
+def states_by_name(reader: CheckpointReader) -> CheckpointReader:
+    """Return a checkpoint with its states by name, also where they are flat.
+
+    Raises as :class:`NamedStates` does.
+    """
+    if isinstance(reader, TorchDistReader) and has_flat_states(reader):
+        return NamedStates(reader)
+    return reader
 
 
 def _shown_places(
