@@ -33,9 +33,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         description="Read a torch_dist or safetensors checkpoint, a layer at a time, and write it "
         "anew. --to converts a whole Qwen3-MoE or DeepSeek-V3: names, shapes and configuration, of "
         "weights alone. --experts converts nothing but the layout of experts: everything else "
-        "keeps its name, and masters and moments come along. Checksums that SRC has (torch_dist) "
-        "are compared on the way. DST appears when it is complete. Megatron, transformers and a "
-        "GPU are not needed.",
+        "keeps its name, and masters and moments come along, by name where they were flat. "
+        "Checksums that SRC has (torch_dist) are compared on the way. DST appears when it is "
+        "complete. Megatron, transformers and a GPU are not needed.",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -203,16 +203,13 @@ def _convert_layout(args: argparse.Namespace, began: float) -> list[str]:
 
 
 def _layout_view(args: argparse.Namespace) -> "LayerView":
-    """Return the checkpoint, flat states by parameter where they are to be stored so."""
-    from moe_optim.checkpoints.conversion.flat_states import NamedStates, has_flat_states
+    """Return the checkpoint, flat states by parameter."""
+    from moe_optim.checkpoints.conversion.flat_states import states_by_name
     from moe_optim.checkpoints.conversion.layer_view import LayerView, parse_renames
-    from moe_optim.checkpoints.stores.torch_dist import TorchDistReader
 
     reader = open_reader(args.source)
-    takes_states = args.format == "safetensors" and not args.weights_only
-    if takes_states and isinstance(reader, TorchDistReader) and has_flat_states(reader):
-        return LayerView(NamedStates(reader), parse_renames(args.rename))
-    return LayerView(reader, parse_renames(args.rename))
+    shown = reader if args.weights_only else states_by_name(reader)
+    return LayerView(shown, parse_renames(args.rename))
 
 
 def _request(args: argparse.Namespace) -> "ConversionRequest":

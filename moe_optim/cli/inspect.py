@@ -229,8 +229,7 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
         if flat := state["flat"]:
             yield (
                 "by name",
-                flat["doubt"]
-                or "`convert --format safetensors` takes them, if masters round to their weights",
+                flat["doubt"] or "`convert` takes them, if masters round to their weights",
             )
     for one in report["amaxes"]:
         range_ = f", {one['least']:.4g} to {one['largest']:.4g}" if one["least"] is not None else ""

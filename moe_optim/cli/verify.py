@@ -3,6 +3,7 @@
 import argparse
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,9 +14,11 @@ from moe_optim.cli.convert import add_naming
 from moe_optim.console.checkpoint_progress import open_view, progress_bar
 from moe_optim.console.screen import print_table, results_console
 from moe_optim.console.spelling import spell_bytes
+from moe_optim.errors import LayoutError
 
 if TYPE_CHECKING:
     from moe_optim.checkpoints.conversion.comparison import Comparison, Difference
+    from moe_optim.checkpoints.conversion.layer_view import LayerView
 
 DIFFERENT = 1
 SHOWN = 20
@@ -48,9 +51,15 @@ def run(args: argparse.Namespace) -> int:
         LayoutError: experts of one side are not complete.
         StateError: a side cannot be read.
     """
-    from moe_optim.checkpoints.conversion.comparison import compare_checkpoints, find_side
+    from moe_optim.checkpoints.conversion.comparison import (
+        compare_checkpoints,
+        find_side,
+        flat_states_differ,
+    )
 
     views = [open_view(args.a, args.rename), open_view(args.b)]
+    if not args.weights_only and flat_states_differ(*views):
+        views = [_by_name(view) for view in views]
     sides = [
         find_side(view, num_experts=args.num_experts, weights_only=args.weights_only)
         for view in views
@@ -62,6 +71,16 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(found)
     return DIFFERENT if found.differences else 0
+
+
+def _by_name(view: "LayerView") -> "LayerView":
+    """Return a checkpoint with flat states by name, as they are where that is not certain."""
+    from moe_optim.checkpoints.conversion.flat_states import states_by_name
+    from moe_optim.checkpoints.conversion.layer_view import LayerView
+
+    with suppress(LayoutError):
+        return LayerView(states_by_name(view.reader), view.renames)
+    return view
 
 
 def _print(found: "Comparison") -> None:

@@ -79,26 +79,45 @@ def flat(tensors):
     return [piece for piece in pieces if piece.numel()]
 
 
-def write(folder, masters=None, *, weights=None, param=None, more=None, **arguments):
+OPTIMIZER = {"param_groups": [{"lr": 1e-3, "betas": (0.9, 0.95), "wd_mult": 1.0, "step": 7}]}
+
+
+def write(
+    folder,
+    masters=None,
+    *,
+    weights=None,
+    param=None,
+    moments=None,
+    more=None,
+    optimizer=OPTIMIZER,
+    **arguments,
+):
     """Write what stock Megatron saves with ``dp_reshardable``, of one rank."""
     masters = named() if masters is None else masters
     states = {kind: flat(named(seed)) for seed, kind in enumerate(KINDS)}
     states["param"] = flat(masters) if param is None else param
+    if moments is not None:
+        states["exp_avg"] = flat(moments)
     given = {name: one.bfloat16() for name, one in stacked(masters).items()}
     given |= (weights or {}) | (more or {})
     common = {
         "args": argparse.Namespace(**(ARGS | arguments)),
         "checkpoint_version": 3.0,
         "iteration": 7,
-        "content_metadata": {"distrib_optim_sharding_type": "dp_reshardable"},
+        "optimizer": {"param_state_sharding_type": "dp_reshardable"},
+        "content_metadata": {"distrib_optim_sharding_type": "dp_reshardable", "more": True},
     }
     if arguments.get("num_layers", 1) is None:
         del common["args"]
     folder.mkdir()
     with TorchDistWriter(folder) as writer:
-        content = io.BytesIO()
-        torch.save([common], content)
-        writer.write_object("common_state/shard_0_1", content.getvalue())
+        objects = {"common_state": common, "rng_state": {"seed": torch.arange(3)}}
+        objects |= {f"{GROUP}.optimizer": optimizer, f"{GROUP}.per_bucket_numel": []}
+        for name, value in objects.items():
+            content = io.BytesIO()
+            torch.save([value], content)
+            writer.write_object(f"{name}/shard_0_1", content.getvalue())
         for name, one in given.items():
             info = TensorInfo(tuple(one.shape), one.dtype)
             writer.write_chunk(name, info, (0,) * one.ndim, one)
@@ -188,6 +207,9 @@ REFUSED = {
     },
     "laid out otherwise": lambda: {"param": flat(named())[:-1]},
     "Megatron's arguments beside them, got none": lambda: {"num_layers": None},
+    "hyper-parameters for all ranks, in numbers and text": lambda: {
+        "optimizer": {"param_groups": [{"lr": torch.tensor(1e-3)}]}
+    },
 }
 
 
@@ -222,11 +244,60 @@ def test_layers_of_megatron_itself_register_their_first_norm_before_attention(tm
         NamedStates(open_checkpoint(other))
 
 
-def test_to_torch_dist_they_are_refused_with_the_format_that_takes_them(tmp_path, capsys):
-    words = [str(write(tmp_path / "c")), str(tmp_path / "out"), "--experts", "grouped"]
-    assert cli.main(["convert", *words]) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert "--format safetensors, which takes them by parameter where it is certain" in said
+def load(reader, name):
+    (value,) = torch.load(io.BytesIO(reader.read_bytes(f"{name}/shard_0_1")), weights_only=False)
+    return value
+
+
+@pytest.mark.parametrize("interleave", [None, 4], ids=["experts as they were", "rows interleaved"])
+def test_to_torch_dist_they_are_saved_by_name(interleave, tmp_path):
+    """With what Megatron says beside states by name; what has nothing to do with them stays."""
+    source = open_checkpoint(write(tmp_path / "c"))
+    words = ["convert", str(source.path), str(tmp_path / "out"), "--experts", "grouped"]
+    words += ["--glu-interleave", str(interleave)] if interleave else []
+    assert cli.main(words) == 0
+    got = open_checkpoint(tmp_path / "out")
+    want = {name: one.bfloat16() for name, one in stacked(named()).items()}
+    for seed, kind in enumerate(KINDS):
+        states = stacked(named(seed))
+        want |= {f"optimizer.state.{kind}.{name}": one for name, one in states.items()}
+    if interleave:
+        for name in (name for name in want if name.endswith(FC1)):
+            blocks = want[name].view(LAYERS, EXPERTS, 2, FFN // interleave, interleave, HIDDEN)
+            want[name] = blocks.transpose(2, 3).reshape(want[name].shape)
+    assert_same_tensors({name: got.read(name) for name in got.tensors}, want)
+    assert got.objects.keys() == {"common_state/shard_0_1", "rng_state/shard_0_1"}
+    assert torch.equal(load(got, "rng_state")["seed"], torch.arange(3))
+    before, after = (load(reader, "common_state") for reader in (source, got))
+    assert after.pop("optimizer") == {
+        "optimizer": OPTIMIZER,
+        "param_state_sharding_type": "fully_reshardable",
+    }
+    assert after.pop("content_metadata") == {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "more": True,
+    }
+    assert vars(after.pop("args")) == ARGS | {"moe_mlp_glu_interleave_size": interleave}
+    assert after == {"checkpoint_version": 3.0, "iteration": 7}
+    assert before["args"].moe_mlp_glu_interleave_size is None
+    assert cli.main(["verify", str(source.path), str(got.path)]) == 0
+
+
+def test_verify_finds_one_moment_among_flat_states_that_differs(tmp_path, capsys):
+    """By its name, against a checkpoint with other buckets, and against one by name."""
+    source = write(tmp_path / "c")
+    words = ["convert", str(source), str(tmp_path / "by name"), "--experts", "grouped"]
+    assert cli.main(words) == 0
+    moments = named(1)
+    moments["output_layer.weight"][3, 2] += 1
+    other = write(tmp_path / "other", moments=moments)
+    for one, against in ((other, tmp_path / "by name"), (tmp_path / "by name", other)):
+        capsys.readouterr()
+        assert cli.main(["verify", str(one), str(against), "--json"]) == 1
+        (found,) = json.loads(capsys.readouterr().out)["differences"]
+        assert found["name"] == "optimizer.state.exp_avg.output_layer.weight"
+        assert (found["differing"], found["first"]) == (1, [3, 2])
 
 
 def test_inspect_says_before_whether_they_can_be_read_by_name(tmp_path, capsys):
@@ -235,7 +306,7 @@ def test_inspect_says_before_whether_they_can_be_read_by_name(tmp_path, capsys):
     doubtful = write(tmp_path / "doubtful", tensor_model_parallel_size=2)
     assert cli.main(["inspect", str(certain)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "by name `convert --format safetensors` takes them" in shown
+    assert "by name `convert` takes them" in shown
     assert cli.main(["inspect", str(doubtful), "--json"]) == 0
     state = json.loads(capsys.readouterr().out)["optimizer"]
     assert state["flat"]["by_parameter"] is False

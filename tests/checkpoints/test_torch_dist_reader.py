@@ -11,7 +11,7 @@ import torch
 
 from moe_optim.checkpoints.conversion.layer_view import LayerView, Rename
 from moe_optim.checkpoints.pickles.plain_pickles import Made
-from moe_optim.checkpoints.stores.objects import replace_int
+from moe_optim.checkpoints.stores.objects import replace_entries, replace_int
 from moe_optim.checkpoints.stores.opening import open_checkpoint
 from moe_optim.checkpoints.stores.torch_dist import TorchDistReader
 from moe_optim.errors import ConfigError, LayoutError, MoEOptimError, StateError
@@ -101,6 +101,25 @@ def test_one_number_of_a_common_state_is_replaced_and_nothing_else(before, after
     (state,) = torch.load(io.BytesIO(changed), weights_only=False)
     assert state == common_state(after)
     assert replace_int(changed, "no_such_key", 1) is None
+
+
+@pytest.mark.parametrize("wrap", [lambda state: [state], dict], ids=["an object", "common.pt"])
+def test_entries_of_a_common_state_are_replaced_and_nothing_else(wrap):
+    """Objects of any class among the others keep their bytes: nothing is unpickled."""
+    content = io.BytesIO()
+    torch.save(wrap(common_state(32)), content)
+    entries = {"optimizer": {0: {"param_groups": [{"betas": (0.9, 0.95)}]}}, "iteration": None}
+    changed = replace_entries(content.getvalue(), entries)
+    state = torch.load(io.BytesIO(changed), weights_only=False)
+    assert state == wrap({**common_state(32), **entries})
+
+
+@pytest.mark.parametrize("value", [7, [{}, {}], [[1]]], ids=repr)
+def test_entries_of_anything_but_a_dict_are_refused(value):
+    content = io.BytesIO()
+    torch.save(value, content)
+    with pytest.raises(ValueError):
+        replace_entries(content.getvalue(), {"iteration": 1})
 
 
 def cut(name):

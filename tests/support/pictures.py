@@ -103,7 +103,8 @@ def _draw_steps(axes: "Axes", steps: Bars) -> None:
                 weight=weight,
                 color=INK,
             )
-    _label(axes, list(steps), "optimizer.step(), FP8 blocks; all but the first two with step: stock")
+    title = "optimizer.step(), FP8 blocks; all but the first two with step: stock"
+    _label(axes, list(steps), title)
     axes.set_xlim(0, 1.14 * widest)
     axes.legend(
         handles=[axes.patches[0], axes.patches[1]],

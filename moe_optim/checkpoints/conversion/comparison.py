@@ -129,7 +129,9 @@ def compare_checkpoints(a: Side, b: Side, report: Callable[[int], None]) -> Comp
     for prefix in [*a.sets, *(prefix for prefix in b.sets if prefix not in a.sets)]:
         _compare_set(a, b, prefix, result)
         report(a.view.nbytes(a.sets[prefix].keys) if prefix in a.sets else 0)
-    flat = _skipped_flat_states(a, b)
+    flat = set()
+    if flat_states_differ(a.view, b.view):
+        flat = {key for side in (a, b) for key in side.others if FLAT_STATES in key}
     if flat:
         result.notes.append(
             f"Flat optimizer states, {len(flat)} in all, were not compared: the two checkpoints "
@@ -225,17 +227,21 @@ def _grouped(expert_set: ExpertSet) -> ExpertSet:
     return replace(expert_set, layout=GROUPED)
 
 
-def _skipped_flat_states(a: Side, b: Side) -> set[str]:
-    """Return flat states, unless both sides have them alike or one has no states at all.
+def flat_states_differ(a: LayerView, b: LayerView) -> bool:
+    """Return whether states lie in buckets on one side, and not or in others on the other.
 
-    Dtypes may differ, which is a difference: moments of any dtype lie in the same places.
+    False where one has no states at all. Dtypes may differ: moments of any dtype lie in the same
+    places.
+
+    Args:
+        a: one of them.
+        b: the other.
     """
     flat = [
-        {key: side.view.tensors[key].shape for key in side.others if FLAT_STATES in key}
-        for side in (a, b)
+        {key: info.shape for key, info in view.tensors.items() if FLAT_STATES in key}
+        for view in (a, b)
     ]
-    have_states = all(any(map(is_state, (*side.others, *side.sets))) for side in (a, b))
-    return {*flat[0], *flat[1]} if have_states and flat[0] != flat[1] else set()
+    return flat[0] != flat[1] and all(any(map(is_state, view.tensors)) for view in (a, b))
 
 
 def _not_compared(a: Side, b: Side) -> list[str]:

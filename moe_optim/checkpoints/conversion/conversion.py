@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from moe_optim.checkpoints.files.folders import TRACKER
 from moe_optim.checkpoints.files.publishing import published
 from moe_optim.checkpoints.integrity import seal
 from moe_optim.checkpoints.manifests.state_manifest import MANIFEST
-from moe_optim.checkpoints.stores.objects import replace_int
+from moe_optim.checkpoints.stores.objects import replace_entries, replace_int
 from moe_optim.checkpoints.stores.reader import Recorded, TensorInfo
 from moe_optim.checkpoints.stores.safetensors_files import SafetensorsWriter
 from moe_optim.checkpoints.stores.torch_dist import (
@@ -80,29 +81,32 @@ def _write_safetensors(plan: ConversionPlan, folder: Path, report: Report) -> No
 def _write_torch_dist(
     plan: ConversionPlan, folder: Path, writer: TorchDistWriter, report: Report
 ) -> None:
-    reader = plan.view.reader
-    if isinstance(reader, TorchDistReader):
-        _copy_objects(plan, reader, folder, writer, report)
+    stored = plan.stored
+    if stored is not None:
+        _copy_objects(plan, stored, folder, writer, report)
     else:
         writer.write_object(f"{COMMON_STATE}/shard_0_1", _own_common_state(plan))
-    if plan.copies_experts and isinstance(reader, TorchDistReader):
-        names = dict.fromkeys(plan.view.places[key].name for s in plan.sets for key in s.keys)
-        for name in names:
-            writer.copy(reader, name)
-            report(reader.tensors[name].nbytes)
-    else:
-        for expert_set in plan.sets:
+    copied: set[str] = set()
+    for expert_set in plan.sets:
+        names = {plan.view.places[key].name for key in expert_set.keys}
+        if stored is not None and plan.copies_experts and names <= stored.tensors.keys():
+            for name in sorted(names - copied):  # of all layers, where they are stored as one
+                writer.copy(stored, name)
+                report(stored.tensors[name].nbytes)
+            copied |= names
+        else:
             for key, tensor in plan.convert(expert_set).items():
                 _write_expert_tensor(plan, writer, key, tensor)
             report(plan.set_bytes(expert_set))
     for key in plan.others:
-        if isinstance(reader, TorchDistReader):
-            writer.copy(reader, plan.view.places[key].name)
+        name = plan.view.places[key].name
+        if stored is not None and name in stored.tensors:
+            writer.copy(stored, name)
         else:
             info = plan.view.tensors[key]
             writer.write_chunk(key, info, (0,) * len(info.shape), plan.view.read(key))
         report(plan.view.tensors[key].nbytes)
-    writer.finish(reader.config if isinstance(reader, TorchDistReader) else None)
+    writer.finish(stored.config if stored is not None else None)
 
 
 def _write_expert_tensor(
@@ -122,43 +126,42 @@ def _write_expert_tensor(
 
 def _copy_objects(
     plan: ConversionPlan,
-    reader: TorchDistReader,
+    stored: TorchDistReader,
     folder: Path,
     writer: TorchDistWriter,
     report: Report,
 ) -> None:
     for name in plan.objects:
-        key = _interleave_key(plan, name, reader.common_key)
-        if key is not None:
-            writer.write_object(name, _record_interleave(plan, reader.read_bytes(name), key))
+        if (changed := _changed(plan, stored, name, partial(stored.read_bytes, name))) is not None:
+            writer.write_object(name, changed)
         else:
-            writer.copy(reader, name)
-        report(reader.objects[name])
-    if (blob := reader.common_file) is not None:
+            writer.copy(stored, name)
+        report(plan.view.reader.objects[name])
+    if (blob := stored.common_file) is not None:
+        changed = _changed(plan, stored, COMMON_FILE, partial(stored.read_whole, blob))
         with (folder / COMMON_FILE).open("wb") as file:
-            if (key := _interleave_key(plan, COMMON_FILE, COMMON_FILE)) is not None:
-                file.write(_record_interleave(plan, reader.read_whole(blob), key))
-            else:
-                file.writelines(reader.blocks(blob))
+            file.writelines(stored.blocks(blob) if changed is None else [changed])
 
 
-def _interleave_key(plan: ConversionPlan, name: str, common_name: str | None) -> str | None:
-    """Return under which key an object names the interleave, if that changes."""
-    if plan.source_interleave == plan.target_interleave:
+def _changed(
+    plan: ConversionPlan, stored: TorchDistReader, name: str, read: Callable[[], bytes]
+) -> bytes | None:
+    """Return an object as the result has it, None if that is how it is stored."""
+    is_common = name in (stored.common_key, COMMON_FILE)
+    key = _interleave_key(plan, name, is_common=is_common)
+    entries = plan.common_entries if is_common else {}
+    if key is None and not entries:
         return None
-    if name == common_name:
-        return INTERLEAVE_ARG
-    return MANIFEST_INTERLEAVE if f".{MANIFEST}." in name else None
-
-
-def _record_interleave(plan: ConversionPlan, content: bytes, key: str) -> bytes:
-    """Return an object that names the new interleave."""
+    content = read()
     try:
-        changed = replace_int(content, key, plan.target_interleave or None)
+        rows = plan.target_interleave or None
+        changed = content if key is None else replace_int(content, key, rows)
+        if changed is not None and entries:
+            changed = replace_entries(changed, entries)
     except ValueError as error:
         raise StateError(
-            f"{plan.view.reader.path}: expected to find {key} in what it says about itself, got: "
-            f"{error}. The checkpoint is damaged: take another one."
+            f"{plan.view.reader.path}: expected {name} as Megatron saves it, got: {error}. The "
+            "checkpoint is damaged: take another one."
         ) from error
     if changed is None:
         raise LayoutError(
@@ -166,6 +169,15 @@ def _record_interleave(plan: ConversionPlan, content: bytes, key: str) -> bytes:
             f"to {plan.target_interleave}, got none. Convert with --format safetensors."
         )
     return changed
+
+
+def _interleave_key(plan: ConversionPlan, name: str, *, is_common: bool) -> str | None:
+    """Return under which key an object names the interleave, if that changes."""
+    if plan.source_interleave == plan.target_interleave:
+        return None
+    if is_common:
+        return INTERLEAVE_ARG
+    return MANIFEST_INTERLEAVE if f".{MANIFEST}." in name else None
 
 
 def _own_common_state(plan: ConversionPlan) -> bytes:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -12,6 +13,7 @@ from moe_optim.checkpoints.conversion.expert_finding import (
     known_interleave,
     without_experts,
 )
+from moe_optim.checkpoints.conversion.flat_states import NamedStates
 from moe_optim.checkpoints.conversion.layer_view import STATE_KIND, STORED_ALIKE, LayerView
 from moe_optim.checkpoints.stores.reader import FLAT_STATES, FileFormat, is_state
 from moe_optim.checkpoints.stores.torch_dist import TorchDistReader
@@ -69,6 +71,20 @@ class ConversionPlan:
     """Of the result's files."""
 
     @property
+    def stored(self) -> TorchDistReader | None:
+        """The files of a ``torch_dist`` checkpoint, from which bytes can be copied."""
+        reader = self.view.reader
+        if isinstance(reader, NamedStates):
+            return reader.stored
+        return reader if isinstance(reader, TorchDistReader) else None
+
+    @property
+    def common_entries(self) -> Mapping[str, Any]:
+        """Entries of Megatron's common state that are not what they were."""
+        reader = self.view.reader
+        return reader.common_entries if isinstance(reader, NamedStates) else {}
+
+    @property
     def copies_experts(self) -> bool:
         """Whether experts are stored afterwards as they were before, byte for byte."""
         formats = {self.view.reader.format, self.format}
@@ -88,8 +104,7 @@ class ConversionPlan:
     @property
     def disk_bytes(self) -> int:
         """An upper bound of the bytes that are written, with headers."""
-        reader = self.view.reader
-        copied = sum(map(len, reader.blobs.values())) if isinstance(reader, TorchDistReader) else 0
+        copied = sum(map(len, self.stored.blobs.values())) if self.stored is not None else 0
         made = sum(one.num_experts * len(self.to.patterns) for one in self.sets)
         return self.total_bytes + BLOB_BYTES * (copied + made + len(self.others) + 16)
 
@@ -196,8 +211,7 @@ def _refuse_flat_states(view: LayerView) -> None:
         raise LayoutError(
             f"{view.reader.path}: expected optimizer states by parameter, got whole buckets "
             f"({flat[0]} and {len(flat) - 1} more). Save with --dist-ckpt-optim-fully-reshardable, "
-            "or convert with --weights-only, or with --format safetensors, which takes them by "
-            "parameter where it is certain what lies where."
+            "or convert with --weights-only."
         )
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_optim.checkpoints.conversion.flat_buffers import bucket_key, flat_groups
+from moe_optim.checkpoints.conversion.flat_common import named_common_entries
 from moe_optim.checkpoints.conversion.flat_groups import (
     FlatGroup,
     num_layers_of,
@@ -24,6 +25,7 @@ from moe_optim.checkpoints.conversion.layer_view import LayerView, state_kind
 from moe_optim.checkpoints.manifests.state_manifest import Address, Read, StateManifest, listed
 from moe_optim.checkpoints.stores.reader import (
     FLAT_STATES,
+    CheckpointReader,
     FileFormat,
     Recorded,
     TensorInfo,
@@ -53,6 +55,7 @@ class NamedStates:
 
     It is a :class:`~moe_optim.checkpoints.stores.reader.CheckpointReader`. States are called
     ``optimizer.state.exp_avg.`` and so on, with the name and the shape of the weight behind.
+    Objects are those that Megatron saves beside such states.
     """
 
     format: FileFormat = "torch_dist"
@@ -66,13 +69,16 @@ class NamedStates:
         """
         groups = read_groups(stored)
         view = LayerView(stored, num_layers=num_layers_of(stored))
-        self._stored = stored
+        self.stored = stored
+        """What is in the files."""
+        self.common_entries = named_common_entries(stored)
+        """Entries of Megatron's common state that differ from those in the files."""
         self._places: dict[tuple[str, int | None], list[_Place]] = {}
         for (shown, _), place in sorted(_shown_places(stored, view, groups), key=_by_expert):
             stands = view.places[shown]
             self._places.setdefault((stands.name, stands.layer), []).append(place)
         self.path: Path = stored.path
-        self.objects = stored.objects
+        self.objects = {name: n for name, n in stored.objects.items() if not is_state(name)}
         self._weights = {key: info for key, info in stored.tensors.items() if not is_state(key)}
         dtypes = {
             kind: info.dtype
@@ -89,12 +95,12 @@ class NamedStates:
     @property
     def recorded(self) -> Recorded:
         """What the checkpoint says about itself."""
-        return self._stored.recorded
+        return self.stored.recorded
 
     def read(self, name: str, first: int | None = None) -> Tensor:
         """Return a tensor, or what lies at place ``first`` of its first axis."""
         if name in self._weights:
-            return self._stored.read(name, first)
+            return self.stored.read(name, first)
         kind, _, weight = name.removeprefix(_STATE).partition(".")
         shape = self.tensors[name].shape
         if (weight, None) in self._places:  # of one layer, or of none
@@ -108,12 +114,22 @@ class NamedStates:
 
     def _read(self, at: tuple[str, int | None], kind: str) -> Tensor:
         """Return the states of one layer of a stored tensor, 1-D, expert by expert."""
-        return torch.cat([_read(self._stored, place, kind) for place in self._places[at]])
+        return torch.cat([_read(self.stored, place, kind) for place in self._places[at]])
 
 
 def has_flat_states(stored: TorchDistReader) -> bool:
     """Return whether a checkpoint keeps its states by bucket."""
     return bool(flat_groups(stored))
+
+
+def states_by_name(reader: CheckpointReader) -> CheckpointReader:
+    """Return a checkpoint with its states by name, also where they are flat.
+
+    Raises as :class:`NamedStates` does.
+    """
+    if isinstance(reader, TorchDistReader) and has_flat_states(reader):
+        return NamedStates(reader)
+    return reader
 
 
 def _shown_places(

@@ -1,4 +1,4 @@
-"""Objects of checkpoints: reading them, and changing a number in one.
+"""Objects of checkpoints: reading them, and changing a number or a few entries in one.
 
 Megatron's common state holds enumerations and metadata of its own. They are read as they were
 written, without their classes: looking at a checkpoint imports no Megatron, and runs nothing.
@@ -8,7 +8,7 @@ import io
 import pickle
 import pickletools
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import IO, Any
 
 from moe_optim.checkpoints.pickles.archives import Archive
@@ -91,15 +91,57 @@ def replace_int(blob: bytes, key: str, value: int | None) -> bytes | None:
         ValueError: the pickle in ``blob`` cannot be read.
     """
     load_object(io.BytesIO(blob))
-    source = zipfile.ZipFile(io.BytesIO(blob))
-    target, found = io.BytesIO(), False
+    found = False
+
+    def splice(pickled: bytes) -> bytes:
+        nonlocal found
+        spliced, found = _splice(pickled, key, value)
+        return spliced
+
+    changed = _with_pickle(blob, splice)
+    return changed if found else None
+
+
+def replace_entries(blob: bytes, entries: Mapping[str, Any]) -> bytes:
+    """Return a ``torch.save`` archive of a dict, or of a list with one, with other ``entries``.
+
+    Nothing else changes, objects of unknown classes included, since nothing is unpickled.
+
+    Args:
+        blob: the archive.
+        entries: key -> plain value (numbers, text, None, and lists, tuples and dicts of these).
+
+    Raises:
+        ValueError: the archive cannot be read, or holds something else.
+    """
+    code = b"".join(  # puts each into the dict on top of the stack: between PROTO and STOP
+        pickle.dumps(key, protocol=2)[2:-1] + pickle.dumps(value, protocol=2)[2:-1] + b"s"
+        for key, value in entries.items()
+    )
+
+    def splice(pickled: bytes) -> bytes:
+        operations = [operation.name for operation, _, _ in pickletools.genops(pickled)]
+        end = -2 if operations[-2] == "APPEND" else -1  # of the dict; STOP is the last byte
+        return pickled[:end] + code + pickled[end:]
+
+    before = load_object(io.BytesIO(blob))
+    changed = _with_pickle(blob, splice)
+    after = load_object(io.BytesIO(changed))
+    if type(before) is list and len(before) == len(after) == 1:
+        before, after = before[0], after[0]
+    if type(before) is not dict or list(after) != list({**before, **entries}):
+        raise ValueError("expected a dict, got something else")
+    return changed
+
+
+def _with_pickle(blob: bytes, change: Callable[[bytes], bytes]) -> bytes:
+    """Return an archive of ``torch.save`` with what ``change`` makes of its pickle."""
+    source, target = zipfile.ZipFile(io.BytesIO(blob)), io.BytesIO()
     with zipfile.ZipFile(target, "w", zipfile.ZIP_STORED) as archive:
         for name in source.namelist():
             content = source.read(name)
-            if name.endswith("/data.pkl"):
-                content, found = _splice(content, key, value)
-            archive.writestr(name, content)
-    return target.getvalue() if found else None
+            archive.writestr(name, change(content) if name.endswith("/data.pkl") else content)
+    return target.getvalue()
 
 
 def _splice(pickled: bytes, key: str, value: int | None) -> tuple[bytes, bool]:

@@ -154,17 +154,10 @@ def test_quantizers_of_modelopt_and_our_linears_exchange_amaxes():
 
 
 def _quantize(module: torch.nn.Module) -> torch.nn.Module:
-    """Put quantizers into Megatron's experts and calibrate their weights, as ``mtq.quantize``."""
+    """Have ModelOpt put quantizers into Megatron's experts, and calibrate their weights."""
     import modelopt.torch.quantization as mtq
-    from modelopt.torch.quantization import model_calib
-    from modelopt.torch.quantization.conversion import set_quantizer_by_cfg
 
-    mtq.replace_quant_module(module)
-    set_quantizer_by_cfg(module, mtq.FP8_DEFAULT_CFG["quant_cfg"])
-    model_calib.enable_stats_collection(module)
-    model_calib.weight_only_quantize(module)
-    model_calib.finish_stats_collection(module)
-    return module
+    return mtq.quantize(module, mtq.FP8_DEFAULT_CFG, forward_loop=None)
 
 
 def _exchange_sequential() -> None:
