@@ -113,7 +113,8 @@ def write(
     folder.mkdir()
     with TorchDistWriter(folder) as writer:
         objects = {"common_state": common, "rng_state": {"seed": torch.arange(3)}}
-        objects |= {f"{GROUP}.optimizer": optimizer, f"{GROUP}.per_bucket_numel": []}
+        objects |= {f"{GROUP}.per_bucket_numel": []}
+        objects |= {} if optimizer is None else {f"{GROUP}.optimizer": optimizer}
         for name, value in objects.items():
             content = io.BytesIO()
             torch.save([value], content)
@@ -207,9 +208,6 @@ REFUSED = {
     },
     "laid out otherwise": lambda: {"param": flat(named())[:-1]},
     "Megatron's arguments beside them, got none": lambda: {"num_layers": None},
-    "hyper-parameters for all ranks, in numbers and text": lambda: {
-        "optimizer": {"param_groups": [{"lr": torch.tensor(1e-3)}]}
-    },
 }
 
 
@@ -247,6 +245,29 @@ def test_layers_of_megatron_itself_register_their_first_norm_before_attention(tm
 def load(reader, name):
     (value,) = torch.load(io.BytesIO(reader.read_bytes(f"{name}/shard_0_1")), weights_only=False)
     return value
+
+
+TENSORS = {"param_groups": [{"lr": torch.tensor(1e-3)}]}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (None, "hyper-parameters beside them, got none"),
+        (TENSORS, "in numbers and text, got others"),
+    ],
+    ids=["none", "tensors"],
+)
+def test_hyper_parameters_that_megatron_could_not_load_are_refused(
+    optimizer, message, tmp_path, capsys
+):
+    """To torch_dist, before anything is written; safetensors hold none."""
+    source = write(tmp_path / "c", optimizer=optimizer)
+    words = ["convert", str(source), str(tmp_path / "out"), "--experts", "grouped"]
+    assert cli.main(words) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+    assert convert(source, tmp_path / "out") == 0
 
 
 @pytest.mark.parametrize("interleave", [None, 4], ids=["experts as they were", "rows interleaved"])

@@ -13,6 +13,7 @@ from moe_optim.checkpoints.conversion.expert_finding import (
     known_interleave,
     without_experts,
 )
+from moe_optim.checkpoints.conversion.flat_common import named_common_entries
 from moe_optim.checkpoints.conversion.flat_states import NamedStates
 from moe_optim.checkpoints.conversion.layer_view import STATE_KIND, STORED_ALIKE, LayerView
 from moe_optim.checkpoints.stores.reader import FLAT_STATES, FileFormat, is_state
@@ -69,6 +70,8 @@ class ConversionPlan:
     """The same of the result."""
     format: FileFormat
     """Of the result's files."""
+    common_entries: Mapping[str, Any]
+    """Entries of Megatron's common state that are not what they were."""
 
     @property
     def stored(self) -> TorchDistReader | None:
@@ -77,12 +80,6 @@ class ConversionPlan:
         if isinstance(reader, NamedStates):
             return reader.stored
         return reader if isinstance(reader, TorchDistReader) else None
-
-    @property
-    def common_entries(self) -> Mapping[str, Any]:
-        """Entries of Megatron's common state that are not what they were."""
-        reader = self.view.reader
-        return reader.common_entries if isinstance(reader, NamedStates) else {}
 
     @property
     def copies_experts(self) -> bool:
@@ -175,6 +172,9 @@ def plan_conversion(view: LayerView, request: ConversionRequest) -> ConversionPl
     _check_states(view, sets)
     source_interleave = known_interleave(view, request.source_glu_interleave)
     target = _target_interleave(request, to, source_interleave)
+    entries: Mapping[str, Any] = {}
+    if isinstance(reader, NamedStates) and format == "torch_dist":
+        entries = named_common_entries(reader.stored)
     plan = ConversionPlan(
         view=view,
         sets=tuple(sorted(sets, key=lambda one: is_state(one.prefix))),
@@ -188,6 +188,7 @@ def plan_conversion(view: LayerView, request: ConversionRequest) -> ConversionPl
         source_interleave=source_interleave,
         target_interleave=target,
         format=format,
+        common_entries=entries,
     )
     if not plan.copies_experts:
         _check_interleaves(plan)

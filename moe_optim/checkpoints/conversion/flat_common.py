@@ -24,8 +24,8 @@ def named_common_entries(stored: TorchDistReader) -> Mapping[str, Any]:
     """Return the entries of the common state that states by name have otherwise.
 
     Raises:
-        LayoutError: groups have other hyper-parameters than numbers and text, or they differ among
-            ranks.
+        LayoutError: there are no hyper-parameters, other ones than numbers and text, or others from
+            rank to rank.
         StateError: an object is missing or damaged.
     """
     optimizers: dict[int | None, dict[str, Any]] = defaultdict(dict)
@@ -43,6 +43,8 @@ def named_common_entries(stored: TorchDistReader) -> Mapping[str, Any]:
                     f"others in {name}",
                 )
             )
+    if not optimizers:
+        raise LayoutError(refusal(stored.path, "hyper-parameters beside them", "none"))
     by_name = {
         index: {**entries, "param_state_sharding_type": _BY_NAME}
         for index, entries in optimizers.items()

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from moe_optim.checkpoints.conversion.flat_buffers import bucket_key, flat_groups
-from moe_optim.checkpoints.conversion.flat_common import named_common_entries
 from moe_optim.checkpoints.conversion.flat_groups import (
     FlatGroup,
     num_layers_of,
@@ -71,8 +70,6 @@ class NamedStates:
         view = LayerView(stored, num_layers=num_layers_of(stored))
         self.stored = stored
         """What is in the files."""
-        self.common_entries = named_common_entries(stored)
-        """Entries of Megatron's common state that differ from those in the files."""
         self._places: dict[tuple[str, int | None], list[_Place]] = {}
         for (shown, _), place in sorted(_shown_places(stored, view, groups), key=_by_expert):
             stands = view.places[shown]
