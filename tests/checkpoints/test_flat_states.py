@@ -247,16 +247,20 @@ def load(reader, name):
     return value
 
 
-TENSORS = {"param_groups": [{"lr": torch.tensor(1e-3)}]}
+SELF = {"param_groups": []}
+SELF["param_groups"].append(SELF)
+NO_HYPER_PARAMETERS = {
+    "none": (None, "hyper-parameters beside them, got none"),
+    "tensors": ({"param_groups": [{"lr": torch.tensor(1e-3)}]}, "in numbers and text, got others"),
+    "a class": ({"param_groups": [{"lr": argparse.Namespace()}]}, "in numbers and text"),
+    "themselves": (SELF, "in numbers and text"),
+}
 
 
 @pytest.mark.parametrize(
     ("optimizer", "message"),
-    [
-        (None, "hyper-parameters beside them, got none"),
-        (TENSORS, "in numbers and text, got others"),
-    ],
-    ids=["none", "tensors"],
+    NO_HYPER_PARAMETERS.values(),
+    ids=[*NO_HYPER_PARAMETERS],
 )
 def test_hyper_parameters_that_megatron_could_not_load_are_refused(
     optimizer, message, tmp_path, capsys

@@ -18,6 +18,8 @@ _OF_GROUP = re.compile(r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_id
 _OF_BUCKETS = ("per_bucket_numel", "per_bucket_numel_unpadded", MANIFEST)
 _BY_NAME = "fully_reshardable"
 _PLAIN = (bool, int, float, str, type(None))
+_MOST_VALUES, _DEEPEST = 100_000, 10
+"""More than hyper-parameters have: what has more has another purpose."""
 
 
 def named_common_entries(stored: TorchDistReader) -> Mapping[str, Any]:
@@ -34,35 +36,42 @@ def named_common_entries(stored: TorchDistReader) -> Mapping[str, Any]:
         if match is None or match[2] in _OF_BUCKETS:
             continue
         of_optimizer = optimizers[None if match[1] is None else int(match[1])]
-        value = stored.read_object(name)
-        if not _is_plain(value) or of_optimizer.setdefault(match[2], value) != value:
+        value = _plain(stored, name, stored.read_object(name))
+        if of_optimizer.setdefault(match[2], value) != value:
             raise LayoutError(
-                refusal(
-                    stored.path,
-                    "the same hyper-parameters for all ranks, in numbers and text",
-                    f"others in {name}",
-                )
+                refusal(stored.path, "the same hyper-parameters for all ranks", f"others in {name}")
             )
     if not optimizers:
         raise LayoutError(refusal(stored.path, "hyper-parameters beside them", "none"))
     by_name = {
         index: {**entries, "param_state_sharding_type": _BY_NAME}
-        for index, entries in optimizers.items()
+        for index, entries in sorted(optimizers.items(), key=lambda one: one[0] or 0)
     }
     content = stored.common_state.get("content_metadata") or {}
     return {
-        "optimizer": by_name[None] if None in by_name else dict(sorted(by_name.items())),
+        "optimizer": by_name.get(None, by_name),
         "content_metadata": {
-            **content,
+            **_plain(stored, "content_metadata", content),
             "distrib_optim_sharding_type": _BY_NAME,
             "distrib_optim_fully_reshardable_mem_efficient": False,
         },
     }
 
 
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(_is_plain(one) for entry in value.items() for one in entry)
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    return isinstance(value, _PLAIN)
+def _plain(stored: TorchDistReader, name: str, value: Any) -> Any:
+    """Return a value of numbers and text; LayoutError of anything else, or of very many."""
+    waiting, is_plain = [(0, value)], True
+    for _ in range(_MOST_VALUES):  # what refers to itself or is shared counts whenever it is met
+        if not (waiting and is_plain):
+            break
+        depth, one = waiting.pop()
+        if isinstance(one, dict | list | tuple) and depth < _DEEPEST:
+            parts = [*one, *one.values()] if isinstance(one, dict) else one
+            waiting += [(depth + 1, part) for part in parts]
+        else:
+            is_plain = isinstance(one, _PLAIN)
+    if waiting or not is_plain:
+        raise LayoutError(
+            refusal(stored.path, "hyper-parameters in numbers and text", f"others in {name}")
+        )
+    return value
