@@ -257,6 +257,10 @@ class _Extension:
         return getattr(self._extension, name)
 
     @staticmethod
+    def split_quantize(tensor: Tensor, splits: Sequence[int], *_: Any, **__: Any) -> list[Tensor]:
+        return list(tensor.split(list(splits)))  # what 2.18 calls; later ones have a module for it
+
+    @staticmethod
     def fused_multi_row_padding(
         rows: Tensor, out: Tensor, splits: Sequence[int], padded: Sequence[int]
     ) -> None:

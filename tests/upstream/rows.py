@@ -9,14 +9,12 @@ run that was cut off it says what has not run. Exit status: 1 if a case fails, o
 
 import argparse
 import json
-import os
 import platform
 import shlex
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from moe_optim.console.provenance import commit
 from moe_optim.environment import find_gpus
+from tests.support.engine_version import find_version
 
 TESTS = Path(__file__).parents[1] / "megatron" / "te" / "test_rows.py"
 PACKAGES = ("torch", "megatron-core", "transformer-engine")
@@ -97,13 +96,6 @@ class Recorder:
     def _write(self) -> None:
         rows = {name: asdict(row) for name, row in self.rows.items()}
         self.path.write_text(json.dumps(self.report | {"rows": rows}, indent=1) + "\n")
-
-
-def find_version(package: str) -> str | None:
-    """Return the version that ranks import, also from ``TRANSFORMER_ENGINE_PATH``."""
-    folders = os.environ.get("TRANSFORMER_ENGINE_PATH", "").split(os.pathsep)
-    found = distributions(name=package, path=[*filter(None, folders), *sys.path])
-    return next((one.version for one in found), None)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -27,6 +27,7 @@ from tests.megatron.te.test_storage import assert_holds
 from tests.support import serving
 from tests.support.amax import amax_of, saved_amaxes
 from tests.support.bytes import assert_bytes_equal, assert_same_tensors
+from tests.support.engine_version import FORMATS
 from tests.support.given_values import draw_values
 
 PATH = os.environ.get("TRANSFORMER_ENGINE_PATH", "")
@@ -40,8 +41,7 @@ pytestmark = [
 ]
 RANKS = torch.cuda.device_count() if HAS_GPU else 2
 AT_ONCE = max(1, (os.cpu_count() or 1) * 3 // (8 * RANKS)) if HAS_GPU else 1
-FORMATS = ("mxfp8", "mxfp8_2d", "nvfp4", "fp8_block")
-GROUPED = ("mxfp8", "mxfp8_2d", "nvfp4") if HAS_GPU else ()  # Megatron has no groups of FP8 blocks
+GROUPED = FORMATS[:-1] if HAS_GPU else ()  # Megatron has no groups of FP8 blocks
 AUTO = ("mxfp8", "nvfp4", "fp8_block")  # what Megatron's own flags make
 CLASSES = {
     "mxfp8": "MXFP8Tensor",

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from moe_optim import MoEOptimConfig
+from tests.support.engine_version import FORMATS
 from tests.support.ranks import run_ranks
 from tests.support.training import Record, assert_same_run, pretrain
 
@@ -22,7 +23,6 @@ pytestmark = pytest.mark.skipif(
     not PATH, reason="TRANSFORMER_ENGINE_PATH names no Transformer Engine"
 )
 
-FORMATS = ("mxfp8", "mxfp8_2d", "nvfp4", "fp8_block")
 LAYOUTS = ("grouped", "indexed")
 TRAIN = ["--train-iters", "4", "--eval-interval", "2"]
 OVERLAP = ["--overlap-grad-reduce", "--overlap-param-gather"]

@@ -1,0 +1,20 @@
+"""Which Transformer Engine tests are to find, and what it can hold."""
+
+import os
+import sys
+from importlib.metadata import distributions
+
+from moe_optim.environment import satisfies
+
+
+def find_version(package: str = "transformer-engine") -> str | None:
+    """Return the version that ranks import, also from ``TRANSFORMER_ENGINE_PATH``."""
+    folders = os.environ.get("TRANSFORMER_ENGINE_PATH", "").split(os.pathsep)
+    found = distributions(name=package, path=[*filter(None, folders), *sys.path])
+    return next((one.version for one in found), None)
+
+
+FORMATS = ("mxfp8", "mxfp8_2d", "nvfp4", "fp8_block")
+if not satisfies(find_version() or "", ">=2.19"):  # which has square blocks of MXFP8
+    FORMATS = tuple(format for format in FORMATS if format != "mxfp8_2d")
+"""Formats of its tensors."""
