@@ -655,6 +655,8 @@ def versions() -> str:
         core = numbers["megatron-core"]
         if run["source"] != "wheel":
             core += f", {run['source']}"
+        if engine := numbers.get("transformer-engine"):
+            core += f", Transformer Engine {engine}"
         ran = [f"`{words}`" for words in map(tests_of, run["commands"]) if words]
         what = ", ".join(ran) if len(ran) == len(run["commands"]) else "the suite"
         outcomes = [f"{counts[outcome]:,}" for outcome in ("passed", "failed", "skipped")]
