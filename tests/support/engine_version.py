@@ -14,7 +14,6 @@ def find_version(package: str = "transformer-engine") -> str | None:
     return next((one.version for one in found), None)
 
 
-FORMATS = ("mxfp8", "mxfp8_2d", "nvfp4", "fp8_block")
-if not satisfies(find_version() or "", ">=2.19"):  # which has square blocks of MXFP8
-    FORMATS = tuple(format for format in FORMATS if format != "mxfp8_2d")
-"""Formats of its tensors."""
+_SQUARE = ("mxfp8_2d",) if satisfies(find_version() or "", ">=2.19") else ()
+FORMATS = ("mxfp8", *_SQUARE, "nvfp4", "fp8_block")
+"""Formats of its tensors; 2.19 is the first with square blocks of MXFP8."""

@@ -88,36 +88,53 @@ def tokens() -> list[int]:
 
 def run_jobs(jobs: Sequence[Job]) -> list[torch.Tensor]:
     """Return the logits [tokens, vocabulary] of each model. A rank function, of one rank."""
+    install_runtime()
+    torch.set_num_threads(1)
+    return [_run(job) for job in jobs]
+
+
+def install_runtime() -> None:
+    """Let Megatron's entry run in this process, without a GPU."""
     from moe_optim.megatron.launch import cpu_runtime
     from moe_optim.megatron.patching import patches
     from moe_optim.megatron.patching.engine import apply_patches
 
     cpu_runtime.install()
     apply_patches(patches.ENTRY)
-    torch.set_num_threads(1)
-    return [_run(job) for job in jobs]
 
 
-def _run(job: Job) -> torch.Tensor:
-    from megatron.core.process_groups_config import ProcessGroupCollection
+def start_megatron(flags: Sequence[str]) -> Any:
+    """Start Megatron with a command line in this process; return its arguments."""
     from megatron.core.rerun_state_machine import destroy_rerun_state_machine
-    from megatron.training import checkpointing, global_vars
-    from megatron.training.argument_utils import gpt_config_from_args
     from megatron.training.arguments import parse_and_validate_args
     from megatron.training.initialize import initialize_megatron
-    from megatron.training.models.gpt import GPTModelBuilder
 
-    where = ["--save", job.save] if job.save else []
-    where += ["--load", job.load, "--finetune"] if job.load else []
-    sys.argv = ["tests", *COMMON, *_FLAGS[job.model], *where]
+    sys.argv = ["tests", *flags]
     args = parse_and_validate_args()
     destroy_rerun_state_machine()
     initialize_megatron()
-    _replace_core_attention()
-    config = gpt_config_from_args(args)
+    return args
+
+
+def build_model(args: Any) -> torch.nn.Module:
+    """Return the model that Megatron's arguments ask for."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.training.argument_utils import gpt_config_from_args
+    from megatron.training.models.gpt import GPTModelBuilder
+
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    model = GPTModelBuilder(config).build_model(groups)
-    model = model.to(args.params_dtype).eval()
+    model: torch.nn.Module = GPTModelBuilder(gpt_config_from_args(args)).build_model(groups)
+    return model
+
+
+def _run(job: Job) -> torch.Tensor:
+    from megatron.training import checkpointing, global_vars
+
+    where = ["--save", job.save] if job.save else []
+    where += ["--load", job.load, "--finetune"] if job.load else []
+    args = start_megatron([*COMMON, *_FLAGS[job.model], *where])
+    _replace_core_attention()
+    model = build_model(args).to(args.params_dtype).eval()
     _randomize(model)
     if job.load:
         iteration, _ = checkpointing.load_checkpoint([model], None, None)

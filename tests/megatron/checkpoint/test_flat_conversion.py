@@ -1,7 +1,6 @@
 """``moe-optim convert`` makes of stock's flat states what stock saves by name, to the bit."""
 
 import io
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,32 +23,15 @@ LEFT_OUT = {*(f"--no-{what}" for what in ("save-optim", "load-optim")), "--use-c
 def _save_both(folder: Path, expert_parallel: int) -> None:
     """Take a step with Megatron's own optimizer, and save it in both ways. Every rank calls."""
     from megatron.core.enums import ModelType
-    from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training import checkpointing, training
-    from megatron.training.argument_utils import gpt_config_from_args
-    from megatron.training.arguments import parse_and_validate_args
-    from megatron.training.initialize import initialize_megatron
-    from megatron.training.models.gpt import GPTModelBuilder
 
-    from moe_optim.megatron.launch import cpu_runtime
-    from moe_optim.megatron.patching import patches
-    from moe_optim.megatron.patching.engine import apply_patches
-
-    cpu_runtime.install()
-    apply_patches(patches.ENTRY)
+    hf_models.install_runtime()
     common = [flag for flag in hf_models.COMMON if flag not in LEFT_OUT]
     more = ["--bf16", "--use-distributed-optimizer", "--no-check-for-nan-in-loss-and-grad"]
     more += ["--global-batch-size", "2", "--expert-model-parallel-size", str(expert_parallel)]
-    sys.argv = ["tests", *common, *hf_models.QWEN3_MOE, *more]
-    args = parse_and_validate_args()
-    initialize_megatron()
-    groups = ProcessGroupCollection.use_mpu_process_groups()
-
-    def build(**_: Any) -> Any:
-        return GPTModelBuilder(gpt_config_from_args(args)).build_model(groups)
-
+    args = hf_models.start_megatron([*common, *hf_models.QWEN3_MOE, *more])
     model, optimizer, scheduler = training.setup_model_and_optimizer(
-        ModelType.encoder_or_decoder, build
+        ModelType.encoder_or_decoder, lambda **_: hf_models.build_model(args)
     )
     generator = torch.Generator().manual_seed(1 + torch.distributed.get_rank())
     for param in model[0].parameters():
@@ -78,8 +60,8 @@ def common_state(reader: TorchDistReader) -> dict[str, Any]:
     "expert_parallel", [pytest.param(1, marks=pytest.mark.extended), 2], ids=str
 )
 def test_states_by_name_are_those_that_megatron_saves(expert_parallel: int, tmp_path: Path):
-    """Of two ranks: every tensor, the names of all objects, and the common
-    state with the hyper-parameters of every optimizer."""
+    """Of two ranks: every tensor, the names of all objects, and the common state with the
+    hyper-parameters of every optimizer."""
     run_ranks(2, _save_both, tmp_path, expert_parallel)
     words = [str(tmp_path / FLAT), str(tmp_path / "converted"), "--experts", "grouped"]
     assert cli.main(["convert", *words]) == 0

@@ -1,7 +1,5 @@
 """Layers that predict further tokens are exported under DeepSeek-V3's names, behind all others."""
 
-import sys
-
 import pytest
 import torch.distributed as dist
 
@@ -25,27 +23,15 @@ OF_ONE_LAYER = {
 
 
 def _build(model):
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.training.argument_utils import gpt_config_from_args
-    from megatron.training.arguments import parse_and_validate_args
-    from megatron.training.initialize import initialize_megatron
-    from megatron.training.models.gpt import GPTModelBuilder
-
     import moe_optim
-    from moe_optim.megatron.launch import cpu_runtime
-    from moe_optim.megatron.patching import patches
-    from moe_optim.megatron.patching.engine import apply_patches
 
-    cpu_runtime.install()
-    apply_patches(patches.ENTRY)
+    hf_models.install_runtime()
     moe_optim.install(MoEOptimConfig(format="mxfp8"))
     common = [flag for flag in hf_models.COMMON if flag != "--use-cpu-initialization"]
-    sys.argv = ["tests", *common, *hf_models.MODELS[model], "--mtp-num-layers", "2", "--bf16"]
-    args = parse_and_validate_args()
-    initialize_megatron()
+    flags = [*common, *hf_models.MODELS[model], "--mtp-num-layers", "2", "--bf16"]
+    args = hf_models.start_megatron(flags)
     hf_models._replace_core_attention()
-    groups = ProcessGroupCollection.use_mpu_process_groups()
-    return GPTModelBuilder(gpt_config_from_args(args)).build_model(groups), args
+    return hf_models.build_model(args), args
 
 
 def _export():
