@@ -17,12 +17,12 @@ STATE_FIELDS = tl.constexpr(_STATE_FIELDS)
 HYPER_FIELDS = tl.constexpr(_HYPER_FIELDS)
 
 # Columns of a row of states.
-GRADIENT = tl.constexpr(0)
-EXP_AVG = tl.constexpr(1)
-EXP_AVG_SQ = tl.constexpr(2)
+GRADIENT_PLACE = tl.constexpr(0)
+EXP_AVG_PLACE = tl.constexpr(1)
+EXP_AVG_SQ_PLACE = tl.constexpr(2)
 GROUP = tl.constexpr(3)
 CLIP = tl.constexpr(4)
-WEIGHT = tl.constexpr(5)
+WEIGHT_PLACE = tl.constexpr(5)
 
 _SCALE = """{
 .reg .f32 g, a, b;
@@ -56,18 +56,10 @@ def adam(gradient, clip, master, exp_avg, exp_avg_sq, hyper, DECOUPLED: tl.const
         master: fp32.
         exp_avg: fp32.
         exp_avg_sq: fp32.
-        hyper: pointer to a row of hyper-parameters.
+        hyper: fp32 scalars, a row of hyper-parameters.
         DECOUPLED: weight decay is added to the update (AdamW), and not to the gradient.
     """
-    beta1 = tl.load(hyper)
-    rest1 = tl.load(hyper + 1)
-    beta2 = tl.load(hyper + 2)
-    rest2 = tl.load(hyper + 3)
-    correction1 = tl.load(hyper + 4)
-    correction2 = tl.load(hyper + 5)
-    eps = tl.load(hyper + 6)
-    decay = tl.load(hyper + 7)
-    minus_lr = tl.load(hyper + 8)
+    beta1, rest1, beta2, rest2, correction1, correction2, eps, decay, minus_lr = hyper
     return tl.inline_asm_elementwise(
         _DECOUPLED if DECOUPLED else _COUPLED,
         _CONSTRAINTS,
@@ -94,54 +86,78 @@ def adam(gradient, clip, master, exp_avg, exp_avg_sq, hyper, DECOUPLED: tl.const
 
 
 @triton.jit
-def step_tile(
-    source,
-    first,
-    places,
-    mask,
+def read_state(
     state,
     hyper,
     clips,
+    first,
     GRADIENT_FP32: tl.constexpr,
     MOMENTS_FP32: tl.constexpr,
-    DECOUPLED: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
+    """Return what all steps of one program share, for :func:`step_tile`.
+
+    Args:
+        state: pointer to a row of states.
+        hyper: pointer to the hyper-parameters of all groups.
+        clips: pointer to the factors of all gradient norms.
+        first: int64, the first element of the program.
+        GRADIENT_FP32: fp32 gradients; otherwise bf16.
+        MOMENTS_FP32: likewise.
+        ALIGNED: everything starts at multiples of 16 bytes.
+
+    Returns:
+        Pointers to gradients and to both moments of the first element, the clip factor, and the
+        hyper-parameters.
+    """
+    GRADIENT: tl.constexpr = tl.float32 if GRADIENT_FP32 else tl.bfloat16
+    MOMENT: tl.constexpr = tl.float32 if MOMENTS_FP32 else tl.bfloat16
+    gradient = tl.load(state + GRADIENT_PLACE).to(tl.pointer_type(GRADIENT))
+    exp_avg = tl.load(state + EXP_AVG_PLACE).to(tl.pointer_type(MOMENT))
+    exp_avg_sq = tl.load(state + EXP_AVG_SQ_PLACE).to(tl.pointer_type(MOMENT))
+    if ALIGNED:
+        # Promised no more than four elements: then a thread has the same four of every tensor, and
+        # nothing moves between threads.
+        gradient = tl.multiple_of(gradient, 16 if GRADIENT_FP32 else 8)
+        exp_avg = tl.multiple_of(exp_avg, 16 if MOMENTS_FP32 else 8)
+        exp_avg_sq = tl.multiple_of(exp_avg_sq, 16 if MOMENTS_FP32 else 8)
+    clip = tl.load(clips + tl.load(state + CLIP))
+    hyper += tl.load(state + GROUP) * HYPER_FIELDS
+    row = (
+        tl.load(hyper),
+        tl.load(hyper + 1),
+        tl.load(hyper + 2),
+        tl.load(hyper + 3),
+        tl.load(hyper + 4),
+        tl.load(hyper + 5),
+        tl.load(hyper + 6),
+        tl.load(hyper + 7),
+        tl.load(hyper + 8),
+    )
+    return gradient + first, exp_avg + first, exp_avg_sq + first, clip, row
+
+
+@triton.jit
+def step_tile(source, places, mask, state, DECOUPLED: tl.constexpr):
     """Step some elements: write their masters and moments, and return the masters.
 
     Args:
-        source: pointer to the first master of what ``state`` describes.
-        first: int64 offset from there, the same for gradients and moments.
-        places: of the elements, offsets from ``first``.
+        source: pointer to the first master of the program.
+        places: of the elements, int32 offsets from there, the same for gradients and moments.
         mask: which of them there are, or None for all; of the others the result is zero.
-        state: pointer to a row of states.
-        hyper: pointer to the hyper-parameters of all groups.
-        clips: pointer to the factors of all gradient norms; below zero nothing moves.
-        GRADIENT_FP32: fp32 gradients; otherwise bf16.
-        MOMENTS_FP32: likewise.
+        state: from :func:`read_state`. With a clip factor below zero nothing moves.
         DECOUPLED: see :func:`adam`.
-        ALIGNED: everything starts at multiples of 16 bytes.
     """
-    GRADIENT_DTYPE: tl.constexpr = tl.float32 if GRADIENT_FP32 else tl.bfloat16
-    MOMENT_DTYPE: tl.constexpr = tl.float32 if MOMENTS_FP32 else tl.bfloat16
-    gradient = tl.load(state + GRADIENT).to(tl.pointer_type(GRADIENT_DTYPE))
-    exp_avg = tl.load(state + EXP_AVG).to(tl.pointer_type(MOMENT_DTYPE))
-    exp_avg_sq = tl.load(state + EXP_AVG_SQ).to(tl.pointer_type(MOMENT_DTYPE))
-    if ALIGNED:
-        gradient = tl.multiple_of(gradient, 16)
-        exp_avg = tl.multiple_of(exp_avg, 16)
-        exp_avg_sq = tl.multiple_of(exp_avg_sq, 16)
-    hyper += tl.load(state + GROUP) * HYPER_FIELDS
-    clip = tl.load(clips + tl.load(state + CLIP))
-    g = load_tile(gradient + first + places, mask).to(tl.float32)
-    p = load_tile(source + first + places, mask).to(tl.float32)
-    m = load_tile(exp_avg + first + places, mask).to(tl.float32)
-    v = load_tile(exp_avg_sq + first + places, mask).to(tl.float32)
+    gradient, exp_avg, exp_avg_sq, clip, hyper = state
+    g = load_tile(gradient + places, mask).to(tl.float32)
+    p = load_tile(source + places, mask).to(tl.float32)
+    m = load_tile(exp_avg + places, mask).to(tl.float32)
+    v = load_tile(exp_avg_sq + places, mask).to(tl.float32)
     if clip >= 0:  # below zero nothing moves, and what is made of the masters is made again
         p, m, v = adam(g, clip, p, m, v, hyper, DECOUPLED)
-    tl.store(source + first + places, p, mask=mask)
-    tl.store(exp_avg + first + places, m.to(MOMENT_DTYPE), mask=mask)
-    tl.store(exp_avg_sq + first + places, v.to(MOMENT_DTYPE), mask=mask)
+    tl.store(source + places, p, mask=mask)
+    tl.store(exp_avg + places, m.to(exp_avg.dtype.element_ty), mask=mask)
+    tl.store(exp_avg_sq + places, v.to(exp_avg_sq.dtype.element_ty), mask=mask)
     return p if mask is None else tl.where(mask, p, 0.0)
 
 

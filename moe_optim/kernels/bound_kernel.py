@@ -20,6 +20,7 @@ class BoundKernel:
         grid: int | tuple[int, int],
         *arguments: Any,
         num_warps: int,
+        registers: int | None = None,
         **constants: Any,
     ) -> None:
         """Bind a kernel.
@@ -29,6 +30,7 @@ class BoundKernel:
             grid: number of programs, at least 1; along two axes where there are two.
             *arguments: tensors and integers, the first parameters of the kernel in their order.
             num_warps: warps of a program.
+            registers: how many a thread may take; by default what the compiler likes.
             **constants: the last parameters of the kernel, by name; those between are given to
                 every launch.
         """
@@ -36,6 +38,8 @@ class BoundKernel:
         self.kernel, self.grid = kernel, (across, down, 1)
         # Triton's default for contracting products and sums differs between its versions
         self.options = {"num_warps": num_warps, "enable_fp_fusion": True}
+        if registers is not None:
+            self.options["maxnreg"] = registers
         self.arguments, self.constants = arguments, constants
         self._last = tuple(constants[name] for name in kernel.arg_names if name in constants)
         self._launch: Any = None

@@ -147,6 +147,7 @@ def encoding_kernel(
         STEP=bool(states),
         **(of_step or NO_STEP),
         num_warps=table.tile.num_warps,
+        registers=table.tile.registers,
     )
 
 

@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from moe_optim.kernels.adam import STATE_FIELDS, load_tile, step_tile
+from moe_optim.kernels.adam import STATE_FIELDS, load_tile, read_state, step_tile
 from moe_optim.kernels.encode import (
     amax,
     e8m0_reciprocal,
@@ -171,8 +171,8 @@ def _requantize_tile(
     if ALIGNED:
         cols = tl.multiple_of(cols, 4 if FROM_FP32 else 8)
     source = tl.load(member + SOURCE).to(tl.pointer_type(DTYPE))
-    source = tl.multiple_of(source, SOURCE_ALIGNMENT)
     first = row * cols + first_col
+    source = tl.multiple_of(source, SOURCE_ALIGNMENT) + first
     data, data_stride = plane_rows(member, ROWWISE_DATA, row, tl.uint8, DATA_ALIGNMENT)
     scale, _ = plane_rows(member, ROWWISE_SCALE, row // BLOCK, SCALE, 1)
 
@@ -180,6 +180,9 @@ def _requantize_tile(
     blocks = tl.arange(0, TILE_COLS // BLOCK)
     blocks_inside = blocks * BLOCK < cols - first_col if MASKED or CUT else None
 
+    read = None
+    if STEP:
+        read = read_state(state, hyper, clips, first, GRADIENT_FP32, MOMENTS_FP32, ALIGNED)
     # Slab by slab, since four tensors of a block at once are more than registers hold.
     slabs = ()
     largest = tl.zeros((TILE_COLS // BLOCK,), dtype=tl.float32)
@@ -188,21 +191,9 @@ def _requantize_tile(
         places = rows * cols + columns
         mask = _inside(member, row, first_col, rows, columns, height, cols, MASKED, CUT)
         if STEP:
-            weight = step_tile(
-                source,
-                first,
-                places,
-                mask,
-                state,
-                hyper,
-                clips,
-                GRADIENT_FP32,
-                MOMENTS_FP32,
-                DECOUPLED,
-                ALIGNED,
-            )
+            weight = step_tile(source, places, mask, read, DECOUPLED)
         else:
-            weight = load_tile(source + first + places, mask)
+            weight = load_tile(source + places, mask)
         weight = round_to_bf16(weight)
         if not CUT:
             of_columns = tl.reshape(amax(weight, 0), (TILE_COLS // BLOCK, BLOCK))
@@ -231,7 +222,7 @@ def _requantize_tile(
         if ZERO:
             tl.debug_barrier()  # every thread has read its part by now
             zeros = tl.zeros((SLAB, TILE_COLS), dtype=DTYPE)
-            tl.store(source + first + rows * cols + columns, zeros, mask=mask)
+            tl.store(source + rows * cols + columns, zeros, mask=mask)
 
 
 @triton.jit

@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from moe_optim.kernels.adam import STATE_FIELDS, load_tile, step_tile
+from moe_optim.kernels.adam import STATE_FIELDS, load_tile, read_state, step_tile
 from moe_optim.kernels.encode import (
     amax,
     e8m0_reciprocal,
@@ -119,8 +119,8 @@ def _requantize_tile(
     row = first_row.to(tl.int64)  # a weight may have more than 2^31 elements, a tile row not
     cols = tl.multiple_of(tl.load(member + COLS).to(tl.int32), BLOCK)
     source = tl.load(member + SOURCE).to(tl.pointer_type(DTYPE))
-    source = tl.multiple_of(source, SOURCE_ALIGNMENT)
     first = row * cols + first_col
+    source = tl.multiple_of(source, SOURCE_ALIGNMENT) + first
     rowwise_data, rowwise_data_stride = plane_rows(
         member, ROWWISE_DATA, row, tl.uint8, DATA_ALIGNMENT
     )
@@ -146,21 +146,10 @@ def _requantize_tile(
         data_mask = None
         scale_mask = None
     if STEP:
-        weight = step_tile(
-            source,
-            first,
-            places,
-            data_mask,
-            state,
-            hyper,
-            clips,
-            GRADIENT_FP32,
-            MOMENTS_FP32,
-            DECOUPLED,
-            ALIGNED,
-        )
+        read = read_state(state, hyper, clips, first, GRADIENT_FP32, MOMENTS_FP32, ALIGNED)
+        weight = step_tile(source, places, data_mask, read, DECOUPLED)
     else:
-        weight = load_tile(source + first + places, data_mask)
+        weight = load_tile(source + places, data_mask)
     weight = round_to_bf16(weight)
 
     if CUT:
@@ -189,4 +178,4 @@ def _requantize_tile(
     if ZERO:
         tl.debug_barrier()  # every thread has read its part by now
         zeros = tl.zeros((BLOCK, TILE_COLS), dtype=DTYPE)
-        tl.store(source + first + places, zeros, mask=data_mask)
+        tl.store(source + places, zeros, mask=data_mask)

@@ -16,6 +16,9 @@ class Tile:
     num_warps: int
     slab: int | None = None
     """Rows of the band that a step holds at a time; all of them if not given."""
+    registers: int | None = None
+    """How many a thread may take, where the compiler would take more than leave room for enough
+    programs at a time."""
 
 
 TILES: Mapping[tuple[str, torch.dtype], Tile] = MappingProxyType(
@@ -36,14 +39,15 @@ TILES: Mapping[tuple[str, torch.dtype], Tile] = MappingProxyType(
 STEP_TILES: Mapping[tuple[str, torch.dtype], Tile] = MappingProxyType(
     {
         ("mxfp8", torch.float32): Tile(cols=128, num_warps=8),
-        ("mxfp8", torch.bfloat16): Tile(cols=128, num_warps=2),
+        ("mxfp8", torch.bfloat16): Tile(cols=128, num_warps=4, registers=168),
         ("mxfp8_2d", torch.float32): Tile(cols=64, num_warps=4),
-        ("mxfp8_2d", torch.bfloat16): Tile(cols=64, num_warps=4),
+        ("mxfp8_2d", torch.bfloat16): Tile(cols=128, num_warps=4, registers=168),
         ("fp8_block", torch.float32): Tile(cols=128, num_warps=8, slab=64),
-        ("fp8_block", torch.bfloat16): Tile(cols=128, num_warps=8, slab=64),
+        ("fp8_block", torch.bfloat16): Tile(cols=128, num_warps=4, slab=32),
     }
 )
-"""The same where a step of Adam comes first, by format and dtype of the moments, on H200."""
+"""The same where a step of Adam comes first, by format and dtype of the moments, on H200. Of 65,536
+registers three programs of four warps take 168 a thread."""
 
 ADAM_TILE = Tile(cols=1024, num_warps=8)
 """Elements of a flat range that one program steps at a time."""

@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from moe_optim.kernels.adam import STATE_FIELDS, WEIGHT, step_tile
+from moe_optim.kernels.adam import STATE_FIELDS, WEIGHT_PLACE, read_state, step_tile
 from moe_optim.kernels.encode import round_to_bf16
 
 
@@ -34,36 +34,38 @@ def adam_kernel(
     part = parts + 4 * tl.program_id(0).to(tl.int64)
     index = tl.load(part)
     first = tl.load(part + 1)
-    last = tl.load(part + 2)
-    state = states + index * STATE_FIELDS
+    length = (tl.load(part + 2) - first).to(tl.int32)
     master = tl.load(masters + index).to(tl.pointer_type(tl.float32))
     if ALIGNED:
         master = tl.multiple_of(master, 16)
         first = tl.multiple_of(first, 16)
+    master += first
+    row = states + index * STATE_FIELDS
+    state = read_state(row, hyper, clips, first, GRADIENT_FP32, MOMENTS_FP32, ALIGNED)
+    weight = master
+    if WEIGHTS == "bf16":
+        weight = tl.load(row + WEIGHT_PLACE).to(tl.pointer_type(tl.bfloat16)) + first
+    elif WEIGHTS == "fp32":
+        weight = tl.load(row + WEIGHT_PLACE).to(tl.pointer_type(tl.float32)) + first
     largest = tl.zeros((TILE,), dtype=tl.float32)
-    for start in range(first, last, TILE):
-        places = tl.arange(0, TILE)
-        mask = start + places < last
-        value = step_tile(
-            master,
-            start,
-            places,
-            mask,
-            state,
-            hyper,
-            clips,
-            GRADIENT_FP32,
-            MOMENTS_FP32,
-            DECOUPLED,
-            ALIGNED,
-        )
-        if AMAX:
-            largest = tl.maximum(largest, tl.abs(value))  # takes the number over NaN
-        if WEIGHTS == "bf16":
-            weight = tl.load(state + WEIGHT).to(tl.pointer_type(tl.bfloat16))
-            tl.store(weight + start + places, value.to(tl.bfloat16), mask=mask)
-        elif WEIGHTS == "fp32":
-            weight = tl.load(state + WEIGHT).to(tl.pointer_type(tl.float32))
-            tl.store(weight + start + places, value, mask=mask)
+    places = tl.arange(0, TILE)
+    whole = length - length % TILE
+    for start in range(0, whole, TILE):  # without a mask, accesses are as wide as they can be
+        largest = _step(master, weight, start + places, None, state, largest, DECOUPLED, WEIGHTS)
+    if whole < length:
+        places += whole
+        mask = places < length
+        largest = _step(master, weight, places, mask, state, largest, DECOUPLED, WEIGHTS)
     if AMAX:
         tl.store(amaxes + tl.load(part + 3), round_to_bf16(tl.max(largest, 0)))
+
+
+@triton.jit
+def _step(
+    master, weight, places, mask, state, largest, DECOUPLED: tl.constexpr, WEIGHTS: tl.constexpr
+):
+    """Step some elements, and return the largest magnitudes with theirs."""
+    value = step_tile(master, places, mask, state, DECOUPLED)
+    if WEIGHTS != "none":
+        tl.store(weight + places, value.to(weight.dtype.element_ty), mask=mask)
+    return tl.maximum(largest, tl.abs(value))  # takes the number over NaN
