@@ -11,7 +11,7 @@ import os
 import pytest
 import torch
 
-GPUS_OF_MARKS = {"gpu": 1, "multi_gpu": 2, "any_device": 0}
+GPUS_OF_MARKS = {"gpu": 1, "multi_gpu": 2, "four_gpus": 4, "any_device": 0}
 """Marks of tests that use GPUs, and how many they need."""
 
 

@@ -200,6 +200,20 @@ ON_TWO_GPUS = {
         ranks=2,
     ),
 }
+ON_FOUR_GPUS = {
+    f"expert parallel {size}": Case(
+        OVERLAP | {"--expert-model-parallel-size": size, "--num-experts": 16},
+        {"expert_model_parallel_size": size},
+        ranks=4,
+    )
+    for size in (1, 2, 4)
+} | {
+    "tensor, sequence and expert parallel 2": Case(
+        ON_TWO_GPUS["sequence parallelism"].flags,
+        {"sequence_parallel": True, "expert_model_parallel_size": 2},
+        ranks=4,
+    )
+}
 NOT_RUN_BY_STOCK = {  # case -> what stock Megatron ends with on this stack
     "one weight of all experts": r"ValueError: moe_single_grouped_weight is currently supported",
     "gradients accumulated by all products": r"RuntimeError: ColumnParallelLinear was called with",
@@ -308,6 +322,21 @@ def test_training_on_two_gpus_beside_stock_gives_its_losses(beside_stock_on_two,
     """Where it takes more than one rank: gradients of experts delayed in the overlapped schedule,
     and sequences cut."""
     case, runs = ON_TWO_GPUS[name], beside_stock_on_two
+    assert_beside_stock(case, runs[f"{name}, stock"], runs[f"{name}, plugin"])
+    assert runs[f"{name}, stock"][0].error is None
+
+
+@pytest.fixture(scope="module")
+def beside_stock_on_four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Report]]:
+    """Return the reports of all cases of four GPUs, by case and side."""
+    return train(tmp_path_factory.mktemp("four-gpus"), sides_of(ON_FOUR_GPUS))
+
+
+@pytest.mark.four_gpus
+@pytest.mark.parametrize("name", ON_FOUR_GPUS)
+def test_training_on_four_gpus_beside_stock_gives_its_losses(beside_stock_on_four, name: str):
+    """Experts of every rank, of two and of four of them, their optimizers' shards accordingly."""
+    case, runs = ON_FOUR_GPUS[name], beside_stock_on_four
     assert_beside_stock(case, runs[f"{name}, stock"], runs[f"{name}, plugin"])
     assert runs[f"{name}, stock"][0].error is None
 

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from moe_optim import reference
 from moe_optim.cli import main as cli
@@ -12,7 +11,7 @@ from moe_optim.formats import FORMATS, BlockScaledFormat
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import wide_range_weights
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
+RECIPES = Path(__file__).parents[2] / "recipes"
 SHORT = ["--train-iters", "20", "--eval-interval", "10", "--save-interval", "10"]
 
 
@@ -30,9 +29,9 @@ def test_oracle_gives_the_same_bytes_on_both_devices(format: BlockScaledFormat):
         assert_bytes_equal(reference.dequantize(there, direction).cpu(), values, what=direction)
 
 
-def train(out: Path, *options: str) -> dict:
+def train(out: Path, *options: str, recipe: str = "quickstart.yaml") -> dict:
     """Run the command, which must succeed, and return its summary."""
-    assert cli.main(["train", str(RECIPE), "--out", str(out), *options]) == 0
+    assert cli.main(["train", str(RECIPES / recipe), "--out", str(out), *options]) == 0
     return json.loads((out / "summary.json").read_text())
 
 
@@ -55,6 +54,15 @@ def test_quickstart_trains_on_two_gpus(format: str, tmp_path: Path):
 
 
 @pytest.mark.multi_gpu
+def test_quickstart_trains_with_experts_spread_over_two_gpus(tmp_path: Path):
+    """Each rank has half of the experts, and gathers none of them."""
+    summary = train(tmp_path / "run", "--", *SHORT, recipe="quickstart_ep2.yaml")
+    assert summary["world_size"] == 2
+    assert summary["quantized_parameters"] > 0
+    assert summary["loss_last"] < summary["loss_first"]
+
+
+@pytest.mark.multi_gpu
 def test_overlap_changes_nothing_on_gpus(tmp_path: Path):
     """Gathering in the forward pass gives the losses of gathering in the step, to the bit."""
     overlapped = train(tmp_path / "overlapped", "--", *SHORT)
@@ -65,14 +73,14 @@ def test_overlap_changes_nothing_on_gpus(tmp_path: Path):
         assert overlapped[key] == plain[key]
 
 
-@pytest.mark.multi_gpu
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    "ranks",
+    [pytest.param(2, marks=pytest.mark.multi_gpu), pytest.param(4, marks=pytest.mark.four_gpus)],
+)
 @pytest.mark.parametrize("format", FORMATS)
 def test_wires_agree_on_gpus(format: str, ranks: int, tmp_path: Path):
     """Quantized bytes overlapped with the forward pass, and bf16 gathered in the step and quantized
     by everyone, give the same losses, to the bit."""
-    if torch.cuda.device_count() < ranks:
-        pytest.skip(f"needs {ranks} GPUs")
     options = ["--ranks", str(ranks), "--set", f"moe_optim.format={format}"]
     bf16 = [
         "moe_optim.wire=bf16",
