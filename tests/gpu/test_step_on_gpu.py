@@ -153,23 +153,32 @@ def test_steps_are_transformer_engines(format, gradients, moments, decoupled):
 @DECAYS
 @pytest.mark.parametrize("moments", DTYPES.values(), ids=DTYPES)
 def test_a_thousand_steps_are_transformer_engines(moments, decoupled):
-    """Masters and moments after each of the steps 1 to 1,000, at sizes of gradients far apart."""
+    """Masters and moments after each of the steps 1 to 1,000, at sizes of gradients far apart, in
+    every format and in bf16; and what is made of the masters after some of them."""
     weights = [
-        Weight(master=wide_range_weights(2, 64, 96, seed=number), format=format, group=number)
-        for number, format in enumerate([FORMATS["mxfp8"], FORMATS["nvfp4"]])
+        Weight(
+            master=wide_range_weights(2, 128, 128, seed=number),
+            format=format,
+            dtype=torch.bfloat16,
+            group=number % 2,
+        )
+        for number, format in enumerate([*FORMATS.values(), None])
     ]
+    all_gradients = wide_range_weights(1000, len(weights), 2 * 128 * 128).cuda()
     run = Stepping(weights, moments=moments, decoupled=decoupled, clips=CLIPS[:1], device="cuda")
     theirs = Theirs(weights, moments, decoupled)
     differ = torch.zeros(1000, dtype=torch.bool, device="cuda")
     for number in range(1, 1001):
         set_number(run, number)
-        given = [wide_range_weights(2, 64, 96, seed=2 * number + index) for index in range(2)]
+        given = all_gradients[number - 1].unbind()
         run.give(given)
         run.update()
         theirs.step(given, torch.float32)
         for index in range(len(weights)):
             for got, want in zip(run.states(index), theirs.states(index), strict=True):
                 differ[number - 1] |= (got.view(torch.uint8) != want.view(torch.uint8)).any()
+        if number in (1, 2, 10, 100):
+            run.assert_weights_follow()
     assert not differ.any(), f"first at step {int(differ.nonzero()[0]) + 1}"
     run.assert_weights_follow()
 
