@@ -255,13 +255,17 @@ def train(folder: Path, runs: dict[str, Run]) -> dict[str, list[Report]]:
     """Return the reports of all runs; logs are kept under ``$SIDE_RUN_LOGS``.
 
     Most of a run is starting it, on one core a rank; twelve contexts fit a GPU many times over.
+    Where ranks share one, every reduction waits for the turn of each: the fewer the better.
     """
     logs = os.environ.get("SIDE_RUN_LOGS")
     folder = Path(logs) / "coexistence" / folder.name if logs else folder
     environment = DETERMINISTIC | EAGER | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     processes = max(2, min(12, (os.cpu_count() or 2) * 3 // 4))
     most_ranks = max(run.ranks for run in runs.values())
-    return Machine(folder, processes // most_ranks, environment=environment).train(runs)
+    at_a_time, timeout_s = processes // most_ranks, 150
+    if "RANKS_ON_A_GPU" in os.environ:
+        at_a_time, timeout_s = max(1, 4 // most_ranks), 300
+    return Machine(folder, at_a_time, timeout_s, environment).train(runs)
 
 
 def assert_beside_stock(case: Case, stock: list[Report], ours: list[Report]) -> None:

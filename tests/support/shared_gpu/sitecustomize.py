@@ -12,6 +12,11 @@ if "RANK" in os.environ:
     os.environ["NCCL_HOSTID"] = f"rank-{os.environ['RANK']}"
     os.environ["LOCAL_RANK"] = "0"
 elif "RANKS_ON_A_GPU" in os.environ:
+    _visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if _visible not in (None, "", "0"):  # some of the N: there is but the first
+        os.environ["RANKS_ON_A_GPU"] = str(len(_visible.split(",")))
+        os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+
     import torch
 
     _ranks = int(os.environ["RANKS_ON_A_GPU"])
