@@ -202,7 +202,9 @@ ON_TWO_GPUS = {
 }
 ON_FOUR_GPUS = {
     f"expert parallel {size}": Case(
-        OVERLAP | {"--expert-model-parallel-size": size, "--num-experts": 16},
+        OVERLAP
+        | {"--expert-model-parallel-size": size, "--num-experts": 16}
+        | {"--global-batch-size": 16},  # two micro-batches a rank
         {"expert_model_parallel_size": size},
         ranks=4,
     )

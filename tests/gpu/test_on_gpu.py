@@ -53,11 +53,11 @@ def test_quickstart_trains_on_two_gpus(format: str, tmp_path: Path):
     assert summary["loss_last"] < summary["loss_first"]
 
 
-@pytest.mark.multi_gpu
-def test_quickstart_trains_with_experts_spread_over_two_gpus(tmp_path: Path):
-    """Each rank has half of the experts, and gathers none of them."""
+@pytest.mark.four_gpus
+def test_quickstart_trains_with_experts_spread_over_gpus(tmp_path: Path):
+    """Half of the experts on each of two ranks, and the same on two more."""
     summary = train(tmp_path / "run", "--", *SHORT, recipe="quickstart_ep2.yaml")
-    assert summary["world_size"] == 2
+    assert summary["world_size"] == 4
     assert summary["quantized_parameters"] > 0
     assert summary["loss_last"] < summary["loss_first"]
 

@@ -236,6 +236,9 @@ def step_kernels() -> str:
         rows.append([f"step, {moments} moments", *fractions(work, file=file)])
         of_te = fractions(work, by="te_ms", missing="none", file=file)
         rows.append(["Transformer Engine: scale, FusedAdam, cast", *of_te])
+        rows.append(["the same step, an eighth of each weight", *fractions(work, "1/8", file=file)])
+        of_te = fractions(work, "1/8", "te_ms", missing="none", file=file)
+        rows.append(["the same, Transformer Engine", *of_te])
     norms = requantize_rows(file, "w1")["mxfp8", NORM, "1/1"]
     ours, theirs = (norms["floor_ms"] / norms[by] for by in ("ms", "te_ms"))
     speed = read_result(file)["copy_tb_per_s"]
