@@ -692,7 +692,7 @@ def engine_versions() -> str:
         [one, ", ".join(sorted(devices[one])) if one in devices else "not run"]
         for one in KNOWN["transformer-engine"]
     ]
-    return table(["Transformer Engine", "run on"], rows)
+    return table(["Transformer Engine", "run on GPUs"], rows)
 
 
 def patch_sources() -> str:
