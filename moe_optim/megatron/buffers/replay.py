@@ -51,7 +51,9 @@ def begin_iteration(
     """Read the data of an iteration as Megatron does, if its graph may be replayed now.
 
     A capture of training takes the gather along that forward pre-hooks start, also where an
-    evaluation has gathered just before: replays come after steps. Megatron's captures do not.
+    evaluation has gathered just before: replays come after steps. Megatron's captures do not. The
+    same gather runs before it once, since it may be the first one, after fewer eager iterations
+    than Megatron's default. Every rank of the groups comes here.
 
     Raises:
         StateError: the graph was captured from other contents, or memory has moved since; no data
@@ -64,6 +66,8 @@ def begin_iteration(
         if training and self.curr_iter(stage) == self.cuda_graph_warmup_steps:
             gathering = [chunk for chunk in chunks if chunk.remove_forward_pre_hook_handles]
             for group in _groups(gathering):
+                group.gather_anew()
+                group.start_param_sync(force_sync=True)  # plans and compiles, as no capture can
                 group.gather_anew()
         managed = [bucket for group in _groups(chunks) for bucket in group.managed]
         _begun[self] = {bucket: bucket.state.held for bucket in managed}

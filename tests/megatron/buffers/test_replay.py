@@ -19,14 +19,14 @@ SETTINGS = {
 
 
 class GraphedLifeCycle(LifeCycle):
-    """Micro-batches, their reduction included, run eagerly twice, are captured, then replayed."""
+    """Micro-batches, their reduction included, run eagerly, are captured, then replayed."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, warmup: int = 2, **options: Any) -> None:
         from tests.support import emulated_graphs
 
         super().__init__(**options)
         self.seed = 0
-        self.iterate = emulated_graphs.wrap(self._iterate, [self.ddp], warmup=2)
+        self.iterate = emulated_graphs.wrap(self._iterate, [self.ddp], warmup=warmup)
         self._reduce, self.ddp.finish_grad_sync = self.ddp.finish_grad_sync, lambda: None
 
     def _iterate(self) -> None:
@@ -70,6 +70,42 @@ def _train_with_evaluations(options: dict[str, Any]) -> None:
 def test_replayed_iterations_are_those_of_plain_torch(options, ranks):
     """Weights, gradients and outputs after every call, with evaluations and saves between them."""
     run_ranks(ranks, _train_with_evaluations, options)
+
+
+class WatchedLifeCycle(GraphedLifeCycle):
+    """Notes the tables of all gathers when a capture begins; None where there is none yet."""
+
+    captured_with: list[Any] | None = None
+
+    def tables(self) -> list[Any]:
+        return [
+            bucket.gather._table for group in self._managed_groups() for bucket in group.managed
+        ]
+
+    def _iterate(self) -> None:
+        from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+
+        if FullCudaGraphWrapper.cuda_graph["training"] is not None and self.captured_with is None:
+            self.captured_with = self.tables()
+        super()._iterate()
+
+
+def _gather_with_few_eager_iterations(options: dict[str, Any]) -> None:
+    life_cycle.initialize()
+    for warmup in (0, 1, 2):
+        cycle = WatchedLifeCycle(warmup, **options)
+        for seed in range(4):
+            cycle.train(seed)
+        assert cycle.captured_with
+        for before, after in zip(cycle.captured_with, cycle.tables(), strict=True):
+            assert before is after is not None
+
+
+@pytest.mark.parametrize("name", ["wire quantized, overlap", "wire bf16, overlap"])
+def test_a_capture_is_not_the_first_to_gather(name):
+    """Whatever the number of eager iterations before it, the tables of gathers are there by then,
+    and training is that of plain torch."""
+    run_ranks(1, _gather_with_few_eager_iterations, SETTINGS[name])
 
 
 def _refusals(options: dict[str, Any]) -> list[str]:
