@@ -48,11 +48,11 @@ def split_case(id: str) -> tuple[str, str]:
     return case, next(one for one in arguments if ", " in one)
 
 
-class ByFormats(LoadScopeScheduling):
-    """Gives one worker all cases of the same formats: both rows of them, which share runs."""
+class ByRow(LoadScopeScheduling):
+    """Gives one worker all cases of a row, which share runs."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return split_case(nodeid)[1].partition(",")[0]
+        return split_case(nodeid)[1]
 
 
 class Recorder:
@@ -67,9 +67,9 @@ class Recorder:
         """Return how cases went, of all rows."""
         return {outcome for row in self.rows.values() for outcome in row.cases.values()}
 
-    def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> ByFormats:
+    def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> ByRow:
         """Return what spreads cases over workers."""
-        return ByFormats(config, log)
+        return ByRow(config, log)
 
     def pytest_xdist_node_collection_finished(self, ids: Sequence[str]) -> None:
         """Note all cases, before the first one runs."""
@@ -90,7 +90,9 @@ class Recorder:
         if report.when == "call":
             for run in (value for key, value in report.user_properties if key == "run"):
                 self.report["ranks"] = run.pop("ranks")
-                self.rows[run.pop("row")].runs.append(run)
+                runs = self.rows[run.pop("row")].runs
+                if run not in runs:  # another row's case may have launched it, too
+                    runs.append(run)
         self._write()
 
     def _write(self) -> None:

@@ -38,7 +38,8 @@ def test_launches(name, single, record_property):
 CUT_OFF = """
 @both
 def test_cut_off(name):
-    pytest.exit("enough")
+    if name == "bf16, through autograd":
+        pytest.exit("enough")
 
 @both
 def test_comes_last(name):
@@ -70,20 +71,17 @@ def test_a_run_that_is_cut_off_says_what_passed_failed_trained_and_has_not_run(r
         "test_launches[bf16, fused]": "passed",
         "test_differs[bf16, fused-one tensor]": "failed",
         "test_skipped[bf16, fused]": "skipped",
-        "test_cut_off[bf16, fused]": "failed",
-        "test_comes_last[bf16, fused]": "not run",
+        "test_cut_off[bf16, fused]": "passed",
+        "test_comes_last[bf16, fused]": "passed",
     }
-    outcomes = ["passed", "passed", "skipped", "not run", "not run"]
+    outcomes = ["passed", "passed", "skipped", "failed", "not run"]
     assert [*through_autograd["cases"].values()] == outcomes
-    assert fused["failures"].keys() == {
-        "test_differs[bf16, fused-one tensor]",
-        "test_cut_off[bf16, fused]",
-    }
-    assert "AssertionError: other bytes" in fused["failures"].values()
-    assert through_autograd["failures"] == {}
+    failure = {"test_differs[bf16, fused-one tensor]": "AssertionError: other bytes"}
+    assert fused["failures"] == failure
+    assert through_autograd["failures"].keys() == {"test_cut_off[bf16, through autograd]"}
     launched = {"single": True, "losses": {"1": 0.1}}
     assert through_autograd["runs"] == [launched]
-    assert fused["runs"] == [launched] + 2 * [{"single": False, "losses": {}}]
+    assert fused["runs"] == [launched, {"single": False, "losses": {}}]  # of both rows' cases
 
 
 def test_only_a_run_in_which_something_passes_and_nothing_fails_exits_with_zero(recorded):
@@ -92,10 +90,9 @@ def test_only_a_run_in_which_something_passes_and_nothing_fails_exits_with_zero(
     assert recorded(head.partition("@both")[0] + SKIPPED)[0] == 1
 
 
-def test_both_rows_of_the_same_formats_stay_with_one_worker(recorded):
+def test_the_cases_of_a_row_stay_with_one_worker(recorded):
     """They share runs, which each worker would launch again."""
     _, report = recorded(SPREAD, "-n", "2")
-    by_row = [[run["worker"] for run in row["runs"]] for row in report["rows"].values()]
-    fused, other_formats, through_autograd = by_row
-    assert fused == through_autograd
-    assert {*fused, *other_formats} == {"gw0", "gw1"} and fused != other_formats
+    by_row = [{run["worker"] for run in row["runs"]} for row in report["rows"].values()]
+    assert [len(workers) for workers in by_row] == [1, 1, 1]
+    assert set.union(*by_row) == {"gw0", "gw1"}
