@@ -95,13 +95,12 @@ def test_narrow_moments_give_stocks_losses(tmp_path):
     assert found["losses"]["plugin"] == found["losses"]["stock"]
 
 
+ITERATIONS = ["--optimizer-cuda-graph", "--cuda-graph-impl", "full_iteration"]
+ITERATIONS += ["--overlap-grad-reduce", "--overlap-param-gather"]
 GRAPHS = {
     "of the step": ["--optimizer-cuda-graph"],
-    "of the step and of whole iterations": [
-        "--optimizer-cuda-graph",
-        *("--cuda-graph-impl", "full_iteration"),
-        *("--overlap-grad-reduce", "--overlap-param-gather"),
-    ],
+    "of the step and of whole iterations": ITERATIONS,
+    "of all, after one iteration": [*ITERATIONS, "--cuda-graph-warmup-steps", "1"],
 }
 STATIC = ["--deterministic-mode", "--te-rng-tracker", "--no-check-for-nan-in-loss-and-grad"]
 STATIC += ["--moe-expert-capacity-factor", "4", "--moe-pad-expert-input-to-capacity"]
@@ -124,5 +123,5 @@ def test_graphs_of_steps_give_eagers_losses(tmp_path, monkeypatch):
         losses[name] = [summary[key] for key in keys]
         log = "".join(path.read_text() for path in (out / "logs").rglob("rank0.log"))
         assert ("the step is a CUDA graph from now on" in log) == bool(flags)
-    assert losses["of the step"] == losses["none"]
-    assert losses["of the step and of whole iterations"] == losses["none"]
+    for name in GRAPHS:
+        assert losses[name] == losses["none"], name
