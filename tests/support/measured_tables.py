@@ -595,6 +595,7 @@ UPSTREAM_GROUPED = "upstream-grouped-cpu.json"
 UPSTREAM_GROUPED_GPU = "upstream-grouped-h200.json"
 UPSTREAM_ENGINE = "upstream-engine-h200.json"
 ROWS = "rows-cpu.json"
+ROWS_GPU = "rows-h200.json"
 OUTCOMES = ("passed", "failed", "error", "skipped", "by chance")
 
 
@@ -625,17 +626,17 @@ def upstream_outcomes(name: str, ours: str = "classes") -> str:
     )
 
 
-def ten_rows() -> str:
+def ten_rows(name: str) -> str:
     """How the cases of each row went, and what its runs ended with: operations, then modules."""
     table_rows = []
-    for name, row in read_result(ROWS)["rows"].items():
+    for row_name, row in read_result(name)["rows"].items():
         passed = Counter(row["cases"].values())["passed"]
-        cells = [name, f"{passed} of {len(row['cases'])}", str(len(row["runs"]))]
+        cells = [row_name, f"{passed} of {len(row['cases'])}", str(len(row["runs"]))]
         for operations, figure in product((True, False), ("losses", "norms")):
             runs = [run[figure] for run in row["runs"] if run["operations"] is operations]
             steps = {(step, value) for run in runs for step, value in run.items()}
             if row["failures"] or len(steps) != 4:
-                raise ValueError(f"documents say that runs of a row are equal, and {name}'s differ")
+                raise ValueError(f"documents say that runs of a row are equal, and {row_name}'s differ")
             cells.append(f"{dict(steps)['4']:.6f}")
         table_rows.append(cells)
     last = ["last loss", "last gradient norm"]
@@ -778,7 +779,8 @@ MEASURED_TABLES: Mapping[str, Callable[[], str]] = {
     "requantize": requantize,
     "step-kernels": step_kernels,
     "steps": steps,
-    "ten-rows": ten_rows,
+    "ten-rows": lambda: ten_rows(ROWS),
+    "ten-rows-gpu": lambda: ten_rows(ROWS_GPU),
     "transformer-engines": engine_versions,
     "upstream": lambda: upstream_outcomes(UPSTREAM),
     "upstream-grouped": lambda: upstream_outcomes(UPSTREAM_GROUPED),
@@ -811,6 +813,7 @@ RESULTS_OF: Mapping[str, tuple[str, ...]] = {
     "step-kernels": ("requantize-h200.json",),
     "steps": tuple(f"step-{name}.json" for name in STEPS),
     "ten-rows": (ROWS,),
+    "ten-rows-gpu": (ROWS_GPU,),
     "upstream": (UPSTREAM,),
     "upstream-grouped": (UPSTREAM_GROUPED,),
     "upstream-grouped-gpu": (UPSTREAM_GROUPED_GPU,),

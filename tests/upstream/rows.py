@@ -1,10 +1,11 @@
 """Runs the tests of the ten rows of Transformer Engine's experts, and records what they trained.
 
-    python -m tests.upstream.rows --json FILE [--gpus] [-n WORKERS]
+    python -m tests.upstream.rows --json FILE [--gpus] [-n WORKERS] [--rest]
 
 All cases of ``tests/megatron/te/test_rows.py``, extended ones too. Without ``--gpus`` on a CPU,
 where TRANSFORMER_ENGINE_PATH names Transformer Engine. The record is written after every case: of a
-run that was cut off it says what has not run. Exit status: 1 if a case fails, or none passes.
+run that was cut off it says what has not run, and --rest runs what has not passed into it. Exit
+status: 1 if a case fails, or none passes.
 """
 
 import argparse
@@ -13,7 +14,7 @@ import platform
 import shlex
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,14 +59,19 @@ class ByRow(LoadScopeScheduling):
 class Recorder:
     """A plug-in of pytest: writes the record whenever it hears of a case."""
 
-    def __init__(self, path: Path, report: dict[str, Any]) -> None:
+    def __init__(self, path: Path, report: dict[str, Any], rows: Mapping[str, Row]) -> None:
         self.path = path
         self.report = report
-        self.rows: defaultdict[str, Row] = defaultdict(Row)
+        self.rows: defaultdict[str, Row] = defaultdict(Row, rows)
 
     def outcomes(self) -> set[str]:
         """Return how cases went, of all rows."""
         return {outcome for row in self.rows.values() for outcome in row.cases.values()}
+
+    def rest(self) -> list[str]:
+        """Return the cases that have not passed."""
+        cases = [one for row in self.rows.values() for one in row.cases.items()]
+        return [case for case, outcome in cases if outcome != "passed"]
 
     def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> ByRow:
         """Return what spreads cases over workers."""
@@ -83,6 +89,7 @@ class Recorder:
         row = self.rows[name]
         if report.when == "call" or not report.passed:
             row.cases[case] = report.outcome
+            row.failures.pop(case, None)
         if report.failed:
             crash = getattr(report.longrepr, "reprcrash", None)
             said = crash.message if crash else str(report.longrepr)
@@ -107,6 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--gpus", action="store_true", help="a rank on each GPU")
     parser.add_argument("-n", type=int, default=1, dest="workers", help="launches at once")
+    parser.add_argument("--rest", action="store_true", help="what has not passed in the record")
     args = parser.parse_args(words)
     gpus = [gpu.name for gpu in find_gpus()] if args.gpus else []
     report = {
@@ -116,8 +124,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         "versions": {package: find_version(package) for package in PACKAGES},
         "ranks": None,
     }
-    recorder = Recorder(args.json, report)
-    command = [str(TESTS), "-p", "no:cacheprovider", "-m", "extended or not extended"]
+    rows: dict[str, Row] = {}
+    if args.rest:
+        old = json.loads(args.json.read_text())
+        rows = {name: Row(**row) for name, row in old["rows"].items()}
+        for key in ("device", "versions"):
+            if old[key] != report[key]:
+                parser.error(f"{args.json}: expected {key} {old[key]}, got {report[key]}")
+        for key in ("command", "commit"):  # of every run that is in the record
+            report[key] = ", ".join(dict.fromkeys([old[key], report[key]]))
+        report["ranks"] = old["ranks"]
+    recorder = Recorder(args.json, report, rows)
+    rest = recorder.rest()
+    if rows and not rest:
+        return 0
+    command = [f"{TESTS}::{case}" for case in rest] or [str(TESTS)]
+    command += ["-p", "no:cacheprovider", "-m", "extended or not extended"]
     command += ["-n", str(args.workers), *(["--gpus"] if args.gpus else [])]
     status = pytest.main(command, plugins=[recorder])
     return int(status != pytest.ExitCode.OK or "passed" not in recorder.outcomes())
