@@ -30,6 +30,7 @@ def expert_amax_kernel(
     amaxes,  # [num_slots] fp32
     FROM_FP32: tl.constexpr,
     ALIGNED: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """Write the largest magnitude of one part of what is owned of an expert into a slot of its own.
 
@@ -47,15 +48,25 @@ def expert_amax_kernel(
         begin = tl.multiple_of(begin, 16 // (DTYPE.primitive_bitwidth // 8))
     length = tl.cdiv(tl.cdiv(end - begin, AMAX_SLOTS), AMAX_TILE) * AMAX_TILE
     first = begin + part * length
-    last = tl.minimum(end, first + length)
-    largest = tl.zeros((AMAX_TILE,), dtype=tl.float32)
-    places = tl.arange(0, AMAX_TILE)
-    for start in range(first, last, AMAX_TILE):
-        values = tl.load(source + start + places, mask=start + places < last, other=0.0)
-        largest = tl.maximum(largest, tl.abs(values.to(tl.float32)))  # takes the number over NaN
+    length = tl.minimum(length, end - first).to(tl.int32)
+    source += first
+    largest = tl.zeros((TILE,), dtype=tl.float32)
+    places = tl.arange(0, TILE)
+    whole = length - length % TILE
+    for start in tl.range(0, whole, TILE, loop_unroll_factor=4):  # without a mask: wide accesses
+        largest = _largest(largest, tl.load(source + start + places))
+    if whole < length:
+        places += whole
+        largest = _largest(largest, tl.load(source + places, mask=places < length, other=0.0))
     # Rounding keeps the order, so that one rounding at the end gives the maximum of the rounded.
     slot = amaxes + tl.load(member + AMAX_SLOT) + part
     tl.store(slot, round_to_bf16(tl.max(largest, 0)))
+
+
+@triton.jit
+def _largest(largest, values):
+    """Return the larger of two magnitudes, element by element; the number over NaN."""
+    return tl.maximum(largest, tl.abs(values.to(tl.float32)))
 
 
 @triton.jit

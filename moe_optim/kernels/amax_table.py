@@ -11,6 +11,7 @@ from moe_optim.kernels.bound_kernel import BoundKernel
 from moe_optim.kernels.exchange import AMAX_SLOTS
 from moe_optim.kernels.launch_table import AMAX_TILE, DESCRIPTOR_FIELDS
 from moe_optim.kernels.table_entry import TableEntry
+from moe_optim.kernels.tuning import EXPERT_AMAX
 
 _SOURCE, _BEGIN, _END, _AMAX_SLOT = 0, 11, 12, 13  # all that the kernel reads of a descriptor
 _ALIGNMENT = 16  # bytes of the widest memory access
@@ -120,5 +121,6 @@ def _bind(table: AmaxTable) -> BoundKernel:
         table.slots,
         FROM_FP32=table.source_dtype == torch.float32,
         ALIGNED=table.aligned,
-        num_warps=4,
+        TILE=EXPERT_AMAX.numel,
+        num_warps=EXPERT_AMAX.num_warps,
     )

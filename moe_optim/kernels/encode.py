@@ -92,20 +92,27 @@ def encode_e4m3(value):
 
 
 @triton.jit
-def encode_e2m1(value):
-    """Return the nearest E2M1 code, int32 from 0 to 15, of fp32 ``value``, ties to even.
+def encode_e2m1_pairs(values):
+    """Return two E2M1 codes a byte, uint8 [...], of fp32 ``values`` [..., 2], the first one lowest.
 
-    Beyond 6, Inf included, gives 6 with its sign; zero and what rounds to it keep their sign; NaN
-    gives +6.
+    The nearest codes, ties to even. Beyond 6, Inf included, gives 6 with its sign; zero and what
+    rounds to it keep their sign; NaN gives +6.
     """
+    first, second = tl.split(values)
+    first, second = tl.minimum(first, 6.0), tl.minimum(second, 6.0)  # of NaN: 6
+    codes = _nearest_e2m1(first) + (_nearest_e2m1(second) << 4)
+    signs = (first.to(tl.int32, bitcast=True) >> 28) & 0x08
+    signs |= (second.to(tl.int32, bitcast=True) >> 24) & 0x80
+    return ((codes & 0x77) | signs).to(tl.uint8)
+
+
+@triton.jit
+def _nearest_e2m1(value):
+    """Return an int32 whose low byte is the E2M1 code of a magnitude, 0 to 7."""
     # The code is min(rint(2v), 2 + rint(v), 4 + rint(v / 2)): each term is right in its own binade
     # and too large in the others. Adding 1.5 * 2^23 is the rint, and leaves it in the low bits.
-    ONE_AND_A_HALF: tl.constexpr = 12582912.0
-    BITS: tl.constexpr = 0x4B400000
-    magnitude = tl.minimum(tl.abs(value), 6.0)  # of NaN: 6
-    halves = (magnitude * 2.0 + ONE_AND_A_HALF).to(tl.int32, bitcast=True)
-    ones = (magnitude + ONE_AND_A_HALF).to(tl.int32, bitcast=True)
-    twos = (magnitude * 0.5 + ONE_AND_A_HALF).to(tl.int32, bitcast=True)
-    code = tl.minimum(tl.minimum(halves, ones + 2), twos + 4) - BITS
-    sign = (value.to(tl.int32, bitcast=True) >> 28) & 8
-    return code | tl.where(value == value, sign, 0)
+    RINT: tl.constexpr = 12582912.0
+    magnitude = tl.minimum(tl.abs(value), 6.0)
+    halves, ones = magnitude * 2.0 + RINT, magnitude + (RINT + 2)
+    twos = magnitude * 0.5 + (RINT + 4)
+    return tl.minimum(tl.minimum(halves, ones), twos).to(tl.int32, bitcast=True)

@@ -16,7 +16,7 @@ from moe_optim.kernels.finish_table import FinishTable
 from moe_optim.kernels.launch_table import LaunchTable
 from moe_optim.kernels.requantize_blocks import requantize_blocks_kernel
 from moe_optim.kernels.requantize_mxfp8 import requantize_mxfp8_kernel
-from moe_optim.kernels.tuning import SCALE_TILES
+from moe_optim.kernels.tuning import EXPERT_AMAX, SCALE_TILES
 
 NO_STEP = {"GRADIENT_FP32": False, "MOMENTS_FP32": False, "DECOUPLED": False}
 
@@ -69,7 +69,8 @@ def _bind_amax(table: LaunchTable) -> Iterator[BoundKernel]:
             table.amax,
             FROM_FP32=from_fp32,
             ALIGNED=table.aligned,
-            num_warps=4,
+            TILE=EXPERT_AMAX.numel,
+            num_warps=EXPERT_AMAX.num_warps,
         )
     yield from _bind_cut_amax(table)
 

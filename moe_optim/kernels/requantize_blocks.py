@@ -10,7 +10,7 @@ from moe_optim.kernels.encode import (
     amax,
     e8m0_reciprocal,
     e8m0_round_up,
-    encode_e2m1,
+    encode_e2m1_pairs,
     encode_e4m3,
     fp8_block_code,
     nvfp4_global_encode,
@@ -96,13 +96,6 @@ def requantize_blocks_kernel(
     first_col = tl.load(tile + 2)
     slots = amaxes + tl.load(tile + 3)
     if program < num_tiles:
-        global_encode = 1.0
-        if FORMAT == "nvfp4":
-            parts = amaxes + tl.load(member + AMAX_SLOT) + tl.arange(0, AMAX_SLOTS)
-            global_amax = tl.max(tl.load(parts), 0)
-            target = tl.load(member + GLOBAL_AMAX).to(tl.pointer_type(tl.float32))
-            tl.store(target, global_amax, mask=first_col == 0)
-            global_encode = nvfp4_global_encode(global_amax)
         state = None
         if STEP:
             state = states + tl.load(tile).to(tl.int64) * STATE_FIELDS
@@ -110,8 +103,8 @@ def requantize_blocks_kernel(
             member,
             tl.multiple_of(first_row, BLOCK),
             tl.multiple_of(first_col, BLOCK),
+            amaxes,
             slots,
-            global_encode,
             FORMAT,
             BLOCK,
             SLAB,
@@ -138,8 +131,8 @@ def _requantize_tile(
     member,
     first_row,
     first_col,
+    amaxes,
     slots,
-    global_encode,
     FORMAT: tl.constexpr,
     BLOCK: tl.constexpr,
     SLAB: tl.constexpr,
@@ -202,6 +195,9 @@ def _requantize_tile(
 
     if CUT:
         largest = tl.load(slots + first_col // BLOCK + blocks, mask=blocks_inside, other=0.0)
+    global_encode = 1.0
+    if FORMAT == "nvfp4":  # after the weights are on their way: it waits for three reads in a row
+        global_encode = _global_encode(member, amaxes, first_col)
     stored, factor = encode_scale(largest, global_encode, FORMAT)
     tl.store(scale + first_col // BLOCK + blocks, stored, mask=blocks_inside)
 
@@ -212,17 +208,27 @@ def _requantize_tile(
         scaled = tl.reshape(weight * factor[None, :, None], (SLAB, TILE_COLS))
         codes = data + first_col // PACKED + rows * data_stride
         if PACKED == 2:
-            even, odd = tl.split(tl.reshape(encode_e2m1(scaled), (SLAB, TILE_COLS // 2, 2)))
+            packed = encode_e2m1_pairs(tl.reshape(scaled, (SLAB, TILE_COLS // 2, 2)))
             pairs = tl.arange(0, TILE_COLS // 2)[None, :]
             # the columns of a byte are owned together: cuts and sizes are even
             both = _inside(member, row, first_col, rows, 2 * pairs, height, cols, MASKED, CUT)
-            tl.store(codes + pairs, (even | (odd << 4)).to(tl.uint8), mask=both)
+            tl.store(codes + pairs, packed, mask=both)
         else:
             tl.store(codes + columns, encode_e4m3(scaled), mask=mask)
         if ZERO:
             tl.debug_barrier()  # every thread has read its part by now
             zeros = tl.zeros((SLAB, TILE_COLS), dtype=DTYPE)
             tl.store(source + rows * cols + columns, zeros, mask=mask)
+
+
+@triton.jit
+def _global_encode(member, amaxes, first_col):
+    """Return the fp32 encode scale of an expert from the maxima of its parts; keep its amax."""
+    parts = amaxes + tl.load(member + AMAX_SLOT) + tl.arange(0, AMAX_SLOTS)
+    largest = tl.max(tl.load(parts), 0)
+    target = tl.load(member + GLOBAL_AMAX).to(tl.pointer_type(tl.float32))
+    tl.store(target, largest, mask=first_col == 0)
+    return nvfp4_global_encode(largest)
 
 
 @triton.jit

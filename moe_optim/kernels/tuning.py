@@ -111,6 +111,9 @@ class FlatTile:
     num_warps: int
 
 
+EXPERT_AMAX = FlatTile(numel=1024, num_warps=4)
+"""Of the largest magnitude of an expert, four in flight; a divisor of ``AMAX_TILE``. On H200."""
+
 FAKE_FORWARD = FlatTile(numel=2048, num_warps=4)
 """Of fake quantization: values to values."""
 FAKE_BACKWARD = FlatTile(numel=2048, num_warps=4)
