@@ -690,7 +690,7 @@ def engine_versions() -> str:
             named = report["device"]
             devices.setdefault(version, set()).update([named] if isinstance(named, str) else named)
     rows = [
-        [one, ", ".join(sorted(devices[one])) if one in devices else "not run"]
+        [one, ", ".join(sorted(devices[one])) if one in devices else "no run recorded"]
         for one in KNOWN["transformer-engine"]
     ]
     return table(["Transformer Engine", "run on GPUs"], rows)
