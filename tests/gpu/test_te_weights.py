@@ -8,14 +8,14 @@ import torch
 
 from moe_optim.bench.step import DETERMINISTIC_ENVIRONMENT
 from moe_optim.cli import main as cli
-from moe_optim.environment import unmet_version
-from moe_optim.formats import FORMATS, FP8_BLOCK
+from moe_optim.formats import FP8_BLOCK, get_format
 from moe_optim.megatron.te.factory import make_te_storages
 from moe_optim.megatron.te.fields import read_values, te_formats_of
 from moe_optim.megatron.te.quantizer import import_error, make_quantizer
 from moe_optim.megatron.te.storage import TransformerEngineStorage
 from tests.megatron.te.test_storage import assert_all_hold, bucket_memory, requantize
 from tests.support.bytes import assert_bytes_equal
+from tests.support.engine_version import FORMATS
 from tests.support.holders import bind
 from tests.support.inputs import normal_weights, wide_range_weights
 
@@ -24,14 +24,6 @@ pytestmark = [
     pytest.mark.skipif(import_error() is not None, reason="needs Transformer Engine"),
 ]
 RECIPE = Path(__file__).parents[2] / "recipes" / "hopper_fp8_block.yaml"
-SINCE_2_19 = pytest.mark.skipif(
-    unmet_version("transformer-engine", ">=2.19") is not None,
-    reason="needs Transformer Engine 2.19, whose MXFP8 has square blocks",
-)
-THEIR_FORMATS = [
-    pytest.param(format, id=name, marks=[SINCE_2_19] if name == "mxfp8_2d" else [])
-    for name, format in FORMATS.items()
-]
 FIELDS = ("_rowwise_data", "_columnwise_data", "_rowwise_scale_inv", "_columnwise_scale_inv")
 
 
@@ -58,7 +50,7 @@ def test_requantizing_fp8_blocks_gives_what_their_own_quantizer_makes(shape):
     assert torch.equal(read_values(weight), want.dequantize())
 
 
-@pytest.mark.parametrize("format", THEIR_FORMATS)
+@pytest.mark.parametrize("format", [get_format(name) for name in FORMATS], ids=FORMATS)
 @pytest.mark.parametrize("apart", [False, True], ids=["one tensor", "a tensor an expert"])
 def test_requantizing_reaches_every_field_of_the_real_classes(format, apart):
     """The reference is the oracle: not all of these have a quantizer on Hopper."""

@@ -636,7 +636,9 @@ def ten_rows(name: str) -> str:
             runs = [run[figure] for run in row["runs"] if run["operations"] is operations]
             steps = {(step, value) for run in runs for step, value in run.items()}
             if row["failures"] or len(steps) != 4:
-                raise ValueError(f"documents say that runs of a row are equal, and {row_name}'s differ")
+                raise ValueError(
+                    f"documents say that runs of a row are equal, and {row_name}'s differ"
+                )
             cells.append(f"{dict(steps)['4']:.6f}")
         table_rows.append(cells)
     last = ["last loss", "last gradient norm"]
@@ -680,9 +682,12 @@ def tests_of(command: str) -> str:
 def engine_versions() -> str:
     """Which Transformer Engine something was measured with, and on what."""
     devices: dict[str, set[str]] = {}
-    for path in sorted(RESULTS.glob("*.json")):
-        report = json.loads(path.read_text())
-        numbers = report.get("versions") if isinstance(report, dict) else None
+    reports = [read_result(path.name) for path in sorted(RESULTS.glob("*.json"))]
+    runs = [
+        run for path in RESULTS.glob("versions-*.json") for run in read_result(path.name)["runs"]
+    ]
+    for report in [*(one for one in reports if isinstance(one, dict)), *runs]:
+        numbers = report.get("versions")
         if not isinstance(numbers, dict):
             continue
         version = numbers.get("te") or numbers.get("transformer-engine")

@@ -1,6 +1,7 @@
 """What a suite run with other versions writes down, and how Megatrons are compared."""
 
 import json
+from importlib import metadata
 
 import pytest
 
@@ -76,6 +77,30 @@ def test_an_environment_of_other_versions_is_not_taken_for_the_one_wanted():
     versions.check_versions({"torch": "2.15.0+cpu", "megatron-core": "0.19.0"}, wanted())
     with pytest.raises(SystemExit, match=r"expected megatron-core 0\.19\.0 there, got 0\.19\.2"):
         versions.check_versions({"torch": "2.15.0", "megatron-core": "0.19.2"}, wanted())
+
+
+def test_the_environment_that_asks_is_recorded_as_it_is(tmp_path, monkeypatch):
+    """Nothing is installed; a folder of Transformer Engine counts, and its path is not told."""
+    (tmp_path / "transformer_engine-2.17.1.dist-info").mkdir()
+    (tmp_path / "transformer_engine-2.17.1.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: transformer-engine\nVersion: 2.17.1\n"
+    )
+    monkeypatch.setenv("TRANSFORMER_ENGINE_PATH", str(tmp_path))
+    path = tmp_path / "record.json"
+    case = "tests/test_formats.py"
+    assert versions.main(["--here", "--json", str(path), case]) == 0
+    (run,) = json.loads(path.read_text())["runs"]
+    assert run["versions"]["transformer-engine"] == "2.17.1"
+    assert run["versions"]["torch"] == metadata.version("torch")
+    command = f"TRANSFORMER_ENGINE_PATH=DIR python -m tests.upstream.versions --here {case}"
+    assert run["commands"] == [command]
+    assert totals(run["files"])["passed"] and not list(versions.failures(run["files"]))
+
+
+def test_the_environment_that_asks_has_the_versions_it_has(capsys):
+    with pytest.raises(SystemExit):
+        versions.main(["--here", "--megatron-core", "0.19.0"])
+    assert "--here: expected no --megatron-core beside it" in capsys.readouterr().err
 
 
 def test_transformer_engine_is_refused_without_a_gpu(capsys):

@@ -2,11 +2,14 @@
 
     python -m tests.upstream.versions [--torch VERSION] [--megatron-core VERSION]
         [--transformer-engine VERSION] [--environment DIR] [--json FILE] [TESTS ...]
+    python -m tests.upstream.versions --here [--json FILE] [TESTS ...]
 
 ``--megatron-core`` is a release, or the path of a checkout; TESTS are files or folders, by default
 all. What the record has of other files of the same versions stays, so that a suite can be run in
 parts. With ``--transformer-engine`` it is built, and the tests that use GPUs run instead of the
-others. Exit status: 1 if a case fails.
+others. With ``--here`` nothing is installed: the environment that asks runs the tests as it is,
+with what TRANSFORMER_ENGINE_PATH names; those that use GPUs, where there are some. Exit status: 1 if
+a case fails.
 """
 
 import argparse
@@ -27,7 +30,8 @@ from pathlib import Path
 from typing import Any
 
 from moe_optim.console.provenance import commit
-from moe_optim.environment import find_gpus
+from moe_optim.environment import find_gpus, find_package
+from tests.support.engine_version import find_version
 
 ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "recipes" / "results" / "versions-cpu.json"
@@ -38,6 +42,9 @@ KNOWN: Mapping[str, tuple[str, ...]] = {
     "transformer-engine": ("2.17.1", "2.18.0", "2.20.2"),
 }
 """Versions that people have, the oldest first; 0.20.0 is what a checkout of main calls itself."""
+
+BESIDE = ("triton", "numpy", "torchao")
+"""What else the suite builds on."""
 
 ALL = ["tests"]
 
@@ -106,16 +113,16 @@ def make_environment(folder: Path, wanted: Wanted) -> Path:
     return python
 
 
-def run_suite(python: Path, tests: Sequence[str], *, gpus: bool) -> dict[str, Outcomes]:
-    """Run tests in an environment, and return file -> how its cases went."""
+def run_suite(
+    python: Path, tests: Sequence[str], environment: Mapping[str, str], *, gpus: bool
+) -> dict[str, Outcomes]:
+    """Run tests with a Python, and return file -> how its cases went."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider"]
         command += ["-o", "junit_family=xunit1", "--junitxml", str(report)]
         command += ["--gpus"] if gpus else ["-n", "logical", "--maxprocesses", "8"]
         command += [] if gpus else ["--dist", "loadfile"]
-        # what another Megatron on the path would hide is the one to be tested
-        environment = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
         subprocess.run([*command, *tests], cwd=ROOT, env=environment, check=False)
         if not report.exists():
             sys.exit(f"{shlex.join(command)}: expected a report, got none. See above.")
@@ -139,7 +146,7 @@ def read_report(report: Path) -> dict[str, Outcomes]:
 
 def installed(python: Path) -> dict[str, str]:
     """Return the versions in an environment of what the suite builds on."""
-    names = (*KNOWN, "triton", "numpy", "torchao")
+    names = (*KNOWN, *BESIDE)
     program = (
         "import importlib.metadata as m, json, sys\n"
         "found = {d.name.lower().replace('_', '-'): d.version for d in m.distributions()}\n"
@@ -211,6 +218,43 @@ def failures(files: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
             yield f"{file}::{case}: {reason}"
 
 
+def run_there(python: Path, wanted: Wanted, tests: Sequence[str]) -> dict[str, Any]:
+    """Run tests in an environment of its own, and return what is recorded."""
+    numbers = installed(python)
+    check_versions(numbers, wanted)
+    # what another Megatron on the path would hide is the one to be tested
+    environment = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
+    found = run_suite(python, tests, environment, gpus=bool(wanted.transformer_engine))
+    return describe_run(numbers, describe_source(wanted), wanted.command(tests), found)
+
+
+def run_here(tests: Sequence[str]) -> dict[str, Any]:
+    """Run tests in the environment that asks, and return what is recorded."""
+    found = run_suite(Path(sys.executable), tests, os.environ, gpus=bool(find_gpus()))
+    numbers = {name: version for name in (*KNOWN, *BESIDE) if (version := find_version(name))}
+    core = find_package("megatron-core")
+    source = "sources" if core is not None and core.checkout else "wheel"
+    named = [] if list(tests) == ALL else tests
+    command = shlex.join(["python", "-m", "tests.upstream.versions", "--here", *named])
+    if os.environ.get("TRANSFORMER_ENGINE_PATH"):
+        command = f"TRANSFORMER_ENGINE_PATH=DIR {command}"
+    return describe_run(numbers, source, command, found)
+
+
+def describe_run(
+    numbers: Mapping[str, str], source: str, command: str, found: Mapping[str, Outcomes]
+) -> dict[str, Any]:
+    """Return the record of a run."""
+    return {
+        "versions": numbers,
+        "source": source,
+        "python": platform.python_version(),
+        "device": device(),
+        "commands": [command],
+        "files": {name: asdict(of_file) for name, of_file in sorted(found.items())},
+    }
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run from a command line; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.upstream.versions")
@@ -218,29 +262,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--megatron-core", default="0.19.2", help="a release, or a checkout's path")
     parser.add_argument("--transformer-engine", help="builds it, and runs the tests that use GPUs")
     parser.add_argument("--environment", type=Path, help="is made there, kept, and used as it is")
+    parser.add_argument("--here", action="store_true", help="installs nothing")
     parser.add_argument("--json", type=Path, default=RECORD)
     parser.add_argument("tests", nargs="*", metavar="TESTS", default=ALL)
     args = parser.parse_args(argv)
     if args.transformer_engine and not find_gpus():
         parser.error("--transformer-engine: expected a GPU, got none. Run it on a machine with one")
+    others = ("torch", "megatron_core", "transformer_engine", "environment")
+    given = [name for name in others if getattr(args, name) != parser.get_default(name)]
+    if args.here and given:
+        parser.error(f"--here: expected no --{given[0].replace('_', '-')} beside it. Leave one out")
     wanted = Wanted(
         torch=args.torch,
         megatron_core=args.megatron_core,
         transformer_engine=args.transformer_engine,
     )
-    with tempfile.TemporaryDirectory(prefix="versions-") as temporary:
-        python = make_environment(args.environment or Path(temporary) / "environment", wanted)
-        numbers = installed(python)
-        check_versions(numbers, wanted)
-        found = run_suite(python, args.tests, gpus=bool(wanted.transformer_engine))
-        run = {
-            "versions": numbers,
-            "source": describe_source(wanted),
-            "python": platform.python_version(),
-            "device": device(),
-            "commands": [wanted.command(args.tests)],
-            "files": {name: asdict(of_file) for name, of_file in sorted(found.items())},
-        }
+    if args.here:
+        run = run_here(args.tests)
+    else:
+        with tempfile.TemporaryDirectory(prefix="versions-") as temporary:
+            folder = args.environment or Path(temporary) / "environment"
+            run = run_there(make_environment(folder, wanted), wanted, args.tests)
     record(args.json, run)
     for line in failures(run["files"]):
         print(f"FAILED {line}")
