@@ -8,8 +8,8 @@
 all. What the record has of other files of the same versions stays, so that a suite can be run in
 parts. With ``--transformer-engine`` it is built, and the tests that use GPUs run instead of the
 others. With ``--here`` nothing is installed: the environment that asks runs the tests as it is,
-with what TRANSFORMER_ENGINE_PATH names; those that use GPUs, where there are some. Exit status: 1 if
-a case fails.
+with what TRANSFORMER_ENGINE_PATH names; those that use GPUs, where there are some. Exit status: 1
+if a case fails.
 """
 
 import argparse
