@@ -13,6 +13,8 @@ from types import MappingProxyType
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
+from moe_optim.version import VERSION
+
 NEEDED: Mapping[str, str] = MappingProxyType(
     {"python": ">=3.12", "torch": ">=2.11", "megatron-core": ">=0.19,<0.21"}
 )
@@ -110,6 +112,13 @@ def find_folder(module: str) -> Path | None:
         if spec is None:
             return None
     return Path(spec.origin).parent if spec and spec.origin else None
+
+
+def find_versions() -> dict[str, str]:
+    """Return the versions of this package, of Python, and of all ``MODULES`` that are here."""
+    found = {name: find_package(name) for name in ("python", *MODULES)}
+    own = {"moe_optim": VERSION}
+    return own | {name: package.version for name, package in found.items() if package is not None}
 
 
 def find_gpus() -> tuple[Gpu, ...]:

@@ -1,5 +1,6 @@
 """Documents say what the code and the measurements say."""
 
+import json
 import re
 import shlex
 import subprocess
@@ -96,6 +97,37 @@ def test_every_result_is_quoted_and_every_link_to_one_is_of_a_figure():
     for text in DOCUMENTS.values():
         linked = {Path(link).name for link in re.findall(r"\]\(([^)]*results/[^)#]+)\)", text)}
         assert linked <= {file for block in blocks_in(text) for file in RESULTS_OF.get(block, ())}
+
+
+BEFORE_VERSIONS = {  # of benches whose reports did not name them yet
+    "convergence-h200.json",
+    "flags-2x-h200.json",
+    *(f"gather-{gpus}x-h200.json" for gpus in (2, 4)),
+    *(path.name for path in RESULTS.glob("step-*.json")),
+}
+READ_NOT_RUN = {"patch-sources.json", "published-recipes.json"}
+"""Of sources that are compared on any machine."""
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in RESULTS.iterdir()))
+def test_a_result_says_what_measured_it(name):
+    """Command, commit, device and versions; of each row, run or file where they differ."""
+    report = json.loads((RESULTS / name).read_text())
+    parts = [part for key in ("rows", "runs") for part in values(report.get(key, ()))]
+    files = [file for part in parts for file in values(part.get("files", ()))]
+    said = {key for record in (report, *parts, *files) for key, value in record.items() if value}
+    missing = {key for key in ("command", "commit", "device", "versions")} - said
+    if "commands" in said:
+        missing -= {"command"}
+    allowed = ({"versions"} if name in BEFORE_VERSIONS else set()) | (
+        {"device"} if name in READ_NOT_RUN else set()
+    )
+    assert missing <= allowed
+
+
+def values(records):
+    """Return the records of a list, or of a mapping of names."""
+    return list(records.values() if isinstance(records, dict) else records)
 
 
 # Links, tests and commands that documents name

@@ -8,7 +8,6 @@ peaks differ by what converting needs beyond the imports.
 import argparse
 import json
 import os
-import platform
 import shlex
 import shutil
 import subprocess
@@ -85,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: a size that is none, or nowhere to write.
         StateError: one of the commands failed, or the result is not equal.
     """
-    from moe_optim.console.provenance import commit
+    from moe_optim.console.provenance import begin_report
 
     if not 0 < args.gigabytes < float("inf"):
         raise ConfigError(f"--gigabytes: expected a size above 0, got {args.gigabytes:g}.")
@@ -107,9 +106,7 @@ def run(args: argparse.Namespace) -> int:
         console.print("verifying")
         verified = _run("verify", str(source), str(target), "--num-experts", str(EXPERTS))
     report = {
-        "command": _command(args),
-        "commit": commit(),
-        "device": f"{platform.machine()} CPU, {os.cpu_count()} cores",
+        **begin_report(_command(args), on_gpu=False),
         "bytes": nbytes,
         "layers": LAYERS,
         "experts": EXPERTS,

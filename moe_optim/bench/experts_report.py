@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moe_optim.bench.row_report import (
-    begin_report,
+    begin_rows,
     copy_speed,
     fill_report,
     machine,
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     require_writable(args.json)
     from moe_optim.bench.experts import import_modelopt
 
-    report = begin_report(_command(args), args.device, {"torch": "torch", "triton": "triton"})
+    report = begin_rows(_command(args), args.device)
     report["versions"]["modelopt"] = import_modelopt()[1]
     progress = Console(stderr=True, markup=False, highlight=False)
     progress.print(f"ModelOpt: {report['versions']['modelopt']}", soft_wrap=True)

@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
     from torch.multiprocessing.spawn import spawn
 
-    from moe_optim.console.provenance import commit
+    from moe_optim.console.provenance import begin_report
 
     gpus = torch.cuda.device_count()
     args.format = args.format or list(FORMATS)
@@ -100,9 +100,7 @@ def run(args: argparse.Namespace) -> int:
         arguments = (args.ranks, args.format, args.shape_set, str(rows))
         spawn(_rank, arguments, nprocs=args.ranks)
         report = {
-            "command": _command(args),
-            "commit": commit(),
-            "device": torch.cuda.get_device_name() if gpus else "CPU",
+            **begin_report(_command(args), on_gpu=bool(gpus)),
             "rows": json.loads(rows.read_text()),
         }
     if args.json:

@@ -14,7 +14,7 @@ from rich.table import Table
 from moe_optim.bench.cases import SHAPE_SETS, Case
 from moe_optim.bench.requantize import Row, measure
 from moe_optim.bench.row_report import (
-    begin_report,
+    begin_rows,
     copy_speed,
     fill_report,
     machine,
@@ -70,8 +70,7 @@ def run(args: argparse.Namespace) -> int:
     require_writable(args.json)
     if args.against:
         _check_against(device)
-    packages = {"torch": "torch", "triton": "triton", "te": "transformer-engine"}
-    report = begin_report(_command(args), device, packages)
+    report = begin_rows(_command(args), device)
     fill_report(report, _rows(args, device, copy_speed(report)), args.json, _progress)
     console = results_console()
     for table in _tables(report):

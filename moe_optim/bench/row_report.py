@@ -1,7 +1,6 @@
 """What benches share that measure row by row: the report before its first row, file and tables."""
 
 import json
-import platform
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,31 +9,20 @@ from rich.console import Console
 from rich.table import Table
 
 from moe_optim.bench.timing import copy_bytes_per_ms, release
-from moe_optim.console.provenance import commit
-from moe_optim.environment import find_package
+from moe_optim.console.provenance import begin_report
 
 
-def begin_report(command: str, device: str, packages: Mapping[str, str]) -> dict[str, Any]:
+def begin_rows(command: str, device: str) -> dict[str, Any]:
     """Return a report without rows: what was asked for, of which code, and the ceiling.
 
     Args:
         command: that asks for the same.
         device: ``cuda`` or ``cpu``; a copy on it is timed.
-        packages: name in the report -> what is installed under which name.
     """
-    import torch
-
     speed = copy_bytes_per_ms(device)
     release(device)
-    found = {name: find_package(package) for name, package in packages.items()}
-    return {
-        "command": command,
-        "commit": commit(),
-        "device": torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} CPU",
-        "versions": {name: package and package.version for name, package in found.items()},
-        "copy_tb_per_s": round(speed / 1e9, 4),
-        "rows": [],
-    }
+    start = begin_report(command, on_gpu=device == "cuda")
+    return {**start, "copy_tb_per_s": round(speed / 1e9, 4), "rows": []}
 
 
 def copy_speed(report: Mapping[str, Any]) -> float:
@@ -51,7 +39,7 @@ def fill_report(
     """Add rows as they are measured, each written to the file and said on stderr at once.
 
     Args:
-        report: of ``begin_report``; its rows are appended to.
+        report: of ``begin_rows``; its rows are appended to.
         rows: measures while it is iterated.
         path: of the JSON; None writes none. A run that is cut short leaves what it has.
         say: returns the line that tells of a row.

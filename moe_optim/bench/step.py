@@ -192,13 +192,11 @@ def _report(
     import torch
 
     from moe_optim.bench.step_rank import WARM_UP
-    from moe_optim.console.provenance import commit
+    from moe_optim.console.provenance import begin_report
 
     argv = megatron_argv(args, recipe, "stock")
     return {
-        "command": _command(args),
-        "commit": commit(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        **begin_report(_command(args), on_gpu=torch.cuda.is_available()),
         "workload": {
             "recipe": str(recipe.path),
             "format": spell_format(recipe.moe_optim.format, argv),

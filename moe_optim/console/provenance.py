@@ -1,8 +1,36 @@
-"""Which code measured or planned something."""
+"""Which code measured or planned something, and where."""
 
+import os
+import platform
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
+
+from moe_optim.environment import find_gpus, find_versions
+
+
+def begin_report(command: str, *, on_gpu: bool) -> dict[str, Any]:
+    """Return what a report of measured figures begins with: who wants to measure again needs it.
+
+    Args:
+        command: that measures the same.
+        on_gpu: whether GPUs measure, or the CPU.
+
+    Returns:
+        ``command``, ``commit``, ``device`` and ``versions``, for JSON.
+    """
+    return {"command": command, **describe_environment(on_gpu=on_gpu)}
+
+
+def describe_environment(*, on_gpu: bool) -> dict[str, Any]:
+    """Return ``commit``, ``device`` and ``versions``: the code, what computes, and with what."""
+    cpu = f"{platform.machine()} CPU, {os.cpu_count()} cores"
+    return {
+        "commit": commit(),
+        "device": find_gpus()[0].name if on_gpu else cpu,
+        "versions": find_versions(),
+    }
 
 
 def commit() -> str | None:

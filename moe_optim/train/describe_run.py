@@ -15,12 +15,10 @@ from megatron.core.transformer.module import param_is_not_shared
 from megatron.core.utils import unwrap_model
 from megatron.training import get_args
 
-from moe_optim.console.provenance import commit
-from moe_optim.environment import MODULES, find_gpus, find_package
+from moe_optim.console.provenance import describe_environment
 from moe_optim.megatron.optimizer.description import describe
 from moe_optim.megatron.patching.engine import original
 from moe_optim.megatron.weights.managed import is_managed
-from moe_optim.version import VERSION
 
 
 def compile_helpers() -> None:
@@ -52,23 +50,11 @@ def setup_model_and_optimizer(
     description = describe_model(model, optimizer)
     if folder and dist.get_rank() == 0:
         description["rank0"] = asdict(describe(model, optimizer))
-        description["environment"] = describe_environment()
+        on_gpu = os.environ.get("MOE_OPTIM_CPU") != "1" and torch.cuda.is_available()
+        description["environment"] = describe_environment(on_gpu=on_gpu)
         path = Path(folder).parent / "model.json"
         path.write_text(json.dumps(description, indent=2) + "\n")
     return model, optimizer, scheduler
-
-
-def describe_environment() -> dict[str, Any]:
-    """Return versions, the commit of a checkout, and what this rank computes on."""
-    packages = {name: find_package(name) for name in ("python", *MODULES)}
-    devices = [gpu.name for gpu in find_gpus()]
-    cores = f"CPU, {os.cpu_count()} cores"
-    return {
-        "versions": {"moe_optim": VERSION}
-        | {name: found.version for name, found in packages.items() if found is not None},
-        "commit": commit(),
-        "device": cores if os.environ.get("MOE_OPTIM_CPU") == "1" or not devices else devices[0],
-    }
 
 
 def describe_model(model: list[Any], optimizer: Any) -> dict[str, Any]:

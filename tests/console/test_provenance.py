@@ -1,4 +1,8 @@
-"""Reports name the commit they were measured with."""
+"""Reports name the commit, the machine and the versions they were measured with."""
+
+import importlib.metadata
+import os
+import platform
 
 import pytest
 
@@ -15,3 +19,17 @@ def test_a_changed_checkout_is_said_to_be_dirty(changed, monkeypatch):
     answers = {"rev-parse": "0123abc", "status": changed}
     monkeypatch.setattr(provenance, "_git", lambda verb, *_: answers[verb])
     assert provenance.commit() == ("0123abc-dirty" if changed else "0123abc")
+
+
+def test_a_report_begins_with_all_that_measuring_again_needs():
+    """Each version is that of the package that an import finds; the device is no GPU's here."""
+    report = provenance.begin_report("moe-optim bench gather", on_gpu=False)
+    assert report == {
+        "command": "moe-optim bench gather",
+        "commit": provenance.commit(),
+        "device": f"{platform.machine()} CPU, {os.cpu_count()} cores",
+        "versions": report["versions"],
+    }
+    for name in ("torch", "megatron-core", "triton"):
+        assert report["versions"][name] == importlib.metadata.version(name)
+    assert {"moe_optim", "python"} < report["versions"].keys()

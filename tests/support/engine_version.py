@@ -14,6 +14,11 @@ def find_version(package: str = "transformer-engine") -> str | None:
     return next((one.version for one in found), None)
 
 
+def find_versions() -> dict[str, str | None]:
+    """Return package -> the version that ranks import, of what Transformer Engine's tests need."""
+    return {name: find_version(name) for name in ("torch", "megatron-core", "transformer-engine")}
+
+
 _SQUARE = ("mxfp8_2d",) if satisfies(find_version() or "", ">=2.19") else ()
 FORMATS = ("mxfp8", *_SQUARE, "nvfp4", "fp8_block")
 """Formats of its tensors; 2.19 is the first with square blocks of MXFP8."""

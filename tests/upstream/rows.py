@@ -24,10 +24,9 @@ from xdist.scheduler import LoadScopeScheduling
 
 from moe_optim.console.provenance import commit
 from moe_optim.environment import find_gpus
-from tests.support.engine_version import find_version
+from tests.support.engine_version import find_versions
 
 TESTS = Path(__file__).parents[1] / "megatron" / "te" / "test_rows.py"
-PACKAGES = ("torch", "megatron-core", "transformer-engine")
 
 
 @dataclass
@@ -121,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "command": shlex.join(["python", "-m", "tests.upstream.rows", *words]),
         "commit": commit(),
         "device": gpus or f"{platform.machine()} CPU",
-        "versions": {package: find_version(package) for package in PACKAGES},
+        "versions": find_versions(),
         "ranks": None,
     }
     rows: dict[str, Row] = {}

@@ -31,8 +31,9 @@ from rich.console import Console
 from rich.table import Table
 
 from moe_optim.console.provenance import commit
-from moe_optim.environment import find_gpus, find_package
+from moe_optim.environment import find_gpus
 from moe_optim.train.launcher import LaunchPlan, RankFailure, launch
+from tests.support.engine_version import find_versions
 
 HERE = Path(__file__).parent
 WORST_LAST = ("passed", "skipped", "failed", "error", "died")
@@ -362,13 +363,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     comparisons = compare(jobs, args.jobs)
     show(comparisons, Console(width=160, soft_wrap=True))
     if args.json:
-        packages = ("torch", "megatron-core", "transformer-engine")
-        found = {name: find_package(name) for name in packages}
         report = {
             "command": shlex.join(["python", "-m", "tests.upstream.side_by_side", *sys.argv[1:]]),
             "commit": commit(),
             "device": [gpu.name for gpu in gpus] or f"{platform.machine()} CPU",
-            "versions": {name: package and package.version for name, package in found.items()},
+            "versions": find_versions(),
             "ranks": args.ranks,
             "files": [asdict(one) for one in comparisons],
         }

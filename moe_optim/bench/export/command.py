@@ -10,7 +10,7 @@ from typing import Any
 
 from moe_optim.bench.cases import MODELS
 from moe_optim.bench.requantize_report import FORMATS
-from moe_optim.bench.row_report import begin_report, machine, table_of_rows
+from moe_optim.bench.row_report import begin_rows, machine, table_of_rows
 from moe_optim.console.files import require_writable
 from moe_optim.console.screen import print_table, results_console
 from moe_optim.console.spelling import spell_bytes
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
             f"be spread over, got {args.ranks}."
         )
     require_writable(args.json)
-    report = begin_report(_command(args), "cuda" if gpus else "cpu", {"torch": "torch"})
+    report = begin_rows(_command(args), "cuda" if gpus else "cpu")
     with TemporaryDirectory() as folder:
         rows = Path(folder) / "rows.json"
         spawn(_rank, (args.ranks, args.format, args.model, str(rows)), nprocs=args.ranks)

@@ -12,7 +12,7 @@ from rich.table import Table
 from moe_optim.bench.cases import SHAPE_SETS, Case
 from moe_optim.bench.offload.measure import Row, link_bytes_per_ms, measure
 from moe_optim.bench.requantize_report import FORMATS
-from moe_optim.bench.row_report import begin_report, fill_report, machine, table_of_rows
+from moe_optim.bench.row_report import begin_rows, fill_report, machine, table_of_rows
 from moe_optim.bench.timing import release
 from moe_optim.console.files import require_writable
 from moe_optim.console.screen import print_table, results_console
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     args.shape_set = args.shape_set or ("w1" if device == "cuda" else "small")
     require_writable(args.json)
-    report = begin_report(_command(args), device, {"torch": "torch", "triton": "triton"})
+    report = begin_rows(_command(args), device)
     speed = link_bytes_per_ms(device)
     release(device)
     report["link_gb_per_s"] = round(speed / 1e6, 2)
