@@ -196,7 +196,7 @@ def gather_report(tmp_path_factory):
 
 
 def test_bench_gather_measures_every_format_on_both_wires(gather_report):
-    assert gather_report.keys() == {"command", "commit", "device", "rows"}
+    assert gather_report.keys() == {"command", "commit", "device", "versions", "rows"}
     kinds = [(row["format"], row["wire"]) for row in gather_report["rows"]]
     assert kinds == [
         ("bf16", "bf16"),
