@@ -199,8 +199,13 @@ def record(path: Path, run: Mapping[str, Any]) -> None:
         "commands": list(dict.fromkeys([*commands, *run["commands"]])),
         "files": dict(sorted({**files, **run["files"]}.items())),
     }
-    runs = sorted([*others, merged], key=lambda one: sorted(one["versions"].items()))
+    runs = sorted([*others, merged], key=order)
     path.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
+
+
+def order(run: Mapping[str, Any]) -> list[str]:
+    """Return what runs are sorted by: the versions of what is known by several."""
+    return [run["versions"].get(name, "") for name in KNOWN]
 
 
 def totals(files: Mapping[str, Mapping[str, Any]]) -> Counter[str]:
