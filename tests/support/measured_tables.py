@@ -709,12 +709,12 @@ def patch_sources() -> str:
         found = changes(first["targets"], other["targets"])
         by_kind = [
             ", ".join(f"`{name}`" for name in found if found[name] == kind) or "none"
-            for kind in ("gone", "signature", "body")
+            for kind in ("new", "gone", "signature", "body")
         ]
         rows.append([f"{first['version']} and {other['version']}", *by_kind])
     count = len(first["targets"])
     return f"Of {count} functions and methods:\n\n" + table(
-        ["between", "gone", "another signature", "another body"], rows
+        ["between", "new", "gone", "another signature", "another body"], rows
     )
 
 

@@ -75,14 +75,19 @@ def ask(path: Path) -> dict[str, Any]:
 
 
 def changes(old: Mapping[str, Sequence[str]], new: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Return name -> ``signature``, ``body`` or ``gone``, of what is not as it was."""
+    """Return name -> ``new``, ``gone``, ``signature`` or ``body``, of what is not as it was."""
+    absent = ("gone", "")
     found = {}
     for name in {**old, **new}:
-        before, after = tuple(old.get(name, ("", ""))), tuple(new.get(name, ("gone", "")))
+        before, after = tuple(old.get(name, absent)), tuple(new.get(name, absent))
         if before == after:
             continue
-        gone = after[0].startswith("gone")
-        found[name] = "gone" if gone else "signature" if before[0] != after[0] else "body"
+        if before[0].startswith("gone"):
+            found[name] = "new"
+        elif after[0].startswith("gone"):
+            found[name] = "gone"
+        else:
+            found[name] = "signature" if before[0] != after[0] else "body"
     return found
 
 
@@ -112,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "versions": [first, *others],
         }
         args.json.write_text(json.dumps(report, indent=1) + "\n")
-    return int(any(what != "body" for one in found for what in one.values()))
+    return int(any(what in ("gone", "signature") for one in found for what in one.values()))
 
 
 if __name__ == "__main__":

@@ -132,6 +132,7 @@ def test_a_body_is_the_same_whatever_its_comments_say():
 
 
 def test_what_changed_of_a_target_is_named():
-    old = {"a": ("(x)", "1"), "b": ("(x)", "1"), "c": ("(x)", "1"), "d": ("(x)", "1")}
-    new = {"a": ("(x)", "1"), "b": ("(x)", "2"), "c": ("(x, y)", "2"), "d": ("gone: no d", "")}
-    assert changes(old, new) == {"b": "body", "c": "signature", "d": "gone"}
+    gone = ("gone: no such name", "")
+    old = {"a": ("(x)", "1"), "b": ("(x)", "1"), "c": ("(x)", "1"), "d": ("(x)", "1"), "e": gone}
+    new = {"a": ("(x)", "1"), "b": ("(x)", "2"), "c": ("(x, y)", "2"), "d": gone, "e": ("(x)", "1")}
+    assert changes(old, new) == {"b": "body", "c": "signature", "d": "gone", "e": "new"}
