@@ -87,7 +87,7 @@ def find_family(names: Collection[str]) -> tuple[Family, Mapping[str, NamePair]]
     faults: dict[str, list[str]] = {}
     for family in FAMILIES.values():
         pairs, missing = _match(family, anatomy, names)
-        left_over = [name for name in names if name not in pairs]
+        left_over = sorted(name for name in names if name not in pairs)  # on all ranks alike
         if not missing and not left_over:
             return family, pairs
         faults[family.name] = [f"no {n}" for n in missing] + [f"also {n}" for n in left_over]
