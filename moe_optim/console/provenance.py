@@ -25,12 +25,16 @@ def begin_report(command: str, *, on_gpu: bool) -> dict[str, Any]:
 
 def describe_environment(*, on_gpu: bool) -> dict[str, Any]:
     """Return ``commit``, ``device`` and ``versions``: the code, what computes, and with what."""
-    cpu = f"{platform.machine()} CPU, {os.cpu_count()} cores"
     return {
         "commit": commit(),
-        "device": find_gpus()[0].name if on_gpu else cpu,
+        "device": find_gpus()[0].name if on_gpu else describe_cpu(),
         "versions": find_versions(),
     }
+
+
+def describe_cpu() -> str:
+    """Return which kind of CPU this is, and how many cores it has."""
+    return f"{platform.machine()} CPU, {os.cpu_count()} cores"
 
 
 def commit() -> str | None:

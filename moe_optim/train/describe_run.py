@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from megatron.core.utils import unwrap_model
 from megatron.training import get_args
 
 from moe_optim.console.provenance import describe_environment
+from moe_optim.megatron.launch.script_runner import trains_on_cpu
 from moe_optim.megatron.optimizer.description import describe
 from moe_optim.megatron.patching.engine import original
 from moe_optim.megatron.weights.managed import is_managed
@@ -50,8 +50,7 @@ def setup_model_and_optimizer(
     description = describe_model(model, optimizer)
     if folder and dist.get_rank() == 0:
         description["rank0"] = asdict(describe(model, optimizer))
-        on_gpu = os.environ.get("MOE_OPTIM_CPU") != "1" and torch.cuda.is_available()
-        description["environment"] = describe_environment(on_gpu=on_gpu)
+        description["environment"] = describe_environment(on_gpu=not trains_on_cpu())
         path = Path(folder).parent / "model.json"
         path.write_text(json.dumps(description, indent=2) + "\n")
     return model, optimizer, scheduler

@@ -14,7 +14,7 @@ def find_version(package: str = "transformer-engine") -> str | None:
     return next((one.version for one in found), None)
 
 
-def find_versions() -> dict[str, str | None]:
+def versions_of_ranks() -> dict[str, str | None]:
     """Return package -> the version that ranks import, of what Transformer Engine's tests need."""
     return {name: find_version(name) for name in ("torch", "megatron-core", "transformer-engine")}
 

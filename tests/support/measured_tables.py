@@ -683,10 +683,8 @@ def engine_versions() -> str:
     """Which Transformer Engine something was measured with, and on what."""
     devices: dict[str, set[str]] = {}
     reports = [read_result(path.name) for path in sorted(RESULTS.glob("*.json"))]
-    runs = [
-        run for path in RESULTS.glob("versions-*.json") for run in read_result(path.name)["runs"]
-    ]
-    for report in [*(one for one in reports if isinstance(one, dict)), *runs]:
+    runs = [run for report in reports for run in report.get("runs", ()) if isinstance(run, dict)]
+    for report in [*reports, *runs]:
         numbers = report.get("versions")
         if not isinstance(numbers, dict):
             continue

@@ -24,7 +24,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from moe_optim.console.provenance import commit
 from moe_optim.environment import find_gpus
-from tests.support.engine_version import find_versions
+from tests.support.engine_version import versions_of_ranks
 
 TESTS = Path(__file__).parents[1] / "megatron" / "te" / "test_rows.py"
 
@@ -120,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "command": shlex.join(["python", "-m", "tests.upstream.rows", *words]),
         "commit": commit(),
         "device": gpus or f"{platform.machine()} CPU",
-        "versions": find_versions(),
+        "versions": versions_of_ranks(),
         "ranks": None,
     }
     rows: dict[str, Row] = {}

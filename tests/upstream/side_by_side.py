@@ -33,7 +33,7 @@ from rich.table import Table
 from moe_optim.console.provenance import commit
 from moe_optim.environment import find_gpus
 from moe_optim.train.launcher import LaunchPlan, RankFailure, launch
-from tests.support.engine_version import find_versions
+from tests.support.engine_version import versions_of_ranks
 
 HERE = Path(__file__).parent
 WORST_LAST = ("passed", "skipped", "failed", "error", "died")
@@ -367,7 +367,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "command": shlex.join(["python", "-m", "tests.upstream.side_by_side", *sys.argv[1:]]),
             "commit": commit(),
             "device": [gpu.name for gpu in gpus] or f"{platform.machine()} CPU",
-            "versions": find_versions(),
+            "versions": versions_of_ranks(),
             "ranks": args.ranks,
             "files": [asdict(one) for one in comparisons],
         }

@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moe_optim.console.provenance import commit
+from moe_optim.console.provenance import commit, describe_cpu
 from moe_optim.environment import find_gpus, find_package
 from tests.support.engine_version import find_version
 
@@ -174,7 +174,7 @@ def check_versions(found: Mapping[str, str], wanted: Wanted) -> None:
 def device() -> str:
     """Return what the suite runs on: GPUs, or the CPU."""
     names = [gpu.name for gpu in find_gpus()]
-    return ", ".join(names) or f"{platform.machine()} CPU, {os.cpu_count()} cores"
+    return ", ".join(names) or describe_cpu()
 
 
 def describe_source(wanted: Wanted) -> str:
@@ -277,14 +277,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = [name for name in others if getattr(args, name) != parser.get_default(name)]
     if args.here and given:
         parser.error(f"--here: expected no --{given[0].replace('_', '-')} beside it. Leave one out")
-    wanted = Wanted(
-        torch=args.torch,
-        megatron_core=args.megatron_core,
-        transformer_engine=args.transformer_engine,
-    )
     if args.here:
         run = run_here(args.tests)
     else:
+        wanted = Wanted(
+            torch=args.torch,
+            megatron_core=args.megatron_core,
+            transformer_engine=args.transformer_engine,
+        )
         with tempfile.TemporaryDirectory(prefix="versions-") as temporary:
             folder = args.environment or Path(temporary) / "environment"
             run = run_there(make_environment(folder, wanted), wanted, args.tests)
