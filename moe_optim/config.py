@@ -55,12 +55,14 @@ class MoEOptimConfig:
     step: Literal["auto", "fused", "stock"] = "auto"
     """Who updates masters. ``fused``: one launch a format and kind of weight, which reads gradients
     where they lie, takes Adam's step and encodes what it has stepped. ``stock``: Megatron's code,
-    one part after the other. ``auto``: ``fused`` where kernels run, except with ``layout: stock``:
-    its promise are Megatron's bits, and the last bit of a fused norm may be another."""
+    one part after the other. ``auto``: ``fused`` where kernels run, or ``offload_states`` asks for
+    it, except with ``layout: stock``: its promise are Megatron's bits, and the last bit of a fused
+    norm may be another."""
     offload_states: float = 0.0
     """Part of this rank's masters and moments that lies in pinned memory of the host between steps,
     as whole shards of parameters, evenly over the layers. They pass through the GPU in chunks while
-    others are stepped. Nothing else changes, not a bit. Takes a fused step."""
+    others are stepped. Nothing else changes, not a bit. Takes a fused step. With
+    ``--optimizer-cpu-offload`` its default is ``--optimizer-offload-fraction``."""
     nonfinite: Literal["raise", "skip"] = "raise"
     """What an Inf or NaN gradient does to the step, before any weight has moved."""
     backend: Literal["auto", "reference"] = "auto"

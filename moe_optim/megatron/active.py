@@ -1,5 +1,8 @@
 """The configuration that is in force in this process; :mod:`installation` sets it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import StateError
 
@@ -10,6 +13,17 @@ def activate(config: MoEOptimConfig | None) -> None:
     """Put a configuration in force; None takes it back."""
     global _active
     _active = config
+
+
+@contextmanager
+def in_force(config: MoEOptimConfig) -> Iterator[None]:
+    """Have a configuration in force for what is built in a block, and then again what was."""
+    before = _active
+    activate(config)
+    try:
+        yield
+    finally:
+        activate(before)
 
 
 def installed_config() -> MoEOptimConfig | None:

@@ -11,7 +11,7 @@ from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import StateError, refuse
 from moe_optim.megatron.active import installed_config
 from moe_optim.megatron.installation import install
-from moe_optim.megatron.optimizer.distributed import get_megatron_optimizer
+from moe_optim.megatron.optimizer.factory import get_megatron_optimizer
 from moe_optim.modules.grouped_linear import GroupedLinear
 
 

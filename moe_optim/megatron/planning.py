@@ -2,9 +2,11 @@
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from math import lcm
 from typing import Any, NoReturn
 
+from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError
 
 
@@ -17,6 +19,48 @@ def ranks_multiple(args: argparse.Namespace) -> int:
     return lcm(dense * args.context_parallel_size, dense * instances, whole * instances)
 
 
+def offload_of_flags(config: Any) -> float:
+    """Return the part of masters and moments that ``--optimizer-cpu-offload`` keeps on the host.
+
+    Args:
+        config: Megatron's ``OptimizerConfig``, or what a plan knows of it. A fraction above 1 means
+            all there is, as it does to Megatron.
+    """
+    return min(config.optimizer_offload_fraction, 1.0) if config.optimizer_cpu_offload else 0.0
+
+
+def knobs_with_flags(knobs: MoEOptimConfig, config: Any) -> MoEOptimConfig:
+    """Return the knobs, with what Megatron's own flags ask for among them.
+
+    ``--optimizer-cpu-offload`` asks for ``offload_states``, which counts before the flag's fraction
+    where both are given. With ``step: stock`` it is refused elsewhere.
+
+    Args:
+        knobs: as they were given.
+        config: as of :func:`offload_of_flags`.
+    """
+    fraction = knobs.offload_states or offload_of_flags(config)
+    return knobs if knobs.step == "stock" else replace(knobs, offload_states=fraction)
+
+
+def has_masters_of_adam(config: Any, knobs: MoEOptimConfig, *, quantized: bool) -> bool:
+    """Return whether Adam holds the masters of all weights, and the distributed optimizer none.
+
+    With ``--use-precision-aware-optimizer`` it does, unless something else reads or writes them:
+    what quantizes weights, a fused step that was asked for, states on the host.
+
+    Args:
+        config: Megatron's ``OptimizerConfig``.
+        knobs: as they were given.
+        quantized: whether some weights are.
+    """
+    if not config.use_precision_aware_optimizer:
+        return False
+    on_host = config.optimizer_cpu_offload or knobs.offload_states
+    wanted = quantized or on_host or knobs.step == "fused"
+    return not wanted or str(config.main_params_dtype) != "torch.float32"
+
+
 def settings_of_stocks_step(config: Any, *, masters_of_adam: bool) -> dict[str, bool]:
     """Return what a fused step cannot take of an ``OptimizerConfig`` -> whether it has it.
 
@@ -27,7 +71,7 @@ def settings_of_stocks_step(config: Any, *, masters_of_adam: bool) -> dict[str, 
     exp_avg, exp_avg_sq = str(config.exp_avg_dtype), str(config.exp_avg_sq_dtype)
     return {
         "a loss scale": config.fp16 or config.loss_scale is not None,
-        "masters that Adam holds (--use-precision-aware-optimizer without quantized weights)": (
+        "masters that Adam holds (--use-precision-aware-optimizer with bf16 weights)": (
             masters_of_adam
         ),
         f"moments in {exp_avg} and {exp_avg_sq}": (

@@ -21,7 +21,7 @@ from moe_optim.layout.census import Counts, count_bands, count_owned
 from moe_optim.layout.stock import packed_nbytes
 from moe_optim.layout.traffic import norm_bytes, step_bytes
 from moe_optim.layout.wire import Slot, plan_wire
-from moe_optim.megatron.planning import settings_of_stocks_step
+from moe_optim.megatron.planning import offload_of_flags, settings_of_stocks_step
 from moe_optim.plan.experts import PlannedBucket, PlannedExperts
 
 _BF16 = 2  # bytes
@@ -129,7 +129,8 @@ def plan_rows(
         for name in ROWS:
             total = _total([(_costs_of(name, one, experts), n) for one, n in buckets.items()])
             format = FORMATS.get(name)
-            on_host = offload_states if name in FORMATS else 0.0
+            stock_on_host = offload_of_flags(experts) if name == STOCK_BF16 else 0.0
+            on_host = offload_states if name in FORMATS else stock_on_host
             rows[name] = {
                 "format": name,
                 "gpus": count,

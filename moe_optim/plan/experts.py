@@ -82,7 +82,9 @@ class PlannedExperts:
     exp_avg_sq_dtype: str
     fp16: bool
     loss_scale: float | None
-    """This and the three before it are of Megatron's ``OptimizerConfig``."""
+    optimizer_cpu_offload: bool
+    optimizer_offload_fraction: float
+    """This and the five before it are of Megatron's ``OptimizerConfig``."""
     grouped: bool
     """Whether all experts of a linear are one parameter."""
     is_portable: bool
@@ -219,6 +221,8 @@ def plan_experts(
         in_te=is_native or stores_in_te,
         fp16=args.fp16,
         loss_scale=args.loss_scale,
+        optimizer_cpu_offload=args.optimizer_cpu_offload,
+        optimizer_offload_fraction=args.optimizer_offload_fraction,
         grouped=grouped,
         grad_bytes=2 if args.grad_reduce_in_bf16 else 4,
         bucket_size=args.ddp_bucket_size,

@@ -56,6 +56,7 @@ def plan(args: argparse.Namespace) -> int:
 
 def make_report(args: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
     """Return what the JSON file holds; raises as :func:`plan`."""
+    from moe_optim.megatron.planning import knobs_with_flags
     from moe_optim.plan.answers import find_choice, recommend
     from moe_optim.plan.costs import plan_rows, why_stocks_step
     from moe_optim.plan.experts import plan_experts
@@ -70,6 +71,7 @@ def make_report(args: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
         )
     except ConfigError as error:
         raise ConfigError(f"{recipe.path}: {error}") from error
+    knobs = knobs_with_flags(knobs, experts)
     gpus = sorted(set(args.gpus or default_gpus(experts, recipe.ranks)))
     reason = why_stocks_step(experts, knobs)
     rows = list(

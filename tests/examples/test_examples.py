@@ -190,6 +190,28 @@ def test_a_configuration_of_megatron_bridge_keeps_its_settings_and_installs_the_
     assert run_ranks(1, _quantize_experts) == [expected]
 
 
+# slime and miles, of which a stand-in holds the one name that the example replaces
+
+
+def _install_in_a_launcher():
+    import moe_optim
+    from moe_optim.megatron.active import installed_config
+
+    found = importlib.util.spec_from_file_location("example", EXAMPLES / "slime_and_miles.py")
+    example = importlib.util.module_from_spec(found)
+    found.loader.exec_module(example)
+    with pytest.raises(RuntimeError, match="expected slime or miles to have imported slime"):
+        example.install(None)
+    builder = sys.modules["miles.backends.megatron_utils.model"] = ModuleType("model")
+    example.install(None)
+    return builder.get_megatron_optimizer is moe_optim.get_megatron_optimizer, installed_config()
+
+
+def test_a_launcher_that_builds_its_own_optimizer_builds_ours():
+    """What slime and miles themselves make of it: `tests/upstream/test_launchers.py`."""
+    assert run_ranks(1, _install_in_a_launcher) == [(True, MoEOptimConfig())]
+
+
 def test_the_readme_names_every_example():
     names = {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".sh", ".diff")}
     readme = (EXAMPLES / "README.md").read_text()

@@ -151,6 +151,18 @@ RUNS = {
         WIDE, plugin=("format=fp8_block", "offload_states=0.5"), switches=("send-away",)
     ),
 }
+BF16 = WIDE | {"--fp8-param-gather": False}
+FLAGS = {"--use-precision-aware-optimizer": True, "--optimizer-cpu-offload": True}
+ALL_FLAGGED = "bf16, by Megatron's flags"
+BF16_RUNS = {
+    "bf16": (0, Run(BF16, plugin=())),
+    ALL_FLAGGED: (1, Run(BF16 | FLAGS, plugin=())),
+    "bf16, half by Megatron's flags": (
+        0.5,
+        Run(BF16 | FLAGS | {"--optimizer-offload-fraction": 0.5}, plugin=()),
+    ),
+}
+"""Name -> the part of all states that is on the host, and the run."""
 PORTABLE = {
     "portable": Run(WIDE | LOCAL, plugin=("format=nvfp4",)),
     "portable, all": Run(WIDE | LOCAL, plugin=("format=nvfp4", "offload_states=1")),
@@ -166,7 +178,9 @@ def reports(tmp_path_factory: pytest.TempPathFactory):
     logs = os.environ.get("SIDE_RUN_LOGS")
     folder = Path(logs) / "offload" if logs else tmp_path_factory.mktemp("offload")
     environment = DETERMINISTIC | EAGER | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    done = Machine(folder, 5, environment=environment).train(RUNS | PORTABLE)
+    done = Machine(folder, 5, environment=environment).train(
+        RUNS | PORTABLE | {name: run for name, (_, run) in BF16_RUNS.items()}
+    )
     return {name: report for name, (report,) in done.items()}
 
 
@@ -179,6 +193,17 @@ def test_training_gives_the_losses_of_states_on_the_gpu(reports, name: str):
     assert report.managed == without.managed > 0
     assert len(set(report.losses)) == WIDE["--train-iters"]
     assert report.losses == without.losses
+
+
+@NEEDS_TE
+@pytest.mark.parametrize("name", BF16_RUNS)
+def test_megatrons_flags_for_bf16_weights_are_the_knob(reports, name: str):
+    """As scripts of RL stacks give them: losses to the bit, states of all weights or of half."""
+    report, without = reports[name], reports["bf16"]
+    assert (report.error, without.error) == (None, None)
+    assert report.losses == without.losses
+    part, _ = BF16_RUNS[name]
+    assert 0.9 * part <= report.on_host / reports[ALL_FLAGGED].on_host <= part
 
 
 @NEEDS_TE

@@ -366,7 +366,7 @@ KEYWORDS = {  # what is called, in megatron-core or as this package replaces it 
     "megatron.core.optimizer:get_megatron_optimizer": (
         "config", "model_chunks", "config_overrides", "use_gloo_process_groups", "pg_collection",
     ),
-    "moe_optim.megatron.optimizer.distributed:get_megatron_optimizer": (
+    "moe_optim.megatron.optimizer.factory:get_megatron_optimizer": (
         "config", "model_chunks", "config_overrides", "use_gloo_process_groups", "pg_collection",
     ),
     "moe_optim.megatron.optimizer.distributed:GroupedDistributedOptimizer.sharded_state_dict": (

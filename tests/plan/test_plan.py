@@ -23,6 +23,7 @@ from moe_optim.kernels.launch_table import LaunchTable, can_launch, own_slots
 from moe_optim.layout.wire import Slot
 from moe_optim.megatron.buffers.layout import AlignedDistributedOptimizer
 from moe_optim.megatron.buffers.states import Event
+from moe_optim.megatron.planning import knobs_with_flags
 from moe_optim.modules.grouped_linear import GroupedLinear
 from moe_optim.plan import experts as planned_experts
 from moe_optim.plan.answers import find_choice, recommend
@@ -330,6 +331,21 @@ def test_states_on_the_host_take_no_memory_of_the_device(fraction):
         saved = without["optimizer_bytes_per_rank"] - row["optimizer_bytes_per_rank"]
         assert row["total_bytes_per_rank"] == without["total_bytes_per_rank"] - saved
         assert row["step_floor_ms"] is None if is_ours else True
+
+
+def test_megatrons_flag_puts_states_of_bf16_weights_on_the_host_in_its_rows_too():
+    """Megatron takes it with bf16 weights alone; of what is more than all, all is meant."""
+    flags = {"use_precision_aware_optimizer": True, "optimizer_cpu_offload": True}
+    without = list(plan_rows(experts_of(), [2]))
+    for fraction, left in ((0.25, 0.75), (1.5, 0.0)):
+        experts = experts_of(**flags, optimizer_offload_fraction=fraction)
+        knobs = knobs_with_flags(MoEOptimConfig(), experts)
+        assert knobs.offload_states == 1 - left
+        rows = plan_rows(experts, [2], offload_states=knobs.offload_states)
+        for row, whole in zip(rows, without, strict=True):
+            part = left if row["format"] in {*FORMATS, STOCK_BF16} else 1
+            for name in OPTIMIZER:
+                assert row["parts"][name] == pytest.approx(part * whole["parts"][name], abs=8)
 
 
 def test_differences_are_those_of_totals_to_stock_in_bf16_and_in_the_same_format():

@@ -3,7 +3,7 @@
 import json
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -726,10 +726,10 @@ KEPT_IN = {
 """What published recipes keep weights in -> how the table calls it, in its order."""
 
 
-def published() -> str:
+def published(sources: Iterable[str] = ("Megatron-Bridge", "Megatron-LM")) -> str:
     found = {(one["source"], one["kept"]): one for one in read_result(PUBLISHED)["totals"]}
     rows = []
-    for source in ("Megatron-Bridge", "Megatron-LM"):
+    for source in sources:
         for kept, called in KEPT_IN.items():
             if (one := found.get((source, kept))) is None:
                 continue
@@ -778,6 +778,7 @@ MEASURED_TABLES: Mapping[str, Callable[[], str]] = {
     "plan-step": plan_step,
     "patch-sources": patch_sources,
     "published": published,
+    "published-launches": lambda: published(("slime", "miles")),
     "soak": soak,
     "requantize": requantize,
     "step-kernels": step_kernels,
@@ -809,6 +810,7 @@ RESULTS_OF: Mapping[str, tuple[str, ...]] = {
     "plan-step": ("requantize-h200.json",),
     "patch-sources": (SOURCES,),
     "published": (PUBLISHED,),
+    "published-launches": (PUBLISHED,),
     "requantize": ("requantize-h100.json",),
     "fused-step": tuple(FUSED_STEPS),
     "fused-step-host": (FASTER_HOST, MANY_WEIGHTS),

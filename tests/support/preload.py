@@ -23,6 +23,7 @@ for name in (
     "moe_optim.train.describe_run",
     "moe_optim.megatron.experts.module",
     "moe_optim.megatron.optimizer.distributed",
+    "moe_optim.megatron.optimizer.factory",
     "moe_optim.train.pretrain",
 ):
     importlib.import_module(name)

@@ -1,12 +1,14 @@
 """Says which published recipes pass the checks of moe_optim, and which flag the others fail at.
 
-    python -m tests.upstream.published_recipes [--bridge PATH] [--megatron-lm PATH] [--json FILE]
-        [--totals FILE]
+    python -m tests.upstream.published_recipes [--bridge PATH] [--megatron-lm PATH]
+        [--launches PATH ...] [--json FILE] [--totals FILE]
 
 ``--bridge`` is a folder with the unpacked package ``megatron/bridge``, by default
 ``MEGATRON_BRIDGE_PATH``; ``--megatron-lm`` a checkout with ``examples/moe_recipes``, by default
-``MEGATRON_LM_PATH``. Nothing is built, and neither a GPU nor Transformer Engine is needed. The knob
-``format`` is what the recipe keeps its weights in. Exit status: 1 if a recipe could not be read.
+``MEGATRON_LM_PATH``; ``--launches`` checkouts of what launches Megatron, such as slime and miles,
+each called by the name of its folder. Nothing is built, and neither a GPU nor Transformer Engine is
+needed. The knob ``format`` is what the recipe keeps its weights in. Exit status: 1 if a recipe
+could not be read.
 """
 
 import argparse
@@ -37,6 +39,7 @@ from rich.table import Table
 from moe_optim.config import MoEOptimConfig
 from moe_optim.console.provenance import commit
 from moe_optim.megatron.optimizer.requirements import foresee_refusals
+from tests.upstream.launches import find_launches
 from tests.upstream.stand_in_imports import StandIn, find_bridge, standing_in
 
 FAMILIES = ("deepseek", "glm_moe_dsa", "gpt_oss", "kimi", "nemotronh", "qwen", "qwen_vl")
@@ -218,7 +221,10 @@ def megatron_lm_answers(checkout: Path) -> list[Answer]:
 
 def _settle_megatron_lm(path: Path) -> tuple[Any, Any, Any]:
     """Return optimizer, DDP and model that the arguments of a file ask for."""
-    given = yaml.safe_load(path.read_text(encoding="utf-8"))["ARGS"]
+    return _settle_arguments(yaml.safe_load(path.read_text(encoding="utf-8"))["ARGS"])
+
+
+def _settle_arguments(given: Mapping[str, Any]) -> tuple[Any, Any, Any]:
     values = _arguments(given)
     values |= {
         "cuda_graph_impl": full_iteration(values["cuda_graph_impl"], given.get("cuda_graph_scope")),
@@ -229,6 +235,45 @@ def _settle_megatron_lm(path: Path) -> tuple[Any, Any, Any]:
     kinds = (OptimizerConfig, DistributedDataParallelConfig, MLATransformerConfig)
     optimizer, ddp, model = (settled(kind, values) for kind in kinds)
     return optimizer, ddp, model
+
+
+# What launches Megatron elsewhere
+
+OF_LAUNCHERS = {"use_distributed_optimizer": True, "bf16": True}
+"""What slime and miles give Megatron where their command line does not."""
+
+
+def launch_answers(checkout: Path) -> list[Answer]:
+    """Answer for every script of a checkout, and every command line it has recorded."""
+    return [
+        answered(
+            lambda flags=flags: _settle_launch(flags),
+            source=checkout.name,
+            family=Path(name).parts[0],
+            name=name,
+        )
+        for name, flags in find_launches(checkout)
+    ]
+
+
+def _settle_launch(flags: Mapping[str, Sequence[str]]) -> tuple[Any, Any, Any]:
+    parser = _megatron_parser()
+    given: dict[str, Any] = dict(OF_LAUNCHERS)
+    for flag, words in flags.items():
+        action = parser._option_string_actions.get(flag)
+        if action is not None and (words or action.nargs == 0):
+            given[flag.removeprefix("--")] = _typed(action, words) if action.nargs != 0 else True
+    return _settle_arguments(given)
+
+
+def _typed(action: argparse.Action, words: Sequence[str]) -> Any:
+    """Return what the parser would make of the words; a variable of a shell stays text."""
+    make: Any = action.type or str
+    try:
+        values = [make(word) for word in words]
+    except (ValueError, TypeError):
+        values = list(words)
+    return values if action.nargs in ("+", "*") else values[0]
 
 
 def _arguments(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -319,17 +364,17 @@ def show(answers: Sequence[Answer], console: Console) -> None:
             console.print(f"unread: {answer.name}: {answer.unread}", markup=False)
 
 
-def versions(bridge: Path | None, megatron_lm: Path | None) -> dict[str, str | None]:
-    """Return what was read: the release of Megatron-Bridge, the commit of Megatron-LM."""
+def versions(bridge: Path | None, checkouts: Mapping[str, Path]) -> dict[str, str | None]:
+    """Return what was read: the release of Megatron-Bridge, the commit of each checkout."""
     found: dict[str, str | None] = {"megatron-core": importlib.metadata.version("megatron-core")}
     if bridge:
         infos = bridge.glob("megatron_bridge-*.dist-info")
         names = [path.name.removesuffix(".dist-info").partition("-")[2] for path in infos]
         found["megatron-bridge"] = next(iter(names), None)
-    if megatron_lm:
-        asked = ["git", "-C", str(megatron_lm), "rev-parse", "--short", "HEAD"]
+    for name, checkout in checkouts.items():
+        asked = ["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"]
         said = subprocess.run(asked, capture_output=True, text=True, check=False)
-        found["Megatron-LM"] = said.stdout.strip() or None
+        found[name] = said.stdout.strip() or None
     return found
 
 
@@ -338,6 +383,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.upstream.published_recipes")
     parser.add_argument("--bridge", type=Path, default=find_bridge())
     parser.add_argument("--megatron-lm", type=Path, default=os.environ.get("MEGATRON_LM_PATH"))
+    parser.add_argument("--launches", type=Path, nargs="+", default=[], metavar="PATH")
     parser.add_argument("--families", nargs="+", default=FAMILIES)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--totals", type=Path, help="as --json, without the recipes")
@@ -348,13 +394,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         answers += megatron_lm_answers(args.megatron_lm)
     if args.bridge:
         answers += bridge_answers(args.bridge, args.families)
+    for checkout in args.launches:
+        answers += launch_answers(checkout)
     if not answers:
-        parser.error("expected recipes below --bridge or --megatron-lm, got none")
+        parser.error("expected recipes below --bridge, --megatron-lm or --launches, got none")
+    checkouts = {"Megatron-LM": args.megatron_lm} if args.megatron_lm else {}
+    checkouts |= {checkout.name: checkout for checkout in args.launches}
     show(answers, Console(width=140, soft_wrap=True))
     report: dict[str, Any] = {
         "command": shlex.join(["python", "-m", "tests.upstream.published_recipes", *words]),
         "commit": commit(),
-        "versions": versions(args.bridge, args.megatron_lm),
+        "versions": versions(args.bridge, checkouts),
         "totals": [dataclasses.asdict(one) for one in totals(answers)],
     }
     recipes = {"recipes": [dataclasses.asdict(one) for one in answers]}

@@ -217,6 +217,74 @@ def test_scopes_of_old_ask_for_whole_iterations():
     assert run_ranks(1, _graph_settings)[0] == settled
 
 
+# What launches Megatron elsewhere
+
+LAUNCHES = {
+    "scripts/models/made_up.sh": """
+MODEL_ARGS=(
+   --num-experts 8 --moe-grouped-gemm
+)
+""",
+    "scripts/run.sh": """
+SCRIPT_DIR="$(dirname "$0")"
+source "${SCRIPT_DIR}/models/made_up.sh"
+OPTIMIZER_ARGS=(
+   --optimizer adam  # as everywhere
+   #--optimizer sgd
+   --lr=1e-6
+   --of-this-launcher-alone $(seq 1 2) "${NAME}"
+   --optimizer-cpu-offload
+   --use-precision-aware-optimizer
+)
+ray job submit -- python3 train.py "${MODEL_ARGS[@]}" "${OPTIMIZER_ARGS[@]}"
+""",
+    "scripts/muon.sh": """
+source models/made_up.sh
+ARGS=(--optimizer dist_muon --optimizer-offload-fraction ${FRACTION})
+""",
+    "scripts/dense.sh": "ARGS=(--optimizer adam --num-layers 2)\n",
+    "tests/recorded/run.txt": """### 0
+ray stop
+### 1
+python3 /repo/train.py
+  --num-experts 8
+  --optimizer adam
+  --fp8-recipe blockwise --fp8-format e4m3
+### 2
+python3 /repo/train.py --num-layers 2 --optimizer adam
+""",
+}
+
+
+def _read_launches(checkout: Path) -> tuple[dict[str, Any], dict[str, list[str]]]:
+    """Return answers by name, and the flags of one script."""
+    from tests.upstream.launches import find_launches
+    from tests.upstream.published_recipes import launch_answers
+
+    answers = {one.name: one for one in launch_answers(checkout)}
+    return answers, dict(find_launches(checkout))["scripts/run.sh"]
+
+
+def test_scripts_and_recorded_command_lines_are_asked_without_running_them(tmp_path):
+    """Of models with experts: what is sourced counts, what stands in comments does not."""
+    folder = _write(tmp_path / "launcher", LAUNCHES)
+    answers, flags = run_ranks(1, _read_launches, folder)[0]
+    assert set(answers) == {"scripts/run.sh", "scripts/muon.sh", "tests/recorded/run.txt"}
+    assert {one.source for one in answers.values()} == {"launcher"}
+    assert not any(one.unread for one in answers.values())
+    assert answers["scripts/run.sh"].refused == answers["tests/recorded/run.txt"].refused == ()
+    assert answers["scripts/muon.sh"].refused == ("--optimizer dist_muon (give adam)",)
+    assert flags == {
+        "--num-experts": ["8"],
+        "--moe-grouped-gemm": [],
+        "--optimizer": ["adam"],
+        "--lr": ["1e-6"],
+        "--of-this-launcher-alone": ["$(seq", "1", "2)", "${NAME}"],
+        "--optimizer-cpu-offload": [],
+        "--use-precision-aware-optimizer": [],
+    }
+
+
 # The published ones
 
 BRIDGE = find_bridge()

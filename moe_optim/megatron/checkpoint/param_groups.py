@@ -14,6 +14,19 @@ from moe_optim.errors import LayoutError
 
 Group = dict[str, Any]
 _BY_DISTRIBUTION = "is_expert_parallel"
+_OF_HYBRID = frozenset(
+    {
+        "cpu_optimizer_cls",
+        "fused",
+        "gpu_optimizer_cls",
+        "offload_fraction",
+        "overlap_cpu_optimizer_d2h_h2d",
+        "param_update_in_fp32",
+        "pin_cpu_grads",
+        "pin_cpu_params",
+    }
+)
+"""What ``HybridDeviceOptimizer``, Megatron's for ``--optimizer-cpu-offload``, has in its groups."""
 
 
 def states_by_part(state_dict: dict[Any, Any], parts: Sequence[Any]) -> dict[Any, Any]:
@@ -46,6 +59,26 @@ def states_by_part(state_dict: dict[Any, Any], parts: Sequence[Any]) -> dict[Any
             **{key: value for key, value in held.items() if key == "param_state"},
         }
     return made[0] if len(parts) == 1 else made
+
+
+def with_groups_of_adam(state_dict: dict[str, Any], adam: Any) -> dict[str, Any]:
+    """Return a loaded state without what ``HybridDeviceOptimizer`` has put into its groups.
+
+    That are classes of Adam among others, which would be saved again; and what it has no use for
+    is not there.
+
+    Args:
+        state_dict: of one optimizer, as loaded. Left alone.
+        adam: that will take it.
+    """
+    saved = state_dict["optimizer"]
+    groups = [
+        {**adam.defaults, **{name: of for name, of in group.items() if name not in _OF_HYBRID}}
+        if "cpu_optimizer_cls" in group
+        else group
+        for group in saved["param_groups"]
+    ]
+    return {**state_dict, "optimizer": {**saved, "param_groups": groups}}
 
 
 def _find(wanted: Group, saved: Sequence[Group]) -> Group:

@@ -60,8 +60,8 @@ class GroupStepAdam(torch.optim.AdamW):
         if "master_weights" in defaults:
             raise ConfigError(
                 "--use-precision-aware-optimizer: expected quantized weights, whose masters "
-                "Megatron keeps, got others, whose masters Transformer Engine's Adam keeps. Remove "
-                "the flag, or install Transformer Engine."
+                "Megatron keeps, got others, whose masters Transformer Engine's Adam keeps. Set "
+                "--moe-optim-set step=fused, remove the flag, or install Transformer Engine."
             )
         super().__init__(params, **defaults)
         self._dtypes = dict(zip(MOMENTS, (exp_avg_dtype, exp_avg_sq_dtype), strict=True))

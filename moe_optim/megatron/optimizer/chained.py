@@ -83,7 +83,7 @@ class GroupedChainedOptimizer(ChainedOptimizer):
         """Return whether steps are fused, on all ranks alike. Every rank must call it."""
         reasons = [reason for part in self.stepping if (reason := why_not_fused(part))]
         mine = config.may_fuse_steps and not reasons
-        if config.step == "auto":
+        if config.step == "auto" and not config.offload_states:
             mine = mine and all(map(runs_on_kernels, self.stepping))
         everywhere = torch.tensor(float(mine), device=torch.cuda.current_device())
         dist.all_reduce(everywhere, dist.ReduceOp.MIN)

@@ -1,53 +1,35 @@
-"""The distributed optimizer of quantized expert weights, and the function that builds it."""
+"""The distributed optimizer of quantized expert weights."""
 
 import copy
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
 import torch
-from megatron.core import optimizer as core_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.utils import log_single_rank
 from torch import Tensor
 
-from moe_optim.errors import ConfigError, LayoutError, StateError
-from moe_optim.megatron.active import config_in_force
+from moe_optim.errors import LayoutError, StateError
 from moe_optim.megatron.buffers.bucket_group import (
     GroupedBucketGroup,
     bucket_groups,
     managed_buckets,
 )
-from moe_optim.megatron.buffers.buffer import GroupedParamAndGradBuffer
 from moe_optim.megatron.buffers.gather import OwnedMaster
 from moe_optim.megatron.buffers.managed_bucket import ManagedBucket
 from moe_optim.megatron.buffers.states import Event, Weights
 from moe_optim.megatron.checkpoint.model_values import model_values_for
+from moe_optim.megatron.checkpoint.param_groups import with_groups_of_adam
 from moe_optim.megatron.optimizer.chained import check_masters
 from moe_optim.megatron.optimizer.checkpointed import CheckpointedOptimizer
 from moe_optim.megatron.optimizer.description import describe
 from moe_optim.megatron.optimizer.fused import FusedUpdate
 from moe_optim.megatron.optimizer.host_states import HostStates
 from moe_optim.megatron.optimizer.initial_values import keep_loaded_values, renew_initial_values
-from moe_optim.megatron.optimizer.requirements import check_wrapped_model
-from moe_optim.megatron.patching import patches
-from moe_optim.megatron.patching.engine import (
-    apply_patches,
-    is_rebound,
-    original,
-    patch_state,
-    revert_patches,
-)
 from moe_optim.megatron.weights.managed import is_managed, storage_of
 from moe_optim.modules.grouped_linear import GroupedLinear
 from moe_optim.modules.grouped_weight import GroupedWeight
-
-logger = logging.getLogger(__name__)
-_FACTORY = "megatron.training.training:get_megatron_optimizer"
-_core_factory = core_optimizer.get_megatron_optimizer
-"""Where nothing is installed; taken now, since a script may put ours in its place by hand."""
 
 
 class GroupedDistributedOptimizer(CheckpointedOptimizer):
@@ -401,7 +383,7 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         """
         if self.host_states.numel:
             self.update.make_moments()  # Megatron would make all of them on the device
-        super().load_state_dict(state_dict)
+        super().load_state_dict(with_groups_of_adam(state_dict, self.optimizer))
         self.host_states.keep_all(self.optimizer)
         if "param_state" in state_dict:  # without it, Megatron is only shaping a state to load into
             self.refresh_weights()
@@ -442,115 +424,3 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         self._record(Event.SETTLE)
         for group in self._managed_groups:
             group.start_param_sync(force_sync=True)
-
-
-def _with_own_masters(config: Any, model_chunks: list[Any]) -> Any:
-    """Return a configuration under which masters of quantized weights are Megatron's, not Adam's.
-
-    With ``use_precision_aware_optimizer`` Megatron lets Adam keep them, unless ``fp8_recipe`` says
-    that weights are quantized; that of portable and of NVFP4 weights does not.
-    """
-    params = (param for chunk in model_chunks for param in chunk.parameters())
-    if config.use_precision_aware_optimizer and any(is_managed(param) for param in params):
-        config = copy.copy(config)
-        config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = False
-    return config
-
-
-def get_megatron_optimizer(
-    config: Any,
-    model_chunks: list[Any],
-    config_overrides: dict[Any, Any] | None = None,
-    use_gloo_process_groups: bool = True,
-    pg_collection: Any = None,
-    dump_param_to_param_group_map: str | None = None,
-) -> Any:
-    """Build Megatron's optimizer with :class:`GroupedDistributedOptimizer` in it.
-
-    A drop-in for ``megatron.core.optimizer.get_megatron_optimizer``, same arguments, same kinds of
-    result. Works on models wrapped after ``install()``, and on bf16 models wrapped before it. Every
-    rank must call it.
-
-    Args:
-        config: Megatron's ``OptimizerConfig``; left alone.
-        model_chunks: DDP-wrapped chunks of this rank's pipeline stage.
-        config_overrides: settings of parameter groups, as Megatron's factory takes them.
-        use_gloo_process_groups: whether gloo groups exist for checkpoints.
-        pg_collection: process groups; None takes those of ``parallel_state``.
-        dump_param_to_param_group_map: a path to which Megatron saves which parameter is in which
-            group; None saves nothing.
-
-    Raises:
-        ConfigError: a flag the plug-in does not support, by its name.
-        StateError: the model holds quantized weights that were wrapped before ``install()``.
-        PatchError: Megatron is not the version this package was written for.
-    """
-    check_wrapped_model(config, model_chunks)
-    wants_graph = config.optimizer_cuda_graph
-    config = _with_own_masters(config, model_chunks)
-    if wants_graph:  # of the fused step, for which Adam need not be capturable
-        config = copy.copy(config)
-        config.optimizer_cuda_graph = False
-    if config.reuse_grad_buf_for_mxfp8_param_ag:
-        log_single_rank(
-            logger,
-            logging.INFO,
-            "moe_optim: --reuse-grad-buf-for-mxfp8-param-ag holds with the flag or without: a "
-            "gather of quantized weights takes no memory beside the gradients'",
-        )
-    if not any(isinstance(buffer, GroupedParamAndGradBuffer) for buffer in model_chunks[0].buffers):
-        log_single_rank(
-            logger,
-            logging.INFO,
-            "moe_optim: adopted a bf16 model that was wrapped before install(): layout stock, "
-            "wire bf16",
-        )
-    classes = ("distributed-optimizer", "chained-optimizer")
-    construction = [patch for patch in patches.OPTIMIZER if patch.id in classes]
-    scoped = [patch for patch in construction if patch_state(patch) != "applied"]
-    apply_patches(scoped)
-    try:
-        stock = original(_FACTORY) if is_rebound(_FACTORY) else _core_factory
-        optimizer = stock(
-            config,
-            model_chunks,
-            config_overrides=config_overrides,
-            use_gloo_process_groups=use_gloo_process_groups,
-            pg_collection=pg_collection,
-            dump_param_to_param_group_map=dump_param_to_param_group_map,
-        )
-    finally:
-        revert_patches(scoped)
-    if wants_graph and not optimizer.is_fused:
-        raise ConfigError(
-            "--optimizer-cuda-graph: expected a fused step to capture, got step: stock, which "
-            "decides on the host what non-finite gradients do. Set --moe-optim-set step=fused, "
-            "and layout=aligned, or drop the flag."
-        )
-    if config_in_force().offload_states:
-        _report_host_states(optimizer)
-    report = f"{describe(model_chunks, optimizer)}\nknobs: {config_in_force().changes()}"
-    log_single_rank(logger, logging.INFO, report)
-    return optimizer
-
-
-def _report_host_states(optimizer: Any) -> None:
-    """Say how much lies on the host.
-
-    Raises:
-        ConfigError: steps are not fused.
-    """
-    fraction = config_in_force().offload_states
-    if not optimizer.is_fused:
-        raise ConfigError(
-            f"moe_optim: offload_states: expected 0 or a fused step, got {fraction} with step: "
-            "stock, which steps states on the device. Set --moe-optim-set step=fused, and "
-            "layout=aligned, or offload_states=0."
-        )
-    states = [part.host_states for part in optimizer.stepping]
-    log_single_rank(
-        logger,
-        logging.INFO,
-        f"moe_optim: offload_states: {fraction}: masters and moments of "
-        f"{sum(of_part.numel for of_part in states):,} elements of this rank are on the host",
-    )

@@ -14,7 +14,11 @@ from moe_optim.errors import ConfigError, StateError, refuse
 from moe_optim.megatron.active import config_in_force, installed_config
 from moe_optim.megatron.buffers.bucket_group import GroupedBucketGroup, bucket_groups
 from moe_optim.megatron.experts.module import unsupported_features
-from moe_optim.megatron.planning import settings_of_stocks_step
+from moe_optim.megatron.planning import (
+    has_masters_of_adam,
+    knobs_with_flags,
+    settings_of_stocks_step,
+)
 from moe_optim.megatron.te.fields import te_formats_of
 from moe_optim.megatron.te.recipe import native_recipe
 from moe_optim.megatron.weights.managed import is_managed
@@ -41,6 +45,7 @@ def check_wrapped_model(config: Any, model_chunks: list[Any]) -> None:
             config,
             model_chunks[0].ddp_config,
             [chunk.config for chunk in model_chunks],
+            config_in_force(),
             quantized=quantized,
         ),
         expected="moe_optim: expected flags it supports",
@@ -71,7 +76,7 @@ def foresee_refusals(
     portable = [model for model in model_configs if _asks_for_portable_experts(model)]
     quantized = bool(recipes) or (bool(portable) and knobs.format != "bf16")
     is_named = knobs.format not in ("auto", "bf16")
-    refused = _refused_settings(config, ddp_config, model_configs, quantized=quantized)
+    refused = _refused_settings(config, ddp_config, model_configs, knobs, quantized=quantized)
     for flag in recipes:
         formats = NATIVE_FORMATS.get(flag, ())
         refused[f"{flag} with weights kept in it (drop the native parameter gather)"] = not formats
@@ -95,8 +100,12 @@ def foresee_refusals(
 
 def _refused_steps(config: Any, knobs: MoEOptimConfig, *, quantized: bool) -> dict[str, bool]:
     """Return what does not go with the step that is asked for -> whether it is there."""
-    own = config.use_precision_aware_optimizer and not quantized
-    settings = settings_of_stocks_step(config, masters_of_adam=own)
+    of_adam = has_masters_of_adam(config, knobs, quantized=quantized)
+    settings = settings_of_stocks_step(config, masters_of_adam=of_adam)
+    on_host = knobs_with_flags(knobs, config).offload_states
+    asked = "--optimizer-cpu-offload"
+    if not config.optimizer_cpu_offload:
+        asked = f"moe_optim.offload_states {on_host}"
     refused = {
         f"moe_optim.step fused with {setting} (set step: auto)": knobs.step == "fused" and there
         for setting, there in settings.items()
@@ -106,9 +115,7 @@ def _refused_steps(config: Any, knobs: MoEOptimConfig, *, quantized: bool) -> di
         "--optimizer-cuda-graph without a fused step (see step in the knobs)": (
             config.optimizer_cuda_graph and takes_stocks
         ),
-        f"moe_optim.offload_states {knobs.offload_states} without a fused step (set step: fused)": (
-            bool(knobs.offload_states) and takes_stocks
-        ),
+        f"{asked} without a fused step (set step: fused)": bool(on_host) and takes_stocks,
     }
 
 
@@ -119,7 +126,12 @@ def _asks_for_portable_experts(model: Any) -> bool:
 
 
 def _refused_settings(
-    config: Any, ddp_config: Any, model_configs: Sequence[Any], *, quantized: bool
+    config: Any,
+    ddp_config: Any,
+    model_configs: Sequence[Any],
+    knobs: MoEOptimConfig,
+    *,
+    quantized: bool,
 ) -> dict[str, bool]:
     """Return every flag that is not supported -> whether these configurations have it.
 
@@ -127,13 +139,16 @@ def _refused_settings(
         config: Megatron's ``OptimizerConfig``.
         ddp_config: its ``DistributedDataParallelConfig``.
         model_configs: the ``TransformerConfig`` of every chunk.
+        knobs: what is, or would be, installed.
         quantized: whether some weights are.
     """
     refused = {
         "--use-megatron-fsdp": ddp_config.use_megatron_fsdp,
         "an optimizer without --use-distributed-optimizer": not config.use_distributed_optimizer,
         f"--optimizer {config.optimizer} (give adam)": config.optimizer != "adam",
-        "--optimizer-cpu-offload": config.optimizer_cpu_offload,
+        "--optimizer-cpu-offload with moe_optim.step stock (set step: fused)": (
+            config.optimizer_cpu_offload and knobs.step == "stock"
+        ),
         "--overlap-param-gather-with-optimizer-step": (
             config.overlap_param_gather_with_optimizer_step
         ),

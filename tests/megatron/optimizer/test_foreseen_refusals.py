@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 
 from moe_optim.config import MoEOptimConfig
 from tests.megatron.optimizer.test_programmatic import REFUSED
@@ -10,6 +11,7 @@ from tests.support.ranks import run_ranks
 
 NATIVE = {"fp8": "e4m3", "fp8_recipe": "mxfp8", "fp8_param": True}
 AWARE = {"use_precision_aware_optimizer": True}
+OFFLOAD = AWARE | {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
 PORTABLE = {"transformer_impl": "local", "num_moe_experts": 4, "moe_grouped_gemm": True}
 PORTABLE |= {"gated_linear_unit": True, "activation_func": "silu", "add_bias_linear": False}
 PORTABLE |= {"bf16": True, "params_dtype": "bfloat16"}
@@ -53,13 +55,24 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # settings and knob
         NATIVE | {"loss_scale": 8.0},
         {"format": "mxfp8", "offload_states": 0.5},
     ),
-    "states on the host, Megatron's as well": (
-        NATIVE | {"optimizer_cpu_offload": True},
-        {"format": "mxfp8", "offload_states": 0.5},
+    "states on the host by a flag": (OFFLOAD, {"format": "bf16"}),
+    "states on the host by both": (NATIVE | OFFLOAD, {"format": "mxfp8", "offload_states": 0.5}),
+    "states on the host by a flag, stock's step": (OFFLOAD, {"format": "bf16", "step": "stock"}),
+    "states on the host by a flag, stock's layout": (
+        OFFLOAD,
+        {"format": "bf16", "layout": "stock"},
+    ),
+    "states on the host by a flag, narrow masters": (
+        OFFLOAD | {"main_params_dtype": torch.float16},
+        {"format": "bf16"},
     ),
     "fused, loss scale": (NATIVE | {"loss_scale": 8.0}, {"format": "mxfp8", "step": "fused"}),
     "stock, loss scale": (NATIVE | {"loss_scale": 8.0}, {"format": "mxfp8"}),
-    "fused, Adam's masters": (AWARE, {"format": "bf16", "step": "fused"}),
+    "fused, precision-aware": (AWARE, {"format": "bf16", "step": "fused"}),
+    "fused, Adam's masters": (
+        AWARE | {"main_params_dtype": torch.float16},
+        {"format": "bf16", "step": "fused"},
+    ),
     "two at once": (NATIVE | {"use_megatron_fsdp": True, "optimizer": "sgd"}, {"format": "mxfp8"}),
 } | {
     flag: (NATIVE | AWARE | {name: value}, {"format": "mxfp8"})
@@ -118,7 +131,10 @@ def test_all_is_named_and_nothing_raised(foreseen):
         "recipe, bf16 weights",
         "graph",
         "states on the host",
+        "states on the host by a flag",
+        "states on the host by both",
         "stock, loss scale",
+        "fused, precision-aware",
         "portable",
         "portable products",
         "portable products on grids",
@@ -141,7 +157,18 @@ def test_what_trains_is_not_refused(foreseen, case):
             "moe_optim.offload_states 0.5 without a fused step (s",
         ),
         ("states on the host, loss scale", "moe_optim.offload_states 0.5 without a fused step (se"),
-        ("states on the host, Megatron's as well", "--optimizer-cpu-offload"),
+        (
+            "states on the host by a flag, stock's step",
+            "--optimizer-cpu-offload with moe_optim.step stock (set step: fused)",
+        ),
+        (
+            "states on the host by a flag, stock's layout",
+            "--optimizer-cpu-offload without a fused step (set step: fused)",
+        ),
+        (
+            "states on the host by a flag, narrow masters",
+            "--optimizer-cpu-offload without a fused step (set step: fused)",
+        ),
         ("fused, loss scale", "moe_optim.step fused with a loss scale (set step: auto)"),
         ("fused, Adam's masters", "moe_optim.step fused with masters that Adam holds"),
         ("no products", "moe_optim.compute nvfp4 without portable experts"),

@@ -112,10 +112,12 @@ def _refuse(knobs: dict[str, Any]) -> str:
 
 
 def test_a_step_that_turns_out_to_be_megatrons_is_refused():
-    """``auto`` fuses where kernels run, which they do not here."""
-    (said,) = run_ranks(1, _refuse, {"step": "auto", "offload_states": 0.5})
-    assert said.startswith("moe_optim: offload_states: expected 0 or a fused step, got 0.5")
-    assert "Set --moe-optim-set step=fused" in said
+    """``auto`` fuses where states are on the host, but not with ``layout: stock``, which
+    the other wire has here."""
+    (said,) = run_ranks(1, _refuse, {"step": "auto", "wire": "bf16", "offload_states": 0.5})
+    assert said.startswith("moe_optim: offload_states: expected a fused step, got step: stock")
+    assert "Set --moe-optim-set step=fused, and layout=aligned, or offload_states=0." in said
+    assert run_ranks(1, _refuse, {"step": "auto", "offload_states": 0.5}) == [""]
 
 
 def test_megatrons_step_is_refused_with_the_knobs():

@@ -105,7 +105,6 @@ REFUSED = {
     "--use-megatron-fsdp": ("use_megatron_fsdp", True),
     "--use-distributed-optimizer": ("use_distributed_optimizer", False),
     "--optimizer sgd": ("optimizer", "sgd"),
-    "--optimizer-cpu-offload": ("optimizer_cpu_offload", True),
     "--overlap-param-gather-with-optimizer-step": (
         "overlap_param_gather_with_optimizer_step",
         True,

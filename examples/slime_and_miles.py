@@ -1,0 +1,27 @@
+"""Trains with moe_optim in slime or miles, which build their optimizers themselves.
+
+With this folder on the Python path of all workers, add to the arguments of their `train.py`
+
+    --custom-megatron-init-path slime_and_miles.install
+
+Both call the function once Megatron is set up, and before the model is built.
+"""
+
+import sys
+from typing import Any
+
+import moe_optim
+
+BUILDERS = tuple(f"{name}.backends.megatron_utils.model" for name in ("slime", "miles"))
+
+
+def install(_args: Any) -> None:
+    """Have moe_optim train the model that is built next, with the knobs below."""
+    # to go on from checkpoints of stock Megatron with --optimizer-cpu-offload, which name classes
+    # of Adam: moe_optim.MoEOptimConfig(trust_checkpoint_code=True)
+    moe_optim.install(moe_optim.MoEOptimConfig())
+    found = [sys.modules[name] for name in BUILDERS if name in sys.modules]
+    if not found:
+        raise RuntimeError(f"expected slime or miles to have imported {' or '.join(BUILDERS)}")
+    for builder in found:
+        builder.get_megatron_optimizer = moe_optim.get_megatron_optimizer
