@@ -125,7 +125,8 @@ def test_recipes_are_run_without_what_their_modules_import(made_up):
 def test_all_that_is_refused_of_a_recipe_is_named_at_once(made_up):
     answers, _ = made_up
     assert answers["plain_config"].refused == ()
-    assert answers["sharded_config"].refused == ("--use-megatron-fsdp", "--use-nccl-ub")
+    refused = ("--use-megatron-fsdp", "--use-nccl-ub with quantized weights")
+    assert answers["sharded_config"].refused == refused
     (per_tensor,) = answers["per_tensor_config"].refused
     assert per_tensor.startswith("--fp8-recipe tensorwise with weights kept in it")
 

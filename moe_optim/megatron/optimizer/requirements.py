@@ -152,7 +152,6 @@ def _refused_settings(
         "--overlap-param-gather-with-optimizer-step": (
             config.overlap_param_gather_with_optimizer_step
         ),
-        "--use-nccl-ub": ddp_config.nccl_ub,
         "--qk-clip (Megatron rescales masters as if none were sharded)": any(
             model.qk_clip for model in model_configs
         ),
@@ -160,6 +159,8 @@ def _refused_settings(
     if quantized:
         refused |= {
             "--fp16 (give --bf16)": config.fp16,
+            # gathers of theirs have memory that NCCL has not registered
+            "--use-nccl-ub with quantized weights": ddp_config.nccl_ub,
             f"--main-params-dtype {_spelt(config.main_params_dtype)} (quantized weights are made "
             "of fp32 masters; give fp32)": (
                 config.use_precision_aware_optimizer and config.main_params_dtype != torch.float32

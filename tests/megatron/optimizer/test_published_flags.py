@@ -1,6 +1,7 @@
 """Flags that published recipes set with quantized weights: what they ask for holds here."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -105,6 +106,49 @@ def test_arguments_of_a_checkpoint_leave_the_flag_to_the_command_line(again, con
     resumed = run_ranks(2, _resume_by_arguments_of_the_checkpoint, rest, config)
     assert [record.extra for record in resumed] == [bool(again)] * 2
     assert_same_end(resumed, trained(config, *OVERLAP))
+
+
+def _train_in_registered_memory(flags: list[str], config: MoEOptimConfig) -> Record:
+    """Train with an allocator in the place of NCCL's; what comes with the record is the part of
+    gradient and weight memory that was allocated with it."""
+    from megatron.core import nccl_allocator
+
+    counted: dict[str, int] = {}
+
+    @contextmanager
+    def registered(*_: Any, **__: Any) -> Iterator[None]:
+        zeros = torch.zeros
+
+        def counting(*args: Any, **kwargs: Any) -> torch.Tensor:
+            made = zeros(*args, **kwargs)
+            counted[made.data_ptr()] = made.nbytes
+            return made
+
+        torch.zeros = counting
+        yield
+        torch.zeros = zeros
+
+    nccl_allocator.init = lambda: None
+    nccl_allocator.create_nccl_mem_pool = lambda **_: None
+    nccl_allocator.nccl_mem = registered
+
+    def share(model: list[Any], _optimizer: Any) -> float:
+        buffers = [*model[0].buffers, *model[0].expert_parallel_buffers]
+        memory = [one for buffer in buffers for one in (buffer.grad_data, buffer.param_data)]
+        return sum(counted.get(one.data_ptr(), 0) for one in memory) / sum(
+            one.nbytes for one in memory
+        )
+
+    return pretrain([*flags, "--use-nccl-ub"], config, observe=share)
+
+
+def test_bf16_weights_train_in_memory_that_nccl_has_registered():
+    """All of their buffers lie in it, and the run is the one without."""
+    config = MoEOptimConfig(format="bf16", step="fused")
+    runs = run_ranks(2, _train_in_registered_memory, [*STEPS, *OVERLAP], config)
+    for got, want in zip(runs, trained(config, *OVERLAP), strict=True):
+        assert got.extra == 1
+        assert_same_run(got, want, what="with --use-nccl-ub")
 
 
 @pytest.mark.parametrize(
