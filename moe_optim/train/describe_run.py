@@ -1,6 +1,5 @@
 """What training from the wheel needs besides the plug-in itself."""
 
-import importlib
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -19,11 +18,6 @@ from moe_optim.megatron.launch.script_runner import trains_on_cpu
 from moe_optim.megatron.optimizer.description import describe
 from moe_optim.megatron.patching.engine import original
 from moe_optim.megatron.weights.managed import is_managed
-
-
-def compile_helpers() -> None:
-    """Make sure the C++ dataset helper can be imported; the wheel ships it built."""
-    importlib.import_module("megatron.core.datasets.helpers_cpp")
 
 
 def setup_model_and_optimizer(

@@ -217,12 +217,6 @@ def test_who_switches_it_on_by_other_means_is_left_alone():
     assert import_hook._LISTENER not in sys.meta_path
 
 
-WITHOUT_MAKE = """
-from megatron.core.datasets import utils
-utils.compile_helpers = lambda: None  # the wheel has them, and no Makefile
-"""
-
-
 @pytest.mark.extended
 @pytest.mark.parametrize(
     "launcher",
@@ -231,7 +225,7 @@ utils.compile_helpers = lambda: None  # the wheel has them, and no Makefile
 )
 def test_an_unmodified_script_trains_under_plain_python(python, script, tmp_path, launcher):
     """With the losses of `moe-optim run` on as many ranks, as the log has them."""
-    script(WITHOUT_MAKE + PRETRAIN)
+    script(PRETRAIN)
     flags = [*MODEL, "--train-iters", "2", "--eval-interval", "2", FLAG]
     runner = ["--no-python", python, "-m", "moe_optim.cli.main", "run", "mine.py"]
     other = [*launcher[:4], *runner] if "--nproc-per-node" in launcher else runner[2:]

@@ -16,7 +16,7 @@ from moe_optim.megatron.launch import cpu_runtime
 from moe_optim.megatron.launch.arguments import request_from_argv
 from moe_optim.megatron.launch.script_runner import prepare_imports, run_script
 from moe_optim.megatron.patching.engine import patch_state
-from moe_optim.megatron.patching.patches import ADAM, CPU, PATCHES, SCRIPT
+from moe_optim.megatron.patching.patches import ADAM, CPU, DATASETS, PATCHES, SCRIPT
 from tests.support.ranks import run_ranks
 from tests.support.runs import REPOSITORY
 from tests.support.scripts import PRETRAIN, write_fake_tree
@@ -274,7 +274,8 @@ def run_and_compare(script, cpu):
     return rebound, dict(os.environ.items() - variables.items()), sys.argv[1:]
 
 
-ON_THE_CPU = {  # names of Megatron that the CPU runtime rebinds; the others only for torch's Adam
+ON_THE_CPU = {  # names of Megatron that are rebound there; the others only for torch's Adam
+    "megatron.core.datasets.utils:compile_helpers",
     "megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu",
 }
 OF_LATER_VERSIONS = {  # which 0.19 has not got and does without
@@ -328,9 +329,9 @@ def test_the_documents_name_what_the_cpu_takes():
     assert all(f"{name}`" in section for name in others)
     assert "gloo" in section
     assert {patch.target for patch in CPU if patch.only_if_there} == OF_LATER_VERSIONS
-    ids = [patch.target for patch in (*ADAM, *CPU) if not patch.only_if_there]
+    ids = [patch.target for patch in (*ADAM, *CPU, *DATASETS) if not patch.only_if_there]
     assert set(ids) == ON_THE_CPU | WITH_TORCHS_ADAM
-    assert len(ids) == 6  # as the help of the command counts them
+    assert len(ids) == 7  # as the help of the command counts them
 
 
 def test_the_flag_installs_the_plugin_and_the_parser_takes_its_settings(tmp_path):

@@ -22,7 +22,8 @@ from moe_optim.megatron.patching import patches
 from tests import test_architecture
 
 PATCH_GROUPS = {
-    "`moe-optim train`, from the wheel": patches.ENTRY,
+    "training from the wheel": patches.DATASETS,
+    "`moe-optim train`": patches.ENTRY,
     "`moe-optim run`, or plain `python` once enabled, with the flag": patches.SCRIPT,
     "where Transformer Engine and apex are absent": patches.ADAM,
     "the CPU runtime": patches.CPU,

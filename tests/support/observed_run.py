@@ -126,7 +126,8 @@ def observe(report: Report) -> None:
     from moe_optim.megatron.patching import patches
     from moe_optim.megatron.patching.engine import apply_patches
 
-    apply_patches(patches.ENTRY)  # first, so that the wrappers below stay outermost
+    # first, so that the wrappers below stay outermost
+    apply_patches((*patches.DATASETS, *patches.ENTRY))
     setup, train_step = training.setup_model_and_optimizer, training.train_step
     built: list[Any] = []
 

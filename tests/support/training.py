@@ -120,7 +120,8 @@ def _watch(
     from moe_optim.megatron.patching import patches
     from moe_optim.megatron.patching.engine import apply_patches
 
-    apply_patches(patches.ENTRY)  # first, so that the wrappers below stay outermost
+    # first, so that the wrappers below stay outermost
+    apply_patches((*patches.DATASETS, *patches.ENTRY))
     built: list[Any] = []
     steps = iter(range(1, 1_000_000))
 

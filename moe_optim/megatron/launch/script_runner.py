@@ -189,13 +189,15 @@ def _prepare(request: MoEOptimConfig | None, *, cpu: bool) -> None:
         cpu_runtime.install()
         if "--distributed-backend" not in sys.argv:
             sys.argv += ["--distributed-backend", "gloo"]
-    if request is not None:
+    if cpu or request is not None:
         from moe_optim.megatron import installation
         from moe_optim.megatron.patching.engine import apply_patches
-        from moe_optim.megatron.patching.patches import SCRIPT
+        from moe_optim.megatron.patching.patches import DATASETS, SCRIPT
 
-        apply_patches(SCRIPT, "run")
-        installation.install(request)
+        apply_patches(DATASETS, "run")
+        if request is not None:
+            apply_patches(SCRIPT, "run")
+            installation.install(request)
 
 
 def check_script(script: Path, argv: Sequence[str], *, cpu: bool) -> list[str]:

@@ -7,6 +7,7 @@ __all__ = [
     "CHECKPOINTS",
     "CONFIGURATIONS",
     "CPU",
+    "DATASETS",
     "ENTRY",
     "EXPERTS",
     "OPTIMIZER",
@@ -16,6 +17,18 @@ __all__ = [
 ]
 
 _FUSED_OPTIMIZERS = ("transformer_engine", "apex.optimizers")
+
+DATASETS: tuple[Patch, ...] = (
+    Patch(
+        id="dataset-helpers",
+        target="megatron.core.datasets.utils:compile_helpers",
+        replacement="moe_optim.megatron.launch.dataset_helpers:compile_helpers",
+        fits=in_all_versions("()"),
+        because="the wheel ships the dataset helper built but not its Makefile, and exits on make",
+        remove_when="the wheel skips the compilation of a helper that is already importable",
+    ),
+)
+"""Needed to train from the megatron-core wheel, with or without the plug-in."""
 
 ENTRY: tuple[Patch, ...] = (
     Patch(
@@ -28,16 +41,8 @@ ENTRY: tuple[Patch, ...] = (
         because="pretrain() keeps model and optimizer to itself, and summaries describe both",
         remove_when="pretrain() returns them or takes a callback",
     ),
-    Patch(
-        id="dataset-helpers",
-        target="megatron.core.datasets.utils:compile_helpers",
-        replacement="moe_optim.train.describe_run:compile_helpers",
-        fits=in_all_versions("()"),
-        because="the wheel ships the dataset helper built but not its Makefile, and exits on make",
-        remove_when="the wheel skips the compilation of a helper that is already importable",
-    ),
 )
-"""Needed to train from the megatron-core wheel, with or without the plug-in."""
+"""Needed by ``moe-optim train``, with or without the plug-in."""
 
 SCRIPT: tuple[Patch, ...] = (
     Patch(
@@ -336,5 +341,14 @@ CONFIGURATIONS: tuple[Patch, ...] = tuple(
 )
 """Those of the above that a configuration is made with which Megatron would refuse."""
 
-PATCHES: tuple[Patch, ...] = (*ENTRY, *SCRIPT, *ADAM, *CPU, *EXPERTS, *OPTIMIZER, *CHECKPOINTS)
+PATCHES: tuple[Patch, ...] = (
+    *DATASETS,
+    *ENTRY,
+    *SCRIPT,
+    *ADAM,
+    *CPU,
+    *EXPERTS,
+    *OPTIMIZER,
+    *CHECKPOINTS,
+)
 """Every name of Megatron that this package rebinds, in the order in which it does."""
