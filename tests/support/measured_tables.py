@@ -62,6 +62,7 @@ MANY_WEIGHTS = "step-h200-qwen3.json"
 """As many weights a rank as the two GPUs have above."""
 SOAK = "soak-h200.json"
 FLAGS = "flags-2x-h200.json"
+FLAGS_CPU = "flags-cpu.json"
 EXPERTS = "experts-h200.json"
 HEALTH = "health-h200.json"
 HEALTH_STEPS = ("step-health-0-h200.json", "step-health-1-h200.json")
@@ -315,8 +316,8 @@ def soak() -> str:
     ) + table(["median of", "second quarter", "last quarter", "ratio", "at most"], rows)
 
 
-def flags_beside_stock() -> str:
-    report = read_result(FLAGS)
+def flags_beside_stock(result: str) -> str:
+    report = read_result(result)
     compared = ("losses", "grad_norms", "validation_losses")
     rows = []
     for pair in report["pairs"]:
@@ -765,7 +766,8 @@ MEASURED_TABLES: Mapping[str, Callable[[], str]] = {
     "formats-compared": formats_compared,
     "convert": convert,
     "fake-quantization": fake_quantization,
-    "flags-beside-stock": flags_beside_stock,
+    "flags-beside-stock": lambda: flags_beside_stock(FLAGS),
+    "flags-on-cpu": lambda: flags_beside_stock(FLAGS_CPU),
     "fused-step": fused_step,
     "fused-step-host": fused_step_host,
     "gather": gather,
@@ -800,6 +802,7 @@ RESULTS_OF: Mapping[str, tuple[str, ...]] = {
     "convert": ("convert-cpu.json",),
     "fake-quantization": (EXPERTS,),
     "flags-beside-stock": (FLAGS,),
+    "flags-on-cpu": (FLAGS_CPU,),
     "gather": ("gather-2x-h200.json", "gather-4x-h200.json"),
     "health-cost": (HEALTH, *HEALTH_STEPS),
     "host": ("requantize-h100.json", "requantize-host-h100.json"),

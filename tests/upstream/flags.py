@@ -106,15 +106,16 @@ def fused(*flags: str, in_bf16: bool = False) -> Side:
 
 OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather")
 REUSE = "--reuse-grad-buf-for-mxfp8-param-ag"
+AWARE = "--use-precision-aware-optimizer"
 MOMENTS = ("--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16")
-NARROW = (*OVERLAP, "--use-precision-aware-optimizer", *MOMENTS)
+NARROW = (*OVERLAP, AWARE, *MOMENTS, "--main-grads-dtype", "fp32", "--main-params-dtype", "fp32")
 EXPERTS_APART = ("--expert-model-parallel-size", "2")
 PADDED = (*OVERLAP, "--moe-expert-capacity-factor", "1.0", "--moe-pad-expert-input-to-capacity")
 PADDED += ("--te-rng-tracker", "--no-check-for-nan-in-loss-and-grad")
 GRAPHS = ("--cuda-graph-impl", "full_iteration", "--cuda-graph-warmup-steps", "3")
 STEP_GRAPH = "--optimizer-cuda-graph"
 UNCLIPPED = ("--clip-grad", "0")
-OFFLOAD = ("--use-precision-aware-optimizer", "--optimizer-cpu-offload")
+OFFLOAD = (AWARE, "--optimizer-cpu-offload")
 TRACKED = (*OVERLAP, "--te-rng-tracker")
 BF16_WIRE = ("layout=stock", "wire=bf16")
 
