@@ -93,9 +93,11 @@ def test_a_document_links_to_the_results_that_its_figures_come_from(document):
 def test_every_result_is_quoted_and_every_link_to_one_is_of_a_figure():
     """A new result file needs a block that is made from it."""
     quoted = {file for files in RESULTS_OF.values() for file in files}
-    assert quoted == {path.name for path in RESULTS.iterdir()}
+    assert quoted == {path.name for path in RESULTS.glob("*.json")}
     for text in DOCUMENTS.values():
-        linked = {Path(link).name for link in re.findall(r"\]\(([^)]*results/[^)#]+)\)", text)}
+        linked = {
+            Path(link).name for link in re.findall(r"\]\(([^)]*results/[^)#]+\.json)\)", text)
+        }
         assert linked <= {file for block in blocks_in(text) for file in RESULTS_OF.get(block, ())}
 
 
@@ -124,7 +126,7 @@ READ_NOT_RUN = {"patch-sources", "published-recipes"}
 """Of sources that are compared on any machine."""
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in RESULTS.iterdir()))
+@pytest.mark.parametrize("name", sorted(path.stem for path in RESULTS.glob("*.json")))
 def test_a_result_says_what_measured_it(name):
     """Command, commit, device and versions; of each row, run or file where they differ."""
     report = json.loads((RESULTS / f"{name}.json").read_text())

@@ -35,7 +35,7 @@ include_patterns = [
     "docs/api/*.md",
     "examples/*.md",
     "patches/**.md",
-    "recipes/*.md",
+    "recipes/**.md",
     "moe_optim/**.md",
 ]
 exclude_patterns = [

@@ -17,12 +17,17 @@ from pathlib import Path
 from tests.support.code_tables import CODE_TABLES
 from tests.support.measured_tables import MEASURED_TABLES
 from tests.support.pictures import PICTURES, is_current, write_picture
+from tests.support.results_index import results_index
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = (".", "docs", "examples", "recipes", "patches", "moe_optim")
 """Where documents lie: beside each other at the root, and anywhere below the others."""
 
-BLOCKS: Mapping[str, Callable[[], str]] = {**CODE_TABLES, **MEASURED_TABLES}
+BLOCKS: Mapping[str, Callable[[], str]] = {
+    **CODE_TABLES,
+    **MEASURED_TABLES,
+    "results": results_index,
+}
 """Name of a block -> what makes its text."""
 
 _BLOCK = re.compile(r"<!-- generated: (?P<name>[a-z0-9-]+) -->\n(?P<text>.*?)<!-- end -->", re.S)
