@@ -1,12 +1,17 @@
-"""Every kernel compiles for Hopper and for Blackwell, on a machine that has neither.
+"""Every kernel compiles in every variant for both Blackwells, on a machine that has neither.
 
-For sm_100, Blackwell of data centres, the other tests of this folder compile, and run the result.
-What is extended compiles the same code for the other of these two, or from another dtype.
+That for sm_100, Blackwell of data centres, the other tests of this folder run. Hopper's, which runs
+on GPUs, is extended.
 """
+
+import importlib
+import pkgutil
 
 import pytest
 import torch
+from triton import JITFunction
 
+from moe_optim import kernels
 from moe_optim.formats import DIRECTIONS, FORMATS, QuantizedWeight
 from moe_optim.kernels import launch, member_table
 from moe_optim.kernels.exchange import plan_exchange
@@ -29,9 +34,21 @@ from tests.support.ptx.launches import compile_kernel
 
 pytestmark = pytest.mark.slow
 
-HOPPER, BLACKWELL_RTX = 90, 120
-extended = pytest.mark.extended
+FOR_EVERY_GPU = pytest.mark.parametrize(
+    "capability",
+    [
+        pytest.param(100, id="sm_100"),
+        pytest.param(120, id="sm_120"),
+        pytest.param(90, id="sm_90", marks=pytest.mark.extended),
+    ],
+)
 SHAPE = (2, 256, 512)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+MORE_DTYPES = DTYPES | {"fp16": torch.float16}
+
+
+def for_dtypes(argument, dtypes=DTYPES):
+    return pytest.mark.parametrize(argument, dtypes.values(), ids=dtypes)
 
 
 def kernels_of(format, dtype, *, cut=False, zero=False):
@@ -63,13 +80,13 @@ def kernels_of(format, dtype, *, cut=False, zero=False):
         yield from launch._bind_finish(finish)
 
 
-def kernels_of_step(format, moments):
+def kernels_of_step(format, moments, gradients, *, decoupled):
     """Return what a GPU would launch for a step: quantized weights with a cut, and dense ones."""
     end = 1000  # inside of a band
     numel = SHAPE[0] * SHAPE[1] * SHAPE[2]
 
     def state(count, weight=None):
-        master, gradient = torch.zeros(count), torch.zeros(count, dtype=torch.bfloat16)
+        master, gradient = torch.zeros(count), torch.zeros(count, dtype=gradients)
         moment = [torch.zeros(count, dtype=moments) for _ in range(2)]
         return AdamState(
             parameter="fc",
@@ -94,22 +111,19 @@ def kernels_of_step(format, moments):
     hyper = torch.zeros(1, HYPER_FIELDS)
     states = [first, second, dense]
     yield from step_launch._bind(
-        StepTable.build(states, hyper, torch.ones(1), members=members, decoupled=False)
+        StepTable.build(states, hyper, torch.ones(1), members=members, decoupled=decoupled)
     )
 
 
-@pytest.mark.parametrize(
-    ("moments", "capability"),
-    [
-        pytest.param(torch.float32, HOPPER, id="fp32, hopper"),
-        pytest.param(torch.bfloat16, BLACKWELL_RTX, id="bf16, sm_120", marks=extended),
-    ],
-)
+@FOR_EVERY_GPU
+@pytest.mark.parametrize("decoupled", [True, False], ids=["decoupled", "coupled"])
+@for_dtypes("gradients")
+@for_dtypes("moments")
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
-def test_every_step_compiles(format, moments, capability, monkeypatch):
+def test_every_step_compiles(format, moments, gradients, decoupled, capability, monkeypatch):
     for module in (member_table, step_table):
         monkeypatch.setattr(module, "has_kernels", lambda device: True)
-    seen = list(kernels_of_step(format, moments))
+    seen = list(kernels_of_step(format, moments, gradients, decoupled=decoupled))
     assert len(seen) >= 2
     for bound in seen:
         asm = compile_kernel(bound, capability).asm
@@ -117,15 +131,8 @@ def test_every_step_compiles(format, moments, capability, monkeypatch):
         assert "div.approx.ftz.f32" in asm["ptx"]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "capability"),
-    [
-        pytest.param(torch.float32, HOPPER, id="fp32, hopper"),
-        pytest.param(torch.bfloat16, BLACKWELL_RTX, id="bf16, sm_120"),
-        pytest.param(torch.float32, BLACKWELL_RTX, id="fp32, sm_120", marks=extended),
-        pytest.param(torch.bfloat16, HOPPER, id="bf16, hopper", marks=extended),
-    ],
-)
+@FOR_EVERY_GPU
+@for_dtypes("dtype")
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 def test_every_kernel_compiles(format, dtype, capability):
     seen = []
@@ -136,38 +143,26 @@ def test_every_kernel_compiles(format, dtype, capability):
     assert len(seen) >= 3
 
 
-@pytest.mark.parametrize(
-    ("count_zeros", "capability"),
-    [
-        pytest.param(True, HOPPER, id="zeros, hopper"),
-        pytest.param(False, BLACKWELL_RTX, id="sm_120"),
-        pytest.param(False, HOPPER, id="hopper", marks=extended),
-        pytest.param(True, BLACKWELL_RTX, id="zeros, sm_120", marks=extended),
-    ],
-)
-def test_the_norm_compiles(count_zeros, capability, monkeypatch):
-    """For both dtypes; whole tiles are read by accesses of 16 bytes."""
+def kernels_of_norm(monkeypatch, *, count_zeros):
+    """Return what a GPU would launch for a norm: for each dtype of gradients, and for all."""
     monkeypatch.setattr(norm_table, "runs_triton", lambda device: True)
     gradients = [Gradients(torch.zeros(9, dtype=dtype)) for dtype in norm_table.NORM]
-    *of_dtypes, of_groups = norm_launch._bind(NormTable.build(gradients, count_zeros=count_zeros))
+    return norm_launch._bind(NormTable.build(gradients, count_zeros=count_zeros))
+
+
+@FOR_EVERY_GPU
+@pytest.mark.parametrize("count_zeros", [True, False], ids=["zeros", "no zeros"])
+def test_the_norm_compiles(count_zeros, capability, monkeypatch):
+    """For both dtypes; whole tiles are read by accesses of 16 bytes."""
+    *of_dtypes, of_groups = kernels_of_norm(monkeypatch, count_zeros=count_zeros)
     assert len(of_dtypes) == 2 and compile_kernel(of_groups, capability).asm["cubin"]
     for bound in of_dtypes:
-        assert "ld.global.v4.b32" in compile_kernel(bound, capability).asm["ptx"]
+        asm = compile_kernel(bound, capability).asm
+        assert asm["cubin"] and "ld.global.v4.b32" in asm["ptx"]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "capability"),
-    [
-        pytest.param(torch.float32, HOPPER, id="fp32, hopper"),
-        pytest.param(torch.bfloat16, BLACKWELL_RTX, id="bf16, sm_120"),
-        pytest.param(torch.float16, HOPPER, id="fp16, hopper", marks=extended),
-        pytest.param(torch.float32, BLACKWELL_RTX, id="fp32, sm_120", marks=extended),
-        pytest.param(torch.bfloat16, HOPPER, id="bf16, hopper", marks=extended),
-        pytest.param(torch.float16, BLACKWELL_RTX, id="fp16, sm_120", marks=extended),
-    ],
-)
-def test_fake_quantization_compiles(dtype, capability, monkeypatch):
-    """Accesses of 16 bytes, exact quotients, and no product that is fused with a sum."""
+def calls_of_fake_quantization(dtype, monkeypatch):
+    """Return what a GPU would launch to fake-quantize, on integers and E4M3, and its gradient."""
     seen = []
     monkeypatch.setattr(fake_launch.BoundKernel, "__call__", lambda *given: seen.append(given))
     values = torch.zeros(2, 16, 64, dtype=dtype)
@@ -176,8 +171,16 @@ def test_fake_quantization_compiles(dtype, capability, monkeypatch):
     for codes, e4m3 in (((-128.0, 127.0), False), ((-448.0, 448.0), True)):
         fake_launch.launch_fake_quantize(table, amax, result, codes, e4m3=e4m3)
     fake_launch.launch_clip_gradient(table, amax, result)
+    return seen
+
+
+@FOR_EVERY_GPU
+@for_dtypes("dtype", MORE_DTYPES)
+def test_fake_quantization_compiles(dtype, capability, monkeypatch):
+    """Accesses of 16 bytes, exact quotients, and no product that is fused with a sum."""
+    calls = calls_of_fake_quantization(dtype, monkeypatch)
     integers, e4m3, gradients = (
-        compile_kernel(*call[:1], capability, *call[1:]).asm for call in seen
+        compile_kernel(*call[:1], capability, *call[1:]).asm for call in calls
     )
     for asm in (integers, e4m3, gradients):
         assert asm["cubin"]
@@ -186,21 +189,42 @@ def test_fake_quantization_compiles(dtype, capability, monkeypatch):
     assert "cvt.rn.satfinite.e4m3x2" in e4m3["ptx"] and "div.full" not in e4m3["ptx"]
 
 
-@pytest.mark.parametrize(
-    "capability",
-    [
-        pytest.param(BLACKWELL_RTX, id="sm_120"),
-        pytest.param(HOPPER, id="hopper", marks=extended),
-    ],
-)
-@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
-def test_measuring_health_compiles(format, capability, monkeypatch):
-    """Whole tiles of masters are read by accesses of 16 bytes."""
+def kernels_of_health(format, monkeypatch):
+    """Return what a GPU would launch to measure the experts of a weight."""
     monkeypatch.setattr(health_table, "has_kernels", lambda device: True)
     target = QuantizedWeight.empty(format, SHAPE)
     entry = TableEntry(parameter="fc", source=torch.zeros(SHAPE), target=target)
     one = HealthEntry(entry=entry, rows=torch.arange(SHAPE[0]))
     table = HealthTable.build([one], SHAPE[0], device=torch.device("cpu"))
-    measuring, adding = health_launch._bind(table, table.launches[0])
-    assert compile_kernel(adding, capability).asm["cubin"]
-    assert "ld.global.v4.b32" in compile_kernel(measuring, capability).asm["ptx"]
+    return health_launch._bind(table, table.launches[0])
+
+
+@FOR_EVERY_GPU
+@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+def test_measuring_health_compiles(format, capability, monkeypatch):
+    """Whole tiles of masters are read by accesses of 16 bytes."""
+    measuring, adding = (
+        compile_kernel(bound, capability).asm for bound in kernels_of_health(format, monkeypatch)
+    )
+    assert adding["cubin"] and measuring["cubin"]
+    assert "ld.global.v4.b32" in measuring["ptx"]
+
+
+def kernels_written():
+    """Yield the name of every kernel of the package; what else Triton compiles they call."""
+    for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
+        for name, value in vars(importlib.import_module(module.name)).items():
+            if isinstance(value, JITFunction) and name.endswith("_kernel"):
+                yield name
+
+
+def test_every_kernel_that_is_written_is_compiled_here(monkeypatch):
+    for module in (member_table, step_table):
+        monkeypatch.setattr(module, "has_kernels", lambda device: True)
+    seen = {call[0].kernel for call in calls_of_fake_quantization(torch.float32, monkeypatch)}
+    seen |= {bound.kernel for bound in kernels_of_norm(monkeypatch, count_zeros=True)}
+    for format in FORMATS.values():
+        seen |= {bound.kernel for bound in kernels_of_health(format, monkeypatch)}
+        steps = kernels_of_step(format, torch.float32, torch.float32, decoupled=True)
+        seen |= {bound.kernel for bound in (*steps, *kernels_of(format, torch.float32, cut=True))}
+    assert {kernel.__name__ for kernel in seen} == set(kernels_written())
