@@ -115,7 +115,11 @@ UNFIT: dict[str, tuple[str, dict[str, Any], str]] = {  # format, settings, what 
         NARROW | {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8},
         "moments in torch.uint8",
     ),
-    "Adam's own masters": ("bf16", NARROW, "--use-precision-aware-optimizer without quantized"),
+    "Adam's own masters": (
+        "bf16",
+        NARROW | {"main_params_dtype": torch.float16},
+        "masters that Adam holds (--use-precision-aware-optimizer with bf16 weights)",
+    ),
 }
 STOCK = [{"step": "stock"}, {"layout": "stock"}, {"backend": "reference"}]
 
@@ -168,6 +172,8 @@ def _choose_steps() -> dict[str, Any]:
     for name, (format, settings, _) in UNFIT.items():
         found[name] = _build({"format": format}, settings)
         found[f"{name}, fused"] = _refused(format, settings)
+    for step in ("auto", "fused"):
+        found[f"bf16 weights, {step}"] = _build({"format": "bf16", "step": step}, NARROW)
     if torch.distributed.get_rank() == 1:
         chained.why_not_fused = lambda _: "something of rank 1"
     found["on rank 1"] = _build({"format": "mxfp8"}, {})
@@ -203,6 +209,13 @@ def test_what_a_fused_step_cannot_take_is_refused_with_a_remedy_and_auto_takes_s
         assert UNFIT[name][2] in of_rank[f"{name}, fused"]
         assert "moe_optim: step: fused: expected" in of_rank[f"{name}, fused"]
         assert of_rank[f"{name}, fused"].endswith("Set step: auto or step: stock.")
+
+
+def test_masters_of_bf16_weights_are_adams_unless_a_fused_step_is_asked_for(chosen):
+    """With ``--use-precision-aware-optimizer``, whose Adam keeps them in less memory."""
+    for of_rank in chosen:
+        assert of_rank["bf16 weights, auto"] == (False, "stock")
+        assert of_rank["bf16 weights, fused"] == (True, "fused")
 
 
 def test_ranks_agree_though_one_alone_knows_a_reason(chosen):
