@@ -24,9 +24,11 @@ def offload_of_flags(config: Any) -> float:
 
     Args:
         config: Megatron's ``OptimizerConfig``, or what a plan knows of it. A fraction above 1 means
-            all there is, as it does to Megatron.
+            all there is and one below 0 nothing, as to Megatron.
     """
-    return min(config.optimizer_offload_fraction, 1.0) if config.optimizer_cpu_offload else 0.0
+    if not config.optimizer_cpu_offload:
+        return 0.0
+    return min(max(config.optimizer_offload_fraction, 0.0), 1.0)
 
 
 def knobs_with_flags(knobs: MoEOptimConfig, config: Any) -> MoEOptimConfig:

@@ -74,6 +74,11 @@ def make_report(args: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
     knobs = knobs_with_flags(knobs, experts)
     gpus = sorted(set(args.gpus or default_gpus(experts, recipe.ranks)))
     reason = why_stocks_step(experts, knobs)
+    if reason and (knobs.offload_states or experts.optimizer_cpu_offload):
+        raise ConfigError(
+            f"{recipe.path}: states on the host: expected a fused step, got {reason}. Remove that, "
+            "or leave them on the device."
+        )
     rows = list(
         plan_rows(
             experts,

@@ -348,6 +348,15 @@ def test_megatrons_flag_puts_states_of_bf16_weights_on_the_host_in_its_rows_too(
                 assert row["parts"][name] == pytest.approx(part * whole["parts"][name], abs=8)
 
 
+@pytest.mark.parametrize("knob", ["step", "layout"])
+def test_states_on_the_host_are_not_planned_where_a_run_would_refuse_them(knob, capsys):
+    plan = ["plan", f"{ROOT}/recipes/quickstart.yaml", "--set", f"moe_optim.{knob}=stock"]
+    flags = ["--use-precision-aware-optimizer", "--optimizer-cpu-offload"]
+    assert cli.main([*plan, "--", *flags]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"states on the host: expected a fused step, got {knob}: stock. Remove that" in said
+
+
 def test_differences_are_those_of_totals_to_stock_in_bf16_and_in_the_same_format():
     rows = {row["format"]: row for row in plan_rows(experts_of(), [2])}
     for name, row in rows.items():

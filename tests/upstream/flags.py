@@ -216,12 +216,17 @@ class Asked:
         log = self.folder / f"{port}.log"
         environment = os.environ | ENVIRONMENT | ({"MOE_OPTIM_CPU": "1"} if self.cpu else {})
         with log.open("w") as file:
-            subprocess.run(
-                self.argv(side, port), cwd=self.folder, env=environment, stdout=file, stderr=file
+            done = subprocess.run(
+                self.argv(side, port),
+                cwd=self.folder,
+                env=environment,
+                stdout=file,
+                stderr=file,
+                check=False,
             )
         text = log.read_text(errors="replace")
         found = {what: place.findall(text) for what, place in PRINTED.items()}
-        if len(found["losses"]) < int(MODEL[MODEL.index("--train-iters") + 1]):
+        if done.returncode or len(found["losses"]) < int(MODEL[MODEL.index("--train-iters") + 1]):
             print(f"FAILED {side.name}\n{text[-3000:]}", file=sys.stderr)
             found = {"losses": []}
         return {"command": shlex.join(self.command(side)), **found}
@@ -230,7 +235,7 @@ class Asked:
 def is_equal(runs: Mapping[str, Mapping[str, Any]], pair: Pair) -> bool:
     """Return whether two runs have printed the same losses, norms and evaluations."""
     one, other = (runs[side.name] for side in pair.sides)
-    return bool(one["losses"]) and all(one.get(what) == other.get(what) for what in PRINTED)
+    return all(one.get(what) and one[what] == other.get(what) for what in PRINTED)
 
 
 def chosen(words: Sequence[str], *, cpu: bool) -> dict[str, Pair]:

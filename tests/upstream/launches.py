@@ -33,12 +33,19 @@ def find_launches(checkout: Path) -> Iterator[tuple[str, Mapping[str, list[str]]
 
 
 def _of_shell(text: str, shells: Sequence[Path]) -> Flags:
+    """Return the flags of a script.
+
+    Args:
+        text: of it.
+        shells: what it may source.
+    """
     found: Flags = {}
     for line in text.splitlines():
         if sourced := _SOURCE.match(line):
             named = [one for one in shells if one.as_posix().endswith(f"/{sourced[1]}")]
             for one in named[:1]:
-                found |= _of_shell(one.read_text(encoding="utf-8", errors="replace"), shells)
+                others = [other for other in shells if other != one]  # it may source its own name
+                found |= _of_shell(one.read_text(encoding="utf-8", errors="replace"), others)
     return found | _grouped(word for line in _lines_of_arrays(text) for word in _split(line))
 
 
@@ -69,6 +76,7 @@ def _lines_of_arrays(text: str) -> Iterator[str]:
             is_inside, line = True, line[opened.end() :]
         if is_inside:
             code = line.partition(" #")[0].rstrip() if not line.lstrip().startswith("#") else ""
+            code = code.removesuffix("\\").rstrip()
             ends = code.endswith(")") and code.count("(") < code.count(")")
             yield code[:-1] if ends else code
             is_inside = not ends

@@ -63,6 +63,12 @@ def test_a_run_that_failed_equals_nothing():
     assert not is_equal({side.name: {"losses": []} for side in pair.sides}, pair)
 
 
+def test_runs_that_have_printed_no_evaluations_equal_nothing():
+    pair = Pair(stock(), plugin())
+    figures = {name: ["1.0"] for name in flags.PRINTED} | {"validation_losses": []}
+    assert not is_equal({side.name: figures for side in pair.sides}, pair)
+
+
 def test_on_a_cpu_no_pair_needs_a_gpu():
     """Commands have no word of Transformer Engine, and stock's start by what sets the CPU up."""
     pairs = flags.chosen([], cpu=True)

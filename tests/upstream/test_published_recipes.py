@@ -233,7 +233,7 @@ OPTIMIZER_ARGS=(
    --optimizer adam  # as everywhere
    #--optimizer sgd
    --lr=1e-6
-   --of-this-launcher-alone $(seq 1 2) "${NAME}"
+   --of-this-launcher-alone $(seq 1 2) "${NAME}" \\
    --optimizer-cpu-offload
    --use-precision-aware-optimizer
 )

@@ -1,16 +1,19 @@
 """The C++ helper of Megatron's datasets, which the wheel of megatron-core ships built."""
 
-import importlib
+from importlib.util import find_spec
 
+from moe_optim.environment import find_folder
 from moe_optim.megatron.patching.engine import original
+
+_DATASETS = "megatron.core.datasets"
 
 
 def compile_helpers() -> None:
-    """Make sure that the helper can be imported, and compile it as Megatron does where it cannot.
+    """Have Megatron compile the helper where it can, or has to.
 
-    Megatron calls ``make`` in any case, for which the wheel has no Makefile, and exits.
+    It calls ``make`` in any case, for which the wheel has no Makefile, and exits.
     """
-    try:
-        importlib.import_module("megatron.core.datasets.helpers_cpp")
-    except ImportError:
-        original("megatron.core.datasets.utils:compile_helpers")()
+    folder = find_folder(_DATASETS)
+    has_makefile = folder is not None and (folder / "Makefile").exists()
+    if has_makefile or find_spec(f"{_DATASETS}.helpers_cpp") is None:
+        original(f"{_DATASETS}.utils:compile_helpers")()

@@ -61,7 +61,8 @@ class GroupStepAdam(torch.optim.AdamW):
             raise ConfigError(
                 "--use-precision-aware-optimizer: expected quantized weights, whose masters "
                 "Megatron keeps, got others, whose masters Transformer Engine's Adam keeps. Set "
-                "--moe-optim-set step=fused, remove the flag, or install Transformer Engine."
+                "--moe-optim-set step=fused with masters in fp32, remove the flag, or install "
+                "Transformer Engine."
             )
         super().__init__(params, **defaults)
         self._dtypes = dict(zip(MOMENTS, (exp_avg_dtype, exp_avg_sq_dtype), strict=True))

@@ -10,7 +10,7 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-from moe_optim.errors import LayoutError, StateError
+from moe_optim.errors import ConfigError, LayoutError, StateError
 from moe_optim.megatron.buffers.bucket_group import (
     GroupedBucketGroup,
     bucket_groups,
@@ -44,7 +44,15 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
 
         ``reuse_grad_buf_for_mxfp8_param_ag`` tells Megatron's step to leave weights to the training
         loop, which stages them later. Here every step takes care of all of them.
+
+        Raises:
+            ConfigError: ``--optimizer-cpu-offload`` has come to Megatron's factory, not to ours.
         """
+        if config.optimizer_cpu_offload:  # which would step beside our masters, or in their place
+            raise ConfigError(
+                "--optimizer-cpu-offload: expected moe_optim.get_megatron_optimizer to build the "
+                "optimizer, got Megatron's function. Call ours in its place, with its arguments."
+            )
         if config.reuse_grad_buf_for_mxfp8_param_ag:
             config = copy.copy(config)
             config.reuse_grad_buf_for_mxfp8_param_ag = False

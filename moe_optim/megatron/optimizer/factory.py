@@ -12,6 +12,7 @@ from moe_optim.errors import ConfigError
 from moe_optim.megatron.active import config_in_force, in_force
 from moe_optim.megatron.buffers.buffer import GroupedParamAndGradBuffer
 from moe_optim.megatron.optimizer.description import describe
+from moe_optim.megatron.optimizer.fused import why_not_fused
 from moe_optim.megatron.optimizer.requirements import check_wrapped_model
 from moe_optim.megatron.patching import patches
 from moe_optim.megatron.patching.engine import (
@@ -101,6 +102,13 @@ def get_megatron_optimizer(
         )
     if knobs.offload_states:
         _report_host_states(optimizer, knobs.offload_states, by_flag=wants_host)
+    elif wants_host:
+        log_single_rank(
+            logger,
+            logging.WARNING,
+            "moe_optim: --optimizer-cpu-offload: nothing is on the host, as the fraction "
+            "(optimizer_offload_fraction) is 0",
+        )
     report = f"{describe(model_chunks, optimizer)}\nknobs: {knobs.changes()}"
     log_single_rank(logger, logging.INFO, report)
     return optimizer
@@ -140,16 +148,22 @@ def _report_host_states(optimizer: Any, fraction: float, *, by_flag: bool) -> No
         asked, remedy = "moe_optim: offload_states", "offload_states=0"
         if by_flag:
             asked, remedy = "--optimizer-cpu-offload", "drop the flag"
+        reasons = [reason for part in optimizer.stepping if (reason := why_not_fused(part))]
+        found = f" for {reasons[0]}" if reasons else ""
+        change = "Remove that" if reasons else "Set --moe-optim-set step=fused"
         raise ConfigError(
-            f"{asked}: expected a fused step, got step: stock, which steps states on the device. "
-            f"Set --moe-optim-set step=fused, and layout=aligned, or {remedy}."
+            f"{asked}: expected a fused step, got step: stock{found}, which steps states on the "
+            f"device. {change}, or {remedy}."
         )
-    states = [part.host_states for part in optimizer.stepping]
+    on_host = sum(part.host_states.numel for part in optimizer.stepping)
+    groups = (group for part in optimizer.stepping for group in part.shard_fp32_groups)
+    staying = sum(master.numel() for group in groups for master in group)
     log_single_rank(
         logger,
         logging.INFO,
-        f"moe_optim: offload_states: {fraction}: masters and moments of "
-        f"{sum(of_part.numel for of_part in states):,} elements of this rank are on the host",
+        f"moe_optim: offload_states: {fraction}: masters and moments of {on_host:,} elements of "
+        f"this rank are on the host"
+        + (f"; those of {staying:,} in fp32 parameters stay on the device" if staying else ""),
     )
     if by_flag:
         log_single_rank(

@@ -110,12 +110,14 @@ def _refused_steps(config: Any, knobs: MoEOptimConfig, *, quantized: bool) -> di
         f"moe_optim.step fused with {setting} (set step: auto)": knobs.step == "fused" and there
         for setting, there in settings.items()
     }
-    takes_stocks = not knobs.may_fuse_steps or any(settings.values())
+    found = next((setting for setting, there in settings.items() if there), None)
+    remedy = "set step: fused" if found is None else f"remove {found}"
+    takes_stocks = not knobs.may_fuse_steps or found is not None
     return refused | {
         "--optimizer-cuda-graph without a fused step (see step in the knobs)": (
             config.optimizer_cuda_graph and takes_stocks
         ),
-        f"{asked} without a fused step (set step: fused)": bool(on_host) and takes_stocks,
+        f"{asked} without a fused step ({remedy})": bool(on_host) and takes_stocks,
     }
 
 
@@ -148,6 +150,9 @@ def _refused_settings(
         f"--optimizer {config.optimizer} (give adam)": config.optimizer != "adam",
         "--optimizer-cpu-offload with moe_optim.step stock (set step: fused)": (
             config.optimizer_cpu_offload and knobs.step == "stock"
+        ),
+        "--optimizer-cpu-offload without --bf16 (fp32 weights are their own masters)": (
+            config.optimizer_cpu_offload and not (config.bf16 or config.fp16)
         ),
         "--overlap-param-gather-with-optimizer-step": (
             config.overlap_param_gather_with_optimizer_step

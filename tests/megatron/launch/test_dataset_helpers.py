@@ -1,16 +1,24 @@
-"""The helper of Megatron's datasets is compiled where it is not there, and nowhere else."""
+"""The helper of Megatron's datasets is made by Megatron, but where the wheel has it built."""
 
-import sys
+import pytest
 
 from moe_optim.megatron.launch import dataset_helpers
 
 
-def test_a_helper_that_can_be_imported_is_not_compiled(monkeypatch):
-    """That of the wheel, which has no Makefile; one that is missing Megatron's function makes."""
+@pytest.mark.parametrize(
+    ("has_makefile", "is_built", "is_made"),
+    [(False, True, False), (False, False, True), (True, True, True), (True, False, True)],
+    ids=["wheel", "neither", "checkout", "checkout, not built"],
+)
+def test_megatron_makes_what_it_can_make_or_has_to(
+    has_makefile, is_built, is_made, tmp_path, monkeypatch
+):
+    """The wheel has the helper and no Makefile; in a checkout ``make`` looks whether it is old."""
     made = []
     monkeypatch.setattr(dataset_helpers, "original", lambda target: lambda: made.append(target))
+    monkeypatch.setattr(dataset_helpers, "find_folder", lambda module: tmp_path)
+    monkeypatch.setattr(dataset_helpers, "find_spec", lambda module: module if is_built else None)
+    if has_makefile:
+        (tmp_path / "Makefile").touch()
     dataset_helpers.compile_helpers()
-    assert made == []
-    monkeypatch.setitem(sys.modules, "megatron.core.datasets.helpers_cpp", None)
-    dataset_helpers.compile_helpers()
-    assert made == ["megatron.core.datasets.utils:compile_helpers"]
+    assert made == ["megatron.core.datasets.utils:compile_helpers"] * is_made

@@ -204,7 +204,7 @@ def _refused(flags: list[str], config: MoEOptimConfig) -> str:
         (
             replace(BF16, layout="stock"),
             "--optimizer-cpu-offload: expected a fused step, got step: stock, which steps states "
-            "on the device. Set --moe-optim-set step=fused, and layout=aligned, or drop the flag.",
+            "on the device. Set --moe-optim-set step=fused, or drop the flag.",
         ),
     ],
     ids=["step", "layout"],
@@ -212,3 +212,36 @@ def _refused(flags: list[str], config: MoEOptimConfig) -> str:
 def test_a_step_that_is_megatrons_is_refused(config: MoEOptimConfig, message: str):
     (said,) = run_ranks(1, _refused, [*FLAGS, *OFFLOAD], config)
     assert message in said
+
+
+def test_a_step_that_has_to_be_megatrons_is_refused_with_what_makes_it_so():
+    """The remedy is not one that would be refused next."""
+    flags = [*FLAGS, *OFFLOAD, "--exp-avg-dtype", "fp8", "--exp-avg-sq-dtype", "fp8"]
+    (said,) = run_ranks(1, _refused, flags, BF16)
+    assert "got step: stock for moments in torch.uint8 and torch.uint8, which steps" in said
+    assert said.endswith("Remove that, or drop the flag.")
+
+
+def _build_by_megatrons_function(flags: list[str], config: MoEOptimConfig) -> str:
+    """Train with the factory that a script has taken from Megatron before the installation."""
+    from megatron.core import optimizer
+    from megatron.training import training as megatron_training
+
+    from moe_optim.megatron import installation
+
+    stock, install = optimizer.get_megatron_optimizer, installation.install
+
+    def install_all_but_the_function(config: MoEOptimConfig) -> None:
+        install(config)
+        megatron_training.get_megatron_optimizer = stock
+
+    installation.install = install_all_but_the_function
+    return _refused(flags, config)
+
+
+@pytest.mark.parametrize("format", ["bf16", pytest.param("mxfp8", marks=extended)])
+def test_megatrons_own_function_is_refused_with_the_flag(format: str):
+    """It would have the CPU step weights of our classes, or crash where masters are not Adam's."""
+    config = MoEOptimConfig(format=format)
+    (said,) = run_ranks(1, _build_by_megatrons_function, [*FLAGS, *OFFLOAD], config)
+    assert said.startswith("--optimizer-cpu-offload: expected moe_optim.get_megatron_optimizer")

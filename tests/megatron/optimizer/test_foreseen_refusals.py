@@ -11,7 +11,7 @@ from tests.support.ranks import run_ranks
 
 NATIVE = {"fp8": "e4m3", "fp8_recipe": "mxfp8", "fp8_param": True}
 AWARE = {"use_precision_aware_optimizer": True}
-OFFLOAD = AWARE | {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
+OFFLOAD = AWARE | {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0, "bf16": True}
 PORTABLE = {"transformer_impl": "local", "num_moe_experts": 4, "moe_grouped_gemm": True}
 PORTABLE |= {"gated_linear_unit": True, "activation_func": "silu", "add_bias_linear": False}
 PORTABLE |= {"bf16": True, "params_dtype": "bfloat16"}
@@ -62,6 +62,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # settings and knob
     "states on the host by a flag, stock's layout": (
         OFFLOAD,
         {"format": "bf16", "layout": "stock"},
+    ),
+    "states on the host by a flag, fp32 weights": (OFFLOAD | {"bf16": False}, {"format": "bf16"}),
+    "states on the host by a flag, less than none": (
+        OFFLOAD | {"optimizer_offload_fraction": -0.5},
+        {"format": "bf16"},
     ),
     "states on the host by a flag, narrow masters": (
         OFFLOAD | {"main_params_dtype": torch.float16},
@@ -135,6 +140,7 @@ def test_all_is_named_and_nothing_raised(foreseen):
         "states on the host",
         "states on the host by a flag",
         "states on the host by both",
+        "states on the host by a flag, less than none",
         "stock, loss scale",
         "fused, precision-aware",
         "portable",
@@ -158,7 +164,10 @@ def test_what_trains_is_not_refused(foreseen, case):
             "states on the host, stock's step",
             "moe_optim.offload_states 0.5 without a fused step (s",
         ),
-        ("states on the host, loss scale", "moe_optim.offload_states 0.5 without a fused step (se"),
+        (
+            "states on the host, loss scale",
+            "moe_optim.offload_states 0.5 without a fused step (remove a loss scale)",
+        ),
         (
             "states on the host by a flag, stock's step",
             "--optimizer-cpu-offload with moe_optim.step stock (set step: fused)",
@@ -169,8 +178,9 @@ def test_what_trains_is_not_refused(foreseen, case):
         ),
         (
             "states on the host by a flag, narrow masters",
-            "--optimizer-cpu-offload without a fused step (set step: fused)",
+            "--optimizer-cpu-offload without a fused step (remove masters that Adam holds",
         ),
+        ("states on the host by a flag, fp32 weights", "--optimizer-cpu-offload without --bf16"),
         ("fused, loss scale", "moe_optim.step fused with a loss scale (set step: auto)"),
         ("fused, Adam's masters", "moe_optim.step fused with masters that Adam holds"),
         ("no products", "moe_optim.compute nvfp4 without portable experts"),

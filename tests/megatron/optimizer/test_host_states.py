@@ -116,7 +116,7 @@ def test_a_step_that_turns_out_to_be_megatrons_is_refused():
     the other wire has here."""
     (said,) = run_ranks(1, _refuse, {"step": "auto", "wire": "bf16", "offload_states": 0.5})
     assert said.startswith("moe_optim: offload_states: expected a fused step, got step: stock")
-    assert "Set --moe-optim-set step=fused, and layout=aligned, or offload_states=0." in said
+    assert "Set --moe-optim-set step=fused, or offload_states=0." in said
     assert run_ranks(1, _refuse, {"step": "auto", "offload_states": 0.5}) == [""]
 
 
