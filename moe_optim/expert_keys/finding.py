@@ -1,5 +1,6 @@
 """Finding the experts of a state dict: by exact keys, completely, or with every fault named."""
 
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
@@ -20,6 +21,10 @@ Shape = tuple[int, ...] | None
 MAX_EXPERTS = 65_536
 """Of a layer: more than any has. Each may have keys, so what claims more is not believed."""
 
+_ROUTERS = ("router.weight", "gate.weight")
+"""What a router beside experts is called, in Megatron and in models of Hugging Face."""
+_NUMBER = re.compile(r"\d+")
+
 _Found = dict[str, tuple[KeyPattern, int | None, Shape]]
 """By key: what it is in a layout, and its shape."""
 
@@ -35,7 +40,8 @@ def find_expert_sets(
 
     A container is everything behind the component ``experts.``, or a key at the root that is an
     expert's as a whole. Whatever lies in one must belong to one complete set of one layout, but for
-    amaxes of a calibration, which are the same in all.
+    amaxes of a calibration, which are the same in all. Where some layers have a router beside their
+    experts, another layer's router must have experts, too.
 
     Args:
         shapes: of every entry of a flat state dict; None for one that is no tensor.
@@ -78,7 +84,31 @@ def survey_expert_sets(
         faults += new_faults
         if expert_set is not None:
             sets.append(expert_set)
+    if prefixes is None:
+        faults += _routers_alone(shapes, containers)
     return sets, faults
+
+
+def _routers_alone(keys: Collection[str], containers: Collection[str]) -> list[str]:
+    """Return the routers whose experts are not there, in layers like those whose experts are."""
+    modules = [prefix.removesuffix("experts.") for prefix in containers if prefix]
+    known = {
+        _NUMBER.sub("0", module + router)
+        for module in modules
+        for router in _ROUTERS
+        if module + router in keys
+    }
+    experts_of = {
+        key: f"{key.removesuffix(router)}experts."
+        for key in keys
+        for router in _ROUTERS
+        if key.endswith(f".{router}") and _NUMBER.sub("0", key) in known
+    }
+    return [
+        f"{router}: expected experts beside it, as in other layers, got none of {experts}"
+        for router, experts in experts_of.items()
+        if experts not in containers
+    ]
 
 
 def raise_faults(faults: Sequence[str]) -> None:

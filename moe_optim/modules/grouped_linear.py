@@ -33,6 +33,7 @@ from moe_optim.modules.handles import handle_of
 from moe_optim.modules.recorded_amax import RecordsAmax
 from moe_optim.modules.stacked_experts import lie_together, stack_experts
 from moe_optim.modules.storage import (
+    GradientNote,
     MakeStorages,
     PlaneStorage,
     PortableStorage,
@@ -403,7 +404,8 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         Returns:
             One gradient a parameter for autograd, None where nobody wants it. Where the values went
             into ``main_grad`` it is an unwritten tensor: DDP's hooks want to see one, and free it
-            without reading it. All are bf16, of the shapes of the parameters.
+            without reading it. Weights with hooks of others get theirs through autograd, since
+            these read it, and may change it. All are bf16, of the shapes of the parameters.
         """
         wgrad = self.clip_wgrad(wgrad)
         gradients: list[Tensor | None] = []
@@ -411,15 +413,26 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
             main_grad = getattr(weight, "main_grad", None)
             if end is GradientEnd.NOWHERE:
                 gradients.append(None)
-            elif end is GradientEnd.LEAF and self.fuse_wgrad_accumulation and main_grad is not None:
+            elif end is GradientEnd.LEAF and main_grad is not None and self._fuses_wgrad(weight):
                 if isinstance(weight, GroupedWeight):
                     weight.quantized_storage.before_gradient()
                 main_grad.add_(part)
                 weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
                 gradients.append(torch.empty_like(part))
             else:
+                if getattr(weight, "grad_added_to_main_grad", False):  # by an earlier pass
+                    weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
                 gradients.append(part)
         return gradients
+
+    def _fuses_wgrad(self, weight: torch.nn.Parameter) -> bool:
+        """Return whether a gradient is added where nobody but the weight's bucket sees it."""
+        hooks: Iterable[Any] = (weight._backward_hooks or {}).values()
+        return (
+            self.fuse_wgrad_accumulation
+            and all(isinstance(hook, GradientNote) for hook in hooks)
+            and not weight._post_accumulate_grad_hooks
+        )
 
 
 def _empty_biases(

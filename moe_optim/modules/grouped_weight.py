@@ -308,5 +308,6 @@ def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             if isinstance(weight, GroupedWeight):
                 raise StateError(
                     f"{weight.quantized_storage.name}: {func} would write into a dequantized copy "
-                    "and be lost. Change the master weight, or use copy_() with the new values."
+                    "and be lost. Change the master weight; or use copy_() with the new values, "
+                    "and then, in training, optimizer.reload_model_params()."
                 )

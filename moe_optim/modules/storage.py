@@ -48,6 +48,21 @@ class Holder(Protocol):
         """Take note of initial values that the weight was given, for the next gather to drop."""
 
 
+class GradientNote:
+    """Hook of a weight by which its bucket learns of a gradient; it changes nothing.
+
+    Args:
+        holder: the bucket.
+    """
+
+    def __init__(self, holder: Holder) -> None:
+        self._holder = holder
+
+    def __call__(self, _: Tensor) -> None:
+        """Tell the bucket."""
+        self._holder.before_gradient()
+
+
 class PlaneStorage(ABC):
     """What lies behind a quantized weight, whoever owns the bytes.
 

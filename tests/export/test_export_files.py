@@ -237,6 +237,34 @@ def test_a_model_without_a_description_is_refused_with_what_to_give(hf, tmp_path
     assert written["model_type"] == "qwen3_moe"
 
 
+COMMANDS = {
+    "export": ["export", "{source}", "{target}", "--format", "mxfp8"],
+    "convert": ["convert", "{source}", "{target}", "--experts", "grouped"],
+    "inspect": ["inspect", "{source}"],
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+@pytest.mark.parametrize("what", ["the last expert", "all experts"])
+def test_experts_that_a_layer_has_lost_are_missed(what, command, hf, tmp_path, capsys):
+    """A last one has no number after it, and all leave no key: ``config.json`` and the router of
+    the layer tell of them."""
+    lost = "model.layers.1.mlp.experts." + (f"{EXPERTS - 1}." if what == "the last expert" else "")
+    tensors = {key: one for key, one in in_files(hf).items() if not key.startswith(lost)}
+    config = json.loads((hf / "config.json").read_text())
+    source = write_hf(tmp_path / "source", tensors, config)
+    words = [word.format(source=source, target=tmp_path / "out") for word in command]
+    status = cli.main(words)
+    printed = capsys.readouterr()
+    said = " ".join((printed.out + printed.err).split())
+    assert status == 2 or command[0] == "inspect"
+    if what == "the last expert":
+        assert f"{lost}gate_proj.weight: missing" in said
+    else:
+        assert "model.layers.1.mlp.gate.weight: expected experts beside it" in said
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_folder_that_exists_is_left_alone(source, tmp_path):
     (tmp_path / "out").mkdir()
     with pytest.raises(ConfigError, match="expected nothing there yet"):

@@ -328,7 +328,8 @@ def watch(linear, dtype):
     for weight in linear.weights():
         weight.main_grad = torch.full(weight.shape, 0.5, dtype=dtype, device=weight.device)
         weight.grad_added_to_main_grad = False
-        weight.register_post_accumulate_grad_hook(accumulate_as_ddp)
+        ((weight.accumulator, _),) = weight.expand_as(weight).grad_fn.next_functions
+        weight.accumulator.register_hook(lambda *_, weight=weight: accumulate_as_ddp(weight))
 
 
 PASSES = {

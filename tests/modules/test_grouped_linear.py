@@ -180,6 +180,39 @@ def test_a_shape_that_the_format_cannot_hold_is_refused_by_name():
 # Weight gradients
 
 
+HOOKS = {
+    "register_hook": lambda weight, see: weight.register_hook(see),
+    "register_post_accumulate_grad_hook": lambda weight, see: (
+        weight.register_post_accumulate_grad_hook(lambda w: see(w.grad))
+    ),
+}
+
+
+@every_layout
+@pytest.mark.parametrize("register", HOOKS.values(), ids=HOOKS.keys())
+def test_hooks_of_others_see_the_gradient_also_where_accumulation_is_fused(layout, register):
+    """And it is not in ``main_grad`` yet, so that what they make of it counts."""
+    linear = make_linear(MXFP8, layout)
+    give_main_grads(linear, torch.float32)
+    run_passes_once(linear)
+    fused = [weight.main_grad.clone() - 0.5 for weight in linear.weights()]
+    seen = []
+    for weight in linear.weights():
+        weight.main_grad.fill_(0.5)
+        weight.grad = None
+        register(weight, lambda gradient: seen.append(gradient.clone()))
+    run_passes_once(linear)
+    for weight, gradient in zip(linear.weights(), fused, strict=True):
+        assert any(torch.equal(gradient, one.float()) for one in seen)
+        assert (weight.main_grad == 0.5).all()
+        assert not weight.grad_added_to_main_grad
+
+
+def run_passes_once(linear):
+    tokens, ends = make_tokens((5, 8, 3), SHAPE[2])
+    linear(tokens, ends).sum().backward()
+
+
 def give_main_grads(linear, dtype):
     for weight in linear.weights():
         weight.main_grad = torch.full(weight.shape, 0.5, dtype=dtype)

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterable
 
 from moe_optim.checkpoints.conversion.layer_view import STORED_ALIKE, LayerView
+from moe_optim.checkpoints.conversion.model_sources import configured_experts
 from moe_optim.errors import ConfigError, LayoutError
 from moe_optim.expert_keys.finding import find_expert_sets, survey_expert_sets
 from moe_optim.expert_keys.layouts import ExpertSet, KeyLayout, get_layout
@@ -34,7 +35,7 @@ def find_experts(
         return find_expert_sets(
             _shapes(view, keys),
             layouts=source_layouts(view, layout),
-            num_experts=num_experts or view.recorded.num_experts,
+            num_experts=num_experts or _said_experts(view),
         )
     except LayoutError as error:
         raise LayoutError(f"{view.reader.path}: {error}") from error
@@ -45,8 +46,13 @@ def survey_experts(view: LayerView) -> tuple[list[ExpertSet], list[str]]:
     return survey_expert_sets(
         _shapes(view, view.tensors),
         layouts=source_layouts(view, None),
-        num_experts=view.recorded.num_experts,
+        num_experts=_said_experts(view),
     )
+
+
+def _said_experts(view: LayerView) -> int | None:
+    """Return how many experts a layer has as the checkpoint, or ``config.json`` beside it, says."""
+    return view.recorded.num_experts or configured_experts(view.reader)
 
 
 def _shapes(view: LayerView, keys: Collection[str]) -> dict[str, tuple[int, ...]]:

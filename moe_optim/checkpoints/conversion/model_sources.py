@@ -25,6 +25,8 @@ _TOKENIZER_FILES = (
     "chat_template.json",
     "generation_config.json",
 )
+_NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
+"""What configurations call the experts of a layer."""
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -97,6 +99,22 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"{folder / CONFIG}: expected JSON, got: {said}. Fetch or write it again."
         ) from error
     return config
+
+
+def configured_experts(reader: CheckpointReader) -> int | None:
+    """Return how many experts a layer has by the ``config.json`` beside safetensors, if it says.
+
+    Raises:
+        StateError: ``config.json`` is damaged.
+    """
+    folder = _folder_of(reader)
+    if reader.format != "safetensors" or not (folder / CONFIG).is_file():
+        return None
+    config = read_config(folder)
+    of_text = config.get("text_config")  # of models that also see
+    config |= of_text if isinstance(of_text, dict) else {}
+    numbers = (config.get(name) for name in _NUM_EXPERTS)
+    return next((one for one in numbers if type(one) is int and one > 0), None)
 
 
 def tokenizer_files(folder: Path) -> list[str]:

@@ -14,6 +14,7 @@ from moe_optim.megatron.buffers.offload import ParamData
 from moe_optim.megatron.buffers.states import Event
 from moe_optim.megatron.patching.engine import original
 from moe_optim.megatron.weights.managed import is_managed, storage_of
+from moe_optim.modules.storage import GradientNote
 
 _BUFFER = "megatron.core.distributed.param_and_grad_buffer"
 _DDP_CONFIG = (
@@ -116,7 +117,7 @@ class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
             managed = bucket.managed
             watched = bucket.grad_data.data  # all of its views share its version counter
             for param in bucket.params_list:
-                param.register_hook(lambda _, managed=managed: managed.before_gradient())
+                param.register_hook(GradientNote(managed))
                 first, last = bucket.param_to_index[param]
                 param.main_grad = watched[first:last].view_as(param.main_grad)
             managed.watch(watched)

@@ -14,7 +14,6 @@ from moe_optim.errors import StateError
 from moe_optim.megatron.export.buckets import TensorInfo
 from moe_optim.megatron.export.units import HeldPart
 from moe_optim.megatron.te.fields import read_values, te_formats_of
-from moe_optim.megatron.weights.managed import is_managed
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -33,13 +32,13 @@ def local_parts(chunk: Any) -> Iterator[LocalPart]:
     """Yield what a chunk has besides experts, under the names of checkpoints. Nothing is sent.
 
     Raises:
-        StateError: a tensor is offloaded.
+        StateError: a tensor is offloaded, or a quantized one is behind its masters.
     """
     state = unwrap_model(chunk).sharded_state_dict()
     kept = {key: value for key, value in state.items() if not _is_of_experts(key, value)}
     apply_factories(kept)
     for one in nested_values(kept):
-        if isinstance(one, ShardedTensor) and not is_managed(one.data):
+        if isinstance(one, ShardedTensor):
             yield _part_of(one)
 
 

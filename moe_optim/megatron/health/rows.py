@@ -49,8 +49,7 @@ def _names_of(name: str, storage: Any, modules: dict[str, Any]) -> list[ExpertNa
         return [ExpertName(label, expert, element) for expert in range(num_experts)]
     path = f"{found['above']}layers.{found['layer']}"
     number = getattr(modules.get(path), "layer_number", int(found["layer"]) + 1) - 1
-    is_expert = found["inside"].startswith(_EXPERTS)
-    inside = found["inside"].removeprefix(_EXPERTS)
+    within, is_expert, inside = found["inside"].rpartition(_EXPERTS)  # a layer may hold another
     local = _LOCAL_EXPERT.match(inside)
     if local is not None:
         inside = inside[local.end() :]
@@ -58,9 +57,9 @@ def _names_of(name: str, storage: Any, modules: dict[str, Any]) -> list[ExpertNa
     above = found["above"].removeprefix("decoder.")
     first = 0
     if is_expert:
-        numbers = getattr(modules.get(f"{path}.mlp"), "local_expert_indices", [0])
+        numbers = getattr(modules.get(f"{path}.{within}mlp"), "local_expert_indices", [0])
         first = numbers[0] + int(local[1] if local else found["expert"] or 0)
-    label = f"{above}layers.{number}.{inside}"
+    label = f"{above}layers.{number}.{within}{inside}"
     return [ExpertName(label, first + expert, element) for expert in range(num_experts)]
 
 

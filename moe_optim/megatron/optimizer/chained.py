@@ -30,7 +30,7 @@ from moe_optim.megatron.optimizer.fused import (
     why_not_fused,
 )
 from moe_optim.megatron.optimizer.graphed import GraphedStep
-from moe_optim.megatron.weights.names import parameter_names
+from moe_optim.megatron.weights.names import global_parameter_names
 
 logger = logging.getLogger(__name__)
 MOST_NAMED = 8
@@ -245,6 +245,9 @@ class GroupedChainedOptimizer(ChainedOptimizer):
         if isinstance(state_dict, dict):
             state_dict = states_by_part(state_dict, self.chained_optimizers)
         super().load_state_dict(state_dict)
+        step = vars(self).get("step")
+        if isinstance(step, GraphedStep):
+            step.forget()
 
     def _culprits(self) -> str:
         """Name non-finite gradients of all ranks. Every rank must call it."""
@@ -319,7 +322,7 @@ def describer(
         model_chunks: that own the parameters.
         kind: what the elements are, in the singular.
     """
-    names, first_of = parameter_names(model_chunks), first_experts(model_chunks)
+    names, first_of = global_parameter_names(model_chunks), first_experts(model_chunks)
 
     def describe(param: torch.nn.Parameter, bad: Tensor) -> str:
         count = f"{len(bad)} non-finite {kind}{'s' if len(bad) > 1 else ''}"

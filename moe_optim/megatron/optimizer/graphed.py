@@ -105,6 +105,10 @@ class GraphedStep:
             )
         logger.warning("%s; it was skipped", message)
 
+    def forget(self) -> None:
+        """Drop what the last step has found: other states have been loaded, and other counts."""
+        self._is_told = True
+
     def _launch(self, plans: list[int]) -> None:
         """Run the kernels: one by one where something is planned anew, else as a graph."""
         if not self._captures or plans != self._plans:

@@ -39,3 +39,15 @@ def with_global_layers(name: str, modules: Mapping[str, torch.nn.Module]) -> str
         return found[0] if number is None else f"layers.{number - 1}"
 
     return _LAYER.sub(renumber, name)
+
+
+def global_parameter_names(
+    model_chunks: Iterable[torch.nn.Module],
+) -> dict[torch.nn.Parameter, str]:
+    """Return the name of every parameter as checkpoints have it: layers count over all stages."""
+    names = {}
+    for chunk in model_chunks:
+        modules = {unwrapped_name(name): module for name, module in chunk.named_modules()}
+        for name, param in chunk.named_parameters():
+            names[param] = with_global_layers(unwrapped_name(name), modules)
+    return names

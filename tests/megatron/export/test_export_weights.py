@@ -14,6 +14,7 @@ import torch.distributed as dist
 from moe_optim import reference
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError, LayoutError, StateError
+from moe_optim.formats import FP8_BLOCK
 from tests.support import serving
 from tests.support.bytes import assert_bytes_equal, assert_same_tensors
 from tests.support.making_room import managed_buffers
@@ -384,6 +385,38 @@ def test_an_export_sends_no_more_than_asked_copies_nothing_and_refuses_what_it_c
         assert "on the host. Read weights" in errors["on the host"]
         assert "expected one of hf_per_expert, sequential" in errors["a layout"]
         assert "expected one of compressed_tensors" in errors["a convention"]
+
+
+QUANTIZED = ("self_attention.linear_qkv.weight", "self_attention.linear_proj.weight")
+
+
+def _with_quantized_dense_weights():
+    """Export a model whose dense linears are Transformer Engine's, as parameter gather has them."""
+    from tests.support.te_stand_ins import Float8BlockwiseQTensor, as_parameter
+
+    initialize()
+    chunks, _ = build(Setup(knobs={"format": "fp8_block"}))
+    want = {}
+    for name, param in list(chunks[0].module.module.named_parameters()):
+        if name.endswith(QUANTIZED):
+            weight = as_parameter(Float8BlockwiseQTensor(FP8_BLOCK, param.detach().float()))
+            chunks[0].module.module.get_submodule(name.rpartition(".")[0]).weight = weight
+            values = reference.quantize(param.detach()[None], FP8_BLOCK)
+            want[name] = reference.dequantize(values, "rowwise")[0].bfloat16()
+    in_place, on_disk = exported(chunks, layout="sequential"), exported(chunks)
+    for name, values in want.items():
+        assert_bytes_equal(in_place[name], values, what=name)
+        if name.endswith(QUANTIZED[1]):
+            disk = name.replace("decoder", "model").replace(
+                "self_attention.linear_proj", "self_attn.o_proj"
+            )
+            assert_bytes_equal(on_disk[disk], values, what=disk)
+    return len(want)
+
+
+def test_dense_weights_that_transformer_engine_quantizes_are_there_too():
+    """Dequantized, in either layout: an engine that lacks them would keep those of before."""
+    assert run_ranks(1, _with_quantized_dense_weights) == [8]
 
 
 def _refuse_shared_blocks():

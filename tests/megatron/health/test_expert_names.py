@@ -19,6 +19,18 @@ NAMES = {  # parameter, experts in it -> layer, expert numbers; layer 5 is this 
         "layers.5.fc1",
         (5,),
     ),
+    "multi-token prediction": (
+        "mtp.layers.2.mtp_model_layer.mlp.experts.linear_fc2.weight",
+        4,
+        "mtp.layers.5.mtp_model_layer.fc2",
+        (4, 5, 6, 7),
+    ),
+    "multi-token prediction, one parameter an expert": (
+        "mtp.layers.2.mtp_model_layer.mlp.experts.linear_fc2.weight3",
+        1,
+        "mtp.layers.5.mtp_model_layer.fc2",
+        (7,),
+    ),
     "shared expert": (
         "decoder.layers.2.mlp.shared_experts.linear_fc1.weight",
         1,

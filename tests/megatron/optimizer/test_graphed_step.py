@@ -5,6 +5,7 @@ tested apart, with a graph that notes what it is asked for.
 """
 
 from contextlib import nullcontext
+from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,7 +40,7 @@ def test_deciding_on_the_device_changes_no_bit():
 
 
 def _train_on_nan(policy: str, first_after: str) -> dict[str, Any]:
-    """Step four times, the third time on NaN; then step again or save."""
+    """Step four times, the third time on NaN; then step again, save, or load what was before it."""
     found: dict[str, Any] = {}
 
     def watch(model: list[Any], optimizer: Any) -> None:
@@ -55,10 +56,13 @@ def _train_on_nan(policy: str, first_after: str) -> dict[str, Any]:
                         if name.endswith(NAME):
                             param.main_grad.view(-1)[7] = torch.nan
                     before = _snapshot(model, optimizer)
+                    counts = deepcopy(optimizer.state_dict())
                     result = super().__call__()
                     assert_same_tensors(_snapshot(model, optimizer), before, what="a NaN step")
                     if first_after == "a save":
                         _note(found, optimizer.state_dict)
+                    if first_after == "a load":
+                        optimizer.load_state_dict(counts)
                     return result
                 if number == 4 and first_after == "a step":
                     _note(found, super().__call__)
@@ -92,6 +96,14 @@ def test_a_step_on_nan_moves_nothing_and_the_next_call_says_so(first_after: str)
         assert "No weight has moved" in found["raised"]
         # of five calls one found NaN, and the one that said so after it did not step
         assert found["steps"] == {4 if first_after == "a save" else 3}
+
+
+@pytest.mark.parametrize("policy", ["raise", "skip"])
+def test_what_a_load_has_put_in_place_is_not_taken_back(policy: str):
+    """The NaN was of a run that is no more: nothing is said of it, and steps count on."""
+    for found in run_ranks(2, _train_on_nan, policy, "a load"):
+        assert "raised" not in found
+        assert found["steps"] == {4}
 
 
 def test_a_skipped_step_does_not_count():

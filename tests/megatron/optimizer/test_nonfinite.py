@@ -85,6 +85,33 @@ def test_raise_names_parameter_layer_expert_and_owner_on_every_rank(expert_layou
         assert set(seen["snapshots"]) == {2}
 
 
+def _train_on_nan_of_the_last_stage() -> str:
+    """Return what is said of a gradient of the only layer that the second of two stages has."""
+
+    def poison(model: list[Any], optimizer: Any) -> None:
+        stock = optimizer.prepare_grads
+
+        def prepare_grads() -> bool:
+            if torch.distributed.get_rank() == 1:
+                named = dict(model[0].module.named_parameters())
+                named[f"module.{NAME.replace('layers.1', 'layers.0')}"].main_grad.fill_(torch.nan)
+            return stock()
+
+        optimizer.prepare_grads = prepare_grads
+
+    flags = [*FLAGS, "--pipeline-model-parallel-size", "2"]
+    with pytest.raises(NonFiniteError) as error:
+        pretrain(flags, MoEOptimConfig(format="mxfp8"), after_setup=poison)
+    return str(error.value)
+
+
+def test_layers_are_counted_over_all_pipeline_stages():
+    """As experts are over all ranks: the layer is that of the model, not of the stage."""
+    for said in run_ranks(2, _train_on_nan_of_the_last_stage):
+        assert f"rank 1: {NAME}, expert 0, 1, 2, 3: " in said
+        assert "layers.0" not in said
+
+
 DETACHED_HEADS = ["--mtp-num-layers", "1", "--mtp-detach-heads"]
 WAYS = {  # flags that give a NaN another way through Megatron's step, and the parameter that has it
     "a norm of its own": (DETACHED_HEADS, "mtp.layers.0.eh_proj.weight"),
