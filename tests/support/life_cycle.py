@@ -9,7 +9,6 @@ import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +24,7 @@ from moe_optim.kernels.steps import staging
 from moe_optim.megatron.buffers.states import Gradients
 from moe_optim.modules.grouped_linear import GroupedLinear
 from moe_optim.modules.grouped_weight import GroupedWeight
+from moe_optim.modules.storage import GradientNote
 from moe_optim.reference.adam import Hyper, step_into
 from tests.support import making_room, serving
 from tests.support.bytes import assert_same_tensors
@@ -167,6 +167,25 @@ class Expected:
         self.stale = set() if is_fresh else set(QUANTIZED)
 
 
+class Tripwire(GradientNote):
+    """Hook of a weight that stops the backward pass of a life cycle there.
+
+    It is a note, since any other hook keeps backward passes from accumulating into a bucket.
+
+    Args:
+        life: the life cycle, which says where to stop.
+        index: of the layer.
+    """
+
+    def __init__(self, life: "LifeCycle", index: int) -> None:
+        self._life, self._index = life, index
+
+    def __call__(self, _: Tensor) -> None:
+        """Raise where the life cycle asks for it."""
+        if self._life.tripping == self._index:
+            raise Tripped
+
+
 class LifeCycle:
     """See the module.
 
@@ -221,7 +240,7 @@ class LifeCycle:
         layers[2].weight.grad_norm_group = "mtp"  # and a norm of its own
         self.tripping: int | None = None
         for index, layer in enumerate(layers):  # before DDP and buffers register theirs
-            layer.weight.register_hook(partial(self._trip, index))
+            layer.weight.register_hook(Tripwire(self, index))
         self.layers = layers
         self.ddp = DistributedDataParallel(config, ddp_config, make_model(config, layers))
         self.optimizer = self.build_optimizer()
@@ -250,10 +269,6 @@ class LifeCycle:
             ),
             [self.ddp],
         )
-
-    def _trip(self, index: int, _grad: Tensor) -> None:
-        if self.tripping == index:
-            raise Tripped
 
     def _expect(self, format: str, compute: str | None) -> Expected:
         layers = make_layers(format, compute)

@@ -14,6 +14,7 @@ from moe_optim.errors import StateError
 from moe_optim.megatron.export.buckets import TensorInfo
 from moe_optim.megatron.export.units import HeldPart
 from moe_optim.megatron.te.fields import read_values, te_formats_of
+from moe_optim.modules.grouped_weight import GroupedWeight
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -38,7 +39,7 @@ def local_parts(chunk: Any) -> Iterator[LocalPart]:
     kept = {key: value for key, value in state.items() if not _is_of_experts(key, value)}
     apply_factories(kept)
     for one in nested_values(kept):
-        if isinstance(one, ShardedTensor):
+        if isinstance(one, ShardedTensor) and not isinstance(one.data, GroupedWeight):
             yield _part_of(one)
 
 
