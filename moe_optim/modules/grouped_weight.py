@@ -257,7 +257,9 @@ def _broadcast(func: Any, tensors: list[Tensor], *args: Any) -> Any:
     storage.require_writable()
     if storage.initial is not None:  # it may have been kept on the host
         storage.initial = storage.initial.to(storage.device)
-    sent = [*storage.quantized.planes().values(), storage.initial, storage.recorded_amax]
+    # NCCL takes no others; a plane that is none is another one, seen the other way round
+    planes = [plane for plane in storage.quantized.planes().values() if plane.is_contiguous()]
+    sent = [*planes, storage.initial, storage.recorded_amax]
     work: Any = None
     for tensor in sent:
         if tensor is None:

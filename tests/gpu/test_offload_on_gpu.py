@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from moe_optim.formats import FORMATS
 from moe_optim.kernels.steps import staging
 from moe_optim.kernels.steps.host_memory import HostMemory
 from moe_optim.megatron.buffers.offload import ParamData
+from moe_optim.megatron.optimizer.host_states import HostStates
 from moe_optim.megatron.te.quantizer import import_error
 from moe_optim.modules.storage import PortableStorage
 from tests.gpu.test_coexistence_on_gpu import LOCAL, OVERLAP, SMALL
@@ -40,6 +42,17 @@ def test_memory_of_the_host_is_a_tensor_of_the_gpu():
     one.on_host.mul_(2)
     assert torch.equal(one.on_device.clone(), 2 * (values + 1))
     assert torch.equal(one.on_device.cpu(), one.on_host)
+
+
+def test_what_is_called_a_tensor_of_the_host_is_written_by_nobody():
+    """A step may return long before its last states have arrived at home."""
+    master = torch.zeros(4096, device="cuda")
+    states = HostStates([master], 1.0)
+    torch.cuda._sleep(2_000_000_000)  # about a second
+    master.fill_(7)
+    states.call_them_the_hosts(SimpleNamespace(state={}))
+    assert master.device.type == "cpu"
+    assert (master == 7).all()
 
 
 # Steps

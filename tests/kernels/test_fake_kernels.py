@@ -1,6 +1,8 @@
 """The launches of fake quantization, without a GPU: values and gradients are the reference's."""
 
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ import torch
 from moe_optim import fake_quantization
 from moe_optim.fake_quantization import fake_quantize
 from moe_optim.kernels import tuning
+from moe_optim.kernels.fake import table
 from moe_optim.kernels.fake.table import find_table
 from moe_optim.kernels.tuning import FlatTile
 from tests.support.bytes import assert_values_equal
@@ -135,3 +138,19 @@ def test_tables_are_found_again(launches):
     for part in parts:
         part.mul_(3)
     check(parts, amax_of(parts), "written", bits=8)
+
+
+def test_what_a_graph_replays_outlives_a_thousand_other_tables(monkeypatch):
+    """A captured launch holds the address of its table, which nobody looks up again."""
+    values = torch.zeros(2, 16, 16)
+    find_table([values])  # a table is not built in a capture
+    monkeypatch.setattr(table, "is_capturing", lambda device: True)
+    captured = weakref.ref(find_table([values]).spans)
+    monkeypatch.undo()
+    others = [torch.zeros(1, 16, 16) for _ in range(table._KEPT)]
+    forgotten = weakref.ref(find_table(others[:1]).spans)
+    for other in (*others[1:], values[:1]):
+        find_table([other])
+    gc.collect()
+    assert captured() is not None
+    assert forgotten() is None

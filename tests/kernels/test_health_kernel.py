@@ -106,3 +106,16 @@ def test_nothing_owned_is_nothing_found():
 def test_a_shard_that_does_not_run_from_cut_to_cut_is_refused():
     with pytest.raises(LayoutError, match=r"fc: expected a range from one cut to the next"):
         HealthTable.build([entry_of(torch.zeros(100))], 1, device=CPU)
+
+
+@pytest.mark.parametrize("plane", ["rowwise_data", "rowwise_scale", "global_amax"])
+def test_a_plane_that_moved_is_noticed(plane, monkeypatch):
+    """Each has memory of its own, which may come back elsewhere after it was given away."""
+    monkeypatch.setattr(table_module, "has_kernels", lambda device: True)
+    target = QuantizedWeight.empty(FORMATS["nvfp4"], (2, 64, 128))
+    entry = TableEntry(parameter="fc", source=torch.zeros(2, 64, 128), target=target)
+    table = HealthTable.build([HealthEntry(entry=entry, rows=torch.arange(2))], 2, device=CPU)
+    assert not table.has_moved
+    moved = getattr(target, plane)
+    moved.set_(moved.clone())
+    assert table.has_moved

@@ -19,6 +19,8 @@ SPAN_FIELDS = 4
 
 _ALIGNMENT = 16  # bytes of the widest memory access, and elements that make one of any dtype
 _KEPT = 4096  # tables of some KiB each: more than launches can be queued before one is let go
+_CAPTURED: "set[SpanTable]" = set()
+"""What launches of a CUDA graph read at every replay, long after it was last looked up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -44,13 +46,22 @@ def find_table(values: Sequence[Tensor], gradients: Sequence[Tensor] = ()) -> Sp
     Raises:
         StateError: a table is missing while a CUDA graph is captured.
     """
-    return _build(
+    device = values[0].device
+    table = _build(
         tuple(one.data_ptr() for one in values),
         tuple(one.data_ptr() for one in gradients),
         tuple((one.shape[0] if one.dim() == 3 else 1, one.numel()) for one in values),
         values[0].element_size(),
-        values[0].device,
+        device,
     )
+    if is_capturing(device):
+        _CAPTURED.add(table)
+    return table
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Return whether what is launched now on a device goes into a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 @lru_cache(maxsize=_KEPT)
@@ -70,7 +81,7 @@ def _build(
         itemsize: bytes of an element.
         device: where the table goes.
     """
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if is_capturing(device):
         raise StateError(
             "fake_quantize: expected experts and gradients where an earlier call found them while "
             "a CUDA graph is captured, got others. Keep them in static memory, and call once "

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from moe_optim.formats import BlockScaledFormat
+from moe_optim.formats import BlockScaledFormat, QuantizedWeight
 from moe_optim.health import NUM_SUMS, Sum
 from moe_optim.kernels.bound_kernel import BoundKernel
 from moe_optim.kernels.launch_table import (
@@ -77,7 +77,7 @@ class HealthTable:
     remainder: tuple[HealthEntry, ...]
     """What no kernel handles; everything without a suitable GPU."""
     places: Places
-    """Of masters and rowwise planes."""
+    """Of masters and of every plane that is read: each has memory of its own."""
 
     @property
     def has_moved(self) -> bool:
@@ -122,9 +122,14 @@ class HealthTable:
             places=Places(
                 tensor
                 for one in entries
-                for tensor in (one.entry.source, one.entry.target.rowwise_data)
+                for tensor in (one.entry.source, *_planes_read(one.entry.target))
             ),
         )
+
+
+def _planes_read(target: QuantizedWeight) -> list[Tensor]:
+    planes = (target.rowwise_data, target.rowwise_scale, target.global_amax)
+    return [plane for plane in planes if plane is not None]
 
 
 def _plan(

@@ -149,6 +149,10 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
         if self.grad_reduce_handle is not None:
             self.grad_reduce_handle.wait()
             self.grad_reduce_handle = None
+        # over several instances of the optimizer, reductions have a stream, and no handle
+        stream = getattr(self, "communication_stream", None)
+        if stream is not None:
+            torch.cuda.current_stream().wait_stream(stream)
 
     def reset(self) -> None:
         """Prepare for the next iteration; a backward pass that was given up does not count."""

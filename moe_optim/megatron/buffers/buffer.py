@@ -173,9 +173,11 @@ class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
 
         Reading, writing or gathering managed weights raises until they are back.
         """
-        if self.managed:
-            for group in self.groups:
-                (group.finish_gather if move_params else group.finish_communication)()
+        for group in self.groups:
+            if move_params:
+                group.finish_gather()
+            if move_grads:
+                group.finish_communication()
         super().offload_to_cpu(move_params, move_grads)
 
     def reload_from_cpu(self, move_params: bool = True, move_grads: bool = True) -> None:

@@ -12,7 +12,7 @@ from moe_optim.errors import ConfigError
 from moe_optim.megatron.active import config_in_force, in_force
 from moe_optim.megatron.buffers.buffer import GroupedParamAndGradBuffer
 from moe_optim.megatron.optimizer.description import describe
-from moe_optim.megatron.optimizer.fused import why_not_fused
+from moe_optim.megatron.optimizer.fused import runs_on_kernels, this_device, why_not_fused
 from moe_optim.megatron.optimizer.requirements import check_wrapped_model
 from moe_optim.megatron.patching import patches
 from moe_optim.megatron.patching.engine import (
@@ -100,6 +100,11 @@ def get_megatron_optimizer(
             "decides on the host what non-finite gradients do. Set --moe-optim-set step=fused, "
             "and layout=aligned, or drop the flag."
         )
+    if wants_graph and not _can_be_captured(optimizer):
+        raise ConfigError(
+            "--optimizer-cuda-graph: expected a GPU of compute capability 8.9 or newer and Triton, "
+            "got a step in plain torch, which asks the device whether weights move. Drop the flag."
+        )
     if knobs.offload_states:
         _report_host_states(optimizer, knobs.offload_states, by_flag=wants_host)
     elif wants_host:
@@ -112,6 +117,11 @@ def get_megatron_optimizer(
     report = f"{describe(model_chunks, optimizer)}\nknobs: {knobs.changes()}"
     log_single_rank(logger, logging.INFO, report)
     return optimizer
+
+
+def _can_be_captured(optimizer: Any) -> bool:
+    """Return whether kernels step all there is; a CPU captures nothing."""
+    return this_device().type != "cuda" or all(map(runs_on_kernels, optimizer.stepping))
 
 
 def _settle(config: Any, knobs: MoEOptimConfig, model_chunks: list[Any]) -> Any:

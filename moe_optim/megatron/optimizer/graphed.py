@@ -40,6 +40,7 @@ class GraphedStep:
         self._captures = device.type == "cuda"
         self._norms = torch.zeros(len(NORMS), device=device)
         self._zeros = torch.zeros(1, dtype=torch.float64, device=device)
+        self._total = torch.zeros(len(NORMS) + 1, dtype=torch.float64, device=device)
         self._on_host = torch.zeros(len(NORMS), pin_memory=self._captures)
         self._is_there: torch.cuda.Event | None = None
         self._is_told = True
@@ -60,6 +61,9 @@ class GraphedStep:
         for part in parts:
             part.read_gradients()
         plans = [part.plan_update() for part in parts]
+        # outside of the graph: NCCL wants all ranks to replay a collective or none, and each rank
+        # plans anew when its own memory has moved
+        self._total.copy_(self._chain.sum_squares())
         with ExitStack() as stack:
             for part in parts:
                 stack.enter_context(part.updating())
@@ -126,7 +130,7 @@ class GraphedStep:
 
     def _run_kernels(self) -> None:
         config = self._chain.config
-        total = self._chain.sum_squares()
+        total = self._total
         norms = total[:-1].sqrt().float()
         moves = norms.isfinite().all() & (norms[0] <= config.grad_norm_skip_threshold)
         clips: Tensor = torch.where(moves, clip_factors(norms, config.clip_grad), -1.0)

@@ -31,9 +31,9 @@ class HostStates:
             master: {} for master, is_chosen in zip(masters, chosen, strict=True) if is_chosen
         }
         self.numel = sum(master.numel() for master in self._homes)
-        device = next((master.device for master in self._homes), torch.device("cpu"))
-        states = 1 + len(MOMENTS)
-        self._memory = HostMemory(device, states * sum(master.nbytes for master in self._homes))
+        self._device = next((master.device for master in self._homes), torch.device("cpu"))
+        nbytes = sum(master.nbytes for master in self._homes)
+        self._memory = HostMemory(self._device, (1 + len(MOMENTS)) * nbytes)
         for master in self._homes:
             self._bring_master_home(master)
 
@@ -75,7 +75,12 @@ class HostStates:
             self.keep(inner, master)
 
     def call_them_the_hosts(self, inner: Any) -> None:
-        """Make them tensors of the CPU, over the same memory: nothing of them is on the device."""
+        """Make them tensors of the CPU, over the same memory: nothing of them is on the device.
+
+        Waits for the device: what reads a tensor of the CPU does not, and a step may still write.
+        """
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
         for tensor, home in self._all_at_home(inner):
             tensor.data = home.on_host
 

@@ -4,17 +4,19 @@ There is no graph on a CPU: the same kernels run one by one. What decides when t
 tested apart, with a graph that notes what it is asked for.
 """
 
+import math
 from contextlib import nullcontext
 from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError, NonFiniteError
-from moe_optim.megatron.optimizer import graphed
+from moe_optim.megatron.optimizer import factory, graphed
 from moe_optim.megatron.optimizer.graphed import GraphedStep
 from tests.megatron.optimizer.test_nonfinite import NAME, _snapshot
 from tests.support.bytes import assert_same_tensors
@@ -112,17 +114,40 @@ def test_a_skipped_step_does_not_count():
         assert found["steps"] == {4}
 
 
-def _refuse() -> str:
+def _refuse(config: MoEOptimConfig) -> str:
     try:
-        _train([*RUN, GRAPH], MoEOptimConfig(format="mxfp8", step="stock"))
+        _train([*RUN, GRAPH], config)
     except ConfigError as error:
         return str(error)
     return ""
 
 
 def test_stocks_step_is_not_captured():
-    (said,) = run_ranks(1, _refuse)
+    (said,) = run_ranks(1, _refuse, MoEOptimConfig(format="mxfp8", step="stock"))
     assert said.startswith("--optimizer-cuda-graph: expected a fused step to capture")
+
+
+def _refuse_without_kernels() -> str:
+    """A GPU that has none of them, as far as the factory can tell."""
+    with patch.object(factory, "_can_be_captured", lambda _: False):
+        return _refuse(FUSED)
+
+
+def test_a_step_in_plain_torch_is_not_captured():
+    """It asks the device whether weights move, which no capture can."""
+    (said,) = run_ranks(1, _refuse_without_kernels)
+    assert said.startswith("--optimizer-cuda-graph: expected a GPU of compute capability 8.9")
+
+
+def test_only_kernels_can_be_captured(monkeypatch):
+    """All of a GPU's masters must be stepped by them; a CPU runs the same step one by one."""
+    parts = [SimpleNamespace(kernels=True), SimpleNamespace(kernels=False)]
+    monkeypatch.setattr(factory, "runs_on_kernels", lambda part: part.kernels)
+    monkeypatch.setattr(factory, "this_device", lambda: torch.device("cpu"))
+    assert factory._can_be_captured(SimpleNamespace(stepping=parts))
+    monkeypatch.setattr(factory, "this_device", lambda: torch.device("cuda", 0))
+    assert not factory._can_be_captured(SimpleNamespace(stepping=parts))
+    assert factory._can_be_captured(SimpleNamespace(stepping=parts[:1]))
 
 
 # When kernels are captured
@@ -168,3 +193,23 @@ def test_a_rank_without_masters_runs_before_it_captures(step):
     made, done = step
     made._launch([])
     assert done == ["run"]
+
+
+def test_sums_over_ranks_are_not_captured(step, monkeypatch):
+    """NCCL wants every rank to replay a collective or none, and a rank whose memory has moved
+    launches its kernels one by one, alone."""
+    made, done = step
+    monkeypatch.setattr(
+        torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None, synchronize=lambda: None)
+    )
+    nothing = SimpleNamespace(log_num_zeros_in_grad=False, grad_norm_skip_threshold=math.inf)
+    made._chain = SimpleNamespace(
+        stepping=[],
+        config=nothing,
+        health=SimpleNamespace(before_step=lambda: None),
+        sum_squares=lambda: done.append("summed") or torch.zeros_like(made._total),
+    )
+    for kernels in (["run"], ["captured", "run", "replayed"], ["replayed"]):
+        done.clear()
+        made()
+        assert done == ["summed", *kernels]

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from moe_optim import MoEOptimConfig, ops, reference
 from moe_optim.errors import ConfigError, StateError
@@ -23,6 +24,7 @@ from tests.support.bytes import assert_bytes_equal
 from tests.support.compiling import Compiled, compiling
 from tests.support.holders import bind
 from tests.support.inputs import wide_range_weights
+from tests.support.ranks import run_ranks
 from tests.support.te_stand_ins import (
     Float8BlockwiseQTensor,
     GroupedTensor,
@@ -424,3 +426,19 @@ def test_a_bucket_finds_the_weight_of_many_that_was_given_another_tensor(name, i
         bucket.land()
         for weight, master in zip(weights, seconds, strict=True):
             assert_holds(weight, master, FP8_BLOCK)
+
+
+def _broadcast(name: str) -> None:
+    dist.init_process_group("gloo")
+    kind = KINDS[name]
+    weight = kind.weight(kind.masters(1 + dist.get_rank()))
+    managed_weight = GroupedWeight(TransformerEngineStorage(weight, kind.format))
+    dist.broadcast(managed_weight.data, src=0)
+    assert_all_hold(weight, kind.masters(1), kind.format)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_broadcast_leaves_every_rank_with_the_bytes_of_the_first(name):
+    """Of square blocks too, whose columnwise scales are the others seen the other way round: no
+    collective takes such memory."""
+    run_ranks(2, _broadcast, name)
