@@ -19,7 +19,9 @@ _MAX_LEVELS = 20  # a recipe has four: itself, a section, a list, a value
 _MAX_VALUES = 20_000
 _MAX_DIGITS = 18  # of a whole number: it fits into 64 bits
 
-_QUOTED = re.compile(r"(['\"])(?!<[\w ]+>\1).*\1")  # as PyYAML quotes; names of tokens are its own
+_QUOTED = re.compile(
+    r"('<[\w ]+>'|'[][{},:?-]')|(['\"]).*\2"
+)  # tokens that PyYAML quotes, and texts
 _WORDS = {
     **dict.fromkeys(("true", "True", "TRUE"), True),
     **dict.fromkeys(("false", "False", "FALSE"), False),
@@ -70,7 +72,7 @@ def read_document(where: str, text: str) -> Document:
         return _Reader(text).read()
     except yaml.MarkedYAMLError as error:  # its context is dropped: it repeats the text
         line = f" line {error.problem_mark.line + 1}:" if error.problem_mark else ""
-        problem = _QUOTED.sub("...", error.problem or "")
+        problem = _QUOTED.sub(lambda found: found[1] or "...", error.problem or "")
         raise ConfigError(f"{where}:{line} expected YAML, got: {problem}. {remedy}.") from None
     except yaml.reader.ReaderError as error:
         line = f"line {text.count(chr(10), 0, error.position) + 1}"

@@ -112,6 +112,10 @@ REFUSED_FILES = {  # text of run.yaml -> what the message must say
     "empty": ("", "run.yaml: expected a mapping with keys among base, requires, megatron_args"),
     "list": ("- a\n", "got a list"),
     "syntax": ("a: 1\nb: [\n", "run.yaml: line 3: expected YAML"),
+    "list without an end": (
+        "a: [1\n",
+        "run.yaml: line 2: expected YAML, got: expected ',' or ']', but got '<stream end>'.",
+    ),
     "repeated key": (
         "megatron_args:\n  --a: 1\n  --a: 2\n",
         "run.yaml: line 3: expected YAML, got: a key for the second time.",

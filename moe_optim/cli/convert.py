@@ -255,10 +255,10 @@ def _speed(count: int, nbytes: int, began: float) -> str:
 
 
 def _left_out(tensors: int, objects: int, why: str) -> str:
-    return (
-        f"Left out: {tensors} tensors of the optimizer and {objects} objects, such as "
-        f"arguments and random states ({why})."
-    )
+    parts = [f"{tensors} tensors of the optimizer"] if tensors else []
+    if objects:
+        parts.append(f"{objects} objects, such as arguments and random states")
+    return f"Left out: {' and '.join(parts)} ({why})."
 
 
 def _target(text: str) -> str:

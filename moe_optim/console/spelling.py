@@ -5,15 +5,20 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 def spell_count(number: int) -> str:
     """Return a number below a million as it is, others with three digits and M."""
-    return f"{number:,}" if number < 10**6 else f"{number / 10**6:,.3g}M"
+    if number < 10**6:
+        return f"{number:,}"
+    millions = number / 10**6
+    return f"{millions:.3g}M" if millions < 999.5 else f"{millions:,.0f}M"
 
 
 def spell_bytes(count: float) -> str:
-    """Return a number of bytes with three digits and its unit."""
+    """Return a number of bytes with three digits and its unit, in at most eight characters."""
     unit = 0
-    while count >= 1000 and unit < len(_UNITS) - 1:
+    while count >= 999.5 and unit < len(_UNITS) - 1:
         count, unit = count / 1024, unit + 1
-    digits = f"{count:#.3g}" if unit else f"{count:g}"
+    if not unit:
+        return f"{count:g} B"
+    digits = f"{count:#.3g}" if count >= 1 else f"{count:.2f}"
     return f"{digits.rstrip('.')} {_UNITS[unit]}"
 
 

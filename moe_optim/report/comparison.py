@@ -77,7 +77,9 @@ def compare(paths: Sequence[Path], out: Path) -> int:
     content = json.dumps([asdict(row) for row in rows], indent=2) + "\n"
     write_atomically(out / "compare.json", content.encode())
     console = results_console()
-    table = ScreenTable("run", *HEADER.values())
+    table = ScreenTable()
+    for header in ("run", *HEADER.values()):
+        table.add_column(header, no_wrap=True)
     for row in rows:
         table.add_row(row.run, *_cells(row))
     print_table(console, table)

@@ -876,7 +876,10 @@ def bf16_of(row, path):
         (0, "0 B"),
         (0.0, "0 B"),
         (999, "999 B"),
-        (1000, "0.977 KiB"),
+        (1000, "0.98 KiB"),
+        (1008 * 2**10, "0.98 MiB"),
+        (999.7 * 2**10, "0.98 MiB"),
+        (1023 * 2**20, "1.00 GiB"),
         (3 * 2**30, "3.00 GiB"),
         (2**50, "1.00 PiB"),
     ],
@@ -887,7 +890,13 @@ def test_bytes_are_spelled_with_three_digits(count, text):
 
 @pytest.mark.parametrize(
     ("number", "text"),
-    [(0, "0"), (999_999, "999,999"), (40_354_816, "40.4M"), (322_920_960, "323M")],
+    [
+        (0, "0"),
+        (999_999, "999,999"),
+        (40_354_816, "40.4M"),
+        (322_920_960, "323M"),
+        (1_234_567_890, "1,235M"),
+    ],
 )
 def test_large_numbers_of_maxima_are_short(number, text):
     assert spell_count(number) == text
