@@ -185,7 +185,8 @@ def _convert_model(args: argparse.Namespace, began: float) -> list[str]:
         _speed(plan.num_tensors, plan.total_bytes, began),
     ]
     if args.to == "megatron":
-        lines.append(f"Megatron's flags: {shlex.join(megatron_flags(plan.model))}")
+        flags = [*megatron_flags(plan.model), "--transformer-impl", side]
+        lines.append(f"Megatron's flags: {shlex.join(flags)}")
     tensors = sum(name in plan.view.tensors for name in plan.left_out)
     if plan.left_out:
         lines.append(_left_out(tensors, len(plan.left_out) - tensors, "--to takes weights alone"))
