@@ -109,8 +109,15 @@ def megatron_flags(model: Model) -> list[str]:
         is_said = name != "num_query_groups" or model.arguments.get("group_query_attention")
         if value is None or value is False or name in WITHOUT_FLAG or not is_said:
             continue
-        flags += [flag] if value is True else [flag, str(value).replace(" ", "")]
+        flags += [flag] if value is True else [flag, _spell(value)]
     return flags
+
+
+def _spell(value: Any) -> str:
+    """Return a value as Megatron's parser takes it: its --rotary-base is no 10000.0."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return str(value).replace(" ", "")
 
 
 _FLAGS = {"layernorm_epsilon": "--norm-epsilon"}
