@@ -71,11 +71,13 @@ def find_text(paths: Sequence[Path]) -> list[TextFile]:
 
 def _files_of(path: Path) -> list[TextFile]:
     if not path.exists():
-        raise ConfigError(f"--text {path}: no such file or folder.")
+        raise ConfigError(f"--text {path}: no such file or folder. Correct the path.")
     if path.is_dir():
         files = list(_walk(path))
         if not files:
-            raise ConfigError(f"--text {path}: expected text, found no file that is not empty.")
+            raise ConfigError(
+                f"--text {path}: expected text, found no file that is not empty. Name others."
+            )
         return files
     if not path.is_file():
         raise ConfigError(f"--text {path}: expected a file or a folder, got a device or a socket.")
