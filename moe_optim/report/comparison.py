@@ -63,13 +63,18 @@ def compare(paths: Sequence[Path], out: Path) -> int:
         out: folder to write to; created.
 
     Raises:
-        ConfigError: fewer than two runs, or one twice.
+        ConfigError: fewer than two runs, or one twice, or ``out`` is one of them.
         LayoutError: there is no run in a folder.
     """
     if len(paths) < 2 or len({path.resolve() for path in paths}) < len(paths):
         given = ", ".join(map(str, paths))
         raise ConfigError(
             f"compare: expected two or more different runs, got {given}. Name every run once."
+        )
+    if out.resolve() in {path.resolve() for path in paths}:
+        raise ConfigError(
+            f"--out {out}: expected a folder for the comparison, got a run that is compared, whose "
+            "report has the same file names. Name another folder."
         )
     runs = dict(zip(_names(paths), map(read_run, paths), strict=True))
     rows = [figures_of(name, run) for name, run in runs.items()]

@@ -74,7 +74,8 @@ def _loss_rows(run: Run, unit: str) -> list[tuple[str, str]]:
     train, held_out = run.curves.train, run.curves.validation
     rows = [("training loss", f"{train[0].value:.4f} → {train[-1].value:.4f} {unit}")]
     if held_out:
-        rows.append(("held-out loss", f"{held_out[0].value:.4f} → {held_out[-1].value:.4f} {unit}"))
+        ends = dict.fromkeys(f"{point.value:.4f}" for point in (held_out[0], held_out[-1]))
+        rows.append(("held-out loss", f"{' → '.join(ends)} {unit}"))
     if (test := run.summary.get("test_loss")) is not None:
         rows.append(("test loss", f"{test:.4f} {unit}"))
     if (entropy := run.summary.get("byte_entropy")) is not None:

@@ -19,6 +19,13 @@ def runs(tmp_path_factory):
     return [parent / "fp4", parent / "bare"]
 
 
+def test_a_run_is_not_written_over(runs, capsys):
+    before = sorted(runs[0].rglob("*"))
+    assert cli.main(["compare", *map(str, runs), "--out", str(runs[0])]) == 2
+    assert "expected a folder for the comparison, got a run" in capsys.readouterr().err
+    assert sorted(runs[0].rglob("*")) == before
+
+
 def test_figures_are_those_of_the_runs(runs, tmp_path, capsys):
     assert cli.main(["compare", *map(str, runs), "--out", str(tmp_path / "out")]) == 0
     fp4, bare = json.loads((tmp_path / "out" / "compare.json").read_text())

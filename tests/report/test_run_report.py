@@ -98,6 +98,14 @@ def test_the_page_says(page, text):
     assert text in " ".join(page.text.split())
 
 
+def test_one_evaluation_is_one_figure(tmp_path):
+    once = {name: values[:1] for name, values in LOSSES.items() if "validation" in name}
+    path = write_run(tmp_path / "once", LOSSES | once)
+    assert cli.main(["report", str(path)]) == 0
+    text = Reader((path / "report" / "index.html").read_text()).text
+    assert "held-out loss 0.2500 nats/byte" in " ".join(text.split())
+
+
 def test_every_part_has_its_picture(page):
     names = " ".join(page.alts)
     for what in ("loss", "Gradient norm", "largest magnitude", "relative error", "tokens", "time"):
