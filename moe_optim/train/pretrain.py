@@ -148,7 +148,7 @@ def train(argv: Sequence[str]) -> None:
         cpu_runtime.install()
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         sys.argv += ["--distributed-backend", "gloo"]
-    apply_patches((*patches.DATASETS, *patches.ENTRY))
+    apply_patches(patches.TRAIN)
     if request is not None:
         installation.install(request)
 

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from moe_optim.bench.step import DETERMINISTIC_ENVIRONMENT
 from moe_optim.megatron.te import quantizer
 from tests.support.observed_run import Report
-from tests.support.side_runs import DETERMINISTIC, EAGER, Flags, Machine, Run, missing_settings
+from tests.support.side_runs import EAGER, Flags, Machine, Run, missing_settings
 
 pytestmark = [
     pytest.mark.gpu,
@@ -261,7 +262,7 @@ def train(folder: Path, runs: dict[str, Run]) -> dict[str, list[Report]]:
     """
     logs = os.environ.get("SIDE_RUN_LOGS")
     folder = Path(logs) / "coexistence" / folder.name if logs else folder
-    environment = DETERMINISTIC | EAGER | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    environment = DETERMINISTIC_ENVIRONMENT | EAGER | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     processes = max(2, min(12, (os.cpu_count() or 2) * 3 // 4))
     most_ranks = max(run.ranks for run in runs.values())
     at_a_time, timeout_s = processes // most_ranks, 150

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from moe_optim import ops
+from moe_optim.bench.step import DETERMINISTIC_ENVIRONMENT
 from moe_optim.formats import FORMATS
 from moe_optim.kernels.steps import staging
 from moe_optim.kernels.steps.host_memory import HostMemory
@@ -20,7 +21,7 @@ from tests.gpu.test_step_on_gpu import DTYPES, set_number, weights_of
 from tests.support.bytes import assert_bytes_equal, assert_values_equal
 from tests.support.inputs import wide_range_weights
 from tests.support.launches import assert_neither_allocates_nor_waits
-from tests.support.side_runs import DETERMINISTIC, EAGER, Machine, Run
+from tests.support.side_runs import EAGER, Machine, Run
 from tests.support.stepping import STATES, Stepping, Weight, gradients_of
 
 pytestmark = pytest.mark.gpu
@@ -190,7 +191,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory):
     """Return the report of each run."""
     logs = os.environ.get("SIDE_RUN_LOGS")
     folder = Path(logs) / "offload" if logs else tmp_path_factory.mktemp("offload")
-    environment = DETERMINISTIC | EAGER | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    environment = DETERMINISTIC_ENVIRONMENT | EAGER | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     done = Machine(folder, 5, environment=environment).train(
         RUNS | PORTABLE | {name: run for name, (_, run) in BF16_RUNS.items()}
     )

@@ -2,8 +2,9 @@
 
 import pytest
 
+from moe_optim.bench.step import DETERMINISTIC_ENVIRONMENT
 from tests.support.observed_run import Report
-from tests.support.side_runs import DETERMINISTIC, EAGER, Machine, Run, missing_settings
+from tests.support.side_runs import EAGER, Machine, Run, missing_settings
 
 SMALL = {
     "--transformer-impl": "local",
@@ -39,7 +40,7 @@ pytestmark = pytest.mark.extended
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Report]]:
-    environment = DETERMINISTIC | EAGER | {"MOE_OPTIM_CPU": "1"}
+    environment = DETERMINISTIC_ENVIRONMENT | EAGER | {"MOE_OPTIM_CPU": "1"}
     return Machine(tmp_path_factory.mktemp("runs"), 2, environment=environment).train(RUNS)
 
 

@@ -100,7 +100,7 @@ def install_runtime() -> None:
     from moe_optim.megatron.patching.engine import apply_patches
 
     cpu_runtime.install()
-    apply_patches((*patches.DATASETS, *patches.ENTRY))
+    apply_patches(patches.TRAIN)
 
 
 def start_megatron(flags: Sequence[str]) -> Any:

@@ -1,14 +1,13 @@
 """What was measured, by what, where, and which document says it: one row a file of results."""
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from tests.support.code_tables import table
+from tests.support.measured_tables import RESULTS, read_result
 
 ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "recipes" / "results"
 NAMES = {
     "torch": "torch",
     "megatron-core": "core",
@@ -41,7 +40,7 @@ def _shown_in(path: Path) -> str:
 
 def _measured_by(path: Path) -> list[str]:
     """Return device, versions, commit and command; of parts where these have their own."""
-    report = json.loads(path.read_text(encoding="utf-8"))
+    report = read_result(path.name)
     device, commit, commands = (
         list(dict.fromkeys(one for key in keys for one in _find(report, key)))
         for keys in (["device"], ["commit"], ["command", "commands"])

@@ -19,11 +19,6 @@ from tests.support.observed_run import Report
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "hopper_fp8_block.yaml"
-DETERMINISTIC = {
-    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    "NCCL_ALGO": "Ring",
-}
 EAGER = {"TORCHDYNAMO_DISABLE": "1", "NVTE_TORCH_COMPILE": "0"}
 """Small functions are run as written: compiling them takes longer than all of a run."""
 

@@ -120,8 +120,7 @@ def _watch(
     from moe_optim.megatron.patching import patches
     from moe_optim.megatron.patching.engine import apply_patches
 
-    # first, so that the wrappers below stay outermost
-    apply_patches((*patches.DATASETS, *patches.ENTRY))
+    apply_patches(patches.TRAIN)  # first, so that the wrappers below stay outermost
     built: list[Any] = []
     steps = iter(range(1, 1_000_000))
 

@@ -29,7 +29,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from moe_optim.bench.step import DETERMINISTIC_ENVIRONMENT
 from moe_optim.console.provenance import begin_report
+from tests.support.side_runs import EAGER
 
 SCRIPT = ("pretrain_gpt.py", "gpt_builders.py", "model_provider.py")
 MODEL = shlex.split("""
@@ -51,14 +53,7 @@ ON_CPU = shlex.split("""
 --transformer-impl local --no-masked-softmax-fusion --no-bias-swiglu-fusion --no-persist-layer-norm
 --no-rope-fusion --no-create-attention-mask-in-dataloader --distributed-backend gloo
 """)
-ENVIRONMENT = {
-    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    "NCCL_ALGO": "Ring",
-    "TORCHDYNAMO_DISABLE": "1",
-    "NVTE_TORCH_COMPILE": "0",
-    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-}
+ENVIRONMENT = DETERMINISTIC_ENVIRONMENT | EAGER | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 """Algorithms that give the same bits twice; small functions run as written, uncompiled."""
 
 

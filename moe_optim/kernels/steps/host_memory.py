@@ -35,10 +35,13 @@ class HostMemory:
     Args:
         device: that reads and writes it.
         expected_bytes: about how much will be taken, so that little work pins no whole slab.
+
+    Attributes:
+        device: as given.
     """
 
     def __init__(self, device: torch.device, expected_bytes: int = SLAB_BYTES) -> None:
-        self._device = device
+        self.device = device
         self._slab_bytes = min(SLAB_BYTES, _power_of_two(expected_bytes))
         self._slabs: list[tuple[HostTensor, int]] = []  # and how much of each is taken
 
@@ -72,16 +75,16 @@ class HostMemory:
         return len(self._slabs) - 1, 0
 
     def _allocate(self, nbytes: int) -> HostTensor:
-        if self._device.type != "cuda":
-            memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        if self.device.type != "cuda":
+            memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
             return HostTensor(memory, memory)
         pinned = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         # as_tensor takes what the interface names for memory of the GPU, and copies nothing
-        on_device = torch.as_tensor(_Exposed(pinned), device=self._device)
+        on_device = torch.as_tensor(_Exposed(pinned), device=self.device)
         if on_device.data_ptr() != pinned.data_ptr():
             raise StateError(
                 "memory of the host: expected a GPU that reaches pinned memory at the host's own "
-                f"address, got another one on {self._device}. Set offload_states: 0."
+                f"address, got another one on {self.device}. Set offload_states: 0."
             )
         return HostTensor(on_device, pinned)
 

@@ -22,7 +22,7 @@ from moe_optim.megatron.export.units import HeldExperts
 from moe_optim.megatron.te.fields import te_formats_of
 from moe_optim.megatron.te.grouped_linears import members_of
 from moe_optim.megatron.weights.managed import storage_of
-from moe_optim.megatron.weights.names import unwrapped_name, with_global_layers
+from moe_optim.megatron.weights.names import modules_by_name, with_global_layers
 from moe_optim.modules.storage import PlaneStorage
 
 Form = tuple[tuple[tuple[str, TensorInfo], ...], ...]
@@ -218,7 +218,7 @@ def local_experts(chunk: Any) -> Iterator[LocalExperts]:
         LayoutError: experts are cut through blocks of scales.
         StateError: a quantized weight is not held by a bucket of this package.
     """
-    modules = {unwrapped_name(name): module for name, module in chunk.named_modules()}
+    modules = modules_by_name(chunk)
     for linear in expert_linears(chunk):
         path = with_global_layers(linear.name, modules)
         config = _config_of(linear, modules)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_optim.megatron.weights.names import unwrapped_name
+from moe_optim.megatron.weights.names import modules_by_name, unwrapped_name
 
 _WEIGHT = re.compile(
     r"(?P<above>.*?)layers\.(?P<layer>\d+)\.(?P<inside>.+)\.weight(?P<expert>\d*)$"
@@ -33,7 +33,7 @@ def expert_names(model_chunks: Iterable[Any]) -> dict[torch.nn.Parameter, list[E
     """Return the names of the experts of every quantized weight that a bucket holds, in order."""
     names = {}
     for chunk in model_chunks:
-        modules = {unwrapped_name(name): module for name, module in chunk.named_modules()}
+        modules = modules_by_name(chunk)
         for name, param in chunk.named_parameters():
             storage = getattr(param, "quantized_storage", None)
             if storage is not None and storage.holder is not None:

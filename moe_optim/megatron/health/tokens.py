@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_optim.health import ExpertLoad
 from moe_optim.megatron.health.rows import ExpertName, names_of_all_ranks
-from moe_optim.megatron.weights.names import unwrapped_name, with_global_layers
+from moe_optim.megatron.weights.names import modules_by_name, with_global_layers
 
 
 class _Count:
@@ -91,7 +91,7 @@ class TokenCounts:
 
 def _count_in(chunk: torch.nn.Module) -> Iterable[_Count]:
     """Hook the experts of each MoE layer that this rank counts, and yield what they count with."""
-    modules = {unwrapped_name(name): module for name, module in chunk.named_modules()}
+    modules = modules_by_name(chunk)
     for name, module in modules.items():
         if not name.endswith("mlp.experts"):
             continue

@@ -81,8 +81,8 @@ class GroupedChainedOptimizer(ChainedOptimizer):
 
     def _agree_to_fuse(self, config: MoEOptimConfig) -> bool:
         """Return whether steps are fused, on all ranks alike. Every rank must call it."""
-        reasons = [reason for part in self.stepping if (reason := why_not_fused(part))]
-        mine = config.may_fuse_steps and not reasons
+        reason = self.why_not_fused()
+        mine = config.may_fuse_steps and reason is None
         if config.step == "auto" and not config.offload_states:
             mine = mine and all(map(runs_on_kernels, self.stepping))
         everywhere = torch.tensor(float(mine), device=torch.cuda.current_device())
@@ -90,10 +90,13 @@ class GroupedChainedOptimizer(ChainedOptimizer):
         if config.step == "fused" and not everywhere:
             raise ConfigError(
                 "moe_optim: step: fused: expected optimizers that a fused step can take, got "
-                f"{reasons[0] if reasons else 'one on another rank that it cannot'}. Set step: "
-                "auto or step: stock."
+                f"{reason or 'one on another rank that it cannot'}. Set step: auto or step: stock."
             )
         return bool(everywhere)
+
+    def why_not_fused(self) -> str | None:
+        """Return what keeps the fused step from this rank's optimizers, or None."""
+        return next(filter(None, map(why_not_fused, self.stepping)), None)
 
     @property
     def stepping(self) -> list[Any]:
@@ -236,18 +239,21 @@ class GroupedChainedOptimizer(ChainedOptimizer):
     def _hear_of_last_step(self) -> None:
         """Say what is known by now, as a run may end with this save."""
         self.health.tell()
+        if graphed := self._graphed_step:
+            graphed.tell()
+
+    @property
+    def _graphed_step(self) -> GraphedStep | None:
         step = vars(self).get("step")
-        if isinstance(step, GraphedStep):
-            step.tell()
+        return step if isinstance(step, GraphedStep) else None
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Load states of one optimizer or of several, whatever there are here."""
         if isinstance(state_dict, dict):
             state_dict = states_by_part(state_dict, self.chained_optimizers)
         super().load_state_dict(state_dict)
-        step = vars(self).get("step")
-        if isinstance(step, GraphedStep):
-            step.forget()
+        if graphed := self._graphed_step:
+            graphed.forget()
 
     def _culprits(self) -> str:
         """Name non-finite gradients of all ranks. Every rank must call it."""

@@ -12,7 +12,7 @@ from moe_optim.errors import ConfigError
 from moe_optim.megatron.active import config_in_force, in_force
 from moe_optim.megatron.buffers.buffer import GroupedParamAndGradBuffer
 from moe_optim.megatron.optimizer.description import describe
-from moe_optim.megatron.optimizer.fused import runs_on_kernels, this_device, why_not_fused
+from moe_optim.megatron.optimizer.fused import runs_on_kernels, this_device
 from moe_optim.megatron.optimizer.requirements import check_wrapped_model
 from moe_optim.megatron.patching import patches
 from moe_optim.megatron.patching.engine import (
@@ -158,9 +158,9 @@ def _report_host_states(optimizer: Any, fraction: float, *, by_flag: bool) -> No
         asked, remedy = "moe_optim: offload_states", "offload_states=0"
         if by_flag:
             asked, remedy = "--optimizer-cpu-offload", "drop the flag"
-        reasons = [reason for part in optimizer.stepping if (reason := why_not_fused(part))]
-        found = f" for {reasons[0]}" if reasons else ""
-        change = "Remove that" if reasons else "Set --moe-optim-set step=fused"
+        reason = optimizer.why_not_fused()
+        found = f" for {reason}" if reason else ""
+        change = "Remove that" if reason else "Set --moe-optim-set step=fused"
         raise ConfigError(
             f"{asked}: expected a fused step, got step: stock{found}, which steps states on the "
             f"device. {change}, or {remedy}."

@@ -31,9 +31,9 @@ class HostStates:
             master: {} for master, is_chosen in zip(masters, chosen, strict=True) if is_chosen
         }
         self.numel = sum(master.numel() for master in self._homes)
-        self._device = next((master.device for master in self._homes), torch.device("cpu"))
-        nbytes = sum(master.nbytes for master in self._homes)
-        self._memory = HostMemory(self._device, (1 + len(MOMENTS)) * nbytes)
+        device = next((master.device for master in self._homes), torch.device("cpu"))
+        states = 1 + len(MOMENTS)
+        self._memory = HostMemory(device, states * sum(master.nbytes for master in self._homes))
         for master in self._homes:
             self._bring_master_home(master)
 
@@ -79,8 +79,9 @@ class HostStates:
 
         Waits for the device: what reads a tensor of the CPU does not, and a step may still write.
         """
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        device = self._memory.device
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
         for tensor, home in self._all_at_home(inner):
             tensor.data = home.on_host
 

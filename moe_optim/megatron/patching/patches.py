@@ -12,6 +12,8 @@ __all__ = [
     "EXPERTS",
     "OPTIMIZER",
     "PATCHES",
+    "SCRIPT",
+    "TRAIN",
     "Patch",
     "patch_state",
 ]
@@ -42,6 +44,9 @@ ENTRY: tuple[Patch, ...] = (
         remove_when="pretrain() returns them or takes a callback",
     ),
 )
+"""Needed to describe a run, with or without the plug-in."""
+
+TRAIN: tuple[Patch, ...] = (*DATASETS, *ENTRY)
 """Needed by ``moe-optim train``, with or without the plug-in."""
 
 SCRIPT: tuple[Patch, ...] = (
@@ -342,8 +347,7 @@ CONFIGURATIONS: tuple[Patch, ...] = tuple(
 """Those of the above that a configuration is made with which Megatron would refuse."""
 
 PATCHES: tuple[Patch, ...] = (
-    *DATASETS,
-    *ENTRY,
+    *TRAIN,
     *SCRIPT,
     *ADAM,
     *CPU,

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 
@@ -21,6 +22,11 @@ def parameter_names(model_chunks: Iterable[torch.nn.Module]) -> dict[torch.nn.Pa
         for chunk in model_chunks
         for name, param in chunk.named_parameters()
     }
+
+
+def modules_by_name(chunk: torch.nn.Module) -> dict[str, Any]:
+    """Return every module of a chunk by its unwrapped name."""
+    return {unwrapped_name(name): module for name, module in chunk.named_modules()}
 
 
 _LAYER = re.compile(r"(?<![^.])layers\.(\d+)(?![^.])")
@@ -47,7 +53,7 @@ def global_parameter_names(
     """Return the name of every parameter as checkpoints have it: layers count over all stages."""
     names = {}
     for chunk in model_chunks:
-        modules = {unwrapped_name(name): module for name, module in chunk.named_modules()}
+        modules = modules_by_name(chunk)
         for name, param in chunk.named_parameters():
             names[param] = with_global_layers(unwrapped_name(name), modules)
     return names
