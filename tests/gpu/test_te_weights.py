@@ -18,6 +18,7 @@ from tests.support.bytes import assert_bytes_equal
 from tests.support.engine_version import FORMATS
 from tests.support.holders import bind
 from tests.support.inputs import normal_weights, wide_range_weights
+from tests.support.side_runs import Machine, Run
 
 pytestmark = [
     pytest.mark.gpu,
@@ -94,6 +95,14 @@ def test_narrow_moments_give_stocks_losses(tmp_path):
     assert cli.main(["bench", "step", str(RECIPE), *options]) == 0
     found = json.loads(report.read_text())
     assert found["losses"]["plugin"] == found["losses"]["stock"]
+
+
+def test_dense_weights_are_exported_as_transformer_engine_reads_them(tmp_path):
+    """After every step, each that it quantized has the bytes of its own dequantization."""
+    run = Run({"--train-iters": 3, "--num-layers": 2}, plugin=(), switches=("export",))
+    [report] = Machine(tmp_path, 1).train({"exporting": run})["exporting"]
+    assert report.error is None
+    assert report.exported == 4  # qkv and projection of both layers
 
 
 ITERATIONS = ["--optimizer-cuda-graph", "--cuda-graph-impl", "full_iteration"]

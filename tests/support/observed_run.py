@@ -6,6 +6,7 @@ something that no flag of Megatron says, the same for stock Megatron and the plu
 
 ``plain-head``  the output layer does not fuse gradient accumulation, which would need apex
 ``delay-wgrad``  ``delay_wgrad_compute`` with ``--transformer-impl local``
+``export``     after each step dense weights are exported, and are what Transformer Engine reads
 ``send-away``  after each step weights, gradients, masters and moments go to the host and come back,
                by the calls of Megatron's and of verl's loops in turns
 """
@@ -49,6 +50,8 @@ class Report:
     """Elements whose masters and moments are at home on the host."""
     freed: list[int] = dataclasses.field(default_factory=list)
     """Bytes of the GPU that ``send-away`` has freed, each time."""
+    exported: int = 0
+    """Dense weights that Transformer Engine had quantized, of the last export."""
     error: str | None = None
     """What ended the run before its end: type and first line."""
 
@@ -111,10 +114,33 @@ def _send_away(report: Report, chunks: list[Any], optimizer: Any) -> None:
         optimizer.restore_from_cpu()
 
 
+def export() -> None:
+    """Compare what is exported of dense weights after each step."""
+    _after_step.append(_export)
+
+
+def _export(report: Report, chunks: list[Any], optimizer: Any) -> None:
+    import moe_optim
+    from moe_optim.megatron.te.fields import te_formats_of
+    from moe_optim.megatron.weights.names import parameter_names
+    from tests.support.bytes import assert_bytes_equal
+
+    given = dict(moe_optim.export_weights(chunks, layout="sequential"))
+    quantized = {
+        name: param
+        for param, name in parameter_names(chunks).items()
+        if te_formats_of(param) and ".experts." not in name
+    }
+    for name, param in quantized.items():
+        assert_bytes_equal(given[name], param.dequantize(dtype=torch.bfloat16), what=name)
+    report.exported = len(quantized)
+
+
 _after_step: list[Callable[[Report, list[Any], Any], None]] = []
 SWITCHES: dict[str, Callable[[], None]] = {
     "plain-head": plain_head,
     "delay-wgrad": delay_wgrad,
+    "export": export,
     "send-away": send_away,
 }
 
@@ -126,8 +152,7 @@ def observe(report: Report) -> None:
     from moe_optim.megatron.patching import patches
     from moe_optim.megatron.patching.engine import apply_patches
 
-    # first, so that the wrappers below stay outermost
-    apply_patches((*patches.DATASETS, *patches.ENTRY))
+    apply_patches(patches.TRAIN)  # first, so that the wrappers below stay outermost
     setup, train_step = training.setup_model_and_optimizer, training.train_step
     built: list[Any] = []
 
