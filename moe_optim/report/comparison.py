@@ -28,7 +28,7 @@ class Figures:
     format: str
     iterations: int
     loss: float
-    """Mean of the last twentieth of the training losses, nats a token."""
+    """Mean of the last twentieth of the training losses, in the run's own unit."""
     held_out_loss: float | None
     iterations_per_second: float | None
     iteration_ms: float | None
@@ -125,9 +125,10 @@ def build_page(runs: Mapping[str, Run], rows: Sequence[Figures]) -> Page:
     """Return the page of a comparison."""
     train = {name: run.curves.train for name, run in runs.items()}
     held_out = {name: points for name, run in runs.items() if (points := run.curves.validation)}
-    losses = [_overlay("training-loss", train, "training loss", smooth=True)]
+    unit = " or ".join(sorted({run.loss_unit for run in runs.values()}))
+    losses = [_overlay("training-loss", train, f"training loss ({unit})", smooth=True)]
     if held_out:
-        losses.append(_overlay("held-out-loss", held_out, "held-out loss"))
+        losses.append(_overlay("held-out-loss", held_out, f"held-out loss ({unit})"))
     return Page(
         title=f"{len(runs)} runs compared",
         subtitle=", ".join(runs),
@@ -137,7 +138,7 @@ def build_page(runs: Mapping[str, Run], rows: Sequence[Figures]) -> Page:
                 table=Table(
                     header=["run", *HEADER.values()], rows=[[row.run, *_cells(row)] for row in rows]
                 ),
-                note="Losses in nats a token; the training loss is the mean of its last twentieth. "
+                note=f"Losses in {unit}; the training loss is the mean of its last twentieth. "
                 "Bytes are those of rank 0: gathered in a step, and of its weights. A dash: not "
                 "recorded.",
             ),
@@ -150,7 +151,7 @@ def build_page(runs: Mapping[str, Run], rows: Sequence[Figures]) -> Page:
 def _overlay(
     name: str, curves: Mapping[str, Sequence[Point]], label: str, *, smooth: bool = False
 ) -> Picture:
-    png = plots.plot_curves(curves, f"{label} (nats a token)", smooth=smooth)
+    png = plots.plot_curves(curves, label, smooth=smooth)
     return Picture(name=name, png=png, alt=f"{label} of all runs over iterations")
 
 

@@ -12,7 +12,7 @@ from moe_optim.formats import FORMATS
 from moe_optim.health import TAGS, warn_of
 from moe_optim.train.events import TRAIN_TAG, VALIDATION_TAG, Events, Point, read_events
 from moe_optim.train.run_folder import RunFolder
-from moe_optim.train.summary import Curves
+from moe_optim.train.summary import Curves, loss_unit
 
 if TYPE_CHECKING:
     import numpy as np
@@ -63,6 +63,11 @@ class Run:
     def format(self) -> str:
         """Of the expert weights."""
         return str(self.model.get("format", "unknown format"))
+
+    @property
+    def loss_unit(self) -> str:
+        """What losses are counted in: runs whose tokens are bytes have the bytes' entropy."""
+        return loss_unit(self.summary)
 
     @property
     def times(self) -> dict[str, float]:

@@ -51,7 +51,7 @@ def build_page(run: Run) -> Page:
 
 
 def _sections(run: Run) -> Iterator[Section]:
-    unit = "nats/byte" if run.summary.get("byte_entropy") is not None else "nats/token"
+    unit = run.loss_unit
     yield Section(
         title="Loss",
         table=Table(rows=_loss_rows(run, unit)),

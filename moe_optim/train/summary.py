@@ -121,6 +121,11 @@ def smoothed(losses: Sequence[float]) -> list[float]:
     return result
 
 
+def loss_unit(summary: Mapping[str, Any]) -> str:
+    """Return what losses are counted in: tokens are bytes where a summary has their entropy."""
+    return "nats/byte" if summary.get("byte_entropy") is not None else "nats/token"
+
+
 def plot_losses(curves: Curves, summary: Mapping[str, Any]) -> bytes:
     """Draw training and held-out loss against the byte entropy; return a PNG."""
     from matplotlib.figure import Figure
@@ -133,8 +138,7 @@ def plot_losses(curves: Curves, summary: Mapping[str, Any]) -> bytes:
     if entropy is not None:
         label = f"byte entropy of the held-out text: {entropy:z.2f}"
         axes.axhline(entropy, color="0.45", linestyle="--", linewidth=1, label=label)
-    unit = "nats/byte" if entropy is not None else "nats/token"
-    axes.set(xlabel="iteration", ylabel=f"loss ({unit})", xlim=(0, None))
+    axes.set(xlabel="iteration", ylabel=f"loss ({loss_unit(summary)})", xlim=(0, None))
     axes.set_title(f"{summary['format']} expert weights, {summary['optimizer']}", loc="left")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(axis="y", color="0.92")

@@ -65,6 +65,14 @@ def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path):
     assert rows[0]["format"] == MODEL["format"]
 
 
+def test_losses_are_in_the_units_of_the_runs(runs, tmp_path):
+    """A run with an entropy of bytes has bytes for tokens; one without a summary has not."""
+    for given, unit in ((runs, "nats/byte or nats/token"), (None, "nats/byte")):
+        paths = given or [write_run(tmp_path / name) for name in ("first", "second")]
+        cli.main(["compare", *map(str, paths), "--out", str(tmp_path / "out")])
+        assert f"Losses in {unit};" in (tmp_path / "out" / "index.html").read_text()
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_one_run_alone_or_twice_is_refused(runs, tmp_path, capsys, count):
     given = [str(runs[0])] * count

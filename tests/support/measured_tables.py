@@ -80,6 +80,8 @@ OFFLOAD_STEPS = {
 STEP_TIMES = ("optimizer_ms", "iteration_ms")
 CONVERGENCE = "convergence-h200.json"
 CURVES = "formats-h200.json"
+WHOLE = 1000
+"""Iterations of the runs in it whose losses count; of shorter ones the times do."""
 SMOOTHED = 10
 """Iterations whose mean loss is compared: single ones differ by what their samples are."""
 FUSED_ROWS = {
@@ -364,10 +366,11 @@ def convergence() -> str:
 
 
 def runs_by_side() -> dict[str, list[dict[str, Any]]]:
-    """Return side -> its runs of the recorded formats, one a seed."""
+    """Return side -> its whole runs of the recorded formats, one a seed."""
     sides: dict[str, list[dict[str, Any]]] = {}
     for row in read_result(CURVES)["rows"]:
-        sides.setdefault(row["side"], []).append(row)
+        if row["iterations"] == WHOLE:
+            sides.setdefault(row["side"], []).append(row)
     return sides
 
 
@@ -377,16 +380,22 @@ def last_held_out(row: Mapping[str, Any]) -> float:
 
 
 def formats_compared() -> str:
+    """Losses over all seeds of a side; the time of a run that had its GPU to itself."""
+    alone = {
+        row["side"]: row["figures"]["iteration_ms"]
+        for row in read_result(CURVES)["rows"]
+        if row["iterations"] < WHOLE and row["at_once"] == 1
+    }
     rows = []
     for side, runs in runs_by_side().items():
-        cells = [f"{last_held_out(row):.3f}" for row in runs]
-        cells += [f"{row['test_loss']:.3f}" for row in runs]
+        losses = [[last_held_out(row) for row in runs], [row["test_loss"] for row in runs]]
+        cells = [f"{mean(one):.3f} ({min(one):.3f} to {max(one):.3f})" for one in losses]
+        cells.append(f"{alone[side]:.0f}" if side in alone else "")
         of_bytes = [runs[0]["figures"][key] for key in ("weight_bytes", "peak_bytes")]
-        rows.append([side, *cells, *(f"{count / 2**20:,.0f}" for count in of_bytes)])
-    seeds = [str(row["seed"]) for row in next(iter(runs_by_side().values()))]
-    header = ["", *(f"held-out, seed {seed}" for seed in seeds)]
-    header += [f"test, seed {seed}" for seed in seeds]
-    return table([*header, "weights, MiB", "peak, MiB"], rows)
+        cells += [f"{count / 2**20:,.0f}" for count in of_bytes]
+        rows.append([side, str(len(runs)), *cells])
+    header = ["", "seeds", "held-out", "test", "ms an iteration", "weights, MiB", "peak, MiB"]
+    return table(header, rows)
 
 
 def fake_quantization() -> str:

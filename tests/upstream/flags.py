@@ -111,6 +111,7 @@ GRAPHS = ("--cuda-graph-impl", "full_iteration", "--cuda-graph-warmup-steps", "3
 STEP_GRAPH = "--optimizer-cuda-graph"
 UNCLIPPED = ("--clip-grad", "0")
 OFFLOAD = (AWARE, "--optimizer-cpu-offload")
+REGISTERED = (*OVERLAP, "--use-nccl-ub")
 TRACKED = (*OVERLAP, "--te-rng-tracker")
 BF16_WIRE = ("layout=stock", "wire=bf16")
 
@@ -167,6 +168,9 @@ PAIRS: Mapping[str, Pair] = {
     ),
     "bf16 weights, `step: fused`, `--optimizer-cpu-offload`, beside the same without": Pair(
         fused(*OVERLAP, in_bf16=True), fused(*OVERLAP, *OFFLOAD, in_bf16=True), on_cpu=True
+    ),
+    "bf16 weights, `--use-nccl-ub`": Pair(
+        stock(*OVERLAP, in_bf16=True), plugin(*REGISTERED, in_bf16=True)
     ),
 }
 """What is turned on -> runs with and without it."""

@@ -3,9 +3,10 @@
 import argparse
 import ast
 import difflib
+import io
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,11 +62,15 @@ def _list_faults(
     dry_run = _DryRun(argv, (script_arguments.require_transformer_engine, *checks))
     apply_patches(SCRIPT, _HOLDER)
     script_arguments.set_observer(dry_run)
+    errors = io.StringIO()
     try:
-        run()
+        with redirect_stderr(errors):
+            run()
     except _CheckedError:
         return dry_run.faults
-    except (Exception, SystemExit) as error:
+    except SystemExit as error:
+        return [*dry_run.faults, _ended_itself(error, errors.getvalue())]
+    except Exception as error:
         said = f"{type(error).__name__}: {error}, before arguments were settled."
         return [*dry_run.faults, _missing_in_yaml(error) or said]
     finally:
@@ -76,6 +81,15 @@ def _list_faults(
         "expected a script that has Megatron parse its arguments, got one that ends without it. "
         "Name the script that calls pretrain().",
     ]
+
+
+def _ended_itself(end: SystemExit, errors: str) -> str:
+    """Say that a script ended before Megatron had its arguments, and the last it said of why."""
+    last = str(end) if isinstance(end.code, str) else errors.strip().rpartition("\n")[2]
+    return (
+        f"expected a script that has Megatron parse its arguments, got one that ends before it"
+        f"{f': {last}' if last else ''}. If it has a parser of its own, give that what it asks for."
+    )
 
 
 def find_late_install(script: Path) -> str | None:

@@ -1,5 +1,6 @@
 """A dry run lists everything that is wrong with a command line, and builds nothing."""
 
+import argparse
 import contextlib
 import io
 import os
@@ -129,6 +130,10 @@ def _list_all() -> dict[str, tuple[list[str], str]]:
     sys.argv = ["script", *CASES["Megatron's own"][0]]
     found["no launcher"] = list_faults(parse_and_validate_args, sys.argv[1:]), ""
     found["no parser"] = list_faults(lambda: None, []), ""
+    own = argparse.ArgumentParser(prog="mine.py")
+    own.add_argument("--config", required=True)
+    found["own parser"] = list_faults(partial(own.parse_args, []), []), ""
+    found["says why"] = list_faults(partial(sys.exit, "no config"), []), ""
     found["broken"] = list_faults(partial(int, "x"), []), ""
     return found
 
@@ -155,6 +160,10 @@ def test_without_a_launcher_as_many_ranks_are_meant_as_the_parallel_sizes_need(f
 
 def test_a_script_that_never_comes_to_its_arguments_is_a_fault(found):
     assert found["no parser"][0][0].startswith("expected a script that has Megatron parse")
+    ends = "expected a script that has Megatron parse its arguments, got one that ends before it: "
+    (own,) = found["own parser"][0]
+    assert own.startswith(f"{ends}mine.py: error: the following arguments are required: --config.")
+    assert found["says why"][0][0].startswith(f"{ends}no config.")
     assert found["broken"][0][0].startswith("ValueError: invalid literal")
 
 
