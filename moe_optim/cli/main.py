@@ -4,6 +4,8 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import NoReturn
 
 from moe_optim import __version__
 from moe_optim.console.completion import SHELLS, PrintCompletion
@@ -45,7 +47,10 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; without ``argv``, that of the process."""
     try:
-        args = build_parser().parse_args(argv)
+        parser = build_parser()
+        args, unknown = parser.parse_known_args(argv)
+        if unknown:
+            _refuse(parser, args, unknown)
         command = importlib.import_module(f"moe_optim.cli.{args.command}")
         code = int(command.run(args))
         sys.stdout.flush()
@@ -59,6 +64,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     return code
+
+
+def _refuse(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, unknown: Sequence[str]
+) -> NoReturn:
+    """End as argparse does, with the usage of the command itself and the closest options it has."""
+    while chosen := _chosen(parser, args):
+        parser = chosen
+    names = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+    known = list(parser._option_string_actions)
+    meant = [close[0] for name in names if (close := get_close_matches(name, known, n=1))]
+    remedy = f". The closest: {', '.join(meant)}" if meant else ""
+    parser.error(f"unrecognized arguments: {' '.join(unknown)}{remedy}")
+
+
+def _chosen(
+    parser: argparse.ArgumentParser, args: argparse.Namespace
+) -> argparse.ArgumentParser | None:
+    """Return the parser of the subcommand that was asked for, if there is one."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            found: argparse.ArgumentParser | None = action.choices.get(getattr(args, action.dest))
+            return found
+    return None
 
 
 if __name__ == "__main__":

@@ -127,6 +127,23 @@ def test_a_wrong_command_line_exits_with_2(argv, capsys):
     assert "usage: moe-optim" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("argv", "usage", "said"),
+    [
+        (["doctor", "--jsn"], "doctor", "--jsn. The closest: --json"),
+        (["bench", "convert", "--gigabyte=3", "x"], "bench convert", "--gigabyte=3 x. The closest"),
+        (["recipes", "--zzz"], "recipes", "--zzz\n"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_no_command_knows_is_answered_with_its_own_usage(argv, usage, said, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(argv)
+    found = capsys.readouterr().err
+    assert found.startswith(f"usage: moe-optim {usage}")
+    assert f"unrecognized arguments: {said}" in found
+
+
 @pytest.mark.parametrize("command", [["train"], ["plan"], ["bench", "step"]], ids=" ".join)
 def test_flags_of_megatron_before_the_dashes_are_sent_behind_them(command, capsys):
     with pytest.raises(SystemExit):
