@@ -83,12 +83,13 @@ def test_overlap_changes_nothing_on_gpus(tmp_path: Path):
 @pytest.mark.parametrize("format", FORMATS)
 def test_wires_agree_on_gpus(format: str, ranks: int, layout: str, tmp_path: Path):
     """Quantized bytes overlapped with the forward pass, and bf16 gathered in the step and quantized
-    by everyone, give the same losses, to the bit.
+    by everyone, give the same losses, to the bit. Steps are fused in both: with ``layout: stock``
+    they would be Megatron's, whose norm is rounded otherwise.
 
     On two ranks the second run has the other layout, too. From three ranks on NCCL adds gradients
     in an order that depends on who owns an element, so there both have the same one.
     """
-    options = ["--ranks", str(ranks), "--set", f"moe_optim.format={format}"]
+    options = ["--ranks", str(ranks), "--set", f"moe_optim.format={format}", "moe_optim.step=fused"]
     bf16 = [
         "moe_optim.wire=bf16",
         f"moe_optim.layout={layout}",

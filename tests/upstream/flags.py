@@ -170,7 +170,7 @@ PAIRS: Mapping[str, Pair] = {
         fused(*OVERLAP, in_bf16=True), fused(*OVERLAP, *OFFLOAD, in_bf16=True), on_cpu=True
     ),
     "bf16 weights, `--use-nccl-ub`": Pair(
-        stock(*OVERLAP, in_bf16=True), plugin(*REGISTERED, in_bf16=True)
+        stock(*REGISTERED, in_bf16=True), plugin(*REGISTERED, in_bf16=True)
     ),
 }
 """What is turned on -> runs with and without it."""

@@ -198,6 +198,7 @@ def _launch(job: Job, logs: Path, done: Collection[str]) -> RankFailure | None:
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
             "PYTEST_DEBUG_TEMPROOT": folder,  # ranks of a side share folders, sides do not
             "MOE_OPTIM_SET": job.selection.knobs,
+            "PET_STANDALONE": "1",  # torchrun of a test takes a free port: others run beside it
         }
         plan = LaunchPlan(
             entry=entry, ranks=job.ranks, logs=logs, cpu=job.cpu, environment=environment
