@@ -374,28 +374,49 @@ def runs_by_side() -> dict[str, list[dict[str, Any]]]:
     return sides
 
 
+def runs_of_common_seeds() -> dict[str, list[dict[str, Any]]]:
+    """Return side -> its whole runs of the seeds that all sides have, so that means compare."""
+    sides = runs_by_side()
+    common = set.intersection(*({row["seed"] for row in runs} for runs in sides.values()))
+    return {side: [row for row in runs if row["seed"] in common] for side, runs in sides.items()}
+
+
 def last_held_out(row: Mapping[str, Any]) -> float:
     """Return the mean of the last five held-out losses: a single one is of few samples."""
     return mean(loss for _, loss in row["held_out"][-5:])
 
 
 def formats_compared() -> str:
-    """Losses over all seeds of a side; the time of a run that had its GPU to itself."""
+    """Losses of the seeds that all sides have, times of runs that had their GPUs to themselves, and
+    how far ours is from stock over all seeds that both have."""
     alone = {
         row["side"]: row["figures"]["iteration_ms"]
         for row in read_result(CURVES)["rows"]
         if row["iterations"] < WHOLE and row["at_once"] == 1
     }
     rows = []
-    for side, runs in runs_by_side().items():
+    for side, runs in runs_of_common_seeds().items():
         losses = [[last_held_out(row) for row in runs], [row["test_loss"] for row in runs]]
         cells = [f"{mean(one):.3f} ({min(one):.3f} to {max(one):.3f})" for one in losses]
         cells.append(f"{alone[side]:.0f}" if side in alone else "")
         of_bytes = [runs[0]["figures"][key] for key in ("weight_bytes", "peak_bytes")]
-        cells += [f"{count / 2**20:,.0f}" for count in of_bytes]
-        rows.append([side, str(len(runs)), *cells])
-    header = ["", "seeds", "held-out", "test", "ms an iteration", "weights, MiB", "peak, MiB"]
-    return table(header, rows)
+        rows.append([side, *cells, *(f"{count / 2**20:,.0f}" for count in of_bytes)])
+    header = ["", "held-out", "test", "ms an iteration", "weights, MiB", "peak, MiB"]
+    seeds = [row["seed"] for row in runs]
+    stock, ours = (
+        {row["seed"]: last_held_out(row) for row in runs_by_side()[side]}
+        for side in ("stock FP8 blocks", "FP8 blocks")
+    )
+    if stock.keys() != ours.keys():
+        raise ValueError("documents compare stock and ours over the same seeds, and they differ")
+    more = [ours[seed] - stock[seed] for seed in stock]
+    spread = max(stock.values()) - min(stock.values())
+    return table(header, rows) + (
+        f"\n\nMeans over {' and '.join(map(str, seeds))}, and their ends. Of FP8 blocks there are "
+        f"{len(more)} seeds: held-out {mean(ours.values()):.3f}\nand stock's "
+        f"{mean(stock.values()):.3f}; by seed {min(more):+.3f} to {max(more):+.3f}, on average "
+        f"{mean(more):+.3f}, where seeds of stock lie up to\n{spread:.3f} apart."
+    )
 
 
 def fake_quantization() -> str:
@@ -603,7 +624,7 @@ def convert() -> str:
 UPSTREAM = "upstream-2x-h200.json"
 UPSTREAM_GROUPED = "upstream-grouped-cpu.json"
 UPSTREAM_GROUPED_GPU = "upstream-grouped-h200.json"
-UPSTREAM_ENGINE = "upstream-engine-h200.json"
+UPSTREAM_ENGINE = "upstream-engine-2x-h200.json"
 ROWS = "rows-cpu.json"
 ROWS_GPU = "rows-h200.json"
 OUTCOMES = ("passed", "failed", "error", "skipped", "by chance")

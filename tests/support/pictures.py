@@ -19,6 +19,7 @@ from tests.support.measured_tables import (
     last_held_out,
     read_result,
     runs_by_side,
+    runs_of_common_seeds,
     step_reports,
 )
 
@@ -171,7 +172,7 @@ def draw_convergence(figures: Mapping[str, Any]) -> "Figure":
 
 
 def draw_formats(figures: Mapping[str, Any]) -> "Figure":
-    """Draw held-out losses of all sides, means over seeds, and where each seed has ended."""
+    """Draw held-out losses of all sides, means over common seeds, and where each seed has ended."""
     from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -186,11 +187,14 @@ def draw_formats(figures: Mapping[str, Any]) -> "Figure":
         losses = [[loss for _, loss in curve] for curve in curves]
         means = [sum(of_seeds) / len(of_seeds) for of_seeds in zip(*losses, strict=True)]
         left.plot(iterations, means, color=color, linewidth=1.8, label=side)
-        right.plot(figures["last"][side], [side] * len(curves), "o", color=color, markersize=8)
+        last = figures["last"][side]
+        right.plot(last, [side] * len(last), "o", color=color, markersize=8)
     left.set_ylim(0.95, 2.6)
     left.set_xlabel("iteration", color=INK)
     left.legend(frameon=False, fontsize=10)
-    left.set_title("Held-out loss, nats a byte, means of seeds", loc="left", fontsize=12, color=INK)
+    left.set_title(
+        "Held-out loss, nats a byte, means of two seeds", loc="left", fontsize=12, color=INK
+    )
     right.invert_yaxis()
     right.grid(axis="y", color="0.92")
     right.set_title("Mean of the last five, a point a seed", loc="left", fontsize=12, color=INK)
@@ -223,7 +227,9 @@ def figures_of_pictures() -> dict[str, Any]:
         "bytes": byte_figures(),
         "losses": read_result(CONVERGENCE)["rows"],
         "distances": distances(),
-        "held_out": {side: [row["held_out"] for row in runs] for side, runs in sides.items()},
+        "held_out": {
+            side: [row["held_out"] for row in runs] for side, runs in runs_of_common_seeds().items()
+        },
         "last": {side: [last_held_out(row) for row in runs] for side, runs in sides.items()},
     }
 

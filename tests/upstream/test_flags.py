@@ -2,7 +2,6 @@
 
 import json
 import shlex
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,23 +11,17 @@ from tests.upstream import flags
 from tests.upstream.flags import PAIRS, Asked, Pair, is_equal, plugin, stock
 
 RESULTS = Path(__file__).parents[2] / "recipes" / "results"
-BY_HAND = json.loads((RESULTS / "flags-2x-h200.json").read_text())
+RECORDED = json.loads((RESULTS / "flags-2x-h200.json").read_text())
 ON_TWO_GPUS = Asked(folder=Path(), ranks=2, cpu=False)
 
 
-def words_of(command: list[str]) -> Counter[str]:
-    """Return the words of a command, without the format that `format: auto` stands for."""
-    text = shlex.join(command).replace(" --moe-optim-set format=fp8_block", "")
-    return Counter(shlex.split(text))
-
-
-@pytest.mark.parametrize("pair", BY_HAND["pairs"], ids=lambda pair: pair["with"])
-def test_runs_that_were_started_by_hand_are_started_again(pair):
-    """Word by word, up to their order."""
-    meant = PAIRS[pair["with"]]
-    for side, name in zip(meant.sides, pair["of"], strict=True):
-        recorded = shlex.split(BY_HAND["runs"][name]["command"])
-        assert words_of(ON_TWO_GPUS.command(side)) == words_of(recorded)
+def test_what_is_recorded_is_what_would_be_started():
+    """Every pair, by the same commands: a record of others would show something else."""
+    assert [pair["with"] for pair in RECORDED["pairs"]] == list(PAIRS)
+    for pair, meant in zip(RECORDED["pairs"], PAIRS.values(), strict=True):
+        for side, name in zip(meant.sides, pair["of"], strict=True):
+            recorded = RECORDED["runs"][name]["command"]
+            assert recorded == shlex.join(ON_TWO_GPUS.command(side))
 
 
 LOG = """
@@ -48,13 +41,13 @@ def test_losses_norms_and_evaluations_are_read_from_a_log():
     }
 
 
-@pytest.mark.parametrize("what", [*flags.PRINTED, "nothing"])
+@pytest.mark.parametrize("what", [*flags.PRINTED, "exit", "nothing"])
 def test_one_digit_makes_a_pair_differ(what):
     pair = Pair(stock(), plugin())
-    figures = {name: ["1.0", "2.0"] for name in flags.PRINTED}
+    figures = {name: ["1.0", "2.0"] for name in flags.PRINTED} | {"exit": 0}
     runs = {side.name: dict(figures) for side in pair.sides}
     if what in figures:
-        runs[pair.turned_on.name][what] = ["1.0", "2.1"]
+        runs[pair.turned_on.name][what] = ["1.0", "2.1"] if what in flags.PRINTED else 1
     assert is_equal(runs, pair) is (what == "nothing")
 
 
