@@ -103,8 +103,6 @@ def test_every_result_is_quoted_and_every_link_to_one_is_of_a_figure():
 
 BEFORE_VERSIONS = {
     "convergence-h200",
-    "flags-2x-h200",
-    "gather-2x-h200",
     "gather-4x-h200",
     "step-2x-h200",
     "step-2x-h200-ep2",
