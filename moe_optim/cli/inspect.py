@@ -18,6 +18,7 @@ from moe_optim.console.spelling import spell_bytes
 if TYPE_CHECKING:
     from moe_optim.checkpoints.conversion.layer_view import LayerView
     from moe_optim.expert_keys.layouts import ExpertSet
+    from moe_optim.export.files.stored import QuantizedWeights
 
 INCOMPLETE = 1
 _AMAX = re.compile(r"(?P<linear>linear_fc[12])\.(?P<kind>weight_amax|calibrated_amax)$")
@@ -69,9 +70,11 @@ def examine(view: "LayerView", *, thorough: bool = False) -> Report:
     """Return the report as JSON-ready values; ``thorough`` reads all of a torch_dist checkpoint."""
     from moe_optim.checkpoints.conversion.expert_finding import survey_experts
     from moe_optim.checkpoints.stores.reader import is_state
+    from moe_optim.export.files.stored import find_quantized
 
     reader, recorded = view.reader, view.recorded
-    sets, faults = survey_experts(view)
+    quantized = find_quantized(view.tensors)
+    sets, faults = survey_experts(view, quantized.shapes if quantized else None)
     states = [key for key in view.tensors if is_state(key)]
     dtypes: Counter[str] = Counter()
     for info in reader.tensors.values():
@@ -96,9 +99,10 @@ def examine(view: "LayerView", *, thorough: bool = False) -> Report:
         "bytes": sum(info.nbytes for info in reader.tensors.values()),
         "bytes_by_dtype": dict(dtypes.most_common()),
         "objects": len(reader.objects),
-        "experts": [_describe(view, one) for one in sets],
+        "quantized": _quantized(quantized),
+        "experts": [_describe(view, one, quantized) for one in sets],
         "amaxes": _amaxes(view),
-        "faults": faults,
+        "faults": [*(quantized.faults if quantized else ()), *faults],
     }
 
 
@@ -171,10 +175,23 @@ def _amaxes(view: "LayerView") -> list[Report]:
     return described
 
 
-def _describe(view: "LayerView", one: "ExpertSet") -> Report:
+def _quantized(found: "QuantizedWeights | None") -> Report | None:
+    """Say what engines find quantized."""
+    if found is None:
+        return None
+    return {
+        "format": found.format,
+        "conventions": [one.name for one in found.conventions],
+        "weights": len(found.weights),
+    }
+
+
+def _describe(view: "LayerView", one: "ExpertSet", quantized: "QuantizedWeights | None") -> Report:
     from moe_optim.checkpoints.conversion.layer_view import state_kind
 
-    dtypes = sorted({str(view.tensors[key].dtype).removeprefix("torch.") for key in one.keys})
+    stored = quantized.weights if quantized else {}
+    dtypes = {str(view.tensors[key].dtype) for key in one.keys if key not in stored}
+    dtypes |= {quantized.format for key in one.keys if quantized and key in stored}
     return {
         "prefix": one.prefix,
         "holds": state_kind(one.prefix) or "weights",
@@ -183,8 +200,9 @@ def _describe(view: "LayerView", one: "ExpertSet") -> Report:
         "hidden": one.hidden,
         "ffn": one.ffn,
         "biases": one.has_bias,
-        "dtype": ", ".join(dtypes),
-        "bytes": view.nbytes(one.keys),
+        "dtype": ", ".join(sorted(dtype.removeprefix("torch.") for dtype in dtypes)),
+        "bytes": view.nbytes(key for key in one.keys if key not in stored)
+        + sum(stored[key].nbytes for key in one.keys if key in stored),
     }
 
 
@@ -215,6 +233,10 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     held = [f"{spell_bytes(size)} {dtype}" for dtype, size in report["bytes_by_dtype"].items()]
     objects = f"; {report['objects']} objects" if report["objects"] else ""
     yield "holds", f"{report['tensors']:,} tensors, {', '.join(held)}{objects}"
+    if quantized := report["quantized"]:
+        named = " or ".join(quantized["conventions"])
+        weights = f"{quantized['weights']:,} weights in {quantized['format']}"
+        yield "quantized", f"{weights} for engines, in the names of {named}"
     if sizes := report["parallel_sizes"]:
         cut = [f"{name} {size}" for name, size in sizes.items() if size > 1]
         yield "parallel", ", ".join(cut) or "one rank"

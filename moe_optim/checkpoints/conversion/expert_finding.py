@@ -1,6 +1,6 @@
 """The experts of a checkpoint: which keys they have, and in which order their rows are."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 from moe_optim.checkpoints.conversion.layer_view import STORED_ALIKE, LayerView
 from moe_optim.checkpoints.conversion.model_sources import configured_experts
@@ -41,10 +41,17 @@ def find_experts(
         raise LayoutError(f"{view.reader.path}: {error}") from error
 
 
-def survey_experts(view: LayerView) -> tuple[list[ExpertSet], list[str]]:
-    """Return the complete experts of every layer, and what is wrong with others."""
+def survey_experts(
+    view: LayerView, shapes: Mapping[str, tuple[int, ...]] | None = None
+) -> tuple[list[ExpertSet], list[str]]:
+    """Return the complete experts of every layer, and what is wrong with others.
+
+    Args:
+        view: of the checkpoint.
+        shapes: key -> shape, where weights are stored as something else than they are.
+    """
     return survey_expert_sets(
-        _shapes(view, view.tensors),
+        _shapes(view, view.tensors) if shapes is None else shapes,
         layouts=source_layouts(view, None),
         num_experts=_said_experts(view),
     )

@@ -1,0 +1,139 @@
+"""Weights that files hold quantized for engines, found by their names, types and shapes."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from moe_optim.checkpoints.stores.reader import TensorInfo
+from moe_optim.export.conventions import CONVENTIONS, Convention
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuantizedWeight:
+    """One weight as a convention stores it."""
+
+    shape: tuple[int, int]
+    """[R, C] of its values."""
+    nbytes: int
+    """Of data and scales together."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuantizedWeights:
+    """All weights of a checkpoint that are quantized in one format."""
+
+    conventions: tuple[Convention, ...]
+    """All that store a weight so, at least one."""
+    weights: Mapping[str, QuantizedWeight]
+    """By name of the weight, which ends in ``.weight``."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of everything in the checkpoint, each quantized weight as one [R, C] and no scales."""
+    faults: tuple[str, ...]
+    """What of data or scales is missing, or does not fit the other."""
+
+    @property
+    def format(self) -> str:
+        """As engines read it."""
+        return self.conventions[0].format
+
+
+def find_quantized(tensors: Mapping[str, TensorInfo]) -> QuantizedWeights | None:
+    """Return what is quantized for engines, None where no weight is whole in any convention.
+
+    Args:
+        tensors: of a checkpoint, by name. Values are not needed.
+    """
+    found = [(one, dict(_whole(one, tensors))) for one in CONVENTIONS]
+    most = max(len(weights) for _, weights in found)
+    if not most:
+        return None
+    fitting = [(one, weights) for one, weights in found if len(weights) == most]
+    convention, weights = fitting[0]
+    same = tuple(one for one, _ in fitting if _form(one) == _form(convention))
+    parts = {f"{name}.{part}" for name in _stems(weights) for part in _parts(convention)}
+    faults = tuple(_faults(convention, tensors, parts))
+    shapes = {
+        name: info.shape
+        for name, info in tensors.items()
+        if name not in parts and not name.endswith(_scales(convention))
+    }
+    shapes |= {name: weight.shape for name, weight in weights.items()}
+    return QuantizedWeights(conventions=same, weights=weights, shapes=shapes, faults=faults)
+
+
+def _form(convention: Convention) -> tuple[object, ...]:
+    return convention.format, *_parts(convention)
+
+
+def _parts(convention: Convention) -> list[str]:
+    """Return the names of data and scales, the data first."""
+    return [convention.data, convention.scale, *filter(None, [convention.global_scale])]
+
+
+def _scales(convention: Convention) -> tuple[str, ...]:
+    return tuple(f".{part}" for part in _parts(convention)[1:])
+
+
+def _stems(weights: Mapping[str, object]) -> Iterator[str]:
+    return (name.removesuffix(".weight") for name in weights)
+
+
+def _whole(
+    convention: Convention, tensors: Mapping[str, TensorInfo]
+) -> Iterator[tuple[str, QuantizedWeight]]:
+    """Yield each weight whose data and scales are there, and of the types and shapes they need."""
+    end = f".{convention.data}"
+    for name, data in tensors.items():
+        stem = name.removesuffix(end)
+        parts = [tensors.get(f"{stem}.{part}") for part in _parts(convention)]
+        if not name.endswith(end) or data.dtype != convention.data_dtype or len(data.shape) != 2:
+            continue
+        shape = _shape_of(convention, data)
+        if parts[1:] == _wanted_scales(convention, shape):
+            nbytes = sum(part.nbytes for part in parts if part is not None)
+            yield f"{stem}.weight", QuantizedWeight(shape=shape, nbytes=nbytes)
+
+
+def _shape_of(convention: Convention, data: TensorInfo) -> tuple[int, int]:
+    rows, columns = data.shape
+    return rows, columns * (2 if convention.format == "nvfp4" else 1)
+
+
+def _wanted_scales(convention: Convention, shape: tuple[int, int]) -> list[TensorInfo]:
+    blocks = tuple(-(-n // size) for n, size in zip(shape, convention.scale_block, strict=True))
+    wanted = [TensorInfo(blocks, convention.scale_dtype)]
+    if convention.global_scale is not None:
+        wanted.append(TensorInfo((1,) if convention.divides else (), torch.float32))
+    return wanted
+
+
+def _faults(
+    convention: Convention, tensors: Mapping[str, TensorInfo], whole: set[str]
+) -> Iterator[str]:
+    """Say of each weight that is not whole what is wrong with it."""
+    ends = tuple(f".{part}" for part in _parts(convention))
+    stems = {
+        name.rpartition(".")[0]
+        for name, info in tensors.items()
+        if name not in whole
+        and name.endswith(ends)
+        and (name.endswith(ends[1:]) or info.dtype == convention.data_dtype)
+    }
+    for stem in sorted(stems):
+        data = tensors.get(stem + ends[0])
+        if data is None or data.dtype != convention.data_dtype or len(data.shape) != 2:
+            dtype = str(convention.data_dtype).removeprefix("torch.")
+            yield f"{stem}{ends[0]}: expected {dtype} [R, C] beside its scales, got {_spell(data)}"
+            continue
+        wanted = _wanted_scales(convention, _shape_of(convention, data))
+        for end, want in zip(ends[1:], wanted, strict=True):
+            if (scale := tensors.get(stem + end)) != want:
+                said = f"expected {_spell(want)} for {_spell(data)}, got {_spell(scale)}"
+                yield f"{stem}{end}: {said}"
+
+
+def _spell(info: TensorInfo | None) -> str:
+    if info is None:
+        return "nothing"
+    return f"{str(info.dtype).removeprefix('torch.')} {list(info.shape)}"
