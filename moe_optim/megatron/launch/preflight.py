@@ -164,7 +164,7 @@ class _DryRun:
             is_settled = False
             self.faults.append(_of_megatron(error))
             if args.yaml_cfg is not None:  # it stays in its sections
-                self.faults.append("Of the rest of the file nothing is known yet.")
+                self._add("Of the rest of the file nothing is known yet.")
                 raise _CheckedError from None
         for check in self._checks:
             try:
@@ -215,7 +215,11 @@ class _DryRun:
         refused = foresee_refusals(optimizer or args, ddp or args, models, knobs)
         self.faults += [f"refused with the plug-in: {one}. Change or remove it." for one in refused]
         if model is None:
-            self.faults.append("Of the model's flags the plug-in's refusals are not known yet.")
+            self._add("Of the model's flags the plug-in's refusals are not known yet.")
+
+    def _add(self, note: str) -> None:
+        """Say behind the last fault what could not be checked, which is no fault of its own."""
+        self.faults[-1] += f" {note}"
 
     def _mend_names(self, parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
         """Return ``argv`` with the closest known flag for each unknown one, and without others."""

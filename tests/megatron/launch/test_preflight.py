@@ -85,8 +85,8 @@ CASES = {  # what is wrong -> a command line, and the beginnings of all faults
     "Megatron's own": (
         but("--tensor-model-parallel-size", "2"),
         [
-            "Megatron: world size (1) is not divisible by total_model_size (total_model_size=2). C",
-            "Of the model's flags the plug-in's refusals are not known yet.",
+            "Megatron: world size (1) is not divisible by total_model_size (total_model_size=2). "
+            "Change these flags. Of the model's flags the plug-in's refusals are not known yet.",
         ],
     ),
     "everything at once": (

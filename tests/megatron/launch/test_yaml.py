@@ -157,21 +157,22 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {  # change -> beginnings o
     "fields of the model": (
         {"language_model__moe_z_loss_coeff": ..., "language_model__cuda_graph_impl": ...},
         ["--yaml-cfg: expected every field of TransformerConfig in language_model or "
-         "model_parallel, got none of ", "Of the model's flags"],
+         "model_parallel, got none of moe_z_loss_coeff, cuda_graph_impl. Add them. Of the model's"],
     ),
     "what Megatron parses": (
         {"enable_msc": ...}, ["--yaml-cfg: expected enable_msc in the file, got none. Add it."],
     ),
     "what Megatron settles": (
         {"micro_batch_size": ...},
-        ["--yaml-cfg: expected micro_batch_size in the file, got none. Add it.", "Of the rest of"],
+        ["--yaml-cfg: expected micro_batch_size in the file, got none. Add it. Of the rest of"],
     ),
     "what Megatron refuses": (
-        {"train_samples": 8}, ["Megatron: expected iteration-based training.", "Of the rest of"],
+        {"train_samples": 8},
+        ["Megatron: expected iteration-based training. Change these flags. Of the rest of the"],
     ),
     "a section": (
         {"model_parallel": ...},
-        ["--yaml-cfg: expected model_parallel in the file, got none. Add it.", "Of the rest of"],
+        ["--yaml-cfg: expected model_parallel in the file, got none. Add it. Of the rest of the"],
     ),
 }  # fmt: skip
 
