@@ -284,8 +284,11 @@ def _takes(name: str, value: object, choices: Sequence[object]) -> bool:
 
 
 def _closest(value: object, choices: Iterable[object]) -> str | None:
+    """Return the choices that a value is a part of, or the one that is spelt most like it."""
+    text = str(value).lower()
     texts = [choice for choice in choices if isinstance(choice, str)]
-    return next(iter(difflib.get_close_matches(str(value).lower(), texts, n=1)), None)
+    whole = [choice for choice in texts if len(text) > 2 and text in choice]
+    return " or ".join(whole or difflib.get_close_matches(text, texts, n=1)) or None
 
 
 def _parse_assignment(assignment: str, where: str) -> dict[str, object]:

@@ -35,6 +35,11 @@ DEFAULTS = {
 CHOICES = "auto or bf16 or mxfp8 or mxfp8_2d or nvfp4 or fp8_block"  # as messages list them
 
 REFUSED = {  # field, value -> what the message must say
+    "a part": (
+        "format",
+        "fp8",
+        f"expected {CHOICES}, got 'fp8'. Write mxfp8 or mxfp8_2d or fp8_block.",
+    ),
     "misspelt": ("format", "mxfp6", f"expected {CHOICES}, got 'mxfp6'. Write mxfp8."),
     "other case": ("format", "BF16", "Write bf16."),
     "wrong type": ("format", 8, f"expected {CHOICES}, got 8"),

@@ -52,8 +52,7 @@ FIGURES = {
     **PARTS,
     REST: Figure(
         "in none of these parts",
-        "the iteration less all of them: data, logging, and what the clocks of other iterations "
-        "differ by, so that it may lie below 0",
+        "what is left of the iteration; below 0 where clocks of other iterations differ",
     ),
     "optimizer_ms": Figure("optimizer.step(), all of it", "the parts that run within it"),
     "main_to_model_and_gather_ms": Figure(
