@@ -54,6 +54,7 @@ PRODUCTS = {  # which GPU multiplies in the format, through Transformer Engine
 FP32, BF16 = "fp32 to wire planes", "bf16 to wire planes, source zeroed"
 AFTER = "after the gather"
 STEP, NORM = "step to wire planes, {} moments", "gradient norm"
+KERNELS = {"H100": "requantize-h100.json", "H200": "requantize-h200.json"}
 FUSED = "step-fused-h200.json"
 FUSED_STEPS = {FUSED: "1 H200", "step-2x-h200-qwen3.json": "2 H200, Qwen3-30B-A3B's experts"}
 FASTER_HOST = "step-fused-faster-host-h200.json"
@@ -191,7 +192,7 @@ def fractions(
     by: str = "ms",
     *,
     missing: str = "",
-    file: str = "requantize-h100.json",
+    file: str,
 ) -> Iterator[str]:
     """Yield the fraction of the floor for each format, for a row of a table."""
     rows = requantize_rows(file, "w1")
@@ -212,21 +213,29 @@ def host_times(shape_set: str) -> str:
 
 
 def requantize() -> str:
-    report = read_result("requantize-h100.json")
-    none = {"missing": "none"}
-    after = [*fractions(AFTER)][2:]
-    after_te = [*fractions(AFTER, by="te_ms", **none)][2:]
+    """Fractions of both GPUs in one cell: what the memory of one outruns shows beside the other."""
+
+    def cells(work: str, shard: str = "1/1", by: str = "ms", missing: str = "") -> list[str]:
+        of_each = [
+            fractions(work, shard, by, missing=missing, file=file) for file in KERNELS.values()
+        ]
+        return [
+            missing if missing in cell else ", ".join(cell) for cell in zip(*of_each, strict=True)
+        ]
+
+    of_te = {"by": "te_ms", "missing": "none"}
     rows = [
-        ["fp32 masters to what travels", *fractions(FP32)],
-        ["the same, Transformer Engine", *fractions(FP32, by="te_ms", **none)],
-        ["fp32 masters, an eighth of each weight", *fractions(FP32, "1/8")],
-        ["the same, Transformer Engine", *fractions(FP32, "1/8", "te_ms", **none)],
-        ["gathered bf16, zeroed on the way", *fractions(BF16)],
-        ["the same, an eighth of each weight", *fractions(BF16, "1/8")],
-        ["columnwise data after the gather", "", "", *after],
-        ["the same, Transformer Engine", "", "", *after_te],
+        ["fp32 masters to what travels", *cells(FP32)],
+        ["the same, Transformer Engine", *cells(FP32, **of_te)],
+        ["fp32 masters, an eighth of each weight", *cells(FP32, "1/8")],
+        ["the same, Transformer Engine", *cells(FP32, "1/8", **of_te)],
+        ["gathered bf16, zeroed on the way", *cells(BF16)],
+        ["the same, an eighth of each weight", *cells(BF16, "1/8")],
+        ["columnwise data after the gather", "", "", *cells(AFTER)[2:]],
+        ["the same, Transformer Engine", "", "", *cells(AFTER, **of_te)[2:]],
     ]
-    return f"A device copy moved {report['copy_tb_per_s']:.2f} TB/s in the same run.\n\n" + table(
+    speeds = [f"{read_result(file)['copy_tb_per_s']:.2f}" for file in KERNELS.values()]
+    return f"A device copy moved {' and '.join(speeds)} TB/s in the same runs.\n\n" + table(
         ["", *(f"`{name}`" for name in FORMATS)], rows
     )
 
@@ -844,7 +853,7 @@ RESULTS_OF: Mapping[str, tuple[str, ...]] = {
     "patch-sources": (SOURCES,),
     "published": (PUBLISHED,),
     "published-launches": (PUBLISHED,),
-    "requantize": ("requantize-h100.json",),
+    "requantize": tuple(KERNELS.values()),
     "fused-step": tuple(FUSED_STEPS),
     "fused-step-host": (FASTER_HOST, MANY_WEIGHTS),
     "soak": (SOAK,),
