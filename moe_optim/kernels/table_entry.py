@@ -70,7 +70,7 @@ class TableEntry:
         if source.dtype not in (torch.float32, torch.bfloat16) or not source.is_contiguous():
             raise LayoutError(
                 f"{self.parameter}: expected a contiguous fp32 or bf16 source, got {source.dtype} "
-                f"with strides {list(source.stride())}."
+                f"with strides {list(source.stride())}. Call .float() or .contiguous() first."
             )
         if source.device != target.rowwise_data.device:
             raise LayoutError(
