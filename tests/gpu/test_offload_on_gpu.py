@@ -207,6 +207,7 @@ def test_training_gives_the_losses_of_states_on_the_gpu(reports, name: str):
     assert report.managed == without.managed > 0
     assert len(set(report.losses)) == WIDE["--train-iters"]
     assert report.losses == without.losses
+    assert (report.graphs > 0) == ("as a graph" in name)
 
 
 @NEEDS_TE

@@ -18,7 +18,7 @@ from tests.support.bytes import assert_bytes_equal
 from tests.support.engine_version import FORMATS
 from tests.support.holders import bind
 from tests.support.inputs import normal_weights, wide_range_weights
-from tests.support.side_runs import Machine, Run
+from tests.support.side_runs import EAGER, Machine, Run
 
 pytestmark = [
     pytest.mark.gpu,
@@ -86,11 +86,13 @@ def test_training_with_its_products_gives_stocks_losses(layout, tmp_path):
     assert found["losses"]["plugin"] == found["losses"]["stock"]
 
 
-def test_narrow_moments_give_stocks_losses(tmp_path):
-    """Moments in bf16, to the bit of Transformer Engine's Adam under stock Megatron."""
+@pytest.mark.parametrize("knob", ["layout=stock", "step=fused"])
+def test_narrow_moments_give_stocks_losses(knob, tmp_path):
+    """Moments in bf16, to the bit of Transformer Engine's Adam under stock Megatron: stepped by it,
+    and by our kernel."""
     report = tmp_path / "step.json"
     options = ["--rounds", "1", "--iterations", "6", "--json", str(report), "--deterministic"]
-    options += ["--set", "moe_optim.layout=stock", "--", "--use-precision-aware-optimizer"]
+    options += ["--set", f"moe_optim.{knob}", "--", "--use-precision-aware-optimizer"]
     options += ["--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"]
     assert cli.main(["bench", "step", str(RECIPE), *options]) == 0
     found = json.loads(report.read_text())
@@ -98,11 +100,19 @@ def test_narrow_moments_give_stocks_losses(tmp_path):
 
 
 def test_dense_weights_are_exported_as_transformer_engine_reads_them(tmp_path):
-    """After every step, each that it quantized has the bytes of its own dequantization."""
-    run = Run({"--train-iters": 3, "--num-layers": 2}, plugin=(), switches=("export",))
-    [report] = Machine(tmp_path, 1).train({"exporting": run})["exporting"]
-    assert report.error is None
-    assert report.exported == 4  # qkv and projection of both layers
+    """After every step, each that it quantized has the bytes of its own dequantization; and
+    training goes on as without."""
+    flags = {"--train-iters": 3, "--num-layers": 2, "--clip-grad": 0, "--deterministic-mode": True}
+    runs = {
+        name: Run(flags, plugin=(), switches=switches)
+        for name, switches in {"plain": (), "exporting": ("export",)}.items()
+    }
+    done = Machine(tmp_path, 2, environment=DETERMINISTIC_ENVIRONMENT | EAGER).train(runs)
+    [plain], [exporting] = done["plain"], done["exporting"]
+    assert plain.error is exporting.error is None
+    assert exporting.exported == 4  # qkv and projection of both layers
+    assert len(plain.losses) == 3
+    assert exporting.losses == plain.losses
 
 
 ITERATIONS = ["--optimizer-cuda-graph", "--cuda-graph-impl", "full_iteration"]

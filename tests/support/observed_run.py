@@ -43,7 +43,7 @@ class Report:
     passes: int = 0
     """Forward passes of experts, as far as Python sees them."""
     graphs: int = 0
-    """The most CUDA graphs that layers held after a step."""
+    """The most CUDA graphs that layers and the optimizer's step held after a step."""
     allocated: int = 0
     """Bytes of the GPU after the last step."""
     on_host: int = 0
@@ -167,9 +167,9 @@ def observe(report: Report) -> None:
         loss = result[0].get("lm loss")
         if loss is not None:
             report.losses.append(float(loss).hex())
-        report.graphs = max(report.graphs, count_graphs(built))
-        report.allocated = torch.cuda.memory_allocated()
         optimizer = args[3]
+        report.graphs = max(report.graphs, count_graphs(built, optimizer))
+        report.allocated = torch.cuda.memory_allocated()
         report.on_host = sum(
             part.host_states.numel
             for part in getattr(optimizer, "chained_optimizers", [])
@@ -213,9 +213,9 @@ def _as_json(value: Any) -> Any:
     return value if isinstance(value, str | int | float | None) else str(value)
 
 
-def count_graphs(chunks: list[Any]) -> int:
-    """Return how many CUDA graphs the layers hold, of either implementation."""
-    count = 0
+def count_graphs(chunks: list[Any], optimizer: Any) -> int:
+    """Return how many CUDA graphs layers hold, of either implementation, and our step."""
+    count = int(getattr(vars(optimizer).get("step"), "_graph", None) is not None)
     for chunk in chunks:
         for module in chunk.modules():
             count += len(getattr(module, "cuda_graphs", ()))

@@ -202,21 +202,21 @@ class Asked:
             words += ["--no-python", "moe-optim", "run"]
         return [*words, SCRIPT[0], *side.arguments(cpu=self.cpu)]
 
-    def argv(self, side: Side, port: int) -> list[str]:
+    def argv(self, side: Side) -> list[str]:
         """Return the command as this process starts it, beside others."""
         meant = self.command(side)
-        words = [sys.executable, "-m", "torch.distributed.run", "--master-port", str(port)]
+        words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         for word in meant[1:]:
             words += [sys.executable, "-m", "moe_optim.cli.main"] if word == "moe-optim" else [word]
         return words
 
-    def run(self, side: Side, port: int) -> dict[str, Any]:
+    def run(self, side: Side, number: int) -> dict[str, Any]:
         """Train; return what is recorded: without losses if it did not print all of them."""
-        log = self.folder / f"{port}.log"
+        log = self.folder / f"{number}.log"
         environment = os.environ | ENVIRONMENT | ({"MOE_OPTIM_CPU": "1"} if self.cpu else {})
         with log.open("w") as file:
             done = subprocess.run(
-                self.argv(side, port),
+                self.argv(side),
                 cwd=self.folder,
                 env=environment,
                 stdout=file,
@@ -273,7 +273,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             shutil.copy2(args.megatron_lm / name, folder)
         asked = Asked(folder=Path(folder), ranks=args.ranks, cpu=args.cpu)
         with ThreadPoolExecutor(args.at_once) as pool:
-            done = pool.map(asked.run, sides, range(29500, 29500 + len(sides)))
+            done = pool.map(asked.run, sides, range(len(sides)))
             runs = {side.name: run for side, run in zip(sides, done, strict=True)}
     differing = [name for name, pair in pairs.items() if not is_equal(runs, pair)]
     report |= {

@@ -67,6 +67,19 @@ class GroupedChainedOptimizer(ChainedOptimizer):
             value = GraphedStep(self)
         super().__setattr__(name, value)
 
+    def __delattr__(self, name: str) -> None:
+        """Hear of the last step where a training loop drops its graph: it saves once more after it.
+
+        Every rank must call it.
+
+        Raises:
+            NonFiniteError: the last step has found gradients that are not finite.
+        """
+        graphed = self._graphed_step if name == "step" else None
+        super().__delattr__(name)
+        if graphed:
+            graphed.tell()
+
     @torch.no_grad()
     def step(self) -> Any:
         """Step once; return whether weights moved, the gradient norm, and zeros if any are counted.

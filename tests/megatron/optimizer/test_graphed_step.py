@@ -41,8 +41,9 @@ def test_deciding_on_the_device_changes_no_bit():
         assert_same_run(other, one, what=f"rank {rank}")
 
 
-def _train_on_nan(policy: str, first_after: str) -> dict[str, Any]:
-    """Step four times, the third time on NaN; then step again, save, or load what was before it."""
+def _train_on_nan(policy: str, first_after: str, *more: str) -> dict[str, Any]:
+    """Step five times, the third time on NaN; then step again, save, load what was before it, or
+    end with it."""
     found: dict[str, Any] = {}
 
     def watch(model: list[Any], optimizer: Any) -> None:
@@ -77,8 +78,13 @@ def _train_on_nan(policy: str, first_after: str) -> dict[str, Any]:
 
         chained.GraphedStep = Watched  # which a chain puts in the place of Megatron's wrapper
 
-    flags = ["--train-iters", "5", "--eval-interval", "1000000", GRAPH]
-    pretrain([*flags, "--no-check-for-nan-in-loss-and-grad"], FUSED, after_setup=watch)
+    flags = ["--train-iters", "3" if first_after == "the end" else "5", *more]
+    flags += ["--eval-interval", "1000000", GRAPH, "--no-check-for-nan-in-loss-and-grad"]
+
+    def count(_: list[Any], optimizer: Any) -> None:
+        found["steps"] = {group["step"] for group in optimizer.param_groups}
+
+    _note(found, lambda: pretrain(flags, FUSED, after_setup=watch, observe=count))
     return found
 
 
@@ -98,6 +104,20 @@ def test_a_step_on_nan_moves_nothing_and_the_next_call_says_so(first_after: str)
         assert "No weight has moved" in found["raised"]
         # of five calls one found NaN, and the one that said so after it did not step
         assert found["steps"] == {4 if first_after == "a save" else 3}
+
+
+@pytest.mark.parametrize("policy", ["raise", "skip"])
+def test_a_run_that_ends_with_nan_says_so_before_it_saves(policy: str, tmp_path):
+    """Megatron drops the graph before its last save, which would count the step."""
+    save = ("--save", str(tmp_path), "--save-interval", "1000")
+    for found in run_ranks(2, _train_on_nan, policy, "the end", *save):
+        if policy == "raise":
+            assert "last optimizer step: gradient norms were [nan" in found["raised"]
+        else:
+            assert "raised" not in found
+            assert found["steps"] == {2}
+    saved = [path.name for path in tmp_path.glob("iter_*")]
+    assert saved == ([] if policy == "raise" else ["iter_0000003"])
 
 
 @pytest.mark.parametrize("policy", ["raise", "skip"])
