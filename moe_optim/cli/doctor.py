@@ -191,7 +191,8 @@ def _examine_format(name: str) -> dict[str, str]:
 
 
 def _examine_patches() -> list[dict[str, str]]:
-    from moe_optim.megatron.patching.patches import PATCHES, patch_state  # only where Megatron is
+    from moe_optim.megatron.patching.engine import patch_state  # only where Megatron is
+    from moe_optim.megatron.patching.patches import PATCHES
 
     return [
         {

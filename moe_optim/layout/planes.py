@@ -42,46 +42,30 @@ class GatherPlane:
             )
 
     @classmethod
-    def viewing(cls, name: str, tensor: Tensor, *, numel: int | None = None) -> "GatherPlane":
-        """Return a plane over the memory of ``tensor``, without a copy.
+    def viewing(cls, name: str, tensor: Tensor) -> "GatherPlane":
+        """Return a plane over the memory of ``tensor``, whose elements are logical ones; no copy.
 
         Args:
             name: how errors call the plane.
             tensor: any shape and dtype, contiguous.
-            numel: logical elements that the tensor describes; left out, each of its own.
 
         Raises:
-            LayoutError: the tensor is not contiguous, or has bytes for no elements.
+            LayoutError: the tensor is not contiguous, or empty.
         """
         if not tensor.is_contiguous():
             raise LayoutError(
                 f"plane {name}: expected a contiguous tensor, got {list(tensor.shape)} with "
                 f"strides {list(tensor.stride())}. A view that gathers in place cannot be copied."
             )
-        elements = tensor.numel() if numel is None else numel
-        if elements < 1:
-            raise LayoutError(f"plane {name}: expected at least one element, got {elements}.")
+        if not tensor.numel():
+            raise LayoutError(f"plane {name}: expected at least one element, got 0.")
         data = tensor.detach().view(-1).view(torch.uint8)
-        return cls(name=name, bytes_per_element=Fraction(data.numel(), elements), data=data)
+        return cls(name=name, bytes_per_element=Fraction(tensor.itemsize), data=data)
 
     @property
     def numel(self) -> int:
         """Logical elements that the plane describes."""
         return int(self.data.numel() / self.bytes_per_element)
-
-    def part(self, start: int, numel: int) -> Tensor:
-        """Return the bytes of ``numel`` elements from ``start`` on: [bytes] uint8, a view.
-
-        Raises:
-            LayoutError: the plane has no such elements, or they have no whole number of bytes.
-        """
-        first, size = start * self.bytes_per_element, numel * self.bytes_per_element
-        if start < 0 or start + numel > self.numel or first % 1 or size % 1:
-            raise LayoutError(
-                f"plane {self.name}: expected elements below {self.numel} in whole bytes, at "
-                f"{self.bytes_per_element} bytes an element, got {numel} from {start} on."
-            )
-        return self.data.narrow(0, int(first), int(size))
 
     def slice_of(self, rank: int, size: int) -> Tensor:
         """Return the bytes that ``rank`` of ``size`` ranks owns: [bytes / size] uint8, a view.

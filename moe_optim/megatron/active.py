@@ -40,7 +40,7 @@ def config_in_force() -> MoEOptimConfig:
 
 
 def active_config() -> MoEOptimConfig:
-    """Return the configuration in force.
+    """Return the installed configuration; unlike :func:`config_in_force` there is no default.
 
     Raises:
         StateError: nothing is installed.

@@ -1,13 +1,12 @@
 """Finds the amax of every expert of some parameters: by a kernel where one runs, or in torch."""
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from moe_optim.kernels.amax_table import AmaxTable
-from moe_optim.kernels.member_table import Backend
+from moe_optim.kernels.member_table import Backend, runs_triton
 from moe_optim.kernels.table_entry import TableEntry
 from moe_optim.reference.expert_amax import expert_amax_into
 
@@ -23,8 +22,8 @@ class AmaxSearch:
 
     def __init__(self, entries: Sequence[TableEntry], backend: Backend = "auto") -> None:
         self._entries = tuple(entries)
-        on_gpu = entries[0].source.device.type == "cuda" and find_spec("triton") is not None
-        self._table = AmaxTable.build(entries) if on_gpu and backend == "auto" else None
+        has_kernel = backend == "auto" and runs_triton(entries[0].source.device)
+        self._table = AmaxTable.build(entries) if has_kernel else None
 
     def find_into(self, out: Tensor) -> None:
         """Read every source once, and write the amax of every expert.

@@ -34,7 +34,7 @@ class QuantizedCopy:
         format: BlockScaledFormat,
         shape: tuple[int, int, int],
         name: str,
-        backend: Backend = "auto",
+        backend: Backend,
     ) -> None:
         format.check_shape(shape, name)
         self.format = format

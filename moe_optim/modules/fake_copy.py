@@ -32,7 +32,7 @@ class FakeQuantizedCopy:
         format: PerExpertGrid,
         shape: tuple[int, int, int],
         name: str,
-        backend: Backend = "auto",
+        backend: Backend,
     ) -> None:
         self.format = format
         self.shape = shape

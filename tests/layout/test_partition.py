@@ -1,5 +1,6 @@
 """What cuts of a weight do to its planes and maxima, and that buffers cut by the same rules."""
 
+from fractions import Fraction
 from itertools import product
 from math import prod
 
@@ -260,7 +261,11 @@ def test_shards_of_a_bucket_are_a_cut_of_experts_and_then_of_rows(weight, data):
         if not wire.is_sliced:
             continue
         entries = torch.arange(prod(plane.shape)).view(plane.shape)
-        memory = GatherPlane.viewing(wire.name, entries, numel=slot.numel)
+        memory = GatherPlane(
+            name=wire.name,
+            bytes_per_element=Fraction(entries.nbytes, slot.numel),
+            data=entries.view(-1).view(torch.uint8),
+        )
         for rank, bounds in enumerate(ranks):
             gathered = set(memory.slice_of(rank, dp_size).view(torch.int64).tolist())
             held = set(entries[plane.slices(bounds)].flatten().tolist())

@@ -85,7 +85,9 @@ def _two_formats() -> str:
         te_stand_ins.NVFP4Tensor(NVFP4, torch.randn(32, 32)),
     ]
     with pytest.raises(ConfigError) as error:
-        requirements._check_wanted(AUTO, [SimpleNamespace(parameters=lambda: mixed)])
+        requirements._check_wanted(
+            AUTO, [SimpleNamespace(parameters=lambda: mixed)], quantized=True
+        )
     return str(error.value)
 
 

@@ -28,7 +28,11 @@ def plane_views(
     like = QuantizedWeight.empty(format, shape, device="meta").wire_planes()
     numel = shape[0] * shape[1] * shape[2]
     views = {
-        name: plane.part(start, numel).view(like[name].dtype).view(like[name].shape)
+        name: plane.data.narrow(
+            0, int(start * plane.bytes_per_element), int(numel * plane.bytes_per_element)
+        )
+        .view(like[name].dtype)
+        .view(like[name].shape)
         for name, plane in planes.items()
     }
     if format.columnwise_copy == "shared":

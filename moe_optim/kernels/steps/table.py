@@ -261,8 +261,6 @@ _Member = tuple[Planned | None, AdamState]
 """A state, and of a quantized weight what it is encoded into, all slots of amaxes named."""
 
 
-Part = tuple[int, int, int]
-"""First element of a range, one past its last, and the slot of its amax."""
 _Kind = tuple[torch.dtype, torch.dtype, torch.dtype | None, bool, bool]
 """Dtypes of gradient, moments and weight, whether an amax is found, whether all is aligned."""
 

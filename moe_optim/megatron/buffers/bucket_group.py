@@ -23,10 +23,10 @@ _PARTITION = "megatron.core.distributed.distributed_data_parallel:partition_buck
 class GroupedBucketGroup(_ParamAndGradBucketGroup):
     """Megatron's bucket group, where a group of managed buckets gathers by its own rules.
 
-    Nobody pushes masters into the memory of a managed bucket. An optimizer says that its masters
-    have moved; whoever next needs the weights (a forward pre-hook, an evaluation, a save, the end
-    of a step) calls ``start_param_sync``, and buckets whose weights are stale then pull the
-    masters, quantize and gather, in the order that the wire demands. Fresh weights are never
+    A step says that its masters have moved, and whether it has encoded them into this rank's
+    slices. Whoever next needs the weights (a forward pre-hook, an evaluation, a save, the end of a
+    step) calls ``start_param_sync``, and buckets whose weights are behind then quantize what no
+    step has encoded, and gather, in the order that the wire demands. Fresh weights are never
     gathered again. Groups without managed buckets behave as Megatron's, except that a gather in
     flight is always finished with its post-processing.
 
@@ -196,7 +196,7 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
             and self.ddp_config.num_distributed_optimizer_instances == 1
             and not self.ddp_config.overlap_grad_reduce
         )
-        for bucket, managed in zip(self.buckets, self.managed, strict=False):
+        for bucket, managed in zip(self.buckets, self.managed, strict=True):
             managed.find_unannounced(thoroughly=True)
             whole = alone and bucket.gradient_scaling_factor == 1
             if whole and managed.state.gradients is Gradients.PARTIAL:

@@ -184,7 +184,7 @@ class BucketState:
         table: :data:`OWN_MEMORY` or :data:`SHARED_MEMORY`.
     """
 
-    def __init__(self, name: str, table: Mapping[Event, Transition] = OWN_MEMORY) -> None:
+    def __init__(self, name: str, table: Mapping[Event, Transition]) -> None:
         self.name = name
         self._table = table
         self._gradients = Gradients.ZERO

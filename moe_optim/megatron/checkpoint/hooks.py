@@ -35,7 +35,11 @@ from moe_optim.checkpoints.stores.torch_dist import TorchDistReader
 from moe_optim.errors import LayoutError
 from moe_optim.megatron.active import config_in_force, installed_config
 from moe_optim.megatron.agreement import agree
-from moe_optim.megatron.checkpoint.flat_states import ManifestRequest, require_same_interleave
+from moe_optim.megatron.checkpoint.flat_states import (
+    ManifestRequest,
+    flat_states_to_load,
+    require_same_interleave,
+)
 from moe_optim.megatron.checkpoint.unmarked_states import manifest_of_unmarked
 from moe_optim.megatron.experts.amax import OptionalShardedTensor
 from moe_optim.megatron.experts.calibrated_entry import CalibratedEntry
@@ -274,7 +278,7 @@ def _resolve(sharded_state_dict: Any, stored: TorchDistReader) -> None:
             if own is not None
             else manifest_of_unmarked(request, stored)
         )
-        asked.optimizer.request_flat_states(state, key, saved)
+        state["param_state"] = flat_states_to_load(asked.optimizer, saved, key)
 
 
 def _find_key(manifests: list[str], request: ManifestRequest, checkpoint: Path) -> str | None:

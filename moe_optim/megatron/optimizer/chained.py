@@ -1,4 +1,4 @@
-"""What a step does with an Inf or NaN gradient: nothing, and it says whose gradient that was."""
+"""The chain of optimizers: norm, decision, update, gather, and whose gradients are not finite."""
 
 import logging
 import math
@@ -23,8 +23,10 @@ from moe_optim.megatron.optimizer.fused import (
     NORMS,
     as_megatron_returns,
     clip_factors,
+    gradient_of,
     is_too_large,
     nothing_found,
+    owned_masters,
     reduced_over_ranks,
     runs_on_kernels,
     why_not_fused,
@@ -280,16 +282,12 @@ class GroupedChainedOptimizer(ChainedOptimizer):
 
     def _find_culprits(self) -> Iterator[str]:
         describe = describer(self.model_chunks, "gradient")
-        for part in self.chained_optimizers:
-            if part.is_stub_optimizer:  # all of its parameters are frozen, or on other stages
-                continue
-            for params in (*part.model_float16_groups, *part.model_fp32_groups):
-                for param in params:
-                    owned = part._get_model_param_range_map(param)["param"]
-                    shard = param.main_grad.view(-1)[owned.start : owned.end]
-                    bad = (~shard.isfinite()).nonzero().view(-1) + owned.start
-                    if len(bad):
-                        yield describe(param, bad)
+        for part in self.stepping:
+            for param, _ in owned_masters(part):
+                start = part._get_model_param_range_map(param)["param"].start
+                bad = (~gradient_of(part, param).isfinite()).nonzero().view(-1) + start
+                if len(bad):
+                    yield describe(param, bad)
 
 
 def check_masters(
@@ -305,19 +303,14 @@ def check_masters(
         only: says of a parameter whether its master is looked at.
     """
     describe = describer(optimizer.model_chunks, "master")
-    held = (
-        (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
-        (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
-    )
     found: list[str] = []
-    for params, masters in (pair for groups in held for pair in zip(*groups, strict=True)):
-        for param, master in zip(params, masters, strict=True):
-            if master is None or not only(param):
-                continue
-            start = optimizer._get_model_param_range_map(param)["param"].start
-            bad = (~master.isfinite()).nonzero().view(-1) + start
-            if len(bad):
-                found.append(describe(param, bad))
+    for param, master in owned_masters(optimizer):
+        if master is None or not only(param):
+            continue
+        start = optimizer._get_model_param_range_map(param)["param"].start
+        bad = (~master.isfinite()).nonzero().view(-1) + start
+        if len(bad):
+            found.append(describe(param, bad))
     group = optimizer.data_parallel_group
     everywhere: list[list[str]] = [[] for _ in range(group.size())]
     dist.all_gather_object(everywhere, found[:MOST_NAMED], group=group)

@@ -54,7 +54,6 @@ class CheckpointedOptimizer(DistributedOptimizer):
         super().__init__(*args, **kwargs)
         self.knobs = config_in_force()
         self.asked: Asked | None = None
-        self._keep_bucket_padding = False
         self._for_model_space = False
         # They stay until uninstall(): this optimizer asks for what only the replacement can find.
         apply_patches(patches.CHECKPOINTS, holder=OPTIMIZERS)
@@ -147,19 +146,6 @@ class CheckpointedOptimizer(DistributedOptimizer):
         )
         return state
 
-    def request_flat_states(self, state: dict[str, Any], key: str, saved: StateManifest) -> None:
-        """Ask for flat states where a checkpoint has them. No rank communicates.
-
-        Args:
-            state: of :meth:`sharded_state_dict`, to load; changed in place.
-            key: of the manifest in the checkpoint.
-            saved: the manifest.
-
-        Raises:
-            LayoutError: it is of other parameters or experts.
-        """
-        state["param_state"] = flat_states_to_load(self, saved, key)
-
     def sharded_param_state_dp_reshardable(
         self,
         model_sharded_state_dict: Any,
@@ -187,14 +173,13 @@ class CheckpointedOptimizer(DistributedOptimizer):
         Megatron 0.19 takes each parameter's states from where it lies in the buffer, but out of
         tensors without the padding between buckets: after the first bucket all are shifted.
         """
-        self._keep_bucket_padding = _cuts_unpadded_states()
         self._for_model_space = True
         try:
             return super().sharded_param_state_fully_reshardable(
                 with_members(self, model_sharded_state_dict), is_loading, metadata
             )
         finally:
-            self._keep_bucket_padding = self._for_model_space = False
+            self._for_model_space = False
 
     def get_parameter_state_dp_zero(self, *args: Any, **kwargs: Any) -> Any:
         """Gather all states, with a manifest of them; arguments and result are Megatron's."""
@@ -203,7 +188,8 @@ class CheckpointedOptimizer(DistributedOptimizer):
             return None
         if not self._for_model_space:
             state[MANIFEST] = manifest_of(self).to_dict()
-        if not self._keep_bucket_padding:
+            return state
+        if not _cuts_unpadded_states():
             return state
         for index, buffer in enumerate(self.buffers):
             for tensors in state[index].values():

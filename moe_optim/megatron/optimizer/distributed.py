@@ -24,7 +24,7 @@ from moe_optim.megatron.checkpoint.param_groups import with_groups_of_adam
 from moe_optim.megatron.optimizer.chained import check_masters
 from moe_optim.megatron.optimizer.checkpointed import CheckpointedOptimizer
 from moe_optim.megatron.optimizer.description import describe
-from moe_optim.megatron.optimizer.fused import FusedUpdate
+from moe_optim.megatron.optimizer.fused import FusedUpdate, owned_masters, weight_of
 from moe_optim.megatron.optimizer.host_states import HostStates
 from moe_optim.megatron.optimizer.initial_values import keep_loaded_values, renew_initial_values
 from moe_optim.megatron.weights.managed import is_managed, storage_of
@@ -33,10 +33,11 @@ from moe_optim.modules.grouped_weight import GroupedWeight
 
 
 class GroupedDistributedOptimizer(CheckpointedOptimizer):
-    """Megatron's distributed optimizer, with masters that bucket groups pull when they gather.
+    """Megatron's distributed optimizer, whose bucket groups gather quantized weights.
 
-    Parameters without a quantized storage take Megatron's code unchanged. For those that
-    have one, a step ends with marking their bucket groups stale; see :class:`GroupedBucketGroup`.
+    Parameters without a quantized storage take Megatron's code unchanged. For those that have one,
+    a step ends with their bucket groups stale, or encoded where it was fused; see
+    :class:`GroupedBucketGroup`.
     """
 
     def __init__(self, optimizer: Any, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -104,22 +105,22 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         return self._buckets
 
     def finish_gathers(self) -> None:
-        """Wait for gathers of quantized weights in flight, and put their results in place."""
-        for group in self._managed_groups:
+        """Finish gathers that are in flight: they read what is written next."""
+        for group in self._groups:
             group.finish_gather()
 
     def masters_of(self, bucket: ManagedBucket) -> list[OwnedMaster]:
         """Return the masters of what this rank owns in ``bucket``, not copies."""
         params = set(bucket.params)
-        owned = []
-        for model_params, masters in zip(
-            self.model_float16_groups, self.shard_fp32_from_float16_groups, strict=True
-        ):
-            for param, master in zip(model_params, masters, strict=True):
-                if param in params:
-                    start = self._get_model_param_range_map(param)["param"].start
-                    owned.append(OwnedMaster(param=param, start=start, master=master))
-        return owned
+        return [
+            OwnedMaster(
+                param=param,
+                start=self._get_model_param_range_map(param)["param"].start,
+                master=master,
+            )
+            for param, master in owned_masters(self)
+            if param in params
+        ]
 
     def _check_shards(self, bucket: ManagedBucket) -> None:
         """Raise LayoutError unless Megatron's shards and our own plan of them agree."""
@@ -226,7 +227,7 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         Returns:
             As :meth:`FusedUpdate.plan`, and it raises what that raises.
         """
-        self._finish_gathers()
+        self.finish_gathers()
         return self.update.plan()
 
     def update_masters(self, clips: Tensor) -> None:
@@ -244,11 +245,6 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
             self.update.count_step()
             self.update.launch(clips)
 
-    def _finish_gathers(self) -> None:
-        """Finish gathers that are in flight: they read what is written next."""
-        for group in self._groups:
-            group.finish_gather()
-
     @contextmanager
     def updating(self) -> Iterator[None]:
         """Say of all quantized weights what a block does to them, in which masters are updated.
@@ -259,7 +255,7 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         Raises:
             StateError: as :meth:`step_with_ready_grads`.
         """
-        self._finish_gathers()
+        self.finish_gathers()
         try:
             with self._moving_masters():
                 yield
@@ -298,7 +294,7 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
 
     def _copy_main_params_to_model_params(self) -> None:
         """Write bf16 and fp32 weights of this rank; quantized ones become stale instead."""
-        self._finish_gathers()
+        self.finish_gathers()
         if self._buckets:
             self._copy_unmanaged_params()
         else:
@@ -310,25 +306,15 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
     def _copy_unmanaged_params(self) -> None:
         """Write what Megatron's method would write, without looking at every expert on the way."""
         if self._unmanaged is None:
-            self._unmanaged = [
-                (param, master)
-                for groups in (
-                    (self.model_float16_groups, self.shard_fp32_from_float16_groups),
-                    (self.model_fp32_groups, self.shard_fp32_groups),
-                )
-                for params, masters in zip(*groups, strict=True)
-                for param, master in zip(params, masters, strict=True)
-                if not is_managed(param)
-            ]
-        shards, masters = [], []
+            self._unmanaged = [pair for pair in owned_masters(self) if not is_managed(pair[0])]
+        weights, masters = [], []
         for param, master in self._unmanaged:
-            place = self._get_model_param_range_map(param)["gbuf_world_in_bucket"]
-            buffer, _, bucket = self.model_param_gbuf_map[param]
-            weights = self.buffers[buffer].buckets[bucket].param_data.view(-1)
-            shards.append(weights[place.start : place.end])
-            masters.append(master.detach())
-        if shards:
-            torch._foreach_copy_(shards, masters)
+            weight = weight_of(self, param, master)
+            if weight is not None:
+                weights.append(weight)
+                masters.append(master.detach())
+        if weights:
+            torch._foreach_copy_(weights, masters)
 
     def start_param_sync_for_bucket_group_subset(self) -> None:
         """Start the gathers of this optimizer's own groups. Every rank must call it.

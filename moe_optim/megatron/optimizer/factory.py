@@ -10,7 +10,7 @@ from megatron.core.utils import log_single_rank
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError
 from moe_optim.megatron.active import config_in_force, in_force
-from moe_optim.megatron.buffers.buffer import GroupedParamAndGradBuffer
+from moe_optim.megatron.buffers.bucket_group import GroupedBucketGroup, bucket_groups
 from moe_optim.megatron.optimizer.description import describe
 from moe_optim.megatron.optimizer.fused import runs_on_kernels, this_device
 from moe_optim.megatron.optimizer.requirements import check_wrapped_model
@@ -19,13 +19,13 @@ from moe_optim.megatron.patching.engine import (
     apply_patches,
     is_rebound,
     original,
-    patch_state,
     revert_patches,
 )
 from moe_optim.megatron.planning import has_masters_of_adam, knobs_with_flags
 from moe_optim.megatron.weights.managed import is_managed
 
 logger = logging.getLogger(__name__)
+_HOLDER = "an optimizer that is being built"
 _FACTORY = "megatron.training.training:get_megatron_optimizer"
 _core_factory = core_optimizer.get_megatron_optimizer
 """Where nothing is installed; taken now, since a script may put ours in its place by hand."""
@@ -70,7 +70,8 @@ def get_megatron_optimizer(
             "moe_optim: --reuse-grad-buf-for-mxfp8-param-ag holds with the flag or without: a "
             "gather of quantized weights takes no memory beside the gradients'",
         )
-    if not any(isinstance(buffer, GroupedParamAndGradBuffer) for buffer in model_chunks[0].buffers):
+    groups = list(bucket_groups(model_chunks))
+    if groups and not any(isinstance(group, GroupedBucketGroup) for group in groups):
         log_single_rank(
             logger,
             logging.INFO,
@@ -79,8 +80,7 @@ def get_megatron_optimizer(
         )
     classes = ("distributed-optimizer", "chained-optimizer")
     construction = [patch for patch in patches.OPTIMIZER if patch.id in classes]
-    scoped = [patch for patch in construction if patch_state(patch) != "applied"]
-    apply_patches(scoped)
+    apply_patches(construction, _HOLDER)
     try:
         stock = original(_FACTORY) if is_rebound(_FACTORY) else _core_factory
         with in_force(knobs):
@@ -93,7 +93,7 @@ def get_megatron_optimizer(
                 dump_param_to_param_group_map=dump_param_to_param_group_map,
             )
     finally:
-        revert_patches(scoped)
+        revert_patches(construction, _HOLDER)
     if wants_graph and not optimizer.is_fused:
         raise ConfigError(
             "--optimizer-cuda-graph: expected a fused step to capture, got step: stock, which "

@@ -60,7 +60,9 @@ class FusedUpdate:
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
-        self._device = next((master.device for _, master in _owned(optimizer)), this_device())
+        self._device = next(
+            (master.device for _, master in owned_masters(optimizer)), this_device()
+        )
         num_groups = len(optimizer.optimizer.param_groups)
         self._hyper = torch.zeros(num_groups, HYPER_FIELDS, device=self._device)
         self._clips = torch.ones(len(NORMS), device=self._device)
@@ -91,8 +93,8 @@ class FusedUpdate:
         optimizer = self._optimizer
         sharing = {name: getattr(optimizer, name, None) for name in ("tp_group", "expert_tp_group")}
         counted = [
-            Gradients(_gradient(optimizer, param), _norm_of(master))
-            for param, master in _owned(optimizer)
+            Gradients(gradient_of(optimizer, param), _norm_of(master))
+            for param, master in owned_masters(optimizer)
             if param_is_not_shared(master)
             and param_is_not_tensor_parallel_duplicate(master, **sharing)
             and param_is_not_gtp_duplicate(master)
@@ -116,10 +118,7 @@ class FusedUpdate:
             StateError: gradient memory is offloaded.
             LayoutError: masters or moments are on the host, or of dtypes that no kernel knows.
         """
-        if self._norm is None or self._norm.has_moved:
-            self._norm = self._plan_norm()
-            self._plans += 1
-        if not self._tables or self._has_moved():
+        if not self._tables or self._must_plan():
             self._tables = {}  # so that a plan which is refused leaves none that looks current
             self._tables = self._plan_tables()
             self._plans += 1
@@ -164,7 +163,7 @@ class FusedUpdate:
     def make_moments(self) -> None:
         """Make moments of masters that have none, and have all states where they are at home."""
         inner = self._optimizer.optimizer
-        for _, master in _owned(self._optimizer):
+        for _, master in owned_masters(self._optimizer):
             moments_of(inner, master)
             self._optimizer.host_states.keep(inner, master)
 
@@ -187,8 +186,10 @@ class FusedUpdate:
         are_others = any(map(is_not, moments, map(call, self._moments)))
         return are_others or addresses_of(moments) != self._addresses
 
-    def _has_moved(self) -> bool:
+    def _must_plan(self) -> bool:
         """Return whether states lie elsewhere, or gathers have been planned anew.
+
+        Plans gathers on the way; where it ends early, :meth:`_plan_tables` asks the other buckets.
 
         Loading gives Adam other moments, and so do RL stacks that take turns on a GPU: tensors,
         dictionaries of them, or all of its state.
@@ -211,18 +212,18 @@ class FusedUpdate:
         states: dict[ManagedBucket | None, list[AdamState]] = {b: [] for b in optimizer._buckets}
         states[None] = []
         self.make_moments()
-        for param, master in _owned(optimizer):
+        for param, master in owned_masters(optimizer):
             exp_avg, exp_avg_sq = moments_of(inner, master)
             states[bucket_of.get(param)].append(
                 AdamState(
                     parameter=names[param],
                     master=master,  # no view: it would stay where the memory of the master was
-                    gradient=_gradient(optimizer, param),
+                    gradient=gradient_of(optimizer, param),
                     exp_avg=exp_avg,
                     exp_avg_sq=exp_avg_sq,
                     group=group_of[master],
                     norm=_norm_of(master),
-                    weight=None if is_managed(param) else _weight(optimizer, param, master),
+                    weight=None if is_managed(param) else weight_of(optimizer, param, master),
                     on_host=optimizer.host_states.on_host(master),
                 )
             )
@@ -264,7 +265,7 @@ def why_not_fused(optimizer: Any) -> str | None:
 
 def runs_on_kernels(optimizer: Any) -> bool:
     """Return whether kernels update every master of an optimizer; also where it has none."""
-    return all(has_kernels(master.device) for _, master in _owned(optimizer))
+    return all(has_kernels(master.device) for _, master in owned_masters(optimizer))
 
 
 def moments_of(inner: Any, master: Tensor) -> tuple[Tensor, Tensor]:
@@ -327,7 +328,7 @@ def as_megatron_returns(norm: Tensor) -> Any:
     return norm if clip_grads.multi_tensor_scale_tensor_impl is not None else norm.item()
 
 
-def _owned(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
+def owned_masters(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
     """Yield every parameter of which this rank owns a part, and its master."""
     for params, masters in (
         (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
@@ -337,7 +338,7 @@ def _owned(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
             yield from zip(of_params, of_masters, strict=True)
 
 
-def _gradient(optimizer: Any, param: Any) -> Tensor:
+def gradient_of(optimizer: Any, param: Any) -> Tensor:
     """Return what this rank owns of a gradient, where it lies."""
     owned = optimizer._get_model_param_range_map(param)["param"]
     gradient: Tensor = param.main_grad.view(-1)[owned.start : owned.end]
@@ -349,7 +350,7 @@ def _gradient(optimizer: Any, param: Any) -> Tensor:
     return gradient
 
 
-def _weight(optimizer: Any, param: Any, master: Tensor) -> Tensor | None:
+def weight_of(optimizer: Any, param: Any, master: Tensor) -> Tensor | None:
     """Return where this rank writes its part of a weight; None where the master lies there."""
     place = optimizer._get_model_param_range_map(param)["gbuf_world_in_bucket"]
     buffer, _, bucket = optimizer.model_param_gbuf_map[param]

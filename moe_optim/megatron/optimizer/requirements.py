@@ -52,7 +52,7 @@ def check_wrapped_model(config: Any, model_chunks: list[Any]) -> None:
         remedy="Remove them, or train without --use-moe-grouped-optim.",
     )
     if (wanted := installed_config()) is not None:
-        _check_wanted(wanted, model_chunks)
+        _check_wanted(wanted, model_chunks, quantized=quantized)
     if quantized:
         _check_buffers(model_chunks)
     _refuse_foreign_quantized(params)
@@ -187,7 +187,7 @@ def _spelt(dtype: torch.dtype) -> str:
     return {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}.get(dtype, "fp8")
 
 
-def _check_wanted(wanted: MoEOptimConfig, model_chunks: list[Any]) -> None:
+def _check_wanted(wanted: MoEOptimConfig, model_chunks: list[Any], *, quantized: bool) -> None:
     """Refuse a bf16 model where experts stored or multiplied in a narrow format are wanted.
 
     Every rank must call it: some pipeline stages may have no experts where others do.
@@ -196,7 +196,7 @@ def _check_wanted(wanted: MoEOptimConfig, model_chunks: list[Any]) -> None:
         _say_format(wanted, model_chunks)
         return
     if wanted.format != "bf16":
-        field, off, has_some = "format", "bf16", _has_quantized_weights(model_chunks)
+        field, off, has_some = "format", "bf16", quantized
     elif wanted.compute not in (None, "bf16"):
         field, off, has_some = "compute", "null", _has_quantized_copies(model_chunks)
     else:
@@ -238,10 +238,6 @@ def _on_any_rank(*mine: bool) -> list[bool]:
     found = torch.tensor(mine, dtype=torch.float32, device=torch.cuda.current_device())
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return [bool(value) for value in found.tolist()]
-
-
-def _has_quantized_weights(model_chunks: list[Any]) -> bool:
-    return any(is_managed(p) for chunk in model_chunks for p in chunk.parameters())
 
 
 def _has_quantized_copies(model_chunks: list[Any]) -> bool:

@@ -1,22 +1,6 @@
 """The table of every name of Megatron that moe_optim rebinds, with the reason for each."""
 
-from moe_optim.megatron.patching.engine import Patch, in_all_versions, patch_state
-
-__all__ = [
-    "ADAM",
-    "CHECKPOINTS",
-    "CONFIGURATIONS",
-    "CPU",
-    "DATASETS",
-    "ENTRY",
-    "EXPERTS",
-    "OPTIMIZER",
-    "PATCHES",
-    "SCRIPT",
-    "TRAIN",
-    "Patch",
-    "patch_state",
-]
+from moe_optim.megatron.patching.engine import Patch, in_all_versions
 
 _FUSED_OPTIMIZERS = ("transformer_engine", "apex.optimizers")
 
