@@ -26,6 +26,7 @@ _AMAX_KINDS = {"weight_amax": "recorded", "calibrated_amax": "calibrated"}
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 """Dtypes as a narrow table spells them."""
 _LAYER = re.compile(r"(?<=layers\.)\d+(?=\.)")
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 Report = dict[str, Any]
 
@@ -219,8 +220,17 @@ def _print(report: Report) -> None:
     for prefix, table in _experts_tables(report["experts"]):
         console.print(f"\nexperts in {prefix}", style="italic")
         print_table(console, table)
-    for fault in report["faults"]:
+    for fault in _together(report["faults"]):
         console.print(f"not understood: {fault}", style="yellow")
+
+
+def _together(faults: list[str]) -> Iterator[str]:
+    """Yield the first of those that differ in numbers of layers and experts alone, with a count."""
+    alike = Counter(_NUMBER.sub("*", fault) for fault in faults)
+    for fault in faults:
+        more = alike.pop(_NUMBER.sub("*", fault), 0) - 1
+        if more >= 0:
+            yield fault + (f" (and {more:,} like it: --json lists all)" if more else "")
 
 
 def _facts(report: Report) -> Iterator[tuple[str, str]]:

@@ -97,8 +97,8 @@ FAULTS = {
         f"{GATE}_scale_inv: expected torch.float32 [1, 3] for [8, 12], got torch.float32 [3, 3]",
     ),
     "of another type": (
-        lambda t: t.update({f"{GATE}_scale_inv": torch.ones(1, 3).bfloat16()}),
-        "got torch.bfloat16 [1, 3]",
+        lambda t: t.update({f"{GATE}_scale_inv": torch.ones(1, 3).double()}),
+        "got torch.float64 [1, 3]",
     ),
     "of no weight in FP8": (
         lambda t: t.update({"lm_head.weight_scale_inv": torch.ones(2, 3)}),

@@ -12,7 +12,7 @@ from moe_optim.checkpoints.conversion.model_conversion import convert_model
 from moe_optim.checkpoints.conversion.model_plan import ModelRequest, plan_model
 from moe_optim.checkpoints.stores.opening import open_checkpoint
 from moe_optim.cli import main as cli
-from moe_optim.errors import ConfigError, LayoutError
+from moe_optim.errors import ConfigError, LayoutError, StateError
 from moe_optim.export.conventions import CONVENTIONS, find_convention
 from moe_optim.export.files.export import export_checkpoint
 from moe_optim.export.files.export_plan import MASTERS, ExportRequest, plan_export
@@ -70,19 +70,6 @@ def stored(ffn=FFN, *, with_masters=True):
 def write(folder, tensors, ffn=FFN, **arguments):
     sizes = {"hidden_size": HIDDEN, "moe_ffn_hidden_size": ffn}
     return write_megatron(folder, "qwen3_moe", tensors, **sizes, **arguments)
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    return write(tmp_path_factory.mktemp("source") / "c", stored())
-
-
-@pytest.fixture(scope="module")
-def hf(source, tmp_path_factory):
-    """The same model as transformers has it, in bf16."""
-    folder = tmp_path_factory.mktemp("hf") / "hf"
-    convert_model(plan_model(open_checkpoint(source), ModelRequest(to="hf")), folder)
-    return folder
 
 
 def request_of(format, convention=None, **more):
@@ -289,3 +276,55 @@ def test_masters_of_some_experts_are_not_mixed_with_weights_of_others(tmp_path):
     got = in_files(tmp_path / "out")
     for name, want in wanted_experts(tensors, "mxfp8").items():
         assert_bytes_equal(got[name], want, what=name)
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp8_2d"])
+def test_blocks_hold_the_rows_that_they_hold_in_training(format, tmp_path):
+    """Runs of 8 rows: a square block has rows of gate and of up."""
+    rows, tensors = 8, stored()
+    for key in (FC1, MASTERS + FC1):
+        tensors[key] = interleaved(tensors[key], rows)
+    source = write(tmp_path / "source", tensors, moe_mlp_glu_interleave_size=rows)
+    got = in_files(export(source, tmp_path / "out", format))
+    for layer in range(LAYERS):
+        planes = reference.quantize(tensors[MASTERS + FC1][layer], get_format(format))
+        data = planes.rowwise_data.view(torch.uint8)
+        runs = data.view(EXPERTS, FFN // rows, 2, rows, -1)
+        for expert in range(EXPERTS):
+            for half, name in enumerate(("gate_proj", "up_proj")):
+                key = f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight"
+                want = runs[expert, :, half].flatten(0, 1)
+                assert_bytes_equal(got[key].view(torch.uint8), want)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_masters_that_are_no_numbers_are_refused(value, tmp_path):
+    tensors = stored()
+    tensors[MASTERS + FC1][1, 2, 3, 4] = value
+    source = write(tmp_path / "source", tensors)
+    with pytest.raises(StateError, match="linear_fc1, expert 2: expected numbers"):
+        export(source, tmp_path / "out", "nvfp4")
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_special_tokens_of_the_model_stay(hf, tmp_path):
+    """Where the folder of the tokenizer has no config.json, or one that does not name them."""
+    config = json.loads((hf / "config.json").read_text()) | {"eos_token_id": 7}
+    source, words = tmp_path / "source", tmp_path / "words"
+    write_hf(source, in_files(hf), config)
+    words.mkdir()
+    (words / "tokenizer.json").write_text("{}")
+    folder = export(source, tmp_path / "out", "mxfp8", tokenizer=words)
+    assert json.loads((folder / "config.json").read_text())["eos_token_id"] == 7
+
+
+def test_files_that_are_missing_without_an_index_are_seen(hf, tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    for file in sorted(hf.glob("*.safetensors"))[1:]:
+        (source / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(StateError, match="model-00001-of-"):
+        open_checkpoint(source)
+    killed = source.rename(tmp_path / "out.partial-0123abcd")
+    with pytest.raises(StateError, match="was killed"):
+        open_checkpoint(killed)

@@ -10,6 +10,7 @@ from torch import Tensor
 from moe_optim.checkpoints.conversion.expert_finding import (
     check_row_order,
     find_experts,
+    is_quantized,
     known_interleave,
     without_experts,
 )
@@ -99,7 +100,8 @@ def find_side(view: LayerView, *, num_experts: int | None, weights_only: bool) -
         ConfigError: the checkpoint records a layout of experts that does not exist.
     """
     kept = [key for key in view.tensors if not (weights_only and is_state(key))]
-    sets = find_experts(view, kept, num_experts=num_experts)
+    quantized = any(".experts." in key and is_quantized(view.tensors[key]) for key in kept)
+    sets = [] if quantized else find_experts(view, kept, num_experts=num_experts)
     return Side(
         view=view,
         interleave=known_interleave(view, None),

@@ -2,8 +2,11 @@
 
 from collections.abc import Collection, Iterable, Mapping
 
+import torch
+
 from moe_optim.checkpoints.conversion.layer_view import STORED_ALIKE, LayerView
 from moe_optim.checkpoints.conversion.model_sources import configured_experts
+from moe_optim.checkpoints.stores.reader import TensorInfo
 from moe_optim.errors import ConfigError, LayoutError
 from moe_optim.expert_keys.finding import find_expert_sets, survey_expert_sets
 from moe_optim.expert_keys.layouts import ExpertSet, KeyLayout, get_layout
@@ -38,7 +41,26 @@ def find_experts(
             num_experts=num_experts or _said_experts(view),
         )
     except LayoutError as error:
+        refuse_quantized(view, [key for key in keys if ".experts." in key])
         raise LayoutError(f"{view.reader.path}: {error}") from error
+
+
+def is_quantized(info: TensorInfo) -> bool:
+    """Return whether elements are codes, which mean nothing without their scales."""
+    return info.dtype.itemsize == 1 and info.dtype != torch.bool
+
+
+def refuse_quantized(view: LayerView, keys: Iterable[str]) -> None:
+    """Raise one LayoutError if any of ``keys`` holds codes of a quantized weight."""
+    found = [key for key in keys if is_quantized(view.tensors[key])]
+    if found:
+        info = view.tensors[found[0]]
+        raise LayoutError(
+            f"{view.reader.path}: expected weights in bf16, fp16 or fp32, got {len(found):,} "
+            f"tensors that are quantized, such as {found[0]}, {info.dtype} {list(info.shape)}. "
+            "Take the checkpoint that they were quantized from; `moe-optim convert --to megatron` "
+            "reads FP8 blocks whose quantization_config is in config.json."
+        )
 
 
 def survey_experts(

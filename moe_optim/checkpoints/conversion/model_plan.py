@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from moe_optim.checkpoints.conversion.expert_finding import (
     STORED,
     check_row_order,
     known_interleave,
+    refuse_quantized,
     source_layouts,
 )
 from moe_optim.checkpoints.conversion.layer_view import LayerView
@@ -31,6 +33,7 @@ from moe_optim.hugging_face.models import Model
 
 Target = Literal["hf", "megatron"]
 _LAYER = re.compile(r"(?<=layers)\.[0-9]+\.")
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,6 +147,7 @@ def plan_model(reader: CheckpointReader, request: ModelRequest) -> ModelPlan:
     model = read_model(reader)
     view = LayerView(reader, num_layers=model.anatomy.num_layers)
     kept = [key for key in view.tensors if not is_state(key) and STORED not in key]
+    refuse_quantized(view, kept)
     source_interleave = known_interleave(view, request.source_glu_interleave)
     check_row_order(view, source_interleave)
     faults: list[str] = []
@@ -154,6 +158,12 @@ def plan_model(reader: CheckpointReader, request: ModelRequest) -> ModelPlan:
         faults += [f"{key}: left over" for key in kept if key not in taken]
     faults += _interleave_faults(parts, source_interleave, request)
     faults += _uneven_faults(parts, view)
+    faults += [
+        f"{key}: expected bf16, fp16 or fp32, got {view.tensors[key].dtype}"
+        for part in parts
+        for key in part.sources
+        if view.tensors[key].dtype not in _FLOATS
+    ]
     if faults:
         raise LayoutError(
             f"{reader.path}: expected the tensors of {model.family.architecture}, got "

@@ -12,6 +12,8 @@ from moe_optim.errors import ConfigError, LayoutError
 
 SCALE = "_scale_inv"
 """Behind the name of a weight: what its elements are multiplied by, a value a block."""
+_SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""DeepSeek publishes the first, Qwen the others."""
 
 
 class DequantizedBlocks:
@@ -25,7 +27,7 @@ class DequantizedBlocks:
         """Look at names and shapes.
 
         Args:
-            stored: has E4M3 weights [R, C], and fp32 scales beside them, one for each block, which
+            stored: has E4M3 weights [R, C], and scales beside them, one for each block, which
                 edges may cut.
             block: rows and columns that a scale is for.
 
@@ -58,7 +60,7 @@ class DequantizedBlocks:
         """Return a tensor, or what lies at place ``first`` of its first axis."""
         if self._stored.tensors[name].dtype != torch.float8_e4m3fn:
             return self._stored.read(name, first)
-        scale = self._stored.read(name + SCALE)
+        scale = self._stored.read(name + SCALE).float()
         values = self._stored.read(name).float()
         for axis, size in enumerate(self._block):
             scale = scale.repeat_interleave(size, axis).narrow(axis, 0, values.shape[axis])
@@ -70,14 +72,13 @@ class DequantizedBlocks:
         shape, scale = self._stored.tensors[name].shape, self._stored.tensors.get(name + SCALE)
         if len(shape) != 2:
             return f"{name}: expected rows and columns, got {list(shape)}"
-        want = TensorInfo(
-            tuple(-(-n // size) for n, size in zip(shape, self._block, strict=True)), torch.float32
-        )
+        blocks = tuple(-(-n // size) for n, size in zip(shape, self._block, strict=True))
+        wanted = [TensorInfo(blocks, dtype) for dtype in _SCALE_DTYPES]
         if scale is None:
             return f"{name}{SCALE}: missing"
-        if scale != want:
+        if scale not in wanted:
             return (
-                f"{name}{SCALE}: expected {want.dtype} {list(want.shape)} for {list(shape)}, got "
+                f"{name}{SCALE}: expected {wanted[0].dtype} {list(blocks)} for {list(shape)}, got "
                 f"{scale.dtype} {list(scale.shape)}"
             )
         return None

@@ -1,6 +1,7 @@
 """Reads and writes safetensors: one file, or a folder of them with Hugging Face's index."""
 
 import json
+import re
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ SUFFIX = ".safetensors"
 _LAYOUT, _INTERLEAVE = "moe_optim.layout", "moe_optim.glu_interleave"
 _NUM_EXPERTS, _ITERATION = "moe_optim.num_experts", "iteration"
 _DIGITS = 18  # of a number, at most
+_SHARD = re.compile(r"(?P<stem>.*-)(?P<number>\d{5})-of-(?P<total>\d{5})\.safetensors")
+_PARTIAL = re.compile(r"\.partial-[0-9a-f]{8}$")
 _INDEX_BYTES = 32 * 2**20  # twice those of models with 100,000 expert tensors and as many scales
 
 _DTYPES = {
@@ -208,11 +211,29 @@ def _info(file: Path, name: str, entry: Any) -> TensorInfo:
         ) from error
 
 
+def _require_all_shards(path: Path, names: list[str]) -> None:
+    """Raise StateError for files that are numbered and not all there, or that a killed save left.
+
+    Without an index nothing else tells.
+    """
+    if _PARTIAL.search(path.name):
+        raise StateError(f"{path}: a command was killed while it wrote this. Run it again.")
+    shards = [found for name in names if (found := _SHARD.fullmatch(name))]
+    for stem, total in {(one["stem"], one["total"]) for one in shards}:
+        there = {
+            int(one["number"]) for one in shards if (one["stem"], one["total"]) == (stem, total)
+        }
+        if missing := sorted(set(range(1, int(total) + 1)) - there):
+            name = f"{stem}{missing[0]:05d}-of-{total}{SUFFIX}"
+            raise StateError(f"{path}: expected {name}, got none. The checkpoint is not complete.")
+
+
 def _files(path: Path) -> list[str]:
     names = sorted(file.name for file in path.glob(f"*{SUFFIX}")) if path.is_dir() else [""]
     for name in names:
         if not name.isprintable():
             raise StateError(f"{path}: expected names of files, got {name!r}. Rename it.")
+    _require_all_shards(path, names)
     return names
 
 

@@ -85,7 +85,8 @@ def _read_tokenizer(plan: ExportPlan) -> dict[str, bytes]:
 
 def _write_config(plan: ExportPlan, folder: Path, unquantized: list[str]) -> None:
     tokens = special_tokens(plan.request.tokenizer) if plan.request.tokenizer else {}
-    config: dict[str, Any] = {**plan.config, **tokens}
+    said = {name: one for name, one in tokens.items() if one is not None}
+    config: dict[str, Any] = {**tokens, **plan.config, **said}
     config["quantization_config"] = quantization_config(
         plan.request.convention, sorted(unquantized)
     )

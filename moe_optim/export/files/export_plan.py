@@ -12,17 +12,18 @@ from moe_optim.checkpoints.conversion.expert_finding import (
     check_row_order,
     find_experts,
     known_interleave,
+    refuse_quantized,
     without_experts,
 )
 from moe_optim.checkpoints.conversion.layer_view import LayerView
 from moe_optim.checkpoints.conversion.model_plan import ModelPlan, ModelRequest, Part, plan_model
 from moe_optim.checkpoints.conversion.model_sources import CONFIG, read_config
 from moe_optim.checkpoints.stores.reader import CheckpointReader, is_state
-from moe_optim.errors import ConfigError, LayoutError
+from moe_optim.errors import ConfigError, LayoutError, StateError
 from moe_optim.expert_keys.conversion import convert_expert_set
 from moe_optim.expert_keys.layouts import LINEARS, ExpertSet, KeyLayout, get_layout
 from moe_optim.export.conventions import Convention
-from moe_optim.export.planes import export_experts, patterns_of, tensor_name
+from moe_optim.export.planes import export_experts, patterns_of, split_rows, tensor_name
 from moe_optim.formats import BlockScaledFormat, QuantizedWeight
 
 MASTERS = "optimizer.state.param."
@@ -87,6 +88,15 @@ class ExportPlan:
         dense = sum(self.view.nbytes(one.sources) for one in self.dense)
         return sum(map(self.experts_bytes, self.experts)) + dense
 
+    @property
+    def kept_interleave(self) -> int | None:
+        """Of the rows that are quantized: blocks then hold the rows that they hold in training.
+
+        None where scales of engines would be of gate and up together: these are told apart before.
+        """
+        fits = self.interleave % self.request.convention.scale_block[0] == 0
+        return self.interleave if self.interleave and fits else None
+
     def experts_bytes(self, experts: LayerExperts) -> int:
         """Return the bytes of one layer's experts, as they are stored."""
         return self.view.nbytes(experts.stored.keys)
@@ -101,6 +111,7 @@ class ExportPlan:
                 experts.stored,
                 _GROUPED,
                 source_interleave=self.interleave or None,
+                target_interleave=self.kept_interleave,
                 experts=range(expert, expert + 1),
             )
             for linear in LINEARS:
@@ -112,21 +123,35 @@ class ExportPlan:
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of one linear of one expert, [1, R, C] and maybe a bias [1, R]."""
         stem = f"{experts.stored.prefix}{linear}"
-        quantized = ops.quantize(one[f"{stem}.weight"].float(), self.request.format)
+        values = one[f"{stem}.weight"].float()
+        if not values.isfinite().all():
+            raise StateError(
+                f"{self.view.reader.path}: {stem}, expert {expert}: expected numbers, got Inf or "
+                "NaN, which engines would spread to every token. Export an earlier checkpoint."
+            )
+        quantized = ops.quantize(values, self.request.format)
         parts = self.exported_parts(quantized, linear)
         for pattern, part in zip(patterns_of(_TARGET, linear, "weight"), parts, strict=True):
             for suffix, tensor in part.items():
                 yield tensor_name(experts.prefix, pattern, expert, suffix), tensor
         if experts.stored.has_bias:
             patterns = patterns_of(_TARGET, linear, "bias")
-            rows = one[f"{stem}.bias"][0].bfloat16().chunk(len(patterns))
+            whole = one[f"{stem}.bias"].bfloat16()
+            kept = self.kept_interleave if len(patterns) > 1 else None
+            rows = [part[0] for part in split_rows(whole, len(patterns), kept)]
             for pattern, bias in zip(patterns, rows, strict=True):
                 yield tensor_name(experts.prefix, pattern, expert, "bias"), bias
 
     def exported_parts(self, quantized: QuantizedWeight, linear: str) -> list[dict[str, Tensor]]:
         """Return data and scales of one expert, [1, R, C], for each part of its rows."""
         parts = len(patterns_of(_TARGET, linear, "weight"))
-        return export_experts(quantized, self.request.convention, parts=parts, name=linear)[0]
+        return export_experts(
+            quantized,
+            self.request.convention,
+            parts=parts,
+            interleave=self.kept_interleave if parts > 1 else None,
+            name=linear,
+        )[0]
 
     def read_dense(self, dense: Dense) -> dict[str, Tensor]:
         """Read tensors and return them as Hugging Face's model has them."""
@@ -199,11 +224,17 @@ def _plan_safetensors(
     view, path = LayerView(reader), reader.path
     masters = _masters_in(view, request)
     keys = [key for key in view.tensors if not is_state(key)]
+    refuse_quantized(view, keys)
     sets = find_experts(view, keys, layout=request.source_layout)
     if not sets:
         raise LayoutError(
             f"{path}: expected weights of gated experts, got none among {len(keys):,} tensors. "
             "`moe-optim inspect` shows what there is."
+        )
+    if named := [one.prefix for one in sets if one.prefix.startswith("decoder.")]:
+        raise ConfigError(
+            f"{path}: expected names of Hugging Face, which engines load, got Megatron's "
+            f"{named[0]}*. Export the torch_dist checkpoint."
         )
     interleave = known_interleave(view, request.source_glu_interleave)
     check_row_order(view, interleave)

@@ -1,12 +1,19 @@
 """Weights that files hold quantized for engines, found by their names, types and shapes."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from moe_optim.checkpoints.stores.reader import TensorInfo
 from moe_optim.export.conventions import CONVENTIONS, Convention
+
+
+_OF_ACTIVATIONS = ("input_scale", "input_global_scale")
+"""What a calibration leaves beside a weight; engines take it for activations."""
+_SCALES_OF_ANY = {name for one in CONVENTIONS for name in (one.scale, one.global_scale) if name}
+_NARROW = (torch.bfloat16, torch.float16)
+"""What fp32 scales of blocks are published in, too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,10 +60,11 @@ def find_quantized(tensors: Mapping[str, TensorInfo]) -> QuantizedWeights | None
     same = tuple(one for one, _ in fitting if _form(one) == _form(convention))
     parts = {f"{name}.{part}" for name in _stems(weights) for part in _parts(convention)}
     faults = tuple(_faults(convention, tensors, parts))
+    inputs = {f"{name}.{scale}" for name in _stems(weights) for scale in _OF_ACTIVATIONS}
     shapes = {
         name: info.shape
         for name, info in tensors.items()
-        if name not in parts and not name.endswith(_scales(convention))
+        if name not in parts and name not in inputs and not name.endswith(_scales(convention))
     }
     shapes |= {name: weight.shape for name, weight in weights.items()}
     return QuantizedWeights(conventions=same, weights=weights, shapes=shapes, faults=faults)
@@ -90,7 +98,7 @@ def _whole(
         if not name.endswith(end) or data.dtype != convention.data_dtype or len(data.shape) != 2:
             continue
         shape = _shape_of(convention, data)
-        if parts[1:] == _wanted_scales(convention, shape):
+        if _fit(parts[1:], _wanted_scales(convention, shape)):
             nbytes = sum(part.nbytes for part in parts if part is not None)
             yield f"{stem}.weight", QuantizedWeight(shape=shape, nbytes=nbytes)
 
@@ -108,6 +116,36 @@ def _wanted_scales(convention: Convention, shape: tuple[int, int]) -> list[Tenso
     return wanted
 
 
+def _fit(scales: Sequence[TensorInfo | None], wanted: Sequence[TensorInfo]) -> bool:
+    """Return whether scales are as wanted."""
+    return all(
+        got == want
+        or (
+            got is not None
+            and got.shape == want.shape
+            and got.dtype in _NARROW
+            and want.shape[1:]
+            and want.dtype == torch.float32
+        )
+        for got, want in zip(scales, wanted, strict=True)
+    )
+
+
+def _is_otherwise(convention: Convention, tensors: Mapping[str, TensorInfo], stem: str) -> bool:
+    """Return whether a weight is quantized, but in another format than the convention's."""
+    data = [tensors.get(f"{stem}.{name}") for name in {one.data for one in CONVENTIONS}]
+    kinds = {one.dtype for one in data if one is not None and one.dtype.itemsize == 1}
+    scales = {name for name in _SCALES_OF_ANY if f"{stem}.{name}" in tensors}
+    if kinds and convention.data_dtype not in kinds:
+        return True
+    if kinds and scales and not scales & {convention.scale, convention.global_scale}:
+        return True
+    scale, weight = tensors.get(f"{stem}.weight_scale"), tensors.get(f"{stem}.weight")
+    if scale is None or weight is None or weight.dtype != torch.float8_e4m3fn:
+        return False
+    return scale.shape in ((), (1,), (*weight.shape[:1], 1))  # of a tensor, or of its rows
+
+
 def _faults(
     convention: Convention, tensors: Mapping[str, TensorInfo], whole: set[str]
 ) -> Iterator[str]:
@@ -120,7 +158,7 @@ def _faults(
         and name.endswith(ends)
         and (name.endswith(ends[1:]) or info.dtype == convention.data_dtype)
     }
-    for stem in sorted(stems):
+    for stem in sorted(stem for stem in stems if not _is_otherwise(convention, tensors, stem)):
         data = tensors.get(stem + ends[0])
         if data is None or data.dtype != convention.data_dtype or len(data.shape) != 2:
             dtype = str(convention.data_dtype).removeprefix("torch.")
@@ -128,7 +166,7 @@ def _faults(
             continue
         wanted = _wanted_scales(convention, _shape_of(convention, data))
         for end, want in zip(ends[1:], wanted, strict=True):
-            if (scale := tensors.get(stem + end)) != want:
+            if not _fit([scale := tensors.get(stem + end)], [want]):
                 said = f"expected {_spell(want)} for {_spell(data)}, got {_spell(scale)}"
                 yield f"{stem}{end}: {said}"
 
