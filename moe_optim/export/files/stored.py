@@ -8,7 +8,6 @@ import torch
 from moe_optim.checkpoints.stores.reader import TensorInfo
 from moe_optim.export.conventions import CONVENTIONS, Convention
 
-
 _OF_ACTIVATIONS = ("input_scale", "input_global_scale")
 """What a calibration leaves beside a weight; engines take it for activations."""
 _SCALES_OF_ANY = {name for one in CONVENTIONS for name in (one.scale, one.global_scale) if name}
