@@ -56,8 +56,8 @@ class MoEOptimConfig:
     """Who updates masters. ``fused``: one launch a format and kind of weight, which reads gradients
     where they lie, takes Adam's step and encodes what it has stepped. ``stock``: Megatron's code,
     one part after the other. ``auto``: ``fused`` where kernels run, or ``offload_states`` asks for
-    it, except with ``layout: stock``: its promise are Megatron's bits, and the last bit of a fused
-    norm may be another."""
+    it, except with ``backend: reference``, and with ``layout: stock``: its promise are Megatron's
+    bits, and the last bit of a fused norm may be another."""
     offload_states: float = 0.0
     """Part of this rank's masters and moments that lies in pinned memory of the host between steps,
     as whole shards of parameters, evenly over the layers. They pass through the GPU in chunks while
@@ -76,7 +76,7 @@ class MoEOptimConfig:
     ``nvfp4`` needs these amaxes itself, and records them always."""
     health_interval: int = 0
     """Iterations from one look at the health of quantized experts to the next; 0 never looks. Every
-    look is one pass over masters and weights and two small all-reduces over all ranks, and nothing
+    look is one pass over masters and weights and small all-reduces over all ranks, and nothing
     waits for it. What it writes and warns of: see Health."""
     save_nonfinite: bool = False
     """Whether a checkpoint may be saved whose masters hold Inf or NaN."""

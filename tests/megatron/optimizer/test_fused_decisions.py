@@ -118,7 +118,8 @@ UNFIT: dict[str, tuple[str, dict[str, Any], str]] = {  # format, settings, what 
     "Adam's own masters": (
         "bf16",
         NARROW | {"main_params_dtype": torch.float16},
-        "masters that Adam holds (--use-precision-aware-optimizer with bf16 weights)",
+        "masters that Adam holds (--main-params-dtype other than fp32, or "
+        "--use-precision-aware-optimizer with bf16 weights)",
     ),
 }
 STOCK = [{"step": "stock"}, {"layout": "stock"}, {"backend": "reference"}]
