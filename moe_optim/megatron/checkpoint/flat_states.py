@@ -353,7 +353,8 @@ def saved_key(group_key: str, source: StateManifest, buffer: int, bucket: int) -
 
 def load_flat_states(optimizer: Any, loaded: dict[str, Any]) -> None:
     """Take what was loaded for the requests of :func:`flat_states_to_load`."""
-    for one, entry in zip(owned_ranges(optimizer), loaded["ranges"], strict=True):
+    ranges = loaded.get("ranges", [])  # Megatron's load drops a list without entries
+    for one, entry in zip(owned_ranges(optimizer), ranges, strict=True):
         tensors = {name: torch.cat(parts) for name, parts in entry.items()}
         shape = optimizer._get_main_param_and_optimizer_states(one.param)["param"].shape
         states = {name: tensor.view(shape) for name, tensor in tensors.items()}

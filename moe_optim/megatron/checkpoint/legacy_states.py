@@ -37,7 +37,7 @@ def rearranged_states(
                     f"{where}: buffer {buffer}: {name}: expected {bounds[-1]} elements as the "
                     f"manifest says, got {tensor.numel()}. The file is damaged; load another one."
                 )
-    names = [name for name, _ in _tensors(saved[0])]
+    names = [name for held in saved[:1] for name, _ in _tensors(held)]  # all frozen: none
     result: dict[Any, Any] = {"buckets_coalesced": True}
     for buffer, ranges in enumerate(optimizer.gbuf_ranges):
         (dtype,) = ranges

@@ -82,6 +82,7 @@ class CheckpointedOptimizer(DistributedOptimizer):
             states[name] = self.optimizer.get_unscaled_state(states["param"], name)
         return states
 
+    @torch.no_grad()  # fp32 parameters are their own masters: views of leaves
     def _set_main_param_and_optimizer_states(
         self, model_param: torch.nn.Parameter, tensors: dict[str, Any]
     ) -> None:

@@ -43,7 +43,7 @@ def keep_routers_in_fp32_and_couple_decay() -> None:
         return config, overrides
 
     megatron_training.get_megatron_optimizer_config = coupled
-    _after_conversion(lambda module: isinstance(module, TopKRouter) and module.float())
+    after_conversion(lambda module: isinstance(module, TopKRouter) and module.float())
 
 
 def train_experts_alone() -> None:
@@ -55,10 +55,10 @@ def train_experts_alone() -> None:
             for param in module.parameters(recurse=False):
                 param.requires_grad_(False)
 
-    _after_conversion(freeze)
+    after_conversion(freeze)
 
 
-def _after_conversion(change: Callable[[torch.nn.Module], Any]) -> None:
+def after_conversion(change: Callable[[torch.nn.Module], Any]) -> None:
     """Have all modules changed after the model became one of bf16, before DDP wraps it."""
     from megatron.core.transformer.module import Float16Module
 
