@@ -18,7 +18,7 @@ from moe_optim.console.spelling import spell_bytes
 if TYPE_CHECKING:
     from moe_optim.checkpoints.conversion.layer_view import LayerView
     from moe_optim.expert_keys.layouts import ExpertSet
-    from moe_optim.export.files.stored import QuantizedWeights
+    from moe_optim.export.files.stored import StoredWeights
 
 INCOMPLETE = 1
 _AMAX = re.compile(r"(?P<linear>linear_fc[12])\.(?P<kind>weight_amax|calibrated_amax)$")
@@ -176,7 +176,7 @@ def _amaxes(view: "LayerView") -> list[Report]:
     return described
 
 
-def _quantized(found: "QuantizedWeights | None") -> Report | None:
+def _quantized(found: "StoredWeights | None") -> Report | None:
     """Say what engines find quantized."""
     if found is None:
         return None
@@ -187,7 +187,7 @@ def _quantized(found: "QuantizedWeights | None") -> Report | None:
     }
 
 
-def _describe(view: "LayerView", one: "ExpertSet", quantized: "QuantizedWeights | None") -> Report:
+def _describe(view: "LayerView", one: "ExpertSet", quantized: "StoredWeights | None") -> Report:
     from moe_optim.checkpoints.conversion.layer_view import state_kind
 
     stored = quantized.weights if quantized else {}

@@ -1,6 +1,7 @@
 """A folder appears whole under its name, or not at all."""
 
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -10,6 +11,8 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from moe_optim.errors import ConfigError, StateError
+
+_PARTIAL = re.compile(r"\.partial-[0-9a-f]{8}$")
 
 
 @contextmanager
@@ -45,6 +48,11 @@ def published(target: Path, *, needed_bytes: int) -> Iterator[Path]:
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def is_partial(folder: Path) -> bool:
+    """Return whether a folder has the name of what a killed process leaves of a target."""
+    return _PARTIAL.search(folder.name) is not None
 
 
 def synchronize(folder: Path) -> None:

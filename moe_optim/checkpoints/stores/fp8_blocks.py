@@ -12,8 +12,8 @@ from moe_optim.errors import ConfigError, LayoutError
 
 SCALE = "_scale_inv"
 """Behind the name of a weight: what its elements are multiplied by, a value a block."""
-_SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""DeepSeek publishes the first, Qwen the others."""
+SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Of these scales: DeepSeek publishes the first, Qwen the others."""
 
 
 class DequantizedBlocks:
@@ -73,7 +73,7 @@ class DequantizedBlocks:
         if len(shape) != 2:
             return f"{name}: expected rows and columns, got {list(shape)}"
         blocks = tuple(-(-n // size) for n, size in zip(shape, self._block, strict=True))
-        wanted = [TensorInfo(blocks, dtype) for dtype in _SCALE_DTYPES]
+        wanted = [TensorInfo(blocks, dtype) for dtype in SCALE_DTYPES]
         if scale is None:
             return f"{name}{SCALE}: missing"
         if scale not in wanted:

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from moe_optim.checkpoints.files.bounded_json import parse_json
+from moe_optim.checkpoints.files.publishing import is_partial
 from moe_optim.checkpoints.files.regular_files import given_file, locate, read_file
 from moe_optim.checkpoints.stores.reader import FileFormat, Recorded, TensorInfo
 from moe_optim.checkpoints.stores.stored_metadata import checked_name, checked_shape
@@ -25,7 +26,6 @@ _LAYOUT, _INTERLEAVE = "moe_optim.layout", "moe_optim.glu_interleave"
 _NUM_EXPERTS, _ITERATION = "moe_optim.num_experts", "iteration"
 _DIGITS = 18  # of a number, at most
 _SHARD = re.compile(r"(?P<stem>.*-)(?P<number>\d{5})-of-(?P<total>\d{5})\.safetensors")
-_PARTIAL = re.compile(r"\.partial-[0-9a-f]{8}$")
 _INDEX_BYTES = 32 * 2**20  # twice those of models with 100,000 expert tensors and as many scales
 
 _DTYPES = {
@@ -216,13 +216,13 @@ def _require_all_shards(path: Path, names: list[str]) -> None:
 
     Without an index nothing else tells.
     """
-    if _PARTIAL.search(path.name):
+    if is_partial(path):
         raise StateError(f"{path}: a command was killed while it wrote this. Run it again.")
-    shards = [found for name in names if (found := _SHARD.fullmatch(name))]
-    for stem, total in {(one["stem"], one["total"]) for one in shards}:
-        there = {
-            int(one["number"]) for one in shards if (one["stem"], one["total"]) == (stem, total)
-        }
+    shards: dict[tuple[str, str], set[int]] = {}
+    for name in names:
+        if found := _SHARD.fullmatch(name):
+            shards.setdefault((found["stem"], found["total"]), set()).add(int(found["number"]))
+    for (stem, total), there in shards.items():
         if missing := sorted(set(range(1, int(total) + 1)) - there):
             name = f"{stem}{missing[0]:05d}-of-{total}{SUFFIX}"
             raise StateError(f"{path}: expected {name}, got none. The checkpoint is not complete.")

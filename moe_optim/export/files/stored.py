@@ -1,22 +1,21 @@
 """Weights that files hold quantized for engines, found by their names, types and shapes."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
+from moe_optim.checkpoints.stores.fp8_blocks import SCALE_DTYPES
 from moe_optim.checkpoints.stores.reader import TensorInfo
 from moe_optim.export.conventions import CONVENTIONS, Convention
 
 _OF_ACTIVATIONS = ("input_scale", "input_global_scale")
 """What a calibration leaves beside a weight; engines take it for activations."""
 _SCALES_OF_ANY = {name for one in CONVENTIONS for name in (one.scale, one.global_scale) if name}
-_NARROW = (torch.bfloat16, torch.float16)
-"""What fp32 scales of blocks are published in, too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class QuantizedWeight:
+class StoredWeight:
     """One weight as a convention stores it."""
 
     shape: tuple[int, int]
@@ -26,12 +25,12 @@ class QuantizedWeight:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class QuantizedWeights:
+class StoredWeights:
     """All weights of a checkpoint that are quantized in one format."""
 
     conventions: tuple[Convention, ...]
     """All that store a weight so, at least one."""
-    weights: Mapping[str, QuantizedWeight]
+    weights: Mapping[str, StoredWeight]
     """By name of the weight, which ends in ``.weight``."""
     shapes: Mapping[str, tuple[int, ...]]
     """Of everything in the checkpoint, each quantized weight as one [R, C] and no scales."""
@@ -44,7 +43,7 @@ class QuantizedWeights:
         return self.conventions[0].format
 
 
-def find_quantized(tensors: Mapping[str, TensorInfo]) -> QuantizedWeights | None:
+def find_quantized(tensors: Mapping[str, TensorInfo]) -> StoredWeights | None:
     """Return what is quantized for engines, None where no weight is whole in any convention.
 
     Args:
@@ -66,7 +65,7 @@ def find_quantized(tensors: Mapping[str, TensorInfo]) -> QuantizedWeights | None
         if name not in parts and name not in inputs and not name.endswith(_scales(convention))
     }
     shapes |= {name: weight.shape for name, weight in weights.items()}
-    return QuantizedWeights(conventions=same, weights=weights, shapes=shapes, faults=faults)
+    return StoredWeights(conventions=same, weights=weights, shapes=shapes, faults=faults)
 
 
 def _form(convention: Convention) -> tuple[object, ...]:
@@ -88,18 +87,18 @@ def _stems(weights: Mapping[str, object]) -> Iterator[str]:
 
 def _whole(
     convention: Convention, tensors: Mapping[str, TensorInfo]
-) -> Iterator[tuple[str, QuantizedWeight]]:
+) -> Iterator[tuple[str, StoredWeight]]:
     """Yield each weight whose data and scales are there, and of the types and shapes they need."""
     end = f".{convention.data}"
     for name, data in tensors.items():
-        stem = name.removesuffix(end)
-        parts = [tensors.get(f"{stem}.{part}") for part in _parts(convention)]
         if not name.endswith(end) or data.dtype != convention.data_dtype or len(data.shape) != 2:
             continue
-        shape = _shape_of(convention, data)
-        if _fit(parts[1:], _wanted_scales(convention, shape)):
-            nbytes = sum(part.nbytes for part in parts if part is not None)
-            yield f"{stem}.weight", QuantizedWeight(shape=shape, nbytes=nbytes)
+        stem, shape = name.removesuffix(end), _shape_of(convention, data)
+        scales = [tensors.get(stem + part) for part in _scales(convention)]
+        allowed = _allowed_scales(convention, shape)
+        if all(one in fitting for one, fitting in zip(scales, allowed, strict=True)):
+            nbytes = data.nbytes + sum(one.nbytes for one in scales if one is not None)
+            yield f"{stem}.weight", StoredWeight(shape=shape, nbytes=nbytes)
 
 
 def _shape_of(convention: Convention, data: TensorInfo) -> tuple[int, int]:
@@ -107,27 +106,14 @@ def _shape_of(convention: Convention, data: TensorInfo) -> tuple[int, int]:
     return rows, columns * (2 if convention.format == "nvfp4" else 1)
 
 
-def _wanted_scales(convention: Convention, shape: tuple[int, int]) -> list[TensorInfo]:
+def _allowed_scales(convention: Convention, shape: tuple[int, int]) -> list[list[TensorInfo]]:
+    """Return what each scale of a weight may be, as the convention has it first."""
     blocks = tuple(-(-n // size) for n, size in zip(shape, convention.scale_block, strict=True))
-    wanted = [TensorInfo(blocks, convention.scale_dtype)]
+    dtypes = SCALE_DTYPES if convention.format == "fp8_block" else (convention.scale_dtype,)
+    allowed = [[TensorInfo(blocks, dtype) for dtype in dtypes]]
     if convention.global_scale is not None:
-        wanted.append(TensorInfo((1,) if convention.divides else (), torch.float32))
-    return wanted
-
-
-def _fit(scales: Sequence[TensorInfo | None], wanted: Sequence[TensorInfo]) -> bool:
-    """Return whether scales are as wanted."""
-    return all(
-        got == want
-        or (
-            got is not None
-            and got.shape == want.shape
-            and got.dtype in _NARROW
-            and want.shape[1:]
-            and want.dtype == torch.float32
-        )
-        for got, want in zip(scales, wanted, strict=True)
-    )
+        allowed.append([TensorInfo((1,) if convention.divides else (), torch.float32)])
+    return allowed
 
 
 def _is_otherwise(convention: Convention, tensors: Mapping[str, TensorInfo], stem: str) -> bool:
@@ -163,10 +149,10 @@ def _faults(
             dtype = str(convention.data_dtype).removeprefix("torch.")
             yield f"{stem}{ends[0]}: expected {dtype} [R, C] beside its scales, got {_spell(data)}"
             continue
-        wanted = _wanted_scales(convention, _shape_of(convention, data))
-        for end, want in zip(ends[1:], wanted, strict=True):
-            if not _fit([scale := tensors.get(stem + end)], [want]):
-                said = f"expected {_spell(want)} for {_spell(data)}, got {_spell(scale)}"
+        allowed = _allowed_scales(convention, _shape_of(convention, data))
+        for end, fitting in zip(ends[1:], allowed, strict=True):
+            if (scale := tensors.get(stem + end)) not in fitting:
+                said = f"expected {_spell(fitting[0])} for {_spell(data)}, got {_spell(scale)}"
                 yield f"{stem}{end}: {said}"
 
 
