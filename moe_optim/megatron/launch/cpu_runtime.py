@@ -9,8 +9,8 @@ Megatron 0.19 assumes CUDA in four ways, each redirected here and nowhere else:
    ``TorchFunctionMode`` rewrites them on the way into torch.
 3. Type names: the optimizer branches on ``Tensor.type() == "torch.cuda.BFloat16Tensor"``. The same
    mode adds the ``cuda`` that is missing.
-4. Fused optimizers (``adam.py`` says what goes wrong without them and mends it), and split sizes
-   that are only converted on their way from a GPU.
+4. Fused optimizers (``adam.py`` says what goes wrong without them and mends it), split sizes that
+   are only converted on their way from a GPU, and gathers of several dtypes at once.
 
 Transformer Engine and apex count as absent, unless they are imported already: Megatron would step
 with their kernels wherever it finds them.
@@ -214,6 +214,23 @@ def maybe_move_tensor_to_cpu(
 ) -> Any:
     """Return ``tensor``, which is on the host, or the array over its memory if asked for."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def all_gather_bytes(
+    output_tensor: torch.Tensor,
+    input_tensor: torch.Tensor,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    """Gather as ``torch.distributed.all_gather_into_tensor`` does, whatever the dtype.
+
+    Megatron gathers the buckets of a group in one call. With virtual pipeline stages and fp32
+    parameters these are of two dtypes, and gloo puts elements of the first one's size where those
+    of the second belong, without an error. Bytes it gathers right.
+    """
+    return torch.distributed.all_gather_into_tensor(
+        output_tensor.view(torch.uint8), input_tensor.view(torch.uint8), group, async_op
+    )
 
 
 def is_inference_column_parallel_linear(module: Any) -> bool:

@@ -111,6 +111,14 @@ CPU: tuple[Patch, ...] = (
         remove_when="multi-token prediction is built without Transformer Engine",
         only_if_there=True,
     ),
+    Patch(
+        id="gathers-of-bytes",
+        target="megatron.core.distributed.param_and_grad_buffer:dist_all_gather_func",
+        replacement="moe_optim.megatron.launch.cpu_runtime:all_gather_bytes",
+        fits=in_all_versions("(output_tensor, input_tensor, group, async_op)"),
+        because="gloo takes all tensors of one call for elements of the first one's dtype",
+        remove_when="gloo gathers tensors of several dtypes at once",
+    ),
 )
 """Needed by the CPU runtime alone, besides what it redirects in torch."""
 

@@ -1,4 +1,5 @@
-"""Runs resume to the bit where a stage trains nothing, and where fp32 parameters are masters."""
+"""Runs resume to the bit, and evaluations change nothing, where a stage trains nothing and where
+fp32 parameters are masters."""
 
 import os
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from tests.megatron.optimizer.test_fused_step import (
     keep_routers_in_fp32_and_couple_decay,
 )
 from tests.support.ranks import run_ranks
-from tests.support.training import Record, assert_same_run, pretrain
+from tests.support.training import OVERLAP, Record, assert_same_run, pretrain
 
 pytestmark = pytest.mark.slow
 FUSED = MoEOptimConfig(format="mxfp8_2d", step="fused")
@@ -56,3 +57,23 @@ def test_they_resume_to_the_bit(flags, prepare, tmp_path: Path):
         losses = {step: want.losses[step] for step in got.losses}
         want = replace(want, losses=losses, validation_losses=got.validation_losses)
         assert_same_run(got, want, what="resumed")
+
+
+VIRTUAL = [*STAGES, "--num-layers", "4", "--num-virtual-stages-per-pipeline-rank", "2"]
+
+
+@pytest.mark.parametrize("config", [pytest.param(FUSED, id="ours"), pytest.param(None, id="stock")])
+def test_evaluations_change_nothing_of_fp32_parameters_in_virtual_stages(config):
+    """Later virtual stages gather fp32 and bf16 buckets in one call, before evaluations at once."""
+    flags = ["--train-iters", "4", *VIRTUAL, *OVERLAP, "--eval-interval"]
+    with_evaluations = run_ranks(2, _train_routers_in_fp32, [*flags, "2"], config)
+    without = run_ranks(2, _train_routers_in_fp32, [*flags, "1000000"], config)
+    for got, want in zip(with_evaluations, without, strict=True):
+        want = replace(want, validation_losses=got.validation_losses)
+        assert_same_run(got, want, what="with evaluations")
+    assert len(with_evaluations[-1].losses) == 4
+
+
+def _train_routers_in_fp32(flags: list[str], config: MoEOptimConfig | None) -> Record:
+    keep_routers_in_fp32_and_couple_decay()
+    return pretrain(flags, config)

@@ -499,3 +499,35 @@ def test_split_sizes_become_what_the_dispatcher_asks_for():
     assert cpu_runtime.maybe_move_tensor_to_cpu(sizes, record_stream=True) is sizes
     assert cpu_runtime.maybe_move_tensor_to_cpu([1], as_numpy=True) == [1]
     assert cpu_runtime.maybe_move_tensor_to_cpu(None, as_numpy=True) is None
+
+
+# Collectives
+
+DTYPES = (torch.bfloat16, torch.float32, torch.uint8)
+
+
+def _gather_several_dtypes(asynchronous: bool) -> list[list[float]]:
+    cpu_runtime.install()
+    from megatron.core.distributed import param_and_grad_buffer
+
+    torch.distributed.init_process_group("gloo")
+    rank, group = torch.distributed.get_rank(), torch.distributed.group.WORLD
+    buckets = [torch.zeros(2 * 3, dtype=dtype) for dtype in DTYPES]
+    with param_and_grad_buffer._coalescing_manager(group, async_ops=asynchronous) as handle:
+        for number, bucket in enumerate(buckets):
+            own = bucket[3 * rank : 3 * rank + 3]
+            own += 10 * number + rank + 1
+            param_and_grad_buffer.dist_all_gather_func(
+                bucket, own, group=group, async_op=asynchronous
+            )
+    if asynchronous:
+        handle.wait()
+    return [bucket.tolist() for bucket in buckets]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_one_call_gathers_buckets_of_several_dtypes(asynchronous):
+    """Megatron's bucket groups of later virtual stages hold fp32 and bf16 parameters."""
+    ranks = run_ranks(2, _gather_several_dtypes, asynchronous)
+    want = [[first] * 3 + [first + 1] * 3 for first in (1, 11, 21)]
+    assert ranks == [want, want]
