@@ -26,7 +26,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         description="Run SCRIPT in this process as `python SCRIPT ARGS` does. With "
         "--use-moe-grouped-optim among ARGS it trains with the grouped optimizer; without it, on "
         "a machine with a GPU, nothing is replaced. Without a GPU it trains on the CPU, over gloo: "
-        "then torch.cuda is redirected and seven names of Megatron are replaced, with the "
+        "then torch.cuda is redirected and eight names of Megatron are replaced, with the "
         "flag or without. It is one rank; for several: torchrun [...] --no-python moe-optim run "
         "SCRIPT ARGS.",
         usage="moe-optim run [--megatron-lm PATH] [--recipe RECIPE] [--dry-run] SCRIPT [ARGS ...]",
