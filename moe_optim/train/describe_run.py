@@ -17,7 +17,8 @@ from moe_optim.console.provenance import describe_environment
 from moe_optim.megatron.launch.script_runner import trains_on_cpu
 from moe_optim.megatron.optimizer.description import describe
 from moe_optim.megatron.patching.engine import original
-from moe_optim.megatron.weights.managed import is_managed
+from moe_optim.megatron.te.fields import TENSORWISE
+from moe_optim.megatron.weights.managed import is_left_to_megatron, is_managed
 
 
 def setup_model_and_optimizer(
@@ -65,6 +66,9 @@ def describe_model(model: list[Any], optimizer: Any) -> dict[str, Any]:
         if is_managed(param):
             quantized += counted
             formats.add(param.quantized_storage.format.name)
+        elif is_left_to_megatron(param):
+            quantized += counted
+            formats.add(TENSORWISE)
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, (classes, formats, count, quantized))
     all_classes, all_formats, counts, quantized_counts = zip(*ranks, strict=True)

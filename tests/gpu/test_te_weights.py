@@ -87,6 +87,18 @@ def test_training_with_its_products_gives_stocks_losses(layout, tmp_path):
 
 
 @pytest.mark.parametrize("knob", ["layout=stock", "step=fused"])
+def test_weights_that_are_left_to_megatron_give_stocks_losses(knob, tmp_path):
+    """FP8 with one scale: Megatron quantizes and gathers it, after its own step and after ours."""
+    report = tmp_path / "step.json"
+    options = ["--rounds", "1", "--iterations", "6", "--json", str(report), "--deterministic"]
+    options += ["--set", f"moe_optim.{knob}", "moe_optim.format=auto"]
+    options += ["megatron_args.--fp8-recipe=tensorwise"]
+    assert cli.main(["bench", "step", str(RECIPE), *options]) == 0
+    found = json.loads(report.read_text())
+    assert found["losses"]["plugin"] == found["losses"]["stock"]
+
+
+@pytest.mark.parametrize("knob", ["layout=stock", "step=fused"])
 def test_narrow_moments_give_stocks_losses(knob, tmp_path):
     """Moments in bf16, to the bit of Transformer Engine's Adam under stock Megatron: stepped by it,
     and by our kernel."""

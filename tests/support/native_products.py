@@ -81,7 +81,7 @@ def replace_kernels(*formats: BlockScaledFormat) -> None:
     from transformer_engine.pytorch.ops.basic import grouped_linear as operation
     from transformer_engine.pytorch.ops.basic import swiglu
     from transformer_engine.pytorch.tensor import float8_blockwise_tensor as fp8_block_tensor
-    from transformer_engine.pytorch.tensor import mxfp8_tensor, nvfp4_tensor
+    from transformer_engine.pytorch.tensor import float8_tensor, mxfp8_tensor, nvfp4_tensor
 
     # Megatron's op fuser asks for it; Transformer Engine has asked for a Blackwell by now
     os.environ["NVTE_CUTEDSL_FUSED_GROUPED_MLP"] = "1"
@@ -97,6 +97,7 @@ def replace_kernels(*formats: BlockScaledFormat) -> None:
     operation.general_grouped_gemm_for_grouped_tensor = _multiply_groups
     for module in (fp8_padding, fp8_unpadding, grouped_linear, operation, swiglu):
         module.tex = _Extension(grouped_linear.tex, grouped_linear._GroupedLinear)
+    _replace_tensorwise(float8_tensor)
     for quantizer in (
         mxfp8_tensor.MXFP8Quantizer,
         nvfp4_tensor.NVFP4Quantizer,
@@ -110,6 +111,37 @@ def replace_kernels(*formats: BlockScaledFormat) -> None:
         fp8_block_tensor.Float8BlockwiseQTensor,
     ):
         cls.dequantize = lambda self, *, dtype=None: read(self, "rowwise").to(dtype or self.dtype)
+
+
+def _replace_tensorwise(module: Any) -> None:
+    """Put torch in the place of kernels for weights with one scale."""
+
+    def update_quantized(_quantizer: Any, values: Tensor, weight: Any, **_: Any) -> Any:
+        values = values.detach().bfloat16().float()
+        scale = 448.0 / values.abs().max()
+        weight._data.copy_((values * scale).to(torch.float8_e4m3fn).view(torch.uint8))
+        weight._scale_inv.copy_(1.0 / scale)
+        weight._transpose_invalid = True
+        return weight
+
+    def create_transpose(weight: Any) -> None:
+        weight._transpose = weight._data.reshape(-1, weight._data.shape[-1]).t().contiguous()
+        weight._transpose_invalid = False
+
+    def make_empty(quantizer: Any, shape: Any, *, dtype: Any, device: Any, **_: Any) -> Any:
+        return module.Float8Tensor(
+            shape=tuple(shape),
+            dtype=dtype,
+            data=torch.empty(tuple(shape), dtype=torch.uint8, device=device),
+            fp8_scale_inv=torch.empty(1, device=device),
+            fp8_dtype=quantizer.dtype,
+            quantizer=quantizer,
+        )
+
+    module.Float8CurrentScalingQuantizer.make_empty = make_empty
+    module.Float8CurrentScalingQuantizer.quantize_impl = _quantize
+    module.Float8CurrentScalingQuantizer.update_quantized = update_quantized
+    module.Float8Tensor._create_transpose = create_transpose
 
 
 def replace_master_casts() -> None:
@@ -137,6 +169,9 @@ def replace_master_casts() -> None:
 def read(weight: Any, direction: str) -> Tensor:
     """Return the values [R, C] that a product gets out of the fields of a weight, in bf16."""
     kind = {cls.__name__.removesuffix("Storage") for cls in type(weight).__mro__}
+    if "Float8Tensor" in kind:
+        data = weight._data if direction == "rowwise" else weight._transpose.t()
+        return (data.view(torch.float8_e4m3fn).float() * weight._scale_inv).bfloat16()
     data = getattr(weight, f"_{direction}_data")
     scale = getattr(weight, f"_{direction}_scale_inv")
     rows, cols = weight.size()[-2:]  # checkpoints are loaded into views [1, 1, R, C]
@@ -167,7 +202,8 @@ def _power(code: Tensor) -> Tensor:
 
 
 def _operand(weight: Any, direction: str) -> Tensor:
-    return read(weight, direction) if hasattr(weight, "_rowwise_data") else weight
+    is_quantized = hasattr(weight, "_rowwise_data") or hasattr(weight, "_transpose")
+    return read(weight, direction) if is_quantized else weight
 
 
 def _keep_splits_beside_tokens(linear: Any) -> None:

@@ -3,6 +3,7 @@
 ``torchrun --nproc-per-node N -m tests.support.native_train FOLDER FORMAT KNOBS [MEGATRON FLAGS]``;
 KNOBS are JSON. Beside the plug-in's they may have ``experts``, what of Megatron's configuration
 only experts get; ``products``, a format that bf16 weights are cast to where they are multiplied;
+``plugin``, false for Megatron's own optimizer;
 and ``given``: with "before" other values are loaded into the model before it is wrapped, with
 "after" when there is an optimizer, which then makes its masters of the weights; and ``offloaded``:
 weights leave the device and come back, and masters move, after the first step; and ``recipe``, a
@@ -24,8 +25,8 @@ import torch.distributed as dist
 import moe_optim
 from moe_optim import MoEOptimConfig
 from moe_optim.errors import ConfigError
-from moe_optim.formats import get_format
-from moe_optim.megatron.te.fields import is_grouped
+from moe_optim.formats import FORMATS, get_format
+from moe_optim.megatron.te.fields import is_grouped, is_quantized, read_values
 from moe_optim.recipes import load_recipe
 from tests.support import given_values, making_room, native_products
 
@@ -35,6 +36,7 @@ RECIPES = {
     "fp8_block": "--fp8-format e4m3 --fp8-recipe blockwise --fp8-param-gather",
     "nvfp4": "--fp4-format e2m1 --fp4-recipe nvfp4 --fp4-param-gather",
     "bf16": "",
+    "tensorwise": "--fp8-format e4m3 --fp8-recipe tensorwise --fp8-param-gather",
     "bf16 in mxfp8": "--fp8-format e4m3 --fp8-recipe mxfp8",
     "bf16 in nvfp4": "--fp4-format e2m1 --fp4-recipe nvfp4",
 }
@@ -59,14 +61,18 @@ def main(folder: str, format: str, knobs: str, *flags: str) -> None:
     when = chosen.pop("given", None)
     is_offloaded = chosen.pop("offloaded", False)
     recipe = chosen.pop("recipe", None)
-    config = MoEOptimConfig(**({"format": format} | chosen))
+    is_ours, is_theirs = chosen.pop("plugin", True), format == "tensorwise"
+    config = MoEOptimConfig(**({"format": "auto" if is_theirs else format} | chosen))
     quantized = RECIPES[f"{format} in {products}" if products else format].split()
     if recipe is not None:
         path, *overrides = recipe
         read = load_recipe(path, overrides)
         training.MODEL[:], config, quantized = read.megatron_argv(), read.moe_optim, []
-    installation.install(config)
-    native_products.replace_kernels(*([] if format == "bf16" else [get_format(format)]))
+    if is_ours:
+        installation.install(config)
+    native_products.replace_kernels(*([get_format(format)] if format in FORMATS else []))
+    if is_theirs:
+        native_products.replace_master_casts()
 
     def grouped_mlp_modules(_provider: Any, use_grouped_gemm: bool) -> Any:
         build = TESpecProvider().grouped_mlp_modules(use_grouped_gemm)
@@ -85,7 +91,7 @@ def main(folder: str, format: str, knobs: str, *flags: str) -> None:
         given_values.when_built(given_values.load)
     record = training.pretrain(
         [*quantized, *flags],
-        config,
+        config if is_ours else None,
         observe=_observe,
         after_setup=_load_and_make_masters if when == "after" else None,
         after_step=_offload_once if is_offloaded else None,
@@ -140,8 +146,9 @@ def _describe(model: list[Any], optimizer: Any) -> dict[str, dict[str, Any]]:
                     "has_moved": storage.has_moved(),
                     "initial_is_freed": storage.initial is None,
                 }
-            elif ".experts.linear_fc" in name:  # in bf16
-                values = param.rowwise_data.view(param.shape) if is_grouped(param) else param[None]
+            elif ".experts.linear_fc" in name:  # in bf16, or left to Megatron
+                values = read_values(param) if is_quantized(param) else param
+                values = param.rowwise_data.view(param.shape) if is_grouped(param) else values[None]
                 found[name] = {
                     "class": type(param).__name__,
                     "master": masters[name].view(values.shape),

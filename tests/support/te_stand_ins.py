@@ -50,6 +50,30 @@ class NVFP4Tensor(StandIn):
     _nvfp4_use_4over6 = False
 
 
+class Float8Quantizer:
+    """Named as the class it stands for: scales of delayed scaling."""
+
+
+class Float8CurrentScalingQuantizer:
+    """Named as the class it stands for: scales of the last amax."""
+
+
+class Float8Tensor:
+    """Named as the class it stands for: bytes [R, C] and one scale."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, master: torch.Tensor, quantizer: object) -> None:
+        self.shape = master.shape
+        self._quantizer = quantizer
+        self._scale_inv = (master.abs().max() / 448.0).view(1)
+        self._data = (master / self._scale_inv).to(torch.float8_e4m3fn).view(torch.uint8)
+        self._transpose = None
+
+    def dequantize(self, *, dtype: torch.dtype) -> torch.Tensor:
+        return (self._data.view(torch.float8_e4m3fn).float() * self._scale_inv).to(dtype)
+
+
 class Float8BlockQuantizer:
     """Named as the class it stands for: a group has its format from it."""
 
@@ -109,11 +133,22 @@ def _tensor_class(stand_in: type) -> Any:
 
 def as_parameter(stand_in: StandIn) -> torch.nn.Parameter:
     """Return a parameter with the fields of a stand-in, and a class of the same name."""
-    initial = stand_in._high_precision_init_val
-    weight = initial.clone().as_subclass(_tensor_class(type(stand_in)))
-    vars(weight).update({name: one for name, one in vars(stand_in).items() if name != "shape"})
+    weight = as_tensor(stand_in, stand_in._high_precision_init_val.clone())
     weight._is_param = True
     return weight.requires_grad_()
+
+
+def as_tensor(stand_in: Any, values: torch.Tensor | None = None) -> Any:
+    """Return a tensor with the fields of a stand-in, and a class of the same name.
+
+    Args:
+        stand_in: of a weight.
+        values: what it is to its base class; zeros of its shape by default.
+    """
+    values = torch.zeros(stand_in.shape) if values is None else values
+    weight = values.as_subclass(_tensor_class(type(stand_in)))
+    vars(weight).update({name: one for name, one in vars(stand_in).items() if name != "shape"})
+    return weight
 
 
 def padded_scale(quantized, direction) -> torch.Tensor:

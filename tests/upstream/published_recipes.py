@@ -7,8 +7,8 @@
 ``MEGATRON_BRIDGE_PATH``; ``--megatron-lm`` a checkout with ``examples/moe_recipes``, by default
 ``MEGATRON_LM_PATH``; ``--launches`` checkouts of what launches Megatron, such as slime and miles,
 each called by the name of its folder. Nothing is built, and neither a GPU nor Transformer Engine is
-needed. The knob ``format`` is what the recipe keeps its weights in. Exit status: 1 if a recipe
-could not be read.
+needed. The knob ``format`` is what the recipe keeps its weights in, and ``auto`` where that is none
+of ours. Exit status: 1 if a recipe could not be read.
 """
 
 import argparse
@@ -122,7 +122,7 @@ def kept_in(model: Any) -> str:
 def judge(optimizer: Any, ddp: Any, model: Any, **identity: str) -> Answer:
     """Ask the plug-in about three configurations."""
     kept = kept_in(model)
-    knobs = MoEOptimConfig(format=FORMATS.get(kept, "bf16"))
+    knobs = MoEOptimConfig(format=FORMATS.get(kept, "auto"))
     refused = tuple(foresee_refusals(optimizer, ddp, [model], knobs))
     return Answer(**identity, kept=kept, refused=refused)
 

@@ -127,8 +127,8 @@ def test_all_that_is_refused_of_a_recipe_is_named_at_once(made_up):
     assert answers["plain_config"].refused == ()
     refused = ("--use-megatron-fsdp", "--use-nccl-ub with quantized weights")
     assert answers["sharded_config"].refused == refused
-    (per_tensor,) = answers["per_tensor_config"].refused
-    assert per_tensor.startswith("--fp8-recipe tensorwise with weights kept in it")
+    assert answers["per_tensor_config"].kept == "tensorwise"
+    assert answers["per_tensor_config"].refused == ()
 
 
 def test_a_recipe_that_cannot_be_read_hides_no_other(made_up):

@@ -44,7 +44,7 @@ from moe_optim.megatron.checkpoint.unmarked_states import manifest_of_unmarked
 from moe_optim.megatron.experts.amax import OptionalShardedTensor
 from moe_optim.megatron.experts.calibrated_entry import CalibratedEntry
 from moe_optim.megatron.patching.engine import original
-from moe_optim.megatron.te.fields import read_values, te_formats_of
+from moe_optim.megatron.te.fields import has_scale_a_tensor, read_values, te_formats_of
 
 _ACCOUNTED = "moe_optim_accounted"
 _OBJECT_KEY = re.compile(r"[^/]+/shard_[0-9.]+_[0-9.]+")
@@ -100,14 +100,21 @@ def _is_local(checkpoint_dir: str | Path) -> bool:
 def _save_values(sharded_state_dict: Any) -> None:
     """Have weights of Transformer Engine saved as bf16 values, wherever they are.
 
-    Megatron's writers do that on a GPU alone, and by kernels that not every GPU has.
+    Megatron's writers do that on a GPU alone, and of block formats by kernels that not every GPU
+    has; what they can, they do one weight at a time, and are left to do.
     """
     if installed_config() is None:
         return
     kinds = (ShardedTensor, ShardedTensorFactory)
     for entry in nested_values(sharded_state_dict):
-        if isinstance(entry, kinds) and te_formats_of(entry.data):
+        if isinstance(entry, kinds) and _is_saved_as_it_lies(entry.data):
             entry.data = read_values(entry.data)
+
+
+def _is_saved_as_it_lies(weight: Any) -> bool:
+    """Return whether Megatron's writers would save the bytes of a quantized weight."""
+    is_on_host = isinstance(weight, torch.Tensor) and weight.device.type == "cpu"
+    return bool(te_formats_of(weight)) or (is_on_host and has_scale_a_tensor(weight))
 
 
 def _ask_plainly(sharded_state_dict: Any) -> None:

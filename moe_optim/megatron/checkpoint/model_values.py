@@ -12,7 +12,7 @@ from moe_optim.errors import LayoutError
 from moe_optim.expert_keys.finding import raise_faults
 from moe_optim.expert_keys.layouts import match_key
 from moe_optim.megatron.experts.loading import expert_values_for_chunks, plain_values
-from moe_optim.megatron.te.fields import read_values, te_formats_of
+from moe_optim.megatron.te.fields import is_quantized, read_values
 from moe_optim.megatron.te.grouped_linears import grouped_linears, members_of
 from moe_optim.megatron.weights.names import unwrapped_name
 
@@ -156,4 +156,4 @@ def _shape_faults(state: Mapping[str, Any], keys: _Keys, shape: tuple[int, ...])
 
 def _plain(value: Any) -> Any:
     """Return an ordinary tensor for a quantized weight of either kind, anything else as it is."""
-    return read_values(value) if te_formats_of(value) else plain_values(value)
+    return read_values(value) if is_quantized(value) else plain_values(value)

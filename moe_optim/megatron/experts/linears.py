@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
-from moe_optim.megatron.te.fields import read_values, te_formats_of
+from moe_optim.megatron.te.fields import is_quantized, read_values
 from moe_optim.megatron.te.grouped_linears import (
     grouped_linears,
     members_of,
@@ -51,7 +51,7 @@ class ExpertLinear:
             values = weight
             if isinstance(weight, GroupedWeight):
                 values = weight.dequantize()
-            elif te_formats_of(weight):
+            elif is_quantized(weight):
                 values = read_values(weight)
             yield from [values] if values.dim() == 2 else members_of(values)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from moe_optim.errors import StateError
 from moe_optim.megatron.export.buckets import TensorInfo
 from moe_optim.megatron.export.units import HeldPart
-from moe_optim.megatron.te.fields import read_values, te_formats_of
+from moe_optim.megatron.te.fields import is_quantized, read_values
 from moe_optim.modules.grouped_weight import GroupedWeight
 
 
@@ -53,7 +53,7 @@ def _part_of(sharded: ShardedTensor) -> LocalPart:
     values, axes = sharded.data, sharded.prepend_axis_num
     name = _with_layer(sharded.key, sharded.global_offset[:axes])
     _require_there(name, values)
-    dtype = torch.bfloat16 if te_formats_of(values) else values.dtype
+    dtype = torch.bfloat16 if is_quantized(values) else values.dtype
     held = HeldPart(
         name=name,
         whole=TensorInfo(tuple(sharded.global_shape[axes:]), dtype),
@@ -82,7 +82,7 @@ def _require_there(name: str, values: Tensor) -> None:
 
 
 def _plain(values: Tensor) -> Tensor:
-    return read_values(values) if te_formats_of(values) else values.detach()
+    return read_values(values) if is_quantized(values) else values.detach()
 
 
 class Wholes:

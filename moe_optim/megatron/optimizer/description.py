@@ -16,7 +16,13 @@ from moe_optim.megatron.buffers.bucket_group import managed_buckets
 from moe_optim.megatron.buffers.managed_bucket import ManagedBucket
 from moe_optim.megatron.optimizer.chained import GroupedChainedOptimizer
 from moe_optim.megatron.optimizer.checkpointed import CheckpointedOptimizer
-from moe_optim.megatron.te.fields import te_formats_of
+from moe_optim.megatron.te.fields import (
+    TENSORWISE,
+    data_of,
+    has_scale_a_tensor,
+    is_quantized,
+    te_formats_of,
+)
 from moe_optim.megatron.weights.names import parameter_names
 from moe_optim.modules.grouped_linear import GroupedLinear
 from moe_optim.modules.storage import PlaneStorage
@@ -284,7 +290,7 @@ def _is_vector(param: torch.nn.Parameter, name: str) -> bool:
 
 def _is_plain(param: torch.nn.Parameter) -> bool:
     """Return whether a parameter is an ordinary tensor, without a quantized storage."""
-    return _storage(param) is None and not te_formats_of(param)
+    return _storage(param) is None and not is_quantized(param)
 
 
 def _storage(param: torch.nn.Parameter) -> PlaneStorage | None:
@@ -299,6 +305,8 @@ def _format_of(param: torch.nn.Parameter) -> str:
         return storage.format.name
     if formats := te_formats_of(param):
         return " or ".join(format.name for format in formats)
+    if has_scale_a_tensor(param):
+        return TENSORWISE
     name = str(param.dtype).removeprefix("torch.")
     return {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}.get(name, name)
 
@@ -315,6 +323,8 @@ def _memory_bytes(param: torch.nn.Parameter, seen: set[int]) -> int:
     Weights of a bucket lie in the same memory, with its padding.
     """
     storage = _storage(param)
+    if has_scale_a_tensor(param):
+        return sum(data.nbytes for data in data_of(param))
     if storage is None:
         return param.numel() * param.element_size()
     count = 0

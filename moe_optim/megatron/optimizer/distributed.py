@@ -1,7 +1,7 @@
 """The distributed optimizer of quantized expert weights."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -27,7 +27,7 @@ from moe_optim.megatron.optimizer.description import describe
 from moe_optim.megatron.optimizer.fused import FusedUpdate, owned_masters, weight_of
 from moe_optim.megatron.optimizer.host_states import HostStates
 from moe_optim.megatron.optimizer.initial_values import keep_loaded_values, renew_initial_values
-from moe_optim.megatron.weights.managed import is_managed, storage_of
+from moe_optim.megatron.weights.managed import is_left_to_megatron, is_managed, storage_of
 from moe_optim.modules.grouped_linear import GroupedLinear
 from moe_optim.modules.grouped_weight import GroupedWeight
 
@@ -63,9 +63,12 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         self._buckets: tuple[ManagedBucket, ...] = ()
         self._unmanaged: list[tuple[torch.nn.Parameter, Tensor]] | None = None
         self.host_states = HostStates([], 0.0)
+        self._leaves_weights = False
         if self.is_stub_optimizer or self.ddp_config.use_megatron_fsdp:
             return
         self._buckets = managed_buckets(b for buffer in self.buffers for b in buffer.buckets)
+        # of all ranks that share the buffers alike, whoever owns a part
+        self._leaves_weights = any(map(is_left_to_megatron, self._parameters()))
         self._groups = self._find_groups()
         self._managed_groups = [group for group in self._groups if group.managed]
         if self.knobs.offload_states:  # masters that Adam holds are none of Megatron's
@@ -90,14 +93,18 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         """Return the class, and what it manages on this rank."""
         return f"{type(self).__name__}({describe(self.model_chunks, self).line})"
 
-    def _find_groups(self) -> list[GroupedBucketGroup]:
+    def _parameters(self) -> Iterator[torch.nn.Parameter]:
+        """Yield those that the ranks which share this optimizer's buffers own together."""
+        return (param for buffer in self.buffers for param in buffer.params)
+
+    def _all_groups(self) -> list[Any]:
+        """Return the bucket groups of these parameters, of whichever class."""
         mine = {id(bucket) for buffer in self.buffers for bucket in buffer.buckets}
-        return [
-            group
-            for group in bucket_groups(self.model_chunks)
-            if isinstance(group, GroupedBucketGroup)
-            and any(id(bucket) in mine for bucket in group.buckets)
-        ]
+        groups = bucket_groups(self.model_chunks)
+        return [group for group in groups if any(id(bucket) in mine for bucket in group.buckets)]
+
+    def _find_groups(self) -> list[GroupedBucketGroup]:
+        return [group for group in self._all_groups() if isinstance(group, GroupedBucketGroup)]
 
     @property
     def managed_buckets(self) -> tuple[ManagedBucket, ...]:
@@ -244,6 +251,8 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         with self.updating():
             self.update.count_step()
             self.update.launch(clips)
+            if self._leaves_weights:
+                super()._copy_main_params_to_model_params()
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -323,10 +332,14 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         """
         if not self._groups:  # a model that was wrapped before install()
             super().start_param_sync_for_bucket_group_subset()
+        self._start_gathers(self._groups, force_sync=False)
+
+    def _start_gathers(self, groups: Sequence[Any], *, force_sync: bool) -> None:
+        """Gather as the model chunks do: where nothing overlaps, with what follows a gather."""
         for chunk in self.model_chunks:
             for group in bucket_groups([chunk]):
-                if group in self._groups:
-                    chunk._start_bucket_group_param_sync(group, force_sync=False)
+                if group in groups:
+                    chunk._start_bucket_group_param_sync(group, force_sync=force_sync)
 
     def _copy_main_params_to_param_buffer(self) -> None:
         """Do nothing: managed buckets pull masters when they gather, others hold them already."""
@@ -401,12 +414,23 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         for group in self._managed_groups:
             group.forget_masters()
 
+    def _quantize_with_megatron(self) -> None:
+        """Have Megatron make its quantized weights of the masters, and gather them, now.
+
+        Every rank must call it: each shard is quantized with the scale of its whole weight.
+        """
+        self.finish_gathers()
+        super()._copy_main_params_to_model_params()
+        self._start_gathers(self._all_groups(), force_sync=True)
+
     def refresh_weights(self) -> None:
         """Gather all quantized weights from the masters now. Every rank must call it.
 
         Raises:
             NonFiniteError: some master is Inf or NaN; nothing has been gathered.
         """
+        if self._leaves_weights:
+            self._quantize_with_megatron()
         if self._buckets:
             check_masters(
                 self,

@@ -39,7 +39,7 @@ from moe_optim.kernels.steps.table import AdamState, StepTable
 from moe_optim.megatron.buffers.managed_bucket import ManagedBucket
 from moe_optim.megatron.optimizer.adam import MOMENTS, GroupStepAdam
 from moe_optim.megatron.planning import settings_of_stocks_step
-from moe_optim.megatron.weights.managed import is_managed
+from moe_optim.megatron.weights.managed import is_left_to_megatron, is_managed
 from moe_optim.megatron.weights.names import parameter_names
 from moe_optim.places import addresses_of
 from moe_optim.reference.adam import Hyper
@@ -223,7 +223,7 @@ class FusedUpdate:
                     exp_avg_sq=exp_avg_sq,
                     group=group_of[master],
                     norm=_norm_of(master),
-                    weight=None if is_managed(param) else weight_of(optimizer, param, master),
+                    weight=weight_of(optimizer, param, master),
                     on_host=optimizer.host_states.on_host(master),
                 )
             )
@@ -351,7 +351,13 @@ def gradient_of(optimizer: Any, param: Any) -> Tensor:
 
 
 def weight_of(optimizer: Any, param: Any, master: Tensor) -> Tensor | None:
-    """Return where this rank writes its part of a weight; None where the master lies there."""
+    """Return where this rank writes its part of a weight, in the dtype of the weight.
+
+    Returns:
+        A view; None where the master lies there, and of quantized weights.
+    """
+    if is_managed(param) or is_left_to_megatron(param):
+        return None
     place = optimizer._get_model_param_range_map(param)["gbuf_world_in_bucket"]
     buffer, _, bucket = optimizer.model_param_gbuf_map[param]
     weights = optimizer.buffers[buffer].buckets[bucket].param_data.view(-1)

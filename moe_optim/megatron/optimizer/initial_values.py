@@ -13,7 +13,7 @@ from megatron.core.utils import log_single_rank
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from moe_optim.megatron.te.fields import te_formats_of
+from moe_optim.megatron.te.fields import is_quantized
 from moe_optim.megatron.te.storage import TransformerEngineStorage
 from moe_optim.megatron.weights.managed import is_managed, storage_of
 from moe_optim.modules.grouped_weight import GroupedWeight
@@ -72,5 +72,5 @@ def _keep(module: Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -
             storage.require_writable()
         if not isinstance(value, Tensor) or isinstance(value, GroupedWeight):
             continue
-        if value.shape == param.shape and not te_formats_of(value):
+        if value.shape == param.shape and not is_quantized(value):
             storage.initial = value.detach().to("cpu", copy=True)

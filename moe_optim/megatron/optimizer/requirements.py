@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core.distributed import param_and_grad_buffer as upstream
 from megatron.core.utils import log_single_rank
 
-from moe_optim.config import NATIVE_FORMATS, Format, MoEOptimConfig
+from moe_optim.config import MEGATRONS_RECIPES, NATIVE_FORMATS, Format, MoEOptimConfig
 from moe_optim.errors import ConfigError, StateError, refuse
 from moe_optim.megatron.active import config_in_force, installed_config
 from moe_optim.megatron.buffers.bucket_group import GroupedBucketGroup, bucket_groups
@@ -19,12 +19,13 @@ from moe_optim.megatron.planning import (
     knobs_with_flags,
     settings_of_stocks_step,
 )
-from moe_optim.megatron.te.fields import te_formats_of
+from moe_optim.megatron.te.fields import TENSORWISE, te_formats_of
 from moe_optim.megatron.te.recipe import native_recipe
-from moe_optim.megatron.weights.managed import is_managed
+from moe_optim.megatron.weights.managed import is_left_to_megatron, is_managed
 from moe_optim.modules.grouped_linear import GroupedLinear
 
 logger = logging.getLogger(__name__)
+_TENSORWISE = "weights that Megatron quantizes (--fp8-recipe tensorwise)"
 
 
 def check_wrapped_model(config: Any, model_chunks: list[Any]) -> None:
@@ -40,6 +41,7 @@ def check_wrapped_model(config: Any, model_chunks: list[Any]) -> None:
     """
     params = [param for chunk in model_chunks for param in chunk.parameters()]
     quantized = any(is_managed(param) for param in params)
+    tensorwise = any(is_left_to_megatron(param) for param in params)
     refuse(
         _refused_settings(
             config,
@@ -47,6 +49,7 @@ def check_wrapped_model(config: Any, model_chunks: list[Any]) -> None:
             [chunk.config for chunk in model_chunks],
             config_in_force(),
             quantized=quantized,
+            tensorwise=tensorwise,
         ),
         expected="moe_optim: expected flags it supports",
         remedy="Remove them, or train without --use-moe-grouped-optim.",
@@ -74,11 +77,14 @@ def foresee_refusals(
     """
     recipes = dict.fromkeys(recipe for model in model_configs if (recipe := native_recipe(model)))
     portable = [model for model in model_configs if _asks_for_portable_experts(model)]
-    quantized = bool(recipes) or (bool(portable) and knobs.format != "bf16")
+    left = [flag for flag in recipes if flag in MEGATRONS_RECIPES]
+    quantized = len(recipes) > len(left) or (bool(portable) and knobs.format != "bf16")
     is_named = knobs.format not in ("auto", "bf16")
-    refused = _refused_settings(config, ddp_config, model_configs, knobs, quantized=quantized)
+    refused = _refused_settings(
+        config, ddp_config, model_configs, knobs, quantized=quantized, tensorwise=bool(left)
+    )
     for flag in recipes:
-        formats = NATIVE_FORMATS.get(flag, ())
+        formats = ("auto",) if flag in left else NATIVE_FORMATS.get(flag, ())
         refused[f"{flag} with weights kept in it (drop the native parameter gather)"] = not formats
         refused[f"moe_optim.format {knobs.format} with {flag} (give {' or '.join(formats)})"] = (
             bool(formats) and knobs.format not in ("auto", *formats)
@@ -87,8 +93,8 @@ def foresee_refusals(
         f"moe_optim.format {knobs.format} without weights to keep in it (give --moe-grouped-gemm "
         "with --transformer-impl local, or a recipe and native parameter gather of Transformer "
         "Engine; or set format: bf16)"
-    ] = is_named and not quantized
-    refused |= _refused_steps(config, knobs, quantized=quantized)
+    ] = is_named and not (quantized or left)
+    refused |= _refused_steps(config, knobs, quantized=quantized or bool(left))
     refused[f"moe_optim.compute {knobs.compute} without portable experts"] = (
         knobs.compute not in (None, "bf16") and not portable
     )
@@ -134,6 +140,7 @@ def _refused_settings(
     knobs: MoEOptimConfig,
     *,
     quantized: bool,
+    tensorwise: bool,
 ) -> dict[str, bool]:
     """Return every flag that is not supported -> whether these configurations have it.
 
@@ -142,7 +149,8 @@ def _refused_settings(
         ddp_config: its ``DistributedDataParallelConfig``.
         model_configs: the ``TransformerConfig`` of every chunk.
         knobs: what is, or would be, installed.
-        quantized: whether some weights are.
+        quantized: whether some weights are, and are managed.
+        tensorwise: whether Megatron quantizes some.
     """
     refused = {
         "--use-megatron-fsdp": ddp_config.use_megatron_fsdp,
@@ -159,6 +167,15 @@ def _refused_settings(
         ),
         "--qk-clip (Megatron rescales masters as if none were sharded)": any(
             model.qk_clip for model in model_configs
+        ),
+        # its cast of masters allocates, and reads each of them twice
+        f"--optimizer-cuda-graph with {_TENSORWISE}": tensorwise and config.optimizer_cuda_graph,
+        f"moe_optim.record_amax with {_TENSORWISE}": tensorwise and knobs.record_amax,
+        f"--reuse-grad-buf-for-mxfp8-param-ag with {_TENSORWISE}": (
+            tensorwise and ddp_config.reuse_grad_buf_for_mxfp8_param_ag
+        ),
+        f"moe_optim.offload_states, or --optimizer-cpu-offload, with {_TENSORWISE}": (
+            tensorwise and bool(config.optimizer_cpu_offload or knobs.offload_states)
         ),
     }
     if quantized:
@@ -219,7 +236,8 @@ def _say_format(wanted: MoEOptimConfig, model_chunks: list[Any]) -> None:
     """
     params = [param for chunk in model_chunks for param in chunk.parameters()]
     mine = {param.quantized_storage.format.name for param in params if is_managed(param)}
-    names: tuple[str, ...] = get_args(Format)
+    mine |= {TENSORWISE for param in params if is_left_to_megatron(param)}
+    names: tuple[str, ...] = (*get_args(Format), TENSORWISE)
     there = _on_any_rank(*(name in mine for name in names))
     found = [name for name, is_there in zip(names, there, strict=True) if is_there] or ["bf16"]
     if len(found) > 1:
@@ -227,8 +245,13 @@ def _say_format(wanted: MoEOptimConfig, model_chunks: list[Any]) -> None:
             f"moe_optim: format: auto: expected quantized weights of one format, got "
             f"{' and '.join(found)}. Build all of them with one recipe."
         )
-    wanted.resolved(found[0])
-    log_single_rank(logger, logging.INFO, f"moe_optim: format: auto is {found[0]} here")
+    what = f"is {found[0]} here"
+    if found == [TENSORWISE]:
+        wanted.resolved("bf16")  # what is left to Megatron records no amax, either
+        what = f"leaves {TENSORWISE} weights to Megatron, which quantizes and gathers them"
+    else:
+        wanted.resolved(found[0])
+    log_single_rank(logger, logging.INFO, f"moe_optim: format: auto {what}")
 
 
 def _on_any_rank(*mine: bool) -> list[bool]:
@@ -262,6 +285,8 @@ def _refuse_foreign_quantized(params: list[Any]) -> None:
     for param in params:
         if is_managed(param) or not upstream._param_uses_quantized_storage(param):
             continue
+        if is_left_to_megatron(param) and config_in_force().format == "auto":
+            continue
         known = [format.name for format in te_formats_of(param)]
         wanted = config_in_force().format
         if known:
@@ -273,6 +298,7 @@ def _refuse_foreign_quantized(params: list[Any]) -> None:
             )
         raise ConfigError(
             "moe_optim: expected portable or bf16 weights, or MXFP8, NVFP4 or FP8 blocks of "
-            f"Transformer Engine, got {type(param).__name__} of shape {list(param.shape)}. Build "
-            "with --transformer-impl local, or drop --fp8-param-gather / --fp4-param-gather."
+            "Transformer Engine, or with format: auto its FP8 with current scaling, got "
+            f"{type(param).__name__} of shape {list(param.shape)}. Build with --transformer-impl "
+            "local, or drop --fp8-param-gather / --fp4-param-gather."
         )

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from moe_optim.errors import StateError
@@ -59,6 +60,9 @@ GROUPED = Fields(
 SWIZZLED = "_with_gemm_swizzled_scales"
 """Says of a tensor, or of a group, that scales lie in the order of products."""
 
+TENSORWISE = "tensorwise"
+"""What Megatron calls FP8 with one scale a weight, which is no format of ours."""
+
 _FORMATS: Mapping[str, tuple[BlockScaledFormat, ...]] = MappingProxyType(
     {
         "Float8BlockwiseQTensor": (FP8_BLOCK,),
@@ -83,9 +87,36 @@ def te_formats_of(param: Any) -> tuple[BlockScaledFormat, ...]:
     return next((_FORMATS[name] for name in names if name in _FORMATS), ())
 
 
+def has_scale_a_tensor(param: Any) -> bool:
+    """Return whether a weight of Transformer Engine is FP8 with one scale, that of its last amax.
+
+    Megatron keeps such weights itself. Those of delayed scaling, whose scale is older, are others.
+    """
+    quantizer = getattr(param, "_quantizer", None)
+    return _is_a(param, "Float8Tensor") and _is_a(quantizer, "Float8CurrentScalingQuantizer")
+
+
+def data_of(param: Any) -> list[Tensor]:
+    """Return what there is of the bytes of a weight that :func:`has_scale_a_tensor`, no copies.
+
+    Its transpose is there from its first use on, where products want one.
+    """
+    found = (getattr(param, name, None) for name in ("_data", "_transpose"))
+    return [data for data in found if data is not None]
+
+
+def is_quantized(param: Any) -> bool:
+    """Return whether a tensor is a quantized weight, so that its values are :func:`read_values`."""
+    return bool(te_formats_of(param)) or has_scale_a_tensor(param)
+
+
 def is_grouped(param: Any) -> bool:
     """Return whether a weight is a ``GroupedTensor``."""
-    return any(cls.__name__ == "GroupedTensor" for cls in type(param).__mro__)
+    return _is_a(param, "GroupedTensor")
+
+
+def _is_a(value: Any, name: str) -> bool:
+    return any(cls.__name__ == name for cls in type(value).__mro__)
 
 
 def used_scales(
@@ -107,14 +138,17 @@ def used_scales(
 
 
 def read_values(weight: Any) -> Tensor:
-    """Return the rowwise values of a weight in bf16, newly allocated, without any of its kernels.
+    """Return the rowwise values of a weight in bf16, newly allocated.
 
-    Nothing of the weight is changed. It may be a member of a group.
+    Nothing of the weight is changed, and of block formats none of its kernels runs. It may be a
+    member of a group.
 
     Raises:
         StateError: the scales are not in plain order, or the weight, or the group it is a member
             of, is known to be behind its masters.
     """
+    if has_scale_a_tensor(weight):
+        return cast(Tensor, weight.dequantize(dtype=torch.bfloat16))
     storage = getattr(weight, "quantized_storage", None) or getattr(weight, "group_storage", None)
     if storage is not None:
         storage.require_fresh()

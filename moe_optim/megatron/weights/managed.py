@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from moe_optim.megatron.active import installed_config
-from moe_optim.megatron.te.fields import te_formats_of
+from moe_optim.megatron.te.fields import has_scale_a_tensor, te_formats_of
 from moe_optim.megatron.te.storage import TransformerEngineStorage
 from moe_optim.modules.grouped_weight import GroupedWeight
 
@@ -28,6 +28,15 @@ def storage_of(param: Any) -> Any:
                 )
                 param.quantized_storage = storage
     return storage
+
+
+def is_left_to_megatron(param: Any) -> bool:
+    """Return whether a weight is quantized and gathered by Megatron's own code, from our masters.
+
+    Of these weights Megatron's step writes no part in bf16: every shard of one needs the scale of
+    all of it.
+    """
+    return has_scale_a_tensor(param)
 
 
 def is_managed(tensor: Tensor) -> bool:

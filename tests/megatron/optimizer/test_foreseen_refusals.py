@@ -10,6 +10,7 @@ from tests.megatron.optimizer.test_programmatic import REFUSED
 from tests.support.ranks import run_ranks
 
 NATIVE = {"fp8": "e4m3", "fp8_recipe": "mxfp8", "fp8_param": True}
+TENSORWISE = NATIVE | {"fp8_recipe": "tensorwise"}
 AWARE = {"use_precision_aware_optimizer": True}
 OFFLOAD = AWARE | {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0, "bf16": True}
 PORTABLE = {"transformer_impl": "local", "num_moe_experts": 4, "moe_grouped_gemm": True}
@@ -21,7 +22,18 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # settings and knob
     "native": (NATIVE, {"format": "mxfp8"}),
     "native, square blocks": (NATIVE, {"format": "mxfp8_2d"}),
     "native, another format": (NATIVE, {"format": "nvfp4"}),
-    "native, per tensor": (NATIVE | {"fp8_recipe": "tensorwise"}, {"format": "bf16"}),
+    "native, per tensor": (TENSORWISE, {}),
+    "native, per tensor, fused": (TENSORWISE | AWARE, {"step": "fused"}),
+    "native, per tensor, in a format": (TENSORWISE, {"format": "mxfp8"}),
+    "native, per tensor, in bf16": (TENSORWISE, {"format": "bf16"}),
+    "native, per tensor, graph": (TENSORWISE | {"optimizer_cuda_graph": True}, {}),
+    "native, per tensor, shared memory": (
+        TENSORWISE | {"reuse_grad_buf_for_mxfp8_param_ag": True},
+        {},
+    ),
+    "native, per tensor, recorded": (TENSORWISE, {"record_amax": True}),
+    "native, per tensor, on the host": (TENSORWISE, {"offload_states": 0.5}),
+    "native, older scales": (NATIVE | {"fp8_recipe": "delayed"}, {}),
     "native, nvfp4": ({"fp4": "e2m1", "fp4_param": True}, {"format": "nvfp4"}),
     "registered memory": ({"nccl_ub": True}, {"format": "bf16"}),
     "recipe, bf16 weights": (NATIVE | {"fp8_param": False}, {"format": "bf16"}),
@@ -134,6 +146,8 @@ def test_all_is_named_and_nothing_raised(foreseen):
         "native",
         "native, square blocks",
         "native, nvfp4",
+        "native, per tensor",
+        "native, per tensor, fused",
         "recipe, bf16 weights",
         "registered memory",
         "graph",
@@ -156,7 +170,25 @@ def test_what_trains_is_not_refused(foreseen, case):
     ("case", "refused"),
     [
         ("native, another format", "moe_optim.format nvfp4 with --fp8-recipe mxfp8 (give mxfp8 or"),
-        ("native, per tensor", "--fp8-recipe tensorwise with weights kept in it"),
+        ("native, older scales", "--fp8-recipe delayed with weights kept in it (drop the native"),
+        (
+            "native, per tensor, in a format",
+            "moe_optim.format mxfp8 with --fp8-recipe tensorwise (give auto)",
+        ),
+        (
+            "native, per tensor, in bf16",
+            "moe_optim.format bf16 with --fp8-recipe tensorwise (give auto)",
+        ),
+        ("native, per tensor, graph", "--optimizer-cuda-graph with weights that Megatron quant"),
+        (
+            "native, per tensor, shared memory",
+            "--reuse-grad-buf-for-mxfp8-param-ag with weights that Megatron quantizes",
+        ),
+        ("native, per tensor, recorded", "moe_optim.record_amax with weights that Megatron quan"),
+        (
+            "native, per tensor, on the host",
+            "moe_optim.offload_states, or --optimizer-cpu-offload, with weights that Megatron",
+        ),
         ("no weights", "moe_optim.format mxfp8 without weights to keep in it"),
         ("graph, stock's step", "--optimizer-cuda-graph without a fused step"),
         ("graph, no kernels", "--optimizer-cuda-graph without a fused step"),

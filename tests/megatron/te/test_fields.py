@@ -11,12 +11,19 @@ from moe_optim import MoEOptimConfig
 from moe_optim.errors import StateError
 from moe_optim.formats import MXFP8
 from moe_optim.megatron.checkpoint import hooks as checkpoint_files
-from moe_optim.megatron.te.fields import read_values
+from moe_optim.megatron.te.fields import data_of, is_quantized, read_values
 from moe_optim.megatron.weights import managed
 from tests.support.bytes import assert_bytes_equal
 from tests.support.holders import bind
 from tests.support.inputs import wide_range_weights
-from tests.support.te_stand_ins import GroupedTensor, MXFP8Tensor
+from tests.support.te_stand_ins import (
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    Float8Tensor,
+    GroupedTensor,
+    MXFP8Tensor,
+    as_tensor,
+)
 
 SHAPE = (96, 160)
 
@@ -69,6 +76,37 @@ def test_a_weight_behind_its_masters_is_not_saved(saved):
     checkpoint_files._save_values({"weight": entry})
     values = storage.dequantize("rowwise")
     assert_bytes_equal(entry.data, values if saved == "group" else values[-1])
+
+
+def test_of_weights_with_one_scale_those_with_that_of_their_amax_are_left_to_megatron():
+    """A scale from earlier amaxes is no function of the masters, and block formats are managed."""
+    current = Float8Tensor(wide_range_weights(*SHAPE), Float8CurrentScalingQuantizer())
+    delayed = Float8Tensor(wide_range_weights(*SHAPE), Float8Quantizer())
+    weights = {"current": current, "delayed": delayed, "mxfp8": make_weight()}
+    weights["bf16"] = torch.nn.Parameter(torch.zeros(2, 2))
+    left = {name for name, one in weights.items() if managed.is_left_to_megatron(one)}
+    assert left == {"current"}
+    assert {name for name, one in weights.items() if is_quantized(one)} == {"current", "mxfp8"}
+    assert not managed.is_managed(current)
+    assert_bytes_equal(read_values(current), current.dequantize(dtype=torch.bfloat16))
+
+
+def test_bytes_of_weights_with_one_scale_are_counted_as_they_lie():
+    """A transpose is there from its first use on."""
+    weight = Float8Tensor(wide_range_weights(*SHAPE), Float8CurrentScalingQuantizer())
+    assert [data.nbytes for data in data_of(weight)] == [96 * 160]
+    weight._transpose = weight._data.t().contiguous()
+    assert [data.nbytes for data in data_of(weight)] == [96 * 160] * 2
+
+
+def test_values_are_saved_of_weights_with_one_scale_where_megatron_would_save_bytes():
+    """Its writers read values on a GPU alone."""
+    weight = Float8Tensor(wide_range_weights(*SHAPE), Float8CurrentScalingQuantizer())
+    data = as_tensor(weight)
+    entry = ShardedTensor.from_rank_offsets("linear.weight", torch.zeros(data.shape))
+    entry.data = data
+    checkpoint_files._save_values({"weight": entry})
+    assert_bytes_equal(entry.data, weight.dequantize(dtype=torch.bfloat16))
 
 
 def test_a_copy_of_a_weight_has_a_storage_over_its_own_bytes():

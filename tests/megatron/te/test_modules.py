@@ -103,11 +103,20 @@ def list_runs() -> dict[str, Run]:
     return runs
 
 
+LEFT = {  # weights with one scale, which Megatron quantizes and gathers
+    "stock": Run("tensorwise", (*OVERLAP,), (("plugin", False),)),
+    "left": Run("tensorwise", (), (("step", "stock"),)),
+    "left, fused": Run("tensorwise", (), (("step", "fused"),)),
+    "left, resumed": Run("tensorwise", (), (("step", "stock"),), "left"),
+    "left, fused, resumed": Run("tensorwise", (*OVERLAP,), (("step", "fused"),), "left, fused"),
+}
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """Return what every rank of every run saw, by the run's name."""
     root = tmp_path_factory.mktemp("runs")
-    runs = list_runs()
+    runs = list_runs() | LEFT
     with ThreadPoolExecutor(AT_ONCE) as pool:  # those that others go on from come first
         for wave in (False, True):
             names = [name for name, run in runs.items() if bool(run.resumed_from) is wave]
@@ -290,6 +299,37 @@ def test_masters_start_from_the_values_that_were_loaded(name, found):
                     q.rowwise_data, q.rowwise_scale, format, "rowwise", global_amax=q.global_amax
                 )
             assert torch.equal(weight["master"], want.float()), key  # a step makes 0 of -0
+
+
+def test_weights_that_are_left_to_megatron_train_as_without_the_plugin(found):
+    """Losses, evaluations and norms, with gathers overlapped there and not here."""
+    for ours, stock in zip(found["left"].ranks, found["stock"].ranks, strict=True):
+        for what in ("losses", "validation_losses", "norms"):
+            assert ours[what] == stock[what], what
+
+
+@pytest.mark.parametrize("name", ["left", "left, fused"])
+def test_weights_that_are_left_to_megatron_resume_to_the_bit(name, found):
+    assert found[f"{name}, resumed"].losses == later(found[name].losses)
+
+
+@pytest.mark.parametrize("name", [name for name in LEFT if name != "stock"])
+def test_weights_that_are_left_to_megatron_are_those_of_the_masters(name, found):
+    """Cast with the amax of the whole weight, on every rank, after training and after a load; and
+    exported as these values."""
+    for rank in found[name].ranks:
+        assert rank["weights"]
+        exported = exported_experts(rank["exported"])
+        for key, weight in rank["weights"].items():
+            assert weight["class"] == "Float8Tensor"
+            master = weight["master"].bfloat16().float()
+            scale = 448.0 / master.abs().max()
+            want = (master * scale).to(torch.float8_e4m3fn).float() * (1.0 / scale)
+            (fields,) = weight["fields"]
+            assert_bytes_equal(fields["values"], want[0].bfloat16(), what=key)
+            layer, linear, number = EXPERT.search(key).groups()
+            (given,) = exported[layer, linear][int(number)].values()
+            assert_bytes_equal(given, want[0].bfloat16(), what=f"exported {key}")
 
 
 def exported_experts(given: dict[str, torch.Tensor]) -> dict[tuple[str, str], list[Any]]:
