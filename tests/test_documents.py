@@ -263,7 +263,8 @@ def test_every_flag_that_the_optimizer_refuses_is_documented():
     config, ddp_config, model = (mock.MagicMock() for _ in range(3))
     config.main_params_dtype, config.optimizer = None, "sgd"
     model.gtp_weight_remat_size = model.expert_gtp_weight_remat_size = 1
-    refused = _refused_settings(config, ddp_config, [model], MoEOptimConfig(), quantized=True)
+    knobs = MoEOptimConfig()
+    refused = _refused_settings(config, ddp_config, [model], knobs, quantized=True, tensorwise=True)
     flags = {re.match(r".*?(--[a-z][a-z0-9-]+)", setting)[1] for setting in refused}
     assert flags <= refused_flags()
 
