@@ -3,13 +3,12 @@
 # Annotations stay objects in this file (no `from __future__ import annotations`): both the checks
 # below and Megatron's argument builder read them.
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
-from moe_optim.errors import ConfigError
+from moe_optim.errors import ConfigError, closest
 from moe_optim.interpolation import merge
 from moe_optim.plain_yaml import parse_yaml, quote
 
@@ -188,8 +187,8 @@ def check_key(where: str, key: object, known: Iterable[str], *, is_shown: bool =
     """
     names = list(known)
     if key not in names:
-        closest = _closest(key, names)
-        remedy = f"Write {closest}, the closest of them" if closest else "Remove it"
+        meant = _meant(key, names)
+        remedy = f"Write {meant}, the closest of them" if meant else "Remove it"
         got = quote(key) if is_shown else "another"
         raise ConfigError(f"{where}: expected a key among {', '.join(names)}, got {got}. {remedy}.")
 
@@ -199,9 +198,9 @@ def _check_field(where: str, name: str, value: object) -> None:
     if _takes(name, value, known):
         return
     choices = " or ".join(spell_values(name))
-    closest = _closest(value, known)
+    meant = _meant(value, known)
     raise ConfigError(
-        f"{where}: {name}: expected {choices}, got {quote(value)}. Write {closest or choices}."
+        f"{where}: {name}: expected {choices}, got {quote(value)}. Write {meant or choices}."
     )
 
 
@@ -286,12 +285,12 @@ def _takes(name: str, value: object, choices: Sequence[object]) -> bool:
     return any(type(value) is type(choice) and value == choice for choice in choices)
 
 
-def _closest(value: object, choices: Iterable[object]) -> str | None:
+def _meant(value: object, choices: Iterable[object]) -> str | None:
     """Return the choices that a value is a part of, or the one that is spelt most like it."""
     text = str(value).lower()
     texts = [choice for choice in choices if isinstance(choice, str)]
     whole = [choice for choice in texts if len(text) > 2 and text in choice]
-    return " or ".join(whole or difflib.get_close_matches(text, texts, n=1)) or None
+    return " or ".join(whole) or closest(text, texts)
 
 
 def _parse_assignment(assignment: str, where: str) -> dict[str, object]:

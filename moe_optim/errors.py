@@ -3,7 +3,8 @@
 Messages follow one pattern: *where: what was expected, got what. What to change.*
 """
 
-from collections.abc import Mapping, Sequence
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
 
 
 class MoEOptimError(Exception):
@@ -28,6 +29,17 @@ class StateError(MoEOptimError, RuntimeError):
 
 class NonFiniteError(MoEOptimError, ArithmeticError):
     """A gradient or a master weight is Inf or NaN."""
+
+
+def closest(word: str, known: Iterable[str], *, likeness: float = 0.6) -> str | None:
+    """Return which of the known words was probably meant, None if none is like the one given.
+
+    Args:
+        word: as somebody wrote it.
+        known: what there is.
+        likeness: how much of both has to be the same, 0 to 1.
+    """
+    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=likeness)), None)
 
 
 def refuse(settings: Mapping[str, object], *, expected: str, remedy: str) -> None:

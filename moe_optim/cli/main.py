@@ -4,13 +4,12 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
-from difflib import get_close_matches
 from typing import NoReturn
 
 from moe_optim import __version__
 from moe_optim.console.completion import SHELLS, PrintCompletion
 from moe_optim.console.screen import discard_output
-from moe_optim.errors import MoEOptimError
+from moe_optim.errors import MoEOptimError, closest
 
 COMMANDS = (
     "train", "run", "enable", "disable", "recipes", "patch", "plan", "doctor",
@@ -74,7 +73,7 @@ def _refuse(
         parser = chosen
     names = [word.partition("=")[0] for word in unknown if word.startswith("-")]
     known = list(parser._option_string_actions)
-    meant = [close[0] for name in names if (close := get_close_matches(name, known, n=1))]
+    meant = [close for name in names if (close := closest(name, known))]
     remedy = f". The closest: {', '.join(meant)}" if meant else ""
     parser.error(f"unrecognized arguments: {' '.join(unknown)}{remedy}")
 

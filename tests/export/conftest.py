@@ -5,13 +5,13 @@ import pytest
 from moe_optim.checkpoints.conversion.model_conversion import convert_model
 from moe_optim.checkpoints.conversion.model_plan import ModelRequest, plan_model
 from moe_optim.checkpoints.stores.opening import open_checkpoint
-from tests.export import test_export_files
+from tests.support.exported_models import stored, write
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
     folder = tmp_path_factory.mktemp("source") / "c"
-    return test_export_files.write(folder, test_export_files.stored())
+    return write(folder, stored())
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from moe_optim.checkpoints.stores.reader import TensorInfo
 from moe_optim.cli import main as cli
 from moe_optim.export.conventions import CONVENTIONS
 from moe_optim.export.files.stored import find_quantized
-from tests.export.test_export_files import EXPERTS, FFN, HIDDEN, LAYERS, export, in_files
+from tests.support.exported_models import EXPERTS, FFN, HIDDEN, LAYERS, export, in_files
 from tests.support.hf_checkpoints import write_hf
 
 LINEARS = ("gate_proj", "up_proj", "down_proj")

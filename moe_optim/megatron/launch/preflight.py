@@ -2,7 +2,6 @@
 
 import argparse
 import ast
-import difflib
 import io
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ from typing import Any, NoReturn
 
 from moe_optim.config import MoEOptimConfig
 from moe_optim.console.screen import quiet
-from moe_optim.errors import ConfigError
+from moe_optim.errors import ConfigError, closest
 from moe_optim.megatron.active import installed_config
 from moe_optim.megatron.launch import script_arguments
 from moe_optim.megatron.launch.arguments import FLAG, request_from_argv
@@ -233,11 +232,11 @@ class _DryRun:
                     mended.append(word)
                     is_kept = True
                 continue
-            closest = next(iter(difflib.get_close_matches(flag, known, n=1, cutoff=0.75)), None)
-            remedy = f"Write {closest}, the closest one" if closest else "Remove it"
+            meant = closest(flag, known, likeness=0.75)  # all begin alike
+            remedy = f"Write {meant}, the closest one" if meant else "Remove it"
             self.faults.append(f"{flag}: no such flag. {remedy}.")
-            is_kept = closest is not None
-            mended += [f"{closest}{equals}{value}"] if closest else []
+            is_kept = meant is not None
+            mended += [f"{meant}{equals}{value}"] if meant else []
         return mended
 
     def _parse_rest(
