@@ -1,6 +1,7 @@
 """A checkpoint becomes what engines load, with the bytes that training makes of its masters."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -278,6 +279,11 @@ def test_files_that_are_missing_without_an_index_are_seen(hf, tmp_path):
         (source / file.name).write_bytes(file.read_bytes())
     with pytest.raises(StateError, match="model-00001-of-"):
         open_checkpoint(source)
-    killed = source.rename(tmp_path / "out.partial-0123abcd")
+
+
+@pytest.mark.parametrize("kind", ["source", "hf"], ids=["torch_dist", "safetensors"])
+def test_what_a_killed_command_has_left_is_no_checkpoint(kind, request, tmp_path):
+    """Also where all that is looked for first is there."""
+    killed = shutil.copytree(request.getfixturevalue(kind), tmp_path / "out.partial-0123abcd")
     with pytest.raises(StateError, match="was killed"):
         open_checkpoint(killed)

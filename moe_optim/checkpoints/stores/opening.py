@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from moe_optim.checkpoints.files.folders import TRACKER, read_tracker
+from moe_optim.checkpoints.files.publishing import is_partial
 from moe_optim.checkpoints.stores.reader import CheckpointReader
 from moe_optim.checkpoints.stores.safetensors_files import SafetensorsReader, is_safetensors
 from moe_optim.checkpoints.stores.stored_metadata import METADATA
@@ -23,7 +24,7 @@ def open_checkpoint(path: Path) -> CheckpointReader:
             them.
 
     Raises:
-        StateError: nothing there, or it is damaged.
+        StateError: nothing there, or it is damaged, or what a killed command has left.
         LayoutError: something else is there.
     """
     try:
@@ -40,6 +41,8 @@ def _open(path: Path) -> CheckpointReader:
         raise StateError(f"{path}: expected a checkpoint, got no such file or folder.")
     if (folder := _newest_folder(_checkpoints_of(path))) is not None:
         path = folder
+    if is_partial(path):
+        raise StateError(f"{path}: a command was killed while it wrote this. Run it again.")
     if path.is_dir() and any((path / name).exists() for name in (CONFIG_FILE, METADATA)):
         return TorchDistReader(path)
     if is_safetensors(path):

@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from moe_optim.checkpoints.files.bounded_json import parse_json
-from moe_optim.checkpoints.files.publishing import is_partial
 from moe_optim.checkpoints.files.regular_files import given_file, locate, read_file
 from moe_optim.checkpoints.stores.reader import FileFormat, Recorded, TensorInfo
 from moe_optim.checkpoints.stores.stored_metadata import checked_name, checked_shape
@@ -212,12 +211,7 @@ def _info(file: Path, name: str, entry: Any) -> TensorInfo:
 
 
 def _require_all_shards(path: Path, names: list[str]) -> None:
-    """Raise StateError for files that are numbered and not all there, or that a killed save left.
-
-    Without an index nothing else tells.
-    """
-    if is_partial(path):
-        raise StateError(f"{path}: a command was killed while it wrote this. Run it again.")
+    """Raise StateError for files that are numbered and not all there; no index tells of them."""
     shards: dict[tuple[str, str], set[int]] = {}
     for name in names:
         if found := _SHARD.fullmatch(name):
