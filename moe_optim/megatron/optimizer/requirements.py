@@ -168,15 +168,6 @@ def _refused_settings(
         "--qk-clip (Megatron rescales masters as if none were sharded)": any(
             model.qk_clip for model in model_configs
         ),
-        # its cast of masters allocates, and reads each of them twice
-        f"--optimizer-cuda-graph with {_TENSORWISE}": tensorwise and config.optimizer_cuda_graph,
-        f"moe_optim.record_amax with {_TENSORWISE}": tensorwise and knobs.record_amax,
-        f"--reuse-grad-buf-for-mxfp8-param-ag with {_TENSORWISE}": (
-            tensorwise and ddp_config.reuse_grad_buf_for_mxfp8_param_ag
-        ),
-        f"moe_optim.offload_states, or --optimizer-cpu-offload, with {_TENSORWISE}": (
-            tensorwise and bool(config.optimizer_cpu_offload or knobs.offload_states)
-        ),
     }
     if quantized:
         refused |= {
@@ -194,6 +185,20 @@ def _refused_settings(
             ),
             "--expert-tensor-parallel-num-weight-shards above --expert-tensor-parallel-size": any(
                 model.expert_gtp_weight_remat_size > 1 for model in model_configs
+            ),
+        }
+    if tensorwise:
+        refused |= {
+            # the cast of masters allocates
+            f"--optimizer-cuda-graph with {_TENSORWISE}": config.optimizer_cuda_graph,
+            f"moe_optim.record_amax with {_TENSORWISE}": knobs.record_amax,
+            # their gathers are Megatron's, which shares that memory for MXFP8 alone
+            f"--reuse-grad-buf-for-mxfp8-param-ag with {_TENSORWISE}": (
+                ddp_config.reuse_grad_buf_for_mxfp8_param_ag
+            ),
+            # the cast would read masters of the host twice, over the link
+            f"moe_optim.offload_states, or --optimizer-cpu-offload, with {_TENSORWISE}": bool(
+                config.optimizer_cpu_offload or knobs.offload_states
             ),
         }
     return refused
