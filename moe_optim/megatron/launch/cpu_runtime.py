@@ -36,6 +36,7 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from moe_optim.errors import ConfigError, PatchError, StateError
 from moe_optim.megatron.patching import patches
@@ -229,14 +230,27 @@ def all_gather_bytes(
     of the second belong, without an error. Bytes it gathers right.
     """
     return torch.distributed.all_gather_into_tensor(
-        output_tensor.view(torch.uint8), input_tensor.view(torch.uint8), group, async_op
+        _bytes_of(output_tensor), _bytes_of(input_tensor), group, async_op
     )
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor, kept as long as it is.
+
+    A thread of gloo's would else drop them last, for which it needs Python, and end the process if
+    that is ending.
+    """
+    view = _BYTES[tensor] = tensor.detach().view(torch.uint8)
+    return view
 
 
 def is_inference_column_parallel_linear(module: Any) -> bool:
     """Return that no module is: these classes are Transformer Engine's."""
     return False
 
+
+_BYTES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Tensor -> its bytes as they were gathered last."""
 
 _RNG_LOGGER = logging.getLogger("megatron.core.tensor_parallel.random")
 """Warns at every random draw that the host's stream moved; here it is the only one."""
