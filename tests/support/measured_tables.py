@@ -61,6 +61,9 @@ FASTER_HOST = "step-fused-faster-host-h200.json"
 """The same as :data:`FUSED` on a machine whose host takes less than half the time for stock."""
 MANY_WEIGHTS = "step-h200-qwen3.json"
 """As many weights a rank as the two GPUs have above."""
+GRAPHED = ("step-graphed-h200.json", "step-ungraphed-h200.json")
+"""The step as a CUDA graph, and the same training without."""
+TENSORWISE_STEP = "step-tensorwise-h200.json"
 SOAK = "soak-h200.json"
 FLAGS = "flags-2x-h200.json"
 FLAGS_CPU = "flags-cpu.json"
@@ -301,6 +304,33 @@ def fused_step_host() -> str:
         f"([figures](../recipes/results/{MANY_WEIGHTS})),\nthe step took "
         f"{said[MANY_WEIGHTS, 'optimizer_ms']}, and the host was busy for "
         f"{said[MANY_WEIGHTS, 'optimizer_host_ms']}."
+    )
+
+
+def graphed_step() -> str:
+    graphed, without = map(read_result, GRAPHED)
+    ours, stock = (
+        f"{graphed[side]['optimizer_ms']:.1f} ms and {without[side]['optimizer_ms']:.1f} without"
+        for side in ("plugin", "stock")
+    )
+    links = (
+        f"[{said}](../recipes/results/{name})"
+        for said, name in zip(("figures", "without"), GRAPHED, strict=True)
+    )
+    return (
+        f"As a CUDA graph (`--optimizer-cuda-graph`; {', '.join(links)})\n`optimizer.step()` takes "
+        f"{ours} here, and in stock {stock}. A graph spares launches, of which a fused step\nhas "
+        "few: there is no need to turn it on for this step."
+    )
+
+
+def tensorwise_step() -> str:
+    report = read_result(TENSORWISE_STEP)
+    ours, stock = (f"{report[side]['optimizer_ms']:.0f} ms" for side in ("plugin", "stock"))
+    return (
+        f"On one H200 ([figures](../recipes/results/{TENSORWISE_STEP})) `optimizer.step()` takes "
+        f"{ours} here and {stock} in stock.\nMegatron's casts are "
+        f"{report['stock']['requantize_ms']:.0f} ms of the latter."
     )
 
 
@@ -690,6 +720,9 @@ def ten_rows(name: str) -> str:
 # Other versions
 
 VERSIONS = "versions-cpu.json"
+VERSIONS_GPU = "versions-h200.json"
+OLDEST_ENGINE_STEP = "step-te-2.17-h200.json"
+"""A few steps with Transformer Engine 2.17.1, attention unfused."""
 SOURCES = "patch-sources.json"
 
 
@@ -711,6 +744,21 @@ def versions() -> str:
         failed += [f"- {label}: `{line.partition(': ')[0]}`" for line in failures(run["files"])]
     header = ["megatron-core", "torch", "what ran", "passed", "failed", "skipped"]
     return "\n\n".join(filter(None, (table(header, rows), "\n".join(failed))))
+
+
+def versions_on_gpus() -> str:
+    """What ran on a GPU with which Transformer Engine, file by file, and each case that failed."""
+    rows, failed = [], []
+    for run in read_result(VERSIONS_GPU)["runs"]:
+        engine = run["versions"]["transformer-engine"]
+        for name, cases in run["files"].items():
+            outcomes = [str(cases[outcome]) for outcome in ("passed", "failed", "skipped")]
+            rows.append([engine, f"`{name}`", *outcomes])
+        failed += [f"- {engine}: `{line.partition(': ')[0]}`" for line in failures(run["files"])]
+    if not read_result(OLDEST_ENGINE_STEP)["losses_equal"]:
+        raise ValueError("documents say that losses equal stock's with 2.17.1, and they do not")
+    header = ["Transformer Engine", "file", "passed", "failed", "skipped"]
+    return "\n\n".join((table(header, rows), "\n".join(failed)))
 
 
 def tests_of(command: str) -> str:
@@ -810,6 +858,7 @@ MEASURED_TABLES: Mapping[str, Callable[[], str]] = {
     "fused-step": fused_step,
     "fused-step-host": fused_step_host,
     "gather": gather,
+    "graphed-step": graphed_step,
     "health-cost": health_cost,
     "host": host,
     "losses": losses,
@@ -826,12 +875,14 @@ MEASURED_TABLES: Mapping[str, Callable[[], str]] = {
     "steps": steps,
     "ten-rows": lambda: ten_rows(ROWS),
     "ten-rows-gpu": lambda: ten_rows(ROWS_GPU),
+    "tensorwise-step": tensorwise_step,
     "transformer-engines": engine_versions,
     "upstream": lambda: upstream_outcomes(UPSTREAM),
     "upstream-grouped": lambda: upstream_outcomes(UPSTREAM_GROUPED),
     "upstream-grouped-gpu": lambda: upstream_outcomes(UPSTREAM_GROUPED_GPU),
     "upstream-engine": lambda: upstream_outcomes(UPSTREAM_ENGINE, "kernels"),
     "versions": versions,
+    "versions-on-gpus": versions_on_gpus,
     "which-format": which_format,
 }
 
@@ -843,6 +894,7 @@ RESULTS_OF: Mapping[str, tuple[str, ...]] = {
     "flags-beside-stock": (FLAGS,),
     "flags-on-cpu": (FLAGS_CPU,),
     "gather": ("gather-2x-h200.json", "gather-4x-h200.json"),
+    "graphed-step": GRAPHED,
     "health-cost": (HEALTH, *HEALTH_STEPS),
     "host": ("requantize-h100.json", "requantize-host-h100.json"),
     "losses": ("losses-cpu.json",),
@@ -861,11 +913,13 @@ RESULTS_OF: Mapping[str, tuple[str, ...]] = {
     "steps": tuple(f"step-{name}.json" for name in STEPS),
     "ten-rows": (ROWS,),
     "ten-rows-gpu": (ROWS_GPU,),
+    "tensorwise-step": (TENSORWISE_STEP,),
     "upstream": (UPSTREAM,),
     "upstream-grouped": (UPSTREAM_GROUPED,),
     "upstream-grouped-gpu": (UPSTREAM_GROUPED_GPU,),
     "upstream-engine": (UPSTREAM_ENGINE,),
     "versions": (VERSIONS,),
+    "versions-on-gpus": (VERSIONS_GPU, OLDEST_ENGINE_STEP),
     "which-format": ("losses-cpu.json",),
 }
 """Block -> files of results that it is made from."""
