@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from moe_optim.config import MoEOptimConfig
 from moe_optim.console.argv import spell_format
 from moe_optim.errors import ConfigError
 from moe_optim.formats import FP8_BLOCK, MXFP8, MXFP8_2D, NVFP4
 from moe_optim.megatron import active
+from moe_optim.megatron.launch import cpu_runtime
 from moe_optim.megatron.weights import managed
 from tests.support import te_stand_ins, training
 from tests.support.ranks import run_ranks
@@ -86,7 +88,7 @@ def _two_formats() -> str:
     ]
     with pytest.raises(ConfigError) as error:
         requirements._check_wanted(
-            AUTO, [SimpleNamespace(parameters=lambda: mixed)], quantized=True
+            AUTO, [SimpleNamespace(parameters=lambda: mixed)], quantized=True, tensorwise=False
         )
     return str(error.value)
 
@@ -95,6 +97,34 @@ def test_weights_of_two_formats_are_refused():
     (message,) = run_ranks(1, _two_formats)
     assert message.startswith("moe_optim: format: auto: expected quantized weights of one format")
     assert "mxfp8 and nvfp4" in message
+
+
+@pytest.mark.parametrize("asked", ["bf16", "mxfp8"])
+def test_weights_with_one_scale_are_refused_under_another_format_on_every_rank(asked: str):
+    """Also by ranks that have none of them: a pipeline stage may lack what another holds."""
+    for message in run_ranks(2, _one_scale_on_one_rank, asked):
+        assert message.startswith("moe_optim: format: expected auto, as --fp8-recipe")
+        assert (
+            f"got {asked}. Set --moe-optim-set format=auto, or drop --fp8-param-gather" in message
+        )
+
+
+def _one_scale_on_one_rank(asked: str) -> str:
+    from moe_optim.megatron.optimizer import requirements
+
+    cpu_runtime.install()
+    dist.init_process_group("gloo")
+    active.activate(MoEOptimConfig(format=asked))
+    quantizer = te_stand_ins.Float8CurrentScalingQuantizer()
+    weight = te_stand_ins.Float8Tensor(torch.randn(32, 32), quantizer)
+    params = [weight] if dist.get_rank() == 0 else []
+    chunk = SimpleNamespace(
+        parameters=lambda: params, config=SimpleNamespace(), ddp_config=SimpleNamespace()
+    )
+    requirements._refused_settings = lambda *_, **__: {}
+    with pytest.raises(ConfigError) as error:
+        requirements.check_wrapped_model(None, [chunk])
+    return str(error.value)
 
 
 # Megatron's own loop: portable experts, and none

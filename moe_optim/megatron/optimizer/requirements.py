@@ -55,7 +55,7 @@ def check_wrapped_model(config: Any, model_chunks: list[Any]) -> None:
         remedy="Remove them, or train without --use-moe-grouped-optim.",
     )
     if (wanted := installed_config()) is not None:
-        _check_wanted(wanted, model_chunks, quantized=quantized)
+        _check_wanted(wanted, model_chunks, quantized=quantized, tensorwise=tensorwise)
     if quantized:
         _check_buffers(model_chunks)
     _refuse_foreign_quantized(params)
@@ -209,7 +209,9 @@ def _spelt(dtype: torch.dtype) -> str:
     return {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}.get(dtype, "fp8")
 
 
-def _check_wanted(wanted: MoEOptimConfig, model_chunks: list[Any], *, quantized: bool) -> None:
+def _check_wanted(
+    wanted: MoEOptimConfig, model_chunks: list[Any], *, quantized: bool, tensorwise: bool
+) -> None:
     """Refuse a bf16 model where experts stored or multiplied in a narrow format are wanted.
 
     Every rank must call it: some pipeline stages may have no experts where others do.
@@ -217,6 +219,8 @@ def _check_wanted(wanted: MoEOptimConfig, model_chunks: list[Any], *, quantized:
     if wanted.format == "auto":
         _say_format(wanted, model_chunks)
         return
+    if any(_on_any_rank(tensorwise)):
+        raise _wrong_format(["auto"], wanted.format)
     if wanted.format != "bf16":
         field, off, has_some = "format", "bf16", quantized
     elif wanted.compute not in (None, "bf16"):
@@ -293,17 +297,22 @@ def _refuse_foreign_quantized(params: list[Any]) -> None:
         if is_left_to_megatron(param) and config_in_force().format == "auto":
             continue
         known = [format.name for format in te_formats_of(param)]
-        wanted = config_in_force().format
+        if is_left_to_megatron(param):
+            known = ["auto"]
         if known:
-            raise ConfigError(
-                f"moe_optim: format: expected {' or '.join(known)} as --fp8-recipe or "
-                f"--fp4-recipe makes {type(param).__name__} weights, got {wanted}. Set "
-                f"--moe-optim-set format={known[0]}, or drop --fp8-param-gather or "
-                "--fp4-param-gather."
-            )
+            raise _wrong_format(known, config_in_force().format)
         raise ConfigError(
             "moe_optim: expected portable or bf16 weights, or MXFP8, NVFP4 or FP8 blocks of "
-            "Transformer Engine, or with format: auto its FP8 with current scaling, got "
+            "Transformer Engine, or its FP8 with current scaling, got "
             f"{type(param).__name__} of shape {list(param.shape)}. Build with --transformer-impl "
             "local, or drop --fp8-param-gather / --fp4-param-gather."
         )
+
+
+def _wrong_format(known: list[str], got: str) -> ConfigError:
+    """Return the error of native weights that are in none of a knob's formats."""
+    return ConfigError(
+        f"moe_optim: format: expected {' or '.join(known)}, as --fp8-recipe or --fp4-recipe makes "
+        f"the weights here, got {got}. Set --moe-optim-set format={known[0]}, or drop "
+        "--fp8-param-gather or --fp4-param-gather."
+    )
