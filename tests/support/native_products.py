@@ -145,25 +145,57 @@ def _replace_tensorwise(module: Any) -> None:
 
 
 def replace_master_casts() -> None:
-    """Have stock cast masters in torch: whole weights on every rank, which it then gathers.
+    """Put torch in the place of kernels that cast masters to weights with one scale.
 
-    Megatron casts what a rank owns and gathers bytes; ranks that hold all of them already get what
-    they hold.
+    Transformer Engine's own functions around them stay: ranks agree on amaxes, each casts what it
+    owns and nothing else, and weights are transposed when they have been gathered, as products of
+    a Hopper read them. A gather that is left out, or a transpose that is old, then shows.
     """
-    import torch.distributed as dist
-    from megatron.core import fp8_utils
-    from transformer_engine.pytorch.tensor import utils
+    from transformer_engine.pytorch.tensor import float8_tensor, utils
+    from transformer_engine.pytorch.tensor.storage import float8_tensor_storage
 
-    def cast(weights: Any, masters: Any, starts: Any, group: Any, *_: Any, **__: Any) -> None:
-        for weight, master, start in zip(weights, masters, starts, strict=True):
-            whole = torch.zeros(weight.shape.numel(), device=weight.device)
-            if master is not None:
-                whole[start : start + master.numel()] = master.view(-1).bfloat16().float()
-            dist.all_reduce(whole, group=group)
-            weight._quantizer.update_quantized(whole.view(weight.shape), weight)
+    utils.tex = _CastExtension(utils.tex)
+    utils.multi_tensor_applier = _compute_scales
+    float8_tensor.Float8Quantizer.update_quantized = _cast_shard
+    for module in (utils, float8_tensor, float8_tensor_storage):
+        module.is_non_tn_fp8_gemm_supported = lambda: False
 
-    utils.quantize_master_weights = cast
-    fp8_utils.te_post_all_gather_processing = lambda *_: None
+
+class _CastExtension:
+    """The compiled extension, with torch for the amax of a master."""
+
+    def __init__(self, extension: Any) -> None:
+        self._extension = extension
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._extension, name)
+
+    @staticmethod
+    def compute_amax(master: Tensor, amax: Tensor) -> None:
+        amax.copy_(master.float().abs().max())
+
+
+def _compute_scales(  # noqa: PLR0913  # arguments are Transformer Engine's
+    _kernel: Any,
+    _overflow: Tensor,
+    tensors: Sequence[Sequence[Tensor]],
+    largest: float,
+    force_pow_2_scales: bool,
+    amax_epsilon: float,
+) -> None:
+    """Write scales and their inverses for amaxes; weights of zeros keep a scale of 1."""
+    assert not force_pow_2_scales and not amax_epsilon, "no recipe of these tests asks for it"
+    for amax, scale, scale_inv in zip(*tensors, strict=True):
+        scale.copy_(torch.where(amax > 0, largest / amax, 1.0))
+        scale_inv.copy_(1.0 / scale)
+
+
+def _cast_shard(quantizer: Any, master: Tensor, weight: Any, **_: Any) -> Any:
+    """Cast what a rank owns of a weight into its bytes, with the scale of the whole weight."""
+    assert weight._data.untyped_storage().nbytes(), "weights are cast while they are offloaded"
+    data = (master.float() * quantizer.scale).to(torch.float8_e4m3fn).view(torch.uint8)
+    weight._data.copy_(data.view(weight._data.shape))
+    return weight
 
 
 def read(weight: Any, direction: str) -> Tensor:
