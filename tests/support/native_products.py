@@ -144,6 +144,28 @@ def _replace_tensorwise(module: Any) -> None:
     module.Float8Tensor._create_transpose = create_transpose
 
 
+def cast_whole_masters() -> None:
+    """Have stock cast masters in torch, of any format: whole weights on every rank.
+
+    Megatron casts what a rank owns and gathers bytes; ranks that hold all of them already get what
+    they hold.
+    """
+    import torch.distributed as dist
+    from megatron.core import fp8_utils
+    from transformer_engine.pytorch.tensor import utils
+
+    def cast(weights: Any, masters: Any, starts: Any, group: Any, *_: Any, **__: Any) -> None:
+        for weight, master, start in zip(weights, masters, starts, strict=True):
+            whole = torch.zeros(weight.shape.numel(), device=weight.device)
+            if master is not None:
+                whole[start : start + master.numel()] = master.view(-1).bfloat16().float()
+            dist.all_reduce(whole, group=group)
+            weight._quantizer.update_quantized(whole.view(weight.shape), weight)
+
+    utils.quantize_master_weights = cast
+    fp8_utils.te_post_all_gather_processing = lambda *_: None
+
+
 def replace_master_casts() -> None:
     """Put torch in the place of kernels that cast masters to weights with one scale.
 

@@ -27,7 +27,7 @@ def pytest_load_initial_conftests():
         native_products.pretend_a_gpu()
         _gather_one_by_one()
     native_products.replace_kernels()
-    native_products.replace_master_casts()
+    native_products.cast_whole_masters()
     _keep_dense_layers_local()
 
 
