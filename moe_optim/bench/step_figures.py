@@ -42,7 +42,10 @@ PARTS = {
     "post_processing_ms": Figure(
         "post-processing", "what has arrived, put in place; columnwise copies and their scales"
     ),
-    "optimizer_rest_ms": Figure("rest of optimizer.step()", "clipping and bookkeeping"),
+    "optimizer_rest_ms": Figure(
+        "rest of optimizer.step()",
+        "clipping and bookkeeping; and what a CUDA graph replays, which has no parts",
+    ),
 }
 """Keys of the parts: disjoint, and in the order of a step without overlap."""
 
