@@ -25,7 +25,6 @@ def pytest_load_initial_conftests():
     if os.environ.get("MOE_OPTIM_CPU"):
         native_products.leave_to_torch()
         native_products.pretend_a_gpu()
-        _gather_one_by_one()
     native_products.replace_kernels()
     native_products.cast_whole_masters()
     _keep_dense_layers_local()
@@ -51,23 +50,6 @@ def _without_fused_norms(parse_args):
         return parsed
 
     return parse
-
-
-def _gather_one_by_one():
-    """gloo gathers garbage, without an error, where tensors at once have several dtypes."""
-    from contextlib import contextmanager
-    from types import SimpleNamespace
-
-    from megatron.core.distributed import param_and_grad_buffer as buffers
-
-    @contextmanager
-    def apart(*_, **__):
-        yield SimpleNamespace(wait=lambda: None)
-
-    buffers._coalescing_manager = apart
-    gather, scatter = buffers.dist_all_gather_func, buffers.dist_reduce_scatter_func
-    buffers.dist_all_gather_func = lambda *args, async_op=False, **more: gather(*args, **more)
-    buffers.dist_reduce_scatter_func = lambda *args, async_op=False, **more: scatter(*args, **more)
 
 
 def _keep_dense_layers_local():
