@@ -741,7 +741,7 @@ def versions() -> str:
         outcomes = [f"{counts[outcome]:,}" for outcome in ("passed", "failed", "skipped")]
         rows.append([core, numbers["torch"], what, *outcomes])
         label = f"megatron-core {numbers['megatron-core']}, torch {numbers['torch']}"
-        failed += [f"- {label}: `{line.partition(': ')[0]}`" for line in failures(run["files"])]
+        failed += failed_cases(label, run)
     header = ["megatron-core", "torch", "what ran", "passed", "failed", "skipped"]
     return "\n\n".join(filter(None, (table(header, rows), "\n".join(failed))))
 
@@ -754,11 +754,16 @@ def versions_on_gpus() -> str:
         for name, cases in run["files"].items():
             outcomes = [str(cases[outcome]) for outcome in ("passed", "failed", "skipped")]
             rows.append([engine, f"`{name}`", *outcomes])
-        failed += [f"- {engine}: `{line.partition(': ')[0]}`" for line in failures(run["files"])]
+        failed += failed_cases(engine, run)
     if not read_result(OLDEST_ENGINE_STEP)["losses_equal"]:
         raise ValueError("documents say that losses equal stock's with 2.17.1, and they do not")
     header = ["Transformer Engine", "file", "passed", "failed", "skipped"]
     return "\n\n".join((table(header, rows), "\n".join(failed)))
+
+
+def failed_cases(label: str, run: Mapping[str, Any]) -> list[str]:
+    """Return a line for each case of a run that failed, without its reason."""
+    return [f"- {label}: `{line.partition(': ')[0]}`" for line in failures(run["files"])]
 
 
 def tests_of(command: str) -> str:

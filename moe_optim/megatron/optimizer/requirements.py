@@ -214,7 +214,8 @@ def _check_wanted(
 ) -> None:
     """Refuse a bf16 model where experts stored or multiplied in a narrow format are wanted.
 
-    Every rank must call it: some pipeline stages may have no experts where others do.
+    And, where any format is named, weights that ``auto`` alone leaves to Megatron. Every rank must
+    call it: some pipeline stages may have no experts where others do.
     """
     if wanted.format == "auto":
         _say_format(wanted, model_chunks)
@@ -294,13 +295,15 @@ def _refuse_foreign_quantized(params: list[Any]) -> None:
     for param in params:
         if is_managed(param) or not upstream._param_uses_quantized_storage(param):
             continue
-        if is_left_to_megatron(param) and config_in_force().format == "auto":
-            continue
-        known = [format.name for format in te_formats_of(param)]
+        wanted = config_in_force().format
         if is_left_to_megatron(param):
+            if wanted == "auto":
+                continue
             known = ["auto"]
+        else:
+            known = [format.name for format in te_formats_of(param)]
         if known:
-            raise _wrong_format(known, config_in_force().format)
+            raise _wrong_format(known, wanted)
         raise ConfigError(
             "moe_optim: expected portable or bf16 weights, or MXFP8, NVFP4 or FP8 blocks of "
             "Transformer Engine, or its FP8 with current scaling, got "
