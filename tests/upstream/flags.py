@@ -6,9 +6,10 @@
 PATH is a checkout, whose script runs with the Megatron that is installed. Runs are deterministic,
 12 iterations with an evaluation every three; each pair is one with a flag and what it must equal
 in every printed digit: stock Megatron, or the plug-in without the flag. On GPUs experts are
-Transformer Engine's in FP8 blocks; with ``--cpu`` they are Megatron's own in bf16, and pairs that
-need a GPU are left out. ``--pairs`` runs those that have one of these words in their names. Exit
-status: 1 if a run prints less than it should, or a pair differs, in how its runs ended, too.
+Transformer Engine's, in FP8 blocks if a pair does not say otherwise; with ``--cpu`` they are
+Megatron's own in bf16, and pairs that need a GPU are left out. ``--pairs`` runs those that have one
+of these words in their names. Exit status: 1 if a run prints less than it should, or a pair
+differs, in how its runs ended, too.
 """
 
 import argparse
@@ -76,8 +77,9 @@ class Side:
 
     def arguments(self, *, cpu: bool) -> list[str]:
         """Return the arguments of the script."""
-        words = [*(ON_CPU if cpu else ON_GPU), *MODEL, *self.flags]
+        words = [*(ON_CPU if cpu else ON_GPU), *MODEL]
         words += [] if cpu or self.in_bf16 else FP8
+        words += self.flags  # last: theirs hold
         if self.knobs is not None:
             words.append("--use-moe-grouped-optim")
             words += [word for knob in self.knobs for word in ("--moe-optim-set", knob)]
@@ -114,6 +116,7 @@ OFFLOAD = (AWARE, "--optimizer-cpu-offload")
 REGISTERED = (*OVERLAP, "--use-nccl-ub")
 TRACKED = (*OVERLAP, "--te-rng-tracker")
 BF16_WIRE = ("layout=stock", "wire=bf16")
+TENSORWISE = ("--fp8-recipe", "tensorwise")
 
 
 @dataclass(frozen=True)
@@ -159,6 +162,18 @@ PAIRS: Mapping[str, Pair] = {
     ),
     "`step: fused`, both graphs, beside neither": Pair(
         fused(*PADDED), fused(*PADDED, *GRAPHS, STEP_GRAPH)
+    ),
+    "one scale a weight (`--fp8-recipe tensorwise`), both overlaps": Pair(
+        stock(*TENSORWISE, *OVERLAP), plugin(*TENSORWISE, *OVERLAP)
+    ),
+    "one scale a weight, expert parallel 2": Pair(
+        stock(*TENSORWISE, *EXPERTS_APART), plugin(*TENSORWISE, *EXPERTS_APART)
+    ),
+    "one scale a weight, bf16 moments": Pair(
+        stock(*TENSORWISE, *NARROW), plugin(*TENSORWISE, *NARROW)
+    ),
+    "one scale a weight, `step: fused`, `--clip-grad 0`": Pair(
+        stock(*TENSORWISE, *OVERLAP, *UNCLIPPED), fused(*TENSORWISE, *OVERLAP, *UNCLIPPED)
     ),
     "bf16 weights, both overlaps": Pair(
         stock(*OVERLAP, in_bf16=True), plugin(*OVERLAP, in_bf16=True)
