@@ -42,8 +42,8 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
         self.param_gather_handle: Any
         self.grad_reduce_handle: Any
         self.per_param_grad_ready_counts: dict[torch.nn.Parameter, int]
-        size = self.intra_distributed_optimizer_instance_size
         for bucket in self.managed:
+            size = self.intra_distributed_optimizer_instance_size  # only distributed optimizers'
             if size != bucket.dp_size:
                 raise StateError(
                     f"{bucket.name}: expected shards for the {bucket.dp_size} ranks its buffer was "
@@ -155,8 +155,12 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
             torch.cuda.current_stream().wait_stream(stream)
 
     def reset(self) -> None:
-        """Prepare for the next iteration; a backward pass that was given up does not count."""
-        if self.ddp_config.overlap_grad_reduce and not self.grad_reduce_finished:
+        """Prepare for the next iteration; a backward pass that was given up does not count.
+
+        One that has reached all parameters counts, as with Megatron.
+        """
+        is_part = len(self.per_param_grad_ready_counts) < len(self.params)
+        if is_part and self.ddp_config.overlap_grad_reduce and not self.grad_reduce_finished:
             self.per_param_grad_ready_counts = {}
         super().reset()
 
