@@ -661,6 +661,7 @@ def convert() -> str:
 # Megatron's own unit tests
 
 UPSTREAM = "upstream-2x-h200.json"
+UPSTREAM_BUFFERS = "upstream-buffers-cpu.json"
 UPSTREAM_GROUPED = "upstream-grouped-cpu.json"
 UPSTREAM_GROUPED_GPU = "upstream-grouped-h200.json"
 UPSTREAM_ENGINE = "upstream-engine-2x-h200.json"
@@ -883,6 +884,7 @@ MEASURED_TABLES: Mapping[str, Callable[[], str]] = {
     "tensorwise-step": tensorwise_step,
     "transformer-engines": engine_versions,
     "upstream": lambda: upstream_outcomes(UPSTREAM),
+    "upstream-buffers": lambda: upstream_outcomes(UPSTREAM_BUFFERS),
     "upstream-grouped": lambda: upstream_outcomes(UPSTREAM_GROUPED),
     "upstream-grouped-gpu": lambda: upstream_outcomes(UPSTREAM_GROUPED_GPU),
     "upstream-engine": lambda: upstream_outcomes(UPSTREAM_ENGINE, "kernels"),
@@ -920,6 +922,7 @@ RESULTS_OF: Mapping[str, tuple[str, ...]] = {
     "ten-rows-gpu": (ROWS_GPU,),
     "tensorwise-step": (TENSORWISE_STEP,),
     "upstream": (UPSTREAM,),
+    "upstream-buffers": (UPSTREAM_BUFFERS,),
     "upstream-grouped": (UPSTREAM_GROUPED,),
     "upstream-grouped-gpu": (UPSTREAM_GROUPED_GPU,),
     "upstream-engine": (UPSTREAM_ENGINE,),
