@@ -66,21 +66,20 @@ def test_models_without_a_distributed_optimizer_are_wrapped_and_reduced():
         assert found == {name: [("GroupedBucketGroup", [True] * 4)] * 2 for name in REDUCTIONS}
 
 
-def _count_first_passes() -> dict[str, Any]:
+def _is_first_after(reached: slice) -> bool:
+    """Return whether the next pass is the first one still, after one that reached parameters."""
     life_cycle.initialize()
-    found = {}
-    for name, reached in {"a part": slice(1), "all": slice(None)}.items():
-        ddp = _wrapped(use_distributed_optimizer=True, overlap_grad_reduce=True)
-        (group,) = ddp.bucket_groups
-        for param in list(group.params)[reached]:
-            group.register_grad_ready(param)
-        group.reset()
-        found[name] = group.is_first_batch
-    return found
+    ddp = _wrapped(use_distributed_optimizer=True, overlap_grad_reduce=True)
+    (group,) = ddp.bucket_groups
+    for param in list(group.params)[reached]:
+        group.register_grad_ready(param)
+    group.reset()
+    return group.is_first_batch
 
 
-@pytest.mark.parametrize(("reached", "is_first"), [("a part", True), ("all", False)])
+@pytest.mark.parametrize(
+    ("reached", "is_first"), [(slice(1), True), (slice(None), False)], ids=["a part", "all"]
+)
 def test_a_first_pass_counts_once_it_has_reached_all_parameters(reached, is_first):
     """One that was given up before is no measure of those to come; Megatron asserts there."""
-    (found,) = run_ranks(1, _count_first_passes)
-    assert found[reached] is is_first
+    assert run_ranks(1, _is_first_after, reached) == [is_first]
