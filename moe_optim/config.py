@@ -25,7 +25,7 @@ NATIVE_FORMATS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 """Recipe of Transformer Engine -> formats that its weights can be managed in;
 the first is what ``format: auto`` is."""
 MEGATRONS_RECIPES = ("--fp8-recipe tensorwise",)
-"""Recipes whose weights stay Megatron's to quantize and gather, under ``format: auto`` alone."""
+"""Recipes whose weights stay in Megatron's buffers, under ``format: auto`` alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +36,7 @@ class MoEOptimConfig:
     """Storage format of expert weights between two optimizer steps; masters are always fp32.
     ``auto``: that of the weights which Transformer Engine makes with ``--fp8-param-gather`` or
     ``--fp4-param-gather``, ``mxfp8`` for portable experts, else ``bf16``. FP8 weights with one
-    scale each (``--fp8-recipe tensorwise``) stay Megatron's."""
+    scale each (``--fp8-recipe tensorwise``) stay in Megatron's buffers."""
     compute: Compute | None = None
     """Format of the expert products, for ``format: bf16``: bf16 primary weights, of which every
     forward product makes a quantized copy that it reads. ``int8_per_expert`` and

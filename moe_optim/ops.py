@@ -9,6 +9,7 @@ has arrived::
     requantize -> all-gather -> finish_gather                        shards of whole blocks
     partial_amax -> MAX all-reduce -> encode -> all-gather -> ...    shards that cut blocks
     step -> MAX all-reduce -> encode_shared -> all-gather -> ...     masters that take a step first
+    tensorwise_amax -> MAX all-reduce -> tensorwise_cast -> ...      weights with one scale each
 """
 
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from moe_optim import library, reference
 from moe_optim.errors import LayoutError
 from moe_optim.formats import BlockScaledFormat, Direction, QuantizedWeight, get_format
 from moe_optim.kernels.exchange import AMAX_SLOTS
+from moe_optim.kernels.finish_table import FinishTable
 from moe_optim.kernels.health import HealthTable
 from moe_optim.kernels.launch_table import LaunchTable, Planned
 from moe_optim.kernels.member_table import Backend, MemberTable
@@ -30,7 +32,8 @@ from moe_optim.kernels.norm import NormTable
 from moe_optim.kernels.steps.staging import Stage
 from moe_optim.kernels.steps.table import StepTable
 from moe_optim.kernels.table_entry import TableEntry
-from moe_optim.reference import adam, gradient_norm, health, ranges
+from moe_optim.kernels.tensorwise import TensorwiseTable
+from moe_optim.reference import adam, expert_amax, gradient_norm, health, ranges, tensorwise
 
 
 @overload
@@ -327,6 +330,17 @@ def finish_gather(table: MemberTable) -> None:
             launch_finish(finish)
 
 
+def transpose(table: FinishTable) -> None:
+    """Write the copies of a table that ``FinishTable.of_transposes`` made, in one launch.
+
+    Args:
+        table: of tensors on a GPU that has kernels.
+    """
+    from moe_optim.kernels.launch import launch_finish
+
+    launch_finish(table)
+
+
 @torch.no_grad()
 def sum_squares(table: NormTable) -> None:
     """Rewrite ``table.squares``, and ``table.zeros`` if the table counts them, from its gradients.
@@ -350,6 +364,45 @@ def sum_squares(table: NormTable) -> None:
         table.squares[gradients.group] += gradient_norm.sum_squares(gradients.values)
         if table.counts_zeros:
             table.zeros.add_(gradient_norm.count_zeros(gradients.values))
+
+
+@torch.no_grad()
+def tensorwise_amax(table: TensorwiseTable) -> None:
+    """Find this rank's share of the amaxes that ``tensorwise_cast`` needs.
+
+    Every rank calls it, then one MAX all-reduce of ``table.amaxes``, then ``tensorwise_cast``. NaN
+    counts as zero. Where kernels run, neither of them allocates or waits for anything.
+
+    Args:
+        table: whose ``amaxes``, [num_weights] fp32, are overwritten. Where its masters have moved,
+            the reference reads them until it is built anew.
+    """
+    if table.has_kernels and not table.has_moved:
+        from moe_optim.kernels.tensorwise.launch import launch_amax
+
+        launch_amax(table)
+        return
+    table.amaxes.zero_()
+    for amax, one in zip(torch.split(table.amaxes, 1), table.weights, strict=True):
+        expert_amax.expert_amax_into(amax, one.master, 0, one.master.numel())
+
+
+@torch.no_grad()
+def tensorwise_cast(table: TensorwiseTable) -> None:
+    """Write the scale of every weight, and the codes of what this rank owns.
+
+    Args:
+        table: whose ``amaxes``, [num_weights] fp32, hold the maxima over all ranks.
+    """
+    if table.has_kernels and not table.has_moved:
+        from moe_optim.kernels.tensorwise.launch import launch_cast
+
+        launch_cast(table)
+        return
+    table.scales.copy_(tensorwise.encode_scale(table.amaxes))
+    for scale, one in zip(torch.split(table.scales, 1), table.weights, strict=True):
+        one.scale_inv.copy_(scale.reciprocal())
+        tensorwise.cast_into(one.data, one.master, scale)
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ formats places
 health
 reference/codes
 reference kernels layout expert_keys
-kernels/steps kernels/norm kernels/fake kernels/health hugging_face
+kernels/steps kernels/norm kernels/fake kernels/health kernels/tensorwise hugging_face
 interpolation plain_yaml environment shipped_recipes import_hook
 config
 recipes ops parts fake_quantization export
@@ -56,6 +56,7 @@ NEVER = {  # room -> rooms below it that it must not know all the same
     "kernels/steps": {"reference", "layout", "expert_keys"},
     "kernels/norm": {"reference", "layout", "expert_keys"},
     "kernels/health": {"reference", "layout", "expert_keys"},
+    "kernels/tensorwise": {"reference", "layout", "expert_keys"},
     "layout": {"reference", "kernels", "expert_keys"},
     "expert_keys": {"reference", "kernels", "layout"},
     "hugging_face": {"reference", "kernels", "layout", "expert_keys"},
@@ -77,6 +78,7 @@ THIRD_PARTY = {  # room -> packages it may import, besides the standard library
     "kernels/norm": {"torch", "triton"},
     "kernels/fake": {"torch", "triton"},
     "kernels/health": {"torch", "triton"},
+    "kernels/tensorwise": {"torch", "triton"},
     "layout": {"numpy", "torch"},
     "expert_keys": {"torch"},
     "hugging_face": {"torch"},

@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from moe_optim.kernels.encode import amax, round_to_bf16
+from moe_optim.kernels.encode import amax, larger_magnitude, round_to_bf16
 from moe_optim.kernels.exchange import AMAX_SLOTS as _AMAX_SLOTS
 from moe_optim.kernels.launch_table import AMAX_TILE as _AMAX_TILE
 from moe_optim.kernels.tiles import (
@@ -54,19 +54,15 @@ def expert_amax_kernel(
     places = tl.arange(0, TILE)
     whole = length - length % TILE
     for start in tl.range(0, whole, TILE, loop_unroll_factor=4):  # without a mask: wide accesses
-        largest = _largest(largest, tl.load(source + start + places))
+        largest = larger_magnitude(largest, tl.load(source + start + places))
     if whole < length:
         places += whole
-        largest = _largest(largest, tl.load(source + places, mask=places < length, other=0.0))
+        largest = larger_magnitude(
+            largest, tl.load(source + places, mask=places < length, other=0.0)
+        )
     # Rounding keeps the order, so that one rounding at the end gives the maximum of the rounded.
     slot = amaxes + tl.load(member + AMAX_SLOT) + part
     tl.store(slot, round_to_bf16(tl.max(largest, 0)))
-
-
-@triton.jit
-def _largest(largest, values):
-    """Return the larger of two magnitudes, element by element; the number over NaN."""
-    return tl.maximum(largest, tl.abs(values.to(tl.float32)))
 
 
 @triton.jit

@@ -32,6 +32,12 @@ def amax(value, axis: tl.constexpr):
 
 
 @triton.jit
+def larger_magnitude(largest, values):
+    """Return the larger one of fp32 ``largest`` and the magnitude of ``values``, never NaN."""
+    return tl.maximum(largest, tl.abs(values.to(tl.float32)))
+
+
+@triton.jit
 def e8m0_round_up(value):
     """Return the E8M0 code, int32, of the smallest power of two that is at least ``value``.
 

@@ -54,7 +54,49 @@ class FinishTable:
         scales = [row for entry in entries for row in _scale_copies(entry)]
         if not transposes and not scales:
             return None
-        pack = 4 * format.elements_per_byte
+        planes = [plane for entry in entries for plane in entry.target.planes().values()]
+        stored = [scale for entry in entries for scale in entry.storage_scales.values()]
+        return cls._describe(
+            transposes,
+            scales,
+            elements_per_byte=format.elements_per_byte,
+            scale_dtype=format.scale_dtype,
+            alive=(*planes, *stored),
+        )
+
+    @classmethod
+    def of_transposes(cls, pairs: Sequence[tuple[Tensor, Tensor]]) -> "FinishTable":
+        """Describe copies of bytes [R, C] into [C, R], at least one; rows may lie anywhere."""
+        rows = [
+            [
+                *(source.data_ptr(), copy.data_ptr(), *source.shape),
+                *(source.stride(0), copy.stride(0), 0, 0),
+            ]
+            for source, copy in pairs
+        ]
+        alive = tuple(one for pair in pairs for one in pair)
+        return cls._describe(rows, [], elements_per_byte=1, scale_dtype=torch.uint8, alive=alive)
+
+    @classmethod
+    def _describe(
+        cls,
+        transposes: Sequence[list[int]],
+        scales: Sequence[list[int]],
+        *,
+        elements_per_byte: int,
+        scale_dtype: torch.dtype,
+        alive: tuple[Tensor, ...],
+    ) -> "FinishTable":
+        """Cut into tiles what ``copies`` are to have, transposes before scales.
+
+        Args:
+            transposes: rows of ``copies`` for data.
+            scales: rows of ``copies`` for scales.
+            elements_per_byte: of data.
+            scale_dtype: of scales.
+            alive: every tensor behind an address, at least one.
+        """
+        pack = 4 * elements_per_byte
         words = [row for copy in transposes for row in copy[:2] + copy[4:6]]
         sizes = [row for copy in transposes for row in copy[2:4]]
         if any(word % 4 for word in words) or any(size % pack for size in sizes):
@@ -70,9 +112,7 @@ class FinishTable:
             _tiles(index, range(0, rows, down), range(0, cols, across))
             for index, (_, _, rows, cols, *_) in enumerate(scales, start=len(transposes))
         ]
-        device = entries[0].target.rowwise_data.device
-        planes = [plane for entry in entries for plane in entry.target.planes().values()]
-        stored = [scale for entry in entries for scale in entry.storage_scales.values()]
+        device = alive[0].device
         return cls(
             copies=torch.tensor([*transposes, *scales], dtype=torch.int64, device=device),
             tiles=torch.cat([*data_tiles, *scale_tiles]).to(device, torch.int32),
@@ -80,13 +120,13 @@ class FinishTable:
             pack=pack,
             tile=tile,
             repeats=repeats,
-            fp32_scales=format.scale_dtype == torch.float32,
+            fp32_scales=scale_dtype == torch.float32,
             aligned=all(word % 16 == 0 for word in words),
             aligned_scales=all(
-                address % (4 * format.scale_dtype.itemsize) == 0 and stride % 4 == 0
+                address % (4 * scale_dtype.itemsize) == 0 and stride % 4 == 0
                 for _, address, _, _, _, _, stride, _ in scales
             ),
-            alive=(*planes, *stored),
+            alive=alive,
         )
 
 

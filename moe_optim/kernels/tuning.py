@@ -119,6 +119,13 @@ FAKE_FORWARD = FlatTile(numel=2048, num_warps=4)
 FAKE_BACKWARD = FlatTile(numel=2048, num_warps=4)
 """Of its backward pass: values and gradients to gradients."""
 
+TENSORWISE_TILE = FlatTile(numel=8192, num_warps=8)
+"""Of weights with one scale: what is read at a time. On H200, as fast as a copy."""
+TENSORWISE_PART = 1 << 15
+"""Elements that one program reads, a multiple of the tile."""
+TENSORWISE_LANES = 128
+"""Maxima of parts that one program compares at a time."""
+
 HEALTH_TILE = Tile(cols=128, num_warps=1, slab=4)
 """Columns that one program measures, four a thread: the sums of a column stay in one thread."""
 HEALTH_ROWS = 256

@@ -30,6 +30,9 @@ from moe_optim.kernels.steps import launch as step_launch
 from moe_optim.kernels.steps import table as step_table
 from moe_optim.kernels.steps.table import AdamState, StepTable
 from moe_optim.kernels.table_entry import TableEntry
+from moe_optim.kernels.tensorwise import ScaledWeight, TensorwiseTable
+from moe_optim.kernels.tensorwise import launch as tensorwise_launch
+from moe_optim.kernels.tensorwise import table as tensorwise_table
 from tests.support.ptx.launches import compile_kernel
 
 pytestmark = pytest.mark.slow
@@ -210,6 +213,34 @@ def test_measuring_health_compiles(format, capability, monkeypatch):
     assert "ld.global.v4.b32" in measuring["ptx"]
 
 
+def kernels_of_tensorwise(monkeypatch):
+    """Return what a GPU would launch for weights with one scale: aligned, and one byte beside."""
+    monkeypatch.setattr(tensorwise_table, "has_kernels", lambda device: True)
+    codes = torch.zeros(97, dtype=torch.uint8)
+    weights = [
+        ScaledWeight(master=torch.zeros(96), data=data, scale_inv=torch.zeros(1))
+        for data in (codes[:96], codes[1:])
+    ]
+    table = TensorwiseTable.build(weights)
+    return [*tensorwise_launch._bind_amax(table), *tensorwise_launch._bind_cast(table)]
+
+
+@FOR_EVERY_GPU
+def test_the_cast_to_one_scale_compiles(capability, monkeypatch):
+    """Masters are read by accesses of 16 bytes, codes written four at a time; quotients are
+    rounded to nearest, and neither they nor products flush what is subnormal."""
+    bound = kernels_of_tensorwise(monkeypatch)
+    made = [(one, compile_kernel(one, capability).asm) for one in bound]
+    assert len(made) == 6 and all(asm["cubin"] for _, asm in made)
+    for one, asm in made:
+        assert "ftz" not in asm["ptx"]
+        if one.constants.get("ALIGNED"):
+            assert "ld.global.v4.b32" in asm["ptx"]
+    texts = {one.kernel.__name__: asm["ptx"] for one, asm in made}
+    assert texts["scale_kernel"].count("div.rn.f32") == 2
+    assert "cvt.rn.satfinite.e4m3x2" in texts["cast_kernel"]
+
+
 def kernels_written():
     """Yield the name of every kernel of the package; what else Triton compiles they call."""
     for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
@@ -223,6 +254,7 @@ def test_every_kernel_that_is_written_is_compiled_here(monkeypatch):
         monkeypatch.setattr(module, "has_kernels", lambda device: True)
     seen = {call[0].kernel for call in calls_of_fake_quantization(torch.float32, monkeypatch)}
     seen |= {bound.kernel for bound in kernels_of_norm(monkeypatch, count_zeros=True)}
+    seen |= {bound.kernel for bound in kernels_of_tensorwise(monkeypatch)}
     for format in FORMATS.values():
         seen |= {bound.kernel for bound in kernels_of_health(format, monkeypatch)}
         steps = kernels_of_step(format, torch.float32, torch.float32, decoupled=True)

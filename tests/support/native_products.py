@@ -166,12 +166,15 @@ def cast_whole_masters() -> None:
     fp8_utils.te_post_all_gather_processing = lambda *_: None
 
 
-def replace_master_casts() -> None:
+def replace_master_casts() -> list[int]:
     """Put torch in the place of kernels that cast masters to weights with one scale.
 
     Transformer Engine's own functions around them stay: ranks agree on amaxes, each casts what it
     owns and nothing else, and weights are transposed when they have been gathered, as products of
     a Hopper read them. A gather that is left out, or a transpose that is old, then shows.
+
+    Returns:
+        How many weights were cast with them, one number a cast, as they come.
     """
     from transformer_engine.pytorch.tensor import float8_tensor, utils
     from transformer_engine.pytorch.tensor.storage import float8_tensor_storage
@@ -181,6 +184,14 @@ def replace_master_casts() -> None:
     float8_tensor.Float8Quantizer.update_quantized = _cast_shard
     for module in (utils, float8_tensor, float8_tensor_storage):
         module.is_non_tn_fp8_gemm_supported = lambda: False
+    cast, seen = utils.quantize_master_weights, []
+
+    def count(weights: Any, *args: Any, **kwargs: Any) -> None:
+        seen.append(len(weights))
+        cast(weights, *args, **kwargs)
+
+    utils.quantize_master_weights = count
+    return seen
 
 
 class _CastExtension:

@@ -8,8 +8,9 @@ and ``given``: with "before" other values are loaded into the model before it is
 "after" when there is an optimizer, which then makes its masters of the weights; and ``offloaded``:
 weights leave the device and come back, and masters move, after the first step; and ``recipe``, a
 list of a recipe and what is to be put in it, whose flags and knobs take the place of all others.
-Writes ``FOLDER/rank<i>.pt``: losses, and of every weight what products read of it and its amaxes
-beside its assembled master, and what of its experts is exported. On a CPU as on a GPU.
+Writes ``FOLDER/rank<i>.pt``: losses, how many weights with one scale Megatron has cast, and of
+every weight what products read of it and its amaxes beside its assembled master, and what of its
+experts is exported. On a CPU as on a GPU.
 """
 
 import json
@@ -71,8 +72,7 @@ def main(folder: str, format: str, knobs: str, *flags: str) -> None:
     if is_ours:
         installation.install(config)
     native_products.replace_kernels(*([get_format(format)] if format in FORMATS else []))
-    if is_theirs:
-        native_products.replace_master_casts()
+    stocks_casts = native_products.replace_master_casts() if is_theirs else []
 
     def grouped_mlp_modules(_provider: Any, use_grouped_gemm: bool) -> Any:
         build = TESpecProvider().grouped_mlp_modules(use_grouped_gemm)
@@ -101,6 +101,7 @@ def main(folder: str, format: str, knobs: str, *flags: str) -> None:
             "losses": record.losses,
             "validation_losses": record.validation_losses,
             "norms": record.norms,
+            "stocks_casts": stocks_casts,
             **record.extra,
         },
         Path(folder) / f"rank{os.environ['RANK']}.pt",

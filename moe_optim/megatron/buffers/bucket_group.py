@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
+from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.distributed.param_and_grad_buffer import (
     _ParamAndGradBucket,
     _ParamAndGradBucketGroup,
@@ -16,6 +18,8 @@ from moe_optim.megatron.buffers.gather import fill_slices, start_gather
 from moe_optim.megatron.buffers.managed_bucket import ManagedBucket
 from moe_optim.megatron.buffers.states import Event, Gradients, Weights
 from moe_optim.megatron.patching.engine import original
+from moe_optim.megatron.te.fields import has_scale_a_tensor
+from moe_optim.megatron.te.tensorwise import Transposes
 
 _PARTITION = "megatron.core.distributed.distributed_data_parallel:partition_buckets"
 
@@ -28,7 +32,8 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
     step) calls ``start_param_sync``, and buckets whose weights are behind then quantize what no
     step has encoded, and gather, in the order that the wire demands. Fresh weights are never
     gathered again. Groups without managed buckets behave as Megatron's, except that a gather in
-    flight is always finished with its post-processing.
+    flight is always finished with its post-processing, and that transposes of weights with one
+    scale are written in one launch.
 
     Attributes:
         managed: the managed buckets of the group: all of its buckets, or none.
@@ -38,6 +43,7 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
         """Arguments are Megatron's. Buckets must be all managed or all not."""
         self.managed = managed_buckets(buckets)
         self._dispatched = False
+        self._transposes: Transposes | None = None
         super().__init__(buckets, *args, **kwargs)
         self.param_gather_handle: Any
         self.grad_reduce_handle: Any
@@ -111,12 +117,24 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
     def _post_param_sync(self) -> None:
         """Put what a gather brought in place, one launch a bucket; nothing where none was begun."""
         if not self.managed:
-            super()._post_param_sync()
+            if self._transposes is None or self._transposes.have_moved:
+                super()._post_param_sync()
+                self._transposes = Transposes.of(self._left_weights)
+            else:
+                self._transposes.renew()
             return
         with self._stale_if_it_fails():
             for bucket in self.managed:
                 if bucket.state.weights is Weights.IN_FLIGHT:
                     bucket.land()
+
+    @cached_property
+    def _left_weights(self) -> list[torch.nn.Parameter]:
+        """The weights with one scale, or none where Megatron has more to do than to transpose."""
+        params = [param for bucket in self.buckets for param in bucket.params]
+        holds_bytes = param_and_grad_buffer._param_uses_quantized_storage
+        quantized = [param for param in params if holds_bytes(param)]
+        return quantized if all(map(has_scale_a_tensor, quantized)) else []
 
     def finish_gather(self) -> None:
         """Wait for a gather in flight and put its result in place; do nothing without one."""

@@ -251,7 +251,7 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         with self.updating():
             self.update.count_step()
             self.update.launch(clips)
-            if self._leaves_weights:
+            if self._leaves_weights and not self.update.cast_left_weights():
                 super()._copy_main_params_to_model_params()
 
     @contextmanager

@@ -39,6 +39,7 @@ from moe_optim.kernels.steps.table import AdamState, StepTable
 from moe_optim.megatron.buffers.managed_bucket import ManagedBucket
 from moe_optim.megatron.optimizer.adam import MOMENTS, GroupStepAdam
 from moe_optim.megatron.planning import settings_of_stocks_step
+from moe_optim.megatron.te.tensorwise import TensorwiseCast, can_cast
 from moe_optim.megatron.weights.managed import is_left_to_megatron, is_managed
 from moe_optim.megatron.weights.names import parameter_names
 from moe_optim.places import addresses_of
@@ -68,6 +69,7 @@ class FusedUpdate:
         self._clips = torch.ones(len(NORMS), device=self._device)
         self._norm: NormTable | None = None
         self._tables: dict[ManagedBucket | None, StepTable] = {}
+        self._cast: TensorwiseCast | None = None
         self._plans = 0
         self._moments: list[ref[Tensor]] = []
         self._addresses: list[int] = []
@@ -121,6 +123,7 @@ class FusedUpdate:
         if not self._tables or self._must_plan():
             self._tables = {}  # so that a plan which is refused leaves none that looks current
             self._tables = self._plan_tables()
+            self._cast = self._plan_cast()
             self._plans += 1
         return self._plans
 
@@ -136,6 +139,8 @@ class FusedUpdate:
     def launch(self, clips: Tensor) -> None:
         """Step all masters of this rank, and encode what blocks it has whole. Waits for nothing.
 
+        Weights with one scale are cast by :meth:`cast_left_weights`.
+
         Args:
             clips: [len(NORMS)] fp32 on the device: what gradients are multiplied by; below zero
                 nothing moves.
@@ -148,6 +153,16 @@ class FusedUpdate:
                 stack.enter_context(stage.opened())  # so that no table waits for the one before
             for table in self._tables.values():
                 ops.step(table)
+
+    def cast_left_weights(self) -> bool:
+        """Cast masters to the weights that Megatron gathers. Every rank must call it.
+
+        Returns:
+            Whether it is known how; on all ranks alike.
+        """
+        if self._cast is not None:
+            self._cast.run(self._optimizer.data_parallel_group)
+        return self._cast is not None
 
     @property
     def encoded(self) -> Collection[ManagedBucket]:
@@ -194,7 +209,7 @@ class FusedUpdate:
         Loading gives Adam other moments, and so do RL stacks that take turns on a GPU: tensors,
         dictionaries of them, or all of its state.
         """
-        if self._have_moments_moved():
+        if self._have_moments_moved() or (self._cast is not None and self._cast.has_moved):
             return True
         return any(
             table.has_moved or (bucket is not None and table.members is not bucket.plan_step())
@@ -241,6 +256,14 @@ class FusedUpdate:
             for bucket, of_bucket in states.items()
         }
         return {bucket: table.watching(_watched_of(table)) for bucket, table in tables.items()}
+
+    def _plan_cast(self) -> TensorwiseCast | None:
+        """Return what casts the weights that Megatron gathers; None if that is left to it, too."""
+        optimizer = self._optimizer
+        if not any(map(is_left_to_megatron, optimizer._parameters())):
+            return None
+        weights, masters, starts = optimizer._get_fp8_params_and_shard_fp32_from_fp8()
+        return TensorwiseCast(weights, masters, starts) if can_cast(weights) else None
 
 
 def why_not_fused(optimizer: Any) -> str | None:

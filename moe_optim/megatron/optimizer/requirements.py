@@ -25,7 +25,7 @@ from moe_optim.megatron.weights.managed import is_left_to_megatron, is_managed
 from moe_optim.modules.grouped_linear import GroupedLinear
 
 logger = logging.getLogger(__name__)
-_TENSORWISE = "weights that Megatron quantizes (--fp8-recipe tensorwise)"
+_TENSORWISE = "weights with one scale (--fp8-recipe tensorwise)"
 
 
 def check_wrapped_model(config: Any, model_chunks: list[Any]) -> None:
@@ -150,7 +150,7 @@ def _refused_settings(
         model_configs: the ``TransformerConfig`` of every chunk.
         knobs: what is, or would be, installed.
         quantized: whether some weights are, and are managed.
-        tensorwise: whether Megatron quantizes some.
+        tensorwise: whether some have one scale each.
     """
     refused = {
         "--use-megatron-fsdp": ddp_config.use_megatron_fsdp,
@@ -258,7 +258,7 @@ def _say_format(wanted: MoEOptimConfig, model_chunks: list[Any]) -> None:
     what = f"is {found[0]} here"
     if found == [TENSORWISE]:
         wanted.resolved("bf16")  # what is left to Megatron records no amax, either
-        what = f"leaves {TENSORWISE} weights to Megatron, which quantizes and gathers them"
+        what = f"leaves {TENSORWISE} weights in Megatron's buffers"
     else:
         wanted.resolved(found[0])
     log_single_rank(logger, logging.INFO, f"moe_optim: format: auto {what}")

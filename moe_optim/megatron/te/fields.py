@@ -90,7 +90,7 @@ def te_formats_of(param: Any) -> tuple[BlockScaledFormat, ...]:
 def has_scale_a_tensor(param: Any) -> bool:
     """Return whether a weight of Transformer Engine is FP8 with one scale, that of its last amax.
 
-    Megatron keeps such weights itself. Those of delayed scaling, whose scale is older, are others.
+    Megatron's own buffers hold such weights. Delayed scaling, whose scale is older, makes others.
     """
     quantizer = getattr(param, "_quantizer", None)
     return _is_a(param, "Float8Tensor") and _is_a(quantizer, "Float8CurrentScalingQuantizer")

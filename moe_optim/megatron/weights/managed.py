@@ -31,7 +31,7 @@ def storage_of(param: Any) -> Any:
 
 
 def is_left_to_megatron(param: Any) -> bool:
-    """Return whether a weight is quantized and gathered by Megatron's own code, from our masters.
+    """Return whether a weight is quantized and gathered in Megatron's own buffers, of our masters.
 
     Of these weights Megatron's step writes no part in bf16: every shard of one needs the scale of
     all of it.

@@ -179,10 +179,10 @@ def test_what_trains_is_not_refused(foreseen, case):
             "native, per tensor, in bf16",
             "moe_optim.format bf16 with --fp8-recipe tensorwise (give auto)",
         ),
-        ("native, per tensor, graph", "--optimizer-cuda-graph with weights that Megatron quant"),
+        ("native, per tensor, graph", "--optimizer-cuda-graph with weights with one scale"),
         (
             "native, per tensor, shared memory",
-            "--reuse-grad-buf-for-mxfp8-param-ag with weights that Megatron quantizes",
+            "--reuse-grad-buf-for-mxfp8-param-ag with weights with one scale",
         ),
         ("native, per tensor, recorded", "moe_optim.record_amax with weights that Megatron quan"),
         (

@@ -103,7 +103,7 @@ def list_runs() -> dict[str, Run]:
     return runs
 
 
-LEFT = {  # weights with one scale, which Megatron quantizes and gathers
+LEFT = {  # weights with one scale, which Megatron gathers
     "stock": Run("tensorwise", (*OVERLAP,), (("plugin", False),)),
     "left": Run("tensorwise", (), (("step", "stock"),)),
     "left, fused": Run("tensorwise", (), (("step", "fused"),)),
@@ -306,6 +306,16 @@ def test_weights_that_are_left_to_megatron_train_as_without_the_plugin(found):
     for ours, stock in zip(found["left"].ranks, found["stock"].ranks, strict=True):
         for what in ("losses", "validation_losses", "norms"):
             assert ours[what] == stock[what], what
+
+
+def test_a_fused_step_casts_them_itself(found):
+    """Megatron casts for its own steps, and after a load; all ranks alike."""
+    casts = {name: [rank["stocks_casts"] for rank in found[name].ranks] for name in LEFT}
+    assert all(of_rank == of_ranks[0] for of_ranks in casts.values() for of_rank in of_ranks)
+    [once] = casts["left, fused, resumed"][0]
+    assert casts["left, fused"][0] == []
+    assert casts["left"][0] == casts["stock"][0] == [once] * 4
+    assert casts["left, resumed"][0] == [once] * 3
 
 
 @pytest.mark.parametrize("name", ["left", "left, fused"])

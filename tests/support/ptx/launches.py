@@ -14,6 +14,7 @@ from moe_optim.kernels.bound_kernel import BoundKernel
 from moe_optim.kernels.health import table as health_table
 from moe_optim.kernels.norm import table as norm_table
 from moe_optim.kernels.steps import table as step_table
+from moe_optim.kernels.tensorwise import table as tensorwise_table
 from tests.support.ptx.grid import Grid
 from tests.support.ptx.program import parse
 
@@ -26,7 +27,7 @@ TYPES = {
     torch.float16: "*fp16",
     torch.uint8: "*u8",
 }
-HAS_KERNELS = (member_table, step_table, health_table)
+HAS_KERNELS = (member_table, step_table, health_table, tensorwise_table)
 RUNS_TRITON = (norm_table,)
 
 
