@@ -24,7 +24,6 @@ RESULTS = Path(__file__).parents[2] / "recipes" / "results"
 PUBLISHED = "published-recipes.json"
 
 STEPS = {
-    "h100": "1 H100",
     "2x-h200": "2 H200",
     "2x-h200-overlapped": "2 H200, overlapped",
     "2x-h200-ep2": "2 H200, expert parallel",
@@ -37,6 +36,7 @@ STEP_ROWS = {
     "of it forward and backward": "forward_backward_ms",
     "`optimizer.step()`": "optimizer_ms",
     "the same, busy on the host": "optimizer_host_ms",
+    "Adam (fused: with scaling and encoding)": "inner_step_ms",
     "masters to weights: requantize": "requantize_ms",
     "gather": "gather_ms",
     "post-processing": "post_processing_ms",
@@ -326,11 +326,21 @@ def graphed_step() -> str:
 
 def tensorwise_step() -> str:
     report = read_result(TENSORWISE_STEP)
-    ours, stock = (f"{report[side]['optimizer_ms']:.0f} ms" for side in ("plugin", "stock"))
+    sides = ("plugin", "stock")
+    step, host, after = (
+        [f"{report[side][key]:.{digits}f} ms" for side in sides]
+        for key, digits in (
+            ("optimizer_ms", 0),
+            ("optimizer_host_ms", 0),
+            ("post_processing_ms", 1),
+        )
+    )
+    casts = f"{report['stock']['requantize_ms']:.0f} ms"
     return (
         f"On one H200 ([figures](../recipes/results/{TENSORWISE_STEP})) `optimizer.step()` takes "
-        f"{ours} here and {stock} in stock.\nMegatron's casts are "
-        f"{report['stock']['requantize_ms']:.0f} ms of the latter."
+        f"{step[0]} here and {step[1]} in stock,\nof which {casts} are casts. The host is busy "
+        f"with it for {host[0]} here and {host[1]} in stock; transposes\ntake {after[0]} and "
+        f"{after[1]}. Another program had the other GPU of that host."
     )
 
 

@@ -184,10 +184,10 @@ def test_what_trains_is_not_refused(foreseen, case):
             "native, per tensor, shared memory",
             "--reuse-grad-buf-for-mxfp8-param-ag with weights with one scale",
         ),
-        ("native, per tensor, recorded", "moe_optim.record_amax with weights that Megatron quan"),
+        ("native, per tensor, recorded", "moe_optim.record_amax with weights with one sc"),
         (
             "native, per tensor, on the host",
-            "moe_optim.offload_states, or --optimizer-cpu-offload, with weights that Megatron",
+            "moe_optim.offload_states, or --optimizer-cpu-offload, with weights with one",
         ),
         ("no weights", "moe_optim.format mxfp8 without weights to keep in it"),
         ("graph, stock's step", "--optimizer-cuda-graph without a fused step"),
