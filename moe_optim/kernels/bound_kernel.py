@@ -68,3 +68,8 @@ def current_device(device: torch.device) -> AbstractContextManager[None]:
     """Return a context in which ``device`` is the one that kernels are launched on."""
     here = device.type != "cuda" or torch.cuda.current_device() == device.index
     return nullcontext() if here else torch.cuda.device(device)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Return whether what is launched now on a device goes into a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

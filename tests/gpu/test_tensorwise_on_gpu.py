@@ -201,3 +201,22 @@ def test_transposes_have_tes_bytes():
     assert transposes.have_moved and Transposes.of(weights) is not None
     weights[0]._transpose = None
     assert transposes.have_moved and Transposes.of(weights) is None
+
+
+@needs_te
+def test_a_captured_graph_transposes_new_codes():
+    """Also when whoever captured it has dropped what it asked for; a capture plans nothing."""
+    weights = make_weights(SHAPES)
+    for weight in weights:
+        weight._create_transpose()
+    transposes = Transposes.of(weights)
+    transposes.renew()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        assert Transposes.of(weights) is None
+        transposes.renew()
+    del transposes
+    fill(weights, 3)
+    graph.replay()
+    for weight in weights:
+        assert_bytes_equal(weight._transpose, weight._data.t().contiguous())

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_optim.errors import StateError
+from moe_optim.kernels.bound_kernel import is_capturing
 
 SPAN_FIELDS = 4
 """Columns of :attr:`SpanTable.spans`."""
@@ -57,11 +58,6 @@ def find_table(values: Sequence[Tensor], gradients: Sequence[Tensor] = ()) -> Sp
     if is_capturing(device):
         _CAPTURED.add(table)
     return table
-
-
-def is_capturing(device: torch.device) -> bool:
-    """Return whether what is launched now on a device goes into a CUDA graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 @lru_cache(maxsize=_KEPT)

@@ -11,11 +11,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_optim import ops
+from moe_optim.kernels.bound_kernel import is_capturing
 from moe_optim.kernels.finish_table import FinishTable
 from moe_optim.kernels.member_table import runs_triton
 from moe_optim.kernels.tensorwise import ScaledWeight, TensorwiseTable
 from moe_optim.megatron.te.fields import has_scale_a_tensor
 from moe_optim.places import Attributes
+
+_CAPTURED: set[FinishTable] = set()
+"""What launches of a CUDA graph read at every replay, long after it was last asked for."""
 
 
 class TensorwiseCast:
@@ -96,9 +100,11 @@ class Transposes:
         """Return what renews the transposes of some weights, None where a kernel cannot.
 
         Transformer Engine makes a transpose of its own when one is first wanted, or is known to be
-        of other bytes.
+        of other bytes. While a CUDA graph is captured nothing can be planned.
         """
-        return cls(weights) if weights and all(map(_has_transpose, weights)) else None
+        if not weights or not all(map(_has_transpose, weights)):
+            return None
+        return None if is_capturing(weights[0].device) else cls(weights)
 
     @property
     def have_moved(self) -> bool:
@@ -107,6 +113,8 @@ class Transposes:
 
     def renew(self) -> None:
         """Make every transpose that of the present bytes, in one launch; nothing has moved."""
+        if is_capturing(self._table.copies.device):
+            _CAPTURED.add(self._table)
         ops.transpose(self._table)
 
 
