@@ -6,7 +6,7 @@ Read in released packages: compressed-tensors 0.20.0 (``compressors/*/base.py``)
 ``fp8.py``, ``modelopt_quant.py`` and ``compressed_tensors/schemes``).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
@@ -16,7 +16,7 @@ import torch
 from moe_optim.errors import ConfigError
 from moe_optim.formats import FP8_BLOCK, MXFP8, MXFP8_2D, NVFP4, BlockScaledFormat
 
-EngineFormat = Literal["mxfp8", "nvfp4", "fp8_block"]
+EngineFormat = Literal["mxfp8", "nvfp4", "fp8_block", "fp8"]
 ConventionName = Literal["compressed_tensors", "modelopt", "deepseek"]
 
 ENGINE_FORMATS: Mapping[str, EngineFormat] = MappingProxyType(
@@ -40,7 +40,8 @@ class Convention:
     """[R, C] ``float8_e4m3fn``; of NVFP4 [R, C/2] ``uint8``, low nibble first."""
     scale: str
     """Of MXFP8 [R, C/32] ``uint8``, exponents with a bias of 127; of NVFP4 [R, C/16]
-    ``float8_e4m3fn``; of FP8 blocks [R/128, C/128] ``float32``. Elements are multiplied by it."""
+    ``float8_e4m3fn``; of FP8 blocks [R/128, C/128] ``float32``; of FP8 without blocks [R, 1]
+    ``float32``. Elements are multiplied by it."""
     global_scale: str | None = None
     """Of NVFP4 alone, ``float32``."""
     divides: bool = False
@@ -61,11 +62,12 @@ class Convention:
             "mxfp8": torch.uint8,
             "nvfp4": torch.float8_e4m3fn,
             "fp8_block": torch.float32,
+            "fp8": torch.float32,
         }[self.format]
 
     @property
     def scale_block(self) -> tuple[int, int]:
-        """Rows and columns that share a scale."""
+        """Rows and columns that share a scale, of formats with blocks."""
         return {"mxfp8": (1, 32), "nvfp4": (1, 16), "fp8_block": (128, 128)}[self.format]
 
 
@@ -123,7 +125,17 @@ CONVENTIONS: tuple[Convention, ...] = (
         engines=("vLLM", "SGLang"),
     ),
 )
-"""All of them. The first of a format is taken where none is named."""
+"""All of those with blocks. The first of a format is taken where none is named."""
+
+ONE_SCALE = Convention(
+    format="fp8",
+    name="compressed_tensors",
+    data="weight",
+    scale="weight_scale",
+    engines=("vLLM", "SGLang"),
+)
+"""Of FP8 weights with one scale each, which every row gets: so engines scale activations token by
+token, and two halves of a fused weight need not agree."""
 
 
 def find_convention(format: BlockScaledFormat, name: str | None = None) -> Convention:
@@ -133,10 +145,24 @@ def find_convention(format: BlockScaledFormat, name: str | None = None) -> Conve
         ConfigError: the format has none of that name.
     """
     of_format = [one for one in CONVENTIONS if one.format == ENGINE_FORMATS[format.name]]
+    return choose_convention(of_format, name, format.name)
+
+
+def choose_convention(of_format: Sequence[Convention], name: str | None, format: str) -> Convention:
+    """Return the convention of a name, or the first one.
+
+    Args:
+        of_format: those there are.
+        name: of the wanted one, None for any.
+        format: what errors call the format.
+
+    Raises:
+        ConfigError: none of them has the name.
+    """
     found = next((one for one in of_format if name in (None, one.name)), None)
     if found is None:
         raise ConfigError(
             f"convention: expected one of {', '.join(one.name for one in of_format)} for "
-            f"{format.name}, got {name!r}. Name one of them, or none."
+            f"{format}, got {name!r}. Name one of them, or none."
         )
     return found

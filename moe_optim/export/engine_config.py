@@ -61,6 +61,11 @@ _SCHEMES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
         {"num_bits": 8, "strategy": "block", "block_structure": [128, 128]},
         {"num_bits": 8, "strategy": "group", "group_size": 128},
     ),
+    "fp8": (
+        "float-quantized",
+        {"num_bits": 8, "strategy": "channel"},
+        {"num_bits": 8, "strategy": "token"},
+    ),
 }
 """By format: what compressed-tensors calls it, and its arguments of weights and activations."""
 

@@ -93,6 +93,33 @@ def export_experts(
     ]
 
 
+def export_expert_of_one_scale(
+    codes: Tensor,
+    scale_inv: Tensor,
+    convention: Convention,
+    *,
+    parts: int = 1,
+    interleave: int | None = None,
+) -> list[dict[str, Tensor]]:
+    """Return the tensors of one expert whose elements share a scale, for each part of its rows.
+
+    Elements are views, unless rows interleave; scales are copies.
+
+    Args:
+        codes: [R, C] uint8, E4M3.
+        scale_inv: [1] fp32, what elements are multiplied by.
+        convention: of FP8 without blocks.
+        parts: 2 for gate and up apart, else 1.
+        interleave: rows of gate that alternate with as many of up; None where they do not.
+    """
+    data = codes.view(convention.data_dtype).unsqueeze(0)
+    rows = codes.shape[0] // parts
+    return [
+        {convention.data: part[0], convention.scale: scale_inv.expand(rows, 1).clone()}
+        for part in split_rows(data, parts, interleave)
+    ]
+
+
 def split_rows(values: Tensor, parts: int, interleave: int | None) -> Sequence[Tensor]:
     """Return the parts of [E, R, ...]: views, or copies where rows of two parts alternate."""
     if parts == 1 or interleave is None:

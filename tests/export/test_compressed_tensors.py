@@ -2,10 +2,10 @@
 
 import pytest
 
-from moe_optim.export.conventions import CONVENTIONS
+from moe_optim.export.conventions import CONVENTIONS, ONE_SCALE
 from tests.upstream.engine_loaders import decompressed_differences
 
-OWN = [one for one in CONVENTIONS if one.name == "compressed_tensors"]
+OWN = [one for one in (*CONVENTIONS, ONE_SCALE) if one.name == "compressed_tensors"]
 
 
 @pytest.mark.parametrize("convention", OWN, ids=lambda one: one.format)

@@ -8,9 +8,21 @@ import torch
 
 from moe_optim import ops
 from moe_optim.errors import ConfigError, LayoutError
-from moe_optim.export.conventions import CONVENTIONS, ENGINE_FORMATS, find_convention
+from moe_optim.export.conventions import (
+    CONVENTIONS,
+    ENGINE_FORMATS,
+    ONE_SCALE,
+    choose_convention,
+    find_convention,
+)
 from moe_optim.export.engine_config import quantization_config
-from moe_optim.export.planes import export_experts, get_export_layout, patterns_of, tensor_name
+from moe_optim.export.planes import (
+    export_expert_of_one_scale,
+    export_experts,
+    get_export_layout,
+    patterns_of,
+    tensor_name,
+)
 from moe_optim.formats import FORMATS, NVFP4, QuantizedWeight, get_format
 from moe_optim.reference.nvfp4 import global_encode_scale
 from tests.support import serving
@@ -198,6 +210,22 @@ def test_an_expert_of_zeros_has_finite_scales_and_gives_zeros():
         assert not serving.dequantize(whole).any()
 
 
+@pytest.mark.parametrize("interleave", [None, 32])
+def test_each_row_of_an_expert_with_one_scale_gets_it(interleave):
+    """Gate and up apart, however their rows lie; elements are those of training."""
+    codes = torch.randint(0, 256, (128, 16), dtype=torch.uint8)
+    gate, up = codes.chunk(2)
+    stored = codes if interleave is None else interleaved(codes, interleave)
+    scale_inv = torch.tensor([0.75])
+    parts = export_expert_of_one_scale(stored, scale_inv, ONE_SCALE, parts=2, interleave=interleave)
+    for part, rows in zip(parts, (gate, up), strict=True):
+        assert part.keys() == {"weight", "weight_scale"}
+        assert_bytes_equal(part["weight"].view(torch.uint8), rows)
+        assert part["weight"].dtype == ONE_SCALE.data_dtype
+        assert_bytes_equal(part["weight_scale"], torch.full((64, 1), 0.75))
+        assert part["weight_scale"].is_contiguous()
+
+
 # What is refused
 
 
@@ -213,6 +241,8 @@ def test_gate_and_up_must_not_share_a_block_of_scales():
 def test_unknown_conventions_and_layouts_are_refused_with_those_that_exist():
     with pytest.raises(ConfigError, match="expected one of modelopt, compressed_tensors for nvfp4"):
         find_convention(NVFP4, "deepseek")
+    with pytest.raises(ConfigError, match="expected one of compressed_tensors for tensorwise"):
+        choose_convention([ONE_SCALE], "deepseek", "tensorwise")
     with pytest.raises(ConfigError, match="hf_per_expert, sequential.*got 'hf'"):
         get_export_layout("hf")
 
@@ -263,3 +293,6 @@ def test_each_convention_is_configured_as_its_engines_parse_it():
     assert eight_bits["input_activations"]["dynamic"]
     squares = made["fp8_block", "compressed_tensors"]["config_groups"]["group_0"]["weights"]
     assert (squares["strategy"], squares["block_structure"]) == ("block", [128, 128])
+    rows = quantization_config(ONE_SCALE, DENSE)["config_groups"]["group_0"]
+    assert rows["weights"]["strategy"] == "channel" and not rows["weights"]["dynamic"]
+    assert rows["input_activations"]["strategy"] == "token" and rows["input_activations"]["dynamic"]

@@ -12,7 +12,7 @@ from moe_optim.cli.main import build_parser
 from moe_optim.config import MoEOptimConfig, field_names, spell, spell_values
 from moe_optim.errors import LayoutError
 from moe_optim.expert_keys.layouts import LAYOUTS
-from moe_optim.export.conventions import CONVENTIONS
+from moe_optim.export.conventions import CONVENTIONS, ONE_SCALE
 from moe_optim.formats import DIRECTIONS, FORMATS, BlockScaledFormat
 from moe_optim.health import THRESHOLDS
 from moe_optim.layout.partition import Partition, PlanePartition, infer_partition
@@ -311,21 +311,25 @@ def expert_layouts() -> str:
 
 def conventions() -> str:
     """Return how each convention calls a weight, the first of a format being the default."""
-    dtypes = {one.data_dtype for one in CONVENTIONS} | {one.scale_dtype for one in CONVENTIONS}
+    every = (*CONVENTIONS, ONE_SCALE)
+    dtypes = {one.data_dtype for one in every} | {one.scale_dtype for one in every}
     short = {dtype: str(dtype).removeprefix("torch.") for dtype in dtypes}
     of_global = {None: "", False: "float32 [], multiplies", True: "float32 [1], divides"}
     rows = []
-    for one in CONVENTIONS:
-        height, width = one.scale_block
+    for one in every:
         packed = 2 if one.format == "nvfp4" else 1
-        of_scale = f"{short[one.scale_dtype]} [R{_over(height)}, C{_over(width)}]"
+        scales = "[R, 1]"
+        if one is not ONE_SCALE:
+            height, width = one.scale_block
+            scales = f"[R{_over(height)}, C{_over(width)}]"
         tensors = [
             f"`{one.data}` {short[one.data_dtype]} [R, C{_over(packed)}]",
-            f"`{one.scale}` {of_scale}",
+            f"`{one.scale}` {short[one.scale_dtype]} {scales}",
             f"`{one.global_scale}` {of_global[one.divides]}" if one.global_scale else "",
         ]
-        rows.append([f"`{one.format}`", f"`{one.name}`", *tensors, ", ".join(one.engines)])
-    header = ["format", "convention", "elements", "scales of blocks", "global scale", "read by"]
+        name = "one scale a weight" if one is ONE_SCALE else f"`{one.format}`"
+        rows.append([name, f"`{one.name}`", *tensors, ", ".join(one.engines)])
+    header = ["format", "convention", "elements", "scales", "global scale", "read by"]
     return table(header, rows)
 
 

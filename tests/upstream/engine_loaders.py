@@ -22,10 +22,17 @@ import torch
 from torch import Tensor
 
 from moe_optim import ops
-from moe_optim.export.conventions import CONVENTIONS, Convention
+from moe_optim.export.conventions import CONVENTIONS, ONE_SCALE, Convention
 from moe_optim.export.engine_config import quantization_config
-from moe_optim.export.planes import export_experts, get_export_layout, patterns_of, tensor_name
-from moe_optim.formats import QuantizedWeight, get_format
+from moe_optim.export.planes import (
+    export_expert_of_one_scale,
+    export_experts,
+    get_export_layout,
+    patterns_of,
+    tensor_name,
+)
+from moe_optim.formats import get_format
+from moe_optim.reference import tensorwise
 
 EXPERTS, HIDDEN, FFN = 2, 256, 384
 LAYER = "model.layers.0.mlp."
@@ -70,6 +77,11 @@ def _sglang_fp8(block: list[int]) -> Method:
 
 
 _SCHEME = (*_BLOCKS, ("static_input_scales", False))
+_ROWS = (
+    ("block_quant", False),
+    ("static_input_scales", False),
+    ("weight_quant", SimpleNamespace(strategy=1)),
+)
 _GROUP = SimpleNamespace(is_checkpoint_nvfp4_serialized=True, group_size=16)
 METHODS = {
     ("mxfp8", "compressed_tensors"): [
@@ -99,6 +111,10 @@ METHODS = {
     ],
     ("fp8_block", "compressed_tensors"): [
         Method("vllm", f"{_VC}_w8a8_fp8.py", "CompressedTensorsW8A8Fp8MoEMethod", _SCHEME),
+    ],
+    ("fp8", "compressed_tensors"): [
+        Method("vllm", f"{_VC}_w8a8_fp8.py", "CompressedTensorsW8A8Fp8MoEMethod", _ROWS),
+        Method("sglang", f"{_SC}_w8a8_fp8_moe.py", "CompressedTensorsW8A8Fp8MoE", _ROWS),
     ],
 }
 MAPPINGS = {
@@ -190,20 +206,41 @@ def allocated(method: Method, package: Path) -> dict[str, Tensor]:
     return {name: param.data for name, param in layer.named_parameters()}
 
 
-def exported(convention: Convention) -> tuple[dict[str, Tensor], dict[str, QuantizedWeight]]:
-    """Return random experts as they are exported, and what they were quantized to by linear."""
-    generator = torch.Generator().manual_seed(1)
-    layout, found, planes = get_export_layout("hf_per_expert"), {}, {}
-    for linear, (rows, cols) in LINEARS.items():
-        weights = torch.randn((EXPERTS, rows, cols), generator=generator)
-        planes[linear] = ops.quantize(weights, get_format(convention.format))
+Experts = list[list[dict[str, Tensor]]]
+"""Of each expert its tensors, part by part."""
+
+
+def quantized(linear: str, convention: Convention, parts: int) -> tuple[Experts, Tensor]:
+    """Return random experts of a linear as they are exported, and what training multiplies."""
+    generator = torch.Generator().manual_seed(1 + len(linear) + LINEARS[linear][0])
+    weights = torch.randn((EXPERTS, *LINEARS[linear]), generator=generator)
+    if convention is not ONE_SCALE:
+        planes = ops.quantize(weights, get_format(convention.format))
+        return export_experts(planes, convention, parts=parts), ops.dequantize(planes)
+    codes = torch.empty(weights.shape, dtype=torch.uint8)
+    scales = tensorwise.encode_scale(weights.bfloat16().float().abs().amax((1, 2)).unsqueeze(1))
+    for out, weight, scale in zip(codes, weights, scales, strict=True):
+        tensorwise.cast_into(out.view(-1), weight.view(-1), scale)
+    inverse = scales.reciprocal()
+    values = codes.view(torch.float8_e4m3fn).float() * inverse.unsqueeze(2)
+    given = [
+        export_expert_of_one_scale(*one, convention, parts=parts)
+        for one in zip(codes, inverse, strict=True)
+    ]
+    return given, values.bfloat16()
+
+
+def exported(convention: Convention) -> dict[str, Tensor]:
+    """Return random experts as they are exported, by name."""
+    layout, found = get_export_layout("hf_per_expert"), {}
+    for linear in LINEARS:
         patterns = patterns_of(layout, linear, "weight")
-        experts = export_experts(planes[linear], convention, parts=len(patterns))
+        experts, _ = quantized(linear, convention, len(patterns))
         for expert, parts in enumerate(experts):
             for pattern, part in zip(patterns, parts, strict=True):
                 for suffix, tensor in part.items():
                     found[tensor_name(f"{LAYER}experts.", pattern, expert, suffix)] = tensor
-    return found, planes
+    return found
 
 
 def differences(convention: Convention, method: Method, package: Path) -> Iterator[str]:
@@ -214,7 +251,7 @@ def differences(convention: Convention, method: Method, package: Path) -> Iterat
     projections = ("gate_proj", "down_proj", "up_proj", EXPERTS)
     mapping = make(None, *projections) if method.engine == "sglang" else make(*projections)
     left = {name: place.numel() for name, place in places.items() if "input" not in name}
-    for name, tensor in exported(convention)[0].items():
+    for name, tensor in exported(convention).items():
         (row,) = [row for row in mapping if row[1] in name]
         _, _, expert, shard = row
         place_name = f"{'w2' if shard == 'w2' else 'w13'}_{name.rpartition('.')[2]}"
@@ -239,10 +276,9 @@ def decompressed_differences(convention: Convention) -> Iterator[str]:
     config = QuantizationConfig.model_validate(quantization_config(convention, ["lm_head"]))
     scheme = config.config_groups["group_0"]
     compressor = BaseCompressor.get_value_from_registry(config.format)
-    _, planes = exported(convention)
-    for linear, quantized in planes.items():
-        wanted = ops.dequantize(quantized)
-        for expert, (whole,) in enumerate(export_experts(quantized, convention)):
+    for linear in LINEARS:
+        experts, wanted = quantized(linear, convention, 1)
+        for expert, (whole,) in enumerate(experts):
             got = compressor.decompress(whole, scheme)["weight"].bfloat16()
             if not torch.equal(got, wanted[expert]):
                 count = int((got != wanted[expert]).sum())
@@ -256,7 +292,7 @@ def main() -> int:
     parser.add_argument("--sglang", type=Path)
     packages = vars(parser.parse_args())
     failed = False
-    for convention in CONVENTIONS:
+    for convention in (*CONVENTIONS, ONE_SCALE):
         checks = [
             (method.engine, differences(convention, method, packages[method.engine]))
             for method in METHODS.get((convention.format, convention.name), [])

@@ -11,16 +11,28 @@ from torch import Tensor
 
 from moe_optim.errors import ConfigError, LayoutError, StateError
 from moe_optim.expert_keys.layouts import LINEARS, KeyLayout
-from moe_optim.export.conventions import Convention, find_convention
-from moe_optim.export.planes import export_experts, patterns_of, split_rows, tensor_template
+from moe_optim.export.conventions import (
+    ONE_SCALE,
+    Convention,
+    choose_convention,
+    find_convention,
+)
+from moe_optim.export.planes import (
+    export_expert_of_one_scale,
+    export_experts,
+    patterns_of,
+    split_rows,
+    tensor_template,
+)
 from moe_optim.formats import QuantizedWeight, get_format
 from moe_optim.hugging_face.families import expert_prefixes
 from moe_optim.megatron.experts.linears import ExpertLinear, expert_linears
 from moe_optim.megatron.experts.sharding import CUTS
 from moe_optim.megatron.export.buckets import TensorInfo
 from moe_optim.megatron.export.units import HeldExperts
-from moe_optim.megatron.te.fields import te_formats_of
+from moe_optim.megatron.te.fields import TENSORWISE, has_scale_a_tensor, te_formats_of
 from moe_optim.megatron.te.grouped_linears import members_of
+from moe_optim.megatron.te.tensorwise import codes_and_scale
 from moe_optim.megatron.weights.managed import storage_of
 from moe_optim.megatron.weights.names import modules_by_name, with_global_layers
 from moe_optim.modules.storage import PlaneStorage
@@ -74,8 +86,22 @@ class ExportedAs:
             name=held.linear,
         )
 
+    def parts_of_one_scale(
+        self, held: HeldExperts, codes: Tensor, scale_inv: Tensor
+    ) -> list[dict[str, Tensor]]:
+        """Return data and scales of one expert whose elements share a scale, part by part."""
+        return export_expert_of_one_scale(
+            codes,
+            scale_inv,
+            self.convention_of(held.format),
+            parts=self._count(held),
+            interleave=held.interleave,
+        )
+
     def convention_of(self, format: str) -> Convention:
         """Return how weights of a training format are named."""
+        if format == TENSORWISE:
+            return choose_convention([ONE_SCALE], self.convention, format)
         return find_convention(get_format(format), self.convention)
 
     def _count(self, held: HeldExperts) -> int:
@@ -107,6 +133,9 @@ def _form_of(exported: ExportedAs, held: HeldExperts) -> Form:
     if held.format == "bf16":
         values = torch.empty(held.shape, dtype=torch.bfloat16, device="meta")
         parts = exported.plain_parts(held, values)
+    elif held.format == TENSORWISE:
+        codes = torch.empty(held.shape, dtype=torch.uint8, device="meta")
+        parts = exported.parts_of_one_scale(held, codes, torch.empty(1, device="meta"))
     else:
         shape = (1, *held.shape)
         planes = QuantizedWeight.empty(get_format(held.format), shape, device="meta")
@@ -174,6 +203,8 @@ class LocalExperts:
         storage = self._storage(place)
         if storage is not None:
             return exported.quantized_parts(self.held, storage.quantized)
+        if self.held.format == TENSORWISE:
+            return [exported.parts_of_one_scale(self.held, *codes_and_scale(self._tensors[place]))]
         values = self._tensors[place].detach()
         is_of_one = values.dim() == len(self.held.shape)
         experts = [values] if is_of_one else members_of(values)
@@ -185,7 +216,8 @@ class LocalExperts:
         return self.linear.weights() if self.held.kind == "weight" else biases_of(self.linear)
 
     def _storage(self, place: int) -> PlaneStorage | None:
-        return None if self.held.format == "bf16" else storage_of(self._tensors[place])
+        has_none = self.held.format in ("bf16", TENSORWISE)
+        return None if has_none else storage_of(self._tensors[place])
 
 
 @dataclass(kw_only=True)
@@ -271,6 +303,8 @@ def _config_of(linear: ExpertLinear, modules: Mapping[str, Any]) -> Any:
 def _kind_of(linear: ExpertLinear, path: str) -> tuple[tuple[int, ...], str]:
     """Return the shape of one expert, and the format of all."""
     weights = linear.weights()
+    if any(map(has_scale_a_tensor, weights)):
+        return tuple(weights[0].shape[-2:]), TENSORWISE
     storages = [storage_of(weight) for weight in weights]
     if None in storages and te_formats_of(weights[storages.index(None)]):
         raise StateError(
@@ -308,9 +342,10 @@ def _require_joinable(path: str, format: str, numel: int, axis: int, size: int) 
         return
     cut = f"--expert-tensor-parallel-size {size}"
     remedy = "Train with 1, or save a checkpoint and use moe-optim export."
-    if get_format(format).has_global_amax:
+    if format == TENSORWISE or get_format(format).has_global_amax:
+        scale = "scale" if format == TENSORWISE else "global scale"
         raise ConfigError(
-            f"export_weights: {path}: expected one global scale an expert, got {cut}, where every "
+            f"export_weights: {path}: expected one {scale} an expert, got {cut}, where every "
             f"part of an expert has its own. {remedy}"
         )
     block = get_format(format).rowwise_block[axis]

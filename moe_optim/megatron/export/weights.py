@@ -56,7 +56,8 @@ def export_weights(
     What ``load_weights`` of vLLM's models and ``update_weights_from_tensor`` of SGLang take.
     Quantized experts are data and scales under their global number, in the names, shapes and
     dtypes of a convention, and what these mean are the values that training multiplies; everything
-    else is in the dtype of training, bf16, quantized dense weights dequantized, which is exact.
+    else is in the dtype of training, bf16, quantized dense weights dequantized: exactly, but for
+    those with one scale, whose values bf16 rounds.
     Gate and up are apart, with the same global scale in NVFP4, as engines that fuse them want.
 
     Weights that are behind their masters are gathered first. A tensor is a view of the weight
@@ -71,7 +72,8 @@ def export_weights(
         layout: ``hf_per_expert``, the names of Hugging Face's models on disk; or ``sequential``,
             Megatron's, for models that have no names there.
         convention: how engines call data and scales of the format; None takes the first of
-            ``moe_optim.export.conventions.CONVENTIONS`` that has it.
+            ``moe_optim.export.conventions.CONVENTIONS`` that has it; experts with one scale a
+            weight have ``ONE_SCALE`` of that module.
         experts: ``all`` yields every expert on every rank; ``own`` on each rank those it holds,
             and nothing of them is sent.
         device: where tensors are wanted; None leaves them where they lie.
@@ -83,8 +85,8 @@ def export_weights(
 
     Raises:
         ConfigError: no such layout or convention; a model without names in the layout; experts
-            that have no gate, or that expert tensor parallelism cuts into parts with global scales
-            of their own.
+            that have no gate, or that expert tensor parallelism cuts into parts with scales, or
+            global scales, of their own.
         LayoutError: gate and up, or parts of an expert on two ranks, share a block of scales; or
             no rank has grouped experts.
         StateError: weights are on the host, or their gather would overwrite gradients that no step

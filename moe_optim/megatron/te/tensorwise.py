@@ -18,6 +18,15 @@ from moe_optim.kernels.tensorwise import ScaledWeight, TensorwiseTable
 from moe_optim.megatron.te.fields import has_scale_a_tensor
 from moe_optim.places import Attributes
 
+
+def codes_and_scale(weight: Any) -> tuple[Tensor, Tensor]:
+    """Return the E4M3 codes of a weight, uint8 [R, C], and what they are multiplied by, fp32 [1].
+
+    Views of what the weight has; on ``meta`` where it is there.
+    """
+    return weight._data, weight._scale_inv.view(1)
+
+
 _CAPTURED: set[FinishTable] = set()
 """What launches of a CUDA graph read at every replay, long after it was last asked for."""
 

@@ -107,6 +107,7 @@ LEFT = {  # weights with one scale, which Megatron gathers
     "stock": Run("tensorwise", (*OVERLAP,), (("plugin", False),)),
     "left": Run("tensorwise", (), (("step", "stock"),)),
     "left, fused": Run("tensorwise", (), (("step", "fused"),)),
+    "left, fused, cut": Run("tensorwise", CUT, (("step", "fused"),)),
     "left, resumed": Run("tensorwise", (), (("step", "stock"),), "left"),
     "left, fused, resumed": Run("tensorwise", (*OVERLAP,), (("step", "fused"),), "left, fused"),
 }
@@ -313,7 +314,7 @@ def test_a_fused_step_casts_them_itself(found):
     casts = {name: [rank["stocks_casts"] for rank in found[name].ranks] for name in LEFT}
     assert all(of_rank == of_ranks[0] for of_ranks in casts.values() for of_rank in of_ranks)
     [once] = casts["left, fused, resumed"][0]
-    assert casts["left, fused"][0] == []
+    assert casts["left, fused"][0] == casts["left, fused, cut"][0] == []
     assert casts["left"][0] == casts["stock"][0] == [once] * 4
     assert casts["left, resumed"][0] == [once] * 3
 
@@ -325,21 +326,39 @@ def test_weights_that_are_left_to_megatron_resume_to_the_bit(name, found):
 
 @pytest.mark.parametrize("name", [name for name in LEFT if name != "stock"])
 def test_weights_that_are_left_to_megatron_are_those_of_the_masters(name, found):
-    """Cast with the amax of the whole weight, on every rank, after training and after a load; and
-    exported as these values."""
+    """Cast with the amax of the whole weight, on every rank, after training and after a load."""
     for rank in found[name].ranks:
         assert rank["weights"]
-        exported = exported_experts(rank["exported"])
         for key, weight in rank["weights"].items():
             assert weight["class"] == "Float8Tensor"
-            master = weight["master"].bfloat16().float()
-            scale = 448.0 / master.abs().max()
-            want = (master * scale).to(torch.float8_e4m3fn).float() * (1.0 / scale)
+            codes, inverse = cast_to_one_scale(weight["master"][0])
             (fields,) = weight["fields"]
-            assert_bytes_equal(fields["values"], want[0].bfloat16(), what=key)
+            assert_bytes_equal(fields["values"], (codes.float() * inverse).bfloat16(), what=key)
+
+
+@pytest.mark.parametrize("name", [n for n in LEFT if n != "stock" and LEFT[n].flags != CUT])
+def test_weights_that_are_left_to_megatron_are_exported_as_they_are(name, found):
+    """Codes, and the scale for each row."""
+    for rank in found[name].ranks:
+        exported = exported_experts(rank["exported"])
+        for key, weight in rank["weights"].items():
+            codes, inverse = cast_to_one_scale(weight["master"][0])
             layer, linear, number = EXPERT.search(key).groups()
-            (given,) = exported[layer, linear][int(number)].values()
-            assert_bytes_equal(given, want[0].bfloat16(), what=f"exported {key}")
+            want = {"weight": codes, "weight_scale": inverse.expand(len(codes), 1)}
+            assert_same_tensors(exported[layer, linear][int(number)], want, what=key)
+
+
+@pytest.mark.skipif(RANKS != 2, reason="two ranks share every expert")
+def test_parts_with_a_scale_each_are_not_exported_as_one_expert(found):
+    for rank in found["left, fused, cut"].ranks:
+        assert "linear_fc1: expected one scale an expert" in rank["exported"]
+
+
+def cast_to_one_scale(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return E4M3 codes of a weight, and what they are multiplied by."""
+    values = master.bfloat16().float()
+    scale = 448.0 / values.abs().max()
+    return (values * scale).to(torch.float8_e4m3fn), 1.0 / scale
 
 
 def exported_experts(given: dict[str, torch.Tensor]) -> dict[tuple[str, str], list[Any]]:
