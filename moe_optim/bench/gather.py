@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
         arguments = (args.ranks, args.format, args.shape_set, str(rows))
         spawn(_rank, arguments, nprocs=args.ranks)
         report = {
-            **begin_report(_command(args), on_gpu=bool(gpus)),
+            **begin_report(_command(args), on_gpu=bool(gpus), ranks=args.ranks),
             "rows": json.loads(rows.read_text()),
         }
     if args.json:

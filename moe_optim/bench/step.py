@@ -195,14 +195,15 @@ def _report(
     from moe_optim.console.provenance import begin_report
 
     argv = megatron_argv(args, recipe, "stock")
+    ranks = args.ranks or recipe.ranks
     return {
-        **begin_report(_command(args), on_gpu=torch.cuda.is_available()),
+        **begin_report(_command(args), on_gpu=torch.cuda.is_available(), ranks=ranks),
         "workload": {
             "recipe": str(recipe.path),
             "format": spell_format(recipe.moe_optim.format, argv),
             "portable_experts": last_value(argv, "--transformer-impl") == "local",
             "clip_grad": float(last_value(argv, "--clip-grad") or CLIP_GRAD),
-            "ranks": args.ranks or recipe.ranks,
+            "ranks": ranks,
             "iterations": args.iterations - WARM_UP,
             "rounds": args.rounds,
             "deterministic": args.deterministic,

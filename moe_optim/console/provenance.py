@@ -10,26 +10,34 @@ from typing import Any
 from moe_optim.environment import find_gpus, find_versions
 
 
-def begin_report(command: str, *, on_gpu: bool) -> dict[str, Any]:
+def begin_report(command: str, *, on_gpu: bool, ranks: int = 1) -> dict[str, Any]:
     """Return what a report of measured figures begins with: who wants to measure again needs it.
 
     Args:
         command: that measures the same.
         on_gpu: whether GPUs measure, or the CPU.
+        ranks: that measure, each with a GPU of its own.
 
     Returns:
         ``command``, ``commit``, ``device`` and ``versions``, for JSON.
     """
-    return {"command": command, **describe_environment(on_gpu=on_gpu)}
+    return {"command": command, **describe_environment(on_gpu=on_gpu, ranks=ranks)}
 
 
-def describe_environment(*, on_gpu: bool) -> dict[str, Any]:
+def describe_environment(*, on_gpu: bool, ranks: int = 1) -> dict[str, Any]:
     """Return ``commit``, ``device`` and ``versions``: the code, what computes, and with what."""
     return {
         "commit": commit(),
-        "device": find_gpus()[0].name if on_gpu else describe_cpu(),
+        "device": _describe_gpus(ranks) if on_gpu else describe_cpu(),
         "versions": find_versions(),
     }
+
+
+def _describe_gpus(count: int) -> str:
+    """Return which GPUs the first ones are, with their number if there are several."""
+    used = [gpu.name for gpu in find_gpus()][:count]
+    alike = {name: used.count(name) for name in used}
+    return ", ".join(f"{n} x {name}" if n > 1 else name for name, n in alike.items())
 
 
 def describe_cpu() -> str:

@@ -45,7 +45,9 @@ def setup_model_and_optimizer(
     description = describe_model(model, optimizer)
     if folder and dist.get_rank() == 0:
         description["rank0"] = asdict(describe(model, optimizer))
-        description["environment"] = describe_environment(on_gpu=not trains_on_cpu())
+        description["environment"] = describe_environment(
+            on_gpu=not trains_on_cpu(), ranks=dist.get_world_size()
+        )
         path = Path(folder).parent / "model.json"
         path.write_text(json.dumps(description, indent=2) + "\n")
     return model, optimizer, scheduler

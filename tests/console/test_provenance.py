@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import platform
+from types import SimpleNamespace
 
 import pytest
 
@@ -34,3 +35,14 @@ def test_a_report_begins_with_all_that_measuring_again_needs():
         released = importlib.metadata.version(name).partition("+")[0]  # a checkout's has a commit
         assert report["versions"][name].partition("+")[0] == released
     assert {"moe_optim", "python"} < report["versions"].keys()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [(1, "H200"), (2, "2 x H200"), (3, "2 x H200, H100"), (8, "2 x H200, H100")],
+)
+def test_a_report_names_the_gpus_of_its_ranks(ranks, said, monkeypatch):
+    """As many as this machine has of them."""
+    gpus = [SimpleNamespace(name=name) for name in ("H200", "H200", "H100")]
+    monkeypatch.setattr(provenance, "find_gpus", lambda: gpus)
+    assert provenance.describe_environment(on_gpu=True, ranks=ranks)["device"] == said

@@ -282,7 +282,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--pairs: expected words of {'; '.join(PAIRS)}, got {args.pairs}")
     sides = list(dict.fromkeys(side for pair in pairs.values() for side in pair.sides))
     command = shlex.join(["python", "-m", "tests.upstream.flags", *words])
-    report = begin_report(command, on_gpu=not args.cpu)
+    report = begin_report(command, on_gpu=not args.cpu, ranks=args.ranks)
     with tempfile.TemporaryDirectory(prefix="flags-") as folder:
         for name in SCRIPT:
             shutil.copy2(args.megatron_lm / name, folder)
