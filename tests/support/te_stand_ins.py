@@ -57,11 +57,17 @@ class Float8Quantizer:
 class Float8CurrentScalingQuantizer:
     """Named as the class it stands for: scales of the last amax."""
 
+    dtype = SimpleNamespace(name="kFloat8E4M3")
+    force_pow_2_scales = False
+    amax_epsilon = 0.0
+
 
 class Float8Tensor:
     """Named as the class it stands for: bytes [R, C] and one scale."""
 
     device = torch.device("cpu")
+    dtype = torch.bfloat16
+    _transpose_invalid = True
 
     def __init__(self, master: torch.Tensor, quantizer: object) -> None:
         self.shape = master.shape
