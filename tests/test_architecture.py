@@ -41,7 +41,7 @@ megatron/optimizer
 megatron/launch
 megatron/bridge megatron
 train
-bench bench/export bench/offload plan report
+bench bench/export bench/offload bench/te plan report
 .
 cli
 """.strip().splitlines()

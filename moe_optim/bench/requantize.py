@@ -6,7 +6,7 @@ from fractions import Fraction
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from moe_optim.bench.cases import Case
+from moe_optim.bench.cases import Case, Owned
 from moe_optim.bench.timing import host_us, median_ms, nothing, release, temporary_bytes
 from moe_optim.layout.traffic import (
     finish_bytes,
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-    from moe_optim.bench.te_cast import MasterCast
+    from moe_optim.bench.te.cast import MasterCast
     from moe_optim.formats import Direction, QuantizedWeight
     from moe_optim.kernels.member_table import MemberTable, TableEntry
 
@@ -70,11 +70,11 @@ def measure(case: Case, speed: float, group: "ProcessGroup | None") -> Iterator[
         makers.append(_after_gather)
     makers += [partial(_step, moments="fp32"), partial(_step, moments="bf16"), _norm, _health]
     for make in makers:
-        yield _measure(make(case, group), case, speed)
+        yield measure_job(make(case, group), case, speed)
         release(case.device)
 
 
-def _measure(job: Job, case: Case, speed: float) -> Row:
+def measure_job(job: Job, case: Owned, speed: float) -> Row:
     """Compile, compare bytes with the peer if there is one, then time both by turns."""
     job.run()
     if job.peer is not None:
@@ -86,7 +86,7 @@ def _measure(job: Job, case: Case, speed: float) -> Row:
     floor = float(job.floor_bytes) / speed
     te_ms = te[0] if te else None
     return {
-        "format": case.format.name,
+        "format": case.name,
         "work": job.work,
         "shape_set": case.label,
         "shard": f"1/{case.shard}",
@@ -108,7 +108,7 @@ def _from_fp32(case: Case, group: "ProcessGroup | None") -> Job:
 
     from moe_optim.kernels.member_table import MemberTable
 
-    entries = lay_out(case, _random(case, torch.float32).split(case.owned))
+    entries = lay_out(case, draw(case, torch.float32).split(case.owned))
     job = _requantization(case, MemberTable.build(entries))
     cast = _te_cast(case, entries, group)
     if cast is None:
@@ -122,7 +122,7 @@ def _from_bf16(case: Case, group: "ProcessGroup | None") -> Job:
 
     from moe_optim.kernels.member_table import MemberTable
 
-    memory = _random(case, torch.bfloat16)
+    memory = draw(case, torch.bfloat16)
     job = _requantization(
         case, MemberTable.build(lay_out(case, memory.split(case.owned)), consumed=memory)
     )
@@ -154,7 +154,7 @@ def _after_gather(case: Case, group: "ProcessGroup | None") -> Job:
     from moe_optim import ops
     from moe_optim.kernels.member_table import MemberTable
 
-    entries = lay_out(case, _random(case, torch.float32).split(case.owned), stored=True)
+    entries = lay_out(case, draw(case, torch.float32).split(case.owned), stored=True)
     table = MemberTable.build(entries)
     ops.requantize(table)
     job = Job(
@@ -181,7 +181,7 @@ def _step(case: Case, group: "ProcessGroup | None", moments: Literal["fp32", "bf
     from moe_optim.reference.adam import Hyper
 
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[moments]
-    masters = _random(case, torch.float32)
+    masters = draw(case, torch.float32)
     entries = lay_out(case, masters.split(case.owned))
     gradients = masters.mul(0.01).split(case.owned)
     states = [
@@ -218,7 +218,7 @@ def _step(case: Case, group: "ProcessGroup | None", moments: Literal["fp32", "bf
     cast = _te_cast(case, entries, group)
     if cast is None:
         return job
-    from moe_optim.bench.te_step import Step
+    from moe_optim.bench.te.step import Step
 
     step = Step(states, hyper, float(clips), cast)
     return replace(job, peer=step.run, check=step.check)
@@ -231,7 +231,7 @@ def _norm(case: Case, group: "ProcessGroup | None") -> Job:
     from moe_optim import ops
     from moe_optim.kernels.norm import Gradients, NormTable
 
-    gradients = _random(case, torch.float32).split(case.owned)
+    gradients = draw(case, torch.float32).split(case.owned)
     table = NormTable.build([Gradients(gradient) for gradient in gradients])
     job = Job(
         work=NORM,
@@ -242,7 +242,7 @@ def _norm(case: Case, group: "ProcessGroup | None") -> Job:
     )
     if group is None:
         return job
-    from moe_optim.bench.te_step import norm_of
+    from moe_optim.bench.te.step import norm_of
 
     return replace(job, peer=norm_of(gradients))
 
@@ -255,7 +255,7 @@ def _health(case: Case, group: "ProcessGroup | None") -> Job:
     from moe_optim.kernels.health import HealthEntry, HealthTable
     from moe_optim.kernels.member_table import MemberTable
 
-    entries = lay_out(case, _random(case, torch.float32).split(case.owned))
+    entries = lay_out(case, draw(case, torch.float32).split(case.owned))
     members = MemberTable.build(entries)
     ops.partial_amax(members)
     ops.encode(members)
@@ -276,14 +276,15 @@ def _health(case: Case, group: "ProcessGroup | None") -> Job:
 def _te_cast(
     case: Case, entries: "Sequence[TableEntry]", group: "ProcessGroup | None"
 ) -> "MasterCast | None":
-    from moe_optim.bench import te_cast
+    from moe_optim.bench.te import cast
 
-    if group is None or case.format.name not in te_cast.FORMATS:
+    if group is None or case.format.name not in cast.FORMATS:
         return None
-    return te_cast.MasterCast(entries, group)
+    return cast.MasterCast(entries, group)
 
 
-def _random(case: Case, dtype: "torch.dtype") -> "torch.Tensor":
+def draw(case: Owned, dtype: "torch.dtype") -> "torch.Tensor":
+    """Return random values for all that is owned, one expert behind the other."""
     import torch
 
     generator = torch.Generator(case.device).manual_seed(0)

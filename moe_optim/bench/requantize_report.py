@@ -5,13 +5,14 @@ import re
 import shlex
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any, get_args
 
 from rich.table import Table
 
-from moe_optim.bench.cases import SHAPE_SETS, Case
+from moe_optim.bench import tensorwise
+from moe_optim.bench.cases import SHAPE_SETS, Case, OneScaleCase
 from moe_optim.bench.requantize import Row, measure
 from moe_optim.bench.row_report import (
     begin_rows,
@@ -25,7 +26,8 @@ from moe_optim.console.files import require_writable
 from moe_optim.console.screen import print_table, results_console
 from moe_optim.errors import ConfigError
 
-FORMATS = tuple(name for name in get_args(Format) if name != "bf16")
+TENSORWISE = "tensorwise"
+FORMATS = (*(name for name in get_args(Format) if name != "bf16"), TENSORWISE)
 COLUMNS = {
     "format": "format",
     "work": "work",
@@ -44,8 +46,9 @@ def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
         "requantize",
         help="time of requantization beside the speed of a plain copy",
         description="Requantize experts in place, from fp32 masters and from gathered bf16, and "
-        "derive what follows from a gather. Every time stands beside the floor: the bytes that "
-        "have to move, at the speed of a copy in the same run.",
+        "derive what follows from a gather; tensorwise is FP8 with one scale a weight. Every time "
+        "stands beside the floor: the bytes that have to move, at the speed of a copy in the same "
+        "run.",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -102,21 +105,19 @@ def _check_against(device: str) -> None:
 
 
 def _rows(args: argparse.Namespace, device: str, speed: float) -> Iterator[Row]:
-    from moe_optim.bench import te_cast
+    from moe_optim.bench.te import cast
     from moe_optim.formats import get_format
 
     connection: AbstractContextManager[Any] = nullcontext()
     if args.against:
-        connection = te_cast.group_of_one()
-    cases = [
-        Case(format=get_format(name), shape_set=shape_set, shard=shard, device=device)
-        for shape_set in args.shape_set
-        for shard in args.shard
-        for name in args.format
-    ]
+        connection = cast.group_of_one()
     with connection as group:
-        for case in cases:
-            yield from measure(case, speed, group)
+        for shape_set, shard, name in product(args.shape_set, args.shard, args.format):
+            place: dict[str, Any] = {"shape_set": shape_set, "shard": shard, "device": device}
+            if name == TENSORWISE:
+                yield from tensorwise.measure(OneScaleCase(**place), speed, group)
+            else:
+                yield from measure(Case(format=get_format(name), **place), speed, group)
 
 
 def _command(args: argparse.Namespace) -> str:

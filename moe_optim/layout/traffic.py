@@ -27,6 +27,17 @@ def requantize_bytes(format: "BlockScaledFormat", numel: int, *, zeroed: bool) -
     return numel * (source + format.wire_bytes_per_element)
 
 
+def tensorwise_bytes(numel: int) -> int:
+    """Return the bytes that a cast to FP8 with one scale a weight has to move.
+
+    Masters are read for their amax, and once more for their codes.
+
+    Args:
+        numel: elements owned.
+    """
+    return numel * (2 * _MASTER + 1)
+
+
 def norm_bytes(numel: int, *, grad_bytes: int) -> int:
     """Return the bytes that the norm of gradients has to move, which it reads where they lie.
 

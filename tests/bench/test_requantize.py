@@ -74,7 +74,7 @@ def test_every_format_and_work_has_a_row_by_default(measure):
     assert report.keys() == KEYS
     assert report["versions"] == find_versions()
     names = [(row["format"], row["work"]) for row in report["rows"]]
-    assert names == list(product(FORMATS, WORK))
+    assert names == [*product(FORMATS, WORK), ("tensorwise", "fp32 to codes and scales")]
     for row in report["rows"]:
         assert row.keys() == ROW
         assert (row["shape_set"], row["shard"]) == ("small, 2 layers", "1/1")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe_optim import ops
-from moe_optim.bench.te_cast import check_bytes
+from moe_optim.bench.te.cast import check_bytes
 from moe_optim.errors import PatchError
 from moe_optim.formats import DIRECTIONS, FP8_BLOCK, MXFP8, QuantizedWeight
 from moe_optim.kernels.member_table import MemberTable, TableEntry

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moe_optim import ops
-from moe_optim.bench import te_cast
+from moe_optim.bench.te import cast as te_cast
 from moe_optim.errors import PatchError
 from moe_optim.formats import DIRECTIONS, FORMATS, FP8_BLOCK, MXFP8, QuantizedWeight
 from moe_optim.kernels.member_table import MemberTable, TableEntry

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe_optim import ops
-from moe_optim.bench.te_cast import group_of_one
+from moe_optim.bench.te.cast import group_of_one
 from moe_optim.kernels.tensorwise import ScaledWeight, TensorwiseTable
 from moe_optim.megatron.te.quantizer import import_error
 from moe_optim.megatron.te.tensorwise import TensorwiseCast, Transposes, can_cast

@@ -118,7 +118,7 @@ def _replace_tensorwise(module: Any) -> None:
 
     def update_quantized(_quantizer: Any, values: Tensor, weight: Any, **_: Any) -> Any:
         values = values.detach().bfloat16().float()
-        scale = 448.0 / values.abs().max()
+        scale = _quotient(448.0, values.abs().max())
         weight._data.copy_((values * scale).to(torch.float8_e4m3fn).view(torch.uint8))
         weight._scale_inv.copy_(1.0 / scale)
         weight._transpose_invalid = True
@@ -219,8 +219,13 @@ def _compute_scales(  # noqa: PLR0913  # arguments are Transformer Engine's
     """Write scales and their inverses for amaxes; weights of zeros keep a scale of 1."""
     assert not force_pow_2_scales and not amax_epsilon, "no recipe of these tests asks for it"
     for amax, scale, scale_inv in zip(*tensors, strict=True):
-        scale.copy_(torch.where(amax > 0, largest / amax, 1.0))
+        scale.copy_(torch.where(amax > 0, _quotient(largest, amax), 1.0))
         scale_inv.copy_(1.0 / scale)
+
+
+def _quotient(number: float, values: Tensor) -> Tensor:
+    """Return quotients rounded once; torch multiplies a number by rounded reciprocals."""
+    return torch.full_like(values, number) / values
 
 
 def _cast_shard(quantizer: Any, master: Tensor, weight: Any, **_: Any) -> Any:

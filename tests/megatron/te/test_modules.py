@@ -357,7 +357,8 @@ def test_parts_with_a_scale_each_are_not_exported_as_one_expert(found):
 def cast_to_one_scale(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return E4M3 codes of a weight, and what they are multiplied by."""
     values = master.bfloat16().float()
-    scale = 448.0 / values.abs().max()
+    amax = values.abs().max()
+    scale = torch.full_like(amax, 448.0) / amax  # rounded once, which `448.0 / amax` is not
     return (values * scale).to(torch.float8_e4m3fn), 1.0 / scale
 
 

@@ -1,6 +1,6 @@
 """Transformer Engine's own cast of master weights, to hold ours against: bytes and time."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -92,18 +92,35 @@ def check_bytes(entries: Sequence[TableEntry], weights: Sequence[Any], *, derive
     Raises:
         PatchError: some byte differs; the message names the plane.
     """
+    pairs = (
+        pair
+        for entry, weight in zip(entries, weights, strict=True)
+        for pair in _pairs(entry, weight, derived)
+    )
+    require_same(pairs, entries[0].target.format.name)
+
+
+def require_same(pairs: Iterable[tuple[str, Tensor, Tensor]], format: str) -> None:
+    """Check that both tensors of each pair have the same bytes.
+
+    Args:
+        pairs: what they are, ours, and Transformer Engine's.
+        format: for the error.
+
+    Raises:
+        PatchError: some byte differs; the message says of what, and how many.
+    """
     counts: dict[str, tuple[Tensor, int]] = {}
-    for entry, weight in zip(entries, weights, strict=True):
-        for name, ours, theirs in _pairs(entry, weight, derived):
-            differing, size = counts.get(name, (torch.zeros((), device=ours.device), 0))
-            unequal = (_as_bytes(ours) != _as_bytes(theirs)).sum()
-            counts[name] = (differing + unequal, size + ours.nbytes)
+    for name, ours, theirs in pairs:
+        differing, size = counts.get(name, (torch.zeros((), device=ours.device), 0))
+        unequal = (_as_bytes(ours) != _as_bytes(theirs)).sum()
+        counts[name] = (differing + unequal, size + ours.nbytes)
     for name, (differing, size) in counts.items():
         if differing:
             raise PatchError(
                 f"{name}: expected the bytes of Transformer Engine, got {int(differing)} of {size} "
-                f"that differ, in {entries[0].target.format.name}. Times of work that is not the "
-                "same are not compared; run the tests of the kernels."
+                f"that differ, in {format}. Times of work that is not the same are not compared; "
+                "run the tests of the kernels."
             )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from moe_optim.bench.te_cast import MasterCast
+from moe_optim.bench.te.cast import MasterCast
 from moe_optim.errors import PatchError
 from moe_optim.kernels.steps.table import AdamState
 from moe_optim.reference.adam import Hyper

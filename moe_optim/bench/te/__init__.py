@@ -1,0 +1,1 @@
+"""Transformer Engine's own casts and steps, to hold ours against: bytes and time."""
