@@ -63,12 +63,12 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         self._buckets: tuple[ManagedBucket, ...] = ()
         self._unmanaged: list[tuple[torch.nn.Parameter, Tensor]] | None = None
         self.host_states = HostStates([], 0.0)
-        self._leaves_weights = False
+        self.leaves_weights = False
         if self.is_stub_optimizer or self.ddp_config.use_megatron_fsdp:
             return
         self._buckets = managed_buckets(b for buffer in self.buffers for b in buffer.buckets)
-        # of all ranks that share the buffers alike, whoever owns a part
-        self._leaves_weights = any(map(is_left_to_megatron, self._parameters()))
+        # weights with one scale: of all ranks that share the buffers alike, whoever owns a part
+        self.leaves_weights = any(map(is_left_to_megatron, self._parameters()))
         self._groups = self._find_groups()
         self._managed_groups = [group for group in self._groups if group.managed]
         if self.knobs.offload_states:  # masters that Adam holds are none of Megatron's
@@ -251,7 +251,7 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         with self.updating():
             self.update.count_step()
             self.update.launch(clips)
-            if self._leaves_weights and not self.update.cast_left_weights():
+            if self.leaves_weights and not self.update.cast_left_weights():
                 super()._copy_main_params_to_model_params()
 
     @contextmanager
@@ -429,7 +429,7 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         Raises:
             NonFiniteError: some master is Inf or NaN; nothing has been gathered.
         """
-        if self._leaves_weights:
+        if self.leaves_weights:
             self._quantize_with_megatron()
         if self._buckets:
             check_masters(

@@ -260,7 +260,7 @@ class FusedUpdate:
     def _plan_cast(self) -> TensorwiseCast | None:
         """Return what casts the weights that Megatron gathers; None if that is left to it, too."""
         optimizer = self._optimizer
-        if not any(map(is_left_to_megatron, optimizer._parameters())):
+        if not optimizer.leaves_weights:
             return None
         weights, masters, starts = optimizer._get_fp8_params_and_shard_fp32_from_fp8()
         return TensorwiseCast(weights, masters, starts) if can_cast(weights) else None
