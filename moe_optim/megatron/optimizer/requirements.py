@@ -189,7 +189,7 @@ def _refused_settings(
         }
     if tensorwise:
         refused |= {
-            # the cast of masters allocates
+            # ranks reduce amaxes in the middle of the step; in a graph that was not tried
             f"--optimizer-cuda-graph with {_TENSORWISE}": config.optimizer_cuda_graph,
             f"moe_optim.record_amax with {_TENSORWISE}": knobs.record_amax,
             # their gathers are Megatron's, which shares that memory for MXFP8 alone

@@ -55,6 +55,7 @@ OVERLAP = ["--overlap-grad-reduce", "--overlap-param-gather"]
 UNTRAINED = ("--lr", "0", "--min-lr", "0", "--weight-decay", "0")
 CUT = ("--tensor-model-parallel-size", "2", "--expert-tensor-parallel-size", "2")
 CUT += ("--sequence-parallel", "--moe-ffn-hidden-size", "128")
+APART = ("--expert-model-parallel-size", "2", "--clip-grad", "0")
 SINGLE = {"experts": {"moe_single_grouped_weight": True}}
 GIVEN = ("before", "after")
 EXPERT = re.compile(r"layers\.(\d+)\..*(linear_fc\d)\.weight(\d*)")
@@ -111,13 +112,16 @@ LEFT = {  # weights with one scale, which Megatron gathers
     "left, resumed": Run("tensorwise", (), (("step", "stock"),), "left"),
     "left, fused, resumed": Run("tensorwise", (*OVERLAP,), (("step", "fused"),), "left, fused"),
 }
+ELSEWHERE = {  # the same, after a load at other parallel sizes, by step
+    step: Run("tensorwise", APART, (("step", step),), "left, fused") for step in ("stock", "fused")
+}
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """Return what every rank of every run saw, by the run's name."""
     root = tmp_path_factory.mktemp("runs")
-    runs = list_runs() | LEFT
+    runs = list_runs() | LEFT | {f"elsewhere, {step}": run for step, run in ELSEWHERE.items()}
     with ThreadPoolExecutor(AT_ONCE) as pool:  # those that others go on from come first
         for wave in (False, True):
             names = [name for name, run in runs.items() if bool(run.resumed_from) is wave]
@@ -322,6 +326,14 @@ def test_a_fused_step_casts_them_itself(found):
 @pytest.mark.parametrize("name", ["left", "left, fused"])
 def test_weights_that_are_left_to_megatron_resume_to_the_bit(name, found):
     assert found[f"{name}, resumed"].losses == later(found[name].losses)
+
+
+def test_weights_that_are_left_to_megatron_go_on_at_other_parallel_sizes(found):
+    """Experts apart, which shared them: the first loss is the uninterrupted run's, and both casts
+    give the same ones."""
+    stock, fused = (found[f"elsewhere, {step}"].losses for step in ELSEWHERE)
+    assert fused == stock
+    assert [rank[3] for rank in fused] == [rank[3] for rank in found["left, fused"].losses]
 
 
 @pytest.mark.parametrize("name", [name for name in LEFT if name != "stock"])
