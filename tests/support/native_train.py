@@ -178,16 +178,22 @@ def _assemble(model: list[Any], optimizer: Any) -> dict[str, torch.Tensor]:
     from megatron.core import parallel_state
 
     names = {p: name for chunk in model for name, p in chunk.module.named_parameters()}
-    mine = []
+    mine: dict[bool, list[Any]] = {True: [], False: []}  # by whether all ranks share the parameter
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         groups = zip(part.model_float16_groups, part.shard_fp32_from_float16_groups, strict=True)
         for params, shards in groups:
             for param, shard in zip(params, shards, strict=True):
                 start = part._get_model_param_range_map(param)["param"].start
-                mine.append((names[param], start, shard.detach().cpu()))
-    group = parallel_state.get_data_parallel_group()
-    everyone: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyone, mine, group=group)
+                is_shared = getattr(param, "allreduce", True)
+                mine[is_shared].append((names[param], start, shard.detach().cpu()))
+    everyone: list[Any] = []
+    for is_shared, group in (
+        (True, parallel_state.get_data_parallel_group()),
+        (False, parallel_state.get_expert_data_parallel_group()),
+    ):
+        gathered: list[Any] = [None] * group.size()
+        dist.all_gather_object(gathered, mine[is_shared], group=group)
+        everyone += gathered
     masters = {name: torch.full((p.numel(),), torch.nan) for p, name in names.items()}
     for name, start, shard in (one for shards in everyone for one in shards):
         masters[name][start : start + shard.numel()] = shard.view(-1)

@@ -55,7 +55,7 @@ OVERLAP = ["--overlap-grad-reduce", "--overlap-param-gather"]
 UNTRAINED = ("--lr", "0", "--min-lr", "0", "--weight-decay", "0")
 CUT = ("--tensor-model-parallel-size", "2", "--expert-tensor-parallel-size", "2")
 CUT += ("--sequence-parallel", "--moe-ffn-hidden-size", "128")
-APART = ("--expert-model-parallel-size", "2", "--clip-grad", "0")
+APART = ("--expert-model-parallel-size", "2")
 SINGLE = {"experts": {"moe_single_grouped_weight": True}}
 GIVEN = ("before", "after")
 EXPERT = re.compile(r"layers\.(\d+)\..*(linear_fc\d)\.weight(\d*)")
@@ -329,14 +329,16 @@ def test_weights_that_are_left_to_megatron_resume_to_the_bit(name, found):
 
 
 def test_weights_that_are_left_to_megatron_go_on_at_other_parallel_sizes(found):
-    """Experts apart, which shared them: the first loss is the uninterrupted run's, and both casts
-    give the same ones."""
-    stock, fused = (found[f"elsewhere, {step}"].losses for step in ELSEWHERE)
-    assert fused == stock
-    assert [rank[3] for rank in fused] == [rank[3] for rank in found["left, fused"].losses]
+    """Experts apart, which ranks shared: the first loss is that of the uninterrupted run."""
+    uninterrupted = [rank[3] for rank in found["left, fused"].losses]
+    for step in ELSEWHERE:
+        assert [rank[3] for rank in found[f"elsewhere, {step}"].losses] == uninterrupted
 
 
-@pytest.mark.parametrize("name", [name for name in LEFT if name != "stock"])
+CAST = [*(name for name in LEFT if name != "stock"), *(f"elsewhere, {step}" for step in ELSEWHERE)]
+
+
+@pytest.mark.parametrize("name", CAST)
 def test_weights_that_are_left_to_megatron_are_those_of_the_masters(name, found):
     """Cast with the amax of the whole weight, on every rank, after training and after a load."""
     for rank in found[name].ranks:
