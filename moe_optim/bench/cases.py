@@ -4,13 +4,18 @@ Every expert is a member of its own. A rank that owns 1/N of the weights owns th
 one: whole bands of blocks, at least one, so that no block waits for other ranks.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from moe_optim.formats import BlockScaledFormat
+
+
+TENSORWISE = "tensorwise"
+"""What Megatron calls FP8 with one scale a weight."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,54 +59,47 @@ MODELS: Mapping[str, ShapeSet] = MappingProxyType(
 """All experts of layers, for ranks to spread among them."""
 
 
-class Owned(Protocol):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Owned(ABC):
     """Weights, and how much of them a rank owns."""
 
-    @property
-    def name(self) -> str:
-        """What their format is called."""
-
-    @property
-    def label(self) -> str:
-        """The name of the shape set, and how many layers it has."""
-
-    @property
-    def shard(self) -> int:
-        """A rank owns 1/shard of every weight."""
-
-    @property
-    def owned(self) -> list[int]:
-        """Elements that the rank owns of every expert."""
-
-    @property
-    def device(self) -> str:
-        """Where they lie: ``cuda`` or ``cpu``."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
-    """Weights in one format, and how much of them a rank owns."""
-
-    format: "BlockScaledFormat"
     shape_set: str
     shard: int
     """A rank owns 1/shard of every weight."""
     device: str
 
     @property
+    @abstractmethod
     def name(self) -> str:
-        """What the format is called."""
-        return self.format.name
+        """What their format is called."""
+
+    @property
+    @abstractmethod
+    def owned(self) -> list[int]:
+        """Elements that the rank owns of every expert."""
 
     @property
     def label(self) -> str:
         """The name of the shape set, and how many layers it has."""
-        return label_of(self.shape_set)
+        layers = SHAPE_SETS[self.shape_set].layers
+        return f"{self.shape_set}, {layers} layer{'s' * (layers > 1)}"
 
     @property
     def members(self) -> list[tuple[int, int]]:
         """Rows and columns of every expert."""
         return SHAPE_SETS[self.shape_set].members
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case(Owned):
+    """Weights in one format, of which a rank owns whole blocks."""
+
+    format: "BlockScaledFormat"
+
+    @property
+    def name(self) -> str:
+        """What the format is called."""
+        return self.format.name
 
     @property
     def owned(self) -> list[int]:
@@ -110,39 +108,18 @@ class Case:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OneScaleCase:
-    """FP8 weights with one scale each, and how much of them a rank owns: whole rows."""
-
-    shape_set: str
-    shard: int
-    """A rank owns 1/shard of every weight."""
-    device: str
+class OneScaleCase(Owned):
+    """FP8 weights with one scale each, of which a rank owns whole rows."""
 
     @property
     def name(self) -> str:
         """What Megatron calls them."""
-        return "tensorwise"
-
-    @property
-    def label(self) -> str:
-        """The name of the shape set, and how many layers it has."""
-        return label_of(self.shape_set)
-
-    @property
-    def members(self) -> list[tuple[int, int]]:
-        """Rows and columns of every expert."""
-        return SHAPE_SETS[self.shape_set].members
+        return TENSORWISE
 
     @property
     def owned(self) -> list[int]:
         """Elements that the rank owns of every expert."""
         return [max(1, rows // self.shard) * cols for rows, cols in self.members]
-
-
-def label_of(shape_set: str) -> str:
-    """Return the name of a shape set, and how many layers it has."""
-    layers = SHAPE_SETS[shape_set].layers
-    return f"{shape_set}, {layers} layer{'s' * (layers > 1)}"
 
 
 def owned_rows(format: "BlockScaledFormat", rows: int, shard: int) -> int:

@@ -12,7 +12,7 @@ from typing import Any, get_args
 from rich.table import Table
 
 from moe_optim.bench import tensorwise
-from moe_optim.bench.cases import SHAPE_SETS, Case, OneScaleCase
+from moe_optim.bench.cases import SHAPE_SETS, TENSORWISE, Case, OneScaleCase
 from moe_optim.bench.requantize import Row, measure
 from moe_optim.bench.row_report import (
     begin_rows,
@@ -26,7 +26,6 @@ from moe_optim.console.files import require_writable
 from moe_optim.console.screen import print_table, results_console
 from moe_optim.errors import ConfigError
 
-TENSORWISE = "tensorwise"
 FORMATS = (*(name for name in get_args(Format) if name != "bf16"), TENSORWISE)
 COLUMNS = {
     "format": "format",

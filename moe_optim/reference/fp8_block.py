@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from moe_optim.formats import FP8_BLOCK, QuantizedWeight
+from moe_optim.reference import tensorwise
 from moe_optim.reference.blocks import (
     amax_of_columns,
     amax_of_runs,
@@ -50,11 +51,8 @@ def encode_scale(amax: Tensor) -> Tensor:
         fp32 of the same shape: the largest power of two up to 448 / amax, at most 2^127; 1 for an
         amax of zero, Inf or NaN.
     """
-    # Not `448 / amax`, which torch computes as a product with a rounded reciprocal.
-    quotient = torch.div(torch.full_like(amax, FP8_BLOCK.data_max), amax)
-    quotient = quotient.clamp(max=torch.finfo(torch.float32).max)
-    power = (quotient.view(torch.int32) & 0x7F800000).view(torch.float32)
-    return power.masked_fill((amax == 0) | ~amax.isfinite(), 1.0)
+    power = tensorwise.encode_scale(amax).view(torch.int32) & 0x7F800000
+    return power.view(torch.float32)
 
 
 def _quantize_padded_into(master: Tensor, out: QuantizedWeight) -> None:
