@@ -239,7 +239,6 @@ def _require(args: argparse.Namespace) -> None:
         "--num-experts": args.num_experts,
         "--moe-ffn-hidden-size": args.moe_ffn_hidden_size or args.ffn_hidden_size,
         "--bf16": args.bf16,
-        "--use-distributed-optimizer": args.use_distributed_optimizer,
         "--swiglu or --quick-geglu": args.swiglu or args.quick_geglu,
     }
     for flag, value in needed.items():

@@ -689,11 +689,6 @@ REFUSED = {  # changes -> error, what it names
     "no hidden size": ({"hidden_size": None}, ConfigError, "expected --hidden-size, got none"),
     "no gate": ({"swiglu": None}, ConfigError, "expected --swiglu or --quick-geglu"),
     "no bf16": ({"bf16": None}, ConfigError, "expected --bf16"),
-    "no shards": (
-        {"use_distributed_optimizer": None},
-        ConfigError,
-        "expected --use-distributed-optimizer",
-    ),
     "experts that do not divide": (
         {"expert_model_parallel_size": 3},
         ConfigError,

@@ -52,6 +52,7 @@ def pretrain(
     observe: Callable[[list[Any], Any], Any] | None = None,
     after_step: Callable[[int, list[Any], Any], None] | None = None,
     after_setup: Callable[[list[Any], Any], None] | None = None,
+    without: Sequence[str] = (),
 ) -> Record:
     """Train, on the CPU where there is no GPU, and return what happened.
 
@@ -64,6 +65,7 @@ def pretrain(
         observe: called with model chunks and optimizer at the end; its result is ``extra``.
         after_step: called after every training step with its number (1-based), chunks, optimizer.
         after_setup: called once with chunks and optimizer, before the first step.
+        without: words of MODEL to leave out.
     """
     from moe_optim.megatron import installation
     from moe_optim.megatron.launch import cpu_runtime
@@ -82,8 +84,10 @@ def pretrain(
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as events,
         contextlib.suppress(SystemExit),
     ):
-        train([*MODEL, *flags, "--tensorboard-dir", f"{events}/tb"])
-    _record_state(record, *built)
+        model = [word for word in MODEL if word not in without]
+        train([*model, *flags, "--tensorboard-dir", f"{events}/tb"])
+    if built:  # else Megatron has converted a checkpoint, and ended there
+        _record_state(record, *built)
     if observe is not None:
         record.extra = observe(*built)
     return record
@@ -160,6 +164,8 @@ def _watch(
 def _record_state(record: Record, model: list[Any], optimizer: Any) -> None:
     parts = optimizer.chained_optimizers
     record.classes = {type(part).__name__ for part in parts}
+    if record.classes == {"Float16OptimizerWithFloat16Params"}:
+        return  # it shards nothing
     names = {param: name for name, param in named_parameters(model)}
     for part in parts:
         if part.is_stub_optimizer:

@@ -4,8 +4,8 @@
         [--launches PATH ...] [--json FILE] [--totals FILE]
 
 ``--bridge`` is a folder with the unpacked package ``megatron/bridge``, by default
-``MEGATRON_BRIDGE_PATH``; ``--megatron-lm`` a checkout with ``examples/moe_recipes``, by default
-``MEGATRON_LM_PATH``; ``--launches`` checkouts of what launches Megatron, such as slime and miles,
+``MEGATRON_BRIDGE_PATH``; ``--megatron-lm`` a checkout with ``examples/moe_recipes`` and
+``tests/functional_tests``, by default ``MEGATRON_LM_PATH``; ``--launches`` checkouts of what launches Megatron, such as slime and miles,
 each called by the name of its folder. Nothing is built, and neither a GPU nor Transformer Engine is
 needed. The knob ``format`` is what the recipe keeps its weights in, and ``auto`` where that is none
 of ours. Exit status: 1 if a recipe could not be read.
@@ -205,12 +205,15 @@ def _settle_bridge(config: Any) -> tuple[Any, Any, Any]:
 # Megatron-LM
 
 
+TRAINING = {"--train-iters", "--train-samples"}
+
+
 def megatron_lm_answers(checkout: Path) -> list[Answer]:
     """Answer for every file of ``examples/moe_recipes``."""
     folder = checkout / "examples/moe_recipes"
     return [
         answered(
-            lambda path=path: _settle_megatron_lm(path),
+            lambda path=path: _settle_arguments(_read_yaml(path)["ARGS"]),
             source="Megatron-LM",
             family=path.relative_to(folder).parts[0],
             name=str(path.relative_to(folder).with_suffix("")),
@@ -219,13 +222,37 @@ def megatron_lm_answers(checkout: Path) -> list[Answer]:
     ]
 
 
-def _settle_megatron_lm(path: Path) -> tuple[Any, Any, Any]:
-    """Return optimizer, DDP and model that the arguments of a file ask for."""
-    return _settle_arguments(yaml.safe_load(path.read_text(encoding="utf-8"))["ARGS"])
+def functional_test_answers(checkout: Path) -> list[Answer]:
+    """Answer for every file of ``tests/functional_tests`` that trains a model with experts."""
+    folder = checkout / "tests/functional_tests/test_cases"
+    found = {path: _read_yaml(path).get("MODEL_ARGS") or {} for path in _model_configs(folder)}
+    return [
+        answered(
+            lambda flags=flags: _settle_arguments(_without_dashes(flags)),
+            source="Megatron-LM's functional tests",
+            family=path.relative_to(folder).parts[0],
+            name=str(path.parent.relative_to(folder)),
+        )
+        for path, flags in found.items()
+        if flags.get("--num-experts") and not TRAINING.isdisjoint(flags)
+    ]
+
+
+def _model_configs(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("model_config.yaml"))
+
+
+def _without_dashes(flags: Mapping[str, Any]) -> dict[str, Any]:
+    return {flag.removeprefix("--"): value for flag, value in flags.items()}
+
+
+def _read_yaml(path: Path) -> Any:
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
 
 
 def _settle_arguments(given: Mapping[str, Any]) -> tuple[Any, Any, Any]:
-    values = _arguments(given)
+    """Return optimizer, DDP and model that arguments ask for, the plug-in's flag among them."""
+    values = _arguments({**given, "use_distributed_optimizer": True})  # as it implies
     values |= {
         "cuda_graph_impl": full_iteration(values["cuda_graph_impl"], given.get("cuda_graph_scope")),
         "fp8_param": values["fp8_param_gather"],
@@ -239,7 +266,7 @@ def _settle_arguments(given: Mapping[str, Any]) -> tuple[Any, Any, Any]:
 
 # What launches Megatron elsewhere
 
-OF_LAUNCHERS = {"use_distributed_optimizer": True, "bf16": True}
+OF_LAUNCHERS = {"bf16": True}
 """What slime and miles give Megatron where their command line does not."""
 
 
@@ -392,6 +419,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     answers: list[Answer] = []
     if args.megatron_lm:
         answers += megatron_lm_answers(args.megatron_lm)
+        answers += functional_test_answers(args.megatron_lm)
     if args.bridge:
         answers += bridge_answers(args.bridge, args.families)
     for checkout in args.launches:

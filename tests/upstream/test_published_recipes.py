@@ -157,6 +157,14 @@ EXAMPLES = {
     "b/gb200/gathers_bf16.yaml": f"{ARGS}  fp8_recipe: mxfp8\n  fp8_param_gather: false\n",
     "b/gb200/broken.yaml": "no arguments",
 }
+FUNCTIONAL_TESTS = {
+    "moe/trains/model_config.yaml": "MODEL_ARGS: {--num-experts: 8, --train-iters: 50}",
+    "moe/shards/model_config.yaml": "MODEL_ARGS: {--num-experts: 8, --train-samples: 9, "
+    "--use-megatron-fsdp: true}",
+    "moe/serves/model_config.yaml": "MODEL_ARGS: {--num-experts: 8}",
+    "gpt/dense/model_config.yaml": "MODEL_ARGS: {--train-iters: 50}",
+    "gpt/stages/model_config.yaml": "MODEL_ARGS:",
+}
 
 
 def _read_megatron_lm(checkout: Path, report: Path) -> tuple[int, str]:
@@ -177,6 +185,7 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, dict[s
     """Exit status, what is printed, and the report by name."""
     folder = tmp_path_factory.mktemp("megatron-lm")
     _write(folder / "examples/moe_recipes", EXAMPLES)
+    _write(folder / "tests/functional_tests/test_cases", FUNCTIONAL_TESTS)
     status, printed = run_ranks(1, _read_megatron_lm, folder, folder / "report.json")[0]
     report = {
         one["name"]: one for one in json.loads((folder / "report.json").read_text())["recipes"]
@@ -187,7 +196,8 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, dict[s
 def test_arguments_of_another_megatron_are_passed_over(examples):
     """Flags, and values of flags, that the installed one does not take."""
     _, _, report = examples
-    kept = {name: one["kept"] for name, one in report.items() if not one["unread"]}
+    examples = [one for one in report.values() if one["source"] == "Megatron-LM"]
+    kept = {one["name"]: one["kept"] for one in examples if not one["unread"]}
     assert kept == {
         "a/h100/blockwise": "blockwise",
         "a/gb200/sgd": "mxfp8",
@@ -204,6 +214,14 @@ def test_counts_are_of_what_passes_is_refused_and_is_unread(examples):
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in printed.splitlines()]
     for kept, counts in {"blockwise": "1100", "mxfp8": "1010", "unknown": "1001"}.items():
         assert ["Megatron-LM", kept, *counts] in rows
+
+
+def test_command_lines_of_functional_tests_that_train_experts_are_asked(examples):
+    """With the plug-in's flag added, which implies that of Megatron's distributed optimizer."""
+    _, _, report = examples
+    source = "Megatron-LM's functional tests"
+    refused = {name: one["refused"] for name, one in report.items() if one["source"] == source}
+    assert refused == {"moe/trains": [], "moe/shards": ["--use-megatron-fsdp"]}
 
 
 def _graph_settings() -> list[str]:

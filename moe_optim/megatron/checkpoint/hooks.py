@@ -40,6 +40,7 @@ from moe_optim.megatron.checkpoint.flat_states import (
     flat_states_to_load,
     require_same_interleave,
 )
+from moe_optim.megatron.checkpoint.undistributed_states import find_masters, say_how_states_lie
 from moe_optim.megatron.checkpoint.unmarked_states import manifest_of_unmarked
 from moe_optim.megatron.experts.amax import OptionalShardedTensor
 from moe_optim.megatron.experts.calibrated_entry import CalibratedEntry
@@ -193,12 +194,14 @@ def load_common_state_dict(checkpoint_dir: str | Path) -> Any:
     try:
         stored = TorchDistReader(folder)
         _require_plain(stored, [stored.common_key] if stored.common_key else [])
-        return original(f"{_CORE}:load_common_state_dict")(checkpoint_dir)
+        common = original(f"{_CORE}:load_common_state_dict")(checkpoint_dir)
     except LayoutError:
         raise
     except Exception:  # whatever damaged bytes make of themselves: say which, if it was they
         require_intact(folder, thorough=True)
         raise
+    say_how_states_lie(common, stored)
+    return common
 
 
 def _check(folder: Path, group: Any) -> TorchDistReader:
@@ -278,6 +281,7 @@ def _resolve(sharded_state_dict: Any, stored: TorchDistReader) -> None:
             saved = StateManifest.from_dict(stored.read_object(key), key)
             require_same_interleave(asked.optimizer, saved, str(checkpoint), is_flat=asked.is_flat)
         if not asked.is_flat:
+            find_masters(state["param_state"], stored)
             continue
         own = _find_key(manifests, request, checkpoint)
         key, saved = (

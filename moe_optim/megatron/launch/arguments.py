@@ -4,14 +4,26 @@ They are read from the command line itself and not from Megatron's ``args``: ``-
 those after parsing, and ``--use-checkpoint-args`` overwrites some of them.
 """
 
-from argparse import ArgumentParser
+from argparse import Action, ArgumentParser, Namespace
 from collections.abc import Sequence
+from typing import Any
 
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError
 from moe_optim.recipes import load_recipe
 
 FLAG = "--use-moe-grouped-optim"
+
+
+class _SwitchOn(Action):
+    """Turns the plug-in on, and Megatron's distributed optimizer, which that of the plug-in is."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, nargs=0, default=False, **kwargs)
+
+    def __call__(self, _parser: ArgumentParser, args: Namespace, *_: Any) -> None:
+        setattr(args, self.dest, True)
+        args.use_distributed_optimizer = True
 
 
 def add_moe_optim_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -24,8 +36,9 @@ def add_moe_optim_arguments(parser: ArgumentParser) -> ArgumentParser:
     group = parser.add_argument_group(title="moe_optim")
     group.add_argument(
         FLAG,
-        action="store_true",
-        help="Keep expert weights quantized and train them with moe_optim's distributed optimizer.",
+        action=_SwitchOn,
+        help="Keep expert weights quantized and train them with moe_optim's distributed optimizer. "
+        "Implies --use-distributed-optimizer.",
     )
     group.add_argument(
         "--moe-optim-recipe",

@@ -8,7 +8,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from moe_optim.checkpoints.manifests.state_manifest import MANIFEST, StateManifest
-from moe_optim.errors import ConfigError, StateError
+from moe_optim.errors import ConfigError, LayoutError, StateError
 from moe_optim.megatron.active import config_in_force
 from moe_optim.megatron.agreement import agree
 from moe_optim.megatron.checkpoint.expert_entries import with_members
@@ -132,7 +132,8 @@ class CheckpointedOptimizer(DistributedOptimizer):
             raise ConfigError(
                 "optimizer.sharded_state_dict: metadata['distrib_optim_sharding_type']: expected "
                 f"dp_reshardable or fully_reshardable, got {chosen}. Megatron no longer saves "
-                "fully_sharded_model_space; give one of the two."
+                "fully_sharded_model_space; give one of the two, or --no-load-optim where it is a "
+                "checkpoint that names none."
             )
         if not is_loading and not self.knobs.save_nonfinite:
             check_masters(self, _NOT_SAVED)
@@ -241,8 +242,17 @@ class CheckpointedOptimizer(DistributedOptimizer):
 
         Raises:
             LayoutError: flat states whose experts lie otherwise than here, which were loaded by
-                other means than ``dist_checkpointing.load``.
+                other means than ``dist_checkpointing.load``; or states that ``--ckpt-format torch``
+                has saved without ``--use-distributed-optimizer``.
         """
+        if "fp32_from_fp16_params" in state_dict:
+            raise LayoutError(
+                "optimizer.load_state_dict: expected states of a distributed optimizer, got whole "
+                "ones, as --ckpt-format torch saves them without --use-distributed-optimizer. Take "
+                "the checkpoint to torch_dist by a run without the plug-in (--ckpt-convert-format "
+                "torch_dist --ckpt-convert-save DIR), and load DIR/torch_dist; or give "
+                "--no-load-optim."
+            )
         state_dict = dict(state_dict)
         saved = state_dict.pop(MANIFEST, None)
         if saved is not None:

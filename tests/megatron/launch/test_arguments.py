@@ -14,7 +14,7 @@ from moe_optim.megatron.launch.arguments import add_moe_optim_arguments, request
 from tests.support.ranks import run_ranks
 
 SURFACE = {  # flag -> action, what it takes, default
-    "--use-moe-grouped-optim": ("_StoreTrueAction", None, False),
+    "--use-moe-grouped-optim": ("_SwitchOn", None, False),
     "--moe-optim-recipe": ("_StoreAction", "PATH", None),
     "--moe-optim-set": ("_AppendAction", "KEY=VALUE", []),
 }
@@ -56,6 +56,16 @@ def test_every_flag_has_help_of_its_own_group():
 def test_the_parser_is_returned_as_megatrons_hook_wants_it():
     parser = argparse.ArgumentParser()
     assert add_moe_optim_arguments(parser) is parser
+
+
+@pytest.mark.parametrize("is_given", [True, False], ids=["with the flag", "without it"])
+def test_the_flag_implies_megatrons_distributed_optimizer(is_given):
+    """Wherever the two stand among others, and where the second is not given at all."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--use-distributed-optimizer", action="store_true")
+    add_moe_optim_arguments(parser)
+    args = parser.parse_args([FLAG] * is_given)
+    assert args.use_moe_grouped_optim == args.use_distributed_optimizer == is_given
 
 
 # What a command line asks for
