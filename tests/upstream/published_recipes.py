@@ -5,10 +5,10 @@
 
 ``--bridge`` is a folder with the unpacked package ``megatron/bridge``, by default
 ``MEGATRON_BRIDGE_PATH``; ``--megatron-lm`` a checkout with ``examples/moe_recipes`` and
-``tests/functional_tests``, by default ``MEGATRON_LM_PATH``; ``--launches`` checkouts of what launches Megatron, such as slime and miles,
-each called by the name of its folder. Nothing is built, and neither a GPU nor Transformer Engine is
-needed. The knob ``format`` is what the recipe keeps its weights in, and ``auto`` where that is none
-of ours. Exit status: 1 if a recipe could not be read.
+``tests/functional_tests``, by default ``MEGATRON_LM_PATH``; ``--launches`` checkouts of what
+launches Megatron, such as slime and miles, each called by the name of its folder. Nothing is built,
+and neither a GPU nor Transformer Engine is needed. The knob ``format`` is what the recipe keeps its
+weights in, and ``auto`` where that is none of ours. Exit status: 1 if a recipe could not be read.
 """
 
 import argparse

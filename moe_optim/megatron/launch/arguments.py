@@ -18,10 +18,10 @@ FLAG = "--use-moe-grouped-optim"
 class _SwitchOn(Action):
     """Turns the plug-in on, and Megatron's distributed optimizer, which that of the plug-in is."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, nargs=0, default=False, **kwargs)
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:
+        super().__init__(option_strings, dest, nargs=0, default=False, help=help)
 
-    def __call__(self, _parser: ArgumentParser, args: Namespace, *_: Any) -> None:
+    def __call__(self, parser: ArgumentParser, args: Namespace, *_: Any) -> None:
         setattr(args, self.dest, True)
         args.use_distributed_optimizer = True
 
