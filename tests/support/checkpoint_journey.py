@@ -276,6 +276,44 @@ class Journey:
         self.optimizer.load_state_dict(loaded["optimizer"])
         return self
 
+    def keep(self, algo: str) -> "Journey":
+        """Keep weights and states in memory, as a local checkpoint does. Every rank must call it.
+
+        Args:
+            algo: ``atomic``, or ``fully_parallel``, where replicas keep parts of each other's.
+        """
+        _pretend_resiliency()
+        from megatron.core.dist_checkpointing.tensor_aware_state_dict import (
+            MCoreTensorAwareStateDict,
+        )
+
+        self.kept, _ = MCoreTensorAwareStateDict.from_state_dict(
+            self._local_state(), algo=algo, parallelization_group=self.groups.dp_cp
+        )
+        self.kept.copy_tensors_to_cpu()
+        return self
+
+    def restore(self, algo: str) -> "Journey":
+        """Load what :meth:`keep` has kept. Every rank must call it."""
+        state = self.kept.to_state_dict(
+            self._local_state(is_loading=True),
+            algo=algo,
+            parallelization_group=self.groups.dp_cp,
+        )
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        return self
+
+    def _local_state(self, **more: Any) -> dict[str, Any]:
+        metadata = {
+            "distrib_optim_sharding_type": "dp_reshardable",  # Megatron's for local ones
+            "chained_optim_avoid_prefix": True,
+            "dp_cp_group": self.groups.dp_cp,
+        }
+        model = self.model.sharded_state_dict(metadata=metadata)
+        states = self.optimizer.sharded_state_dict(model, metadata=metadata, **more)
+        return {"model": model, "optimizer": states}
+
     def load_weights(self, folder: Path) -> "Journey":
         """Load the weights alone. Every rank must call it."""
         from megatron.core import dist_checkpointing
@@ -295,6 +333,13 @@ class Journey:
                 assert torch.equal(got, want.bfloat16().float()), self.model.places[param]
                 count += got.numel()
         return count
+
+
+def _pretend_resiliency() -> None:
+    """Have Megatron keep checkpoints in memory without nvidia-resiliency-ext, which stores them."""
+    from megatron.core.dist_checkpointing import tensor_aware_state_dict
+
+    tensor_aware_state_dict.HAVE_NVRX = True
 
 
 def _start_once() -> None:

@@ -71,9 +71,9 @@ class AmaxPlace:
         return self.entry(key, amax, per_expert=per_expert)
 
 
-@dataclass
-class CalibratedEntry(ShardedTensorFactory):
-    """The amaxes of a linear, if it has been calibrated; else it builds nothing, and loads None.
+@dataclass(kw_only=True)
+class CalibratedEntry:
+    """What a state dict has of the amaxes of a linear, under their key.
 
     A load does not know yet what the checkpoint has when keys are walked. This package's asks for
     what is stored, by :meth:`request`; and for nothing where nothing is.
@@ -83,8 +83,9 @@ class CalibratedEntry(ShardedTensorFactory):
         device: of its weights.
     """
 
-    amax_place: AmaxPlace | None = None
-    device: torch.device | None = None
+    key: str
+    amax_place: AmaxPlace
+    device: torch.device
 
     def request(self, stored: Sequence[int]) -> ShardedTensor:
         """Return what asks for the amaxes that a checkpoint has under this key.
@@ -95,8 +96,24 @@ class CalibratedEntry(ShardedTensorFactory):
         Raises:
             LayoutError: they are of another number of experts.
         """
-        assert self.amax_place is not None and self.device is not None
         return self.amax_place.request(self.key, stored, self.device)
+
+
+@dataclass(kw_only=True)
+class _Calibrated(CalibratedEntry, ShardedTensorFactory):
+    """The amaxes of a linear."""
+
+
+@dataclass(kw_only=True)
+class _Uncalibrated(CalibratedEntry, ShardedTensor, LocalNonpersistentObject):
+    """Nothing: it is not saved, and loads None.
+
+    It is a tensor for whoever renames keys; Megatron takes what is not persistent out before it
+    looks at tensors. A factory that builds nothing would do, but not for checkpoints in memory,
+    whose factories have to find what they built.
+    """
+
+    obj = None
 
 
 def calibrated_entry(
@@ -124,18 +141,24 @@ def calibrated_entry(
         replicas=(groups.ep.rank(), groups.expt_tp.rank(), groups.expt_dp.rank()),
     )
 
-    def build(key: str, amax: Tensor | None, _replica_id: Any, _flat: Any = None) -> Any:
-        if amax is None:
-            return LocalNonpersistentObject(None)
+    name, amax = f"{key}.{CALIBRATED_AMAX}", calibrated_amax(linear)
+    device = next(linear.parameters()).device
+    if amax is None:
+        nowhere: dict[str, Any] = dict.fromkeys(("local_shape", "global_shape"), (1,))
+        nowhere |= {"global_offset": (0,), "axis_fragmentations": (1,)}
+        return _Uncalibrated(
+            key=name, data=None, dtype=torch.float32, **nowhere, amax_place=where, device=device
+        )
+
+    def build(key: str, amax: Tensor, _replica_id: Any, _flat: Any = None) -> ShardedTensor:
         return where.entry(key, amax, per_expert=len(amax) == num_experts)
 
-    amax = calibrated_amax(linear)
-    return CalibratedEntry(
-        f"{key}.{CALIBRATED_AMAX}",
-        None if amax is None else amax.clone(),
-        build,
-        lambda loaded: loaded,
+    return _Calibrated(
+        key=name,
+        data=amax.clone(),
+        build_fn=build,
+        merge_fn=lambda loaded: loaded,
         replica_id=(0, 0, 0),
         amax_place=where,
-        device=next(linear.parameters()).device,
+        device=device,
     )

@@ -76,6 +76,25 @@ def test_states_by_name_arrive_at_any_parallel_sizes_and_in_any_layout(
         assert all(counts)
 
 
+IN_MEMORY = {
+    "one parameter": GROUPED.but(ep=2),
+    "one parameter an expert, several buckets": INDEXED.but(bucket_size=MANY_BUCKETS),
+    "stock": STOCK.but(ep=2),
+}
+
+
+def _stay(station: Station, algo: str) -> int:
+    journey = Journey(station).fill().keep(algo).scramble().restore(algo)
+    return journey.check()
+
+
+@pytest.mark.parametrize("algo", ["atomic", "fully_parallel"])
+@pytest.mark.parametrize("station", IN_MEMORY.values(), ids=IN_MEMORY)
+def test_checkpoints_in_memory_restore_every_element(station: Station, algo: str):
+    """Of ``--non-persistent-ckpt-type local``, which no loading hook of this package sees."""
+    assert all(run_ranks(4, _stay, station, algo))
+
+
 FLAT_JOURNEYS = {
     "layouts, one bucket": (2, (GROUPED, INDEXED, GROUPED)),
     "layouts, many buckets": (
