@@ -52,15 +52,15 @@ class GradientNote:
     """Hook of a weight by which its bucket learns of a gradient; it changes nothing.
 
     Args:
-        holder: the bucket.
+        storage: of the weight; it knows the bucket that binds it at the time.
     """
 
-    def __init__(self, holder: Holder) -> None:
-        self._holder = holder
+    def __init__(self, storage: "PlaneStorage") -> None:
+        self._storage = storage
 
     def __call__(self, _: Tensor) -> None:
         """Tell the bucket."""
-        self._holder.before_gradient()
+        self._storage.before_gradient()
 
 
 class PlaneStorage(ABC):

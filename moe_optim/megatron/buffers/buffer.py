@@ -117,7 +117,7 @@ class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
             managed = bucket.managed
             watched = bucket.grad_data.data  # all of its views share its version counter
             for param in bucket.params_list:
-                param.register_hook(GradientNote(managed))
+                _note_gradients(param)
                 first, last = bucket.param_to_index[param]
                 param.main_grad = watched[first:last].view_as(param.main_grad)
             managed.watch(watched)
@@ -206,3 +206,9 @@ class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
         for bucket in self.buckets:
             bucket.managed.state.record(Event.RELOAD)
             bucket.managed.forget_masters()  # plans know addresses
+
+
+def _note_gradients(weight: Any) -> None:
+    """Have a weight tell its bucket of gradients; once, however often a model is wrapped."""
+    if not any(type(hook) is GradientNote for hook in (weight._backward_hooks or {}).values()):
+        weight.register_hook(GradientNote(weight.quantized_storage))
