@@ -123,6 +123,8 @@ class _Product(torch.autograd.Function):
         tokens, ends = ctx.saved_tensors
         linear: Linear = ctx.linear
         (output_grad,) = output_grads
+        if not len(tokens):  # what is expanded then counts as contiguous, and no product takes it
+            output_grad = output_grad.new_empty(output_grad.shape)
         output_grad = output_grad.contiguous()
         require_same_version(linear, ctx.version)
         tokens_grad = None

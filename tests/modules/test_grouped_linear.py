@@ -357,3 +357,13 @@ def test_the_amax_of_whole_experts_is_that_of_the_bytes_it_was_set_for(layout, t
     for _ in range(6):
         other.load_values(torch.ones(SHAPE).bfloat16())
         assert other.whole_amax is None
+
+
+@every_storage
+def test_an_expanded_gradient_of_no_tokens_is_taken(format):
+    """As that of a sum is: its strides are zero, whatever its shape."""
+    linear = make_linear(format, "grouped", fuse=False)
+    tokens, ends = make_tokens((0, 0, 0), SHAPE[2])
+    linear(tokens, ends).sum().backward()
+    assert tokens.grad.shape == tokens.shape
+    assert not any(weight.grad.any() for weight in linear.parameters())

@@ -116,11 +116,16 @@ class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
         for bucket in self.buckets:
             managed = bucket.managed
             watched = bucket.grad_data.data  # all of its views share its version counter
+            apart = set(bucket.params_with_extra_main_grads)
             for param in bucket.params_list:
                 _note_gradients(param)
                 first, last = bucket.param_to_index[param]
-                param.main_grad = watched[first:last].view_as(param.main_grad)
-            managed.watch(watched)
+                view = watched[first:last].view_as(param.main_grad)
+                if param in apart:
+                    param.main_grad_copy_in_grad_buffer = view
+                else:
+                    param.main_grad = view
+            managed.watch(watched, [param.main_grad for param in apart])
 
     @property
     def has_nvfp4_params(self) -> bool:
@@ -165,8 +170,6 @@ class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
                 param.grad = None
         for bucket in self.buckets:
             bucket.managed.zero()
-        for grad in self.extra_main_grads:
-            grad.zero_()
 
     def offload_to_cpu(self, move_params: bool = True, move_grads: bool = True) -> None:
         """Free gradient memory, and move weights to the host; a gather in either is finished first.

@@ -86,6 +86,7 @@ class ManagedBucket:
         self.staging = grads.view(torch.bfloat16)[: grads.numel()]
         self._rest = grads.view(torch.uint8)[self.staging.numel() * self.staging.itemsize :]
         self._watched = Places(())
+        self._apart: tuple[Tensor, ...] = ()
         self._writes = 0  # into watched gradients, when there last were none
         self.owner: Owner | None = None
         self._masters: list[OwnedMaster] | None = None
@@ -137,13 +138,18 @@ class ManagedBucket:
 
     # Gradients
 
-    def watch(self, gradients: Tensor) -> None:
+    def watch(self, gradients: Tensor, apart: Sequence[Tensor] = ()) -> None:
         """Count writes into ``gradients``, which is ``grads`` with a version counter of its own.
 
         Its views share that. Writes through ``grads`` itself, as those of this class are, do not
         count.
+
+        Args:
+            gradients: see above.
+            apart: sums in fp32 of some of them, which are copied in when they are reduced.
         """
-        self._watched = Places([gradients])
+        self._apart = tuple(apart)
+        self._watched = Places([gradients, *apart])
         self._count_from_here()
 
     def zero(self) -> None:
@@ -154,7 +160,8 @@ class ManagedBucket:
         """
         self._require_memory("zero_grad_buffer")
         self.state.record(Event.ZERO)
-        self.grads.zero_()
+        for gradients in (self.grads, *self._apart):
+            gradients.zero_()
         self._count_from_here()
 
     def find_unannounced(self, *, thoroughly: bool = False) -> None:
@@ -163,11 +170,19 @@ class ManagedBucket:
         Args:
             thoroughly: read the memory, which also finds what kernels wrote in a backward pass
                 that ended in an exception. Waits for the device.
+
+        Raises:
+            StateError: it is to be read, and is offloaded.
         """
-        if self.state.gradients is Gradients.ZERO and (
-            self._were_written() or (thoroughly and bool(self.grads.any()))
-        ):
+        if self.state.gradients is not Gradients.ZERO:
+            return
+        if thoroughly:
+            self._require_memory("optimizer.step()")
+        if self._were_written() or (thoroughly and self._hold_something()):
             self.state.record(Event.ACCUMULATE)
+
+    def _hold_something(self) -> bool:
+        return any(bool(gradients.any()) for gradients in (self.grads, *self._apart))
 
     def _were_written(self) -> bool:
         return self._watched.count_writes() != self._writes

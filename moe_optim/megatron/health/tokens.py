@@ -101,5 +101,8 @@ def _count_in(chunk: torch.nn.Module) -> Iterable[_Count]:
             whole = with_global_layers(name, modules).removesuffix(".mlp.experts")
             label = f"{whole.removeprefix('decoder.')}.experts"
             count = _Count([ExpertName(label, one, "") for one in layer.local_expert_indices])
+            hooks = module._forward_pre_hooks
+            for key in [key for key, hook in hooks.items() if isinstance(hook, _Count)]:
+                del hooks[key]  # of an optimizer before
             module.register_forward_pre_hook(count)
             yield count

@@ -7,6 +7,8 @@ or gradients in Megatron's own shared buffer, or would.
 import gc
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -265,6 +267,42 @@ def test_a_model_that_is_wrapped_again_trains(wire: str):
     run_ranks(1, _wrap_and_train, {"wire": wire, "overlap": False})
 
 
+def _accumulate(**settings: Any) -> list[torch.Tensor]:
+    """Add up gradients of eight micro-batches; return them, as they are and once reduced."""
+    from megatron.core.distributed import DistributedDataParallel
+
+    life_cycle.initialize()
+    cycle = life_cycle.LifeCycle(overlap=False)
+    config = replace(cycle.ddp.ddp_config, **settings)
+    cycle.ddp = DistributedDataParallel(cycle.ddp.config, config, cycle.ddp.module)
+    cycle.ddp.zero_grad_buffer()
+    for micro in range(8):
+        cycle.ddp(life_cycle.tokens_of(micro, 0)).float().square().sum().backward()
+    weights = quantized([cycle.ddp])
+    added_up = [weight.main_grad.clone() for weight in weights]
+    cycle.ddp.finish_grad_sync()
+    reduced = [weight.main_grad.clone() for weight in weights]
+    cycle.ddp.zero_grad_buffer()
+    assert not any(weight.main_grad.any() for weight in weights)
+    weights[0].main_grad[0, 0, 0] = 1.0  # by hand
+    (bucket,) = (one for one in managed_buckets([cycle.ddp]) if weights[0] in set(one.params))
+    bucket.find_unannounced()
+    assert bucket.state.gradients is Gradients.PARTIAL
+    return [*added_up, *reduced]
+
+
+def test_gradients_are_added_up_in_fp32_where_they_are_reduced_in_bf16():
+    """By ``--ddp-param-name-patterns-for-fp32-local-accumulation``: sums are those of fp32 buffers,
+    what is reduced are these sums, rounded; they are zeroed, and writes by hand noticed."""
+    want = run_ranks(1, _accumulate)[0]
+    apart = {"param_name_patterns_for_fp32_local_accumulation": ("all",)}
+    got = run_ranks(1, partial(_accumulate, grad_reduce_in_fp32=False, **apart))[0]
+    half = len(want) // 2
+    for index, sums in enumerate(want[:half]):
+        assert_bytes_equal(got[index], sums, what=f"sums of weight {index}")
+        assert_bytes_equal(got[half + index], sums.bfloat16().float(), what=f"reduced {index}")
+
+
 def _exchange_masters(model: list[Any], optimizer: Any) -> None:
     """Move masters to other memory and back to yet other, as verl offloads an optimizer."""
     masters = list_masters(optimizer)
@@ -408,6 +446,8 @@ def _misuse(model: list[Any], optimizer: Any) -> None:
     model[0].offload_grad_buffers()
     with pytest.raises(StateError, match="restore_grad_buffers"):
         part.refresh_weights()
+    with pytest.raises(StateError, match="restore_grad_buffers"):
+        optimizer.step()  # which reads gradients that nobody told of
     model[0].restore_grad_buffers()
     part.refresh_weights()
     training.enable_forward_pre_hook(model)

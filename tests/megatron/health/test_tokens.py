@@ -90,3 +90,18 @@ def test_evaluations_and_rollouts_do_not_count():
 def test_slices_of_experts_are_given_the_same_tokens_which_count_once():
     (counted,) = run_ranks(1, count, train_twice, 1)
     assert counted == []
+
+
+def train_for_another_optimizer(chunk, tokens):
+    """Counts of an optimizer that is built in the middle, and of one before it."""
+    train_twice(chunk, tokens)
+    experts = chunk.decoder.layers[0].mlp.experts
+    for _ in range(2):
+        TokenCounts([chunk])
+        assert len(experts._forward_pre_hooks) == 1
+    train_twice(chunk, tokens)
+
+
+def test_the_optimizer_that_was_built_last_counts_alone():
+    (counted,) = run_ranks(1, count, train_for_another_optimizer)
+    assert counted == [("layers.3.experts", (6, 7, 8), [6.0, 0.0, 10.0])]
