@@ -15,6 +15,7 @@ from moe_optim.cli.main import build_parser
 from moe_optim.config import MoEOptimConfig, field_names, spell, spell_values
 from moe_optim.megatron.optimizer.requirements import _refused_settings
 from moe_optim.megatron.patching.patches import PATCHES
+from moe_optim.megatron.planning import settings_of_stocks_step
 from tests.support import code_tables
 from tests.support.documents import BLOCKS, ROOT, blocks_in, documents, regenerated
 from tests.support.measured_tables import RESULTS, RESULTS_OF
@@ -181,7 +182,7 @@ def test_commands_parse(document):
 
 def test_commands_of_the_readme_are_found():
     """So that the test above has something to parse."""
-    assert [argv[0] for argv in commands_in(README)] == ["report", "doctor", "train", "run"]
+    assert [argv[0] for argv in commands_in(README)] == ["doctor", "report", "train", "run"]
 
 
 @pytest.mark.parametrize("command", ["train", "test", "docs", "lint", "life-cycle", "fuzz"])
@@ -194,8 +195,12 @@ def test_the_commands_of_the_makefile_are_named_and_exist(command):
 
 
 def test_the_readme_begins_with_two_commands():
-    assert "make train " in README
-    assert "make test " in README
+    """The second asks what works here; all tests take too long to be the first thing to do."""
+    (first, *_) = re.findall(r"^```\n(.*?)^```", README, re.M | re.S)
+    assert [line.split("  ")[0] for line in first.splitlines()] == [
+        "make train",
+        ".venv/bin/moe-optim doctor",
+    ]
 
 
 def test_the_readme_is_short():
@@ -251,6 +256,19 @@ def test_every_flag_that_the_optimizer_refuses_is_documented():
     refused = _refused_settings(config, ddp_config, [model], knobs, quantized=True, tensorwise=True)
     flags = {re.match(r".*?(--[a-z][a-z0-9-]+)", setting)[1] for setting in refused}
     assert flags <= refused_flags()
+
+
+def test_all_that_makes_a_step_megatrons_is_documented_apart_from_what_is_refused():
+    """A row each; a command line that is refused with ``step: fused`` alone is none."""
+    config = mock.MagicMock(exp_avg_dtype="torch.float8", exp_avg_sq_dtype="torch.float8")
+    settings = settings_of_stocks_step(config, masters_of_adam=True)
+    rows = section(DOCUMENTS["docs/supported.md"], "What falls back to Megatron's step")
+    _, _, *documented = re.findall(r"^\| .*\|$", rows, re.M)
+    assert len(documented) == len(settings)
+    assert flags_in(" ".join(settings)) <= flags_in(" ".join(documented))
+    alone = {"--loss-scale", "--exp-avg-dtype", "--exp-avg-sq-dtype"}
+    assert alone <= flags_in(" ".join(documented))
+    assert not alone & refused_flags()
 
 
 def test_the_bounds_of_a_recipe_are_those_that_are_documented():

@@ -133,22 +133,14 @@ def seeds() -> list[int]:
     return list(dict.fromkeys(seed for _, seed in loss_rows()))
 
 
-def mean_loss(format: str) -> float:
-    """Return the last held-out loss in nats a byte, the mean of seeds that all formats had."""
-    common = [seed for seed in seeds() if all((name, seed) in loss_rows() for name in PRODUCTS)]
-    return mean(loss_rows()[format, seed]["held_out_loss"] for seed in common)
-
-
 def which_format() -> str:
     rows = []
     for name, products in PRODUCTS.items():
         format = FORMATS.get(name)
         numbers = [wire_bytes(format), weight_bytes(format)]
         bytes_ = [f"{float(number):.2f}" for number in numbers]
-        more = "" if format is None else f" ({mean_loss(name) - mean_loss('bf16'):+.3f})"
-        rows.append([f"`{name}`", products, *bytes_, f"{mean_loss(name):.3f}{more}"])
-    header = ["`format`", "GPU that multiplies in it", "gathered", "weight", "loss of a toy run"]
-    return table(header, rows)
+        rows.append([f"`{name}`", products, *bytes_])
+    return table(["`format`", "GPU that multiplies in it", "gathered", "weight"], rows)
 
 
 def spread_of_seeds() -> float:
@@ -290,8 +282,19 @@ def fused_step() -> str:
     return table(["", *header], rows)
 
 
+def steps_in_short() -> str:
+    rows = []
+    for file, label in FUSED_STEPS.items():
+        sides = [read_result(file)[side] for side in SIDES]
+        times = [[milliseconds(side[key]) for side in sides] for key in STEP_TIMES]
+        rows.append([label, *(" -> ".join(one) for one in times)])
+    return table(["FP8 blocks, stock -> here", "`optimizer.step()`, ms", "iteration, ms"], rows)
+
+
 def fused_step_host() -> str:
-    in_stock = [read_result(file)["stock"]["optimizer_ms"] for file in SAME_IN_STOCK]
+    in_stock, iterations = (
+        [read_result(file)["stock"][key] for file in SAME_IN_STOCK] for key in STEP_TIMES
+    )
     links = (
         f"[{number}](../recipes/results/{file})" for number, file in enumerate(SAME_IN_STOCK, 1)
     )
@@ -307,7 +310,8 @@ def fused_step_host() -> str:
     return (
         f"Stock's time is its host's: in four runs of this training on one machine "
         f"({', '.join(links)})\nits `optimizer.step()` took {min(in_stock):.0f} to "
-        f"{max(in_stock):.0f} ms. On a host that costs nothing it would take what its CUDA graph "
+        f"{max(in_stock):.0f} ms, and an iteration {min(iterations):.0f} to {max(iterations):.0f}. "
+        "On a host that costs nothing its step would take what its CUDA graph "
         f"below\ntakes, of which ours is {graphed['ratio']['optimizer_ms']:.2f}. With 6 layers of "
         f"128 experts on one H200 ([figures](../recipes/results/{MANY_WEIGHTS}))\nthe step took "
         f"{ours} here, the host busy for {host}, and {stock} in stock."
@@ -316,18 +320,19 @@ def fused_step_host() -> str:
 
 def graphed_step() -> str:
     graphed, without = map(read_result, GRAPHED)
-    ours, stock = (
-        f"{graphed[side]['optimizer_ms']:.1f} ms and {without[side]['optimizer_ms']:.1f} without"
-        for side in ("plugin", "stock")
-    )
+    rows = [
+        [said, *(f"{report[side]['optimizer_ms']:.1f}" for side in SIDES)]
+        for said, report in (("without", without), ("with", graphed))
+    ]
     links = (
         f"[{said}](../recipes/results/{name})"
-        for said, name in zip(("figures", "without"), GRAPHED, strict=True)
+        for said, name in zip(("with", "without"), GRAPHED, strict=True)
     )
     return (
-        f"As a CUDA graph (`--optimizer-cuda-graph`; {', '.join(links)})\n`optimizer.step()` takes "
-        f"{ours} here, and in stock {stock}. A graph spares launches, of which a fused step\nhas "
-        "few: there is no need to turn it on for this step."
+        f"`optimizer.step()` as a CUDA graph ({', '.join(links)}), in milliseconds:\n\n"
+        + table(["`--optimizer-cuda-graph`", "stock", "plug-in"], rows)
+        + "\n\nA graph spares launches, of which a fused step has few: there is no need to turn it "
+        "on for this step."
     )
 
 
@@ -465,6 +470,32 @@ def last_held_out(row: Mapping[str, Any]) -> float:
     return mean(loss for _, loss in row["held_out"][-5:])
 
 
+def above_bf16() -> str:
+    """Return how far means of everything quantized end above bf16's, the least and the most."""
+    ends = {
+        side: mean(last_held_out(row) for row in runs)
+        for side, runs in runs_of_common_seeds().items()
+    }
+    of_bf16 = [end for side, end in ends.items() if side.endswith("bf16")]
+    more = [end - one for side, end in ends.items() if not side.endswith("bf16") for one in of_bf16]
+    return f"{min(more):.2f} to {max(more):.2f}"
+
+
+def spread_of_stock() -> float:
+    """Return how far apart seeds of stock's FP8 blocks end."""
+    ends = [last_held_out(row) for row in runs_by_side()["stock FP8 blocks"]]
+    return max(ends) - min(ends)
+
+
+def losses_in_short() -> str:
+    more = "[more](docs/performance.md#what-a-format-costs-in-loss)"
+    return (
+        f"In {WHOLE:,} iterations of a small model ([runs](recipes/results/{CURVES}), {more})\n"
+        f"everything quantized, stock's FP8 blocks too, ended {above_bf16()} nats a byte above bf16; "
+        f"seeds of stock\ndiffer by up to {spread_of_stock():.2f}."
+    )
+
+
 def formats_compared() -> str:
     """Losses of the seeds that all sides have, times of runs that had their GPUs to themselves, and
     how far ours is from stock over all seeds that both have."""
@@ -489,12 +520,13 @@ def formats_compared() -> str:
     if stock.keys() != ours.keys():
         raise ValueError("documents compare stock and ours over the same seeds, and they differ")
     more = [ours[seed] - stock[seed] for seed in stock]
-    spread = max(stock.values()) - min(stock.values())
     return table(header, rows) + (
-        f"\n\nMeans over {' and '.join(map(str, seeds))}, and their ends. Of FP8 blocks there are "
-        f"{len(more)} seeds: held-out {mean(ours.values()):.3f}\nand stock's "
+        f"\n\nMeans over {' and '.join(map(str, seeds))}, and their ends; held-out means of "
+        f"everything quantized are {above_bf16()}\nabove bf16's, stock's FP8 blocks among it. Of "
+        f"FP8 blocks there are {len(more)} seeds: held-out {mean(ours.values()):.3f}\nand stock's "
         f"{mean(stock.values()):.3f}; by seed {min(more):+.3f} to {max(more):+.3f}, on average "
-        f"{mean(more):+.3f}, where seeds of stock lie up to\n{spread:.3f} apart."
+        f"{mean(more):+.3f}, where seeds of stock lie up to\n{spread_of_stock():.3f} apart: runs of "
+        "this size do not rank the formats."
     )
 
 
@@ -935,6 +967,8 @@ MEASURED_TABLES: Mapping[str, Callable[[], str]] = {
     "versions": versions,
     "versions-on-gpus": versions_on_gpus,
     "which-format": which_format,
+    "steps-in-short": steps_in_short,
+    "losses-in-short": losses_in_short,
 }
 
 RESULTS_OF: Mapping[str, tuple[str, ...]] = {
@@ -973,6 +1007,7 @@ RESULTS_OF: Mapping[str, tuple[str, ...]] = {
     "upstream-engine": (UPSTREAM_ENGINE,),
     "versions": (VERSIONS,),
     "versions-on-gpus": (VERSIONS_GPU, OLDEST_ENGINE_STEP),
-    "which-format": ("losses-cpu.json",),
+    "steps-in-short": tuple(FUSED_STEPS),
+    "losses-in-short": (CURVES,),
 }
 """Block -> files of results that it is made from."""
