@@ -156,7 +156,7 @@ def test_megatron_takes_the_flags_and_they_name_the_format_of_its_recipe(scripts
 # Megatron-Bridge, of which a stand-in holds the one name that the example imports
 
 
-def _quantize_experts():
+def _change_a_configuration(function):
     from megatron.core.optimizer import OptimizerConfig
 
     from moe_optim.megatron.active import installed_config
@@ -175,19 +175,26 @@ def _quantize_experts():
 
     given = OptimizerConfig(optimizer="adam", bf16=True, lr=3e-4, use_distributed_optimizer=True)
     config = SimpleNamespace(optimizer=given, model=SimpleNamespace(moe_grouped_gemm=False))
-    assert example.quantize_experts(config) is config
+    assert getattr(example, function)(config) is config
     assert installed_config() is None
     config.optimizer.finalize()  # as Megatron-Bridge does before it builds the model
     kept = {field.name: getattr(given, field.name) for field in dataclasses.fields(given)}
     assert {name: getattr(config.optimizer, name) for name in kept} == kept
-    assert config.model.moe_grouped_gemm and config.model.transformer_layer_spec is spec
-    return type(config.optimizer).__name__, installed_config()
+    is_portable = getattr(config.model, "transformer_layer_spec", None) is spec
+    assert config.model.moe_grouped_gemm == is_portable
+    return type(config.optimizer).__name__, installed_config(), is_portable
 
 
-def test_a_configuration_of_megatron_bridge_keeps_its_settings_and_installs_the_plugin():
+@pytest.mark.parametrize(
+    ("function", "format", "is_portable"),
+    [("train_with_moe_optim", "auto", False), ("quantize_experts", "mxfp8_2d", True)],
+)
+def test_a_configuration_of_megatron_bridge_keeps_its_settings_and_installs_the_plugin(
+    function, format, is_portable
+):
     """The contract with Megatron-Bridge itself is held by `tests/megatron/test_bridge.py`."""
-    expected = ("MoEOptimizerConfig", MoEOptimConfig(format="mxfp8"))
-    assert run_ranks(1, _quantize_experts) == [expected]
+    expected = ("MoEOptimizerConfig", MoEOptimConfig(format=format), is_portable)
+    assert run_ranks(1, _change_a_configuration, function) == [expected]
 
 
 # slime and miles, of which a stand-in holds the one name that the example replaces

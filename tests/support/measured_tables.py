@@ -491,8 +491,8 @@ def losses_in_short() -> str:
     more = "[more](docs/performance.md#what-a-format-costs-in-loss)"
     return (
         f"In {WHOLE:,} iterations of a small model ([runs](recipes/results/{CURVES}), {more})\n"
-        f"everything quantized, stock's FP8 blocks too, ended {above_bf16()} nats a byte above bf16; "
-        f"seeds of stock\ndiffer by up to {spread_of_stock():.2f}."
+        f"everything quantized, stock's FP8 blocks too, ended {above_bf16()} nats a byte above "
+        f"bf16; seeds\nof stock differ by up to {spread_of_stock():.2f}."
     )
 
 
@@ -525,8 +525,8 @@ def formats_compared() -> str:
         f"everything quantized are {above_bf16()}\nabove bf16's, stock's FP8 blocks among it. Of "
         f"FP8 blocks there are {len(more)} seeds: held-out {mean(ours.values()):.3f}\nand stock's "
         f"{mean(stock.values()):.3f}; by seed {min(more):+.3f} to {max(more):+.3f}, on average "
-        f"{mean(more):+.3f}, where seeds of stock lie up to\n{spread_of_stock():.3f} apart: runs of "
-        "this size do not rank the formats."
+        f"{mean(more):+.3f}, where seeds of stock lie up to\n{spread_of_stock():.3f} apart: runs "
+        "of this size do not rank the formats."
     )
 
 
