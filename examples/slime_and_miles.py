@@ -4,7 +4,8 @@ With this folder on the Python path of all workers, add to the arguments of thei
 
     --custom-megatron-init-path slime_and_miles.install
 
-Both call the function once Megatron is set up, and before the model is built.
+Both call the function once Megatron is set up, and before the model is built. Their scripts keep
+bf16 weights, so that the step is fused and nothing is quantized: docs/rollouts.md says what to add.
 """
 
 import sys
