@@ -491,8 +491,9 @@ def losses_in_short() -> str:
     more = "[more](docs/performance.md#what-a-format-costs-in-loss)"
     return (
         f"In {WHOLE:,} iterations of a small model ([runs](recipes/results/{CURVES}), {more})\n"
-        f"everything quantized, stock's FP8 blocks too, ended {above_bf16()} nats a byte above "
-        f"bf16; seeds\nof stock differ by up to {spread_of_stock():.2f}."
+        "everything quantized, stock's FP8 blocks too, ended with held-out losses "
+        f"{above_bf16()} nats a byte\nabove bf16's; seeds of stock differ by up to "
+        f"{spread_of_stock():.2f}."
     )
 
 
