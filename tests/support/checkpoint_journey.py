@@ -26,7 +26,7 @@ class Station:
     """How the ranks of one run are set up.
 
     Attributes:
-        tp, etp, ep, pp: parallel sizes; data parallelism is what remains of the ranks.
+        tp, cp, etp, ep, pp: parallel sizes; data parallelism is what remains of the ranks.
         experts: ``grouped`` or ``indexed`` portable experts, or Megatron's ``sequential`` ones.
         format: of portable experts.
         stock: whether the optimizer is Megatron's own.
@@ -39,6 +39,7 @@ class Station:
     """
 
     tp: int = 1
+    cp: int = 1
     etp: int = 1
     ep: int = 1
     pp: int = 1
@@ -106,6 +107,7 @@ class Journey:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=station.tp,
             pipeline_model_parallel_size=station.pp,
+            context_parallel_size=station.cp,
             expert_model_parallel_size=station.ep,
             expert_tensor_parallel_size=station.etp,
         )

@@ -961,8 +961,8 @@ class Experts(torch.nn.Module):
         self.pg_collection = SimpleNamespace(ep=alone, expt_tp=alone)
 
 
-def initialize() -> None:
-    """Set up gloo and Megatron's groups on the CPU, once a process."""
+def initialize(**sizes: int) -> None:
+    """Set up gloo and Megatron's groups on the CPU, once a process; ``sizes`` are Megatron's."""
     import os
 
     from megatron.core import parallel_state
@@ -976,7 +976,7 @@ def initialize() -> None:
     dist.init_process_group(
         "gloo", store=store, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])
     )
-    parallel_state.initialize_model_parallel()
+    parallel_state.initialize_model_parallel(**sizes)
 
 
 def replay(cycle: LifeCycle, trace: list[tuple[str, dict[str, Any]]]) -> int:

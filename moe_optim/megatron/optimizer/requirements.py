@@ -154,7 +154,9 @@ def _refused_settings(
     """
     refused = {
         "--use-megatron-fsdp": ddp_config.use_megatron_fsdp,
-        "an optimizer without --use-distributed-optimizer": not config.use_distributed_optimizer,
+        "an optimizer without --use-distributed-optimizer": (
+            config.optimizer == "adam" and not config.use_distributed_optimizer  # Muon takes it off
+        ),
         f"--optimizer {config.optimizer} (give adam)": config.optimizer != "adam",
         "--optimizer-cpu-offload with moe_optim.step stock (set step: fused)": (
             config.optimizer_cpu_offload and knobs.step == "stock"

@@ -204,9 +204,9 @@ def test_a_gather_may_be_started_in_inference_mode(wire: str):
     run_ranks(2, _roll_out_in_inference_mode, {"wire": wire, "format": "nvfp4"})
 
 
-def _start(options: dict[str, Any]) -> life_cycle.LifeCycle:
+def _start(options: dict[str, Any], **sizes: int) -> life_cycle.LifeCycle:
     """Take one step."""
-    life_cycle.initialize()
+    life_cycle.initialize(**sizes)
     cycle = life_cycle.LifeCycle(**options)
     cycle.zero()
     cycle.micro(0, last=True)
@@ -229,6 +229,29 @@ def _go_on(cycle: life_cycle.LifeCycle) -> None:
             wanted = reference.quantize(one.master.view(storage.shape), storage.format)
             for name, plane in storage.quantized.planes().items():
                 assert_bytes_equal(plane, wanted.planes()[name], what=name)
+
+
+def _train_in_parallel(options: dict[str, Any], sizes: dict[str, int]) -> dict[str, torch.Tensor]:
+    """Return the weights after three steps, and the masters of this rank."""
+    cycle = _start(options, **sizes)
+    _go_on(cycle)
+    masters = [master.clone() for master in list_masters(cycle.optimizer)]
+    found = {f"master {index}": master for index, master in enumerate(masters)}
+    for name, param in cycle.ddp.module.named_parameters():
+        found |= weight_bytes(name, param)
+    return found
+
+
+@pytest.mark.parametrize("knobs", [{}, {"step": "fused"}, {"wire": "bf16"}], ids=str)
+def test_context_parallel_ranks_share_a_step_as_data_parallel_ones_do(knobs: dict[str, Any]):
+    """Masters are cut over both, gradients reduced over both: not a bit differs."""
+    data, context = (
+        run_ranks(2, _train_in_parallel, knobs, {"context_parallel_size": size}) for size in (1, 2)
+    )
+    for rank, (want, got) in enumerate(zip(data, context, strict=True)):
+        assert got.keys() == want.keys()
+        for name, tensor in want.items():
+            assert_bytes_equal(got[name], tensor, what=f"rank {rank}: {name}")
 
 
 def _replace_the_optimizer(options: dict[str, Any]) -> None:

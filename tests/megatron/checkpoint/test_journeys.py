@@ -54,6 +54,7 @@ RESHARDINGS = {
     "expert tensor parallel": (
         GROUPED.but(tp=2, etp=2, ep=2), INDEXED, GROUPED.but(tp=2, etp=1, ep=4),
     ),
+    "context parallel": (GROUPED.but(cp=2, ep=2), INDEXED, GROUPED.but(cp=4)),
     "pipeline and tensor parallel": (
         INDEXED.but(pp=2, tp=2, etp=1), GROUPED.but(tp=4, etp=2, ep=2), GROUPED.but(pp=2, ep=2),
     ),
