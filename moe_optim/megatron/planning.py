@@ -72,10 +72,10 @@ def settings_of_stocks_step(config: Any, *, masters_of_adam: bool) -> dict[str, 
     """
     exp_avg, exp_avg_sq = str(config.exp_avg_dtype), str(config.exp_avg_sq_dtype)
     return {
-        "a loss scale": config.fp16 or config.loss_scale is not None,
+        "a loss scale, of --fp16 or --loss-scale": config.fp16 or config.loss_scale is not None,
         "masters that Adam holds (--main-params-dtype other than fp32, or "
         "--use-precision-aware-optimizer with bf16 weights)": masters_of_adam,
-        f"moments in {exp_avg} and {exp_avg_sq}": (
+        f"moments in {exp_avg} and {exp_avg_sq}, of --exp-avg-dtype and --exp-avg-sq-dtype": (
             exp_avg != exp_avg_sq or exp_avg not in ("torch.float32", "torch.bfloat16")
         ),
     }

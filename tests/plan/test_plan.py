@@ -496,14 +496,14 @@ STOCKS_STEPS = {  # knobs, flags -> why the step is stock's
     "moments in fp16": (
         {},
         NARROW | {"exp_avg_dtype": "fp16", "exp_avg_sq_dtype": "fp16"},
-        "moments in torch.float16 and torch.float16",
+        "moments in torch.float16 and torch.float16, of --exp-avg-dtype and --exp-avg-sq-dtype",
     ),
     "moments that differ": (
         {},
         NARROW | {"exp_avg_dtype": "bf16"},
-        "moments in torch.bfloat16 and torch.float32",
+        "moments in torch.bfloat16 and torch.float32, of --exp-avg-dtype and --exp-avg-sq-dtype",
     ),
-    "a loss scale": ({}, {"loss_scale": 128}, "a loss scale"),
+    "a loss scale": ({}, {"loss_scale": 128}, "a loss scale, of --fp16 or --loss-scale"),
     "nothing": ({}, {}, None),
 }
 

@@ -218,7 +218,7 @@ def test_a_step_that_has_to_be_megatrons_is_refused_with_what_makes_it_so():
     """The remedy is not one that would be refused next."""
     flags = [*FLAGS, *OFFLOAD, "--exp-avg-dtype", "fp8", "--exp-avg-sq-dtype", "fp8"]
     (said,) = run_ranks(1, _refused, flags, BF16)
-    assert "got step: stock for moments in torch.uint8 and torch.uint8, which steps" in said
+    assert "got step: stock for moments in torch.uint8 and torch.uint8, of --exp-avg-dtype" in said
     assert said.endswith("Remove that, or drop the flag.")
 
 

@@ -198,7 +198,8 @@ def test_what_trains_is_not_refused(foreseen, case):
         ),
         (
             "states on the host, loss scale",
-            "moe_optim.offload_states 0.5 without a fused step (remove a loss scale)",
+            "moe_optim.offload_states 0.5 without a fused step (remove a loss scale, "
+            "of --fp16 or --loss-scale)",
         ),
         (
             "states on the host by a flag, stock's step",
@@ -213,7 +214,10 @@ def test_what_trains_is_not_refused(foreseen, case):
             "--optimizer-cpu-offload without a fused step (remove masters that Adam holds",
         ),
         ("states on the host by a flag, fp32 weights", "--optimizer-cpu-offload without --bf16"),
-        ("fused, loss scale", "moe_optim.step fused with a loss scale (set step: auto)"),
+        (
+            "fused, loss scale",
+            "moe_optim.step fused with a loss scale, of --fp16 or --loss-scale (set step: auto)",
+        ),
         ("fused, Adam's masters", "moe_optim.step fused with masters that Adam holds"),
         ("no products", "moe_optim.compute nvfp4 without portable experts"),
         (
