@@ -31,8 +31,9 @@ STOCK_BF16, STOCK_MXFP8, STOCK_NVFP4, STOCK_FP8_BLOCK = STOCKS = (
     "stock nvfp4",
     "stock fp8_block",
 )
-"""Megatron's own: bf16 weights in a parameter buffer; MXFP8 weights whose gather passes through the
-gradient memory in bf16; FP8 blocks and NVFP4, whose rowwise data lies in a parameter buffer."""
+"""Megatron's own: bf16 weights in a parameter buffer, trained without FP8; MXFP8 weights whose
+gather passes through the gradient memory in bf16; FP8 blocks and NVFP4, whose rowwise data lies in
+a parameter buffer."""
 ROWS = (*FORMATS, *STOCKS)
 """What a plan has a row of, for each number of GPUs."""
 
@@ -94,7 +95,8 @@ def plan_rows(
 
     Bytes are of the rank with most masters. ``weight_bytes_per_rank`` has the planes (those that
     are gathered are the storage) and exchanged maxima, ``gradient_bytes_per_rank`` gradients in
-    their own dtype, ``optimizer_bytes_per_rank`` fp32 masters and two moments, and
+    their own dtype, ``optimizer_bytes_per_rank`` masters, in fp32 but for stock bf16 with a
+    precision-aware optimizer, and two moments, and
     ``step_memory_bytes_per_rank`` copies of gradients: in fp32, made of bf16 ones by Megatron's
     step and not by a fused one. ``total_bytes_per_rank`` is the sum; ``against_stock_bf16_bytes``
     and ``against_stock_bytes`` are it less that of stock, in bf16 and in the same format, where
@@ -136,8 +138,9 @@ def plan_rows(
                 "gpus": count,
                 **_memory(
                     total,
-                    _copies_gradients(name, experts, is_fused=is_fused),
                     experts,
+                    master_bytes=_master_bytes(name, experts),
+                    copies_gradients=_copies_gradients(name, experts, is_fused=is_fused),
                     on_host=on_host,
                 ),
                 **_traffic(total, used, dp_size, network_gb_per_s),
@@ -169,14 +172,30 @@ def _copies_gradients(name: str, experts: PlannedExperts, *, is_fused: bool) -> 
     return experts.grad_bytes < 4 and not (name == STOCK_BF16 and experts.precision_aware)
 
 
+def _master_bytes(name: str, experts: PlannedExperts) -> int:
+    """Return what a master takes.
+
+    Of bf16 weights a precision-aware Adam keeps 2 bytes: what fp32 has beyond bf16
+    (``store_param_remainders``), or fp16 where ``--main-params-dtype`` says so. Quantized weights
+    are made of fp32, and ``--optimizer-cpu-offload`` has another Adam, with masters in fp32.
+    """
+    halves = experts.precision_aware and not experts.optimizer_cpu_offload
+    return 2 if name == STOCK_BF16 and halves else 4
+
+
 def _memory(
-    total: Costs, copies_gradients: bool, experts: PlannedExperts, *, on_host: float
+    total: Costs,
+    experts: PlannedExperts,
+    *,
+    master_bytes: int,
+    copies_gradients: bool,
+    on_host: float,
 ) -> Row:
     """Return what lies in the memory of the rank with most masters."""
     most = int(total.owned.max())
     here = most - int(on_host * most)
     parts = {**dict.fromkeys(PARTS, 0), **total.parts} | {
-        "masters": 4 * here,
+        "masters": master_bytes * here,
         "moments": experts.moment_bytes * here,
         "gradient_copies": 4 * most * copies_gradients,
     }

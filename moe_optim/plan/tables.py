@@ -19,7 +19,8 @@ NOTHING = "-"
 LEGEND = {
     "weights": "data and scales of both directions, as stored",
     "grads": "the gradient buffer (main_grad)",
-    "optimizer": "fp32 main params, exp_avg and exp_avg_sq",
+    "optimizer": "main params, exp_avg and exp_avg_sq; main params take 4 bytes, and 2 in stock "
+    "bf16 with --use-precision-aware-optimizer",
     "step": "fp32 copies that a step makes of bf16 gradients",
     "total": "their sum, of expert weights alone: dense weights and activations come on top",
     "vs bf16, vs stock": "total, less that of stock Megatron in bf16, or in the same format",

@@ -236,6 +236,20 @@ def test_moments_have_the_dtypes_they_are_held_in():
     assert held * 8 == row_of(experts_of(), 2, "mxfp8")["parts"]["moments"] * 3
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_a_precision_aware_adam_keeps_two_bytes_of_the_master_of_a_bf16_weight(dtype):
+    """The half of fp32 that bf16 lacks, or fp16; masters of quantized weights are fp32 anyway.
+
+    The row of bf16 weights is of a run without FP8: a recipe of FP8 does not change it.
+    """
+    aware = {"use_precision_aware_optimizer": True, "main_params_dtype": dtype}
+    for flags in (aware, aware | NATIVE):
+        plain_rows = plan_rows(experts_of(), [2])
+        for row, plain in zip(plan_rows(experts_of(**flags), [2]), plain_rows, strict=True):
+            part = 0.5 if row["format"] == STOCK_BF16 else 1
+            assert row["parts"]["masters"] == part * plain["parts"]["masters"]
+
+
 def stock_layout(dp_size, busbw=False):
     """Return Megatron's layout of the small model as ordinary bf16 parameters."""
     shapes = [(EXPERTS, 2 * FFN, HIDDEN), (EXPERTS, HIDDEN, FFN)] * LAYERS
