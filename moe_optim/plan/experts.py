@@ -224,7 +224,8 @@ def plan_experts(
         optimizer_cpu_offload=args.optimizer_cpu_offload,
         optimizer_offload_fraction=args.optimizer_offload_fraction,
         grouped=grouped,
-        grad_bytes=2 if args.grad_reduce_in_bf16 else 4,
+        # With either, as validate_args: Megatron takes gradients in bf16 nowhere else.
+        grad_bytes=2 if args.grad_reduce_in_bf16 or args.main_grads_dtype == "bf16" else 4,
         bucket_size=args.ddp_bucket_size,
         overlap_grad_reduce=args.overlap_grad_reduce,
         high_busbw=args.ddp_pad_buckets_for_high_nccl_busbw,

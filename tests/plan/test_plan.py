@@ -224,8 +224,16 @@ def test_parts_are_the_planes_by_name_and_add_up(name):
 
 
 def test_gradients_have_the_dtype_they_are_reduced_in():
-    for flag, itemsize in ((None, 4), (True, 2)):
-        row = row_of(experts_of(grad_reduce_in_bf16=flag), 2, STOCK_BF16)
+    """bf16 by the flag of the reduction, or by that of precision-aware optimizers."""
+    aware = {"use_precision_aware_optimizer": True}
+    cases = (
+        ({}, 4),
+        ({"grad_reduce_in_bf16": True}, 2),
+        (aware | {"main_grads_dtype": "fp32"}, 4),
+        (aware | {"main_grads_dtype": "bf16"}, 2),
+    )
+    for flags, itemsize in cases:
+        row = row_of(experts_of(**flags), 2, STOCK_BF16)
         assert row["parts"]["gradients"] * 2 == row["parts"]["parameter_buffer"] * itemsize
 
 
