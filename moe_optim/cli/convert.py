@@ -57,14 +57,14 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     add(
         "--glu-interleave",
-        type=_rows,
+        type=read_rows,
         metavar="N",
         help="rows of gate and of up blocks that alternate in DST, 0: all of gate first (default: "
         "as SRC for Megatron's layouts, else 0)",
     )
     add(
         "--source-glu-interleave",
-        type=_rows,
+        type=read_rows,
         metavar="N",
         help="the same of SRC, where it is not recorded (default: 0)",
     )
@@ -272,7 +272,8 @@ def _target(text: str) -> str:
     return text
 
 
-def _rows(text: str) -> int:
+def read_rows(text: str) -> int:
+    """Return the number that an option about interleaved rows gives, for argparse."""
     if not text.isdigit():
         raise argparse.ArgumentTypeError(f"expected a number of rows, got '{text}'")
     return int(text)

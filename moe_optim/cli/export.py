@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from moe_optim.cli.convert import read_rows
 from moe_optim.console.checkpoint_progress import open_reader, progress_bar
 from moe_optim.console.spelling import spell_bytes
 from moe_optim.expert_keys.layouts import LAYOUTS
@@ -64,7 +65,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     add(
         "--source-glu-interleave",
-        type=int,
+        type=read_rows,
         metavar="N",
         help="rows of gate and of up blocks that alternate in SRC, where it is not recorded",
     )

@@ -50,8 +50,8 @@ def convert_expert_set(
     raise_faults(_tensor_faults(tensors, source))
     raise_faults(
         _request_faults(source, to, experts)
-        + _interleave_faults(source, source_interleave)
-        + _interleave_faults(target, target_interleave)
+        + interleave_faults(source, source_interleave)
+        + interleave_faults(target, target_interleave)
     )
     like: Tensor = tensors[source.keys[0]]
     results = {
@@ -105,8 +105,8 @@ def convert_state_dict(
     for source in sets:
         faults += _tensor_faults(state, source)
         faults += _request_faults(source, to, range(source.num_experts))
-        faults += _interleave_faults(source, source_interleave)
-        faults += _interleave_faults(replace(source, layout=to), target_interleave)
+        faults += interleave_faults(source, source_interleave)
+        faults += interleave_faults(replace(source, layout=to), target_interleave)
     raise_faults(faults)
     owner = {key: source for source in sets for key in (*source.keys, *source.extra_states)}
     result: dict[str, Any] = {}
@@ -178,7 +178,7 @@ def _request_faults(source: ExpertSet, to: KeyLayout, experts: range) -> list[st
     return faults
 
 
-def _interleave_faults(expert_set: ExpertSet, interleave: int | None) -> list[str]:
+def interleave_faults(expert_set: ExpertSet, interleave: int | None) -> list[str]:
     """Return why rows of gate and up cannot alternate in such blocks, if they cannot."""
     if interleave is None:
         return []

@@ -14,6 +14,7 @@ from moe_optim.checkpoints.conversion.model_plan import ModelRequest, plan_model
 from moe_optim.checkpoints.stores.opening import open_checkpoint
 from moe_optim.cli import main as cli
 from moe_optim.errors import ConfigError, LayoutError, StateError
+from moe_optim.expert_keys.conversion import convert_state_dict
 from moe_optim.export.conventions import CONVENTIONS
 from moe_optim.export.files.export import export_checkpoint
 from moe_optim.export.files.export_plan import MASTERS, plan_export
@@ -287,3 +288,30 @@ def test_what_a_killed_command_has_left_is_no_checkpoint(kind, request, tmp_path
     killed = shutil.copytree(request.getfixturevalue(kind), tmp_path / "out.partial-0123abcd")
     with pytest.raises(StateError, match="was killed"):
         open_checkpoint(killed)
+
+
+UNEVEN = {
+    "hf": ("7", "expected blocks of rows that divide 256"),
+    "hf_per_expert": ("32", "layout hf_per_expert keeps gate and up apart"),
+}
+
+
+@pytest.mark.parametrize("layout", UNEVEN)
+def test_rows_that_cannot_alternate_so_are_refused_before_anything_is_written(
+    layout, hf, tmp_path, capsys
+):
+    """They do not divide the width of experts, or what is stored keeps gate and up apart."""
+    rows, message = UNEVEN[layout]
+    config = json.loads((hf / "config.json").read_text())
+    write_hf(tmp_path / "source", convert_state_dict(in_files(hf), layout), config)
+    words = ["export", str(tmp_path / "source"), str(tmp_path / "out"), "--format", "nvfp4"]
+    assert cli.main([*words, "--source-glu-interleave", rows]) == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [tmp_path / "source"]
+
+
+def test_a_number_of_rows_is_not_negative(hf, tmp_path, capsys):
+    words = ["export", str(hf), str(tmp_path / "out"), "--format", "nvfp4"]
+    with pytest.raises(SystemExit):
+        cli.main([*words, "--source-glu-interleave", "-32"])
+    assert "argument --source-glu-interleave: expected a number" in capsys.readouterr().err

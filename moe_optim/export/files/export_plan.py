@@ -20,7 +20,8 @@ from moe_optim.checkpoints.conversion.model_plan import ModelPlan, ModelRequest,
 from moe_optim.checkpoints.conversion.model_sources import CONFIG, read_config
 from moe_optim.checkpoints.stores.reader import CheckpointReader, is_state
 from moe_optim.errors import ConfigError, LayoutError, StateError
-from moe_optim.expert_keys.conversion import convert_expert_set
+from moe_optim.expert_keys.conversion import convert_expert_set, interleave_faults
+from moe_optim.expert_keys.finding import raise_faults
 from moe_optim.expert_keys.layouts import LINEARS, ExpertSet, KeyLayout, get_layout
 from moe_optim.export.conventions import Convention
 from moe_optim.export.planes import export_experts, patterns_of, split_rows, tensor_name
@@ -282,8 +283,13 @@ def _given_config(path: Path) -> dict[str, Any]:
 
 
 def _require_fits(plan: ExportPlan) -> None:
-    """Raise LayoutError for shapes that the format cannot hold, before anything is read."""
-    for ffn, hidden in {(one.stored.ffn, one.stored.hidden) for one in plan.experts}:
+    """Raise LayoutError for what experts cannot become, before anything is read.
+
+    That is rows that cannot alternate as they are said to, and shapes that the format cannot hold.
+    """
+    stored = [one.stored for one in plan.experts]
+    raise_faults([f for one in stored for f in interleave_faults(one, plan.interleave or None)])
+    for ffn, hidden in {(one.ffn, one.hidden) for one in stored}:
         shapes = {"linear_fc1": (1, 2 * ffn, hidden), "linear_fc2": (1, hidden, ffn)}
         for linear, shape in shapes.items():
             name = f"{plan.view.reader.path}: {linear}"
