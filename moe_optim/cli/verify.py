@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from moe_optim.checkpoints.conversion.comparison import Comparison, Difference
     from moe_optim.checkpoints.conversion.layer_view import LayerView
 
-DIFFERENT = 1
+DIFFERENT = 1  # or not known to be equal
 SHOWN = 20
 """Differences that the table lists; the JSON has all."""
 
@@ -32,7 +32,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="compare two checkpoints bit by bit, up to the layout of their experts",
         description="Compare all tensors of two checkpoints of any format, a layer at a time. "
         "Experts are compared in one layout and order of rows, bit by bit. Exits with 0 if they "
-        "are equal, with 1 if not, with 2 if one cannot be read.",
+        "are equal, with 1 if not or if states could not be compared, with 2 if one cannot be "
+        "read.",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -44,7 +45,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compare, print what differs, and return 1 if anything does.
+    """Compare, print what differs, and return 1 if anything does or was left out unasked.
 
     Raises:
         ConfigError: a rename fits nothing.
@@ -67,10 +68,10 @@ def run(args: argparse.Namespace) -> int:
     with progress_bar("comparing", views[0].nbytes(views[0].tensors)) as report:
         found = compare_checkpoints(sides[0], sides[1], report)
     if args.json:
-        print(json.dumps(asdict(found) | {"equal": not found.differences}, indent=2))
+        print(json.dumps(asdict(found) | {"equal": found.equal}, indent=2))
     else:
         _print(found)
-    return DIFFERENT if found.differences else 0
+    return 0 if found.equal else DIFFERENT
 
 
 def _by_name(view: "LayerView") -> "LayerView":
@@ -88,7 +89,14 @@ def _print(found: "Comparison") -> None:
     for note in found.notes:
         console.print(note, style="dim")
     size = spell_bytes(found.nbytes)
-    if not found.differences:
+    if found.equal is None:
+        console.print(
+            f"no difference in {found.tensors:,} tensors, {size}, but not all were compared: "
+            "--weights-only leaves states out",
+            style="yellow",
+        )
+        return
+    if found.equal:
         console.print(f"equal: {found.tensors:,} tensors, {size}, bit by bit", style="green")
         return
     print_table(console, _table(found.differences[:SHOWN]))

@@ -13,6 +13,7 @@ from tests.support.stored_checkpoints import (
     FC1,
     FC2,
     FFN,
+    FLAT,
     HIDDEN,
     LAYERS,
     stored_tensors,
@@ -100,6 +101,26 @@ def test_states_can_be_left_out(verify, source, tmp_path):
     other = write_torch_dist(tmp_path / "b", stored_tensors())
     assert verify(source, other)[0] == 1
     assert verify(source, other, "--weights-only")[0] == 0
+
+
+def test_states_that_could_not_be_compared_are_not_called_equal(verify, tmp_path):
+    """Flat ones in buckets of other sizes. The exit code is 1, and JSON has null for equal."""
+    weights = stored_tensors(states=False)
+    a, b = (
+        write_torch_dist(tmp_path / name, weights | {FLAT: torch.zeros(size)})
+        for name, size in (("a", 64), ("b", 32))
+    )
+    code, out, _ = verify(a, b)
+    assert code == 1
+    assert "no difference in" in out and "not all were compared" in out
+    assert not any(line.startswith("equal") for line in out.splitlines())
+    report = json.loads(verify(a, b, "--json")[1])
+    assert (report["equal"], report["differences"], report["skipped"]) == (None, [], [FLAT])
+    assert verify(a, b, "--weights-only")[0] == 0
+    other = write_torch_dist(
+        tmp_path / "c", weights | {FLAT: torch.zeros(32), "new": torch.zeros(2)}
+    )
+    assert json.loads(verify(a, other, "--json")[1])["equal"] is False
 
 
 def test_keys_of_the_first_are_renamed(verify, source, tmp_path):

@@ -85,6 +85,15 @@ class Comparison:
     """All that was found, in the order of the keys."""
     notes: list[str] = field(default_factory=list)
     """What was not compared, and why; a sentence each."""
+    skipped: list[str] = field(default_factory=list)
+    """Tensors of both sides that were not compared: flat states in other places."""
+
+    @property
+    def equal(self) -> bool | None:
+        """Whether all tensors are the same; None where no other than skipped ones could differ."""
+        if self.differences:
+            return False
+        return None if self.skipped else True
 
 
 def find_side(view: LayerView, *, num_experts: int | None, weights_only: bool) -> Side:
@@ -131,16 +140,17 @@ def compare_checkpoints(a: Side, b: Side, report: Callable[[int], None]) -> Comp
     for prefix in [*a.sets, *(prefix for prefix in b.sets if prefix not in a.sets)]:
         _compare_set(a, b, prefix, result)
         report(a.view.nbytes(a.sets[prefix].keys) if prefix in a.sets else 0)
-    flat = set()
+    keys = dict.fromkeys([*a.others, *b.others])
     if flat_states_differ(a.view, b.view):
-        flat = {key for side in (a, b) for key in side.others if FLAT_STATES in key}
-    if flat:
+        result.skipped = [key for key in keys if FLAT_STATES in key]
+    if result.skipped:
         result.notes.append(
-            f"Flat optimizer states, {len(flat)} in all, were not compared: the two checkpoints "
-            "lay them out differently. Save with --dist-ckpt-optim-fully-reshardable."
+            f"Flat optimizer states, {len(result.skipped)} in all, were not compared: the two "
+            "checkpoints lay them out differently. Save with --dist-ckpt-optim-fully-reshardable."
         )
-    for key in dict.fromkeys([*a.others, *b.others]):
-        if key not in flat:
+    skipped = set(result.skipped)
+    for key in keys:
+        if key not in skipped:
             _compare_tensor(a, b, key, result)
         report(a.view.tensors[key].nbytes if key in a.view.tensors else 0)
     return result
