@@ -13,7 +13,7 @@ from moe_optim.console.screen import print_table, results_console
 from moe_optim.errors import ConfigError
 from moe_optim.report import plots
 from moe_optim.report.page import Page, Picture, Section, Table
-from moe_optim.report.reading import Run, read_run
+from moe_optim.report.reading import Run, read_run, require_no_run
 from moe_optim.train.events import Point
 
 _MIB = 2**20
@@ -63,7 +63,8 @@ def compare(paths: Sequence[Path], out: Path) -> int:
         out: folder to write to; created.
 
     Raises:
-        ConfigError: fewer than two runs, or one twice, or ``out`` is one of them.
+        ConfigError: fewer than two runs, or one twice, or ``out`` is the folder of a run or of its
+            report.
         LayoutError: there is no run in a folder.
     """
     if len(paths) < 2 or len({path.resolve() for path in paths}) < len(paths):
@@ -71,11 +72,7 @@ def compare(paths: Sequence[Path], out: Path) -> int:
         raise ConfigError(
             f"compare: expected two or more different runs, got {given}. Name every run once."
         )
-    if out.resolve() in {path.resolve() for path in paths}:
-        raise ConfigError(
-            f"--out {out}: expected a folder for the comparison, got a run that is compared, whose "
-            "report has the same file names. Name another folder."
-        )
+    require_no_run(out)
     runs = dict(zip(_names(paths), map(read_run, paths), strict=True))
     rows = [figures_of(name, run) for name, run in runs.items()]
     page = build_page(runs, rows).write(out)

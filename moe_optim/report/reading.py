@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from moe_optim.errors import LayoutError
+from moe_optim.errors import ConfigError, LayoutError
 from moe_optim.formats import FORMATS
 from moe_optim.health import TAGS, warn_of
 from moe_optim.train.events import TRAIN_TAG, VALIDATION_TAG, Events, Point, read_events
@@ -157,6 +157,27 @@ def read_run(path: Path) -> Run:
         summary=_read(folder.summary),
         events=events,
     )
+
+
+def require_no_run(out: Path, *, own: Path | None = None) -> None:
+    """Refuse to write a page where a run lies, or its report, whose files have the same names.
+
+    Args:
+        out: folder of the page.
+        own: the run whose report it is, if it is one.
+
+    Raises:
+        ConfigError: it is the folder of a run, or of the report of another one.
+    """
+    out = out.resolve()
+    of_report = RunFolder(out.parent)
+    is_report = of_report.report == out and of_report.is_taken
+    is_own = own is not None and own.resolve() == out.parent
+    if RunFolder(out).is_taken or (is_report and not is_own):
+        raise ConfigError(
+            f"--out {out}: expected a folder for a page, got that of a run, whose files have the "
+            "same names. Name another folder."
+        )
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from moe_optim.console.screen import results_console
 from moe_optim.health import TAGS
 from moe_optim.report import plots
 from moe_optim.report.page import Page, Picture, Section, Table
-from moe_optim.report.reading import Run, read_run
+from moe_optim.report.reading import Run, read_run, require_no_run
 from moe_optim.train.run_folder import RunFolder
 
 HEAT_MAPS = {  # figure of health -> label, and whether colours go by magnitude
@@ -32,9 +32,12 @@ def report(path: Path, out: Path | None = None) -> int:
         out: folder of the report; ``report`` in the run folder if not given.
 
     Raises:
+        ConfigError: ``out`` is the folder of a run, or of the report of another one.
         LayoutError: there is no run in the folder.
     """
-    written = build_page(read_run(path)).write(out or RunFolder(path).report)
+    out = out or RunFolder(path).report
+    require_no_run(out, own=path)
+    written = build_page(read_run(path)).write(out)
     results_console().print(str(written))
     return 0
 

@@ -44,6 +44,12 @@ class RunFolder:
         self.loss_plot = path / "loss.png"
         self.report = path / "report"
 
+    @property
+    def is_taken(self) -> bool:
+        """Whether a run has left something here."""
+        left = self.checkpoints, self.tensorboard, self.model, self.summary
+        return any(path.exists() for path in left)
+
     def next_log_folder(self) -> Path:
         """Return the log folder of the coming launch; those of earlier launches are kept."""
         taken = [int(path.name.removeprefix("launch")) for path in self.logs.glob("launch[0-9]*")]

@@ -19,11 +19,22 @@ def runs(tmp_path_factory):
     return [parent / "fp4", parent / "bare"]
 
 
-def test_a_run_is_not_written_over(runs, capsys):
-    before = sorted(runs[0].rglob("*"))
-    assert cli.main(["compare", *map(str, runs), "--out", str(runs[0])]) == 2
-    assert "expected a folder for the comparison, got a run" in capsys.readouterr().err
-    assert sorted(runs[0].rglob("*")) == before
+def test_no_page_is_written_over_a_run_or_its_report(runs, tmp_path, capsys):
+    """Neither those that it is about nor others. A run's own report can be written again."""
+    other = write_run(tmp_path / "other")
+    compare = ["compare", *map(str, runs)]
+    report = ["report", str(runs[0])]
+    for words, out in (
+        *((compare, path) for path in (runs[0], runs[0] / "report", other, other / "report")),
+        *((report, path) for path in (runs[0], other, other / "report")),
+        (["report", str(runs[0] / "tensorboard")], runs[0]),
+    ):
+        before = [sorted(run.rglob("*")) for run in (runs[0], other)]
+        assert cli.main([*words, "--out", str(out)]) == 2
+        assert "expected a folder for a page, got that of a run" in capsys.readouterr().err
+        assert [sorted(run.rglob("*")) for run in (runs[0], other)] == before
+    for _ in range(2):
+        assert cli.main(["report", str(other), "--out", str(other / "report")]) == 0
 
 
 def test_figures_are_those_of_the_runs(runs, tmp_path, capsys):
