@@ -59,10 +59,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MoEOptimError as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
+    except OSError as error:  # such as a full disk, or a file where a folder is wanted
+        return _report_refusal(error)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     return code
+
+
+def _report_refusal(error: OSError) -> int:
+    """Say what the system refused, of which file, and return the exit code."""
+    where = "" if error.filename is None else f"{error.filename}: "
+    print(f"error: {where}{error.strerror or error}", file=sys.stderr)
+    try:
+        sys.stdout.flush()
+    except OSError:  # it is stdout that takes no more
+        discard_output()
+    return FAILED
 
 
 def _refuse(

@@ -42,11 +42,11 @@ def plan(args: argparse.Namespace) -> int:
     report = make_report(args, recipe)
     text = json.dumps(report, indent=2) + "\n"
     if args.json not in (None, STDOUT):
-        _write(args.json, text.encode())
+        write_atomically(args.json, text.encode())
     if args.out:
         from moe_optim.plan.picture import draw_plan
 
-        _write(args.out, draw_plan(report, args.out))
+        write_atomically(args.out, draw_plan(report, args.out))
     if args.json == STDOUT:
         print(text, end="")
     else:
@@ -167,10 +167,3 @@ def _describe(experts: "PlannedExperts", layout: str) -> str:
 
 def _count(number: int, what: str) -> str:
     return f"{number:,} {what}" + ("" if number == 1 else "s")
-
-
-def _write(path: Path, content: bytes) -> None:
-    try:
-        write_atomically(path, content)
-    except OSError as error:
-        raise ConfigError(f"{path}: expected a file to write, got: {error.strerror}.") from error

@@ -19,7 +19,7 @@ from moe_optim.checkpoints.files.folders import iteration_folders
 from moe_optim.checkpoints.integrity import is_damage, step_beside
 from moe_optim.console.argv import data_flags, flags, last_value, spell_format, without
 from moe_optim.console.checkpoint_progress import progress_bar
-from moe_optim.console.files import DISK_FULL, free_bytes, full_disk_explained, full_disk_sentence
+from moe_optim.console.files import free_bytes, full_disk_explained, full_disk_sentence
 from moe_optim.console.screen import results_console
 from moe_optim.errors import ConfigError, raise_faults
 from moe_optim.recipes import Recipe, check_requirements, load_recipe
@@ -67,20 +67,14 @@ def train(args: argparse.Namespace) -> int:
 
     Raises:
         MoEOptimError: the recipe, the run folder or the text cannot be used.
+        OSError: a file cannot be written.
     """
     recipe = load_recipe(args.recipe, args.set)
     check_requirements(recipe)
     _check_arguments(args, recipe)
     out = args.out or Path("runs") / args.recipe.stem
-    try:
-        with claim(out, resume=args.resume) as folder:
-            return _Training(args, recipe, folder, results_console()).run()
-    except OSError as error:
-        if error.errno in DISK_FULL:
-            return _fail(error.strerror or str(error))
-        if error.filename is None:
-            raise
-        return _fail(f"{error.filename}: {error.strerror}")
+    with claim(out, resume=args.resume) as folder:
+        return _Training(args, recipe, folder, results_console()).run()
 
 
 def _check_arguments(args: argparse.Namespace, recipe: Recipe) -> None:

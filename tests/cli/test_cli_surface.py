@@ -3,12 +3,14 @@
 import argparse
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from moe_optim import __version__
 from moe_optim.cli import main as cli
 from moe_optim.errors import ConfigError, StateError
+from tests.support.report_runs import write_run
 
 SURFACE = {  # command -> its positionals and options
     "bench convert": {"--gigabytes", "--dir", "--to", "--json"},
@@ -166,6 +168,23 @@ def test_an_error_of_ours_is_one_line_and_exits_with_2(run_as, capsys, error):
     run_as(refuse)
     assert cli.main(["doctor"]) == 2
     assert capsys.readouterr().err == "error: run.yaml: expected this, got that.\n"
+
+
+def test_what_the_system_refuses_is_one_line_with_its_file_and_exits_with_1(tmp_path, capfd):
+    """A folder that is a file, and a full disk behind stdout."""
+    run, file = write_run(tmp_path / "run"), tmp_path / "file"
+    file.write_text("")
+    refused = {
+        f"{file}: File exists": ["report", run, "--out", file],
+        f"{file}/below: Not a directory": ["report", run, "--out", file / "below"],
+    }
+    for said, words in refused.items():
+        assert cli.main(list(map(str, words))) == 1
+        assert capfd.readouterr().err.startswith(f"error: {said}")
+    command = [sys.executable, "-m", "moe_optim.cli.main", "recipes"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (1, "error: No space left on device\n")
 
 
 def test_an_interrupt_exits_with_130(run_as, capsys):
