@@ -10,6 +10,7 @@ import json
 import shlex
 import sys
 import textwrap
+from collections.abc import Collection
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -102,15 +103,15 @@ def run(args: argparse.Namespace) -> int:
     require_writable(args.json, args.out)
     if args.ranks is not None and args.ranks < 1:
         raise ConfigError(f"--ranks: expected 1 or more, got {args.ranks}.")
+    names = {(number, side): f"{number}-{side}" for number in range(args.rounds) for side in SIDES}
+    _require_new(args.logs, names.values())
     if missing := missing_data(args, recipe):
         print(f"{recipe.path} names no data: added {shlex.join(missing)}", file=sys.stderr)
     with TemporaryDirectory() as temporary:
         logs = args.logs or Path(temporary)
         found: dict[str, list[Measured]] = {side: [] for side in SIDES}
-        for number in range(args.rounds):
-            for side in SIDES:
-                folder = (logs / f"{number}-{side}").resolve()
-                found[side].append(_measure(args, recipe, side, folder))
+        for (_, side), name in names.items():
+            found[side].append(_measure(args, recipe, side, (logs / name).resolve()))
     report = _report(args, recipe, found)
     if args.json:
         args.json.write_text(json.dumps(report, indent=2) + "\n")
@@ -120,6 +121,16 @@ def run(args: argparse.Namespace) -> int:
         args.out.write_bytes(draw(report, args.out))
     print_table(results_console(), table_of(report))
     return 0
+
+
+def _require_new(logs: Path | None, names: Collection[str]) -> None:
+    """Raise ConfigError where a folder for logs is there already, before anything is measured."""
+    there = [name for name in names if logs is not None and (logs / name).exists()]
+    if there:
+        raise ConfigError(
+            f"--logs {logs}: expected no logs of an earlier bench, got {', '.join(there)}. Name "
+            "another folder."
+        )
 
 
 def _measure(args: argparse.Namespace, recipe: Recipe, side: str, folder: Path) -> Measured:

@@ -146,6 +146,15 @@ def test_what_cannot_be_measured_is_refused_before_a_rank_starts(words, message,
     assert message in capsys.readouterr().err
 
 
+def test_logs_of_an_earlier_bench_are_not_written_over(tmp_path, capsys):
+    """Those of a later round, too, and before the first is measured."""
+    (tmp_path / "1-stock").mkdir()
+    words = ["bench", "step", str(RECIPE), "--rounds", "2", "--logs", str(tmp_path)]
+    assert cli.main(words) == cli.BAD_INPUT
+    assert "expected no logs of an earlier bench, got 1-stock" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["1-stock"]
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_both_sides_run_the_same_but_for_the_plug_in(deterministic):
     """Determinism is a matter of both: the flags stand before the user's, which then win."""
