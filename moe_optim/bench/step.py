@@ -30,7 +30,7 @@ from moe_optim.console.argv import (
 from moe_optim.console.files import require_writable
 from moe_optim.console.pictures import picture_path
 from moe_optim.console.screen import print_table, results_console
-from moe_optim.errors import ConfigError, StateError
+from moe_optim.errors import ConfigError
 from moe_optim.recipes import Recipe, check_requirements, load_recipe
 
 # What imports torch or Megatron is imported where it is needed: it takes seconds.
@@ -45,6 +45,7 @@ DETERMINISTIC_ARGUMENTS = ("--deterministic-mode", "--clip-grad", "0")
 """
 CLIP_GRAD = 1.0
 """Megatron's default."""
+_FAILED = 1
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -85,9 +86,11 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 def run(args: argparse.Namespace) -> int:
     """Measure both sides in turns, print a table, and write what was asked for.
 
+    Returns:
+        The exit code: 0 done, 1 a rank failed, 128 + n stopped by signal n.
+
     Raises:
         ConfigError: a number, the recipe or a file to write cannot be used.
-        StateError: a rank failed.
     """
     from moe_optim.bench.step_rank import KINDS, WARM_UP
 
@@ -111,7 +114,10 @@ def run(args: argparse.Namespace) -> int:
         logs = args.logs or Path(temporary)
         found: dict[str, list[Measured]] = {side: [] for side in SIDES}
         for (_, side), name in names.items():
-            found[side].append(_measure(args, recipe, side, (logs / name).resolve()))
+            measured = _measure(args, recipe, side, (logs / name).resolve())
+            if isinstance(measured, int):
+                return measured
+            found[side].append(measured)
     report = _report(args, recipe, found)
     if args.json:
         args.json.write_text(json.dumps(report, indent=2) + "\n")
@@ -133,7 +139,8 @@ def _require_new(logs: Path | None, names: Collection[str]) -> None:
         )
 
 
-def _measure(args: argparse.Namespace, recipe: Recipe, side: str, folder: Path) -> Measured:
+def _measure(args: argparse.Namespace, recipe: Recipe, side: str, folder: Path) -> Measured | int:
+    """Return what the ranks of one side measured, or the exit code where they did not end well."""
     import torch
 
     from moe_optim.bench.step_rank import REPORT
@@ -150,16 +157,23 @@ def _measure(args: argparse.Namespace, recipe: Recipe, side: str, folder: Path) 
         environment={REPORT: str(folder), **environment(args)},
     )
     result = launch(plan, Console(stderr=True))
-    if result.failure is not None or result.stopped_by is not None:
-        said = result.failure.sentence() if result.failure else "it was stopped"
-        raise StateError(f"bench step: {side}: expected a run to its end, but {said}")
+    if result.stopped_by is not None:
+        print(f"bench step: {side}: stopped by {result.stopped_by.name}", file=sys.stderr)
+        return 128 + result.stopped_by
+    if result.failure is not None:
+        return _fail(f"{side}: expected a run to its end, but {result.failure.sentence()}")
     measured = merge([json.loads((folder / f"rank{r}.json").read_text()) for r in range(ranks)])
     if len(measured.losses) != args.iterations:
-        raise StateError(
-            f"bench step: {side}: expected {args.iterations} iterations, got "
-            f"{len(measured.losses)}. Keep the logs with --logs and look at rank0.log."
+        return _fail(
+            f"{side}: expected {args.iterations} iterations, got {len(measured.losses)}. Keep the "
+            "logs with --logs and look at rank0.log."
         )
     return measured
+
+
+def _fail(message: str) -> int:
+    print(f"error: bench step: {message}", file=sys.stderr)
+    return _FAILED
 
 
 def environment(args: argparse.Namespace) -> dict[str, str]:

@@ -3,6 +3,7 @@
 import argparse
 import io
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,9 @@ from moe_optim.bench.step_figures import (
 )
 from moe_optim.cli import main as cli
 from moe_optim.recipes import load_recipe
+from moe_optim.train import launcher
+from moe_optim.train.launcher import LaunchResult, RankFailure
+from moe_optim.train.progress import TrainingState
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 WORK = {
@@ -153,6 +157,25 @@ def test_logs_of_an_earlier_bench_are_not_written_over(tmp_path, capsys):
     assert cli.main(words) == cli.BAD_INPUT
     assert "expected no logs of an earlier bench, got 1-stock" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["1-stock"]
+
+
+ENDS = {  # how ranks end -> exit code, and what is said
+    "a rank that fails, though with the code of bad input": (
+        {"failure": RankFailure(rank=1, exit_code=2, reason="no", log=Path(), disk_full=False)},
+        (1, "error: bench step: stock: expected a run to its end, but rank 1 ended with exit code"),
+    ),
+    "Ctrl-C": ({"stopped_by": signal.SIGINT}, (130, "bench step: stock: stopped by SIGINT")),
+    "kill": ({"stopped_by": signal.SIGTERM}, (143, "bench step: stock: stopped by SIGTERM")),
+}
+
+
+@pytest.mark.parametrize(("end", "wanted"), ENDS.values(), ids=ENDS)
+def test_exit_codes_are_those_of_training(end, wanted, monkeypatch, capsys):
+    result = LaunchResult(state=TrainingState(), seconds=1.0, **end)
+    monkeypatch.setattr(launcher, "launch", lambda plan, console: result)
+    code = cli.main(["bench", "step", str(RECIPE), "--", "--mock-data"])
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert (code, last[: len(wanted[1])]) == wanted
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
