@@ -32,6 +32,15 @@ from moe_optim.environment import (
 
 Report = dict[str, Any]
 
+_IMPORTED = {**MODULES, "transformer-engine": "transformer_engine.pytorch"}
+"""Package -> the module that does not import where the package is broken."""
+_RECIPES = {
+    "fp8": "tensorwise",
+    "fp8_block_scaling": "blockwise",
+    "mxfp8": "mxfp8",
+    "nvfp4": "nvfp4",
+}
+"""What Transformer Engine calls its recipes -> what Megatron's flags call them."""
 _STYLES = {"ok": "green", "applied": "green", "missing": "red", "unfit": "red", "broken": "red"}
 
 
@@ -108,6 +117,7 @@ def examine() -> Report:
         packages = {name: _examine_package(name) for name in ("python", *MODULES)}
         patches = _examine_patches() if packages["megatron-core"]["state"] == "ok" else []
         gpus = [asdict(gpu) for gpu in find_gpus()] if packages["torch"]["state"] == "ok" else []
+        has_te = packages["transformer-engine"]["state"] == "ok"
     problems = [entry["problem"] for entry in packages.values() if entry["problem"]]
     problems += [
         f"patch {patch['id']}: {patch['state']}. Install a megatron-core {NEEDED['megatron-core']}"
@@ -125,6 +135,7 @@ def examine() -> Report:
         "packages": packages,
         "gpus": gpus,
         "formats": {name: _examine_format(name) for name in get_args(Format)},
+        "native_products": _native_products() if gpus and has_te else [],
         "patches": patches,
     }
 
@@ -175,7 +186,7 @@ def _failure(name: str) -> str | None:
         core, training = find_folder("megatron.core"), find_folder("megatron.training")
         if core and training and core.parent != training.parent:
             return f"megatron.training comes from {training.parent}. Keep one of the two"
-    module = {"transformer-engine": "transformer_engine.pytorch"}.get(name, MODULES[name])
+    module = _IMPORTED[name]
     try:
         importlib.import_module(module)
     except Exception as error:  # a broken extension raises whatever it likes
@@ -184,10 +195,17 @@ def _failure(name: str) -> str | None:
 
 
 def _examine_format(name: str) -> dict[str, str]:
-    """Say how products of weights stored in a format are computed here, and why so."""
+    """Say how portable experts multiply weights stored in a format, and why so."""
     if name == "bf16":
         return {"product": "native product", "because": "grouped bf16 product of torch"}
     return {"product": "emulated product", "because": "stored narrow, multiplied in bf16"}
+
+
+def _native_products() -> list[str]:
+    """Return the recipes whose products Transformer Engine has on this GPU, by its own account."""
+    engine = importlib.import_module(_IMPORTED["transformer-engine"])
+    asked = {name: getattr(engine, f"is_{name}_available", None) for name in _RECIPES}
+    return [_RECIPES[name] for name, available in asked.items() if available and available()]
 
 
 def _examine_patches() -> list[dict[str, str]]:
@@ -219,7 +237,8 @@ def _render(report: Report) -> RenderableType:
         Text(f"{enabled}\n"),
         _table(("package", "version", "state", "where"), _package_rows(report["packages"])),
         _table(("GPU", "capability", "memory"), _gpu_rows(report["gpus"])),
-        _table(("format", "product", "how"), formats),
+        _table(("format", "product of portable experts", "how"), formats),
+        Text(f"Transformer Engine's own products: {_spell_native(report)}\n"),
     ]
     if report["patches"]:
         parts.append(
@@ -232,6 +251,14 @@ def _render(report: Report) -> RenderableType:
         parts.append(Text("Everything needed is here.", "green"))
     parts += [Text.assemble(("error: ", "bold red"), problem) for problem in report["problems"]]
     return Group(*parts)
+
+
+def _spell_native(report: Report) -> str:
+    if report["native_products"]:
+        return f"{', '.join(report['native_products'])}, which its experts take"
+    if report["packages"]["transformer-engine"]["state"] != "ok":
+        return "none, as it is not here"
+    return "none on this machine" if report["gpus"] else "none, as there is no GPU"
 
 
 def _package_rows(packages: dict[str, Report]) -> Iterator[tuple[str, ...]]:

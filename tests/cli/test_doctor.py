@@ -4,7 +4,9 @@ import importlib.metadata
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import megatron.core  # noqa: F401 before doctor imports it, with nothing compiled
 import pytest
@@ -17,10 +19,11 @@ from moe_optim.environment import Gpu
 
 ROOT = Path(__file__).parents[2]
 
-KEYS = {"ok", "problems", "moe_optim", "packages", "gpus", "formats", "patches"}
+KEYS = {"ok", "problems", "moe_optim", "packages", "gpus", "formats", "native_products", "patches"}
 PACKAGES = {"python", "torch", "megatron-core", "transformer-engine", "apex", "triton"}
 PACKAGE_KEYS = {"version", "path", "checkout", "needed", "state", "note", "problem"}
 PATCH_KEYS = {"id", "state", "target", "because", "remove_when"}
+H100 = Gpu(name="NVIDIA H100", sm=90, memory_gib=79.6)
 PRODUCTS = {
     "bf16": "native product",
     "mxfp8": "emulated product",
@@ -94,6 +97,33 @@ def test_a_working_environment_is_healthy(report):
 
 def test_every_format_says_how_its_products_are_computed(report):
     assert {name: entry["product"] for name, entry in report["formats"].items()} == PRODUCTS
+
+
+@pytest.mark.parametrize(
+    ("gpus", "recipes", "said"),
+    [
+        ((H100,), ["tensorwise", "blockwise"], "tensorwise, blockwise, which its experts take"),
+        ((), [], "none, as there is no GPU"),
+    ],
+)
+def test_products_of_transformer_engine_are_those_that_it_says_it_has(
+    gpus, recipes, said, light, capsys
+):
+    """The table of formats is headed as of portable experts, which multiply alike everywhere."""
+    answers = {"fp8": True, "fp8_block_scaling": True, "mxfp8": False}  # an older one: no NVFP4
+    engine = SimpleNamespace(
+        **{f"is_{name}_available": partial(bool, answer) for name, answer in answers.items()}
+    )
+    light.setitem(sys.modules, "transformer_engine.pytorch", engine)
+    examine = doctor._examine_package
+    is_here = {"transformer-engine": {"state": "ok"}}
+    light.setattr(doctor, "_examine_package", lambda name: examine(name) | is_here.get(name, {}))
+    light.setattr(doctor, "find_gpus", lambda: gpus)
+    assert doctor.examine()["native_products"] == recipes
+    main(["doctor"])
+    out = capsys.readouterr().out
+    assert f"Transformer Engine's own products: {said}" in out
+    assert "product of portable experts" in out
 
 
 def test_a_missing_megatron_is_an_error_with_the_line_that_installs_it(light, capsys):
