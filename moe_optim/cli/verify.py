@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     with progress_bar("comparing", views[0].nbytes(views[0].tensors)) as report:
         found = compare_checkpoints(sides[0], sides[1], report)
     if args.json:
-        print(json.dumps(asdict(found) | {"equal": found.equal}, indent=2))
+        print(_spell_json(found))
     else:
         _print(found)
     return 0 if found.equal else DIFFERENT
@@ -82,6 +83,15 @@ def _by_name(view: "LayerView") -> "LayerView":
     with suppress(LayoutError):
         return LayerView(states_by_name(view.reader), view.renames)
     return view
+
+
+def _spell_json(found: "Comparison") -> str:
+    """Return what was found as JSON, which has no infinity: null stands for it."""
+    report = asdict(found) | {"equal": found.equal}
+    for one in report["differences"]:
+        if one["largest"] == math.inf:
+            one["largest"] = None
+    return json.dumps(report, indent=2, allow_nan=False)
 
 
 def _print(found: "Comparison") -> None:

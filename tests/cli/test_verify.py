@@ -75,6 +75,18 @@ def test_json_lists_every_difference(verify, source, tmp_path):
     assert json.loads(verify(source, source, "--json")[1])["equal"] is True
 
 
+def test_json_has_null_for_a_difference_that_is_no_number(verify, tmp_path):
+    """Infinity is no JSON."""
+    weights = stored_tensors(states=False)
+    a, b = (
+        write_torch_dist(tmp_path / name, weights | {"new": torch.tensor([value])})
+        for name, value in (("a", 1.0), ("b", torch.inf))
+    )
+    out = verify(a, b, "--json")[1]
+    assert "Infinity" not in out
+    assert [one["largest"] for one in json.loads(out)["differences"]] == [None]
+
+
 def test_a_long_list_is_cut_and_says_so(verify, source, tmp_path, monkeypatch):
     monkeypatch.setattr(command, "SHOWN", 3)
     tensors = {key: value.clone() for key, value in stored_tensors(states=False).items()}

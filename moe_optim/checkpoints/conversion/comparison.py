@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import prod
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,7 +43,7 @@ class Difference:
     first: tuple[int, ...] = ()
     """Index of the first that differs, within the expert where there is one."""
     largest: float | None = None
-    """Largest absolute difference of values that are numbers on both sides."""
+    """Largest absolute difference of values that are numbers on both sides; exact of integers."""
     detail: str = ""
     """Both shapes or dtypes, where these are what differs."""
 
@@ -219,16 +220,25 @@ def compare_values(name: str, left: Tensor, right: Tensor) -> Difference | None:
     differs = left_bits != right_bits
     first = int(differs.flatten().to(torch.uint8).argmax())
     index = torch.unravel_index(torch.tensor(first), differs.shape)
-    gaps = (left[differs].double() - right[differs].double()).abs()
-    gaps = gaps[~gaps.isnan()]
     return Difference(
         name=name,
         what="values",
         differing=int(differs.sum()),
         elements=prod(left.shape),
         first=tuple(int(part) for part in index),
-        largest=float(gaps.max()) if gaps.numel() else None,
+        largest=_largest_gap(left[differs], right[differs]),
     )
+
+
+def _largest_gap(left: Tensor, right: Tensor) -> float | None:
+    """Return the largest absolute difference of values that are numbers; None if there are none."""
+    if not left.is_floating_point() and left.dtype != torch.bool:  # doubles hold 53 bits
+        some, others = left.numpy(), right.numpy()
+        gaps = np.maximum(some, others) - np.minimum(some, others)
+        return int(gaps.view(f"u{gaps.itemsize}").max())  # what wraps around is right unsigned
+    gaps_of_floats = (left.double() - right.double()).abs()
+    gaps_of_floats = gaps_of_floats[~gaps_of_floats.isnan()]
+    return float(gaps_of_floats.max()) if gaps_of_floats.numel() else None
 
 
 def _dtypes(key: str, left: Tensor, right: Tensor) -> Difference:
