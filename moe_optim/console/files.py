@@ -1,16 +1,13 @@
 """Writing files whole or not at all, and saying what a full disk needs."""
 
 import contextlib
-import errno
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from moe_optim.checkpoints.files.publishing import DISK_FULL
 from moe_optim.errors import ConfigError
-
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-"""``errno`` of a full disk, or of a user who may not have more of it."""
 
 
 def require_writable(*paths: Path | None) -> None:

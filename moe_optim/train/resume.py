@@ -9,8 +9,9 @@ from moe_optim.checkpoints.files.folders import (
     iteration_of,
     read_tracker,
 )
+from moe_optim.checkpoints.files.publishing import DISK_FULL
 from moe_optim.checkpoints.integrity import checkpoint_defect
-from moe_optim.console.files import DISK_FULL, write_atomically
+from moe_optim.console.files import write_atomically
 from moe_optim.errors import StateError
 
 

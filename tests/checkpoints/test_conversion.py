@@ -342,9 +342,16 @@ def test_a_disk_that_fills_up_is_named_and_nothing_is_left(asked, source, tmp_pa
     monkeypatch.setattr(safetensors_files, "save_file", refuse_to_save)
     monkeypatch.setattr(TorchDistWriter, "_begin", lambda _: (FullDisk(), 0))
     plan = plan_of(source, "grouped", **asked)
-    with pytest.raises(StateError, match="out: expected to write .* got: .*No space left"):
+    with pytest.raises(StateError, match="out: expected .* got: .*No space left.* Free some"):
         convert_checkpoint(plan, tmp_path / "out")
     assert names_in(tmp_path) == []
+
+
+def test_space_is_not_what_a_folder_misses_that_cannot_be(source, tmp_path):
+    (tmp_path / "file").write_text("")
+    plan = plan_of(source, "grouped")
+    with pytest.raises(StateError, match="Not a directory.* of it. Name another folder.$"):
+        convert_checkpoint(plan, tmp_path / "file" / "out")
 
 
 def test_what_is_there_already_is_not_overwritten(source, tmp_path):

@@ -1,5 +1,6 @@
 """A folder appears whole under its name, or not at all."""
 
+import errno
 import os
 import re
 import secrets
@@ -12,6 +13,8 @@ from safetensors import SafetensorError
 
 from moe_optim.errors import ConfigError, StateError
 
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+"""``errno`` of a full disk, or of a user who may not have more of it."""
 _PARTIAL = re.compile(r"\.partial-[0-9a-f]{8}$")
 
 
@@ -44,10 +47,17 @@ def published(target: Path, *, needed_bytes: int) -> Iterator[Path]:
     except (OSError, SafetensorError) as error:
         raise StateError(
             f"{target}: expected to write {needed_bytes:,} bytes, got: {error}. "
-            "Nothing is left of it. Free some space, or name a folder on another disk."
+            f"Nothing is left of it. {_remedy(error)}"
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _remedy(error: Exception) -> str:
+    # By its text, as what safetensors and torch raise has no errno.
+    if any(os.strerror(number) in str(error) for number in DISK_FULL):
+        return "Free some space, or name a folder on another disk."
+    return "Name another folder."
 
 
 def is_partial(folder: Path) -> bool:
