@@ -6,10 +6,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from moe_optim.cli.convert import read_rows
 from moe_optim.console.checkpoint_progress import open_reader, progress_bar
+from moe_optim.console.screen import results_console
 from moe_optim.console.spelling import spell_bytes
 from moe_optim.expert_keys.layouts import LAYOUTS
 
@@ -87,9 +86,9 @@ def run(args: argparse.Namespace) -> int:
     with progress_bar("exporting", plan.total_bytes) as report:
         export_checkpoint(plan, args.target, report)
     seconds = time.perf_counter() - began
-    console = Console(markup=False, highlight=False)
+    console = results_console()
     for line in _summary(plan, args, seconds):
-        console.print(line, soft_wrap=True)
+        console.print(line)
     return 0
 
 

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from moe_optim import __version__
 from moe_optim.console.completion import SHELLS, PrintCompletion
-from moe_optim.console.screen import discard_output
+from moe_optim.console.screen import Screen, discard_output
 from moe_optim.errors import MoEOptimError, closest
 
 COMMANDS = (
@@ -18,7 +18,7 @@ COMMANDS = (
 """Modules of this package; each has ``add_parser(subparsers)`` and ``run(args) -> int``."""
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130  # argparse itself exits with 2
-PIPE_CLOSED = 141  # as of a process that SIGPIPE ends
+PIPE_CLOSED = 141  # as of a process that SIGPIPE ends, though a command goes on to its end
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -53,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = importlib.import_module(f"moe_optim.cli.{args.command}")
         code = int(command.run(args))
         sys.stdout.flush()
+        if Screen.lost_reader and not code:
+            return PIPE_CLOSED
     except BrokenPipeError:  # of print; files have been written by then
         discard_output()
         return PIPE_CLOSED

@@ -17,9 +17,12 @@ _WIDER_THAN_ANY_LINE = 1 << 16  # columns
 class Screen(Console):
     """A console whose command goes on to its end when nobody reads what it prints."""
 
+    lost_reader = False
+    """Whether nobody read what some screen of this process printed."""
+
     def on_broken_pipe(self) -> None:
         """Print nothing more, where rich would end the process."""
-        self.quiet = True
+        self.quiet = Screen.lost_reader = True
         discard_output()
 
 
