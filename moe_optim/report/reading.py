@@ -139,7 +139,7 @@ def read_run(path: Path) -> Run:
         path: a run folder of ``moe-optim train``, or a folder with TensorBoard events of Megatron.
 
     Raises:
-        LayoutError: there are no events with a training loss, or a file is no JSON.
+        LayoutError: there are no events with a training loss, or a file has no names and values.
     """
     folder = RunFolder(path)
     of_events = folder.tensorboard if folder.tensorboard.is_dir() else path
@@ -185,6 +185,10 @@ def _read(path: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(path.read_text())
+        if not isinstance(content, dict):
+            raise ValueError("something else than names and values")
     except ValueError as error:
-        raise LayoutError(f"{path}: expected JSON, got something else. Remove the file.") from error
-    return dict(content)
+        raise LayoutError(
+            f"{path}: expected names and values as JSON, got something else. Remove the file."
+        ) from error
+    return content

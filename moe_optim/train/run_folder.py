@@ -43,6 +43,7 @@ class RunFolder:
         self.summary = path / "summary.json"
         self.loss_plot = path / "loss.png"
         self.report = path / "report"
+        self.lock = path / ".lock"
 
     @property
     def is_taken(self) -> bool:
@@ -123,20 +124,36 @@ def spell_text(paths: Sequence[Path]) -> str:
 def claim(path: Path, *, resume: bool) -> Iterator[RunFolder]:
     """Create ``path`` and hold its lock inside the ``with``; no second run gets in meanwhile.
 
+    A run that was refused before it wrote anything leaves no folder and no lock behind.
+
     Raises:
         StateError: another run holds the folder, or it holds the results of an earlier run and
             ``resume`` is not set.
         ConfigError: ``path`` cannot be a folder.
     """
     folder = RunFolder(path)
+    missing = [one for one in (path, *path.parents) if not one.exists()]
     with full_disk_explained(path, "creating the run folder"):
         _create(path)
-        lock = (path / ".lock").open("a+")
+        lock = folder.lock.open("a+")
     with lock:
         _take(lock, path)
-        if not resume:
-            _refuse_earlier_run(folder)
-        yield folder
+        try:
+            if not resume:
+                _refuse_earlier_run(folder)
+            yield folder
+        except BaseException:
+            if not (folder.is_taken or folder.logs.exists() or folder.text.exists()):
+                _remove(folder, missing)
+            raise
+
+
+def _remove(folder: RunFolder, created: Sequence[Path]) -> None:
+    """Remove the lock and the folders that were created for it, the innermost first."""
+    folder.lock.unlink()
+    with contextlib.suppress(OSError):  # others have put something there
+        for one in created:
+            one.rmdir()
 
 
 def _create(path: Path) -> None:
@@ -153,6 +170,8 @@ def _create(path: Path) -> None:
 def _take(lock: IO[str], path: Path) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(lock.fileno()).st_nlink == 0:  # removed by a run that was refused just now
+            raise BlockingIOError
     except BlockingIOError:
         lock.seek(0)
         holder = lock.read().strip() or "unknown"

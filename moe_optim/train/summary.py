@@ -1,6 +1,7 @@
 """What a finished run leaves behind: its curves read back, ``summary.json`` and ``loss.png``."""
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -196,7 +197,7 @@ def _rows(summary: Mapping[str, Any], folder: RunFolder, longer: str) -> list[tu
         ("summary", str(folder.summary)),
         ("loss curve", str(folder.loss_plot)),
         ("checkpoints", str(folder.checkpoints)),
-        ("TensorBoard", f"tensorboard --logdir {folder.tensorboard}"),
+        ("TensorBoard", shlex.join(["tensorboard", "--logdir", str(folder.tensorboard)])),
         ("train longer", longer),
     ]
     return rows

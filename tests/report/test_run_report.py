@@ -168,11 +168,13 @@ def test_a_folder_without_a_run_is_refused(tmp_path, there, capsys):
     assert f"{path}: expected a run folder, with TensorBoard events" in error
 
 
-def test_a_damaged_file_is_refused_by_name(tmp_path, capsys):
+@pytest.mark.parametrize("name", ["model.json", "summary.json"])
+@pytest.mark.parametrize("content", ["{", "[1]", "[]", "null", "1"])
+def test_a_damaged_file_is_refused_by_name(name, content, tmp_path, capsys):
     run = write_run(tmp_path / "run")
-    (run / "model.json").write_text("{")
+    (run / name).write_text(content)
     assert cli.main(["report", str(run)]) == 2
-    assert "model.json: expected JSON" in capsys.readouterr().err
+    assert f"{name}: expected names and values as JSON" in capsys.readouterr().err
 
 
 def test_what_comes_from_a_run_is_text_and_never_markup():

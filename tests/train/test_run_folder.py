@@ -39,6 +39,20 @@ def test_a_killed_run_leaves_no_lock_behind(tmp_path):
         pass
 
 
+@pytest.mark.parametrize("resume", [False, True])
+def test_what_was_refused_before_it_wrote_anything_leaves_nothing(resume, tmp_path):
+    """Neither a new folder with its parents, nor a lock in one that was there."""
+    (tmp_path / "there").mkdir()
+    for path in (tmp_path / "new" / "a", tmp_path / "there"):
+        with pytest.raises(ConfigError), claim(path, resume=resume):
+            raise ConfigError("no such text")
+    assert list(tmp_path.rglob("*")) == [tmp_path / "there"]
+    with pytest.raises(ConfigError), claim(tmp_path / "new", resume=resume) as folder:
+        remember_text(folder, [])
+        raise ConfigError("a rank failed")
+    assert folder.lock.is_file()
+
+
 @pytest.mark.parametrize("leftover", ["summary.json", "checkpoints/iter_0000010"])
 def test_results_are_never_overwritten_without_resume(tmp_path, leftover):
     path = tmp_path / leftover

@@ -45,6 +45,7 @@ def losses(first, last, offset=0.0):
 
 def finished_run(path):
     folder = RunFolder(path)
+    folder.path.mkdir(exist_ok=True)
     folder.model.write_text(json.dumps(MODEL))
     write_events(folder.tensorboard, {TRAIN: losses(1, 40), VALIDATION: losses(10, 40)[::10]}, 100)
     return folder
@@ -150,8 +151,8 @@ def test_smoothing_keeps_length_ends_and_straight_lines(count):
     assert smoothed(line) == pytest.approx(line)
 
 
-def test_the_last_screen_says_what_to_do_next(tmp_path):
-    folder = finished_run(tmp_path)
+def test_the_last_screen_says_what_to_do_next_in_words_of_a_shell(tmp_path):
+    folder = finished_run(tmp_path / "my run")
     summary = write_summary(folder, FACTS)
     output = io.StringIO()
     print_summary(summary, folder, "moe-optim train --resume", Console(file=output, width=200))
@@ -160,7 +161,7 @@ def test_the_last_screen_says_what_to_do_next(tmp_path):
         "0.4000 -> 0.1000",
         "3.4000 (nats/byte",
         "1,000, of them 750 quantized (75%)",
-        f"tensorboard --logdir {folder.tensorboard}",
+        f"tensorboard --logdir '{folder.tensorboard}'",
         "moe-optim train --resume",
     ):
         assert expected in output.getvalue()

@@ -340,7 +340,7 @@ def test_what_cannot_work_is_refused_before_a_rank_starts(command, runs, message
     code, _, errors = command(*options, megatron=megatron)
     assert code == 2
     assert message in errors
-    assert not (runs / "a" / "logs").exists()
+    assert not (runs / "a").exists()
 
 
 def test_the_run_folder_is_named_after_the_recipe_by_default(monkeypatch, runs):
