@@ -12,7 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from moe_optim.errors import ConfigError, LayoutError, NonFiniteError
 from moe_optim.kernels.fake.table import find_table
-from moe_optim.kernels.member_table import Backend, has_kernels, runs_triton
+from moe_optim.kernels.member_table import Backend, check_backend, has_kernels, runs_triton
 from moe_optim.reference import fake_quantization as reference
 
 Bits = int | Literal["e4m3"]
@@ -102,11 +102,12 @@ def fake_quantize(
         after the other, and must not be written in place where autograd records.
 
     Raises:
-        ConfigError: another ``bits`` or ``axis``, or a negative amax.
+        ConfigError: another ``bits``, ``axis`` or ``backend``, or a negative amax.
         LayoutError: no experts, or tensors whose shapes, dtypes or devices do not fit.
         NonFiniteError: an amax that is Inf or NaN.
     """
     _check_grid(bits, axis)
+    check_backend(backend)
     experts = [weights] if isinstance(weights, Tensor) else list(weights)
     _check_experts(experts, 3 if isinstance(weights, Tensor) else 2)
     _check_amax(amax, experts, axis)

@@ -407,14 +407,23 @@ class QuantizedWeight:
         return cls(format=format, shape=(experts, rows, cols), **fields)
 
     def data(self, direction: Direction) -> "Tensor":
-        """Return the data plane of ``direction``, not a copy: uint8, of ``format.data_shape``."""
+        """Return the data plane of ``direction``, not a copy: uint8, of ``format.data_shape``.
+
+        Raises:
+            ConfigError: no such direction.
+        """
+        _check_direction(direction)
         return self.rowwise_data if direction == "rowwise" else self.columnwise_data
 
     def scale(self, direction: Direction) -> "Tensor":
         """Return the scale plane of ``direction``, not a copy: of ``format.scale_shape``.
 
         Its dtype is ``format.scale_dtype``.
+
+        Raises:
+            ConfigError: no such direction.
         """
+        _check_direction(direction)
         return self.rowwise_scale if direction == "rowwise" else self.columnwise_scale
 
     def planes(self) -> "dict[str, Tensor]":
@@ -459,6 +468,14 @@ def _same_memory(a: "Tensor", b: "Tensor") -> bool:
 
 def _ceil_div(value: int, divisor: int) -> int:
     return -(-value // divisor)
+
+
+def _check_direction(direction: str) -> None:
+    if direction not in DIRECTIONS:
+        raise ConfigError(
+            f"direction: expected {' or '.join(DIRECTIONS)}, got '{direction}'. Write rowwise for "
+            "what a forward product multiplies."
+        )
 
 
 def _round_up(value: int, multiple: int) -> int:

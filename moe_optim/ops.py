@@ -75,7 +75,7 @@ def quantize(
         The planes, on the device of the weights: one record, or one a tensor if there are several.
 
     Raises:
-        ConfigError: no such format.
+        ConfigError: no such format or backend.
         LayoutError: a shape that the format cannot hold, another dtype, or planes that do not fit.
     """
     if isinstance(format, str):
@@ -139,6 +139,9 @@ def dequantize(quantized: QuantizedWeight, direction: Direction = "rowwise") -> 
 
     Returns:
         [E, R, C] bf16, newly allocated, on the device of the planes.
+
+    Raises:
+        ConfigError: no such direction.
     """
     return reference.dequantize_bf16(
         quantized.data(direction),

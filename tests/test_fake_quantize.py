@@ -141,6 +141,7 @@ ERRORS = {
     "bits, too many": ({"bits": 17}, ConfigError, "got 17"),
     "bits, another name": ({"bits": "e5m2"}, ConfigError, "got 'e5m2'"),
     "bits, a bool": ({"bits": True}, ConfigError, "got True"),
+    "backend": ({"backend": "x"}, ConfigError, "backend: expected auto or reference, got 'x'"),
     "axis": ({"axis": 1}, ConfigError, "axis: expected 0, for an amax an expert"),
     "no experts": ({"weights": []}, LayoutError, "at least one expert, got none"),
     "no experts in a tensor": (

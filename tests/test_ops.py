@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import moe_optim
 from moe_optim import ops, reference
-from moe_optim.errors import LayoutError, MoEOptimError
+from moe_optim.errors import ConfigError, LayoutError, MoEOptimError
 from moe_optim.formats import (
     DIRECTIONS,
     FORMATS,
@@ -461,7 +461,18 @@ def test_quantize_overwrites_the_planes_it_is_given():
         assert_bytes_equal(planes.planes()[name], plane, what=name)
 
 
+def test_another_direction_has_no_values():
+    quantized = moe_optim.quantize(torch.zeros(1, 32, 32), "mxfp8")
+    with pytest.raises(ConfigError, match="^direction: expected rowwise or columnwise, got 'rows'"):
+        moe_optim.dequantize(quantized, "rows")
+
+
 NOT_QUANTIZED = {
+    "unknown backend": (
+        torch.zeros(1, 32, 32),
+        {"backend": "x"},
+        "^backend: expected auto or reference, got 'x'",
+    ),
     "unknown format": (torch.zeros(1, 32, 32), {"format": "mxfp6"}, "mxfp6"),
     "shape": (torch.zeros(1, 33, 32), {}, r"^weights: mxfp8 needs .* got \[33, 32\]"),
     "dtype": (

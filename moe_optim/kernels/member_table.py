@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from moe_optim.errors import ConfigError
 from moe_optim.formats import BlockScaledFormat
 from moe_optim.kernels.exchange import Exchange, plan_exchange
 from moe_optim.kernels.finish_table import FinishTable, can_finish
@@ -67,9 +68,11 @@ class MemberTable:
             backend: ``auto`` takes kernels where they run, ``reference`` does without them.
 
         Raises:
+            ConfigError: no such backend.
             LayoutError: a source has the wrong shape, dtype, strides or device for its target, or
                 a range does not run from one cut to another.
         """
+        check_backend(backend)
         planned: list[Planned] = []
         slots = 0
         for entry in entries:
@@ -131,6 +134,15 @@ class MemberTable:
     def num_members(self) -> int:
         """Number of experts in the table, over all parameters."""
         return sum(entry.target.shape[0] for entry in self.entries)
+
+
+def check_backend(backend: str) -> None:
+    """Raise ConfigError for what is no backend."""
+    if backend not in get_args(Backend):
+        raise ConfigError(
+            f"backend: expected {' or '.join(get_args(Backend))}, got '{backend}'. Write auto, "
+            "which takes kernels where they run."
+        )
 
 
 def _plan_finish(
