@@ -204,12 +204,12 @@ class BlockScaledFormat:
             rows, cols = cols, rows
         if self.scale_encoding == "power_of_two":  # one fp32 a block, only the last dim is padded
             block_rows, block_cols = self.rowwise_block
-            return _ceil_div(rows, block_rows), _round_up(_ceil_div(cols, block_cols), 4)
+            return _ceil_div(rows, block_rows), round_up(_ceil_div(cols, block_cols), 4)
         # The kernels that read byte scales want one for each line of a 1-D block.
         length = max(self.rowwise_block)
         if direction == "columnwise" and not self.transposes(direction):
-            return _round_up(_ceil_div(rows, length), 4), _round_up(cols, 128)
-        return _round_up(rows, 128), _round_up(_ceil_div(cols, length), 4)
+            return round_up(_ceil_div(rows, length), 4), round_up(cols, 128)
+        return round_up(rows, 128), round_up(_ceil_div(cols, length), 4)
 
     def storage_scale_repeat(self, direction: Direction) -> tuple[int, int]:
         """Return how many storage rows and columns one block scale of ``direction`` fills.
@@ -478,5 +478,6 @@ def _check_direction(direction: str) -> None:
         )
 
 
-def _round_up(value: int, multiple: int) -> int:
+def round_up(value: int, multiple: int) -> int:
+    """Return the next multiple of ``multiple`` that is not below ``value``."""
     return _ceil_div(value, multiple) * multiple

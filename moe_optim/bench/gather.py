@@ -15,11 +15,12 @@ from math import lcm
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from rich.table import Table
 
 from moe_optim.bench.cases import SHAPE_SETS, ShapeSet
+from moe_optim.config import Format
 from moe_optim.console.files import require_writable
 from moe_optim.console.screen import print_table, results_console
 from moe_optim.errors import ConfigError
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from moe_optim.megatron.buffers.gather import Wire
     from moe_optim.megatron.buffers.managed_bucket import ManagedBucket
 
-FORMATS = ("bf16", "mxfp8", "mxfp8_2d", "nvfp4", "fp8_block")
+FORMATS: tuple[Format, ...] = get_args(Format)
 COLUMNS = {
     "format": "format",
     "wire": "wire",

@@ -11,13 +11,13 @@ from moe_optim.console.checkpoint_progress import open_reader, progress_bar
 from moe_optim.console.screen import results_console
 from moe_optim.console.spelling import spell_bytes
 from moe_optim.expert_keys.layouts import LAYOUTS
+from moe_optim.formats import FORMATS
 
 if TYPE_CHECKING:
     from moe_optim.export.files.export_plan import ExportPlan, ExportRequest
 
 # What imports torch is imported where it is needed: it takes seconds.
 
-FORMATS = ("mxfp8", "mxfp8_2d", "nvfp4", "fp8_block")
 CONVENTIONS = ("compressed_tensors", "modelopt", "deepseek")
 
 

@@ -10,7 +10,7 @@ from fractions import Fraction
 from math import lcm
 from typing import Literal
 
-from moe_optim.formats import BlockScaledFormat
+from moe_optim.formats import BlockScaledFormat, round_up
 from moe_optim.layout.wire import Slot
 
 MOST_GROWTH = Fraction(1, 100)
@@ -45,7 +45,7 @@ def aligned_end(
         divisor: the bucket must have a multiple of so many elements for other reasons.
     """
     used = max(slot.end for slot in slots)
-    stock = _round_up(used, lcm(divisor, dp_size))
+    stock = round_up(used, lcm(divisor, dp_size))
     band = lcm(*(format.band_rows * slot.shape[2] for slot in slots))
     steps: tuple[tuple[Unit, int], ...] = (
         ("band", band),
@@ -53,7 +53,7 @@ def aligned_end(
         ("byte", format.elements_per_byte),
     )
     for unit, shard_multiple in steps:
-        numel = _round_up(used, lcm(divisor, dp_size * shard_multiple))
+        numel = round_up(used, lcm(divisor, dp_size * shard_multiple))
         affordable = unit == "byte" or numel - stock <= MOST_GROWTH * used
         if affordable and (unit != "band" or not cuts_bands(format, slots, numel // dp_size)):
             return BucketEnd(numel=numel, unit=unit)
@@ -79,7 +79,3 @@ def cuts_bands(format: BlockScaledFormat, slots: Sequence[Slot], shard_numel: in
 def _elements_per_scale(format: BlockScaledFormat) -> int:
     rows, cols = format.rowwise_block
     return lcm(rows * cols, format.elements_per_byte)
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

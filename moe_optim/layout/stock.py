@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm, prod
 
+from moe_optim.formats import round_up
 from moe_optim.layout.wire import Slot
 
 _START = 64
@@ -44,11 +45,11 @@ def lay_buckets(
     slots: list[Slot] = []
 
     def close() -> None:
-        buckets.append(StockBucket(slots=tuple(slots), numel=_round_up(slots[-1].end, divisor)))
+        buckets.append(StockBucket(slots=tuple(slots), numel=round_up(slots[-1].end, divisor)))
         slots.clear()
 
     for name, shape in reversed(params):
-        start = _round_up(slots[-1].end, _START) if slots else 0
+        start = round_up(slots[-1].end, _START) if slots else 0
         slots.append(Slot(name=name, start=start, shape=shape))
         if bucket_numel is not None and slots[-1].end >= bucket_numel:
             close()
@@ -64,9 +65,5 @@ def packed_nbytes(slots: Sequence[Slot], elements_per_byte: int, divisor: int) -
     """
     end = 0
     for slot in slots:
-        end = _round_up(end, _START) + prod(slot.shape) // elements_per_byte
-    return _round_up(end, divisor)
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
+        end = round_up(end, _START) + prod(slot.shape) // elements_per_byte
+    return round_up(end, divisor)

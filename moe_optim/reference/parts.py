@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from moe_optim.formats import BlockScaledFormat, QuantizedWeight
+from moe_optim.formats import BlockScaledFormat, QuantizedWeight, round_up
 from moe_optim.reference.deriving import derive_into
 from moe_optim.reference.ranges import block_amaxes, encode_bands
 
@@ -28,7 +28,7 @@ def pad_part(part: Tensor, start: tuple[int, int], format: BlockScaledFormat) ->
     length = format.band_rows
     top, left = (first % length for first in start)
     experts, rows, cols = part.shape
-    shape = (experts, _round_up(top + rows, length), _round_up(left + cols, length))
+    shape = (experts, round_up(top + rows, length), round_up(left + cols, length))
     padded = torch.zeros(shape, dtype=torch.bfloat16, device=part.device)
     padded[:, top : top + rows, left : left + cols] = part
     return padded
@@ -94,7 +94,3 @@ def encode_padded(
         out.global_amax.copy_(global_amax.view(-1))
     derive_into(out)
     return out
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

@@ -15,13 +15,12 @@ from moe_optim.checkpoints.conversion.layer_view import stored_key
 from moe_optim.checkpoints.conversion.model_plan import ModelPlan, Part
 from moe_optim.checkpoints.conversion.model_sources import (
     CONFIG,
+    read_tokenizer,
     special_tokens,
-    tokenizer_files,
 )
 from moe_optim.checkpoints.conversion.one_thread import one_thread
 from moe_optim.checkpoints.files.folders import TRACKER
 from moe_optim.checkpoints.files.publishing import published
-from moe_optim.checkpoints.files.regular_files import read_file
 from moe_optim.checkpoints.integrity import seal
 from moe_optim.checkpoints.stores.reader import Recorded, TensorInfo
 from moe_optim.checkpoints.stores.safetensors_files import SafetensorsWriter
@@ -33,8 +32,6 @@ from moe_optim.checkpoints.stores.torch_dist import (
 )
 from moe_optim.checkpoints.stores.torch_dist_writer import TorchDistWriter
 from moe_optim.hugging_face.families import LAYOUT_OF_EXPERTS
-
-_TOKENIZER_BYTES = 64 * 2**20  # of a file: several times the longest there is
 
 
 def convert_model(plan: ModelPlan, target: Path, report: Report = lambda _: None) -> None:
@@ -48,7 +45,8 @@ def convert_model(plan: ModelPlan, target: Path, report: Report = lambda _: None
         StateError: a file of the source is damaged, or the disk is full.
     """
     needed = plan.total_bytes + BLOB_BYTES * (plan.num_tensors + 16)
-    passed_on = _read_tokenizer(plan.request.tokenizer)
+    tokenizer = plan.request.tokenizer
+    passed_on = {} if tokenizer is None else read_tokenizer(tokenizer)
     with one_thread(), published(target, needed_bytes=needed) as folder:
         if plan.request.to == "hf":
             _write_hf(plan, folder, report)
@@ -56,11 +54,6 @@ def convert_model(plan: ModelPlan, target: Path, report: Report = lambda _: None
                 (folder / name).write_bytes(content)
         else:
             _write_megatron(plan, folder, report)
-
-
-def _read_tokenizer(folder: Path | None) -> dict[str, bytes]:
-    names = tokenizer_files(folder) if folder else []
-    return {name: read_file(folder, name, _TOKENIZER_BYTES) for name in names if folder}
 
 
 def _write_hf(plan: ModelPlan, folder: Path, report: Report) -> None:

@@ -25,6 +25,7 @@ _TOKENIZER_FILES = (
     "chat_template.json",
     "generation_config.json",
 )
+_TOKENIZER_BYTES = 64 * 2**20  # of a file: several times the longest there is
 _NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 """What configurations call the experts of a layer."""
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -48,7 +49,7 @@ def read_model(reader: CheckpointReader) -> Model:
         StateError: ``config.json`` is damaged.
     """
     if not isinstance(reader, TorchDistReader):
-        folder = _folder_of(reader)
+        folder = folder_of(reader)
         config = read_config(folder)
         if isinstance(reader, DequantizedBlocks):  # whose values are none of its business
             config.pop(QUANTIZATION, None)
@@ -69,7 +70,7 @@ def dequantized(reader: CheckpointReader) -> CheckpointReader:
         ConfigError: they are quantized in another way.
         LayoutError: scales are missing or of wrong shapes.
     """
-    folder = _folder_of(reader)
+    folder = folder_of(reader)
     if reader.format != "safetensors" or not (folder / CONFIG).is_file():
         return reader
     quantization = read_config(folder).get(QUANTIZATION)
@@ -78,7 +79,8 @@ def dequantized(reader: CheckpointReader) -> CheckpointReader:
     return DequantizedBlocks(reader, block_of(quantization, str(folder / CONFIG)))
 
 
-def _folder_of(reader: CheckpointReader) -> Path:
+def folder_of(reader: CheckpointReader) -> Path:
+    """Return the folder of a checkpoint that may be one file."""
     return reader.path if reader.path.is_dir() else reader.path.parent
 
 
@@ -107,7 +109,7 @@ def configured_experts(reader: CheckpointReader) -> int | None:
     Raises:
         StateError: ``config.json`` is damaged.
     """
-    folder = _folder_of(reader)
+    folder = folder_of(reader)
     if reader.format != "safetensors" or not (folder / CONFIG).is_file():
         return None
     config = read_config(folder)
@@ -117,11 +119,12 @@ def configured_experts(reader: CheckpointReader) -> int | None:
     return next((one for one in numbers if type(one) is int and one > 0), None)
 
 
-def tokenizer_files(folder: Path) -> list[str]:
-    """Return the files of a folder that a tokenizer consists of.
+def read_tokenizer(folder: Path) -> dict[str, bytes]:
+    """Return the files of a folder that a tokenizer consists of, by name.
 
     Raises:
         ConfigError: there are none.
+        OSError: as for :func:`~moe_optim.checkpoints.files.regular_files.read_file`.
     """
     names = [name for name in _TOKENIZER_FILES if (folder / name).is_file()]
     if not names:
@@ -129,7 +132,7 @@ def tokenizer_files(folder: Path) -> list[str]:
             f"{folder}: expected files of a tokenizer, such as {_TOKENIZER_FILES[0]}, got none. "
             "Give the folder of a model of Hugging Face."
         )
-    return names
+    return {name: read_file(folder, name, _TOKENIZER_BYTES) for name in names}
 
 
 def special_tokens(folder: Path) -> dict[str, Any]:

@@ -9,23 +9,22 @@ from torch import Tensor
 
 from moe_optim.checkpoints.conversion.model_sources import (
     CONFIG,
+    folder_of,
+    read_tokenizer,
     special_tokens,
-    tokenizer_files,
 )
 from moe_optim.checkpoints.conversion.one_thread import one_thread
 from moe_optim.checkpoints.files.publishing import published
-from moe_optim.checkpoints.files.regular_files import read_file
 from moe_optim.checkpoints.stores.reader import Recorded
 from moe_optim.checkpoints.stores.safetensors_files import SafetensorsWriter
 from moe_optim.errors import ConfigError
 from moe_optim.export.engine_config import quantization_config
-from moe_optim.export.files.export_plan import ExportPlan, folder_of
+from moe_optim.export.files.export_plan import ExportPlan
 
 Report = Callable[[int], None]
 """Takes how many bytes have been read and written since the last call."""
 
 _HEADER_BYTES = 512  # at most, of what a tensor has in headers and in the index
-_TOKENIZER_BYTES = 64 * 2**20  # of a file: several times the longest there is
 
 
 def export_checkpoint(plan: ExportPlan, target: Path, report: Report = lambda _: None) -> None:
@@ -73,14 +72,12 @@ def _linear_of(name: str, tensor: Tensor) -> str | None:
 
 def _read_tokenizer(plan: ExportPlan) -> dict[str, bytes]:
     """Return the files of the tokenizer that was named, or that lies beside the weights."""
-    folder = plan.request.tokenizer or folder_of(plan.view.reader.path)
     try:
-        names = tokenizer_files(folder)
+        return read_tokenizer(plan.request.tokenizer or folder_of(plan.view.reader))
     except ConfigError:
         if plan.request.tokenizer:
             raise
         return {}
-    return {name: read_file(folder, name, _TOKENIZER_BYTES) for name in names}
 
 
 def _write_config(plan: ExportPlan, folder: Path, unquantized: list[str]) -> None:

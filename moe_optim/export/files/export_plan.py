@@ -17,7 +17,7 @@ from moe_optim.checkpoints.conversion.expert_finding import (
 )
 from moe_optim.checkpoints.conversion.layer_view import LayerView
 from moe_optim.checkpoints.conversion.model_plan import ModelPlan, ModelRequest, Part, plan_model
-from moe_optim.checkpoints.conversion.model_sources import CONFIG, read_config
+from moe_optim.checkpoints.conversion.model_sources import CONFIG, folder_of, read_config
 from moe_optim.checkpoints.stores.reader import CheckpointReader, is_state
 from moe_optim.errors import ConfigError, LayoutError, StateError
 from moe_optim.expert_keys.conversion import convert_expert_set, interleave_faults
@@ -245,7 +245,7 @@ def _plan_safetensors(
         request=request,
         experts=_from_masters({one.prefix: one for one in sets}, masters),
         dense=tuple(Dense(sources=(key,)) for key in without_experts(keys, sets)),
-        config=read_config(folder_of(path)) if config is None else config,
+        config=read_config(folder_of(reader)) if config is None else config,
         interleave=interleave,
     )
 
@@ -266,11 +266,6 @@ def _from_masters(
         LayerExperts(stored=masters[one.prefix] if complete else one, prefix=prefix)
         for prefix, one in weights.items()
     )
-
-
-def folder_of(path: Path) -> Path:
-    """Return the folder of a checkpoint that may be one file."""
-    return path if path.is_dir() else path.parent
 
 
 def _given_config(path: Path) -> dict[str, Any]:
