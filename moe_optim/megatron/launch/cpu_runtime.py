@@ -217,6 +217,9 @@ def maybe_move_tensor_to_cpu(
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
+_GATHER = torch.distributed.all_gather_into_tensor  # whoever counts calls replaces one name of it
+
+
 def all_gather_bytes(
     output_tensor: torch.Tensor,
     input_tensor: torch.Tensor,
@@ -229,9 +232,7 @@ def all_gather_bytes(
     parameters these are of two dtypes, and gloo puts elements of the first one's size where those
     of the second belong, without an error. Bytes it gathers right.
     """
-    return torch.distributed.all_gather_into_tensor(
-        _bytes_of(output_tensor), _bytes_of(input_tensor), group, async_op
-    )
+    return _GATHER(_bytes_of(output_tensor), _bytes_of(input_tensor), group, async_op)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -159,10 +159,10 @@ def _keys() -> Any:
         "grouped": experts.make_ours(config),
         "indexed": experts.make_ours(config, expert_layout="indexed"),
     }.items():
-        from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+        from megatron.core.dist_checkpointing.mapping import ShardedTensor
+        from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 
-        state = module.sharded_state_dict("layer.")
-        apply_factories(state)
+        state, _, _ = load_preprocess(module.sharded_state_dict("layer."))
         tensors = [t for entry in state.values() for t in _leaves(entry)]
         described[name] = {(t.key, t.global_shape) for t in tensors if isinstance(t, ShardedTensor)}
     return described
