@@ -21,13 +21,16 @@ def agree(act: Callable[[], Any], group: Any) -> Any:
     Returns:
         What ``act`` returned on this rank.
     """
+    ranks = torch.distributed.get_world_size(group)
+    if ranks == 1:
+        return act()
     error: Exception | None = None
     result = None
     try:
         result = act()
     except Exception as raised:  # whatever it is, the others must not wait for this rank
         error = raised
-    errors: list[Any] = [None] * torch.distributed.get_world_size(group)
+    errors: list[Any] = [None] * ranks
     kinds = (ConfigError, LayoutError, NonFiniteError, PatchError)
     kind = next((kind for kind in kinds if isinstance(error, kind)), StateError)
     torch.distributed.all_gather_object(errors, error and (kind, str(error)), group=group)
