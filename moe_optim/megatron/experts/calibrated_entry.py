@@ -5,11 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.mapping import (
-    LocalNonpersistentObject,
-    ShardedTensor,
-    ShardedTensorFactory,
-)
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensor
 from torch import Tensor
 from torch.nn import Module
 
@@ -72,8 +68,8 @@ class AmaxPlace:
 
 
 @dataclass(kw_only=True)
-class CalibratedEntry:
-    """What a state dict has of the amaxes of a linear, under their key.
+class CalibratedEntry(ShardedTensor):
+    """The amaxes of a linear.
 
     A load does not know yet what the checkpoint has when keys are walked. This package's asks for
     what is stored, by :meth:`request`; and for nothing where nothing is.
@@ -83,7 +79,6 @@ class CalibratedEntry:
         device: of its weights.
     """
 
-    key: str
     amax_place: AmaxPlace
     device: torch.device
 
@@ -100,17 +95,11 @@ class CalibratedEntry:
 
 
 @dataclass(kw_only=True)
-class _Calibrated(CalibratedEntry, ShardedTensorFactory):
-    """The amaxes of a linear."""
-
-
-@dataclass(kw_only=True)
-class _Uncalibrated(CalibratedEntry, ShardedTensor, LocalNonpersistentObject):
+class _Uncalibrated(CalibratedEntry, LocalNonpersistentObject):
     """Nothing: it is not saved, and loads None.
 
     It is a tensor for whoever renames keys; Megatron takes what is not persistent out before it
-    looks at tensors. A factory that builds nothing would do, but not for checkpoints in memory,
-    whose factories have to find what they built.
+    looks at tensors.
     """
 
     obj = None
@@ -141,24 +130,8 @@ def calibrated_entry(
         replicas=(groups.ep.rank(), groups.expt_tp.rank(), groups.expt_dp.rank()),
     )
 
-    name, amax = f"{key}.{CALIBRATED_AMAX}", calibrated_amax(linear)
-    device = next(linear.parameters()).device
-    if amax is None:
-        nowhere: dict[str, Any] = dict.fromkeys(("local_shape", "global_shape"), (1,))
-        nowhere |= {"global_offset": (0,), "axis_fragmentations": (1,)}
-        return _Uncalibrated(
-            key=name, data=None, dtype=torch.float32, **nowhere, amax_place=where, device=device
-        )
-
-    def build(key: str, amax: Tensor, _replica_id: Any, _flat: Any = None) -> ShardedTensor:
-        return where.entry(key, amax, per_expert=len(amax) == num_experts)
-
-    return _Calibrated(
-        key=name,
-        data=amax.clone(),
-        build_fn=build,
-        merge_fn=lambda loaded: loaded,
-        replica_id=(0, 0, 0),
-        amax_place=where,
-        device=device,
-    )
+    amax = calibrated_amax(linear)
+    values = torch.empty(num_experts, 1, 1) if amax is None else amax.clone()
+    entry = where.entry(f"{key}.{CALIBRATED_AMAX}", values, per_expert=len(values) == num_experts)
+    kind = CalibratedEntry if amax is not None else _Uncalibrated
+    return kind(**vars(entry), amax_place=where, device=next(linear.parameters()).device)
