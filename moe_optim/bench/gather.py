@@ -24,6 +24,7 @@ from moe_optim.config import Format
 from moe_optim.console.files import require_writable
 from moe_optim.console.screen import print_table, results_console
 from moe_optim.errors import ConfigError
+from moe_optim.formats import round_up
 
 if TYPE_CHECKING:
     import torch
@@ -233,7 +234,7 @@ def _bf16_weights(shapes: ShapeSet, group: "ProcessGroup", device: "torch.device
     masters, shards, planes = [], [], []
     for layer in range(shapes.layers):
         end = _slots(shapes, layer)[-1].end
-        numel = -(-end // lcm(size, 128)) * lcm(size, 128)
+        numel = round_up(end, lcm(size, 128))
         plane = torch.zeros(numel, dtype=torch.bfloat16, device=device)
         shard = plane.narrow(0, rank * (numel // size), numel // size)
         masters.append(torch.randn(numel // size, device=device))

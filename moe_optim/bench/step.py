@@ -29,7 +29,7 @@ from moe_optim.console.argv import (
 )
 from moe_optim.console.files import require_writable
 from moe_optim.console.pictures import picture_path
-from moe_optim.console.screen import print_table, results_console
+from moe_optim.console.screen import fail, print_table, results_console
 from moe_optim.errors import ConfigError
 from moe_optim.recipes import Recipe, check_requirements, load_recipe
 
@@ -45,7 +45,6 @@ DETERMINISTIC_ARGUMENTS = ("--deterministic-mode", "--clip-grad", "0")
 """
 CLIP_GRAD = 1.0
 """Megatron's default."""
-_FAILED = 1
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -160,20 +159,16 @@ def _measure(args: argparse.Namespace, recipe: Recipe, side: str, folder: Path) 
     if result.stopped_by is not None:
         print(f"bench step: {side}: stopped by {result.stopped_by.name}", file=sys.stderr)
         return 128 + result.stopped_by
+    what = f"bench step: {side}: expected"
     if result.failure is not None:
-        return _fail(f"{side}: expected a run to its end, but {result.failure.sentence()}")
+        return fail(f"{what} a run to its end, but {result.failure.sentence()}")
     measured = merge([json.loads((folder / f"rank{r}.json").read_text()) for r in range(ranks)])
     if len(measured.losses) != args.iterations:
-        return _fail(
-            f"{side}: expected {args.iterations} iterations, got {len(measured.losses)}. Keep the "
-            "logs with --logs and look at rank0.log."
+        return fail(
+            f"{what} {args.iterations} iterations, got {len(measured.losses)}. Keep the logs with "
+            "--logs and look at rank0.log."
         )
     return measured
-
-
-def _fail(message: str) -> int:
-    print(f"error: bench step: {message}", file=sys.stderr)
-    return _FAILED
 
 
 def environment(args: argparse.Namespace) -> dict[str, str]:

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from moe_optim import __version__
 from moe_optim.console.completion import SHELLS, PrintCompletion
-from moe_optim.console.screen import Screen, discard_output
+from moe_optim.console.screen import Screen, discard_output, fail
 from moe_optim.errors import MoEOptimError, closest
 
 COMMANDS = (
@@ -17,7 +17,7 @@ COMMANDS = (
 )  # fmt: skip
 """Modules of this package; each has ``add_parser(subparsers)`` and ``run(args) -> int``."""
 
-FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130  # argparse itself exits with 2
+BAD_INPUT, INTERRUPTED = 2, 130  # argparse itself exits with 2
 PIPE_CLOSED = 141  # as of a process that SIGPIPE ends, though a command goes on to its end
 
 
@@ -72,12 +72,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _report_refusal(error: OSError) -> int:
     """Say what the system refused, of which file, and return the exit code."""
     where = "" if error.filename is None else f"{error.filename}: "
-    print(f"error: {where}{error.strerror or error}", file=sys.stderr)
+    code = fail(f"{where}{error.strerror or error}")
     try:
         sys.stdout.flush()
     except OSError:  # it is stdout that takes no more
         discard_output()
-    return FAILED
+    return code
 
 
 def _refuse(

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.table import Table
 
+FAILED = 1
+"""Exit code of a command that did not do what it was asked for, though that could be done."""
 _WIDER_THAN_ANY_LINE = 1 << 16  # columns
 
 
@@ -32,6 +34,12 @@ def discard_output() -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
+
+
+def fail(message: str) -> int:
+    """Print an error, and return the exit code of a command that failed."""
+    print(f"error: {message}", file=sys.stderr)
+    return FAILED
 
 
 def results_console() -> Console:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from moe_optim.errors import LayoutError
-from moe_optim.formats import DIRECTIONS, BlockScaledFormat
+from moe_optim.formats import DIRECTIONS, BlockScaledFormat, round_up
 from moe_optim.kernels.bound_kernel import BoundKernel
 from moe_optim.kernels.exchange import AMAX_SLOTS, Exchange
 from moe_optim.kernels.table_entry import TableEntry
@@ -259,7 +259,7 @@ def _owned_part(entry: TableEntry, expert: int) -> OwnedPart:
     band, numel = entry.target.format.band_rows * cols, rows * cols
     base = expert * numel
     low, high = max(0, entry.start - base), min(numel, entry.end - base)
-    first = min(high, -(-low // band) * band)
+    first = min(high, round_up(low, band))
     end = high if high == numel else high // band * band
     return OwnedPart(base=base, low=low, high=high, first_whole=first, end_whole=max(first, end))
 

@@ -20,6 +20,7 @@ __all__ = ["Backend", "MemberTable", "TableEntry"]
 
 Backend = Literal["auto", "reference"]
 """Who quantizes: kernels where they run, or plain torch everywhere."""
+_BACKENDS = get_args(Backend)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -138,9 +139,9 @@ class MemberTable:
 
 def check_backend(backend: str) -> None:
     """Raise ConfigError for what is no backend."""
-    if backend not in get_args(Backend):
+    if backend not in _BACKENDS:
         raise ConfigError(
-            f"backend: expected {' or '.join(get_args(Backend))}, got '{backend}'. Write auto, "
+            f"backend: expected {' or '.join(_BACKENDS)}, got '{backend}'. Write auto, "
             "which takes kernels where they run."
         )
 

@@ -26,6 +26,7 @@ from torch.distributed.elastic.multiprocessing import (
 )
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
+from moe_optim.checkpoints.files.publishing import tells_of_full_disk
 from moe_optim.train import rank_guard
 from moe_optim.train.progress import Display, LogTail, TrainingState
 
@@ -42,10 +43,8 @@ _LOST_PEER = re.compile(
     r"connection (closed|reset|refused)|broken pipe|by peer|gloo|nccl|socket|\b(tcp)?store\b",
     re.IGNORECASE,
 )
-_DISK_FULL = re.compile(
-    # The last two are torch.save, which does not say why it could not write.
-    r"No space left on device|Disk quota exceeded|PytorchStreamWriter failed|inline_container"
-)
+_TORCH_SAVE_FAILED = re.compile(r"PytorchStreamWriter failed|inline_container")
+"""It does not say why it could not write."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,7 +231,9 @@ def _first_failure(
     ``done`` are ranks that had ended with exit code 0 by then, the first one first.
     """
     tails = {rank: _tail(plan.log(rank)) for rank in result.failures}
-    disk_full = any(_DISK_FULL.search(text) for text in tails.values())
+    disk_full = any(
+        tells_of_full_disk(text) or _TORCH_SAVE_FAILED.search(text) for text in tails.values()
+    )
     failures = [
         RankFailure(
             rank=rank,

@@ -20,7 +20,7 @@ from moe_optim.checkpoints.integrity import is_damage, step_beside
 from moe_optim.console.argv import data_flags, flags, last_value, spell_format, without
 from moe_optim.console.checkpoint_progress import progress_bar
 from moe_optim.console.files import free_bytes, full_disk_explained, full_disk_sentence
-from moe_optim.console.screen import results_console
+from moe_optim.console.screen import fail, results_console
 from moe_optim.errors import ConfigError, raise_faults
 from moe_optim.recipes import Recipe, check_requirements, load_recipe
 from moe_optim.train.byte_dataset import (
@@ -58,7 +58,6 @@ _NOTHING_FREE_BYTES = 2**20  # the disk is full, though the ranks could not even
 _LITTLE_FREE_BYTES = 2**26  # the disk is full if a rank said so; else another one may be
 _CKPT_STEP = "--ckpt-step"
 _OVERRIDE_SCHEDULE = "--override-opt_param-scheduler"
-_FAILED = 1
 _REFUSED = 2  # of a rank: argparse, or an error of ours
 
 
@@ -106,11 +105,6 @@ def _changed_fields(assignments: Sequence[str]) -> list[str]:
     """Return the fields of ``moe_optim`` that ``--set`` names."""
     keys = [assignment.partition("=")[0] for assignment in assignments]
     return [key.removeprefix("moe_optim.") for key in keys if key.startswith("moe_optim.")]
-
-
-def _fail(message: str) -> int:
-    Console(stderr=True, soft_wrap=True).print(f"error: {message}", markup=False, highlight=False)
-    return _FAILED
 
 
 @dataclass(frozen=True)
@@ -295,14 +289,14 @@ class _Training:
         if is_damage(failure.reason):
             step = step_beside(failure.reason)
             way_on = [] if step is None else [self._continue_from(step, _CKPT_STEP, str(step))]
-            return _fail("\n  ".join([*lines, *way_on]))
+            return fail("\n  ".join([*lines, *way_on]))
         if failure.exit_code == _REFUSED:  # which the same command would be again
-            return _fail("\n  ".join([*lines, self._once_changed()]))
+            return fail("\n  ".join([*lines, self._once_changed()]))
         remedy = []
         if "OptimizerParamScheduler" in failure.reason:
             remedy = [_OVERRIDE_SCHEDULE]
             lines.append(f"{_OVERRIDE_SCHEDULE} takes another schedule than the checkpoint's.")
-        return _fail("\n  ".join([*lines, self._what_next(*remedy)]))
+        return fail("\n  ".join([*lines, self._what_next(*remedy)]))
 
     def _report_stop(self, number: signal.Signals) -> int:
         self._say(f"stopped by {number.name}; no rank is left. {self._what_next()}")

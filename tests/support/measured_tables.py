@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from moe_optim.bench.tensorwise import CAST
 from moe_optim.console.spelling import spell_bytes
 from moe_optim.formats import FORMATS
 from moe_optim.plan.costs import plan_rows
@@ -53,7 +54,6 @@ PRODUCTS = {  # which GPU multiplies in the format, through Transformer Engine
 
 FP32, BF16 = "fp32 to wire planes", "bf16 to wire planes, source zeroed"
 AFTER = "after the gather"
-TENSORWISE_CAST = "fp32 to codes and scales"
 STEP, NORM = "step to wire planes, {} moments", "gradient norm"
 KERNELS = {"H100": "requantize-h100.json", "H200": "requantize-h200.json"}
 FUSED = "step-fused-h200.json"
@@ -298,15 +298,8 @@ def fused_step_host() -> str:
     links = (
         f"[{number}](../recipes/results/{file})" for number, file in enumerate(SAME_IN_STOCK, 1)
     )
-    ours, stock, host = (
-        f"{read_result(file)[side][key]:.{digits}f} ms"
-        for file, side, key, digits in (
-            (MANY_WEIGHTS, "plugin", "optimizer_ms", 1),
-            (MANY_WEIGHTS, "stock", "optimizer_ms", 0),
-            (MANY_WEIGHTS, "plugin", "optimizer_host_ms", 1),
-        )
-    )
-    graphed = read_result(GRAPHED[0])
+    graphed, many = read_result(GRAPHED[0]), read_result(MANY_WEIGHTS)
+    ours, stock = many["plugin"], many["stock"]
     return (
         f"Stock's time is its host's: in four runs of this training on one machine "
         f"({', '.join(links)})\nits `optimizer.step()` took {min(in_stock):.0f} to "
@@ -314,7 +307,8 @@ def fused_step_host() -> str:
         "On a host that costs nothing its step would take what its CUDA graph "
         f"below\ntakes, of which ours is {graphed['ratio']['optimizer_ms']:.2f}. With 6 layers of "
         f"128 experts on one H200 ([figures](../recipes/results/{MANY_WEIGHTS}))\nthe step took "
-        f"{ours} here, the host busy for {host}, and {stock} in stock."
+        f"{ours['optimizer_ms']:.1f} ms here, the host busy for "
+        f"{ours['optimizer_host_ms']:.1f} ms, and {stock['optimizer_ms']:.0f} ms in stock."
     )
 
 
@@ -359,8 +353,8 @@ def tensorwise_step() -> str:
 def tensorwise_kernels() -> str:
     report = read_result(TENSORWISE_KERNELS)
     labels = {
-        ("1/1", TENSORWISE_CAST): "fp32 masters to codes and scales",
-        ("1/8", TENSORWISE_CAST): "the same, an eighth of each weight",
+        ("1/1", CAST): "fp32 masters to codes and scales",
+        ("1/8", CAST): "the same, an eighth of each weight",
         ("1/1", AFTER): "transposes after the gather",
     }
     rows = {(row["shard"], row["work"]): row for row in report["rows"]}

@@ -225,7 +225,8 @@ def megatron_lm_answers(checkout: Path) -> list[Answer]:
 def functional_test_answers(checkout: Path) -> list[Answer]:
     """Answer for every file of ``tests/functional_tests`` that trains a model with experts."""
     folder = checkout / "tests/functional_tests/test_cases"
-    found = {path: _read_yaml(path).get("MODEL_ARGS") or {} for path in _model_configs(folder)}
+    paths = sorted(folder.rglob("model_config.yaml"))
+    found = {path: _read_yaml(path).get("MODEL_ARGS") or {} for path in paths}
     return [
         answered(
             lambda flags=flags: _settle_arguments(_without_dashes(flags)),
@@ -236,10 +237,6 @@ def functional_test_answers(checkout: Path) -> list[Answer]:
         for path, flags in found.items()
         if flags.get("--num-experts") and not TRAINING.isdisjoint(flags)
     ]
-
-
-def _model_configs(folder: Path) -> list[Path]:
-    return sorted(folder.rglob("model_config.yaml"))
 
 
 def _without_dashes(flags: Mapping[str, Any]) -> dict[str, Any]:

@@ -53,9 +53,13 @@ def published(target: Path, *, needed_bytes: int) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def tells_of_full_disk(text: str) -> bool:
+    """Return whether an error is about a full disk, by its text: not every one has an ``errno``."""
+    return any(os.strerror(number) in text for number in DISK_FULL)
+
+
 def _remedy(error: Exception) -> str:
-    # By its text, as what safetensors and torch raise has no errno.
-    if any(os.strerror(number) in str(error) for number in DISK_FULL):
+    if tells_of_full_disk(str(error)):
         return "Free some space, or name a folder on another disk."
     return "Name another folder."
 

@@ -17,6 +17,7 @@ from moe_optim.checkpoints.manifests.state_manifest import (
     ParameterPlace,
     StateManifest,
 )
+from moe_optim.formats import round_up
 
 _ALIGNMENT = 64  # elements
 _QUANTIZED = "torch.uint8"
@@ -318,4 +319,4 @@ def _sizes(group: Sequence[Parameter], bucket_size: int | None) -> list[int]:
 
 
 def _aligned(element: int) -> int:
-    return -(-element // _ALIGNMENT) * _ALIGNMENT
+    return round_up(element, _ALIGNMENT)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_optim.errors import StateError
+from moe_optim.formats import round_up
 
 SLAB_BYTES = 1 << 30
 """Of a piece of memory that tensors are put into; torch pins powers of two."""
@@ -59,7 +60,7 @@ class HostMemory:
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         index, start = self._find(nbytes)
         slab, _ = self._slabs[index]
-        self._slabs[index] = slab, start + -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        self._slabs[index] = slab, start + round_up(nbytes, _ALIGNMENT)
         on_device, on_host = (
             side[start : start + nbytes].view(dtype).view(tuple(shape))
             for side in (slab.on_device, slab.on_host)
