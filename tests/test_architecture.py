@@ -263,6 +263,55 @@ def test_the_definition_loads_neither_megatron_nor_triton():
     assert not loaded & (UPSTREAM | {"triton"})
 
 
+FACTORIES = {
+    "empty",
+    "empty_strided",
+    "eye",
+    "full",
+    "linspace",
+    "logspace",
+    "ones",
+    "rand",
+    "randn",
+}
+FACTORIES |= {"scalar_tensor", "tensor", "zeros"}
+WHOLE_NUMBERS = {"arange", "randint", "randperm"}
+"""Functions of torch that take no default dtype where they are given whole numbers."""
+
+
+def defaults_taken(tree):
+    """Return the calls that leave a dtype or a device to torch's defaults, as they are written."""
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    found = set()
+    for call in calls:
+        module, _, name = ast.unparse(call.func).rpartition(".")
+        needed = {"dtype", "device"} if name in FACTORIES else {"device"}
+        given = {keyword.arg for keyword in call.keywords}
+        if module == "torch" and name in FACTORIES | WHOLE_NUMBERS and not needed <= given:
+            found.add(ast.unparse(call))
+    return found
+
+
+def test_no_tensor_takes_a_default_dtype_or_a_default_device():
+    """Loaders of large models change both for a while, or for good."""
+    assert_no_faults(lambda path: defaults_taken(tree_of(path)))
+
+
+DEFAULTS = {
+    "torch.tensor([0.5], device=d)": True,
+    "torch.zeros(3, dtype=torch.float32)": True,
+    "torch.arange(3)": True,
+    "torch.arange(3, device=d)": False,
+    "torch.full((1,), 0.5, dtype=torch.float32, device=d)": False,
+    "torch.zeros_like(other)": False,
+}
+
+
+@pytest.mark.parametrize("source", DEFAULTS)
+def test_the_reader_sees_a_default(source):
+    assert bool(defaults_taken(ast.parse(source))) is DEFAULTS[source]
+
+
 EXAMPLES = {
     "at the top": "import moe_optim.kernels.encode",
     "from a package": "from moe_optim import kernels",

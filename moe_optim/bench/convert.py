@@ -213,7 +213,9 @@ def _write_experts(
     for name, (halves, rows, cols) in linears.items():
         key = f"{prefix}decoder.layers.mlp.experts.experts.{name}.weight"
         whole = TensorInfo((LAYERS, EXPERTS, halves * rows, cols), dtype)
-        chunk = torch.empty((1, EXPERTS, rows, cols * dtype.itemsize // 4), dtype=torch.int32)
+        chunk = torch.empty(
+            (1, EXPERTS, rows, cols * dtype.itemsize // 4), dtype=torch.int32, device="cpu"
+        )
         for layer in range(LAYERS):
             for half in range(halves):
                 chunk.random_()

@@ -164,7 +164,9 @@ def _place(case: ExpertsCase, placement: Placement, generator: torch.Generator) 
         return [values]
     numel = case.rows * case.cols
     memory = values.new_empty(case.experts, numel + _GAP)
-    order = torch.randperm(case.experts, generator=torch.Generator().manual_seed(0)).tolist()
+    order = torch.randperm(
+        case.experts, generator=torch.Generator().manual_seed(0), device="cpu"
+    ).tolist()
     places = [memory[place, :numel].view(case.rows, case.cols) for place in order]
     return [place.copy_(one) for place, one in zip(places, values, strict=True)]
 

@@ -237,7 +237,7 @@ def _bf16_weights(shapes: ShapeSet, group: "ProcessGroup", device: "torch.device
         numel = round_up(end, lcm(size, 128))
         plane = torch.zeros(numel, dtype=torch.bfloat16, device=device)
         shard = plane.narrow(0, rank * (numel // size), numel // size)
-        masters.append(torch.randn(numel // size, device=device))
+        masters.append(torch.randn(numel // size, dtype=torch.float32, device=device))
         shards.append(shard)
         planes.append(plane)
 
@@ -335,7 +335,7 @@ def _bucket(
     for param, slot in zip(params, slots, strict=True):
         owned = slot.owned(rank, numel // size)
         if owned:
-            master = torch.randn(len(owned), device=device)
+            master = torch.randn(len(owned), dtype=torch.float32, device=device)
             masters.append(OwnedMaster(param=param, start=owned.start, master=master))
     bucket.owner = SimpleNamespace(masters_of=lambda _: masters)
     return bucket

@@ -195,10 +195,13 @@ def _step(case: Case, group: "ProcessGroup | None", moments: Literal["fp32", "bf
         for entry, gradient in zip(entries, gradients, strict=True)
     ]
     hyper = Hyper(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=1)
-    clips = torch.full((1,), 0.5, device=case.device)
+    clips = torch.full((1,), 0.5, dtype=torch.float32, device=case.device)
     members = MemberTable.build(entries)
     table = StepTable.build(
-        states, torch.tensor([hyper.row()], device=case.device), clips, members=members
+        states,
+        torch.tensor([hyper.row()], dtype=torch.float32, device=case.device),
+        clips,
+        members=members,
     )
     work = STEP.format(moments) + (ALONE if members.exchange.numel() else "")
 
@@ -260,7 +263,8 @@ def _health(case: Case, group: "ProcessGroup | None") -> Job:
     ops.partial_amax(members)
     ops.encode(members)
     looked_at = [
-        HealthEntry(entry=entry, rows=torch.tensor([row])) for row, entry in enumerate(entries)
+        HealthEntry(entry=entry, rows=torch.tensor([row], dtype=torch.int64, device="cpu"))
+        for row, entry in enumerate(entries)
     ]
     device = entries[0].source.device
     table = HealthTable.build(looked_at, len(entries), device=device)

@@ -47,7 +47,7 @@ def _cast(case: OneScaleCase, group: "ProcessGroup | None") -> Job:
 
     masters = draw(case, torch.float32).split(case.owned)
     codes = torch.full((sum(case.owned),), _POISON, dtype=torch.uint8, device=case.device)
-    scales = torch.full((len(masters),), torch.nan, device=case.device)
+    scales = torch.full((len(masters),), torch.nan, dtype=torch.float32, device=case.device)
     weights = [
         ScaledWeight(master=master, data=data, scale_inv=scale)
         for master, data, scale in zip(

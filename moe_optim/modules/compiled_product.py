@@ -66,7 +66,7 @@ def _grouped_product(
     linear.call_pre_hooks()
     _require_own(linear, weights)
     output = grouped_mm(tokens, linear.operand("rowwise").transpose(1, 2), offs=ends)
-    return output, torch.tensor(linear.version(), device="cpu")
+    return output, torch.tensor(linear.version(), dtype=torch.int64, device="cpu")
 
 
 def _empty_dgrad(

@@ -22,7 +22,7 @@ def handle_of(named: Any) -> Tensor:
     """
     if named not in _handles:
         number = next(_numbers)  # never one of something that is gone
-        _handles[named] = torch.tensor(number, device="cpu")
+        _handles[named] = torch.tensor(number, dtype=torch.int64, device="cpu")
         _objects[number] = named
     return _handles[named]
 

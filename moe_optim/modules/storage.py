@@ -153,7 +153,10 @@ class PlaneStorage(ABC):
         for name, plane in self.quantized.planes().items():
             plane.copy_(theirs[name])
         if self.recorded_amax is not None:
-            self.recorded_amax.copy_(torch.tensor(torch.nan) if other.amax is None else other.amax)
+            if other.amax is None:
+                self.recorded_amax.fill_(torch.nan)
+            else:
+                self.recorded_amax.copy_(other.amax)
         self.planes_written()
 
     def clone(self, device: torch.device | None = None) -> "PortableStorage":

@@ -105,4 +105,4 @@ def _flush(values: Tensor) -> Tensor:
 
 
 def _fp32(value: float) -> float:
-    return torch.tensor(value, dtype=torch.float32).item()
+    return torch.tensor(value, dtype=torch.float32, device="cpu").item()

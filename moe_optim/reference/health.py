@@ -63,7 +63,7 @@ def _measure(rounded: Tensor, place: slice, q: QuantizedWeight) -> Tensor:
     found = {
         Sum.SQUARES: wide.square().sum(),
         Sum.ERRORS: (value.double() - wide).square().sum(),
-        Sum.ELEMENTS: torch.tensor(weight.numel()),
+        Sum.ELEMENTS: torch.tensor(weight.numel(), dtype=torch.int64, device=weight.device),
         Sum.SATURATED: saturated.sum(),
         Sum.FLUSHED: flushed.sum(),
         Sum.BLOCKS: owned_blocks.sum(),

@@ -30,7 +30,9 @@ def quantize_into(master: Tensor, out: QuantizedWeight) -> None:
     """
     experts, rows, cols = master.shape
     assert out.global_amax is not None, "QuantizedWeight guarantees an amax for NVFP4"
-    amax = torch.empty((experts * rows // BLOCK, cols // BLOCK), device=master.device)
+    amax = torch.empty(
+        (experts * rows // BLOCK, cols // BLOCK), dtype=torch.float32, device=master.device
+    )
     all_finite = True
     for part, weight in slabs(master, BLOCK):  # [n, 16, C]
         bits, finite = magnitude_bits(weight)

@@ -32,7 +32,9 @@ def link_bytes_per_ms(device: str) -> float:
     count = LINK_BYTES[device]
     on_gpu = device == "cuda"
     there = [torch.empty(count, dtype=torch.uint8, device=device) for _ in range(2)]
-    here = [torch.empty(count, dtype=torch.uint8, pin_memory=on_gpu) for _ in range(2)]
+    here = [
+        torch.empty(count, dtype=torch.uint8, device="cpu", pin_memory=on_gpu) for _ in range(2)
+    ]
     if not on_gpu:
         (ms,) = median_ms([lambda: (there[0].copy_(here[0]), here[1].copy_(there[1]))], device)
         return count / ms
@@ -109,7 +111,7 @@ def _states(case: Case, fraction: float) -> "tuple[StepTable, HostMemory, int]":
     def empty(numel: int, is_on_host: bool) -> HostTensor:
         if is_on_host:
             return memory.take((numel,), torch.float32)
-        here = torch.empty(numel, device=case.device)
+        here = torch.empty(numel, dtype=torch.float32, device=case.device)
         return HostTensor(here, here)
 
     held = [
@@ -121,7 +123,7 @@ def _states(case: Case, fraction: float) -> "tuple[StepTable, HostMemory, int]":
         for moment in moments:
             moment.on_device.zero_()
     entries = lay_out(case, [master.on_device for master, *_ in held])
-    gradients = torch.empty(sum(case.owned), device=case.device)
+    gradients = torch.empty(sum(case.owned), dtype=torch.float32, device=case.device)
     gradients.normal_(std=2e-4, generator=generator)
     states = [
         AdamState(
@@ -139,8 +141,8 @@ def _states(case: Case, fraction: float) -> "tuple[StepTable, HostMemory, int]":
     hyper = Hyper(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=1)
     table = StepTable.build(
         states,
-        torch.tensor([hyper.row()], device=case.device),
-        torch.full((1,), 0.5, device=case.device),
+        torch.tensor([hyper.row()], dtype=torch.float32, device=case.device),
+        torch.full((1,), 0.5, dtype=torch.float32, device=case.device),
         members=MemberTable.build(entries),
     )
     return table, memory, on_host

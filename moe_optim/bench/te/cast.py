@@ -112,7 +112,9 @@ def require_same(pairs: Iterable[tuple[str, Tensor, Tensor]], format: str) -> No
     """
     counts: dict[str, tuple[Tensor, int]] = {}
     for name, ours, theirs in pairs:
-        differing, size = counts.get(name, (torch.zeros((), device=ours.device), 0))
+        differing, size = counts.get(
+            name, (torch.zeros((), dtype=torch.float32, device=ours.device), 0)
+        )
         unequal = (_as_bytes(ours) != _as_bytes(theirs)).sum()
         counts[name] = (differing + unequal, size + ours.nbytes)
     for name, (differing, size) in counts.items():

@@ -219,7 +219,7 @@ def compare_values(name: str, left: Tensor, right: Tensor) -> Difference | None:
         return None
     differs = left_bits != right_bits
     first = int(differs.flatten().to(torch.uint8).argmax())
-    index = torch.unravel_index(torch.tensor(first), differs.shape)
+    index = torch.unravel_index(torch.tensor(first, dtype=torch.int64, device="cpu"), differs.shape)
     return Difference(
         name=name,
         what="values",

@@ -127,7 +127,7 @@ def read_tensor(stream: IO[bytes], dtype: str, shape: Shape) -> "Tensor":
     tensor = describe_tensor(archive)
     if (tensor.dtype, tensor.shape) != (dtype, shape):
         raise ValueError(f"{tensor} in place of a tensor of {dtype} {shape}")
-    memory = torch.empty(tensor.nbytes, dtype=torch.uint8)
+    memory = torch.empty(tensor.nbytes, dtype=torch.uint8, device="cpu")
     archive.read_into(tensor.record, memoryview(memory.numpy()))
     values = memory.view(getattr(torch, dtype.removeprefix("torch.")))
     return values.as_strided(shape, tensor.stride, tensor.start).contiguous()

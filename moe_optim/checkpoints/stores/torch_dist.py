@@ -127,7 +127,7 @@ class TorchDistReader:
         for blob in parts:
             with self._file_of(blob):  # all of them are there, before memory for them is taken
                 pass
-        whole = torch.empty(box.shape, dtype=box.dtype)
+        whole = torch.empty(box.shape, dtype=box.dtype, device="cpu")
         for blob in parts:
             into, taken = whole, self._load_chunk(blob)
             for axis, common in enumerate(_overlap(start, box.shape, blob)):

@@ -155,7 +155,7 @@ def _plan(
     across, begin, end = descriptors[numbers][:, (6, 11, 12)].unbind(1)
     is_whole = (rows * across >= begin) & ((rows + HEALTH_ROWS) * across <= end)
     is_whole &= columns + HEALTH_TILE.cols <= across
-    is_whole &= torch.tensor(aligned, device="cpu")[numbers]
+    is_whole &= torch.tensor(aligned, dtype=torch.bool, device="cpu")[numbers]
     parts = torch.zeros((len(tiles), NUM_SUMS), dtype=torch.float64, device="cpu")
     begin, end = descriptors[:, 11], descriptors[:, 12]
     blocks = _blocks_before(end, descriptors, format) - _blocks_before(begin, descriptors, format)

@@ -118,7 +118,7 @@ def _find_device(gradients: Sequence[Gradients], device: torch.device | str | No
     """Return the device of the results, with its index as tensors have it."""
     if gradients and device is None:
         return gradients[0].values.device
-    return torch.empty(0, device=device).device
+    return torch.empty(0, dtype=torch.uint8, device=device).device
 
 
 def _check(one: Gradients, where: str, device: torch.device, num_groups: int) -> None:

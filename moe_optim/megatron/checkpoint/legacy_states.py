@@ -43,7 +43,7 @@ def rearranged_states(
         (dtype,) = ranges
         bounds = _bucket_starts(target.buffers[buffer])
         numel = optimizer.buffers[buffer].numel_unpadded
-        made = {name: torch.zeros(numel) for name in names}
+        made = {name: torch.zeros(numel, dtype=torch.float32, device="cpu") for name in names}
         for bucket, held in enumerate(target.buffers[buffer].buckets):
             for place in held.parameters:
                 at = bounds[bucket] + place.start

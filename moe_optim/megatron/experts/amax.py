@@ -42,7 +42,7 @@ def sharded_amax(
     """
     amax = linear.amax()
     if amax is None and num_experts is not None:
-        amax = torch.full((num_experts,), torch.nan)
+        amax = torch.full((num_experts,), torch.nan, dtype=torch.float32, device="cpu")
     if amax is None:
         return None
     if linear.whole_amax is not None:

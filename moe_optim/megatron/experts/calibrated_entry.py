@@ -131,7 +131,10 @@ def calibrated_entry(
     )
 
     amax = calibrated_amax(linear)
-    values = torch.empty(num_experts, 1, 1) if amax is None else amax.clone()
+    if amax is None:
+        values = torch.empty(num_experts, 1, 1, dtype=torch.float32, device="cpu")
+    else:
+        values = amax.clone()
     entry = where.entry(f"{key}.{CALIBRATED_AMAX}", values, per_expert=len(values) == num_experts)
     kind = CalibratedEntry if amax is not None else _Uncalibrated
     return kind(**vars(entry), amax_place=where, device=next(linear.parameters()).device)

@@ -135,7 +135,9 @@ def _form_of(exported: ExportedAs, held: HeldExperts) -> Form:
         parts = exported.plain_parts(held, values)
     elif held.format == TENSORWISE:
         codes = torch.empty(held.shape, dtype=torch.uint8, device="meta")
-        parts = exported.parts_of_one_scale(held, codes, torch.empty(1, device="meta"))
+        parts = exported.parts_of_one_scale(
+            held, codes, torch.empty(1, dtype=torch.float32, device="meta")
+        )
     else:
         shape = (1, *held.shape)
         planes = QuantizedWeight.empty(get_format(held.format), shape, device="meta")

@@ -167,9 +167,13 @@ class HealthMonitor:
                     start=one.start,
                     cuts=slots[one.param].cuts(bucket.grads.numel() // bucket.dp_size),
                 )
-                rows = torch.tensor([row_of[name] for name in mine[one.param]], dtype=torch.int64)
+                rows = torch.tensor(
+                    [row_of[name] for name in mine[one.param]], dtype=torch.int64, device="cpu"
+                )
                 entries.append(HealthEntry(entry=entry, rows=rows))
-        device = torch.empty(0, device=torch.cuda.current_device()).device  # or the CPU runtime's
+        device = torch.empty(
+            0, dtype=torch.uint8, device=torch.cuda.current_device()
+        ).device  # or the CPU runtime's
         return HealthTable.build(entries, len(self._names), device=device, backend=self._backend)
 
 

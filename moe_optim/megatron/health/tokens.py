@@ -54,7 +54,9 @@ class TokenCounts:
         Returns:
             [experts of all layers] fp64 on the current device, in the order of ``loads_of``.
         """
-        device = torch.empty(0, device=torch.cuda.current_device()).device  # or the CPU runtime's
+        device = torch.empty(
+            0, dtype=torch.uint8, device=torch.cuda.current_device()
+        ).device  # or the CPU runtime's
         if self._rows is None:
             mine = [name for count in self._counts for name in count.names]
             self._names = names_of_all_ranks(mine)

@@ -100,7 +100,7 @@ class GroupStepAdam(torch.optim.AdamW):
                 self.initialize_state(p)
         moments = {name: [self.get_unscaled_state(p, name) for p in params] for name in MOMENTS}
         # torch counts the step up by itself, on a tensor of its own
-        steps = [torch.tensor(float(group["step"] - 1)) for _ in params]
+        steps = [torch.tensor(group["step"] - 1, dtype=torch.float32, device="cpu") for _ in params]
         beta1, beta2 = group["betas"]
         adam(
             params,
@@ -132,7 +132,9 @@ class GroupStepAdam(torch.optim.AdamW):
         for name, dtype in self._dtypes.items():
             held = param.dtype if dtype is None else _HELD_AS.get(dtype, dtype)
             self.state[param][name] = torch.zeros_like(param, dtype=held)
-            self._scales.setdefault(param, {})[name] = torch.ones(1)
+            self._scales.setdefault(param, {})[name] = torch.ones(
+                1, dtype=torch.float32, device=param.device
+            )
 
     def get_unscaled_state(self, param: Tensor, name: str) -> Tensor:
         """Return a moment as it is computed with: itself, or a copy in fp32 if it is narrower."""

@@ -100,7 +100,7 @@ class GroupedChainedOptimizer(ChainedOptimizer):
         mine = config.may_fuse_steps and reason is None
         if config.step == "auto" and not config.offload_states:
             mine = mine and all(map(runs_on_kernels, self.stepping))
-        everywhere = torch.tensor(float(mine), device=torch.cuda.current_device())
+        everywhere = torch.tensor(mine, dtype=torch.int32, device=torch.cuda.current_device())
         dist.all_reduce(everywhere, dist.ReduceOp.MIN)
         if config.step == "fused" and not everywhere:
             raise ConfigError(

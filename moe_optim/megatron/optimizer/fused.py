@@ -65,8 +65,10 @@ class FusedUpdate:
             (master.device for _, master in owned_masters(optimizer)), this_device()
         )
         num_groups = len(optimizer.optimizer.param_groups)
-        self._hyper = torch.zeros(num_groups, HYPER_FIELDS, device=self._device)
-        self._clips = torch.ones(len(NORMS), device=self._device)
+        self._hyper = torch.zeros(
+            num_groups, HYPER_FIELDS, dtype=torch.float32, device=self._device
+        )
+        self._clips = torch.ones(len(NORMS), dtype=torch.float32, device=self._device)
         self._norm: NormTable | None = None
         self._tables: dict[ManagedBucket | None, StepTable] = {}
         self._cast: TensorwiseCast | None = None
@@ -134,7 +136,7 @@ class FusedUpdate:
             group["step"] = int(group.get("step", 0)) + 1
             rows.append(_hyper_of(group).row())
         # pageable memory of a few bytes is staged at once: nothing is waited for
-        self._hyper.copy_(torch.tensor(rows), non_blocking=True)
+        self._hyper.copy_(torch.tensor(rows, dtype=torch.float32, device="cpu"), non_blocking=True)
 
     def launch(self, clips: Tensor) -> None:
         """Step all masters of this rank, and encode what blocks it has whole. Waits for nothing.
@@ -317,7 +319,9 @@ def nothing_found() -> Tensor:
 
 def this_device() -> torch.device:
     """Return where this rank computes."""
-    return torch.empty(0, device=torch.cuda.current_device()).device  # on a CPU that is no number
+    return torch.empty(
+        0, dtype=torch.uint8, device=torch.cuda.current_device()
+    ).device  # on a CPU that is no number
 
 
 def reduced_over_ranks(of_parts: Sequence[Tensor], groups: Sequence[dist.ProcessGroup]) -> Tensor:

@@ -38,10 +38,12 @@ class GraphedStep:
         self._chain = chain
         device = this_device()
         self._captures = device.type == "cuda"
-        self._norms = torch.zeros(len(NORMS), device=device)
+        self._norms = torch.zeros(len(NORMS), dtype=torch.float32, device=device)
         self._zeros = torch.zeros(1, dtype=torch.float64, device=device)
         self._total = torch.zeros(len(NORMS) + 1, dtype=torch.float64, device=device)
-        self._on_host = torch.zeros(len(NORMS), pin_memory=self._captures)
+        self._on_host = torch.zeros(
+            len(NORMS), dtype=torch.float32, device="cpu", pin_memory=self._captures
+        )
         self._is_there: torch.cuda.Event | None = None
         self._is_told = True
         self._graph: torch.cuda.CUDAGraph | None = None

@@ -64,7 +64,9 @@ class TransformerEngineStorage(PlaneStorage):
         self._complete()
         super().__init__(self.name, self._view(), backend)
         if record_amax and not format.has_global_amax:
-            self.recorded_amax = torch.full(self.shape[:1], torch.nan, device=self.device)
+            self.recorded_amax = torch.full(
+                self.shape[:1], torch.nan, dtype=torch.float32, device=self.device
+            )
         self._take_note_of_fields()
 
     @property

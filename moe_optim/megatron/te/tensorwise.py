@@ -48,7 +48,7 @@ class TensorwiseCast:
         masters: Sequence[Tensor | None],
         starts: Sequence[int | None],
     ) -> None:
-        nothing = torch.empty(0, device=weights[0].device)
+        nothing = torch.empty(0, dtype=torch.float32, device=weights[0].device)
         entries = []
         for weight, master, start in zip(weights, masters, starts, strict=True):
             first, own = start or 0, nothing if master is None else master

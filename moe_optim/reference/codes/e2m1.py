@@ -55,7 +55,7 @@ def unpack_e2m1(data: Tensor) -> Tensor:
 
 def decode_e2m1(data: Tensor) -> Tensor:
     """Return the fp32 values of packed codes: [..., C/2] uint8 -> [..., C]."""
-    values = torch.tensor(E2M1_VALUES, device=data.device)
+    values = torch.tensor(E2M1_VALUES, dtype=torch.float32, device=data.device)
     table = torch.cat((values, -values))
     codes = unpack_e2m1(data)
     return table.index_select(0, codes.flatten().int()).view(codes.shape)
