@@ -251,20 +251,28 @@ def step(table: StepTable) -> None:
     if table.members is not None:
         table.members.exchange.zero_()  # it holds the maxima of all ranks, of the last step
     with nullcontext() if table.stage is None else table.stage.opened():
-        _step_here(table)
+        _step_here(table, table.written)
         for chunk in table.chunks:
             assert table.stage is not None
-            table.stage.run(chunk.copies, chunk.slot, partial(_step_here, chunk.table))
+            table.stage.run(
+                chunk.copies, chunk.slot, partial(_step_here, chunk.table, table.written)
+            )
         if table.members is not None:
             _encode_unshared(table.members, table.stage)
 
 
-def _step_here(table: StepTable) -> None:
-    """Step what is on the device, and encode what no other maximum is needed for."""
+def _step_here(table: StepTable, written: set[bool]) -> None:
+    """Step what is on the device, and encode what no other maximum is needed for.
+
+    Args:
+        table: without its chunks, or that of one.
+        written: given something as soon as some masters have been written.
+    """
     if table.ranges or table.encoding:
         from moe_optim.kernels.steps.launch import launch_step
 
         launch_step(table)
+        written.add(True)
     if table.encoded_last:
         from moe_optim.kernels.launch import launch_encode
 
@@ -277,6 +285,7 @@ def _step_here(table: StepTable) -> None:
             clip=table.clips[state.norm],
             decoupled=table.decoupled,
         )
+        written.add(True)
         if state.weight is not None:
             state.weight.copy_(state.master)
 

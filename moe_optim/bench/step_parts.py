@@ -123,9 +123,10 @@ def instrument(parts: Parts, model_chunks: Iterable[Any], optimizer: Any) -> Non
             if hasattr(one, method):
                 parts.wrap(one, method, name)
         if not one.is_stub_optimizer:
-            parts.wrap(one.optimizer, "step", "inner_step")
-            if hasattr(one, "update_masters"):
+            if getattr(optimizer, "is_fused", False):  # which calls no function over Adam's step
                 parts.wrap(one, "update_masters", "inner_step")
+            else:
+                parts.wrap(one.optimizer, "step", "inner_step")
     groups = [
         group
         for chunk in model_chunks

@@ -459,7 +459,8 @@ class LifeCycle:
         done = [param for one in parts[:part] for param in self._params_of(one)]
         of_part = self._params_of(parts[part])
         if self.is_fused:
-            counted = tuple(n for n, p in enumerate(self.params) if any(p is q for q in of_part))
+            mine = (n for n, p in enumerate(self.params) if any(p is q for q in of_part))
+            counted = tuple(mine) if moved else ()
             of_part = [param for param in of_part if isinstance(param, GroupedWeight)]
         else:
             counted = ()

@@ -157,6 +157,8 @@ class StepTable:
     """Where chunks pass through, if there are any."""
     kernels: list[BoundKernel] = field(default_factory=list)
     """Filled by the first launch."""
+    written: set[bool] = field(default_factory=set)
+    """Not empty once a step has written masters, until the caller clears it."""
 
     @property
     def has_moved(self) -> bool:

@@ -25,6 +25,7 @@ from moe_optim.megatron.optimizer.fused import (
     clip_factors,
     gradient_of,
     is_too_large,
+    norms_of,
     nothing_found,
     owned_masters,
     reduced_over_ranks,
@@ -32,6 +33,7 @@ from moe_optim.megatron.optimizer.fused import (
     why_not_fused,
 )
 from moe_optim.megatron.optimizer.graphed import GraphedStep
+from moe_optim.megatron.optimizer.step_hooks import has_pre_hooks
 from moe_optim.megatron.weights.names import global_parameter_names
 
 logger = logging.getLogger(__name__)
@@ -122,23 +124,38 @@ class GroupedChainedOptimizer(ChainedOptimizer):
         """Do what Megatron's step does, for all parts at once where that makes a difference."""
         with self._timed("optimizer-clip-main-grad"):
             norms, (norm, *of_groups), zeros = self.find_norms()
+        clipped = self.clipped_norms()
         self.grad_norms_by_group = {
             group: found
-            for group, found in zip(NORMS[1:], of_groups, strict=True)
-            if self.config.clip_grad > 0.0 and self.has_grad_norm_group(group)
+            for group, found, is_clipped in zip(NORMS[1:], of_groups, clipped[1:], strict=True)
+            if is_clipped
         }
         what = ["gradient norm", *(f"gradient norm of {group}" for group in NORMS[1:])]
         self._check_norms(dict(zip(what, [norm, *of_groups], strict=True)))
-        moves = not (self._must_skip or is_too_large(norm, self.config.grad_norm_skip_threshold))
+        moves = not (self._must_skip or is_too_large(norm, self.largest_norm))
         if moves:
-            clips = clip_factors(norms, self.config.clip_grad)
             for part in self.stepping:  # one whose turn comes after a failure is left alone
+                clips = clip_factors(norms, part.config.clip_grad, clipped)
                 with self._timed("optimizer-inner-step"):
                     part.update_masters(clips)
                 with self._timed("params-all-gather"):
                     part.gather_unless_overlapped()
         counted = zeros if self.config.log_num_zeros_in_grad else None
         return moves, as_megatron_returns(norms[:1]), counted
+
+    @property
+    def largest_norm(self) -> float:
+        """The gradient norm above which no step is taken; Inf without such a threshold."""
+        return min(part.config.grad_norm_skip_threshold for part in self.chained_optimizers)
+
+    def clipped_norms(self) -> list[bool]:
+        """Return of each norm whether Megatron clips by it, if it clips at all.
+
+        It looks for parameters of a group of their own at the first step that clips, and never
+        again. Every rank must call it.
+        """
+        clips = any(part.config.clip_grad > 0.0 for part in self.chained_optimizers)
+        return [True, *(clips and self.has_grad_norm_group(str(group)) for group in NORMS[1:])]
 
     def find_norms(self) -> tuple[Tensor, list[float], int]:
         """Return the norms of all gradients, [len(NORMS)] fp32, those on the host, and the zeros.
@@ -148,9 +165,10 @@ class GroupedChainedOptimizer(ChainedOptimizer):
         for part in self.stepping:
             part.read_gradients()
         total = self.sum_squares()
-        norms = total[:-1].sqrt().float()
+        norms = norms_of(total[:-1], self.config)
         for part in self.stepping:
-            part.plan_update()  # before the wait: the device finds the norm meanwhile
+            if not has_pre_hooks(part.optimizer):  # which may move what is planned with
+                part.plan_update()  # before the wait: the device finds the norm meanwhile
         *of_host, zeros = torch.cat([norms, total[-1:]]).tolist()
         return norms, of_host, int(zeros)
 

@@ -21,12 +21,14 @@ from moe_optim.megatron.buffers.managed_bucket import ManagedBucket
 from moe_optim.megatron.buffers.states import Event, Weights
 from moe_optim.megatron.checkpoint.model_values import model_values_for
 from moe_optim.megatron.checkpoint.param_groups import with_groups_of_adam
+from moe_optim.megatron.optimizer.address_book import Page, flat_masters, flat_params
 from moe_optim.megatron.optimizer.chained import check_masters
 from moe_optim.megatron.optimizer.checkpointed import CheckpointedOptimizer
 from moe_optim.megatron.optimizer.description import describe
 from moe_optim.megatron.optimizer.fused import FusedUpdate, owned_masters, weight_of
 from moe_optim.megatron.optimizer.host_states import HostStates
 from moe_optim.megatron.optimizer.initial_values import keep_loaded_values, renew_initial_values
+from moe_optim.megatron.optimizer.step_hooks import OwnStep, has_hooks, hooked
 from moe_optim.megatron.weights.managed import is_left_to_megatron, is_managed, storage_of
 from moe_optim.modules.grouped_linear import GroupedLinear
 from moe_optim.modules.grouped_weight import GroupedWeight
@@ -61,7 +63,9 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         self._groups: list[GroupedBucketGroup] = []
         self._managed_groups: list[GroupedBucketGroup] = []
         self._buckets: tuple[ManagedBucket, ...] = ()
-        self._unmanaged: list[tuple[torch.nn.Parameter, Tensor]] | None = None
+        self._owned = Page()
+        self._unmanaged: tuple[int, list[tuple[torch.nn.Parameter, Tensor]]] = (0, [])
+        self._own_step = OwnStep(optimizer)
         self.host_states = HostStates([], 0.0)
         self.leaves_weights = False
         if self.is_stub_optimizer or self.ddp_config.use_megatron_fsdp:
@@ -227,32 +231,65 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         return FusedUpdate(self)
 
     def plan_update(self) -> int:
-        """Look whether anything has moved that an update reads or writes, and plan anew what has.
+        """Look whether anything has changed that an update depends on, and plan anew what has.
 
-        It takes the host a while where there are many weights, and waits for no device.
+        It follows the norm. It takes the host a while where there are many weights, and waits for
+        no device.
 
         Returns:
             As :meth:`FusedUpdate.plan`, and it raises what that raises.
+
+        Raises:
+            StateError: something else is called in the place of Adam's ``step``, or a loss scale
+                has been set.
         """
+        self._own_step.require(self.optimizer)
+        if self.grad_scaler is not None:
+            raise StateError(
+                "optimizer step: expected no loss scale, as when the optimizer was built, got a "
+                f"{type(self.grad_scaler).__name__}. Set step: stock."
+            )
         self.finish_gathers()
         return self.update.plan()
 
     def update_masters(self, clips: Tensor) -> None:
         """Step masters and write what is made of them on this rank, in a few launches.
 
-        :meth:`plan_update` has gone before.
+        Step hooks of Adam are called around it, which find clipped gradients in ``grad``.
+        :meth:`plan_update` has gone before, unless such a hook is to.
 
         Args:
             clips: what gradients are multiplied by, see :meth:`FusedUpdate.launch`.
 
         Raises:
-            StateError: as :meth:`step_with_ready_grads`.
+            StateError: as :meth:`step_with_ready_grads`; or a hook has done what a fused step does
+                not see.
         """
         with self.updating():
-            self.update.count_step()
-            self.update.launch(clips)
-            if self.leaves_weights and not self.update.cast_left_weights():
-                super()._copy_main_params_to_model_params()
+            if has_hooks(self.optimizer):
+                self._update_hooked(clips)
+            else:
+                self.update.step(clips)
+            self._cast_left_weights()
+
+    def _update_hooked(self, clips: Tensor) -> None:
+        """Step masters between the hooks of Adam, which may move or write what they like."""
+        with self.update.showing_gradients(clips) as remaining, self.hooks():
+            self.update.require_shown()
+            self.plan_update()
+            self.update.step(remaining)
+
+    @contextmanager
+    def hooks(self) -> Iterator[None]:
+        """Call the step hooks of Adam around a block; weights follow what they write of masters."""
+        with hooked(self.optimizer):
+            yield
+        if has_hooks(self.optimizer):
+            self._copy_unmanaged_params()
+
+    def _cast_left_weights(self) -> None:
+        if self.leaves_weights and not self.update.cast_left_weights():
+            super()._copy_main_params_to_model_params()
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -268,7 +305,8 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         try:
             with self._moving_masters():
                 yield
-                encoded = self.update.encoded
+                # hooks may have written masters in a way that no version counter tells of
+                encoded = () if has_hooks(self.optimizer) else self.update.encoded
                 for bucket in self._buckets:
                     bucket.settle(encoded=bucket in encoded)
         finally:
@@ -283,8 +321,8 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         if self.ddp_config.overlap_param_gather:
             return
         try:
-            for bucket in self._buckets:
-                bucket.is_looked_at = True
+            for bucket in self._buckets:  # hooks have run since
+                bucket.is_looked_at = not has_hooks(self.optimizer)
             self.start_param_sync_for_bucket_group_subset()
         finally:
             for bucket in self._buckets:
@@ -314,10 +352,12 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
 
     def _copy_unmanaged_params(self) -> None:
         """Write what Megatron's method would write, without looking at every expert on the way."""
-        if self._unmanaged is None:
-            self._unmanaged = [pair for pair in owned_masters(self) if not is_managed(pair[0])]
+        generation = self._owned.compare([*flat_params(self), *flat_masters(self)], [])
+        if generation != self._unmanaged[0]:
+            pairs = [pair for pair in owned_masters(self) if not is_managed(pair[0])]
+            self._unmanaged = generation, pairs
         weights, masters = [], []
-        for param, master in self._unmanaged:
+        for param, master in self._unmanaged[1]:
             weight = weight_of(self, param, master)
             if weight is not None:
                 weights.append(weight)

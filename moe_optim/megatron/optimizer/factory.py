@@ -61,9 +61,10 @@ def get_megatron_optimizer(
     """
     check_wrapped_model(config, model_chunks)
     wants_graph, wants_host = config.optimizer_cuda_graph, config.optimizer_cpu_offload
+    shares_memory = config.reuse_grad_buf_for_mxfp8_param_ag
     knobs = knobs_with_flags(config_in_force(), config)
     config = _settle(config, knobs, model_chunks)
-    if config.reuse_grad_buf_for_mxfp8_param_ag:
+    if shares_memory:
         log_single_rank(
             logger,
             logging.INFO,
@@ -134,6 +135,7 @@ def _settle(config: Any, knobs: MoEOptimConfig, model_chunks: list[Any]) -> Any:
     """
     params = (param for chunk in model_chunks for param in chunk.parameters())
     settled = {"optimizer_cuda_graph": False, "optimizer_cpu_offload": False}
+    settled["reuse_grad_buf_for_mxfp8_param_ag"] = False  # here, so that all parts share one
     if not has_masters_of_adam(config, knobs, quantized=any(map(is_managed, params))):
         settled["use_precision_aware_optimizer_no_fp8_or_ds_fp8"] = False
     changed = {name: value for name, value in settled.items() if getattr(config, name) != value}

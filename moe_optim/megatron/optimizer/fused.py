@@ -9,11 +9,8 @@ where Megatron keeps them, so that checkpoints of either kind of step load in th
 import logging
 import math
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack
-from itertools import chain
-from operator import call, is_not, itemgetter
+from contextlib import ExitStack, contextmanager
 from typing import Any
-from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -33,21 +30,26 @@ from torch import Tensor
 from moe_optim import ops
 from moe_optim.errors import StateError
 from moe_optim.kernels.launch_table import HYPER_FIELDS
-from moe_optim.kernels.member_table import has_kernels
+from moe_optim.kernels.member_table import MemberTable, has_kernels
 from moe_optim.kernels.norm import Gradients, NormTable
 from moe_optim.kernels.steps.table import AdamState, StepTable
 from moe_optim.megatron.buffers.managed_bucket import ManagedBucket
 from moe_optim.megatron.optimizer.adam import MOMENTS, GroupStepAdam
+from moe_optim.megatron.optimizer.address_book import (
+    AddressBook,
+    flat_masters,
+    flat_params,
+    is_decoupled,
+)
+from moe_optim.megatron.optimizer.step_hooks import has_pre_hooks
 from moe_optim.megatron.planning import settings_of_stocks_step
 from moe_optim.megatron.te.tensorwise import TensorwiseCast, can_cast
 from moe_optim.megatron.weights.managed import is_left_to_megatron, is_managed
 from moe_optim.megatron.weights.names import parameter_names
-from moe_optim.places import addresses_of
 from moe_optim.reference.adam import Hyper
 
 logger = logging.getLogger(__name__)
 
-_MOMENTS = itemgetter(*MOMENTS)
 NORMS = (None, *sorted(SEPARATE_GRAD_NORM_GROUPS))
 """What gradients count in: the main norm, and those that Megatron keeps apart."""
 
@@ -64,17 +66,15 @@ class FusedUpdate:
         self._device = next(
             (master.device for _, master in owned_masters(optimizer)), this_device()
         )
-        num_groups = len(optimizer.optimizer.param_groups)
-        self._hyper = torch.zeros(
-            num_groups, HYPER_FIELDS, dtype=torch.float32, device=self._device
-        )
+        self._hyper = torch.zeros(0, HYPER_FIELDS, dtype=torch.float32, device=self._device)
         self._clips = torch.ones(len(NORMS), dtype=torch.float32, device=self._device)
+        self._book = AddressBook(optimizer)
         self._norm: NormTable | None = None
+        self._norm_is_of = 0  # the generation of the book that it was planned with
         self._tables: dict[ManagedBucket | None, StepTable] = {}
+        self._tables_are_of = 0
         self._cast: TensorwiseCast | None = None
         self._plans = 0
-        self._moments: list[ref[Tensor]] = []
-        self._addresses: list[int] = []
 
     # The norm
 
@@ -85,10 +85,13 @@ class FusedUpdate:
             [len(NORMS) + 1] fp64, newly allocated; the last is the number of zeros.
 
         Raises:
-            StateError: gradient memory is offloaded.
+            StateError: a parameter has no gradient, or its memory is offloaded.
         """
-        if self._norm is None or self._norm.has_moved:
+        generation = self._book.look_at_gradients()
+        if self._norm is None or generation != self._norm_is_of:
+            self._norm = None  # so that a plan which is refused leaves none that looks current
             self._norm = self._plan_norm()
+            self._norm_is_of = generation
         ops.sum_squares(self._norm)
         return torch.cat([self._norm.squares, self._norm.zeros.double()])
 
@@ -113,30 +116,114 @@ class FusedUpdate:
     # The update
 
     def plan(self) -> int:
-        """Look whether anything has moved, and plan anew what has. No gather may be in flight.
+        """Look whether anything has changed, and plan anew what has. No gather may be in flight.
+
+        It follows :meth:`sum_squares`, which looks at gradients.
 
         Returns:
             What changes when something had to be planned anew, so that a captured graph is void.
 
         Raises:
-            StateError: gradient memory is offloaded.
+            StateError: gradient memory is offloaded; masters and parameter groups do not fit.
             LayoutError: masters or moments are on the host, or of dtypes that no kernel knows.
         """
-        if not self._tables or self._must_plan():
+        if self._must_plan():
             self._tables = {}  # so that a plan which is refused leaves none that looks current
             self._tables = self._plan_tables()
             self._cast = self._plan_cast()
+            self._tables_are_of = self._book.look_at_states()  # planning makes moments
             self._plans += 1
         return self._plans
 
-    def count_step(self) -> None:
-        """Count a step that :meth:`plan` has gone before, and copy what it takes from the host."""
-        rows = []
-        for group in self._optimizer.optimizer.param_groups:
-            group["step"] = int(group.get("step", 0)) + 1
-            rows.append(_hyper_of(group).row())
+    def read_hyper(self) -> None:
+        """Copy what the next step takes from the host to the device. :meth:`plan` goes before."""
+        groups = self._optimizer.optimizer.param_groups
+        rows = [_hyper_of(group, step=_steps_of(group) + 1).row() for group in groups]
         # pageable memory of a few bytes is staged at once: nothing is waited for
-        self._hyper.copy_(torch.tensor(rows, dtype=torch.float32, device="cpu"), non_blocking=True)
+        hyper = torch.tensor(rows, dtype=torch.float32, device="cpu").view_as(self._hyper)
+        self._hyper.copy_(hyper, non_blocking=True)
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count the step that a block launches, unless it fails before anything is written."""
+        tables = list(self._tables.values())
+        for table in tables:
+            table.written.clear()
+        try:
+            yield
+        except BaseException:
+            if any(table.written for table in tables):
+                self._count(1)
+            raise
+        self._count(1)
+
+    def take_back(self) -> None:
+        """Do not count the last step: it has changed nothing."""
+        self._count(-1)
+
+    def _count(self, steps: int) -> None:
+        for group in self._optimizer.optimizer.param_groups:
+            group["step"] = _steps_of(group) + steps
+
+    @contextmanager
+    def showing_gradients(self, clips: Tensor) -> Iterator[Tensor]:
+        """Give each master its gradient as ``grad`` in a block, clipped, if hooks are to see it.
+
+        They are those of the parameters, where they lie: what pre-hooks change of them is stepped.
+
+        Args:
+            clips: as of :meth:`launch`.
+
+        Returns:
+            What gradients are still to be multiplied by.
+
+        Raises:
+            StateError: pre-hooks are to see gradients that are not in fp32.
+        """
+        if not has_pre_hooks(self._optimizer.optimizer):
+            yield clips
+            return
+        masters = flat_masters(self._optimizer)
+        gradients = [gradient_of(self._optimizer, p) for p in flat_params(self._optimizer)]
+        if others := {gradient.dtype for gradient in gradients} - {torch.float32}:
+            raise StateError(
+                "optimizer step: expected gradients in fp32 for step pre-hooks, which may change "
+                f"them, got {others.pop()}. Remove the hooks, reduce gradients in fp32, or set "
+                "step: stock."
+            )
+        for master, gradient in zip(masters, gradients, strict=True):
+            master.grad = gradient.mul_(clips[_norm_of(master)])
+        try:
+            yield torch.ones_like(clips)
+        finally:
+            for master in masters:
+                master.grad = None
+
+    def require_shown(self) -> None:
+        """Check that pre-hooks have left ``grad`` where :meth:`showing_gradients` has put it.
+
+        Raises:
+            StateError: they have not.
+        """
+        if not has_pre_hooks(self._optimizer.optimizer):
+            return
+        for param, master in owned_masters(self._optimizer):
+            shown = gradient_of(self._optimizer, param)
+            if master.grad is None or master.grad.data_ptr() != shown.data_ptr():
+                raise StateError(
+                    "optimizer step: expected step pre-hooks to change gradients in place, got a "
+                    "master with another grad, or none. Write into it, or set step: stock."
+                )
+
+    def step(self, clips: Tensor) -> None:
+        """Take a step that has been planned, with the hyper-parameters of now, and count it.
+
+        Args:
+            clips: as of :meth:`launch`.
+        """
+        self.read_hyper()
+        with self.counting():
+            self.launch(clips)
 
     def launch(self, clips: Tensor) -> None:
         """Step all masters of this rank, and encode what blocks it has whole. Waits for nothing.
@@ -172,11 +259,6 @@ class FusedUpdate:
         tables = self._tables.items()
         return [bucket for bucket, table in tables if bucket is not None and table.members]
 
-    def take_back(self) -> None:
-        """Do not count the last step: it has changed nothing."""
-        for group in self._optimizer.optimizer.param_groups:
-            group["step"] -= 1
-
     def make_moments(self) -> None:
         """Make moments of masters that have none, and have all states where they are at home."""
         inner = self._optimizer.optimizer
@@ -184,34 +266,17 @@ class FusedUpdate:
             moments_of(inner, master)
             self._optimizer.host_states.keep(inner, master)
 
-    def _find_moments(self) -> list[Tensor]:
-        """Return the tensors that Adam has for moments now."""
-        states = self._optimizer.optimizer.state.values()
-        try:
-            return list(chain.from_iterable(map(_MOMENTS, states)))
-        except KeyError:  # of masters that have not stepped
-            return [state[name] for state in states for name in MOMENTS if name in state]
-
-    def _have_moments_moved(self) -> bool:
-        """Return whether Adam has other moments than were planned with, or has them elsewhere.
-
-        They are not held here: offloading frees what it takes the place of.
-        """
-        moments = self._find_moments()
-        if len(moments) != len(self._moments):
-            return True
-        are_others = any(map(is_not, moments, map(call, self._moments)))
-        return are_others or addresses_of(moments) != self._addresses
-
     def _must_plan(self) -> bool:
-        """Return whether states lie elsewhere, or gathers have been planned anew.
+        """Return whether something has changed, or gathers have been planned anew.
 
         Plans gathers on the way; where it ends early, :meth:`_plan_tables` asks the other buckets.
 
         Loading gives Adam other moments, and so do RL stacks that take turns on a GPU: tensors,
         dictionaries of them, or all of its state.
         """
-        if self._have_moments_moved() or (self._cast is not None and self._cast.has_moved):
+        if not self._tables or self._book.look_at_states() != self._tables_are_of:
+            return True
+        if self._cast is not None and self._cast.has_moved:
             return True
         return any(
             table.has_moved or (bucket is not None and table.members is not bucket.plan_step())
@@ -222,8 +287,9 @@ class FusedUpdate:
         """Return a table for each managed bucket, and one for everything else under None."""
         optimizer = self._optimizer
         inner = optimizer.optimizer
-        groups = enumerate(inner.param_groups)
-        group_of = {master: number for number, group in groups for master in group["params"]}
+        group_of = self._find_groups()
+        if len(inner.param_groups) != len(self._hyper):
+            self._hyper = self._hyper.new_zeros(len(inner.param_groups), HYPER_FIELDS)
         bucket_of = {param: bucket for bucket in optimizer._buckets for param in bucket.params}
         names = parameter_names(optimizer.model_chunks)
         states: dict[ManagedBucket | None, list[AdamState]] = {b: [] for b in optimizer._buckets}
@@ -244,20 +310,48 @@ class FusedUpdate:
                     on_host=optimizer.host_states.on_host(master),
                 )
             )
-        moments = self._find_moments()
-        self._moments = [ref(moment) for moment in moments]
-        self._addresses = addresses_of(moments)
+        decoupled = is_decoupled(inner)
         tables = {
             bucket: StepTable.build(
                 of_bucket,
                 self._hyper,
                 self._clips,
-                members=None if bucket is None else bucket.plan_step(),
-                decoupled=optimizer.config.decoupled_weight_decay,
+                members=None if bucket is None else self._plan_members(bucket),
+                decoupled=decoupled,
             )
             for bucket, of_bucket in states.items()
         }
         return {bucket: table.watching(_watched_of(table)) for bucket, table in tables.items()}
+
+    def _find_groups(self) -> dict[Tensor, int]:
+        """Return the number of the parameter group that each master is in.
+
+        Raises:
+            StateError: a master is in none, or in two, or something else is in one.
+        """
+        groups = self._optimizer.optimizer.param_groups
+        placed = [(one, number) for number, group in enumerate(groups) for one in group["params"]]
+        group_of = dict(placed)
+        masters = set(flat_masters(self._optimizer))
+        if len(placed) == len(group_of) and group_of.keys() == masters:
+            return group_of
+        missing, others = len(masters - group_of.keys()), len(group_of.keys() - masters)
+        raise StateError(
+            "optimizer step: expected every master of this optimizer in one parameter group, and "
+            f"nothing else, got {missing} in none, {len(placed) - len(group_of)} once more, and "
+            f"{others} other tensors. Put them back, or set step: stock."
+        )
+
+    def _plan_members(self, bucket: ManagedBucket) -> MemberTable | None:
+        """Return what a step encodes masters into, of the masters that there are now."""
+        members = bucket.plan_step()
+        masters = set(flat_masters(self._optimizer))
+        if members is not None and any(
+            entry.source not in masters for entry in members.entries if entry.source.numel()
+        ):
+            bucket.forget_masters()
+            members = bucket.plan_step()
+        return members
 
     def _plan_cast(self) -> TensorwiseCast | None:
         """Return what casts the weights that Megatron gathers; None if that is left to it, too."""
@@ -338,16 +432,36 @@ def reduced_over_ranks(of_parts: Sequence[Tensor], groups: Sequence[dist.Process
     return torch.stack(list(of_parts)).sum(0)
 
 
-def clip_factors(norms: Tensor, clip_grad: float) -> Tensor:
+def norms_of(squares: Tensor, config: Any) -> Tensor:
+    """Return the roots of sums of squares, fp32: Inf where fp32 cannot hold the sum, as Megatron's.
+
+    A gradient that is stepped then has a square that second moments can hold, whatever is clipped:
+    they are means of such squares. The bound is that of bf16 where second moments are in bf16.
+
+    Args:
+        squares: [n] fp64.
+        config: Megatron's ``OptimizerConfig``.
+    """
+    is_narrow = config.use_precision_aware_optimizer
+    held_in = config.exp_avg_sq_dtype if is_narrow else torch.float32
+    return squares.where(squares <= torch.finfo(held_in).max, squares * torch.inf).sqrt().float()
+
+
+def clip_factors(norms: Tensor, clip_grad: float, clipped: Sequence[bool] = ()) -> Tensor:
     """Return what gradients are multiplied by: as Megatron has it, and 1 where nothing is clipped.
 
     Args:
         norms: [n] fp32.
         clip_grad: the largest norm that stays as it is; 0 clips nothing.
+        clipped: of each norm, whether Megatron clips by it; empty for all.
     """
     if clip_grad <= 0.0:
         return torch.ones_like(norms)
-    return (clip_grad / (norms + 1.0e-6)).clamp_max_(1.0)
+    factors = (clip_grad / (norms + 1.0e-6)).clamp_max_(1.0)
+    for index, is_clipped in enumerate(clipped):
+        if not is_clipped:
+            factors[index] = 1.0
+    return factors
 
 
 def as_megatron_returns(norm: Tensor) -> Any:
@@ -357,18 +471,21 @@ def as_megatron_returns(norm: Tensor) -> Any:
 
 def owned_masters(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
     """Yield every parameter of which this rank owns a part, and its master."""
-    for params, masters in (
-        (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
-        (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
-    ):
-        for of_params, of_masters in zip(params, masters, strict=True):
-            yield from zip(of_params, of_masters, strict=True)
+    yield from zip(flat_params(optimizer), flat_masters(optimizer), strict=True)
 
 
 def gradient_of(optimizer: Any, param: Any) -> Tensor:
     """Return what this rank owns of a gradient, where it lies."""
     owned = optimizer._get_model_param_range_map(param)["param"]
-    gradient: Tensor = param.main_grad.view(-1)[owned.start : owned.end]
+    whole: Tensor | None = getattr(param, "main_grad", None)
+    if whole is None or whole.numel() != param.numel():
+        name = parameter_names(optimizer.model_chunks).get(param, "a parameter")
+        found = "none" if whole is None else f"{list(whole.shape)}"
+        raise StateError(
+            f"optimizer step: {name}: expected main_grad of {param.numel()} elements, got {found}. "
+            "Give it back the tensor that DistributedDataParallel had put there."
+        )
+    gradient = whole.view(-1)[owned.start : owned.end]
     if not gradient.untyped_storage().size():
         raise StateError(
             "optimizer step: expected gradient memory, got none: it is offloaded. Call "
@@ -393,16 +510,16 @@ def weight_of(optimizer: Any, param: Any, master: Tensor) -> Tensor | None:
 
 
 def _watched_of(table: StepTable) -> list[Tensor]:
-    """Return tensors that tell whether a table has to be built anew, but for its moments.
+    """Return tensors that tell whether a table has to be built anew, beside the address book.
 
-    Of gradients and weights one of each piece of memory: they are views that nobody else has.
-    Masters are the optimizer's own tensors, each with memory that can be exchanged; those that are
-    encoded their bucket looks at.
+    Of weights one of each piece of memory: they are views that nobody else has. Masters are the
+    optimizer's own tensors, each with memory that can be exchanged; those that are encoded their
+    bucket looks at. All else the address book knows.
     """
-    views = (view for one in table.states for view in (one.gradient, one.weight))
+    weights = (one.weight for one in table.states)
     of_each_memory = {
         view.untyped_storage().data_ptr(): view
-        for view in views
+        for view in weights
         if view is not None and view.numel()
     }
     masters = [one.master for one in table.states] if table.members is None else []
@@ -414,13 +531,17 @@ def _norm_of(master: Tensor) -> int:
     return NORMS.index(group) if group in NORMS else 0
 
 
-def _hyper_of(group: dict[str, Any]) -> Hyper:
+def _steps_of(group: dict[str, Any]) -> int:
+    return int(group.get("step", 0))
+
+
+def _hyper_of(group: dict[str, Any], *, step: int) -> Hyper:
     return Hyper(
         lr=float(group["lr"]),
         betas=group["betas"],
         eps=group["eps"],
         weight_decay=group["weight_decay"],
-        step=group["step"],
+        step=step,
         bias_correction=bool(group.get("bias_correction", True)),
     )
 

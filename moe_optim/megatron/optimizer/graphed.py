@@ -14,15 +14,16 @@ from typing import Any
 import torch
 from megatron.core.full_cuda_graph import get_shared_capture_stream
 from megatron.core.utils import log_single_rank
-from torch import Tensor
 
-from moe_optim.errors import NonFiniteError
+from moe_optim.errors import NonFiniteError, StateError
 from moe_optim.megatron.optimizer.fused import (
     NORMS,
     as_megatron_returns,
     clip_factors,
+    norms_of,
     this_device,
 )
+from moe_optim.megatron.optimizer.step_hooks import has_pre_hooks
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,8 @@ class GraphedStep:
         self._is_there: torch.cuda.Event | None = None
         self._is_told = True
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._plans: list[int] | None = None  # of the updates, at the last step
+        self._plans: list[float] | None = None  # at the last step
+        self._largest_norm, self._clipped = math.inf, [True] * len(NORMS)
 
     @torch.no_grad()
     def __call__(self) -> Any:
@@ -56,21 +58,29 @@ class GraphedStep:
         Raises:
             NonFiniteError: the step before this one has found gradients that are not finite, and
                 changed nothing; neither does this one.
+            StateError: Adam has step pre-hooks, which are to see clipped gradients.
         """
         self.tell()
         self._chain.health.before_step()
         parts = self._chain.stepping
         for part in parts:
+            _refuse_pre_hooks(part.optimizer)
             part.read_gradients()
-        plans = [part.plan_update() for part in parts]
         # outside of the graph: NCCL wants all ranks to replay a collective or none, and each rank
         # plans anew when its own memory has moved
         self._total.copy_(self._chain.sum_squares())
+        self._largest_norm = self._chain.largest_norm
+        self._clipped = self._chain.clipped_norms()
+        read_when_captured = [self._largest_norm, *self._clipped]
+        read_when_captured += [part.config.clip_grad for part in parts]
+        plans = [part.plan_update() for part in parts]
         with ExitStack() as stack:
             for part in parts:
                 stack.enter_context(part.updating())
-                part.update.count_step()
-            self._launch(plans)
+                stack.enter_context(part.hooks())
+                part.update.read_hyper()
+                stack.enter_context(part.update.counting())
+            self._launch([*plans, *read_when_captured])
         self._is_told = False
         if self._captures:
             self._is_there = torch.cuda.Event()
@@ -93,7 +103,7 @@ class GraphedStep:
             self._is_there.synchronize()  # of the last step, and not of what was started since
         norm, *of_groups = self._on_host.tolist()
         is_finite = all(map(math.isfinite, (norm, *of_groups)))
-        if is_finite and norm <= self._chain.config.grad_norm_skip_threshold:
+        if is_finite and norm <= self._largest_norm:
             return
         for part in self._chain.stepping:
             part.update.take_back()
@@ -115,8 +125,12 @@ class GraphedStep:
         """Drop what the last step has found: other states have been loaded, and other counts."""
         self._is_told = True
 
-    def _launch(self, plans: list[int]) -> None:
-        """Run the kernels: one by one where something is planned anew, else as a graph."""
+    def _launch(self, plans: list[float]) -> None:
+        """Run the kernels: one by one where something is planned anew, else as a graph.
+
+        Args:
+            plans: what the kernels depend on that a graph has captured.
+        """
         if not self._captures or plans != self._plans:
             self._plans, self._graph = plans, None
             self._run_kernels()
@@ -131,13 +145,20 @@ class GraphedStep:
         self._graph.replay()
 
     def _run_kernels(self) -> None:
-        config = self._chain.config
         total = self._total
-        norms = total[:-1].sqrt().float()
-        moves = norms.isfinite().all() & (norms[0] <= config.grad_norm_skip_threshold)
-        clips: Tensor = torch.where(moves, clip_factors(norms, config.clip_grad), -1.0)
+        norms = norms_of(total[:-1], self._chain.config)
+        moves = norms.isfinite().all() & (norms[0] <= self._largest_norm)
         for part in self._chain.stepping:
-            part.update.launch(clips)
+            factors = clip_factors(norms, part.config.clip_grad, self._clipped)
+            part.update.launch(torch.where(moves, factors, -1.0))
         self._norms.copy_(norms)
         self._zeros.copy_(total[-1:])
         self._on_host.copy_(norms, non_blocking=True)
+
+
+def _refuse_pre_hooks(inner: Any) -> None:
+    if has_pre_hooks(inner):
+        raise StateError(
+            "--optimizer-cuda-graph: expected no step pre-hooks of the optimizer, as gradients are "
+            "clipped inside of the graph, got some. Remove them, or drop the flag."
+        )

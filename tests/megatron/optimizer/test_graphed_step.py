@@ -217,15 +217,16 @@ def test_a_rank_without_masters_runs_before_it_captures(step):
 
 def test_sums_over_ranks_are_not_captured(step, monkeypatch):
     """NCCL wants every rank to replay a collective or none, and a rank whose memory has moved
-    launches its kernels one by one, alone."""
+    launches its kernels one by one, alone. So does one whose configuration has changed."""
     made, done = step
     monkeypatch.setattr(
         torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None, synchronize=lambda: None)
     )
-    nothing = SimpleNamespace(log_num_zeros_in_grad=False, grad_norm_skip_threshold=math.inf)
     made._chain = SimpleNamespace(
         stepping=[],
-        config=nothing,
+        config=SimpleNamespace(log_num_zeros_in_grad=False),
+        largest_norm=math.inf,
+        clipped_norms=lambda: [True, False],
         health=SimpleNamespace(before_step=lambda: None),
         sum_squares=lambda: done.append("summed") or torch.zeros_like(made._total),
     )
@@ -233,3 +234,12 @@ def test_sums_over_ranks_are_not_captured(step, monkeypatch):
         done.clear()
         made()
         assert done == ["summed", *kernels]
+    made._chain.largest_norm = 3.0  # which the captured kernels compare with
+    for kernels in (["run"], ["captured", "run", "replayed"]):
+        done.clear()
+        made()
+        assert done == ["summed", *kernels]
+    made._chain.clipped_norms = lambda: [True, True]
+    done.clear()
+    made()
+    assert done == ["summed", "run"]
