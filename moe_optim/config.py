@@ -81,7 +81,7 @@ class MoEOptimConfig:
     look is one pass over masters and weights and small all-reduces over all ranks, and nothing
     waits for it. What it writes and warns of: see Health."""
     save_nonfinite: bool = False
-    """Whether a checkpoint may be saved whose masters hold Inf or NaN."""
+    """Whether a checkpoint may be saved whose masters or moments hold Inf or NaN."""
     trust_unmarked_states: bool = False
     """Whether flat optimizer states without a manifest, such as Megatron saves, load by their sizes
     alone where no weights are given that show whose the masters are. Weights that contradict are

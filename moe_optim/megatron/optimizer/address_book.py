@@ -22,8 +22,10 @@ from moe_optim.places import addresses_of
 _MAIN_GRAD, _PARAM_DATA = attrgetter("main_grad"), attrgetter("param_data")
 _ATTRIBUTES = attrgetter("__dict__")
 _PARAMS, _MOMENTS = itemgetter("params"), itemgetter(*MOMENTS)
-OF_NORMS = ("shared", "tensor_model_parallel", "allreduce", "is_gtp_weight_remat")
-OF_NORMS += ("grad_norm_group",)
+OF_NORMS = (
+    *("shared", "tensor_model_parallel", "allreduce", "is_gtp_weight_remat"),
+    "grad_norm_group",
+)
 """Attributes of a master that say whether its gradient counts, and in which norm."""
 
 

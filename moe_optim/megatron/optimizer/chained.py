@@ -19,6 +19,7 @@ from moe_optim.megatron.active import config_in_force
 from moe_optim.megatron.checkpoint.param_groups import states_by_part
 from moe_optim.megatron.experts.module import first_experts
 from moe_optim.megatron.health.monitor import HealthMonitor
+from moe_optim.megatron.optimizer.adam import MOMENTS
 from moe_optim.megatron.optimizer.fused import (
     NORMS,
     as_megatron_returns,
@@ -296,20 +297,29 @@ class GroupedChainedOptimizer(ChainedOptimizer):
             lines.append(f"rank {rank}: and {len(found) - MOST_NAMED} more")
         gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(gathered, lines)
-        return "; ".join(line for of_rank in gathered for line in of_rank)
+        named = "; ".join(line for of_rank in gathered for line in of_rank)
+        return named or "No square of a gradient is Inf in fp32, but the sum of all is"
 
     def _find_culprits(self) -> Iterator[str]:
-        describe = describer(self.model_chunks, "gradient")
+        non_finite = describer(self.model_chunks, "non-finite gradient")
+        too_large = describer(self.model_chunks, "finite gradient", "whose square is Inf in fp32")
         for part in self.stepping:
             for param, _ in owned_masters(part):
                 start = part._get_model_param_range_map(param)["param"].start
-                bad = (~gradient_of(part, param).isfinite()).nonzero().view(-1) + start
-                if len(bad):
-                    yield describe(param, bad)
+                gradient = gradient_of(part, param).float()
+                bad = ~gradient.isfinite()
+                overflow = ~(bad | gradient.square().isfinite())
+                for describe, of in ((non_finite, bad), (too_large, overflow)):
+                    if bool(of.any()):
+                        yield describe(param, of.nonzero().view(-1) + start)
 
 
 def check_masters(
-    optimizer: Any, remedy: str, only: Callable[[Tensor], bool] = lambda _: True
+    optimizer: Any,
+    remedy: str,
+    only: Callable[[Tensor], bool] = lambda _: True,
+    *,
+    with_moments: bool = False,
 ) -> None:
     """Raise NonFiniteError if a master is Inf or NaN, on any rank of the data-parallel group.
 
@@ -319,16 +329,20 @@ def check_masters(
         optimizer: a distributed optimizer.
         remedy: what has not happened, and what to do.
         only: says of a parameter whether its master is looked at.
+        with_moments: whether its moments are, too.
     """
-    describe = describer(optimizer.model_chunks, "master")
     found: list[str] = []
+    kinds = ("master", *MOMENTS) if with_moments else ("master",)
+    describers = {kind: describer(optimizer.model_chunks, f"non-finite {kind}") for kind in kinds}
     for param, master in owned_masters(optimizer):
         if master is None or not only(param):
             continue
         start = optimizer._get_model_param_range_map(param)["param"].start
-        bad = (~master.isfinite()).nonzero().view(-1) + start
-        if len(bad):
-            found.append(describe(param, bad))
+        states = {"master": master, **optimizer.optimizer.state.get(master, {})}
+        for kind in (kind for kind in kinds if kind in states):
+            bad = (~states[kind].float().isfinite()).nonzero().view(-1) + start
+            if len(bad):
+                found.append(describers[kind](param, bad))
     group = optimizer.data_parallel_group
     everywhere: list[list[str]] = [[] for _ in range(group.size())]
     dist.all_gather_object(everywhere, found[:MOST_NAMED], group=group)
@@ -338,24 +352,26 @@ def check_masters(
         for line in of_rank
     ]
     if lines:
-        raise NonFiniteError(f"masters: expected finite values, got {'; '.join(lines)}. {remedy}")
+        what = "masters and moments" if with_moments else "masters"
+        raise NonFiniteError(f"{what}: expected finite values, got {'; '.join(lines)}. {remedy}")
 
 
 def describer(
-    model_chunks: Sequence[torch.nn.Module], kind: str
+    model_chunks: Sequence[torch.nn.Module], kind: str, more: str = ""
 ) -> Callable[[torch.nn.Parameter, Tensor], str]:
-    """Return what says which parameter, which of its experts, and how many elements are not finite.
+    """Return what says which parameter, which of its experts, and how many elements are of a kind.
 
     It takes the parameter and the places [n] of elements in it, at least one.
 
     Args:
         model_chunks: that own the parameters.
         kind: what the elements are, in the singular.
+        more: what is said of them besides.
     """
     names, first_of = global_parameter_names(model_chunks), first_experts(model_chunks)
 
     def describe(param: torch.nn.Parameter, bad: Tensor) -> str:
-        count = f"{len(bad)} non-finite {kind}{'s' if len(bad) > 1 else ''}"
+        count = f"{len(bad)} {kind}{'s' if len(bad) > 1 else ''} {more}".rstrip()
         if param not in first_of:
             return f"{names[param]}: {count}"
         per_expert = math.prod(param.shape[-2:])

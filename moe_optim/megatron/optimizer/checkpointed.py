@@ -118,7 +118,8 @@ class CheckpointedOptimizer(DistributedOptimizer):
         Raises:
             ConfigError: no sharding type, or the one that Megatron still takes for its default and
                 no longer can save.
-            NonFiniteError: to save, some master is Inf or NaN, and ``save_nonfinite`` is not set.
+            NonFiniteError: to save, some master or moment is Inf or NaN, and ``save_nonfinite`` is
+                not set.
             StateError: to load, after ``uninstall()``.
         """
         if is_loading and any(patch_state(patch) != "applied" for patch in patches.CHECKPOINTS):
@@ -136,7 +137,7 @@ class CheckpointedOptimizer(DistributedOptimizer):
                 "checkpoint that names none."
             )
         if not is_loading and not self.knobs.save_nonfinite:
-            check_masters(self, _NOT_SAVED)
+            check_masters(self, _NOT_SAVED, with_moments=True)
         state = super().sharded_state_dict(
             model_sharded_state_dict, is_loading, sharding_type, metadata
         )
@@ -207,7 +208,7 @@ class CheckpointedOptimizer(DistributedOptimizer):
             NonFiniteError: some master is Inf or NaN, and ``save_nonfinite`` is not set.
         """
         if not self.knobs.save_nonfinite:
-            check_masters(self, _NOT_SAVED)
+            check_masters(self, _NOT_SAVED, with_moments=True)
         super().save_parameter_state(filename)
 
     def load_parameter_state_from_dp_zero(

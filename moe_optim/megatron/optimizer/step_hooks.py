@@ -4,7 +4,7 @@ A fused step takes the place of that function. Hooks it calls as torch does; ano
 place it cannot call, and refuses.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -16,16 +16,13 @@ from moe_optim.errors import StateError
 
 def has_pre_hooks(inner: Any) -> bool:
     """Return whether something is called before each step of an optimizer of torch."""
-    return bool(torch_optimizer._global_optimizer_pre_hooks or getattr(inner, _PRE_HOOKS, None))
+    return bool(torch_optimizer._global_optimizer_pre_hooks or _hooks(inner, "pre"))
 
 
 def has_hooks(inner: Any) -> bool:
     """Return whether something is called before or after each step of an optimizer of torch."""
     of_all = torch_optimizer._global_optimizer_post_hooks
-    return bool(has_pre_hooks(inner) or of_all or getattr(inner, _POST_HOOKS, None))
-
-
-_PRE_HOOKS, _POST_HOOKS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
+    return bool(has_pre_hooks(inner) or of_all or _hooks(inner, "post"))
 
 
 @contextmanager
@@ -35,19 +32,24 @@ def hooked(inner: Any) -> Iterator[None]:
     Raises:
         StateError: a hook gives ``step`` other arguments, which a fused step does not take.
     """
-    arguments = (inner,), dict[str, Any]()
-    of_all = torch_optimizer._global_optimizer_pre_hooks
-    for hook in chain(of_all.values(), getattr(inner, _PRE_HOOKS, {}).values()):
-        changed = hook(inner, *arguments)
+    arguments: tuple[tuple[Any, ...], dict[str, Any]] = (inner,), {}
+    before = torch_optimizer._global_optimizer_pre_hooks.values()
+    for pre_hook in chain(before, _hooks(inner, "pre").values()):
+        changed = pre_hook(inner, *arguments)
         if changed is not None and changed != arguments:
             raise StateError(
                 "optimizer step: expected a step pre-hook to return None, as a fused step takes no "
                 f"arguments, got {changed!r:.80}. Change the hook, or set step: stock."
             )
     yield
-    of_all = torch_optimizer._global_optimizer_post_hooks
-    for hook in chain(getattr(inner, _POST_HOOKS, {}).values(), of_all.values()):
-        hook(inner, *arguments)
+    after = torch_optimizer._global_optimizer_post_hooks.values()
+    for post_hook in chain(_hooks(inner, "post").values(), after):
+        post_hook(inner, *arguments)
+
+
+def _hooks(inner: Any, when: str) -> dict[int, Callable[..., Any]]:
+    found: dict[int, Callable[..., Any]] = getattr(inner, f"_optimizer_step_{when}_hooks", {})
+    return found
 
 
 class OwnStep:
