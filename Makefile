@@ -58,10 +58,11 @@ exit 1
 endef
 export FIND_PYTHON PYTHON
 
-# Runs the tests that use GPUs, which the run before hides; 5 is pytest's word for none of them.
+# Runs the tests that use GPUs, which the run before hides; 5 is pytest's word for none of them. How
+# many workers share a GPU, and what each gets, is in tests/support/gpu_sharing.py.
 define ON_GPUS
 @if $(VENV)/bin/python -c 'import sys, torch; sys.exit(not torch.cuda.device_count())'; then \
-    $(VENV)/bin/python -m pytest --gpus $(1) || [ $$? -eq 5 ]; \
+    $(VENV)/bin/python -m pytest --gpus -n auto $(1) || [ $$? -eq 5 ]; \
 fi
 endef
 

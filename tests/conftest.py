@@ -7,9 +7,16 @@ or, with ``--gpus``, has the tests that use them and no others. ``make test`` ru
 
 import gc
 import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+
+from tests.support import gpu_sharing
 
 GPUS_OF_MARKS = {"gpu": 1, "multi_gpu": 2, "four_gpus": 4, "any_device": 0}
 """Marks of tests that use GPUs, and how many they need."""
@@ -30,13 +37,64 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if "PYTEST_XDIST_WORKER" in os.environ:  # a worker a core: more threads only wait
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
         torch.set_num_threads(1)
+    if config.getoption("--gpus") and config.option.durations is None:
+        config.option.durations = 30
+
+
+@pytest.hookimpl(tryfirst=True, optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """Let ``-n auto`` on GPUs be what their memory and the cores allow; elsewhere a worker a core.
+
+    Training runs that workers start take places, of which there are as many.
+    """
+    if not config.getoption("--gpus") or not torch.cuda.device_count():
+        return None
+    free, _ = torch.cuda.mem_get_info()
+    count = gpu_sharing.count_workers(len(os.sched_getaffinity(0)), free)
+    folder = Path(tempfile.mkdtemp(prefix="places-"))
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    gpu_sharing.share_places(count, folder)
+    return count
+
+
+@pytest.hookimpl(tryfirst=True, optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Spread tests on GPUs over workers by :func:`gpu_sharing.unit_of`, in the order they come."""
+    if not config.getoption("--gpus"):
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Units(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return gpu_sharing.unit_of(nodeid)
+
+    config.option.loadscopereorder = False
+    return Units(config, log)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """Give a GPU back what a test has freed: torch keeps it, and other workers miss it."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """Let no other test run that needs as much memory of a GPU as this one."""
+    with gpu_sharing.alone():
+        yield
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave what belongs into this run, skip what needs more GPUs than it sees, slow files first.
 
-    The last file of a run then leaves no core without work for long.
+    The last file of a run then leaves no core without work for long. On GPUs files that share runs
+    come before all others.
     """
     gpus = torch.cuda.device_count()
     others = []
@@ -51,7 +109,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if item not in set(others)]
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    items.sort(
+        key=lambda item: (
+            gpu_sharing.unit_of(item.nodeid) not in gpu_sharing.SHARING,
+            item.path not in slow,
+        )
+    )
 
 
 def pytest_collection_finish() -> None:

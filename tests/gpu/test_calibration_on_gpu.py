@@ -11,9 +11,10 @@ import torch
 
 from moe_optim.megatron.te.quantizer import import_error
 from tests.support.bytes import assert_bytes_equal
+from tests.support.gpu_sharing import places
 from tests.support.side_runs import ROOT
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 NEEDS_TE = pytest.mark.skipif(import_error() is not None, reason="needs Transformer Engine")
 
 THEIRS = shlex.split("--transformer-impl transformer_engine")
@@ -30,7 +31,8 @@ def run(file: Path, format: str, flags: list[str]) -> None:
         "TORCHDYNAMO_DISABLE": "1",
     }
     command += [str(file), format, *flags]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
+    with places(1):
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
 

@@ -26,7 +26,7 @@ from tests.support.compiling import (
 from tests.support.holders import bind
 from tests.support.inputs import wide_range_weights, with_specials
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 every_format = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS.keys())
 every_layout = pytest.mark.parametrize("layout", ["grouped", "indexed"])

@@ -198,6 +198,7 @@ def test_a_capture_refuses_addresses_that_it_does_not_know():
         fake_quantized(parts[::-1], amax, 8, False, "auto")
 
 
+@pytest.mark.usefixtures("alone")
 def test_experts_of_more_than_two_to_the_31_elements():
     values = torch.zeros(1, 1, (1 << 31) + 4096, dtype=torch.bfloat16, device="cuda")
     values[..., -1] = 0.3

@@ -13,6 +13,7 @@ from moe_optim.kernels.health import HealthEntry, HealthTable
 from moe_optim.kernels.table_entry import TableEntry
 from moe_optim.train.events import read_events
 from tests.support.bytes import assert_bytes_equal
+from tests.support.gpu_sharing import places
 from tests.support.health import assert_same_health, masters_of, measure
 from tests.support.inputs import normal_weights, wide_range_weights
 
@@ -43,7 +44,8 @@ def test_training_is_looked_at_without_being_waited_for(tmp_path):
     flags = ["--train-iters", "20", "--eval-interval", "10", "--save-interval", "20"]
     out = tmp_path / "run"
     command = ["train", str(RECIPE), "--out", str(out), "--ranks", "1", *knobs, "--", *flags]
-    assert cli.main(command) == 0
+    with places(1):
+        assert cli.main(command) == 0
     events = read_events(out / "tensorboard", tensors="moe_optim/")
     errors = events.tensors["moe_optim/layers.1.fc2/error/by_expert"]
     assert [iteration for iteration, _ in errors] == [5, 10, 15, 20]  # the save tells the last

@@ -123,6 +123,7 @@ def test_gradients_that_have_moved_are_read_where_they_are_now():
     assert_summed(table)
 
 
+@pytest.mark.usefixtures("alone")
 def test_gradients_of_more_than_two_to_the_31_elements():
     values = torch.ones((1 << 31) + 100, dtype=torch.bfloat16, device="cuda")
     values[-1] = 2.0

@@ -4,11 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from moe_optim import reference
 from moe_optim.cli import main as cli
 from moe_optim.formats import FORMATS, BlockScaledFormat
 from tests.support.bytes import assert_bytes_equal
+from tests.support.gpu_sharing import places
 from tests.support.inputs import wide_range_weights
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -31,11 +33,13 @@ def test_oracle_gives_the_same_bytes_on_both_devices(format: BlockScaledFormat):
 
 def train(out: Path, *options: str, recipe: str = "quickstart.yaml") -> dict:
     """Run the command, which must succeed, and return its summary."""
-    assert cli.main(["train", str(RECIPES / recipe), "--out", str(out), *options]) == 0
+    with places(torch.cuda.device_count()):
+        assert cli.main(["train", str(RECIPES / recipe), "--out", str(out), *options]) == 0
     return json.loads((out / "summary.json").read_text())
 
 
 @pytest.mark.gpu
+@pytest.mark.slow
 def test_quickstart_trains_on_one_gpu(tmp_path: Path):
     """One rank over NCCL: quantized experts, evaluation, checkpoint, and a loss that falls."""
     summary = train(tmp_path / "run", "--ranks", "1", "--", *SHORT)

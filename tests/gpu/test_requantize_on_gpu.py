@@ -375,6 +375,7 @@ def test_a_launch_allocates_nothing_and_does_not_wait(format):
     assert_neither_allocates_nor_waits(step)
 
 
+@pytest.mark.usefixtures("alone")
 @EVERY_FORMAT
 def test_a_weight_of_more_than_2_31_elements(format):
     """Its ends are compared: tiles on both sides of the 31-bit boundary, and the last rows."""

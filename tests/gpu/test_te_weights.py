@@ -1,6 +1,10 @@
 """Transformer Engine's own tensor classes behind our storage, and training with them."""
 
 import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,15 +17,18 @@ from moe_optim.megatron.te.factory import make_te_storages
 from moe_optim.megatron.te.fields import read_values, te_formats_of
 from moe_optim.megatron.te.quantizer import import_error, make_quantizer
 from moe_optim.megatron.te.storage import TransformerEngineStorage
+from tests.gpu.test_coexistence_on_gpu import SMALL
 from tests.megatron.te.test_storage import assert_all_hold, bucket_memory, requantize
 from tests.support.bytes import assert_bytes_equal
 from tests.support.engine_version import FORMATS
+from tests.support.gpu_sharing import places
 from tests.support.holders import bind
 from tests.support.inputs import normal_weights, wide_range_weights
 from tests.support.side_runs import EAGER, Machine, Run
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.slow,
     pytest.mark.skipif(import_error() is not None, reason="needs Transformer Engine"),
 ]
 RECIPE = Path(__file__).parents[2] / "recipes" / "hopper_fp8_block.yaml"
@@ -74,47 +81,60 @@ def test_requantizing_reaches_every_field_of_the_real_classes(format, apart):
         assert_bytes_equal(read_values(storage._param).view(values.shape), values, what="values")
 
 
-@pytest.mark.parametrize("layout", ["stock", "aligned"])
-def test_training_with_its_products_gives_stocks_losses(layout, tmp_path):
-    """FP8 blocks end to end: losses of every iteration equal stock Megatron's, to the bit, with
+SMALL_MODEL = [f"megatron_args.{flag}={json.dumps(value)}" for flag, value in SMALL.items()]
+
+
+def assert_stocks_losses(tmp_path, changes, *flags):
+    """Bench a few steps of the recipe with changes: every loss equals stock Megatron's, with
     algorithms that are deterministic in themselves."""
     report = tmp_path / "step.json"
-    options = ["--rounds", "1", "--iterations", "6", "--json", str(report)]
-    options += ["--set", f"moe_optim.layout={layout}"]
-    assert cli.main(["bench", "step", str(RECIPE), *options, "--deterministic"]) == 0
-    found = json.loads(report.read_text())
-    assert found["losses"]["plugin"] == found["losses"]["stock"]
+    options = ["--rounds", "1", "--iterations", "6", "--json", str(report), "--deterministic"]
+    command = ["bench", "step", str(RECIPE), *options, "--set", *changes]
+    with places(1):
+        assert cli.main([*command, "--", *flags] if flags else command) == 0
+    losses = json.loads(report.read_text())["losses"]
+    assert losses["stock"]
+    assert losses["plugin"] == losses["stock"]
+
+
+@pytest.mark.usefixtures("alone")
+def test_training_with_its_products_gives_stocks_losses(tmp_path):
+    """FP8 blocks end to end, at the recipe's own size, in shards cut between blocks."""
+    assert_stocks_losses(tmp_path, ["moe_optim.layout=aligned"])
+
+
+def test_training_in_stocks_layout_gives_stocks_losses(tmp_path):
+    """FP8 blocks end to end, in shards cut where Megatron cuts."""
+    assert_stocks_losses(tmp_path, [*SMALL_MODEL, "moe_optim.layout=stock"])
 
 
 @pytest.mark.parametrize("knob", ["layout=stock", "step=fused"])
 def test_weights_that_are_left_to_megatron_give_stocks_losses(knob, tmp_path):
     """FP8 with one scale: Megatron quantizes and gathers it, after its own step and after ours."""
-    report = tmp_path / "step.json"
-    options = ["--rounds", "1", "--iterations", "6", "--json", str(report), "--deterministic"]
-    options += ["--set", f"moe_optim.{knob}", "moe_optim.format=auto"]
-    options += ["megatron_args.--fp8-recipe=tensorwise"]
-    assert cli.main(["bench", "step", str(RECIPE), *options]) == 0
-    found = json.loads(report.read_text())
-    assert found["losses"]["plugin"] == found["losses"]["stock"]
+    changes = ["moe_optim.format=auto", "megatron_args.--fp8-recipe=tensorwise"]
+    assert_stocks_losses(tmp_path, [*SMALL_MODEL, f"moe_optim.{knob}", *changes])
+
+
+NARROW = ["--use-precision-aware-optimizer"]
+NARROW += ["--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"]
 
 
 @pytest.mark.parametrize("knob", ["layout=stock", "step=fused"])
 def test_narrow_moments_give_stocks_losses(knob, tmp_path):
     """Moments in bf16, to the bit of Transformer Engine's Adam under stock Megatron: stepped by it,
     and by our kernel."""
-    report = tmp_path / "step.json"
-    options = ["--rounds", "1", "--iterations", "6", "--json", str(report), "--deterministic"]
-    options += ["--set", f"moe_optim.{knob}", "--", "--use-precision-aware-optimizer"]
-    options += ["--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"]
-    assert cli.main(["bench", "step", str(RECIPE), *options]) == 0
-    found = json.loads(report.read_text())
-    assert found["losses"]["plugin"] == found["losses"]["stock"]
+    assert_stocks_losses(tmp_path, [*SMALL_MODEL, f"moe_optim.{knob}"], *NARROW)
+
+
+FEW = {"--num-experts": 16, "--vocab-size": 1000}
+"""For less memory."""
 
 
 def test_dense_weights_are_exported_as_transformer_engine_reads_them(tmp_path):
     """After every step, each that it quantized has the bytes of its own dequantization; and
     training goes on as without."""
     flags = {"--train-iters": 3, "--num-layers": 2, "--clip-grad": 0, "--deterministic-mode": True}
+    flags |= FEW
     runs = {
         name: Run(flags, plugin=(), switches=switches)
         for name, switches in {"plain": (), "exporting": ("export",)}.items()
@@ -137,23 +157,34 @@ GRAPHS = {
 STATIC = ["--deterministic-mode", "--te-rng-tracker", "--no-check-for-nan-in-loss-and-grad"]
 STATIC += ["--moe-expert-capacity-factor", "4", "--moe-pad-expert-input-to-capacity"]
 STATIC += ["--num-layers", "1", "--train-iters", "12", "--eval-interval", "4"]
-STATIC += ["--save-interval", "1000"]
+STATIC += ["--save-interval", "1000", *(str(word) for pair in FEW.items() for word in pair)]
+COMMAND = "import sys; from moe_optim.cli.main import main; sys.exit(main())"
 
 
-def test_graphs_of_steps_give_eagers_losses(tmp_path, monkeypatch):
+def train_with_graphs(out, flags):
+    """Return the losses of a run in a process of its own, and whether its step became a graph."""
+    command = [sys.executable, "-c", COMMAND, "train", str(RECIPE), "--out", str(out), "--"]
+    with places(1):
+        done = subprocess.run(
+            [*command, *STATIC, *flags],
+            env=os.environ | DETERMINISTIC_ENVIRONMENT,
+            capture_output=True,
+            text=True,
+        )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    summary = json.loads((out / "summary.json").read_text())
+    keys = ("loss_first", "loss_last", "validation_losses", "test_loss")
+    log = "".join(path.read_text() for path in (out / "logs").rglob("rank0.log"))
+    return [summary[key] for key in keys], "the step is a CUDA graph from now on" in log
+
+
+def test_graphs_of_steps_give_eagers_losses(tmp_path):
     """With clipping active and evaluations in between, to the bit; what is compared says how many
     iterations and evaluations there were."""
-    for name, value in DETERMINISTIC_ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
-    losses = {}
-    for name, flags in {"none": [], **GRAPHS}.items():
-        out = tmp_path / name.replace(" ", "-")
-        arguments = ["train", str(RECIPE), "--out", str(out), "--", *STATIC, *flags]
-        assert cli.main(arguments) == 0
-        summary = json.loads((out / "summary.json").read_text())
-        keys = ("loss_first", "loss_last", "validation_losses", "test_loss")
-        losses[name] = [summary[key] for key in keys]
-        log = "".join(path.read_text() for path in (out / "logs").rglob("rank0.log"))
-        assert ("the step is a CUDA graph from now on" in log) == bool(flags)
-    for name in GRAPHS:
-        assert losses[name] == losses["none"], name
+    runs = {"none": [], **GRAPHS}
+    folders = [tmp_path / name.replace(" ", "-") for name in runs]
+    with ThreadPoolExecutor(len(runs)) as pool:
+        found = dict(zip(runs, pool.map(train_with_graphs, folders, runs.values()), strict=True))
+    eager, was_captured = found.pop("none")
+    assert not was_captured
+    assert found == dict.fromkeys(GRAPHS, (eager, True))

@@ -15,6 +15,7 @@ from typing import Any
 from torch.distributed import TCPStore
 
 from moe_optim.recipes import Value, load_recipe
+from tests.support.gpu_sharing import places
 from tests.support.observed_run import Report
 
 ROOT = Path(__file__).parents[2]
@@ -79,10 +80,11 @@ class Machine:
     def _train(self, name: str, run: Run) -> list[Report]:
         folder = self.folder / name.replace(" ", "-").replace(",", "")
         folder.mkdir(parents=True)
-        # served here, on a port that nobody else can take before the ranks come
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        ranks = [self._start(run, rank, store.port, folder) for rank in range(run.ranks)]
-        return [self._finish(rank, folder / f"{i}.json") for i, rank in enumerate(ranks)]
+        with places(run.ranks):
+            # served here, on a port that nobody else can take before the ranks come
+            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            ranks = [self._start(run, rank, store.port, folder) for rank in range(run.ranks)]
+            return [self._finish(rank, folder / f"{i}.json") for i, rank in enumerate(ranks)]
 
     def _start(self, run: Run, rank: int, port: int, folder: Path) -> "subprocess.Popen[bytes]":
         environment = {

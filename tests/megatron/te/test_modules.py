@@ -29,6 +29,7 @@ from tests.support.amax import amax_of, saved_amaxes
 from tests.support.bytes import assert_bytes_equal, assert_same_tensors
 from tests.support.engine_version import FORMATS
 from tests.support.given_values import draw_values
+from tests.support.gpu_sharing import places
 
 PATH = os.environ.get("TRANSFORMER_ENGINE_PATH", "")
 HAS_GPU = torch.cuda.is_available()
@@ -40,7 +41,7 @@ pytestmark = [
     ),
 ]
 RANKS = min(2, torch.cuda.device_count()) if HAS_GPU else 2  # sums of three have an order
-AT_ONCE = max(1, (os.cpu_count() or 1) * 3 // (8 * RANKS)) if HAS_GPU else 1
+AT_ONCE = max(1, (os.cpu_count() or 1) // (2 * RANKS)) if HAS_GPU else 1
 GROUPED = FORMATS[:-1] if HAS_GPU else ()  # Megatron has no groups of FP8 blocks
 AUTO = ("mxfp8", "nvfp4", "fp8_block")  # what Megatron's own flags make
 CLASSES = {
@@ -108,13 +109,14 @@ LEFT = {  # weights with one scale, which Megatron gathers
     "stock": Run("tensorwise", (*OVERLAP,), (("plugin", False),)),
     "left": Run("tensorwise", (), (("step", "stock"),)),
     "left, fused": Run("tensorwise", (), (("step", "fused"),)),
-    "left, fused, cut": Run("tensorwise", CUT, (("step", "fused"),)),
     "left, resumed": Run("tensorwise", (), (("step", "stock"),), "left"),
     "left, fused, resumed": Run("tensorwise", (*OVERLAP,), (("step", "fused"),), "left, fused"),
 }
-ELSEWHERE = {  # the same, after a load at other parallel sizes, by step
-    step: Run("tensorwise", APART, (("step", step),), "left, fused") for step in ("stock", "fused")
-}
+ELSEWHERE = {}  # the same, after a load at other parallel sizes, by step
+if RANKS == 2:
+    LEFT["left, fused, cut"] = Run("tensorwise", CUT, (("step", "fused"),))
+    for step in ("stock", "fused"):
+        ELSEWHERE[step] = Run("tensorwise", APART, (("step", step),), "left, fused")
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +142,7 @@ class Seen:
         log = self.folder / "log"
         assert not log.exists(), log.read_text()
         files = sorted(self.folder.glob("rank*.pt"))
+        assert len(files) == RANKS
         return [torch.load(file, weights_only=False) for file in files]
 
     @property
@@ -173,9 +176,10 @@ def launch(root: Path, name: str, run: Run) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(RANKS), "-m", "tests.support.native_train"]
     command += [str(folder), run.format, json.dumps(dict(run.knobs)), *flags]
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
+    with places(RANKS):
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=300, check=False
+        )
     if done.returncode:  # those who ask for its ranks find the log instead
         (folder / "log").write_text(done.stdout[-3000:] + done.stderr[-6000:])
 
@@ -318,7 +322,8 @@ def test_a_fused_step_casts_them_itself(found):
     casts = {name: [rank["stocks_casts"] for rank in found[name].ranks] for name in LEFT}
     assert all(of_rank == of_ranks[0] for of_ranks in casts.values() for of_rank in of_ranks)
     [once] = casts["left, fused, resumed"][0]
-    assert casts["left, fused"][0] == casts["left, fused, cut"][0] == []
+    for name in casts.keys() & {"left, fused", "left, fused, cut"}:
+        assert casts[name][0] == []
     assert casts["left"][0] == casts["stock"][0] == [once] * 4
     assert casts["left, resumed"][0] == [once] * 3
 
@@ -328,6 +333,7 @@ def test_weights_that_are_left_to_megatron_resume_to_the_bit(name, found):
     assert found[f"{name}, resumed"].losses == later(found[name].losses)
 
 
+@pytest.mark.skipif(RANKS != 2, reason="parallel sizes of two ranks")
 def test_weights_that_are_left_to_megatron_go_on_at_other_parallel_sizes(found):
     """Experts apart, which ranks shared: the first loss is that of the uninterrupted run."""
     uninterrupted = [rank[3] for rank in found["left, fused"].losses]

@@ -22,6 +22,7 @@ from tests.support.engine_version import find_version
 
 pytestmark = [
     *test_modules.pytestmark,
+    pytest.mark.slow,
     pytest.mark.skipif(
         not satisfies(find_version() or "", ">=2.20"),
         reason="the op fuser's products are replaced as Transformer Engine 2.20 calls them",
