@@ -2,7 +2,7 @@
 #
 #   make train ARGS="--text my/notes"        options of `moe-optim train`, after the recipe
 #   make test PYTEST_ARGS="-k config"        anything pytest takes
-#   make life-cycle STEPS=100000             random orders of calls, more than the suite runs
+#   make life-cycle STEPS=100000             random orders of calls, others each time; SEED=N repeats
 #   make fuzz CASES=10000                    harmed checkpoints and recipes, likewise
 #   make train PYTHON=/path/to/python3.12    build .venv with this Python and no other
 
@@ -12,6 +12,7 @@ ARGS ?=
 PYTEST_ARGS ?=
 STEPS ?= 100000
 CASES ?= 10000
+SEED ?=
 # A worker a core; a file stays with one, since its tests share what they set up. Files come in the
 # order of tests/conftest.py, not by their numbers of tests. -n 0: no workers.
 SPREAD := -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
@@ -75,9 +76,13 @@ test: $(STAMP)
 	$(VENV)/bin/python -m pytest $(SPREAD) $(PYTEST_ARGS)
 	$(call ON_GPUS,$(PYTEST_ARGS))
 
-# Drives the life cycle of weights and gradients through more random steps than the suite does.
+# Drives the life cycle of weights and gradients through more random steps than the suite does, and
+# through others each time. SEED=N repeats those of a run.
 life-cycle: $(STAMP)
-	LIFE_CYCLE_STEPS=$(STEPS) $(VENV)/bin/python -m pytest tests/megatron/buffers/test_state_machine.py
+	@seed=$(or $(SEED),$$(od -An -N4 -tu4 /dev/urandom | tr -d ' ')); \
+	echo "make life-cycle STEPS=$(STEPS) SEED=$$seed repeats this run"; \
+	LIFE_CYCLE_STEPS=$(STEPS) LIFE_CYCLE_SEED=$$seed $(VENV)/bin/python -m pytest \
+	    tests/megatron/buffers/test_state_machine.py
 
 # Gives more harmed checkpoints and recipes to what reads them than the suite does.
 fuzz: $(STAMP)

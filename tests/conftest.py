@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import gpu_sharing
+from tests.support import gpu_sharing, hypothesis_profile
+
+hypothesis_profile.load()
 
 GPUS_OF_MARKS = {"gpu": 1, "multi_gpu": 2, "four_gpus": 4, "any_device": 0}
 """Marks of tests that use GPUs, and how many they need."""

@@ -89,7 +89,7 @@ def test_the_reference_does_without_kernels_where_these_run(monkeypatch):
     assert_written(entries, expected)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     parameters=st.lists(
         st.tuples(
@@ -247,7 +247,7 @@ def sharded_weights(draw):
     return format, shape, sorted(packed * cut for cut in cuts)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(weight=sharded_weights(), seed=st.integers(0, 2**31), wide=st.booleans())
 def test_shards_cut_anywhere_equal_the_whole_weight(weight, seed, wide):
     """Inside of a block, a row or an expert, or several times in one band: data and scales."""

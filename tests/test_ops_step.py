@@ -26,7 +26,7 @@ HALVING = Hyper(lr=0.5, betas=(0.5, 0.5), eps=1.0, weight_decay=1.0, step=1)
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(weights=sharded_weights(), gradients=DTYPES, moments=DTYPES, decoupled=st.booleans())
 def test_shards_of_any_cut_take_the_steps_of_the_whole(weights, gradients, moments, decoupled):
     """Masters, moments, dense weights and every byte of every plane, after each of two steps."""
@@ -46,7 +46,7 @@ def in_small_chunks():
         yield
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(weights=sharded_weights(), gradients=DTYPES, moments=DTYPES, decoupled=st.booleans())
 def test_states_that_pass_through_in_chunks_take_the_steps_of_the_whole(
     in_small_chunks, weights, gradients, moments, decoupled

@@ -78,7 +78,7 @@ def cut_weights(draw):
     return infer_partition(format, axes, shape=shape)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     partition=cut_weights(),
     seed=st.integers(0, 2**31),
@@ -93,7 +93,7 @@ def test_any_cut_of_experts_rows_and_columns_equals_the_whole_weight(partition, 
     assert_parts_are_slices(weight, partition, results)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(partition=cut_weights(), seed=st.integers(0, 2**31))
 def test_the_amax_of_every_expert_is_a_maximum_over_the_axes_it_names(partition, seed):
     """As a calibration finds it, whatever the format."""

@@ -212,7 +212,7 @@ def test_buffers_of_several_chunks_follow_each_other():
     assert {place.name[:6] for _, _, place in found.places()} == {"chunk0", "chunk1"}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     edges=st.frozensets(st.integers(0, 4000), max_size=40),
     numels=st.lists(st.integers(1, 4000), max_size=4),

@@ -9,7 +9,7 @@ from itertools import product
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_optim.checkpoints.integrity import (
@@ -206,7 +206,6 @@ def tiling(cuts):
     ]
 
 
-@settings(deadline=None)
 @given(
     cuts=st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=3), min_size=1, max_size=3),
     data=st.data(),

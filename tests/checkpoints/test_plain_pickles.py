@@ -11,7 +11,7 @@ import zipfile
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_optim.checkpoints.pickles.plain_pickles import Made, Named, Stored, read_pickle
@@ -37,7 +37,6 @@ values = st.recursive(
 )
 
 
-@settings(deadline=None)
 @given(value=values, protocol=st.integers(3, pickle.HIGHEST_PROTOCOL))
 def test_plain_values_come_back_as_python_unpickles_them(value, protocol):
     assert read_pickle(pickle.dumps(value, protocol)) == value

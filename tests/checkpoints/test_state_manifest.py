@@ -82,7 +82,7 @@ def contents(manifest: StateManifest) -> dict[tuple[int, int, int], tuple]:
     }
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_every_element_is_read_from_where_it_lies(data):
     """Any range of any parameter, from any layout in any order: reads name, element by element, the
@@ -101,7 +101,7 @@ def test_every_element_is_read_from_where_it_lies(data):
         assert got == [flat_number(place.name, place.shape, i) for i in range(start, end)]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.data())
 def test_a_manifest_survives_being_saved(data):
     manifest = data.draw(manifests(2, 3, 2))

@@ -42,7 +42,7 @@ def cases(draw):
 
 
 @given(cases())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_every_layout_becomes_every_other_and_back(case):
     """For all ordered pairs of layouts, block sizes and dtypes, to the bit."""
     experts, (source, source_interleave), (target, target_interleave) = case

@@ -219,7 +219,7 @@ def sharded_weights(draw):
     return format, (experts, rows, cols), sorted(format.elements_per_byte * cut for cut in cuts)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(weight=sharded_weights(), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
 def test_shards_of_any_shape_and_cut_equal_the_whole_weight(weight, dtype):
     format, shape, cuts = weight

@@ -183,7 +183,7 @@ def test_a_thousand_steps_are_transformer_engines(moments, decoupled):
     run.assert_weights_follow()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(weights=sharded_weights())
 def test_shards_of_any_cut_take_the_steps_of_the_whole(weights):
     """Wherever shards meet, of whatever is in a table, kernels give the same bits."""

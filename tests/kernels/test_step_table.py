@@ -77,7 +77,7 @@ def by_address(found):
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(weights=sharded_weights(), gradients=DTYPES, moments=DTYPES)
 def test_every_owned_element_is_stepped_once_with_what_belongs_to_it(
     with_kernels, weights, gradients, moments
@@ -88,7 +88,7 @@ def test_every_owned_element_is_stepped_once_with_what_belongs_to_it(
         assert_bytes_equal(launched_elements(table), owned_elements(table.states))
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(weights=sharded_weights())
 def test_every_part_of_an_expert_has_a_slot_of_its_own_for_its_amax(with_kernels, weights):
     for table in Stepping(weights).tables:
@@ -103,7 +103,7 @@ def test_every_part_of_an_expert_has_a_slot_of_its_own_for_its_amax(with_kernels
             assert 0 <= min(slots) <= max(slots) < amax.numel()
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(weights=sharded_weights())
 def test_steps_and_requantizations_write_the_same_slots(with_kernels, weights):
     """Else one of them would read maxima that the other has left, as in a load after a step."""
@@ -118,7 +118,7 @@ def test_steps_and_requantizations_write_the_same_slots(with_kernels, weights):
         assert sorted(stepped) == sorted(requantized)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(weights=sharded_weights(), gradients=DTYPES, moments=DTYPES)
 def test_what_is_called_aligned_starts_at_multiples_of_16_bytes(
     with_kernels, weights, gradients, moments
@@ -175,7 +175,7 @@ def tables_of(table):
     return [table, *(chunk.table for chunk in table.chunks)]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(weights=sharded_weights(), gradients=DTYPES, moments=DTYPES)
 def test_chunks_and_the_rest_do_what_one_table_does(
     with_kernels, in_small_chunks, weights, gradients, moments
@@ -200,7 +200,7 @@ def test_chunks_and_the_rest_do_what_one_table_does(
             assert tiles_of(ours) == tiles_of(tables(alone))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(weights=sharded_weights())
 def test_what_is_in_a_slot_together_overlaps_nowhere(with_kernels, in_small_chunks, weights):
     """Nor does it leave the slot, and neighbouring chunks have others."""

@@ -31,7 +31,7 @@ def buckets(draw, format):
     return slots, -(-start // divisor) * divisor, dp_size
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(data=st.data())
 @EVERY_FORMAT
 def test_owned_elements_are_those_found_by_looking_at_every_element(format, data):
@@ -42,7 +42,7 @@ def test_owned_elements_are_those_found_by_looking_at_every_element(format, data
     assert count_owned(slots, numel, dp_size).tolist() == is_used.view(dp_size, -1).sum(1).tolist()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(data=st.data())
 @EVERY_FORMAT
 def test_bands_are_those_found_by_looking_at_every_element(format, data):

@@ -109,7 +109,7 @@ def test_products_equal_a_loop_over_experts(format, layout, counts):
         assert_bytes_equal(weight.grad, part, what="wgrad")
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     counts=st.lists(st.integers(0, 9), min_size=1, max_size=5),
     rows=st.integers(1, 3),

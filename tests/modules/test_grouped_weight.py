@@ -314,7 +314,7 @@ def test_copy_quantizes_values(format):
     assert_planes_equal(planes_of(weight), reference.quantize(values, format).planes())
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 2**31), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
 def test_copy_is_quantize_for_all_values(seed, dtype):
     """fp32 is rounded to bf16 once, so it makes no difference who rounds."""

@@ -143,7 +143,7 @@ def megatrons_stages(args, pattern):
     ]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_layers_are_cut_where_megatron_cuts_them(data):
     draw = data.draw
@@ -206,7 +206,7 @@ def test_layouts_of_stages_are_read_as_megatron_reads_them(text, pipeline, furth
 # Buckets
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     shapes=st.lists(st.tuples(*[st.integers(1, 9)] * 3), min_size=1, max_size=12),
     size=st.one_of(st.none(), st.integers(1, 500)),

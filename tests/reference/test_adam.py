@@ -67,7 +67,7 @@ NUMBERS = st.floats(-(2.0**50), 2.0**50, width=32)
 
 
 @DECAYS
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     elements=st.lists(
         st.tuples(NUMBERS, NUMBERS, NUMBERS, st.floats(0, 2.0**100, width=32)),

@@ -12,7 +12,7 @@ from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import wide_range_weights, with_specials
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_a_maximum_over_any_ranges_is_that_of_whole_experts(data):
     """However a weight is cut, special values included, the shares' maxima are plain torch's."""

@@ -34,7 +34,7 @@ FLT_MAX = torch.finfo(torch.float32).max
 E4M3_FORMATS = [MXFP8, MXFP8_2D, FP8_BLOCK]
 every_format = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS.keys())
 every_e4m3_format = pytest.mark.parametrize("format", E4M3_FORMATS, ids=lambda f: f.name)
-few_examples = settings(max_examples=25, deadline=None)
+few_examples = settings(max_examples=25)
 
 
 @st.composite

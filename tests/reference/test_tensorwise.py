@@ -59,7 +59,7 @@ def test_special_elements(name):
     assert_bytes_equal(out, torch.tensor([code], dtype=torch.uint8), what=name)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 99), numel=st.integers(1, 60), amax=st.integers(-40, 40))
 def test_codes_are_those_of_exact_arithmetic(seed, numel, amax):
     """Of scalars: bf16, a product in fp32, the nearest code."""

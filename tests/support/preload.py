@@ -29,6 +29,7 @@ for name in (
     importlib.import_module(name)
 
 importlib.import_module("torch").set_num_threads(1)
+importlib.import_module("tests.support.hypothesis_profile").load()
 
 
 def remember_help_texts() -> None:

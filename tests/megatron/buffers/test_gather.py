@@ -166,7 +166,7 @@ def test_fp8_blocks_that_are_not_whole_travel_too(layout, dp_size):
     assert_all_ranks_hold(ranks, format, masters)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(data=st.data())
 @EVERY_FORMAT
 def test_any_bucket_at_any_size(format, data):

@@ -216,7 +216,7 @@ def test_offloaded_memory_is_refused(content):
         assert bucket.state.gradients is content
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     steps=st.lists(st.sampled_from(["zero", "accumulate", "reduce", "step", "settle", "gather"])),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),

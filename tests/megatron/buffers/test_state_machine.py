@@ -1,13 +1,15 @@
 """Any order of what loops do: weights and gradients are the model's, or the call raises.
 
 Hypothesis drives the life cycle of ``tests/support/life_cycle.py`` in one process, where all known
-hazards of shared buffers show. To run more than the fixed 3,000 steps: ``make life-cycle``.
+hazards of shared buffers show. The suite runs 3,000 steps, the same ones each time; ``make
+life-cycle`` draws others, and more of them.
 """
 
 import math
 import os
 from typing import Any
 
+import hypothesis
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -21,6 +23,7 @@ from tests.support.ranks import run_ranks
 pytestmark = pytest.mark.slow
 
 STEPS = int(os.environ.get("LIFE_CYCLE_STEPS", "3000"))
+SEED = os.environ.get("LIFE_CYCLE_SEED")
 EXAMPLE_STEPS = 50
 SETTINGS: list[dict[str, Any]] = [
     {"wire": "quantized", "overlap": True},
@@ -192,6 +195,13 @@ class Rollouts(Machine):
         self.do(name, **({"seed": seed} if name in WITH_ARGUMENTS else {}))
 
 
+def drawn_by(number: str | None, machine: type[Machine]) -> type[Machine]:
+    """Return the machine with the orders of a seed; without one, with those that never change."""
+    if number is None:
+        return machine
+    return hypothesis.seed(int(number))(type("Drawn", (machine,), {}))
+
+
 ORDERS = 100
 
 
@@ -202,12 +212,11 @@ def _roll_out(options: list[dict[str, Any]], calls: int) -> int:
     for one in options:
         Machine.options = one
         run_state_machine_as_test(
-            Rollouts,
+            drawn_by(SEED, Rollouts),
             settings=settings(
                 max_examples=ORDERS // len(options),
                 stateful_step_count=calls,
                 derandomize=True,
-                deadline=None,
                 database=None,
                 suppress_health_check=list(HealthCheck),
             ),
@@ -230,15 +239,19 @@ def test_no_order_of_steps_and_rollouts_exports_other_weights_on_two_ranks():
     assert min(exports) >= ORDERS
 
 
-def _run(steps: int, options: dict[str, Any], phases: tuple[Phase, ...] = tuple(Phase)) -> int:
+def _run(
+    steps: int,
+    options: dict[str, Any],
+    phases: tuple[Phase, ...] = tuple(Phase),
+    number: str | None = None,
+) -> int:
     Machine.options, Machine.steps, Machine.most = options, 0, steps
     run_state_machine_as_test(
-        Machine,
+        drawn_by(number, Machine),
         settings=settings(
             max_examples=1 + steps // 10,  # an example has more steps than that on average
             stateful_step_count=EXAMPLE_STEPS,
             derandomize=True,
-            deadline=None,
             database=None,
             phases=phases,
             report_multiple_bugs=False,
@@ -250,7 +263,32 @@ def _run(steps: int, options: dict[str, Any], phases: tuple[Phase, ...] = tuple(
 
 def _drive(steps: int, options: dict[str, Any]) -> int:
     life_cycle.initialize()
-    return _run(steps, options)
+    return _run(steps, options, number=SEED)
+
+
+def _drawn(numbers: list[str | None]) -> list[Trace]:
+    """Return the calls of 400 steps by each seed."""
+    life_cycle.initialize()
+    traces: list[Trace] = []
+    do = Machine.do
+
+    def do_and_note(self: Machine, name: str, **arguments: Any) -> None:
+        do(self, name, **arguments)
+        traces[-1].append((name, arguments))
+
+    Machine.do = do_and_note
+    for number in numbers:
+        traces.append([])
+        assert _run(400, SETTINGS[3], number=number) == 400
+    return traces
+
+
+def test_a_seed_draws_its_own_orders_and_none_draws_the_fixed_ones():
+    (traces,) = run_ranks(1, _drawn, ["1", "1", "2", None, None])
+    first, again, other, fixed, fixed_again = traces
+    assert first == again
+    assert fixed == fixed_again
+    assert first != other and fixed not in (first, other)
 
 
 @pytest.mark.parametrize("options", SETTINGS, ids=NAMES)

@@ -82,7 +82,7 @@ def test_twenty_steps_are_torchs_to_the_bit(adam_w_mode, dtype):
     assert_same_moments(ours, mine, torchs, theirs)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     adam_w_mode=st.booleans(),
     lr=st.floats(1e-6, 1.0),
