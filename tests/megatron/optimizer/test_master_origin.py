@@ -115,3 +115,43 @@ def test_values_that_a_step_has_overwritten_are_no_masters_any_more():
     assert len(differences) == 4
     for difference in differences:
         assert not difference.any()
+
+
+def _load_when_there_are_masters(config: MoEOptimConfig) -> dict[str, Any]:
+    """Load values beside the optimizer and make masters of them; return these, and where in an
+    expert this rank's parts begin."""
+
+    def load(model: list[Any], optimizer: Any) -> None:
+        given_values.load(model[0].module.module)
+        optimizer.reload_model_params()
+
+    def look(model: list[Any], optimizer: Any) -> dict[str, Any]:
+        assert assert_weights_come_from_masters(model, optimizer) == 6
+        (part,) = (part for part in optimizer.chained_optimizers if not part.is_stub_optimizer)
+        starts = [
+            one.start % one.param.shape[1:].numel()
+            for bucket in part.managed_buckets
+            for one in part.masters_of(bucket)
+        ]
+        drawn = given_values.draw_all(model[0].module.module)
+        wanted = {
+            name: (full_master(optimizer, weight), drawn[name.removeprefix("module.")])
+            for name, weight in named_parameters(model)
+            if isinstance(weight, GroupedWeight)
+        }
+        return {"starts": starts, "masters": wanted}
+
+    flags = [*FLAGS, "--num-layers", "3", "--num-experts", "3"]
+    return pretrain(flags, config, after_setup=load, observe=look).extra
+
+
+@pytest.mark.parametrize("layout", ["stock", "aligned"])
+def test_each_rank_makes_masters_of_its_own_part_of_what_was_loaded(layout: str):
+    """Weights alone, on two ranks whose shards meet inside an expert."""
+    config = MoEOptimConfig(format="mxfp8", layout=layout)
+    ranks = run_ranks(2, _load_when_there_are_masters, config)
+    assert any(start for rank in ranks for start in rank["starts"])
+    for rank in ranks:
+        assert len(rank["masters"]) == 6
+        for name, (master, drawn) in rank["masters"].items():
+            assert_bytes_equal(master, drawn.float().view(master.shape), what=name)
