@@ -16,13 +16,13 @@ from moe_optim.config import MoEOptimConfig, field_names, spell, spell_values
 from moe_optim.megatron.optimizer.requirements import _refused_settings
 from moe_optim.megatron.patching.patches import PATCHES
 from moe_optim.megatron.planning import settings_of_stocks_step
-from tests.support import code_tables
-from tests.support.documents import BLOCKS, ROOT, blocks_in, documents, regenerated
-from tests.support.measured_tables import RESULTS, RESULTS_OF
+from tests.support import code_tables, results_index
+from tests.support.documents import BLOCKS, ROOT, blocks_in, documents, made, regenerated
+from tests.support.measured_tables import RESULTS, RESULTS_OF, read_result
 from tests.support.pictures import PICTURES, is_current
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-MOST_WORDS = 900
+MOST_WORDS = 950
 DOCUMENTS = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in documents()}
 every_document = pytest.mark.parametrize("document", DOCUMENTS)
 
@@ -122,6 +122,38 @@ def test_a_result_says_what_measured_it(name):
         *(["versions"] if name in BEFORE_VERSIONS else []),
         *(["device"] if name in READ_NOT_RUN else []),
     }
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in RESULTS.glob("*.json")))
+def test_a_result_of_a_gpu_says_which_kernels_it_measured(name):
+    """Beside each commit, so that a document can say that they have changed since."""
+    text = (RESULTS / f"{name}.json").read_text()
+    commits = len(re.findall('"commit": "', text)) if "NVIDIA" in text else 0
+    assert len(re.findall('"kernels": "[0-9a-f, ]{12,}"', text)) == commits
+
+
+def test_below_a_table_of_figures_stands_what_measured_them():
+    """Device, versions and commit of every block that has a table and comes from results."""
+    shown = [name for name in RESULTS_OF if "| --- |" in BLOCKS[name]()]
+    assert len(shown) > 30
+    for name in shown:
+        (line,) = re.findall(r"^Measured: *\n?(.+?\.)\n*\Z", made(name), re.M | re.S)
+        for file in RESULTS_OF[name]:
+            report = json.loads((RESULTS / file).read_text())
+            said = [report.get(key) for key in ("device", "commit")]
+            if "torch" in report.get("versions", ()):
+                said.append(f"torch {report['versions']['torch']}")
+            assert all(one in line for one in said if isinstance(one, str)), (name, file)
+
+
+def test_a_document_says_that_kernels_have_changed_since(monkeypatch):
+    """Of what was measured with others, and of nothing else."""
+    report = json.loads((RESULTS / "requantize-h200.json").read_text())
+    monkeypatch.setattr(results_index, "_kernels_of_today", lambda: report["kernels"])
+    assert made("step-kernels").endswith(f"commit {report['commit']}.")
+    monkeypatch.setattr(results_index, "_kernels_of_today", lambda: "0123456789ab")
+    assert made("step-kernels").endswith("; kernels have changed since.")
+    assert made("losses").endswith(f"commit {read_result('losses-cpu.json')['commit']}.")
 
 
 def values(records):

@@ -91,6 +91,15 @@ def test_without_gradients_there_are_zeros_for_every_group():
     assert_bytes_equal(table.zeros, torch.zeros(1, dtype=torch.int64))
 
 
+@pytest.mark.parametrize("moved", range(3))
+def test_a_table_watches_gradients_of_every_piece_of_memory(moved):
+    values = [torch.ones(8) for _ in range(3)]
+    table = NormTable.build([Gradients(one) for one in values])
+    assert not table.has_moved
+    values[moved].data = torch.ones(8)
+    assert table.has_moved
+
+
 def test_a_table_notices_that_gradients_have_moved_and_sums_those_of_now():
     memory, other = torch.ones(10), torch.full((4,), 3.0)
     table = NormTable.build([Gradients(memory[2:6]), Gradients(memory[:0])])

@@ -1,9 +1,13 @@
 """Which code measured or planned something, and where."""
 
+import hashlib
 import os
 import platform
 import shutil
 import subprocess
+import tokenize
+from collections.abc import Iterator, Mapping
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +23,58 @@ def begin_report(command: str, *, on_gpu: bool, ranks: int = 1) -> dict[str, Any
         ranks: that measure, each with a GPU of its own.
 
     Returns:
-        ``command``, ``commit``, ``device`` and ``versions``, for JSON.
+        ``command``, ``commit``, ``device`` and ``versions``, for JSON; of GPUs also ``kernels``.
     """
     return {"command": command, **describe_environment(on_gpu=on_gpu, ranks=ranks)}
 
 
 def describe_environment(*, on_gpu: bool, ranks: int = 1) -> dict[str, Any]:
-    """Return ``commit``, ``device`` and ``versions``: the code, what computes, and with what."""
+    """Return ``commit``, ``device`` and ``versions``: the code, what computes, and with what.
+
+    Of GPUs also ``kernels``: what :func:`hash_code` makes of their sources.
+    """
     return {
         "commit": commit(),
         "device": _describe_gpus(ranks) if on_gpu else describe_cpu(),
         "versions": find_versions(),
+        **({"kernels": hash_code(kernel_sources())} if on_gpu else {}),
     }
+
+
+def kernel_sources() -> dict[str, str]:
+    """Return the source of every file of ``moe_optim/kernels``, by its place there."""
+    folder = Path(__file__).parents[1] / "kernels"
+    paths = sorted(folder.rglob("*.py"))
+    return {path.relative_to(folder).as_posix(): path.read_text("utf-8") for path in paths}
+
+
+def hash_code(sources: Mapping[str, str]) -> str:
+    """Return 12 digits that change with code, and not with comments, docstrings or line breaks.
+
+    Args:
+        sources: file -> Python.
+    """
+    digest = hashlib.sha256()
+    for name, source in sorted(sources.items()):
+        digest.update("\0".join([name, *_code_of(source), ""]).encode())
+    return digest.hexdigest()[:12]
+
+
+def _code_of(source: str) -> Iterator[str]:
+    """Yield the words of a program, and where its lines and blocks begin and end."""
+    blocks = (tokenize.INDENT, tokenize.DEDENT)
+    line: list[tokenize.TokenInfo] = []
+    for token in tokenize.generate_tokens(StringIO(source).readline):
+        if token.type in (tokenize.COMMENT, tokenize.NL):
+            continue
+        line.append(token)
+        if token.type in (tokenize.NEWLINE, tokenize.ENDMARKER):
+            statement = [one.type for one in line if one.type not in blocks]
+            is_text = statement == [tokenize.STRING, tokenize.NEWLINE]  # a docstring
+            for one in line:
+                if not is_text or one.type in blocks:
+                    yield one.string.strip() or tokenize.tok_name[one.type]
+            line = []
 
 
 def _describe_gpus(count: int) -> str:

@@ -8,8 +8,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from moe_optim.errors import LayoutError
 from moe_optim.formats import FP8_BLOCK, MXFP8, MXFP8_2D, NVFP4, QuantizedWeight
+from moe_optim.kernels import launch_table
 from moe_optim.kernels.exchange import AMAX_SLOTS, plan_exchange
-from moe_optim.kernels.launch_table import GAP_TILE, LaunchTable, can_launch, find_gaps, own_slots
+from moe_optim.kernels.launch_table import (
+    AMAX_TILE,
+    GAP_TILE,
+    LaunchTable,
+    can_launch,
+    find_gaps,
+    own_slots,
+    owned_parts,
+)
 from moe_optim.kernels.member_table import MemberTable, TableEntry
 from tests.support.inputs import poisoned
 
@@ -121,11 +130,61 @@ def test_gaps_follow_the_members():
     assert (table.num_tiles, table.num_programs, table.zeroes) == (1, 4, True)
 
 
+def test_a_gap_larger_than_a_descriptor_has_several_that_meet(monkeypatch):
+    monkeypatch.setattr(launch_table, "_MAX_GAP", 1000)
+    memory = torch.zeros(1024 + 2500, dtype=torch.bfloat16)
+    entry = replace(stack(1, 32, 32), source=memory[:1024].view(1, 32, 32))
+    rows = build([entry], consumed=memory).descriptors[1:, :2].tolist()
+    start = memory[1024:].data_ptr()
+    assert rows == [[start, 1000], [start + 2000, 1000], [start + 4000, 500]]
+
+
+def test_the_last_band_of_an_expert_is_whole_though_it_is_lower():
+    """Of one that is owned to its end; of a part that ends earlier, it is left to a cut."""
+    whole = shard((2, 130, 40), 0, 2 * 130 * 40, (), format=FP8_BLOCK)
+    assert [(one.first_whole, one.end_whole) for one in owned_parts(whole)] == [(0, 130 * 40)] * 2
+    end = 129 * 40
+    part = shard((2, 130, 40), 0, end, (end,), format=FP8_BLOCK)
+    assert [(one.first_whole, one.end_whole) for one in owned_parts(part)] == [(0, 128 * 40)]
+
+
+@pytest.mark.parametrize("cols", [64, 4096, 4112])
+def test_parts_in_which_an_amax_is_found_reach_the_last_element(cols):
+    """As many as the slots of an expert at most, each a whole number of tiles but for the last."""
+    table = build([stack(1, 64, cols, format=NVFP4), stack(1, 16, 16, format=NVFP4)])
+    numel, most = 64 * cols, AMAX_SLOTS * AMAX_TILE
+    length = AMAX_TILE if numel <= most else 2 * AMAX_TILE
+    numbers = list(range(0, numel, length))
+    assert len(numbers) <= AMAX_SLOTS
+    assert table.amax_parts.tolist() == [*([0, number // length] for number in numbers), [1, 0]]
+
+
 def test_only_memory_at_multiples_of_sixteen_bytes_counts_as_aligned():
     memory = torch.zeros(1024 + 8, dtype=torch.bfloat16)
     for start, aligned in ((0, True), (8, True), (4, False), (1, False)):
         source = memory[start : start + 1024].view(1, 32, 32)
         assert build([replace(stack(1, 32, 32), source=source)]).aligned is aligned
+
+
+@pytest.mark.parametrize(
+    ("experts", "padding", "aligned"), [(2, 16, True), (2, 4, False), (1, 4, True)]
+)
+def test_of_several_experts_each_has_to_begin_at_such_a_multiple(experts, padding, aligned):
+    entry = stack(experts, 32, 32)
+    memory = torch.zeros(experts, 1024 + padding, dtype=torch.uint8)
+    data = memory[:, :1024].unflatten(1, (32, 32))
+    target = replace(entry.target, rowwise_data=data)
+    assert build([replace(entry, target=target)]).aligned is aligned
+
+
+@pytest.mark.parametrize(("stride", "fits"), [((1 << 26) - 16, True), (1 << 26, False)])
+def test_the_rows_of_a_tile_lie_within_31_bits(stride, fits):
+    """Those of a band of 32, here; further apart they are left to the reference."""
+    target = QuantizedWeight.empty(MXFP8, (1, 32, 32), device="meta")
+    data = target.rowwise_data.as_strided((1, 32, 32), (1, stride, 1))
+    source = torch.empty(1, 32, 32, device="meta")
+    entry = TableEntry(parameter="fc", source=source, target=replace(target, rowwise_data=data))
+    assert can_launch(entry) is fits
 
 
 MEMORY = torch.zeros(100, dtype=torch.bfloat16)

@@ -17,7 +17,7 @@ from pathlib import Path
 from tests.support.code_tables import CODE_TABLES
 from tests.support.measured_tables import MEASURED_TABLES
 from tests.support.pictures import PICTURES, is_current, write_picture
-from tests.support.results_index import results_index
+from tests.support.results_index import measured_line, results_index
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = (".", "docs", "examples", "recipes", "patches", "moe_optim")
@@ -53,10 +53,17 @@ def regenerated(text: str) -> str:
     """
     return _BLOCK.sub(
         lambda match: (
-            f"<!-- generated: {match['name']} -->\n\n{BLOCKS[match['name']]()}\n\n<!-- end -->"
+            f"<!-- generated: {match['name']} -->\n\n{made(match['name'])}\n\n<!-- end -->"
         ),
         text,
     )
+
+
+def made(block: str) -> str:
+    """Return the text of a block; below a table of measured figures, what measured them."""
+    text = BLOCKS[block]()
+    line = measured_line(block) if "| --- |" in text else ""
+    return f"{text}\n\n{line}" if line else text
 
 
 def main() -> None:

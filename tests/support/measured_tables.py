@@ -57,7 +57,8 @@ AFTER = "after the gather"
 STEP, NORM = "step to wire planes, {} moments", "gradient norm"
 KERNELS = {"H100": "requantize-h100.json", "H200": "requantize-h200.json"}
 FUSED = "step-fused-h200.json"
-FUSED_STEPS = {FUSED: "1 H200", "step-2x-h200-qwen3.json": "2 H200, Qwen3-30B-A3B's experts"}
+EXPERT_PARALLEL_STEP = "step-2x-h200-qwen3.json"
+FUSED_STEPS = {FUSED: "1 H200", EXPERT_PARALLEL_STEP: "2 H200, Qwen3-30B-A3B's experts"}
 MANY_WEIGHTS = "step-h200-qwen3.json"
 """As many weights a rank as the two GPUs have above."""
 GRAPHED = ("step-graphed-h200.json", "step-ungraphed-h200.json")
@@ -278,8 +279,11 @@ def fused_step() -> str:
     rows.append(
         ["peak memory, GiB", *(f"{r[side]['peak_bytes'] / 2**30:.1f}" for r, side in columns)]
     )
+    rows.append(
+        ["gathered, GB", *(f"{r[side]['gathered_bytes'] / 1e9:.2f}" for r, side in columns)]
+    )
     header = [f"{label}: {side}" for label in FUSED_STEPS.values() for side in ("stock", "plug-in")]
-    return table(["", *header], rows)
+    return f"{table(['', *header], rows)}\n\n{gathered_twice()}"
 
 
 def steps_in_short() -> str:
@@ -288,7 +292,22 @@ def steps_in_short() -> str:
         sides = [read_result(file)[side] for side in SIDES]
         times = [[milliseconds(side[key]) for side in sides] for key in STEP_TIMES]
         rows.append([label, *(" -> ".join(one) for one in times)])
-    return table(["FP8 blocks, stock -> here", "`optimizer.step()`, ms", "iteration, ms"], rows)
+    header = ["FP8 blocks, stock -> here", "`optimizer.step()`, ms", "iteration, ms"]
+    return f"{table(header, rows)}\n\n{gathered_twice()}"
+
+
+def gathered_twice() -> str:
+    """Return what stock gathers with expert parallelism, where it has two optimizers."""
+    stock, ours = (read_result(EXPERT_PARALLEL_STEP)[side] for side in SIDES)
+    if round(stock["gathered_bytes"] / ours["gathered_bytes"], 2) != 2:
+        raise ValueError("documents say that stock gathers twice, and it does not")
+    gathered = [f"{side['gathered_bytes'] / 1e9:.2f} GB" for side in (stock, ours)]
+    parts = stock["gather_ms"] + stock["post_processing_ms"]
+    return (
+        f"Of the {stock['optimizer_ms']:.0f} ms, {parts:.0f} are gather and post-processing. With "
+        "expert parallelism and nothing overlapped\nMegatron 0.19 gathers all twice, once for each "
+        f"of its two optimizers: {gathered[0]}, here {gathered[1]}."
+    )
 
 
 def fused_step_host() -> str:

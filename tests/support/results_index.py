@@ -1,11 +1,13 @@
 """What was measured, by what, where, and which document says it: one row a file of results."""
 
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from moe_optim.console.provenance import hash_code, kernel_sources
 from tests.support.code_tables import table
-from tests.support.measured_tables import RESULTS, read_result
+from tests.support.measured_tables import RESULTS, read_result, result_files
 
 ROOT = Path(__file__).parents[2]
 NAMES = {
@@ -16,6 +18,8 @@ NAMES = {
     "modelopt": "ModelOpt",
 }
 """Packages whose versions are shown -> how the table calls them."""
+SPELT = {"several": "several versions; ", "in the file": "", "none": ""}
+"""What the table says in place of versions -> what is said below a block."""
 
 
 def results_index() -> str:
@@ -25,6 +29,39 @@ def results_index() -> str:
         for path in sorted(RESULTS.glob("*.json"))
     ]
     return table(["file", "shown in", "device", "versions", "commit", "command"], rows)
+
+
+def measured_line(block: str) -> str:
+    """Return where the figures of a block were measured, and whether kernels are other ones now.
+
+    Of what has a table, and comes from results; empty otherwise.
+    """
+    found: dict[str, tuple[list[str], list[str]]] = {}  # what is said -> files and devices
+    for name in result_files(block):
+        device, versions, commit, _ = _measured_by(RESULTS / name)
+        said = f"{SPELT.get(versions, f'{versions}; ')}commit {commit}"
+        if _has_other_kernels(read_result(name)):
+            said += "; kernels have changed since"
+        files, devices = found.setdefault(said, ([], []))
+        files.append(f"`{name}`")
+        devices += [device] if device and device not in devices else []
+    lines = [
+        (", ".join(files), "; ".join([*devices, said])) for said, (files, devices) in found.items()
+    ]
+    if len(lines) == 1:
+        return f"Measured: {lines[0][1]}."
+    listed = [f"- {files}: {said}." for files, said in lines]
+    return "\n".join(["Measured:", "", *listed]) if lines else ""
+
+
+def _has_other_kernels(report: Any) -> bool:
+    """Return whether something in a report was measured with other kernels than those of today."""
+    return any(found != _kernels_of_today() for found in _find(report, "kernels"))
+
+
+@cache
+def _kernels_of_today() -> str:
+    return hash_code(kernel_sources())
 
 
 def _shown_in(path: Path) -> str:
