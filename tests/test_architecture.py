@@ -163,6 +163,17 @@ def own_imports(path):
     return {file_of(module) for module in modules_of(path)} - {None, path}
 
 
+def read_packages(path):
+    """Return the ``__init__.py`` of every package that a file imports by ``from package import``.
+
+    Such a statement waits for the package, also where it asks for a module of it. Not of this
+    package as a whole, which loads its public names when they are first used.
+    """
+    froms = (node.module for node in ast.walk(tree_of(path)) if isinstance(node, ast.ImportFrom))
+    found = set(map(file_of, froms)) - {None, path, PACKAGE / "__init__.py"}
+    return {file for file in found if file.name == "__init__.py"}
+
+
 def foreign_packages(modules):
     first = {module.partition(".")[0] for module in modules}
     return first - set(sys.stdlib_module_names) - {PACKAGE.name}
@@ -199,10 +210,10 @@ def test_a_file_imports_only_rooms_of_lower_floors():
 
 def test_there_is_no_import_circle():
     """Neither of files nor of rooms."""
-    files = {path: own_imports(path) for path in sources()}
+    files = {path: own_imports(path) | read_packages(path) for path in sources()}
     rooms: dict[str, set[str]] = {}
-    for path, imported in files.items():
-        rooms.setdefault(room_of(path), set()).update(map(room_of, imported))
+    for path in sources():
+        rooms.setdefault(room_of(path), set()).update(map(room_of, own_imports(path)))
     for graph in (files, {room: others - {room} for room, others in rooms.items()}):
         TopologicalSorter(graph).prepare()
 
@@ -326,3 +337,13 @@ EXAMPLES = {
 def test_the_reader_sees_every_kind_of_import(source):
     files = map(file_of, imported_modules(ast.parse(source)))
     assert "kernels" in {room_of(file) for file in files if file is not None}
+
+
+def test_the_reader_sees_that_a_module_asked_of_its_package_waits_for_the_package(tmp_path):
+    file = tmp_path / "reader.py"
+    file.write_text(
+        "from moe_optim import ops\n"
+        "from moe_optim.reference import tensorwise\n"
+        "from moe_optim.kernels.encode import amax"
+    )
+    assert read_packages(file) == {PACKAGE / "reference" / "__init__.py"}

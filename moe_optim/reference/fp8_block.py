@@ -5,7 +5,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from moe_optim.formats import FP8_BLOCK, QuantizedWeight
-from moe_optim.reference import tensorwise
 from moe_optim.reference.blocks import (
     amax_of_columns,
     amax_of_runs,
@@ -15,6 +14,7 @@ from moe_optim.reference.blocks import (
     spread,
 )
 from moe_optim.reference.codes.e4m3 import encode_e4m3_
+from moe_optim.reference.tensorwise import encode_scale as encode_tensor_scale
 
 BLOCK = 128
 
@@ -51,7 +51,7 @@ def encode_scale(amax: Tensor) -> Tensor:
         fp32 of the same shape: the largest power of two up to 448 / amax, at most 2^127; 1 for an
         amax of zero, Inf or NaN.
     """
-    power = tensorwise.encode_scale(amax).view(torch.int32) & 0x7F800000
+    power = encode_tensor_scale(amax).view(torch.int32) & 0x7F800000
     return power.view(torch.float32)
 
 
