@@ -6,10 +6,14 @@ import torch
 from torch import Tensor
 
 
+def all_buffers(model: list[Any]) -> list[Any]:
+    """Return the buffers of all weights."""
+    return [b for chunk in model for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+
+
 def managed_buffers(model: list[Any]) -> list[Any]:
     """Return the buffers of quantized weights."""
-    buffers = (b for chunk in model for b in (*chunk.buffers, *chunk.expert_parallel_buffers))
-    return [buffer for buffer in buffers if buffer.managed]
+    return [buffer for buffer in all_buffers(model) if buffer.managed]
 
 
 def list_masters(optimizer: Any) -> list[Tensor]:
@@ -24,11 +28,10 @@ def list_masters(optimizer: Any) -> list[Tensor]:
 
 def send_away_as_verl(model: list[Any]) -> None:
     """Send weights and gradients to the host by what verl calls for it: storages of tensors."""
-    for buffer in (b for chunk in model for b in (*chunk.buffers, *chunk.expert_parallel_buffers)):
+    for buffer in all_buffers(model):
         weights, gradients = buffer.param_data, buffer.grad_data
         if weights.storage().size() > 0:
-            # a clone, as the copy that cpu() makes of what is on a GPU
-            weights.cpu_data = weights.data.cpu().clone().pin_memory()
+            weights.cpu_data = weights.data.cpu().pin_memory()
             buffer.param_data_size = weights.storage().size()
             weights.storage().resize_(0)
         assert buffer.param_data_size == weights.cpu_data.storage().size()
@@ -39,7 +42,7 @@ def send_away_as_verl(model: list[Any]) -> None:
 
 def bring_back_as_verl(model: list[Any]) -> None:
     """Bring back what :func:`send_away_as_verl` has sent; gradients are zeros."""
-    for buffer in (b for chunk in model for b in (*chunk.buffers, *chunk.expert_parallel_buffers)):
+    for buffer in all_buffers(model):
         weights, gradients = buffer.param_data, buffer.grad_data
         gradients.storage().resize_(buffer.grad_data_size)
         gradients.zero_()
@@ -77,8 +80,9 @@ def move_masters(optimizer: Any) -> None:
 
 def offload_and_reload(model: list[Any], optimizer: Any, *, move_grads: bool = True) -> None:
     """Have everything away at once, then back, the masters elsewhere."""
-    for buffer in managed_buffers(model):
+    buffers = all_buffers(model)
+    for buffer in buffers:
         buffer.offload_to_cpu(move_grads=move_grads)
     move_masters(optimizer)
-    for buffer in managed_buffers(model):
+    for buffer in buffers:
         buffer.reload_from_cpu(move_grads=move_grads)

@@ -6,7 +6,8 @@ Megatron 0.19 assumes CUDA in four ways, each redirected here and nowhere else:
    stand-in for device-agnostic code; random states go to the CPU generator; memory is what this
    process has resident, since nothing accounts for tensors alone.
 2. ``device="cuda"`` (and device ordinals), ``Tensor.cuda()`` and pinned memory. One
-   ``TorchFunctionMode`` rewrites them on the way into torch.
+   ``TorchFunctionMode`` rewrites them on the way into torch. ``Tensor.cpu()`` and ``to("cpu")``
+   copy, as from a GPU: callers free or overwrite what they have copied.
 3. Type names: the optimizer branches on ``Tensor.type() == "torch.cuda.BFloat16Tensor"``. The same
    mode adds the ``cuda`` that is missing.
 4. Fused optimizers (``adam.py`` says what goes wrong without them and mends it), split sizes that
@@ -177,6 +178,17 @@ def _on_cpu(value: Any) -> Any:
     return value
 
 
+def _goes_to_host(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> bool:
+    """Return whether a call asks for a tensor of the host by that name.
+
+    A ``torch.device`` may be the current one, where the tensor is already.
+    """
+    if func is not torch.Tensor.to:
+        return func is torch.Tensor.cpu
+    device = args[1] if len(args) > 1 else (kwargs or {}).get("device")
+    return isinstance(device, str) and device == "cpu"
+
+
 def _legacy_type(tensor: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
     """Answer ``Tensor.type`` with the names of CUDA tensors, and take these names back."""
     if dtype is None:
@@ -200,6 +212,9 @@ class _CudaNamesOnCpu(TorchFunctionMode):
             return args[0]
         if func is LEGACY_TYPE:
             return _legacy_type(*args, **(kwargs or {}))
+        if _goes_to_host(func, args, kwargs):
+            on_host = func(*args, **(kwargs or {}))
+            return on_host.to(CPU, copy=True) if on_host is args[0] else on_host
         if kwargs:
             if "device" in kwargs:
                 kwargs["device"] = _on_cpu(kwargs["device"])

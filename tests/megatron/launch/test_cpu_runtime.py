@@ -289,6 +289,49 @@ def test_cuda_devices_are_the_cpu_and_others_are_themselves(failures, what):
     assert what not in failures, failures[what]
 
 
+TO_THE_HOST = {  # copies of what is on a GPU, and with `cuda` in the name nothing of the sort
+    "cpu()": lambda x: x.cpu(),
+    "cpu(), pinned": lambda x: x.cpu().pin_memory(),
+    "cpu() of a part": lambda x: x[1:].cpu(),
+    "cpu() of a parameter": lambda x: torch.nn.Parameter(x).cpu(),
+    "to a name": lambda x: x.to("cpu"),
+    "to a name, not blocking": lambda x: x.to("cpu", non_blocking=True),
+    "to a keyword": lambda x: x.to(device="cpu"),
+    "to a name and dtype": lambda x: x.to("cpu", torch.float32),
+}
+
+
+def _bring_to_the_host() -> tuple[list[str], list[str]]:
+    cpu_runtime.install()
+    source = torch.arange(3.0)
+    shared = [
+        what
+        for what, bring in TO_THE_HOST.items()
+        if bring(source).untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
+    ]
+    changed = [
+        what
+        for what, bring in TO_THE_HOST.items()
+        if not torch.equal(bring(source).detach(), source[-len(bring(source)) :])
+    ]
+    weight = GroupedWeight(PortableStorage(MXFP8, (1, 32, 32)))
+    weight.copy_(torch.ones(1, 32, 32))
+    copy: Any = weight.cpu()
+    mine, theirs = (one.quantized_storage.quantized.planes() for one in (copy, weight))
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    assert not {p.data_ptr() for p in mine.values()} & {p.data_ptr() for p in theirs.values()}
+    assert source.cuda() is source
+    assert source.to("cuda") is source
+    assert source.to(torch.cuda.current_device()) is source
+    assert source.to(torch.float32) is source
+    return shared, changed
+
+
+def test_what_is_brought_to_the_host_has_memory_of_its_own():
+    """Offloading frees what it was brought from; what goes to the device is there already."""
+    assert in_one_rank(_bring_to_the_host) == ([], [])
+
+
 TYPE_NAMES = {
     torch.float32: "torch.cuda.FloatTensor",
     torch.float16: "torch.cuda.HalfTensor",
