@@ -82,6 +82,11 @@ class Attributes:
         )
 
 
+def has_memory(tensor: Tensor) -> bool:
+    """Return whether a tensor that has elements has memory behind it: offloading frees that."""
+    return not tensor.numel() or bool(tensor.untyped_storage().size())
+
+
 def addresses_of(tensors: Iterable[Tensor]) -> list[int]:
     """Return the address of the first element of each tensor."""
     return list(map(Tensor.data_ptr, tensors))

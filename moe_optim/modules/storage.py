@@ -15,7 +15,7 @@ from moe_optim.errors import LayoutError, StateError
 from moe_optim.formats import BlockScaledFormat, Direction, QuantizedWeight
 from moe_optim.kernels.member_table import Backend, MemberTable, TableEntry
 from moe_optim.modules.handles import handle_of
-from moe_optim.places import Attributes
+from moe_optim.places import Attributes, has_memory
 from moe_optim.reference.expert_amax import expert_amax_into
 
 _versions = count()
@@ -74,7 +74,6 @@ class PlaneStorage(ABC):
     Attributes:
         format: of the weight.
         shape: logical [E, R, C].
-        quantized: the planes that a requantization writes.
         recorded_amax: [E] fp32, written at each requantization; None where nobody asked, or the
             format has one.
         holder: the bucket that was the last to bind the weight; None before there is one.
@@ -86,7 +85,7 @@ class PlaneStorage(ABC):
 
     def __init__(self, name: str, quantized: QuantizedWeight, backend: Backend) -> None:
         self.name = name
-        self.quantized = quantized
+        self._quantized = quantized
         self.format: BlockScaledFormat = quantized.format
         self.shape: tuple[int, int, int] = quantized.shape
         self.backend = backend
@@ -94,6 +93,16 @@ class PlaneStorage(ABC):
         self.holder: Holder | None = None
         self._copied_stale = False  # from a weight that was behind its masters
         self._version = new_version()
+
+    @property
+    def quantized(self) -> QuantizedWeight:
+        """The planes that products read, and a requantization writes.
+
+        Raises:
+            StateError: the bytes are on the host.
+        """
+        self.require_present()
+        return self._quantized
 
     @property
     def is_fresh(self) -> bool:
@@ -116,8 +125,12 @@ class PlaneStorage(ABC):
 
         It is that of the values rounded to bf16, NaN left out; NaN where the bytes were copied from
         a storage that did not record it. None where nothing is recorded.
+
+        Raises:
+            StateError: the bytes are on the host.
         """
-        return self.quantized.global_amax if self.recorded_amax is None else self.recorded_amax
+        held = self.quantized
+        return held.global_amax if self.recorded_amax is None else self.recorded_amax
 
     @property
     @abstractmethod
@@ -148,7 +161,6 @@ class PlaneStorage(ABC):
                 f"{self.name}: expected {self.format.name} {list(self.shape)}, got "
                 f"{other.format.name} {list(other.shape)}. Copy values instead of bytes."
             )
-        other.require_present()
         theirs = other.quantized.planes()
         for name, plane in self.quantized.planes().items():
             plane.copy_(theirs[name])
@@ -194,7 +206,8 @@ class PlaneStorage(ABC):
         """Make tensors that somebody gave the weight those of this storage.
 
         Raises:
-            StateError: data that a bucket gathers into is no longer the weight's.
+            StateError: data that a bucket gathers into is no longer the weight's, or the bytes are
+                on the host.
         """
 
     @abstractmethod
@@ -225,8 +238,8 @@ class PlaneStorage(ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where the planes lie."""
-        return self.quantized.rowwise_data.device
+        """Where the planes lie, or lay."""
+        return self._quantized.rowwise_data.device
 
     @torch.no_grad()
     def write(self, values: Tensor) -> None:
@@ -264,7 +277,7 @@ class PlaneStorage(ABC):
 
     def memories(self) -> tuple[torch.UntypedStorage, ...]:
         """Return the memory behind everything that products read or a gather writes."""
-        tensors = (*self.quantized.planes().values(), *self.storage_scales.values())
+        tensors = (*self._quantized.planes().values(), *self.storage_scales.values())
         return tuple(tensor.untyped_storage() for tensor in tensors)
 
     def before_gradient(self) -> None:
@@ -273,12 +286,15 @@ class PlaneStorage(ABC):
             self.holder.before_gradient()
 
     def require_present(self) -> None:
-        """Check that the bytes are here.
+        """Check that the bytes are here, whoever has sent them away.
+
+        Views of experts and storages that a later bucket has bound share memory with what others
+        offload, so that the memory is looked at, too.
 
         Raises:
             StateError: they are on the host.
         """
-        if self.is_offloaded:
+        if self.is_offloaded or not has_memory(self._quantized.rowwise_data):
             raise StateError(
                 f"{self.name}: expected the bytes of the weight, got none: they are offloaded. "
                 "Call reload_from_cpu() on the buffers of the DDP module first."
@@ -291,8 +307,8 @@ class PlaneStorage(ABC):
             StateError: masters have moved since the bytes were written, or the bytes are on the
                 host.
         """
-        self.require_present()
-        if not self.is_fresh:
+        if self.is_offloaded or not self.is_fresh:
+            self.require_present()
             raise StateError(
                 f"{self.name}: expected the weights of the current masters, got those of an "
                 "earlier step. Let the parameter gather run before they are read: keep the forward "
@@ -377,7 +393,7 @@ class PortableStorage(PlaneStorage):
 
     def pointers(self) -> tuple[int, ...]:
         """Return the address of every plane."""
-        return tuple(tensor.data_ptr() for tensor in self.quantized.planes().values())
+        return tuple(tensor.data_ptr() for tensor in self._quantized.planes().values())
 
     def take_over(self) -> None:
         """Do nothing: nobody gives the weight other planes."""
@@ -396,13 +412,13 @@ class PortableStorage(PlaneStorage):
         Raises:
             StateError: the weight is offloaded.
         """
-        self.require_present()
+        held = self.quantized
         for name, plane in planes.items():
-            plane.copy_(getattr(self.quantized, name))
+            plane.copy_(getattr(held, name))
         both: dict[str, Any] = dict(planes)
         if "rowwise_data" in planes and self.format.columnwise_copy == "shared":
             both["columnwise_data"] = planes["rowwise_data"]
-        self.quantized = replace(self.quantized, **both)
+        self._quantized = replace(held, **both)
         self.holder = holder
         if planes:
             self._whole = None
@@ -434,6 +450,7 @@ class PortableStorage(PlaneStorage):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PortableStorage":
         """Copy the bytes; experts of one storage become experts of one copy."""
+        self.require_present()
         if self._whole is None:
             new = self.clone()
         else:

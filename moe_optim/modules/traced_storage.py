@@ -41,6 +41,9 @@ class TracedStorage(PortableStorage):
         )
         return values
 
+    def require_present(self) -> None:
+        """Do nothing: the real storage is asked at every run."""
+
     def require_writable(self) -> None:
         """Refuse.
 

@@ -142,23 +142,25 @@ class TransformerEngineStorage(PlaneStorage):
         Whoever put scales in the order of products did it for bytes that are overwritten next.
 
         Raises:
-            StateError: data that a bucket gathers into is no longer the weight's.
+            StateError: data that a bucket gathers into is no longer the weight's, or the bytes are
+                on the host.
         """
+        held = self.quantized
         for one in self._swizzled():
             setattr(one, SWIZZLED, False)
         for name in ("rowwise_data", "columnwise_data"):
             data = getattr(self._param, getattr(self._fields, name))
             if name not in self._gathered and (data is not None or name == "columnwise_data"):
                 continue
-            if data is None or data.data_ptr() != getattr(self.quantized, name).data_ptr():
+            if data is None or data.data_ptr() != getattr(held, name).data_ptr():
                 raise StateError(
                     f"{self.name}: expected the data that its bucket gathers into, got another "
                     "tensor. Something replaced the data of the weight; write into it with copy_() "
                     "instead."
                 )
         self._complete()
-        self.quantized = replace(
-            self.quantized,
+        self._quantized = replace(
+            held,
             rowwise_data=self._get("rowwise_data"),
             columnwise_data=self._get("columnwise_data"),
         )
@@ -166,15 +168,15 @@ class TransformerEngineStorage(PlaneStorage):
 
     def bind(self, planes: Mapping[str, Tensor], holder: Holder) -> None:
         """Move the bytes of some planes into memory of a bucket, and stay there."""
-        self.require_present()
+        held = self.quantized
         for name, plane in planes.items():
-            plane.copy_(getattr(self.quantized, name))
+            plane.copy_(getattr(held, name))
         both: dict[str, Any] = dict(planes)
         if self.format.is_2d and "rowwise_scale" in planes:
             both["columnwise_scale"] = planes["rowwise_scale"].transpose(1, 2)
         if self.format.columnwise_copy == "shared" and "rowwise_data" in planes:
             both["columnwise_data"] = planes["rowwise_data"]
-        self.quantized = replace(self.quantized, **both)
+        self._quantized = replace(held, **both)
         self._point_at_planes()
         self._gathered = frozenset(planes)
         self.holder = holder
@@ -233,10 +235,10 @@ class TransformerEngineStorage(PlaneStorage):
     def _own(self, name: str) -> Tensor:
         """Return what the weight and its members have to hold for one of their tensors."""
         if name.endswith("data"):
-            data: Tensor = getattr(self.quantized, name)
+            data: Tensor = getattr(self._quantized, name)
             return data
         if name.endswith("amax"):  # both directions have the same values
-            amax = self.quantized.global_amax
+            amax = self._quantized.global_amax
             assert amax is not None
             return amax
         return self._get(name)
