@@ -39,6 +39,7 @@ from moe_optim.modules.storage import (
     PortableStorage,
     make_portable_storages,
 )
+from moe_optim.places import has_memory
 
 ExpertLayout = Literal["grouped", "indexed"]
 
@@ -331,6 +332,7 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
             if whole is not None:
                 return whole.dequantize(direction)
             return torch.cat([storage.dequantize(direction) for storage in storages])
+        self._require_memory(weights)
         if self.quantized_copy is not None:
             return self.quantized_copy.dequantize(
                 weights, direction, keep=self.training, amax=calibrated_amax(self)
@@ -338,6 +340,14 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         if self.expert_layout == "grouped":
             return weights[0].detach()
         return stack_experts(weights)
+
+    def _require_memory(self, weights: Sequence[Tensor]) -> None:
+        """Raise StateError where bf16 weights are offloaded; those of a linear are together."""
+        if not has_memory(weights[0]):
+            raise StateError(
+                f"{self.name}.weight: expected the values of the weight, got none: they are "
+                "offloaded. Call reload_from_cpu() on the buffers of the DDP module first."
+            )
 
     def version(self) -> Version:
         """Return what changes with every write of a weight, and with every exchange of one."""
@@ -389,10 +399,15 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
 
         Returns:
             [E, R, C] bf16.
+
+        Raises:
+            StateError: the weights are offloaded.
         """
         if self.quantized_copy is None:
             return wgrad
-        return self.quantized_copy.clip_wgrad(self.weights(), wgrad, calibrated_amax(self))
+        weights = self.weights()
+        self._require_memory(weights)
+        return self.quantized_copy.clip_wgrad(weights, wgrad, calibrated_amax(self))
 
     def take_wgrad(self, wgrad: Tensor, ends: Sequence[GradientEnd]) -> list[Tensor | None]:
         """Hand the weight gradient on, as the configuration says.

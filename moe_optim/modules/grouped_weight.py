@@ -35,15 +35,15 @@ class GroupedWeight(Tensor):
 
     quantized_storage: PlaneStorage
     """What holds the bytes."""
-    plane_rowwise_data = property(attrgetter("quantized_storage.quantized.rowwise_data"))
-    """Of the storage, as compiled graphs ask for it: see ``QuantizedWeight``."""
-    plane_rowwise_scale = property(attrgetter("quantized_storage.quantized.rowwise_scale"))
+    plane_rowwise_data = property(attrgetter("quantized_storage.laid_out.rowwise_data"))
+    """Of the storage, as compiled graphs ask for it, which look for the bytes when they run."""
+    plane_rowwise_scale = property(attrgetter("quantized_storage.laid_out.rowwise_scale"))
     """Likewise."""
-    plane_columnwise_data = property(attrgetter("quantized_storage.quantized.columnwise_data"))
+    plane_columnwise_data = property(attrgetter("quantized_storage.laid_out.columnwise_data"))
     """Likewise."""
-    plane_columnwise_scale = property(attrgetter("quantized_storage.quantized.columnwise_scale"))
+    plane_columnwise_scale = property(attrgetter("quantized_storage.laid_out.columnwise_scale"))
     """Likewise."""
-    plane_global_amax = property(attrgetter("quantized_storage.quantized.global_amax"))
+    plane_global_amax = property(attrgetter("quantized_storage.laid_out.global_amax"))
     """Likewise; None of formats without one."""
     storage_handle = property(attrgetter("quantized_storage.handle"))
     """By what compiled graphs know the storage."""

@@ -74,6 +74,7 @@ class PlaneStorage(ABC):
     Attributes:
         format: of the weight.
         shape: logical [E, R, C].
+        laid_out: the planes, also where their bytes are on the host: for addresses and shapes.
         recorded_amax: [E] fp32, written at each requantization; None where nobody asked, or the
             format has one.
         holder: the bucket that was the last to bind the weight; None before there is one.
@@ -85,7 +86,7 @@ class PlaneStorage(ABC):
 
     def __init__(self, name: str, quantized: QuantizedWeight, backend: Backend) -> None:
         self.name = name
-        self._quantized = quantized
+        self.laid_out = quantized
         self.format: BlockScaledFormat = quantized.format
         self.shape: tuple[int, int, int] = quantized.shape
         self.backend = backend
@@ -102,7 +103,7 @@ class PlaneStorage(ABC):
             StateError: the bytes are on the host.
         """
         self.require_present()
-        return self._quantized
+        return self.laid_out
 
     @property
     def is_fresh(self) -> bool:
@@ -239,7 +240,7 @@ class PlaneStorage(ABC):
     @property
     def device(self) -> torch.device:
         """Where the planes lie, or lay."""
-        return self._quantized.rowwise_data.device
+        return self.laid_out.rowwise_data.device
 
     @torch.no_grad()
     def write(self, values: Tensor) -> None:
@@ -277,7 +278,7 @@ class PlaneStorage(ABC):
 
     def memories(self) -> tuple[torch.UntypedStorage, ...]:
         """Return the memory behind everything that products read or a gather writes."""
-        tensors = (*self._quantized.planes().values(), *self.storage_scales.values())
+        tensors = (*self.laid_out.planes().values(), *self.storage_scales.values())
         return tuple(tensor.untyped_storage() for tensor in tensors)
 
     def before_gradient(self) -> None:
@@ -294,7 +295,7 @@ class PlaneStorage(ABC):
         Raises:
             StateError: they are on the host.
         """
-        if self.is_offloaded or not has_memory(self._quantized.rowwise_data):
+        if self.is_offloaded or not has_memory(self.laid_out.rowwise_data):
             raise StateError(
                 f"{self.name}: expected the bytes of the weight, got none: they are offloaded. "
                 "Call reload_from_cpu() on the buffers of the DDP module first."
@@ -393,7 +394,7 @@ class PortableStorage(PlaneStorage):
 
     def pointers(self) -> tuple[int, ...]:
         """Return the address of every plane."""
-        return tuple(tensor.data_ptr() for tensor in self._quantized.planes().values())
+        return tuple(tensor.data_ptr() for tensor in self.laid_out.planes().values())
 
     def take_over(self) -> None:
         """Do nothing: nobody gives the weight other planes."""
@@ -418,7 +419,7 @@ class PortableStorage(PlaneStorage):
         both: dict[str, Any] = dict(planes)
         if "rowwise_data" in planes and self.format.columnwise_copy == "shared":
             both["columnwise_data"] = planes["rowwise_data"]
-        self._quantized = replace(held, **both)
+        self.laid_out = replace(held, **both)
         self.holder = holder
         if planes:
             self._whole = None

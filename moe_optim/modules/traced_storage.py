@@ -74,5 +74,6 @@ def _read_weight(
 ) -> Tensor:
     storage: PlaneStorage = object_of(handle)
     storage.require_fresh()
+    storage.require_present()
     planes = data, scale, get_format(format), cast(Direction, direction)
     return reference.dequantize_bf16(*planes, global_amax=global_amax)

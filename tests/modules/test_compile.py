@@ -12,6 +12,7 @@ from moe_optim import reference
 from moe_optim.errors import StateError
 from moe_optim.fake_quantization import PER_EXPERT_GRIDS
 from moe_optim.formats import DIRECTIONS, FORMATS, MXFP8, QuantizedWeight
+from moe_optim.megatron.buffers.offload import ParamData
 from moe_optim.modules.calibrated_amax import set_calibrated_amax
 from tests.support.bytes import assert_bytes_equal, assert_same_tensors
 from tests.support.compiling import (
@@ -427,6 +428,18 @@ def test_offloaded_weights_are_not_multiplied():
     bind(linear.storage).is_offloaded = True
     with pytest.raises(StateError, match=r"offloaded.*reload_from_cpu"):
         compiled(*make_tokens(linear, (5, 8, 3)))
+
+
+def test_memory_that_was_freed_is_not_read_by_a_graph():
+    linear = make_linear(MXFP8)
+    compiled = Compiled(lambda weight: weight.float().square().sum())
+    compiled(linear.weight)
+    bucket, data = bind(linear.storage), ParamData([linear.storage])
+    data.resize_(0)
+    for bucket.is_offloaded in (False, True):  # whoever has freed it
+        with pytest.raises(StateError, match=r"offloaded.*reload_from_cpu"):
+            compiled(linear.weight)
+    assert compiled.graphs == 1
 
 
 @every_storage

@@ -26,15 +26,28 @@ def list_masters(optimizer: Any) -> list[Tensor]:
     ]
 
 
+def send_weights_away(model: list[Any]) -> None:
+    """Send weights to the host by Megatron's call; gradients stay."""
+    for buffer in all_buffers(model):
+        buffer.offload_to_cpu(move_grads=False)
+
+
 def send_away_as_verl(model: list[Any]) -> None:
     """Send weights and gradients to the host by what verl calls for it: storages of tensors."""
     for buffer in all_buffers(model):
-        weights, gradients = buffer.param_data, buffer.grad_data
+        weights = buffer.param_data
         if weights.storage().size() > 0:
             weights.cpu_data = weights.data.cpu().pin_memory()
             buffer.param_data_size = weights.storage().size()
             weights.storage().resize_(0)
         assert buffer.param_data_size == weights.cpu_data.storage().size()
+    send_gradients_away_as_verl(model)
+
+
+def send_gradients_away_as_verl(model: list[Any]) -> None:
+    """Free the memory of gradients without a word."""
+    for buffer in all_buffers(model):
+        gradients = buffer.grad_data
         if gradients.storage().size() > 0:
             buffer.grad_data_size = gradients.storage().size()
             gradients.storage().resize_(0)
@@ -42,13 +55,19 @@ def send_away_as_verl(model: list[Any]) -> None:
 
 def bring_back_as_verl(model: list[Any]) -> None:
     """Bring back what :func:`send_away_as_verl` has sent; gradients are zeros."""
+    bring_gradients_back_as_verl(model)
     for buffer in all_buffers(model):
-        weights, gradients = buffer.param_data, buffer.grad_data
-        gradients.storage().resize_(buffer.grad_data_size)
-        gradients.zero_()
+        weights = buffer.param_data
         if weights.storage().size() == 0:
             weights.storage().resize_(buffer.param_data_size)
             weights.copy_(weights.cpu_data, non_blocking=True)
+
+
+def bring_gradients_back_as_verl(model: list[Any]) -> None:
+    """Have memory for gradients again, full of zeros."""
+    for buffer in all_buffers(model):
+        buffer.grad_data.storage().resize_(buffer.grad_data_size)
+        buffer.grad_data.zero_()
 
 
 def send_states_away_as_verl(optimizer: Any) -> None:

@@ -15,11 +15,12 @@ from megatron.core.distributed.param_and_grad_buffer import (
 
 from moe_optim.errors import StateError
 from moe_optim.megatron.buffers.gather import fill_slices, start_gather
-from moe_optim.megatron.buffers.managed_bucket import ManagedBucket
+from moe_optim.megatron.buffers.managed_bucket import ManagedBucket, require_gradient_memory
 from moe_optim.megatron.buffers.states import Event, Gradients, Weights
 from moe_optim.megatron.patching.engine import original
 from moe_optim.megatron.te.fields import has_scale_a_tensor
 from moe_optim.megatron.te.tensorwise import Transposes
+from moe_optim.places import has_memory
 
 _PARTITION = "megatron.core.distributed.distributed_data_parallel:partition_buckets"
 
@@ -189,8 +190,13 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
             super().free_overlap_buffers()
 
     def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """Reduce the gradients, after a gather that no forward pass waited for has finished."""
+        """Reduce the gradients, after a gather that no forward pass waited for has finished.
+
+        Raises:
+            StateError: gradient memory is offloaded, or the gradients were reduced already.
+        """
         self.finish_gather()
+        self.require_gradients(Event.REDUCE.value)
         already_dispatched = self.is_first_batch and self.grad_reduce_handle is not None
         if not already_dispatched:
             for bucket in self.managed:
@@ -224,6 +230,29 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
             if whole and managed.state.gradients is Gradients.PARTIAL:
                 managed.state.record(Event.REDUCE)
             managed.state.record(Event.READ)
+
+    def require_weights(self) -> None:
+        """Check that there are weights to write into; managed ones have states that tell.
+
+        Raises:
+            StateError: they are offloaded.
+        """
+        for bucket in self.buckets:
+            if bucket.param_data is not None and not has_memory(bucket.param_data):
+                raise StateError(
+                    f"bucket {bucket.bucket_id}: optimizer.step(): expected weights to write into, "
+                    "got none: they are offloaded. Call reload_from_cpu() on the buffers of the "
+                    "DDP module first."
+                )
+
+    def require_gradients(self, what: str) -> None:
+        """Check that there is memory for the gradients of all buckets, before ``what`` uses it.
+
+        Raises:
+            StateError: it is offloaded.
+        """
+        for bucket in self.buckets:
+            require_gradient_memory(f"bucket {bucket.bucket_id}", what, bucket.grad_data)
 
     def forget_masters(self) -> None:
         """Drop what was planned for masters that may lie elsewhere from now on."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_optim.errors import ConfigError, StateError
 from moe_optim.megatron.active import config_in_force
-from moe_optim.megatron.buffers.managed_bucket import ManagedBucket
+from moe_optim.megatron.buffers.managed_bucket import ManagedBucket, require_gradient_memory
 from moe_optim.megatron.buffers.offload import ParamData
 from moe_optim.megatron.buffers.states import Event
 from moe_optim.megatron.patching.engine import original
@@ -109,7 +109,7 @@ class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
         self.ddp_config = ddp_config
         self.param_data = ParamData(
             [param.quantized_storage for param in self.params],
-            before_read=self._finish_gathers,
+            before_read=self._prepare_to_read,
             leaves=self._weights_leave,
             returned=self._weights_returned,
         )
@@ -159,10 +159,14 @@ class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
         """Zero the gradients, once nothing is reading or writing their memory any more.
 
         Also drops what a backward pass that ended in an exception has left in ``grad``.
+
+        Raises:
+            StateError: their memory is offloaded.
         """
         for group in self.groups:
             group.finish_communication()
         if not self.managed:
+            require_gradient_memory("parameter buffer", "zero_grad_buffer", self.grad_data)
             super().reset()
             return
         for param in self.params:
@@ -175,7 +179,12 @@ class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
         """Free gradient memory, and move weights to the host; a gather in either is finished first.
 
         Reading, writing or gathering managed weights raises until they are back.
+
+        Raises:
+            StateError: weights that a DistributedDataParallel made later for the same model holds.
         """
+        if move_params:
+            self._require_held()
         for group in self.groups:
             if move_params:
                 group.finish_gather()
@@ -197,9 +206,14 @@ class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
                 if bucket.managed.gather.uses_gradient_memory:
                     bucket.managed.forget_masters()  # the memory may have come back elsewhere
 
-    def _finish_gathers(self) -> None:
+    def _prepare_to_read(self) -> None:
+        self._require_held()
         for group in self.groups:
             group.finish_gather()
+
+    def _require_held(self) -> None:
+        for bucket in self.buckets if self.managed else ():
+            bucket.managed.require_held()
 
     def _weights_leave(self) -> None:
         for bucket in self.buckets:

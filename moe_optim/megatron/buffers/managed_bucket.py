@@ -27,7 +27,7 @@ from moe_optim.megatron.buffers.states import (
     Weights,
 )
 from moe_optim.modules.storage import PlaneStorage, new_version
-from moe_optim.places import Attributes, Places
+from moe_optim.places import Attributes, Places, has_memory
 
 _HOLDER, _WATCHED = attrgetter("holder"), attrgetter("watched")
 
@@ -84,6 +84,7 @@ class ManagedBucket:
             for storage, start in zip(self.storages, starts, strict=True)
         )
         self.staging = grads.view(torch.bfloat16)[: grads.numel()]
+        self._memory = grads.untyped_storage()
         self._rest = grads.view(torch.uint8)[self.staging.numel() * self.staging.itemsize :]
         self._watched = Places(())
         self._apart: tuple[Tensor, ...] = ()
@@ -124,13 +125,17 @@ class ManagedBucket:
         Called once a weight and micro-batch, before anything is written.
 
         Raises:
-            StateError: the memory holds something that gradients must not be added to.
+            StateError: the memory holds something that gradients must not be added to, or is
+                offloaded.
         """
+        if not self._memory.nbytes():
+            self.require_memory(Event.ACCUMULATE.value)
         gradients = self.state.gradients
-        if is_graph_capturing() and gradients is not Gradients.ZERO:
+        if gradients is Gradients.PARTIAL:
+            return
+        if gradients is not Gradients.ZERO and is_graph_capturing():
             return  # Megatron zeroes, or puts back, what a capture leaves in gradient memory
-        if gradients is not Gradients.PARTIAL:
-            self.state.record(Event.ACCUMULATE)
+        self.state.record(Event.ACCUMULATE)
 
     def note_initial(self) -> None:
         """Note that a weight was given initial values, for the next gather to drop."""
@@ -158,7 +163,7 @@ class ManagedBucket:
         Raises:
             StateError: a gather is using the memory, or it is offloaded.
         """
-        self._require_memory("zero_grad_buffer")
+        self.require_memory("zero_grad_buffer")
         self.state.record(Event.ZERO)
         for gradients in (self.grads, *self._apart):
             gradients.zero_()
@@ -170,14 +175,9 @@ class ManagedBucket:
         Args:
             thoroughly: read the memory, which also finds what kernels wrote in a backward pass
                 that ended in an exception. Waits for the device.
-
-        Raises:
-            StateError: it is to be read, and is offloaded.
         """
         if self.state.gradients is not Gradients.ZERO:
             return
-        if thoroughly:
-            self._require_memory("optimizer.step()")
         if self._were_written() or (thoroughly and self._hold_something()):
             self.state.record(Event.ACCUMULATE)
 
@@ -190,12 +190,13 @@ class ManagedBucket:
     def _count_from_here(self) -> None:
         self._writes = self._watched.count_writes()
 
-    def _require_memory(self, what: str) -> None:
-        if self.grads.untyped_storage().size() == 0:
-            raise StateError(
-                f"{self.name}: {what}: expected gradient memory, got none: it is offloaded. Call "
-                "restore_grad_buffers() first, or do this before offloading."
-            )
+    def require_memory(self, what: str) -> None:
+        """Check that there is memory for gradients, before ``what`` uses it.
+
+        Raises:
+            StateError: it is offloaded.
+        """
+        require_gradient_memory(self.name, what, self.grads)
 
     # Weights
 
@@ -216,7 +217,7 @@ class ManagedBucket:
         """
         if self.is_offloaded:
             return self.gather.planned
-        self._require_held()
+        self.require_held()
         masters = self._list_masters()
         self._planned_writes = self._count_master_writes()
         return self.gather.plan_step(masters)
@@ -242,9 +243,9 @@ class ManagedBucket:
                 gradients that no step has used.
         """
         if not self.is_looked_at:
-            self._require_held()
+            self.require_held()
         if self.gather.uses_gradient_memory:
-            self._require_memory(Event.GATHER.value)
+            self.require_memory(Event.GATHER.value)
             self.find_unannounced()
         was_encoded = self.state.weights is Weights.ENCODED
         self.state.record(Event.GATHER)
@@ -351,13 +352,35 @@ class ManagedBucket:
         asked = self.storages if some_moved else self._unwatched
         return [storage for storage in asked if storage.has_moved()]
 
-    def _require_held(self) -> None:
-        """Raise StateError if another bucket has bound the weights since."""
+    def require_held(self) -> None:
+        """Check that the weights are still in this bucket.
+
+        Raises:
+            StateError: another one has bound them since.
+        """
         if not any(map(is_not, map(_HOLDER, self.storages), repeat(self))):
             return
         names = ", ".join(storage.name for storage in self.storages if storage.holder is not self)
         raise StateError(
             f"{self.name}: expected {names} in this bucket, got them in one of a "
-            "DistributedDataParallel that was made later for the same model. Step an optimizer "
-            "that was built for that one, and drop this one."
+            "DistributedDataParallel that was made later for the same model. Use that one, and an "
+            "optimizer that was built for it, and drop the others."
+        )
+
+
+def require_gradient_memory(where: str, what: str, gradients: Tensor) -> None:
+    """Check that there is memory for gradients, of any bucket.
+
+    Args:
+        where: name of the bucket or buffer, for errors.
+        what: use of the memory that follows, for errors.
+        gradients: flat gradient memory; not read.
+
+    Raises:
+        StateError: it is offloaded.
+    """
+    if not has_memory(gradients):
+        raise StateError(
+            f"{where}: {what}: expected gradient memory, got none: it is offloaded. Call "
+            "restore_grad_buffers() first, or do this before offloading."
         )

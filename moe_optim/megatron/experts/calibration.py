@@ -8,11 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_optim.errors import ConfigError, LayoutError, NonFiniteError, StateError
+from moe_optim.errors import ConfigError, LayoutError, NonFiniteError
 from moe_optim.megatron.agreement import agree
 from moe_optim.megatron.buffers.bucket_group import gather_weights
 from moe_optim.megatron.experts.linears import ExpertLinear, expert_linears
 from moe_optim.megatron.experts.te_amax import listen
+from moe_optim.megatron.te.fields import require_memory
 from moe_optim.modules.calibrated_amax import set_calibrated_amax
 from moe_optim.modules.grouped_linear import GroupedLinear
 from moe_optim.reference.expert_amax import expert_amax_into
@@ -126,12 +127,7 @@ def _require_readable(linear: ExpertLinear) -> None:
             "and load its weights first."
         )
     for weight in weights:
-        is_plain = type(weight) in (torch.Tensor, torch.nn.Parameter)
-        if is_plain and weight.numel() and not weight.untyped_storage().size():
-            raise StateError(
-                f"{where}: expected the values of the weight, got none: they are offloaded. Call "
-                "reload_from_cpu() on the buffers of the DDP module first."
-            )
+        require_memory(where, weight)
 
 
 def _find(linear: ExpertLinear) -> _Found:

@@ -35,6 +35,7 @@ def sharded_state_dict(
 
     Raises:
         ConfigError: ``singleton_local_shards`` with amaxes.
+        StateError: quantized weights are on the host.
     """
     are_recorded, linears = _are_recorded(self.config), list(grouped_linears(self))
     has_key_each = (metadata or {}).get("singleton_local_shards", False)
@@ -45,6 +46,8 @@ def sharded_state_dict(
             expected="singleton_local_shards: expected one key for the amaxes of all experts",
             remedy="Save with Megatron's default metadata.",
         )
+    for storage in (one for _, linear in linears for one in recorder_of(linear).storages()):
+        storage.require_present()
     state = original(_TARGET)(self, prefix, sharded_offsets, metadata)
     for name, linear in () if has_key_each else linears:
         groups, key = linear._pg_collection, f"{prefix}experts.{name}"

@@ -13,7 +13,7 @@ from torch import Tensor
 from moe_optim.errors import StateError
 from moe_optim.megatron.export.buckets import TensorInfo
 from moe_optim.megatron.export.units import HeldPart
-from moe_optim.megatron.te.fields import is_quantized, read_values
+from moe_optim.megatron.te.fields import is_quantized, read_values, require_memory
 from moe_optim.modules.grouped_weight import GroupedWeight
 
 
@@ -52,7 +52,7 @@ def _is_of_experts(key: str, value: Any) -> bool:
 def _part_of(sharded: ShardedTensor) -> LocalPart:
     values, axes = sharded.data, sharded.prepend_axis_num
     name = _with_layer(sharded.key, sharded.global_offset[:axes])
-    _require_there(name, values)
+    require_memory(f"export_weights: {name}", values)
     dtype = torch.bfloat16 if is_quantized(values) else values.dtype
     held = HeldPart(
         name=name,
@@ -70,15 +70,6 @@ def _with_layer(key: str, numbers: tuple[int, ...]) -> str:
     (number,) = numbers
     head, layers, tail = key.partition("layers.")
     return f"{head}{layers}{number}.{tail}"
-
-
-def _require_there(name: str, values: Tensor) -> None:
-    is_plain = type(values) in (Tensor, torch.nn.Parameter)
-    if is_plain and values.numel() and not values.untyped_storage().size():
-        raise StateError(
-            f"export_weights: {name}: expected the values of the weight, got none: they are "
-            "offloaded. Call reload_from_cpu() on the buffers of the DDP module first."
-        )
 
 
 def _plain(values: Tensor) -> Tensor:

@@ -30,7 +30,12 @@ from moe_optim.megatron.experts.linears import ExpertLinear, expert_linears
 from moe_optim.megatron.experts.sharding import CUTS
 from moe_optim.megatron.export.buckets import TensorInfo
 from moe_optim.megatron.export.units import HeldExperts
-from moe_optim.megatron.te.fields import TENSORWISE, has_scale_a_tensor, te_formats_of
+from moe_optim.megatron.te.fields import (
+    TENSORWISE,
+    has_scale_a_tensor,
+    require_memory,
+    te_formats_of,
+)
 from moe_optim.megatron.te.grouped_linears import members_of
 from moe_optim.megatron.te.tensorwise import codes_and_scale
 from moe_optim.megatron.weights.managed import storage_of
@@ -190,6 +195,7 @@ class LocalExperts:
         """
         storage = self._storage(place)
         if storage is None:
+            require_memory(f"export_weights: {self.held.linear}", self._tensors[place])
             return False
         storage.require_fresh()
         has_moved = storage.has_moved()

@@ -187,10 +187,14 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         """Check that this rank's gradients are there, and say that they are read.
 
         Raises:
-            StateError: they were not reduced, or weight gradients of some experts are delayed.
+            StateError: they were not reduced, their memory or weights that a step writes are
+                offloaded, or weight gradients of some experts are delayed.
         """
         for linear in self._delaying_linears:
             linear.require_wgrads_taken()
+        for group in self._groups:
+            group.require_gradients("optimizer.step()")
+            group.require_weights()
         for group in self._managed_groups:
             group.read_gradients()
 

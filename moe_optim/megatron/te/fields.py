@@ -18,6 +18,7 @@ from moe_optim.formats import (
     BlockScaledFormat,
     Direction,
 )
+from moe_optim.places import has_memory
 from moe_optim.reference import dequantize_bf16
 
 
@@ -105,6 +106,32 @@ def data_of(param: Any) -> list[Tensor]:
     return [data for data in found if data is not None]
 
 
+def require_memory(where: str, weight: Any) -> None:
+    """Check that the bytes of a weight are here, plain or quantized; no byte is read.
+
+    A portable weight's storage tells by itself.
+
+    Args:
+        where: what the error begins with.
+        weight: of any class.
+
+    Raises:
+        StateError: they are offloaded.
+    """
+    if type(weight) in (Tensor, torch.nn.Parameter):
+        found = [weight]
+    elif has_scale_a_tensor(weight):
+        found = data_of(weight)
+    else:
+        names = GROUPED if is_grouped(weight) else ONE
+        found = [getattr(weight, names.rowwise_data, None)]
+    if not all(has_memory(data) for data in found if data is not None):
+        raise StateError(
+            f"{where}: expected the values of the weight, got none: they are offloaded. Call "
+            "reload_from_cpu() on the buffers of the DDP module first."
+        )
+
+
 def is_quantized(param: Any) -> bool:
     """Return whether a tensor is a quantized weight, so that its values are :func:`read_values`."""
     return bool(te_formats_of(param)) or has_scale_a_tensor(param)
@@ -144,14 +171,16 @@ def read_values(weight: Any) -> Tensor:
     member of a group.
 
     Raises:
-        StateError: the scales are not in plain order, or the weight, or the group it is a member
-            of, is known to be behind its masters.
+        StateError: the scales are not in plain order, or the bytes are offloaded, or the weight, or
+            the group it is a member of, is known to be behind its masters.
     """
     if has_scale_a_tensor(weight):
+        require_memory(type(weight).__name__, weight)
         return cast(Tensor, weight.dequantize(dtype=torch.bfloat16))
     storage = getattr(weight, "quantized_storage", None) or getattr(weight, "group_storage", None)
     if storage is not None:
         storage.require_fresh()
+    require_memory(storage.name if storage else type(weight).__name__, weight)
     if getattr(weight, SWIZZLED, False):
         raise StateError(
             f"{storage.name if storage else type(weight).__name__}: expected plain scales, got "

@@ -159,7 +159,7 @@ class TransformerEngineStorage(PlaneStorage):
                     "instead."
                 )
         self._complete()
-        self._quantized = replace(
+        self.laid_out = replace(
             held,
             rowwise_data=self._get("rowwise_data"),
             columnwise_data=self._get("columnwise_data"),
@@ -176,7 +176,7 @@ class TransformerEngineStorage(PlaneStorage):
             both["columnwise_scale"] = planes["rowwise_scale"].transpose(1, 2)
         if self.format.columnwise_copy == "shared" and "rowwise_data" in planes:
             both["columnwise_data"] = planes["rowwise_data"]
-        self._quantized = replace(held, **both)
+        self.laid_out = replace(held, **both)
         self._point_at_planes()
         self._gathered = frozenset(planes)
         self.holder = holder
@@ -235,10 +235,10 @@ class TransformerEngineStorage(PlaneStorage):
     def _own(self, name: str) -> Tensor:
         """Return what the weight and its members have to hold for one of their tensors."""
         if name.endswith("data"):
-            data: Tensor = getattr(self._quantized, name)
+            data: Tensor = getattr(self.laid_out, name)
             return data
         if name.endswith("amax"):  # both directions have the same values
-            amax = self._quantized.global_amax
+            amax = self.laid_out.global_amax
             assert amax is not None
             return amax
         return self._get(name)

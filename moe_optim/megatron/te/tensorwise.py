@@ -15,7 +15,7 @@ from moe_optim.kernels.bound_kernel import is_capturing
 from moe_optim.kernels.finish_table import FinishTable
 from moe_optim.kernels.member_table import runs_triton
 from moe_optim.kernels.tensorwise import ScaledWeight, TensorwiseTable
-from moe_optim.megatron.te.fields import has_scale_a_tensor
+from moe_optim.megatron.te.fields import has_scale_a_tensor, require_memory
 from moe_optim.places import Attributes
 
 
@@ -23,7 +23,11 @@ def codes_and_scale(weight: Any) -> tuple[Tensor, Tensor]:
     """Return the E4M3 codes of a weight, uint8 [R, C], and what they are multiplied by, fp32 [1].
 
     Views of what the weight has; on ``meta`` where it is there.
+
+    Raises:
+        StateError: they are offloaded.
     """
+    require_memory(type(weight).__name__, weight)
     return weight._data, weight._scale_inv.view(1)
 
 

@@ -38,7 +38,7 @@ def test_reductions_over_several_instances_of_the_optimizer_are_waited_for(monke
 def test_what_uses_memory_is_finished_before_it_is_given_away(moves, finished, managed):
     seen: list[str] = []
     buffer: Any = object.__new__(GroupedParamAndGradBuffer)
-    buffer.managed = managed
+    buffer.managed, buffer.buckets = managed, ()
     buffer.param_data = buffer.grad_data = None
     buffer.groups = [
         SimpleNamespace(

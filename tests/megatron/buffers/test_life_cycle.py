@@ -122,7 +122,7 @@ def _offload_everything_and_reload(model: list[Any], optimizer: Any) -> None:
         buffer.offload_to_cpu()
         buffer.offload_to_cpu()
     for weight in quantized(model):
-        planes = weight.quantized_storage.quantized.planes().values()
+        planes = weight.quantized_storage.laid_out.planes().values()
         assert not any(plane.untyped_storage().nbytes() for plane in planes)
         for touch in (weight.dequantize, lambda w=weight: w.data.copy_(w), weight.data.clone):
             with pytest.raises(StateError, match="they are offloaded. Call reload_from_cpu"):

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from moe_optim.errors import StateError
 from tests.support import life_cycle, making_room
 from tests.support.bytes import assert_same_tensors
 from tests.support.ranks import run_ranks
@@ -86,3 +87,132 @@ def _offload_plain_buffers() -> dict[str, torch.Tensor]:
 def test_megatrons_own_buffers_come_back_on_the_cpu_runtime():
     (weights,) = run_ranks(1, _offload_plain_buffers)
     assert len(weights) == 4
+
+
+# Gradients
+
+
+def _use_gradients(step: str, wire: str) -> dict[str, str]:
+    """Reach for gradient memory while it is away, at every point of an iteration."""
+    life_cycle.initialize()
+    said = {}
+    for name, act in {
+        "a backward pass": lambda c: c._forward_backward(1),
+        "a second backward pass": lambda c: c._forward_backward(2),
+        "the reduction": lambda c: c.ddp.finish_grad_sync(),
+        "a step of gradients not reduced": lambda c: c.optimizer.step(),
+        "a step of reduced gradients": lambda c: c.optimizer.step(),
+        "zeroing": lambda c: c.ddp.zero_grad_buffer(),
+    }.items():
+        print("uses:", name, flush=True)
+        cycle = life_cycle.LifeCycle(step=step, wire=wire, overlap=False)
+        cycle.zero()
+        if name != "a backward pass":
+            cycle._forward_backward(1)
+        if name == "a step of reduced gradients":
+            cycle.ddp.finish_grad_sync()
+        masters = [master.clone() for master in making_room.list_masters(cycle.optimizer)]
+        if wire == "bf16":
+            making_room.send_gradients_away_as_verl([cycle.ddp])
+        else:
+            cycle.ddp.offload_grad_buffers()
+        with pytest.raises(StateError) as refused:
+            act(cycle)
+        said[name] = str(refused.value)
+        for master, before in zip(making_room.list_masters(cycle.optimizer), masters, strict=True):
+            assert torch.equal(master, before)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("step", "wire"), [("stock", "quantized"), ("fused", "quantized"), ("stock", "bf16")]
+)
+def test_gradients_that_are_away_are_neither_read_nor_written(step, wire):
+    """Freed by Megatron's call, or by verl's, which tells nobody."""
+    (said,) = run_ranks(1, _use_gradients, step, wire)
+    assert len(said) == 6
+    for what, message in said.items():
+        assert "expected gradient memory, got none: it is offloaded" in message, what
+        assert "restore_grad_buffers()" in message
+
+
+def _step_without_weights(step: str) -> list[str]:
+    """Step while weights of Megatron's own buffers are away, whoever sent them."""
+    life_cycle.initialize()
+    said = []
+    for send in (making_room.send_weights_away, making_room.send_away_as_verl):
+        cycle = life_cycle.LifeCycle(format="bf16", step=step, overlap=False)
+        for name, arguments in TRAIN[:-1]:
+            getattr(cycle, name)(**arguments)
+        cycle.ddp.finish_grad_sync()
+        masters = [master.clone() for master in making_room.list_masters(cycle.optimizer)]
+        send([cycle.ddp])
+        if send is making_room.send_away_as_verl:
+            making_room.bring_gradients_back_as_verl([cycle.ddp])
+        with pytest.raises(StateError) as refused:
+            cycle.optimizer.step()
+        said.append(str(refused.value))
+        for master, before in zip(making_room.list_masters(cycle.optimizer), masters, strict=True):
+            assert torch.equal(master, before)
+    return said
+
+
+@pytest.mark.parametrize("step", ["stock", "fused"])
+def test_a_step_writes_no_weights_that_are_away(step):
+    for said in run_ranks(1, _step_without_weights, step)[0]:
+        assert "expected weights to write into, got none: they are offloaded" in said
+        assert "reload_from_cpu()" in said
+
+
+# A model that is wrapped twice
+
+
+def _offload_the_old_wrapper(step: str, wire: str) -> list[str]:
+    """Wrap a trained model again, and handle the buffers of its first wrapper."""
+    life_cycle.initialize()
+    from megatron.core.distributed import DistributedDataParallel
+
+    cycle = life_cycle.LifeCycle(step=step, wire=wire, overlap=False)
+    for name, arguments in TRAIN:
+        getattr(cycle, name)(**arguments)
+    old = cycle.ddp
+    for param in cycle.params:
+        del param.main_grad
+    cycle.ddp = DistributedDataParallel(old.config, old.ddp_config, old.module)
+    cycle.optimizer = cycle.build_optimizer()
+    managed = making_room.managed_buffers([old])
+    said = []
+    acts: list[Any] = [lambda b: b.offload_to_cpu(), lambda b: b.param_data.cpu()]
+    acts += [lambda b: b.param_data.storage().resize_(0)]
+
+    def refuse_all() -> None:
+        for buffer in managed:
+            for act in acts:
+                with pytest.raises(StateError) as refused:
+                    act(buffer)
+                said.append(str(refused.value))
+
+    before = [p.detach().float() for p in cycle.params]
+    refuse_all()
+    for buffer in making_room.all_buffers([old]):  # what is its own
+        buffer.offload_to_cpu(move_params=buffer not in managed)
+    for param, values in zip(cycle.params, before, strict=True):
+        assert torch.equal(param.detach().float(), values)
+    making_room.send_weights_away([cycle.ddp])
+    refuse_all()
+    for buffer in making_room.all_buffers([cycle.ddp]):
+        buffer.reload_from_cpu(move_grads=False)
+    for param, values in zip(cycle.params, before, strict=True):
+        assert torch.equal(param.detach().float(), values)
+    return said
+
+
+@pytest.mark.parametrize(("step", "wire"), [("fused", "quantized"), ("stock", "bf16")])
+def test_buffers_of_a_first_wrapper_leave_the_weights_of_a_second_alone(step, wire):
+    """It holds gradients and other weights of its own, quantized ones no longer."""
+    (said,) = run_ranks(1, _offload_the_old_wrapper, step, wire)
+    assert len(said) >= 12
+    for message in said:
+        assert "in this bucket, got them in one of a DistributedDataParallel that was" in message
+        assert "made later for the same model" in message
+        assert "drop the others" in message

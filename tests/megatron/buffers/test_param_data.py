@@ -32,7 +32,8 @@ def planes_of(storages):
 def test_every_byte_leaves_and_comes_back(format):
     """Memory that several planes share is counted and copied once."""
     storages = storages_of(format)
-    before = [plane.clone() for plane in planes_of(storages)]
+    planes = planes_of(storages)
+    before = [plane.clone() for plane in planes]
     data = ParamData(storages)
     size = data.storage().size()
     assert size == sum({m.data_ptr(): m.nbytes() for s in storages for m in s.memories()}.values())
@@ -40,7 +41,7 @@ def test_every_byte_leaves_and_comes_back(format):
     assert on_host.storage().size() == size
     data.storage().resize_(0)
     assert data.storage().size() == 0
-    assert not any(plane.untyped_storage().nbytes() for plane in planes_of(storages))
+    assert not any(plane.untyped_storage().nbytes() for plane in planes)
     data.storage().resize_(size)
     data.copy_(on_host)
     for plane, old in zip(planes_of(storages), before, strict=True):

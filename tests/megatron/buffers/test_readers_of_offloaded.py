@@ -13,30 +13,41 @@ import torch
 
 import moe_optim
 from moe_optim.errors import StateError
-from moe_optim.formats import FORMATS, get_format
+from moe_optim.formats import FORMATS
 from moe_optim.modules.grouped_weight import GroupedWeight
 from moe_optim.modules.storage import PortableStorage
 from tests.megatron.export.test_export_weights import Setup, build, step
 from tests.support import life_cycle
 from tests.support.holders import StandInBucket
-from tests.support.making_room import managed_buffers
+from tests.support.making_room import managed_buffers, send_weights_away
 from tests.support.ranks import run_ranks
 
 pytest.importorskip("megatron.core")
 
-LAYOUTS = [("grouped", "quantized"), ("indexed", "quantized"), ("indexed", "bf16")]
+CASES = [
+    *((format, "grouped", "quantized") for format in FORMATS),
+    ("mxfp8", "indexed", "quantized"),
+    ("nvfp4", "indexed", "bf16"),
+]
+CASES += [
+    pytest.param(format, *rest, marks=pytest.mark.extended)
+    for format in FORMATS
+    for rest in (("indexed", "quantized"), ("indexed", "bf16"), ("grouped", "bf16"))
+    if (format, *rest) not in CASES
+]
 
 
 class Model:
     """One layer under DDP, after a step."""
 
-    def __init__(self, format: str, expert_layout: str, wire: str) -> None:
-        knobs = {
+    def __init__(
+        self, format: str, expert_layout: str, wire: str = "quantized", **knobs: Any
+    ) -> None:
+        knobs |= {
             "format": format,
             "expert_layout": expert_layout,
             "wire": wire,
             "layout": "stock" if wire == "bf16" else "aligned",
-            "record_amax": True,
         }
         setup = Setup(knobs=knobs, model={"num_layers": 1, "hidden_size": 64, "kv_channels": 16})
         self.chunks, self.optimizer = build(setup)
@@ -48,7 +59,7 @@ class Model:
         )
         self.linear = self.experts.linear_fc1
         self.weight: Any = self.linear.weights()[0]
-        self.storage = self.weight.quantized_storage
+        self.storage = getattr(self.weight, "quantized_storage", None)
         self.buffers = managed_buffers(self.chunks)
 
     def ones(self) -> torch.Tensor:
@@ -83,11 +94,6 @@ def _save_later(model: Model) -> Callable[[], Any]:
     return lambda: apply_factories(state)
 
 
-def _flatten(model: Model) -> Callable[[], Any]:
-    names, _ = model.weight.__tensor_flatten__()
-    return lambda: [getattr(model.weight, name) for name in names]
-
-
 def _view(model: Model) -> Callable[[], Any]:
     view = model.storage.expert(0)
     return lambda: view.dequantize()
@@ -107,6 +113,12 @@ def _backward(model: Model) -> Callable[[], Any]:
     return lambda: product.sum().backward()
 
 
+def _clip(model: Model) -> Callable[[], Any]:
+    """What a delayed weight gradient reads, long after its backward pass."""
+    wgrad = torch.ones(model.linear.shape, dtype=torch.bfloat16)
+    return lambda: model.linear.clip_wgrad(wgrad)
+
+
 READERS: dict[str, Callable[[Model], Callable[[], Any]]] = {
     "a torch function": _later(lambda m: m.weight.float()),
     "dequantize": _later(lambda m: m.weight.dequantize()),
@@ -114,7 +126,6 @@ READERS: dict[str, Callable[[Model], Callable[[], Any]]] = {
     "dequantize of an expert's view": _view,
     "dequantize of all experts": _whole,
     "the planes": _later(lambda m: m.storage.quantized),
-    "what a compiled graph is given": _flatten,
     "what masters start from": _later(lambda m: m.weight.get_high_precision_init_val()),
     "forward": _later(lambda m: m.product()),
     "backward": _backward,
@@ -151,6 +162,10 @@ READERS: dict[str, Callable[[Model], Callable[[], Any]]] = {
     "step": _later(lambda m: step(m.chunks, m.optimizer)),
 }
 """What each prepares while weights are there, and does once they are away."""
+BF16_READERS = {
+    name: READERS[name] for name in ("forward", "backward", "calibrate", "export_weights", "step")
+}
+"""Of experts that lie in Megatron's own buffers."""
 
 
 def _outcome(act: Callable[[], Any]) -> str:
@@ -159,6 +174,7 @@ def _outcome(act: Callable[[], Any]) -> str:
     except StateError as error:
         named = "they are offloaded. Call reload_from_cpu" in str(error)
         named |= "got weights on the host. Call reload_from_cpu" in str(error)
+        named |= "the weights were rewritten between forward and backward" in str(error)
         return "refused" if named else str(error)
     return "no error"
 
@@ -168,19 +184,42 @@ def _read_all(format: str, expert_layout: str, wire: str) -> dict[str, str]:
     outcomes = {}
     for name, prepare in READERS.items():
         print("reads:", name, flush=True)
-        model = Model(format, expert_layout, wire)
+        model = Model(format, expert_layout, wire, record_amax=True)
         act = prepare(model)
         for buffer in model.buffers:
             buffer.offload_to_cpu(move_grads=False)
-        described = repr((model.weight, model.linear, moe_optim.describe(model.chunks, model.optimizer).line))
-        assert get_format(format).name in described
+        described = moe_optim.describe(model.chunks, model.optimizer).line
+        assert all(format in text for text in (described, repr(model.weight), repr(model.linear)))
         outcomes[name] = _outcome(act)
     return outcomes
 
 
-@pytest.mark.parametrize(("expert_layout", "wire"), LAYOUTS)
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(("format", "expert_layout", "wire"), CASES)
 def test_weights_on_the_host_are_neither_read_nor_written(format, expert_layout, wire):
     """Each reader raises StateError that says what to call; a description reads nothing."""
     (outcomes,) = run_ranks(1, _read_all, format, expert_layout, wire)
     assert outcomes == dict.fromkeys(READERS, "refused")
+
+
+def _read_bf16(expert_layout: str, compute: str | None) -> dict[str, str]:
+    """Read bf16 experts, which lie in Megatron's own buffers with all other weights."""
+    life_cycle.initialize()
+    outcomes = {}
+    clipped = {"clip_wgrad": _clip} if compute == "int8_per_expert" else {}
+    for name, prepare in (BF16_READERS | clipped).items():
+        print("reads:", name, flush=True)
+        model = Model("bf16", expert_layout, compute=compute)
+        moe_optim.calibrate(model.chunks)
+        act = prepare(model)
+        send_weights_away(model.chunks)
+        outcomes[name] = _outcome(act)
+    return outcomes
+
+
+@pytest.mark.parametrize("expert_layout", ["grouped", "indexed"])
+@pytest.mark.parametrize("compute", [None, "mxfp8", "int8_per_expert"])
+def test_bf16_experts_on_the_host_are_neither_read_nor_written(expert_layout, compute):
+    """Nor is a quantized or fake-quantized copy made of them."""
+    (outcomes,) = run_ranks(1, _read_bf16, expert_layout, compute)
+    assert len(outcomes) >= len(BF16_READERS)
+    assert set(outcomes.values()) == {"refused"}, outcomes

@@ -1,5 +1,9 @@
 """Weights of Transformer Engine on the host and back: every tensor has its bytes again."""
 
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
 import pytest
 import torch
 
@@ -8,13 +12,18 @@ from moe_optim.formats import DIRECTIONS
 from moe_optim.megatron.buffers.offload import ParamData
 from moe_optim.megatron.te.fields import read_values
 from moe_optim.megatron.te.storage import TransformerEngineStorage
+from moe_optim.megatron.te.tensorwise import codes_and_scale
+from moe_optim.modules.storage import PortableStorage
 from tests.megatron.te.test_storage import (
     EVERY_KIND,
+    KINDS,
     assert_all_hold,
     bucket_memory,
     requantize,
 )
 from tests.support.holders import bind
+from tests.support.ranks import run_ranks
+from tests.support.te_stand_ins import Float8CurrentScalingQuantizer, Float8Tensor
 
 
 @EVERY_KIND
@@ -45,3 +54,71 @@ def test_an_offloaded_weight_holds_nothing_and_comes_back_whole(kind):
     requantize(storage, second)
     assert_all_hold(weight, second, kind.format)
     assert set(storage.storage_scales) == set(DIRECTIONS)
+
+
+READERS = {
+    "values": lambda weight, storage: read_values(weight),
+    "values of a member": lambda weight, storage: read_values(
+        getattr(weight, "quantized_tensors", [weight])[0]
+    ),
+    "planes": lambda weight, storage: storage.quantized,
+    "dequantize": lambda weight, storage: storage.dequantize("columnwise"),
+    "amax": lambda weight, storage: storage.amax,
+    "clone": lambda weight, storage: storage.clone(),
+    "requantize": lambda weight, storage: storage.write(torch.ones(storage.shape)),
+    "bytes of another": lambda weight, storage: storage.copy_bytes_from(
+        PortableStorage(storage.format, storage.shape)
+    ),
+    "scales of what came": lambda weight, storage: storage.planes_written(),
+    "tensors taken over": lambda weight, storage: storage.take_over(),
+    "initial values": lambda weight, storage: storage.renew_initial(),
+    "another bucket": lambda weight, storage: bind(storage),
+}
+
+
+def _read_all(known: bool) -> dict[str, str]:
+    said = {}
+    for (named, kind), (what, read) in product(KINDS.items(), READERS.items()):
+        weight: Any = kind.weight(kind.masters(1))
+        storage = weight.quantized_storage = TransformerEngineStorage(weight, kind.format)
+        bucket = bind(storage, bucket_memory(storage))
+        ParamData([storage]).resize_(0)
+        bucket.is_offloaded = known
+        said[f"{named}: {what}"] = _refusal(lambda: read(weight, storage))  # noqa: B023  # at once
+    return said
+
+
+def _refusal(read: Callable[[], Any]) -> str:
+    try:
+        read()
+    except StateError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["known", "unknown"])
+def test_bytes_that_are_away_are_neither_read_nor_written(known):
+    """Also where the bucket does not know of it. In a process that a read would end."""
+    (said,) = run_ranks(1, _read_all, known)
+    assert len(said) == len(KINDS) * len(READERS)
+    for what, message in said.items():
+        assert "offloaded. Call reload_from_cpu()" in message, what
+
+
+def _read_one_scale() -> dict[str, str]:
+    said = {}
+    for field, read in product(("_data", "_transpose"), (read_values, codes_and_scale)):
+        weight = Float8Tensor(torch.ones(16, 16), Float8CurrentScalingQuantizer())
+        weight._transpose = weight._data.t().contiguous()
+        read(weight)
+        getattr(weight, field).untyped_storage().resize_(0)
+        said[f"{field}: {read.__name__}"] = _refusal(lambda: read(weight))  # noqa: B023  # at once
+    return said
+
+
+def test_weights_with_one_scale_that_are_away_are_not_read():
+    """They lie in Megatron's own buffers, which free memory without a word."""
+    (said,) = run_ranks(1, _read_one_scale)
+    assert len(said) == 4
+    for what, message in said.items():
+        assert "offloaded. Call reload_from_cpu()" in message, what
