@@ -38,7 +38,7 @@ class Page:
 
     def __init__(self) -> None:
         self.generation = 0
-        self._objects: tuple[object, ...] = ()
+        self._objects: Sequence[object] = ()
         self._values: list[object] = []
 
     def compare(self, objects: Sequence[object], values: list[object]) -> int:
@@ -50,7 +50,7 @@ class Page:
         """
         same = len(objects) == len(self._objects) and values == self._values
         if not same or any(map(is_not, objects, self._objects)) or not self.generation:
-            self._objects, self._values = tuple(objects), values
+            self._objects, self._values = objects, values
             self.generation += 1
         return self.generation
 
