@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_optim import ops
-from moe_optim.formats import FORMATS, MXFP8, NVFP4
+from moe_optim.formats import FORMATS, FP8_BLOCK, MXFP8, NVFP4
 from moe_optim.kernels.launch_table import HYPER_FIELDS
 from moe_optim.kernels.member_table import MemberTable
 from moe_optim.kernels.steps import staging
@@ -103,6 +103,52 @@ def test_groups_have_hyper_parameters_and_norms_have_clip_factors():
         alone.step([gradient])
         assert_bytes_equal(got, alone.states(0)[0], what=f"group {group}, norm {norm}")
     assert len({tuple(got.tolist()) for got in masters}) == len(pairs)
+
+
+CUTS_OF_THE_LAST_BAND = {
+    "at its first element": 200 * 40 + 128 * 40,
+    "in its first row": 128 * 40 + 5,
+    "at its second row": 129 * 40,
+    "in its middle": 200 * 40 + 163 * 40 + 39,
+    "in its last row": 199 * 40 + 1,
+    "at its last element": 200 * 40 - 1,
+}
+
+
+@pytest.mark.parametrize("cut", CUTS_OF_THE_LAST_BAND.values(), ids=CUTS_OF_THE_LAST_BAND)
+def test_ranks_share_a_last_band_that_is_lower_than_its_blocks(cut):
+    """Of 200 rows the last 72 have square blocks of 128 that go on below the weight."""
+    master = wide_range_weights(2, 200, 40, seed=cut)
+    weight = Weight(master=master, format=FP8_BLOCK, bounds=(cut,))
+    run = Stepping([weight])
+    for seed in (1, 2):
+        run.step([wide_range_weights(2, 200, 40, seed=seed)])
+        run.assert_equal_to_the_whole()
+    bands = [table.members.exchanges[0].bands for table in run.tables]
+    is_shared = cut % (200 * 40) != 128 * 40
+    assert bands == [{(cut // (200 * 40), 128): 0} if is_shared else {}] * 2
+
+
+def test_a_clip_factor_of_zero_is_a_step_without_gradients():
+    """Masters decay and moments shrink: it is another thing than a step that is not taken."""
+    masters = [wide_range_weights(1, 32, 64), wide_range_weights(500, seed=3)]
+    weights = [Weight(master=masters[0], format=MXFP8), Weight(master=masters[1])]
+    gradients = [wide_range_weights(*one.master.shape, seed=9) for one in weights]
+    runs = {clip: Stepping(weights, clips=(clip,)) for clip in (0.0, 1.0, -1.0)}
+    for run in runs.values():  # moments of an ordinary step
+        run.clips.fill_(1.0)
+        run.step(gradients)
+    before = [[one.clone() for one in runs[-1.0].states(index)] for index in range(2)]
+    for clip, run in runs.items():
+        run.clips.fill_(clip)
+        run.step(gradients if clip < 1 else [torch.zeros_like(one) for one in gradients])
+        run.assert_weights_follow()
+    for index in range(2):
+        states = [run.states(index) for run in runs.values()]
+        for zero, none, below, old in zip(*states, before[index], strict=True):
+            assert_values_equal(zero, none)
+            assert_bytes_equal(below, old)
+            assert not torch.equal(zero, old)
 
 
 @EVERY_FORMAT

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from moe_optim import ops, reference
-from moe_optim.formats import DIRECTIONS, FORMATS, QuantizedWeight
+from moe_optim.formats import DIRECTIONS, FORMATS, FP8_BLOCK, MXFP8, NVFP4, QuantizedWeight
 from moe_optim.kernels.member_table import MemberTable, TableEntry
 from moe_optim.layout.partition import infer_partition
-from tests.support.bytes import assert_bytes_equal
+from tests.support.bytes import assert_bytes_equal, assert_values_equal
 from tests.support.inputs import SENTINEL, poisoned, wide_range_weights, with_specials
 from tests.support.stepping import Stepping, Weight, gradients_of
 
@@ -205,6 +205,84 @@ def test_steps_are_the_references(format, gradients, moments, decoupled, cut, la
         run.step(gradients_of(weights, seed))
         run.assert_equal_to_the_whole()
     assert launches
+
+
+@pytest.mark.parametrize("cut", [128 * 40 + 5, 163 * 40 + 39, 199 * 40 + 1])
+def test_ranks_share_a_last_band_that_is_lower_than_its_blocks(cut, launches):
+    """Of 200 rows the last 72, cut in the first, in the middle and in the last of them."""
+    weight = Weight(master=values_of((1, 200, 40), 4), format=FP8_BLOCK, bounds=(cut,))
+    run = Stepping([weight])
+    assert not any(table.remainder for table in run.tables)
+    run.step(gradients_of([weight], 7))
+    run.assert_equal_to_the_whole()
+    assert launches
+
+
+def test_a_clip_factor_of_zero_is_a_step_without_gradients(launches):
+    """In flat ranges and in whole blocks; below zero nothing moves."""
+    weights = [
+        Weight(master=values_of((1, 32, 64), 4), format=MXFP8),
+        Weight(master=values_of((70,), 5)),
+    ]
+    gradients = [wide_range_weights(*one.master.shape, seed=9) for one in weights]
+    runs = {clip: Stepping(weights, clips=(clip,)) for clip in (0.0, 1.0, -1.0)}
+    for run in runs.values():
+        run.clips.fill_(1.0)
+        run.step(gradients)
+    before = [[one.clone() for one in runs[-1.0].states(index)] for index in range(2)]
+    for clip, run in runs.items():
+        run.clips.fill_(clip)
+        run.step(gradients if clip < 1 else [torch.zeros_like(one) for one in gradients])
+        run.assert_weights_follow()
+    for index in range(2):
+        states = [run.states(index) for run in runs.values()]
+        for zero, none, below, old in zip(*states, before[index], strict=True):
+            assert_values_equal(zero, none)
+            assert_bytes_equal(below, old)
+            assert not torch.equal(zero, old)
+    assert launches
+
+
+SLOTS = [0, 1, 31, 62, 63]
+
+
+def _amax_from(slot):
+    """Return what is encoded of a cut expert whose largest magnitude lies in one of its slots."""
+    master = wide_range_weights(1, 32, 64).clamp(-2, 2)
+    target = QuantizedWeight.empty(NVFP4, (1, 32, 64))
+    for plane in target.planes().values():
+        plane.view(torch.uint8).zero_()
+    entry = TableEntry(parameter="fc1", source=master.flatten()[:1024], target=target, cuts=(1024,))
+    table = MemberTable.build([entry])
+    ops.partial_amax(table)
+    (first,) = table.exchanges[0].experts.values()
+    table.exchange[first + slot] = 300.0
+    ops.encode(table)
+    whole = master.clone()
+    whole[0, 31, 63] = 300.0  # in a block of the other rank
+    expected = reference.quantize(whole, NVFP4)
+    return target, expected
+
+
+@pytest.mark.parametrize("slot", SLOTS)
+def test_the_amax_of_a_cut_expert_is_the_largest_of_all_its_slots(slot, launches):
+    """Whichever rank and program has found it."""
+    _assert_encoded_with(*_amax_from(slot))
+    assert launches
+
+
+@pytest.mark.parametrize("slot", SLOTS)
+def test_the_reference_reads_all_slots_as_kernels_fill_them(slot):
+    _assert_encoded_with(*_amax_from(slot))
+
+
+def _assert_encoded_with(target, expected):
+    assert target.global_amax.tolist() == [300.0]
+    half = slice(0, 16)  # the rows of this rank
+    for name in ("rowwise_data", "rowwise_scale"):
+        plane, want = getattr(target, name), getattr(expected, name)
+        rows = slice(0, plane.shape[1] // 2) if name == "rowwise_scale" else half
+        assert_bytes_equal(plane[:, rows], want[:, rows], what=name)
 
 
 def test_operations_load_without_triton():
