@@ -6,21 +6,20 @@ where something was exchanged, moved, or regrouped. There are thousands of tenso
 are compared in loops of C.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from operator import attrgetter, call, is_not, itemgetter
 from typing import Any
 from weakref import ref
 
 from torch import Tensor
-from torch.nn import Parameter
 
 from moe_optim.errors import StateError
 from moe_optim.megatron.optimizer.adam import MOMENTS
+from moe_optim.megatron.optimizer.owned import flat_masters, flat_params, gradients_of
 from moe_optim.places import addresses_of
 
-_MAIN_GRAD, _PARAM_DATA = attrgetter("main_grad"), attrgetter("param_data")
-_ATTRIBUTES = attrgetter("__dict__")
+_PARAM_DATA, _ATTRIBUTES = attrgetter("param_data"), attrgetter("__dict__")
 _PARAMS, _MOMENTS = itemgetter("params"), itemgetter(*MOMENTS)
 OF_NORMS = (
     *("shared", "tensor_model_parallel", "allreduce", "is_gtp_weight_remat"),
@@ -127,26 +126,6 @@ class AddressBook:
         if not same or any(map(is_not, moments, map(call, self._moments))):
             self._moments = list(map(ref, moments))
             self._exchanges += 1
-
-
-def flat_params(optimizer: Any) -> list[Parameter]:
-    """Return every parameter of which this rank owns a part."""
-    groups = chain(optimizer.model_float16_groups, optimizer.model_fp32_groups)
-    return list(chain.from_iterable(groups))
-
-
-def flat_masters(optimizer: Any) -> list[Tensor]:
-    """Return the masters of :func:`flat_params`, in their order."""
-    groups = chain(optimizer.shard_fp32_from_float16_groups, optimizer.shard_fp32_groups)
-    return list(chain.from_iterable(groups))
-
-
-def gradients_of(params: Iterable[Any]) -> list[Tensor | None]:
-    """Return the ``main_grad`` of each parameter; None where it has none."""
-    try:
-        return list(map(_MAIN_GRAD, params))
-    except AttributeError:
-        return [getattr(param, "main_grad", None) for param in params]
 
 
 def find_moments(inner: Any) -> list[Tensor]:

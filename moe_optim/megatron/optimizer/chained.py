@@ -20,20 +20,17 @@ from moe_optim.megatron.checkpoint.param_groups import states_by_part
 from moe_optim.megatron.experts.module import first_experts
 from moe_optim.megatron.health.monitor import HealthMonitor
 from moe_optim.megatron.optimizer.adam import MOMENTS
-from moe_optim.megatron.optimizer.fused import (
+from moe_optim.megatron.optimizer.fused import nothing_found, runs_on_kernels, why_not_fused
+from moe_optim.megatron.optimizer.graphed import GraphedStep
+from moe_optim.megatron.optimizer.norms import (
     NORMS,
     as_megatron_returns,
     clip_factors,
-    gradient_of,
     is_too_large,
     norms_of,
-    nothing_found,
-    owned_masters,
     reduced_over_ranks,
-    runs_on_kernels,
-    why_not_fused,
 )
-from moe_optim.megatron.optimizer.graphed import GraphedStep
+from moe_optim.megatron.optimizer.owned import gradient_of, owned_masters
 from moe_optim.megatron.optimizer.step_hooks import has_pre_hooks
 from moe_optim.megatron.weights.names import global_parameter_names
 

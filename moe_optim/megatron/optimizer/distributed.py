@@ -21,14 +21,26 @@ from moe_optim.megatron.buffers.managed_bucket import ManagedBucket
 from moe_optim.megatron.buffers.states import Event, Weights
 from moe_optim.megatron.checkpoint.model_values import model_values_for
 from moe_optim.megatron.checkpoint.param_groups import with_groups_of_adam
-from moe_optim.megatron.optimizer.address_book import Page, flat_masters, flat_params
+from moe_optim.megatron.optimizer.address_book import Page
 from moe_optim.megatron.optimizer.chained import check_masters
 from moe_optim.megatron.optimizer.checkpointed import CheckpointedOptimizer
 from moe_optim.megatron.optimizer.description import describe
-from moe_optim.megatron.optimizer.fused import FusedUpdate, owned_masters, weight_of
+from moe_optim.megatron.optimizer.fused import FusedUpdate
 from moe_optim.megatron.optimizer.host_states import HostStates
 from moe_optim.megatron.optimizer.initial_values import keep_loaded_values, renew_initial_values
-from moe_optim.megatron.optimizer.step_hooks import OwnStep, has_hooks, hooked
+from moe_optim.megatron.optimizer.owned import (
+    flat_masters,
+    flat_params,
+    owned_masters,
+    weight_of,
+)
+from moe_optim.megatron.optimizer.step_hooks import (
+    OwnStep,
+    has_hooks,
+    hooked,
+    require_shown,
+    showing_gradients,
+)
 from moe_optim.megatron.weights.managed import is_left_to_megatron, is_managed, storage_of
 from moe_optim.modules.grouped_linear import GroupedLinear
 from moe_optim.modules.grouped_weight import GroupedWeight
@@ -278,8 +290,8 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
 
     def _update_hooked(self, clips: Tensor) -> None:
         """Step masters between the hooks of Adam, which may move or write what they like."""
-        with self.update.showing_gradients(clips) as remaining, self.hooks():
-            self.update.require_shown()
+        with showing_gradients(self, clips) as remaining, self.hooks():
+            require_shown(self)
             self.plan_update()
             self.update.step(remaining)
 

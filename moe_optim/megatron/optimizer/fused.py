@@ -7,24 +7,16 @@ where Megatron keeps them, so that checkpoints of either kind of step load in th
 """
 
 import logging
-import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from megatron.core.optimizer import clip_grads
-from megatron.core.optimizer.optimizer import (
-    SEPARATE_GRAD_NORM_GROUPS,
-    _get_param_grad_norm_group,
-)
 from megatron.core.tensor_parallel import (
     param_is_not_gtp_duplicate,
     param_is_not_tensor_parallel_duplicate,
 )
 from megatron.core.transformer.module import param_is_not_shared
-from megatron.core.utils import log_single_rank
 from torch import Tensor
 
 from moe_optim import ops
@@ -35,23 +27,20 @@ from moe_optim.kernels.norm import Gradients, NormTable
 from moe_optim.kernels.steps.table import AdamState, StepTable
 from moe_optim.megatron.buffers.managed_bucket import ManagedBucket
 from moe_optim.megatron.optimizer.adam import MOMENTS, GroupStepAdam
-from moe_optim.megatron.optimizer.address_book import (
-    AddressBook,
+from moe_optim.megatron.optimizer.address_book import AddressBook, is_decoupled
+from moe_optim.megatron.optimizer.norms import NORMS, norm_of
+from moe_optim.megatron.optimizer.owned import (
     flat_masters,
-    flat_params,
-    is_decoupled,
+    gradient_of,
+    owned_masters,
+    weight_of,
 )
-from moe_optim.megatron.optimizer.step_hooks import has_pre_hooks
 from moe_optim.megatron.planning import settings_of_stocks_step
 from moe_optim.megatron.te.tensorwise import TensorwiseCast, can_cast
-from moe_optim.megatron.weights.managed import is_left_to_megatron, is_managed
 from moe_optim.megatron.weights.names import parameter_names
 from moe_optim.reference.adam import Hyper
 
 logger = logging.getLogger(__name__)
-
-NORMS = (None, *sorted(SEPARATE_GRAD_NORM_GROUPS))
-"""What gradients count in: the main norm, and those that Megatron keeps apart."""
 
 
 class FusedUpdate:
@@ -100,7 +89,7 @@ class FusedUpdate:
         optimizer = self._optimizer
         sharing = {name: getattr(optimizer, name, None) for name in ("tp_group", "expert_tp_group")}
         counted = [
-            Gradients(gradient_of(optimizer, param), _norm_of(master))
+            Gradients(gradient_of(optimizer, param), norm_of(master))
             for param, master in owned_masters(optimizer)
             if param_is_not_shared(master)
             and param_is_not_tensor_parallel_duplicate(master, **sharing)
@@ -164,56 +153,6 @@ class FusedUpdate:
     def _count(self, steps: int) -> None:
         for group in self._optimizer.optimizer.param_groups:
             group["step"] = _steps_of(group) + steps
-
-    @contextmanager
-    def showing_gradients(self, clips: Tensor) -> Iterator[Tensor]:
-        """Give each master its gradient as ``grad`` in a block, clipped, if hooks are to see it.
-
-        They are those of the parameters, where they lie: what pre-hooks change of them is stepped.
-
-        Args:
-            clips: as of :meth:`launch`.
-
-        Returns:
-            What gradients are still to be multiplied by.
-
-        Raises:
-            StateError: pre-hooks are to see gradients that are not in fp32.
-        """
-        if not has_pre_hooks(self._optimizer.optimizer):
-            yield clips
-            return
-        masters = flat_masters(self._optimizer)
-        gradients = [gradient_of(self._optimizer, p) for p in flat_params(self._optimizer)]
-        if others := {gradient.dtype for gradient in gradients} - {torch.float32}:
-            raise StateError(
-                "optimizer step: expected gradients in fp32 for step pre-hooks, which may change "
-                f"them, got {others.pop()}. Remove the hooks, reduce gradients in fp32, or set "
-                "step: stock."
-            )
-        for master, gradient in zip(masters, gradients, strict=True):
-            master.grad = gradient.mul_(clips[_norm_of(master)])
-        try:
-            yield torch.ones_like(clips)
-        finally:
-            for master in masters:
-                master.grad = None
-
-    def require_shown(self) -> None:
-        """Check that pre-hooks have left ``grad`` where :meth:`showing_gradients` has put it.
-
-        Raises:
-            StateError: they have not.
-        """
-        if not has_pre_hooks(self._optimizer.optimizer):
-            return
-        for param, master in owned_masters(self._optimizer):
-            shown = gradient_of(self._optimizer, param)
-            if master.grad is None or master.grad.data_ptr() != shown.data_ptr():
-                raise StateError(
-                    "optimizer step: expected step pre-hooks to change gradients in place, got a "
-                    "master with another grad, or none. Write into it, or set step: stock."
-                )
 
     def step(self, clips: Tensor) -> None:
         """Take a step that has been planned, with the hyper-parameters of now, and count it.
@@ -305,7 +244,7 @@ class FusedUpdate:
                     exp_avg=exp_avg,
                     exp_avg_sq=exp_avg_sq,
                     group=group_of[master],
-                    norm=_norm_of(master),
+                    norm=norm_of(master),
                     weight=weight_of(optimizer, param, master),
                     on_host=optimizer.host_states.on_host(master),
                 )
@@ -418,97 +357,6 @@ def this_device() -> torch.device:
     ).device  # on a CPU that is no number
 
 
-def reduced_over_ranks(of_parts: Sequence[Tensor], groups: Sequence[dist.ProcessGroup]) -> Tensor:
-    """Return the sum over all optimizers and all ranks. Every rank must call it.
-
-    Args:
-        of_parts: what this rank has found for each optimizer, of one shape; they may be reduced.
-        groups: ranks that share all optimizers, or those that share each of them.
-    """
-    if len(groups) == 1:
-        of_parts = [torch.stack(list(of_parts)).sum(0)]
-    for found, group in zip(of_parts, groups, strict=True):
-        dist.all_reduce(found, group=group)
-    return torch.stack(list(of_parts)).sum(0)
-
-
-def norms_of(squares: Tensor, config: Any) -> Tensor:
-    """Return the roots of sums of squares, fp32: Inf where fp32 cannot hold the sum, as Megatron's.
-
-    A gradient that is stepped then has a square that second moments can hold, whatever is clipped:
-    they are means of such squares. The bound is that of bf16 where second moments are in bf16.
-
-    Args:
-        squares: [n] fp64.
-        config: Megatron's ``OptimizerConfig``.
-    """
-    is_narrow = config.use_precision_aware_optimizer
-    held_in = config.exp_avg_sq_dtype if is_narrow else torch.float32
-    return squares.where(squares <= torch.finfo(held_in).max, squares * torch.inf).sqrt().float()
-
-
-def clip_factors(norms: Tensor, clip_grad: float, clipped: Sequence[bool] = ()) -> Tensor:
-    """Return what gradients are multiplied by: as Megatron has it, and 1 where nothing is clipped.
-
-    Args:
-        norms: [n] fp32.
-        clip_grad: the largest norm that stays as it is; 0 clips nothing.
-        clipped: of each norm, whether Megatron clips by it; empty for all.
-    """
-    if clip_grad <= 0.0:
-        return torch.ones_like(norms)
-    factors = (clip_grad / (norms + 1.0e-6)).clamp_max_(1.0)
-    for index, is_clipped in enumerate(clipped):
-        if not is_clipped:
-            factors[index] = 1.0
-    return factors
-
-
-def as_megatron_returns(norm: Tensor) -> Any:
-    """Return a norm, fp32 [1], as a tensor where Megatron's own is one, else as a number."""
-    return norm if clip_grads.multi_tensor_scale_tensor_impl is not None else norm.item()
-
-
-def owned_masters(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
-    """Yield every parameter of which this rank owns a part, and its master."""
-    yield from zip(flat_params(optimizer), flat_masters(optimizer), strict=True)
-
-
-def gradient_of(optimizer: Any, param: Any) -> Tensor:
-    """Return what this rank owns of a gradient, where it lies."""
-    owned = optimizer._get_model_param_range_map(param)["param"]
-    whole: Tensor | None = getattr(param, "main_grad", None)
-    if whole is None or whole.numel() != param.numel():
-        name = parameter_names(optimizer.model_chunks).get(param, "a parameter")
-        found = "none" if whole is None else f"{list(whole.shape)}"
-        raise StateError(
-            f"optimizer step: {name}: expected main_grad of {param.numel()} elements, got {found}. "
-            "Give it back the tensor that DistributedDataParallel had put there."
-        )
-    gradient = whole.view(-1)[owned.start : owned.end]
-    if not gradient.untyped_storage().size():
-        raise StateError(
-            "optimizer step: expected gradient memory, got none: it is offloaded. Call "
-            "restore_grad_buffers() on the DDP module before optimizer.step()."
-        )
-    return gradient
-
-
-def weight_of(optimizer: Any, param: Any, master: Tensor) -> Tensor | None:
-    """Return where this rank writes its part of a weight, in the dtype of the weight.
-
-    Returns:
-        A view; None where the master lies there, and of quantized weights.
-    """
-    if is_managed(param) or is_left_to_megatron(param):
-        return None
-    place = optimizer._get_model_param_range_map(param)["gbuf_world_in_bucket"]
-    buffer, _, bucket = optimizer.model_param_gbuf_map[param]
-    weights = optimizer.buffers[buffer].buckets[bucket].param_data.view(-1)
-    weight: Tensor = weights[place.start : place.end]
-    return None if weight.data_ptr() == master.data_ptr() else weight
-
-
 def _watched_of(table: StepTable) -> list[Tensor]:
     """Return tensors that tell whether a table has to be built anew, beside the address book.
 
@@ -526,11 +374,6 @@ def _watched_of(table: StepTable) -> list[Tensor]:
     return [*masters, *of_each_memory.values()]
 
 
-def _norm_of(master: Tensor) -> int:
-    group = _get_param_grad_norm_group(master)
-    return NORMS.index(group) if group in NORMS else 0
-
-
 def _steps_of(group: dict[str, Any]) -> int:
     return int(group.get("step", 0))
 
@@ -544,12 +387,3 @@ def _hyper_of(group: dict[str, Any], *, step: int) -> Hyper:
         step=step,
         bias_correction=bool(group.get("bias_correction", True)),
     )
-
-
-def is_too_large(norm: float, threshold: float) -> bool:
-    """Return whether a norm is too large for a step to be taken, and say so on one rank."""
-    if not (math.isfinite(threshold) and norm > threshold):
-        return False
-    message = f"moe_optim: step skipped, its gradient norm {norm} is above the threshold"
-    log_single_rank(logger, logging.INFO, message)
-    return True

@@ -16,12 +16,12 @@ from megatron.core.full_cuda_graph import get_shared_capture_stream
 from megatron.core.utils import log_single_rank
 
 from moe_optim.errors import NonFiniteError, StateError
-from moe_optim.megatron.optimizer.fused import (
+from moe_optim.megatron.optimizer.fused import this_device
+from moe_optim.megatron.optimizer.norms import (
     NORMS,
     as_megatron_returns,
     clip_factors,
     norms_of,
-    this_device,
 )
 from moe_optim.megatron.optimizer.step_hooks import has_pre_hooks
 

@@ -9,9 +9,18 @@ from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.optim import optimizer as torch_optimizer
 
 from moe_optim.errors import StateError
+from moe_optim.megatron.optimizer.norms import norm_of
+from moe_optim.megatron.optimizer.owned import (
+    flat_masters,
+    flat_params,
+    gradient_of,
+    owned_masters,
+)
 
 
 def has_pre_hooks(inner: Any) -> bool:
@@ -50,6 +59,62 @@ def hooked(inner: Any) -> Iterator[None]:
 def _hooks(inner: Any, when: str) -> dict[int, Callable[..., Any]]:
     found: dict[int, Callable[..., Any]] = getattr(inner, f"_optimizer_step_{when}_hooks", {})
     return found
+
+
+@contextmanager
+def showing_gradients(optimizer: Any, clips: Tensor) -> Iterator[Tensor]:
+    """Give each master its gradient as ``grad`` in a block, clipped, if hooks are to see it.
+
+    They are those of the parameters, where they lie: what pre-hooks change of them is stepped.
+
+    Args:
+        optimizer: a ``GroupedDistributedOptimizer``.
+        clips: [len(NORMS)] fp32 on the device: what gradients are multiplied by.
+
+    Returns:
+        What gradients are still to be multiplied by.
+
+    Raises:
+        StateError: pre-hooks are to see gradients that are not in fp32.
+    """
+    if not has_pre_hooks(optimizer.optimizer):
+        yield clips
+        return
+    masters = flat_masters(optimizer)
+    gradients = [gradient_of(optimizer, param) for param in flat_params(optimizer)]
+    if others := {gradient.dtype for gradient in gradients} - {torch.float32}:
+        raise StateError(
+            "optimizer step: expected gradients in fp32 for step pre-hooks, which may change "
+            f"them, got {others.pop()}. Remove the hooks, reduce gradients in fp32, or set "
+            "step: stock."
+        )
+    for master, gradient in zip(masters, gradients, strict=True):
+        master.grad = gradient.mul_(clips[norm_of(master)])
+    try:
+        yield torch.ones_like(clips)
+    finally:
+        for master in masters:
+            master.grad = None
+
+
+def require_shown(optimizer: Any) -> None:
+    """Check that pre-hooks have left ``grad`` where :func:`showing_gradients` has put it.
+
+    Args:
+        optimizer: a ``GroupedDistributedOptimizer``.
+
+    Raises:
+        StateError: they have not.
+    """
+    if not has_pre_hooks(optimizer.optimizer):
+        return
+    for param, master in owned_masters(optimizer):
+        shown = gradient_of(optimizer, param)
+        if master.grad is None or master.grad.data_ptr() != shown.data_ptr():
+            raise StateError(
+                "optimizer step: expected step pre-hooks to change gradients in place, got a "
+                "master with another grad, or none. Write into it, or set step: stock."
+            )
 
 
 class OwnStep:

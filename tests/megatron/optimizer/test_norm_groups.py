@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_optim.megatron.optimizer.fused import clip_factors, reduced_over_ranks
+from moe_optim.megatron.optimizer.norms import clip_factors, reduced_over_ranks
 from tests.megatron.optimizer.test_read_anew import DENSE, LAST
 from tests.support import life_cycle
 from tests.support.ranks import run_ranks

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from moe_optim.errors import NonFiniteError
 from moe_optim.megatron.optimizer.adam import MOMENTS
-from moe_optim.megatron.optimizer.fused import norms_of
+from moe_optim.megatron.optimizer.norms import norms_of
 from moe_optim.reference.adam import Hyper, step_into
 from tests.megatron.optimizer.test_nonfinite import _snapshot
 from tests.megatron.optimizer.test_read_anew import DENSE, LAST, _after_two_steps, _part_of
