@@ -9,7 +9,7 @@ from moe_optim.errors import ConfigError, LayoutError
 from moe_optim.expert_keys.layouts import KeyLayout, KeyPattern, get_layout
 from moe_optim.export.conventions import Convention
 from moe_optim.formats import QuantizedWeight
-from moe_optim.reference.nvfp4 import global_encode_scale
+from moe_optim.reference.nvfp4 import decoding_amax, global_encode_scale
 
 EXPORT_LAYOUTS = ("hf_per_expert", "sequential")
 """Key layouts with a tensor for each expert, rows first: no rank has more to give."""
@@ -174,5 +174,6 @@ def _global_scales(quantized: QuantizedWeight, convention: Convention) -> Tensor
     assert amax is not None, "formats with a global scale have an amax"
     if convention.divides:
         return global_encode_scale(amax.view(-1, 1))
+    amax = decoding_amax(amax.view(-1))
     # Not `amax / 2688`, which torch may compute as a product with a rounded reciprocal
-    return torch.div(amax.view(-1), torch.full_like(amax.view(-1), _NVFP4_UNIT))
+    return torch.div(amax, torch.full_like(amax, _NVFP4_UNIT))

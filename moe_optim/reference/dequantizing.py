@@ -20,6 +20,7 @@ from moe_optim.reference.blocks import SLAB_NUMEL, transpose_into
 from moe_optim.reference.codes.e2m1 import decode_e2m1
 from moe_optim.reference.codes.e4m3 import decode_e4m3
 from moe_optim.reference.codes.e8m0 import decode_e8m0
+from moe_optim.reference.nvfp4 import decoding_amax
 
 _NVFP4_UNIT = 1.0 / (6.0 * 448.0)
 
@@ -30,7 +31,8 @@ def dequantize(q: QuantizedWeight, direction: Direction = "rowwise") -> Tensor:
     Exact for E4M3 data, whose scales are powers of two, unless a magnitude reaches 2^128, which
     gives Inf (weights from 2^128 - 2^123 on round up to there). NVFP4 values are
     ``element * ((block scale * global amax) * fl(1/2688))``, each product rounded to fp32, as TE's
-    dequantization computes them.
+    dequantization computes them. An amax below 2688 / FLT_MAX, 1.3 * 2^-117, counts as that much,
+    as it does in the scale that encoded the weight; TE's dequantization gives less.
 
     Args:
         q: planes; left alone.
@@ -164,7 +166,7 @@ def _scale_values(
         return scale
     if global_amax is None:
         raise LayoutError(f"dequantize: {format.name} needs global_amax [{len(scale)}], got None.")
-    return (decode_e4m3(scale) * global_amax.view(-1, 1, 1)) * _NVFP4_UNIT
+    return (decode_e4m3(scale) * decoding_amax(global_amax).view(-1, 1, 1)) * _NVFP4_UNIT
 
 
 def _expand(

@@ -12,6 +12,7 @@ from moe_optim.reference.blocks import as_magnitude, magnitude_bits
 from moe_optim.reference.codes.e4m3 import decode_e4m3
 from moe_optim.reference.codes.e8m0 import decode_e8m0
 from moe_optim.reference.dequantizing import dequantize
+from moe_optim.reference.nvfp4 import decoding_amax
 
 
 @torch.no_grad()
@@ -83,7 +84,7 @@ def _limits(q: QuantizedWeight) -> Tensor:
     """
     scale = q.rowwise_scale[0]
     if q.global_amax is not None:
-        limit = (decode_e4m3(scale) / 256.0) * q.global_amax
+        limit = (decode_e4m3(scale) / 256.0) * decoding_amax(q.global_amax)
     elif q.format.scale_encoding == "e8m0":
         limit = decode_e8m0(scale).float() * q.format.data_max
     else:

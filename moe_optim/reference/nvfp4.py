@@ -19,6 +19,8 @@ BLOCK = 16
 FP32_MAX = torch.finfo(torch.float32).max
 FP32_TINY = torch.finfo(torch.float32).tiny
 SCALE_MAX = 448.0
+SMALLEST_DECODING_AMAX = SCALE_MAX * NVFP4.data_max * 2.0**-128
+"""Of experts with a smaller amax the encode scale is FLT_MAX, as if this were their amax."""
 
 
 def quantize_into(master: Tensor, out: QuantizedWeight) -> None:
@@ -61,6 +63,18 @@ def global_encode_scale(global_amax: Tensor) -> Tensor:
     # Not `2688 / amax`, which torch computes as a product with a rounded reciprocal.
     scale = torch.div(torch.full_like(amax, SCALE_MAX * NVFP4.data_max), amax).clamp(max=FP32_MAX)
     return scale.masked_fill((global_amax == 0) | global_amax.isinf(), 1.0)
+
+
+def decoding_amax(global_amax: Tensor) -> Tensor:
+    """Return the amax whose 2688th part undoes :func:`global_encode_scale`; Inf stays Inf.
+
+    Transformer Engine decodes by the amax itself, so that what its own products and its
+    dequantization make of experts below ``SMALLEST_DECODING_AMAX`` is too small.
+
+    Args:
+        global_amax: fp32 of any shape, not negative.
+    """
+    return global_amax.clamp(min=SMALLEST_DECODING_AMAX)
 
 
 def block_scale(block_amax: Tensor, global_encode: Tensor) -> Tensor:

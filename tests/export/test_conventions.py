@@ -202,6 +202,20 @@ def test_the_global_scale_of_modelopt_gives_the_bits_of_training_for_every_amax(
     }
 
 
+@pytest.mark.parametrize("name", ["modelopt", "compressed_tensors"])
+@pytest.mark.parametrize("exponent", [-126, -125, -120, -118, -117, -116, -115])
+def test_engines_get_tiny_experts_as_they_were_encoded(name, exponent):
+    """Powers of two: what modelopt multiplies by is exact, and so is what others divide by.
+
+    From 2^-117 down, 2688 / amax is more than fp32 holds.
+    """
+    weight = torch.full((1, 32, 32), 2.0**exponent)
+    weight[0, :, 16:] *= 0.5
+    quantized = ops.quantize(weight, NVFP4)
+    (whole,) = export_experts(quantized, find_convention(NVFP4, name))[0]
+    assert_bytes_equal(serving.dequantize(whole), ops.dequantize(quantized)[0])
+
+
 def test_an_expert_of_zeros_has_finite_scales_and_gives_zeros():
     quantized = ops.quantize(torch.zeros(1, 32, 32), NVFP4)
     for name in ("modelopt", "compressed_tensors"):

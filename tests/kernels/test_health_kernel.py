@@ -5,7 +5,7 @@ import torch
 
 from moe_optim import ops
 from moe_optim.errors import LayoutError
-from moe_optim.formats import FORMATS, MXFP8, QuantizedWeight
+from moe_optim.formats import FORMATS, MXFP8, NVFP4, QuantizedWeight
 from moe_optim.health import Sum
 from moe_optim.kernels.health import HealthEntry, HealthTable
 from moe_optim.kernels.health import table as table_module
@@ -49,6 +49,12 @@ def test_what_the_kernel_finds_is_plain_torchs(cuts, shard, format, launches):
     assert launches == 2 * [*whole_and_cut * ["measure_kernel"], "add_parts_kernel"]
     want = measure(format, masters, cuts=cuts, shard=shard, backend="reference")
     assert_same_health(got, want, f"{format.name}, shard {shard}")
+
+
+def test_the_kernel_finds_of_experts_whose_encode_scale_overflows_what_plain_torch_does(launches):
+    masters = [master * 2.0**-122 for master in masters_of(NVFP4)]
+    got = measure(NVFP4, masters)
+    assert_same_health(got, measure(NVFP4, masters, backend="reference"), "tiny experts")
 
 
 @pytest.mark.parametrize("start", [0, 4, 300_000, 300_002])

@@ -81,6 +81,40 @@ def test_nvfp4_every_byte_at_every_scale(direction, amax):
     assert_values_equal(fast(q, direction), dequantize(q, direction).bfloat16())
 
 
+TINY_EXPERTS = [pytest.param(2.0**-n, id=f"2^-{n}") for n in range(100, 127)]
+"""Amaxes of experts. Below 2688 / FLT_MAX, 1.3 * 2^-117, the encode scale is FLT_MAX for all."""
+
+
+@every_direction
+@pytest.mark.parametrize("amax", TINY_EXPERTS)
+def test_nvfp4_of_tiny_experts_is_decoded_by_the_scale_that_encoded_it(direction, amax):
+    """element * block scale / S_enc in fp64, with S_enc = min(2688 / G, FLT_MAX)."""
+    master = wide_range_weights(1, 32, 64, exponents=(-6, 0)).clamp(-1, 1) * amax
+    master[0, 0, 0] = amax
+    q = quantize(master, NVFP4)
+    data, scale = q.data(direction)[0], q.scale(direction)[0]
+    elements = [[byte & 15, byte >> 4] for row in data.tolist() for byte in row]
+    magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    decoded = torch.cat((magnitudes, -magnitudes))[torch.tensor(elements)].view(len(data), -1)
+    scales = scale.view(torch.float8_e4m3fn).double()
+    encode = min(2688 / amax, scalar_oracle.FLT_MAX)
+    want = decoded * scales.repeat_interleave(16, 0).repeat_interleave(16, 1) / encode
+    want = want if direction == "rowwise" else want.T
+    error = (dequantize(q, direction)[0].double() - want).abs()
+    # each of two fp32 products of scales rounds, to a subnormal below 2^-126, and elements reach 6
+    assert (error <= want.abs() * 2.0**-21 + 7 * 2.0**-150).all()
+    assert bool(want.count_nonzero())
+
+
+@pytest.mark.parametrize("exponent", range(-125, -99))
+def test_nvfp4_of_an_expert_of_one_tiny_value_is_that_value_nearly(exponent):
+    """An E4M3 scale is off by 1/16 at most. Below 1.5 * 2^-126 the factor of elements is FLT_MAX,
+    in Transformer Engine as here, and too small for any scale."""
+    weight = torch.full((1, 16, 32), 2.0**exponent)
+    ratio = dequantize(quantize(weight, NVFP4)) / weight
+    assert bool(((ratio - 1).abs() <= 1 / 16).all())
+
+
 @every_format
 @every_direction
 @pytest.mark.parametrize("shape", [(2, 64, 96), (3, 96, 32)], ids=str)

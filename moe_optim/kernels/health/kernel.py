@@ -259,6 +259,7 @@ def _decode_scale(stored, global_amax, FORMAT: tl.constexpr):
     """
     if FORMAT == "nvfp4":
         scale = stored.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        global_amax = tl.maximum(global_amax, 7.899322037525772e-36)  # 2688 * 2^-128
         factor = (scale * global_amax) * (1.0 / 2688.0)
         limit = (scale * (1.0 / 256.0)) * global_amax
     elif FORMAT == "fp8_block":
