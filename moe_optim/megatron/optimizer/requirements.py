@@ -20,7 +20,7 @@ from moe_optim.megatron.planning import (
     settings_of_stocks_step,
 )
 from moe_optim.megatron.te.fields import TENSORWISE, te_formats_of
-from moe_optim.megatron.te.recipe import native_recipe
+from moe_optim.megatron.te.recipe import native_recipe, variables_of_other_bytes
 from moe_optim.megatron.weights.managed import is_left_to_megatron, is_managed
 from moe_optim.modules.grouped_linear import GroupedLinear
 
@@ -89,6 +89,8 @@ def foresee_refusals(
         refused[f"moe_optim.format {knobs.format} with {flag} (give {' or '.join(formats)})"] = (
             bool(formats) and knobs.format not in ("auto", *formats)
         )
+        for variable in variables_of_other_bytes(flag):
+            refused[f"{variable} with {flag} (unset it)"] = True
     refused[
         f"moe_optim.format {knobs.format} without weights to keep in it (give --moe-grouped-gemm "
         "with --transformer-impl local, or a recipe and native parameter gather of Transformer "

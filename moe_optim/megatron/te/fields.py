@@ -18,6 +18,7 @@ from moe_optim.formats import (
     BlockScaledFormat,
     Direction,
 )
+from moe_optim.megatron.te.properties import refuse_foreign_bytes
 from moe_optim.places import has_memory
 from moe_optim.reference import dequantize_bf16
 
@@ -172,7 +173,8 @@ def read_values(weight: Any) -> Tensor:
 
     Raises:
         StateError: the scales are not in plain order, or the bytes are offloaded, or the weight, or
-            the group it is a member of, is known to be behind its masters.
+            the group it is a member of, is known to be behind its masters; or see
+            :func:`~moe_optim.megatron.te.properties.refuse_foreign_bytes`.
     """
     if has_scale_a_tensor(weight):
         require_memory(type(weight).__name__, weight)
@@ -187,8 +189,10 @@ def read_values(weight: Any) -> Tensor:
             "scales in the order of products (swizzled). Call start_param_sync(force_sync=True) on "
             "the DDP module after the next step, which puts them back, before values are read."
         )
+    formats = te_formats_of(weight)
+    refuse_foreign_bytes(weight, formats, storage.name if storage else type(weight).__name__)
     fields = GROUPED if is_grouped(weight) else ONE
-    format = te_formats_of(weight)[0]  # rows of square blocks are read as those of 1-D blocks
+    format = formats[0]  # rows of square blocks are read as those of 1-D blocks
     experts, rows, cols = shape = tuple(weight.shape) if fields is GROUPED else (1, *weight.shape)
     stored = getattr(weight, fields.rowwise_scale)
     stored = stored.view(experts, *format.storage_scale_shape(rows, cols, "rowwise"))

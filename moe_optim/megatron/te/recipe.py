@@ -1,11 +1,20 @@
 """Recipes of Transformer Engine: which one weights are kept in, and square blocks for MXFP8."""
 
+import os
 from dataclasses import replace
 from typing import Any
 
 from moe_optim.megatron.active import installed_config
 from moe_optim.megatron.patching.engine import original
 from moe_optim.megatron.te.quantizer import require_square_blocks
+
+_OTHER_BYTES = {  # by recipe: variables that Transformer Engine reads, values that are refused
+    "--fp8-recipe blockwise": {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": ("1",)},
+    "--fp4-recipe nvfp4": {
+        "NVTE_NVFP4_DISABLE_2D_QUANTIZATION": ("1",),
+        "NVTE_NVFP4_4OVER6": ("weights", "all"),
+    },
+}
 
 
 def get_fp8_recipe(config: Any) -> Any:
@@ -33,3 +42,16 @@ def native_recipe(model: Any) -> str | None:
             recipe = getattr(model, name)
             return f"--{name.replace('_', '-')} {getattr(recipe, 'value', recipe)}"
     return None
+
+
+def variables_of_other_bytes(recipe: str) -> list[str]:
+    """Return what the environment sets so that a recipe makes weights in no format of ours.
+
+    Args:
+        recipe: its flag, see :func:`native_recipe`.
+    """
+    return [
+        f"{variable}={os.environ[variable]}"
+        for variable, values in _OTHER_BYTES.get(recipe, {}).items()
+        if os.environ.get(variable) in values
+    ]

@@ -23,6 +23,7 @@ from moe_optim.megatron.te.fields import (
     read_values,
     used_scales,
 )
+from moe_optim.megatron.te.properties import refuse_foreign_bytes
 from moe_optim.modules.storage import Holder, PlaneStorage, PortableStorage
 from moe_optim.places import Attributes
 
@@ -270,33 +271,19 @@ class TransformerEngineStorage(PlaneStorage):
 
     def _check_layout(self, shape: tuple[int, ...]) -> None:
         param, format = self._param, self.format
-        quantizer: Any = getattr(param, "quantizer", None) or getattr(param, "_quantizer", None)
-
-        def says(field: str, default: object = None) -> Any:
-            return getattr(param, f"_{field}", getattr(param, field, default))
-
-        blocks_2d = says("is_2D_scaled", getattr(quantizer, "with_2d_quantization", None))
-        if blocks_2d is None and hasattr(quantizer, "block_scaling_dim"):
-            blocks_2d = quantizer.block_scaling_dim == 2
-        if blocks_2d is None and format.name == "mxfp8_2d":
-            blocks_2d = quantizer is None  # MXFP8 of Transformer Engine 2.18 has rows alone
+        refuse_foreign_bytes(param, [format], self.name)
         dimensions = 3 if self._fields is GROUPED else 2
         problems = {
             "scales in the order of products (swizzled)": getattr(param, SWIZZLED, False),
-            "blocks of one row (1-D)": format.is_2d and blocks_2d is False,
-            "square blocks (2-D)": not format.is_2d and blocks_2d is True,
-            "an amax a row": says("row_scaled_nvfp4"),
-            "four-over-six blocks": says("nvfp4_use_4over6"),
-            "a Hadamard transform": getattr(quantizer, "with_rht", False),
             "no rowwise data": getattr(param, self._fields.rowwise_data) is None,
             f"{len(shape)} dimensions": len(shape) != dimensions,
         }
         found = [what for what, is_so in problems.items() if is_so]
         if found:
             raise StateError(
-                f"{self.name} {list(shape)}: expected {format.name} data and plain scales of both "
-                f"directions, got {', '.join(found)}. Build the model with moe_optim installed and "
-                "the defaults of Transformer Engine's recipe."
+                f"{self.name} {list(shape)}: expected {format.name} data and plain scales, got "
+                f"{', '.join(found)}. Build the model with moe_optim installed and the defaults of "
+                "Transformer Engine's recipe."
             )
 
     def _complete(self) -> None:

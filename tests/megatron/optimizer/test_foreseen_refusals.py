@@ -1,5 +1,6 @@
 """What would be refused is known from configurations alone, all of it at once."""
 
+import os
 from typing import Any
 
 import pytest
@@ -98,6 +99,21 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # settings and knob
 }
 
 
+RECIPES: dict[str, dict[str, Any]] = {
+    "--fp8-recipe blockwise": NATIVE | {"fp8_recipe": "blockwise"},
+    "--fp8-recipe mxfp8": NATIVE,
+    "--fp4-recipe nvfp4": {"fp4": "e2m1", "fp4_recipe": "nvfp4", "fp4_param": True},
+}
+VARIABLES = {  # of Transformer Engine: what makes other bytes of weights, with which recipe
+    "fp32 scales": ("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "1", "--fp8-recipe blockwise"),
+    "power-of-two scales": ("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "0", None),
+    "blocks of rows": ("NVTE_NVFP4_DISABLE_2D_QUANTIZATION", "1", "--fp4-recipe nvfp4"),
+    "four-over-six": ("NVTE_NVFP4_4OVER6", "weights", "--fp4-recipe nvfp4"),
+    "four-over-six of all": ("NVTE_NVFP4_4OVER6", "all", "--fp4-recipe nvfp4"),
+    "four-over-six of activations": ("NVTE_NVFP4_4OVER6", "activations", None),
+}
+
+
 def _foresee() -> dict[str, list[str]]:
     import torch
     import torch.nn.functional as functional
@@ -121,7 +137,13 @@ def _foresee() -> dict[str, list[str]]:
                 setattr(config, name, values[value] if plain else value)
         return foresee_refusals(optimizer, ddp, [model, model], MoEOptimConfig(**knobs))
 
-    return {name: foresee(*case) for name, case in CASES.items()}
+    found = {name: foresee(*case) for name, case in CASES.items()}
+    for variable, value, recipe in VARIABLES.values():
+        os.environ[variable] = value
+        for name, settings in RECIPES.items():
+            found[f"{variable}={value}, {name}"] = foresee(settings, {})
+        del os.environ[variable]
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +155,16 @@ def foreseen() -> dict[str, list[str]]:
 def test_what_the_built_model_is_refused_for_is_foreseen(foreseen, flag):
     (setting,) = foreseen[flag]
     assert flag in setting
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("variable", "value", "changed"), VARIABLES.values(), ids=VARIABLES)
+def test_variables_that_make_other_bytes_are_foreseen_with_their_recipe(
+    foreseen, variable, value, changed, recipe
+):
+    """Transformer Engine reads them when it is imported; what it then makes is refused."""
+    want = [f"{variable}={value} with {recipe} (unset it)"] if recipe == changed else []
+    assert foreseen[f"{variable}={value}, {recipe}"] == want
 
 
 def test_all_is_named_and_nothing_raised(foreseen):

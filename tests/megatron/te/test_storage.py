@@ -1,6 +1,7 @@
 """Weights of Transformer Engine behind our storage: the bytes that products read are ours."""
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -286,6 +287,66 @@ def test_layouts_that_are_not_known_are_refused(kind, field, value, message):
     setattr(weight, field, value)
     with pytest.raises(StateError, match=message):
         TransformerEngineStorage(weight, KINDS[kind].format)
+
+
+E5M2 = SimpleNamespace(name="kFloat8E5M2")
+FOREIGN = [  # of a quantizer: what makes other bytes than the format's, or reads them otherwise
+    ("fp8_block", "force_pow_2_scales", False, "unset NVTE_FP8_BLOCK_SCALING_FP32_SCALES"),
+    ("fp8_block", "amax_epsilon", 1e-6, "an amax of 1e-06 at least"),
+    ("fp8_block", "block_scaling_dim", 1, r"blocks of one row \(1-D\)"),
+    ("fp8_block", "block_len", 64, "blocks of 64"),
+    ("fp8_block", "dtype", E5M2, "elements of kFloat8E5M2"),
+    ("mxfp8", "dtype", E5M2, "elements of kFloat8E5M2"),
+    ("nvfp4", "with_2d_quantization", False, r"blocks of one row \(1-D\)"),
+    ("nvfp4", "with_rht", True, "a Hadamard transform"),
+    ("nvfp4", "stochastic_rounding", True, "stochastic rounding"),
+    ("nvfp4", "with_amax_reduction", True, "an amax of several ranks"),
+    ("nvfp4", "row_scaled_nvfp4", True, "an amax a row"),
+    ("nvfp4", "nvfp4_use_4over6", True, "four-over-six blocks"),
+    ("nvfp4", "nvfp4_e4m3_max", 256, "block scales up to 256"),
+]
+OF_WEIGHTS = [
+    ("fp8_block", "_fp8_dtype", E5M2, "elements of kFloat8E5M2"),
+    ("mxfp8", "_fp8_dtype", E5M2, "elements of kFloat8E5M2"),
+    ("nvfp4", "_nvfp4_e4m3_max", 256, "block scales up to 256"),
+]
+
+
+@pytest.mark.parametrize("group", ["", "group of "], ids=["one", "group"])
+@pytest.mark.parametrize(("kind", "field", "value", "message"), FOREIGN)
+def test_a_quantizer_that_makes_other_bytes_is_refused_by_what_it_does(
+    group, kind, field, value, message
+):
+    """Ours would be written over them at the first gather. Values are not read from them, either."""
+    kind = KINDS[group + kind]
+    weight = kind.weight(kind.masters(1))
+    setattr(weight.quantizer if group else weight._quantizer, field, value)
+    with pytest.raises(StateError, match=message):
+        TransformerEngineStorage(weight, kind.format)
+    with pytest.raises(StateError, match=message):
+        read_values(weight)
+
+
+@pytest.mark.parametrize(("kind", "field", "value", "message"), OF_WEIGHTS)
+def test_a_weight_that_was_made_of_other_bytes_is_refused(kind, field, value, message):
+    weight = KINDS[kind].weight(KINDS[kind].masters(1))
+    setattr(weight, field, value)
+    with pytest.raises(StateError, match=message):
+        TransformerEngineStorage(weight, KINDS[kind].format)
+    with pytest.raises(StateError, match=message):
+        read_values(weight)
+
+
+@EVERY_KIND
+def test_a_quantizer_of_one_direction_leaves_the_bytes_of_both_what_they_are(kind):
+    """Transformer Engine sets directions as it needs them; the weight is written in both."""
+    first, second = kind.masters(1), kind.masters(2)
+    weight = kind.weight(first)
+    quantizer = weight.quantizer if kind.experts else weight._quantizer
+    quantizer.rowwise_usage, quantizer.columnwise_usage = True, False
+    storage = TransformerEngineStorage(weight, kind.format)
+    requantize(storage, second)
+    assert_all_hold(weight, second, kind.format)
 
 
 @pytest.mark.parametrize(
