@@ -37,6 +37,7 @@ from moe_optim.megatron.te.fields import (
     te_formats_of,
 )
 from moe_optim.megatron.te.grouped_linears import members_of
+from moe_optim.megatron.te.properties import foreign_element
 from moe_optim.megatron.te.tensorwise import codes_and_scale
 from moe_optim.megatron.weights.managed import storage_of
 from moe_optim.megatron.weights.names import modules_by_name, with_global_layers
@@ -253,8 +254,8 @@ def local_experts(chunk: Any) -> Iterator[LocalExperts]:
     """Yield the linears of experts of a chunk: weights, and biases where there are some.
 
     Raises:
-        ConfigError: experts are no pairs of gate and up, or are cut into parts that have global
-            scales of their own.
+        ConfigError: experts are no pairs of gate and up, are cut into parts that have global scales
+            of their own, or have one scale and elements of E5M2.
         LayoutError: experts are cut through blocks of scales.
         StateError: a quantized weight is not held by a bucket of this package.
     """
@@ -312,6 +313,11 @@ def _kind_of(linear: ExpertLinear, path: str) -> tuple[tuple[int, ...], str]:
     """Return the shape of one expert, and the format of all."""
     weights = linear.weights()
     if any(map(has_scale_a_tensor, weights)):
+        if element := next(filter(None, map(foreign_element, weights)), None):
+            raise ConfigError(
+                f"export_weights: {path}: expected elements of E4M3, got {element}, which no "
+                "engine reads weights in. Train with --fp8-format hybrid or e4m3."
+            )
         return tuple(weights[0].shape[-2:]), TENSORWISE
     storages = [storage_of(weight) for weight in weights]
     if None in storages and te_formats_of(weights[storages.index(None)]):

@@ -46,9 +46,9 @@ class _Properties:
         return said
 
 
-def is_e4m3(weight: Any) -> bool:
-    """Return whether the elements of a weight with one scale are E4M3, as all of its parts say."""
-    return _properties_of(weight).element is None
+def foreign_element(weight: Any) -> str | None:
+    """Return what the elements of a weight are where it is neither E4M3 nor E2M1: E5M2."""
+    return _properties_of(weight).element
 
 
 def refuse_foreign_bytes(weight: Any, formats: Sequence[BlockScaledFormat], name: str) -> None:

@@ -138,7 +138,7 @@ def _foresee() -> dict[str, list[str]]:
         return foresee_refusals(optimizer, ddp, [model, model], MoEOptimConfig(**knobs))
 
     found = {name: foresee(*case) for name, case in CASES.items()}
-    for variable, value, recipe in VARIABLES.values():
+    for variable, value, _ in VARIABLES.values():
         os.environ[variable] = value
         for name, settings in RECIPES.items():
             found[f"{variable}={value}, {name}"] = foresee(settings, {})

@@ -317,7 +317,7 @@ OF_WEIGHTS = [
 def test_a_quantizer_that_makes_other_bytes_is_refused_by_what_it_does(
     group, kind, field, value, message
 ):
-    """Ours would be written over them at the first gather. Values are not read from them, either."""
+    """Ours would be written over them at the first gather. Their values are not read, either."""
     kind = KINDS[group + kind]
     weight = kind.weight(kind.masters(1))
     setattr(weight.quantizer if group else weight._quantizer, field, value)
