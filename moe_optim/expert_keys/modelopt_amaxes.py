@@ -4,6 +4,7 @@ ModelOpt (0.47) keeps an amax in the buffer ``_amax`` of a quantizer, and a line
 weights is its child ``weight_quantizer``. Ours is a buffer of the linear itself.
 """
 
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -21,10 +22,12 @@ from moe_optim.expert_keys.layouts import (
     match_key,
 )
 
-ModelOptForm = Literal["indexed", "sequential", "grouped", "flat"]
+ModelOptForm = Literal["indexed", "numbered", "sequential", "grouped", "flat"]
 
 _QUANTIZER = "weight_quantizer"
 _ONE_KEY = f"{{linear}}.{_QUANTIZER}._amax"
+_MOST_NAMES = 20
+"""That a warning lists."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +45,11 @@ _FORMS: Mapping[str, _Form] = MappingProxyType(
         # GroupedQuantizer: a quantizer an expert, as Transformer Engine's linears have since 0.47
         "indexed": _Form(
             template=f"{{linear}}.{_QUANTIZER}.{{expert}}._amax",
+            values=lambda amax: amax.flatten().unbind(0),
+        ),
+        # the same in versions that gave each quantizer a name of its own
+        "numbered": _Form(
+            template=f"{{linear}}.{_QUANTIZER}_{{expert}}._amax",
             values=lambda amax: amax.flatten().unbind(0),
         ),
         # SequentialMLP
@@ -65,7 +73,9 @@ class _Container:
     ours: Mapping[str, str]
     """Linear -> key of its amaxes."""
     theirs: Mapping[str, str]
-    """Remainder -> key of everything in a quantizer of weights."""
+    """Remainder -> key of every amax in a quantizer of weights."""
+    others: Sequence[str]
+    """Keys of everything else in a quantizer of weights."""
     num_experts: int | None
     """That weights beside them are of; None where none tell."""
 
@@ -74,28 +84,31 @@ def amaxes_to_modelopt(state: Mapping[str, Any], form: ModelOptForm = "indexed")
     """Return a flat state dict with calibrated amaxes under ModelOpt's keys.
 
     They stand where those of their linear stood, newly allocated, fp32. All other entries are the
-    same objects, in their order. No rank communicates.
+    same objects, in their order; linears of experts without amaxes, where others have some, and
+    whatever else quantizers of weights hold are named in a warning. No rank communicates.
 
     Args:
         state: of any entries; neither it nor they are changed. Experts are those behind a component
             ``experts.``, or at the root.
         form: ``indexed`` for a ``GroupedQuantizer``, a scalar an expert, as ModelOpt has them for
-            linears of Transformer Engine; ``sequential`` for a quantizer in each of
-            ``local_experts``; ``grouped`` [E, 1, 1] and ``flat`` [E] for one quantizer. One amax of
-            all experts becomes the scalar of one quantizer, with ``grouped`` or ``flat``.
+            linears of Transformer Engine; ``numbered`` for quantizers ``weight_quantizer_N``;
+            ``sequential`` for a quantizer in each of ``local_experts``; ``grouped`` [E, 1, 1] and
+            ``flat`` [E] for one quantizer. One amax of all experts becomes the scalar of one
+            quantizer, with ``grouped`` or ``flat``.
 
     Raises:
-        LayoutError: amaxes are of one linear alone; missing where there are weights; of another
-            number of experts; no magnitudes; there already under ModelOpt's keys; or without a
-            place in this form. All faults at once, each by its key.
+        LayoutError: there are weights of experts and no amaxes; amaxes are of another number of
+            experts; no magnitudes; there already under ModelOpt's keys; or without a place in this
+            form. All faults at once, each by its key.
         ConfigError: there is no such form.
     """
     if form not in _FORMS:
         raise ConfigError(f"form: expected one of {', '.join(_FORMS)}, got {form!r}. Give one.")
-    faults, renamed = [], {}
-    for container in _containers(state):
+    containers = list(_containers(state))
+    given = {container.prefix: tuple(container.ours) for container in containers}
+    faults, renamed = _missing(containers, given, CALIBRATED_AMAX), {}
+    for container in containers:
         faults += [f"{key}: expected no amaxes but ours" for key in container.theirs.values()]
-        faults += _missing(container, container.ours, CALIBRATED_AMAX)
         for linear, key in container.ours.items():
             amax, new_faults = _read(state[key], key, container.num_experts)
             faults += new_faults
@@ -110,6 +123,7 @@ def amaxes_to_modelopt(state: Mapping[str, Any], form: ModelOptForm = "indexed")
                 template.format(expert=index): value.clone() for index, value in enumerate(values)
             }
     _raise(faults)
+    _say_what_stays(containers, given)
     return _replaced(state, renamed)
 
 
@@ -118,33 +132,35 @@ def amaxes_from_modelopt(state: Mapping[str, Any]) -> dict[str, Any]:
 
     They stand where the first one of their linear stood, newly allocated: [E, 1, 1] fp32, or
     [1, 1, 1] for one of all experts. All other entries are the same objects, in their order: those
-    of other modules, and of quantizers of activations. No rank communicates.
+    of other modules, and of quantizers of activations; and, named in a warning, what quantizers of
+    weights hold besides, such as a ``_global_amax`` or an ``_extra_state``. So are linears of
+    experts without amaxes, where others have some. No rank communicates.
 
     Args:
         state: of any entries; neither it nor they are changed. Each linear of experts may have any
             form of :func:`amaxes_to_modelopt`, in any floating-point dtype.
 
     Raises:
-        LayoutError: amaxes are of one linear alone; missing where there are weights, or between
-            others; in two forms; of another number of experts, of channels or of blocks; no
-            magnitudes; there already under our keys; or quantizers of weights hold something else.
-            All faults at once, each by its key.
+        LayoutError: there are weights of experts and no amaxes; amaxes are missing between others;
+            in two forms or in none; of another number of experts, of channels or of blocks; no
+            magnitudes; or there already under our keys. All faults at once, each by its key.
     """
     order = {key: place for place, key in enumerate(state)}
+    containers, given = list(_containers(state)), dict[str, Sequence[str]]()
     faults, renamed, taken = [], {}, set[str]()
-    for container in _containers(state):
+    for container in containers:
         faults += [f"{key}: expected no amaxes but ModelOpt's" for key in container.ours.values()]
         found = {linear: _by_template(container, linear) for linear in LINEARS}
         known = {
             key for forms in found.values() for keys in forms.values() for key in keys.values()
         }
         faults += [
-            f"{key}: expected an amax of a weight, got another state of its quantizer"
+            f"{key}: expected an amax of ModelOpt's forms ({', '.join(_FORMS)}), got one of none"
             for key in container.theirs.values()
             if key not in known
         ]
         there = [linear for linear, forms in found.items() if forms]
-        faults += _missing(container, there, f"{_QUANTIZER}._amax")
+        given[container.prefix] = there
         for linear in there:
             amax, new_faults = _gather(state, container, found[linear])
             faults += new_faults
@@ -153,7 +169,9 @@ def amaxes_from_modelopt(state: Mapping[str, Any]) -> dict[str, Any]:
                 first = min(keys.values(), key=order.__getitem__)
                 renamed[first] = {f"{container.prefix}{linear}.{CALIBRATED_AMAX}": amax}
                 taken.update(keys.values())
+    faults += _missing(containers, given, f"{_QUANTIZER}._amax")
     _raise(faults)
+    _say_what_stays(containers, given)
     return _replaced(state, renamed, without=taken)
 
 
@@ -167,13 +185,15 @@ def _containers(state: Mapping[str, Any]) -> Iterator[_Container]:
         found.setdefault(prefix, {})[key.removeprefix(prefix)] = key
     for prefix, keys in found.items():
         ours = {r.partition(".")[0]: key for r, key in keys.items() if is_calibrated_amax(r)}
-        theirs = {r: key for r, key in keys.items() if _is_of_quantizer(r)}
+        of_quantizers = {r: key for r, key in keys.items() if _is_of_quantizer(r)}
+        theirs = {r: key for r, key in of_quantizers.items() if r.endswith("._amax")}
         weights = [keys[remainder] for remainder in expert_remainders(keys)]
-        if ours or theirs or weights:
+        if ours or of_quantizers or weights:
             yield _Container(
                 prefix=prefix,
                 ours=ours,
                 theirs=theirs,
+                others=[key for r, key in of_quantizers.items() if r not in theirs],
                 num_experts=_count_experts({key: state[key] for key in weights}, prefix),
             )
 
@@ -183,7 +203,7 @@ def _is_of_quantizer(remainder: str) -> bool:
     parts = remainder.split(".")
     if parts[0] == "local_experts":
         parts = parts[2:]
-    return len(parts) > 2 and parts[0] in LINEARS and parts[1] == _QUANTIZER
+    return len(parts) > 2 and parts[0] in LINEARS and parts[1].startswith(_QUANTIZER)
 
 
 def _count_experts(weights: Mapping[str, Any], prefix: str) -> int | None:
@@ -192,12 +212,37 @@ def _count_experts(weights: Mapping[str, Any], prefix: str) -> int | None:
     return sets[0].num_experts if len(sets) == 1 else None
 
 
-def _missing(container: _Container, there: Collection[str], name: str) -> list[str]:
+def _missing(
+    containers: Sequence[_Container], given: Mapping[str, Sequence[str]], name: str
+) -> list[str]:
+    """Return what is expected of experts of which no linear of any layer has amaxes."""
+    if any(given.values()):
+        return []
     return [
         f"{container.prefix}{linear}.{name}: missing, expected of both linears of all experts"
+        for container in containers
         for linear in LINEARS
-        if linear not in there
     ]
+
+
+def _say_what_stays(containers: Sequence[_Container], given: Mapping[str, Sequence[str]]) -> None:
+    """Warn of linears without amaxes and of what else quantizers hold, by name."""
+    bare = [
+        f"{container.prefix}{linear}"
+        for container in containers
+        for linear in LINEARS
+        if linear not in given[container.prefix]
+    ]
+    others = [key for container in containers for key in container.others]
+    said = [f"no amaxes of {_listed(bare)}"] if bare else []
+    said += [f"{len(others)} other states of quantizers stay: {_listed(others)}"] if others else []
+    if said:
+        warnings.warn(f"amaxes of experts: {'; '.join(said)}", stacklevel=3)
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - _MOST_NAMES
+    return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 def _by_template(container: _Container, linear: str) -> dict[str, dict[int | None, str]]:

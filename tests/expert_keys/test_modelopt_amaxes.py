@@ -1,6 +1,7 @@
 """Amaxes under ModelOpt's keys and ours: the same bits both ways, or all faults at once."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from moe_optim.expert_keys.modelopt_amaxes import amaxes_from_modelopt, amaxes_t
 from tests.support.bytes import assert_bytes_equal, assert_same_tensors
 
 HIDDEN, FFN = 4, 3
-FORMS = ("indexed", "sequential", "grouped", "flat")
+FORMS = ("indexed", "numbered", "sequential", "grouped", "flat")
 LAYERS = ("decoder.layers.0.mlp.experts.", "decoder.layers.1.mlp.experts.", "")
 """Of which the last one is a state dict of experts alone."""
 
@@ -36,6 +37,7 @@ def keys_of(form, linear, experts):
     """Return the keys of ModelOpt's modules, written out."""
     return {
         "indexed": [f"{linear}.weight_quantizer.{i}._amax" for i in range(experts)],
+        "numbered": [f"{linear}.weight_quantizer_{i}._amax" for i in range(experts)],
         "sequential": [
             f"local_experts.{i}.{linear}.weight_quantizer._amax" for i in range(experts)
         ],
@@ -44,7 +46,7 @@ def keys_of(form, linear, experts):
     }[form]
 
 
-SHAPES = {"indexed": (), "sequential": (), "grouped": (3, 1, 1), "flat": (3,)}
+SHAPES = {"indexed": (), "numbered": (), "sequential": (), "grouped": (3, 1, 1), "flat": (3,)}
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -131,7 +133,6 @@ def test_conversions_of_layouts_leave_amaxes_as_they_are():
 
 _AMAX, _THEIRS = "linear_fc1.calibrated_amax", "linear_fc1.weight_quantizer"
 BAD_OURS = {
-    "one linear": ({_AMAX: None}, ["linear_fc1.calibrated_amax: missing"]),
     "none": (
         {_AMAX: None, "linear_fc2.calibrated_amax": None},
         ["linear_fc1.calibrated_amax: missing", "linear_fc2.calibrated_amax: missing"],
@@ -157,9 +158,13 @@ BAD_THEIRS = {
     "a gap": ({f"{_THEIRS}.1._amax": None}, [f"{_THEIRS}.1._amax: missing, expected of 3 experts"]),
     "no last one": ({f"{_THEIRS}.2._amax": None}, [f"{_THEIRS}.2._amax: missing"]),
     "one too many": ({f"{_THEIRS}.3._amax": torch.ones(())}, ["expected experts 0 to 2 only"]),
-    "one linear": (
-        {f"{_THEIRS}.{index}._amax": None for index in range(3)},
-        ["linear_fc1.weight_quantizer._amax: missing"],
+    "none": (
+        {
+            f"linear_fc{i}.weight_quantizer.{index}._amax": None
+            for i in (1, 2)
+            for index in range(3)
+        },
+        ["linear_fc1.weight_quantizer._amax: missing", "linear_fc2.weight_quantizer._amax: missi"],
     ),
     "two forms": (
         {f"{_THEIRS}._amax": torch.ones(3)},
@@ -167,11 +172,12 @@ BAD_THEIRS = {
     ),
     "channels": ({f"{_THEIRS}.0._amax": torch.ones(6, 1)}, ["expected one value, got [6, 1]"]),
     "blocks": (
-        {f"{_THEIRS}.0._global_amax": torch.ones(())},
-        ["got another state of its quantizer"],
+        {f"{_THEIRS}.0._amax": torch.ones(8, 1), f"{_THEIRS}.0._global_amax": torch.ones(())},
+        ["expected one value, got [8, 1]"],
     ),
-    "a chain": ({f"{_THEIRS}.0.1._amax": torch.ones(())}, ["got another state of its quantizer"]),
-    "a spelling": ({f"{_THEIRS}.00._amax": torch.ones(())}, ["got another state of its quantizer"]),
+    "a chain": ({f"{_THEIRS}.0.1._amax": torch.ones(())}, ["expected an amax of ModelOpt's"]),
+    "a spelling": ({f"{_THEIRS}.00._amax": torch.ones(())}, ["expected an amax of ModelOpt's"]),
+    "another name": ({f"{_THEIRS}s.0._amax": torch.ones(())}, ["expected an amax of ModelOpt's"]),
     "NaN": ({f"{_THEIRS}.0._amax": torch.tensor(torch.nan)}, ["expected finite magnitudes"]),
     "ours beside": ({_AMAX: torch.ones(3, 1, 1)}, [f"{_AMAX}: expected no amaxes but ModelOpt's"]),
 }
@@ -209,12 +215,76 @@ def test_a_column_without_weights_may_be_of_channels():
         amaxes_from_modelopt(state)
 
 
+# What has no meaning here, or is not quantized, stays what it is and is named
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_other_states_of_quantizers_stay_and_are_named(form):
+    """A global amax of two-level scales, what ``get_extra_state`` returns, scales of SmoothQuant:
+    the same objects under their keys, both ways, and no expert's amax is another for them."""
+    state = ours(LAYERS[0])
+    theirs = amaxes_to_modelopt(state, form)
+    others = {}
+    for i in (1, 2):
+        (first, *_) = keys_of(form, f"linear_fc{i}", 3)
+        quantizer = LAYERS[0] + first.removesuffix("._amax")
+        others[f"{quantizer}._global_amax"] = torch.tensor(3.0)
+        others[f"{quantizer}._extra_state"] = b"modelopt"
+        others[f"{quantizer}._pre_quant_scale"] = torch.ones(4)
+    others[f"{LAYERS[0]}linear_fc1._extra_state"] = b"of the linear"
+    others[f"{LAYERS[0]}linear_fc1.input_quantizer._extra_state"] = b"of activations"
+    with pytest.warns(UserWarning, match="6 other states of quantizers stay") as caught:
+        back = amaxes_from_modelopt(theirs | others)
+    assert_same_tensors({key: back[key] for key in state}, state, what=form)
+    assert back.keys() == state.keys() | others.keys()
+    assert all(back[key] is value for key, value in others.items())
+    named = str(caught[0].message)
+    assert all((key in named) == (".weight_quantizer" in key) for key in others)
+    with pytest.warns(UserWarning, match="6 other states of quantizers stay"):
+        again = amaxes_to_modelopt(back, form)
+    assert again.keys() == (theirs | others).keys()
+    assert all(again[key] is value for key, value in others.items())
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("without", ["a layer", "a linear"])
+def test_a_model_quantized_in_part_keeps_that_part_and_the_rest_is_named(form, without):
+    """As ModelOpt has them where quantizers of some layers are disabled: both ways."""
+    state = ours(LAYERS[0]) | ours(LAYERS[1])
+    gone = {
+        "a layer": [f"{LAYERS[1]}linear_fc{i}.calibrated_amax" for i in (1, 2)],
+        "a linear": [f"{LAYERS[1]}linear_fc2.calibrated_amax"],
+    }[without]
+    for key in gone:
+        del state[key]
+    linears = ", ".join(key.removesuffix(".calibrated_amax") for key in gone)
+    with pytest.warns(UserWarning, match=f"no amaxes of {linears}"):
+        theirs = amaxes_to_modelopt(state, form)
+    assert not any("calibrated" in key for key in theirs)
+    with pytest.warns(UserWarning, match=f"no amaxes of {linears}"):
+        back = amaxes_from_modelopt(theirs)
+    assert list(back) == list(state)
+    assert_same_tensors(back, state, what=form)
+
+
+def test_a_model_quantized_as_a_whole_is_converted_without_a_word():
+    with warnings.catch_warnings(action="error"):
+        amaxes_from_modelopt(amaxes_to_modelopt(ours(LAYERS[0]) | ours(LAYERS[1])))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("experts", [11, 101])
+def test_amaxes_are_those_of_their_experts_in_whatever_order_keys_stand(form, experts):
+    """Files list keys by the alphabet, 0, 1, 10, 2, and there may be more than ten experts."""
+    state = ours(LAYERS[0], experts)
+    theirs = dict(sorted(amaxes_to_modelopt(state, form).items()))
+    assert_same_tensors(amaxes_from_modelopt(theirs), state, what=form)
+
+
 def test_faults_of_all_layers_come_at_once():
     state = ours(LAYERS[0]) | ours(LAYERS[1])
-    del (
-        state[f"{LAYERS[0]}linear_fc1.calibrated_amax"],
-        state[f"{LAYERS[1]}linear_fc2.calibrated_amax"],
-    )
+    state[f"{LAYERS[0]}linear_fc1.calibrated_amax"] = torch.ones(7)
+    state[f"{LAYERS[1]}linear_fc2.calibrated_amax"] = torch.ones(8)
     with pytest.raises(LayoutError, match="got 2 fault"):
         amaxes_to_modelopt(state)
     with pytest.raises(ConfigError, match="form: expected one of indexed, .*got 'nested'"):
