@@ -39,6 +39,9 @@ PER_EXPERT_GRIDS: Mapping[str, PerExpertGrid] = MappingProxyType(
 )
 """What ``compute`` takes beside formats of blocks."""
 
+Axis = Literal[0] | tuple[Literal[0]] | None
+"""0 for an amax an expert, also as ``(0,)``, and None for one of all experts."""
+
 _SEEN: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
 """Amaxes on a GPU whose values were found to be magnitudes, and their versions then."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -49,7 +52,7 @@ def fake_quantize(
     weights: Tensor,
     amax: Tensor,
     bits: Bits = 8,
-    axis: Literal[0] | None = 0,
+    axis: Axis = 0,
     *,
     narrow_range: bool = False,
     check_values: bool = True,
@@ -60,7 +63,7 @@ def fake_quantize(
     weights: Sequence[Tensor],
     amax: Tensor,
     bits: Bits = 8,
-    axis: Literal[0] | None = 0,
+    axis: Axis = 0,
     *,
     narrow_range: bool = False,
     check_values: bool = True,
@@ -70,7 +73,7 @@ def fake_quantize(
     weights: Tensor | Sequence[Tensor],
     amax: Tensor,
     bits: Bits = 8,
-    axis: Literal[0] | None = 0,
+    axis: Axis = 0,
     *,
     narrow_range: bool = False,
     check_values: bool = True,
@@ -90,7 +93,8 @@ def fake_quantize(
             [E, 1, 1] or [E], of one with ``axis=None``. fp32, bf16 or fp16, on the same device. Up
             to 2^-24 counts as zero: integers then give zeros, and E4M3 takes 1 in its place.
         bits: 2 to 16, of an integer grid, or ``e4m3``.
-        axis: 0 for an amax an expert, None for one of all experts.
+        axis: 0 for an amax an expert, or ``(0,)``, as ModelOpt writes it too; None for one of all
+            experts.
         narrow_range: whether an integer grid ends at ``-max`` and not at ``-max - 1``.
         check_values: look for NaN, Inf and negative values in ``amax``. On a GPU this waits for the
             device, once for each tensor until somebody writes it. Without, and in a compiled graph,
@@ -106,7 +110,8 @@ def fake_quantize(
         LayoutError: no experts, or tensors whose shapes, dtypes or devices do not fit.
         NonFiniteError: an amax that is Inf or NaN.
     """
-    _check_grid(bits, axis)
+    _check_bits(bits)
+    axis = expert_axis(axis, "fake_quantize")
     check_backend(backend)
     experts = [weights] if isinstance(weights, Tensor) else list(weights)
     _check_experts(experts, 3 if isinstance(weights, Tensor) else 2)
@@ -257,16 +262,32 @@ def _count_experts(values: Tensor) -> int:
     return values.shape[0] if values.dim() == 3 else 1
 
 
-def _check_grid(bits: Bits, axis: int | None) -> None:
+def expert_axis(axis: Axis, where: str) -> Literal[0] | None:
+    """Return 0 for an amax an expert, None for one of all.
+
+    Args:
+        axis: what a caller gave.
+        where: what was called, for errors.
+
+    Raises:
+        ConfigError: another axis, or several.
+    """
+    given: object = axis[0] if isinstance(axis, tuple | list) and len(axis) == 1 else axis
+    if given is None and axis is None:
+        return None
+    if isinstance(given, int) and not isinstance(given, bool) and given == 0:
+        return 0
+    raise ConfigError(
+        f"{where}: axis: expected 0 or (0,) for an amax an expert, or None for one of all, got "
+        f"{axis!r}. Give one of them."
+    )
+
+
+def _check_bits(bits: Bits) -> None:
     if bits != "e4m3" and (type(bits) is not int or bits not in BITS):
         raise ConfigError(
             f"fake_quantize: bits: expected {BITS[0]} to {BITS[-1]} or 'e4m3', got {bits!r}. "
             "Write 8 for integers of a byte."
-        )
-    if axis not in (0, None) or isinstance(axis, bool):
-        raise ConfigError(
-            f"fake_quantize: axis: expected 0, for an amax an expert, or None, for one of all, got "
-            f"{axis!r}."
         )
 
 

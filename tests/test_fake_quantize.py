@@ -42,6 +42,14 @@ def run(experts, amax, gradients, *, quantize=fake_quantize, **options):
     return results, torch.autograd.grad(results, leaves, gradients)
 
 
+@pytest.mark.parametrize("axis", [(0,), [0]], ids=str)
+def test_an_axis_in_a_tuple_is_that_axis(axis):
+    """ModelOpt's configurations write both."""
+    values = wide_range_weights(3, 4, 5, seed=1)
+    amax = amax_of(values)
+    assert_bytes_equal(fake_quantize(values, amax, axis=axis), fake_quantize(values, amax, axis=0))
+
+
 @every_axis
 @every_grid
 def test_one_tensor_gives_the_definitions_values_and_gradients(grid, axis):
@@ -142,7 +150,11 @@ ERRORS = {
     "bits, another name": ({"bits": "e5m2"}, ConfigError, "got 'e5m2'"),
     "bits, a bool": ({"bits": True}, ConfigError, "got True"),
     "backend": ({"backend": "x"}, ConfigError, "backend: expected auto or reference, got 'x'"),
-    "axis": ({"axis": 1}, ConfigError, "axis: expected 0, for an amax an expert"),
+    "axis": ({"axis": 1}, ConfigError, r"axis: expected 0 or \(0,\) for an amax an expert"),
+    "axes": ({"axis": (0, 1)}, ConfigError, r"axis: .* got \(0, 1\)"),
+    "no axis": ({"axis": ()}, ConfigError, r"axis: .* got \(\)"),
+    "an axis of None": ({"axis": (None,)}, ConfigError, r"axis: .* got \(None,\)"),
+    "a truth": ({"axis": (False,)}, ConfigError, r"axis: .* got \(False,\)"),
     "no experts": ({"weights": []}, LayoutError, "at least one expert, got none"),
     "no experts in a tensor": (
         {"weights": torch.zeros(0, 2, 2), "amax": torch.zeros(0)},

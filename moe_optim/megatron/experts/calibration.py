@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_optim.errors import ConfigError, LayoutError, NonFiniteError
+from moe_optim.fake_quantization import Axis, expert_axis
 from moe_optim.megatron.agreement import agree
 from moe_optim.megatron.buffers.bucket_group import gather_weights
 from moe_optim.megatron.experts.linears import ExpertLinear, expert_linears
@@ -38,7 +39,7 @@ def calibrate(
     model_chunks: Iterable[torch.nn.Module],
     method: Literal["max"] = "max",
     *,
-    axis: Literal[0] | None = 0,
+    axis: Axis = 0,
 ) -> None:
     """Give the experts of every MoE layer their amaxes, and hold them until the next calibration.
 
@@ -57,7 +58,7 @@ def calibrate(
     Args:
         model_chunks: those of this rank's pipeline stage, wrapped or not.
         method: ``max``, the largest magnitude.
-        axis: 0 for one amax an expert, [E, 1, 1] of the local ones; None for one a linear,
+        axis: 0 for one amax an expert, or ``(0,)``, [E, 1, 1] of the local ones; None for one a linear,
             [1, 1, 1], of the experts of all expert-parallel ranks, so that no other number of ranks
             would give another.
 
@@ -69,7 +70,8 @@ def calibrate(
             or they are on the host.
         NonFiniteError: an expert has Inf, or no number at all.
     """
-    chunks = agree(lambda: _chunks_of(model_chunks, method, axis), None)
+    axis = agree(lambda: expert_axis(axis, "calibrate"), None)
+    chunks = agree(lambda: _chunks_of(model_chunks, method), None)
     linears: list[ExpertLinear] = agree(lambda: _readable_linears(chunks), None)
     _require_one_call(len(linears), axis)
     for chunk in chunks:
@@ -87,17 +89,12 @@ def calibrate(
 
 
 def _chunks_of(
-    model_chunks: Iterable[torch.nn.Module], method: str, axis: int | None
+    model_chunks: Iterable[torch.nn.Module], method: str
 ) -> list[torch.nn.Module]:
     if method not in METHODS:
         raise ConfigError(
             f"calibrate: method: expected one of {', '.join(METHODS)}, got {method!r}. Give one of "
             "them."
-        )
-    if axis not in (0, None) or isinstance(axis, bool):
-        raise ConfigError(
-            f"calibrate: axis: expected 0 for one amax an expert or None for one a linear, got "
-            f"{axis!r}. Give one of them."
         )
     chunks = [] if isinstance(model_chunks, torch.nn.Module) else list(model_chunks)
     if not chunks or not all(isinstance(chunk, torch.nn.Module) for chunk in chunks):
