@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from moe_optim.megatron import get_megatron_optimizer, install, uninstall
     from moe_optim.megatron.bridge import MoEOptimizerConfig
     from moe_optim.megatron.experts.amax import synchronize_amax
-    from moe_optim.megatron.experts.calibration import calibrate
+    from moe_optim.megatron.experts.calibration import calibrate, set_calibrated_amax
     from moe_optim.megatron.export.weights import export_weights
     from moe_optim.megatron.launch.cpu_runtime import use_cpu
     from moe_optim.megatron.optimizer.description import Description, describe
@@ -64,6 +64,7 @@ __all__ = [
     "load_recipe",
     "quantize",
     "quantize_part",
+    "set_calibrated_amax",
     "synchronize_amax",
     "uninstall",
     "use_cpu",
@@ -89,6 +90,7 @@ _LAZY = {
     "install": "moe_optim.megatron",
     "load_recipe": "moe_optim.recipes",
     "quantize_part": "moe_optim.parts",
+    "set_calibrated_amax": "moe_optim.megatron.experts.calibration",
     "synchronize_amax": "moe_optim.megatron.experts.amax",
     "uninstall": "moe_optim.megatron",
     "use_cpu": "moe_optim.megatron.launch.cpu_runtime",

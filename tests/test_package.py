@@ -42,6 +42,7 @@ PUBLIC = {
     "load_recipe",
     "quantize",
     "quantize_part",
+    "set_calibrated_amax",
     "synchronize_amax",
     "uninstall",
     "use_cpu",

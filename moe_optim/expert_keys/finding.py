@@ -12,6 +12,7 @@ from moe_optim.expert_keys.layouts import (
     KeyPattern,
     is_calibrated_amax,
     is_extra_state,
+    is_of_adapter,
     match_key,
 )
 
@@ -40,8 +41,8 @@ def find_expert_sets(
 
     A container is everything behind the component ``experts.``, or a key at the root that is an
     expert's as a whole. Whatever lies in one must belong to one complete set of one layout, but for
-    amaxes of a calibration, which are the same in all. Where some layers have a router beside their
-    experts, another layer's router must have experts, too.
+    amaxes of a calibration and adapters' own weights, which are the same in all. Where some layers
+    have a router beside their experts, another layer's router must have experts, too.
 
     Args:
         shapes: of every entry of a flat state dict; None for one that is no tensor.
@@ -75,7 +76,7 @@ def survey_expert_sets(
     for key, shape in shapes.items():
         prefix = _prefix_of(key, layouts, prefixes)
         remainder = key.removeprefix(prefix or "")
-        if prefix is not None and not is_calibrated_amax(remainder):
+        if prefix is not None and not (is_calibrated_amax(remainder) or is_of_adapter(remainder)):
             found_shape = None if shape is None else tuple(shape)
             containers.setdefault(prefix, {})[remainder] = found_shape
     sets, faults = [], []

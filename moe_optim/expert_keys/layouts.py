@@ -261,3 +261,14 @@ def is_calibrated_amax(remainder: str) -> bool:
     """
     linear, _, name = remainder.rpartition(".")
     return linear in LINEARS and name == CALIBRATED_AMAX
+
+
+def is_of_adapter(remainder: str) -> bool:
+    """Return whether an adapter around a linear of experts keeps ``remainder``, such as LoRA's.
+
+    Of any expert layout, and no conversion changes it.
+    """
+    parts = remainder.split(".")
+    if parts[0] == "local_experts":
+        parts = parts[2:]
+    return len(parts) > 2 and parts[0] in LINEARS and parts[1] == "adapter"

@@ -12,6 +12,7 @@ from torch.nn import Module
 
 from moe_optim.errors import LayoutError
 from moe_optim.expert_keys.layouts import CALIBRATED_AMAX
+from moe_optim.modules.adapters import base_of
 
 
 def calibrated_amax(linear: Module) -> Tensor | None:
@@ -20,13 +21,14 @@ def calibrated_amax(linear: Module) -> Tensor | None:
     No rank communicates.
 
     Args:
-        linear: of portable experts, or a grouped linear of Transformer Engine.
+        linear: of portable experts, or a grouped linear of Transformer Engine; or an adapter around
+            one.
 
     Returns:
         fp32, the buffer itself: [E, 1, 1], one value for each expert here; or [1, 1, 1], one for
         the experts of all ranks. None where the linear has not been calibrated.
     """
-    return dict(linear.named_buffers(recurse=False)).get(CALIBRATED_AMAX)
+    return dict(base_of(linear).named_buffers(recurse=False)).get(CALIBRATED_AMAX)
 
 
 @torch.inference_mode(False)  # a calibration may come in an evaluation, and training reads it
@@ -37,7 +39,7 @@ def set_calibrated_amax(linear: Module, amax: Tensor | None) -> None:
         linear: see :func:`calibrated_amax`.
         amax: as the buffer holds it, kept by reference; None forgets what there is.
     """
-    linear.register_buffer(CALIBRATED_AMAX, amax)
+    base_of(linear).register_buffer(CALIBRATED_AMAX, amax)
 
 
 def take_calibrated_amax(
@@ -63,7 +65,7 @@ def take_calibrated_amax(
     found = state_dict.pop(key, None)
     if found is not None:
         device = next(linear.parameters()).device
-        state_dict[key] = _fitted(found, num_experts, name).to(device)
+        state_dict[key] = fitted(found, num_experts, name).to(device)
         set_calibrated_amax(linear, state_dict[key])
     elif calibrated_amax(linear) is not None and any(
         key.startswith(f"{prefix}weight") for key in state_dict
@@ -71,8 +73,17 @@ def take_calibrated_amax(
         set_calibrated_amax(linear, None)
 
 
-def _fitted(amax: Any, num_experts: int, name: str) -> Tensor:
-    """Return a copy in the shape and dtype of the buffer."""
+def fitted(amax: Any, num_experts: int, name: str) -> Tensor:
+    """Return a copy in the shape and dtype of the buffer, on the device of the values.
+
+    Args:
+        amax: one value for each expert in any shape, or one for all.
+        num_experts: E.
+        name: of the linear, for errors.
+
+    Raises:
+        LayoutError: another number of values, or values that are no magnitudes.
+    """
     where = f"{name}.{CALIBRATED_AMAX}"
     if not isinstance(amax, Tensor) or amax.numel() not in (1, num_experts):
         got = list(amax.shape) if isinstance(amax, Tensor) else type(amax).__name__

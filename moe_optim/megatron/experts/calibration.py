@@ -15,7 +15,10 @@ from moe_optim.megatron.buffers.bucket_group import gather_weights
 from moe_optim.megatron.experts.linears import ExpertLinear, expert_linears
 from moe_optim.megatron.experts.te_amax import listen
 from moe_optim.megatron.te.fields import require_memory
-from moe_optim.modules.calibrated_amax import set_calibrated_amax
+from moe_optim.megatron.te.grouped_linears import grouped_linears, recorder_of
+from moe_optim.modules.adapters import base_of
+from moe_optim.modules.calibrated_amax import fitted
+from moe_optim.modules.calibrated_amax import set_calibrated_amax as hold_calibrated_amax
 from moe_optim.modules.grouped_linear import GroupedLinear
 from moe_optim.reference.expert_amax import expert_amax_into
 
@@ -58,9 +61,9 @@ def calibrate(
     Args:
         model_chunks: those of this rank's pipeline stage, wrapped or not.
         method: ``max``, the largest magnitude.
-        axis: 0 for one amax an expert, or ``(0,)``, [E, 1, 1] of the local ones; None for one a linear,
-            [1, 1, 1], of the experts of all expert-parallel ranks, so that no other number of ranks
-            would give another.
+        axis: 0, or ``(0,)``, for one amax an expert, [E, 1, 1] of the local ones; None for one a
+            linear, [1, 1, 1], of the experts of all expert-parallel ranks, so that no other number
+            of ranks would give another.
 
     Raises:
         ConfigError: another method or axis, or not the same on all ranks; or no list of chunks.
@@ -81,16 +84,44 @@ def calibrate(
     agree(lambda: _require_numbers(found), None)
     if axis is None:
         found = _over_all_experts(found)
+    for chunk in chunks:
+        listen(chunk)
     for one in found:
-        module = one.linear.module
-        if not isinstance(module, GroupedLinear):
-            listen(module)
-        set_calibrated_amax(module, one.amax.view(-1, 1, 1))
+        hold_calibrated_amax(one.linear.module, one.amax.view(-1, 1, 1))
 
 
-def _chunks_of(
-    model_chunks: Iterable[torch.nn.Module], method: str
-) -> list[torch.nn.Module]:
+def set_calibrated_amax(linear: torch.nn.Module, amax: Tensor | None) -> None:
+    """Let the experts of a linear have amaxes that were found elsewhere, until another calibration.
+
+    They are held, saved and loaded as those of :func:`calibrate`. No rank communicates: give every
+    rank that holds an expert, or a part of it, the same value.
+
+    Args:
+        linear: of portable experts, or a grouped linear of Transformer Engine; or an adapter around
+            one.
+        amax: one value for each expert here, in any shape, or one for the experts of all ranks;
+            any floating-point dtype, on any device, copied. None forgets what there is.
+
+    Raises:
+        LayoutError: another module; another number of values; values that are no magnitudes.
+    """
+    base = base_of(linear)
+    is_ours = isinstance(base, GroupedLinear)
+    if not is_ours and base not in [one for _, one in grouped_linears(base)]:
+        raise LayoutError(
+            "set_calibrated_amax: linear: expected one of portable experts or a grouped linear of "
+            f"Transformer Engine, got {type(linear).__name__}. Give experts.linear_fc1 or "
+            "experts.linear_fc2."
+        )
+    listen(linear)
+    name, count = (
+        (base.name, base.shape[0]) if is_ours else (recorder_of(base).name, base.num_gemms)
+    )
+    device = next(base.parameters()).device
+    hold_calibrated_amax(base, None if amax is None else fitted(amax, count, name).to(device))
+
+
+def _chunks_of(model_chunks: Iterable[torch.nn.Module], method: str) -> list[torch.nn.Module]:
     if method not in METHODS:
         raise ConfigError(
             f"calibrate: method: expected one of {', '.join(METHODS)}, got {method!r}. Give one of "

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
+from moe_optim.megatron.experts.wrapped import unknown_wrapper
 from moe_optim.megatron.te.fields import is_quantized, read_values
 from moe_optim.megatron.te.grouped_linears import (
     grouped_linears,
@@ -15,6 +16,7 @@ from moe_optim.megatron.te.grouped_linears import (
     weights_of,
 )
 from moe_optim.megatron.weights.names import unwrapped_name
+from moe_optim.modules.adapters import BASE, base_of, is_wrapper
 from moe_optim.modules.grouped_linear import GroupedLinear
 from moe_optim.modules.grouped_weight import GroupedWeight
 from moe_optim.modules.recorded_amax import RecordsAmax
@@ -34,6 +36,8 @@ class ExpertLinear:
     """Local ones."""
     groups: Any
     """Process groups of the layer: ``ep``, ``expt_tp`` and ``expt_dp``."""
+    is_adapted: bool
+    """Whether an adapter adds something to its outputs."""
 
     def weights(self) -> list[Any]:
         """Return the parameters in expert order, one of all experts or one an expert."""
@@ -57,17 +61,29 @@ class ExpertLinear:
 
 
 def expert_linears(chunk: Module) -> Iterator[ExpertLinear]:
-    """Yield every linear of experts of a chunk, portable ones first, in the order of modules."""
+    """Yield every linear of experts of a chunk, portable ones first, in the order of modules.
+
+    Those behind adapters are yielded themselves.
+
+    Raises:
+        LayoutError: something that hides it stands in the place of one.
+    """
     for path, experts in chunk.named_modules():
-        for name, child in experts.named_children():
-            if isinstance(child, GroupedLinear):
-                yield ExpertLinear(
-                    name=unwrapped_name(f"{path}.{name}" if path else name),
-                    module=child,
-                    recorder=child,
-                    num_experts=child.shape[0],
-                    groups=experts.pg_collection,
-                )
+        for name, child in () if is_wrapper(experts) else experts.named_children():
+            linear = base_of(child)
+            if not isinstance(linear, GroupedLinear):
+                continue
+            groups = getattr(experts, "pg_collection", None)
+            if groups is None:
+                raise unknown_wrapper(path, experts)
+            yield ExpertLinear(
+                name=unwrapped_name(f"{path}.{name}" if path else name),
+                module=linear,
+                recorder=linear,
+                num_experts=linear.shape[0],
+                groups=groups,
+                is_adapted=linear is not child,
+            )
     for name, linear in grouped_linears(chunk):
         yield ExpertLinear(
             name=unwrapped_name(name) or "experts",
@@ -75,4 +91,5 @@ def expert_linears(chunk: Module) -> Iterator[ExpertLinear]:
             recorder=recorder_of(linear),
             num_experts=linear.num_gemms,
             groups=linear._pg_collection,
+            is_adapted=name.endswith(f".{BASE}"),
         )

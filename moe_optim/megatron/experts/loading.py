@@ -18,7 +18,9 @@ from moe_optim.expert_keys.layouts import (
     get_layout,
     is_extra_state,
 )
+from moe_optim.megatron.experts.wrapped import grouped_linear_of
 from moe_optim.megatron.weights.names import unwrapped_name
+from moe_optim.modules.adapters import ADAPTER, BASE, base_of, is_wrapper
 from moe_optim.modules.grouped_linear import GroupedLinear
 from moe_optim.modules.grouped_weight import GroupedWeight
 
@@ -40,7 +42,7 @@ class LocalExperts:
     @classmethod
     def of(cls, experts: Any, prefix: str) -> "LocalExperts":
         """Describe portable experts whose parameters are named with ``prefix``."""
-        fc1: GroupedLinear = experts.linear_fc1
+        fc1 = grouped_linear_of(experts, LINEARS[0])
         groups = experts.pg_collection
         num_experts, rows, hidden = fc1.shape
         own = ExpertSet(
@@ -166,7 +168,8 @@ def load_local_experts(experts: torch.nn.Module, state_dict: dict[str, Any], pre
     """Put this rank's experts into a state dict under the names of its parameters, in place.
 
     For ``_load_from_state_dict``, which torch gives a copy of the caller's dict. Keys of no layout
-    stay, and so does what is missing altogether: torch reports both. No rank communicates.
+    stay, and so does what is missing altogether: torch reports both. Linears behind adapters may be
+    named with ``to_wrap`` or, as checkpoints have them, without. No rank communicates.
 
     Args:
         experts: portable experts; nothing of them is written.
@@ -174,21 +177,36 @@ def load_local_experts(experts: torch.nn.Module, state_dict: dict[str, Any], pre
         prefix: of the experts in it.
 
     Raises:
-        LayoutError: see :meth:`LocalExperts.take_from`; the dict is then what it was.
+        LayoutError: see :meth:`LocalExperts.take_from`; the dict is then what it was. Something
+            that hides a linear stands in its place.
     """
-    remainders = expert_remainders(
-        k.removeprefix(prefix) for k in state_dict if k.startswith(prefix)
-    )
-    taken = {prefix + r: state_dict[prefix + r] for r in remainders if not is_extra_state(r)}
     here = LocalExperts.of(experts, prefix)
+    wrapped = [name for name in LINEARS if is_wrapper(experts.get_submodule(name))]
+    state = dict(state_dict)
+    for name in wrapped:
+        _rename(state, f"{prefix}{name}.{BASE}.", f"{prefix}{name}.")
+    remainders = expert_remainders(k.removeprefix(prefix) for k in state if k.startswith(prefix))
+    taken = {prefix + r: state[prefix + r] for r in remainders if not is_extra_state(r)}
     local = here.take_from(taken) if taken else {}
     for remainder in remainders:
-        del state_dict[prefix + remainder]
-    state_dict.update(local)
+        del state[prefix + remainder]
+    state.update(local)
     for linear in LINEARS:
         key = f"{prefix}{linear}.{CALIBRATED_AMAX}"
-        if isinstance(state_dict.get(key), Tensor):
-            state_dict[key] = here.amax_from(state_dict[key])
+        if isinstance(state.get(key), Tensor):
+            state[key] = here.amax_from(state[key])
+    for name in wrapped:
+        of_adapter = f"{prefix}{name}.{ADAPTER}."
+        _rename(state, f"{prefix}{name}.", f"{prefix}{name}.{BASE}.", without=of_adapter)
+    state_dict.clear()
+    state_dict.update(state)
+
+
+def _rename(state_dict: dict[str, Any], old: str, new: str, *, without: str | None = None) -> None:
+    """Give keys another prefix, in place, all but those that begin with another one."""
+    for key in [key for key in state_dict if key.startswith(old)]:
+        if without is None or not key.startswith(without):
+            state_dict[new + key.removeprefix(old)] = state_dict.pop(key)
 
 
 def expert_values_for(
@@ -281,7 +299,8 @@ def expert_values_for_chunks(
 def _portable_experts(model_chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     """Return the prefix of every layer's experts in the names of parameters, and the experts."""
     for name, module in model_chunk.named_modules():
-        if isinstance(getattr(module, "linear_fc1", None), GroupedLinear):
+        linear = getattr(module, LINEARS[0], None)
+        if isinstance(linear, torch.nn.Module) and isinstance(base_of(linear), GroupedLinear):
             yield f"{name}." if name else "", module
 
 

@@ -29,6 +29,7 @@ from moe_optim.megatron.experts.amax import sharded_amax
 from moe_optim.megatron.experts.calibrated_entry import calibrated_entry
 from moe_optim.megatron.experts.loading import load_local_experts
 from moe_optim.megatron.experts.sharding import empty_extra_state, list_shards
+from moe_optim.megatron.experts.wrapped import adapter_states, grouped_linear_of
 from moe_optim.megatron.patching.engine import original
 from moe_optim.megatron.te.factory import make_te_storages
 from moe_optim.modules.activation import glu
@@ -157,10 +158,10 @@ class GroupedExperts(MegatronModule):
         if not self.config.add_bias_linear:
             return fc2(self._activate(hidden, None, probs), ends), None
         counts = tokens_per_expert.cpu()
-        biases = self.linear_fc1.token_biases(counts, hidden)
+        biases = grouped_linear_of(self, "linear_fc1").token_biases(counts, hidden)
         hidden = self._activate(hidden, biases, probs)
         output = fc2(hidden, ends)
-        biases = self.linear_fc2.token_biases(counts, output, probs.dtype)
+        biases = grouped_linear_of(self, "linear_fc2").token_biases(counts, output, probs.dtype)
         return _add_scaled(output, biases, probs), None
 
     def _activate(self, hidden: Tensor, biases: Tensor | None, probs: Tensor) -> Tensor:
@@ -180,8 +181,8 @@ class GroupedExperts(MegatronModule):
         With ``delay_wgrad_compute`` or ``overlap_dispatch_backward_with_experts_wgrad`` it leaves
         both, and Megatron's schedule calls this once for each. Biases are never delayed.
         """
-        self.linear_fc2.backward_dw()
-        self.linear_fc1.backward_dw()
+        for name in reversed(LINEARS):
+            grouped_linear_of(self, name).backward_dw()
 
     def sharded_state_dict(
         self,
@@ -195,7 +196,13 @@ class GroupedExperts(MegatronModule):
         ``.bias`` of [experts, R]; the values saved are bf16. With each linear goes an empty
         ``_extra_state`` an expert, which Megatron's own linears save and ask for, where amaxes are
         recorded ``.weight_amax`` of [experts, 1, 1], fp32, see :func:`sharded_amax`, and where it
-        is calibrated ``.calibrated_amax``, see :func:`calibrated_entry`. No rank communicates.
+        is calibrated ``.calibrated_amax``, see :func:`calibrated_entry`. What adapters around
+        linears save stands behind ``.adapter.``. No rank communicates.
+
+        Raises:
+            ConfigError: one key an expert is asked for.
+            LayoutError: something that hides a linear stands in its place; or see
+                :func:`~moe_optim.megatron.experts.wrapped.adapter_states`.
         """
         if (metadata or {}).get("singleton_local_shards", False):
             raise ConfigError(
@@ -211,7 +218,7 @@ class GroupedExperts(MegatronModule):
             )
         for linear in LINEARS:
             place = (axis, *self.place_of(None))
-            module: GroupedLinear = getattr(self, linear)
+            module = grouped_linear_of(self, linear)
             amax = sharded_amax(
                 module, f"{keys}{linear}.weight_amax", place, sharded_offsets, groups
             )
@@ -225,7 +232,7 @@ class GroupedExperts(MegatronModule):
                 state[f"{prefix}{linear}._extra_state{index}"] = empty_extra_state(
                     f"{keys}{linear}._extra_state", place, sharded_offsets, groups
                 )
-        return state
+        return state | adapter_states(self, prefix, sharded_offsets, metadata)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any

@@ -11,6 +11,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 from torch import Tensor
 
+from moe_optim.expert_keys.layouts import LINEARS
+from moe_optim.megatron.experts.wrapped import grouped_linear_of
 from moe_optim.modules.grouped_weight import GroupedWeight
 
 Offset = tuple[int, int, int]
@@ -111,9 +113,15 @@ class ExpertShard:
 
 
 def list_shards(experts: torch.nn.Module) -> Iterator[ExpertShard]:
-    """Return every parameter of ``linear_fc1`` and ``linear_fc2``, in that order."""
-    for linear in ("linear_fc1", "linear_fc2"):
-        for name, parameter in experts.get_submodule(linear).named_parameters(recurse=False):
+    """Return every parameter of ``linear_fc1`` and ``linear_fc2``, in that order.
+
+    Those of adapters around them are none of experts.
+
+    Raises:
+        LayoutError: something that hides a linear stands in its place.
+    """
+    for linear in LINEARS:
+        for name, parameter in grouped_linear_of(experts, linear).named_parameters(recurse=False):
             yield ExpertShard(linear=linear, name=name, parameter=parameter)
 
 

@@ -1,5 +1,6 @@
 """The amaxes of Transformer Engine's own experts, in checkpoints beside their weights."""
 
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -7,17 +8,21 @@ from torch.nn import Module
 
 from moe_optim.config import NATIVE_FORMATS
 from moe_optim.errors import refuse
-from moe_optim.expert_keys.layouts import CALIBRATED_AMAX
+from moe_optim.expert_keys.layouts import CALIBRATED_AMAX, LINEARS
 from moe_optim.formats import get_format
 from moe_optim.megatron.active import installed_config
 from moe_optim.megatron.experts.amax import sharded_amax
 from moe_optim.megatron.experts.calibrated_entry import calibrated_entry
+from moe_optim.megatron.experts.wrapped import unknown_wrapper
 from moe_optim.megatron.patching.engine import original
 from moe_optim.megatron.te.grouped_linears import grouped_linears, recorder_of
 from moe_optim.megatron.te.recipe import native_recipe
+from moe_optim.megatron.weights.names import unwrapped_name
+from moe_optim.modules.adapters import BASE, base_of, is_wrapper
 from moe_optim.modules.calibrated_amax import calibrated_amax, take_calibrated_amax
 
 _TARGET = "megatron.core.transformer.moe.experts:TEGroupedMLP.sharded_state_dict"
+_RECORDED = "weight_amax"
 _LISTENING: WeakSet[Module] = WeakSet()
 
 
@@ -33,14 +38,20 @@ def sharded_state_dict(
     not quantized: keys of all layers may be one tensor. Calibrated ones are ``.calibrated_amax``,
     see :func:`calibrated_entry`. Modules take them when they are loaded. No rank communicates.
 
+    Linears behind adapters have their keys, which do not tell of adapters.
+
     Raises:
         ConfigError: ``singleton_local_shards`` with amaxes.
         StateError: quantized weights are on the host.
+        LayoutError: amaxes of a linear that something else is wrapped around.
     """
-    are_recorded, linears = _are_recorded(self.config), list(grouped_linears(self))
+    are_recorded = _are_recorded(self.config)
+    linears = [(unwrapped_name(name), linear) for name, linear in grouped_linears(self)]
+    are_calibrated = any(calibrated_amax(linear) is not None for _, linear in linears)
+    if are_recorded or are_calibrated:
+        _require_known_names(self, linears)
     has_key_each = (metadata or {}).get("singleton_local_shards", False)
     if has_key_each:
-        are_calibrated = any(calibrated_amax(linear) is not None for _, linear in linears)
         refuse(
             {"record_amax": are_recorded, "calibrated amaxes": are_calibrated},
             expected="singleton_local_shards: expected one key for the amaxes of all experts",
@@ -53,9 +64,9 @@ def sharded_state_dict(
         groups, key = linear._pg_collection, f"{prefix}experts.{name}"
         place = (len(sharded_offsets), groups.ep.rank(), groups.ep.size())
         if are_recorded:
-            state[f"{prefix}{name}.weight_amax"] = sharded_amax(
+            state[f"{prefix}{name}.{_RECORDED}"] = sharded_amax(
                 recorder_of(linear),
-                f"{key}.weight_amax",
+                f"{key}.{_RECORDED}",
                 place,
                 sharded_offsets,
                 groups,
@@ -64,15 +75,37 @@ def sharded_state_dict(
         state[f"{prefix}{name}.{CALIBRATED_AMAX}"] = calibrated_entry(
             linear, key, linear.num_gemms, place, sharded_offsets, groups
         )
-        listen(linear)
+    listen(self)
     return state
 
 
-def listen(linear: Module) -> None:
-    """Have a grouped linear take amaxes that come with its weights, which it does not know."""
-    if linear not in _LISTENING:
-        linear.register_load_state_dict_pre_hook(_take)
-        _LISTENING.add(linear)
+def listen(module: Module) -> None:
+    """Have grouped linears take amaxes that come with their weights, which they do not know.
+
+    Adapters around them pass the amaxes on.
+
+    Args:
+        module: with any of them below it.
+    """
+    wrappers = [one for one in module.modules() if is_wrapper(one)]
+    hooks = [(wrapper, _pass_on) for wrapper in wrappers if _is_grouped(base_of(wrapper))]
+    hooks += [(linear, _take) for _, linear in grouped_linears(module)]
+    for one, hook in hooks:
+        if one not in _LISTENING:
+            one.register_load_state_dict_pre_hook(hook)
+            _LISTENING.add(one)
+
+
+def _is_grouped(module: Module) -> bool:
+    return any(linear is module for _, linear in grouped_linears(module))
+
+
+def _require_known_names(experts: Module, linears: Sequence[tuple[str, Any]]) -> None:
+    """Refuse to save amaxes under keys that no model without the wrapper would ask for."""
+    for name, _ in linears:
+        if name not in LINEARS:
+            outer = name.partition(".")[0]
+            raise unknown_wrapper(f"experts.{outer}", experts.get_submodule(outer))
 
 
 def _are_recorded(model: Any) -> bool:
@@ -86,8 +119,14 @@ def _are_recorded(model: Any) -> bool:
     return config.record_amax or get_format(config.format).has_global_amax
 
 
+def _pass_on(_wrapper: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name in (_RECORDED, CALIBRATED_AMAX):
+        if f"{prefix}{name}" in state_dict:
+            state_dict[f"{prefix}{BASE}.{name}"] = state_dict.pop(f"{prefix}{name}")
+
+
 def _take(linear: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     recorder = recorder_of(linear)
     recorder.forget_amax()
-    recorder.take_amax(state_dict.pop(f"{prefix}weight_amax", None))
+    recorder.take_amax(state_dict.pop(f"{prefix}{_RECORDED}", None))
     take_calibrated_amax(linear, state_dict, prefix, linear.num_gemms, recorder.name)

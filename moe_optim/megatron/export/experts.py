@@ -254,8 +254,8 @@ def local_experts(chunk: Any) -> Iterator[LocalExperts]:
     """Yield the linears of experts of a chunk: weights, and biases where there are some.
 
     Raises:
-        ConfigError: experts are no pairs of gate and up, are cut into parts that have global scales
-            of their own, or have one scale and elements of E5M2.
+        ConfigError: experts have adapters, are no pairs of gate and up, are cut into parts that
+            have global scales of their own, or have one scale and elements of E5M2.
         LayoutError: experts are cut through blocks of scales.
         StateError: a quantized weight is not held by a bucket of this package.
     """
@@ -330,6 +330,12 @@ def _kind_of(linear: ExpertLinear, path: str) -> tuple[tuple[int, ...], str]:
 
 
 def _require_exportable(linear: ExpertLinear, path: str, config: Any) -> None:
+    if linear.is_adapted:
+        raise ConfigError(
+            f"export_weights: {path}: expected experts without adapters, whose part an engine "
+            "would lack, got some around it. Merge them into the weights first, or export the "
+            "model that they were put around, and the adapters by Megatron-Bridge."
+        )
     if not path.endswith(LINEARS):
         raise LayoutError(
             f"export_weights: {path}: expected experts of linear_fc1 and linear_fc2, got a linear "

@@ -12,9 +12,13 @@ from moe_optim.modules.storage import PlaneStorage
 
 
 def grouped_linears(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield every grouped linear below a module with its name, told as Megatron tells them."""
+    """Yield every grouped linear below a module with its name, told as Megatron tells them.
+
+    What stands around one and passes its attributes on is none.
+    """
     for name, linear in module.named_modules():
-        if hasattr(linear, "num_gemms") and hasattr(linear, "_split_grouped_checkpoint_tensor"):
+        is_grouped = hasattr(type(linear), "_split_grouped_checkpoint_tensor")
+        if is_grouped and "num_gemms" in vars(linear):
             yield name, linear
 
 

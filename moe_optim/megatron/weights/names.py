@@ -6,8 +6,11 @@ from typing import Any
 
 import torch
 
-_WRAPPERS = {"module", "_orig_mod"}
-"""Components that DDP, Float16Module and torch.compile put into the names of what they wrap."""
+from moe_optim.modules.adapters import BASE
+
+_WRAPPERS = {"module", "_orig_mod", BASE}
+"""Components that DDP, Float16Module, torch.compile and adapters put into the names of what they
+wrap."""
 
 
 def unwrapped_name(name: str) -> str:

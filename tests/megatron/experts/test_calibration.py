@@ -85,6 +85,44 @@ def test_one_amax_of_all_experts_is_the_same_on_any_number_of_ranks():
                 assert_bytes_equal(amax, want, what=f"{kind} {name}")
 
 
+def _given_amaxes() -> None:
+    import moe_optim
+    from tests.support.adapters import wrap
+
+    experts.start_ranks()
+    values = torch.tensor([1 + 2**-20, 2.0, 0.0, 4.0])
+    for kind in KINDS:
+        for is_wrapped in (False, True):
+            module = make(kind)
+            if is_wrapped:
+                wrap(module)
+            for name in LINEARS:
+                linear = module.get_submodule(name)
+                for given in (values, values.view(-1, 1), values.view(-1, 1, 1).double()):
+                    moe_optim.set_calibrated_amax(linear, given)
+                    held = moe_optim.calibrated_amax(linear)
+                    assert_bytes_equal(held, values.view(-1, 1, 1), what=f"{kind} {name}")
+                    assert held.data_ptr() != given.data_ptr()
+                moe_optim.set_calibrated_amax(linear, torch.tensor(5.0))
+                one = moe_optim.calibrated_amax(linear)
+                assert_bytes_equal(one, torch.full((1, 1, 1), 5.0), what=f"{kind} {name}")
+                for wrong in (values[:3], -values, values * torch.inf, values.tolist()):
+                    with pytest.raises(LayoutError, match=r"linear_fc\d|experts"):
+                        moe_optim.set_calibrated_amax(linear, wrong)
+                assert moe_optim.calibrated_amax(linear) is one
+            saved = module.sharded_state_dict(prefix="layer.")
+            assert {f"layer.{name}.calibrated_amax" for name in LINEARS} <= saved.keys()
+            moe_optim.set_calibrated_amax(linear, None)
+            assert moe_optim.calibrated_amax(linear) is None
+        with pytest.raises(LayoutError, match="linear: expected one of portable experts"):
+            moe_optim.set_calibrated_amax(module, values)
+
+
+def test_amaxes_that_were_found_elsewhere_are_held_as_those_of_a_calibration():
+    """Of any shape that tells one an expert, or one of all; copied; and no others."""
+    run_ranks(1, _given_amaxes)
+
+
 def _copies_that_differ() -> list[dict[str, torch.Tensor]]:
     """Calibrate two copies of the same experts, with other weights on each rank."""
     import moe_optim
@@ -250,7 +288,9 @@ def _refused() -> dict[str, str]:
         messages[case] = str(caught.value)
         assert all(amaxes_of(module)[name] is amax for name, amax in stored.items()), case
     module = make(BF16, 2)
-    with pytest.raises(ConfigError, match="axis: expected 0 .* or None .*, got 1"):
+    moe_optim.calibrate([module], axis=(0,))
+    assert amaxes_of(module)["linear_fc1"].shape == (EXPERTS // 2, 1, 1)
+    with pytest.raises(ConfigError, match=r"axis: expected 0 or \(0,\) .* or None .*, got 1"):
         moe_optim.calibrate([module], axis=1)
     with pytest.raises(ConfigError, match=r"axis: expected the same on every rank, got \[0, None"):
         moe_optim.calibrate([module], axis=None if dist.get_rank() else 0)
