@@ -203,6 +203,25 @@ def test_what_experts_have_besides_weights_comes_along(tmp_path):
     assert_same_tensors({key: back[key] for key in amax}, amax)
 
 
+@pytest.mark.parametrize("stored_as", ["experts.experts.", "experts."])
+def test_weights_of_adapters_come_along_with_their_states(stored_as, tmp_path):
+    """As Megatron-Bridge names LoRA's in checkpoints, and as state dicts name them."""
+    adapters = {
+        prefix + fc.replace("experts.experts.", stored_as).replace("weight", f"adapter.{name}"): (
+            torch.rand(LAYERS, EXPERTS, 2, 3)
+        )
+        for prefix in PREFIXES
+        for fc in (FC1, FC2)
+        for name in ("linear_in.weight", "linear_out.weight")
+    }
+    source = write_torch_dist(tmp_path / "source", stored_tensors() | adapters)
+    for layout in ("hf", "sequential"):
+        convert(source, tmp_path / layout, layout, format="safetensors")
+        convert(tmp_path / layout, tmp_path / f"{layout} back", "grouped", format="torch_dist")
+        back = read_with_torch(tmp_path / f"{layout} back" / "iter_0000007")
+        assert_same_tensors({key: back[key] for key in adapters}, adapters)
+
+
 def test_flat_states_are_refused_with_the_flag_to_save_with(tmp_path):
     flat = {FLAT: torch.zeros(64)}
     source = write_torch_dist(tmp_path / "source", stored_tensors(states=False) | flat)

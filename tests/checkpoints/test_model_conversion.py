@@ -171,10 +171,19 @@ def test_all_that_is_missing_or_of_wrong_rows_is_named_and_nothing_is_written(tm
     assert "got 4 fault(s)" in said
 
 
-def test_what_is_left_over_is_named(tmp_path):
-    more = {"decoder.layers.0.self_attention.linear_qkv.bias": torch.zeros(48)}
+@pytest.mark.parametrize(
+    "key",
+    [
+        "decoder.layers.0.self_attention.linear_qkv.bias",
+        "decoder.layers.1.self_attention.linear_qkv.adapter.linear_in.weight",
+        "decoder.layers.1.mlp.experts.experts.linear_fc1.adapter.linear_in.weight",
+    ],
+)
+def test_what_is_left_over_is_named(key, tmp_path):
+    """A model without its adapters would be another model."""
+    more = {key: torch.zeros(48, 2)}
     source = write_megatron(tmp_path / "c", "qwen3_moe", stored_model("qwen3_moe") | more)
-    with pytest.raises(LayoutError, match=r"linear_qkv\.bias: left over"):
+    with pytest.raises(LayoutError, match=rf"{re.escape(key)}: left over"):
         plan_of(source, "hf")
 
 

@@ -26,7 +26,7 @@ from moe_optim.checkpoints.stores.reader import CheckpointReader, is_state
 from moe_optim.errors import LayoutError
 from moe_optim.expert_keys.conversion import convert_expert_set
 from moe_optim.expert_keys.finding import survey_expert_sets
-from moe_optim.expert_keys.layouts import ExpertSet, get_layout
+from moe_optim.expert_keys.layouts import ExpertSet, get_layout, is_of_adapter
 from moe_optim.hugging_face import rows
 from moe_optim.hugging_face.families import LAYOUT_OF_EXPERTS, NamePair, Side
 from moe_optim.hugging_face.models import Model
@@ -146,7 +146,7 @@ def plan_model(reader: CheckpointReader, request: ModelRequest) -> ModelPlan:
     reader = dequantized(reader)
     model = read_model(reader)
     view = LayerView(reader, num_layers=model.anatomy.num_layers)
-    kept = [key for key in view.tensors if not is_state(key) and STORED not in key]
+    kept = [key for key in view.tensors if not is_state(key) and not _has_no_meaning(key)]
     refuse_quantized(view, kept)
     source_interleave = known_interleave(view, request.source_glu_interleave)
     check_row_order(view, source_interleave)
@@ -179,6 +179,12 @@ def plan_model(reader: CheckpointReader, request: ModelRequest) -> ModelPlan:
         source_interleave=source_interleave,
         left_out=(*(key for key in view.tensors if key not in taken), *reader.objects),
     )
+
+
+def _has_no_meaning(key: str) -> bool:
+    """Return whether a tensor of experts is none of the model: an amax, and not an adapter's."""
+    _, stored, remainder = key.rpartition(STORED)
+    return bool(stored) and not is_of_adapter(remainder)
 
 
 def _tensor_parts(
