@@ -73,16 +73,16 @@ def calibrate(
             or they are on the host.
         NonFiniteError: an expert has Inf, or no number at all.
     """
-    axis = agree(lambda: expert_axis(axis, "calibrate"), None)
+    one_axis: int | None = agree(lambda: expert_axis(axis, "calibrate"), None)
     chunks = agree(lambda: _chunks_of(model_chunks, method), None)
     linears: list[ExpertLinear] = agree(lambda: _readable_linears(chunks), None)
-    _require_one_call(len(linears), axis)
+    _require_one_call(len(linears), one_axis)
     for chunk in chunks:
         gather_weights(chunk)
     found: list[_Found] = agree(lambda: [_find(linear) for linear in linears], None)
     _reduce(found)
     agree(lambda: _require_numbers(found), None)
-    if axis is None:
+    if one_axis is None:
         found = _over_all_experts(found)
     for chunk in chunks:
         listen(chunk)
@@ -105,18 +105,18 @@ def set_calibrated_amax(linear: torch.nn.Module, amax: Tensor | None) -> None:
     Raises:
         LayoutError: another module; another number of values; values that are no magnitudes.
     """
-    base = base_of(linear)
-    is_ours = isinstance(base, GroupedLinear)
-    if not is_ours and base not in [one for _, one in grouped_linears(base)]:
+    base: Any = base_of(linear)
+    if isinstance(base, GroupedLinear):
+        name, count = base.name, base.shape[0]
+    elif any(one is base for _, one in grouped_linears(base)):
+        name, count = recorder_of(base).name, base.num_gemms
+    else:
         raise LayoutError(
             "set_calibrated_amax: linear: expected one of portable experts or a grouped linear of "
             f"Transformer Engine, got {type(linear).__name__}. Give experts.linear_fc1 or "
             "experts.linear_fc2."
         )
     listen(linear)
-    name, count = (
-        (base.name, base.shape[0]) if is_ours else (recorder_of(base).name, base.num_gemms)
-    )
     device = next(base.parameters()).device
     hold_calibrated_amax(base, None if amax is None else fitted(amax, count, name).to(device))
 

@@ -1,6 +1,6 @@
 """The amaxes of Transformer Engine's own experts, in checkpoints beside their weights."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -88,7 +88,9 @@ def listen(module: Module) -> None:
         module: with any of them below it.
     """
     wrappers = [one for one in module.modules() if is_wrapper(one)]
-    hooks = [(wrapper, _pass_on) for wrapper in wrappers if _is_grouped(base_of(wrapper))]
+    hooks: list[tuple[Module, Callable[..., None]]] = [
+        (wrapper, _pass_on) for wrapper in wrappers if _is_grouped(base_of(wrapper))
+    ]
     hooks += [(linear, _take) for _, linear in grouped_linears(module)]
     for one, hook in hooks:
         if one not in _LISTENING:

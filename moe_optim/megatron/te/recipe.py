@@ -8,7 +8,9 @@ from moe_optim.megatron.active import installed_config
 from moe_optim.megatron.patching.engine import original
 from moe_optim.megatron.te.quantizer import require_square_blocks
 
-_OTHER_BYTES = {  # by recipe: variables that Transformer Engine reads, values that are refused
+_OTHER_BYTES: dict[
+    str, dict[str, tuple[str, ...]]
+] = {  # by recipe: variables that Transformer Engine reads, values that are refused
     "--fp8-recipe blockwise": {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": ("1",)},
     "--fp4-recipe nvfp4": {
         "NVTE_NVFP4_DISABLE_2D_QUANTIZATION": ("1",),
