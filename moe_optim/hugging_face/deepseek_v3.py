@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_optim.hugging_face import sides
+from moe_optim.hugging_face.families import Trait
 from moe_optim.hugging_face.sides import Row, Side
 from moe_optim.hugging_face.values import MOST_LAYERS, Values, kind_faults
 
@@ -88,6 +89,11 @@ def _argument_faults(given: Values) -> list[str]:
 def _config_faults(config: Values) -> list[str]:
     arguments = {row.argument: config[row.key] for row in sides.ROWS}
     faults = _common_faults(arguments, config["n_group"], config["topk_group"])
+    if config["q_lora_rank"] is None:
+        faults.append(
+            "q_lora_rank: expected a rank of queries, without which megatron-core 0.19 and later "
+            "normalizes what queries are projected from once more, got null"
+        )
     mtp = "num_nextn_predict_layers"
     faults += _mtp_faults(mtp, config.get(mtp))
     if config["first_k_dense_replace"] >= config["num_hidden_layers"]:
@@ -201,6 +207,12 @@ def _scaling_of(arguments: Values) -> dict[str, Any] | None:
     return scaling
 
 
+def _traits_of(arguments: Values) -> frozenset[Trait]:
+    """Return what a model has; without a rank, queries come of one projection."""
+    query: Trait = "no_query_lora" if arguments["q_lora_rank"] is None else "query_lora"
+    return frozenset({query, "expert_bias", "shared_experts"})
+
+
 DEEPSEEK_V3 = Side(
     family="deepseek_v3",
     rows=(
@@ -214,6 +226,7 @@ DEEPSEEK_V3 = Side(
     ),
     optional=frozenset(
         {
+            "q_lora_rank",
             "moe_router_num_groups",
             "moe_router_group_topk",
             "moe_router_topk_scaling_factor",
@@ -251,11 +264,11 @@ DEEPSEEK_V3 = Side(
         "scoring_func": ("sigmoid", None),
         "topk_method": ("noaux_tc", None),
     },
-    defaults={**sides.DEFAULTS, "norm_topk_prob": True},
+    defaults={**sides.DEFAULTS, "norm_topk_prob": True, "q_lora_rank": 1536},
     argument_faults=_argument_faults,
     config_faults=_config_faults,
     more_arguments=_more_arguments,
     arguments_of=_arguments_of,
     config_of=_config_of,
-    traits=frozenset({"query_lora", "expert_bias", "shared_experts"}),
+    traits_of=_traits_of,
 )

@@ -16,6 +16,9 @@ from moe_optim.hugging_face.qwen3_moe import QWEN3_MOE
 from moe_optim.hugging_face.sides import Row, Side
 from moe_optim.hugging_face.values import MOST_LAYERS, Values, freq_faults, kind_faults, unlike
 
+MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")
+"""What configurations call the number of layers that predict further tokens: as published, and as
+transformers 5 does in its code."""
 _SIDES = {side.family: side for side in (QWEN3_MOE, DEEPSEEK_V3)}
 
 
@@ -139,7 +142,7 @@ def _model(side: Side, arguments: Values) -> Model:
     anatomy = Anatomy(
         num_layers=arguments["num_layers"],
         moe_layers=frozenset(layer for layer, has_experts in enumerate(experts) if has_experts),
-        traits=side.traits | ({"untied"} if arguments[sides.UNTIED] else set()),
+        traits=side.traits_of(arguments) | ({"untied"} if arguments[sides.UNTIED] else set()),
         mtp_layers=arguments.get("mtp_num_layers") or 0,
     )
     return Model(family=family, anatomy=anatomy, arguments=arguments, config=config)
@@ -172,7 +175,7 @@ def _as_published(given: Values) -> dict[str, Any]:
     config["rope_scaling"] = None if kind == "default" else rope | {"rope_type": kind}
     for published, other in (
         ("num_experts", "num_local_experts"),
-        ("num_nextn_predict_layers", "num_mtp_layers"),
+        MTP_KEYS,
     ):
         if published not in config and other in config:
             config[published] = config[other]

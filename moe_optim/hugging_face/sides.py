@@ -48,8 +48,8 @@ class Side:
     """The same, from a configuration."""
     config_of: Callable[[Values], dict[str, Any]]
     """The keys that are no row, from arguments."""
-    traits: frozenset[Trait] = frozenset()
-    """What all its models have; output layers of their own apart."""
+    traits_of: Callable[[Values], frozenset[Trait]] = lambda _: frozenset()
+    """What a model with these arguments has; an output layer of its own apart."""
 
 
 ROWS = (

@@ -42,7 +42,11 @@ def freq_faults(freq: Any, num_layers: int) -> list[str]:
     """Return what keeps Megatron's ``moe_layer_freq`` from saying which layers have experts."""
     if type(freq) is int and freq > 0:
         return []
-    if isinstance(freq, list) and len(freq) == num_layers and all(x in (0, 1) for x in freq):
+    if (
+        isinstance(freq, list)
+        and len(freq) == num_layers
+        and all(type(x) is int and x in (0, 1) for x in freq)
+    ):
         return []
     return [f"moe_layer_freq: expected a number or {num_layers} zeros and ones, got {_spell(freq)}"]
 

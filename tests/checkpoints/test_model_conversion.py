@@ -14,7 +14,17 @@ from moe_optim.checkpoints.integrity import checkpoint_defect, corrupt_files
 from moe_optim.checkpoints.stores.opening import open_checkpoint
 from moe_optim.errors import ConfigError, LayoutError
 from tests.support.bytes import assert_bytes_equal, assert_same_tensors
-from tests.support.hf_checkpoints import HF, MTP, STORED, stored_model, write_hf, write_megatron
+from tests.support.hf_checkpoints import (
+    AT_ONCE_STORED,
+    HF,
+    HF_AT_ONCE,
+    MTP,
+    STORED,
+    random_model,
+    stored_model,
+    write_hf,
+    write_megatron,
+)
 from tests.support.stored_checkpoints import interleaved, read_with_torch
 
 FAMILIES = list(STORED)
@@ -202,6 +212,23 @@ def test_a_model_of_hugging_face_is_complete_or_refused_with_all_faults(hf, fami
         plan_of(write_hf(tmp_path / "quantized", quantized, config), "megatron")
 
 
+def test_queries_projected_at_once_keep_their_bits(tmp_path):
+    """As megatron-core 0.18 stores them; the norm that 0.19 adds has no place in transformers."""
+    stored = random_model(AT_ONCE_STORED)
+    source = write_megatron(tmp_path / "c", "deepseek_v3", stored, q_lora_rank=None)
+    got = in_files(convert(source, tmp_path / "hf", "hf"))
+    assert {name: tuple(one.shape) for name, one in got.items()} == HF_AT_ONCE
+    for layer in (0, 1):
+        want = stored[f"decoder.layers.{layer}.self_attention.linear_q_proj.weight"]
+        assert_bytes_equal(got[f"model.layers.{layer}.self_attn.q_proj.weight"], want)
+    norm = "decoder.layers.0.self_attention.linear_q_proj.layer_norm_weight"
+    newer = write_megatron(
+        tmp_path / "n", "deepseek_v3", stored | {norm: torch.ones(12).bfloat16()}, q_lora_rank=None
+    )
+    with pytest.raises(LayoutError, match=f"{re.escape(norm)}: left over"):
+        plan_of(newer, "hf")
+
+
 @pytest.mark.parametrize("copy", ["embed_tokens", "shared_head.head"])
 def test_copies_that_differ_from_what_megatron_shares_are_refused(copy, tmp_path):
     """One bit of the embedding or the output layer of a layer that predicts further tokens."""
@@ -213,6 +240,32 @@ def test_copies_that_differ_from_what_megatron_shares_are_refused(copy, tmp_path
     with pytest.raises(LayoutError, match=f"{re.escape(name)}: expected the values of"):
         convert(other, tmp_path / "back", "megatron")
     assert not (tmp_path / "back").exists()
+
+
+@pytest.mark.parametrize("key", ["num_nextn_predict_layers", "num_mtp_layers"])
+def test_layers_that_a_configuration_promises_and_no_file_holds_are_one_fault(key, tmp_path):
+    """As transformers saves DeepSeek-V3: it drops layers that predict further tokens, and its
+    configuration goes on to count them. What the message advises converts."""
+    hf = convert(write_megatron(tmp_path / "c", "deepseek_v3"), tmp_path / "hf", "hf")
+    tensors, config = in_files(hf), json.loads((hf / "config.json").read_text())
+    del config["num_nextn_predict_layers"]
+    promised = write_hf(tmp_path / "promised", tensors, config | {key: 1})
+    with pytest.raises(ConfigError) as raised:
+        plan_of(promised, "megatron")
+    said = str(raised.value)
+    assert f"{promised / 'config.json'}: {key}: expected 1 layer(s) behind the 2 others" in said
+    assert "Set it to 0" in said and "missing" not in said
+    (promised / "config.json").write_text(json.dumps(config | {key: 0}))
+    back = convert(promised, tmp_path / "back", "megatron")
+    assert_same_tensors(read_with_torch(open_checkpoint(back).path), stored_model("deepseek_v3"))
+
+
+def test_of_layers_that_are_there_in_part_all_that_is_missing_is_named(tmp_path):
+    hf = convert(write_megatron(tmp_path / "c", MTP), tmp_path / "hf", "hf")
+    tensors, config = in_files(hf), json.loads((hf / "config.json").read_text())
+    kept = {key: one for key, one in tensors.items() if not key.startswith("model.layers.3.")}
+    with pytest.raises(LayoutError, match=r"model\.layers\.3\.eh_proj\.weight: missing"):
+        plan_of(write_hf(tmp_path / "part", kept, config), "megatron")
 
 
 def test_layers_that_differ_in_shape_are_refused_where_megatron_stores_them_as_one(tmp_path):

@@ -8,7 +8,7 @@ from moe_optim.checkpoints.conversion.model_plan import ModelRequest, plan_model
 from moe_optim.checkpoints.stores.opening import open_checkpoint
 from tests.support import hf_models
 from tests.support.bytes import assert_same_tensors
-from tests.support.hf_models import MODELS, PREDICTING, Job, run_jobs
+from tests.support.hf_models import AT_ONCE, MODELS, PREDICTING, Job, run_jobs
 from tests.support.ranks import run_ranks
 from tests.support.stored_checkpoints import read_with_torch
 
@@ -116,3 +116,15 @@ def test_layers_that_predict_further_tokens_come_back_to_megatron(tmp_path):
     assert_same_tensors(read_with_torch(open_checkpoint(back).path), want)
     (again,) = run_ranks(1, run_jobs, [Job(PREDICTING, load=str(back))])[0]
     assert torch.equal(again, logits)
+
+
+def test_queries_projected_at_once_give_the_same_logits(tmp_path):
+    """As of Moonlight, ``q_lora_rank: null``, where Megatron has no norm in front of queries."""
+    from transformers import AutoModelForCausalLM
+
+    (logits,) = run_ranks(1, run_jobs, [Job(AT_ONCE, save=str(tmp_path / "saved"))])[0]
+    hf = convert(tmp_path / "saved", tmp_path / "hf", "hf")
+    model, said = AutoModelForCausalLM.from_pretrained(hf, output_loading_info=True)
+    assert model.config.q_lora_rank is None
+    assert not any(said.values()), said
+    torch.testing.assert_close(logits_of(model), logits, rtol=0, atol=TOLERANCE)

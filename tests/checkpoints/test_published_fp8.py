@@ -90,15 +90,47 @@ def test_what_megatron_gets_is_element_times_scale_to_the_bit(model, tmp_path):
     assert_same_tensors(found, values)
 
 
+@pytest.mark.parametrize("model", ["deepseek_v3"], indirect=True)
+def test_scales_that_are_bare_exponents_are_powers_of_two_to_the_bit(model, tmp_path):
+    """E8M0, as ``scale_fmt: ue8m0`` has them: code n means 2^(n - 127), 255 NaN."""
+    tensors, config = model
+    stored, values = published(tensors)
+    names = [name for name in stored if name.endswith("_scale_inv")]
+    counts = [stored[name].numel() for name in names]
+    drawn = torch.randint(0, 256, (sum(counts),), generator=torch.Generator().manual_seed(4))
+    drawn[:4] = torch.tensor([0, 1, 254, 255])
+    codes = drawn.to(torch.uint8).split(counts)
+    for name, code in zip(names, codes, strict=True):
+        weight = name.removesuffix("_scale_inv")
+        exact = torch.tensor(
+            [float("nan") if n == 255 else 2.0 ** (n - 127) for n in code.tolist()]
+        )
+        whole = exact.view(stored[name].shape)
+        for axis, size in enumerate(BLOCK):
+            whole = whole.repeat_interleave(size, axis)
+        rows, cols = stored[weight].shape
+        values[weight] = (stored[weight].float() * whole[:rows, :cols]).bfloat16()
+        stored[name] = code.view(stored[name].shape).view(torch.float8_e8m0fnu)
+    quantization = QUANTIZATION | {"scale_fmt": "ue8m0"}
+    quantized = write_hf(tmp_path / "q", stored, config | {"quantization_config": quantization})
+    plain = write_hf(tmp_path / "bf16", values, config)
+    got, want = (
+        open_checkpoint(convert(one, tmp_path / f"{one.name} back", "megatron")).path
+        for one in (quantized, plain)
+    )
+    assert_same_tensors(read_with_torch(got), read_with_torch(want))
+
+
 FAULTS = {
     "missing": (lambda t: t.pop(f"{GATE}_scale_inv"), f"{GATE}_scale_inv: missing"),
     "of another shape": (
         lambda t: t.update({f"{GATE}_scale_inv": torch.ones(3, 3)}),
-        f"{GATE}_scale_inv: expected torch.float32 [1, 3] for [8, 12], got torch.float32 [3, 3]",
+        f"{GATE}_scale_inv: expected float32, bfloat16, float16 or float8_e8m0fnu [1, 3] for "
+        "[8, 12], got float32 [3, 3]",
     ),
     "of another type": (
         lambda t: t.update({f"{GATE}_scale_inv": torch.ones(1, 3).double()}),
-        "got torch.float64 [1, 3]",
+        "got float64 [1, 3]",
     ),
     "of no weight in FP8": (
         lambda t: t.update({"lm_head.weight_scale_inv": torch.ones(2, 3)}),

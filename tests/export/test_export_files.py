@@ -1,6 +1,7 @@
 """A checkpoint becomes what engines load, with the bytes that training makes of its masters."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -160,11 +161,28 @@ def test_the_command_says_what_was_quantized_from_what(source, hf, tmp_path, cap
 # What is refused, with nothing written
 
 
-def test_gate_and_up_that_share_a_block_are_refused(tmp_path):
+def test_gate_and_up_that_share_a_block_are_refused_with_formats_that_hold_them(tmp_path, capsys):
+    """Every format that the message advises is written; no other advice needs an option."""
     source = write(tmp_path / "source", stored(96), 96)
-    with pytest.raises(LayoutError, match="linear_fc1: expected gate and up in runs of 128 rows"):
-        export(source, tmp_path / "out", "fp8_block")
+    words = ["export", str(source), str(tmp_path / "out"), "--format"]
+    assert cli.main([*words, "fp8_block"]) == 2
+    said = capsys.readouterr().err
+    assert "linear_fc1: expected gate and up in runs of 128 rows" in said
+    assert re.findall(r"--[a-z-]+", said) == ["--format", "--moe-ffn-hidden-size"]
     assert not (tmp_path / "out").exists()
+    (advised,) = re.findall(r"--format (.*?),? which", said)
+    assert advised == "mxfp8, mxfp8_2d or nvfp4"
+    for name in re.split(", | or ", advised):
+        assert cli.main([*words[:2], str(tmp_path / name), "--format", name]) == 0
+        assert in_files(tmp_path / name)
+
+
+def test_no_format_is_advised_where_none_holds_gate_and_up(tmp_path):
+    """40 rows are no multiple of 16 or 32 either."""
+    source = write(tmp_path / "source", stored(40), 40)
+    with pytest.raises(LayoutError, match="expected gate and up") as raised:
+        export(source, tmp_path / "out", "fp8_block")
+    assert "--format" not in str(raised.value)
 
 
 def test_a_model_without_a_description_is_refused_with_what_to_give(hf, tmp_path):

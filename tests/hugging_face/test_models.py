@@ -93,6 +93,12 @@ def test_stretched_positions_are_said_in_full():
 
 
 REFUSED_ARGUMENTS = {
+    "swiglu: expected True, got 1": {"swiglu": 1},
+    "add_bias_linear: expected False, got 0": {"add_bias_linear": 0},
+    "rotary_percent: expected 1.0, got True": {"rotary_percent": True},
+    "moe_layer_freq: expected a number or 2 zeros and ones, got [True, True]": {
+        "moe_layer_freq": [True, True]
+    },
     "add_bias_linear: expected False, got True": {"add_bias_linear": True},
     "normalization: expected RMSNorm, got 'LayerNorm'": {"normalization": "LayerNorm"},
     "qk_layernorm: expected True, got False": {"qk_layernorm": False},
@@ -129,7 +135,7 @@ def test_all_that_stands_in_the_way_is_named_at_once():
 
 
 REFUSED_LATENT = {
-    "q_lora_rank: expected a whole number from 1 on, got None": {"q_lora_rank": None},
+    "q_lora_rank: expected a whole number from 1 on, got 0": {"q_lora_rank": 0},
     "layernorm_epsilon: expected 1e-06, which transformers": {"layernorm_epsilon": 1e-5},
     "moe_router_group_topk: expected half of moe_router_topk 2": {
         **{"moe_router_num_groups": 3, "moe_router_group_topk": 2}
@@ -154,6 +160,21 @@ def test_what_differs_within_latent_attention_and_routing_is_refused(said):
     assert said in str(raised.value)
 
 
+def test_queries_projected_at_once_are_said_to_transformers_and_refused_on_the_way_back():
+    """A rank of null, written out. A file without the key means the 1536 of transformers."""
+    from transformers import AutoConfig
+
+    model = model_from_arguments(DEEPSEEK_ARGS | {"q_lora_rank": None}, "here")
+    assert model.config["q_lora_rank"] is None
+    assert "no_query_lora" in model.anatomy.traits and "query_lora" not in model.anatomy.traits
+    with pytest.raises(ConfigError, match="q_lora_rank: expected a rank .* got null") as raised:
+        model_from_config(model.config, "here")
+    assert "megatron-core 0.19" in str(raised.value) and "1 difference(s)" in str(raised.value)
+    left_out = {key: value for key, value in model.config.items() if key != "q_lora_rank"}
+    default = AutoConfig.for_model("deepseek_v3").q_lora_rank
+    assert model_from_config(left_out, "here").arguments["q_lora_rank"] == default == 1536
+
+
 REFUSED_CONFIG = {
     "model_type: expected qwen3_moe or deepseek_v3, got 'llama'": {"model_type": "llama"},
     "model_type: expected qwen3_moe or deepseek_v3, got 'None'": {"model_type": None},
@@ -163,7 +184,10 @@ REFUSED_CONFIG = {
     "rope_scaling: expected None, got something else": {"rope_scaling": {"type": "yarn"}},
     "head_dim: expected a whole number from 1 on, got None": {"head_dim": None},
     "mlp_only_layers: expected a list of layers, got [-1]": {"mlp_only_layers": [-1]},
+    "mlp_only_layers: expected a list of layers, got [True]": {"mlp_only_layers": [True]},
     "rope_theta: expected a number, got nan": {"rope_theta": float("nan")},
+    "norm_topk_prob: expected true or false, got 1": {"norm_topk_prob": 1},
+    "attention_bias: expected False, got 0": {"attention_bias": 0},
 }
 
 

@@ -95,6 +95,10 @@ _OF_MTP = {
 PREDICTING_STORED = DEEPSEEK_STORED | {
     f"mtp.layers.{number}.{name}": shape for number in (0, 1) for name, shape in _OF_MTP.items()
 }
+AT_ONCE_STORED = {
+    name: shape for name, shape in DEEPSEEK_STORED.items() if ".linear_q_" not in name
+} | {f"decoder.layers.{n}.self_attention.linear_q_proj.weight": (24, 12) for n in (0, 1)}
+"""Of a model without a rank of queries, as megatron-core 0.18 and older store it."""
 STORED = {
     "qwen3_moe": (QWEN, QWEN_STORED),
     "deepseek_v3": (DEEPSEEK, DEEPSEEK_STORED),
@@ -164,6 +168,9 @@ HF = {
     | {f"model.layers.1.{k}": shape for k, shape in (_HF_LATENT | _HF_MOE).items()}
     | experts_of(1),
 }
+HF_AT_ONCE = {
+    name: shape for name, shape in HF["deepseek_v3"].items() if ".self_attn.q_" not in name
+} | {f"model.layers.{n}.self_attn.q_proj.weight": (24, 12) for n in (0, 1)}
 HF[MTP] = HF["deepseek_v3"]
 for _layer in (2, 3):  # as DeepSeek publishes its layer 61; transformers leaves it out
     HF[MTP] = HF[MTP] | experts_of(_layer)
@@ -184,9 +191,14 @@ for _layer in (2, 3):  # as DeepSeek publishes its layer 61; transformers leaves
 
 def stored_model(family: str) -> dict[str, torch.Tensor]:
     """Return what Megatron stores, random bits in bf16; the bias of experts is fp32, as there."""
+    return random_model(STORED[family][1])
+
+
+def random_model(shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    """Return the same for any names and shapes."""
     return {
         name: random_bits(shape, torch.float32 if "bias" in name else torch.bfloat16, seed)
-        for seed, (name, shape) in enumerate(STORED[family][1].items())
+        for seed, (name, shape) in enumerate(shapes.items())
     }
 
 

@@ -54,6 +54,14 @@ OTHER_DEEPSEEK_V3 = shlex.split("""
 --moe-router-enable-expert-bias --moe-router-load-balancing-type seq_aux_loss
 --untie-embeddings-and-output-weights
 """)
+DEEPSEEK_V3_WITHOUT_QUERY_LORA = shlex.split("""
+--num-layers 2 --multi-latent-attention --kv-lora-rank 16 --qk-head-dim 16
+--qk-pos-emb-head-dim 8 --v-head-dim 16 --rope-type rope --rotary-base 50000
+--norm-epsilon 1e-6 --num-experts 4 --moe-router-topk 2 --moe-layer-freq ([0]+[1])
+--moe-shared-expert-intermediate-size 64 --moe-router-score-function sigmoid
+--moe-router-enable-expert-bias --moe-router-topk-scaling-factor 2.446
+--moe-router-load-balancing-type seq_aux_loss --untie-embeddings-and-output-weights
+""")
 MODELS = {
     "qwen3_moe": QWEN3_MOE,
     "qwen3_moe, dense layer, tied, no groups of queries, softmax first": OTHER_QWEN3_MOE,
@@ -63,7 +71,12 @@ MODELS = {
 """Megatron's flags by what they build; the family stands before the comma."""
 PREDICTING = "deepseek_v3, one further token predicted"
 """A model that transformers does not build, but for the layers that the others have, too."""
-_FLAGS = MODELS | {PREDICTING: [*OTHER_DEEPSEEK_V3, "--mtp-num-layers", "1"]}
+AT_ONCE = "deepseek_v3, queries projected at once"
+"""A model as megatron-core 0.18 and older build it; later ones give queries a norm of their own."""
+_FLAGS = MODELS | {
+    PREDICTING: [*OTHER_DEEPSEEK_V3, "--mtp-num-layers", "1"],
+    AT_ONCE: DEEPSEEK_V3_WITHOUT_QUERY_LORA,
+}
 
 TOKENS = 24
 
@@ -73,7 +86,7 @@ class Job:
     """A model to build in a process, and what to do with it."""
 
     model: str
-    """Of :data:`MODELS`, or :data:`PREDICTING`."""
+    """Of :data:`MODELS`, or :data:`PREDICTING`, or :data:`AT_ONCE`."""
     save: str = ""
     """Folder of checkpoints that it is written to."""
     load: str = ""
@@ -134,6 +147,8 @@ def _run(job: Job) -> torch.Tensor:
     where += ["--load", job.load, "--finetune"] if job.load else []
     args = start_megatron([*COMMON, *_FLAGS[job.model], *where])
     _replace_core_attention()
+    if job.model == AT_ONCE:
+        _take_norms_from_the_spec()
     model = build_model(args).to(args.params_dtype).eval()
     _randomize(model)
     if job.load:
@@ -171,6 +186,16 @@ def _replace_core_attention() -> None:
     from megatron.core.models.backends import LocalSpecProvider
 
     LocalSpecProvider.core_attention = lambda self: CausalAttention
+
+
+def _take_norms_from_the_spec() -> None:
+    """Let latent attention have the linears and norms that its spec names, as before 0.19."""
+    from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
+
+    names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm")
+    QKNormConfigResolver.resolve = lambda self: {
+        name: getattr(self.submodules, name) for name in (*names, "kv_layernorm")
+    }
 
 
 class CausalAttention(torch.nn.Module):

@@ -21,7 +21,12 @@ from moe_optim.checkpoints.conversion.expert_finding import (
     source_layouts,
 )
 from moe_optim.checkpoints.conversion.layer_view import LayerView
-from moe_optim.checkpoints.conversion.model_sources import dequantized, read_model, require_format
+from moe_optim.checkpoints.conversion.model_sources import (
+    dequantized,
+    read_model,
+    require_format,
+    require_promised_layers,
+)
 from moe_optim.checkpoints.stores.reader import CheckpointReader, is_state
 from moe_optim.errors import LayoutError
 from moe_optim.expert_keys.conversion import convert_expert_set
@@ -145,6 +150,7 @@ def plan_model(reader: CheckpointReader, request: ModelRequest) -> ModelPlan:
     require_format(reader, request.to)
     reader = dequantized(reader)
     model = read_model(reader)
+    require_promised_layers(model, reader)
     view = LayerView(reader, num_layers=model.anatomy.num_layers)
     kept = [key for key in view.tensors if not is_state(key) and not _has_no_meaning(key)]
     refuse_quantized(view, kept)

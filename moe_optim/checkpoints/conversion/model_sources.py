@@ -9,7 +9,12 @@ from moe_optim.checkpoints.stores.fp8_blocks import DequantizedBlocks, block_of
 from moe_optim.checkpoints.stores.reader import CheckpointReader
 from moe_optim.checkpoints.stores.torch_dist import TorchDistReader
 from moe_optim.errors import ConfigError, StateError
-from moe_optim.hugging_face.models import Model, model_from_arguments, model_from_config
+from moe_optim.hugging_face.models import (
+    MTP_KEYS,
+    Model,
+    model_from_arguments,
+    model_from_config,
+)
 
 CONFIG = "config.json"
 QUANTIZATION = "quantization_config"
@@ -77,6 +82,26 @@ def dequantized(reader: CheckpointReader) -> CheckpointReader:
     if quantization is None:
         return reader
     return DequantizedBlocks(reader, block_of(quantization, str(folder / CONFIG)))
+
+
+def require_promised_layers(model: Model, reader: CheckpointReader) -> None:
+    """Refuse safetensors without any of the layers predicting further tokens that they count.
+
+    Raises:
+        ConfigError: ``config.json`` counts such layers, and no tensor is of one of them.
+    """
+    own, further = model.anatomy.num_layers, model.anatomy.mtp_layers
+    behind = tuple(f"model.layers.{layer}." for layer in range(own, own + further))
+    if reader.format == "torch_dist" or not behind:
+        return
+    if not any(name.startswith(behind) for name in reader.tensors):
+        path = folder_of(reader) / CONFIG
+        key = next(key for key in MTP_KEYS if key in read_config(path.parent))
+        raise ConfigError(
+            f"{path}: {key}: expected {further} layer(s) behind the {own} others, as it says, got "
+            f"no tensor of model.layers.{own}. Set it to 0: transformers drops these layers when "
+            "it saves a model."
+        )
 
 
 def folder_of(reader: CheckpointReader) -> Path:

@@ -12,8 +12,9 @@ from moe_optim.errors import ConfigError, LayoutError
 
 SCALE = "_scale_inv"
 """Behind the name of a weight: what its elements are multiplied by, a value a block."""
-SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Of these scales: DeepSeek publishes the first, Qwen the others."""
+SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
+"""Of these scales: DeepSeek publishes the first, Qwen the next two, and ``scale_fmt: ue8m0`` may
+store exponents alone. Each is exact in fp32."""
 
 
 class DequantizedBlocks:
@@ -41,7 +42,10 @@ class DequantizedBlocks:
         if faults:
             raise LayoutError(
                 f"{stored.path}: expected scales beside weights in FP8, got {len(faults)} "
-                "fault(s):\n" + "".join(f"  {fault}\n" for fault in faults[:20]) + "Fetch it again."
+                "fault(s):\n"
+                + "".join(f"  {fault}\n" for fault in faults[:20])
+                + "Fetch again what "
+                "is missing or cut off; dequantize other scales with what wrote them."
             )
         for name in self._quantized:
             del tensors[name + SCALE]
@@ -73,13 +77,13 @@ class DequantizedBlocks:
         if len(shape) != 2:
             return f"{name}: expected rows and columns, got {list(shape)}"
         blocks = tuple(-(-n // size) for n, size in zip(shape, self._block, strict=True))
-        wanted = [TensorInfo(blocks, dtype) for dtype in SCALE_DTYPES]
         if scale is None:
             return f"{name}{SCALE}: missing"
-        if scale not in wanted:
+        if scale not in [TensorInfo(blocks, dtype) for dtype in SCALE_DTYPES]:
+            *dtypes, last = (str(dtype).removeprefix("torch.") for dtype in SCALE_DTYPES)
             return (
-                f"{name}{SCALE}: expected {wanted[0].dtype} {list(blocks)} for {list(shape)}, got "
-                f"{scale.dtype} {list(scale.shape)}"
+                f"{name}{SCALE}: expected {', '.join(dtypes)} or {last} {list(blocks)} for "
+                f"{list(shape)}, got {str(scale.dtype).removeprefix('torch.')} {list(scale.shape)}"
             )
         return None
 

@@ -1,6 +1,6 @@
 """What an export of a checkpoint will do, decided before a value is read or anything is written."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,9 @@ from moe_optim.errors import ConfigError, LayoutError, StateError
 from moe_optim.expert_keys.conversion import convert_expert_set, interleave_faults
 from moe_optim.expert_keys.finding import raise_faults
 from moe_optim.expert_keys.layouts import LINEARS, ExpertSet, KeyLayout, get_layout
-from moe_optim.export.conventions import Convention
+from moe_optim.export.conventions import Convention, find_convention
 from moe_optim.export.planes import export_experts, patterns_of, split_rows, tensor_name
-from moe_optim.formats import BlockScaledFormat, QuantizedWeight
+from moe_optim.formats import FORMATS, BlockScaledFormat, QuantizedWeight
 
 MASTERS = "optimizer.state.param."
 """Before the names of weights, those of their masters, where these are stored by name."""
@@ -284,9 +284,38 @@ def _require_fits(plan: ExportPlan) -> None:
     """
     stored = [one.stored for one in plan.experts]
     raise_faults([f for one in stored for f in interleave_faults(one, plan.interleave or None)])
+    block_rows, _ = plan.request.convention.scale_block
     for ffn, hidden in {(one.ffn, one.hidden) for one in stored}:
-        shapes = {"linear_fc1": (1, 2 * ffn, hidden), "linear_fc2": (1, hidden, ffn)}
-        for linear, shape in shapes.items():
-            name = f"{plan.view.reader.path}: {linear}"
-            empty = QuantizedWeight.empty(plan.request.format, shape, device="meta", name=name)
-            plan.exported_parts(empty, linear)
+        where = f"{plan.view.reader.path}: "
+        if ffn % block_rows:
+            fitting = [name for name in FORMATS if _fits(FORMATS[name], ffn, hidden)]
+            raise LayoutError(
+                f"{where}linear_fc1: expected gate and up in runs of {block_rows} rows or a "
+                f"multiple, the height of a block of scales, got {ffn} rows each. "
+                f"{_advise(fitting)} --moe-ffn-hidden-size that is such a multiple."
+            )
+        _check_shapes(plan.request.format, ffn, hidden, where)
+
+
+def _fits(format: BlockScaledFormat, ffn: int, hidden: int) -> bool:
+    """Return whether experts of this size can be exported in a format."""
+    try:
+        _check_shapes(format, ffn, hidden)
+    except LayoutError:
+        return False
+    return ffn % find_convention(format).scale_block[0] == 0
+
+
+def _check_shapes(format: BlockScaledFormat, ffn: int, hidden: int, where: str = "") -> None:
+    """Raise LayoutError for a linear that a format cannot hold."""
+    format.check_shape((1, 2 * ffn, hidden), f"{where}linear_fc1")
+    format.check_shape((1, hidden, ffn), f"{where}linear_fc2")
+
+
+def _advise(formats: Sequence[str]) -> str:
+    """Return what else to export, and the beginning of what else to train."""
+    if not formats:
+        return "Train with a"
+    *others, last = formats
+    named = f"{', '.join(others)} or {last}" if others else last
+    return f"Give --format {named}, which holds it, or train with a"
