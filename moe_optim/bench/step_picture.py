@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_optim.bench.step_figures import FIGURES, PARTS, REST, SIDES, rest_of, title_of
-from moe_optim.console.pictures import picture_of
+from moe_optim.console.pictures import picture_of, plain
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -53,7 +53,7 @@ def draw(report: dict[str, Any], path: Path) -> bytes:
     ]
     figure.legend(handles=entries, loc="outside right center", frameon=False, fontsize=9)
     title = "\n".join(textwrap.wrap(f"Parts of a step, medians. {title_of(report)}", _TITLE))
-    figure.suptitle(title, x=0.01, ha="left", fontsize=10)
+    figure.suptitle(plain(title), x=0.01, ha="left", fontsize=10)
     return picture_of(figure, path)
 
 

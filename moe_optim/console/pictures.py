@@ -31,6 +31,11 @@ def picture_path(text: str) -> Path:
     return path
 
 
+def plain(text: str) -> str:
+    """Return what matplotlib draws as ``text``, which may hold signs of its mathematics."""
+    return text.replace("$", r"\$")
+
+
 def picture_of(figure: "Figure", path: Path) -> bytes:
     """Return a figure as the bytes of a picture of the kind that ``path`` ends in."""
     picture = io.BytesIO()

@@ -60,7 +60,7 @@ def print_table(console: Console, table: Table) -> None:
         console.print(table)
         return
     text = io.StringIO()
-    Console(file=text, width=max(console.width, least), color_system=None).print(table)
+    _plain_console(text, max(console.width, least)).print(table)
     for line in text.getvalue().splitlines():
         console.out(line.rstrip(), highlight=False)
 
@@ -69,8 +69,14 @@ def _least_width(table: Table) -> int:
     """Return the columns of a screen below which cells are cut; 0 where some cells wrap."""
     if not all(column.no_wrap for column in table.columns):
         return 0
-    wide = Console(file=io.StringIO(), width=_WIDER_THAN_ANY_LINE)
-    return wide.measure(table).maximum
+    return _plain_console(io.StringIO(), _WIDER_THAN_ANY_LINE).measure(table).maximum
+
+
+def _plain_console(file: io.StringIO, width: int) -> Console:
+    """Return a console that prints cells as they are written, as :func:`results_console` does."""
+    return Console(
+        file=file, width=width, color_system=None, markup=False, highlight=False, emoji=False
+    )
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_optim.console.pictures import picture_of
+from moe_optim.console.pictures import picture_of, plain
 from moe_optim.plan.answers import GIB
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def draw_plan(report: Mapping[str, Any], path: Path) -> bytes:
     weights.set_xlabel(spelt)
     gather.set_xlabel(spelt)
     figure.suptitle(
-        f"{report['planned']}\nsolid: moe_optim; dashed or hatched: stock Megatron",
+        f"{plain(report['planned'])}\nsolid: moe_optim; dashed or hatched: stock Megatron",
         x=0.01,
         ha="left",
         fontsize=10,

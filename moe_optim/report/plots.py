@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from moe_optim.console.pictures import png_of
+from moe_optim.console.pictures import plain, png_of
 from moe_optim.report.reading import Look
 from moe_optim.train.events import Point
 from moe_optim.train.summary import Curves, draw_curves, smoothed
@@ -37,7 +37,7 @@ def _png(axes: "Axes") -> bytes:
 def _over_iterations(axes: "Axes", label: str) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    axes.set(xlabel="iteration", ylabel=label)
+    axes.set(xlabel="iteration", ylabel=plain(label))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(axis="y", color="0.92")
 
@@ -71,7 +71,7 @@ def plot_curves(
             linewidth=1.3,
             marker="o" if len(ys) < 12 else None,
             markersize=3,
-            label=_shortened(name),
+            label=_named(name),
         )
     finite = [value for value in values if math.isfinite(value)]
     if finite and min(finite) > 0 and max(finite) > 30 * min(finite):
@@ -79,6 +79,8 @@ def plot_curves(
     _over_iterations(axes, label)
     if len(curves) > 1:
         axes.legend(
+            axes.lines,
+            [_named(name) for name in curves],  # also those that begin with an underscore
             loc="lower left",
             bbox_to_anchor=(0.0, 1.0),  # above the axes
             borderaxespad=0.0,
@@ -111,7 +113,7 @@ def plot_heat_map(look: Look, label: str, *, logarithmic: bool = False) -> bytes
         values = np.maximum(values, positive.min())
     image = axes.imshow(values, aspect="auto", norm=scale, interpolation="nearest")
     step = -(-rows // _MOST_LABELS)
-    axes.set_yticks(range(0, rows, step), look.layers[::step], fontsize=8)
+    axes.set_yticks(range(0, rows, step), list(map(plain, look.layers[::step])), fontsize=8)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("expert")
     axes.set_title(label, loc="left", fontsize=10)
@@ -124,7 +126,7 @@ def plot_bars(values: Mapping[str, float], label: str) -> bytes:
     axes = _axes(0.9 + 0.28 * len(values))
     places = range(len(values))  # shortened names may be alike
     bars = axes.barh(places, list(values.values()), color="tab:blue", height=0.65)
-    axes.set_yticks(places, [_shortened(name) for name in values])
+    axes.set_yticks(places, [_named(name) for name in values])
     axes.bar_label(bars, fmt=_spell, padding=3, fontsize=8)
     axes.invert_yaxis()
     axes.tick_params(axis="y", labelsize=8)
@@ -133,9 +135,9 @@ def plot_bars(values: Mapping[str, float], label: str) -> bytes:
     return _png(axes)
 
 
-def _shortened(name: str) -> str:
-    """Return a name that leaves room for the picture; ends tell paths apart."""
-    return name if len(name) <= _MOST_LETTERS else f"…{name[1 - _MOST_LETTERS :]}"
+def _named(name: str) -> str:
+    """Return a name that leaves room for the picture, to draw; ends tell paths apart."""
+    return plain(name if len(name) <= _MOST_LETTERS else f"…{name[1 - _MOST_LETTERS :]}")
 
 
 def _spell(value: float) -> str:

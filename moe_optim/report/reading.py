@@ -1,15 +1,17 @@
 """A run folder as a report needs it."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from moe_optim.checkpoints.files.bounded_json import parse_json
+from moe_optim.checkpoints.files.regular_files import read_file
 from moe_optim.errors import ConfigError, LayoutError
 from moe_optim.formats import FORMATS
-from moe_optim.health import TAGS, warn_of
+from moe_optim.health import TAGS, THRESHOLDS, warn_of
+from moe_optim.report import records
 from moe_optim.train.events import TRAIN_TAG, VALIDATION_TAG, Events, Point, read_events
 from moe_optim.train.run_folder import RunFolder
 from moe_optim.train.summary import Curves, loss_unit
@@ -117,7 +119,11 @@ class Run:
         lines: list[str] = []
         for layer in self.health_layers:
             figures = self._last_figures(layer)
-            lines += warn_of(layer, element, range(len(figures["norm"])), figures)
+            if missing := [one for one in ("norm", *THRESHOLDS[element]) if one not in figures]:
+                said = ", ".join(missing)
+                lines.append(f"{layer}: {said} not recorded: the event file is cut off")
+            else:
+                lines += warn_of(layer, element, range(len(figures["norm"])), figures)
         return lines
 
     def _last_figures(self, layer: str) -> dict[str, "torch.Tensor"]:
@@ -139,7 +145,8 @@ def read_run(path: Path) -> Run:
         path: a run folder of ``moe-optim train``, or a folder with TensorBoard events of Megatron.
 
     Raises:
-        LayoutError: there are no events with a training loss, or a file has no names and values.
+        LayoutError: there are no events with a training loss, or a file has no names and values, or
+            values of other kinds.
     """
     folder = RunFolder(path)
     of_events = folder.tensorboard if folder.tensorboard.is_dir() else path
@@ -153,8 +160,8 @@ def read_run(path: Path) -> Run:
     return Run(
         name=path.resolve().name,
         path=path,
-        model=_read(folder.model),
-        summary=_read(folder.summary),
+        model=_read(folder.model, records.MODEL),
+        summary=_read(folder.summary, records.SUMMARY),
         events=events,
     )
 
@@ -180,15 +187,17 @@ def require_no_run(out: Path, *, own: Path | None = None) -> None:
         )
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path, kinds: records.Kinds) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        content = json.loads(path.read_text())
+        content = parse_json(read_file(path.parent, path.name))
         if not isinstance(content, dict):
             raise ValueError("something else than names and values")
     except ValueError as error:
         raise LayoutError(
             f"{path}: expected names and values as JSON, got something else. Remove the file."
         ) from error
+    if fault := records.find_fault(content, kinds):
+        raise LayoutError(f"{path}: {fault}. Remove the file.")
     return content

@@ -213,22 +213,22 @@ def _time(run: Run) -> Section:
 def _what(run: Run) -> Iterator[tuple[str, str]]:
     """Yield what is known of a run, in the order of a table."""
     texts, model, summary = run.events.texts, run.model, run.summary
-    environment = model.get("environment", {})
+    environment, seconds = model.get("environment") or {}, summary.get("seconds")
     facts = {
         "command": summary.get("command"),
         "recipe": texts.get("moe_optim_recipe"),
         "knobs": texts.get("moe_optim_set", "").strip("[]").replace("'", "").replace('"', ""),
         "experts": model.get("format"),
         "optimizer": model.get("optimizer"),
-        "step": model.get("rank0", {}).get("step"),
+        "step": (model.get("rank0") or {}).get("step"),
         "parameters": _count(model.get("parameters")),
         "of them quantized": _count(model.get("quantized_parameters")),
         "ranks": summary.get("world_size") or texts.get("world_size"),
         "device": environment.get("device"),
         "commit": environment.get("commit"),
-        "versions": ", ".join(f"{k} {v}" for k, v in environment.get("versions", {}).items()),
+        "versions": ", ".join(f"{k} {v}" for k, v in (environment.get("versions") or {}).items()),
         "seed": texts.get("seed"),
-        "took": f"{summary['seconds']:.0f} s" if "seconds" in summary else None,
+        "took": None if seconds is None else f"{seconds:.0f} s",
         "resumed from": summary.get("resumed_from"),
         "folder": str(run.path),
     }

@@ -2,19 +2,27 @@
 
 import base64
 import io
+import json
+import math
 import re
+from dataclasses import replace
+from functools import reduce
 from html.parser import HTMLParser
 
 import matplotlib.image
 import numpy as np
 import pytest
+from matplotlib import mathtext
+from matplotlib.legend import Legend
+from matplotlib.text import Text
 
 from moe_optim.cli import main as cli
-from moe_optim.health import Sum
+from moe_optim.console import pictures
+from moe_optim.health import THRESHOLDS, Sum
 from moe_optim.report.page import Page, Section, Table
 from moe_optim.report.reading import read_run
 from moe_optim.report.run_report import build_page
-from tests.support.report_runs import LOSSES, loads_at, look_at, write_run
+from tests.support.report_runs import LOSSES, SUMMARY, loads_at, look_at, write_run
 
 
 class Reader(HTMLParser):
@@ -143,6 +151,22 @@ def test_an_expert_above_a_threshold_is_named(tmp_path):
     assert "layers.0.fc1, expert 3: saturated is 0.5, above 0.02" in reader.text
 
 
+@pytest.mark.parametrize("figure", ["norm", *THRESHOLDS["e2m1"]])
+def test_a_look_that_is_cut_off_in_its_event_file_is_said(figure, tmp_path):
+    """As of a run that is writing, or was killed."""
+    run = read_run(write_run(tmp_path / "run", LOSSES, looks={10: look_at(layers=1)}))
+    kept = {
+        tag: values
+        for tag, values in run.events.tensors.items()
+        if not tag.endswith(f"fc2/{figure}/by_expert")
+    }
+    assert len(kept) == len(run.events.tensors) - 1
+    cut = replace(run, events=replace(run.events, tensors=kept))
+    assert cut.health_warnings() == [
+        f"layers.0.fc2: {figure} not recorded: the event file is cut off"
+    ]
+
+
 def test_a_run_that_is_going_on_is_reported_with_what_there_is(tmp_path):
     losses = {"lm loss": LOSSES["lm loss"][:3]}
     run = read_run(write_run(tmp_path / "run", losses, model=None, summary=None))
@@ -175,6 +199,81 @@ def test_a_damaged_file_is_refused_by_name(name, content, tmp_path, capsys):
     (run / name).write_text(content)
     assert cli.main(["report", str(run)]) == 2
     assert f"{name}: expected names and values as JSON" in capsys.readouterr().err
+
+
+DAMAGED = {  # file, key, what it holds
+    "a count as text": ("model.json", "parameters", "2000"),
+    "a count as true": ("model.json", "quantized_parameters", True),
+    "a count no memory has": ("model.json", "parameters", 2**63),
+    "a negative count": ("model.json", "parameters", -1),
+    "a name as a list": ("model.json", "optimizer", ["Adam"]),
+    "rank 0 as a number": ("model.json", "rank0", 3),
+    "bytes as text": ("model.json", "rank0.gathered_bytes", "1"),
+    "weights as a number": ("model.json", "rank0.weights", 3),
+    "a weight as null": ("model.json", "rank0.weights", [None]),
+    "a weight without bytes": ("model.json", "rank0.weights", [{}]),
+    "an environment as text": ("model.json", "environment", "H100"),
+    "versions as a list": ("model.json", "environment.versions", ["torch"]),
+    "a loss as text": ("summary.json", "test_loss", "0.2"),
+    "an entropy as a list": ("summary.json", "byte_entropy", [3.4]),
+    "a speed as text": ("summary.json", "iterations_per_second", "fast"),
+    "a speed without end": ("summary.json", "iterations_per_second", math.inf),
+    "seconds as null": ("summary.json", "seconds", [30]),
+    "ranks as a mapping": ("summary.json", "world_size", {}),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGED)
+@pytest.mark.parametrize("command", ["report", "compare"])
+def test_a_file_with_a_value_of_another_kind_is_refused_by_its_key(what, command, tmp_path, capsys):
+    """Before anything is drawn or written."""
+    name, key, value = DAMAGED[what]
+    run, other = (write_run(tmp_path / each, LOSSES) for each in ("run", "other"))
+    content = json.loads((run / name).read_text())
+    *above, last = key.split(".")
+    reduce(dict.__getitem__, above, content)[last] = value
+    (run / name).write_text(json.dumps(content))
+    words = ["report", run] if command == "report" else ["compare", other, run]
+    assert cli.main([*map(str, words), "--out", str(tmp_path / "out")]) == 2
+    assert f"{run / name}: {key}" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_figures_that_a_run_has_not_recorded_may_be_null(tmp_path):
+    """A run that diverged has a loss of NaN."""
+    model = {"format": "mxfp8", "rank0": None, "parameters": None, "environment": {}}
+    summary = dict.fromkeys(SUMMARY) | {"test_loss": math.nan}
+    run = read_run(write_run(tmp_path / "run", LOSSES, model=model, summary=summary))
+    assert "test loss nan nats/token" in Reader(build_page(run).html()).text
+
+
+@pytest.mark.parametrize("name", [r"$\frac{$", "$x$", "_hidden", "[bold] :smile:", "a\\$b$"])
+def test_names_are_drawn_and_printed_as_they_are_written(name, tmp_path, monkeypatch, capsys):
+    """Neither as mathematics nor as markup; a leading underscore hides nothing from a legend."""
+    drawn = []
+
+    def keep(figure, path):
+        figure.canvas.draw()
+        drawn.extend(figure.findobj(Text))
+        drawn.extend(t for legend in figure.findobj(Legend) for t in legend.get_texts())
+        return picture_of(figure, path)
+
+    picture_of = pictures.picture_of
+    monkeypatch.setattr(pictures, "picture_of", keep)
+    monkeypatch.setattr(mathtext.MathTextParser, "parse", lambda *_: pytest.fail("mathematics"))
+    losses = dict.fromkeys(("lm loss", "lm loss validation"), [(1, 0.5), (2, 0.4)])
+    scalars = losses | {f"{name}-time": [(1, 0.4)], f"{name}load_balancing_loss": [(1, 0.4)]}
+    paths = [write_run(tmp_path / each / name, scalars) for each in ("a", "b")]
+    paths[1] = paths[1].rename(tmp_path / "b" / "other")
+    assert cli.main(["report", str(paths[0])]) == 0
+    capsys.readouterr()
+    assert cli.main(["compare", *map(str, paths), "--out", str(tmp_path / "out")]) == 0
+    assert name in capsys.readouterr().out
+    shown = {text.get_text().replace(r"\$", "$") for text in drawn}
+    for text in (name, f"{name}load_balancing_loss"):
+        assert text in shown
+    legends = [text for text in drawn if text.get_text().replace(r"\$", "$") == name]
+    assert len(legends) >= 2  # of training and held-out loss
 
 
 def test_what_comes_from_a_run_is_text_and_never_markup():
