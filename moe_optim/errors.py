@@ -3,7 +3,6 @@
 Messages follow one pattern: *where: what was expected, got what. What to change.*
 """
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 
 
@@ -39,6 +38,8 @@ def closest(word: str, known: Iterable[str], *, likeness: float = 0.6) -> str | 
         known: what there is.
         likeness: how much of both has to be the same, 0 to 1.
     """
+    import difflib  # what imports this package should not wait for it
+
     return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=likeness)), None)
 
 

@@ -1,24 +1,35 @@
 """The ``moe-optim`` command: finds the command asked for and turns errors into exit codes."""
 
-import argparse
-import importlib
 import sys
-from collections.abc import Sequence
-from typing import NoReturn
 
-from moe_optim import __version__
-from moe_optim.console.completion import SHELLS, PrintCompletion
-from moe_optim.console.screen import Screen, discard_output, fail
-from moe_optim.errors import MoEOptimError, closest
+BAD_INPUT, INTERRUPTED = 2, 130  # argparse itself exits with 2
+PIPE_CLOSED = 141  # as of a process that SIGPIPE ends, though a command goes on to its end
+
+
+def _report_interrupt() -> int:
+    """Say that Ctrl-C ended it, and return the exit code."""
+    print("interrupted", file=sys.stderr)
+    return INTERRUPTED
+
+
+try:
+    import argparse
+    import importlib
+    from collections.abc import Sequence
+    from typing import NoReturn
+
+    from moe_optim import __version__
+    from moe_optim.console.completion import SHELLS, PrintCompletion
+    from moe_optim.console.screen import Screen, discard_output, fail
+    from moe_optim.errors import MoEOptimError, closest
+except KeyboardInterrupt:  # these take long enough for Ctrl-C to come between
+    sys.exit(_report_interrupt())
 
 COMMANDS = (
     "train", "run", "enable", "disable", "recipes", "patch", "plan", "doctor",
     "inspect", "convert", "export", "verify", "bench", "report", "compare",
 )  # fmt: skip
 """Modules of this package; each has ``add_parser(subparsers)`` and ``run(args) -> int``."""
-
-BAD_INPUT, INTERRUPTED = 2, 130  # argparse itself exits with 2
-PIPE_CLOSED = 141  # as of a process that SIGPIPE ends, though a command goes on to its end
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -46,6 +57,14 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; without ``argv``, that of the process."""
     try:
+        return _run(argv)
+    except KeyboardInterrupt:  # also while an error is said
+        return _report_interrupt()
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    """Do the same, but for Ctrl-C."""
+    try:
         parser = build_parser()
         args, unknown = parser.parse_known_args(argv)
         if unknown:
@@ -63,9 +82,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return BAD_INPUT
     except OSError as error:  # such as a full disk, or a file where a folder is wanted
         return _report_refusal(error)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
     return code
 
 

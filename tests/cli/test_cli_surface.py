@@ -196,6 +196,58 @@ def test_an_interrupt_exits_with_130(run_as, capsys):
     assert capsys.readouterr().err == "interrupted\n"
 
 
+WHERE = {  # a module whose import Ctrl-C falls into -> the command
+    "argparse": ["doctor"],
+    "logging": ["doctor"],
+    "rich.console": ["doctor"],
+    "moe_optim.console.completion": ["doctor"],
+    "moe_optim.console.screen": ["doctor"],
+    "moe_optim.cli.train": ["doctor"],
+    "moe_optim.cli.compare": ["doctor"],
+    "torch": ["convert", "absent", "there", "--to", "hf"],
+    "numpy": ["convert", "absent", "there", "--to", "hf"],
+    "safetensors": ["convert", "absent", "there", "--to", "hf"],
+    "moe_optim.checkpoints.stores.opening": ["inspect", "absent"],
+    "moe_optim.report.run_report": ["report", "absent"],
+}
+STARTED = """
+import sys
+
+class Finder:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == {where!r}:
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Finder)
+from moe_optim.cli.main import main  # from here on as the installed command
+sys.exit(main({words!r}))
+"""
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_an_interrupt_during_any_import_exits_with_130_too(where):
+    code = STARTED.format(where=where, words=WHERE[where])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
+@pytest.mark.parametrize("error", [StateError("refused"), OSError("refused"), BrokenPipeError()])
+def test_an_interrupt_while_an_error_is_said_exits_with_130_too(error, run_as, monkeypatch, capsys):
+    def interrupt(*args, **kwargs):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    def refuse(args):
+        raise error
+
+    run_as(refuse)
+    for name in ("print", "fail", "discard_output"):
+        monkeypatch.setattr(cli, name, interrupt, raising=False)
+    assert cli.main(["doctor"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
 def test_a_fault_of_the_program_is_not_dressed_up(run_as):
     run_as(lambda args: 1 // 0)
     with pytest.raises(ZeroDivisionError):
