@@ -100,7 +100,7 @@ def parse_with_megatron(argv: Sequence[str]) -> argparse.Namespace:
     parser: argparse.ArgumentParser = add_megatron_arguments(FlagsParser(allow_abbrev=False))
     try:
         return parser.parse_args(list(argv))
-    except AssertionError as error:  # from functions of Megatron that read one value
+    except (AssertionError, SyntaxError, ArithmeticError) as error:  # Megatron evaluates values
         raise ConfigError(
             f"megatron_args: expected values that Megatron takes, got: {error}."
         ) from error

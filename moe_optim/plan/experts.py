@@ -8,13 +8,14 @@ where all ranks hold the same ones.
 
 import argparse
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from moe_optim.errors import ConfigError, refuse
 from moe_optim.formats import BlockScaledFormat
+from moe_optim.hugging_face.values import MOST_LAYERS
 from moe_optim.layout.aligned import BucketEnd, aligned_end
 from moe_optim.layout.stock import bucket_divisor, lay_buckets
 from moe_optim.layout.wire import Slot
@@ -120,6 +121,11 @@ class PlannedExperts:
         Raises:
             ConfigError: that many GPUs cannot be cut as the flags say.
         """
+        if gpus > MOST_RANKS:
+            raise ConfigError(
+                f"--gpus: expected at most {MOST_RANKS:,}, got {gpus}. Give fewer, or smaller "
+                "parallel sizes after `--`."
+            )
         if gpus < 1 or gpus % self.gpus_multiple:
             raise ConfigError(
                 f"--gpus: expected multiples of {self.gpus_multiple}, which the parallel sizes of "
@@ -161,6 +167,33 @@ class PlannedExperts:
             )
             for bucket in lay_buckets(params, bucket_size, divisor)
         )
+
+
+MOST_EXPERTS = MOST_RANKS = 2**20
+"""Many times those of any run: plans of more would take minutes, and wrap what counts bytes."""
+_MOST_WIDTH = 2**18
+
+_LIMITS: Mapping[str, tuple[int, int]] = MappingProxyType(
+    {
+        "num_layers": (1, MOST_LAYERS),
+        "num_layers_per_virtual_pipeline_stage": (1, MOST_LAYERS),
+        "num_virtual_stages_per_pipeline_rank": (1, MOST_LAYERS),
+        "mtp_num_layers": (0, MOST_LAYERS),
+        "decoder_first_pipeline_num_layers": (0, MOST_LAYERS),
+        "decoder_last_pipeline_num_layers": (0, MOST_LAYERS),
+        "hidden_size": (1, _MOST_WIDTH),
+        "ffn_hidden_size": (1, _MOST_WIDTH),
+        "moe_ffn_hidden_size": (1, _MOST_WIDTH),
+        "num_experts": (1, MOST_EXPERTS),
+        "tensor_model_parallel_size": (1, MOST_RANKS),
+        "pipeline_model_parallel_size": (1, MOST_RANKS),
+        "context_parallel_size": (1, MOST_RANKS),
+        "expert_model_parallel_size": (1, MOST_RANKS),
+        "expert_tensor_parallel_size": (1, MOST_RANKS),
+        "num_distributed_optimizer_instances": (1, MOST_RANKS),
+    }
+)
+"""Flags that are counts, with the least and the most that is planned."""
 
 
 def plan_experts(
@@ -277,21 +310,18 @@ def _refuse(args: argparse.Namespace) -> None:
 
 
 def _check_counts(args: argparse.Namespace) -> None:
-    """Raise ConfigError for a size below 1, of which nothing can be made."""
-    for name in (
-        "num_layers",
-        "hidden_size",
-        "num_experts",
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "context_parallel_size",
-        "expert_model_parallel_size",
-        "expert_tensor_parallel_size",
-        "num_distributed_optimizer_instances",
-        "num_layers_per_virtual_pipeline_stage",
-        "num_virtual_stages_per_pipeline_rank",
-    ):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{flag}: expected 1 or more, got {value}. Correct the recipe.")
+    """Raise ConfigError for a size that nothing can be made of, or that no run has."""
+    for name, (least, most) in _LIMITS.items():
+        value, flag = getattr(args, name), f"--{name.replace('_', '-')}"
+        if value is not None and value < least:
+            raise ConfigError(f"{flag}: expected {least} or more, got {value}. Correct the recipe.")
+        if value is not None and value > most:
+            raise ConfigError(
+                f"{flag}: expected at most {most:,}, got {value}. Correct the recipe."
+            )
+    if args.num_layers * args.num_experts > MOST_EXPERTS:
+        raise ConfigError(
+            f"--num-layers {args.num_layers} with --num-experts {args.num_experts}: expected at "
+            f"most {MOST_EXPERTS:,} experts in all, got {args.num_layers * args.num_experts:,}. "
+            "Correct the recipe."
+        )

@@ -17,6 +17,7 @@ from typing import Any
 
 from moe_optim.environment import Package, find_package
 from moe_optim.errors import ConfigError
+from moe_optim.hugging_face.values import MOST_LAYERS
 from moe_optim.megatron.planning import FlagsParser, parse_with_megatron
 
 RECORD = Path(__file__).with_name("megatron_flags.json")
@@ -56,11 +57,18 @@ def is_recorded(installed: Package) -> bool:
 
 def _layer_pattern(text: str) -> int | list[int]:
     """Return a number, or the list that an expression such as ``([0]*3+[1]*58)`` stands for."""
-    return _evaluate(ast.parse(text, mode="eval").body) if "[" in text else int(text)
+    if "[" not in text:
+        return int(text)
+    try:
+        return _evaluate(ast.parse(text, mode="eval").body)
+    except (SyntaxError, RecursionError, MemoryError) as error:  # of too many brackets
+        raise ValueError(f"expected lists and numbers, got {text[:60]}") from error
 
 
 def _evaluate(node: ast.expr) -> Any:
     """Return the value of lists, numbers, sums and products, and of nothing else.
+
+    What a list has beyond the layers of any model is cut off, but for one that tells.
 
     Raises:
         ValueError: there is something else.
@@ -71,10 +79,18 @@ def _evaluate(node: ast.expr) -> Any:
         case ast.List(elts=items):
             return [_evaluate(item) for item in items]
         case ast.BinOp(left=left, op=ast.Add(), right=right):
-            return _evaluate(left) + _evaluate(right)
+            return _cut(_evaluate(left) + _evaluate(right))
         case ast.BinOp(left=left, op=ast.Mult(), right=right):
-            return _evaluate(left) * _evaluate(right)
-    raise ValueError(f"expected lists and numbers, got {ast.unparse(node)}")
+            one, other = _evaluate(left), _evaluate(right)
+            if isinstance(one, list) != isinstance(other, list):
+                items, times = (one, other) if isinstance(one, list) else (other, one)
+                return _cut(items * min(times, MOST_LAYERS + 1))
+            return one * other
+    raise ValueError(f"expected lists and numbers, got {ast.unparse(node)[:60]}")
+
+
+def _cut(value: Any) -> Any:
+    return value[: MOST_LAYERS + 1] if isinstance(value, list) else value
 
 
 TYPES: Mapping[str, Callable[[str], Any]] = MappingProxyType(

@@ -136,8 +136,11 @@ def _title(row: Row) -> str:
 
 def default_gpus(experts: "PlannedExperts", ranks: int) -> list[int]:
     """Return the recipe's ``ranks``, if they hold the model, and some numbers that make sense."""
+    from moe_optim.plan.experts import MOST_RANKS
+
     fewest = experts.gpus_multiple
     numbers = [fewest * STEP**step for step in range(MOST_STEPS)]
+    numbers = [number for number in numbers if number <= max(MOST_RANKS, fewest)]
     if experts.most_micro_batches is not None:
         most = experts.most_micro_batches * experts.ranks_per_model
         numbers = [number for number in numbers if number <= max(most, fewest)]

@@ -9,9 +9,11 @@ import re
 from collections.abc import Sequence
 
 from moe_optim.errors import ConfigError
+from moe_optim.hugging_face.values import MOST_LAYERS
 
 _REPEATED = (re.compile(r"\(([^)]+)\)\*(\d+)"), re.compile(r"(.)\*(\d+)"))
 """``(ab|)*2`` and ``t*4`` of a layout, in the order in which they are written out."""
+_MOST_LETTERS, _DIGITS = 16 * MOST_LAYERS, 9  # of a layout written out, and of a number in it
 _KINDS = {"E": "embedding", "t": "decoder layer", "m": "MTP layer", "L": "loss"}
 
 
@@ -130,9 +132,20 @@ def _laid_out(
 
 
 def _write_out(text: str) -> str:
-    """Return a layout without commas and repetitions."""
+    """Return a layout without commas and repetitions.
+
+    Raises:
+        ConfigError: it is longer than that of any model.
+    """
     text = text.replace(",", "")
     for repeated in _REPEATED:
+        sizes = (len(found[1]) * int(found[2][-_DIGITS:]) for found in repeated.finditer(text))
+        longest = max(map(len, re.findall(r"\d+", text)), default=0)
+        if longest > _DIGITS or len(text) + sum(sizes) > _MOST_LETTERS:
+            raise ConfigError(
+                f"--pipeline-model-parallel-layout {text[:60]}: expected at most "
+                f"{_MOST_LETTERS:,} letters, repeated ones counted, got more. Correct it."
+            )
         text = repeated.sub(lambda found: found[1] * int(found[2]), text)
     return text
 
@@ -169,9 +182,14 @@ def _moe_pattern(freq: int | list[int], num_layers: int) -> list[int]:
             raise ConfigError(f"--moe-layer-freq: expected 1 or more, got {freq}. Correct it.")
         return [int(layer % freq == 0) for layer in range(num_layers)]
     if len(freq) != num_layers:
+        many = len(freq) > MOST_LAYERS
         raise ConfigError(
-            f"--moe-layer-freq: expected a pattern of --num-layers {num_layers}, got {len(freq)} "
-            "layers. Change one of the two."
+            f"--moe-layer-freq: expected a pattern of --num-layers {num_layers}, got "
+            f"{f'more than {MOST_LAYERS:,}' if many else len(freq)} layers. Change one of the two."
+        )
+    if others := [mark for mark in freq if mark not in (0, 1)]:
+        raise ConfigError(
+            f"--moe-layer-freq: expected zeros and ones, got {others[0]}. Correct it."
         )
     if not any(freq):
         raise ConfigError("--moe-layer-freq: expected a layer with experts, got none. Correct it.")

@@ -765,6 +765,76 @@ REFUSED = {  # changes -> error, what it names
 }
 
 
+HUGE = 999_999_999_999_999_999_999
+REFUSED |= {
+    "layers without end": (
+        {"num_layers": 100_000_000},
+        ConfigError,
+        "--num-layers: expected at most 4,096, got 100000000",
+    ),
+    "experts that no machine word counts": (
+        {"num_experts": HUGE},
+        ConfigError,
+        f"--num-experts: expected at most 1,048,576, got {HUGE}",
+    ),
+    "experts of all layers": (
+        {"num_layers": 4096, "num_experts": 512},
+        ConfigError,
+        "--num-layers 4096 with --num-experts 512: expected at most 1,048,576 experts in all",
+    ),
+    "a width beyond machine words": (
+        {"moe_ffn_hidden_size": 2**62},
+        ConfigError,
+        f"--moe-ffn-hidden-size: expected at most 262,144, got {2**62}",
+    ),
+    "ranks of a stage": (
+        {"context_parallel_size": HUGE},
+        ConfigError,
+        f"--context-parallel-size: expected at most 1,048,576, got {HUGE}",
+    ),
+    "negative layers of further tokens": (
+        {"mtp_num_layers": -1},
+        ConfigError,
+        "--mtp-num-layers: expected 0 or more, got -1",
+    ),
+    "a pattern without end": (
+        {"moe_layer_freq": f"[1]*{HUGE}"},
+        ConfigError,
+        "--moe-layer-freq: expected a pattern of --num-layers 3, got more than 4,096",
+    ),
+    "a pattern of other numbers": (
+        {"moe_layer_freq": "[1,2,0]"},
+        ConfigError,
+        "--moe-layer-freq: expected zeros and ones, got 2",
+    ),
+    "a pattern of patterns": (
+        {"moe_layer_freq": "[[1],1,0]"},
+        ConfigError,
+        r"--moe-layer-freq: expected zeros and ones, got \[1\]",
+    ),
+    "brackets that stay open": (
+        {"moe_layer_freq": "[["},
+        ConfigError,
+        r"expected values that Megatron takes, got: '\[' was never closed",
+    ),
+    "brackets in brackets": (
+        {"moe_layer_freq": 500 * "["},
+        ConfigError,
+        "expected values that Megatron takes, got: too many nested parentheses",
+    ),
+    "a layout without end": (
+        {"pipeline_model_parallel_layout": f"E(t|)*{HUGE}L"},
+        ConfigError,
+        "--pipeline-model-parallel-layout E.*: expected at most 65,536 letters",
+    ),
+    "a layout of long numbers": (
+        {"pipeline_model_parallel_layout": f"Et*{'9' * 5000}L"},
+        ConfigError,
+        "--pipeline-model-parallel-layout E.*: expected at most 65,536 letters",
+    ),
+}
+
+
 @pytest.mark.parametrize(("changes", "error", "message"), REFUSED.values(), ids=REFUSED)
 def test_what_cannot_be_planned_is_named(changes, error, message):
     with pytest.raises(error, match=message):
@@ -961,6 +1031,15 @@ def test_fewer_than_one_gpu_are_refused_as_such(recipe, capsys):
         assert cli.main(["plan", str(recipe), "--gpus", "2", number]) == cli.BAD_INPUT
         said = f"error: --gpus: expected 1 or more, got {number}.\n"
         assert capsys.readouterr().err == said
+
+
+def test_more_gpus_than_there_are_are_refused(recipe, capsys):
+    """Whether they are given, or follow from parallel sizes."""
+    sizes = ("--context-parallel-size", "1048576", "--pipeline-model-parallel-size", "3")
+    for words in (["--gpus", str(HUGE)], ["--gpus", str(2**20 + 1)], ["--", *sizes]):
+        assert cli.main(["plan", str(recipe), *words]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("error: --gpus: expected at most 1,048,576, got "), said
 
 
 def test_an_error_is_one_line(recipe, capsys):
