@@ -12,8 +12,10 @@ from moe_optim.checkpoints.conversion.model_conversion import convert_model
 from moe_optim.checkpoints.conversion.model_plan import ModelRequest, plan_model
 from moe_optim.checkpoints.integrity import checkpoint_defect, corrupt_files
 from moe_optim.checkpoints.stores.opening import open_checkpoint
-from moe_optim.errors import ConfigError, LayoutError
+from moe_optim.cli import main as cli
+from moe_optim.errors import ConfigError, LayoutError, StateError
 from tests.support.bytes import assert_bytes_equal, assert_same_tensors
+from tests.support.exported_models import stored, write
 from tests.support.hf_checkpoints import (
     AT_ONCE_STORED,
     HF,
@@ -295,6 +297,82 @@ def test_config_names_dtype_family_and_special_tokens_of_the_tokenizer(source, f
     with pytest.raises(ConfigError, match="expected files of a tokenizer"):
         convert(source, tmp_path / "other", "hf", tokenizer=tokenizer)
     assert not (tmp_path / "other").exists()
+
+
+@pytest.fixture
+def words(tmp_path):
+    """A folder with a tokenizer."""
+    folder = tmp_path / "words"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def test_a_tokenizer_in_the_cache_of_hugging_face_is_passed_on(tmp_path):
+    """There each file is a link from ``snapshots/<revision>`` to ``blobs``."""
+    snapshot, blobs = tmp_path / "models--a--b/snapshots/0123abcd", tmp_path / "models--a--b/blobs"
+    for folder in (snapshot, blobs):
+        folder.mkdir(parents=True)
+    contents = {"tokenizer.json": b"{}", "config.json": b'{"eos_token_id": [3, 4]}'}
+    for number, (name, content) in enumerate(contents.items()):
+        (blobs / str(number)).write_bytes(content)
+        (snapshot / name).symlink_to(f"../../blobs/{number}")
+    source = write_megatron(tmp_path / "c", "qwen3_moe")
+    hf = convert(source, tmp_path / "hf", "hf", tokenizer=snapshot)
+    assert (hf / "tokenizer.json").read_bytes() == b"{}"
+    assert not (hf / "tokenizer.json").is_symlink()
+    assert json.loads((hf / "config.json").read_text())["eos_token_id"] == [3, 4]
+
+
+@pytest.mark.parametrize("command", ["convert", "export"])
+@pytest.mark.parametrize("name", ["tokenizer.json", "config.json"])
+def test_a_link_that_leads_out_of_the_tokenizers_folder_is_bad_input(
+    name, command, words, tmp_path, capsys
+):
+    """It could bring any file of this machine into what is published."""
+    (tmp_path / "secret").write_text("{}")
+    (words / name).unlink(missing_ok=True)
+    (words / name).symlink_to("../secret")
+    (words / "merges.txt").write_text("")
+    source, target = write(tmp_path / "c", stored()), tmp_path / "out"
+    asked = ["--to", "hf"] if command == "convert" else ["--format", "mxfp8"]
+    assert cli.main([command, str(source), str(target), *asked, "--tokenizer", str(words)]) == 2
+    said = capsys.readouterr().err
+    assert f"{words / name}: expected" in said and "leads out" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_link_that_leads_out_beside_the_weights_is_bad_input_too(words, tmp_path, capsys):
+    """Where no tokenizer is named, files beside the weights come along or all is refused."""
+    hf = convert(write(tmp_path / "c", stored()), tmp_path / "hf", "hf")
+    (hf / "tokenizer.json").symlink_to(words / "tokenizer.json")
+    assert cli.main(["export", str(hf), str(tmp_path / "out"), "--format", "mxfp8"]) == 2
+    assert f"{hf / 'tokenizer.json'}: expected" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+TOKENS = ["NaN", "Infinity", "1e999", "1.0", "true", '"2"', "[2, NaN]", "{}", "[[2]]"]
+
+
+@pytest.mark.parametrize("value", TOKENS)
+@pytest.mark.parametrize("key", ["bos_token_id", "eos_token_id", "pad_token_id"])
+def test_special_tokens_that_are_no_whole_numbers_are_refused_before_anything_is_written(
+    key, value, words, tmp_path, monkeypatch
+):
+    (words / "config.json").write_text(f'{{"{key}": {value}}}')
+    plan = plan_of(write_megatron(tmp_path / "c", "qwen3_moe"), "hf", tokenizer=words)
+    monkeypatch.setattr(LayerView, "read", lambda *_: pytest.fail("a weight was read"))
+    with pytest.raises(StateError, match=f"config.json: {key}: expected a whole number"):
+        convert_model(plan, tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.parametrize("value", [0, -1, None, [1, 2], []])
+def test_special_tokens_are_passed_on_as_they_are(value, words, tmp_path):
+    (words / "config.json").write_text(json.dumps({"pad_token_id": value}))
+    source = write_megatron(tmp_path / "c", "qwen3_moe")
+    hf = convert(source, tmp_path / "hf", "hf", tokenizer=words)
+    assert json.loads((hf / "config.json").read_text())["pad_token_id"] == value
 
 
 def test_no_more_than_a_layer_of_experts_is_held(source, family, tmp_path):

@@ -2,7 +2,7 @@
 
 import io
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -42,21 +42,22 @@ def convert_model(plan: ModelPlan, target: Path, report: Report = lambda _: None
 
     Raises:
         ConfigError: there is something at ``target`` already, or no tokenizer where one was named.
-        StateError: a file of the source is damaged, or the disk is full.
+        StateError: a file of the source or of the tokenizer is damaged, or the disk is full.
     """
     needed = plan.total_bytes + BLOB_BYTES * (plan.num_tensors + 16)
     tokenizer = plan.request.tokenizer
     passed_on = {} if tokenizer is None else read_tokenizer(tokenizer)
+    tokens = special_tokens(tokenizer)
     with one_thread(), published(target, needed_bytes=needed) as folder:
         if plan.request.to == "hf":
-            _write_hf(plan, folder, report)
+            _write_hf(plan, folder, tokens, report)
             for name, content in passed_on.items():
                 (folder / name).write_bytes(content)
         else:
             _write_megatron(plan, folder, report)
 
 
-def _write_hf(plan: ModelPlan, folder: Path, report: Report) -> None:
+def _write_hf(plan: ModelPlan, folder: Path, tokens: Mapping[str, object], report: Report) -> None:
     recorded = Recorded(
         layout=LAYOUT_OF_EXPERTS,
         glu_interleave=0,
@@ -71,7 +72,6 @@ def _write_hf(plan: ModelPlan, folder: Path, report: Report) -> None:
         writer.write(converted)
         report(sum(map(plan.part_bytes, group)))
     writer.finish()
-    tokens = special_tokens(plan.request.tokenizer) if plan.request.tokenizer else {}
     dtype = plan.view.tensors[plan.parts[0].sources[0]].dtype
     config = {**plan.model.config, **tokens, "torch_dtype": str(dtype).removeprefix("torch.")}
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")

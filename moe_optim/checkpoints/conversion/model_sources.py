@@ -149,7 +149,8 @@ def read_tokenizer(folder: Path) -> dict[str, bytes]:
 
     Raises:
         ConfigError: there are none.
-        OSError: as for :func:`~moe_optim.checkpoints.files.regular_files.read_file`.
+        StateError: one cannot be read, is too long, or is a link that leads out of the folder. The
+            links of a cache of Hugging Face are followed.
     """
     names = [name for name in _TOKENIZER_FILES if (folder / name).is_file()]
     if not names:
@@ -157,10 +158,38 @@ def read_tokenizer(folder: Path) -> dict[str, bytes]:
             f"{folder}: expected files of a tokenizer, such as {_TOKENIZER_FILES[0]}, got none. "
             "Give the folder of a model of Hugging Face."
         )
-    return {name: read_file(folder, name, _TOKENIZER_BYTES) for name in names}
+    return {name: _read_whole(folder, name) for name in names}
 
 
-def special_tokens(folder: Path) -> dict[str, Any]:
-    """Return the numbers of special tokens that the ``config.json`` of a folder has, if any."""
+def _read_whole(folder: Path, name: str) -> bytes:
+    try:
+        return read_file(folder, name, _TOKENIZER_BYTES)
+    except OSError as error:
+        raise StateError(
+            f"{folder / name}: expected a file of a tokenizer, got: {error.strerror}. Copy what it "
+            "stands for into the folder, or give the folder of a snapshot in a cache of Hugging "
+            "Face."
+        ) from error
+
+
+def special_tokens(folder: Path | None) -> dict[str, int | list[int] | None]:
+    """Return the numbers of special tokens that the ``config.json`` of a folder has, if any.
+
+    Args:
+        folder: of a tokenizer; None has no tokens.
+
+    Raises:
+        StateError: ``config.json`` is damaged, or one is no whole number and no list of them.
+    """
+    if folder is None:
+        return {}
     config = read_config(folder) if (folder / CONFIG).is_file() else {}
-    return {name: config.get(name) for name in _SPECIAL_TOKENS}
+    found = {name: config.get(name) for name in _SPECIAL_TOKENS}
+    for name, token in found.items():
+        numbers = token if isinstance(token, list) else [] if token is None else [token]
+        if not all(type(number) is int for number in numbers):
+            raise StateError(
+                f"{folder / CONFIG}: {name}: expected a whole number or a list of them, got "
+                f"{str(token)[:60]}. Correct it."
+            )
+    return found

@@ -1,7 +1,7 @@
 """Carrying out an export: a layer of experts is read, quantized and written before the next."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +36,16 @@ def export_checkpoint(plan: ExportPlan, target: Path, report: Report = lambda _:
 
     Raises:
         ConfigError: there is something at ``target`` already, or no tokenizer where one was named.
-        StateError: a file of the source is damaged, or the disk is full.
+        StateError: a file of the source or of the tokenizer is damaged, or the disk is full.
     """
     tensors = sum(8 * one.stored.num_experts for one in plan.experts) + len(plan.dense)
-    texts = _read_tokenizer(plan)
+    texts, tokens = _read_tokenizer(plan), special_tokens(plan.request.tokenizer)
     needed = plan.total_bytes + _HEADER_BYTES * tensors + sum(map(len, texts.values()))
     with one_thread(), published(target, needed_bytes=needed) as folder:
         unquantized = _write_weights(plan, folder, report)
         for name, content in texts.items():
             (folder / name).write_bytes(content)
-        _write_config(plan, folder, unquantized)
+        _write_config(plan, folder, tokens, unquantized)
 
 
 def _write_weights(plan: ExportPlan, folder: Path, report: Report) -> list[str]:
@@ -80,8 +80,9 @@ def _read_tokenizer(plan: ExportPlan) -> dict[str, bytes]:
         return {}
 
 
-def _write_config(plan: ExportPlan, folder: Path, unquantized: list[str]) -> None:
-    tokens = special_tokens(plan.request.tokenizer) if plan.request.tokenizer else {}
+def _write_config(
+    plan: ExportPlan, folder: Path, tokens: Mapping[str, object], unquantized: list[str]
+) -> None:
     said = {name: one for name, one in tokens.items() if one is not None}
     config: dict[str, Any] = {**tokens, **plan.config, **said}
     config["quantization_config"] = quantization_config(
