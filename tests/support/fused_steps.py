@@ -1,7 +1,7 @@
 """Fused steps of a run as each rank saw them, and what one process makes of them in plain torch.
 
 Norms are those of every gradient counted once, wherever copies of it lie; masters and moments are
-:func:`moe_optim.reference.adam.step_into` of them. Of what is tested, only that definition is used.
+:func:`tests.support.plain_adam.adam_step` of them. Nothing of what is tested is used.
 """
 
 import math
@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from moe_optim.config import MoEOptimConfig
-from moe_optim.reference.adam import Hyper, step_into
 from tests.support import training
 from tests.support.bytes import assert_bytes_equal
 from tests.support.masters import assert_weights_come_from_masters
+from tests.support.plain_adam import adam_step
 from tests.support.training import named_parameters, pretrain
 
 STATES = ("master", "exp_avg", "exp_avg_sq")
@@ -247,17 +247,19 @@ def _assert_is_adams(
     shard: Shard, number: int, clip: torch.Tensor, decoupled: bool, what: str
 ) -> None:
     after = shard.after
-    want = {
-        name: shard.before[name].clone() if name in shard.before else torch.zeros_like(after[name])
+    before = {
+        name: shard.before[name] if name in shard.before else torch.zeros_like(after[name])
         for name in STATES
     }
-    hyper = torch.tensor(Hyper(**shard.hyper, step=number).row())
-    step_into(
-        *(want["master"], shard.gradient, want["exp_avg"], want["exp_avg_sq"]),
-        hyper=hyper,
-        clip=clip.clamp(max=1.0),
+    want = adam_step(
+        before,
+        shard.gradient,
+        **shard.hyper,
+        step=number,
+        clip=min(clip.item(), 1.0),
         decoupled=decoupled,
     )
+    assert want.keys() == after.keys(), what
     for name, tensor in want.items():
         assert_bytes_equal(after[name], tensor, what=f"{what} {name}")
     assert not torch.equal(after["master"], shard.before["master"]), f"{what}: nothing moved"
