@@ -170,10 +170,22 @@ def anchors(text):
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+LINK = re.compile(r"\]\(([^)#]*)(?:#([^)]+))?\)")
+NAMED_TEST = re.compile(r"`((?:tests/)?[\w/]*test_\w+\.py)(?:::(\w+))?`")
+
+
+def test_documents_have_figures_links_and_names_of_tests():
+    """Of which one document may have none, but not all of them."""
+    texts = "\n".join(DOCUMENTS.values())
+    assert any(RESULTS_OF.get(block) for block in blocks_in(texts))
+    assert any(anchor for _, anchor in LINK.findall(texts))
+    assert any(function for _, function in NAMED_TEST.findall(texts))
+
+
 @every_document
 def test_links_lead_somewhere(document):
     folder = (ROOT / document).parent
-    for link, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]+))?\)", DOCUMENTS[document]):
+    for link, anchor in LINK.findall(DOCUMENTS[document]):
         target = folder / link if link else ROOT / document
         assert target.exists(), link
         if anchor:
@@ -183,7 +195,7 @@ def test_links_lead_somewhere(document):
 @every_document
 def test_tests_that_are_named_exist(document):
     """By their whole path, or by a file name that is the only one."""
-    names = re.findall(r"`((?:tests/)?[\w/]*test_\w+\.py)(?:::(\w+))?`", DOCUMENTS[document])
+    names = NAMED_TEST.findall(DOCUMENTS[document])
     upstream = {"docs/testing.md"}  # which names Megatron's own
     for name, function in names:
         path = ROOT / name

@@ -210,3 +210,15 @@ def test_a_plane_that_breaks_the_contract_is_named(format, changes, message):
     q = QuantizedWeight.empty(format, (2, 64, 64))
     with pytest.raises(LayoutError, match=f"QuantizedWeight.*{message}"):
         replace(q, **changes)
+
+
+@pytest.mark.parametrize("format", FORMATS.values(), ids=lambda format: format.name)
+def test_planes_hold_data_and_scales_of_both_directions(format):
+    """Tests that go from plane to plane rely on it: none of them is left out of the list."""
+    quantized = QuantizedWeight.empty(format, (1, 128, 128), device="cpu")
+    fields = ("rowwise_data", "rowwise_scale", "columnwise_data", "columnwise_scale", "global_amax")
+    held = {name: one for name in fields if (one := getattr(quantized, name)) is not None}
+    listed = quantized.planes()
+    assert listed.keys() <= held.keys()
+    assert {one.data_ptr() for one in listed.values()} == {one.data_ptr() for one in held.values()}
+    assert len(listed) >= 3

@@ -109,6 +109,7 @@ def test_every_link_within_the_site_leads_to_a_file_and_an_anchor(site, pages):
 
 def test_nothing_is_fetched_from_elsewhere(site, pages):
     """By pages, their styles and their scripts."""
+    assert any(parsed.loaded for parsed in pages.values()) and list(site.glob("**/*.css"))
     for page, parsed in pages.items():
         for link in parsed.loaded:
             there = urlsplit(link)

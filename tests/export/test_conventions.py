@@ -55,9 +55,11 @@ def test_what_an_engine_dequantizes_is_what_training_multiplies(format, conventi
     """To the bit, of gate, up and a whole linear alike."""
     quantized = ops.quantize(wide_weights(), format)
     wanted = ops.dequantize(quantized)
-    for expert, (whole,) in enumerate(export_experts(quantized, convention)):
+    wholes, halves = (export_experts(quantized, convention, parts=parts) for parts in (1, 2))
+    assert len(wholes) == len(halves) == len(wanted) > 1
+    for expert, (whole,) in enumerate(wholes):
         assert_bytes_equal(serving.dequantize(whole), wanted[expert], what="all rows")
-    for expert, (gate, up) in enumerate(export_experts(quantized, convention, parts=2)):
+    for expert, (gate, up) in enumerate(halves):
         got = torch.cat([serving.dequantize(gate), serving.dequantize(up)])
         assert_bytes_equal(got, wanted[expert], what="gate and up")
 
@@ -112,7 +114,8 @@ SHAPES = {  # what replaces `weight` in a name: shape and dtype, of [256, 256]
 @pytest.mark.parametrize(("format", "convention"), CASES)
 def test_names_shapes_and_dtypes_are_those_that_engines_allocate(format, convention):
     quantized = ops.quantize(wide_weights(), format)
-    for part in export_experts(quantized, convention, parts=2)[0]:
+    gate, up = export_experts(quantized, convention, parts=2)[0]
+    for part in (gate, up):
         got = {name: (tuple(one.shape), one.dtype) for name, one in part.items()}
         assert got == SHAPES[convention.format, convention.name]
 
@@ -139,7 +142,8 @@ def test_nothing_is_copied_where_a_view_does(format, convention):
         plane.untyped_storage().data_ptr()
         for plane in (quantized.rowwise_data, quantized.rowwise_scale)
     }
-    for part in export_experts(quantized, convention, parts=2)[1]:
+    gate, up = export_experts(quantized, convention, parts=2)[1]
+    for part in (gate, up):
         shared = {n for n, t in part.items() if t.untyped_storage().data_ptr() in of_planes}
         repeated = format in ("mxfp8_2d", "nvfp4")
         assert shared == {convention.data} | (set() if repeated else {convention.scale})
@@ -266,13 +270,16 @@ def test_what_is_exported_is_known_before_there_are_values(format, convention):
     """Receivers allocate what senders send."""
     real = ops.quantize(wide_weights(), format)
     meta = QuantizedWeight.empty(real.format, real.shape, device="meta")
-    pairs = zip(
-        export_experts(real, convention, parts=2)[0],
-        export_experts(meta, convention, parts=2)[0],
-        strict=True,
+    pairs = list(
+        zip(
+            export_experts(real, convention, parts=2)[0],
+            export_experts(meta, convention, parts=2)[0],
+            strict=True,
+        )
     )
+    assert len(pairs) == 2
     for got, foreseen in pairs:
-        assert got.keys() == foreseen.keys()
+        assert got.keys() == foreseen.keys() == SHAPES[convention.format, convention.name].keys()
         assert all(got[name].shape == one.shape for name, one in foreseen.items())
         assert all(got[name].dtype == one.dtype for name, one in foreseen.items())
 

@@ -97,6 +97,7 @@ def test_one_launch_equals_the_reference(dtype, gap, format, shapes, zero):
 def test_the_hand_derived_bytes_of_special_values(format):
     """The named table, all cases of a format in one launch, in fp32."""
     cases = [case for case in SPECIAL_CASES.values() if case.format == format]
+    assert cases
     masters = [special_weight(case) for case in cases]
     entries = lay_out(masters, torch.float32, format=FORMATS[format])[1]
     rewrite(MemberTable.build(entries))

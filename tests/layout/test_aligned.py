@@ -149,7 +149,10 @@ def test_planes_of_different_parameters_never_overlap(format, data):
     dp_size = data.draw(st.integers(1, 9))
     slots = side_by_side(shapes)
     end = aligned_end(format, slots, dp_size=dp_size, divisor=divisor(dp_size, busbw=False))
-    for plane in plan_wire(format, slots, end.numel, dp_size):
+    wire = plan_wire(format, slots, end.numel, dp_size)
+    assert wire
+    for plane in wire:
+        assert len(plane.starts) > 0
         last = 0
         for start, shape in zip(plane.starts, plane.shapes, strict=True):
             assert start >= last

@@ -206,6 +206,7 @@ def test_an_axis_is_needed_where_the_owners_of_some_block_differ_along_it(weight
 def test_slices_of_all_ranks_cover_each_plane_and_overlap_only_where_it_says_so(weight):
     format, shape, axes = weight
     partition = infer_partition(format, axes, shape=shape)
+    assert partition.planes
     for plane in partition.planes:
         holders = torch.zeros(plane.shape, dtype=torch.int64)
         for coordinate in coordinates(partition):

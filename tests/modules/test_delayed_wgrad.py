@@ -33,6 +33,7 @@ def make_linear(format=MXFP8, layout="grouped", *, delay=True, fuse=True, main_g
         name="experts.linear_fc1",
     )
     linear.load_values(wide_range_weights(*SHAPE, exponents=(-8, 8)).bfloat16())
+    assert len(linear.weights()) == (1 if layout == "grouped" else SHAPE[0])
     for weight in linear.weights():
         weight.gradients = 0
         if main_grads:

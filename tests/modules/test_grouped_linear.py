@@ -42,6 +42,7 @@ def make_linear(format, layout, seed=0, fuse=True, shape=SHAPE):
     )
     values = wide_range_weights(*shape, seed=seed, exponents=(-8, 8)).bfloat16()
     linear.load_values(values)
+    assert len(linear.weights()) == (1 if layout == "grouped" else shape[0])
     return linear
 
 

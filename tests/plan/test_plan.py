@@ -252,7 +252,8 @@ def test_a_precision_aware_adam_keeps_two_bytes_of_the_master_of_a_bf16_weight(d
     """
     aware = {"use_precision_aware_optimizer": True, "main_params_dtype": dtype}
     for flags in (aware, aware | NATIVE):
-        plain_rows = plan_rows(experts_of(), [2])
+        plain_rows = list(plan_rows(experts_of(), [2]))
+        assert len(plain_rows) == len(ROWS)
         for row, plain in zip(plan_rows(experts_of(**flags), [2]), plain_rows, strict=True):
             part = 0.5 if row["format"] == STOCK_BF16 else 1
             assert row["parts"]["masters"] == part * plain["parts"]["masters"]
@@ -342,7 +343,8 @@ def test_megatrons_step_copies_gradients_in_bf16_and_a_fused_one_does_not():
 def test_states_on_the_host_take_no_memory_of_the_device(fraction):
     """In our rows; how long a step then takes is not known."""
     speeds = {"memory_tb_per_s": 3.0}
-    all_here = plan_rows(experts_of(), [2], **speeds)
+    all_here = list(plan_rows(experts_of(), [2], **speeds))
+    assert len(all_here) == len(ROWS)
     for row, without in zip(
         plan_rows(experts_of(), [2], offload_states=fraction, **speeds), all_here, strict=True
     ):
@@ -393,7 +395,9 @@ def test_differences_are_those_of_totals_to_stock_in_bf16_and_in_the_same_format
 @pytest.mark.parametrize("gpus", [1, 4])
 def test_a_gather_takes_its_bytes_of_others_at_the_bus_bandwidth(gpus):
     """As nccl-tests define it: 3 of 4 parts come from others, and none of one rank."""
-    for row in plan_rows(experts_of(), [gpus], network_gb_per_s=100):
+    rows = list(plan_rows(experts_of(), [gpus], network_gb_per_s=100))
+    assert len(rows) == len(ROWS)
+    for row in rows:
         seconds = row["gathered_bytes_per_step"] * (gpus - 1) / gpus / 100e9
         assert row["gather_ms"] == pytest.approx(1e3 * seconds)
 

@@ -121,6 +121,7 @@ def test_a_rank_encodes_the_part_that_the_partition_rules_give_it(format, expert
         ),
     )
     wire = ranks[0].params[0].quantized_storage.quantized.wire_planes()
+    assert wire and len(parts) == experts * rows
     for rank, coordinate, part in zip(ranks, coordinates(partition), parts, strict=True):
         for name in wire:
             slices = partition.plane(name).slices(partition.bounds(coordinate))
@@ -216,6 +217,7 @@ def test_weights_live_in_the_memory_that_is_gathered():
     shapes = SHAPES["two linears"]
     (rank,) = make_ranks(MXFP8_2D, shapes, 1, ALIGNED, masters_of(shapes))
     data, scale = rank.gather.sliced
+    assert len(rank.params) == len(shapes)
     for param in rank.params:
         q = param.quantized_storage.quantized
         for plane, memory in ((q.rowwise_data, data), (q.rowwise_scale, scale)):
@@ -231,6 +233,7 @@ def test_binding_keeps_the_bytes_of_the_weights():
     before = {name: plane.clone() for name, plane in storage.quantized.planes().items()}
     param = torch.nn.Parameter(GroupedWeight(storage))
     make_bucket([param], side_by_side([(2, 64, 64)]), torch.zeros(8192, dtype=torch.bfloat16))
+    assert storage.quantized.planes().keys() == before.keys() == set(MXFP8.plane_names)
     for name, plane in storage.quantized.planes().items():
         assert_bytes_equal(plane, before[name], what=name)
 

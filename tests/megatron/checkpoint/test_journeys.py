@@ -336,7 +336,7 @@ def _load_quantized_unmarked(folder: Path) -> list[str]:
 def test_masters_of_quantized_weights_are_known_by_being_close(tmp_path: Path):
     """Weights that were quantized when they were saved are no masters rounded to bf16."""
     for said in run_ranks(2, _load_quantized_unmarked, tmp_path):
-        assert said[:2] == ["", ""]
+        assert said[:2] == ["", ""] and said[2:]
         for message in said[2:]:
             assert "got others at decoder.layers." in message
 
@@ -557,6 +557,7 @@ def test_legacy_files_without_a_manifest_arrive_behind_their_weights(
     """Megatron loads the weights first; they show whose the masters are. Without them nothing
     does, and they are asked for."""
     for found in run_ranks(ranks, _load_unmarked_files, pairs, tmp_path):
+        assert len(found) == len(pairs)
         for said, count in found:
             assert "Load the weights of the same checkpoint first" in said
             assert "trust_unmarked_states" not in said

@@ -144,6 +144,7 @@ def _largest_here(name: str) -> torch.Tensor:
 def test_copies_of_an_expert_hold_the_larger_amax():
     """Over expert-data-parallel ranks, of which no gather has made the weights equal."""
     for found in run_ranks(2, _copies_that_differ):
+        assert found
         for name, amax in found.items():
             want = 2 * want_amax(BF16, whole_weights(name)).view(-1, 1, 1)
             assert_bytes_equal(amax, want, what=name)

@@ -227,6 +227,7 @@ def test_exported_bytes_are_those_that_products_read(name, found):
     format = get_format(list_runs()[name].format)
     for rank in found[name].ranks:
         exported = exported_experts(rank["exported"])
+        assert rank["weights"]
         for key, weight in rank["weights"].items():
             layer, linear, number = EXPERT.search(key).groups()
             experts = (
@@ -361,6 +362,7 @@ def test_weights_that_are_left_to_megatron_are_exported_as_they_are(name, found)
     """Codes, and the scale for each row."""
     for rank in found[name].ranks:
         exported = exported_experts(rank["exported"])
+        assert rank["weights"]
         for key, weight in rank["weights"].items():
             codes, inverse = cast_to_one_scale(weight["master"][0])
             layer, linear, number = EXPERT.search(key).groups()
