@@ -22,8 +22,11 @@ def main() -> int:
 
     from megatron.training.arguments import parse_and_validate_args
 
+    from moe_optim.train.layer_spec import layer_spec
+
     parse = partial(parse_and_validate_args, extra_args_provider=add_moe_optim_arguments)
-    print(json.dumps(list_faults(parse, sys.argv[1:], refuse_unsupported)))
+    faults = list_faults(parse, sys.argv[1:], refuse_unsupported, layer_spec=layer_spec)
+    print(json.dumps(faults))
     return 0
 
 

@@ -113,6 +113,8 @@ class GroupedExperts(MegatronModule):
             shard.describe(config)
 
     def _initialize(self, *, keep_for_masters: bool) -> None:
+        if self.config.init_model_with_meta_device:  # nothing holds values
+            return
         if not self.config.perform_initialization:
             draws = [(self.linear_fc1, torch.Tensor.zero_), (self.linear_fc2, torch.Tensor.zero_)]
         else:

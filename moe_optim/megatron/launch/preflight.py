@@ -4,6 +4,7 @@ import argparse
 import ast
 import io
 import os
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import fields
@@ -13,10 +14,11 @@ from typing import Any, NoReturn
 
 from moe_optim.config import MoEOptimConfig
 from moe_optim.console.screen import quiet
-from moe_optim.errors import ConfigError, closest
+from moe_optim.errors import ConfigError, MoEOptimError, closest
 from moe_optim.megatron.active import installed_config
 from moe_optim.megatron.launch import script_arguments
 from moe_optim.megatron.launch.arguments import FLAG, request_from_argv
+from moe_optim.megatron.launch.first_iteration import LayerSpec, later_refusals, schedule_refusals
 from moe_optim.megatron.patching.engine import apply_patches, patch_state, revert_patches
 from moe_optim.megatron.patching.patches import CONFIGURATIONS, PATCHES, SCRIPT
 
@@ -36,29 +38,39 @@ class _ArgumentError(Exception):
     """What argparse would end the process with, and the flag it is about if it says."""
 
 
-def list_faults(run: Callable[[], object], argv: Sequence[str], *checks: Check) -> list[str]:
+def list_faults(
+    run: Callable[[], object],
+    argv: Sequence[str],
+    *checks: Check,
+    layer_spec: LayerSpec | None = None,
+) -> list[str]:
     """Return everything that is wrong with a command line, with remedies; empty if nothing is.
 
-    Nothing is installed, built or communicated, and what Megatron prints is dropped. Of its own
-    checks Megatron tells one at a time.
+    Nothing is installed, allocated or communicated, and what Megatron prints is dropped. Of its own
+    checks of arguments Megatron tells one at a time.
 
     Args:
         run: has Megatron parse and settle ``sys.argv[1:]``, and may go on to anything: it does not
             get there.
         argv: those arguments.
         checks: further ones, made once arguments are settled.
+        layer_spec: layers of a GPT where ``--spec`` names none; None for Megatron's.
     """
     with quiet(), Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
-        return list(dict.fromkeys(_list_faults(run, argv, checks)))
+        return list(dict.fromkeys(_list_faults(run, argv, checks, layer_spec)))
 
 
 def _list_faults(
-    run: Callable[[], object], argv: Sequence[str], checks: Sequence[Check]
+    run: Callable[[], object],
+    argv: Sequence[str],
+    checks: Sequence[Check],
+    layer_spec: LayerSpec | None,
 ) -> list[str]:
     states = {patch.id: patch_state(patch) for patch in PATCHES}
     if broken := [f"{name}: {state}" for name, state in states.items() if "broken" in state]:
         return [f"patch {fault}. Run `moe-optim doctor`." for fault in broken]
-    dry_run = _DryRun(argv, (script_arguments.require_transformer_engine, *checks))
+    checks = (script_arguments.require_transformer_engine, *checks)
+    dry_run = _DryRun(argv, checks, layer_spec)
     apply_patches(SCRIPT, _HOLDER)
     script_arguments.set_observer(dry_run)
     errors = io.StringIO()
@@ -113,9 +125,11 @@ def find_late_install(script: Path) -> str | None:
 class _DryRun:
     """Takes part where Megatron parses and settles arguments, and collects what is wrong."""
 
-    def __init__(self, argv: Sequence[str], checks: Sequence[Check]) -> None:
+    def __init__(
+        self, argv: Sequence[str], checks: Sequence[Check], layer_spec: LayerSpec | None
+    ) -> None:
         self.faults: list[str] = []
-        self._argv, self._checks = list(argv), checks
+        self._argv, self._checks, self._layer_spec = list(argv), checks, layer_spec
         self._knobs: MoEOptimConfig | None = None
 
     def parse(self, parser: argparse.ArgumentParser, *, takes_unknown: bool) -> argparse.Namespace:
@@ -165,29 +179,37 @@ class _DryRun:
             if args.yaml_cfg is not None:  # it stays in its sections
                 self._add("Of the rest of the file nothing is known yet.")
                 raise _CheckedError from None
+        is_given, can_build = not self.faults, is_settled
         for check in self._checks:
             try:
                 check(args)
             except ConfigError as error:
                 self.faults.append(str(error))
+                can_build &= check is not script_arguments.require_transformer_engine
         knobs = self._knobs or installed_config()
-        if knobs is not None:
-            apply_patches(CONFIGURATIONS, _HOLDER)
-            try:
-                self._foresee(args, knobs, is_settled=is_settled)
-            finally:
-                revert_patches(CONFIGURATIONS, _HOLDER)
+        patches = () if knobs is None else CONFIGURATIONS
+        apply_patches(patches, _HOLDER)
+        try:
+            optimizer, ddp, model = self._configure(args, is_settled=is_settled)
+            if knobs is not None:
+                self._foresee(optimizer or args, ddp or args, model, knobs)
+        finally:
+            revert_patches(patches, _HOLDER)
+        if model is not None and can_build:
+            refusals = list(later_refusals(args, model, self._layer_spec, knobs))
+            refusals += schedule_refusals(args) if is_given else []  # else of rates nobody gave
+            foreseen = (error for error in refusals if not isinstance(error, ConfigError))
+            self.faults += [_of_megatron(error) for error in foreseen]
         raise _CheckedError
 
-    def _foresee(self, args: Any, knobs: MoEOptimConfig, *, is_settled: bool) -> None:
+    def _configure(self, args: Any, *, is_settled: bool) -> tuple[Any, Any, Any]:
+        """Return the configurations of optimizer, DDP and model; None for what Megatron refuses."""
         from megatron.training.argument_utils import core_transformer_config_from_args
         from megatron.training.training import (
             get_megatron_ddp_config,
             get_megatron_optimizer_config,
         )
         from megatron.training.yaml_arguments import core_transformer_config_from_yaml
-
-        from moe_optim.megatron.optimizer.requirements import foresee_refusals
 
         def make(config: Callable[[Any], Any]) -> Any:
             try:
@@ -206,12 +228,19 @@ class _DryRun:
                 "--yaml-cfg: expected every field of TransformerConfig in language_model or "
                 f"model_parallel, got none of {', '.join(missing)}. Add them."
             )
-        ddp, model = make(get_megatron_ddp_config), None if missing else make(read)
+        return optimizer, make(get_megatron_ddp_config), None if missing else make(read)
+
+    def _foresee(self, optimizer: Any, ddp: Any, model: Any, knobs: MoEOptimConfig) -> None:
+        """Collect what the plug-in refuses.
+
+        Arguments have the fields of optimizer and DDP under the same names, and stand for them.
+        """
+        from moe_optim.megatron.optimizer.requirements import foresee_refusals
+
         if model is None:  # nothing can be said of weights then
             knobs = MoEOptimConfig(format="bf16")
-        # arguments have the fields of the first two under the same names
         models = [] if model is None else [model]
-        refused = foresee_refusals(optimizer or args, ddp or args, models, knobs)
+        refused = foresee_refusals(optimizer, ddp, models, knobs)
         self.faults += [f"refused with the plug-in: {one}. Change or remove it." for one in refused]
         if model is None:
             self._add("Of the model's flags the plug-in's refusals are not known yet.")
@@ -291,8 +320,22 @@ def _missing_in_yaml(error: BaseException) -> str | None:
 def _of_megatron(error: Exception) -> str:
     if missing := _missing_in_yaml(error):
         return missing
-    said = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+    text, *_ = str(error).split(" when instantiating ")  # and the classes around it
+    if "unexpected keyword argument 'k_channels'" in text:
+        text = (
+            "--multi-latent-attention: --transformer-impl local has no attention for it. Give "
+            "--transformer-impl transformer_engine"
+        )
+    said = " ".join(text.split()).rstrip(".") or _failed_line(error)
+    if isinstance(error, MoEOptimError):
+        return f"refused with the plug-in: {said}."
     return f"Megatron: {said}. Change these flags."
+
+
+def _failed_line(error: Exception) -> str:
+    """Return the line of an assertion that says no more."""
+    *_, last = traceback.extract_tb(error.__traceback__) or [None]
+    return last.line if last and last.line else type(error).__name__
 
 
 def _raise(message: str) -> NoReturn:

@@ -102,11 +102,133 @@ CASES = {  # what is wrong -> a command line, and the beginnings of all faults
 }  # fmt: skip
 
 
+PIPELINE = ["--pipeline-model-parallel-size", "2", "--num-layers", "4"]
+PIPELINE += ["--num-virtual-stages-per-pipeline-rank", "2"]
+FLEX = ["--moe-token-dispatcher-type", "flex", "--expert-model-parallel-size", "2"]
+HYBRID = [*FLEX, "--moe-flex-dispatcher-backend", "hybridep"]
+TENSOR = ["--tensor-model-parallel-size", "2"]
+WHOLE = ["--expert-tensor-parallel-size", "1"]  # experts
+BALANCING = "--moe-router-load-balancing-type"
+LATER = {  # what Megatron tells while it builds or trains -> a command line, beginnings of faults
+    "nothing, every axis": (
+        but(*PIPELINE, *TENSOR, "--sequence-parallel", "--expert-model-parallel-size", "2", *WHOLE,
+            "--moe-shared-expert-intermediate-size", "64", "--qk-layernorm"),
+        [],
+    ),
+    "nothing, another token predicted": (but("--mtp-num-layers", "1"), []),
+    "cut experts that do not fit a format": (
+        but(*TENSOR, "--sequence-parallel", "--moe-optim-set", "format=mxfp8"),
+        ["refused with the plug-in: experts.linear_fc2.weight: mxfp8 needs rows and columns div"],
+    ),
+    "nothing, dense layers between": (but("--moe-layer-freq", "[1,0]"), []),
+    "tensor parallel alone": (but(*TENSOR, *WHOLE), ["Megatron: MoE layers with --tensor-mode"]),
+    "tensor parallel alone, stock": ([*RUN, *TENSOR], ["Megatron: MoE layers with --tensor-mode"]),
+    "latent attention of local layers": (
+        but("--multi-latent-attention"),
+        ["Megatron: --multi-latent-attention: --transformer-impl local has no attention for it"],
+    ),
+    "no HybridEP": (but(*HYBRID), ["Megatron: HybridEP is not installed"]),
+    "no DeepEP": (but(*FLEX), ["Megatron: DeepEP is not installed"]),
+    "latent experts without Transformer Engine": (
+        [*RUN, "--moe-latent-size", "32"],
+        ["Megatron: TransformerEngine is required for MoE latent projections"],
+    ),
+    "fusion of Transformer Engine": (
+        but("--moe-router-fusion"),
+        ["Megatron: --moe-router-fusion takes Transformer Engine 2.6 or newer"],
+    ),
+    "more choices than experts": (
+        but("--moe-router-topk", "8"),
+        ["Megatron: --moe-router-topk: expected at most --num-experts 4, got 8"],
+    ),
+    "groups of queries": (
+        but("--group-query-attention", "--num-query-groups", "3"),
+        ["Megatron: --num-query-groups: expected a divisor of --num-attention-heads 2, got 3"],
+    ),
+    "layers of another number": (
+        but("--moe-layer-freq", "[1,0,1]"),
+        ["Megatron: Invalid length of moe_layer_pattern: 3, expected 2"],
+    ),
+    "sinkhorn": (
+        but(BALANCING, "sinkhorn", "--moe-aux-loss-coeff", "1e-2"),
+        ["Megatron: --moe-router-load-balancing-type sinkhorn takes no --moe-aux-loss-coeff"],
+    ),
+    "quantiles": (
+        but(BALANCING, "quantile_balancing",
+            "--moe-router-num-groups", "2", "--moe-router-group-topk", "1"),
+        ["Megatron: --moe-router-load-balancing-type quantile_balancing takes no --moe-router-num"],
+    ),
+    "a schedule with too few micro-batches": (
+        but(*PIPELINE, "--global-batch-size", "1"),
+        ["Megatron: --num-layers-per-virtual-pipeline-stage, or --num-virtual-stages-per-pipeline"],
+    ),
+    "a schedule with a rest": (
+        but(*PIPELINE, "--global-batch-size", "3"),
+        ["Megatron: --num-layers-per-virtual-pipeline-stage, or --num-virtual-stages-per-pipeline"],
+    ),
+    "warm-up past the end": (
+        but("--lr-warmup-iters", "5"),
+        ["Megatron: assert self.lr_warmup_steps < self.lr_decay_steps. Change these flags."],
+    ),
+    "several at once": (
+        but(*HYBRID, *TENSOR, *WHOLE, "--multi-latent-attention", "--moe-router-topk", "8"),
+        [
+            "Megatron: --multi-latent-attention", "Megatron: HybridEP",
+            "Megatron: --moe-router-topk", "Megatron: MoE layers with",
+        ],
+    ),
+}  # fmt: skip
+
+
 def hide_transformer_engine() -> None:
     """Let this process, which is a rank, be one without, wherever tests run."""
     from moe_optim.megatron.launch import script_arguments
 
     script_arguments.import_error = lambda: "ModuleNotFoundError: it is hidden"
+
+
+def _list_later() -> dict[str, list[str]]:
+    """Return the faults of every later case, and see that the process is as it was."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from megatron.training.arguments import parse_and_validate_args
+
+    from moe_optim.megatron.launch import cpu_runtime
+    from moe_optim.megatron.launch.preflight import list_faults
+    from moe_optim.train.layer_spec import layer_spec
+
+    cpu_runtime.install()
+    os.environ.pop("WORLD_SIZE")
+    found = {}
+    for name, (argv, _) in LATER.items():
+        sys.argv = ["script", *argv]
+        found[name] = list_faults(parse_and_validate_args, argv, layer_spec=layer_spec)
+        assert not dist.is_initialized() and not parallel_state.is_initialized()
+        assert "NVTE_FUSED_ATTN" not in os.environ  # which a model of Megatron sets
+    argv = but(*TENSOR, *WHOLE, "--sequence-parallel")
+    sys.argv = ["script", *argv]
+    found["layers of a script"] = list_faults(parse_and_validate_args, argv)
+    return found
+
+
+@pytest.fixture(scope="module")
+def found_later() -> dict[str, list[str]]:
+    return run_ranks(1, _list_later)[0]
+
+
+@pytest.mark.parametrize("case", LATER)
+def test_what_megatron_tells_while_it_builds_or_trains_is_foreseen(found_later, case):
+    """Its own builder and scheduler answer; several faults are told at once."""
+    faults, want = found_later[case], LATER[case][1]
+    assert len(faults) == len(want), faults
+    for fault, beginning in zip(faults, want, strict=True):
+        assert fault.startswith(beginning)
+
+
+def test_layers_are_those_that_the_script_is_built_from(found_later):
+    """Megatron's norm without apex refuses sequence parallelism; that of `moe-optim train` not."""
+    (fault,) = found_later["layers of a script"]
+    assert fault.startswith("Megatron: ") and "sequence parallel" in fault.lower()
 
 
 def _list_all() -> dict[str, tuple[list[str], str]]:
@@ -127,7 +249,7 @@ def _list_all() -> dict[str, tuple[list[str], str]]:
         found[name] = faults, printed.getvalue()
         assert [patch_state(patch) for patch in PATCHES] == states
     os.environ.pop("WORLD_SIZE")
-    sys.argv = ["script", *CASES["Megatron's own"][0]]
+    sys.argv = ["script", *but("--pipeline-model-parallel-size", "2")]
     found["no launcher"] = list_faults(parse_and_validate_args, sys.argv[1:]), ""
     found["no parser"] = list_faults(lambda: None, []), ""
     own = argparse.ArgumentParser(prog="mine.py")
