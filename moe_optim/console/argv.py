@@ -82,6 +82,30 @@ def flags(argv: Sequence[str]) -> list[str]:
     return [word.partition("=")[0] for word in argv if word.startswith("--")]
 
 
+def options(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Return every flag of ``argv`` with the words that follow it up to the next one."""
+    found: list[tuple[str, list[str]]] = []
+    for word in argv:
+        if word.startswith("--"):
+            name, equals, joined = word.partition("=")
+            found.append((name, [joined] if equals else []))
+        elif found:
+            found[-1][1].append(word)
+    return found
+
+
+def without_options(argv: Sequence[str], names: Collection[str]) -> list[str]:
+    """Return ``argv`` without some flags and all words that follow each up to the next one."""
+    kept: list[str] = []
+    is_kept = True
+    for word in argv:
+        if word.startswith("--"):
+            is_kept = word.partition("=")[0] not in names
+        if is_kept:
+            kept.append(word)
+    return kept
+
+
 def data_flags(argv: Sequence[str]) -> list[str]:
     """Return the flags of ``argv`` that say what to train on."""
     return [flag for flag in flags(argv) if flag in DATA_FLAGS]

@@ -29,6 +29,15 @@ from moe_optim.train.byte_dataset import (
     prepare_dataset,
     require_sequence_length,
 )
+from moe_optim.train.inheritance import (
+    CKPT_STEP,
+    OVERRIDE_SCHEDULE,
+    inherit,
+    name_differences,
+    recall_arguments,
+    refuse_other_rates,
+    remembered,
+)
 from moe_optim.train.resume import find_resume_point, newest_complete_checkpoint
 from moe_optim.train.run_folder import (
     RunFolder,
@@ -43,6 +52,7 @@ from moe_optim.train.text_files import find_text, standard_library_text
 
 if TYPE_CHECKING:
     from moe_optim.train.launcher import LaunchResult, RankFailure
+    from moe_optim.train.progress import TrainingState
 
 # What imports torch is imported where it is needed, with the first lines on the screen: it takes
 # seconds.
@@ -56,8 +66,6 @@ _FOLDER_FLAGS = ("--save", "--tensorboard-dir", "--data-cache-path")
 _CPU_DEFAULTS = ("--num-workers", "0")  # loader processes would take the cores from the ranks
 _NOTHING_FREE_BYTES = 2**20  # the disk is full, though the ranks could not even write it down
 _LITTLE_FREE_BYTES = 2**26  # the disk is full if a rank said so; else another one may be
-_CKPT_STEP = "--ckpt-step"
-_OVERRIDE_SCHEDULE = "--override-opt_param-scheduler"
 _REFUSED = 2  # of a rank: argparse, or an error of ours
 
 
@@ -73,7 +81,14 @@ def train(args: argparse.Namespace) -> int:
     _check_arguments(args, recipe)
     out = args.out or Path("runs") / args.recipe.stem
     with claim(out, resume=args.resume) as folder:
-        return _Training(args, recipe, folder, results_console()).run()
+        notes: list[str] = []
+        if args.resume and (old := recall_arguments(folder)):
+            args = inherit(args, old)
+            recipe = load_recipe(args.recipe, args.set)
+            _check_arguments(args, recipe)
+            refuse_other_rates(old, args, recipe)
+            notes = name_differences(old, args, recipe)
+        return _Training(args, recipe, folder, results_console(), notes).run()
 
 
 def _check_arguments(args: argparse.Namespace, recipe: Recipe) -> None:
@@ -115,6 +130,8 @@ class _Training:
     recipe: Recipe
     folder: RunFolder
     console: Console
+    differences: Sequence[str]
+    """What is not as the run was started with that is resumed."""
 
     def run(self) -> int:
         """Do everything in order."""
@@ -123,15 +140,18 @@ class _Training:
             format = spell_format(self.recipe.moe_optim.format, self.megatron_argv)
             weights = f"{format} expert weights"
         self._say(f"{self.recipe.path}: {weights}, run folder {self.folder.path}")
+        for difference in self.differences:
+            self._say(f"resume: {difference}")
         cpu = self._use_cpu()
         self._check_flags(cpu)
         resumed_from = self._resume_point() if self.args.resume else None
         dataset = self._prepare_dataset()
-        result = self._launch(dataset, cpu)
+        with remembered(self.folder, self.args, self.recipe):
+            result = self._launch(dataset, cpu)
         if result.stopped_by is not None:
             return self._report_stop(result.stopped_by)
         if result.failure is not None:
-            return self._report_failure(result.failure)
+            return self._report_failure(result.failure, result.state)
         facts = LaunchFacts(
             world_size=self.ranks,
             seconds=result.seconds,
@@ -148,7 +168,7 @@ class _Training:
         if samples is not None:  # Megatron takes one of the two
             iterations = ("--train-samples", str(2 * int(samples)))
         # A longer schedule is not the one in the checkpoint.
-        longer = self._resume_command(*iterations, _OVERRIDE_SCHEDULE, replaced=iterations[:1])
+        longer = self._resume_command(*iterations, OVERRIDE_SCHEDULE, replaced=iterations[:1])
         print_summary(summary, self.folder, longer, self.console)
         return 0
 
@@ -166,9 +186,9 @@ class _Training:
         self.console.print(line, markup=False, highlight=False)
 
     def _resume_point(self) -> int:
-        step = last_value(self.megatron_argv, _CKPT_STEP)
+        step = last_value(self.megatron_argv, CKPT_STEP)
         if step is not None and step.isdigit():
-            self._say(f"resume: from the checkpoint of iteration {step}, as {_CKPT_STEP} says")
+            self._say(f"resume: from the checkpoint of iteration {step}, as {CKPT_STEP} says")
             return int(step)
         point = find_resume_point(self.folder.checkpoints)
         for note in point.notes:
@@ -280,7 +300,7 @@ class _Training:
             argv += ["--moe-optim-set", f"{field}={value}"]
         return argv
 
-    def _report_failure(self, failure: "RankFailure") -> int:
+    def _report_failure(self, failure: "RankFailure", state: "TrainingState") -> int:
         sentence = failure.sentence()
         free = free_bytes(self.folder.path)
         if free < (_LITTLE_FREE_BYTES if failure.disk_full else _NOTHING_FREE_BYTES):
@@ -288,15 +308,15 @@ class _Training:
         lines = [sentence, f"Log: {failure.log}"]
         if is_damage(failure.reason):
             step = step_beside(failure.reason)
-            way_on = [] if step is None else [self._continue_from(step, _CKPT_STEP, str(step))]
+            way_on = [] if step is None else [self._continue_from(step, CKPT_STEP, str(step))]
             return fail("\n  ".join([*lines, *way_on]))
-        if failure.exit_code == _REFUSED:  # which the same command would be again
-            return fail("\n  ".join([*lines, self._once_changed()]))
-        remedy = []
         if "OptimizerParamScheduler" in failure.reason:
-            remedy = [_OVERRIDE_SCHEDULE]
-            lines.append(f"{_OVERRIDE_SCHEDULE} takes another schedule than the checkpoint's.")
-        return fail("\n  ".join([*lines, self._what_next(*remedy)]))
+            lines.append(f"{OVERRIDE_SCHEDULE} takes another schedule than the checkpoint's.")
+            return fail("\n  ".join([*lines, self._what_next(OVERRIDE_SCHEDULE)]))
+        said_why = failure.exit_code > 0 and failure.reason and not failure.disk_full
+        if failure.exit_code == _REFUSED or (said_why and state.iteration == 0):
+            return fail("\n  ".join([*lines, self._once_changed()]))  # it would fail again
+        return fail("\n  ".join([*lines, self._what_next()]))
 
     def _report_stop(self, number: signal.Signals) -> int:
         self._say(f"stopped by {number.name}; no rank is left. {self._what_next()}")
@@ -329,8 +349,8 @@ class _Training:
         """
         old = without(
             self.args.megatron_args,
-            valued=(_CKPT_STEP, *replaced),
-            bare={_OVERRIDE_SCHEDULE}.intersection(more),
+            valued=(CKPT_STEP, *replaced),
+            bare={OVERRIDE_SCHEDULE}.intersection(more),
         )
         return self._command([*old, *more], resume=True)
 

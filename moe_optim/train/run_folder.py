@@ -7,6 +7,7 @@
     RUN/tensorboard/      event files of every launch
     RUN/text.json         the paths of ``--text`` it began with, none for the standard library,
                           null for Megatron's data; a resume goes on with it
+    RUN/arguments.json    what it was started with; a resume takes over what it is not given anew
     RUN/index_cache/      Megatron's sample index of the dataset; rebuilt by every launch
     RUN/model.json        what rank 0 says about the model it trained
     RUN/summary.json      written last: a run that has it has finished
@@ -39,6 +40,7 @@ class RunFolder:
         self.tensorboard = path / "tensorboard"
         self.index_cache = path / "index_cache"
         self.text = path / "text.json"
+        self.arguments = path / "arguments.json"
         self.model = path / "model.json"
         self.summary = path / "summary.json"
         self.loss_plot = path / "loss.png"

@@ -5,6 +5,7 @@ What it does is told by the environment variable FAKE_RANK:
 - empty: train to the end, evaluate, write events and model.json
 - ``error``: the last rank prints a known error, or FAKE_ERROR, and ends
 - ``refuse``: as ``error``, with the exit code of a refusal
+- ``late``: as ``error``, after an iteration
 - ``schedule``: rank 0 finds another schedule in the checkpoint, as Megatron says it
 - ``raise``: rank 0 raises; once it is gone the others lose their peer, often before the launcher
   looks
@@ -75,8 +76,9 @@ class Events:
             self._writer.close()
 
 
-def fail(iteration: int) -> None:
-    if BEHAVIOUR in ("error", "refuse") and LAST:
+def fail(iteration: int, start: int) -> None:
+    is_late = BEHAVIOUR == "late" and iteration == start + 2
+    if (BEHAVIOUR in ("error", "refuse") or is_late) and LAST:
         known = "--num-experts: expected a multiple of 4, got 6. Change it."
         say(f"error: {os.environ.get('FAKE_ERROR', known)}")
         sys.exit(2 if BEHAVIOUR == "refuse" else 1)
@@ -138,7 +140,7 @@ def main() -> None:
             hang()
         if BEHAVIOUR == "full" and LAST:
             fill_disk(Path(args.save) / "iter_0000001")
-        fail(iteration)
+        fail(iteration, start)
         events.add("lm loss", loss_at(iteration), iteration)
         if LAST:
             say_iteration(iteration, args.train_iters)

@@ -1,15 +1,20 @@
 """One run folder, one run."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
 from moe_optim.errors import ConfigError, StateError
+from moe_optim.recipes import load_recipe
+from moe_optim.train.inheritance import recall_arguments, remembered
 from moe_optim.train.run_folder import RunFolder, claim, recall_text, remember_text
+from tests.support.runs import write_checkpoint
 
 
 def test_a_new_folder_is_created_and_can_be_claimed_again_afterwards(tmp_path):
@@ -101,3 +106,31 @@ def test_the_text_of_a_run_is_remembered_from_wherever_it_was_named(tmp_path, mo
     folder.text.write_text("[")
     with pytest.raises(StateError, match=r"text.json: expected a list of paths"):
         recall_text(folder, [])
+
+
+def test_arguments_are_remembered_of_the_run_that_left_the_newest_checkpoint(tmp_path):
+    """A launch that leaves none newer, whether it failed or raised, leaves the record as it was."""
+    recipe = load_recipe("quickstart")
+
+    def launch(folder, seed, *checkpoints, error=False):
+        args = Namespace(set=[], megatron_args=["--seed", seed, "--ckpt-step", "1"], stock=False)
+        with contextlib.suppress(OSError), remembered(folder, args, recipe):
+            for iteration in checkpoints:
+                write_checkpoint(folder.checkpoints, iteration)
+            if error:
+                raise OSError
+
+    def recorded(folder):
+        return recall_arguments(folder).megatron_args
+
+    folder = RunFolder(tmp_path)
+    assert recall_arguments(folder) is None
+    launch(folder, "1")
+    assert recorded(folder) == ["--seed", "1"]
+    launch(folder, "2", 10)
+    assert recorded(folder) == ["--seed", "2"]
+    launch(folder, "3")
+    launch(folder, "4", error=True)
+    assert recorded(folder) == ["--seed", "2"]
+    launch(folder, "5", 20, error=True)
+    assert recorded(folder) == ["--seed", "5"]

@@ -158,6 +158,86 @@ def test_a_resume_goes_on_with_the_text_that_the_run_began_with(command, runs, s
     assert len(list((runs / "a" / "logs").iterdir())) == 3
 
 
+RATES = ("--lr", "5e-4", "--min-lr", "1e-5")
+OVERRIDE = "--override-opt_param-scheduler"
+
+
+def test_a_resume_takes_over_what_the_run_was_started_with(command, runs):
+    """What is given anew wins, and is named beside what it was; flags of one load are not kept."""
+    options = ("--set", "moe_optim.format=bf16", "megatron_args.--seed=7")
+    assert command(*options, megatron=(*SHORT, *RATES, "--finetune", "--ckpt-step", "3"))[0] == 0
+    write_checkpoint(runs / "a" / "checkpoints", 4)
+    code, screen, _ = command(
+        "--resume", "--set", "moe_optim.health_interval=2", megatron=("--train-iters", "8")
+    )
+    assert code == 0
+    argv = rank_arguments(runs / "a")
+    assert argv[-8:] == ["--eval-interval", "2", *RATES, "--train-iters", "8"]
+    assert argv[argv.index("--seed") + 1] == "7"
+    fields = [argv[at + 1] for at, word in enumerate(argv) if word == "--moe-optim-set"]
+    assert fields == ['format="bf16"', "health_interval=2"]
+    assert not {"--finetune", "--ckpt-step"} & set(argv)
+    named = [line for line in screen.splitlines() if ", where the run had " in line]
+    assert named == [
+        "resume: --train-iters: 8, where the run had 6",
+        "resume: moe_optim.health_interval: 2, where the run had 0",
+    ]
+
+
+def test_a_resume_changes_over_from_iterations_to_samples(command, runs):
+    """Megatron takes one of the two units; of three ways to tell a warm-up it takes one."""
+    counted = ("--lr-decay-iters", "9", "--lr-warmup-iters", "1", *EVERY_SECOND)
+    assert command(megatron=("--train-iters", "6", *counted))[0] == 0
+    write_checkpoint(runs / "a" / "checkpoints", 4)
+    samples = ("--train-samples", "96", "--lr-warmup-fraction", "0.1")
+    assert command("--resume", megatron=samples)[0] == 0
+    argv = rank_arguments(runs / "a")
+    assert argv[-6:] == [*EVERY_SECOND, *samples]
+    assert "--lr-decay-iters" not in argv
+
+
+def test_another_rate_of_a_resumed_run_is_refused_unless_it_overrides_the_schedule(command, runs):
+    """In Megatron's own words it is a KeyError, with the flag that overrides it, too."""
+    assert command(megatron=(*SHORT, *RATES))[0] == 0
+    write_checkpoint(runs / "a" / "checkpoints", 4)
+    other = ("--lr", "1e-3")
+    code, _, errors = command("--resume", megatron=other)
+    assert code == 2
+    assert errors == (
+        "error: --lr: expected 5e-4, as the run was started, got 1e-3. Leave it out to go on as "
+        f"before; to go on with another, add {OVERRIDE}.\n"
+    )
+    code, _, errors = command("--resume", "--stock", megatron=(*other, OVERRIDE))
+    assert code == 2
+    assert "to go on with another, train without --stock" in errors
+    assert len(list((runs / "a" / "logs").iterdir())) == 1  # no rank was started
+    assert command("--resume", megatron=(*other, OVERRIDE))[0] == 0
+    assert rank_arguments(runs / "a")[-3:] == [*other, OVERRIDE]
+    code, screen, _ = command("--resume", megatron=("--lr", "0.0005"))  # the same number
+    assert code == 0
+    assert ", where the run had " not in screen
+
+
+def test_what_a_failed_resume_was_started_with_is_not_taken_over(command, runs):
+    assert command(megatron=(*SHORT, *RATES))[0] == 0
+    write_checkpoint(runs / "a" / "checkpoints", 4)
+    changed = ("--seed", "8777")
+    assert command("--resume", megatron=changed, behaviour="error")[0] == 1
+    assert command("--resume", megatron=())[0] == 0
+    assert "8777" not in rank_arguments(runs / "a")
+
+
+def test_a_damaged_record_of_arguments_is_one_message(command, runs):
+    assert command()[0] == 0
+    write_checkpoint(runs / "a" / "checkpoints", 4)
+    record = runs / "a" / "arguments.json"
+    for harm in ("[", '{"set": []}', '{"set": [1], "megatron_args": [], "settings": {}}'):
+        record.write_text(harm)
+        code, _, errors = command("--resume")
+        assert code == 2
+        assert errors.startswith(f"error: {record}: expected the arguments of the run, got some")
+
+
 def test_a_resume_without_a_checkpoint_is_refused(command):
     code, _, errors = command("--resume")
     assert code == 2
@@ -174,11 +254,24 @@ def test_a_failed_rank_ends_in_one_message_with_the_way_on(command, runs):
         "--num-experts: expected a multiple of 4, got 6. Change it."
     )
     assert log == f"  Log: {runs}/a/logs/launch1/rank1.log"
-    assert way_on.startswith(
-        f"  Continue from iteration 4: moe-optim train {RECIPE} --out {runs}/a"
-    )
-    assert "--resume -- --train-iters 6" in way_on
+    assert way_on == "  Continue from iteration 4 with --resume once that is changed."
     assert not (runs / "a" / "summary.json").exists()
+
+
+def test_a_run_that_failed_on_its_way_is_continued_by_a_command(command, runs):
+    """It had trained with this command, so the command may be as good again."""
+    for options, way_on in (
+        ((), "There is no checkpoint yet: start again"),
+        (("--resume",), "Continue from iteration 1"),
+    ):
+        code, _, errors = command(*options, behaviour="late")
+        assert code == 1
+        last = errors.splitlines()[-1]
+        assert last.startswith(f"  {way_on}: moe-optim train {RECIPE} --out {runs}/a")
+        assert last.endswith(" -- --train-iters 6 --eval-interval 2")
+        assert (" --resume " in last) == bool(options)
+        if not options:
+            write_checkpoint(runs / "a" / "checkpoints", 1)
 
 
 def test_the_way_on_takes_another_schedule_where_that_was_the_fault(command, runs):
@@ -217,23 +310,17 @@ def test_past_a_damaged_checkpoint_the_way_on_is_the_one_that_the_error_names(
     assert "--ckpt-step" not in screen.partition("train longer")[2]
 
 
-def test_before_the_first_checkpoint_the_way_on_is_to_start_again(command):
-    code, _, errors = command(behaviour="error")
-    assert code == 1
-    assert "There is no checkpoint yet: start again: moe-optim train" in errors
-    assert "--resume" not in errors
-    assert command()[0] == 0  # and the folder lets it
-
-
-def test_after_a_refusal_no_command_is_named_that_would_be_refused_again(command, runs):
-    """Ranks refuse with exit code 2, as argparse does."""
-    code, _, errors = command(behaviour="refuse")
+@pytest.mark.parametrize("behaviour", ["refuse", "error"])
+def test_no_command_is_named_that_would_fail_again(command, runs, behaviour):
+    """Ranks refuse with exit code 2, as argparse does; or they end before the first iteration."""
+    code, _, errors = command(behaviour=behaviour)
     assert code == 1
     assert errors.splitlines()[-1] == (
         "  There is no checkpoint yet: start again once that is changed."
     )
+    assert command()[0] == 0  # and the folder lets it
     write_checkpoint(runs / "a" / "checkpoints", 4)
-    _, _, errors = command("--resume", behaviour="refuse")
+    _, _, errors = command("--resume", behaviour=behaviour)
     assert errors.splitlines()[-1] == (
         "  Continue from iteration 4 with --resume once that is changed."
     )
@@ -297,11 +384,17 @@ def test_data_of_the_users_own_needs_no_dataset_of_ours(command, runs, shared):
 
 @pytest.mark.parametrize("began_with", ["text", "--mock-data"])
 def test_a_resume_does_not_change_over_between_text_and_megatrons_data(command, runs, began_with):
-    """A forgotten flag would else have it go on with the standard library."""
+    """What is forgotten is taken over, lest it go on with the standard library; the other kind is
+    refused, and so is a forgotten flag where nothing was recorded."""
     own = (*SHORT, "--mock-data")
     begin, change = (own, SHORT) if began_with == "--mock-data" else (SHORT, own)
     command(megatron=begin, text=began_with == "text")
     write_checkpoint(runs / "a" / "checkpoints", 4)
+    if began_with == "--mock-data":
+        assert command("--resume", megatron=change, text=False)[0] == 0
+        assert "--mock-data" in rank_arguments(runs / "a")
+        assert "--text and --mock-data both" in command("--resume", megatron=change)[2]
+        (runs / "a" / "arguments.json").unlink()
     code, _, errors = command("--resume", megatron=change, text=False)
     assert code == 2
     assert f"{runs}/a began to train on" in errors

@@ -14,6 +14,7 @@ from moe_optim.errors import LayoutError
 
 Group = dict[str, Any]
 _BY_DISTRIBUTION = "is_expert_parallel"
+_RATES = ("max_lr", "min_lr")
 _OF_HYBRID = frozenset(
     {
         "cpu_optimizer_cls",
@@ -81,12 +82,52 @@ def with_groups_of_adam(state_dict: dict[str, Any], adam: Any) -> dict[str, Any]
     return {**state_dict, "optimizer": {**saved, "param_groups": groups}}
 
 
+def with_rates_of(state_dict: dict[str, Any], optimizer: Any) -> dict[str, Any]:
+    """Return a loaded state whose groups have the learning rates of those that will take them.
+
+    Megatron finds a saved group by its rates among others, and ends in a KeyError where they
+    changed, ``--override-opt_param-scheduler`` or not.
+
+    Args:
+        state_dict: of one optimizer, as loaded. Left alone.
+        optimizer: that will take it.
+
+    Raises:
+        LayoutError: rates changed, and Megatron's arguments do not override the saved ones.
+    """
+    saved, groups = state_dict["optimizer"], list(state_dict["optimizer"]["param_groups"])
+    fixed = [key for key in param_group_identifier_keys if key not in _RATES]
+    for wanted in optimizer.param_groups:
+        alike = [group for group in groups if _settings(group, fixed) == _settings(wanted, fixed)]
+        if any(_settings(one, _RATES) == _settings(wanted, _RATES) for one in alike):
+            continue
+        if len(alike) == 1:
+            _require_override(alike[0], wanted)
+            changed = {**alike[0], **{key: wanted[key] for key in _RATES}}
+            groups = [changed if group is alike[0] else group for group in groups]
+    return {**state_dict, "optimizer": {**saved, "param_groups": groups}}
+
+
+def _require_override(saved: Group, wanted: Group) -> None:
+    from megatron.training import global_vars
+
+    args = global_vars._GLOBAL_ARGS  # None where no script of Megatron's runs
+    if args is None or not args.override_opt_param_scheduler:
+        raise LayoutError(
+            f"optimizer: expected the learning rates that were saved, {_rates(saved)}, got "
+            f"{_rates(wanted)}. Give the same --lr and --min-lr, or go on with others by "
+            "--override-opt_param-scheduler."
+        )
+
+
+def _rates(group: Group) -> str:
+    return " and ".join(f"{key}={group.get(key)}" for key in _RATES)
+
+
 def _find(wanted: Group, saved: Sequence[Group]) -> Group:
-    """Return the saved group with the same settings as ``wanted``, however it is distributed."""
-    for keys in (
-        param_group_identifier_keys,
-        [key for key in param_group_identifier_keys if key != _BY_DISTRIBUTION],
-    ):
+    """Return the saved group with the settings of ``wanted``, however distributed and fast."""
+    for free in ((), (_BY_DISTRIBUTION,), _RATES, (_BY_DISTRIBUTION, *_RATES)):
+        keys = [key for key in param_group_identifier_keys if key not in free]
         found = [group for group in saved if _settings(group, keys) == _settings(wanted, keys)]
         if found:
             return {**found[0], _BY_DISTRIBUTION: wanted.get(_BY_DISTRIBUTION)}

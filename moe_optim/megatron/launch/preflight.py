@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from moe_optim.config import MoEOptimConfig
+from moe_optim.console.argv import without_options
 from moe_optim.console.screen import quiet
 from moe_optim.errors import ConfigError, MoEOptimError, closest
 from moe_optim.megatron.active import installed_config
@@ -284,7 +285,7 @@ class _DryRun:
             except argparse.ArgumentError as error:
                 self.faults.append(f"{error}. Change the value.".replace("argument ", "", 1))
                 flags = set((error.argument_name or "").split("/"))
-                shorter = _without(argv, flags)
+                shorter = without_options(argv, flags)
                 if len(shorter) == len(argv):  # about no flag: nothing more can be told
                     raise _CheckedError from None
                 argv = shorter
@@ -340,18 +341,6 @@ def _failed_line(error: Exception) -> str:
 
 def _raise(message: str) -> NoReturn:
     raise _ArgumentError(message)
-
-
-def _without(argv: Sequence[str], flags: set[str]) -> list[str]:
-    """Return ``argv`` without flags and the values behind them."""
-    kept: list[str] = []
-    is_kept = True
-    for word in argv:
-        if word.startswith("--"):
-            is_kept = word.partition("=")[0] not in flags
-        if is_kept:
-            kept.append(word)
-    return kept
 
 
 def _missing(args: argparse.Namespace) -> dict[str, int]:

@@ -20,7 +20,7 @@ from moe_optim.megatron.buffers.gather import OwnedMaster
 from moe_optim.megatron.buffers.managed_bucket import ManagedBucket
 from moe_optim.megatron.buffers.states import Event, Weights
 from moe_optim.megatron.checkpoint.model_values import model_values_for
-from moe_optim.megatron.checkpoint.param_groups import with_groups_of_adam
+from moe_optim.megatron.checkpoint.param_groups import with_groups_of_adam, with_rates_of
 from moe_optim.megatron.optimizer.address_book import Page
 from moe_optim.megatron.optimizer.chained import check_masters
 from moe_optim.megatron.optimizer.checkpointed import CheckpointedOptimizer
@@ -446,7 +446,8 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         """
         if self.host_states.numel:
             self.update.make_moments()  # Megatron would make all of them on the device
-        super().load_state_dict(with_groups_of_adam(state_dict, self.optimizer))
+        state_dict = with_groups_of_adam(state_dict, self.optimizer)
+        super().load_state_dict(with_rates_of(state_dict, self.optimizer))
         self.host_states.keep_all(self.optimizer)
         if "param_state" in state_dict:  # without it, Megatron is only shaping a state to load into
             self.refresh_weights()

@@ -1,0 +1,69 @@
+"""A resumed run has another learning rate where Megatron's flag overrides the saved schedule."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_optim.config import MoEOptimConfig
+from tests.support.ranks import run_ranks
+from tests.support.training import Record, pretrain
+
+pytestmark = pytest.mark.slow
+
+RUN = ["--train-iters", "4", "--eval-interval", "1000000", "--lr-decay-style", "constant"]
+RUN += ["--dist-ckpt-optim-fully-reshardable"]
+SAVED = ["--lr", "1e-2", "--min-lr", "1e-3"]
+OTHER = ["--lr", "3e-2", "--min-lr", "2e-3"]
+OVERRIDE = ["--override-opt_param-scheduler"]
+APART = ["--expert-model-parallel-size", "2"]  # experts have an optimizer of their own
+
+
+def _train(flags: list[str]) -> Record:
+    def rates(_: Any, optimizer: Any) -> list[tuple[float, float, float]]:
+        return [(group["lr"], group["max_lr"], group["min_lr"]) for group in optimizer.param_groups]
+
+    return pretrain([*RUN, *flags], MoEOptimConfig(format="bf16"), observe=rates)
+
+
+def _resume(flags: list[str]) -> Record | str:
+    try:
+        return _train(flags)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two of four steps on two ranks, saved."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    run_ranks(2, _train, [*SAVED, "--save", str(folder), "--exit-interval", "2"])
+    return folder
+
+
+def resume(checkpoint: Path, *flags: str) -> Any:
+    return run_ranks(2, _resume, ["--load", str(checkpoint), *flags])[0]
+
+
+@pytest.mark.parametrize("parallel", [[], APART], ids=["one optimizer", "two from one"])
+def test_another_rate_takes_effect_where_it_overrides(checkpoint: Path, parallel: list[str]):
+    """The next step is taken with it, and with the masters and moments that were saved."""
+    changed = resume(checkpoint, *OTHER, *OVERRIDE, *parallel)
+    assert isinstance(changed, Record), changed
+    assert changed.extra and set(changed.extra) == {(3e-2, 3e-2, 2e-3)}
+    kept = resume(checkpoint, *SAVED, *parallel)
+    assert set(kept.extra) == {(1e-2, 1e-2, 1e-3)}
+    assert set(changed.losses) == set(kept.losses) == {3, 4}
+    assert changed.losses[3] == kept.losses[3]  # before a step with either
+    assert changed.losses[4] != kept.losses[4]
+    moments = zip(changed.moments.values(), kept.moments.values(), strict=True)
+    assert not all(torch.equal(one["exp_avg"], other["exp_avg"]) for one, other in moments)
+
+
+def test_another_rate_without_it_is_refused_with_both(checkpoint: Path):
+    assert resume(checkpoint, *OTHER) == (
+        "LayoutError: optimizer: expected the learning rates that were saved, max_lr=0.01 and "
+        "min_lr=0.001, got max_lr=0.03 and min_lr=0.002. Give the same --lr and --min-lr, or go on "
+        "with others by --override-opt_param-scheduler."
+    )
