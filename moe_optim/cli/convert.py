@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from moe_optim.console.checkpoint_progress import open_reader, progress_bar
 from moe_optim.console.screen import results_console
 from moe_optim.console.spelling import spell_bytes
+from moe_optim.environment import find_package
 from moe_optim.errors import refuse
 from moe_optim.expert_keys.layouts import LAYOUTS
 
@@ -185,12 +186,27 @@ def _convert_model(args: argparse.Namespace, began: float) -> list[str]:
         _speed(plan.num_tensors, plan.total_bytes, began),
     ]
     if args.to == "megatron":
-        flags = [*megatron_flags(plan.model), "--transformer-impl", side]
-        lines.append(f"Megatron's flags: {shlex.join(flags)}")
+        lines.append(f"Megatron's flags: {shlex.join(megatron_flags(plan.model, side))}")
+        lines += _absent_layers(side, is_latent=plan.model.family.name == "deepseek_v3")
     tensors = sum(name in plan.view.tensors for name in plan.left_out)
     if plan.left_out:
         lines.append(_left_out(tensors, len(plan.left_out) - tensors, "--to takes weights alone"))
     return lines
+
+
+def _absent_layers(side: "Side", *, is_latent: bool) -> list[str]:
+    """Say where those flags start no run, and what to do there."""
+    if side == "local":
+        no_layers = "Megatron's local layers have no latent attention: give layers by --spec."
+        return [no_layers] if is_latent else []
+    if find_package("transformer-engine") is not None:
+        return []
+    remedy = (
+        "which latent attention needs"
+        if is_latent
+        else ("which is not here: without it convert with --transformer-impl local")
+    )
+    return [f"These flags start a run where Transformer Engine is, {remedy}."]
 
 
 def _convert_layout(args: argparse.Namespace, began: float) -> list[str]:

@@ -103,8 +103,22 @@ def model_from_config(given: Values, where: str) -> Model:
     return _model(side, copied | side.arguments_of(config))
 
 
-def megatron_flags(model: Model) -> list[str]:
-    """Return the flags of Megatron's command line that build a model."""
+_WITHOUT_ENGINE = (
+    "--no-persist-layer-norm",
+    "--no-rope-fusion",
+    "--no-masked-softmax-fusion",
+    "--no-gradient-accumulation-fusion",
+)
+"""Megatron's flags for what local layers have of Transformer Engine or apex alone."""
+
+
+def megatron_flags(model: Model, impl: str) -> list[str]:
+    """Return the flags of Megatron's command line that build a model.
+
+    Args:
+        model: what is built.
+        impl: ``--transformer-impl``; with ``local`` flags that need no Transformer Engine.
+    """
     flags = ["--swiglu", "--disable-bias-linear", "--normalization", "RMSNorm", "--qk-layernorm"]
     flags += ["--position-embedding-type", "rope"]
     for name, value in model.arguments.items():
@@ -113,7 +127,11 @@ def megatron_flags(model: Model) -> list[str]:
         if value is None or value is False or name in WITHOUT_FLAG or not is_said:
             continue
         flags += [flag] if value is True else [flag, _spell(value)]
-    return flags
+    flags += ["--transformer-impl", impl]
+    if impl == "local":
+        return [*flags, *_WITHOUT_ENGINE]
+    plain_latent = model.arguments.get("rope_type") == "rope"  # Megatron fuses no others' positions
+    return [*flags, "--no-rope-fusion"] if plain_latent else flags
 
 
 def _spell(value: Any) -> str:

@@ -120,7 +120,9 @@ def test_a_whole_model_goes_to_hugging_face_and_back(family, convert, tmp_path):
     code, lines, _ = convert(tmp_path / "hf", tmp_path / "back", "--to", "megatron")
     assert code == 0
     assert lines[2].startswith("Megatron's flags: --swiglu --disable-bias-linear")
-    assert lines[2].endswith(" --transformer-impl transformer_engine")
+    assert " --transformer-impl transformer_engine" in lines[2]
+    assert lines[3].startswith("These flags start a run where Transformer Engine is, which ")
+    assert ("convert with --transformer-impl local" in lines[3]) == (family == "qwen3_moe")
     assert cli.main(["verify", str(source), str(tmp_path / "back")]) == 0
 
 

@@ -1,12 +1,15 @@
 """Which models are the same in both programs, and what stands in the way of others."""
 
 import json
+import shlex
+import sys
 
 import pytest
 
 from moe_optim.errors import ConfigError
 from moe_optim.hugging_face.models import megatron_flags, model_from_arguments, model_from_config
 from tests.support.hf_checkpoints import DEEPSEEK, QWEN
+from tests.support.ranks import run_ranks
 
 QWEN_ARGS, DEEPSEEK_ARGS = vars(QWEN), vars(DEEPSEEK)
 
@@ -25,7 +28,7 @@ PUBLISHED = {  # keys of the config.json of Qwen3-30B-A3B that decide on the mod
 def test_a_published_configuration_is_what_megatron_is_started_with():
     """The flags of Megatron-LM's example for Qwen3-30B-A3B."""
     model = model_from_config(PUBLISHED, "here")
-    flags = " ".join(megatron_flags(model))
+    flags = " ".join(megatron_flags(model, "transformer_engine"))
     for flag in (
         "--num-layers 48", "--hidden-size 2048", "--num-attention-heads 32",
         "--group-query-attention --num-query-groups 4", "--kv-channels 128",
@@ -36,6 +39,43 @@ def test_a_published_configuration_is_what_megatron_is_started_with():
         assert f" {flag} " in f" {flags} "  # and no 1000000.0, which Megatron's parser refuses
     assert "--moe-router-pre-softmax" not in flags
     assert {**PUBLISHED, **model.config} == {**model.config, **PUBLISHED}
+
+
+TRAIN = shlex.split("""
+--micro-batch-size 1 --global-batch-size 2 --seq-length 32 --train-iters 2 --lr 1e-3 --bf16
+--mock-data --tokenizer-type NullTokenizer --use-distributed-optimizer
+""")
+
+
+def _list_faults(flags: list[str]) -> list[str]:
+    from megatron.training.arguments import parse_and_validate_args
+
+    from moe_optim.megatron.launch import cpu_runtime, script_arguments
+    from moe_optim.megatron.launch.preflight import list_faults
+
+    cpu_runtime.install()
+    script_arguments.import_error = lambda: None  # as if Transformer Engine were here
+    sys.argv = ["script", *flags, *TRAIN]
+    return list_faults(parse_and_validate_args, sys.argv[1:])
+
+
+STARTED = {  # what the only faults tell of, where there is neither Transformer Engine nor a GPU
+    ("qwen3_moe", "local"): [],
+    ("qwen3_moe", "transformer_engine"): ["apply_rope_fusion is not available. Please install TE"],
+    ("deepseek_v3", "local"): ["--transformer-impl local has no attention for it"],
+    ("deepseek_v3", "transformer_engine"): ["'NoneType' object is not callable"],
+}
+
+
+@pytest.mark.parametrize(("family", "impl"), STARTED)
+def test_flags_start_a_run_on_the_layers_that_they_name(family, impl):
+    """By Megatron's own checks of arguments and while it builds; what stays is what is not here."""
+    pytest.importorskip("megatron.core")
+    model = model_from_arguments({"qwen3_moe": QWEN_ARGS, "deepseek_v3": DEEPSEEK_ARGS}[family], "")
+    (faults,) = run_ranks(1, _list_faults, megatron_flags(model, impl))
+    assert len(faults) == len(STARTED[family, impl]), faults
+    for fault, words in zip(faults, STARTED[family, impl], strict=True):
+        assert words in fault
 
 
 @pytest.mark.parametrize("given", [QWEN_ARGS, DEEPSEEK_ARGS], ids=["qwen3_moe", "deepseek_v3"])
