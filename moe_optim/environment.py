@@ -27,6 +27,7 @@ MODULES: Mapping[str, str] = MappingProxyType(
         "transformer-engine": "transformer_engine",
         "apex": "apex.optimizers",  # `apex` alone may be an unrelated web toolkit
         "triton": "triton",
+        "pybind11": "pybind11",
     }
 )
 """The module that shows whether a package is there."""
@@ -38,6 +39,7 @@ _REMEDIES = {
     "transformer-engine": "pip install --no-build-isolation 'moe_optim[te]'",
     "apex": "Build NVIDIA's apex from its sources; the package index has an unrelated one",
     "triton": "pip install 'triton{wanted}'",
+    "pybind11": "pip install 'pybind11{wanted}'",
 }
 
 
@@ -112,6 +114,26 @@ def find_folder(module: str) -> Path | None:
         if spec is None:
             return None
     return Path(spec.origin).parent if spec and spec.origin else None
+
+
+def missing_for_datasets() -> str | None:
+    """Say what is missing to compile the C++ helper of Megatron's datasets, and how to mend it.
+
+    A checkout of Megatron-LM compiles it with ``make`` and pybind11 when it trains; the wheel of
+    megatron-core has it built.
+
+    Returns:
+        One line, or None where the helper is built, or can be.
+    """
+    folder = find_folder("megatron.core.datasets")
+    if folder is None or not (folder / "Makefile").is_file() or find_folder("pybind11"):
+        return None
+    if any(folder.glob("helpers_cpp.*")):
+        return None
+    return (
+        f"pybind11: expected it for {folder}, which compiles its helper with it, got none. "
+        f"{_REMEDIES['pybind11'].format(wanted='')}"
+    )
 
 
 def find_versions() -> dict[str, str]:

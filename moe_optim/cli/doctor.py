@@ -27,6 +27,7 @@ from moe_optim.environment import (
     find_folder,
     find_gpus,
     find_package,
+    missing_for_datasets,
     unmet_version,
 )
 
@@ -155,6 +156,8 @@ def _examine_package(name: str) -> Report:
         "note": _note(name, package),
         "problem": unmet_version(name, needed) if needed else None,
     }
+    if name == "pybind11":
+        entry["problem"] = missing_for_datasets()
     if entry["problem"]:
         entry["state"] = "unfit" if package else "missing"
     elif package and (error := _failure(name)):
@@ -168,6 +171,8 @@ def _note(name: str, package: Package | None) -> str:
     """Return what the version alone does not say."""
     if name == "apex" and package is None and (folder := find_folder("apex")):
         return f"{folder} is the unrelated apex of the package index, not NVIDIA's"
+    if name == "pybind11" and package is None:
+        return "a checkout of Megatron-LM, as --megatron-lm gives one, compiles a helper with it"
     if name != "megatron-core" or package is None:
         return ""
     if not package.checkout:

@@ -20,7 +20,7 @@ from moe_optim.environment import Gpu
 ROOT = Path(__file__).parents[2]
 
 KEYS = {"ok", "problems", "moe_optim", "packages", "gpus", "formats", "native_products", "patches"}
-PACKAGES = {"python", "torch", "megatron-core", "transformer-engine", "apex", "triton"}
+PACKAGES = {"python", "torch", "megatron-core", "transformer-engine", "apex", "triton", "pybind11"}
 PACKAGE_KEYS = {"version", "path", "checkout", "needed", "state", "note", "problem"}
 PATCH_KEYS = {"id", "state", "target", "because", "remove_when"}
 H100 = Gpu(name="NVIDIA H100", sm=90, memory_gib=79.6)
@@ -148,6 +148,36 @@ def test_a_checkout_of_another_version_wins_and_is_an_error(light, tmp_path, ver
     installed = importlib.metadata.version("megatron-core")
     assert megatron["note"] == f"a source checkout wins over the wheel {installed}"
     assert f"got {version} from the source checkout {core}." in report["problems"][0]
+
+
+@pytest.mark.parametrize(
+    ("has_makefile", "is_built", "state"),
+    [(True, False, "missing"), (True, True, "absent"), (False, False, "absent")],
+    ids=["checkout", "checkout, built", "wheel"],
+)
+def test_a_checkout_needs_pybind11_for_the_helper_of_its_datasets(
+    has_makefile, is_built, state, light, tmp_path
+):
+    """Elsewhere it is optional, and the screen says what for."""
+    datasets = fake_package(tmp_path, "megatron.core.datasets")
+    (tmp_path / "megatron" / "core" / "__init__.py").touch()
+    if has_makefile:
+        (datasets / "Makefile").touch()
+    if is_built:
+        (datasets / "helpers_cpp.so").touch()
+    light.syspath_prepend(tmp_path)
+    hide(light, "pybind11")
+    report = doctor.examine()
+    entry = report["packages"]["pybind11"]
+    assert entry["state"] == state
+    assert "as --megatron-lm gives one, compiles a helper with it" in entry["note"]
+    problem = (
+        f"pybind11: expected it for {datasets}, which compiles its helper with it, got none. "
+        "pip install 'pybind11'"
+    )
+    assert [one for one in report["problems"] if "pybind11" in one] == (
+        [problem] if state == "missing" else []
+    )
 
 
 def test_an_old_torch_is_an_error(light):

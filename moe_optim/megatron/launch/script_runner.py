@@ -14,7 +14,14 @@ from types import ModuleType
 from moe_optim import import_hook
 from moe_optim.config import MoEOptimConfig
 from moe_optim.console.screen import quiet
-from moe_optim.environment import NEEDED, Package, find_folder, find_package, unmet_version
+from moe_optim.environment import (
+    NEEDED,
+    Package,
+    find_folder,
+    find_package,
+    missing_for_datasets,
+    unmet_version,
+)
 from moe_optim.errors import ConfigError, MoEOptimError
 from moe_optim.megatron.launch.arguments import FLAG, request_from_argv
 
@@ -215,8 +222,10 @@ def check_script(script: Path, argv: Sequence[str], *, cpu: bool) -> list[str]:
         if cpu:
             cpu_runtime.install()
     sys.argv = [str(script), *argv]
-    late = find_late_install(script)
-    return [*list_faults(lambda: _run_as_main(script), argv), *([late] if late else [])]
+    faults = list_faults(lambda: _run_as_main(script), argv)
+    missing = missing_for_datasets()
+    others = (find_late_install(script), missing and f"{missing}.")
+    return [*faults, *(fault for fault in others if fault)]
 
 
 def _run_as_main(script: Path) -> None:

@@ -2,6 +2,8 @@
 
 import pytest
 
+from moe_optim import environment
+from moe_optim.errors import ConfigError
 from moe_optim.megatron.launch import dataset_helpers
 
 
@@ -22,3 +24,11 @@ def test_megatron_makes_what_it_can_make_or_has_to(
         (tmp_path / "Makefile").touch()
     dataset_helpers.compile_helpers()
     assert made == ["megatron.core.datasets.utils:compile_helpers"] * is_made
+
+
+def test_a_checkout_without_pybind11_is_refused_before_make_ends_the_run(tmp_path, monkeypatch):
+    (tmp_path / "Makefile").touch()
+    places = {"megatron.core.datasets": tmp_path}
+    monkeypatch.setattr(environment, "find_folder", places.get)
+    with pytest.raises(ConfigError, match="pybind11: expected it for .*pip install 'pybind11'"):
+        dataset_helpers.compile_helpers()
