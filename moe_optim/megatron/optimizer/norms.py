@@ -69,7 +69,7 @@ def clip_factors(norms: Tensor, clip_grad: float, clipped: Sequence[bool] = ()) 
     factors = (clip_grad / (norms + 1.0e-6)).clamp_max_(1.0)
     for index, is_clipped in enumerate(clipped):
         if not is_clipped:
-            factors[index] = 1.0
+            factors[index].fill_(1.0)  # an assignment would copy from the host
     return factors
 
 
