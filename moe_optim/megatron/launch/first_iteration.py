@@ -127,13 +127,14 @@ def _short_groups(args: Any, model: Any) -> Iterator[tuple[str, int, int]]:
 
 
 def schedule_refusals(args: Any) -> list[Exception]:
-    """Return what the schedule of rates would raise; runs of no length may only evaluate."""
+    """Return what the schedule of rates would raise, where rate and length are given at all."""
     from megatron.training import global_vars
     from megatron.training.training import get_optimizer_param_scheduler
 
     before, global_vars._GLOBAL_ARGS = global_vars._GLOBAL_ARGS, Namespace(**vars(args))
     try:
-        if args.yaml_cfg is None and (args.train_iters or args.train_samples):
+        is_given = args.lr is not None and (args.train_iters or args.train_samples)
+        if args.yaml_cfg is None and is_given:
             get_optimizer_param_scheduler(SimpleNamespace(param_groups=[]))
     except Exception as error:
         return [error]
