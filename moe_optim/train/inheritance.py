@@ -136,7 +136,8 @@ def refuse_other_rates(old: Inheritance, args: argparse.Namespace, recipe: Recip
 
 
 def _differing(old: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    return [name for name in now | old if not _is_same(old.get(name), now.get(name))]
+    names = dict.fromkeys((*now, *old))
+    return [name for name in names if not _is_same(old.get(name), now.get(name))]
 
 
 def _is_same(one: str | None, other: str | None) -> bool:
