@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_optim.errors import NonFiniteError
@@ -120,6 +120,7 @@ def _largest(dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@settings(deadline=None)
 @given(beta1=st.floats(0, 0.9999), beta2=st.floats(0, 0.999999), step=st.integers(1, 9))
 def test_no_gradient_that_is_stepped_makes_a_moment_infinite(dtype, beta1, beta2, step):
     """Whatever finite moments there were, the largest included: the next ones are finite, and so
