@@ -8,8 +8,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from moe_optim.errors import LayoutError
 from moe_optim.formats import FP8_BLOCK, MXFP8, MXFP8_2D, NVFP4, QuantizedWeight
-from moe_optim.kernels import launch_table
+from moe_optim.kernels import launch_table, member_table
 from moe_optim.kernels.exchange import AMAX_SLOTS, plan_exchange
+from moe_optim.kernels.finish_table import FinishTable
 from moe_optim.kernels.launch_table import (
     AMAX_TILE,
     GAP_TILE,
@@ -281,3 +282,49 @@ def test_flat_values_are_described_as_those_of_the_logical_shape(format):
         assert torch.equal(getattr(flat_table, name), getattr(shaped_table, name)), name
     for name in ("masked", "aligned", "num_members", "num_tiles", "source_dtype"):
         assert getattr(flat_table, name) == getattr(shaped_table, name), name
+
+
+# Several launches of a table
+
+
+@pytest.fixture
+def with_kernels(monkeypatch):
+    """Tables are built as on a GPU."""
+    monkeypatch.setattr(member_table, "has_kernels", lambda device: True)
+
+
+def test_launches_of_a_table_have_amax_slots_of_their_own(with_kernels):
+    """And none that other ranks fill, too."""
+    cut = shard((2, 32, 32), 0, 1024 + 64, (1024 + 64,), format=NVFP4)
+    narrow = stack(3, 32, 32, format=NVFP4)
+    table = MemberTable.build([cut, narrow])
+    shared = table.exchange.numel()
+    slots = sorted(slot for launch in table.launches for slot in launch.amax_slots)
+    assert (len(table.launches), len(slots)) == (2, 5)
+    assert [slot for slot in slots if slot < shared] == [table.exchanges[0].experts[1]]
+    ends = [*slots[1:], table.launches[0].amax.numel()]
+    assert all(end - slot >= AMAX_SLOTS for slot, end in zip(slots, ends, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("formats", "zeroes"), [((MXFP8, MXFP8), True), ((MXFP8, NVFP4), False)], ids=["one", "two"]
+)
+def test_only_the_one_launch_of_a_table_zeroes_what_it_reads(formats, zeroes, with_kernels):
+    """Of several, the first would zero what the next has still to read."""
+    memory = torch.zeros(2, 1, 32, 32, dtype=torch.bfloat16)
+    entries = [
+        replace(stack(1, 32, 32, format=format), source=source)
+        for format, source in zip(formats, memory, strict=True)
+    ]
+    assert MemberTable.build(entries, consumed=memory).zeroes_in_launch is zeroes
+
+
+# After a gather
+
+
+@pytest.mark.parametrize(("stride", "pack"), [(8, 4), (12, 4), (9, 1), (10, 1)])
+def test_bytes_move_as_words_where_every_row_begins_at_one(stride, pack):
+    source = torch.zeros(8, stride, dtype=torch.uint8)[:, :8]
+    copy = torch.zeros(8, 8, dtype=torch.uint8)
+    assert FinishTable.of_transposes([(source, copy)]).pack == pack
+    assert FinishTable.of_transposes([(copy, source)]).pack == pack

@@ -140,8 +140,8 @@ def _draw_bytes(axes: "Axes", gathered: Bars) -> None:
     axes.text(
         -0.42,
         -0.05,
-        "The format sets them. Stock in nvfp4 and fp8_block gathers\nthe same, in mxfp8 2.00; "
-        "with expert parallelism and nothing\noverlapped, Megatron 0.19 gathers everything twice.",
+        "The format sets them. Stock in nvfp4 and fp8_block\ngathers the same; in mxfp8, 2.00. "
+        "With expert\nparallelism and nothing overlapped, it gathers\neverything twice.",
         transform=axes.transAxes,
         va="top",
         fontsize=11,

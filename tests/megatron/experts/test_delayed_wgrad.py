@@ -231,25 +231,36 @@ def test_schedules_that_compute_gradients_later_train_alike(
         assert_same_run(got, want, what=str(switch))
 
 
-def _train_forgetting(config: MoEOptimConfig) -> str:
-    """Train under a schedule that never asks for the delayed gradients."""
+def _train_forgetting(config: MoEOptimConfig) -> tuple[str, int]:
+    """Train under a schedule that never asks for the delayed gradients; then drop them.
+
+    Returns what it was stopped with, and how many linears have none left.
+    """
     from moe_optim.megatron.launch import cpu_runtime
 
     cpu_runtime.install()
     from moe_optim.megatron.experts.module import GroupedExperts
+    from moe_optim.modules.grouped_linear import GroupedLinear
 
     GroupedExperts.backward_dw = lambda _self: None
     turn_on("overlap_dispatch_backward_with_experts_wgrad")
+    built: list[Any] = []
     with pytest.raises(StateError) as error:
-        pretrain(["--train-iters", "3", "--eval-interval", "3"], config)
-    return str(error.value)
+        flags = ["--train-iters", "3", "--eval-interval", "3"]
+        pretrain(flags, config, after_setup=lambda *both: built.extend(both))
+    model, optimizer = built
+    optimizer.zero_grad()
+    linears = [one for one in model[0].modules() if isinstance(one, GroupedLinear)]
+    for linear in linears:
+        linear.require_wgrads_taken()
+    return str(error.value), len(linears)
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("experts", ["mxfp8", "bf16"])
+@pytest.mark.parametrize("experts", ["mxfp8", pytest.param("bf16", marks=pytest.mark.extended)])
 def test_training_without_its_delayed_gradients_is_stopped(experts):
-    """They would be lost, and nothing else would show it."""
+    """They would be lost, and nothing else would show it. `zero_grad()` drops them."""
     config = replace(TRAINED["mxfp8"], format=experts)
-    (message,) = run_ranks(1, _train_forgetting, config)
+    ((message, linears),) = run_ranks(1, _train_forgetting, config)
     assert "experts.linear_fc1.weight: expected the gradients of all backward passes" in message
     assert "got 4 still delayed" in message
+    assert linears == 2 * LAYERS

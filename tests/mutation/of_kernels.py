@@ -1,0 +1,179 @@
+"""Bugs of the host's side of kernels: what tables say of addresses, ranges, slots and tiles."""
+
+from tests.mutation import Mutant
+
+LAUNCH = ("tests/kernels/test_launch_table.py",)
+EXCHANGE = ("tests/kernels/test_exchange.py",)
+STEP = (
+    "tests/kernels/test_step_table.py::test_every_owned_element_is_stepped_once_with_what_belongs_to_it",
+    "tests/kernels/test_step_table.py::test_every_part_of_an_expert_has_a_slot_of_its_own_for_its_amax",
+    "tests/kernels/test_step_table.py::test_dropped_moments_are_freed_where_launches_know_their_addresses",
+)
+REQUANTIZE = ("tests/kernels/test_requantize_kernels.py::test_whole_weights_are_the_references",)
+NORM = ("tests/kernels/test_norm_kernels.py::test_sums_of_tensors_of_many_sizes",)
+AMAX = ("tests/kernels/test_amax_table.py",)
+
+MUTANTS = (
+    Mutant(  # offsets within a tile of very wide planes leave 32 bits
+        "kernels/launch_table.py",
+        "for plane in planes)) * target.format.band_rows",
+        "for plane in planes))",
+        LAUNCH,
+    ),
+    Mutant(  # memory of an odd number of bytes is zeroed in units of two
+        "kernels/launch_table.py",
+        "if not consumed.is_contiguous() or (end - start) % 2:",
+        "if not consumed.is_contiguous():",
+        LAUNCH,
+    ),
+    Mutant(  # the last band of an expert, which is not high enough, belongs to nobody
+        "kernels/launch_table.py",
+        "end = high if high == numel else high // band * band",
+        "end = high // band * band",
+        LAUNCH,
+    ),
+    Mutant(  # weights of one launch share amax slots
+        "kernels/launch_table.py",
+        "slots = _amax_slots(exchange, experts, first_free_slot + AMAX_SLOTS * first)",
+        "slots = _amax_slots(exchange, experts, first_free_slot)",
+        LAUNCH,
+    ),
+    Mutant(  # a member ends where its parameter does
+        "kernels/launch_table.py",
+        "(entry.end - numbers * numel).clamp(max=numel),",
+        "entry.end - numbers * numel,",
+        LAUNCH,
+    ),
+    Mutant(  # the last elements of an expert are left out of its amax
+        "kernels/launch_table.py",
+        "counts = (owned + length - 1) // length",
+        "counts = (owned // length).clamp(min=1)",
+        LAUNCH,
+    ),
+    Mutant(  # large gaps are described twice
+        "kernels/launch_table.py",
+        "for address in range(start, end, 2 * _MAX_GAP)",
+        "for address in range(start, end, _MAX_GAP)",
+        LAUNCH,
+    ),
+    Mutant(  # experts at odd addresses are read 16 bytes at a time
+        "kernels/launch_table.py",
+        "distances += [plane.stride(0)] if plane.shape[0] > 1 else []",
+        "distances += []",
+        LAUNCH,
+    ),
+    Mutant(  # what a cut does not divide is exchanged
+        "kernels/exchange.py",
+        "if offset % band and key not in bands:",
+        "if key not in bands:",
+        EXCHANGE,
+    ),
+    Mutant(  # slots follow the order in which a rank names cuts
+        "kernels/exchange.py",
+        "for cut in sorted(set(cuts)):",
+        "for cut in dict.fromkeys(cuts):",
+        EXCHANGE,
+    ),
+    Mutant(  # a cut between two experts is one inside of the second
+        "kernels/exchange.py",
+        "if format.has_global_amax and offset and expert not in global_amaxes:",
+        "if format.has_global_amax and expert not in global_amaxes:",
+        EXCHANGE,
+    ),
+    Mutant(  # bands lie where amaxes of shared experts do
+        "kernels/exchange.py",
+        "        slot += AMAX_SLOTS * experts\n",
+        "        slot += 0\n",
+        EXCHANGE,
+    ),
+    Mutant(  # sources of other launches are zeroed before they are read
+        "kernels/member_table.py",
+        "if consumed is None or len(groups) != 1 or",
+        "if consumed is None or not groups or",
+        LAUNCH,
+    ),
+    Mutant(  # launches of a table find amaxes in each other's slots
+        "kernels/member_table.py",
+        "first_free_slot=slots + sum(owned[:index]),",
+        "first_free_slot=slots,",
+        LAUNCH,
+    ),
+    Mutant(  # a part of a range finds its amax where the first one does
+        "kernels/steps/table.py",
+        "min(last, start + length), slot + number])",
+        "min(last, start + length), slot])",
+        STEP,
+    ),
+    Mutant(  # what follows the last whole block is not stepped
+        "kernels/steps/table.py",
+        "            ranges.add(state, base, part.end_whole, part.high)\n",
+        "",
+        STEP,
+    ),
+    Mutant(  # hyper-parameters of one group, clip factors of another
+        "kernels/steps/table.py",
+        "return [*columns, state.group, state.norm, place]",
+        "return [*columns, state.norm, state.group, place]",
+        STEP,
+    ),
+    Mutant(  # a table that watches some tensors looks at all
+        "kernels/steps/table.py",
+        "return replace(self, states=(), places=Places(tensors), kernels=[])",
+        "return replace(self, states=(), kernels=[])",
+        STEP,
+    ),
+    Mutant(  # a chunk is encoded from the beginning of its shard
+        "kernels/steps/table.py",
+        "planned = replace(entry, source=there[0], start=entry.start + span.first), exchange",
+        "planned = replace(entry, source=there[0], start=entry.start), exchange",
+        ("tests/kernels/test_chunks.py::test_chunks_leave_no_trace",),
+    ),
+    Mutant(  # what lies before a gradient in its cache line is summed with it
+        "kernels/norm/table.py",
+        "begins = (begin[which] - first).clamp(min=0)",
+        "begins = torch.zeros_like(first)",
+        NORM,
+    ),
+    Mutant(  # groups that do not come in order share sums
+        "kernels/norm/table.py",
+        "ordered = sorted(owned, key=lambda one: one.group)  # stable",
+        "ordered = list(owned)",
+        NORM,
+    ),
+    Mutant(  # of gradients in several pieces of memory one is watched
+        "kernels/norm/table.py",
+        "sources=Places(of_each_memory.values()),",
+        "sources=Places(list(of_each_memory.values())[:1]),",
+        ("tests/test_sum_squares.py",),
+    ),
+    Mutant(  # rows that begin at no word are moved as words
+        "kernels/finish_table.py",
+        "if any(word % 4 for word in words) or any(size % pack for size in sizes):",
+        "if any(size % pack for size in sizes):",
+        LAUNCH,
+    ),
+    Mutant(  # padded scales of the second expert lie in those of the first
+        "kernels/finish_table.py",
+        "copy.data_ptr() + expert * copy.stride(0) * width,",
+        "copy.data_ptr() + expert * copy.stride(0),",
+        REQUANTIZE,
+    ),
+    Mutant(  # experts that a rank owns nothing of have no row
+        "kernels/amax_table.py",
+        "slot += entry.target.shape[0] * AMAX_SLOTS",
+        "slot = len(rows) * AMAX_SLOTS",
+        AMAX,
+    ),
+    Mutant(  # an expert ends where the rank's part does
+        "kernels/amax_table.py",
+        "row[_END] = min(numel, entry.end - expert * numel)",
+        "row[_END] = entry.end - expert * numel",
+        AMAX,
+    ),
+    Mutant(  # a range over a cut is taken for one between two
+        "kernels/table_entry.py",
+        "if inside or not {self.start, self.end} <= ends:",
+        "if not {self.start, self.end} <= ends:",
+        ("tests/test_ops.py::test_a_range_that_does_not_fit_is_refused_by_name",),
+    ),
+)

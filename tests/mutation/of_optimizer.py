@@ -1,0 +1,116 @@
+"""Bugs of the optimizer: masters, what follows a load or a move, and what is refused."""
+
+from tests.mutation import Mutant
+
+TESTS = "tests/megatron/optimizer"
+DELAYED = (
+    "tests/megatron/experts/test_delayed_wgrad.py::"
+    "test_training_without_its_delayed_gradients_is_stopped",
+)
+DISTRIBUTED = "megatron/optimizer/distributed.py"
+FACTORY = "megatron/optimizer/factory.py"
+HOST_STATES = "megatron/optimizer/host_states.py"
+REQUIREMENTS = "megatron/optimizer/requirements.py"
+
+MUTANTS = (
+    Mutant(  # every rank takes the front of a loaded value
+        DISTRIBUTED,
+        "loaded.reshape(-1)[one.start : one.start + one.master.numel()]",
+        "loaded.reshape(-1)[: one.master.numel()]",
+        (f"{TESTS}/test_master_origin.py",),
+    ),
+    Mutant(  # delayed gradients of a step that was dropped count in the next
+        DISTRIBUTED,
+        "            linear.drop_delayed_wgrads()\n",
+        "            pass\n",
+        DELAYED,
+    ),
+    Mutant(  # a step goes on without gradients that are still delayed
+        DISTRIBUTED,
+        "            linear.require_wgrads_taken()\n",
+        "            pass\n",
+        DELAYED,
+    ),
+    Mutant(  # an optimizer that was replaced steps masters that nobody gathers
+        DISTRIBUTED,
+        "if bucket.owner is not self:",
+        "if bucket.owner is None:",
+        (f"{TESTS}/test_grouped_training.py", "tests/megatron/buffers/test_life_cycle.py"),
+    ),
+    Mutant(  # a moved optimizer gathers from where masters were
+        DISTRIBUTED,
+        """        super().restore_from_cpu()
+        for group in self._managed_groups:
+            group.forget_masters()
+""",
+        "        super().restore_from_cpu()\n",
+        ("tests/megatron/buffers/test_state_machine.py",),
+    ),
+    Mutant(  # states come back from a load on the device
+        DISTRIBUTED,
+        "        self.host_states.keep_all(self.optimizer)\n",
+        "",
+        (f"{TESTS}/test_host_states.py",),
+    ),
+    Mutant(  # a load that only shapes a state gathers what is not loaded yet
+        DISTRIBUTED,
+        'if "param_state" in state_dict:',
+        "if state_dict:",
+        ("tests/megatron/checkpoint/test_journeys.py",),
+    ),
+    Mutant(  # a gather outside of a step trusts the look of the last one
+        DISTRIBUTED,
+        "                bucket.is_looked_at = False\n",
+        "                pass\n",
+        ("tests/megatron/buffers/test_state_machine.py",),
+    ),
+    Mutant(  # Megatron's configuration is changed for everybody
+        FACTORY,
+        "        config = copy.copy(config)\n",
+        "",
+        (f"{TESTS}/test_cpu_offload.py", f"{TESTS}/test_programmatic.py"),
+    ),
+    Mutant(  # Megatron's own offloading steps beside ours
+        FACTORY,
+        '"optimizer_cuda_graph": False, "optimizer_cpu_offload": False}',
+        '"optimizer_cuda_graph": False}',
+        (f"{TESTS}/test_cpu_offload.py",),
+    ),
+    Mutant(  # Adam is built capturable for a graph of ours
+        FACTORY,
+        '{"optimizer_cuda_graph": False, "optimizer_cpu_offload"',
+        '{"optimizer_cpu_offload"',
+        (f"{TESTS}/test_graphed_step.py",),
+    ),
+    Mutant(  # the states of a later checkpoint keep the dtype of the first
+        HOST_STATES,
+        "if home is None or home.on_host.dtype != values.dtype:",
+        "if home is None:",
+        (f"{TESTS}/test_host_states.py", f"{TESTS}/test_cpu_offload.py"),
+    ),
+    Mutant(  # what somebody has moved is called the host's
+        HOST_STATES,
+        "                if tensors[name].data_ptr() == home.on_host.data_ptr():\n",
+        "                if name in tensors:\n",
+        (f"{TESTS}/test_host_states.py",),
+    ),
+    Mutant(  # a format that one rank lacks is wanted of all
+        REQUIREMENTS,
+        "dist.all_reduce(found, dist.ReduceOp.MAX)",
+        "dist.all_reduce(found, dist.ReduceOp.MIN)",
+        (f"{TESTS}/test_programmatic.py", "tests/megatron/test_auto_format.py"),
+    ),
+    Mutant(  # masters in half precision are refused in bf16 alone
+        REQUIREMENTS,
+        "config.main_params_dtype != torch.float32",
+        "config.main_params_dtype == torch.bfloat16",
+        (f"{TESTS}/test_programmatic.py", f"{TESTS}/test_foreseen_refusals.py"),
+    ),
+    Mutant(  # quantized experts are looked for in one chunk of the model
+        REQUIREMENTS,
+        "    params = [param for chunk in model_chunks for param in chunk.parameters()]\n"
+        "    quantized = ",
+        "    params = list(model_chunks[0].parameters())\n    quantized = ",
+        (f"{TESTS}/test_programmatic.py",),
+    ),
+)
