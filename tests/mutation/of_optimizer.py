@@ -37,15 +37,6 @@ MUTANTS = (
         "if bucket.owner is None:",
         (f"{TESTS}/test_grouped_training.py", "tests/megatron/buffers/test_life_cycle.py"),
     ),
-    Mutant(  # a moved optimizer gathers from where masters were
-        DISTRIBUTED,
-        """        super().restore_from_cpu()
-        for group in self._managed_groups:
-            group.forget_masters()
-""",
-        "        super().restore_from_cpu()\n",
-        ("tests/megatron/buffers/test_state_machine.py",),
-    ),
     Mutant(  # states come back from a load on the device
         DISTRIBUTED,
         "        self.host_states.keep_all(self.optimizer)\n",

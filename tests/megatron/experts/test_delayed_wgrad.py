@@ -245,9 +245,15 @@ def _train_forgetting(config: MoEOptimConfig) -> tuple[str, int]:
     GroupedExperts.backward_dw = lambda _self: None
     turn_on("overlap_dispatch_backward_with_experts_wgrad")
     built: list[Any] = []
+    steps: list[int] = []
     with pytest.raises(StateError) as error:
-        flags = ["--train-iters", "3", "--eval-interval", "3"]
-        pretrain(flags, config, after_setup=lambda *both: built.extend(both))
+        pretrain(
+            ["--train-iters", "3", "--eval-interval", "3"],
+            config,
+            after_setup=lambda *both: built.extend(both),
+            after_step=lambda step, *_: steps.append(step),
+        )
+    assert not steps
     model, optimizer = built
     optimizer.zero_grad()
     linears = [one for one in model[0].modules() if isinstance(one, GroupedLinear)]
@@ -258,7 +264,7 @@ def _train_forgetting(config: MoEOptimConfig) -> tuple[str, int]:
 
 @pytest.mark.parametrize("experts", ["mxfp8", pytest.param("bf16", marks=pytest.mark.extended)])
 def test_training_without_its_delayed_gradients_is_stopped(experts):
-    """They would be lost, and nothing else would show it. `zero_grad()` drops them."""
+    """Before its first step: they would be lost in it. ``zero_grad()`` drops them."""
     config = replace(TRAINED["mxfp8"], format=experts)
     ((message, linears),) = run_ranks(1, _train_forgetting, config)
     assert "experts.linear_fc1.weight: expected the gradients of all backward passes" in message
