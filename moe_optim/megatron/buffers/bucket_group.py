@@ -81,11 +81,13 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
             force_sync: return only when the weights are in place, whatever the configuration.
 
         Raises:
-            StateError: the memory holds gradients that no step has used; or masters are moving.
+            StateError: the memory holds gradients that no step has used; or masters are moving; or
+                weights are offloaded that have to be gathered.
         """
         if self.param_gather_handle is not None and not force_sync:
             return  # one is on its way; no step comes before its end
         if not self.managed:
+            self.require_weights(Event.GATHER.value)
             super().start_param_sync(force_sync=force_sync)
             return
         self.finish_gather()
@@ -231,8 +233,8 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
                 managed.state.record(Event.REDUCE)
             managed.state.record(Event.READ)
 
-    def require_weights(self) -> None:
-        """Check that there are weights to write into; managed ones have states that tell.
+    def require_weights(self, what: str) -> None:
+        """Check that there are weights for ``what`` to write; managed ones have states that tell.
 
         Raises:
             StateError: they are offloaded.
@@ -240,9 +242,9 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
         for bucket in self.buckets:
             if bucket.param_data is not None and not has_memory(bucket.param_data):
                 raise StateError(
-                    f"bucket {bucket.bucket_id}: optimizer.step(): expected weights to write into, "
-                    "got none: they are offloaded. Call reload_from_cpu() on the buffers of the "
-                    "DDP module first."
+                    f"bucket {bucket.bucket_id}: {what}: expected weights to write into, got none: "
+                    "they are offloaded. Call reload_from_cpu() on the buffers of the DDP module "
+                    "first."
                 )
 
     def require_gradients(self, what: str) -> None:

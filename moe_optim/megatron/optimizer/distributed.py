@@ -206,7 +206,7 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
             linear.require_wgrads_taken()
         for group in self._groups:
             group.require_gradients("optimizer.step()")
-            group.require_weights()
+            group.require_weights("optimizer.step()")
         for group in self._managed_groups:
             group.read_gradients()
 

@@ -5,13 +5,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_optim import ops, reference
 from moe_optim.errors import StateError
-from moe_optim.formats import MXFP8
+from moe_optim.formats import MXFP8, NVFP4
 from moe_optim.layout.wire import side_by_side
 from moe_optim.megatron.buffers import managed_bucket
-from moe_optim.megatron.buffers.states import Event, Gradients
+from moe_optim.megatron.buffers.states import Event, Gradients, Held, Weights
+from moe_optim.megatron.te.storage import TransformerEngineStorage
+from tests.support import te_stand_ins
 from tests.support.buckets import REACHED_BY, make_bucket, make_params, own_masters
-from tests.support.bytes import assert_bytes_equal
+from tests.support.bytes import assert_bytes_equal, assert_same_tensors
 from tests.support.inputs import wide_range_weights
 
 SLOTS = side_by_side([(2, 32, 64)], name="layers.0.fc")
@@ -255,3 +258,155 @@ def test_gradients_of_a_graph_capture_are_not_noted(monkeypatch):
         bucket = full_bucket(content)
         bucket.before_gradient()
         assert bucket.state.gradients is after
+
+
+# What is known of weights and masters
+
+
+def quantized_bucket(format=MXFP8):
+    """Return a bucket whose gather has memory of its own, and its masters; weights are theirs."""
+    params = make_params(format, SLOTS)
+    wholes = [wide_range_weights(2, 32, 64)]
+    masters = own_masters(params, SLOTS, wholes, 0, NUMEL)
+    bucket = make_bucket(params, SLOTS, torch.zeros(NUMEL), masters=masters)
+    bucket.state.record(Event.SETTLE)
+    gather(bucket)
+    return bucket, masters[0]
+
+
+def assert_weights_are_of(bucket, master):
+    (storage,) = bucket.storages
+    want = reference.quantize(master.view(storage.shape), storage.format).planes()
+    assert_same_tensors(storage.quantized.planes(), want)
+
+
+@pytest.mark.parametrize("is_written", [True, False], ids=["written", "left alone"])
+def test_masters_that_are_written_after_a_step_has_encoded_them_are_encoded_anew(is_written):
+    """And only then: of masters left alone a gather takes what the step has encoded."""
+    bucket, one = quantized_bucket()
+    table = bucket.plan_step()
+    bucket.state.record(Event.STEP)
+    one.master.neg_()
+    table = bucket.plan_step()  # as a step looks, whose own writes count none
+    ops.requantize(table)
+    bucket.settle(encoded=True)
+    if is_written:
+        one.master.mul_(3)
+    else:
+        encoded = one.master.clone()
+        one.master.numpy()[:] = 7  # behind the counter's back: a gather does not look
+    gather(bucket)
+    assert_weights_are_of(bucket, one.master if is_written else encoded)
+
+
+def test_a_gather_brings_weights_of_another_version():
+    bucket, _ = quantized_bucket()
+    (storage,) = bucket.storages
+    before = storage.version
+    bucket.state.record(Event.SETTLE)
+    gather(bucket)
+    assert storage.version > before
+
+
+def test_a_replay_brings_another_version_where_its_capture_has_gathered():
+    bucket, _ = quantized_bucket()
+    stale, fresh = (Held(Gradients.ZERO, weights) for weights in (Weights.STALE, Weights.FRESH))
+    before = bucket.version
+    bucket.replayed(fresh, fresh)
+    assert bucket.version == before
+    bucket.replayed(stale, fresh)
+    assert bucket.version > before
+
+
+def test_a_replay_is_refused_once_a_master_lies_elsewhere():
+    bucket, one = quantized_bucket()
+    held, plan = bucket.state.held, bucket.plan
+    bucket.require_replayable(held, held, plan)
+    one.master.data = one.master.data.clone()
+    with pytest.raises(StateError, match="expected masters, weights and gradients where they lay"):
+        bucket.require_replayable(held, held, plan)
+
+
+def test_a_replay_is_refused_once_masters_were_planned_anew():
+    bucket, _ = quantized_bucket()
+    held, plan = bucket.state.held, bucket.plan
+    bucket.forget_masters()
+    with pytest.raises(StateError, match="expected masters, weights and gradients where they lay"):
+        bucket.require_replayable(held, held, plan)
+
+
+@pytest.mark.parametrize("is_behind", [True, False], ids=["behind", "current"])
+def test_a_bucket_over_weights_that_are_behind_knows_it(is_behind):
+    """Those of a model that is wrapped once more after a step."""
+    first, _ = quantized_bucket()
+    if is_behind:
+        first.state.record(Event.SETTLE)
+    second = make_bucket(first.params, SLOTS, torch.zeros(NUMEL))
+    assert second.is_fresh != is_behind
+
+
+def test_initial_values_that_came_with_other_tensors_are_dropped_by_the_next_gather():
+    """Transformer Engine's modules tell nobody of them."""
+    bucket, _ = quantized_bucket()
+    (storage,) = bucket.storages
+    storage._initial = torch.ones(storage.shape)
+    bucket.forget_masters()
+    bucket.state.record(Event.SETTLE)
+    gather(bucket)
+    assert storage.initial is None
+
+
+def test_a_gather_through_gradient_memory_that_has_come_back_elsewhere_reads_it_there():
+    bucket = full_bucket(Gradients.SPENT)
+    gather(bucket)
+    memory, before = bucket.grads.untyped_storage(), bucket.grads.data_ptr()
+    size, taken = memory.size(), []
+    while bucket.grads.data_ptr() in (0, before):  # whoever takes the memory meanwhile keeps it
+        memory.resize_(0)
+        taken.append(torch.full((NUMEL,), torch.nan))
+        memory.resize_(size)
+    bucket.grads.zero_()
+    bucket.state.record(Event.SETTLE)
+    (one,) = bucket.owner.masters_of(bucket)
+    one.master.neg_()
+    gather(bucket)
+    assert_weights_are_of(bucket, one.master)
+
+
+def test_masters_that_move_after_a_step_has_encoded_them_are_encoded_anew():
+    bucket, one = quantized_bucket()
+    bucket.state.record(Event.STEP)
+    ops.requantize(bucket.plan_step())
+    bucket.settle(encoded=True)
+    one.master.data = one.master.data.neg()
+    gather(bucket)
+    assert_weights_are_of(bucket, one.master)
+
+
+def test_an_amax_does_not_outlive_the_masters_it_is_of():
+    """It is completed by a maximum over ranks, which must not find the last one there."""
+    bucket, one = quantized_bucket(NVFP4)
+    one.master.mul_(2.0**-8)
+    bucket.state.record(Event.SETTLE)
+    gather(bucket)
+    assert_weights_are_of(bucket, one.master)
+
+
+def test_a_weight_of_transformer_engine_is_written_where_it_was_given_another_tensor():
+    """As its modules do with scales, without a word."""
+    master = wide_range_weights(32, 64)
+    weight = te_stand_ins.as_parameter(te_stand_ins.MXFP8Tensor(MXFP8, master))
+    weight.quantized_storage = TransformerEngineStorage(weight, MXFP8)
+    slots = side_by_side([(1, 32, 64)], name="layers.0.fc")
+    own = own_masters([weight], slots, [master.neg()], 0, master.numel())
+    bucket = make_bucket([weight], slots, torch.zeros(master.numel()), masters=own)
+    for _ in range(2):
+        bucket.state.record(Event.SETTLE)
+        gather(bucket)
+        own[0].master.mul_(4)
+        weight._rowwise_scale_inv = torch.zeros_like(weight._rowwise_scale_inv)
+    bucket.state.record(Event.SETTLE)
+    gather(bucket)
+    want = reference.quantize(own[0].master.view(1, 32, 64), MXFP8)
+    expected = te_stand_ins.padded_scale(want, "rowwise")
+    assert_bytes_equal(weight._rowwise_scale_inv, expected)

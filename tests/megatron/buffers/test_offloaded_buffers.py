@@ -1,11 +1,13 @@
 """Buffers on the host and back: weights are what they were, and training goes on to the bit."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from moe_optim.errors import StateError
+from moe_optim.modules.storage import GradientNote
 from tests.support import life_cycle, making_room
 from tests.support.bytes import assert_same_tensors
 from tests.support.ranks import run_ranks
@@ -149,22 +151,29 @@ def _step_without_weights(step: str) -> list[str]:
         send([cycle.ddp])
         if send is making_room.send_away_as_verl:
             making_room.bring_gradients_back_as_verl([cycle.ddp])
-        with pytest.raises(StateError) as refused:
-            cycle.optimizer.step()
-        said.append(str(refused.value))
+        for write in (cycle.optimizer.step, partial(cycle.ddp.start_param_sync, force_sync=True)):
+            with pytest.raises(StateError) as refused:
+                write()
+            said.append(str(refused.value))
         for master, before in zip(making_room.list_masters(cycle.optimizer), masters, strict=True):
             assert torch.equal(master, before)
     return said
 
 
 @pytest.mark.parametrize("step", ["stock", "fused"])
-def test_a_step_writes_no_weights_that_are_away(step):
-    for said in run_ranks(1, _step_without_weights, step)[0]:
+def test_neither_a_step_nor_a_gather_writes_weights_that_are_away(step):
+    (found,) = run_ranks(1, _step_without_weights, step)
+    assert len(found) == 4
+    for said in found:
         assert "expected weights to write into, got none: they are offloaded" in said
         assert "reload_from_cpu()" in said
 
 
 # A model that is wrapped twice
+
+
+def managed_weights(cycle: life_cycle.LifeCycle) -> list[Any]:
+    return [param for param in cycle.params if hasattr(param, "quantized_storage")]
 
 
 def _offload_the_old_wrapper(step: str, wire: str) -> list[str]:
@@ -180,6 +189,8 @@ def _offload_the_old_wrapper(step: str, wire: str) -> list[str]:
         del param.main_grad
     cycle.ddp = DistributedDataParallel(old.config, old.ddp_config, old.module)
     cycle.optimizer = cycle.build_optimizer()
+    notes = [list(param._backward_hooks.values()) for param in managed_weights(cycle)]
+    assert [sum(type(hook) is GradientNote for hook in of_one) for of_one in notes] == [1, 1]
     managed = making_room.managed_buffers([old])
     said = []
     acts: list[Any] = [lambda b: b.offload_to_cpu(), lambda b: b.param_data.cpu()]
@@ -199,6 +210,8 @@ def _offload_the_old_wrapper(step: str, wire: str) -> list[str]:
     for param, values in zip(cycle.params, before, strict=True):
         assert torch.equal(param.detach().float(), values)
     making_room.send_weights_away([cycle.ddp])
+    for group in cycle._managed_groups():
+        group.start_param_sync(force_sync=True)  # of fresh weights there is nothing to gather
     refuse_all()
     for buffer in making_room.all_buffers([cycle.ddp]):
         buffer.reload_from_cpu(move_grads=False)

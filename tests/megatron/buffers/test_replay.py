@@ -1,11 +1,19 @@
 """CUDA graphs of whole iterations: what a replay did is known, or the replay does not run."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from moe_optim.errors import StateError
+from moe_optim.formats import MXFP8
+from moe_optim.layout.wire import side_by_side
+from moe_optim.megatron.buffers import replay
+from moe_optim.megatron.buffers.bucket_group import GroupedBucketGroup
+from moe_optim.megatron.buffers.states import Event
 from tests.support import life_cycle
+from tests.support.buckets import make_bucket, make_params
 from tests.support.life_cycle import LifeCycle
 from tests.support.ranks import run_ranks
 
@@ -140,3 +148,72 @@ def test_a_replay_from_elsewhere_is_refused_before_it_runs():
     assert "got weights on the host" in offloaded
     for message in (dirty, loaded, offloaded):
         assert "reset_cuda_graph()" in message
+
+
+# What is looked at before an iteration, without a model
+
+
+class Wrapper:
+    """What a capture asks of Megatron's wrapper."""
+
+    cuda_graph_warmup_steps = 2
+
+    def __init__(self, iteration: int) -> None:
+        self.cuda_graph: dict[str, Any] = {"training": None, "validation": None}
+        self.iteration = iteration
+
+    def curr_iter(self, _stage: str) -> int:
+        return self.iteration
+
+
+class Graph:
+    """A graph, which is told from others by identity."""
+
+
+def chunk_of(bucket: Any, calls: list[str]) -> Any:
+    """Return a model chunk with hooks and one group of one bucket; its gathers are noted."""
+    group: Any = object.__new__(GroupedBucketGroup)
+    group.managed = (bucket,)
+    group.gather_anew = lambda: calls.append("gather_anew")
+    group.start_param_sync = lambda **_: calls.append("start_param_sync")
+    return SimpleNamespace(
+        bucket_groups=[group],
+        expert_parallel_bucket_groups=[],
+        remove_forward_pre_hook_handles={"a hook": None},
+    )
+
+
+def make_bucket_of_one() -> Any:
+    slots = side_by_side([(2, 32, 64)], name="layers.0.fc")
+    return make_bucket(make_params(MXFP8, slots), slots, torch.zeros(2 * 32 * 64))
+
+
+@pytest.mark.parametrize(
+    ("training", "iteration", "gathers"),
+    [(True, 1, False), (True, 2, True), (False, 1, False), (False, 2, False)],
+)
+def test_only_a_capture_of_training_gathers_anew(monkeypatch, training, iteration, gathers):
+    """A capture of an evaluation would leave weights stale that are read next."""
+    monkeypatch.setattr(replay, "original", lambda _: lambda *_: "data")
+    calls: list[str] = []
+    chunk = chunk_of(make_bucket_of_one(), calls)
+    wrapper: Any = Wrapper(iteration)
+    assert replay.begin_iteration(wrapper, None, [chunk], training, 1) == "data"
+    expected = ["gather_anew", "start_param_sync", "gather_anew"] if gathers else []
+    assert calls == expected
+
+
+@pytest.mark.parametrize("spoiled", [0, 1])
+def test_a_replay_looks_at_the_buckets_of_all_chunks(monkeypatch, spoiled):
+    """Each must hold what it held when the graph was captured."""
+    monkeypatch.setattr(replay, "original", lambda _: lambda *_: "data")
+    buckets = [make_bucket_of_one(), make_bucket_of_one()]
+    chunks = [chunk_of(bucket, []) for bucket in buckets]
+    wrapper: Any = Wrapper(iteration=0)
+    replay.begin_iteration(wrapper, None, chunks, True, 1)
+    wrapper.cuda_graph["training"] = Graph()
+    replay.end_iteration(wrapper, "training")  # it was captured
+    replay.begin_iteration(wrapper, None, chunks, True, 1)
+    buckets[spoiled].state.record(Event.SETTLE)
+    with pytest.raises(StateError, match="reset_cuda_graph"):
+        replay.begin_iteration(wrapper, None, chunks, True, 1)

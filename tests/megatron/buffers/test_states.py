@@ -11,6 +11,7 @@ from moe_optim.megatron.buffers.states import (
     BucketState,
     Event,
     Gradients,
+    Held,
     Weights,
 )
 
@@ -130,3 +131,36 @@ def test_a_gather_that_would_overwrite_gradients_says_so():
     message = r"the parameter gather: .*zero_grad_buffer\(\).* they would be overwritten\.$"
     with pytest.raises(StateError, match=message):
         state.record(Event.GATHER)
+
+
+def replay(held: Held, begins_with: Held, leaves: Held) -> Held | None:
+    """Return what a bucket holds after a replay from ``held``, None where it is refused."""
+    state = BucketState("bucket", OWN_MEMORY)
+    state._gradients, state._weights = held.gradients, held.weights
+    try:
+        state.require_replayable(begins_with, leaves)
+    except StateError as refused:
+        assert "reset_cuda_graph()" in str(refused)
+        return None
+    state.replay(begins_with, leaves)
+    return state.held
+
+
+@pytest.mark.parametrize("gradients", Gradients, ids=lambda gradients: gradients.name)
+def test_gradients_that_a_capture_has_left_alone_may_be_any_at_its_replay(gradients):
+    """Those that it has used must be what they were."""
+    spent, zero = Gradients.SPENT, Gradients.ZERO
+    held, alone = Held(gradients, Weights.FRESH), Held(spent, Weights.FRESH)
+    assert replay(held, alone, alone) == held
+    zeroed, reduced = Held(zero, Weights.FRESH), Held(Gradients.REDUCED, Weights.FRESH)
+    assert replay(held, zeroed, reduced) == (reduced if gradients is zero else None)
+
+
+@pytest.mark.parametrize("weights", Weights, ids=lambda weights: weights.name)
+def test_weights_that_a_capture_has_gathered_may_be_gathered_or_encoded_at_its_replay(weights):
+    """Of the same masters they are the same bytes; weights that it has only read must be there."""
+    held = Held(Gradients.ZERO, weights)
+    stale, fresh = (Held(Gradients.ZERO, one) for one in (Weights.STALE, Weights.FRESH))
+    may_be = (Weights.STALE, Weights.FRESH, Weights.ENCODED)
+    assert replay(held, stale, fresh) == (fresh if weights in may_be else None)
+    assert replay(held, fresh, fresh) == (fresh if weights is Weights.FRESH else None)
