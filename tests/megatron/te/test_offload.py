@@ -2,14 +2,16 @@
 
 from collections.abc import Callable
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from moe_optim.errors import StateError
-from moe_optim.formats import DIRECTIONS
+from moe_optim.formats import DIRECTIONS, MXFP8
 from moe_optim.megatron.buffers.offload import ParamData
+from moe_optim.megatron.experts import te_amax
 from moe_optim.megatron.te.fields import read_values
 from moe_optim.megatron.te.storage import TransformerEngineStorage
 from moe_optim.megatron.te.tensorwise import codes_and_scale
@@ -21,9 +23,10 @@ from tests.megatron.te.test_storage import (
     bucket_memory,
     requantize,
 )
+from tests.support import te_stand_ins
 from tests.support.holders import bind
 from tests.support.ranks import run_ranks
-from tests.support.te_stand_ins import Float8CurrentScalingQuantizer, Float8Tensor
+from tests.support.te_stand_ins import Float8CurrentScalingQuantizer, Float8Tensor, MXFP8Tensor
 
 
 @EVERY_KIND
@@ -122,3 +125,23 @@ def test_weights_with_one_scale_that_are_away_are_not_read():
     assert len(said) == 4
     for what, message in said.items():
         assert "offloaded. Call reload_from_cpu()" in message, what
+
+
+def test_a_layer_of_experts_that_are_away_gives_no_state_to_save(monkeypatch):
+    """Its entries would be read later, by whoever saves."""
+    weight = te_stand_ins.as_parameter(MXFP8Tensor(MXFP8, torch.ones(32, 32)))
+    linear: Any = torch.nn.Module()
+    linear.num_gemms, linear._split_grouped_checkpoint_tensor = 1, None
+    linear.register_parameter("weight0", weight)
+    experts: Any = torch.nn.Module()
+    experts.config, experts.linear_fc1 = None, linear
+    storage = weight.quantized_storage = TransformerEngineStorage(weight, MXFP8)
+    bucket = bind(storage)
+    monkeypatch.setattr(te_amax, "original", lambda _: lambda *_: {})
+    monkeypatch.setattr(te_amax, "_are_recorded", lambda _: False)
+    monkeypatch.setattr(te_amax, "calibrated_entry", lambda *_: None)
+    linear._pg_collection = SimpleNamespace(ep=SimpleNamespace(rank=lambda: 0, size=lambda: 1))
+    assert te_amax.sharded_state_dict(experts) == {"linear_fc1.calibrated_amax": None}
+    bucket.is_offloaded = True
+    with pytest.raises(StateError, match="offloaded. Call reload_from_cpu"):
+        te_amax.sharded_state_dict(experts)
