@@ -256,6 +256,15 @@ def test_gate_and_up_must_not_share_a_block_of_scales():
         export_experts(wide, find_convention(wide.format), parts=2, interleave=64)[0]
 
 
+@pytest.mark.parametrize("interleave", [None, 3])
+def test_a_linear_in_one_part_may_end_in_part_of_a_block(interleave):
+    """Down, or gate and up kept together: no block of scales is cut, whatever the rows."""
+    quantized = ops.quantize(torch.randn(1, 3 * 66, 136), "fp8_block")
+    convention = find_convention(quantized.format)
+    (whole,) = export_experts(quantized, convention, interleave=interleave)[0]
+    assert_bytes_equal(serving.dequantize(whole), ops.dequantize(quantized)[0])
+
+
 def test_unknown_conventions_and_layouts_are_refused_with_those_that_exist():
     with pytest.raises(ConfigError, match="expected one of modelopt, compressed_tensors for nvfp4"):
         find_convention(NVFP4, "deepseek")
