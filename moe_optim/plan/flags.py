@@ -60,9 +60,10 @@ def _layer_pattern(text: str) -> int | list[int]:
     if "[" not in text:
         return int(text)
     try:
-        return _evaluate(ast.parse(text, mode="eval").body)
+        pattern: int | list[int] = _evaluate(ast.parse(text, mode="eval").body)
     except (SyntaxError, RecursionError, MemoryError) as error:  # of too many brackets
         raise ValueError(f"expected lists and numbers, got {text[:60]}") from error
+    return pattern
 
 
 def _evaluate(node: ast.expr) -> Any:
