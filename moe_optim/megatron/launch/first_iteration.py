@@ -9,6 +9,7 @@ import contextlib
 import copy
 import functools
 import os
+import traceback
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -162,7 +163,7 @@ def _refusals_of_building(
                         refusals.append(error)
     except Exception as error:  # sizes that do not go together, or no configuration of a GPT
         refusals.append(error)
-    return [error for error in refusals if not _tells_of_meta(error)]
+    return [error for error in refusals if not _is_of_meta(error)]
 
 
 def _builders(
@@ -180,7 +181,6 @@ def _builders(
     is_of_block = config.transformer_layer_spec is None
     if is_of_block:
         config.transformer_layer_spec = layer_spec or default_layer_spec
-    config.finalize()
     groups = ProcessGroupCollection.use_mpu_process_groups()
 
     def build_mlp(stage: int | None) -> None:
@@ -250,9 +250,12 @@ def _names_device(value: Any) -> bool:
     return isinstance(value, str | torch.device | int) and not isinstance(value, bool)
 
 
-def _tells_of_meta(error: Exception) -> bool:
-    """Return whether a value was asked for, which nothing on the meta device has."""
-    return isinstance(error, NotImplementedError) or "meta tensor" in str(error)
+def _is_of_meta(error: Exception) -> bool:
+    """Return whether torch, or Transformer Engine, raised it: perhaps for want of memory alone."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    in_torch = any(frame.f_code is _OnMeta.__torch_function__.__code__ for frame in frames)
+    module: str = frames[-1].f_globals.get("__name__", "")
+    return in_torch or module.partition(".")[0] == "transformer_engine"
 
 
 def _with_vocabulary(args: Any) -> Namespace:

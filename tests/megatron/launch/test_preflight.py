@@ -231,6 +231,33 @@ def test_layers_are_those_that_the_script_is_built_from(found_later):
     assert fault.startswith("Megatron: ") and "sequence parallel" in fault.lower()
 
 
+def _build_over(argv: list[str]) -> list[str]:
+    """Return the faults where one more module of Megatron's asks its weight for a value."""
+    from megatron.core.transformer.moe.router import TopKRouter
+    from megatron.training.arguments import parse_and_validate_args
+
+    from moe_optim.megatron.launch import cpu_runtime
+    from moe_optim.megatron.launch.preflight import list_faults
+
+    cpu_runtime.install()
+    stock = TopKRouter.__init__
+
+    def ask(self, *args, **kwargs):
+        stock(self, *args, **kwargs)
+        self.weight.sum().item()
+
+    TopKRouter.__init__ = ask
+    sys.argv = ["script", *argv]
+    return list_faults(parse_and_validate_args, argv)
+
+
+def test_what_only_a_model_without_memory_cannot_is_no_fault():
+    """The table is told even so."""
+    assert run_ranks(1, _build_over, but())[0] == []
+    (fault,) = run_ranks(1, _build_over, but("--moe-router-topk", "8"))[0]
+    assert fault.startswith("Megatron: --moe-router-topk")
+
+
 def _list_all() -> dict[str, tuple[list[str], str]]:
     """Return the faults of every case and what was printed, and see that nothing is left behind."""
     from megatron.training.arguments import parse_and_validate_args
