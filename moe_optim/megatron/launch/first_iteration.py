@@ -38,7 +38,8 @@ def later_refusals(
 ) -> Iterator[Exception]:
     """Yield what building a GPT and running it once would raise.
 
-    Models that are no MoE GPT, and processes that already communicate, are left alone.
+    Models that are no MoE GPT are left alone. Nothing is built where the package of the layers is
+    missing, or ranks already communicate.
 
     Args:
         args: Megatron's arguments, settled.
@@ -48,7 +49,10 @@ def later_refusals(
     """
     if args.yaml_cfg is not None or args.hybrid_layer_pattern or not args.num_experts:
         return
-    if not dist.is_initialized():
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+
+    has_layers = HAVE_TE or args.transformer_impl == "local"
+    if has_layers and not dist.is_initialized():
         with _experts_of(knobs):
             last = args.world_size - 1 if args.pipeline_model_parallel_size > 1 else args.rank
             for rank in dict.fromkeys((args.rank, last)):
@@ -81,7 +85,7 @@ def _refused_in_iterations(args: Any, model: Any) -> dict[str, bool]:
     coefficients = model.moe_aux_loss_coeff
     has_aux = any(coefficients) if isinstance(coefficients, list) else bool(coefficients)
     by_quantiles = "quantile_balancing" in kinds
-    can_fuse = moe_utils.HAVE_TE and moe_utils.fused_topk_with_score_function is not None
+    can_fuse = moe_utils.fused_topk_with_score_function is not None
     return {
         f"--moe-router-topk: expected at most --num-experts {model.num_moe_experts}, got "
         f"{model.moe_router_topk}": model.moe_router_topk > model.num_moe_experts,

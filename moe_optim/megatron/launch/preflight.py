@@ -180,13 +180,12 @@ class _DryRun:
             if args.yaml_cfg is not None:  # it stays in its sections
                 self._add("Of the rest of the file nothing is known yet.")
                 raise _CheckedError from None
-        is_given, can_build = not self.faults, is_settled
+        is_given = not self.faults
         for check in self._checks:
             try:
                 check(args)
             except ConfigError as error:
                 self.faults.append(str(error))
-                can_build &= check is not script_arguments.require_transformer_engine
         knobs = self._knobs or installed_config()
         patches = () if knobs is None else CONFIGURATIONS
         apply_patches(patches, _HOLDER)
@@ -196,7 +195,7 @@ class _DryRun:
                 self._foresee(optimizer or args, ddp or args, model, knobs)
         finally:
             revert_patches(patches, _HOLDER)
-        if model is not None and can_build:
+        if model is not None and is_settled:
             refusals = list(later_refusals(args, model, self._layer_spec, knobs))
             refusals += schedule_refusals(args) if is_given else []  # else of rates nobody gave
             foreseen = (error for error in refusals if not isinstance(error, ConfigError))
