@@ -202,9 +202,11 @@ def _builders(
 def _alone(args: Any, rank: int) -> Iterator[None]:
     """Let this process be a rank of the world that ``args`` need, with nobody else in it."""
     from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import random
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     environment = dict(os.environ)
+    tracker = random._CUDA_RNG_STATE_TRACKER, random._CUDA_RNG_STATE_TRACKER_INITIALIZED
     dist.init_process_group("fake", rank=rank, world_size=args.world_size, store=FakeStore())
     try:
         parallel_state.initialize_model_parallel(
@@ -221,8 +223,15 @@ def _alone(args: Any, rank: int) -> Iterator[None]:
             order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
             create_gloo_process_groups=False,
         )
+        random.initialize_rng_tracker(
+            args.te_rng_tracker,
+            args.inference_rng_tracker,
+            use_cudagraphable_rng=args.cuda_graph_impl != "none",
+            force_reset=True,
+        )
         yield
     finally:
+        random._CUDA_RNG_STATE_TRACKER, random._CUDA_RNG_STATE_TRACKER_INITIALIZED = tracker
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
         for name in os.environ.keys() - environment.keys():  # a model chooses attention there
