@@ -78,6 +78,8 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         self._owned = Page()
         self._unmanaged: tuple[int, list[tuple[torch.nn.Parameter, Tensor]]] = (0, [])
         self._own_step = OwnStep(optimizer)
+        self._is_planned = False  # since gradients were read
+        self._is_hooked = False  # whether hooks ran in the last update, which may be gone by now
         self.host_states = HostStates([], 0.0)
         self.leaves_weights = False
         if self.is_stub_optimizer or self.ddp_config.use_megatron_fsdp:
@@ -202,6 +204,7 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
             StateError: they were not reduced, their memory or weights that a step writes are
                 offloaded, or weight gradients of some experts are delayed.
         """
+        self._is_planned = False
         for linear in self._delaying_linears:
             linear.require_wgrads_taken()
         for group in self._groups:
@@ -266,7 +269,9 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
                 f"{type(self.grad_scaler).__name__}. Set step: stock."
             )
         self.finish_gathers()
-        return self.update.plan()
+        plans = self.update.plan()
+        self._is_planned = True
+        return plans
 
     def update_masters(self, clips: Tensor) -> None:
         """Step masters and write what is made of them on this rank, in a few launches.
@@ -285,22 +290,26 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
             if has_hooks(self.optimizer):
                 self._update_hooked(clips)
             else:
+                if not self._is_planned:  # a hook that was waited for is gone
+                    self.plan_update()
                 self.update.step(clips)
             self._cast_left_weights()
 
     def _update_hooked(self, clips: Tensor) -> None:
         """Step masters between the hooks of Adam, which may move or write what they like."""
         with showing_gradients(self, clips) as remaining, self.hooks():
-            require_shown(self)
+            if remaining is not clips:
+                require_shown(self)
             self.plan_update()
             self.update.step(remaining)
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
         """Call the step hooks of Adam around a block; weights follow what they write of masters."""
+        self._is_hooked = has_hooks(self.optimizer)
         with hooked(self.optimizer):
             yield
-        if has_hooks(self.optimizer):
+        if self._is_hooked:
             self._copy_unmanaged_params()
 
     def _cast_left_weights(self) -> None:
@@ -318,11 +327,12 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
             StateError: as :meth:`step_with_ready_grads`.
         """
         self.finish_gathers()
+        self._is_hooked = False
         try:
             with self._moving_masters():
                 yield
                 # hooks may have written masters in a way that no version counter tells of
-                encoded = () if has_hooks(self.optimizer) else self.update.encoded
+                encoded = () if self._is_hooked else self.update.encoded
                 for bucket in self._buckets:
                     bucket.settle(encoded=bucket in encoded)
         finally:
@@ -338,7 +348,7 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
             return
         try:
             for bucket in self._buckets:  # hooks have run since
-                bucket.is_looked_at = not has_hooks(self.optimizer)
+                bucket.is_looked_at = not self._is_hooked
             self.start_param_sync_for_bucket_group_subset()
         finally:
             for bucket in self._buckets:

@@ -106,8 +106,6 @@ def require_shown(optimizer: Any) -> None:
     Raises:
         StateError: they have not.
     """
-    if not has_pre_hooks(optimizer.optimizer):
-        return
     for param, master in owned_masters(optimizer):
         shown = gradient_of(optimizer, param)
         if master.grad is None or master.grad.data_ptr() != shown.data_ptr():
