@@ -421,6 +421,9 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
             into ``main_grad`` it is an unwritten tensor: DDP's hooks want to see one, and free it
             without reading it. Weights with hooks of others get theirs through autograd, since
             these read it, and may change it. All are bf16, of the shapes of the parameters.
+
+        Raises:
+            StateError: weights that are read for it, or gradient memory, are offloaded.
         """
         wgrad = self.clip_wgrad(wgrad)
         gradients: list[Tensor | None] = []

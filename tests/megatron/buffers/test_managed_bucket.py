@@ -263,9 +263,9 @@ def test_gradients_of_a_graph_capture_are_not_noted(monkeypatch):
 # What is known of weights and masters
 
 
-def quantized_bucket(format=MXFP8):
+def quantized_bucket():
     """Return a bucket whose gather has memory of its own, and its masters; weights are theirs."""
-    params = make_params(format, SLOTS)
+    params = make_params(MXFP8, SLOTS)
     wholes = [wide_range_weights(2, 32, 64)]
     masters = own_masters(params, SLOTS, wholes, 0, NUMEL)
     bucket = make_bucket(params, SLOTS, torch.zeros(NUMEL), masters=masters)
@@ -371,6 +371,7 @@ def test_a_gather_through_gradient_memory_that_has_come_back_elsewhere_reads_it_
     one.master.neg_()
     gather(bucket)
     assert_weights_are_of(bucket, one.master)
+    assert not bucket.gather._table.has_moved  # kernels read by address
 
 
 def test_masters_that_move_after_a_step_has_encoded_them_are_encoded_anew():
@@ -383,13 +384,19 @@ def test_masters_that_move_after_a_step_has_encoded_them_are_encoded_anew():
     assert_weights_are_of(bucket, one.master)
 
 
-def test_an_amax_does_not_outlive_the_masters_it_is_of():
-    """It is completed by a maximum over ranks, which must not find the last one there."""
-    bucket, one = quantized_bucket(NVFP4)
-    one.master.mul_(2.0**-8)
+def test_amaxes_of_other_ranks_are_zero_before_the_maximum_over_ranks():
+    """Those of the gather before would outlive masters that have become smaller."""
+    params = make_params(NVFP4, SLOTS)
+    wholes = [wide_range_weights(2, 32, 64)]
+    masters = own_masters(params, SLOTS, wholes, 0, NUMEL // 2)  # the first of two experts
+    bucket = make_bucket(params, SLOTS, torch.zeros(NUMEL), dp_size=2, masters=masters)
+    (amaxes,) = bucket.gather.reduced
+    amaxes.fill_(7)
     bucket.state.record(Event.SETTLE)
-    gather(bucket)
-    assert_weights_are_of(bucket, one.master)
+    bucket.open_gather()
+    bucket.gather.encode()
+    mine = reference.quantize(wholes[0][:1], NVFP4).global_amax
+    assert_bytes_equal(amaxes, torch.cat([mine, torch.zeros(1)]))
 
 
 def test_a_weight_of_transformer_engine_is_written_where_it_was_given_another_tensor():

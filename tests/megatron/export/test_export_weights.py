@@ -382,7 +382,7 @@ def test_an_export_sends_no_more_than_asked_copies_nothing_and_refuses_what_it_c
         ]
         errors = facts["errors"]
         assert "weights of the current masters" in errors["a step in between"]
-        assert "on the host. Read weights" in errors["on the host"]
+        assert "they are offloaded. Call reload_from_cpu()" in errors["on the host"]
         assert "expected one of hf_per_expert, sequential" in errors["a layout"]
         assert "expected one of compressed_tensors" in errors["a convention"]
 
