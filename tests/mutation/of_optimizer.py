@@ -17,7 +17,9 @@ MUTANTS = (
         DISTRIBUTED,
         "loaded.reshape(-1)[one.start : one.start + one.master.numel()]",
         "loaded.reshape(-1)[: one.master.numel()]",
-        (f"{TESTS}/test_master_origin.py",),
+        (
+            f"{TESTS}/test_master_origin.py::test_each_rank_makes_masters_of_its_own_part_of_what_was_loaded",
+        ),
     ),
     Mutant(  # delayed gradients of a step that was dropped count in the next
         DISTRIBUTED,
@@ -35,70 +37,63 @@ MUTANTS = (
         DISTRIBUTED,
         "if bucket.owner is not self:",
         "if bucket.owner is None:",
-        (f"{TESTS}/test_grouped_training.py", "tests/megatron/buffers/test_life_cycle.py"),
+        (
+            "tests/megatron/buffers/test_life_cycle.py::test_an_optimizer_takes_the_place_of_the_one_before_it",
+        ),
     ),
     Mutant(  # states come back from a load on the device
         DISTRIBUTED,
         "        self.host_states.keep_all(self.optimizer)\n",
         "",
-        (f"{TESTS}/test_host_states.py",),
-    ),
-    Mutant(  # a gather outside of a step trusts the look of the last one
-        DISTRIBUTED,
-        "                bucket.is_looked_at = False\n",
-        "                pass\n",
-        (
-            "tests/megatron/buffers/test_state_machine.py::"
-            "test_what_shows_a_bug_shows_nothing_without_it",
-        ),
+        (f"{TESTS}/test_host_states.py::test_states_come_home_wherever_they_were_put",),
     ),
     Mutant(  # Megatron's configuration is changed for everybody
         FACTORY,
         "        config = copy.copy(config)\n",
         "",
-        (f"{TESTS}/test_cpu_offload.py", f"{TESTS}/test_programmatic.py"),
+        (f"{TESTS}/test_factory.py",),
     ),
     Mutant(  # Megatron's own offloading steps beside ours
         FACTORY,
         '"optimizer_cuda_graph": False, "optimizer_cpu_offload": False}',
         '"optimizer_cuda_graph": False}',
-        (f"{TESTS}/test_cpu_offload.py",),
+        (f"{TESTS}/test_factory.py",),
     ),
     Mutant(  # Adam is built capturable for a graph of ours
         FACTORY,
         '{"optimizer_cuda_graph": False, "optimizer_cpu_offload"',
         '{"optimizer_cpu_offload"',
-        (f"{TESTS}/test_graphed_step.py",),
+        (f"{TESTS}/test_factory.py",),
     ),
     Mutant(  # the states of a later checkpoint keep the dtype of the first
         HOST_STATES,
         "if home is None or home.on_host.dtype != values.dtype:",
         "if home is None:",
-        (f"{TESTS}/test_host_states.py", f"{TESTS}/test_cpu_offload.py"),
+        (f"{TESTS}/test_host_states.py::test_moments_that_come_back_in_another_dtype_keep_it",),
     ),
     Mutant(  # what somebody has moved is called the host's
         HOST_STATES,
         "                if tensors[name].data_ptr() == home.on_host.data_ptr():\n",
         "                if name in tensors:\n",
-        (f"{TESTS}/test_host_states.py",),
+        (f"{TESTS}/test_host_states.py::test_what_is_elsewhere_by_now_is_left_alone",),
     ),
     Mutant(  # a format that one rank lacks is wanted of all
         REQUIREMENTS,
         "dist.all_reduce(found, dist.ReduceOp.MAX)",
         "dist.all_reduce(found, dist.ReduceOp.MIN)",
-        (f"{TESTS}/test_programmatic.py", "tests/megatron/test_auto_format.py"),
+        ("tests/megatron/test_auto_format.py",),
     ),
     Mutant(  # masters in half precision are refused in bf16 alone
         REQUIREMENTS,
         "config.main_params_dtype != torch.float32",
         "config.main_params_dtype == torch.bfloat16",
-        (f"{TESTS}/test_programmatic.py", f"{TESTS}/test_foreseen_refusals.py"),
+        (f"{TESTS}/test_programmatic.py::test_unsupported_flags_are_refused_by_name",),
     ),
     Mutant(  # quantized experts are looked for in one chunk of the model
         REQUIREMENTS,
         "    params = [param for chunk in model_chunks for param in chunk.parameters()]\n"
         "    quantized = ",
         "    params = list(model_chunks[0].parameters())\n    quantized = ",
-        (f"{TESTS}/test_programmatic.py",),
+        (f"{TESTS}/test_programmatic.py::test_unsupported_flags_are_refused_by_name",),
     ),
 )

@@ -459,22 +459,17 @@ def test_a_few_calls_suffice_to_show_each_bug(name: str):
     assert run_ranks(ranks, _replay_with_bug, name) == [True] * ranks
 
 
-def _replay_without_bugs(names: list[str]) -> int:
+def _replay(runs: list[tuple[dict[str, Any], Trace]]) -> int:
     life_cycle.initialize()
-    return sum(
-        life_cycle.replay(
-            life_cycle.LifeCycle(**(BUGS[name].options | {"overlap": overlap})), TRACES[name]
-        )
-        for name in names
-        for overlap in (True, False)
-    )
+    return sum(life_cycle.replay(life_cycle.LifeCycle(**one), trace) for one, trace in runs)
 
 
 def test_what_shows_a_bug_shows_nothing_without_it():
-    """Under the bug's own settings, and with gathers overlapped and not."""
-    names = [name for name in TRACES if BUGS[name].ranks == 1]
-    calls = 2 * sum(len(TRACES[name]) for name in names)
-    assert run_ranks(1, _replay_without_bugs, names) == [calls]
+    """Under the bug's own settings; and a step that gathers, whatever comes after it."""
+    runs = [(bug.options, TRACES[name]) for name, bug in BUGS.items() if bug.ranks == 1]
+    gathering = {"wire": "quantized", "overlap": False, "step": "fused"}
+    runs += [(gathering, trace) for trace in (*TRACES.values(), *SEQUENCES.values())]
+    assert run_ranks(1, _replay, runs) == [sum(len(trace) for _, trace in runs)]
 
 
 BRIEF = ("bf16, overlap", "quantized, overlap, fused")

@@ -1,13 +1,16 @@
 """Masters and moments on the host: the same run to the bit, and at home after everything."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError
 from moe_optim.kernels.steps import staging
+from moe_optim.megatron.optimizer.host_states import HostStates
 from tests.megatron.optimizer.test_fused_runs import FLAGS, ONLY, fused, states_of, trained
 from tests.support import life_cycle
 from tests.support.host_states import share_at_home
@@ -100,6 +103,40 @@ def test_states_come_home_wherever_they_were_put(fraction: float):
     assert len(set(shares.values())) == 1, shares
     ((at_home, total),) = set(shares.values())
     assert at_home == total if fraction == 1 else 0 < at_home <= fraction * total
+
+
+def _at_home() -> tuple[HostStates, torch.Tensor, Any]:
+    """Return states at home, their master, and Adam with its moments."""
+    master = torch.arange(8.0)
+    adam = SimpleNamespace(
+        state={master: {"exp_avg": torch.full((8,), 2.0), "exp_avg_sq": torch.full((8,), 3.0)}}
+    )
+    states = HostStates([master], 1.0)
+    states.keep_all(adam)
+    return states, master, adam
+
+
+def test_moments_that_come_back_in_another_dtype_keep_it():
+    """As a checkpoint of a precision-aware step has them."""
+    states, master, adam = _at_home()
+    for name, value in (("exp_avg", 5.0), ("exp_avg_sq", 7.0)):
+        adam.state[master][name] = torch.full((8,), value, dtype=torch.bfloat16)
+    states.keep_all(adam)
+    for name, value in (("exp_avg", 5.0), ("exp_avg_sq", 7.0)):
+        moment = adam.state[master][name]
+        assert (moment.dtype, moment.tolist()) == (torch.bfloat16, [value] * 8)
+    assert [one.dtype for one in states.on_host(master)] == [torch.float32, *[torch.bfloat16] * 2]
+
+
+@pytest.mark.parametrize("side", ["call_them_the_hosts", "call_them_the_devices"])
+def test_what_is_elsewhere_by_now_is_left_alone(side: str):
+    """A moment that somebody has replaced is theirs until the next step."""
+    states, master, adam = _at_home()
+    adam.state[master]["exp_avg"] = other = torch.full((8,), 5.0)
+    getattr(states, side)(adam)
+    assert adam.state[master]["exp_avg"] is other
+    assert other.tolist() == [5.0] * 8
+    assert adam.state[master]["exp_avg_sq"].tolist() == [3.0] * 8
 
 
 def _refuse(knobs: dict[str, Any]) -> str:

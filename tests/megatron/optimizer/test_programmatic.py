@@ -119,7 +119,8 @@ REFUSED = {
 
 
 def _refusals() -> dict[str, str]:
-    """Return what each refused flag is answered with, on a model with one quantized weight."""
+    """Return what each refused flag is answered with, on a model of two chunks, of which the second
+    has a quantized weight."""
     from moe_optim.formats import MXFP8
     from moe_optim.megatron.optimizer.requirements import check_wrapped_model
     from moe_optim.modules.grouped_linear import GroupedLinear
@@ -141,10 +142,11 @@ def _refusals() -> dict[str, str]:
     answers = {}
     for flag, (name, value) in REFUSED.items():
         changed: Any = SimpleNamespace(**{**vars(flags), name: value})
-        chunk = GroupedLinear(1, 32, 32, format=MXFP8)
-        chunk.ddp_config = chunk.config = changed
+        chunks = [torch.nn.Linear(1, 1), GroupedLinear(1, 32, 32, format=MXFP8)]
+        for chunk in chunks:
+            chunk.ddp_config = chunk.config = changed
         with pytest.raises(ConfigError) as error:
-            check_wrapped_model(changed, [chunk])
+            check_wrapped_model(changed, chunks)
         answers[flag] = str(error.value)
     return answers
 
