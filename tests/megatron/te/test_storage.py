@@ -452,6 +452,17 @@ def test_initial_values_that_were_overwritten_give_way_to_what_the_bytes_stand_f
     assert not storage.renew_initial()
 
 
+@pytest.mark.parametrize("format", [MXFP8, FP8_BLOCK], ids=lambda format: format.name)
+def test_initial_values_give_way_to_bytes_that_are_no_numbers(format):
+    """A NaN that somebody loaded is found where masters are, and not hidden by values of before."""
+    cls = MXFP8Tensor if format is MXFP8 else Float8BlockwiseQTensor
+    weight = cls(format, wide_range_weights(128, 128, seed=1))
+    storage = TransformerEngineStorage(weight, format)
+    weight._rowwise_data[3, 5] = 0x7F
+    assert storage.renew_initial()
+    assert weight._high_precision_init_val.isnan().nonzero().tolist() == [[3, 5]]
+
+
 @EVERY_KIND
 def test_values_that_the_weight_itself_was_given_count_as_overwriting(kind: Kind):
     """Its own ``copy_`` writes bytes and scales where products read them, and knows no storage."""

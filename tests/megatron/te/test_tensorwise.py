@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from moe_optim.errors import LayoutError
+from moe_optim.megatron.te import tensorwise
 from moe_optim.megatron.te.tensorwise import TensorwiseCast, Transposes, can_cast
 from tests.reference import scalar_oracle as oracle
 from tests.support.bytes import assert_bytes_equal
@@ -136,3 +137,23 @@ def test_without_kernels_transposes_are_left_to_transformer_engine():
     weight = make_weight((4, 4))
     weight._transpose, weight._transpose_invalid = weight._data.t().contiguous(), False
     assert Transposes.of([weight]) is None
+
+
+UNKNOWN_TRANSPOSES = {
+    "none": {"_transpose": None},
+    "of other bytes": {"_transpose_invalid": True},
+    "of another shape": {"_transpose": torch.empty(6, 10, dtype=torch.uint8)},
+    "in columns": {"_transpose": torch.empty(6, 10, dtype=torch.uint8).t()},
+}
+
+
+@pytest.mark.parametrize("changes", UNKNOWN_TRANSPOSES.values(), ids=UNKNOWN_TRANSPOSES)
+def test_transposes_that_transformer_engine_has_to_make_are_left_to_it(changes, monkeypatch):
+    """Of any of the weights: a kernel renews all of them, or none."""
+    monkeypatch.setattr(tensorwise, "runs_triton", lambda _: True)
+    weights = [make_weight((6, 10)) for _ in range(2)]
+    for weight in weights:
+        weight._transpose, weight._transpose_invalid = weight._data.t().contiguous(), False
+    assert Transposes.of(weights) is not None
+    vars(weights[1]).update(changes)
+    assert Transposes.of(weights) is None
