@@ -49,6 +49,20 @@ def test_every_amax_is_plain_torchs(start, end, dtype, launches):
     assert launches or start == end
 
 
+@pytest.mark.parametrize(("first", "aligned"), [(0, True), (2, False), (8, True)])
+def test_ranges_are_aligned_that_start_at_multiples_of_16_bytes(first, aligned):
+    """Of bf16, where the expert itself starts at one and only a part of it is owned."""
+    whole = torch.zeros(32 * 32, dtype=torch.bfloat16)
+    assert whole.data_ptr() % 16 == 0
+    entry = TableEntry(
+        parameter="fc",
+        source=whole[first:],
+        target=QuantizedWeight.empty(MXFP8, (1, 32, 32)),
+        start=first,
+    )
+    assert AmaxTable.build([entry]).aligned is aligned
+
+
 def test_sources_of_two_dtypes_are_refused():
     entries = [
         TableEntry(
