@@ -328,3 +328,8 @@ def test_bytes_move_as_words_where_every_row_begins_at_one(stride, pack):
     copy = torch.zeros(8, 8, dtype=torch.uint8)
     assert FinishTable.of_transposes([(source, copy)]).pack == pack
     assert FinishTable.of_transposes([(copy, source)]).pack == pack
+
+
+@pytest.mark.parametrize(("rows", "masked"), [(256, False), (160, True)])
+def test_weights_that_are_no_whole_number_of_bands_high_are_masked(rows, masked):
+    assert build([stack(1, rows, 256, format=FP8_BLOCK)]).masked is masked
