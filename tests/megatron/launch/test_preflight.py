@@ -166,6 +166,16 @@ LATER = {  # what Megatron tells while it builds or trains -> a command line, be
         but(*PIPELINE, "--global-batch-size", "3"),
         ["Megatron: --num-layers-per-virtual-pipeline-stage, or --num-virtual-stages-per-pipeline"],
     ),
+    "a schedule with groups above its micro-batches": (
+        but(*PIPELINE, "--global-batch-size", "2",
+            "--microbatch-group-size-per-virtual-pipeline-stage", "4"),
+        ["Megatron: --num-layers-per-virtual-pipeline-stage, or --num-virtual-stages-per-pipeline"],
+    ),
+    "a norm of the last stage alone": (
+        but("--pipeline-model-parallel-size", "2", *TENSOR, *WHOLE, "--sequence-parallel",
+            "--mtp-num-layers", "1"),
+        ["Megatron: sequence parallel not supported by torch LayerNorm"],
+    ),
     "warm-up past the end": (
         but("--lr-warmup-iters", "5"),
         ["Megatron: assert self.lr_warmup_steps < self.lr_decay_steps. Change these flags."],
