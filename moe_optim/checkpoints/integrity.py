@@ -14,7 +14,8 @@ they find depends on what was recorded of the checkpoint when it was saved:
   SHA-256 of every file that is loaded.
 
 Without the last, bits that nothing reads may change unseen, such as time stamps in archives. That a
-whole ``mp_rank_*`` folder of ``--ckpt-format torch`` is missing is found by a seal alone.
+file or a whole ``mp_rank_*`` folder of ``--ckpt-format torch`` is missing is found by a seal alone,
+and that its save was killed by the seal that it begins with.
 """
 
 import hashlib
@@ -27,7 +28,7 @@ from typing import IO, cast
 
 from moe_optim.checkpoints.files.bounded_json import parse_json
 from moe_optim.checkpoints.files.byte_ranges import FileRange
-from moe_optim.checkpoints.files.folders import iteration_folders, iteration_of
+from moe_optim.checkpoints.files.folders import files_of_ranks, iteration_folders, iteration_of
 from moe_optim.checkpoints.files.regular_files import is_file, open_file, read_file, size_of
 from moe_optim.checkpoints.pickles.archives import contents_defect, table_defect, table_digest
 from moe_optim.checkpoints.stores.records import (
@@ -40,6 +41,7 @@ from moe_optim.checkpoints.stores.records import (
     remove_record,
     sha256_of,
     write_seal,
+    write_unfinished_seal,
 )
 from moe_optim.checkpoints.stores.stored_metadata import METADATA, Blob, read_blobs, read_metadata
 from moe_optim.checkpoints.stores.stored_tensors import tensor_defect
@@ -48,7 +50,6 @@ from moe_optim.errors import StateError
 _CONFIG = "metadata.json"
 _BACKEND = "torch_dist"
 _COMMON = "common.pt"  # in torch_dist checkpoints of older Megatrons
-_LEGACY_FILES = "mp_rank_*/*.pt"  # --ckpt-format torch
 _LEGACY_MODEL = "model_optim_rng.pt"
 
 _DAMAGED = "expected every file as it was saved"
@@ -164,6 +165,22 @@ def invalidate(checkpoint: Path) -> None:
         remove_record(Path(checkpoint), name)
 
 
+def begin(checkpoint: Path) -> None:
+    """Have a checkpoint of ``--ckpt-format torch`` count as incomplete until it is sealed.
+
+    One process calls this before any rank writes: files of ranks do not say whether those of other
+    ranks are there, and belong to the same save.
+
+    Args:
+        checkpoint: folder of one iteration; made if it is not there.
+
+    Raises:
+        StateError: something else is where the seal belongs.
+    """
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    write_unfinished_seal(checkpoint)
+
+
 def _what_to_load(checkpoint: Path) -> str:
     for other in iteration_folders(checkpoint.parent):
         if other.name != checkpoint.name and checkpoint_defect(other) is None:
@@ -217,8 +234,7 @@ def _size_defect(checkpoint: Path, name: str, expected: int | None) -> str | Non
 
 def _archives(checkpoint: Path, records: Records) -> Archives:
     """Return the archives that a checkpoint consists of; DamageError for damaged metadata."""
-    is_torch_dist = (checkpoint / _CONFIG).exists() or (checkpoint / METADATA).exists()
-    if not is_torch_dist and (legacy := sorted(checkpoint.glob(_LEGACY_FILES))):
+    if legacy := files_of_ranks(checkpoint):
         return _legacy_archives(checkpoint, legacy)
     _require_backend(_read_small(checkpoint, _CONFIG, records))
     blobs = read_blobs(_read_small(checkpoint, METADATA, records))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from moe_optim.console.checkpoint_progress import open_view
+from moe_optim.console.checkpoint_progress import open_view, say_which_was_taken
 from moe_optim.console.screen import print_table, results_console
 from moe_optim.console.spelling import spell_bytes
 
@@ -37,9 +37,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "inspect",
         help="show what a checkpoint holds, and whether it is whole",
         description="Show format, experts and their layout, optimizer state, amaxes, and what else "
-        "a torch_dist or safetensors checkpoint says about itself. No other values are read. Exits "
-        "with "
-        "1 if it is not whole, with 2 if it cannot be read.",
+        "a torch_dist or safetensors checkpoint says about itself; of --ckpt-format torch, whether "
+        "its files are whole. No other values are read. Exits with 1 if it is not whole, with 2 if "
+        "it cannot be read.",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -48,7 +48,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     add(
         "--thorough",
         action="store_true",
-        help="also read all of a torch_dist checkpoint for its checksums",
+        help="also read all of what Megatron saved for its checksums",
     )
 
 
@@ -59,11 +59,19 @@ def run(args: argparse.Namespace) -> int:
         LayoutError: it is no checkpoint.
         StateError: its metadata is missing or damaged.
     """
-    report = examine(open_view(args.checkpoint), thorough=args.thorough)
+    from moe_optim.checkpoints.files.folders import files_of_ranks
+    from moe_optim.checkpoints.stores.opening import newest_checkpoint
+
+    path = newest_checkpoint(args.checkpoint)
+    if files := files_of_ranks(path):
+        say_which_was_taken(args.checkpoint, path)
+        report, show = _examine_files(path, files, thorough=args.thorough), _print_files
+    else:
+        report, show = examine(open_view(args.checkpoint), thorough=args.thorough), _print
     if args.json:
         print(json.dumps(report, indent=2))
     else:
-        _print(report)
+        show(report)
     return INCOMPLETE if report["defects"] else 0
 
 
@@ -74,6 +82,7 @@ def examine(view: "LayerView", *, thorough: bool = False) -> Report:
     from moe_optim.export.files.stored import find_quantized
 
     reader, recorded = view.reader, view.recorded
+    is_safetensors = reader.format == "safetensors"  # sizes were compared when it was opened
     quantized = find_quantized(view.tensors)
     sets, faults = survey_experts(view, quantized.shapes if quantized else None)
     states = [key for key in view.tensors if is_state(key)]
@@ -85,7 +94,7 @@ def examine(view: "LayerView", *, thorough: bool = False) -> Report:
         "format": reader.format,
         "version": recorded.version,
         "iteration": recorded.iteration,
-        "defects": _defects(view, thorough=thorough),
+        "defects": [] if is_safetensors else _defects(reader.path, thorough=thorough),
         "checked": _checked(view, thorough=thorough),
         "glu_interleave": recorded.glu_interleave,
         "parallel_sizes": dict(recorded.parallel_sizes),
@@ -105,6 +114,32 @@ def examine(view: "LayerView", *, thorough: bool = False) -> Report:
         "amaxes": _amaxes(view),
         "faults": [*(quantized.faults if quantized else ()), *faults],
     }
+
+
+def _examine_files(path: Path, files: list[Path], *, thorough: bool) -> Report:
+    """Return what is seen of ``--ckpt-format torch`` from outside: no file of a rank is loaded."""
+    return {
+        "path": str(path),
+        "format": "torch",
+        "defects": _defects(path, thorough=thorough),
+        "checked": "every byte" if thorough else "tables of its archives",
+        "ranks": len({file.parent for file in files}),
+        "files": len(files),
+        "bytes": sum(file.stat().st_size for file in files),
+    }
+
+
+def _print_files(report: Report) -> None:
+    defects = "; ".join(report["defects"])
+    console = results_console()
+    console.print(report["path"], style="bold")
+    facts = Table(box=None, show_header=False, padding=(0, 1, 0, 0), pad_edge=False)
+    facts.add_row("format", "torch: files of model-parallel ranks")
+    whole = f"no: {defects}" if defects else f"yes, by {report['checked']}"
+    facts.add_row("whole", whole, style="red" if defects else None)
+    size = spell_bytes(report["bytes"])
+    facts.add_row("holds", f"{report['files']:,} files of {report['ranks']:,} ranks, {size}")
+    print_table(console, facts)
 
 
 def _dtypes_of_states(view: "LayerView", states: list[str]) -> dict[str, list[str]]:
@@ -132,15 +167,13 @@ def _flat_states(view: "LayerView") -> Report | None:
     return {"by_parameter": doubt is None, "doubt": doubt}
 
 
-def _defects(view: "LayerView", *, thorough: bool) -> list[str]:
-    """Say what is missing or damaged; safetensors has shown its sizes when it was opened."""
+def _defects(path: Path, *, thorough: bool) -> list[str]:
+    """Say what is missing or damaged."""
     from moe_optim.checkpoints.integrity import checkpoint_defect, corrupt_files
 
-    if view.reader.format == "safetensors":
-        return []
     if thorough:
-        return [str(file) for file in corrupt_files(view.reader.path)]
-    defect = checkpoint_defect(view.reader.path)
+        return [str(file) for file in corrupt_files(path)]
+    defect = checkpoint_defect(path)
     return [defect] if defect else []
 
 

@@ -30,10 +30,15 @@ def open_reader(path: Path) -> "CheckpointReader":
     from moe_optim.checkpoints.stores.opening import open_checkpoint
 
     reader = open_checkpoint(path)
-    if reader.path != path:
-        console = Console(stderr=True, markup=False, highlight=False)
-        console.print(f"{path}: taking its newest checkpoint, {reader.path.name}", soft_wrap=True)
+    say_which_was_taken(path, reader.path)
     return reader
+
+
+def say_which_was_taken(path: Path, taken: Path) -> None:
+    """Say on stderr which checkpoint was taken, if it is not the path that was given."""
+    if taken != path:
+        console = Console(stderr=True, markup=False, highlight=False)
+        console.print(f"{path}: taking its newest checkpoint, {taken.name}", soft_wrap=True)
 
 
 def open_view(path: Path, renames: Sequence[str] = ()) -> "LayerView":

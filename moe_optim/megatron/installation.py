@@ -35,19 +35,20 @@ def install(config: MoEOptimConfig | None = None) -> None:
     _require_no_other(wanted, "install", "Call moe_optim.uninstall() first.")
     import_hook.disarm()
     needed = (*patches.ADAM, *patches.EXPERTS, *patches.OPTIMIZER, *patches.CHECKPOINTS)
+    needed += patches.CHECKPOINTS_OF_RANKS
     apply_patches(needed, HOLDER)
     activate(wanted)
 
 
 def install_in_patched_tree(config: MoEOptimConfig) -> None:
-    """Install in a tree that asks for this package's classes by itself: only Adam is rebound.
+    """Install in a tree that asks for this package's classes by itself: not much is rebound.
 
     Raises:
         StateError: another configuration is installed already.
     """
     remedy = "Give the same flags, or drop the call of moe_optim.install()."
     _require_no_other(config, "--use-moe-grouped-optim", remedy)
-    apply_patches(patches.ADAM, HOLDER)
+    apply_patches((*patches.ADAM, *patches.CHECKPOINTS_OF_RANKS), HOLDER)
     activate(config)
 
 
@@ -58,6 +59,7 @@ def uninstall() -> None:
     while the plug-in is installed.
     """
     held = (*patches.CHECKPOINTS, *patches.OPTIMIZER, *patches.EXPERTS, *patches.ADAM)
+    held += patches.CHECKPOINTS_OF_RANKS
     revert_patches(held, HOLDER)
     revert_patches(patches.CHECKPOINTS, OPTIMIZERS)
     activate(None)

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_optim.checkpoints.integrity import (
+    begin,
     checkpoint_defect,
     corrupt_files,
     invalidate,
@@ -170,6 +171,19 @@ def test_a_checkpoint_that_is_written_over_counts_as_incomplete(checkpoint):
     assert checkpoint_defect(checkpoint).startswith("no metadata.json")
     invalidate(checkpoint)
     invalidate(checkpoint.with_name("iter_0000030"))  # a new folder
+
+
+def test_files_of_ranks_count_as_incomplete_from_the_start_of_a_save_to_its_seal(tmp_path):
+    """A save that dies between them may leave files of two saves, all of them whole."""
+    save_legacy(tmp_path, ITERATIONS)
+    for folder in (tmp_path / "iter_0000010", tmp_path / "new" / "iter_0000030"):
+        begin(folder)
+        begin(folder)
+        assert checkpoint_defect(folder) == "it was not saved to the end"
+    with pytest.raises(StateError, match=r"--ckpt-step 20\."):
+        require_intact(tmp_path / "iter_0000010", thorough=False)
+    seal(tmp_path / "iter_0000010")
+    assert list(corrupt_files(tmp_path / "iter_0000010")) == []
 
 
 def test_checking_takes_the_memory_of_a_few_blocks_whatever_the_size(tmp_path):

@@ -6,9 +6,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from moe_optim.checkpoints.integrity import begin, seal
 from moe_optim.checkpoints.stores.torch_dist import TorchDistReader
 from moe_optim.cli import main as cli
-from tests.support.damage import flip_in
+from tests.support.damage import flip_in, flip_in_archive, save_legacy
 from tests.support.stored_checkpoints import (
     EXPERTS,
     FC1,
@@ -180,3 +181,26 @@ def test_a_pipe_gets_whole_lines_without_blanks_at_their_ends(inspect, tmp_path)
     lines = inspect(path)[1].splitlines()
     assert f"experts in {prefix}" in lines
     assert lines == [line.rstrip() for line in lines]
+
+
+def test_files_of_ranks_are_looked_at_without_being_loaded(inspect, tmp_path):
+    """Of ``--ckpt-format torch``: whole, flipped, without a file, and while they are written."""
+    save_legacy(tmp_path, (20,))
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("20")
+    folder = tmp_path / "iter_0000020"
+    file = folder / "mp_rank_01" / "distrib_optim.pt"
+    seal(folder)
+    code, out, err = inspect(tmp_path, "--thorough")
+    assert (code, "iter_0000020" in err) == (0, True)
+    assert "4 files of 2 ranks" in out
+    flip_in_archive(file)
+    assert inspect(folder)[0] == 0
+    (defect,) = json.loads(inspect(folder, "--thorough", "--json")[1])["defects"]
+    assert defect.startswith("mp_rank_01/distrib_optim.pt damaged archive: Bad CRC-32")
+    file.unlink()
+    code, out, _ = inspect(folder)
+    assert (code, "mp_rank_01/distrib_optim.pt is missing" in out) == (1, True)
+    begin(folder)
+    code, out, _ = inspect(folder)
+    assert (code, "no: it was not saved to the end" in out) == (1, True)
+    assert cli.main(["verify", str(folder), str(folder)]) == 2

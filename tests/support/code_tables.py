@@ -30,6 +30,7 @@ PATCH_GROUPS = {
     "the portable experts": patches.EXPERTS,
     "the optimizer": patches.OPTIMIZER,
     "optimizers that were built": patches.CHECKPOINTS,
+    "`--ckpt-format torch`": patches.CHECKPOINTS_OF_RANKS,
 }
 """Who needs which rows of the table of patches."""
 

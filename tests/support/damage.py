@@ -245,3 +245,12 @@ def flip_in(checkpoint: Path, key: str) -> str:
     position = content.index(archive.read(record), start + record.header_offset)
     path.write_bytes(flip(content, position + record.file_size // 2, 0))
     return path.name
+
+
+def flip_in_archive(path: Path) -> None:
+    """Flip a bit in the middle of the largest record of one ``torch.save`` file."""
+    with zipfile.ZipFile(path) as archive:
+        record = max(archive.infolist(), key=lambda row: row.file_size)
+        content = path.read_bytes()
+        position = content.index(archive.read(record), record.header_offset)
+    path.write_bytes(flip(content, position + record.file_size // 2, 6))

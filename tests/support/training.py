@@ -103,7 +103,8 @@ def install_experts(config: MoEOptimConfig) -> None:
     from moe_optim.megatron.patching.engine import revert_patches
 
     installation.install(config)
-    revert_patches((*patches.OPTIMIZER, *patches.CHECKPOINTS), installation.HOLDER)
+    checkpoints = (*patches.CHECKPOINTS, *patches.CHECKPOINTS_OF_RANKS)
+    revert_patches((*patches.OPTIMIZER, *checkpoints), installation.HOLDER)
 
 
 def _shrink_mock_data() -> None:

@@ -30,7 +30,8 @@ def pytest_load_initial_conftests():
     from moe_optim.megatron.patching import patches
     from moe_optim.megatron.patching.engine import resolve, revert_patches
 
-    for patch in (*patches.OPTIMIZER, *patches.CHECKPOINTS):
+    checkpoints = (*patches.CHECKPOINTS, *patches.CHECKPOINTS_OF_RANKS)
+    for patch in (*patches.OPTIMIZER, *checkpoints):
         if patch.id not in _NOT_REPLACED:
             _replaced[id(resolve(patch.target)[2])] = resolve(patch.replacement)[2]
     assignments = os.environ.get("MOE_OPTIM_SET", "").split()

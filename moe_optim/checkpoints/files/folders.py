@@ -30,3 +30,12 @@ def read_tracker(checkpoints: Path) -> str | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     return content.decode(errors="replace").strip()
+
+
+def files_of_ranks(checkpoint: Path) -> list[Path]:
+    """Return the files that ``--ckpt-format torch`` wrote, those of each rank in its own folder.
+
+    None where the folder holds a checkpoint of another format.
+    """
+    is_torch_dist = any((checkpoint / name).exists() for name in ("metadata.json", ".metadata"))
+    return [] if is_torch_dist else sorted(checkpoint.glob("mp_rank_*/*.pt"))

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from moe_optim.checkpoints.files.folders import TRACKER, read_tracker
+from moe_optim.checkpoints.files.folders import TRACKER, files_of_ranks, read_tracker
 from moe_optim.checkpoints.files.publishing import is_partial
 from moe_optim.checkpoints.stores.reader import CheckpointReader
 from moe_optim.checkpoints.stores.safetensors_files import SafetensorsReader, is_safetensors
@@ -27,26 +27,48 @@ def open_checkpoint(path: Path) -> CheckpointReader:
         StateError: nothing there, or it is damaged, or what a killed command has left.
         LayoutError: something else is there.
     """
+    path = newest_checkpoint(path)
     try:
         return _open(path)
     except OSError as error:
-        raise StateError(
-            f"{path}: expected a checkpoint, got: {error.strerror}. Give a folder or file that can "
-            "be read."
-        ) from error
+        raise _unreadable(path, error) from error
+
+
+def newest_checkpoint(path: Path) -> Path:
+    """Return the path itself, or the newest checkpoint of a run or of a folder of checkpoints.
+
+    Raises:
+        StateError: nothing is there, or what the tracker file names is not there.
+    """
+    try:
+        if not path.exists():
+            raise StateError(f"{path}: expected a checkpoint, got no such file or folder.")
+        return _newest_folder(_checkpoints_of(path)) or path
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> StateError:
+    return StateError(
+        f"{path}: expected a checkpoint, got: {error.strerror}. Give a folder or file that can be "
+        "read."
+    )
 
 
 def _open(path: Path) -> CheckpointReader:
-    if not path.exists():
-        raise StateError(f"{path}: expected a checkpoint, got no such file or folder.")
-    if (folder := _newest_folder(_checkpoints_of(path))) is not None:
-        path = folder
     if is_partial(path):
         raise StateError(f"{path}: a command was killed while it wrote this. Run it again.")
     if path.is_dir() and any((path / name).exists() for name in (CONFIG_FILE, METADATA)):
         return TorchDistReader(path)
     if is_safetensors(path):
         return SafetensorsReader(path)
+    if files_of_ranks(path):
+        raise LayoutError(
+            f"{path}: expected a checkpoint of the whole model, got one file a rank, as "
+            "--ckpt-format torch writes it. `moe-optim inspect` checks it; for everything else, "
+            "have a run write it anew (--ckpt-convert-format torch_dist --ckpt-convert-save DIR), "
+            "and give DIR/torch_dist."
+        )
     names = sorted(entry.name for entry in path.iterdir())[:5] if path.is_dir() else [path.name]
     found = [name if name.isprintable() else repr(name) for name in names]
     raise LayoutError(

@@ -17,6 +17,7 @@ MANIFEST = "integrity.json"
 """Written by Megatron with ``--verify-integrity``; as the seal, of whole files alone."""
 
 _ALGORITHM = "sha256"
+_UNFINISHED = "unfinished"
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,15 @@ def remove_record(checkpoint: Path, name: str) -> None:
 def write_seal(checkpoint: Path, records: Records) -> None:
     """Write the seal, whole or not at all; StateError where something else is in its place."""
     content = {"algorithm": _ALGORITHM, "whole": records.whole, "tables": records.tables}
+    _replace_seal(checkpoint, content)
+
+
+def write_unfinished_seal(checkpoint: Path) -> None:
+    """Have the seal say that the checkpoint is being written; raises as :func:`write_seal`."""
+    _replace_seal(checkpoint, {_UNFINISHED: True})
+
+
+def _replace_seal(checkpoint: Path, content: dict[str, Any]) -> None:
     partial = checkpoint / f".{SEAL}.partial"
     remove_record(checkpoint, partial.name)  # it may be a link to another file
     with partial.open("x") as file:
@@ -101,6 +111,8 @@ def _read(checkpoint: Path, name: str, sections: Iterable[str]) -> dict[str, dic
     except (OSError, ValueError) as error:
         said = error.strerror if isinstance(error, OSError) else error
         raise DamageError(name, f"cannot be read: {said}") from error
+    if content == {_UNFINISHED: True}:
+        raise DamageError("", "it was not saved to the end")
     try:
         if content["algorithm"] != _ALGORITHM:
             raise ValueError(f"expected the algorithm {_ALGORITHM!r}, got another")

@@ -71,10 +71,12 @@ def save(  # noqa: PLR0913  # Megatron's
     a seal is written with checksums of it.
     """
     folder = Path(checkpoint_dir)
-    is_ours = _is_local(checkpoint_dir) and any(_holders_of_manifests(sharded_state_dict))
+    is_ours = is_local(checkpoint_dir) and (
+        installed_config() is not None or any(_holders_of_manifests(sharded_state_dict))
+    )
     _save_values(sharded_state_dict)
     if is_ours:
-        _on_first_rank(lambda: invalidate(folder))
+        on_first_rank(lambda: invalidate(folder))
     request = original(f"{_CORE}:save")(
         sharded_state_dict,
         checkpoint_dir,
@@ -87,13 +89,13 @@ def save(  # noqa: PLR0913  # Megatron's
         verify_integrity,
     )
     if is_ours and request is None:
-        _on_first_rank(lambda: seal(folder))
+        on_first_rank(lambda: seal(folder))
     elif is_ours:
-        request.finalize_fns.append(lambda: _on_first_rank(lambda: seal(folder)))
+        request.finalize_fns.append(lambda: on_first_rank(lambda: seal(folder)))
     return request
 
 
-def _is_local(checkpoint_dir: str | Path) -> bool:
+def is_local(checkpoint_dir: str | Path) -> bool:
     """Return whether files can be looked at; ``msc://`` and the like are Megatron's to read."""
     return "://" not in str(checkpoint_dir)
 
@@ -127,7 +129,8 @@ def _ask_plainly(sharded_state_dict: Any) -> None:
         )
 
 
-def _on_first_rank(act: Callable[[], None]) -> None:
+def on_first_rank(act: Callable[[], None]) -> None:
+    """Act on the first rank; raise on every rank what that raises. Every rank must call it."""
     agree(lambda: act() if torch.distributed.get_rank() == 0 else None, None)
 
 
@@ -148,7 +151,7 @@ def load(  # noqa: PLR0913  # Megatron's
             with them does not show; another interleaving of gate and up; or objects that are no
             plain data.
     """
-    if not _is_local(checkpoint_dir):
+    if not is_local(checkpoint_dir):
         _ask_plainly(sharded_state_dict)
     elif installed_config() is not None or any(_holders_of_manifests(sharded_state_dict)):
         folder = Path(checkpoint_dir)
@@ -187,7 +190,7 @@ def load_common_state_dict(checkpoint_dir: str | Path) -> Any:
         StateError: a file of the checkpoint is missing or damaged; all of them are named.
         LayoutError: it is no plain data.
     """
-    if installed_config() is None or not _is_local(checkpoint_dir):
+    if installed_config() is None or not is_local(checkpoint_dir):
         return original(f"{_CORE}:load_common_state_dict")(checkpoint_dir)
     folder = Path(checkpoint_dir)
     require_intact(folder, thorough=False)

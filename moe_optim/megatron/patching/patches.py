@@ -333,6 +333,39 @@ CHECKPOINTS: tuple[Patch, ...] = (
 """What looks at a checkpoint before anything of it is read, and lets an optimizer of this package
 see how it was laid out."""
 
+CHECKPOINTS_OF_RANKS: tuple[Patch, ...] = (
+    *(
+        Patch(
+            id=f"save-files-of-ranks:{module}",
+            target=f"megatron.training.{module}:save_checkpoint",
+            replacement=f"moe_optim.megatron.checkpoint.files_of_ranks:{replacement}",
+            fits=in_all_versions(
+                "(iteration, model, optimizer, opt_param_scheduler, "
+                "num_floating_point_operations_so_far, checkpointing_context, pipeline_rank, "
+                "expert_rank, tensor_rank, pipeline_parallel, expert_parallel, "
+                "non_persistent_ckpt, train_data_iterator, preprocess_common_state_dict_fn, "
+                "release, tp_group, pp_group, dp_cp_group, dp_group, expt_dp_group, "
+                "rng_state_key_prefix)"
+            ),
+            because="--ckpt-format torch records neither checksums nor that all files are there",
+            remove_when="--ckpt-format torch writes what it consists of when all of it is there",
+        )
+        for module, replacement in (
+            ("checkpointing", "save_checkpoint"),
+            ("training", "save_checkpoint_in_loop"),
+        )
+    ),
+    Patch(
+        id="load-files-of-ranks",
+        target="megatron.training.checkpointing:_get_checkpoint_format",
+        replacement="moe_optim.megatron.checkpoint.files_of_ranks:get_checkpoint_format",
+        fits=in_all_versions("(checkpoint_name, args)"),
+        because="--ckpt-format torch compares no checksums, and exits with 0 where a file is torn",
+        remove_when="--ckpt-format torch compares checksums of what it reads",
+    ),
+)
+"""What seals the files of ``--ckpt-format torch``, and looks at them before a load."""
+
 CONFIGURATIONS: tuple[Patch, ...] = tuple(
     patch for patch in (*ADAM, *OPTIMIZER) if patch.target.endswith("Config.__post_init__")
 )
@@ -346,5 +379,6 @@ PATCHES: tuple[Patch, ...] = (
     *EXPERTS,
     *OPTIMIZER,
     *CHECKPOINTS,
+    *CHECKPOINTS_OF_RANKS,
 )
 """Every name of Megatron that this package rebinds, in the order in which it does."""

@@ -70,6 +70,29 @@ def test_a_damaged_file_is_named_on_every_rank(tmp_path: Path):
         assert "missing" in said["missing"]
 
 
+def _save_weights_alone(folder: Path) -> str:
+    """Save as with ``--no-save-optim``: nothing in the state is this package's own."""
+    from megatron.core import dist_checkpointing
+
+    journey = Journey(GROUPED).fill()
+    metadata = {"dp_cp_group": journey.groups.dp_cp}
+    model = journey.model.sharded_state_dict(metadata=metadata)
+    folder.mkdir()
+    dist_checkpointing.save({"model": model}, str(folder))
+    (folder / "metadata.json").write_text((folder / "metadata.json").read_text() + " ")
+    try:
+        dist_checkpointing.load({"model": model}, str(folder))
+    except StateError as error:
+        return str(error)
+    return "loaded"
+
+
+def test_a_save_of_weights_alone_is_sealed_as_well(tmp_path: Path):
+    """What changed since is found, though every other file and record of it is in order."""
+    (said,) = run_ranks(1, _save_weights_alone, tmp_path / "iter_0000001")
+    assert "metadata.json does not have the SHA-256 that was recorded" in said
+
+
 def _save_again(folder: Path) -> list[str | None]:
     """Save over a checkpoint, and look at it when the second save has begun."""
     from megatron.core import dist_checkpointing
@@ -267,7 +290,7 @@ def _load_elsewhere(folder: Path) -> str:
     """Load as from a storage that only Megatron can read: in the same layout, and in the other."""
     from moe_optim.megatron.checkpoint import hooks as checkpoint_files
 
-    checkpoint_files._is_local = lambda _: False
+    checkpoint_files.is_local = lambda _: False
     Journey(GROUPED).fill().save(folder, "dp_reshardable")
     assert not (folder / SEAL).exists()
     assert Journey(GROUPED).scramble().load(folder).check()
@@ -347,6 +370,7 @@ def _load_with(folder: Path, where: str, value: Any, trusted: bool) -> tuple[str
     torch.save([{"mine": value}], content)
     if rank == 0:
         rewrite(folder, lambda key, old: content.getvalue() if key.startswith(where) else old)
+        (folder / SEAL).unlink()
     torch.distributed.barrier()
     moe_optim.uninstall()
     moe_optim.install(MoEOptimConfig(trust_checkpoint_code=trusted))

@@ -1,5 +1,6 @@
 """A save that dies at any of its calls into the file system costs that save, and nothing else."""
 
+import functools
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -44,6 +45,7 @@ def _train(folder: Path, choose: Choose) -> dict[str, list[str]]:
     checkpoints, stock = folder / "checkpoints", training.save_checkpoint
     calls = {}
 
+    @functools.wraps(stock)
     def save(iteration: int, *args: Any, **kwargs: Any) -> None:
         def once() -> None:
             stock(iteration, *args, **kwargs)
