@@ -53,6 +53,33 @@ def source(tmp_path_factory):
     return write_torch_dist(tmp_path_factory.mktemp("source") / "c", stored_tensors())
 
 
+def of_each_layer(tensors):
+    """Return tensors under keys of one layer each, as Megatron stores layers that differ."""
+    return {
+        key.replace(".layers.", f".layers.{layer}."): value[layer].clone()
+        for key, value in tensors.items()
+        if ".layers." in key
+        for layer in range(LAYERS)
+    }
+
+
+def test_experts_that_were_frozen_in_one_layer_have_no_states_there(tmp_path):
+    """Of all kinds or none: where one kind alone is missing, it was lost."""
+    tensors = of_each_layer(stored_tensors())
+    frozen = [key for key in tensors if key.startswith("optimizer") and ".1.mlp.experts." in key]
+    left = {key: value for key, value in tensors.items() if key not in frozen}
+    source = write_torch_dist(tmp_path / "frozen", left)
+    convert_checkpoint(plan_of(source, "hf", format="safetensors"), tmp_path / "hf")
+    assert len(open_checkpoint(tmp_path / "hf").tensors) == len(left)
+    assert len(frozen) == 2 * len(STATES)
+    lost = [key for key in frozen if ".exp_avg." in key]
+    source = write_torch_dist(
+        tmp_path / "lost", {key: value for key, value in tensors.items() if key not in lost}
+    )
+    with pytest.raises(LayoutError, match=r"exp_avg\..*\.1\.mlp\.router\.weight: expected experts"):
+        plan_of(source, "grouped")
+
+
 def plan_of(source, to, **request):
     renames = request.pop("renames", ())
     view = LayerView(open_checkpoint(source), renames)

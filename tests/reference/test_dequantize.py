@@ -177,3 +177,20 @@ def test_a_missing_amax_and_a_wrong_out_are_refused():
         LayoutError, match=r"dequantize_bf16.out: expected contiguous \[2, 32, 64\]"
     ):
         fast(q, out=torch.empty(2, 64, 32, dtype=torch.bfloat16))
+
+
+@every_format
+def test_quantizing_what_was_dequantized_changes_codes_by_powers_of_two_and_no_value(format):
+    """As frozen weights do across a checkpoint. A block whose largest element was rounded down to
+    half the range gets half the scale and codes twice as large. In NVFP4 not one byte changes, as
+    long as scales are no subnormals: those of blocks below 2^-15 of the expert's amax."""
+    exponents = (-3, 3) if format is NVFP4 else (-40, 40)
+    weights = wide_range_weights(4, 256, 256, exponents=exponents)
+    saved = dequantize(quantize(weights, format))
+    loaded = quantize(saved.bfloat16().float(), format)
+    assert_bytes_equal(dequantize(loaded), saved)
+    scales = quantize(weights, format).scale("rowwise").view(torch.uint8)
+    changed = int((scales != loaded.scale("rowwise").view(torch.uint8)).sum())
+    assert (changed == 0) == (format is NVFP4), "else the statement about bytes says nothing"
+    if format is not MXFP8:  # one set of values in both directions
+        assert_bytes_equal(dequantize(loaded, "columnwise"), saved)

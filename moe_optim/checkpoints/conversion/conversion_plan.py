@@ -217,13 +217,16 @@ def _refuse_flat_states(view: LayerView) -> None:
 
 
 def _check_states(view: LayerView, sets: list[ExpertSet]) -> None:
-    """Every kind of state that any expert has must be there for all of them."""
+    """Every kind of state that any expert has must be there for its layer, or none: frozen ones."""
     path, by_prefix = view.reader.path, {one.prefix: one for one in sets}
-    weights = [prefix for prefix in by_prefix if not is_state(prefix)]
+    weights = {prefix for prefix in by_prefix if not is_state(prefix)}
     states = [prefix for prefix in by_prefix if prefix.startswith(STATE)]
     found = [STATE_KIND.match(key) for key in view.tensors] if states else []
     kinds = sorted({match[1] for match in found if match})
-    expected = {f"{STATE}{kind}.{weight}": weight for kind in kinds for weight in weights}
+    trained = {prefix[match.end() :] for prefix in states if (match := STATE_KIND.match(prefix))}
+    expected = {
+        f"{STATE}{kind}.{name}": name for kind in kinds for name in weights if name in trained
+    }
     faults = [f"no {prefix}" for prefix in expected if prefix not in by_prefix]
     faults += [f"{prefix} without weights" for prefix in states if prefix not in expected]
     faults += [
@@ -233,7 +236,7 @@ def _check_states(view: LayerView, sets: list[ExpertSet]) -> None:
     ]
     if faults:
         raise LayoutError(
-            f"{path}: expected {' and '.join(kinds)} of all experts or of none, got "
+            f"{path}: expected {' and '.join(kinds)} of a layer's experts or none, got "
             f"{'; '.join(faults)}. Convert with --weights-only."
         )
 

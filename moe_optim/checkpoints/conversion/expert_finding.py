@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 import torch
 
-from moe_optim.checkpoints.conversion.layer_view import STORED_ALIKE, LayerView
+from moe_optim.checkpoints.conversion.layer_view import STATE_KIND, STORED_ALIKE, LayerView
 from moe_optim.checkpoints.conversion.model_sources import configured_experts
 from moe_optim.checkpoints.stores.reader import TensorInfo
 from moe_optim.errors import ConfigError, LayoutError
@@ -85,7 +85,25 @@ def _said_experts(view: LayerView) -> int | None:
 
 
 def _shapes(view: LayerView, keys: Collection[str]) -> dict[str, tuple[int, ...]]:
-    return {key: view.tensors[key].shape for key in keys if STORED not in key}
+    """Return shapes by key, without those of routers that stand beside frozen experts."""
+    with_states = {module for key in keys if (module := _experts_of_state(key))}
+    return {
+        key: view.tensors[key].shape
+        for key in keys
+        if STORED not in key and _is_expected(key, with_states)
+    }
+
+
+def _experts_of_state(key: str) -> str | None:
+    """Return the prefix of the experts of which a key holds a state; None of another."""
+    found = STATE_KIND.match(key)
+    return key[found.end() :].rpartition("experts.")[0] or None if found else None
+
+
+def _is_expected(key: str, with_states: Collection[str]) -> bool:
+    """Return whether experts are to be looked for beside a key: not where none has any state."""
+    found, head = STATE_KIND.match(key), key.removesuffix("router.weight")
+    return found is None or head == key or head[found.end() :] in with_states
 
 
 def without_experts(keys: Iterable[str], sets: Iterable[ExpertSet]) -> tuple[str, ...]:

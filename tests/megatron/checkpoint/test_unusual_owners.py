@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from moe_optim.config import MoEOptimConfig
 from tests.megatron.optimizer.test_fused_step import (
@@ -18,6 +19,7 @@ from tests.support.training import OVERLAP, Record, assert_same_run, pretrain
 
 pytestmark = pytest.mark.slow
 FUSED = MoEOptimConfig(format="mxfp8_2d", step="fused")
+NVFP4 = replace(FUSED, format="nvfp4")  # of which frozen experts load to the byte
 RUN = ["--train-iters", "4", "--eval-interval", "1000000"]
 
 
@@ -26,14 +28,25 @@ def freeze_the_first_stage() -> None:
         after_conversion(lambda module: module.requires_grad_(False))
 
 
+def freeze_experts_of_the_second_layer() -> None:
+    def freeze(module: torch.nn.Module) -> None:
+        if hasattr(module, "mlp") and module.layer_number == 2:
+            module.mlp.experts.requires_grad_(False)
+
+    after_conversion(freeze)
+
+
 def _train(flags: list[str], prepare: Callable[[], None]) -> Record:
     prepare()
-    return pretrain(flags, FUSED)
+    by_name = "--dist-ckpt-optim-fully-reshardable" in flags
+    return pretrain(flags, NVFP4 if by_name else FUSED)
 
 
 STAGES = ["--pipeline-model-parallel-size", "2"]
 TORCH = ["--ckpt-format", "torch"]
+BY_NAME = ["--expert-model-parallel-size", "2", "--dist-ckpt-optim-fully-reshardable"]
 CASES = {
+    "experts of a layer frozen, by name": (BY_NAME, freeze_experts_of_the_second_layer),
     "frozen": (STAGES, freeze_the_first_stage),
     "fp32, one file a rank": (TORCH, keep_routers_in_fp32_and_couple_decay),
 }
