@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 import shutil
 import tracemalloc
 from itertools import product
@@ -171,6 +172,20 @@ def test_a_checkpoint_that_is_written_over_counts_as_incomplete(checkpoint):
     assert checkpoint_defect(checkpoint).startswith("no metadata.json")
     invalidate(checkpoint)
     invalidate(checkpoint.with_name("iter_0000030"))  # a new folder
+
+
+def test_a_byte_behind_the_end_of_a_file_is_found_by_sizes_alone(checkpoint, tmp_path):
+    save_legacy(tmp_path / "legacy", ITERATIONS)
+    said = {
+        checkpoint / "__0_1.distcp": r"__0_1.distcp is too long: (\d+) of (\d+) bytes",
+        tmp_path / "legacy" / "iter_0000010" / "mp_rank_00" / "distrib_optim.pt": "no table of rec",
+    }
+    for file, what in said.items():
+        folder = file.parent if file.suffix == ".distcp" else file.parents[1]
+        assert checkpoint_defect(folder) is None
+        with file.open("ab") as opened:
+            opened.write(b"\0")
+        assert re.search(what, checkpoint_defect(folder))
 
 
 def test_files_of_ranks_count_as_incomplete_from_the_start_of_a_save_to_its_seal(tmp_path):

@@ -93,6 +93,31 @@ def test_a_save_of_weights_alone_is_sealed_as_well(tmp_path: Path):
     assert "metadata.json does not have the SHA-256 that was recorded" in said
 
 
+def _save_later(folder: Path) -> list[str | None]:
+    """Save over a checkpoint as ``--async-save`` does; look at it before and after the writing."""
+    from megatron.core import dist_checkpointing
+
+    journey = Journey(GROUPED).fill()
+    journey.save(folder, RESHARDABLE)
+    metadata = {"distrib_optim_sharding_type": RESHARDABLE, "dp_cp_group": journey.groups.dp_cp}
+    model = journey.model.sharded_state_dict(metadata=metadata)
+    state = {"optimizer": journey.optimizer.sharded_state_dict(model, metadata=metadata)}
+    request = dist_checkpointing.save(
+        {"model": model, **state}, str(folder), async_sharded_save=True, async_strategy="mcore"
+    )
+    seen = [checkpoint_defect(folder), str((folder / SEAL).exists())]
+    torch.distributed.barrier()
+    request.execute_sync()
+    torch.distributed.barrier()
+    return [*seen, checkpoint_defect(folder), str((folder / SEAL).exists())]
+
+
+def test_an_async_save_counts_as_incomplete_and_is_sealed_when_it_is_finalized(tmp_path: Path):
+    for seen in run_ranks(2, _save_later, tmp_path / "iter_0000001"):
+        unfinished = "no metadata.json: it was not saved to the end"
+        assert seen == [unfinished, "False", None, "True"]
+
+
 def _save_again(folder: Path) -> list[str | None]:
     """Save over a checkpoint, and look at it when the second save has begun."""
     from megatron.core import dist_checkpointing
@@ -254,36 +279,40 @@ def test_weights_come_from_masters_after_a_load_and_not_from_weights(format: str
     assert ours == 0
 
 
-def _load_weights_alone(folder: Path) -> tuple[int, int]:
+def _load_weights_alone(folder: Path) -> tuple[int, int, bool]:
     """Load the weights of a bf16 run into quantized experts, without its optimizer state."""
     from megatron.core import dist_checkpointing
 
-    source = Journey(GROUPED.but(format="bf16"))
+    source = Journey(GROUPED.but(format="bf16", bucket_size=1))
     generator = torch.Generator().manual_seed(torch.distributed.get_rank())
     for _, _, states in _owned(source.fill()):
         states["param"].copy_(torch.randn(states["param"].shape, generator=generator))
     source._write_weights()
     source.save(folder, RESHARDABLE)
     weights = {name: p.detach().clone() for name, p in source.model.named_parameters()}
-    journey = Journey(GROUPED.but(format="mxfp8")).scramble()
+    journey = Journey(GROUPED.but(format="mxfp8", bucket_size=1)).scramble()
     metadata = {"dp_cp_group": journey.groups.dp_cp}
     state = {"model": journey.model.sharded_state_dict(metadata=metadata)}
     journey.model.load_state_dict(dist_checkpointing.load(state, str(folder))["model"])
     journey.optimizer.reload_model_params()
     names = {param: name for name, param in journey.model.named_parameters()}
     wrong = kept = 0
+    begins_inside = False
     for param, start, states in _owned(journey):
+        begins_inside |= param.dim() == 3 and start % (param.numel() // len(param)) > 0
         want = weights[names[param]].float().view(-1)
         got = states["param"].view(-1)
         wrong += int((got != want[start : start + got.numel()]).sum())
         kept += getattr(getattr(param, "quantized_storage", None), "initial", None) is not None
-    return wrong, kept
+    return wrong, kept, begins_inside
 
 
 def test_masters_of_loaded_weights_are_not_quantized_first(tmp_path: Path):
     """Weights alone, of a bf16 checkpoint, into quantized experts: masters are the checkpoint's
-    values and not what quantizing left of them; nothing is kept longer than that takes."""
-    assert run_ranks(2, _load_weights_alone, tmp_path / "bf16") == [(0, 0), (0, 0)]
+    values and not what quantizing left of them, from where each rank's share begins, which for the
+    second of three is inside an expert; nothing is kept longer than that takes."""
+    results = run_ranks(3, _load_weights_alone, tmp_path / "bf16")
+    assert results == [(0, 0, False), (0, 0, True), (0, 0, True)]
 
 
 def _load_elsewhere(folder: Path) -> str:
@@ -332,6 +361,9 @@ def _foreign(folder: Path) -> list[bool]:
     return [(folder / SEAL).exists(), torch.equal(loaded["x"], tensor)]
 
 
+FIRST_BY_NAME = "a_state"
+
+
 class Code:
     """Unpickled, it makes a folder."""
 
@@ -361,29 +393,33 @@ def _load_with(folder: Path, where: str, value: Any, trusted: bool) -> tuple[str
 
     Journey(GROUPED)  # has the functions replaced
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    rng = ShardedObject("rng_state", {"mine": None}, (ranks,), (rank,))
+    objects = {
+        name: ShardedObject(name, {"mine": None}, (ranks,), (rank,))
+        for name in ("rng_state", FIRST_BY_NAME)
+    }
     if rank == 0:
         folder.mkdir(parents=True)
     torch.distributed.barrier()
-    dist_checkpointing.save({"mine": None, "iteration": 7, "rng_state": rng}, str(folder))
+    dist_checkpointing.save({"mine": None, "iteration": 7, **objects}, str(folder))
     content = io.BytesIO()
     torch.save([{"mine": value}], content)
     if rank == 0:
-        rewrite(folder, lambda key, old: content.getvalue() if key.startswith(where) else old)
+        begin = where if trusted else f"{where}/shard_0_"  # one is enough to refuse all
+        rewrite(folder, lambda key, old: content.getvalue() if key.startswith(begin) else old)
         (folder / SEAL).unlink()
     torch.distributed.barrier()
     moe_optim.uninstall()
     moe_optim.install(MoEOptimConfig(trust_checkpoint_code=trusted))
     try:
-        loaded = dist_checkpointing.load({"rng_state": rng}, str(folder))
+        loaded = dist_checkpointing.load(dict(objects), str(folder))
     except LayoutError as error:
         return str(error), None
-    return "", (loaded if where == "common_state" else loaded["rng_state"])["mine"]
+    return "", (loaded if where == "common_state" else loaded[where])["mine"]
 
 
 def _load_code(folder: Path) -> dict[str, str]:
     said = {}
-    for where in ("common_state", "rng_state"):
+    for where in ("common_state", "rng_state", FIRST_BY_NAME):
         for name, value in {"code": Code(folder / "ran"), "a type": OfTheUser()}.items():
             said[f"{where}, {name}"], _ = _load_with(folder / where / name, where, value, False)
             assert not (folder / "ran").exists()
@@ -396,7 +432,7 @@ def test_what_would_run_code_is_refused_by_its_name_on_every_rank(tmp_path: Path
     """Megatron unpickles arguments and random states by Python's own rules: what they name is
     looked at first. A type of the user's own is such a name, and loads if the user says so."""
     for said in run_ranks(2, _load_code, tmp_path):
-        assert len(said) == 4
+        assert len(said) == 6
         for name, message in said.items():
             where, _, what = name.partition(", ")
             named = "posix.mkdir" if what == "code" else f"{__name__}.OfTheUser"

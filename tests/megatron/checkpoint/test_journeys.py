@@ -1,5 +1,6 @@
 """Masters and moments through checkpoints: every element arrives, at any sizes, in any layout."""
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -562,6 +563,30 @@ def test_legacy_files_without_a_manifest_arrive_behind_their_weights(
             assert "Load the weights of the same checkpoint first" in said
             assert "trust_unmarked_states" not in said
             assert count
+
+
+def _load_equal_experts(folder: Path) -> str:
+    """Load a file of Megatron's optimizer behind its weights, all of which are the same number."""
+    stock = Journey(STOCK).fill()
+    for _, _, states in _owned_of(stock):
+        states["param"].fill_(0.5)
+    stock._write_weights()
+    stock.save(folder, FLAT)
+    for index, part in enumerate(stock.parts):
+        part.save_parameter_state(f"{folder}/{index}.pt")
+    journey = Journey(GROUPED).scramble().load_weights(folder)
+    return _refused(
+        lambda: [
+            part.load_parameter_state(f"{folder}/{index}.pt")
+            for index, part in enumerate(journey.parts)
+        ]
+    )
+
+
+def test_states_whose_weights_fit_several_orders_are_refused(tmp_path: Path):
+    """Their masters do not show which moments are whose."""
+    (said,) = run_ranks(1, _load_equal_experts, tmp_path / "equal")
+    assert re.search(r"got [2-9] orders in which they do", said)
 
 
 def _refusals(folder: Path) -> dict[str, str]:
