@@ -253,6 +253,12 @@ def _summary(plan: "ConversionPlan", args: argparse.Namespace, began: float) -> 
         f"interleave {plan.source_interleave} to {plan.target_interleave}",
         _speed(count, plan.total_bytes, began),
     ]
+    if plan.stored is not None and plan.objects:
+        foreign = plan.stored.foreign_objects(plan.objects)
+        lines += [
+            f"Copied as it is, and may run code where Megatron unpickles it: {name}: {why}"
+            for name, why in foreign.items()
+        ]
     if plan.format == "torch_dist":
         lines.append("torch_dist stores grouped, indexed and sequential experts alike.")
     tensors = sum(name in plan.view.tensors for name in plan.left_out)

@@ -109,6 +109,7 @@ def examine(view: "LayerView", *, thorough: bool = False) -> Report:
         "bytes": sum(info.nbytes for info in reader.tensors.values()),
         "bytes_by_dtype": dict(dtypes.most_common()),
         "objects": len(reader.objects),
+        "foreign": _foreign_objects(view) if thorough else None,
         "quantized": _quantized(quantized),
         "experts": [_describe(view, one, quantized) for one in sets],
         "amaxes": _amaxes(view),
@@ -181,6 +182,14 @@ def _checked(view: "LayerView", *, thorough: bool) -> str:
     if view.reader.format == "safetensors":
         return "headers and sizes"
     return "every byte" if thorough else "metadata and sizes"
+
+
+def _foreign_objects(view: "LayerView") -> dict[str, str]:
+    """Say which objects may run code where Megatron unpickles them, and what they name."""
+    from moe_optim.checkpoints.stores.torch_dist import TorchDistReader
+
+    reader = view.reader
+    return reader.foreign_objects(reader.objects) if isinstance(reader, TorchDistReader) else {}
 
 
 def _amaxes(view: "LayerView") -> list[Report]:
@@ -276,6 +285,8 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     held = [f"{spell_bytes(size)} {dtype}" for dtype, size in report["bytes_by_dtype"].items()]
     objects = f"; {report['objects']} objects" if report["objects"] else ""
     yield "holds", f"{report['tensors']:,} tensors, {', '.join(held)}{objects}"
+    for name, why in (report["foreign"] or {}).items():
+        yield "may run code", f"{name}: {why}"
     if quantized := report["quantized"]:
         named = " or ".join(quantized["conventions"])
         weights = f"{quantized['weights']:,} weights in {quantized['format']}"

@@ -417,8 +417,8 @@ def test_safetensors_have_the_rights_that_the_umask_leaves(umask, checkpoint, tm
     assert rights == {0o666 & ~umask}
 
 
-def test_a_folder_of_objects_is_converted_without_reading_them(checkpoint, tmp_path, capsys):
-    """Objects that the conversion need not understand are copied, whatever they are."""
+def test_objects_that_may_run_code_are_named_where_they_are_copied(checkpoint, tmp_path, capsys):
+    """Objects that the conversion need not understand are copied, and none of them is run."""
     content = io.BytesIO()
     torch.save([Command(tmp_path / "ran")], content)
     rewrite(checkpoint, lambda key, old: content.getvalue() if "rng_state" in key else old)
@@ -426,4 +426,11 @@ def test_a_folder_of_objects_is_converted_without_reading_them(checkpoint, tmp_p
     assert cli.main(["convert", str(checkpoint), str(target), "--experts", "grouped"]) == 0
     metadata = pickle.loads((target / "iter_0000007" / ".metadata").read_bytes())
     assert any(index.fqn.startswith("rng_state") for index in metadata.storage_data)
+    said = "rng_state/shard_0_1: it names posix.mkdir"
+    converted = "".join(capsys.readouterr().out.split("\n"))
+    assert f"may run code where Megatron unpickles it: {said}" in converted
+    assert cli.main(["inspect", str(target), "--thorough", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["foreign"]["rng_state/shard_0_1"] in said
+    assert cli.main(["inspect", str(target), "--thorough"]) == 0
+    assert f"may run code {said}" in " ".join(capsys.readouterr().out.split())
     assert not (tmp_path / "ran").exists()

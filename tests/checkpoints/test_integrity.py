@@ -27,6 +27,7 @@ from moe_optim.checkpoints.stores.records import DamageError
 from moe_optim.errors import StateError
 from tests.support.damage import archive_bytes, flip, flip_in, save_legacy, save_with_megatron
 from tests.support.ranks import run_ranks
+from tests.support.stored_checkpoints import STATES, stored_tensors, write_torch_dist
 
 ITERATIONS = (10, 20)
 
@@ -158,6 +159,40 @@ def test_a_seal_tells_a_file_from_that_of_another_checkpoint(checkpoint):
     (defect,) = corrupt_files(checkpoint)
     assert defect.file == file.name
     assert "is another file" in defect.what
+
+
+MOMENTS = [f"optimizer.state.{kind}.decoder.layers.mlp.router.weight" for kind in STATES[1:]]
+
+
+def exchange(metadata):
+    """Have the bytes of one moment be those of the other, which has the same shape and dtype."""
+    first, second = [
+        next(index for index in metadata.storage_data if index.fqn == key) for key in MOMENTS
+    ]
+    places = metadata.storage_data
+    places[first], places[second] = places[second], places[first]
+
+
+def retype(metadata):
+    """Have a moment be of another dtype of as many bytes an element."""
+    metadata.state_dict_metadata[MOMENTS[0]].properties.dtype = torch.int32
+
+
+@pytest.mark.parametrize("edit", [exchange, retype])
+def test_exchanged_moments_and_another_dtype_are_found_by_a_seal(edit, tmp_path):
+    """Without one, the dtype is found by reading everything, and exchanged moments are not."""
+    folder = write_torch_dist(tmp_path / "iter_0000010", stored_tensors())
+    shutil.copytree(folder, tmp_path / "unsealed")
+    seal(folder)
+    for damaged in (folder, tmp_path / "unsealed"):
+        path = damaged / ".metadata"
+        metadata = pickle.loads(path.read_bytes())
+        edit(metadata)
+        path.write_bytes(pickle.dumps(metadata))
+    assert checkpoint_defect(folder) == ".metadata does not have the SHA-256 that was recorded"
+    assert checkpoint_defect(tmp_path / "unsealed") is None
+    found = [str(defect) for defect in corrupt_files(tmp_path / "unsealed")]
+    assert [MOMENTS[0] in one for one in found] == ([] if edit is exchange else [True])
 
 
 def test_only_a_complete_checkpoint_is_sealed(checkpoint):

@@ -8,11 +8,13 @@ refused, as are memo places far beyond its length, numbers of more than 2040 bit
 whose hash would take longer than they are long (tuples of tuples, shared).
 """
 
+import gc
 import io
 import pickle
 import struct
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,12 +79,28 @@ def read_pickle(content: bytes, admit: Callable[[Named], None] = lambda _: None)
     stream = io.BytesIO(content)
     faults = EOFError, LookupError, OverflowError, TypeError, struct.error, pickle.UnpicklingError
     try:
-        return _Reader(stream, len(content), admit).load()
+        with no_collections():
+            return _Reader(stream, len(content), admit).load()
     except faults as error:
         raise ValueError(f"no pickle of a checkpoint, before byte {stream.tell():,}") from error
 
 
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """Spare millions of values without a cycle that all of them are looked at again and again."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
 _PythonsUnpickler: Any = pickle._Unpickler  # in Python, so that operations can be others
+
+
+_PythonsStop: Any = pickle._Stop  # type: ignore[attr-defined]
 
 
 class _Reader(_PythonsUnpickler):  # type: ignore[misc]
@@ -90,7 +108,24 @@ class _Reader(_PythonsUnpickler):  # type: ignore[misc]
 
     def __init__(self, stream: io.BytesIO, length: int, admit: Callable[[Named], None]) -> None:
         super().__init__(stream)
-        self._length, self._admit = length, admit
+        self._stream, self._length, self._admit = stream, length, admit
+
+    def load(self) -> Any:
+        """Carry out all operations: as Python's own, which spends most time on frames."""
+        self.read, self.readline = self._stream.read, self._stream.readline
+        self.metastack, self.stack, self.proto = [], [], 0
+        self.append = self.stack.append
+        dispatch, read = self.dispatch, self.read
+        try:
+            while True:
+                dispatch[read(1)[0]](self)
+        except _PythonsStop as stop:
+            return stop.value
+
+    def load_frame(self) -> None:
+        """Pass the length of a frame: all is in memory, where frames save nothing."""
+        if len(self.read(8)) < 8:
+            raise EOFError("a frame without its length")
 
     def find_class(self, module: str, name: str) -> Named:
         if self.proto < 3:  # which has the names of Python 2

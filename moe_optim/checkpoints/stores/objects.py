@@ -42,6 +42,10 @@ _PLAIN = {  # by module: what makes values of its arguments, and does nothing el
 _PLAIN_NAMES = names_of(_PLAIN) | {Named(*dtype.split(".")) for dtype in ITEM_BYTES}
 
 
+MEGATRONS_PACKAGES = {"megatron", "moe_optim", "transformer_engine"}
+"""Whose enumerations and dataclasses are plain data."""
+
+
 class ForeignNameError(ValueError):
     """A pickle names what is not known to make plain data."""
 
@@ -79,6 +83,24 @@ def require_plain(file: IO[bytes], knows: Callable[[Named], bool]) -> None:
             raise ForeignNameError(named)
 
     read_pickle(Archive(file).pickled(), admit)
+
+
+def foreign_to_plain_data(file: IO[bytes]) -> str | None:
+    """Say what keeps an object from being plain data, or nothing: it may run code where it is read.
+
+    Classes of Megatron's own packages are taken for the enumerations and dataclasses of its
+    arguments, by their names: none of them is imported.
+    """
+    try:
+        require_plain(file, _is_named_as_megatrons)
+    except (ValueError, zipfile.BadZipFile) as error:
+        return str(error)
+    return None
+
+
+def _is_named_as_megatrons(named: Named) -> bool:
+    is_class = named.name.isidentifier() and named.name[0].isupper()
+    return is_class and named.module.partition(".")[0] in MEGATRONS_PACKAGES
 
 
 def replace_int(blob: bytes, key: str, value: int | None) -> bytes | None:

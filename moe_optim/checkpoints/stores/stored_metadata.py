@@ -19,7 +19,13 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from moe_optim.checkpoints.files.regular_files import SMALL_BYTES, read_file
-from moe_optim.checkpoints.pickles.plain_pickles import Made, Named, names_of, read_pickle
+from moe_optim.checkpoints.pickles.plain_pickles import (
+    Made,
+    Named,
+    names_of,
+    no_collections,
+    read_pickle,
+)
 from moe_optim.checkpoints.stores.records import DamageError
 
 METADATA = ".metadata"
@@ -118,7 +124,8 @@ def _read_blobs(content: bytes) -> tuple[Blob, ...]:
     except ValueError as error:
         raise DamageError(METADATA, f"is cut off or foreign: {error}") from error
     try:
-        return tuple(_blobs(metadata))
+        with no_collections():
+            return tuple(_blobs(metadata))
     except (LookupError, TypeError, ValueError) as error:
         raise DamageError(METADATA, f"is damaged: {error}") from error
 

@@ -16,7 +16,7 @@ from moe_optim.checkpoints.files.byte_ranges import FileRange
 from moe_optim.checkpoints.files.regular_files import is_file, open_file, read_file, size_of
 from moe_optim.checkpoints.pickles.archives import contents_defect
 from moe_optim.checkpoints.pickles.plain_pickles import Made
-from moe_optim.checkpoints.stores.objects import load_object
+from moe_optim.checkpoints.stores.objects import foreign_to_plain_data, load_object
 from moe_optim.checkpoints.stores.reader import FileFormat, Recorded, TensorInfo
 from moe_optim.checkpoints.stores.stored_metadata import (
     MAX_NUMBER,
@@ -226,6 +226,19 @@ class TorchDistReader:
         with self.opened(self.blobs[name][0]) as file:
             (value,) = load_object(file)  # a list of the objects under that key
         return value
+
+    def foreign_objects(self, names: Iterable[str]) -> dict[str, str]:
+        """Return why those of the objects that are not plain data may run code where they are read.
+
+        Raises:
+            StateError: a file is missing.
+        """
+        found = {}
+        for name in names:
+            with self.opened(self.blobs[name][0]) as file:
+                if (why := foreign_to_plain_data(file)) is not None:
+                    found[name] = why
+        return found
 
     @cached_property
     def common_key(self) -> str | None:

@@ -30,7 +30,7 @@ from megatron.core.dist_checkpointing.validation import StrictHandling, parse_st
 from moe_optim.checkpoints.integrity import invalidate, require_intact, seal
 from moe_optim.checkpoints.manifests.state_manifest import MANIFEST, StateManifest
 from moe_optim.checkpoints.pickles.plain_pickles import Named
-from moe_optim.checkpoints.stores.objects import require_plain
+from moe_optim.checkpoints.stores.objects import MEGATRONS_PACKAGES, require_plain
 from moe_optim.checkpoints.stores.torch_dist import TorchDistReader
 from moe_optim.errors import LayoutError
 from moe_optim.megatron.active import config_in_force, installed_config
@@ -49,8 +49,6 @@ from moe_optim.megatron.te.fields import has_scale_a_tensor, read_values, te_for
 
 _ACCOUNTED = "moe_optim_accounted"
 _OBJECT_KEY = re.compile(r"[^/]+/shard_[0-9.]+_[0-9.]+")
-_PACKAGES = {"megatron", "moe_optim", "transformer_engine"}
-"""Whose enumerations and dataclasses are plain data."""
 _CORE = "megatron.core.dist_checkpointing"
 
 
@@ -246,7 +244,7 @@ def _is_passive(named: Named) -> bool:
     # also of the class itself: a module may have others' under names of its own
     packages = {module.partition(".")[0] for module in (named.module, found.__module__)}
     is_value = issubclass(found, enum.Enum) or dataclasses.is_dataclass(found)
-    return is_value and packages <= _PACKAGES
+    return is_value and packages <= MEGATRONS_PACKAGES
 
 
 def _holders_of_manifests(state: Any) -> Iterator[dict[Any, Any]]:
