@@ -113,8 +113,9 @@ class _Reader(_PythonsUnpickler):  # type: ignore[misc]
     def load(self) -> Any:
         """Carry out all operations: as Python's own, which spends most time on frames."""
         self.read, self.readline = self._stream.read, self._stream.readline
-        self.metastack, self.stack, self.proto = [], [], 0
-        self.append = self.stack.append
+        self.metastack: list[Any] = []
+        self.stack: list[Any] = []
+        self.append, self.proto = self.stack.append, 0
         dispatch, read = self.dispatch, self.read
         try:
             while True:
