@@ -228,7 +228,10 @@ class TorchDistReader:
         return value
 
     def foreign_objects(self, names: Iterable[str]) -> dict[str, str]:
-        """Return why those of the objects that are not plain data may run code where they are read.
+        """Return what keeps objects from being plain data, by name, of those that are not.
+
+        Args:
+            names: objects to look at; nothing that they name is called.
 
         Raises:
             StateError: a file is missing.
