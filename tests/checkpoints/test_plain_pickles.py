@@ -163,3 +163,9 @@ def archive_of(pickled):
             content = pickled if record.endswith("data.pkl") else source.read(record)
             changed.writestr(record, content)
     return target
+
+
+def test_a_far_memo_place_is_refused_for_the_readers_that_reserve_all_before_it():
+    """Megatron's is one of them: what passes here is unpickled there."""
+    with pytest.raises(ValueError, match="memo place 2,147,483,648 in a pickle of 9 bytes"):
+        read_pickle(b"\x80\x02Nr" + (2**31).to_bytes(4, "little") + b".")
