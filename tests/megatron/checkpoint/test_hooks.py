@@ -22,10 +22,12 @@ from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import LayoutError, StateError
 from moe_optim.formats import get_format
 from tests.support.checkpoint_journey import HIDDEN, Journey, Station
+from tests.support.damage import flip_in
 from tests.support.hostile_checkpoints import rewrite
 from tests.support.ranks import run_ranks
 from tests.support.stored_checkpoints import stored_tensors, write_torch_dist
 
+FC2 = "decoder.layers.mlp.experts.experts.linear_fc2.weight"
 GROUPED, INDEXED = Station(), Station(experts="indexed")
 RESHARDABLE = "fully_reshardable"
 
@@ -68,6 +70,28 @@ def test_a_damaged_file_is_named_on_every_rank(tmp_path: Path):
         for message in said.values():
             assert "__0_0.distcp" in message
         assert "missing" in said["missing"]
+
+
+def _load_checked_quickly(folder: Path) -> dict[str, str]:
+    said = {}
+    for name, damage in {**DAMAGES, "flipped": None}.items():
+        target = folder / name
+        Journey(GROUPED).fill().save(target, RESHARDABLE)
+        damage(target / "__0_0.distcp") if damage else flip_in(target, FC2)
+        try:
+            Journey(GROUPED.but(knobs=(("check_on_load", "quick"),))).load(target)
+            said[name] = "loaded"
+        except StateError as error:
+            said[name] = str(error)
+    return said
+
+
+def test_a_quick_check_finds_cut_and_missing_files_and_reads_no_data(tmp_path: Path):
+    (said,) = run_ranks(1, _load_checked_quickly, tmp_path)
+    assert said.pop("flipped") == "loaded"
+    assert "__0_0.distcp is cut off" in said.pop("cut")
+    assert "__0_0.distcp is missing" in said.pop("missing")
+    assert said == {}
 
 
 def _save_weights_alone(folder: Path) -> str:
