@@ -31,14 +31,19 @@ def begin_report(command: str, *, on_gpu: bool, ranks: int = 1) -> dict[str, Any
 def describe_environment(*, on_gpu: bool, ranks: int = 1) -> dict[str, Any]:
     """Return ``commit``, ``device`` and ``versions``: the code, what computes, and with what.
 
-    Of GPUs also ``kernels``: what :func:`hash_code` makes of their sources.
+    Of GPUs also ``kernels``, see :func:`kernels`.
     """
     return {
         "commit": commit(),
         "device": _describe_gpus(ranks) if on_gpu else describe_cpu(),
         "versions": find_versions(),
-        **({"kernels": hash_code(kernel_sources())} if on_gpu else {}),
+        **kernels(on_gpu=on_gpu),
     }
+
+
+def kernels(*, on_gpu: bool) -> dict[str, str]:
+    """Return ``kernels``, a hash of their code, for a report of a GPU; else nothing."""
+    return {"kernels": hash_code(kernel_sources())} if on_gpu else {}
 
 
 def kernel_sources() -> dict[str, str]:

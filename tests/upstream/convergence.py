@@ -24,7 +24,7 @@ from queue import Queue
 from threading import Lock
 from typing import Any
 
-from moe_optim.console.provenance import commit
+from moe_optim.console.provenance import commit, kernels
 from moe_optim.environment import find_gpus
 from moe_optim.report.comparison import figures_of
 from moe_optim.report.reading import read_run
@@ -126,6 +126,7 @@ def train(asked: Asked, name: str, seed: int, gpus: Sequence[int]) -> dict[str, 
         "at_once": asked.at_once,
         "ranks_on_a_gpu": int(os.environ.get("RANKS_ON_A_GPU", "1")),
         "commit": commit(),
+        **kernels(on_gpu="CPU" not in run.model["environment"]["device"]),
         "device": run.model["environment"]["device"],
         "versions": run.model["environment"]["versions"],
         "commands": [shlex.join(neutral(command, asked)) for command in commands],

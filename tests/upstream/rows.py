@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-from moe_optim.console.provenance import commit
+from moe_optim.console.provenance import commit, kernels
 from moe_optim.environment import find_gpus
 from tests.support.engine_version import versions_of_ranks
 
@@ -119,6 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     report = {
         "command": shlex.join(["python", "-m", "tests.upstream.rows", *words]),
         "commit": commit(),
+        **kernels(on_gpu=bool(gpus)),
         "device": gpus or f"{platform.machine()} CPU",
         "versions": versions_of_ranks(),
         "ranks": None,
@@ -130,7 +131,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for key in ("device", "versions"):
             if old[key] != report[key]:
                 parser.error(f"{args.json}: expected {key} {old[key]}, got {report[key]}")
-        for key in ("command", "commit"):  # of every run that is in the record
+        shared = old.keys() & report.keys()
+        for key in shared & {"command", "commit", "kernels"}:  # of every run in the record
             report[key] = ", ".join(dict.fromkeys([old[key], report[key]]))
         report["ranks"] = old["ranks"]
     recorder = Recorder(args.json, report, rows)

@@ -30,7 +30,7 @@ from typing import Literal
 from rich.console import Console
 from rich.table import Table
 
-from moe_optim.console.provenance import commit
+from moe_optim.console.provenance import commit, kernels
 from moe_optim.environment import find_gpus
 from moe_optim.train.launcher import LaunchPlan, RankFailure, launch
 from tests.support.engine_version import versions_of_ranks
@@ -367,6 +367,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         report = {
             "command": shlex.join(["python", "-m", "tests.upstream.side_by_side", *sys.argv[1:]]),
             "commit": commit(),
+            **kernels(on_gpu=bool(gpus)),
             "device": [gpu.name for gpu in gpus] or f"{platform.machine()} CPU",
             "versions": versions_of_ranks(),
             "ranks": args.ranks,

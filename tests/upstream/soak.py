@@ -24,7 +24,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from moe_optim.console.provenance import commit
+from moe_optim.console.provenance import commit, kernels
 from moe_optim.report.reading import Run, read_run
 from tests.upstream.convergence import FP8_BLOCKS, RECIPE
 
@@ -124,6 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     report: dict[str, Any] = {
         "command": shlex.join(["python", "-m", "tests.upstream.soak", *sys.argv[1:]]),
         "commit": commit(),
+        **kernels(on_gpu="CPU" not in run.model["environment"]["device"]),
         "device": run.model["environment"]["device"],
         "versions": run.model["environment"]["versions"],
         "iterations": args.iterations,

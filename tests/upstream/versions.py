@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moe_optim.console.provenance import commit, describe_cpu
+from moe_optim.console.provenance import commit, describe_cpu, kernels
 from moe_optim.environment import find_gpus, find_package
 from tests.support.engine_version import find_version
 
@@ -255,6 +255,7 @@ def describe_run(
         "source": source,
         "python": platform.python_version(),
         "device": device(),
+        **kernels(on_gpu=bool(find_gpus())),
         "commands": [command],
         "files": {name: asdict(of_file) for name, of_file in sorted(found.items())},
     }
