@@ -58,13 +58,17 @@ STEP, NORM = "step to wire planes, {} moments", "gradient norm"
 KERNELS = {"H100": "requantize-h100.json", "H200": "requantize-h200.json"}
 FUSED = "step-fused-h200.json"
 EXPERT_PARALLEL_STEP = "step-2x-h200-qwen3.json"
-FUSED_STEPS = {FUSED: "1 H200", EXPERT_PARALLEL_STEP: "2 H200, Qwen3-30B-A3B's experts"}
+FUSED_STEPS = {
+    "step-fused-h100.json": "1 H100",
+    FUSED: "1 H200",
+    EXPERT_PARALLEL_STEP: "2 H200, Qwen3-30B-A3B's experts",
+}
 MANY_WEIGHTS = "step-h200-qwen3.json"
 """As many weights a rank as the two GPUs have above."""
 GRAPHED = ("step-graphed-h200.json", "step-ungraphed-h200.json")
 """The step as a CUDA graph, and the same training without."""
 TENSORWISE_STEP = "step-tensorwise-h200.json"
-TENSORWISE_KERNELS = "requantize-tensorwise-h200.json"
+TENSORWISE_KERNELS = "requantize-tensorwise-h100.json"
 SOAK = "soak-h200.json"
 FLAGS = "flags-2x-h200.json"
 FLAGS_CPU = "flags-cpu.json"
