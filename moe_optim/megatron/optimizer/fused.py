@@ -76,13 +76,16 @@ class FusedUpdate:
         Raises:
             StateError: a parameter has no gradient, or its memory is offloaded.
         """
+        table = None if self._norm is None or self._norm.has_moved else self._norm
+        if table is not None:
+            ops.sum_squares(table)  # the device reads while the host compares
         generation = self._book.look_at_gradients()
-        if self._norm is None or generation != self._norm_is_of:
+        if table is None or generation != self._norm_is_of:
             self._norm = None  # so that a plan which is refused leaves none that looks current
-            self._norm = self._plan_norm()
+            self._norm = table = self._plan_norm()
             self._norm_is_of = generation
-        ops.sum_squares(self._norm)
-        return torch.cat([self._norm.squares, self._norm.zeros.double()])
+            ops.sum_squares(table)
+        return torch.cat([table.squares, table.zeros.double()])
 
     def _plan_norm(self) -> NormTable:
         """Describe the gradients that count: those of duplicates and shared parameters do not."""
