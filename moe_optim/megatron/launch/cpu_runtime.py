@@ -178,13 +178,11 @@ def _on_cpu(value: Any) -> Any:
     return value
 
 
-def _goes_to_host(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> bool:
-    """Return whether a call asks for a tensor of the host by that name.
+def _names_host(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> bool:
+    """Return whether arguments of ``Tensor.to`` name the host.
 
     A ``torch.device`` may be the current one, where the tensor is already.
     """
-    if func is not torch.Tensor.to:
-        return func is torch.Tensor.cpu
     device = args[1] if len(args) > 1 else (kwargs or {}).get("device")
     return isinstance(device, str) and device == "cpu"
 
@@ -212,7 +210,8 @@ class _CudaNamesOnCpu(TorchFunctionMode):
             return args[0]
         if func is LEGACY_TYPE:
             return _legacy_type(*args, **(kwargs or {}))
-        if _goes_to_host(func, args, kwargs):
+        is_move = func is torch.Tensor.to
+        if func is torch.Tensor.cpu or (is_move and _names_host(args, kwargs)):
             on_host = func(*args, **(kwargs or {}))
             return on_host.to(CPU, copy=True) if on_host is args[0] else on_host
         if kwargs:
@@ -220,7 +219,7 @@ class _CudaNamesOnCpu(TorchFunctionMode):
                 kwargs["device"] = _on_cpu(kwargs["device"])
             if kwargs.get("pin_memory"):
                 kwargs["pin_memory"] = False
-        if func is torch.Tensor.to and len(args) > 1:
+        if is_move and len(args) > 1:
             args = (args[0], _on_cpu(args[1]), *args[2:])
         return func(*args, **(kwargs or {}))
 
