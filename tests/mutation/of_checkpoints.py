@@ -1,0 +1,146 @@
+"""Bugs of checkpoints: seals, what is looked at before a load, and who owns which states."""
+
+from tests.mutation import Mutant
+
+FILES = "tests/checkpoints"
+INTEGRITY = f"{FILES}/test_integrity.py"
+MEGATRON = "tests/megatron/checkpoint"
+FROZEN = (
+    f"{FILES}/test_conversion.py::test_experts_that_were_frozen_in_one_layer_have_no_states_there",
+)
+
+MUTANTS = (
+    Mutant(  # the first order that fits is taken for the one there is
+        "megatron/checkpoint/unmarked_states.py",
+        "    if len(found) == 1:",
+        "    if found:",
+        (f"{MEGATRON}/test_journeys.py::test_states_whose_weights_fit_several_orders_are_refused",),
+    ),
+    Mutant(  # async saves stay unsealed
+        "megatron/checkpoint/hooks.py",
+        "        request.finalize_fns.append(lambda: on_first_rank(lambda: seal(folder)))",
+        "        pass",
+        (
+            f"{MEGATRON}/test_hooks.py::"
+            "test_an_async_save_counts_as_incomplete_and_is_sealed_when_it_is_finalized",
+        ),
+    ),
+    Mutant(  # the first object by name is not looked at for code
+        "megatron/checkpoint/hooks.py",
+        "sorted(stored.objects)[rank::ranks]",
+        "sorted(stored.objects)[1:][rank::ranks]",
+        (
+            f"{MEGATRON}/test_hooks.py::test_what_would_run_code_is_refused_by_its_name_on_every_rank",
+        ),
+    ),
+    Mutant(
+        "megatron/checkpoint/hooks.py",
+        "        installed_config() is not None or any(_holders_of_manifests(sharded_state_dict))",
+        "        any(_holders_of_manifests(sharded_state_dict))",
+        (f"{MEGATRON}/test_hooks.py::test_a_save_of_weights_alone_is_sealed_as_well",),
+    ),
+    Mutant(
+        "megatron/checkpoint/hooks.py",
+        'thorough = config_in_force().check_on_load == "thorough"',
+        "thorough = True",
+        (
+            f"{MEGATRON}/test_hooks.py::"
+            "test_a_quick_check_finds_cut_and_missing_files_and_reads_no_data",
+        ),
+    ),
+    Mutant(
+        "megatron/checkpoint/files_of_ranks.py",
+        "    on_first_rank(lambda: seal(folder))",
+        "    pass",
+        (f"{MEGATRON}/test_files_of_ranks.py",),
+    ),
+    Mutant(
+        "megatron/checkpoint/files_of_ranks.py",
+        'if found == "torch" and',
+        'if found == "x" and',
+        (f"{MEGATRON}/test_files_of_ranks.py",),
+    ),
+    Mutant(
+        "megatron/checkpoint/state_to_save.py",
+        "return any(trained & of_rank[False] for of_rank in of_ranks)",
+        "return False",
+        (f"{MEGATRON}/test_unusual_owners.py",),
+    ),
+    Mutant(  # files that are too long pass
+        "checkpoints/integrity.py",
+        "if expected is not None and size != expected:",
+        "if expected is not None and size < expected:",
+        (f"{INTEGRITY}::test_a_byte_behind_the_end_of_a_file_is_found_by_sizes_alone",),
+    ),
+    Mutant(
+        "checkpoints/integrity.py",
+        "    write_unfinished_seal(checkpoint)",
+        "    pass",
+        (
+            f"{INTEGRITY}::"
+            "test_files_of_ranks_count_as_incomplete_from_the_start_of_a_save_to_its_seal",
+        ),
+    ),
+    Mutant(
+        "checkpoints/stores/records.py",
+        "if content == {_UNFINISHED: True}:",
+        "if False:",
+        (
+            f"{INTEGRITY}::"
+            "test_files_of_ranks_count_as_incomplete_from_the_start_of_a_save_to_its_seal",
+        ),
+    ),
+    Mutant(
+        "checkpoints/integrity.py",
+        "if is_checked and _tables_sha256(checkpoint, name, blobs) != sealed:",
+        "if False:",
+        (f"{INTEGRITY}::test_a_seal_tells_a_file_from_that_of_another_checkpoint",),
+    ),
+    Mutant(
+        "checkpoints/integrity.py",
+        "for name in (_CONFIG, MANIFEST, SEAL):",
+        "for name in (MANIFEST, SEAL):",
+        (f"{INTEGRITY}::test_a_checkpoint_that_is_written_over_counts_as_incomplete",),
+    ),
+    Mutant(
+        "checkpoints/stores/stored_metadata.py",
+        "    if any(corners.values()):",
+        "    if False:",
+        (f"{INTEGRITY}::test_chunks_pass_exactly_if_they_hold_every_element_once",),
+    ),
+    Mutant(
+        "checkpoints/conversion/expert_finding.py",
+        "return found is None or head == key or head[found.end() :] in with_states",
+        "return True",
+        FROZEN,
+    ),
+    Mutant(
+        "checkpoints/conversion/conversion_plan.py",
+        "for name in weights if name in trained",
+        "for name in weights",
+        FROZEN,
+    ),
+    Mutant(
+        "checkpoints/stores/objects.py",
+        "if named not in _PLAIN_NAMES and not knows(named):",
+        "if False:",
+        (
+            f"{FILES}/test_hostile_files.py::test_objects_that_may_run_code_are_named_where_they_are_copied",
+        ),
+    ),
+    Mutant(
+        "checkpoints/pickles/plain_pickles.py",
+        "if place > self._length:",
+        "if False:",
+        (
+            f"{FILES}/test_plain_pickles.py::"
+            "test_a_far_memo_place_is_refused_for_the_readers_that_reserve_all_before_it",
+        ),
+    ),
+    Mutant(
+        "checkpoints/files/folders.py",
+        'glob("mp_rank_*/*.pt")',
+        'glob("mp_rank_00/*.pt")',
+        ("tests/cli/test_inspect.py::test_files_of_ranks_are_looked_at_without_being_loaded",),
+    ),
+)
