@@ -4,6 +4,7 @@ Each function changes the classes of this package so that they do again what Meg
 they did themselves; pull requests and sequences are those of Megatron-LM.
 """
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -248,7 +249,8 @@ def weights_wait_for_a_loop_to_stage_them() -> None:
 
     def init(self: GroupedDistributedOptimizer, optimizer: Any, config: Any, *args: Any, **kw: Any):
         stock(self, optimizer, config, *args, **kw)
-        self.config = config
+        self.config = copy.copy(config)
+        self.config.reuse_grad_buf_for_mxfp8_param_ag = True
 
     GroupedDistributedOptimizer.__init__ = init
 

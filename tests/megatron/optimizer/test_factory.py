@@ -8,7 +8,11 @@ import torch
 from moe_optim.config import MoEOptimConfig
 from moe_optim.megatron.optimizer import factory
 
-TAKEN_OUT = ("optimizer_cuda_graph", "optimizer_cpu_offload")
+TAKEN_OUT = (
+    "optimizer_cuda_graph",
+    "optimizer_cpu_offload",
+    "reuse_grad_buf_for_mxfp8_param_ag",
+)
 PRECISION_AWARE = (
     "use_precision_aware_optimizer",
     "use_precision_aware_optimizer_no_fp8_or_ds_fp8",

@@ -127,11 +127,17 @@ def test_weights_with_one_scale_that_are_away_are_not_read():
         assert "offloaded. Call reload_from_cpu()" in message, what
 
 
+class GroupedLinearOfTE(torch.nn.Module):
+    """As Megatron tells Transformer Engine's grouped linears."""
+
+    _split_grouped_checkpoint_tensor = None
+
+
 def test_a_layer_of_experts_that_are_away_gives_no_state_to_save(monkeypatch):
     """Its entries would be read later, by whoever saves."""
     weight = te_stand_ins.as_parameter(MXFP8Tensor(MXFP8, torch.ones(32, 32)))
-    linear: Any = torch.nn.Module()
-    linear.num_gemms, linear._split_grouped_checkpoint_tensor = 1, None
+    linear: Any = GroupedLinearOfTE()
+    linear.num_gemms = 1
     linear.register_parameter("weight0", weight)
     experts: Any = torch.nn.Module()
     experts.config, experts.linear_fc1 = None, linear
