@@ -54,7 +54,9 @@ def kernel_sources() -> dict[str, str]:
 
 
 def hash_code(sources: Mapping[str, str]) -> str:
-    """Return 12 digits that change with code, and not with comments, docstrings or line breaks.
+    """Return 12 digits that change with code.
+
+    Comments, docstrings, line breaks and imports do not count, so that files may move.
 
     Args:
         sources: file -> Python.
@@ -76,8 +78,10 @@ def _code_of(source: str) -> Iterator[str]:
         if token.type in (tokenize.NEWLINE, tokenize.ENDMARKER):
             statement = [one.type for one in line if one.type not in blocks]
             is_text = statement == [tokenize.STRING, tokenize.NEWLINE]  # a docstring
+            words = [one.string for one in line if one.type not in blocks]
+            counts = not is_text and words[0] not in ("import", "from")
             for one in line:
-                if not is_text or one.type in blocks:
+                if counts or one.type in blocks:
                     yield one.string.strip() or tokenize.tok_name[one.type]
             line = []
 

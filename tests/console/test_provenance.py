@@ -56,6 +56,7 @@ CODE = 'def f(x):\n    if x:\n        return "a"\n    return x\n'
         pytest.param(f'"""What."""\n\n{CODE}', True, id="a docstring of the file"),
         pytest.param(CODE.replace("x):\n", 'x):\n    """What."""\n'), True, id="a docstring"),
         pytest.param(CODE.replace("(x)", "(\n    x\n)"), True, id="line breaks"),
+        pytest.param(f"import a\nfrom b import (\n    c,\n)\n{CODE}", True, id="imports"),
         pytest.param(CODE.replace('"a"', '"b"'), False, id="a text"),
         pytest.param(CODE.replace("    return x", "        return x"), False, id="an indentation"),
         pytest.param(CODE.replace("return x", "return -x"), False, id="an operator"),
