@@ -82,12 +82,12 @@ life-cycle: $(STAMP)
 	@seed=$(or $(SEED),$$(od -An -N4 -tu4 /dev/urandom | tr -d ' ')); \
 	echo "make life-cycle STEPS=$(STEPS) SEED=$$seed repeats this run"; \
 	LIFE_CYCLE_STEPS=$(STEPS) LIFE_CYCLE_SEED=$$seed $(VENV)/bin/python -m pytest \
-	    tests/megatron/buffers/test_state_machine.py
+	    tests/buckets/test_state_machine.py
 
 # Gives more harmed checkpoints and recipes to what reads them than the suite does.
 fuzz: $(STAMP)
-	FUZZ_CASES=$(CASES) $(VENV)/bin/python -m pytest tests/checkpoints/test_fuzz_checkpoints.py \
-	    tests/test_fuzz_recipes.py
+	FUZZ_CASES=$(CASES) $(VENV)/bin/python -m pytest tests/checkpoint/test_fuzz_checkpoints.py \
+	    tests/config/test_fuzz_recipes.py
 
 # Also what shows the same at further settings: some minutes more.
 test-all: $(STAMP)

@@ -18,22 +18,23 @@ from moe_optim.errors import (
 from moe_optim.version import VERSION
 
 if TYPE_CHECKING:
+    from moe_optim.calibration.calibrate import calibrate, set_calibrated_amax
+    from moe_optim.calibration.modelopt_amaxes import amaxes_from_modelopt, amaxes_to_modelopt
     from moe_optim.config import MoEOptimConfig
-    from moe_optim.expert_keys.conversion import convert_state_dict
-    from moe_optim.expert_keys.modelopt_amaxes import amaxes_from_modelopt, amaxes_to_modelopt
+    from moe_optim.config.recipes import Recipe, load_recipe
+    from moe_optim.experts.amax import synchronize_amax
+    from moe_optim.experts.calibrated_amax import calibrated_amax
+    from moe_optim.experts.keys.conversion import convert_state_dict
     from moe_optim.fake_quantization import fake_quantize
-    from moe_optim.layout.partition import infer_partition
-    from moe_optim.megatron import get_megatron_optimizer, install, uninstall
-    from moe_optim.megatron.bridge import MoEOptimizerConfig
-    from moe_optim.megatron.experts.amax import synchronize_amax
-    from moe_optim.megatron.experts.calibration import calibrate, set_calibrated_amax
-    from moe_optim.megatron.export.weights import export_weights
-    from moe_optim.megatron.launch.cpu_runtime import use_cpu
-    from moe_optim.megatron.optimizer.description import Description, describe
-    from moe_optim.modules.calibrated_amax import calibrated_amax
+    from moe_optim.formats.partition import infer_partition
+    from moe_optim.integration.bridge import MoEOptimizerConfig
+    from moe_optim.integration.cpu_runtime import use_cpu
+    from moe_optim.integration.patching.installation import install, uninstall
     from moe_optim.ops import dequantize, quantize
+    from moe_optim.optimizer.description import Description, describe
+    from moe_optim.optimizer.factory import get_megatron_optimizer
     from moe_optim.parts import quantize_part
-    from moe_optim.recipes import Recipe, load_recipe
+    from moe_optim.rollout.weights import export_weights
 
 __version__ = VERSION
 
@@ -71,29 +72,29 @@ __all__ = [
 ]
 
 _LAZY = {
-    "Description": "moe_optim.megatron.optimizer.description",
-    "amaxes_from_modelopt": "moe_optim.expert_keys.modelopt_amaxes",
-    "amaxes_to_modelopt": "moe_optim.expert_keys.modelopt_amaxes",
-    "calibrate": "moe_optim.megatron.experts.calibration",
-    "calibrated_amax": "moe_optim.modules.calibrated_amax",
-    "convert_state_dict": "moe_optim.expert_keys.conversion",
+    "Description": "moe_optim.optimizer.description",
+    "amaxes_from_modelopt": "moe_optim.calibration.modelopt_amaxes",
+    "amaxes_to_modelopt": "moe_optim.calibration.modelopt_amaxes",
+    "calibrate": "moe_optim.calibration.calibrate",
+    "calibrated_amax": "moe_optim.experts.calibrated_amax",
+    "convert_state_dict": "moe_optim.experts.keys.conversion",
     "dequantize": "moe_optim.ops",
-    "describe": "moe_optim.megatron.optimizer.description",
-    "export_weights": "moe_optim.megatron.export.weights",
+    "describe": "moe_optim.optimizer.description",
+    "export_weights": "moe_optim.rollout.weights",
     "fake_quantize": "moe_optim.fake_quantization",
     "quantize": "moe_optim.ops",
     "MoEOptimConfig": "moe_optim.config",
-    "MoEOptimizerConfig": "moe_optim.megatron.bridge",
-    "Recipe": "moe_optim.recipes",
-    "get_megatron_optimizer": "moe_optim.megatron",
-    "infer_partition": "moe_optim.layout.partition",
-    "install": "moe_optim.megatron",
-    "load_recipe": "moe_optim.recipes",
+    "MoEOptimizerConfig": "moe_optim.integration.bridge",
+    "Recipe": "moe_optim.config.recipes",
+    "get_megatron_optimizer": "moe_optim.optimizer.factory",
+    "infer_partition": "moe_optim.formats.partition",
+    "install": "moe_optim.integration.patching.installation",
+    "load_recipe": "moe_optim.config.recipes",
     "quantize_part": "moe_optim.parts",
-    "set_calibrated_amax": "moe_optim.megatron.experts.calibration",
-    "synchronize_amax": "moe_optim.megatron.experts.amax",
-    "uninstall": "moe_optim.megatron",
-    "use_cpu": "moe_optim.megatron.launch.cpu_runtime",
+    "set_calibrated_amax": "moe_optim.calibration.calibrate",
+    "synchronize_amax": "moe_optim.experts.amax",
+    "uninstall": "moe_optim.integration.patching.installation",
+    "use_cpu": "moe_optim.integration.cpu_runtime",
 }
 
 

@@ -11,9 +11,9 @@ from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from moe_optim.errors import ConfigError, LayoutError, NonFiniteError
+from moe_optim.formats.reference import fake_quantization as reference
 from moe_optim.kernels.fake.table import find_table
 from moe_optim.kernels.member_table import Backend, check_backend, has_kernels, runs_triton
-from moe_optim.reference import fake_quantization as reference
 
 Bits = int | Literal["e4m3"]
 """Of a grid: so many bits of an integer, or E4M3."""

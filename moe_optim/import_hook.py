@@ -12,7 +12,7 @@ from typing import Any
 
 PARENT, TRIGGER = "megatron", "megatron.training"
 """What a script imports of Megatron at first, and what holds its parser and its training loop."""
-ENTRY = "moe_optim.megatron.launch.script_runner"
+ENTRY = "moe_optim.integration.script_runner"
 """Has ``before_megatron()`` and ``switch_on()``; imported when Megatron is, and no sooner."""
 
 

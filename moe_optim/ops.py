@@ -20,9 +20,10 @@ from typing import cast, overload
 import torch
 from torch import Tensor
 
-from moe_optim import library, reference
+from moe_optim import library
 from moe_optim.errors import LayoutError
-from moe_optim.formats import BlockScaledFormat, Direction, QuantizedWeight, get_format
+from moe_optim.formats import BlockScaledFormat, Direction, QuantizedWeight, get_format, reference
+from moe_optim.formats.reference import adam, expert_amax, gradient_norm, health, ranges, tensorwise
 from moe_optim.kernels.exchange import AMAX_SLOTS
 from moe_optim.kernels.finish_table import FinishTable
 from moe_optim.kernels.health import HealthTable
@@ -33,7 +34,6 @@ from moe_optim.kernels.steps.staging import Stage
 from moe_optim.kernels.steps.table import StepTable
 from moe_optim.kernels.table_entry import TableEntry
 from moe_optim.kernels.tensorwise import TensorwiseTable
-from moe_optim.reference import adam, expert_amax, gradient_norm, health, ranges, tensorwise
 
 
 @overload

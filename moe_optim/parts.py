@@ -12,10 +12,10 @@ from torch import Tensor
 from moe_optim import ops
 from moe_optim.errors import LayoutError
 from moe_optim.formats import QuantizedWeight
+from moe_optim.formats.partition import Bounds, Maxima, Partition
+from moe_optim.formats.reference import parts as reference
 from moe_optim.kernels.member_table import Backend, MemberTable
 from moe_optim.kernels.table_entry import TableEntry
-from moe_optim.layout.partition import Bounds, Maxima, Partition
-from moe_optim.reference import parts as reference
 
 ReduceMax = Callable[[Tensor, str], object]
 """Replaces a contiguous fp32 tensor, in place, by its maximum over the ranks of a mesh axis."""

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from moe_optim import ops, reference
-from moe_optim.formats import FORMATS, NVFP4
-from moe_optim.health import NUM_SUMS
+from moe_optim import ops
+from moe_optim.formats import FORMATS, NVFP4, reference
+from moe_optim.formats.health_figures import NUM_SUMS
+from moe_optim.formats.reference.adam import Hyper
+from moe_optim.formats.reference.expert_amax import expert_amax_into
+from moe_optim.formats.reference.health import measure_into
 from moe_optim.kernels.norm import Gradients, NormTable
-from moe_optim.reference.adam import Hyper
-from moe_optim.reference.expert_amax import expert_amax_into
-from moe_optim.reference.health import measure_into
 from tests.support import life_cycle
 from tests.support.bytes import assert_same_tensors
 from tests.support.inputs import wide_range_weights

@@ -10,12 +10,11 @@ from unittest import mock
 
 import pytest
 
-from moe_optim import plain_yaml, recipes
-from moe_optim.cli.main import build_parser
-from moe_optim.config import MoEOptimConfig, field_names, spell, spell_values
-from moe_optim.megatron.optimizer.requirements import _refused_settings
-from moe_optim.megatron.patching.patches import PATCHES
-from moe_optim.megatron.planning import settings_of_stocks_step
+from moe_optim.commands.cli.main import build_parser
+from moe_optim.config import MoEOptimConfig, field_names, plain_yaml, recipes, spell, spell_values
+from moe_optim.integration.patching.patches import PATCHES
+from moe_optim.integration.patching.planning import settings_of_stocks_step
+from moe_optim.optimizer.requirements import _refused_settings
 from tests.support import code_tables, results_index
 from tests.support.documents import BLOCKS, ROOT, blocks_in, documents, made, regenerated
 from tests.support.measured_tables import RESULTS, RESULTS_OF, read_result

@@ -11,9 +11,9 @@ from moe_optim import fake_quantization
 from moe_optim.errors import ConfigError, LayoutError, NonFiniteError
 from moe_optim.fake_quantization import fake_quantize
 from moe_optim.formats import MXFP8
-from moe_optim.modules.grouped_weight import GroupedWeight
-from moe_optim.modules.storage import PortableStorage
-from moe_optim.reference import fake_quantization as reference
+from moe_optim.formats.reference import fake_quantization as reference
+from moe_optim.weights.grouped_weight import GroupedWeight
+from moe_optim.weights.storage import PortableStorage
 from tests.support.bytes import assert_bytes_equal, assert_values_equal
 from tests.support.fake_values import GRIDS, gradient_tensors
 from tests.support.inputs import normal_weights, wide_range_weights

@@ -4,9 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  # torch's own spelling
 
-import moe_optim.megatron.experts.module  # noqa: F401  # the last to register operations
-from moe_optim import reference
-from moe_optim.formats import FORMATS, MXFP8
+import moe_optim.experts.module  # noqa: F401  # the last to register operations
+from moe_optim.formats import FORMATS, MXFP8, reference
 from moe_optim.library import as_written
 from tests.support.bytes import assert_same_tensors
 from tests.support.compiling import Compiled, compiling, make_linear, make_tokens

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moe_optim
-from moe_optim import ops, reference
+from moe_optim import ops
 from moe_optim.errors import ConfigError, LayoutError, MoEOptimError
 from moe_optim.formats import (
     DIRECTIONS,
@@ -18,6 +18,7 @@ from moe_optim.formats import (
     MXFP8_2D,
     NVFP4,
     QuantizedWeight,
+    reference,
 )
 from moe_optim.kernels import member_table
 from moe_optim.kernels.member_table import MemberTable, TableEntry

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from moe_optim import ops
 from moe_optim.formats import FORMATS, FP8_BLOCK, MXFP8, NVFP4
+from moe_optim.formats.reference.adam import Hyper
 from moe_optim.kernels.launch_table import HYPER_FIELDS
 from moe_optim.kernels.member_table import MemberTable
 from moe_optim.kernels.steps import staging
 from moe_optim.kernels.steps.table import StepTable
-from moe_optim.reference.adam import Hyper
 from tests.support.bytes import assert_bytes_equal, assert_values_equal
 from tests.support.inputs import wide_range_weights
 from tests.support.stepping import HYPERS, Stepping, Weight, gradients_of, sharded_weights

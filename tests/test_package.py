@@ -66,7 +66,7 @@ def loaded_after(statement):
         "import moe_optim",
         "import moe_optim; moe_optim.MoEOptimConfig()",
         "import moe_optim; moe_optim.load_recipe('recipes/quickstart.yaml')",
-        "import moe_optim.cli.main as main; main.build_parser()",
+        "import moe_optim.commands.cli.main as main; main.build_parser()",
     ],
 )
 def test_imports_stay_light(statement):

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moe_optim
-from moe_optim import ops, reference
+from moe_optim import ops
 from moe_optim.errors import LayoutError
-from moe_optim.formats import FORMATS, FP8_BLOCK, MXFP8, MXFP8_2D, NVFP4, QuantizedWeight
+from moe_optim.formats import FORMATS, FP8_BLOCK, MXFP8, MXFP8_2D, NVFP4, QuantizedWeight, reference
+from moe_optim.formats.partition import infer_partition
+from moe_optim.formats.reference.expert_amax import expert_amax_into
 from moe_optim.kernels import member_table
-from moe_optim.layout.partition import infer_partition
 from moe_optim.parts import quantize_part
-from moe_optim.reference.expert_amax import expert_amax_into
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import wide_range_weights, with_specials
 from tests.support.meshes import coordinates, on_each_rank, part_of

@@ -30,7 +30,7 @@ RANKS = re.compile(r"every rank|all ranks|each rank|no rank|one process", re.I)
 OF_MANY_RANKS = {"group", "groups", "model_chunks", "pg_collection", "reduce_max"}
 NEVER = {
     ("moe_optim.ops.dequantize", "LayoutError"): "a QuantizedWeight has been checked",
-    ("moe_optim.reference.dequantizing.dequantize", "LayoutError"): "likewise",
+    ("moe_optim.formats.reference.dequantizing.dequantize", "LayoutError"): "likewise",
 }
 """What callees raise for arguments that these functions never give them."""
 

@@ -91,12 +91,16 @@ def borrowed_packages(folder):
 
 def test_the_wheel_holds_what_the_package_reads(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
-    recipes = {f"moe_optim/recipe_files/{path.name}" for path in (ROOT / "recipes").glob("*.yaml")}
+    recipes = {
+        f"moe_optim/config/recipe_files/{path.name}" for path in (ROOT / "recipes").glob("*.yaml")
+    }
     diffs = (ROOT / "patches" / "megatron-lm-0.19").glob("*.patch")
-    folder = "moe_optim/megatron/launch/megatron-lm-0.19"
+    folder = "moe_optim/integration/megatron-lm-0.19"
     assert recipes | {f"{folder}/{path.name}" for path in diffs} <= names
     assert "moe_optim/py.typed" in names
-    assert not [name for name in names if name.startswith(("tests/", "recipes/", "patches/"))]
+    assert not [
+        name for name in names if name.startswith(("tests/", "recipes/", "patches/", "benchmarks/"))
+    ]
 
 
 def test_the_wheel_says_where_the_project_is(wheel):
@@ -117,7 +121,7 @@ def test_an_installation_leaves_the_torch_of_a_container_alone(environment):
 
 def test_the_installed_command_trains_the_quickstart_anywhere(environment, tmp_path):
     command, text = environment / "bin" / "moe-optim", tmp_path / "text"
-    shutil.copytree(ROOT / "moe_optim" / "train", text)
+    shutil.copytree(ROOT / "moe_optim" / "commands" / "train", text)
     place = call(
         environment / "bin" / "python", "-c", "import moe_optim; print(moe_optim.__file__)"
     ).strip()

@@ -40,7 +40,7 @@ include_patterns = [
 ]
 exclude_patterns = [
     *(".*", "build", "dist", "runs", "site", "tests"),
-    *("moe_optim/recipe_files", "moe_optim/megatron/launch"),  # links to folders that are read
+    *("moe_optim/config/recipe_files", "moe_optim/integration"),  # links to folders that are read
 ]
 _NAVIGATION = ROOT / "docs/sphinx/navigation.md"
 
@@ -97,7 +97,7 @@ def find_by_last_name(
     ]
     if not found:
         return None
-    shortest = min(found, key=len)  # moe_optim.quantize, not moe_optim.reference.quantize
+    shortest = min(found, key=len)  # moe_optim.quantize, not moe_optim.formats.reference.quantize
     return python.resolve_xref(env, docname, app.builder, kind, shortest, node, text)
 
 

@@ -1,1 +1,5 @@
-"""Device side of requantization: the member table, and the kernels that read it."""
+"""Triton kernels and the tables that they read: requantize, step, norm, finish, cast, health.
+
+Offers ``MemberTable``, ``StepTable`` and what ``moe_optim.ops`` launches. Knows formats, neither
+Megatron nor process groups.
+"""

@@ -1,6 +1,6 @@
 # mypy: allow-incomplete-defs
 
-"""Triton helpers that round, measure and encode as ``moe_optim.reference`` defines it."""
+"""Triton helpers that round, measure and encode as ``moe_optim.formats.reference`` defines it."""
 
 import triton
 import triton.language as tl

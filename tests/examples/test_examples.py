@@ -16,7 +16,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from moe_optim.config import MoEOptimConfig
-from moe_optim.megatron.launch.arguments import add_moe_optim_arguments, request_from_argv
+from moe_optim.integration.arguments import add_moe_optim_arguments, request_from_argv
 from tests.support.ranks import run_ranks
 
 pytest.importorskip("megatron.core")
@@ -138,7 +138,7 @@ def test_the_diff_starts_the_same_run_under_the_plugin(scripts):
 def _parse_with_megatron(argv):
     from megatron.training.arguments import parse_args
 
-    from moe_optim.plan.experts import plan_experts
+    from moe_optim.commands.plan.experts import plan_experts
 
     sys.argv = ["pretrain_gpt.py", *argv]
     args = parse_args(extra_args_provider=add_moe_optim_arguments)
@@ -159,7 +159,7 @@ def test_megatron_takes_the_flags_and_they_name_the_format_of_its_recipe(scripts
 def _change_a_configuration(function):
     from megatron.core.optimizer import OptimizerConfig
 
-    from moe_optim.megatron.active import installed_config
+    from moe_optim.integration.patching.active import installed_config
 
     spec = object()
     for name in (
@@ -192,7 +192,7 @@ def _change_a_configuration(function):
 def test_a_configuration_of_megatron_bridge_keeps_its_settings_and_installs_the_plugin(
     function, format, is_portable
 ):
-    """The contract with Megatron-Bridge itself is held by `tests/megatron/test_bridge.py`."""
+    """The contract with Megatron-Bridge itself is held by `tests/integration/test_bridge.py`."""
     expected = ("MoEOptimizerConfig", MoEOptimConfig(format=format), is_portable)
     assert run_ranks(1, _change_a_configuration, function) == [expected]
 
@@ -202,7 +202,7 @@ def test_a_configuration_of_megatron_bridge_keeps_its_settings_and_installs_the_
 
 def _install_in_a_launcher():
     import moe_optim
-    from moe_optim.megatron.active import installed_config
+    from moe_optim.integration.patching.active import installed_config
 
     found = importlib.util.spec_from_file_location("example", EXAMPLES / "slime_and_miles.py")
     example = importlib.util.module_from_spec(found)

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
+from benchmarks.te import cast as te_cast
 from moe_optim import ops
-from moe_optim.bench.te import cast as te_cast
 from moe_optim.errors import PatchError
 from moe_optim.formats import DIRECTIONS, FORMATS, FP8_BLOCK, MXFP8, QuantizedWeight
 from moe_optim.kernels.member_table import MemberTable, TableEntry
-from moe_optim.megatron.te.quantizer import import_error, make_quantizer
+from moe_optim.weights.te.quantizer import import_error, make_quantizer
 from tests.support.inputs import SENTINEL, wide_range_weights, with_specials
 from tests.support.special_values import SPECIAL_CASES, special_weight
 

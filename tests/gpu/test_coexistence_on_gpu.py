@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from moe_optim.bench.step import DETERMINISTIC_ENVIRONMENT
-from moe_optim.megatron.te import quantizer
+from benchmarks.step import DETERMINISTIC_ENVIRONMENT
+from moe_optim.weights.te import quantizer
 from tests.support.observed_run import Report
 from tests.support.side_runs import EAGER, Flags, Machine, Run, missing_settings
 

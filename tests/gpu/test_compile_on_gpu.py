@@ -9,9 +9,8 @@ import torch
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 
 import moe_optim
-from moe_optim import reference
 from moe_optim.errors import StateError
-from moe_optim.formats import DIRECTIONS, FORMATS, MXFP8, BlockScaledFormat
+from moe_optim.formats import DIRECTIONS, FORMATS, MXFP8, BlockScaledFormat, reference
 from tests.support import experts
 from tests.support.bytes import assert_bytes_equal, assert_same_tensors
 from tests.support.compiling import (

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from moe_optim.errors import NonFiniteError, StateError
+from moe_optim.experts.grouped_linear import GroupedLinear
 from moe_optim.fake_quantization import (
     PER_EXPERT_GRIDS,
     clipped_gradient,
@@ -13,7 +14,6 @@ from moe_optim.fake_quantization import (
     fake_quantized,
 )
 from moe_optim.kernels.fake import launch as fake_launch
-from moe_optim.modules.grouped_linear import GroupedLinear
 from tests.support.bytes import assert_values_equal
 from tests.support.fake_values import (
     GRIDS,

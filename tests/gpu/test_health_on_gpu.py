@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from moe_optim import ops
-from moe_optim.cli import main as cli
+from moe_optim.commands.cli import main as cli
+from moe_optim.commands.train.events import read_events
 from moe_optim.formats import FORMATS, QuantizedWeight
 from moe_optim.kernels.health import HealthEntry, HealthTable
 from moe_optim.kernels.table_entry import TableEntry
-from moe_optim.train.events import read_events
 from tests.support.bytes import assert_bytes_equal
 from tests.support.gpu_sharing import places
 from tests.support.health import assert_same_health, masters_of, measure

@@ -7,15 +7,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmarks.step import DETERMINISTIC_ENVIRONMENT
 from moe_optim import ops
-from moe_optim.bench.step import DETERMINISTIC_ENVIRONMENT
+from moe_optim.buckets.offload import ParamData
 from moe_optim.formats import FORMATS
 from moe_optim.kernels.steps import staging
 from moe_optim.kernels.steps.host_memory import HostMemory
-from moe_optim.megatron.buffers.offload import ParamData
-from moe_optim.megatron.optimizer.host_states import HostStates
-from moe_optim.megatron.te.quantizer import import_error
-from moe_optim.modules.storage import PortableStorage
+from moe_optim.optimizer.host_states import HostStates
+from moe_optim.weights.storage import PortableStorage
+from moe_optim.weights.te.quantizer import import_error
 from tests.gpu.test_coexistence_on_gpu import LOCAL, OVERLAP, SMALL
 from tests.gpu.test_step_on_gpu import DTYPES, set_number, weights_of
 from tests.support.bytes import assert_bytes_equal, assert_values_equal

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_optim import reference
-from moe_optim.cli import main as cli
-from moe_optim.formats import FORMATS, BlockScaledFormat
+from moe_optim.commands.cli import main as cli
+from moe_optim.formats import FORMATS, BlockScaledFormat, reference
 from tests.support.bytes import assert_bytes_equal
 from tests.support.gpu_sharing import places
 from tests.support.inputs import wide_range_weights

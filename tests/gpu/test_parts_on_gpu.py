@@ -3,7 +3,7 @@
 import pytest
 
 from moe_optim.formats import FORMATS
-from moe_optim.layout.partition import infer_partition
+from moe_optim.formats.partition import infer_partition
 from moe_optim.parts import quantize_part
 from tests.support.bytes import assert_bytes_equal, assert_values_equal
 from tests.support.inputs import wide_range_weights, with_specials

@@ -7,8 +7,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_optim import ops, reference
-from moe_optim.formats import DIRECTIONS, FORMATS, FP8_BLOCK, MXFP8, NVFP4, QuantizedWeight
+from moe_optim import ops
+from moe_optim.formats import (
+    DIRECTIONS,
+    FORMATS,
+    FP8_BLOCK,
+    MXFP8,
+    NVFP4,
+    QuantizedWeight,
+    reference,
+)
 from moe_optim.kernels.member_table import MemberTable, TableEntry
 from tests.support.bytes import assert_bytes_equal
 from tests.support.gather import make_planes, plane_views

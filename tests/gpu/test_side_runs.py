@@ -2,7 +2,7 @@
 
 import pytest
 
-from moe_optim.bench.step import DETERMINISTIC_ENVIRONMENT
+from benchmarks.step import DETERMINISTIC_ENVIRONMENT
 from tests.support.observed_run import Report
 from tests.support.side_runs import EAGER, Machine, Run, missing_settings
 

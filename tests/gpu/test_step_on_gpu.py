@@ -8,9 +8,9 @@ from hypothesis import given, settings
 
 from moe_optim import ops
 from moe_optim.formats import FORMATS
+from moe_optim.formats.reference.adam import step_into
 from moe_optim.kernels.steps.table import AdamState, StepTable
-from moe_optim.megatron.te.quantizer import import_error
-from moe_optim.reference.adam import step_into
+from moe_optim.weights.te.quantizer import import_error
 from tests.support.adam_cases import HYPER, as_tensors, cases
 from tests.support.bytes import assert_values_equal
 from tests.support.inputs import wide_range_weights, with_specials

@@ -10,21 +10,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_optim.bench.step import DETERMINISTIC_ENVIRONMENT
-from moe_optim.cli import main as cli
+from benchmarks import __main__ as benchmark
+from benchmarks.step import DETERMINISTIC_ENVIRONMENT
 from moe_optim.formats import FP8_BLOCK, get_format
-from moe_optim.megatron.te.factory import make_te_storages
-from moe_optim.megatron.te.fields import read_values, te_formats_of
-from moe_optim.megatron.te.quantizer import import_error, make_quantizer
-from moe_optim.megatron.te.storage import TransformerEngineStorage
+from moe_optim.weights.te.factory import make_te_storages
+from moe_optim.weights.te.fields import read_values, te_formats_of
+from moe_optim.weights.te.quantizer import import_error, make_quantizer
+from moe_optim.weights.te.storage import TransformerEngineStorage
 from tests.gpu.test_coexistence_on_gpu import SMALL
-from tests.megatron.te.test_storage import assert_all_hold, bucket_memory, requantize
 from tests.support.bytes import assert_bytes_equal
 from tests.support.engine_version import FORMATS
 from tests.support.gpu_sharing import places
 from tests.support.holders import bind
 from tests.support.inputs import normal_weights, wide_range_weights
 from tests.support.side_runs import EAGER, Machine, Run
+from tests.weights.te.test_storage import assert_all_hold, bucket_memory, requantize
 
 pytestmark = [
     pytest.mark.gpu,
@@ -89,9 +89,9 @@ def assert_stocks_losses(tmp_path, changes, *flags):
     algorithms that are deterministic in themselves."""
     report = tmp_path / "step.json"
     options = ["--rounds", "1", "--iterations", "6", "--json", str(report), "--deterministic"]
-    command = ["bench", "step", str(RECIPE), *options, "--set", *changes]
+    command = ["step", str(RECIPE), *options, "--set", *changes]
     with places(1):
-        assert cli.main([*command, "--", *flags] if flags else command) == 0
+        assert benchmark.main([*command, "--", *flags] if flags else command) == 0
     losses = json.loads(report.read_text())["losses"]
     assert losses["stock"]
     assert losses["plugin"] == losses["stock"]
@@ -158,7 +158,7 @@ STATIC = ["--deterministic-mode", "--te-rng-tracker", "--no-check-for-nan-in-los
 STATIC += ["--moe-expert-capacity-factor", "4", "--moe-pad-expert-input-to-capacity"]
 STATIC += ["--num-layers", "1", "--train-iters", "12", "--eval-interval", "4"]
 STATIC += ["--save-interval", "1000", *(str(word) for pair in FEW.items() for word in pair)]
-COMMAND = "import sys; from moe_optim.cli.main import main; sys.exit(main())"
+COMMAND = "import sys; from moe_optim.commands.cli.main import main; sys.exit(main())"
 
 
 def train_with_graphs(out, flags):

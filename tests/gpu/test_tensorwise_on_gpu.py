@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 
+from benchmarks.te.cast import group_of_one
 from moe_optim import ops
-from moe_optim.bench.te.cast import group_of_one
 from moe_optim.kernels.tensorwise import ScaledWeight, TensorwiseTable
-from moe_optim.megatron.te.quantizer import import_error
-from moe_optim.megatron.te.tensorwise import TensorwiseCast, Transposes, can_cast
+from moe_optim.weights.te.quantizer import import_error
+from moe_optim.weights.te.tensorwise import TensorwiseCast, Transposes, can_cast
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import SENTINEL, normal_weights, wide_range_weights, with_specials
 from tests.support.launches import assert_neither_allocates_nor_waits

@@ -6,7 +6,7 @@ import torch
 from moe_optim import ops
 from moe_optim.errors import LayoutError
 from moe_optim.formats import FORMATS, MXFP8, NVFP4, QuantizedWeight
-from moe_optim.health import Sum
+from moe_optim.formats.health_figures import Sum
 from moe_optim.kernels.health import HealthEntry, HealthTable
 from moe_optim.kernels.health import table as table_module
 from moe_optim.kernels.table_entry import TableEntry

@@ -6,10 +6,18 @@ import sys
 import pytest
 import torch
 
-from moe_optim import ops, reference
-from moe_optim.formats import DIRECTIONS, FORMATS, FP8_BLOCK, MXFP8, NVFP4, QuantizedWeight
+from moe_optim import ops
+from moe_optim.formats import (
+    DIRECTIONS,
+    FORMATS,
+    FP8_BLOCK,
+    MXFP8,
+    NVFP4,
+    QuantizedWeight,
+    reference,
+)
+from moe_optim.formats.partition import infer_partition
 from moe_optim.kernels.member_table import MemberTable, TableEntry
-from moe_optim.layout.partition import infer_partition
 from tests.support.bytes import assert_bytes_equal, assert_values_equal
 from tests.support.inputs import SENTINEL, poisoned, wide_range_weights, with_specials
 from tests.support.stepping import Stepping, Weight, gradients_of

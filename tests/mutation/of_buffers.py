@@ -2,15 +2,15 @@
 
 from tests.mutation import Mutant
 
-TESTS = "tests/megatron/buffers"
-BUCKET = "megatron/buffers/managed_bucket.py"
-BUFFER = "megatron/buffers/buffer.py"
-GATHER = "megatron/buffers/gather.py"
-GROUP = "megatron/buffers/bucket_group.py"
-LAYOUT = "megatron/buffers/layout.py"
-OFFLOAD = "megatron/buffers/offload.py"
-REPLAY = "megatron/buffers/replay.py"
-STATES = "megatron/buffers/states.py"
+TESTS = "tests/buckets"
+BUCKET = "buckets/managed_bucket.py"
+BUFFER = "buckets/buffer.py"
+GATHER = "buckets/gather.py"
+GROUP = "buckets/bucket_group.py"
+LAYOUT = "buckets/layout.py"
+OFFLOAD = "buckets/offload.py"
+REPLAY = "buckets/replay.py"
+STATES = "buckets/states.py"
 
 
 def _mutant(file: str, old: str, new: str, killer: str) -> Mutant:

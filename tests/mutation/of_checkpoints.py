@@ -2,22 +2,22 @@
 
 from tests.mutation import Mutant
 
-FILES = "tests/checkpoints"
+FILES = "tests/checkpoint"
 INTEGRITY = f"{FILES}/test_integrity.py"
-MEGATRON = "tests/megatron/checkpoint"
+MEGATRON = "tests/checkpoint"
 FROZEN = (
-    f"{FILES}/test_conversion.py::test_experts_that_were_frozen_in_one_layer_have_no_states_there",
+    "tests/commands/conversion/test_conversion.py::test_experts_that_were_frozen_in_one_layer_have_no_states_there",
 )
 
 MUTANTS = (
     Mutant(  # the first order that fits is taken for the one there is
-        "megatron/checkpoint/unmarked_states.py",
+        "checkpoint/unmarked_states.py",
         "    if len(found) == 1:",
         "    if found:",
         (f"{MEGATRON}/test_journeys.py::test_states_whose_weights_fit_several_orders_are_refused",),
     ),
     Mutant(  # async saves stay unsealed
-        "megatron/checkpoint/hooks.py",
+        "checkpoint/hooks.py",
         "        request.finalize_fns.append(lambda: on_first_rank(lambda: seal(folder)))",
         "        pass",
         (
@@ -26,7 +26,7 @@ MUTANTS = (
         ),
     ),
     Mutant(  # the first object by name is not looked at for code
-        "megatron/checkpoint/hooks.py",
+        "checkpoint/hooks.py",
         "sorted(stored.objects)[rank::ranks]",
         "sorted(stored.objects)[1:][rank::ranks]",
         (
@@ -34,13 +34,13 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "megatron/checkpoint/hooks.py",
+        "checkpoint/hooks.py",
         "        installed_config() is not None or any(_holders_of_manifests(sharded_state_dict))",
         "        any(_holders_of_manifests(sharded_state_dict))",
         (f"{MEGATRON}/test_hooks.py::test_a_save_of_weights_alone_is_sealed_as_well",),
     ),
     Mutant(
-        "megatron/checkpoint/hooks.py",
+        "checkpoint/hooks.py",
         'thorough = config_in_force().check_on_load == "thorough"',
         "thorough = True",
         (
@@ -49,31 +49,31 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "megatron/checkpoint/files_of_ranks.py",
+        "checkpoint/files_of_ranks.py",
         "    on_first_rank(lambda: seal(folder))",
         "    pass",
         (f"{MEGATRON}/test_files_of_ranks.py",),
     ),
     Mutant(
-        "megatron/checkpoint/files_of_ranks.py",
+        "checkpoint/files_of_ranks.py",
         'if found == "torch" and',
         'if found == "x" and',
         (f"{MEGATRON}/test_files_of_ranks.py",),
     ),
     Mutant(
-        "megatron/checkpoint/state_to_save.py",
+        "checkpoint/state_to_save.py",
         "return any(trained & of_rank[False] for of_rank in of_ranks)",
         "return False",
         (f"{MEGATRON}/test_unusual_owners.py",),
     ),
     Mutant(  # files that are too long pass
-        "checkpoints/integrity.py",
+        "checkpoint/integrity.py",
         "if expected is not None and size != expected:",
         "if expected is not None and size < expected:",
         (f"{INTEGRITY}::test_a_byte_behind_the_end_of_a_file_is_found_by_sizes_alone",),
     ),
     Mutant(
-        "checkpoints/integrity.py",
+        "checkpoint/integrity.py",
         "    write_unfinished_seal(checkpoint)",
         "    pass",
         (
@@ -82,7 +82,7 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "checkpoints/stores/records.py",
+        "checkpoint/files/records.py",
         "if content == {_UNFINISHED: True}:",
         "if False:",
         (
@@ -91,37 +91,37 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "checkpoints/integrity.py",
+        "checkpoint/integrity.py",
         "if is_checked and _tables_sha256(checkpoint, name, blobs) != sealed:",
         "if False:",
         (f"{INTEGRITY}::test_a_seal_tells_a_file_from_that_of_another_checkpoint",),
     ),
     Mutant(
-        "checkpoints/integrity.py",
+        "checkpoint/integrity.py",
         "for name in (_CONFIG, MANIFEST, SEAL):",
         "for name in (MANIFEST, SEAL):",
         (f"{INTEGRITY}::test_a_checkpoint_that_is_written_over_counts_as_incomplete",),
     ),
     Mutant(
-        "checkpoints/stores/stored_metadata.py",
+        "checkpoint/files/stored_metadata.py",
         "    if any(corners.values()):",
         "    if False:",
         (f"{INTEGRITY}::test_chunks_pass_exactly_if_they_hold_every_element_once",),
     ),
     Mutant(
-        "checkpoints/conversion/expert_finding.py",
+        "commands/conversion/expert_finding.py",
         "return found is None or head == key or head[found.end() :] in with_states",
         "return True",
         FROZEN,
     ),
     Mutant(
-        "checkpoints/conversion/conversion_plan.py",
+        "commands/conversion/conversion_plan.py",
         "for name in weights if name in trained",
         "for name in weights",
         FROZEN,
     ),
     Mutant(
-        "checkpoints/stores/objects.py",
+        "checkpoint/files/objects.py",
         "if named not in _PLAIN_NAMES and not knows(named):",
         "if False:",
         (
@@ -129,7 +129,7 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "checkpoints/pickles/plain_pickles.py",
+        "checkpoint/files/plain_pickles.py",
         "if place > self._length:",
         "if False:",
         (
@@ -138,9 +138,11 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "checkpoints/files/folders.py",
+        "checkpoint/files/folders.py",
         'glob("mp_rank_*/*.pt")',
         'glob("mp_rank_00/*.pt")',
-        ("tests/cli/test_inspect.py::test_files_of_ranks_are_looked_at_without_being_loaded",),
+        (
+            "tests/commands/cli/test_inspect.py::test_files_of_ranks_are_looked_at_without_being_loaded",
+        ),
     ),
 )

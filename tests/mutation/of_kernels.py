@@ -144,7 +144,7 @@ MUTANTS = (
         "kernels/norm/table.py",
         "sources=Places(of_each_memory.values()),",
         "sources=Places(list(of_each_memory.values())[:1]),",
-        ("tests/test_sum_squares.py",),
+        ("tests/kernels/test_sum_squares.py",),
     ),
     Mutant(  # rows that begin at no word are moved as words
         "kernels/finish_table.py",

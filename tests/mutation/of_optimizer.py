@@ -2,15 +2,15 @@
 
 from tests.mutation import Mutant
 
-TESTS = "tests/megatron/optimizer"
+TESTS = "tests/optimizer"
 DELAYED = (
-    "tests/megatron/experts/test_delayed_wgrad.py::"
+    "tests/experts/test_module_delayed_wgrad.py::"
     "test_training_without_its_delayed_gradients_is_stopped",
 )
-DISTRIBUTED = "megatron/optimizer/distributed.py"
-FACTORY = "megatron/optimizer/factory.py"
-HOST_STATES = "megatron/optimizer/host_states.py"
-REQUIREMENTS = "megatron/optimizer/requirements.py"
+DISTRIBUTED = "optimizer/distributed.py"
+FACTORY = "optimizer/factory.py"
+HOST_STATES = "optimizer/host_states.py"
+REQUIREMENTS = "optimizer/requirements.py"
 
 MUTANTS = (
     Mutant(  # every rank takes the front of a loaded value
@@ -38,7 +38,7 @@ MUTANTS = (
         "if bucket.owner is not self:",
         "if bucket.owner is None:",
         (
-            "tests/megatron/buffers/test_life_cycle.py::test_an_optimizer_takes_the_place_of_the_one_before_it",
+            "tests/buckets/test_life_cycle.py::test_an_optimizer_takes_the_place_of_the_one_before_it",
         ),
     ),
     Mutant(  # states come back from a load on the device
@@ -81,7 +81,7 @@ MUTANTS = (
         REQUIREMENTS,
         "dist.all_reduce(found, dist.ReduceOp.MAX)",
         "dist.all_reduce(found, dist.ReduceOp.MIN)",
-        ("tests/megatron/test_auto_format.py",),
+        ("tests/integration/test_auto_format.py",),
     ),
     Mutant(  # masters in half precision are refused in bf16 alone
         REQUIREMENTS,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from moe_optim.reference.adam import Hyper
+from moe_optim.formats.reference.adam import Hyper
 
 LARGEST = torch.finfo(torch.float32).max
 SMALLEST = 2.0**-126

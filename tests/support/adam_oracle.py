@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from moe_optim import reference
-from moe_optim.formats import BlockScaledFormat
+from moe_optim.formats import BlockScaledFormat, reference
 from tests.support.step_trace import Tensors, Trace
 from tests.support.training import assert_same_tensors
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader, load
 
-from moe_optim.modules.grouped_linear import GroupedLinear
+from moe_optim.experts.grouped_linear import GroupedLinear
 from tests.support.collectives import no_collectives
 
 

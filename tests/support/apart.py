@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from moe_optim.config import MoEOptimConfig
+from moe_optim.experts.grouped_linear import GroupedLinear
 from moe_optim.formats import MXFP8
-from moe_optim.modules.grouped_linear import GroupedLinear
 from tests.support import te_stand_ins
 
 WIDTH = 32

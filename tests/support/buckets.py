@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_optim.layout.wire import Slot
-from moe_optim.megatron.buffers.gather import OwnedMaster
-from moe_optim.megatron.buffers.managed_bucket import ManagedBucket
-from moe_optim.megatron.buffers.states import Event, Gradients
-from moe_optim.modules.grouped_weight import GroupedWeight
-from moe_optim.modules.storage import PortableStorage
+from moe_optim.buckets.gather import OwnedMaster
+from moe_optim.buckets.managed_bucket import ManagedBucket
+from moe_optim.buckets.states import Event, Gradients
+from moe_optim.buckets.wire import Slot
+from moe_optim.weights.grouped_weight import GroupedWeight
+from moe_optim.weights.storage import PortableStorage
 
 REACHED_BY = {  # what takes a bucket that shares memory into each state
     Gradients.ZERO: (),

@@ -6,9 +6,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_optim import reference
 from moe_optim.config import MoEOptimConfig
-from moe_optim.formats import FORMATS
+from moe_optim.formats import FORMATS, reference
 from tests.support import experts
 from tests.support.amax import amax_of
 from tests.support.inputs import wide_range_weights
@@ -75,8 +74,8 @@ def local_part(linear: str, weights: torch.Tensor, ep: int = 1, tp: int = 1) -> 
 
 def make(kind: Kind, ep: int = 1, tp: int = 1, seed: int = 0) -> Any:
     """Return experts of this rank with their part of :func:`whole_weights`, under the plug-in."""
-    from moe_optim.megatron import installation
-    from moe_optim.megatron.experts.module import GroupedExperts
+    from moe_optim.experts.module import GroupedExperts
+    from moe_optim.integration.patching import installation
     from tests.support.te_experts import make_experts
 
     installation.uninstall()

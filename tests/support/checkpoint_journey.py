@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_optim.checkpoints.manifests.state_manifest import MANIFEST
+from moe_optim.checkpoint.state_manifest import MANIFEST
 from moe_optim.config import MoEOptimConfig
 
 HIDDEN, FFN, EXPERTS, LAYERS = 64, 64, 4, 2
@@ -345,7 +345,7 @@ def _pretend_resiliency() -> None:
 
 
 def _start_once() -> None:
-    from moe_optim.megatron.launch import cpu_runtime
+    from moe_optim.integration import cpu_runtime
 
     if not torch.distributed.is_initialized():
         cpu_runtime.install()
@@ -377,7 +377,7 @@ def _make_model(journey: Journey, config: Any) -> Any:
     from megatron.core.transformer.module import MegatronModule
     from megatron.core.transformer.moe.experts import SequentialMLP
 
-    from moe_optim.megatron.experts.module import GroupedExperts
+    from moe_optim.experts.module import GroupedExperts
 
     station, groups = journey.station, journey.groups
     local = EXPERTS // station.ep

@@ -8,17 +8,17 @@ from enum import Enum
 from fractions import Fraction
 from math import prod
 
-from moe_optim.cli.main import build_parser
+from moe_optim.buckets.states import OWN_MEMORY, SHARED_MEMORY, Event, Transition
+from moe_optim.commands.cli.main import build_parser
 from moe_optim.config import MoEOptimConfig, field_names, spell, spell_values
 from moe_optim.errors import LayoutError
-from moe_optim.expert_keys.layouts import LAYOUTS
-from moe_optim.export.conventions import CONVENTIONS, ONE_SCALE
+from moe_optim.experts.keys.layouts import LAYOUTS
 from moe_optim.formats import DIRECTIONS, FORMATS, BlockScaledFormat
-from moe_optim.health import THRESHOLDS
-from moe_optim.layout.partition import Partition, PlanePartition, infer_partition
-from moe_optim.megatron.buffers.states import OWN_MEMORY, SHARED_MEMORY, Event, Transition
-from moe_optim.megatron.launch.arguments import add_moe_optim_arguments
-from moe_optim.megatron.patching import patches
+from moe_optim.formats.health_figures import THRESHOLDS
+from moe_optim.formats.partition import Partition, PlanePartition, infer_partition
+from moe_optim.integration.arguments import add_moe_optim_arguments
+from moe_optim.integration.patching import patches
+from moe_optim.rollout.conventions import CONVENTIONS, ONE_SCALE
 from tests import test_architecture
 
 PATCH_GROUPS = {

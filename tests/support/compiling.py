@@ -9,8 +9,8 @@ from unittest import mock
 
 import torch
 
+from moe_optim.experts.grouped_linear import GroupedLinear
 from moe_optim.formats import BlockScaledFormat
-from moe_optim.modules.grouped_linear import GroupedLinear
 from tests.support.inputs import wide_range_weights
 
 

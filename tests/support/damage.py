@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
-from moe_optim.checkpoints.stores.stored_metadata import read_blobs
+from moe_optim.checkpoint.files.stored_metadata import read_blobs
 
 
 def save_with_megatron(folder: Path, iterations: tuple[int, ...], verify: bool) -> None:
@@ -28,7 +28,7 @@ def save_with_megatron(folder: Path, iterations: tuple[int, ...], verify: bool) 
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
-    from moe_optim.megatron.launch import cpu_runtime
+    from moe_optim.integration import cpu_runtime
 
     dist.init_process_group("gloo")
     cpu_runtime.install()

@@ -11,7 +11,7 @@ import torch
 from megatron.core import full_cuda_graph
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 
-from moe_optim.megatron.buffers.states import Held
+from moe_optim.buckets.states import Held
 
 
 class EmulatedGraph:

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
+from moe_optim.experts.grouped_linear import GroupedLinear
+from moe_optim.experts.loading import load_local_experts
 from moe_optim.formats import BlockScaledFormat
-from moe_optim.megatron.experts.loading import load_local_experts
-from moe_optim.modules.grouped_linear import GroupedLinear
 from tests.support.bytes import assert_bytes_equal
 
 LOCAL, FFN, HIDDEN = 2, 4, 3

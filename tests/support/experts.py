@@ -18,7 +18,7 @@ def start_ranks(**parallel: int) -> None:
     """Make this process a rank of Megatron on the CPU; fused functions run step by step."""
     from megatron.core import parallel_state
 
-    from moe_optim.megatron.launch import cpu_runtime
+    from moe_optim.integration import cpu_runtime
 
     cpu_runtime.install()
     torch.distributed.init_process_group("gloo")
@@ -62,7 +62,7 @@ def make_stock(config: Any) -> torch.nn.Module:
 
 def make_ours(config: Any, **knobs: Any) -> torch.nn.Module:
     """Return the portable experts, drawn with seed 1; bf16 unless ``knobs`` say otherwise."""
-    from moe_optim.megatron.experts.module import GroupedExperts
+    from moe_optim.experts.module import GroupedExperts
 
     return GroupedExperts(
         EXPERTS,

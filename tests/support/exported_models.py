@@ -5,11 +5,11 @@ import json
 import torch
 from safetensors.torch import load_file
 
-from moe_optim.checkpoints.stores.opening import open_checkpoint
-from moe_optim.export.conventions import find_convention
-from moe_optim.export.files.export import export_checkpoint
-from moe_optim.export.files.export_plan import MASTERS, ExportRequest, plan_export
+from moe_optim.commands.conversion.opening import open_checkpoint
+from moe_optim.commands.export.export import export_checkpoint
+from moe_optim.commands.export.export_plan import MASTERS, ExportRequest, plan_export
 from moe_optim.formats import get_format
+from moe_optim.rollout.conventions import find_convention
 from tests.support.hf_checkpoints import write_megatron
 
 LAYERS, EXPERTS, HIDDEN, FFN = 2, 3, 128, 256

@@ -83,7 +83,7 @@ def watch_run(
         del training.MODEL[start : next(rest)]
     if prepare is not None:
         prepare()
-    from moe_optim.megatron.weights.managed import is_managed
+    from moe_optim.weights.managed import is_managed
 
     steps: list[Step] = []
 

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from moe_optim.config import MoEOptimConfig, available_values, field_names, spell
+from moe_optim.config.recipes import COUNTS, Recipe, load_recipe
 from moe_optim.errors import MoEOptimError
-from moe_optim.recipes import COUNTS, Recipe, load_recipe
 
 SECONDS, BYTES = 5, 2**30
 SECRET = "hunter2"

@@ -2,8 +2,8 @@
 
 import torch
 
+from moe_optim.buckets.planes import GatherPlane
 from moe_optim.formats import BlockScaledFormat, QuantizedWeight
-from moe_optim.layout.planes import GatherPlane
 
 
 def make_planes(format: BlockScaledFormat, numel: int, device="cpu") -> dict[str, GatherPlane]:

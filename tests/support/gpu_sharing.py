@@ -21,7 +21,7 @@ PLACES = "TEST_PLACES"
 SHARING = (
     "tests/gpu/test_coexistence_on_gpu.py",
     "tests/gpu/test_offload_on_gpu.py",
-    "tests/megatron/te/test_modules.py",
+    "tests/weights/te/test_modules.py",
 )
 """Files whose tests look at the same runs: each stays with one worker, and comes first."""
 

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_optim import ops, reference
-from moe_optim.formats import BlockScaledFormat
-from moe_optim.health import Sum
+from moe_optim import ops
+from moe_optim.formats import BlockScaledFormat, reference
+from moe_optim.formats.health_figures import Sum
 from moe_optim.kernels.health import HealthEntry, HealthTable
 from moe_optim.kernels.table_entry import TableEntry
 from tests.support.bytes import assert_bytes_equal

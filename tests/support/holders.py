@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_optim.modules.storage import new_version
+from moe_optim.weights.storage import new_version
 
 
 @dataclass(eq=False)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from moe_optim.megatron.optimizer.adam import MOMENTS
+from moe_optim.optimizer.adam import MOMENTS
 
 
 def slabs_of(part: Any) -> set[int]:

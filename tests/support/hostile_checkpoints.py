@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from moe_optim.checkpoints.integrity import seal
+from moe_optim.checkpoint.integrity import seal
 from tests.support.damage import save_legacy
 from tests.support.hostile_pickles import mutate_archive, mutate_pickle
 from tests.support.stored_checkpoints import common_state, stored_tensors, write_torch_dist

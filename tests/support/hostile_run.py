@@ -24,16 +24,19 @@ from typing import Any
 
 import torch
 
-from moe_optim.checkpoints.conversion import comparison, conversion  # noqa: F401  # before the clock
-from moe_optim.checkpoints.integrity import corrupt_files, seal
-from moe_optim.checkpoints.manifests.state_manifest import MANIFEST, StateManifest
-from moe_optim.checkpoints.stores import opening  # noqa: F401  # before the clock
-from moe_optim.checkpoints.stores.objects import require_plain
-from moe_optim.checkpoints.stores.stored_metadata import read_blobs, read_metadata
-from moe_optim.checkpoints.stores.torch_dist import TorchDistReader
-from moe_optim.cli import main as cli
+from moe_optim.checkpoint.files.objects import require_plain
+from moe_optim.checkpoint.files.stored_metadata import read_blobs, read_metadata
+from moe_optim.checkpoint.files.torch_dist import TorchDistReader
+from moe_optim.checkpoint.integrity import corrupt_files, seal
+from moe_optim.checkpoint.state_manifest import MANIFEST, StateManifest
+from moe_optim.commands.cli import main as cli
+from moe_optim.commands.conversion import (  # noqa: F401  # before the clock
+    comparison,
+    conversion,
+    opening,  # noqa: F401  # before the clock
+)
+from moe_optim.commands.train.resume import find_resume_point
 from moe_optim.errors import MoEOptimError, StateError
-from moe_optim.train.resume import find_resume_point
 from tests.support.hostile_checkpoints import KINDS, SECRET, make_case
 
 CPU_S, WALL_S = 5.0, 60.0

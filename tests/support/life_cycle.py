@@ -16,16 +16,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_optim import ops, reference
+from moe_optim import ops
+from moe_optim.buckets.states import Gradients
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import NonFiniteError, StateError
-from moe_optim.formats import get_format
+from moe_optim.experts.grouped_linear import GroupedLinear
+from moe_optim.formats import get_format, reference
+from moe_optim.formats.reference.adam import Hyper, step_into
 from moe_optim.kernels.steps import staging
-from moe_optim.megatron.buffers.states import Gradients
-from moe_optim.modules.grouped_linear import GroupedLinear
-from moe_optim.modules.grouped_weight import GroupedWeight
-from moe_optim.modules.storage import GradientNote
-from moe_optim.reference.adam import Hyper, step_into
+from moe_optim.weights.grouped_weight import GroupedWeight
+from moe_optim.weights.storage import GradientNote
 from tests.support import making_room, serving
 from tests.support.bytes import assert_same_tensors
 
@@ -968,7 +968,7 @@ def initialize(**sizes: int) -> None:
 
     from megatron.core import parallel_state
 
-    from moe_optim.megatron.launch import cpu_runtime
+    from moe_optim.integration import cpu_runtime
 
     cpu_runtime.install()
     store = dist.TCPStore(

@@ -12,12 +12,10 @@ from typing import Any
 import torch
 
 from moe_optim import ops
-from moe_optim.kernels.member_table import MemberTable
-from moe_optim.kernels.steps.table import StepTable
-from moe_optim.megatron.buffers.bucket_group import GroupedBucketGroup
-from moe_optim.megatron.buffers.gather import Bf16Gather, OwnedMaster, QuantizedGather
-from moe_optim.megatron.buffers.managed_bucket import ManagedBucket
-from moe_optim.megatron.buffers.states import (
+from moe_optim.buckets.bucket_group import GroupedBucketGroup
+from moe_optim.buckets.gather import Bf16Gather, OwnedMaster, QuantizedGather
+from moe_optim.buckets.managed_bucket import ManagedBucket
+from moe_optim.buckets.states import (
     OWN_MEMORY,
     SHARED_MEMORY,
     BucketState,
@@ -25,11 +23,13 @@ from moe_optim.megatron.buffers.states import (
     Gradients,
     Weights,
 )
-from moe_optim.megatron.optimizer import address_book
-from moe_optim.megatron.optimizer.chained import GroupedChainedOptimizer
-from moe_optim.megatron.optimizer.distributed import GroupedDistributedOptimizer
-from moe_optim.modules.grouped_weight import GroupedWeight
-from moe_optim.modules.storage import PlaneStorage
+from moe_optim.kernels.member_table import MemberTable
+from moe_optim.kernels.steps.table import StepTable
+from moe_optim.optimizer import address_book
+from moe_optim.optimizer.chained import GroupedChainedOptimizer
+from moe_optim.optimizer.distributed import GroupedDistributedOptimizer
+from moe_optim.weights.grouped_weight import GroupedWeight
+from moe_optim.weights.storage import PlaneStorage
 
 
 def _pretend_fresh(group: GroupedBucketGroup) -> None:

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_optim import reference
-from moe_optim.modules.grouped_weight import GroupedWeight
+from moe_optim.formats import reference
+from moe_optim.weights.grouped_weight import GroupedWeight
 from tests.support.bytes import assert_bytes_equal
 from tests.support.training import named_parameters
 

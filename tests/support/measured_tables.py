@@ -10,12 +10,12 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from moe_optim.bench.tensorwise import CAST
-from moe_optim.console.spelling import spell_bytes
+from benchmarks.tensorwise import CAST
+from moe_optim.commands.plan.costs import plan_rows
+from moe_optim.commands.plan.experts import plan_experts
+from moe_optim.config.recipes import load_recipe
 from moe_optim.formats import FORMATS
-from moe_optim.plan.costs import plan_rows
-from moe_optim.plan.experts import plan_experts
-from moe_optim.recipes import load_recipe
+from moe_optim.spelling import spell_bytes
 from tests.support.code_tables import table, weight_bytes, wire_bytes
 from tests.upstream.patch_sources import changes
 from tests.upstream.side_by_side import CHANCE, Case, Comparison, Selection
@@ -717,7 +717,7 @@ def gather() -> str:
 
 
 def step_reports() -> dict[str, Any]:
-    """Return name -> report of ``moe-optim bench step``."""
+    """Return name -> report of ``python -m benchmarks step``."""
     return {name: read_result(f"step-{name}.json") for name in STEPS}
 
 

@@ -1,4 +1,4 @@
-"""The flags of the installed Megatron, as ``moe_optim/plan/megatron_flags.json`` records them.
+"""Flags of the installed Megatron, recorded in ``moe_optim/commands/plan/megatron_flags.json``.
 
 ``python -m tests.support.megatron_flags`` writes the file; it keeps the names of other versions
 whose flags are the same.
@@ -10,8 +10,8 @@ import json
 
 import pytest
 
+from moe_optim.commands.plan.flags import RECORD, TYPES, is_recorded
 from moe_optim.environment import find_package
-from moe_optim.plan.flags import RECORD, TYPES, is_recorded
 
 _ACTIONS = {
     argparse._StoreAction: "value",

@@ -76,7 +76,7 @@ def load(folder: str, like: dict[str, torch.Tensor], *, stacked: bool) -> dict[s
 
 
 def _join() -> tuple[int, int]:
-    from moe_optim.megatron.launch import cpu_runtime
+    from moe_optim.integration import cpu_runtime
 
     cpu_runtime.install()
     torch.distributed.init_process_group("gloo")

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from moe_optim.formats import BlockScaledFormat
-from moe_optim.megatron.te.fields import te_formats_of
-from moe_optim.megatron.te.storage import TransformerEngineStorage
+from moe_optim.weights.te.fields import te_formats_of
+from moe_optim.weights.te.storage import TransformerEngineStorage
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -32,8 +32,8 @@ def leave_to_torch() -> None:
     from megatron.core.optimizer import clip_grads
     from megatron.core.transformer.moe import moe_utils
 
-    from moe_optim.megatron.patching import patches
-    from moe_optim.megatron.patching.engine import apply_patches
+    from moe_optim.integration.patching import patches
+    from moe_optim.integration.patching.engine import apply_patches
 
     moe_utils.te_general_gemm = None
     clip_grads.multi_tensor_applier = utils.local_multi_tensor_applier
@@ -46,7 +46,7 @@ def leave_to_torch() -> None:
 
 def pretend_a_gpu() -> None:
     """Redirect CUDA calls to the CPU, with Transformer Engine, which is imported by then."""
-    from moe_optim.megatron.launch import cpu_runtime
+    from moe_optim.integration import cpu_runtime
 
     cpu_runtime.install()
     _EveryTensorIsOnTheGpu().__enter__()

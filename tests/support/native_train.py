@@ -25,10 +25,10 @@ import torch.distributed as dist
 
 import moe_optim
 from moe_optim import MoEOptimConfig
+from moe_optim.config.recipes import load_recipe
 from moe_optim.errors import ConfigError
 from moe_optim.formats import FORMATS, get_format
-from moe_optim.megatron.te.fields import is_grouped, is_quantized, read_values
-from moe_optim.recipes import load_recipe
+from moe_optim.weights.te.fields import is_grouped, is_quantized, read_values
 from tests.support import given_values, making_room, native_products
 
 RECIPES = {
@@ -51,7 +51,7 @@ def main(folder: str, format: str, knobs: str, *flags: str) -> None:
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
     from megatron.core.models.backends import LocalSpecProvider
 
-    from moe_optim.megatron import installation
+    from moe_optim.integration.patching import installation
     from tests.support import training
 
     if on_cpu:

@@ -121,8 +121,8 @@ def export() -> None:
 
 def _export(report: Report, chunks: list[Any], optimizer: Any) -> None:
     import moe_optim
-    from moe_optim.megatron.te.fields import te_formats_of
-    from moe_optim.megatron.weights.names import parameter_names
+    from moe_optim.weights.names import parameter_names
+    from moe_optim.weights.te.fields import te_formats_of
     from tests.support.bytes import assert_bytes_equal
 
     given = dict(moe_optim.export_weights(chunks, layout="sequential"))
@@ -149,8 +149,8 @@ def observe(report: Report) -> None:
     """Make Megatron's training loop write into ``report``."""
     from megatron.training import training
 
-    from moe_optim.megatron.patching import patches
-    from moe_optim.megatron.patching.engine import apply_patches
+    from moe_optim.integration.patching import patches
+    from moe_optim.integration.patching.engine import apply_patches
 
     apply_patches(patches.TRAIN)  # first, so that the wrappers below stay outermost
     setup, train_step = training.setup_model_and_optimizer, training.train_step
@@ -185,7 +185,7 @@ def observe(report: Report) -> None:
 
 def look(report: Report, chunks: list[Any]) -> None:
     """Note what the model was built as."""
-    from moe_optim.megatron.weights.managed import is_managed
+    from moe_optim.weights.managed import is_managed
 
     for config in (chunks[0].config, chunks[0].ddp_config):
         for field in dataclasses.fields(config):
@@ -233,10 +233,10 @@ def main() -> int:
     report = Report()
     try:
         if os.environ.get("MOE_OPTIM_CPU") == "1":
-            from moe_optim.megatron.launch import cpu_runtime
+            from moe_optim.integration import cpu_runtime
 
             cpu_runtime.install()  # before Megatron is imported
-        from moe_optim.train import pretrain
+        from moe_optim.commands.train import pretrain
 
         observe(report)
         warn_of_nondeterminism()

@@ -13,18 +13,18 @@ os.environ["TORCHDYNAMO_DISABLE"] = "1"  # before torch is imported
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 warnings.filterwarnings("ignore")
 
-importlib.import_module("moe_optim.megatron.launch.cpu_runtime").hide_gpu_packages()
+importlib.import_module("moe_optim.integration.cpu_runtime").hide_gpu_packages()
 for name in (
     "megatron.core.datasets.gpt_dataset",
     "megatron.core.models.mimo",
     "megatron.core.tokenizers.text.libraries.null_tokenizer",
     "megatron.training.arguments",
     "megatron.training.training",
-    "moe_optim.train.describe_run",
-    "moe_optim.megatron.experts.module",
-    "moe_optim.megatron.optimizer.distributed",
-    "moe_optim.megatron.optimizer.factory",
-    "moe_optim.train.pretrain",
+    "moe_optim.commands.train.describe_run",
+    "moe_optim.experts.module",
+    "moe_optim.optimizer.distributed",
+    "moe_optim.optimizer.factory",
+    "moe_optim.commands.train.pretrain",
 ):
     importlib.import_module(name)
 

@@ -10,8 +10,8 @@ from unittest.mock import patch
 
 import torch
 
-from moe_optim.health import ExpertLoad, LayerHealth
-from moe_optim.megatron.health import writers
+from moe_optim.formats.health_figures import ExpertLoad, LayerHealth
+from moe_optim.health import writers
 from tests.support.health import measure
 from tests.support.inputs import normal_weights
 

@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from moe_optim.console.provenance import hash_code, kernel_sources
+from moe_optim.commands.console.provenance import hash_code, kernel_sources
 from tests.support.code_tables import table
 from tests.support.measured_tables import RESULTS, read_result, result_files
 

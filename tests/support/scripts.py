@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from moe_optim.environment import find_folder
-from moe_optim.megatron.launch.source_diffs import load_diffs
+from moe_optim.integration.source_diffs import load_diffs
 
 PRETRAIN = """
 from megatron.core.enums import ModelType
@@ -15,7 +15,7 @@ from megatron.training import pretrain
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
 
-from moe_optim.train.pretrain import build_datasets, forward_step
+from moe_optim.commands.train.pretrain import build_datasets, forward_step
 
 if __name__ == "__main__":
     args = parse_and_validate_args()

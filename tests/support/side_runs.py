@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-from moe_optim.recipes import Value, load_recipe
+from moe_optim.config.recipes import Value, load_recipe
 from tests.support.gpu_sharing import places
 from tests.support.observed_run import Report
 

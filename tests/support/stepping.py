@@ -11,12 +11,12 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe_optim import ops, reference
-from moe_optim.formats import FORMATS, FP8_BLOCK, BlockScaledFormat, QuantizedWeight
+from moe_optim import ops
+from moe_optim.formats import FORMATS, FP8_BLOCK, BlockScaledFormat, QuantizedWeight, reference
+from moe_optim.formats.reference.adam import Hyper, step_into
 from moe_optim.kernels.member_table import MemberTable, TableEntry
 from moe_optim.kernels.steps.host_memory import HostMemory
 from moe_optim.kernels.steps.table import AdamState, StepTable
-from moe_optim.reference.adam import Hyper, step_into
 from tests.support.bytes import assert_bytes_equal, assert_values_equal
 from tests.support.inputs import SENTINEL, wide_range_weights, with_specials
 

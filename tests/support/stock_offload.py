@@ -10,7 +10,7 @@ def run_without_gpus() -> None:
 
     It looks for parameters that are; those of a CPU it steps without a copy, and then fails.
     """
-    from moe_optim.megatron.launch import cpu_runtime
+    from moe_optim.integration import cpu_runtime
 
     cpu_runtime.install()
     from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer

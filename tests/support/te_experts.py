@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from moe_optim.formats import BlockScaledFormat
-from moe_optim.megatron.te.fields import read_values
+from moe_optim.weights.te.fields import read_values
 from tests.support import te_stand_ins
 
 
@@ -76,7 +76,7 @@ class GroupedLinear(torch.nn.Module):
         """Return the entries of each expert, as ``TEGroupedLinear`` does in either layout."""
         from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-        from moe_optim.megatron.experts.sharding import empty_extra_state
+        from moe_optim.experts.sharding import empty_extra_state
 
         groups, axis = self._pg_collection, len(sharded_offsets)
         first, count = groups.ep.rank() * self.num_gemms, groups.ep.size() * self.num_gemms
@@ -154,7 +154,7 @@ def build_with_te_experts(config: Any, **options: Any) -> None:
     """
     from megatron.core.models.backends import LocalSpecProvider
 
-    from moe_optim.megatron import installation
+    from moe_optim.integration.patching import installation
 
     if config is not None:
         installation.install(config)

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from moe_optim import reference
-from moe_optim.formats import DIRECTIONS, BlockScaledFormat
+from moe_optim.formats import DIRECTIONS, BlockScaledFormat, reference
 
 SPOILED = 0xA5  # of bytes that have to be overwritten
 

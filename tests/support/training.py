@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from moe_optim.config import MoEOptimConfig
-from moe_optim.modules.grouped_weight import GroupedWeight
+from moe_optim.weights.grouped_weight import GroupedWeight
 from tests.support.bytes import assert_same_tensors
 
 MODEL = shlex.split("""
@@ -67,9 +67,9 @@ def pretrain(
         after_setup: called once with chunks and optimizer, before the first step.
         without: words of MODEL to leave out.
     """
-    from moe_optim.megatron import installation
-    from moe_optim.megatron.launch import cpu_runtime
-    from moe_optim.train.pretrain import train
+    from moe_optim.commands.train.pretrain import train
+    from moe_optim.integration import cpu_runtime
+    from moe_optim.integration.patching import installation
 
     if cpu_runtime.is_installed() or not torch.cuda.is_available():
         os.environ["MOE_OPTIM_CPU"] = "1"
@@ -98,9 +98,8 @@ def install_experts(config: MoEOptimConfig) -> None:
 
     For comparisons on the same experts, which must then be bf16.
     """
-    from moe_optim.megatron import installation
-    from moe_optim.megatron.patching import patches
-    from moe_optim.megatron.patching.engine import revert_patches
+    from moe_optim.integration.patching import installation, patches
+    from moe_optim.integration.patching.engine import revert_patches
 
     installation.install(config)
     checkpoints = (*patches.CHECKPOINTS, *patches.CHECKPOINTS_OF_RANKS)
@@ -122,8 +121,8 @@ def _watch(
     """Wrap what Megatron's loop calls, and return the list that model and optimizer go into."""
     from megatron.training import training
 
-    from moe_optim.megatron.patching import patches
-    from moe_optim.megatron.patching.engine import apply_patches
+    from moe_optim.integration.patching import patches
+    from moe_optim.integration.patching.engine import apply_patches
 
     apply_patches(patches.TRAIN)  # first, so that the wrappers below stay outermost
     built: list[Any] = []

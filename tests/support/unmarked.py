@@ -7,11 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_optim.checkpoints.conversion.layer_view import STATE_KIND
-from moe_optim.checkpoints.manifests.state_manifest import ParameterPlace
-from moe_optim.checkpoints.stores.safetensors_files import SafetensorsReader
+from moe_optim.checkpoint.state_manifest import ParameterPlace
+from moe_optim.commands.conversion.layer_view import STATE_KIND
+from moe_optim.commands.conversion.safetensors_files import SafetensorsReader
 from moe_optim.config import MoEOptimConfig
-from moe_optim.megatron.weights.names import parameter_names
+from moe_optim.weights.names import parameter_names
 from tests.support import training
 from tests.support.training import Record, pretrain
 

@@ -24,10 +24,10 @@ from queue import Queue
 from threading import Lock
 from typing import Any
 
-from moe_optim.console.provenance import commit, kernels
+from moe_optim.commands.console.provenance import commit, kernels
+from moe_optim.commands.report.comparison import figures_of
+from moe_optim.commands.report.reading import read_run
 from moe_optim.environment import find_gpus
-from moe_optim.report.comparison import figures_of
-from moe_optim.report.reading import read_run
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 LARGER = (  # 70 million parameters, 4 x 16 experts; 8,192 tokens an iteration
@@ -113,7 +113,7 @@ def train(asked: Asked, name: str, seed: int, gpus: Sequence[int]) -> dict[str, 
     environment = os.environ | ({"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {})
     commands = asked.commands(name, seed)
     for launch, command in enumerate(commands):
-        argv = [sys.executable, "-m", "moe_optim.cli.main", *command[1:]]
+        argv = [sys.executable, "-m", "moe_optim.commands.cli.main", *command[1:]]
         with (folder.parent / f"{folder.name}.{launch}.log").open("w") as log:
             done = subprocess.run(argv, env=environment, stdout=log, stderr=log, check=False)
         if done.returncode:

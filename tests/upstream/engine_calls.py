@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 
 from moe_optim import ops
+from moe_optim.formats.reference.adam import Hyper
 from moe_optim.kernels.member_table import MemberTable, TableEntry
 from moe_optim.kernels.steps.table import AdamState, StepTable
-from moe_optim.megatron.te.fields import te_formats_of
-from moe_optim.megatron.te.storage import TransformerEngineStorage
-from moe_optim.reference.adam import Hyper
+from moe_optim.weights.te.fields import te_formats_of
+from moe_optim.weights.te.storage import TransformerEngineStorage
 
 NOTES = "MOE_OPTIM_ENGINE_NOTES"
 """Names a file that gets a line for each call that is ours."""

@@ -22,17 +22,17 @@ import torch
 from torch import Tensor
 
 from moe_optim import ops
-from moe_optim.export.conventions import CONVENTIONS, ONE_SCALE, Convention
-from moe_optim.export.engine_config import quantization_config
-from moe_optim.export.planes import (
+from moe_optim.commands.export.engine_config import quantization_config
+from moe_optim.formats import get_format
+from moe_optim.formats.reference import tensorwise
+from moe_optim.rollout.conventions import CONVENTIONS, ONE_SCALE, Convention
+from moe_optim.rollout.planes import (
     export_expert_of_one_scale,
     export_experts,
     get_export_layout,
     patterns_of,
     tensor_name,
 )
-from moe_optim.formats import get_format
-from moe_optim.reference import tensorwise
 
 EXPERTS, HIDDEN, FFN = 2, 256, 384
 LAYER = "model.layers.0.mlp."

@@ -30,8 +30,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from moe_optim.bench.step import DETERMINISTIC_ENVIRONMENT
-from moe_optim.console.provenance import begin_report
+from benchmarks.step import DETERMINISTIC_ENVIRONMENT
+from moe_optim.commands.console.provenance import begin_report
 from tests.support.side_runs import EAGER
 
 SCRIPT = ("pretrain_gpt.py", "gpt_builders.py", "model_provider.py")
@@ -222,7 +222,11 @@ class Asked:
         meant = self.command(side)
         words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         for word in meant[1:]:
-            words += [sys.executable, "-m", "moe_optim.cli.main"] if word == "moe-optim" else [word]
+            words += (
+                [sys.executable, "-m", "moe_optim.commands.cli.main"]
+                if word == "moe-optim"
+                else [word]
+            )
         return words
 
     def run(self, side: Side, number: int) -> dict[str, Any]:

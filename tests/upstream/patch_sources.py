@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_optim.console.provenance import commit
+from moe_optim.commands.console.provenance import commit
 from moe_optim.environment import find_package
 
 ROOT = Path(__file__).parents[2]
@@ -42,9 +42,9 @@ def fingerprint(function: Any) -> str:
 
 def list_targets() -> Iterator[tuple[str, Target]]:
     """Yield name, signature and fingerprint of every target in the Megatron that is imported."""
-    from moe_optim.megatron.launch import cpu_runtime  # noqa: F401 - imports what torch has first
-    from moe_optim.megatron.patching.engine import form_of, overridden, resolve
-    from moe_optim.megatron.patching.patches import PATCHES
+    from moe_optim.integration import cpu_runtime  # noqa: F401 - imports what torch has first
+    from moe_optim.integration.patching.engine import form_of, overridden, resolve
+    from moe_optim.integration.patching.patches import PATCHES
 
     for patch in PATCHES:
         try:

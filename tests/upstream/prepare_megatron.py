@@ -47,7 +47,7 @@ def pytest_runtest_teardown():
 def _run_on_cpu():
     import torch
 
-    from moe_optim.megatron.launch import cpu_runtime
+    from moe_optim.integration import cpu_runtime
 
     cpu_runtime.install()
     from megatron.core import optimizer

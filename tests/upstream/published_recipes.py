@@ -36,9 +36,9 @@ from megatron.training.arguments import add_megatron_arguments
 from rich.console import Console
 from rich.table import Table
 
+from moe_optim.commands.console.provenance import commit
 from moe_optim.config import MoEOptimConfig
-from moe_optim.console.provenance import commit
-from moe_optim.megatron.optimizer.requirements import foresee_refusals
+from moe_optim.optimizer.requirements import foresee_refusals
 from tests.upstream.launches import find_launches
 from tests.upstream.stand_in_imports import StandIn, find_bridge, standing_in
 

@@ -2,7 +2,7 @@
 
     python -m tests.upstream.rows --json FILE [--gpus] [-n WORKERS] [--rest]
 
-All cases of ``tests/megatron/te/test_rows.py``, extended ones too. Without ``--gpus`` on a CPU,
+All cases of ``tests/weights/te/test_rows.py``, extended ones too. Without ``--gpus`` on a CPU,
 where TRANSFORMER_ENGINE_PATH names Transformer Engine. The record is written after every case: of a
 run that was cut off it says what has not run, and --rest runs what has not passed into it. Exit
 status: 1 if a case fails, or none passes.
@@ -22,11 +22,11 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-from moe_optim.console.provenance import commit, kernels
+from moe_optim.commands.console.provenance import commit, kernels
 from moe_optim.environment import find_gpus
 from tests.support.engine_version import versions_of_ranks
 
-TESTS = Path(__file__).parents[1] / "megatron" / "te" / "test_rows.py"
+TESTS = Path(__file__).parents[1] / "weights" / "te" / "test_rows.py"
 
 
 @dataclass

@@ -30,9 +30,9 @@ from typing import Literal
 from rich.console import Console
 from rich.table import Table
 
-from moe_optim.console.provenance import commit, kernels
+from moe_optim.commands.console.provenance import commit, kernels
+from moe_optim.commands.train.launcher import LaunchPlan, RankFailure, launch
 from moe_optim.environment import find_gpus
-from moe_optim.train.launcher import LaunchPlan, RankFailure, launch
 from tests.support.engine_version import versions_of_ranks
 
 HERE = Path(__file__).parent
@@ -128,7 +128,7 @@ class Case:
     reason: str = ""
     seconds: float = 0.0
     ran: list[str] = field(default_factory=list)
-    """Functions of moe_optim.megatron that it ran."""
+    """Functions of moe_optim that it ran."""
 
     def note(self, outcome: str, reason: str) -> None:
         """Take an outcome if it is worse than what is known."""

@@ -24,8 +24,8 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from moe_optim.console.provenance import commit, kernels
-from moe_optim.report.reading import Run, read_run
+from moe_optim.commands.console.provenance import commit, kernels
+from moe_optim.commands.report.reading import Run, read_run
 from tests.upstream.convergence import FP8_BLOCKS, RECIPE
 
 ALLOWED: Mapping[str, float] = {
@@ -53,7 +53,7 @@ def command_of(folder: Path, iterations: int, *, cpu: bool) -> list[str]:
 def train(command: Sequence[str], log: Path) -> Samples | None:
     """Train, and return what its processes had, once a second; None if it failed."""
     samples: Samples = {"resident, bytes": [], "open files": [], "threads": []}
-    argv = [sys.executable, "-m", "moe_optim.cli.main", *command[1:]]
+    argv = [sys.executable, "-m", "moe_optim.commands.cli.main", *command[1:]]
     with log.open("w") as file, subprocess.Popen(argv, stdout=file, stderr=file) as launcher:
         while launcher.poll() is None:
             time.sleep(1.0)

@@ -87,7 +87,7 @@ def test_the_environment_that_asks_is_recorded_as_it_is(tmp_path, monkeypatch):
     )
     monkeypatch.setenv("TRANSFORMER_ENGINE_PATH", str(tmp_path))
     path = tmp_path / "record.json"
-    case = "tests/test_formats.py"
+    case = "tests/formats/test_formats.py"
     assert versions.main(["--here", "--json", str(path), case]) == 0
     (run,) = json.loads(path.read_text())["runs"]
     assert run["versions"]["transformer-engine"] == "2.17.1"

@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moe_optim.console.provenance import commit, describe_cpu, kernels
+from moe_optim.commands.console.provenance import commit, describe_cpu, kernels
 from moe_optim.environment import find_gpus, find_package
 from tests.support.engine_version import find_version
 

@@ -25,10 +25,10 @@ _replaced: dict[int, object] = {}
 @pytest.hookimpl  # after prepare_megatron, before any conftest imports Megatron
 def pytest_load_initial_conftests():
     import moe_optim
-    from moe_optim.megatron.installation import HOLDER
-    from moe_optim.megatron.optimizer import requirements
-    from moe_optim.megatron.patching import patches
-    from moe_optim.megatron.patching.engine import resolve, revert_patches
+    from moe_optim.integration.patching import patches
+    from moe_optim.integration.patching.engine import resolve, revert_patches
+    from moe_optim.integration.patching.installation import HOLDER
+    from moe_optim.optimizer import requirements
 
     checkpoints = (*patches.CHECKPOINTS, *patches.CHECKPOINTS_OF_RANKS)
     for patch in (*patches.OPTIMIZER, *checkpoints):
@@ -64,12 +64,12 @@ def pytest_runtest_makereport(item, call):
 
 
 def _listen():
-    """Have every call of a function of moe_optim.megatron noted, stand-ins of a GPU left out."""
-    from moe_optim.megatron import installation
-    from moe_optim.megatron.launch import cpu_runtime
-    from moe_optim.megatron.optimizer import adam
+    """Have every call of a function of moe_optim noted, stand-ins of a GPU left out."""
+    import moe_optim
+    from moe_optim.integration import cpu_runtime
+    from moe_optim.optimizer import adam
 
-    folder, left_out = Path(installation.__file__).parent, {adam.__file__, cpu_runtime.__file__}
+    folder, left_out = Path(moe_optim.__file__).parent, {adam.__file__, cpu_runtime.__file__}
     sys.monitoring.use_tool_id(_TOOL, "moe_optim")
     event = sys.monitoring.events.PY_START
     sys.monitoring.register_callback(_TOOL, event, lambda code, _: _ran.add(code.co_qualname))

@@ -5,9 +5,9 @@
 import triton
 import triton.language as tl
 
-from moe_optim.health import NUM_SUMS as _NUM_SUMS
-from moe_optim.health import SKETCH as _SKETCH
-from moe_optim.health import Sum
+from moe_optim.formats.health_figures import NUM_SUMS as _NUM_SUMS
+from moe_optim.formats.health_figures import SKETCH as _SKETCH
+from moe_optim.formats.health_figures import Sum
 from moe_optim.kernels.encode import amax, power_of_two
 from moe_optim.kernels.tiles import (
     AMAX_SLOT,
@@ -255,7 +255,7 @@ def _decode_elements(stored, FORMAT: tl.constexpr):
 def _decode_scale(stored, global_amax, FORMAT: tl.constexpr):
     """Return what elements are multiplied by, and what magnitudes are compared with, both fp32.
 
-    As ``moe_optim.reference`` has them: all products are rounded alike there and here.
+    As ``moe_optim.formats.reference`` has them: all products are rounded alike there and here.
     """
     if FORMAT == "nvfp4":
         scale = stored.to(tl.float8e4nv, bitcast=True).to(tl.float32)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from moe_optim.formats import BlockScaledFormat, QuantizedWeight
-from moe_optim.health import NUM_SUMS, Sum
+from moe_optim.formats.health_figures import NUM_SUMS, Sum
 from moe_optim.kernels.bound_kernel import BoundKernel
 from moe_optim.kernels.launch_table import (
     can_launch,

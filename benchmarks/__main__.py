@@ -1,0 +1,48 @@
+"""``python -m benchmarks``: what the documents quote, measured on this machine."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from benchmarks import convert, experts_report, gather, requantize_report, step
+from benchmarks.export import command as export
+from benchmarks.offload import command as offload
+from moe_optim.commands.cli.main import run_command
+
+KINDS = {
+    "requantize": requantize_report,
+    "gather": gather,
+    "convert": convert,
+    "step": step,
+    "offload": offload,
+    "export": export,
+    "experts": experts_report,
+}
+"""What can be measured -> the module that adds its options and runs it."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description="Measure on this machine what the documents quote.",
+        allow_abbrev=False,
+    )
+    kinds = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
+    for kind in KINDS.values():
+        kind.add_parser(kinds)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print tables, and write the figures if asked to."""
+    return int(KINDS[args.what].run(args))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one benchmark and return its exit code; without ``argv``, that of the process."""
+    return run_command(build_parser, run, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""``python -m benchmarks export``: weights on their way from training to an engine."""

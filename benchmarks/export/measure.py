@@ -1,0 +1,221 @@
+"""Experts on their way to an engine on every rank: as they are, and in bf16, quantized again there.
+
+Experts are spread over all ranks. An engine is memory of its own for all experts of the model, and
+every tensor of an export is copied into it, as engines do while they load.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.cases import MODELS, ShapeSet
+from benchmarks.timing import Mark, release, wait
+from moe_optim import ops
+from moe_optim.experts.grouped_linear import GroupedLinear
+from moe_optim.formats import BlockScaledFormat, QuantizedWeight, get_format
+from moe_optim.kernels.member_table import MemberTable
+from moe_optim.kernels.table_entry import TableEntry
+from moe_optim.rollout.conventions import find_convention
+from moe_optim.rollout.planes import export_experts
+from moe_optim.rollout.weights import export_weights
+
+AS_THEY_ARE, IN_BF16, QUANTIZED_AGAIN = "as they are", "bf16", "bf16, quantized again"
+REPEATS, WARM_UP = 9, 2
+
+Row = dict[str, Any]
+Pairs = Iterable[tuple[str, Tensor]]
+
+
+class ModelOfExperts(torch.nn.Module):
+    """The experts of a model that this rank holds, where Megatron's MoE layers have them.
+
+    Args:
+        shapes: of the whole model; its experts are spread over all ranks.
+        format: of the weights; None for bf16.
+        device: where they live.
+    """
+
+    def __init__(
+        self, shapes: ShapeSet, format: BlockScaledFormat | None, device: torch.device
+    ) -> None:
+        super().__init__()
+        alone = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+        groups = SimpleNamespace(ep=dist.group.WORLD, expt_tp=alone, expt_dp=alone)
+        ranks = dist.get_world_size()
+        layers = torch.nn.ModuleList()
+        for _ in range(shapes.layers):
+            experts = torch.nn.ModuleDict()
+            experts.pg_collection = groups  # type: ignore[assignment]  # a plain attribute
+            for number, (count, rows, cols) in enumerate(shapes.weights, 1):
+                linear = GroupedLinear(count // ranks, rows, cols, format=format, device=device)
+                experts[f"linear_fc{number}"] = linear
+            mlp = torch.nn.ModuleDict({"experts": experts})
+            layers.append(torch.nn.ModuleDict({"mlp": mlp}))
+        self.decoder = torch.nn.ModuleDict({"layers": layers})
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """Return what there is besides experts: nothing."""
+        return {}
+
+    def linears(self) -> Iterator[GroupedLinear]:
+        """Yield linears in the order in which they are exported."""
+        return (module for module in self.modules() if isinstance(module, GroupedLinear))
+
+    def export(self) -> Pairs:
+        """Export all experts; every rank must call it, and take all that it yields."""
+        return export_weights([self], layout="sequential")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Requantizing:
+    """An engine that is given bf16 weights and quantizes a linear once all of it has come."""
+
+    tables: list[MemberTable]
+    planes: list[QuantizedWeight]
+    arriving: list[Tensor]
+    """Of each linear what it is quantized from, [E, R, C] bf16: one memory for all layers."""
+
+    @classmethod
+    def of(
+        cls, shapes: ShapeSet, format: BlockScaledFormat, device: torch.device
+    ) -> "Requantizing":
+        """Allocate an engine for all experts of a model."""
+        memory = [
+            torch.empty(shape, dtype=torch.bfloat16, device=device) for shape in shapes.weights
+        ]
+        arriving = memory * shapes.layers
+        planes = [
+            QuantizedWeight.empty(format, tuple(one.shape), device=device) for one in arriving
+        ]
+        tables = [
+            MemberTable.build([TableEntry(parameter=f"linear {n}", source=source, target=target)])
+            for n, (source, target) in enumerate(zip(arriving, planes, strict=True))
+        ]
+        return cls(tables=tables, planes=planes, arriving=arriving)
+
+    def load(self, pairs: Pairs, *, quantizes: bool = True) -> None:
+        """Take all experts; without ``quantizes`` nothing is done to what has come."""
+        given = iter(pairs)
+        for table, values in zip(self.tables, self.arriving, strict=True):
+            for place in values:
+                place.copy_(next(given)[1])
+            if quantizes:
+                ops.requantize(table)
+        assert next(given, None) is None, "an export has more tensors than its model has experts"
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what each expert is now, tensor by tensor as an export has them."""
+        for planes in self.planes:
+            convention = find_convention(planes.format)
+            for (whole,) in export_experts(planes, convention):
+                yield from whole.items()
+
+
+def measure(model: str, name: str, device: torch.device) -> Iterator[Row]:
+    """Yield a row for each way of one format, from one engine's memory to the other's.
+
+    bf16 weights lie ready: what dequantizes them is not timed.
+
+    Args:
+        model: of ``MODELS``.
+        name: of a format.
+        device: of this rank.
+    """
+    yield from list(_rows(model, name, device))
+    release(device.type)
+
+
+def _rows(model: str, name: str, device: torch.device) -> Iterator[Row]:
+    shapes, format = MODELS[model], get_format(name)
+    trained, plain = _make_models(shapes, format, device)
+    places = [torch.empty_like(tensor) for _, tensor in trained.export()]
+    engine = Requantizing.of(shapes, format, device)
+
+    def take_as_they_are() -> None:
+        for (_, tensor), place in zip(trained.export(), places, strict=True):
+            place.copy_(tensor)
+
+    ways: dict[str, Callable[[], None]] = {
+        AS_THEY_ARE: take_as_they_are,
+        IN_BF16: lambda: engine.load(plain.export(), quantizes=False),
+        QUANTIZED_AGAIN: lambda: engine.load(plain.export()),
+    }
+    numel = shapes.layers * sum(e * r * c for e, r, c in shapes.weights)
+    least = None
+    for way, act in ways.items():
+        ms, host_ms = median_ms(act, device)
+        least = least or ms
+        nbytes = sum(one.nbytes for one in places) if way == AS_THEY_ARE else 2 * numel
+        yield {
+            "model": f"{model}, {shapes.layers} layers",
+            "format": name,
+            "way": way,
+            "ranks": dist.get_world_size(),
+            "parameters": numel,
+            "loaded_bytes": nbytes,
+            "received_bytes": nbytes - nbytes // dist.get_world_size(),
+            "ms": round(ms, 3),
+            "host_ms": round(host_ms, 3),
+            "ratio": round(ms / least, 3),
+            "other_scales": None,
+            "other_elements": None,
+        } | (_differences(engine, places) if way == QUANTIZED_AGAIN else {})
+
+
+def median_ms(act: Callable[[], None], device: torch.device) -> tuple[float, float]:
+    """Return the median time in ms of what all ranks begin together, and that of its calls alone.
+
+    An export waits for other ranks on its way, so that the host's time is part of the first.
+    """
+    marks, host_ms = [], []
+    for _ in range(WARM_UP + REPEATS):
+        dist.barrier()
+        wait(device.type)
+        began, start = time.perf_counter(), Mark(device.type)
+        act()
+        host_ms.append(1e3 * (time.perf_counter() - began))
+        marks.append((start, Mark(device.type)))
+        wait(device.type)
+    times = [end.ms_since(start) for start, end in marks]
+    return statistics.median(times[WARM_UP:]), statistics.median(host_ms[WARM_UP:])
+
+
+@torch.no_grad()
+def _make_models(
+    shapes: ShapeSet, format: BlockScaledFormat, device: torch.device
+) -> tuple[ModelOfExperts, ModelOfExperts]:
+    """Return a model of quantized experts, and one of their values in bf16."""
+    generator = torch.Generator(device).manual_seed(dist.get_rank())
+    trained, plain = (ModelOfExperts(shapes, one, device) for one in (format, None))
+    for quantized, in_bf16 in zip(trained.linears(), plain.linears(), strict=True):
+        drawn = torch.empty(quantized.shape, dtype=torch.bfloat16, device=device)
+        quantized.load_values(drawn.normal_(std=0.02, generator=generator))
+        assert quantized.storage is not None
+        in_bf16.load_values(quantized.storage.dequantize())
+    return trained, plain
+
+
+def _differences(engine: Requantizing, trained: list[Tensor]) -> Row:
+    """Return which part of the scales and of the bytes of elements differs from those of training.
+
+    Args:
+        engine: that has quantized again.
+        trained: what was exported as it is.
+    """
+    counts: dict[str, list[int]] = {"elements": [0, 0], "scales": [0, 0]}
+    for (suffix, again), before in zip(engine.tensors(), trained, strict=True):
+        count = counts["scales" if "scale" in suffix else "elements"]
+        count[0] += int((_bits(again) != _bits(before)).sum())
+        count[1] += before.numel()
+    return {f"other_{kind}": round(other / all, 6) for kind, (other, all) in counts.items()}
+
+
+def _bits(values: Tensor) -> Tensor:
+    return values.view(torch.int32 if values.element_size() == 4 else torch.uint8)

@@ -1,0 +1,347 @@
+"""Measures three kinds of work on the cases of ``python -m benchmarks requantize``, row by row."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+from benchmarks.cases import Case, Owned
+from benchmarks.timing import host_us, median_ms, nothing, release, temporary_bytes
+from moe_optim.commands.plan.traffic import (
+    finish_bytes,
+    health_bytes,
+    norm_bytes,
+    requantize_bytes,
+    step_bytes,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
+    from benchmarks.te.cast import MasterCast
+    from moe_optim.formats import Direction, QuantizedWeight
+    from moe_optim.kernels.member_table import MemberTable, TableEntry
+
+FROM_FP32 = "fp32 to wire planes"
+FROM_BF16 = "bf16 to wire planes, source zeroed"
+AFTER_GATHER = "after the gather"
+STEP = "step to wire planes, {} moments"
+NORM = "gradient norm"
+HEALTH = "health"
+ALONE = ", no all-reduce"
+"""Said of work whose maxima other ranks share: they are found and used, and not exchanged."""
+
+_POISON = 0xA5
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """The work of one row, laid out in memory."""
+
+    work: str
+    run: Callable[[], object]
+    num_members: int
+    floor_bytes: Fraction
+    launches: int
+    restore: Callable[[], object] = nothing
+    peer: Callable[[], object] | None = None
+    """Transformer Engine's side of the same work."""
+    check: Callable[[], None] = nothing
+    """Raises where the peer, once both ran, has other bytes."""
+
+
+def measure(case: Case, speed: float, group: "ProcessGroup | None") -> Iterator[Row]:
+    """Yield a row for each kind of work, its memory freed before the next one.
+
+    Args:
+        case: what to lay out.
+        speed: bytes read and written a millisecond by a copy.
+        group: over which Transformer Engine's cast reduces; None measures ours alone.
+
+    Raises:
+        PatchError: Transformer Engine has other bytes; nothing has been timed then.
+    """
+    makers: list[Callable[[Case, ProcessGroup | None], Job]] = [_from_fp32, _from_bf16]
+    if case.shard == 1:  # every rank derives all of what it gathered
+        makers.append(_after_gather)
+    makers += [partial(_step, moments="fp32"), partial(_step, moments="bf16"), _norm, _health]
+    for make in makers:
+        yield measure_job(make(case, group), case, speed)
+        release(case.device)
+
+
+def measure_job(job: Job, case: Owned, speed: float) -> Row:
+    """Compile, compare bytes with the peer if there is one, then time both by turns."""
+    job.run()
+    if job.peer is not None:
+        job.peer()
+        job.check()
+    temporary = temporary_bytes(job.run, case.device)
+    works = [job.run] if job.peer is None else [job.run, job.peer]
+    ms, *te = median_ms(works, case.device, job.restore)
+    floor = float(job.floor_bytes) / speed
+    te_ms = te[0] if te else None
+    return {
+        "format": case.name,
+        "work": job.work,
+        "shape_set": case.label,
+        "shard": f"1/{case.shard}",
+        "members": job.num_members,
+        "parameters": sum(case.owned),
+        "ms": round(ms, 4),
+        "floor_ms": round(floor, 4),
+        "fraction_of_floor": round(floor / ms, 3),
+        "te_ms": None if te_ms is None else round(te_ms, 4),
+        "te_fraction_of_floor": None if te_ms is None else round(floor / te_ms, 3),
+        "host_us": round(host_us(job.run, case.device), 1),
+        "temporary_bytes": temporary,
+        "launches": job.launches,
+    }
+
+
+def _from_fp32(case: Case, group: "ProcessGroup | None") -> Job:
+    import torch
+
+    from moe_optim.kernels.member_table import MemberTable
+
+    entries = lay_out(case, draw(case, torch.float32).split(case.owned))
+    job = _requantization(case, MemberTable.build(entries))
+    cast = _te_cast(case, entries, group)
+    if cast is None:
+        return job
+    return replace(job, peer=cast.quantize, check=partial(cast.check_bytes, derived=False))
+
+
+def _from_bf16(case: Case, group: "ProcessGroup | None") -> Job:
+    """Zero what was read, as where gradients and gathered values share memory. No peer does it."""
+    import torch
+
+    from moe_optim.kernels.member_table import MemberTable
+
+    memory = draw(case, torch.bfloat16)
+    job = _requantization(
+        case, MemberTable.build(lay_out(case, memory.split(case.owned)), consumed=memory)
+    )
+    return replace(job, restore=partial(memory.copy_, memory.clone()))
+
+
+def _requantization(case: Case, table: "MemberTable") -> Job:
+    from moe_optim import ops
+
+    def alone() -> None:
+        ops.partial_amax(table)
+        ops.encode(table)
+
+    zeroed, shared = table.consumed is not None, table.exchange.numel() > 0
+    work = (FROM_BF16 if zeroed else FROM_FP32) + (ALONE if shared else "")
+    return Job(
+        work=work,
+        run=alone if shared else partial(ops.requantize, table),
+        num_members=table.num_members,
+        floor_bytes=requantize_bytes(case.format, sum(case.owned), zeroed=zeroed),
+        launches=sum(launch.num_launches for launch in table.launches),
+    )
+
+
+def _after_gather(case: Case, group: "ProcessGroup | None") -> Job:
+    """Start from requantized planes; one rank has gathered by then."""
+    import torch
+
+    from moe_optim import ops
+    from moe_optim.kernels.member_table import MemberTable
+
+    entries = lay_out(case, draw(case, torch.float32).split(case.owned), stored=True)
+    table = MemberTable.build(entries)
+    ops.requantize(table)
+    job = Job(
+        work=AFTER_GATHER,
+        run=partial(ops.finish_gather, table),
+        num_members=table.num_members,
+        floor_bytes=Fraction(sum(finish_bytes(case.format, *member) for member in case.members)),
+        launches=len(table.finishes),
+    )
+    cast = _te_cast(case, entries, group) if case.format.is_2d else None
+    if cast is None:  # of formats that gather both planes, it derives nothing
+        return job
+    cast.quantize()
+    return replace(job, peer=cast.finish_gather, check=partial(cast.check_bytes, derived=True))
+
+
+def _step(case: Case, group: "ProcessGroup | None", moments: Literal["fp32", "bf16"]) -> Job:
+    """Lay out gradients and moments beside the masters; a step changes nothing that it costs."""
+    import torch
+
+    from moe_optim import ops
+    from moe_optim.formats.reference.adam import Hyper
+    from moe_optim.kernels.member_table import MemberTable
+    from moe_optim.kernels.steps.table import AdamState, StepTable
+
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[moments]
+    masters = draw(case, torch.float32)
+    entries = lay_out(case, masters.split(case.owned))
+    gradients = masters.mul(0.01).split(case.owned)
+    states = [
+        AdamState(
+            parameter=entry.parameter,
+            master=entry.source.view(-1),
+            gradient=gradient,
+            exp_avg=torch.zeros_like(gradient, dtype=dtype),
+            exp_avg_sq=torch.zeros_like(gradient, dtype=dtype),
+        )
+        for entry, gradient in zip(entries, gradients, strict=True)
+    ]
+    hyper = Hyper(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=1)
+    clips = torch.full((1,), 0.5, dtype=torch.float32, device=case.device)
+    members = MemberTable.build(entries)
+    table = StepTable.build(
+        states,
+        torch.tensor([hyper.row()], dtype=torch.float32, device=case.device),
+        clips,
+        members=members,
+    )
+    work = STEP.format(moments) + (ALONE if members.exchange.numel() else "")
+
+    def alone() -> None:
+        ops.step(table)
+        ops.encode_shared(members)
+
+    job = Job(
+        work=work,
+        run=alone,
+        num_members=members.num_members,
+        floor_bytes=step_bytes(
+            case.format, sum(case.owned), grad_bytes=4, moment_bytes=2 * dtype.itemsize
+        ),
+        launches=len(table.ranges) + len(table.encoding),
+    )
+    cast = _te_cast(case, entries, group)
+    if cast is None:
+        return job
+    from benchmarks.te.step import Step
+
+    step = Step(states, hyper, float(clips), cast)
+    return replace(job, peer=step.run, check=step.check)
+
+
+def _norm(case: Case, group: "ProcessGroup | None") -> Job:
+    """Sum the squares of fp32 gradients."""
+    import torch
+
+    from moe_optim import ops
+    from moe_optim.kernels.norm import Gradients, NormTable
+
+    gradients = draw(case, torch.float32).split(case.owned)
+    table = NormTable.build([Gradients(gradient) for gradient in gradients])
+    job = Job(
+        work=NORM,
+        run=partial(ops.sum_squares, table),
+        num_members=len(gradients),
+        floor_bytes=Fraction(norm_bytes(sum(case.owned), grad_bytes=4)),
+        launches=len(table.parts) + 1 if table.has_kernels else 0,
+    )
+    if group is None:
+        return job
+    from benchmarks.te.step import norm_of
+
+    return replace(job, peer=norm_of(gradients))
+
+
+def _health(case: Case, group: "ProcessGroup | None") -> Job:
+    """Look at requantized weights once, as every ``health_interval`` iterations."""
+    import torch
+
+    from moe_optim import ops
+    from moe_optim.kernels.health import HealthEntry, HealthTable
+    from moe_optim.kernels.member_table import MemberTable
+
+    entries = lay_out(case, draw(case, torch.float32).split(case.owned))
+    members = MemberTable.build(entries)
+    ops.partial_amax(members)
+    ops.encode(members)
+    looked_at = [
+        HealthEntry(entry=entry, rows=torch.tensor([row], dtype=torch.int64, device="cpu"))
+        for row, entry in enumerate(entries)
+    ]
+    device = entries[0].source.device
+    table = HealthTable.build(looked_at, len(entries), device=device)
+    return Job(
+        work=HEALTH,
+        run=partial(ops.measure_health, table),
+        num_members=len(entries),
+        floor_bytes=health_bytes(case.format, sum(case.owned)),
+        launches=sum(launch.num_launches for launch in table.launches),
+    )
+
+
+def _te_cast(
+    case: Case, entries: "Sequence[TableEntry]", group: "ProcessGroup | None"
+) -> "MasterCast | None":
+    from benchmarks.te import cast
+
+    if group is None or case.format.name not in cast.FORMATS:
+        return None
+    return cast.MasterCast(entries, group)
+
+
+def draw(case: Owned, dtype: "torch.dtype") -> "torch.Tensor":
+    """Return random values for all that is owned, one expert behind the other."""
+    import torch
+
+    generator = torch.Generator(case.device).manual_seed(0)
+    memory = torch.empty(sum(case.owned), dtype=dtype, device=case.device)
+    return memory.normal_(std=0.02, generator=generator)
+
+
+def lay_out(
+    case: Case, sources: "Sequence[torch.Tensor]", *, stored: bool = False
+) -> "list[TableEntry]":
+    """Return an entry for each expert.
+
+    Planes hold bytes that nobody writes, so that what was left out cannot equal anything.
+
+    Args:
+        case: what there is of the experts.
+        sources: [n] each, what is owned of an expert; fp32 or bf16, on the case's device.
+        stored: whether there are scales in storage, too.
+    """
+    import torch
+
+    from moe_optim.formats import QuantizedWeight
+    from moe_optim.kernels.member_table import TableEntry
+
+    entries = []
+    for index, ((rows, cols), source) in enumerate(zip(case.members, sources, strict=True)):
+        shape, is_whole = (1, rows, cols), source.numel() == rows * cols
+        target = QuantizedWeight.empty(case.format, shape, device=case.device)
+        for plane in target.planes().values():
+            plane.view(torch.uint8).fill_(_POISON)
+        entries.append(
+            TableEntry(
+                parameter=f"weight {index}",
+                source=source.view(shape) if is_whole else source,
+                target=target,
+                cuts=() if is_whole else (source.numel(),),
+                storage_scales=_storage_scales(target) if stored else {},
+            )
+        )
+    return entries
+
+
+def _storage_scales(target: "QuantizedWeight") -> "dict[Direction, torch.Tensor]":
+    import torch
+
+    from moe_optim.formats import DIRECTIONS
+
+    format, (_, rows, cols) = target.format, target.shape
+    return {
+        way: torch.zeros(
+            (1, *format.storage_scale_shape(rows, cols, way)),
+            dtype=format.scale_dtype,
+            device=target.rowwise_data.device,
+        )
+        for way in DIRECTIONS
+    }

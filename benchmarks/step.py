@@ -1,0 +1,251 @@
+"""``python -m benchmarks step``: training steps of a recipe, with the plug-in and with stock.
+
+The two take turns, each in fresh processes with the same arguments and data, so that whatever the
+machine does meanwhile happens to both. Iterations take turns, too: undisturbed ones give the time
+of an iteration, others its parts, others the time of the optimizer on the host.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import sys
+import textwrap
+from collections.abc import Collection
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.step_figures import SIDES, Measured, meanings, merge, summarize, table_of
+from moe_optim.commands.console.files import require_writable
+from moe_optim.commands.console.pictures import picture_path
+from moe_optim.config import field_names
+from moe_optim.config.recipes import Recipe, check_requirements, load_recipe
+from moe_optim.errors import ConfigError
+from moe_optim.integration.argv import (
+    add_changes,
+    add_recipe,
+    data_flags,
+    flags,
+    last_value,
+    spell_format,
+)
+from moe_optim.screen import fail, print_table, results_console
+
+# What imports torch or Megatron is imported where it is needed: it takes seconds.
+
+DETERMINISTIC_ENVIRONMENT = {
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "NCCL_ALGO": "Ring",
+}
+DETERMINISTIC_ARGUMENTS = ("--deterministic-mode", "--clip-grad", "0")
+"""The norm that clips is summed in the order of the buckets, which are not the same on both sides.
+"""
+CLIP_GRAD = 1.0
+"""Megatron's default."""
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add ``bench step``."""
+    description = (
+        "Train a recipe for a few iterations with the plug-in and with Megatron's own optimizer, "
+        "in turns, and compare times, bytes and memory. Arguments after `--` go to Megatron's "
+        "parser, over the recipe's, on both sides."
+    )
+    parser = subparsers.add_parser(
+        "step",
+        help="training steps of a recipe, beside stock Megatron in the same run",
+        description=textwrap.fill(description, 96),
+        epilog=meanings(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="python -m benchmarks step RECIPE [options] [-- MEGATRON ARGS]",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add_recipe(parser, "hopper_fp8_block")
+    add("--against", choices=["stock"], default="stock", help="what it is compared with")
+    add("--iterations", type=int, default=21, metavar="N", help="of a process (default 21)")
+    add("--rounds", type=int, default=2, metavar="N", help="processes of each side (default 2)")
+    add("--ranks", type=int, metavar="N", help="processes at a time (default: the recipe's)")
+    add_changes(parser, "moe_optim.layout=stock")
+    repeats = "on both sides only algorithms whose results repeat, and no clipping"
+    add("--deterministic", action="store_true", help=repeats)
+    add("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+    add(
+        "--out",
+        type=picture_path,
+        metavar="FILE",
+        help="also draw the parts of a step: .png, .svg, .pdf or .jpg",
+    )
+    add("--logs", type=Path, metavar="DIR", help="keep the logs of all ranks in DIR")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure both sides in turns, print a table, and write what was asked for.
+
+    Returns:
+        The exit code: 0 done, 1 a rank failed, 128 + n stopped by signal n.
+
+    Raises:
+        ConfigError: a number, the recipe or a file to write cannot be used.
+    """
+    from benchmarks.step_rank import KINDS, WARM_UP
+
+    fewest = WARM_UP + len(KINDS)
+    if args.iterations < fewest or args.rounds < 1:
+        raise ConfigError(
+            f"--iterations, --rounds: expected at least {fewest} and 1, got {args.iterations} and "
+            f"{args.rounds}. The first {WARM_UP} iterations are not counted, and each of the "
+            f"next {len(KINDS)} shows something else."
+        )
+    recipe = load_recipe(args.recipe, args.set)
+    check_requirements(recipe)
+    require_writable(args.json, args.out)
+    if args.ranks is not None and args.ranks < 1:
+        raise ConfigError(f"--ranks: expected 1 or more, got {args.ranks}.")
+    names = {(number, side): f"{number}-{side}" for number in range(args.rounds) for side in SIDES}
+    _require_new(args.logs, names.values())
+    if missing := missing_data(args, recipe):
+        print(f"{recipe.path} names no data: added {shlex.join(missing)}", file=sys.stderr)
+    with TemporaryDirectory() as temporary:
+        logs = args.logs or Path(temporary)
+        found: dict[str, list[Measured]] = {side: [] for side in SIDES}
+        for (_, side), name in names.items():
+            measured = _measure(args, recipe, side, (logs / name).resolve())
+            if isinstance(measured, int):
+                return measured
+            found[side].append(measured)
+    report = _report(args, recipe, found)
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=2) + "\n")
+    if args.out:
+        from benchmarks.step_picture import draw
+
+        args.out.write_bytes(draw(report, args.out))
+    print_table(results_console(), table_of(report))
+    return 0
+
+
+def _require_new(logs: Path | None, names: Collection[str]) -> None:
+    """Raise ConfigError where a folder for logs is there already, before anything is measured."""
+    there = [name for name in names if logs is not None and (logs / name).exists()]
+    if there:
+        raise ConfigError(
+            f"--logs {logs}: expected no logs of an earlier bench, got {', '.join(there)}. Name "
+            "another folder."
+        )
+
+
+def _python_path() -> str:
+    """Return ``PYTHONPATH`` for ranks, which import this package as well."""
+    given = os.environ.get("PYTHONPATH")
+    return os.pathsep.join([str(Path(__file__).parents[1]), *([given] if given else [])])
+
+
+def _measure(args: argparse.Namespace, recipe: Recipe, side: str, folder: Path) -> Measured | int:
+    """Return what the ranks of one side measured, or the exit code where they did not end well."""
+    import torch
+
+    from benchmarks.step_rank import REPORT
+    from moe_optim.commands.train.launcher import LaunchPlan, launch
+
+    folder.mkdir(parents=True)
+    ranks = args.ranks or recipe.ranks
+    module = "benchmarks.step_rank"
+    plan = LaunchPlan(
+        entry=[sys.executable, "-m", module, *megatron_argv(args, recipe, side)],
+        ranks=ranks,
+        logs=folder,
+        cpu=not torch.cuda.is_available(),
+        environment={REPORT: str(folder), "PYTHONPATH": _python_path(), **environment(args)},
+    )
+    result = launch(plan, Console(stderr=True))
+    if result.stopped_by is not None:
+        print(f"step: {side}: stopped by {result.stopped_by.name}", file=sys.stderr)
+        return 128 + result.stopped_by
+    what = f"step: {side}: expected"
+    if result.failure is not None:
+        return fail(f"{what} a run to its end, but {result.failure.sentence()}")
+    measured = merge([json.loads((folder / f"rank{r}.json").read_text()) for r in range(ranks)])
+    if len(measured.losses) != args.iterations:
+        return fail(
+            f"{what} {args.iterations} iterations, got {len(measured.losses)}. Keep the logs with "
+            "--logs and look at rank0.log."
+        )
+    return measured
+
+
+def environment(args: argparse.Namespace) -> dict[str, str]:
+    """Return what the ranks' environment has because of a flag of this command."""
+    return dict(DETERMINISTIC_ENVIRONMENT) if args.deterministic else {}
+
+
+def megatron_argv(args: argparse.Namespace, recipe: Recipe, side: str) -> list[str]:
+    """Return the command line of a rank; both sides have the same but for the plug-in's flags."""
+    argv = [*recipe.megatron_argv(), *(DETERMINISTIC_ARGUMENTS if args.deterministic else ())]
+    argv += [
+        *args.megatron_args,
+        *missing_data(args, recipe),
+        "--train-iters",
+        str(args.iterations),
+    ]
+    argv += ["--eval-iters", "0", "--timing-log-level", "0"]
+    argv += ["--log-interval", "1"]  # a logged iteration leaves the device idle
+    if side == "plugin":
+        argv += ["--use-moe-grouped-optim"]
+        for name in field_names():
+            value = json.dumps(getattr(recipe.moe_optim, name))  # JSON is YAML too
+            argv += ["--moe-optim-set", f"{name}={value}"]
+    return argv
+
+
+def missing_data(args: argparse.Namespace, recipe: Recipe) -> list[str]:
+    """Return what a recipe that names no data takes to train on samples that are made up."""
+    argv = [*recipe.megatron_argv(), *args.megatron_args]
+    if data_flags(argv):
+        return []
+    given = flags(argv)
+    tokenizer = [] if "--tokenizer-type" in given else ["--tokenizer-type", "NullTokenizer"]
+    vocabulary = [] if "--vocab-size" in given else ["--vocab-size", "255"]
+    return ["--mock-data", *tokenizer, *vocabulary]
+
+
+def _report(
+    args: argparse.Namespace, recipe: Recipe, found: dict[str, list[Measured]]
+) -> dict[str, Any]:
+    import torch
+
+    from benchmarks.step_rank import WARM_UP
+    from moe_optim.commands.console.provenance import begin_report
+
+    argv = megatron_argv(args, recipe, "stock")
+    ranks = args.ranks or recipe.ranks
+    return {
+        **begin_report(_command(args), on_gpu=torch.cuda.is_available(), ranks=ranks),
+        "workload": {
+            "recipe": str(recipe.path),
+            "format": spell_format(recipe.moe_optim.format, argv),
+            "portable_experts": last_value(argv, "--transformer-impl") == "local",
+            "clip_grad": float(last_value(argv, "--clip-grad") or CLIP_GRAD),
+            "ranks": ranks,
+            "iterations": args.iterations - WARM_UP,
+            "rounds": args.rounds,
+            "deterministic": args.deterministic,
+            "megatron_args": args.megatron_args,
+        },
+        **summarize(found),
+    }
+
+
+def _command(args: argparse.Namespace) -> str:
+    words = ["python", "-m", "benchmarks", "step", str(args.recipe), "--against", args.against]
+    words += ["--iterations", str(args.iterations), "--rounds", str(args.rounds)]
+    words += ["--ranks", str(args.ranks)] if args.ranks else []
+    words += ["--set", *args.set] if args.set else []
+    words += ["--deterministic"] if args.deterministic else []
+    words += ["--json", str(args.json)] if args.json else []
+    words += ["--", *args.megatron_args] if args.megatron_args else []
+    return shlex.join(words)

@@ -1,0 +1,167 @@
+"""The parts of a training step, told apart by wrapping the functions they consist of.
+
+The wrappers are the same around Megatron's optimizer and around this package's. A part may lie in
+another, as the gather that a forward pass starts lies in that pass: time then belongs to the
+innermost part alone, so that parts add up and nothing is counted twice.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import wraps
+from itertools import pairwise
+from typing import Any
+
+from benchmarks.timing import Mark
+
+WEIGHTS = ("requantize", "gather", "post_processing")
+"""Parts between the step of the inner optimizer and weights that can be multiplied."""
+
+_OF_OPTIMIZER = {  # method -> part
+    "_copy_model_grads_to_main_grads": "grad_copy",
+    "_copy_main_params_to_model_params": "requantize",
+    "_copy_main_params_to_param_buffer": "requantize",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """Which parts were open from when to when."""
+
+    mark: Callable[[], Mark]
+    """Returns this moment, without waiting for anything."""
+    changes: list[tuple[Mark, tuple[str, ...]]] = field(default_factory=list)
+    """Moments at which a part began or ended, with the parts open from then on, outermost first."""
+
+    def own_ms(self) -> dict[str, float]:
+        """Return for each part its time without that of the parts nested in it."""
+        own: dict[str, float] = defaultdict(float)
+        for parts, ms in self._spans():
+            own[parts[-1]] += ms
+        return dict(own)
+
+    def whole_ms(self, part: str) -> float:
+        """Return the time during which ``part`` was open, whatever was nested in it."""
+        return sum(ms for parts, ms in self._spans() if part in parts)
+
+    def _spans(self) -> Iterator[tuple[tuple[str, ...], float]]:
+        for (begin, parts), (end, _) in pairwise(self.changes):
+            if parts:
+                yield parts, end.ms_since(begin)
+
+
+class Parts:
+    """Knows which parts are open now, and keeps their times while it is asked to."""
+
+    def __init__(self) -> None:
+        self._open: list[str] = []
+        self._recording: Recording | None = None
+
+    @property
+    def innermost(self) -> str | None:
+        """The part that runs now."""
+        return self._open[-1] if self._open else None
+
+    @contextmanager
+    def recorded(self, mark: Callable[[], Mark]) -> Iterator[Recording]:
+        """Record the parts that begin and end in a block; without one, nothing is timed."""
+        self._recording = Recording(mark)
+        try:
+            yield self._recording
+        finally:
+            self._recording = None
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Open a part for a block."""
+        self._open.append(name)
+        self._note_change()
+        try:
+            yield
+        finally:
+            self._open.pop()
+            self._note_change()
+
+    def within(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``function`` as a part."""
+
+        @wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self.part(name):
+                return function(*args, **kwargs)
+
+        return run
+
+    def wrap(self, owner: Any, attribute: str, name: str) -> None:
+        """Make a function of ``owner`` a part, for whoever looks it up there."""
+        setattr(owner, attribute, self.within(name, getattr(owner, attribute)))
+
+    def _note_change(self) -> None:
+        if self._recording is not None:
+            self._recording.changes.append((self._recording.mark(), tuple(self._open)))
+
+
+class _Work:
+    """Collectives in flight, whose wait is part of the gather."""
+
+    def __init__(self, parts: Parts, work: Any) -> None:
+        self.wait = parts.within("gather", work.wait)
+
+
+def instrument(parts: Parts, model_chunks: Iterable[Any], optimizer: Any) -> None:
+    """Wrap everything that a step does after its backward pass, of stock or of the plug-in.
+
+    ``model_chunks`` are wrapped by DistributedDataParallel; ``optimizer`` is a chain, or one.
+    """
+    parts.wrap(optimizer, "get_grad_norm", "grad_norm")
+    if hasattr(optimizer, "find_norms"):  # of a fused step, which reads gradients where they lie
+        parts.wrap(optimizer, "find_norms", "grad_norm")
+    parts.wrap(optimizer, "step", "optimizer")
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for method, name in _OF_OPTIMIZER.items():
+            if hasattr(one, method):
+                parts.wrap(one, method, name)
+        if not one.is_stub_optimizer:
+            if getattr(optimizer, "is_fused", False):  # which calls no function over Adam's step
+                parts.wrap(one, "update_masters", "inner_step")
+            else:
+                parts.wrap(one.optimizer, "step", "inner_step")
+    groups = [
+        group
+        for chunk in model_chunks
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
+    ]
+    for group in groups:
+        _instrument_gather(parts, group)
+    managed = [group for group in groups if getattr(group, "managed", False)]
+    if managed:
+        _instrument_plugin(parts, managed)
+
+
+def _instrument_gather(parts: Parts, group: Any) -> None:
+    """Take a start without what is nested in it, and the wait, for the collectives."""
+    start = parts.within("gather", group.start_param_sync)
+
+    def start_param_sync(*args: Any, **kwargs: Any) -> None:
+        start(*args, **kwargs)
+        work = group.param_gather_handle
+        if work is not None and not isinstance(work, _Work):
+            group.param_gather_handle = _Work(parts, work)
+
+    group.start_param_sync = start_param_sync
+    # Stock's MXFP8 weights are gathered in bf16 then, and quantized when they have arrived
+    is_late = group.ddp_config.reuse_grad_buf_for_mxfp8_param_ag
+    parts.wrap(group, "_post_param_sync", "requantize" if is_late else "post_processing")
+
+
+def _instrument_plugin(parts: Parts, groups: Iterable[Any]) -> None:
+    """Tell requantization from the gather that it is started with, or that it waits for."""
+    from moe_optim import ops
+    from moe_optim.buckets import bucket_group
+
+    parts.wrap(bucket_group, "fill_slices", "requantize")
+    parts.wrap(ops, "requantize", "requantize")  # wire bf16, where the whole bucket has arrived
+    for group in groups:
+        for bucket in group.managed:
+            parts.wrap(bucket, "open_gather", "requantize")

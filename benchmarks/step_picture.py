@@ -1,0 +1,88 @@
+"""The parts of a training step of both sides, stacked."""
+
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.step_figures import FIGURES, PARTS, REST, SIDES, rest_of, title_of
+from moe_optim.commands.console.pictures import picture_of, plain
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_COLORS = {
+    "forward_backward_ms": "#c8d3dc",
+    "grad_copy_ms": "#b3dcf5",
+    "grad_norm_ms": "#56b4e9",
+    "inner_step_ms": "#009e73",
+    "requantize_ms": "#d55e00",
+    "gather_ms": "#e69f00",
+    "post_processing_ms": "#cc79a7",
+    "optimizer_rest_ms": "#7f7f7f",
+    REST: "white",
+}
+_EDGES = {REST: "0.6"}
+_TITLE = 130
+"""Letters of a line of the title."""
+_READABLE = 0.04
+"""Part of the width that a number needs to stand inside a bar."""
+
+
+def draw(report: dict[str, Any], path: Path) -> bytes:
+    """Draw the iteration, and below on its own scale what surrounds both passes.
+
+    Every bar is as long as what stands behind it.
+
+    Returns:
+        A picture of the kind that ``path`` ends in.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    figure = Figure(figsize=(11, 5), dpi=150, layout="constrained")
+    above, below = figure.subplots(2, 1)
+    _draw_bars(above, report, [*PARTS, REST])
+    above.set_title("Iteration, ms", loc="left", fontsize=10)
+    _draw_bars(below, report, [key for key in PARTS if key != "forward_backward_ms"])
+    below.set_title("The parts around forward and backward, ms", loc="left", fontsize=10)
+    below.set_xlabel("ms")
+    entries = [
+        Patch(facecolor=color, edgecolor=_EDGES.get(key, color), label=FIGURES[key].label)
+        for key, color in _COLORS.items()
+    ]
+    figure.legend(handles=entries, loc="outside right center", frameon=False, fontsize=9)
+    title = "\n".join(textwrap.wrap(f"Parts of a step, medians. {title_of(report)}", _TITLE))
+    figure.suptitle(plain(title), x=0.01, ha="left", fontsize=10)
+    return picture_of(figure, path)
+
+
+def _draw_bars(axes: "Axes", report: dict[str, Any], keys: Sequence[str]) -> None:
+    """Draw a bar a side of all its parts, with their sum behind it.
+
+    An iteration is the median of others than its parts are: where these are longer, it has no rest,
+    and stands in brackets.
+    """
+    figures = {side: report[side] | {REST: rest_of(report[side])} for side in SIDES}
+    lengths = {
+        side: {key: max(of_side[key] or 0.0, 0.0) for key in keys}
+        for side, of_side in figures.items()
+    }
+    width = 1.2 * max(*(sum(parts.values()) for parts in lengths.values()), 1e-9)
+    for row, side in enumerate(SIDES):
+        left = 0.0
+        for key, value in lengths[side].items():
+            color = _COLORS[key]
+            edge = _EDGES.get(key, color)
+            axes.barh(row, value, left=left, height=0.7, facecolor=color, edgecolor=edge)
+            if value > _READABLE * width:
+                axes.text(left + value / 2, row, f"{value:.1f}", ha="center", va="center")
+            left += value
+        said = f"{left:.1f}"
+        if REST in keys and (figures[side][REST] or 0.0) < 0:
+            said += f" (iteration {figures[side]['iteration_ms']:.1f})"
+        axes.text(left + 0.01 * width, row, said, va="center", weight="bold")
+    axes.set_xlim(0, width)
+    axes.set_yticks(range(len(SIDES)), list(SIDES.values()))
+    axes.invert_yaxis()
+    axes.spines[["top", "right"]].set_visible(False)

@@ -1,1 +1,0 @@
-"""What ``moe-optim bench`` measures."""

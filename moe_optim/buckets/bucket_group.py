@@ -1,0 +1,361 @@
+"""Bucket groups: the one owner of what managed buckets hold and of how fresh their weights are."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import torch
+from megatron.core.distributed import param_and_grad_buffer
+from megatron.core.distributed.param_and_grad_buffer import (
+    _ParamAndGradBucket,
+    _ParamAndGradBucketGroup,
+    _ParamAndGradBuffer,
+)
+
+from moe_optim.buckets.gather import fill_slices, start_gather
+from moe_optim.buckets.managed_bucket import ManagedBucket, require_gradient_memory
+from moe_optim.buckets.states import Event, Gradients, Weights
+from moe_optim.errors import StateError
+from moe_optim.integration.patching.engine import original
+from moe_optim.places import has_memory
+from moe_optim.weights.te.fields import has_scale_a_tensor
+from moe_optim.weights.te.tensorwise import Transposes
+
+_PARTITION = "megatron.core.distributed.distributed_data_parallel:partition_buckets"
+
+
+class GroupedBucketGroup(_ParamAndGradBucketGroup):
+    """Megatron's bucket group, where a group of managed buckets gathers by its own rules.
+
+    A step says that its masters have moved, and whether it has encoded them into this rank's
+    slices. Whoever next needs the weights (a forward pre-hook, an evaluation, a save, the end of a
+    step) calls ``start_param_sync``, and buckets whose weights are behind then quantize what no
+    step has encoded, and gather, in the order that the wire demands. Fresh weights are never
+    gathered again. Groups without managed buckets behave as Megatron's, except that a gather in
+    flight is always finished with its post-processing, and that transposes of weights with one
+    scale are written in one launch.
+
+    Attributes:
+        managed: the managed buckets of the group: all of its buckets, or none.
+    """
+
+    def __init__(self, buckets: list[_ParamAndGradBucket], *args: Any, **kwargs: Any) -> None:
+        """Arguments are Megatron's. Buckets must be all managed or all not."""
+        self.managed = managed_buckets(buckets)
+        self._dispatched = False
+        self._transposes: Transposes | None = None
+        super().__init__(buckets, *args, **kwargs)
+        self.param_gather_handle: Any
+        self.grad_reduce_handle: Any
+        self.per_param_grad_ready_counts: dict[torch.nn.Parameter, int]
+        for bucket in self.managed:
+            size = self.intra_distributed_optimizer_instance_size  # only distributed optimizers'
+            if size != bucket.dp_size:
+                raise StateError(
+                    f"{bucket.name}: expected shards for the {bucket.dp_size} ranks its buffer was "
+                    f"made for, got a group of {size}. Wrap the model with the groups it trains "
+                    "with."
+                )
+
+    @property
+    def param_gather_dispatched(self) -> bool:
+        """Whether no gather has to be started before weights are read."""
+        if self.managed:
+            behind = (Weights.STALE, Weights.ENCODED)
+            return all(bucket.state.weights not in behind for bucket in self.managed)
+        return self._dispatched
+
+    @param_gather_dispatched.setter
+    def param_gather_dispatched(self, dispatched: bool) -> None:
+        self._dispatched = dispatched
+
+    @torch.inference_mode(False)  # a rollout may gather first, and training writes what it plans
+    @torch.no_grad()
+    def start_param_sync(self, force_sync: bool = False) -> None:
+        """Gather weights that are stale. Every rank of the group must call it.
+
+        What fails on the way leaves them stale, and the next call gathers them anew.
+
+        Args:
+            force_sync: return only when the weights are in place, whatever the configuration.
+
+        Raises:
+            StateError: the memory holds gradients that no step has used; or masters are moving; or
+                weights are offloaded that have to be gathered.
+        """
+        if self.param_gather_handle is not None and not force_sync:
+            return  # one is on its way; no step comes before its end
+        if not self.managed:
+            self.require_weights(Event.GATHER.value)
+            super().start_param_sync(force_sync=force_sync)
+            return
+        self.finish_gather()
+        current = (Weights.FRESH, Weights.OFFLOADED)
+        wanted = [bucket for bucket in self.managed if bucket.state.weights not in current]
+        if not wanted:
+            return
+        with self._stale_if_it_fails():
+            group = self.intra_distributed_optimizer_instance_group
+            for bucket in wanted:
+                bucket.open_gather()
+            fill_slices([bucket.gather for bucket in wanted], group)
+            asynchronous = self.ddp_config.overlap_param_gather and not force_sync
+            self.param_gather_handle = start_gather(wanted, group, asynchronous=asynchronous)
+        if not asynchronous:
+            self._post_param_sync()
+
+    @contextmanager
+    def _stale_if_it_fails(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.param_gather_handle = None
+            for bucket in self.managed:
+                bucket.give_up_gather()
+            raise
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _post_param_sync(self) -> None:
+        """Put what a gather brought in place, one launch a bucket; nothing where none was begun."""
+        if not self.managed:
+            if self._transposes is None or self._transposes.have_moved:
+                super()._post_param_sync()
+                self._transposes = Transposes.of(self._left_weights)
+            else:
+                self._transposes.renew()
+            return
+        with self._stale_if_it_fails():
+            for bucket in self.managed:
+                if bucket.state.weights is Weights.IN_FLIGHT:
+                    bucket.land()
+
+    @cached_property
+    def _left_weights(self) -> list[torch.nn.Parameter]:
+        """The weights with one scale, or none where Megatron has more to do than to transpose."""
+        params = [param for bucket in self.buckets for param in bucket.params]
+        holds_bytes = param_and_grad_buffer._param_uses_quantized_storage
+        quantized = [param for param in params if holds_bytes(param)]
+        return quantized if all(map(has_scale_a_tensor, quantized)) else []
+
+    def finish_gather(self) -> None:
+        """Wait for a gather in flight and put its result in place; do nothing without one."""
+        if self.param_gather_handle is None:
+            return
+        with self._stale_if_it_fails():
+            self.param_gather_handle.wait()
+        self.param_gather_handle = None
+        self._post_param_sync()
+
+    def gather_anew(self) -> None:
+        """Let the next forward pass gather, also what is fresh: for a graph that is replayed later.
+
+        Every rank of the group must call it.
+        """
+        self.finish_gather()
+        self._dispatched = False
+        for bucket in self.managed:
+            if bucket.state.weights in (Weights.FRESH, Weights.ENCODED):
+                bucket.state.record(Event.SETTLE)
+
+    def finish_communication(self) -> None:
+        """Wait for whatever reads or writes gradient memory; do nothing where nothing does.
+
+        Reductions are in flight where a backward pass ended in an exception: Megatron has no call
+        that takes note of them then.
+        """
+        if any(bucket.gather.uses_gradient_memory for bucket in self.managed):
+            self.finish_gather()
+        if self.grad_reduce_handle is not None:
+            self.grad_reduce_handle.wait()
+            self.grad_reduce_handle = None
+        # over several instances of the optimizer, reductions have a stream, and no handle
+        stream = getattr(self, "communication_stream", None)
+        if stream is not None:
+            torch.cuda.current_stream().wait_stream(stream)
+
+    def reset(self) -> None:
+        """Prepare for the next iteration; a backward pass that was given up does not count.
+
+        One that has reached all parameters counts, as with Megatron.
+        """
+        is_part = len(self.per_param_grad_ready_counts) < len(self.params)
+        if is_part and self.ddp_config.overlap_grad_reduce and not self.grad_reduce_finished:
+            self.per_param_grad_ready_counts = {}
+        super().reset()
+
+    def free_overlap_buffers(self) -> None:
+        """Finish a gather in flight, its post-processing included (Megatron drops that)."""
+        self.finish_gather()
+        if not self.managed:
+            super().free_overlap_buffers()
+
+    def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        """Reduce the gradients, after a gather that no forward pass waited for has finished.
+
+        Raises:
+            StateError: gradient memory is offloaded, or the gradients were reduced already.
+        """
+        self.finish_gather()
+        self.require_gradients(Event.REDUCE.value)
+        already_dispatched = self.is_first_batch and self.grad_reduce_handle is not None
+        if not already_dispatched:
+            for bucket in self.managed:
+                bucket.state.record(Event.REDUCE)
+        super().start_grad_sync(force_all_reduce=force_all_reduce)
+
+    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        """Finish the reduction; a gather that no forward pass waited for is finished first."""
+        self.finish_gather()
+        super().finish_grad_sync(force_all_reduce=force_all_reduce)
+
+    def read_gradients(self) -> None:
+        """Let the optimizer read the gradients.
+
+        They must have been reduced, unless one rank has them all and nothing scales them: callers
+        without Megatron's loop need not reduce them then. With overlap the last backward pass does,
+        so that gradients it has not reduced are not all there.
+
+        Raises:
+            StateError: they have not.
+        """
+        self.finish_gather()  # nobody may have waited for it
+        alone = (
+            self.intra_distributed_optimizer_instance_size == 1
+            and self.ddp_config.num_distributed_optimizer_instances == 1
+            and not self.ddp_config.overlap_grad_reduce
+        )
+        for bucket, managed in zip(self.buckets, self.managed, strict=True):
+            managed.find_unannounced(thoroughly=True)
+            whole = alone and bucket.gradient_scaling_factor == 1
+            if whole and managed.state.gradients is Gradients.PARTIAL:
+                managed.state.record(Event.REDUCE)
+            managed.state.record(Event.READ)
+
+    def require_weights(self, what: str) -> None:
+        """Check that there are weights for ``what`` to write; managed ones have states that tell.
+
+        Raises:
+            StateError: they are offloaded.
+        """
+        for bucket in self.buckets:
+            if bucket.param_data is not None and not has_memory(bucket.param_data):
+                raise StateError(
+                    f"bucket {bucket.bucket_id}: {what}: expected weights to write into, got none: "
+                    "they are offloaded. Call reload_from_cpu() on the buffers of the DDP module "
+                    "first."
+                )
+
+    def require_gradients(self, what: str) -> None:
+        """Check that there is memory for the gradients of all buckets, before ``what`` uses it.
+
+        Raises:
+            StateError: it is offloaded.
+        """
+        for bucket in self.buckets:
+            require_gradient_memory(f"bucket {bucket.bucket_id}", what, bucket.grad_data)
+
+    def forget_masters(self) -> None:
+        """Drop what was planned for masters that may lie elsewhere from now on."""
+        self.finish_gather()
+        for bucket in self.managed:
+            bucket.forget_masters()
+
+
+def bucket_groups(model_chunks: Iterable[Any]) -> Iterator[Any]:
+    """Yield the bucket groups of DDP-wrapped chunks, of each chunk its experts' last."""
+    for chunk in model_chunks:
+        yield from (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
+
+
+def gather_weights(chunk: Any) -> None:
+    """Bring the weights of a chunk up to their masters, where DDP wraps it.
+
+    Every rank of the chunk's groups must call it, or none.
+
+    Raises:
+        StateError: weights or gradient memory are offloaded, masters are moving, or the gather
+            would overwrite gradients that no step has used.
+    """
+    config = getattr(chunk, "ddp_config", None)
+    if config is None or not config.use_distributed_optimizer:
+        return
+    for group in bucket_groups([chunk]):
+        # Megatron's own groups gather in the step, and what lies in shared memory is no weight
+        is_behind = config.overlap_param_gather and _has_own_memory(group)
+        if getattr(group, "managed", ()) or is_behind:
+            group.start_param_sync(force_sync=True)
+
+
+def _has_own_memory(group: Any) -> bool:
+    """Return whether the weights of one of Megatron's groups lie apart from their gradients."""
+    return all(
+        bucket.param_data is not None
+        and bucket.param_data.untyped_storage().data_ptr()
+        != bucket.grad_data.untyped_storage().data_ptr()
+        for bucket in group.buckets
+    )
+
+
+def managed_buckets(buckets: Iterable[_ParamAndGradBucket]) -> tuple[ManagedBucket, ...]:
+    """Return the managed buckets among Megatron's."""
+    found = (getattr(bucket, "managed", None) for bucket in buckets)
+    return tuple(managed for managed in found if managed is not None)
+
+
+def partition_buckets(
+    buffers: list[_ParamAndGradBuffer],
+    force_single_bucket_group: bool = False,
+    reduce_scatter_with_fp32_accumulation: bool = False,
+) -> list[_ParamAndGradBucketGroup]:
+    """Cut the buckets of a model chunk into groups; managed and other buckets never share one.
+
+    Megatron puts all bf16 buckets into the group of the last quantized bucket, where their gather
+    waits for everything. Here every bucket communicates on its own, and groups follow each other in
+    the order of the backward pass. With ``force_single_bucket_group`` there is one group of
+    managed buckets and one of the others.
+    """
+    if not any(buffer.managed for buffer in buffers):
+        groups = original(_PARTITION)(
+            buffers, force_single_bucket_group, reduce_scatter_with_fp32_accumulation
+        )
+    elif force_single_bucket_group:
+        groups = [
+            _make_group([(buffer, bucket) for buffer in kind for bucket in buffer.buckets])
+            for kind in _split(buffers, lambda buffer: buffer.managed)
+        ]
+    else:
+        placed = [(buffer, bucket) for buffer in buffers for bucket in buffer.buckets]
+        placed.sort(key=_last_registration, reverse=True)
+        groups = [_make_group([one]) for one in placed]
+    for buffer in buffers:
+        mine = {id(bucket) for bucket in buffer.buckets}
+        buffer.groups = [g for g in groups if any(id(bucket) in mine for bucket in g.buckets)]
+    return groups
+
+
+def _split(
+    buffers: list[_ParamAndGradBuffer], predicate: Callable[[_ParamAndGradBuffer], bool]
+) -> list[list[_ParamAndGradBuffer]]:
+    halves = [[b for b in buffers if not predicate(b)], [b for b in buffers if predicate(b)]]
+    return [half for half in halves if half]
+
+
+def _last_registration(placed: tuple[_ParamAndGradBuffer, _ParamAndGradBucket]) -> int:
+    """Return the highest registration index in a bucket, counted over buffers of one dtype."""
+    buffer, bucket = placed
+    index = dict(zip(buffer.params, buffer.param_indices, strict=True))
+    return max(index[param] for param in bucket.params_list)
+
+
+def _make_group(
+    placed: list[tuple[_ParamAndGradBuffer, _ParamAndGradBucket]],
+) -> GroupedBucketGroup:
+    buffer = placed[0][0]
+    return GroupedBucketGroup(
+        [bucket for _, bucket in placed],
+        buffer.ddp_config,
+        buffer.data_parallel_group,
+        buffer.data_parallel_world_size,
+    )

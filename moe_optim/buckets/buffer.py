@@ -1,0 +1,231 @@
+"""Parameter and gradient buffers that hold quantized expert weights."""
+
+import copy
+from typing import Any, Protocol
+
+import torch
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucket, _ParamAndGradBuffer
+from torch import Tensor
+
+from moe_optim.buckets.managed_bucket import ManagedBucket, require_gradient_memory
+from moe_optim.buckets.offload import ParamData
+from moe_optim.buckets.states import Event
+from moe_optim.errors import ConfigError, StateError
+from moe_optim.integration.patching.active import config_in_force
+from moe_optim.integration.patching.engine import original
+from moe_optim.weights.managed import is_managed, storage_of
+from moe_optim.weights.storage import GradientNote
+
+_BUFFER = "megatron.core.distributed.param_and_grad_buffer"
+_DDP_CONFIG = (
+    "megatron.core.distributed.distributed_data_parallel_config:"
+    "DistributedDataParallelConfig.__post_init__"
+)
+
+
+def _param_uses_quantized_storage(param: torch.nn.Parameter) -> bool:
+    """Return whether Megatron must give ``param`` a buffer of its own kind (uint8)."""
+    return is_managed(param) or original(f"{_BUFFER}:_param_uses_quantized_storage")(param)
+
+
+def is_grouped_mxfp8tensor(tensor: Tensor) -> bool:
+    """Return whether the buffer shares memory between ``tensor``'s gradients and its gather."""
+    return is_managed(tensor) or original(f"{_BUFFER}:is_grouped_mxfp8tensor")(tensor)
+
+
+def check_ddp_config(self: Any) -> None:
+    """Check a DDP configuration as Megatron does, but for what gathers may share memory with.
+
+    ``reuse_grad_buf_for_mxfp8_param_ag`` asks that weights being gathered take no memory beside the
+    gradients'. Here no gather of quantized weights does, whoever quantizes them.
+    """
+    asked, self.reuse_grad_buf_for_mxfp8_param_ag = self.reuse_grad_buf_for_mxfp8_param_ag, False
+    try:
+        original(_DDP_CONFIG)(self)
+    finally:
+        self.reuse_grad_buf_for_mxfp8_param_ag = asked
+
+
+class BufferGroup(Protocol):
+    """What a buffer asks of the bucket groups that communicate for it."""
+
+    def finish_gather(self) -> None:
+        """Wait for a gather in flight and put its result in place."""
+
+    def finish_communication(self) -> None:
+        """Wait for whatever reads or writes gradient memory."""
+
+
+class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
+    """Megatron's buffer, where a buffer of quantized weights is *managed*.
+
+    A managed buffer's ``param_data`` is a :class:`ParamData`, and each of its buckets has a
+    :class:`ManagedBucket`, which is ``bucket.managed``. Buffers of all other parameters are
+    Megatron's to the byte.
+
+    Attributes:
+        groups: bucket groups that communicate for this buffer; empty until they are made.
+    """
+
+    def __init__(
+        self,
+        ddp_config: Any,
+        param_dtype: torch.dtype,
+        grad_dtype: torch.dtype,
+        params_with_names: list[tuple[torch.nn.Parameter, str]],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Lay out the buffer; arguments are Megatron's."""
+        self.groups: list[BufferGroup] = []
+        kinds = {is_managed(param) for param, _ in params_with_names}
+        self.managed = kinds == {True}
+        if len(kinds) > 1:
+            names = ", ".join(name for param, name in params_with_names)
+            raise StateError(
+                f"parameter buffer: expected quantized weights of one kind, got portable and "
+                f"other ones together: {names}. Use one expert implementation in a model."
+            )
+        if self.managed and not ddp_config.use_distributed_optimizer:
+            raise ConfigError(
+                f"moe_optim: expected --use-distributed-optimizer, since {params_with_names[0][1]} "
+                "is quantized, got a model that is wrapped without it. Give the flag, or set "
+                "format: bf16."
+            )
+        if not self.managed:
+            super().__init__(
+                ddp_config, param_dtype, grad_dtype, params_with_names, *args, **kwargs
+            )
+            return
+        for param, name in params_with_names:
+            storage_of(param).name = name
+        # Tells Megatron's constructor to leave the storage of the weights alone. A copy: nothing
+        # else may see the flag, and its own check wants Transformer Engine.
+        sharing_config = copy.copy(ddp_config)
+        sharing_config.reuse_grad_buf_for_mxfp8_param_ag = True
+        super().__init__(
+            sharing_config, param_dtype, grad_dtype, params_with_names, *args, **kwargs
+        )
+        self.ddp_config = ddp_config
+        self.param_data = ParamData(
+            [param.quantized_storage for param in self.params],
+            before_read=self._prepare_to_read,
+            leaves=self._weights_leave,
+            returned=self._weights_returned,
+        )
+        for bucket in self.buckets:
+            managed = bucket.managed
+            watched = bucket.grad_data.data  # all of its views share its version counter
+            apart = set(bucket.params_with_extra_main_grads)
+            for param in bucket.params_list:
+                _note_gradients(param)
+                first, last = bucket.param_to_index[param]
+                view = watched[first:last].view_as(param.main_grad)
+                if param in apart:
+                    param.main_grad_copy_in_grad_buffer = view
+                else:
+                    param.main_grad = view
+            managed.watch(watched, [param.main_grad for param in apart])
+
+    @property
+    def has_nvfp4_params(self) -> bool:
+        """Whether Megatron is to pack NVFP4 bytes; those of managed weights are planes already."""
+        return self._has_nvfp4_params and not self.managed
+
+    @has_nvfp4_params.setter
+    def has_nvfp4_params(self, found: bool) -> None:
+        self._has_nvfp4_params = found
+
+    def _new_bucket(self, *args: Any, **kwargs: Any) -> _ParamAndGradBucket:
+        """Create a bucket; a managed one gathers by itself, as the wire in force says."""
+        bucket = super()._new_bucket(*args, **kwargs)
+        if self.managed:
+            names = [param.quantized_storage.name for param in bucket.params_list]
+            where = names[0] if len(names) == 1 else f"{names[-1]} to {names[0]}"
+            bucket.param_data = bucket.grad_data[:0]  # Megatron takes a view, and leaves it
+            config = config_in_force()
+            bucket.managed = ManagedBucket(
+                f"bucket {bucket.bucket_id} ({where})",
+                bucket.params_list,
+                [bucket.param_to_index[param][0] for param in bucket.params_list],
+                bucket.grad_data,
+                dp_size=self.data_parallel_world_size,
+                wire=config.wire,
+                backend=config.backend,
+            )
+        return bucket
+
+    def reset(self) -> None:
+        """Zero the gradients, once nothing is reading or writing their memory any more.
+
+        Also drops what a backward pass that ended in an exception has left in ``grad``.
+
+        Raises:
+            StateError: their memory is offloaded.
+        """
+        for group in self.groups:
+            group.finish_communication()
+        if not self.managed:
+            require_gradient_memory("parameter buffer", "zero_grad_buffer", self.grad_data)
+            super().reset()
+            return
+        for param in self.params:
+            if param.grad is not None:
+                param.grad = None
+        for bucket in self.buckets:
+            bucket.managed.zero()
+
+    def offload_to_cpu(self, move_params: bool = True, move_grads: bool = True) -> None:
+        """Free gradient memory, and move weights to the host; a gather in either is finished first.
+
+        Reading, writing or gathering managed weights raises until they are back.
+
+        Raises:
+            StateError: weights that a DistributedDataParallel made later for the same model holds.
+        """
+        if move_params:
+            self._require_held()
+        for group in self.groups:
+            if move_params:
+                group.finish_gather()
+            if move_grads:
+                group.finish_communication()
+        super().offload_to_cpu(move_params, move_grads)
+
+    def reload_from_cpu(self, move_params: bool = True, move_grads: bool = True) -> None:
+        """Take the memory of weights and gradients again, these zeroed."""
+        was_offloaded = self.grad_data_size > 0
+        super().reload_from_cpu(move_params, move_grads)
+        if not self.managed:
+            return
+        if move_params:
+            self.param_data_cpu = None  # Megatron would copy into it the next time
+        if move_grads and was_offloaded:
+            for bucket in self.buckets:
+                bucket.managed.zero()
+                if bucket.managed.gather.uses_gradient_memory:
+                    bucket.managed.forget_masters()  # the memory may have come back elsewhere
+
+    def _prepare_to_read(self) -> None:
+        self._require_held()
+        for group in self.groups:
+            group.finish_gather()
+
+    def _require_held(self) -> None:
+        for bucket in self.buckets if self.managed else ():
+            bucket.managed.require_held()
+
+    def _weights_leave(self) -> None:
+        for bucket in self.buckets:
+            bucket.managed.state.record(Event.OFFLOAD)
+
+    def _weights_returned(self) -> None:
+        for bucket in self.buckets:
+            bucket.managed.state.record(Event.RELOAD)
+            bucket.managed.forget_masters()  # plans know addresses
+
+
+def _note_gradients(weight: Any) -> None:
+    """Have a weight tell its bucket of gradients; once, however often a model is wrapped."""
+    if not any(type(hook) is GradientNote for hook in (weight._backward_hooks or {}).values()):
+        weight.register_hook(GradientNote(weight.quantized_storage))

@@ -1,0 +1,386 @@
+"""A bucket of quantized weights: its state, its gradient memory, and how its weights are gathered.
+
+It hangs on Megatron's bucket as ``bucket.managed``, and is the holder of every weight in it.
+"""
+
+from collections.abc import Sequence
+from itertools import chain, repeat
+from operator import attrgetter, is_not
+from typing import Any, Protocol
+
+import torch
+from megatron.core.transformer.cuda_graphs import is_graph_capturing
+from torch import Tensor
+
+from moe_optim.buckets.amax_record import AmaxRecord
+from moe_optim.buckets.gather import OwnedMaster, Wire, make_gather
+from moe_optim.buckets.states import (
+    OWN_MEMORY,
+    SHARED_MEMORY,
+    BucketState,
+    Event,
+    Gradients,
+    Held,
+    Weights,
+)
+from moe_optim.buckets.wire import Slot
+from moe_optim.errors import StateError
+from moe_optim.kernels.member_table import Backend, MemberTable
+from moe_optim.places import Attributes, Places, has_memory
+from moe_optim.weights.storage import PlaneStorage, new_version
+
+_HOLDER, _WATCHED = attrgetter("holder"), attrgetter("watched")
+
+
+class Owner(Protocol):
+    """The optimizer that steps the weights of a bucket."""
+
+    def masters_of(self, bucket: "ManagedBucket") -> list[OwnedMaster]:
+        """Return what this rank owns of the parameters of ``bucket``."""
+
+
+class ManagedBucket:
+    """Everything this package knows of one bucket; collectives are its bucket group's.
+
+    Args:
+        name: how errors call the bucket.
+        params: quantized weights, in the order in which Megatron lists them.
+        starts: first element of each in the bucket.
+        grads: flat gradient memory, bf16 or fp32, padding included; the view is kept.
+        dp_size: ranks that own an equal part of it each.
+        wire: what the gather of the weights carries.
+        backend: who quantizes.
+
+    Attributes:
+        slots: where the weights lie in the bucket.
+        staging: flat bf16 view of the first bytes of ``grads``, one entry a gradient.
+        state: of gradients and weights.
+        gather: what travels for the weights.
+        owner: the optimizer that was built last for them; None before there is one.
+        is_looked_at: nobody else has run since :meth:`plan_step` looked where masters and weights
+            lie, so that a gather need not: its owner says so from a step to the gather behind it.
+        version: of the bytes that the last gather has brought, see ``PlaneStorage.version``.
+
+    Raises:
+        LayoutError: weights of several formats, or shards without whole bytes.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        params: Sequence[Any],
+        starts: Sequence[int],
+        grads: Tensor,
+        *,
+        dp_size: int,
+        wire: Wire = "quantized",
+        backend: Backend = "auto",
+    ) -> None:
+        self.name, self.dp_size, self.grads, self.wire = name, dp_size, grads, wire
+        self.params: tuple[torch.nn.Parameter, ...] = tuple(params)
+        self.storages: tuple[PlaneStorage, ...] = tuple(p.quantized_storage for p in params)
+        self.slots = tuple(
+            Slot(name=storage.name, start=start, shape=storage.shape)
+            for storage, start in zip(self.storages, starts, strict=True)
+        )
+        self.staging = grads.view(torch.bfloat16)[: grads.numel()]
+        self._memory = grads.untyped_storage()
+        self._rest = grads.view(torch.uint8)[self.staging.numel() * self.staging.itemsize :]
+        self._watched = Places(())
+        self._apart: tuple[Tensor, ...] = ()
+        self._writes = 0  # into watched gradients, when there last were none
+        self.owner: Owner | None = None
+        self._masters: list[OwnedMaster] | None = None
+        self._master_places = Places(())
+        self._each_watched: list[tuple[Attributes, ...] | None] = []  # of each weight, and of all:
+        self._all_watched: tuple[Attributes, ...] = ()
+        self._unwatched: tuple[PlaneStorage, ...] = ()
+        self.version = new_version()
+        self._plans = 0
+        self._planned_writes = 0  # into masters, when a step was planned
+        self._master_writes = 0  # the same of the step that encoded them last
+        self._has_initial = True  # some weights may have initial values
+        self.is_looked_at = False
+        self.state = BucketState(name, OWN_MEMORY if wire == "quantized" else SHARED_MEMORY)
+        if not all(storage.is_fresh for storage in self.storages):
+            self.state.record(Event.SETTLE)  # behind masters of another wrapper
+        self.gather = make_gather(wire, self, numel=grads.numel(), dp_size=dp_size, backend=backend)
+        self._amaxes = AmaxRecord.of(self.params)
+
+    # What weights ask of their holder
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the weights are those of the current masters."""
+        return self.state.weights is Weights.FRESH
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether the weights are on the host."""
+        return self.state.weights in (Weights.OFFLOADED, Weights.STALE_OFFLOADED)
+
+    def before_gradient(self) -> None:
+        """Note that a backward pass is about to add a gradient, which it may not live to tell.
+
+        Called once a weight and micro-batch, before anything is written.
+
+        Raises:
+            StateError: the memory holds something that gradients must not be added to, or is
+                offloaded.
+        """
+        if not self._memory.nbytes():
+            self.require_memory(Event.ACCUMULATE.value)
+        gradients = self.state.gradients
+        if gradients is Gradients.PARTIAL:
+            return
+        if gradients is not Gradients.ZERO and is_graph_capturing():
+            return  # Megatron zeroes, or puts back, what a capture leaves in gradient memory
+        self.state.record(Event.ACCUMULATE)
+
+    def note_initial(self) -> None:
+        """Note that a weight was given initial values, for the next gather to drop."""
+        self._has_initial = True
+
+    # Gradients
+
+    def watch(self, gradients: Tensor, apart: Sequence[Tensor] = ()) -> None:
+        """Count writes into ``gradients``, which is ``grads`` with a version counter of its own.
+
+        Its views share that. Writes through ``grads`` itself, as those of this class are, do not
+        count.
+
+        Args:
+            gradients: see above.
+            apart: sums in fp32 of some of them, which are copied in when they are reduced.
+        """
+        self._apart = tuple(apart)
+        self._watched = Places([gradients, *apart])
+        self._count_from_here()
+
+    def zero(self) -> None:
+        """Make all gradients zero, whatever is known of them.
+
+        Raises:
+            StateError: a gather is using the memory, or it is offloaded.
+        """
+        self.require_memory("zero_grad_buffer")
+        self.state.record(Event.ZERO)
+        for gradients in (self.grads, *self._apart):
+            gradients.zero_()
+        self._count_from_here()
+
+    def find_unannounced(self, *, thoroughly: bool = False) -> None:
+        """Note gradients that were written by hand, as nobody tells of these.
+
+        Args:
+            thoroughly: read the memory, which also finds what kernels wrote in a backward pass
+                that ended in an exception. Waits for the device.
+        """
+        if self.state.gradients is not Gradients.ZERO:
+            return
+        if self._were_written() or (thoroughly and self._hold_something()):
+            self.state.record(Event.ACCUMULATE)
+
+    def _hold_something(self) -> bool:
+        return any(bool(gradients.any()) for gradients in (self.grads, *self._apart))
+
+    def _were_written(self) -> bool:
+        return self._watched.count_writes() != self._writes
+
+    def _count_from_here(self) -> None:
+        self._writes = self._watched.count_writes()
+
+    def require_memory(self, what: str) -> None:
+        """Check that there is memory for gradients, before ``what`` uses it.
+
+        Raises:
+            StateError: it is offloaded.
+        """
+        require_gradient_memory(self.name, what, self.grads)
+
+    # Weights
+
+    @property
+    def reduced(self) -> list[Tensor]:
+        """What a MAX all-reduce completes, once :meth:`open_gather` has been called."""
+        amaxes = [] if self._amaxes is None else [self._amaxes.values]
+        return [*self.gather.reduced, *amaxes]
+
+    def plan_step(self) -> MemberTable | None:
+        """Return what a step encodes masters into, or None where only a gather reads them.
+
+        Looks at every weight and master, and plans anew where something has moved. No step may be
+        taken while weights are on the host; what was planned is left alone then.
+
+        Raises:
+            StateError: another bucket has bound the weights since, or one lies elsewhere.
+        """
+        if self.is_offloaded:
+            return self.gather.planned
+        self.require_held()
+        masters = self._list_masters()
+        self._planned_writes = self._count_master_writes()
+        return self.gather.plan_step(masters)
+
+    def settle(self, *, encoded: bool) -> None:
+        """Note that the masters have stepped, as :meth:`plan_step` has found them.
+
+        Args:
+            encoded: they have been encoded into what it returned.
+        """
+        self.state.record(Event.ENCODE if encoded else Event.SETTLE)
+        if encoded:
+            self._master_writes = self._planned_writes
+
+    def _count_master_writes(self) -> int:
+        return self._master_places.count_writes()
+
+    def open_gather(self) -> None:
+        """Begin to gather the weights: read the masters of this rank.
+
+        Raises:
+            StateError: masters are moving, weights or gradient memory are offloaded, or it holds
+                gradients that no step has used.
+        """
+        if not self.is_looked_at:
+            self.require_held()
+        if self.gather.uses_gradient_memory:
+            self.require_memory(Event.GATHER.value)
+            self.find_unannounced()
+        was_encoded = self.state.weights is Weights.ENCODED
+        self.state.record(Event.GATHER)
+        if self.gather.uses_gradient_memory:
+            self._count_from_here()
+            self._rest.zero_()
+        if self.is_looked_at and self._masters is not None:
+            masters, encoded = self._masters, was_encoded
+        else:
+            masters = self._list_masters()
+            encoded = was_encoded and self._count_master_writes() == self._master_writes
+        self.gather.open(masters, encoded=encoded)
+        if self._amaxes is not None:
+            self._amaxes.fill(masters)
+
+    def land(self) -> None:
+        """Put what has arrived in place: the weights are fresh.
+
+        Raises:
+            StateError: gradients were written into memory that the gather uses.
+        """
+        if self.gather.uses_gradient_memory and self._were_written():
+            raise StateError(
+                f"{self.name}: {Event.LAND.value}: expected memory that no gradient was written "
+                "into, got gradients written by hand. Call start_param_sync(force_sync=True) on "
+                "the DDP module before main_grad is written."
+            )
+        self.gather.land()
+        if self._amaxes is not None:
+            self._amaxes.land()
+        self.state.record(Event.LAND)
+        self._count_from_here()
+        self.version = new_version()
+        if self._has_initial:
+            self._has_initial = False
+            for storage in self.storages:
+                storage.drop_initial()
+
+    def give_up_gather(self) -> None:
+        """Leave the weights stale, and gradient memory free to be used, after a part failed."""
+        if self.state.weights is Weights.IN_FLIGHT:
+            self.state.record(Event.FAIL)
+
+    @property
+    def plan(self) -> tuple[int, int]:
+        """What changes when kernels that were captured would reach memory that was given back."""
+        return self._plans, self.grads.data_ptr()
+
+    def require_replayable(self, begins_with: Held, leaves: Held, plan: tuple[int, int]) -> None:
+        """Check that kernels that were captured with ``plan`` between two states do the same now.
+
+        Raises:
+            StateError: they would read or write other contents, or memory that was given back.
+        """
+        self.state.require_replayable(begins_with, leaves)
+        if self.plan != plan or self._find_moved() or self._master_places.have_moved:
+            raise StateError(
+                f"{self.name}: the replay of a CUDA graph: expected masters, weights and "
+                "gradients where they lay when it was captured, got them elsewhere. Drop the graph "
+                "(reset_cuda_graph()) and capture it again."
+            )
+
+    def replayed(self, begins_with: Held, leaves: Held) -> None:
+        """Note what a replay has left, and that it may have brought other bytes."""
+        self.state.replay(begins_with, leaves)
+        if begins_with.weights is not leaves.weights:
+            self.version = new_version()
+        self._count_from_here()
+
+    def forget_masters(self) -> None:
+        """Drop what was planned for masters, weights and memory that may lie elsewhere now."""
+        self._masters, self._master_places = None, Places(())
+        self._has_initial = True  # as of weights that were given other tensors
+        self._plans += 1
+        self.gather.forget()
+        if self._amaxes is not None:
+            self._amaxes.forget()
+
+    def _list_masters(self) -> list[OwnedMaster]:
+        """Return the masters of this rank; where something has moved, everything is planned anew.
+
+        Masters get other memory where RL stacks offload them, by their ``data``; weights of
+        Transformer Engine get other tensors from its modules.
+        """
+        moved = self._find_moved()
+        for storage in moved:
+            storage.take_over()
+        if moved or self._master_places.have_moved:
+            self.forget_masters()
+        if self._masters is None:
+            assert self.owner is not None  # who else has made the weights stale
+            self._masters = self.owner.masters_of(self)
+            self._master_places = Places(one.master for one in self._masters)
+        return self._masters
+
+    def _find_moved(self) -> list[PlaneStorage]:
+        """Return the weights that somebody gave other tensors; asked of all of them together."""
+        watched = list(map(_WATCHED, self.storages))
+        if not self._each_watched or any(map(is_not, watched, self._each_watched)):
+            self._each_watched = watched
+            self._all_watched = Attributes.merge(chain.from_iterable(filter(None, watched)))
+            self._unwatched = tuple(one for one in self.storages if one.watched is None)
+        some_moved = any(one.have_moved for one in self._all_watched)
+        asked = self.storages if some_moved else self._unwatched
+        return [storage for storage in asked if storage.has_moved()]
+
+    def require_held(self) -> None:
+        """Check that the weights are still in this bucket.
+
+        Raises:
+            StateError: another one has bound them since.
+        """
+        if not any(map(is_not, map(_HOLDER, self.storages), repeat(self))):
+            return
+        names = ", ".join(storage.name for storage in self.storages if storage.holder is not self)
+        raise StateError(
+            f"{self.name}: expected {names} in this bucket, got them in one of a "
+            "DistributedDataParallel that was made later for the same model. Use that one, and an "
+            "optimizer that was built for it, and drop the others."
+        )
+
+
+def require_gradient_memory(where: str, what: str, gradients: Tensor) -> None:
+    """Check that there is memory for gradients, of any bucket.
+
+    Args:
+        where: name of the bucket or buffer, for errors.
+        what: use of the memory that follows, for errors.
+        gradients: flat gradient memory; not read.
+
+    Raises:
+        StateError: it is offloaded.
+    """
+    if not has_memory(gradients):
+        raise StateError(
+            f"{where}: {what}: expected gradient memory, got none: it is offloaded. Call "
+            "restore_grad_buffers() first, or do this before offloading."
+        )

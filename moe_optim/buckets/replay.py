@@ -1,0 +1,98 @@
+"""CUDA graphs of whole iterations: what a replay does is told to the buckets.
+
+A capture runs Python, so that buckets note what it does to them. A replay runs kernels alone: the
+same ones, on the same memory, whatever the notes say. So each capture remembers from what to what
+it has led every bucket, and where masters and weights lay; a replay that does not start there is
+refused before a kernel runs, and one that does leaves the same notes.
+
+Megatron's wrapper reads the data first and counts the iteration last, whether it runs, captures or
+replays. Both are where buckets are looked at.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+
+from moe_optim.buckets.bucket_group import GroupedBucketGroup, bucket_groups
+from moe_optim.buckets.managed_bucket import ManagedBucket
+from moe_optim.buckets.states import Held
+from moe_optim.integration.patching.engine import original
+
+_WRAPPER = "megatron.core.full_cuda_graph:FullCudaGraphWrapper"
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """What a graph does to one bucket."""
+
+    bucket: ManagedBucket
+    begins_with: Held
+    leaves: Held
+    plan: tuple[int, int]
+    """:attr:`ManagedBucket.plan` at the capture."""
+
+
+_captures: WeakKeyDictionary[Any, tuple[Captured, ...]] = WeakKeyDictionary()
+"""By the graph."""
+_begun: WeakKeyDictionary[Any, dict[ManagedBucket, Held]] = WeakKeyDictionary()
+"""What buckets held when the iteration began that a wrapper is in; empty for a replay."""
+
+
+def begin_iteration(
+    self: FullCudaGraphWrapper,
+    data_iterator: Any,
+    model: Any,
+    training: bool,
+    num_microbatches: int,
+) -> Any:
+    """Read the data of an iteration as Megatron does, if its graph may be replayed now.
+
+    A capture of training takes the gather along that forward pre-hooks start, also where an
+    evaluation has gathered just before: replays come after steps. Megatron's captures do not. The
+    same gather runs before it once, since it may be the first one, after fewer eager iterations
+    than Megatron's default. Every rank of the groups comes here.
+
+    Raises:
+        StateError: the graph was captured from other contents, or memory has moved since; no data
+            has been read, and nothing has run.
+    """
+    stage = "training" if training else "validation"
+    graph = self.cuda_graph[stage]
+    chunks = model if isinstance(model, list) else [model]
+    if graph is None:
+        if training and self.curr_iter(stage) == self.cuda_graph_warmup_steps:
+            gathering = [chunk for chunk in chunks if chunk.remove_forward_pre_hook_handles]
+            for group in _groups(gathering):
+                group.gather_anew()
+                group.start_param_sync(force_sync=True)  # plans and compiles, as no capture can
+                group.gather_anew()
+        managed = [bucket for group in _groups(chunks) for bucket in group.managed]
+        _begun[self] = {bucket: bucket.state.held for bucket in managed}
+    else:
+        _begun[self] = {}
+        for one in _captures[graph]:
+            one.bucket.require_replayable(one.begins_with, one.leaves, one.plan)
+    return original(f"{_WRAPPER}.data_read")(self, data_iterator, model, training, num_microbatches)
+
+
+def end_iteration(self: FullCudaGraphWrapper, stage: str) -> None:
+    """Count an iteration as Megatron does, and note what it did if it was captured or replayed."""
+    original(f"{_WRAPPER}.next_iter")(self, stage)
+    graph = self.cuda_graph[stage]
+    if graph is None:
+        return
+    if graph not in _captures:
+        _captures[graph] = tuple(
+            Captured(bucket=bucket, begins_with=held, leaves=bucket.state.held, plan=bucket.plan)
+            for bucket, held in _begun[self].items()
+        )
+        return
+    for one in _captures[graph]:
+        one.bucket.replayed(one.begins_with, one.leaves)
+
+
+def _groups(chunks: Iterable[Any]) -> Iterator[GroupedBucketGroup]:
+    return (group for group in bucket_groups(chunks) if isinstance(group, GroupedBucketGroup))

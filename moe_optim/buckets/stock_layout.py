@@ -1,0 +1,69 @@
+"""Megatron's own layout of a buffer: where parameters begin and buckets end.
+
+What ``DistributedOptimizer._compute_per_buffer_param_layout`` gives for parameters without shared
+embeddings, of sizes alone, so that a plan needs no Megatron; tests hold the two against each other.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import lcm, prod
+
+from moe_optim.buckets.wire import Slot
+from moe_optim.formats import round_up
+
+_START = 64
+"""Parameters begin at multiples of so many elements."""
+_END, _END_FOR_HIGH_BANDWIDTH = 128, 2**16
+"""Buckets end at such multiples, the latter with ``--ddp-pad-buckets-for-high-nccl-busbw``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StockBucket:
+    """Parameters of one bucket. A hashable value."""
+
+    slots: tuple[Slot, ...]
+    numel: int
+    """Elements up to where Megatron ends it."""
+
+
+def bucket_divisor(dp_size: int, *, high_busbw: bool) -> int:
+    """Return what Megatron pads the end of a bucket of ``dp_size`` ranks to."""
+    return lcm(dp_size, _END, _END_FOR_HIGH_BANDWIDTH if high_busbw else 1)
+
+
+def lay_buckets(
+    params: Sequence[tuple[str, tuple[int, int, int]]], bucket_numel: int | None, divisor: int
+) -> list[StockBucket]:
+    """Return the buckets of a buffer, the first one of what the backward pass reaches first.
+
+    Args:
+        params: name and [E, R, C] of each parameter, in the order of the model.
+        bucket_numel: elements from which on a bucket is full; None makes one bucket.
+        divisor: of the length of a bucket, see :func:`bucket_divisor`.
+    """
+    buckets: list[StockBucket] = []
+    slots: list[Slot] = []
+
+    def close() -> None:
+        buckets.append(StockBucket(slots=tuple(slots), numel=round_up(slots[-1].end, divisor)))
+        slots.clear()
+
+    for name, shape in reversed(params):
+        start = round_up(slots[-1].end, _START) if slots else 0
+        slots.append(Slot(name=name, start=start, shape=shape))
+        if bucket_numel is not None and slots[-1].end >= bucket_numel:
+            close()
+    if slots:
+        close()
+    return buckets
+
+
+def packed_nbytes(slots: Sequence[Slot], elements_per_byte: int, divisor: int) -> int:
+    """Return the bytes of a bucket of packed elements, whose ends Megatron pads once more.
+
+    ``_compute_nvfp4_packed_layout`` counts bytes where other layouts count elements.
+    """
+    end = 0
+    for slot in slots:
+        end = round_up(end, _START) + prod(slot.shape) // elements_per_byte
+    return round_up(end, divisor)

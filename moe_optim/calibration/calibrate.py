@@ -1,0 +1,235 @@
+"""Calibration: the amax of every expert of a model, found once and held until found again."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_optim.buckets.bucket_group import gather_weights
+from moe_optim.calibration.te_amax import listen
+from moe_optim.errors import ConfigError, LayoutError, NonFiniteError
+from moe_optim.experts.calibrated_amax import fitted
+from moe_optim.experts.calibrated_amax import set_calibrated_amax as hold_calibrated_amax
+from moe_optim.experts.grouped_linear import GroupedLinear
+from moe_optim.experts.linears import ExpertLinear, expert_linears
+from moe_optim.experts.te_linears import grouped_linears, recorder_of
+from moe_optim.fake_quantization import Axis, expert_axis
+from moe_optim.formats.reference.expert_amax import expert_amax_into
+from moe_optim.integration.patching.agreement import agree
+from moe_optim.weights.adapters import base_of
+from moe_optim.weights.te.fields import require_memory
+
+METHODS = ("max",)
+_NO_NUMBER = -1.0
+"""Of an expert of which no element here is a number: less than any amax."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Found:
+    """What one rank has of a linear."""
+
+    linear: ExpertLinear
+    amax: Tensor
+    """[E] fp32, of each local expert; or [1], of all."""
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def calibrate(
+    model_chunks: Iterable[torch.nn.Module],
+    method: Literal["max"] = "max",
+    *,
+    axis: Axis = 0,
+) -> None:
+    """Give the experts of every MoE layer their amaxes, and hold them until the next calibration.
+
+    An amax is the largest magnitude of an expert's weight as products read it: bf16 weights as they
+    are, quantized ones dequantized along rows. NaN is left out. It is the same on all ranks that
+    hold the expert or a part of it: a MAX over expert-tensor-parallel and expert-data-parallel
+    ranks, and with ``axis=0`` never over experts or expert-parallel ranks.
+
+    Every rank must call it, ranks without MoE layers too, with all of its chunks: all raise where
+    one does, and then nothing is stored anywhere. Weights of chunks that DDP wraps are gathered
+    first, as before an evaluation, where a step has moved their masters.
+
+    Modules keep the result as a buffer, fp32, see :func:`moe_optim.calibrated_amax`: it is saved
+    and loaded with the weights, under global expert ids, and training does not change it.
+
+    Args:
+        model_chunks: those of this rank's pipeline stage, wrapped or not.
+        method: ``max``, the largest magnitude.
+        axis: 0, or ``(0,)``, for one amax an expert, [E, 1, 1] of the local ones; None for one a
+            linear, [1, 1, 1], of the experts of all expert-parallel ranks, so that no other number
+            of ranks would give another.
+
+    Raises:
+        ConfigError: another method or axis, or not the same on all ranks; or no list of chunks.
+        LayoutError: no rank has experts that are grouped; a linear has none; or weights are on the
+            ``meta`` device.
+        StateError: weights are behind their masters and no DDP module is given that gathers them,
+            or they are on the host.
+        NonFiniteError: an expert has Inf, or no number at all.
+    """
+    one_axis: int | None = agree(lambda: expert_axis(axis, "calibrate"), None)
+    chunks = agree(lambda: _chunks_of(model_chunks, method), None)
+    linears: list[ExpertLinear] = agree(lambda: _readable_linears(chunks), None)
+    _require_one_call(len(linears), one_axis)
+    for chunk in chunks:
+        gather_weights(chunk)
+    found: list[_Found] = agree(lambda: [_find(linear) for linear in linears], None)
+    _reduce(found)
+    agree(lambda: _require_numbers(found), None)
+    if one_axis is None:
+        found = _over_all_experts(found)
+    for chunk in chunks:
+        listen(chunk)
+    for one in found:
+        hold_calibrated_amax(one.linear.module, one.amax.view(-1, 1, 1))
+
+
+def set_calibrated_amax(linear: torch.nn.Module, amax: Tensor | None) -> None:
+    """Let the experts of a linear have amaxes that were found elsewhere, until another calibration.
+
+    They are held, saved and loaded as those of :func:`calibrate`. No rank communicates: give every
+    rank that holds an expert, or a part of it, the same value.
+
+    Args:
+        linear: of portable experts, or a grouped linear of Transformer Engine; or an adapter around
+            one.
+        amax: one value for each expert here, in any shape, or one for the experts of all ranks;
+            any floating-point dtype, on any device, copied. None forgets what there is.
+
+    Raises:
+        LayoutError: another module; another number of values; values that are no magnitudes.
+    """
+    base: Any = base_of(linear)
+    if isinstance(base, GroupedLinear):
+        name, count = base.name, base.shape[0]
+    elif any(one is base for _, one in grouped_linears(base)):
+        name, count = recorder_of(base).name, base.num_gemms
+    else:
+        raise LayoutError(
+            "set_calibrated_amax: linear: expected one of portable experts or a grouped linear of "
+            f"Transformer Engine, got {type(linear).__name__}. Give experts.linear_fc1 or "
+            "experts.linear_fc2."
+        )
+    listen(linear)
+    device = next(base.parameters()).device
+    hold_calibrated_amax(base, None if amax is None else fitted(amax, count, name).to(device))
+
+
+def _chunks_of(model_chunks: Iterable[torch.nn.Module], method: str) -> list[torch.nn.Module]:
+    if method not in METHODS:
+        raise ConfigError(
+            f"calibrate: method: expected one of {', '.join(METHODS)}, got {method!r}. Give one of "
+            "them."
+        )
+    chunks = [] if isinstance(model_chunks, torch.nn.Module) else list(model_chunks)
+    if not chunks or not all(isinstance(chunk, torch.nn.Module) for chunk in chunks):
+        got = [type(chunk).__name__ for chunk in chunks] or type(model_chunks).__name__
+        raise ConfigError(
+            f"calibrate: model_chunks: expected a list of this rank's model chunks, got "
+            f"{got if chunks else f'no chunk ({got})'}. Give what get_model() returned, or [model]."
+        )
+    return chunks
+
+
+def _readable_linears(chunks: Sequence[torch.nn.Module]) -> list[ExpertLinear]:
+    linears = [linear for chunk in chunks for linear in expert_linears(chunk)]
+    for linear in linears:
+        _require_readable(linear)
+    return linears
+
+
+def _require_readable(linear: ExpertLinear) -> None:
+    """Raise for what is no weight with values; no value is read."""
+    where, weights = f"calibrate: {linear.name}", linear.weights()
+    if not linear.num_experts or not weights:
+        raise LayoutError(f"{where}: expected experts, got none. Build the layer with some.")
+    if any(weight.device.type == "meta" for weight in weights):
+        raise LayoutError(
+            f"{where}: expected weights with values, got meta tensors. Build the model on a device "
+            "and load its weights first."
+        )
+    for weight in weights:
+        require_memory(where, weight)
+
+
+def _find(linear: ExpertLinear) -> _Found:
+    amaxes = []
+    for values in linear.values():
+        amax = torch.zeros(1, dtype=torch.float32, device=values.device)
+        expert_amax_into(amax, values, 0, values.numel())
+        amaxes.append(torch.where(values.isnan().all(), _NO_NUMBER, amax))
+    return _Found(linear=linear, amax=torch.cat(amaxes))
+
+
+def _require_one_call(count: int, axis: int | None) -> None:
+    """Raise on all ranks where none has experts, or where they would not reduce the same."""
+    calls: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(calls, (count, axis))
+    if not any(count for count, _ in calls):
+        raise LayoutError(
+            "calibrate: expected MoE layers with grouped experts, got none on any rank. Build the "
+            "model with --num-experts and --moe-grouped-gemm: sequential experts have no grouped "
+            "weights."
+        )
+    axes = [axis for _, axis in calls]
+    if len(set(axes)) > 1:
+        raise ConfigError(
+            f"calibrate: axis: expected the same on every rank, got {axes}. Give one of them."
+        )
+
+
+def _reduce(found: Sequence[_Found]) -> None:
+    """Put parts and copies of experts together, in place; layers of the same groups at once."""
+    for members in _by_groups(found, "expt_tp", "expt_dp"):
+        groups = members[0].linear.groups
+        together = torch.cat([one.amax for one in members])
+        for group in (groups.expt_tp, groups.expt_dp):
+            _take_maxima(together, group)
+        parts = together.split([len(one.amax) for one in members])
+        torch._foreach_copy_([one.amax for one in members], parts)
+
+
+def _over_all_experts(found: Sequence[_Found]) -> list[_Found]:
+    """Return the largest amax of each linear, [1], over the experts of all ranks."""
+    largest = [replace(one, amax=one.amax.amax().view(1)) for one in found]
+    for members in _by_groups(largest, "ep"):
+        together = torch.cat([one.amax for one in members])
+        _take_maxima(together, members[0].linear.groups.ep)
+        torch._foreach_copy_([one.amax for one in members], together.split(1))
+    return largest
+
+
+def _take_maxima(amaxes: Tensor, group: Any) -> None:
+    if group.size() > 1:
+        dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=group)
+
+
+def _by_groups(found: Sequence[_Found], *names: str) -> list[list[_Found]]:
+    """Return what has the same process groups together, in the order of the first of each."""
+    by_groups: dict[Any, list[_Found]] = {}
+    for one in found:
+        key = tuple(getattr(one.linear.groups, name) for name in names)
+        by_groups.setdefault(key, []).append(one)
+    return list(by_groups.values())
+
+
+def _require_numbers(found: Sequence[_Found]) -> None:
+    faults = []
+    for one in found:
+        first = one.linear.groups.ep.rank() * one.linear.num_experts
+        for index, amax in enumerate(one.amax.tolist()):
+            if not 0 <= amax < torch.inf:
+                what = "no number" if amax < 0 else "Inf"
+                faults.append(f"{one.linear.name}: expert {first + index}: {what}")
+    if faults:
+        raise NonFiniteError(
+            f"calibrate: expected finite weights, got {len(faults)} expert(s) without:\n  "
+            + "\n  ".join(faults)
+            + "\nNothing was stored. Load an earlier checkpoint, or find what wrote them."
+        )

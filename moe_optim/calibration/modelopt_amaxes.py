@@ -1,0 +1,325 @@
+"""Amaxes of experts under NVIDIA ModelOpt's keys and under ours, both ways, completely or not.
+
+ModelOpt (0.47) keeps an amax in the buffer ``_amax`` of a quantizer, and a linear's quantizer of
+weights is its child ``weight_quantizer``. Ours is a buffer of the linear itself.
+"""
+
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from moe_optim.errors import ConfigError, LayoutError
+from moe_optim.experts.keys.finding import expert_remainders, survey_expert_sets
+from moe_optim.experts.keys.layouts import CALIBRATED_AMAX, LINEARS, is_calibrated_amax, match_key
+
+ModelOptForm = Literal["indexed", "numbered", "sequential", "grouped", "flat"]
+
+_QUANTIZER = "weight_quantizer"
+_ONE_KEY = f"{{linear}}.{_QUANTIZER}._amax"
+_MOST_NAMES = 20
+"""That a warning lists."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Form:
+    """One of the ways in which ModelOpt keeps the amaxes of a linear's experts."""
+
+    template: str
+    """Behind the container, of one ``{linear}``; with ``{expert}`` where each has a key."""
+    values: Callable[[Tensor], Sequence[Tensor]]
+    """What amaxes [E, 1, 1] are under these keys, in order."""
+
+
+_FORMS: Mapping[str, _Form] = MappingProxyType(
+    {
+        # GroupedQuantizer: a quantizer an expert, as Transformer Engine's linears have since 0.47
+        "indexed": _Form(
+            template=f"{{linear}}.{_QUANTIZER}.{{expert}}._amax",
+            values=lambda amax: amax.flatten().unbind(0),
+        ),
+        # the same in versions that gave each quantizer a name of its own
+        "numbered": _Form(
+            template=f"{{linear}}.{_QUANTIZER}_{{expert}}._amax",
+            values=lambda amax: amax.flatten().unbind(0),
+        ),
+        # SequentialMLP
+        "sequential": _Form(
+            template=f"local_experts.{{expert}}.{_ONE_KEY}",
+            values=lambda amax: amax.flatten().unbind(0),
+        ),
+        # one quantizer with axis 0 over a weight [E, R, C]
+        "grouped": _Form(template=_ONE_KEY, values=lambda amax: [amax]),
+        "flat": _Form(template=_ONE_KEY, values=lambda amax: [amax.flatten()]),
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Container:
+    """The experts of one layer, weights or amaxes of theirs, in a state dict."""
+
+    prefix: str
+    """Of all keys, up to and including the component ``experts.``; empty at the root."""
+    ours: Mapping[str, str]
+    """Linear -> key of its amaxes."""
+    theirs: Mapping[str, str]
+    """Remainder -> key of every amax in a quantizer of weights."""
+    others: Sequence[str]
+    """Keys of everything else in a quantizer of weights."""
+    num_experts: int | None
+    """That weights beside them are of; None where none tell."""
+
+
+def amaxes_to_modelopt(state: Mapping[str, Any], form: ModelOptForm = "indexed") -> dict[str, Any]:
+    """Return a flat state dict with calibrated amaxes under ModelOpt's keys.
+
+    They stand where those of their linear stood, newly allocated, fp32. All other entries are the
+    same objects, in their order; linears of experts without amaxes, where others have some, and
+    whatever else quantizers of weights hold are named in a warning. No rank communicates.
+
+    Args:
+        state: of any entries; neither it nor they are changed. Experts are those behind a component
+            ``experts.``, or at the root.
+        form: ``indexed`` for a ``GroupedQuantizer``, a scalar an expert, as ModelOpt has them for
+            linears of Transformer Engine; ``numbered`` for quantizers ``weight_quantizer_N``;
+            ``sequential`` for a quantizer in each of ``local_experts``; ``grouped`` [E, 1, 1] and
+            ``flat`` [E] for one quantizer. One amax of all experts becomes the scalar of one
+            quantizer, with ``grouped`` or ``flat``.
+
+    Raises:
+        LayoutError: there are weights of experts and no amaxes; amaxes are of another number of
+            experts; no magnitudes; there already under ModelOpt's keys; or without a place in this
+            form. All faults at once, each by its key.
+        ConfigError: there is no such form.
+    """
+    if form not in _FORMS:
+        raise ConfigError(f"form: expected one of {', '.join(_FORMS)}, got {form!r}. Give one.")
+    containers = list(_containers(state))
+    given = {container.prefix: tuple(container.ours) for container in containers}
+    faults, renamed = _missing(containers, given, CALIBRATED_AMAX), {}
+    for container in containers:
+        faults += [f"{key}: expected no amaxes but ours" for key in container.theirs.values()]
+        for linear, key in container.ours.items():
+            amax, new_faults = _read(state[key], key, container.num_experts)
+            faults += new_faults
+            if amax is None:
+                continue
+            template = container.prefix + _FORMS[form].template.replace("{linear}", linear)
+            if "{expert}" in template and len(amax) == 1 and container.num_experts != 1:
+                faults.append(f"{key}: expected one value an expert for {template}, got one of all")
+                continue
+            values = [amax[0, 0, 0]] if len(amax) == 1 else _FORMS[form].values(amax)
+            renamed[key] = {
+                template.format(expert=index): value.clone() for index, value in enumerate(values)
+            }
+    _raise(faults)
+    _say_what_stays(containers, given)
+    return _replaced(state, renamed)
+
+
+def amaxes_from_modelopt(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a flat state dict with the amaxes of experts' weights under our keys.
+
+    They stand where the first one of their linear stood, newly allocated: [E, 1, 1] fp32, or
+    [1, 1, 1] for one of all experts. All other entries are the same objects, in their order: those
+    of other modules, and of quantizers of activations; and, named in a warning, what quantizers of
+    weights hold besides, such as a ``_global_amax`` or an ``_extra_state``. So are linears of
+    experts without amaxes, where others have some. No rank communicates.
+
+    Args:
+        state: of any entries; neither it nor they are changed. Each linear of experts may have any
+            form of :func:`amaxes_to_modelopt`, in any floating-point dtype.
+
+    Raises:
+        LayoutError: there are weights of experts and no amaxes; amaxes are missing between others;
+            in two forms or in none; of another number of experts, of channels or of blocks; no
+            magnitudes; or there already under our keys. All faults at once, each by its key.
+    """
+    order = {key: place for place, key in enumerate(state)}
+    containers, given = list(_containers(state)), dict[str, Sequence[str]]()
+    faults, renamed, taken = [], {}, set[str]()
+    for container in containers:
+        faults += [f"{key}: expected no amaxes but ModelOpt's" for key in container.ours.values()]
+        found = {linear: _by_template(container, linear) for linear in LINEARS}
+        known = {
+            key for forms in found.values() for keys in forms.values() for key in keys.values()
+        }
+        faults += [
+            f"{key}: expected an amax of ModelOpt's forms ({', '.join(_FORMS)}), got one of none"
+            for key in container.theirs.values()
+            if key not in known
+        ]
+        there = [linear for linear, forms in found.items() if forms]
+        given[container.prefix] = there
+        for linear in there:
+            amax, new_faults = _gather(state, container, found[linear])
+            faults += new_faults
+            if amax is not None:
+                (keys,) = found[linear].values()
+                first = min(keys.values(), key=order.__getitem__)
+                renamed[first] = {f"{container.prefix}{linear}.{CALIBRATED_AMAX}": amax}
+                taken.update(keys.values())
+    faults += _missing(containers, given, f"{_QUANTIZER}._amax")
+    _raise(faults)
+    _say_what_stays(containers, given)
+    return _replaced(state, renamed, without=taken)
+
+
+def _containers(state: Mapping[str, Any]) -> Iterator[_Container]:
+    """Yield the experts of every layer, of which weights or amaxes are in the state."""
+    found: dict[str, dict[str, str]] = {}  # remainder -> key, by prefix
+    for key in state:
+        parts = key.split(".")
+        end = max((i + 1 for i, part in enumerate(parts[:-1]) if part == "experts"), default=0)
+        prefix = "".join(f"{part}." for part in parts[:end])
+        found.setdefault(prefix, {})[key.removeprefix(prefix)] = key
+    for prefix, keys in found.items():
+        ours = {r.partition(".")[0]: key for r, key in keys.items() if is_calibrated_amax(r)}
+        of_quantizers = {r: key for r, key in keys.items() if _is_of_quantizer(r)}
+        theirs = {r: key for r, key in of_quantizers.items() if r.endswith("._amax")}
+        weights = [keys[remainder] for remainder in expert_remainders(keys)]
+        if ours or of_quantizers or weights:
+            yield _Container(
+                prefix=prefix,
+                ours=ours,
+                theirs=theirs,
+                others=[key for r, key in of_quantizers.items() if r not in theirs],
+                num_experts=_count_experts({key: state[key] for key in weights}, prefix),
+            )
+
+
+def _is_of_quantizer(remainder: str) -> bool:
+    """Return whether a quantizer of an expert's weights holds it."""
+    parts = remainder.split(".")
+    if parts[0] == "local_experts":
+        parts = parts[2:]
+    return len(parts) > 2 and parts[0] in LINEARS and parts[1].startswith(_QUANTIZER)
+
+
+def _count_experts(weights: Mapping[str, Any], prefix: str) -> int | None:
+    shapes = {k: v.shape if isinstance(v, Tensor) else None for k, v in weights.items()}
+    sets, _ = survey_expert_sets(shapes, prefixes=[prefix])
+    return sets[0].num_experts if len(sets) == 1 else None
+
+
+def _missing(
+    containers: Sequence[_Container], given: Mapping[str, Sequence[str]], name: str
+) -> list[str]:
+    """Return what is expected of experts of which no linear of any layer has amaxes."""
+    if any(given.values()):
+        return []
+    return [
+        f"{container.prefix}{linear}.{name}: missing, expected of both linears of all experts"
+        for container in containers
+        for linear in LINEARS
+    ]
+
+
+def _say_what_stays(containers: Sequence[_Container], given: Mapping[str, Sequence[str]]) -> None:
+    """Warn of linears without amaxes and of what else quantizers hold, by name."""
+    bare = [
+        f"{container.prefix}{linear}"
+        for container in containers
+        for linear in LINEARS
+        if linear not in given[container.prefix]
+    ]
+    others = [key for container in containers for key in container.others]
+    said = [f"no amaxes of {_listed(bare)}"] if bare else []
+    said += [f"{len(others)} other states of quantizers stay: {_listed(others)}"] if others else []
+    if said:
+        warnings.warn(f"amaxes of experts: {'; '.join(said)}", stacklevel=3)
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - _MOST_NAMES
+    return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
+def _by_template(container: _Container, linear: str) -> dict[str, dict[int | None, str]]:
+    """Return the keys of a linear's amaxes by template, then by expert (None for one key)."""
+    found: dict[str, dict[int | None, str]] = {}
+    for template in dict.fromkeys(form.template for form in _FORMS.values()):
+        template = template.replace("{linear}", linear)
+        for remainder, key in container.theirs.items():
+            match = match_key(remainder, template)
+            if match is not None:
+                found.setdefault(template, {})[match[0]] = key
+    return found
+
+
+def _gather(
+    state: Mapping[str, Any], container: _Container, found: dict[str, dict[int | None, str]]
+) -> tuple[Tensor | None, list[str]]:
+    """Return the amaxes of one linear, or what is wrong with them."""
+    if len(found) > 1:
+        keys = [key for keys in found.values() for key in keys.values()]
+        return None, [f"{key}: expected amaxes in one form, got also another" for key in keys]
+    ((template, by_expert),) = found.items()
+    if None in by_expert:
+        return _read(state[by_expert[None]], by_expert[None], container.num_experts)
+    last = max(index for index in by_expert if index is not None)
+    size = container.num_experts or last + 1
+    faults = [
+        f"{container.prefix}{template.format(expert=index)}: missing, expected of {size} experts"
+        for index in range(size)
+        if index not in by_expert
+    ]
+    values = []
+    for index, key in by_expert.items():
+        if index is not None and index >= size:
+            faults.append(f"{key}: expected experts 0 to {size - 1} only")
+        value, new_faults = _read(state[key], key, 1)
+        faults += new_faults
+        if value is not None and index is not None:
+            values.append((index, value))
+    if faults:
+        return None, faults
+    return torch.cat([value for _, value in sorted(values, key=lambda one: one[0])]), []
+
+
+def _read(value: Any, key: str, num_experts: int | None) -> tuple[Tensor | None, list[str]]:
+    """Return a copy [E, 1, 1] or [1, 1, 1] fp32 of one entry, or what is wrong with it.
+
+    [E, 1] might be of channels: it is taken only where weights tell that E are experts.
+    """
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return None, [f"{key}: expected floating-point amaxes, got something else"]
+    shape, count = tuple(value.shape), num_experts or value.numel()
+    shapes = [(count,), (count, 1, 1)] + ([(count, 1)] if num_experts else [])
+    if not count or (value.numel() != 1 and shape not in shapes):
+        size = "one value" if num_experts == 1 else f"[{num_experts or 'E'}, 1, 1], flat, or one"
+        return None, [f"{key}: expected {size}, got {list(shape)}"]
+    amax = value.detach().to(torch.float32, copy=True).reshape(-1, 1, 1)
+    if not (amax.isfinite() & (amax >= 0)).all():
+        return None, [f"{key}: expected finite magnitudes, got {amax.flatten().tolist()}"]
+    return amax, []
+
+
+def _replaced(
+    state: Mapping[str, Any],
+    renamed: Mapping[str, Mapping[str, Tensor]],
+    *,
+    without: Collection[str] = (),
+) -> dict[str, Any]:
+    """Return the state with others in the places of some entries."""
+    result: dict[str, Any] = {}
+    for key, value in state.items():
+        if key in renamed:
+            result |= renamed[key]
+        elif key not in without:
+            result[key] = value
+    return result
+
+
+def _raise(faults: Sequence[str]) -> None:
+    if faults:
+        raise LayoutError(
+            f"amaxes of experts: expected a value for each expert, got {len(faults)} fault(s):\n"
+            + "".join(f"  {fault}\n" for fault in faults)
+            + "Nothing was converted. Change these entries."
+        )

@@ -1,0 +1,75 @@
+"""States of a parameter of all experts, which its model saves as an entry an expert."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from torch import Tensor
+
+from moe_optim.weights.names import parameter_names, unwrapped_name
+
+
+def with_members(optimizer: Any, model_sharded_state_dict: Any) -> Any:
+    """Return the sharded state of a model in which every parameter can be found.
+
+    Transformer Engine saves a single grouped weight as one entry an expert, of views; Megatron
+    then looks for the parameter itself in vain. Here one more entry stands for the parameter,
+    which becomes its experts' entries when it is saved or loaded.
+    """
+    entries = extract_sharded_tensors_and_factories(model_sharded_state_dict)[0]
+    added: dict[str, ShardedTensorFactory] = {}
+    for number, chunk in enumerate(optimizer.model_chunks):
+        of_chunk = entries.get(f"model{number}", entries)  # names of several chunks may be alike
+        by_name = {unwrapped_name(name): entry for name, entry in _named_leaves(of_chunk)}
+        present = {id(entry.data) for entry in by_name.values()}
+        for param, name in parameter_names([chunk]).items():
+            is_held = any(param in buffer.param_index_map for buffer in optimizer.buffers)
+            if id(param) in present or not is_held:
+                continue
+            members = [by_name.get(f"{name}{index}") for index in range(len(param))]
+            if all(member is not None for member in members):
+                added[f"{name} of all experts of chunk {number}"] = _of_all_members(param, members)
+    if not added:
+        return model_sharded_state_dict
+    return {"model": model_sharded_state_dict, "members": added}
+
+
+def _named_leaves(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every entry of nested dicts and lists with its own key."""
+    if isinstance(state, dict):
+        for key, value in state.items():
+            yield from _named_leaves(value, str(key))
+    elif isinstance(state, list):
+        for value in state:
+            yield from _named_leaves(value, name)
+    else:
+        yield name, state
+
+
+def _of_all_members(param: torch.nn.Parameter, members: list[Any]) -> ShardedTensorFactory:
+    """Return a factory that makes the entries of ``members`` from one tensor of all experts."""
+    shared_key = members[0].key
+
+    def build(key: str, tensor: Tensor, _replica_id: Any, _flattened: Any = None) -> list[Any]:
+        prefix = key.removesuffix(shared_key)
+        entries = []
+        for member, part in zip(members, tensor.unbind(0), strict=True):
+            changes = {"key": prefix + member.key, "data": part}
+            if isinstance(member, ShardedTensorFactory):
+                entries.append(replace(member, **changes).build())
+            else:
+                entries.append(replace(member, dtype=part.dtype, **changes))
+        return entries
+
+    def merge(parts: list[Any]) -> Tensor:
+        return torch.stack(
+            [
+                member.merge_fn(part) if isinstance(member, ShardedTensorFactory) else part
+                for member, part in zip(members, parts, strict=True)
+            ]
+        )
+
+    return ShardedTensorFactory(shared_key, param, build, merge, members[0].replica_id)

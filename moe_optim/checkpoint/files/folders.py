@@ -1,0 +1,41 @@
+"""How Megatron names the folders of checkpoints."""
+
+import re
+from pathlib import Path
+
+from moe_optim.checkpoint.files.regular_files import read_file
+
+TRACKER = "latest_checkpointed_iteration.txt"
+"""The file in which Megatron says what to load."""
+
+_TRACKER_BYTES = 4096
+_ITERATION_FOLDER = re.compile(r"iter_[0-9]{7,18}")
+
+
+def iteration_folders(checkpoints: Path) -> list[Path]:
+    """Return the ``iter_*`` folders, newest first."""
+    found = [path for path in checkpoints.glob("iter_*") if _ITERATION_FOLDER.fullmatch(path.name)]
+    return sorted(found, key=iteration_of, reverse=True)
+
+
+def iteration_of(checkpoint: Path) -> int:
+    """Return the iteration a checkpoint folder ``iter_0000120`` was saved after."""
+    return int(checkpoint.name.removeprefix("iter_"))
+
+
+def read_tracker(checkpoints: Path) -> str | None:
+    """Return what the tracker file says, None without one; raises as :func:`read_file` does."""
+    try:
+        content = read_file(checkpoints, TRACKER, _TRACKER_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return content.decode(errors="replace").strip()
+
+
+def files_of_ranks(checkpoint: Path) -> list[Path]:
+    """Return the files that ``--ckpt-format torch`` wrote, those of each rank in its own folder.
+
+    None where the folder holds a checkpoint of another format.
+    """
+    is_torch_dist = any((checkpoint / name).exists() for name in ("metadata.json", ".metadata"))
+    return [] if is_torch_dist else sorted(checkpoint.glob("mp_rank_*/*.pt"))

@@ -1,0 +1,282 @@
+"""What ``.metadata`` of a torch_dist checkpoint says, and whether that fits together.
+
+``.metadata`` is a pickle without a checksum, and Megatron unpickles it. It is read here without
+calling anything that it names, and torch is not imported. What names anything else than torch's
+classes of metadata is refused, where ``pickles`` keeps names as they are: a common state may hold
+what its run likes.
+"""
+
+import os
+import re
+import stat
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from math import prod
+from pathlib import Path, PurePath
+from typing import Any
+
+from moe_optim.checkpoint.files.plain_pickles import (
+    Made,
+    Named,
+    names_of,
+    no_collections,
+    read_pickle,
+)
+from moe_optim.checkpoint.files.records import DamageError
+from moe_optim.checkpoint.files.regular_files import SMALL_BYTES, read_file
+
+METADATA = ".metadata"
+"""Name of the file."""
+
+_DCP = "torch.distributed.checkpoint"
+_NAMED = names_of(  # classes that metadata names: torch's, and what older Megatrons put beside them
+    {
+        f"{_DCP}.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex "
+        "StorageMeta TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING",
+        f"{_DCP}.filesystem": "_StorageInfo _StoragePrefix",
+        f"{_DCP}.planner": "SavePlan WriteItem WriteItemType TensorWriteData BytesIOWriteData",
+        "torch.distributed._shard.sharded_tensor.metadata": "TensorProperties MEM_FORMAT_ENCODING",
+        "torch.serialization": "_get_layout",
+        "megatron.core.dist_checkpointing.strategies.torch": "MCoreMetadata MCoreSavePlan",
+        "pathlib": "PosixPath",
+        "pathlib._local": "PosixPath",
+        "torch": "Size",
+        "collections": "OrderedDict",
+    }
+)
+_DTYPES = {  # that are read, by the bytes of an element
+    1: "bool uint8 int8 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu",
+    2: "uint16 int16 float16 bfloat16",
+    4: "uint32 int32 float32 complex32",
+    8: "uint64 int64 float64 complex64",
+    16: "complex128",
+}
+ITEM_BYTES = {f"torch.{name}": size for size, names in _DTYPES.items() for name in names.split()}
+"""Bytes of an element, by dtype as torch prints it."""
+_DTYPE = re.compile(r"bool|(?:u?int|b?float|complex|bits|qu?int)[0-9][0-9a-z_]*")
+
+_LARGEST_BYTES = 512 * 2**20  # of ``.metadata``: some two million pieces
+MAX_AXES = 16
+"""Of a tensor: more than any has."""
+_MAX_CUT_AXES = 5  # layers, experts, gate and up, rows, columns: the cost doubles with each
+MAX_NUMBER = 2**62
+"""Of elements or bytes: no file is as long."""
+_MAX_NAME = 4096  # characters
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Blob:
+    """One archive in a file of a checkpoint."""
+
+    file: str
+    start: int
+    length: int
+    key: str
+    offset: Shape | None  # of a chunk in its tensor; None: not a tensor
+    shape: Shape = ()
+    dtype: str = ""  # as torch prints it: torch.bfloat16
+
+    @property
+    def name(self) -> str:
+        """Say which blob it is."""
+        return self.key if self.offset is None else f"{self.key} at {self.offset}"
+
+    @property
+    def end(self) -> int:
+        """Return where the next blob of the file starts."""
+        return self.start + self.length
+
+
+def read_metadata(checkpoint: Path) -> bytes:
+    """Return the bytes of ``.metadata``.
+
+    Raises:
+        FileNotFoundError: there is none.
+        OSError: it is no file of the checkpoint, or longer than what it describes.
+    """
+    with os.scandir(checkpoint) as entries:
+        found = [entry.stat(follow_symlinks=False) for entry in entries if entry.name != METADATA]
+    described = sum(each.st_size for each in found if stat.S_ISREG(each.st_mode))
+    return read_file(checkpoint, METADATA, min(max(SMALL_BYTES, described), _LARGEST_BYTES))
+
+
+def read_blobs(content: bytes) -> list[Blob]:
+    """Return the blobs that the content of ``.metadata`` names, in the order they lie in files.
+
+    Every blob belongs to one key; the chunks of a tensor cover it, each element once; the blobs of
+    a file lie one behind the other from its start, and are as long as their elements at least.
+
+    Raises:
+        DamageError: it is no metadata of a checkpoint, or its parts contradict each other.
+    """
+    return list(_read_blobs(content))
+
+
+@lru_cache(maxsize=1)  # one load asks several times, and that of 100,000 pieces takes seconds
+def _read_blobs(content: bytes) -> tuple[Blob, ...]:
+    try:
+        metadata = read_pickle(content, _admit)
+    except ValueError as error:
+        raise DamageError(METADATA, f"is cut off or foreign: {error}") from error
+    try:
+        with no_collections():
+            return tuple(_blobs(metadata))
+    except (LookupError, TypeError, ValueError) as error:
+        raise DamageError(METADATA, f"is damaged: {error}") from error
+
+
+def checked_shape(numbers: Any) -> Shape:
+    """Return the shape of a tensor, or a place in one.
+
+    Raises:
+        TypeError: it is no tuple.
+        ValueError: no tensor has it: negative, too many axes or elements.
+    """
+    shape = _numbers(numbers)
+    if len(shape) > MAX_AXES:
+        raise ValueError(f"expected at most {MAX_AXES} axes, got {len(shape):,}")
+    if prod(max(1, extent) for extent in shape) > MAX_NUMBER:
+        raise ValueError("expected at most 2^62 elements")
+    return shape
+
+
+def checked_name(name: Any) -> str:
+    """Return the name of a tensor, an object or a file.
+
+    Raises:
+        TypeError: it is no text.
+        ValueError: it is longer than names are, or would not show as it is.
+    """
+    text: str = _typed(name, str)
+    if len(text) > _MAX_NAME or not text.isprintable():
+        raise ValueError(f"a name that is none: {text[:40]!r}")
+    return text
+
+
+def _admit(named: Named) -> None:
+    is_dtype = named.module == "torch" and _DTYPE.fullmatch(named.name)
+    if not is_dtype and named not in _NAMED:
+        raise ValueError(f"it names {named}, as no checkpoint does")
+
+
+def _blobs(metadata: Any) -> list[Blob]:
+    fields = _state(metadata, "Metadata")
+    chunks = dict(_chunks(fields["state_dict_metadata"]))
+    blobs = []
+    for index, extent in _typed(fields["storage_data"], dict).items():
+        place = _state(extent, "_StorageInfo")
+        where = _state(index, "MetadataIndex")
+        offset = where.get("offset")
+        identity = (checked_name(where["fqn"]), None if offset is None else checked_shape(offset))
+        if identity not in chunks:
+            raise ValueError(f"{identity} is stored twice, or not as a part of a tensor")
+        if place.get("transform_descriptors"):
+            raise ValueError(f"{identity} is stored transformed, which cannot be checked")
+        shape, dtype = chunks.pop(identity)
+        file = checked_name(place["relative_path"])
+        if PurePath(file).name != file:
+            raise ValueError(f"{file!r} is not the name of a file")
+        start, length = _numbers((place["offset"], place["length"]))
+        blobs.append(Blob(file, start, length, *identity, shape, dtype))
+    if chunks:
+        raise ValueError(f"{next(iter(chunks))} is not stored")
+    blobs.sort(key=lambda blob: (blob.file, blob.start))
+    _require_one_behind_the_other(blobs)
+    return blobs
+
+
+def _chunks(entries: Any) -> Iterator[tuple[tuple[str, Shape | None], tuple[Shape, str]]]:
+    """Yield key and offset of every chunk of every tensor with its shape and dtype."""
+    for key, entry in _typed(entries, dict).items():
+        key = checked_name(key)
+        if _is_a(entry, "BytesStorageMetadata"):
+            yield (key, None), ((), "")
+            continue
+        fields = _state(entry, "TensorStorageMetadata")
+        dtype = str(_typed(_typed(fields["properties"], Made).state[0], Named))
+        if dtype not in ITEM_BYTES:
+            raise ValueError(f"{key}: expected one of {', '.join(ITEM_BYTES)}, got {dtype}")
+        size = checked_shape(fields["size"])
+        parts = [_state(chunk, "ChunkStorageMetadata") for chunk in _typed(fields["chunks"], list)]
+        boxes = [(checked_shape(part["offsets"]), checked_shape(part["sizes"])) for part in parts]
+        _require_cover(key, boxes, size)
+        for offset, shape in boxes:
+            yield (key, offset), (shape, dtype)
+
+
+def _require_cover(key: str, boxes: list[tuple[Shape, Shape]], size: Shape) -> None:
+    """Refuse chunks that do not hold every element of a tensor exactly once.
+
+    A box is known by its corners with alternating signs; those of boxes side by side cancel where
+    they meet, so that the corners of the whole are left.
+    """
+    if any(len(offset) != len(size) or len(shape) != len(size) for offset, shape in boxes):
+        raise ValueError(f"{key} has {len(size)} axes, and a chunk has others")
+    if len({offset for offset, _ in boxes}) < len(boxes):
+        raise ValueError(f"two chunks of {key} begin at one place")
+    whole = ((0,) * len(size), size)
+    cut_axes = [
+        axis
+        for axis, extent in enumerate(size)
+        if any(offset[axis] != 0 or shape[axis] != extent for offset, shape in boxes)
+    ]
+    if len(cut_axes) > _MAX_CUT_AXES:
+        raise ValueError(
+            f"{key}: expected chunks of {_MAX_CUT_AXES} cut axes at most, got {len(cut_axes)}"
+        )
+    corners: Counter[Shape] = Counter()
+    for box, weight in [*((box, 1) for box in boxes), (whole, -1)]:
+        for corner, sign in _corners(*box, cut_axes):
+            corners[corner] += sign * weight
+    if any(corners.values()):
+        raise ValueError(f"the chunks of {key} do not cover its {size} once")
+
+
+def _corners(offset: Shape, shape: Shape, axes: list[int]) -> Iterator[tuple[Shape, int]]:
+    """Yield the corners of a box on some axes; -1 for those at an odd number of upper ends."""
+    ends = [(offset[axis], offset[axis] + shape[axis]) for axis in axes]
+    signs = product((1, -1), repeat=len(axes))
+    for corner, sides in zip(product(*ends), signs, strict=True):
+        yield corner, prod(sides)
+
+
+def _require_one_behind_the_other(blobs: list[Blob]) -> None:
+    end_of: dict[str, int] = {}
+    for blob in blobs:
+        if blob.start != end_of.get(blob.file, 0):
+            raise ValueError(f"{blob.name} does not lie behind the blob before it in {blob.file}")
+        if blob.offset is not None and prod(blob.shape) * ITEM_BYTES[blob.dtype] > blob.length:
+            raise ValueError(
+                f"{blob.name}: {blob.dtype} {blob.shape} does not fit in {blob.length:,} bytes"
+            )
+        end_of[blob.file] = blob.end
+
+
+def _is_a(value: Any, kind: str) -> bool:
+    """Return whether a value is of a class of that name, Megatron's of older versions included."""
+    return isinstance(value, Made) and value.by.name.removeprefix("MCore") == kind
+
+
+def _state(value: Any, kind: str) -> dict[str, Any]:
+    if not _is_a(value, kind):
+        raise TypeError(f"expected {kind}, got {value.by if isinstance(value, Made) else 'none'}")
+    state: dict[str, Any] = _typed(value.state, dict)
+    return state
+
+
+def _typed(value: Any, kind: type) -> Any:
+    if not isinstance(value, kind):
+        raise TypeError(f"expected {kind.__name__}, got {type(value).__name__}")
+    return value
+
+
+def _numbers(value: Any) -> Shape:
+    numbers: Shape = _typed(value, tuple)
+    if any(type(number) is not int or not 0 <= number <= MAX_NUMBER for number in numbers):
+        raise ValueError("expected whole numbers from 0 to 2^62, got others")
+    return numbers

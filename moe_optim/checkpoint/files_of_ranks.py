@@ -1,0 +1,83 @@
+"""``--ckpt-format torch``: the files of all ranks, sealed after a save and checked before a load.
+
+Each rank writes files of its own, and nothing that Megatron writes says when all are there. A save
+therefore begins with a seal that says it is not finished.
+"""
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_optim.checkpoint.hooks import is_local, on_first_rank
+from moe_optim.checkpoint.integrity import begin, require_intact, seal
+from moe_optim.integration.patching.active import config_in_force, installed_config
+from moe_optim.integration.patching.agreement import agree
+from moe_optim.integration.patching.engine import original
+
+_CHECKPOINTING = "megatron.training.checkpointing"
+
+
+def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:
+    """Save a checkpoint; arguments and result are Megatron's. Every rank must call it.
+
+    Raises:
+        StateError: what a rank wrote is not whole, or no seal can be written.
+    """
+    return _save(original(f"{_CHECKPOINTING}:save_checkpoint"), iteration, *args, **kwargs)
+
+
+def save_checkpoint_in_loop(iteration: int, *args: Any, **kwargs: Any) -> Any:
+    """Save as :func:`save_checkpoint`, by what the training loop has imported by its name."""
+    return _save(original("megatron.training.training:save_checkpoint"), iteration, *args, **kwargs)
+
+
+def _save(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    given = inspect.signature(stock).bind(*args, **kwargs)
+    given.apply_defaults()
+    folder = _folder_of_ranks(given.arguments)
+    if folder is None:
+        return stock(*args, **kwargs)
+    on_first_rank(lambda: begin(folder))
+    result = stock(*args, **kwargs)
+    on_first_rank(lambda: seal(folder))
+    return result
+
+
+def _folder_of_ranks(given: dict[str, Any]) -> Path | None:
+    """Return the folder that ranks will write files of their own into; None in other formats."""
+    from megatron.training import get_args
+    from megatron.training.checkpointing import get_checkpoint_name
+
+    args = get_args()
+    is_other = args.use_dist_ckpt or given["non_persistent_ckpt"]
+    if is_other or installed_config() is None or not is_local(args.save):
+        return None
+    return Path(
+        get_checkpoint_name(args.save, given["iteration"], given["release"], return_base_dir=True)
+    )
+
+
+def get_checkpoint_format(checkpoint_name: str, args: Any) -> Any:
+    """Return the format of a checkpoint, after a check of files of ranks; arguments are Megatron's.
+
+    Every rank that is connected to others must call it: they share the reading.
+
+    Raises:
+        StateError: a file of the checkpoint is missing or damaged; all of them are named.
+    """
+    found = original(f"{_CHECKPOINTING}:_get_checkpoint_format")(checkpoint_name, args)
+    if found == "torch" and installed_config() is not None and is_local(checkpoint_name):
+        _check(Path(checkpoint_name))
+    return found
+
+
+def _check(folder: Path) -> None:
+    if not torch.distributed.is_initialized():  # arguments alone are read: the load comes later
+        require_intact(folder, thorough=False)
+        return
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    thorough = config_in_force().check_on_load == "thorough"
+    agree(lambda: require_intact(folder, thorough=thorough, part=rank, parts=ranks), None)

@@ -1,0 +1,391 @@
+"""Masters and moments in checkpoints: where they lie, and taking them from where others lay.
+
+Flat states (``dp_reshardable`` of torch_dist, and legacy files) hold buckets as the optimizer does.
+With each goes a :class:`StateManifest`, by which a model reads them whose experts lie otherwise.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakValueDictionary
+from zlib import crc32
+
+import megatron.core
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.optimizer.param_layout import pad_param_start
+from torch import Tensor
+
+from moe_optim.checkpoint.state_manifest import (
+    MANIFEST,
+    BucketPlaces,
+    BufferPlaces,
+    CrossReader,
+    ParameterPlace,
+    StateManifest,
+)
+from moe_optim.errors import LayoutError, StateError
+from moe_optim.version import VERSION
+from moe_optim.weights.names import parameter_names
+
+_BUCKET_SIZES = ("per_bucket_numel", "per_bucket_numel_unpadded")
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """Who asks a checkpoint that is about to be loaded for its manifest."""
+
+    optimizer: Any
+    model: Any
+    """Sharded state of the model that the optimizer was given."""
+    is_flat: bool
+    """Whether states are asked for as they lie in buckets, not by the names of parameters."""
+
+
+_asked: WeakValueDictionary[int, Asked] = WeakValueDictionary()  # number of a request -> by whom
+_numbers = itertools.count()
+
+
+@dataclass
+class ManifestRequest(ShardedObject):
+    """The place of a manifest in a state to load, until :mod:`hooks` has looked for it.
+
+    It passes through Megatron, which may put the number of the optimizer in front of its key, and
+    compares requests of all ranks.
+    """
+
+    number: int = field(default=0, compare=False)
+
+    @property
+    def asked(self) -> Asked:
+        """Who asks.
+
+        Raises:
+            StateError: the state was made for an earlier load, or in another process.
+        """
+        found = _asked.get(self.number)
+        if found is None:
+            raise StateError(
+                f"{self.key}: expected a state to load that its optimizer made last, got an older "
+                "one. Call optimizer.sharded_state_dict(..., is_loading=True) for every load."
+            )
+        return found
+
+    @property
+    def group(self) -> str:
+        """What the keys of the states begin with, such as ``optimizer...dp_group_idx_0``."""
+        return self.key.partition(f".{MANIFEST}.")[0]
+
+
+def manifest_of(optimizer: Any) -> StateManifest:
+    """Return where every parameter lies in the states of a distributed optimizer."""
+    names = parameter_names(optimizer.model_chunks)
+    prefixes = chunk_prefixes(optimizer.model_chunks)
+    buffers = []
+    for index, ranges in enumerate(optimizer.gbuf_ranges):
+        (dtype,) = ranges
+        buffer = optimizer.buffers[index]
+        buckets = tuple(
+            BucketPlaces(
+                numel=bucket.numel_unpadded,
+                parameters=tuple(
+                    ParameterPlace(
+                        name=prefixes.get(param, "") + names[param],
+                        shape=tuple(param.shape),
+                        start=bucket.param_to_index[param][0],
+                    )
+                    for param in sorted(
+                        bucket.params_list, key=lambda param: bucket.param_to_index[param][0]
+                    )
+                ),
+            )
+            for bucket in buffer.buckets
+        )
+        buffers.append(BufferPlaces(dtype=str(dtype), buckets=buckets))
+    versions = {
+        "moe_optim": VERSION,
+        "megatron-core": megatron.core.__version__,
+        "torch": str(torch.__version__),
+    }
+    config = optimizer.model_chunks[0].config
+    return StateManifest(
+        buffers=tuple(buffers), glu_interleave=config.moe_mlp_glu_interleave_size, versions=versions
+    )
+
+
+def places_of(optimizer: Any, manifest: StateManifest) -> dict[torch.nn.Parameter, ParameterPlace]:
+    """Return the place that the own manifest of an optimizer has for each parameter."""
+    at = {(buffer, bucket, place.start): place for buffer, bucket, place in manifest.places()}
+    return {
+        param: at[number, bucket.bucket_id, bucket.param_to_index[param][0]]
+        for number, buffer in enumerate(optimizer.buffers)
+        for bucket in buffer.buckets
+        for param in bucket.params_list
+    }
+
+
+def chunk_prefixes(chunks: Iterable[Any]) -> dict[torch.nn.Parameter, str]:
+    """Return what tells the parameters of several model chunks apart, whose names are alike."""
+    chunks = list(chunks)
+    if len(chunks) == 1:
+        return {}
+    return {
+        param: f"chunk{number}."
+        for number, chunk in enumerate(chunks)
+        for param in chunk.parameters()
+    }
+
+
+def manifest_key(optimizer: Any, manifest: StateManifest) -> str:
+    """Return the key a manifest is saved under, the same for every expert layout of a model."""
+    parameters = sorted({address.parameter for address in manifest.addresses()})
+    digest = crc32("\n".join(parameters).encode())
+    return f"{_group_key(optimizer)}.{MANIFEST}.{digest:08x}"
+
+
+def _group_key(optimizer: Any) -> str:
+    return f"optimizer.distributed.dp_group_idx_{optimizer.data_parallel_group_idx}"
+
+
+def manifest_object(
+    optimizer: Any, model: Any, *, is_loading: bool, is_flat: bool
+) -> ShardedObject:
+    """Return the manifest to save, or when loading the request for one. No rank communicates.
+
+    ``model`` and ``is_flat`` are what :class:`Asked` has of them.
+    """
+    manifest = manifest_of(optimizer)
+    key = manifest_key(optimizer, manifest)
+    if not is_loading:
+        return _object(optimizer, key, manifest.to_dict())
+    number = next(_numbers)
+    optimizer.asked = _asked[number] = Asked(optimizer, model, is_flat)  # until it asks again
+    return ManifestRequest(key, None, (1,), (0,), _replica_id(optimizer), number)
+
+
+def _replica_id(optimizer: Any) -> tuple[int, int, int]:
+    """Return which copy of an object this rank has: all of a data-parallel group have one."""
+    rank = optimizer.data_parallel_group.rank()
+    return optimizer.distributed_optimizer_instance_id, 0, rank
+
+
+def _object(optimizer: Any, key: str, content: Any) -> ShardedObject:
+    return ShardedObject(key, content, (1,), (0,), _replica_id(optimizer))
+
+
+def _elements(optimizer: Any, key: str, tensor: Tensor, start: int, numel: int) -> ShardedTensor:
+    """Return the entry of ``tensor``, whose elements begin at ``start`` of the ``numel`` saved."""
+    return ShardedTensor(
+        key,
+        tensor,
+        tensor.dtype,
+        tuple(tensor.shape),
+        (numel,),
+        (start,),
+        axis_fragmentations=None,
+        replica_id=(optimizer.distributed_optimizer_instance_id, 0, 0),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedRange:
+    """What this rank owns of a parameter."""
+
+    param: torch.nn.Parameter
+    buffer: int
+    bucket: int
+    start: int
+    """First element of the parameter."""
+    end: int
+    local_start: int
+    """First element in this rank's shard of the bucket."""
+
+
+def owned_ranges(optimizer: Any) -> list[OwnedRange]:
+    """Return what this rank owns, in the order of buffers, buckets and places."""
+    return [
+        OwnedRange(
+            param,
+            buffer,
+            bucket,
+            ranges["param"].start,
+            ranges["param"].end,
+            ranges["gbuf_local"].start,
+        )
+        for buffer, by_dtype in enumerate(optimizer.gbuf_ranges)
+        for buckets in by_dtype.values()
+        for bucket, held in enumerate(buckets)
+        for param, ranges in sorted(
+            held["param_map"].items(), key=lambda item: item[1]["gbuf_local"].start
+        )
+    ]
+
+
+def _bucket_key(group_key: str, dtype: str, buffer: int, bucket: int) -> str:
+    return f"{group_key}.gbuf_idx_{buffer}.dtype_{dtype}.bucket_idx_{bucket}"
+
+
+def _flat_states(optimizer: Any, param: torch.nn.Parameter) -> dict[str, Tensor]:
+    """Return master and moments of what this rank owns, 1-D; ``step`` is no part of them."""
+    states = optimizer._get_main_param_and_optimizer_states(param)
+    return {key: state.view(-1) for key, state in states.items() if key != "step"}
+
+
+def require_megatrons_offsets(manifest: StateManifest) -> None:
+    """Raise LayoutError if Megatron, which knows no manifest, would read flat states elsewhere."""
+    ends: Counter[tuple[int, int]] = Counter()
+    for buffer, bucket, place in manifest.places():
+        expected = pad_param_start(ends[buffer, bucket])
+        ends[buffer, bucket] = expected + place.numel
+        if place.start != expected:
+            raise LayoutError(
+                f"{place.name}: expected element {expected} of bucket {bucket} in buffer {buffer}, "
+                f"where Megatron lays it, got {place.start}: without this package its states would "
+                "be read as another parameter's. Save fully reshardable "
+                "(--dist-ckpt-optim-fully-reshardable)."
+            )
+
+
+def flat_states_to_save(optimizer: Any) -> dict[Any, Any]:
+    """Return this rank's part of ``dp_reshardable`` states. No rank communicates.
+
+    Keys, shapes and offsets are Megatron's, which refuses to save a bucket of which some rank owns
+    nothing but padding.
+
+    Raises:
+        LayoutError: parameters lie elsewhere than Megatron would have them.
+    """
+    manifest = manifest_of(optimizer)
+    require_megatrons_offsets(manifest)
+    group_key = _group_key(optimizer)
+    rank = optimizer.data_parallel_group.rank()
+    state: dict[Any, Any] = {
+        name: _object(optimizer, f"{group_key}.{name}", getattr(optimizer, name))
+        for name in _BUCKET_SIZES
+    }
+    owned = owned_ranges(optimizer)
+    for buffer, places in enumerate(manifest.buffers):
+        (dtype,) = optimizer.gbuf_ranges[buffer]
+        state[buffer] = {dtype: []}
+        for bucket, held in enumerate(places.buckets):
+            shard = optimizer.buffers[buffer].buckets[bucket].grad_data.numel()
+            shard //= optimizer.data_parallel_group.size()
+            end = min(shard, max(0, held.numel - rank * shard))
+            entries = []
+            at = 0
+            for one in owned:
+                if (one.buffer, one.bucket) != (buffer, bucket):
+                    continue
+                tensors = _flat_states(optimizer, one.param)
+                if one.local_start > at:
+                    entries.append((at, _padding(tensors, one.local_start - at)))
+                entries.append((one.local_start, tensors))
+                at = one.local_start + one.end - one.start
+            if entries and end > at:
+                entries.append((at, _padding(entries[-1][1], end - at)))
+            key = _bucket_key(group_key, places.dtype, buffer, bucket)
+            state[buffer][dtype].append(
+                [
+                    {
+                        name: _elements(
+                            optimizer, f"{key}.{name}", tensor, rank * shard + start, held.numel
+                        )
+                        for name, tensor in tensors.items()
+                    }
+                    for start, tensors in entries
+                ]
+            )
+    return state
+
+
+def _padding(like: dict[str, Tensor], numel: int) -> dict[str, Tensor]:
+    """Return zeros between parameters: a saved bucket has no holes."""
+    return {name: tensor.new_zeros(numel) for name, tensor in like.items()}
+
+
+def flat_states_to_load(optimizer: Any, source: StateManifest, key: str) -> dict[str, Any]:
+    """Return requests for what this rank owns, by where it lies in the checkpoint.
+
+    Args:
+        optimizer: whose states exist already, with any values.
+        source: manifest of the checkpoint.
+        key: that it was saved under, with whatever Megatron has put in front.
+
+    Returns:
+        ``ranges``: one entry a range of :func:`owned_ranges`, in its order: state name -> tensors
+        to load, of consecutive elements. And what Megatron saves besides, for strict loads to find.
+
+    Raises:
+        LayoutError: the checkpoint has other parameters or experts.
+    """
+    target = manifest_of(optimizer)
+    reader = CrossReader(source, target, key)
+    places = places_of(optimizer, target)
+    group_key = key.partition(f".{MANIFEST}")[0]
+    ranges = []
+    for one in owned_ranges(optimizer):
+        reads = reader.reads(places[one.param], one.start, one.end)
+        entry: dict[str, Any] = {}
+        for name, flat in _flat_states(optimizer, one.param).items():
+            parts = flat.split([read.numel for read in reads])
+            entry[name] = [
+                _elements(
+                    optimizer,
+                    f"{saved_key(group_key, source, read.buffer, read.bucket)}.{name}",
+                    part,
+                    read.start,
+                    source.buffers[read.buffer].buckets[read.bucket].numel,
+                )
+                for read, part in zip(reads, parts, strict=True)
+            ]
+        ranges.append(entry)
+    sizes = {name: _object(optimizer, f"{group_key}.{name}", None) for name in _BUCKET_SIZES}
+    # by names: Megatron loads objects and tensors apart, and cannot merge parts of one list
+    return {"ranges": ranges, **sizes}
+
+
+def saved_key(group_key: str, source: StateManifest, buffer: int, bucket: int) -> str:
+    """Return what the keys of a bucket's states begin with in a checkpoint."""
+    return _bucket_key(group_key, source.buffers[buffer].dtype, buffer, bucket)
+
+
+def load_flat_states(optimizer: Any, loaded: dict[str, Any]) -> None:
+    """Take what was loaded for the requests of :func:`flat_states_to_load`."""
+    ranges = loaded.get("ranges", [])  # Megatron's load drops a list without entries
+    for one, entry in zip(owned_ranges(optimizer), ranges, strict=True):
+        tensors = {name: torch.cat(parts) for name, parts in entry.items()}
+        shape = optimizer._get_main_param_and_optimizer_states(one.param)["param"].shape
+        states = {name: tensor.view(shape) for name, tensor in tensors.items()}
+        optimizer._set_main_param_and_optimizer_states(one.param, states)
+
+
+def require_same_interleave(
+    optimizer: Any, saved: StateManifest, where: str, *, is_flat: bool
+) -> None:
+    """Raise LayoutError if gate and up rows alternate otherwise in a checkpoint than here."""
+    here = optimizer.model_chunks[0].config.moe_mlp_glu_interleave_size
+    if saved.glu_interleave != here:
+        # states in whole buckets cannot be converted, and weights alone have no iteration
+        alone, then = (" --weights-only", " and load that with --finetune") if is_flat else ("", "")
+        raise LayoutError(
+            f"{where}: --moe-mlp-glu-interleave-size: expected {here} as in this model, got "
+            f"{saved.glu_interleave}: rows of fc1 would be swapped, in weights, masters and "
+            "moments. Load with the size it was saved with, or change the checkpoint with "
+            f"`moe-optim convert {where} NEW --experts grouped --format torch_dist "
+            f"--glu-interleave {here or 0}{alone}`{then}."
+        )
+
+
+def require_same_order(optimizer: Any, saved: Any) -> None:
+    """Raise LayoutError unless states with manifest ``saved`` hold experts as ``optimizer`` does.
+
+    For states that were loaded bucket by bucket, where nothing can be moved any more.
+    """
+    where = "optimizer states"
+    if StateManifest.from_dict(saved, where).addresses() != manifest_of(optimizer).addresses():
+        raise LayoutError(
+            f"{where}: expected experts where this model has them, got a manifest that has them "
+            "elsewhere. Load with megatron.core.dist_checkpointing.load, which moe_optim extends."
+        )

@@ -1,0 +1,159 @@
+"""Values for masters out of a state dict of the model: every parameter by its whole name."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
+
+from moe_optim.checkpoint.state_manifest import listed
+from moe_optim.errors import LayoutError
+from moe_optim.experts.keys.finding import raise_faults
+from moe_optim.experts.keys.layouts import match_key
+from moe_optim.experts.loading import expert_values_for_chunks, plain_values
+from moe_optim.experts.te_linears import grouped_linears, members_of
+from moe_optim.weights.names import unwrapped_name
+from moe_optim.weights.te.fields import is_quantized, read_values
+
+_KINDS = ("weight", "bias")
+
+_Keys = dict[int | None, list[str]]
+"""Keys of one kind of a linear by expert; None for those of all experts together."""
+
+
+def model_values_for(
+    model_chunks: Sequence[torch.nn.Module], state_dict: Mapping[str, Any]
+) -> dict[torch.nn.Parameter, Tensor]:
+    """Return the value of every parameter of a model. No rank communicates.
+
+    Args:
+        model_chunks: of one optimizer, in order.
+        state_dict: as ``reload_model_params`` takes it: of one chunk, or the chunks' under
+            ``model``, ``model0`` and so on. Portable experts may be in any layout, those of
+            Transformer Engine's linears in one entry or in one an expert. Left alone.
+
+    Returns:
+        A tensor of its parameter's shape for each, of any float dtype, on any device.
+
+    Raises:
+        LayoutError: parameters that are missing, there twice or of another shape; all are named.
+    """
+    state = expert_values_for_chunks(model_chunks, state_dict)
+    form = next((form for form in ("model", "model_") if f"{form}0" in state), None)
+    values: dict[torch.nn.Parameter, Tensor] = {}
+    faults: list[str] = []
+    for index, chunk in enumerate(model_chunks):
+        of_chunk = state[f"{form}{index}"] if form else state.get("model", state)
+        found = dict(of_chunk)
+        _regroup_experts(found, chunk)
+        DistributedOptimizer._synthesize_state_dict_params_for_model(found, chunk)
+        by_name: dict[str, list[str]] = {}
+        for key in found:
+            by_name.setdefault(unwrapped_name(key), []).append(key)
+        for name, param in chunk.named_parameters():
+            keys = by_name.get(unwrapped_name(name), [])
+            if len(keys) != 1:
+                faults.append(f"{unwrapped_name(name)} is there {len(keys)} times")
+            elif found[keys[0]].shape != param.shape:
+                shapes = f"{list(found[keys[0]].shape)}, expected {list(param.shape)}"
+                faults.append(f"{keys[0]} is {shapes}")
+            else:
+                values[param] = found[keys[0]]
+    if faults:
+        raise LayoutError(
+            "reload_model_params: state_dict: expected every parameter of the model once, got: "
+            f"{listed(faults, '; ')}. Give the state of the whole model."
+        )
+    return values
+
+
+def _regroup_experts(state: dict[str, Any], chunk: torch.nn.Module) -> None:
+    """Join or split experts in a state as Transformer Engine's linears of the model have them.
+
+    Megatron saves ``weight0`` and so on whatever the model has, so that a model with one parameter
+    for all experts finds it in no checkpoint.
+
+    Args:
+        state: changed in place.
+        chunk: of any wrapping.
+
+    Raises:
+        LayoutError: experts are missing, left over, there twice or of another shape.
+    """
+    given = _keys_by_parameter(state)
+    faults: list[str] = []
+    for module_name, linear in grouped_linears(chunk):
+        own = {name: param.shape for name, param in linear.named_parameters(recurse=False)}
+        for kind in _KINDS:
+            name = ".".join(filter(None, (unwrapped_name(module_name), kind)))
+            keys, is_one = given.get(name, {}), kind in own
+            if not keys or not (is_one or f"{kind}0" in own):
+                continue
+            shape = own[kind][1:] if is_one else own[f"{kind}0"]
+            new_faults = _set_faults(name, keys, linear.num_gemms)
+            new_faults = new_faults or _shape_faults(state, keys, (linear.num_gemms, *shape))
+            faults += new_faults
+            if new_faults or is_one == (None in keys):
+                continue
+            if is_one:
+                parts = [state.pop(keys[expert][0]) for expert in range(linear.num_gemms)]
+                state[name] = torch.stack([_plain(part) for part in parts])
+            else:
+                for expert, part in enumerate(members_of(state.pop(keys[None][0]))):
+                    state[f"{name}{expert}"] = _plain(part)
+    raise_faults(faults)
+
+
+def _keys_by_parameter(state: Mapping[str, Any]) -> dict[str, _Keys]:
+    """Return every key that may be of experts, by its name without wrappers and number."""
+    found: dict[str, _Keys] = {}
+    for key in state:
+        path, dot, last = unwrapped_name(key).rpartition(".")
+        for kind in _KINDS:
+            match = match_key(last, kind) or match_key(last, f"{kind}{{expert}}")
+            if match is not None:
+                found.setdefault(path + dot + kind, {}).setdefault(match[0], []).append(key)
+    return found
+
+
+def _set_faults(name: str, keys: _Keys, count: int) -> list[str]:
+    """Return what keeps keys from being all experts of a linear, each once."""
+    faults = [
+        f"{other}: expected one entry for {unwrapped_name(other)}, got also {first}"
+        for first, *others in keys.values()
+        for other in others
+    ]
+    numbers = {number for number in keys if number is not None}
+    if None in keys:
+        return faults + [
+            f"{keys[number][0]}: expected no expert apart beside {keys[None][0]}"
+            for number in sorted(numbers)
+        ]
+    beside = keys[min(numbers)][0]
+    faults += [
+        f"{name}{number}: missing, expected beside {beside}"
+        for number in range(count)
+        if number not in numbers
+    ]
+    return faults + [
+        f"{keys[number][0]}: expected this rank's experts 0 to {count - 1} only"
+        for number in sorted(numbers)
+        if number >= count
+    ]
+
+
+def _shape_faults(state: Mapping[str, Any], keys: _Keys, shape: tuple[int, ...]) -> list[str]:
+    """Return which entries are no tensors of these experts; ``shape`` is that of all of them."""
+    expected = {key: shape[number is not None :] for number, (key, *_) in keys.items()}
+    given = {key: tuple(getattr(state[key], "shape", ())) for key in expected}
+    return [
+        f"{key}: expected {list(expected[key])}, got {list(given[key])}"
+        for key in expected
+        if given[key] != expected[key]
+    ]
+
+
+def _plain(value: Any) -> Any:
+    """Return an ordinary tensor for a quantized weight of either kind, anything else as it is."""
+    return read_values(value) if is_quantized(value) else plain_values(value)

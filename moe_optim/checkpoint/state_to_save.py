@@ -1,0 +1,64 @@
+"""What has to be communicated before the training loop walks the keys of what it saves."""
+
+import re
+from typing import Any
+
+import torch
+
+from moe_optim.experts.amax import synchronize_amax
+from moe_optim.integration.patching.engine import original
+
+_LAYER = re.compile(r"(?<=layers\.)\d+(?=\.)")
+
+
+def generate_state_dict(  # noqa: PLR0913  # Megatron's
+    args: Any,
+    model: list[Any],
+    optimizer: Any,
+    opt_param_scheduler: Any,
+    rng_state: Any,
+    iteration: int | None = None,
+    optim_sd_kwargs: dict[str, Any] | None = None,
+    model_sd_kwargs: dict[str, Any] | None = None,
+    rerun_state: Any = None,
+) -> Any:
+    """Return the state to save or to load into; arguments and result are Megatron's.
+
+    Every rank must call it. Where some layers train what others keep frozen, states by name are
+    saved under keys of one layer each, which the metadata of the checkpoint says.
+    """
+    synchronize_amax(model)
+    if _saves_states_by_name(args, optimizer, optim_sd_kwargs or {}) and _differ_in_frozen(model):
+        # One key for all layers would be a tensor that lacks the states of frozen ones. The dict is
+        # what Megatron gives to model and optimizer, and then saves for those that load.
+        (optim_sd_kwargs or {})["metadata"]["non_homogeneous_layers"] = True
+    return original("megatron.training.checkpointing:generate_state_dict")(
+        args,
+        model,
+        optimizer,
+        opt_param_scheduler,
+        rng_state,
+        iteration,
+        optim_sd_kwargs,
+        model_sd_kwargs,
+        rerun_state,
+    )
+
+
+def _saves_states_by_name(args: Any, optimizer: Any, asked: dict[str, Any]) -> bool:
+    """Return whether optimizer states are saved under names; on all ranks the same."""
+    sharding = (asked.get("metadata") or {}).get("distrib_optim_sharding_type")
+    is_saved = optimizer is not None and not args.no_save_optim and not asked.get("is_loading")
+    return is_saved and sharding == "fully_reshardable"
+
+
+def _differ_in_frozen(model: list[Any]) -> bool:
+    """Return whether a parameter is frozen in one layer and trained in another, of any rank."""
+    names: dict[bool, set[str]] = {True: set(), False: set()}
+    for chunk in model:
+        for name, param in chunk.named_parameters():
+            names[param.requires_grad].add(_LAYER.sub("*", name))
+    of_ranks: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(of_ranks, names)
+    trained = set().union(*(of_rank[True] for of_rank in of_ranks))
+    return any(trained & of_rank[False] for of_rank in of_ranks)

@@ -1,1 +1,0 @@
-"""Checkpoints as files: read, checked and written without Megatron."""

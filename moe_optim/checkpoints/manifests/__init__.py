@@ -1,1 +1,0 @@
-"""What lies where in flat optimizer states."""

@@ -1,1 +1,0 @@
-"""Pickles and archives as plain data, without running them."""

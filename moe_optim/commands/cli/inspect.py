@@ -1,0 +1,340 @@
+"""``moe-optim inspect``: what a checkpoint holds, and whether it is whole."""
+
+import argparse
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from moe_optim.commands.console.checkpoint_progress import open_view, say_which_was_taken
+from moe_optim.screen import print_table, results_console
+from moe_optim.spelling import spell_bytes
+
+if TYPE_CHECKING:
+    from moe_optim.commands.conversion.layer_view import LayerView
+    from moe_optim.commands.export.stored import StoredWeights
+    from moe_optim.experts.keys.layouts import ExpertSet
+
+INCOMPLETE = 1
+_AMAX = re.compile(r"(?P<linear>linear_fc[12])\.(?P<kind>weight_amax|calibrated_amax)$")
+_AMAX_KINDS = {"weight_amax": "recorded", "calibrated_amax": "calibrated"}
+_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+"""Dtypes as a narrow table spells them."""
+_LAYER = re.compile(r"(?<=layers\.)\d+(?=\.)")
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+Report = dict[str, Any]
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the ``inspect`` command."""
+    parser = subparsers.add_parser(
+        "inspect",
+        help="show what a checkpoint holds, and whether it is whole",
+        description="Show format, experts and their layout, optimizer state, amaxes, and what else "
+        "a torch_dist or safetensors checkpoint says about itself; of --ckpt-format torch, whether "
+        "its files are whole. No other values are read. Exits with 1 if it is not whole, with 2 if "
+        "it cannot be read.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("checkpoint", type=Path, metavar="CKPT", help="a checkpoint; of a run, the newest")
+    add("--json", action="store_true", help="print the report as JSON")
+    add(
+        "--thorough",
+        action="store_true",
+        help="also read all of what Megatron saved for its checksums",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the report; return 1 when the checkpoint is not whole.
+
+    Raises:
+        LayoutError: it is no checkpoint.
+        StateError: its metadata is missing or damaged.
+    """
+    from moe_optim.checkpoint.files.folders import files_of_ranks
+    from moe_optim.commands.conversion.opening import newest_checkpoint
+
+    path = newest_checkpoint(args.checkpoint)
+    if files := files_of_ranks(path):
+        say_which_was_taken(args.checkpoint, path)
+        report, show = _examine_files(path, files, thorough=args.thorough), _print_files
+    else:
+        report, show = examine(open_view(args.checkpoint), thorough=args.thorough), _print
+    if args.json:
+        print(json.dumps(report, indent=2))
+    else:
+        show(report)
+    return INCOMPLETE if report["defects"] else 0
+
+
+def examine(view: "LayerView", *, thorough: bool = False) -> Report:
+    """Return the report as JSON-ready values; ``thorough`` reads all of a torch_dist checkpoint."""
+    from moe_optim.checkpoint.files.reader import is_state
+    from moe_optim.commands.conversion.expert_finding import survey_experts
+    from moe_optim.commands.export.stored import find_quantized
+
+    reader, recorded = view.reader, view.recorded
+    is_safetensors = reader.format == "safetensors"  # sizes were compared when it was opened
+    quantized = find_quantized(view.tensors)
+    sets, faults = survey_experts(view, quantized.shapes if quantized else None)
+    states = [key for key in view.tensors if is_state(key)]
+    dtypes: Counter[str] = Counter()
+    for info in reader.tensors.values():
+        dtypes[str(info.dtype).removeprefix("torch.")] += info.nbytes
+    return {
+        "path": str(reader.path),
+        "format": reader.format,
+        "version": recorded.version,
+        "iteration": recorded.iteration,
+        "defects": [] if is_safetensors else _defects(reader.path, thorough=thorough),
+        "checked": _checked(view, thorough=thorough),
+        "glu_interleave": recorded.glu_interleave,
+        "parallel_sizes": dict(recorded.parallel_sizes),
+        "optimizer": {
+            "sharding": recorded.optimizer_sharding,
+            "tensors": len(states),
+            "bytes": view.nbytes(states),
+            "dtypes": _dtypes_of_states(view, states),
+            "flat": _flat_states(view),
+        },
+        "tensors": len(reader.tensors),
+        "bytes": sum(info.nbytes for info in reader.tensors.values()),
+        "bytes_by_dtype": dict(dtypes.most_common()),
+        "objects": len(reader.objects),
+        "foreign": _foreign_objects(view) if thorough else None,
+        "quantized": _quantized(quantized),
+        "experts": [_describe(view, one, quantized) for one in sets],
+        "amaxes": _amaxes(view),
+        "faults": [*(quantized.faults if quantized else ()), *faults],
+    }
+
+
+def _examine_files(path: Path, files: list[Path], *, thorough: bool) -> Report:
+    """Return what is seen of ``--ckpt-format torch`` from outside: no file of a rank is loaded."""
+    return {
+        "path": str(path),
+        "format": "torch",
+        "defects": _defects(path, thorough=thorough),
+        "checked": "every byte" if thorough else "tables of its archives",
+        "ranks": len({file.parent for file in files}),
+        "files": len(files),
+        "bytes": sum(file.stat().st_size for file in files),
+    }
+
+
+def _print_files(report: Report) -> None:
+    defects = "; ".join(report["defects"])
+    console = results_console()
+    console.print(report["path"], style="bold")
+    facts = Table(box=None, show_header=False, padding=(0, 1, 0, 0), pad_edge=False)
+    facts.add_row("format", "torch: files of model-parallel ranks")
+    whole = f"no: {defects}" if defects else f"yes, by {report['checked']}"
+    facts.add_row("whole", whole, style="red" if defects else None)
+    size = spell_bytes(report["bytes"])
+    facts.add_row("holds", f"{report['files']:,} files of {report['ranks']:,} ranks, {size}")
+    print_table(console, facts)
+
+
+def _dtypes_of_states(view: "LayerView", states: list[str]) -> dict[str, list[str]]:
+    """Return the dtypes of masters and of each kind of moment, whatever they belong to."""
+    from moe_optim.commands.conversion.layer_view import state_kind
+
+    found: dict[str, set[str]] = {}
+    for key in states:
+        if (kind := state_kind(key)) is not None:
+            dtype = str(view.tensors[key].dtype).removeprefix("torch.")
+            found.setdefault(kind, set()).add(dtype)
+    kinds = sorted(found, key=lambda kind: (kind != "param", kind))
+    return {kind: sorted(found[kind]) for kind in kinds}
+
+
+def _flat_states(view: "LayerView") -> Report | None:
+    """Say whether flat states can be read by parameter: sizes tell, values are not read."""
+    from moe_optim.checkpoint.files.torch_dist import TorchDistReader
+    from moe_optim.commands.conversion.flat_groups import doubt_of_flat_states
+    from moe_optim.commands.conversion.flat_states import has_flat_states
+
+    if not isinstance(view.reader, TorchDistReader) or not has_flat_states(view.reader):
+        return None
+    doubt = doubt_of_flat_states(view.reader)
+    return {"by_parameter": doubt is None, "doubt": doubt}
+
+
+def _defects(path: Path, *, thorough: bool) -> list[str]:
+    """Say what is missing or damaged."""
+    from moe_optim.checkpoint.integrity import checkpoint_defect, corrupt_files
+
+    if thorough:
+        return [str(file) for file in corrupt_files(path)]
+    defect = checkpoint_defect(path)
+    return [defect] if defect else []
+
+
+def _checked(view: "LayerView", *, thorough: bool) -> str:
+    if view.reader.format == "safetensors":
+        return "headers and sizes"
+    return "every byte" if thorough else "metadata and sizes"
+
+
+def _foreign_objects(view: "LayerView") -> dict[str, str]:
+    """Say which objects may run code where Megatron unpickles them, and what they name."""
+    from moe_optim.checkpoint.files.torch_dist import TorchDistReader
+
+    reader = view.reader
+    return reader.foreign_objects(reader.objects) if isinstance(reader, TorchDistReader) else {}
+
+
+def _amaxes(view: "LayerView") -> list[Report]:
+    """Describe the amaxes of experts, those of all layers together; reads them, a few bytes each.
+
+    ``none`` counts experts without one: those of weights that are not quantized.
+    """
+    values: dict[tuple[str, str], list[float]] = {}
+    for key in view.tensors:
+        if (found := _AMAX.search(key)) is not None:
+            of_kind = values.setdefault((_AMAX_KINDS[found["kind"]], found["linear"]), [])
+            of_kind += view.read(key).flatten().tolist()
+    described = []
+    for (kind, linear), amaxes in sorted(values.items()):
+        known = [amax for amax in amaxes if not math.isnan(amax)]
+        described.append(
+            {
+                "kind": kind,
+                "linear": linear,
+                "experts": len(amaxes),
+                "least": min(known, default=None),
+                "largest": max(known, default=None),
+                "none": len(amaxes) - len(known),
+            }
+        )
+    return described
+
+
+def _quantized(found: "StoredWeights | None") -> Report | None:
+    """Say what engines find quantized."""
+    if found is None:
+        return None
+    return {
+        "format": found.format,
+        "conventions": [one.name for one in found.conventions],
+        "weights": len(found.weights),
+    }
+
+
+def _describe(view: "LayerView", one: "ExpertSet", quantized: "StoredWeights | None") -> Report:
+    from moe_optim.commands.conversion.layer_view import state_kind
+
+    stored = quantized.weights if quantized else {}
+    dtypes = {str(view.tensors[key].dtype) for key in one.keys if key not in stored}
+    dtypes |= {quantized.format for key in one.keys if quantized and key in stored}
+    return {
+        "prefix": one.prefix,
+        "holds": state_kind(one.prefix) or "weights",
+        "layout": one.layout.name,
+        "experts": one.num_experts,
+        "hidden": one.hidden,
+        "ffn": one.ffn,
+        "biases": one.has_bias,
+        "dtype": ", ".join(sorted(dtype.removeprefix("torch.") for dtype in dtypes)),
+        "bytes": view.nbytes(key for key in one.keys if key not in stored)
+        + sum(stored[key].nbytes for key in one.keys if key in stored),
+    }
+
+
+def _print(report: Report) -> None:
+    console = results_console()
+    console.print(report["path"], style="bold")
+    facts = Table(box=None, show_header=False, padding=(0, 1, 0, 0), pad_edge=False)
+    facts.add_column(no_wrap=True)
+    facts.add_column(overflow="fold")  # a key that is cut off cannot be looked for
+    for name, said in _facts(report):
+        style = "red" if name == "whole" and report["defects"] else None
+        facts.add_row(name, said, style=style)
+    print_table(console, facts)
+    for prefix, table in _experts_tables(report["experts"]):
+        console.print(f"\nexperts in {prefix}", style="italic")
+        print_table(console, table)
+    for fault in _together(report["faults"]):
+        console.print(f"not understood: {fault}", style="yellow")
+
+
+def _together(faults: list[str]) -> Iterator[str]:
+    """Yield the first of those that differ in numbers of layers and experts alone, with a count."""
+    alike = Counter(_NUMBER.sub("*", fault) for fault in faults)
+    for fault in faults:
+        more = alike.pop(_NUMBER.sub("*", fault), 0) - 1
+        if more >= 0:
+            yield fault + (f" (and {more:,} like it: --json lists all)" if more else "")
+
+
+def _facts(report: Report) -> Iterator[tuple[str, str]]:
+    version = f", version {report['version']}" if report["version"] else ""
+    yield "format", report["format"] + version
+    if report["iteration"] is not None:
+        yield "iteration", f"{report['iteration']:,}"
+    defects = "; ".join(report["defects"])
+    yield "whole", f"no: {defects}" if defects else f"yes, by {report['checked']}"
+    held = [f"{spell_bytes(size)} {dtype}" for dtype, size in report["bytes_by_dtype"].items()]
+    objects = f"; {report['objects']} objects" if report["objects"] else ""
+    yield "holds", f"{report['tensors']:,} tensors, {', '.join(held)}{objects}"
+    for name, why in (report["foreign"] or {}).items():
+        yield "may run code", f"{name}: {why}"
+    if quantized := report["quantized"]:
+        named = " or ".join(quantized["conventions"])
+        weights = f"{quantized['weights']:,} weights in {quantized['format']}"
+        yield "quantized", f"{weights} for engines, in the names of {named}"
+    if sizes := report["parallel_sizes"]:
+        cut = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+        yield "parallel", ", ".join(cut) or "one rank"
+    state = report["optimizer"]
+    if state["sharding"] or state["tensors"]:
+        sharding = state["sharding"] or "states by parameter"
+        size = spell_bytes(state["bytes"])
+        yield "optimizer", f"{sharding}, {state['tensors']:,} tensors, {size}"
+        kinds = [f"{kind} {' and '.join(held)}" for kind, held in state["dtypes"].items()]
+        if kinds:
+            yield "states", ", ".join(kinds)
+        if flat := state["flat"]:
+            yield (
+                "by name",
+                flat["doubt"] or "`convert` takes them, if masters round to their weights",
+            )
+    for one in report["amaxes"]:
+        range_ = f", {one['least']:.4g} to {one['largest']:.4g}" if one["least"] is not None else ""
+        none = f", {one['none']:,} without one" if one["none"] else ""
+        yield f"{one['kind']} amaxes", f"{one['linear']}, {one['experts']:,} experts{range_}{none}"
+    rows = report["glu_interleave"]
+    said = {None: "not recorded", 0: "none: gate rows first"}.get(rows, f"blocks of {rows} rows")
+    yield "GLU interleave", said
+
+
+def _experts_tables(experts: list[Report]) -> Iterator[tuple[str, Table]]:
+    """Yield prefix and table of each kind of layer, with one row for all layers that are alike."""
+    groups: dict[str, dict[tuple[Any, ...], list[Report]]] = {}
+    for one in experts:
+        prefix = one["prefix"].removeprefix(f"optimizer.state.{one['holds']}.")
+        alike = ("holds", "layout", "experts", "hidden", "ffn", "biases", "dtype")
+        rows = groups.setdefault(_LAYER.sub("*", prefix), {})
+        rows.setdefault(tuple(one[name] for name in alike), []).append(one)
+    for prefix, rows in groups.items():
+        table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+        for header in ("", "layout", "layers", "experts", "hidden", "ffn", "dtype", "bytes"):
+            is_text = header in ("", "layout", "dtype")
+            table.add_column(header, justify="left" if is_text else "right", no_wrap=True)
+        for (holds, layout, count, hidden, ffn, biases, dtype), layers in rows.items():
+            table.add_row(
+                holds + (", biases" if biases else ""),
+                layout,
+                *(str(number) for number in (len(layers), count, hidden, ffn)),
+                ", ".join(_SHORT.get(one, one) for one in dtype.split(", ")),
+                spell_bytes(sum(one["bytes"] for one in layers)),
+            )
+        yield prefix, table

@@ -1,0 +1,62 @@
+"""``moe-optim patch``: the plug-in as source diffs of a checkout of Megatron-LM."""
+
+import argparse
+from pathlib import Path
+
+from moe_optim.integration.script_runner import require_tree
+from moe_optim.integration.source_diffs import SourceDiff, apply_diffs, load_diffs, revert_diffs
+
+_NOT_APPLIED, _UNKNOWN = 1, 2
+
+_ACTIONS = {
+    "check": "say of each diff whether it is applied, and change nothing; exits with 0 if all are, "
+    "1 if not, 2 if the source is not known",
+    "apply": "put all diffs into the tree, or none",
+    "revert": "take all diffs out of the tree, which is then as it was, to the byte",
+}
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the ``patch`` command."""
+    parser = subparsers.add_parser(
+        "patch",
+        help="put the plug-in into a checkout of Megatron-LM as source diffs",
+        description="With the diffs of patches/megatron-lm-0.19 a checkout of core_v0.19.0 takes "
+        "--use-moe-grouped-optim by itself. A tree of any other source is refused.",
+        allow_abbrev=False,
+    )
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    for name, text in _ACTIONS.items():
+        action = actions.add_parser(name, help=text, description=text, allow_abbrev=False)
+        action.add_argument(
+            "tree", type=Path, metavar="PATH", help="a checkout, the folder of pretrain_gpt.py"
+        )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do what is asked for and return the exit code.
+
+    Raises:
+        MoEOptimError: PATH is no checkout, or of another source; nothing was changed.
+    """
+    tree = require_tree(args.tree)
+    diffs = load_diffs()
+    if args.action == "check":
+        return _check(tree, diffs)
+    change = apply_diffs if args.action == "apply" else revert_diffs
+    changed = change(tree, diffs)
+    for path in changed:
+        print(f"changed: {path}")
+    if not changed:
+        print("nothing to do")
+    return 0
+
+
+def _check(tree: Path, diffs: tuple[SourceDiff, ...]) -> int:
+    states = [diff.state(tree) for diff in diffs]
+    for diff, state in zip(diffs, states, strict=True):
+        ids = f" ({', '.join(diff.patch_ids)})" if diff.patch_ids else ""
+        print(f"{diff.path}{ids}: {state}")
+    if not set(states) <= {"applied", "not applied"}:
+        return _UNKNOWN
+    return 0 if set(states) == {"applied"} else _NOT_APPLIED

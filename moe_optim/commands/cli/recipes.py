@@ -1,0 +1,107 @@
+"""``moe-optim recipes``: what the shipped recipes are, and copies of them to change."""
+
+import argparse
+import re
+from pathlib import Path
+
+from rich.table import Table
+
+from moe_optim.commands.console.files import require_writable, write_atomically
+from moe_optim.config.recipes import Recipe, load_recipe
+from moe_optim.config.shipped_recipes import shipped_recipes
+from moe_optim.errors import ConfigError
+from moe_optim.integration.argv import spell_format
+from moe_optim.screen import print_table, results_console
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the ``recipes`` command."""
+    parser = subparsers.add_parser(
+        "recipes",
+        help="list the shipped recipes, or copy one to change it",
+        description="List the recipes that are installed with moe_optim. `train`, `plan` and "
+        "`python -m benchmarks step` take their names where they take the path of a recipe.",
+        allow_abbrev=False,
+    )
+    parser.set_defaults(action=None)
+    actions = parser.add_subparsers(dest="action", metavar="ACTION")
+    text = "copy a recipe, with those it is based on, and replace no file"
+    copy = actions.add_parser("copy", help=text, description=text, allow_abbrev=False)
+    copy.add_argument("name", metavar="NAME", help="one of those that `moe-optim recipes` lists")
+    copy.add_argument(
+        "folder",
+        type=Path,
+        nargs="?",
+        default=Path(),
+        metavar="DIR",
+        help="an existing folder that gets the files (default: this one)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """List or copy.
+
+    Raises:
+        ConfigError: no such recipe, or a file that would be replaced; nothing was written.
+    """
+    if args.action == "copy":
+        _copy(args.name, args.folder)
+    else:
+        _list()
+    return 0
+
+
+def _list() -> None:
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("name", no_wrap=True)  # of which a half is none
+    for header, width in {"ranks": 5, "needs": 8, "expert weights": 9, "what": 8}.items():
+        table.add_column(header, overflow="fold", min_width=width)
+    for name, path in shipped_recipes().items():
+        recipe = load_recipe(path)
+        weights = spell_format(recipe.moe_optim.format, recipe.megatron_argv())
+        table.add_row(name, str(recipe.ranks), _needs(recipe), weights, _first_sentence(path))
+    print_table(results_console(), table)
+
+
+def _needs(recipe: Recipe) -> str:
+    """Say which GPUs a recipe requires of a machine."""
+    if "gpus" not in recipe.requires:
+        return "CPU or GPU"
+    count = recipe.requires["gpus"]
+    architecture = f", sm {recipe.requires['sm']}" if "sm" in recipe.requires else ""
+    return f"{count} GPU{'s' if count != 1 else ''}{architecture}"
+
+
+def _first_sentence(path: Path) -> str:
+    """Return the first sentence of the comment that a recipe begins with."""
+    lines = re.match(r"(?:#.*\n)*", path.read_text())
+    text = re.sub(r"\s*\n?# ?", " ", lines[0] if lines else "").strip()
+    return re.split(r"(?<=\.)\s", text, maxsplit=1)[0]
+
+
+def _copy(name: str, folder: Path) -> None:
+    shipped = shipped_recipes()
+    if name not in shipped:
+        raise ConfigError(
+            f"{name}: expected the name of a shipped recipe, got another. Write one of "
+            f"{', '.join(shipped)}."
+        )
+    contents = {folder / file.name: file.read_bytes() for file in load_recipe(shipped[name]).files}
+    new = {path: content for path, content in contents.items() if not _holds(path, content)}
+    require_writable(*new)
+    for path, content in new.items():
+        write_atomically(path, content)
+    for path in contents:
+        print(f"{'copied' if path in new else 'there already'}: {path}")
+
+
+def _holds(path: Path, content: bytes) -> bool:
+    """Return whether a file is there with this content; ConfigError where something else is."""
+    if not path.is_symlink() and not path.exists():
+        return False
+    if path.is_file() and path.read_bytes() == content:
+        return True
+    raise ConfigError(
+        f"{path}: expected no file, or the recipe as it is shipped, got another. Name another "
+        "folder, or move the file away."
+    )

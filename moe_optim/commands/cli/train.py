@@ -1,0 +1,63 @@
+"""``moe-optim train``: one recipe, from text on the disk to a trained model and its summary."""
+
+import argparse
+from pathlib import Path
+from typing import get_args
+
+from moe_optim.config import Format
+from moe_optim.integration.argv import add_changes, add_recipe
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the ``train`` command."""
+    parser = subparsers.add_parser(
+        "train",
+        help="train a model from a recipe, on GPUs or on the CPU",
+        description="Train a MoE GPT with Megatron and the grouped optimizer on this machine. "
+        "Arguments after `--` go to Megatron as they are, over the recipe's.",
+        usage="moe-optim train RECIPE [options] [-- MEGATRON ARGS]",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add_recipe(parser, "quickstart")
+    add("--out", type=Path, metavar="DIR", help="folder of the run (default: runs/<recipe name>)")
+    add_changes(parser, "moe_optim.format=bf16")
+    add(
+        "--formats",
+        nargs="+",
+        default=[],
+        choices=get_args(Format),
+        metavar="FORMAT",
+        help="train a run a format, in folders of their names below --out, and compare them: "
+        f"{', '.join(get_args(Format))}",
+    )
+    add(
+        "--text",
+        action="extend",
+        nargs="+",
+        default=[],
+        type=Path,
+        metavar="PATH",
+        help="files or folders to train on, byte by byte (default: Python's standard library; of a "
+        "resumed run, what it began with)",
+    )
+    add("--resume", action="store_true", help="continue from the newest complete checkpoint")
+    add("--ranks", type=int, metavar="N", help="processes to start (default: the recipe's)")
+    add("--cpu", action="store_true", help="train on the CPU even if there are GPUs")
+    add(
+        "--stock",
+        action="store_true",
+        help="with Megatron's own optimizer and experts, to compare with: of the recipe, its "
+        "megatron_args alone",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train, and return the exit code: 0 done, 1 failed, 128 + n stopped by signal n."""
+    if args.formats:
+        from moe_optim.commands.report.formats import train_formats
+
+        return train_formats(args)
+    from moe_optim.commands.train.run import train
+
+    return train(args)

@@ -1,0 +1,140 @@
+"""``moe-optim verify``: whether two checkpoints hold the same, whatever the layouts."""
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from moe_optim.commands.cli.convert import add_naming
+from moe_optim.commands.console.checkpoint_progress import open_view, progress_bar
+from moe_optim.errors import LayoutError
+from moe_optim.screen import print_table, results_console
+from moe_optim.spelling import spell_bytes
+
+if TYPE_CHECKING:
+    from moe_optim.commands.conversion.comparison import Comparison, Difference
+    from moe_optim.commands.conversion.layer_view import LayerView
+
+DIFFERENT = 1  # or not known to be equal
+SHOWN = 20
+"""Differences that the table lists; the JSON has all."""
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the ``verify`` command."""
+    parser = subparsers.add_parser(
+        "verify",
+        help="compare two checkpoints bit by bit, up to the layout of their experts",
+        description="Compare all tensors of two checkpoints of any format, a layer at a time. "
+        "Experts are compared in one layout and order of rows, bit by bit. Exits with 0 if they "
+        "are equal, with 1 if not or if states could not be compared, with 2 if one cannot be "
+        "read.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("a", type=Path, metavar="A", help="a checkpoint; of a run's, the newest is taken")
+    add("b", type=Path, metavar="B", help="another")
+    add("--json", action="store_true", help="print everything found as JSON")
+    add("--weights-only", action="store_true", help="leave optimizer states out")
+    add_naming(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compare, print what differs, and return 1 if anything does or was left out unasked.
+
+    Raises:
+        ConfigError: a rename fits nothing.
+        LayoutError: experts of one side are not complete.
+        StateError: a side cannot be read.
+    """
+    from moe_optim.commands.conversion.comparison import (
+        compare_checkpoints,
+        find_side,
+        flat_states_differ,
+    )
+
+    views = [open_view(args.a, args.rename), open_view(args.b)]
+    if not args.weights_only and flat_states_differ(*views):
+        views = [_by_name(view) for view in views]
+    sides = [
+        find_side(view, num_experts=args.num_experts, weights_only=args.weights_only)
+        for view in views
+    ]
+    with progress_bar("comparing", views[0].nbytes(views[0].tensors)) as report:
+        found = compare_checkpoints(sides[0], sides[1], report)
+    if args.json:
+        print(_spell_json(found))
+    else:
+        _print(found)
+    return 0 if found.equal else DIFFERENT
+
+
+def _by_name(view: "LayerView") -> "LayerView":
+    """Return a checkpoint with flat states by name, as they are where that is not certain."""
+    from moe_optim.commands.conversion.flat_states import states_by_name
+    from moe_optim.commands.conversion.layer_view import LayerView
+
+    with suppress(LayoutError):
+        return LayerView(states_by_name(view.reader), view.renames)
+    return view
+
+
+def _spell_json(found: "Comparison") -> str:
+    """Return what was found as JSON, which has no infinity: null stands for it."""
+    report = asdict(found) | {"equal": found.equal}
+    for one in report["differences"]:
+        if one["largest"] == math.inf:
+            one["largest"] = None
+    return json.dumps(report, indent=2, allow_nan=False)
+
+
+def _print(found: "Comparison") -> None:
+    console = results_console()
+    for note in found.notes:
+        console.print(note, style="dim")
+    size = spell_bytes(found.nbytes)
+    if found.equal is None:
+        console.print(
+            f"no difference in {found.tensors:,} tensors, {size}, but not all were compared: "
+            "--weights-only leaves states out",
+            style="yellow",
+        )
+        return
+    if found.equal:
+        console.print(f"equal: {found.tensors:,} tensors, {size}, bit by bit", style="green")
+        return
+    print_table(console, _table(found.differences[:SHOWN]))
+    if len(found.differences) > SHOWN:
+        console.print(f"and {len(found.differences) - SHOWN:,} more: --json lists all")
+    count = len(found.differences)
+    many = "s" * (count > 1)
+    console.print(
+        f"not equal: {count:,} difference{many} in {found.tensors:,} tensors, {size}", style="red"
+    )
+
+
+def _table(differences: "Sequence[Difference]") -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("tensor", overflow="fold", ratio=1)
+    for header in ("expert", "elements", "first at", "largest"):
+        table.add_column(header, justify="right", no_wrap=True)
+    last = ""
+    for one in differences:
+        if one.what == "values":
+            name = "" if one.name == last else one.name
+            largest = "-" if one.largest is None else f"{one.largest:.3g}"
+            counts = f"{one.differing:,} of {one.elements:,}"
+            first = ", ".join(map(str, one.first))
+            expert = "-" if one.expert is None else str(one.expert)
+            table.add_row(name, expert, counts, f"[{first}]", largest)
+        else:
+            detail = f": {one.detail}" if one.detail else ""
+            table.add_row(f"{one.name}: {one.what}{detail}", *["-"] * 4)
+        last = one.name
+    return table

@@ -1,0 +1,71 @@
+"""Writing files whole or not at all, and saying what a full disk needs."""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from moe_optim.checkpoint.files.publishing import DISK_FULL
+from moe_optim.errors import ConfigError
+
+
+def require_writable(*paths: Path | None) -> None:
+    """Refuse files that could not be written, before the work whose results go there.
+
+    Raises:
+        ConfigError: a folder is missing or may not be written in, or a path is a folder itself.
+    """
+    for path in paths:
+        if path is None:
+            continue
+        folder = path.absolute().parent
+        if path.is_dir():
+            found = "a folder"
+        elif not folder.is_dir():
+            found = f"no folder {folder}"
+        elif not os.access(folder, os.W_OK | os.X_OK):
+            found = f"no permission to write in {folder}"
+        else:
+            continue
+        raise ConfigError(f"{path}: expected a file to write, got {found}. Name another.")
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replace ``path`` by ``content``; a crash or a full disk leaves what was there before."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.unlink(missing_ok=True)  # whatever lies there, a link to another file included
+    try:
+        with full_disk_explained(path, f"writing {path.name}"), partial.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def full_disk_explained(path: Path, doing: str) -> Iterator[None]:
+    """Give an ``OSError`` about a full disk the sentence a user can act on as its ``strerror``."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
+        raise OSError(error.errno, full_disk_sentence(path, doing)) from error
+
+
+def full_disk_sentence(path: Path, doing: str) -> str:
+    """Say which file system is full, at what, and what to do about it."""
+    free = free_bytes(path) / 2**20
+    return (
+        f"{path}: {doing} failed: the disk is full ({free:.1f} MiB free). "
+        "Free some space, or give a folder on another disk with --out."
+    )
+
+
+def free_bytes(path: Path) -> int:
+    """Return the bytes free on the file system of ``path`` or its nearest existing parent."""
+    existing = next(parent for parent in (path, *path.parents) if parent.exists())
+    return shutil.disk_usage(existing).free

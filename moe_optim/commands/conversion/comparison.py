@@ -1,0 +1,276 @@
+"""Comparing two checkpoints element by element, whatever layouts their experts are stored in."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from math import prod
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_optim.checkpoint.files.reader import FLAT_STATES, is_state
+from moe_optim.commands.conversion.expert_finding import (
+    check_row_order,
+    find_experts,
+    is_quantized,
+    known_interleave,
+    without_experts,
+)
+from moe_optim.commands.conversion.layer_view import LayerView
+from moe_optim.commands.conversion.one_thread import one_thread
+from moe_optim.experts.keys.conversion import convert_expert_set
+from moe_optim.experts.keys.layouts import ExpertSet, get_layout
+
+GROUPED = get_layout("grouped")
+"""The layout in which experts are compared."""
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """A tensor, or the part of one expert of it, that is not the same on both sides."""
+
+    name: str
+    """Of the tensor; of experts in layout ``grouped``."""
+    what: str
+    """``values``, ``dtype``, ``shape``, ``only in A`` or ``only in B``."""
+    expert: int | None = None
+    """Which one of the layer; None of a tensor that is not of experts."""
+    differing: int = 0
+    """Elements whose bits differ, out of ``elements``."""
+    elements: int = 0
+    """Of the expert, or of the tensor."""
+    first: tuple[int, ...] = ()
+    """Index of the first that differs, within the expert where there is one."""
+    largest: float | None = None
+    """Largest absolute difference of values that are numbers on both sides; exact of integers."""
+    detail: str = ""
+    """Both shapes or dtypes, where these are what differs."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Side:
+    """A checkpoint with its experts found."""
+
+    view: LayerView
+    """The checkpoint."""
+    interleave: int
+    """Rows of gate that alternate with as many of up; 0: all gate rows first."""
+    sets: dict[str, ExpertSet]
+    """By prefix."""
+    others: tuple[str, ...]
+    """Tensors that are not experts'."""
+
+    def read(self, prefix: str) -> dict[str, Tensor]:
+        """Return the set at ``prefix`` in layout ``grouped``, all gate rows before the up rows.
+
+        By key, on the CPU: weights [E, 2F, H] and [E, H, F], biases [E, 2F] and [E, H], in the
+        dtype of the checkpoint.
+        """
+        one = self.sets[prefix]
+        tensors = {key: self.view.read(key) for key in one.keys}
+        if one.layout == GROUPED and not self.interleave:
+            return tensors
+        return convert_expert_set(tensors, one, GROUPED, source_interleave=self.interleave or None)
+
+
+@dataclass
+class Comparison:
+    """What a comparison has found so far."""
+
+    tensors: int = 0
+    """Compared, in the layout that is shown."""
+    nbytes: int = 0
+    """Of these, on one side."""
+    differences: list[Difference] = field(default_factory=list)
+    """All that was found, in the order of the keys."""
+    notes: list[str] = field(default_factory=list)
+    """What was not compared, and why; a sentence each."""
+    skipped: list[str] = field(default_factory=list)
+    """Tensors of both sides that were not compared: flat states in other places."""
+
+    @property
+    def equal(self) -> bool | None:
+        """Whether all tensors are the same; None where no other than skipped ones could differ."""
+        if self.differences:
+            return False
+        return None if self.skipped else True
+
+
+def find_side(view: LayerView, *, num_experts: int | None, weights_only: bool) -> Side:
+    """Return a checkpoint with its experts found; no value is read.
+
+    Args:
+        view: of the checkpoint.
+        num_experts: of every layer; None where keys and shapes tell.
+        weights_only: leave out everything of the optimizer.
+
+    Raises:
+        LayoutError: experts are not complete.
+        ConfigError: the checkpoint records a layout of experts that does not exist.
+    """
+    kept = [key for key in view.tensors if not (weights_only and is_state(key))]
+    quantized = any(".experts." in key and is_quantized(view.tensors[key]) for key in kept)
+    sets = [] if quantized else find_experts(view, kept, num_experts=num_experts)
+    return Side(
+        view=view,
+        interleave=known_interleave(view, None),
+        sets={one.prefix: one for one in sets},
+        others=without_experts(kept, sets),
+    )
+
+
+@one_thread()
+def compare_checkpoints(a: Side, b: Side, report: Callable[[int], None]) -> Comparison:
+    """Compare all tensors of two checkpoints, holding one layer of each at a time.
+
+    Args:
+        a: one of them, A in what is said of differences.
+        b: the other.
+        report: called with how many bytes of A have been compared since its last call.
+
+    Raises:
+        LayoutError: rows of experts are interleaved in an order that cannot be told.
+        StateError: a file cannot be read.
+    """
+    result = Comparison(notes=_not_compared(a, b))
+    sizes = [side.view.recorded.parallel_sizes.get("expert tensor", 1) for side in (a, b)]
+    if a.interleave != b.interleave or sizes[0] != sizes[1]:
+        for side in (a, b):
+            check_row_order(side.view, side.interleave)
+    for prefix in [*a.sets, *(prefix for prefix in b.sets if prefix not in a.sets)]:
+        _compare_set(a, b, prefix, result)
+        report(a.view.nbytes(a.sets[prefix].keys) if prefix in a.sets else 0)
+    keys = dict.fromkeys([*a.others, *b.others])
+    if flat_states_differ(a.view, b.view):
+        result.skipped = [key for key in keys if FLAT_STATES in key]
+    if result.skipped:
+        result.notes.append(
+            f"Flat optimizer states, {len(result.skipped)} in all, were not compared: the two "
+            "checkpoints lay them out differently. Save with --dist-ckpt-optim-fully-reshardable."
+        )
+    skipped = set(result.skipped)
+    for key in keys:
+        if key not in skipped:
+            _compare_tensor(a, b, key, result)
+        report(a.view.tensors[key].nbytes if key in a.view.tensors else 0)
+    return result
+
+
+def _compare_set(a: Side, b: Side, prefix: str, result: Comparison) -> None:
+    if prefix not in a.sets or prefix not in b.sets:
+        side, what = (a, "only in A") if prefix in a.sets else (b, "only in B")
+        result.differences += [
+            Difference(name=key, what=what) for key in _grouped(side.sets[prefix]).keys
+        ]
+        return
+    shapes = [_grouped(side.sets[prefix]).shapes() for side in (a, b)]
+    if shapes[0] != shapes[1]:
+        detail = " against ".join(f"{list(found.values())}" for found in shapes)
+        result.differences.append(Difference(name=prefix, what="shape", detail=detail))
+        return
+    left, right = a.read(prefix), b.read(prefix)
+    for key in left:
+        result.tensors += 1
+        result.nbytes += left[key].nbytes
+        if left[key].dtype != right[key].dtype:
+            result.differences.append(_dtypes(key, left[key], right[key]))
+            continue
+        for expert in range(left[key].shape[0]):
+            found = compare_values(key, left[key][expert], right[key][expert])
+            if found:
+                result.differences.append(replace(found, expert=expert))
+
+
+def _compare_tensor(a: Side, b: Side, key: str, result: Comparison) -> None:
+    infos = [side.view.tensors.get(key) for side in (a, b)]
+    if infos[0] is None or infos[1] is None:
+        what = "only in B" if infos[0] is None else "only in A"
+        result.differences.append(Difference(name=key, what=what))
+        return
+    if infos[0].shape != infos[1].shape:
+        detail = f"{list(infos[0].shape)} against {list(infos[1].shape)}"
+        result.differences.append(Difference(name=key, what="shape", detail=detail))
+        return
+    left, right = a.view.read(key), b.view.read(key)
+    result.tensors += 1
+    result.nbytes += left.nbytes
+    if left.dtype != right.dtype:
+        result.differences.append(_dtypes(key, left, right))
+    elif found := compare_values(key, left, right):
+        result.differences.append(found)
+
+
+def compare_values(name: str, left: Tensor, right: Tensor) -> Difference | None:
+    """Return where the bits of two tensors differ, or None where all are the same.
+
+    Args:
+        name: of the tensor, for the result.
+        left: any shape and dtype.
+        right: of the same shape and dtype.
+    """
+    bits = _BITS.get(left.dtype.itemsize)
+    if bits is None:  # complex128
+        left, right, bits = torch.view_as_real(left), torch.view_as_real(right), torch.int64
+    elif left.is_complex():
+        left, right, bits = torch.view_as_real(left), torch.view_as_real(right), torch.int32
+    left_bits, right_bits = left.contiguous().view(bits), right.contiguous().view(bits)
+    if torch.equal(left_bits, right_bits):
+        return None
+    differs = left_bits != right_bits
+    first = int(differs.flatten().to(torch.uint8).argmax())
+    index = torch.unravel_index(torch.tensor(first, dtype=torch.int64, device="cpu"), differs.shape)
+    return Difference(
+        name=name,
+        what="values",
+        differing=int(differs.sum()),
+        elements=prod(left.shape),
+        first=tuple(int(part) for part in index),
+        largest=_largest_gap(left[differs], right[differs]),
+    )
+
+
+def _largest_gap(left: Tensor, right: Tensor) -> float | None:
+    """Return the largest absolute difference of values that are numbers; None if there are none."""
+    if not left.is_floating_point() and left.dtype != torch.bool:  # doubles hold 53 bits
+        some, others = left.numpy(), right.numpy()
+        gaps = np.maximum(some, others) - np.minimum(some, others)
+        return int(gaps.view(f"u{gaps.itemsize}").max())  # what wraps around is right unsigned
+    gaps_of_floats = (left.double() - right.double()).abs()
+    gaps_of_floats = gaps_of_floats[~gaps_of_floats.isnan()]
+    return float(gaps_of_floats.max()) if gaps_of_floats.numel() else None
+
+
+def _dtypes(key: str, left: Tensor, right: Tensor) -> Difference:
+    return Difference(name=key, what="dtype", detail=f"{left.dtype} against {right.dtype}")
+
+
+def _grouped(expert_set: ExpertSet) -> ExpertSet:
+    return replace(expert_set, layout=GROUPED)
+
+
+def flat_states_differ(a: LayerView, b: LayerView) -> bool:
+    """Return whether states lie in buckets on one side, and not or in others on the other.
+
+    False where one has no states at all. Dtypes may differ: moments of any dtype lie in the same
+    places.
+
+    Args:
+        a: one of them.
+        b: the other.
+    """
+    flat = [
+        {key: info.shape for key, info in view.tensors.items() if FLAT_STATES in key}
+        for view in (a, b)
+    ]
+    return flat[0] != flat[1] and all(any(map(is_state, view.tensors)) for view in (a, b))
+
+
+def _not_compared(a: Side, b: Side) -> list[str]:
+    counts = [len(side.view.reader.objects) for side in (a, b)]
+    if not any(counts):
+        return []
+    return [
+        f"Objects that are no tensors were not compared: {counts[0]} in A and {counts[1]} in B, "
+        "such as arguments and random states."
+    ]

@@ -1,0 +1,158 @@
+"""The experts of a checkpoint: which keys they have, and in which order their rows are."""
+
+from collections.abc import Collection, Iterable, Mapping
+
+import torch
+
+from moe_optim.checkpoint.files.reader import TensorInfo
+from moe_optim.commands.conversion.layer_view import STATE_KIND, STORED_ALIKE, LayerView
+from moe_optim.commands.conversion.model_sources import configured_experts
+from moe_optim.errors import ConfigError, LayoutError
+from moe_optim.experts.keys.finding import find_expert_sets, survey_expert_sets
+from moe_optim.experts.keys.layouts import ExpertSet, KeyLayout, get_layout
+
+STORED = "experts.experts."
+"""In names under which ``torch_dist`` stores what experts have besides weights and biases."""
+
+
+def find_experts(
+    view: LayerView,
+    keys: Collection[str],
+    *,
+    layout: KeyLayout | None = None,
+    num_experts: int | None = None,
+) -> list[ExpertSet]:
+    """Return the experts of every layer, states included.
+
+    Args:
+        view: of the checkpoint.
+        keys: to look among.
+        layout: as which they are read; None takes the recorded one, or any that fits.
+        num_experts: of each layer, where neither the layout nor the checkpoint tells.
+
+    Raises:
+        ConfigError: another layout is recorded.
+        LayoutError: they are not complete, or fit several layouts.
+    """
+    try:
+        return find_expert_sets(
+            _shapes(view, keys),
+            layouts=source_layouts(view, layout),
+            num_experts=num_experts or _said_experts(view),
+        )
+    except LayoutError as error:
+        refuse_quantized(view, [key for key in keys if ".experts." in key])
+        raise LayoutError(f"{view.reader.path}: {error}") from error
+
+
+def is_quantized(info: TensorInfo) -> bool:
+    """Return whether elements are codes, which mean nothing without their scales."""
+    return info.dtype.itemsize == 1 and info.dtype != torch.bool
+
+
+def refuse_quantized(view: LayerView, keys: Iterable[str]) -> None:
+    """Raise one LayoutError if any of ``keys`` holds codes of a quantized weight."""
+    found = [key for key in keys if is_quantized(view.tensors[key])]
+    if found:
+        info = view.tensors[found[0]]
+        raise LayoutError(
+            f"{view.reader.path}: expected weights in bf16, fp16 or fp32, got {len(found):,} "
+            f"tensors that are quantized, such as {found[0]}, {info.dtype} {list(info.shape)}. "
+            "Take the checkpoint that they were quantized from; `moe-optim convert --to megatron` "
+            "reads FP8 blocks whose quantization_config is in config.json."
+        )
+
+
+def survey_experts(
+    view: LayerView, shapes: Mapping[str, tuple[int, ...]] | None = None
+) -> tuple[list[ExpertSet], list[str]]:
+    """Return the complete experts of every layer, and what is wrong with others.
+
+    Args:
+        view: of the checkpoint.
+        shapes: key -> shape, where weights are stored as something else than they are.
+    """
+    return survey_expert_sets(
+        _shapes(view, view.tensors) if shapes is None else shapes,
+        layouts=source_layouts(view, None),
+        num_experts=_said_experts(view),
+    )
+
+
+def _said_experts(view: LayerView) -> int | None:
+    """Return how many experts a layer has as the checkpoint, or ``config.json`` beside it, says."""
+    return view.recorded.num_experts or configured_experts(view.reader)
+
+
+def _shapes(view: LayerView, keys: Collection[str]) -> dict[str, tuple[int, ...]]:
+    """Return shapes by key, without those of routers that stand beside frozen experts."""
+    with_states = {module for key in keys if (module := _experts_of_state(key))}
+    return {
+        key: view.tensors[key].shape
+        for key in keys
+        if STORED not in key and _is_expected(key, with_states)
+    }
+
+
+def _experts_of_state(key: str) -> str | None:
+    """Return the prefix of the experts of which a key holds a state; None of another."""
+    found = STATE_KIND.match(key)
+    return key[found.end() :].rpartition("experts.")[0] or None if found else None
+
+
+def _is_expected(key: str, with_states: Collection[str]) -> bool:
+    """Return whether experts are to be looked for beside a key: not where none has any state."""
+    found, head = STATE_KIND.match(key), key.removesuffix("router.weight")
+    return found is None or head == key or head[found.end() :] in with_states
+
+
+def without_experts(keys: Iterable[str], sets: Iterable[ExpertSet]) -> tuple[str, ...]:
+    """Return which keys are no experts'."""
+    taken = {key for one in sets for key in (*one.keys, *one.extra_states)}
+    return tuple(key for key in keys if key not in taken)
+
+
+def source_layouts(view: LayerView, given: KeyLayout | None) -> list[KeyLayout] | None:
+    """Return the layouts that experts may have (None: any); ConfigError if ``given`` is not one."""
+    if view.reader.format == "torch_dist":
+        if given and given.name not in STORED_ALIKE:
+            raise ConfigError(
+                f"--from {given.name}: expected one of {', '.join(STORED_ALIKE)}, as which "
+                f"torch_dist stores experts, got another for {view.reader.path}. Leave it out."
+            )
+        return [get_layout("grouped")]
+    recorded = view.recorded.layout
+    if given and recorded and given.name != recorded:
+        raise ConfigError(
+            f"--from {given.name}: {view.reader.path} records layout {recorded}. Leave --from out."
+        )
+    name = given.name if given else recorded
+    return [get_layout(name)] if name else None
+
+
+def known_interleave(
+    view: LayerView, given: int | None, flag: str = "--source-glu-interleave"
+) -> int:
+    """Return the GLU interleave as given or recorded, else 0; ConfigError where the two differ."""
+    recorded = view.recorded.glu_interleave
+    if given is not None and recorded is not None and given != recorded:
+        raise ConfigError(
+            f"{flag} {given}: {view.reader.path} records a GLU interleave of {recorded}. "
+            f"Leave {flag} out."
+        )
+    return (recorded or 0) if given is None else given
+
+
+def check_row_order(view: LayerView, interleave: int) -> None:
+    """Raise LayoutError for rows that alternate in each expert-tensor-parallel rank's part.
+
+    Megatron stores the first half of the rows of all ranks, then the second half of all: the rows
+    of a rank are no longer side by side.
+    """
+    ranks = view.recorded.parallel_sizes.get("expert tensor", 1)
+    if interleave and ranks > 1:
+        raise LayoutError(
+            f"{view.reader.path}: expected interleaved rows of whole experts, got those of experts "
+            f"cut by --expert-tensor-parallel-size {ranks}, stored in another order. Train without "
+            "one of the two, or keep the interleave."
+        )

@@ -1,0 +1,148 @@
+"""Which parameters each group of flat states has, and the orders that sizes leave for them.
+
+By ``.metadata`` and the arguments that were saved with a checkpoint: no value is read.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from moe_optim.checkpoint.derived_manifest import Parameter, derive_manifests
+from moe_optim.checkpoint.files.reader import is_state
+from moe_optim.checkpoint.files.torch_dist import TorchDistReader
+from moe_optim.checkpoint.flat_buffers import flat_groups, lower_bits_of_masters, read_buffers
+from moe_optim.checkpoint.registration import registration_order
+from moe_optim.checkpoint.state_manifest import StateManifest, listed
+from moe_optim.commands.conversion.layer_view import LayerView
+from moe_optim.errors import LayoutError
+from moe_optim.experts.keys.finding import MAX_EXPERTS
+
+_EXPERTS = ".mlp.experts."
+_UNCUT = ("tensor", "pipeline", "virtual pipeline", "expert tensor")
+REMEDY = (
+    "Load it at its own sizes and save with --dist-ckpt-optim-fully-reshardable, or convert with "
+    "--weights-only."
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FlatGroup:
+    """A data-parallel group, whose ranks shared buckets."""
+
+    name: str
+    """What its keys begin with."""
+    parameters: tuple[Parameter, ...]
+    """As a model registers them, experts numbered from 0 in each group."""
+    first_expert: int
+    candidates: tuple[StateManifest, ...]
+
+
+def doubt_of_flat_states(stored: TorchDistReader) -> str | None:
+    """Say why flat states cannot be read by name, without reading a value; None if sizes fit."""
+    try:
+        read_groups(stored)
+    except LayoutError as error:
+        return str(error)
+    return None
+
+
+def read_groups(stored: TorchDistReader) -> list[FlatGroup]:
+    """Return the data-parallel groups with the orders that their sizes leave.
+
+    Raises:
+        LayoutError: nothing tells which parameters they have, or none of the orders fits.
+    """
+    where, sizes = stored.path, stored.recorded.parallel_sizes
+    if not stored.arguments:
+        raise LayoutError(refusal(where, "Megatron's arguments beside them", "none"))
+    cut = [f"{name} {sizes[name]}" for name in _UNCUT if sizes.get(name, 1) > 1]
+    if cut:
+        raise LayoutError(refusal(where, "no parallel sizes but data and expert", ", ".join(cut)))
+    view = LayerView(stored, num_layers=num_layers_of(stored))
+    names = [key for key in view.tensors if not is_state(key) and _is_parameter(key)]
+    order = registration_order(names, str(stored.arguments.get("transformer_impl")))
+    if order is None:
+        unknown = [name for name in names if registration_order([name], "local") is None]
+        raise LayoutError(refusal(where, "modules whose order is known", listed(unknown)))
+    parameters = [
+        Parameter(name=name, shape=view.tensors[name].shape, dtype=str(view.tensors[name].dtype))
+        for name in order
+    ]
+    most = max(
+        (one.shape[0] for one in parameters if _EXPERTS in one.name and one.shape), default=0
+    )
+    if most > MAX_EXPERTS:
+        raise LayoutError(refusal(where, f"at most {MAX_EXPERTS:,} experts", f"{most:,}"))
+    groups = _shares(stored, parameters, sizes.get("expert", 1))
+    for group in groups:
+        if not group.candidates:
+            numel = sum(parameter.numel for parameter in group.parameters)
+            found = sum(buffer.numel for buffer in read_buffers(stored, group.name))
+            raise LayoutError(
+                refusal(
+                    where,
+                    f"{group.name} to be laid out as Megatron lays out {numel:,} elements of these "
+                    "weights",
+                    f"{found:,} elements, laid out otherwise",
+                )
+            )
+    return groups
+
+
+def _shares(
+    stored: TorchDistReader, parameters: Sequence[Parameter], expert_parallel: int
+) -> list[FlatGroup]:
+    """Return which parameters each group has: all of them, or some of the experts."""
+    names = flat_groups(stored)
+    count = 1 if expert_parallel == 1 else 1 + expert_parallel
+    if len(names) != count:
+        raise LayoutError(
+            refusal(stored.path, f"{count:,} groups of ranks", f"{len(names)}: {listed(names)}")
+        )
+    for name in names:
+        if (key := lower_bits_of_masters(stored, name)) is not None:
+            raise LayoutError(refusal(stored.path, "whole masters", f"lower bits of them: {key}"))
+        if any(buffer.is_quantized for buffer in read_buffers(stored, name)):
+            raise LayoutError(refusal(stored.path, "weights in high precision", "quantized ones"))
+    wanted: list[tuple[Sequence[Parameter], int]] = [(parameters, 0)]
+    if expert_parallel > 1:
+        dense = [one for one in parameters if _EXPERTS not in one.name]
+        experts = [one for one in parameters if _EXPERTS in one.name]
+        local = _experts_of(experts) // expert_parallel
+        mine = [replace(one, shape=(local, *one.shape[1:])) for one in experts]
+        wanted = [(dense, 0), *((mine, local * rank) for rank in range(expert_parallel))]
+    interleave = stored.recorded.glu_interleave or None
+    return [
+        FlatGroup(
+            name=name,
+            parameters=tuple(of_group),
+            first_expert=first_expert,
+            candidates=tuple(derive_manifests([of_group], read_buffers(stored, name), interleave)),
+        )
+        for name, (of_group, first_expert) in zip(names, wanted, strict=True)
+    ]
+
+
+def _experts_of(parameters: Sequence[Parameter]) -> int:
+    """Return how many experts a layer has, 0 where that is not the same everywhere."""
+    counts = {one.shape[0] for one in parameters if one.shape}
+    return counts.pop() if len(counts) == 1 and all(one.shape for one in parameters) else 0
+
+
+def _is_parameter(key: str) -> bool:
+    """Return whether a tensor of a checkpoint is trained: amaxes and biases of routing are not."""
+    return "experts.experts." not in key and not key.endswith(".router.expert_bias")
+
+
+def num_layers_of(stored: TorchDistReader) -> int | None:
+    """Return how many layers a model has by the arguments saved with it; None if none say."""
+    layers = stored.arguments.get("num_layers")
+    return layers if type(layers) is int and layers > 0 else None
+
+
+def refusal(where: Path, expected: str, got: str) -> str:
+    """Return the message for flat states of which it is not certain what lies where."""
+    return (
+        f"{where}: expected flat optimizer states that can be told apart by parameter: "
+        f"{expected}, got {got}. {REMEDY}"
+    )

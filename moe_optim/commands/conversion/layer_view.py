@@ -1,0 +1,157 @@
+"""A checkpoint with one entry a layer, as state dicts have them, whatever is stored as one.
+
+Megatron's ``torch_dist`` stores the experts of all layers as one tensor where layers are alike,
+``decoder.layers.mlp.experts.experts.linear_fc1.weight`` of [layers, E, 2F, H], and otherwise one a
+layer, ``decoder.layers.3.mlp.experts.experts.linear_fc1.weight``. Both are shown in the layout
+``grouped``, as ``decoder.layers.3.mlp.experts.linear_fc1.weight``; states behind their prefix.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from moe_optim.checkpoint.files.reader import CheckpointReader, Recorded, TensorInfo
+from moe_optim.errors import ConfigError, LayoutError
+
+STORED_ALIKE = ("grouped", "indexed", "sequential")
+"""Layouts of Megatron that make no difference in a ``torch_dist`` checkpoint."""
+_STORED = re.compile(r"(?P<head>.*\bexperts\.)experts\.(?P<tail>linear_fc[12]\.(weight|bias))")
+_STACKED = re.compile(r"(?P<head>.*\blayers\.)(?P<tail>[^0-9].*)")
+STATE_KIND = re.compile(r"optimizer\.state\.([^.]+)\.")
+"""Begins the key of a master or a moment; the kind of state, then the key of the parameter."""
+_IN_BUCKET = re.compile(r"(?:chained_\d+\.)?optimizer\..*\.gbuf_idx_\d+\..*\.([^.]+)")
+"""Is the key of all masters, or all of one kind of moment, of a bucket."""
+_AXES = {"weight": 3, "bias": 2}
+_MAX_LAYERS = 4096  # more than any model has: what claims more is shown as it is stored
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a shown tensor is stored."""
+
+    name: str
+    layer: int | None = None
+    """Its place along the first axis; None: it is all of that tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rename:
+    """Keys that begin with ``old`` begin with ``new`` instead, behind the prefix of states too."""
+
+    old: str
+    new: str
+
+    def __call__(self, key: str) -> str:
+        """Return the renamed key, or the key where it begins otherwise."""
+        state = STATE_KIND.match(key)
+        prefix = state[0] if state else ""
+        rest = key.removeprefix(prefix)
+        return prefix + self.new + rest.removeprefix(self.old) if rest.startswith(self.old) else key
+
+
+class LayerView:
+    """A checkpoint under the keys that its experts have in state dicts."""
+
+    def __init__(
+        self,
+        reader: CheckpointReader,
+        renames: Sequence[Rename] = (),
+        *,
+        num_layers: int | None = None,
+    ) -> None:
+        """Read no values; each key takes the first rename that fits.
+
+        Args:
+            reader: of the checkpoint.
+            renames: in the order in which they are tried.
+            num_layers: that the model is known to have. Then all tensors that ``torch_dist`` stores
+                for all layers as one are shown by layer, not those of experts alone.
+
+        Raises:
+            ConfigError: a rename fits no key.
+            LayoutError: two tensors come to have the same key.
+        """
+        self.reader = reader
+        self.renames = tuple(renames)
+        self.tensors: dict[str, TensorInfo] = {}
+        self.places: dict[str, Place] = {}
+        unused = set(renames)
+        for shown, place, info in _show(reader, num_layers):
+            fitting = next((rename for rename in renames if rename(shown) != shown), None)
+            key = fitting(shown) if fitting else shown
+            unused -= {fitting}
+            if key in self.places:
+                raise LayoutError(
+                    f"{reader.path}: {key}: expected one tensor of that name, got "
+                    f"{self.places[key].name} and {place.name}. Change --rename."
+                )
+            self.tensors[key], self.places[key] = info, place
+        for rename in sorted(unused, key=lambda rename: rename.old):
+            raise ConfigError(
+                f"--rename {rename.old}={rename.new}: expected keys of {reader.path} to begin with "
+                f"it, such as {next(iter(self.tensors), 'none')}, got none that does."
+            )
+
+    @property
+    def recorded(self) -> Recorded:
+        """What the checkpoint says about itself."""
+        return self.reader.recorded
+
+    def nbytes(self, keys: Iterable[str]) -> int:
+        """Return how many bytes the tensors of some ``keys`` have together."""
+        return sum(self.tensors[key].nbytes for key in keys)
+
+    def read(self, key: str) -> Tensor:
+        """Return the tensor shown as ``key``, of its own on the CPU, in its shape and dtype there.
+
+        Errors are those of the reader's ``read``.
+        """
+        place = self.places[key]
+        return self.reader.read(place.name, place.layer)
+
+
+def state_kind(key: str) -> str | None:
+    """Return whether a key holds ``param``, the masters, or which moments; None of another."""
+    found = STATE_KIND.match(key) or _IN_BUCKET.fullmatch(key)
+    return found[1] if found else None
+
+
+def stored_key(shown: str) -> str:
+    """Return under which name ``torch_dist`` stores what is shown as an expert's tensor."""
+    head, _, tail = shown.rpartition("experts.")
+    return f"{head}experts.experts.{tail}"
+
+
+def _show(reader: CheckpointReader, num_layers: int | None) -> list[tuple[str, Place, TensorInfo]]:
+    """Return all tensors under the keys they are shown by."""
+    shown = []
+    for name, info in reader.tensors.items():
+        found = _STORED.fullmatch(name) if reader.format == "torch_dist" else None
+        key = found["head"] + found["tail"] if found else name
+        stacked = _STACKED.fullmatch(key) if reader.format == "torch_dist" else None
+        if found:
+            is_stacked = len(info.shape) == _AXES[found[3]] + 1 and info.shape[0] <= _MAX_LAYERS
+        else:
+            is_stacked = info.shape[:1] == (num_layers,) and info.shape[0] <= _MAX_LAYERS
+        if is_stacked and stacked:
+            of_layer = TensorInfo(info.shape[1:], info.dtype)
+            shown += [
+                (f"{stacked['head']}{layer}.{stacked['tail']}", Place(name, layer), of_layer)
+                for layer in range(info.shape[0])
+            ]
+        else:
+            shown.append((key, Place(name), info))
+    return shown
+
+
+def parse_renames(texts: Sequence[str]) -> tuple[Rename, ...]:
+    """Return what ``FROM=TO`` asks for; ConfigError for text of another form."""
+    renames = []
+    for text in texts:
+        old, equals, new = text.partition("=")
+        if not old or not equals:
+            raise ConfigError(f"--rename: expected FROM=TO, prefixes of keys, got '{text}'.")
+        renames.append(Rename(old, new))
+    return tuple(renames)

@@ -1,0 +1,195 @@
+"""Which model a checkpoint holds, by what was saved beside its tensors."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from moe_optim.checkpoint.files.bounded_json import parse_json
+from moe_optim.checkpoint.files.reader import CheckpointReader
+from moe_optim.checkpoint.files.regular_files import read_file
+from moe_optim.checkpoint.files.torch_dist import TorchDistReader
+from moe_optim.commands.conversion.fp8_blocks import DequantizedBlocks, block_of
+from moe_optim.commands.hugging_face.models import (
+    MTP_KEYS,
+    Model,
+    model_from_arguments,
+    model_from_config,
+)
+from moe_optim.errors import ConfigError, StateError
+
+CONFIG = "config.json"
+QUANTIZATION = "quantization_config"
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+_TOKENIZER_BYTES = 64 * 2**20  # of a file: several times the longest there is
+_NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
+"""What configurations call the experts of a layer."""
+_SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def require_format(reader: CheckpointReader, to: Literal["hf", "megatron"]) -> None:
+    """Raise ConfigError where a checkpoint is of the side that it is to become."""
+    wanted = "torch_dist" if to == "hf" else "safetensors"
+    if reader.format != wanted:
+        raise ConfigError(
+            f"{reader.path}: expected {wanted} for --to {to}, got {reader.format}. "
+            "Convert expert layouts alone with --experts."
+        )
+
+
+def read_model(reader: CheckpointReader) -> Model:
+    """Return the model of a checkpoint.
+
+    Raises:
+        ConfigError: nothing says which it is, or the other side has no such model.
+        StateError: ``config.json`` is damaged.
+    """
+    if not isinstance(reader, TorchDistReader):
+        folder = folder_of(reader)
+        config = read_config(folder)
+        if isinstance(reader, DequantizedBlocks):  # whose values are none of its business
+            config.pop(QUANTIZATION, None)
+        return model_from_config(config, str(folder / CONFIG))
+    arguments = reader.model_arguments
+    if not arguments:
+        raise ConfigError(
+            f"{reader.path}: expected Megatron's arguments in what was saved with the checkpoint, "
+            "got none. Convert it with what trained it, such as Megatron-Bridge."
+        )
+    return model_from_arguments(arguments, str(reader.path))
+
+
+def dequantized(reader: CheckpointReader) -> CheckpointReader:
+    """Return a reader of bf16 values where a ``config.json`` says that weights are FP8 blocks.
+
+    Raises:
+        ConfigError: they are quantized in another way.
+        LayoutError: scales are missing or of wrong shapes.
+    """
+    folder = folder_of(reader)
+    if reader.format != "safetensors" or not (folder / CONFIG).is_file():
+        return reader
+    quantization = read_config(folder).get(QUANTIZATION)
+    if quantization is None:
+        return reader
+    return DequantizedBlocks(reader, block_of(quantization, str(folder / CONFIG)))
+
+
+def require_promised_layers(model: Model, reader: CheckpointReader) -> None:
+    """Refuse safetensors without any of the layers predicting further tokens that they count.
+
+    Raises:
+        ConfigError: ``config.json`` counts such layers, and no tensor is of one of them.
+    """
+    own, further = model.anatomy.num_layers, model.anatomy.mtp_layers
+    behind = tuple(f"model.layers.{layer}." for layer in range(own, own + further))
+    if reader.format == "torch_dist" or not behind:
+        return
+    if not any(name.startswith(behind) for name in reader.tensors):
+        path = folder_of(reader) / CONFIG
+        key = next(key for key in MTP_KEYS if key in read_config(path.parent))
+        raise ConfigError(
+            f"{path}: {key}: expected {further} layer(s) behind the {own} others, as it says, got "
+            f"no tensor of model.layers.{own}. Set it to 0: transformers drops these layers when "
+            "it saves a model."
+        )
+
+
+def folder_of(reader: CheckpointReader) -> Path:
+    """Return the folder of a checkpoint that may be one file."""
+    return reader.path if reader.path.is_dir() else reader.path.parent
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return what the ``config.json`` of a folder holds; raises as :func:`read_model` does."""
+    try:
+        config = parse_json(read_file(folder, CONFIG))
+        if not isinstance(config, dict):
+            raise ValueError("something else than names and values")
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{folder / CONFIG}: expected the configuration of the model, got no such file. Fetch "
+            "it beside the weights, or convert expert layouts alone with --experts."
+        ) from error
+    except (OSError, ValueError) as error:
+        said = error.strerror if isinstance(error, OSError) else error
+        raise StateError(
+            f"{folder / CONFIG}: expected JSON, got: {said}. Fetch or write it again."
+        ) from error
+    return config
+
+
+def configured_experts(reader: CheckpointReader) -> int | None:
+    """Return how many experts a layer has by the ``config.json`` beside safetensors, if it says.
+
+    Raises:
+        StateError: ``config.json`` is damaged.
+    """
+    folder = folder_of(reader)
+    if reader.format != "safetensors" or not (folder / CONFIG).is_file():
+        return None
+    config = read_config(folder)
+    of_text = config.get("text_config")  # of models that also see
+    config |= of_text if isinstance(of_text, dict) else {}
+    numbers = (config.get(name) for name in _NUM_EXPERTS)
+    return next((one for one in numbers if type(one) is int and one > 0), None)
+
+
+def read_tokenizer(folder: Path) -> dict[str, bytes]:
+    """Return the files of a folder that a tokenizer consists of, by name.
+
+    Raises:
+        ConfigError: there are none.
+        StateError: one cannot be read, is too long, or is a link that leads out of the folder. The
+            links of a cache of Hugging Face are followed.
+    """
+    names = [name for name in _TOKENIZER_FILES if (folder / name).is_file()]
+    if not names:
+        raise ConfigError(
+            f"{folder}: expected files of a tokenizer, such as {_TOKENIZER_FILES[0]}, got none. "
+            "Give the folder of a model of Hugging Face."
+        )
+    return {name: _read_whole(folder, name) for name in names}
+
+
+def _read_whole(folder: Path, name: str) -> bytes:
+    try:
+        return read_file(folder, name, _TOKENIZER_BYTES)
+    except OSError as error:
+        raise StateError(
+            f"{folder / name}: expected a file of a tokenizer, got: {error.strerror}. Copy what it "
+            "stands for into the folder, or give the folder of a snapshot in a cache of Hugging "
+            "Face."
+        ) from error
+
+
+def special_tokens(folder: Path | None) -> dict[str, int | list[int] | None]:
+    """Return the numbers of special tokens that the ``config.json`` of a folder has, if any.
+
+    Args:
+        folder: of a tokenizer; None has no tokens.
+
+    Raises:
+        StateError: ``config.json`` is damaged, or one is no whole number and no list of them.
+    """
+    if folder is None:
+        return {}
+    config = read_config(folder) if (folder / CONFIG).is_file() else {}
+    found = {name: config.get(name) for name in _SPECIAL_TOKENS}
+    for name, token in found.items():
+        numbers = token if isinstance(token, list) else [] if token is None else [token]
+        if not all(type(number) is int for number in numbers):
+            raise StateError(
+                f"{folder / CONFIG}: {name}: expected a whole number or a list of them, got "
+                f"{str(token)[:60]}. Correct it."
+            )
+    return found

@@ -1,0 +1,98 @@
+"""Finding out what a path holds, and opening it."""
+
+from pathlib import Path
+
+from moe_optim.checkpoint.files.folders import TRACKER, files_of_ranks, read_tracker
+from moe_optim.checkpoint.files.publishing import is_partial
+from moe_optim.checkpoint.files.reader import CheckpointReader
+from moe_optim.checkpoint.files.stored_metadata import METADATA
+from moe_optim.checkpoint.files.torch_dist import CONFIG_FILE, TorchDistReader
+from moe_optim.commands.conversion.safetensors_files import SafetensorsReader, is_safetensors
+from moe_optim.errors import LayoutError, StateError
+
+CHECKPOINTS = "checkpoints"
+"""Folder of a run that checkpoints lie in."""
+_DIGITS = 18  # of an iteration, at most
+
+
+def open_checkpoint(path: Path) -> CheckpointReader:
+    """Open a checkpoint of either format; its ``path`` says which one of several was taken.
+
+    Args:
+        path: a torch_dist folder; the folder above, whose tracker file names the newest; the
+            folder of a run, which has ``checkpoints`` in it; a safetensors file, or a folder of
+            them.
+
+    Raises:
+        StateError: nothing there, or it is damaged, or what a killed command has left.
+        LayoutError: something else is there.
+    """
+    path = newest_checkpoint(path)
+    try:
+        return _open(path)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def newest_checkpoint(path: Path) -> Path:
+    """Return the path itself, or the newest checkpoint of a run or of a folder of checkpoints.
+
+    Raises:
+        StateError: nothing is there, or what the tracker file names is not there.
+    """
+    try:
+        if not path.exists():
+            raise StateError(f"{path}: expected a checkpoint, got no such file or folder.")
+        return _newest_folder(_checkpoints_of(path)) or path
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> StateError:
+    return StateError(
+        f"{path}: expected a checkpoint, got: {error.strerror}. Give a folder or file that can be "
+        "read."
+    )
+
+
+def _open(path: Path) -> CheckpointReader:
+    if is_partial(path):
+        raise StateError(f"{path}: a command was killed while it wrote this. Run it again.")
+    if path.is_dir() and any((path / name).exists() for name in (CONFIG_FILE, METADATA)):
+        return TorchDistReader(path)
+    if is_safetensors(path):
+        return SafetensorsReader(path)
+    if files_of_ranks(path):
+        raise LayoutError(
+            f"{path}: expected a checkpoint of the whole model, got one file a rank, as "
+            "--ckpt-format torch writes it. `moe-optim inspect` checks it; for everything else, "
+            "have a run write it anew (--ckpt-convert-format torch_dist --ckpt-convert-save DIR), "
+            "and give DIR/torch_dist."
+        )
+    names = sorted(entry.name for entry in path.iterdir())[:5] if path.is_dir() else [path.name]
+    found = [name if name.isprintable() else repr(name) for name in names]
+    raise LayoutError(
+        f"{path}: expected a torch_dist checkpoint (.metadata, *.distcp) or safetensors, got "
+        f"{', '.join(found) or 'an empty folder'}. Give the folder that holds them."
+    )
+
+
+def _checkpoints_of(path: Path) -> Path:
+    """Return the checkpoints in the folder of a run, or the path where they lie in it itself."""
+    inside = path / CHECKPOINTS
+    return inside if read_tracker(path) is None and read_tracker(inside) is not None else path
+
+
+def _newest_folder(path: Path) -> Path | None:
+    """Return the folder that a tracker file names, or None where there is no such file."""
+    said = read_tracker(path)
+    if said is None:
+        return None
+    is_number = said.isascii() and said.isdecimal() and len(said) <= _DIGITS
+    name = f"iter_{int(said):07d}" if is_number else said
+    if name not in {entry.name for entry in path.iterdir() if entry.is_dir()}:
+        raise StateError(
+            f"{path / TRACKER}: expected the iteration of a folder beside it, got {said[:40]!r}. "
+            "Give one of the iter_* folders."
+        )
+    return path / name

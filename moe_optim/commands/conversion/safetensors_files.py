@@ -1,0 +1,266 @@
+"""Reads and writes safetensors: one file, or a folder of them with Hugging Face's index."""
+
+import json
+import re
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from moe_optim.checkpoint.files.bounded_json import parse_json
+from moe_optim.checkpoint.files.reader import FileFormat, Recorded, TensorInfo
+from moe_optim.checkpoint.files.regular_files import given_file, locate, read_file
+from moe_optim.checkpoint.files.stored_metadata import checked_name, checked_shape
+from moe_optim.errors import LayoutError, StateError
+
+INDEX_FILE = "model.safetensors.index.json"
+SUFFIX = ".safetensors"
+_LAYOUT, _INTERLEAVE = "moe_optim.layout", "moe_optim.glu_interleave"
+_NUM_EXPERTS, _ITERATION = "moe_optim.num_experts", "iteration"
+_DIGITS = 18  # of a number, at most
+_SHARD = re.compile(r"(?P<stem>.*-)(?P<number>\d{5})-of-(?P<total>\d{5})\.safetensors")
+_INDEX_BYTES = 32 * 2**20  # twice those of models with 100,000 expert tensors and as many scales
+
+_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "C64": torch.complex64,
+}
+
+
+class SafetensorsReader:
+    """A safetensors file, or all those of a folder; files are opened where they are needed."""
+
+    format: FileFormat = "safetensors"
+    """Of the files."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the headers.
+
+        Args:
+            path: a file, or a folder with an index or with any number of safetensors files.
+
+        Raises:
+            StateError: a file is missing, cut off or damaged, or lies outside of the folder.
+            LayoutError: two files hold the same tensor, or a type is unknown.
+        """
+        self.path = path
+        self.tensors: dict[str, TensorInfo] = {}
+        self.objects: Mapping[str, int] = {}
+        self._files: dict[str, str] = {}  # by tensor, its file within the folder
+        metadata: dict[str, str] = {}
+        expected = _indexed_files(path)
+        for file in sorted(set(expected.values())) if expected else _files(path):
+            metadata |= self._take_header(file)
+        if missing := sorted(expected.keys() - self.tensors.keys()):
+            raise StateError(
+                f"{path / INDEX_FILE}: expected {missing[0]} in {expected[missing[0]]}, got a "
+                "file without it. The checkpoint is not complete."
+            )
+        self.recorded = _read_record(path, metadata)
+
+    def _take_header(self, file: str) -> dict[str, str]:
+        with _opened(self.path, file) as opened:
+            for name in opened.keys():  # noqa: SIM118, it is no mapping
+                if name in self._files:
+                    raise LayoutError(
+                        f"{self.path}: expected each tensor once, got {name} in "
+                        f"{self._files[name]} and {file}. Remove one of the files."
+                    )
+                entry = opened.get_slice(name)
+                kind = entry.get_dtype()
+                if kind not in _DTYPES:
+                    raise LayoutError(
+                        f"{self.path / file}: {name!r}: expected one of {', '.join(_DTYPES)}, got "
+                        f"{kind}. Store it as another type."
+                    )
+                self.tensors[name] = _info(self.path / file, name, entry)
+                self._files[name] = file
+            return opened.metadata() or {}
+
+    def read(self, name: str, first: int | None = None) -> Tensor:
+        """Return a tensor of its own on the CPU, contiguous, in the stored shape and dtype.
+
+        Args:
+            name: one of ``tensors``.
+            first: return only what lies at this place of the first axis, without that axis.
+
+        Raises:
+            StateError: its file is missing, cut off or damaged.
+        """
+        with _opened(self.path, self._files[name]) as opened:
+            if first is None:
+                tensor: Tensor = opened.get_tensor(name)
+            else:
+                tensor = opened.get_slice(name)[first]
+        return tensor
+
+
+class SafetensorsWriter:
+    """Writes files as they come, and at the end numbers them and writes the index."""
+
+    def __init__(self, folder: Path, recorded: Recorded) -> None:
+        """Begin in a ``folder`` that exists; what is ``recorded`` goes into every file."""
+        self._folder = folder
+        notes = {
+            _LAYOUT: recorded.layout,
+            _INTERLEAVE: recorded.glu_interleave,
+            _NUM_EXPERTS: recorded.num_experts,
+            _ITERATION: recorded.iteration,
+        }
+        said = {key: str(value) for key, value in notes.items() if value is not None}
+        self._metadata = {"format": "pt", **said}
+        self._names: list[list[str]] = []
+        self._bytes = 0
+
+    def write(self, tensors: Mapping[str, Tensor]) -> None:
+        """Write one file.
+
+        Args:
+            tensors: by name, of any shapes and dtypes, on the CPU. Copied only where they are not
+                contiguous, or share memory.
+        """
+        contiguous = {name: _own_memory(tensor) for name, tensor in tensors.items()}
+        file = self._file(len(self._names))
+        file.touch(exist_ok=False)  # with the rights that files of this folder have
+        rights = stat.S_IMODE(file.stat().st_mode)
+        save_file(contiguous, file, metadata=self._metadata)
+        file.chmod(rights)  # save_file has put a file there that nobody else may read
+        self._names.append(list(tensors))
+        self._bytes += sum(tensor.nbytes for tensor in tensors.values())
+
+    def finish(self) -> None:
+        """Give the files their names and write the index."""
+        count = len(self._names)
+        weight_map: dict[str, str] = {}
+        for number, names in enumerate(self._names):
+            name = f"model-{number + 1:05d}-of-{count:05d}{SUFFIX}"
+            self._file(number).rename(self._folder / name)
+            weight_map |= dict.fromkeys(names, name)
+        index = {
+            "metadata": {"total_size": self._bytes, **self._metadata},
+            "weight_map": dict(sorted(weight_map.items())),
+        }
+        (self._folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+
+    def _file(self, number: int) -> Path:
+        return self._folder / f"part-{number + 1:05d}{SUFFIX}"
+
+
+def is_safetensors(path: Path) -> bool:
+    """Return whether a path looks like safetensors, whole or not."""
+    if path.is_dir():
+        return (path / INDEX_FILE).exists() or any(path.glob(f"*{SUFFIX}"))
+    return path.suffix == SUFFIX
+
+
+def _own_memory(tensor: Tensor) -> Tensor:
+    """Return a tensor that lies alone in its memory: the format does not take shared memory."""
+    tensor = tensor.contiguous()
+    whole = tensor.untyped_storage().nbytes() == tensor.nbytes
+    return tensor if whole else tensor.clone()
+
+
+@contextmanager
+def _opened(path: Path, name: str) -> Iterator[Any]:
+    """Open a file of a folder, or with an empty name the file that ``path`` is itself."""
+    try:
+        file = locate(path, name) if name else given_file(path)
+        with safe_open(file, framework="pt", device="cpu") as opened:
+            yield opened
+    except FileNotFoundError as error:
+        raise StateError(
+            f"{path / name}: expected a safetensors file, got none. The checkpoint is not complete."
+        ) from error
+    except (SafetensorError, OSError, MemoryError) as error:  # of a file that is mapped whole
+        said = error.strerror if isinstance(error, OSError) else error
+        raise StateError(
+            f"{path / name}: expected safetensors, got: {said or error}. "
+            "The file is cut off, damaged or something else: fetch or write it again."
+        ) from error
+
+
+def _info(file: Path, name: str, entry: Any) -> TensorInfo:
+    try:
+        checked_name(name)
+        return TensorInfo(checked_shape(tuple(entry.get_shape())), _DTYPES[entry.get_dtype()])
+    except ValueError as error:
+        raise StateError(
+            f"{file}: expected names and shapes of tensors, got: {error}. It is damaged."
+        ) from error
+
+
+def _require_all_shards(path: Path, names: list[str]) -> None:
+    """Raise StateError for files that are numbered and not all there; no index tells of them."""
+    shards: dict[tuple[str, str], set[int]] = {}
+    for name in names:
+        if found := _SHARD.fullmatch(name):
+            shards.setdefault((found["stem"], found["total"]), set()).add(int(found["number"]))
+    for (stem, total), there in shards.items():
+        if missing := sorted(set(range(1, int(total) + 1)) - there):
+            name = f"{stem}{missing[0]:05d}-of-{total}{SUFFIX}"
+            raise StateError(f"{path}: expected {name}, got none. The checkpoint is not complete.")
+
+
+def _files(path: Path) -> list[str]:
+    names = sorted(file.name for file in path.glob(f"*{SUFFIX}")) if path.is_dir() else [""]
+    for name in names:
+        if not name.isprintable():
+            raise StateError(f"{path}: expected names of files, got {name!r}. Rename it.")
+    _require_all_shards(path, names)
+    return names
+
+
+def _indexed_files(path: Path) -> dict[str, str]:
+    """Return the file of each tensor as the index has it, or nothing without one."""
+    index = path / INDEX_FILE
+    try:
+        names = parse_json(read_file(path, INDEX_FILE, _INDEX_BYTES))["weight_map"]
+        return {checked_name(name): checked_name(file) for name, file in names.items()}
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        said = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        raise StateError(
+            f"{index}: expected JSON with a weight_map, got {said}. "
+            "The file is cut off or damaged: fetch or write it again."
+        ) from error
+
+
+def _read_record(path: Path, metadata: Mapping[str, str]) -> Recorded:
+    def number(key: str) -> int | None:
+        said = metadata.get(key)
+        if said is None:
+            return None
+        if not (said.isascii() and said.isdecimal() and len(said) <= _DIGITS):
+            raise StateError(
+                f"{path}: expected a number as {key}, got {said[:40]!r}. It is damaged."
+            )
+        return int(said)
+
+    return Recorded(
+        glu_interleave=number(_INTERLEAVE),
+        layout=metadata.get(_LAYOUT),
+        num_experts=number(_NUM_EXPERTS),
+        iteration=number(_ITERATION),
+    )

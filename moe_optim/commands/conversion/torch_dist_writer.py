@@ -1,0 +1,146 @@
+"""Writes ``torch_dist`` checkpoints piece by piece, holding one tensor at a time.
+
+torch's own ``FileSystemWriter`` keeps every tensor of a file until the file is closed, also those
+that its planner makes when they are asked for; so the pieces are written here, and described by
+torch's own classes.
+"""
+
+import json
+import pickle
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from moe_optim.checkpoint.files.reader import TensorInfo
+from moe_optim.checkpoint.files.stored_metadata import METADATA
+from moe_optim.checkpoint.files.torch_dist import CONFIG_FILE, TorchDistReader, blob_start
+
+FILE_BYTES = 4 * 2**30
+"""A file that has become so long is followed by another."""
+_CONFIG = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+
+
+class TorchDistWriter:
+    """Writes the pieces of tensors and objects in the order they come; a context manager."""
+
+    def __init__(self, folder: Path) -> None:
+        """Begin in a ``folder`` that exists."""
+        self._folder = folder
+        self._file: BinaryIO | None = None
+        self._files = 0
+        self._tensors: dict[str, TensorInfo] = {}
+        self._chunks: dict[str, list[ChunkStorageMetadata]] = defaultdict(list)
+        self._objects: list[str] = []
+        self._storage: dict[MetadataIndex, _StorageInfo] = {}
+
+    def __enter__(self) -> "TorchDistWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def write_chunk(
+        self, key: str, of: TensorInfo, offsets: tuple[int, ...], chunk: Tensor
+    ) -> None:
+        """Write one piece of a tensor.
+
+        Args:
+            key: the tensor's.
+            of: shape and dtype of the whole tensor, to which further pieces belong.
+            offsets: where the piece begins in it.
+            chunk: contiguous, alone in its memory, of the tensor's dtype; its shape has all axes of
+                the tensor.
+
+        Raises:
+            OSError: the disk is full, or whatever else keeps it from writing.
+        """
+        file, start = self._begin()
+        try:
+            torch.save(chunk, file)
+        except RuntimeError as error:  # raised while it closes, over what the disk said
+            raise OSError(error.__context__ or error) from error
+        self._take_chunk(key, of, offsets, tuple(chunk.shape))
+        self._end(key, offsets, start)
+
+    def copy(self, reader: TorchDistReader, key: str) -> int:
+        """Copy all pieces of a tensor, or an object, as they are; return how many bytes.
+
+        Args:
+            reader: of the checkpoint that has them.
+            key: of the tensor or object, there and here.
+        """
+        copied = 0
+        for blob in reader.blobs[key]:
+            file, start = self._begin()
+            for block in reader.blocks(blob):
+                file.write(block)
+            if blob.offset is None:
+                self._objects.append(key)
+            else:
+                self._take_chunk(key, reader.tensors[key], blob_start(blob), blob.shape)
+            self._end(key, blob.offset, start)
+            copied += blob.length
+        return copied
+
+    def write_object(self, key: str, content: bytes) -> None:
+        """Write an object under ``key``: ``content`` is what ``torch.save`` has made of it."""
+        file, start = self._begin()
+        file.write(content)
+        self._objects.append(key)
+        self._end(key, None, start)
+
+    def finish(self, config: Mapping[str, Any] | None = None) -> None:
+        """Write what lies where, and last ``metadata.json``: ``config``, else Megatron's."""
+        self._close()
+        entries: dict[str, Any] = {key: BytesStorageMetadata() for key in self._objects}
+        for key, info in self._tensors.items():
+            entries[key] = TensorStorageMetadata(
+                properties=TensorProperties(dtype=info.dtype),
+                size=torch.Size(info.shape),
+                chunks=self._chunks[key],
+            )
+        metadata = Metadata(
+            state_dict_metadata=entries, storage_data=self._storage, version=CURRENT_DCP_VERSION
+        )
+        (self._folder / METADATA).write_bytes(pickle.dumps(metadata))
+        (self._folder / CONFIG_FILE).write_text(json.dumps(dict(config or _CONFIG)))
+
+    def _take_chunk(
+        self, key: str, of: TensorInfo, offsets: tuple[int, ...], sizes: tuple[int, ...]
+    ) -> None:
+        self._tensors[key] = of
+        box = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
+        self._chunks[key].append(box)
+
+    def _begin(self) -> tuple[BinaryIO, int]:
+        """Return the file to write into, and where its next piece starts."""
+        if self._file is not None and self._file.tell() >= FILE_BYTES:
+            self._close()
+        if self._file is None:
+            self._file = (self._folder / f"__0_{self._files}.distcp").open("wb")
+            self._files += 1
+        return self._file, self._file.tell()
+
+    def _end(self, key: str, offsets: tuple[int, ...] | None, start: int) -> None:
+        assert self._file is not None, "a piece ends in the file it began in"
+        index = MetadataIndex(key, None if offsets is None else torch.Size(offsets))
+        name, length = Path(self._file.name).name, self._file.tell() - start
+        self._storage[index] = _StorageInfo(relative_path=name, offset=start, length=length)
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None

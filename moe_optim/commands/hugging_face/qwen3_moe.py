@@ -1,0 +1,103 @@
+"""Qwen3-MoE: arguments of Megatron's, and ``Qwen3MoeConfig`` of transformers."""
+
+from typing import Any
+
+from moe_optim.commands.hugging_face import sides
+from moe_optim.commands.hugging_face.sides import Row, Side
+from moe_optim.commands.hugging_face.values import Values
+
+
+def _more_arguments(given: Values) -> dict[str, Any]:
+    groups = given.get("num_query_groups") if given.get("group_query_attention") else None
+    return {
+        **_query_groups(groups, given["num_attention_heads"]),
+        sides.UNTIED: sides.is_untied(given),
+        "moe_router_pre_softmax": given.get("moe_router_pre_softmax") is True,
+        "moe_layer_freq": given.get("moe_layer_freq", 1),
+    }
+
+
+def _arguments_of(config: Values) -> dict[str, Any]:
+    step, dense = config["decoder_sparse_step"], config["mlp_only_layers"] or ()
+    layers = range(config["num_hidden_layers"])
+    return {
+        **_query_groups(config["num_key_value_heads"], config["num_attention_heads"]),
+        sides.UNTIED: not config["tie_word_embeddings"],
+        "moe_router_pre_softmax": not config["norm_topk_prob"],
+        "moe_layer_freq": sides.layer_freq(i not in dense and (i + 1) % step == 0 for i in layers),
+    }
+
+
+def _config_of(arguments: Values) -> dict[str, Any]:
+    experts = sides.layers_with_experts(arguments["moe_layer_freq"], arguments["num_layers"])
+    return {
+        "num_key_value_heads": arguments["num_query_groups"],
+        "norm_topk_prob": not arguments["moe_router_pre_softmax"],
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [layer for layer, has_experts in enumerate(experts) if not has_experts],
+        "rope_scaling": None,
+        "use_sliding_window": False,
+    }
+
+
+def _query_groups(groups: int | None, heads: int) -> dict[str, Any]:
+    return {
+        "group_query_attention": groups not in (None, heads),
+        "num_query_groups": groups or heads,
+    }
+
+
+def _group_faults(heads: int, groups: int | None) -> list[str]:
+    if groups and heads % groups:
+        return [f"groups of queries: expected a divisor of {heads} heads, got {groups}"]
+    return []
+
+
+QWEN3_MOE = Side(
+    family="qwen3_moe",
+    rows=(
+        *sides.ROWS,
+        Row("kv_channels", "head_dim"),
+        Row("num_experts", "num_experts"),
+        Row("moe_aux_loss_coeff", "router_aux_loss_coef", "number"),
+    ),
+    optional=frozenset({"num_query_groups", "mlp_only_layers"}),
+    argument_kinds={"num_query_groups": "count"},
+    config_kinds={
+        "num_key_value_heads": "count",
+        "decoder_sparse_step": "count",
+        "mlp_only_layers": "layers",
+        "norm_topk_prob": "flag",
+        "tie_word_embeddings": "flag",
+    },
+    arguments={
+        **sides.ARGUMENTS,
+        "mtp_num_layers": (None, 0),
+        "moe_router_score_function": ("softmax", None),
+        "moe_router_enable_expert_bias": (False, None),
+        "moe_router_num_groups": (None, 1),
+        "moe_router_topk_scaling_factor": (None, 1.0),
+        "moe_shared_expert_intermediate_size": (None, 0),
+    },
+    config={
+        **sides.CONFIG,
+        "use_sliding_window": (False, None),
+        "rope_scaling": (None,),
+    },
+    defaults={
+        **sides.DEFAULTS,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": False,
+        "router_aux_loss_coef": 0.001,
+    },
+    argument_faults=lambda given: _group_faults(
+        given["num_attention_heads"], given.get("num_query_groups")
+    ),
+    config_faults=lambda config: _group_faults(
+        config["num_attention_heads"], config["num_key_value_heads"]
+    ),
+    more_arguments=_more_arguments,
+    arguments_of=_arguments_of,
+    config_of=_config_of,
+)

@@ -1,0 +1,127 @@
+"""What a family has to say of its arguments and its configuration, and what all families share."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moe_optim.commands.hugging_face.values import Allowed, Kind, Values
+from moe_optim.rollout.families import Trait
+
+UNTIED = "untie_embeddings_and_output_weights"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """An argument of Megatron's and a key of ``config.json`` that have one value."""
+
+    argument: str
+    key: str
+    kind: Kind = "count"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """How the arguments and the configuration of one family correspond."""
+
+    family: str
+    rows: tuple[Row, ...]
+    """With those of all families."""
+    optional: frozenset[str]
+    """Arguments and keys that may be None."""
+    argument_kinds: Mapping[str, Kind]
+    """Of further arguments that are read."""
+    config_kinds: Mapping[str, Kind]
+    """Of further keys that are read."""
+    arguments: Allowed
+    """What other arguments have to be, because transformers has nothing else."""
+    config: Allowed
+    """What other keys have to be, because Megatron has nothing else."""
+    defaults: Values
+    """Of transformers, for keys that published configurations leave out."""
+    argument_faults: Callable[[Values], list[str]]
+    """What else transformers cannot compute; called with values of the right kinds."""
+    config_faults: Callable[[Values], list[str]]
+    """What else Megatron cannot compute."""
+    more_arguments: Callable[[Values], dict[str, Any]]
+    """The arguments that are no row, from all that were given."""
+    arguments_of: Callable[[Values], dict[str, Any]]
+    """The same, from a configuration."""
+    config_of: Callable[[Values], dict[str, Any]]
+    """The keys that are no row, from arguments."""
+    traits_of: Callable[[Values], frozenset[Trait]] = lambda _: frozenset()
+    """What a model with these arguments has; an output layer of its own apart."""
+
+
+ROWS = (
+    Row("num_layers", "num_hidden_layers"),
+    Row("hidden_size", "hidden_size"),
+    Row("ffn_hidden_size", "intermediate_size"),
+    Row("moe_ffn_hidden_size", "moe_intermediate_size"),
+    Row("num_attention_heads", "num_attention_heads"),
+    Row("moe_router_topk", "num_experts_per_tok"),
+    Row("padded_vocab_size", "vocab_size"),
+    Row("max_position_embeddings", "max_position_embeddings"),
+    Row("layernorm_epsilon", "rms_norm_eps", "number"),
+    Row("rotary_base", "rope_theta", "number"),
+    Row("init_method_std", "initializer_range", "number"),
+    Row("attention_dropout", "attention_dropout", "number"),
+)
+
+ARGUMENTS: Allowed = {
+    "swiglu": (True,),
+    "qk_layernorm": (True,),
+    "normalization": ("RMSNorm",),
+    "position_embedding_type": ("rope",),
+    "add_bias_linear": (False,),
+    "add_qkv_bias": (False, None),
+    "squared_relu": (False, None),
+    "quick_geglu": (False, None),
+    "layernorm_zero_centered_gamma": (False, None),
+    "apply_residual_connection_post_layernorm": (False, None),
+    "rotary_percent": (1.0, None),
+    "rotary_interleaved": (False, None),
+    "rotary_seq_len_interpolation_factor": (None, 1),
+    "use_rope_scaling": (False, None),
+    "no_rope_freq": (None,),
+    "window_size": (None,),
+    "softmax_type": ("vanilla", None),
+    "qk_l2_norm": (False, None),
+    "attention_output_gate": (False, None),
+    "experimental_attention_variant": (None,),
+    "hybrid_layer_pattern": (None,),
+    "heterogeneous_layers_config_path": (None,),
+    "moe_latent_size": (None,),
+    "moe_apply_probs_on_input": (False, None),
+    "moe_shared_expert_gate": (False, None),
+    "moe_shared_expert_glu_interleave_size": (None,),
+    "activation_func_clamp_value": (None,),
+    "glu_linear_offset": (0.0, None),
+}
+CONFIG: Allowed = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False, None),
+    "quantization_config": (None,),
+}
+DEFAULTS: Values = {
+    "tie_word_embeddings": False,
+    "attention_dropout": 0.0,
+    "initializer_range": 0.02,
+}
+
+
+def is_untied(given: Values) -> bool:
+    """Return whether the output layer has weights of its own, by Megatron's arguments."""
+    return given.get(UNTIED) is True
+
+
+def layer_freq(has_experts: Iterable[bool]) -> int | list[int]:
+    """Return ``moe_layer_freq``: 1 where all layers have experts, which Megatron then stacks."""
+    marks = [int(one) for one in has_experts]
+    return 1 if all(marks) else marks
+
+
+def layers_with_experts(freq: int | list[int], num_layers: int) -> list[bool]:
+    """Return whether each layer has experts, as Megatron reads ``moe_layer_freq``."""
+    if isinstance(freq, int):
+        return [layer % freq == 0 for layer in range(num_layers)]
+    return [mark == 1 for mark in freq]

@@ -1,0 +1,199 @@
+"""One rank of ``moe-optim train``: a GPT from Megatron's specs through Megatron's own ``pretrain``.
+
+Started as ``python -m moe_optim.commands.train.pretrain MEGATRON_ARGS``, with the environment
+torchrun sets and ``MOE_OPTIM_CPU=1`` on machines without a GPU. Megatron is imported inside
+functions: the CPU runtime has to stand first, and checkpoint workers import this module again.
+"""
+
+import os
+import sys
+import traceback
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_optim import import_hook
+from moe_optim.errors import MoEOptimError, refuse
+from moe_optim.integration import cpu_runtime
+from moe_optim.integration.arguments import add_moe_optim_arguments, request_from_argv
+from moe_optim.integration.patching import installation, patches
+from moe_optim.integration.patching.engine import apply_patches
+
+Batch = dict[str, Tensor]
+
+
+def loss_func(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Sum the token losses of a micro-batch.
+
+    Args:
+        loss_mask: [B, S] float, 1 where a token counts.
+        losses: [B, S] cross entropy in nats.
+
+    Returns:
+        The summed loss, the number of counted tokens (int), and both as ``lm loss`` for the log.
+    """
+    mask = loss_mask.view(-1).float()
+    loss = torch.sum(losses.view(-1).float() * mask)
+    num_tokens = mask.sum().detach().to(torch.int)
+    return loss, num_tokens, {"lm loss": torch.stack([loss.detach(), num_tokens])}
+
+
+def forward_step(
+    batches: Iterator[Batch] | None, model: torch.nn.Module, return_schedule_plan: bool = False
+) -> tuple[Any, Callable[..., Any]]:
+    """Run one micro-batch forward through one pipeline stage.
+
+    Args:
+        batches: None on stages that read no data, see :func:`is_data_read_here`.
+        model: one model chunk; Megatron has given it the output of the stage before.
+        return_schedule_plan: whether Megatron wants to run the layers itself, overlapped.
+
+    Returns:
+        Token losses [B, S] on the last stage, hidden states elsewhere, or the schedule that gives
+        them; and what sums the losses.
+    """
+    names = ("tokens", "position_ids", "attention_mask", "labels", "loss_mask")
+    batch: dict[str, Any] = dict.fromkeys(names)
+    if batches is not None:
+        batch |= {name: value.cuda(non_blocking=True) for name, value in next(batches).items()}
+    run: Any = model.build_schedule_plan if return_schedule_plan else model
+    output = run(
+        batch["tokens"],
+        batch["position_ids"],
+        batch["attention_mask"],
+        labels=batch["labels"],
+        loss_mask=batch["loss_mask"],
+    )
+    return output, partial(loss_func, batch["loss_mask"])
+
+
+def is_data_read_here(vp_stage: int | None) -> bool:
+    """Return whether a model chunk of this rank reads batches.
+
+    The first pipeline stage needs tokens and the last needs labels; a mask made by the data loader
+    is needed by every stage. All tensor-parallel ranks read: samples depend on the data-parallel
+    rank alone, so they read the same ones and have nothing to send to each other.
+    """
+    from megatron.training import get_args
+    from megatron.training.utils import is_first_or_last_pipeline_stage
+
+    if get_args().create_attention_mask_in_dataloader:
+        return True
+    return bool(is_first_or_last_pipeline_stage(vp_stage))
+
+
+def build_datasets(num_samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
+    """Build Megatron's training, validation and test datasets from ``--*-data-path``."""
+    from megatron.core.datasets.blended_megatron_dataset_builder import (
+        BlendedMegatronDatasetBuilder,
+    )
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+    from megatron.training import get_args
+    from megatron.training.utils import get_blend_and_blend_per_split
+
+    args = get_args()
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=build_tokenizer(args),
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+    )
+    dataset = MockGPTDataset if args.mock_data else GPTDataset
+    is_built_here = partial(is_data_read_here, vp_stage)
+    return BlendedMegatronDatasetBuilder(dataset, num_samples, is_built_here, config).build()
+
+
+build_datasets.is_distributed = True  # type: ignore[attr-defined]  # every rank takes part
+
+
+def refuse_unsupported(args: Namespace) -> None:
+    """Refuse what this entry would silently do differently from ``pretrain_gpt.py``."""
+    refuse(
+        {
+            "--context-parallel-size": args.context_parallel_size > 1,
+            "--sft": args.sft,
+            "--fim-data": args.fim_data,
+            "--dataloader-inter-document-masking": args.dataloader_inter_document_masking,
+        },
+        expected="moe-optim train: expected whole sequences of plain text",
+        remedy="Remove it, or start pretrain_gpt.py of Megatron-LM.",
+    )
+
+
+def train(argv: Sequence[str]) -> None:
+    """Build the model and run Megatron's training loop to its end, with everything it does there.
+
+    ``argv``, Megatron's and moe_optim's flags, replaces ``sys.argv``: Megatron parses that.
+    """
+    sys.argv = [sys.argv[0], *argv]
+    request = request_from_argv(argv)
+    import_hook.disarm()
+    if os.environ.get("MOE_OPTIM_CPU") == "1":
+        cpu_runtime.install()
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        sys.argv += ["--distributed-backend", "gloo"]
+    apply_patches(patches.TRAIN)
+    if request is not None:
+        installation.install(request)
+
+    from megatron.core.enums import ModelType
+    from megatron.training import pretrain
+    from megatron.training.argument_utils import (
+        gpt_config_from_args,
+        pretrain_cfg_container_from_args,
+    )
+    from megatron.training.arguments import parse_and_validate_args
+
+    from moe_optim.commands.train.layer_spec import layer_spec
+    from moe_optim.integration.script_arguments import require_transformer_engine
+
+    args = parse_and_validate_args(extra_args_provider=add_moe_optim_arguments)
+    refuse_unsupported(args)
+    require_transformer_engine(args)
+    model_config = gpt_config_from_args(args)
+    if model_config.transformer_layer_spec is None:  # else --spec names one
+        model_config.transformer_layer_spec = layer_spec
+    pretrain(
+        pretrain_cfg_container_from_args(args, model_config),
+        build_datasets,
+        ModelType.encoder_or_decoder,
+        forward_step,
+    )
+
+
+def main() -> int:
+    """Run one rank; a refusal of ours ends with one ``error:`` line instead of a traceback."""
+    try:
+        train(sys.argv[1:])
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+    except MoEOptimError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        code = 2
+    except OSError as error:
+        traceback.print_exc()
+        print(f"error: {error.strerror or error}: {error.filename or ''}", file=sys.stderr)
+        code = 1
+    else:
+        return 0
+    sys.stderr.flush()
+    os._exit(code)  # the other ranks may be inside a collective: do not wait for them
+
+
+if __name__ == "__main__":
+    sys.exit(main())

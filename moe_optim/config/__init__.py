@@ -1,0 +1,304 @@
+"""Every knob of moe_optim in one frozen value."""
+
+# Annotations stay objects in this file (no `from __future__ import annotations`): both the checks
+# below and Megatron's argument builder read them.
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from types import MappingProxyType
+from typing import Any, Literal, get_args
+
+from moe_optim.config.interpolation import merge
+from moe_optim.config.plain_yaml import parse_yaml, quote
+from moe_optim.errors import ConfigError, closest
+
+Format = Literal["bf16", "mxfp8", "mxfp8_2d", "nvfp4", "fp8_block"]
+WantedFormat = Literal["auto", Format]
+Compute = Literal[Format, "int8_per_expert", "e4m3_per_expert"]
+NATIVE_FORMATS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "--fp8-recipe mxfp8": ("mxfp8", "mxfp8_2d"),
+        "--fp8-recipe blockwise": ("fp8_block",),
+        "--fp4-recipe nvfp4": ("nvfp4",),
+    }
+)
+"""Recipe of Transformer Engine -> formats that its weights can be managed in;
+the first is what ``format: auto`` is."""
+MEGATRONS_RECIPES = ("--fp8-recipe tensorwise",)
+"""Recipes whose weights stay in Megatron's buffers, under ``format: auto`` alone."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoEOptimConfig:
+    """How expert weights are stored, gathered and multiplied. Built once, read-only afterwards."""
+
+    format: WantedFormat = "auto"
+    """Storage format of expert weights between two optimizer steps; masters are always fp32.
+    ``auto``: that of the weights which Transformer Engine makes with ``--fp8-param-gather`` or
+    ``--fp4-param-gather``, ``mxfp8`` for portable experts, else ``bf16``. FP8 weights with one
+    scale each (``--fp8-recipe tensorwise``) stay in Megatron's buffers."""
+    compute: Compute | None = None
+    """Format of the expert products, for ``format: bf16``: bf16 primary weights, of which every
+    forward product makes a quantized copy that it reads. ``int8_per_expert`` and
+    ``e4m3_per_expert`` fake-quantize by one amax an expert: that of a calibration, or that of the
+    weights as they are. ``null`` multiplies in ``format``."""
+    expert_layout: Literal["grouped", "indexed"] = "grouped"
+    """``grouped`` keeps all local experts of a linear in one parameter [experts, rows, columns],
+    ``indexed`` keeps one parameter [rows, columns] an expert."""
+    storage: Literal["portable", "transformer_engine"] = "portable"
+    """What portable experts keep quantized weights in: plain tensors, or the tensor classes of
+    Transformer Engine, whose own modules bring theirs. The products are the same."""
+    wire: Literal["quantized", "bf16"] = "quantized"
+    """What the parameter all-gather carries. ``quantized``: bytes and block scales, quantized by
+    the rank that owns them. ``bf16``: as Megatron; every rank quantizes what it received."""
+    layout: Literal["aligned", "stock"] = "aligned"
+    """Where buckets of quantized weights end. ``aligned``: where shards become whole block rows, if
+    that costs 1% or less, else whole scales or bytes. ``stock``: where Megatron ends them."""
+    step: Literal["auto", "fused", "stock"] = "auto"
+    """Who updates masters. ``fused``: one launch a format and kind of weight, which reads gradients
+    where they lie, takes Adam's step and encodes what it has stepped. ``stock``: Megatron's code,
+    one part after the other. ``auto``: ``fused`` where kernels run, or ``offload_states`` asks for
+    it, except with ``backend: reference``, and with ``layout: stock``: its promise are Megatron's
+    bits, and the last bit of a fused norm may be another."""
+    offload_states: float = 0.0
+    """Part of this rank's masters and moments that lies in pinned memory of the host between steps,
+    as whole shards of parameters, evenly over the layers. They pass through the GPU in chunks while
+    others are stepped. Nothing else changes, not a bit. Takes a fused step. With
+    ``--optimizer-cpu-offload`` its default is ``--optimizer-offload-fraction``."""
+    nonfinite: Literal["raise", "skip"] = "raise"
+    """What an Inf or NaN gradient does to the step, before any weight has moved."""
+    backend: Literal["auto", "reference"] = "auto"
+    """Who quantizes. ``auto``: Triton kernels where they run, else plain torch. ``reference``:
+    plain torch everywhere, with the same bytes."""
+    fuse_wgrad_accumulation: bool = True
+    """Whether portable experts add weight gradients straight into ``main_grad``. False sends them
+    through autograd, which allocates one gradient a weight."""
+    record_amax: bool = False
+    """Whether every requantization records the amax of each expert, which checkpoints then hold.
+    ``nvfp4`` needs these amaxes itself, and records them always."""
+    health_interval: int = 0
+    """Iterations from one look at the health of quantized experts to the next; 0 never looks. Every
+    look is one pass over masters and weights and small all-reduces over all ranks, and nothing
+    waits for it. What it writes and warns of: see Health."""
+    save_nonfinite: bool = False
+    """Whether a checkpoint may be saved whose masters or moments hold Inf or NaN."""
+    trust_unmarked_states: bool = False
+    """Whether flat optimizer states without a manifest, such as Megatron saves, load by their sizes
+    alone where no weights are given that show whose the masters are. Weights that contradict are
+    refused either way."""
+    trust_checkpoint_code: bool = False
+    """Whether Megatron may unpickle objects of a checkpoint that name more than plain data, such as
+    a type of your own among its arguments. Whatever they name is run."""
+    check_on_load: Literal["thorough", "quick"] = "thorough"
+    """What is checked before a checkpoint loads. ``thorough`` reads all of it once, shared among
+    ranks, and compares checksums; ``quick`` looks for missing and cut files."""
+
+    def __post_init__(self) -> None:
+        """Refuse values that mean nothing.
+
+        Raises:
+            ConfigError: naming the field, what it takes and what it got.
+        """
+        for name in field_names():
+            _check_field(type(self).__name__, name, getattr(self, name))
+        _check_compute(type(self).__name__, self.format, self.compute)
+        _check_record_amax(type(self).__name__, self.format, self.record_amax)
+        _check_offload_states(type(self).__name__, self.step, self.offload_states)
+
+    @property
+    def may_fuse_steps(self) -> bool:
+        """Whether these knobs leave steps to kernels, where kernels run and flags allow it."""
+        asks = self.step == "auto" and self.layout != "stock" and self.backend == "auto"
+        return asks or self.step == "fused"
+
+    def changes(self) -> str:
+        """Return the knobs that differ from their defaults, as ``key=value``, or "defaults"."""
+        changed = [
+            f"{field.name}={spell(value)}"
+            for field in fields(self)
+            if (value := getattr(self, field.name)) != field.default
+        ]
+        return ", ".join(changed) or "defaults"
+
+    @classmethod
+    def from_mapping(
+        cls, mapping: Mapping[str, object], where: str = "moe_optim"
+    ) -> "MoEOptimConfig":
+        """Return the configuration that ``mapping`` spells out; absent keys keep their default.
+
+        Args:
+            mapping: field name -> value, as read from a recipe.
+            where: how errors call the mapping, such as ``recipe.yaml: moe_optim``.
+
+        Raises:
+            ConfigError: an unknown key, or a value its field does not take.
+        """
+        values: dict[str, Any] = {field.name: field.default for field in fields(cls)}
+        for name, value in mapping.items():
+            check_key(where, name, field_names())
+            values[name] = _as_number(name, value)
+            _check_field(where, name, values[name])
+        _check_compute(where, values["format"], values["compute"])
+        _check_record_amax(where, values["format"], values["record_amax"])
+        _check_offload_states(where, values["step"], values["offload_states"])
+        return cls(**values)
+
+    def resolved(self, format: str) -> "MoEOptimConfig":
+        """Return the configuration with ``format`` in the place of ``auto``; others stay.
+
+        Raises:
+            ConfigError: a knob that does not go with ``format``.
+        """
+        if self.format != "auto":
+            return self
+        return self.from_mapping(asdict(self) | {"format": format}, f"format: auto, {format} here")
+
+    def replace_from(
+        self, assignments: Iterable[str], where: str = "--moe-optim-set"
+    ) -> "MoEOptimConfig":
+        """Return a copy with ``key=value`` assignments applied, the last one winning.
+
+        Args:
+            assignments: as on a command line, values spelled as in a recipe.
+            where: how errors call them.
+
+        Raises:
+            ConfigError: not an assignment, an unknown key, or a value its field does not take.
+        """
+        changes: dict[str, object] = {}
+        for assignment in assignments:
+            changes |= _parse_assignment(assignment, where)
+        return self.from_mapping(asdict(self) | changes, where)
+
+
+def field_names() -> tuple[str, ...]:
+    """Return the names of all knobs, in the order of their declaration."""
+    return tuple(field.name for field in fields(MoEOptimConfig))
+
+
+def check_key(where: str, key: object, known: Iterable[str], *, is_shown: bool = True) -> None:
+    """Raise ConfigError unless ``key`` is one of ``known``; the message lists them.
+
+    Args:
+        where: how errors call the mapping.
+        key: what stands there.
+        known: every key that may.
+        is_shown: False where ``key`` may be a line of any file: then the message does without it.
+    """
+    names = list(known)
+    if key not in names:
+        meant = _meant(key, names)
+        remedy = f"Write {meant}, the closest of them" if meant else "Remove it"
+        got = quote(key) if is_shown else "another"
+        raise ConfigError(f"{where}: expected a key among {', '.join(names)}, got {got}. {remedy}.")
+
+
+def _check_field(where: str, name: str, value: object) -> None:
+    known = available_values(name)
+    if _takes(name, value, known):
+        return
+    choices = " or ".join(spell_values(name))
+    meant = _meant(value, known)
+    raise ConfigError(
+        f"{where}: {name}: expected {choices}, got {quote(value)}. Write {meant or choices}."
+    )
+
+
+def _check_compute(where: str, format: WantedFormat, compute: Compute | None) -> None:
+    """Raise ConfigError where products would not be those of the weights stored."""
+    if format != "bf16" and compute not in (None, format):
+        stored = (
+            "with format: auto" if format == "auto" else f"or {format}, which weights are stored in"
+        )
+        raise ConfigError(
+            f"{where}: compute: expected null {stored}, got {compute}. Write null, or store bf16 "
+            "weights with format: bf16."
+        )
+
+
+def _check_record_amax(where: str, format: WantedFormat, record_amax: bool) -> None:
+    """Raise ConfigError where there is no requantization to record anything at."""
+    if record_amax and format == "bf16":
+        raise ConfigError(
+            f"{where}: record_amax: expected false with format: bf16, whose weights are not "
+            "quantized, got true. Write false, or store quantized weights."
+        )
+
+
+def _check_offload_states(where: str, step: str, fraction: float) -> None:
+    """Raise ConfigError where states would have to be stepped by Megatron's code."""
+    if fraction and step == "stock":
+        raise ConfigError(
+            f"{where}: offload_states: expected 0 with step: stock, which steps states on the "
+            f"device, got {fraction}. Write 0, or step: fused."
+        )
+
+
+def spell(value: object) -> str:
+    """Spell a value as a recipe does: null, true, false, and text without quotes."""
+    return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
+
+
+def spell_values(name: str) -> list[str]:
+    """Spell out every value of a field, or the range of a number."""
+    values = available_values(name)
+    if isinstance(values, range) or _declared(name) is float:
+        return [f"a number from {values[0]} to {values[-1]}"]
+    return [spell(value) for value in values]
+
+
+def available_values(name: str) -> Sequence[object]:
+    """Return every value the declared type of a field allows; numbers as a range, or its ends."""
+    declared = _declared(name)
+    if declared is bool:
+        return True, False
+    if declared is int:
+        return range(1_000_001)
+    if declared is float:
+        return 0, 1
+    if type(None) in get_args(declared):  # Literal[...] | None
+        return None, *get_args(get_args(declared)[0])
+    return get_args(declared)
+
+
+def _declared(name: str) -> Any:
+    (declared,) = (field.type for field in fields(MoEOptimConfig) if field.name == name)
+    return declared
+
+
+def _as_number(name: str, value: object) -> object:
+    """Return the number that a recipe spells as text, as it does all that are not whole."""
+    if _declared(name) is not float or not isinstance(value, str):
+        return value
+    try:
+        return float(value)
+    except ValueError:
+        return value
+
+
+def _takes(name: str, value: object, choices: Sequence[object]) -> bool:
+    """Return whether ``value`` is a choice, type included: 1 is not true."""
+    if isinstance(choices, range):
+        return type(value) is int and value in choices
+    if _declared(name) is float:
+        return isinstance(value, float | int) and not isinstance(value, bool) and 0 <= value <= 1
+    return any(type(value) is type(choice) and value == choice for choice in choices)
+
+
+def _meant(value: object, choices: Iterable[object]) -> str | None:
+    """Return the choices that a value is a part of, or the one that is spelt most like it."""
+    text = str(value).lower()
+    texts = [choice for choice in choices if isinstance(choice, str)]
+    whole = [choice for choice in texts if len(text) > 2 and text in choice]
+    return " or ".join(whole) or closest(text, texts)
+
+
+def _parse_assignment(assignment: str, where: str) -> dict[str, object]:
+    key, equals, text = assignment.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(
+            f"{where}: expected key=value, got {quote(assignment)}. Write for example format=bf16."
+        )
+    where = f"{where}: {quote(assignment)}"
+    check_key(where, key, field_names())
+    return merge(where, {"moe_optim": {key: parse_yaml(where, text)}})["moe_optim"]

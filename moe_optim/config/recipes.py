@@ -1,0 +1,324 @@
+"""A recipe is one run as a YAML file: what it requires, Megatron's flags, and moe_optim's knobs."""
+
+import os
+import re
+import stat
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+
+from moe_optim.config import MoEOptimConfig, check_key, field_names
+from moe_optim.config.interpolation import merge
+from moe_optim.config.plain_yaml import MAX_BYTES, parse_yaml, quote, read_document, shorten
+from moe_optim.config.shipped_recipes import find_recipe, shipped_recipes
+from moe_optim.environment import find_gpus, unmet_version
+from moe_optim.errors import ConfigError
+
+Scalar = bool | int | float | str | None
+Value = Scalar | list[Scalar]
+"""What a flag can take: itself alone (true), nothing at all (false, null), a value, several."""
+
+SECTIONS = ("requires", "megatron_args", "moe_optim")
+KEYS = ("base", *SECTIONS)
+VERSIONS = ("python", "torch", "megatron-core", "transformer-engine", "apex")
+COUNTS = ("sm", "gpus", "ranks")
+_MAX_CHAIN = 16  # recipes, each the base of the one before
+_MAX_COUNT = 1_000_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """One resolved recipe: its bases merged in, overrides applied, interpolations replaced."""
+
+    path: Path
+    """The file it was read from."""
+    files: tuple[Path, ...]
+    """This file and those it is based on, the first base first."""
+    requires: Mapping[str, str | int]
+    """Version specifiers, and minimum numbers; ``ranks`` is always there."""
+    megatron_args: Mapping[str, Value]
+    """Megatron's flags, spelled as on its command line."""
+    moe_optim: MoEOptimConfig
+    """Every knob of this package."""
+
+    @property
+    def ranks(self) -> int:
+        """Processes to launch."""
+        return int(self.requires["ranks"])
+
+    def megatron_argv(self) -> list[str]:
+        """Return the command line for Megatron's parser, values spelled as in the file."""
+        argv: list[str] = []
+        for flag, value in self.megatron_args.items():
+            if value is None or value is False:
+                continue
+            values = value if isinstance(value, list) else [] if value is True else [value]
+            texts = [str(item) for item in values]
+            if len(texts) == 1 and texts[0].startswith("-"):  # argparse takes -1e-3 for a flag
+                argv.append(f"{flag}={texts[0]}")
+            else:
+                argv += [flag, *texts]
+        return argv
+
+
+def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
+    """Read a recipe and the recipes it is based on.
+
+    What ``${oc.env:NAME}`` reads becomes a flag's value like any other: Megatron writes its
+    arguments into logs, TensorBoard's events and checkpoints. Keep secrets out of it.
+
+    Args:
+        path: the YAML file, or where no such file is, the name of a shipped recipe.
+        overrides: assignments such as ``moe_optim.format=bf16`` or
+            ``megatron_args.--train-iters=20``; the last one wins.
+
+    Raises:
+        ConfigError: naming the file (or the override), the key, and what was expected there. Of a
+            file that is no recipe, it repeats nothing.
+    """
+    path = find_recipe(path)
+    assignments = list(overrides)
+    files = _read_layers(path)
+    layers = [*files.values(), *map(_parse_override, assignments)]
+    where = _spell(path)
+    if assignments:
+        where += f" with {' '.join(map(shorten, assignments))}"
+    merged = merge(where, *layers)
+    for flag, value in merged["megatron_args"].items():  # again: an interpolation can be anything
+        _check_flag(f"{where}: megatron_args", flag, value)
+    return Recipe(
+        path=path,
+        files=tuple(files),
+        requires=MappingProxyType(_checked_requires(where, merged["requires"])),
+        megatron_args=MappingProxyType(merged["megatron_args"]),
+        moe_optim=MoEOptimConfig.from_mapping(merged["moe_optim"], f"{where}: moe_optim"),
+    )
+
+
+def unmet_requirements(recipe: Recipe, *, hardware: bool = True) -> list[str]:
+    """Return one line for every requirement of ``recipe`` this machine does not meet.
+
+    A line says what is wanted, what was found, and what to do.
+
+    ``ranks`` is not among them: it says how many processes to launch, on any machine. Nor is
+    ``hardware`` for ranks that a launcher starts, perhaps on several machines: it has chosen that.
+    """
+    requires = recipe.requires
+    wanted = {name: str(requires[name]) for name in VERSIONS if name in requires}
+    unmet = [problem for each in wanted.items() if (problem := unmet_version(*each))]
+    if hardware and ("gpus" in requires or "sm" in requires):
+        unmet += _unmet_hardware(requires)
+    return unmet
+
+
+def check_requirements(recipe: Recipe, *, hardware: bool = True) -> None:
+    """Check that this machine meets what a recipe requires.
+
+    Args:
+        recipe: one that was loaded.
+        hardware: whether GPUs are asked for, too; see :func:`unmet_requirements`.
+
+    Raises:
+        ConfigError: it does not; every requirement that is not met is named.
+    """
+    if unmet := unmet_requirements(recipe, hardware=hardware):
+        lines = "".join(f"\n  {line}" for line in unmet)
+        raise ConfigError(f"{recipe.path}: requires: expected more than this machine has.{lines}")
+
+
+def _read_layers(path: Path) -> dict[Path, dict[str, dict[str, Any]]]:
+    """Return the sections of a recipe's bases and of itself, by file, the first base first."""
+    chain: list[Path] = []
+    layers = []
+    left = MAX_BYTES  # all files together are bounded as one is
+    remedy = "Correct the path"
+    if not os.path.lexists(path):
+        remedy += f", or name a shipped recipe: {', '.join(shipped_recipes())}"
+    step: Path | None = path
+    while step is not None:
+        text = _read_text(step, left, remedy)
+        _check_chain([*chain, step])
+        layer, base = _read_layer(_spell(step), text)
+        chain.append(step)
+        layers.append(layer)
+        left -= len(text)
+        remedy = f"Correct `base` in {_spell(step)}"
+        step = step.parent / base if base else None
+    return dict(zip(chain[::-1], layers[::-1], strict=True))
+
+
+def _check_chain(chain: Sequence[Path]) -> None:
+    """Raise ConfigError if the last recipe is one of those that led to it, or they are too many."""
+    *above, last = chain
+    if any(last.samefile(step) for step in above):
+        shown = " -> ".join(map(_spell, chain))
+        raise ConfigError(
+            f"{_spell(above[-1])}: base: expected a recipe that does not lead back to itself, got "
+            f"{shown}. Remove one `base`."
+        )
+    if len(chain) > _MAX_CHAIN:
+        raise ConfigError(
+            f"{_spell(chain[0])}: base: expected at most {_MAX_CHAIN} recipes, each the base of "
+            "the one before, got more. Remove one `base`."
+        )
+
+
+def _read_layer(where: str, text: str) -> tuple[dict[str, dict[str, Any]], str | None]:
+    """Return the sections of one file, and the path of its base.
+
+    Nothing of the file is repeated in an error until all of its outermost keys are a recipe's.
+    """
+    recipe, lines = read_document(where, text)
+    if not isinstance(recipe, dict):
+        got = {list: "a list", type(None): "nothing"}.get(type(recipe), "one value")
+        raise ConfigError(
+            f"{where}: expected a mapping with keys among {', '.join(KEYS)}, got {got}. "
+            "Start from recipes/quickstart.yaml."
+        )
+    for key, line in lines.items():
+        check_key(f"{where}: line {line}", key, KEYS, is_shown=False)
+    base = recipe.get("base")
+    if not isinstance(base, str | None):
+        raise ConfigError(
+            f"{where}: base: expected the path of a recipe, got {_kind(base)}. "
+            f"Write for example quickstart.yaml, or remove `base`."
+        )
+    return {section: _checked_section(where, section, recipe) for section in SECTIONS}, base
+
+
+def _read_text(path: Path, limit: int, remedy: str) -> str:
+    """Return what a regular file of at most ``limit`` bytes holds; others are not even opened."""
+    why = ""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            why = "no regular file"
+        else:  # files of /proc can be regular, of size 0, and waited for: not with O_NONBLOCK
+            with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # noqa: PTH123
+                data = file.read(limit + 1) or b""
+            if len(data) <= limit:
+                return data.decode("utf-8")
+            why = f"more than {limit:,} bytes"
+    except UnicodeDecodeError:
+        why = "not UTF-8 text"
+    except OSError as error:
+        why = error.strerror or type(error).__name__
+    except ValueError:  # NUL, or a surrogate
+        why = "a path that no file can have"
+    raise ConfigError(f"{_spell(path)}: expected a readable recipe, got: {why}. {remedy}.")
+
+
+def _spell(path: Path) -> str:
+    """Spell a path for a message: as it is, unless it is long or cannot be printed."""
+    text = str(path)
+    return shorten(text if text.isprintable() else repr(text))
+
+
+def _parse_override(text: str) -> dict[str, dict[str, Any]]:
+    where = f"override {quote(text)}"
+    target, equals, value = text.partition("=")
+    section, dot, key = target.partition(".")
+    if not (equals and dot and key) or section not in SECTIONS:
+        raise ConfigError(
+            f"{where}: expected SECTION.KEY=VALUE with a section among {', '.join(SECTIONS)}. "
+            f"Write {shorten(_suggest(target))}={shorten(value) or 'VALUE'}."
+        )
+    layer = {section: {key: parse_yaml(where, value)}}
+    return {section: _checked_section(where, section, layer)}
+
+
+def _suggest(target: str) -> str:
+    """Guess what a key without its section was meant to be: a knob, a requirement, or a flag."""
+    name = target.rpartition(".")[2]
+    if name in field_names():
+        return f"moe_optim.{name}"
+    if name in VERSIONS + COUNTS:
+        return f"requires.{name}"
+    return f"megatron_args.--{name.lstrip('-') or 'train-iters'}"
+
+
+def _checked_section(where: str, section: str, recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return one section of one file, its keys known and its values of a type that fits."""
+    values = recipe.get(section)
+    if values is None:  # absent, or all of it commented out
+        return {}
+    where = f"{where}: {section}"
+    if not isinstance(values, dict):
+        raise ConfigError(f"{where}: expected a mapping, got {_kind(values)}. Write `key: value`.")
+    for key, value in values.items():
+        if section == "megatron_args":
+            _check_flag(where, key, value)
+        else:
+            check_key(where, key, VERSIONS + COUNTS if section == "requires" else field_names())
+            if not isinstance(value, Scalar):
+                raise ConfigError(
+                    f"{where}: {key}: expected one value, got {_kind(value)}. Write one."
+                )
+    return values
+
+
+def _check_flag(where: str, flag: object, value: object) -> None:
+    if not (re.fullmatch(r"--[^\s=]+", str(flag)) and str(flag).isprintable()):
+        raise ConfigError(
+            f"{where}: expected one of Megatron's flags with its leading dashes, got "
+            f"{quote(flag)}. Write --{shorten(str(flag)).lstrip('-').replace('_', '-')}."
+        )
+    if isinstance(value, list):
+        if all(type(item) in (int, float, str) for item in value):
+            return
+    elif isinstance(value, Scalar):
+        return
+    raise ConfigError(
+        f"{where}: {shorten(str(flag))}: expected true, false, a value or a list of values, got "
+        f"{quote(value)}. Quote what is text."
+    )
+
+
+def _checked_requires(where: str, requires: Mapping[str, Any]) -> dict[str, str | int]:
+    checked: dict[str, str | int] = {"ranks": 1}
+    for key, value in requires.items():
+        if value is None:  # a variant drops what its base requires
+            continue
+        if key in COUNTS:
+            if type(value) is not int or not 1 <= value <= _MAX_COUNT:
+                raise ConfigError(
+                    f"{where}: requires: {key}: expected a positive whole number, got "
+                    f"{quote(value)}. Write one up to {_MAX_COUNT:,}, or null to require nothing."
+                )
+            checked[key] = value
+            continue
+        try:
+            checked[key] = str(SpecifierSet(value))
+        # ValueError: a number too long for int()
+        except (InvalidSpecifier, TypeError, AttributeError, ValueError) as error:
+            raise ConfigError(
+                f"{where}: requires: {key}: expected a version specifier, got {quote(value)}. "
+                f"Write for example '>={shorten(str(value))}'."
+            ) from error
+    return checked
+
+
+def _unmet_hardware(requires: Mapping[str, str | int]) -> list[str]:
+    gpus = find_gpus()
+    unmet = []
+    if len(gpus) < (wanted := int(requires.get("gpus", 1))):
+        unmet.append(
+            f"gpus: expected {wanted} or more, got {len(gpus)}. "
+            f"Use a machine with more, or a recipe for fewer."
+        )
+    oldest = min(gpus, key=lambda gpu: gpu.sm, default=None)
+    if oldest and oldest.sm < (sm := int(requires.get("sm", 0))):
+        unmet.append(
+            f"sm: expected compute capability {sm} or newer, got {oldest.sm} ({oldest.name}). "
+            f"Use a recipe for this GPU."
+        )
+    return unmet
+
+
+def _kind(value: object) -> str:
+    """Say what YAML gave, in YAML's words."""
+    names = {dict: "a mapping", list: "a list", type(None): "nothing"}
+    return names.get(type(value), quote(value))

@@ -1,0 +1,165 @@
+"""The product of all experts in compiled graphs: operations around what runs without compiling.
+
+A graph knows a linear by its handle. The bodies look it up at every run, and ask it for what it
+multiplies: weights that are behind their masters, or were written between forward and backward,
+raise there as they do without compiling.
+
+Weight gradients leave the graph through autograd, as ``fuse_wgrad_accumulation=False`` has it: an
+operation may not write where the compiler does not look. DDP's hooks add them to ``main_grad`` when
+they arrive, to the bits that a fused accumulation gives, since that too adds a bf16 gradient.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import grouped_mm
+
+from moe_optim import library
+from moe_optim.errors import StateError
+from moe_optim.experts.grouped_product import Linear, WgradFactors, require_same_version
+from moe_optim.weights.grouped_weight import GroupedWeight
+from moe_optim.weights.handles import object_of
+
+
+def multiply(tokens: Tensor, ends: Tensor, linear: Linear) -> Tensor:
+    """Multiply each expert's tokens by its weight, in a graph that is being compiled.
+
+    Raises:
+        StateError: the linear delays weight gradients.
+    """
+    if linear.delay_wgrad:
+        raise StateError(
+            f"{linear.name}: delayed weight gradients are not kept in compiled graphs. Compile "
+            "without delay_wgrad_compute and overlap_dispatch_backward_with_experts_wgrad."
+        )
+    output, _ = _grouped_product(tokens, ends, linear.weights(), linear.handle)
+    return output
+
+
+def _empty_product(
+    tokens: Tensor, ends: Tensor, weights: list[Tensor], handle: Tensor
+) -> tuple[Tensor, Tensor]:
+    rows, cols = weights[0].shape[-2], tokens.shape[1]
+    operand = tokens.new_empty((ends.shape[0], rows, cols))
+    version = handle.new_empty(_version_size(weights))
+    return grouped_mm(tokens, operand.transpose(1, 2), offs=ends), version
+
+
+def _version_size(weights: Sequence[Tensor]) -> int:
+    """Return how many numbers tell the versions of weights apart; uint8 is a plane's."""
+    return len(weights) * (1 if weights[0].dtype == torch.uint8 else 2)
+
+
+@partial(library.operation, fake=_empty_product)
+def _grouped_product(
+    tokens: Tensor, ends: Tensor, weights: list[Tensor], handle: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the product [T, R], and the version of what was multiplied, int64 on the host.
+
+    Weights are bf16 parameters, or a plane of each that is quantized. They tell autograd and the
+    compiler what the product depends on; it is the linear that reads them.
+    """
+    linear: Linear = object_of(handle)
+    linear.call_pre_hooks()
+    _require_own(linear, weights)
+    output = grouped_mm(tokens, linear.operand("rowwise").transpose(1, 2), offs=ends)
+    return output, torch.tensor(linear.version(), dtype=torch.int64, device="cpu")
+
+
+def _empty_dgrad(
+    output_grad: Tensor,
+    ends: Tensor,
+    handle: Tensor,  # noqa: ARG001
+    version: Tensor,  # noqa: ARG001
+    cols: int,
+) -> Tensor:
+    operand = output_grad.new_empty((ends.shape[0], output_grad.shape[1], cols))
+    return grouped_mm(output_grad, operand, offs=ends)
+
+
+@partial(library.operation, fake=_empty_dgrad)
+def _grouped_dgrad(
+    output_grad: Tensor,
+    ends: Tensor,
+    handle: Tensor,
+    version: Tensor,
+    cols: int,  # noqa: ARG001
+) -> Tensor:
+    linear: Linear = object_of(handle)
+    require_same_version(linear, tuple(version.tolist()))
+    return grouped_mm(output_grad, linear.operand("columnwise"), offs=ends)
+
+
+def _empty_wgrad(
+    output_grad: Tensor,
+    tokens: Tensor,
+    ends: Tensor,
+    handle: Tensor,  # noqa: ARG001
+    version: Tensor,
+) -> Tensor:
+    return WgradFactors(output_grad, tokens, ends, ()).multiply()
+
+
+@partial(library.operation, fake=_empty_wgrad)
+def _grouped_wgrad(
+    output_grad: Tensor, tokens: Tensor, ends: Tensor, handle: Tensor, version: Tensor
+) -> Tensor:
+    linear: Linear = object_of(handle)
+    factors = WgradFactors(output_grad, tokens, ends, tuple(version.tolist()))
+    require_same_version(linear, factors.version)
+    for weight in linear.weights():
+        if getattr(weight, "grad_added_to_main_grad", False):  # a pass without compiling set it
+            weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+    return linear.clip_wgrad(factors.multiply())
+
+
+def _require_own(linear: Linear, weights: Sequence[Tensor]) -> None:
+    """Check that bf16 weights of a graph lie where those of the linear do.
+
+    Raises:
+        StateError: the graph has given them other values, which the linear would not see.
+    """
+    for weight, own in zip(weights, linear.weights(), strict=True):
+        if weight.dtype == own.dtype and weight.data_ptr() != own.data_ptr():
+            raise StateError(
+                f"{linear.name}: expected the parameters themselves, got other tensors. Write "
+                "weights outside of the compiled function."
+            )
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    tokens, ends, weights, handle = inputs
+    ctx.save_for_backward(tokens, ends, handle, output[1])
+    ctx.weight_count, ctx.are_apart = len(weights), weights[0].dim() == 2
+    ctx.mark_non_differentiable(output[1])
+
+
+def _differentiate(ctx: Any, output_grad: Tensor, _: Tensor) -> tuple[Any, ...]:
+    tokens, ends, handle, version = ctx.saved_tensors
+    wants_tokens, _, wants_weights, _ = ctx.needs_input_grad
+    output_grad = output_grad.contiguous()
+    tokens_grad, weight_grads = None, [None] * ctx.weight_count
+    if wants_tokens:
+        tokens_grad = _grouped_dgrad(output_grad, ends, handle, version, tokens.shape[1])
+    if any(wants_weights):
+        wgrad = _grouped_wgrad(output_grad, tokens, ends, handle, version)
+        parts = wgrad.unbind(0) if ctx.are_apart else [wgrad]
+        pairs = zip(parts, wants_weights, strict=True)
+        weight_grads = [part if wanted else None for part, wanted in pairs]
+    return tokens_grad, None, weight_grads, None
+
+
+_grouped_product.register_autograd(_differentiate, setup_context=_keep)
+
+
+def _read_planes(_cls: Any, func: Any, _types: Any, args: Any, kwargs: Any) -> Any:
+    """Give the operation a plane of each quantized weight, in place of values it does not read."""
+    tokens, ends, weights, handle = args
+    planes = [w.plane_rowwise_data if isinstance(w, GroupedWeight) else w for w in weights]
+    return func(tokens, ends, planes, handle, **kwargs)
+
+
+_grouped_product.register_torch_dispatch(GroupedWeight, _read_planes)

@@ -1,0 +1,508 @@
+"""One linear layer of all local experts: a single grouped product forward, dgrad and wgrad."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from moe_optim.errors import StateError
+from moe_optim.experts import compiled_product
+from moe_optim.experts.calibrated_amax import (
+    calibrated_amax,
+    set_calibrated_amax,
+    take_calibrated_amax,
+)
+from moe_optim.experts.compute import QuantizedCopy
+from moe_optim.experts.fake_copy import FakeQuantizedCopy
+from moe_optim.experts.grouped_product import (
+    GradientEnd,
+    Version,
+    WgradFactors,
+    multiply,
+    run_delayed_wgrad,
+)
+from moe_optim.experts.stacked_experts import lie_together, stack_experts
+from moe_optim.fake_quantization import PerExpertGrid
+from moe_optim.formats import BlockScaledFormat, Direction
+from moe_optim.kernels.member_table import Backend
+from moe_optim.library import as_written
+from moe_optim.places import has_memory
+from moe_optim.weights.grouped_weight import GroupedWeight
+from moe_optim.weights.handles import handle_of
+from moe_optim.weights.recorded_amax import RecordsAmax
+from moe_optim.weights.storage import (
+    GradientNote,
+    MakeStorages,
+    PlaneStorage,
+    PortableStorage,
+    make_portable_storages,
+)
+
+ExpertLayout = Literal["grouped", "indexed"]
+
+
+class GroupedLinear(RecordsAmax, torch.nn.Module):
+    """Weights of all local experts of one linear, and their biases if it has any.
+
+    Parameters are ``weight`` [E, R, C] in ``grouped`` layout, ``weight0 .. weight{E-1}`` [R, C] in
+    ``indexed`` layout. Portable quantized experts lie in one storage [E, R, C] in both, so either
+    layout multiplies in one call. bf16 experts are ordinary parameters, which lie side by side: in
+    one allocation, and then in the buffer of Megatron's DDP, where the last parameter comes first.
+    They are therefore registered from the last expert to the first. With ``compute`` their
+    products read a quantized copy, and give what storage of that format would give, or the values
+    of a grid that each expert has for itself.
+
+    Biases are bf16 whatever the format: ``bias`` [E, R], or ``bias0 .. bias{E-1}`` [R]. The product
+    does not add them; callers get them from :meth:`token_biases`, and fuse or scale the addition.
+
+    Args:
+        num_experts: E, local experts.
+        out_features: R.
+        in_features: C.
+        format: block-scaled storage format, or None for bf16.
+        compute: format or grid of the products of bf16 experts; None multiplies what is stored.
+        expert_layout: how parameters are cut.
+        bias: whether there are biases, zero at first.
+        fuse_wgrad_accumulation: add weight gradients straight into ``main_grad`` where there is
+            one, instead of returning them through autograd.
+        delay_wgrad: leave weight gradients to :meth:`backward_dw`.
+        record_amax: keep the amax of every quantized expert, see :meth:`amax`.
+        make_storages: what quantized weights are kept in.
+        backend: who quantizes, kernels or plain torch.
+        name: for errors.
+        device: where weights live.
+
+    Raises:
+        LayoutError: the shape does not fit the format.
+    """
+
+    def __init__(  # noqa: PLR0913  # all but the shape by name
+        self,
+        num_experts: int,
+        out_features: int,
+        in_features: int,
+        *,
+        format: BlockScaledFormat | None,
+        compute: BlockScaledFormat | PerExpertGrid | None = None,
+        expert_layout: ExpertLayout = "grouped",
+        bias: bool = False,
+        fuse_wgrad_accumulation: bool = True,
+        delay_wgrad: bool = False,
+        record_amax: bool = False,
+        make_storages: MakeStorages = make_portable_storages,
+        backend: Backend = "auto",
+        name: str = "weight",
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.name = name
+        self.shape = (num_experts, out_features, in_features)
+        self.expert_layout = expert_layout
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.delay_wgrad = delay_wgrad
+        self._delayed: deque[WgradFactors] = deque()
+        self.handle = handle_of(self)
+        self.quantized_copy: QuantizedCopy | FakeQuantizedCopy | None = None
+        if compute is not None and format is None:
+            self.quantized_copy = _make_copy(compute, self.shape, f"{name}.weight", backend)
+        storages: Sequence[PlaneStorage] = ()
+        if format is not None:
+            storages = make_storages(
+                format,
+                self.shape,
+                apart=expert_layout == "indexed",
+                name=f"{name}.weight",
+                device=device,
+                record_amax=record_amax,
+                backend=backend,
+            )
+        for parameter_name, parameter in self._make_parameters(storages, device):
+            self.register_parameter(parameter_name, parameter)
+        if bias:
+            for bias_name, shape in self._bias_shapes().items():
+                values = torch.zeros(shape, dtype=torch.bfloat16, device=device)
+                self.register_parameter(bias_name, torch.nn.Parameter(values))
+
+    def _bias_shapes(self) -> dict[str, tuple[int, ...]]:
+        experts, rows, _ = self.shape
+        if self.expert_layout == "grouped":
+            return {"bias": (experts, rows)}
+        return {f"bias{index}": (rows,) for index in range(experts)}
+
+    def _make_parameters(
+        self, storages: Sequence[PlaneStorage], device: torch.device | str | None
+    ) -> list[tuple[str, torch.nn.Parameter]]:
+        experts, rows, cols = self.shape
+        names, shape = ["weight"], torch.Size(self.shape)
+        if self.expert_layout == "indexed":
+            names, shape = [f"weight{index}" for index in range(experts)], torch.Size((rows, cols))
+        weights: Iterable[Tensor] = (GroupedWeight(storage, shape) for storage in storages)
+        if not storages:
+            whole = torch.empty(self.shape, dtype=torch.bfloat16, device=device)
+            weights = (part.data for part in self._cut(whole))  # each counts its own writes
+        pairs = zip(names, weights, strict=True)
+        parameters = [(name, torch.nn.Parameter(weight)) for name, weight in pairs]
+        return parameters if storages else parameters[::-1]
+
+    def extra_repr(self) -> str:
+        """Return shape, format and layout of the weights, and what products read."""
+        experts, rows, cols = self.shape
+        storages = self.storages()
+        format = storages[0].format.name if storages else "bf16"
+        parts = [f"experts={experts}, [{rows}, {cols}]", f"format={format}"]
+        if self.quantized_copy is not None:
+            parts.append(f"compute={self.quantized_copy.format.name}")
+        parts += [f"expert_layout={self.expert_layout}", f"bias={bool(self.biases())}"]
+        return ", ".join(parts)
+
+    def storages(self) -> list[PlaneStorage]:
+        """Return the storage behind each parameter; none where experts are bf16."""
+        weights = self.weights()
+        return [w.quantized_storage for w in weights if isinstance(w, GroupedWeight)]
+
+    @property
+    def storage(self) -> PlaneStorage | None:
+        """The one storage of all experts; None in bf16, or where they lie apart in buckets."""
+        storages = self.storages()
+        return storages[0].whole_of(storages) if storages else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copy and pickle the module without the gradients that passes of this one have delayed."""
+        return self.__dict__ | {"_delayed": deque()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Become a linear of its own, whose parameters were copied one by one."""
+        super().__setstate__(state)
+        self._lay_together()
+        self.handle = handle_of(self)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GroupedLinear":
+        """Move quantized experts as one storage; bf16 is their dtype already, and the only one.
+
+        Amaxes of a calibration move along, and stay fp32.
+        """
+        amax = calibrated_amax(self)
+        if amax is not None:
+            set_calibrated_amax(self, None)
+        if self.storages():
+            self._move_storages(fn)
+            for bias in self.biases():
+                bias.data = fn(bias.data)
+        else:
+            before = [weight.data_ptr() for weight in self.weights()]
+            super()._apply(fn, recurse)
+            if before != [weight.data_ptr() for weight in self.weights()]:
+                self._lay_together()
+        if amax is not None:
+            set_calibrated_amax(self, amax.to(fn(amax).device))
+        return self
+
+    @torch.no_grad()
+    def _lay_together(self) -> None:
+        """Give bf16 experts that were copied one by one an allocation of their own again.
+
+        Not those of a buffer, which they would leave.
+        """
+        weights = self.weights()
+        if self.expert_layout == "indexed" and not self.storages() and not lie_together(weights):
+            for weight, part in zip(weights, stack_experts(weights), strict=True):
+                weight.data = part
+
+    def _move_storages(self, fn: Callable[[Tensor], Tensor]) -> None:
+        whole = self.storage
+        if whole is None:
+            for weight, storage in zip(self.weights(), self.storages(), strict=True):
+                weight.quantized_storage = _moved(storage, fn)  # type: ignore[attr-defined]
+            return
+        moved = _moved(whole, fn)
+        if moved is whole:
+            return
+        assert isinstance(moved, PortableStorage)  # as every copy is
+        for index, weight in enumerate(self.weights()):
+            old: PlaneStorage = weight.quantized_storage  # type: ignore[attr-defined]
+            new = moved if self.expert_layout == "grouped" else moved.expert(index)
+            new.set_copy_of(old)
+            weight.quantized_storage = new  # type: ignore[attr-defined]
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Load the weights, then the amax of the masters that they were once quantized from.
+
+        It is kept until the next requantization, and changes no byte: what was dequantized from
+        NVFP4 quantizes to the same bytes by an amax of its own. Quantized weights take values also
+        with ``assign=True``: they keep their format, and their place in a bucket. Amaxes of a
+        calibration are those of the weights that are loaded, see :func:`take_calibrated_amax`.
+        """
+        amax: Tensor | None = state_dict.pop(f"{prefix}weight_amax", None)
+        take_calibrated_amax(self, state_dict, prefix, self.shape[0], self.name)
+        if self.storages():
+            local_metadata = {**local_metadata, "assign_to_params_buffers": False}
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
+        self.take_amax(amax)
+
+    def weights(self) -> list[torch.nn.Parameter]:
+        """Return the weights in expert order: one in ``grouped`` layout, E in ``indexed``."""
+        return self._parameters_called("weight")
+
+    def biases(self) -> list[torch.nn.Parameter]:
+        """Return the biases in expert order, as many as weights; none in a linear without."""
+        return self._parameters_called("bias")
+
+    def _parameters_called(self, kind: str) -> list[torch.nn.Parameter]:
+        names = [kind, *(f"{kind}{index}" for index in range(self.shape[0]))]
+        found = map(self._parameters.get, names)
+        return [parameter for parameter in found if parameter is not None]
+
+    def token_biases(
+        self, counts: Tensor, product: Tensor, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Return the bias of each token's expert.
+
+        Their gradients are summed over each expert's tokens in ``dtype``, then rounded to bf16.
+
+        Args:
+            counts: [E] integers on the host, tokens of each expert.
+            product: [T, R] bf16, what the linear gave these tokens. Biases are read after it: by
+                then hooks have gathered them.
+            dtype: what the biases are cast to; bf16 if not given.
+
+        Returns:
+            [T, R].
+        """
+        after = product.detach().view(torch.int16)
+        return _spread_biases(self.biases(), counts, dtype or product.dtype, after)
+
+    @torch.no_grad()
+    def load_values(self, values: Tensor, *, keep_for_masters: bool = False) -> None:
+        """Set all experts.
+
+        Args:
+            values: [E, R, C] bf16. Kept by reference if ``keep_for_masters``.
+            keep_for_masters: remember the values until the optimizer has made its masters of them.
+        """
+        for weight, part in zip(self.weights(), self._cut(values), strict=True):
+            weight.copy_(part)
+            if keep_for_masters and isinstance(weight, GroupedWeight):
+                weight.quantized_storage.initial = part
+
+    def _cut(self, stacked: Tensor) -> Sequence[Tensor]:
+        return [stacked] if self.expert_layout == "grouped" else stacked.unbind(0)
+
+    def forward(self, tokens: Tensor, ends: Tensor) -> Tensor:
+        """Multiply each expert's tokens by its weight.
+
+        Args:
+            tokens: [T, C] bf16, sorted by expert.
+            ends: [E] int32 on the device of ``tokens``: where each expert's tokens end.
+
+        Returns:
+            [T, R] bf16.
+
+        Raises:
+            StateError: the weights are behind their masters, or ahead of a delayed gradient.
+        """
+        if torch.compiler.is_compiling():
+            return compiled_product.multiply(tokens, ends, self)
+        if self._delayed and self._delayed[0].version != self.version():
+            self.require_wgrads_taken()
+        return multiply(tokens, ends, self)
+
+    def operand(self, direction: Direction) -> Tensor:
+        """Return what products of ``direction`` multiply, [E, R, C] bf16; see :meth:`version`.
+
+        Not to be written: it may be the memory of bf16 weights, where products read these.
+
+        Raises:
+            StateError: the weights are behind their masters, or offloaded.
+        """
+        weights, storages = self.weights(), self.storages()
+        for storage in storages:
+            storage.require_fresh()
+        if storages:
+            whole = storages[0].whole_of(storages)
+            if whole is not None:
+                return whole.dequantize(direction)
+            return torch.cat([storage.dequantize(direction) for storage in storages])
+        self._require_memory(weights)
+        if self.quantized_copy is not None:
+            return self.quantized_copy.dequantize(
+                weights, direction, keep=self.training, amax=calibrated_amax(self)
+            )
+        if self.expert_layout == "grouped":
+            return weights[0].detach()
+        return stack_experts(weights)
+
+    def _require_memory(self, weights: Sequence[Tensor]) -> None:
+        """Raise StateError where bf16 weights are offloaded; those of a linear are together."""
+        if not has_memory(weights[0]):
+            raise StateError(
+                f"{self.name}.weight: expected the values of the weight, got none: they are "
+                "offloaded. Call reload_from_cpu() on the buffers of the DDP module first."
+            )
+
+    def version(self) -> Version:
+        """Return what changes with every write of a weight, and with every exchange of one."""
+        storages = self.storages()
+        if storages:
+            return tuple(storage.version for storage in storages)
+        return tuple(entry for w in self.weights() for entry in (w.data_ptr(), w._version))
+
+    def call_pre_hooks(self) -> None:
+        """Call what waits for the weights before a forward pass; it is not given the tokens."""
+        for hook in self._forward_pre_hooks.values():
+            hook(self, ())
+
+    def keep_for_wgrad(self, factors: WgradFactors) -> None:
+        """Keep the ``factors`` that a backward pass leaves to :meth:`backward_dw`."""
+        self._delayed.append(factors)
+
+    def backward_dw(self) -> None:
+        """Compute the oldest delayed weight gradient, and accumulate it as a backward pass would.
+
+        Every hook of the weights runs now, and none did before: DDP counts a weight as ready when
+        its gradient is. Does nothing where no backward pass has left any.
+        """
+        if self._delayed:
+            run_delayed_wgrad(self, self._delayed.popleft())
+
+    def drop_delayed_wgrads(self) -> None:
+        """Forget weight gradients that no :meth:`backward_dw` has taken, as zeroing does."""
+        self._delayed.clear()
+
+    def require_wgrads_taken(self) -> None:
+        """Check that no weight gradient is still delayed, before gradients are used.
+
+        Raises:
+            StateError: there are some; a step would lose them.
+        """
+        if self._delayed:
+            raise StateError(
+                f"{self.name}.weight: expected the gradients of all backward passes before the "
+                f"optimizer steps, got {len(self._delayed)} still delayed. Call backward_dw() "
+                "once for each backward pass."
+            )
+
+    def clip_wgrad(self, wgrad: Tensor) -> Tensor:
+        """Return a weight gradient with zeros where products read a clipped value.
+
+        Args:
+            wgrad: [E, R, C] bf16; returned as it is where nothing is clipped.
+
+        Returns:
+            [E, R, C] bf16.
+
+        Raises:
+            StateError: the weights are offloaded.
+        """
+        if self.quantized_copy is None:
+            return wgrad
+        weights = self.weights()
+        self._require_memory(weights)
+        return self.quantized_copy.clip_wgrad(weights, wgrad, calibrated_amax(self))
+
+    def take_wgrad(self, wgrad: Tensor, ends: Sequence[GradientEnd]) -> list[Tensor | None]:
+        """Hand the weight gradient on, as the configuration says.
+
+        Args:
+            wgrad: [E, R, C] bf16.
+            ends: where the gradient of each parameter ends.
+
+        Returns:
+            One gradient a parameter for autograd, None where nobody wants it. Where the values went
+            into ``main_grad`` it is an unwritten tensor: DDP's hooks want to see one, and free it
+            without reading it. Weights with hooks of others get theirs through autograd, since
+            these read it, and may change it. All are bf16, of the shapes of the parameters.
+
+        Raises:
+            StateError: weights that are read for it, or gradient memory, are offloaded.
+        """
+        wgrad = self.clip_wgrad(wgrad)
+        gradients: list[Tensor | None] = []
+        for weight, part, end in zip(self.weights(), self._cut(wgrad), ends, strict=True):
+            main_grad = getattr(weight, "main_grad", None)
+            if end is GradientEnd.NOWHERE:
+                gradients.append(None)
+            elif end is GradientEnd.LEAF and main_grad is not None and self._fuses_wgrad(weight):
+                if isinstance(weight, GroupedWeight):
+                    weight.quantized_storage.before_gradient()
+                main_grad.add_(part)
+                weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+                gradients.append(torch.empty_like(part))
+            else:
+                if getattr(weight, "grad_added_to_main_grad", False):  # by an earlier pass
+                    weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+                gradients.append(part)
+        return gradients
+
+    def _fuses_wgrad(self, weight: torch.nn.Parameter) -> bool:
+        """Return whether a gradient is added where nobody but the weight's bucket sees it."""
+        hooks: Iterable[Any] = (weight._backward_hooks or {}).values()
+        return (
+            self.fuse_wgrad_accumulation
+            and all(isinstance(hook, GradientNote) for hook in hooks)
+            and not weight._post_accumulate_grad_hooks
+        )
+
+
+def _empty_biases(
+    biases: list[Tensor],
+    counts: Tensor,  # noqa: ARG001
+    dtype: torch.dtype,
+    after: Tensor,
+) -> Tensor:
+    return biases[0].new_empty(after.shape, dtype=dtype)
+
+
+@partial(as_written, fake=_empty_biases)
+def _spread_biases(
+    biases: list[Tensor],
+    counts: Tensor,
+    dtype: torch.dtype,
+    after: Tensor,  # noqa: ARG001  # the compiler keeps the order
+) -> Tensor:
+    cast = [bias.to(dtype) for bias in biases]
+    rows = cast if cast[0].dim() == 1 else cast[0].unbind(0)
+    pairs = zip(rows, counts.tolist(), strict=True)
+    return torch.cat([row.expand(count, -1) for row, count in pairs])
+
+
+def _make_copy(
+    compute: BlockScaledFormat | PerExpertGrid,
+    shape: tuple[int, int, int],
+    name: str,
+    backend: Backend,
+) -> QuantizedCopy | FakeQuantizedCopy:
+    if isinstance(compute, PerExpertGrid):
+        return FakeQuantizedCopy(compute, shape, name, backend)
+    return QuantizedCopy(compute, shape, name, backend)
+
+
+def _moved(storage: PlaneStorage, fn: Callable[[Tensor], Tensor]) -> PlaneStorage:
+    """Return the storage that ``fn`` makes of one: itself, or a copy on another device.
+
+    Raises:
+        StateError: it would change the dtype, or leave the bucket the storage is bound to.
+    """
+    with torch.no_grad():
+        moved = fn(GroupedWeight(storage))
+    if not isinstance(moved, GroupedWeight):
+        raise StateError(
+            f"{storage.name}: {storage.format.name} weights cannot become {moved.dtype} in place. "
+            "Build the model with format: bf16 instead."
+        )
+    new = moved.quantized_storage
+    if storage.holder is not None and new is not storage:
+        raise StateError(
+            f"{storage.name}: expected to stay on {storage.device}, where a bucket gathers it, got "
+            f"{new.device}. Move the model before it is wrapped with DDP."
+        )
+    return new

@@ -1,0 +1,193 @@
+"""Moving the experts of a state dict from one key layout to another, element by element."""
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_optim.experts.keys.finding import raise_faults, shape_faults, survey_expert_sets
+from moe_optim.experts.keys.layouts import ExpertSet, KeyLayout, Projection, get_layout
+
+_Piece = tuple[int, Projection, bool]
+"""Expert, projection, whether its bias: what every layout holds whole."""
+
+
+@torch.no_grad()
+def convert_expert_set(
+    tensors: Mapping[str, Any],
+    source: ExpertSet,
+    to: KeyLayout,
+    *,
+    source_interleave: int | None = None,
+    target_interleave: int | None = None,
+    experts: range | None = None,
+) -> dict[str, Tensor]:
+    """Return the experts of a set under the keys of a layout, behind the same prefix.
+
+    The way back gives the same bits. Every result has the shape that the layout says, is contiguous
+    and has memory of its own, in the dtype and on the device of the source (``meta`` too); extra
+    states are left behind. No rank communicates.
+
+    Args:
+        tensors: those of the set, of the shapes that its layout says, any dtype; other entries are
+            not looked at. Nothing is written.
+        source: what they are, from :func:`~moe_optim.experts.keys.finding.find_expert_sets`.
+        to: the layout to convert to.
+        source_interleave: rows of gate that alternate with as many of up, in weights and biases;
+            None where all rows of gate come first.
+        target_interleave: the same of the result.
+        experts: take these and number them from 0; all if not given.
+
+    Raises:
+        LayoutError: entries are not those of the set, or differ in dtype or device; the layout
+            holds no biases; rows cannot alternate; there are no such experts.
+    """
+    experts = range(source.num_experts) if experts is None else experts
+    target = replace(source, layout=to, num_experts=len(experts))
+    raise_faults(_tensor_faults(tensors, source))
+    raise_faults(
+        _request_faults(source, to, experts)
+        + interleave_faults(source, source_interleave)
+        + interleave_faults(target, target_interleave)
+    )
+    like: Tensor = tensors[source.keys[0]]
+    results = {
+        key: torch.empty(shape, dtype=like.dtype, device=like.device)
+        for key, shape in target.shapes().items()
+    }
+    given = _pieces(tensors, source, source_interleave)
+    for piece, place in _pieces(results, target, target_interleave).items():
+        expert, projection, is_bias = piece
+        place.copy_(given[experts[expert], projection, is_bias].reshape(place.shape))
+    return results
+
+
+def convert_state_dict(
+    state: Mapping[str, Any],
+    to: KeyLayout | str,
+    *,
+    source_interleave: int | None = None,
+    target_interleave: int | None = None,
+    layouts: Sequence[KeyLayout] | None = None,
+    num_experts: int | None = None,
+    prefixes: Collection[str] | None = None,
+) -> dict[str, Any]:
+    """Return a flat state dict with the experts of every layer in one layout.
+
+    Converted experts stand where the first key of their layer stood, as
+    :func:`convert_expert_set` returns them. All other entries are the same objects, in their order.
+
+    Args:
+        state: of any entries; neither it nor they are changed.
+        to: the layout to convert to, or its name: ``grouped``, ``indexed``, ``sequential``,
+            ``legacy``, ``hf``, ``hf_transposed`` or ``hf_per_expert``.
+        source_interleave: as for :func:`convert_expert_set`, of every layer.
+        target_interleave: likewise.
+        layouts: which there may be; all named ones if not given.
+        num_experts: how many every layer must have; ``legacy`` does not tell.
+        prefixes: convert these containers only, and each of them.
+
+    Raises:
+        LayoutError: what :func:`~moe_optim.experts.keys.finding.find_expert_sets` or
+            :func:`convert_expert_set` refuse, all faults of all layers at once.
+        ConfigError: there is no layout of that name.
+    """
+    to = get_layout(to) if isinstance(to, str) else to
+    sets, faults = survey_expert_sets(
+        {key: value.shape if isinstance(value, Tensor) else None for key, value in state.items()},
+        layouts=layouts,
+        num_experts=num_experts,
+        prefixes=prefixes,
+    )
+    for source in sets:
+        faults += _tensor_faults(state, source)
+        faults += _request_faults(source, to, range(source.num_experts))
+        faults += interleave_faults(source, source_interleave)
+        faults += interleave_faults(replace(source, layout=to), target_interleave)
+    raise_faults(faults)
+    owner = {key: source for source in sets for key in (*source.keys, *source.extra_states)}
+    result: dict[str, Any] = {}
+    done = set()
+    for key, value in state.items():
+        source_set = owner.get(key)
+        if source_set is None:
+            result[key] = value
+        elif source_set.prefix not in done:
+            done.add(source_set.prefix)
+            result |= convert_expert_set(
+                state,
+                source_set,
+                to,
+                source_interleave=source_interleave,
+                target_interleave=target_interleave,
+            )
+    return result
+
+
+def _pieces(
+    tensors: Mapping[str, Tensor], expert_set: ExpertSet, interleave: int | None
+) -> dict[_Piece, Tensor]:
+    """Return every projection of every expert as blocks of its rows, [blocks, rows, ...].
+
+    They are views wherever the tensors are contiguous, so that writing into them fills a set.
+    """
+    pieces: dict[_Piece, Tensor] = {}
+    for pattern, index, key in expert_set.entries():
+        values = tensors[key].reshape(expert_set.sizes(pattern.axes))
+        values = values.permute(pattern.canonical_order)
+        count = len(pattern.projections)
+        for expert, rows in enumerate(values) if index is None else [(index, values)]:
+            alternating = interleave if interleave and count == 2 else rows.shape[0] // count
+            blocks = rows.unflatten(0, (-1, count, alternating))
+            for place, projection in enumerate(pattern.projections):
+                pieces[expert, projection, pattern.is_bias] = blocks[:, place]
+    return pieces
+
+
+def _tensor_faults(tensors: Mapping[str, Any], source: ExpertSet) -> list[str]:
+    """Return what keeps entries from being tensors of this set, all of one dtype and device."""
+    given = {key: tensors[key] for key in source.keys if key in tensors}
+    shapes = {k: tuple(v.shape) if isinstance(v, Tensor) else None for k, v in given.items()}
+    faults = shape_faults(source, shapes)
+    kinds = {k: (str(v.dtype), str(v.device)) for k, v in given.items() if isinstance(v, Tensor)}
+    if len(set(kinds.values())) > 1:
+        most_common = Counter(kinds.values()).most_common(1)[0][0]
+        reference = next(key for key, kind in kinds.items() if kind == most_common)
+        faults += [
+            f"{key}: expected {' on '.join(most_common)} as {reference}, got {' on '.join(kind)}"
+            for key, kind in kinds.items()
+            if kind != most_common
+        ]
+    return faults
+
+
+def _request_faults(source: ExpertSet, to: KeyLayout, experts: range) -> list[str]:
+    """Return what the layout cannot hold, and experts that the set does not have."""
+    faults = []
+    if source.has_bias and not to.holds_biases:
+        biases = (key for pattern, _, key in source.entries() if pattern.is_bias)
+        faults += [
+            f"{key}: expected no biases, which layout {to.name} cannot hold" for key in biases
+        ]
+    last = source.num_experts
+    if experts.step != 1 or not 0 <= experts.start < experts.stop <= last:
+        faults.append(f"{source.prefix}: expected some of experts 0 to {last - 1}, got {experts}")
+    return faults
+
+
+def interleave_faults(expert_set: ExpertSet, interleave: int | None) -> list[str]:
+    """Return why rows of gate and up cannot alternate in such blocks, if they cannot."""
+    if interleave is None:
+        return []
+    name, ffn = expert_set.layout.name, expert_set.ffn
+    if not expert_set.layout.can_interleave:
+        return [f"{expert_set.prefix}: layout {name} keeps gate and up apart, got interleaving"]
+    if interleave < 1 or ffn % interleave:
+        return [
+            f"{expert_set.prefix}: expected blocks of rows that divide {ffn}, the width of its "
+            f"experts, got interleaving by {interleave}"
+        ]
+    return []

@@ -1,0 +1,318 @@
+"""Loading experts from whatever layout a state dict keeps them in: this rank's, or refused."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_optim.errors import LayoutError
+from moe_optim.experts.grouped_linear import GroupedLinear
+from moe_optim.experts.keys.conversion import convert_expert_set
+from moe_optim.experts.keys.finding import expert_remainders, raise_faults, survey_expert_sets
+from moe_optim.experts.keys.layouts import (
+    CALIBRATED_AMAX,
+    LINEARS,
+    ExpertSet,
+    KeyPattern,
+    get_layout,
+    is_extra_state,
+)
+from moe_optim.experts.wrapped import grouped_linear_of
+from moe_optim.weights.adapters import ADAPTER, BASE, base_of, is_wrapper
+from moe_optim.weights.grouped_weight import GroupedWeight
+from moe_optim.weights.names import unwrapped_name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalExperts:
+    """The experts of one layer that a rank holds, as its model names them."""
+
+    own: ExpertSet
+    """The rank's parameters: its experts, its part of each."""
+    interleave: int | None
+    """Rows of gate that alternate with as many of up."""
+    ep_rank: int
+    ep_size: int
+    tp_rank: int
+    """Of expert tensor parallelism."""
+    tp_size: int
+
+    @classmethod
+    def of(cls, experts: Any, prefix: str) -> "LocalExperts":
+        """Describe portable experts whose parameters are named with ``prefix``."""
+        fc1 = grouped_linear_of(experts, LINEARS[0])
+        groups = experts.pg_collection
+        num_experts, rows, hidden = fc1.shape
+        own = ExpertSet(
+            prefix=prefix,
+            layout=get_layout(fc1.expert_layout),
+            num_experts=num_experts,
+            hidden=hidden,
+            ffn=rows // 2,
+            has_bias=bool(fc1.biases()),
+        )
+        return cls(
+            own=own,
+            interleave=experts.config.moe_mlp_glu_interleave_size,
+            ep_rank=groups.ep.rank(),
+            ep_size=groups.ep.size(),
+            tp_rank=groups.expt_tp.rank(),
+            tp_size=groups.expt_tp.size(),
+        )
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Experts of this rank, and of all ranks."""
+        return self.own.num_experts, self.own.num_experts * self.ep_size
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """F of an expert's part on this rank, and of whole experts."""
+        return self.own.ffn, self.own.ffn * self.tp_size
+
+    def fits(self, source: ExpertSet) -> bool:
+        """Return whether a set is of these experts, or of all, in parts or whole."""
+        return (
+            source.num_experts in self.counts
+            and source.ffn in self.widths
+            and source.hidden == self.own.hidden
+        )
+
+    def take_from(self, entries: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what this rank holds of a layer's experts, under its own names.
+
+        Gate and up alternate in the entries as they do in the model, where they share a tensor.
+
+        Args:
+            entries: weights and biases of one container in any layout, of this rank's experts or of
+                those of all ranks, in this rank's part or whole. Returned as they are if they are
+                the rank's own in its layout already; nothing is written.
+
+        Raises:
+            LayoutError: they are no complete set of one layout, or of another number or size.
+        """
+        shapes = {k: tuple(v.shape) if isinstance(v, Tensor) else None for k, v in entries.items()}
+        if shapes == self.own.shapes():
+            return dict(entries)
+        source = self._find_source(shapes)
+        first = self.ep_rank * self.own.num_experts if source.num_experts == self.counts[1] else 0
+        values = convert_expert_set(
+            {key: plain_values(value) for key, value in entries.items()},
+            source,
+            self.own.layout,
+            source_interleave=self.interleave if source.layout.can_interleave else None,
+            target_interleave=self.interleave,
+            experts=range(first, first + self.own.num_experts),
+        )
+        if source.ffn == self.own.ffn:
+            return dict(values)
+        given = replace(self.own, has_bias=source.has_bias)
+        return {key: self._cut(values[key], pattern) for pattern, _, key in given.entries()}
+
+    def amax_from(self, amax: Tensor) -> Tensor:
+        """Return what this rank holds of an amax an expert; others are the linear's to refuse.
+
+        Args:
+            amax: a value for each expert of this rank or of all ranks, in any shape; or any other.
+        """
+        local, whole = self.counts
+        if amax.numel() != whole:
+            return amax
+        return amax.reshape(-1)[self.ep_rank * local :][:local]
+
+    def _find_source(self, shapes: Mapping[str, tuple[int, ...] | None]) -> ExpertSet:
+        """Return the set that entries are; ``legacy`` does not tell of how many experts."""
+        prefixes = [self.own.prefix]
+        sets, _ = survey_expert_sets(shapes, prefixes=prefixes)
+        if not sets:
+            attempts = [
+                survey_expert_sets(shapes, prefixes=prefixes, num_experts=count)
+                for count in dict.fromkeys(self.counts)
+            ]
+            sets = [source for found, _ in attempts for source in found]
+            raise_faults([] if sets else min((faults for _, faults in attempts), key=len))
+        fitting = [source for source in sets if self.fits(source)]
+        if len(fitting) == 1:
+            return fitting[0]
+        numbers, widths = (_either(values) for values in (self.counts, self.widths))
+        got = _either(
+            f"{found.num_experts} of [{found.hidden}, {found.ffn}] in {found.layout.name} layout"
+            for found in fitting or sets
+        )
+        raise LayoutError(
+            f"{self.own.prefix or 'experts'}: expected {numbers} experts, those of this rank or of "
+            f"all {self.ep_size} expert-parallel ranks, of hidden size and width "
+            f"[{self.own.hidden}, {widths}], got {got}. Give the experts of this model, this "
+            "rank's or all of them."
+        )
+
+    def _cut(self, values: Tensor, pattern: KeyPattern) -> Tensor:
+        """Return this rank's part of whole experts: of gate, of up, of the columns of fc2."""
+        for dim, axis in enumerate(pattern.axes):
+            if axis in ("F", "2F"):
+                parts = values.chunk(len(pattern.projections), dim)
+                return torch.cat(
+                    [part.chunk(self.tp_size, dim)[self.tp_rank] for part in parts], dim
+                )
+        return values
+
+
+def plain_values(value: Any) -> Any:
+    """Return an ordinary tensor for a quantized weight, anything else as it is."""
+    return value.dequantize() if isinstance(value, GroupedWeight) else value
+
+
+def load_local_experts(experts: torch.nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+    """Put this rank's experts into a state dict under the names of its parameters, in place.
+
+    For ``_load_from_state_dict``, which torch gives a copy of the caller's dict. Keys of no layout
+    stay, and so does what is missing altogether: torch reports both. Linears behind adapters may be
+    named with ``to_wrap`` or, as checkpoints have them, without. No rank communicates.
+
+    Args:
+        experts: portable experts; nothing of them is written.
+        state_dict: changed.
+        prefix: of the experts in it.
+
+    Raises:
+        LayoutError: see :meth:`LocalExperts.take_from`; the dict is then what it was. Something
+            that hides a linear stands in its place.
+    """
+    here = LocalExperts.of(experts, prefix)
+    wrapped = [name for name in LINEARS if is_wrapper(experts.get_submodule(name))]
+    state = dict(state_dict)
+    for name in wrapped:
+        _rename(state, f"{prefix}{name}.{BASE}.", f"{prefix}{name}.")
+    remainders = expert_remainders(k.removeprefix(prefix) for k in state if k.startswith(prefix))
+    taken = {prefix + r: state[prefix + r] for r in remainders if not is_extra_state(r)}
+    local = here.take_from(taken) if taken else {}
+    for remainder in remainders:
+        del state[prefix + remainder]
+    state.update(local)
+    for linear in LINEARS:
+        key = f"{prefix}{linear}.{CALIBRATED_AMAX}"
+        if isinstance(state.get(key), Tensor):
+            state[key] = here.amax_from(state[key])
+    for name in wrapped:
+        of_adapter = f"{prefix}{name}.{ADAPTER}."
+        _rename(state, f"{prefix}{name}.", f"{prefix}{name}.{BASE}.", without=of_adapter)
+    state_dict.clear()
+    state_dict.update(state)
+
+
+def _rename(state_dict: dict[str, Any], old: str, new: str, *, without: str | None = None) -> None:
+    """Give keys another prefix, in place, all but those that begin with another one."""
+    for key in [key for key in state_dict if key.startswith(old)]:
+        if without is None or not key.startswith(without):
+            state_dict[new + key.removeprefix(old)] = state_dict.pop(key)
+
+
+def expert_values_for(
+    model_chunk: torch.nn.Module, state_dict: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return a chunk's state dict with the experts that this rank holds, by its own names.
+
+    Names are compared component by component and as a whole, without those of wrappers (``module``,
+    ``_orig_mod``) wherever they stand. The experts come out as ordinary tensors under the names of
+    ``model_chunk.named_parameters()`` without a leading ``module.``; all other entries are the same
+    objects under their own keys. Extra states of experts are left out. No rank communicates.
+
+    Args:
+        model_chunk: of any wrapping; without portable experts it needs nothing.
+        state_dict: flat, with the experts of every layer of the chunk in any layout.
+
+    Raises:
+        LayoutError: experts of a layer are not in it, or twice; or see
+            :meth:`LocalExperts.take_from`.
+    """
+    layers = {
+        unwrapped_name(name): (name, module) for name, module in _portable_experts(model_chunk)
+    }
+    entries: dict[str, dict[str, str]] = {prefix: {} for prefix in layers}  # remainder -> key
+    faults = []
+    for key in state_dict:
+        prefix, remainder = _split_key(key, layers)
+        if prefix is None or not expert_remainders([remainder]):
+            continue
+        other = entries[prefix].setdefault(remainder, key)
+        if other != key:
+            faults.append(f"{key}: expected one entry for {prefix}{remainder}, got also {other}")
+    missing = [prefix for prefix, found in entries.items() if not found]
+    faults += [f"{prefix or 'experts'}: expected its experts there, got none" for prefix in missing]
+    raise_faults(faults)
+    local: dict[str, dict[str, Any]] = {}
+    for prefix, found in entries.items():
+        name, module = layers[prefix]
+        while name.startswith("module."):
+            name = name.removeprefix("module.")
+        values = {
+            name + remainder: plain_values(state_dict[key])
+            for remainder, key in found.items()
+            if not is_extra_state(remainder)
+        }
+        local[prefix] = LocalExperts.of(module, name).take_from(values)
+    owner = {key: prefix for prefix, found in entries.items() for key in found.values()}
+    result: dict[str, Any] = {}
+    for key, value in state_dict.items():
+        if key in owner:
+            result |= local.pop(owner[key], {})
+        else:
+            result[key] = value
+    return result
+
+
+def expert_values_for_chunks(
+    model_chunks: Sequence[torch.nn.Module], state_dict: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the state of all chunks with this rank's experts, in the form it was given in.
+
+    Args:
+        model_chunks: of one optimizer, in order.
+        state_dict: what ``reload_model_params`` takes: the chunks under ``model0`` and so on (or
+            ``model_0``), the only one under ``model``, or its state itself. Nothing is written.
+
+    Raises:
+        LayoutError: a chunk is not in it; or see :func:`expert_values_for`.
+    """
+    form = next((form for form in ("model", "model_") if f"{form}0" in state_dict), None)
+    if form is not None:
+        keys = [f"{form}{index}" for index in range(len(model_chunks))]
+    elif "model" in state_dict:
+        keys = ["model"]
+    else:
+        keys = []
+    missing = [key for key in keys if key not in state_dict]
+    if missing or max(len(keys), 1) != len(model_chunks):
+        raise LayoutError(
+            f"state dict of the model: expected the states of {len(model_chunks)} chunks, got "
+            f"{', '.join(key for key in keys if key in state_dict) or 'one'}. Give every chunk of "
+            "this rank under model0, model1 and so on."
+        )
+    if not keys:
+        return expert_values_for(model_chunks[0], state_dict)
+    states = zip(keys, model_chunks, strict=True)
+    return dict(state_dict) | {k: expert_values_for(chunk, state_dict[k]) for k, chunk in states}
+
+
+def _portable_experts(model_chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Return the prefix of every layer's experts in the names of parameters, and the experts."""
+    for name, module in model_chunk.named_modules():
+        linear = getattr(module, LINEARS[0], None)
+        if isinstance(linear, torch.nn.Module) and isinstance(base_of(linear), GroupedLinear):
+            yield f"{name}." if name else "", module
+
+
+def _split_key(key: str, prefixes: Mapping[str, Any]) -> tuple[str | None, str]:
+    """Return which of the prefixes a key has without its wrappers, and the rest of it."""
+    parts = unwrapped_name(key).split(".")
+    for end in range(len(parts)):
+        prefix = "".join(f"{part}." for part in parts[:end])
+        if prefix in prefixes:
+            return prefix, ".".join(parts[end:])
+    return None, key
+
+
+def _either(values: Iterable[Any]) -> str:
+    return " or ".join(dict.fromkeys(map(str, values)))

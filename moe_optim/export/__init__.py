@@ -1,1 +1,0 @@
-"""Quantized experts as inference engines take them: names, bytes and scales."""

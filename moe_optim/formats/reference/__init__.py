@@ -1,0 +1,148 @@
+"""Plain torch: the definition of every format, the oracle of every kernel, and the CPU backend."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from moe_optim import library
+from moe_optim.errors import LayoutError
+from moe_optim.formats import (
+    FP8_BLOCK,
+    MXFP8,
+    MXFP8_2D,
+    NVFP4,
+    BlockScaledFormat,
+    QuantizedWeight,
+    get_format,
+)
+from moe_optim.formats.reference import fp8_block, mxfp8, mxfp8_2d, nvfp4
+from moe_optim.formats.reference.dequantizing import dequantize, dequantize_bf16
+from moe_optim.formats.reference.deriving import derive_into, expand_scale_into
+
+__all__ = [
+    "dequantize",
+    "dequantize_bf16",
+    "derive_into",
+    "expand_scale_into",
+    "quantize",
+    "quantize_into",
+    "quantize_wire_into",
+]
+
+_QUANTIZERS: Mapping[BlockScaledFormat, Callable[[Tensor, QuantizedWeight], None]] = (
+    MappingProxyType(
+        {
+            MXFP8: mxfp8.quantize_into,
+            MXFP8_2D: mxfp8_2d.quantize_into,
+            NVFP4: nvfp4.quantize_into,
+            FP8_BLOCK: fp8_block.quantize_into,
+        }
+    )
+)
+
+
+def quantize(master: Tensor, format: BlockScaledFormat, *, name: str = "weight") -> QuantizedWeight:
+    """Return ``master`` in ``format``, in new memory. These bytes are the definition.
+
+    Args:
+        master: [E, R, C] fp32 or bf16, any strides. fp32 is rounded to bf16 first, as TE 2.20
+            quantize_master_weights does. Experts do not influence each other.
+        format: one of ``moe_optim.formats.FORMATS``.
+        name: how errors call the weight.
+
+    Raises:
+        LayoutError: wrong dtype, or a shape that the format cannot hold.
+    """
+    if torch.compiler.is_compiling():
+        planes = _reference_quantize(master.detach(), format.name, name)
+        return QuantizedWeight.of_planes(format, master.shape, planes)
+    out = QuantizedWeight.empty(format, master.shape, device=master.device, name=name)
+    quantize_into(master, format, out, name=name)
+    return out
+
+
+def _empty_planes(master: Tensor, format: str, name: str) -> list[Tensor]:
+    out = QuantizedWeight.empty(get_format(format), master.shape, device=master.device, name=name)
+    return list(out.planes().values())
+
+
+@partial(library.operation, fake=_empty_planes)
+def _reference_quantize(master: Tensor, format: str, name: str) -> list[Tensor]:
+    return list(quantize(master, get_format(format), name=name).planes().values())
+
+
+@torch.no_grad()
+def quantize_into(
+    master: Tensor, format: BlockScaledFormat, out: QuantizedWeight, *, name: str = "weight"
+) -> None:
+    """Write ``quantize(master, format)`` into the existing planes of ``out``, in place.
+
+    Every byte of every plane is overwritten; nothing beyond the planes is touched, so they may be
+    views into padded storage. Arguments and errors are those of :func:`quantize_wire_into`.
+    """
+    quantize_wire_into(master, format, out, name=name)
+    derive_into(out)
+
+
+@torch.no_grad()
+def quantize_wire_into(
+    master: Tensor, format: BlockScaledFormat, out: QuantizedWeight, *, name: str = "weight"
+) -> None:
+    """Write those planes of ``quantize(master, format)`` that travel, in place.
+
+    Every byte of ``out.wire_planes()`` is overwritten and no other. Contiguous planes are written
+    directly, others by way of a copy.
+
+    Args:
+        master: [E, R, C] fp32 or bf16 on the device of ``out``.
+        format: must be the format of ``out``.
+        out: planes to overwrite.
+        name: how errors call the weight.
+
+    Raises:
+        LayoutError: dtype, shape or format do not fit each other.
+    """
+    shape = format.check_shape(master.shape, name)
+    if master.dtype not in (torch.float32, torch.bfloat16):
+        raise LayoutError(f"{name}: expected a master in fp32 or bf16, got {master.dtype}.")
+    if out.format != format or tuple(out.shape) != shape:
+        raise LayoutError(
+            f"{name}: expected storage for {format.name} {list(shape)}, got {out.format.name} "
+            f"{list(out.shape)}."
+        )
+    if master.numel() == 0:
+        if out.global_amax is not None:
+            out.global_amax.zero_()
+        return
+    contiguous = _contiguous_like(out)
+    _QUANTIZERS[format](master, contiguous)
+    for name, written in contiguous.wire_planes().items():
+        plane: Tensor = getattr(out, name)
+        if plane is not written:
+            plane.copy_(written)
+
+
+def _contiguous_like(q: QuantizedWeight) -> QuantizedWeight:
+    """Return ``q`` with new memory for those planes that are not contiguous."""
+
+    def like(plane: Tensor) -> Tensor:
+        return (
+            plane
+            if plane.is_contiguous()
+            else torch.empty_like(plane, memory_format=torch.contiguous_format)
+        )
+
+    rowwise_data = like(q.rowwise_data)
+    shared = q.format.columnwise_copy == "shared"
+    return replace(
+        q,
+        rowwise_data=rowwise_data,
+        rowwise_scale=like(q.rowwise_scale),
+        columnwise_data=rowwise_data if shared else like(q.columnwise_data),
+        columnwise_scale=like(q.columnwise_scale),
+        global_amax=None if q.global_amax is None else like(q.global_amax),
+    )

@@ -1,0 +1,227 @@
+"""From planes back to values: the exact fp32 definition, and a fast path straight to bf16."""
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from moe_optim import library
+from moe_optim.errors import LayoutError
+from moe_optim.formats import (
+    BlockScaledFormat,
+    Direction,
+    Element,
+    QuantizedWeight,
+    get_format,
+)
+from moe_optim.formats.reference.blocks import SLAB_NUMEL, transpose_into
+from moe_optim.formats.reference.codes.e2m1 import decode_e2m1
+from moe_optim.formats.reference.codes.e4m3 import decode_e4m3
+from moe_optim.formats.reference.codes.e8m0 import decode_e8m0
+from moe_optim.formats.reference.nvfp4 import decoding_amax
+
+_NVFP4_UNIT = 1.0 / (6.0 * 448.0)
+
+
+def dequantize(q: QuantizedWeight, direction: Direction = "rowwise") -> Tensor:
+    """Return the values that the planes of ``direction`` stand for.
+
+    Exact for E4M3 data, whose scales are powers of two, unless a magnitude reaches 2^128, which
+    gives Inf (weights from 2^128 - 2^123 on round up to there). NVFP4 values are
+    ``element * ((block scale * global amax) * fl(1/2688))``, each product rounded to fp32, as TE's
+    dequantization computes them. An amax below 2688 / FLT_MAX, 1.3 * 2^-117, counts as that much,
+    as it does in the scale that encoded the weight; TE's dequantization gives less.
+
+    Args:
+        q: planes; left alone.
+        direction: which of them to read.
+
+    Returns:
+        [E, R, C] fp32, contiguous, also where the data plane is stored transposed.
+    """
+    data, format = q.data(direction), q.format
+    if torch.compiler.is_compiling():
+        values: Tensor = _reference_dequantize(
+            data, q.scale(direction), q.global_amax, format.name, direction
+        )
+        return values
+    return _dequantize(data, q.scale(direction), q.global_amax, format, direction)
+
+
+def _dequantize(
+    data: Tensor,
+    scale: Tensor,
+    global_amax: Tensor | None,
+    format: BlockScaledFormat,
+    direction: Direction,
+) -> Tensor:
+    values = decode_e4m3(data) if format.element == "e4m3" else decode_e2m1(data)
+    factors = _scale_values(scale, format, direction, global_amax).float()
+    values = values * _expand(factors, format, direction, values.shape)
+    return values.transpose(1, 2).contiguous() if format.transposes(direction) else values
+
+
+def dequantize_bf16(
+    data: Tensor,
+    scale: Tensor,
+    format: BlockScaledFormat,
+    direction: Direction = "rowwise",
+    *,
+    global_amax: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return ``dequantize(...).bfloat16()``, several times faster.
+
+    The values are equal for all bytes and all scales that quantizing can give, and for all others
+    that a bf16 can hold: every E8M0 byte, and every fp32 power of two from 2^-133 to 2^127. An
+    fp32 scale of FP8 blocks outside of these is rounded to bf16 first and may differ. A NaN is a
+    NaN in both, its payload and sign are not promised.
+
+    Args:
+        data: uint8 plane of ``direction``, as stored: of ``format.data_shape``.
+        scale: its logical scales, of ``format.scale_shape`` and ``format.scale_dtype``.
+        format: what the planes mean.
+        direction: which planes these are.
+        global_amax: [E] fp32, needed by formats that have one.
+        out: [E, R, C] bf16, contiguous; overwritten and returned if given.
+
+    Returns:
+        [E, R, C] bf16, contiguous: ``out``, or newly allocated.
+
+    Raises:
+        LayoutError: ``global_amax`` is missing, or ``out`` does not have the shape of the weight.
+    """
+    if torch.compiler.is_compiling():
+        values = _dequantize_bf16(data, scale, global_amax, format.name, direction)
+        return values if out is None else out.copy_(values)
+    stored_shape = (*data.shape[:2], data.shape[2] * format.elements_per_byte)
+    transposed = format.transposes(direction)
+    shape = values_shape(data, format, direction)
+    if out is None:
+        out = torch.empty(shape, dtype=torch.bfloat16, device=data.device)
+    elif out.shape != shape or out.dtype != torch.bfloat16 or not out.is_contiguous():
+        raise LayoutError(
+            f"dequantize_bf16.out: expected contiguous {list(shape)} torch.bfloat16, got "
+            f"{list(out.shape)} {out.dtype} with strides {list(out.stride())}."
+        )
+    if not out.numel():
+        return out
+    factors = _scale_values(scale, format, direction, global_amax)
+    if format.element == "e4m3":  # powers of two: the product is the same and bf16 is faster
+        factors = factors.bfloat16()
+    values = torch.empty(stored_shape, dtype=out.dtype, device=out.device) if transposed else out
+    _decode_into(data, values, format.element)
+    _scale_in_place(values, factors, format, direction)
+    if transposed:
+        transpose_into(out, values)
+    return out
+
+
+def values_shape(
+    data: Tensor, format: BlockScaledFormat, direction: Direction
+) -> tuple[int, int, int]:
+    """Return the logical [E, R, C] of a data plane."""
+    experts, rows, packed_cols = data.shape
+    cols = packed_cols * format.elements_per_byte
+    return (experts, cols, rows) if format.transposes(direction) else (experts, rows, cols)
+
+
+def _empty_values(dtype: torch.dtype) -> Callable[..., Tensor]:
+    def empty(data: Tensor, _scale: Tensor, _amax: Tensor | None, format: str, way: Any) -> Tensor:
+        return data.new_empty(values_shape(data, get_format(format), way), dtype=dtype)
+
+    return empty
+
+
+@partial(library.operation, fake=_empty_values(torch.float32))
+def _reference_dequantize(
+    data: Tensor, scale: Tensor, global_amax: Tensor | None, format: str, direction: str
+) -> Tensor:
+    way = cast(Direction, direction)
+    return _dequantize(data, scale, global_amax, get_format(format), way)
+
+
+@partial(library.operation, fake=_empty_values(torch.bfloat16))
+def _dequantize_bf16(
+    data: Tensor, scale: Tensor, global_amax: Tensor | None, format: str, direction: str
+) -> Tensor:
+    way = cast(Direction, direction)
+    return dequantize_bf16(data, scale, get_format(format), way, global_amax=global_amax)
+
+
+def _scale_values(
+    scale: Tensor, format: BlockScaledFormat, direction: Direction, global_amax: Tensor | None
+) -> Tensor:
+    """Return what elements are multiplied by, along the axes of the data plane as stored.
+
+    E8M0 bytes give bf16, which holds all of them; other scales give fp32.
+    """
+    if format.is_2d and direction == "columnwise" and not format.transposes(direction):
+        scale = scale.transpose(1, 2)  # the scales of shared data are kept transposed
+    if format.scale_encoding == "e8m0":
+        return decode_e8m0(scale)
+    if format.scale_encoding == "power_of_two":
+        return scale
+    if global_amax is None:
+        raise LayoutError(f"dequantize: {format.name} needs global_amax [{len(scale)}], got None.")
+    return (decode_e4m3(scale) * decoding_amax(global_amax).view(-1, 1, 1)) * _NVFP4_UNIT
+
+
+def _expand(
+    scale: Tensor, format: BlockScaledFormat, direction: Direction, shape: torch.Size
+) -> Tensor:
+    """Repeat each scale over its block and drop what a partial edge block does not have."""
+    block_rows, block_cols = format.block(direction)  # square wherever data is transposed
+    scale = scale.repeat_interleave(block_rows, dim=1).repeat_interleave(block_cols, dim=2)
+    return scale[:, : shape[1], : shape[2]]
+
+
+def _scale_in_place(
+    values: Tensor, scale: Tensor, format: BlockScaledFormat, direction: Direction
+) -> None:
+    """Multiply bf16 ``values``, as stored, by the scales of their blocks, rounding once."""
+    block_rows, block_cols = format.block(direction)
+    experts, rows, cols = values.shape
+    if rows % block_rows or cols % block_cols:
+        values.mul_(_expand(scale, format, direction, values.shape))
+        return
+    if block_rows == 1:
+        values.view(*scale.shape, block_cols).mul_(scale.unsqueeze(-1))
+        return
+    lines = scale.repeat_interleave(block_cols, dim=2)  # one factor a column, [E, R/block, C]
+    values.view(experts, -1, block_rows, cols).mul_(lines.unsqueeze(2))
+
+
+def _decode_into(data: Tensor, values: Tensor, element: Element) -> None:
+    """Write the bf16 value of every element by table, two bytes at a time where that is possible.
+
+    Args:
+        data: uint8 plane of any strides.
+        values: bf16, contiguous, as many elements as ``data`` packs.
+        element: encoding of the elements.
+    """
+    codes = data.reshape(-1)
+    wide = codes.numel() % 2 == 0 and codes.storage_offset() % 2 == 0
+    codes = codes.view(torch.uint16) if wide else codes
+    table = _decode_table(element, wide, data.device)
+    flat = values.view(-1).view(table.dtype)
+    for start in range(0, len(codes), SLAB_NUMEL):
+        index = codes[start : start + SLAB_NUMEL].int()
+        torch.index_select(table, 0, index, out=flat[start : start + SLAB_NUMEL])
+
+
+@cache
+def _decode_table(element: Element, wide: bool, device: torch.device) -> Tensor:
+    """Return, for every byte or pair of bytes, the bits of the bf16 values it holds."""
+    codes = torch.arange(256, dtype=torch.int32, device="cpu").to(torch.uint8)
+    if wide:
+        pairs = torch.arange(65536, dtype=torch.int32, device="cpu").to(torch.uint16)
+        codes = pairs.view(torch.uint8)
+    decoded = decode_e4m3(codes) if element == "e4m3" else decode_e2m1(codes.unsqueeze(1))
+    bits = decoded.bfloat16().flatten()
+    width = {1: torch.int16, 2: torch.int32, 4: torch.int64}[
+        bits.numel() // (65536 if wide else 256)
+    ]
+    return bits.view(width).to(device)

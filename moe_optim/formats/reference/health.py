@@ -1,0 +1,113 @@
+"""What a weight has lost by being quantized, expert by expert, of any range of it."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from moe_optim.formats import BlockScaledFormat, QuantizedWeight
+from moe_optim.formats.health_figures import SKETCH, Sum, signs
+from moe_optim.formats.reference.blocks import as_magnitude, magnitude_bits
+from moe_optim.formats.reference.codes.e4m3 import decode_e4m3
+from moe_optim.formats.reference.codes.e8m0 import decode_e8m0
+from moe_optim.formats.reference.dequantizing import dequantize
+from moe_optim.formats.reference.nvfp4 import decoding_amax
+
+
+@torch.no_grad()
+def measure_into(
+    sums: Tensor, amaxes: Tensor, source: Tensor, start: int, q: QuantizedWeight
+) -> None:
+    """Add the sums of a range of a weight to those of its experts, and raise their amaxes.
+
+    Args:
+        sums: [E, NUM_SUMS] fp64, changed in place; columns are those of :class:`Sum`, then the
+            sketch: entry ``column % SKETCH`` has the sum of its elements times their signs.
+        amaxes: [E] fp32, changed in place.
+        source: fp32 or bf16, what the planes were quantized from: the elements of the weight from
+            ``start`` on. Rounded to bf16 first.
+        start: counted in the weight.
+        q: all planes of the whole weight; its rowwise values are what is measured.
+    """
+    experts, rows, cols = q.shape
+    numel, flat = rows * cols, source.reshape(-1)
+    end = start + flat.numel()
+    for expert in range(start // numel, -(-end // numel)) if start < end else ():
+        low, high = max(start, expert * numel), min(end, (expert + 1) * numel)
+        place = slice(low - expert * numel, high - expert * numel)
+        weight = flat[low - start : high - start].bfloat16()
+        found = _measure(weight, place, _expert_of(q, expert))
+        sums[expert] += found
+        amaxes[expert] = torch.maximum(
+            amaxes[expert], as_magnitude(magnitude_bits(weight)[0].max())
+        )
+
+
+def _measure(rounded: Tensor, place: slice, q: QuantizedWeight) -> Tensor:
+    """Return the sums of elements ``place`` of one expert, bf16, whose planes ``q`` holds alone."""
+    _, rows, cols = q.shape
+    values = dequantize(q)[0]
+    value, weight = values.view(-1)[place], rounded.float()
+    saturated = _is_above(weight.abs(), _limits(q).view(-1)[place], q.format) & (value != 0)
+    flushed = (weight != 0) & (value == 0)
+    height, width = q.format.rowwise_block
+    owned = torch.zeros(rows * cols, dtype=torch.bool, device=rounded.device)
+    owned[place] = True
+    owned_blocks = owned.view(rows, cols)[::height, ::width]
+    padded = pad(values != 0, (0, -cols % width, 0, -rows % height))
+    alive = padded.view(-1, height, padded.shape[1] // width, width).any(3).any(1)
+    wide = weight.double()
+    lanes = torch.zeros(SKETCH, dtype=torch.float64, device=rounded.device)
+    columns = torch.arange(place.start, place.stop, device=rounded.device) % cols % SKETCH
+    lanes.index_add_(0, columns, wide * signs(place.start, place.stop, rounded.device))
+    found = {
+        Sum.SQUARES: wide.square().sum(),
+        Sum.ERRORS: (value.double() - wide).square().sum(),
+        Sum.ELEMENTS: torch.tensor(weight.numel(), dtype=torch.int64, device=weight.device),
+        Sum.SATURATED: saturated.sum(),
+        Sum.FLUSHED: flushed.sum(),
+        Sum.BLOCKS: owned_blocks.sum(),
+        Sum.DEAD: (owned_blocks & ~alive).sum(),
+    }
+    return torch.cat(
+        [torch.stack([found[column].double().to(lanes.device) for column in Sum]), lanes]
+    )
+
+
+def _limits(q: QuantizedWeight) -> Tensor:
+    """Return for every element [R, C] what :func:`_is_above` compares it with, fp32.
+
+    The largest magnitude that a block holds is ``data_max`` times its scale. That of NVFP4 would be
+    ``S_dec * G / 448``, which rounds; ``1.75 w > S_dec / 256 * G`` is the same, and its products of
+    a few bits are exact.
+    """
+    scale = q.rowwise_scale[0]
+    if q.global_amax is not None:
+        limit = (decode_e4m3(scale) / 256.0) * decoding_amax(q.global_amax)
+    elif q.format.scale_encoding == "e8m0":
+        limit = decode_e8m0(scale).float() * q.format.data_max
+    else:
+        limit = scale * q.format.data_max
+    height, width = q.format.rowwise_block
+    wide = limit.repeat_interleave(height, 0).repeat_interleave(width, 1)
+    return wide[: q.shape[1], : q.shape[2]].contiguous()
+
+
+def _is_above(magnitude: Tensor, limit: Tensor, format: BlockScaledFormat) -> Tensor:
+    return (magnitude * 1.75 if format.has_global_amax else magnitude) > limit
+
+
+def _expert_of(q: QuantizedWeight, expert: int) -> QuantizedWeight:
+    part = slice(expert, expert + 1)
+    data = q.rowwise_data[part]
+    shared = q.format.columnwise_copy == "shared"
+    return replace(
+        q,
+        shape=(1, *q.shape[1:]),
+        rowwise_data=data,
+        rowwise_scale=q.rowwise_scale[part],
+        columnwise_data=data if shared else q.columnwise_data[part],
+        columnwise_scale=q.columnwise_scale[part],
+        global_amax=None if q.global_amax is None else q.global_amax[part],
+    )

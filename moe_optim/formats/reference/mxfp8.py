@@ -1,0 +1,53 @@
+"""MXFP8: E4M3 data, one E8M0 scale for 32 elements, each direction quantized from the master."""
+
+from torch import Tensor
+
+from moe_optim.formats import MXFP8, QuantizedWeight
+from moe_optim.formats.reference.blocks import (
+    amax_of_columns,
+    amax_of_runs,
+    as_magnitude,
+    magnitude_bits,
+    slabs,
+)
+from moe_optim.formats.reference.codes.e4m3 import encode_e4m3_
+from moe_optim.formats.reference.codes.e8m0 import e8m0_reciprocal, e8m0_round_up
+
+BLOCK = 32
+
+
+def quantize_into(master: Tensor, out: QuantizedWeight) -> None:
+    """Write the MXFP8 planes of ``master``; every kernel must match these bytes.
+
+    Args:
+        master: [E, R, C] fp32 or bf16, R and C multiples of 32.
+        out: contiguous planes of the same shape; all bytes are overwritten.
+    """
+    cols = master.shape[-1]
+    rowwise_data = out.rowwise_data.view(-1, BLOCK, cols // BLOCK, BLOCK)
+    columnwise_data = out.columnwise_data.view(-1, BLOCK, cols)
+    rowwise_scale = out.rowwise_scale.view(-1, BLOCK, cols // BLOCK)
+    columnwise_scale = out.columnwise_scale.view(-1, cols)
+    for part, weight in slabs(master, BLOCK):  # [n, 32, C]
+        bits, finite = magnitude_bits(weight)
+        scale = scale_code(amax_of_columns(bits))  # [n, C]
+        columnwise_scale[part] = scale
+        scaled = weight * e8m0_reciprocal(scale).unsqueeze(-2)
+        encode_e4m3_(columnwise_data[part], scaled, saturate=not finite)
+
+        scale = scale_code(amax_of_runs(bits, BLOCK))  # [n, 32, C/32]
+        rowwise_scale[part] = scale
+        scaled = weight.view(*scale.shape, BLOCK) * e8m0_reciprocal(scale).unsqueeze(-1)
+        encode_e4m3_(rowwise_data[part], scaled, saturate=not finite)
+
+
+def scale_code(amax_bits: Tensor) -> Tensor:
+    """Return the E8M0 byte of the smallest scale that brings an amax to 448 or less.
+
+    Dividing a finite bf16 amax by that scale never exceeds 448, so finite data needs no clamp; and
+    the product with its reciprocal is exact in bf16, unless it is so small that E4M3 gives zero.
+
+    Args:
+        amax_bits: int16 bits of bf16 amaxes, any shape.
+    """
+    return e8m0_round_up(as_magnitude(amax_bits) * (1.0 / MXFP8.data_max))

@@ -1,0 +1,96 @@
+"""Quantization of a part of a weight, cut in rows and columns: maxima first, then codes.
+
+A part is padded with zeros to the blocks that it touches. What results is a weight by itself, but
+for the maxima of the blocks that go on beyond the part.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from moe_optim.formats import BlockScaledFormat, QuantizedWeight, round_up
+from moe_optim.formats.reference.deriving import derive_into
+from moe_optim.formats.reference.ranges import block_amaxes, encode_bands
+
+
+def pad_part(part: Tensor, start: tuple[int, int], format: BlockScaledFormat) -> Tensor:
+    """Return a part with zeros up to the edges of the blocks that it touches, rounded to bf16.
+
+    Args:
+        part: [E, r, c] fp32 or bf16.
+        start: its first row and column, counted in the weight.
+        format: whose blocks.
+
+    Returns:
+        [E, R', C'] bf16 that starts at :func:`padded_start`, both multiples of a band.
+    """
+    length = format.band_rows
+    top, left = (first % length for first in start)
+    experts, rows, cols = part.shape
+    shape = (experts, round_up(top + rows, length), round_up(left + cols, length))
+    padded = torch.zeros(shape, dtype=torch.bfloat16, device=part.device)
+    padded[:, top : top + rows, left : left + cols] = part
+    return padded
+
+
+def padded_start(start: tuple[int, int], format: BlockScaledFormat) -> tuple[int, int]:
+    """Return the first row and column of a padded part, counted in the weight."""
+    row, col = (first // format.band_rows * format.band_rows for first in start)
+    return row, col
+
+
+def part_maxima(padded: Tensor, format: BlockScaledFormat) -> dict[str, Tensor]:
+    """Return the amaxes of every block of a padded part, by the plane that follows from them.
+
+    NaN counts as zero.
+
+    Args:
+        padded: [E, R', C'] bf16, see :func:`pad_part`.
+        format: whose blocks.
+
+    Returns:
+        fp32, one a block: [E, R' / block rows, C' / block columns] for each direction that
+        travels, and ``global_amax`` [E, 1, 1] where the format has one.
+    """
+    experts, rows, cols = padded.shape
+    height = format.band_rows
+    amaxes = block_amaxes(padded.view(-1, height, cols), format)
+    if format.is_2d:
+        blocks = amaxes.view(experts, rows // height, cols // height)
+        found = {"rowwise_scale": blocks}
+        if format.has_global_amax:
+            found["global_amax"] = blocks.amax((1, 2), keepdim=True)
+        return found
+    columns, runs = amaxes[:, :cols], amaxes[:, cols:]
+    return {
+        "rowwise_scale": runs.reshape(experts, rows, cols // height),
+        "columnwise_scale": columns.reshape(experts, rows // height, cols),
+    }
+
+
+def encode_padded(
+    padded: Tensor, format: BlockScaledFormat, maxima: Mapping[str, Tensor]
+) -> QuantizedWeight:
+    """Return all planes of a padded part whose maxima are those of the whole weight.
+
+    Args:
+        padded: [E, R', C'] bf16.
+        format: of the planes.
+        maxima: as :func:`part_maxima` returns them.
+    """
+    experts, rows, cols = padded.shape
+    bands = padded.view(-1, format.band_rows, cols)
+    blocks = maxima["rowwise_scale"].reshape(len(bands), -1)
+    if not format.is_2d:
+        blocks = torch.cat([maxima["columnwise_scale"].reshape(len(bands), -1), blocks], 1)
+    global_amax = maxima.get("global_amax", padded.new_zeros(experts, 1, 1, dtype=torch.float32))
+    of_bands = global_amax.expand(experts, rows // format.band_rows, 1).reshape(-1, 1)
+    out = QuantizedWeight.empty(format, padded.shape, device=padded.device)
+    for name, plane in encode_bands(bands, format, blocks, of_bands).items():
+        target: Tensor = getattr(out, name)
+        target.copy_(plane.reshape(target.shape))
+    if out.global_amax is not None:
+        out.global_amax.copy_(global_amax.view(-1))
+    derive_into(out)
+    return out

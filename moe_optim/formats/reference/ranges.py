@@ -1,0 +1,201 @@
+"""Quantization of a range of a weight, which may end inside a block: maxima first, then codes.
+
+A *band* is a strip of ``format.band_rows`` rows. All maxima of its blocks fill one row of *slots*:
+for a 1-D format its C columnwise blocks, then the C / 32 rowwise blocks of each of its rows; for
+2-D formats its ceil(C / block) blocks. Maxima of different ranks combine by a plain maximum.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from moe_optim.formats import BlockScaledFormat, QuantizedWeight
+from moe_optim.formats.reference import fp8_block, mxfp8, nvfp4
+from moe_optim.formats.reference.blocks import as_magnitude, magnitude_bits
+from moe_optim.formats.reference.codes.e2m1 import encode_e2m1, pack_e2m1
+from moe_optim.formats.reference.codes.e4m3 import encode_e4m3
+from moe_optim.formats.reference.codes.e8m0 import e8m0_reciprocal
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class OwnedBands:
+    """The bands of one expert that a range touches."""
+
+    expert: int
+    first_row: int
+    values: Tensor
+    """[n, band_rows, C] bf16; zeros beyond the range and below the weight."""
+    owned: Tensor
+    """[n, band_rows, C] bool: which of the values lie in the range."""
+
+
+def owned_bands(
+    source: Tensor, start: int, shape: tuple[int, int, int], format: BlockScaledFormat
+) -> Iterator[OwnedBands]:
+    """Cut a range of a weight into the bands it touches, expert by expert.
+
+    Args:
+        source: fp32 or bf16, the elements from ``start`` on in row-major order.
+        start: counted in the weight.
+        shape: [E, R, C] of the weight.
+        format: whose bands.
+    """
+    _, rows, cols = shape
+    flat, height = source.reshape(-1), format.band_rows
+    end = start + flat.numel()
+    for expert in range(start // (rows * cols), -(-end // (rows * cols))):
+        base = expert * rows * cols
+        low, high = max(start, base) - base, min(end, base + rows * cols) - base
+        first = low // (height * cols) * height
+        count = -(-high // (height * cols)) - first // height
+        values = torch.zeros((count, height, cols), dtype=torch.bfloat16, device=source.device)
+        owned = torch.zeros_like(values, dtype=torch.bool)
+        part = slice(low - first * cols, high - first * cols)
+        values.view(-1)[part] = flat[base + low - start : base + high - start]
+        owned.view(-1)[part] = True
+        yield OwnedBands(expert=expert, first_row=first, values=values, owned=owned)
+
+
+def block_amaxes(values: Tensor, format: BlockScaledFormat) -> Tensor:
+    """Return the maxima of all blocks of bands: [n, band_rows, C] bf16 -> [n, slots] fp32.
+
+    NaN counts as zero.
+    """
+    magnitudes = as_magnitude(magnitude_bits(values)[0])
+    columns = magnitudes.amax(1)
+    length = max(format.rowwise_block)
+    if format.is_2d:
+        columns = pad(columns, (0, -columns.shape[1] % length))
+        return columns.view(columns.shape[0], -1, length).amax(2)
+    runs = magnitudes.view(*values.shape[:2], -1, length).amax(3)
+    return torch.cat([columns, runs.flatten(1)], 1)
+
+
+def encode_bands(
+    values: Tensor, format: BlockScaledFormat, amaxes: Tensor, global_amax: Tensor
+) -> dict[str, Tensor]:
+    """Return the planes of bands whose maxima are known.
+
+    Args:
+        values: [n, band_rows, C] bf16.
+        format: their format.
+        amaxes: [n, slots] fp32.
+        global_amax: fp32, the amax of the expert, 0-dim, or [n, 1] where bands are of several;
+            read by formats that have one.
+
+    Returns:
+        The planes that travel, by name; data [n, band_rows, bytes], scales [n, rows, columns].
+    """
+    count, height, cols = values.shape
+    length = max(format.rowwise_block)
+    if not format.is_2d:
+        codes = mxfp8.scale_code(amaxes.bfloat16().view(torch.int16))
+        columns, runs = codes[:, None, :cols], codes[:, cols:].view(count, height, cols // length)
+        along_rows = e8m0_reciprocal(runs).repeat_interleave(length, 2)
+        return {
+            "rowwise_data": encode_e4m3(values * along_rows),
+            "rowwise_scale": runs,
+            "columnwise_data": encode_e4m3(values * e8m0_reciprocal(columns)),
+            "columnwise_scale": columns,
+        }
+    scale, factor = _scale_and_factor(format, amaxes, global_amax)
+    scaled = values * factor.repeat_interleave(length, 1)[:, None, :cols]
+    packed = format.element == "e2m1"
+    data = pack_e2m1(encode_e2m1(scaled)) if packed else encode_e4m3(scaled)
+    return {"rowwise_data": data, "rowwise_scale": scale[:, None]}
+
+
+def _scale_and_factor(
+    format: BlockScaledFormat, amaxes: Tensor, global_amax: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the stored scales of 2-D blocks, and the fp32 factors of their weights."""
+    if format.scale_encoding == "e8m0":
+        code = mxfp8.scale_code(amaxes.bfloat16().view(torch.int16))
+        return code, e8m0_reciprocal(code).float()
+    if format.scale_encoding == "power_of_two":
+        factor = fp8_block.encode_scale(amaxes)
+        return factor.reciprocal(), factor
+    global_encode = nvfp4.global_encode_scale(global_amax)
+    code = encode_e4m3(nvfp4.block_scale(amaxes, global_encode))
+    return code, nvfp4.encode_factor(code, global_encode)
+
+
+def partial_amax_into(
+    source: Tensor,
+    start: int,
+    q: QuantizedWeight,
+    out: Tensor,
+    *,
+    bands: Mapping[tuple[int, int], int],
+    experts: Mapping[int, int],
+) -> None:
+    """Write this rank's share of the maxima that several ranks contribute to.
+
+    Args:
+        source: the elements of the weight from ``start`` on, any number of them.
+        start: counted in the weight.
+        q: whose format and shape.
+        out: fp32, holding zeros where nothing is owned.
+        bands: first slot in ``out`` of every band that is shared, by expert and first row.
+        experts: slot in ``out`` of the amax of every expert that is shared.
+    """
+    for part in owned_bands(source, start, q.shape, q.format):
+        amaxes = block_amaxes(part.values, q.format)
+        for index, band in enumerate(amaxes):
+            slot = bands.get((part.expert, part.first_row + index * q.format.band_rows))
+            if slot is not None:
+                out[slot : slot + band.numel()] = band
+        if part.expert in experts:
+            out[experts[part.expert]] = amaxes.amax()
+
+
+def encode_into(
+    source: Tensor,
+    start: int,
+    q: QuantizedWeight,
+    amax: Tensor,
+    *,
+    bands: Mapping[tuple[int, int], int],
+    experts: Mapping[int, tuple[int, int]],
+) -> None:
+    """Write the data of a range, and the scales of every band it touches, into ``q`` in place.
+
+    Args:
+        source: the elements of the weight from ``start`` on.
+        start: counted in the weight.
+        q: planes; only those that travel are written.
+        amax: fp32, the shared maxima of all ranks.
+        bands: first slot in ``amax`` of every band that is shared.
+        experts: first and last slot of the amax of every expert that is shared; their maximum
+            counts, because kernels leave several.
+    """
+    rows, height = q.shape[1], q.format.band_rows
+    for part in owned_bands(source, start, q.shape, q.format):
+        amaxes = block_amaxes(part.values, q.format)
+        for index, band in enumerate(amaxes):
+            slot = bands.get((part.expert, part.first_row + index * height))
+            if slot is not None:
+                band.copy_(amax[slot : slot + band.numel()])
+        global_amax = amaxes.amax()
+        if part.expert in experts:
+            first, last = experts[part.expert]
+            global_amax = amax[first:last].amax()
+        if q.global_amax is not None:
+            q.global_amax[part.expert] = global_amax
+        encoded = encode_bands(part.values, q.format, amaxes, global_amax)
+        end_row = min(rows, part.first_row + len(amaxes) * height)
+        for name, plane in encoded.items():
+            target = getattr(q, name)[part.expert]
+            lines = plane.flatten(0, 1)
+            if name.endswith("_data"):
+                inside = part.owned.flatten(0, 1)[: end_row - part.first_row]
+                inside = inside[:, :: q.format.elements_per_byte]
+                where = target[part.first_row : end_row]
+                where.copy_(torch.where(inside, lines[: where.shape[0]], where))
+            else:
+                first = part.first_row // (height // plane.shape[1])
+                where = target[first : first + lines.shape[0]]
+                where.copy_(lines[: where.shape[0]])

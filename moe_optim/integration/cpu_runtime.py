@@ -1,0 +1,395 @@
+"""Runs Megatron's own training loop on a machine without a GPU, over gloo.
+
+Megatron 0.19 assumes CUDA in four ways, each redirected here and nowhere else:
+
+1. ``torch.cuda.*`` calls. Streams, events, devices and counts go to ``torch.cpu``, torch's own
+   stand-in for device-agnostic code; random states go to the CPU generator; memory is what this
+   process has resident, since nothing accounts for tensors alone.
+2. ``device="cuda"`` (and device ordinals), ``Tensor.cuda()`` and pinned memory. One
+   ``TorchFunctionMode`` rewrites them on the way into torch. ``Tensor.cpu()`` and ``to("cpu")``
+   copy, as from a GPU: callers free or overwrite what they have copied.
+3. Type names: the optimizer branches on ``Tensor.type() == "torch.cuda.BFloat16Tensor"``. The same
+   mode adds the ``cuda`` that is missing.
+4. Fused optimizers (``adam.py`` says what goes wrong without them and mends it), split sizes that
+   are only converted on their way from a GPU, and gathers of several dtypes at once.
+
+Transformer Engine and apex count as absent, unless they are imported already: Megatron would step
+with their kernels wherever it finds them.
+
+Nothing is redirected on import. :func:`install` does it once, :func:`uninstall` undoes it, and the
+process must use one or the other from its main thread. ``moe_optim.use_cpu()`` is the first of them
+for scripts of others.
+
+Limit: there is one random stream where a GPU machine has two (host and device), so with dropout a
+resumed run draws other numbers than an uninterrupted one. Recipes for CPU set dropout to zero.
+"""
+
+import importlib
+import logging
+import math
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from moe_optim.errors import ConfigError, PatchError, StateError
+from moe_optim.integration.patching import patches
+from moe_optim.integration.patching.engine import apply_patches, revert_patches
+
+CPU = torch.device("cpu")
+GPU_PACKAGES = ("transformer_engine", "apex")
+PINNING = frozenset({torch.Tensor.pin_memory})
+LEGACY_TYPE = torch.Tensor.type
+
+
+class _Event(torch.cpu.Event):
+    """torch.cpu's event, made with and asked for what a CUDA event is."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+
+    def elapsed_time(self, _end: "_Event") -> float:
+        """Return 0 ms: no clock is kept on the CPU."""
+        return 0.0
+
+
+class _Stream(torch.cpu.Stream):
+    """torch.cpu's stream, with the rest of the CUDA stream interface that Megatron calls."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+        self.cuda_stream = 0
+        self.device = CPU
+
+    def synchronize(self) -> None:
+        """Return at once: work on the CPU is done when the call that issued it returns."""
+
+    def record_event(self, event: _Event | None = None) -> _Event:  # type: ignore[override]
+        """Return an event that has already happened."""
+        return event or _Event()
+
+
+_THE_STREAM = _Stream()
+
+
+class _StreamContext(torch.cpu.StreamContext):
+    def __init__(self, stream: Any = None) -> None:
+        super().__init__(stream)
+
+
+def _set_rng_state(state: torch.Tensor, device: Any = None) -> None:
+    torch.set_rng_state(state)
+
+
+def _resident_bytes(*_: Any, **__: Any) -> int:
+    """Return what this process has in memory: tensors, code and all else."""
+    return _bytes_in("/proc/self/status", "VmRSS")
+
+
+def _peak_resident_bytes(*_: Any, **__: Any) -> int:
+    """Return the most this process had in memory since it started."""
+    return _bytes_in("/proc/self/status", "VmHWM")
+
+
+def _machine_bytes_used(*_: Any, **__: Any) -> int:
+    """Return how much of the machine's memory is in use, by all processes."""
+    return _bytes_in("/proc/meminfo", "MemTotal") - _bytes_in("/proc/meminfo", "MemAvailable")
+
+
+def _bytes_in(file: str, name: str) -> int:
+    """Return one of the sizes that Linux gives in kB and means in KiB."""
+    (kib,) = re.findall(rf"^{name}:\s+(\d+) kB$", Path(file).read_text(), re.M)
+    return int(kib) * 1024
+
+
+def _memory_stats(*_: Any, **__: Any) -> dict[str, float]:
+    """Return those of the caching allocator's statistics that Megatron reads."""
+    stats: dict[str, float] = {}
+    for kind in ("allocated_bytes", "reserved_bytes"):
+        stats[f"{kind}.all.current"] = _resident_bytes()
+        stats[f"{kind}.all.peak"] = _peak_resident_bytes()
+    stats["allocation.all.current"] = math.nan  # nobody counts allocations here
+    return stats
+
+
+def _nothing() -> Callable[..., None]:
+    """Return a function that does nothing, another one each time: dynamo has a rule for each."""
+    return lambda *_, **__: None
+
+
+def _device_properties(*_: Any, **__: Any) -> SimpleNamespace:
+    return SimpleNamespace(name="cpu", major=8, minor=0, total_memory=0, multi_processor_count=1)
+
+
+REDIRECTS: Mapping[str, Any] = {
+    "cuda.is_available": lambda: True,
+    "cuda.is_initialized": lambda: True,  # torch.cuda's lazy calls then run at once
+    "cuda.device_count": lambda: 1,
+    "cuda.current_device": lambda: CPU,
+    "cuda.set_device": _nothing(),
+    "cuda.get_device_capability": lambda *_: (8, 0),  # the least that --moe-grouped-gemm accepts
+    "cuda.get_device_name": lambda *_: "cpu",
+    "cuda.get_device_properties": _device_properties,
+    "cuda.synchronize": _nothing(),
+    "cuda.Stream": _Stream,
+    "cuda.Event": _Event,
+    "cuda.stream": _StreamContext,
+    "cuda.current_stream": lambda *_: _THE_STREAM,
+    "cuda.default_stream": lambda *_: _THE_STREAM,
+    "cuda.set_stream": _nothing(),
+    "cuda.is_current_stream_capturing": lambda: False,
+    "Tensor.record_stream": _nothing(),  # checks its argument before any mode is asked
+    "cuda.empty_cache": _nothing(),
+    "cuda.memory_stats": _memory_stats,
+    "cuda.memory_allocated": _resident_bytes,
+    "cuda.memory_reserved": _resident_bytes,
+    "cuda.max_memory_allocated": _peak_resident_bytes,
+    "cuda.max_memory_reserved": _peak_resident_bytes,
+    "cuda.device_memory_used": _machine_bytes_used,
+    "cuda.reset_peak_memory_stats": _nothing(),
+    "cuda.manual_seed": torch.default_generator.manual_seed,
+    "cuda.manual_seed_all": torch.default_generator.manual_seed,
+    "cuda.get_rng_state": lambda *_, **__: torch.get_rng_state(),
+    "cuda.set_rng_state": _set_rng_state,
+    "cuda.random.get_rng_state": lambda *_, **__: torch.get_rng_state(),
+    "cuda.random.set_rng_state": _set_rng_state,
+    "cuda.default_generators": dict.fromkeys((CPU, 0), torch.default_generator),
+    "accelerator.is_available": lambda: False,  # data loaders then pin no memory
+    "_inductor.config.triton_disable_device_detection": True,  # else torch 2.15 asks the GPU
+}
+"""Name below ``torch`` -> what stands there while the runtime is installed."""
+
+
+def _on_cpu(value: Any) -> Any:
+    """Map a CUDA device, its name or its ordinal to the CPU; leave everything else alone."""
+    if isinstance(value, torch.device):
+        return CPU if value.type == "cuda" else value
+    if isinstance(value, int) and not isinstance(value, bool):
+        return CPU
+    if isinstance(value, str) and value.startswith("cuda"):
+        return CPU
+    return value
+
+
+def _names_host(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> bool:
+    """Return whether arguments of ``Tensor.to`` name the host.
+
+    A ``torch.device`` may be the current one, where the tensor is already.
+    """
+    device = args[1] if len(args) > 1 else (kwargs or {}).get("device")
+    return isinstance(device, str) and device == "cpu"
+
+
+def _legacy_type(tensor: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Answer ``Tensor.type`` with the names of CUDA tensors, and take these names back."""
+    if dtype is None:
+        return LEGACY_TYPE(tensor).replace("torch.", "torch.cuda.", 1)
+    if isinstance(dtype, str):
+        dtype = dtype.replace("torch.cuda.", "torch.", 1)
+    return LEGACY_TYPE(tensor, dtype, *args, **kwargs)
+
+
+class _CudaNamesOnCpu(TorchFunctionMode):
+    """Rewrites devices, pinning and type names of every call into torch."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.Tensor.cuda or func in PINNING:
+            return args[0]
+        if func is LEGACY_TYPE:
+            return _legacy_type(*args, **(kwargs or {}))
+        is_move = func is torch.Tensor.to
+        if func is torch.Tensor.cpu or (is_move and _names_host(args, kwargs)):
+            on_host = func(*args, **(kwargs or {}))
+            return on_host.to(CPU, copy=True) if on_host is args[0] else on_host
+        if kwargs:
+            if "device" in kwargs:
+                kwargs["device"] = _on_cpu(kwargs["device"])
+            if kwargs.get("pin_memory"):
+                kwargs["pin_memory"] = False
+        if is_move and len(args) > 1:
+            args = (args[0], _on_cpu(args[1]), *args[2:])
+        return func(*args, **(kwargs or {}))
+
+
+def maybe_move_tensor_to_cpu(
+    tensor: Any, as_numpy: bool = False, record_stream: bool = False
+) -> Any:
+    """Return ``tensor``, which is on the host, or the array over its memory if asked for."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+_GATHER = torch.distributed.all_gather_into_tensor  # whoever counts calls replaces one name of it
+
+
+def all_gather_bytes(
+    output_tensor: torch.Tensor,
+    input_tensor: torch.Tensor,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    """Gather as ``torch.distributed.all_gather_into_tensor`` does, whatever the dtype.
+
+    Megatron gathers the buckets of a group in one call. With virtual pipeline stages and fp32
+    parameters these are of two dtypes, and gloo puts elements of the first one's size where those
+    of the second belong, without an error. Bytes it gathers right.
+    """
+    return _GATHER(_bytes_of(output_tensor), _bytes_of(input_tensor), group, async_op)
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor, kept as long as it is.
+
+    A thread of gloo's would else drop them last, for which it needs Python, and end the process if
+    that is ending.
+    """
+    view = _BYTES[tensor] = tensor.detach().view(torch.uint8)
+    return view
+
+
+def is_inference_column_parallel_linear(module: Any) -> bool:
+    """Return that no module is: these classes are Transformer Engine's."""
+    return False
+
+
+_BYTES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Tensor -> its bytes as they were gathered last."""
+
+_RNG_LOGGER = logging.getLogger("megatron.core.tensor_parallel.random")
+"""Warns at every random draw that the host's stream moved; here it is the only one."""
+
+_mode: _CudaNamesOnCpu | None = None
+_saved: dict[str, Any] = {}
+_saved_log_level = logging.NOTSET
+_hidden: tuple[str, ...] = ()
+
+
+def _owner(name: str) -> tuple[Any, str]:
+    *path, last = name.split(".")
+    owner: Any = torch
+    for step in path:
+        owner = getattr(owner, step)
+    return owner, last
+
+
+def is_installed() -> bool:
+    """Return whether this process runs Megatron on the CPU."""
+    return _mode is not None
+
+
+def use_cpu() -> None:
+    """Let Megatron train on this machine's CPU, over gloo. A second call does nothing.
+
+    Call it in every rank, before the first import of ``megatron`` and from the thread that trains.
+    From then on ``torch.cuda`` and ``device="cuda"`` mean the CPU in this process, and
+    ``torch.cuda.is_available()`` says True; so look for a GPU before the call.
+
+    Raises:
+        ConfigError: the machine has a GPU, which would be hidden.
+        StateError: Megatron was imported before; nothing was redirected.
+        PatchError: Megatron is not the version this was written for; nothing stays redirected.
+    """
+    install()
+
+
+def install() -> None:
+    """Redirect everything Megatron expects of CUDA to the CPU; a second call does nothing.
+
+    Call it before Megatron is imported for the first time, so that nothing is compiled or probed
+    for a GPU, and from the thread that trains. Where ``TORCHDYNAMO_DISABLE=1`` stood in the
+    environment when Megatron was imported, nothing was compiled, and a later call is as good.
+
+    Raises:
+        ConfigError: the machine has a GPU, which the runtime would hide.
+        StateError: torch has been told to compile functions of Megatron, which fails on a CPU that
+            poses as a GPU; nothing was redirected.
+        PatchError: Megatron is not the version this was written for; nothing stays redirected.
+    """
+    global _mode, _saved_log_level, _hidden
+    if _mode is not None:
+        return
+    if torch.cuda.is_available():
+        raise ConfigError(
+            "cpu_runtime: expected a machine without a usable GPU, got "
+            f"{torch.cuda.device_count()}. Set CUDA_VISIBLE_DEVICES='' to train on the CPU here."
+        )
+    _require_nothing_compiled()
+    _hidden = hide_gpu_packages()
+    # jit_fuser compiles with dynamo, which costs minutes on a CPU and gains nothing there
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    # Megatron asks for it with tensor parallelism; it orders kernels of a GPU, and here is none
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    # dynamo maps torch's functions to rules when first imported, and wants each under one name
+    importlib.import_module("torch._dynamo")
+    for name, replacement in REDIRECTS.items():
+        owner, last = _owner(name)
+        _saved[name] = getattr(owner, last)
+        setattr(owner, last, replacement)
+    _saved_log_level = _RNG_LOGGER.level
+    _RNG_LOGGER.setLevel(logging.ERROR)
+    _mode = _CudaNamesOnCpu()
+    _mode.__enter__()
+    try:
+        apply_patches((*patches.ADAM, *patches.CPU), "cpu runtime")
+    except PatchError:
+        uninstall()
+        raise
+
+
+def hide_gpu_packages() -> tuple[str, ...]:
+    """Let imports of packages that run on GPUs alone fail as if they were not installed.
+
+    Returns:
+        Those that were not imported, nor hidden, before.
+    """
+    hidden = tuple(name for name in GPU_PACKAGES if name not in sys.modules)
+    for name in hidden:
+        sys.modules[name] = None  # type: ignore[assignment]  # Python's mark for it
+    return hidden
+
+
+def _require_nothing_compiled() -> None:
+    """Raise StateError if an import of Megatron has handed functions to torch's compiler."""
+    loaded = [(name, module) for name, module in sys.modules.items() if _is_megatron(name)]
+    for name, module in loaded:
+        for attribute, value in vars(module).items():
+            if isinstance(value, FunctionType) and hasattr(value, "_torchdynamo_orig_callable"):
+                raise StateError(
+                    "moe_optim.use_cpu: expected to be called before the first import of megatron, "
+                    f"got {name}.{attribute} set up to be compiled for a GPU. Move the call above "
+                    "everything that imports megatron, moe_optim.install() included, or start with "
+                    "TORCHDYNAMO_DISABLE=1 in the environment."
+                )
+
+
+def _is_megatron(module: str) -> bool:
+    return module.partition(".")[0] == "megatron"
+
+
+def uninstall() -> None:
+    """Put torch and Megatron back as they were; does nothing if nothing is installed."""
+    global _mode
+    if _mode is None:
+        return
+    revert_patches((*patches.CPU, *patches.ADAM), "cpu runtime")
+    _mode.__exit__(None, None, None)
+    _mode = None
+    _RNG_LOGGER.setLevel(_saved_log_level)
+    for name in _hidden:
+        del sys.modules[name]
+    while _saved:
+        name, original = _saved.popitem()
+        owner, last = _owner(name)
+        setattr(owner, last, original)

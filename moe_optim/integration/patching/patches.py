@@ -1,0 +1,383 @@
+"""The table of every name of Megatron that moe_optim rebinds, with the reason for each."""
+
+from moe_optim.integration.patching.engine import Patch, in_all_versions
+
+_FUSED_OPTIMIZERS = ("transformer_engine", "apex.optimizers")
+
+DATASETS: tuple[Patch, ...] = (
+    Patch(
+        id="dataset-helpers",
+        target="megatron.core.datasets.utils:compile_helpers",
+        replacement="moe_optim.integration.dataset_helpers:compile_helpers",
+        fits=in_all_versions("()"),
+        because="the wheel ships the dataset helper built but not its Makefile, and exits on make",
+        remove_when="the wheel skips the compilation of a helper that is already importable",
+    ),
+)
+"""Needed to train from the megatron-core wheel, with or without the plug-in."""
+
+ENTRY: tuple[Patch, ...] = (
+    Patch(
+        id="describe-run",
+        target="megatron.training.training:setup_model_and_optimizer",
+        replacement="moe_optim.commands.train.describe_run:setup_model_and_optimizer",
+        fits=in_all_versions(
+            "(model_type, model_provider_func, checkpointing_context, cfg_container, pg_collection)"
+        ),
+        because="pretrain() keeps model and optimizer to itself, and summaries describe both",
+        remove_when="pretrain() returns them or takes a callback",
+    ),
+)
+"""Needed to describe a run, with or without the plug-in."""
+
+TRAIN: tuple[Patch, ...] = (*DATASETS, *ENTRY)
+"""Needed by ``moe-optim train``, with or without the plug-in."""
+
+SCRIPT: tuple[Patch, ...] = (
+    Patch(
+        id="script-arguments",
+        target="megatron.training.arguments:add_megatron_arguments",
+        replacement="moe_optim.integration.script_arguments:add_megatron_arguments",
+        fits=in_all_versions("(parser)"),
+        because="the parser of an unmodified script refuses flags that it does not know",
+        remove_when="Megatron takes flags from packages that are installed beside it",
+    ),
+    Patch(
+        id="script-validation",
+        target="megatron.training.arguments:validate_args",
+        replacement="moe_optim.integration.script_arguments:validate_args",
+        fits=in_all_versions("(args, defaults)"),
+        because="layers of a Transformer Engine that is not there end in a TypeError",
+        remove_when="Megatron asks for Transformer Engine before it builds layers of it",
+    ),
+    Patch(
+        id="script-yaml",
+        target="megatron.training.yaml_arguments:validate_yaml",
+        replacement="moe_optim.integration.script_arguments:validate_yaml",
+        fits=in_all_versions("(args, defaults)"),
+        because="--yaml-cfg builds no GPT model: one name is asked for twice, and refused twice",
+        remove_when="validate_yaml reads account_for_embedding_in_pipeline_split of language_model",
+    ),
+)
+"""Needed by ``moe-optim run``, and by plain ``python`` after ``moe-optim enable``, with
+``--use-moe-grouped-optim`` alone; and by dry runs."""
+
+ADAM: tuple[Patch, ...] = tuple(
+    Patch(
+        id=f"adam:{module.rpartition('.')[2]}.{name}",
+        target=f"{module}:{name}",
+        replacement=f"moe_optim.optimizer.adam:{replacement}",
+        fits=in_all_versions(form),
+        because="torch's Adam keeps `step` where the distributed optimizer cannot save or load it",
+        remove_when="megatron-core saves and loads torch's Adam",
+        not_needed_with=_FUSED_OPTIMIZERS,
+    )
+    for module, name, replacement, form in (
+        ("megatron.core.optimizer", "Adam", "GroupStepAdam", "class"),
+        ("megatron.core.optimizer", "USING_PYTORCH_OPTIMIZER", "USING_PYTORCH_OPTIMIZER", "bool"),
+        ("megatron.core.optimizer.distrib_optimizer", "HAVE_APEX_OR_TE", "HAVE_APEX_OR_TE", "bool"),
+        (
+            "megatron.core.optimizer.distrib_optimizer",
+            "USING_APEX_OPTIMIZER",
+            "USING_APEX_OPTIMIZER",
+            "bool",
+        ),
+        (
+            "megatron.core.optimizer.optimizer_config",
+            "OptimizerConfig.__post_init__",
+            "check_optimizer_config",
+            "(self)",
+        ),
+    )
+)
+"""Needed wherever neither Transformer Engine nor apex brings its fused optimizer."""
+
+CPU: tuple[Patch, ...] = (
+    Patch(
+        id="splits-on-host",
+        target="megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu",
+        replacement="moe_optim.integration.cpu_runtime:maybe_move_tensor_to_cpu",
+        fits=in_all_versions("(tensor, as_numpy, record_stream)"),
+        because="a tensor that is on the host already is not turned into the array asked for",
+        remove_when="the token dispatcher converts split sizes wherever they lie",
+    ),
+    Patch(
+        id="no-inference-linears",
+        target="megatron.core.transformer.multi_token_prediction:"
+        "is_inference_column_parallel_linear",
+        replacement="moe_optim.integration.cpu_runtime:is_inference_column_parallel_linear",
+        fits=in_all_versions("(module)"),
+        because="megatron-core 0.20 asks for classes that are mocks without Transformer Engine",
+        remove_when="multi-token prediction is built without Transformer Engine",
+        only_if_there=True,
+    ),
+    Patch(
+        id="gathers-of-bytes",
+        target="megatron.core.distributed.param_and_grad_buffer:dist_all_gather_func",
+        replacement="moe_optim.integration.cpu_runtime:all_gather_bytes",
+        fits=in_all_versions("(output_tensor, input_tensor, group, async_op)"),
+        because="gloo takes all tensors of one call for elements of the first one's dtype",
+        remove_when="gloo gathers tensors of several dtypes at once",
+    ),
+)
+"""Needed by the CPU runtime alone, besides what it redirects in torch."""
+
+EXPERTS: tuple[Patch, ...] = (
+    Patch(
+        id="local-experts",
+        target="megatron.core.models.backends:LocalSpecProvider.grouped_mlp_modules",
+        replacement="moe_optim.experts.module:grouped_mlp_modules",
+        fits=in_all_versions("(self, moe_use_grouped_gemm)"),
+        because="the local spec ignores --moe-grouped-gemm and loops over experts",
+        remove_when="the local spec takes its expert module from the configuration",
+    ),
+)
+"""What makes Megatron build the portable experts."""
+
+_BUFFER = "megatron.core.distributed.param_and_grad_buffer"
+_DDP = "megatron.core.distributed.distributed_data_parallel"
+
+OPTIMIZER: tuple[Patch, ...] = (
+    Patch(
+        id="param-and-grad-buffer",
+        target=f"{_DDP}:_ParamAndGradBuffer",
+        replacement="moe_optim.buckets.buffer:GroupedParamAndGradBuffer",
+        fits=in_all_versions("class"),
+        because="DistributedDataParallel constructs the buffer by name",
+        remove_when="DistributedDataParallel accepts a buffer class",
+    ),
+    Patch(
+        id="bucket-group",
+        target=f"{_BUFFER}:_ParamAndGradBucketGroup",
+        replacement="moe_optim.buckets.bucket_group:GroupedBucketGroup",
+        fits=in_all_versions("class"),
+        because="partition_buckets constructs bucket groups by name",
+        remove_when="partition_buckets accepts a bucket-group class",
+    ),
+    Patch(
+        id="partition-buckets",
+        target=f"{_DDP}:partition_buckets",
+        replacement="moe_optim.buckets.bucket_group:partition_buckets",
+        fits=in_all_versions(
+            "(buffers, force_single_bucket_group, reduce_scatter_with_fp32_accumulation)"
+        ),
+        because="all bf16 buckets are merged into the group of the last quantized one",
+        remove_when="quantized and other buckets are grouped apart",
+    ),
+    Patch(
+        id="quantized-storage",
+        target=f"{_BUFFER}:_param_uses_quantized_storage",
+        replacement="moe_optim.buckets.buffer:_param_uses_quantized_storage",
+        fits=in_all_versions("(param)"),
+        because="only Transformer Engine's classes count as quantized",
+        remove_when="a parameter can say so itself",
+    ),
+    Patch(
+        id="shared-buffer",
+        target=f"{_BUFFER}:is_grouped_mxfp8tensor",
+        replacement="moe_optim.buckets.buffer:is_grouped_mxfp8tensor",
+        fits=in_all_versions("(tensor)"),
+        because="the buffer allocates a parameter plane unless it knows the weight's class",
+        remove_when="a parameter can say so itself",
+    ),
+    Patch(
+        id="shared-memory-flag",
+        target=(
+            "megatron.core.distributed.distributed_data_parallel_config:"
+            "DistributedDataParallelConfig.__post_init__"
+        ),
+        replacement="moe_optim.buckets.buffer:check_ddp_config",
+        fits=in_all_versions("(self)"),
+        because="--reuse-grad-buf-for-mxfp8-param-ag is taken with --fp8-param-gather alone",
+        remove_when="a parameter can say so itself",
+    ),
+    *(
+        Patch(
+            id=id,
+            target=f"megatron.core.full_cuda_graph:FullCudaGraphWrapper.{name}",
+            replacement=f"moe_optim.buckets.replay:{replacement}",
+            fits=in_all_versions(form),
+            because="a replay runs kernels alone, and buckets note on the host what they hold",
+            remove_when="a graph calls back before and after its replay",
+        )
+        for id, name, replacement, form in (
+            (
+                "graph-begins",
+                "data_read",
+                "begin_iteration",
+                "(self, data_iterator, model, training, num_microbatches)",
+            ),
+            ("graph-ends", "next_iter", "end_iteration", "(self, stage)"),
+        )
+    ),
+    Patch(
+        id="mxfp8-2d-recipe",
+        target="megatron.core.fp8_utils:get_fp8_recipe",
+        replacement="moe_optim.weights.te.recipe:get_fp8_recipe",
+        fits=in_all_versions("(config)"),
+        because="no flag gives MXFP8 weights of Transformer Engine square blocks",
+        remove_when="--fp8-recipe has a value for MXFP8 with square blocks",
+    ),
+    Patch(
+        id="param-layout",
+        target=(
+            "megatron.core.optimizer.distrib_optimizer:"
+            "DistributedOptimizer._compute_per_buffer_param_layout"
+        ),
+        replacement=(
+            "moe_optim.buckets.layout:AlignedDistributedOptimizer._compute_per_buffer_param_layout"
+        ),
+        fits=in_all_versions(
+            "static (params, bucket_size, data_parallel_world_size, ddp_config, param_indices)"
+        ),
+        because="the layout is computed by a method of the base class, called by its name",
+        remove_when="the layout is computed by the optimizer's own class",
+    ),
+    Patch(
+        id="distributed-optimizer",
+        target="megatron.core.optimizer:DistributedOptimizer",
+        replacement="moe_optim.optimizer.distributed:GroupedDistributedOptimizer",
+        fits=in_all_versions("class"),
+        because="the optimizer factory constructs the class by name",
+        remove_when="OptimizerConfig accepts a distributed-optimizer class",
+    ),
+    Patch(
+        id="chained-optimizer",
+        target="megatron.core.optimizer:ChainedOptimizer",
+        replacement="moe_optim.optimizer.chained:GroupedChainedOptimizer",
+        fits=in_all_versions("class"),
+        because="no hook lies between the gradient norm and the first thing a step changes",
+        remove_when="the optimizer asks a policy what to do with a non-finite norm",
+    ),
+    Patch(
+        id="state-to-save",
+        target="megatron.training.checkpointing:generate_state_dict",
+        replacement="moe_optim.checkpoint.state_to_save:generate_state_dict",
+        fits=in_all_versions(
+            "(args, model, optimizer, opt_param_scheduler, rng_state, iteration, "
+            "optim_sd_kwargs, model_sd_kwargs, rerun_state)"
+        ),
+        because="amaxes of experts that are cut over ranks are reduced before keys are walked",
+        remove_when="a model can prepare itself for a save",
+    ),
+    Patch(
+        id="get-megatron-optimizer",
+        target="megatron.training.training:get_megatron_optimizer",
+        replacement="moe_optim.optimizer.factory:get_megatron_optimizer",
+        fits=in_all_versions(
+            "(config, model_chunks, config_overrides, use_gloo_process_groups, pg_collection, "
+            "dump_param_to_param_group_map)"
+        ),
+        because="the training loop imports the factory by name",
+        remove_when="the training loop takes the optimizer from its configuration",
+    ),
+)
+"""What makes Megatron build this package's buffers, bucket groups and optimizer."""
+
+CHECKPOINTS: tuple[Patch, ...] = (
+    Patch(
+        id="load-checkpoint",
+        target="megatron.core.dist_checkpointing:load",
+        replacement="moe_optim.checkpoint.hooks:load",
+        fits=in_all_versions(
+            "(sharded_state_dict, checkpoint_dir, sharded_strategy, validate_access_integrity, "
+            "strict, verify_integrity, process_group)"
+        ),
+        because="nothing tells an optimizer what a checkpoint holds before it asks for it",
+        remove_when="sharded_state_dict is given the checkpoint that will be loaded",
+    ),
+    *(
+        Patch(
+            id=f"common-state:{module}",
+            target=f"megatron.core.{module}:load_common_state_dict",
+            replacement="moe_optim.checkpoint.hooks:load_common_state_dict",
+            fits=in_all_versions("(checkpoint_dir)"),
+            because="it is the first to read a checkpoint, runs what that names, and names no file",
+            remove_when="Megatron looks for all files first, and unpickles plain data alone",
+        )
+        for module in ("dist_checkpointing", "dist_checkpointing.serialization")
+    ),
+    Patch(
+        id="save-checkpoint",
+        target="megatron.core.dist_checkpointing:save",
+        replacement="moe_optim.checkpoint.hooks:save",
+        fits=in_all_versions(
+            "(sharded_state_dict, checkpoint_dir, sharded_strategy, validate_access_integrity, "
+            "async_sharded_save, preprocess_common_before_consistancy_check, content_metadata, "
+            "async_strategy, verify_integrity)"
+        ),
+        because="an iteration saved again looks whole before it is, and no checksum is recorded",
+        remove_when="metadata.json is removed first, and the default save records checksums",
+    ),
+    Patch(
+        id="te-amaxes",
+        target="megatron.core.transformer.moe.experts:TEGroupedMLP.sharded_state_dict",
+        replacement="moe_optim.calibration.te_amax:sharded_state_dict",
+        fits=in_all_versions("(self, prefix, sharded_offsets, metadata)"),
+        because="Transformer Engine's linears save their weights, and nothing recorded of these",
+        remove_when="a parameter can say what is saved beside it",
+    ),
+    Patch(
+        id="tensor-metadata",
+        target=(
+            "megatron.core.dist_checkpointing.strategies.torch:"
+            "TorchDistLoadShardedStrategy.load_tensors_metadata"
+        ),
+        replacement="moe_optim.checkpoint.tensor_metadata:load_tensors_metadata",
+        fits=in_all_versions("(self, checkpoint_dir, metadata)"),
+        because="it gives torch.empty all that torch keeps of a tensor, since 2.15 also strides",
+        remove_when="strict loads work with torch 2.15",
+    ),
+)
+"""What looks at a checkpoint before anything of it is read, and lets an optimizer of this package
+see how it was laid out."""
+
+CHECKPOINTS_OF_RANKS: tuple[Patch, ...] = (
+    *(
+        Patch(
+            id=f"save-files-of-ranks:{module}",
+            target=f"megatron.training.{module}:save_checkpoint",
+            replacement=f"moe_optim.checkpoint.files_of_ranks:{replacement}",
+            fits=in_all_versions(
+                "(iteration, model, optimizer, opt_param_scheduler, "
+                "num_floating_point_operations_so_far, checkpointing_context, pipeline_rank, "
+                "expert_rank, tensor_rank, pipeline_parallel, expert_parallel, "
+                "non_persistent_ckpt, train_data_iterator, preprocess_common_state_dict_fn, "
+                "release, tp_group, pp_group, dp_cp_group, dp_group, expt_dp_group, "
+                "rng_state_key_prefix)"
+            ),
+            because="--ckpt-format torch records neither checksums nor that all files are there",
+            remove_when="--ckpt-format torch writes what it consists of when all of it is there",
+        )
+        for module, replacement in (
+            ("checkpointing", "save_checkpoint"),
+            ("training", "save_checkpoint_in_loop"),
+        )
+    ),
+    Patch(
+        id="load-files-of-ranks",
+        target="megatron.training.checkpointing:_get_checkpoint_format",
+        replacement="moe_optim.checkpoint.files_of_ranks:get_checkpoint_format",
+        fits=in_all_versions("(checkpoint_name, args)"),
+        because="--ckpt-format torch compares no checksums, and exits with 0 where a file is torn",
+        remove_when="--ckpt-format torch compares checksums of what it reads",
+    ),
+)
+"""What seals the files of ``--ckpt-format torch``, and looks at them before a load."""
+
+CONFIGURATIONS: tuple[Patch, ...] = tuple(
+    patch for patch in (*ADAM, *OPTIMIZER) if patch.target.endswith("Config.__post_init__")
+)
+"""Those of the above that a configuration is made with which Megatron would refuse."""
+
+PATCHES: tuple[Patch, ...] = (
+    *TRAIN,
+    *SCRIPT,
+    *ADAM,
+    *CPU,
+    *EXPERTS,
+    *OPTIMIZER,
+    *CHECKPOINTS,
+    *CHECKPOINTS_OF_RANKS,
+)
+"""Every name of Megatron that this package rebinds, in the order in which it does."""

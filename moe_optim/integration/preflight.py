@@ -1,0 +1,383 @@
+"""What a command line would be refused for, all of it at once, before anything is built."""
+
+import argparse
+import ast
+import io
+import os
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+from moe_optim.config import MoEOptimConfig
+from moe_optim.errors import ConfigError, MoEOptimError, closest
+from moe_optim.integration import script_arguments
+from moe_optim.integration.arguments import FLAG, request_from_argv
+from moe_optim.integration.argv import without_options
+from moe_optim.integration.first_iteration import LayerSpec, later_refusals, schedule_refusals
+from moe_optim.integration.patching.active import installed_config
+from moe_optim.integration.patching.engine import apply_patches, patch_state, revert_patches
+from moe_optim.integration.patching.patches import CONFIGURATIONS, PATCHES, SCRIPT
+from moe_optim.screen import quiet
+
+Check = Callable[[Any], None]
+"""Reads settled arguments, and raises ConfigError for what it refuses."""
+
+_HOLDER = "dry run"
+_BUILDERS = {"pretrain", "DistributedDataParallel", "get_model", "setup_model_and_optimizer"}
+"""Calls after which an installation comes too late."""
+
+
+class _CheckedError(BaseException):
+    """Ends a script when its arguments have been checked; scripts catch no BaseException."""
+
+
+class _ArgumentError(Exception):
+    """What argparse would end the process with, and the flag it is about if it says."""
+
+
+def list_faults(
+    run: Callable[[], object],
+    argv: Sequence[str],
+    *checks: Check,
+    layer_spec: LayerSpec | None = None,
+) -> list[str]:
+    """Return everything that is wrong with a command line, with remedies; empty if nothing is.
+
+    Nothing is installed, allocated or communicated, and what Megatron prints is dropped. Of its own
+    checks of arguments Megatron tells one at a time.
+
+    Args:
+        run: has Megatron parse and settle ``sys.argv[1:]``, and may go on to anything: it does not
+            get there.
+        argv: those arguments.
+        checks: further ones, made once arguments are settled.
+        layer_spec: layers of a GPT where ``--spec`` names none; None for Megatron's.
+    """
+    with quiet(), Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
+        return list(dict.fromkeys(_list_faults(run, argv, checks, layer_spec)))
+
+
+def _list_faults(
+    run: Callable[[], object],
+    argv: Sequence[str],
+    checks: Sequence[Check],
+    layer_spec: LayerSpec | None,
+) -> list[str]:
+    states = {patch.id: patch_state(patch) for patch in PATCHES}
+    if broken := [f"{name}: {state}" for name, state in states.items() if "broken" in state]:
+        return [f"patch {fault}. Run `moe-optim doctor`." for fault in broken]
+    checks = (script_arguments.require_transformer_engine, *checks)
+    dry_run = _DryRun(argv, checks, layer_spec)
+    apply_patches(SCRIPT, _HOLDER)
+    script_arguments.set_observer(dry_run)
+    errors = io.StringIO()
+    try:
+        with redirect_stderr(errors):
+            run()
+    except _CheckedError:
+        return dry_run.faults
+    except SystemExit as error:
+        return [*dry_run.faults, _ended_itself(error, errors.getvalue())]
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}, before arguments were settled."
+        return [*dry_run.faults, _missing_in_yaml(error) or said]
+    finally:
+        script_arguments.set_observer(None)
+        revert_patches(SCRIPT, _HOLDER)
+    return [
+        *dry_run.faults,
+        "expected a script that has Megatron parse its arguments, got one that ends without it. "
+        "Name the script that calls pretrain().",
+    ]
+
+
+def _ended_itself(end: SystemExit, errors: str) -> str:
+    """Say that a script ended before Megatron had its arguments, and the last it said of why."""
+    last = str(end) if isinstance(end.code, str) else errors.strip().rpartition("\n")[2]
+    return (
+        f"expected a script that has Megatron parse its arguments, got one that ends before it"
+        f"{f': {last}' if last else ''}. If it has a parser of its own, give that what it asks for."
+    )
+
+
+def find_late_install(script: Path) -> str | None:
+    """Say where a script calls ``install()`` after the model is built, or None.
+
+    Only calls of one block are compared, in the order in which they stand there.
+    """
+    tree = ast.parse(script.read_bytes())
+    for block in _blocks(tree):
+        built: tuple[str, int] | None = None
+        for name, line in _calls(block):
+            if name in _BUILDERS and built is None:
+                built = name, line
+            elif name == "install" and built is not None:
+                return (
+                    f"{script}, line {line}: expected install() before the model is built, got it "
+                    f"after {built[0]}() in line {built[1]}. Move it up."
+                )
+    return None
+
+
+class _DryRun:
+    """Takes part where Megatron parses and settles arguments, and collects what is wrong."""
+
+    def __init__(
+        self, argv: Sequence[str], checks: Sequence[Check], layer_spec: LayerSpec | None
+    ) -> None:
+        self.faults: list[str] = []
+        self._argv, self._checks, self._layer_spec = list(argv), checks, layer_spec
+        self._knobs: MoEOptimConfig | None = None
+
+    def parse(self, parser: argparse.ArgumentParser, *, takes_unknown: bool) -> argparse.Namespace:
+        """Return arguments without those that are wrong, and with misspelt ones mended.
+
+        Args:
+            parser: of the script, complete.
+            takes_unknown: whether the script leaves flags that it does not know to others.
+        """
+        argv = self._argv if takes_unknown else self._mend_names(parser, self._argv)
+        args, argv, rest = self._parse_rest(parser, argv)
+        if rest and not takes_unknown:
+            self.faults.append(f"{' '.join(rest)}: belongs to no flag. Remove it.")
+        try:
+            self._knobs = request_from_argv(argv)
+        except ConfigError as error:
+            self.faults.append(str(error))
+            self._knobs = MoEOptimConfig() if FLAG in argv else None  # to check the rest
+        return args
+
+    def settle(
+        self,
+        args: Any,
+        defaults: Mapping[str, Any],
+        validate: Callable[[], Any],
+    ) -> NoReturn:
+        """Have Megatron settle the arguments, check them, and end the script.
+
+        Args:
+            args: parsed ones, which ``validate`` changes, or the sections of a YAML file.
+            defaults: what the script puts where nothing was given, by attribute.
+            validate: Megatron's own checks, which return all under their own names.
+        """
+        for name, value in _missing(args).items():
+            if name not in defaults:
+                flag = f"--{name.replace('_', '-')}"
+                self.faults.append(f"{flag}: expected a value, got none. Give the flag.")
+                setattr(args, name, value)  # to check the rest
+        is_settled = True
+        try:
+            if "WORLD_SIZE" not in os.environ:  # no launcher: the fewest ranks that the sizes take
+                args.world_size = _fewest_ranks(args)
+            args = validate()
+        except Exception as error:  # assertions, and whatever follows from values it did not expect
+            is_settled = False
+            self.faults.append(_of_megatron(error))
+            if args.yaml_cfg is not None:  # it stays in its sections
+                self._add("Of the rest of the file nothing is known yet.")
+                raise _CheckedError from None
+        is_given = not self.faults
+        for check in self._checks:
+            try:
+                check(args)
+            except ConfigError as error:
+                self.faults.append(str(error))
+        knobs = self._knobs or installed_config()
+        patches = () if knobs is None else CONFIGURATIONS
+        apply_patches(patches, _HOLDER)
+        try:
+            optimizer, ddp, model = self._configure(args, is_settled=is_settled)
+            if knobs is not None:
+                self._foresee(optimizer or args, ddp or args, model, knobs)
+        finally:
+            revert_patches(patches, _HOLDER)
+        if model is not None and is_settled:
+            refusals = list(later_refusals(args, model, self._layer_spec, knobs))
+            refusals += schedule_refusals(args) if is_given else []  # else of rates nobody gave
+            foreseen = (error for error in refusals if not isinstance(error, ConfigError))
+            self.faults += [_of_megatron(error) for error in foreseen]
+        raise _CheckedError
+
+    def _configure(self, args: Any, *, is_settled: bool) -> tuple[Any, Any, Any]:
+        """Return the configurations of optimizer, DDP and model; None for what Megatron refuses."""
+        from megatron.training.argument_utils import core_transformer_config_from_args
+        from megatron.training.training import (
+            get_megatron_ddp_config,
+            get_megatron_optimizer_config,
+        )
+        from megatron.training.yaml_arguments import core_transformer_config_from_yaml
+
+        def make(config: Callable[[Any], Any]) -> Any:
+            try:
+                return config(args)
+            except Exception as error:  # an assertion
+                if is_settled:  # else that is what it follows from
+                    self.faults.append(_of_megatron(error))
+                return None
+
+        optimizer = make(lambda args: get_megatron_optimizer_config(args)[0])
+        is_yaml = args.yaml_cfg is not None  # read as gpt_config_from_args() does
+        read = core_transformer_config_from_yaml if is_yaml else core_transformer_config_from_args
+        missing = _missing_fields(args) if is_yaml else []
+        if missing:
+            self.faults.append(
+                "--yaml-cfg: expected every field of TransformerConfig in language_model or "
+                f"model_parallel, got none of {', '.join(missing)}. Add them."
+            )
+        return optimizer, make(get_megatron_ddp_config), None if missing else make(read)
+
+    def _foresee(self, optimizer: Any, ddp: Any, model: Any, knobs: MoEOptimConfig) -> None:
+        """Collect what the plug-in refuses.
+
+        Arguments have the fields of optimizer and DDP under the same names, and stand for them.
+        """
+        from moe_optim.optimizer.requirements import foresee_refusals
+
+        if model is None:  # nothing can be said of weights then
+            knobs = MoEOptimConfig(format="bf16")
+        models = [] if model is None else [model]
+        refused = foresee_refusals(optimizer, ddp, models, knobs)
+        self.faults += [f"refused with the plug-in: {one}. Change or remove it." for one in refused]
+        if model is None:
+            self._add("Of the model's flags the plug-in's refusals are not known yet.")
+
+    def _add(self, note: str) -> None:
+        """Say behind the last fault what could not be checked, which is no fault of its own."""
+        self.faults[-1] += f" {note}"
+
+    def _mend_names(self, parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
+        """Return ``argv`` with the closest known flag for each unknown one, and without others."""
+        known = [name for name in parser._option_string_actions if name.startswith("--")]
+        mended: list[str] = []
+        is_kept = True
+        for word in argv:
+            flag, equals, value = word.partition("=")
+            if not flag.startswith("--") or flag in known or flag == "--":
+                if is_kept or flag.startswith("--"):
+                    mended.append(word)
+                    is_kept = True
+                continue
+            meant = closest(flag, known, likeness=0.75)  # all begin alike
+            remedy = f"Write {meant}, the closest one" if meant else "Remove it"
+            self.faults.append(f"{flag}: no such flag. {remedy}.")
+            is_kept = meant is not None
+            mended += [f"{meant}{equals}{value}"] if meant else []
+        return mended
+
+    def _parse_rest(
+        self, parser: argparse.ArgumentParser, argv: list[str]
+    ) -> tuple[argparse.Namespace, list[str], list[str]]:
+        """Parse, leaving out one flag after the other that its value does not fit.
+
+        Returns:
+            The arguments, the words they were parsed from, and those that belong to no flag.
+        """
+        parser.exit_on_error = False
+        parser.error = _raise  # type: ignore[method-assign]
+        while True:
+            try:
+                args, rest = argparse.ArgumentParser.parse_known_args(parser, argv)
+            except argparse.ArgumentError as error:
+                self.faults.append(f"{error}. Change the value.".replace("argument ", "", 1))
+                flags = set((error.argument_name or "").split("/"))
+                shorter = without_options(argv, flags)
+                if len(shorter) == len(argv):  # about no flag: nothing more can be told
+                    raise _CheckedError from None
+                argv = shorter
+            except (_ArgumentError, AssertionError) as error:
+                self.faults.append(f"{error}.")
+                raise _CheckedError from None
+            else:
+                return args, argv, rest
+
+
+def _fewest_ranks(args: Any) -> int:
+    from moe_optim.integration.patching.planning import ranks_multiple
+
+    sizes = {} if args.yaml_cfg is None else vars(args.model_parallel)
+    return ranks_multiple(argparse.Namespace(**vars(args) | sizes))
+
+
+def _missing_fields(args: Any) -> list[str]:
+    """Return what a GPT needs of a YAML file and does not find there."""
+    from megatron.core.transformer import TransformerConfig
+
+    given = vars(args.language_model).keys() | vars(args.model_parallel).keys()
+    return [field.name for field in fields(TransformerConfig) if field.name not in given]
+
+
+def _missing_in_yaml(error: BaseException) -> str | None:
+    """Return what is wrong where Megatron looked for a name that a YAML file lacks, else None."""
+    if isinstance(error, AttributeError) and isinstance(error.obj, SimpleNamespace):
+        return f"--yaml-cfg: expected {error.name} in the file, got none. Add it."
+    return None
+
+
+def _of_megatron(error: Exception) -> str:
+    if missing := _missing_in_yaml(error):
+        return missing
+    text, *_ = str(error).split(" when instantiating ")  # and the classes around it
+    if "unexpected keyword argument 'k_channels'" in text:
+        text = (
+            "--multi-latent-attention: --transformer-impl local has no attention for it. Give "
+            "--transformer-impl transformer_engine"
+        )
+    said = " ".join(text.split()).rstrip(".") or _failed_line(error)
+    if isinstance(error, MoEOptimError):
+        return f"refused with the plug-in: {said}."
+    return f"Megatron: {said}. Change these flags."
+
+
+def _failed_line(error: Exception) -> str:
+    """Return the line of an assertion that says no more."""
+    *_, last = traceback.extract_tb(error.__traceback__) or [None]
+    return last.line if last and last.line else type(error).__name__
+
+
+def _raise(message: str) -> NoReturn:
+    raise _ArgumentError(message)
+
+
+def _missing(args: argparse.Namespace) -> dict[str, int]:
+    """Return attributes that every model needs and nobody gave, with values that fit others.
+
+    Megatron names them one at a time.
+    """
+    if args.yaml_cfg is not None or args.use_checkpoint_args or args.hybrid_layer_pattern:
+        return {}  # they come from there
+    needed = {
+        "num_layers": args.pipeline_model_parallel_size,
+        "hidden_size": 128 * args.tensor_model_parallel_size,
+        "num_attention_heads": args.tensor_model_parallel_size,
+        "seq_length": args.max_position_embeddings or 128,
+        "max_position_embeddings": args.seq_length or 128,
+        "micro_batch_size": 1,
+    }
+    if args.encoder_num_layers is not None:
+        del needed["num_layers"]
+    if args.encoder_seq_length is not None:
+        del needed["seq_length"]
+    return {name: value for name, value in needed.items() if getattr(args, name) is None}
+
+
+def _blocks(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield the module and every function in it: calls of one run in their order."""
+    yield tree
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def _calls(block: ast.AST) -> Iterator[tuple[str, int]]:
+    """Yield name and line of every call in a block, without those of functions inside of it."""
+    for child in ast.iter_child_nodes(block):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        yield from _calls(child)
+        if isinstance(child, ast.Call):
+            target: Any = child.func
+            yield str(getattr(target, "attr", getattr(target, "id", ""))), child.lineno

@@ -1,0 +1,94 @@
+"""Megatron's own parser with the plug-in's flags in it, and what is asked of what it parsed."""
+
+import functools
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from moe_optim.errors import ConfigError
+from moe_optim.integration.arguments import add_moe_optim_arguments
+from moe_optim.integration.patching.engine import original
+from moe_optim.weights.te.quantizer import import_error
+
+_ARGUMENTS = "megatron.training.arguments"
+_YAML = "megatron.training.yaml_arguments"
+_ASKED_TWICE = ("account_for_embedding_in_pipeline_split",)
+
+
+class Observer(Protocol):
+    """Takes the place of parsing and of Megatron's checks, as a dry run does."""
+
+    def parse(self, parser: ArgumentParser, *, takes_unknown: bool) -> Namespace:
+        """Return the parsed arguments."""
+
+    def settle(self, args: Any, defaults: Mapping[str, Any], validate: Callable[[], Any]) -> Any:
+        """Return them as ``validate``, Megatron's checks, leaves them."""
+
+
+_observer: Observer | None = None
+
+
+def set_observer(observer: Observer | None) -> None:
+    """Have scripts of this process parse and settle arguments through ``observer``, if given."""
+    global _observer
+    _observer = observer
+
+
+def add_megatron_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Add Megatron's flags and the plug-in's to ``parser`` and return it."""
+    stock = original(f"{_ARGUMENTS}:add_megatron_arguments")
+    parser = add_moe_optim_arguments(stock(parser))
+    if (observer := _observer) is not None:
+        parse = functools.partial(observer.parse, parser)
+        every: Any = lambda *_: parse(takes_unknown=False)  # noqa: E731
+        known: Any = lambda *_: (parse(takes_unknown=True), [])  # noqa: E731
+        parser.parse_args, parser.parse_known_args = every, known  # type: ignore[method-assign]
+    return parser
+
+
+def validate_args(args: Namespace, defaults: Mapping[str, Any] = MappingProxyType({})) -> Namespace:
+    """Settle arguments as Megatron does, and refuse what would fail while the model is built."""
+    return _settle(args, defaults, original(f"{_ARGUMENTS}:validate_args"))
+
+
+def validate_yaml(args: Any, defaults: Mapping[str, Any] = MappingProxyType({})) -> Any:
+    """Settle the contents of a ``--yaml-cfg`` file likewise.
+
+    Megatron reads ``account_for_embedding_in_pipeline_split`` beside ``language_model``, builds the
+    model from the one in it, and takes no name in both places: here the one in it counts for both.
+    """
+    return _settle(args, defaults, _validate_yaml_names_once)
+
+
+def _validate_yaml_names_once(args: Any, defaults: Mapping[str, Any]) -> Any:
+    layers = vars(args.language_model)
+    moved = {name: layers.pop(name) for name in _ASKED_TWICE if name in layers}
+    vars(args).update(moved)
+    settled = original(f"{_YAML}:validate_yaml")(args, defaults)
+    layers.update(moved)
+    return settled
+
+
+def _settle(args: Any, defaults: Mapping[str, Any], validate: Callable[..., Any]) -> Any:
+    validate = functools.partial(validate, args, defaults)
+    if _observer is not None:
+        return _observer.settle(args, defaults, validate)
+    settled = validate()
+    require_transformer_engine(settled)
+    return settled
+
+
+def require_transformer_engine(args: Any) -> None:
+    """Raise ConfigError where layers are to be built of Transformer Engine and there is none.
+
+    Megatron calls None then. Layers that ``--spec`` names may do without. A YAML file may leave
+    out either.
+    """
+    impl = getattr(args, "transformer_impl", "transformer_engine")
+    wanted = impl == "transformer_engine" and getattr(args, "spec", None) is None
+    if wanted and (why := import_error()):
+        raise ConfigError(
+            "--transformer-impl: expected Transformer Engine for transformer_engine, Megatron's "
+            f"default, got {why}. Install it, or give --transformer-impl local."
+        )

@@ -1,0 +1,237 @@
+"""Runs a script of Megatron-LM in this process, with the plug-in if its arguments ask for it.
+
+:func:`before_megatron` and :func:`switch_on` do the same for a script that Python runs itself, see
+``moe_optim.import_hook``.
+"""
+
+import importlib.metadata
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+from moe_optim import import_hook
+from moe_optim.config import MoEOptimConfig
+from moe_optim.environment import (
+    NEEDED,
+    Package,
+    find_folder,
+    find_package,
+    missing_for_datasets,
+    unmet_version,
+)
+from moe_optim.errors import ConfigError, MoEOptimError
+from moe_optim.integration.arguments import FLAG, request_from_argv
+from moe_optim.screen import quiet
+
+
+def find_script(script: Path, megatron_lm: Path | None) -> Path:
+    """Return where ``script`` lies: in the working directory, or else in the source tree.
+
+    Raises:
+        ConfigError: in neither.
+    """
+    places = [script] if megatron_lm is None else [script, megatron_lm / script]
+    for place in places:
+        if place.is_file():
+            return place
+    looked = " nor ".join(str(place) for place in places)
+    hint = "Check the name" if megatron_lm else "Check the name, or give --megatron-lm PATH"
+    raise ConfigError(f"moe-optim run: expected a script, found none at {looked}. {hint}.")
+
+
+def prepare_imports(script: Path, megatron_lm: Path | None) -> Package | None:
+    """Let imports find what ``python SCRIPT`` would find, and the source tree before the rest.
+
+    ``sys.path`` starts with the script's folder and the tree; children get the tree through
+    ``PYTHONPATH``.
+
+    Args:
+        script: where it lies.
+        megatron_lm: a source tree of Megatron-LM that is to win over an installed megatron-core.
+
+    Returns:
+        The megatron-core that wins, or None where there is none.
+
+    Raises:
+        ConfigError: no such tree, no megatron-core in it, or another one would win.
+    """
+    own = str(script.resolve().parent)
+    if sys.flags.safe_path:  # nothing stands there for the program that is running
+        sys.path.insert(0, own)
+    else:
+        sys.path[0] = own
+    if megatron_lm is None:
+        return find_package("megatron-core")
+    tree = require_tree(megatron_lm)
+    if str(tree) != own:
+        sys.path.insert(1, str(tree))
+    inherited = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(tree), *([inherited] if inherited else [])])
+    for module in ("megatron.core", "megatron.training"):
+        folder = find_folder(module)
+        if folder is None or folder.resolve() != tree / module.replace(".", "/"):
+            raise ConfigError(
+                f"--megatron-lm {megatron_lm}: expected {module} from there, got "
+                f"{folder or 'none'}. Move the script out of a folder that has a Megatron of its "
+                "own, or give a whole checkout."
+            )
+    return find_package("megatron-core")
+
+
+def require_tree(path: Path) -> Path:
+    """Return the absolute path of a source tree.
+
+    Raises:
+        ConfigError: there is no folder, or no ``megatron/core`` in it.
+    """
+    if not path.is_dir():
+        raise ConfigError(
+            f"{path}: expected a checkout of Megatron-LM, got no folder. Give its path."
+        )
+    if not (path / "megatron" / "core" / "__init__.py").is_file():
+        raise ConfigError(
+            f"{path}: expected a checkout of Megatron-LM, got a folder without megatron/core. "
+            "Give the folder that holds pretrain_gpt.py."
+        )
+    return path.resolve()
+
+
+def run_script(script: Path, argv: Sequence[str], *, cpu: bool) -> None:
+    """Run ``script`` as ``python SCRIPT ARGS`` does, once :func:`prepare_imports` was called.
+
+    With ``--use-moe-grouped-optim`` its parser takes the plug-in's flags and the plug-in is
+    installed before the first line of the script runs; without it, and on GPUs, nothing is
+    replaced. On the CPU the runtime replaces what assumes a GPU, with the flag or without:
+    ``docs/without-a-gpu.md`` lists it. Every rank must call it with the same arguments.
+
+    Args:
+        script: where it lies.
+        argv: the script's arguments, those of the plug-in among them.
+        cpu: install the CPU runtime and train over gloo, with the flag or without.
+
+    Raises:
+        ConfigError: flags of the plug-in are wrong, or megatron-core is of another version.
+        PatchError: Megatron is not what the patches were written for.
+    """
+    sys.argv = [str(script), *argv]
+    _prepare(request_from_argv(argv), cpu=cpu)
+    _run_as_main(script)
+
+
+def before_megatron() -> None:
+    """Keep Megatron from compiling anything for a GPU where the CPU runtime will have to stand.
+
+    And from finding packages that run on GPUs alone.
+    """
+    if FLAG in sys.argv and trains_on_cpu():
+        from moe_optim.integration.cpu_runtime import hide_gpu_packages
+
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
+        hide_gpu_packages()
+
+
+def switch_on() -> None:
+    """Do for a script that has just imported ``megatron.training`` what :func:`run_script` does.
+
+    Without the flag among its own arguments nothing is done. A refusal of ours ends the process
+    with one line, as that of ``moe-optim run`` does.
+    """
+    try:
+        request = request_from_argv(sys.argv[1:])
+        if request is None:
+            return
+        meet_alone()
+        cpu = trains_on_cpu()
+        announce(FLAG, find_package("megatron-core"), cpu=cpu)
+        _prepare(request, cpu=cpu)
+    except MoEOptimError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def meet_alone() -> None:
+    """Let a process that no launcher started be one rank, which meets itself at a free port."""
+    if "RANK" not in os.environ:
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", "0")
+
+
+def trains_on_cpu() -> bool:
+    """Return whether scripts train on the CPU here: there is no GPU, or they are told to."""
+    import torch
+
+    return os.environ.get("MOE_OPTIM_CPU") == "1" or torch.cuda.device_count() == 0
+
+
+def announce(who: str, package: Package | None, *, cpu: bool) -> None:
+    """Say on the first rank which megatron-core is imported, over which one it wins, and where."""
+    if os.environ.get("RANK", "0") == "0":
+        where = "on the CPU, over gloo" if cpu else "on GPUs"
+        print(f"{who}: {_describe(package)}; {where}", file=sys.stderr, flush=True)
+
+
+def _describe(package: Package | None) -> str:
+    if package is None:
+        return "no megatron-core"
+    text = f"megatron-core {package.version} from {package.path}"
+    if not package.checkout:
+        return text
+    try:
+        installed = importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError:
+        return f"{text}, a source tree"
+    return f"{text}, a source tree that wins over the installed {installed}"
+
+
+def _prepare(request: MoEOptimConfig | None, *, cpu: bool) -> None:
+    """Put in place what the arguments in ``sys.argv`` ask for, and the CPU runtime."""
+    import_hook.disarm()
+    if request is not None and (fault := unmet_version("megatron-core", NEEDED["megatron-core"])):
+        raise ConfigError(f"{FLAG}: {fault}.")
+    if cpu:
+        from moe_optim.integration import cpu_runtime
+
+        cpu_runtime.install()
+        if "--distributed-backend" not in sys.argv:
+            sys.argv += ["--distributed-backend", "gloo"]
+    if cpu or request is not None:
+        from moe_optim.integration.patching import installation
+        from moe_optim.integration.patching.engine import apply_patches
+        from moe_optim.integration.patching.patches import DATASETS, SCRIPT
+
+        apply_patches(DATASETS, "run")
+        if request is not None:
+            apply_patches(SCRIPT, "run")
+            installation.install(request)
+
+
+def check_script(script: Path, argv: Sequence[str], *, cpu: bool) -> list[str]:
+    """Return everything that :func:`run_script` would be refused for, with remedies.
+
+    The script runs until Megatron has its arguments; nothing is installed or built. Arguments are
+    those of :func:`run_script`.
+    """
+    if fault := unmet_version("megatron-core", NEEDED["megatron-core"]):
+        return [f"{FLAG}: {fault}."]
+    with quiet():
+        from moe_optim.integration import cpu_runtime
+        from moe_optim.integration.preflight import find_late_install, list_faults
+
+        if cpu:
+            cpu_runtime.install()
+    sys.argv = [str(script), *argv]
+    faults = list_faults(lambda: _run_as_main(script), argv)
+    missing = missing_for_datasets()
+    others = (find_late_install(script), missing and f"{missing}.")
+    return [*faults, *(fault for fault in others if fault)]
+
+
+def _run_as_main(script: Path) -> None:
+    """Run ``script`` as the module ``__main__``, which it stays; runpy would change its argv[0]."""
+    path = str(script.absolute())
+    main = ModuleType("__main__")
+    main.__file__ = path
+    sys.modules["__main__"] = main
+    exec(compile(script.read_bytes(), path, "exec", dont_inherit=True), vars(main))

@@ -1,1 +1,0 @@
-"""Where everything lies, as frozen values computed without a device."""

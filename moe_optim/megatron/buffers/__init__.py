@@ -1,1 +1,0 @@
-"""Parameter and gradient buffers of quantized weights, and how these are gathered."""

@@ -1,1 +1,0 @@
-"""Masters, moments and weights in Megatron's checkpoints."""

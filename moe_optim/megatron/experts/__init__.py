@@ -1,1 +1,0 @@
-"""Portable experts for Megatron's local spec."""

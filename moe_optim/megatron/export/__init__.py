@@ -1,1 +1,0 @@
-"""Weights of a live model for inference engines: experts as they are quantized."""

@@ -1,1 +1,0 @@
-"""The health of quantized experts while Megatron trains: measured, reduced, written, warned of."""

@@ -1,1 +1,0 @@
-"""Scripts of Megatron-LM, and machines without a GPU."""

@@ -1,1 +1,0 @@
-"""The distributed optimizer of quantized weights."""

@@ -1,1 +1,0 @@
-"""Which parameters are managed, and what they are called."""

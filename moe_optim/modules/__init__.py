@@ -1,1 +1,0 @@
-"""Expert weights as tensors and the products that read them; knows torch, not Megatron."""

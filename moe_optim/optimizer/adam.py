@@ -1,0 +1,188 @@
+"""Adam for machines without Transformer Engine and apex, with the state Megatron expects of theirs.
+
+``torch.optim.AdamW`` keeps ``step`` as a tensor in the state of every parameter. Megatron's
+distributed optimizer, which was written for the fused optimizers of Transformer Engine and apex,
+then fails or goes wrong in three places: ``state_dict`` asserts on an empty state,
+``load_state_dict`` hands the same step tensor to every parameter (N parameters advance it N times
+a step), and checkpoints treat it as one more tensor of parameter shape. Keeping ``step`` where the
+fused optimizers keep it, in the parameter group, mends all three.
+
+Moments may be held in the dtypes that Transformer Engine's FusedAdam has for them. Arithmetic is in
+fp32 whatever they are held in.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adam import adam
+
+from moe_optim.errors import ConfigError
+from moe_optim.integration.patching.engine import original
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+_HELD_AS = {torch.uint8: torch.float8_e4m3fn}  # "fp8" of Megatron's flags
+_LARGEST = {torch.float16: torch.finfo(torch.float16).max / 2, torch.float8_e4m3fn: 448.0}
+"""Magnitude that the largest element of a moment is scaled to, as in FusedAdam of Transformer
+Engine (pytorch/optimizers/fused_adam.py); bf16 has the range of fp32 and is not scaled."""
+
+HAVE_APEX_OR_TE = True
+"""What ``distrib_optimizer`` has to believe so that it looks for ``step`` in the group."""
+USING_APEX_OPTIMIZER = True
+USING_PYTORCH_OPTIMIZER = False
+
+
+class GroupStepAdam(torch.optim.AdamW):
+    """torch's Adam or AdamW, with ``step`` (an int) in the parameter group as apex's FusedAdam has.
+
+    Args:
+        params: parameters or parameter groups.
+        adam_w_mode: decoupled weight decay (AdamW) if true, L2 regularisation (Adam) if false.
+        exp_avg_dtype: what the first moment is held in: fp32, bf16, fp16 or uint8, which is E4M3;
+            None takes the parameter's dtype, in which it is then computed, too.
+        exp_avg_sq_dtype: the second moment, likewise.
+        **defaults: as for ``torch.optim.AdamW``.
+
+    Raises:
+        ConfigError: it is to keep masters, as Transformer Engine's can.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        *,
+        adam_w_mode: bool = True,
+        exp_avg_dtype: torch.dtype | None = None,
+        exp_avg_sq_dtype: torch.dtype | None = None,
+        **defaults: Any,
+    ) -> None:
+        if "master_weights" in defaults:
+            raise ConfigError(
+                "--use-precision-aware-optimizer: expected quantized weights, whose masters "
+                "Megatron keeps, got others, whose masters Transformer Engine's Adam keeps. Set "
+                "--moe-optim-set step=fused with masters in fp32, remove the flag, or install "
+                "Transformer Engine."
+            )
+        super().__init__(params, **defaults)
+        self._dtypes = dict(zip(MOMENTS, (exp_avg_dtype, exp_avg_sq_dtype), strict=True))
+        self._scales: dict[Tensor, dict[str, Tensor]] = {}
+        self.defaults["adam_w_mode"] = adam_w_mode
+        for group in self.param_groups:
+            group.setdefault("adam_w_mode", adam_w_mode)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copies and pickles are made of; torch's leave out what is no state."""
+        return {**super().__getstate__(), "_dtypes": self._dtypes, "_scales": self._scales}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore groups and state as they are; torch's Adam looks for ``step`` in the state."""
+        torch.optim.Optimizer.__setstate__(self, state)
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], float] | None = None
+    ) -> float | None:
+        """Update every parameter that has a gradient; the arithmetic is torch's own."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            self._step_group(group)
+        return loss
+
+    def _step_group(self, group: dict[str, Any]) -> None:
+        group["step"] = int(group.get("step", 0)) + 1
+        params = [p for p in group["params"] if p.grad is not None]
+        for p in params:
+            if not self.state[p]:
+                self.initialize_state(p)
+        moments = {name: [self.get_unscaled_state(p, name) for p in params] for name in MOMENTS}
+        # torch counts the step up by itself, on a tensor of its own
+        steps = [torch.tensor(group["step"] - 1, dtype=torch.float32, device="cpu") for _ in params]
+        beta1, beta2 = group["betas"]
+        adam(
+            params,
+            [p.grad for p in params],
+            moments["exp_avg"],
+            moments["exp_avg_sq"],
+            [],
+            steps,
+            foreach=group["foreach"],
+            capturable=False,
+            differentiable=False,
+            fused=None,
+            decoupled_weight_decay=group["adam_w_mode"],
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+        for name, values in moments.items():
+            for p, value in zip(params, values, strict=True):
+                if value is not self.state[p][name]:
+                    self.set_scaled_state(p, name, value)
+
+    def initialize_state(self, param: Tensor) -> None:
+        """Make the moments of a parameter, as zeros."""
+        for name, dtype in self._dtypes.items():
+            held = param.dtype if dtype is None else _HELD_AS.get(dtype, dtype)
+            self.state[param][name] = torch.zeros_like(param, dtype=held)
+            self._scales.setdefault(param, {})[name] = torch.ones(
+                1, dtype=torch.float32, device=param.device
+            )
+
+    def get_unscaled_state(self, param: Tensor, name: str) -> Tensor:
+        """Return a moment as it is computed with: itself, or a copy in fp32 if it is narrower."""
+        state: Tensor = self.state[param][name]
+        if self._dtypes[name] is None:
+            return state
+        if state.dtype in _LARGEST:
+            return state.float().mul_(self._scales[param][name])
+        return state.float()
+
+    def set_scaled_state(self, param: Tensor, name: str, values: Tensor) -> None:
+        """Hold a moment, given as it is computed with, in its dtype."""
+        if not self.state[param]:
+            self.initialize_state(param)
+        state = self.state[param][name]
+        if self._dtypes[name] is not None and state.dtype in _LARGEST:
+            largest = values.abs().amax() if values.numel() else values.new_zeros(())
+            scale = largest / _LARGEST[state.dtype]
+            self._scales[param][name].copy_(scale)
+            values = values.float() * torch.where(scale > 0, scale.reciprocal(), 0.0)
+        state.copy_(values)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return groups and states; moments as they are computed with."""
+        found = super().state_dict()
+        for number, param in enumerate(p for group in self.param_groups for p in group["params"]):
+            if number in found["state"]:
+                found["state"][number] = {
+                    name: self.get_unscaled_state(param, name) for name in MOMENTS
+                }
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take groups and states; moments of any floating-point dtype."""
+        super().load_state_dict({**state_dict, "state": {}})
+        for number, param in enumerate(p for group in self.param_groups for p in group["params"]):
+            for name, values in state_dict["state"].get(number, {}).items():
+                self.set_scaled_state(param, name, values)
+
+
+def check_optimizer_config(self: Any) -> None:
+    """Check an ``OptimizerConfig`` as Megatron does, but for whose Adam it is.
+
+    Megatron takes ``use_precision_aware_optimizer`` with Transformer Engine's Adam alone, which it
+    looks for last. Here :class:`GroupStepAdam` has the same dtypes.
+    """
+    try:
+        original("megatron.core.optimizer.optimizer_config:OptimizerConfig.__post_init__")(self)
+    except RuntimeError:
+        if not self.use_precision_aware_optimizer:
+            raise

@@ -1,0 +1,159 @@
+"""A fused step whose kernels a CUDA graph replays, from gradients to encoded weights.
+
+Nothing of it is decided on the host: the norm stays on the device, and where it is not finite, or
+too large, clip factors below zero tell the update to change nothing. The host learns of it when the
+next step begins, or a checkpoint is saved, without waiting for what runs since. Learning rates and
+step counts are copied before each replay, and weights are gathered after it, as without a graph.
+"""
+
+import logging
+import math
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from megatron.core.full_cuda_graph import get_shared_capture_stream
+from megatron.core.utils import log_single_rank
+
+from moe_optim.errors import NonFiniteError, StateError
+from moe_optim.optimizer.fused import this_device
+from moe_optim.optimizer.norms import NORMS, as_megatron_returns, clip_factors, norms_of
+from moe_optim.optimizer.step_hooks import has_pre_hooks
+
+logger = logging.getLogger(__name__)
+
+
+class GraphedStep:
+    """The fused step of a chain, captured when it runs for the second time.
+
+    Args:
+        chain: a ``GroupedChainedOptimizer`` whose steps are fused.
+    """
+
+    def __init__(self, chain: Any) -> None:
+        self._chain = chain
+        device = this_device()
+        self._captures = device.type == "cuda"
+        self._norms = torch.zeros(len(NORMS), dtype=torch.float32, device=device)
+        self._zeros = torch.zeros(1, dtype=torch.float64, device=device)
+        self._total = torch.zeros(len(NORMS) + 1, dtype=torch.float64, device=device)
+        self._on_host = torch.zeros(
+            len(NORMS), dtype=torch.float32, device="cpu", pin_memory=self._captures
+        )
+        self._is_there: torch.cuda.Event | None = None
+        self._is_told = True
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._plans: list[float] | None = None  # at the last step
+        self._largest_norm, self._clipped = math.inf, [True] * len(NORMS)
+
+    @torch.no_grad()
+    def __call__(self) -> Any:
+        """Step once, and return what Megatron's step does. Every rank must call it.
+
+        Raises:
+            NonFiniteError: the step before this one has found gradients that are not finite, and
+                changed nothing; neither does this one.
+            StateError: Adam has step pre-hooks, which are to see clipped gradients.
+        """
+        self.tell()
+        self._chain.health.before_step()
+        parts = self._chain.stepping
+        for part in parts:
+            _refuse_pre_hooks(part.optimizer)
+            part.read_gradients()
+        # outside of the graph: NCCL wants all ranks to replay a collective or none, and each rank
+        # plans anew when its own memory has moved
+        self._total.copy_(self._chain.sum_squares())
+        self._largest_norm = self._chain.largest_norm
+        self._clipped = self._chain.clipped_norms()
+        read_when_captured = [self._largest_norm, *self._clipped]
+        read_when_captured += [part.config.clip_grad for part in parts]
+        plans = [part.plan_update() for part in parts]
+        with ExitStack() as stack:
+            for part in parts:
+                stack.enter_context(part.updating())
+                stack.enter_context(part.hooks())
+                part.update.read_hyper()
+                stack.enter_context(part.update.counting())
+            self._launch([*plans, *read_when_captured])
+        self._is_told = False
+        if self._captures:
+            self._is_there = torch.cuda.Event()
+            self._is_there.record()
+        for part in parts:
+            part.gather_unless_overlapped()
+        counts = self._chain.config.log_num_zeros_in_grad
+        return True, as_megatron_returns(self._norms[:1]), self._zeros if counts else None
+
+    def tell(self) -> None:
+        """Say what the last step has found, if that is not said yet. Every rank must call it.
+
+        Raises:
+            NonFiniteError: gradients that are not finite, under the policy ``raise``.
+        """
+        if self._is_told:
+            return
+        self._is_told = True
+        if self._is_there is not None:
+            self._is_there.synchronize()  # of the last step, and not of what was started since
+        norm, *of_groups = self._on_host.tolist()
+        is_finite = all(map(math.isfinite, (norm, *of_groups)))
+        if is_finite and norm <= self._largest_norm:
+            return
+        for part in self._chain.stepping:
+            part.update.take_back()
+        if is_finite:
+            message = (
+                f"moe_optim: last step skipped, its gradient norm {norm} is above the threshold"
+            )
+            log_single_rank(logger, logging.INFO, message)
+            return
+        message = f"last optimizer step: gradient norms were {[norm, *of_groups]}"
+        if self._chain.policy == "raise":
+            raise NonFiniteError(
+                f"{message}. No weight has moved. Train without --optimizer-cuda-graph to have the "
+                "parameters named, or set nonfinite: skip to drop such steps."
+            )
+        logger.warning("%s; it was skipped", message)
+
+    def forget(self) -> None:
+        """Drop what the last step has found: other states have been loaded, and other counts."""
+        self._is_told = True
+
+    def _launch(self, plans: list[float]) -> None:
+        """Run the kernels: one by one where something is planned anew, else as a graph.
+
+        Args:
+            plans: what the kernels depend on that a graph has captured.
+        """
+        if not self._captures or plans != self._plans:
+            self._plans, self._graph = plans, None
+            self._run_kernels()
+            return
+        if self._graph is None:
+            self._graph = torch.cuda.CUDAGraph()
+            torch.cuda.synchronize()
+            stream = get_shared_capture_stream()
+            with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
+                self._run_kernels()
+            log_single_rank(logger, logging.INFO, "moe_optim: the step is a CUDA graph from now on")
+        self._graph.replay()
+
+    def _run_kernels(self) -> None:
+        total = self._total
+        norms = norms_of(total[:-1], self._chain.config)
+        moves = norms.isfinite().all() & (norms[0] <= self._largest_norm)
+        for part in self._chain.stepping:
+            factors = clip_factors(norms, part.config.clip_grad, self._clipped)
+            part.update.launch(torch.where(moves, factors, -1.0))
+        self._norms.copy_(norms)
+        self._zeros.copy_(total[-1:])
+        self._on_host.copy_(norms, non_blocking=True)
+
+
+def _refuse_pre_hooks(inner: Any) -> None:
+    if has_pre_hooks(inner):
+        raise StateError(
+            "--optimizer-cuda-graph: expected no step pre-hooks of the optimizer, as gradients are "
+            "clipped inside of the graph, got some. Remove them, or drop the flag."
+        )

@@ -1,0 +1,115 @@
+"""Masters and moments that lie on the host between steps, and are stepped where they lie.
+
+For everybody else they are tensors of the device: Megatron's optimizer, checkpoints and kernels
+read and write them as any others, over the link.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_optim.kernels.steps.host_memory import HostMemory, HostTensor, spread
+from moe_optim.optimizer.adam import MOMENTS
+
+_MASTER = "master"
+
+
+class HostStates:
+    """The masters of one optimizer whose states are at home on the host, and their memory there.
+
+    Args:
+        masters: fp32, of this rank, each the optimizer's own tensor. Those at home here get their
+            memory at once, with their values.
+        fraction: of their elements that may be at home on the host, 0 to 1.
+    """
+
+    def __init__(self, masters: Sequence[Tensor], fraction: float) -> None:
+        chosen = spread([master.numel() for master in masters], fraction)
+        self._homes: dict[Tensor, dict[str, HostTensor]] = {
+            master: {} for master, is_chosen in zip(masters, chosen, strict=True) if is_chosen
+        }
+        self.numel = sum(master.numel() for master in self._homes)
+        device = next((master.device for master in self._homes), torch.device("cpu"))
+        states = 1 + len(MOMENTS)
+        self._memory = HostMemory(device, states * sum(master.nbytes for master in self._homes))
+        for master in self._homes:
+            self._bring_master_home(master)
+
+    @property
+    def nbytes(self) -> int:
+        """How much memory of the host there is for them by now."""
+        return self._memory.nbytes
+
+    def keep(self, inner: Any, master: Tensor) -> None:
+        """Have a master and its moments at home, if they are to be, wherever somebody put them.
+
+        Args:
+            inner: Adam, as Megatron was given it.
+            master: one of its parameters.
+        """
+        if master not in self._homes:
+            return
+        self._bring_master_home(master)
+        state = inner.state.get(master, {})
+        for name in MOMENTS:
+            if name in state:
+                state[name] = self._at_home(master, name, state[name])
+
+    def on_host(self, master: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return a master and its moments as tensors of the CPU, if they are at home here.
+
+        Args:
+            master: that :meth:`keep` was called for.
+        """
+        homes = self._homes.get(master)
+        if homes is None:
+            return None
+        own, exp_avg, exp_avg_sq = (homes[name].on_host for name in (_MASTER, *MOMENTS))
+        return own, exp_avg, exp_avg_sq
+
+    def keep_all(self, inner: Any) -> None:
+        """Have everything at home, as :meth:`keep`."""
+        for master in self._homes:
+            self.keep(inner, master)
+
+    def call_them_the_hosts(self, inner: Any) -> None:
+        """Make them tensors of the CPU, over the same memory: nothing of them is on the device.
+
+        Waits for the device: what reads a tensor of the CPU does not, and a step may still write.
+        """
+        device = self._memory.device
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        for tensor, home in self._all_at_home(inner):
+            tensor.data = home.on_host
+
+    def call_them_the_devices(self, inner: Any) -> None:
+        """Make them tensors of the device again."""
+        for tensor, home in self._all_at_home(inner):
+            tensor.data = home.on_device
+
+    def _all_at_home(self, inner: Any) -> Iterator[tuple[Tensor, HostTensor]]:
+        for master, homes in self._homes.items():
+            tensors = {_MASTER: master, **inner.state.get(master, {})}
+            for name, home in homes.items():
+                if tensors[name].data_ptr() == home.on_host.data_ptr():
+                    yield tensors[name], home
+
+    def _bring_master_home(self, master: Tensor) -> None:
+        values = master.data
+        at_home = self._at_home(master, _MASTER, values)
+        if at_home is not values:
+            master.data = at_home
+
+    @torch.no_grad()
+    def _at_home(self, master: Tensor, name: str, values: Tensor) -> Tensor:
+        """Return a state at home: itself if it is, else what it has been copied into."""
+        home = self._homes[master].get(name)
+        if home is None or home.on_host.dtype != values.dtype:
+            home = self._homes[master][name] = self._memory.take(values.shape, values.dtype)
+        elif values.data_ptr() == home.on_host.data_ptr():
+            return values
+        home.on_device.copy_(values.detach())
+        return home.on_device.detach()  # a tensor of its own: its data may be exchanged

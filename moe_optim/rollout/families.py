@@ -1,0 +1,239 @@
+"""Under which names Megatron and Hugging Face keep the weights of a model, family by family.
+
+It maps the names that Megatron's ``torch_dist`` checkpoints have, with the layers told apart
+(``decoder.layers.3.self_attention.linear_qkv.weight``), to those that transformers loads from disk
+(``model.layers.3.self_attn.q_proj.weight`` and so on), both ways, of every tensor of a model but
+its experts. Experts of a layer lie behind ``expert_prefixes``, on Hugging Face's side in the layout
+``hf_per_expert`` of :mod:`moe_optim.experts.keys.layouts`. Pure: no tensor, no Megatron and no
+transformers.
+
+Where Megatron's own layers save a tensor under another name than Transformer Engine's, both are
+listed. A family is a value: adding one means adding a row of :data:`FAMILIES`.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Literal
+
+Form = Literal["same", "qkv", "gate_up"]
+"""How tensors of one side become those of the other: unchanged; rows of query, key and value
+gathered by group, or apart; rows of gate and up one behind the other, or apart."""
+Trait = Literal["untied", "query_lora", "no_query_lora", "expert_bias", "shared_experts"]
+"""What not all models of a family have."""
+Side = Literal["transformer_engine", "local"]
+"""Whose layers a checkpoint of Megatron is for; Megatron's ``--transformer-impl`` says which."""
+
+LAYOUT_OF_EXPERTS = "hf_per_expert"
+"""The layout of experts that transformers has on disk; it fuses them while it loads."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NamePair:
+    """One tensor of Megatron's, and what it is in transformers."""
+
+    megatron: tuple[str, ...]
+    """As Transformer Engine's layers are saved, then as Megatron's own, if that differs."""
+    hf: tuple[str, ...]
+    """One, and others with the same values; or query, key and value; or gate and up."""
+    form: Form = "same"
+    when: Trait | None = None
+    """The trait that a model has it with; None: every one has it."""
+
+    def megatron_name(self, side: Side) -> str:
+        """Return the name that layers of one side are saved under."""
+        return self.megatron[0 if side == "transformer_engine" else -1]
+
+    def behind(self, megatron: str, hf: str) -> "NamePair":
+        """Return it with prefixes in front of its names."""
+        return replace(
+            self,
+            megatron=tuple(megatron + name for name in self.megatron),
+            hf=tuple(hf + name for name in self.hf),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Anatomy:
+    """Of which tensors a model consists."""
+
+    num_layers: int
+    moe_layers: frozenset[int]
+    """Numbers of the layers with experts; the others have one dense network."""
+    traits: frozenset[Trait] = frozenset()
+    mtp_layers: int = 0
+    """Layers behind these that predict further tokens, all with experts."""
+
+    def expert_prefixes(self) -> list[tuple[str, str]]:
+        """Return for each layer with experts what :func:`expert_prefixes` does."""
+        behind = range(self.num_layers, self.num_layers + self.mtp_layers)
+        return [
+            *map(expert_prefixes, sorted(self.moe_layers)),
+            *(
+                (f"{_mtp_prefix(number)}{_INNER}mlp.experts.", expert_prefixes(layer)[1])
+                for number, layer in enumerate(behind)
+            ),
+        ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """The names of one family of models."""
+
+    name: str
+    """``model_type`` in ``config.json``."""
+    architecture: str
+    """Class of transformers."""
+    model: tuple[NamePair, ...]
+    """Of tensors that lie in no layer."""
+    layer: tuple[NamePair, ...]
+    """Of every layer, behind ``decoder.layers.N.`` and ``model.layers.N.``; so are the next two."""
+    dense: tuple[NamePair, ...]
+    """Of layers without experts."""
+    moe: tuple[NamePair, ...]
+    """Of layers with experts, but for the experts themselves."""
+    mtp: tuple[NamePair, ...] = ()
+    """Of layers that predict further tokens, behind ``mtp.layers.N.``: besides a layer with experts
+    inside of each. None: there are no such models."""
+    mtp_copies: Mapping[str, str] = field(default_factory=dict)
+    """What each of these has of the model's once more: its name, and that of the copy."""
+
+    def pairs(self, anatomy: Anatomy) -> Iterator[NamePair]:
+        """Yield every tensor of a model but its experts, under whole names, layer by layer."""
+        behind = range(anatomy.num_layers, anatomy.num_layers + anatomy.mtp_layers * bool(self.mtp))
+        for one in (one for one in self.model if _has(anatomy, one)):
+            copy = self.mtp_copies.get(one.hf[0])
+            copies = (f"model.layers.{layer}.{copy}" for layer in behind if copy)
+            yield replace(one, hf=(*one.hf, *copies))
+        for number in range(anatomy.num_layers):
+            of_kind = self.moe if number in anatomy.moe_layers else self.dense
+            for one in (*self.layer, *of_kind):
+                if _has(anatomy, one):
+                    yield one.behind(f"decoder.layers.{number}.", f"model.layers.{number}.")
+        for number, layer in enumerate(behind):
+            for one in self.mtp:
+                yield one.behind(_mtp_prefix(number), f"model.layers.{layer}.")
+            for one in (*self.layer, *self.moe):
+                if _has(anatomy, one):
+                    yield one.behind(f"{_mtp_prefix(number)}{_INNER}", f"model.layers.{layer}.")
+
+
+def expert_prefixes(layer: int) -> tuple[str, str]:
+    """Return what the names of a layer's experts begin with, in Megatron and in transformers."""
+    return f"decoder.layers.{layer}.mlp.experts.", f"model.layers.{layer}.mlp.experts."
+
+
+_INNER = "transformer_layer."
+"""As sharded state dicts call the layer inside of one that predicts further tokens."""
+
+
+def _mtp_prefix(number: int) -> str:
+    return f"mtp.layers.{number}."
+
+
+def _has(anatomy: Anatomy, pair: NamePair) -> bool:
+    return pair.when is None or pair.when in anatomy.traits
+
+
+def _same(megatron: str | tuple[str, str], hf: str, when: Trait | None = None) -> NamePair:
+    names = (megatron,) if isinstance(megatron, str) else megatron
+    return NamePair(megatron=names, hf=(hf,), when=when)
+
+
+def _gate_up(megatron: str, hf: str, when: Trait | None = None) -> NamePair:
+    both = (f"{hf}gate_proj.weight", f"{hf}up_proj.weight")
+    return NamePair(megatron=(megatron,), hf=both, form="gate_up", when=when)
+
+
+_MODEL = (
+    _same("embedding.word_embeddings.weight", "model.embed_tokens.weight"),
+    _same("decoder.final_layernorm.weight", "model.norm.weight"),
+    _same("output_layer.weight", "lm_head.weight", "untied"),
+)
+_DENSE = (
+    _gate_up("mlp.linear_fc1.weight", "mlp."),
+    _same("mlp.linear_fc2.weight", "mlp.down_proj.weight"),
+)
+_ROUTER = _same("mlp.router.weight", "mlp.gate.weight")
+_FUSED_NORM = "mlp.linear_fc1.layer_norm_weight"
+_NORM = "pre_mlp_layernorm.weight"
+
+# Megatron's own layers with plain attention save the norm before experts as if it were fused into
+# the dense network that is not there (gpt_layer_specs.py, sharded_state_dict_keys_map)
+_QWEN3_MOE = Family(
+    name="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    model=_MODEL,
+    layer=(
+        _same("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
+        NamePair(
+            megatron=("self_attention.linear_qkv.weight",),
+            hf=("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+            form="qkv",
+        ),
+        _same("self_attention.q_layernorm.weight", "self_attn.q_norm.weight"),
+        _same("self_attention.k_layernorm.weight", "self_attn.k_norm.weight"),
+        _same("self_attention.linear_proj.weight", "self_attn.o_proj.weight"),
+    ),
+    dense=(_same(_FUSED_NORM, "post_attention_layernorm.weight"), *_DENSE),
+    moe=(_same((_NORM, _FUSED_NORM), "post_attention_layernorm.weight"), _ROUTER),
+)
+
+_DEEPSEEK_V3 = Family(
+    name="deepseek_v3",
+    architecture="DeepseekV3ForCausalLM",
+    model=_MODEL,
+    layer=(
+        _same("input_layernorm.weight", "input_layernorm.weight"),
+        _same("self_attention.linear_q_proj.weight", "self_attn.q_proj.weight", "no_query_lora"),
+        _same(
+            "self_attention.linear_q_down_proj.weight", "self_attn.q_a_proj.weight", "query_lora"
+        ),
+        _same(
+            (
+                "self_attention.linear_q_up_proj.layer_norm_weight",
+                "self_attention.q_layernorm.weight",
+            ),
+            "self_attn.q_a_layernorm.weight",
+            "query_lora",
+        ),
+        _same("self_attention.linear_q_up_proj.weight", "self_attn.q_b_proj.weight", "query_lora"),
+        _same("self_attention.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"),
+        _same(
+            (
+                "self_attention.linear_kv_up_proj.layer_norm_weight",
+                "self_attention.kv_layernorm.weight",
+            ),
+            "self_attn.kv_a_layernorm.weight",
+        ),
+        _same("self_attention.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight"),
+        _same("self_attention.linear_proj.weight", "self_attn.o_proj.weight"),
+    ),
+    dense=(_same((_FUSED_NORM, _NORM), "post_attention_layernorm.weight"), *_DENSE),
+    moe=(
+        _same(_NORM, "post_attention_layernorm.weight"),
+        _ROUTER,
+        _same("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", "expert_bias"),
+        _gate_up("mlp.shared_experts.linear_fc1.weight", "mlp.shared_experts.", "shared_experts"),
+        _same(
+            "mlp.shared_experts.linear_fc2.weight",
+            "mlp.shared_experts.down_proj.weight",
+            "shared_experts",
+        ),
+    ),
+    mtp=(  # eh_proj has the columns of embeddings before those of hidden states on both sides
+        _same("enorm.weight", "enorm.weight"),
+        _same("hnorm.weight", "hnorm.weight"),
+        _same("eh_proj.weight", "eh_proj.weight"),
+        _same("final_layernorm.weight", "shared_head.norm.weight"),
+    ),
+    mtp_copies={
+        "model.embed_tokens.weight": "embed_tokens.weight",
+        "lm_head.weight": "shared_head.head.weight",
+    },
+)
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {family.name: family for family in (_QWEN3_MOE, _DEEPSEEK_V3)}
+)
+"""All families, by ``model_type``."""

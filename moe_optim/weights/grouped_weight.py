@@ -1,0 +1,315 @@
+"""Quantized expert weights that torch and Megatron handle as one bf16 parameter."""
+
+import copy
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from moe_optim.errors import StateError
+from moe_optim.formats import QuantizedWeight, get_format
+from moe_optim.weights.storage import PlaneStorage
+from moe_optim.weights.traced_storage import TracedStorage
+
+aten = torch.ops.aten
+
+
+class GroupedWeight(Tensor):
+    """A parameter of logical shape [E, R, C] (or [R, C]) and dtype bf16 over quantized storage.
+
+    It has no bytes of its own. Shape, dtype, ``numel`` and the gradient are those of the logical
+    bf16 weight, which is what buffers, layouts and optimizers count. Reading it in any torch
+    function dequantizes the rowwise copy; ``copy_`` quantizes what it is given; both raise while
+    the weight is behind its masters, since its gather would have the last word; every other
+    in-place write raises, and so does a view, through which a write would be lost. ``detach``,
+    ``data``, ``expand`` to its own shape and ``alias`` share the storage; ``deepcopy`` and
+    ``to(device)`` copy it; pickling keeps the bf16 values, so that files load without this package.
+
+    Args:
+        storage: planes behind the weight.
+        shape: ``storage.shape``, or [R, C] for a storage of one expert.
+    """
+
+    quantized_storage: PlaneStorage
+    """What holds the bytes."""
+    plane_rowwise_data = property(attrgetter("quantized_storage.laid_out.rowwise_data"))
+    """Of the storage, as compiled graphs ask for it, which look for the bytes when they run."""
+    plane_rowwise_scale = property(attrgetter("quantized_storage.laid_out.rowwise_scale"))
+    """Likewise."""
+    plane_columnwise_data = property(attrgetter("quantized_storage.laid_out.columnwise_data"))
+    """Likewise."""
+    plane_columnwise_scale = property(attrgetter("quantized_storage.laid_out.columnwise_scale"))
+    """Likewise."""
+    plane_global_amax = property(attrgetter("quantized_storage.laid_out.global_amax"))
+    """Likewise; None of formats without one."""
+    storage_handle = property(attrgetter("quantized_storage.handle"))
+    """By what compiled graphs know the storage."""
+
+    @staticmethod
+    def __new__(
+        cls: type["GroupedWeight"],
+        storage: PlaneStorage,
+        shape: torch.Size | tuple[int, ...] | None = None,
+        requires_grad: bool = False,
+    ) -> "GroupedWeight":
+        """Wrap ``storage``; nothing is copied."""
+        weight: GroupedWeight = Tensor._make_wrapper_subclass(
+            cls,
+            torch.Size(storage.shape if shape is None else shape),
+            dtype=torch.bfloat16,
+            device=storage.device,
+            requires_grad=requires_grad,
+        )
+        weight.quantized_storage = storage
+        return weight
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Handle the few operations that keep the storage; dequantize for all others."""
+        kwargs = kwargs or {}
+        handler = _HANDLERS.get(func)
+        if handler is not None:
+            result = handler(func, *args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        _refuse_writes(func, args, kwargs)
+        _refuse_views(func, args)
+        args, kwargs = pytree.tree_map_only(GroupedWeight, GroupedWeight.dequantize, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[str, tuple[int, int, int]]]:
+        """Return which attributes a compiled graph has in place of the weight, and what they mean.
+
+        They are the planes, and the handle by which the graph asks whether they are fresh.
+        """
+        storage = self.quantized_storage
+        planes = [f"plane_{name}" for name in storage.format.plane_names]
+        return [*planes, "storage_handle"], (storage.format.name, storage.shape)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        tensors: dict[str, Tensor],
+        meaning: tuple[str, tuple[int, int, int]],
+        outer_size: Sequence[int],
+        outer_stride: Sequence[int],  # noqa: ARG004  # of a weight without bytes: as if contiguous
+    ) -> "GroupedWeight":
+        """Return a weight that stands for one in the graph that is being compiled."""
+        name, shape = meaning
+        format = get_format(name)
+        *planes, handle = tensors.values()
+        quantized = QuantizedWeight.of_planes(format, shape, planes)
+        return GroupedWeight(TracedStorage(quantized, handle), torch.Size(outer_size))
+
+    def dequantize(self) -> Tensor:
+        """Return the rowwise values as an ordinary bf16 tensor of the logical shape.
+
+        Raises:
+            StateError: the masters have moved on since the bytes were written.
+        """
+        self.quantized_storage.require_fresh()
+        return self.quantized_storage.dequantize("rowwise").view(self.shape)
+
+    def alias(self) -> "GroupedWeight":
+        """Return another tensor over the same storage, without gradient history."""
+        return GroupedWeight(self.quantized_storage, self.shape)
+
+    @property
+    def data(self) -> "GroupedWeight":
+        """The weight without its history; the storage is shared."""
+        return self.alias()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if not isinstance(value, GroupedWeight):
+            raise StateError(
+                f"{self.quantized_storage.name}: quantized storage cannot be replaced by a plain "
+                f"tensor of {value.dtype}. If Megatron's DDP did this, the model was wrapped "
+                "before moe_optim.install(): call install() first."
+            )
+        own, other = self.quantized_storage, value.quantized_storage
+        if value.shape != self.shape:
+            raise StateError(
+                f"{own.name}: data: expected a weight of {list(self.shape)}, got one of "
+                f"{list(value.shape)}. Build a parameter of that shape instead."
+            )
+        if own.holder is not None and other is not own:
+            raise StateError(
+                f"{own.name}: data: expected the storage that its bucket gathers into, got that of "
+                f"{other.name}. Write the values with copy_(), or exchange weights before the "
+                "model is wrapped with DDP."
+            )
+        self.quantized_storage = other
+
+    def get_high_precision_init_val(self) -> Tensor:
+        """Return the values last written before masters were made, else dequantized ones.
+
+        In the logical shape; dequantized ones are bf16, written ones of the dtype they were written
+        in, and not a copy. Masters start from these, so that quantization does not cost precision
+        twice. The name is Transformer Engine's; the distributed optimizer looks for it.
+        """
+        initial = self.quantized_storage.initial
+        return self.dequantize() if initial is None else initial.view(self.shape)
+
+    def clear_high_precision_init_val(self) -> None:
+        """Free the bf16 values kept for the masters."""
+        self.quantized_storage.initial = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """Copy storage and what describes the weight; the copy is a parameter if this one is.
+
+        Tensors that an optimizer or a wrapper has hung on it, ``main_grad`` among them, are theirs:
+        a copy accumulates into ``grad``.
+        """
+        new = GroupedWeight(copy.deepcopy(self.quantized_storage, memo), self.shape)
+        result = torch.nn.Parameter(new, self.requires_grad) if _is_parameter(self) else new
+        memo[id(self)] = result
+        for name, value in vars(self).items():
+            describes = not isinstance(value, Tensor) and name != "grad_added_to_main_grad"
+            if describes and name not in ("quantized_storage", "_is_param"):
+                setattr(result, name, copy.deepcopy(value, memo))
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the bf16 values as an ordinary tensor, or parameter if this is one."""
+        if isinstance(self.quantized_storage, TracedStorage):  # a compiler's key for its graph
+            names, meaning = self.__tensor_flatten__()
+            tensors = {name: getattr(self, name) for name in names}
+            return self.__tensor_unflatten__, (tensors, meaning, tuple(self.shape), ())
+        values = self.dequantize()
+        if _is_parameter(self):
+            values = torch.nn.Parameter(values, self.requires_grad)
+        return values.__reduce_ex__(protocol)
+
+    def share_memory_(self) -> "GroupedWeight":
+        """Refuse: a weight has no memory of its own.
+
+        Raises:
+            StateError: always.
+        """
+        raise StateError(
+            f"{self.quantized_storage.name}: quantized weights are not shared between processes. "
+            "Send their bf16 values, dequantize(), instead."
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Describe the weight without reading it."""
+        storage = self.quantized_storage
+        return f"GroupedWeight({storage.name}, {list(self.shape)}, {storage.format.name})"
+
+
+def _is_parameter(weight: Tensor) -> bool:
+    return isinstance(weight, torch.nn.Parameter)
+
+
+def _alias(_func: Any, weight: GroupedWeight) -> GroupedWeight:
+    return weight.alias()
+
+
+def _expand(_func: Any, weight: GroupedWeight, size: list[int], **_: Any) -> Any:
+    return weight.alias() if list(size) == list(weight.shape) else NotImplemented
+
+
+def _copy(_func: Any, target: Tensor, source: Tensor, non_blocking: bool = False) -> Any:
+    if not isinstance(target, GroupedWeight):
+        return NotImplemented
+    storage = target.quantized_storage
+    storage.require_writable()
+    if isinstance(source, GroupedWeight):
+        theirs = source.quantized_storage
+        theirs.require_fresh()
+        if storage.initial is not None:
+            storage.initial = source.get_high_precision_init_val()
+        if (theirs.format, theirs.shape) == (storage.format, storage.shape):
+            storage.copy_bytes_from(theirs)
+            return target
+        source = source.dequantize()
+    elif storage.initial is not None:  # masters are still to be made: of these values
+        like = storage.initial  # may be fp32, as loaded
+        kept = torch.empty(target.shape, dtype=like.dtype, device=like.device)
+        storage.initial = kept.copy_(source.detach())
+    storage.write(source.expand(target.shape).reshape(storage.shape).to(torch.bfloat16))
+    return target
+
+
+def _to_copy(_func: Any, weight: GroupedWeight, **kwargs: Any) -> Any:
+    if kwargs.get("dtype") not in (None, torch.bfloat16):
+        return NotImplemented
+    device = kwargs.get("device")
+    storage = weight.quantized_storage.clone(None if device is None else torch.device(device))
+    return GroupedWeight(storage, weight.shape)
+
+
+def _broadcast(func: Any, tensors: list[Tensor], *args: Any) -> Any:
+    """Broadcast the planes instead of the values: every rank ends with the same bytes.
+
+    So does what masters will be made of, if it is still there.
+    """
+    if not isinstance(tensors[0], GroupedWeight):
+        return NotImplemented
+    storage = tensors[0].quantized_storage
+    storage.require_writable()
+    if storage.initial is not None:  # it may have been kept on the host
+        storage.initial = storage.initial.to(storage.device)
+    # NCCL takes no others; a plane that is none is another one, seen the other way round
+    planes = [plane for plane in storage.quantized.planes().values() if plane.is_contiguous()]
+    sent = [*planes, storage.initial, storage.recorded_amax]
+    work: Any = None
+    for tensor in sent:
+        if tensor is None:
+            continue
+        if work is not None:
+            work.wait()
+        _, work = func([tensor.view(torch.uint8) if tensor.dim() else tensor], *args)
+    if storage.storage_scales and work is not None:
+        work.wait()  # they follow from planes that must have arrived
+    storage.planes_written()
+    return tensors, work
+
+
+_HANDLERS: dict[Any, Any] = {
+    aten.detach.default: _alias,
+    aten.alias.default: _alias,
+    aten.expand.default: _expand,
+    aten.copy_.default: _copy,
+    aten._to_copy.default: _to_copy,
+    torch.ops.c10d.broadcast_.default: _broadcast,
+}
+
+
+def _refuse_views(func: Any, args: tuple[Any, ...]) -> None:
+    """Raise where the result would alias a dequantized copy: writes through it would be lost.
+
+    An expanded tensor is let through: its repeated elements cannot be written.
+    """
+    if func is aten.expand.default:
+        return
+    for result in func._schema.returns:
+        if result.alias_info is None or result.alias_info.is_write:
+            continue
+        for weight in args:
+            if isinstance(weight, GroupedWeight):
+                raise StateError(
+                    f"{weight.quantized_storage.name}: {func} would give a view of a dequantized "
+                    "copy. Call dequantize() or float() first, and take the view of that."
+                )
+
+
+def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        for weight in pytree.tree_leaves(value):
+            if isinstance(weight, GroupedWeight):
+                raise StateError(
+                    f"{weight.quantized_storage.name}: {func} would write into a dequantized copy "
+                    "and be lost. Change the master weight; or use copy_() with the new values, "
+                    "and then, in training, optimizer.reload_model_params()."
+                )

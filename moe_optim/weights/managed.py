@@ -1,0 +1,44 @@
+"""Which parameters buffers of this package manage: those with a quantized storage behind them."""
+
+from typing import Any
+
+from torch import Tensor
+
+from moe_optim.integration.patching.active import installed_config
+from moe_optim.weights.grouped_weight import GroupedWeight
+from moe_optim.weights.te.fields import has_scale_a_tensor, te_formats_of
+from moe_optim.weights.te.storage import TransformerEngineStorage
+
+
+def storage_of(param: Any) -> Any:
+    """Return the storage behind a parameter, or None if it is an ordinary one.
+
+    A weight of Transformer Engine gets one when it is first asked for, while the plug-in is
+    installed with its format, or with ``auto``; from then on it is its ``quantized_storage``, as a
+    portable weight's.
+    """
+    storage = getattr(param, "quantized_storage", None)
+    config = installed_config()
+    if storage is None and config is not None and (formats := te_formats_of(param)):
+        wanted = config.resolved(formats[0].name).format
+        for format in formats:
+            if format.name == wanted:
+                storage = TransformerEngineStorage(
+                    param, format, record_amax=config.record_amax, backend=config.backend
+                )
+                param.quantized_storage = storage
+    return storage
+
+
+def is_left_to_megatron(param: Any) -> bool:
+    """Return whether a weight is quantized and gathered in Megatron's own buffers, of our masters.
+
+    Of these weights Megatron's step writes no part in bf16: every shard of one needs the scale of
+    all of it.
+    """
+    return has_scale_a_tensor(param)
+
+
+def is_managed(tensor: Tensor) -> bool:
+    """Return whether buckets of this package hold ``tensor``."""
+    return isinstance(tensor, GroupedWeight) or storage_of(tensor) is not None

@@ -1,0 +1,328 @@
+"""Transformer Engine's quantized weights behind the interface of our own storage.
+
+Data is used where it lies: a bucket's planes become the weight's own. Scales are kept once a block,
+as they travel, and spread into the padded tensors that products read when a gather lands.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_optim.errors import StateError
+from moe_optim.formats import DIRECTIONS, BlockScaledFormat, Direction, QuantizedWeight
+from moe_optim.kernels.member_table import Backend
+from moe_optim.places import Attributes
+from moe_optim.weights.storage import Holder, PlaneStorage, PortableStorage
+from moe_optim.weights.te.fields import GROUPED, ONE, SWIZZLED, is_grouped, read_values, used_scales
+from moe_optim.weights.te.properties import refuse_foreign_bytes
+
+
+class TransformerEngineStorage(PlaneStorage):
+    """One weight of Transformer Engine: [R, C] as a storage [1, R, C], or a group [E, R, C].
+
+    Where a module of Transformer Engine owns the weight, its products read it, and nobody here can
+    stop a stale read.
+
+    Args:
+        param: rowwise data must be there; everything else is allocated if it is not.
+        format: one of :func:`te_formats_of`.
+        name: parameter name, for errors.
+        record_amax: keep the amax of every expert at each requantization; NaN until the first one,
+            as nobody tells what the weight was quantized from. Formats with a global amax have it.
+        backend: who quantizes what is written.
+
+    Raises:
+        StateError: the weight is stored in a way that is not known here.
+    """
+
+    def __init__(
+        self,
+        param: Any,
+        format: BlockScaledFormat,
+        name: str | None = None,
+        *,
+        record_amax: bool = False,
+        backend: Backend = "auto",
+    ) -> None:
+        self._param = param
+        self._fields = GROUPED if is_grouped(param) else ONE
+        self.name, self.format = name or f"{type(param).__name__} weight", format
+        self._gathered: frozenset[str] = frozenset()
+        shape = tuple(param.shape)
+        self._check_layout(shape)
+        self.shape = (1, *shape) if len(shape) == 2 else shape
+        self._complete()
+        super().__init__(self.name, self._view(), backend)
+        if record_amax and not format.has_global_amax:
+            self.recorded_amax = torch.full(
+                self.shape[:1], torch.nan, dtype=torch.float32, device=self.device
+            )
+        self._take_note_of_fields()
+
+    @property
+    def initial(self) -> Tensor | None:
+        """Values before quantization, until masters have been made of them."""
+        return getattr(self._param, "_high_precision_init_val", None)
+
+    @initial.setter
+    def initial(self, values: Tensor | None) -> None:
+        self._tell_of_initial(values)
+        if values is not None:
+            self._param._high_precision_init_val = values
+        elif self.initial is not None:
+            del self._param._high_precision_init_val
+
+    def renew_initial(self) -> bool:
+        """Make ``initial`` what the bytes stand for, if they are no longer those of its values.
+
+        They are not where quantizing ``initial`` comes clearly closer to it.
+
+        Returns:
+            Whether they were not.
+        """
+        if self.initial is None:
+            return False
+        initial = self.initial.view(self.shape)
+        own = read_values(self._param).view(self.shape)  # of what whoever loaded it has written
+        fresh = PortableStorage(
+            self.format, (1, *self.shape[1:]), device=self.device, backend=self.backend
+        )
+        for given, held in zip(initial, own, strict=True):
+            on_device = given.to(self.device)
+            fresh.write(on_device.unsqueeze(0))
+            least, error = (
+                (values.double() - on_device.double()).norm()
+                for values in (fresh.dequantize()[0], held)
+            )
+            if not error <= 1.1 * least:  # quantizers differ by less, and NaN is no value
+                self.initial = own.view(self.initial.shape).to(self.initial.device)
+                return True
+        return False
+
+    @property
+    def storage_scales(self) -> Mapping[Direction, Tensor]:
+        """Padded scales that products read, [E, ...] each."""
+        return {direction: self._get(f"{direction}_scale") for direction in DIRECTIONS}
+
+    def pointers(self) -> tuple[int, ...]:
+        """Return the address of everything that products read."""
+        own, of_member = self._attributes
+        tensors = [getattr(self._param, name) for name in own]
+        tensors += [getattr(one, name) for one in self._members() for name in of_member]
+        return tuple([0 if tensor is None else tensor.data_ptr() for tensor in tensors])
+
+    def has_moved(self) -> bool:
+        """Return whether somebody gave the weight other tensors, or put its scales in order."""
+        if self.watched is None:
+            return bool(self._swizzled()) or self.pointers() != self._pointers
+        return super().has_moved()
+
+    @cached_property
+    def _attributes(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The names under which the weight, and a member of a group, keep their tensors."""
+        own, of_member = (
+            tuple(getattr(fields, name) for name in fields.names(self.format))
+            for fields in (self._fields, ONE)
+        )
+        return own, of_member
+
+    def take_over(self) -> None:
+        """Make tensors that somebody gave the weight those of this storage, scales in plain order.
+
+        Whoever put scales in the order of products did it for bytes that are overwritten next.
+
+        Raises:
+            StateError: data that a bucket gathers into is no longer the weight's, or the bytes are
+                on the host.
+        """
+        held = self.quantized
+        for one in self._swizzled():
+            setattr(one, SWIZZLED, False)
+        for name in ("rowwise_data", "columnwise_data"):
+            data = getattr(self._param, getattr(self._fields, name))
+            if name not in self._gathered and (data is not None or name == "columnwise_data"):
+                continue
+            if data is None or data.data_ptr() != getattr(held, name).data_ptr():
+                raise StateError(
+                    f"{self.name}: expected the data that its bucket gathers into, got another "
+                    "tensor. Something replaced the data of the weight; write into it with copy_() "
+                    "instead."
+                )
+        self._complete()
+        self.laid_out = replace(
+            held,
+            rowwise_data=self._get("rowwise_data"),
+            columnwise_data=self._get("columnwise_data"),
+        )
+        self._point_at_planes()
+
+    def bind(self, planes: Mapping[str, Tensor], holder: Holder) -> None:
+        """Move the bytes of some planes into memory of a bucket, and stay there."""
+        held = self.quantized
+        for name, plane in planes.items():
+            plane.copy_(getattr(held, name))
+        both: dict[str, Any] = dict(planes)
+        if self.format.is_2d and "rowwise_scale" in planes:
+            both["columnwise_scale"] = planes["rowwise_scale"].transpose(1, 2)
+        if self.format.columnwise_copy == "shared" and "rowwise_data" in planes:
+            both["columnwise_data"] = planes["rowwise_data"]
+        self.laid_out = replace(held, **both)
+        self._point_at_planes()
+        self._gathered = frozenset(planes)
+        self.holder = holder
+
+    def planes_written(self) -> None:
+        """Spread the scales into their padded form, and take note of the bytes."""
+        q = self.quantized
+        for direction, stored in self.storage_scales.items():
+            scale = q.scale(direction)
+            if direction == "columnwise" and self.format.is_2d:
+                transposed = self.format.transposes(direction)
+                scale = q.rowwise_scale.transpose(1, 2) if transposed else q.rowwise_scale
+            down, across = self.format.storage_scale_repeat(direction)
+            spread = scale.repeat_interleave(down, 1).repeat_interleave(across, 2)
+            stored[:, : spread.shape[1], : spread.shape[2]] = spread
+        super().planes_written()
+
+    def whole_of(self, parts: Any) -> "TransformerEngineStorage | None":
+        """Return this storage if it is all of ``parts``; experts apart have no whole."""
+        return self if len(parts) == 1 else None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PortableStorage | None:
+        """Copy the bytes; the copy is portable.
+
+        None for a weight of Transformer Engine's that is copied with its attributes: the copy has
+        bytes of its own, and gets a storage over them when it is asked for.
+        """
+        if getattr(self._param, "quantized_storage", None) is self:
+            return None
+        memo[id(self)] = copy = self.clone()
+        return copy
+
+    def _swizzled(self) -> list[Any]:
+        """Return the tensors whose scales lie in the order of products."""
+        holders = [self._param, *self._members()]
+        return [one for one in holders if getattr(one, SWIZZLED, False)]
+
+    def _members(self) -> list[Any]:
+        """Return the tensors of a group, if Transformer Engine has made them."""
+        return getattr(self._param, "quantized_tensors", None) or []
+
+    def _shape_of(self, name: str) -> tuple[int, ...]:
+        """Return the shape of one of the weight's tensors, experts first."""
+        direction: Direction = "rowwise" if name.startswith("rowwise") else "columnwise"
+        experts, rows, cols = self.shape
+        if name.endswith("amax"):
+            return (experts,)
+        if name.endswith("data"):
+            return self.format.data_shape(self.shape, direction)
+        return (experts, *self.format.storage_scale_shape(rows, cols, direction))
+
+    def _get(self, name: str) -> Tensor:
+        tensor: Tensor = getattr(self._param, getattr(self._fields, name))
+        return tensor.view(self._shape_of(name))
+
+    def _own(self, name: str) -> Tensor:
+        """Return what the weight and its members have to hold for one of their tensors."""
+        if name.endswith("data"):
+            data: Tensor = getattr(self.laid_out, name)
+            return data
+        if name.endswith("amax"):  # both directions have the same values
+            amax = self.laid_out.global_amax
+            assert amax is not None
+            return amax
+        return self._get(name)
+
+    def _set(self, name: str, tensor: Tensor) -> None:
+        """Give the weight, and the members of a group, a tensor [E, ...]."""
+        if self._fields is GROUPED:
+            setattr(self._param, getattr(GROUPED, name), tensor.reshape(-1))
+        else:
+            setattr(self._param, getattr(ONE, name), _expert(tensor, 0))
+        for index, member in enumerate(self._members()):
+            setattr(member, getattr(ONE, name), _expert(tensor, index))
+
+    def _point_at_planes(self) -> None:
+        for name in self._fields.names(self.format):
+            self._set(name, self._own(name))
+        self._take_note_of_fields()
+
+    def _take_note_of_fields(self) -> None:
+        """Know where everything lies now; members know of the group that tells if it is fresh."""
+        self._pointers = self.pointers()
+        if self._fields is ONE:
+            flags = (SWIZZLED,) if hasattr(self._param, SWIZZLED) else ()
+            self.watched = (Attributes.of([self._param], self._attributes[0], flags),)
+        else:
+            self.watched = None  # its members can be made anew
+        for member in self._members():
+            member.group_storage = self
+
+    def _check_layout(self, shape: tuple[int, ...]) -> None:
+        param, format = self._param, self.format
+        refuse_foreign_bytes(param, [format], self.name)
+        dimensions = 3 if self._fields is GROUPED else 2
+        problems = {
+            "scales in the order of products (swizzled)": getattr(param, SWIZZLED, False),
+            "no rowwise data": getattr(param, self._fields.rowwise_data) is None,
+            f"{len(shape)} dimensions": len(shape) != dimensions,
+        }
+        found = [what for what, is_so in problems.items() if is_so]
+        if found:
+            raise StateError(
+                f"{self.name} {list(shape)}: expected {format.name} data and plain scales, got "
+                f"{', '.join(found)}. Build the model with moe_optim installed and the defaults of "
+                "Transformer Engine's recipe."
+            )
+
+    def _complete(self) -> None:
+        """Have what products will want and Transformer Engine makes on demand, padding zeroed."""
+        device = getattr(self._param, self._fields.rowwise_data).device
+        for name in self._fields.names(self.format):
+            if name == "columnwise_data" and self.format.columnwise_copy == "shared":
+                self._set(name, self._get("rowwise_data"))
+            elif getattr(self._param, getattr(self._fields, name)) is None:
+                dtype = _dtype(name, self.format)
+                self._set(name, torch.zeros(self._shape_of(name), dtype=dtype, device=device))
+        for direction, stored in self.storage_scales.items():
+            used = used_scales(stored, self.format, self.shape, direction)
+            repeat_down, repeat_across = self.format.storage_scale_repeat(direction)
+            stored[:, used.shape[1] * repeat_down :].zero_()
+            stored[:, :, used.shape[2] * repeat_across :].zero_()
+
+    def _view(self) -> QuantizedWeight:
+        """Return the planes: data as it lies there, and the scales without padding and repeats."""
+        scales: dict[str, Tensor] = {}
+        for direction in DIRECTIONS:
+            if direction == "columnwise" and self.format.is_2d:
+                scales["columnwise_scale"] = scales["rowwise_scale"].transpose(1, 2)
+                continue
+            used = used_scales(self.storage_scales[direction], self.format, self.shape, direction)
+            scales[f"{direction}_scale"] = used.clone(memory_format=torch.contiguous_format)
+        amax = self._get("rowwise_amax").clone() if self.format.has_global_amax else None
+        if amax is not None:
+            self._set("rowwise_amax", amax)
+            self._set("columnwise_amax", amax)
+        return QuantizedWeight(
+            format=self.format,
+            shape=self.shape,
+            rowwise_data=self._get("rowwise_data"),
+            columnwise_data=self._get("columnwise_data"),
+            global_amax=amax,
+            **scales,
+        )
+
+
+def _expert(tensor: Tensor, index: int) -> Tensor:
+    """Return what one expert's tensor holds: an amax stays [1]."""
+    return tensor[index : index + 1] if tensor.dim() == 1 else tensor[index]
+
+
+def _dtype(name: str, format: BlockScaledFormat) -> torch.dtype:
+    if name.endswith("amax"):
+        return torch.float32
+    return format.scale_dtype if name.endswith("scale") else torch.uint8

@@ -1,0 +1,64 @@
+"""What ``python -m benchmarks export`` writes: for each format, experts going three ways."""
+
+import json
+import shlex
+
+import pytest
+
+from benchmarks import __main__ as benchmark
+from benchmarks.export import measure as bench
+
+ROW = {
+    "model",
+    "format",
+    "way",
+    "ranks",
+    "parameters",
+    "loaded_bytes",
+    "received_bytes",
+    "ms",
+    "host_ms",
+    "ratio",
+    "other_scales",
+    "other_elements",
+}
+NUMEL = 2 * 4 * 2 * 256 * 128
+WAYS = [bench.AS_THEY_ARE, bench.IN_BF16, bench.QUANTIZED_AGAIN]
+BITS = {"mxfp8": 8 + 8 / 32, "nvfp4": 4 + 8 / 16, "fp8_block": 8 + 32 / 128**2}
+
+
+def test_every_way_has_its_bytes_and_only_quantizing_again_gives_others(tmp_path, capsys):
+    """Powers of two are found again where blocks are square, not in rows and columns of MXFP8."""
+    path = tmp_path / "report.json"
+    formats = list(BITS)
+    args = ["export", "--format", *formats, "--ranks", "2", "--json", str(path)]
+    assert benchmark.main(args) == 0
+    report = json.loads(path.read_text())
+    rows = report["rows"]
+    assert [(row["format"], row["way"]) for row in rows] == [(f, w) for f in formats for w in WAYS]
+    for row in rows:
+        assert row.keys() == ROW
+        assert (row["ranks"], row["parameters"]) == (2, NUMEL)
+        bits = BITS[row["format"]] if row["way"] == bench.AS_THEY_ARE else 16
+        assert row["loaded_bytes"] == NUMEL * bits / 8 + _global_scales(row)
+        assert 2 * row["received_bytes"] == row["loaded_bytes"]
+        assert row["ms"] > 0 and row["host_ms"] > 0 and row["ratio"] > 0
+        is_again = row["way"] == bench.QUANTIZED_AGAIN
+        assert (row["other_scales"] is not None) == is_again
+    others = {row["format"]: row["other_scales"] for row in rows if row["other_scales"] is not None}
+    assert others["mxfp8"] > 0 == others["fp8_block"]
+    shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    assert len(shown) == len(rows)
+    parsed = benchmark.build_parser().parse_args(shlex.split(report["command"])[3:])
+    assert (parsed.format, parsed.model, parsed.ranks) == (formats, "small", 2)
+
+
+def _global_scales(row):
+    is_native_nvfp4 = row["format"] == "nvfp4" and row["way"] == bench.AS_THEY_ARE
+    return 4 * 2 * 2 * 4 if is_native_nvfp4 else 0  # fp32, of linears, layers and experts
+
+
+@pytest.mark.parametrize("ranks", ["0", "3"])
+def test_experts_that_cannot_be_spread_are_refused(ranks, capsys):
+    assert benchmark.main(["export", "--model", "small", "--ranks", ranks]) == 2
+    assert "a number that the 4 experts of small can be spread over" in capsys.readouterr().err

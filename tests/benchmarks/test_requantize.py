@@ -1,0 +1,234 @@
+"""What ``python -m benchmarks`` writes can be read by a program; the figures are the machine's."""
+
+import json
+import shlex
+import sys
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+
+from benchmarks import __main__ as benchmark
+from benchmarks import gather as bench_gather
+from benchmarks import requantize_report
+from benchmarks import timing as stopwatch
+from benchmarks.cases import SHAPE_SETS, Case
+from moe_optim.commands.cli import main as cli
+from moe_optim.environment import find_versions
+from moe_optim.errors import ConfigError
+from moe_optim.formats import FORMATS, FP8_BLOCK, MXFP8
+from tests.support.ranks import fork_context
+
+KEYS = {"command", "commit", "device", "versions", "copy_tb_per_s", "rows"}
+ROW = {
+    "format",
+    "work",
+    "shape_set",
+    "shard",
+    "members",
+    "parameters",
+    "ms",
+    "floor_ms",
+    "fraction_of_floor",
+    "te_ms",
+    "te_fraction_of_floor",
+    "host_us",
+    "temporary_bytes",
+    "launches",
+}
+WORK = [
+    "fp32 to wire planes",
+    "bf16 to wire planes, source zeroed",
+    "after the gather",
+    "step to wire planes, fp32 moments",
+    "step to wire planes, bf16 moments",
+    "gradient norm",
+    "health",
+]
+
+
+@pytest.fixture
+def measure(monkeypatch, tmp_path):
+    """Return a function that runs the command, quickly, and returns the report it wrote."""
+    monkeypatch.setattr(stopwatch, "REPEATS", 1)
+    monkeypatch.setattr(stopwatch, "WARM_UP", 0)
+    monkeypatch.setattr(stopwatch, "COPY_BYTES", {"cuda": 1 << 30, "cpu": 1 << 20})
+    monkeypatch.setenv("COLUMNS", "250")
+
+    def run(*options):
+        path = tmp_path / "report.json"
+        assert benchmark.main(["requantize", *options, "--json", str(path)]) == 0
+        return json.loads(path.read_text())
+
+    return run
+
+
+@pytest.fixture
+def without_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.mark.usefixtures("without_gpu")
+def test_every_format_and_work_has_a_row_by_default(measure):
+    report = measure()
+    assert report.keys() == KEYS
+    assert report["versions"] == find_versions()
+    names = [(row["format"], row["work"]) for row in report["rows"]]
+    assert names == [*product(FORMATS, WORK), ("tensorwise", "fp32 to codes and scales")]
+    for row in report["rows"]:
+        assert row.keys() == ROW
+        assert (row["shape_set"], row["shard"]) == ("small, 2 layers", "1/1")
+        assert (row["members"], row["parameters"]) == (8, 8 * 256 * 128)
+        assert (row["te_ms"], row["te_fraction_of_floor"]) == (None, None)
+        assert (row["temporary_bytes"], row["launches"]) == (None, 0)
+
+
+@pytest.mark.usefixtures("without_gpu")
+def test_a_shard_requantizes_its_part_and_gathers_nothing(measure):
+    """Only NVFP4 has a maximum over ranks that own whole blocks, and the row says what it lacks."""
+    rows = measure("--shape-set", "small", "--shard", "1/4", "--format", "nvfp4", "mxfp8")["rows"]
+    first, second, _, *steps, norm, health = WORK
+    of_shards = [first, second, *steps]
+    alone = [f"{work}, no all-reduce" for work in of_shards]
+    assert [row["work"] for row in rows] == [*alone, norm, health, *of_shards, norm, health]
+    for row in rows:
+        assert (row["shard"], row["members"]) == ("1/4", 8)
+        assert row["parameters"] == 8 * 256 * 128 // 4
+
+
+@pytest.mark.usefixtures("without_gpu")
+def test_the_table_shows_the_rows_of_the_file(measure, capsys):
+    report = measure("--format", "mxfp8", "fp8_block")
+    captured = capsys.readouterr()
+    lines = [line for line in captured.out.splitlines() if line.startswith("│")]
+    shown = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
+    cells = [[row[name] for name in requantize_report.COLUMNS] for row in report["rows"]]
+    assert shown == [["-" if cell is None else str(cell) for cell in row] for row in cells]
+    assert len(captured.err.splitlines()) == len(report["rows"])  # one line as each is measured
+
+
+@pytest.mark.usefixtures("without_gpu")
+def test_the_command_of_the_report_asks_for_the_same(measure):
+    """Defaults are spelled out, so that it means the same on another machine."""
+    command = measure("--format", "mxfp8", "--shard", "1/2")["command"]
+    *name, _ = shlex.split(command)[:4]
+    words = shlex.split(command)[3:]
+    args = benchmark.build_parser().parse_args(words)
+    assert (tuple(name), args.format, args.shape_set, args.shard) == (
+        ("python", "-m", "benchmarks"),
+        ["mxfp8"],
+        ["small"],
+        [2],
+    )
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        *(["--shard", value] for value in ("8", "0", "1/0", "2/8", "1/x", "1/-2")),
+        ["--format", "int8"],
+        ["--format", "bf16"],
+        ["--shape-set", "w2"],
+        ["--against", "torch"],
+    ],
+    ids=" ".join,
+)
+def test_bad_values_are_named_with_their_option(option, capsys):
+    with pytest.raises(SystemExit) as exit:
+        benchmark.main(["requantize", *option])
+    assert exit.value.code == cli.BAD_INPUT
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert f"argument {option[0]}: " in error
+    assert f"'{option[1]}'" in error
+
+
+@pytest.mark.usefixtures("without_gpu")
+def test_transformer_engine_is_not_measured_on_a_cpu(capsys):
+    assert benchmark.main(["requantize", "--against", "te"]) == cli.BAD_INPUT
+    assert "--against te: expected a CUDA GPU" in capsys.readouterr().err
+
+
+def test_transformer_engine_that_is_missing_is_named_with_its_remedy(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
+    assert benchmark.main(["requantize", "--against", "te"]) == cli.BAD_INPUT
+    error = capsys.readouterr().err
+    assert "--against te: expected Transformer Engine" in error
+    assert "pip install --no-build-isolation 'moe_optim[te]'" in error
+
+
+@pytest.mark.parametrize(
+    ("format", "shard", "rows"),
+    [
+        (MXFP8, 1, (1536, 2048)),
+        (MXFP8, 8, (192, 256)),
+        (FP8_BLOCK, 8, (128, 256)),  # 192 rows are one band and a half
+        (MXFP8, 100, (32, 32)),
+    ],
+)
+def test_shards_are_whole_bands(format, shard, rows):
+    case = Case(format=format, shape_set="w1", shard=shard, device="cpu")
+    assert set(zip(case.members, case.owned, strict=True)) == {
+        ((1536, 2048), rows[0] * 2048),
+        ((2048, 768), rows[1] * 768),
+    }
+
+
+def test_shape_sets_have_the_sizes_they_are_named_for():
+    members = {name: shapes.members for name, shapes in SHAPE_SETS.items()}
+    assert len(members["w1"]) == 256
+    assert sum(rows * cols for rows, cols in members["w1"]) == 603_979_776
+    assert len(members["qwen3-30b-a3b"]) == 48 * 16 * 2
+    assert len(members["deepseek-v3"]) == 4 * 4 * 2
+    assert (len(members["few"]), len(members["many"])) == (12, 12_288)
+
+
+@pytest.fixture(scope="module")
+def gather_report(tmp_path_factory):
+    """Return what ``bench gather`` writes on two ranks of this CPU, forked after the imports."""
+    path = tmp_path_factory.mktemp("gather") / "report.json"
+    formats = ["--format", "bf16", "mxfp8", "nvfp4"]
+    starting = sys.modules["torch.multiprocessing.spawn"]
+    method = fork_context().get_start_method()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(starting, "spawn", partial(starting.start_processes, start_method=method))
+        assert benchmark.main(["gather", *formats, "--json", str(path)]) == 0
+    return json.loads(path.read_text())
+
+
+def test_bench_gather_measures_every_format_on_both_wires(gather_report):
+    assert gather_report.keys() == {"command", "commit", "device", "versions", "rows"}
+    kinds = [(row["format"], row["wire"]) for row in gather_report["rows"]]
+    assert kinds == [
+        ("bf16", "bf16"),
+        *(("mxfp8", wire) for wire in ("bf16", "quantized")),
+        *(("nvfp4", wire) for wire in ("bf16", "quantized")),
+    ]
+    for row in gather_report["rows"]:
+        phases = row["fill_ms"] + row["gather_ms"] + row["land_ms"]
+        assert row["total_ms"] == pytest.approx(phases, abs=1e-3)
+
+
+def test_bench_gather_counts_what_travels(gather_report):
+    """Bytes follow from shapes: 2 for bf16, data and scales for the others, padding aside."""
+    found = {(row["format"], row["wire"]): row for row in gather_report["rows"]}
+    numel = found["bf16", "bf16"]["parameters"]
+    assert found["bf16", "bf16"]["wire_bytes"] == 2 * numel
+    assert found["mxfp8", "bf16"]["wire_bytes"] == 2 * numel
+    assert found["mxfp8", "quantized"]["wire_bytes"] == numel * 2 * 33 / 32
+    experts = 8
+    assert found["nvfp4", "quantized"]["wire_bytes"] == numel * 129 / 256 + 4 * experts
+
+
+@pytest.mark.parametrize("ranks", ["1", "0"])
+def test_a_gather_of_one_rank_is_refused(ranks):
+    with pytest.raises(ConfigError, match="--ranks: expected 2"):
+        bench_gather.run(benchmark.build_parser().parse_args(["gather", "--ranks", ranks]))
+
+
+@pytest.mark.parametrize("what", ["requantize", "gather", "convert"])
+def test_a_report_that_could_not_be_written_is_refused_before_the_work(what, tmp_path, capsys):
+    path = tmp_path / "nowhere" / "figures.json"
+    assert benchmark.main([what, "--json", str(path)]) == cli.BAD_INPUT
+    assert f"error: {path}: expected a file to write" in capsys.readouterr().err

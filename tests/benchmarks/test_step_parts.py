@@ -1,0 +1,311 @@
+"""Parts of a step: time goes to the innermost, whatever clock is read, and no clock is waited for.
+
+How real optimizers are cut into parts is seen in ``tests/benchmarks/test_step.py``.
+"""
+
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks import step_rank as counted_steps
+from benchmarks.step_parts import Parts, instrument
+from benchmarks.step_rank import CountedSteps, Iteration, kind_of, milliseconds
+from benchmarks.timing import Mark
+
+
+class FakeClock:
+    """Goes on only when it is told to."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def mark(self):
+        now = self.now
+        return SimpleNamespace(now=now, ms_since=lambda earlier: now - earlier.now)
+
+
+@pytest.fixture
+def clock():
+    return FakeClock()
+
+
+def work(clock, ms):
+    """Return a function that takes its time and returns its argument."""
+
+    def run(value=None):
+        clock.now += ms
+        return value
+
+    return run
+
+
+def test_time_belongs_to_the_innermost_part_alone(clock):
+    """optimizer: 1, gather: 2, post: 4, gather again: 8, optimizer: 16; outside: 32 and 64."""
+    parts = Parts()
+    with parts.recorded(clock.mark) as recording:
+        clock.now += 32
+        with parts.part("optimizer"):
+            clock.now += 1
+            with parts.part("gather"):
+                clock.now += 2
+                with parts.part("post"):
+                    clock.now += 4
+                clock.now += 8
+            clock.now += 16
+        clock.now += 64
+        parts.within("gather", work(clock, 128))()
+    assert recording.own_ms() == {"optimizer": 17, "gather": 138, "post": 4}
+    assert recording.whole_ms("optimizer") == 31
+    assert recording.whole_ms("gather") == 2 + 4 + 8 + 128
+    assert recording.whole_ms("absent") == 0
+
+
+def test_a_part_within_itself_is_counted_once(clock):
+    parts = Parts()
+    inner = parts.within("gather", work(clock, 2))
+    with parts.recorded(clock.mark) as recording:
+        assert parts.within("gather", inner)("value") == "value"
+    assert recording.own_ms() == {"gather": 2}
+    assert recording.whole_ms("gather") == 2
+
+
+def test_no_clock_is_read_unless_something_is_recorded(clock):
+    """And a part that raises is closed."""
+    parts = Parts()
+    clock.mark = lambda: pytest.fail("read")
+    with pytest.raises(ZeroDivisionError), parts.part("outer"):
+        with parts.part("inner"):
+            assert parts.innermost == "inner"
+        assert parts.innermost == "outer"
+        raise ZeroDivisionError
+    assert parts.innermost is None
+
+
+def test_the_clock_of_a_device_queues_time_stamps_and_waits_for_nothing(monkeypatch):
+    """Marks are timed events on the current stream; only reading them needs them to have passed."""
+    queue = []
+
+    class Event:
+        def __init__(self, *, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            queue.append(self)
+
+        def elapsed_time(self, end):
+            return 10.0 * (queue.index(end) - queue.index(self))
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: pytest.fail("waited"))
+    parts = Parts()
+    with parts.recorded(partial(Mark, "cuda")) as recording, parts.part("optimizer"):
+        parts.within("gather", lambda: None)()
+    assert len(queue) == 4
+    assert recording.own_ms() == {"optimizer": 20.0, "gather": 10.0}
+
+
+def test_the_clock_of_the_host_counts_seconds_and_tells_milliseconds(monkeypatch):
+    monkeypatch.setattr("time.perf_counter", iter([0.25, 1.5]).__next__)
+    earlier, later = Mark("cpu"), Mark("cpu")
+    assert later.ms_since(earlier) == 1250.0
+
+
+class Group:
+    """A bucket group whose gather takes 3 to start, 5 to wait for, and 7 for what follows."""
+
+    def __init__(self, clock, *, late=False):
+        self.ddp_config = SimpleNamespace(reuse_grad_buf_for_mxfp8_param_ag=late)
+        self.param_gather_handle = None
+        self.started = work(clock, 3)
+        self.arrived = SimpleNamespace(wait=work(clock, 5))
+        self._post = work(clock, 7)
+
+    def start_param_sync(self, force_sync=False):
+        self.started()
+        self.param_gather_handle = self.param_gather_handle or self.arrived
+
+    def finish_param_sync(self):
+        self.param_gather_handle.wait()
+        self.param_gather_handle = None
+        self._post_param_sync()
+
+    def _post_param_sync(self):
+        self._post()
+
+
+def optimizer_of(clock, cost):
+    """Return what looks like a distributed optimizer; its methods take 1, 2, 4 times ``cost``."""
+    return SimpleNamespace(
+        is_stub_optimizer=False,
+        optimizer=SimpleNamespace(step=work(clock, 2 * cost)),
+        _copy_model_grads_to_main_grads=work(clock, cost),
+        _copy_main_params_to_model_params=work(clock, 4 * cost),
+        _copy_main_params_to_param_buffer=work(clock, 0),
+    )
+
+
+def step_all(chain):
+    """Return a step of a chain of optimizers, as Megatron takes it."""
+
+    def step():
+        for one in chain.chained_optimizers:
+            one._copy_model_grads_to_main_grads()
+        chain.get_grad_norm()
+        for one in chain.chained_optimizers:
+            one.optimizer.step()
+            one._copy_main_params_to_model_params()
+        return True, 1.0, None
+
+    return step
+
+
+def chain_of(clock):
+    chain = SimpleNamespace(
+        chained_optimizers=[optimizer_of(clock, 1), optimizer_of(clock, 100)],
+        get_grad_norm=work(clock, 10_000),
+    )
+    chain.step = step_all(chain)
+    return chain
+
+
+def chunk_of(groups, expert_groups=()):
+    return SimpleNamespace(bucket_groups=groups, expert_parallel_bucket_groups=expert_groups)
+
+
+def test_all_optimizers_of_a_chain_and_all_bucket_groups_are_seen(clock):
+    """Also a gather that a forward pass waits for: only the wait and its end are taken from it."""
+    parts, chain, dense, experts = Parts(), chain_of(clock), Group(clock), Group(clock)
+    instrument(parts, [chunk_of([dense], [experts])], chain)
+    with parts.recorded(clock.mark) as recording:
+        chain.step()
+        with parts.part("forward_backward"):
+            for group in (dense, experts):
+                group.start_param_sync()
+                group.start_param_sync()  # one that finds it on its way
+                group.finish_param_sync()
+            clock.now += 0.5
+    assert recording.own_ms() == {
+        "optimizer": 0,
+        "grad_copy": 101,
+        "grad_norm": 10_000,
+        "inner_step": 202,
+        "requantize": 404,
+        "gather": 2 * (3 + 3 + 5),
+        "post_processing": 14,
+        "forward_backward": 0.5,
+    }
+
+
+def test_weights_that_stock_quantizes_on_arrival_are_requantized_then(clock):
+    """Megatron's MXFP8 with the gradient buffer reused; a stub has no inner optimizer."""
+    parts, group = Parts(), Group(clock, late=True)
+    chain = chain_of(clock)
+    stub = optimizer_of(clock, 1)
+    stub.is_stub_optimizer, stub.optimizer = True, None
+    chain.chained_optimizers.append(stub)
+    instrument(parts, [chunk_of([group])], chain)
+    with parts.recorded(clock.mark) as recording:
+        group._post_param_sync()
+    assert recording.own_ms() == {"requantize": 7}
+
+
+def test_iterations_after_the_warm_up_take_turns():
+    assert [kind_of(number) for number in range(1, 11)] == [
+        *["warm-up"] * 3,
+        *["plain", "parts", "host"] * 2,
+        "plain",
+    ]
+
+
+def test_each_kind_of_iteration_shows_its_own_times(clock):
+    """The rest of the optimizer is what is in no other part; the host's time lacks the norm."""
+    parts, chain = Parts(), chain_of(clock)
+    instrument(parts, [chunk_of([Group(clock)])], chain)
+    with parts.recorded(clock.mark) as recording, parts.part("forward_backward"):
+        clock.now += 1
+    chained = chain.step
+    with parts.recorded(clock.mark) as recording, parts.part("optimizer"):
+        clock.now += 6
+        chained()
+    split = milliseconds(Iteration("parts", 0.0, recording), 1.0)
+    assert split == {
+        "grad_copy": 101,
+        "grad_norm": 10_000,
+        "inner_step": 202,
+        "requantize": 404,
+        "optimizer_rest": 6,
+        "optimizer": 10_713,
+        "main_to_model_and_gather": 404,
+    }
+    host = milliseconds(Iteration("host", 0.0, recording), 1.0)
+    assert host == {"optimizer_host": 713}
+    assert milliseconds(Iteration("plain", 1.0), 1.25) == {"iteration": 250.0}
+    assert milliseconds(Iteration("plain", 1.0), None) == {}
+
+
+@pytest.fixture
+def collectives(monkeypatch):
+    """Collectives that do nothing; what is rebound is put back."""
+    from megatron.core.distributed import param_and_grad_buffer as upstream
+
+    monkeypatch.setattr(upstream, "dist_all_gather_func", lambda *_, **__: None)
+    monkeypatch.setattr(dist, "all_gather_into_tensor", lambda *_, **__: None)
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
+    return upstream
+
+
+def test_bytes_are_those_that_make_weights(collectives):
+    """Ours and Megatron's name of the same collective; activations and gradients do not count."""
+    parts = Parts()
+    counts = counted_steps.count_bytes(parts)
+    weights, maxima = torch.zeros(10, dtype=torch.bfloat16), torch.zeros(3)
+    with parts.part("forward_backward"):
+        dist.all_reduce(maxima)
+        dist.all_gather_into_tensor(output_tensor=weights, input_tensor=weights)
+        with parts.part("gather"):
+            collectives.dist_all_gather_func(weights, weights, group=None)
+            dist.all_gather_into_tensor(weights.view(torch.uint8), weights.view(torch.uint8))
+        with parts.part("requantize"):
+            dist.all_reduce(maxima, dist.ReduceOp.MAX)
+    assert counts == {"gathered": 2 * 20, "reduced": 12}
+
+
+@pytest.mark.usefixtures("collectives")
+def test_a_step_is_drained_on_the_host_iterations_alone(clock, monkeypatch):
+    """Ranks meet and the device is idle just before ``optimizer.step()``, and never otherwise."""
+    waits = []
+    monkeypatch.setattr(dist, "barrier", lambda: waits.append("ranks"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append("device"))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 7)
+    chain = chain_of(clock)
+
+    def train_step(forward_step, data, model, optimizer, scheduler, config, forward_backward):
+        forward_backward()
+        optimizer.step()
+        return {"lm loss": torch.tensor(0.1)}, 0
+
+    steps = CountedSteps(train_step, {"parts": clock.mark, "host": clock.mark})
+    arguments = (None, None, [chunk_of([Group(clock)])], chain, None, None, work(clock, 20))
+    drained = []
+    for _ in range(7):
+        waits.clear()
+        steps(*arguments)
+        drained.append(list(waits))
+    assert drained == [*[[]] * 5, ["ranks", "device"], []]
+    report = steps.report()
+    assert [one["kind"] for one in report] == [kind_of(n) for n in range(1, 8)]
+    assert [set(one["ms"]) for one in report[3:]] == [
+        {"iteration"},
+        {
+            *("forward_backward", "grad_copy", "grad_norm", "inner_step", "requantize"),
+            *("optimizer", "optimizer_rest", "main_to_model_and_gather"),
+        },
+        {"optimizer_host"},
+        set(),
+    ]
+    assert report[4]["ms"]["forward_backward"] == 20
+    assert report[0]["loss"] == "0.100000001"
+    assert report[0]["bytes"] == {"gathered": 0, "reduced": 0, "peak": 7}

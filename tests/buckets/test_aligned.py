@@ -1,0 +1,160 @@
+"""Buckets end where shards become whole, wherever that is cheap; parameters stay in place."""
+
+from fractions import Fraction
+from math import lcm, prod
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_optim.buckets.aligned_layout import MOST_GROWTH, aligned_end, cuts_bands
+from moe_optim.buckets.wire import plan_wire, side_by_side
+from moe_optim.errors import LayoutError
+from moe_optim.formats import DIRECTIONS, FORMATS, FP8_BLOCK, MXFP8, MXFP8_2D, NVFP4
+
+MODELS = {  # experts of a bucket: [2F, H] and [H, F]
+    "qwen3-30b-a3b": ((16, 2048, 768), (16, 1536, 2048)),
+    "deepseek-v3": ((8, 7168, 2048), (8, 4096, 7168)),
+    "one narrow expert": ((1, 256, 128), (1, 256, 256)),
+}
+BUSBW = 1 << 16
+EVERY_FORMAT = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+
+
+def divisor(dp_size, busbw):
+    """Return what Megatron pads the end of a bucket to."""
+    return lcm(dp_size, 128, BUSBW) if busbw else lcm(dp_size, 128)
+
+
+def stock_end(slots, dp_size, busbw):
+    multiple = divisor(dp_size, busbw)
+    return -(-slots[-1].end // multiple) * multiple
+
+
+@EVERY_FORMAT
+@pytest.mark.parametrize("shapes", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("busbw", [False, True], ids=["", "busbw"])
+def test_every_shard_of_every_plane_has_whole_bytes_at_every_size(format, shapes, busbw):
+    """At 2 to 144 ranks: Megatron's own rules hold, growth beyond them is 1% or a few bytes, and
+    the plan of the wire exists."""
+    slots = side_by_side(shapes)
+    for dp_size in range(2, 145):
+        stock = stock_end(slots, dp_size, busbw)
+        end = aligned_end(format, slots, dp_size=dp_size, divisor=divisor(dp_size, busbw))
+        assert end.numel >= stock >= slots[-1].end
+        assert end.numel % divisor(dp_size, busbw) == 0
+        least = divisor(dp_size, busbw) * format.elements_per_byte
+        assert end.numel - stock <= max(MOST_GROWTH * slots[-1].end, least)
+        shard = end.numel // dp_size
+        assert (shard * format.data_bytes_per_element) % 1 == 0
+        planes = plan_wire(format, slots, end.numel, dp_size)
+        for plane in planes:
+            if plane.is_sliced:
+                assert plane.nbytes % dp_size == 0
+            else:
+                assert plane.name == "global_amax" or end.unit == "byte" or format is FP8_BLOCK
+
+
+@EVERY_FORMAT
+@pytest.mark.parametrize("shapes", MODELS.values(), ids=MODELS)
+def test_where_shards_are_whole_bands_no_block_lies_on_two_ranks(format, shapes):
+    """The promise of the unit ``band``, held against the corners of every block around a cut."""
+    slots = side_by_side(shapes)
+    seen = set()
+    for dp_size in range(1, 145):
+        end = aligned_end(format, slots, dp_size=dp_size, divisor=divisor(dp_size, busbw=False))
+        seen.add(end.unit)
+        if end.unit != "band":
+            continue
+        assert not cuts_bands(format, slots, end.numel // dp_size)
+        for slot in slots:
+            _, rows, cols = slot.shape
+            for cut in slot.cuts(end.numel // dp_size):
+                for direction in DIRECTIONS:
+                    block = format.block(direction)
+                    assert not lies_on_both_sides(cut % (rows * cols), rows, cols, block)
+    assert "band" in seen
+
+
+def lies_on_both_sides(position, rows, cols, block):
+    """Return whether a block [height, width] of an expert has elements before and from a position.
+
+    Elements are counted in row-major order, where the first of a block is its upper left corner and
+    the last its lower right one.
+    """
+    height, width = block
+    top = position // cols // height * height
+    bottom = min(top + height, rows) - 1
+    corners = [
+        (top * cols + left, bottom * cols + min(left + width, cols) - 1)
+        for left in range(0, cols, width)
+    ]
+    return any(first < position <= last for first, last in corners)
+
+
+def test_the_corners_of_blocks_are_right():
+    """4 rows of 6, blocks [2, 3]: only the start of a block row cuts none."""
+    cuts = [p for p in range(24) if lies_on_both_sides(p, 4, 6, (2, 3))]
+    assert cuts == [p for p in range(24) if p % 12]
+    rows = [p for p in range(24) if lies_on_both_sides(p, 4, 6, (1, 3))]
+    assert rows == [p for p in range(24) if p % 3]
+
+
+def test_whole_bands_are_given_up_where_they_cost_more_than_one_percent():
+    """8 experts of DeepSeek-V3: a band of both widths at once is 2048 x 7168 / gcd elements."""
+    slots = side_by_side(MODELS["deepseek-v3"])
+    few = aligned_end(MXFP8, slots, dp_size=2, divisor=128)
+    many = aligned_end(MXFP8, slots, dp_size=144, divisor=128)
+    assert (few.unit, many.unit) == ("band", "scale")
+    band = lcm(32 * 2048, 32 * 7168)
+    assert 144 * band > MOST_GROWTH * slots[-1].end  # it could not have been cheap
+    assert many.numel - stock_end(slots, 144, busbw=False) < 144 * 32 * 4
+
+
+def test_a_bucket_too_small_for_whole_scales_still_has_whole_bytes():
+    """16 ranks, 0.5 Kelem each: a scale of 16384 elements is out of the question."""
+    slots = side_by_side([(1, 64, 128)])
+    end = aligned_end(FP8_BLOCK, slots, dp_size=16, divisor=128)
+    assert (end.unit, end.numel) == ("byte", 8192)
+    odd = aligned_end(NVFP4, side_by_side([(1, 16, 16)]), dp_size=256, divisor=256)
+    assert odd.unit == "byte"
+    assert odd.numel == 512  # Megatron's 256 would be one element, half a byte, a rank
+
+
+def test_half_a_byte_a_rank_is_refused_with_what_to_set():
+    with pytest.raises(LayoutError, match="whole bytes.*Set layout: aligned"):
+        plan_wire(NVFP4, side_by_side([(1, 16, 16)]), 256, 256)
+
+
+def test_a_bucket_that_does_not_divide_is_refused():
+    with pytest.raises(LayoutError, match="divides among 3 ranks"):
+        plan_wire(MXFP8, side_by_side([(1, 32, 32)]), 1024, 3)
+
+
+def test_two_dimensional_scales_take_a_thousandth_of_the_bytes():
+    """What travels for a bucket of MXFP8 2-D weights at one rank: 1 + 1/1024 bytes an element."""
+    slots = side_by_side(MODELS["qwen3-30b-a3b"])
+    planes = plan_wire(MXFP8_2D, slots, slots[-1].end, 1)
+    total = sum(plane.nbytes for plane in planes)
+    assert Fraction(total, slots[-1].end) == 1 + Fraction(1, 1024)
+
+
+@EVERY_FORMAT
+@given(data=st.data())
+def test_planes_of_different_parameters_never_overlap(format, data):
+    """Every entry of a plane belongs to one parameter at most, in slices and in reduced planes."""
+    multiple = format.dimension_multiple
+    sizes = st.integers(1, 5).map(lambda n: n * multiple if multiple > 1 else 37 * n)
+    shapes = data.draw(st.lists(st.tuples(st.integers(1, 3), sizes, sizes), min_size=1, max_size=4))
+    dp_size = data.draw(st.integers(1, 9))
+    slots = side_by_side(shapes)
+    end = aligned_end(format, slots, dp_size=dp_size, divisor=divisor(dp_size, busbw=False))
+    wire = plan_wire(format, slots, end.numel, dp_size)
+    assert wire
+    for plane in wire:
+        assert len(plane.starts) > 0
+        last = 0
+        for start, shape in zip(plane.starts, plane.shapes, strict=True):
+            assert start >= last
+            last = start + prod(shape)
+        assert last <= plane.numel

@@ -1,0 +1,254 @@
+"""Wire ``quantized`` without processes: every rank is an object, every collective a loop.
+
+Ranks begin with other bytes in all that they do not own, so that what did not travel shows.
+"""
+
+from functools import reduce
+from math import lcm
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_optim.buckets.aligned_layout import aligned_end
+from moe_optim.buckets.states import Event
+from moe_optim.buckets.wire import side_by_side
+from moe_optim.errors import LayoutError, StateError
+from moe_optim.formats import FORMATS, MXFP8, MXFP8_2D, NVFP4, reference
+from moe_optim.formats.partition import infer_partition
+from moe_optim.parts import quantize_part
+from moe_optim.weights.grouped_weight import GroupedWeight
+from moe_optim.weights.storage import PortableStorage
+from tests.support.buckets import make_bucket, make_params, own_masters
+from tests.support.bytes import assert_bytes_equal
+from tests.support.inputs import wide_range_weights, with_specials
+from tests.support.meshes import coordinates, on_each_rank, part_of
+
+EVERY_FORMAT = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+SIZES = (1, 2, 3, 4, 8)
+STOCK, ALIGNED = "stock", "aligned"
+
+
+def bucket_numel(format, slots, dp_size, layout):
+    divisor = lcm(dp_size, 128)
+    if layout == ALIGNED:
+        return aligned_end(format, slots, dp_size=dp_size, divisor=divisor).numel
+    return -(-slots[-1].end // divisor) * divisor
+
+
+class Rank:
+    """One rank's bucket, its weights full of bytes of its own, and its share of the masters."""
+
+    def __init__(self, rank, dp_size, format, slots, numel, masters):
+        self.params = make_params(format, slots)
+        for param in self.params:
+            for plane in param.quantized_storage.quantized.planes().values():
+                plane.view(torch.uint8).fill_(0x11 + rank)
+        self.masters = own_masters(self.params, slots, masters, rank, numel // dp_size)
+        grads = torch.zeros(numel, dtype=torch.bfloat16)
+        self.bucket = make_bucket(self.params, slots, grads, dp_size=dp_size, masters=self.masters)
+        self.gather = self.bucket.gather
+
+    def planes(self, index):
+        return self.params[index].quantized_storage.quantized.planes()
+
+
+def encode_all(ranks):
+    """Do what a bucket group does before anything but maxima travels."""
+    for rank in ranks:
+        rank.bucket.state.record(Event.SETTLE)
+        rank.bucket.open_gather()
+    exchanges = [rank.gather.exchange for rank in ranks]
+    assert len({None if e is None else e.numel() for e in exchanges}) == 1
+    if exchanges[0] is not None:
+        largest = reduce(torch.maximum, exchanges)
+        for exchange in exchanges:
+            exchange.copy_(largest)
+    for rank in ranks:
+        rank.gather.encode()
+
+
+def gather_all(ranks):
+    """Do what a bucket group does, the collectives by hand. Every rank takes part in each."""
+    encode_all(ranks)
+    for planes in zip(*(rank.gather.sliced for rank in ranks), strict=True):
+        whole = torch.cat([p.slice_of(i, len(ranks)) for i, p in enumerate(planes)])
+        for plane in planes:
+            plane.data.copy_(whole)
+    for planes in zip(*(rank.gather.reduced for rank in ranks), strict=True):
+        largest = reduce(torch.maximum, planes)
+        for plane in planes:
+            plane.copy_(largest)
+    for rank in ranks:
+        rank.bucket.land()
+
+
+def make_ranks(format, shapes, dp_size, layout, masters):
+    slots = side_by_side(shapes)
+    numel = bucket_numel(format, slots, dp_size, layout)
+    return [Rank(rank, dp_size, format, slots, numel, masters) for rank in range(dp_size)]
+
+
+def masters_of(shapes, seed=0):
+    ordinary = [wide_range_weights(*shape, seed=seed + i) for i, shape in enumerate(shapes)]
+    return [with_specials(master, every=1009).float() for master in ordinary]
+
+
+def assert_all_ranks_hold(ranks, format, masters):
+    for index, master in enumerate(masters):
+        expected = reference.quantize(master, format).planes()
+        for number, rank in enumerate(ranks):
+            for name, plane in rank.planes(index).items():
+                assert_bytes_equal(plane, expected[name], what=f"rank {number}, {index}, {name}")
+
+
+@EVERY_FORMAT
+@pytest.mark.parametrize(("experts", "rows"), [(2, 1), (4, 2), (4, 4), (4, 16)])
+def test_a_rank_encodes_the_part_that_the_partition_rules_give_it(format, experts, rows):
+    """Whole experts, whole blocks and rows inside of them, before anything has travelled."""
+    shape = (4, 64, 96)
+    master = wide_range_weights(*shape)
+    axes = {"experts": {"dp experts": experts}, "rows": {"dp rows": rows}}
+    partition = infer_partition(format, axes, shape=shape)
+    ranks = make_ranks(format, (shape,), experts * rows, STOCK, [master])
+    encode_all(ranks)
+    parts = on_each_rank(
+        partition,
+        lambda coordinate, reduce_max: quantize_part(
+            part_of(master, partition, coordinate), partition, coordinate, reduce_max
+        ),
+    )
+    wire = ranks[0].params[0].quantized_storage.quantized.wire_planes()
+    assert wire and len(parts) == experts * rows
+    for rank, coordinate, part in zip(ranks, coordinates(partition), parts, strict=True):
+        for name in wire:
+            slices = partition.plane(name).slices(partition.bounds(coordinate))
+            assert_bytes_equal(rank.planes(0)[name][slices], part[name], what=f"{rank} {name}")
+
+
+SHAPES = {  # rows and columns that every format takes; and FP8 blocks that are not whole
+    "two linears": ((4, 64, 96), (4, 96, 32)),
+    "one wide expert": ((1, 32, 512),),
+}
+PARTIAL = ((2, 130, 40), (3, 7, 129))
+
+
+@EVERY_FORMAT
+@pytest.mark.parametrize("layout", [ALIGNED, STOCK])
+@pytest.mark.parametrize("dp_size", SIZES)
+@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
+def test_sharded_equals_full(format, layout, dp_size, shapes):
+    """Every rank ends with every byte of the oracle's, special values included, also twice."""
+    for seed in (0, 100):
+        masters = masters_of(shapes, seed)
+        if seed == 0:
+            ranks = make_ranks(format, shapes, dp_size, layout, masters)
+        else:  # the same tables, other values in the same masters
+            for rank in ranks:
+                for one in rank.masters:
+                    index = next(i for i, p in enumerate(rank.params) if p is one.param)
+                    part = masters[index].view(-1)[one.start : one.start + one.master.numel()]
+                    one.master.copy_(part)
+        gather_all(ranks)
+        assert_all_ranks_hold(ranks, format, masters)
+
+
+@pytest.mark.parametrize("layout", [ALIGNED, STOCK])
+@pytest.mark.parametrize("dp_size", SIZES)
+def test_fp8_blocks_that_are_not_whole_travel_too(layout, dp_size):
+    """Their scales follow no element, so the whole plane is reduced."""
+    format = FORMATS["fp8_block"]
+    masters = masters_of(PARTIAL)
+    ranks = make_ranks(format, PARTIAL, dp_size, layout, masters)
+    assert len(ranks[0].gather.reduced) == 1
+    gather_all(ranks)
+    assert_all_ranks_hold(ranks, format, masters)
+
+
+@settings(max_examples=30)
+@given(data=st.data())
+@EVERY_FORMAT
+def test_any_bucket_at_any_size(format, data):
+    """Shapes, sizes, ranks and layouts that hypothesis finds; ranks that own nothing among them."""
+    multiple = format.dimension_multiple
+    length = st.integers(1, 4).map(lambda n: n * multiple) if multiple > 1 else st.integers(1, 150)
+    shape = st.tuples(st.integers(1, 3), length, length)
+    shapes = data.draw(st.lists(shape, min_size=1, max_size=3), label="shapes")
+    dp_size = data.draw(st.integers(1, 12), label="ranks")
+    layout = data.draw(st.sampled_from([ALIGNED, STOCK]), label="layout")
+    masters = masters_of(shapes, seed=data.draw(st.integers(0, 99), label="seed"))
+    numel = bucket_numel(format, side_by_side(shapes), dp_size, layout)
+    if numel // dp_size % format.elements_per_byte:
+        with pytest.raises(LayoutError, match="layout: aligned"):
+            make_ranks(format, shapes, dp_size, layout, masters)
+        return
+    ranks = make_ranks(format, shapes, dp_size, layout, masters)
+    gather_all(ranks)
+    assert_all_ranks_hold(ranks, format, masters)
+
+
+def test_aligned_shards_exchange_nothing_and_cut_ones_only_what_they_cut():
+    """Two experts [64, 512]: halves are whole bands; thirds cut one band each, in both experts."""
+    shapes = ((2, 64, 512),)
+    masters = masters_of(shapes)
+    half = make_ranks(MXFP8, shapes, 2, ALIGNED, masters)
+    gather_all(half)
+    assert half[0].gather.exchange is None
+    third = make_ranks(MXFP8, shapes, 3, STOCK, masters)
+    gather_all(third)
+    assert third[0].gather.exchange.numel() == 2 * (2 * 512)  # columns and runs of two bands
+
+
+def test_the_amax_of_an_expert_is_that_of_all_ranks():
+    """NVFP4: the largest weight lies on the last rank, and the first one's scales know of it."""
+    master = torch.full((1, 64, 64), 1.0)
+    master[0, -1, -1] = 1000.0
+    ranks = make_ranks(NVFP4, ((1, 64, 64),), 4, ALIGNED, [master])
+    gather_all(ranks)
+    for rank in ranks:
+        assert rank.params[0].quantized_storage.quantized.global_amax.tolist() == [1000.0]
+    assert_all_ranks_hold(ranks, NVFP4, [master])
+
+
+def test_weights_live_in_the_memory_that_is_gathered():
+    """Planes that travel are views of the bucket; MXFP8 2-D has one plane of data for both ways."""
+    shapes = SHAPES["two linears"]
+    (rank,) = make_ranks(MXFP8_2D, shapes, 1, ALIGNED, masters_of(shapes))
+    data, scale = rank.gather.sliced
+    assert len(rank.params) == len(shapes)
+    for param in rank.params:
+        q = param.quantized_storage.quantized
+        for plane, memory in ((q.rowwise_data, data), (q.rowwise_scale, scale)):
+            start = memory.data.data_ptr()
+            assert start <= plane.data_ptr() < start + memory.data.numel()
+        assert q.columnwise_data.data_ptr() == q.rowwise_data.data_ptr()
+
+
+def test_binding_keeps_the_bytes_of_the_weights():
+    """What was loaded or drawn before the model was wrapped is still there afterwards."""
+    storage = PortableStorage(MXFP8, (2, 64, 64), name="weight0")
+    storage.write(masters_of([(2, 64, 64)])[0])
+    before = {name: plane.clone() for name, plane in storage.quantized.planes().items()}
+    param = torch.nn.Parameter(GroupedWeight(storage))
+    make_bucket([param], side_by_side([(2, 64, 64)]), torch.zeros(8192, dtype=torch.bfloat16))
+    assert storage.quantized.planes().keys() == before.keys() == set(MXFP8.plane_names)
+    for name, plane in storage.quantized.planes().items():
+        assert_bytes_equal(plane, before[name], what=name)
+
+
+def test_a_bucket_of_two_formats_is_refused():
+    params = [
+        torch.nn.Parameter(GroupedWeight(PortableStorage(format, (1, 64, 64), name="weight")))
+        for format in (MXFP8, NVFP4)
+    ]
+    slots = side_by_side([(1, 64, 64)] * 2)
+    with pytest.raises(LayoutError, match="one format in a bucket, got mxfp8, nvfp4"):
+        make_bucket(params, slots, torch.zeros(8192, dtype=torch.bfloat16))
+
+
+def test_encoding_before_opening_is_refused():
+    shapes = SHAPES["one wide expert"]
+    (rank,) = make_ranks(MXFP8, shapes, 1, ALIGNED, masters_of(shapes))
+    with pytest.raises(StateError, match="expected masters to gather from, got none"):
+        rank.gather.encode()

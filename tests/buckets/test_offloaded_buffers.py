@@ -1,0 +1,231 @@
+"""Buffers on the host and back: weights are what they were, and training goes on to the bit."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from moe_optim.errors import StateError
+from moe_optim.weights.storage import GradientNote
+from tests.support import life_cycle, making_room
+from tests.support.bytes import assert_same_tensors
+from tests.support.ranks import run_ranks
+
+TRAIN = [("zero", {}), ("micro", {"seed": 1, "last": True}), ("step", {})]
+WAYS = {
+    "megatron": ("make_room",),
+    "megatron, gradients too": ("offload", "make_room", "reload"),
+    "verl": ("send_all_away", "bring_back"),
+}
+
+
+def _take_turns(way: str, knobs: dict[str, Any]) -> int:
+    """Train on both sides of the way; the life cycle compares everything to plain torch."""
+    life_cycle.initialize()
+    cycle = life_cycle.LifeCycle(**knobs)
+    for turn in range(2):
+        for name, arguments in (*TRAIN, *((call, {}) for call in WAYS[way]), *TRAIN):
+            getattr(cycle, name)(**arguments)
+            cycle.check()
+        cycle.evaluate(seed=turn)
+    return len(making_room.all_buffers([cycle.ddp]))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"format": "bf16", "step": "stock"},
+        {"format": "bf16", "step": "fused"},
+        {"format": "mxfp8", "step": "stock"},
+        {"format": "nvfp4", "step": "fused", "overlap": False},
+        {"format": "fp8_block", "step": "stock", "wire": "bf16"},
+    ],
+    ids=lambda knobs: " ".join(map(str, knobs.values())),
+)
+def test_training_goes_on_to_the_bit_after_all_buffers_were_on_the_host(way, knobs):
+    """Dense weights and quantized ones; Megatron's calls keep gradients where these stay."""
+    assert min(run_ranks(1, _take_turns, way, knobs)) > 1
+
+
+def _offload_plain_buffers() -> dict[str, torch.Tensor]:
+    """Have Megatron's own buffers on the host, without the plug-in; memory is used meanwhile."""
+    life_cycle.initialize()
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        param_and_grad_buffer,
+    )
+    from megatron.core.transformer import MegatronModule, TransformerConfig
+
+    config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=1, bf16=True)
+    model = MegatronModule(config=config)
+    for name, dtype in (("narrow", torch.bfloat16), ("wide", torch.float32)):
+        model.add_module(name, torch.nn.Linear(32, 32, dtype=dtype))
+    ddp = DistributedDataParallel(
+        config,
+        DistributedDataParallelConfig(use_distributed_optimizer=True, bucket_size=1),
+        model,
+    )
+    buffers = making_room.all_buffers([ddp])
+    assert {type(buffer) for buffer in buffers} == {param_and_grad_buffer._ParamAndGradBuffer}
+    for number, param in enumerate(ddp.parameters()):
+        param.main_grad.fill_(number + 1)
+    before = {name: param.detach().clone() for name, param in ddp.named_parameters()}
+    for buffer in buffers:
+        buffer.offload_to_cpu(move_grads=False)
+    junk = [torch.full((n,), torch.nan) for n in (16, 512, 1024, 2048) for _ in range(50)]
+    for buffer in buffers:
+        buffer.reload_from_cpu(move_grads=False)
+    del junk
+    after = {name: param.detach() for name, param in ddp.named_parameters()}
+    assert_same_tensors(after, before)
+    for number, param in enumerate(ddp.parameters()):
+        assert torch.equal(param.main_grad, torch.full_like(param.main_grad, number + 1))
+    return before
+
+
+def test_megatrons_own_buffers_come_back_on_the_cpu_runtime():
+    (weights,) = run_ranks(1, _offload_plain_buffers)
+    assert len(weights) == 4
+
+
+# Gradients
+
+
+def _use_gradients(step: str, wire: str) -> dict[str, str]:
+    """Reach for gradient memory while it is away, at every point of an iteration."""
+    life_cycle.initialize()
+    said = {}
+    for name, act in {
+        "a backward pass": lambda c: c._forward_backward(1),
+        "a second backward pass": lambda c: c._forward_backward(2),
+        "the reduction": lambda c: c.ddp.finish_grad_sync(),
+        "a step of gradients not reduced": lambda c: c.optimizer.step(),
+        "a step of reduced gradients": lambda c: c.optimizer.step(),
+        "zeroing": lambda c: c.ddp.zero_grad_buffer(),
+    }.items():
+        print("uses:", name, flush=True)
+        cycle = life_cycle.LifeCycle(step=step, wire=wire, overlap=False)
+        cycle.zero()
+        if name != "a backward pass":
+            cycle._forward_backward(1)
+        if name == "a step of reduced gradients":
+            cycle.ddp.finish_grad_sync()
+        masters = [master.clone() for master in making_room.list_masters(cycle.optimizer)]
+        if wire == "bf16":
+            making_room.send_gradients_away_as_verl([cycle.ddp])
+        else:
+            cycle.ddp.offload_grad_buffers()
+        with pytest.raises(StateError) as refused:
+            act(cycle)
+        said[name] = str(refused.value)
+        for master, before in zip(making_room.list_masters(cycle.optimizer), masters, strict=True):
+            assert torch.equal(master, before)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("step", "wire"), [("stock", "quantized"), ("fused", "quantized"), ("stock", "bf16")]
+)
+def test_gradients_that_are_away_are_neither_read_nor_written(step, wire):
+    """Freed by Megatron's call, or by verl's, which tells nobody."""
+    (said,) = run_ranks(1, _use_gradients, step, wire)
+    assert len(said) == 6
+    for what, message in said.items():
+        assert "expected gradient memory, got none: it is offloaded" in message, what
+        assert "restore_grad_buffers()" in message
+
+
+def _step_without_weights(step: str) -> list[str]:
+    """Step while weights of Megatron's own buffers are away, whoever sent them."""
+    life_cycle.initialize()
+    said = []
+    for send in (making_room.send_weights_away, making_room.send_away_as_verl):
+        cycle = life_cycle.LifeCycle(format="bf16", step=step, overlap=False)
+        for name, arguments in TRAIN[:-1]:
+            getattr(cycle, name)(**arguments)
+        cycle.ddp.finish_grad_sync()
+        masters = [master.clone() for master in making_room.list_masters(cycle.optimizer)]
+        send([cycle.ddp])
+        if send is making_room.send_away_as_verl:
+            making_room.bring_gradients_back_as_verl([cycle.ddp])
+        for write in (cycle.optimizer.step, partial(cycle.ddp.start_param_sync, force_sync=True)):
+            with pytest.raises(StateError) as refused:
+                write()
+            said.append(str(refused.value))
+        for master, before in zip(making_room.list_masters(cycle.optimizer), masters, strict=True):
+            assert torch.equal(master, before)
+    return said
+
+
+@pytest.mark.parametrize("step", ["stock", "fused"])
+def test_neither_a_step_nor_a_gather_writes_weights_that_are_away(step):
+    (found,) = run_ranks(1, _step_without_weights, step)
+    assert len(found) == 4
+    for said in found:
+        assert "expected weights to write into, got none: they are offloaded" in said
+        assert "reload_from_cpu()" in said
+
+
+# A model that is wrapped twice
+
+
+def managed_weights(cycle: life_cycle.LifeCycle) -> list[Any]:
+    return [param for param in cycle.params if hasattr(param, "quantized_storage")]
+
+
+def _offload_the_old_wrapper(step: str, wire: str) -> list[str]:
+    """Wrap a trained model again, and handle the buffers of its first wrapper."""
+    life_cycle.initialize()
+    from megatron.core.distributed import DistributedDataParallel
+
+    cycle = life_cycle.LifeCycle(step=step, wire=wire, overlap=False)
+    for name, arguments in TRAIN:
+        getattr(cycle, name)(**arguments)
+    old = cycle.ddp
+    for param in cycle.params:
+        del param.main_grad
+    cycle.ddp = DistributedDataParallel(old.config, old.ddp_config, old.module)
+    cycle.optimizer = cycle.build_optimizer()
+    notes = [list(param._backward_hooks.values()) for param in managed_weights(cycle)]
+    assert [sum(type(hook) is GradientNote for hook in of_one) for of_one in notes] == [1, 1]
+    managed = making_room.managed_buffers([old])
+    said = []
+    acts: list[Any] = [lambda b: b.offload_to_cpu(), lambda b: b.param_data.cpu()]
+    acts += [lambda b: b.param_data.storage().resize_(0)]
+
+    def refuse_all() -> None:
+        for buffer in managed:
+            for act in acts:
+                with pytest.raises(StateError) as refused:
+                    act(buffer)
+                said.append(str(refused.value))
+
+    before = [p.detach().float() for p in cycle.params]
+    refuse_all()
+    for buffer in making_room.all_buffers([old]):  # what is its own
+        buffer.offload_to_cpu(move_params=buffer not in managed)
+    for param, values in zip(cycle.params, before, strict=True):
+        assert torch.equal(param.detach().float(), values)
+    making_room.send_weights_away([cycle.ddp])
+    for group in cycle._managed_groups():
+        group.start_param_sync(force_sync=True)  # of fresh weights there is nothing to gather
+    refuse_all()
+    for buffer in making_room.all_buffers([cycle.ddp]):
+        buffer.reload_from_cpu(move_grads=False)
+    for param, values in zip(cycle.params, before, strict=True):
+        assert torch.equal(param.detach().float(), values)
+    return said
+
+
+@pytest.mark.parametrize(("step", "wire"), [("fused", "quantized"), ("stock", "bf16")])
+def test_buffers_of_a_first_wrapper_leave_the_weights_of_a_second_alone(step, wire):
+    """It holds gradients and other weights of its own, quantized ones no longer."""
+    (said,) = run_ranks(1, _offload_the_old_wrapper, step, wire)
+    assert len(said) >= 12
+    for message in said:
+        assert "in this bucket, got them in one of a DistributedDataParallel that was" in message
+        assert "made later for the same model" in message
+        assert "drop the others" in message

@@ -1,0 +1,90 @@
+"""``param_data`` of quantized weights: every byte leaves and comes back, whoever calls for it."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from moe_optim.buckets.offload import ParamData
+from moe_optim.errors import StateError
+from moe_optim.formats import FORMATS
+from moe_optim.weights.storage import PortableStorage
+from tests.support import life_cycle
+from tests.support.bytes import assert_bytes_equal
+from tests.support.inputs import wide_range_weights
+from tests.support.making_room import managed_buffers
+from tests.support.ranks import run_ranks
+
+
+def storages_of(format):
+    """Return weights of two shapes, the experts of one apart: views of one memory."""
+    first, second = (PortableStorage(format, shape) for shape in ((2, 128, 256), (3, 256, 128)))
+    for seed, storage in enumerate((first, second)):
+        storage.write(wide_range_weights(*storage.shape, seed=seed))
+    return [first, *(second.expert(index) for index in range(3))]
+
+
+def planes_of(storages):
+    return [plane for one in storages for plane in one.quantized.planes().values()]
+
+
+@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+def test_every_byte_leaves_and_comes_back(format):
+    """Memory that several planes share is counted and copied once."""
+    storages = storages_of(format)
+    planes = planes_of(storages)
+    before = [plane.clone() for plane in planes]
+    data = ParamData(storages)
+    size = data.storage().size()
+    assert size == sum({m.data_ptr(): m.nbytes() for s in storages for m in s.memories()}.values())
+    on_host = data.cpu()
+    assert on_host.storage().size() == size
+    data.storage().resize_(0)
+    assert data.storage().size() == 0
+    assert not any(plane.untyped_storage().nbytes() for plane in planes)
+    data.storage().resize_(size)
+    data.copy_(on_host)
+    for plane, old in zip(planes_of(storages), before, strict=True):
+        assert_bytes_equal(plane, old)
+
+
+def test_what_it_cannot_be_asked_for_is_refused():
+    data = ParamData(storages_of(FORMATS["mxfp8"]))
+    size, on_host = data.size(), data.cpu()
+    data.resize_(size)  # which it has
+    with pytest.raises(StateError, match=f"expected a resize to 0 or {size} bytes, got 7"):
+        data.resize_(7)
+    with pytest.raises(StateError, match="expected weights on the host to copy back, got weights"):
+        data.copy_(on_host)
+    data.resize_(0)
+    data.resize_(0)
+    with pytest.raises(StateError, match="expected bytes to copy, got none: they are on the host"):
+        data.cpu()
+    with pytest.raises(StateError, match="expected a resize to 0 or"):
+        data.resize_(size + 1)
+    with pytest.raises(RuntimeError):
+        data.copy_(on_host)  # without memory to fill
+    data.resize_(size)
+    data.copy_(on_host)
+    assert torch.equal(data.cpu(), on_host)
+
+
+def _refuse_to_leave() -> dict[str, Any]:
+    """Ask for the memory of weights whose masters are moving."""
+    life_cycle.initialize()
+    cycle = life_cycle.LifeCycle(step="fused")
+    (buffer, *_) = managed_buffers([cycle.ddp])
+    size = buffer.param_data.size()
+    part = cycle.optimizer.chained_optimizers[0]
+    with part._moving_masters():
+        try:
+            buffer.param_data.storage().resize_(0)
+        except StateError as error:
+            said = str(error)
+    return {"said": said, "kept": buffer.param_data.size() == size, "cached": buffer.param_data_cpu}
+
+
+def test_weights_do_not_leave_in_the_middle_of_a_step():
+    (found,) = run_ranks(1, _refuse_to_leave)
+    assert "Offload between two steps." in found["said"]
+    assert found["kept"] and found["cached"] is None

@@ -1,0 +1,297 @@
+"""Amaxes under ModelOpt's keys and ours: the same bits both ways, or all faults at once."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_optim.calibration.modelopt_amaxes import amaxes_from_modelopt, amaxes_to_modelopt
+from moe_optim.errors import ConfigError, LayoutError
+from moe_optim.experts.keys.conversion import convert_state_dict
+from tests.support.bytes import assert_bytes_equal, assert_same_tensors
+
+HIDDEN, FFN = 4, 3
+FORMS = ("indexed", "numbered", "sequential", "grouped", "flat")
+LAYERS = ("decoder.layers.0.mlp.experts.", "decoder.layers.1.mlp.experts.", "")
+"""Of which the last one is a state dict of experts alone."""
+
+magnitudes = st.floats(0, torch.finfo(torch.float32).max, width=32)
+
+
+def ours(prefix="", experts=3, *, weights=True, first=1.0):
+    """Return a layer with amaxes that count from ``first``."""
+    amaxes = torch.arange(first, first + 2 * experts).view(2, experts, 1, 1)
+    state = {f"{prefix}linear_fc{1 + i}.calibrated_amax": amax for i, amax in enumerate(amaxes)}
+    if weights:
+        state |= {
+            f"{prefix}linear_fc1.weight": torch.zeros(experts, 2 * FFN, HIDDEN),
+            f"{prefix}linear_fc2.weight": torch.zeros(experts, HIDDEN, FFN),
+        }
+    return state
+
+
+def keys_of(form, linear, experts):
+    """Return the keys of ModelOpt's modules, written out."""
+    return {
+        "indexed": [f"{linear}.weight_quantizer.{i}._amax" for i in range(experts)],
+        "numbered": [f"{linear}.weight_quantizer_{i}._amax" for i in range(experts)],
+        "sequential": [
+            f"local_experts.{i}.{linear}.weight_quantizer._amax" for i in range(experts)
+        ],
+        "grouped": [f"{linear}.weight_quantizer._amax"],
+        "flat": [f"{linear}.weight_quantizer._amax"],
+    }[form]
+
+
+SHAPES = {"indexed": (), "numbered": (), "sequential": (), "grouped": (3, 1, 1), "flat": (3,)}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("prefix", LAYERS)
+def test_keys_and_shapes_are_those_of_modelopts_modules(form, prefix):
+    state = ours(prefix)
+    theirs = amaxes_to_modelopt(state, form)
+    keys = [prefix + key for i in (1, 2) for key in keys_of(form, f"linear_fc{i}", 3)]
+    weights = [f"{prefix}linear_fc{i}.weight" for i in (1, 2)]
+    assert list(theirs) == [*keys, *weights]
+    assert {tuple(theirs[key].shape) for key in keys} == {SHAPES[form]}
+    values = torch.cat([theirs[key].flatten() for key in keys])
+    assert values.tolist() == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("with_weights", [True, False])
+def test_the_way_back_gives_the_same_bits(form, with_weights):
+    """Of several layers among other entries, which are the same objects; the input stays as it is,
+    and no result shares its memory."""
+    others = {
+        "decoder.layers.0.mlp.experts.linear_fc1.input_quantizer._amax": torch.ones(()),
+        "decoder.layers.0.mlp.shared_experts.linear_fc1.weight_quantizer._amax": torch.ones(5, 1),
+        "decoder.layers.0.mlp.linear_fc1.weight_quantizer._amax": torch.ones(()),
+        "decoder.layers.0.self_attention.linear_qkv.weight_quantizer._amax": torch.ones(7, 1),
+        "iteration": 3,
+    }
+    state = {**ours(LAYERS[0], weights=with_weights), **others}
+    state |= ours(LAYERS[1], 5, weights=with_weights, first=0.0)
+    before, addresses = copy.deepcopy(state), {id(value) for value in state.values()}
+    theirs = amaxes_to_modelopt(state, form)
+    back = amaxes_from_modelopt(theirs)
+    assert list(back) == list(state) == list(before)
+    for key, value in before.items():
+        if not isinstance(value, torch.Tensor):
+            assert back[key] == value
+            continue
+        assert_bytes_equal(state[key], value, what=f"input {key}")
+        assert_bytes_equal(back[key], value, what=key)
+        assert (id(back[key]) in addresses) == ("calibrated" not in key)
+        assert (back[key].data_ptr() == state[key].data_ptr()) == ("calibrated" not in key)
+
+
+@given(values=st.lists(magnitudes, min_size=2, max_size=9), form=st.sampled_from(FORMS))
+def test_every_magnitude_survives(values, form):
+    amax = torch.tensor(values).view(-1, 1, 1)
+    state = {f"linear_fc{i}.calibrated_amax": amax * (i == 1) for i in (1, 2)}
+    assert_same_tensors(amaxes_from_modelopt(amaxes_to_modelopt(state, form)), state, what=form)
+
+
+@pytest.mark.parametrize("form", ["grouped", "flat"])
+def test_one_amax_of_all_experts_is_the_scalar_of_one_quantizer(form):
+    state = ours()
+    state["linear_fc1.calibrated_amax"] = torch.full((1, 1, 1), 3.0)
+    state["linear_fc2.calibrated_amax"] = torch.full((1, 1, 1), 6.0)
+    theirs = amaxes_to_modelopt(state, form)
+    assert [theirs[f"linear_fc{i}.weight_quantizer._amax"].shape for i in (1, 2)] == [(), ()]
+    assert_same_tensors(amaxes_from_modelopt(theirs), state, what=form)
+    theirs["linear_fc1.weight_quantizer._amax"] = torch.full((1,), 3.0)  # as it lies in files
+    assert_same_tensors(amaxes_from_modelopt(theirs), state, what=form)
+
+
+def test_narrow_dtypes_become_fp32_and_shapes_ours():
+    """bf16, as ModelOpt finds them of bf16 weights; [E, 1], where weights are of E experts."""
+    state = ours()
+    theirs = amaxes_to_modelopt(state, "flat")
+    for i in (1, 2):
+        key = f"linear_fc{i}.weight_quantizer._amax"
+        theirs[key] = theirs[key].view(3, 1).bfloat16()
+    assert_same_tensors(amaxes_from_modelopt(theirs), state, what="bf16")
+
+
+def test_conversions_of_layouts_leave_amaxes_as_they_are():
+    """They are of experts, whatever these are called."""
+    state = ours(LAYERS[0])
+    amaxes = {key: value for key, value in state.items() if key.endswith("calibrated_amax")}
+    for layout in ("indexed", "sequential", "hf_per_expert"):
+        converted = convert_state_dict(state, layout)
+        assert all(converted[key] is value for key, value in amaxes.items())
+        assert convert_state_dict(converted, "grouped").keys() == state.keys()
+
+
+# What is refused, with every fault by its key
+
+_AMAX, _THEIRS = "linear_fc1.calibrated_amax", "linear_fc1.weight_quantizer"
+BAD_OURS = {
+    "none": (
+        {_AMAX: None, "linear_fc2.calibrated_amax": None},
+        ["linear_fc1.calibrated_amax: missing", "linear_fc2.calibrated_amax: missing"],
+    ),
+    "another number": (
+        {_AMAX: torch.ones(4, 1, 1)},
+        ["expected [3, 1, 1], flat, or one, got [4, 1, 1]"],
+    ),
+    "an axis": ({_AMAX: torch.ones(1, 3, 1)}, ["got [1, 3, 1]"]),
+    "NaN": ({_AMAX: torch.full((3, 1, 1), torch.nan)}, ["expected finite magnitudes, got [nan"]),
+    "Inf": ({_AMAX: torch.full((3,), torch.inf)}, ["expected finite magnitudes, got [inf"]),
+    "a sign": ({_AMAX: torch.full((3,), -1.0)}, ["expected finite magnitudes, got [-1.0"]),
+    "integers": ({_AMAX: torch.ones(3, dtype=torch.int32)}, ["expected floating-point amaxes"]),
+    "no tensor": ({_AMAX: [1.0, 2.0, 3.0]}, ["expected floating-point amaxes"]),
+    "zero experts": ({_AMAX: torch.ones(0, 1, 1)}, ["got [0, 1, 1]"]),
+    "theirs beside": (
+        {f"{_THEIRS}._amax": torch.ones(3)},
+        [f"{_THEIRS}._amax: expected no amaxes"],
+    ),
+    "one of all": ({_AMAX: torch.ones(1, 1, 1)}, ["expected one value an expert for"]),
+}
+BAD_THEIRS = {
+    "a gap": ({f"{_THEIRS}.1._amax": None}, [f"{_THEIRS}.1._amax: missing, expected of 3 experts"]),
+    "no last one": ({f"{_THEIRS}.2._amax": None}, [f"{_THEIRS}.2._amax: missing"]),
+    "one too many": ({f"{_THEIRS}.3._amax": torch.ones(())}, ["expected experts 0 to 2 only"]),
+    "none": (
+        {
+            f"linear_fc{i}.weight_quantizer.{index}._amax": None
+            for i in (1, 2)
+            for index in range(3)
+        },
+        ["linear_fc1.weight_quantizer._amax: missing", "linear_fc2.weight_quantizer._amax: missi"],
+    ),
+    "two forms": (
+        {f"{_THEIRS}._amax": torch.ones(3)},
+        [f"{_THEIRS}._amax: expected amaxes in one form", f"{_THEIRS}.0._amax: expected amaxes"],
+    ),
+    "channels": ({f"{_THEIRS}.0._amax": torch.ones(6, 1)}, ["expected one value, got [6, 1]"]),
+    "blocks": (
+        {f"{_THEIRS}.0._amax": torch.ones(8, 1), f"{_THEIRS}.0._global_amax": torch.ones(())},
+        ["expected one value, got [8, 1]"],
+    ),
+    "a chain": ({f"{_THEIRS}.0.1._amax": torch.ones(())}, ["expected an amax of ModelOpt's"]),
+    "a spelling": ({f"{_THEIRS}.00._amax": torch.ones(())}, ["expected an amax of ModelOpt's"]),
+    "another name": ({f"{_THEIRS}s.0._amax": torch.ones(())}, ["expected an amax of ModelOpt's"]),
+    "NaN": ({f"{_THEIRS}.0._amax": torch.tensor(torch.nan)}, ["expected finite magnitudes"]),
+    "ours beside": ({_AMAX: torch.ones(3, 1, 1)}, [f"{_AMAX}: expected no amaxes but ModelOpt's"]),
+}
+
+
+def changed(state, changes):
+    state = {**state, **changes}
+    return {key: value for key, value in state.items() if value is not None}
+
+
+@pytest.mark.parametrize(("changes", "says"), BAD_OURS.values(), ids=BAD_OURS.keys())
+def test_what_is_not_ours_is_refused(changes, says):
+    state = changed(ours(), changes)
+    before = dict(state)
+    with pytest.raises(LayoutError, match="Nothing was converted") as caught:
+        amaxes_to_modelopt(state)
+    assert all(one in str(caught.value) for one in says), caught.value
+    assert all(state[key] is value for key, value in before.items())
+
+
+@pytest.mark.parametrize(("changes", "says"), BAD_THEIRS.values(), ids=BAD_THEIRS.keys())
+def test_what_is_not_theirs_is_refused(changes, says):
+    state = changed(amaxes_to_modelopt(ours()), changes)
+    before = dict(state)
+    with pytest.raises(LayoutError, match="Nothing was converted") as caught:
+        amaxes_from_modelopt(state)
+    assert all(one in str(caught.value) for one in says), caught.value
+    assert all(state[key] is value for key, value in before.items())
+
+
+def test_a_column_without_weights_may_be_of_channels():
+    """[N, 1] is how ModelOpt keeps N channels of one weight."""
+    state = {f"linear_fc{i}.weight_quantizer._amax": torch.ones(3, 1) for i in (1, 2)}
+    with pytest.raises(LayoutError, match=r"expected \[E, 1, 1\], flat, or one, got \[3, 1\]"):
+        amaxes_from_modelopt(state)
+
+
+# What has no meaning here, or is not quantized, stays what it is and is named
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_other_states_of_quantizers_stay_and_are_named(form):
+    """A global amax of two-level scales, what ``get_extra_state`` returns, scales of SmoothQuant:
+    the same objects under their keys, both ways, and no expert's amax is another for them."""
+    state = ours(LAYERS[0])
+    theirs = amaxes_to_modelopt(state, form)
+    others = {}
+    for i in (1, 2):
+        (first, *_) = keys_of(form, f"linear_fc{i}", 3)
+        quantizer = LAYERS[0] + first.removesuffix("._amax")
+        others[f"{quantizer}._global_amax"] = torch.tensor(3.0)
+        others[f"{quantizer}._extra_state"] = b"modelopt"
+        others[f"{quantizer}._pre_quant_scale"] = torch.ones(4)
+    others[f"{LAYERS[0]}linear_fc1._extra_state"] = b"of the linear"
+    others[f"{LAYERS[0]}linear_fc1.input_quantizer._extra_state"] = b"of activations"
+    with pytest.warns(UserWarning, match="6 other states of quantizers stay") as caught:
+        back = amaxes_from_modelopt(theirs | others)
+    assert_same_tensors({key: back[key] for key in state}, state, what=form)
+    assert back.keys() == state.keys() | others.keys()
+    assert all(back[key] is value for key, value in others.items())
+    named = str(caught[0].message)
+    assert all((key in named) == (".weight_quantizer" in key) for key in others)
+    with pytest.warns(UserWarning, match="6 other states of quantizers stay"):
+        again = amaxes_to_modelopt(back, form)
+    assert again.keys() == (theirs | others).keys()
+    assert all(again[key] is value for key, value in others.items())
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("without", ["a layer", "a linear"])
+def test_a_model_quantized_in_part_keeps_that_part_and_the_rest_is_named(form, without):
+    """As ModelOpt has them where quantizers of some layers are disabled: both ways."""
+    state = ours(LAYERS[0]) | ours(LAYERS[1])
+    gone = {
+        "a layer": [f"{LAYERS[1]}linear_fc{i}.calibrated_amax" for i in (1, 2)],
+        "a linear": [f"{LAYERS[1]}linear_fc2.calibrated_amax"],
+    }[without]
+    for key in gone:
+        del state[key]
+    linears = ", ".join(key.removesuffix(".calibrated_amax") for key in gone)
+    with pytest.warns(UserWarning, match=f"no amaxes of {linears}"):
+        theirs = amaxes_to_modelopt(state, form)
+    assert not any("calibrated" in key for key in theirs)
+    with pytest.warns(UserWarning, match=f"no amaxes of {linears}"):
+        back = amaxes_from_modelopt(theirs)
+    assert list(back) == list(state)
+    assert_same_tensors(back, state, what=form)
+
+
+def test_a_model_quantized_as_a_whole_is_converted_without_a_word():
+    with warnings.catch_warnings(action="error"):
+        amaxes_from_modelopt(amaxes_to_modelopt(ours(LAYERS[0]) | ours(LAYERS[1])))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("experts", [11, 101])
+def test_amaxes_are_those_of_their_experts_in_whatever_order_keys_stand(form, experts):
+    """Files list keys by the alphabet, 0, 1, 10, 2, and there may be more than ten experts."""
+    state = ours(LAYERS[0], experts)
+    theirs = dict(sorted(amaxes_to_modelopt(state, form).items()))
+    assert_same_tensors(amaxes_from_modelopt(theirs), state, what=form)
+
+
+def test_faults_of_all_layers_come_at_once():
+    state = ours(LAYERS[0]) | ours(LAYERS[1])
+    state[f"{LAYERS[0]}linear_fc1.calibrated_amax"] = torch.ones(7)
+    state[f"{LAYERS[1]}linear_fc2.calibrated_amax"] = torch.ones(8)
+    with pytest.raises(LayoutError, match="got 2 fault"):
+        amaxes_to_modelopt(state)
+    with pytest.raises(ConfigError, match="form: expected one of indexed, .*got 'nested'"):
+        amaxes_to_modelopt(state, "nested")
+
+
+def test_a_state_without_experts_stays_what_it_is():
+    state = {"decoder.layers.0.mlp.linear_fc1.weight_quantizer._amax": torch.ones(()), "step": 1}
+    for convert in (amaxes_to_modelopt, amaxes_from_modelopt):
+        assert convert(state) == state

@@ -1,0 +1,195 @@
+"""Amaxes of experts exchanged with NVIDIA ModelOpt's own modules, calibrated by its own code.
+
+ModelOpt is no dependency: without it on the path these tests are skipped. On any CPU::
+
+    pip install --no-deps --target DIR nvidia-modelopt==0.47.0 requests certifi idna urllib3 \
+        charset_normalizer scipy pulp regex nvidia-ml-py tqdm huggingface_hub httpx2 orloge \
+        cpsat_logutils
+    PYTHONPATH=DIR python -m pytest tests/calibration/test_modelopt_exchange.py
+
+Its quantizers are their own: what loads here was calibrated there, and the other way round.
+"""
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+
+from moe_optim.calibration.modelopt_amaxes import amaxes_from_modelopt, amaxes_to_modelopt
+from moe_optim.experts.keys.conversion import convert_state_dict
+from tests.support import experts
+from tests.support.amax import amax_of
+from tests.support.bytes import assert_bytes_equal
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.skipif(
+    find_spec("modelopt") is None, reason="needs nvidia-modelopt 0.47 on the path, see above"
+)
+
+PREFIX = "decoder.layers.0.mlp.experts."
+LINEARS = {
+    "linear_fc1": (2 * experts.FFN, experts.HIDDEN),
+    "linear_fc2": (experts.HIDDEN, experts.FFN),
+}
+
+
+class Quantized(torch.nn.Module):
+    """Experts of one layer with ModelOpt's quantizers of their weights, and no weights."""
+
+    def __init__(self, form: str) -> None:
+        from modelopt.torch.quantization.config import QuantizerAttributeConfig
+        from modelopt.torch.quantization.nn import GroupedQuantizer, TensorQuantizer
+
+        super().__init__()
+        for name in LINEARS:
+            linear = torch.nn.Module()
+            axis = 0 if form == "grouped" else None
+            config = QuantizerAttributeConfig(num_bits=8, axis=axis)
+            if form == "indexed":
+                quantizers = [TensorQuantizer(config) for _ in range(experts.EXPERTS)]
+                linear.weight_quantizer = GroupedQuantizer(*quantizers)
+            else:
+                linear.weight_quantizer = TensorQuantizer(config)
+            self.add_module(name, linear)
+
+    def calibrate(self, weights: dict[str, torch.Tensor]) -> "Quantized":
+        """Have every quantizer find its amax, of a weight an expert or of one of all."""
+        for name, values in weights.items():
+            quantizer = self.get_submodule(name).weight_quantizer
+            grouped = isinstance(quantizer, torch.nn.ModuleList)
+            for one, part in (
+                zip(quantizer, values, strict=True) if grouped else [(quantizer, values)]
+            ):
+                one.disable_quant()
+                one.enable_calib()
+                one(part)
+                one.load_calib_amax()
+                one.disable_calib()
+                one.enable_quant()
+        return self
+
+    def quantize(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the weights as ModelOpt's fake quantization has them."""
+        found = {}
+        for name, values in weights.items():
+            quantizer = self.get_submodule(name).weight_quantizer
+            if isinstance(quantizer, torch.nn.ModuleList):
+                parts = zip(quantizer, values, strict=True)
+                found[name] = torch.stack([one(part) for one, part in parts])
+            else:
+                found[name] = quantizer(values)
+        return found
+
+
+def make_weights(seed: int) -> dict[str, torch.Tensor]:
+    """Return bf16 weights [E, R, C] of each linear, of which every expert has its own amax."""
+    generator = torch.Generator().manual_seed(seed)
+    scale = torch.arange(1.0, experts.EXPERTS + 1).view(-1, 1, 1)
+    return {
+        name: (torch.randn(experts.EXPERTS, *shape, generator=generator) * scale).bfloat16()
+        for name, shape in LINEARS.items()
+    }
+
+
+def make_calibrated(weights: dict[str, torch.Tensor], axis: int | None = 0) -> torch.nn.Module:
+    """Return portable experts with these weights, calibrated here."""
+    import moe_optim
+
+    module = experts.make_ours(experts.make_config())
+    for name, values in weights.items():
+        module.get_submodule(name).load_values(values)
+    moe_optim.calibrate([module], axis=axis)
+    return module
+
+
+def with_prefix(state: dict[str, Any]) -> dict[str, Any]:
+    return {PREFIX + key: value for key, value in state.items()}
+
+
+def without_prefix(state: dict[str, Any]) -> dict[str, Any]:
+    return {key.removeprefix(PREFIX): value for key, value in state.items()}
+
+
+FORMS = {"indexed": 0, "grouped": 0, "of all": None}
+"""Form -> axis; ``of all`` is a quantizer of one amax."""
+
+
+def _exchange() -> None:
+    import moe_optim
+
+    experts.start_ranks()
+    for form, axis in FORMS.items():
+        weights, others = make_weights(1), make_weights(2)
+        theirs, ours = Quantized(form).calibrate(weights), make_calibrated(weights, axis)
+        want = {
+            n: amax_of(v) if axis == 0 else amax_of(v).amax().view(1) for n, v in weights.items()
+        }
+        # what ModelOpt has found is what is found here, and loads
+        loaded = make_calibrated(others)
+        plain = {key: v for key, v in ours.state_dict().items() if key.endswith("weight")}
+        state = amaxes_from_modelopt(with_prefix({**plain, **theirs.state_dict()}))
+        loaded.load_state_dict(without_prefix(state), strict=True)
+        for name, amax in want.items():
+            for module in (ours, loaded):
+                got = moe_optim.calibrated_amax(module.get_submodule(name))
+                assert_bytes_equal(got, amax.view(-1, 1, 1), what=f"{form} {name}")
+        # what is found here loads there, where other weights had been calibrated
+        back = amaxes_to_modelopt(
+            with_prefix(ours.state_dict()), "indexed" if form == "indexed" else "grouped"
+        )
+        back = without_prefix({key: v for key, v in back.items() if key.endswith("_amax")})
+        receiving = Quantized(form).calibrate(others)
+        receiving.load_state_dict(back, strict=True)
+        quantized, expected = receiving.quantize(weights), theirs.quantize(weights)
+        for name, values in expected.items():
+            assert_bytes_equal(quantized[name], values, what=f"{form} {name} quantized")
+            assert not torch.equal(values, weights[name])
+
+
+def test_quantizers_of_modelopt_and_our_linears_exchange_amaxes():
+    """One quantizer an expert, one with axis 0 over all, and one of a single amax: each finds what
+    :func:`moe_optim.calibrate` finds, and quantizes the same after an exchange either way."""
+    run_ranks(1, _exchange)
+
+
+def _quantize(module: torch.nn.Module) -> torch.nn.Module:
+    """Have ModelOpt put quantizers into Megatron's experts, and calibrate their weights."""
+    import modelopt.torch.quantization as mtq
+
+    return mtq.quantize(module, mtq.FP8_DEFAULT_CFG, forward_loop=None)
+
+
+def _exchange_sequential() -> None:
+    import moe_optim
+
+    experts.start_ranks()
+    config = experts.make_config()
+    stock = experts.make_stock(config)
+    weights = make_weights(3)
+    for key, value in experts.values_of(stock).items():
+        index, linear, _ = key.split(".")
+        value.copy_(weights[linear][int(index)])
+    theirs = {key: value.clone() for key, value in _quantize(stock).state_dict().items()}
+    assert any(key.endswith("local_experts.0.linear_fc1.weight_quantizer._amax") for key in theirs)
+    ours = experts.make_ours(config)
+    ours.load_state_dict(without_prefix(amaxes_from_modelopt(with_prefix(theirs))), strict=True)
+    for name, values in weights.items():
+        linear = ours.get_submodule(name)
+        assert_bytes_equal(linear.weight, values, what=name)
+        got = moe_optim.calibrated_amax(linear)
+        assert_bytes_equal(got, amax_of(values).view(-1, 1, 1), what=f"amax of {name}")
+        linear.calibrated_amax.mul_(2)
+    state = convert_state_dict(with_prefix(ours.state_dict()), "sequential")
+    back = without_prefix(amaxes_to_modelopt(state, "sequential"))
+    missing, unexpected = stock.load_state_dict(back, strict=False)
+    assert not unexpected and all("_extra_state" in key for key in missing)
+    for key, value in stock.state_dict().items():
+        if key.endswith("weight_quantizer._amax"):
+            assert torch.equal(value, 2 * theirs[key]), key
+            assert_bytes_equal(value.float(), back[key], what=key)
+
+
+def test_megatrons_sequential_experts_under_modelopt_load_here_and_back():
+    """Weights and amaxes in one state dict; doubled here, they arrive there."""
+    run_ranks(1, _exchange_sequential)

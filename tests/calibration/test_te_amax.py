@@ -1,0 +1,292 @@
+"""Amaxes of Transformer Engine's own experts: recorded, and in checkpoints as portable experts'.
+
+Megatron's module for them is its own; linears and weights stand in, see ``te_experts``.
+"""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_optim.config import MoEOptimConfig
+from moe_optim.errors import ConfigError
+from moe_optim.formats import FORMATS
+from tests.support import experts
+from tests.support.amax import amax_of, save_module, saved_amaxes
+from tests.support.bytes import assert_bytes_equal
+from tests.support.inputs import wide_range_weights
+from tests.support.ranks import run_ranks
+
+GLOBAL_EXPERTS, FFN = 6, 128
+PREFIX = "layer."
+CASES = [("mxfp8", False), ("mxfp8", True), ("mxfp8_2d", True), ("nvfp4", False), ("nvfp4", True)]
+"""Format, and whether one weight holds all experts of a linear."""
+
+
+def masters_of(linear: str, shape: tuple[int, int, int]) -> torch.Tensor:
+    """Return fp32 masters of all experts; another amax for each, which rounding to bf16 changes."""
+    seed = {"linear_fc1": 0, "linear_fc2": 1}[linear]
+    return wide_range_weights(*shape, seed=seed) * torch.arange(1, shape[0] + 1).view(-1, 1, 1)
+
+
+def _config(ep: int, tp: int = 1) -> Any:
+    return experts.make_config(
+        num_moe_experts=GLOBAL_EXPERTS,
+        expert_model_parallel_size=ep,
+        tensor_model_parallel_size=tp,
+        expert_tensor_parallel_size=tp,
+        moe_ffn_hidden_size=FFN,
+    )
+
+
+def _make(ep: int, format: str, single: bool, tp: int = 1, **knobs: Any) -> Any:
+    """Return experts under an installation that records."""
+    from moe_optim.integration.patching import installation
+    from moe_optim.weights.managed import storage_of
+    from tests.support.te_experts import make_experts
+
+    installation.uninstall()
+    config = MoEOptimConfig(**{"format": format, "record_amax": True} | knobs)
+    installation.install(config)
+    stored_as = None if format == "bf16" else FORMATS[format]
+    groups = experts._seeded_groups()
+    options: dict[str, Any] = {"single": single, "format": stored_as}
+    module = make_experts(GLOBAL_EXPERTS // ep, _config(ep, tp), pg_collection=groups, **options)
+    for weight in _weights(module):
+        storage_of(weight)  # as wrapping with DDP asks
+    return module
+
+
+def _weights(module: Any) -> list[Any]:
+    linears = (module.linear_fc1, module.linear_fc2)
+    return [weight for linear in linears for weight in linear._parameters.values()]
+
+
+def _record(module: Any, ep: int, tp: int = 1) -> SimpleNamespace:
+    """Quantize this rank's experts as a gather does; return amaxes of plain torch by linear.
+
+    Returns:
+        ``whole``, of all experts, and ``mine``, of what this rank has of them.
+    """
+    from moe_optim.buckets.amax_record import AmaxRecord
+    from moe_optim.buckets.gather import OwnedMaster
+    from moe_optim.weights.managed import storage_of
+
+    expected = SimpleNamespace(whole={}, mine={})
+    for name, rows in (("linear_fc1", 2 * FFN), ("linear_fc2", experts.HIDDEN)):
+        weights = list(module.get_submodule(name)._parameters.values())
+        count = GLOBAL_EXPERTS // ep
+        shape = (GLOBAL_EXPERTS, rows, experts.HIDDEN if name == "linear_fc1" else FFN)
+        masters = masters_of(name, shape)
+        expected.whole[name] = amax_of(masters)
+        mine = _part(masters, name, tp)[dist.get_rank() % ep * count :][:count].contiguous()
+        expected.mine[name] = amax_of(mine)
+        parts = [mine] if len(weights) == 1 else mine.split(1)
+        for weight, part in zip(weights, parts, strict=True):
+            storage_of(weight).write(part)
+            if storage_of(weight).recorded_amax is not None:
+                storage_of(weight).recorded_amax.fill_(torch.nan)  # a gather alone knows it
+        record = AmaxRecord.of(weights)
+        if record is not None:
+            owned = zip(weights, parts, strict=True)
+            record.fill([OwnedMaster(param=w, start=0, master=p.reshape(-1)) for w, p in owned])
+            record.land()
+    return expected
+
+
+def _part(masters: torch.Tensor, linear: str, tp: int) -> torch.Tensor:
+    """Return what this rank has of all experts: rows of gate and of up, or columns."""
+    if linear == "linear_fc1":
+        gate_and_up = masters.view(GLOBAL_EXPERTS, 2, FFN, -1).chunk(tp, 2)[dist.get_rank() % tp]
+        return gate_and_up.flatten(1, 2)
+    return masters.chunk(tp, 2)[dist.get_rank() % tp]
+
+
+def _load(module: Any, folder: Path) -> Any:
+    from megatron.core import dist_checkpointing
+
+    state = dist_checkpointing.load(module.sharded_state_dict(prefix=PREFIX), str(folder))
+    module.load_state_dict({name.removeprefix(PREFIX): value for name, value in state.items()})
+    return module
+
+
+def _loaded(module: Any) -> dict[str, torch.Tensor]:
+    from moe_optim.experts.te_linears import grouped_linears, recorder_of
+
+    return {name: recorder_of(linear).whole_amax for name, linear in grouped_linears(module)}
+
+
+def _save_on_two_ranks(folder: Path) -> dict[str, torch.Tensor]:
+    experts.start_ranks(expert_model_parallel_size=2)
+    for format, single in CASES:
+        module = _make(2, format, single)
+        expected = _record(module, 2).whole
+        save_module(module, folder / f"{format} {single}", PREFIX)
+    return expected
+
+
+def _load_on_one_rank(folder: Path) -> dict[tuple[str, bool, str], dict[str, torch.Tensor]]:
+    """Load into either layout, and into portable experts; save what those hold."""
+    from moe_optim.experts.module import GroupedExperts
+    from tests.support.amax import linears_of
+
+    experts.start_ranks()
+    found = {}
+    for format, single in CASES:
+        saved = folder / f"{format} {single}"
+        module = _load(_make(1, format, not single), saved)
+        found[format, single, "other layout"] = _loaded(module)
+        save_module(module, folder / f"{format} {single} from one", PREFIX)
+        portable = GroupedExperts(
+            GLOBAL_EXPERTS,
+            _config(1),
+            moe_optim_config=MoEOptimConfig(format=format, record_amax=True),
+            pg_collection=experts._seeded_groups(),
+        )
+        _load(portable, saved)
+        linears = linears_of(portable)
+        found[format, single, "portable"] = {n: one.whole_amax for n, one in linears.items()}
+    return found
+
+
+def _load_on_two_ranks(folder: Path) -> list[dict[str, torch.Tensor]]:
+    experts.start_ranks(expert_model_parallel_size=2)
+    return [
+        _loaded(_load(_make(2, format, single), folder / f"{format} {single} from one"))
+        for format, single in CASES
+    ]
+
+
+def test_amaxes_follow_their_experts_over_expert_parallel_sizes(tmp_path: Path):
+    """Three experts on each of two ranks, six on one in the other layout or in portable experts,
+    and two ranks again: always the amaxes of the masters, rounded to bf16, in plain torch."""
+    expected, other = run_ranks(2, _save_on_two_ranks, tmp_path)
+    (found,) = run_ranks(1, _load_on_one_rank, tmp_path)
+    again = run_ranks(2, _load_on_two_ranks, tmp_path)
+    assert len(found) == 2 * len(CASES)
+    for name, want in expected.items():
+        assert torch.equal(want, other[name]) and len(want.unique()) == GLOBAL_EXPERTS
+        for case, amaxes in found.items():
+            assert_bytes_equal(amaxes[name], want, what=f"{case} {name}")
+        for case, *ranks in zip(CASES, *again, strict=True):
+            back = torch.cat([rank[name] for rank in ranks])
+            assert_bytes_equal(back, want, what=f"{case} {name} on two ranks")
+
+
+# Experts that tensor parallelism cuts
+
+
+CUT_CASES = [("mxfp8", False), ("mxfp8_2d", True), ("nvfp4", False)]
+
+
+def _cut_ranks() -> None:
+    experts.start_ranks(tensor_model_parallel_size=2, expert_tensor_parallel_size=2)
+
+
+def _save_cut(folder: Path) -> list[dict[str, torch.Tensor]]:
+    """Record and save twice, before and after the amaxes of parts are put together."""
+    from moe_optim.experts.amax import synchronize_amax
+
+    _cut_ranks()
+    for format, single in CUT_CASES:
+        module = _make(1, format, single, tp=2)
+        found = _record(module, 1, tp=2)
+        save_module(module, folder / f"{format} parts", PREFIX)
+        synchronize_amax([module])
+        assert_all_equal(_loaded(module), found.whole)
+        save_module(module, folder / f"{format} cut", PREFIX)
+        _record(module, 1, tp=2)  # which makes amaxes of parts of them again
+        assert set(_loaded(module).values()) == {None}
+    return [found.whole, found.mine]
+
+
+def assert_all_equal(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == want.keys()
+    for name, amax in want.items():
+        assert_bytes_equal(got[name], amax, what=name)
+
+
+def _load_cut_on_one(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+    experts.start_ranks()
+    found = {}
+    for format, single in CUT_CASES:
+        module = _load(_make(1, format, not single), folder / f"{format} cut")
+        found[format] = _loaded(module)
+        save_module(module, folder / f"{format} whole", PREFIX)
+        _load(module, folder / f"{format} parts")
+        assert set(_loaded(module).values()) == {None}
+    return found
+
+
+def _load_cut_on_two(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """Load what one rank saved, then save and load that, without any reduction in between."""
+    _cut_ranks()
+    found = {}
+    for format, single in CUT_CASES:
+        module = _load(_make(1, format, single, tp=2), folder / f"{format} whole")
+        save_module(module, folder / f"{format} cut again", PREFIX)
+        found[format] = _loaded(_load(_make(1, format, not single, tp=2), folder / f"{format} cut"))
+        assert_all_equal(_loaded(module), found[format])
+    return found
+
+
+def test_amaxes_of_cut_experts_are_those_of_whole_ones(tmp_path: Path):
+    """Two ranks hold a half of every expert, of which neither has all amaxes. Saved after a
+    reduction they are those of the whole masters, on one rank and on two again; saved without one
+    they are unknown, and not those of a half."""
+    ranks = run_ranks(2, _save_cut, tmp_path)
+    (found,) = run_ranks(1, _load_cut_on_one, tmp_path)
+    again = run_ranks(2, _load_cut_on_two, tmp_path)
+    (whole, mine), (_, others) = ranks
+    for name, want in whole.items():
+        assert not torch.equal(mine[name], want) and not torch.equal(others[name], want)
+        assert torch.equal(torch.maximum(mine[name], others[name]), want)
+    for format, _ in CUT_CASES:
+        for got in (found[format], *(rank[format] for rank in again)):
+            assert_all_equal(got, whole)
+    for format, _ in CUT_CASES:
+        saved = saved_amaxes(tmp_path / f"{format} cut again")
+        for name, want in whole.items():
+            key = f"{PREFIX}experts.{name}.weight_amax"
+            assert_bytes_equal(saved[key].view(-1), want, what=f"{format} saved {name}")
+
+
+def _unknown(folder: Path) -> None:
+    """Save before anything was recorded, or with bf16 weights; load where nothing is recorded."""
+    from megatron.core import dist_checkpointing
+
+    from moe_optim.integration.patching import installation
+
+    experts.start_ranks()
+    module = _make(1, "mxfp8", False)
+    save_module(module, folder / "new", PREFIX)
+    assert set(_loaded(_load(module, folder / "new")).values()) == {None}
+    _record(module, 1)
+    save_module(module, folder / "recorded", PREFIX)
+    bf16 = _make(1, "bf16", False, record_amax=False)
+    assert not [key for key in bf16.sharded_state_dict() if "weight_amax" in key]
+    _load(bf16, folder / "recorded")  # and stock Megatron, which asks for the same keys
+    installation.uninstall()
+    installation.install(MoEOptimConfig(format="mxfp8", record_amax=True))
+    state = bf16.sharded_state_dict(prefix=PREFIX)  # a layer that was left in bf16
+    assert state[f"{PREFIX}linear_fc1.weight_amax"].data.isnan().all()
+    assert set(_loaded(_load(bf16, folder / "recorded")).values()) == {None}
+    _load(_make(1, "mxfp8", True), folder / "recorded")
+    dist_checkpointing.save(bf16.sharded_state_dict(prefix=PREFIX), str(_made(folder / "bf16")))
+    with pytest.raises(
+        ConfigError, match="singleton_local_shards: expected one key for .*got record_amax"
+    ):
+        module.sharded_state_dict(prefix=PREFIX, metadata={"singleton_local_shards": True})
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
+def test_what_nobody_recorded_is_saved_and_loaded_as_unknown(tmp_path: Path):
+    """Keys are the same whatever was recorded, since those of all layers may be one tensor."""
+    run_ranks(1, _unknown, tmp_path)

@@ -1,0 +1,558 @@
+"""Saving and loading through Megatron's own functions: sealed, checked, and nothing unasked."""
+
+import dataclasses
+import inspect
+import io
+import os
+import random
+import signal
+import types
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_optim.checkpoint.files.records import SEAL
+from moe_optim.checkpoint.integrity import checkpoint_defect
+from moe_optim.config import MoEOptimConfig
+from moe_optim.errors import LayoutError, StateError
+from moe_optim.formats import get_format, reference
+from tests.support.checkpoint_journey import HIDDEN, Journey, Station
+from tests.support.damage import flip_in
+from tests.support.hostile_checkpoints import rewrite
+from tests.support.ranks import run_ranks
+from tests.support.stored_checkpoints import stored_tensors, write_torch_dist
+
+FC2 = "decoder.layers.mlp.experts.experts.linear_fc2.weight"
+GROUPED, INDEXED = Station(), Station(experts="indexed")
+RESHARDABLE = "fully_reshardable"
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x10
+    path.write_bytes(content)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "flipped": _flip,
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-100]),
+    "missing": Path.unlink,
+}
+
+
+def _load_damaged(folder: Path) -> dict[str, str]:
+    said = {}
+    for name, damage in DAMAGES.items():
+        target = folder / name
+        Journey(GROUPED).fill().save(target, RESHARDABLE)
+        assert (target / SEAL).exists()
+        torch.distributed.barrier()
+        if torch.distributed.get_rank() == 0:
+            damage(target / "__0_0.distcp")
+        torch.distributed.barrier()
+        try:
+            Journey(INDEXED).load(target)
+            said[name] = "loaded"
+        except StateError as error:
+            said[name] = str(error)
+    return said
+
+
+def test_a_damaged_file_is_named_on_every_rank(tmp_path: Path):
+    """Ranks share the reading, and the one that finds something does not leave the others waiting:
+    all of them raise, and name the file."""
+    for said in run_ranks(2, _load_damaged, tmp_path):
+        for message in said.values():
+            assert "__0_0.distcp" in message
+        assert "missing" in said["missing"]
+
+
+def _load_checked_quickly(folder: Path) -> dict[str, str]:
+    said = {}
+    for name, damage in {**DAMAGES, "flipped": None}.items():
+        target = folder / name
+        Journey(GROUPED).fill().save(target, RESHARDABLE)
+        damage(target / "__0_0.distcp") if damage else flip_in(target, FC2)
+        try:
+            Journey(GROUPED.but(knobs=(("check_on_load", "quick"),))).load(target)
+            said[name] = "loaded"
+        except StateError as error:
+            said[name] = str(error)
+    return said
+
+
+def test_a_quick_check_finds_cut_and_missing_files_and_reads_no_data(tmp_path: Path):
+    (said,) = run_ranks(1, _load_checked_quickly, tmp_path)
+    assert said.pop("flipped") == "loaded"
+    assert "__0_0.distcp is cut off" in said.pop("cut")
+    assert "__0_0.distcp is missing" in said.pop("missing")
+    assert said == {}
+
+
+def _save_weights_alone(folder: Path) -> str:
+    """Save as with ``--no-save-optim``: nothing in the state is this package's own."""
+    from megatron.core import dist_checkpointing
+
+    journey = Journey(GROUPED).fill()
+    metadata = {"dp_cp_group": journey.groups.dp_cp}
+    model = journey.model.sharded_state_dict(metadata=metadata)
+    folder.mkdir()
+    dist_checkpointing.save({"model": model}, str(folder))
+    (folder / "metadata.json").write_text((folder / "metadata.json").read_text() + " ")
+    try:
+        dist_checkpointing.load({"model": model}, str(folder))
+    except StateError as error:
+        return str(error)
+    return "loaded"
+
+
+def test_a_save_of_weights_alone_is_sealed_as_well(tmp_path: Path):
+    """What changed since is found, though every other file and record of it is in order."""
+    (said,) = run_ranks(1, _save_weights_alone, tmp_path / "iter_0000001")
+    assert "metadata.json does not have the SHA-256 that was recorded" in said
+
+
+def _save_later(folder: Path) -> list[str | None]:
+    """Save over a checkpoint as ``--async-save`` does; look at it before and after the writing."""
+    from megatron.core import dist_checkpointing
+
+    journey = Journey(GROUPED).fill()
+    journey.save(folder, RESHARDABLE)
+    metadata = {"distrib_optim_sharding_type": RESHARDABLE, "dp_cp_group": journey.groups.dp_cp}
+    model = journey.model.sharded_state_dict(metadata=metadata)
+    state = {"optimizer": journey.optimizer.sharded_state_dict(model, metadata=metadata)}
+    request = dist_checkpointing.save(
+        {"model": model, **state}, str(folder), async_sharded_save=True, async_strategy="mcore"
+    )
+    seen = [checkpoint_defect(folder), str((folder / SEAL).exists())]
+    torch.distributed.barrier()
+    request.execute_sync()
+    torch.distributed.barrier()
+    return [*seen, checkpoint_defect(folder), str((folder / SEAL).exists())]
+
+
+def test_an_async_save_counts_as_incomplete_and_is_sealed_when_it_is_finalized(tmp_path: Path):
+    for seen in run_ranks(2, _save_later, tmp_path / "iter_0000001"):
+        unfinished = "no metadata.json: it was not saved to the end"
+        assert seen == [unfinished, "False", None, "True"]
+
+
+def _save_again(folder: Path) -> list[str | None]:
+    """Save over a checkpoint, and look at it when the second save has begun."""
+    from megatron.core import dist_checkpointing
+
+    journey = Journey(GROUPED).fill()
+    journey.save(folder, RESHARDABLE)
+    seen = [checkpoint_defect(folder)]
+    stock = dist_checkpointing.serialization.save_preprocess
+
+    def look(*args, **kwargs):
+        seen.append(checkpoint_defect(folder))
+        return stock(*args, **kwargs)
+
+    dist_checkpointing.serialization.save_preprocess = look
+    metadata = {"distrib_optim_sharding_type": RESHARDABLE, "dp_cp_group": journey.groups.dp_cp}
+    model = journey.model.sharded_state_dict(metadata=metadata)
+    state = {"optimizer": journey.optimizer.sharded_state_dict(model, metadata=metadata)}
+    dist_checkpointing.save({"model": model, **state}, str(folder))
+    seen.append(checkpoint_defect(folder))
+    return seen
+
+
+def test_a_checkpoint_that_is_written_over_counts_as_incomplete_meanwhile(tmp_path: Path):
+    (seen,) = run_ranks(1, _save_again, tmp_path / "iter_0000001")
+    assert seen == [None, "no metadata.json: it was not saved to the end", None]
+
+
+def _reload(folder: Path) -> dict[str, str]:
+    """Make masters of state dicts in several layouts, and of damaged ones."""
+    said = {}
+    for own in (GROUPED, INDEXED):
+        for given in (GROUPED, INDEXED):
+            source = Journey(given).fill()
+            state = {
+                name: param.detach().float() if param.dtype == torch.float32 else param.detach() * 1
+                for name, param in source.model.named_parameters()
+            }
+            values = {
+                name: (source.local_part(param) / 2**10).bfloat16()
+                for name, param in source.model.named_parameters()
+            }
+            kept = dict(values)
+            journey = Journey(own).scramble()
+            journey.optimizer.reload_model_params(state_dict={"model": values})
+            assert values.keys() == kept.keys()
+            assert all(values[name] is kept[name] for name in kept)
+            for param, start, states in _owned(journey):
+                want = (journey.local_part(param) / 2**10).bfloat16().float().view(-1)
+                got = states["param"].view(-1)
+                assert torch.equal(got, want[start : start + got.numel()]), str(param.shape)
+            said[f"{given.experts} into {own.experts}"] = str(len(state))
+    journey = Journey(GROUPED)
+    whole = {
+        name: journey.local_part(param).bfloat16()
+        for name, param in journey.model.named_parameters()
+    }
+    dense = "decoder.layers.0.dense.weight"
+    damaged = {
+        "missing": {name: value for name, value in whole.items() if name != dense},
+        "twice": {**whole, f"module.{dense}": whole[dense]},
+        "of another shape": {**whole, dense: whole[dense][:, 1:]},
+        "only ends alike": {
+            **{name: value for name, value in whole.items() if name != dense},
+            f"teacher.{dense}": whole[dense],
+        },
+    }
+    for name, state in damaged.items():
+        before = [states["param"].clone() for _, _, states in _owned(journey.fill())]
+        try:
+            journey.optimizer.reload_model_params(state_dict=state)
+            said[name] = "taken"
+        except LayoutError as error:
+            said[name] = str(error)
+        after = [states["param"] for _, _, states in _owned(journey)]
+        assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True)), name
+    return said
+
+
+def _owned(journey: Journey):
+    from tests.support.checkpoint_journey import owned_states
+
+    return [one for part in journey.parts for one in owned_states(part)]
+
+
+def test_masters_reload_from_any_layout_by_whole_names(tmp_path: Path):
+    """``reload_model_params(state_dict=...)``: masters are the values of the dict, which stays
+    as it was; what is missing, double, of another shape or only ends like a name changes nothing
+    (B4, B5)."""
+    for said in run_ranks(2, _reload, tmp_path):
+        assert "decoder.layers.0.dense.weight is there 0 times" in said["missing"]
+        assert "decoder.layers.0.dense.weight is there 2 times" in said["twice"]
+        assert f"{[HIDDEN, HIDDEN - 1]}, expected {[HIDDEN, HIDDEN]}" in said["of another shape"]
+        assert "is there 0 times" in said["only ends alike"]
+
+
+def _amax_optional(folder: Path) -> list[list[float]]:
+    """Load a checkpoint without amaxes into a model that records them, and one with them."""
+    recording = GROUPED.but(knobs=(("record_amax", True),))
+    Journey(GROUPED).fill().save(folder / "without", RESHARDABLE)
+    Journey(recording).scramble().load(folder / "without").check()
+    Journey(recording).fill().save(folder / "with", RESHARDABLE)
+    journey = Journey(recording).scramble().load(folder / "with")
+    assert journey.check()
+    assert Journey(GROUPED).scramble().load(folder / "with").check()
+    linears = [layer.mlp.experts.linear_fc1 for layer in journey.model.decoder.layers]
+    got = [linear.amax().view(-1).tolist() for linear in linears]
+    want = [
+        journey.local_part(linear.weight).bfloat16().float().abs().amax((1, 2)).tolist()
+        for linear in linears
+    ]
+    return [*got, *want]
+
+
+def test_amaxes_are_taken_where_a_checkpoint_has_them(tmp_path: Path):
+    """A checkpoint without amaxes loads into a model that records them, and the other way round."""
+    for first, second, *want in run_ranks(2, _amax_optional, tmp_path):
+        assert [first, second] == want
+
+
+def _resume(folder: Path, format: str) -> tuple[int, int]:
+    """Load a checkpoint as Megatron does and as we do: count bytes that are not the masters'."""
+    from moe_optim.optimizer.distributed import GroupedDistributedOptimizer
+    from tests.support.masters import full_master
+
+    def wrong_bytes(journey: Journey) -> int:
+        count = 0
+        for layer in journey.model.decoder.layers:
+            weight = layer.mlp.experts.linear_fc1.weight
+            master = full_master(journey.optimizer, weight)
+            want = reference.quantize(master.view(weight.shape), get_format(format))
+            got = weight.quantized_storage.quantized
+            for name, plane in want.planes().items():
+                other = got.planes()[name]
+                count += int((plane.view(torch.uint8) != other.view(torch.uint8)).sum())
+        return count
+
+    journey = Journey(GROUPED.but(format=format))
+    generator = torch.Generator().manual_seed(1)
+    for _, _, states in _owned(journey.fill()):
+        states["param"].copy_(torch.randn(states["param"].shape, generator=generator))
+    journey._write_weights()
+    journey.save(folder / format, RESHARDABLE)
+    ours = Journey(GROUPED.but(format=format)).load(folder / format)
+    refresh = GroupedDistributedOptimizer.refresh_weights
+    GroupedDistributedOptimizer.refresh_weights = lambda self: None
+    try:
+        stock = Journey(GROUPED.but(format=format)).load(folder / format)
+    finally:
+        GroupedDistributedOptimizer.refresh_weights = refresh
+    return wrong_bytes(stock), wrong_bytes(ours)
+
+
+@pytest.mark.parametrize("format", ["mxfp8", "fp8_block"])
+def test_weights_come_from_masters_after_a_load_and_not_from_weights(format: str, tmp_path: Path):
+    """F8: quantizing again what was dequantized for the checkpoint, as Megatron does, gives other
+    bytes than the masters give; after our load there is no such byte."""
+    ((stock, ours),) = run_ranks(1, _resume, tmp_path, format)
+    assert stock > 0
+    assert ours == 0
+
+
+def _load_weights_alone(folder: Path) -> tuple[int, int, bool]:
+    """Load the weights of a bf16 run into quantized experts, without its optimizer state."""
+    from megatron.core import dist_checkpointing
+
+    source = Journey(GROUPED.but(format="bf16", bucket_size=1))
+    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+    for _, _, states in _owned(source.fill()):
+        states["param"].copy_(torch.randn(states["param"].shape, generator=generator))
+    source._write_weights()
+    source.save(folder, RESHARDABLE)
+    weights = {name: p.detach().clone() for name, p in source.model.named_parameters()}
+    journey = Journey(GROUPED.but(format="mxfp8", bucket_size=1)).scramble()
+    metadata = {"dp_cp_group": journey.groups.dp_cp}
+    state = {"model": journey.model.sharded_state_dict(metadata=metadata)}
+    journey.model.load_state_dict(dist_checkpointing.load(state, str(folder))["model"])
+    journey.optimizer.reload_model_params()
+    names = {param: name for name, param in journey.model.named_parameters()}
+    wrong = kept = 0
+    begins_inside = False
+    for param, start, states in _owned(journey):
+        begins_inside |= param.dim() == 3 and start % (param.numel() // len(param)) > 0
+        want = weights[names[param]].float().view(-1)
+        got = states["param"].view(-1)
+        wrong += int((got != want[start : start + got.numel()]).sum())
+        kept += getattr(getattr(param, "quantized_storage", None), "initial", None) is not None
+    return wrong, kept, begins_inside
+
+
+def test_masters_of_loaded_weights_are_not_quantized_first(tmp_path: Path):
+    """Weights alone, of a bf16 checkpoint, into quantized experts: masters are the checkpoint's
+    values and not what quantizing left of them, from where each rank's share begins, which for the
+    second of three is inside an expert; nothing is kept longer than that takes."""
+    results = run_ranks(3, _load_weights_alone, tmp_path / "bf16")
+    assert results == [(0, 0, False), (0, 0, True), (0, 0, True)]
+
+
+def _load_elsewhere(folder: Path) -> str:
+    """Load as from a storage that only Megatron can read: in the same layout, and in the other."""
+    from moe_optim.checkpoint import hooks as checkpoint_files
+
+    checkpoint_files.is_local = lambda _: False
+    Journey(GROUPED).fill().save(folder, "dp_reshardable")
+    assert not (folder / SEAL).exists()
+    assert Journey(GROUPED).scramble().load(folder).check()
+    try:
+        Journey(INDEXED).scramble().load(folder)
+    except LayoutError as error:
+        return str(error)
+    return "loaded"
+
+
+def test_flat_states_that_only_megatron_can_read_are_compared_when_they_are_loaded(tmp_path: Path):
+    """Manifests of a remote checkpoint cannot be read before: the same order loads, another one is
+    refused."""
+    for said in run_ranks(2, _load_elsewhere, tmp_path / "remote"):
+        assert "expected experts where this model has them" in said
+
+
+@pytest.mark.parametrize("ranks", [1])
+def test_states_of_no_interest_pass_as_they_are(ranks: int, tmp_path: Path):
+    """Without anything of this package in it, a state is saved and loaded by Megatron alone."""
+    assert run_ranks(ranks, _foreign, tmp_path / "foreign") == [[False, True]]
+
+
+def _foreign(folder: Path) -> list[bool]:
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    import moe_optim
+
+    Journey(GROUPED)  # has the functions replaced
+    moe_optim.uninstall()
+    folder.mkdir()
+    tensor = torch.arange(12.0)
+    state = {"x": ShardedTensor.from_rank_offsets("x", tensor)}
+    dist_checkpointing.save(state, str(folder))
+    loaded = dist_checkpointing.load(
+        {"x": ShardedTensor.from_rank_offsets("x", torch.zeros(12))}, str(folder)
+    )
+    return [(folder / SEAL).exists(), torch.equal(loaded["x"], tensor)]
+
+
+FIRST_BY_NAME = "a_state"
+
+
+class Code:
+    """Unpickled, it makes a folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
+        return os.mkdir, (str(self.path),)
+
+
+@dataclasses.dataclass
+class OfTheUser:
+    """What somebody's script may have put among Megatron's arguments."""
+
+    width: int = 3
+
+
+def _load_with(folder: Path, where: str, value: Any, trusted: bool) -> tuple[str, Any]:
+    """Load a checkpoint of which an object holds something; return what was said and came back.
+
+    It is put there after the save: Megatron sends objects around to compare them.
+    """
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    import moe_optim
+
+    Journey(GROUPED)  # has the functions replaced
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    objects = {
+        name: ShardedObject(name, {"mine": None}, (ranks,), (rank,))
+        for name in ("rng_state", FIRST_BY_NAME)
+    }
+    if rank == 0:
+        folder.mkdir(parents=True)
+    torch.distributed.barrier()
+    dist_checkpointing.save({"mine": None, "iteration": 7, **objects}, str(folder))
+    content = io.BytesIO()
+    torch.save([{"mine": value}], content)
+    if rank == 0:
+        begin = where if trusted else f"{where}/shard_0_"  # one is enough to refuse all
+        rewrite(folder, lambda key, old: content.getvalue() if key.startswith(begin) else old)
+        (folder / SEAL).unlink()
+    torch.distributed.barrier()
+    moe_optim.uninstall()
+    moe_optim.install(MoEOptimConfig(trust_checkpoint_code=trusted))
+    try:
+        loaded = dist_checkpointing.load(dict(objects), str(folder))
+    except LayoutError as error:
+        return str(error), None
+    return "", (loaded if where == "common_state" else loaded[where])["mine"]
+
+
+def _load_code(folder: Path) -> dict[str, str]:
+    said = {}
+    for where in ("common_state", "rng_state", FIRST_BY_NAME):
+        for name, value in {"code": Code(folder / "ran"), "a type": OfTheUser()}.items():
+            said[f"{where}, {name}"], _ = _load_with(folder / where / name, where, value, False)
+            assert not (folder / "ran").exists()
+        _, got = _load_with(folder / where / "trusted", where, OfTheUser(4), True)
+        assert got == OfTheUser(4)
+    return said
+
+
+def test_what_would_run_code_is_refused_by_its_name_on_every_rank(tmp_path: Path):
+    """Megatron unpickles arguments and random states by Python's own rules: what they name is
+    looked at first. A type of the user's own is such a name, and loads if the user says so."""
+    for said in run_ranks(2, _load_code, tmp_path):
+        assert len(said) == 6
+        for name, message in said.items():
+            where, _, what = name.partition(", ")
+            named = "posix.mkdir" if what == "code" else f"{__name__}.OfTheUser"
+            assert f".distcp: {where}/shard" in message
+            assert f"it names {named}" in message
+            assert "moe_optim.trust_checkpoint_code=true" in message
+
+
+def _plain_values() -> dict[str, Any]:
+    """Return what Megatron saves besides tensors, and what is as harmless."""
+    import numpy
+    from megatron.core.enums import ModelType
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.rerun_state_machine import RerunMode
+    from megatron.core.transformer.enums import AttnBackend
+
+    content = io.BytesIO(b"state")
+    return {
+        "values": [None, True, 3, 2**70, 1.5, "text", b"bytes", (1, 2), {"a": [1]}, 2j],
+        "containers": [{1, 2}, frozenset([3]), slice(1, 2), range(3), bytearray(b"x")],
+        "of collections": [OrderedDict(a=1), Counter("aab"), defaultdict(list, a=[1]), deque([1])],
+        "paths": [Path("/a/b"), signal.SIGTERM, types.SimpleNamespace(a=1)],
+        "enumerations": [AttnBackend.flash, ModelType.encoder_or_decoder, RerunMode.DISABLED],
+        "dataclasses": [OptimizerConfig(lr=0.5)],
+        "of torch": [torch.bfloat16, torch.Size([2]), torch.device("cpu"), torch.strided],
+        "tensors": [torch.arange(3), torch.ones(2, 2).t(), torch.nn.Parameter(torch.ones(1))],
+        "random states": [torch.get_rng_state(), random.getstate(), numpy.random.get_state()],
+        "of numpy": [numpy.float64(1.5), numpy.arange(3), numpy.uint32(7), numpy.dtype("<f4")],
+        "a stream": content,
+    }
+
+
+def _load_plain(folder: Path) -> tuple[list[str], list[str]]:
+    import moe_optim
+
+    names, refused = [], []
+    for name, value in _plain_values().items():
+        said, got = _load_with(folder / name, "rng_state", value, False)
+        moe_optim.uninstall()
+        names.append(name)
+        if said or type(got) is not type(value):
+            refused.append(f"{name}: {said}")
+    return names, refused
+
+
+def test_what_megatron_saves_is_plain_data(tmp_path: Path):
+    ((names, refused),) = run_ranks(1, _load_plain, tmp_path)
+    assert len(names) == 11
+    assert not refused
+
+
+def _read_arguments(folder: Path) -> str:
+    """Read common state as ``--use-checkpoint-args`` does, before there is a model."""
+    from megatron.core import dist_checkpointing
+
+    import moe_optim
+    from moe_optim.integration import cpu_runtime
+
+    cpu_runtime.install()
+    moe_optim.install()
+    try:
+        dist_checkpointing.load_common_state_dict(str(folder))
+    except LayoutError as error:
+        return str(error)
+    return "loaded"
+
+
+def test_arguments_are_looked_at_before_there_is_an_optimizer(tmp_path: Path):
+    content = io.BytesIO()
+    torch.save([{"args": Code(tmp_path / "ran")}], content)
+    folder = write_torch_dist(tmp_path / "c", stored_tensors(states=False))
+    common = "common_state/shard_0_1"
+    rewrite(folder, lambda key, old: content.getvalue() if key == common else old)
+    (said,) = run_ranks(1, _read_arguments, folder)
+    assert "it names posix.mkdir" in said
+    assert not (tmp_path / "ran").exists()
+
+
+def _read_legacy(path: Path) -> str:
+    """Read a file of ``--ckpt-format torch`` as Megatron's loading and its optimizer do."""
+    from megatron.core.optimizer import distrib_optimizer
+    from megatron.training import checkpointing
+
+    for module in (checkpointing, distrib_optimizer):
+        source = inspect.getsource(module)
+        assert "torch.load(" in source and "weights_only" not in source, module
+    try:
+        torch.load(path, map_location="cpu")
+    except Exception as error:
+        return str(error)
+    return "loaded"
+
+
+def test_files_of_ckpt_format_torch_run_no_code_in_megatron(tmp_path: Path):
+    """Megatron reads them as torch does by default, ``weights_only``: nothing has to be looked at
+    before. Should that change, this says so."""
+    torch.save({"args": Code(tmp_path / "ran")}, tmp_path / "model_optim_rng.pt")
+    (said,) = run_ranks(1, _read_legacy, tmp_path / "model_optim_rng.pt")
+    assert "GLOBAL posix.mkdir" in said
+    assert not (tmp_path / "ran").exists()

@@ -1,0 +1,436 @@
+"""What a checkpoint may not do to whoever reads it: each fault by its file, and in one line."""
+
+import io
+import json
+import os
+import pickle
+import shutil
+import signal
+import stat
+import struct
+import typing
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from moe_optim.checkpoint.integrity import checkpoint_defect, seal
+from moe_optim.commands.cli import main as cli
+from moe_optim.commands.conversion.opening import open_checkpoint
+from moe_optim.commands.conversion.safetensors_files import SafetensorsReader
+from moe_optim.commands.train.resume import find_resume_point
+from moe_optim.errors import StateError
+from tests.support.hostile_checkpoints import FILES, rewrite
+from tests.support.hostile_pickles import BOMBS
+from tests.support.stored_checkpoints import (
+    EMBEDDING,
+    common_state,
+    stored_tensors,
+    write_torch_dist,
+)
+
+COMMON = "common_state/shard_0_1"
+TRACKER = "latest_checkpointed_iteration.txt"
+INDEX = "model.safetensors.index.json"
+HEAD = "model.layers.0.mlp.experts."
+EXPERTS = {f"{HEAD}gate_up_proj": torch.ones(4, 16, 6), f"{HEAD}down_proj": torch.ones(4, 6, 8)}
+
+
+@pytest.fixture(autouse=True)
+def no_endless_wait():
+    """Reading a pipe that nobody writes to ends the test, and not all of them."""
+    signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it waits, or computes, for a minute"))
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+
+
+@pytest.fixture(scope="module")
+def templates(tmp_path_factory):
+    root = tmp_path_factory.mktemp("templates")
+    write_torch_dist(root / "torch_dist", stored_tensors(states=False), common_state(2))
+    (root / "safetensors").mkdir()
+    save_file(EXPERTS, root / "safetensors" / "model.safetensors")
+    return root
+
+
+@pytest.fixture
+def checkpoint(templates, tmp_path):
+    """A torch_dist checkpoint, to be harmed; ``secret.*`` lie in ``outside`` beside it."""
+    (tmp_path / "outside").mkdir()
+    for suffix in ("", ".json", ".distcp", ".txt"):
+        (tmp_path / "outside" / f"secret{suffix}").write_text("{}")
+    return shutil.copytree(templates / "torch_dist", tmp_path / "checkpoint")
+
+
+@pytest.fixture
+def weights(templates, tmp_path):
+    """A folder with a safetensors file."""
+    return shutil.copytree(templates / "safetensors", tmp_path / "weights")
+
+
+@pytest.fixture
+def refused(templates, tmp_path, capsys):
+    """Return a function that gives a path to the commands, each of which has to refuse it."""
+
+    def check(path: Path, reason: str, *more: str) -> None:
+        whole = templates / "torch_dist"
+        for words in (
+            ["inspect", path],
+            ["inspect", path, "--thorough", "--json"],
+            ["verify", path, whole],
+            ["verify", whole, path],
+            [
+                "convert",
+                path,
+                tmp_path / "out",
+                "--experts",
+                "hf",
+                "--format",
+                "safetensors",
+                *more,
+            ],
+        ):
+            code = cli.main(list(map(str, words)))
+            said = capsys.readouterr()
+            assert (code, said.out) == (2, ""), words
+            assert said.err.count("\n") == said.err.count("error: ") == 1, said.err
+            assert reason in said.err, words
+        assert not (tmp_path / "out").exists()
+
+    return check
+
+
+class Script(torch.nn.Module):
+    """In TorchScript it is a program of its own, which runs where it is loaded."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.path = path
+
+    @torch.jit.export
+    def __getstate__(self) -> tuple[str, bool]:
+        return self.path, self.training
+
+    @torch.jit.export
+    def __setstate__(self, state: typing.Tuple[str, bool]) -> None:  # noqa: UP006  # of TorchScript
+        self.path, self.training = state
+        torch.save(torch.zeros(1), self.path)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def archive_of_script(path: Path) -> bytes:
+    content = io.BytesIO()
+    torch.jit.save(torch.jit.script(Script(str(path))), content)
+    return content.getvalue()
+
+
+@pytest.mark.parametrize("key", [COMMON, EMBEDDING])
+def test_no_command_runs_a_program_in_torchscript(key, checkpoint, refused, tmp_path):
+    """``torch.load`` knows one by its records, and runs it whatever its pickle says."""
+    ran = tmp_path / "ran"
+    archive = archive_of_script(ran)
+    assert not ran.exists()
+    torch.jit.load(io.BytesIO(archive))
+    assert ran.exists(), "it does nothing"
+    ran.unlink()
+    rewrite(checkpoint, lambda name, content: archive if name == key else content)
+    if key == COMMON:
+        refused(checkpoint, "a program in TorchScript, which no checkpoint is")
+    else:  # values are read for the conversion alone
+        with pytest.raises(StateError, match="does not fit|a program in TorchScript"):
+            open_checkpoint(checkpoint).read(key)
+    assert not ran.exists()
+
+
+class Command:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_no_command_calls_what_the_pickle_of_an_object_names(checkpoint, refused, tmp_path):
+    content = io.BytesIO()
+    torch.save([{"iteration": Command(tmp_path / "ran")}], content)
+    rewrite(checkpoint, lambda key, old: content.getvalue() if key == COMMON else old)
+    refused(checkpoint, "iteration: expected int in what Megatron saved, got something else")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_metadata_is_read_in_the_memory_of_what_it_says(bomb, sealed, checkpoint, refused):
+    """Also where its own checksum fits: whoever writes a checkpoint can seal it."""
+    if sealed:
+        seal(checkpoint)
+    (checkpoint / ".metadata").write_bytes(b"\x80\x04" + BOMBS[bomb] + b".")
+    if sealed:
+        record = checkpoint / "moe_optim.seal.json"
+        record.write_text(record.read_text().replace('"whole": {', '"whole": {"": "",'))
+    refused(checkpoint, ".metadata is ")
+
+
+def cut(axes: int, chunks: int) -> Callable[[typing.Any], None]:
+    """Return an edit of metadata: a tensor of many axes, of which the first chunks are there."""
+
+    def edit(metadata: typing.Any) -> None:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+
+        entry = metadata.state_dict_metadata[EMBEDDING]
+        (index,) = [index for index in metadata.storage_data if index.fqn == EMBEDDING]
+        place = metadata.storage_data.pop(index)
+        entry.size, entry.chunks = torch.Size([2] * axes), []
+        for number in range(chunks):
+            offset = torch.Size([number >> axis & 1 for axis in range(axes)])
+            entry.chunks.append(ChunkStorageMetadata(offset, torch.Size([1] * axes)))
+            metadata.storage_data[MetadataIndex(EMBEDDING, offset)] = place
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("axes", "chunks", "reason"),
+    [(30, 1, "at most 16 axes, got 30"), (16, 300, "chunks of 5 cut axes at most, got 16")],
+)
+def test_axes_of_a_tensor_are_counted_before_corners_of_its_chunks(
+    axes, chunks, reason, checkpoint, refused
+):
+    """There are 2 ** axes corners a chunk."""
+    rewrite(checkpoint, edit=cut(axes, chunks))
+    refused(checkpoint, reason)
+
+
+def test_a_chunk_has_the_bytes_of_its_elements(checkpoint, refused):
+    """Before memory for elements is asked for that are not there."""
+
+    def edit(metadata: typing.Any) -> None:
+        entry = metadata.state_dict_metadata[EMBEDDING]
+        entry.size = entry.chunks[0].sizes = torch.Size([2**30, 6])
+
+    rewrite(checkpoint, edit=edit)
+    refused(checkpoint, "torch.bfloat16 (1073741824, 6) does not fit in")
+
+
+CONFIGS = {
+    "deep": ("[" * 200_000, "brackets within brackets, too many to follow"),
+    "digits": ('{"sharded_backend": ' + "9" * 5000 + "}", "a number of 5,000 digits"),
+    "nested": ('{"sharded_backend": "torch_dist", "x": [1]}', "something else than names and"),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_json_is_followed_as_far_as_python_can(name, checkpoint, refused):
+    text, reason = CONFIGS[name]
+    (checkpoint / "metadata.json").write_text(text)
+    refused(checkpoint, f"metadata.json: expected JSON, got: {reason}")
+
+
+@pytest.mark.parametrize("record", ["integrity.json", "moe_optim.seal.json"])
+@pytest.mark.parametrize("text", ["[" * 200_000, '{"algorithm": ' + "9" * 5000 + "}"])
+def test_records_that_are_none_are_a_defect(text, record, checkpoint):
+    (checkpoint / record).write_text(text)
+    assert checkpoint_defect(checkpoint).startswith(f"{record} cannot be read: ")
+
+
+def test_records_name_files_of_the_checkpoint_alone(checkpoint):
+    for name in ("../outside/secret", "/etc/passwd", "a\0b"):
+        content = {"algorithm": "sha256", "files": {name: "0"}}
+        (checkpoint / "integrity.json").write_text(json.dumps(content))
+        assert "is no file of the checkpoint" in checkpoint_defect(checkpoint)
+
+
+KINDS = {
+    "a pipe": "it is a pipe, expected a file",
+    "a socket": "it is a socket, expected a file",
+    "a folder": "it is a folder, expected a file",
+    "a device": "it leads out of the checkpoint",
+    "a link out": "it leads out of the checkpoint",
+    "a relative link out": "it leads out of the checkpoint",
+    "a link to itself": "Too many levels of symbolic links",
+    "a link to its folder": "it is a folder, expected a file",
+    "a terabyte of nothing": "it has 1,099,511,627,776 bytes, expected at most 16,777,216",
+}
+
+
+@pytest.mark.parametrize("name", [".metadata", "metadata.json"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_files_of_a_checkpoint_are_regular_files_inside_it(kind, name, checkpoint, refused):
+    (checkpoint / name).unlink()
+    FILES[kind](checkpoint / name, checkpoint.with_name("outside"))
+    refused(checkpoint, f"got: {KINDS[kind]}")
+
+
+@pytest.mark.parametrize("name", ["integrity.json", "moe_optim.seal.json", "__0_0.distcp"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_no_file_of_a_checkpoint_is_a_defect_of_it(kind, name, checkpoint):
+    (checkpoint / name).unlink(missing_ok=True)
+    FILES[kind](checkpoint / name, checkpoint.with_name("outside"))
+    defect = checkpoint_defect(checkpoint)
+    if name.endswith(".distcp") and kind == "a terabyte of nothing":
+        assert "is too long" in defect
+    else:
+        assert defect == f"{name} cannot be read: {KINDS[kind]}"
+
+
+def test_links_within_a_checkpoint_and_of_a_cache_of_hugging_face_are_followed(
+    checkpoint, weights, tmp_path
+):
+    (checkpoint / "__0_0.distcp").rename(checkpoint / "elsewhere")
+    (checkpoint / "__0_0.distcp").symlink_to("elsewhere")
+    assert checkpoint_defect(checkpoint) is None
+    link = tmp_path / "link"
+    link.symlink_to(checkpoint)
+    assert checkpoint_defect(link) is None
+    snapshot, blobs = tmp_path / "hub" / "snapshots" / "0a1b", tmp_path / "hub" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    (weights / "model.safetensors").rename(blobs / "4f2e")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/4f2e")
+    for path in (snapshot, snapshot / "model.safetensors"):
+        assert SafetensorsReader(path).tensors.keys() == EXPERTS.keys()
+
+
+SAID = ("²", "7" * 5000, "..", "../outside", "\x1b[31m", "x" * 400, "")
+
+
+@pytest.mark.parametrize("said", SAID)
+def test_a_tracker_file_names_a_folder_beside_it(said, checkpoint, tmp_path, refused):
+    run = tmp_path / "run"
+    run.mkdir()
+    checkpoint.rename(run / "iter_0000007")
+    (run / TRACKER).write_text(said)
+    too_long = "expected a checkpoint, got: it has 5,000 bytes, expected at most 4,096"
+    refused(run, too_long if len(said) > 4096 else f"of a folder beside it, got {said[:40]!r}")
+    if len(said) < 4096:
+        assert find_resume_point(run).iteration == 7
+        assert (run / TRACKER).read_text() == "7"
+
+
+def test_writing_a_tracker_file_or_a_seal_follows_no_link(checkpoint, tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    run = tmp_path / "run"
+    run.mkdir()
+    checkpoint = checkpoint.rename(run / "iter_0000007")
+    (run / f".{TRACKER}.partial").symlink_to(victim)
+    (checkpoint / ".moe_optim.seal.json.partial").symlink_to(victim)
+    find_resume_point(run)
+    seal(checkpoint)
+    assert victim.read_text() == "mine"
+
+
+INDEXED = {
+    "../outside/secret.safetensors": "it leads out of the checkpoint",
+    "/etc/passwd": "it leads out of the checkpoint",
+    "/dev/zero": "it leads out of the checkpoint",
+    "a\0b": "a name that is none",
+    "x" * 4000: "File name too long",
+    "": "it is a folder, expected a file",
+}
+
+
+@pytest.mark.parametrize("name", INDEXED)
+def test_an_index_names_files_of_its_folder_alone(name, weights, refused, tmp_path):
+    (tmp_path / "outside").mkdir()
+    save_file({"k": torch.ones(3)}, tmp_path / "outside" / "secret.safetensors")
+    (weights / INDEX).write_text(json.dumps({"weight_map": {"k": name}}))
+    refused(weights, INDEXED[name])
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, '{"weight_map": {"k": ["x"]}}', "9" * 5000])
+def test_an_index_that_is_none_is_refused(text, weights, refused):
+    (weights / INDEX).write_text(text)
+    refused(weights, "expected JSON with a weight_map")
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "a socket", "a folder", "a device", "a link out"])
+def test_safetensors_are_regular_files_inside_their_folder(kind, weights, refused, tmp_path):
+    (tmp_path / "outside").mkdir()
+    save_file({"k": torch.ones(3)}, tmp_path / "outside" / "secret.safetensors")
+    FILES[kind](weights / "other.safetensors", tmp_path / "outside")
+    refused(weights, f"other.safetensors: expected safetensors, got: {KINDS[kind]}")
+
+
+@pytest.mark.parametrize("said", ["²", "٧", "9" * 5000, "-1", "1e3", ""])
+@pytest.mark.parametrize("key", ["iteration", "moe_optim.num_experts", "moe_optim.glu_interleave"])
+def test_numbers_in_safetensors_metadata_are_decimal_and_short(key, said, weights, refused):
+    save_file(EXPERTS, weights / "model.safetensors", metadata={key: said})
+    refused(weights, f"expected a number as {key}, got {said[:40]!r}")
+
+
+def test_as_many_experts_as_no_model_has_are_not_looked_for(weights, capsys):
+    """With a key an expert, each of them would have some."""
+    notes = {"moe_optim.num_experts": str(10**12), "moe_optim.layout": "hf_per_expert"}
+    expert = {f"{HEAD}0.{name}_proj.weight": torch.ones(4, 4) for name in ("gate", "up", "down")}
+    save_file(expert, weights / "model.safetensors", metadata=notes)
+    assert cli.main(["inspect", str(weights)]) == 0
+    assert "expected at most 65,536 experts, got 1,000,000,000,000" in capsys.readouterr().out
+
+
+def header(**entry: typing.Any) -> bytes:
+    content = json.dumps({"k": {"dtype": "F32", "data_offsets": [0, 0], **entry}}).encode()
+    return struct.pack("<Q", len(content)) + content
+
+
+@pytest.mark.parametrize("shape", [[10**18, 10**18, 0], [1] * 17 + [0], [2**62, 0, 2]])
+def test_shapes_that_no_tensor_has_are_refused(shape, weights, refused):
+    (weights / "model.safetensors").write_bytes(header(shape=shape))
+    refused(weights, "model.safetensors: expected ")
+
+
+SAID_OF_ITSELF = {
+    "iteration": ({"iteration": "abc"}, "iteration: expected int"),
+    "huge iteration": ({"iteration": 10**400}, "iteration: expected int"),
+    "negative iteration": ({"iteration": -5}, "iteration: expected int"),
+    "arguments": ({"args": 3}, "args: expected dict"),
+    "sizes": ({"args": {"expert_model_parallel_size": "x"}}, "parallel_size: expected int"),
+    "rows": ({"args": {"moe_mlp_glu_interleave_size": [1]}}, "interleave_size: expected int"),
+    "version": ({"checkpoint_version": [3]}, "checkpoint_version: expected float or int or str"),
+}
+
+
+@pytest.mark.parametrize("name", SAID_OF_ITSELF)
+def test_what_a_checkpoint_says_of_itself_is_of_its_kind(name, refused, tmp_path):
+    changed, reason = SAID_OF_ITSELF[name]
+    folder = tmp_path / "c"
+    write_torch_dist(folder, stored_tensors(states=False), common_state(2) | changed)
+    refused(folder, reason)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
+def test_safetensors_have_the_rights_that_the_umask_leaves(umask, checkpoint, tmp_path):
+    """The library writes files that nobody but their owner may read."""
+    before = os.umask(umask)
+    try:
+        out = tmp_path / "out"
+        assert cli.main(["convert", str(checkpoint), str(out), "--experts", "hf",
+                         "--format", "safetensors"]) == 0  # fmt: skip
+    finally:
+        os.umask(before)
+    rights = {stat.S_IMODE(path.stat().st_mode) for path in out.iterdir()}
+    assert rights == {0o666 & ~umask}
+
+
+def test_objects_that_may_run_code_are_named_where_they_are_copied(checkpoint, tmp_path, capsys):
+    """Objects that the conversion need not understand are copied, and none of them is run."""
+    content = io.BytesIO()
+    torch.save([Command(tmp_path / "ran")], content)
+    rewrite(checkpoint, lambda key, old: content.getvalue() if "rng_state" in key else old)
+    target = tmp_path / "out"
+    assert cli.main(["convert", str(checkpoint), str(target), "--experts", "grouped"]) == 0
+    metadata = pickle.loads((target / "iter_0000007" / ".metadata").read_bytes())
+    assert any(index.fqn.startswith("rng_state") for index in metadata.storage_data)
+    said = "rng_state/shard_0_1: it names posix.mkdir"
+    converted = "".join(capsys.readouterr().out.split("\n"))
+    assert f"may run code where Megatron unpickles it: {said}" in converted
+    assert cli.main(["inspect", str(target), "--thorough", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["foreign"]["rng_state/shard_0_1"] in said
+    assert cli.main(["inspect", str(target), "--thorough"]) == 0
+    assert f"may run code {said}" in " ".join(capsys.readouterr().out.split())
+    assert not (tmp_path / "ran").exists()

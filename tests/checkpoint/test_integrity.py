@@ -1,0 +1,306 @@
+"""What the check of a checkpoint says, how ranks share it, and what it costs."""
+
+import json
+import os
+import pickle
+import re
+import shutil
+import tracemalloc
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_optim.checkpoint.files import stored_metadata
+from moe_optim.checkpoint.files.archives import BLOCK_BYTES
+from moe_optim.checkpoint.files.records import DamageError
+from moe_optim.checkpoint.integrity import (
+    begin,
+    checkpoint_defect,
+    corrupt_files,
+    invalidate,
+    require_intact,
+    seal,
+)
+from moe_optim.errors import StateError
+from tests.support.damage import archive_bytes, flip, flip_in, save_legacy, save_with_megatron
+from tests.support.ranks import run_ranks
+from tests.support.stored_checkpoints import STATES, stored_tensors, write_torch_dist
+
+ITERATIONS = (10, 20)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    root = tmp_path_factory.mktemp("saved")
+    run_ranks(1, save_with_megatron, root, ITERATIONS, False)
+    return root
+
+
+@pytest.fixture
+def checkpoint(saved, tmp_path):
+    """The newer of two checkpoints, to be damaged."""
+    return shutil.copytree(saved, tmp_path / "checkpoints") / "iter_0000020"
+
+
+def test_whole_checkpoints_have_no_defect(checkpoint, tmp_path):
+    save_legacy(tmp_path / "legacy", ITERATIONS)
+    for whole in (checkpoint, tmp_path / "legacy" / "iter_0000010"):
+        for _ in range(2):
+            assert checkpoint_defect(whole) is None
+            assert list(corrupt_files(whole)) == []
+            require_intact(whole, thorough=True)
+            seal(whole)
+
+
+class Command:
+    """Unpickled, it runs a command, as any foreign pickle may."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self):
+        return os.system, (self.command,)
+
+
+def test_a_foreign_pickle_is_refused_and_runs_no_code(checkpoint, tmp_path):
+    ran = tmp_path / "ran"
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(Command(f"touch {ran}")))
+    defect = ".metadata is cut off or foreign: it names posix.system, as no checkpoint does"
+    assert checkpoint_defect(checkpoint) == defect
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize("thorough", [True, False])
+def test_an_error_names_every_defective_file_and_what_to_load_instead(checkpoint, thorough):
+    (checkpoint / "__0_0.distcp").unlink()
+    with (checkpoint / "__0_1.distcp").open("r+b") as file:
+        file.truncate(100)
+    expected = (
+        r"iter_0000020: expected every file .* __0_0.distcp is missing.*; "
+        r"__0_1.distcp is cut off: 100 of \d+ bytes. .*iter_0000010 .* --ckpt-step 10"
+    )
+    with pytest.raises(StateError, match=expected):
+        require_intact(checkpoint, thorough=thorough)
+    shutil.rmtree(checkpoint.with_name("iter_0000010"))
+    with pytest.raises(StateError, match="No other checkpoint beside it is complete"):
+        require_intact(checkpoint, thorough=thorough)
+
+
+@pytest.mark.parametrize("key", ["experts.weight", "moment", "count", "rng", "common_state"])
+def test_a_flipped_bit_in_data_is_found_with_its_file_and_key(checkpoint, key):
+    name = flip_in(checkpoint, key)
+    assert checkpoint_defect(checkpoint) is None  # bytes of data are not read
+    (defect,) = corrupt_files(checkpoint)
+    assert (defect.file, defect.key.partition("/")[0].partition(" ")[0]) == (name, key)
+
+
+def test_a_record_that_one_bit_makes_a_directory_is_found(checkpoint):
+    """Torch then reads nothing of it and does not say so: the tensor is what memory held before."""
+    path, start, end = archive_bytes(checkpoint, "moment")
+    content = path.read_bytes()
+    name = content.rindex(b"archive/data/0", start, end)
+    attributes = name - 8  # little-endian, before the offset of the local header
+    assert content[attributes - 38 : attributes - 34] == b"PK\x01\x02"
+    path.write_bytes(flip(content, attributes, 4))
+    (defect,) = corrupt_files(checkpoint)
+    assert "marked as a directory" in defect.what
+
+
+REFUSED = {
+    "is a file, expected a folder": lambda path: (shutil.rmtree(path), path.write_text("")),
+    "does not exist": shutil.rmtree,
+    "no metadata.json": lambda path: [each.unlink() for each in path.iterdir()],
+    "names the backend 'zarr'": lambda path: (path / "metadata.json").write_text(
+        json.dumps({"sharded_backend": "zarr", "sharded_backend_version": 1})
+    ),
+    "metadata.json is cut off or damaged": lambda path: (path / "metadata.json").write_text("[]"),
+    "seal.json is damaged": lambda path: (path / "moe_optim.seal.json").write_text("{}"),
+    ".metadata cannot be read: it leads out of the checkpoint": lambda path: (
+        (path / ".metadata").unlink(),
+        (path / ".metadata").symlink_to("/proc/self/mem"),
+    ),
+    "integrity.json cannot be read": lambda path: (path / "integrity.json").write_text("{"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_no_checkpoint_is_refused_for_its_reason(checkpoint, what):
+    REFUSED[what](checkpoint)
+    assert what in checkpoint_defect(checkpoint)
+    with pytest.raises(StateError, match="iter_0000010"):
+        require_intact(checkpoint, thorough=True)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 16])
+@pytest.mark.parametrize("sealed", [False, True])
+def test_ranks_that_share_the_reading_find_every_defect_once(checkpoint, parts, sealed):
+    if sealed:
+        seal(checkpoint)
+    for key in ("experts.weight", "moment", "common_state"):
+        flip_in(checkpoint, key)
+    whole = sorted(map(str, corrupt_files(checkpoint)))
+    shared = [
+        str(defect)
+        for part in range(parts)
+        for defect in corrupt_files(checkpoint, part=part, parts=parts)
+    ]
+    assert len(whole) == 3
+    assert sorted(shared) == whole
+
+
+def test_a_seal_tells_a_file_from_that_of_another_checkpoint(checkpoint):
+    """Such files are whole, and fit the metadata: only what was recorded tells them apart."""
+    seal(checkpoint)
+    file = checkpoint / "__0_1.distcp"
+    shutil.copy(checkpoint.with_name("iter_0000010") / file.name, file)
+    (defect,) = corrupt_files(checkpoint)
+    assert defect.file == file.name
+    assert "is another file" in defect.what
+
+
+MOMENTS = [f"optimizer.state.{kind}.decoder.layers.mlp.router.weight" for kind in STATES[1:]]
+
+
+def exchange(metadata):
+    """Have the bytes of one moment be those of the other, which has the same shape and dtype."""
+    first, second = [
+        next(index for index in metadata.storage_data if index.fqn == key) for key in MOMENTS
+    ]
+    places = metadata.storage_data
+    places[first], places[second] = places[second], places[first]
+
+
+def retype(metadata):
+    """Have a moment be of another dtype of as many bytes an element."""
+    metadata.state_dict_metadata[MOMENTS[0]].properties.dtype = torch.int32
+
+
+@pytest.mark.parametrize("edit", [exchange, retype])
+def test_exchanged_moments_and_another_dtype_are_found_by_a_seal(edit, tmp_path):
+    """Without one, the dtype is found by reading everything, and exchanged moments are not."""
+    folder = write_torch_dist(tmp_path / "iter_0000010", stored_tensors())
+    shutil.copytree(folder, tmp_path / "unsealed")
+    seal(folder)
+    for damaged in (folder, tmp_path / "unsealed"):
+        path = damaged / ".metadata"
+        metadata = pickle.loads(path.read_bytes())
+        edit(metadata)
+        path.write_bytes(pickle.dumps(metadata))
+    assert checkpoint_defect(folder) == ".metadata does not have the SHA-256 that was recorded"
+    assert checkpoint_defect(tmp_path / "unsealed") is None
+    found = [str(defect) for defect in corrupt_files(tmp_path / "unsealed")]
+    assert [MOMENTS[0] in one for one in found] == ([] if edit is exchange else [True])
+
+
+def test_only_a_complete_checkpoint_is_sealed(checkpoint):
+    (checkpoint / "__0_0.distcp").unlink()
+    with pytest.raises(StateError, match="__0_0.distcp is missing"):
+        seal(checkpoint)
+
+
+def test_a_checkpoint_that_is_written_over_counts_as_incomplete(checkpoint):
+    seal(checkpoint)
+    invalidate(checkpoint)
+    assert checkpoint_defect(checkpoint).startswith("no metadata.json")
+    invalidate(checkpoint)
+    invalidate(checkpoint.with_name("iter_0000030"))  # a new folder
+
+
+def test_a_byte_behind_the_end_of_a_file_is_found_by_sizes_alone(checkpoint, tmp_path):
+    save_legacy(tmp_path / "legacy", ITERATIONS)
+    said = {
+        checkpoint / "__0_1.distcp": r"__0_1.distcp is too long: (\d+) of (\d+) bytes",
+        tmp_path / "legacy" / "iter_0000010" / "mp_rank_00" / "distrib_optim.pt": "no table of rec",
+    }
+    for file, what in said.items():
+        folder = file.parent if file.suffix == ".distcp" else file.parents[1]
+        assert checkpoint_defect(folder) is None
+        with file.open("ab") as opened:
+            opened.write(b"\0")
+        assert re.search(what, checkpoint_defect(folder))
+
+
+def test_files_of_ranks_count_as_incomplete_from_the_start_of_a_save_to_its_seal(tmp_path):
+    """A save that dies between them may leave files of two saves, all of them whole."""
+    save_legacy(tmp_path, ITERATIONS)
+    for folder in (tmp_path / "iter_0000010", tmp_path / "new" / "iter_0000030"):
+        begin(folder)
+        begin(folder)
+        assert checkpoint_defect(folder) == "it was not saved to the end"
+    with pytest.raises(StateError, match=r"--ckpt-step 20\."):
+        require_intact(tmp_path / "iter_0000010", thorough=False)
+    seal(tmp_path / "iter_0000010")
+    assert list(corrupt_files(tmp_path / "iter_0000010")) == []
+
+
+def test_checking_takes_the_memory_of_a_few_blocks_whatever_the_size(tmp_path):
+    folder = tmp_path / "iter_0000010" / "mp_rank_00"
+    folder.mkdir(parents=True)
+    values = torch.zeros(16 * BLOCK_BYTES, dtype=torch.uint8)
+    torch.save({"weight": values}, folder / "model_optim_rng.pt")
+    tracemalloc.start()
+    try:
+        assert list(corrupt_files(tmp_path / "iter_0000010")) == []
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 4 * BLOCK_BYTES
+
+
+def boxes_of(size):
+    axes = [
+        st.tuples(st.integers(0, extent), st.integers(1, extent)).map(sorted) for extent in size
+    ]
+    box = st.tuples(*axes).map(
+        lambda ends: (tuple(low for low, _ in ends), tuple(high - low for low, high in ends))
+    )
+    return st.lists(box, max_size=3)
+
+
+def tiling(cuts):
+    """A grid: on each axis, the extents of its parts."""
+    starts = [[sum(parts[:i]) for i in range(len(parts))] for parts in cuts]
+    places = [list(zip(*axis, strict=True)) for axis in zip(starts, cuts, strict=True)]
+    return [
+        (tuple(start for start, _ in cell), tuple(extent for _, extent in cell))
+        for cell in product(*places)
+    ]
+
+
+@given(
+    cuts=st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=3), min_size=1, max_size=3),
+    data=st.data(),
+)
+def test_chunks_pass_exactly_if_they_hold_every_element_once(cuts, data):
+    """Grids with chunks left out and others put in, counted element by element."""
+    size = tuple(map(sum, cuts))
+    grid = tiling(cuts)
+    kept = (
+        data.draw(st.lists(st.sampled_from(grid), unique=True))
+        if data.draw(st.booleans())
+        else grid
+    )
+    boxes = [box for box in kept + data.draw(boxes_of(size)) if 0 not in box[1]]
+    count = torch.zeros(size, dtype=torch.int)
+    for offset, shape in boxes:
+        window = tuple(slice(low, low + n) for low, n in zip(offset, shape, strict=True))
+        count[window] += 1
+    try:
+        stored_metadata._require_cover("weight", boxes, size)
+    except ValueError:
+        assert not bool((count == 1).all())
+    else:
+        assert bool((count == 1).all())
+
+
+def test_metadata_that_contradicts_itself_is_refused(checkpoint):
+    """One chunk's place is that of another: the same bytes would be loaded for both."""
+    path = checkpoint / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    first, second = [index for index in metadata.storage_data if index.fqn == "experts.weight"]
+    metadata.storage_data[first] = metadata.storage_data[second]
+    with pytest.raises(DamageError, match="does not lie behind the blob before it"):
+        stored_metadata.read_blobs(pickle.dumps(metadata))

@@ -1,0 +1,243 @@
+"""The command line users script against: changing it has to change this file."""
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moe_optim import __version__
+from moe_optim.commands.cli import main as cli
+from moe_optim.errors import ConfigError, StateError
+from tests.support.report_runs import write_run
+
+SURFACE = {  # command -> its positionals and options
+    "compare": {"RUN", "--out"},
+    "convert": {
+        *("SRC", "DST", "--to", "--experts", "--from", "--glu-interleave"),
+        *("--source-glu-interleave", "--tokenizer", "--transformer-impl"),
+        *("--format", "--weights-only", "--rename", "--num-experts"),
+    },
+    "disable": set(),
+    "doctor": {"--json"},
+    "enable": set(),
+    "export": {
+        *("SRC", "DST", "--format", "--convention", "--config", "--tokenizer"),
+        *("--from", "--source-glu-interleave"),
+    },
+    "inspect": {"CKPT", "--json", "--thorough"},
+    "patch apply": {"PATH"},
+    "patch check": {"PATH"},
+    "patch revert": {"PATH"},
+    "plan": {
+        *("RECIPE", "--gpus", "--gpu-memory", "--bandwidth", "--memory-bandwidth", "--details"),
+        *("--set", "--out", "--json"),
+    },
+    "recipes copy": {"NAME", "DIR"},
+    "report": {"RUN", "--out"},
+    "run": {"--megatron-lm", "--recipe", "--dry-run", "SCRIPT", "ARGS"},
+    "train": {
+        "RECIPE",
+        "--out",
+        "--set",
+        "--formats",
+        "--text",
+        "--resume",
+        "--ranks",
+        "--cpu",
+        "--stock",
+    },
+    "verify": {"A", "B", "--json", "--weights-only", "--rename", "--num-experts"},
+}
+
+
+def commands(parser=None, prefix=""):
+    """Return the parser of every command; of those that have kinds, one for each kind."""
+    parser = parser or cli.build_parser()
+    groups = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    if not groups:
+        return {prefix: parser}
+    found = {}
+    for name, choice in groups[0].choices.items():
+        found |= commands(choice, f"{prefix} {name}".strip())
+    return found
+
+
+def arguments(parser):
+    return {
+        name
+        for action in parser._actions
+        if not isinstance(action, argparse._HelpAction)
+        for name in action.option_strings or [action.metavar or action.dest]
+    }
+
+
+@pytest.fixture
+def run_as(monkeypatch):
+    """Return a function that replaces what `doctor` does."""
+
+    def replace(run):
+        monkeypatch.setattr("moe_optim.commands.cli.doctor.run", run)
+
+    return replace
+
+
+def test_commands_and_their_arguments_are_frozen():
+    assert {name: arguments(parser) for name, parser in commands().items()} == SURFACE
+
+
+def test_every_argument_has_a_help_text():
+    found = commands()
+    assert len(found) == len(SURFACE)
+    for parser in found.values():
+        assert parser._actions and all(action.help for action in parser._actions)
+
+
+def test_what_follows_two_dashes_goes_to_megatron_untouched():
+    args = cli.build_parser().parse_args(
+        ["train", "run.yaml", "--set", "a.b=1", "c.d=2", "--cpu", "--", "--lr", "1", "--out", "x"]
+    )
+    assert (str(args.recipe), args.set, args.cpu) == ("run.yaml", ["a.b=1", "c.d=2"], True)
+    assert args.megatron_args == ["--lr", "1", "--out", "x"]
+    assert args.out is None
+
+
+@pytest.mark.parametrize(
+    "argv", [[], ["trian"], ["doctor", "--jsn"], ["doctor", "--js"], ["train"]], ids=str
+)
+def test_a_wrong_command_line_exits_with_2(argv, capsys):
+    with pytest.raises(SystemExit) as exit:
+        cli.main(argv)
+    assert exit.value.code == 2
+    assert "usage: moe-optim" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "usage", "said"),
+    [
+        (["doctor", "--jsn"], "doctor", "--jsn. The closest: --json"),
+        (["recipes", "--zzz"], "recipes", "--zzz\n"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_no_command_knows_is_answered_with_its_own_usage(argv, usage, said, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(argv)
+    found = capsys.readouterr().err
+    assert found.startswith(f"usage: moe-optim {usage}")
+    assert f"unrecognized arguments: {said}" in found
+
+
+@pytest.mark.parametrize("command", [["train"], ["plan"]], ids=" ".join)
+def test_flags_of_megatron_before_the_dashes_are_sent_behind_them(command, capsys):
+    with pytest.raises(SystemExit):
+        cli.main([*command, "run.yaml", "--lr", "1", "--", "--seed", "2"])
+    said = capsys.readouterr().err
+    assert f"usage: moe-optim {' '.join(command)} RECIPE" in said
+    assert "unrecognized arguments: --lr 1. Arguments for Megatron go after --" in said
+
+
+def test_the_exit_code_is_that_of_the_command(run_as):
+    run_as(lambda args: 7)
+    assert cli.main(["doctor"]) == 7
+
+
+@pytest.mark.parametrize("error", [ConfigError, StateError])
+def test_an_error_of_ours_is_one_line_and_exits_with_2(run_as, capsys, error):
+    def refuse(args):
+        raise error("run.yaml: expected this, got that.")
+
+    run_as(refuse)
+    assert cli.main(["doctor"]) == 2
+    assert capsys.readouterr().err == "error: run.yaml: expected this, got that.\n"
+
+
+def test_what_the_system_refuses_is_one_line_with_its_file_and_exits_with_1(tmp_path, capfd):
+    """A folder that is a file, and a full disk behind stdout."""
+    run, file = write_run(tmp_path / "run"), tmp_path / "file"
+    file.write_text("")
+    refused = {
+        f"{file}: File exists": ["report", run, "--out", file],
+        f"{file}/below: Not a directory": ["report", run, "--out", file / "below"],
+    }
+    for said, words in refused.items():
+        assert cli.main(list(map(str, words))) == 1
+        assert capfd.readouterr().err.startswith(f"error: {said}")
+    command = [sys.executable, "-m", "moe_optim.commands.cli.main", "recipes"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (1, "error: No space left on device\n")
+
+
+def test_an_interrupt_exits_with_130(run_as, capsys):
+    def interrupt(args):
+        raise KeyboardInterrupt
+
+    run_as(interrupt)
+    assert cli.main(["doctor"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+WHERE = {  # a module whose import Ctrl-C falls into -> the command
+    "argparse": ["doctor"],
+    "logging": ["doctor"],
+    "rich.console": ["doctor"],
+    "moe_optim.commands.console.completion": ["doctor"],
+    "moe_optim.screen": ["doctor"],
+    "moe_optim.commands.cli.train": ["doctor"],
+    "moe_optim.commands.cli.compare": ["doctor"],
+    "torch": ["convert", "absent", "there", "--to", "hf"],
+    "numpy": ["convert", "absent", "there", "--to", "hf"],
+    "safetensors": ["convert", "absent", "there", "--to", "hf"],
+    "moe_optim.commands.conversion.opening": ["inspect", "absent"],
+    "moe_optim.commands.report.run_report": ["report", "absent"],
+}
+STARTED = """
+import sys
+
+class Finder:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == {where!r}:
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Finder)
+from moe_optim.commands.cli.main import main  # from here on as the installed command
+sys.exit(main({words!r}))
+"""
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_an_interrupt_during_any_import_exits_with_130_too(where):
+    code = STARTED.format(where=where, words=WHERE[where])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
+@pytest.mark.parametrize("error", [StateError("refused"), OSError("refused"), BrokenPipeError()])
+def test_an_interrupt_while_an_error_is_said_exits_with_130_too(error, run_as, monkeypatch, capsys):
+    def interrupt(*args, **kwargs):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    def refuse(args):
+        raise error
+
+    run_as(refuse)
+    for name in ("print", "fail", "discard_output"):
+        monkeypatch.setattr(cli, name, interrupt, raising=False)
+    assert cli.main(["doctor"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_a_fault_of_the_program_is_not_dressed_up(run_as):
+    run_as(lambda args: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["doctor"])
+
+
+def test_the_module_runs_as_a_program():
+    command = [sys.executable, "-m", "moe_optim.commands.cli.main", "--version"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (0, f"moe-optim {__version__}\n")

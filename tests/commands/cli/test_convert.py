@@ -1,0 +1,212 @@
+"""``moe-optim convert`` does what its options ask for, says so, and refuses in one line."""
+
+import json
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moe_optim.checkpoint.files.torch_dist import TorchDistReader
+from moe_optim.commands.cli import main as cli
+from moe_optim.commands.conversion.opening import open_checkpoint
+from tests.support.damage import flip_in
+from tests.support.hf_checkpoints import write_megatron
+from tests.support.stored_checkpoints import (
+    EXPERTS,
+    FC1,
+    FC2,
+    LAYERS,
+    ROUTER,
+    STATES,
+    common_state,
+    stored_tensors,
+    write_torch_dist,
+)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("source") / "c"
+    return write_torch_dist(folder, stored_tensors(), common_state(4))
+
+
+@pytest.fixture
+def convert(capsys, monkeypatch):
+    """Return a function that runs the command; it gives exit code, output and errors."""
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def run(*words):
+        code = cli.main(["convert", *map(str, words)])
+        captured = capsys.readouterr()
+        return code, captured.out.splitlines(), captured.err
+
+    return run
+
+
+def test_the_summary_says_what_was_done(convert, source, tmp_path):
+    out = tmp_path / "out"
+    code, lines, err = convert(source, out, "--experts", "hf", "--format", "safetensors")
+    assert (code, err) == (0, "")  # no bar where there is no terminal
+    assert lines[0] == (
+        f"{out}: safetensors, experts of {LAYERS} layers from grouped to hf, GLU interleave 4 to 0"
+    )
+    tensors = (1 + len(STATES)) * (2 * LAYERS + 2)
+    assert lines[1].startswith(f"{tensors} tensors, ")
+    assert "MB/s; peak memory" in lines[1]
+    assert lines[2] == (
+        "Left out: 2 objects, such as arguments and random states "
+        "(safetensors holds tensors alone)."
+    )
+
+
+@pytest.mark.parametrize("format", ["safetensors", "torch_dist"])
+@pytest.mark.parametrize("key", [FC1, f"optimizer.state.exp_avg.{FC2}", ROUTER, "common_state/"])
+def test_one_flipped_bit_is_not_written_under_new_checksums(convert, key, format, tmp_path):
+    """Sizes are right and torch reads the file: the bit would pass for the truth from then on."""
+    folder = write_torch_dist(tmp_path / "c", stored_tensors())
+    blobs = TorchDistReader(folder).blobs
+    (blob,) = next(blobs[name] for name in blobs if name.startswith(key))
+    flip_in(folder, key)
+    code, lines, err = convert(folder, tmp_path / "out", "--experts", "indexed", "--format", format)
+    assert (code, lines) == (2, [])
+    said = " ".join(err.split())
+    assert f"{folder / blob.file}: {blob.name}: expected what torch.save wrote" in said
+    assert "CRC-32" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_states_that_are_left_out_are_counted(convert, source, tmp_path):
+    words = ["--experts", "indexed", "--format", "safetensors", "--weights-only"]
+    code, lines, _ = convert(source, tmp_path / "out", *words)
+    count = len(STATES) * (2 * LAYERS + 2)
+    assert code == 0
+    assert lines[-1].startswith(f"Left out: {count} tensors of the optimizer and 2 objects")
+    assert lines[-1].endswith("(--weights-only).")
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert not [key for key in index["weight_map"] if key.startswith("optimizer.")]
+
+
+def test_every_option_reaches_the_conversion(convert, source, tmp_path):
+    """Away to a layout that does not tell the number of experts, unsaid interleave, and back."""
+    there, back = tmp_path / "there", tmp_path / "back"
+    convert(
+        source, there, "--experts", "legacy", "--format", "safetensors", "--rename", "decoder.=d."
+    )
+    (there / "model.safetensors.index.json").unlink()
+    for path in there.glob("*.safetensors"):  # as if written by another program
+        save_file(load_file(path), path)
+    words = [back, "--experts", "sequential", "--format", "torch_dist", "--rename", "d.=decoder."]
+    words += ["--glu-interleave", "4", "--source-glu-interleave", "0", "--from", "legacy"]
+    code, lines, _ = convert(there, *words, "--num-experts", EXPERTS)
+    assert code == 0
+    assert "torch_dist stores grouped, indexed and sequential experts alike." in lines
+    reader = open_checkpoint(back)
+    assert reader.path.name == "release"  # no iteration was recorded
+    assert reader.recorded.glu_interleave == 4
+    assert cli.main(["verify", str(source), str(back)]) == 0
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_a_whole_model_goes_to_hugging_face_and_back(family, convert, tmp_path):
+    """Both ways say what was done; on the way back, also how Megatron is started."""
+    source = write_megatron(tmp_path / "c", family)
+    code, lines, err = convert(source, tmp_path / "hf", "--to", "hf")
+    assert (code, err) == (0, "")
+    architecture = {"qwen3_moe": "Qwen3MoeForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}
+    assert lines[0].startswith(f"{tmp_path / 'hf'}: {architecture[family]}, 2 layers, ")
+    assert lines[-1].startswith("Left out: 2 objects")
+    assert (tmp_path / "hf" / "config.json").is_file()
+    code, lines, _ = convert(tmp_path / "hf", tmp_path / "back", "--to", "megatron")
+    assert code == 0
+    assert lines[2].startswith("Megatron's flags: --swiglu --disable-bias-linear")
+    assert " --transformer-impl transformer_engine" in lines[2]
+    assert lines[3].startswith("These flags start a run where Transformer Engine is, which ")
+    assert ("convert with --transformer-impl local" in lines[3]) == (family == "qwen3_moe")
+    assert cli.main(["verify", str(source), str(tmp_path / "back")]) == 0
+
+
+def test_a_model_that_cannot_be_converted_is_one_error_and_nothing_is_written(convert, tmp_path):
+    source = write_megatron(tmp_path / "c", "qwen3_moe", mtp_num_layers=1, window_size=[1, 0])
+    code, lines, err = convert(source, tmp_path / "hf", "--to", "hf")
+    assert (code, lines) == (2, [])
+    assert err.startswith(f"error: {source}: expected arguments of a model that transformers")
+    assert "mtp_num_layers: expected None, got 1" in err
+    assert "window_size: expected None, got [1, 0]" in err
+    assert not (tmp_path / "hf").exists()
+
+
+def test_what_converts_the_layout_of_experts_alone_is_called_so(convert, source, tmp_path, capsys):
+    """--to is whole models; a layout is asked for with --experts, and the error says so."""
+    with pytest.raises(SystemExit):
+        convert(source, tmp_path / "out", "--to", "grouped")
+    said = " ".join(capsys.readouterr().err.split())
+    assert "argument --to: expected hf or megatron, whole models" in said
+    assert "--experts grouped" in said
+    with pytest.raises(SystemExit):
+        convert(source, tmp_path / "out", "--to", "hf", "--experts", "hf")
+    capsys.readouterr()
+
+
+REFUSED = {
+    "--to hf: expected options that it has, got --from; --format; --weights-only; --rename": [
+        *("--to", "hf", "--from", "hf", "--format", "safetensors", "--weights-only"),
+        *("--rename", "a=b"),
+    ],
+    "--experts hf: expected options that it has, got --tokenizer; --transformer-impl": [
+        *("--experts", "hf", "--tokenizer", ".", "--transformer-impl", "local")
+    ],
+    ".*: expected safetensors for --to megatron, got torch_dist": ["--to", "megatron"],
+    ".*: expected arguments of a model that transformers": ["--to", "hf"],
+    "--experts hf: expected one of grouped, indexed, sequential for torch_dist": [
+        "--experts",
+        "hf",
+    ],
+    "--source-glu-interleave 8: .* records a GLU interleave of 4": [
+        *("--experts", "grouped", "--source-glu-interleave", "8")
+    ],
+    "--rename: expected FROM=TO": ["--experts", "grouped", "--rename", "decoder"],
+    "--rename nowhere=x: expected keys": ["--experts", "grouped", "--rename", "nowhere=x"],
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_be_done_is_one_line_exits_with_2_and_writes_nothing(
+    message, convert, source, tmp_path
+):
+    code, lines, err = convert(source, tmp_path / "out", *REFUSED[message])
+    assert (code, lines, err.count("error: ")) == (2, [], 1)
+    assert re.match(f"error: {message}", err), err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_number_of_experts_that_does_not_divide_is_named_with_what_it_must_divide(
+    convert, tmp_path
+):
+    """6 = E*F rows of the second weight are those of 1, 2, 3 or 6 experts."""
+    weights = {"experts.weight1": torch.zeros(5, 12), "experts.weight2": torch.zeros(6, 5)}
+    source = tmp_path / "legacy.safetensors"
+    save_file(weights, source)
+    words = [source, tmp_path / "out", "--experts", "hf", "--from", "legacy"]
+    code, _, err = convert(*words, "--num-experts", 4)
+    assert code == 2
+    assert "(H, E*2F), of E = 4 experts: 8 must divide E*2F, got [5, 12]" in err
+    assert "(E*F, H), of E = 4 experts: 4 must divide E*F, got [6, 5]" in err
+    assert "Give it" not in err
+    assert "how many experts is not in them. Give it" in convert(*words)[2]
+    assert convert(*words, "--num-experts", 3)[0] == 0
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        ["--experts", "fused"],
+        ["--experts", "hf", "--glu-interleave", "-1"],
+        ["--experts", "hf", "--num-experts", "0"],
+    ],
+)
+def test_a_wrong_value_is_named_with_its_option(option, convert, source, tmp_path, capsys):
+    with pytest.raises(SystemExit) as exit:
+        convert(source, tmp_path / "out", *option)
+    assert exit.value.code == 2
+    assert f"argument {option[-2]}: " in capsys.readouterr().err

@@ -1,0 +1,239 @@
+"""The doctor names what is here, what is wrong, and the line that mends it."""
+
+import importlib.metadata
+import json
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import megatron.core  # noqa: F401 before doctor imports it, with nothing compiled
+import pytest
+from rich.console import Console
+
+from moe_optim import environment
+from moe_optim.commands.cli import doctor
+from moe_optim.commands.cli.main import main
+from moe_optim.environment import Gpu
+
+ROOT = Path(__file__).parents[3]
+
+KEYS = {"ok", "problems", "moe_optim", "packages", "gpus", "formats", "native_products", "patches"}
+PACKAGES = {"python", "torch", "megatron-core", "transformer-engine", "apex", "triton", "pybind11"}
+PACKAGE_KEYS = {"version", "path", "checkout", "needed", "state", "note", "problem"}
+PATCH_KEYS = {"id", "state", "target", "because", "remove_when"}
+H100 = Gpu(name="NVIDIA H100", sm=90, memory_gib=79.6)
+PRODUCTS = {
+    "bf16": "native product",
+    "mxfp8": "emulated product",
+    "mxfp8_2d": "emulated product",
+    "nvfp4": "emulated product",
+    "fp8_block": "emulated product",
+}
+
+
+def fake_package(folder, module, source="", version=None):
+    """Write an importable package; ``version`` makes it a Megatron core of that version."""
+    package = folder.joinpath(*module.split("."))
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(source)
+    if version:
+        numbers = zip(("MAJOR", "MINOR", "PATCH"), version.split("."), strict=True)
+        (package / "package_info.py").write_text("".join(f"{k} = {v}\n" for k, v in numbers))
+    return package
+
+
+@pytest.fixture(autouse=True)
+def forget_fakes():
+    """What a test imports from its own folder is not found by the next one."""
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == "apex"]:
+        del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def report():
+    """What the program says in this environment, from a process of its own."""
+    command = [sys.executable, "-m", "moe_optim.commands.cli.main", "doctor", "--json"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return json.loads(result.stdout) | {"exit code": result.returncode}
+
+
+@pytest.fixture
+def light(monkeypatch):
+    """Examine without importing what is found."""
+    monkeypatch.setattr(doctor, "_failure", lambda name: None)
+    monkeypatch.setattr(doctor, "_examine_patches", list)
+    monkeypatch.setattr(doctor, "find_gpus", lambda: ())
+    return monkeypatch
+
+
+def hide(monkeypatch, *modules):
+    found = environment.find_folder
+    monkeypatch.setattr(
+        environment, "find_folder", lambda module: None if module in modules else found(module)
+    )
+
+
+def test_keys_are_frozen(report):
+    assert set(report) == KEYS | {"exit code"}
+    assert set(report["moe_optim"]) == {"version", "path", "enabled"}
+    assert set(report["packages"]) == PACKAGES
+    assert all(set(package) == PACKAGE_KEYS for package in report["packages"].values())
+    assert all(set(patch) == PATCH_KEYS for patch in report["patches"])
+
+
+def test_a_working_environment_is_healthy(report):
+    """Transformer Engine and apex may be absent; no patch may have lost its target."""
+    assert report["problems"] == []
+    assert (report["ok"], report["exit code"]) == (True, 0)
+    assert report["packages"]["torch"]["state"] == "ok"
+    assert report["packages"]["megatron-core"]["note"] == "the installed wheel wins"
+    assert report["packages"]["transformer-engine"]["state"] in ("ok", "absent")
+    assert report["patches"]
+    assert {patch["state"] for patch in report["patches"]} <= {"off", "not needed"}
+
+
+def test_every_format_says_how_its_products_are_computed(report):
+    assert {name: entry["product"] for name, entry in report["formats"].items()} == PRODUCTS
+
+
+@pytest.mark.parametrize(
+    ("gpus", "recipes", "said"),
+    [
+        ((H100,), ["tensorwise", "blockwise"], "tensorwise, blockwise, which its experts take"),
+        ((), [], "none, as there is no GPU"),
+    ],
+)
+def test_products_of_transformer_engine_are_those_that_it_says_it_has(
+    gpus, recipes, said, light, capsys
+):
+    """The table of formats is headed as of portable experts, which multiply alike everywhere."""
+    answers = {"fp8": True, "fp8_block_scaling": True, "mxfp8": False}  # an older one: no NVFP4
+    engine = SimpleNamespace(
+        **{f"is_{name}_available": partial(bool, answer) for name, answer in answers.items()}
+    )
+    light.setitem(sys.modules, "transformer_engine.pytorch", engine)
+    examine = doctor._examine_package
+    is_here = {"transformer-engine": {"state": "ok"}}
+    light.setattr(doctor, "_examine_package", lambda name: examine(name) | is_here.get(name, {}))
+    light.setattr(doctor, "find_gpus", lambda: gpus)
+    assert doctor.examine()["native_products"] == recipes
+    main(["doctor"])
+    out = capsys.readouterr().out
+    assert f"Transformer Engine's own products: {said}" in out
+    assert "product of portable experts" in out
+
+
+def test_a_missing_megatron_is_an_error_with_the_line_that_installs_it(light, capsys):
+    hide(light, "megatron.core")
+    assert main(["doctor", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    (problem,) = report["problems"]
+    assert problem == (
+        "megatron-core: expected >=0.19,<0.21, got none. pip install 'moe_optim[megatron]'"
+    )
+    assert report["packages"]["megatron-core"]["state"] == "missing"
+    assert report["patches"] == []
+
+
+@pytest.mark.parametrize("version", ["0.18.3", "0.21.0", "1.0.0"])
+def test_a_checkout_of_another_version_wins_and_is_an_error(light, tmp_path, version):
+    core = fake_package(tmp_path, "megatron.core", version=version)
+    light.syspath_prepend(tmp_path)
+    report = doctor.examine()
+    megatron = report["packages"]["megatron-core"]
+    assert (megatron["state"], megatron["path"], megatron["checkout"]) == ("unfit", str(core), True)
+    installed = importlib.metadata.version("megatron-core")
+    assert megatron["note"] == f"a source checkout wins over the wheel {installed}"
+    assert f"got {version} from the source checkout {core}." in report["problems"][0]
+
+
+@pytest.mark.parametrize(
+    ("has_makefile", "is_built", "state"),
+    [(True, False, "missing"), (True, True, "absent"), (False, False, "absent")],
+    ids=["checkout", "checkout, built", "wheel"],
+)
+def test_a_checkout_needs_pybind11_for_the_helper_of_its_datasets(
+    has_makefile, is_built, state, light, tmp_path
+):
+    """Elsewhere it is optional, and the screen says what for."""
+    datasets = fake_package(tmp_path, "megatron.core.datasets")
+    (tmp_path / "megatron" / "core" / "__init__.py").touch()
+    if has_makefile:
+        (datasets / "Makefile").touch()
+    if is_built:
+        (datasets / "helpers_cpp.so").touch()
+    light.syspath_prepend(tmp_path)
+    hide(light, "pybind11")
+    report = doctor.examine()
+    entry = report["packages"]["pybind11"]
+    assert entry["state"] == state
+    assert "as --megatron-lm gives one, compiles a helper with it" in entry["note"]
+    problem = (
+        f"pybind11: expected it for {datasets}, which compiles its helper with it, got none. "
+        "pip install 'pybind11'"
+    )
+    assert [one for one in report["problems"] if "pybind11" in one] == (
+        [problem] if state == "missing" else []
+    )
+
+
+def test_an_old_torch_is_an_error(light):
+    versions = {"torch": "2.6.0"}
+    light.setattr(environment.importlib.metadata, "version", lambda name: versions.get(name, "1"))
+    (problem,) = doctor.examine()["problems"]
+    assert problem == "torch: expected >=2.11, got 2.6.0. pip install 'torch>=2.11'"
+
+
+def test_half_a_checkout_is_an_error(tmp_path, monkeypatch):
+    """Python merges `megatron` folders, so core and training can come from different releases."""
+    fake_package(tmp_path, "megatron.core", version="0.19.2")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "Keep one of the two" in doctor._failure("megatron-core")
+
+
+def test_the_unrelated_apex_is_not_taken_for_nvidias(light, tmp_path):
+    folder = fake_package(tmp_path, "apex", source="raise ImportError('no pyramid')")
+    light.syspath_prepend(tmp_path)
+    apex = doctor.examine()["packages"]["apex"]
+    assert (apex["state"], apex["problem"]) == ("absent", None)
+    assert apex["note"].startswith(f"{folder} is the unrelated apex")
+
+
+def test_an_optional_package_that_breaks_is_shown_and_tolerated(tmp_path, monkeypatch):
+    fake_package(tmp_path, "apex.optimizers", source="raise OSError('libapex.so')")
+    (tmp_path / "apex" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    apex = doctor._examine_package("apex")
+    assert (apex["state"], apex["problem"]) == ("broken", None)
+    assert "OSError: libapex.so" in apex["note"]
+
+
+def test_a_broken_patch_is_an_error(light, report, capsys):
+    patch = dict.fromkeys(PATCH_KEYS, "x") | {"id": "adam", "state": "broken: it now takes (a, b)"}
+    light.setattr(doctor, "_examine_patches", lambda: [patch])
+    assert main(["doctor"]) == 1
+    screen = capsys.readouterr().out
+    assert "error: patch adam: broken: it now takes (a, b)." in screen
+
+
+def test_gpus_are_listed_with_capability_and_memory(light, capsys):
+    light.setattr(doctor, "find_gpus", lambda: (Gpu(name="H100", sm=90, memory_gib=79.6),))
+    assert main(["doctor"]) == 0
+    assert "sm 90" in capsys.readouterr().out
+    assert doctor.examine()["gpus"] == [{"name": "H100", "sm": 90, "memory_gib": 79.6}]
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_the_screen_fits_and_hides_nothing(light, capsys, columns):
+    """Brackets are no markup here, and long paths are folded rather than cut."""
+    light.setattr(doctor, "results_console", lambda: Console(width=columns, markup=False))
+    hide(light, "megatron.core")
+    assert main(["doctor"]) == 1
+    screen = capsys.readouterr().out
+    assert all(len(line) <= columns for line in screen.splitlines())
+    assert "'moe_optim[megatron]'" in screen
+    assert sys.executable in screen.replace("\n", "").replace(" ", "")
+    assert "…" not in screen

@@ -1,0 +1,206 @@
+"""``moe-optim inspect`` says what a checkpoint holds, in words and as JSON."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from moe_optim.checkpoint.files.torch_dist import TorchDistReader
+from moe_optim.checkpoint.integrity import begin, seal
+from moe_optim.commands.cli import main as cli
+from tests.support.damage import flip_in, flip_in_archive, save_legacy
+from tests.support.stored_checkpoints import (
+    EXPERTS,
+    FC1,
+    FFN,
+    FLAT,
+    HIDDEN,
+    LAYERS,
+    STATES,
+    common_state,
+    stored_tensors,
+    write_torch_dist,
+)
+
+
+@pytest.fixture
+def inspect(capsys, monkeypatch):
+    """Return a function that runs the command; it gives exit code, output and errors."""
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def run(*words):
+        code = cli.main(["inspect", *map(str, words)])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def test_the_report_says_what_was_stored(inspect, tmp_path):
+    tensors, sizes = stored_tensors(), {"expert_model_parallel_size": 2, "data_parallel_size": 4}
+    folder = write_torch_dist(tmp_path / "c", tensors, common_state(4, **sizes))
+    code, out, _ = inspect(folder, "--json")
+    report = json.loads(out)
+    assert (code, report["defects"], report["faults"]) == (0, [], [])
+    assert (report["format"], report["iteration"], report["version"]) == ("torch_dist", 7, "3.0")
+    assert report["glu_interleave"] == 4
+    assert report["parallel_sizes"] == {"expert": 2, "data": 4}
+    assert report["optimizer"]["sharding"] == "fully_reshardable"
+    assert report["tensors"] == len(tensors)
+    assert report["bytes"] == sum(tensor.nbytes for tensor in tensors.values())
+    assert len(report["experts"]) == LAYERS * (1 + len(STATES))
+    assert report["experts"][0] == {
+        "prefix": "decoder.layers.0.mlp.experts.",
+        "holds": "weights",
+        "layout": "grouped",
+        "experts": EXPERTS,
+        "hidden": HIDDEN,
+        "ffn": FFN,
+        "biases": False,
+        "dtype": "bfloat16",
+        "bytes": EXPERTS * 3 * FFN * HIDDEN * 2,
+    }
+
+
+def test_layers_that_are_alike_take_one_line(inspect, tmp_path):
+    """Weights and each kind of state, not three layers of each; nothing wider than the screen."""
+    folder = write_torch_dist(tmp_path / "c", stored_tensors(), common_state(4))
+    code, out, _ = inspect(folder)
+    assert code == 0
+    lines = [line.rstrip() for line in out.splitlines()]
+    rows = [line.split() for line in lines if " grouped " in line]
+    assert [row[0] for row in rows] == ["weights", *STATES]
+    assert {tuple(row[2:6]) for row in rows} == {(str(LAYERS), str(EXPERTS), str(HIDDEN), str(FFN))}
+    assert "experts in decoder.layers.*.mlp.experts." in lines
+    assert "GLU interleave blocks of 4 rows" in lines
+    assert max(map(len, lines[1:])) <= 80  # the first is the path
+
+
+def test_flat_states_have_their_sharding_named(inspect, tmp_path):
+    common = common_state() | {
+        "content_metadata": {"distrib_optim_sharding_type": "dp_reshardable"}
+    }
+    moments = {f"{FLAT.removesuffix('param')}exp_avg": torch.zeros(64, dtype=torch.bfloat16)}
+    tensors = stored_tensors(states=False) | {FLAT: torch.zeros(64)} | moments
+    code, out, _ = inspect(write_torch_dist(tmp_path / "c", tensors, common))
+    assert code == 0
+    assert "optimizer      dp_reshardable, 2 tensors, 384 B" in out
+    assert "states         param float32, exp_avg bfloat16" in out
+
+
+def test_amaxes_are_shown_with_their_range(inspect, tmp_path):
+    """Of all layers together; a NaN is no amax."""
+    key = "decoder.layers.{}.mlp.experts.experts.linear_fc{}.{}"
+    recorded = torch.tensor([0.25, 4.0, torch.nan, 1.0]).view(4, 1, 1)
+    amaxes = {key.format(layer, 1, "weight_amax"): recorded * (layer + 1) for layer in range(2)}
+    amaxes[key.format(0, 2, "calibrated_amax")] = torch.full((1, 1, 1), 0.5)
+    folder = write_torch_dist(tmp_path / "c", stored_tensors() | amaxes)
+    code, out, _ = inspect(folder)
+    assert code == 0
+    said = [line.rstrip() for line in out.splitlines() if " amaxes " in line]
+    assert said == [
+        "calibrated amaxes linear_fc2, 1 experts, 0.5 to 0.5",
+        "recorded amaxes   linear_fc1, 8 experts, 0.25 to 8, 2 without one",
+    ]
+    report = json.loads(inspect(folder, "--json")[1])
+    assert report["amaxes"][1] == {
+        "kind": "recorded",
+        "linear": "linear_fc1",
+        "experts": 8,
+        "least": 0.25,
+        "largest": 8.0,
+        "none": 2,
+    }
+
+
+def test_of_a_run_the_newest_of_its_checkpoints_is_taken(inspect, tmp_path):
+    checkpoints = tmp_path / "checkpoints"
+    write_torch_dist(checkpoints / "iter_0000007", stored_tensors(states=False))
+    (checkpoints / "latest_checkpointed_iteration.txt").write_text("7")
+    code, out, err = inspect(tmp_path)
+    assert (code, out.splitlines()[0]) == (0, str(checkpoints / "iter_0000007"))
+    assert f"{tmp_path}: taking its newest checkpoint, iter_0000007" in err
+
+
+def test_a_checkpoint_that_is_not_whole_exits_with_1_and_names_the_file(inspect, tmp_path):
+    folder = write_torch_dist(tmp_path / "c", stored_tensors(), one_file=False)
+    lost = TorchDistReader(folder).blobs[FC1][0].file
+    (folder / lost).unlink()
+    code, out, _ = inspect(folder)
+    assert code == 1
+    assert f"whole          no: {lost} is missing" in out
+    (defect,) = json.loads(inspect(folder, "--json")[1])["defects"]
+    assert defect.startswith(f"{lost} is missing")
+
+
+def test_thorough_finds_a_flipped_bit_that_sizes_do_not_show(inspect, tmp_path):
+    folder = write_torch_dist(tmp_path / "c", stored_tensors())
+    flip_in(folder, FC1)
+    assert inspect(folder)[0] == 0
+    code, out, _ = inspect(folder, "--thorough")
+    assert code == 1
+    assert "__0_0.distcp" in out and FC1 in "".join(out.split())
+
+
+def test_experts_that_are_not_understood_are_named(inspect, tmp_path):
+    head = "model.layers.0.mlp.experts."
+    save_file({f"{head}gate_up_proj": torch.zeros(2, 8, 4)}, tmp_path / "model.safetensors")
+    code, out, _ = inspect(tmp_path)
+    assert code == 0
+    assert f"not understood: {head}down_proj: missing" in out
+    report = json.loads(inspect(tmp_path / "model.safetensors", "--json")[1])
+    assert (report["format"], report["glu_interleave"]) == ("safetensors", None)
+    assert all(fault.startswith(f"{head}down_proj: missing") for fault in report["faults"])
+
+
+def test_of_a_run_the_newest_is_taken_and_named(inspect, tmp_path):
+    write_torch_dist(tmp_path / "iter_0000007", stored_tensors(states=False))
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
+    code, out, err = inspect(tmp_path)
+    assert code == 0
+    assert f"{tmp_path}: taking its newest checkpoint, iter_0000007" in err
+    assert out.startswith(f"{tmp_path / 'iter_0000007'}\n")
+
+
+@pytest.mark.parametrize("name", ["nothing", "note.txt"])
+def test_what_is_no_checkpoint_is_one_line_and_exits_with_2(name, inspect, tmp_path):
+    (tmp_path / "note.txt").write_text("x")
+    code, out, err = inspect(tmp_path / name)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"error: {tmp_path / name}: expected a ")
+
+
+def test_a_pipe_gets_whole_lines_without_blanks_at_their_ends(inspect, tmp_path):
+    """Though the environment tells of 80 columns."""
+    prefix = "a." + "very.long.name." * 20 + "experts."
+    tensors = {f"{prefix}linear_fc{half}.weight": torch.zeros(2, 4, 4) for half in (1, 2)}
+    tensors[f"{prefix}linear_fc1.weight"] = torch.zeros(2, 8, 4)
+    path = tmp_path / "model.safetensors"
+    save_file(tensors, path)
+    lines = inspect(path)[1].splitlines()
+    assert f"experts in {prefix}" in lines
+    assert lines == [line.rstrip() for line in lines]
+
+
+def test_files_of_ranks_are_looked_at_without_being_loaded(inspect, tmp_path):
+    """Of ``--ckpt-format torch``: whole, flipped, without a file, and while they are written."""
+    save_legacy(tmp_path, (20,))
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("20")
+    folder = tmp_path / "iter_0000020"
+    file = folder / "mp_rank_01" / "distrib_optim.pt"
+    seal(folder)
+    code, out, err = inspect(tmp_path, "--thorough")
+    assert (code, "iter_0000020" in err) == (0, True)
+    assert "4 files of 2 ranks" in out
+    flip_in_archive(file)
+    assert inspect(folder)[0] == 0
+    (defect,) = json.loads(inspect(folder, "--thorough", "--json")[1])["defects"]
+    assert defect.startswith("mp_rank_01/distrib_optim.pt damaged archive: Bad CRC-32")
+    file.unlink()
+    code, out, _ = inspect(folder)
+    assert (code, "mp_rank_01/distrib_optim.pt is missing" in out) == (1, True)
+    begin(folder)
+    code, out, _ = inspect(folder)
+    assert (code, "no: it was not saved to the end" in out) == (1, True)
+    assert cli.main(["verify", str(folder), str(folder)]) == 2

@@ -1,0 +1,158 @@
+"""`moe-optim patch`: all diffs or none, again and again, and back to the byte."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moe_optim.commands.cli import main as cli
+from moe_optim.errors import PatchError
+from moe_optim.integration.source_diffs import FOLDER, apply_diffs, load_diffs, revert_diffs
+from tests.support.scripts import copy_diffed_files, fingerprint, needs_diffed_files
+
+pytest.importorskip("megatron.core")
+pytestmark = needs_diffed_files
+
+DIFFS = load_diffs()
+VICTIM = "megatron/core/optimizer/distrib_optimizer.py"
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """Return a tree with the files of core_v0.19.0 that the diffs change."""
+    return copy_diffed_files(tmp_path / "tree")
+
+
+def patch(action, tree):
+    return cli.main(["patch", action, str(tree)])
+
+
+def states(tree):
+    return {diff.state(tree) for diff in DIFFS}
+
+
+def test_check_says_of_each_diff_whether_it_is_applied_and_exits_accordingly(tree, capsys):
+    assert patch("check", tree) == 1
+    out = capsys.readouterr().out.splitlines()
+    assert [line.rpartition(": ")[2] for line in out] == ["not applied"] * len(DIFFS)
+    assert f"{VICTIM} (param-layout): not applied" in out
+    patch("apply", tree)
+    capsys.readouterr()
+    assert patch("check", tree) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert [line.rpartition(": ")[2] for line in out] == ["applied"] * len(DIFFS)
+
+
+def test_check_changes_nothing(tree):
+    before = fingerprint(tree)
+    patch("check", tree)
+    assert fingerprint(tree) == before
+
+
+def test_revert_leaves_every_file_as_it_was(tree):
+    """Bytes and modes of all files, and no file more, also after a patched tree was imported."""
+    (tree / VICTIM).chmod(0o750)
+    before = fingerprint(tree)
+    assert patch("apply", tree) == 0
+    assert states(tree) == {"applied"}
+    hook = "megatron/core/moe_optim_hook.py"
+    assert set(fingerprint(tree)) - set(before) == {hook}
+    subprocess.run([sys.executable, "-m", "py_compile", str(tree / hook)], check=True)
+    assert list(tree.rglob("*.pyc"))
+    assert patch("revert", tree) == 0
+    assert fingerprint(tree) == before
+
+
+def test_a_second_apply_and_a_second_revert_change_nothing(tree, capsys):
+    for action in ("apply", "revert"):
+        assert patch(action, tree) == 0
+        once = fingerprint(tree)
+        capsys.readouterr()
+        assert patch(action, tree) == 0
+        assert fingerprint(tree) == once
+        assert capsys.readouterr().out == "nothing to do\n"
+
+
+def test_what_was_left_in_the_middle_is_finished_or_undone(tree):
+    """An interrupted command leaves some files changed: either command then ends the mixture."""
+    before = fingerprint(tree)
+    apply_diffs(tree, DIFFS[:4])
+    assert states(tree) == {"applied", "not applied"}
+    assert patch("check", tree) == 1
+    assert patch("apply", tree) == 0
+    assert states(tree) == {"applied"}
+    revert_diffs(tree, DIFFS[2:7])
+    assert patch("revert", tree) == 0
+    assert fingerprint(tree) == before
+
+
+def edit(path):
+    path.write_bytes(path.read_bytes() + b"\n")
+
+
+@pytest.mark.parametrize("damage", [edit, Path.unlink], ids=["edited", "missing"])
+@pytest.mark.parametrize("action", ["apply", "revert"])
+def test_a_tree_of_unknown_source_is_refused_and_left_alone(tree, capsys, action, damage):
+    """The file is named, with what was expected and what was found; the others stay as they are."""
+    if action == "revert":
+        patch("apply", tree)
+    damage(tree / VICTIM)
+    before = fingerprint(tree)
+    capsys.readouterr()
+    assert patch(action, tree) == 2
+    assert fingerprint(tree) == before
+    said = capsys.readouterr().err.splitlines()
+    assert "expected the files of core_v0.19.0, got others (megatron-core " in said[0]
+    assert "`moe-optim run`, which needs no diffs" in said[-1]
+    (line,) = [x for x in said if "unknown source" in x]
+    (diff,) = [diff for diff in DIFFS if diff.path == VICTIM]
+    assert line.startswith(f"  {VICTIM}: unknown source: expected git object ")
+    assert diff.before[:12] in line
+    assert diff.after[:12] in line
+    assert patch("check", tree) == 2
+
+
+def test_a_file_that_stands_where_the_hook_goes_is_refused(tree):
+    (tree / "megatron" / "core" / "moe_optim_hook.py").write_text("mine = True\n")
+    before = fingerprint(tree)
+    assert patch("apply", tree) == 2
+    assert fingerprint(tree) == before
+
+
+def test_a_disk_that_fills_up_changes_nothing(tree, monkeypatch):
+    before = fingerprint(tree)
+    write = Path.write_bytes
+
+    def fail_on_the_victim(path, content):
+        if "distrib_optimizer" in path.name:
+            write(path, content[:100])
+            raise OSError(28, "No space left on device")
+        return write(path, content)
+
+    monkeypatch.setattr(Path, "write_bytes", fail_on_the_victim)
+    with pytest.raises(OSError, match="No space left"):
+        apply_diffs(tree, DIFFS)
+    assert fingerprint(tree) == before
+
+
+def test_a_diff_that_does_not_make_what_it_says_is_refused(tree, tmp_path):
+    """A diff file that was edited by hand is found out before anything is written."""
+    text = (FOLDER / "training.training.patch").read_text()
+    (tmp_path / "edited.patch").write_text(text.replace("+        optimizer", "+        optimiser"))
+    before = fingerprint(tree)
+    with pytest.raises(PatchError, match=r"training\.py: expected the diff to make"):
+        apply_diffs(tree, load_diffs(tmp_path))
+    assert fingerprint(tree) == before
+
+
+def test_a_folder_that_is_no_checkout_is_refused(tmp_path, capsys):
+    assert patch("check", tmp_path) == 2
+    assert "a folder without megatron/core" in capsys.readouterr().err
+    assert patch("apply", tmp_path / "missing") == 2
+    assert "got no folder" in capsys.readouterr().err
+
+
+def test_an_installation_without_diffs_says_so(tmp_path):
+    with pytest.raises(PatchError, match="expected source diffs, found none"):
+        load_diffs(tmp_path)

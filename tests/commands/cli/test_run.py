@@ -1,0 +1,388 @@
+"""`moe-optim run`: a script as python runs it, and with the flag a run of the plug-in."""
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch.utils._config_module import ConfigModule
+
+from moe_optim.commands.cli import main as cli
+from moe_optim.config import MoEOptimConfig
+from moe_optim.integration import cpu_runtime
+from moe_optim.integration.arguments import request_from_argv
+from moe_optim.integration.patching.engine import patch_state
+from moe_optim.integration.patching.patches import ADAM, CPU, DATASETS, PATCHES, SCRIPT
+from moe_optim.integration.script_runner import prepare_imports, run_script
+from tests.support.ranks import run_ranks
+from tests.support.runs import REPOSITORY
+from tests.support.scripts import PRETRAIN, write_fake_tree
+from tests.support.training import assert_same_run, pretrain
+
+pytest.importorskip("megatron.core")
+
+PLUGIN = ["--use-moe-grouped-optim", "--moe-optim-set", "format=mxfp8"]
+SHORT = ["--train-iters", "2", "--eval-interval", "2"]
+
+TELL = """
+import json, sys
+print(json.dumps({
+    "argv": sys.argv, "name": __name__, "file": __file__, "path": sys.path, "spec": __spec__,
+    "main": sys.modules["__main__"].__dict__ is globals(), "docstring": __doc__,
+    "loaded": sorted({name.partition(".")[0] for name in sys.modules} & {"megatron", "torch"}),
+}))
+"""
+
+RUN_SCRIPT = """
+import sys
+from pathlib import Path
+from moe_optim.integration.arguments import request_from_argv
+from moe_optim.integration.script_runner import prepare_imports, run_script
+script = Path(sys.argv[1])
+prepare_imports(script, None)
+run_script(script, sys.argv[2:], cpu=False)
+"""
+
+
+@pytest.fixture
+def imports(monkeypatch):
+    """Take back what `run` does to this process."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", [*sys.argv])
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # so that it is taken back
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "scripts" / "pretrain_mine.py"
+    path.parent.mkdir()
+    path.write_text(PRETRAIN)
+    return path
+
+
+def refusal(capsys, *words):
+    """Return the one line that the command refuses with."""
+    assert cli.main(["run", *map(str, words)]) == 2
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error: ")]
+    return line
+
+
+def test_what_follows_the_script_is_the_scripts():
+    """Even what looks like an option of ours, and dashes."""
+    words = ["run", "--megatron-lm", "tree", "s.py", "--megatron-lm", "x", "--help", "--", "-h"]
+    args = cli.build_parser().parse_args(words)
+    assert (args.megatron_lm, args.script) == (Path("tree"), Path("s.py"))
+    assert args.script_args == words[4:]
+
+
+def test_a_script_sees_what_it_sees_under_python(tmp_path):
+    """Its arguments, its name, its folder first on the path; and nothing heavy was imported."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "tell.py").write_text(TELL)
+    (tmp_path / "tell.py").symlink_to("real/tell.py")
+    told = []
+    mine, given = str(Path(cli.__file__).parents[2]), os.environ.get("PYTHONPATH")
+    search_path = os.pathsep.join([mine, given] if given else [mine])
+    for words in (["tell.py"], ["-c", RUN_SCRIPT, "tell.py"]):
+        done = subprocess.run(
+            [sys.executable, *words, "--lr", "1", "--", "-x"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=True,
+            env=os.environ | {"PYTHONPATH": search_path},
+        )
+        told.append(json.loads(done.stdout))
+    under_python, under_run = told
+    assert under_run == under_python
+    assert under_run["argv"] == ["tell.py", "--lr", "1", "--", "-x"]
+    assert under_run["path"][0] == str(tmp_path / "real")
+
+
+def test_a_source_tree_wins_and_children_get_it_too(tmp_path, imports):
+    script = tmp_path / "mine.py"
+    tree = write_fake_tree(tmp_path / "tree")
+    package = prepare_imports(script, tree)
+    assert (package.version, package.checkout) == ("0.19.1", True)
+    assert package.path == str(tree / "megatron" / "core")
+    assert sys.path[:2] == [str(tmp_path), str(tree)]
+    assert os.environ["PYTHONPATH"] == f"{tree}{os.pathsep}/elsewhere"
+
+
+def test_without_a_source_tree_the_installed_megatron_is_used(script, imports):
+    before = sys.path[1:]
+    package = prepare_imports(script, None)
+    assert not package.checkout
+    assert sys.path == [str(script.parent), *before]
+    assert os.environ["PYTHONPATH"] == "/elsewhere"
+
+
+def test_the_line_says_which_megatron_wins(tmp_path, imports, capsys, monkeypatch):
+    """On the first rank alone; the script is found in the tree."""
+    monkeypatch.setattr("moe_optim.commands.cli.run.run_script", lambda script, argv, cpu: None)
+    tree = write_fake_tree(tmp_path / "tree")
+    (tree / "mine.py").touch()
+    assert cli.main(["run", "--megatron-lm", str(tree), "mine.py"]) == 0
+    line = capsys.readouterr().err
+    assert line.startswith(f"moe-optim run: megatron-core 0.19.1 from {tree}/megatron/core, a ")
+    installed = importlib.metadata.version("megatron-core")
+    assert f"wins over the installed {installed}" in line
+    monkeypatch.setenv("RANK", "1")
+    assert cli.main(["run", "--megatron-lm", str(tree), "mine.py"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_without_a_launcher_it_is_one_rank(script, imports, monkeypatch):
+    """torch then meets itself at a free port; what a launcher sets is left alone."""
+    monkeypatch.setattr("moe_optim.commands.cli.run.run_script", lambda script, argv, cpu: None)
+    cli.main(["run", str(script)])
+    assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("127.0.0.1", "0")
+    monkeypatch.setenv("MASTER_ADDR", "node7")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    cli.main(["run", str(script)])
+    assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("node7", "29500")
+
+
+def test_a_script_that_is_nowhere_is_refused(tmp_path, capsys, imports):
+    tree = write_fake_tree(tmp_path / "tree")
+    line = refusal(capsys, "--megatron-lm", tree, "none.py")
+    assert f"found none at none.py nor {tree / 'none.py'}" in line
+    assert "give --megatron-lm PATH" in refusal(capsys, "none.py")
+
+
+def test_a_source_tree_that_is_none_is_refused(tmp_path, capsys, script, imports):
+    (tmp_path / "empty").mkdir()
+    assert "got no folder" in refusal(capsys, "--megatron-lm", tmp_path / "none", script)
+    assert "got no folder" in refusal(capsys, "--megatron-lm", tmp_path / "none", "in_the_tree.py")
+    line = refusal(capsys, "--megatron-lm", tmp_path / "empty", script)
+    assert "a folder without megatron/core" in line
+
+
+def test_a_megatron_beside_the_script_is_not_mixed_with_the_source_tree(tmp_path, capsys, imports):
+    """What stands beside a script is imported first, as under python: then both are refused."""
+    own, tree = (write_fake_tree(tmp_path / name) for name in ("own", "tree"))
+    (own / "mine.py").touch()
+    line = refusal(capsys, "--megatron-lm", tree, own / "mine.py")
+    assert f"expected megatron.core from there, got {own}/megatron/core" in line
+
+
+@pytest.mark.parametrize("version", ["0.18.2", "0.21.0"])
+def test_the_flag_is_refused_for_another_version(tmp_path, capsys, imports, script, version):
+    """Before anything of it is imported."""
+    tree = write_fake_tree(tmp_path / "tree", version)
+    line = refusal(capsys, "--megatron-lm", tree, script, *PLUGIN)
+    assert f"--use-moe-grouped-optim: megatron-core: expected >=0.19,<0.21, got {version}" in line
+
+
+def test_settings_of_the_plugin_without_the_flag_are_refused(capsys, script, imports):
+    line = refusal(capsys, script, "--moe-optim-set", "format=mxfp8")
+    assert "need --use-moe-grouped-optim" in line
+
+
+RECIPE = """
+megatron_args: {--lr: 1e-3, --num-layers: 3, --bf16: true, --mock-data: false}
+moe_optim: {format: nvfp4, wire: bf16}
+"""
+
+
+def test_a_recipe_gives_all_of_its_flags_and_arguments_win(script, tmp_path, imports, monkeypatch):
+    """Those of the plug-in, too; a flag that a recipe has off is left out."""
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(RECIPE)
+    seen = []
+    monkeypatch.setattr(
+        "moe_optim.commands.cli.run.run_script", lambda script, argv, cpu: seen.append(argv)
+    )
+    mine = ["--lr", "1", "--moe-optim-set", "wire=quantized"]
+    assert cli.main(["run", "--recipe", str(recipe), str(script), *mine]) == 0
+    (argv,) = seen
+    given = ["--lr", "1e-3", "--num-layers", "3", "--bf16", "--use-moe-grouped-optim"]
+    assert argv == [*given, "--moe-optim-recipe", str(recipe), *mine]
+    assert request_from_argv(argv) == MoEOptimConfig(format="nvfp4", wire="quantized")
+
+
+def test_a_recipe_for_other_versions_is_refused_and_hardware_is_the_launchers(
+    script, tmp_path, capsys, imports, monkeypatch
+):
+    monkeypatch.setattr("moe_optim.commands.cli.run.run_script", lambda script, argv, cpu: None)
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("requires: {gpus: 256, sm: 100, ranks: 256}\nmoe_optim:\n")
+    assert cli.main(["run", "--recipe", str(recipe), str(script)]) == 0
+    recipe.write_text("requires: {megatron-core: '<0.19'}\nmoe_optim:\n")
+    line = refusal(capsys, "--recipe", recipe, script)
+    assert line.startswith(f"error: {recipe}: requires: expected more than this machine has.")
+
+
+def run_with_recipe(recipe, script, argv):
+    """Run a script with a recipe in a rank."""
+    os.environ["PYTHONPATH"] = ""
+    assert cli.main(["run", "--recipe", recipe, str(script), *argv]) == 0
+    return sys.argv[1:]
+
+
+def test_megatrons_parser_reads_a_shipped_recipe_under_the_arguments_of_a_script(tmp_path):
+    script = tmp_path / "parse.py"
+    script.write_text(
+        "from megatron.training.arguments import parse_args\n"
+        "from moe_optim.integration.patching.installation import installed_config\n"
+        "args = parse_args()\n"
+        "assert (args.num_experts, args.train_iters, args.swiglu) == (8, 5, True)\n"
+        "assert installed_config().format == 'bf16'\n"
+    )
+    (argv,) = run_ranks(1, run_with_recipe, "quickstart_bf16", script, ["--train-iters", "5"])
+    assert argv.count("--train-iters") == 2
+
+
+def run_and_examine(script, argv):
+    """Run a script in a rank, on its way to a GPU, and return what is rebound afterwards."""
+    os.environ["PYTHONPATH"] = ""
+    prepare_imports(script, None)
+    run_script(script, argv, cpu=False)
+    return [patch.id for patch in (*SCRIPT, *PATCHES) if patch_state(patch) == "applied"]
+
+
+def bindings():
+    """Return every global of every module of Megatron and torch, and torch's settings."""
+    return {
+        f"{name}:{key}": value
+        for name, module in list(sys.modules.items())
+        if name.partition(".")[0] in ("megatron", "torch")
+        for key, value in list(_names_of(module).items())
+    }
+
+
+def _names_of(module):
+    if isinstance(module, ConfigModule):  # lends copies: equal ones are one string here
+        settings = module.shallow_copy_dict()
+        return {key: sys.intern(repr(value)) for key, value in settings.items()}
+    return vars(module)
+
+
+def run_and_compare(script, cpu):
+    """Run a script without the plug-in's flag, and return everything that is another afterwards."""
+    os.environ["PYTHONPATH"] = ""
+    for name in ("TORCHDYNAMO_DISABLE", "CUDA_DEVICE_MAX_CONNECTIONS"):
+        os.environ.pop(name, None)
+    variables, before = dict(os.environ), bindings()
+    run_script(script, ["--lr", "1"], cpu=cpu)
+    after = bindings()
+    rebound = {name for name, value in before.items() if after.get(name) is not value}
+    return rebound, dict(os.environ.items() - variables.items()), sys.argv[1:]
+
+
+ON_THE_CPU = {  # names of Megatron that are rebound there; the others only for torch's Adam
+    "megatron.core.datasets.utils:compile_helpers",
+    "megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu",
+    "megatron.core.distributed.param_and_grad_buffer:dist_all_gather_func",
+}
+OF_LATER_VERSIONS = {  # which 0.19 has not got and does without
+    "megatron.core.transformer.multi_token_prediction:is_inference_column_parallel_linear",
+}
+WITH_TORCHS_ADAM = {
+    "megatron.core.optimizer:Adam",
+    "megatron.core.optimizer:USING_PYTORCH_OPTIMIZER",
+    "megatron.core.optimizer.distrib_optimizer:HAVE_APEX_OR_TE",
+    "megatron.core.optimizer.distrib_optimizer:USING_APEX_OPTIMIZER",
+    "megatron.core.optimizer.optimizer_config:OptimizerConfig.__post_init__",
+}
+
+
+@pytest.fixture
+def importing_script(tmp_path):
+    path = tmp_path / "import.py"
+    path.write_text("import megatron.training\n")
+    return path
+
+
+def test_without_the_flag_nothing_is_replaced_on_gpus(importing_script):
+    """Every global of Megatron and torch is the same object, and so are arguments and variables."""
+    ((rebound, variables, argv),) = run_ranks(1, run_and_compare, importing_script, False)
+    assert rebound == set()
+    assert variables == {}
+    assert argv == ["--lr", "1"]
+
+
+def test_without_the_flag_the_cpu_takes_what_its_runtime_lists(importing_script):
+    """What the documents and the help say of it, by name; and nothing beside it."""
+    ((rebound, variables, argv),) = run_ranks(1, run_and_compare, importing_script, True)
+    of_torch = {name for name in rebound if name.startswith("torch")}
+    of_modules = {target for target in WITH_TORCHS_ADAM if "." not in target.partition(":")[2]}
+    assert rebound - of_torch - OF_LATER_VERSIONS == ON_THE_CPU | of_modules
+    redirected = {f"torch.{name}".rpartition(".")[::2] for name in cpu_runtime.REDIRECTS}
+    assert of_torch == {f"{owner}:{name}" for owner, name in redirected if owner != "torch.Tensor"}
+    assert variables == {"TORCHDYNAMO_DISABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    assert argv == ["--lr", "1", "--distributed-backend", "gloo"]
+
+
+def test_the_documents_name_what_the_cpu_takes():
+    section = (REPOSITORY / "docs" / "without-a-gpu.md").read_text()
+    for target in ON_THE_CPU | OF_LATER_VERSIONS | WITH_TORCHS_ADAM:
+        module, _, name = target.partition(":")
+        assert f"{module}:" in section
+        assert f":{name}`" in section
+    of_cuda = {name for name in cpu_runtime.REDIRECTS if name.startswith("cuda.")}
+    assert f"{len(of_cuda)} names of `torch.cuda`" in section
+    others = cpu_runtime.REDIRECTS.keys() - of_cuda
+    assert all(f"{name}`" in section for name in others)
+    assert "gloo" in section
+    assert {patch.target for patch in CPU if patch.only_if_there} == OF_LATER_VERSIONS
+    ids = [patch.target for patch in (*ADAM, *CPU, *DATASETS) if not patch.only_if_there]
+    assert set(ids) == ON_THE_CPU | WITH_TORCHS_ADAM
+    assert len(ids) == 8  # as the help of the command counts them
+
+
+def test_the_flag_installs_the_plugin_and_the_parser_takes_its_settings(tmp_path):
+    """A parser that the script fills itself with the plug-in's flags is left to do so."""
+    script = tmp_path / "parse.py"
+    script.write_text(
+        "import sys\n"
+        "from megatron.training.arguments import parse_args\n"
+        "from moe_optim.integration.arguments import add_moe_optim_arguments\n"
+        "from moe_optim.integration.patching.installation import installed_config\n"
+        "for provider in (None, add_moe_optim_arguments):\n"
+        "    args = parse_args(provider)\n"
+        "    assert args.use_moe_grouped_optim and args.moe_optim_set == ['format=mxfp8']\n"
+        "assert installed_config().format == 'mxfp8'\n"
+    )
+    (applied,) = run_ranks(1, run_and_examine, script, PLUGIN)
+    assert {"script-arguments", "distributed-optimizer", "local-experts"} <= set(applied)
+
+
+def train_through_run(script, flags):
+    """Train as a rank of `moe-optim run` does; None stands for the entry of `moe-optim train`."""
+    import moe_optim.commands.train.pretrain as entry
+
+    if script is not None:
+        os.environ["PYTHONPATH"] = ""
+
+        def run(argv):
+            assert cli.main(["run", str(script), *argv]) == 0
+
+        entry.train = run
+    return pretrain([*SHORT, *flags], None)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        pytest.param(1, PLUGIN, id="flag"),
+        pytest.param(1, [], id="no flag", marks=pytest.mark.extended),
+        pytest.param(2, PLUGIN, id="flag, 2 ranks", marks=pytest.mark.extended),
+        pytest.param(2, [], id="no flag, 2 ranks", marks=pytest.mark.extended),
+    ],
+)
+def test_an_unmodified_script_trains_as_moe_optim_train_does(script, ranks, flags):
+    """Losses, masters, moments and weights are equal to the bit; so are the classes."""
+    got = run_ranks(ranks, train_through_run, script, flags)
+    want = run_ranks(ranks, train_through_run, None, flags)
+    for mine, other in zip(got, want, strict=True):
+        assert_same_run(mine, other, what="run against train")
+        optimizer = "GroupedDistributedOptimizer" if flags else "DistributedOptimizer"
+        assert mine.classes == other.classes == {optimizer}
+    assert len(got[-1].losses) == 2

@@ -1,0 +1,140 @@
+"""Commands in terminals of 60 and 120 columns, and with readers that go away."""
+
+import fcntl
+import json
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+
+import pytest
+
+from moe_optim.formats import FORMATS
+from moe_optim.spelling import spell_bytes
+from tests.support.exported_models import stored, write
+from tests.support.megatron_flags import recorded
+from tests.support.stored_checkpoints import common_state, stored_tensors, write_torch_dist
+
+COMMAND = [sys.executable, "-m", "moe_optim.commands.cli.main"]
+STYLE = re.compile(r"\x1b\[[0-9;]*m")
+ROWS = (*FORMATS, *(f"stock {name}" for name in ("bf16", "mxfp8", "nvfp4", "fp8_block")))
+
+
+def run_in_terminal(columns, *words):
+    """Return exit code and lines of a command whose stdout is a terminal."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+    environment = {**os.environ, "TERM": "xterm-256color"}
+    environment.pop("COLUMNS", None)
+    process = subprocess.Popen(
+        [*COMMAND, *map(str, words)],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=subprocess.DEVNULL,
+        env=environment,
+    )
+    os.close(theirs)
+    said = b""
+    while piece := read_some(ours):
+        said += piece
+    os.close(ours)
+    return process.wait(), STYLE.sub("", said.decode()).splitlines()
+
+
+def read_some(terminal):
+    try:
+        return os.read(terminal, 1 << 16)
+    except OSError:  # what Linux says where nobody writes any more
+        return b""
+
+
+@pytest.mark.parametrize(("columns", "tables"), [(60, 5), (120, 3)])
+def test_a_plan_fits_its_terminal_and_cuts_no_number(columns, tables, tmp_path):
+    """All figures of the file stand in it, in fewer and wider tables where there is room."""
+    path = tmp_path / "plan.json"
+    words = ["--gpus", "64", "--gpu-memory", "80", "--bandwidth", "400", "--details"]
+    words += ["--memory-bandwidth", "3.35", "--json", path, "--", "--grad-reduce-in-bf16"]
+    code, lines = run_in_terminal(columns, "plan", "qwen3_30b_a3b", *words)
+    assert code == 0
+    assert max(map(len, lines)) <= columns
+    assert not any("…" in line for line in lines)
+    assert sum(line.startswith("format ") for line in lines) == tables
+    for row in json.loads(path.read_text())["rows"]:
+        shown = [line for line in lines if line.startswith(f"{row['format']} ")]
+        assert len(shown) == tables
+        text = " ".join(shown)
+        for key in ("weight", "gradient", "optimizer", "step_memory", "total"):
+            assert spell_bytes(row[f"{key}_bytes_per_rank"]) in text
+        assert f" {row['gather_ms']:.3f} ms" in text
+
+
+def test_a_terminal_too_narrow_for_a_table_folds_it_and_cuts_nothing():
+    """Three tables, whose lines the terminal folds."""
+    code, lines = run_in_terminal(40, "plan", "qwen3_30b_a3b", "--gpus", "8")
+    rows = [line for line in lines if line[:15].rstrip() in ROWS and len(line) > 40]
+    assert (code, len(rows)) == (0, 3 * len(ROWS))
+    assert not any("…" in line for line in lines)
+
+
+def test_a_run_is_inspected_at_60_columns_by_its_folder(tmp_path):
+    """Nothing but the path is wider."""
+    checkpoints = tmp_path / "run" / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    write_torch_dist(checkpoints / "iter_0000007", stored_tensors(), common_state(4))
+    (checkpoints / "latest_checkpointed_iteration.txt").write_text("7")
+    code, lines = run_in_terminal(60, "inspect", tmp_path / "run")
+    assert code == 0
+    text = "\n".join(lines)
+    assert str(checkpoints / "iter_0000007") in text.replace("\n", "")
+    start = next(index for index, line in enumerate(lines) if line.startswith("format"))
+    assert max(map(len, lines[start:])) <= 60
+    assert "…" not in text
+
+
+def run_without_reader(*words):
+    """Return exit code and errors of a command whose stdout nobody reads any more."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [*COMMAND, *map(str, words)], stdout=writing, stderr=subprocess.PIPE, text=True
+    )
+    os.close(writing)
+    return done.returncode, done.stderr
+
+
+@recorded  # importing Megatron warns
+def test_a_closed_pipe_loses_no_file_of_a_plan(tmp_path):
+    """As with ``| head -1``: tables are printed last."""
+    rows, picture = tmp_path / "plan.json", tmp_path / "plan.png"
+    files = ["--json", rows, "--out", picture]
+    code, errors = run_without_reader("plan", "qwen3_30b_a3b", "--gpus", "8", *files)
+    assert (code, errors) == (141, "")
+    assert len(json.loads(rows.read_text())["rows"]) == len(ROWS)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@recorded  # importing Megatron warns
+@pytest.mark.parametrize(
+    "words", [["plan", "quickstart", "--gpus", "2", "--json"], ["recipes"]], ids=["JSON", "a table"]
+)
+def test_what_nobody_reads_ends_as_sigpipe_would_without_a_word(words):
+    assert run_without_reader(*words) == (141, "")
+
+
+def test_an_export_that_nobody_reads_about_is_written_whole(tmp_path):
+    source, target = write(tmp_path / "source", stored()), tmp_path / "out"
+    assert run_without_reader("export", source, target, "--format", "mxfp8") == (141, "")
+    assert (target / "config.json").is_file()
+
+
+def test_the_first_line_of_a_pipe_comes_with_all_files(tmp_path):
+    rows, picture = tmp_path / "plan.json", tmp_path / "plan.jpg"
+    command = [*COMMAND, "plan", "qwen3_30b_a3b", "--json", rows, "--out", picture]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline().startswith("qwen3_30b_a3b: all 48 MoE layers")
+        assert rows.is_file() and picture.is_file()
+        process.stdout.close()
+    assert process.returncode in (0, 141)  # 0 where all was printed before the pipe was closed

@@ -1,0 +1,151 @@
+"""``moe-optim verify`` exits with 0, 1 or 2, and shows what differs."""
+
+import json
+import re
+
+import pytest
+import torch
+
+from moe_optim.commands.cli import main as cli
+from moe_optim.commands.cli import verify as command
+from tests.support.stored_checkpoints import (
+    EMBEDDING,
+    FC1,
+    FC2,
+    FFN,
+    FLAT,
+    HIDDEN,
+    LAYERS,
+    stored_tensors,
+    write_torch_dist,
+)
+
+WEIGHTS = 2 * LAYERS + 2
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return write_torch_dist(tmp_path_factory.mktemp("source") / "c", stored_tensors(states=False))
+
+
+@pytest.fixture
+def verify(capsys, monkeypatch):
+    """Return a function that runs the command; it gives exit code, output and errors."""
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def run(*words):
+        code = cli.main(["verify", *map(str, words)])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def changed(folder, **bits):
+    """Write a checkpoint where one bit of fc1 is flipped: expert 3 of layer 2, row 1, column 4."""
+    tensors = stored_tensors(states=False)
+    tensors[FC1].view(torch.int16)[2, 3, 1, 4] ^= 1
+    return write_torch_dist(folder, tensors | bits)
+
+
+def test_equal_checkpoints_exit_with_0(verify, source):
+    code, out, err = verify(source, source)
+    assert (code, err) == (0, "")
+    assert f"equal: {WEIGHTS} tensors, " in out
+    assert "Objects that are no tensors were not compared: 2 in A and 2 in B" in out
+
+
+def test_a_flipped_bit_is_shown_with_its_expert_and_exits_with_1(verify, source, tmp_path):
+    code, out, _ = verify(source, changed(tmp_path / "b"))
+    assert code == 1
+    elements = 2 * FFN * HIDDEN
+    assert re.search(rf"experts.linear_fc1\S* +3 +1 of {elements} +\[1, 4\]", out), out
+    assert f"not equal: 1 difference in {WEIGHTS} tensors" in out
+
+
+def test_json_lists_every_difference(verify, source, tmp_path):
+    other = changed(tmp_path / "b", **{"new": torch.zeros(2)})
+    code, out, _ = verify(source, other, "--json")
+    report = json.loads(out)
+    assert (code, report["equal"], report["tensors"]) == (1, False, WEIGHTS)
+    first, second = report["differences"]
+    assert first["name"] == "decoder.layers.2.mlp.experts.linear_fc1.weight"
+    assert (first["expert"], first["differing"], first["first"]) == (3, 1, [1, 4])
+    assert (second["name"], second["what"]) == ("new", "only in B")
+    assert json.loads(verify(source, source, "--json")[1])["equal"] is True
+
+
+def test_json_has_null_for_a_difference_that_is_no_number(verify, tmp_path):
+    """Infinity is no JSON."""
+    weights = stored_tensors(states=False)
+    a, b = (
+        write_torch_dist(tmp_path / name, weights | {"new": torch.tensor([value])})
+        for name, value in (("a", 1.0), ("b", torch.inf))
+    )
+    out = verify(a, b, "--json")[1]
+    assert "Infinity" not in out
+    assert [one["largest"] for one in json.loads(out)["differences"]] == [None]
+
+
+def test_a_long_list_is_cut_and_says_so(verify, source, tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "SHOWN", 3)
+    tensors = {key: value.clone() for key, value in stored_tensors(states=False).items()}
+    tensors[FC2].view(torch.int16).bitwise_xor_(1)
+    tensors[EMBEDDING] = tensors[EMBEDDING].float()
+    code, out, _ = verify(source, write_torch_dist(tmp_path / "b", tensors))
+    assert code == 1
+    assert f"and {LAYERS * 4 + 1 - 3} more: --json lists all" in out
+
+
+def test_a_pipe_gets_one_line_a_difference_however_long_its_key(verify, source, tmp_path):
+    """Though the environment tells of 80 columns: what reads a pipe looks for whole keys."""
+    key = "a." + "very.long.name." * 20 + "weight"
+    tensors = stored_tensors(states=False)
+    tensors[FC1].view(torch.int16)[2, 3, 1, 4] ^= 1
+    other = write_torch_dist(tmp_path / "b", tensors | {key: torch.zeros(2)})
+    lines = verify(source, other)[1].splitlines()
+    (line,) = [line for line in lines if key in line]
+    assert line.startswith(f"{key}: only in B ")
+    assert lines == [line.rstrip() for line in lines]
+
+
+def test_states_can_be_left_out(verify, source, tmp_path):
+    other = write_torch_dist(tmp_path / "b", stored_tensors())
+    assert verify(source, other)[0] == 1
+    assert verify(source, other, "--weights-only")[0] == 0
+
+
+def test_states_that_could_not_be_compared_are_not_called_equal(verify, tmp_path):
+    """Flat ones in buckets of other sizes. The exit code is 1, and JSON has null for equal."""
+    weights = stored_tensors(states=False)
+    a, b = (
+        write_torch_dist(tmp_path / name, weights | {FLAT: torch.zeros(size)})
+        for name, size in (("a", 64), ("b", 32))
+    )
+    code, out, _ = verify(a, b)
+    assert code == 1
+    assert "no difference in" in out and "not all were compared" in out
+    assert not any(line.startswith("equal") for line in out.splitlines())
+    report = json.loads(verify(a, b, "--json")[1])
+    assert (report["equal"], report["differences"], report["skipped"]) == (None, [], [FLAT])
+    assert verify(a, b, "--weights-only")[0] == 0
+    other = write_torch_dist(
+        tmp_path / "c", weights | {FLAT: torch.zeros(32), "new": torch.zeros(2)}
+    )
+    assert json.loads(verify(a, other, "--json")[1])["equal"] is False
+
+
+def test_keys_of_the_first_are_renamed(verify, source, tmp_path):
+    tensors = stored_tensors(states=False)
+    renamed = {key.replace("decoder.", "model."): value for key, value in tensors.items()}
+    other = write_torch_dist(tmp_path / "b", renamed)
+    assert verify(source, other)[0] == 1
+    assert verify(source, other, "--rename", "decoder.=model.")[0] == 0
+
+
+def test_what_cannot_be_read_exits_with_2(verify, source, tmp_path):
+    broken = write_torch_dist(tmp_path / "b", stored_tensors(states=False))
+    (broken / "__0_0.distcp").unlink()
+    code, out, err = verify(source, broken)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert f"error: {broken}/__0_0.distcp: expected a file" in err

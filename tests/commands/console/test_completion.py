@@ -1,0 +1,64 @@
+"""Shells complete commands, options, files and the names of recipes."""
+
+import subprocess
+import sys
+
+import pytest
+
+from moe_optim.commands.cli import main as cli
+from moe_optim.config.shipped_recipes import shipped_recipes
+
+
+def completed(script, words):
+    """Return what bash offers for the last of some words."""
+    line = " ".join(words)
+    program = (
+        f'source "{script}"; COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; '
+        '_shtab_moe_optim; printf "%s\\n" "${COMPREPLY[@]}"'
+    )
+    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory):
+    path = tmp_path_factory.mktemp("completion") / "moe-optim.bash"
+    with pytest.MonkeyPatch.context() as patch, path.open("w") as file:
+        patch.setattr("sys.stdout", file)
+        with pytest.raises(SystemExit) as exit:
+            cli.main(["--print-completion", "bash"])
+    assert exit.value.code == 0
+    return path
+
+
+def test_bash_completes_commands_and_their_options(script):
+    assert completed(script, ["moe-optim", "pl"]) == {"plan"}
+    assert completed(script, ["moe-optim", "recipes", "co"]) == {"copy"}
+    assert completed(script, ["moe-optim", "plan", "quickstart", "--gpu"]) == {
+        "--gpus",
+        "--gpu-memory",
+    }
+    assert completed(script, ["moe-optim", "convert", "a", "b", "--experts", "group"]) == {
+        "grouped"
+    }
+
+
+def test_bash_completes_recipes_by_name_and_by_file(script, tmp_path):
+    names = {name for name in shipped_recipes() if name.startswith("qwen3_30b")}
+    assert completed(script, ["moe-optim", "train", "qwen3_30b"]) == names
+    (tmp_path / "own.yaml").touch()
+    assert completed(script, ["moe-optim", "plan", f"{tmp_path}/ow"]) == {f"{tmp_path}/own.yaml"}
+
+
+def test_zsh_gets_a_script_of_its_own(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["--print-completion", "zsh"])
+    said = capsys.readouterr().out
+    assert said.startswith("#compdef moe-optim")
+    assert "_moe_optim_recipes() { compadd" in said
+
+
+def test_without_shtab_the_way_to_it_is_said(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert cli.main(["--print-completion", "bash"]) == cli.BAD_INPUT
+    assert "pip install 'moe_optim[completion]'" in capsys.readouterr().err

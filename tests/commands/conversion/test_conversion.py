@@ -1,0 +1,440 @@
+"""A converted checkpoint holds the same bits under other keys, all of them, or does not exist."""
+
+import errno
+import io
+import json
+import shutil
+import weakref
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from moe_optim.checkpoint.files import publishing
+from moe_optim.checkpoint.files.torch_dist import TorchDistReader
+from moe_optim.checkpoint.flat_states import MANIFEST
+from moe_optim.checkpoint.integrity import checkpoint_defect, corrupt_files
+from moe_optim.checkpoint.state_manifest import StateManifest
+from moe_optim.commands.conversion import conversion, safetensors_files
+from moe_optim.commands.conversion.conversion import convert_checkpoint
+from moe_optim.commands.conversion.conversion_plan import ConversionRequest, plan_conversion
+from moe_optim.commands.conversion.layer_view import LayerView, Rename
+from moe_optim.commands.conversion.opening import open_checkpoint
+from moe_optim.commands.conversion.torch_dist_writer import TorchDistWriter
+from moe_optim.errors import ConfigError, LayoutError, StateError
+from moe_optim.experts.keys.layouts import LAYOUTS, get_layout
+from tests.support.bytes import assert_bytes_equal, assert_same_tensors
+from tests.support.stored_checkpoints import (
+    EXPERTS,
+    FC1,
+    FC2,
+    FFN,
+    FLAT,
+    LAYERS,
+    STATES,
+    common_state,
+    interleaved,
+    read_object,
+    read_with_torch,
+    stored_tensors,
+    write_torch_dist,
+)
+
+COMMON = "common_state/shard_0_1"
+PREFIXES = ("", *(f"optimizer.state.{state}." for state in STATES))
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return write_torch_dist(tmp_path_factory.mktemp("source") / "c", stored_tensors())
+
+
+def of_each_layer(tensors):
+    """Return tensors under keys of one layer each, as Megatron stores layers that differ."""
+    return {
+        key.replace(".layers.", f".layers.{layer}."): value[layer].clone()
+        for key, value in tensors.items()
+        if ".layers." in key
+        for layer in range(LAYERS)
+    }
+
+
+def test_experts_that_were_frozen_in_one_layer_have_no_states_there(tmp_path):
+    """Of all kinds or none: where one kind alone is missing, it was lost."""
+    tensors = of_each_layer(stored_tensors())
+    frozen = [key for key in tensors if key.startswith("optimizer") and ".1.mlp.experts." in key]
+    left = {key: value for key, value in tensors.items() if key not in frozen}
+    source = write_torch_dist(tmp_path / "frozen", left)
+    convert_checkpoint(plan_of(source, "hf", format="safetensors"), tmp_path / "hf")
+    assert len(open_checkpoint(tmp_path / "hf").tensors) == len(left)
+    assert len(frozen) == 2 * len(STATES)
+    lost = [key for key in frozen if ".exp_avg." in key]
+    source = write_torch_dist(
+        tmp_path / "lost", {key: value for key, value in tensors.items() if key not in lost}
+    )
+    with pytest.raises(LayoutError, match=r"exp_avg\..*\.1\.mlp\.router\.weight: expected experts"):
+        plan_of(source, "grouped")
+
+
+def plan_of(source, to, **request):
+    renames = request.pop("renames", ())
+    view = LayerView(open_checkpoint(source), renames)
+    return plan_conversion(view, ConversionRequest(to=get_layout(to), **request))
+
+
+def convert(source, target, to, **request):
+    plan = plan_of(source, to, **request)
+    convert_checkpoint(plan, target)
+    return plan
+
+
+def in_safetensors(folder):
+    """Return all tensors of a folder as the index says, each file read by the library."""
+    weight_map = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    files = {name: load_file(folder / name) for name in set(weight_map.values())}
+    return {key: files[name][key] for key, name in weight_map.items()}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_there_and_back_gives_every_bit_again(layout, source, tmp_path):
+    """torch_dist, to safetensors in any layout, and back: experts come back one tensor a layer, as
+    Megatron stores layers that are not alike; everything else comes back as it was."""
+    convert(source, tmp_path / "there", layout, format="safetensors")
+    convert(tmp_path / "there", tmp_path / "back", "grouped", format="torch_dist")
+    want = {}
+    for key, tensor in stored_tensors().items():
+        parts = {key: tensor}
+        if ".experts." in key:
+            heads = [key.replace("layers.", f"layers.{layer}.") for layer in range(LAYERS)]
+            parts = dict(zip(heads, tensor, strict=True))
+        want |= parts
+    back = tmp_path / "back" / "iter_0000007"
+    assert_same_tensors(read_with_torch(back), want)
+    assert (checkpoint_defect(back), list(corrupt_files(back))) == (None, [])
+
+
+@pytest.mark.parametrize("rows", [0, 4])
+def test_hugging_face_gets_all_gate_rows_first_whatever_megatron_had(rows, tmp_path):
+    """Weights, masters and moments alike: a model of the layout hf knows no interleaving."""
+    stored = stored_tensors()
+    contiguous = {key: tensor.clone() for key, tensor in stored.items() if FC1 in key}
+    if rows:
+        stored |= {key: interleaved(tensor, rows) for key, tensor in contiguous.items()}
+    source = write_torch_dist(tmp_path / "source", stored, common_state(rows or None))
+    convert(source, tmp_path / "hf", "hf", format="safetensors")
+    got = in_safetensors(tmp_path / "hf")
+    for prefix in PREFIXES:
+        for layer in range(LAYERS):
+            head = f"{prefix}decoder.layers.{layer}.mlp.experts."
+            want = contiguous[prefix + FC1][layer]
+            assert_bytes_equal(got[f"{head}gate_up_proj"], want, what=head)
+            assert_bytes_equal(got[f"{head}down_proj"], stored[prefix + FC2][layer], what=head)
+
+
+def test_a_file_holds_one_layer_and_records_how_it_is_stored(source, tmp_path):
+    convert(source, tmp_path / "out", "indexed", format="safetensors", glu_interleave=2)
+    reader = open_checkpoint(tmp_path / "out")
+    assert reader.recorded.layout == "indexed"
+    assert (reader.recorded.glu_interleave, reader.recorded.num_experts) == (2, EXPERTS)
+    assert reader.recorded.iteration == 7
+    files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
+    count = len(files)
+    assert files == [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+    for name in files[: len(PREFIXES) * LAYERS]:
+        keys = load_file(tmp_path / "out" / name)
+        assert len({key.partition(".linear_fc")[0] for key in keys}) == 1
+        assert len(keys) == 2 * EXPERTS
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 4), (4, 0), (2, 8)])
+def test_in_torch_dist_a_new_interleave_moves_rows_of_fc1_and_nothing_else(before, after, tmp_path):
+    """Stacked keys stay; fc2, other tensors and objects keep their bytes; the arguments that are
+    recorded name the new interleave."""
+    stored = stored_tensors()
+    contiguous = {key: tensor.clone() for key, tensor in stored.items() if FC1 in key}
+    if before:
+        stored |= {key: interleaved(tensor, before) for key, tensor in contiguous.items()}
+    source = write_torch_dist(tmp_path / "source", stored, common_state(before))
+    convert(source, tmp_path / "out", "grouped", glu_interleave=after)
+    out = tmp_path / "out" / "iter_0000007"
+    want = stored | {
+        key: interleaved(tensor, after) if after else tensor for key, tensor in contiguous.items()
+    }
+    assert_same_tensors(read_with_torch(out), want)
+    assert read_object(out, "rng_state/shard_0_1") == read_object(source, "rng_state/shard_0_1")
+    assert TorchDistReader(out).recorded.glu_interleave == after
+    (state,) = torch.load(io.BytesIO(read_object(out, COMMON)), weights_only=False)
+    assert state == common_state(after or None)
+    assert (tmp_path / "out" / "latest_checkpointed_iteration.txt").read_text() == "7"
+
+
+def test_manifests_of_optimizer_states_name_the_new_interleave(tmp_path):
+    """Which the plug-in compares with the model before it loads states."""
+    name = f"optimizer.distributed.dp_group_idx_0.{MANIFEST}.0123abcd/shard_0_1"
+    manifest = StateManifest(buffers=(), glu_interleave=None, versions={"torch": "2"})
+    objects = {name: [manifest.to_dict()]}
+    source = write_torch_dist(tmp_path / "source", stored_tensors() | objects)
+    convert(source, tmp_path / "out", "grouped", glu_interleave=4)
+    content = read_object(tmp_path / "out" / "iter_0000007", name)
+    (saved,) = torch.load(io.BytesIO(content), weights_only=True)
+    assert StateManifest.from_dict(saved, "here") == replace(manifest, glu_interleave=4)
+
+
+def test_in_torch_dist_without_a_new_interleave_everything_is_copied(source, tmp_path):
+    plan = convert(source, tmp_path / "out", "sequential")
+    out = tmp_path / "out" / "iter_0000007"
+    assert plan.copies_experts
+    assert_same_tensors(read_with_torch(out), stored_tensors())
+    assert read_object(out, COMMON) == read_object(source, COMMON)
+
+
+def test_safetensors_of_other_names_become_megatrons(source, tmp_path):
+    """Keys of Hugging Face are renamed on the way, states behind their prefix as well."""
+    rename = Rename("decoder.", "model.")
+    convert(source, tmp_path / "hf", "hf", format="safetensors", renames=[rename])
+    assert "model.layers.0.mlp.experts.gate_up_proj" in in_safetensors(tmp_path / "hf")
+    back = Rename("model.", "decoder.")
+    convert(tmp_path / "hf", tmp_path / "back", "grouped", format="torch_dist", renames=[back])
+    got = read_with_torch(tmp_path / "back" / "iter_0000007")
+    key = f"optimizer.state.exp_avg.{FC1}"
+    want = stored_tensors()[key][1]
+    assert_bytes_equal(got[key.replace("layers.", "layers.1.")], want, what=key)
+    with pytest.raises(ConfigError, match="--rename: expected names of Megatron's to stay"):
+        plan_of(source, "grouped", renames=[rename])
+
+
+def test_weights_only_leaves_states_out_and_names_them(source, tmp_path):
+    plan = convert(source, tmp_path / "out", "hf", format="safetensors", weights_only=True)
+    got = in_safetensors(tmp_path / "out")
+    assert not [key for key in got if key.startswith("optimizer.")]
+    assert len(got) == 2 * LAYERS + 2
+    states = [key for key in plan.left_out if key.startswith("optimizer.")]
+    assert len(states) == len(STATES) * (2 * LAYERS + 2)
+    convert(source, tmp_path / "megatron", "grouped", weights_only=True)
+    want = stored_tensors(states=False)
+    assert_same_tensors(read_with_torch(tmp_path / "megatron" / "iter_0000007"), want)
+
+
+def test_what_experts_have_besides_weights_comes_along(tmp_path):
+    """Amaxes lie among the experts under a name of torch_dist, and keep it."""
+    names = ("weight_amax", "calibrated_amax")
+    amax = {FC1.replace("weight", name): torch.rand(LAYERS, EXPERTS, 1, 1) for name in names}
+    source = write_torch_dist(tmp_path / "source", stored_tensors() | amax)
+    convert(source, tmp_path / "hf", "hf", format="safetensors")
+    convert(tmp_path / "hf", tmp_path / "back", "grouped", format="torch_dist")
+    back = read_with_torch(tmp_path / "back" / "iter_0000007")
+    assert_same_tensors({key: back[key] for key in amax}, amax)
+
+
+@pytest.mark.parametrize("stored_as", ["experts.experts.", "experts."])
+def test_weights_of_adapters_come_along_with_their_states(stored_as, tmp_path):
+    """As Megatron-Bridge names LoRA's in checkpoints, and as state dicts name them."""
+    adapters = {
+        prefix + fc.replace("experts.experts.", stored_as).replace("weight", f"adapter.{name}"): (
+            torch.rand(LAYERS, EXPERTS, 2, 3)
+        )
+        for prefix in PREFIXES
+        for fc in (FC1, FC2)
+        for name in ("linear_in.weight", "linear_out.weight")
+    }
+    source = write_torch_dist(tmp_path / "source", stored_tensors() | adapters)
+    for layout in ("hf", "sequential"):
+        convert(source, tmp_path / layout, layout, format="safetensors")
+        convert(tmp_path / layout, tmp_path / f"{layout} back", "grouped", format="torch_dist")
+        back = read_with_torch(tmp_path / f"{layout} back" / "iter_0000007")
+        assert_same_tensors({key: back[key] for key in adapters}, adapters)
+
+
+def test_flat_states_are_refused_with_the_flag_to_save_with(tmp_path):
+    flat = {FLAT: torch.zeros(64)}
+    source = write_torch_dist(tmp_path / "source", stored_tensors(states=False) | flat)
+    with pytest.raises(
+        LayoutError, match="--dist-ckpt-optim-fully-reshardable, or .*--weights-only"
+    ):
+        plan_of(source, "hf", format="safetensors")
+    assert FLAT in plan_of(source, "hf", format="safetensors", weights_only=True).left_out
+
+
+@pytest.mark.parametrize("missing", [(FC1, FC2), (FC2,)], ids=["all of them", "those of fc2"])
+def test_moments_that_some_experts_lack_are_refused(missing, tmp_path):
+    """Router and embedding have all states, experts lack some: it would be half a state."""
+    lacking = {f"optimizer.state.exp_avg.{key}" for key in missing}
+    tensors = {key: value for key, value in stored_tensors().items() if key not in lacking}
+    source = write_torch_dist(tmp_path / "source", tensors)
+    with pytest.raises(LayoutError, match="optimizer.state.exp_avg.decoder.layers.0"):
+        plan_of(source, "hf", format="safetensors")
+
+
+CONTRADICTIONS = {
+    "--source-glu-interleave 4: .* records a GLU interleave of 0": {"source_glu_interleave": 4},
+    "--experts hf: expected one of grouped, indexed, sequential": {"to": "hf"},
+    "--from hf: expected one of grouped": {"source_layout": get_layout("hf")},
+    f"divides {FFN}, .* got 3": {"glu_interleave": 3},
+    "interleave of 0 for the target layout hf_per_expert": {
+        "to": "hf_per_expert",
+        "format": "safetensors",
+        "glu_interleave": 4,
+    },
+}
+
+
+@pytest.mark.parametrize("message", CONTRADICTIONS)
+def test_what_contradicts_the_checkpoint_or_itself_is_refused_by_name(message, source):
+    with pytest.raises((ConfigError, LayoutError), match=message):
+        plan_of(source, **({"to": "grouped"} | CONTRADICTIONS[message]))
+
+
+def test_a_recorded_layout_is_not_read_as_another(source, tmp_path):
+    convert(source, tmp_path / "hf", "hf", format="safetensors")
+    with pytest.raises(ConfigError, match="--from hf_transposed: .* records layout hf"):
+        plan_of(tmp_path / "hf", "grouped", source_layout=get_layout("hf_transposed"))
+
+
+def test_interleaved_rows_of_cut_experts_are_refused_and_copied(tmp_path):
+    """Expert tensor parallel ranks interleave the rows that each has, which are stored apart."""
+    common = common_state(4, expert_tensor_parallel_size=2)
+    source = write_torch_dist(tmp_path / "source", stored_tensors(), common)
+    with pytest.raises(LayoutError, match="--expert-tensor-parallel-size 2"):
+        plan_of(source, "hf", format="safetensors")
+    convert(source, tmp_path / "out", "grouped")
+    assert_same_tensors(read_with_torch(tmp_path / "out" / "iter_0000007"), stored_tensors())
+
+
+class CountingReader:
+    """Reads through another reader and knows how many bytes of what it gave are still alive."""
+
+    def __init__(self, reader):
+        self._reader, self.live, self.peak = reader, 0, 0
+
+    def __getattr__(self, name):
+        return getattr(self._reader, name)
+
+    def read(self, name, first=None):
+        tensor = self._reader.read(name, first)
+        self.live += tensor.nbytes
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(tensor, self._forget, tensor.nbytes)
+        return tensor
+
+    def _forget(self, nbytes):
+        self.live -= nbytes
+
+
+@pytest.mark.parametrize("to", ["hf_transposed", "grouped"])
+def test_no_more_than_a_layer_is_held(to, source, tmp_path):
+    """At most one set of experts of one layer, or a larger tensor that is no expert's."""
+    reader = CountingReader(open_checkpoint(source))
+    view = LayerView(reader)
+    request = ConversionRequest(to=get_layout(to), format="safetensors")
+    plan = plan_conversion(view, request)
+    convert_checkpoint(plan, tmp_path / "out")
+    of_layer = 4 * EXPERTS * 3 * FFN * stored_tensors()[FC1].shape[-1]
+    assert reader.peak == plan.layer_bytes == of_layer
+    assert reader.live == 0
+    assert plan.total_bytes > LAYERS * of_layer
+
+
+def test_progress_counts_every_byte_once(source, tmp_path):
+    for name, request in {
+        "a": {"format": "safetensors"},
+        "b": {},
+        "c": {"glu_interleave": 4},
+    }.items():
+        plan, done = plan_of(source, "grouped", **request), []
+        convert_checkpoint(plan, tmp_path / name, done.append)
+        assert sum(done) == plan.total_bytes
+        written = sum(p.stat().st_size for p in (tmp_path / name).rglob("*") if p.is_file())
+        assert plan.total_bytes < written < plan.disk_bytes
+
+
+def names_in(folder: Path):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_conversion_that_fails_leaves_nothing_behind(source, tmp_path, monkeypatch):
+    plan = plan_of(source, "hf", format="safetensors")
+    calls = []
+
+    def fail(_):
+        calls.append(names_in(tmp_path))
+        if len(calls) == 3:
+            raise RuntimeError("killed")
+
+    with pytest.raises(RuntimeError, match="killed"):
+        convert_checkpoint(plan, tmp_path / "out", fail)
+    (partial,) = calls[0]
+    assert partial.startswith("out.partial-")
+    assert names_in(tmp_path) == []
+
+
+class FullDisk(io.BytesIO):
+    """A file on a disk without space."""
+
+    def write(self, _):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def refuse_to_save(*_, **__):
+    raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+
+@pytest.mark.parametrize("asked", [{"glu_interleave": 4}, {}, {"format": "safetensors"}], ids=str)
+def test_a_disk_that_fills_up_is_named_and_nothing_is_left(asked, source, tmp_path, monkeypatch):
+    """In pieces that torch writes, in those that are copied, and in safetensors."""
+    monkeypatch.setattr(safetensors_files, "save_file", refuse_to_save)
+    monkeypatch.setattr(TorchDistWriter, "_begin", lambda _: (FullDisk(), 0))
+    plan = plan_of(source, "grouped", **asked)
+    with pytest.raises(StateError, match="out: expected .* got: .*No space left.* Free some"):
+        convert_checkpoint(plan, tmp_path / "out")
+    assert names_in(tmp_path) == []
+
+
+def test_space_is_not_what_a_folder_misses_that_cannot_be(source, tmp_path):
+    (tmp_path / "file").write_text("")
+    plan = plan_of(source, "grouped")
+    with pytest.raises(StateError, match="Not a directory.* of it. Name another folder.$"):
+        convert_checkpoint(plan, tmp_path / "file" / "out")
+
+
+def test_what_is_there_already_is_not_overwritten(source, tmp_path):
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ConfigError, match="out: expected nothing there yet"):
+        convert(source, tmp_path / "out", "hf", format="safetensors")
+    assert names_in(tmp_path) == ["out"]
+
+
+def test_a_disk_that_is_too_small_is_found_before_writing(source, tmp_path, monkeypatch):
+    plan = plan_of(source, "hf", format="safetensors")
+    usage = shutil.disk_usage(tmp_path)._replace(free=plan.disk_bytes - 1)
+    monkeypatch.setattr(publishing.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(conversion, "_write_safetensors", None)  # not reached
+    with pytest.raises(StateError, match=f"expected {plan.disk_bytes:,} bytes free"):
+        convert_checkpoint(plan, tmp_path / "out")
+    assert names_in(tmp_path) == []
+
+
+def test_a_source_that_cannot_record_an_interleave_keeps_its_own(tmp_path):
+    source = write_torch_dist(tmp_path / "source", stored_tensors(), {"iteration": 1})
+    with pytest.raises(LayoutError, match="expected moe_mlp_glu_interleave_size in what it says"):
+        convert(source, tmp_path / "out", "grouped", glu_interleave=4)
+    assert names_in(tmp_path) == ["source"]
+
+
+def test_a_checkpoint_without_experts_is_refused(tmp_path):
+    save_file({"weight": torch.zeros(3)}, tmp_path / "model.safetensors")
+    with pytest.raises(LayoutError, match="expected weights of gated experts, got none"):
+        plan_of(tmp_path, "hf")
+
+
+def test_a_named_layout_that_does_not_fit_is_refused_with_the_path(tmp_path):
+    prefix = "model.layers.0.mlp.experts."
+    shapes = {f"{prefix}gate_up_proj": (2, 8, 8), f"{prefix}down_proj": (2, 8, 4)}
+    save_file(
+        {key: torch.zeros(shape) for key, shape in shapes.items()}, tmp_path / "m.safetensors"
+    )
+    assert plan_of(tmp_path, "grouped").sets[0].layout.name == "hf"
+    with pytest.raises(LayoutError, match=rf"{tmp_path}: .*\n  {prefix}gate_up_proj: expected"):
+        plan_of(tmp_path, "grouped", source_layout=get_layout("hf_transposed"))

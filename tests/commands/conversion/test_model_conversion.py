@@ -1,0 +1,418 @@
+"""A whole model becomes another program's, tensor by tensor, or nothing is written."""
+
+import json
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from moe_optim.checkpoint.integrity import checkpoint_defect, corrupt_files
+from moe_optim.commands.cli import main as cli
+from moe_optim.commands.conversion.layer_view import LayerView
+from moe_optim.commands.conversion.model_conversion import convert_model
+from moe_optim.commands.conversion.model_plan import ModelRequest, plan_model
+from moe_optim.commands.conversion.opening import open_checkpoint
+from moe_optim.errors import ConfigError, LayoutError, StateError
+from tests.support.bytes import assert_bytes_equal, assert_same_tensors
+from tests.support.exported_models import stored, write
+from tests.support.hf_checkpoints import (
+    AT_ONCE_STORED,
+    HF,
+    HF_AT_ONCE,
+    MTP,
+    STORED,
+    random_model,
+    stored_model,
+    write_hf,
+    write_megatron,
+)
+from tests.support.stored_checkpoints import interleaved, read_with_torch
+
+FAMILIES = list(STORED)
+QKV = "decoder.layers.self_attention.linear_qkv.weight"
+FC1 = "decoder.layers.mlp.experts.experts.linear_fc1.weight"
+
+
+def plan_of(source, to, **request):
+    return plan_model(open_checkpoint(source), ModelRequest(to=to, **request))
+
+
+def convert(source, target, to, **request):
+    convert_model(plan_of(source, to, **request), target)
+    return target
+
+
+def in_files(folder):
+    """Return all tensors of a folder, each file read by the library."""
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        found |= load_file(path)
+    return found
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def source(family, tmp_path_factory):
+    return write_megatron(tmp_path_factory.mktemp("source") / "c", family)
+
+
+@pytest.fixture(scope="module")
+def hf(source, tmp_path_factory):
+    return convert(source, tmp_path_factory.mktemp("hf") / "hf", "hf")
+
+
+def test_names_and_shapes_are_those_that_transformers_has(family, hf):
+    assert {name: tuple(one.shape) for name, one in in_files(hf).items()} == HF[family]
+
+
+def test_there_and_back_gives_every_bit_again(family, source, hf, tmp_path):
+    """Under the names of Transformer Engine's layers: the default. It is whole and sealed."""
+    back = convert(hf, tmp_path / "back", "megatron")
+    folder = open_checkpoint(back).path
+    assert_same_tensors(read_with_torch(folder), stored_model(family))
+    assert (checkpoint_defect(folder), list(corrupt_files(folder))) == (None, [])
+    assert (folder.name, (back / "latest_checkpointed_iteration.txt").read_text()) == (
+        "release",
+        "release",
+    )
+
+
+def test_layers_of_megatron_itself_get_their_own_names(family, hf, tmp_path):
+    """Norms that Transformer Engine fuses into the linear behind them, and the other way round."""
+    back = convert(hf, tmp_path / "back", "megatron", side="local")
+    names = {
+        "qwen3_moe": {
+            "decoder.layers.pre_mlp_layernorm.weight": "decoder.layers.mlp.linear_fc1."
+            "layer_norm_weight"
+        },
+        "deepseek_v3": {
+            "decoder.layers.0.mlp.linear_fc1.layer_norm_weight": "decoder.layers.0."
+            "pre_mlp_layernorm.weight",
+            **{
+                f"decoder.layers.{n}.self_attention.linear_{x}_up_proj.layer_norm_weight": (
+                    f"decoder.layers.{n}.self_attention.{x}_layernorm.weight"
+                )
+                for n in (0, 1)
+                for x in ("q", "kv")
+            },
+        },
+    }[family.partition(" ")[0]]
+    if family == MTP:
+        names |= {
+            f"mtp.layers.{n}.transformer_layer.self_attention.linear_{x}_up_proj."
+            "layer_norm_weight": (
+                f"mtp.layers.{n}.transformer_layer.self_attention.{x}_layernorm.weight"
+            )
+            for n in (0, 1)
+            for x in ("q", "kv")
+        }
+    want = {names.get(name, name): one for name, one in stored_model(family).items()}
+    assert_same_tensors(read_with_torch(open_checkpoint(back).path), want)
+    again = convert(back, tmp_path / "again", "hf")
+    assert_same_tensors(in_files(again), in_files(hf))
+
+
+def test_rows_of_query_key_and_value_are_those_of_each_group(tmp_path):
+    """Two groups of two queries and heads of 6 rows: q q k v, q q k v."""
+    source = write_megatron(tmp_path / "c", "qwen3_moe")
+    got = in_files(convert(source, tmp_path / "hf", "hf"))
+    for layer in (0, 1):
+        heads = stored_model("qwen3_moe")[QKV][layer].split(6)
+        want = {
+            "q": torch.cat([heads[i] for i in (0, 1, 4, 5)]),
+            "k": torch.cat([heads[2], heads[6]]),
+            "v": torch.cat([heads[3], heads[7]]),
+        }
+        for name, rows in want.items():
+            key = f"model.layers.{layer}.self_attn.{name}_proj.weight"
+            assert_bytes_equal(got[key], rows, what=key)
+
+
+def test_gate_and_up_of_an_expert_are_halves_of_fc1_whatever_the_interleave(tmp_path):
+    stored = stored_model("qwen3_moe")
+    plain = stored[FC1].clone()
+    stored[FC1] = interleaved(plain, 4)
+    source = write_megatron(tmp_path / "c", "qwen3_moe", stored, moe_mlp_glu_interleave_size=4)
+    got = in_files(convert(source, tmp_path / "hf", "hf"))
+    for expert in range(3):
+        halves = plain[1, expert].chunk(2)
+        for name, rows in zip(("gate", "up"), halves, strict=True):
+            key = f"model.layers.1.mlp.experts.{expert}.{name}_proj.weight"
+            assert_bytes_equal(got[key], rows, what=key)
+    back = convert(tmp_path / "hf", tmp_path / "back", "megatron", glu_interleave=4)
+    folder = open_checkpoint(back)
+    assert folder.recorded.glu_interleave == 4
+    assert_bytes_equal(read_with_torch(folder.path)[FC1], stored[FC1], what=FC1)
+
+
+def test_states_and_amaxes_are_left_out_and_named(family, tmp_path):
+    more = {
+        "optimizer.state.exp_avg.output_layer.weight": torch.zeros(16, 12),
+        "decoder.layers.1.mlp.experts.experts.linear_fc1.weight_amax": torch.zeros(3, 1, 1),
+    }
+    source = write_megatron(tmp_path / "c", family, stored_model(family) | more)
+    plan = plan_of(source, "hf")
+    assert set(more) <= set(plan.left_out)
+    convert_model(plan, tmp_path / "hf")
+    assert set(in_files(tmp_path / "hf")) == set(HF[family])
+
+
+def test_all_that_is_missing_or_of_wrong_rows_is_named_and_nothing_is_written(tmp_path):
+    stored = stored_model("deepseek_v3")
+    del stored["decoder.layers.1.mlp.router.expert_bias"]
+    del stored["decoder.layers.1.mlp.experts.experts.linear_fc2.weight"]
+    stored["decoder.layers.0.mlp.linear_fc1.weight"] = torch.zeros(39, 12)
+    stored["decoder.layers.0.pre_mlp_layernorm.weight"] = torch.zeros(12)
+    source = write_megatron(tmp_path / "c", "deepseek_v3", stored)
+    with pytest.raises(LayoutError) as raised:
+        plan_of(source, "hf")
+    said = str(raised.value)
+    for fault in (
+        "decoder.layers.1.mlp.router.expert_bias: missing",
+        "decoder.layers.1.mlp.experts.linear_fc2.weight: missing",
+        "decoder.layers.0.mlp.linear_fc1.weight: expected rows of gate and up, got [39, 12]",
+        "decoder.layers.0.mlp.linear_fc1.layer_norm_weight and "
+        "decoder.layers.0.pre_mlp_layernorm.weight: there is one too many",
+    ):
+        assert fault in said
+    assert "got 4 fault(s)" in said
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "decoder.layers.0.self_attention.linear_qkv.bias",
+        "decoder.layers.1.self_attention.linear_qkv.adapter.linear_in.weight",
+        "decoder.layers.1.mlp.experts.experts.linear_fc1.adapter.linear_in.weight",
+    ],
+)
+def test_what_is_left_over_is_named(key, tmp_path):
+    """A model without its adapters would be another model."""
+    more = {key: torch.zeros(48, 2)}
+    source = write_megatron(tmp_path / "c", "qwen3_moe", stored_model("qwen3_moe") | more)
+    with pytest.raises(LayoutError, match=rf"{re.escape(key)}: left over"):
+        plan_of(source, "hf")
+
+
+def test_a_model_of_hugging_face_is_complete_or_refused_with_all_faults(hf, family, tmp_path):
+    tensors = in_files(hf)
+    config = json.loads((hf / "config.json").read_text())
+    lost = "model.layers.1.mlp.experts.2.up_proj.weight"
+    del tensors[lost], tensors["model.norm.weight"]
+    broken = write_hf(tmp_path / "broken", tensors, config)
+    with pytest.raises(LayoutError) as raised:
+        plan_of(broken, "megatron")
+    assert f"{lost}: missing" in str(raised.value)
+    assert "model.norm.weight: missing" in str(raised.value)
+    quantized = in_files(hf) | {"model.layers.0.self_attn.o_proj.weight_scale_inv": torch.ones(1)}
+    with pytest.raises(LayoutError, match="weight_scale_inv: left over"):
+        plan_of(write_hf(tmp_path / "quantized", quantized, config), "megatron")
+
+
+def test_queries_projected_at_once_keep_their_bits(tmp_path):
+    """As megatron-core 0.18 stores them; the norm that 0.19 adds has no place in transformers."""
+    stored = random_model(AT_ONCE_STORED)
+    source = write_megatron(tmp_path / "c", "deepseek_v3", stored, q_lora_rank=None)
+    got = in_files(convert(source, tmp_path / "hf", "hf"))
+    assert {name: tuple(one.shape) for name, one in got.items()} == HF_AT_ONCE
+    for layer in (0, 1):
+        want = stored[f"decoder.layers.{layer}.self_attention.linear_q_proj.weight"]
+        assert_bytes_equal(got[f"model.layers.{layer}.self_attn.q_proj.weight"], want)
+    norm = "decoder.layers.0.self_attention.linear_q_proj.layer_norm_weight"
+    newer = write_megatron(
+        tmp_path / "n", "deepseek_v3", stored | {norm: torch.ones(12).bfloat16()}, q_lora_rank=None
+    )
+    with pytest.raises(LayoutError, match=f"{re.escape(norm)}: left over"):
+        plan_of(newer, "hf")
+
+
+@pytest.mark.parametrize("copy", ["embed_tokens", "shared_head.head"])
+def test_copies_that_differ_from_what_megatron_shares_are_refused(copy, tmp_path):
+    """One bit of the embedding or the output layer of a layer that predicts further tokens."""
+    hf = convert(write_megatron(tmp_path / "c", MTP), tmp_path / "hf", "hf")
+    tensors, config = in_files(hf), json.loads((hf / "config.json").read_text())
+    name = f"model.layers.3.{copy}.weight"
+    tensors[name].view(torch.int16)[5, 7] ^= 1
+    other = write_hf(tmp_path / "other", tensors, config)
+    with pytest.raises(LayoutError, match=f"{re.escape(name)}: expected the values of"):
+        convert(other, tmp_path / "back", "megatron")
+    assert not (tmp_path / "back").exists()
+
+
+@pytest.mark.parametrize("key", ["num_nextn_predict_layers", "num_mtp_layers"])
+def test_layers_that_a_configuration_promises_and_no_file_holds_are_one_fault(key, tmp_path):
+    """As transformers saves DeepSeek-V3: it drops layers that predict further tokens, and its
+    configuration goes on to count them. What the message advises converts."""
+    hf = convert(write_megatron(tmp_path / "c", "deepseek_v3"), tmp_path / "hf", "hf")
+    tensors, config = in_files(hf), json.loads((hf / "config.json").read_text())
+    del config["num_nextn_predict_layers"]
+    promised = write_hf(tmp_path / "promised", tensors, config | {key: 1})
+    with pytest.raises(ConfigError) as raised:
+        plan_of(promised, "megatron")
+    said = str(raised.value)
+    assert f"{promised / 'config.json'}: {key}: expected 1 layer(s) behind the 2 others" in said
+    assert "Set it to 0" in said and "missing" not in said
+    (promised / "config.json").write_text(json.dumps(config | {key: 0}))
+    back = convert(promised, tmp_path / "back", "megatron")
+    assert_same_tensors(read_with_torch(open_checkpoint(back).path), stored_model("deepseek_v3"))
+
+
+def test_of_layers_that_are_there_in_part_all_that_is_missing_is_named(tmp_path):
+    hf = convert(write_megatron(tmp_path / "c", MTP), tmp_path / "hf", "hf")
+    tensors, config = in_files(hf), json.loads((hf / "config.json").read_text())
+    kept = {key: one for key, one in tensors.items() if not key.startswith("model.layers.3.")}
+    with pytest.raises(LayoutError, match=r"model\.layers\.3\.eh_proj\.weight: missing"):
+        plan_of(write_hf(tmp_path / "part", kept, config), "megatron")
+
+
+def test_layers_that_differ_in_shape_are_refused_where_megatron_stores_them_as_one(tmp_path):
+    source = write_megatron(tmp_path / "c", "qwen3_moe")
+    hf = convert(source, tmp_path / "hf", "hf")
+    tensors, config = in_files(hf), json.loads((hf / "config.json").read_text())
+    tensors["model.layers.1.self_attn.o_proj.weight"] = torch.zeros(12, 30)
+    with pytest.raises(LayoutError, match=r"layers\.1\.self_attn\.o_proj\.weight: .*\[12, 30\]"):
+        plan_of(write_hf(tmp_path / "odd", tensors, config), "megatron")
+
+
+def test_config_names_dtype_family_and_special_tokens_of_the_tokenizer(source, family, tmp_path):
+    """Tokenizer files are passed on as they are, and nothing else of their folder."""
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    (tokenizer / "tokenizer.json").write_bytes(b'{"a": 1}')
+    (tokenizer / "config.json").write_text(json.dumps({"eos_token_id": 3, "vocab_size": 5}))
+    (tokenizer / "model.safetensors").write_bytes(b"")
+    hf = convert(source, tmp_path / "hf", "hf", tokenizer=tokenizer)
+    config = json.loads((hf / "config.json").read_text())
+    assert config["model_type"] == family.partition(" ")[0]
+    assert config.get("num_nextn_predict_layers", 0) == (2 if family == MTP else 0)
+    assert (config["torch_dtype"], config["vocab_size"]) == ("bfloat16", 16)
+    assert (config["eos_token_id"], config["bos_token_id"]) == (3, None)
+    assert (hf / "tokenizer.json").read_bytes() == b'{"a": 1}'
+    (tokenizer / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match="expected files of a tokenizer"):
+        convert(source, tmp_path / "other", "hf", tokenizer=tokenizer)
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.fixture
+def words(tmp_path):
+    """A folder with a tokenizer."""
+    folder = tmp_path / "words"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def test_a_tokenizer_in_the_cache_of_hugging_face_is_passed_on(tmp_path):
+    """There each file is a link from ``snapshots/<revision>`` to ``blobs``."""
+    snapshot, blobs = tmp_path / "models--a--b/snapshots/0123abcd", tmp_path / "models--a--b/blobs"
+    for folder in (snapshot, blobs):
+        folder.mkdir(parents=True)
+    contents = {"tokenizer.json": b"{}", "config.json": b'{"eos_token_id": [3, 4]}'}
+    for number, (name, content) in enumerate(contents.items()):
+        (blobs / str(number)).write_bytes(content)
+        (snapshot / name).symlink_to(f"../../blobs/{number}")
+    source = write_megatron(tmp_path / "c", "qwen3_moe")
+    hf = convert(source, tmp_path / "hf", "hf", tokenizer=snapshot)
+    assert (hf / "tokenizer.json").read_bytes() == b"{}"
+    assert not (hf / "tokenizer.json").is_symlink()
+    assert json.loads((hf / "config.json").read_text())["eos_token_id"] == [3, 4]
+
+
+@pytest.mark.parametrize("command", ["convert", "export"])
+@pytest.mark.parametrize("name", ["tokenizer.json", "config.json"])
+def test_a_link_that_leads_out_of_the_tokenizers_folder_is_bad_input(
+    name, command, words, tmp_path, capsys
+):
+    """It could bring any file of this machine into what is published."""
+    (tmp_path / "secret").write_text("{}")
+    (words / name).unlink(missing_ok=True)
+    (words / name).symlink_to("../secret")
+    (words / "merges.txt").write_text("")
+    source, target = write(tmp_path / "c", stored()), tmp_path / "out"
+    asked = ["--to", "hf"] if command == "convert" else ["--format", "mxfp8"]
+    assert cli.main([command, str(source), str(target), *asked, "--tokenizer", str(words)]) == 2
+    said = capsys.readouterr().err
+    assert f"{words / name}: expected" in said and "leads out" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_link_that_leads_out_beside_the_weights_is_bad_input_too(words, tmp_path, capsys):
+    """Where no tokenizer is named, files beside the weights come along or all is refused."""
+    hf = convert(write(tmp_path / "c", stored()), tmp_path / "hf", "hf")
+    (hf / "tokenizer.json").symlink_to(words / "tokenizer.json")
+    assert cli.main(["export", str(hf), str(tmp_path / "out"), "--format", "mxfp8"]) == 2
+    assert f"{hf / 'tokenizer.json'}: expected" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+TOKENS = ["NaN", "Infinity", "1e999", "1.0", "true", '"2"', "[2, NaN]", "{}", "[[2]]"]
+
+
+@pytest.mark.parametrize("value", TOKENS)
+@pytest.mark.parametrize("key", ["bos_token_id", "eos_token_id", "pad_token_id"])
+def test_special_tokens_that_are_no_whole_numbers_are_refused_before_anything_is_written(
+    key, value, words, tmp_path, monkeypatch
+):
+    (words / "config.json").write_text(f'{{"{key}": {value}}}')
+    plan = plan_of(write_megatron(tmp_path / "c", "qwen3_moe"), "hf", tokenizer=words)
+    monkeypatch.setattr(LayerView, "read", lambda *_: pytest.fail("a weight was read"))
+    with pytest.raises(StateError, match=f"config.json: {key}: expected a whole number"):
+        convert_model(plan, tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.parametrize("value", [0, -1, None, [1, 2], []])
+def test_special_tokens_are_passed_on_as_they_are(value, words, tmp_path):
+    (words / "config.json").write_text(json.dumps({"pad_token_id": value}))
+    source = write_megatron(tmp_path / "c", "qwen3_moe")
+    hf = convert(source, tmp_path / "hf", "hf", tokenizer=words)
+    assert json.loads((hf / "config.json").read_text())["pad_token_id"] == value
+
+
+def test_no_more_than_a_layer_of_experts_is_held(source, family, tmp_path):
+    """At most one set of experts, or a larger tensor, is read at once; the rest waits."""
+
+    class Counting:
+        def __init__(self, reader):
+            self._reader, self.largest, self.total = reader, 0, 0
+
+        def __getattr__(self, name):
+            return getattr(self._reader, name)
+
+        def read(self, name, first=None):
+            tensor = self._reader.read(name, first)
+            self.largest, self.total = max(self.largest, tensor.nbytes), self.total + tensor.nbytes
+            return tensor
+
+    plan = plan_of(source, "hf")
+    counting = Counting(plan.view.reader)
+    plan.view.reader = counting
+    done = []
+    convert_model(plan, tmp_path / "hf", done.append)
+    copies = 4 * 16 * 12 * 2 if family == MTP else 0  # two of each of two, in bf16
+    assert sum(done) == plan.total_bytes == counting.total + copies
+    assert counting.largest <= plan.layer_bytes
+    assert max(done) <= plan.layer_bytes
+
+
+def test_a_checkpoint_without_arguments_is_refused_with_a_reason(tmp_path):
+    from tests.support.stored_checkpoints import write_torch_dist
+
+    common = {"checkpoint_version": 3.0, "iteration": 7}
+    source = write_torch_dist(tmp_path / "c", stored_model("qwen3_moe"), common)
+    with pytest.raises(ConfigError, match="expected Megatron's arguments"):
+        plan_of(source, "hf")
+
+
+def test_a_view_tells_layers_apart_only_where_their_number_is_known(tmp_path):
+    reader = open_checkpoint(write_megatron(tmp_path / "c", "qwen3_moe"))
+    assert QKV in LayerView(reader).tensors
+    shown = LayerView(reader, num_layers=2).tensors
+    assert QKV not in shown
+    assert shown[QKV.replace("layers", "layers.1")].shape == (48, 12)

@@ -1,0 +1,334 @@
+"""A checkpoint becomes what engines load, with the bytes that training makes of its masters."""
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from moe_optim.commands.cli import main as cli
+from moe_optim.commands.conversion.layer_view import LayerView
+from moe_optim.commands.conversion.model_conversion import convert_model
+from moe_optim.commands.conversion.model_plan import ModelRequest, plan_model
+from moe_optim.commands.conversion.opening import open_checkpoint
+from moe_optim.commands.export.export import export_checkpoint
+from moe_optim.commands.export.export_plan import MASTERS, plan_export
+from moe_optim.errors import ConfigError, LayoutError, StateError
+from moe_optim.experts.keys.conversion import convert_state_dict
+from moe_optim.formats import get_format, reference
+from moe_optim.rollout.conventions import CONVENTIONS
+from tests.support import serving
+from tests.support.bytes import assert_bytes_equal, assert_same_tensors
+from tests.support.exported_models import (
+    EXPERTS,
+    FC1,
+    FC2,
+    FFN,
+    HIDDEN,
+    LAYERS,
+    export,
+    in_files,
+    masters,
+    request_of,
+    stored,
+    write,
+)
+from tests.support.hf_checkpoints import write_hf
+from tests.support.stored_checkpoints import interleaved
+
+FORMATS = ("mxfp8", "mxfp8_2d", "nvfp4", "fp8_block")
+UNQUANTIZED = ["lm_head"] + [
+    f"model.layers.{layer}.{module}"
+    for layer in range(LAYERS)
+    for module in ("mlp.gate", *(f"self_attn.{x}_proj" for x in "koqv"))
+]
+
+
+def wanted_experts(values, format):
+    """Return every expert's tensors by name, from fp32 or bf16 values of fc1 and fc2."""
+    found = {}
+    for layer in range(LAYERS):
+        for key, parts in ((FC1, ("gate_proj", "up_proj")), (FC2, ("down_proj",))):
+            quantized = reference.quantize(values[key][layer].float(), get_format(format))
+            for expert, tensors in enumerate(serving.experts_of(quantized)):
+                stem = f"model.layers.{layer}.mlp.experts.{expert}."
+                for suffix, tensor in tensors.items():
+                    rows = tensor.chunk(len(parts)) if tensor.dim() else [tensor] * len(parts)
+                    for part, one in zip(parts, rows, strict=True):
+                        found[f"{stem}{part}.{suffix}"] = one.contiguous()
+    return found
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_experts_are_what_training_makes_of_their_masters(format, source, tmp_path):
+    got = in_files(export(source, tmp_path / "out", format))
+    of_experts = {key: one for key, one in got.items() if ".experts." in key}
+    assert_same_tensors(of_experts, wanted_experts(masters(), format))
+
+
+def test_without_masters_they_are_made_of_the_weights(tmp_path):
+    """As from any model of Hugging Face, here of one in safetensors."""
+    tensors = stored(with_masters=False)
+    source = write(tmp_path / "source", tensors)
+    convert_model(plan_model(open_checkpoint(source), ModelRequest(to="hf")), tmp_path / "hf")
+    wanted = wanted_experts(tensors, "nvfp4")
+    for number, path in enumerate((source, tmp_path / "hf")):
+        got = in_files(export(path, tmp_path / f"out{number}", "nvfp4"))
+        assert_same_tensors({k: one for k, one in got.items() if ".experts." in k}, wanted)
+
+
+def test_everything_else_is_as_in_the_model_of_hugging_face(source, hf, tmp_path):
+    dense = {k: one for k, one in in_files(hf).items() if ".experts." not in k}
+    for number, path in enumerate((source, hf)):
+        got = in_files(export(path, tmp_path / f"out{number}", "mxfp8"))
+        assert_same_tensors({k: one for k, one in got.items() if ".experts." not in k}, dense)
+
+
+@pytest.mark.parametrize("rows", [64, 128])
+def test_interleaved_rows_of_training_come_apart(rows, tmp_path):
+    """Runs that are no multiple of a block's height too: experts are quantized as they are told
+    apart, gate rows first."""
+    tensors = stored()
+    for key in (FC1, MASTERS + FC1):
+        tensors[key] = interleaved(tensors[key], rows)
+    source = write(tmp_path / "source", tensors, moe_mlp_glu_interleave_size=rows)
+    got = in_files(export(source, tmp_path / "out", "mxfp8"))
+    of_experts = {key: one for key, one in got.items() if ".experts." in key}
+    assert_same_tensors(of_experts, wanted_experts(masters(), "mxfp8"))
+
+
+@pytest.mark.parametrize("one", CONVENTIONS, ids=lambda one: f"{one.format}-{one.name}")
+def test_each_convention_is_written_with_its_configuration(one, source, hf, tmp_path):
+    """The model is described as transformers describes it, and modules in bf16 are listed."""
+    folder = export(source, tmp_path / "out", one.format, one.name)
+    config = json.loads((folder / "config.json").read_text())
+    of_engine = config.pop("quantization_config")
+    assert config == json.loads((hf / "config.json").read_text())
+    lists = ("modules_to_not_convert", "ignore")
+    assert next(of_engine[name] for name in lists if name in of_engine) == sorted(UNQUANTIZED)
+    suffixes = {name.rpartition(".")[2] for name in in_files(folder) if ".experts." in name}
+    assert suffixes == {one.data, one.scale, one.global_scale} - {None}
+
+
+def test_tokenizers_come_along(hf, tmp_path):
+    beside = tmp_path / "beside"
+    write_hf(beside, in_files(hf), json.loads((hf / "config.json").read_text()))
+    (beside / "tokenizer.json").write_text("{}")
+    export(beside, tmp_path / "out", "mxfp8")
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+
+
+def test_no_more_than_one_layer_is_read_at_once(source, tmp_path, monkeypatch):
+    """Files hold a layer, and nothing of another is read before one is written."""
+    log = []
+    read = LayerView.read
+
+    def logged(self, key):
+        log.append(key)
+        return read(self, key)
+
+    monkeypatch.setattr(LayerView, "read", logged)
+    plan = plan_export(open_checkpoint(source), request_of("mxfp8"))
+    export_checkpoint(plan, tmp_path / "out", lambda nbytes: log.append(nbytes))
+    of_experts = [one for one in log if isinstance(one, int) or ".experts." in one]
+    stem = f"{MASTERS}decoder.layers."
+    nbytes = EXPERTS * 3 * HIDDEN * FFN * 4
+    for layer in range(LAYERS):
+        keys = {f"{stem}{layer}.mlp.experts.linear_fc{n}.weight" for n in (1, 2)}
+        assert set(of_experts[3 * layer : 3 * layer + 2]) == keys
+        assert of_experts[3 * layer + 2] == nbytes
+    files = sorted((tmp_path / "out").glob("*.safetensors"))
+    layers = [{name.split(".")[2] for name in load_file(f) if ".experts." in name} for f in files]
+    assert layers[:LAYERS] == [{"0"}, {"1"}] and not any(layers[LAYERS:])
+
+
+# From the command line
+
+
+def test_the_command_says_what_was_quantized_from_what(source, hf, tmp_path, capsys):
+    assert cli.main(["export", str(source), str(tmp_path / "a"), "--format", "fp8_block"]) == 0
+    said = capsys.readouterr().out
+    assert "fp8_block experts of 2 layers, as deepseek names them, for vLLM and SGLang" in said
+    assert "quantized from masters" in said and "other scales" not in said
+    assert cli.main(["export", str(hf), str(tmp_path / "b"), "--format", "mxfp8"]) == 0
+    said = capsys.readouterr().out
+    assert "quantized from weights" in said and "may come out with other scales" in said
+
+
+# What is refused, with nothing written
+
+
+def test_gate_and_up_that_share_a_block_are_refused_with_formats_that_hold_them(tmp_path, capsys):
+    """Every format that the message advises is written; no other advice needs an option."""
+    source = write(tmp_path / "source", stored(96), 96)
+    words = ["export", str(source), str(tmp_path / "out"), "--format"]
+    assert cli.main([*words, "fp8_block"]) == 2
+    said = capsys.readouterr().err
+    assert "linear_fc1: expected gate and up in runs of 128 rows" in said
+    assert re.findall(r"--[a-z-]+", said) == ["--format", "--moe-ffn-hidden-size"]
+    assert not (tmp_path / "out").exists()
+    (advised,) = re.findall(r"--format (.*?),? which", said)
+    assert advised == "mxfp8, mxfp8_2d or nvfp4"
+    for name in re.split(", | or ", advised):
+        assert cli.main([*words[:2], str(tmp_path / name), "--format", name]) == 0
+        assert in_files(tmp_path / name)
+
+
+def test_no_format_is_advised_where_none_holds_gate_and_up(tmp_path):
+    """40 rows are no multiple of 16 or 32 either."""
+    source = write(tmp_path / "source", stored(40), 40)
+    with pytest.raises(LayoutError, match="expected gate and up") as raised:
+        export(source, tmp_path / "out", "fp8_block")
+    assert "--format" not in str(raised.value)
+
+
+def test_a_model_without_a_description_is_refused_with_what_to_give(hf, tmp_path):
+    tensors, config = in_files(hf), json.loads((hf / "config.json").read_text())
+    bare = write_hf(tmp_path / "bare", tensors, config)
+    (bare / "config.json").unlink()
+    with pytest.raises(ConfigError, match="config.json: expected the configuration of the model"):
+        export(bare, tmp_path / "out", "mxfp8")
+    plan = plan_export(open_checkpoint(bare), request_of("mxfp8"), hf / "config.json")
+    export_checkpoint(plan, tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["model_type"] == "qwen3_moe"
+
+
+COMMANDS = {
+    "export": ["export", "{source}", "{target}", "--format", "mxfp8"],
+    "convert": ["convert", "{source}", "{target}", "--experts", "grouped"],
+    "inspect": ["inspect", "{source}"],
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+@pytest.mark.parametrize("what", ["the last expert", "all experts"])
+def test_experts_that_a_layer_has_lost_are_missed(what, command, hf, tmp_path, capsys):
+    """A last one has no number after it, and all leave no key: ``config.json`` and the router of
+    the layer tell of them."""
+    lost = "model.layers.1.mlp.experts." + (f"{EXPERTS - 1}." if what == "the last expert" else "")
+    tensors = {key: one for key, one in in_files(hf).items() if not key.startswith(lost)}
+    config = json.loads((hf / "config.json").read_text())
+    source = write_hf(tmp_path / "source", tensors, config)
+    words = [word.format(source=source, target=tmp_path / "out") for word in command]
+    status = cli.main(words)
+    printed = capsys.readouterr()
+    said = " ".join((printed.out + printed.err).split())
+    assert status == 2 or command[0] == "inspect"
+    if what == "the last expert":
+        assert f"{lost}gate_proj.weight: missing" in said
+    else:
+        assert "model.layers.1.mlp.gate.weight: expected experts beside it" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_exists_is_left_alone(source, tmp_path):
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ConfigError, match="expected nothing there yet"):
+        export(source, tmp_path / "out", "mxfp8")
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_masters_of_some_experts_are_not_mixed_with_weights_of_others(tmp_path):
+    """Layers stored apart, of which one has no masters: all come from weights."""
+    tensors = stored(with_masters=False)
+    apart = {}
+    for key, values in tensors.items():
+        for layer in range(LAYERS):
+            name = key.replace("decoder.layers.", f"decoder.layers.{layer}.")
+            apart[name] = values[layer] if name != key else values
+    for key, values in masters().items():
+        apart[MASTERS + key.replace("decoder.layers.", "decoder.layers.0.")] = values[0]
+    source = write(tmp_path / "source", apart)
+    plan = plan_export(open_checkpoint(source), request_of("mxfp8"))
+    assert not plan.reads_masters
+    export_checkpoint(plan, tmp_path / "out")
+    got = in_files(tmp_path / "out")
+    for name, want in wanted_experts(tensors, "mxfp8").items():
+        assert_bytes_equal(got[name], want, what=name)
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp8_2d"])
+def test_blocks_hold_the_rows_that_they_hold_in_training(format, tmp_path):
+    """Runs of 8 rows: a square block has rows of gate and of up."""
+    rows, tensors = 8, stored()
+    for key in (FC1, MASTERS + FC1):
+        tensors[key] = interleaved(tensors[key], rows)
+    source = write(tmp_path / "source", tensors, moe_mlp_glu_interleave_size=rows)
+    got = in_files(export(source, tmp_path / "out", format))
+    for layer in range(LAYERS):
+        planes = reference.quantize(tensors[MASTERS + FC1][layer], get_format(format))
+        data = planes.rowwise_data.view(torch.uint8)
+        runs = data.view(EXPERTS, FFN // rows, 2, rows, -1)
+        for expert in range(EXPERTS):
+            for half, name in enumerate(("gate_proj", "up_proj")):
+                key = f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight"
+                want = runs[expert, :, half].flatten(0, 1)
+                assert_bytes_equal(got[key].view(torch.uint8), want)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_masters_that_are_no_numbers_are_refused(value, tmp_path):
+    tensors = stored()
+    tensors[MASTERS + FC1][1, 2, 3, 4] = value
+    source = write(tmp_path / "source", tensors)
+    with pytest.raises(StateError, match="linear_fc1, expert 2: expected numbers"):
+        export(source, tmp_path / "out", "nvfp4")
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_special_tokens_of_the_model_stay(hf, tmp_path):
+    """Where the folder of the tokenizer has no config.json, or one that does not name them."""
+    config = json.loads((hf / "config.json").read_text()) | {"eos_token_id": 7}
+    source, words = tmp_path / "source", tmp_path / "words"
+    write_hf(source, in_files(hf), config)
+    words.mkdir()
+    (words / "tokenizer.json").write_text("{}")
+    folder = export(source, tmp_path / "out", "mxfp8", tokenizer=words)
+    assert json.loads((folder / "config.json").read_text())["eos_token_id"] == 7
+
+
+def test_files_that_are_missing_without_an_index_are_seen(hf, tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    for file in sorted(hf.glob("*.safetensors"))[1:]:
+        (source / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(StateError, match="model-00001-of-"):
+        open_checkpoint(source)
+
+
+@pytest.mark.parametrize("kind", ["source", "hf"], ids=["torch_dist", "safetensors"])
+def test_what_a_killed_command_has_left_is_no_checkpoint(kind, request, tmp_path):
+    """Also where all that is looked for first is there."""
+    killed = shutil.copytree(request.getfixturevalue(kind), tmp_path / "out.partial-0123abcd")
+    with pytest.raises(StateError, match="was killed"):
+        open_checkpoint(killed)
+
+
+UNEVEN = {
+    "hf": ("7", "expected blocks of rows that divide 256"),
+    "hf_per_expert": ("32", "layout hf_per_expert keeps gate and up apart"),
+}
+
+
+@pytest.mark.parametrize("layout", UNEVEN)
+def test_rows_that_cannot_alternate_so_are_refused_before_anything_is_written(
+    layout, hf, tmp_path, capsys
+):
+    """They do not divide the width of experts, or what is stored keeps gate and up apart."""
+    rows, message = UNEVEN[layout]
+    config = json.loads((hf / "config.json").read_text())
+    write_hf(tmp_path / "source", convert_state_dict(in_files(hf), layout), config)
+    words = ["export", str(tmp_path / "source"), str(tmp_path / "out"), "--format", "nvfp4"]
+    assert cli.main([*words, "--source-glu-interleave", rows]) == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [tmp_path / "source"]
+
+
+def test_a_number_of_rows_is_not_negative(hf, tmp_path, capsys):
+    words = ["export", str(hf), str(tmp_path / "out"), "--format", "nvfp4"]
+    with pytest.raises(SystemExit):
+        cli.main([*words, "--source-glu-interleave", "-32"])
+    assert "argument --source-glu-interleave: expected a number" in capsys.readouterr().err

@@ -1,0 +1,131 @@
+"""What is quantized for engines is recognized in files, whole and harmed."""
+
+import json
+
+import pytest
+import torch
+
+from moe_optim.checkpoint.files.reader import TensorInfo
+from moe_optim.commands.cli import main as cli
+from moe_optim.commands.conversion.opening import open_checkpoint
+from moe_optim.commands.export.stored import find_quantized
+from moe_optim.rollout.conventions import CONVENTIONS
+from tests.support.exported_models import EXPERTS, FFN, HIDDEN, LAYERS, export, in_files
+from tests.support.hf_checkpoints import write_hf
+
+LINEARS = ("gate_proj", "up_proj", "down_proj")
+FIRST = "model.layers.0.mlp.experts.0.down_proj"
+
+
+@pytest.fixture(params=CONVENTIONS, ids=lambda one: f"{one.format}, {one.name}")
+def exported(request, source, tmp_path):
+    """Return a convention, and the folder of what was exported in it."""
+    return request.param, export(source, tmp_path / "e", request.param.format, request.param.name)
+
+
+def test_inspect_names_the_format_and_every_expert(exported, capsys):
+    """In every convention; of those that store alike it names all, and it has nothing to object."""
+    convention, folder = exported
+    assert cli.main(["inspect", str(folder), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["faults"] == report["defects"] == []
+    assert report["quantized"]["format"] == convention.format
+    assert convention.name in report["quantized"]["conventions"]
+    assert report["quantized"]["weights"] == LAYERS * EXPERTS * len(LINEARS)
+    assert len(report["experts"]) == LAYERS
+    for layer in report["experts"]:
+        shape = [layer[size] for size in ("experts", "hidden", "ffn")]
+        assert (shape, layer["dtype"]) == ([EXPERTS, HIDDEN, FFN], convention.format)
+    tensors = open_checkpoint(folder).tensors
+    of_experts = sum(info.nbytes for name, info in tensors.items() if ".experts." in name)
+    assert sum(layer["bytes"] for layer in report["experts"]) == of_experts
+    assert cli.main(["inspect", str(folder)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"weights in {convention.format} for engines, in the names of" in said
+
+
+def test_every_part_that_is_missing_or_does_not_fit_is_named(exported):
+    convention, folder = exported
+    tensors = dict(open_checkpoint(folder).tensors)
+    parts = [convention.data, convention.scale, convention.global_scale]
+    for part in filter(None, parts):
+        key = f"{FIRST}.{part}"
+        for other in (None, TensorInfo((3, 5), torch.float16)):
+            harmed = {k: v for k, v in tensors.items() if k != key} | (
+                {key: other} if other else {}
+            )
+            found = find_quantized(harmed)
+            (fault,) = found.faults
+            assert fault.startswith(f"{key}: expected ")
+            assert fault.endswith("got nothing" if other is None else "got float16 [3, 5]")
+            assert len(found.weights) == LAYERS * EXPERTS * len(LINEARS) - 1
+
+
+def test_a_checkpoint_without_quantized_weights_has_none(source):
+    assert find_quantized(open_checkpoint(source).tensors) is None
+    assert find_quantized({}) is None
+
+
+def test_what_is_published_beside_weights_is_no_fault(exported, source):
+    """Scales of activations, blocks' scales in bf16, and other weights in another format."""
+    convention, folder = exported
+    tensors = dict(open_checkpoint(folder).tensors)
+    stems = [name.removesuffix(f".{convention.data}") for name in tensors if ".experts." in name]
+    for stem in {stem for stem in stems if f"{stem}.{convention.data}" in tensors}:
+        tensors[f"{stem}.input_scale"] = TensorInfo((), torch.float32)
+        if convention.format == "fp8_block":
+            scale = f"{stem}.{convention.scale}"
+            tensors[scale] = TensorInfo(tensors[scale].shape, torch.bfloat16)
+    tensors["model.layers.0.self_attn.q_proj.weight"] = TensorInfo((24, 128), torch.float8_e4m3fn)
+    tensors["model.layers.0.self_attn.q_proj.weight_scale"] = TensorInfo((24, 1), torch.float32)
+    found = find_quantized(tensors)
+    assert found.faults == ()
+    assert len(found.weights) == LAYERS * EXPERTS * len(LINEARS)
+    assert not [name for name in found.shapes if name.endswith("input_scale")]
+
+
+def test_faults_that_are_alike_take_one_line(source, tmp_path, capsys):
+    """A published checkpoint has tens of thousands of experts."""
+    folder = export(source, tmp_path / "e", "mxfp8")
+    tensors = in_files(folder)
+    scales = {k: torch.ones(len(v), 1) for k, v in tensors.items() if k.endswith("weight_scale")}
+    write_hf(tmp_path / "c", tensors | scales, {})
+    assert cli.main(["inspect", str(tmp_path / "c")]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("not understood") == len(LINEARS)
+    assert f"and {LAYERS * EXPERTS - 1} like it" in said
+
+
+def test_codes_are_not_taken_for_values(exported, hf, tmp_path, capsys):
+    """One error that says so: of export, of both conversions; verify compares what is stored."""
+    _, folder = exported
+    source, out = str(folder), str(tmp_path / "out")
+    assert cli.main(["verify", source, source]) == 0
+    for command in (
+        ["export", source, out, "--format", "nvfp4"],
+        ["convert", source, out, "--experts", "hf"],
+    ):
+        capsys.readouterr()
+        assert cli.main(command) == 2
+        said = capsys.readouterr().err
+        assert "that are quantized, such as" in said
+        assert len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize("part", ["experts", "self_attn"])
+@pytest.mark.parametrize("to", ["export", "megatron"])
+def test_codes_without_a_configuration_are_refused(part, to, hf, tmp_path, capsys):
+    """Dense weights in FP8 blocks too, which an export would list as not quantized."""
+    config = json.loads((hf / "config.json").read_text())
+    tensors = {
+        key: one.to(torch.float8_e4m3fn) if part in key and one.dim() == 2 else one
+        for key, one in in_files(hf).items()
+    }
+    source = str(write_hf(tmp_path / "c", tensors, config))
+    how = {
+        "export": ["export", source, str(tmp_path / "o"), "--format", "mxfp8"],
+        "megatron": ["convert", source, str(tmp_path / "o"), "--to", "megatron"],
+    }
+    assert cli.main(how[to]) == 2
+    assert "that are quantized, such as" in capsys.readouterr().err
+    assert not (tmp_path / "o").exists()

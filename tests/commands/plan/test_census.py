@@ -1,0 +1,73 @@
+"""Vectors over ranks say what looking at every element says."""
+
+from math import lcm
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_optim.buckets.wire import Slot
+from moe_optim.commands.plan.census import count_bands, count_owned
+from moe_optim.formats import FORMATS
+
+EVERY_FORMAT = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+
+
+@st.composite
+def buckets(draw, format):
+    """Return slots with gaps between them, the length of their bucket, and ranks."""
+    multiple = format.dimension_multiple
+    sizes = st.integers(1, 3).map(lambda n: n * multiple) if multiple > 1 else st.integers(1, 150)
+    slots, start = [], 0
+    for index, shape in enumerate(
+        draw(st.lists(st.tuples(st.integers(1, 3), sizes, sizes), min_size=1, max_size=4))
+    ):
+        start += draw(st.integers(0, 3)) * 64
+        slots.append(Slot(name=f"weight{index}", start=start, shape=shape))
+        start = slots[-1].end
+    dp_size = draw(st.integers(1, 12))
+    divisor = lcm(dp_size, draw(st.sampled_from([1, 128, 1024])))
+    return slots, -(-start // divisor) * divisor, dp_size
+
+
+@settings(max_examples=50)
+@given(data=st.data())
+@EVERY_FORMAT
+def test_owned_elements_are_those_found_by_looking_at_every_element(format, data):
+    slots, numel, dp_size = data.draw(buckets(format))
+    is_used = torch.zeros(numel, dtype=torch.int64)
+    for slot in slots:
+        is_used[slot.start : slot.end] = 1
+    assert count_owned(slots, numel, dp_size).tolist() == is_used.view(dp_size, -1).sum(1).tolist()
+
+
+@settings(max_examples=50)
+@given(data=st.data())
+@EVERY_FORMAT
+def test_bands_are_those_found_by_looking_at_every_element(format, data):
+    slots, numel, dp_size = data.draw(buckets(format))
+    band_of = torch.full((numel,), -1)
+    count = 0
+    for slot in slots:
+        experts, rows, cols = slot.shape
+        bands = torch.arange(rows) // format.band_rows
+        per_expert = int(bands[-1]) + 1
+        numbers = bands.repeat(experts) + torch.arange(experts).repeat_interleave(rows) * per_expert
+        band_of[slot.start : slot.end] = count + numbers.repeat_interleave(cols)
+        count += experts * per_expert
+    sizes = torch.bincount(band_of[band_of >= 0], minlength=count)
+    whole, has_cut = [], []
+    for shard in band_of.view(dp_size, -1):
+        held = torch.bincount(shard[shard >= 0], minlength=count)
+        whole.append(int((held == sizes).sum()))
+        has_cut.append(bool(((held > 0) & (held < sizes)).any()))
+    bands = count_bands(format, slots, numel, dp_size)
+    assert (bands.whole.tolist(), bands.has_cut.tolist()) == (whole, has_cut)
+
+
+def test_slots_may_come_in_any_order():
+    """Megatron lays parameters in reverse; a bucket keeps either order."""
+    slots = [Slot(name=str(i), start=4096 * i, shape=(1, 32, 128)) for i in range(3)]
+    assert count_owned(slots[::-1], 12288, 2).tolist() == [6144, 6144]
+    assert count_bands(FORMATS["mxfp8"], slots[::-1], 12288, 2).whole.tolist() == [1, 1]

@@ -1,0 +1,70 @@
+"""One recipe in several formats, with ranks that only pretend to train."""
+
+import json
+import sys
+
+import pytest
+
+from moe_optim.commands.cli import main as cli
+from moe_optim.commands.train import run as train
+from tests.support.runs import FAKE_RANK, REPOSITORY
+
+RECIPE = REPOSITORY / "recipes" / "quickstart.yaml"
+
+
+@pytest.fixture
+def command(monkeypatch, capsys, tmp_path):
+    """Run `moe-optim train --formats` on a small text; returns exit code, stdout and stderr."""
+    monkeypatch.setattr(train, "RANK_ENTRY", FAKE_RANK)
+    monkeypatch.setattr(train, "PREFLIGHT", (sys.executable, "-c", "print([])"))
+    text = tmp_path / "text"
+    text.mkdir()
+    (text / "a.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 400)
+
+    def run(*options, behaviour=""):
+        monkeypatch.setenv("FAKE_RANK", behaviour)
+        words = ["train", str(RECIPE), "--out", str(tmp_path / "out"), "--cpu", *options]
+        words += ["--text", str(text), "--", "--train-iters", "4", "--eval-interval", "2"]
+        return cli.main(words), *capsys.readouterr()
+
+    return run
+
+
+def test_every_format_has_a_run_of_its_own_and_they_are_compared(command, tmp_path):
+    code, screen, errors = command("--formats", "bf16", "nvfp4")
+    assert (code, errors) == (0, "")
+    for format in ("bf16", "nvfp4"):
+        log = (tmp_path / "out" / format / "logs" / "launch1" / "rank0.log").read_text()
+        assert f'format=\\"{format}\\"' in log
+    rows = json.loads((tmp_path / "out" / "compare" / "compare.json").read_text())
+    assert [row["run"] for row in rows] == ["bf16", "nvfp4"]
+    assert str(tmp_path / "out" / "compare" / "index.html") in screen
+
+
+def test_a_run_that_fails_ends_it_with_its_code(command, tmp_path):
+    code, screen, errors = command("--formats", "bf16", "nvfp4", behaviour="error")
+    assert code == 1 and "error" in errors
+    assert "not compared: bf16 nvfp4 did not finish" in screen
+    assert not (tmp_path / "out" / "nvfp4").exists()
+
+
+REFUSED = {
+    "one": (["--formats", "bf16"], "--formats: expected two or more different ones, got bf16."),
+    "twice": (["--formats", "bf16", "bf16"], "got bf16 bf16. Name every format once"),
+    "said twice": (
+        ["--formats", "bf16", "nvfp4", "--set", "moe_optim.format=mxfp8"],
+        "--formats and --set moe_optim.format both say the format.",
+    ),
+    "a format that the recipe refuses": (
+        ["--formats", "mxfp8", "bf16", "--set", "moe_optim.record_amax=true"],
+        "record_amax: expected false with format: bf16",
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_bad_formats_are_refused_before_the_first_run(command, tmp_path, options, message):
+    code, _, errors = command(*options)
+    assert code == 2
+    assert message in errors
+    assert not (tmp_path / "out").exists()

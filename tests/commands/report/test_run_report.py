@@ -1,0 +1,286 @@
+"""A report says what a run has left behind, what it has not, and needs nothing else."""
+
+import base64
+import io
+import json
+import math
+import re
+from dataclasses import replace
+from functools import reduce
+from html.parser import HTMLParser
+
+import matplotlib.image
+import numpy as np
+import pytest
+from matplotlib import mathtext
+from matplotlib.legend import Legend
+from matplotlib.text import Text
+
+from moe_optim.commands.cli import main as cli
+from moe_optim.commands.console import pictures
+from moe_optim.commands.report.page import Page, Section, Table
+from moe_optim.commands.report.reading import read_run
+from moe_optim.commands.report.run_report import build_page
+from moe_optim.formats.health_figures import THRESHOLDS, Sum
+from tests.support.report_runs import LOSSES, SUMMARY, loads_at, look_at, write_run
+
+
+class Reader(HTMLParser):
+    """Collects elements, text, and what a browser would load."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.loads, self.tags, self.alts, self.text, self._open = [], [], [], "", []
+        self.feed(html)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag, attributes):
+        named = dict(attributes)
+        self.tags.append(tag)
+        self.loads += [v for k, v in attributes if k in ("src", "href", "data", "action")]
+        if tag == "img":
+            self.alts.append(named["alt"])
+        if tag not in ("meta", "img", "br"):
+            self._open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self._open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += f"{data} " if data.strip() else ""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A finished run that was looked at twice."""
+    path = tmp_path_factory.mktemp("runs") / "finished"
+    looks = {20: [*look_at(), *loads_at()], 40: [*look_at(factor=2.0), *loads_at()]}
+    return write_run(path, looks=looks)
+
+
+@pytest.fixture(scope="module")
+def page(run):
+    assert cli.main(["report", str(run)]) == 0
+    return Reader((run / "report" / "index.html").read_text())
+
+
+def test_the_page_loads_nothing_and_runs_nothing(page):
+    assert page.loads and all(url.startswith("data:image/png;base64,") for url in page.loads)
+    assert not {"script", "link", "iframe", "object", "base"} & set(page.tags)
+
+
+def test_every_picture_lies_beside_the_page_too_and_shows_something(run, page):
+    inside = {base64.b64decode(url.partition(",")[2]) for url in page.loads}
+    beside = {path.read_bytes() for path in (run / "report").glob("*.png")}
+    assert inside == beside and len(inside) == len(page.loads) == len(set(page.alts))
+    for png in inside:
+        image = matplotlib.image.imread(io.BytesIO(png))
+        assert image.shape[1] == 1000
+        assert 0.2 < image[..., :3].mean() < 0.99
+
+
+def test_a_phone_is_told_its_width_and_pictures_give_way(run, page):
+    html = (run / "report" / "index.html").read_text()
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in html
+    assert re.search(r"img \{[^}]*width: 100%", html)
+    assert re.search(r"\.wide \{ overflow-x: auto", html)
+
+
+SAID = {
+    "losses": "training loss 4.0000 → 0.1000 nats/byte",
+    "held-out": "held-out loss 0.2500 → 0.1250 nats/byte",
+    "recipe": "recipe quickstart.yaml",
+    "versions": "torch 2.11.0, megatron-core 0.19.2",
+    "commit": "commit abc1234",
+    "hardware": "device NVIDIA H100",
+    "command, escaped": "moe-optim train quickstart --out <runs>",
+    "speed": "2.50 iterations/s",
+    "when health was looked at": "At iteration 40, the last that was looked at.",
+    "whose tokens": "Of the iterations between the last two looks, up to iteration 40.",
+}
+
+
+@pytest.mark.parametrize("text", SAID.values(), ids=SAID.keys())
+def test_the_page_says(page, text):
+    assert text in " ".join(page.text.split())
+
+
+def test_one_evaluation_is_one_figure(tmp_path):
+    once = {name: values[:1] for name, values in LOSSES.items() if "validation" in name}
+    path = write_run(tmp_path / "once", LOSSES | once)
+    assert cli.main(["report", str(path)]) == 0
+    text = Reader((path / "report" / "index.html").read_text()).text
+    assert "held-out loss 0.2500 nats/byte" in " ".join(text.split())
+
+
+def test_every_part_has_its_picture(page):
+    names = " ".join(page.alts)
+    for what in ("loss", "Gradient norm", "largest magnitude", "relative error", "tokens", "time"):
+        assert what in names
+
+
+def test_heat_maps_have_the_last_figures_of_every_expert(run):
+    found = read_run(run).look("amax")
+    assert found.iteration == 40
+    assert found.layers == ("layers.0.fc1", "layers.0.fc2", "layers.1.fc1", "layers.1.fc2")
+    wanted = np.stack([health.amax.float().numpy() for health in look_at(factor=2.0)])
+    np.testing.assert_array_equal(found.values, wanted)
+
+
+def test_tokens_are_shown_beside_the_mean_of_their_layer(run):
+    look = read_run(run).look("tokens")
+    assert (look.iteration, look.layers) == (40, ("layers.0.experts", "layers.1.experts"))
+    np.testing.assert_array_equal(look.of_mean().values, [[0.5, 0.5, 0.5, 2.5]] * 2)
+
+
+def test_layers_with_fewer_experts_leave_blanks(tmp_path):
+    looks = [*look_at(layers=1), look_at(layers=2, experts=2)[2]]
+    found = read_run(write_run(tmp_path / "run", looks={10: looks})).look("error")
+    assert found.values.shape == (3, 4)
+    assert np.isnan(found.values[2, 2:]).all() and not np.isnan(found.values[:2]).any()
+
+
+def test_an_expert_above_a_threshold_is_named(tmp_path):
+    looks = look_at(layers=1)
+    looks[0].sums[3, Sum.SATURATED] = 0.5 * looks[0].sums[3, Sum.ELEMENTS]
+    run = read_run(write_run(tmp_path / "run", looks={10: looks}))
+    assert run.health_warnings() == ["layers.0.fc1, expert 3: saturated is 0.5, above 0.02"]
+    assert run.health_warnings() == [line for one in looks for line in one.warnings()]
+    reader = Reader(build_page(run).html())
+    assert "layers.0.fc1, expert 3: saturated is 0.5, above 0.02" in reader.text
+
+
+@pytest.mark.parametrize("figure", ["norm", *THRESHOLDS["e2m1"]])
+def test_a_look_that_is_cut_off_in_its_event_file_is_said(figure, tmp_path):
+    """As of a run that is writing, or was killed."""
+    run = read_run(write_run(tmp_path / "run", LOSSES, looks={10: look_at(layers=1)}))
+    kept = {
+        tag: values
+        for tag, values in run.events.tensors.items()
+        if not tag.endswith(f"fc2/{figure}/by_expert")
+    }
+    assert len(kept) == len(run.events.tensors) - 1
+    cut = replace(run, events=replace(run.events, tensors=kept))
+    assert cut.health_warnings() == [
+        f"layers.0.fc2: {figure} not recorded: the event file is cut off"
+    ]
+
+
+def test_a_run_that_is_going_on_is_reported_with_what_there_is(tmp_path):
+    losses = {"lm loss": LOSSES["lm loss"][:3]}
+    run = read_run(write_run(tmp_path / "run", losses, model=None, summary=None))
+    text = " ".join(Reader(build_page(run).html()).text.split())
+    assert "iteration 3, not finished" in text
+    assert "Not looked at. Train with --set moe_optim.health_interval=100" in text
+    assert "Not logged by this run: grad-norm." in text
+    assert "Not counted: health_interval counts them. This run has no load-balancing loss" in text
+    assert "not recorded command" in text
+
+
+def test_events_of_megatron_alone_can_be_reported(tmp_path):
+    run = write_run(tmp_path / "run", model=None, summary=None)
+    assert cli.main(["report", str(run / "tensorboard"), "--out", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "index.html").is_file()
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_folder_without_a_run_is_refused(tmp_path, there, capsys):
+    path = tmp_path if there else tmp_path / "absent"
+    assert cli.main(["report", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert f"{path}: expected a run folder, with TensorBoard events" in error
+
+
+@pytest.mark.parametrize("name", ["model.json", "summary.json"])
+@pytest.mark.parametrize("content", ["{", "[1]", "[]", "null", "1"])
+def test_a_damaged_file_is_refused_by_name(name, content, tmp_path, capsys):
+    run = write_run(tmp_path / "run")
+    (run / name).write_text(content)
+    assert cli.main(["report", str(run)]) == 2
+    assert f"{name}: expected names and values as JSON" in capsys.readouterr().err
+
+
+DAMAGED = {  # file, key, what it holds
+    "a count as text": ("model.json", "parameters", "2000"),
+    "a count as true": ("model.json", "quantized_parameters", True),
+    "a count no memory has": ("model.json", "parameters", 2**63),
+    "a negative count": ("model.json", "parameters", -1),
+    "a name as a list": ("model.json", "optimizer", ["Adam"]),
+    "rank 0 as a number": ("model.json", "rank0", 3),
+    "bytes as text": ("model.json", "rank0.gathered_bytes", "1"),
+    "weights as a number": ("model.json", "rank0.weights", 3),
+    "a weight as null": ("model.json", "rank0.weights", [None]),
+    "a weight without bytes": ("model.json", "rank0.weights", [{}]),
+    "an environment as text": ("model.json", "environment", "H100"),
+    "versions as a list": ("model.json", "environment.versions", ["torch"]),
+    "a loss as text": ("summary.json", "test_loss", "0.2"),
+    "an entropy as a list": ("summary.json", "byte_entropy", [3.4]),
+    "a speed as text": ("summary.json", "iterations_per_second", "fast"),
+    "a speed without end": ("summary.json", "iterations_per_second", math.inf),
+    "seconds as null": ("summary.json", "seconds", [30]),
+    "ranks as a mapping": ("summary.json", "world_size", {}),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGED)
+@pytest.mark.parametrize("command", ["report", "compare"])
+def test_a_file_with_a_value_of_another_kind_is_refused_by_its_key(what, command, tmp_path, capsys):
+    """Before anything is drawn or written."""
+    name, key, value = DAMAGED[what]
+    run, other = (write_run(tmp_path / each, LOSSES) for each in ("run", "other"))
+    content = json.loads((run / name).read_text())
+    *above, last = key.split(".")
+    reduce(dict.__getitem__, above, content)[last] = value
+    (run / name).write_text(json.dumps(content))
+    words = ["report", run] if command == "report" else ["compare", other, run]
+    assert cli.main([*map(str, words), "--out", str(tmp_path / "out")]) == 2
+    assert f"{run / name}: {key}" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_figures_that_a_run_has_not_recorded_may_be_null(tmp_path):
+    """A run that diverged has a loss of NaN."""
+    model = {"format": "mxfp8", "rank0": None, "parameters": None, "environment": {}}
+    summary = dict.fromkeys(SUMMARY) | {"test_loss": math.nan}
+    run = read_run(write_run(tmp_path / "run", LOSSES, model=model, summary=summary))
+    assert "test loss nan nats/token" in Reader(build_page(run).html()).text
+
+
+@pytest.mark.parametrize("name", [r"$\frac{$", "$x$", "_hidden", "[bold] :smile:", "a\\$b$"])
+def test_names_are_drawn_and_printed_as_they_are_written(name, tmp_path, monkeypatch, capsys):
+    """Neither as mathematics nor as markup; a leading underscore hides nothing from a legend."""
+    drawn = []
+
+    def keep(figure, path):
+        figure.canvas.draw()
+        drawn.extend(figure.findobj(Text))
+        drawn.extend(t for legend in figure.findobj(Legend) for t in legend.get_texts())
+        return picture_of(figure, path)
+
+    picture_of = pictures.picture_of
+    monkeypatch.setattr(pictures, "picture_of", keep)
+    monkeypatch.setattr(mathtext.MathTextParser, "parse", lambda *_: pytest.fail("mathematics"))
+    losses = dict.fromkeys(("lm loss", "lm loss validation"), [(1, 0.5), (2, 0.4)])
+    scalars = losses | {f"{name}-time": [(1, 0.4)], f"{name}load_balancing_loss": [(1, 0.4)]}
+    paths = [write_run(tmp_path / each / name, scalars) for each in ("a", "b")]
+    paths[1] = paths[1].rename(tmp_path / "b" / "other")
+    assert cli.main(["report", str(paths[0])]) == 0
+    capsys.readouterr()
+    assert cli.main(["compare", *map(str, paths), "--out", str(tmp_path / "out")]) == 0
+    assert name in capsys.readouterr().out
+    shown = {text.get_text().replace(r"\$", "$") for text in drawn}
+    for text in (name, f"{name}load_balancing_loss"):
+        assert text in shown
+    legends = [text for text in drawn if text.get_text().replace(r"\$", "$") == name]
+    assert len(legends) >= 2  # of training and held-out loss
+
+
+def test_what_comes_from_a_run_is_text_and_never_markup():
+    section = Section(
+        title="<b>", text=["<i>"], warnings=["<u>"], table=Table(rows=[["<s>", '"&']]), note="<a>"
+    )
+    page = Reader(Page(title="<script>", subtitle="&amp;", sections=[section]).html())
+    assert not {"script", "b", "i", "u", "s", "a"} & set(page.tags)
+    for text in ("<script>", "<b>", "<i>", "<u>", "<s>", '"&', "&amp;"):
+        assert text in page.text

@@ -1,0 +1,99 @@
+"""The command with nothing replaced: real text, real Megatron, two gloo ranks on the CPU."""
+
+import json
+import math
+import shutil
+
+import pytest
+
+from moe_optim.commands.cli import main as cli
+from moe_optim.commands.train.byte_dataset import prepare_dataset
+from moe_optim.commands.train.resume import checkpoint_defect
+from moe_optim.commands.train.text_files import find_text
+from moe_optim.environment import find_package
+from tests.support.runs import REPOSITORY
+
+pytest.importorskip("megatron.core")
+pytestmark = pytest.mark.slow
+
+ITERATIONS = 4
+
+
+def train(out):
+    words = ["train", str(REPOSITORY / "recipes" / "quickstart.yaml"), "--out", str(out)]
+    words += ["--cpu", "--text", str(out.parent / "text"), "--set", "moe_optim.health_interval=2"]
+    megatron = ["--train-iters", str(ITERATIONS), "--eval-interval", "2", "--eval-iters", "1"]
+    megatron += ["--lr-warmup-iters", "0", "--save-interval", "4", "--global-batch-size", "8"]
+    return cli.main([*words, "--", *megatron])
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory):
+    """One short run that every test here looks at."""
+    out = tmp_path_factory.mktemp("runs") / "short"
+    shutil.copytree(REPOSITORY / "moe_optim", out.parent / "text")
+    assert train(out) == 0
+    return out
+
+
+def test_the_summary_tells_what_was_trained(run_folder):
+    summary = json.loads((run_folder / "summary.json").read_text())
+    assert summary["format"] == "mxfp8"
+    assert summary["optimizer"] == "GroupedDistributedOptimizer"
+    assert summary["world_size"] == 2
+    assert 0 < summary["quantized_parameters"] < summary["parameters"]
+    assert summary["iterations"] == ITERATIONS
+    assert summary["validation_iterations"] == [2, 4]
+    losses = [summary["loss_first"], summary["loss_last"], summary["test_loss"]]
+    for loss in losses + summary["validation_losses"]:
+        assert 0 < loss < 1.2 * math.log(384)  # 257 tokens, padded to 384 by Megatron
+    assert 2 < summary["byte_entropy"] < 4
+    assert summary["seconds"] > 0
+    assert summary["iterations_per_second"] > 0
+
+
+def test_the_loss_of_an_untrained_model_is_that_of_knowing_nothing(run_folder):
+    summary = json.loads((run_folder / "summary.json").read_text())
+    assert summary["loss_first"] == pytest.approx(math.log(384), rel=0.05)
+
+
+def test_everything_promised_lies_in_the_run_folder(run_folder):
+    assert (run_folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert list((run_folder / "tensorboard").glob("events.out.tfevents.*"))
+    assert {path.name for path in (run_folder / "logs" / "launch1").iterdir()} == {
+        "rank0.log",
+        "rank1.log",
+    }
+    assert checkpoint_defect(run_folder / "checkpoints" / "iter_0000004") is None
+
+
+def test_the_report_shows_what_was_trained_and_where(run_folder, capsys):
+    assert cli.main(["report", str(run_folder)]) == 0
+    assert str(run_folder / "report" / "index.html") in capsys.readouterr().out
+    page = (run_folder / "report" / "index.html").read_text()
+    core = f"megatron-core {find_package('megatron-core').version}"
+    for text in ("layers.1.fc2", "At iteration 4, the last", core, "CPU, "):
+        assert text in page
+    assert (run_folder / "report" / "error.png").is_file()
+
+
+def test_what_the_quickstart_leaves_converts_with_masters_and_moments(run_folder, capsys):
+    saved, converted = str(run_folder / "checkpoints"), str(run_folder.parent / "hf")
+    assert (
+        cli.main(["convert", saved, converted, "--experts", "hf", "--format", "safetensors"]) == 0
+    )
+    assert "tensors of the optimizer" not in capsys.readouterr().out  # are left out
+    assert cli.main(["verify", saved, converted]) == 0
+    assert cli.main(["inspect", converted]) == 0
+    said = capsys.readouterr().out
+    assert all(f"\n{row} " in said for row in ("weights", "param", "exp_avg", "exp_avg_sq"))
+
+
+def test_a_second_run_in_the_same_folder_is_refused(run_folder, capsys):
+    assert train(run_folder) == 2
+    assert "already holds a run" in capsys.readouterr().err
+
+
+def test_the_dataset_is_there_for_the_next_run(run_folder):
+    files = find_text([run_folder.parent / "text"])
+    assert prepare_dataset(files, run_folder.parent / "data")[1] is False

@@ -1,0 +1,35 @@
+"""Event files of several launches are read as one run: what a resume took back is gone."""
+
+import numpy as np
+
+from moe_optim.commands.train.events import read_events
+from tests.support.report_runs import look_at, write_run
+
+AMAX = "moe_optim/layers.0.fc1/amax/by_expert"
+
+
+def test_a_resumed_launch_takes_back_tensors_and_scalars_of_every_tag(tmp_path):
+    """The first launch came to 30, the second began at 21."""
+    first, second = look_at(layers=1), look_at(layers=1, factor=2.0)
+    curves = {tag: [(i, 1.0) for i in range(1, 31)] for tag in ("lm loss", "grad-norm")}
+    write_run(tmp_path, curves, looks={10: first, 20: first, 30: first})
+    curves = {tag: [(i, 2.0) for i in range(21, 26)] for tag in ("lm loss", "learning-rate")}
+    write_run(tmp_path, curves, looks={25: second}, start=2000.0)
+    events = read_events(tmp_path / "tensorboard", tensors="moe_optim/")
+    assert [iteration for iteration, _ in events.tensors[AMAX]] == [10, 20, 25]
+    np.testing.assert_array_equal(events.tensors[AMAX][-1][1], second[0].amax.float().numpy())
+    assert [point.iteration for point in events.scalars["lm loss"]] == list(range(1, 26))
+    assert [point.iteration for point in events.scalars["grad-norm"]] == list(range(1, 21))
+    assert events.texts == {"moe_optim_recipe": "quickstart.yaml"}
+
+
+def test_tensors_are_read_where_they_are_asked_for(tmp_path):
+    write_run(tmp_path, looks={10: look_at(layers=1)})
+    events = read_events(tmp_path / "tensorboard")
+    assert events.tensors == {} and events.texts == {}
+    assert "lm loss" in events.scalars
+    assert read_events(tmp_path / "tensorboard", tensors="other/").tensors == {}
+
+
+def test_a_folder_without_events_holds_nothing(tmp_path):
+    assert read_events(tmp_path).scalars == {}

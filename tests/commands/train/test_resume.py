@@ -1,0 +1,87 @@
+"""A run resumes from the newest checkpoint that is whole, and from no other."""
+
+import shutil
+
+import pytest
+
+from moe_optim.checkpoint.files.folders import TRACKER
+from moe_optim.checkpoint.integrity import checkpoint_defect
+from moe_optim.commands.train.resume import (
+    ResumePoint,
+    find_resume_point,
+    newest_complete_checkpoint,
+)
+from moe_optim.errors import StateError
+from tests.support.runs import write_checkpoint
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory):
+    checkpoints = tmp_path_factory.mktemp("checkpoints")
+    for iteration in (10, 20):
+        write_checkpoint(checkpoints, iteration)
+    return checkpoints
+
+
+@pytest.fixture
+def checkpoints(template, tmp_path):
+    return shutil.copytree(template, tmp_path / "checkpoints")
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def drop_common_state(folder):
+    """Older Megatrons keep the common state in a file of its own: here that file is missing."""
+    path = folder / ".metadata"
+    path.write_bytes(path.read_bytes().replace(b"common_state", b"COMMON_STATE"))
+
+
+DEFECTS = {
+    "no metadata.json": lambda folder: (folder / "metadata.json").unlink(),
+    "metadata.json is cut off": lambda folder: cut(folder / "metadata.json"),
+    ".metadata is missing": lambda folder: (folder / ".metadata").unlink(),
+    ".metadata is cut off or foreign": lambda folder: cut(folder / ".metadata"),
+    "__0_0.distcp is missing": lambda folder: (folder / "__0_0.distcp").unlink(),
+    "__0_0.distcp is cut off": lambda folder: cut(folder / "__0_0.distcp"),
+    ".metadata names no common state": drop_common_state,
+}
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_an_incomplete_checkpoint_is_passed_over_and_its_defect_named(checkpoints, defect):
+    DEFECTS[defect](checkpoints / "iter_0000020")
+    assert checkpoint_defect(checkpoints / "iter_0000020").startswith(defect)
+    assert newest_complete_checkpoint(checkpoints) == 10
+    point = find_resume_point(checkpoints)
+    assert point.iteration == 10
+    assert f"iter_0000020: {defect}" in point.notes[0]
+    assert (checkpoints / TRACKER).read_text() == "10"
+
+
+def test_a_whole_checkpoint_needs_no_note(checkpoints):
+    assert find_resume_point(checkpoints) == ResumePoint(20, ())
+
+
+@pytest.mark.parametrize("said", ["", "10", "999", "nonsense", None])
+def test_the_tracker_is_mended_to_the_newest_whole_checkpoint(checkpoints, said):
+    tracker = checkpoints / TRACKER
+    tracker.unlink() if said is None else tracker.write_text(said)
+    point = find_resume_point(checkpoints)
+    assert (point.iteration, tracker.read_text()) == (20, "20")
+    was = {None: "missing", "": "empty"}.get(said, said)
+    assert point.notes == (f"set {TRACKER} to 20 (it was {was})",)
+
+
+def test_no_checkpoint_at_all_is_an_error_by_name(tmp_path):
+    with pytest.raises(StateError, match="--resume: .* no complete checkpoint .*none at all"):
+        find_resume_point(tmp_path)
+
+
+def test_only_broken_checkpoints_is_an_error_that_names_each(checkpoints):
+    for folder in checkpoints.glob("iter_*"):
+        (folder / "metadata.json").unlink()
+    with pytest.raises(StateError, match=r"iter_0000020: no .*; .*iter_0000010: no"):
+        find_resume_point(checkpoints)
+    assert newest_complete_checkpoint(checkpoints) is None

@@ -1,0 +1,167 @@
+"""What a run leaves behind says what happened, over resumes, and is whole or absent."""
+
+import io
+import json
+from dataclasses import replace
+
+import matplotlib.image
+import pytest
+from rich.console import Console
+
+from moe_optim.commands.train.run_folder import RunFolder
+from moe_optim.commands.train.summary import (
+    LaunchFacts,
+    iterations_per_second,
+    plot_losses,
+    print_summary,
+    read_curves,
+    smoothed,
+    write_summary,
+)
+from moe_optim.errors import LayoutError
+from tests.support.runs import small_disk, write_events
+
+TRAIN, VALIDATION = "lm loss", "lm loss validation"
+MODEL = {
+    "optimizer": "GroupedDistributedOptimizer",
+    "format": "mxfp8",
+    "parameters": 1000,
+    "quantized_parameters": 750,
+    "rank0": {"buckets": 4},
+}
+FACTS = LaunchFacts(
+    world_size=2,
+    seconds=30.0,
+    command="moe-optim train quickstart.yaml",
+    resumed_from=None,
+    byte_entropy=3.4,
+    test_loss=2.5,
+)
+
+
+def losses(first, last, offset=0.0):
+    return [(iteration, 4.0 / iteration + offset) for iteration in range(first, last + 1)]
+
+
+def finished_run(path):
+    folder = RunFolder(path)
+    folder.path.mkdir(exist_ok=True)
+    folder.model.write_text(json.dumps(MODEL))
+    write_events(folder.tensorboard, {TRAIN: losses(1, 40), VALIDATION: losses(10, 40)[::10]}, 100)
+    return folder
+
+
+def test_the_summary_has_every_promised_key(tmp_path):
+    folder = finished_run(tmp_path)
+    summary = write_summary(folder, FACTS)
+    assert summary == json.loads(folder.summary.read_text())
+    assert summary == {
+        **MODEL,
+        "world_size": 2,
+        "iterations": 40,
+        "loss_first": 4.0,
+        "loss_last": pytest.approx(0.1),
+        "validation_losses": pytest.approx([0.4, 0.2, 4 / 30, 0.1]),
+        "validation_iterations": [10, 20, 30, 40],
+        "test_loss": 2.5,
+        "byte_entropy": 3.4,
+        "seconds": 30.0,
+        "iterations_per_second": pytest.approx(1.0),
+        "resumed_from": None,
+        "command": "moe-optim train quickstart.yaml",
+    }
+
+
+def test_a_resumed_launch_takes_back_what_came_after_its_checkpoint(tmp_path):
+    """The first launch came to 30, the second began at 21: 21 to 30 are the second's."""
+    write_events(
+        tmp_path, {TRAIN: losses(1, 30), VALIDATION: [(10, 9.0), (22, 9.0), (30, 9.0)]}, 100
+    )
+    write_events(tmp_path, {TRAIN: losses(21, 25, offset=1.0), VALIDATION: [(25, 5.0)]}, 200)
+    curves = read_curves(tmp_path)
+    assert [point.iteration for point in curves.train] == list(range(1, 26))
+    assert curves.train[20].value == pytest.approx(4 / 21 + 1)
+    assert [(point.iteration, point.value) for point in curves.validation] == [(10, 9.0), (25, 5.0)]
+    assert iterations_per_second(curves.train, 20) == pytest.approx(1.0)
+
+
+def test_an_evaluation_after_a_resume_without_training_takes_nothing_back(tmp_path):
+    write_events(tmp_path, {TRAIN: losses(1, 30), VALIDATION: [(10, 3.0), (30, 2.0)]}, 100)
+    write_events(tmp_path, {VALIDATION: [(30, 2.5)]}, 200)
+    curves = read_curves(tmp_path)
+    assert len(curves.train) == 30
+    assert [(point.iteration, point.value) for point in curves.validation] == [(10, 3.0), (30, 2.5)]
+    assert iterations_per_second(curves.train, 30) is None
+
+
+def test_the_test_loss_under_the_validation_tag_is_not_a_validation_loss(tmp_path):
+    write_events(tmp_path, {TRAIN: losses(1, 4), VALIDATION: [(4, 2.0), (4, 2.1), (4, 3.0)]}, 100)
+    assert [point.value for point in read_curves(tmp_path).validation] == [2.0]
+
+
+@pytest.mark.parametrize(
+    ("resumed_from", "said"),
+    [
+        (None, "30 s for 40 iterations"),
+        (25, "30 s for 15 iterations, from 25 on"),
+        (39, "30 s for 1 iteration, from 39 on"),
+    ],
+)
+def test_a_resumed_run_tells_the_time_of_its_own_iterations(resumed_from, said, tmp_path):
+    folder = finished_run(tmp_path)
+    summary = write_summary(folder, replace(FACTS, resumed_from=resumed_from))
+    console = Console(file=io.StringIO(), width=200)
+    print_summary(summary, folder, "moe-optim train", console)
+    (line,) = [line for line in console.file.getvalue().splitlines() if " time " in line]
+    assert line.strip(" │").split("│")[1].strip() == said
+
+
+@pytest.mark.parametrize("missing", ["model", "events"])
+def test_a_run_without_its_traces_has_no_summary(tmp_path, missing):
+    folder = finished_run(tmp_path)
+    if missing == "model":
+        folder.model.write_text("{}")
+    else:
+        next(folder.tensorboard.iterdir()).unlink()
+    with pytest.raises(LayoutError, match="expected"):
+        write_summary(folder, FACTS)
+    assert not folder.summary.exists()
+
+
+def test_a_full_disk_leaves_no_summary(tmp_path):
+    with small_disk(tmp_path / "disk", "64k") as disk:
+        folder = finished_run(disk)
+        with pytest.raises(OSError, match="the disk is full"):
+            write_summary(folder, FACTS)
+        assert {path.name for path in disk.iterdir()} == {"model.json", "tensorboard"}
+
+
+@pytest.mark.parametrize("entropy", [3.4, None])
+def test_the_plot_is_a_png_with_something_in_it(tmp_path, entropy):
+    summary = {**MODEL, "byte_entropy": entropy}
+    png = plot_losses(read_curves(finished_run(tmp_path).tensorboard), summary)
+    image = matplotlib.image.imread(io.BytesIO(png))
+    assert image.shape[:2] == (675, 1200)
+    assert 0.5 < image[..., :3].mean() < 0.99
+
+
+@pytest.mark.parametrize("count", [0, 1, 10, 400])
+def test_smoothing_keeps_length_ends_and_straight_lines(count):
+    line = [3.0 + 0.5 * index for index in range(count)]
+    assert smoothed(line) == pytest.approx(line)
+
+
+def test_the_last_screen_says_what_to_do_next_in_words_of_a_shell(tmp_path):
+    folder = finished_run(tmp_path / "my run")
+    summary = write_summary(folder, FACTS)
+    output = io.StringIO()
+    print_summary(summary, folder, "moe-optim train --resume", Console(file=output, width=200))
+    for expected in (
+        "4.0000 -> 0.1000",
+        "0.4000 -> 0.1000",
+        "3.4000 (nats/byte",
+        "1,000, of them 750 quantized (75%)",
+        f"tensorboard --logdir '{folder.tensorboard}'",
+        "moe-optim train --resume",
+    ):
+        assert expected in output.getvalue()

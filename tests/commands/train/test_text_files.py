@@ -1,0 +1,98 @@
+"""Which text is found, and how it is divided."""
+
+import os
+
+import pytest
+
+from moe_optim.commands.train.text_files import SPLITS, find_text, split_text, standard_library_text
+from moe_optim.errors import ConfigError
+
+
+def write(path, text="x"):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def names(files):
+    return [file.name for file in files]
+
+
+def test_folders_are_searched_to_the_bottom_for_any_extension(tmp_path):
+    for name in ("b.py", "a/deep/er.md", "a/none"):
+        write(tmp_path / name)
+    for name in (".git/config", "a/.hidden", "a/__pycache__/b.pyc"):
+        write(tmp_path / name)
+    write(tmp_path / "empty", "")
+    assert names(find_text([tmp_path])) == ["a/deep/er.md", "a/none", "b.py"]
+
+
+def test_a_file_given_twice_counts_once(tmp_path):
+    file = write(tmp_path / "folder" / "a.txt")
+    assert len(find_text([file, tmp_path, tmp_path / "folder"])) == 1
+
+
+def test_the_standard_library_is_text_enough_without_its_tests():
+    files = standard_library_text()
+    assert 5e6 < sum(file.size for file in files) < 50e6
+    assert not [file for file in files if {"test", "site-packages"} & set(file.path.parts)]
+
+
+def fifo(path):
+    os.mkfifo(path)
+    return path
+
+
+REFUSED = {
+    "no such file or folder": lambda folder: folder / "missing",
+    "the file is empty": lambda folder: write(folder / "empty", ""),
+    "no file that is not empty": lambda folder: write(folder / "sub" / "empty", "").parent,
+    "got a device or a socket": lambda folder: fifo(folder / "fifo"),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_holds_no_text_is_refused_by_name(tmp_path, reason):
+    path = REFUSED[reason](tmp_path)
+    with pytest.raises(ConfigError, match=f"--text {path}: .*{reason}"):
+        find_text([path])
+
+
+def test_an_unreadable_file_is_refused_by_name(tmp_path, monkeypatch):
+    """Told by the operating system, not by trying: nothing is built before it is known."""
+    path = write(tmp_path / "secret.txt")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(ConfigError, match=f"{path}: cannot be read: permission denied"):
+        find_text([tmp_path])
+
+
+def test_many_files_are_split_whole_and_the_same_way_wherever_they_lie(tmp_path):
+    splits = []
+    for root in (tmp_path / "here", tmp_path / "there"):
+        for number in range(400):
+            write(root / f"{number}.txt", "some text")
+        split_by, spans = split_text(find_text([root]))
+        assert split_by == "file"
+        assert all(
+            span.start == 0 and span.end == span.file.size for s in SPLITS for span in spans[s]
+        )
+        splits.append({split: names(span.file for span in spans[split]) for split in SPLITS})
+    assert splits[0] == splits[1]
+    counts = [len(splits[0][split]) for split in SPLITS]
+    assert sum(counts) == 400
+    assert counts[0] > 360
+    assert min(counts) >= 2
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_few_files_are_cut_and_no_byte_is_lost_or_used_twice(tmp_path, number):
+    for index in range(number):
+        write(tmp_path / f"{index}.txt", "x" * 1000 * (index + 1))
+    split_by, spans = split_text(files := find_text([tmp_path]))
+    assert split_by == "bytes"
+    for file in files:
+        parts = [
+            (span.start, span.end) for split in SPLITS for span in spans[split] if span.file == file
+        ]
+        cuts = [0, int(file.size * 0.96), int(file.size * 0.98), file.size]
+        assert parts == list(zip(cuts, cuts[1:], strict=False))

@@ -1,0 +1,218 @@
+"""Every knob has a meaning, a default that works here, and a refusal that says what to write."""
+
+import ast
+import dataclasses
+import inspect
+from typing import get_args
+
+import pytest
+
+from moe_optim.config import Compute, Format, MoEOptimConfig, field_names, parse_yaml
+from moe_optim.config.recipes import load_recipe
+from moe_optim.errors import ConfigError
+from moe_optim.formats import FORMATS
+
+DEFAULTS = {
+    "format": "auto",
+    "compute": None,
+    "expert_layout": "grouped",
+    "storage": "portable",
+    "wire": "quantized",
+    "layout": "aligned",
+    "step": "auto",
+    "offload_states": 0.0,
+    "nonfinite": "raise",
+    "backend": "auto",
+    "fuse_wgrad_accumulation": True,
+    "record_amax": False,
+    "health_interval": 0,
+    "save_nonfinite": False,
+    "trust_unmarked_states": False,
+    "trust_checkpoint_code": False,
+    "check_on_load": "thorough",
+}
+
+CHOICES = "auto or bf16 or mxfp8 or mxfp8_2d or nvfp4 or fp8_block"  # as messages list them
+
+REFUSED = {  # field, value -> what the message must say
+    "a part": (
+        "format",
+        "fp8",
+        f"expected {CHOICES}, got 'fp8'. Write mxfp8 or mxfp8_2d or fp8_block.",
+    ),
+    "misspelt": ("format", "mxfp6", f"expected {CHOICES}, got 'mxfp6'. Write mxfp8."),
+    "other case": ("format", "BF16", "Write bf16."),
+    "wrong type": ("format", 8, f"expected {CHOICES}, got 8"),
+    "null where none is taken": ("format", None, f"expected {CHOICES}, got None"),
+    "list": ("wire", ["bf16"], "expected quantized or bf16, got ['bf16']."),
+    "number for a switch": ("fuse_wgrad_accumulation", 1, "expected true or false, got 1"),
+    "text for a switch": ("fuse_wgrad_accumulation", "yes", "expected true or false, got 'yes'"),
+    "other product": ("compute", "nvfp4", "got nvfp4. Write null, or store bf16 weights with"),
+    "wide product": (
+        "compute",
+        "bf16",
+        "expected null with format: auto, got bf16. Write null, or store",
+    ),
+    "misspelt wire": ("wire", "quantised", "expected quantized or bf16, got 'quantised'"),
+    "misspelt layout": ("layout", "align", "expected aligned or stock, got 'align'."),
+    "misspelt step": ("step", "fusion", "expected auto or fused or stock, got 'fusion'."),
+    "negative interval": (
+        "health_interval",
+        -1,
+        "expected a number from 0 to 1000000, got -1. Write a number from 0 to 1000000.",
+    ),
+    "switch for a number": ("health_interval", True, "expected a number from 0 to 1000000, got Tr"),
+    "text for a number": (
+        "health_interval",
+        "100",
+        "expected a number from 0 to 1000000, got '100",
+    ),
+    "more than all": (
+        "offload_states",
+        1.5,
+        "expected a number from 0 to 1, got 1.5. Write a number from 0 to 1.",
+    ),
+    "not a number": ("offload_states", float("nan"), "expected a number from 0 to 1, got nan."),
+    "switch for a part": ("offload_states", True, "expected a number from 0 to 1, got True."),
+    "kernels by name": ("backend", "triton", "expected auto or reference, got 'triton'."),
+}
+
+NOT_ASSIGNMENTS = {
+    "no value": ("format", "expected key=value, got 'format'"),
+    "no key": ("=bf16", "expected key=value, got '=bf16'"),
+    "nested": ("format.name=bf16", "got 'format.name'. Write format, the closest of them."),
+    "half a list": ("format=[", "'format=[': line 1: expected YAML, got: "),
+    "dangling interpolation": ("format=${nothing}", "Interpolation key 'nothing' not found"),
+    "unknown key": ("fromat=bf16", "got 'fromat'. Write format, the closest of them."),
+}
+
+
+def test_defaults_are_frozen_by_this_test():
+    assert dataclasses.asdict(MoEOptimConfig()) == DEFAULTS
+    assert field_names() == tuple(DEFAULTS)
+
+
+@pytest.mark.parametrize(("field", "value", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_a_value_is_refused_with_field_and_remedy(field, value, message):
+    with pytest.raises(ConfigError) as error:
+        MoEOptimConfig.from_mapping({field: value}, where="run.yaml: moe_optim")
+    assert str(error.value).startswith(f"run.yaml: moe_optim: {field}: expected ")
+    assert message in str(error.value)
+    with pytest.raises(ConfigError, match=f"^MoEOptimConfig: {field}: "):
+        MoEOptimConfig(**{field: value})
+
+
+@pytest.mark.parametrize("text", ["0", "0.0", "0.25", ".5", "1", "1e-1"])
+def test_a_part_is_spelt_as_any_number(text):
+    """In a recipe, whose reader leaves numbers that are not whole as they were written."""
+    config = MoEOptimConfig().replace_from([f"offload_states={text}"])
+    assert config.offload_states == float(text)
+    assert MoEOptimConfig().replace_from([config.changes()] if float(text) else []) == config
+    with pytest.raises(ConfigError, match="expected a number from 0 to 1, got 'half'"):
+        MoEOptimConfig().replace_from(["offload_states=half"])
+
+
+@pytest.mark.parametrize("key", ["fromat", 3, None])
+def test_an_unknown_key_is_refused_with_its_place(key):
+    with pytest.raises(ConfigError, match=f"^run.yaml: expected a key among format, .*{key!r}"):
+        MoEOptimConfig.from_mapping({key: "bf16"}, where="run.yaml")
+
+
+def test_bf16_weights_may_be_multiplied_in_any_format_and_others_in_their_own():
+    for compute in (None, *get_args(Compute)):
+        assert MoEOptimConfig(format="bf16", compute=compute).compute == compute
+    for format in FORMATS:
+        for compute in (None, format):
+            assert MoEOptimConfig(format=format, compute=compute).compute == compute
+
+
+def test_amaxes_are_recorded_of_quantized_weights_alone():
+    """bf16 weights are never requantized: a recipe that asks for their amaxes is mistaken."""
+    for format in FORMATS:
+        assert MoEOptimConfig(format=format, record_amax=True).record_amax
+    message = "recipe: record_amax: expected false with format: bf16, .*Write false, or store"
+    with pytest.raises(ConfigError, match=message):
+        MoEOptimConfig.from_mapping({"format": "bf16", "record_amax": True}, "recipe")
+    with pytest.raises(ConfigError, match="^MoEOptimConfig: record_amax: expected false"):
+        MoEOptimConfig(format="bf16", record_amax=True)
+
+
+STEPS = {  # knobs -> whether steps may be fused
+    "defaults": ({}, True),
+    "asked for": ({"step": "fused"}, True),
+    "asked for, in stock's layout": ({"step": "fused", "layout": "stock"}, True),
+    "asked for, in plain torch": ({"step": "fused", "backend": "reference"}, True),
+    "stock's": ({"step": "stock"}, False),
+    "stock's layout": ({"layout": "stock"}, False),
+    "plain torch": ({"backend": "reference"}, False),
+}
+
+
+@pytest.mark.parametrize(("knobs", "may"), STEPS.values(), ids=STEPS)
+def test_steps_may_be_fused_unless_knobs_ask_for_megatrons_bits_or_for_no_kernels(knobs, may):
+    assert MoEOptimConfig(**knobs).may_fuse_steps is may
+
+
+def test_formats_are_those_with_a_descriptor_and_bf16():
+    assert set(get_args(Format)) == {*FORMATS, "bf16"}
+
+
+def test_assignments_apply_in_order_and_leave_the_original_alone():
+    config = MoEOptimConfig()
+    changed = config.replace_from(
+        ["format=mxfp8", "format=bf16", "fuse_wgrad_accumulation=false", "compute=null"]
+    )
+    assert changed == MoEOptimConfig(format="bf16", fuse_wgrad_accumulation=False)
+    assert config == MoEOptimConfig()
+    assert config.replace_from([]) == config
+
+
+@pytest.mark.parametrize(
+    ("assignment", "message"), NOT_ASSIGNMENTS.values(), ids=NOT_ASSIGNMENTS.keys()
+)
+def test_what_is_no_assignment_is_refused(assignment, message):
+    with pytest.raises(ConfigError) as error:
+        MoEOptimConfig().replace_from([assignment], where="--moe-optim-set")
+    assert str(error.value).startswith("--moe-optim-set: ")
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("word", ["yes", "on", "1e3", "1.10", "12:30", "0x10", "1_0", "2026-01-01"])
+def test_text_is_read_as_text_in_assignments_as_in_recipes(word, tmp_path):
+    """YAML's own rules would take them for true, numbers and a date: messages say what was
+    written."""
+    assert parse_yaml("here", word) == word
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"moe_optim:\n  wire: {word}\n")
+    said = f"wire: expected quantized or bf16, got '{word}'. Write quantized or bf16."
+    for read in (
+        lambda: MoEOptimConfig().replace_from([f"wire={word}"]),
+        lambda: load_recipe(recipe),
+    ):
+        with pytest.raises(ConfigError) as error:
+            read()
+        assert str(error.value).endswith(said)
+
+
+def test_a_config_is_a_frozen_hashable_value():
+    config = MoEOptimConfig()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.format = "bf16"
+    with pytest.raises(TypeError):
+        MoEOptimConfig("bf16")  # keywords only
+    assert {config, MoEOptimConfig()} == {config}
+
+
+def test_every_field_is_documented_under_its_declaration():
+    body = ast.parse(inspect.getsource(MoEOptimConfig)).body[0].body
+    documented = {
+        field.target.id
+        for field, text in zip(body, body[1:], strict=False)
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
+    }
+    assert documented == set(field_names())
+
+
+def test_annotations_are_types_and_not_text():
+    """Megatron's argument builder, like the checks here, calls what stands in the annotation."""
+    assert not any(isinstance(field.type, str) for field in dataclasses.fields(MoEOptimConfig))

@@ -1,0 +1,590 @@
+"""Recipes resolve to exactly what their files say, and refuse everything else by name."""
+
+import argparse
+import dataclasses
+import os
+import platform
+import socket
+import sys
+import traceback
+from functools import cache, partial
+from pathlib import Path
+
+import pytest
+
+from moe_optim.config import MoEOptimConfig, recipes, spell, spell_values
+from moe_optim.config.plain_yaml import MAX_BYTES
+from moe_optim.config.recipes import check_requirements, load_recipe, unmet_requirements
+from moe_optim.environment import Gpu
+from moe_optim.errors import ConfigError
+from tests.support.ranks import run_ranks
+
+ROOT = Path(__file__).parents[2]
+SHIPPED = sorted((ROOT / "recipes").glob("*.yaml"))
+QUICKSTARTS = [path for path in SHIPPED if path.stem.startswith("quickstart")]
+MODELS = [path for path in SHIPPED if path.stem.startswith(("qwen", "deepseek", "gpt"))]
+"""Real ones, of sizes that were not run."""
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """Return a function that writes a recipe and gives back its path, short enough to compare."""
+    monkeypatch.chdir(tmp_path)
+
+    def write_recipe(text, name="run.yaml"):
+        path = Path(name)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        return path
+
+    return write_recipe
+
+
+SPELLINGS = {  # YAML value -> what Megatron's parser is given after the flag
+    "flag alone": ("true", ["--flag"]),
+    "absent": ("false", []),
+    "null": ("null", []),
+    "nothing": ("", []),
+    "float with exponent": ("2e-3", ["--flag", "2e-3"]),
+    "float with trailing zero": ("1.10", ["--flag", "1.10"]),
+    "float without leading zero": (".5", ["--flag", ".5"]),
+    "whole number": ("400", ["--flag", "400"]),
+    "zero": ("0", ["--flag", "0"]),
+    "leading zero": ("010", ["--flag", "010"]),
+    "digit groups": ("40_000_000", ["--flag", "40_000_000"]),
+    "time": ("12:30:00", ["--flag", "12:30:00"]),
+    "date": ("2026-11-21", ["--flag", "2026-11-21"]),
+    "words that YAML 1.1 takes for a switch": ("no", ["--flag", "no"]),
+    "quoted": ("'true'", ["--flag", "true"]),
+    "empty text": ("''", ["--flag", ""]),
+    "text with spaces": ("a b", ["--flag", "a b"]),
+    "expression": ("([0]*1+[1]*3)", ["--flag", "([0]*1+[1]*3)"]),
+    "negative": ("-1", ["--flag=-1"]),
+    "negative that argparse takes for a flag": ("-1e-3", ["--flag=-1e-3"]),
+    "list": ("[0.3, a, 0.7, b]", ["--flag", "0.3", "a", "0.7", "b"]),
+    "list with 0 and 1": ("[0, 1]", ["--flag", "0", "1"]),
+    "interpolation": ("${megatron_args.--other}", ["--flag", "5e-1"]),
+    "interpolation inside text": ("x/${megatron_args.--other}", ["--flag", "x/5e-1"]),
+}
+
+
+@pytest.mark.parametrize(("value", "argv"), SPELLINGS.values(), ids=SPELLINGS.keys())
+def test_a_flag_reaches_megatron_as_it_is_written(write, value, argv):
+    path = write(f"megatron_args:\n  --flag: {value}\n  --other: 5e-1\n")
+    assert load_recipe(path).megatron_argv() == [*argv, "--other", "5e-1"]
+
+
+@pytest.mark.parametrize(("value", "argv"), SPELLINGS.values(), ids=SPELLINGS.keys())
+def test_an_override_is_spelt_like_the_file(write, value, argv):
+    path = write("megatron_args:\n  --flag: before\n  --other: 5e-1\n")
+    recipe = load_recipe(path, [f"megatron_args.--flag={value}"])
+    assert recipe.megatron_argv() == [*argv, "--other", "5e-1"]
+
+
+def test_a_variant_holds_only_differences(write):
+    write("megatron_args: {--a: 1, --b: true, --c: [1, 2]}\nrequires: {ranks: 2, gpus: 1}\n")
+    write("base: run.yaml\nmegatron_args: {--b: null, --c: [3], --d: x}\n", "middle.yaml")
+    path = write("base: ../middle.yaml\nmoe_optim: {format: bf16}\nrequires: {gpus: null}\n", "v/x")
+    recipe = load_recipe(path)
+    assert recipe.path == path
+    assert recipe.megatron_argv() == ["--a", "1", "--c", "3", "--d", "x"]
+    assert dict(recipe.requires) == {"ranks": 2}
+    assert recipe.moe_optim == MoEOptimConfig(format="bf16")
+
+
+def test_the_last_override_wins(write):
+    path = write("moe_optim: {format: mxfp8}\n")
+    overrides = ["moe_optim.format=mxfp8", "moe_optim.format=bf16", "requires.ranks=4"]
+    recipe = load_recipe(path, overrides)
+    assert (recipe.moe_optim.format, recipe.ranks) == ("bf16", 4)
+
+
+def test_a_recipe_without_anything_optional_has_defaults(write):
+    recipe = load_recipe(write("moe_optim:\n"))
+    assert (recipe.ranks, recipe.megatron_argv()) == (1, [])
+    assert recipe.moe_optim == MoEOptimConfig()
+
+
+CHOICES = "auto or bf16 or mxfp8 or mxfp8_2d or nvfp4 or fp8_block"  # as messages list them
+
+REFUSED_FILES = {  # text of run.yaml -> what the message must say
+    "empty": ("", "run.yaml: expected a mapping with keys among base, requires, megatron_args"),
+    "list": ("- a\n", "got a list"),
+    "syntax": ("a: 1\nb: [\n", "run.yaml: line 3: expected YAML"),
+    "list without an end": (
+        "a: [1\n",
+        "run.yaml: line 2: expected YAML, got: expected ',' or ']', but got '<stream end>'.",
+    ),
+    "repeated key": (
+        "megatron_args:\n  --a: 1\n  --a: 2\n",
+        "run.yaml: line 3: expected YAML, got: a key for the second time.",
+    ),
+    "python object": ("base: !!python/name:os.system\n", "run.yaml: line 1: expected YAML"),
+    "control character": ("base: a\na: \0\n", "run.yaml: line 2: expected YAML"),
+    "unknown section": (
+        "base: other.yaml\nmoe_optin: {}\n",
+        "run.yaml: line 2: expected a key among base, requires, megatron_args, moe_optim, got "
+        "another. Write moe_optim, the closest of them.",
+    ),
+    "section of another type": ("moe_optim: mxfp8\n", "run.yaml: moe_optim: expected a mapping"),
+    "base of another type": ("base: [a]\n", "base: expected the path of a recipe, got a list"),
+    "unknown requirement": ("requires: {torc: '>=2'}\n", "requires: expected a key among python"),
+    "requirement not a version": (
+        "requires: {torch: 2.11}\n",
+        "run.yaml: requires: torch: expected a version specifier, got '2.11'. Write for example "
+        "'>=2.11'.",
+    ),
+    "requirement not a number": ("requires: {sm: 9.0}\n", "sm: expected a positive whole number"),
+    "ranks of no machine": (
+        "requires: {ranks: 1000001}\n",
+        "ranks: expected a positive whole number, got 1000001. Write one up to 1,000,000",
+    ),
+    "no ranks": ("requires: {ranks: 0}\n", "ranks: expected a positive whole number, got 0"),
+    "switch for a number": ("requires: {gpus: true}\n", "gpus: expected a positive whole number"),
+    "flag without dashes": (
+        "megatron_args: {num_layers: 2}\n",
+        "run.yaml: megatron_args: expected one of Megatron's flags with its leading dashes, got "
+        "'num_layers'. Write --num-layers.",
+    ),
+    "flag with its value": ("megatron_args: {--lr=1: true}\n", "got '--lr=1'"),
+    "mapping for a flag": ("megatron_args: {--a: {b: 1}}\n", "--a: expected true, false, a value"),
+    "null in a list": ("megatron_args: {--a: [1, null]}\n", "--a: expected true, false, a value"),
+    "interpolated mapping": ("megatron_args: {--a: '${moe_optim}'}\n", "--a: expected true, false"),
+    "dangling interpolation": (
+        "megatron_args: {--a: '${nothing}'}\n",
+        "run.yaml: megatron_args.--a: expected an interpolation that resolves",
+    ),
+    "broken interpolation": ("megatron_args: {--a: '${b'}\n", "megatron_args.--a: expected an int"),
+    "unknown knob": ("moe_optim: {fromat: bf16}\n", "run.yaml: moe_optim: expected a key among"),
+    "knob of another type": (
+        "moe_optim: {format: [bf16]}\n",
+        "format: expected one value, got a l",
+    ),
+    "unknown value": (
+        "moe_optim: {format: mxfp6}\n",
+        f"run.yaml: moe_optim: format: expected {CHOICES}, got 'mxfp6'. Write mxfp8.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "message"), REFUSED_FILES.values(), ids=REFUSED_FILES.keys())
+def test_a_file_is_refused_with_its_name_and_key(write, text, message):
+    with pytest.raises(ConfigError) as error:
+        load_recipe(write(text))
+    assert str(error.value).startswith("run.yaml: ")
+    assert message in str(error.value)
+
+
+REFUSED_OVERRIDES = {
+    "flag without section": ("--train-iters=20", "Write megatron_args.--train-iters=20."),
+    "flag without dashes": ("train-iters=20", "Write megatron_args.--train-iters=20."),
+    "knob without section": ("format=bf16", "Write moe_optim.format=bf16."),
+    "requirement without section": ("ranks=4", "Write requires.ranks=4."),
+    "no value": ("moe_optim.format", "Write moe_optim.format=VALUE."),
+    "unknown knob": ("moe_optim.fromat=bf16", "expected a key among format"),
+    "flag with section, without dashes": ("megatron_args.lr=1", "Write --lr."),
+    "flag that no command line can carry": ("megatron_args.--a\0=1", "expected one of Megatron's"),
+    "half a list": ("megatron_args.--a=[", "expected YAML"),
+    "mapping": ("megatron_args.--a={b: 1}", "expected true, false, a value"),
+}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"), REFUSED_OVERRIDES.values(), ids=REFUSED_OVERRIDES.keys()
+)
+def test_an_override_is_refused_with_the_right_spelling(write, override, message):
+    with pytest.raises(ConfigError) as error:
+        load_recipe(write("moe_optim:\n"), [override])
+    assert str(error.value).startswith(f"override {override!r}: ")
+    assert message in str(error.value)
+
+
+def test_a_value_refused_after_merging_names_the_override(write):
+    with pytest.raises(ConfigError, match=r"^run.yaml with moe_optim.format=bf17: moe_optim: form"):
+        load_recipe(write("moe_optim:\n"), ["moe_optim.format=bf17"])
+
+
+BOMB = "".join(f"  --a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 9))
+REFERENCES = "".join(f"  --a{i}: {f'${{megatron_args.--a{i - 1}}}' * 10}\n" for i in range(1, 10))
+
+HOSTILE = {  # text of run.yaml -> what the message must say; what each of these did before
+    "tag of a number": ("--a: !!int abc", "line 2: expected YAML, got: a tag"),  # ValueError
+    "tag of nothing": ("--a: !!int ''", "got: a tag"),  # IndexError
+    "tag of a time": ("--a: !!timestamp abc", "got: a tag"),  # AttributeError
+    "tag of no month": ("--a: !!timestamp 2001-99-99", "got: a tag"),  # ValueError
+    "tag of a fraction": ("--a: !!float abc", "got: a tag"),  # ValueError
+    "tag of a switch": ("--a: !!bool abc", "got: a tag"),  # KeyError
+    "tag of null": ("--a: !!null abc", "got: a tag"),  # taken for null
+    "tag of a mapping": ("--a: !!map [a]", "got: a tag"),  # TypeError
+    "tag of an object": ("--a: !!python/object/apply:os.getcwd []", "got: a tag"),
+    "tag of one's own": ("--a: !mine x", "got: a tag"),
+    "5,000 digits": (f"--a: {'9' * 5000}", "a whole number of more than 18 digits"),  # ValueError
+    "5,000 digits and a sign": (f"--a: -{'9' * 5000}", "a whole number of more than 18 digits"),
+    "nested lists": (
+        f"--a: {'[' * 9000}{']' * 9000}",
+        "nested more than 20 deep",
+    ),  # RecursionError
+    "nested mappings": (f"--a: {'{a: ' * 900}{'}' * 900}", "nested more than 20 deep"),
+    "aliases of aliases": (f"--a0: &a0 [1, 2]\n{BOMB}", "more than 20,000 values, aliases written"),
+    "nested aliases": (
+        "--a: &a [[[[[[[[[1]]]]]]]]]\n  --b: [[[[[[[[[[[*a]]]]]]]]]]]",
+        "line 3: expected YAML, got: values nested more than 20 deep",
+    ),
+    "alias of itself": (
+        "--a: &a [*a]",
+        "line 2: expected YAML, got: an alias of nothing that ends",
+    ),
+    "many values": (f"--a: [{'1,' * 21_000}]", "more than 20,000 values"),
+    "references to references": (  # 10 GB
+        f"--a0: aaaaaaaaaa\n{REFERENCES}",
+        "expected interpolations of at most 32,768 characters that become at most 16,777,216",
+    ),
+    "many references": (f"--a: {'${oc.env:HOME}' * 5000}", "interpolations of at most"),
+    "long references": (
+        f"--a: {'x' * 100_000}\n  --b: {'${megatron_args.--a}' * 200}",
+        "interpolations of at most",
+    ),
+    "nested references": (
+        f"--a: {'${oc.env:' * 300}HOME{'}' * 300}",
+        "interpolations nested too deep",
+    ),
+    "reference to itself": ("--a: ${megatron_args.--a}", "--a: expected an interpolation that re"),
+    "NUL in a value": ('--a: "b\\0"', "a character that no command line can carry"),  # taken
+    "NUL in a flag": ('"--a\\0": b', "a character that no command line can carry"),  # taken
+    "half a character": ('--a: "\\ud800"', "a character that no command line can carry"),  # taken
+}
+
+
+@pytest.mark.parametrize(("text", "message"), HOSTILE.values(), ids=HOSTILE.keys())
+def test_a_hostile_recipe_is_one_error_that_says_where(write, text, message):
+    with pytest.raises(ConfigError) as error:
+        load_recipe(write(f"megatron_args:\n  {text}\n"))
+    assert str(error.value).startswith("run.yaml: ")
+    assert message in str(error.value)
+    assert len(str(error.value)) < 1500
+
+
+def test_a_long_blend_of_data_is_no_attack(write, monkeypatch):
+    """A thousand paths, each below a folder that the environment names."""
+    monkeypatch.setenv("DATA", "/data")
+    blend = [
+        f"0.{i},'${{oc.env:DATA}}/of/some/corpus/with/a/name/{i:04}_text_document'"
+        for i in range(1000)
+    ]
+    path = write(f"megatron_args: {{--data-path: [{','.join(blend)}]}}\n")
+    argv = load_recipe(path).megatron_argv()
+    assert len(argv) == 2001
+    assert argv[-1] == "/data/of/some/corpus/with/a/name/0999_text_document"
+
+
+@pytest.mark.parametrize(
+    "text", ["!!int abc", "9" * 5000, "[" * 9000, "&a [*a]", '"\\0"', "x" * 2**20]
+)
+def test_assignments_are_read_as_recipes_are(write, text):
+    """`--set`, of a flag or a knob, and `--moe-optim-set`."""
+    path = write("moe_optim:\n")
+    for read in (
+        lambda: load_recipe(path, [f"megatron_args.--a={text}"]),
+        lambda: load_recipe(path, [f"moe_optim.format={text}"]),
+        lambda: MoEOptimConfig().replace_from([f"format={text}"]),
+    ):
+        with pytest.raises(ConfigError, match="expected .* YAML|expected YAML") as error:
+            read()
+        assert len(str(error.value)) < 1500
+
+
+SECRET = "hunter2"
+NO_RECIPES = {  # a file that `base` names -> what the message must say, and nothing that it holds
+    "words": (f"{SECRET} is it\nand more\n", "got one value"),
+    "one key a line": (f"{SECRET}: 1\nother: 2\n", "line 1: expected a key among base, requires"),
+    "accounts": (f"root:{SECRET}:0:0::/root:/bin/sh\n", "got one value"),
+    "a hash of shadow": (f"root:{SECRET}:20228:0:99999:7::\n", "line 1: expected a key among"),
+    "list": (f"- {SECRET}\n", "got a list"),
+    "mostly a recipe": (f"requires: {{}}\n{SECRET}: 1\n", "line 2: expected a key among"),
+    "syntax": (f"{SECRET}: [\n", "line 2: expected YAML"),
+    "two mappings on a line": (f"a: b\n{SECRET}: c: d\n", "line 2: expected YAML"),
+    "repeated key": (f"{SECRET}: 1\n{SECRET}: 2\n", "line 2: expected YAML"),
+    "alias": (f"a: *{SECRET}\n", "line 1: expected YAML"),
+    "anchor": (f"a: &{SECRET} b\nc: &{SECRET} d\n", "line 2: expected YAML"),
+    "tag": (f"a: !{SECRET} b\n", "line 1: expected YAML"),
+    "handle of a tag": (f"a: !{SECRET}!b c\n", "line 1: expected YAML"),
+    "directive": (f"%TAG !{SECRET}! x\n%TAG !{SECRET}! y\n---\na: b\n", "line 2: expected YAML"),
+    "escape": (f'a: "\\{SECRET}"\n', "line 1: expected YAML"),
+    "variables of a process": (f"A={SECRET}\0B=c\0", "line 1: expected YAML"),
+    "empty": ("", "got nothing"),
+}
+
+
+@pytest.mark.parametrize(("text", "message"), NO_RECIPES.values(), ids=NO_RECIPES.keys())
+def test_of_a_file_that_is_no_recipe_an_error_shows_the_place_alone(write, text, message):
+    """Whoever starts a recipe may read files that whoever wrote it may not."""
+    write(text, "private")
+    with pytest.raises(ConfigError) as error:
+        load_recipe(write("base: private\n"))
+    shown = "".join(traceback.format_exception(error.value)).replace("test_recipes.py", "")
+    assert str(error.value).startswith("private: ")
+    assert message in str(error.value)
+    assert SECRET not in shown
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "/dev/zero", "/dev/tty", "socket"])
+@pytest.mark.parametrize("place", ["recipe", "base"])
+def test_only_regular_files_are_opened(write, kind, place):
+    """A pipe had been waited for, and /dev/zero read until memory ended."""
+    if kind == "pipe":
+        os.mkfifo(kind)
+    elif kind == "folder":
+        Path(kind).mkdir()
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(kind)
+    write(f"base: {kind}\n")
+    with pytest.raises(ConfigError) as error:
+        load_recipe(kind if place == "recipe" else "run.yaml")
+    remedy = "Correct the path" if place == "recipe" else "Correct `base` in run.yaml"
+    assert str(error.value) == (
+        f"{kind}: expected a readable recipe, got: no regular file. {remedy}."
+    )
+
+
+def test_a_file_larger_than_any_recipe_is_not_parsed(write):
+    path = write(f"# {'x' * MAX_BYTES}\n")
+    with pytest.raises(ConfigError, match="got: more than 262,144 bytes"):
+        load_recipe(path)
+    assert load_recipe(write(f"# {'x' * (MAX_BYTES - 16)}\nmoe_optim:\n")).ranks == 1
+
+
+def test_a_recipe_and_its_bases_are_bounded_together(write):
+    write(f"# {'x' * (MAX_BYTES - 100)}\nmoe_optim:\n", "base.yaml")
+    assert load_recipe(write("base: base.yaml\n")).ranks == 1
+    with pytest.raises(
+        ConfigError, match=r"base.yaml: .*more than 262,0\d\d bytes. Correct `base`"
+    ):
+        load_recipe(write(f"base: base.yaml # {'x' * 100}\n"))
+
+
+def test_a_regular_file_is_opened_without_waiting_for_it(monkeypatch, write):
+    """/proc/kmsg is regular by its mode, and reading it waits for the kernel's next word."""
+    stock, all_flags = os.open, []
+
+    def watched(path, flags):
+        all_flags.append(flags)
+        return stock(path, flags)
+
+    monkeypatch.setattr(os, "open", watched)
+    load_recipe(write("moe_optim:\n"))
+    assert all_flags
+    assert all(flags & os.O_NONBLOCK for flags in all_flags)
+
+
+@pytest.mark.parametrize("path", ["a\0b", "\ud800", "x" * 5000, "x/" * 5000])
+def test_a_path_that_no_file_can_have_is_refused(path):
+    with pytest.raises(ConfigError, match="expected a readable recipe, got: ") as error:
+        load_recipe(path)
+    assert len(str(error.value)) < 800
+    str(error.value).encode()  # it can be printed
+
+
+def test_a_long_chain_of_bases_is_refused(write):
+    """Each in a file of its own: it had ended in RecursionError."""
+    write("moe_optim:\n", "0.yaml")
+    for i in range(1, 1200):
+        write(f"base: {i - 1}.yaml\n", f"{i}.yaml")
+    assert load_recipe("15.yaml").ranks == 1
+    for last in (16, 1199):
+        with pytest.raises(
+            ConfigError, match="base: expected at most 16 recipes, each the base of"
+        ):
+            load_recipe(f"{last}.yaml")
+
+
+def test_a_cycle_of_links_is_refused(write):
+    path = write("base: other.yaml\n")
+    Path("other.yaml").hardlink_to(path)
+    with pytest.raises(ConfigError, match=r"run.yaml -> other.yaml. Remove one `base`"):
+        load_recipe(path)
+    Path("loop.yaml").symlink_to("loop.yaml")
+    with pytest.raises(ConfigError, match="got: Too many levels of symbolic links"):
+        load_recipe("loop.yaml")
+
+
+@pytest.mark.parametrize("path", ["missing.yaml", "."])
+def test_a_recipe_that_cannot_be_read_is_refused(path):
+    with pytest.raises(ConfigError, match="expected a readable recipe, got: "):
+        load_recipe(path)
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path):
+    (tmp_path / "run.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="expected a readable recipe, got: not UTF-8 text"):
+        load_recipe(tmp_path / "run.yaml")
+
+
+def test_a_missing_base_names_the_recipe_that_asks_for_it(write):
+    with pytest.raises(ConfigError, match=r"^gone.yaml: .*Correct `base` in .*run.yaml\.$"):
+        load_recipe(write("base: gone.yaml\n"))
+
+
+def test_a_cycle_of_bases_is_refused_with_its_chain(write):
+    write("base: run.yaml\n", "other.yaml")
+    with pytest.raises(ConfigError, match=r"run.yaml -> .*other.yaml -> .*run.yaml\. Remove one"):
+        load_recipe(write("base: other.yaml\n"))
+
+
+def test_every_unmet_requirement_is_named_once_with_its_remedy(write, monkeypatch):
+    monkeypatch.setattr(recipes, "find_gpus", lambda: (Gpu(name="H100", sm=90, memory_gib=79.6),))
+    requires = "python: '<3', torch: '>=99', apex: '>=0.1', sm: 100, gpus: 2"
+    recipe = load_recipe(write(f"requires: {{{requires}}}\n"))
+    unmet = unmet_requirements(recipe)
+    assert [line.partition(":")[0] for line in unmet] == ["python", "torch", "apex", "gpus", "sm"]
+    assert unmet[0].startswith(f"python: expected <3, got {platform.python_version()}. ")
+    assert unmet[1].endswith("pip install 'torch>=99'")
+    assert "expected compute capability 100 or newer, got 90 (H100)" in unmet[4]
+    with pytest.raises(ConfigError) as error:
+        check_requirements(recipe)
+    assert all(line in str(error.value) for line in unmet)
+
+
+def test_met_requirements_pass(write, monkeypatch):
+    monkeypatch.setattr(recipes, "find_gpus", lambda: (Gpu(name="B200", sm=100, memory_gib=178),))
+    recipe = load_recipe(write("requires: {python: '>=3.12', sm: 90, gpus: 1, ranks: 64}\n"))
+    assert unmet_requirements(recipe) == []
+    check_requirements(recipe)
+
+
+def test_a_machine_without_gpus_lacks_any_capability(write, monkeypatch):
+    monkeypatch.setattr(recipes, "find_gpus", lambda: ())
+    assert unmet_requirements(load_recipe(write("requires: {sm: 90}\n"))) == [
+        "gpus: expected 1 or more, got 0. Use a machine with more, or a recipe for fewer."
+    ]
+
+
+@pytest.mark.parametrize("path", QUICKSTARTS, ids=lambda path: path.stem)
+def test_a_quickstart_asks_for_nothing_this_machine_lacks(path):
+    assert unmet_requirements(load_recipe(path)) == []
+
+
+def test_variants_of_the_quickstart_differ_only_where_their_name_says():
+    quickstart, bf16, ep2 = (
+        load_recipe(ROOT / "recipes" / f"quickstart{suffix}.yaml")
+        for suffix in ("", "_bf16", "_ep2")
+    )
+    assert (quickstart.ranks, quickstart.moe_optim.format) == (2, "mxfp8")
+    assert bf16.moe_optim.format == "bf16"
+    assert bf16.megatron_args == quickstart.megatron_args
+    assert ep2.ranks == 4
+    assert ep2.megatron_args == {**quickstart.megatron_args, "--expert-model-parallel-size": 2}
+    assert ep2.moe_optim == quickstart.moe_optim
+
+
+@pytest.fixture(scope="module")
+def megatron_parser():
+    arguments = pytest.importorskip("megatron.training.arguments")
+    return arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_megatron_knows_every_flag_of_a_shipped_recipe(path, megatron_parser):
+    recipe = load_recipe(path)
+    flags = {flag for action in megatron_parser._actions for flag in action.option_strings}
+    assert set(recipe.megatron_args) <= flags
+    args = megatron_parser.parse_args(recipe.megatron_argv())
+    assert (args.lr, args.bf16, args.num_experts) == (
+        float(recipe.megatron_args["--lr"]),
+        True,
+        int(recipe.megatron_args["--num-experts"]),
+    )
+
+
+FORMAT_FLAGS = {  # format -> flag, and what it has to be for that format
+    "mxfp8": ("--fp8-recipe", "mxfp8"),
+    "nvfp4": ("--fp4-recipe", "nvfp4"),
+    "fp8_block": ("--fp8-recipe", "blockwise"),
+}
+
+
+def format_of(path):
+    return next((name for name in ("nvfp4", "fp8_block") if path.stem.endswith(name)), "mxfp8")
+
+
+@pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
+def test_a_recipe_of_a_model_says_that_it_was_not_run_and_can_be_planned(path):
+    """Its ranks are a number of GPUs that holds the model; its format is that of its flags."""
+    from moe_optim.commands.plan.costs import plan_rows
+    from moe_optim.commands.plan.experts import plan_experts
+
+    recipe = load_recipe(path)
+    assert "# NOT RUN" in path.read_text().partition("\nbase:")[0].partition("\nrequires:")[0]
+    assert recipe.requires["gpus"] == recipe.ranks
+    flag, value = FORMAT_FLAGS[format_of(path)]
+    assert recipe.megatron_args[flag] == value
+    assert recipe.moe_optim == MoEOptimConfig(expert_layout="indexed")
+    rows = list(plan_rows(plan_experts(recipe.megatron_argv(), grouped=False), [recipe.ranks]))
+    assert format_of(path) in {row["format"] for row in rows if row["gpus"] == recipe.ranks}
+
+
+def test_formats_of_a_model_train_the_same_model():
+    """What differs is not the model: numbers of layers, heads and experts, routing, positions."""
+    whats = ("--num-", "--hidden-", "--ffn-", "--moe-ffn-", "--moe-router-", "--rotary-", "--norm")
+    own = ("--moe-router-padding-for-quantization", "--num-layers-per-virtual-pipeline-stage")
+
+    @cache
+    def model(path):
+        args = load_recipe(path).megatron_args
+        return {k: v for k, v in args.items() if k.startswith(whats) and k not in own and v}
+
+    for path in MODELS:
+        base = path.with_stem(path.stem.removesuffix(f"_{format_of(path)}"))
+        assert model(path) == model(base)
+
+
+def _list_faults_with_transformer_engine():
+    """Return what the preflight finds wrong with each recipe, as if its kernels were here."""
+    from megatron.core import utils
+    from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.transformer.moe import moe_utils
+    from megatron.training.arguments import parse_and_validate_args
+    from packaging.version import Version
+
+    from moe_optim.commands.train.pretrain import refuse_unsupported
+    from moe_optim.integration import cpu_runtime, script_arguments
+    from moe_optim.integration.arguments import add_moe_optim_arguments
+    from moe_optim.integration.preflight import list_faults
+
+    cpu_runtime.install()
+    utils._te_version = Version("2.20.2")
+    script_arguments.import_error = lambda: None
+    for module in (rope_utils, moe_utils):
+        for name, value in vars(module).items():
+            if name.startswith("fused_") and value is None:
+                setattr(module, name, print)  # never called
+    parse = partial(parse_and_validate_args, extra_args_provider=add_moe_optim_arguments)
+    found = {}
+    for path in MODELS:
+        recipe = load_recipe(path)
+        os.environ["WORLD_SIZE"] = str(recipe.ranks)
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
+        argv = [*recipe.megatron_argv(), "--use-moe-grouped-optim"]
+        sys.argv = ["script", *argv]
+        found[path.stem] = list_faults(parse, argv, refuse_unsupported)
+    return found
+
+
+def test_megatron_and_the_plug_in_refuse_no_recipe_of_a_model():
+    """At their ranks and sizes, by all checks that are made of arguments and configurations."""
+    assert run_ranks(1, _list_faults_with_transformer_engine)[0] == {
+        path.stem: [] for path in MODELS
+    }
+
+
+def test_the_recipes_readme_lists_every_recipe():
+    readme = (ROOT / "recipes" / "README.md").read_text()
+    for path in SHIPPED:
+        assert f"| `{path.name}` | {load_recipe(path).ranks}," in readme
+
+
+def test_the_documents_list_every_knob_with_its_values():
+    configuration = (ROOT / "docs" / "configuration.md").read_text()
+    for field in dataclasses.fields(MoEOptimConfig):
+        values = ", ".join(f"`{value}`" for value in spell_values(field.name))
+        assert f"| `{field.name}` | {values} | `{spell(field.default)}` |" in configuration

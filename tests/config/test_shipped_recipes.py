@@ -1,0 +1,114 @@
+"""Recipes go along with the package: by name where a path can be, and as copies to change."""
+
+from pathlib import Path
+
+import pytest
+
+from moe_optim.commands.cli import main as cli
+from moe_optim.config.recipes import load_recipe
+from moe_optim.config.shipped_recipes import shipped_recipes
+from moe_optim.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+IN_REPOSITORY = {path.stem: path for path in (ROOT / "recipes").glob("*.yaml")}
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def test_the_package_carries_every_recipe():
+    """What lies in `recipes/` is what an installed package reads."""
+    carried = {name: path.read_text() for name, path in shipped_recipes().items()}
+    assert carried == {name: path.read_text() for name, path in IN_REPOSITORY.items()}
+    assert '"config/recipe_files/*.yaml"' in (ROOT / "pyproject.toml").read_text()
+
+
+@pytest.mark.parametrize("name", sorted(IN_REPOSITORY))
+def test_a_name_stands_for_the_recipe_with_its_bases(name):
+    got, want = load_recipe(name), load_recipe(IN_REPOSITORY[name])
+    assert got.path == shipped_recipes()[name]
+    assert [file.name for file in got.files] == [file.name for file in want.files]
+    assert got.megatron_argv() == want.megatron_argv()
+    assert (got.requires, got.moe_optim) == (want.requires, want.moe_optim)
+
+
+def test_a_file_of_that_name_wins():
+    Path("quickstart").write_text("requires: {ranks: 7}\n")
+    assert load_recipe("quickstart").ranks == 7
+
+
+def test_a_folder_of_that_name_does_not():
+    """`--out quickstart` may have made it."""
+    Path("quickstart").mkdir()
+    assert load_recipe("quickstart").ranks == 2
+
+
+@pytest.mark.parametrize("word", ["quikstart", "quickstart.yaml", "recipes/quickstart.yaml"])
+def test_what_is_neither_file_nor_name_is_an_error_that_lists_the_names(word):
+    with pytest.raises(ConfigError) as error:
+        load_recipe(word)
+    listed = f"Correct the path, or name a shipped recipe: {', '.join(sorted(IN_REPOSITORY))}."
+    assert str(error.value).startswith(f"{word}: ")
+    assert str(error.value).endswith(listed)
+
+
+def test_recipes_are_listed_with_what_they_need(capsys):
+    assert cli.main(["recipes"]) == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()[1:]}
+    assert set(lines) == set(IN_REPOSITORY)
+    assert " ".join(lines["quickstart"].split()) == (
+        "quickstart 2 CPU or GPU mxfp8 A small MoE GPT with MXFP8 expert weights, for any machine: "
+        "two ranks, no GPU needed."
+    )
+    assert " 8 GPUs, sm 100 " in lines["qwen3_30b_a3b"]
+    assert " 1 GPU, sm 90 " in lines["hopper_fp8_block"]
+    assert all(line.endswith(".") for line in lines.values())  # a sentence, and no more
+
+
+def test_a_copy_takes_its_bases_along_and_loads(capsys):
+    Path("mine").mkdir()
+    assert cli.main(["recipes", "copy", "quickstart_bf16", "mine"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said == ["copied: mine/quickstart.yaml", "copied: mine/quickstart_bf16.yaml"]
+    assert load_recipe("mine/quickstart_bf16.yaml").moe_optim.format == "bf16"
+
+
+def test_copying_again_writes_nothing(capsys):
+    for _ in range(2):
+        assert cli.main(["recipes", "copy", "quickstart"]) == 0
+    assert capsys.readouterr().out == "copied: quickstart.yaml\nthere already: quickstart.yaml\n"
+
+
+@pytest.mark.parametrize("kind", ["file", "link that leads nowhere", "folder"])
+def test_a_copy_never_replaces_anything(kind, capsys):
+    """Nor does it write the other files then."""
+    path = Path("quickstart_bf16.yaml")
+    if kind == "file":
+        path.write_text("mine")
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("nowhere")
+    assert cli.main(["recipes", "copy", "quickstart_bf16"]) == 2
+    assert "expected no file, or the recipe as it is shipped" in capsys.readouterr().err
+    assert list(Path().iterdir()) == [path]
+    assert kind != "file" or path.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["quikstart"], "quikstart: expected the name of a shipped recipe, got another. Write one"),
+        (["quickstart", "nowhere"], "nowhere/quickstart.yaml: expected a file to write, got no fo"),
+    ],
+)
+def test_what_cannot_be_copied_is_refused(argv, message, capsys):
+    assert cli.main(["recipes", "copy", *argv]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {message}")
+
+
+def test_plan_takes_a_name(capsys):
+    assert cli.main(["plan", "quickstart", "--gpus", "2"]) == 0
+    assert capsys.readouterr().out.startswith("quickstart: all 2 MoE layers")

@@ -1,0 +1,289 @@
+"""Converted experts: each element is where the layout's definition, written by hand, puts it."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import moe_optim
+from moe_optim.errors import LayoutError
+from moe_optim.experts.keys.conversion import convert_expert_set, convert_state_dict
+from moe_optim.experts.keys.finding import find_expert_sets
+from moe_optim.experts.keys.layouts import KeyLayout, KeyPattern, get_layout
+from tests.support.bytes import assert_bytes_equal, assert_same_tensors
+from tests.support.expert_states import (
+    ALL_LAYOUTS,
+    FUSED_LAYOUTS,
+    PREFIX,
+    make_experts,
+    make_state,
+    shapes_of,
+)
+
+DTYPES = [torch.bfloat16, torch.float32, torch.uint8, torch.float8_e4m3fn]
+
+
+@st.composite
+def cases(draw):
+    """Two layouts, a state in each, and how their rows alternate."""
+    source, target = draw(st.sampled_from(ALL_LAYOUTS)), draw(st.sampled_from(ALL_LAYOUTS))
+    num_experts, ffn, hidden = (draw(st.integers(1, limit)) for limit in (3, 6, 3))
+    blocks = [None, *(size for size in range(1, ffn + 1) if ffn % size == 0)]
+    interleaves = [
+        draw(st.sampled_from(blocks)) if name in FUSED_LAYOUTS else None
+        for name in (source, target)
+    ]
+    bias = draw(st.booleans()) and "legacy" not in (source, target)
+    dtype = draw(st.sampled_from(DTYPES))
+    experts = make_experts(num_experts, ffn, hidden, bias=bias, dtype=dtype)
+    return experts, (source, interleaves[0]), (target, interleaves[1])
+
+
+@given(cases())
+@settings(max_examples=300)
+def test_every_layout_becomes_every_other_and_back(case):
+    """For all ordered pairs of layouts, block sizes and dtypes, to the bit."""
+    experts, (source, source_interleave), (target, target_interleave) = case
+    state = make_state(experts, source, interleave=source_interleave)
+    want = make_state(experts, target, interleave=target_interleave)
+    there = {"source_interleave": source_interleave, "target_interleave": target_interleave}
+    back = {"source_interleave": target_interleave, "target_interleave": source_interleave}
+    size = {"num_experts": len(experts.gate)}
+    got = convert_state_dict(state, get_layout(target), **there, **size)
+    assert_same_tensors(got, want)
+    assert_same_tensors(moe_optim.convert_state_dict(got, source, **back, **size), state)
+
+
+@pytest.mark.parametrize("target", ALL_LAYOUTS)
+@pytest.mark.parametrize("source", ALL_LAYOUTS)
+def test_results_are_contiguous_share_no_memory_and_leave_their_input_alone(source, target):
+    """Overwriting every result changes neither the source nor another result."""
+    state = make_state(make_experts(2, 2, 3), source)
+    before, objects = copy.deepcopy(state), {key: id(value) for key, value in state.items()}
+    result = convert_state_dict(state, get_layout(target), num_experts=2)
+    expected = copy.deepcopy(result)
+    for key, tensor in result.items():
+        assert tensor.is_contiguous()
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+        tensor.fill_(-1)
+        assert all((result[k] == v).all() for k, v in expected.items() if k > key)
+        expected[key] = tensor
+    assert {key: id(value) for key, value in state.items()} == objects
+    assert_same_tensors(state, before)
+
+
+@pytest.mark.parametrize("source", ALL_LAYOUTS)
+def test_meta_tensors_and_parameters_convert_as_values_do(source):
+    """Shapes without memory plan a conversion; parameters give tensors without history."""
+    state = make_state(make_experts(2, 4, 3), source)
+    target = get_layout("grouped")
+    want = convert_state_dict(state, target, num_experts=2)
+    meta = {key: value.to("meta") for key, value in state.items()}
+    planned = convert_state_dict(meta, target, num_experts=2)
+    assert shapes_of(planned) == shapes_of(want)
+    assert all(value.is_meta for value in planned.values())
+    parameters = {key: torch.nn.Parameter(value) for key, value in state.items()}
+    got = convert_state_dict(parameters, target, num_experts=2)
+    assert not any(value.requires_grad for value in got.values())
+    assert_same_tensors(got, want)
+
+
+@pytest.mark.parametrize("source", ALL_LAYOUTS)
+def test_tensors_of_any_strides_convert(source):
+    """As slices and transposes come out of other programs."""
+    state = make_state(make_experts(3, 4, 2), source)
+    strided = {
+        key: value.repeat_interleave(2, dim=-1).flip(0).contiguous().flip(0)[..., ::2]
+        for key, value in state.items()
+    }
+    assert not any(value.is_contiguous() for value in strided.values() if value.dim() > 1)
+    layout = get_layout("indexed")
+    want = convert_state_dict(state, layout, num_experts=3)
+    assert_same_tensors(convert_state_dict(strided, layout, num_experts=3), want)
+
+
+@pytest.mark.parametrize("target", ALL_LAYOUTS)
+@pytest.mark.parametrize("source", ALL_LAYOUTS)
+def test_a_rank_takes_its_own_experts_numbered_from_zero(source, target):
+    """Of five, the experts from 2 to 3."""
+    experts = make_experts(5, 2, 3)
+    state = make_state(experts, source)
+    (expert_set,) = find_expert_sets(shapes_of(state), num_experts=5)
+    got = convert_expert_set(state, expert_set, get_layout(target), experts=range(2, 4))
+    assert_same_tensors(got, make_state(experts.take(slice(2, 4)), target))
+
+
+def test_a_layout_is_a_value_that_anyone_can_add():
+    """Mixtral's names: w1 gates, w3 goes up, w2 down."""
+    names = {"gate": ("w1", "F H"), "up": ("w3", "F H"), "down": ("w2", "H F")}
+    patterns = tuple(
+        KeyPattern(
+            template=f"{{expert}}.{name}.weight",
+            projections=(projection,),
+            axes=tuple(axes.split()),
+            stored=tuple(axes.split()),
+        )
+        for projection, (name, axes) in names.items()
+    )
+    mixtral = KeyLayout(name="mixtral", patterns=patterns)
+    experts = make_experts(2, 4, 3)
+    want = make_state(experts, "hf_per_expert", prefix="block_sparse_moe.experts.")
+    for projection, (name, _) in names.items():
+        want = {key.replace(f"{projection}_proj", name): value for key, value in want.items()}
+    state = make_state(experts, "grouped", prefix="block_sparse_moe.experts.")
+    got = convert_state_dict(state, mixtral)
+    assert_same_tensors(got, want)
+    back = convert_state_dict(got, get_layout("grouped"), layouts=[mixtral])
+    assert_same_tensors(back, state)
+
+
+# Interleaving
+
+
+def test_gpt_oss_becomes_megatrons_experts():
+    """Transposed, with rows alternating one by one, into blocks of 2, biases likewise."""
+    experts = make_experts(2, 4, 3, bias=True)
+    state = make_state(experts, "hf_transposed", interleave=1)
+    got = convert_state_dict(state, get_layout("indexed"), source_interleave=1, target_interleave=2)
+    assert_same_tensors(got, make_state(experts, "indexed", interleave=2))
+
+
+def test_a_single_grouped_weight_becomes_names_by_number():
+    """Exporters and Megatron's inference experts look each expert up by its number."""
+    experts = make_experts(12, 2, 3)
+    state = make_state(experts, "grouped")
+    by_number = convert_state_dict(state, get_layout("indexed"))
+    exported = convert_state_dict(state, get_layout("hf_per_expert"))
+    for expert in range(12):
+        gate_up = torch.cat([experts.gate[expert], experts.up[expert]])
+        assert_bytes_equal(by_number[f"{PREFIX}linear_fc1.weight{expert}"], gate_up)
+        for name in ("gate", "up", "down"):
+            got = exported[f"{PREFIX}{expert}.{name}_proj.weight"]
+            assert_bytes_equal(got, getattr(experts, name)[expert], what=name)
+
+
+# Whole state dicts
+
+
+def test_all_layers_convert_and_everything_else_passes_by_reference():
+    """Layers in different layouts; order is that of the first key of each layer."""
+    first, second = make_experts(2, 2, 3), make_experts(2, 2, 3, first=500)
+    others = {
+        "embedding.weight": torch.ones(2),
+        "decoder.layers.0.mlp.shared_experts.linear_fc1.weight": torch.ones(4),
+        "decoder.layers.0.mlp.experts_bias": "text",
+        "iteration": 3,
+    }
+    names = list(others)
+    extra = {f"{PREFIX}linear_fc1._extra_state": b"", f"{PREFIX}linear_fc2._extra_state1": None}
+    other = "optimizer.state.exp_avg.decoder.layers.0.mlp.experts."
+    state = {names[0]: others[names[0]]}
+    state |= make_state(first, "sequential", prefix=other)
+    state |= {name: others[name] for name in names[1:3]}
+    state |= {**make_state(second, "hf"), **extra, names[3]: others[names[3]]}
+    got = convert_state_dict(state, get_layout("grouped"))
+    want = {names[0]: None, **make_state(first, "grouped", prefix=other)}
+    want |= {names[1]: None, names[2]: None, **make_state(second, "grouped"), names[3]: None}
+    assert list(got) == list(want)
+    for key, value in want.items():
+        if value is None:
+            assert got[key] is others[key]
+        else:
+            assert_bytes_equal(got[key], value, what=key)
+
+
+def test_only_the_named_containers_convert():
+    """A container that is named and empty is a fault."""
+    state = make_state(make_experts(2, 2, 3), "hf", prefix="student.experts.")
+    teacher = make_state(make_experts(2, 2, 3), "hf", prefix="teacher.experts.")
+    broken = {"other.experts.weight01": torch.ones(1)}
+    got = convert_state_dict(
+        {**state, **teacher, **broken}, get_layout("indexed"), prefixes=["student.experts."]
+    )
+    assert {**teacher, **broken}.items() <= got.items()
+    assert "student.experts.linear_fc2.weight1" in got
+    with pytest.raises(LayoutError, match=r"pupil.experts.: expected weights of experts there"):
+        convert_state_dict(state, get_layout("hf"), prefixes=["pupil.experts."])
+
+
+def test_what_has_no_experts_is_returned_as_it_is():
+    state = {"a": 1, "b.weight": torch.ones(2), "router.experts": torch.ones(3)}
+    assert convert_state_dict(state, get_layout("hf")) == state
+
+
+# Refusing
+
+
+REFUSED = {
+    "biases into a layout without": (
+        lambda: make_state(make_experts(2, 2, 3, bias=True), "grouped"),
+        {"to": get_layout("legacy")},
+        [
+            rf"{PREFIX}linear_fc1.bias: expected no biases, which layout legacy cannot hold",
+            rf"{PREFIX}linear_fc2.bias: expected no biases",
+        ],
+    ),
+    "rows that do not divide": (
+        lambda: make_state(make_experts(2, 3, 3), "grouped"),
+        {"source_interleave": 2},
+        [r"blocks of rows that divide 3, the width of its experts, got interleaving by 2"],
+    ),
+    "target rows that do not divide": (
+        lambda: make_state(make_experts(2, 3, 3), "grouped"),
+        {"target_interleave": -1},
+        [r"blocks of rows that divide 3, the width of its experts, got interleaving by -1"],
+    ),
+    "interleaving what is apart": (
+        lambda: make_state(make_experts(2, 2, 3), "hf_per_expert"),
+        {"source_interleave": 1},
+        [rf"{PREFIX}: layout hf_per_expert keeps gate and up apart, got interleaving"],
+    ),
+    "mixed dtypes and a text": (
+        lambda: {
+            **make_state(make_experts(3, 2, 3), "indexed"),
+            PREFIX + "linear_fc2.weight1": torch.ones(3, 2, dtype=torch.bfloat16),
+            **make_state(make_experts(1, 2, 3), "sequential", prefix="experts."),
+            "experts.local_experts.0.linear_fc2.weight": "text",
+        },
+        {},
+        [
+            rf"{PREFIX}linear_fc2.weight1: expected torch.float32 on cpu as "
+            rf"{PREFIX}linear_fc1.weight0, got torch.bfloat16 on cpu",
+            r"experts.local_experts.0.linear_fc2.weight: expected a tensor \[3, 2\], got something",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "changes", "messages"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_cannot_be_converted_is_refused_with_every_fault(make, changes, messages):
+    state = make()
+    before = dict(state)
+    with pytest.raises(LayoutError) as refusal:
+        convert_state_dict(state, **{"to": get_layout("indexed")} | changes)
+    for message in messages:
+        assert refusal.match(message)
+    assert f"got {len(messages)} fault(s)" in str(refusal.value)
+    assert state == before
+
+
+@pytest.mark.parametrize("experts", [range(0), range(1, 3), range(-1, 1), range(0, 2, 2)])
+def test_experts_that_a_set_does_not_have_are_refused(experts):
+    state = make_state(make_experts(2, 2, 3), "hf")
+    (expert_set,) = find_expert_sets(shapes_of(state))
+    with pytest.raises(LayoutError, match=r"expected some of experts 0 to 1, got range"):
+        convert_expert_set(state, expert_set, get_layout("hf"), experts=experts)
+
+
+def test_tensors_must_be_those_of_the_set():
+    """A set found in one state dict does not read another."""
+    state = make_state(make_experts(2, 2, 3), "indexed")
+    (expert_set,) = find_expert_sets(shapes_of(state))
+    smaller = make_state(make_experts(1, 2, 3), "indexed")
+    with pytest.raises(LayoutError, match=r"linear_fc1.weight1: missing, expected beside"):
+        convert_expert_set(smaller, expert_set, get_layout("hf"))
+    wider = make_state(make_experts(2, 2, 4), "indexed")
+    with pytest.raises(LayoutError, match=r"linear_fc2.weight1: expected \[3, 2\] \(H, F\), got"):
+        convert_expert_set(wider, expert_set, get_layout("hf"))

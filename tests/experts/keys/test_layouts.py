@@ -1,0 +1,310 @@
+"""Experts are found by exact keys and agreeing shapes, or every fault is named at once."""
+
+from dataclasses import FrozenInstanceError
+
+import pytest
+import torch
+
+from moe_optim.errors import ConfigError, LayoutError
+from moe_optim.experts.keys.finding import expert_remainders, find_expert_sets
+from moe_optim.experts.keys.layouts import LAYOUTS, ExpertSet, get_layout
+from tests.support.expert_states import ALL_LAYOUTS, PREFIX, make_experts, make_state, shapes_of
+
+E, F, H = 3, 4, 5
+
+
+def shapes_in(layout, prefix=PREFIX, *, experts=E, bias=False):
+    return shapes_of(make_state(make_experts(experts, F, H, bias=bias), layout, prefix=prefix))
+
+
+def faults_of(shapes, **arguments):
+    """Return the lines of the one error that names every fault."""
+    with pytest.raises(LayoutError) as refusal:
+        find_expert_sets(shapes, **arguments)
+    first, *faults, last = str(refusal.value).splitlines()
+    assert first.startswith("expert keys: expected complete sets of one layout each, got ")
+    assert first.endswith(f"{len(faults)} fault(s):")
+    assert last.startswith("Nothing was converted.")
+    return [fault.strip() for fault in faults]
+
+
+PREFIXES = [
+    "",
+    "experts.",
+    PREFIX,
+    "module.module." + PREFIX,
+    "optimizer.state.exp_avg." + PREFIX,
+    "model.layers.11.block_sparse_moe.experts.",
+    "experts.experts.",
+    "teacher.experts.0.mlp.experts.",
+]
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+@pytest.mark.parametrize("bias", [False, True], ids=["weights", "biases"])
+@pytest.mark.parametrize("name", ALL_LAYOUTS)
+def test_every_layout_is_recognised_behind_any_prefix(name, bias, prefix):
+    """With sizes, and the keys and shapes that it was recognised by."""
+    bias = bias and name != "legacy"
+    shapes = shapes_in(name, prefix, bias=bias)
+    (found,) = find_expert_sets(shapes, num_experts=E if name == "legacy" else None)
+    assert found == ExpertSet(
+        prefix=prefix,
+        layout=get_layout(name),
+        num_experts=E,
+        hidden=H,
+        ffn=F,
+        has_bias=bias,
+    )
+    assert found.shapes() == shapes
+    assert set(found.keys) == set(shapes)
+
+
+def test_sets_of_several_layers_come_in_the_order_of_their_keys():
+    shapes = {
+        **shapes_in("hf_transposed", "b.experts."),
+        "output_layer.weight": (7, 7),
+        **shapes_in("indexed", "a.experts.", experts=12),
+    }
+    first, second = find_expert_sets(shapes)
+    assert (first.prefix, first.layout.name) == ("b.experts.", "hf_transposed")
+    assert (second.prefix, second.num_experts) == ("a.experts.", 12)
+
+
+OTHER_KEYS = [
+    "decoder.layers.3.mlp.shared_experts.linear_fc1.weight",
+    "decoder.layers.3.mlp.shared_experts.linear_fc1.weight0",
+    "decoder.layers.3.mlp.my_experts.weight1",
+    "decoder.layers.3.mlp.experts",
+    "decoder.layers.3.mlp.experts_gate_up_proj",
+    "decoder.layers.3.mlp.linear_fc1.weight",
+    "model.layers.0.mlp.gate_proj.weight",
+    "linear_fc1.weight_quantizer._amax",
+    "router.weight1",
+]
+
+
+@pytest.mark.parametrize("key", OTHER_KEYS)
+def test_keys_that_only_look_like_an_experts_are_not_in_a_set(key):
+    assert find_expert_sets({key: (3, 3)}) == []
+    (found,) = find_expert_sets({key: (3, 3), **shapes_in("grouped")})
+    assert key not in found.keys
+
+
+EXTRA_STATES = {
+    "grouped": "linear_fc1._extra_state",
+    "indexed": "linear_fc2._extra_state1",
+    "sequential": "local_experts.1.linear_fc2._extra_state",
+}
+
+
+@pytest.mark.parametrize(("layout", "remainder"), EXTRA_STATES.items())
+@pytest.mark.parametrize("shape", [None, (0,), (17,)], ids=["object", "empty", "bytes"])
+def test_extra_states_belong_to_the_set_beside_them(layout, remainder, shape):
+    """Whatever they hold; alone they are a fault, since weights must have been lost."""
+    key = PREFIX + remainder
+    (found,) = find_expert_sets({**shapes_in(layout), key: shape})
+    assert found.extra_states == (key,)
+    assert key not in found.keys
+    assert faults_of({key: shape}) == [f"{key}: expected weights of experts there, got none"]
+
+
+def test_fused_layouts_never_fit_both_ways():
+    """Whatever the sizes, also where 2F is H: the shape of down_proj tells which is which."""
+    for ffn in range(1, 9):
+        for hidden in range(1, 17):
+            for name in ("hf", "hf_transposed"):
+                experts = make_experts(1, ffn, hidden)
+                (found,) = find_expert_sets(shapes_of(make_state(experts, name)))
+                assert (found.layout.name, found.ffn, found.hidden) == (name, ffn, hidden)
+
+
+def test_two_layouts_that_fit_are_ambiguous_unless_one_is_named():
+    """A second layout with the keys and shapes of another, as anyone might add."""
+    twin = type(get_layout("hf"))(name="twin", patterns=get_layout("hf").patterns)
+    shapes = shapes_in("hf")
+    keys = [f"{PREFIX}gate_up_proj", f"{PREFIX}down_proj"]
+    assert faults_of(shapes, layouts=[get_layout("hf"), twin]) == [
+        f"{key}: fits hf and twin. Name the layout." for key in keys
+    ]
+    (found,) = find_expert_sets(shapes, layouts=[twin])
+    assert found.layout is twin
+
+
+def without(shapes, *remainders):
+    return {k: v for k, v in shapes.items() if k.removeprefix(PREFIX) not in remainders}
+
+
+def with_shapes(shapes, **remainders):
+    return {**shapes, **{PREFIX + name: shape for name, shape in remainders.items()}}
+
+
+FAULTS = {  # shapes -> faults, each after the prefix
+    "no second linear": (
+        without(shapes_in("grouped"), "linear_fc2.weight"),
+        ["linear_fc2.weight: missing, expected beside {p}linear_fc1.weight"],
+    ),
+    "biases of some experts only": (
+        without(shapes_in("indexed", bias=True), "linear_fc1.bias1", "linear_fc2.bias2"),
+        [
+            "linear_fc1.bias1: missing, expected beside {p}linear_fc1.weight1",
+            "linear_fc2.bias2: missing, expected beside {p}linear_fc1.weight2",
+        ],
+    ),
+    "a projection is missing": (
+        without(shapes_in("hf_per_expert"), "1.up_proj.weight"),
+        ["1.up_proj.weight: missing, expected beside {p}1.gate_proj.weight"],
+    ),
+    "a gap": (
+        without(shapes_in("indexed"), "linear_fc1.weight1", "linear_fc2.weight1"),
+        [
+            f"{key}: expected experts 0 to 0 only, as there is no {{p}}linear_fc1.weight1"
+            for key in ("linear_fc1.weight2", "linear_fc2.weight2")
+        ],
+    ),
+    "numbered from one": (
+        without(shapes_in("indexed"), *(f"linear_fc{n}.weight{i}" for n in (1, 2) for i in (0, 2))),
+        [
+            f"{key}: expected experts from {{p}}linear_fc1.weight0 on, of shapes ({axes}), "
+            f"got {shape}"
+            for key, axes, shape in [
+                ("linear_fc1.weight1", "2F, H", [8, 5]),
+                ("linear_fc2.weight1", "H, F", [5, 4]),
+            ]
+        ],
+    ),
+    "of two layouts": (
+        with_shapes(
+            shapes_in("grouped", experts=1), **{"linear_fc1.weight0": (8, 5), "weight1": (5, 8)}
+        ),
+        [
+            f"{key}: expected one layout in a container, got a key of {layout} among others"
+            for key, layout in [
+                ("linear_fc1.weight", "grouped"),
+                ("linear_fc2.weight", "grouped"),
+                ("linear_fc1.weight0", "indexed"),
+                ("weight1", "legacy"),
+            ]
+        ],
+    ),
+    "of no layout": (
+        with_shapes(
+            shapes_in("grouped"),
+            **{"linear_fc1.weight_quantizer._amax": (), "linear_fc1.weight01": (8, 5)},
+        ),
+        [
+            f"{key}: expected a key of layout {', '.join(LAYOUTS)}, got one of none"
+            for key in ("linear_fc1.weight_quantizer._amax", "linear_fc1.weight01")
+        ],
+    ),
+    "wrong rank": (
+        with_shapes(shapes_in("indexed", bias=True), **{"linear_fc2.weight1": (1, 5, 4)}),
+        [
+            "linear_fc2.weight1: expected [5, 4] (H, F), to agree with {p}linear_fc1.weight0, "
+            "got [1, 5, 4]"
+        ],
+    ),
+    "shapes disagree": (
+        with_shapes(shapes_in("sequential"), **{"local_experts.2.linear_fc1.weight": (6, 5)}),
+        [
+            "local_experts.2.linear_fc1.weight: expected [8, 5] (2F, H), to agree with "
+            "{p}local_experts.0.linear_fc1.weight, got [6, 5]"
+        ],
+    ),
+    "no tensor": (
+        with_shapes(shapes_in("indexed"), **{"linear_fc1.weight2": None}),
+        ["linear_fc1.weight2: expected a tensor [8, 5], got something else"],
+    ),
+    "nothing in it": (
+        {PREFIX + "weight1": (0, 24), PREFIX + "weight2": (12, 0)},
+        [
+            f"{key}: expected experts from {{p}}weight1 on, of shapes ({axes}): how many experts "
+            f"is not in them. Give it, got {shape}"
+            for key, axes, shape in [
+                ("weight1", "H, E*2F", [0, 24]),
+                ("weight2", "E*F, H", [12, 0]),
+            ]
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize(("shapes", "faults"), FAULTS.values(), ids=FAULTS.keys())
+def test_faults_are_named_by_key(shapes, faults):
+    assert faults_of(shapes) == [PREFIX + fault.replace("{p}", PREFIX) for fault in faults]
+
+
+def test_faults_of_all_containers_come_at_once():
+    shapes = {**shapes_in("indexed", "a.experts."), **shapes_in("grouped", "b.experts.")}
+    shapes["a.experts.extra"] = (1,)
+    del shapes["a.experts.linear_fc1.weight1"], shapes["b.experts.linear_fc2.weight"]
+    keys = ["a.experts.extra", "a.experts.linear_fc1.weight1", "b.experts.linear_fc2.weight"]
+    assert [fault.partition(":")[0] for fault in faults_of(shapes)] == keys
+
+
+def test_legacy_needs_the_number_of_experts():
+    """Its shapes are those of any number that divides them: 12 columns are 2 experts of F = 3,
+    or 3 of F = 2, and a number that does not divide is a fault."""
+    shapes = {PREFIX + "weight1": (5, 12), PREFIX + "weight2": (6, 5)}
+    assert all("Give it" in fault for fault in faults_of(shapes))
+    for experts, ffn in [(1, 6), (2, 3), (3, 2), (6, 1)]:
+        (found,) = find_expert_sets(shapes, num_experts=experts)
+        assert (found.num_experts, found.ffn, found.hidden) == (experts, ffn, 5)
+    assert len(faults_of(shapes, num_experts=4)) == 2
+
+
+@pytest.mark.parametrize("name", [name for name in ALL_LAYOUTS if name != "legacy"])
+def test_another_number_of_experts_than_asked_for_is_a_fault(name):
+    """Of layouts that number their keys, one fewer and one more; of stacks, by shape."""
+    for asked in (E - 1, E + 1):
+        faults = faults_of(shapes_in(name), num_experts=asked)
+        assert faults and all(fault.startswith(PREFIX) for fault in faults)
+
+
+def test_every_missing_expert_is_named_though_there_are_many():
+    """In the time of as many: each is looked for by its own keys."""
+    shapes = {f"experts.0.{name}_proj.weight": (2, 2) for name in ("gate", "up", "down")}
+    with pytest.raises(LayoutError, match="experts.4999.down_proj.weight: missing") as raised:
+        find_expert_sets(shapes, layouts=[LAYOUTS["hf_per_expert"]], num_experts=5000)
+    assert str(raised.value).count(": missing") == 3 * 4999
+
+
+def test_more_experts_than_any_model_has_are_not_looked_for():
+    shapes = {f"experts.0.{name}_proj.weight": (2, 2) for name in ("gate", "up", "down")}
+    with pytest.raises(LayoutError, match="expected at most 65,536 experts, got 1,000,000,000"):
+        find_expert_sets(shapes, layouts=[LAYOUTS["hf_per_expert"]], num_experts=10**9)
+
+
+def test_only_the_containers_asked_for_are_looked_into():
+    """At any prefix, each of which must hold experts; the longest one that fits decides."""
+    shapes = {**shapes_in("hf", "a."), **shapes_in("indexed", "a.b."), "a.experts.junk": (1,)}
+    (found,) = find_expert_sets(shapes, prefixes=["a.b."])
+    assert (found.prefix, found.layout.name) == ("a.b.", "indexed")
+    del shapes["a.experts.junk"]
+    assert len(find_expert_sets(shapes, prefixes=["a.", "a.b."])) == 2
+    assert faults_of(shapes, prefixes=["c."]) == ["c.: expected weights of experts there, got none"]
+
+
+def test_remainders_are_told_apart_without_shapes():
+    own = {"linear_fc1.weight", "weight2", "7.up_proj.bias", "linear_fc1._extra_state12"}
+    others = {"linear_fc1.weight_quantizer._amax", "weight3", "-1.up_proj.bias", "weight1.x"}
+    assert expert_remainders(own | others) == own
+
+
+def test_layouts_are_frozen_values_with_names():
+    assert set(LAYOUTS) == set(ALL_LAYOUTS)
+    for name, layout in LAYOUTS.items():
+        assert get_layout(name) is layout
+        assert layout.name == name
+        assert isinstance(hash(layout), int)
+        assert layout.holds_biases == (name != "legacy")
+        assert layout.can_interleave == (name != "hf_per_expert")
+    with pytest.raises(FrozenInstanceError):
+        get_layout("hf").name = "other"
+    with pytest.raises(ConfigError, match="expected one of grouped, indexed, .*, got 'fused'"):
+        get_layout("fused")
+
+
+def test_shapes_of_torch_and_lists_do_as_well():
+    shapes = {k: torch.Size(v) for k, v in shapes_in("hf").items()}
+    assert find_expert_sets(shapes) == find_expert_sets({k: list(v) for k, v in shapes.items()})

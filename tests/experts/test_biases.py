@@ -1,0 +1,188 @@
+"""Expert biases are those of Megatron's sequential experts: values, gradients, attributes, keys."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from moe_optim.config import MoEOptimConfig
+from moe_optim.experts.grouped_linear import GroupedLinear
+from moe_optim.formats import MXFP8
+from tests.support import experts, training
+from tests.support.bytes import assert_bytes_equal
+from tests.support.ranks import run_ranks
+from tests.support.training import Record, assert_same_tensors, pretrain
+
+LAYOUTS = ("grouped", "indexed")
+every_layout = pytest.mark.parametrize("layout", LAYOUTS)
+STEPS = ["--train-iters", "4", "--eval-interval", "1000"]
+EP2 = ["--expert-model-parallel-size", "2"]
+
+
+def _compare(probs_dtype: torch.dtype) -> dict[str, Any]:
+    # Megatron's own experts add their second bias in place, which torch refuses at 1 rank
+    experts.start_ranks(expert_model_parallel_size=2)
+    config = experts.make_config(add_bias_linear=True, expert_model_parallel_size=2)
+    built = {"stock": experts.make_stock(config)}
+    built |= {layout: experts.make_ours(config, expert_layout=layout) for layout in LAYOUTS}
+    results = {}
+    for name, module in built.items():
+        initial = {key: value.clone() for key, value in experts.values_of(module).items()}
+        experts.randomize_biases(module)
+        passes = experts.run_passes(module, probs_dtype=probs_dtype)
+        results[name] = initial, passes.tensors(), experts.attributes_of(module)
+    return results
+
+
+@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def results(request) -> dict[str, Any]:
+    """Return initial values, passes and attributes of all experts of the second of two ranks, by
+    dtype of routing weights."""
+    return run_ranks(2, _compare, request.param)[1]
+
+
+@every_layout
+def test_biases_start_at_zero_and_weights_as_without_biases(results, layout):
+    assert_same_tensors(results[layout][0], results["stock"][0], what="initial")
+    biases = [value for name, value in results[layout][0].items() if name.endswith("bias")]
+    assert len(biases) == 2 * experts.EXPERTS
+    assert not any(bias.any() for bias in biases)
+
+
+@every_layout
+def test_passes_with_biases_are_megatrons_to_the_bit(results, layout):
+    """Outputs and all gradients; an expert without tokens has gradients of zero."""
+    got, want = results[layout][1], results["stock"][1]
+    assert_same_tensors(got, want, what="biased")
+    assert want["0.linear_fc2.bias"].any()
+    assert not want["1.linear_fc1.bias"].any()
+
+
+@every_layout
+def test_parameters_have_the_attributes_of_megatrons(results, layout):
+    assert results[layout][2] == results["stock"][2]
+    assert "partition_stride" not in results["stock"][2]["linear_fc2.bias"]
+
+
+# Training
+
+
+def _train(flags: list[str], config: MoEOptimConfig | None) -> Record:
+    """Train with biases; ``extra`` holds the parameters of the experts at the end."""
+    training.MODEL.remove("--disable-bias-linear")
+    return pretrain(flags, config, observe=lambda model, _: experts.trained_values(model[0]))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Any:
+    return tmp_path_factory.mktemp("biases")
+
+
+@pytest.fixture(scope="module")
+def stock(saved) -> list[Record]:
+    """Return four steps of Megatron's own experts on 2 ranks of expert parallelism; saves at 2."""
+    save = ["--save", str(saved / "stock"), "--save-interval", "2"]
+    return run_ranks(2, _train, [*STEPS, *EP2, *save], None)
+
+
+@pytest.fixture(scope="module")
+def ours(saved) -> dict[str, list[Record]]:
+    """Return the same of the portable experts, by layout."""
+    records = {}
+    for layout in LAYOUTS:
+        save = ["--save", str(saved / layout), "--save-interval", "2"]
+        config = MoEOptimConfig(format="bf16", expert_layout=layout)
+        records[layout] = run_ranks(2, _train, [*STEPS, *EP2, *save], config)
+    return records
+
+
+@every_layout
+@pytest.mark.extended
+def test_biased_experts_train_as_megatrons(ours, stock, layout):
+    """Weight decay spares biases in either layout, and every rank keeps those of its experts."""
+    for mine, theirs in zip(ours[layout], stock, strict=True):
+        assert mine.losses == theirs.losses
+        assert_same_tensors(mine.extra, theirs.extra, what="trained")
+        biases = [value for name, value in mine.extra.items() if name.endswith("bias")]
+        assert biases and all(value.any() for value in biases)
+
+
+@pytest.mark.parametrize("format", [pytest.param("bf16", marks=pytest.mark.extended), "mxfp8"])
+def test_layouts_train_biases_alike_where_ranks_share_experts(format):
+    """Gradients are averaged over 2 data-parallel ranks, where Megatron's own experts cannot run
+    with biases."""
+    grouped, indexed = (
+        run_ranks(2, _train, STEPS, MoEOptimConfig(format=format, expert_layout=layout))
+        for layout in LAYOUTS
+    )
+    for mine, theirs in zip(grouped, indexed, strict=True):
+        assert mine.losses == theirs.losses
+        assert_same_tensors(mine.extra, theirs.extra, what="trained")
+    assert_same_tensors(grouped[0].extra, grouped[1].extra, what="on the other rank")
+
+
+EXCHANGES = {
+    "sequential into grouped": ("stock", MoEOptimConfig(format="bf16")),
+    "grouped into sequential": ("grouped", None),
+    "indexed into grouped": ("indexed", MoEOptimConfig(format="bf16")),
+    "sequential into indexed": ("stock", MoEOptimConfig(format="bf16", expert_layout="indexed")),
+}
+
+
+@pytest.mark.parametrize(("source", "target"), EXCHANGES.values(), ids=EXCHANGES.keys())
+@pytest.mark.extended
+def test_checkpoints_with_biases_are_exchangeable(stock, ours, saved, source, target):
+    """Weights and biases alone: optimizer states of all kinds are `test_experts.py`'s."""
+    load = ["--load", str(saved / source), "--ckpt-step", "4", "--finetune", "--no-load-optim"]
+    flags = [*STEPS[2:], "--train-iters", "1", "--lr", "0", "--min-lr", "0", *EP2, *load]
+    for got, want in zip(run_ranks(2, _train, flags, target), stock, strict=True):
+        assert_same_tensors(got.extra, want.extra, what="loaded")
+
+
+def test_quantized_experts_keep_their_biases_in_bf16():
+    """Biases train beside quantized weights, in buffers of Megatron's own kind."""
+    config = MoEOptimConfig(format="mxfp8")
+    for record in run_ranks(2, _train, [*STEPS, *EP2], config):
+        biases = {name: value for name, value in record.weights.items() if ".bias" in name}
+        grouped = {name: value for name, value in biases.items() if ".experts." in name}
+        assert len(grouped) == 2 * 2  # layers, linears
+        for name, value in grouped.items():
+            assert value.dtype == torch.bfloat16
+            assert value.any(), name
+
+
+def _keys() -> Any:
+    experts.start_ranks()
+    config = experts.make_config(add_bias_linear=True)
+    described = {}
+    for name, module in {
+        "stock": experts.make_stock(config),
+        "grouped": experts.make_ours(config),
+        "indexed": experts.make_ours(config, expert_layout="indexed"),
+    }.items():
+        from megatron.core.dist_checkpointing.mapping import ShardedTensor
+        from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
+
+        state, _, _ = load_preprocess(module.sharded_state_dict("layer."))
+        tensors = [t for entry in state.values() for t in _leaves(entry)]
+        described[name] = {(t.key, t.global_shape) for t in tensors if isinstance(t, ShardedTensor)}
+    return described
+
+
+def _leaves(entry: Any) -> list[Any]:
+    return entry if isinstance(entry, list) else [entry]
+
+
+def test_keys_and_global_shapes_are_megatrons():
+    (described,) = run_ranks(1, _keys)
+    assert described["grouped"] == described["indexed"] == described["stock"]
+    assert ("layer.experts.linear_fc2.bias", (3, 64)) in described["stock"]
+
+
+def test_a_quantized_linear_moves_its_biases_with_its_weights():
+    linear = GroupedLinear(2, 32, 32, format=MXFP8, bias=True)
+    linear.load_values(torch.zeros(linear.shape, dtype=torch.bfloat16))
+    before = linear.bias
+    linear._apply(lambda tensor: tensor.clone() + 1 if tensor.dim() == 2 else tensor)
+    assert linear.bias is before
+    assert_bytes_equal(linear.bias.data, torch.ones(2, 32, dtype=torch.bfloat16))

@@ -1,0 +1,519 @@
+"""Compiled as one graph, products and quantization give the bits of a run without compiling."""
+
+import copy
+import gc
+
+import pytest
+import torch
+from torch._dynamo.exc import TorchRuntimeError, Unsupported
+
+import moe_optim
+from moe_optim.buckets.offload import ParamData
+from moe_optim.errors import StateError
+from moe_optim.experts.calibrated_amax import set_calibrated_amax
+from moe_optim.fake_quantization import PER_EXPERT_GRIDS
+from moe_optim.formats import DIRECTIONS, FORMATS, MXFP8, QuantizedWeight, reference
+from tests.support.bytes import assert_bytes_equal, assert_same_tensors
+from tests.support.compiling import (
+    Compiled,
+    compiling,
+    make_linear,
+    make_tokens,
+    rewrite,
+    run_passes,
+)
+from tests.support.holders import bind
+from tests.support.inputs import wide_range_weights, with_specials
+
+pytestmark = pytest.mark.slow
+
+every_format = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS.keys())
+every_layout = pytest.mark.parametrize("layout", ["grouped", "indexed"])
+every_storage = pytest.mark.parametrize(
+    "format", [None, *FORMATS.values()], ids=["bf16", *FORMATS.keys()]
+)
+
+
+@pytest.fixture(autouse=True)
+def compiler():
+    """Let this process compile, and start each test without graphs of another."""
+    with compiling():
+        yield
+
+
+@pytest.fixture
+def no_recompilation():
+    """Return a context in which compiling anything again raises."""
+    return torch._dynamo.config.patch(error_on_recompile=True)
+
+
+# Quantizing and dequantizing
+
+
+def make_master(seed=0):
+    """Return [E, R, C] fp32 over a wide range, with zeros, infinities and NaN among it."""
+    return with_specials(wide_range_weights(2, 128, 256, seed=seed))
+
+
+def assert_same_planes(got: QuantizedWeight, want: QuantizedWeight):
+    assert (got.format, got.shape) == (want.format, want.shape)
+    assert_same_tensors(got.planes(), want.planes(), what=want.format.name)
+    shared = want.format.columnwise_copy == "shared"
+    assert (got.columnwise_data is got.rowwise_data) == shared
+
+
+QUANTIZERS = {
+    "reference": reference.quantize,
+    "ops": moe_optim.quantize,
+    "ops, by name": lambda m, format: moe_optim.quantize(m, format.name, backend="reference"),
+}
+
+
+@every_format
+@pytest.mark.parametrize("quantize", QUANTIZERS.values(), ids=QUANTIZERS.keys())
+def test_quantizing_gives_the_same_planes(format, quantize, no_recompilation):
+    """Also of other values, by the same graph; and no plane wants a gradient."""
+    compiled = Compiled(lambda master: quantize(master, format))
+    with no_recompilation:
+        for seed in range(2):
+            master = make_master(seed).requires_grad_()
+            got = compiled(master)
+            assert_same_planes(got, quantize(master, format))
+            assert not any(plane.requires_grad for plane in got.planes().values())
+    assert compiled.graphs == 1
+
+
+@every_format
+def test_quantizing_several_weights_gives_the_planes_of_each(format):
+    weights = [make_master(), make_master(1)[0].bfloat16()]
+    compiled = Compiled(lambda weights: moe_optim.quantize(weights, format))
+    got = compiled(weights)
+    for mine, weight in zip(got, weights, strict=True):
+        assert_same_planes(mine, moe_optim.quantize(weight, format))
+
+
+@every_format
+def test_planes_that_are_given_are_overwritten_in_place(format):
+    out = moe_optim.quantize(make_master(1), format)
+    planes = out.planes()
+    compiled = Compiled(lambda master, out: moe_optim.quantize(master, format, out=out))
+    got = compiled(make_master(), out)
+    for name, plane in got.planes().items():
+        assert plane.data_ptr() == planes[name].data_ptr()
+    assert_same_planes(out, moe_optim.quantize(make_master(), format))
+
+
+DEQUANTIZERS = {
+    "reference": reference.dequantize,
+    "ops": moe_optim.dequantize,
+    "ops, into memory": lambda q, direction: reference.dequantize_bf16(
+        q.data(direction),
+        q.scale(direction),
+        q.format,
+        direction,
+        global_amax=q.global_amax,
+        out=torch.zeros(q.shape, dtype=torch.bfloat16),
+    ),
+}
+
+
+@every_format
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("dequantize", DEQUANTIZERS.values(), ids=DEQUANTIZERS.keys())
+def test_dequantizing_gives_the_same_values(format, direction, dequantize, no_recompilation):
+    compiled = Compiled(lambda q: dequantize(q, direction))
+    with no_recompilation:
+        for seed in range(2):
+            quantized = reference.quantize(make_master(seed), format)
+            assert_bytes_equal(compiled(quantized), dequantize(quantized, direction))
+    assert compiled.graphs == 1
+
+
+@every_format
+def test_gradients_pass_by_weights_that_are_quantized_in_the_graph(format):
+    """As without compiling: tokens get theirs, and the master none."""
+
+    def product(tokens, master):
+        return tokens @ moe_optim.dequantize(moe_optim.quantize(master, format))[0].t()
+
+    compiled, gradients = Compiled(product), []
+    for call in (product, compiled):
+        tokens = torch.randn(8, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+        tokens.requires_grad_()
+        master = wide_range_weights(1, 128, 256, exponents=(-4, 4)).requires_grad_()
+        output = call(tokens, master)
+        output.sum().backward()
+        assert master.grad is None
+        gradients.append({"output": output.detach(), "gradient": tokens.grad})
+    assert_same_tensors(*gradients)
+    assert compiled.graphs == 1
+
+
+def test_what_a_format_cannot_hold_is_refused_by_name():
+    compiled = Compiled(lambda master: moe_optim.quantize(master, "mxfp8"))
+    with pytest.raises(Unsupported, match="mxfp8 needs rows and columns divisible by 32"):
+        compiled(torch.zeros(1, 48, 32))
+    with pytest.raises(Unsupported, match="expected one of mxfp8, .* got 'mxfp9'"):
+        Compiled(lambda master: moe_optim.quantize(master, "mxfp9"))(torch.zeros(1, 32, 32))
+
+
+# Products
+
+
+@every_storage
+@every_layout
+def test_products_and_gradients_are_the_same(format, layout, no_recompilation):
+    """Also after a step has written the weights, by the same graph."""
+    linear = make_linear(format, layout)
+    compiled = Compiled(linear)
+    with no_recompilation:
+        for seed in range(2):
+            rewrite(linear, seed)
+            assert_same_tensors(run_passes(compiled, linear), run_passes(linear, linear))
+    assert compiled.graphs == 1
+
+
+@every_format
+@every_layout
+def test_products_of_quantized_copies_are_the_same(format, layout, no_recompilation):
+    """With ``compute``, bf16 weights are quantized at every run of the graph."""
+    linear = make_linear(None, layout, compute=format)
+    compiled = Compiled(linear)
+    with no_recompilation:
+        for seed in range(2):
+            rewrite(linear, seed)
+            assert_same_tensors(run_passes(compiled, linear), run_passes(linear, linear))
+    assert compiled.graphs == 1
+
+
+@every_layout
+@pytest.mark.parametrize("grid", PER_EXPERT_GRIDS.values(), ids=PER_EXPERT_GRIDS)
+def test_calibrated_amaxes_clip_gradients_in_graphs_too(grid, layout):
+    """Where a weight is beyond the amax of its expert, which these are, its gradient is zero."""
+    linear = make_linear(None, layout, compute=grid)
+    amaxes = [
+        weight.abs().float().quantile(0.5)
+        for weight in torch.cat([w.detach().view(-1, *linear.shape[1:]) for w in linear.weights()])
+    ]
+    set_calibrated_amax(linear, torch.stack(amaxes).view(-1, 1, 1))
+    clipped = run_passes(linear, linear)
+    assert_same_tensors(run_passes(Compiled(linear), linear), clipped)
+    set_calibrated_amax(linear, None)
+    free = run_passes(linear, linear)
+    assert not torch.equal(clipped["wgrad 0"], free["wgrad 0"])
+
+
+def test_weights_that_a_bucket_has_moved_are_read_where_they_are(no_recompilation):
+    linear = make_linear(MXFP8)
+    compiled = Compiled(linear)
+    run_passes(compiled, linear)
+    planes = linear.storage.quantized.planes()
+    bind(linear.storage, {name: torch.empty_like(plane) for name, plane in planes.items()})
+    rewrite(linear, seed=1)
+    for plane in planes.values():
+        plane.view(torch.uint8).zero_()  # of before; nobody reads them
+    with no_recompilation:
+        assert_same_tensors(run_passes(compiled, linear), run_passes(linear, linear))
+
+
+COUNTS = {  # tokens of each expert -> graphs that are there then
+    (5, 8, 3): 1,
+    (4, 9, 3): 1,  # as many tokens in all
+    (5, 8, 4): 2,  # the number of tokens is a variable from here on
+    (30, 0, 9): 2,
+    (2, 0, 0): 2,
+    (0, 1, 0): 3,  # torch compiles anew for one, and for none
+    (0, 0, 0): 4,
+    (7, 0, 0): 4,
+}
+
+
+def test_another_number_of_tokens_compiles_once_more_at_most():
+    linear = make_linear(MXFP8)
+    compiled = Compiled(linear)
+    for counts, graphs in COUNTS.items():
+        got, want = (run_passes(call, linear, counts) for call in (compiled, linear))
+        assert_same_tensors(got, want, what=str(counts))
+        assert compiled.graphs == graphs
+
+
+@pytest.mark.parametrize("format", [None, MXFP8], ids=["bf16", "mxfp8"])
+def test_a_variable_number_of_tokens_compiles_once(format, no_recompilation):
+    linear = make_linear(format)
+    compiled = Compiled(linear, dynamic=True)
+    with no_recompilation:
+        for counts in ((5, 8, 3), (5, 8, 4), (30, 0, 9)):
+            got, want = (run_passes(call, linear, counts) for call in (compiled, linear))
+            assert_same_tensors(got, want, what=str(counts))
+    assert compiled.graphs == 1
+
+
+@every_storage
+def test_layers_share_a_graph_and_read_their_own_weights(format, no_recompilation):
+    linears = [make_linear(format, seed=seed) for seed in range(3)]
+    compiled = Compiled(lambda linear, tokens, ends: linear(tokens, ends))
+    outputs = []
+    with no_recompilation:
+        for linear in linears:
+            got = run_passes(lambda *given, own=linear: compiled(own, *given), linear)
+            assert_same_tensors(got, run_passes(linear, linear))
+            outputs.append(got["output"])
+    assert compiled.graphs == 1
+    assert not torch.equal(outputs[0], outputs[1])
+
+
+@pytest.mark.parametrize("format", [None, MXFP8], ids=["bf16", "mxfp8"])
+def test_a_copy_multiplies_its_own_weights(format):
+    """Whether it was made before or after the first was compiled."""
+    linear = make_linear(format)
+    compiled = Compiled(linear)
+    run_passes(compiled, linear)
+    other = copy.deepcopy(linear)
+    rewrite(other, seed=5)
+    want = {id(one): run_passes(one, one) for one in (linear, other)}
+    assert_same_tensors(run_passes(Compiled(other), other), want[id(other)])
+    assert_same_tensors(run_passes(compiled, linear), want[id(linear)])
+    assert not torch.equal(want[id(linear)]["output"], want[id(other)]["output"])
+
+
+def test_gradients_nobody_wants_are_none():
+    linear = make_linear(MXFP8)
+    tokens, ends = make_tokens(linear, (5, 8, 3))
+    Compiled(linear)(tokens.detach(), ends).sum().backward()
+    assert tokens.grad is None
+    assert linear.weight.grad is not None
+    linear.weight.grad = None
+    linear.requires_grad_(False)
+    Compiled(linear)(tokens, ends).sum().backward()
+    assert tokens.grad is not None
+    assert linear.weight.grad is None
+
+
+@every_layout
+def test_a_linear_that_is_called_twice_gets_both_gradients(layout):
+    """Also of equal tokens, where a compiler sees one product."""
+    linear = make_linear(MXFP8, layout)
+
+    def twice(tokens, ends):
+        return linear(tokens, ends) + linear(tokens, ends)
+
+    assert_same_tensors(run_passes(Compiled(twice), linear), run_passes(twice, linear))
+
+
+def test_one_weight_of_several_may_be_frozen():
+    linear = make_linear(MXFP8, "indexed")
+    linear.weight1.requires_grad_(False)
+    tokens, ends = make_tokens(linear, (5, 8, 3))
+    gradients = []
+    for call in (linear, Compiled(linear)):
+        call(tokens, ends).sum().backward()
+        assert linear.weight1.grad is None
+        gradients.append({name: w.grad for name, w in linear.named_parameters() if w.requires_grad})
+        linear.zero_grad()
+    assert_same_tensors(*gradients)
+
+
+# Gradients that DDP accumulates
+
+
+def accumulate_as_ddp(weight):
+    """Do what Megatron's hook does when a gradient has arrived."""
+    if weight.grad is not None and not weight.grad_added_to_main_grad:
+        weight.main_grad.add_(weight.grad)
+    weight.grad = None
+
+
+def watch(linear, dtype):
+    """Give every weight gradient memory that is not empty, and Megatron's hook."""
+    for weight in linear.weights():
+        weight.main_grad = torch.full(weight.shape, 0.5, dtype=dtype, device=weight.device)
+        weight.grad_added_to_main_grad = False
+        ((weight.accumulator, _),) = weight.expand_as(weight).grad_fn.next_functions
+        weight.accumulator.register_hook(lambda *_, weight=weight: accumulate_as_ddp(weight))
+
+
+PASSES = {
+    "all compiled": (True, True, True),
+    "compiled first": (True, False, False),
+    "compiled last": (False, False, True),
+    "in turn": (False, True, False),
+}
+
+
+@every_layout
+@pytest.mark.parametrize("format", [None, MXFP8], ids=["bf16", "mxfp8"])
+@pytest.mark.parametrize("passes", PASSES.values(), ids=PASSES.keys())
+def test_main_grads_are_those_of_fused_accumulation(format, layout, passes):
+    """Over three micro-batches, some of them not compiled, and whatever those have marked."""
+    linear, want = make_linear(format, layout), make_linear(format, layout)
+    watch(linear, torch.float32)
+    watch(want, torch.float32)
+    compiled = Compiled(linear)
+    for seed, is_compiled in enumerate(passes):
+        run_passes(compiled if is_compiled else linear, linear, seed=seed)
+        run_passes(want, want, seed=seed)
+        for got, fused in zip(linear.weights(), want.weights(), strict=True):
+            assert_bytes_equal(got.main_grad, fused.main_grad)
+            assert got.grad_added_to_main_grad == (not is_compiled)
+            assert fused.grad_added_to_main_grad
+    assert compiled.graphs == 1
+
+
+# Weights at the wrong time
+
+
+def test_stale_weights_are_not_multiplied_by_any_run_of_a_graph():
+    """Neither forward nor backward, and all is well once they are fresh again."""
+    linear = make_linear(MXFP8)
+    bucket = bind(linear.storage)
+    compiled = Compiled(linear)
+    tokens, ends = make_tokens(linear, (5, 8, 3))
+    output = compiled(tokens, ends)
+    bucket.is_fresh = False
+    with pytest.raises(StateError, match=r"^experts\.linear_fc1\.weight: .*start_param_sync"):
+        compiled(tokens, ends)
+    with pytest.raises(StateError, match="start_param_sync"):
+        output.sum().backward()
+    bucket.is_fresh = True
+    compiled(tokens, ends).sum().backward()
+    assert compiled.graphs == 1
+
+
+def test_products_call_the_hooks_that_gather_their_weights(no_recompilation):
+    """At every run, also hooks that were not there when the graph was compiled."""
+    linear = make_linear(MXFP8)
+    bucket, compiled, called = bind(linear.storage), Compiled(linear.forward), []
+    want = run_passes(linear, linear)
+
+    def gather(module, _tokens):
+        called.append(module)
+        bucket.is_fresh = True
+
+    with no_recompilation:
+        assert_same_tensors(run_passes(compiled, linear), want)
+        linear.register_forward_pre_hook(gather)
+        for run in range(2):
+            bucket.is_fresh = False
+            assert_same_tensors(run_passes(compiled, linear), want)
+            assert called == [linear] * (run + 1)
+    assert compiled.graphs == 1
+
+
+def test_recomputed_activations_are_the_same():
+    """In the backward pass of ``torch.utils.checkpoint`` the graph runs once more."""
+    linear = make_linear(MXFP8)
+    compiled = Compiled(linear)
+
+    def recomputed(tokens, ends):
+        return torch.utils.checkpoint.checkpoint(compiled, tokens, ends, use_reentrant=False)
+
+    assert_same_tensors(run_passes(recomputed, linear), run_passes(linear, linear))
+    assert compiled.graphs == 1
+
+
+def test_one_stale_expert_is_enough():
+    linear = make_linear(MXFP8, "indexed")
+    compiled = Compiled(linear)
+    run_passes(compiled, linear)
+    bind(linear.weight1.quantized_storage).is_fresh = False
+    with pytest.raises(StateError, match=r"^experts\.linear_fc1\.weight1"):
+        compiled(*make_tokens(linear, (5, 8, 3)))
+
+
+def test_offloaded_weights_are_not_multiplied():
+    linear = make_linear(MXFP8)
+    compiled = Compiled(linear)
+    run_passes(compiled, linear)
+    bind(linear.storage).is_offloaded = True
+    with pytest.raises(StateError, match=r"offloaded.*reload_from_cpu"):
+        compiled(*make_tokens(linear, (5, 8, 3)))
+
+
+def test_memory_that_was_freed_is_not_read_by_a_graph():
+    linear = make_linear(MXFP8)
+    compiled = Compiled(lambda weight: weight.float().square().sum())
+    compiled(linear.weight)
+    bucket, data = bind(linear.storage), ParamData([linear.storage])
+    data.resize_(0)
+    for bucket.is_offloaded in (False, True):  # whoever has freed it
+        with pytest.raises(StateError, match=r"offloaded.*reload_from_cpu"):
+            compiled(linear.weight)
+    assert compiled.graphs == 1
+
+
+@every_storage
+def test_weights_written_between_forward_and_backward_are_found(format):
+    linear = make_linear(format)
+    output = Compiled(linear)(*make_tokens(linear, (5, 8, 3)))
+    rewrite(linear, seed=1)
+    with pytest.raises(StateError, match="rewritten between"):
+        output.sum().backward()
+
+
+def test_stale_weights_are_not_read_by_any_run_of_a_graph():
+    linear = make_linear(MXFP8)
+    compiled = Compiled(lambda weight: weight.float().square().sum())
+    assert_bytes_equal(compiled(linear.weight), linear.weight.float().square().sum())
+    bind(linear.storage).is_fresh = False
+    with pytest.raises(StateError, match="start_param_sync"):
+        compiled(linear.weight)
+    assert compiled.graphs == 1
+
+
+@every_format
+def test_graphs_read_the_values_of_quantized_weights(format, no_recompilation):
+    """And weights get the gradients of what was read."""
+    linear, gradients = make_linear(format), []
+    compiled = Compiled(lambda weight: weight.float().square().sum())
+    with no_recompilation:
+        for seed in range(2):
+            rewrite(linear, seed)
+            for call in (compiled, compiled.function):
+                call(linear.weight).backward()
+                gradients.append(linear.weight.grad)
+                linear.weight.grad = None
+            assert_bytes_equal(*gradients[-2:])
+
+
+WRITES = {
+    "copy_": lambda weight: weight.copy_(torch.zeros(weight.shape, dtype=torch.bfloat16)),
+    "mul_": lambda weight: weight.mul_(2),
+    "view": lambda weight: weight.view(-1).zero_(),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
+def test_graphs_do_not_write_quantized_weights(write):
+    linear = make_linear(MXFP8)
+    before = linear.storage.dequantize()
+    with torch.no_grad(), pytest.raises(TorchRuntimeError, match="StateError"):
+        Compiled(write)(linear.weight)
+    assert_bytes_equal(linear.storage.dequantize(), before)
+
+
+def test_bf16_weights_written_in_the_graph_of_their_product_are_refused():
+    """The linear would read them as they were when the graph began."""
+    linear = make_linear(None)
+
+    def write_and_multiply(tokens, ends):
+        linear.weight.mul_(2)
+        return linear(tokens, ends)
+
+    with torch.no_grad(), pytest.raises(StateError, match="Write weights outside"):
+        Compiled(write_and_multiply)(*make_tokens(linear, (5, 8, 3)))
+
+
+def test_delayed_weight_gradients_are_refused():
+    linear = make_linear(MXFP8, delay_wgrad=True)
+    with pytest.raises(Unsupported, match="without delay_wgrad_compute"):
+        Compiled(linear)(*make_tokens(linear, (5, 8, 3)))
+
+
+def test_a_graph_outlives_its_linear_and_says_so():
+    linear = make_linear(MXFP8)
+    output = Compiled(linear)(*make_tokens(linear, (5, 8, 3)))
+    del linear
+    torch._dynamo.reset()
+    gc.collect()
+    with pytest.raises(StateError, match="freed"):
+        output.sum().backward()

@@ -1,0 +1,228 @@
+"""bf16 weights in narrow products: those of storage, whoever has written the weights."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from moe_optim import ops
+from moe_optim.errors import LayoutError
+from moe_optim.experts.grouped_linear import GroupedLinear
+from moe_optim.formats import FORMATS, MXFP8, NVFP4
+from tests.support.bytes import assert_bytes_equal
+from tests.support.inputs import wide_range_weights
+
+SHAPE = (3, 64, 32)
+every_layout = pytest.mark.parametrize("layout", ["grouped", "indexed"])
+every_format = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS.keys())
+
+
+def values(seed=0):
+    """Return weights whose rowwise and columnwise copies differ where the format has two."""
+    return wide_range_weights(*SHAPE, seed=seed, exponents=(-8, 8)).bfloat16()
+
+
+def make_computing(format=MXFP8, layout="grouped", seed=0):
+    linear = GroupedLinear(*SHAPE, format=None, compute=format, expert_layout=layout, name="fc1")
+    linear.load_values(values(seed))
+    return linear
+
+
+def make_storing(format=MXFP8, layout="grouped", seed=0):
+    linear = GroupedLinear(*SHAPE, format=format, expert_layout=layout, name="fc1")
+    linear.load_values(values(seed))
+    return linear
+
+
+def run(linear):
+    """Return output, dgrad and wgrads of a forward and a backward pass."""
+    tokens = torch.randn(16, SHAPE[2], generator=torch.Generator().manual_seed(1)).bfloat16()
+    tokens.requires_grad_()
+    output = linear(tokens, torch.tensor([5, 5, 16], dtype=torch.int32))
+    output.backward(output.detach())
+    wgrads = [weight.grad.clone() for weight in linear.weights()]
+    linear.zero_grad()
+    return [output.detach(), tokens.grad, *wgrads]
+
+
+def assert_same_passes(got, want):
+    for index, (mine, theirs) in enumerate(zip(got, want, strict=True)):
+        assert_bytes_equal(mine, theirs, what=["output", "dgrad", "wgrad"][min(index, 2)])
+
+
+@pytest.fixture
+def requantizations(monkeypatch):
+    """Return a list that grows by one with every call."""
+    calls, requantize = [], ops.requantize
+
+    def counting(table, *args):
+        calls.append(table)
+        requantize(table, *args)
+
+    monkeypatch.setattr(ops, "requantize", counting)
+    return calls
+
+
+@every_format
+@every_layout
+def test_products_are_those_of_storage(format, layout):
+    assert_same_passes(run(make_computing(format, layout)), run(make_storing(format, layout)))
+
+
+def test_the_copies_of_the_test_weights_differ():
+    """Otherwise no test here could tell them apart, nor from bf16."""
+    linear = make_computing()
+    rowwise, columnwise = linear.operand("rowwise"), linear.operand("columnwise")
+    assert not torch.equal(rowwise, columnwise)
+    assert not torch.equal(rowwise, values())
+
+
+@every_layout
+def test_a_forward_and_its_backward_pass_share_one_requantization(layout, requantizations):
+    """One call for all experts."""
+    linear = make_computing(layout=layout)
+    for passes in (1, 2, 3):
+        run(linear)
+        assert len(requantizations) == passes
+        assert requantizations[-1].num_members == SHAPE[0]
+
+
+def lay_in_buffer(linear):
+    """Make the weights views of one buffer, as Megatron's DDP does, and return it."""
+    buffer = torch.cat([weight.detach().flatten() for weight in linear.weights()])
+    parts = buffer.split([weight.numel() for weight in linear.weights()])
+    for weight, part in zip(linear.weights(), parts, strict=True):
+        weight.data = part.view(weight.shape)
+    return buffer
+
+
+def _step_and_write_the_buffer(linear):
+    """As a distributed optimizer does: masters step, then weights are gathered into the buffer."""
+    buffer = lay_in_buffer(linear)
+    run(linear)
+    master = torch.nn.Parameter(torch.zeros(4))
+    master.grad = torch.zeros(4)
+    torch.optim.AdamW([master]).step()
+    buffer.copy_(values(1).flatten())
+
+
+def _write_in_place(linear):
+    with torch.no_grad():
+        for weight, part in zip(linear.weights(), linear._cut(values(1)), strict=True):
+            weight.copy_(part)
+
+
+def _write_through_data(linear):
+    for weight, part in zip(linear.weights(), linear._cut(values(1)), strict=True):
+        weight.data.copy_(part)
+
+
+def _write_the_buffer(linear):
+    """As a gather does that was begun before the forward pass and ends after it."""
+    buffer = lay_in_buffer(linear)
+    run(linear)
+    buffer.copy_(values(1).flatten())
+
+
+def _lay_elsewhere(linear):
+    for weight, part in zip(linear.weights(), linear._cut(values(1)), strict=True):
+        weight.data = part.clone()
+
+
+CHANGES = {
+    "an optimizer steps and the buffer is gathered": _step_and_write_the_buffer,
+    "they are written": _write_in_place,
+    "they are written through data": _write_through_data,
+    "a gather arrives without a step": _write_the_buffer,
+    "they are laid elsewhere": _lay_elsewhere,
+    "a state dict is loaded": lambda linear: linear.load_state_dict(
+        make_computing(layout=linear.expert_layout, seed=1).state_dict()
+    ),
+}
+
+
+@every_layout
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_products_follow_the_weights(layout, change):
+    linear = make_computing(layout=layout)
+    before = run(linear)
+    change(linear)
+    after = run(linear)
+    assert_same_passes(after, run(make_storing(layout=layout, seed=1)))
+    assert not torch.equal(after[0], before[0])
+
+
+def test_evaluation_sees_weights_exchanged_through_data_and_training_sees_them_put_back():
+    """No counter of torch moves, and no step lies between."""
+    linear = make_computing()
+    trained = run(linear)
+    linear.eval()
+    linear.weight.data.copy_(values(1))
+    assert_same_passes(run(linear), run(make_storing(seed=1)))
+    linear.weight.data.copy_(values(0))
+    linear.train()
+    assert_same_passes(run(linear), trained)
+
+
+def test_a_backward_pass_reads_what_its_forward_pass_read():
+    """Weights that were exchanged for an evaluation in between are not its own."""
+    linear, storing = make_computing(), make_storing()
+    gradients = []
+    for one in (linear, storing):
+        tokens = torch.ones(16, SHAPE[2]).bfloat16().requires_grad_()
+        ends = torch.tensor([5, 5, 16], dtype=torch.int32)
+        output = one(tokens, ends)
+        if one is linear:
+            kept = one.weight.detach().clone()
+            one.weight.data.copy_(values(1))
+            one.eval()(tokens.detach(), ends)
+            one.weight.data.copy_(kept)
+        output.float().sum().backward()
+        gradients.append(tokens.grad)
+    assert_bytes_equal(*gradients)
+
+
+def test_a_copy_first_made_in_inference_mode_is_rewritten_in_training():
+    computing, storing = make_computing(seed=1), make_storing()
+    with torch.inference_mode():
+        computing(torch.ones(3, SHAPE[2]).bfloat16(), torch.tensor([1, 2, 3], dtype=torch.int32))
+    computing.load_values(values())
+    assert_same_passes(run(computing), run(storing))
+
+
+def test_it_is_no_part_of_the_state():
+    linear = make_computing()
+    run(linear)
+    assert list(linear.state_dict()) == ["weight"]
+    assert [name for name, _ in linear.named_parameters()] == ["weight"]
+    assert not list(linear.buffers())
+
+
+DUPLICATES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda linear: pickle.loads(pickle.dumps(linear)),
+}
+
+
+@pytest.mark.parametrize("duplicate", DUPLICATES.values(), ids=DUPLICATES.keys())
+def test_a_duplicate_multiplies_its_own_weights(duplicate):
+    linear = make_computing()
+    before = run(linear)
+    other = duplicate(linear)
+    other.load_values(values(1))
+    assert_same_passes(run(other), run(make_storing(seed=1)))
+    assert_same_passes(run(linear), before)
+
+
+def test_a_shape_that_the_format_cannot_hold_is_refused_by_name():
+    with pytest.raises(LayoutError, match=r"^fc2\.weight: nvfp4 needs .* got \[40, 32\]"):
+        GroupedLinear(2, 40, 32, format=None, compute=NVFP4, name="fc2")
+
+
+def test_stored_weights_are_multiplied_as_they_are_stored(requantizations):
+    linear = GroupedLinear(*SHAPE, format=MXFP8, compute=MXFP8)
+    linear.load_values(values())
+    requantizations.clear()
+    assert_same_passes(run(linear), run(make_storing()))
+    assert len(requantizations) == 1  # of the linear it is compared with

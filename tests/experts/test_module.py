@@ -1,0 +1,333 @@
+"""In bf16 the portable experts are Megatron's own to the bit; storage is what is multiplied."""
+
+import re
+from collections.abc import Callable
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.enums import CudaGraphModule
+
+from moe_optim.config import MoEOptimConfig
+from moe_optim.errors import ConfigError
+from moe_optim.experts.grouped_linear import GroupedLinear
+from moe_optim.formats import MXFP8, Direction
+from moe_optim.formats.reference import dequantize, quantize
+from tests.support import training
+from tests.support.bytes import assert_bytes_equal
+from tests.support.inputs import wide_range_weights
+from tests.support.ranks import run_ranks
+from tests.support.training import Record, assert_same_tensors, pretrain
+
+pytestmark = pytest.mark.slow
+
+STOCK = None
+GROUPED = MoEOptimConfig(format="bf16")
+INDEXED = MoEOptimConfig(format="bf16", expert_layout="indexed")
+STEPS = ["--train-iters", "4", "--eval-interval", "1000"]
+EP2 = ["--expert-model-parallel-size", "2"]
+EXCHANGEABLE = ["--dist-ckpt-optim-fully-reshardable"]
+
+Weights = dict[str, torch.Tensor]
+
+
+def by_expert(named: dict[str, torch.Tensor]) -> Weights:
+    """Return expert weights as ``LAYER.EXPERT.LINEAR`` -> [R, C], from any layout of parameters."""
+    found: Weights = {}
+    for name, tensor in named.items():
+        layer, is_expert, rest = name.partition(".mlp.experts.")
+        if not is_expert:
+            continue
+        linear = re.search("linear_fc[12]", rest)[0]
+        index = re.search(r"local_experts\.(\d+)|weight(\d+)", rest)
+        if index is None:
+            found |= {f"{layer}.{i}.{linear}": part for i, part in enumerate(tensor)}
+        else:
+            found[f"{layer}.{index[1] or index[2]}.{linear}"] = tensor
+    return found
+
+
+def _train(flags: list[str], config: MoEOptimConfig | None) -> Record:
+    """Train; ``extra`` holds the expert weights before the first step."""
+    initial: Weights = {}
+
+    def keep(model: list[Any], _optimizer: Any) -> None:
+        named = {name: p.detach().clone() for name, p in model[0].module.named_parameters()}
+        initial.update(by_expert(named))
+
+    return pretrain(flags, config, after_setup=keep, observe=lambda *_: initial)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def run(checkpoints) -> Callable[..., list[Record]]:
+    """Return a function that trains two ranks for 4 steps once, saving after 2, by kind."""
+
+    @cache
+    def train(config: MoEOptimConfig | None, *parallel: str) -> list[Record]:
+        save = ["--save", str(checkpoints / folder_of(config)), "--save-interval", "2"]
+        flags = [*STEPS, *parallel, *([] if parallel else [*EXCHANGEABLE, *save])]
+        return run_ranks(2, _train, flags, config)
+
+    return train
+
+
+def folder_of(config: MoEOptimConfig | None) -> str:
+    return "stock" if config is None else config.expert_layout
+
+
+def assert_same_training(got: list[Record], want: list[Record]) -> None:
+    """Losses and expert weights of two runs are equal to the bit, whatever holds the experts."""
+    for mine, theirs in zip(got, want, strict=True):
+        assert len(mine.losses) == 4
+        assert mine.losses == theirs.losses
+        weights, expected = by_expert(mine.weights), by_expert(theirs.weights)
+        assert len(expected) >= 2 * 2 * 2  # layers, local experts, linears
+        assert_same_tensors(weights, expected, what="trained")
+
+
+@pytest.mark.parametrize("config", [GROUPED, INDEXED], ids=["grouped", "indexed"])
+def test_experts_are_initialized_as_megatrons(run, config):
+    """The same bits expert by expert, so that a seed means the same model."""
+    for mine, theirs in zip(run(config), run(STOCK), strict=True):
+        assert len(theirs.extra) == 2 * 4 * 2
+        assert_same_tensors(mine.extra, theirs.extra, what="initial")
+
+
+@pytest.mark.parametrize("config", [GROUPED, INDEXED], ids=["grouped", "indexed"])
+def test_bf16_experts_train_as_megatrons_sequential_ones(run, config):
+    """On 2 data-parallel ranks; a clipped norm would sum in another order."""
+    assert_same_training(run(config), run(STOCK))
+
+
+def test_bf16_experts_train_as_megatrons_under_expert_parallelism(run):
+    """Each rank holds half of the experts, drawn from a random stream of its own."""
+    grouped, stock = run(GROUPED, *EP2), run(STOCK, *EP2)
+    for mine, theirs in zip(grouped, stock, strict=True):
+        assert_same_tensors(mine.extra, theirs.extra, what="initial")
+    assert_same_training(grouped, stock)
+    assert not torch.equal(*(list(rank.extra.values())[0] for rank in stock))
+
+
+EXCHANGES = {
+    "sequential into grouped": (STOCK, GROUPED),
+    "grouped into sequential": (GROUPED, STOCK),
+    "grouped into indexed": (GROUPED, INDEXED),
+    "indexed into grouped": (INDEXED, GROUPED),
+}
+BETWEEN_LAYOUTS = {"grouped into indexed", "indexed into grouped"}
+"""Journeys of checkpoints show these, too."""
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        pytest.param(*pair, id=name, marks=[pytest.mark.extended] * (name in BETWEEN_LAYOUTS))
+        for name, pair in EXCHANGES.items()
+    ],
+)
+def test_checkpoints_are_exchangeable_in_the_middle_of_training(run, checkpoints, saved, loaded):
+    """Weights, masters, moments and step of 2 iterations load into other experts, and iterations 3
+    and 4 give the losses and weights of the run that went on."""
+    whole = run(saved)
+    load = ["--load", str(checkpoints / folder_of(saved)), "--ckpt-step", "2"]
+    rest = run_ranks(2, _train, [*STEPS, *EXCHANGEABLE, *load], loaded)
+    for mine, theirs in zip(rest, whole, strict=True):
+        assert mine.losses == {step: theirs.losses[step] for step in (3, 4)}
+        assert_same_tensors(by_expert(mine.weights), by_expert(theirs.weights), what="resumed")
+
+
+def _load_weights_alone(flags: list[str]) -> Record:
+    """Return masters and planes as they are after loading, before the first step."""
+    loaded = Record()
+    config = MoEOptimConfig(format="mxfp8")
+    pretrain(flags, config, after_setup=lambda *built: training._record_state(loaded, *built))
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def finetuned(run, checkpoints) -> Record:
+    """Return quantized experts on one rank, loaded from the weights of a stock run alone."""
+    run(STOCK)
+    load = ["--load", str(checkpoints / folder_of(STOCK)), "--ckpt-step", "4"]
+    flags = ["--train-iters", "1", "--eval-interval", "1", "--finetune", "--no-load-optim", *load]
+    return run_ranks(1, _load_weights_alone, flags)[0]
+
+
+def test_weights_loaded_alone_are_the_bytes_of_their_masters(finetuned):
+    """Without optimizer state masters are made of the weights; then the weights of the masters."""
+    checked = 0
+    for name, master in finetuned.masters.items():
+        data = finetuned.weights.get(f"{name}.rowwise_data")
+        if data is not None:
+            for plane, expected in quantize(master.view(data.shape), MXFP8).planes().items():
+                assert_bytes_equal(finetuned.weights[f"{name}.{plane}"], expected, what=name)
+            checked += 1
+    assert checked == 4
+
+
+# Storage is what is multiplied
+
+
+class QuantizedOnTheFly(GroupedLinear):
+    """bf16 weights that every product quantizes and dequantizes first: the oracle of storage."""
+
+    def operand(self, direction: Direction) -> torch.Tensor:
+        values = super().operand(direction)
+        return dequantize(quantize(values, MXFP8), direction).bfloat16()
+
+
+@pytest.mark.parametrize("layout", ["grouped", "indexed"])
+def test_stored_experts_multiply_as_experts_quantized_on_the_fly(layout):
+    """Outputs, token gradients and weight gradients, with weights whose two copies differ."""
+    values = wide_range_weights(3, 64, 32, exponents=(-8, 8)).bfloat16()
+    stored = GroupedLinear(3, 64, 32, format=MXFP8, expert_layout=layout)
+    emulated = QuantizedOnTheFly(3, 64, 32, format=None, expert_layout=layout)
+    results = []
+    for linear in (stored, emulated):
+        linear.load_values(values)
+        tokens = torch.randn(24, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+        tokens.requires_grad_()
+        output = linear(tokens, torch.tensor([5, 5, 24], dtype=torch.int32))
+        output.backward(output.detach())
+        wgrads = [weight.grad for weight in linear.weights()]
+        results.append([output, tokens.grad, *wgrads])
+    for index, (got, want) in enumerate(zip(*results, strict=True)):
+        assert_bytes_equal(got, want, what=["output", "dgrad", "wgrad"][min(index, 2)])
+
+
+def _train_on_the_fly(flags: list[str]) -> Record:
+    from moe_optim.experts import module as experts
+
+    experts.GroupedLinear = QuantizedOnTheFly
+    return pretrain(flags, GROUPED)
+
+
+def test_training_with_stored_experts_equals_quantizing_bf16_experts_on_the_fly():
+    """Through four steps of Megatron's loop on 2 ranks, gathers and optimizer included: losses,
+    masters and moments to the bit. No stale or half-written plane survives this."""
+    stored = run_ranks(2, pretrain, STEPS, MoEOptimConfig(format="mxfp8"))
+    emulated = run_ranks(2, _train_on_the_fly, STEPS)
+    for mine, theirs in zip(stored, emulated, strict=True):
+        assert mine.losses == theirs.losses
+        assert_same_tensors(mine.masters, theirs.masters, what="master")
+        for name, moments in theirs.moments.items():
+            assert_same_tensors(mine.moments[name], moments, what=name)
+        assert mine.weights.keys() != theirs.weights.keys()  # one of them is quantized
+
+
+# Refusing
+
+SUPPORTED = {
+    "add_bias_linear": False,
+    "bias_activation_fusion": True,
+    "gated_linear_unit": True,
+    "activation_func": torch.nn.functional.silu,
+    "activation_func_clamp_value": None,
+    "moe_mlp_glu_interleave_size": None,
+    "moe_ffn_hidden_size": 96,
+    "use_te_activation_func": False,
+    "moe_apply_probs_on_input": False,
+    "moe_latent_size": None,
+    "use_cpu_initialization": False,
+    "params_dtype": torch.bfloat16,
+    "fp8": None,
+    "fp4": None,
+    "cuda_graph_impl": "local",
+    "cuda_graph_modules": [CudaGraphModule.attn, CudaGraphModule.moe_router],
+    "recompute_granularity": "selective",
+    "recompute_modules": ["moe"],
+    "fine_grained_activation_offloading": True,
+    "offload_modules": ["core_attn"],
+    "moe_paged_stash": False,
+    "use_transformer_engine_op_fuser": False,
+    "expert_gtp_weight_remat_size": 1,
+    "expert_tensor_parallel_size": 1,
+}
+UNSUPPORTED = {  # what the error calls it -> what is set
+    "biases with fused SwiGLU (give --disable-bias-linear or --no-bias-swiglu-fusion)": {
+        "add_bias_linear": True
+    },
+    "--swiglu": {"activation_func": torch.nn.functional.gelu},
+    "other than --swiglu or --quick-geglu": {"gated_linear_unit": False},
+    "--activation-func-clamp-value with fused SwiGLU": {"activation_func_clamp_value": 0.0},
+    "--moe-mlp-glu-interleave-size 64, which does not divide --moe-ffn-hidden-size 96": {
+        "moe_mlp_glu_interleave_size": 64
+    },
+    "--use-te-activation-func": {"use_te_activation_func": True},
+    "--moe-apply-probs-on-input": {"moe_apply_probs_on_input": True},
+    "--moe-latent-size": {"moe_latent_size": 32},
+    "--expert-tensor-parallel-size 5, which does not divide --moe-ffn-hidden-size 96": {
+        "expert_tensor_parallel_size": 5
+    },
+    "--moe-mlp-glu-interleave-size with --expert-tensor-parallel-size above 1": {
+        "expert_tensor_parallel_size": 2,
+        "moe_mlp_glu_interleave_size": 16,
+    },
+    "--use-cpu-initialization": {"use_cpu_initialization": True},
+    "--params-dtype": {"params_dtype": torch.float16},
+    "give --bf16": {"params_dtype": torch.float32},
+    "--fp8-format": {"fp8": "e4m3"},
+    "--fp4-format": {"fp4": "e2m1"},
+    "--cuda-graph-impl over experts": {"cuda_graph_modules": [CudaGraphModule.moe]},
+    "give --cuda-graph-modules without moe": {"cuda_graph_modules": []},
+    "--recompute-modules moe_act": {"recompute_modules": ["moe_act"]},
+    "--offload-modules": {"offload_modules": ["core_attn", "expert_fc1"]},
+    "expert_fc1 or moe_act": {"offload_modules": ["moe_act"]},
+    "--moe-paged-stash": {"moe_paged_stash": True},
+    "--use-transformer-engine-op-fuser": {"use_transformer_engine_op_fuser": True},
+    "--expert-tensor-parallel-num-weight-shards": {"expert_gtp_weight_remat_size": 2},
+}
+
+
+def _refusals(cases: dict[str, dict[str, Any]]) -> dict[str, str]:
+    from moe_optim.experts.module import _refuse_unsupported
+
+    messages = {}
+    for name, changes in cases.items():
+        config = SimpleNamespace(**SUPPORTED | changes)
+        group = SimpleNamespace(size=lambda size=config.expert_tensor_parallel_size: size)
+        try:
+            _refuse_unsupported(config, SimpleNamespace(expt_tp=group))
+        except ConfigError as error:
+            messages[name] = str(error)
+    return messages
+
+
+@pytest.fixture(scope="module")
+def refusals() -> dict[str, str]:
+    several = UNSUPPORTED["--moe-latent-size"] | UNSUPPORTED["--fp8-format"]
+    return run_ranks(1, _refusals, UNSUPPORTED | {"several": several, "none": {}})[0]
+
+
+@pytest.mark.parametrize("flag", UNSUPPORTED)
+def test_what_the_experts_do_not_support_is_refused_by_the_flags_name(refusals, flag):
+    assert re.match(rf"portable experts: expected .*, got .*{re.escape(flag)}", refusals[flag])
+    assert refusals[flag].endswith("drop --moe-grouped-gemm for stock experts.")
+
+
+def test_all_unsupported_flags_are_named_at_once(refusals):
+    assert "--moe-latent-size; --fp8-format" in refusals["several"]
+    assert "none" not in refusals
+
+
+def _ask_for_quantized_experts_that_are_not_built() -> str:
+    training.MODEL.remove("--moe-grouped-gemm")
+    try:
+        pretrain([*STEPS[:1], "1", *STEPS[2:]], MoEOptimConfig(format="mxfp8"))
+    except ConfigError as error:
+        return str(error)
+    return "trained in bf16"
+
+
+def test_quantized_experts_that_nobody_builds_are_refused():
+    """Without --moe-grouped-gemm, or where --use-checkpoint-args takes it back, Megatron builds its
+    own experts in bf16: whoever asked for quantized ones has to hear of it."""
+    (outcome,) = run_ranks(1, _ask_for_quantized_experts_that_are_not_built)
+    assert "--moe-grouped-gemm" in outcome

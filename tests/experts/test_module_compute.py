@@ -1,0 +1,107 @@
+"""Training bf16 weights in narrow products is training stored narrow weights, to the bit."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from moe_optim import ops
+from moe_optim.config import MoEOptimConfig
+from moe_optim.formats import get_format
+from moe_optim.formats.reference import quantize
+from tests.support import life_cycle
+from tests.support.bytes import assert_bytes_equal
+from tests.support.ranks import run_ranks
+from tests.support.training import OVERLAP, Record, pretrain
+
+STEPS = ["--train-iters", "6", "--eval-interval", "3"]  # evaluates in the middle and at the end
+LINEARS = 2 * 2  # layers, linears of one
+CASES = {
+    "mxfp8": ("mxfp8", "grouped", []),
+    "nvfp4, overlapped": ("nvfp4", "indexed", OVERLAP),
+}
+
+
+def _train(flags: list[str], config: MoEOptimConfig) -> Record:
+    """Train; ``extra`` holds how many requantizations there had been after every step."""
+    requantize, calls, after_steps = ops.requantize, [], []
+
+    def counting(table: Any, *args: Any) -> None:
+        calls.append(table)
+        requantize(table, *args)
+
+    ops.requantize = counting
+    return pretrain(
+        flags,
+        config,
+        after_step=lambda *_: after_steps.append(len(calls)),
+        observe=lambda *_: after_steps,
+    )
+
+
+@pytest.fixture(scope="module", params=CASES.values(), ids=CASES.keys())
+def runs(request) -> tuple[str, list[Record], list[Record]]:
+    """Return the format, and 2 ranks of both ways to train in it."""
+    format, layout, overlap = request.param
+    computing = MoEOptimConfig(format="bf16", compute=format, expert_layout=layout)
+    storing = MoEOptimConfig(format=format, expert_layout=layout)
+    flags = [*STEPS, *overlap]
+    return format, run_ranks(2, _train, flags, computing), run_ranks(2, pretrain, flags, storing)
+
+
+def test_losses_are_those_of_stored_weights(runs):
+    _, computing, storing = runs
+    for mine, theirs in zip(computing, storing, strict=True):
+        assert len(mine.losses) == 6
+        assert len(mine.validation_losses) >= 2
+        assert mine.losses == theirs.losses
+        assert mine.validation_losses == theirs.validation_losses
+
+
+def test_weights_quantize_to_what_is_stored(runs):
+    format, computing, storing = runs
+    for mine, theirs in zip(computing, storing, strict=True):
+        names = [name for name in mine.weights if ".mlp.experts." in name]
+        assert len(names) >= LINEARS
+        for name in names:
+            weight = mine.weights[name]
+            weight = weight.view(-1, *weight.shape[-2:])
+            for plane, expected in quantize(weight, get_format(format)).planes().items():
+                got = theirs.weights[f"{name}.{plane}"]
+                assert_bytes_equal(got, expected, what=f"{name}.{plane}")
+
+
+def test_each_forward_product_requantizes_its_linear_once(runs):
+    """And no backward pass does. There are 2 micro-batches on each rank, and an evaluation between
+    steps 3 and 4."""
+    _, computing, _ = runs
+    for record in computing:
+        grown = [b - a for a, b in zip([0, *record.extra], record.extra, strict=False)]
+        assert [grown[step] for step in (0, 1, 2, 4, 5)] == [2 * LINEARS] * 5
+        assert grown[3] > 2 * LINEARS
+
+
+def _read_before_the_gather() -> list[bool]:
+    """Step, run a forward pass that no hook precedes, gather, and run another."""
+    life_cycle.initialize()
+    cycle = life_cycle.LifeCycle(format="bf16", compute="mxfp8")
+    for seed in (0, 1):
+        cycle.zero()
+        cycle.micro(seed, last=True)
+        cycle.optimizer.step()
+        cycle.ddp.disable_forward_pre_hook(param_sync=False)
+        cycle.ddp(life_cycle.tokens_of(9, 0))
+        cycle.ddp.enable_forward_pre_hook()
+    outputs = [cycle.ddp(life_cycle.tokens_of(9, 0)), cycle.ddp.module(life_cycle.tokens_of(9, 0))]
+    fresh = life_cycle.make_layers("bf16", "mxfp8")
+    with torch.no_grad():
+        for layer, param in zip(fresh, cycle.params, strict=True):
+            layer.weight.copy_(param)
+    wanted = life_cycle.run_layers(fresh, life_cycle.tokens_of(9, 0))
+    return [torch.equal(output, wanted) for output in outputs]
+
+
+def test_a_copy_made_before_a_gather_does_not_outlive_it():
+    """On two ranks a forward pass between a step and its gather sees weights half of which are
+    old; the next one sees what has arrived."""
+    assert run_ranks(2, _read_before_the_gather) == [[True, True]] * 2

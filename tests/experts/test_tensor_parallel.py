@@ -1,0 +1,179 @@
+"""Experts cut over two ranks are Megatron's cut experts, part by part and in every checkpoint."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from moe_optim.config import MoEOptimConfig
+from moe_optim.errors import LayoutError
+from moe_optim.formats import MXFP8
+from moe_optim.formats.reference import quantize
+from tests.support import experts
+from tests.support.bytes import assert_bytes_equal
+from tests.support.ranks import run_ranks
+from tests.support.training import Record, assert_same_tensors, pretrain
+
+LAYOUTS = ("grouped", "indexed")
+every_layout = pytest.mark.parametrize("layout", LAYOUTS)
+GROUPED = MoEOptimConfig(format="bf16")
+ETP2 = ["--expert-tensor-parallel-size", "2"]
+STEPS = ["--train-iters", "4", "--eval-interval", "1000", "--dist-ckpt-optim-fully-reshardable"]
+
+
+def _compare() -> dict[str, tuple[Any, ...]]:
+    experts.start_ranks(expert_tensor_parallel_size=2)
+    config = experts.make_config(expert_tensor_parallel_size=2)
+    built = {"stock": experts.make_stock(config)}
+    built |= {layout: experts.make_ours(config, expert_layout=layout) for layout in LAYOUTS}
+    return {
+        name: (
+            {key: value.clone() for key, value in experts.values_of(module).items()},
+            experts.run_passes(module).tensors(),
+            experts.attributes_of(module),
+        )
+        for name, module in built.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, tuple[Any, ...]]]:
+    """Return initial values, passes and attributes on both ranks."""
+    return run_ranks(2, _compare)
+
+
+@every_layout
+def test_every_rank_draws_what_megatron_draws_there(ranks, layout):
+    for rank in ranks:
+        assert_same_tensors(rank[layout][0], rank["stock"][0], what="initial")
+    first, second = (rank["stock"][0] for rank in ranks)
+    assert first["0.linear_fc1.weight"].shape == (experts.FFN, experts.HIDDEN)
+    assert first["0.linear_fc2.weight"].shape == (experts.HIDDEN, experts.FFN // 2)
+    assert not torch.equal(first["0.linear_fc1.weight"], second["0.linear_fc1.weight"])
+
+
+@every_layout
+def test_passes_of_every_rank_are_megatrons_to_the_bit(ranks, layout):
+    """Outputs are summands, which the token dispatcher adds up; so are gradients of tokens."""
+    for rank in ranks:
+        assert_same_tensors(rank[layout][1], rank["stock"][1], what="passes")
+
+
+@every_layout
+def test_parameters_have_the_attributes_of_megatrons(ranks, layout):
+    """Reduced over expert data parallelism, which differs from that of dense parameters here."""
+    for rank in ranks:
+        assert rank[layout][2] == rank["stock"][2]
+        assert not rank["stock"][2]["linear_fc1.weight"]["allreduce"]
+
+
+# Training and checkpoints
+
+
+def _train(flags: list[str], config: MoEOptimConfig | None) -> Record:
+    """Train; ``extra`` holds the parameters of the experts at the end."""
+    return pretrain(flags, config, observe=lambda model, _: experts.trained_values(model[0]))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Any:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def trained(saved) -> dict[str, list[Record]]:
+    """Return four steps of Megatron's cut experts and of ours, saved after two."""
+    configs = {layout: MoEOptimConfig(format="bf16", expert_layout=layout) for layout in LAYOUTS}
+    records = {}
+    for name, config in {"stock": None, **configs}.items():
+        save = ["--save", str(saved / name), "--save-interval", "2"]
+        records[name] = run_ranks(2, _train, [*STEPS, *ETP2, *save], config)
+    return records
+
+
+@every_layout
+@pytest.mark.extended
+def test_cut_experts_train_as_megatrons(trained, layout):
+    """Through Megatron's token dispatcher, which gathers and reduces over the two ranks."""
+    for mine, theirs in zip(trained[layout], trained["stock"], strict=True):
+        assert len(mine.losses) == 4
+        assert mine.losses == theirs.losses
+        assert_same_tensors(mine.extra, theirs.extra, what="trained")
+
+
+@pytest.mark.extended
+def test_experts_cut_like_the_dense_parameters_train_as_megatrons():
+    """With tensor and sequence parallelism of 2, experts are reduced in the groups of the rest."""
+    flags = [*STEPS, "--tensor-model-parallel-size", "2", "--sequence-parallel"]
+    ours, stock = (run_ranks(2, _train, flags, config) for config in (GROUPED, None))
+    for mine, theirs in zip(ours, stock, strict=True):
+        assert mine.losses == theirs.losses
+        assert_same_tensors(mine.extra, theirs.extra, what="trained")
+
+
+EXCHANGES = {
+    "sequential into grouped": ("stock", GROUPED),
+    "grouped into sequential": ("grouped", None),
+    "grouped into indexed": ("grouped", MoEOptimConfig(format="bf16", expert_layout="indexed")),
+}
+
+
+@pytest.mark.parametrize(("source", "target"), EXCHANGES.values(), ids=EXCHANGES.keys())
+@pytest.mark.extended
+def test_checkpoints_of_cut_experts_are_exchangeable(trained, saved, source, target):
+    """Weights, masters and moments: steps 3 and 4 are those of the run that went on."""
+    load = ["--load", str(saved / source), "--ckpt-step", "2"]
+    for mine, theirs in zip(
+        run_ranks(2, _train, [*STEPS, *ETP2, *load], target), trained[source], strict=True
+    ):
+        assert mine.losses == {step: theirs.losses[step] for step in (3, 4)}
+        assert_same_tensors(mine.extra, theirs.extra, what="resumed")
+
+
+@pytest.mark.parametrize("source", ["stock", "grouped"])
+@pytest.mark.extended
+def test_cut_experts_load_whole_with_gate_and_up_in_their_halves(trained, saved, source):
+    """On one rank without tensor parallelism: gates of both ranks, then ups of both."""
+    load = ["--load", str(saved / source), "--ckpt-step", "4", "--finetune", "--no-load-optim"]
+    flags = ["--train-iters", "1", "--eval-interval", "9", "--lr", "0", "--min-lr", "0", *load]
+    (whole,) = run_ranks(1, _train, flags, GROUPED)
+    first, second = (record.extra for record in trained[source])
+    assert whole.extra.keys() == first.keys()
+    for name, values in whole.extra.items():
+        parts = [first[name], second[name]]
+        if "linear_fc1" in name:
+            gates, ups = zip(*(part.chunk(2) for part in parts), strict=True)
+            expected = torch.cat([*gates, *ups])
+        else:
+            expected = torch.cat(parts, dim=1)
+        assert_bytes_equal(values, expected, what=name)
+
+
+def test_quantized_cut_experts_are_the_bytes_of_their_masters():
+    """Each rank quantizes its own part; blocks do not reach across."""
+    flags = [*STEPS, *ETP2, "--moe-ffn-hidden-size", "128"]
+    for record in run_ranks(2, _train, flags, MoEOptimConfig(format="mxfp8")):
+        names = [name for name in record.masters if ".experts." in name]
+        assert len(names) == 2 * 2  # layers, linears
+        for name in names:
+            data = record.weights[f"{name}.rowwise_data"]
+            planes = quantize(record.masters[name].view(data.shape), MXFP8).planes()
+            for plane, expected in planes.items():
+                assert_bytes_equal(record.weights[f"{name}.{plane}"], expected, what=name)
+
+
+def _refuse_a_part() -> str:
+    experts.start_ranks(expert_tensor_parallel_size=2)
+    config = experts.make_config(expert_tensor_parallel_size=2)
+    try:
+        experts.make_ours(config, format="mxfp8")
+    except LayoutError as error:
+        return str(error)
+    return "built"
+
+
+def test_a_part_that_the_format_cannot_hold_is_refused_by_name():
+    """The whole has 96 columns, which MXFP8 could hold; half of them it cannot."""
+    for message in run_ranks(2, _refuse_a_part):
+        assert message.startswith("experts.linear_fc2.weight: mxfp8 needs")
+        assert "got [64, 48]" in message

@@ -1,0 +1,499 @@
+"""The reference held against what others published: torchao, Transformer Engine, NVIDIA ModelOpt.
+
+Where the rules are the same the bytes are; where they are not, the inputs that show it are counted.
+Weights here are made of random bits and not of random reals, so that the counts hold everywhere.
+
+torchao is a development dependency; without it these tests fail. The files of the other two are
+plain torch, but ModelOpt brings many dependencies and Transformer Engine a CUDA library, without
+which its package breaks Megatron's import. So single files are imported past the packages'
+``__init__`` where they lie on the path, and skipped where not. For this file alone, on any CPU::
+
+    pip install --no-deps --target DIR transformer-engine==2.20.2 nvidia-modelopt==0.47.0
+    PYTHONPATH=DIR python -m pytest tests/formats/reference/test_independent_sources.py
+"""
+
+from functools import cache
+from importlib import import_module
+
+import pytest
+import torch
+
+from moe_optim.formats import FP8_BLOCK, MXFP8, MXFP8_2D, NVFP4
+from moe_optim.formats.reference import quantize
+from moe_optim.formats.reference.codes.e2m1 import E2M1_VALUES, unpack_e2m1
+from moe_optim.formats.reference.codes.e4m3 import decode_e4m3
+from moe_optim.formats.reference.fp8_block import encode_scale
+from tests.support.bytes import assert_bytes_equal
+from tests.support.independent_sources import import_source
+
+E4M3 = torch.float8_e4m3fn
+INFINITY = 0x7F80
+"""Bits of bf16; all smaller ones are the finite magnitudes, in order."""
+
+
+class _QuantizerBase:
+    """What TE's reference quantizers use of their base class."""
+
+    def __init__(self, *, rowwise, columnwise):
+        self.rowwise_usage, self.columnwise_usage = rowwise, columnwise
+
+
+@cache
+def te_recipe(name):
+    te = "transformer_engine.pytorch"
+    base = {"Quantizer": _QuantizerBase, "QuantizedTensorStorage": object}
+    given = {
+        f"{te}.quantized_tensor": base,
+        f"{te}.tensor": {},
+        f"{te}.tensor.utils": {"is_custom": None},
+    }
+    return import_source(f"{te}.custom_recipes.{name}", given)
+
+
+@cache
+def modelopt_tensor(name):
+    torch_part = "modelopt.torch"
+    quantization = f"{torch_part}.quantization"
+    given = {
+        f"{quantization}.config": {"QuantizerCfgEntry": None},
+        f"{torch_part}.utils": {"get_unwrapped_name": None, "print_rank_0": None},
+        f"{torch_part}.utils.network": {"temporarily_remove_accelerate_hook": None},
+    }
+    core = vars(import_source(f"{quantization}.utils.core_utils", given))
+    given = {
+        f"{quantization}.backends": {},
+        f"{quantization}.backends.utils": {"fp4_compatible": None},
+        f"{quantization}.utils": {k: v for k, v in core.items() if not k.startswith("__")},
+    }
+    return import_source(f"{quantization}.qtensor.{name}", given)
+
+
+def torchao_mxfp8(blocks, mode="RCEIL"):
+    """Return scale and data codes of blocks [n, length] of any length."""
+    to_mx = import_module("torchao.prototype.mx_formats.mx_tensor").to_mx
+    modes = import_module("torchao.prototype.mx_formats.config").ScaleCalculationMode
+    scale, data = to_mx(blocks, E4M3, blocks.shape[-1], modes[mode])
+    return scale.view(torch.uint8).flatten(), data.view(torch.uint8)
+
+
+def modelopt_mxfp8(blocks):
+    """Return scale and data codes of blocks [n, length] of any length."""
+
+    class Blocks(modelopt_tensor("mxfp8_tensor").MXFP8QTensor):
+        BLOCK_SIZE = blocks.shape[-1]
+
+    tensor, scale = Blocks.quantize(blocks)
+    return scale.flatten(), tensor._quantized_data.view(torch.uint8)
+
+
+def torchao_nvfp4(weight):
+    """Return [E, R/16, C/16] scale codes and [E, R, C] codes; rows of a block share their amax."""
+    nvfp4 = import_module("torchao.prototype.mx_formats.nvfp4_tensor")
+    per_expert = nvfp4.per_tensor_amax_to_scale(weight.abs().amax((1, 2), keepdim=True))
+    scale, data = nvfp4.nvfp4_quantize(weight, 16, per_expert)
+    scale = scale.view(torch.uint8).view(len(weight), -1, 16, weight.shape[2] // 16)
+    assert (scale == scale[:, :, :1]).all(), "the rows of a block do not share their amax"
+    return scale[:, :, 0], unpack_e2m1(data)
+
+
+def modelopt_nvfp4(weight):
+    """Return [E, R/16, C/16] scale codes and [E, R, C] codes, from blocks of 256 elements."""
+    quantizer = modelopt_tensor("nvfp4_tensor").NVFP4QTensor
+    experts, rows, cols = weight.shape
+    scales, codes = [], []
+    for blocks in to_blocks(weight, (16, 16)):
+        tensor, scale, _ = quantizer.quantize(blocks, 256)
+        scales.append(scale.view(torch.uint8).view(rows // 16, cols // 16))
+        tiles = unpack_e2m1(tensor._quantized_data).view(rows // 16, cols // 16, 16, 16)
+        codes.append(tiles.transpose(1, 2).reshape(rows, cols))
+    return torch.stack(scales), torch.stack(codes)
+
+
+def te_nvfp4(weight):
+    """Return the planes of TE's reference by our names, scales repeated for every row."""
+    te = te_recipe("reference_nvfp4")
+    quantizer = te.NVFP4QuantizerRef(te.reference_utils.Fp4Formats.E2M1, quant_tile_shape=(16, 16))
+    experts = [quantizer.quantize(expert) for expert in weight]
+    return {
+        "rowwise_data": torch.stack([expert.data for expert in experts]),
+        "rowwise_scale": torch.stack([expert.scale.view(torch.uint8) for expert in experts]),
+        "columnwise_data": torch.stack([expert.data_t for expert in experts]),
+        "columnwise_scale": torch.stack([expert.scale_t.view(torch.uint8) for expert in experts]),
+        "global_amax": torch.cat([expert.global_amax_row for expert in experts]),
+    }
+
+
+def to_blocks(plane, block):
+    """Lay out blocks one after another: [E, R, C] -> [E, n, rows * cols of a block]."""
+    rows, cols = block
+    tiles = plane.unflatten(2, (-1, cols)).unflatten(1, (-1, rows)).transpose(2, 3)
+    return tiles.flatten(3).flatten(1, 2).contiguous()
+
+
+def spread_blocks(scale):
+    return scale.repeat_interleave(16, 1).repeat_interleave(16, 2)
+
+
+def bf16(bits):
+    """Return the bf16 values of non-negative bits of any integer dtype."""
+    return bits.to(torch.int16).view(torch.bfloat16)
+
+
+def with_random_signs(magnitude, generator):
+    """Return ``magnitude`` with signs, zeros excepted: not everybody keeps the sign of zero."""
+    negative = torch.randint(0, 2, magnitude.shape, generator=generator).bool() & (magnitude > 0)
+    return torch.where(negative, -magnitude, magnitude)
+
+
+def amax_sweep(block, *, step=1, experts=1):
+    """Make one block after another whose amaxes are the bf16 magnitudes, infinity included.
+
+    The other elements are up to 24 binades smaller. Returns [E, R, C] bf16 with C of the block.
+    An odd ``step`` takes every so many magnitudes, of all mantissas; infinity fills up the experts.
+    """
+    rows, cols = block
+    whole = experts * max(1, 32 // rows)
+    count = -(-(INFINITY // step + 2) // whole) * whole
+    generator = torch.Generator().manual_seed(0)
+    amax = (torch.arange(count) * step).clamp(max=INFINITY)
+    below = torch.randint(0, 24 << 7, (count, rows * cols), generator=generator)
+    bits = (amax[:, None] - below).clamp(min=0)
+    places = torch.arange(count)
+    bits[places, places % (rows * cols)] = amax
+    return with_random_signs(bf16(bits), generator).view(experts, -1, cols)
+
+
+def random_weights(binades, *, experts=16, size=256):
+    """Make experts of random amaxes out of 16x16 blocks that differ by up to so many binades.
+
+    Returns [E, size, size] bf16, about a million values: random mantissas and signs, exponents up
+    to 8 smaller than the block's, one zero in 16.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def integers(low, high, *shape):
+        return torch.randint(low, high, shape, generator=generator)
+
+    top = 127 + binades // 2
+    blocks = integers(top - binades, top + 1, experts, size // 16, size // 16)
+    exponent = spread_blocks(blocks) - integers(0, 9, experts, size, size)
+    bits = (exponent << 7) + integers(0, 128, experts, size, size)
+    largest = (top << 7) + integers(0, 128, experts, 1, 1)
+    bits = torch.minimum(bits, largest)
+    bits[integers(0, 16, *bits.shape) == 0] = 0
+    return with_random_signs(bf16(bits), generator)
+
+
+def scale_ties():
+    """Make experts of each mantissa with blocks whose NVFP4 scale is halfway between two codes.
+
+    Returns [128, 16, 256] bf16: a block with the expert's amax, and 15 whose amax is the bf16
+    nearest to a tie of E4M3 subnormals, or in the top binade: exactly there for 300 of 2048.
+    """
+    generator = torch.Generator().manual_seed(0)
+    global_amax = bf16(0x3F80 + torch.arange(128)).unsqueeze(1)
+    below = torch.cat((torch.arange(7), torch.arange(0x76, 0x7E))).to(torch.uint8)
+    ties = (decode_e4m3(below).double() + decode_e4m3(below + 1)) / 2
+    amax = torch.cat((global_amax, (global_amax.double() * ties / 448).bfloat16()), 1)
+    bits = amax.view(torch.int16).int().repeat_interleave(16, 1).unsqueeze(1)
+    smaller = torch.randint(0, 4 << 7, (128, 16, 256), generator=generator)
+    smaller[:, 0] = 0
+    return with_random_signs(bf16(bits - smaller), generator)
+
+
+def sharing_amax(weight):
+    """Return a copy in which each row of each 16x16 block holds plus or minus its amax."""
+    result = weight.clone()
+    tiles = result.unflatten(2, (-1, 16)).unflatten(1, (-1, 16))  # a view: [E, R/16, 16, C/16, 16]
+    diagonal = tiles.diagonal(dim1=2, dim2=4)
+    amax = tiles.abs().amax((2, 4)).unsqueeze(-1)
+    diagonal.copy_(torch.where(diagonal < 0, -amax, amax))
+    return result
+
+
+def every_element(amax):
+    """Make [1, R, 16] bf16 of all values from -amax to amax, each row beside ``amax`` itself."""
+    largest = int(torch.tensor(amax).bfloat16().view(torch.int16))
+    magnitudes = bf16(torch.arange(largest + 1))
+    values = torch.cat((magnitudes, -magnitudes[1:]))
+    rows = -(-values.numel() // 15)
+    padded = torch.full((rows + -rows % 32, 16), amax, dtype=torch.bfloat16)
+    padded[:rows, 1:] = torch.cat((values, values.new_zeros(rows * 15 - len(values)))).view(-1, 15)
+    return padded.unsqueeze(0)
+
+
+MXFP8_BLOCKS = {  # name -> format, direction
+    "rowwise": (MXFP8, "rowwise"),
+    "columnwise": (MXFP8, "columnwise"),
+    "2-D": (MXFP8_2D, "rowwise"),
+}
+every_mxfp8_block = pytest.mark.parametrize(
+    ("format", "direction"), MXFP8_BLOCKS.values(), ids=MXFP8_BLOCKS.keys()
+)
+
+
+def mxfp8_weights(format, direction):
+    """Return weights by name, both of about a million values."""
+    block = format.block(direction)
+    sweep = amax_sweep((1, 32)) if 1 in block else amax_sweep(block, step=31)
+    if direction == "columnwise":
+        sweep = sweep.mT.contiguous()
+    return {"sweep": sweep, "random": random_weights(120)}
+
+
+@every_mxfp8_block
+@pytest.mark.parametrize("source", [torchao_mxfp8, modelopt_mxfp8])
+def test_mxfp8_equals_round_up_of_torchao_and_modelopt(source, format, direction):
+    """The scale byte is the same for every bf16 amax up to infinity, and so is all data.
+
+    They divide by 448 and take ceil(log2), we multiply by fl(1/448) and look at the mantissa. Only
+    where the scale byte is 0 torchao multiplies by 1 and not by 2^127: the next test.
+    """
+    block = format.block(direction)
+    for name, weight in mxfp8_weights(format, direction).items():
+        ours = quantize(weight, format)
+        scale, data = source(to_blocks(weight, block).flatten(0, 1))
+        assert_bytes_equal(scale, ours.scale(direction).flatten(), what=f"{name} scale")
+        kept = slice(None) if source is modelopt_mxfp8 else scale != 0
+        our_data = to_blocks(ours.data(direction), block).flatten(0, 1)
+        assert_bytes_equal(data[kept], our_data[kept], what=f"{name} data")
+
+
+def test_torchao_gives_up_data_below_its_smallest_scale():
+    """For amaxes up to 448 * 2^-127, scale byte 0, torchao rounds all data to zero; we do not."""
+    weight = amax_sweep((1, 32))
+    ours = quantize(weight, MXFP8)
+    scale, data = torchao_mxfp8(weight[0])
+    lost = (scale == 0) & (weight[0].abs().amax(1) > 0)
+    assert lost.sum() == 1120  # bf16 from 2^-133 to 448 * 2^-127
+    assert (data[lost] & 0x7F == 0).all()
+    assert (ours.rowwise_data[0, lost] & 0x7F).amax(1).min() > 0
+
+
+OTHER_ROUNDINGS = {  # mode -> mantissas of the amax for which its byte is off, and by how much
+    "FLOOR": (1.75, 2.0, -1),  # the rule of the OCP standard, and torchao's default
+    "EVEN": (1.75, 1.9375, -1),
+    "CEIL": (1.0, 1.75 + 2**-7, 1),
+}
+
+
+@pytest.mark.parametrize("mode", OTHER_ROUNDINGS)
+def test_other_scale_modes_of_torchao_differ_by_one_binade(mode):
+    """Ours is the smallest scale under which nothing exceeds 448; each other mode has its own.
+
+    FLOOR and EVEN give half of ours where the amax lies beyond 1.75 times a power of two, so that
+    448 saturates; CEIL gives the double where it does not. Shown for all normal bf16 amaxes from
+    2^-118 up, far enough from the end of E8M0.
+    """
+    weight = amax_sweep((1, 32))
+    amax = weight[0].abs().amax(1).float()
+    normal = (amax >= 2.0**-118) & amax.isfinite()
+    mantissa = torch.frexp(amax).mantissa * 2
+    low, high, change = OTHER_ROUNDINGS[mode]
+    off = (mantissa > low) & (mantissa < high)
+    scale, _ = torchao_mxfp8(weight[0], mode)
+    ours = quantize(weight, MXFP8).rowwise_scale[0, :, 0]
+    assert_bytes_equal(scale[normal], (ours + change * off)[normal].to(torch.uint8))
+
+
+NAN_SCALES = {"torchao": (torchao_mxfp8, 0xFF), "ModelOpt": (modelopt_mxfp8, 0x00)}
+
+
+@pytest.mark.parametrize(("source", "code"), NAN_SCALES.values(), ids=NAN_SCALES.keys())
+def test_a_nan_changes_the_scale_of_its_block_elsewhere(source, code):
+    """TE and we ignore NaN in an amax; torchao loses the block, ModelOpt gives it scale 2^-127."""
+    weight = torch.ones(1, 32, 32, dtype=torch.bfloat16)
+    scale_without = quantize(weight, MXFP8).rowwise_scale
+    weight[0, 0, 7] = torch.nan
+    assert_bytes_equal(quantize(weight, MXFP8).rowwise_scale, scale_without)
+    assert source(weight[0])[0].tolist() == [code] + 31 * [0x77]
+
+
+def test_fp8_block_equals_the_current_scaling_reference_of_transformer_engine():
+    """A 128x128 block is one tensor of TE's current scaling with powers of two, either direction.
+
+    Only an infinite amax, left out here, gives 0 in their reference and 1 in their block kernels.
+    """
+    te = te_recipe("reference_current_scaling")
+    quantizer = te.CurrentScalingQuantizerRef(E4M3, pow_2_scales=True)
+    weights = {
+        "sweep": amax_sweep((128, 128), step=509)[:, :-128],
+        "random": random_weights(120, experts=4, size=512),
+    }
+    for name, weight in weights.items():
+        ours = quantize(weight, FP8_BLOCK)
+        blocks = to_blocks(weight, (128, 128)).flatten(0, 1).view(-1, 128, 128)
+        theirs = [quantizer.quantize(block) for block in blocks]
+        scale = torch.cat([block.scale for block in theirs])
+        assert_bytes_equal(scale, ours.rowwise_scale.flatten(), what=f"{name} scale")
+        data = torch.stack([block.data for block in theirs]).view(torch.uint8).flatten(1)
+        our_data = to_blocks(ours.rowwise_data, (128, 128)).flatten(0, 1)
+        assert_bytes_equal(data, our_data, what=f"{name} data")
+        assert all(torch.equal(block.data_t, block.data.t()) for block in theirs)
+        assert all(torch.equal(block.scale_t, block.scale) for block in theirs)
+
+
+def test_fp8_block_scale_of_every_amax_equals_transformer_engine():
+    """TE's reference has our factor for every finite bf16 amax, zero and subnormals included."""
+    scale_of = te_recipe("reference_current_scaling")._scale_from_amax_tensor
+    amax = bf16(torch.arange(INFINITY + 1)).float()
+    theirs, _, _ = scale_of(torch.bfloat16, amax, E4M3, eps=0.0, pow_2_scales=True)
+    assert_bytes_equal(theirs[:-1], encode_scale(amax[:-1]))
+    assert theirs[-1] == 0 and encode_scale(amax)[-1] == 1
+
+
+def test_fp8_block_scale_of_every_amax_equals_torchao_from_its_smallest_upwards():
+    """torchao takes no amax below 1e-12, so that smaller ones get 2^48; an infinite one gets 0."""
+    amax_to_scale = import_module("torchao.float8.float8_utils").amax_to_scale
+    amax = bf16(torch.arange(INFINITY + 1)).float()
+    theirs = amax_to_scale(amax, E4M3, round_scales_to_power_of_2=True)
+    ours = encode_scale(amax)
+    kept = (amax >= 1e-12) & amax.isfinite()
+    assert_bytes_equal(theirs[kept], ours[kept])
+    assert (theirs[amax < 1e-12] == 2.0**48).all() and theirs[-1] == 0
+    assert (theirs != ours).sum() == 11106  # of 32641
+
+
+NVFP4_WEIGHTS = {
+    "random": lambda: random_weights(12),
+    "most blocks far below their expert": lambda: random_weights(120),
+    "scales at ties": scale_ties,
+    "every seventh amax": lambda: amax_sweep((16, 16), step=7, experts=16),
+    "every element": lambda: every_element(6.0),
+    "zero": lambda: torch.zeros(2, 32, 48, dtype=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("weights", NVFP4_WEIGHTS.values(), ids=NVFP4_WEIGHTS.keys())
+def test_nvfp4_equals_the_reference_of_transformer_engine(weights):
+    """All planes are those of NVFP4QuantizerRef with 16x16 tiles, for all but NaN and -0.0.
+
+    They quantize the transpose from scratch, and we move nibbles. The rules agree to the order of
+    multiplications, and amaxes go from zero by way of subnormals to infinity.
+    """
+    weight = weights()
+    ours, theirs = quantize(weight, NVFP4), te_nvfp4(weight)
+    for name, plane in ours.planes().items():
+        if name.endswith("scale"):
+            plane = plane.repeat_interleave(16, 1)
+        assert_bytes_equal(theirs[name], plane, what=name)
+
+
+def test_transformer_engine_drops_the_sign_of_what_is_minus_zero_before_rounding():
+    """A product of -0.0 gets code 0 from TE's reference and 8, which is -0.0, from us.
+
+    Conversion instructions keep that sign, and so does TE where a product only rounds to zero.
+    """
+    weight = torch.zeros(1, 16, 16, dtype=torch.bfloat16)
+    underflowing = -(2.0**-60)
+    weight[0, 0, :4] = torch.tensor([2.0**100, -0.0, underflowing, -(2.0**90)])
+    ours, theirs = quantize(weight, NVFP4), te_nvfp4(weight)
+    assert unpack_e2m1(theirs["rowwise_data"])[0, 0, :4].tolist() == [7, 0, 0, 8]
+    assert unpack_e2m1(ours.rowwise_data)[0, 0, :4].tolist() == [7, 8, 8, 8]
+
+
+def test_one_nan_spoils_every_scale_in_the_reference_of_transformer_engine():
+    """Its amaxes are NaN where any value is; ours ignore NaN, as TE's kernels do."""
+    weight = torch.ones(1, 32, 32, dtype=torch.bfloat16)
+    without = quantize(weight, NVFP4)
+    weight[0, 0, 0] = torch.nan
+    ours, theirs = quantize(weight, NVFP4), te_nvfp4(weight)
+    assert (theirs["rowwise_scale"] & 0x7F == 0x7F).all() and theirs["global_amax"].isnan().all()
+    assert_bytes_equal(ours.rowwise_scale, without.rowwise_scale)
+    assert_bytes_equal(ours.global_amax, without.global_amax)
+
+
+both_nvfp4 = pytest.mark.parametrize("source", [torchao_nvfp4, modelopt_nvfp4])
+
+
+@both_nvfp4
+def test_nvfp4_rounds_every_element_like_torchao_and_modelopt(source):
+    """Where all factors are 1, for an expert's amax of 2688 and blocks of 6, only rounding is left.
+
+    All 33153 bf16 values from -6 to 6, without -0.0, which ModelOpt takes for 0.
+    """
+    weight = every_element(6.0)
+    weight = torch.cat((weight, torch.full_like(weight[:, :16], 2688.0)), 1)
+    ours = quantize(weight, NVFP4)
+    scale, codes = source(weight)
+    assert_bytes_equal(scale, ours.rowwise_scale, what="scale")
+    assert_bytes_equal(codes, unpack_e2m1(ours.rowwise_data), what="codes")
+
+
+@pytest.mark.parametrize("exponent", [-60, 0, 60])
+def test_nvfp4_equals_torchao_where_the_global_scale_is_a_power_of_two(exponent):
+    """With an expert's amax of 2688 times a power of two the order of multiplications is nothing.
+
+    A million values, all scales at least the 2^-6 below which torchao has none.
+    """
+    weight = sharing_amax(random_weights(6))
+    weight[:, :16, :16] = 2688.0
+    weight *= 2.0**exponent
+    ours = quantize(weight, NVFP4)
+    scale, codes = torchao_nvfp4(weight)
+    assert_bytes_equal(scale, ours.rowwise_scale, what="scale")
+    assert_bytes_equal(codes, unpack_e2m1(ours.rowwise_data), what="codes")
+
+
+NVFP4_TIES = {  # -> source, its smallest scale code, weights, how many scales and codes differ
+    "torchao": (torchao_nvfp4, 0x08, "random", 9, 60),
+    "torchao, far below": (torchao_nvfp4, 0x08, "most blocks far below their expert", 0, 13),
+    "torchao, scales at ties": (torchao_nvfp4, 0x08, "scales at ties", 24, 93),
+    "ModelOpt": (modelopt_nvfp4, 0x01, "random", 9, 179),
+    "ModelOpt, far below": (modelopt_nvfp4, 0x01, "most blocks far below their expert", 0, 30),
+    "ModelOpt, scales at ties": (modelopt_nvfp4, 0x01, "scales at ties", 69, 183),
+}
+
+
+@pytest.mark.parametrize(
+    ("source", "floor", "weights", "scales", "elements"), NVFP4_TIES.values(), ids=NVFP4_TIES.keys()
+)
+def test_nvfp4_differs_from_torchao_and_modelopt_at_ties_only(
+    source, floor, weights, scales, elements
+):
+    """They divide by 6 where TE and we multiply by fl(1/6): a tie may go to the other side.
+
+    Let G be the amax of an expert, A the amax of a block and s its scale. With g = fl(G / 2688)
+    torchao has (A / 6) / g and w * ((1 / g) / s), ModelOpt A / (6 * g) and w / (s * g); we with
+    S = fl(2688 / G) have A * (S * fl(1/6)) and w * (1 / (s * (1 / S))). Scales and elements that
+    differ lie exactly halfway between two codes before rounding, and go to one each. Besides,
+    torchao raises scales to 2^-6 and ModelOpt to 2^-9 at least; the elements of such blocks are
+    not compared.
+    """
+    weight = sharing_amax(NVFP4_WEIGHTS[weights]())
+    q = quantize(weight, NVFP4)
+    ours = unpack_e2m1(q.rowwise_data)
+    scale, codes = source(weight)
+    amax = to_blocks(weight, (16, 16)).abs().amax(2).view(scale.shape).double()
+    global_amax = q.global_amax.double().view(-1, 1, 1)
+
+    limited = q.rowwise_scale.clamp(min=floor)
+    off = scale != limited
+    middle = (decode_e4m3(scale).double() + decode_e4m3(limited)) / 2
+    assert off.sum() == scales
+    assert ((scale.int() - limited)[off].abs() == 1).all()
+    assert torch.equal((amax * 448)[off], (middle * global_amax)[off])
+
+    off = (codes != ours) & spread_blocks(scale == q.rowwise_scale)
+    values = torch.tensor(E2M1_VALUES, dtype=torch.float64)
+    middle = (values[codes.int() & 7] + values[ours.int() & 7]) / 2
+    decoded = spread_blocks(decode_e4m3(scale).double())
+    assert off.sum() == elements
+    assert ((codes.int() - ours)[off].abs() == 1).all()
+    assert torch.equal((weight.abs().double() * 2688)[off], (middle * decoded * global_amax)[off])
+
+
+ZERO_BLOCK_SCALES = {"torchao": (torchao_nvfp4, 0x08), "ModelOpt": (modelopt_nvfp4, 0x38)}
+
+
+@pytest.mark.parametrize(
+    ("source", "code"), ZERO_BLOCK_SCALES.values(), ids=ZERO_BLOCK_SCALES.keys()
+)
+def test_nvfp4_scale_of_a_zero_block_is_not_zero_elsewhere(source, code):
+    """torchao keeps its smallest scale, 2^-6, and ModelOpt takes 1; TE and we write 0."""
+    weight = torch.zeros(1, 16, 32, dtype=torch.bfloat16)
+    weight[..., :16] = 1.0
+    assert quantize(weight, NVFP4).rowwise_scale.tolist() == [[[0x7E, 0x00]]]
+    scale, codes = source(weight)
+    assert scale.tolist() == [[[0x7E, code]]]
+    assert not codes[..., 16:].any()

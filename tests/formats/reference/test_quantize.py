@@ -1,0 +1,370 @@
+"""What holds for quantized weights of every format, and the scales that special blocks get."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_optim.errors import LayoutError
+from moe_optim.formats import FORMATS, FP8_BLOCK, MXFP8, MXFP8_2D, NVFP4, QuantizedWeight
+from moe_optim.formats.reference import (
+    dequantize,
+    dequantize_bf16,
+    dequantizing,
+    quantize,
+    quantize_into,
+)
+from moe_optim.formats.reference.codes import e8m0
+from moe_optim.formats.reference.fp8_block import encode_scale
+from moe_optim.formats.reference.mxfp8 import scale_code
+from moe_optim.formats.reference.nvfp4 import global_encode_scale
+from tests.support.bytes import assert_bytes_equal
+from tests.support.inputs import (
+    SENTINEL,
+    e4m3_exact_integers,
+    normal_weights,
+    poisoned,
+    wide_range_weights,
+    with_specials,
+)
+
+FLT_MAX = torch.finfo(torch.float32).max
+E4M3_FORMATS = [MXFP8, MXFP8_2D, FP8_BLOCK]
+every_format = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS.keys())
+every_e4m3_format = pytest.mark.parametrize("format", E4M3_FORMATS, ids=lambda f: f.name)
+few_examples = settings(max_examples=25)
+
+
+@st.composite
+def weights(draw, max_experts=4, exponents=(-40, 40)):
+    """Wide-range [E, R, C] weights whose sizes are multiples of 32."""
+    experts = draw(st.integers(1, max_experts))
+    rows, cols = 32 * draw(st.integers(1, 5)), 32 * draw(st.integers(1, 5))
+    seed = draw(st.integers(0, 2**31))
+    return wide_range_weights(experts, rows, cols, seed=seed, exponents=exponents)
+
+
+MXFP8_SCALE_CASES = {  # block amax -> E8M0 byte of the scale
+    "zero": (0.0, 0x00),
+    "448 fits exactly": (448.0, 0x7F),
+    "the bf16 below 448": (446.0, 0x7F),
+    "the bf16 above 448": (450.0, 0x80),
+    "224 fits exactly": (224.0, 0x7E),
+    "the bf16 above 224": (225.0, 0x7F),
+    "one": (1.0, 0x77),  # 448 * 2^-9 < 1 <= 448 * 2^-8, and 127 - 8 = 0x77
+    "smallest bf16": (2.0**-133, 0x00),
+    "largest bf16": (2.0**128 - 2.0**120, 0xF7),  # above 448 * 2^119, and 127 + 120 = 0xF7
+    "infinity": (math.inf, 0xFE),
+}
+
+FP8_BLOCK_SCALE_CASES = {  # block amax -> factor of the weights
+    "zero": (0.0, 1.0),
+    "infinity": (math.inf, 1.0),
+    "nan": (math.nan, 1.0),
+    "448": (448.0, 1.0),
+    "the bf16 below 448": (446.0, 1.0),
+    "the bf16 above 448": (450.0, 0.5),
+    "one": (1.0, 256.0),
+    "smallest whose quotient is finite": (1.75 * 2.0**-119, 2.0**127),
+    "one whose quotient overflows": (2.0**-120, 2.0**127),
+    "smallest bf16": (2.0**-133, 2.0**127),
+    "largest bf16": (2.0**128 - 2.0**120, 2.0**-120),
+}
+
+NVFP4_GLOBAL_CASES = {  # amax of the expert -> S_enc
+    "zero": (0.0, 1.0),
+    "infinity": (math.inf, 1.0),
+    "2688": (2688.0, 1.0),
+    "one": (1.0, 2688.0),
+    "smallest whose quotient is finite": (2688 * 2.0**-127, 2.0**127),
+    "one whose quotient overflows": (2.0**-117, FLT_MAX),
+    "subnormal": (2.0**-133, FLT_MAX),
+}
+
+
+@pytest.mark.parametrize(("amax", "byte"), MXFP8_SCALE_CASES.values(), ids=MXFP8_SCALE_CASES.keys())
+def test_mxfp8_scale(amax, byte):
+    bits = torch.tensor([amax], dtype=torch.bfloat16).view(torch.int16)
+    assert scale_code(bits).item() == byte
+
+
+@pytest.mark.parametrize(
+    ("amax", "scale"), FP8_BLOCK_SCALE_CASES.values(), ids=FP8_BLOCK_SCALE_CASES.keys()
+)
+def test_fp8_block_scale(amax, scale):
+    assert encode_scale(torch.tensor(amax)).item() == scale
+
+
+@pytest.mark.parametrize(
+    ("amax", "scale"), NVFP4_GLOBAL_CASES.values(), ids=NVFP4_GLOBAL_CASES.keys()
+)
+def test_nvfp4_global_scale(amax, scale):
+    assert global_encode_scale(torch.tensor(amax)).item() == scale
+
+
+def test_nvfp4_block_scales_are_relative_to_the_expert():
+    """Blocks of 6, 3 and 2^-20 next to each other, and one of zeros: amax 6 gives 448, the top."""
+    weight = torch.zeros(1, 16, 64)
+    weight[0, :, :16], weight[0, :, 16:32], weight[0, 5, 32] = 6.0, -3.0, 2.0**-20
+    weight[0, :, 48:] = -0.0
+    q = quantize(weight, NVFP4)
+    assert q.global_amax.tolist() == [6.0]
+    assert q.rowwise_scale.tolist() == [[[0x7E, 0x76, 0x00, 0x00]]]  # 448, 224, too small, zero
+    # Full blocks hold +-6. A block whose scale is zero saturates, and reads back as zero.
+    assert q.rowwise_data[0, 5, [0, 8, 16, 24]].tolist() == [0x77, 0xFF, 0x07, 0x88]
+    assert dequantize(q)[0, 5, 32].item() == 0.0
+
+
+def test_nvfp4_block_scale_multiplies_in_the_order_of_transformer_engine():
+    """195/512 * 448 / (65/64) is 168, midway between the E4M3 neighbours 160 and 176.
+
+    A * (S_enc * fl(1/6)) comes out just above it. (A / 6) * S_enc gives 168 and rounds to 160.
+    """
+    weight = torch.zeros(1, 16, 32)
+    weight[0, 0, 0], weight[0, 0, 16] = 65 / 64, 195 / 512
+    assert quantize(weight, NVFP4).rowwise_scale.tolist() == [[[0x7E, 0x73]]]
+
+
+def every_finite_amax_bits():
+    return torch.arange(0x7F80, dtype=torch.int16)
+
+
+def test_mxfp8_scale_is_the_smallest_power_of_two_that_keeps_an_amax_within_448():
+    """For every finite bf16. So finite blocks never saturate, and encoding may skip the clamp."""
+    bits = every_finite_amax_bits()
+    amax = bits.view(torch.bfloat16).double()
+    code = scale_code(bits).double()
+    assert (amax <= 448 * (code - 127).exp2()).all()
+    smaller_would_overflow = amax > 448 * (code - 128).exp2()
+    assert (smaller_would_overflow | (code == 0)).all()
+
+
+def test_fp8_block_scale_is_the_largest_power_of_two_that_keeps_an_amax_within_448():
+    """For every finite bf16, and no scale leaves the range whose inverse fp32 holds exactly."""
+    amax = every_finite_amax_bits().view(torch.bfloat16)[1:].double()
+    scale = encode_scale(amax.float()).double()
+    assert (amax * scale <= 448).all()
+    assert ((amax * scale * 2 > 448) | (scale == 2.0**127)).all()
+    assert scale.min() == 2.0**-120
+    assert torch.equal(scale.float().reciprocal().double(), scale.reciprocal())
+
+
+@given(weights())
+@few_examples
+def test_mxfp8_columnwise_planes_are_the_rowwise_planes_of_the_transpose(master):
+    q, transposed = quantize(master, MXFP8), quantize(master.transpose(1, 2), MXFP8)
+    assert_bytes_equal(q.columnwise_data, transposed.rowwise_data.transpose(1, 2))
+    assert_bytes_equal(q.columnwise_scale, transposed.rowwise_scale.transpose(1, 2))
+
+
+@pytest.mark.parametrize("format", [NVFP4, FP8_BLOCK], ids=lambda f: f.name)
+@given(master=weights())
+@few_examples
+def test_transposed_copies_are_the_rowwise_planes_of_the_transpose(format, master):
+    q, transposed = quantize(master, format), quantize(master.transpose(1, 2), format)
+    assert_bytes_equal(q.columnwise_data, transposed.rowwise_data)
+    assert_bytes_equal(q.columnwise_scale, transposed.rowwise_scale)
+
+
+def test_mxfp8_2d_directions_share_their_bytes():
+    q = quantize(normal_weights(2, 64, 96), MXFP8_2D)
+    assert q.columnwise_data is q.rowwise_data
+    assert_bytes_equal(q.columnwise_scale, q.rowwise_scale.transpose(1, 2))
+
+
+@every_format
+@given(master=weights())
+@few_examples
+def test_experts_do_not_influence_each_other(format, master):
+    stacked = quantize(master, format)
+    for expert in range(len(master)):
+        alone = quantize(master[expert : expert + 1], format)
+        for field, plane in stacked.planes().items():
+            assert_bytes_equal(plane[expert : expert + 1], alone.planes()[field], what=field)
+
+
+@pytest.mark.parametrize("format", [MXFP8_2D, NVFP4, FP8_BLOCK], ids=lambda f: f.name)
+@given(master=weights())
+@few_examples
+def test_both_directions_of_a_2d_format_hold_the_same_values(format, master):
+    q = quantize(master, format)
+    assert_bytes_equal(dequantize(q, "columnwise"), dequantize(q, "rowwise"))
+
+
+@every_e4m3_format
+@given(master=weights(exponents=(-60, 60)), exponent=st.integers(-30, 30))
+@few_examples
+def test_a_power_of_two_moves_scales_and_no_data(format, master, exponent):
+    """All scales are powers of two, away from both ends of the range they just absorb it."""
+    master = master.bfloat16().where(master.abs() > 2.0**-85, 0).float()
+    q, moved = quantize(master, format), quantize(master * 2.0**exponent, format)
+    assert_bytes_equal(moved.rowwise_data, q.rowwise_data)
+    assert_bytes_equal(moved.columnwise_data, q.columnwise_data)
+    assert_bytes_equal(dequantize(moved), dequantize(q) * 2.0**exponent)
+
+
+@every_e4m3_format
+@given(master=weights())
+@few_examples
+def test_requantizing_dequantized_weights_keeps_the_values_and_may_move_a_scale(format, master):
+    """An amax just above half the range may round down to half, and then the scale halves too.
+
+    So a checkpoint of dequantized weights restores the values and not the bytes: storage is
+    rebuilt from master weights.
+    """
+    q = quantize(master, format)
+    values = dequantize(q)
+    again = quantize(values, format)
+    assert_bytes_equal(dequantize(again), values)
+    if format.scale_encoding == "e8m0":
+        step = q.rowwise_scale.int() - again.rowwise_scale.int()
+        assert ((step == 0) | (step == 1)).all()
+
+
+def test_requantizing_dequantized_weights_does_move_some_scales():
+    q = quantize(normal_weights(4, 256, 256), MXFP8)
+    again = quantize(dequantize(q), MXFP8)
+    moved = (again.rowwise_scale != q.rowwise_scale).float().mean().item()
+    assert 0.02 < moved < 0.10
+
+
+@every_e4m3_format
+def test_weights_with_four_significant_bits_are_held_exactly(format):
+    master = e4m3_exact_integers(3, 64, 96)
+    q = quantize(master, format)
+    assert torch.equal(dequantize(q, "rowwise"), master)
+    assert torch.equal(dequantize(q, "columnwise"), master)
+
+
+@every_format
+def test_master_is_rounded_to_bf16_first(format):
+    """The fp32 just above 1.75 is 1.75 in bf16: without that rounding MXFP8 scales would double."""
+    master = torch.full((1, 32, 32), 1.75 * (1 + 2.0**-20))
+    assert_planes_equal(quantize(master, format), quantize(torch.full_like(master, 1.75), format))
+    assert_planes_equal(quantize(master, format), quantize(master.bfloat16(), format))
+
+
+@every_format
+def test_a_nan_is_stored_and_leaves_the_scales_alone(format):
+    """An amax ignores NaN. E4M3 keeps the NaN as 0x7F; E2M1 has none and gives +6, 0x7."""
+    master = normal_weights(2, 32, 64)
+    master[1, 3, 6] = 0.0
+    spoiled = master.clone()
+    spoiled[1, 3, 6] = -math.nan
+    q, want = quantize(spoiled, format), quantize(master, format)
+    assert_bytes_equal(q.rowwise_scale, want.rowwise_scale)
+    assert_bytes_equal(q.columnwise_scale, want.columnwise_scale)
+    column = 6 // format.elements_per_byte
+    got = q.rowwise_data[1, 3, column].item()
+    assert got == 0x7F if format.element == "e4m3" else got & 0xF == 0x7
+    differs = (q.rowwise_data != want.rowwise_data).nonzero().tolist()
+    assert differs == [[1, 3, column]]
+
+
+@every_format
+def test_weights_larger_than_a_slab_equal_their_experts(format):
+    """Work is cut into slabs of a cache's size, here across experts; it makes no difference."""
+    master = with_specials(wide_range_weights(3, 160, 1408))
+    stacked = quantize(master, format)
+    for expert in range(len(master)):
+        alone = quantize(master[expert : expert + 1], format)
+        for field, plane in stacked.planes().items():
+            assert_bytes_equal(plane[expert : expert + 1], alone.planes()[field], what=field)
+
+
+@every_format
+def test_quantize_into_overwrites_every_byte_and_returns_what_quantize_does(format):
+    master = wide_range_weights(2, 64, 96)
+    out = poisoned(format, master.shape)
+    pointers = {field: plane.data_ptr() for field, plane in out.planes().items()}
+    quantize_into(master, format, out)
+    assert_planes_equal(out, quantize(master, format))
+    assert pointers == {field: plane.data_ptr() for field, plane in out.planes().items()}
+
+
+@every_format
+def test_quantize_into_writes_views_and_nothing_around_them(format):
+    """Planes inside larger allocations, as padded storage has them: no plane is contiguous."""
+    master = wide_range_weights(2, 64, 96)
+    want = quantize(master, format)
+    frames = {
+        field: torch.full(
+            [size + 3 for size in plane.shape] + [plane.element_size()], SENTINEL, dtype=torch.uint8
+        ).view(plane.dtype)[..., 0]
+        for field, plane in want.planes().items()
+    }
+    views = {
+        field: frame[tuple(slice(1, size - 2) for size in frame.shape)]
+        for field, frame in frames.items()
+    }
+    views.setdefault("columnwise_data", views["rowwise_data"])
+    out = QuantizedWeight(format=format, shape=want.shape, **views)
+    quantize_into(master, format, out)
+    assert_planes_equal(out, want)
+    for field, frame in frames.items():
+        around = frame.clone()
+        around[tuple(slice(1, size - 2) for size in frame.shape)] = 0
+        sentinels = (around.view(torch.uint8) == SENTINEL).sum().item()
+        expected = (frame.numel() - views[field].numel()) * frame.element_size()
+        assert sentinels == expected, field
+
+
+@every_format
+@pytest.mark.parametrize("shape", [(0, 32, 32), (2, 0, 32), (2, 32, 0)], ids=str)
+def test_a_weight_without_elements_is_quantized_to_nothing(format, shape):
+    q = quantize(torch.empty(shape), format)
+    assert q.shape == shape
+    assert dequantize(q).shape == shape
+    assert q.global_amax is None or (q.global_amax == 0).all()
+
+
+def test_a_default_device_does_not_reach_the_tables():
+    """Models are often built under ``torch.device("meta")``; tables are kept for good."""
+    master = normal_weights(1, 32, 64)
+    for table in (e8m0._powers, e8m0._reciprocals, dequantizing._decode_table):
+        table.cache_clear()
+    with torch.device("meta"):
+        q = quantize(master, MXFP8)
+        dequantize_bf16(q.rowwise_data, q.rowwise_scale, MXFP8)
+    assert_bytes_equal(
+        dequantize_bf16(q.rowwise_data, q.rowwise_scale, MXFP8), dequantize(q).bfloat16()
+    )
+
+
+@every_format
+def test_the_master_is_left_alone_and_may_be_strided(format):
+    master = wide_range_weights(2, 96, 64).transpose(1, 2)
+    before = master.clone()
+    assert_planes_equal(quantize(master, format), quantize(master.contiguous(), format))
+    assert_bytes_equal(master, before)
+
+
+REFUSED = {
+    "rows no multiple": (torch.zeros(1, 48, 64), MXFP8, r"fc1: mxfp8 needs rows .* by 32, got"),
+    "cols no multiple": (torch.zeros(1, 64, 48), MXFP8_2D, r"fc1: mxfp8_2d .* got \[64, 48\]"),
+    "nvfp4 rows": (torch.zeros(1, 8, 16), NVFP4, r"fc1: nvfp4 needs rows .* by 16"),
+    "one matrix": (torch.zeros(32, 32), MXFP8, r"fc1: expected a shape \[experts, rows, cols\]"),
+    "half": (torch.zeros(1, 32, 32, dtype=torch.half), MXFP8, r"fc1: .* fp32 or bf16, got .*16"),
+}
+
+
+@pytest.mark.parametrize(("master", "format", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_a_master_that_does_not_fit_is_refused_by_name(master, format, message):
+    with pytest.raises(LayoutError, match=message):
+        quantize(master, format, name="fc1")
+
+
+def test_storage_of_another_format_or_shape_is_refused():
+    master = torch.zeros(1, 32, 64)
+    with pytest.raises(LayoutError, match=r"weight: expected storage for mxfp8 .* got mxfp8_2d"):
+        quantize_into(master, MXFP8, QuantizedWeight.empty(MXFP8_2D, (1, 32, 64)))
+    with pytest.raises(LayoutError, match=r"\[1, 32, 64\], got mxfp8 \[1, 64, 32\]"):
+        quantize_into(master, MXFP8, QuantizedWeight.empty(MXFP8, (1, 64, 32)))
+
+
+def assert_planes_equal(got, want):
+    assert got.planes().keys() == want.planes().keys()
+    for field, plane in got.planes().items():
+        assert_bytes_equal(plane, want.planes()[field], what=field)

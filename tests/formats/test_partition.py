@@ -1,0 +1,357 @@
+"""What cuts of a weight do to its planes and maxima, and that buffers cut by the same rules."""
+
+from fractions import Fraction
+from itertools import product
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_optim.buckets.aligned_layout import aligned_end, cuts_bands
+from moe_optim.buckets.planes import GatherPlane
+from moe_optim.buckets.wire import Slot, plan_wire
+from moe_optim.errors import ConfigError, LayoutError
+from moe_optim.formats import (
+    DIRECTIONS,
+    FORMATS,
+    FP8_BLOCK,
+    MXFP8,
+    MXFP8_2D,
+    NVFP4,
+    QuantizedWeight,
+)
+from moe_optim.formats.partition import infer_partition
+from moe_optim.kernels.exchange import plan_exchange
+from tests.support.meshes import coordinates
+
+EVERY_FORMAT = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+SHAPE = (4, 256, 512)
+
+RULES = {  # format, axes -> maxima that need axes
+    "nothing is cut": (NVFP4, {}, {}),
+    "experts": (NVFP4, {"experts": {"ep": 4}}, {}),
+    "whole blocks": (MXFP8, {"rows": {"tp": 8}, "columns": {"fsdp": 16}}, {}),
+    "whole square blocks": (FP8_BLOCK, {"rows": {"tp": 2}, "columns": {"fsdp": 4}}, {}),
+    "1x32 blocks do not mind rows": (
+        MXFP8,
+        {"rows": {"tp": 256}},
+        {"columnwise_scale": (("tp",), (256, 512))},
+    ),
+    "32x1 blocks do not mind columns": (
+        MXFP8,
+        {"columns": {"tp": 512}},
+        {"rowwise_scale": (("tp",), (256, 512))},
+    ),
+    "both of them": (
+        MXFP8,
+        {"rows": {"tp": 16}, "columns": {"fsdp": 32}},
+        {"rowwise_scale": (("fsdp",), (16, 512)), "columnwise_scale": (("tp",), (256, 16))},
+    ),
+    "square blocks in both": (
+        MXFP8_2D,
+        {"rows": {"tp": 16}, "columns": {"fsdp": 32}},
+        {"rowwise_scale": (("tp", "fsdp"), (256, 512))},
+    ),
+    "the outer axis leaves whole blocks": (
+        MXFP8_2D,
+        {"rows": {"tp": 4, "fsdp": 4}},
+        {"rowwise_scale": (("fsdp",), (64, 512))},
+    ),
+    "the outer axis cuts blocks": (
+        FP8_BLOCK,
+        {"rows": {"tp": 4, "fsdp": 2}},
+        {"rowwise_scale": (("tp", "fsdp"), (256, 512))},
+    ),
+    "an axis of one rank": (MXFP8, {"rows": {"tp": 1}}, {}),
+    "the amax of an expert": (
+        NVFP4,
+        {"experts": {"ep": 2}, "rows": {"tp": 2}, "columns": {"fsdp": 2}},
+        {"global_amax": (("tp", "fsdp"), (256, 512))},
+    ),
+    "blocks of an expert, and its amax": (
+        NVFP4,
+        {"rows": {"tp": 2, "fsdp": 16}},
+        {"rowwise_scale": (("fsdp",), (128, 512)), "global_amax": (("tp", "fsdp"), (256, 512))},
+    ),
+    "bf16": ("bf16", {"rows": {"tp": 256}, "columns": {"fsdp": 512}}, {}),
+}
+
+
+@pytest.mark.parametrize(("format", "axes", "maxima"), RULES.values(), ids=RULES)
+def test_maxima_need_the_axes_that_cut_their_blocks(format, axes, maxima):
+    partition = infer_partition(format, axes, shape=SHAPE)
+    assert {one.name: (one.axes, one.extent) for one in partition.maxima} == maxima
+    assert partition.has_whole_blocks is (maxima.keys() <= {"global_amax"})
+
+
+PLANES = {  # format -> plane -> cut by, overlaps, of a weight cut in parts [2, 64, 128]
+    "mxfp8": {
+        "rowwise_data": ((("ep",), ("tp",), ("fsdp",)), ()),
+        "columnwise_data": ((("ep",), ("tp",), ("fsdp",)), ()),
+        "rowwise_scale": ((("ep",), ("tp",), ("fsdp",)), ()),
+        "columnwise_scale": ((("ep",), ("tp",), ("fsdp",)), ()),
+    },
+    "mxfp8_2d": {
+        "rowwise_data": ((("ep",), ("tp",), ("fsdp",)), ()),
+        "columnwise_data": ((("ep",), ("tp",), ("fsdp",)), ()),
+        "rowwise_scale": ((("ep",), ("tp",), ("fsdp",)), ()),
+        "columnwise_scale": ((("ep",), ("fsdp",), ("tp",)), ()),
+    },
+    "nvfp4": {
+        "rowwise_data": ((("ep",), ("tp",), ("fsdp",)), ()),
+        "columnwise_data": ((("ep",), ("fsdp",), ("tp",)), ()),
+        "rowwise_scale": ((("ep",), ("tp",), ("fsdp",)), ()),
+        "columnwise_scale": ((("ep",), ("fsdp",), ("tp",)), ()),
+        "global_amax": ((("ep",),), ("tp", "fsdp")),
+    },
+    "fp8_block": {
+        "rowwise_data": ((("ep",), ("tp",), ("fsdp",)), ()),
+        "columnwise_data": ((("ep",), ("fsdp",), ("tp",)), ()),
+        "rowwise_scale": ((("ep",), (), ("fsdp",)), ("tp",)),
+        "columnwise_scale": ((("ep",), ("fsdp",), ()), ("tp",)),
+    },
+}
+
+
+@EVERY_FORMAT
+def test_planes_are_cut_along_their_own_dimensions(format):
+    """Transposed planes the other way round; scales of shared blocks, and amaxes, lie on several
+    ranks."""
+    axes = {"experts": {"ep": 2}, "rows": {"tp": 4}, "columns": {"fsdp": 4}}
+    partition = infer_partition(format, axes, shape=SHAPE)
+    assert partition.part_shape == (2, 64, 128)
+    found = {plane.name: (plane.cut_by, plane.overlaps) for plane in partition.planes}
+    assert found == PLANES[format.name]
+
+
+@EVERY_FORMAT
+def test_planes_have_the_shapes_of_the_format(format):
+    whole = QuantizedWeight.empty(format, SHAPE)
+    partition = infer_partition(format, {}, shape=SHAPE)
+    for plane in partition.planes:
+        assert plane.shape == getattr(whole, plane.name).shape
+        slices = plane.slices(partition.bounds({}))
+        assert [one.stop - one.start for one in slices] == list(plane.shape)
+    assert {plane.name for plane in partition.planes} >= whole.planes().keys()
+
+
+def test_bf16_has_one_plane():
+    partition = infer_partition("bf16", {"rows": {"tp": 2}, "columns": {"fsdp": 4}}, shape=SHAPE)
+    (plane,) = partition.planes
+    assert (plane.name, plane.shape, plane.cut_by) == ("data", SHAPE, ((), ("tp",), ("fsdp",)))
+
+
+@pytest.mark.parametrize("format", [*FORMATS, "bf16"])
+def test_the_amax_of_an_expert_needs_all_axes_but_those_of_experts(format):
+    axes = {"experts": {"ep": 2}, "rows": {"tp": 2, "one": 1}, "columns": {"fsdp": 4}}
+    amax = infer_partition(format, axes, shape=SHAPE).expert_amax
+    assert (amax.axes, amax.block, amax.shape) == (("tp", "fsdp"), (256, 512), (1, 1))
+
+
+# Held against every block and every rank
+
+
+@st.composite
+def cut_weights(draw):
+    """Return a format, a shape and axes that cut it evenly, inside of blocks or not."""
+    format = draw(st.sampled_from(list(FORMATS.values())))
+    multiple = max(format.dimension_multiple, 12)
+    shape = [draw(st.integers(1, 4)), *(multiple * draw(st.integers(1, 9)) for _ in range(2))]
+    if format is FP8_BLOCK:
+        shape[1:] = [12 * draw(st.integers(1, 24)) for _ in range(2)]
+    axes: dict[str, dict[str, int]] = {}
+    for dimension, size in zip(("experts", "rows", "columns"), shape, strict=True):
+        for name in ("outer", "inner"):
+            keeps_bytes = 1 if dimension == "experts" else format.elements_per_byte
+            parts = [n for n in (1, 2, 3, 4) if size % (n * keeps_bytes) == 0]
+            count = draw(st.sampled_from(parts))
+            axes.setdefault(dimension, {})[f"{name} {dimension}"] = count
+            size //= count
+    return format, tuple(shape), axes
+
+
+@settings(max_examples=60)
+@given(weight=cut_weights())
+def test_an_axis_is_needed_where_the_owners_of_some_block_differ_along_it(weight):
+    """Neither more axes nor fewer, and what is reduced has every block of every owner in it."""
+    format, shape, axes = weight
+    partition = infer_partition(format, axes, shape=shape)
+    by_name = {maxima.name: maxima for maxima in partition.maxima}
+    owners = [(one, partition.bounds(one)) for one in coordinates(partition)]
+    kinds = {f"{way}_scale": format.block(way) for way in format.wire_directions}
+    if format.has_global_amax:
+        kinds["global_amax"] = shape[1:]
+    for name, (height, width) in kinds.items():
+        needed = set()
+        for row, col in product(range(0, shape[1], height), range(0, shape[2], width)):
+            touching = [
+                (coordinate, bounds)
+                for coordinate, bounds in owners
+                if 0 in bounds["experts"]
+                and bounds["rows"].start < row + height
+                and row < bounds["rows"].stop
+                and bounds["columns"].start < col + width
+                and col < bounds["columns"].stop
+            ]
+            for axis in touching[0][0]:
+                if len({coordinate[axis] for coordinate, _ in touching}) > 1:
+                    needed.add(axis)
+        assert needed == set(by_name[name].axes if name in by_name else ()), (name, partition)
+
+
+@settings(max_examples=60)
+@given(weight=cut_weights())
+def test_slices_of_all_ranks_cover_each_plane_and_overlap_only_where_it_says_so(weight):
+    format, shape, axes = weight
+    partition = infer_partition(format, axes, shape=shape)
+    assert partition.planes
+    for plane in partition.planes:
+        holders = torch.zeros(plane.shape, dtype=torch.int64)
+        for coordinate in coordinates(partition):
+            holders[plane.slices(partition.bounds(coordinate))] += 1
+        assert holders.min() >= 1
+        assert bool(holders.max() > 1) is bool(plane.overlaps), plane
+
+
+# Buffers cut by the same rules
+
+
+@st.composite
+def flat_cuts(draw):
+    """Return a weight that fills a bucket, and ranks that each own whole experts or whole rows."""
+    format = draw(st.sampled_from(list(FORMATS.values())))
+    multiple = max(format.dimension_multiple, 32)
+    experts = draw(st.sampled_from([1, 2, 4]))
+    rows, cols = (multiple * draw(st.integers(1, 10)) for _ in range(2))
+    factors = [n for n in (1, 2, 3, 4, 8, 16, 32) if rows % n == 0 and rows // n % 2 == 0]
+    return format, (experts, rows, cols), draw(st.sampled_from([1, experts])), factors
+
+
+@settings(max_examples=60)
+@given(weight=flat_cuts(), data=st.data())
+def test_shards_of_a_bucket_are_a_cut_of_experts_and_then_of_rows(weight, data):
+    """What is exchanged, what layouts call whole bands, and which bytes a rank gathers."""
+    format, shape, cut_experts, factors = weight
+    cut_rows = data.draw(st.sampled_from(factors)) if cut_experts == shape[0] else 1
+    dp_size = cut_experts * cut_rows
+    axes = {"experts": {"dp experts": cut_experts}, "rows": {"dp rows": cut_rows}}
+    partition = infer_partition(format, axes, shape=shape)
+    slot = Slot(name="fc1", start=0, shape=shape)
+    shard = slot.numel // dp_size
+    ranks = [partition.bounds(coordinate) for coordinate in coordinates(partition)]
+
+    exchange = plan_exchange(format, shape, slot.cuts(shard))
+    assert bool(exchange.bands) is (not partition.has_whole_blocks)
+    assert cuts_bands(format, [slot], shard) is (not partition.has_whole_blocks)
+    end = aligned_end(format, [slot], dp_size=dp_size)
+    is_aligned = (end.unit, end.numel) == ("band", slot.numel)
+    assert partition.has_whole_blocks or not is_aligned
+    assert exchange.bands.keys() == {
+        (expert, bounds["rows"].start // format.band_rows * format.band_rows)
+        for bounds in ranks
+        for expert in bounds["experts"]
+        if bounds["rows"].start % format.band_rows
+    }
+    cut_amaxes = partition.expert_amax.axes if format.has_global_amax else ()
+    assert exchange.experts.keys() == (set(range(shape[0])) if cut_amaxes else set())
+
+    for wire in plan_wire(format, [slot], slot.numel, dp_size):
+        plane = partition.plane(wire.name)
+        if not wire.is_sliced:
+            continue
+        entries = torch.arange(prod(plane.shape)).view(plane.shape)
+        memory = GatherPlane(
+            name=wire.name,
+            bytes_per_element=Fraction(entries.nbytes, slot.numel),
+            data=entries.view(-1).view(torch.uint8),
+        )
+        for rank, bounds in enumerate(ranks):
+            gathered = set(memory.slice_of(rank, dp_size).view(torch.int64).tolist())
+            held = set(entries[plane.slices(bounds)].flatten().tolist())
+            assert gathered == held if not plane.overlaps else gathered <= held
+
+
+# What is refused
+
+REFUSED = {
+    "half a byte of columns": (
+        (NVFP4, {"columns": {"tp": 32}}, (1, 16, 32)),
+        LayoutError,
+        r"^fc1: nvfp4 packs 2 columns into one byte of rowwise_data, expected parts of a multiple "
+        r"of 2, got 1 columns for each of the 32 ranks of tp\. Cut into fewer parts",
+    ),
+    "half a byte of rows, transposed": (
+        (NVFP4, {"rows": {"tp": 2, "fsdp": 8}}, (1, 16, 32)),
+        LayoutError,
+        r"^fc1: nvfp4 packs 2 rows into one byte of columnwise_data, .* got 1 rows for each of the "
+        r"8 ranks of fsdp",
+    ),
+    "uneven rows": (
+        (MXFP8, {"rows": {"tp": 2, "fsdp": 5}}, (1, 64, 32)),
+        LayoutError,
+        r"^fc1: expected equal parts, got 32 rows for the 5 ranks of fsdp\. Cut by a divisor of 32",
+    ),
+    "uneven experts": (
+        ("bf16", {"experts": {"ep": 3}}, (4, 64, 32)),
+        LayoutError,
+        "equal parts, got 4 experts for the 3 ranks of ep",
+    ),
+    "a shape the format cannot hold": (
+        (MXFP8, {}, (1, 48, 32)),
+        LayoutError,
+        r"^fc1: mxfp8 needs rows and columns divisible by 32, got \[48, 32\]",
+    ),
+    "a shape of two sizes": (("bf16", {}, (64, 32)), LayoutError, r"^fc1: .*\[64, 32\]"),
+    "an axis that cuts twice": (
+        (MXFP8, {"rows": {"tp": 2}, "columns": {"tp": 2}}, (1, 64, 64)),
+        ConfigError,
+        "expected each mesh axis once, with one rank or more, got tp: 2 for columns. Flatten",
+    ),
+    "an axis without ranks": (
+        (MXFP8, {"rows": {"tp": 0}}, (1, 64, 64)),
+        ConfigError,
+        "one rank or more, got tp: 0 for rows",
+    ),
+    "an unknown dimension": (
+        (MXFP8, {"cols": {"tp": 2}}, (1, 64, 64)),
+        ConfigError,
+        "expected experts, rows, columns, got cols",
+    ),
+    "an unknown format": (("mxfp6", {}, (1, 64, 64)), ConfigError, "got 'mxfp6'"),
+}
+
+
+@pytest.mark.parametrize(("cut", "error", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_cut_is_refused_with_a_reason(cut, error, message):
+    format, axes, shape = cut
+    with pytest.raises(error, match=message):
+        infer_partition(format, axes, shape=shape, name="fc1")
+
+
+@pytest.mark.parametrize(
+    "coordinate",
+    [{}, {"tp": 0}, {"tp": 0, "fsdp": 4}, {"tp": -1, "fsdp": 0}, {"tp": 0, "fsdp": 0, "pp": 0}],
+    ids=str,
+)
+def test_a_coordinate_names_every_axis_and_no_other(coordinate):
+    partition = infer_partition(MXFP8, {"rows": {"tp": 2, "fsdp": 4}}, shape=SHAPE)
+    with pytest.raises(LayoutError, match="place for each of tp: 2, fsdp: 4, below its number"):
+        partition.bounds(coordinate)
+
+
+def test_parts_of_nothing_are_empty():
+    for direction, shape in product(DIRECTIONS, [(0, 64, 64), (2, 0, 64), (2, 64, 0)]):
+        partition = infer_partition(NVFP4, {"rows": {"tp": 2}, "columns": {"fsdp": 2}}, shape=shape)
+        assert prod(partition.part_shape) == 0
+        bounds = partition.bounds({"tp": 1, "fsdp": 1})
+        sizes = [s.stop - s.start for s in partition.plane(f"{direction}_data").slices(bounds)]
+        assert prod(sizes) == 0
+
+
+def test_a_partition_is_a_value():
+    axes = {"rows": {"tp": 2}}
+    one, other = (infer_partition(NVFP4, axes, shape=SHAPE) for _ in range(2))
+    assert one == other and hash(one) == hash(other)
+    assert one != infer_partition(NVFP4, {"columns": {"tp": 2}}, shape=SHAPE)

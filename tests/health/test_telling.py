@@ -1,0 +1,129 @@
+"""What was measured is told when its copy has arrived, to every writer there is, with warnings."""
+
+import logging
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from moe_optim.formats.health_figures import NUM_SUMS, LayerHealth, Sum
+from moe_optim.health import monitor, writers
+from moe_optim.health.monitor import MOST_WARNINGS, HealthMonitor
+from moe_optim.health.rows import ExpertName
+
+
+class Event:
+    """A CUDA event that has passed when it is told to."""
+
+    def __init__(self) -> None:
+        self.passed, self.waited = False, False
+
+    def query(self) -> bool:
+        return self.passed
+
+    def synchronize(self) -> None:
+        self.waited = True
+
+
+class Wandb:
+    def __init__(self) -> None:
+        self.logged = []
+
+    def log(self, figures, step):
+        self.logged.append((figures, step))
+
+    def Histogram(self, values):  # noqa: N802
+        return ("histogram", len(values))
+
+
+def sums_of(num_experts, saturated=0):
+    sums = torch.zeros(num_experts, NUM_SUMS, dtype=torch.float64)
+    sums[:, [Sum.SQUARES, Sum.ELEMENTS, Sum.BLOCKS]] = 100.0
+    sums[:, len(Sum)] = 1.0
+    sums[:, Sum.SATURATED] = saturated
+    return sums
+
+
+@pytest.fixture
+def looked(monkeypatch):
+    """A monitor with a look at two experts on its way to the host, and what it writes."""
+    written = []
+    monkeypatch.setattr(monitor, "write", lambda layers, iteration: written.append(iteration))
+    found = HealthMonitor(SimpleNamespace(stepping=[], model_chunks=[]), 10)
+    found._names = [ExpertName("layers.0.fc1", expert, "e4m3") for expert in range(2)]
+    found._on_host = sums_of(2), torch.ones(2), torch.empty(0)
+    event = Event()
+    found._look = monitor._Look(iteration=10, event=event)
+    return found, event, written
+
+
+def test_a_step_does_not_wait_for_what_has_not_arrived(looked):
+    found, event, written = looked
+    found.before_step()
+    assert written == [] and not event.waited and found.latest == ()
+    event.passed = True
+    found.before_step()
+    found.before_step()
+    assert written == [10]  # once
+    assert found.latest[0].experts == (0, 1)
+
+
+def test_a_save_waits_for_it(looked):
+    found, event, written = looked
+    found.tell()
+    assert written == [10] and event.waited
+
+
+def test_nothing_is_looked_at_without_an_interval(looked):
+    found, event, written = looked
+    found._interval = 0
+    event.passed = True
+    found.before_step()
+    assert written == []
+
+
+def test_warnings_name_layer_and_expert_and_are_not_many(looked, caplog, monkeypatch):
+    found, event, _ = looked
+    monkeypatch.setattr(
+        monitor, "log_single_rank", lambda logger, *args: logger.log(*args)
+    )  # no process group here
+    found._names = [ExpertName("layers.7.fc2", expert, "e4m3") for expert in range(20)]
+    found._on_host = sums_of(20, saturated=5), torch.ones(20), torch.empty(0)
+    with caplog.at_level(logging.WARNING):
+        found.tell()
+    assert len(caplog.messages) == MOST_WARNINGS + 1
+    first = "moe_optim: health at iteration 10: layers.7.fc2, expert 0: saturated is 0.05, above"
+    assert caplog.messages[0].startswith(first)
+    assert caplog.messages[-1].endswith(f"and {20 - MOST_WARNINGS} more")
+
+
+def test_weights_and_biases_get_scalars_and_histograms_under_the_present_step(monkeypatch):
+    """It refuses steps before the last that was logged."""
+    wandb = Wandb()
+    megatron = SimpleNamespace(
+        get_tensorboard_writer=lambda: None,
+        get_wandb_writer=lambda: wandb,
+        _GLOBAL_ARGS=SimpleNamespace(curr_iteration=11),
+    )
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", megatron)
+    health = LayerHealth(
+        layer="layers.3.fc1",
+        element="e4m3",
+        experts=(0, 1),
+        amax=torch.tensor([0.5, torch.nan]),
+        sums=sums_of(2, saturated=1),
+    )
+    writers.write([health], 10)
+    ((figures, step),) = wandb.logged
+    assert step == 12
+    assert figures["moe_optim/iteration"] == 10
+    assert figures["moe_optim/layers.3.fc1/saturated"] == 0.01
+    assert figures["moe_optim/layers.3.fc1/saturated/experts"] == ("histogram", 2)
+    assert figures["moe_optim/layers.3.fc1/amax/experts"] == ("histogram", 1)  # NaN has no bin
+
+
+def test_without_megatrons_loop_nothing_is_written_and_steps_are_counted(monkeypatch):
+    monkeypatch.delitem(sys.modules, "megatron.training.global_vars", raising=False)
+    assert writers.current_iteration() is None
+    writers.write([], 1)

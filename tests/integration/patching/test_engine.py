@@ -1,0 +1,434 @@
+"""Patches: checked before anything is rebound, applied once, and undone without a trace."""
+
+import importlib
+import inspect
+import re
+import sys
+import types
+
+import pytest
+
+from moe_optim.environment import NEEDED
+from moe_optim.errors import PatchError
+from moe_optim.integration.patching import engine
+from moe_optim.integration.patching.engine import (
+    Patch,
+    Signature,
+    apply_patches,
+    in_all_versions,
+    patch_state,
+    revert_patches,
+)
+from moe_optim.integration.patching.patches import PATCHES
+from tests.support.ranks import run_ranks
+
+
+class Buffer:
+    def size(self, start, end):
+        return end - start
+
+    @staticmethod
+    def names(kind):
+        return kind
+
+
+class BiggerBuffer(Buffer):
+    pass
+
+
+class WiderBuffer(Buffer):
+    """Passes on what it does not name."""
+
+    def size(self, start, *args, **kwargs):
+        return super().size(start, *args, **kwargs)
+
+    def shrink(self, by):
+        """Megatron has none, so that no call of it has to fit."""
+
+
+class OtherBuffer(Buffer):
+    def size(self, begin, end):
+        return 0
+
+
+class UnboundBuffer(Buffer):
+    def names(self, kind):
+        return kind
+
+
+class OtherPrefixBuffer(Buffer):
+    def size(self, begin, *args, **kwargs):
+        return 0
+
+
+class SubBuffer(Buffer):
+    """Inherits everything it has."""
+
+
+def gather(group, wait=True):
+    return "stock"
+
+
+def our_gather(group, wait=False):
+    return "ours"
+
+
+def our_size(self, start, end):
+    return 0
+
+
+def our_names(kind):
+    return "ours"
+
+
+UPSTREAM = {
+    "Buffer": Buffer,
+    "SubBuffer": SubBuffer,
+    "gather": gather,
+    "HAVE_FUSED": False,
+    "LIMIT": 4,
+}
+OURS = {
+    "Buffer": BiggerBuffer,
+    "WiderBuffer": WiderBuffer,
+    "OtherBuffer": OtherBuffer,
+    "UnboundBuffer": UnboundBuffer,
+    "OtherPrefixBuffer": OtherPrefixBuffer,
+    "Unrelated": type("Unrelated", (), {}),
+    "gather": our_gather,
+    "gather_any": lambda group, *args, **kwargs: None,
+    "gather_more": lambda group, wait, stream: None,
+    "gather_renamed": lambda bucket, wait: None,
+    "size": our_size,
+    "names": our_names,
+    "static_names": staticmethod(our_names),
+    "HAVE_FUSED": True,
+    "LIMIT": "eight",
+}
+
+
+@pytest.fixture(autouse=True)
+def stubs(monkeypatch):
+    """Put a stub of Megatron and of this package where imports find them."""
+    for name, content in {"upstream": UPSTREAM, "ours": OURS}.items():
+        module = types.ModuleType(f"stub_{name}")
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+FORMS = {
+    "Buffer": "class",
+    "Buffer.size": "(self, start, end)",
+    "Buffer.names": "static (kind)",
+    "SubBuffer.size": "(self, start, end)",
+    "gather": "(group, wait)",
+    "HAVE_FUSED": "bool",
+    "LIMIT": "int",
+}
+"""What stands at each target."""
+
+
+def make_patch(target="gather", replacement=None, id=None, fits=None, **others):
+    return Patch(
+        id=id or f"test:{target}",
+        fits=fits or in_all_versions(FORMS.get(target, "(anything)")),
+        target=f"stub_upstream:{target}",
+        replacement=f"stub_ours:{replacement or target}",
+        because="a test",
+        remove_when="never",
+        **others,
+    )
+
+
+@pytest.fixture
+def applied():
+    """Return a function that applies patches; they are reverted when the test ends."""
+    done = []
+
+    def apply(*patches):
+        done.extend(patches)
+        apply_patches(patches)
+
+    yield apply
+    revert_patches(done)
+
+
+def current(name):
+    return inspect.getattr_static(sys.modules["stub_upstream"], name)
+
+
+# Applying and reverting
+
+FITTING = {  # target -> replacement
+    "a class by its subclass": ("Buffer", "Buffer"),
+    "a class whose method passes on what it does not name": ("Buffer", "WiderBuffer"),
+    "a function with the same arguments": ("gather", "gather"),
+    "a function that passes on what it does not name": ("gather", "gather_any"),
+    "a constant of the same type": ("HAVE_FUSED", "HAVE_FUSED"),
+}
+
+
+@pytest.mark.parametrize(("target", "replacement"), FITTING.values(), ids=FITTING.keys())
+def test_a_patch_rebinds_one_name_and_gives_it_back(target, replacement):
+    patch = make_patch(target, replacement)
+    before = dict(vars(sys.modules["stub_upstream"]))
+    apply_patches([patch])
+    after = dict(vars(sys.modules["stub_upstream"]))
+    assert after.pop(target) is OURS[replacement]
+    assert after == {name: value for name, value in before.items() if name != target}
+    revert_patches([patch])
+    assert current(target) is before[target]
+
+
+@pytest.mark.parametrize(
+    ("target", "replacement"),
+    [("Buffer.size", "size"), ("Buffer.names", "static_names")],
+    ids=["a method", "a static method"],
+)
+def test_methods_are_patched_on_their_class(applied, target, replacement):
+    name = target.rpartition(".")[2]
+    before = vars(Buffer)[name]
+    patch = make_patch(target, replacement)
+    applied(patch)
+    assert vars(Buffer)[name] is OURS[replacement]
+    assert (Buffer().size(1, 3), Buffer().names("x")) in {(0, "x"), (2, "ours")}
+    revert_patches([patch])
+    assert vars(Buffer)[name] is before
+
+
+def test_an_inherited_method_is_inherited_again_afterwards():
+    """A copy left on the subclass would hide what is later done to the base."""
+    patch = make_patch("SubBuffer.size", "size")
+    apply_patches([patch])
+    assert SubBuffer().size(1, 3) == 0
+    assert Buffer().size(1, 3) == 2
+    revert_patches([patch])
+    assert SubBuffer().size(1, 3) == 2
+    assert "size" not in vars(SubBuffer)
+
+
+def test_applying_twice_is_applying_once(applied):
+    patch = make_patch()
+    applied(patch)
+    applied(patch)
+    revert_patches([patch])
+    assert current("gather") is gather
+
+
+def test_reverting_what_is_not_applied_does_nothing():
+    revert_patches([make_patch()])
+    assert current("gather") is gather
+    revert_patches([make_patch("gone")])
+
+
+def test_a_patch_can_be_applied_again_after_it_was_reverted(applied):
+    patch = make_patch()
+    for _ in range(2):
+        applied(patch)
+        assert current("gather") is our_gather
+        revert_patches([patch])
+        assert current("gather") is gather
+
+
+# Refusing
+
+MISFITS = {  # target, replacement, why
+    "the target is gone": ("scatter", "gather", r"expected \(anything\) of .*, got none in "),
+    "its owner is gone": ("Bucket.size", "size", "got none in .* no attribute 'Bucket'"),
+    "the replacement is gone": ("gather", "scatter", "expected stub_ours:scatter to be there"),
+    "a class that is no subclass": ("Buffer", "Unrelated", "a base class of the .*got Buffer in"),
+    "a class by a function": ("Buffer", "gather", "a base class of the replacement, got Buffer in"),
+    "a class whose method has another argument name": (
+        *("Buffer", "OtherBuffer"),
+        r"expected size \(self, begin, end\), got size \(self, start, end\) in megatron-core",
+    ),
+    "a class whose method passes on the rest, and names another first": (
+        *("Buffer", "OtherPrefixBuffer"),
+        r"expected size \(self, begin, args, kwargs\), got size \(self, start, end\)",
+    ),
+    "a class whose static method takes self": (
+        *("Buffer", "UnboundBuffer"),
+        r"expected names \(self, kind\), got names static \(kind\)",
+    ),
+    "one argument more": (
+        *("gather", "gather_more"),
+        r"a replacement for \(group, wait\), got \(group, wait, stream\)",
+    ),
+    "another argument name": ("gather", "gather_renamed", r"\(group, wait\), got \(bucket, wait\)"),
+    "a method of another signature": ("Buffer.size", "gather", r"for \(self, start, end\), got"),
+    "a static method by one that takes self": ("Buffer.names", "size", r"for static \(kind\), got"),
+    "a static method by a plain function": (
+        "Buffer.names",
+        "names",
+        r"static \(kind\), got \(",
+    ),
+    "a constant of another type": ("LIMIT", "LIMIT", "a replacement for int, got str"),
+    "an int by a bool": ("LIMIT", "HAVE_FUSED", "a replacement for int, got bool"),
+}
+
+
+@pytest.mark.parametrize(("target", "replacement", "why"), MISFITS.values(), ids=MISFITS.keys())
+def test_a_target_that_does_not_fit_is_refused(applied, target, replacement, why):
+    """The error names patch, target and version, says why, and what to install."""
+    patch = make_patch(target, replacement, id="the-patch")
+    start = rf"^patch the-patch: stub_upstream:{re.escape(target)}: "
+    with pytest.raises(PatchError, match=rf"{start}.*{why}") as error:
+        applied(patch)
+    assert str(error.value).endswith(
+        f" Install a megatron-core {NEEDED['megatron-core']}; "
+        "`moe-optim doctor` checks all patches."
+    )
+    assert patch_state(patch).startswith("broken: ")
+    assert vars(sys.modules["stub_upstream"]).items() >= UPSTREAM.items()
+
+
+# Versions
+
+OF_TWO_VERSIONS = (
+    Signature(form="(group)", versions=">=0.19,<0.20"),
+    Signature(form="(group, wait)", versions=">=0.20,<0.21"),
+)
+
+
+@pytest.mark.parametrize(
+    ("version", "fits"),
+    {"0.19.2": False, "0.20.0": True, "0.20.0rc1": True, "0.21.0": False, "unknown": True}.items(),
+)
+def test_a_row_fits_what_it_was_written_for_in_that_version(applied, monkeypatch, version, fits):
+    """A replacement that passes on the rest stands for both; a version that nothing says is
+    believed."""
+    monkeypatch.setattr(engine, "_installed", lambda: (f"megatron-core {version}", version))
+    patch = make_patch(replacement="gather_any", fits=OF_TWO_VERSIONS)
+    if fits:
+        applied(patch)
+        assert patch_state(patch) == "applied"
+        return
+    with pytest.raises(PatchError) as error:
+        applied(patch)
+    assert (
+        "expected (group) of megatron-core >=0.19,<0.20 or (group, wait) of megatron-core "
+        f">=0.20,<0.21, got (group, wait) in megatron-core {version}. Install "
+    ) in str(error.value)
+    assert current("gather") is gather
+
+
+def test_a_missing_module_is_refused(applied):
+    patch = Patch(
+        id="p",
+        target="stub_gone:x",
+        replacement="ours:x",
+        fits=in_all_versions("()"),
+        because="",
+        remove_when="",
+    )
+    with pytest.raises(PatchError, match="No module named 'stub_gone'"):
+        applied(patch)
+
+
+def test_all_or_nothing(applied):
+    """One misfit anywhere in the list leaves every target as it was, also those before it."""
+    good, bad, later = make_patch(), make_patch("LIMIT"), make_patch("Buffer")
+    with pytest.raises(PatchError, match="test:LIMIT"):
+        applied(good, bad, later)
+    assert [patch_state(patch) for patch in (good, later)] == ["off", "off"]
+    assert vars(sys.modules["stub_upstream"]).items() >= UPSTREAM.items()
+
+
+# Knowing
+
+
+def test_states(applied):
+    patch = make_patch()
+    assert patch_state(patch) == "off"
+    applied(patch)
+    assert patch_state(patch) == "applied"
+    revert_patches([patch])
+    assert patch_state(patch) == "off"
+    assert patch_state(make_patch("gone")).startswith("broken: ")
+    assert current("gather") is gather
+
+
+@pytest.mark.parametrize(
+    ("modules", "state"),
+    [
+        (("json",), "not needed"),
+        (("no_such_package", "json.decoder"), "not needed"),
+        (("no_such_package", "no_such_package.inner"), "off"),
+        ((), "off"),
+    ],
+    ids=["there", "one of two is there", "none is there", "always needed"],
+)
+def test_what_another_package_brings_is_not_patched(applied, modules, state):
+    """Presence is looked up without importing anything."""
+    patch = make_patch(not_needed_with=modules)
+    assert patch_state(patch) == state
+    applied(patch)
+    assert current("gather") is (gather if state == "not needed" else our_gather)
+
+
+def test_a_fault_that_this_megatron_has_not_got_is_not_mended(applied):
+    """Anywhere else a target that is gone is an error."""
+    applied(make_patch("gone", only_if_there=True), make_patch(only_if_there=True))
+    assert patch_state(make_patch("gone", only_if_there=True)) == "not needed"
+    assert current("gather") is our_gather
+
+
+# The table itself
+
+
+def test_ids_and_targets_are_unique():
+    """One name is rebound by one patch, or reverting would depend on the order."""
+    assert len({patch.id for patch in PATCHES}) == len(PATCHES)
+    assert len({patch.target for patch in PATCHES}) == len(PATCHES)
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.id)
+def test_every_patch_says_what_why_and_until_when(patch):
+    assert patch.target.startswith("megatron.")
+    assert patch.replacement.startswith("moe_optim.")
+    assert patch.fits
+    assert len(patch.because.split()) > 3
+    assert len(patch.remove_when.split()) > 3
+
+
+def resolve(path):
+    module, _, attributes = path.partition(":")
+    *owners, name = attributes.split(".")
+    owner = importlib.import_module(module)
+    for step in owners:
+        owner = getattr(owner, step)
+    return inspect.getattr_static(owner, name, None)
+
+
+def _apply_and_revert_each():
+    """Return, for each patch: state, what stood there when applied, and after it was reverted."""
+    report = {}
+    for patch in PATCHES:
+        before, states = resolve(patch.target), [patch_state(patch)]
+        apply_patches([patch])
+        states.append(patch_state(patch))
+        is_ours = resolve(patch.target) is resolve(patch.replacement)
+        revert_patches([patch])
+        states.append(patch_state(patch))
+        report[patch.id] = (states, is_ours, resolve(patch.target) is before)
+    before = [resolve(patch.target) for patch in PATCHES]
+    apply_patches(PATCHES)
+    apply_patches(PATCHES)
+    together = [patch_state(patch) for patch in PATCHES]
+    revert_patches(PATCHES)
+    after = [resolve(patch.target) for patch in PATCHES]
+    identical = all(a is b for a, b in zip(after, before, strict=True))
+    return report, together, identical
+
+
+def test_the_table_applies_and_reverts_on_this_megatron():
+    """Each patch alone and all together: every target is ours meanwhile and Megatron's after."""
+    ((report, together, identical),) = run_ranks(1, _apply_and_revert_each)
+    needed = ["off", "applied", "off"]
+    skipped = ["not needed"] * 3  # an accelerated optimizer is installed here, or no such fault
+    for id, (states, is_ours, is_restored) in report.items():
+        assert states in (needed, skipped), id
+        assert is_ours or states == skipped, id
+        assert is_restored, id
+    assert set(together) <= {"applied", "not needed"}
+    assert identical

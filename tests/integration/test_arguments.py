@@ -1,0 +1,191 @@
+"""The three flags of the plug-in: their names, what they ask for, and that nothing drops them."""
+
+import argparse
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from moe_optim.config import MoEOptimConfig
+from moe_optim.errors import ConfigError
+from moe_optim.integration.arguments import add_moe_optim_arguments, request_from_argv
+from tests.support.ranks import run_ranks
+
+SURFACE = {  # flag -> action, what it takes, default
+    "--use-moe-grouped-optim": ("_SwitchOn", None, False),
+    "--moe-optim-recipe": ("_StoreAction", "PATH", None),
+    "--moe-optim-set": ("_AppendAction", "KEY=VALUE", []),
+}
+FLAG = "--use-moe-grouped-optim"
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """Return the path of a recipe that asks for indexed bf16 experts, among other things."""
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "requires: {ranks: 2}\n"
+        "megatron_args: {--num-layers: 2}\n"
+        "moe_optim: {format: bf16, expert_layout: indexed}\n"
+    )
+    return str(path)
+
+
+def options(parser):
+    return [action for action in parser._actions if action.dest != "help"]
+
+
+def test_the_flags_are_frozen():
+    parser = add_moe_optim_arguments(argparse.ArgumentParser())
+    got = {
+        flag: (type(action).__name__, action.metavar, action.default)
+        for action in options(parser)
+        for flag in action.option_strings
+    }
+    assert got == SURFACE
+
+
+def test_every_flag_has_help_of_its_own_group():
+    parser = add_moe_optim_arguments(argparse.ArgumentParser())
+    assert all(len(action.help.split()) > 5 for action in options(parser))
+    assert "\nmoe_optim:\n  --use-moe-grouped-optim" in parser.format_help()
+
+
+def test_the_parser_is_returned_as_megatrons_hook_wants_it():
+    parser = argparse.ArgumentParser()
+    assert add_moe_optim_arguments(parser) is parser
+
+
+@pytest.mark.parametrize("is_given", [True, False], ids=["with the flag", "without it"])
+def test_the_flag_implies_megatrons_distributed_optimizer(is_given):
+    """Wherever the two stand among others, and where the second is not given at all."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--use-distributed-optimizer", action="store_true")
+    add_moe_optim_arguments(parser)
+    args = parser.parse_args([FLAG] * is_given)
+    assert args.use_moe_grouped_optim == args.use_distributed_optimizer == is_given
+
+
+# What a command line asks for
+
+ASKS = {  # argv -> configuration
+    "nothing": ([], None),
+    "Megatron's flags alone": (["--num-layers", "2", "--bf16", "positional"], None),
+    "a flag that only begins alike": (["--use-moe-grouped"], None),
+    "the flag": ([FLAG], MoEOptimConfig()),
+    "the flag among Megatron's": (["--lr", "-1", FLAG, "--bf16"], MoEOptimConfig()),
+    "a field": ([FLAG, "--moe-optim-set", "format=bf16"], MoEOptimConfig(format="bf16")),
+    "a field with an equals sign": (
+        [FLAG, "--moe-optim-set=expert_layout=indexed"],
+        MoEOptimConfig(expert_layout="indexed"),
+    ),
+    "two fields": (
+        [FLAG, "--moe-optim-set", "format=bf16", "--moe-optim-set", "expert_layout=indexed"],
+        MoEOptimConfig(format="bf16", expert_layout="indexed"),
+    ),
+    "the last of two values": (
+        [FLAG, "--moe-optim-set", "format=bf16", "--moe-optim-set", "format=mxfp8"],
+        MoEOptimConfig(format="mxfp8"),
+    ),
+    "a field before the flag": (
+        ["--moe-optim-set", "fuse_wgrad_accumulation=false", FLAG],
+        MoEOptimConfig(fuse_wgrad_accumulation=False),
+    ),
+}
+
+
+@pytest.mark.parametrize(("argv", "config"), ASKS.values(), ids=ASKS.keys())
+def test_what_a_command_line_asks_for(argv, config):
+    before = list(argv)
+    assert request_from_argv(argv) == config
+    assert argv == before
+
+
+def test_a_recipe_gives_its_section_and_nothing_else(recipe):
+    expected = MoEOptimConfig(format="bf16", expert_layout="indexed")
+    assert request_from_argv([FLAG, "--moe-optim-recipe", recipe]) == expected
+
+
+@pytest.mark.parametrize("recipe_first", [True, False], ids=["recipe first", "recipe last"])
+def test_fields_go_over_the_recipe_wherever_they_stand(recipe, recipe_first):
+    parts = [["--moe-optim-recipe", recipe], ["--moe-optim-set", "format=mxfp8"]]
+    first, last = parts if recipe_first else reversed(parts)
+    expected = MoEOptimConfig(format="mxfp8", expert_layout="indexed")
+    assert request_from_argv([*first, FLAG, *last]) == expected
+
+
+REFUSED = {  # argv -> what the error names
+    "a recipe without the flag": (["--moe-optim-recipe", "run.yaml"], f"need {FLAG}.* Add {FLAG}"),
+    "a field without the flag": (["--moe-optim-set", "format=bf16"], f"need {FLAG}"),
+    "an unknown field": ([FLAG, "--moe-optim-set", "fromat=bf16"], "'fromat'. Write format"),
+    "a value it does not take": ([FLAG, "--moe-optim-set", "format=int4"], "format: .*'int4'"),
+    "no assignment": ([FLAG, "--moe-optim-set", "bf16"], "key=value, got 'bf16'"),
+    "a recipe that is not there": ([FLAG, "--moe-optim-recipe", "/no/run.yaml"], "/no/run.yaml"),
+}
+
+
+@pytest.mark.parametrize(("argv", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_a_wrong_request_is_refused_by_name(argv, message):
+    with pytest.raises(ConfigError, match=message):
+        request_from_argv(argv)
+
+
+# What Megatron does to arguments
+
+
+def _parse_with_megatron(argv: list[str]) -> tuple[bool, list[str] | None, Any]:
+    """Return the flag and fields in Megatron's ``args``, and what the command line asks for."""
+    from megatron.training.arguments import parse_args
+
+    sys.argv = ["pretrain", *argv]
+    args = parse_args(extra_args_provider=add_moe_optim_arguments)
+    on = getattr(args, "use_moe_grouped_optim", None)
+    return on, getattr(args, "moe_optim_set", None), request_from_argv(sys.argv[1:])
+
+
+def test_megatrons_parser_knows_the_flags():
+    argv = ["--num-layers", "2", FLAG, "--moe-optim-set", "format=bf16"]
+    ((on, fields, request),) = run_ranks(1, _parse_with_megatron, argv)
+    assert (on, fields) == (True, ["format=bf16"])
+    assert request == MoEOptimConfig(format="bf16")
+
+
+def test_the_flags_survive_a_yaml_configuration(tmp_path: Path):
+    """``--yaml-cfg`` replaces Megatron's args, ours included; the command line stays."""
+    path = tmp_path / "megatron.yaml"
+    path.write_text("{num_layers: 2, disable_msc_deprecated: false, enable_msc: false}")
+    argv = ["--yaml-cfg", str(path), FLAG, "--moe-optim-set", "format=bf16"]
+    ((on, fields, request),) = run_ranks(1, _parse_with_megatron, argv)
+    assert (on, fields) == (None, None)
+    assert request == MoEOptimConfig(format="bf16")
+
+
+def _load_arguments_of_a_checkpoint(argv: list[str]) -> tuple[bool, Any, int]:
+    """Read arguments from a checkpoint that was saved without the plug-in."""
+    from megatron.training import checkpointing
+    from megatron.training.arguments import parse_args
+
+    sys.argv = ["pretrain", *argv]
+    args = parse_args(extra_args_provider=add_moe_optim_arguments)
+    saved = SimpleNamespace(
+        **vars(args) | {"use_moe_grouped_optim": False, "moe_optim_set": [], "num_experts": 4}
+    )
+    checkpointing._load_base_checkpoint = lambda *_args, **_kwargs: (
+        {"args": saved, "iteration": 3, "checkpoint_version": 3.0},
+        "iter_0000003",
+        False,
+        None,
+    )
+    checkpointing.load_args_from_checkpoint(args)
+    return args.use_moe_grouped_optim, request_from_argv(sys.argv[1:]), args.num_experts
+
+
+def test_the_flags_survive_the_arguments_of_a_checkpoint():
+    """``--use-checkpoint-args`` takes the model's shape from the file, and not our flags."""
+    argv = ["--use-checkpoint-args", "--load", "x", FLAG, "--moe-optim-set", "format=bf16"]
+    ((on, request, experts),) = run_ranks(1, _load_arguments_of_a_checkpoint, argv)
+    assert experts == 4
+    assert on is True
+    assert request == MoEOptimConfig(format="bf16")

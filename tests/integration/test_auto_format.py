@@ -1,0 +1,192 @@
+"""``format: auto`` is what is built: every object has the one format that is right."""
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_optim.config import MoEOptimConfig
+from moe_optim.errors import ConfigError
+from moe_optim.formats import FP8_BLOCK, MXFP8, MXFP8_2D, NVFP4
+from moe_optim.integration import cpu_runtime
+from moe_optim.integration.argv import spell_format
+from moe_optim.integration.patching import active
+from moe_optim.weights import managed
+from tests.support import te_stand_ins, training
+from tests.support.ranks import run_ranks
+from tests.support.training import Record, assert_same_run, pretrain
+
+AUTO = MoEOptimConfig()
+FLAGS = ["--train-iters", "2", "--eval-interval", "2"]
+
+
+def test_a_format_that_is_given_stays():
+    for format in ("bf16", "mxfp8_2d", "nvfp4"):
+        config = MoEOptimConfig(format=format, expert_layout="indexed")
+        assert config.resolved("mxfp8") is config
+
+
+def test_auto_takes_the_format_and_every_other_knob_stays():
+    config = MoEOptimConfig(wire="bf16", save_nonfinite=True)
+    assert config.resolved("nvfp4") == dataclasses.replace(config, format="nvfp4")
+
+
+def test_knobs_that_do_not_go_with_what_auto_is_are_refused():
+    with pytest.raises(ConfigError, match="^format: auto, bf16 here: record_amax: expected false"):
+        MoEOptimConfig(record_amax=True).resolved("bf16")
+
+
+# Transformer Engine: the weights say it
+
+
+@pytest.mark.parametrize(
+    ("weight", "stored", "format"),
+    [
+        (te_stand_ins.MXFP8Tensor, MXFP8, "mxfp8"),
+        (te_stand_ins.NVFP4Tensor, NVFP4, "nvfp4"),
+        (te_stand_ins.Float8BlockwiseQTensor, FP8_BLOCK, "fp8_block"),
+    ],
+    ids=["mxfp8", "nvfp4", "fp8_block"],
+)
+def test_weights_of_transformer_engine_are_managed_in_their_own_format(
+    weight: Any, stored: Any, format: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(managed, "installed_config", lambda: AUTO)
+    storage = managed.storage_of(weight(stored, torch.randn(128, 256)))
+    assert storage.format.name == format
+
+
+def test_square_blocks_are_asked_for_by_name(monkeypatch: pytest.MonkeyPatch):
+    """They come from this package's recipe, which ``auto`` leaves as Megatron makes it."""
+    explicit = MoEOptimConfig(format="mxfp8_2d")
+    monkeypatch.setattr(managed, "installed_config", lambda: explicit)
+    weight = te_stand_ins.MXFP8Tensor(MXFP8_2D, torch.randn(128, 256))
+    assert managed.storage_of(weight).format.name == "mxfp8_2d"
+
+
+def test_a_tensor_that_transformer_engine_did_not_quantize_is_not_managed(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """bf16 primary weights, and per-tensor scaling, which is refused as before."""
+    monkeypatch.setattr(managed, "installed_config", lambda: AUTO)
+    float8 = type("Float8Tensor", (), {})()
+    assert managed.storage_of(torch.nn.Parameter(torch.ones(2, 2))) is None
+    assert managed.storage_of(float8) is None
+
+
+def _two_formats() -> str:
+    from moe_optim.optimizer import requirements
+
+    active.activate(AUTO)
+    mixed = [
+        te_stand_ins.MXFP8Tensor(MXFP8, torch.randn(32, 32)),
+        te_stand_ins.NVFP4Tensor(NVFP4, torch.randn(32, 32)),
+    ]
+    with pytest.raises(ConfigError) as error:
+        requirements._check_wanted(
+            AUTO, [SimpleNamespace(parameters=lambda: mixed)], quantized=True, tensorwise=False
+        )
+    return str(error.value)
+
+
+def test_weights_of_two_formats_are_refused():
+    (message,) = run_ranks(1, _two_formats)
+    assert message.startswith("moe_optim: format: auto: expected quantized weights of one format")
+    assert "mxfp8 and nvfp4" in message
+
+
+@pytest.mark.parametrize("asked", ["bf16", "mxfp8"])
+def test_weights_with_one_scale_are_refused_under_another_format_on_every_rank(asked: str):
+    """Also by ranks that have none of them: a pipeline stage may lack what another holds."""
+    for message in run_ranks(2, _one_scale_on_one_rank, asked):
+        assert message.startswith("moe_optim: format: expected auto, as --fp8-recipe")
+        assert (
+            f"got {asked}. Set --moe-optim-set format=auto, or drop --fp8-param-gather" in message
+        )
+
+
+def _one_scale_on_one_rank(asked: str) -> str:
+    from moe_optim.optimizer import requirements
+
+    cpu_runtime.install()
+    dist.init_process_group("gloo")
+    active.activate(MoEOptimConfig(format=asked))
+    quantizer = te_stand_ins.Float8CurrentScalingQuantizer()
+    weight = te_stand_ins.Float8Tensor(torch.randn(32, 32), quantizer)
+    params = [weight] if dist.get_rank() == 0 else []
+    chunk = SimpleNamespace(
+        parameters=lambda: params, config=SimpleNamespace(), ddp_config=SimpleNamespace()
+    )
+    requirements._refused_settings = lambda *_, **__: {}
+    with pytest.raises(ConfigError) as error:
+        requirements.check_wrapped_model(None, [chunk])
+    return str(error.value)
+
+
+# Megatron's own loop: portable experts, and none
+
+
+def _train(flags: list[str], config: MoEOptimConfig, *without: str) -> Record:
+    """Train without some of the flags that all runs of these tests have."""
+    training.MODEL = [flag for flag in training.MODEL if flag not in without]
+
+    def formats(model: list[Any], _optimizer: Any) -> set[str]:
+        params = [param for chunk in model for param in chunk.parameters()]
+        storages = [p.quantized_storage for p in params if managed.is_managed(p)]
+        return {storage.format.name for storage in storages}
+
+    return pretrain([*FLAGS, *flags], config, observe=formats)
+
+
+def test_portable_experts_are_mxfp8_to_the_bit():
+    for auto, explicit in zip(
+        run_ranks(2, _train, [], AUTO),
+        run_ranks(2, _train, [], MoEOptimConfig(format="mxfp8")),
+        strict=True,
+    ):
+        assert auto.extra == {"mxfp8"}
+        assert_same_run(auto, explicit, what="auto against mxfp8")
+
+
+def test_without_portable_experts_it_is_bf16_to_the_bit():
+    """Megatron's own experts, in the buffers and under the optimizer of this package."""
+    (auto,) = run_ranks(1, _train, [], AUTO, "--moe-grouped-gemm")
+    bf16 = MoEOptimConfig(format="bf16")
+    (explicit,) = run_ranks(1, _train, [], bf16, "--moe-grouped-gemm")
+    assert (auto.extra, auto.classes) == (set(), {"GroupedDistributedOptimizer"})
+    assert_same_run(auto, explicit, what="auto against bf16")
+
+
+def test_it_is_resolved_after_the_arguments_of_a_checkpoint(tmp_path: Path):
+    """``--use-checkpoint-args`` brings ``--moe-grouped-gemm`` back, and with it the experts."""
+    flags = ["--save", str(tmp_path), "--load", str(tmp_path), "--use-checkpoint-args"]
+    run_ranks(1, _train, flags[:2], AUTO)
+    longer = ["--train-iters", "3", "--override-opt_param-scheduler"]
+    (resumed,) = run_ranks(1, _train, [*flags, *longer], AUTO, "--moe-grouped-gemm")
+    assert resumed.extra == {"mxfp8"}
+    assert list(resumed.losses) == [3]
+
+
+# Messages before anything is built
+
+
+@pytest.mark.parametrize(
+    ("flags", "format"),
+    [
+        ("--fp8-format e4m3 --fp8-recipe mxfp8 --fp8-param-gather", "mxfp8"),
+        ("--fp8-format=e4m3 --fp8-recipe=blockwise --fp8-param-gather", "fp8_block"),
+        ("--fp4-format e2m1 --fp4-param-gather", "nvfp4"),
+        ("--fp8-format e4m3 --fp8-recipe mxfp8", "bf16"),
+        ("--transformer-impl local --moe-grouped-gemm", "mxfp8"),
+        ("--transformer-impl local", "bf16"),
+        ("--moe-grouped-gemm", "bf16"),
+        ("--fp8-format hybrid --fp8-param-gather", "auto"),  # per-tensor scaling is refused later
+    ],
+)
+def test_messages_name_what_flags_say(flags: str, format: str):
+    assert spell_format("auto", flags.split()) == format
+    assert spell_format("mxfp8_2d", flags.split()) == "mxfp8_2d"

@@ -1,0 +1,576 @@
+"""CUDA's names work on a machine without it while the runtime is installed, and only then."""
+
+import contextlib
+import io
+import logging
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from moe_optim.config import MoEOptimConfig
+from moe_optim.errors import ConfigError, PatchError
+from moe_optim.formats import MXFP8
+from moe_optim.integration import cpu_runtime
+from moe_optim.integration.patching import patches
+from moe_optim.integration.patching.engine import patch_state
+from moe_optim.weights.grouped_weight import GroupedWeight
+from moe_optim.weights.storage import PortableStorage
+from tests.support import training
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.slow
+
+CUDA = torch.device("cuda", 0)
+
+
+def in_one_rank(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function in a process of its own: the runtime changes torch for all of it."""
+    return run_ranks(1, function, *args)[0]
+
+
+def redirected() -> dict[str, Any]:
+    """Return what stands at every name that the runtime redirects."""
+    found = {}
+    for name in cpu_runtime.REDIRECTS:
+        value: Any = torch
+        for step in name.split("."):
+            value = getattr(value, step)
+        found[name] = value
+    return found
+
+
+# Installing and uninstalling
+
+
+def _install_and_uninstall() -> list[str]:
+    before = redirected()
+    adam_and_cpu = [p for p in (*patches.ADAM, *patches.CPU) if patch_state(p) != "not needed"]
+    assert len(adam_and_cpu) >= 6
+    assert not cpu_runtime.is_installed()
+    cpu_runtime.install()
+    installed = redirected()
+    assert cpu_runtime.is_installed()
+    assert all(installed[name] is cpu_runtime.REDIRECTS[name] for name in installed)
+    assert {patch_state(patch) for patch in adam_and_cpu} == {"applied"}
+    cpu_runtime.install()
+    assert all(redirected()[name] is installed[name] for name in installed)
+    cpu_runtime.uninstall()
+    cpu_runtime.uninstall()
+    assert not cpu_runtime.is_installed()
+    assert {patch_state(patch) for patch in adam_and_cpu} == {"off"}
+    assert torch.ones(1).type() == "torch.FloatTensor"
+    with pytest.raises((RuntimeError, AssertionError)):
+        torch.zeros(1, device="cuda")
+    return [name for name, value in redirected().items() if value is not before[name]]
+
+
+def test_uninstall_restores_every_name_that_install_redirected():
+    """By identity, after two installs and two uninstalls; CUDA is out of reach again."""
+    assert in_one_rank(_install_and_uninstall) == []
+
+
+def _install_again() -> None:
+    for _ in range(2):
+        cpu_runtime.install()
+        assert torch.zeros(1, device="cuda").type() == "torch.cuda.FloatTensor"
+        cpu_runtime.uninstall()
+
+
+def test_it_can_be_installed_again():
+    in_one_rank(_install_again)
+
+
+def _keep_the_log_level() -> int:
+    logger = logging.getLogger("megatron.core.tensor_parallel.random")
+    logger.setLevel(logging.INFO)
+    cpu_runtime.install()
+    cpu_runtime.uninstall()
+    return logger.level
+
+
+def test_uninstall_restores_the_level_of_megatrons_log():
+    assert in_one_rank(_keep_the_log_level) == logging.INFO
+
+
+def test_importing_redirects_nothing():
+    assert not cpu_runtime.is_installed()
+    assert all(value is not cpu_runtime.REDIRECTS[name] for name, value in redirected().items())
+
+
+def test_a_machine_with_a_gpu_is_refused(monkeypatch):
+    """The runtime would hide it: the error says how to do that on purpose."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    before = redirected()
+    with pytest.raises(ConfigError, match=r"got 8\. Set CUDA_VISIBLE_DEVICES=''"):
+        cpu_runtime.install()
+    assert not cpu_runtime.is_installed()
+    assert all(value is before[name] for name, value in redirected().items())
+
+
+def _fail_to_install() -> list[str]:
+    def refuse(*_: Any) -> None:
+        raise PatchError("Megatron is not what it was.")
+
+    cpu_runtime.apply_patches = refuse
+    before = redirected()
+    with pytest.raises(PatchError):
+        cpu_runtime.install()
+    assert not cpu_runtime.is_installed()
+    assert torch.ones(1).type() == "torch.FloatTensor"
+    return [name for name, value in redirected().items() if value is not before[name]]
+
+
+def test_an_install_that_fails_redirects_nothing():
+    """Where Megatron does not fit, torch is left as it was too."""
+    assert in_one_rank(_fail_to_install) == []
+
+
+# From a script of one's own
+
+TOO_LATE = """
+import torch, moe_optim
+{before}
+stock = torch.cuda.is_available
+try:
+    moe_optim.use_cpu()
+except moe_optim.StateError as error:
+    assert torch.cuda.is_available is stock  # nothing was redirected
+    print(error)
+else:
+    moe_optim.use_cpu()  # again: nothing happens
+    from megatron.core.fusions.fused_bias_swiglu import swiglu
+    gates = torch.ones(2, 4, device="cuda", requires_grad=True)
+    swiglu(gates).sum().backward()  # what torch compiles for a GPU runs as it is written
+    print("trains")
+"""
+
+
+def use_cpu_after(statement, environment=()):
+    """Return what a fresh process says of ``moe_optim.use_cpu()`` after a statement."""
+    kept = {name: value for name, value in os.environ.items() if name != "TORCHDYNAMO_DISABLE"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", TOO_LATE.format(before=statement)],
+        env=kept | dict(environment),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("statement", "environment"),
+    [
+        pytest.param("", {}, marks=pytest.mark.extended),
+        ("import megatron", {}),  # a namespace: nothing of Megatron is loaded yet
+        ("import megatron.core", {"TORCHDYNAMO_DISABLE": "1"}),
+        pytest.param(
+            "import torch._dynamo", {"TORCHDYNAMO_DISABLE": "0"}, marks=pytest.mark.extended
+        ),
+    ],
+    ids=["nothing", "a namespace", "Megatron uncompiled", "another wish"],
+)
+def test_a_script_chooses_the_cpu_before_it_imports_megatron(statement, environment):
+    assert use_cpu_after(statement, environment) == "trains"
+
+
+@pytest.mark.parametrize(
+    "statement",
+    ["import megatron.core", pytest.param("moe_optim.install()", marks=pytest.mark.extended)],
+)
+def test_a_script_that_chooses_the_cpu_too_late_hears_of_it(statement):
+    """It had ended in an internal error of torch's compiler, at the first product of experts."""
+    said = use_cpu_after(statement)
+    assert said.startswith(
+        "moe_optim.use_cpu: expected to be called before the first import of megatron, got megatron"
+    )
+    assert "Move the call above everything that imports megatron" in said
+
+
+WITH_FUSED_OPTIMIZERS = """
+import sys, moe_optim
+moe_optim.use_cpu()
+from megatron.core import optimizer
+from moe_optim.integration import cpu_runtime
+print(optimizer.Adam.__name__)
+cpu_runtime.uninstall()
+import transformer_engine
+"""
+
+
+def test_a_cpu_run_does_without_kernels_of_gpus_that_are_installed(tmp_path):
+    """Megatron would step with Transformer Engine's Adam wherever it finds one."""
+    package = tmp_path / "transformer_engine"
+    package.mkdir()
+    (package / "__init__.py").write_text("print('imported')")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", WITH_FUSED_OPTIMIZERS],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.split() == ["GroupStepAdam", "imported"], done.stderr
+
+
+# Devices, pinning and type names
+
+ON_THE_CPU = {  # all of these are CUDA tensors on a GPU machine
+    "a device name": lambda x: torch.zeros(3, device="cuda"),
+    "a device name with an ordinal": lambda x: torch.zeros(3, device="cuda:0"),
+    "a device": lambda x: torch.zeros(3, device=CUDA),
+    "an ordinal": lambda x: torch.zeros(3, device=0),
+    "the current device": lambda x: torch.zeros(3, device=torch.cuda.current_device()),
+    "a new tensor like another": lambda x: x.new_zeros(3, device="cuda"),
+    "a tensor of values": lambda x: torch.tensor([0.0] * 3, device="cuda"),
+    "random values": lambda x: torch.rand(3, device="cuda"),
+    "cuda()": lambda x: x.cuda(),
+    "cuda() of an ordinal": lambda x: x.cuda(0, non_blocking=True),
+    "to a name": lambda x: x.to("cuda"),
+    "to a name, not blocking": lambda x: x.to("cuda:0", non_blocking=True),
+    "to a device and dtype": lambda x: x.to(CUDA, torch.float32),
+    "to a keyword": lambda x: x.to(device="cuda"),
+    "to an ordinal by keyword": lambda x: x.to(device=0),
+    "to an ordinal": lambda x: x.to(0),
+    "pin_memory()": lambda x: x.pin_memory(),
+    "a pinned allocation": lambda x: torch.empty(3, pin_memory=True),
+    "a pinned allocation on the host": lambda x: torch.empty(3, device="cpu", pin_memory=True),
+    "a module": lambda x: torch.nn.Linear(1, 3).cuda().bias,
+    "a module by ordinal": lambda x: torch.nn.Linear(1, 3).to(0).bias,
+    "a module made there": lambda x: torch.nn.Linear(1, 3, device=CUDA).bias,
+    "an allocated meta module": lambda x: (
+        torch.nn.Linear(1, 3, device="meta").to_empty(device="cuda").bias
+    ),
+}
+ELSEWHERE = {  # and these are not
+    "the CPU by name": lambda x: (torch.zeros(3, device="cpu"), "cpu"),
+    "the meta device": lambda x: (torch.zeros(3, device="meta"), "meta"),
+    "to meta": lambda x: (x.to("meta"), "meta"),
+    "to a dtype": lambda x: (x.to(torch.float32), "cpu"),
+    "no device": lambda x: (torch.zeros(3, device=None), "cpu"),
+}
+
+
+def _make_all() -> dict[str, str]:
+    cpu_runtime.install()
+    failures = {}
+    cases: dict[str, tuple[Any, str]] = {}
+    for what, make in (ON_THE_CPU | ELSEWHERE).items():
+        try:
+            made = make(torch.zeros(3))
+        except Exception as error:
+            failures[what] = str(error)
+            continue
+        cases[what] = made if isinstance(made, tuple) else (made, "cpu")
+    for what, (tensor, device) in cases.items():
+        if tensor.device.type != device or tensor.shape != (3,):
+            failures[what] = str(tensor.device)
+        elif device == "cpu" and tensor.is_pinned():
+            failures[what] = "pinned"
+    return failures
+
+
+@pytest.fixture(scope="module")
+def failures():
+    return in_one_rank(_make_all)
+
+
+@pytest.mark.parametrize("what", [*ON_THE_CPU, *ELSEWHERE])
+def test_cuda_devices_are_the_cpu_and_others_are_themselves(failures, what):
+    assert what not in failures, failures[what]
+
+
+TO_THE_HOST = {  # copies of what is on a GPU, and with `cuda` in the name nothing of the sort
+    "cpu()": lambda x: x.cpu(),
+    "cpu(), pinned": lambda x: x.cpu().pin_memory(),
+    "cpu() of a part": lambda x: x[1:].cpu(),
+    "cpu() of a parameter": lambda x: torch.nn.Parameter(x).cpu(),
+    "to a name": lambda x: x.to("cpu"),
+    "to a name, not blocking": lambda x: x.to("cpu", non_blocking=True),
+    "to a keyword": lambda x: x.to(device="cpu"),
+    "to a name and dtype": lambda x: x.to("cpu", torch.float32),
+}
+
+
+def _bring_to_the_host() -> tuple[list[str], list[str]]:
+    cpu_runtime.install()
+    source = torch.arange(3.0)
+    shared = [
+        what
+        for what, bring in TO_THE_HOST.items()
+        if bring(source).untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
+    ]
+    changed = [
+        what
+        for what, bring in TO_THE_HOST.items()
+        if not torch.equal(bring(source).detach(), source[-len(bring(source)) :])
+    ]
+    weight = GroupedWeight(PortableStorage(MXFP8, (1, 32, 32)))
+    weight.copy_(torch.ones(1, 32, 32))
+    copy: Any = weight.cpu()
+    mine, theirs = (one.quantized_storage.quantized.planes() for one in (copy, weight))
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    assert not {p.data_ptr() for p in mine.values()} & {p.data_ptr() for p in theirs.values()}
+    assert source.cuda() is source
+    assert source.to("cuda") is source
+    assert source.to(torch.cuda.current_device()) is source
+    assert source.to(torch.float32) is source
+    return shared, changed
+
+
+def test_what_is_brought_to_the_host_has_memory_of_its_own():
+    """Offloading frees what it was brought from; what goes to the device is there already."""
+    assert in_one_rank(_bring_to_the_host) == ([], [])
+
+
+TYPE_NAMES = {
+    torch.float32: "torch.cuda.FloatTensor",
+    torch.float16: "torch.cuda.HalfTensor",
+    torch.bfloat16: "torch.cuda.BFloat16Tensor",
+    torch.int32: "torch.cuda.IntTensor",
+    torch.int64: "torch.cuda.LongTensor",
+    torch.uint8: "torch.cuda.ByteTensor",
+    torch.bool: "torch.cuda.BoolTensor",
+}
+
+
+def _type_names() -> None:
+    cpu_runtime.install()
+    names = {dtype: torch.zeros(1, dtype=dtype).type() for dtype in TYPE_NAMES}
+    assert names == TYPE_NAMES
+    weight = torch.nn.Parameter(GroupedWeight(PortableStorage(MXFP8, (1, 32, 32))))
+    assert weight.type() == torch.nn.Parameter(torch.zeros(1).bfloat16()).type()
+    assert torch.zeros(1).type(torch.float64).dtype == torch.float64
+    assert torch.zeros(1).type("torch.DoubleTensor").dtype == torch.float64
+
+
+def test_type_names_are_those_of_cuda_tensors():
+    """Megatron's optimizers branch on them, for parameters of every class; conversions still do."""
+    in_one_rank(_type_names)
+
+
+def _type_names_back() -> dict[torch.dtype, torch.dtype]:
+    cpu_runtime.install()
+    return {dtype: torch.zeros(1).type(name).dtype for dtype, name in TYPE_NAMES.items()}
+
+
+def test_a_type_name_it_gives_is_one_it_takes():
+    """``a.type(b.type())`` converts ``a`` on any machine."""
+    assert in_one_rank(_type_names_back) == {dtype: dtype for dtype in TYPE_NAMES}
+
+
+# Streams, events, statistics
+
+
+def _use_streams_and_events() -> None:
+    cpu_runtime.install()
+    main = torch.cuda.current_stream()
+    assert main is torch.cuda.default_stream()
+    side = torch.cuda.Stream(device=torch.cuda.current_device(), priority=-1)
+    start, end = (torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(2))
+    start.record()
+    with torch.cuda.stream(side):
+        side.wait_stream(main)
+        side.wait_event(start)
+        end.record(side)
+    main.wait_stream(side)
+    assert isinstance(side.record_event(), torch.cuda.Event)
+    assert side.record_event(end) is end
+    assert end.query()
+    end.wait()
+    end.synchronize()
+    side.synchronize()
+    torch.cuda.synchronize()
+    assert start.elapsed_time(end) == 0
+    assert torch.cuda.current_stream() is main
+    assert side.cuda_stream == 0
+    with torch.cuda.stream(None):
+        torch.cuda.set_stream(side)
+
+
+def test_streams_and_events_have_the_interface_that_is_used():
+    """Work is done when it is issued, so waiting returns at once and events have happened."""
+    in_one_rank(_use_streams_and_events)
+
+
+def _ask_about_the_device() -> None:
+    cpu_runtime.install()
+    assert torch.cuda.is_available()
+    assert torch.cuda.device_count() == 1
+    assert torch.device(torch.cuda.current_device()).type == "cpu"
+    assert torch.cuda.get_device_capability() >= (8, 0)
+    assert torch.cuda.get_device_properties(0).total_memory == 0
+    assert torch.cuda.get_device_name() == "cpu"
+    assert not torch.cuda.is_current_stream_capturing()
+    for call in (torch.cuda.empty_cache, torch.cuda.reset_peak_memory_stats):
+        assert call() is None
+    assert torch.cuda.set_device(0) is None
+
+
+def test_there_is_one_device():
+    in_one_rank(_ask_about_the_device)
+
+
+def _use_memory() -> None:
+    cpu_runtime.install()
+    mib = 2**20
+    before = torch.cuda.memory_allocated()
+    tensor = torch.ones(64 * mib, dtype=torch.uint8, device="cuda")
+    with_it = torch.cuda.memory_allocated()
+    assert before + 60 * mib < with_it < before + 80 * mib
+    assert torch.cuda.max_memory_allocated() > with_it - 8 * mib
+    del tensor
+    assert torch.cuda.memory_allocated() < with_it - 60 * mib
+    stats = torch.cuda.memory_stats()
+    for kind in ("allocated", "reserved"):  # counted by the page and core: nearly the same
+        current, peak = (stats[f"{kind}_bytes.all.{which}"] for which in ("current", "peak"))
+        now, most = (getattr(torch.cuda, f"{name}memory_{kind}")() for name in ("", "max_"))
+        assert abs(current - now) < 8 * mib
+        assert abs(peak - most) < 8 * mib
+        assert peak > with_it - 8 * mib
+    assert torch.cuda.device_memory_used() > 64 * mib
+
+
+def test_memory_is_what_the_process_has_resident():
+    """The host's allocator keeps no account of tensors: zeros would be untrue."""
+    in_one_rank(_use_memory)
+
+
+def _log_memory() -> tuple[dict[str, list[float]], str]:
+    from megatron.training.global_vars import get_tensorboard_writer
+
+    scalars: dict[str, list[float]] = {}
+
+    def watch(*_: Any) -> None:
+        writer = get_tensorboard_writer()
+        stock = writer.add_scalar
+
+        def add_scalar(tag: str, value: float, *args: Any) -> None:
+            scalars.setdefault(tag, []).append(float(value))
+            stock(tag, value, *args)
+
+        writer.add_scalar = add_scalar
+
+    flags = "--train-iters 2 --eval-interval 2 --log-memory-to-tensorboard --log-memory-interval 1"
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        training.pretrain(
+            [*flags.split(), "--log-device-memory-used"], MoEOptimConfig(), after_setup=watch
+        )
+    return scalars, said.getvalue()
+
+
+def test_megatrons_flags_that_log_memory_do():
+    """They had ended in KeyError, and in an import of NVIDIA's management library."""
+    scalars, said = in_one_rank(_log_memory)
+    for tag in ("mem-reserved-bytes", "mem-allocated-bytes", "mem-max-allocated-bytes"):
+        assert len(scalars[tag]) == 2
+        assert all(2**26 < value < 2**36 for value in scalars[tag])
+    assert all(math.isnan(count) for count in scalars["mem-allocated-count"])
+    lines = re.findall(
+        r"memory \(MB\) \| allocated: ([\d.]+) .* device memory used: ([\d.]+)", said
+    )
+    assert len(lines) >= 2
+    assert all(float(allocated) > 64 and float(used) > 64 for allocated, used in lines)
+
+
+# Random numbers
+
+
+def _draw() -> None:
+    cpu_runtime.install()
+    torch.cuda.manual_seed(7)
+    state = torch.cuda.get_rng_state()
+    assert torch.equal(state, torch.get_rng_state())
+    first = torch.rand(4, device="cuda")
+    for restore, read in (
+        (torch.cuda.set_rng_state, torch.cuda.get_rng_state),
+        (torch.cuda.random.set_rng_state, torch.cuda.random.get_rng_state),
+    ):
+        restore(state, device=torch.cuda.current_device())
+        assert torch.equal(read(device=0), state)
+        assert torch.equal(torch.rand(4), first)
+    torch.cuda.manual_seed_all(7)
+    assert torch.equal(torch.rand(4), first)
+    torch.manual_seed(7)
+    assert torch.equal(torch.rand(4, device="cuda"), first)
+    for key in (0, torch.cuda.current_device()):
+        assert torch.equal(torch.cuda.default_generators[key].get_state(), torch.get_rng_state())
+
+
+def test_there_is_one_random_stream():
+    """Host and device draw from it; whatever seeds or restores one does both."""
+    in_one_rank(_draw)
+
+
+def _fork_megatrons_tracker() -> tuple[list[float], list[float]]:
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+    cpu_runtime.install()
+    tracker = CudaRNGStatesTracker()
+    tracker.add("experts", 3)
+    torch.manual_seed(1)
+    expected = torch.rand(4).tolist()
+    torch.manual_seed(1)
+    drawn = []
+    for _ in range(2):
+        drawn += torch.rand(2).tolist()
+        with tracker.fork("experts"):
+            torch.rand(5)
+    return drawn, expected
+
+
+def test_megatrons_random_tracker_forks_it():
+    """Draws inside a fork do not disturb those outside."""
+    drawn, expected = in_one_rank(_fork_megatrons_tracker)
+    assert drawn == expected
+
+
+def test_split_sizes_become_what_the_dispatcher_asks_for():
+    sizes = torch.tensor([3, 0, 5])
+    array = cpu_runtime.maybe_move_tensor_to_cpu(sizes, as_numpy=True)
+    assert isinstance(array, np.ndarray)
+    assert array.tolist() == [3, 0, 5]
+    assert cpu_runtime.maybe_move_tensor_to_cpu(sizes, record_stream=True) is sizes
+    assert cpu_runtime.maybe_move_tensor_to_cpu([1], as_numpy=True) == [1]
+    assert cpu_runtime.maybe_move_tensor_to_cpu(None, as_numpy=True) is None
+
+
+# Collectives
+
+DTYPES = (torch.bfloat16, torch.float32, torch.uint8)
+
+
+def _gather_several_dtypes(asynchronous: bool) -> list[list[float]]:
+    cpu_runtime.install()
+    from megatron.core.distributed import param_and_grad_buffer
+
+    torch.distributed.init_process_group("gloo")
+    rank, group = torch.distributed.get_rank(), torch.distributed.group.WORLD
+    buckets = [torch.zeros(2 * 3, dtype=dtype) for dtype in DTYPES]
+    with param_and_grad_buffer._coalescing_manager(group, async_ops=asynchronous) as handle:
+        for number, bucket in enumerate(buckets):
+            own = bucket[3 * rank : 3 * rank + 3]
+            own += 10 * number + rank + 1
+            param_and_grad_buffer.dist_all_gather_func(
+                bucket, own, group=group, async_op=asynchronous
+            )
+    if asynchronous:
+        handle.wait()
+    return [bucket.tolist() for bucket in buckets]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_one_call_gathers_buckets_of_several_dtypes(asynchronous):
+    """Megatron's bucket groups of later virtual stages hold fp32 and bf16 parameters."""
+    ranks = run_ranks(2, _gather_several_dtypes, asynchronous)
+    want = [[first] * 3 + [first + 1] * 3 for first in (1, 11, 21)]
+    assert ranks == [want, want]

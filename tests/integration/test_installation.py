@@ -1,0 +1,302 @@
+"""The plug-in replaces nothing until it is asked to, and gives everything back."""
+
+import importlib
+import pkgutil
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from moe_optim.config import MoEOptimConfig
+from moe_optim.errors import ConfigError, PatchError, StateError
+from moe_optim.integration import cpu_runtime
+from moe_optim.integration.arguments import request_from_argv
+from moe_optim.integration.patching import active, installation, patches
+from moe_optim.integration.patching.engine import Patch, in_all_versions
+from moe_optim.kernels.member_table import MemberTable
+from tests.support import life_cycle
+from tests.support.ranks import run_ranks
+from tests.support.training import pretrain
+
+MXFP8 = MoEOptimConfig(format="mxfp8")
+OTHER = MoEOptimConfig(format="mxfp8", expert_layout="indexed")
+
+Attributes = dict[tuple[str, str], Any]
+
+
+def owners_below(*prefixes: str) -> dict[str, Any]:
+    """Return all loaded modules below these names, and the classes they define, by name."""
+    modules = {
+        name: module
+        for name, module in list(sys.modules.items())
+        if isinstance(module, types.ModuleType) and f"{name}.".startswith(tuple(prefixes))
+    }
+    classes = {
+        f"{name}.{value.__qualname__}": value
+        for name, module in modules.items()
+        for value in list(vars(module).values())
+        if isinstance(value, type) and value.__module__ == name
+    }
+    return modules | classes
+
+
+def attributes_of(owners: dict[str, Any]) -> Attributes:
+    return {
+        (name, key): value
+        for name, owner in owners.items()
+        for key, value in vars(owner).items()
+        if key not in {"__slotnames__", "__warningregistry__"}  # of copying and of warnings
+    }
+
+
+def differences(before: Attributes, after: Attributes) -> list[str]:
+    """Return what is not the identical object, or is new, or is gone."""
+    return sorted(
+        f"{name}.{key}"
+        for name, key in before.keys() | after.keys()
+        if before.get((name, key), KeyError) is not after.get((name, key), KeyError)
+    )
+
+
+def in_one_rank(function: Callable[..., Any], *args: Any) -> Any:
+    return run_ranks(1, function, *args)[0]
+
+
+def _import_everything() -> tuple[list[str], int, list[str]]:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "moe_optim"]:
+        del sys.modules[name]  # so that what happens on import happens here
+    owners = owners_below("megatron.", "torch.cuda.")
+    before = attributes_of(owners)
+    importlib.import_module("moe_optim")
+    package = importlib.import_module("moe_optim")
+    for module in pkgutil.walk_packages(package.__path__, "moe_optim."):
+        importlib.import_module(module.name)
+    arguments = sys.modules["moe_optim.integration.arguments"]
+    assert arguments.request_from_argv(["--num-layers", "2", "--moe-grouped-gemm"]) is None
+    after = attributes_of(owners)
+    ours = [f"{name}.{key}" for (name, key), value in after.items() if is_ours(value)]
+    return differences(before, after), len(before), ours
+
+
+def is_ours(value: Any) -> bool:
+    return str(getattr(value, "__module__", "")).partition(".")[0] == "moe_optim"
+
+
+def test_importing_and_reading_a_command_line_replaces_nothing():
+    """Without the flag no attribute of any module or class of Megatron becomes another object."""
+    changed, watched, ours = in_one_rank(_import_everything)
+    assert watched > 5000
+    assert not changed
+    assert not ours
+
+
+def _install_and_uninstall() -> dict[str, Any]:
+    owners = owners_below("megatron.")
+    before = attributes_of(owners)
+    installation.install(MXFP8)
+    installed = attributes_of(owners)
+    installation.install(MXFP8)
+    again = attributes_of(owners)
+    installation.uninstall()
+    after = attributes_of(owners)
+    installation.uninstall()
+    return {
+        "replaced": differences(before, installed),
+        "replaced by the second install": differences(installed, again),
+        "left behind": differences(before, after),
+    }
+
+
+def test_install_replaces_the_targets_of_its_patches_and_uninstall_restores_them():
+    """By identity; a second call of either does nothing."""
+    report = in_one_rank(_install_and_uninstall)
+    wanted = [*patches.ADAM, *patches.EXPERTS, *patches.OPTIMIZER]
+    wanted += [*patches.CHECKPOINTS, *patches.CHECKPOINTS_OF_RANKS]
+    assert report["replaced"] == sorted(p.target.replace(":", ".") for p in wanted)
+    assert report["replaced by the second install"] == []
+    assert report["left behind"] == []
+
+
+def _use_several_configurations() -> None:
+    with pytest.raises(StateError, match=r"install\(\) to have run"):
+        active.active_config()
+    installation.install()
+    assert active.active_config() == MoEOptimConfig()
+    installation.install(MoEOptimConfig())  # equal, though not identical
+    with pytest.raises(
+        StateError, match=r"got .*expert_layout='indexed'.*uninstall\(\) first"
+    ) as e:
+        installation.install(OTHER)
+    assert "nonfinite" not in str(e.value)  # which they have in common
+    with pytest.raises(ConfigError, match="expected a MoEOptimConfig, got 'mxfp8'"):
+        installation.install("mxfp8")
+    assert active.active_config() == MoEOptimConfig()
+    installation.uninstall()
+    with pytest.raises(StateError):
+        active.active_config()
+    installation.install(OTHER)
+    assert active.active_config() == OTHER
+
+
+def test_one_configuration_at_a_time():
+    in_one_rank(_use_several_configurations)
+
+
+def _fail_to_install() -> list[str]:
+    broken = Patch(
+        id="broken",
+        target="megatron.core.optimizer:NoSuchName",
+        replacement="moe_optim.optimizer.adam:GroupStepAdam",
+        fits=in_all_versions("class"),
+        because="a test",
+        remove_when="never",
+    )
+    owners = owners_below("megatron.")
+    before = attributes_of(owners)
+    patches.OPTIMIZER = (*patches.OPTIMIZER, broken)
+    with pytest.raises(PatchError, match="NoSuchName"):
+        installation.install(MXFP8)
+    with pytest.raises(StateError):
+        active.active_config()
+    return differences(before, attributes_of(owners))
+
+
+def test_an_install_that_fails_changes_nothing():
+    assert in_one_rank(_fail_to_install) == []
+
+
+def _uninstall_under_a_living_optimizer() -> list[str]:
+    """Build, step and save, with knobs that are not the defaults; return what is still replaced."""
+    life_cycle.initialize()
+    installation.uninstall()
+    owners = owners_below("megatron.")
+    before = attributes_of(owners)
+    cycle = life_cycle.LifeCycle(format="nvfp4")
+    cycle.zero()
+    cycle.micro(0, last=True)
+    cycle.step()
+    installation.uninstall()
+    left_behind = differences(before, attributes_of(owners))
+    cycle.zero()
+    cycle.micro(1, last=True)
+    cycle.step()
+    cycle.check()
+    part = cycle.optimizer.chained_optimizers[0]
+    kind = {"distrib_optim_sharding_type": "fully_reshardable"}
+    with pytest.raises(StateError, match=r"expected the plug-in to be installed.*install\(\)"):
+        part.sharded_state_dict({}, is_loading=True, metadata=kind)
+    return left_behind
+
+
+def test_uninstall_leaves_nothing_behind_and_optimizers_their_configuration():
+    """What an optimizer put in place for its checkpoints goes, too. It trains on as it was built,
+    and a load that would miss its manifest is refused."""
+    assert in_one_rank(_uninstall_under_a_living_optimizer) == []
+
+
+def _install_over_a_wrapper() -> tuple[list[str], bool]:
+    """Wrap a function after this package was imported; return the calls it saw, and whether it
+    stands there again."""
+    from megatron.core import dist_checkpointing
+
+    import moe_optim.checkpoint.hooks  # noqa: F401
+
+    calls = []
+
+    def wrapper(checkpoint_dir: str) -> dict[str, Any]:
+        calls.append(checkpoint_dir)
+        return {}
+
+    dist_checkpointing.load_common_state_dict = wrapper
+    installation.install(MXFP8)
+    dist_checkpointing.load_common_state_dict("msc://bucket/iter_0000001")
+    installation.uninstall()
+    return calls, dist_checkpointing.load_common_state_dict is wrapper
+
+
+def test_what_others_wrapped_before_the_installation_stays_wrapped():
+    """Replacements call what stood there when they were put in place, not what Megatron shipped."""
+    assert in_one_rank(_install_over_a_wrapper) == (["msc://bucket/iter_0000001"], True)
+
+
+def _install_within_the_cpu_runtime() -> dict[str, list[str]]:
+    owners, left_behind = owners_below("megatron."), {}
+    for first, second in ((cpu_runtime, installation), (installation, cpu_runtime)):
+        first.install()
+        before = attributes_of(owners)
+        second.install()
+        second.uninstall()
+        left_behind[second.__name__] = differences(before, attributes_of(owners))
+        first.uninstall()
+    return left_behind
+
+
+def test_plugin_and_cpu_runtime_do_not_undo_each_other():
+    """Both need the mended Adam: it stays until the last one goes."""
+    left_behind = in_one_rank(_install_within_the_cpu_runtime)
+    assert len(left_behind) == 2 and not any(left_behind.values()), left_behind
+
+
+def _stock_classes() -> dict[str, str]:
+    def observe(model: list[Any], optimizer: Any) -> dict[str, str]:
+        chunk = model[0]
+        (experts,) = {
+            type(module) for name, module in chunk.named_modules() if name.endswith("mlp.experts")
+        }
+        kinds = {
+            "chain": type(optimizer),
+            "optimizer": type(optimizer.chained_optimizers[0]),
+            "DDP": type(chunk),
+            "buffer": type(chunk.buffers[0]),
+            "bucket": type(chunk.buffers[0].buckets[0]),
+            "bucket group": type(chunk.bucket_groups[0]),
+            "experts": experts,
+        }
+        return {what: f"{kind.__module__}.{kind.__qualname__}" for what, kind in kinds.items()}
+
+    flags = ["--train-iters", "2", "--eval-interval", "2"]
+    return pretrain(flags, None, observe=observe).extra
+
+
+def test_a_run_without_the_flag_is_megatrons_own():
+    """Trained for two steps with the runtime that the CPU needs: not one class of this package."""
+    assert request_from_argv(["--train-iters", "2"]) is None
+    distributed = "megatron.core.distributed"
+    assert in_one_rank(_stock_classes) == {
+        "chain": "megatron.core.optimizer.optimizer.ChainedOptimizer",
+        "optimizer": "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer",
+        "DDP": f"{distributed}.distributed_data_parallel.DistributedDataParallel",
+        "buffer": f"{distributed}.param_and_grad_buffer._ParamAndGradBuffer",
+        "bucket": f"{distributed}.param_and_grad_buffer._ParamAndGradBucket",
+        "bucket group": f"{distributed}.param_and_grad_buffer._ParamAndGradBucketGroup",
+        "experts": "megatron.core.transformer.moe.experts.SequentialMLP",
+    }
+
+
+def _backends_of_a_run(config: MoEOptimConfig) -> set[str]:
+    seen: set[str] = set()
+    stock = MemberTable.build.__func__  # type: ignore[attr-defined]
+
+    def build(cls: type, entries: Any, **kwargs: Any) -> MemberTable:
+        seen.add(kwargs.get("backend", "auto"))
+        return stock(cls, entries, **kwargs)
+
+    MemberTable.build = classmethod(build)  # type: ignore[method-assign,assignment]
+    pretrain(["--train-iters", "2", "--eval-interval", "1"], config)
+    return seen
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        MoEOptimConfig(format="mxfp8", backend="reference"),
+        MoEOptimConfig(format="nvfp4", backend="reference", wire="bf16", expert_layout="indexed"),
+        MoEOptimConfig(format="bf16", backend="reference", compute="mxfp8"),
+    ],
+    ids=["quantized wire", "bf16 wire", "compute"],
+)
+def test_the_backend_reaches_everything_that_quantizes(config: MoEOptimConfig):
+    """Gathers, initial values and copies for products: no table is built with kernels."""
+    assert in_one_rank(_backends_of_a_run, config) == {"reference"}

@@ -1,0 +1,394 @@
+"""A dry run lists everything that is wrong with a command line, and builds nothing."""
+
+import argparse
+import contextlib
+import io
+import os
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from moe_optim.integration.patching.engine import patch_state
+from moe_optim.integration.patching.patches import PATCHES
+from tests.support.ranks import run_ranks
+from tests.support.scripts import PRETRAIN
+from tests.support.training import MODEL
+
+pytest.importorskip("megatron.core")
+
+RUN = [*MODEL, "--train-iters", "2", "--eval-interval", "2"]
+PLUGIN = ["--use-moe-grouped-optim"]
+
+
+def but(*changes: str, without: tuple[str, ...] = ()) -> list[str]:
+    """Return the flags of a run with the plug-in, without some and their value, and others more."""
+    argv = [*RUN, *PLUGIN]
+    for flag in without:
+        at = argv.index(flag)
+        takes_value = not [*argv, "--"][at + 1].startswith("--")
+        del argv[at : at + 1 + takes_value]
+    return [*argv, *changes]
+
+
+LOCAL = "--transformer-impl"
+CASES = {  # what is wrong -> a command line, and the beginnings of all faults
+    "nothing": (but(), []),
+    "nothing, stock": (RUN, []),
+    "sharing gradient memory": (but("--reuse-grad-buf-for-mxfp8-param-ag"), []),
+    "misspelt": (
+        but("--num-expert", "4", "--use-moe-groped-optim", without=("--num-experts", *PLUGIN)),
+        [
+            "--num-expert: no such flag. Write --num-experts, the closest one.",
+            "--use-moe-groped-optim: no such flag. Write --use-moe-grouped-optim, the",
+        ],
+    ),
+    "unlike any": (but("--zzz", "3", "4"), ["--zzz: no such flag. Remove it."]),
+    "values": (
+        but("--lr", "fast", "--train-iters", "2.5", "--ckpt-format", "zip"),
+        ["--lr: invalid float value", "--train-iters: invalid int", "--ckpt-format: invalid choic"],
+    ),
+    "a word of no flag": (["more", *but()], ["more: belongs to no flag. Remove it."]),
+    "missing": (
+        but(without=("--hidden-size", "--num-layers", "--seq-length", "--micro-batch-size")),
+        [
+            "--num-layers: expected a value, got none",
+            "--hidden-size: expected",
+            "--seq-length: expected",
+            "--micro-batch-size: expected",
+        ],
+    ),
+    "no Transformer Engine": (
+        but(LOCAL, "transformer_engine", "--moe-optim-set", "format=bf16"),
+        ["--transformer-impl: expected Transformer Engine for transformer_engine, Megatron's"],
+    ),
+    "refused by the plug-in": (
+        but("--optimizer", "sgd", "--moe-apply-probs-on-input",
+            "--moe-router-topk", "1", "--moe-router-pre-softmax"),
+        [
+            "refused with the plug-in: --optimizer sgd (give adam). Change or remove it.",
+            "refused with the plug-in: --moe-apply-probs-on-input",
+        ],
+    ),
+    "nothing to quantize": (
+        but("--moe-optim-set", "format=mxfp8", without=("--moe-grouped-gemm",)),
+        ["refused with the plug-in: moe_optim.format mxfp8 without weights to keep in it"],
+    ),
+    "knobs": (
+        but("--moe-optim-set", "fromat=mxfp8", "--optimizer", "sgd"),
+        [
+            "--moe-optim-set: 'fromat=mxfp8': expected a key among",
+            "refused with the plug-in: --optimizer sgd",
+        ],
+    ),
+    "Megatron's own": (
+        but("--tensor-model-parallel-size", "2"),
+        [
+            "Megatron: world size (1) is not divisible by total_model_size (total_model_size=2). "
+            "Change these flags. Of the model's flags the plug-in's refusals are not known yet.",
+        ],
+    ),
+    "everything at once": (
+        but("--num-expert", "4", "--lr", "fast", LOCAL, "transformer_engine",
+            "--optimizer", "sgd", "--moe-optim-set", "format=mxfp8",
+            without=("--num-experts", "--hidden-size")),
+        [
+            "--num-expert: no such", "--lr: invalid", "--hidden-size: expected",
+            "--transformer-impl: expected", "refused with the plug-in: --optimizer sgd",
+            "refused with the plug-in: moe_optim.format mxfp8 without",
+        ],
+    ),
+}  # fmt: skip
+
+
+PIPELINE = ["--pipeline-model-parallel-size", "2", "--num-layers", "4"]
+PIPELINE += ["--num-virtual-stages-per-pipeline-rank", "2"]
+FLEX = ["--moe-token-dispatcher-type", "flex", "--expert-model-parallel-size", "2"]
+HYBRID = [*FLEX, "--moe-flex-dispatcher-backend", "hybridep"]
+TENSOR = ["--tensor-model-parallel-size", "2"]
+WHOLE = ["--expert-tensor-parallel-size", "1"]  # experts
+BALANCING = "--moe-router-load-balancing-type"
+LATER = {  # what Megatron tells while it builds or trains -> a command line, beginnings of faults
+    "nothing, every axis": (
+        but(*PIPELINE, *TENSOR, "--sequence-parallel", "--expert-model-parallel-size", "2", *WHOLE,
+            "--moe-shared-expert-intermediate-size", "64", "--qk-layernorm"),
+        [],
+    ),
+    "nothing, another token predicted": (but("--mtp-num-layers", "1"), []),
+    "cut experts that do not fit a format": (
+        but(*TENSOR, "--sequence-parallel", "--moe-optim-set", "format=mxfp8"),
+        ["refused with the plug-in: experts.linear_fc2.weight: mxfp8 needs rows and columns div"],
+    ),
+    "nothing, dense layers between": (but("--moe-layer-freq", "[1,0]"), []),
+    "tensor parallel alone": (but(*TENSOR, *WHOLE), ["Megatron: MoE layers with --tensor-mode"]),
+    "tensor parallel alone, stock": ([*RUN, *TENSOR], ["Megatron: MoE layers with --tensor-mode"]),
+    "latent attention of local layers": (
+        but("--multi-latent-attention"),
+        ["Megatron: --multi-latent-attention: --transformer-impl local has no attention for it"],
+    ),
+    "no HybridEP": (but(*HYBRID), ["Megatron: HybridEP is not installed"]),
+    "no DeepEP": (but(*FLEX), ["Megatron: DeepEP is not installed"]),
+    "latent experts without Transformer Engine": (
+        [*RUN, "--moe-latent-size", "32"],
+        ["Megatron: TransformerEngine is required for MoE latent projections"],
+    ),
+    "fusion of Transformer Engine": (
+        but("--moe-router-fusion"),
+        ["Megatron: --moe-router-fusion takes Transformer Engine 2.6 or newer"],
+    ),
+    "more choices than experts": (
+        but("--moe-router-topk", "8"),
+        ["Megatron: --moe-router-topk: expected at most --num-experts 4, got 8"],
+    ),
+    "groups of queries": (
+        but("--group-query-attention", "--num-query-groups", "3"),
+        ["Megatron: --num-query-groups: expected a divisor of --num-attention-heads 2, got 3"],
+    ),
+    "layers of another number": (
+        but("--moe-layer-freq", "[1,0,1]"),
+        ["Megatron: Invalid length of moe_layer_pattern: 3, expected 2"],
+    ),
+    "sinkhorn": (
+        but(BALANCING, "sinkhorn", "--moe-aux-loss-coeff", "1e-2"),
+        ["Megatron: --moe-router-load-balancing-type sinkhorn takes no --moe-aux-loss-coeff"],
+    ),
+    "quantiles": (
+        but(BALANCING, "quantile_balancing",
+            "--moe-router-num-groups", "2", "--moe-router-group-topk", "1"),
+        ["Megatron: --moe-router-load-balancing-type quantile_balancing takes no --moe-router-num"],
+    ),
+    "a schedule with too few micro-batches": (
+        but(*PIPELINE, "--global-batch-size", "1"),
+        ["Megatron: --num-layers-per-virtual-pipeline-stage, or --num-virtual-stages-per-pipeline"],
+    ),
+    "a schedule with a rest": (
+        but(*PIPELINE, "--global-batch-size", "3"),
+        ["Megatron: --num-layers-per-virtual-pipeline-stage, or --num-virtual-stages-per-pipeline"],
+    ),
+    "a schedule with groups above its micro-batches": (
+        but(*PIPELINE, "--global-batch-size", "2",
+            "--microbatch-group-size-per-virtual-pipeline-stage", "4"),
+        ["Megatron: --num-layers-per-virtual-pipeline-stage, or --num-virtual-stages-per-pipeline"],
+    ),
+    "a norm of the last stage alone": (
+        but("--pipeline-model-parallel-size", "2", *TENSOR, *WHOLE, "--sequence-parallel",
+            "--mtp-num-layers", "1"),
+        ["Megatron: sequence parallel not supported by torch LayerNorm"],
+    ),
+    "warm-up past the end": (
+        but("--lr-warmup-iters", "5"),
+        ["Megatron: assert self.lr_warmup_steps < self.lr_decay_steps. Change these flags."],
+    ),
+    "several at once": (
+        but(*HYBRID, *TENSOR, *WHOLE, "--multi-latent-attention", "--moe-router-topk", "8"),
+        [
+            "Megatron: --multi-latent-attention", "Megatron: HybridEP",
+            "Megatron: --moe-router-topk", "Megatron: MoE layers with",
+        ],
+    ),
+}  # fmt: skip
+
+
+def hide_transformer_engine() -> None:
+    """Let this process, which is a rank, be one without, wherever tests run."""
+    from moe_optim.integration import script_arguments
+
+    script_arguments.import_error = lambda: "ModuleNotFoundError: it is hidden"
+
+
+def _list_later() -> dict[str, list[str]]:
+    """Return the faults of every later case, and see that the process is as it was."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from megatron.training.arguments import parse_and_validate_args
+
+    from moe_optim.commands.train.layer_spec import layer_spec
+    from moe_optim.integration import cpu_runtime
+    from moe_optim.integration.preflight import list_faults
+
+    cpu_runtime.install()
+    os.environ.pop("WORLD_SIZE")
+    found = {}
+    for name, (argv, _) in LATER.items():
+        sys.argv = ["script", *argv]
+        found[name] = list_faults(parse_and_validate_args, argv, layer_spec=layer_spec)
+        assert not dist.is_initialized() and not parallel_state.is_initialized()
+        assert "NVTE_FUSED_ATTN" not in os.environ  # which a model of Megatron sets
+    argv = but(*TENSOR, *WHOLE, "--sequence-parallel")
+    sys.argv = ["script", *argv]
+    found["layers of a script"] = list_faults(parse_and_validate_args, argv)
+    return found
+
+
+@pytest.fixture(scope="module")
+def found_later() -> dict[str, list[str]]:
+    return run_ranks(1, _list_later)[0]
+
+
+@pytest.mark.parametrize("case", LATER)
+def test_what_megatron_tells_while_it_builds_or_trains_is_foreseen(found_later, case):
+    """Its own builder and scheduler answer; several faults are told at once."""
+    faults, want = found_later[case], LATER[case][1]
+    assert len(faults) == len(want), faults
+    for fault, beginning in zip(faults, want, strict=True):
+        assert fault.startswith(beginning)
+
+
+def test_layers_are_those_that_the_script_is_built_from(found_later):
+    """Megatron's norm without apex refuses sequence parallelism; that of `moe-optim train` not."""
+    (fault,) = found_later["layers of a script"]
+    assert fault.startswith("Megatron: ") and "sequence parallel" in fault.lower()
+
+
+def _build_over(argv: list[str]) -> list[str]:
+    """Return the faults where one more module of Megatron's asks its weight for a value."""
+    from megatron.core.transformer.moe.router import TopKRouter
+    from megatron.training.arguments import parse_and_validate_args
+
+    from moe_optim.integration import cpu_runtime
+    from moe_optim.integration.preflight import list_faults
+
+    cpu_runtime.install()
+    stock = TopKRouter.__init__
+
+    def ask(self, *args, **kwargs):
+        stock(self, *args, **kwargs)
+        self.weight.sum().item()
+
+    TopKRouter.__init__ = ask
+    sys.argv = ["script", *argv]
+    return list_faults(parse_and_validate_args, argv)
+
+
+def test_what_only_a_model_without_memory_cannot_is_no_fault():
+    """The table is told even so."""
+    assert run_ranks(1, _build_over, but())[0] == []
+    (fault,) = run_ranks(1, _build_over, but("--moe-router-topk", "8"))[0]
+    assert fault.startswith("Megatron: --moe-router-topk")
+
+
+def _list_all() -> dict[str, tuple[list[str], str]]:
+    """Return the faults of every case and what was printed, and see that nothing is left behind."""
+    from megatron.training.arguments import parse_and_validate_args
+
+    from moe_optim.integration import cpu_runtime
+    from moe_optim.integration.preflight import list_faults
+
+    cpu_runtime.install()
+    hide_transformer_engine()
+    states = [patch_state(patch) for patch in PATCHES]
+    found = {}
+    for name, (argv, _) in CASES.items():
+        sys.argv = ["script", *argv]
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            faults = list_faults(parse_and_validate_args, argv)
+        found[name] = faults, printed.getvalue()
+        assert [patch_state(patch) for patch in PATCHES] == states
+    os.environ.pop("WORLD_SIZE")
+    sys.argv = ["script", *but("--pipeline-model-parallel-size", "2")]
+    found["no launcher"] = list_faults(parse_and_validate_args, sys.argv[1:]), ""
+    found["no parser"] = list_faults(lambda: None, []), ""
+    own = argparse.ArgumentParser(prog="mine.py")
+    own.add_argument("--config", required=True)
+    found["own parser"] = list_faults(partial(own.parse_args, []), []), ""
+    found["says why"] = list_faults(partial(sys.exit, "no config"), []), ""
+    found["broken"] = list_faults(partial(int, "x"), []), ""
+    return found
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, tuple[list[str], str]]:
+    return run_ranks(1, _list_all)[0]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_fault_is_listed_once_and_no_other(found, case):
+    """In the order parse, settle, plug-in; Megatron prints nothing meanwhile."""
+    faults, printed = found[case]
+    want = CASES[case][1]
+    assert len(faults) == len(want), faults
+    for fault, beginning in zip(faults, want, strict=True):
+        assert fault.startswith(beginning)
+    assert printed == ""
+
+
+def test_without_a_launcher_as_many_ranks_are_meant_as_the_parallel_sizes_need(found):
+    assert found["no launcher"][0] == []
+
+
+def test_a_script_that_never_comes_to_its_arguments_is_a_fault(found):
+    assert found["no parser"][0][0].startswith("expected a script that has Megatron parse")
+    ends = "expected a script that has Megatron parse its arguments, got one that ends before it: "
+    (own,) = found["own parser"][0]
+    assert own.startswith(f"{ends}mine.py: error: the following arguments are required: --config.")
+    assert found["says why"][0][0].startswith(f"{ends}no config.")
+    assert found["broken"][0][0].startswith("ValueError: invalid literal")
+
+
+def _dry_run(script: Path) -> list[tuple[int, str]]:
+    """Return exit code and last words of `moe-optim run --dry-run`, with and without a fault."""
+    from moe_optim.commands.cli import main as cli
+
+    said = []
+    for argv in (but(), but("--num-expert", "4")):
+        with contextlib.redirect_stderr(io.StringIO()) as errors:
+            code = cli.main(["run", "--dry-run", str(script), *argv])
+        said.append((code, errors.getvalue()))
+    return said
+
+
+def test_the_command_runs_a_script_until_its_arguments_are_settled(tmp_path):
+    """It exits with 0 where nothing is wrong, else with 2; the rest of the script never runs."""
+    script = tmp_path / "pretrain_mine.py"
+    script.write_text(
+        PRETRAIN.replace("    config =", "    raise SystemExit('too far')\n    config =")
+    )
+    ((fine, wrong),) = run_ranks(1, _dry_run, script)
+    assert fine[0] == 0
+    assert wrong[0] == 2
+    assert (
+        f"error: {script}: arguments: expected what Megatron and moe_optim take, got 1 fault:\n"
+        in wrong[1]
+    )
+    assert wrong[1].splitlines()[-1].startswith("  --num-expert: no such flag. Write --num-experts")
+
+
+def _run_without_te(script: Path) -> str:
+    from moe_optim.commands.cli import main as cli
+
+    hide_transformer_engine()
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
+        assert cli.main(["run", str(script), *but(LOCAL, "transformer_engine")]) == 2
+    return errors.getvalue().splitlines()[-1]
+
+
+def test_a_run_for_which_transformer_engine_is_missing_says_so(tmp_path):
+    """Before Megatron calls the class that it could not import."""
+    script = tmp_path / "pretrain_mine.py"
+    script.write_text(PRETRAIN)
+    (line,) = run_ranks(1, _run_without_te, script)
+    assert line.startswith("error: --transformer-impl: expected Transformer Engine for transformer")
+
+
+LATE = {
+    "in the order of the module": ("pretrain()\nmoe_optim.install()\n", True),
+    "in a function": ("def main():\n    m = DistributedDataParallel(c)\n    install()\n", True),
+    "in a condition": ("pretrain()\nif True:\n    install()\n", True),
+    "before": ("install()\npretrain()\n", False),
+    "in another function": ("def main():\n    pretrain()\ninstall()\nmain()\n", False),
+    "none": ("pretrain()\n", False),
+}
+
+
+@pytest.mark.parametrize("case", LATE)
+def test_an_installation_after_the_model_is_found_in_the_script(case, tmp_path):
+    from moe_optim.integration.preflight import find_late_install
+
+    source, is_late = LATE[case]
+    script = tmp_path / "mine.py"
+    script.write_text(source)
+    found = find_late_install(script)
+    assert (found is not None) == is_late
+    if found:
+        assert "expected install() before the model is built, got it after " in found

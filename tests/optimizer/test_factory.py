@@ -1,0 +1,40 @@
+"""What the factory takes out of Megatron's configuration, since it is done here in another way."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from moe_optim.config import MoEOptimConfig
+from moe_optim.optimizer import factory
+
+TAKEN_OUT = (
+    "optimizer_cuda_graph",
+    "optimizer_cpu_offload",
+    "reuse_grad_buf_for_mxfp8_param_ag",
+)
+PRECISION_AWARE = (
+    "use_precision_aware_optimizer",
+    "use_precision_aware_optimizer_no_fp8_or_ds_fp8",
+)
+
+
+def config(**flags):
+    """Return what of Megatron's ``OptimizerConfig`` is looked at."""
+    plain = dict.fromkeys(PRECISION_AWARE, False)
+    return SimpleNamespace(**plain, **dict.fromkeys(TAKEN_OUT, False) | flags)
+
+
+@pytest.mark.parametrize("flag", TAKEN_OUT)
+def test_megatron_does_nothing_that_is_done_here(flag):
+    """And the configuration that was given stays as it is: others read it, too."""
+    given = config(**{flag: True})
+    settled = factory._settle(given, MoEOptimConfig(step="fused"), [torch.nn.Linear(2, 2)])
+    assert not any(getattr(settled, name) for name in TAKEN_OUT)
+    assert getattr(given, flag) is True
+
+
+def test_a_configuration_with_nothing_to_take_out_is_handed_on():
+    given = config()
+    knobs = MoEOptimConfig(step="stock")
+    assert factory._settle(given, knobs, [torch.nn.Linear(2, 2)]) is given

@@ -1,0 +1,113 @@
+"""What a fused step has planned is used while it is true, and not longer."""
+
+import pytest
+import torch
+
+from moe_optim import ops
+from moe_optim.errors import LayoutError
+from moe_optim.optimizer.graphed import GraphedStep
+from moe_optim.weights.grouped_weight import GroupedWeight
+from tests.optimizer.test_nonfinite import _snapshot
+from tests.support import life_cycle
+from tests.support.bytes import assert_same_tensors
+from tests.support.ranks import run_ranks
+
+
+def _train(cycle: life_cycle.LifeCycle, seed: int) -> None:
+    cycle.zero()
+    cycle.micro(seed, last=True)
+    cycle.step()
+    cycle.check()
+
+
+def _step_refused_twice() -> None:
+    life_cycle.initialize()
+    cycle = life_cycle.LifeCycle(step="fused")
+    _train(cycle, 0)
+    states = [
+        state
+        for part in cycle.optimizer.chained_optimizers
+        for state in (*part.optimizer.state.values(),)
+    ]
+    moments = [state["exp_avg"] for state in states]
+    for state, moment in zip(states, moments, strict=True):
+        state["exp_avg"] = moment.half()
+    for seed in (1, 2):
+        cycle.zero()
+        cycle.micro(seed, last=True)
+        with pytest.raises(LayoutError, match=r"expected an fp32 master.*torch\.float16"):
+            cycle.optimizer.step()
+        cycle.expected.stale.add(0)  # of the part that has begun
+        cycle.expected.must_zero = True
+        cycle.check()
+    for state, moment in zip(states, moments, strict=True):
+        state["exp_avg"] = moment
+    _train(cycle, 3)
+    cycle.rollout(3)
+
+
+def test_a_step_whose_plan_was_refused_has_not_been_taken():
+    """However often it is tried; it does not count, and goes on where nothing is refused."""
+    run_ranks(1, _step_refused_twice)
+
+
+def _rebuild_and_count() -> int:
+    life_cycle.initialize()
+    cycle = life_cycle.LifeCycle(step="fused")
+    _train(cycle, 0)
+    updates = [part.update for part in cycle.optimizer.chained_optimizers]
+    planned = [dict(update._tables) for update in updates]
+    for seed in (1, 2):
+        _train(cycle, seed)
+        cycle.rollout(seed)
+    assert [update._tables for update in updates] == planned
+    return sum(isinstance(param, GroupedWeight) for param in cycle.params)
+
+
+def test_steps_in_which_nothing_moves_plan_nothing():
+    assert run_ranks(1, _rebuild_and_count) == [2]
+
+
+def _counts(cycle: life_cycle.LifeCycle) -> list[int]:
+    return [group["step"] for group in cycle.optimizer.param_groups]
+
+
+def _fail(where: str) -> tuple[list[int], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return counts after two steps and one that fails, states then, and after a fourth step."""
+    life_cycle.initialize()
+    cycle = life_cycle.LifeCycle(step="fused")
+    for seed in (1, 2):
+        _train(cycle, seed)
+    if where != "nowhere":
+        cycle.zero()
+        cycle.micro(3, last=True)
+        take_step = GraphedStep(cycle.optimizer) if "graph" in where else cycle.optimizer.step
+        step, encode = ops.step, ops._encode_unshared
+        if "behind" in where:
+            ops._encode_unshared = life_cycle._raise_tripped
+        else:
+            ops.step = life_cycle._raise_tripped
+        with pytest.raises(life_cycle.Tripped):
+            take_step()
+        ops.step, ops._encode_unshared = step, encode
+    counts, states = _counts(cycle), _snapshot([cycle.ddp], cycle.optimizer)
+    cycle.zero()
+    cycle.micro(4, last=True)
+    cycle.optimizer.step()
+    return counts, states, _snapshot([cycle.ddp], cycle.optimizer)
+
+
+@pytest.mark.parametrize("where", ["in a launch", "in a graph"])
+def test_a_launch_that_fails_before_anything_is_written_does_not_count(where: str):
+    """The steps after it have the bias corrections that they would have without it."""
+    ((counts, states, after),) = run_ranks(1, _fail, where)
+    ((_, expected, expected_after),) = run_ranks(1, _fail, "nowhere")
+    assert counts == [2, 2]
+    assert_same_tensors(states, expected, what="states")
+    assert_same_tensors(after, expected_after, what="after the next step")
+
+
+def test_a_launch_that_fails_when_masters_have_been_written_counts():
+    """Of the optimizer whose masters they are, and not of those that it did not come to."""
+    ((counts, _, _),) = run_ranks(1, _fail, "behind the masters")
+    assert counts == [3, 2]

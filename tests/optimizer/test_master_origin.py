@@ -1,0 +1,157 @@
+"""What masters are made of: the values that a quantized weight was last given."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from moe_optim.config import MoEOptimConfig
+from moe_optim.weights.grouped_weight import GroupedWeight
+from tests.support import given_values
+from tests.support.bytes import assert_bytes_equal
+from tests.support.masters import assert_weights_come_from_masters, full_master
+from tests.support.ranks import run_ranks
+from tests.support.training import Record, named_parameters, pretrain
+
+FLAGS = ["--train-iters", "1", "--lr", "0", "--min-lr", "0", "--weight-decay", "0"]
+FLAGS += ["--eval-interval", "1000000"]
+
+
+def _copy(model: torch.nn.Module) -> None:
+    for name, param in model.named_parameters():  # as converters of checkpoints do
+        param.data.copy_(given_values.draw_values(name, param.shape))
+
+
+WRITERS = {"load_state_dict": given_values.load, "copy_ into .data": _copy}
+
+
+def _train_pretrained(config: MoEOptimConfig, writer: str, initialize: bool) -> Record:
+    """Give a model values when it has been built, before anything wraps it, and train a step."""
+    given_values.when_built(WRITERS[writer], initialize=initialize)
+
+    def check(model: list[Any], optimizer: Any) -> Any:
+        assert assert_weights_come_from_masters(model, optimizer) >= 4
+        drawn = given_values.draw_all(model[0].module.module)
+        return {f"module.{name}": values for name, values in drawn.items()}
+
+    return pretrain(FLAGS, config, observe=check)
+
+
+@pytest.mark.parametrize(
+    ("format", "layout", "writer", "initialize"),
+    [
+        ("nvfp4", "grouped", "load_state_dict", True),
+        ("mxfp8", "indexed", "copy_ into .data", False),
+        pytest.param("mxfp8", "grouped", "copy_ into .data", True, marks=pytest.mark.extended),
+        pytest.param("fp8_block", "indexed", "load_state_dict", False, marks=pytest.mark.extended),
+    ],
+)
+def test_weights_given_before_the_model_is_wrapped_are_those_it_trains(
+    format: str, layout: str, writer: str, initialize: bool
+):
+    """Masters are the values themselves, not what quantizing left of them, and not those of the
+    initialization, which stock Megatron goes back to with quantized weights."""
+    config = MoEOptimConfig(format=format, expert_layout=layout)
+    (record,) = run_ranks(1, _train_pretrained, config, writer, initialize)
+    assert record.losses.keys() == {1}
+    for name, master in record.masters.items():
+        assert_bytes_equal(master.view(-1), record.extra[name].view(-1).float(), what=name)
+
+
+def _load_into_frozen_and_twice(config: MoEOptimConfig) -> tuple[list[bool], int, int]:
+    """Freeze the first layer's experts when they are built; count what is kept, and who keeps."""
+
+    def freeze(model: Any) -> None:
+        model.decoder.layers[0].mlp.experts.requires_grad_(False)
+
+    def look(model: list[Any], optimizer: Any) -> tuple[list[bool], int, int]:
+        from moe_optim.optimizer.initial_values import keep_loaded_values
+
+        weights = [p for _, p in named_parameters(model) if isinstance(p, GroupedWeight)]
+        kept_at_first = [w.quantized_storage.initial is not None for w in weights]
+        linear = model[0].module.module.decoder.layers[1].mlp.experts.linear_fc1
+        hooks = len(linear._load_state_dict_pre_hooks)
+        keep_loaded_values(model)
+        assert len(linear._load_state_dict_pre_hooks) == hooks
+        given_values.load(model[0].module.module)
+        return kept_at_first, hooks, sum(w.quantized_storage.initial is not None for w in weights)
+
+    given_values.when_built(freeze)
+    return pretrain(FLAGS, config, observe=look).extra
+
+
+def test_nothing_is_kept_for_weights_without_masters():
+    """Neither the initial values of frozen experts nor what is loaded into them; a module keeps
+    what it loads once, however many optimizers ask for it."""
+    config = MoEOptimConfig(format="mxfp8")
+    ((kept_at_first, hooks, kept),) = run_ranks(1, _load_into_frozen_and_twice, config)
+    assert kept_at_first == [False] * 4
+    assert (hooks, kept) == (1, 2)
+
+
+def _train_after_a_load(config: MoEOptimConfig) -> list[torch.Tensor]:
+    """Load values without making masters of them, train a step, then make masters of weights."""
+
+    def load(model: list[Any], _optimizer: Any) -> None:
+        given_values.load(model[0].module.module)
+
+    def reload(model: list[Any], optimizer: Any) -> list[torch.Tensor]:
+        assert_weights_come_from_masters(model, optimizer)
+        weights = [p for _, p in named_parameters(model) if isinstance(p, GroupedWeight)]
+        values = [weight.dequantize().float() for weight in weights]
+        optimizer.reload_model_params()
+        return [
+            full_master(optimizer, weight).view(weight.shape) - value
+            for weight, value in zip(weights, values, strict=True)
+        ]
+
+    return pretrain(FLAGS, config, after_setup=load, observe=reload).extra
+
+
+def test_values_that_a_step_has_overwritten_are_no_masters_any_more():
+    """They were loaded and no masters made of them: the step took the old ones, as Megatron does,
+    and whoever makes masters of the weights later gets those of the weights."""
+    (differences,) = run_ranks(1, _train_after_a_load, MoEOptimConfig(format="mxfp8"))
+    assert len(differences) == 4
+    for difference in differences:
+        assert not difference.any()
+
+
+def _load_when_there_are_masters(config: MoEOptimConfig) -> dict[str, Any]:
+    """Load values beside the optimizer and make masters of them; return these, and where in an
+    expert this rank's parts begin."""
+
+    def load(model: list[Any], optimizer: Any) -> None:
+        given_values.load(model[0].module.module)
+        optimizer.reload_model_params()
+
+    def look(model: list[Any], optimizer: Any) -> dict[str, Any]:
+        assert assert_weights_come_from_masters(model, optimizer) == 6
+        (part,) = (part for part in optimizer.chained_optimizers if not part.is_stub_optimizer)
+        starts = [
+            one.start % one.param.shape[1:].numel()
+            for bucket in part.managed_buckets
+            for one in part.masters_of(bucket)
+        ]
+        drawn = given_values.draw_all(model[0].module.module)
+        wanted = {
+            name: (full_master(optimizer, weight), drawn[name.removeprefix("module.")])
+            for name, weight in named_parameters(model)
+            if isinstance(weight, GroupedWeight)
+        }
+        return {"starts": starts, "masters": wanted}
+
+    flags = [*FLAGS, "--num-layers", "3", "--num-experts", "3"]
+    return pretrain(flags, config, after_setup=load, observe=look).extra
+
+
+@pytest.mark.parametrize("layout", ["stock", "aligned"])
+def test_each_rank_makes_masters_of_its_own_part_of_what_was_loaded(layout: str):
+    """Weights alone, on two ranks whose shards meet inside an expert."""
+    config = MoEOptimConfig(format="mxfp8", layout=layout)
+    ranks = run_ranks(2, _load_when_there_are_masters, config)
+    assert any(start for rank in ranks for start in rank["starts"])
+    for rank in ranks:
+        assert len(rank["masters"]) == 6
+        for name, (master, drawn) in rank["masters"].items():
+            assert_bytes_equal(master, drawn.float().view(master.shape), what=name)

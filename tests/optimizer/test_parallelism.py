@@ -1,0 +1,284 @@
+"""Tensor, sequence and pipeline parallelism, accumulation and several optimizer instances."""
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_optim.config import MoEOptimConfig
+from tests.support.bytes import assert_bytes_equal
+from tests.support.masters import assert_weights_come_from_masters
+from tests.support.ranks import run_ranks
+from tests.support.training import OVERLAP, Record, assert_same_run, assert_same_tensors, pretrain
+
+pytestmark = pytest.mark.slow
+
+RUN = ["--train-iters", "4", "--eval-interval", "2"]
+CUT_EXPERTS = shlex.split("--tensor-model-parallel-size 2 --sequence-parallel")
+CUT_EXPERTS += ["--moe-ffn-hidden-size", "128"]  # 64 a rank
+TP2 = shlex.split("--tensor-model-parallel-size 2 --sequence-parallel")
+TP2 += ["--expert-tensor-parallel-size", "1"]
+EP2 = ["--expert-model-parallel-size", "2"]
+PP2 = ["--pipeline-model-parallel-size", "2"]
+VIRTUAL = ["--num-layers", "4", "--num-virtual-stages-per-pipeline-rank", "2"]
+INSTANCES = ["--num-distributed-optimizer-instances", "2", "--global-batch-size", "8"]
+
+TOPOLOGIES = {  # name -> ranks, flags
+    "tp2": (2, TP2),
+    "tp2 etp2": (2, CUT_EXPERTS),
+    "tp2 ep2": (2, [*TP2, *EP2]),
+    "tp2 ep2 edp2": (4, [*TP2, *EP2]),
+    "pp2": (2, PP2),
+    "pp2, 2 chunks": (2, [*PP2, *VIRTUAL]),
+    "pp2 tp2 ep2": (4, [*PP2, *TP2, *EP2]),
+    "2 instances": (4, INSTANCES),
+}
+
+
+def topologies(*names: str, extended: tuple[str, ...] = ()) -> pytest.MarkDecorator:
+    """Run a test at each of these topologies; the extended ones are left to ``make test-all``."""
+    cases = [pytest.param(*TOPOLOGIES[name], id=name) for name in names]
+    cases += [
+        pytest.param(*TOPOLOGIES[name], id=name, marks=pytest.mark.extended) for name in extended
+    ]
+    return pytest.mark.parametrize(("ranks", "parallel"), cases)
+
+
+# bf16 experts: what Megatron's own optimizer does
+
+BF16 = MoEOptimConfig(format="bf16", layout="stock")
+BF16_UNFUSED = MoEOptimConfig(format="bf16", layout="stock", fuse_wgrad_accumulation=False)
+
+
+def _train_bf16(flags: list[str], config: MoEOptimConfig, plugin: bool) -> Record:
+    return pretrain(flags, config, optimizer=plugin)
+
+
+def assert_equals_stock(ranks: int, flags: list[str], config: MoEOptimConfig = BF16) -> None:
+    stock = run_ranks(ranks, _train_bf16, [*RUN, *flags], config, False)
+    ours = run_ranks(ranks, _train_bf16, [*RUN, *flags], config, True)
+    for rank in range(ranks):
+        assert stock[rank].classes == {"DistributedOptimizer"}
+        assert ours[rank].classes == {"GroupedDistributedOptimizer"}
+        assert_same_run(ours[rank], stock[rank], what=f"rank {rank}")
+    assert len(ours[-1].losses) == 4
+    assert (
+        len(ours[-1].validation_losses) == 4
+    )  # after 2 and 4 steps, validation and test at the end
+
+
+@topologies("pp2, 2 chunks", extended=("tp2", "tp2 etp2", "tp2 ep2 edp2", "pp2", "2 instances"))
+def test_bf16_experts_train_as_under_megatrons_optimizer(ranks: int, parallel: list[str]):
+    """Losses, masters, moments and weights of every rank and model chunk are the same to the bit,
+    gathers overlapped and gradients clipped by a norm over all ranks."""
+    assert_equals_stock(ranks, [*parallel, *OVERLAP, "--clip-grad", "1.0"])
+
+
+@pytest.mark.parametrize(
+    ("config", "reduced"),
+    [
+        pytest.param(BF16, [], id="fused wgrad in fp32", marks=pytest.mark.extended),
+        pytest.param(BF16_UNFUSED, ["--grad-reduce-in-bf16"], id="wgrad by autograd in bf16"),
+        pytest.param(
+            BF16, ["--grad-reduce-in-bf16"], id="fused wgrad in bf16", marks=pytest.mark.extended
+        ),
+        pytest.param(BF16_UNFUSED, [], id="wgrad by autograd in fp32", marks=pytest.mark.extended),
+    ],
+)
+def test_accumulated_gradients_are_megatrons(reduced: list[str], config: MoEOptimConfig):
+    """Four micro-batches a step and rank, summed and reduced in either precision."""
+    assert_equals_stock(
+        2, [*reduced, "--micro-batch-size", "1", "--global-batch-size", "8"], config
+    )
+
+
+# Quantized experts
+
+MXFP8 = MoEOptimConfig(format="mxfp8")
+MXFP8_INDEXED = MoEOptimConfig(format="mxfp8", expert_layout="indexed")
+
+
+def _train_mxfp8(flags: list[str], config: MoEOptimConfig = MXFP8) -> Record:
+    return pretrain(flags, config, observe=assert_weights_come_from_masters)
+
+
+@topologies("pp2 tp2 ep2", extended=("tp2", "tp2 etp2", "tp2 ep2", "pp2, 2 chunks", "2 instances"))
+def test_overlap_changes_nothing_and_weights_come_from_masters(ranks: int, parallel: list[str]):
+    """In every model chunk of every rank, overlapped gathers give what gathers in the step give,
+    which is the oracle's bytes of the masters."""
+    plain = run_ranks(ranks, _train_mxfp8, [*RUN, *parallel])
+    overlapped = run_ranks(ranks, _train_mxfp8, [*RUN, *parallel, *OVERLAP])
+    for rank in range(ranks):
+        assert plain[rank].classes == {"GroupedDistributedOptimizer"}
+        assert plain[rank].extra == len(
+            {name.rpartition(".")[0] for name in plain[rank].weights if ".experts." in name}
+        )
+        assert plain[rank].extra in {2, 4}  # fc1 and fc2 of one layer or two
+        assert_same_run(overlapped[rank], plain[rank], what=f"rank {rank}")
+    losses = plain[-1].losses
+    assert losses[4] < losses[1]
+
+
+@topologies("tp2 ep2", extended=("pp2, 2 chunks",))
+def test_indexed_equals_grouped(ranks: int, parallel: list[str]):
+    """One parameter an expert or one a linear: losses and bytes are the same."""
+    flags = [*RUN, *parallel, *OVERLAP]
+    grouped = run_ranks(ranks, _train_mxfp8, flags, MXFP8)
+    indexed = run_ranks(ranks, _train_mxfp8, flags, MXFP8_INDEXED)
+    for rank in range(ranks):
+        assert indexed[rank].losses == grouped[rank].losses
+        assert_same_experts(indexed[rank].weights, grouped[rank].weights)
+
+
+def assert_same_experts(indexed: dict[str, torch.Tensor], grouped: dict[str, torch.Tensor]) -> None:
+    planes = [name for name in grouped if ".experts." in name]
+    assert planes
+    for name in planes:
+        parameter, _, plane = name.rpartition(".")
+        for expert, expected in enumerate(grouped[name]):
+            got = indexed[f"{parameter}{expert}.{plane}"]
+            assert_bytes_equal(got[0], expected, what=f"{name} of expert {expert}")
+
+
+@topologies("pp2, 2 chunks", extended=("2 instances",))
+def test_wgrad_through_autograd_equals_fused(ranks: int, parallel: list[str]):
+    """Micro-batches accumulate the same bytes in main_grad whoever adds them."""
+    config = MoEOptimConfig(format="mxfp8", fuse_wgrad_accumulation=False)
+    flags = [*RUN, *parallel, *OVERLAP]
+    fused = run_ranks(ranks, _train_mxfp8, flags, MXFP8)
+    unfused = run_ranks(ranks, _train_mxfp8, flags, config)
+    for rank in range(ranks):
+        assert_same_run(unfused[rank], fused[rank], what=f"rank {rank}")
+
+
+# What is copied is the same
+
+
+@pytest.mark.parametrize(
+    "config",
+    [pytest.param(BF16, id="bf16", marks=pytest.mark.extended), pytest.param(MXFP8, id="mxfp8")],
+)
+def test_tensor_parallel_ranks_keep_equal_copies(config: MoEOptimConfig):
+    """Experts, norms and routers lie whole on both ranks, which saw halves of every sequence: their
+    gradients were summed, or the copies would part with the first step."""
+    records = run_ranks(2, _train_bf16, [*RUN, *TP2], config, True)
+    copied = ("experts", "norm", "router")
+    first, second = (
+        {name: plane for name, plane in record.weights.items() if any(c in name for c in copied)}
+        for record in records
+    )
+    assert len(first) >= 2 * 4 + 1
+    assert_same_tensors(first, second, what="tensor-parallel copy")
+
+
+def test_instances_keep_equal_copies():
+    """Each instance has all masters, shared out between its two ranks; gradients are those of all
+    four, so weights are equal everywhere and masters on every second rank."""
+    records = run_ranks(4, _train_mxfp8, [*RUN, *INSTANCES])
+    for rank, twin in ((0, 2), (1, 3)):
+        assert_same_tensors(records[rank].masters, records[twin].masters, what="master")
+    for record in records[1:]:
+        assert_same_tensors(record.weights, records[0].weights, what="weight")
+
+
+# The batch is cut and fed right
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One step of four layers on one rank, saved."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    flags = ["--num-layers", "4", "--train-iters", "1", "--eval-interval", "1000000"]
+    run_ranks(1, _train_bf16, [*flags, "--save", str(folder)], BF16, True)
+    return folder
+
+
+def _train_from(checkpoint: Path, ranks: int, *flags: str) -> list[Record]:
+    start = ["--num-layers", "4", "--load", str(checkpoint), "--finetune"]
+    start += ["--no-load-optim", "--no-load-rng"]
+    return run_ranks(ranks, _train_bf16, [*RUN, *start, *flags], BF16, True)
+
+
+def test_pipeline_stages_compute_what_one_rank_computes(checkpoint: Path):
+    """Cutting a model into stages, or stages into chunks, moves no bit of any loss."""
+    expected = _train_from(checkpoint, 1)[0]
+    for cut in (PP2, [*PP2, *VIRTUAL]):
+        last = _train_from(checkpoint, 2, *cut)[-1]
+        assert last.losses == expected.losses
+        assert last.validation_losses == expected.validation_losses
+
+
+@topologies("tp2 ep2", extended=("tp2",))
+def test_tensor_parallel_ranks_compute_what_one_rank_computes(
+    ranks: int, parallel: list[str], checkpoint: Path
+):
+    """The loss and the gradients of what both ranks hold whole, up to the rounding of bf16 sums:
+    each saw half of every sequence, so without a sum over both, or with one too many, half a
+    gradient would be missing or twice there. Every expert gets every token, lest rounding routes
+    some elsewhere."""
+    one_step = ["--train-iters", "1", "--moe-router-topk", "4"]
+    expected = _train_from(checkpoint, 1, *one_step)[0]
+    cut = _train_from(checkpoint, ranks, *parallel, *one_step)
+    assert cut[0].losses[1] == pytest.approx(expected.losses[1], rel=2**-9)
+    for name, moments in expected.moments.items():
+        if "norm" in name or "router" in name:
+            assert_close(cut[0].moments[name]["exp_avg"], moments["exp_avg"], what=name)
+        elif ".experts." in name:  # its copies, or its experts, are shared out between the ranks
+            got = [rank.moments[name]["exp_avg"] for rank in cut if name in rank.moments]
+            assert_close(torch.cat(got), moments["exp_avg"], what=name)
+
+
+def assert_close(got: torch.Tensor, expected: torch.Tensor, *, what: str) -> None:
+    assert (got - expected).norm() < 0.1 * expected.norm(), what
+
+
+# Checkpoints, and what a run says about itself
+
+
+@topologies("tp2 ep2", extended=("pp2, 2 chunks",))
+def test_resume_continues_to_the_bit(ranks: int, parallel: list[str], tmp_path: Path):
+    """A run that loads what another saved in the middle ends as the other did."""
+    flags = [*RUN, *parallel, *OVERLAP]
+    folder = str(tmp_path / "checkpoints")
+    whole = run_ranks(ranks, _train_mxfp8, [*flags, "--save", folder, "--save-interval", "2"])
+    rest = run_ranks(ranks, _train_mxfp8, [*flags, "--load", folder, "--ckpt-step", "2"])
+    for rank in range(ranks):
+        whole[rank].losses = {step: loss for step, loss in whole[rank].losses.items() if step > 2}
+        rest[rank].validation_losses = whole[rank].validation_losses
+        assert_same_run(rest[rank], whole[rank], what=f"rank {rank}")
+    assert set(rest[-1].losses) == {3, 4}
+
+
+def _describe(flags: list[str]) -> dict[str, Any]:
+    from moe_optim.commands.train.describe_run import describe_model
+
+    return pretrain(flags, MXFP8, observe=describe_model).extra
+
+
+def test_parameters_are_counted_once_wherever_they_lie():
+    """Any cut of the same model has the same number of parameters, quantized and in all."""
+    flags = ["--train-iters", "1", "--eval-interval", "1000000", "--num-layers", "4"]
+    one, *cut = [
+        run_ranks(ranks, _describe, [*flags, *parallel])[0]
+        for ranks, parallel in ((1, []), (2, [*TP2, *EP2]), (2, [*PP2, *VIRTUAL]))
+    ]
+    assert one["quantized_parameters"] == 4 * 4 * 3 * 64 * 96  # layers, experts, gate up down
+    assert one["parameters"] > one["quantized_parameters"]
+    assert all(description == one for description in cut)
+
+
+# What is not handled is refused
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [(["--context-parallel-size", "2"], "--context-parallel-size")],
+    ids=["context parallel"],
+)
+def test_refusals_name_the_flag(flags: list[str], name: str):
+    with pytest.raises(
+        AssertionError, match=f"ConfigError: moe-optim train: .*got {name}. Remove it"
+    ):
+        run_ranks(2, _train_bf16, [*RUN, *flags], BF16, True)

@@ -1,0 +1,262 @@
+"""``get_megatron_optimizer`` as a drop-in: adopts what it can, refuses what it cannot, by name."""
+
+import inspect
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from moe_optim.config import MoEOptimConfig
+from moe_optim.errors import ConfigError, StateError
+from moe_optim.experts.grouped_linear import GroupedLinear
+from moe_optim.formats import MXFP8
+from tests.support import training
+from tests.support.ranks import run_ranks
+from tests.support.training import OVERLAP, Record, assert_same_run, pretrain
+
+FLAGS = ["--train-iters", "6", "--eval-interval", "3", *OVERLAP, "--clip-grad", "1.0"]
+
+
+def _signatures() -> tuple[list[str], list[str]]:
+    from megatron.core.optimizer import get_megatron_optimizer as stock
+
+    import moe_optim
+
+    return tuple(  # type: ignore[return-value]
+        [f"{p.name}={p.default}" for p in inspect.signature(function).parameters.values()]
+        for function in (stock, moe_optim.get_megatron_optimizer)
+    )
+
+
+def test_the_signature_is_megatrons():
+    """Names, order and defaults of all arguments."""
+    ((stock, ours),) = run_ranks(1, _signatures)
+    assert ours == stock
+
+
+def _stock(flags: list[str]) -> Record:
+    return pretrain(flags, None)
+
+
+def _adopted(flags: list[str]) -> Record:
+    """A stock model, wrapped by stock DDP, under our optimizer; nothing is installed."""
+    from megatron.training import training
+
+    import moe_optim
+
+    training.get_megatron_optimizer = moe_optim.get_megatron_optimizer
+    return pretrain(flags, None)
+
+
+def test_a_bf16_model_that_was_wrapped_before_is_adopted_to_the_bit():
+    """Without install(), on Megatron's own experts and buffers, training is Megatron's."""
+    for ours, stock in zip(run_ranks(2, _adopted, FLAGS), run_ranks(2, _stock, FLAGS), strict=True):
+        assert stock.classes == {"DistributedOptimizer"}
+        assert ours.classes == {"GroupedDistributedOptimizer"}
+        assert_same_run(ours, stock, what="adopted")
+
+
+def _quantized_in_stock_buffers(flags: list[str]) -> str:
+    """Experts of ours under Megatron's DDP: the model was built, but install() came too late."""
+    with pytest.raises(StateError) as error:
+        pretrain(flags, MoEOptimConfig(format="mxfp8"), optimizer=False)
+    return str(error.value)
+
+
+def test_quantized_experts_wrapped_before_install_are_refused():
+    """Megatron's buffer would replace quantized storage by plain memory; it is stopped by name."""
+    (message,) = run_ranks(1, _quantized_in_stock_buffers, FLAGS)
+    assert "experts.linear_fc2.weight" in message
+    assert "call install() first" in message
+
+
+def _train_sharing(flags: list[str], config: MoEOptimConfig) -> Record:
+    """Train with the flag in the optimizer's configuration, as a caller of its own may give it."""
+    from megatron.training import training as megatron_training
+
+    stock = megatron_training.get_megatron_optimizer_config
+
+    def sharing(args: Any) -> Any:
+        optimizer_config, overrides = stock(args)
+        optimizer_config.reuse_grad_buf_for_mxfp8_param_ag = True
+        return optimizer_config, overrides
+
+    megatron_training.get_megatron_optimizer_config = sharing
+    return pretrain(flags, config)
+
+
+@pytest.mark.parametrize(
+    "overlap",
+    [pytest.param([], marks=pytest.mark.extended), OVERLAP],
+    ids=["in the step", "overlapped"],
+)
+def test_bf16_weights_follow_their_masters_whatever_the_optimizer_is_told_of_buffers(overlap):
+    """A run with the flag is the run without: no weight waits for a loop that stages it."""
+    config = MoEOptimConfig(format="bf16")
+    flags = ["--train-iters", "4", "--eval-interval", "2", *overlap]
+    (with_flag,) = run_ranks(1, _train_sharing, flags, config)
+    (without,) = run_ranks(1, pretrain, flags, config)
+    assert_same_run(with_flag, without, what="with the flag")
+
+
+REFUSED = {
+    "--use-megatron-fsdp": ("use_megatron_fsdp", True),
+    "--use-distributed-optimizer": ("use_distributed_optimizer", False),
+    "--optimizer sgd": ("optimizer", "sgd"),
+    "--overlap-param-gather-with-optimizer-step": (
+        "overlap_param_gather_with_optimizer_step",
+        True,
+    ),
+    "--use-nccl-ub": ("nccl_ub", True),
+    "--qk-clip": ("qk_clip", True),
+    "--fp16": ("fp16", True),
+    "--main-params-dtype fp16": ("main_params_dtype", torch.float16),
+    "--tensor-parallel-num-weight-shards": ("gtp_weight_remat_size", 2),
+    "--expert-tensor-parallel-num-weight-shards": ("expert_gtp_weight_remat_size", 2),
+}
+
+
+def _refusals() -> dict[str, str]:
+    """Return what each refused flag is answered with, on a model of two chunks, of which the second
+    has a quantized weight."""
+    from moe_optim.experts.grouped_linear import GroupedLinear
+    from moe_optim.formats import MXFP8
+    from moe_optim.optimizer.requirements import check_wrapped_model
+
+    flags = SimpleNamespace(
+        use_megatron_fsdp=False,
+        nccl_ub=False,
+        qk_clip=False,
+        use_distributed_optimizer=True,
+        optimizer="adam",
+        optimizer_cpu_offload=False,
+        overlap_param_gather_with_optimizer_step=False,
+        fp16=False,
+        use_precision_aware_optimizer=True,
+        main_params_dtype=torch.float32,
+        gtp_weight_remat_size=1,
+        expert_gtp_weight_remat_size=1,
+    )
+    answers = {}
+    for flag, (name, value) in REFUSED.items():
+        changed: Any = SimpleNamespace(**{**vars(flags), name: value})
+        chunks = [torch.nn.Linear(1, 1), GroupedLinear(1, 32, 32, format=MXFP8)]
+        for chunk in chunks:
+            chunk.ddp_config = chunk.config = changed
+        with pytest.raises(ConfigError) as error:
+            check_wrapped_model(changed, chunks)
+        answers[flag] = str(error.value)
+    return answers
+
+
+def test_unsupported_flags_are_refused_by_name():
+    """One error names the flag as the user wrote it."""
+    (answers,) = run_ranks(1, _refusals)
+    for flag, message in answers.items():
+        assert flag in message
+        assert message.count("--") >= 2  # and says how to go on
+
+
+def _train_with_megatrons_experts(config: MoEOptimConfig) -> str:
+    training.MODEL.remove("--moe-grouped-gemm")  # in this rank alone
+    try:
+        pretrain(["--train-iters", "1", "--eval-interval", "1"], config)
+    except ConfigError as error:
+        return str(error)
+    return "trained"
+
+
+@pytest.mark.parametrize(
+    ("config", "outcome"),
+    [
+        (MoEOptimConfig(format="mxfp8"), r"format: expected .* mxfp8, .* or set format: bf16\."),
+        (
+            MoEOptimConfig(format="bf16", compute="nvfp4"),
+            r"compute: expected .* nvfp4, .* or set compute: null\.",
+        ),
+        (MoEOptimConfig(format="bf16", compute="bf16"), "trained"),
+    ],
+    ids=["format", "compute", "bf16"],
+)
+def test_narrow_experts_that_nobody_builds_are_refused(config: MoEOptimConfig, outcome: str):
+    """Without portable experts only bf16 trains: whoever asked to store or to multiply in less
+    hears which field asks for it, and of the flag that builds them."""
+    (got,) = run_ranks(1, _train_with_megatrons_experts, config)
+    assert re.search(outcome, got), got
+    assert ("--moe-grouped-gemm" in got) is (outcome != "trained")
+
+
+def _train_without_reducing(flags: list[str], config: MoEOptimConfig) -> Record | str:
+    from megatron.training import training as megatron_training
+
+    megatron_training.finalize_model_grads = lambda *_, **__: None
+    try:
+        return pretrain(flags, config)
+    except StateError as error:
+        return str(error)
+
+
+def test_gradients_of_one_rank_need_no_reduction_and_those_of_several_do():
+    """A loop of its own may step right after the backward pass where one rank has all gradients:
+    losses, masters, moments and weights are those of Megatron's loop. Where ranks share them, the
+    step is refused, which in Megatron goes on with the gradients of each rank alone."""
+    config, flags = MoEOptimConfig(format="mxfp8"), FLAGS[:4]
+    (ours,) = run_ranks(1, _train_without_reducing, flags, config)
+    (want,) = run_ranks(1, pretrain, flags, config)
+    assert_same_run(ours, want, what="without a reduction")
+    for message in run_ranks(2, _train_without_reducing, flags, config):
+        assert "got gradients that are still accumulating. Call finish_grad_sync()" in message
+
+
+def _count_gathers(flags: list[str], config: MoEOptimConfig) -> tuple[Record, set[int]]:
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+
+    stock = _ParamAndGradBucketGroup.start_param_sync
+    counts: dict[int, int] = {}
+
+    def count(group: Any, *args: Any, **kwargs: Any) -> None:
+        counts[id(group)] = counts.get(id(group), 0) + 1
+        stock(group, *args, **kwargs)
+
+    def begin(model: list[Any], _optimizer: Any) -> None:
+        _ParamAndGradBucketGroup.start_param_sync = count
+
+    record = pretrain(flags, config, after_setup=begin)
+    return record, set(counts.values())
+
+
+def test_each_group_is_gathered_once_a_step_however_many_optimizers_there_are():
+    """With expert parallelism dense and expert parameters have an optimizer each, and Megatron
+    gathers everything after each of them. A run is the same without that."""
+    flags = ["--train-iters", "3", "--eval-interval", "1000", "--expert-model-parallel-size", "2"]
+    config = MoEOptimConfig(format="bf16")
+    for (ours, counts), stock in zip(
+        run_ranks(2, _count_gathers, flags, config),
+        run_ranks(2, _portable_under_stock, flags, config),
+        strict=True,
+    ):
+        assert counts == {3}
+        assert_same_run(ours, stock, what="expert parallel")
+
+
+def _wrap_without_distributed_optimizer() -> str:
+    from moe_optim.buckets.buffer import GroupedParamAndGradBuffer
+
+    weight = GroupedLinear(2, 64, 32, format=MXFP8).weight
+    config = SimpleNamespace(use_distributed_optimizer=False)
+    names = [(weight, "experts.linear_fc1.weight")]
+    with pytest.raises(ConfigError) as error:
+        GroupedParamAndGradBuffer(config, torch.bfloat16, torch.float32, names)
+    return str(error.value)
+
+
+def test_quantized_experts_want_the_distributed_optimizer():
+    """Said when the model is wrapped, which comes before anybody builds an optimizer."""
+    (message,) = run_ranks(1, _wrap_without_distributed_optimizer)
+    assert "expected --use-distributed-optimizer, since experts.linear_fc1.weight is" in message
+
+
+def _portable_under_stock(flags: list[str], config: MoEOptimConfig) -> Record:
+    return pretrain(flags, config, optimizer=False)

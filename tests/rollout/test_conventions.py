@@ -1,0 +1,328 @@
+"""Exported experts are named, typed and scaled as engines read them, and mean what training reads.
+
+The oracle is what engines do with what they load, restated in ``tests/support/serving.py``.
+"""
+
+import pytest
+import torch
+
+from moe_optim import ops
+from moe_optim.commands.export.engine_config import quantization_config
+from moe_optim.errors import ConfigError, LayoutError
+from moe_optim.formats import FORMATS, NVFP4, QuantizedWeight, get_format
+from moe_optim.formats.reference.nvfp4 import global_encode_scale
+from moe_optim.rollout.conventions import (
+    CONVENTIONS,
+    ENGINE_FORMATS,
+    ONE_SCALE,
+    choose_convention,
+    find_convention,
+)
+from moe_optim.rollout.planes import (
+    export_expert_of_one_scale,
+    export_experts,
+    get_export_layout,
+    patterns_of,
+    tensor_name,
+)
+from tests.support import serving
+from tests.support.bytes import assert_bytes_equal
+from tests.support.stored_checkpoints import interleaved
+
+ROWS, COLS, EXPERTS = 512, 256, 2
+CASES = [
+    pytest.param(name, one, id=f"{name}-{one.name}")
+    for name in FORMATS
+    for one in CONVENTIONS
+    if one.format == ENGINE_FORMATS[name]
+]
+
+
+def wide_weights(seed=0):
+    """Return values of magnitudes that differ from block to block, and a block of zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.randn((EXPERTS, ROWS, COLS), generator=generator)
+    runs = torch.randint(-20, 8, (EXPERTS, ROWS // 16, COLS // 16), generator=generator)
+    exponents = runs.repeat_interleave(16, 1).repeat_interleave(16, 2)
+    weights = torch.ldexp(weights, exponents)
+    weights[0, :128, :128] = 0
+    weights[:, 300, 200] = 1.5 * 2.0**8  # the amax of both experts
+    return weights
+
+
+@pytest.mark.parametrize(("format", "convention"), CASES)
+def test_what_an_engine_dequantizes_is_what_training_multiplies(format, convention):
+    """To the bit, of gate, up and a whole linear alike."""
+    quantized = ops.quantize(wide_weights(), format)
+    wanted = ops.dequantize(quantized)
+    wholes, halves = (export_experts(quantized, convention, parts=parts) for parts in (1, 2))
+    assert len(wholes) == len(halves) == len(wanted) > 1
+    for expert, (whole,) in enumerate(wholes):
+        assert_bytes_equal(serving.dequantize(whole), wanted[expert], what="all rows")
+    for expert, (gate, up) in enumerate(halves):
+        got = torch.cat([serving.dequantize(gate), serving.dequantize(up)])
+        assert_bytes_equal(got, wanted[expert], what="gate and up")
+
+
+@pytest.mark.parametrize(("format", "convention"), CASES)
+def test_interleaved_rows_come_apart(format, convention):
+    """Runs of 128 rows, which no block of any format crosses."""
+    weights = wide_weights()
+    quantized = ops.quantize(interleaved(weights, 128), format)
+    gate, up = export_experts(quantized, convention, parts=2, interleave=128)[1]
+    straight = ops.quantize(weights, format)
+    for got, want in zip((gate, up), export_experts(straight, convention, parts=2)[1], strict=True):
+        assert got.keys() == want.keys()
+        for name in want:
+            assert_bytes_equal(got[name], want[name], what=name)
+
+
+SHAPES = {  # what replaces `weight` in a name: shape and dtype, of [256, 256]
+    ("mxfp8", "compressed_tensors"): {
+        "weight": ((256, 256), torch.float8_e4m3fn),
+        "weight_scale": ((256, 8), torch.uint8),
+    },
+    ("mxfp8", "modelopt"): {
+        "weight": ((256, 256), torch.float8_e4m3fn),
+        "weight_scale": ((256, 8), torch.uint8),
+    },
+    ("mxfp8", "deepseek"): {
+        "weight": ((256, 256), torch.float8_e4m3fn),
+        "weight_scale_inv": ((256, 8), torch.uint8),
+    },
+    ("nvfp4", "modelopt"): {
+        "weight": ((256, 128), torch.uint8),
+        "weight_scale": ((256, 16), torch.float8_e4m3fn),
+        "weight_scale_2": ((), torch.float32),
+    },
+    ("nvfp4", "compressed_tensors"): {
+        "weight_packed": ((256, 128), torch.uint8),
+        "weight_scale": ((256, 16), torch.float8_e4m3fn),
+        "weight_global_scale": ((1,), torch.float32),
+    },
+    ("fp8_block", "deepseek"): {
+        "weight": ((256, 256), torch.float8_e4m3fn),
+        "weight_scale_inv": ((2, 2), torch.float32),
+    },
+    ("fp8_block", "compressed_tensors"): {
+        "weight": ((256, 256), torch.float8_e4m3fn),
+        "weight_scale": ((2, 2), torch.float32),
+    },
+}
+
+
+@pytest.mark.parametrize(("format", "convention"), CASES)
+def test_names_shapes_and_dtypes_are_those_that_engines_allocate(format, convention):
+    quantized = ops.quantize(wide_weights(), format)
+    gate, up = export_experts(quantized, convention, parts=2)[0]
+    for part in (gate, up):
+        got = {name: (tuple(one.shape), one.dtype) for name, one in part.items()}
+        assert got == SHAPES[convention.format, convention.name]
+
+
+def test_gate_up_and_down_of_an_expert_have_names_of_their_own():
+    layout = get_export_layout("hf_per_expert")
+    prefix = "model.layers.3.mlp.experts."
+    names = [
+        tensor_name(prefix, pattern, 17, "weight_scale_inv")
+        for linear in ("linear_fc1", "linear_fc2")
+        for pattern in patterns_of(layout, linear, "weight")
+    ]
+    assert names == [f"{prefix}17.{part}_proj.weight_scale_inv" for part in ("gate", "up", "down")]
+    (whole,) = patterns_of(get_export_layout("sequential"), "linear_fc1", "weight")
+    want = "x.experts.local_experts.17.linear_fc1.weight_scale"
+    assert tensor_name("x.experts.", whole, 17, "weight_scale") == want
+
+
+@pytest.mark.parametrize(("format", "convention"), CASES)
+def test_nothing_is_copied_where_a_view_does(format, convention):
+    """Elements always, scales of rows and of blocks that lie as engines read them."""
+    quantized = ops.quantize(wide_weights(), format)
+    of_planes = {
+        plane.untyped_storage().data_ptr()
+        for plane in (quantized.rowwise_data, quantized.rowwise_scale)
+    }
+    gate, up = export_experts(quantized, convention, parts=2)[1]
+    for part in (gate, up):
+        shared = {n for n, t in part.items() if t.untyped_storage().data_ptr() in of_planes}
+        repeated = format in ("mxfp8_2d", "nvfp4")
+        assert shared == {convention.data} | (set() if repeated else {convention.scale})
+        assert all(tensor.is_contiguous() for tensor in part.values())
+
+
+@pytest.mark.parametrize("name", ["modelopt", "compressed_tensors"])
+def test_gate_and_up_share_a_global_scale_as_engines_that_fuse_them_ask(name):
+    """They were quantized as one weight; engines keep the scale of the first for both."""
+    weights = wide_weights()
+    weights[:, : ROWS // 2] *= 2.0**-6
+    convention = find_convention(NVFP4, name)
+    quantized = ops.quantize(weights, NVFP4)
+    gate, up = export_experts(quantized, convention, parts=2)[0]
+    assert_bytes_equal(gate[convention.global_scale], up[convention.global_scale])
+
+
+# Which bits a global scale of NVFP4 gives
+
+SCALES = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float().view(1, -1, 1)
+ELEMENTS = torch.tensor([0.5, 1, 1.5, 2, 3, 4, 6]).view(1, 1, -1)
+ORDERS = {
+    "elements and scales first": lambda amax: (ELEMENTS * SCALES) * _scale_2(amax),
+    "scales first": lambda amax: ELEMENTS * (SCALES * _scale_2(amax)),
+    "divided scales first": lambda amax: ELEMENTS * (SCALES / global_encode_scale(amax)),
+}
+
+
+def _scale_2(amax):
+    return torch.div(amax, torch.full_like(amax, 2688.0))
+
+
+def _mantissas_that_differ(amaxes, order):
+    """Return of every amax whether some scale and element give other bits than in training."""
+    amaxes = amaxes.view(-1, 1, 1)
+    trained = (ELEMENTS * ((SCALES * amaxes) * (1.0 / 2688))).bfloat16()
+    differs = (order(amaxes).bfloat16() != trained).flatten(1).any(1)
+    return set((amaxes.flatten()[differs].view(torch.int32) >> 16 & 0x7F).tolist())
+
+
+def test_the_global_scale_of_modelopt_gives_the_bits_of_training_for_every_amax():
+    """An amax is a bf16 number: all of them from 2^-12 to 2^12, all scales, all elements.
+
+    Products take elements times scales first, which is exact, and the global scale last. Who
+    multiplies both scales first rounds once more, and who divides again: elements that lie half
+    way between two bf16 numbers may then come out as the other one, with 2 of 128 mantissas of an
+    amax each. Compressed-tensors has no global scale that would not do so.
+    """
+    bits = torch.arange((127 - 12) << 7, (127 + 12) << 7, dtype=torch.int32) << 16
+    found = {}
+    for name, order in ORDERS.items():
+        parts = [
+            _mantissas_that_differ(part, order) for part in bits.view(torch.float32).split(512)
+        ]
+        found[name] = set().union(*parts)
+    assert found == {
+        "elements and scales first": set(),
+        "scales first": {0x2F, 0x75},
+        "divided scales first": {0x13, 0x75},
+    }
+
+
+@pytest.mark.parametrize("name", ["modelopt", "compressed_tensors"])
+@pytest.mark.parametrize("exponent", [-126, -125, -120, -118, -117, -116, -115])
+def test_engines_get_tiny_experts_as_they_were_encoded(name, exponent):
+    """Powers of two: what modelopt multiplies by is exact, and so is what others divide by.
+
+    From 2^-117 down, 2688 / amax is more than fp32 holds.
+    """
+    weight = torch.full((1, 32, 32), 2.0**exponent)
+    weight[0, :, 16:] *= 0.5
+    quantized = ops.quantize(weight, NVFP4)
+    (whole,) = export_experts(quantized, find_convention(NVFP4, name))[0]
+    assert_bytes_equal(serving.dequantize(whole), ops.dequantize(quantized)[0])
+
+
+def test_an_expert_of_zeros_has_finite_scales_and_gives_zeros():
+    quantized = ops.quantize(torch.zeros(1, 32, 32), NVFP4)
+    for name in ("modelopt", "compressed_tensors"):
+        (whole,) = export_experts(quantized, find_convention(NVFP4, name))[0]
+        assert all(bool(tensor.float().isfinite().all()) for tensor in whole.values())
+        assert not serving.dequantize(whole).any()
+
+
+@pytest.mark.parametrize("interleave", [None, 32])
+def test_each_row_of_an_expert_with_one_scale_gets_it(interleave):
+    """Gate and up apart, however their rows lie; elements are those of training."""
+    codes = torch.randint(0, 256, (128, 16), dtype=torch.uint8)
+    gate, up = codes.chunk(2)
+    stored = codes if interleave is None else interleaved(codes, interleave)
+    scale_inv = torch.tensor([0.75])
+    parts = export_expert_of_one_scale(stored, scale_inv, ONE_SCALE, parts=2, interleave=interleave)
+    for part, rows in zip(parts, (gate, up), strict=True):
+        assert part.keys() == {"weight", "weight_scale"}
+        assert_bytes_equal(part["weight"].view(torch.uint8), rows)
+        assert part["weight"].dtype == ONE_SCALE.data_dtype
+        assert_bytes_equal(part["weight_scale"], torch.full((64, 1), 0.75))
+        assert part["weight_scale"].is_contiguous()
+
+
+# What is refused
+
+
+def test_gate_and_up_must_not_share_a_block_of_scales():
+    quantized = ops.quantize(torch.randn(1, 2 * 96, 128), "fp8_block")
+    with pytest.raises(LayoutError, match="runs of 128 rows or a multiple.*of 96 rows each"):
+        export_experts(quantized, find_convention(get_format("fp8_block")), parts=2)[0]
+    wide = ops.quantize(torch.randn(1, 512, 128), "fp8_block")
+    with pytest.raises(LayoutError, match="interleaved by 64"):
+        export_experts(wide, find_convention(wide.format), parts=2, interleave=64)[0]
+
+
+@pytest.mark.parametrize("interleave", [None, 3])
+def test_a_linear_in_one_part_may_end_in_part_of_a_block(interleave):
+    """Down, or gate and up kept together: no block of scales is cut, whatever the rows."""
+    quantized = ops.quantize(torch.randn(1, 3 * 66, 136), "fp8_block")
+    convention = find_convention(quantized.format)
+    (whole,) = export_experts(quantized, convention, interleave=interleave)[0]
+    assert_bytes_equal(serving.dequantize(whole), ops.dequantize(quantized)[0])
+
+
+def test_unknown_conventions_and_layouts_are_refused_with_those_that_exist():
+    with pytest.raises(ConfigError, match="expected one of modelopt, compressed_tensors for nvfp4"):
+        find_convention(NVFP4, "deepseek")
+    with pytest.raises(ConfigError, match="expected one of compressed_tensors for tensorwise"):
+        choose_convention([ONE_SCALE], "deepseek", "tensorwise")
+    with pytest.raises(ConfigError, match="hf_per_expert, sequential.*got 'hf'"):
+        get_export_layout("hf")
+
+
+@pytest.mark.parametrize(("format", "convention"), CASES)
+def test_what_is_exported_is_known_before_there_are_values(format, convention):
+    """Receivers allocate what senders send."""
+    real = ops.quantize(wide_weights(), format)
+    meta = QuantizedWeight.empty(real.format, real.shape, device="meta")
+    pairs = list(
+        zip(
+            export_experts(real, convention, parts=2)[0],
+            export_experts(meta, convention, parts=2)[0],
+            strict=True,
+        )
+    )
+    assert len(pairs) == 2
+    for got, foreseen in pairs:
+        assert got.keys() == foreseen.keys() == SHAPES[convention.format, convention.name].keys()
+        assert all(got[name].shape == one.shape for name, one in foreseen.items())
+        assert all(got[name].dtype == one.dtype for name, one in foreseen.items())
+
+
+# What engines read in config.json
+
+DENSE = ["lm_head", "model.layers.0.mlp.gate", "model.layers.0.self_attn.q_proj"]
+
+
+def test_each_convention_is_configured_as_its_engines_parse_it():
+    made = {(c.format, c.name): quantization_config(c, DENSE) for c in CONVENTIONS}
+    blocks = made["fp8_block", "deepseek"]
+    assert blocks == {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": DENSE,
+    }
+    assert made["mxfp8", "deepseek"]["quant_method"] == "mxfp8"
+    assert made["mxfp8", "deepseek"]["weight_block_size"] == [1, 32]
+    four_bits = made["nvfp4", "modelopt"]
+    assert (four_bits["quant_method"], four_bits["quant_algo"]) == ("modelopt", "W4A16_NVFP4")
+    assert (four_bits["group_size"], four_bits["ignore"]) == (16, DENSE)
+    assert made["mxfp8", "modelopt"]["quant_algo"] == "MXFP8"
+    packed = made["nvfp4", "compressed_tensors"]
+    assert packed["format"] == "nvfp4-pack-quantized"
+    group = packed["config_groups"]["group_0"]
+    assert group["weights"]["strategy"] == "tensor_group" and group["input_activations"] is None
+    eight_bits = made["mxfp8", "compressed_tensors"]["config_groups"]["group_0"]
+    assert eight_bits["weights"]["scale_dtype"] == "torch.uint8"
+    assert eight_bits["input_activations"]["dynamic"]
+    squares = made["fp8_block", "compressed_tensors"]["config_groups"]["group_0"]["weights"]
+    assert (squares["strategy"], squares["block_structure"]) == ("block", [128, 128])
+    rows = quantization_config(ONE_SCALE, DENSE)["config_groups"]["group_0"]
+    assert rows["weights"]["strategy"] == "channel" and not rows["weights"]["dynamic"]
+    assert rows["input_activations"]["strategy"] == "token" and rows["input_activations"]["dynamic"]

@@ -1,0 +1,429 @@
+"""A live model hands its weights to an engine: all of them, under their names, to the bit.
+
+Each topology steps once with gradients by hand, so that weights are behind their masters when the
+export begins. The oracle quantizes whole masters, names and cuts by itself.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_optim.config import MoEOptimConfig
+from moe_optim.errors import ConfigError, LayoutError, StateError
+from moe_optim.formats import FP8_BLOCK, reference
+from tests.support import serving
+from tests.support.bytes import assert_bytes_equal, assert_same_tensors
+from tests.support.making_room import managed_buffers
+from tests.support.masters import full_master
+from tests.support.ranks import run_ranks
+
+pytest.importorskip("megatron.core")
+
+HIDDEN, FFN, HEADS, GROUPS, WIDTH, EXPERTS, VOCABULARY = 128, 128, 4, 2, 32, 4, 48
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A model, how it is cut over ranks, and how it is exported."""
+
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Of Megatron's groups, by argument of ``initialize_model_parallel``."""
+    knobs: dict[str, Any] = field(default_factory=lambda: {"format": "mxfp8"})
+    ddp: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    virtual_chunks: int = 1
+    export: dict[str, Any] = field(default_factory=dict)
+
+
+def build(setup):
+    """Return model chunks and their optimizer; every rank must call it."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.module import Float16Module
+
+    import moe_optim
+
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(**setup.sizes)
+    moe_optim.uninstall()
+    moe_optim.install(MoEOptimConfig(**setup.knobs))
+    model_parallel_cuda_manual_seed(1)
+    sizes = {
+        name: setup.sizes.get(name, 1)
+        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+    }
+    options = dict(
+        num_layers=4, hidden_size=HIDDEN, num_attention_heads=HEADS, num_query_groups=GROUPS,
+        kv_channels=WIDTH, num_moe_experts=EXPERTS, moe_ffn_hidden_size=FFN,
+        ffn_hidden_size=FFN, moe_router_topk=2, moe_token_dispatcher_type="alltoall",
+        moe_grouped_gemm=True, gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu, add_bias_linear=False, qk_layernorm=True,
+        normalization="RMSNorm", hidden_dropout=0.0, attention_dropout=0.0, bf16=True,
+        params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16,
+        expert_model_parallel_size=setup.sizes.get("expert_model_parallel_size", 1),
+        expert_tensor_parallel_size=setup.sizes.get("expert_tensor_parallel_size", 1),
+        **sizes,
+    )  # fmt: skip
+    if setup.virtual_chunks > 1:
+        options["virtual_pipeline_model_parallel_size"] = setup.virtual_chunks
+    config = TransformerConfig(**options | setup.model)
+    spec = get_gpt_layer_local_spec(num_experts=EXPERTS, moe_grouped_gemm=True, qk_layernorm=True,
+                                    normalization="RMSNorm")  # fmt: skip
+    stage, stages = (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        sizes["pipeline_model_parallel_size"],
+    )
+    chunks = []
+    for number in range(setup.virtual_chunks):
+        ends = {
+            "pre_process": stage == 0 and number == 0,
+            "post_process": stage == stages - 1 and number == setup.virtual_chunks - 1,
+        }
+        if setup.virtual_chunks > 1:
+            ends["vp_stage"] = number
+        gpt = GPTModel(
+            config, spec, VOCABULARY, 32, position_embedding_type="rope",
+            share_embeddings_and_output_weights=False, **ends,
+        )  # fmt: skip
+        buffers = DistributedDataParallelConfig(
+            use_distributed_optimizer=True, grad_reduce_in_fp32=True, **setup.ddp
+        )
+        chunks.append(DistributedDataParallel(config, buffers, Float16Module(config, gpt)))
+    settings = OptimizerConfig(
+        lr=0.1, min_lr=0.1, bf16=True, use_distributed_optimizer=True, clip_grad=0.0,
+        overlap_param_gather=setup.ddp.get("overlap_param_gather", False),
+    )  # fmt: skip
+    return chunks, moe_optim.get_megatron_optimizer(settings, chunks)
+
+
+def step(chunks, optimizer):
+    """Step with gradients by hand, different in every element, alike on tensor-parallel ranks."""
+    from megatron.core import parallel_state
+
+    rank = parallel_state.get_data_parallel_rank()
+    for number, chunk in enumerate(chunks):
+        chunk.zero_grad_buffer()
+        generator = torch.Generator().manual_seed(100 * rank + number)
+        for param in chunk.parameters():
+            noise = torch.randn(param.shape, generator=generator)
+            param.main_grad.copy_(noise.view(param.main_grad.shape))
+        if chunk.ddp_config.overlap_grad_reduce:
+            chunk.start_grad_sync()
+        chunk.finish_grad_sync()
+    optimizer.step()
+
+
+# The oracle: every weight by its name, from what all ranks hold
+
+DENSE = {
+    "embedding.word_embeddings.weight": "model.embed_tokens.weight",
+    "output_layer.weight": "lm_head.weight",
+    "decoder.final_layernorm.weight": "model.norm.weight",
+    "input_layernorm.weight": "input_layernorm.weight",
+    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
+    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+    "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
+    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+    "mlp.router.weight": "mlp.gate.weight",
+}
+
+
+def named_parameters(chunks):
+    """Yield every parameter with its number of layer over all stages, if it lies in one."""
+    from megatron.core.utils import unwrap_model
+
+    for chunk in chunks:
+        gpt = unwrap_model(chunk)
+        for name, param in gpt.named_parameters():
+            layer = None
+            if name.startswith("decoder.layers."):
+                local, name = name.removeprefix("decoder.layers.").split(".", 1)
+                layer = gpt.decoder.layers[int(local)].layer_number - 1
+            yield layer, name, param
+
+
+def whole(param):
+    """Put a dense parameter together from its tensor-parallel parts."""
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_tensor_model_parallel_group()
+    if not getattr(param, "tensor_model_parallel", False) or group.size() == 1:
+        return param.detach().clone()
+    parts = [torch.empty_like(param) for _ in range(group.size())]
+    dist.all_gather(parts, param.detach().contiguous(), group=group)
+    return torch.cat(parts, dim=param.partition_dim)
+
+
+def expected(chunks, optimizer):
+    """Return every tensor of the model by Hugging Face's name; every rank must call it."""
+    from megatron.core import parallel_state
+
+    mine: dict[str, torch.Tensor] = {}
+    ranks = parallel_state.get_expert_model_parallel_world_size()
+    first = parallel_state.get_expert_model_parallel_rank() * EXPERTS // ranks
+    for layer, name, param in named_parameters(chunks):
+        stem = "" if layer is None else f"model.layers.{layer}."
+        if "experts" in name:
+            storage = getattr(param, "quantized_storage", None)
+            values = full_master(optimizer, param) if storage else param.detach()
+            number = first + int(name.rpartition("weight")[2] or 0)
+            rows = ("gate", "up") if "linear_fc1" in name else ("down",)
+            tensors = [{"weight": one} for one in values]
+            if storage:
+                tensors = serving.experts_of(reference.quantize(values, storage.format))
+            for expert, of_expert in enumerate(tensors, number):
+                for suffix, tensor in of_expert.items():
+                    parts = tensor.chunk(len(rows)) if tensor.dim() else [tensor] * len(rows)
+                    for row, part in zip(rows, parts, strict=True):
+                        key = f"{stem}mlp.experts.{expert}.{row}_proj.{suffix}"
+                        mine[key] = part.clone()
+        elif name == "self_attention.linear_qkv.weight":
+            groups = whole(param).chunk(GROUPS)
+            queries = HEADS // GROUPS * WIDTH
+            cuts = [one.split([queries, WIDTH, WIDTH]) for one in groups]
+            for letter, parts in zip("qkv", zip(*cuts, strict=True), strict=True):
+                mine[f"{stem}self_attn.{letter}_proj.weight"] = torch.cat(parts)
+        else:
+            mine[stem + DENSE[name]] = whole(param)
+    packed = {
+        key: (one.dtype, tuple(one.shape), one.reshape(-1).contiguous().view(torch.uint8).tolist())
+        for key, one in mine.items()
+    }  # Megatron lets no float8 tensor through a pickle
+    everything: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everything, packed)
+    return {
+        key: torch.tensor(values, dtype=torch.uint8).view(dtype).view(shape)
+        for of_rank in everything
+        for key, (dtype, shape, values) in of_rank.items()
+    }
+
+
+def exported(chunks, **options):
+    """Return what is exported, each name once, and the names in their order."""
+    import moe_optim
+
+    given: dict[str, torch.Tensor] = {}
+    for name, tensor in moe_optim.export_weights(chunks, **options):
+        assert name not in given, f"{name} twice"
+        given[name] = tensor.clone()
+    return given
+
+
+def initialize():
+    import os
+
+    from moe_optim.integration import cpu_runtime
+
+    cpu_runtime.install()
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False
+    )
+    ranks = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+    dist.init_process_group("gloo", store=store, **ranks)
+
+
+def _compare(setups):
+    """Export each setup after a step; return how many tensors were compared."""
+    initialize()
+    compared = {}
+    for name, setup in setups.items():
+        chunks, optimizer = build(setup)
+        step(chunks, optimizer)
+        given = exported(chunks, **setup.export)
+        want = expected(chunks, optimizer)
+        assert_same_tensors(given, want, what=name)
+        order: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(order, list(given))
+        assert all(one == order[0] for one in order), f"{name}: another order on another rank"
+        compared[name] = len(given)
+    return compared
+
+
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+SETUPS = {
+    "experts over ranks, gathers overlapped": Setup(
+        {"expert_model_parallel_size": 2}, ddp=OVERLAP, export={"bucket_bytes": 40_000}
+    ),
+    "tensor parallel, FP8 blocks": Setup(
+        {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+        {"format": "fp8_block"},
+    ),
+    "virtual pipeline, NVFP4": Setup(
+        {
+            "pipeline_model_parallel_size": 2,
+            "virtual_pipeline_model_parallel_size": 2,
+        },
+        {"format": "nvfp4"},
+        ddp=OVERLAP,
+        virtual_chunks=2,
+        export={"bucket_bytes": 1},
+    ),
+    "a parameter an expert, bf16 on the wire": Setup(
+        knobs={"format": "mxfp8_2d", "expert_layout": "indexed", "wire": "bf16", "layout": "stock"},
+    ),
+    "bf16 experts": Setup({"expert_model_parallel_size": 2}, {"format": "bf16"}),
+}
+DENSE_COUNT = 3 + 4 * 9  # of ends, and of each layer
+PER_EXPERT = {"nvfp4": 9, "bf16": 3}
+
+
+def test_every_rank_is_given_every_weight_as_its_master_says():
+    """Behind their masters before, in every topology; names, order, dtypes and bytes."""
+    counts = {
+        name: DENSE_COUNT + 4 * EXPERTS * PER_EXPERT.get(setup.knobs["format"], 6)
+        for name, setup in SETUPS.items()
+    }
+    assert run_ranks(2, _compare, SETUPS) == [counts] * 2
+
+
+@pytest.mark.extended
+def test_pipeline_and_expert_parallel_ranks_at_once():
+    setup = Setup(
+        {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2},
+        ddp=OVERLAP,
+        export={"bucket_bytes": 10_000},
+    )
+    assert run_ranks(4, _compare, {"both": setup}) == [{"both": DENSE_COUNT + 96}] * 4
+
+
+# What else an export promises
+
+
+def _promises():
+    import moe_optim
+
+    initialize()
+    facts = {}
+    chunks, optimizer = build(SETUPS["experts over ranks, gathers overlapped"])
+    step(chunks, optimizer)
+    exported(chunks)  # which gathers, and the oracle reads dense weights as they are
+    want = expected(chunks, optimizer)
+    first = dist.get_rank() * EXPERTS // 2
+
+    def is_mine(name):
+        before, found, after = name.partition(".experts.")
+        return not found or int(after.partition(".")[0]) in range(first, first + EXPERTS // 2)
+
+    own = exported(chunks, experts="own")
+    assert_same_tensors(own, {name: one for name, one in want.items() if is_mine(name)})
+    memory = {
+        plane.untyped_storage().data_ptr()
+        for chunk in chunks
+        for module in chunk.modules()
+        if hasattr(module, "storages")
+        for storage in module.storages()
+        for plane in storage.quantized.planes().values()
+    }
+    facts["views"] = all(
+        tensor.untyped_storage().data_ptr() in memory
+        for name, tensor in moe_optim.export_weights(chunks)
+        if is_mine(name) and ".experts." in name
+    )
+    shorter = exported(chunks, vocab_size=VOCABULARY - 5)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        assert_bytes_equal(shorter[name], want[name][:-5], what=name)
+    values = {name: tensor for name, tensor in want.items() if ".experts." in name}
+    named = exported(chunks, convention="deepseek")
+    for name in values:
+        same = name.replace("weight_scale", "weight_scale_inv")
+        assert_bytes_equal(named[same], values[name], what=same)
+    in_place = exported(chunks, layout="sequential")
+    facts["sequential"] = sorted(
+        name for name in in_place if ".layers.3." in name and "local_experts.1." in name
+    )
+    fc1 = in_place["decoder.layers.3.mlp.experts.local_experts.1.linear_fc1.weight"]
+    parts = [want[f"model.layers.3.mlp.experts.1.{x}_proj.weight"] for x in ("gate", "up")]
+    assert_bytes_equal(fc1, torch.cat(parts))
+    facts["errors"] = _errors(chunks, optimizer)
+    return facts
+
+
+def _errors(chunks, optimizer):
+    import moe_optim
+
+    given = moe_optim.export_weights(chunks, experts="own")
+    next(given)
+    step(chunks, optimizer)
+    refused = {"a step in between": refusal(lambda: list(given))}
+    for buffer in managed_buffers(chunks):
+        buffer.offload_to_cpu(move_grads=False)
+    refused["on the host"] = refusal(lambda: exported(chunks))
+    for buffer in managed_buffers(chunks):
+        buffer.reload_from_cpu(move_grads=False)
+    assert_same_tensors(exported(chunks), expected(chunks, optimizer))
+    refused["a layout"] = refusal(lambda: exported(chunks, layout="hf"))
+    refused["a convention"] = refusal(lambda: exported(chunks, convention="gguf"))
+    return refused
+
+
+def refusal(act):
+    try:
+        act()
+    except (ConfigError, LayoutError, StateError) as error:
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("nothing was refused")
+
+
+def test_an_export_sends_no_more_than_asked_copies_nothing_and_refuses_what_it_cannot():
+    for facts in run_ranks(2, _promises):
+        assert facts["views"]
+        stem = "decoder.layers.3.mlp.experts.local_experts.1."
+        assert facts["sequential"] == [
+            f"{stem}linear_fc{n}.weight{end}" for n in (1, 2) for end in ("", "_scale")
+        ]
+        errors = facts["errors"]
+        assert "weights of the current masters" in errors["a step in between"]
+        assert "they are offloaded. Call reload_from_cpu()" in errors["on the host"]
+        assert "expected one of hf_per_expert, sequential" in errors["a layout"]
+        assert "expected one of compressed_tensors" in errors["a convention"]
+
+
+QUANTIZED = ("self_attention.linear_qkv.weight", "self_attention.linear_proj.weight")
+
+
+def _with_quantized_dense_weights():
+    """Export a model whose dense linears are Transformer Engine's, as parameter gather has them."""
+    from tests.support.te_stand_ins import Float8BlockwiseQTensor, as_parameter
+
+    initialize()
+    chunks, _ = build(Setup(knobs={"format": "fp8_block"}))
+    want = {}
+    for name, param in list(chunks[0].module.module.named_parameters()):
+        if name.endswith(QUANTIZED):
+            weight = as_parameter(Float8BlockwiseQTensor(FP8_BLOCK, param.detach().float()))
+            chunks[0].module.module.get_submodule(name.rpartition(".")[0]).weight = weight
+            values = reference.quantize(param.detach()[None], FP8_BLOCK)
+            want[name] = reference.dequantize(values, "rowwise")[0].bfloat16()
+    in_place, on_disk = exported(chunks, layout="sequential"), exported(chunks)
+    for name, values in want.items():
+        assert_bytes_equal(in_place[name], values, what=name)
+        if name.endswith(QUANTIZED[1]):
+            disk = name.replace("decoder", "model").replace(
+                "self_attention.linear_proj", "self_attn.o_proj"
+            )
+            assert_bytes_equal(on_disk[disk], values, what=disk)
+    return len(want)
+
+
+def test_dense_weights_that_transformer_engine_quantizes_are_there_too():
+    """Dequantized, in either layout: an engine that lacks them would keep those of before."""
+    assert run_ranks(1, _with_quantized_dense_weights) == [8]
+
+
+def _refuse_shared_blocks():
+    initialize()
+    chunks, _ = build(Setup(knobs={"format": "fp8_block"}, model={"moe_ffn_hidden_size": 96}))
+    return refusal(lambda: exported(chunks))
+
+
+def test_blocks_that_gate_and_up_share_are_refused_by_name():
+    (shared,) = run_ranks(1, _refuse_shared_blocks)
+    assert "decoder.layers.0.mlp.experts.linear_fc1" in shared and "96 rows" in shared

@@ -1,0 +1,685 @@
+"""A quantized weight is one bf16 parameter to torch: what shares bytes, copies them, or refuses."""
+
+import copy
+import io
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_optim.errors import StateError
+from moe_optim.experts.grouped_linear import GroupedLinear
+from moe_optim.formats import FORMATS, MXFP8, MXFP8_2D, reference
+from moe_optim.weights.grouped_weight import GroupedWeight
+from moe_optim.weights.storage import PortableStorage
+from tests.support.bytes import assert_bytes_equal
+from tests.support.copies import every_copy
+from tests.support.holders import bind
+from tests.support.inputs import normal_weights, wide_range_weights
+from tests.support.ranks import run_ranks
+
+SHAPE = (2, 64, 32)
+every_format = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS.keys())
+both_layouts = pytest.mark.parametrize("layout", ["grouped", "indexed"])
+
+
+def make_weight(seed=0, format=MXFP8, shape=SHAPE, name="experts.weight"):
+    """Return a parameter over the quantized bytes of wide-range values."""
+    storage = PortableStorage(format, shape, name=name)
+    storage.write(wide_range_weights(*shape, seed=seed))
+    return torch.nn.Parameter(GroupedWeight(storage))
+
+
+def make_linear(layout, seed=0, format=MXFP8):
+    linear = GroupedLinear(*SHAPE, format=format, expert_layout=layout)
+    linear.load_values(wide_range_weights(*SHAPE, seed=seed).bfloat16(), keep_for_masters=True)
+    return linear
+
+
+def planes_of(weight):
+    return weight.quantized_storage.quantized.planes()
+
+
+def snapshot(weight):
+    return {name: plane.clone() for name, plane in planes_of(weight).items()}
+
+
+def assert_planes_equal(got, want, what=""):
+    assert got.keys() == want.keys()
+    for name in got:
+        assert_bytes_equal(got[name], want[name], what=f"{what} {name}")
+
+
+def share_memory(a, b):
+    return a.quantized_storage.pointers() == b.quantized_storage.pointers()
+
+
+# What it is
+
+
+@every_format
+def test_it_looks_like_the_logical_bf16_weight(format):
+    """Shape, dtype, numel and the type name are what buffers and optimizers count and branch on."""
+    weight = make_weight(format=format)
+    assert weight.shape == SHAPE
+    assert weight.dtype == torch.bfloat16
+    assert weight.numel() == 2 * 64 * 32
+    assert weight.element_size() == 2
+    assert weight.type() == "torch.BFloat16Tensor"
+    assert weight.is_contiguous()
+
+
+def test_one_expert_may_be_viewed_as_a_matrix():
+    storage = PortableStorage(MXFP8, (1, 64, 32))
+    storage.write(wide_range_weights(1, 64, 32))
+    weight = GroupedWeight(storage, (64, 32))
+    assert weight.shape == weight.dequantize().shape == (64, 32)
+    assert_bytes_equal(weight.dequantize(), storage.dequantize("rowwise")[0])
+
+
+def test_it_is_a_parameter_and_a_leaf():
+    weight = make_weight()
+    assert isinstance(weight, torch.nn.Parameter)
+    assert isinstance(weight, GroupedWeight)
+    assert weight.is_leaf
+    assert weight.requires_grad
+    assert list(torch.nn.ParameterList([weight]).parameters()) == [weight]
+
+
+@every_format
+def test_reading_gives_the_rowwise_values(format):
+    """Any torch function sees what the rowwise planes stand for, bf16."""
+    weight = make_weight(format=format)
+    expected = reference.dequantize(weight.quantized_storage.quantized).bfloat16()
+    assert_bytes_equal(weight.dequantize(), expected)
+    assert_bytes_equal(weight.detach() * 1, expected)
+    assert_bytes_equal(torch.zeros(SHAPE).copy_(weight.detach()), expected.float())
+
+
+def test_float_gives_values_that_are_not_shared():
+    weight = make_weight()
+    values = weight.detach().float()
+    assert type(values) is torch.Tensor
+    assert_bytes_equal(values, weight.dequantize().float())
+    before = snapshot(weight)
+    values.zero_()
+    assert_planes_equal(planes_of(weight), before)
+
+
+def test_repr_reads_nothing():
+    assert repr(make_weight()) == "GroupedWeight(experts.weight, [2, 64, 32], mxfp8)"
+
+
+# What shares the storage
+
+ALIASES = {
+    "detach": lambda w: w.detach(),
+    "data": lambda w: w.data,
+    "alias": lambda w: w.alias(),
+    "expand_as itself": lambda w: w.expand_as(w),
+    "expand to its own shape": lambda w: w.expand(*SHAPE),
+    "bfloat16": lambda w: w.bfloat16(),
+    "to its own dtype": lambda w: w.to(torch.bfloat16),
+    "to its own device": lambda w: w.to("cpu"),
+    "to its own type": lambda w: w.type("torch.BFloat16Tensor"),
+}
+
+
+@pytest.mark.parametrize("alias", ALIASES.values(), ids=ALIASES.keys())
+def test_aliases_share_every_plane(alias):
+    """Nothing is dequantized, and a write through the alias is a write to the weight."""
+    weight = make_weight()
+    other = alias(weight)
+    assert isinstance(other, GroupedWeight)
+    assert other.shape == weight.shape
+    assert share_memory(other, weight)
+    values = wide_range_weights(*SHAPE, seed=1)
+    other.detach().copy_(values)
+    assert_planes_equal(planes_of(weight), reference.quantize(values, MXFP8).planes())
+
+
+def test_detaching_cuts_history():
+    weight = make_weight()
+    for other in (weight.detach(), weight.data):
+        assert not other.requires_grad
+        assert other.grad_fn is None
+
+
+def test_expand_as_reaches_the_gradient_accumulator():
+    """DDP hangs its hooks on the node behind ``param.expand_as(param)``."""
+    weight = make_weight()
+    ((accumulator, _),) = weight.expand_as(weight).grad_fn.next_functions
+    seen = []
+    accumulator.register_hook(lambda *_: seen.append(weight.grad is not None))
+    weight.float().sum().backward()
+    assert seen == [True]
+
+
+def test_expand_to_another_shape_gives_values():
+    weight = make_weight()
+    expanded = weight.detach().expand(3, *SHAPE)
+    assert type(expanded) is torch.Tensor
+    assert_bytes_equal(expanded[2], weight.dequantize())
+
+
+def test_the_gradient_is_a_bf16_tensor_of_the_logical_shape():
+    weight = make_weight()
+    factors = torch.arange(4096.0).view(SHAPE).bfloat16()
+    (weight * factors).sum().backward()
+    assert type(weight.grad) is torch.Tensor
+    assert_bytes_equal(weight.grad, factors)
+
+
+# What copies the storage
+
+
+@both_layouts
+def test_deepcopy_of_a_linear_shares_within_the_copy_and_not_with_the_original(layout):
+    """Experts of one storage become experts of one copy, the one that the product reads."""
+    linear = make_linear(layout)
+    other = copy.deepcopy(linear)
+    assert not set(other.storage.pointers()) & set(linear.storage.pointers())
+    for index, (weight, original) in enumerate(zip(other.weights(), linear.weights(), strict=True)):
+        part = other.storage if layout == "grouped" else other.storage.expert(index)
+        assert isinstance(weight, torch.nn.Parameter)
+        assert weight.quantized_storage.pointers() == part.pointers()
+        assert_planes_equal(planes_of(weight), planes_of(original))
+        weight.data.copy_(torch.zeros(weight.shape))
+    assert not other.operand("rowwise").any()
+    assert linear.operand("rowwise").any()
+
+
+@both_layouts
+@every_copy
+def test_a_copied_linear_keeps_what_the_storage_knows(layout, transfer):
+    """Initial values for the masters, staleness and names go along with the bytes."""
+    linear = make_linear(layout)
+    initial = [weight.get_high_precision_init_val().clone() for weight in linear.weights()]
+    names = [weight.quantized_storage.name for weight in linear.weights()]
+    for weight in linear.weights():
+        bind(weight.quantized_storage).is_fresh = False
+    linear = copy.deepcopy(linear)  # stale, and bound no more, so that it may also be moved
+    other = transfer(linear)
+    assert [weight.quantized_storage.name for weight in other.weights()] == names
+    for weight, values in zip(other.weights(), initial, strict=True):
+        assert not weight.quantized_storage.is_fresh
+        assert_bytes_equal(weight.get_high_precision_init_val(), values)
+
+
+def test_deepcopy_keeps_attributes_gradient_state_and_parameterhood():
+    weight = make_weight()
+    weight.allreduce, weight.shards = False, [1, 2]
+    weight.requires_grad_(False)
+    other = copy.deepcopy(weight)
+    assert isinstance(other, torch.nn.Parameter)
+    assert not other.requires_grad
+    assert (other.allreduce, other.shards) == (False, [1, 2])
+    assert other.shards is not weight.shards
+    assert not share_memory(other, weight)
+    assert not isinstance(copy.deepcopy(weight.detach()), torch.nn.Parameter)
+
+
+def test_a_copy_of_a_weight_in_training_has_no_part_in_that_training():
+    """What DDP and the optimizer have hung on the original is theirs: the copy accumulates into a
+    gradient of its own."""
+    linear = GroupedLinear(2, 32, 64, format=MXFP8, name="fc1")
+    linear.load_values(wide_range_weights(2, 32, 64).bfloat16())
+    weight = linear.weight
+    weight.main_grad, weight.main_param = torch.zeros(2, 32, 64), torch.zeros(2, 32, 64)
+    weight.grad_added_to_main_grad = True
+    other = copy.deepcopy(linear)
+    for name in ("main_grad", "main_param", "grad_added_to_main_grad"):
+        assert not hasattr(other.weight, name)
+    tokens, ends = torch.ones(4, 64).bfloat16(), torch.tensor([2, 4], dtype=torch.int32)
+    other(tokens, ends).sum().backward()
+    assert_bytes_equal(other.weight.grad, torch.full((2, 32, 64), 2.0).bfloat16())
+    assert not weight.main_grad.any()
+
+
+@every_format
+def test_copying_to_a_device_copies_bytes(format):
+    weight = make_weight(format=format)
+    other = weight.detach().to("cpu", copy=True)
+    assert isinstance(other, GroupedWeight)
+    assert not share_memory(other, weight)
+    assert_planes_equal(planes_of(other), planes_of(weight))
+
+
+# What modules do to their parameters
+
+SAME_DTYPE = {
+    "bfloat16()": lambda m: m.bfloat16(),
+    "to(bfloat16)": lambda m: m.to(torch.bfloat16),
+    "type(bfloat16)": lambda m: m.type(torch.bfloat16),
+    "cpu()": lambda m: m.cpu(),
+}
+OTHER_DTYPE = {
+    "float()": lambda m: m.float(),
+    "half()": lambda m: m.half(),
+    "to(float32)": lambda m: m.to(torch.float32),
+    "type(float32)": lambda m: m.type(torch.float32),
+}
+
+
+@both_layouts
+@pytest.mark.parametrize("convert", SAME_DTYPE.values(), ids=SAME_DTYPE.keys())
+def test_a_linear_that_stays_bf16_keeps_its_storage(layout, convert):
+    """Also inside a larger module, as Megatron's Float16Module converts a model."""
+    linear = make_linear(layout)
+    storage, weights = linear.storage, linear.weights()
+    before = {name: plane.clone() for name, plane in storage.quantized.planes().items()}
+    convert(torch.nn.Sequential(linear))
+    assert linear.storage is storage
+    assert all(a is b for a, b in zip(linear.weights(), weights, strict=True))
+    assert_planes_equal(storage.quantized.planes(), before)
+
+
+@both_layouts
+@pytest.mark.parametrize("convert", OTHER_DTYPE.values(), ids=OTHER_DTYPE.keys())
+def test_a_linear_does_not_take_another_dtype(layout, convert):
+    linear = make_linear(layout)
+    before = linear.operand("rowwise")
+    with pytest.raises(StateError, match=r"weight: mxfp8 weights cannot become torch\.float"):
+        convert(linear)
+    assert_bytes_equal(linear.operand("rowwise"), before)
+
+
+@both_layouts
+def test_a_moved_linear_stays_one_storage(layout):
+    linear = make_linear(layout)
+    before, pointers = linear.operand("columnwise"), linear.storage.pointers()
+    linear._apply(lambda weight: weight.to("cpu", copy=True))
+    assert not set(linear.storage.pointers()) & set(pointers)
+    assert_bytes_equal(linear.operand("columnwise"), before)
+    for weight in linear.weights():
+        weight.data.copy_(torch.zeros(weight.shape))
+    assert not linear.operand("columnwise").any()
+
+
+# Writing
+
+
+@every_format
+def test_copy_quantizes_values(format):
+    """``copy_`` of any float tensor leaves the oracle's bytes in every plane."""
+    weight = make_weight(format=format)
+    values = wide_range_weights(*SHAPE, seed=1)
+    weight.data.copy_(values)
+    assert_planes_equal(planes_of(weight), reference.quantize(values, format).planes())
+
+
+@settings(max_examples=20)
+@given(seed=st.integers(0, 2**31), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
+def test_copy_is_quantize_for_all_values(seed, dtype):
+    """fp32 is rounded to bf16 once, so it makes no difference who rounds."""
+    values = wide_range_weights(*SHAPE, seed=seed)
+    weight = make_weight()
+    weight.data.copy_(values.to(dtype))
+    assert_planes_equal(planes_of(weight), reference.quantize(values, MXFP8).planes())
+
+
+def test_copy_of_an_equal_storage_copies_bytes():
+    """Not values: a requantization of dequantized values moves scales. No byte is left out."""
+    source, target = make_weight(seed=1), make_weight(seed=2)
+    for plane in planes_of(source).values():
+        plane.random_(0, 256)  # bytes that no quantization gives
+    target.data.copy_(source)
+    assert_planes_equal(planes_of(target), planes_of(source))
+    assert not share_memory(target, source)
+
+
+def test_copy_from_another_format_requantizes_values():
+    source, target = make_weight(seed=1, format=MXFP8_2D), make_weight(seed=2)
+    target.data.copy_(source)
+    expected = reference.quantize(source.dequantize(), MXFP8)
+    assert_planes_equal(planes_of(target), expected.planes())
+
+
+def test_copy_broadcasts_as_torch_does():
+    weight, row = make_weight(), wide_range_weights(32)
+    weight.data.copy_(row)
+    assert_planes_equal(
+        planes_of(weight), reference.quantize(row.expand(SHAPE).contiguous(), MXFP8).planes()
+    )
+
+
+def test_every_write_is_counted():
+    weight = make_weight()
+    versions = [weight.quantized_storage.version]
+    for source in (torch.zeros(SHAPE), make_weight(seed=1)):
+        weight.data.copy_(source)
+        versions.append(weight.quantized_storage.version)
+    assert versions == sorted(set(versions))
+
+
+LOST_WRITES = {
+    "zero_": lambda w: w.zero_(),
+    "fill_": lambda w: w.fill_(1),
+    "add_": lambda w: w.add_(1),
+    "mul_": lambda w: w.mul_(0.5),
+    "lerp_": lambda w: w.lerp_(torch.ones(SHAPE).bfloat16(), 0.5),
+    "normal_": lambda w: w.normal_(),
+    "clamp_": lambda w: w.clamp_(-1, 1),
+    "resize_": lambda w: w.resize_(1),
+    "set_": lambda w: w.set_(torch.zeros(3).bfloat16()),
+    "an out= argument": lambda w: torch.add(torch.ones(SHAPE).bfloat16(), 1, out=w),
+    "_foreach_mul_": lambda w: torch._foreach_mul_([w], 2.0),
+    "_foreach_copy_": lambda w: torch._foreach_copy_([w], [torch.ones(SHAPE).bfloat16()]),
+}
+LOST_VIEW_WRITES = {
+    "an index": lambda w: w[0].fill_(1),
+    "an assignment": lambda w: w.__setitem__(0, 1.0),
+    "view": lambda w: w.view(-1).add_(1),
+    "unbind": lambda w: w.unbind(0)[1].zero_(),
+    "transpose": lambda w: w.transpose(1, 2).zero_(),
+}
+
+
+@pytest.mark.parametrize("write", LOST_WRITES.values(), ids=LOST_WRITES.keys())
+def test_other_writes_in_place_raise_and_change_nothing(write):
+    """They would go to a dequantized copy and be lost."""
+    weight = make_weight()
+    before, version = snapshot(weight), weight.quantized_storage.version
+    with pytest.raises(StateError, match=r"^experts\.weight: aten\..* be lost\. .* copy_\(\)"):
+        write(weight.data)
+    assert_planes_equal(planes_of(weight), before)
+    assert weight.quantized_storage.version == version
+
+
+@pytest.mark.parametrize("write", LOST_VIEW_WRITES.values(), ids=LOST_VIEW_WRITES.keys())
+def test_writes_through_a_view_raise_or_arrive(write):
+    """A view of plain weights takes writes; here one may refuse, and may not drop them."""
+    weight = make_weight()
+    plain = weight.dequantize()
+    write(plain)
+    try:
+        write(weight.data)
+    except StateError:
+        return
+    assert_bytes_equal(weight.dequantize(), plain)
+
+
+def test_data_takes_storage_and_no_plain_tensor():
+    """A plain tensor there is what DDP assigns to a model that was wrapped too early."""
+    weight, other = make_weight(), make_weight(seed=1)
+    before = snapshot(weight)
+    with pytest.raises(StateError, match=r"experts\.weight: .*torch\.float32.* call install\(\)"):
+        weight.data = torch.zeros(SHAPE)
+    assert_planes_equal(planes_of(weight), before)
+    weight.data = other.data
+    assert share_memory(weight, other)
+
+
+def test_data_of_another_shape_is_refused():
+    weight = make_weight()
+    with pytest.raises(
+        StateError, match=r"expected a weight of \[2, 64, 32\], got .*\[2, 32, 64\]"
+    ):
+        weight.data = make_weight(shape=(2, 32, 64)).data
+    assert weight.dequantize().shape == SHAPE
+
+
+def test_a_weight_in_a_bucket_keeps_its_storage():
+    """The bucket would go on gathering into the one it was made with, and nobody would read it."""
+    weight, other = make_weight(), make_weight(seed=1, name="other.weight")
+    bind(weight.quantized_storage)
+    before = snapshot(weight)
+    with pytest.raises(StateError, match=r"^experts\.weight: data: .* got that of other\.weight\."):
+        weight.data = other.data
+    weight.data = weight.data
+    assert_planes_equal(planes_of(weight), before)
+
+
+@both_layouts
+def test_memory_is_not_shared_between_processes(layout):
+    with pytest.raises(StateError, match="not shared between processes"):
+        make_linear(layout).share_memory()
+
+
+READS = {
+    "float": lambda w: w.float(),
+    "arithmetic": lambda w: w + 1,
+    "copy into a plain tensor": lambda w: torch.zeros(SHAPE).copy_(w),
+    "copy into a quantized weight": lambda w: make_weight(seed=1).data.copy_(w),
+    "copy into another format": lambda w: make_weight(format=MXFP8_2D).data.copy_(w),
+    "pickle": lambda w: pickle.dumps(w),
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS.keys())
+def test_a_weight_behind_its_masters_is_not_read(read):
+    """No value of an earlier step gets out by any function; handling the weight is allowed."""
+    weight = make_weight()
+    bind(weight.quantized_storage).is_fresh = False
+    assert weight.detach().expand_as(weight).shape == SHAPE
+    assert "experts.weight" in repr(weight)
+    with pytest.raises(StateError, match=r"^experts\.weight: .*earlier step.*start_param_sync"):
+        read(weight.data)
+
+
+WRITES = {
+    "copy_": lambda w: w.copy_(torch.zeros(())),
+    "copy_ from a quantized weight": lambda w: w.copy_(make_weight(seed=1)),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
+def test_a_weight_behind_its_masters_is_not_written(write):
+    """Its gather, begun or still to come, would have the last word."""
+    weight = make_weight()
+    bind(weight.quantized_storage).is_fresh = False
+    before = snapshot(weight)
+    with pytest.raises(
+        StateError, match=r"^experts\.weight: .*going to overwrite.*start_param_sync"
+    ):
+        write(weight.data)
+    assert_planes_equal(planes_of(weight), before)
+
+
+@pytest.mark.parametrize(
+    "source", [wide_range_weights(*SHAPE, seed=1), make_weight(seed=1)], ids=["plain", "quantized"]
+)
+def test_a_copy_of_a_weight_behind_its_masters_is_read_once_it_has_values_of_its_own(source):
+    """No gather reaches it: an average of the weights may be kept in a copy of the model."""
+    weight = make_weight()
+    bind(weight.quantized_storage).is_fresh = False
+    other = copy.deepcopy(weight)
+    with pytest.raises(StateError, match="earlier step"):
+        other.dequantize()
+    other.data.copy_(source)
+    assert_bytes_equal(other.dequantize(), make_weight(seed=1).dequantize())
+    assert not weight.quantized_storage.is_fresh
+
+
+# Values kept for the masters
+
+
+@both_layouts
+def test_masters_start_from_the_values_before_quantization(layout):
+    """Until they are cleared; then from what the bytes stand for."""
+    values = wide_range_weights(*SHAPE).bfloat16()
+    linear = GroupedLinear(*SHAPE, format=MXFP8, expert_layout=layout)
+    linear.load_values(values, keep_for_masters=True)
+    parts = [values] if layout == "grouped" else values.unbind(0)
+    for weight, part in zip(linear.weights(), parts, strict=True):
+        assert_bytes_equal(weight.get_high_precision_init_val(), part)
+        weight.clear_high_precision_init_val()
+        assert_bytes_equal(weight.get_high_precision_init_val(), weight.dequantize())
+        assert not torch.equal(weight.dequantize(), part)
+
+
+GIVEN = {
+    "plain values": lambda: wide_range_weights(*SHAPE, seed=7),
+    "a weight with its values": lambda: make_linear("grouped", seed=7).weight,
+    "a weight without": lambda: make_weight(seed=7),
+    "a weight in another format": lambda: make_weight(seed=7, format=MXFP8_2D),
+}
+
+
+@pytest.mark.parametrize("given", GIVEN.values(), ids=GIVEN.keys())
+def test_whatever_is_written_before_there_are_masters_is_what_they_start_from(given):
+    """In bf16, through any alias and without touching the giver; later nothing is kept."""
+    source = given()
+    plain = not isinstance(source, GroupedWeight)
+    want = source.bfloat16() if plain else source.get_high_precision_init_val()
+    linear = make_linear("grouped")
+    copied = copy.deepcopy(linear)
+    before = copied.weight.get_high_precision_init_val().clone()
+    with torch.no_grad():
+        linear.weight.data.copy_(source)
+    if plain:
+        source.zero_()
+    assert_bytes_equal(linear.weight.get_high_precision_init_val(), want)
+    assert_bytes_equal(copied.weight.get_high_precision_init_val(), before)
+    linear.weight.clear_high_precision_init_val()
+    with torch.no_grad():
+        linear.weight.copy_(before)
+    assert linear.weight.quantized_storage.initial is None
+
+
+def test_values_are_kept_only_where_asked_for():
+    linear = GroupedLinear(*SHAPE, format=MXFP8)
+    linear.load_values(wide_range_weights(*SHAPE).bfloat16())
+    assert_bytes_equal(linear.weight.get_high_precision_init_val(), linear.weight.dequantize())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_values_written_over_kept_ones_are_kept_as_precisely(dtype):
+    """Modules keep what they load, fp32 as well, and write it afterwards."""
+    weight, values = make_weight(), wide_range_weights(*SHAPE, seed=1)
+    weight.quantized_storage.initial = torch.zeros(SHAPE, dtype=dtype)
+    weight.data.copy_(values)
+    assert_bytes_equal(weight.get_high_precision_init_val(), values.to(dtype))
+
+
+# Leaving the process
+
+
+def _broadcast(format_name):
+    dist.init_process_group("gloo")
+    weights = [make_weight(seed=dist.get_rank(), format=FORMATS[format_name]) for _ in range(2)]
+    for weight in weights:
+        drawn = normal_weights(*SHAPE, seed=dist.get_rank()).bfloat16()
+        weight.quantized_storage.initial = drawn
+    before = weights[0].quantized_storage.version
+    dist.broadcast(weights[0].data, src=0)
+    dist.broadcast(weights[1].data, src=0, async_op=True).wait()
+    assert weights[0].quantized_storage.version > before
+    initial = [weight.get_high_precision_init_val() for weight in weights]
+    return [snapshot(weight) for weight in weights], initial
+
+
+def test_broadcast_sends_the_planes():
+    """Every rank ends with rank 0's bytes, the columnwise ones included, and with the values that
+    masters are made of; blocking or not."""
+    for name in ("mxfp8", "nvfp4"):
+        expected = snapshot(make_weight(seed=0, format=FORMATS[name]))
+        drawn = normal_weights(*SHAPE, seed=0).bfloat16()
+        for rank, (weights, initial) in enumerate(run_ranks(2, _broadcast, name)):
+            for values in initial:
+                assert_bytes_equal(values, drawn)
+            for planes in weights:
+                assert_planes_equal(planes, expected, what=f"{name} on rank {rank}")
+
+
+PICKLES = {
+    "pickle": lambda w: pickle.loads(pickle.dumps(w)),
+    "copyreg protocol 2": lambda w: pickle.loads(pickle.dumps(w, protocol=2)),
+    "torch.save": lambda w: torch.load(_saved(w), weights_only=True),
+}
+
+
+def _saved(value):
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return file
+
+
+@pytest.mark.parametrize("transfer", PICKLES.values(), ids=PICKLES.keys())
+def test_pickling_keeps_the_values_as_a_plain_tensor(transfer):
+    weight = make_weight()
+    loaded = transfer(weight.detach())
+    assert type(loaded) is torch.Tensor
+    assert_bytes_equal(loaded, weight.dequantize())
+
+
+@pytest.mark.parametrize("transfer", PICKLES.values(), ids=PICKLES.keys())
+@pytest.mark.parametrize("trains", [True, False], ids=["trained", "frozen"])
+def test_a_pickled_parameter_is_a_plain_parameter(transfer, trains):
+    """So that a linear that is pickled whole still trains, in bf16."""
+    weight = make_weight().requires_grad_(trains)
+    loaded = transfer(weight)
+    assert type(loaded) is torch.nn.Parameter
+    assert loaded.requires_grad is trains
+    assert_bytes_equal(loaded.detach(), weight.dequantize())
+
+
+def test_a_saved_weight_loads_where_the_package_is_not_installed(tmp_path):
+    linear = make_linear("indexed")
+    torch.save(linear.state_dict(), tmp_path / "state.pt")
+    program = """
+import sys
+sys.modules["moe_optim"] = None  # importing it fails
+import torch
+state = torch.load(sys.argv[1], weights_only=True)
+torch.save({name: value.float() for name, value in state.items()}, sys.argv[2])
+"""
+    paths = [str(tmp_path / "state.pt"), str(tmp_path / "loaded.pt")]
+    subprocess.run([sys.executable, "-c", program, *paths], cwd=tmp_path, check=True)
+    loaded = torch.load(paths[1])
+    assert list(loaded) == ["weight0", "weight1"]
+    for index, values in enumerate(loaded.values()):
+        assert_bytes_equal(values, linear.operand("rowwise")[index].float())
+
+
+@both_layouts
+def test_a_state_dict_loads_into_the_same_bytes(layout):
+    linear, other = make_linear(layout), make_linear(layout, seed=1)
+    other.load_state_dict(linear.state_dict())
+    for name, plane in other.storage.quantized.planes().items():
+        assert_bytes_equal(plane, linear.storage.quantized.planes()[name], what=name)
+
+
+def _assign_data(linear, other):
+    for weight, theirs in zip(linear.weights(), other.weights(), strict=True):
+        weight.data = theirs.data
+
+
+HAND_OVERS = {
+    "data": _assign_data,
+    "load_state_dict(assign=True)": lambda a, b: a.load_state_dict(b.state_dict(), assign=True),
+}
+
+
+@both_layouts
+@pytest.mark.parametrize("hand_over", HAND_OVERS.values(), ids=HAND_OVERS.keys())
+def test_the_product_follows_its_parameters(layout, hand_over):
+    """Storage handed to a parameter is the storage that is multiplied, or it is refused."""
+    linear, other = make_linear(layout), make_linear(layout, seed=1)
+    try:
+        hand_over(linear, other)
+    except StateError:
+        return
+    values = [weight.detach().float().view(-1, *SHAPE[1:]) for weight in linear.weights()]
+    assert_bytes_equal(linear.operand("rowwise").float(), torch.cat(values))
+
+
+@both_layouts
+@pytest.mark.parametrize("bound", [False, True], ids=["free", "in a bucket"])
+def test_assigned_values_are_quantized(layout, bound):
+    """A plain tensor in its place would be multiplied in bf16, and no bucket would know of it."""
+    linear, other = make_linear(layout), make_linear(layout, seed=1)
+    for storage in linear.storages() if bound else ():
+        bind(storage)
+    before = [weight.quantized_storage for weight in linear.weights()]
+    state = {name: weight.dequantize() for name, weight in other.state_dict().items()}
+    linear.load_state_dict(state, assign=True)
+    assert [weight.quantized_storage for weight in linear.weights()] == before
+    for weight, values in zip(linear.weights(), state.values(), strict=True):
+        assert_bytes_equal(weight.dequantize(), values)

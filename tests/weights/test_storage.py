@@ -1,0 +1,159 @@
+"""Behind a quantized weight: planes at fixed addresses, written whole."""
+
+import pytest
+import torch
+
+from moe_optim.errors import LayoutError, StateError
+from moe_optim.formats import FORMATS, MXFP8, MXFP8_2D, NVFP4, reference
+from moe_optim.weights.storage import PortableStorage
+from tests.support.bytes import assert_bytes_equal
+from tests.support.holders import bind
+from tests.support.inputs import SENTINEL, poisoned, wide_range_weights
+
+SHAPE = (3, 256, 128)
+every_format = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS.keys())
+
+
+def make_storage(format=MXFP8, seed=0, shape=SHAPE):
+    storage = PortableStorage(format, shape, name="experts.weight")
+    storage.write(wide_range_weights(*shape, seed=seed))
+    return storage
+
+
+def snapshot(storage):
+    return {name: plane.clone() for name, plane in storage.quantized.planes().items()}
+
+
+def assert_holds(storage, planes):
+    assert storage.quantized.planes().keys() == planes.keys()
+    for name, plane in storage.quantized.planes().items():
+        assert_bytes_equal(plane, planes[name], what=name)
+
+
+@every_format
+def test_write_leaves_the_oracles_bytes_in_every_plane(format):
+    storage = PortableStorage.viewing(poisoned(format, SHAPE))
+    values = wide_range_weights(*SHAPE)
+    storage.write(values)
+    assert_holds(storage, reference.quantize(values, format).planes())
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        wide_range_weights(*SHAPE).bfloat16(),
+        wide_range_weights(3, 128, 256).transpose(1, 2),
+        wide_range_weights(*SHAPE).requires_grad_(),
+    ],
+    ids=["bf16", "strided", "with history"],
+)
+def test_write_takes_values_as_they_come(values):
+    storage = make_storage(seed=1)
+    storage.write(values)
+    assert_holds(storage, reference.quantize(values.detach(), MXFP8).planes())
+
+
+@pytest.mark.parametrize("direction", ["rowwise", "columnwise"])
+@every_format
+def test_dequantize_gives_the_oracles_values_anew(format, direction):
+    storage = make_storage(format)
+    values = storage.dequantize(direction)
+    assert_bytes_equal(values, reference.dequantize(storage.quantized, direction).bfloat16())
+    before = snapshot(storage)
+    values.zero_()
+    assert_holds(storage, before)
+
+
+@every_format
+def test_pointers_stay_under_writes_and_move_with_the_memory(format):
+    """A table built on the planes holds for as long as the pointers do."""
+    storage = make_storage(format)
+    before = storage.pointers()
+    assert before == tuple(p.data_ptr() for p in storage.quantized.planes().values())
+    storage.write(wide_range_weights(*SHAPE, seed=1))
+    storage.copy_bytes_from(make_storage(format, seed=2))
+    assert storage.pointers() == before
+    assert not set(storage.clone().pointers()) & set(before)
+
+
+@every_format
+def test_an_expert_is_a_view_of_its_part(format):
+    """A write to one expert changes its part of the whole to the oracle's bytes, and no other."""
+    storage = make_storage(format)
+    before, values = snapshot(storage), wide_range_weights(1, 256, 128, seed=1)
+    expert = storage.expert(1)
+    assert (expert.shape, expert.name) == ((1, 256, 128), "experts.weight1")
+    expert.write(values)
+    part = reference.quantize(values, format).planes()
+    for name, plane in storage.quantized.planes().items():
+        assert_bytes_equal(plane[1:2], part[name], what=f"{name} of expert 1")
+        for other in (0, 2):
+            assert_bytes_equal(plane[other], before[name][other], what=f"{name} of {other}")
+    assert storage.pointers()[0] == storage.expert(0).pointers()[0]
+
+
+@every_format
+def test_a_clone_is_equal_and_independent(format):
+    storage = make_storage(format)
+    bind(storage).is_fresh = False
+    storage.initial = torch.ones(SHAPE, dtype=torch.bfloat16)
+    clone, before = storage.clone(), snapshot(storage)
+    assert_holds(clone, before)
+    assert (clone.name, clone.shape, clone.format) == ("experts.weight", SHAPE, format)
+    assert not clone.is_fresh
+    assert clone.initial is not None
+    clone.write(wide_range_weights(*SHAPE, seed=1))
+    clone.initial = None
+    assert clone.is_fresh  # with values of its own
+    assert_holds(storage, before)
+    assert not storage.is_fresh
+    assert storage.initial is not None
+
+
+@every_format
+def test_copied_bytes_need_not_mean_anything(format):
+    source = PortableStorage.viewing(poisoned(format, SHAPE))
+    target = make_storage(format)
+    target.copy_bytes_from(source)
+    for name, plane in snapshot(target).items():
+        assert (plane.view(torch.uint8) == SENTINEL).all(), name
+
+
+@pytest.mark.parametrize(
+    "other", [make_storage(MXFP8_2D), make_storage(shape=(2, 256, 128))], ids=["format", "shape"]
+)
+def test_bytes_of_another_kind_are_refused(other):
+    storage = make_storage()
+    before = snapshot(storage)
+    with pytest.raises(LayoutError, match=r"^experts\.weight: expected mxfp8 \[3, 256, 128\], got"):
+        storage.copy_bytes_from(other)
+    assert_holds(storage, before)
+
+
+@pytest.mark.parametrize("format", [MXFP8, NVFP4], ids=["mxfp8", "nvfp4"])
+def test_a_shape_the_format_cannot_hold_is_refused_by_name(format):
+    with pytest.raises(LayoutError, match=rf"^fc1\.weight: {format.name} needs"):
+        PortableStorage(format, (2, 40, 64), name="fc1.weight")
+
+
+WRITES = {
+    "write": lambda storage: storage.write(wide_range_weights(*SHAPE, seed=1)),
+    "copy_bytes_from": lambda storage: storage.copy_bytes_from(make_storage()),
+    "a gather": lambda storage: bind(storage).gather(),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
+def test_every_change_of_bytes_counts_as_a_version(write):
+    storage = make_storage()
+    before = storage.version
+    write(storage)
+    assert storage.version > before
+
+
+def test_only_stale_storage_refuses_to_be_read():
+    storage = make_storage()
+    storage.require_fresh()
+    bind(storage).is_fresh = False
+    with pytest.raises(StateError, match=r"^experts\.weight: .*start_param_sync\(force_sync"):
+        storage.require_fresh()
