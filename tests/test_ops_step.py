@@ -16,7 +16,14 @@ from moe_optim.kernels.steps import staging
 from moe_optim.kernels.steps.table import StepTable
 from tests.support.bytes import assert_bytes_equal, assert_values_equal
 from tests.support.inputs import wide_range_weights
-from tests.support.stepping import HYPERS, Stepping, Weight, gradients_of, sharded_weights
+from tests.support.stepping import (
+    HYPERS,
+    Stepping,
+    Weight,
+    assert_a_clip_of_zero_steps_without_gradients,
+    gradients_of,
+    sharded_weights,
+)
 
 EVERY_FORMAT = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS.keys())
 HALVING = Hyper(lr=0.5, betas=(0.5, 0.5), eps=1.0, weight_decay=1.0, step=1)
@@ -133,22 +140,7 @@ def test_a_clip_factor_of_zero_is_a_step_without_gradients():
     """Masters decay and moments shrink: it is another thing than a step that is not taken."""
     masters = [wide_range_weights(1, 32, 64), wide_range_weights(500, seed=3)]
     weights = [Weight(master=masters[0], format=MXFP8), Weight(master=masters[1])]
-    gradients = [wide_range_weights(*one.master.shape, seed=9) for one in weights]
-    runs = {clip: Stepping(weights, clips=(clip,)) for clip in (0.0, 1.0, -1.0)}
-    for run in runs.values():  # moments of an ordinary step
-        run.clips.fill_(1.0)
-        run.step(gradients)
-    before = [[one.clone() for one in runs[-1.0].states(index)] for index in range(2)]
-    for clip, run in runs.items():
-        run.clips.fill_(clip)
-        run.step(gradients if clip < 1 else [torch.zeros_like(one) for one in gradients])
-        run.assert_weights_follow()
-    for index in range(2):
-        states = [run.states(index) for run in runs.values()]
-        for zero, none, below, old in zip(*states, before[index], strict=True):
-            assert_values_equal(zero, none)
-            assert_bytes_equal(below, old)
-            assert not torch.equal(zero, old)
+    assert_a_clip_of_zero_steps_without_gradients(weights)
 
 
 @EVERY_FORMAT

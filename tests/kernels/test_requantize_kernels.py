@@ -18,9 +18,14 @@ from moe_optim.formats import (
 )
 from moe_optim.formats.partition import infer_partition
 from moe_optim.kernels.member_table import MemberTable, TableEntry
-from tests.support.bytes import assert_bytes_equal, assert_values_equal
+from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import SENTINEL, poisoned, wide_range_weights, with_specials
-from tests.support.stepping import Stepping, Weight, gradients_of
+from tests.support.stepping import (
+    Stepping,
+    Weight,
+    assert_a_clip_of_zero_steps_without_gradients,
+    gradients_of,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -232,22 +237,7 @@ def test_a_clip_factor_of_zero_is_a_step_without_gradients(launches):
         Weight(master=values_of((1, 32, 64), 4), format=MXFP8),
         Weight(master=values_of((70,), 5)),
     ]
-    gradients = [wide_range_weights(*one.master.shape, seed=9) for one in weights]
-    runs = {clip: Stepping(weights, clips=(clip,)) for clip in (0.0, 1.0, -1.0)}
-    for run in runs.values():
-        run.clips.fill_(1.0)
-        run.step(gradients)
-    before = [[one.clone() for one in runs[-1.0].states(index)] for index in range(2)]
-    for clip, run in runs.items():
-        run.clips.fill_(clip)
-        run.step(gradients if clip < 1 else [torch.zeros_like(one) for one in gradients])
-        run.assert_weights_follow()
-    for index in range(2):
-        states = [run.states(index) for run in runs.values()]
-        for zero, none, below, old in zip(*states, before[index], strict=True):
-            assert_values_equal(zero, none)
-            assert_bytes_equal(below, old)
-            assert not torch.equal(zero, old)
+    assert_a_clip_of_zero_steps_without_gradients(weights)
     assert launches
 
 

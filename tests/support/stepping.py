@@ -234,3 +234,26 @@ class Stepping:
             for name, plane in target.planes().items():
                 what = f"fc{index} {target.format.name} {target.shape} {name}"
                 assert_bytes_equal(plane, expected.planes()[name], what=what)
+
+
+def assert_a_clip_of_zero_steps_without_gradients(weights: list[Weight]) -> None:
+    """Step with a clip factor of 0, of 1 over zeros, and below 0, after a step with gradients.
+
+    The first two are the same step, and the third moves nothing.
+    """
+    gradients = [wide_range_weights(*one.master.shape, seed=9) for one in weights]
+    runs = {clip: Stepping(weights, clips=(clip,)) for clip in (0.0, 1.0, -1.0)}
+    for run in runs.values():  # moments of an ordinary step
+        run.clips.fill_(1.0)
+        run.step(gradients)
+    before = [[one.clone() for one in runs[-1.0].states(index)] for index in range(2)]
+    for clip, run in runs.items():
+        run.clips.fill_(clip)
+        run.step(gradients if clip < 1 else [torch.zeros_like(one) for one in gradients])
+        run.assert_weights_follow()
+    for index in range(2):
+        states = [run.states(index) for run in runs.values()]
+        for zero, none, below, old in zip(*states, before[index], strict=True):
+            assert_values_equal(zero, none)
+            assert_bytes_equal(below, old)
+            assert not torch.equal(zero, old)
