@@ -97,7 +97,7 @@ def set_calibrated_amax(linear: torch.nn.Module, amax: Tensor | None) -> None:
     rank that holds an expert, or a part of it, the same value.
 
     Args:
-        linear: of portable experts, or a grouped linear of Transformer Engine; or an adapter around
+        linear: linear of portable experts or of Transformer Engine's, or an adapter around
             one.
         amax: one value for each expert here, in any shape, or one for the experts of all ranks;
             any floating-point dtype, on any device, copied. None forgets what there is.

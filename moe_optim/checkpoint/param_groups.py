@@ -69,7 +69,7 @@ def with_groups_of_adam(state_dict: dict[str, Any], adam: Any) -> dict[str, Any]
     is not there.
 
     Args:
-        state_dict: of one optimizer, as loaded. Left alone.
+        state_dict: loaded state of one optimizer. Left alone.
         adam: that will take it.
     """
     saved = state_dict["optimizer"]
@@ -89,7 +89,7 @@ def with_rates_of(state_dict: dict[str, Any], optimizer: Any) -> dict[str, Any]:
     changed, ``--override-opt_param-scheduler`` or not.
 
     Args:
-        state_dict: of one optimizer, as loaded. Left alone.
+        state_dict: loaded state of one optimizer. Left alone.
         optimizer: that will take it.
 
     Raises:

@@ -21,7 +21,7 @@ def calibrated_amax(linear: Module) -> Tensor | None:
     No rank communicates.
 
     Args:
-        linear: of portable experts, or a grouped linear of Transformer Engine; or an adapter around
+        linear: linear of portable experts or of Transformer Engine's, or an adapter around
             one.
 
     Returns:

@@ -176,7 +176,7 @@ def special_tokens(folder: Path | None) -> dict[str, int | list[int] | None]:
     """Return the numbers of special tokens that the ``config.json`` of a folder has, if any.
 
     Args:
-        folder: of a tokenizer; None has no tokens.
+        folder: folder of a tokenizer; None has no tokens.
 
     Raises:
         StateError: ``config.json`` is damaged, or one is no whole number and no list of them.
