@@ -107,8 +107,8 @@ format: $(STAMP)
 # Rewrites the tables and pictures of the documents that repeat the code or a measurement, and the
 # record of Megatron's flags.
 docs: $(STAMP)
-	$(VENV)/bin/python -m tests.support.megatron_flags
-	$(VENV)/bin/python -m tests.support.documents
+	$(VENV)/bin/python -m tools.documents.megatron_flags
+	$(VENV)/bin/python -m tools.documents
 
 # Builds the site of all documents and of the API; what fails here fails in the tests. Open
 # site/index.html, or serve the folder: it needs nothing from elsewhere.

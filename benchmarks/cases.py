@@ -1,7 +1,7 @@
 """What benches of expert weights lay out.
 
 Every expert is a member of its own. A rank that owns 1/N of the weights owns the first rows of each
-one: whole bands of blocks, at least one, so that no block waits for other ranks.
+one: whole block rows of blocks, at least one, so that no block waits for other ranks.
 """
 
 from abc import ABC, abstractmethod
@@ -123,7 +123,7 @@ class OneScaleCase(Owned):
 
 
 def owned_rows(format: "BlockScaledFormat", rows: int, shard: int) -> int:
-    """Return how many rows of a weight a rank owns: all, or 1/shard in whole bands."""
+    """Return how many rows of a weight a rank owns: all, or 1/shard in whole block rows."""
     if shard == 1:
         return rows
-    return min(rows, max(1, rows // shard // format.band_rows) * format.band_rows)
+    return min(rows, max(1, rows // shard // format.block_row_height) * format.block_row_height)

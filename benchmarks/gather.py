@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
+    from moe_optim.buckets.buffer_plan import Slot
     from moe_optim.buckets.gather import Wire
     from moe_optim.buckets.managed_bucket import ManagedBucket
-    from moe_optim.buckets.wire import Slot
     from moe_optim.formats import BlockScaledFormat
 
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -61,7 +61,7 @@ class Phases:
     gather: Callable[[], object]
     land: Callable[[], object]
     wire_bytes: int
-    """Bytes of all planes."""
+    """Bytes of all buffers."""
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -220,7 +220,7 @@ def _median_ms(phases: Phases, device: "torch.device") -> list[float]:
 
 
 def _slots(shapes: ShapeSet, layer: int) -> "tuple[Slot, ...]":
-    from moe_optim.buckets.wire import side_by_side
+    from moe_optim.buckets.buffer_plan import side_by_side
 
     return side_by_side(shapes.weights, f"layer {layer}, weight ")
 
@@ -231,26 +231,26 @@ def _bf16_weights(shapes: ShapeSet, group: "ProcessGroup", device: "torch.device
     import torch.distributed as dist
 
     size, rank = group.size(), group.rank()
-    masters, shards, planes = [], [], []
+    masters, shards, buffers = [], [], []
     for layer in range(shapes.layers):
         end = _slots(shapes, layer)[-1].end
         numel = round_up(end, lcm(size, 128))
-        plane = torch.zeros(numel, dtype=torch.bfloat16, device=device)
-        shard = plane.narrow(0, rank * (numel // size), numel // size)
+        buffer = torch.zeros(numel, dtype=torch.bfloat16, device=device)
+        shard = buffer.narrow(0, rank * (numel // size), numel // size)
         masters.append(torch.randn(numel // size, dtype=torch.float32, device=device))
         shards.append(shard)
-        planes.append(plane)
+        buffers.append(buffer)
 
     def gather() -> None:
-        for plane, shard in zip(planes, shards, strict=True):
-            dist.all_gather_into_tensor(plane, shard, group=group)
+        for buffer, shard in zip(buffers, shards, strict=True):
+            dist.all_gather_into_tensor(buffer, shard, group=group)
 
     return Phases(
         restore=lambda: None,
         fill=lambda: torch._foreach_copy_(shards, masters),
         gather=gather,
         land=lambda: None,
-        wire_bytes=sum(plane.nbytes for plane in planes),
+        wire_bytes=sum(buffer.nbytes for buffer in buffers),
     )
 
 
@@ -284,16 +284,16 @@ def _quantized_weights(
 
     def land() -> None:
         for bucket in buckets:
-            bucket.land()
+            bucket.finish()
 
-    planes = [plane for bucket in buckets for plane in bucket.gather.sliced]
+    buffers = [buffer for bucket in buckets for buffer in bucket.gather.sliced]
     reduced = [values for bucket in buckets for values in bucket.reduced]
     return Phases(
         restore=restore,
         fill=fill,
         gather=gather_all,
         land=land,
-        wire_bytes=sum(p.data.nbytes for p in planes) + sum(values.nbytes for values in reduced),
+        wire_bytes=sum(p.data.nbytes for p in buffers) + sum(values.nbytes for values in reduced),
     )
 
 

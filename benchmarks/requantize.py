@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from moe_optim.formats import Direction, QuantizedWeight
     from moe_optim.kernels.member_table import MemberTable, TableEntry
 
-FROM_FP32 = "fp32 to wire planes"
-FROM_BF16 = "bf16 to wire planes, source zeroed"
+FROM_FP32 = "fp32 to wire buffers"
+FROM_BF16 = "bf16 to wire buffers, source zeroed"
 AFTER_GATHER = "after the gather"
-STEP = "step to wire planes, {} moments"
+STEP = "step to wire buffers, {} moments"
 NORM = "gradient norm"
 HEALTH = "health"
 ALONE = ", no all-reduce"
@@ -148,7 +148,7 @@ def _requantization(case: Case, table: "MemberTable") -> Job:
 
 
 def _after_gather(case: Case, group: "ProcessGroup | None") -> Job:
-    """Start from requantized planes; one rank has gathered by then."""
+    """Start from requantized buffers; one rank has gathered by then."""
     import torch
 
     from moe_optim import ops
@@ -165,7 +165,7 @@ def _after_gather(case: Case, group: "ProcessGroup | None") -> Job:
         launches=len(table.finishes),
     )
     cast = _te_cast(case, entries, group) if case.format.is_2d else None
-    if cast is None:  # of formats that gather both planes, it derives nothing
+    if cast is None:  # of formats that gather both buffers, it derives nothing
         return job
     cast.quantize()
     return replace(job, peer=cast.finish_gather, check=partial(cast.check_bytes, derived=True))
@@ -301,7 +301,7 @@ def lay_out(
 ) -> "list[TableEntry]":
     """Return an entry for each expert.
 
-    Planes hold bytes that nobody writes, so that what was left out cannot equal anything.
+    Buffers hold bytes that nobody writes, so that what was left out cannot equal anything.
 
     Args:
         case: what there is of the experts.
@@ -317,8 +317,8 @@ def lay_out(
     for index, ((rows, cols), source) in enumerate(zip(case.members, sources, strict=True)):
         shape, is_whole = (1, rows, cols), source.numel() == rows * cols
         target = QuantizedWeight.empty(case.format, shape, device=case.device)
-        for plane in target.planes().values():
-            plane.view(torch.uint8).fill_(_POISON)
+        for buffer in target.buffers().values():
+            buffer.view(torch.uint8).fill_(_POISON)
         entries.append(
             TableEntry(
                 parameter=f"weight {index}",

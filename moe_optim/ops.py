@@ -68,15 +68,15 @@ def quantize(
         weights: fp32 or bf16, [E, R, C] or [R, C] (one expert); or several of them, of any shapes,
             all on one device. Copied only where they are not contiguous.
         format: ``mxfp8``, ``mxfp8_2d``, ``nvfp4`` or ``fp8_block``.
-        out: planes to overwrite, as an earlier call returned them; new ones if not given.
+        out: buffers to overwrite, as an earlier call returned them; new ones if not given.
         backend: ``auto`` takes kernels where they run, ``reference`` does without.
 
     Returns:
-        The planes, on the device of the weights: one record, or one a tensor if there are several.
+        The buffers, on the device of the weights: one record, or one a tensor if there are several.
 
     Raises:
         ConfigError: no such format or backend.
-        LayoutError: a shape that the format cannot hold, another dtype, or planes that do not fit.
+        LayoutError: a shape that the format cannot hold, another dtype, or buffers that do not fit.
     """
     if isinstance(format, str):
         format = get_format(format)
@@ -97,15 +97,15 @@ def quantize(
     _check_targets(format, shapes, targets)
     if torch.compiler.is_compiling():
         found = _quantize([source.detach() for source in sources], format.name, backend)
-        count = len(format.plane_names)
+        count = len(format.buffer_names)
         parts = [found[first : first + count] for first in range(0, len(found), count)]
         if out is None:
             pairs = zip(shapes, parts, strict=True)
-            targets = [QuantizedWeight.of_planes(format, shape, part) for shape, part in pairs]
+            targets = [QuantizedWeight.of_buffers(format, shape, part) for shape, part in pairs]
         else:
             for target, part in zip(targets, parts, strict=True):
-                for plane, values in zip(target.planes().values(), part, strict=True):
-                    plane.copy_(values)
+                for buffer, values in zip(target.buffers().values(), part, strict=True):
+                    buffer.copy_(values)
         return targets[0] if isinstance(weights, Tensor) else targets
     entries = [
         TableEntry(parameter=name, source=source.detach().contiguous().view(shape), target=target)
@@ -117,28 +117,28 @@ def quantize(
     return targets[0] if isinstance(weights, Tensor) else targets
 
 
-def _empty_planes(weights: list[Tensor], format: str, backend: str) -> list[Tensor]:  # noqa: ARG001
+def _empty_buffers(weights: list[Tensor], format: str, backend: str) -> list[Tensor]:  # noqa: ARG001
     shapes = [(1, *w.shape) if w.dim() == 2 else w.shape for w in weights]
     pairs = zip(shapes, weights, strict=True)
     targets = [QuantizedWeight.empty(get_format(format), s, device=w.device) for s, w in pairs]
-    return [plane for target in targets for plane in target.planes().values()]
+    return [buffer for target in targets for buffer in target.buffers().values()]
 
 
-@partial(library.operation, fake=_empty_planes)
+@partial(library.operation, fake=_empty_buffers)
 def _quantize(weights: list[Tensor], format: str, backend: str) -> list[Tensor]:
     quantized = quantize(weights, format, backend=cast(Backend, backend))
-    return [plane for one in quantized for plane in one.planes().values()]
+    return [buffer for one in quantized for buffer in one.buffers().values()]
 
 
 def dequantize(quantized: QuantizedWeight, direction: Direction = "rowwise") -> Tensor:
     """Return the values of one direction: what a forward product multiplies, or a dgrad.
 
     Args:
-        quantized: planes, as :func:`quantize` returns them; left alone.
+        quantized: buffers, as :func:`quantize` returns them; left alone.
         direction: ``rowwise`` for the forward product, ``columnwise`` for the dgrad.
 
     Returns:
-        [E, R, C] bf16, newly allocated, on the device of the planes.
+        [E, R, C] bf16, newly allocated, on the device of the buffers.
 
     Raises:
         ConfigError: no such direction.
@@ -161,7 +161,7 @@ def _check_targets(
     got = [(target.format.name, target.shape) for target in targets]
     if wanted != got:
         raise LayoutError(
-            f"quantize: out: expected planes of {_spell(wanted)}, got {_spell(got)}. Pass what an "
+            f"quantize: out: expected buffers of {_spell(wanted)}, got {_spell(got)}. Pass what an "
             "earlier call with such weights returned, or leave it out."
         )
 
@@ -171,7 +171,7 @@ def _spell(kinds: Sequence[tuple[str, tuple[int, ...]]]) -> str:
 
 
 def requantize(table: MemberTable) -> None:
-    """Rewrite the planes of ``table`` that travel, in place, then zero what was consumed.
+    """Rewrite the buffers of ``table`` that travel, in place, then zero what was consumed.
 
     The bytes are those of ``reference.quantize``: sources are rounded to bf16 first. Where kernels
     handle the whole table, nothing is planned, allocated or waited for, whatever its size, and a
@@ -202,7 +202,7 @@ def partial_amax(table: MemberTable) -> None:
     as zero, and maxima of fp32 are exact in any order.
 
     Args:
-        table: whose ``exchange`` is overwritten; its sources and planes are left alone.
+        table: whose ``exchange`` is overwritten; its sources and buffers are left alone.
     """
     launches, entries = _split(table)
     if table.exchange.numel():
@@ -239,14 +239,14 @@ def step(table: StepTable) -> None:
     """Take one step of Adam, and write what becomes of the masters: one launch a kind and format.
 
     Gradients are multiplied by their clip factor, left alone, and read where they lie. Masters,
-    moments and weights are overwritten; of quantized weights the planes that travel of every block
+    moments and weights are overwritten; of quantized weights the buffers that travel of every block
     that is owned whole, and the maxima of the others, see :func:`encode_shared`. Where kernels
     handle the whole table nothing is planned, allocated or waited for. States of the host pass
     through the device in chunks, and are back when what follows on the current stream begins.
 
     Args:
         table: what to read and write, with ``hyper`` and ``clips`` filled. The caller has asked it
-            whether something has moved, and zeroed planes that ranks complete by a maximum.
+            whether something has moved, and zeroed buffers that ranks complete by a maximum.
     """
     if table.members is not None:
         table.members.exchange.zero_()  # it holds the maxima of all ranks, of the last step
@@ -327,11 +327,11 @@ def encode_shared(table: MemberTable) -> None:
 def finish_gather(table: MemberTable) -> None:
     """Derive what did not travel: columnwise copies of 2-D formats, and scales in storage.
 
-    The whole of every parameter is read from the planes that travel, whoever wrote them. Nothing
+    The whole of every parameter is read from the buffers that travel, whoever wrote them. Nothing
     happens where nothing is to be derived. No rank communicates.
 
     Args:
-        table: of complete planes, as after a gather.
+        table: of complete buffers, as after a gather.
     """
     if table.unfinished:
         _derive(table.unfinished)
@@ -426,7 +426,7 @@ def measure_health(table: HealthTable) -> None:
     to the bit, other sums but for their last bits.
 
     Args:
-        table: planes of whole weights, and the masters that they were made of. Where something has
+        table: buffers of whole weights, and the masters that they were made of. Where something has
             moved, the reference measures until it is built anew.
     """
     table.sums.zero_()
@@ -452,7 +452,7 @@ def _find_amaxes(entries: Sequence[Planned], exchange: Tensor) -> None:
                 entry.start,
                 entry.target,
                 exchange,
-                bands=shared.bands,
+                block_rows=shared.block_rows,
                 experts=shared.experts,
             )
 
@@ -462,7 +462,7 @@ def _encode(entries: Sequence[Planned], exchange: Tensor) -> None:
     for entry, shared in entries:
         if entry.is_whole:
             values = entry.source.view(entry.target.shape)
-            reference.quantize_wire_into(
+            reference.quantize_gathered_into(
                 values, entry.target.format, entry.target, name=entry.parameter
             )
         elif entry.source.numel():
@@ -471,7 +471,7 @@ def _encode(entries: Sequence[Planned], exchange: Tensor) -> None:
                 entry.start,
                 entry.target,
                 exchange,
-                bands=shared.bands,
+                block_rows=shared.block_rows,
                 experts={e: (slot, slot + AMAX_SLOTS) for e, slot in shared.experts.items()},
             )
 

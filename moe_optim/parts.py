@@ -44,7 +44,7 @@ def quantize_part(
         backend: ``auto`` takes kernels where they run, ``reference`` does without.
 
     Returns:
-        The planes by the fields of ``QuantizedWeight``, each the slice that ``partition.planes``
+        The buffers by the fields of ``QuantizedWeight``, each the slice that ``partition.buffers``
         says, on the device of the part; data shared by both directions is one tensor. Where
         ``partition.has_whole_blocks``, they are those of a ``QuantizedWeight``. For bf16: ``data``,
         the values rounded.
@@ -116,7 +116,7 @@ def _quantize_whole(
         exchange.reduce(table.exchange, maxima)
     ops.encode(table)
     ops.finish_gather(table)
-    return {plane.name: getattr(target, plane.name) for plane in partition.planes}
+    return {buffer.name: getattr(target, buffer.name) for buffer in partition.buffers}
 
 
 def _quantize_cut(part: Tensor, partition: Partition, exchange: _Exchange) -> dict[str, Tensor]:
@@ -136,13 +136,13 @@ def _quantize_cut(part: Tensor, partition: Partition, exchange: _Exchange) -> di
         "rows": _from(bounds["rows"], origin[0]),
         "columns": _from(bounds["columns"], origin[1]),
     }
-    planes = {
-        plane.name: getattr(whole, plane.name)[plane.slices(inside)].contiguous()
-        for plane in partition.planes
+    buffers = {
+        buffer.name: getattr(whole, buffer.name)[buffer.slices(inside)].contiguous()
+        for buffer in partition.buffers
     }
     if format.columnwise_copy == "shared":
-        planes["columnwise_data"] = planes["rowwise_data"]
-    return planes
+        buffers["columnwise_data"] = buffers["rowwise_data"]
+    return buffers
 
 
 def _from(span: range, first: int) -> range:

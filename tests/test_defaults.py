@@ -15,10 +15,10 @@ from moe_optim.formats.reference.adam import Hyper
 from moe_optim.formats.reference.expert_amax import expert_amax_into
 from moe_optim.formats.reference.health import measure_into
 from moe_optim.kernels.norm import Gradients, NormTable
-from tests.support import life_cycle
 from tests.support.bytes import assert_same_tensors
 from tests.support.inputs import wide_range_weights
 from tests.support.ranks import run_ranks
+from tests.support.states import life_cycle
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float64)
 
@@ -50,7 +50,7 @@ def _measured(master: torch.Tensor) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for name, format in FORMATS.items():
         q = reference.quantize(master, format)
-        found |= {f"{name} {plane}": tensor for plane, tensor in q.planes().items()}
+        found |= {f"{name} {buffer}": tensor for buffer, tensor in q.buffers().items()}
         found[f"{name} values"] = reference.dequantize(q)
         sums = torch.zeros(2, NUM_SUMS, dtype=torch.float64, device="cpu")
         amaxes = torch.zeros(2, dtype=torch.float32, device="cpu")

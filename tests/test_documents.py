@@ -15,10 +15,10 @@ from moe_optim.config import MoEOptimConfig, field_names, plain_yaml, recipes, s
 from moe_optim.integration.patching.patches import PATCHES
 from moe_optim.integration.patching.planning import settings_of_stocks_step
 from moe_optim.optimizer.requirements import _refused_settings
-from tests.support import code_tables, results_index
-from tests.support.documents import BLOCKS, ROOT, blocks_in, documents, made, regenerated
-from tests.support.measured_tables import RESULTS, RESULTS_OF, read_result
-from tests.support.pictures import PICTURES, is_current
+from tools.documents import code_tables, results_index
+from tools.documents.blocks import BLOCKS, ROOT, blocks_in, documents, made, regenerated
+from tools.documents.measured_tables import RESULTS, RESULTS_OF, read_result
+from tools.documents.pictures import PICTURES, is_current
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 MOST_WORDS = 950

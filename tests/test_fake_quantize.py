@@ -15,8 +15,8 @@ from moe_optim.formats.reference import fake_quantization as reference
 from moe_optim.weights.grouped_weight import GroupedWeight
 from moe_optim.weights.storage import PortableStorage
 from tests.support.bytes import assert_bytes_equal, assert_values_equal
-from tests.support.fake_values import GRIDS, gradient_tensors
 from tests.support.inputs import normal_weights, wide_range_weights
+from tests.support.number_formats.fake_values import GRIDS, gradient_tensors
 
 SHAPE = (4, 16, 24)
 every_grid = pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS)

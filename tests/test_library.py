@@ -8,7 +8,7 @@ import moe_optim.experts.module  # noqa: F401  # the last to register operations
 from moe_optim.formats import FORMATS, MXFP8, reference
 from moe_optim.library import as_written
 from tests.support.bytes import assert_same_tensors
-from tests.support.compiling import Compiled, compiling, make_linear, make_tokens
+from tests.support.modules.compiling import Compiled, compiling, make_linear, make_tokens
 
 operations = torch.ops.moe_optim
 LINEAR = make_linear(MXFP8)
@@ -19,10 +19,10 @@ def make(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-def plane_arguments(name):
+def buffer_arguments(name):
     quantized = reference.quantize(make(2, 128, 128), FORMATS[name])
-    planes = quantized.rowwise_data, quantized.rowwise_scale, quantized.global_amax
-    return *planes, name, "rowwise"
+    buffers = quantized.rowwise_data, quantized.rowwise_scale, quantized.global_amax
+    return *buffers, name, "rowwise"
 
 
 def product_arguments():
@@ -31,7 +31,7 @@ def product_arguments():
     return arguments, operations.grouped_product(*arguments)[1]
 
 
-(TOKENS, ENDS, PLANES, HANDLE), VERSION = product_arguments()
+(TOKENS, ENDS, BUFFERS, HANDLE), VERSION = product_arguments()
 OUTPUT_GRAD = make(16, 64)
 COUNTS = torch.tensor([1, 0, 3])
 BIASES = [make(8).requires_grad_() for _ in COUNTS]
@@ -39,13 +39,13 @@ HIDDEN, PROBS = make(4, 64).requires_grad_(), torch.rand(4, 1).requires_grad_()
 CASES = {
     **{f"quantize {name}": ("quantize", ([make(2, 128, 128)], name, "auto")) for name in FORMATS},
     "reference_quantize": ("reference_quantize", (make(2, 128, 128), "nvfp4", "weight")),
-    **{f"dequantize {n}": ("dequantize_bf16", plane_arguments(n)) for n in FORMATS},
-    "reference_dequantize": ("reference_dequantize", plane_arguments("nvfp4")),
+    **{f"dequantize {n}": ("dequantize_bf16", buffer_arguments(n)) for n in FORMATS},
+    "reference_dequantize": ("reference_dequantize", buffer_arguments("nvfp4")),
     "read_weight": (
         "read_weight",
-        (PLANES[0], LINEAR.weight.plane_rowwise_scale, None, STORAGE.handle, "mxfp8", "rowwise"),
+        (BUFFERS[0], LINEAR.weight.buffer_rowwise_scale, None, STORAGE.handle, "mxfp8", "rowwise"),
     ),
-    "grouped_product": ("grouped_product", (TOKENS, ENDS, PLANES, HANDLE)),
+    "grouped_product": ("grouped_product", (TOKENS, ENDS, BUFFERS, HANDLE)),
     "grouped_dgrad": ("grouped_dgrad", (OUTPUT_GRAD, ENDS, HANDLE, VERSION, 32)),
     "grouped_wgrad": ("grouped_wgrad", (OUTPUT_GRAD, TOKENS.detach(), ENDS, HANDLE, VERSION)),
     "gate": ("gate", (HIDDEN, make(4, 64), PROBS, "silu", 0.5, 1.0, 16)),

@@ -23,8 +23,8 @@ from moe_optim.formats import (
 from moe_optim.kernels import member_table
 from moe_optim.kernels.member_table import MemberTable, TableEntry
 from tests.support.bytes import assert_bytes_equal
-from tests.support.gather import make_planes, plane_views
 from tests.support.inputs import SENTINEL, poisoned, wide_range_weights, with_specials
+from tests.support.number_formats.gather import buffer_views, make_buffers
 
 MIXED = (  # parameters of one launch
     (MXFP8, (2, 64, 96)),
@@ -57,21 +57,21 @@ def rewrite(table):
     ops.finish_gather(table)
 
 
-def expected_planes(entries):
-    return [reference.quantize(entry.source, entry.target.format).planes() for entry in entries]
+def expected_buffers(entries):
+    return [reference.quantize(entry.source, entry.target.format).buffers() for entry in entries]
 
 
 def assert_written(entries, expected):
-    for entry, planes in zip(entries, expected, strict=True):
-        for name, plane in entry.target.planes().items():
-            assert_bytes_equal(plane, planes[name], what=f"{entry.parameter} {name}")
+    for entry, buffers in zip(entries, expected, strict=True):
+        for name, buffer in entry.target.buffers().items():
+            assert_bytes_equal(buffer, buffers[name], what=f"{entry.parameter} {name}")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def test_a_mixed_table_equals_one_by_one(dtype):
-    """Shapes and formats share a launch; every byte of every plane is the oracle's."""
+    """Shapes and formats share a launch; every byte of every buffer is the oracle's."""
     _, entries = lay_out(MIXED, dtype)
-    expected = expected_planes(entries)
+    expected = expected_buffers(entries)
     rewrite(MemberTable.build(entries))
     assert_written(entries, expected)
 
@@ -85,7 +85,7 @@ def test_the_reference_does_without_kernels_where_these_run(monkeypatch):
     table = MemberTable.build(entries, backend="reference")
     assert not table.launches and not table.finishes
     assert len(table.remainder) == len(table.unfinished) == len(entries)
-    expected = expected_planes(entries)
+    expected = expected_buffers(entries)
     rewrite(table)
     assert_written(entries, expected)
 
@@ -105,7 +105,7 @@ def test_the_reference_does_without_kernels_where_these_run(monkeypatch):
 )
 def test_any_table_equals_one_by_one_and_zeroes_its_memory(parameters, seed):
     memory, entries = lay_out(parameters, seed=seed)
-    expected = expected_planes(entries)
+    expected = expected_buffers(entries)
     rewrite(MemberTable.build(entries, consumed=memory))
     assert_written(entries, expected)
     assert_bytes_equal(memory, torch.zeros_like(memory), what="consumed memory")
@@ -132,7 +132,7 @@ def test_one_table_serves_every_step():
     table = MemberTable.build(entries, consumed=memory)
     for step in range(3):
         memory.copy_(wide_range_weights(memory.numel(), seed=step))
-        expected = expected_planes(entries)
+        expected = expected_buffers(entries)
         rewrite(table)
         assert_written(entries, expected)
 
@@ -191,15 +191,15 @@ def test_all_values_may_come_flat_and_from_other_memory_each_time():
         values = wide_range_weights(2, 64, 32, seed=seed)
         source.data = values.flatten()
         ops.requantize(table)
-        for name, plane in reference.quantize(values, MXFP8).planes().items():
-            assert_bytes_equal(target.planes()[name], plane, what=name)
+        for name, buffer in reference.quantize(values, MXFP8).buffers().items():
+            assert_bytes_equal(target.buffers()[name], buffer, what=name)
 
 
 # Shards: every rank writes its range, and together they write the weight
 
 
 def cut_at(master, format, cuts, dtype=torch.float32, target=None):
-    """Return one table a rank. They share a target, as if their planes had been gathered."""
+    """Return one table a rank. They share a target, as if their buffers had been gathered."""
     target = target or poisoned(format, tuple(master.shape))
     ends = [0, *cuts, master.numel()]
     flat = master.to(dtype).flatten()
@@ -230,9 +230,11 @@ def rewrite_in_shards(tables):
     ops.finish_gather(tables[0])
 
 
-def assert_planes_equal(target, master, what=""):
-    for name, plane in reference.quantize(master, target.format).planes().items():
-        assert_bytes_equal(target.planes()[name], plane, what=f"{what} {target.format.name} {name}")
+def assert_buffers_equal(target, master, what=""):
+    for name, buffer in reference.quantize(master, target.format).buffers().items():
+        assert_bytes_equal(
+            target.buffers()[name], buffer, what=f"{what} {target.format.name} {name}"
+        )
 
 
 @st.composite
@@ -251,12 +253,12 @@ def sharded_weights(draw):
 @settings(max_examples=60)
 @given(weight=sharded_weights(), seed=st.integers(0, 2**31), wide=st.booleans())
 def test_shards_cut_anywhere_equal_the_whole_weight(weight, seed, wide):
-    """Inside of a block, a row or an expert, or several times in one band: data and scales."""
+    """Inside of a block, a row or an expert, or several times in one block row: data and scales."""
     format, shape, cuts = weight
     master = wide_range_weights(*shape, seed=seed, exponents=(-40, 40) if wide else (-2, 2))
     target, tables = cut_at(master, format, cuts)
     rewrite_in_shards(tables)
-    assert_planes_equal(target, master, what=f"cut at {cuts}:")
+    assert_buffers_equal(target, master, what=f"cut at {cuts}:")
 
 
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS.keys())
@@ -264,7 +266,7 @@ def test_special_values_on_both_sides_of_a_cut(format):
     master = with_specials(wide_range_weights(2, 64, 96), every=7)
     target, tables = cut_at(master, format, [96 * 40 + 10, 96 * 64, 96 * 70])
     rewrite_in_shards(tables)
-    assert_planes_equal(target, master)
+    assert_buffers_equal(target, master)
 
 
 def test_shards_of_whole_blocks_exchange_nothing():
@@ -275,11 +277,11 @@ def test_shards_of_whole_blocks_exchange_nothing():
         for table in tables:
             ops.requantize(table)
         ops.finish_gather(tables[0])
-        assert_planes_equal(target, master)
+        assert_buffers_equal(target, master)
 
 
 def test_a_shard_writes_nothing_that_belongs_to_others():
-    """Data of its own elements, scales of its own bands, and not a byte besides."""
+    """Data of its own elements, scales of its own block rows, and not a byte besides."""
     for format in FORMATS.values():
         target, tables = cut_at(wide_range_weights(2, 256, 32), format, [32 * 140, 32 * 300])
         for table in tables:
@@ -304,7 +306,7 @@ def test_a_rank_that_owns_nothing_joins_the_exchange():
     assert not idle.exchange.any()
     ops.encode(idle)
     rewrite_in_shards([*tables, idle])
-    assert_planes_equal(target, master)
+    assert_buffers_equal(target, master)
 
 
 def test_shards_that_cut_blocks_are_not_requantized_without_an_exchange():
@@ -341,7 +343,7 @@ def test_a_byte_is_not_divided():
         MemberTable.build([entry])
 
 
-# Planes that travel, and storage as Transformer Engine pads it
+# Buffers that travel, and storage as Transformer Engine pads it
 
 
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS.keys())
@@ -350,7 +352,7 @@ def test_requantizing_writes_what_travels_and_finishing_the_rest(format):
     target = poisoned(format, tuple(master.shape))
     table = MemberTable.build([TableEntry(parameter="fc1", source=master, target=target)])
     ops.requantize(table)
-    derived = target.planes().keys() - target.wire_planes().keys()
+    derived = target.buffers().keys() - target.gathered_buffers().keys()
     assert (
         derived
         == {
@@ -361,20 +363,20 @@ def test_requantizing_writes_what_travels_and_finishing_the_rest(format):
         }[format.name]
     )
     for name in derived:
-        assert (target.planes()[name].view(torch.uint8) == SENTINEL).all()
+        assert (target.buffers()[name].view(torch.uint8) == SENTINEL).all()
     ops.finish_gather(table)
-    assert_planes_equal(target, master)
+    assert_buffers_equal(target, master)
 
 
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS.keys())
-def test_requantizing_writes_straight_into_gather_planes(format):
-    """Two weights side by side in every plane, as they lie in a bucket."""
+def test_requantizing_writes_straight_into_gather_buffers(format):
+    """Two weights side by side in every buffer, as they lie in a bucket."""
     masters = [wide_range_weights(2, 128, 256), wide_range_weights(1, 256, 128, seed=1)]
     numel = sum(master.numel() for master in masters)
-    planes = make_planes(format, numel)
+    buffers = make_buffers(format, numel)
     entries, start = [], 0
     for index, master in enumerate(masters):
-        views = plane_views(planes, format, tuple(master.shape), start)
+        views = buffer_views(buffers, format, tuple(master.shape), start)
         local = poisoned(format, tuple(master.shape))
         target = replace(local, **views)
         entries.append(TableEntry(parameter=f"fc{index}", source=master, target=target))
@@ -383,11 +385,11 @@ def test_requantizing_writes_straight_into_gather_planes(format):
     ops.requantize(table)
     ops.finish_gather(table)
     for entry, master in zip(entries, masters, strict=True):
-        assert_planes_equal(entry.target, master)
-    for name, plane in planes.items():
-        parts = [reference.quantize(m, format).planes()[name] for m in masters]
+        assert_buffers_equal(entry.target, master)
+    for name, buffer in buffers.items():
+        parts = [reference.quantize(m, format).buffers()[name] for m in masters]
         expected = torch.cat([part.flatten().view(torch.uint8) for part in parts])
-        assert_bytes_equal(plane.data, expected, what=name)
+        assert_bytes_equal(buffer.data, expected, what=name)
 
 
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS.keys())
@@ -442,24 +444,26 @@ def test_quantize_gives_the_oracles_bytes_and_dequantize_its_values(format, dtyp
         stack = weight if weight.dim() == 3 else weight.unsqueeze(0)
         expected = reference.quantize(stack, format)
         for got in (quantized, moe_optim.quantize(weight, format)):
-            for name, plane in expected.planes().items():
-                assert_bytes_equal(got.planes()[name], plane, what=name)
+            for name, buffer in expected.buffers().items():
+                assert_bytes_equal(got.buffers()[name], buffer, what=name)
             for direction in DIRECTIONS:
                 values = reference.dequantize(expected, direction).bfloat16()
                 assert_bytes_equal(moe_optim.dequantize(got, direction), values, what=direction)
 
 
-def test_quantize_overwrites_the_planes_it_is_given():
+def test_quantize_overwrites_the_buffers_it_is_given():
     first, second = (wide_range_weights(2, 32, 64, seed=seed) for seed in (1, 2))
-    planes = moe_optim.quantize(first, "mxfp8")
-    places = [plane.data_ptr() for plane in planes.planes().values()]
+    buffers = moe_optim.quantize(first, "mxfp8")
+    places = [buffer.data_ptr() for buffer in buffers.buffers().values()]
     assert (
-        moe_optim.quantize(second.transpose(1, 2).contiguous().transpose(1, 2), "mxfp8", out=planes)
-        is planes
+        moe_optim.quantize(
+            second.transpose(1, 2).contiguous().transpose(1, 2), "mxfp8", out=buffers
+        )
+        is buffers
     )
-    assert [plane.data_ptr() for plane in planes.planes().values()] == places
-    for name, plane in reference.quantize(second, MXFP8).planes().items():
-        assert_bytes_equal(planes.planes()[name], plane, what=name)
+    assert [buffer.data_ptr() for buffer in buffers.buffers().values()] == places
+    for name, buffer in reference.quantize(second, MXFP8).buffers().items():
+        assert_bytes_equal(buffers.buffers()[name], buffer, what=name)
 
 
 def test_another_direction_has_no_values():
@@ -490,7 +494,7 @@ NOT_QUANTIZED = {
     "out of another shape": (
         torch.zeros(1, 32, 32),
         {"out": QuantizedWeight.empty(MXFP8, (1, 32, 64))},
-        r"^quantize: out: expected planes of mxfp8 \[1, 32, 32\], got mxfp8 \[1, 32, 64\]",
+        r"^quantize: out: expected buffers of mxfp8 \[1, 32, 32\], got mxfp8 \[1, 32, 64\]",
     ),
 }
 

@@ -16,7 +16,7 @@ from moe_optim.kernels.steps import staging
 from moe_optim.kernels.steps.table import StepTable
 from tests.support.bytes import assert_bytes_equal, assert_values_equal
 from tests.support.inputs import wide_range_weights
-from tests.support.stepping import (
+from tests.support.steps.stepping import (
     HYPERS,
     Stepping,
     Weight,
@@ -36,7 +36,7 @@ DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 @settings(max_examples=15)
 @given(weights=sharded_weights(), gradients=DTYPES, moments=DTYPES, decoupled=st.booleans())
 def test_shards_of_any_cut_take_the_steps_of_the_whole(weights, gradients, moments, decoupled):
-    """Masters, moments, dense weights and every byte of every plane, after each of two steps."""
+    """Masters, moments, dense weights and every byte of every buffer, after each of two steps."""
     run = Stepping(
         weights, gradients=gradients, moments=moments, decoupled=decoupled, clips=(1.0, 0.37)
     )
@@ -74,9 +74,9 @@ def test_states_that_pass_through_in_chunks_take_the_steps_of_the_whole(
 
 CUTS = {  # of [2, 160, 32]
     "between experts": (32 * 160,),
-    "between bands": (32 * 128, 32 * 288),
+    "between block rows": (32 * 128, 32 * 288),
     "inside a row": (32 * 70 + 14,),
-    "twice in one band": (32 * 3 + 2, 32 * 5 + 30),
+    "twice in one block row": (32 * 3 + 2, 32 * 5 + 30),
     "one expert in three parts": (32 * 40, 32 * 130),
     "empty shards at both ends": (0, 2 * 160 * 32),
     "an empty shard inside of a block": (32 * 70 + 14, 32 * 70 + 14),
@@ -112,7 +112,7 @@ def test_groups_have_hyper_parameters_and_norms_have_clip_factors():
     assert len({tuple(got.tolist()) for got in masters}) == len(pairs)
 
 
-CUTS_OF_THE_LAST_BAND = {
+CUTS_OF_THE_LAST_BLOCK_ROW = {
     "at its first element": 200 * 40 + 128 * 40,
     "in its first row": 128 * 40 + 5,
     "at its second row": 129 * 40,
@@ -122,8 +122,8 @@ CUTS_OF_THE_LAST_BAND = {
 }
 
 
-@pytest.mark.parametrize("cut", CUTS_OF_THE_LAST_BAND.values(), ids=CUTS_OF_THE_LAST_BAND)
-def test_ranks_share_a_last_band_that_is_lower_than_its_blocks(cut):
+@pytest.mark.parametrize("cut", CUTS_OF_THE_LAST_BLOCK_ROW.values(), ids=CUTS_OF_THE_LAST_BLOCK_ROW)
+def test_ranks_share_a_last_block_row_that_is_lower_than_its_blocks(cut):
     """Of 200 rows the last 72 have square blocks of 128 that go on below the weight."""
     master = wide_range_weights(2, 200, 40, seed=cut)
     weight = Weight(master=master, format=FP8_BLOCK, bounds=(cut,))
@@ -131,9 +131,9 @@ def test_ranks_share_a_last_band_that_is_lower_than_its_blocks(cut):
     for seed in (1, 2):
         run.step([wide_range_weights(2, 200, 40, seed=seed)])
         run.assert_equal_to_the_whole()
-    bands = [table.members.exchanges[0].bands for table in run.tables]
+    block_rows = [table.members.exchanges[0].block_rows for table in run.tables]
     is_shared = cut % (200 * 40) != 128 * 40
-    assert bands == [{(cut // (200 * 40), 128): 0} if is_shared else {}] * 2
+    assert block_rows == [{(cut // (200 * 40), 128): 0} if is_shared else {}] * 2
 
 
 def test_a_clip_factor_of_zero_is_a_step_without_gradients():
@@ -145,7 +145,7 @@ def test_a_clip_factor_of_zero_is_a_step_without_gradients():
 
 @EVERY_FORMAT
 def test_maxima_of_the_last_step_are_forgotten(format):
-    """Masters shrink; the third rank owns nothing of the band that the first two share."""
+    """Masters shrink; the third rank owns nothing of the block row that the first two share."""
     bounds = (32 * 140 + 2, 32 * 160)
     weight = Weight(master=wide_range_weights(2, 160, 32), format=format, bounds=bounds)
     run = Stepping([weight], hypers=[HALVING])
@@ -180,11 +180,11 @@ def test_encoding_what_is_shared_does_nothing_where_nothing_is():
     run.step([wide_range_weights(2, 64, 64, seed=1)])
     run.assert_equal_to_the_whole()
     members = run.tables[0].members
-    before = [plane.clone() for plane in run.targets[0].planes().values()]
+    before = [buffer.clone() for buffer in run.targets[0].buffers().values()]
     run.tables[0].states[0].master.zero_()
     ops.encode_shared(members)
-    for plane, old in zip(run.targets[0].planes().values(), before, strict=True):
-        assert_bytes_equal(plane, old)
+    for buffer, old in zip(run.targets[0].buffers().values(), before, strict=True):
+        assert_bytes_equal(buffer, old)
 
 
 @pytest.mark.parametrize("members", [None, MemberTable.build([])], ids=["no members", "empty ones"])

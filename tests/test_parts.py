@@ -21,32 +21,32 @@ from moe_optim.kernels import member_table
 from moe_optim.parts import quantize_part
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import wide_range_weights, with_specials
-from tests.support.meshes import coordinates, on_each_rank, part_of
+from tests.support.number_formats.meshes import coordinates, on_each_rank, part_of
 from tests.support.ranks import run_ranks
 
 NAMES = [*FORMATS, "bf16"]
 
 
 def quantized_whole(weight, format):
-    """Return the planes that parts are slices of."""
+    """Return the buffers that parts are slices of."""
     if format == "bf16":
         return {"data": weight.bfloat16()}
     quantized = reference.quantize(weight, FORMATS[format])
-    return quantized.planes() | {"columnwise_data": quantized.columnwise_data}
+    return quantized.buffers() | {"columnwise_data": quantized.columnwise_data}
 
 
 def assert_parts_are_slices(weight, partition, results, what=""):
-    """Compare what every rank has with its slice of every plane."""
+    """Compare what every rank has with its slice of every buffer."""
     format = "bf16" if partition.format is None else partition.format.name
     whole = quantized_whole(weight, format)
-    for coordinate, planes in zip(coordinates(partition), results, strict=True):
-        assert planes.keys() == whole.keys()
+    for coordinate, buffers in zip(coordinates(partition), results, strict=True):
+        assert buffers.keys() == whole.keys()
         bounds = partition.bounds(coordinate)
-        for plane in partition.planes:
-            expected = whole[plane.name][plane.slices(bounds)]
-            name = f"{what} {format} {plane.name} at {coordinate}"
-            assert_bytes_equal(planes[plane.name], expected, what=name)
-            assert planes[plane.name].is_contiguous()
+        for buffer in partition.buffers:
+            expected = whole[buffer.name][buffer.slices(bounds)]
+            name = f"{what} {format} {buffer.name} at {coordinate}"
+            assert_bytes_equal(buffers[buffer.name], expected, what=name)
+            assert buffers[buffer.name].is_contiguous()
 
 
 def quantize_on_ranks(weight, partition, **options):
@@ -145,7 +145,7 @@ def test_each_expert_has_its_own_amax(axes):
     assert_parts_are_slices(weight, partition, quantize_on_ranks(weight, partition))
 
 
-SHARED = {  # a cut that needs maxima, and the plane that is wrong without them
+SHARED = {  # a cut that needs maxima, and the buffer that is wrong without them
     "mxfp8, rows": (MXFP8, {"rows": {"tp": 8}}, "columnwise_scale"),
     "mxfp8, columns": (MXFP8, {"columns": {"tp": 8}}, "rowwise_scale"),
     "mxfp8_2d": (MXFP8_2D, {"rows": {"tp": 8}}, "rowwise_scale"),
@@ -165,20 +165,20 @@ def test_without_the_exchange_the_bytes_are_others(format, axes, name):
     for coordinate in coordinates(partition):
         part = part_of(weight, partition, coordinate)
         alone = quantize_part(part, partition, coordinate, lambda values, axis: None)
-        expected = whole[partition.plane(name).slices(partition.bounds(coordinate))]
+        expected = whole[partition.buffer(name).slices(partition.bounds(coordinate))]
         differs |= not torch.equal(alone[name], expected)
     assert differs
 
 
 def _whole_blocks(format):
-    shape = (2, 2 * format.band_rows, 4 * format.band_rows)
+    shape = (2, 2 * format.block_row_height, 4 * format.block_row_height)
     axes = {"experts": {"ep": 2}, "rows": {"tp": 2}, "columns": {"fsdp": 2}}
     return shape, infer_partition(format, axes, shape=shape)
 
 
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 def test_parts_of_whole_blocks_are_weights(format):
-    """Their planes are those of a ``QuantizedWeight``, and dequantize to their values."""
+    """Their buffers are those of a ``QuantizedWeight``, and dequantize to their values."""
     shape, partition = _whole_blocks(format)
     assert partition.has_whole_blocks
     weight = wide_range_weights(*shape)
@@ -189,8 +189,8 @@ def test_parts_of_whole_blocks_are_weights(format):
         global_amax=quantized_whole(weight, format.name).get("global_amax"),
     )
     results = quantize_on_ranks(weight, partition)
-    for coordinate, planes in zip(coordinates(partition), results, strict=True):
-        part = QuantizedWeight(format=format, shape=partition.part_shape, **planes)
+    for coordinate, buffers in zip(coordinates(partition), results, strict=True):
+        part = QuantizedWeight(format=format, shape=partition.part_shape, **buffers)
         expected = part_of(values, partition, coordinate)
         assert_bytes_equal(moe_optim.dequantize(part), expected)
 
@@ -226,9 +226,9 @@ def test_the_part_is_left_alone_and_nothing_is_a_view_of_it(format):
     weight = wide_range_weights(1, 64, 64).bfloat16()
     partition = infer_partition(format, {}, shape=weight.shape)
     before = weight.clone()
-    planes = quantize_part(weight, partition, {})
-    for plane in planes.values():
-        plane.view(torch.uint8).fill_(1)
+    buffers = quantize_part(weight, partition, {})
+    for buffer in buffers.values():
+        buffer.view(torch.uint8).fill_(1)
     assert_bytes_equal(weight, before)
 
 
@@ -269,8 +269,8 @@ def test_a_device_mesh_gives_the_groups(world_size, axes):
     weight = wide_range_weights(2, 96, 96)
     for format in NAMES:
         partition = infer_partition(format, axes, shape=weight.shape)
-        planes = [dict(result[format]) for result in results]
-        assert_parts_are_slices(weight, partition, planes)
+        buffers = [dict(result[format]) for result in results]
+        assert_parts_are_slices(weight, partition, buffers)
 
 
 def _quantize_on_mesh(axes):

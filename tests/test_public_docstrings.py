@@ -11,7 +11,7 @@ import pytest
 
 import moe_optim
 from tests.support.calls import communicates, errors_of
-from tests.support.public_names import (
+from tools.documents.public_names import (
     PAGES,
     Name,
     directives,

@@ -15,7 +15,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 import moe_optim
-from tests.support.documents import ROOT, documents
+from tools.documents.blocks import ROOT, documents
 
 pytestmark = [  # looked for and not imported here: the build does, in a process of its own
     pytest.mark.slow,
@@ -140,7 +140,7 @@ def found_in(index, term):
 def test_a_result_and_a_field_keep_what_stands_before_a_colon(site):
     """Napoleon takes it for a type."""
     said = {
-        "quantizing": "The planes, on the device of the weights: one record",
+        "quantizing": "The buffers, on the device of the weights: one record",
         "checkpoints": "Rows of gate and of linear blocks that alternate in fc1; 0: all gate rows",
     }
     for page, words in said.items():

@@ -23,7 +23,7 @@ from moe_optim.formats import BlockScaledFormat, QuantizedWeight, get_format
 from moe_optim.kernels.member_table import MemberTable
 from moe_optim.kernels.table_entry import TableEntry
 from moe_optim.rollout.conventions import find_convention
-from moe_optim.rollout.planes import export_experts
+from moe_optim.rollout.expert_tensors import export_experts
 from moe_optim.rollout.weights import export_weights
 
 AS_THEY_ARE, IN_BF16, QUANTIZED_AGAIN = "as they are", "bf16", "bf16, quantized again"
@@ -78,7 +78,7 @@ class Requantizing:
     """An engine that is given bf16 weights and quantizes a linear once all of it has come."""
 
     tables: list[MemberTable]
-    planes: list[QuantizedWeight]
+    buffers: list[QuantizedWeight]
     arriving: list[Tensor]
     """Of each linear what it is quantized from, [E, R, C] bf16: one memory for all layers."""
 
@@ -91,14 +91,14 @@ class Requantizing:
             torch.empty(shape, dtype=torch.bfloat16, device=device) for shape in shapes.weights
         ]
         arriving = memory * shapes.layers
-        planes = [
+        buffers = [
             QuantizedWeight.empty(format, tuple(one.shape), device=device) for one in arriving
         ]
         tables = [
             MemberTable.build([TableEntry(parameter=f"linear {n}", source=source, target=target)])
-            for n, (source, target) in enumerate(zip(arriving, planes, strict=True))
+            for n, (source, target) in enumerate(zip(arriving, buffers, strict=True))
         ]
-        return cls(tables=tables, planes=planes, arriving=arriving)
+        return cls(tables=tables, buffers=buffers, arriving=arriving)
 
     def load(self, pairs: Pairs, *, quantizes: bool = True) -> None:
         """Take all experts; without ``quantizes`` nothing is done to what has come."""
@@ -112,9 +112,9 @@ class Requantizing:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield what each expert is now, tensor by tensor as an export has them."""
-        for planes in self.planes:
-            convention = find_convention(planes.format)
-            for (whole,) in export_experts(planes, convention):
+        for buffers in self.buffers:
+            convention = find_convention(buffers.format)
+            for (whole,) in export_experts(buffers, convention):
                 yield from whole.items()
 
 

@@ -157,14 +157,14 @@ def _step(table: "StepTable") -> None:
 
 
 def _fingerprints(table: "StepTable") -> list[int]:
-    """Return a sum of the bits of each master, moment and plane."""
+    """Return a sum of the bits of each master, moment and buffer."""
     import torch
 
     assert table.members is not None
-    planes = [p for e in table.members.entries for p in e.target.wire_planes().values()]
+    buffers = [p for e in table.members.entries for p in e.target.gathered_buffers().values()]
     states = [t for s in table.states for t in (s.master, s.exp_avg, s.exp_avg_sq)]
     sums = [one.reshape(-1).view(torch.int32).sum() for one in states]
-    sums += [one.reshape(-1).view(torch.uint8).sum() for one in planes]
+    sums += [one.reshape(-1).view(torch.uint8).sum() for one in buffers]
     return torch.stack(sums).tolist()
 
 

@@ -53,9 +53,9 @@ class MasterCast:
             for entry in entries
         ]
         for weight in self._weights:
-            for plane in ("data", "scale_inv"):
+            for buffer in ("data", "scale_inv"):
                 for direction in DIRECTIONS:
-                    getattr(weight, f"_{direction}_{plane}").view(torch.uint8).fill_(_POISON)
+                    getattr(weight, f"_{direction}_{buffer}").view(torch.uint8).fill_(_POISON)
 
     def read(self, masters: Sequence[Tensor]) -> None:
         """Cast ``masters``, flat and one an entry, and not the sources of the entries."""
@@ -72,25 +72,25 @@ class MasterCast:
         )
 
     def finish_gather(self) -> None:
-        """Derive the columnwise planes from the rowwise ones."""
+        """Derive the columnwise buffers from the rowwise ones."""
         self._finish(self._weights)
 
     def check_bytes(self, *, derived: bool) -> None:
-        """Compare with the planes of the entries; see :func:`check_bytes`."""
+        """Compare with the buffers of the entries; see :func:`check_bytes`."""
         check_bytes(self._entries, self._weights, derived=derived)
 
 
 def check_bytes(entries: Sequence[TableEntry], weights: Sequence[Any], *, derived: bool) -> None:
-    """Check that what this rank owns of every plane has the same bytes on both sides.
+    """Check that what this rank owns of every buffer has the same bytes on both sides.
 
     Args:
         entries: one expert each, written by us.
         weights: those of Transformer Engine, as many.
-        derived: whether to compare all planes and the scales in storage, and not only the planes
+        derived: whether to compare all buffers and the scales in storage, and not only the buffers
             that travel.
 
     Raises:
-        PatchError: some byte differs; the message names the plane.
+        PatchError: some byte differs; the message names the buffer.
     """
     pairs = (
         pair
@@ -127,15 +127,15 @@ def require_same(pairs: Iterable[tuple[str, Tensor, Tensor]], format: str) -> No
 
 
 def _pairs(entry: TableEntry, weight: Any, derived: bool) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield the name of each plane, and the owned rows of ours and of theirs, without padding."""
+    """Yield the name of each buffer, and the owned rows of ours and of theirs, without padding."""
     target = entry.target
     _, rows, cols = target.shape
     first, last = entry.start // cols, entry.end // cols
 
-    def owned(plane: Tensor) -> Tensor:
-        return plane[first * plane.shape[0] // rows : last * plane.shape[0] // rows]
+    def owned(buffer: Tensor) -> Tensor:
+        return buffer[first * buffer.shape[0] // rows : last * buffer.shape[0] // rows]
 
-    for name, stack in (target.planes() if derived else target.wire_planes()).items():
+    for name, stack in (target.buffers() if derived else target.gathered_buffers()).items():
         ours = stack[0]
         theirs = getattr(weight, f"_{name}".replace("scale", "scale_inv"))
         yield name, owned(ours), owned(theirs[: ours.shape[0], : ours.shape[1]])
@@ -146,5 +146,5 @@ def _pairs(entry: TableEntry, weight: Any, derived: bool) -> Iterator[tuple[str,
         yield f"{direction} scale in storage", stored[0][lines], theirs[lines]
 
 
-def _as_bytes(plane: Tensor) -> Tensor:
-    return plane.contiguous().view(torch.uint8)
+def _as_bytes(buffer: Tensor) -> Tensor:
+    return buffer.contiguous().view(torch.uint8)

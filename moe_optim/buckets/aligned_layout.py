@@ -10,13 +10,13 @@ from fractions import Fraction
 from math import lcm
 from typing import Literal
 
-from moe_optim.buckets.wire import Slot
+from moe_optim.buckets.buffer_plan import Slot
 from moe_optim.formats import BlockScaledFormat, round_up
 
 MOST_GROWTH = Fraction(1, 100)
-"""How much larger a bucket may become for its shards to end at whole bands, or whole scales."""
+"""Largest growth of a bucket whose shards end at whole block rows or whole scales."""
 
-Unit = Literal["band", "scale", "byte"]
+Unit = Literal["block_row", "scale", "byte"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,8 +25,9 @@ class BucketEnd:
 
     numel: int
     unit: Unit
-    """``band``: no block or band lies on two ranks, so no maxima are exchanged. ``scale``: bands
-    do, but each rank's slice of every plane is whole. ``byte``: only data has whole bytes."""
+    """``block_row``: no block or block row lies on two ranks, so no maxima are exchanged.
+    ``scale``: block rows do, but each rank's slice of every buffer is whole. ``byte``: only data
+    has whole bytes."""
 
 
 def aligned_end(
@@ -46,32 +47,33 @@ def aligned_end(
     """
     used = max(slot.end for slot in slots)
     stock = round_up(used, lcm(divisor, dp_size))
-    band = lcm(*(format.band_rows * slot.shape[2] for slot in slots))
+    block_row = lcm(*(format.block_row_height * slot.shape[2] for slot in slots))
     steps: tuple[tuple[Unit, int], ...] = (
-        ("band", band),
+        ("block_row", block_row),
         ("scale", _elements_per_scale(format)),
         ("byte", format.elements_per_byte),
     )
     for unit, shard_multiple in steps:
         numel = round_up(used, lcm(divisor, dp_size * shard_multiple))
         affordable = unit == "byte" or numel - stock <= MOST_GROWTH * used
-        if affordable and (unit != "band" or not cuts_bands(format, slots, numel // dp_size)):
+        is_whole = unit != "block_row" or not cuts_block_rows(format, slots, numel // dp_size)
+        if affordable and is_whole:
             return BucketEnd(numel=numel, unit=unit)
     raise AssertionError("the last step is always taken")
 
 
-def cuts_bands(format: BlockScaledFormat, slots: Sequence[Slot], shard_numel: int) -> bool:
-    """Return whether some band lies in several shards.
+def cuts_block_rows(format: BlockScaledFormat, slots: Sequence[Slot], shard_numel: int) -> bool:
+    """Return whether some block row lies in several shards.
 
     Args:
-        format: whose bands.
+        format: whose block rows.
         slots: parameters of a bucket.
         shard_numel: elements of each shard.
     """
     for slot in slots:
         _, rows, cols = slot.shape
         for cut in slot.cuts(shard_numel):
-            if (cut % (rows * cols)) % (format.band_rows * cols):
+            if (cut % (rows * cols)) % (format.block_row_height * cols):
                 return True
     return False
 

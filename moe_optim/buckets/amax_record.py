@@ -8,7 +8,7 @@ import torch
 from moe_optim.buckets.gather import OwnedMaster
 from moe_optim.experts.amax_search import AmaxSearch
 from moe_optim.kernels.table_entry import TableEntry
-from moe_optim.weights.storage import PlaneStorage
+from moe_optim.weights.storage import WeightStorage
 
 
 class AmaxRecord:
@@ -21,7 +21,7 @@ class AmaxRecord:
 
     Attributes:
         values: [experts] fp32; a MAX over all ranks completes it between :meth:`fill` and
-            :meth:`land`.
+            :meth:`finish`.
     """
 
     def __init__(self, params: Sequence[torch.nn.Parameter]) -> None:
@@ -54,7 +54,7 @@ class AmaxRecord:
             self._search = AmaxSearch(self._entries(masters), self._storages()[0].backend)
         self._search.find_into(self.values)
 
-    def land(self) -> None:
+    def finish(self) -> None:
         """Hand the completed maxima to the weights, whose bytes are now those of the masters."""
         torch._foreach_copy_(self._recorded, self._parts)
 
@@ -77,10 +77,10 @@ class AmaxRecord:
             )
         return entries
 
-    def _storages(self) -> list[PlaneStorage]:
+    def _storages(self) -> list[WeightStorage]:
         return [_storage(param) for param in self._params]
 
 
-def _storage(param: Any) -> PlaneStorage:
-    storage: PlaneStorage = param.quantized_storage
+def _storage(param: Any) -> WeightStorage:
+    storage: WeightStorage = param.quantized_storage
     return storage

@@ -122,17 +122,17 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
         if not self.managed:
             if self._transposes is None or self._transposes.have_moved:
                 super()._post_param_sync()
-                self._transposes = Transposes.of(self._left_weights)
+                self._transposes = Transposes.of(self._tensorwise_weights)
             else:
                 self._transposes.renew()
             return
         with self._stale_if_it_fails():
             for bucket in self.managed:
                 if bucket.state.weights is Weights.IN_FLIGHT:
-                    bucket.land()
+                    bucket.finish()
 
     @cached_property
-    def _left_weights(self) -> list[torch.nn.Parameter]:
+    def _tensorwise_weights(self) -> list[torch.nn.Parameter]:
         """The weights with one scale, or none where Megatron has more to do than to transpose."""
         params = [param for bucket in self.buckets for param in bucket.params]
         holds_bytes = param_and_grad_buffer._param_uses_quantized_storage

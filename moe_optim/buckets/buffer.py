@@ -129,7 +129,7 @@ class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
 
     @property
     def has_nvfp4_params(self) -> bool:
-        """Whether Megatron is to pack NVFP4 bytes; those of managed weights are planes already."""
+        """Whether Megatron is to pack NVFP4 bytes; those of managed weights are buffers already."""
         return self._has_nvfp4_params and not self.managed
 
     @has_nvfp4_params.setter

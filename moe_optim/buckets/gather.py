@@ -5,8 +5,8 @@ Both wires take the same steps, each on every rank of the group::
     open      make the masters current on this rank: staged in bf16, or their maxima found
     (reduce)  maxima that several ranks share
     encode    quantize what this rank owns; nothing on wire bf16
-    (gather)  planes in slices, others by a maximum
-    land      put what arrived in place
+    (gather)  buffers in slices, others by a maximum
+    finish      put what arrived in place
 """
 
 from collections.abc import Sequence
@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from moe_optim import ops
-from moe_optim.buckets.planes import GatherPlane
-from moe_optim.buckets.wire import Slot, WirePlane, plan_wire
+from moe_optim.buckets.buffer_plan import BufferPlan, Slot, plan_buffers
+from moe_optim.buckets.gather_buffer import GatherBuffer
 from moe_optim.errors import LayoutError, StateError
 from moe_optim.kernels.member_table import Backend, MemberTable, TableEntry
-from moe_optim.weights.storage import Holder, PlaneStorage
+from moe_optim.weights.storage import BindingBucket, WeightStorage
 
 Wire = Literal["quantized", "bf16"]
 
@@ -39,12 +39,12 @@ class OwnedMaster:
     """[n] fp32, the optimizer's own tensor."""
 
 
-class Bucket(Holder, Protocol):
+class Bucket(BindingBucket, Protocol):
     """What a gather asks of the bucket it is for, which holds the weights."""
 
     name: str
     params: tuple[torch.nn.Parameter, ...]
-    storages: tuple[PlaneStorage, ...]
+    storages: tuple[WeightStorage, ...]
     """Of ``params``, in their order."""
     slots: tuple[Slot, ...]
     """Where these lie in the bucket."""
@@ -56,8 +56,8 @@ class BucketGather(Protocol):
     """What a bucket does with its weights when its group gathers."""
 
     uses_gradient_memory: bool
-    """Whether gradients must neither be added nor zeroed between :meth:`open` and :meth:`land`."""
-    sliced: tuple[GatherPlane, ...]
+    """Whether gradients must not be added or zeroed between :meth:`open` and :meth:`finish`."""
+    sliced: tuple[GatherBuffer, ...]
     """Gathered in place, one slice a rank."""
     reduced: tuple[Tensor, ...]
     """Completed by an all-reduce with MAX, after the slices have been filled."""
@@ -78,16 +78,16 @@ class BucketGather(Protocol):
         """What :meth:`plan_step` has returned, if it is still what the gather reads."""
 
     def prepare_step(self) -> None:
-        """Make ready the planes that a step encodes masters into."""
+        """Make ready the buffers that a step encodes masters into."""
 
     @property
     def exchange(self) -> Tensor | None:
         """Maxima to reduce with MAX between :meth:`open` and :meth:`encode`, if there are any."""
 
     def encode(self) -> None:
-        """Write this rank's part of every plane."""
+        """Write this rank's part of every buffer."""
 
-    def land(self) -> None:
+    def finish(self) -> None:
         """Put what has arrived in place."""
 
     def forget(self) -> None:
@@ -95,7 +95,7 @@ class BucketGather(Protocol):
 
 
 def fill_slices(gathers: Sequence[BucketGather], group: dist.ProcessGroup) -> None:
-    """Make this rank's part of every plane that of its masters. Every rank of the group calls it.
+    """Make this rank's part of every buffer that of its masters. Every rank of the group calls it.
 
     Args:
         gathers: all opened.
@@ -121,7 +121,7 @@ class Gathering(Protocol):
 def start_gather(
     buckets: Sequence[Gathering], group: dist.ProcessGroup, *, asynchronous: bool
 ) -> "Works | None":
-    """Complete all planes in place. Every rank of the group must call it.
+    """Complete all buffers in place. Every rank of the group must call it.
 
     Args:
         buckets: what to gather.
@@ -131,9 +131,9 @@ def start_gather(
     rank, size = group.rank(), group.size()
     with _coalescing_manager(group, async_ops=asynchronous) as slices:
         for bucket in buckets:
-            for plane in bucket.gather.sliced:
-                own = plane.slice_of(rank, size)
-                dist.all_gather_into_tensor(plane.data, own, group=group, async_op=asynchronous)
+            for buffer in bucket.gather.sliced:
+                own = buffer.slice_of(rank, size)
+                dist.all_gather_into_tensor(buffer.data, own, group=group, async_op=asynchronous)
     works = [slices]
     for values in (values for bucket in buckets for values in bucket.reduced):
         works.append(dist.all_reduce(values, dist.ReduceOp.MAX, group=group, async_op=asynchronous))
@@ -175,8 +175,8 @@ def make_gather(
 class QuantizedGather:
     """Wire ``quantized``: bytes and block scales travel, in memory that the weights live in.
 
-    The planes that travel are bound into memory of the bucket, where owners encode and the gather
-    lands: nothing is copied, and gradients are not involved. Arguments are those of
+    The buffers that travel are bound into memory of the bucket, where owners encode and the gather
+    finishes: nothing is copied, and gradients are not involved. Arguments are those of
     :func:`make_gather`.
     """
 
@@ -193,25 +193,25 @@ class QuantizedGather:
             raise LayoutError(
                 f"{bucket.name}: expected weights of one format in a bucket, got {names}."
             )
-        planes = plan_wire(storages[0].format, bucket.slots, numel, dp_size)
+        buffers = plan_buffers(storages[0].format, bucket.slots, numel, dp_size)
         memories = {
-            plane.name: torch.zeros(plane.nbytes, dtype=torch.uint8, device=storages[0].device)
-            for plane in planes
+            buffer.name: torch.zeros(buffer.nbytes, dtype=torch.uint8, device=storages[0].device)
+            for buffer in buffers
         }
         for index, storage in enumerate(storages):
-            own = {p.name: _view(p, memories[p.name], index) for p in planes}
-            storage.bind(own, holder=bucket)
+            own = {p.name: _view(p, memories[p.name], index) for p in buffers}
+            storage.bind(own, bucket=bucket)
         self.sliced = tuple(
-            GatherPlane(
-                name=f"{plane.name} of {bucket.name}",
-                bytes_per_element=plane.bytes_per_element,
-                data=memories[plane.name],
+            GatherBuffer(
+                name=f"{buffer.name} of {bucket.name}",
+                bytes_per_element=buffer.bytes_per_element,
+                data=memories[buffer.name],
             )
-            for plane in planes
-            if plane.bytes_per_element is not None
+            for buffer in buffers
+            if buffer.bytes_per_element is not None
         )
         self.reduced = tuple(
-            memories[plane.name].view(plane.dtype) for plane in planes if not plane.is_sliced
+            memories[buffer.name].view(buffer.dtype) for buffer in buffers if not buffer.is_sliced
         )
 
     def open(self, masters: Sequence[OwnedMaster], *, encoded: bool = False) -> None:
@@ -221,7 +221,7 @@ class QuantizedGather:
             ops.partial_amax(self.plan_step(masters))
 
     def plan_step(self, masters: Sequence[OwnedMaster]) -> MemberTable:
-        """Return the table of masters and planes that gathers use, too."""
+        """Return the table of masters and buffers that gathers use, too."""
         if self._table is None:
             self._table = self._build_table(masters)
         return self._table
@@ -232,9 +232,9 @@ class QuantizedGather:
         return self._table
 
     def prepare_step(self) -> None:
-        """Zero the planes that a maximum over ranks completes."""
-        for plane in self.reduced:
-            plane.zero_()
+        """Zero the buffers that a maximum over ranks completes."""
+        for buffer in self.reduced:
+            buffer.zero_()
 
     @property
     def exchange(self) -> Tensor | None:
@@ -250,7 +250,7 @@ class QuantizedGather:
         self.prepare_step()
         ops.encode(self._opened())
 
-    def land(self) -> None:
+    def finish(self) -> None:
         """Derive columnwise copies and scales from what has arrived, in one launch."""
         ops.finish_gather(self._opened())
 
@@ -300,11 +300,11 @@ class Bf16Gather:
         self.planned: MemberTable | None = None
         self._table: MemberTable | None = None
         self._places: tuple[list[Tensor], list[Tensor]] | None = None
-        self.sliced: tuple[GatherPlane, ...] = (GatherPlane.viewing(bucket.name, bucket.staging),)
+        self.sliced: tuple[GatherBuffer, ...] = (GatherBuffer.viewing(bucket.name, bucket.staging),)
         self.reduced: tuple[Tensor, ...] = ()
         self.exchange: Tensor | None = None
         for storage in bucket.storages:
-            storage.bind({}, holder=bucket)
+            storage.bind({}, bucket=bucket)
 
     def plan_step(self, masters: Sequence[OwnedMaster]) -> None:
         """Return None: gradients lie where masters are staged, so that a step encodes nothing."""
@@ -322,7 +322,7 @@ class Bf16Gather:
     def encode(self) -> None:
         """Do nothing: every rank quantizes what it has received."""
 
-    def land(self) -> None:
+    def finish(self) -> None:
         """Requantize the whole bucket in one launch, and leave zeros behind."""
         if self._table is not None and self._table.has_moved:
             self._table = None  # gradient memory may have been freed, by whomever
@@ -334,7 +334,7 @@ class Bf16Gather:
     def forget(self) -> None:
         """Drop everything planned: masters, weights or gradient memory may lie elsewhere now."""
         self._table = self._places = None
-        self.sliced = (GatherPlane.viewing(self._bucket.name, self._bucket.staging),)
+        self.sliced = (GatherBuffer.viewing(self._bucket.name, self._bucket.staging),)
 
     def _plan(self, masters: Sequence[OwnedMaster]) -> tuple[list[Tensor], list[Tensor]]:
         starts = {
@@ -363,9 +363,9 @@ class Bf16Gather:
         return MemberTable.build(entries, consumed=staging, backend=self._backend)
 
 
-def _view(plane: WirePlane, memory: Tensor, index: int) -> Tensor:
-    """Return the plane of one parameter in the memory of its bucket."""
-    entries = memory.view(plane.dtype)
-    shape = plane.shapes[index]
+def _view(buffer: BufferPlan, memory: Tensor, index: int) -> Tensor:
+    """Return the buffer of one parameter in the memory of its bucket."""
+    entries = memory.view(buffer.dtype)
+    shape = buffer.shapes[index]
     numel = torch.Size(shape).numel()
-    return entries.narrow(0, plane.starts[index], numel).view(shape)
+    return entries.narrow(0, buffer.starts[index], numel).view(shape)

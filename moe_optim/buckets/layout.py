@@ -8,7 +8,7 @@ from megatron.core.optimizer import param_layout
 from megatron.core.optimizer.param_layout import PerBufferParamLayout
 
 from moe_optim.buckets.aligned_layout import aligned_end
-from moe_optim.buckets.wire import Slot
+from moe_optim.buckets.buffer_plan import Slot
 from moe_optim.integration.patching.active import config_in_force
 from moe_optim.integration.patching.engine import original
 from moe_optim.weights.managed import is_managed

@@ -1,6 +1,6 @@
 """A bucket of quantized weights: its state, its gradient memory, and how its weights are gathered.
 
-It hangs on Megatron's bucket as ``bucket.managed``, and is the holder of every weight in it.
+It hangs on Megatron's bucket as ``bucket.managed``, and is the bucket of every weight in it.
 """
 
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ from megatron.core.transformer.cuda_graphs import is_graph_capturing
 from torch import Tensor
 
 from moe_optim.buckets.amax_record import AmaxRecord
+from moe_optim.buckets.buffer_plan import Slot
 from moe_optim.buckets.gather import OwnedMaster, Wire, make_gather
 from moe_optim.buckets.states import (
     OWN_MEMORY,
@@ -23,13 +24,12 @@ from moe_optim.buckets.states import (
     Held,
     Weights,
 )
-from moe_optim.buckets.wire import Slot
 from moe_optim.errors import StateError
 from moe_optim.kernels.member_table import Backend, MemberTable
 from moe_optim.places import Attributes, Places, has_memory
-from moe_optim.weights.storage import PlaneStorage, new_version
+from moe_optim.weights.storage import WeightStorage, new_version
 
-_HOLDER, _WATCHED = attrgetter("holder"), attrgetter("watched")
+_BUCKET, _WATCHED = attrgetter("bucket"), attrgetter("watched")
 
 
 class Owner(Protocol):
@@ -59,7 +59,7 @@ class ManagedBucket:
         owner: the optimizer that was built last for them; None before there is one.
         is_looked_at: nobody else has run since :meth:`plan_step` looked where masters and weights
             lie, so that a gather need not: its owner says so from a step to the gather behind it.
-        version: of the bytes that the last gather has brought, see ``PlaneStorage.version``.
+        version: of the bytes that the last gather has brought, see ``WeightStorage.version``.
 
     Raises:
         LayoutError: weights of several formats, or shards without whole bytes.
@@ -78,7 +78,7 @@ class ManagedBucket:
     ) -> None:
         self.name, self.dp_size, self.grads, self.wire = name, dp_size, grads, wire
         self.params: tuple[torch.nn.Parameter, ...] = tuple(params)
-        self.storages: tuple[PlaneStorage, ...] = tuple(p.quantized_storage for p in params)
+        self.storages: tuple[WeightStorage, ...] = tuple(p.quantized_storage for p in params)
         self.slots = tuple(
             Slot(name=storage.name, start=start, shape=storage.shape)
             for storage, start in zip(self.storages, starts, strict=True)
@@ -94,7 +94,7 @@ class ManagedBucket:
         self._master_places = Places(())
         self._each_watched: list[tuple[Attributes, ...] | None] = []  # of each weight, and of all:
         self._all_watched: tuple[Attributes, ...] = ()
-        self._unwatched: tuple[PlaneStorage, ...] = ()
+        self._unwatched: tuple[WeightStorage, ...] = ()
         self.version = new_version()
         self._plans = 0
         self._planned_writes = 0  # into masters, when a step was planned
@@ -107,7 +107,7 @@ class ManagedBucket:
         self.gather = make_gather(wire, self, numel=grads.numel(), dp_size=dp_size, backend=backend)
         self._amaxes = AmaxRecord.of(self.params)
 
-    # What weights ask of their holder
+    # What weights ask of their bucket
 
     @property
     def is_fresh(self) -> bool:
@@ -261,7 +261,7 @@ class ManagedBucket:
         if self._amaxes is not None:
             self._amaxes.fill(masters)
 
-    def land(self) -> None:
+    def finish(self) -> None:
         """Put what has arrived in place: the weights are fresh.
 
         Raises:
@@ -269,14 +269,14 @@ class ManagedBucket:
         """
         if self.gather.uses_gradient_memory and self._were_written():
             raise StateError(
-                f"{self.name}: {Event.LAND.value}: expected memory that no gradient was written "
+                f"{self.name}: {Event.FINISH.value}: expected memory that no gradient was written "
                 "into, got gradients written by hand. Call start_param_sync(force_sync=True) on "
                 "the DDP module before main_grad is written."
             )
-        self.gather.land()
+        self.gather.finish()
         if self._amaxes is not None:
-            self._amaxes.land()
-        self.state.record(Event.LAND)
+            self._amaxes.finish()
+        self.state.record(Event.FINISH)
         self._count_from_here()
         self.version = new_version()
         if self._has_initial:
@@ -341,7 +341,7 @@ class ManagedBucket:
             self._master_places = Places(one.master for one in self._masters)
         return self._masters
 
-    def _find_moved(self) -> list[PlaneStorage]:
+    def _find_moved(self) -> list[WeightStorage]:
         """Return the weights that somebody gave other tensors; asked of all of them together."""
         watched = list(map(_WATCHED, self.storages))
         if not self._each_watched or any(map(is_not, watched, self._each_watched)):
@@ -358,9 +358,9 @@ class ManagedBucket:
         Raises:
             StateError: another one has bound them since.
         """
-        if not any(map(is_not, map(_HOLDER, self.storages), repeat(self))):
+        if not any(map(is_not, map(_BUCKET, self.storages), repeat(self))):
             return
-        names = ", ".join(storage.name for storage in self.storages if storage.holder is not self)
+        names = ", ".join(storage.name for storage in self.storages if storage.bucket is not self)
         raise StateError(
             f"{self.name}: expected {names} in this bucket, got them in one of a "
             "DistributedDataParallel that was made later for the same model. Use that one, and an "

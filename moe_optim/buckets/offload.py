@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_optim.errors import StateError
-from moe_optim.weights.storage import PlaneStorage
+from moe_optim.weights.storage import WeightStorage
 
 
 class ParamData:
@@ -32,7 +32,7 @@ class ParamData:
 
     def __init__(
         self,
-        storages: Sequence[PlaneStorage],
+        storages: Sequence[WeightStorage],
         *,
         before_read: Callable[[], None] = lambda: None,
         leaves: Callable[[], None] = lambda: None,

@@ -53,7 +53,7 @@ class Event(Enum):
     SETTLE = "new masters"
     ENCODE = "new masters, encoded with their step"
     GATHER = "the parameter gather"
-    LAND = "the end of the parameter gather"
+    FINISH = "the end of the parameter gather"
     FAIL = "a parameter gather that failed"
     OFFLOAD = "offload_to_cpu"
     RELOAD = "reload_from_cpu"
@@ -127,7 +127,7 @@ OWN_MEMORY: Mapping[Event, Transition] = {
         weights={_STALE: Weights.IN_FLIGHT, _ENCODED: Weights.IN_FLIGHT},
         weights_remedy=f"Read weights after optimizer.step(). {_RELOAD_FIRST}",
     ),
-    Event.LAND: Transition(
+    Event.FINISH: Transition(
         gradients=_ANY_GRADIENTS,
         weights={Weights.IN_FLIGHT: _FRESH},
         weights_remedy=_ONLY_GROUPS,
@@ -162,8 +162,8 @@ SHARED_MEMORY: Mapping[Event, Transition] = {
         gradients_remedy="Step or drop these gradients (zero_grad_buffer()) before weights are "
         "gathered from the masters: they would be overwritten.",
     ),
-    Event.LAND: replace(
-        OWN_MEMORY[Event.LAND],
+    Event.FINISH: replace(
+        OWN_MEMORY[Event.FINISH],
         gradients={Gradients.IN_FLIGHT: _Z},
         gradients_remedy=_ONLY_GROUPS,
     ),

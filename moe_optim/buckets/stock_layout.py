@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm, prod
 
-from moe_optim.buckets.wire import Slot
+from moe_optim.buckets.buffer_plan import Slot
 from moe_optim.formats import round_up
 
 _START = 64

@@ -49,7 +49,7 @@ def _empty_product(
 
 
 def _version_size(weights: Sequence[Tensor]) -> int:
-    """Return how many numbers tell the versions of weights apart; uint8 is a plane's."""
+    """Return how many numbers tell the versions of weights apart; uint8 is a buffer's."""
     return len(weights) * (1 if weights[0].dtype == torch.uint8 else 2)
 
 
@@ -59,7 +59,7 @@ def _grouped_product(
 ) -> tuple[Tensor, Tensor]:
     """Return the product [T, R], and the version of what was multiplied, int64 on the host.
 
-    Weights are bf16 parameters, or a plane of each that is quantized. They tell autograd and the
+    Weights are bf16 parameters, or a buffer of each that is quantized. They tell autograd and the
     compiler what the product depends on; it is the linear that reads them.
     """
     linear: Linear = object_of(handle)
@@ -155,11 +155,11 @@ def _differentiate(ctx: Any, output_grad: Tensor, _: Tensor) -> tuple[Any, ...]:
 _grouped_product.register_autograd(_differentiate, setup_context=_keep)
 
 
-def _read_planes(_cls: Any, func: Any, _types: Any, args: Any, kwargs: Any) -> Any:
-    """Give the operation a plane of each quantized weight, in place of values it does not read."""
+def _read_buffers(_cls: Any, func: Any, _types: Any, args: Any, kwargs: Any) -> Any:
+    """Give the operation a buffer of each quantized weight, in place of values it does not read."""
     tokens, ends, weights, handle = args
-    planes = [w.plane_rowwise_data if isinstance(w, GroupedWeight) else w for w in weights]
-    return func(tokens, ends, planes, handle, **kwargs)
+    buffers = [w.buffer_rowwise_data if isinstance(w, GroupedWeight) else w for w in weights]
+    return func(tokens, ends, buffers, handle, **kwargs)
 
 
-_grouped_product.register_torch_dispatch(GroupedWeight, _read_planes)
+_grouped_product.register_torch_dispatch(GroupedWeight, _read_buffers)

@@ -47,7 +47,7 @@ class QuantizedCopy:
         self._made_of: tuple[int, ...] | None = None  # how often each weight had been written
 
     def __reduce__(self) -> Any:
-        """Copy and pickle what it is, without the planes: they follow from the weights."""
+        """Copy and pickle what it is, without the buffers: they follow from the weights."""
         return QuantizedCopy, (self.format, self.shape, self.name, self.backend)
 
     @torch.no_grad()

@@ -36,8 +36,8 @@ from moe_optim.weights.recorded_amax import RecordsAmax
 from moe_optim.weights.storage import (
     GradientNote,
     MakeStorages,
-    PlaneStorage,
     PortableStorage,
+    WeightStorage,
     make_portable_storages,
 )
 
@@ -108,7 +108,7 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         self.quantized_copy: QuantizedCopy | FakeQuantizedCopy | None = None
         if compute is not None and format is None:
             self.quantized_copy = _make_copy(compute, self.shape, f"{name}.weight", backend)
-        storages: Sequence[PlaneStorage] = ()
+        storages: Sequence[WeightStorage] = ()
         if format is not None:
             storages = make_storages(
                 format,
@@ -133,7 +133,7 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         return {f"bias{index}": (rows,) for index in range(experts)}
 
     def _make_parameters(
-        self, storages: Sequence[PlaneStorage], device: torch.device | str | None
+        self, storages: Sequence[WeightStorage], device: torch.device | str | None
     ) -> list[tuple[str, torch.nn.Parameter]]:
         experts, rows, cols = self.shape
         names, shape = ["weight"], torch.Size(self.shape)
@@ -158,13 +158,13 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         parts += [f"expert_layout={self.expert_layout}", f"bias={bool(self.biases())}"]
         return ", ".join(parts)
 
-    def storages(self) -> list[PlaneStorage]:
+    def storages(self) -> list[WeightStorage]:
         """Return the storage behind each parameter; none where experts are bf16."""
         weights = self.weights()
         return [w.quantized_storage for w in weights if isinstance(w, GroupedWeight)]
 
     @property
-    def storage(self) -> PlaneStorage | None:
+    def storage(self) -> WeightStorage | None:
         """The one storage of all experts; None in bf16, or where they lie apart in buckets."""
         storages = self.storages()
         return storages[0].whole_of(storages) if storages else None
@@ -222,7 +222,7 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
             return
         assert isinstance(moved, PortableStorage)  # as every copy is
         for index, weight in enumerate(self.weights()):
-            old: PlaneStorage = weight.quantized_storage  # type: ignore[attr-defined]
+            old: WeightStorage = weight.quantized_storage  # type: ignore[attr-defined]
             new = moved if self.expert_layout == "grouped" else moved.expert(index)
             new.set_copy_of(old)
             weight.quantized_storage = new  # type: ignore[attr-defined]
@@ -486,7 +486,7 @@ def _make_copy(
     return QuantizedCopy(compute, shape, name, backend)
 
 
-def _moved(storage: PlaneStorage, fn: Callable[[Tensor], Tensor]) -> PlaneStorage:
+def _moved(storage: WeightStorage, fn: Callable[[Tensor], Tensor]) -> WeightStorage:
     """Return the storage that ``fn`` makes of one: itself, or a copy on another device.
 
     Raises:
@@ -500,7 +500,7 @@ def _moved(storage: PlaneStorage, fn: Callable[[Tensor], Tensor]) -> PlaneStorag
             "Build the model with format: bf16 instead."
         )
     new = moved.quantized_storage
-    if storage.holder is not None and new is not storage:
+    if storage.bucket is not None and new is not storage:
         raise StateError(
             f"{storage.name}: expected to stay on {storage.device}, where a bucket gathers it, got "
             f"{new.device}. Move the model before it is wrapped with DDP."

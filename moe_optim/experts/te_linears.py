@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 
 from moe_optim.weights.recorded_amax import RecordsAmax
-from moe_optim.weights.storage import PlaneStorage
+from moe_optim.weights.storage import WeightStorage
 from moe_optim.weights.te.fields import is_grouped
 
 
@@ -47,7 +47,7 @@ class LinearRecorder(RecordsAmax):
         storages = self.storages()
         return storages[0].name.rpartition(".")[0] if storages else "experts"
 
-    def storages(self) -> list[PlaneStorage]:
+    def storages(self) -> list[WeightStorage]:
         """Return the storage behind each weight, in expert order; none where experts are bf16."""
         linear = self._linear()
         weights = [] if linear is None else weights_of(linear)

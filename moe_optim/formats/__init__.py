@@ -1,6 +1,6 @@
 """Block-scaled formats as values: every property and shape that follows from a format lives here.
 
-A *plane* is one tensor of a quantized weight (data or scales, rowwise or columnwise). Shapes are
+A *buffer* is one tensor of a quantized weight (data or scales, rowwise or columnwise). Shapes are
 *logical*: no padding and one scale a block. Padded and repeated scales belong to storage, see
 :meth:`BlockScaledFormat.storage_scale_shape`.
 """
@@ -26,10 +26,10 @@ Element = Literal["e4m3", "e2m1"]
 ScaleEncoding = Literal["e8m0", "e4m3", "power_of_two"]
 """Of one scale, see :attr:`BlockScaledFormat.scale_encoding`."""
 ColumnwiseCopy = Literal["quantized", "shared", "transposed"]
-"""What the columnwise plane is made of, see :attr:`BlockScaledFormat.columnwise_copy`."""
+"""What the columnwise buffer is made of, see :attr:`BlockScaledFormat.columnwise_copy`."""
 
 DIRECTIONS: tuple[Direction, ...] = ("rowwise", "columnwise")
-"""Both, in the order in which planes are listed."""
+"""Both, in the order in which buffers are listed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +71,7 @@ class BlockScaledFormat:
 
     @property
     def scale_dtype(self) -> "torch.dtype":
-        """Dtype of the scale planes: uint8 codes, or fp32."""
+        """Dtype of the scale buffers: uint8 codes, or fp32."""
         import torch
 
         return torch.float32 if self.scale_encoding == "power_of_two" else torch.uint8
@@ -82,37 +82,37 @@ class BlockScaledFormat:
         return self.columnwise_copy != "quantized"
 
     @property
-    def band_rows(self) -> int:
-        """Rows of a *band*: the lowest strip of a weight made of whole blocks of both directions.
+    def block_row_height(self) -> int:
+        """Rows of a *block row*, the lowest strip of whole blocks of both directions.
 
-        The last band of a weight may be lower, where edge blocks may be partial.
+        The last block row of a weight may be lower, where edge blocks may be partial.
         """
         return max(self.rowwise_block)
 
     @property
-    def wire_directions(self) -> tuple[Direction, ...]:
+    def gathered_directions(self) -> tuple[Direction, ...]:
         """Directions that must travel; the other one is derived from these, exactly."""
         return ("rowwise",) if self.is_2d else DIRECTIONS
 
     @property
     def data_bytes_per_element(self) -> Fraction:
-        """Bytes of one data plane for each logical element."""
+        """Bytes of one data buffer for each logical element."""
         return Fraction(1, self.elements_per_byte)
 
     @property
     def scale_bytes_per_element(self) -> Fraction:
-        """Bytes of one scale plane for each logical element, partial edge blocks aside."""
+        """Bytes of one scale buffer for each logical element, partial edge blocks aside."""
         rows, cols = self.rowwise_block
         return Fraction(self.scale_itemsize, rows * cols)
 
     @property
-    def wire_bytes_per_element(self) -> Fraction:
+    def gathered_bytes_per_element(self) -> Fraction:
         """Bytes gathered for each parameter: data and scales of all directions that travel.
 
         The 4 bytes an expert of a global amax are not in it.
         """
-        plane = self.data_bytes_per_element + self.scale_bytes_per_element
-        return plane * len(self.wire_directions)
+        buffer = self.data_bytes_per_element + self.scale_bytes_per_element
+        return buffer * len(self.gathered_directions)
 
     def block(self, direction: Direction) -> tuple[int, int]:
         """Return how many rows and columns of a [R, C] weight share one scale of ``direction``."""
@@ -120,12 +120,12 @@ class BlockScaledFormat:
         return (rows, cols) if direction == "rowwise" else (cols, rows)
 
     def transposes(self, direction: Direction) -> bool:
-        """Return whether the data plane of ``direction`` is stored as [C, R]."""
+        """Return whether the data buffer of ``direction`` is stored as [C, R]."""
         return direction == "columnwise" and self.columnwise_copy == "transposed"
 
     @property
-    def plane_names(self) -> tuple[str, ...]:
-        """Fields of ``QuantizedWeight`` that hold a plane of their own."""
+    def buffer_names(self) -> tuple[str, ...]:
+        """Fields of ``QuantizedWeight`` that hold a buffer of their own."""
         names = ["rowwise_data", "rowwise_scale"]
         if self.columnwise_copy != "shared":
             names.append("columnwise_data")
@@ -161,11 +161,11 @@ class BlockScaledFormat:
         return experts, rows, cols
 
     def data_shape(self, shape: Sequence[int], direction: Direction) -> tuple[int, int, int]:
-        """Return the shape in bytes of the data plane of ``direction``.
+        """Return the shape in bytes of the data buffer of ``direction``.
 
         Args:
             shape: logical [E, R, C] of the weight, which the format can hold.
-            direction: which plane.
+            direction: which buffer.
         """
         experts, rows, cols = shape
         if self.transposes(direction):
@@ -173,14 +173,14 @@ class BlockScaledFormat:
         return experts, rows, cols // self.elements_per_byte
 
     def scale_shape(self, shape: Sequence[int], direction: Direction) -> tuple[int, int, int]:
-        """Return the logical shape of the scale plane: no padding, one scale a block.
+        """Return the logical shape of the scale buffer: no padding, one scale a block.
 
         2-D formats give the transpose of their rowwise scales for ``columnwise``, also where the
         data itself is shared and not transposed.
 
         Args:
             shape: logical [E, R, C] of the weight, which the format can hold.
-            direction: which plane.
+            direction: which buffer.
         """
         experts, rows, cols = shape
         block_rows, block_cols = self.block(direction)
@@ -214,7 +214,7 @@ class BlockScaledFormat:
     def storage_scale_repeat(self, direction: Direction) -> tuple[int, int]:
         """Return how many storage rows and columns one block scale of ``direction`` fills.
 
-        Counted along the axes of the data plane as stored. For ``mxfp8_2d`` columnwise these are
+        Counted along the axes of the data buffer as stored. For ``mxfp8_2d`` columnwise these are
         the axes of the *rowwise* scales, because its data is not transposed.
         """
         length = max(self.rowwise_block)
@@ -289,10 +289,10 @@ def get_format(name: str) -> BlockScaledFormat:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class QuantizedWeight:
-    """The planes of a stack of quantized experts, at their logical shapes.
+    """The buffers of a stack of quantized experts, at their logical shapes.
 
     The tensors are held, not copied, and may be views with any strides: the record can describe
-    storage that somebody else owns. Data planes are uint8, also where the bytes mean fp8.
+    storage that somebody else owns. Data buffers are uint8, also where the bytes mean fp8.
     """
 
     format: BlockScaledFormat
@@ -311,10 +311,10 @@ class QuantizedWeight:
     """[E] fp32 for formats with a global amax, else None."""
 
     def __post_init__(self) -> None:
-        """Check every plane against the format.
+        """Check every buffer against the format.
 
         Raises:
-            LayoutError: a plane has the wrong shape, dtype or device, is missing or superfluous,
+            LayoutError: a buffer has the wrong shape, dtype or device, is missing or superfluous,
                 or does not share the memory it should.
         """
         import torch
@@ -322,11 +322,11 @@ class QuantizedWeight:
         self.format.check_shape(self.shape, name="QuantizedWeight.shape")
         for direction in DIRECTIONS:
             data_shape = self.format.data_shape(self.shape, direction)
-            self._check_plane(f"{direction}_data", data_shape, torch.uint8)
+            self._check_buffer(f"{direction}_data", data_shape, torch.uint8)
             scale_shape = self.format.scale_shape(self.shape, direction)
-            self._check_plane(f"{direction}_scale", scale_shape, self.format.scale_dtype)
+            self._check_buffer(f"{direction}_scale", scale_shape, self.format.scale_dtype)
         if self.format.has_global_amax:
-            self._check_plane("global_amax", self.shape[:1], torch.float32)
+            self._check_buffer("global_amax", self.shape[:1], torch.float32)
         elif self.global_amax is not None:
             raise LayoutError(
                 f"QuantizedWeight.global_amax: {self.format.name} has none, got a tensor. "
@@ -336,7 +336,7 @@ class QuantizedWeight:
             self.rowwise_data, self.columnwise_data
         ):
             raise LayoutError(
-                f"QuantizedWeight.columnwise_data: {self.format.name} shares one data plane, got "
+                f"QuantizedWeight.columnwise_data: {self.format.name} shares one data buffer, got "
                 f"a second one. Pass rowwise_data for both directions."
             )
 
@@ -349,12 +349,12 @@ class QuantizedWeight:
         device: "torch.device | str | None" = None,
         name: str = "weight",
     ) -> "QuantizedWeight":
-        """Allocate the planes of a weight, contiguous and not written.
+        """Allocate the buffers of a weight, contiguous and not written.
 
         Args:
             format: what the bytes will mean.
             shape: logical [E, R, C].
-            device: where the planes lie; torch's default if not given.
+            device: where the buffers lie; torch's default if not given.
             name: how errors call the weight.
 
         Raises:
@@ -387,27 +387,27 @@ class QuantizedWeight:
         )
 
     @classmethod
-    def of_planes(
-        cls, format: BlockScaledFormat, shape: Sequence[int], planes: "Iterable[Tensor]"
+    def of_buffers(
+        cls, format: BlockScaledFormat, shape: Sequence[int], buffers: "Iterable[Tensor]"
     ) -> "QuantizedWeight":
-        """Return the record of planes that exist; nothing is copied.
+        """Return the record of buffers that exist; nothing is copied.
 
         Args:
             format: what the bytes mean.
             shape: logical [E, R, C].
-            planes: in the order of ``format.plane_names``, of the shapes and dtypes that the fields
-                of this record have.
+            buffers: tensors in the order of ``format.buffer_names``, with the shapes and dtypes of
+                the fields of this record.
 
         Raises:
-            LayoutError: a plane does not fit the format.
+            LayoutError: a buffer does not fit the format.
         """
-        fields = dict(zip(format.plane_names, planes, strict=True))
+        fields = dict(zip(format.buffer_names, buffers, strict=True))
         fields.setdefault("columnwise_data", fields["rowwise_data"])
         experts, rows, cols = shape
         return cls(format=format, shape=(experts, rows, cols), **fields)
 
     def data(self, direction: Direction) -> "Tensor":
-        """Return the data plane of ``direction``, not a copy: uint8, of ``format.data_shape``.
+        """Return the data buffer of ``direction``, not a copy: uint8, of ``format.data_shape``.
 
         Raises:
             ConfigError: no such direction.
@@ -416,7 +416,7 @@ class QuantizedWeight:
         return self.rowwise_data if direction == "rowwise" else self.columnwise_data
 
     def scale(self, direction: Direction) -> "Tensor":
-        """Return the scale plane of ``direction``, not a copy: of ``format.scale_shape``.
+        """Return the scale buffer of ``direction``, not a copy: of ``format.scale_shape``.
 
         Its dtype is ``format.scale_dtype``.
 
@@ -426,39 +426,38 @@ class QuantizedWeight:
         _check_direction(direction)
         return self.rowwise_scale if direction == "rowwise" else self.columnwise_scale
 
-    def planes(self) -> "dict[str, Tensor]":
-        """Return every distinct plane by field name, not copies; shared bytes are listed once.
+    def buffers(self) -> "dict[str, Tensor]":
+        """Return every distinct buffer by field name, not copies; shared bytes are listed once.
 
         Shapes and dtypes are those of the fields.
         """
-        return {name: getattr(self, name) for name in self.format.plane_names}
+        return {name: getattr(self, name) for name in self.format.buffer_names}
 
-    def wire_planes(self) -> "dict[str, Tensor]":
-        """Return the planes that travel, by field name, not copies; others are derived from them.
+    def gathered_buffers(self) -> "dict[str, Tensor]":
+        """Return the buffers that travel, by field name, not copies; others are derived from them.
 
         Shapes and dtypes are those of the fields.
         """
         kinds = [
-            f"{way}_{kind}" for way in self.format.wire_directions for kind in ("data", "scale")
+            f"{way}_{kind}" for way in self.format.gathered_directions for kind in ("data", "scale")
         ]
-        return {
-            name: plane for name, plane in self.planes().items() if name in {*kinds, "global_amax"}
-        }
+        gathered = {*kinds, "global_amax"}
+        return {name: buffer for name, buffer in self.buffers().items() if name in gathered}
 
-    def _check_plane(self, field: str, shape: Sequence[int], dtype: "torch.dtype") -> None:
-        plane = getattr(self, field)
+    def _check_buffer(self, field: str, shape: Sequence[int], dtype: "torch.dtype") -> None:
+        buffer = getattr(self, field)
         where = f"QuantizedWeight.{field}"
-        if plane is None:
+        if buffer is None:
             raise LayoutError(f"{where}: {self.format.name} needs {list(shape)} {dtype}, got None.")
-        if tuple(plane.shape) != tuple(shape) or plane.dtype != dtype:
+        if tuple(buffer.shape) != tuple(shape) or buffer.dtype != dtype:
             raise LayoutError(
                 f"{where}: {self.format.name} of shape {list(self.shape)} needs {list(shape)} "
-                f"{dtype}, got {list(plane.shape)} {plane.dtype}."
+                f"{dtype}, got {list(buffer.shape)} {buffer.dtype}."
             )
-        if plane.device != self.rowwise_data.device:
+        if buffer.device != self.rowwise_data.device:
             raise LayoutError(
                 f"{where}: expected the device of rowwise_data, {self.rowwise_data.device}, got "
-                f"{plane.device}."
+                f"{buffer.device}."
             )
 
 

@@ -1,8 +1,8 @@
-"""Partition rules: how a weight [E, R, C] that is cut over a mesh cuts its planes and its maxima.
+"""Partition rules: how a weight [E, R, C] that is cut over a mesh cuts its buffers and its maxima.
 
 Every rule follows from one comparison. A mesh axis leaves parts of so many rows or columns; where
-that is a whole number of blocks, the axis cuts planes between their entries, and ranks need nothing
-of each other. Where it is not, blocks lie on several ranks: these exchange the maxima of the blocks
+that is a whole number of blocks, the axis cuts buffers between their entries, and ranks exchange
+nothing. Where it is not, blocks lie on several ranks: these exchange the maxima of the blocks
 over that axis, and hold their scales in common. The amax of an expert is that of a block as large
 as the expert.
 """
@@ -42,24 +42,24 @@ class MeshAxis:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlanePartition:
-    """How one plane is cut."""
+class BufferPartition:
+    """How one buffer is cut."""
 
     name: str
     """Field of ``QuantizedWeight``; ``data`` for bf16."""
     shape: tuple[int, ...]
-    """Of the plane of the whole weight."""
+    """Of the buffer of the whole weight."""
     dimensions: tuple[Dimension, ...]
-    """Which dimension of the weight each one of the plane runs along."""
+    """Which dimension of the weight each one of the buffer runs along."""
     units: tuple[int, ...]
-    """How many elements of that dimension an entry of the plane stands for."""
+    """How many elements of that dimension an entry of the buffer stands for."""
     cut_by: tuple[tuple[str, ...], ...]
-    """Mesh axes that cut each dimension of the plane between two entries, the outermost first."""
+    """Mesh axes that cut each dimension of the buffer between two entries, the outermost first."""
     overlaps: tuple[str, ...]
     """Mesh axes along which several ranks hold the same entry, each of them right."""
 
     def slices(self, bounds: Bounds) -> tuple[slice, ...]:
-        """Return which entries of the whole plane a rank holds: all that its elements touch.
+        """Return which entries of the whole buffer a rank holds: all that its elements touch.
 
         Args:
             bounds: of the rank's part, see :meth:`Partition.bounds`.
@@ -75,7 +75,7 @@ class Maxima:
     """The amaxes of blocks, one kind of them, and which ranks have to find them together."""
 
     name: str
-    """The plane that follows from them."""
+    """The buffer that follows from them."""
     block: tuple[int, int]
     """Rows and columns of one block."""
     axes: tuple[str, ...]
@@ -100,8 +100,8 @@ class Partition:
     """[E, R, C] of the whole weight."""
     axes: tuple[MeshAxis, ...]
     """By dimension, the outermost first."""
-    planes: tuple[PlanePartition, ...]
-    """Every plane, by the fields of ``QuantizedWeight``; shared bytes are listed for both
+    buffers: tuple[BufferPartition, ...]
+    """Every buffer, by the fields of ``QuantizedWeight``; shared bytes are listed for both
     directions."""
     maxima: tuple[Maxima, ...]
     """What ranks exchange before they can encode; empty where each can do so alone."""
@@ -151,9 +151,9 @@ class Partition:
             for dimension, size in zip(DIMENSIONS, self.part_shape, strict=True)
         }
 
-    def plane(self, name: str) -> PlanePartition:
-        """Return the plane called ``name``."""
-        return next(plane for plane in self.planes if plane.name == name)
+    def buffer(self, name: str) -> BufferPartition:
+        """Return the buffer called ``name``."""
+        return next(buffer for buffer in self.buffers if buffer.name == name)
 
 
 def infer_partition(
@@ -165,7 +165,7 @@ def infer_partition(
 ) -> Partition:
     """Return how data, scales and amaxes are cut, and which maxima need which mesh axis.
 
-    What parts then hold is, to the byte, the slice of the planes of the whole weight.
+    What parts then hold is, to the byte, the slice of the buffers of the whole weight.
 
     Args:
         format: a format, or its name; ``bf16`` is one, too.
@@ -188,9 +188,9 @@ def infer_partition(
         experts, rows, cols = known.check_shape(shape, name)
     sizes: dict[Dimension, int] = dict(zip(DIMENSIONS, (experts, rows, cols), strict=True))
     cuts = _cut(axes, sizes, name)
-    planes = [_bf16_plane(sizes, cuts)] if known is None else _planes(known, sizes, cuts)
-    for plane in planes:
-        _check_bytes(plane, known, cuts, name)
+    buffers = [_bf16_buffer(sizes, cuts)] if known is None else _buffers(known, sizes, cuts)
+    for buffer in buffers:
+        _check_bytes(buffer, known, cuts, name)
     expert_amax = _maxima("global_amax", (rows, cols), sizes, cuts)
     found = [] if known is None else _block_maxima(known, sizes, cuts)
     if known is not None and known.has_global_amax:
@@ -199,7 +199,7 @@ def infer_partition(
         format=known,
         shape=(experts, rows, cols),
         axes=cuts,
-        planes=tuple(planes),
+        buffers=tuple(buffers),
         maxima=tuple(maxima for maxima in found if maxima.axes),
         expert_amax=expert_amax,
     )
@@ -245,46 +245,46 @@ def _cut(
     return tuple(cuts)
 
 
-def _planes(
+def _buffers(
     format: BlockScaledFormat, sizes: Mapping[Dimension, int], cuts: Sequence[MeshAxis]
-) -> list[PlanePartition]:
+) -> list[BufferPartition]:
     return [
-        *(_data_plane(format, direction, sizes, cuts) for direction in DIRECTIONS),
-        *(_scale_plane(format, direction, sizes, cuts) for direction in DIRECTIONS),
-        *([_amax_plane(sizes, cuts)] if format.has_global_amax else []),
+        *(_data_buffer(format, direction, sizes, cuts) for direction in DIRECTIONS),
+        *(_scale_buffer(format, direction, sizes, cuts) for direction in DIRECTIONS),
+        *([_amax_buffer(sizes, cuts)] if format.has_global_amax else []),
     ]
 
 
-def _data_plane(
+def _data_buffer(
     format: BlockScaledFormat,
     direction: Direction,
     sizes: Mapping[Dimension, int],
     cuts: Sequence[MeshAxis],
-) -> PlanePartition:
+) -> BufferPartition:
     across: tuple[Dimension, Dimension] = ("rows", "columns")
     dimensions: tuple[Dimension, ...] = (
         "experts",
         *(reversed(across) if format.transposes(direction) else across),
     )
     units = (1, 1, format.elements_per_byte)
-    return _plane(f"{direction}_data", dimensions, units, sizes, cuts)
+    return _buffer(f"{direction}_data", dimensions, units, sizes, cuts)
 
 
-def _scale_plane(
+def _scale_buffer(
     format: BlockScaledFormat,
     direction: Direction,
     sizes: Mapping[Dimension, int],
     cuts: Sequence[MeshAxis],
-) -> PlanePartition:
+) -> BufferPartition:
     height, width = format.block(direction)
     name = f"{direction}_scale"
     if format.is_2d and direction == "columnwise":  # the transpose of the rowwise scales
-        return _plane(name, ("experts", "columns", "rows"), (1, width, height), sizes, cuts)
-    return _plane(name, DIMENSIONS, (1, height, width), sizes, cuts)
+        return _buffer(name, ("experts", "columns", "rows"), (1, width, height), sizes, cuts)
+    return _buffer(name, DIMENSIONS, (1, height, width), sizes, cuts)
 
 
-def _amax_plane(sizes: Mapping[Dimension, int], cuts: Sequence[MeshAxis]) -> PlanePartition:
-    return PlanePartition(
+def _amax_buffer(sizes: Mapping[Dimension, int], cuts: Sequence[MeshAxis]) -> BufferPartition:
+    return BufferPartition(
         name="global_amax",
         shape=(sizes["experts"],),
         dimensions=("experts",),
@@ -294,21 +294,21 @@ def _amax_plane(sizes: Mapping[Dimension, int], cuts: Sequence[MeshAxis]) -> Pla
     )
 
 
-def _bf16_plane(sizes: Mapping[Dimension, int], cuts: Sequence[MeshAxis]) -> PlanePartition:
-    return _plane("data", DIMENSIONS, (1, 1, 1), sizes, cuts)
+def _bf16_buffer(sizes: Mapping[Dimension, int], cuts: Sequence[MeshAxis]) -> BufferPartition:
+    return _buffer("data", DIMENSIONS, (1, 1, 1), sizes, cuts)
 
 
-def _plane(
+def _buffer(
     name: str,
     dimensions: tuple[Dimension, ...],
     units: tuple[int, ...],
     sizes: Mapping[Dimension, int],
     cuts: Sequence[MeshAxis],
-) -> PlanePartition:
+) -> BufferPartition:
     runs = dict(zip(dimensions, units, strict=True))
     overlaps = [cut for cut in cuts if cut.cuts_blocks(runs[cut.dimension])]
     clean = [cut for cut in cuts if cut not in overlaps]
-    return PlanePartition(
+    return BufferPartition(
         name=name,
         shape=tuple(-(-sizes[dimension] // runs[dimension]) for dimension in dimensions),
         dimensions=dimensions,
@@ -319,18 +319,18 @@ def _plane(
 
 
 def _check_bytes(
-    plane: PlanePartition,
+    buffer: BufferPartition,
     format: BlockScaledFormat | None,
     cuts: Sequence[MeshAxis],
     name: str,
 ) -> None:
     """Raise where a byte of data would lie on two ranks, which no maximum can mend."""
-    if format is None or not plane.name.endswith("_data") or not plane.overlaps:
+    if format is None or not buffer.name.endswith("_data") or not buffer.overlaps:
         return
-    axis = next(cut for cut in cuts if cut.name == plane.overlaps[0])
+    axis = next(cut for cut in cuts if cut.name == buffer.overlaps[0])
     packed = format.elements_per_byte
     raise LayoutError(
-        f"{name}: {format.name} packs {packed} {axis.dimension} into one byte of {plane.name}, "
+        f"{name}: {format.name} packs {packed} {axis.dimension} into one byte of {buffer.name}, "
         f"expected parts of a multiple of {packed}, got {axis.size} {axis.dimension} for each of "
         f"the {axis.parts} ranks of {axis.name}. Cut into fewer parts, or cut another dimension."
     )
@@ -342,7 +342,7 @@ def _block_maxima(
     """Return the maxima that each scale which is found from the weight follows from."""
     return [
         _maxima(f"{direction}_scale", format.block(direction), sizes, cuts)
-        for direction in format.wire_directions
+        for direction in format.gathered_directions
     ]
 
 

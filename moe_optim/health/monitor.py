@@ -126,7 +126,7 @@ class HealthMonitor:
         self.tell(wait=False)
 
     def _has_moved(self) -> bool:
-        """Return whether masters, planes or what is fresh is not what was planned with."""
+        """Return whether masters, buffers or what is fresh is not what was planned with."""
         assert self._table is not None
         return self._table.has_moved or self._buckets != self._fresh_buckets()
 

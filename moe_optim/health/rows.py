@@ -36,7 +36,7 @@ def expert_names(model_chunks: Iterable[Any]) -> dict[torch.nn.Parameter, list[E
         modules = modules_by_name(chunk)
         for name, param in chunk.named_parameters():
             storage = getattr(param, "quantized_storage", None)
-            if storage is not None and storage.holder is not None:
+            if storage is not None and storage.bucket is not None:
                 names[param] = _names_of(unwrapped_name(name), storage, modules)
     return names
 

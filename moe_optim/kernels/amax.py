@@ -1,6 +1,6 @@
 # mypy: allow-incomplete-defs
 
-"""Maxima that are needed before anything can be encoded: of whole experts, and of cut bands."""
+"""Maxima that encoding needs first: of whole experts, and of cut block rows."""
 
 import triton
 import triton.language as tl
@@ -66,20 +66,20 @@ def expert_amax_kernel(
 
 
 @triton.jit
-def cut_band_amax_kernel(
+def cut_block_row_amax_kernel(
     descriptors,  # [num_members + num_gaps, FIELDS] int64, see LaunchTable
     tiles,  # [num_cut_tiles, 4] int32: descriptor, first row, first column, slot
     amaxes,  # [num_slots] fp32
-    BAND: tl.constexpr,
+    BLOCK_ROW: tl.constexpr,
     BLOCK: tl.constexpr,
     SQUARE: tl.constexpr,
     TILE_COLS: tl.constexpr,
     FROM_FP32: tl.constexpr,
 ):
-    """Write this rank's share of the maxima of one tile [BAND, TILE_COLS] of a cut band.
+    """Write this rank's share of the maxima of one tile [BLOCK_ROW, TILE_COLS] of a cut block row.
 
-    Grid (num_cut_tiles,). In a band's slots, 2-D formats (SQUARE) have one maximum a block; others
-    first those of the columns, then those of the runs of BLOCK columns, row by row.
+    Grid (num_cut_tiles,). In a block row's slots, 2-D formats (SQUARE) have one maximum per block;
+    others first those of the columns, then those of the runs of BLOCK columns, row by row.
     """
     DTYPE: tl.constexpr = tl.float32 if FROM_FP32 else tl.bfloat16
     tile = tiles + 4 * tl.program_id(0).to(tl.int64)
@@ -91,7 +91,7 @@ def cut_band_amax_kernel(
     height = (tl.load(member + ROWS) - row).to(tl.int32)
     source = tl.load(member + SOURCE).to(tl.pointer_type(DTYPE)) + row * cols + first_col
 
-    rows = tl.arange(0, BAND)[:, None]
+    rows = tl.arange(0, BLOCK_ROW)[:, None]
     columns = tl.arange(0, TILE_COLS)
     blocks = tl.arange(0, TILE_COLS // BLOCK)
     mask = (rows < height) & (columns[None, :] < cols - first_col)
@@ -105,7 +105,7 @@ def cut_band_amax_kernel(
         tl.store(slots + first_col // BLOCK + blocks, largest, mask=blocks_inside)
     else:
         tl.store(slots + first_col + columns, of_columns, mask=columns < cols - first_col)
-        largest = amax(tl.reshape(weight, (BAND, TILE_COLS // BLOCK, BLOCK)), 2)
+        largest = amax(tl.reshape(weight, (BLOCK_ROW, TILE_COLS // BLOCK, BLOCK)), 2)
         slots += cols + rows * (cols // BLOCK) + first_col // BLOCK + blocks[None, :]
-        inside = tl.broadcast_to(blocks_inside[None, :], (BAND, TILE_COLS // BLOCK))
+        inside = tl.broadcast_to(blocks_inside[None, :], (BLOCK_ROW, TILE_COLS // BLOCK))
         tl.store(slots, largest, mask=inside)

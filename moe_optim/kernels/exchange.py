@@ -14,8 +14,8 @@ AMAX_SLOTS = 64
 class Exchange:
     """Shared maxima of one weight. Equal on all ranks, because it follows from shapes and cuts."""
 
-    bands: Mapping[tuple[int, int], int]
-    """(expert, first row) of every band that a cut runs through -> first of its block maxima."""
+    block_rows: Mapping[tuple[int, int], int]
+    """(expert, first row) of every block row that is cut -> first of its block maxima."""
     experts: Mapping[int, int]
     """Expert that several ranks own of -> first of its ``AMAX_SLOTS``; formats with a global amax.
     """
@@ -48,8 +48,8 @@ def plan_exchange(
         LayoutError: a cut that is not inside of the weight, or that divides a byte.
     """
     experts, rows, cols = shape
-    numel, band = rows * cols, format.band_rows * cols
-    bands: dict[tuple[int, int], int] = {}
+    numel, block_row = rows * cols, format.block_row_height * cols
+    block_rows: dict[tuple[int, int], int] = {}
     global_amaxes: dict[int, int] = {}
     slot = first
     if shares_experts and format.has_global_amax:
@@ -63,16 +63,16 @@ def plan_exchange(
                 "or ends, and pad the bucket so that every shard has whole bytes."
             )
         expert, offset = divmod(cut, numel)
-        key = (expert, offset // band * format.band_rows)
-        if offset % band and key not in bands:
-            bands[key] = slot
-            slot += band_slots(format, cols)
+        key = (expert, offset // block_row * format.block_row_height)
+        if offset % block_row and key not in block_rows:
+            block_rows[key] = slot
+            slot += block_row_slots(format, cols)
         if format.has_global_amax and offset and expert not in global_amaxes:
             global_amaxes[expert] = slot
             slot += AMAX_SLOTS
-    return Exchange(bands=bands, experts=global_amaxes, first=first, size=slot - first)
+    return Exchange(block_rows=block_rows, experts=global_amaxes, first=first, size=slot - first)
 
 
-def band_slots(format: BlockScaledFormat, cols: int) -> int:
-    """Return how many maxima a band has: of its C columns and C runs, or of its square blocks."""
+def block_row_slots(format: BlockScaledFormat, cols: int) -> int:
+    """Return the number of maxima of a block row: of C columns and C runs, or of square blocks."""
     return -(-cols // format.rowwise_block[1]) if format.is_2d else 2 * cols

@@ -1,6 +1,6 @@
 # mypy: allow-incomplete-defs
 
-"""What follows from gathered planes: columnwise copies, and scales as Transformer Engine pads."""
+"""What follows from gathered buffers: columnwise copies, and scales as Transformer Engine pads."""
 
 import triton
 import triton.language as tl

@@ -19,7 +19,7 @@ class FinishTable:
     """What one launch derives for many weights of one format; see :meth:`build`."""
 
     copies: Tensor
-    """[num_copies, 8] int64, one a plane of one expert. Data: addresses of source and target; rows
+    """[num_copies, 8] int64, one a buffer of one expert. Data: addresses of source and target; rows
     and columns in elements; row strides of both in bytes; 0, 0. Scales: addresses; blocks down and
     across; elements to the next source scale down and across; row stride of the target in elements;
     lines a block down, and across in bits 16 and up."""
@@ -54,14 +54,14 @@ class FinishTable:
         scales = [row for entry in entries for row in _scale_copies(entry)]
         if not transposes and not scales:
             return None
-        planes = [plane for entry in entries for plane in entry.target.planes().values()]
+        buffers = [buffer for entry in entries for buffer in entry.target.buffers().values()]
         stored = [scale for entry in entries for scale in entry.storage_scales.values()]
         return cls._describe(
             transposes,
             scales,
             elements_per_byte=format.elements_per_byte,
             scale_dtype=format.scale_dtype,
-            alive=(*planes, *stored),
+            alive=(*buffers, *stored),
         )
 
     @classmethod
@@ -131,16 +131,16 @@ class FinishTable:
 
 
 def can_finish(entry: TableEntry) -> bool:
-    """Return whether a kernel can address the planes of these experts, if there are some."""
+    """Return whether a kernel can address the buffers of these experts, if there are some."""
     target = entry.target
     experts, rows, cols = target.shape
     data = (target.rowwise_data, target.columnwise_data)
-    inner = [*(plane.stride(2) for plane in data), target.columnwise_scale.stride(2)]
+    inner = [*(buffer.stride(2) for buffer in data), target.columnwise_scale.stride(2)]
     inner += [scale.stride(2) for scale in entry.storage_scales.values()]
     is_moved = target.format.columnwise_copy == "transposed"
     whole_words = not is_moved or target.format.elements_per_byte == 1 or _has_words(target)
     # A tile's offsets, and the lines of an expert's scales, are counted in 32 bits.
-    fits = max(plane.stride(1) for plane in data) * 512 < 1 << 31 and rows * cols < 1 << 34
+    fits = max(buffer.stride(1) for buffer in data) * 512 < 1 << 31 and rows * cols < 1 << 34
     contiguous = all(step == 1 for step in inner) or _is_transposed_scale(target)
     return experts * rows * cols > 0 and fits and contiguous and whole_words
 
@@ -155,8 +155,8 @@ def _has_words(target: QuantizedWeight) -> bool:
     data = (target.rowwise_data, target.columnwise_data)
     return all(
         number % 4 == 0
-        for plane in data
-        for number in (plane.data_ptr(), plane.stride(0), plane.stride(1))
+        for buffer in data
+        for number in (buffer.data_ptr(), buffer.stride(0), buffer.stride(1))
     )
 
 

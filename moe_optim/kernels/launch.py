@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from moe_optim.kernels.amax import cut_band_amax_kernel, expert_amax_kernel
+from moe_optim.kernels.amax import cut_block_row_amax_kernel, expert_amax_kernel
 from moe_optim.kernels.bound_kernel import BoundKernel, launch_all
 from moe_optim.kernels.finish_gather import finish_gather_kernel
 from moe_optim.kernels.finish_table import FinishTable
@@ -22,25 +22,25 @@ NO_STEP = {"GRADIENT_FP32": False, "MOMENTS_FP32": False, "DECOUPLED": False}
 
 
 def launch_amax(table: LaunchTable) -> None:
-    """Fill the amax slots of the experts, where the format has them, and those of cut bands."""
+    """Fill the amax slots of experts, if the format has them, and of cut block rows."""
     _launch(table, _bind_amax)
 
 
 def launch_encode(table: LaunchTable) -> None:
-    """Rewrite the planes that travel from the sources; zero sources and gaps if the table says so.
+    """Rewrite the buffers that travel from the sources; zero sources and gaps if the table says so.
 
-    One launch for all whole bands, and one for the cut ones if there are any.
+    One launch for all whole block rows, and one for the cut ones if there are any.
     """
     _launch(table, _bind_encode)
 
 
 def launch_cut_amax(table: LaunchTable) -> None:
-    """Fill the amax slots of cut bands alone."""
+    """Fill the amax slots of cut block rows alone."""
     _launch(table, _bind_cut_amax)
 
 
 def launch_encode_cut(table: LaunchTable) -> None:
-    """Rewrite the planes of cut bands alone."""
+    """Rewrite the buffers of cut block rows alone."""
     _launch(table, _bind_encode_cut)
 
 
@@ -78,12 +78,12 @@ def _bind_amax(table: LaunchTable) -> Iterator[BoundKernel]:
 def _bind_cut_amax(table: LaunchTable) -> Iterator[BoundKernel]:
     if table.num_cut_tiles:
         yield BoundKernel(
-            cut_band_amax_kernel,
+            cut_block_row_amax_kernel,
             table.num_cut_tiles,
             table.descriptors,
             table.cut_tiles,
             table.amax,
-            BAND=table.format.band_rows,
+            BLOCK_ROW=table.format.block_row_height,
             BLOCK=table.format.rowwise_block[1],
             SQUARE=table.format.is_2d,
             TILE_COLS=table.tile.cols,
@@ -116,7 +116,7 @@ def encoding_kernel(
     """Bind the kernel that encodes tiles of the members of a table.
 
     Args:
-        table: members, and how their planes lie.
+        table: members, and how their buffers lie.
         tiles: one row a program.
         num_tiles: how many of them are of members, and not of gaps.
         aligned: whether everything starts at multiples of 16 bytes.
@@ -128,8 +128,9 @@ def encoding_kernel(
     kernel = requantize_blocks_kernel if format.is_2d else requantize_mxfp8_kernel
     of_format: dict[str, str | int] = {}
     if format.is_2d:
-        band = format.band_rows
-        of_format = {"FORMAT": format.name, "BLOCK": band, "SLAB": table.tile.slab or band}
+        block_row = format.block_row_height
+        slab = table.tile.slab or block_row
+        of_format = {"FORMAT": format.name, "BLOCK": block_row, "SLAB": slab}
     return BoundKernel(
         kernel,
         len(tiles),

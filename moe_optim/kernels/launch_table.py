@@ -51,7 +51,7 @@ class LaunchTable:
     descriptors: Tensor
     """[num_members + num_gaps, 15] int64. A member: the addresses of its expert's first element in
     the source, of rowwise data and scale, columnwise data and scale (0 where it does not travel);
-    rows, cols; the row strides of these four planes in elements; first and last owned element of
+    rows, cols; the row strides of these four buffers in elements; first and last owned element of
     the expert; the slot of its amax; the address of its global amax, or 0.
     A gap: its address and its number of two-byte units."""
     num_members: int
@@ -62,8 +62,8 @@ class LaunchTable:
     num_tiles: int
     """How many of the tiles belong to members; those of gaps follow."""
     cut_tiles: Tensor
-    """[num_cut_tiles, 4] int32: the same for bands that are only partly owned, and the slot of the
-    band's first maximum."""
+    """[num_cut_tiles, 4] int32: the same for block rows that are only partly owned, and the slot of
+    the block row's first maximum."""
     amax_parts: Tensor
     """[num_parts, 2] int32: descriptor, and which part of its elements; a program finds the amax of
     one part. Empty for formats without a global amax."""
@@ -72,7 +72,7 @@ class LaunchTable:
     tile: Tile
     source_dtype: torch.dtype
     masked: bool
-    """Whether some weight is not a whole number of tiles wide, or of bands high."""
+    """Whether some weight is not a whole number of tiles wide, or of block rows high."""
     aligned: bool
     """Whether every row of source and data starts at a multiple of 16 bytes."""
     zeroes: bool
@@ -88,17 +88,17 @@ class LaunchTable:
 
     @property
     def num_programs(self) -> int:
-        """Size of the grid over whole bands and gaps."""
+        """Size of the grid over whole block rows and gaps."""
         return self.tiles.shape[0]
 
     @property
     def num_cut_tiles(self) -> int:
-        """Size of the grid over cut bands."""
+        """Size of the grid over cut block rows."""
         return self.cut_tiles.shape[0]
 
     @property
     def num_launches(self) -> int:
-        """Kernels that one requantization starts: over amaxes, over whole bands, over cut ones."""
+        """Kernels that one requantization starts: amaxes, whole block rows, cut block rows."""
         grids = (self.amax_parts, self.tiles, self.cut_tiles, self.cut_tiles)  # cut ones twice
         return sum(len(grid) > 0 for grid in grids)
 
@@ -125,7 +125,7 @@ class LaunchTable:
             amax: fp32 slots on the same device: those exchanged, then :func:`own_slots` of them.
             first_free_slot: first slot that is this launch's alone.
             consumed: memory that a launch zeroes: all sources lie in it, see :func:`find_gaps`, and
-                no band is cut.
+                no block row is cut.
             tile: what one program handles; by default what is best for a requantization.
 
         Raises:
@@ -137,13 +137,13 @@ class LaunchTable:
         if len(kinds) != 1 or not all(map(can_launch, entries)):
             names = sorted(f"{format.name} from {dtype}" for format, dtype in kinds)
             raise LayoutError(
-                "launch table: expected weights of one format whose planes have an innermost "
+                "launch table: expected weights of one format whose buffers have an innermost "
                 f"stride of 1, and sources of one dtype, got {len(entries)} weights: "
                 f"{', '.join(names)}. Requantize them without a launch."
             )
         sources = [entry.source for entry in entries]
         gaps = [] if consumed is None else find_gaps(consumed, sources)
-        cuts = any(exchange.bands for _, exchange in planned)
+        cuts = any(exchange.block_rows for _, exchange in planned)
         if gaps is None or (consumed is not None and cuts):
             raise LayoutError(
                 "launch table: expected consumed memory that is contiguous and holds every "
@@ -163,7 +163,8 @@ class LaunchTable:
         device = sources[0].device
         num_tiles = sum(part.shape[0] for part in tiles)
         of_each_memory = {source.untyped_storage().data_ptr(): source for source in sources}
-        planes = [plane for entry in entries for plane in entry.target.wire_planes().values()]
+        gathered = [entry.target.gathered_buffers() for entry in entries]
+        buffers = [buffer for of_entry in gathered for buffer in of_entry.values()]
         _, heights, widths = zip(*(entry.target.shape for entry in entries), strict=True)
         return cls(
             format=format,
@@ -178,10 +179,10 @@ class LaunchTable:
             tile=tile,
             source_dtype=dtype,
             masked=any(width % tile.cols for width in widths)
-            or any(height % format.band_rows for height in heights),
+            or any(height % format.block_row_height for height in heights),
             aligned=all(map(is_aligned, entries)),
             zeroes=consumed is not None,
-            alive=(*sources, *planes, amax, *(() if consumed is None else (consumed,))),
+            alive=(*sources, *buffers, amax, *(() if consumed is None else (consumed,))),
             sources=Places(of_each_memory.values()),
             amax_slots=tuple(torch.cat(parts)[:, 13].tolist()),
         )
@@ -199,10 +200,11 @@ def can_launch(entry: TableEntry) -> bool:
     target = entry.target
     if entry.source.numel() == 0:
         return False
-    planes = [plane for plane in target.wire_planes().values() if plane.dim() == 3]
-    reach = max(target.shape[2], *(plane.stride(1) for plane in planes)) * target.format.band_rows
+    buffers = [buffer for buffer in target.gathered_buffers().values() if buffer.dim() == 3]
+    widest = max(target.shape[2], *(buffer.stride(1) for buffer in buffers))
+    reach = widest * target.format.block_row_height
     # Offsets within a tile are 32 bits wide, all others 64.
-    return reach < 1 << 31 and all(plane.stride(2) == 1 for plane in planes)
+    return reach < 1 << 31 and all(buffer.stride(2) == 1 for buffer in buffers)
 
 
 def find_gaps(consumed: Tensor, sources: Sequence[Tensor]) -> list[Range] | None:
@@ -244,9 +246,9 @@ class OwnedPart:
     high: int
     """One past the last."""
     first_whole: int
-    """First element of the first band that is owned as a whole, or ``high``."""
+    """First element of the first block row that is owned as a whole, or ``high``."""
     end_whole: int
-    """One past the last of such bands, not below ``first_whole``."""
+    """One past the last of such block rows, not below ``first_whole``."""
 
 
 def owned_parts(entry: TableEntry) -> Iterator[OwnedPart]:
@@ -256,11 +258,11 @@ def owned_parts(entry: TableEntry) -> Iterator[OwnedPart]:
 
 def _owned_part(entry: TableEntry, expert: int) -> OwnedPart:
     _, rows, cols = entry.target.shape
-    band, numel = entry.target.format.band_rows * cols, rows * cols
+    block_row, numel = entry.target.format.block_row_height * cols, rows * cols
     base = expert * numel
     low, high = max(0, entry.start - base), min(numel, entry.end - base)
-    first = min(high, round_up(low, band))
-    end = high if high == numel else high // band * band
+    first = min(high, round_up(low, block_row))
+    end = high if high == numel else high // block_row * block_row
     return OwnedPart(base=base, low=low, high=high, first_whole=first, end_whole=max(first, end))
 
 
@@ -284,20 +286,20 @@ def describe_members(entry: TableEntry, experts: range, slots: Tensor) -> Tensor
     numbers = torch.arange(experts.start, experts.stop, device="cpu")
     zero = torch.zeros_like(numbers)
 
-    def addresses(plane: Tensor | None) -> Tensor:
-        if plane is None:
+    def addresses(buffer: Tensor | None) -> Tensor:
+        if buffer is None:
             return zero
-        return plane.data_ptr() + numbers * (plane.stride(0) * plane.element_size())
+        return buffer.data_ptr() + numbers * (buffer.stride(0) * buffer.element_size())
 
-    wire = target.wire_planes()
+    wire = target.gathered_buffers()
     names = [f"{direction}_{kind}" for direction in DIRECTIONS for kind in ("data", "scale")]
-    planes = [wire.get(name) for name in names]
+    buffers = [wire.get(name) for name in names]
     columns = [
         source.data_ptr() + (numbers * numel - entry.start) * source.element_size(),
-        *(addresses(plane) for plane in planes),
+        *(addresses(buffer) for buffer in buffers),
         zero + rows,
         zero + cols,
-        *(zero if plane is None else zero + plane.stride(1) for plane in planes),
+        *(zero if buffer is None else zero + buffer.stride(1) for buffer in buffers),
         (entry.start - numbers * numel).clamp(min=0),
         (entry.end - numbers * numel).clamp(max=numel),
         slots,
@@ -331,16 +333,16 @@ def _describe_gaps(gaps: Sequence[Range]) -> Tensor:
 def _cut_tiles(
     entry: TableEntry, exchange: Exchange, experts: range, first: int, tile: Tile
 ) -> tuple[Tensor, Tensor]:
-    """Return the tiles of whole and of cut bands in the order of their memory, both [n, 4] int64.
+    """Return the tiles of whole and of cut block rows in memory order, both [n, 4] int64.
 
     Args:
         entry: parameter of which something is owned.
-        exchange: which bands are cut, and their slots.
+        exchange: which block rows are cut, and their slots.
         experts: the owned ones.
         first: descriptor of the first of them.
         tile: size of a tile.
     """
-    cols, height = entry.target.shape[2], entry.target.format.band_rows
+    cols, height = entry.target.shape[2], entry.target.format.block_row_height
     inner = range(experts.start + 1, experts.stop - 1)  # none of these is owned in part
     groups = [range(e, e + 1) for e in sorted({experts.start, experts.stop - 1} - {*inner})]
     whole, cut = [], []
@@ -353,7 +355,7 @@ def _cut_tiles(
         whole.append(grid_of_tiles(numbers, whole_rows, cols, tile, 0))
         touched = range(part.low // (height * cols) * height, -(-part.high // cols), height)
         for row in touched:
-            slot = exchange.bands.get((group.start, row))
+            slot = exchange.block_rows.get((group.start, row))
             if slot is not None:
                 cut.append(grid_of_tiles(numbers, range(row, row + 1), cols, tile, slot))
     none = torch.empty((0, TILE_FIELDS), dtype=torch.int64, device="cpu")
@@ -385,8 +387,8 @@ def is_aligned(entry: TableEntry) -> bool:
     source, target = entry.source, entry.target
     width = source.element_size()
     distances = [source.data_ptr(), entry.start * width, target.shape[2] * width]
-    for name, plane in target.wire_planes().items():
+    for name, buffer in target.gathered_buffers().items():
         if name.endswith("_data"):
-            distances += [plane.data_ptr(), plane.stride(1)]
-            distances += [plane.stride(0)] if plane.shape[0] > 1 else []
+            distances += [buffer.data_ptr(), buffer.stride(1)]
+            distances += [buffer.stride(0)] if buffer.shape[0] > 1 else []
     return all(distance % _ALIGNMENT == 0 for distance in distances)

@@ -48,7 +48,7 @@ class MemberTable:
     finishes: tuple[FinishTable, ...]
     """Device descriptors of what is derived after a gather: one a format."""
     unfinished: tuple[TableEntry, ...]
-    """The entries whose derived planes no launch handles."""
+    """The entries whose derived buffers no launch handles."""
 
     @classmethod
     def build(
@@ -161,7 +161,7 @@ def _plan_finish(
 
 
 def _can_zero_in_launch(consumed: Tensor | None, groups: Sequence[Sequence[Planned]]) -> bool:
-    if consumed is None or len(groups) != 1 or any(shared.bands for _, shared in groups[0]):
+    if consumed is None or len(groups) != 1 or any(shared.block_rows for _, shared in groups[0]):
         return False
     sources = [entry.source for entry, _ in groups[0]]
     return consumed.device == sources[0].device and find_gaps(consumed, sources) is not None

@@ -27,8 +27,8 @@ from moe_optim.kernels.tiles import (
     ROWWISE_DATA,
     ROWWISE_SCALE,
     SOURCE,
+    buffer_rows,
     is_owned,
-    plane_rows,
     zero_gap,
 )
 
@@ -85,7 +85,7 @@ def requantize_blocks_kernel(
     """Requantize one tile [BLOCK, TILE_COLS] of one member, or zero one tile of a gap.
 
     Grid (num_programs,): members' tiles first. Blocks at the edges of a weight may be partial. Of
-    cut bands (CUT) the maxima of all ranks are read, and only owned data is written, but every
+    cut block rows (CUT) the maxima of all ranks are read, and only owned data is written, but every
     scale. With STEP the masters, which are the sources then, take a step of Adam first; not where
     the amax of an expert has to be known before.
     """
@@ -166,8 +166,8 @@ def _requantize_tile(
     source = tl.load(member + SOURCE).to(tl.pointer_type(DTYPE))
     first = row * cols + first_col
     source = tl.multiple_of(source, SOURCE_ALIGNMENT) + first
-    data, data_stride = plane_rows(member, ROWWISE_DATA, row, tl.uint8, DATA_ALIGNMENT)
-    scale, _ = plane_rows(member, ROWWISE_SCALE, row // BLOCK, SCALE, 1)
+    data, data_stride = buffer_rows(member, ROWWISE_DATA, row, tl.uint8, DATA_ALIGNMENT)
+    scale, _ = buffer_rows(member, ROWWISE_SCALE, row // BLOCK, SCALE, 1)
 
     columns = tl.arange(0, TILE_COLS)[None, :]
     blocks = tl.arange(0, TILE_COLS // BLOCK)

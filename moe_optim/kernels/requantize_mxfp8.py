@@ -21,8 +21,8 @@ from moe_optim.kernels.tiles import (
     ROWWISE_DATA,
     ROWWISE_SCALE,
     SOURCE,
+    buffer_rows,
     is_owned,
-    plane_rows,
     zero_gap,
 )
 
@@ -52,7 +52,7 @@ def requantize_mxfp8_kernel(
     """Requantize one tile [32, TILE_COLS] of one member, or zero one tile of a gap.
 
     Grid (num_programs,): members' tiles first. A block never straddles two tiles, because rows and
-    columns are multiples of 32 (checked by MXFP8): no partial maxima, no atomics. Of cut bands
+    columns are multiples of 32 (checked by MXFP8): no partial maxima, no atomics. Of cut block rows
     (CUT) the maxima of all ranks are read, and only owned data is written, but every scale. With
     STEP the masters, which are the sources then, take a step of Adam first.
     """
@@ -109,7 +109,7 @@ def _requantize_tile(
     MOMENTS_FP32: tl.constexpr,
     DECOUPLED: tl.constexpr,
 ):
-    """Write both planes and both scales of one tile, and zeros over its source if ZERO."""
+    """Write both buffers and both scales of one tile, and zeros over its source if ZERO."""
     DTYPE: tl.constexpr = tl.float32 if FROM_FP32 else tl.bfloat16
     # Data is promised no more alignment than the elements of a 16-byte read fill: then one layout
     # serves reads and writes, and nothing moves between threads.
@@ -121,14 +121,14 @@ def _requantize_tile(
     source = tl.load(member + SOURCE).to(tl.pointer_type(DTYPE))
     first = row * cols + first_col
     source = tl.multiple_of(source, SOURCE_ALIGNMENT) + first
-    rowwise_data, rowwise_data_stride = plane_rows(
+    rowwise_data, rowwise_data_stride = buffer_rows(
         member, ROWWISE_DATA, row, tl.uint8, DATA_ALIGNMENT
     )
-    rowwise_scale, rowwise_scale_stride = plane_rows(member, ROWWISE_SCALE, row, tl.uint8, 1)
-    columnwise_data, columnwise_data_stride = plane_rows(
+    rowwise_scale, rowwise_scale_stride = buffer_rows(member, ROWWISE_SCALE, row, tl.uint8, 1)
+    columnwise_data, columnwise_data_stride = buffer_rows(
         member, COLUMNWISE_DATA, row, tl.uint8, DATA_ALIGNMENT
     )
-    columnwise_scale, _ = plane_rows(member, COLUMNWISE_SCALE, row // BLOCK, tl.uint8, 1)
+    columnwise_scale, _ = buffer_rows(member, COLUMNWISE_SCALE, row // BLOCK, tl.uint8, 1)
 
     rows = tl.arange(0, BLOCK)[:, None]
     columns = tl.arange(0, TILE_COLS)

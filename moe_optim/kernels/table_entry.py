@@ -1,4 +1,4 @@
-"""One parameter of a table: the values this rank owns of it, and the planes that take them."""
+"""One parameter of a table: the values this rank owns of it, and the buffers that take them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ class TableEntry:
     """fp32 or bf16, contiguous: all values, [E, R, C] or flat, or in any shape those that this rank
     owns, in row-major order. Its memory is the caller's, who may exchange it. May be empty."""
     target: QuantizedWeight
-    """Planes of the whole parameter; only what follows from the source is overwritten."""
+    """Buffers of the whole parameter; only what follows from the source is overwritten."""
     start: int = 0
     """First element of the source, counted in the parameter."""
     cuts: tuple[int, ...] = ()

@@ -19,7 +19,7 @@ COLUMNWISE_DATA = tl.constexpr(3)
 COLUMNWISE_SCALE = tl.constexpr(4)
 ROWS = tl.constexpr(5)
 COLS = tl.constexpr(6)
-STRIDES = tl.constexpr(6)  # the row stride of plane n is in column STRIDES + n
+STRIDES = tl.constexpr(6)  # the row stride of buffer n is in column STRIDES + n
 BEGIN = tl.constexpr(11)
 END = tl.constexpr(12)
 AMAX_SLOT = tl.constexpr(13)
@@ -27,18 +27,18 @@ GLOBAL_AMAX = tl.constexpr(14)
 
 
 @triton.jit
-def plane_rows(member, plane: tl.constexpr, row, dtype: tl.constexpr, alignment: tl.constexpr):
-    """Return a pointer to the start of ``row`` of a plane, and its row stride in elements.
+def buffer_rows(member, buffer: tl.constexpr, row, dtype: tl.constexpr, alignment: tl.constexpr):
+    """Return a pointer to the start of ``row`` of a buffer, and its row stride in elements.
 
     Args:
         member: pointer to a descriptor.
-        plane: column of the plane's address.
-        row: int64, counted in the rows of the plane.
-        dtype: of the plane's elements.
+        buffer: column of the buffer's address.
+        row: int64, counted in the rows of the buffer.
+        dtype: of the buffer's elements.
         alignment: elements; both results are promised to be multiples of it.
     """
-    memory = tl.load(member + plane).to(tl.pointer_type(dtype))
-    stride = tl.multiple_of(tl.load(member + STRIDES + plane).to(tl.int32), alignment)
+    memory = tl.load(member + buffer).to(tl.pointer_type(dtype))
+    stride = tl.multiple_of(tl.load(member + STRIDES + buffer).to(tl.int32), alignment)
     return tl.multiple_of(memory, alignment) + row * stride, stride
 
 

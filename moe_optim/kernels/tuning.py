@@ -9,13 +9,13 @@ import torch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tile:
-    """The rectangle of a weight that one program handles: one band of some columns."""
+    """The rectangle of a weight that one program handles: one block row of some columns."""
 
     cols: int
     """Columns, a power of two and a multiple of the block."""
     num_warps: int
     slab: int | None = None
-    """Rows of the band that a step holds at a time; all of them if not given."""
+    """Rows of the block row that a step holds at a time; all of them if not given."""
     registers: int | None = None
     """How many a thread may take, where the compiler would take more than leave room for enough
     programs at a time."""
@@ -129,4 +129,4 @@ TENSORWISE_LANES = 128
 HEALTH_TILE = Tile(cols=128, num_warps=1, slab=4)
 """Columns that one program measures, four a thread: the sums of a column stay in one thread."""
 HEALTH_ROWS = 256
-"""Rows that one program measures, a multiple of every band."""
+"""Rows that one program measures, a multiple of every block row."""

@@ -18,7 +18,7 @@ from moe_optim.optimizer.chained import GroupedChainedOptimizer
 from moe_optim.optimizer.checkpointed import CheckpointedOptimizer
 from moe_optim.spelling import spell_bytes, spell_count
 from moe_optim.weights.names import parameter_names
-from moe_optim.weights.storage import PlaneStorage
+from moe_optim.weights.storage import WeightStorage
 from moe_optim.weights.te.fields import (
     TENSORWISE,
     data_of,
@@ -293,9 +293,9 @@ def _is_plain(param: torch.nn.Parameter) -> bool:
     return _storage(param) is None and not is_quantized(param)
 
 
-def _storage(param: torch.nn.Parameter) -> PlaneStorage | None:
+def _storage(param: torch.nn.Parameter) -> WeightStorage | None:
     """Return the storage of a parameter that has one; unlike ``storage_of`` it makes none."""
-    storage: PlaneStorage | None = getattr(param, "quantized_storage", None)
+    storage: WeightStorage | None = getattr(param, "quantized_storage", None)
     return storage
 
 
@@ -336,8 +336,8 @@ def _memory_bytes(param: torch.nn.Parameter, seen: set[int]) -> int:
 
 
 def _gathered_bytes(bucket: ManagedBucket) -> int:
-    planes = [plane.data for plane in bucket.gather.sliced]
-    return sum(tensor.nbytes for tensor in (*planes, *bucket.gather.reduced))
+    buffers = [buffer.data for buffer in bucket.gather.sliced]
+    return sum(tensor.nbytes for tensor in (*buffers, *bucket.gather.reduced))
 
 
 def _stock_bytes(bucket: ManagedBucket, high_busbw: bool) -> int:

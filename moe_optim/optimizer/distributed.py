@@ -34,7 +34,7 @@ from moe_optim.optimizer.step_hooks import (
     showing_gradients,
 )
 from moe_optim.weights.grouped_weight import GroupedWeight
-from moe_optim.weights.managed import is_left_to_megatron, is_managed, storage_of
+from moe_optim.weights.managed import is_managed, is_tensorwise, storage_of
 
 
 class GroupedDistributedOptimizer(CheckpointedOptimizer):
@@ -72,12 +72,12 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         self._is_planned = False  # since gradients were read
         self._is_hooked = False  # whether hooks ran in the last update, which may be gone by now
         self.host_states = HostStates([], 0.0)
-        self.leaves_weights = False
+        self.has_tensorwise = False
         if self.is_stub_optimizer or self.ddp_config.use_megatron_fsdp:
             return
         self._buckets = managed_buckets(b for buffer in self.buffers for b in buffer.buckets)
         # weights with one scale: of all ranks that share the buffers alike, whoever owns a part
-        self.leaves_weights = any(map(is_left_to_megatron, self._parameters()))
+        self.has_tensorwise = any(map(is_tensorwise, self._parameters()))
         self._groups = self._find_groups()
         self._managed_groups = [group for group in self._groups if group.managed]
         if self.knobs.offload_states:  # masters that Adam holds are none of Megatron's
@@ -284,7 +284,7 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
                 if not self._is_planned:  # a hook that was waited for is gone
                     self.plan_update()
                 self.update.step(clips)
-            self._cast_left_weights()
+            self._cast_tensorwise()
 
     def _update_hooked(self, clips: Tensor) -> None:
         """Step masters between the hooks of Adam, which may move or write what they like."""
@@ -303,8 +303,8 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         if self._is_hooked:
             self._copy_unmanaged_params()
 
-    def _cast_left_weights(self) -> None:
-        if self.leaves_weights and not self.update.cast_left_weights():
+    def _cast_tensorwise(self) -> None:
+        if self.has_tensorwise and not self.update.cast_tensorwise():
             super()._copy_main_params_to_model_params()
 
     @contextmanager
@@ -487,7 +487,7 @@ class GroupedDistributedOptimizer(CheckpointedOptimizer):
         Raises:
             NonFiniteError: some master is Inf or NaN; nothing has been gathered.
         """
-        if self.leaves_weights:
+        if self.has_tensorwise:
             self._quantize_with_megatron()
         if self._buckets:
             check_masters(

@@ -165,7 +165,7 @@ class FusedUpdate:
     def launch(self, clips: Tensor) -> None:
         """Step all masters of this rank, and encode what blocks it has whole. Waits for nothing.
 
-        Weights with one scale are cast by :meth:`cast_left_weights`.
+        Weights with one scale are cast by :meth:`cast_tensorwise`.
 
         Args:
             clips: [len(NORMS)] fp32 on the device: what gradients are multiplied by; below zero
@@ -180,7 +180,7 @@ class FusedUpdate:
             for table in self._tables.values():
                 ops.step(table)
 
-    def cast_left_weights(self) -> bool:
+    def cast_tensorwise(self) -> bool:
         """Cast masters to the weights that Megatron gathers. Every rank must call it.
 
         Returns:
@@ -293,7 +293,7 @@ class FusedUpdate:
     def _plan_cast(self) -> TensorwiseCast | None:
         """Return what casts the weights that Megatron gathers; None if that is left to it, too."""
         optimizer = self._optimizer
-        if not optimizer.leaves_weights:
+        if not optimizer.has_tensorwise:
             return None
         weights, masters, starts = optimizer._get_fp8_params_and_shard_fp32_from_fp8()
         return TensorwiseCast(weights, masters, starts) if can_cast(weights) else None

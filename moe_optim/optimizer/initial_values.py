@@ -66,7 +66,7 @@ def keep_loaded_values(model_chunks: Sequence[Module]) -> None:
 def _keep(module: Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
     for name, param in module.named_parameters(recurse=False):
         storage, value = getattr(param, "quantized_storage", None), state_dict.get(prefix + name)
-        if storage is None or storage.holder is None:  # a weight in no bucket has no masters
+        if storage is None or storage.bucket is None:  # a weight in no bucket has no masters
             continue
         if value is not None:
             storage.require_writable()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_optim.errors import StateError
-from moe_optim.weights.managed import is_left_to_megatron, is_managed
+from moe_optim.weights.managed import is_managed, is_tensorwise
 from moe_optim.weights.names import parameter_names
 
 _MAIN_GRAD = attrgetter("main_grad")
@@ -66,7 +66,7 @@ def weight_of(optimizer: Any, param: Any, master: Tensor) -> Tensor | None:
     Returns:
         A view; None where the master lies there, and of quantized weights.
     """
-    if is_managed(param) or is_left_to_megatron(param):
+    if is_managed(param) or is_tensorwise(param):
         return None
     place = optimizer._get_model_param_range_map(param)["gbuf_world_in_bucket"]
     buffer, _, bucket = optimizer.model_param_gbuf_map[param]

@@ -20,7 +20,7 @@ from moe_optim.integration.patching.planning import (
     knobs_with_flags,
     settings_of_stocks_step,
 )
-from moe_optim.weights.managed import is_left_to_megatron, is_managed
+from moe_optim.weights.managed import is_managed, is_tensorwise
 from moe_optim.weights.te.fields import TENSORWISE, te_formats_of
 from moe_optim.weights.te.recipe import native_recipe, variables_of_other_bytes
 
@@ -41,7 +41,7 @@ def check_wrapped_model(config: Any, model_chunks: list[Any]) -> None:
     """
     params = [param for chunk in model_chunks for param in chunk.parameters()]
     quantized = any(is_managed(param) for param in params)
-    tensorwise = any(is_left_to_megatron(param) for param in params)
+    tensorwise = any(is_tensorwise(param) for param in params)
     refuse(
         _refused_settings(
             config,
@@ -250,7 +250,7 @@ def _say_format(wanted: MoEOptimConfig, model_chunks: list[Any]) -> None:
     """
     params = [param for chunk in model_chunks for param in chunk.parameters()]
     mine = {param.quantized_storage.format.name for param in params if is_managed(param)}
-    mine |= {TENSORWISE for param in params if is_left_to_megatron(param)}
+    mine |= {TENSORWISE for param in params if is_tensorwise(param)}
     names: tuple[str, ...] = (*get_args(Format), TENSORWISE)
     there = _on_any_rank(*(name in mine for name in names))
     found = [name for name, is_there in zip(names, there, strict=True) if is_there] or ["bf16"]
@@ -300,7 +300,7 @@ def _refuse_foreign_quantized(params: list[Any]) -> None:
         if is_managed(param) or not upstream._param_uses_quantized_storage(param):
             continue
         wanted = config_in_force().format
-        if is_left_to_megatron(param):
+        if is_tensorwise(param):
             if wanted == "auto":
                 continue
             known = ["auto"]

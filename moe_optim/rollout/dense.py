@@ -44,7 +44,7 @@ def local_parts(chunk: Any) -> Iterator[LocalPart]:
 
 
 def _is_of_experts(key: str, value: Any) -> bool:
-    """Return whether an entry is one of experts: theirs are exported from their planes."""
+    """Return whether an entry is one of experts: theirs are exported from their buffers."""
     named = getattr(value, "key", key)
     return "experts" in f"{key}.{named}".split(".")
 

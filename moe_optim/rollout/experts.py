@@ -17,18 +17,18 @@ from moe_optim.experts.te_linears import members_of
 from moe_optim.formats import QuantizedWeight, get_format
 from moe_optim.rollout.buckets import TensorInfo
 from moe_optim.rollout.conventions import ONE_SCALE, Convention, choose_convention, find_convention
-from moe_optim.rollout.families import expert_prefixes
-from moe_optim.rollout.planes import (
+from moe_optim.rollout.expert_tensors import (
     export_expert_of_one_scale,
     export_experts,
     patterns_of,
     split_rows,
     tensor_template,
 )
+from moe_optim.rollout.families import expert_prefixes
 from moe_optim.rollout.units import HeldExperts
 from moe_optim.weights.managed import storage_of
 from moe_optim.weights.names import modules_by_name, with_global_layers
-from moe_optim.weights.storage import PlaneStorage
+from moe_optim.weights.storage import WeightStorage
 from moe_optim.weights.te.fields import (
     TENSORWISE,
     has_scale_a_tensor,
@@ -141,8 +141,8 @@ def _form_of(exported: ExportedAs, held: HeldExperts) -> Form:
         )
     else:
         shape = (1, *held.shape)
-        planes = QuantizedWeight.empty(get_format(held.format), shape, device="meta")
-        (parts,) = exported.quantized_parts(held, planes)
+        buffers = QuantizedWeight.empty(get_format(held.format), shape, device="meta")
+        (parts,) = exported.quantized_parts(held, buffers)
     return tuple(
         tuple((name, TensorInfo(tuple(one.shape), one.dtype)) for name, one in part.items())
         for part in parts
@@ -219,7 +219,7 @@ class LocalExperts:
         """Weights or biases, one of all experts or one each."""
         return self.linear.weights() if self.held.kind == "weight" else biases_of(self.linear)
 
-    def _storage(self, place: int) -> PlaneStorage | None:
+    def _storage(self, place: int) -> WeightStorage | None:
         has_none = self.held.format in ("bf16", TENSORWISE)
         return None if has_none else storage_of(self._tensors[place])
 

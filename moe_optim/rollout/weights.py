@@ -14,8 +14,8 @@ from moe_optim.integration.patching.agreement import agree
 from moe_optim.rollout.buckets import bucket_nbytes, cut_bucket, fill_bucket, infos_of
 from moe_optim.rollout.dense import LocalPart, Wholes, local_parts
 from moe_optim.rollout.dense_names import DenseNames, Heads, find_family
+from moe_optim.rollout.expert_tensors import get_export_layout
 from moe_optim.rollout.experts import ExpertReader, ExportedAs, LocalExperts, form_of, local_experts
-from moe_optim.rollout.planes import get_export_layout
 from moe_optim.rollout.units import Held, HeldExperts, HeldPart, Unit, batches, put_together
 
 BUCKET_BYTES = 2**29

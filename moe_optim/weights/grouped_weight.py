@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from moe_optim.errors import StateError
 from moe_optim.formats import QuantizedWeight, get_format
-from moe_optim.weights.storage import PlaneStorage
+from moe_optim.weights.storage import WeightStorage
 from moe_optim.weights.traced_storage import TracedStorage
 
 aten = torch.ops.aten
@@ -29,21 +29,21 @@ class GroupedWeight(Tensor):
     ``to(device)`` copy it; pickling keeps the bf16 values, so that files load without this package.
 
     Args:
-        storage: planes behind the weight.
+        storage: buffers behind the weight.
         shape: ``storage.shape``, or [R, C] for a storage of one expert.
     """
 
-    quantized_storage: PlaneStorage
+    quantized_storage: WeightStorage
     """What holds the bytes."""
-    plane_rowwise_data = property(attrgetter("quantized_storage.laid_out.rowwise_data"))
+    buffer_rowwise_data = property(attrgetter("quantized_storage.laid_out.rowwise_data"))
     """Of the storage, as compiled graphs ask for it, which look for the bytes when they run."""
-    plane_rowwise_scale = property(attrgetter("quantized_storage.laid_out.rowwise_scale"))
+    buffer_rowwise_scale = property(attrgetter("quantized_storage.laid_out.rowwise_scale"))
     """Likewise."""
-    plane_columnwise_data = property(attrgetter("quantized_storage.laid_out.columnwise_data"))
+    buffer_columnwise_data = property(attrgetter("quantized_storage.laid_out.columnwise_data"))
     """Likewise."""
-    plane_columnwise_scale = property(attrgetter("quantized_storage.laid_out.columnwise_scale"))
+    buffer_columnwise_scale = property(attrgetter("quantized_storage.laid_out.columnwise_scale"))
     """Likewise."""
-    plane_global_amax = property(attrgetter("quantized_storage.laid_out.global_amax"))
+    buffer_global_amax = property(attrgetter("quantized_storage.laid_out.global_amax"))
     """Likewise; None of formats without one."""
     storage_handle = property(attrgetter("quantized_storage.handle"))
     """By what compiled graphs know the storage."""
@@ -51,7 +51,7 @@ class GroupedWeight(Tensor):
     @staticmethod
     def __new__(
         cls: type["GroupedWeight"],
-        storage: PlaneStorage,
+        storage: WeightStorage,
         shape: torch.Size | tuple[int, ...] | None = None,
         requires_grad: bool = False,
     ) -> "GroupedWeight":
@@ -87,11 +87,11 @@ class GroupedWeight(Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], tuple[str, tuple[int, int, int]]]:
         """Return which attributes a compiled graph has in place of the weight, and what they mean.
 
-        They are the planes, and the handle by which the graph asks whether they are fresh.
+        They are the buffers, and the handle by which the graph asks whether they are fresh.
         """
         storage = self.quantized_storage
-        planes = [f"plane_{name}" for name in storage.format.plane_names]
-        return [*planes, "storage_handle"], (storage.format.name, storage.shape)
+        buffers = [f"buffer_{name}" for name in storage.format.buffer_names]
+        return [*buffers, "storage_handle"], (storage.format.name, storage.shape)
 
     @staticmethod
     def __tensor_unflatten__(
@@ -103,8 +103,8 @@ class GroupedWeight(Tensor):
         """Return a weight that stands for one in the graph that is being compiled."""
         name, shape = meaning
         format = get_format(name)
-        *planes, handle = tensors.values()
-        quantized = QuantizedWeight.of_planes(format, shape, planes)
+        *buffers, handle = tensors.values()
+        quantized = QuantizedWeight.of_buffers(format, shape, buffers)
         return GroupedWeight(TracedStorage(quantized, handle), torch.Size(outer_size))
 
     def dequantize(self) -> Tensor:
@@ -139,7 +139,7 @@ class GroupedWeight(Tensor):
                 f"{own.name}: data: expected a weight of {list(self.shape)}, got one of "
                 f"{list(value.shape)}. Build a parameter of that shape instead."
             )
-        if own.holder is not None and other is not own:
+        if own.bucket is not None and other is not own:
             raise StateError(
                 f"{own.name}: data: expected the storage that its bucket gathers into, got that of "
                 f"{other.name}. Write the values with copy_(), or exchange weights before the "
@@ -247,7 +247,7 @@ def _to_copy(_func: Any, weight: GroupedWeight, **kwargs: Any) -> Any:
 
 
 def _broadcast(func: Any, tensors: list[Tensor], *args: Any) -> Any:
-    """Broadcast the planes instead of the values: every rank ends with the same bytes.
+    """Broadcast the buffers instead of the values: every rank ends with the same bytes.
 
     So does what masters will be made of, if it is still there.
     """
@@ -257,9 +257,9 @@ def _broadcast(func: Any, tensors: list[Tensor], *args: Any) -> Any:
     storage.require_writable()
     if storage.initial is not None:  # it may have been kept on the host
         storage.initial = storage.initial.to(storage.device)
-    # NCCL takes no others; a plane that is none is another one, seen the other way round
-    planes = [plane for plane in storage.quantized.planes().values() if plane.is_contiguous()]
-    sent = [*planes, storage.initial, storage.recorded_amax]
+    # NCCL takes no others; a buffer that is none is another one, seen the other way round
+    buffers = [buffer for buffer in storage.quantized.buffers().values() if buffer.is_contiguous()]
+    sent = [*buffers, storage.initial, storage.recorded_amax]
     work: Any = None
     for tensor in sent:
         if tensor is None:
@@ -268,8 +268,8 @@ def _broadcast(func: Any, tensors: list[Tensor], *args: Any) -> Any:
             work.wait()
         _, work = func([tensor.view(torch.uint8) if tensor.dim() else tensor], *args)
     if storage.storage_scales and work is not None:
-        work.wait()  # they follow from planes that must have arrived
-    storage.planes_written()
+        work.wait()  # they follow from buffers that must have arrived
+    storage.note_write()
     return tensors, work
 
 

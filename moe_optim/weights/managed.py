@@ -30,7 +30,7 @@ def storage_of(param: Any) -> Any:
     return storage
 
 
-def is_left_to_megatron(param: Any) -> bool:
+def is_tensorwise(param: Any) -> bool:
     """Return whether a weight is quantized and gathered in Megatron's own buffers, of our masters.
 
     Of these weights Megatron's step writes no part in bf16: every shard of one needs the scale of

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from moe_optim.errors import LayoutError
-from moe_optim.weights.storage import PlaneStorage
+from moe_optim.weights.storage import WeightStorage
 
 
 class RecordsAmax:
@@ -19,7 +19,7 @@ class RecordsAmax:
     name: str
     _whole_amax: tuple[tuple[int, ...], Tensor] | None = None  # and the versions whose amax it is
 
-    def storages(self) -> Sequence[PlaneStorage]:
+    def storages(self) -> Sequence[WeightStorage]:
         """Return the storage behind each weight; none where experts are bf16."""
         raise NotImplementedError
 

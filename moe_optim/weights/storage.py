@@ -26,7 +26,7 @@ def new_version() -> int:
     return next(_versions)
 
 
-class Holder(Protocol):
+class BindingBucket(Protocol):
     """The bucket that a weight is bound to: it knows what its gathers make of the weight."""
 
     @property
@@ -35,11 +35,11 @@ class Holder(Protocol):
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether the bytes are on the host, and the memory of the planes is free."""
+        """Whether the bytes are on the host, and the memory of the buffers is free."""
 
     @property
     def version(self) -> int:
-        """Grows with every gather, see :attr:`PlaneStorage.version`."""
+        """Grows with every gather, see :attr:`WeightStorage.version`."""
 
     def before_gradient(self) -> None:
         """Take note of a gradient of the weight that is about to be added up."""
@@ -55,7 +55,7 @@ class GradientNote:
         storage: of the weight; it knows the bucket that binds it at the time.
     """
 
-    def __init__(self, storage: "PlaneStorage") -> None:
+    def __init__(self, storage: "WeightStorage") -> None:
         self._storage = storage
 
     def __call__(self, _: Tensor) -> None:
@@ -63,21 +63,21 @@ class GradientNote:
         self._storage.before_gradient()
 
 
-class PlaneStorage(ABC):
+class WeightStorage(ABC):
     """What lies behind a quantized weight, whoever owns the bytes.
 
     Args:
         name: parameter name, for errors.
-        quantized: the planes; fields that share memory stay shared.
+        quantized: the buffers; fields that share memory stay shared.
         backend: who quantizes what is written.
 
     Attributes:
         format: of the weight.
         shape: logical [E, R, C].
-        laid_out: the planes, also where their bytes are on the host: for addresses and shapes.
+        laid_out: the buffers, also where their bytes are on the host: for addresses and shapes.
         recorded_amax: [E] fp32, written at each requantization; None where nobody asked, or the
             format has one.
-        holder: the bucket that was the last to bind the weight; None before there is one.
+        bucket: the bucket that was the last to bind the weight; None before there is one.
     """
 
     watched: tuple[Attributes, ...] | None = ()
@@ -91,13 +91,13 @@ class PlaneStorage(ABC):
         self.shape: tuple[int, int, int] = quantized.shape
         self.backend = backend
         self.recorded_amax: Tensor | None = None
-        self.holder: Holder | None = None
+        self.bucket: BindingBucket | None = None
         self._copied_stale = False  # from a weight that was behind its masters
         self._version = new_version()
 
     @property
     def quantized(self) -> QuantizedWeight:
-        """The planes that products read, and a requantization writes.
+        """The buffers that products read, and a requantization writes.
 
         Raises:
             StateError: the bytes are on the host.
@@ -108,17 +108,17 @@ class PlaneStorage(ABC):
     @property
     def is_fresh(self) -> bool:
         """Whether the bytes are those of the current masters, as far as there are some."""
-        return not self._copied_stale if self.holder is None else self.holder.is_fresh
+        return not self._copied_stale if self.bucket is None else self.bucket.is_fresh
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether the bytes are on the host, and the memory of the planes is free."""
-        return self.holder is not None and self.holder.is_offloaded
+        """Whether the bytes are on the host, and the memory of the buffers is free."""
+        return self.bucket is not None and self.bucket.is_offloaded
 
     @property
     def version(self) -> int:
         """Grows with every write, and is that of no other bytes: copies alone share it."""
-        return self._version if self.holder is None else max(self._version, self.holder.version)
+        return self._version if self.bucket is None else max(self._version, self.bucket.version)
 
     @property
     def amax(self) -> Tensor | None:
@@ -143,16 +143,16 @@ class PlaneStorage(ABC):
     def initial(self, values: Tensor | None) -> None: ...
 
     def _tell_of_initial(self, values: Tensor | None) -> None:
-        if values is not None and self.holder is not None:
-            self.holder.note_initial()
+        if values is not None and self.bucket is not None:
+            self.bucket.note_initial()
 
     @property
     def storage_scales(self) -> Mapping[Direction, Tensor]:
-        """Padded scales that products read, by direction; none where they read the planes."""
+        """Padded scales that products read, by direction; none where they read the buffers."""
         return {}
 
-    def copy_bytes_from(self, other: "PlaneStorage") -> None:
-        """Overwrite the planes with those of ``other``, byte for byte.
+    def copy_bytes_from(self, other: "WeightStorage") -> None:
+        """Overwrite the buffers with those of ``other``, byte for byte.
 
         Raises:
             LayoutError: format or shape differ.
@@ -162,15 +162,15 @@ class PlaneStorage(ABC):
                 f"{self.name}: expected {self.format.name} {list(self.shape)}, got "
                 f"{other.format.name} {list(other.shape)}. Copy values instead of bytes."
             )
-        theirs = other.quantized.planes()
-        for name, plane in self.quantized.planes().items():
-            plane.copy_(theirs[name])
+        theirs = other.quantized.buffers()
+        for name, buffer in self.quantized.buffers().items():
+            buffer.copy_(theirs[name])
         if self.recorded_amax is not None:
             if other.amax is None:
                 self.recorded_amax.fill_(torch.nan)
             else:
                 self.recorded_amax.copy_(other.amax)
-        self.planes_written()
+        self.note_write()
 
     def clone(self, device: torch.device | None = None) -> "PortableStorage":
         """Return a portable storage with its own copy of the same bytes, on ``device`` if given."""
@@ -186,7 +186,7 @@ class PlaneStorage(ABC):
         copy.set_copy_of(self)
         return copy
 
-    def set_copy_of(self, other: "PlaneStorage") -> None:
+    def set_copy_of(self, other: "WeightStorage") -> None:
         """Take freshness, initial values and version from ``other``, whose bytes these are too."""
         self._copied_stale, self._version = not other.is_fresh, other.version
         self.initial = other.initial
@@ -212,24 +212,24 @@ class PlaneStorage(ABC):
         """
 
     @abstractmethod
-    def bind(self, planes: Mapping[str, Tensor], holder: Holder) -> None:
-        """Move the bytes of some planes into memory of a bucket, and stay there.
+    def bind(self, buffers: Mapping[str, Tensor], bucket: BindingBucket) -> None:
+        """Move the bytes of some buffers into memory of a bucket, and stay there.
 
         Args:
-            planes: by field of ``QuantizedWeight``, of the same shapes and dtypes; filled with the
+            buffers: by field of ``QuantizedWeight``, of the same shapes and dtypes; filled with the
                 present bytes, and aliased from then on. May be none.
-            holder: what :attr:`holder` is from then on.
+            bucket: what :attr:`bucket` is from then on.
 
         Raises:
             StateError: the weight is offloaded.
         """
 
     @abstractmethod
-    def whole_of(self, parts: "Sequence[PlaneStorage]") -> "PlaneStorage | None":
+    def whole_of(self, parts: "Sequence[WeightStorage]") -> "WeightStorage | None":
         """Return the storage that ``parts`` are all experts of, in order, if there is one."""
 
-    def planes_written(self) -> None:
-        """Take note of bytes that somebody has put into all planes."""
+    def note_write(self) -> None:
+        """Take note of bytes that somebody has put into all buffers."""
         self._version, self._copied_stale = new_version(), False
 
     @property
@@ -239,12 +239,12 @@ class PlaneStorage(ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where the planes lie, or lay."""
+        """Where the buffers lie, or lay."""
         return self.laid_out.rowwise_data.device
 
     @torch.no_grad()
     def write(self, values: Tensor) -> None:
-        """Quantize values into the planes, in place.
+        """Quantize values into the buffers, in place.
 
         Args:
             values: [E, R, C] fp32 or bf16, any strides and device; left alone.
@@ -278,13 +278,13 @@ class PlaneStorage(ABC):
 
     def memories(self) -> tuple[torch.UntypedStorage, ...]:
         """Return the memory behind everything that products read or a gather writes."""
-        tensors = (*self.laid_out.planes().values(), *self.storage_scales.values())
+        tensors = (*self.laid_out.buffers().values(), *self.storage_scales.values())
         return tuple(tensor.untyped_storage() for tensor in tensors)
 
     def before_gradient(self) -> None:
         """Tell the bucket that a gradient is about to be written into its memory."""
-        if self.holder is not None:
-            self.holder.before_gradient()
+        if self.bucket is not None:
+            self.bucket.before_gradient()
 
     def require_present(self) -> None:
         """Check that the bytes are here, whoever has sent them away.
@@ -324,7 +324,7 @@ class PlaneStorage(ABC):
                 the host.
         """
         self.require_present()
-        if self.holder is not None and not self.is_fresh:
+        if self.bucket is not None and not self.is_fresh:
             raise StateError(
                 f"{self.name}: expected weights of the current masters to write into, got those of "
                 "an earlier step, which the parameter gather is going to overwrite. Call "
@@ -332,14 +332,14 @@ class PlaneStorage(ABC):
             )
 
 
-class PortableStorage(PlaneStorage):
-    """Planes in ordinary tensors, at their logical shapes, on any device.
+class PortableStorage(WeightStorage):
+    """Buffers in ordinary tensors, at their logical shapes, on any device.
 
     Args:
         format: block-scaled format.
         shape: logical [E, R, C].
         name: parameter name, for errors.
-        device: where the planes lie.
+        device: where the buffers lie.
         record_amax: keep the amax of every expert at each requantization. Formats with a global
             amax do so always.
         backend: who quantizes what is written.
@@ -370,15 +370,15 @@ class PortableStorage(PlaneStorage):
     def viewing(
         cls, quantized: QuantizedWeight, name: str = "weight", backend: Backend = "auto"
     ) -> "PortableStorage":
-        """Return a storage over planes that somebody else allocated; nothing is copied.
+        """Return a storage over buffers that somebody else allocated; nothing is copied.
 
         Args:
-            quantized: the planes.
+            quantized: the buffers.
             name: parameter name, for errors.
             backend: who quantizes what is written.
         """
         storage = cls.__new__(cls)
-        PlaneStorage.__init__(storage, name, quantized, backend)
+        WeightStorage.__init__(storage, name, quantized, backend)
         storage.initial = storage._whole = None
         return storage
 
@@ -393,39 +393,39 @@ class PortableStorage(PlaneStorage):
         self._initial = values
 
     def pointers(self) -> tuple[int, ...]:
-        """Return the address of every plane."""
-        return tuple(tensor.data_ptr() for tensor in self.laid_out.planes().values())
+        """Return the address of every buffer."""
+        return tuple(tensor.data_ptr() for tensor in self.laid_out.buffers().values())
 
     def take_over(self) -> None:
-        """Do nothing: nobody gives the weight other planes."""
+        """Do nothing: nobody gives the weight other buffers."""
 
-    def bind(self, planes: Mapping[str, Tensor], holder: Holder) -> None:
-        """Move the bytes of some planes into memory of a bucket, and stay there.
+    def bind(self, buffers: Mapping[str, Tensor], bucket: BindingBucket) -> None:
+        """Move the bytes of some buffers into memory of a bucket, and stay there.
 
         A bound storage is no longer part of the one it may have been cut from, whose bytes it no
         longer shares.
 
         Args:
-            planes: by field of ``QuantizedWeight``, of the same shapes and dtypes; filled with the
+            buffers: by field of ``QuantizedWeight``, of the same shapes and dtypes; filled with the
                 present bytes, and aliased from then on. May be none.
-            holder: what :attr:`holder` is from then on.
+            bucket: what :attr:`bucket` is from then on.
 
         Raises:
             StateError: the weight is offloaded.
         """
         held = self.quantized
-        for name, plane in planes.items():
-            plane.copy_(getattr(held, name))
-        both: dict[str, Any] = dict(planes)
-        if "rowwise_data" in planes and self.format.columnwise_copy == "shared":
-            both["columnwise_data"] = planes["rowwise_data"]
+        for name, buffer in buffers.items():
+            buffer.copy_(getattr(held, name))
+        both: dict[str, Any] = dict(buffers)
+        if "rowwise_data" in buffers and self.format.columnwise_copy == "shared":
+            both["columnwise_data"] = buffers["rowwise_data"]
         self.laid_out = replace(held, **both)
-        self.holder = holder
-        if planes:
+        self.bucket = bucket
+        if buffers:
             self._whole = None
 
     def expert(self, index: int) -> "PortableStorage":
-        """Return a storage [1, R, C] over the planes of one expert; the memory is shared.
+        """Return a storage [1, R, C] over the buffers of one expert; the memory is shared.
 
         Args:
             index: of the expert, from 0 on.
@@ -461,7 +461,7 @@ class PortableStorage(PlaneStorage):
         memo[id(self)] = new
         return new
 
-    def whole_of(self, parts: Sequence[PlaneStorage]) -> PlaneStorage | None:
+    def whole_of(self, parts: Sequence[WeightStorage]) -> WeightStorage | None:
         """Return the storage that ``parts`` are all experts of, in order, if there is one."""
         if len(parts) == 1 and self._whole is None:
             return self
@@ -485,7 +485,7 @@ class MakeStorages(Protocol):
         device: torch.device | str | None,
         record_amax: bool,
         backend: Backend,
-    ) -> Sequence[PlaneStorage]:
+    ) -> Sequence[WeightStorage]:
         """Return one storage of ``shape``, or one an expert if ``apart``."""
 
 
@@ -498,8 +498,8 @@ def make_portable_storages(
     device: torch.device | str | None,
     record_amax: bool,
     backend: Backend,
-) -> Sequence[PlaneStorage]:
-    """Return one storage [E, R, C], or one an expert over its planes.
+) -> Sequence[WeightStorage]:
+    """Return one storage [E, R, C], or one an expert over its buffers.
 
     Raises:
         LayoutError: ``shape`` does not fit the format.

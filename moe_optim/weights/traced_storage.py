@@ -11,19 +11,19 @@ from moe_optim.errors import StateError
 from moe_optim.formats import Direction, QuantizedWeight, get_format, reference
 from moe_optim.formats.reference.dequantizing import values_shape
 from moe_optim.weights.handles import object_of
-from moe_optim.weights.storage import PlaneStorage, PortableStorage
+from moe_optim.weights.storage import PortableStorage, WeightStorage
 
 
 class TracedStorage(PortableStorage):
-    """Planes without values, which become inputs of the graph and may be read there.
+    """Buffers without values, which become inputs of the graph and may be read there.
 
     Args:
-        quantized: the planes.
+        quantized: the buffers.
         handle: of the real storage, which every run of the graph asks whether it is fresh.
     """
 
     def __init__(self, quantized: QuantizedWeight, handle: Tensor) -> None:
-        PlaneStorage.__init__(self, "a weight in a compiled graph", quantized, "auto")
+        WeightStorage.__init__(self, "a weight in a compiled graph", quantized, "auto")
         self.initial = self._whole = None
         self._handle = handle
 
@@ -34,10 +34,10 @@ class TracedStorage(PortableStorage):
 
     def dequantize(self, direction: Direction = "rowwise") -> Tensor:
         """Let the graph compute the values of one direction, [E, R, C] bf16."""
-        planes = self.quantized
-        data, scale = planes.data(direction), planes.scale(direction)
+        buffers = self.quantized
+        data, scale = buffers.data(direction), buffers.scale(direction)
         values: Tensor = _read_weight(
-            data, scale, planes.global_amax, self.handle, self.format.name, direction
+            data, scale, buffers.global_amax, self.handle, self.format.name, direction
         )
         return values
 
@@ -72,8 +72,8 @@ def _read_weight(
     format: str,
     direction: str,
 ) -> Tensor:
-    storage: PlaneStorage = object_of(handle)
+    storage: WeightStorage = object_of(handle)
     storage.require_fresh()
     storage.require_present()
-    planes = data, scale, get_format(format), cast(Direction, direction)
-    return reference.dequantize_bf16(*planes, global_amax=global_amax)
+    buffers = data, scale, get_format(format), cast(Direction, direction)
+    return reference.dequantize_bf16(*buffers, global_amax=global_amax)

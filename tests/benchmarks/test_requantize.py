@@ -38,11 +38,11 @@ ROW = {
     "launches",
 }
 WORK = [
-    "fp32 to wire planes",
-    "bf16 to wire planes, source zeroed",
+    "fp32 to wire buffers",
+    "bf16 to wire buffers, source zeroed",
     "after the gather",
-    "step to wire planes, fp32 moments",
-    "step to wire planes, bf16 moments",
+    "step to wire buffers, fp32 moments",
+    "step to wire buffers, bf16 moments",
     "gradient norm",
     "health",
 ]
@@ -163,11 +163,11 @@ def test_transformer_engine_that_is_missing_is_named_with_its_remedy(monkeypatch
     [
         (MXFP8, 1, (1536, 2048)),
         (MXFP8, 8, (192, 256)),
-        (FP8_BLOCK, 8, (128, 256)),  # 192 rows are one band and a half
+        (FP8_BLOCK, 8, (128, 256)),  # 192 rows are one block row and a half
         (MXFP8, 100, (32, 32)),
     ],
 )
-def test_shards_are_whole_bands(format, shard, rows):
+def test_shards_are_whole_block_rows(format, shard, rows):
     case = Case(format=format, shape_set="w1", shard=shard, device="cpu")
     assert set(zip(case.members, case.owned, strict=True)) == {
         ((1536, 2048), rows[0] * 2048),

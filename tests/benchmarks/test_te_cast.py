@@ -1,4 +1,4 @@
-"""What a bench holds against Transformer Engine: owned bytes of every plane, padding left out."""
+"""What a bench holds against Transformer Engine: owned bytes of every buffer, padding left out."""
 
 from types import SimpleNamespace
 
@@ -20,8 +20,8 @@ def written_entry(format, rows=ROWS):
     shape = (1, ROWS, COLS)
     source = wide_range_weights(*shape)
     target = QuantizedWeight.empty(format, shape)
-    for plane in target.planes().values():
-        plane.zero_()
+    for buffer in target.buffers().values():
+        buffer.zero_()
     scales = {
         way: torch.zeros((1, *format.storage_scale_shape(ROWS, COLS, way)), dtype=torch.float32)
         for way in DIRECTIONS
@@ -42,7 +42,7 @@ def written_entry(format, rows=ROWS):
 
 
 def as_te_keeps_it(entry):
-    """Return the planes under the names of Transformer Engine, with scales padded by ones."""
+    """Return the buffers under the names of Transformer Engine, with scales padded by ones."""
     target = entry.target
     fields = {}
     for way in DIRECTIONS:
@@ -64,7 +64,7 @@ def test_equal_bytes_pass_whatever_lies_in_the_padding(format, rows):
 @pytest.mark.parametrize("field", ["data", "scale_inv"])
 @pytest.mark.parametrize("way", DIRECTIONS)
 @pytest.mark.parametrize("format", [MXFP8, FP8_BLOCK], ids=lambda format: format.name)
-def test_a_byte_that_differs_is_refused_by_the_name_of_its_plane(format, way, field):
+def test_a_byte_that_differs_is_refused_by_the_name_of_its_buffer(format, way, field):
     entry = written_entry(format)
     weight = as_te_keeps_it(entry)
     getattr(weight, f"_{way}_{field}").view(torch.uint8)[0, 0] ^= 1

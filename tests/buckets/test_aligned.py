@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_optim.buckets.aligned_layout import MOST_GROWTH, aligned_end, cuts_bands
-from moe_optim.buckets.wire import plan_wire, side_by_side
+from moe_optim.buckets.aligned_layout import MOST_GROWTH, aligned_end, cuts_block_rows
+from moe_optim.buckets.buffer_plan import plan_buffers, side_by_side
 from moe_optim.errors import LayoutError
 from moe_optim.formats import DIRECTIONS, FORMATS, FP8_BLOCK, MXFP8, MXFP8_2D, NVFP4
 
@@ -34,7 +34,7 @@ def stock_end(slots, dp_size, busbw):
 @EVERY_FORMAT
 @pytest.mark.parametrize("shapes", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("busbw", [False, True], ids=["", "busbw"])
-def test_every_shard_of_every_plane_has_whole_bytes_at_every_size(format, shapes, busbw):
+def test_every_shard_of_every_buffer_has_whole_bytes_at_every_size(format, shapes, busbw):
     """At 2 to 144 ranks: Megatron's own rules hold, growth beyond them is 1% or a few bytes, and
     the plan of the wire exists."""
     slots = side_by_side(shapes)
@@ -47,33 +47,33 @@ def test_every_shard_of_every_plane_has_whole_bytes_at_every_size(format, shapes
         assert end.numel - stock <= max(MOST_GROWTH * slots[-1].end, least)
         shard = end.numel // dp_size
         assert (shard * format.data_bytes_per_element) % 1 == 0
-        planes = plan_wire(format, slots, end.numel, dp_size)
-        for plane in planes:
-            if plane.is_sliced:
-                assert plane.nbytes % dp_size == 0
+        buffers = plan_buffers(format, slots, end.numel, dp_size)
+        for buffer in buffers:
+            if buffer.is_sliced:
+                assert buffer.nbytes % dp_size == 0
             else:
-                assert plane.name == "global_amax" or end.unit == "byte" or format is FP8_BLOCK
+                assert buffer.name == "global_amax" or end.unit == "byte" or format is FP8_BLOCK
 
 
 @EVERY_FORMAT
 @pytest.mark.parametrize("shapes", MODELS.values(), ids=MODELS)
-def test_where_shards_are_whole_bands_no_block_lies_on_two_ranks(format, shapes):
-    """The promise of the unit ``band``, held against the corners of every block around a cut."""
+def test_where_shards_are_whole_block_rows_no_block_lies_on_two_ranks(format, shapes):
+    """The unit ``block_row``, checked at the corners of every block around a cut."""
     slots = side_by_side(shapes)
     seen = set()
     for dp_size in range(1, 145):
         end = aligned_end(format, slots, dp_size=dp_size, divisor=divisor(dp_size, busbw=False))
         seen.add(end.unit)
-        if end.unit != "band":
+        if end.unit != "block_row":
             continue
-        assert not cuts_bands(format, slots, end.numel // dp_size)
+        assert not cuts_block_rows(format, slots, end.numel // dp_size)
         for slot in slots:
             _, rows, cols = slot.shape
             for cut in slot.cuts(end.numel // dp_size):
                 for direction in DIRECTIONS:
                     block = format.block(direction)
                     assert not lies_on_both_sides(cut % (rows * cols), rows, cols, block)
-    assert "band" in seen
+    assert "block_row" in seen
 
 
 def lies_on_both_sides(position, rows, cols, block):
@@ -100,14 +100,14 @@ def test_the_corners_of_blocks_are_right():
     assert rows == [p for p in range(24) if p % 3]
 
 
-def test_whole_bands_are_given_up_where_they_cost_more_than_one_percent():
-    """8 experts of DeepSeek-V3: a band of both widths at once is 2048 x 7168 / gcd elements."""
+def test_whole_block_rows_are_given_up_where_they_cost_more_than_one_percent():
+    """8 experts of DeepSeek-V3: a block row of both widths is 2048 x 7168 / gcd elements."""
     slots = side_by_side(MODELS["deepseek-v3"])
     few = aligned_end(MXFP8, slots, dp_size=2, divisor=128)
     many = aligned_end(MXFP8, slots, dp_size=144, divisor=128)
-    assert (few.unit, many.unit) == ("band", "scale")
-    band = lcm(32 * 2048, 32 * 7168)
-    assert 144 * band > MOST_GROWTH * slots[-1].end  # it could not have been cheap
+    assert (few.unit, many.unit) == ("block_row", "scale")
+    block_row = lcm(32 * 2048, 32 * 7168)
+    assert 144 * block_row > MOST_GROWTH * slots[-1].end  # it could not have been cheap
     assert many.numel - stock_end(slots, 144, busbw=False) < 144 * 32 * 4
 
 
@@ -123,38 +123,38 @@ def test_a_bucket_too_small_for_whole_scales_still_has_whole_bytes():
 
 def test_half_a_byte_a_rank_is_refused_with_what_to_set():
     with pytest.raises(LayoutError, match="whole bytes.*Set layout: aligned"):
-        plan_wire(NVFP4, side_by_side([(1, 16, 16)]), 256, 256)
+        plan_buffers(NVFP4, side_by_side([(1, 16, 16)]), 256, 256)
 
 
 def test_a_bucket_that_does_not_divide_is_refused():
     with pytest.raises(LayoutError, match="divides among 3 ranks"):
-        plan_wire(MXFP8, side_by_side([(1, 32, 32)]), 1024, 3)
+        plan_buffers(MXFP8, side_by_side([(1, 32, 32)]), 1024, 3)
 
 
 def test_two_dimensional_scales_take_a_thousandth_of_the_bytes():
     """What travels for a bucket of MXFP8 2-D weights at one rank: 1 + 1/1024 bytes an element."""
     slots = side_by_side(MODELS["qwen3-30b-a3b"])
-    planes = plan_wire(MXFP8_2D, slots, slots[-1].end, 1)
-    total = sum(plane.nbytes for plane in planes)
+    buffers = plan_buffers(MXFP8_2D, slots, slots[-1].end, 1)
+    total = sum(buffer.nbytes for buffer in buffers)
     assert Fraction(total, slots[-1].end) == 1 + Fraction(1, 1024)
 
 
 @EVERY_FORMAT
 @given(data=st.data())
-def test_planes_of_different_parameters_never_overlap(format, data):
-    """Every entry of a plane belongs to one parameter at most, in slices and in reduced planes."""
+def test_buffers_of_different_parameters_never_overlap(format, data):
+    """Every entry of a buffer belongs to at most one parameter, sliced or reduced."""
     multiple = format.dimension_multiple
     sizes = st.integers(1, 5).map(lambda n: n * multiple if multiple > 1 else 37 * n)
     shapes = data.draw(st.lists(st.tuples(st.integers(1, 3), sizes, sizes), min_size=1, max_size=4))
     dp_size = data.draw(st.integers(1, 9))
     slots = side_by_side(shapes)
     end = aligned_end(format, slots, dp_size=dp_size, divisor=divisor(dp_size, busbw=False))
-    wire = plan_wire(format, slots, end.numel, dp_size)
+    wire = plan_buffers(format, slots, end.numel, dp_size)
     assert wire
-    for plane in wire:
-        assert len(plane.starts) > 0
+    for buffer in wire:
+        assert len(buffer.starts) > 0
         last = 0
-        for start, shape in zip(plane.starts, plane.shapes, strict=True):
+        for start, shape in zip(buffer.starts, buffer.shapes, strict=True):
             assert start >= last
             last = start + prod(shape)
-        assert last <= plane.numel
+        assert last <= buffer.numel

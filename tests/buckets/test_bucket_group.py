@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from moe_optim.buckets.bucket_group import GroupedBucketGroup, gather_weights
+from moe_optim.buckets.buffer_plan import side_by_side
 from moe_optim.buckets.states import Event, Gradients, Weights
-from moe_optim.buckets.wire import side_by_side
 from moe_optim.errors import StateError
 from moe_optim.formats import MXFP8
-from tests.support.buckets import make_bucket, make_params
+from tests.support.states.buckets import make_bucket, make_params
 
 SLOTS = side_by_side([(2, 32, 64)], name="layers.0.fc")
 REACHED_BY = {

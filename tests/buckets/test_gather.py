@@ -12,18 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_optim.buckets.aligned_layout import aligned_end
+from moe_optim.buckets.buffer_plan import side_by_side
 from moe_optim.buckets.states import Event
-from moe_optim.buckets.wire import side_by_side
 from moe_optim.errors import LayoutError, StateError
 from moe_optim.formats import FORMATS, MXFP8, MXFP8_2D, NVFP4, reference
 from moe_optim.formats.partition import infer_partition
 from moe_optim.parts import quantize_part
 from moe_optim.weights.grouped_weight import GroupedWeight
 from moe_optim.weights.storage import PortableStorage
-from tests.support.buckets import make_bucket, make_params, own_masters
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import wide_range_weights, with_specials
-from tests.support.meshes import coordinates, on_each_rank, part_of
+from tests.support.number_formats.meshes import coordinates, on_each_rank, part_of
+from tests.support.states.buckets import make_bucket, make_params, own_masters
 
 EVERY_FORMAT = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 SIZES = (1, 2, 3, 4, 8)
@@ -43,15 +43,15 @@ class Rank:
     def __init__(self, rank, dp_size, format, slots, numel, masters):
         self.params = make_params(format, slots)
         for param in self.params:
-            for plane in param.quantized_storage.quantized.planes().values():
-                plane.view(torch.uint8).fill_(0x11 + rank)
+            for buffer in param.quantized_storage.quantized.buffers().values():
+                buffer.view(torch.uint8).fill_(0x11 + rank)
         self.masters = own_masters(self.params, slots, masters, rank, numel // dp_size)
         grads = torch.zeros(numel, dtype=torch.bfloat16)
         self.bucket = make_bucket(self.params, slots, grads, dp_size=dp_size, masters=self.masters)
         self.gather = self.bucket.gather
 
-    def planes(self, index):
-        return self.params[index].quantized_storage.quantized.planes()
+    def buffers(self, index):
+        return self.params[index].quantized_storage.quantized.buffers()
 
 
 def encode_all(ranks):
@@ -72,16 +72,16 @@ def encode_all(ranks):
 def gather_all(ranks):
     """Do what a bucket group does, the collectives by hand. Every rank takes part in each."""
     encode_all(ranks)
-    for planes in zip(*(rank.gather.sliced for rank in ranks), strict=True):
-        whole = torch.cat([p.slice_of(i, len(ranks)) for i, p in enumerate(planes)])
-        for plane in planes:
-            plane.data.copy_(whole)
-    for planes in zip(*(rank.gather.reduced for rank in ranks), strict=True):
-        largest = reduce(torch.maximum, planes)
-        for plane in planes:
-            plane.copy_(largest)
+    for buffers in zip(*(rank.gather.sliced for rank in ranks), strict=True):
+        whole = torch.cat([p.slice_of(i, len(ranks)) for i, p in enumerate(buffers)])
+        for buffer in buffers:
+            buffer.data.copy_(whole)
+    for buffers in zip(*(rank.gather.reduced for rank in ranks), strict=True):
+        largest = reduce(torch.maximum, buffers)
+        for buffer in buffers:
+            buffer.copy_(largest)
     for rank in ranks:
-        rank.bucket.land()
+        rank.bucket.finish()
 
 
 def make_ranks(format, shapes, dp_size, layout, masters):
@@ -97,10 +97,10 @@ def masters_of(shapes, seed=0):
 
 def assert_all_ranks_hold(ranks, format, masters):
     for index, master in enumerate(masters):
-        expected = reference.quantize(master, format).planes()
+        expected = reference.quantize(master, format).buffers()
         for number, rank in enumerate(ranks):
-            for name, plane in rank.planes(index).items():
-                assert_bytes_equal(plane, expected[name], what=f"rank {number}, {index}, {name}")
+            for name, buffer in rank.buffers(index).items():
+                assert_bytes_equal(buffer, expected[name], what=f"rank {number}, {index}, {name}")
 
 
 @EVERY_FORMAT
@@ -119,12 +119,12 @@ def test_a_rank_encodes_the_part_that_the_partition_rules_give_it(format, expert
             part_of(master, partition, coordinate), partition, coordinate, reduce_max
         ),
     )
-    wire = ranks[0].params[0].quantized_storage.quantized.wire_planes()
+    wire = ranks[0].params[0].quantized_storage.quantized.gathered_buffers()
     assert wire and len(parts) == experts * rows
     for rank, coordinate, part in zip(ranks, coordinates(partition), parts, strict=True):
         for name in wire:
-            slices = partition.plane(name).slices(partition.bounds(coordinate))
-            assert_bytes_equal(rank.planes(0)[name][slices], part[name], what=f"{rank} {name}")
+            slices = partition.buffer(name).slices(partition.bounds(coordinate))
+            assert_bytes_equal(rank.buffers(0)[name][slices], part[name], what=f"{rank} {name}")
 
 
 SHAPES = {  # rows and columns that every format takes; and FP8 blocks that are not whole
@@ -157,7 +157,7 @@ def test_sharded_equals_full(format, layout, dp_size, shapes):
 @pytest.mark.parametrize("layout", [ALIGNED, STOCK])
 @pytest.mark.parametrize("dp_size", SIZES)
 def test_fp8_blocks_that_are_not_whole_travel_too(layout, dp_size):
-    """Their scales follow no element, so the whole plane is reduced."""
+    """Their scales follow no element, so the whole buffer is reduced."""
     format = FORMATS["fp8_block"]
     masters = masters_of(PARTIAL)
     ranks = make_ranks(format, PARTIAL, dp_size, layout, masters)
@@ -189,7 +189,7 @@ def test_any_bucket_at_any_size(format, data):
 
 
 def test_aligned_shards_exchange_nothing_and_cut_ones_only_what_they_cut():
-    """Two experts [64, 512]: halves are whole bands; thirds cut one band each, in both experts."""
+    """Two experts [64, 512]: halves are whole block rows; thirds cut one in each expert."""
     shapes = ((2, 64, 512),)
     masters = masters_of(shapes)
     half = make_ranks(MXFP8, shapes, 2, ALIGNED, masters)
@@ -197,7 +197,7 @@ def test_aligned_shards_exchange_nothing_and_cut_ones_only_what_they_cut():
     assert half[0].gather.exchange is None
     third = make_ranks(MXFP8, shapes, 3, STOCK, masters)
     gather_all(third)
-    assert third[0].gather.exchange.numel() == 2 * (2 * 512)  # columns and runs of two bands
+    assert third[0].gather.exchange.numel() == 2 * (2 * 512)  # columns and runs of two block rows
 
 
 def test_the_amax_of_an_expert_is_that_of_all_ranks():
@@ -212,16 +212,16 @@ def test_the_amax_of_an_expert_is_that_of_all_ranks():
 
 
 def test_weights_live_in_the_memory_that_is_gathered():
-    """Planes that travel are views of the bucket; MXFP8 2-D has one plane of data for both ways."""
+    """Gathered buffers are views of the bucket; MXFP8 2-D has one data buffer for both ways."""
     shapes = SHAPES["two linears"]
     (rank,) = make_ranks(MXFP8_2D, shapes, 1, ALIGNED, masters_of(shapes))
     data, scale = rank.gather.sliced
     assert len(rank.params) == len(shapes)
     for param in rank.params:
         q = param.quantized_storage.quantized
-        for plane, memory in ((q.rowwise_data, data), (q.rowwise_scale, scale)):
+        for buffer, memory in ((q.rowwise_data, data), (q.rowwise_scale, scale)):
             start = memory.data.data_ptr()
-            assert start <= plane.data_ptr() < start + memory.data.numel()
+            assert start <= buffer.data_ptr() < start + memory.data.numel()
         assert q.columnwise_data.data_ptr() == q.rowwise_data.data_ptr()
 
 
@@ -229,12 +229,12 @@ def test_binding_keeps_the_bytes_of_the_weights():
     """What was loaded or drawn before the model was wrapped is still there afterwards."""
     storage = PortableStorage(MXFP8, (2, 64, 64), name="weight0")
     storage.write(masters_of([(2, 64, 64)])[0])
-    before = {name: plane.clone() for name, plane in storage.quantized.planes().items()}
+    before = {name: buffer.clone() for name, buffer in storage.quantized.buffers().items()}
     param = torch.nn.Parameter(GroupedWeight(storage))
     make_bucket([param], side_by_side([(2, 64, 64)]), torch.zeros(8192, dtype=torch.bfloat16))
-    assert storage.quantized.planes().keys() == before.keys() == set(MXFP8.plane_names)
-    for name, plane in storage.quantized.planes().items():
-        assert_bytes_equal(plane, before[name], what=name)
+    assert storage.quantized.buffers().keys() == before.keys() == set(MXFP8.buffer_names)
+    for name, buffer in storage.quantized.buffers().items():
+        assert_bytes_equal(buffer, before[name], what=name)
 
 
 def test_a_bucket_of_two_formats_is_refused():

@@ -3,10 +3,10 @@
 import torch
 from megatron.core.optimizer.param_layout import PerBufferParamLayout
 
+from moe_optim.buckets.buffer_plan import side_by_side
 from moe_optim.buckets.layout import align_buckets
-from moe_optim.buckets.wire import side_by_side
 from moe_optim.formats import MXFP8
-from tests.support.buckets import make_params
+from tests.support.states.buckets import make_params
 
 DP_SIZE, DIVISOR = 9, 1
 SHAPES = [(32, 32, 32), (1, 32, 32)]

@@ -21,11 +21,11 @@ from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import StateError
 from moe_optim.formats import reference
 from moe_optim.weights.grouped_weight import GroupedWeight
-from tests.support import given_values, life_cycle
 from tests.support.bytes import assert_bytes_equal
-from tests.support.making_room import list_masters, managed_buffers, move_masters
-from tests.support.masters import assert_weights_come_from_masters, full_master
 from tests.support.ranks import run_ranks
+from tests.support.states import given_values, life_cycle
+from tests.support.states.making_room import list_masters, managed_buffers, move_masters
+from tests.support.states.masters import assert_weights_come_from_masters, full_master
 from tests.support.training import OVERLAP, Record, assert_same_run, pretrain, weight_bytes
 
 pytestmark = pytest.mark.slow
@@ -122,8 +122,8 @@ def _offload_everything_and_reload(model: list[Any], optimizer: Any) -> None:
         buffer.offload_to_cpu()
         buffer.offload_to_cpu()
     for weight in quantized(model):
-        planes = weight.quantized_storage.laid_out.planes().values()
-        assert not any(plane.untyped_storage().nbytes() for plane in planes)
+        buffers = weight.quantized_storage.laid_out.buffers().values()
+        assert not any(buffer.untyped_storage().nbytes() for buffer in buffers)
         for touch in (weight.dequantize, lambda w=weight: w.data.copy_(w), weight.data.clone):
             with pytest.raises(StateError, match="they are offloaded. Call reload_from_cpu"):
                 touch()
@@ -231,8 +231,8 @@ def _assert_weights_of_masters(cycle: life_cycle.LifeCycle) -> None:
         for one in part.masters_of(bucket):
             storage = one.param.quantized_storage
             wanted = reference.quantize(one.master.view(storage.shape), storage.format)
-            for name, plane in storage.quantized.planes().items():
-                assert_bytes_equal(plane, wanted.planes()[name], what=name)
+            for name, buffer in storage.quantized.buffers().items():
+                assert_bytes_equal(buffer, wanted.buffers()[name], what=name)
 
 
 def _train_in_parallel(options: dict[str, Any], sizes: dict[str, int]) -> dict[str, torch.Tensor]:
@@ -454,14 +454,14 @@ def _misuse(model: list[Any], optimizer: Any) -> None:
     with pytest.raises(StateError, match="earlier step"):
         quantized(model)[0].float()
 
-    planes = held_bytes(model)
+    buffers = held_bytes(model)
     for start_gather in (lambda: None, model[0].start_param_sync):
         start_gather()  # still to come, then begun
         with pytest.raises(StateError, match="is going to overwrite"):
             given_values.load(model[0].module.module)
         with pytest.raises(StateError, match="is going to overwrite"):
             quantized(model)[0].data.copy_(torch.zeros(()))
-        assert_holds(model, planes, what="after a refused load")
+        assert_holds(model, buffers, what="after a refused load")
     model[0].start_param_sync(force_sync=True)
     assert bucket.state.gradients is Gradients.ZERO
     assert_bytes_equal(bucket.grads, torch.zeros_like(bucket.grads), what="after the gather")
@@ -538,20 +538,20 @@ def named_weights(model: list[Any]) -> list[tuple[str, GroupedWeight]]:
 
 
 def held_bytes(model: list[Any]) -> dict[str, torch.Tensor]:
-    """Return every plane of every quantized weight."""
+    """Return every buffer of every quantized weight."""
     return {
-        key: plane
+        key: buffer
         for name, param in named_weights(model)
-        for key, plane in weight_bytes(name, param).items()
+        for key, buffer in weight_bytes(name, param).items()
     }
 
 
-def assert_holds(model: list[Any], planes: dict[str, torch.Tensor], *, what: str) -> None:
+def assert_holds(model: list[Any], buffers: dict[str, torch.Tensor], *, what: str) -> None:
     """Assert that no byte of a quantized weight has changed."""
     held = held_bytes(model)
-    assert held.keys() == planes.keys()
-    for key, plane in held.items():
-        assert_bytes_equal(plane, planes[key], what=f"{key} {what}")
+    assert held.keys() == buffers.keys()
+    for key, buffer in held.items():
+        assert_bytes_equal(buffer, buffers[key], what=f"{key} {what}")
 
 
 def _train_and_gather_at_any_time(flags: list[str]) -> Record:
@@ -652,8 +652,8 @@ def test_skipped_steps_leave_weights_alone():
     flags = ["--train-iters", "4", *OVERLAP, "--eval-interval", "1000000"]
     (snapshots,) = run_ranks(1, _skip_every_step, flags)
     before, after = snapshots
-    for name, plane in after.items():
-        assert_bytes_equal(plane, before[name], what=name)
+    for name, buffer in after.items():
+        assert_bytes_equal(buffer, before[name], what=name)
 
 
 def _initial_values_left(flags: list[str]) -> int:

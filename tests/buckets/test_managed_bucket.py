@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 
 from moe_optim import ops
 from moe_optim.buckets import managed_bucket
+from moe_optim.buckets.buffer_plan import side_by_side
 from moe_optim.buckets.states import Event, Gradients, Held, Weights
-from moe_optim.buckets.wire import side_by_side
 from moe_optim.errors import StateError
 from moe_optim.formats import MXFP8, NVFP4, reference
 from moe_optim.weights.te.storage import TransformerEngineStorage
-from tests.support import te_stand_ins
-from tests.support.buckets import REACHED_BY, make_bucket, make_params, own_masters
 from tests.support.bytes import assert_bytes_equal, assert_same_tensors
 from tests.support.inputs import wide_range_weights
+from tests.support.states.buckets import REACHED_BY, make_bucket, make_params, own_masters
+from tests.support.te import te_stand_ins
 
 SLOTS = side_by_side([(2, 32, 64)], name="layers.0.fc")
 NUMEL = 2 * 32 * 64
@@ -113,7 +113,7 @@ def test_gradients_written_into_a_gather_in_flight_are_found():
     bucket.open_gather()
     gradient.fill_(1)
     with pytest.raises(StateError, match=r"got gradients written by hand\. Call start_param_sync"):
-        bucket.land()
+        bucket.finish()
     bucket.give_up_gather()
     assert bucket.state.gradients is Gradients.SPENT
     gather(bucket)
@@ -156,7 +156,7 @@ def gather(bucket):
     """Do what a bucket group does with a bucket whose weights are stale, on one rank."""
     bucket.open_gather()
     bucket.gather.encode()
-    bucket.land()
+    bucket.finish()
 
 
 @both_dtypes
@@ -178,7 +178,7 @@ def test_a_gather_over_zeros_leaves_zeros(dtype):
     assert not all_bytes(bucket).any()
 
 
-@pytest.mark.parametrize("at", ["open", "encode", "land"])
+@pytest.mark.parametrize("at", ["open", "encode", "finish"])
 def test_a_gather_that_fails_leaves_memory_that_can_be_used(at, monkeypatch):
     """The next one is whole, and leaves zeros as every other."""
     bucket = full_bucket(Gradients.SPENT)
@@ -278,8 +278,8 @@ def quantized_bucket():
 
 def assert_weights_are_of(bucket, master):
     (storage,) = bucket.storages
-    want = reference.quantize(master.view(storage.shape), storage.format).planes()
-    assert_same_tensors(storage.quantized.planes(), want)
+    want = reference.quantize(master.view(storage.shape), storage.format).buffers()
+    assert_same_tensors(storage.quantized.buffers(), want)
 
 
 @pytest.mark.parametrize("is_written", [True, False], ids=["written", "left alone"])

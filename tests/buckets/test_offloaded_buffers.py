@@ -8,9 +8,9 @@ import torch
 
 from moe_optim.errors import StateError
 from moe_optim.weights.storage import GradientNote
-from tests.support import life_cycle, making_room
 from tests.support.bytes import assert_same_tensors
 from tests.support.ranks import run_ranks
+from tests.support.states import life_cycle, making_room
 
 TRAIN = [("zero", {}), ("micro", {"seed": 1, "last": True}), ("step", {})]
 WAYS = {

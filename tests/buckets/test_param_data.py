@@ -9,11 +9,11 @@ from moe_optim.buckets.offload import ParamData
 from moe_optim.errors import StateError
 from moe_optim.formats import FORMATS
 from moe_optim.weights.storage import PortableStorage
-from tests.support import life_cycle
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import wide_range_weights
-from tests.support.making_room import managed_buffers
 from tests.support.ranks import run_ranks
+from tests.support.states import life_cycle
+from tests.support.states.making_room import managed_buffers
 
 
 def storages_of(format):
@@ -24,16 +24,16 @@ def storages_of(format):
     return [first, *(second.expert(index) for index in range(3))]
 
 
-def planes_of(storages):
-    return [plane for one in storages for plane in one.quantized.planes().values()]
+def buffers_of(storages):
+    return [buffer for one in storages for buffer in one.quantized.buffers().values()]
 
 
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 def test_every_byte_leaves_and_comes_back(format):
-    """Memory that several planes share is counted and copied once."""
+    """Memory that several buffers share is counted and copied once."""
     storages = storages_of(format)
-    planes = planes_of(storages)
-    before = [plane.clone() for plane in planes]
+    buffers = buffers_of(storages)
+    before = [buffer.clone() for buffer in buffers]
     data = ParamData(storages)
     size = data.storage().size()
     assert size == sum({m.data_ptr(): m.nbytes() for s in storages for m in s.memories()}.values())
@@ -41,11 +41,11 @@ def test_every_byte_leaves_and_comes_back(format):
     assert on_host.storage().size() == size
     data.storage().resize_(0)
     assert data.storage().size() == 0
-    assert not any(plane.untyped_storage().nbytes() for plane in planes)
+    assert not any(buffer.untyped_storage().nbytes() for buffer in buffers)
     data.storage().resize_(size)
     data.copy_(on_host)
-    for plane, old in zip(planes_of(storages), before, strict=True):
-        assert_bytes_equal(plane, old)
+    for buffer, old in zip(buffers_of(storages), before, strict=True):
+        assert_bytes_equal(buffer, old)
 
 
 def test_what_it_cannot_be_asked_for_is_refused():

@@ -17,10 +17,10 @@ from moe_optim.formats import FORMATS
 from moe_optim.weights.grouped_weight import GroupedWeight
 from moe_optim.weights.storage import PortableStorage
 from tests.rollout.test_export_weights import Setup, build, step
-from tests.support import life_cycle
-from tests.support.holders import StandInBucket
-from tests.support.making_room import managed_buffers, send_weights_away
 from tests.support.ranks import run_ranks
+from tests.support.states import life_cycle
+from tests.support.states.holders import StandInBucket
+from tests.support.states.making_room import managed_buffers, send_weights_away
 
 pytest.importorskip("megatron.core")
 
@@ -125,7 +125,7 @@ READERS: dict[str, Callable[[Model], Callable[[], Any]]] = {
     "dequantize of the storage": _later(lambda m: m.storage.dequantize()),
     "dequantize of an expert's view": _view,
     "dequantize of all experts": _whole,
-    "the planes": _later(lambda m: m.storage.quantized),
+    "the buffers": _later(lambda m: m.storage.quantized),
     "what masters start from": _later(lambda m: m.weight.get_high_precision_init_val()),
     "forward": _later(lambda m: m.product()),
     "backward": _backward,
@@ -156,7 +156,7 @@ READERS: dict[str, Callable[[Model], Callable[[], Any]]] = {
     "calibrate": _later(lambda m: moe_optim.calibrate(m.chunks)),
     "export_weights": _later(lambda m: list(moe_optim.export_weights(m.chunks))),
     "broadcast of DDP": _later(lambda m: m.chunks[0].broadcast_params()),
-    "another bucket": _later(lambda m: m.storage.bind({}, holder=StandInBucket())),
+    "another bucket": _later(lambda m: m.storage.bind({}, bucket=StandInBucket())),
     "another DDP": _later(lambda m: m.wrap_again()),
     "reload_model_params": _later(lambda m: m.optimizer.reload_model_params()),
     "step": _later(lambda m: step(m.chunks, m.optimizer)),

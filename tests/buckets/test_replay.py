@@ -8,14 +8,14 @@ import torch
 
 from moe_optim.buckets import replay
 from moe_optim.buckets.bucket_group import GroupedBucketGroup
+from moe_optim.buckets.buffer_plan import side_by_side
 from moe_optim.buckets.states import Event
-from moe_optim.buckets.wire import side_by_side
 from moe_optim.errors import StateError
 from moe_optim.formats import MXFP8
-from tests.support import life_cycle
-from tests.support.buckets import make_bucket, make_params
-from tests.support.life_cycle import LifeCycle
 from tests.support.ranks import run_ranks
+from tests.support.states import life_cycle
+from tests.support.states.buckets import make_bucket, make_params
+from tests.support.states.life_cycle import LifeCycle
 
 extended = pytest.mark.extended
 SETTINGS = {
@@ -30,7 +30,7 @@ class GraphedLifeCycle(LifeCycle):
     """Micro-batches, their reduction included, run eagerly, are captured, then replayed."""
 
     def __init__(self, warmup: int = 2, **options: Any) -> None:
-        from tests.support import emulated_graphs
+        from tests.support.steps import emulated_graphs
 
         super().__init__(**options)
         self.seed = 0

@@ -1,7 +1,7 @@
 """Any order of what loops do: weights and gradients are the model's, or the call raises.
 
-Hypothesis drives the life cycle of ``tests/support/life_cycle.py`` in one process, where all known
-hazards of shared buffers show. The suite runs 3,000 steps, the same ones each time; ``make
+Hypothesis drives the life cycle of ``tests/support/states/life_cycle.py`` in one process, where all
+known hazards of shared buffers show. The suite runs 3,000 steps, the same ones each time; ``make
 life-cycle`` draws others, and more of them.
 """
 
@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
 from moe_optim.errors import StateError
-from tests.support import life_cycle
-from tests.support.life_cycle_bugs import BUGS
 from tests.support.ranks import run_ranks
+from tests.support.states import life_cycle
+from tests.support.states.life_cycle_bugs import BUGS
 
 pytestmark = pytest.mark.slow
 
@@ -370,7 +370,7 @@ TRACES: dict[str, Trace] = {  # mostly as hypothesis shrank them
         ("failing_step", {"part": 1, "moved": True}),
         ("rollout", {"seed": 0}),
     ],
-    "a gather that fails": [*TRAIN, ("failing_gather", {"at": "land"}), ("rollout", {"seed": 0})],
+    "a gather that fails": [*TRAIN, ("failing_gather", {"at": "finish"}), ("rollout", {"seed": 0})],
     "a copy in training": [("copy", {"seed": 0})],
     "a norm of its own": [*TRAIN[:2], ("nonfinite", {"of": 2})],
     "a flag that asks to share": [*TRAIN, ("rollout", {"seed": 0})],

@@ -24,7 +24,7 @@ GRADIENTS = {  # event -> gradients before: after. Every other state is refused.
 }
 SHARED_GRADIENTS = {  # where the gather goes through them; elsewhere it takes any, and changes none
     "GATHER": {"ZERO": "IN_FLIGHT", "SPENT": "IN_FLIGHT"},
-    "LAND": {"IN_FLIGHT": "ZERO"},
+    "FINISH": {"IN_FLIGHT": "ZERO"},
     "FAIL": {"IN_FLIGHT": "SPENT"},
 }
 WEIGHTS = {
@@ -32,7 +32,7 @@ WEIGHTS = {
     "SETTLE": {"FRESH": "STALE", "STALE": "STALE", "MOVING": "STALE", "ENCODED": "STALE"},
     "ENCODE": {"MOVING": "ENCODED"},
     "GATHER": {"STALE": "IN_FLIGHT", "ENCODED": "IN_FLIGHT"},
-    "LAND": {"IN_FLIGHT": "FRESH"},
+    "FINISH": {"IN_FLIGHT": "FRESH"},
     "FAIL": {"IN_FLIGHT": "STALE"},
     "OFFLOAD": {"FRESH": "OFFLOADED", "STALE": "STALE_OFFLOADED", "ENCODED": "STALE_OFFLOADED"},
     "RELOAD": {"OFFLOADED": "FRESH", "STALE_OFFLOADED": "STALE"},
@@ -46,7 +46,7 @@ NAMES = {  # how errors call an event, and what they tell the caller to do
     "SETTLE": ("new masters", "Call reload_from_cpu()"),
     "ENCODE": ("new masters, encoded with their step", "Only optimizer.step() encodes"),
     "GATHER": ("the parameter gather", ""),
-    "LAND": ("the end of the parameter gather", ""),
+    "FINISH": ("the end of the parameter gather", ""),
     "FAIL": ("a parameter gather that failed", ""),
     "OFFLOAD": ("offload_to_cpu", "Offload between two steps"),
     "RELOAD": ("reload_from_cpu", "Call offload_to_cpu() first"),

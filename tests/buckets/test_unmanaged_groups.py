@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from moe_optim.config import MoEOptimConfig
-from tests.support import life_cycle
 from tests.support.ranks import run_ranks
+from tests.support.states import life_cycle
 
 RANKS = 2
 REDUCTIONS = {"when asked": False, "in the backward pass": True}

@@ -9,7 +9,7 @@ from megatron.core.distributed import param_and_grad_buffer as upstream
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from moe_optim.buckets.aligned_layout import aligned_end
-from moe_optim.buckets.wire import plan_wire, side_by_side
+from moe_optim.buckets.buffer_plan import plan_buffers, side_by_side
 from moe_optim.config import MoEOptimConfig
 from moe_optim.formats import NVFP4
 
@@ -77,7 +77,7 @@ def test_here_every_byte_is_sent_by_its_owner(busbw, layout):
             numel = aligned_end(NVFP4, slots, dp_size=dp_size, divisor=divisor).numel
         elif numel // dp_size % 2:
             continue  # refused, see test_aligned.py
-        data = plan_wire(NVFP4, slots, numel, dp_size)[0]
+        data = plan_buffers(NVFP4, slots, numel, dp_size)[0]
         assert stale_bytes(numel, data.nbytes, dp_size) == 0
         planned += 1
     assert planned == 143 or layout == "stock"

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from moe_optim.errors import ConfigError, LayoutError, NonFiniteError, StateError
-from tests.support import experts
 from tests.support.bytes import assert_bytes_equal
-from tests.support.calibrating import (
+from tests.support.modules import experts
+from tests.support.modules.calibrating import (
     EXPERTS,
     KINDS,
     LINEARS,
@@ -87,7 +87,7 @@ def test_one_amax_of_all_experts_is_the_same_on_any_number_of_ranks():
 
 def _given_amaxes() -> None:
     import moe_optim
-    from tests.support.adapters import wrap
+    from tests.support.modules.adapters import wrap
 
     experts.start_ranks()
     values = torch.tensor([1 + 2**-20, 2.0, 0.0, 4.0])
@@ -234,8 +234,8 @@ def _offloaded(module: Any) -> tuple[Any, ...]:
 
 def _offloaded_bytes(_: Any) -> tuple[Any, ...]:
     module = make(replace(BF16, format="mxfp8"), 2)
-    holder = SimpleNamespace(is_offloaded=True, is_fresh=True, version=0)  # as a bucket says it
-    module.linear_fc2.weight.quantized_storage.holder = holder
+    bucket = SimpleNamespace(is_offloaded=True, is_fresh=True, version=0)  # as a bucket says it
+    module.linear_fc2.weight.quantized_storage.bucket = bucket
     return ([module],)
 
 

@@ -18,9 +18,9 @@ import torch
 
 from moe_optim.calibration.modelopt_amaxes import amaxes_from_modelopt, amaxes_to_modelopt
 from moe_optim.experts.keys.conversion import convert_state_dict
-from tests.support import experts
-from tests.support.amax import amax_of
 from tests.support.bytes import assert_bytes_equal
+from tests.support.modules import experts
+from tests.support.modules.amax import amax_of
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(

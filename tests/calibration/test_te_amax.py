@@ -14,10 +14,10 @@ import torch.distributed as dist
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError
 from moe_optim.formats import FORMATS
-from tests.support import experts
-from tests.support.amax import amax_of, save_module, saved_amaxes
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import wide_range_weights
+from tests.support.modules import experts
+from tests.support.modules.amax import amax_of, save_module, saved_amaxes
 from tests.support.ranks import run_ranks
 
 GLOBAL_EXPERTS, FFN = 6, 128
@@ -46,7 +46,7 @@ def _make(ep: int, format: str, single: bool, tp: int = 1, **knobs: Any) -> Any:
     """Return experts under an installation that records."""
     from moe_optim.integration.patching import installation
     from moe_optim.weights.managed import storage_of
-    from tests.support.te_experts import make_experts
+    from tests.support.te.te_experts import make_experts
 
     installation.uninstall()
     config = MoEOptimConfig(**{"format": format, "record_amax": True} | knobs)
@@ -131,7 +131,7 @@ def _save_on_two_ranks(folder: Path) -> dict[str, torch.Tensor]:
 def _load_on_one_rank(folder: Path) -> dict[tuple[str, bool, str], dict[str, torch.Tensor]]:
     """Load into either layout, and into portable experts; save what those hold."""
     from moe_optim.experts.module import GroupedExperts
-    from tests.support.amax import linears_of
+    from tests.support.modules.amax import linears_of
 
     experts.start_ranks()
     found = {}

@@ -12,10 +12,10 @@ from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import LayoutError
 from moe_optim.experts.grouped_linear import GroupedLinear
 from moe_optim.formats import MXFP8, NVFP4
-from tests.support import experts
-from tests.support.amax import amax_of, linears_of, save_module
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import wide_range_weights
+from tests.support.modules import experts
+from tests.support.modules.amax import amax_of, linears_of, save_module
 from tests.support.ranks import run_ranks
 from tests.support.training import assert_same_tensors
 

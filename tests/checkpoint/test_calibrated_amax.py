@@ -13,11 +13,11 @@ import torch
 
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError, LayoutError, StateError
-from tests.support import calibrating, experts
-from tests.support.amax import amax_of, save_module, saved_amaxes
 from tests.support.bytes import assert_bytes_equal
-from tests.support.calibrating import KINDS, Kind, amaxes_of, make, want_amax, whole_weights
 from tests.support.collectives import no_collectives
+from tests.support.modules import calibrating, experts
+from tests.support.modules.amax import amax_of, save_module, saved_amaxes
+from tests.support.modules.calibrating import KINDS, Kind, amaxes_of, make, want_amax, whole_weights
 from tests.support.ranks import run_ranks
 from tests.support.training import Record, pretrain
 

@@ -9,7 +9,7 @@ import pytest
 from torch.distributed.checkpoint import CheckpointException
 
 from moe_optim.checkpoint.integrity import corrupt_files, seal
-from tests.support.damage import (
+from tests.support.hostile.damage import (
     ANY_ARCHIVE,
     KINDS,
     SAME_LAYOUT,
@@ -21,7 +21,7 @@ from tests.support.damage import (
     save_with_megatron,
 )
 from tests.support.ranks import run_ranks
-from tests.support.runs import write_checkpoint
+from tests.support.training_runs.runs import write_checkpoint
 
 ITERATIONS = (10, 20)
 FIRST, SECOND = (f"iter_{iteration:07d}" for iteration in ITERATIONS)

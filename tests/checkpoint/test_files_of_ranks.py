@@ -11,7 +11,7 @@ import torch
 from moe_optim.checkpoint.files.records import SEAL
 from moe_optim.checkpoint.integrity import checkpoint_defect, corrupt_files
 from moe_optim.config import MoEOptimConfig
-from tests.support.damage import flip_in_archive
+from tests.support.hostile.damage import flip_in_archive
 from tests.support.ranks import run_ranks
 from tests.support.training import pretrain
 

@@ -10,8 +10,8 @@ import torch
 from moe_optim.checkpoint.files.torch_dist import TorchDistReader
 from moe_optim.commands.cli import main as cli
 from moe_optim.commands.conversion.opening import open_checkpoint
-from tests.support import hf_models
 from tests.support.bytes import assert_same_tensors
+from tests.support.checkpoints import hf_models
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.slow

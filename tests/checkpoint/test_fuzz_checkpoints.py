@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 
-from tests.support.runs import REPOSITORY
+from tests.support.training_runs.runs import REPOSITORY
 
 CASES = int(os.environ.get("FUZZ_CASES", "80"))
 """``make fuzz CASES=10000`` runs more."""
@@ -15,7 +15,7 @@ SEED = os.environ.get("FUZZ_SEED", "0")
 def test_a_harmed_checkpoint_is_answered_or_refused_and_does_no_harm(tmp_path):
     """No error but ours, in one line; no code of the checkpoint runs; nothing is written but the
     target, and nothing outside of the checkpoint is read; 5 s and 1 GiB are enough for each."""
-    words = ["tests.support.hostile_run", str(tmp_path / "sandbox"), SEED, "0", str(CASES)]
+    words = ["tests.support.hostile.hostile_run", str(tmp_path / "sandbox"), SEED, "0", str(CASES)]
     done = subprocess.run(
         [sys.executable, "-m", *words],
         cwd=REPOSITORY,

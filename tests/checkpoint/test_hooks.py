@@ -20,11 +20,11 @@ from moe_optim.checkpoint.integrity import checkpoint_defect
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import LayoutError, StateError
 from moe_optim.formats import get_format, reference
-from tests.support.checkpoint_journey import HIDDEN, Journey, Station
-from tests.support.damage import flip_in
-from tests.support.hostile_checkpoints import rewrite
+from tests.support.checkpoints.checkpoint_journey import HIDDEN, Journey, Station
+from tests.support.checkpoints.stored_checkpoints import stored_tensors, write_torch_dist
+from tests.support.hostile.damage import flip_in
+from tests.support.hostile.hostile_checkpoints import rewrite
 from tests.support.ranks import run_ranks
-from tests.support.stored_checkpoints import stored_tensors, write_torch_dist
 
 FC2 = "decoder.layers.mlp.experts.experts.linear_fc2.weight"
 GROUPED, INDEXED = Station(), Station(experts="indexed")
@@ -220,7 +220,7 @@ def _reload(folder: Path) -> dict[str, str]:
 
 
 def _owned(journey: Journey):
-    from tests.support.checkpoint_journey import owned_states
+    from tests.support.checkpoints.checkpoint_journey import owned_states
 
     return [one for part in journey.parts for one in owned_states(part)]
 
@@ -263,7 +263,7 @@ def test_amaxes_are_taken_where_a_checkpoint_has_them(tmp_path: Path):
 def _resume(folder: Path, format: str) -> tuple[int, int]:
     """Load a checkpoint as Megatron does and as we do: count bytes that are not the masters'."""
     from moe_optim.optimizer.distributed import GroupedDistributedOptimizer
-    from tests.support.masters import full_master
+    from tests.support.states.masters import full_master
 
     def wrong_bytes(journey: Journey) -> int:
         count = 0
@@ -272,9 +272,9 @@ def _resume(folder: Path, format: str) -> tuple[int, int]:
             master = full_master(journey.optimizer, weight)
             want = reference.quantize(master.view(weight.shape), get_format(format))
             got = weight.quantized_storage.quantized
-            for name, plane in want.planes().items():
-                other = got.planes()[name]
-                count += int((plane.view(torch.uint8) != other.view(torch.uint8)).sum())
+            for name, buffer in want.buffers().items():
+                other = got.buffers()[name]
+                count += int((buffer.view(torch.uint8) != other.view(torch.uint8)).sum())
         return count
 
     journey = Journey(GROUPED.but(format=format))

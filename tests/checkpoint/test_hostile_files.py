@@ -22,14 +22,14 @@ from moe_optim.commands.conversion.opening import open_checkpoint
 from moe_optim.commands.conversion.safetensors_files import SafetensorsReader
 from moe_optim.commands.train.resume import find_resume_point
 from moe_optim.errors import StateError
-from tests.support.hostile_checkpoints import FILES, rewrite
-from tests.support.hostile_pickles import BOMBS
-from tests.support.stored_checkpoints import (
+from tests.support.checkpoints.stored_checkpoints import (
     EMBEDDING,
     common_state,
     stored_tensors,
     write_torch_dist,
 )
+from tests.support.hostile.hostile_checkpoints import FILES, rewrite
+from tests.support.hostile.hostile_pickles import BOMBS
 
 COMMON = "common_state/shard_0_1"
 TRACKER = "latest_checkpointed_iteration.txt"

@@ -25,9 +25,15 @@ from moe_optim.checkpoint.integrity import (
     seal,
 )
 from moe_optim.errors import StateError
-from tests.support.damage import archive_bytes, flip, flip_in, save_legacy, save_with_megatron
+from tests.support.checkpoints.stored_checkpoints import STATES, stored_tensors, write_torch_dist
+from tests.support.hostile.damage import (
+    archive_bytes,
+    flip,
+    flip_in,
+    save_legacy,
+    save_with_megatron,
+)
 from tests.support.ranks import run_ranks
-from tests.support.stored_checkpoints import STATES, stored_tensors, write_torch_dist
 
 ITERATIONS = (10, 20)
 

@@ -13,7 +13,7 @@ from moe_optim.checkpoint.files.stored_metadata import read_blobs
 from moe_optim.checkpoint.integrity import checkpoint_defect, corrupt_files
 from moe_optim.commands.train.resume import find_resume_point
 from moe_optim.config import MoEOptimConfig
-from tests.support.killed_saves import kill_saves
+from tests.support.checkpoints.killed_saves import kill_saves
 from tests.support.ranks import run_ranks
 from tests.support.training import pretrain
 

@@ -9,7 +9,7 @@ import torch
 
 from moe_optim.environment import find_package, satisfies
 from moe_optim.errors import ConfigError, LayoutError, NonFiniteError
-from tests.support.checkpoint_journey import Journey, Station
+from tests.support.checkpoints.checkpoint_journey import Journey, Station
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -625,7 +625,7 @@ def _refusals(folder: Path) -> dict[str, str]:
 
 
 def _owned_of(journey: Journey):
-    from tests.support.checkpoint_journey import owned_states
+    from tests.support.checkpoints.checkpoint_journey import owned_states
 
     for part in journey.parts:
         yield from owned_states(part)

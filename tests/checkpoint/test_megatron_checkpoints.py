@@ -10,10 +10,17 @@ from moe_optim.commands.conversion.conversion_plan import ConversionRequest, pla
 from moe_optim.commands.conversion.layer_view import LayerView
 from moe_optim.commands.conversion.opening import open_checkpoint
 from moe_optim.experts.keys.layouts import get_layout
-from tests.support import megatron_save
 from tests.support.bytes import assert_bytes_equal
+from tests.support.checkpoints import megatron_save
+from tests.support.checkpoints.stored_checkpoints import (
+    EXPERTS,
+    FC1,
+    FC2,
+    LAYERS,
+    interleaved,
+    stored_tensors,
+)
 from tests.support.ranks import run_ranks
-from tests.support.stored_checkpoints import EXPERTS, FC1, FC2, LAYERS, interleaved, stored_tensors
 
 ITERATION = 9
 

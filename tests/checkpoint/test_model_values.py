@@ -14,8 +14,8 @@ from moe_optim.experts.keys.layouts import get_layout
 from moe_optim.experts.loading import expert_values_for, expert_values_for_chunks
 from moe_optim.formats import MXFP8
 from tests.support.bytes import assert_bytes_equal
-from tests.support.expert_modules import FFN, HIDDEN, LOCAL, Experts, assert_same
-from tests.support.expert_states import ALL_LAYOUTS, make_experts, make_state
+from tests.support.modules.expert_modules import FFN, HIDDEN, LOCAL, Experts, assert_same
+from tests.support.modules.expert_states import ALL_LAYOUTS, make_experts, make_state
 
 LAYERS = "decoder.layers.0.mlp."
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from moe_optim.checkpoint.files.objects import ForeignNameError, load_object, require_plain
 from moe_optim.checkpoint.files.plain_pickles import Made, Named, Stored, read_pickle
-from tests.support.hostile_pickles import BOMBS, CODE
+from tests.support.hostile.hostile_pickles import BOMBS, CODE
 
 atoms = st.one_of(
     st.none(),

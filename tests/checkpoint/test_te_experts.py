@@ -13,11 +13,11 @@ from moe_optim.checkpoint.model_values import model_values_for
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import LayoutError
 from moe_optim.formats import MXFP8
-from tests.support import te_stand_ins
 from tests.support.bytes import assert_bytes_equal, assert_same_tensors
 from tests.support.inputs import wide_range_weights
 from tests.support.ranks import run_ranks
-from tests.support.te_experts import build_with_te_experts
+from tests.support.te import te_stand_ins
+from tests.support.te.te_experts import build_with_te_experts
 from tests.support.training import named_parameters, pretrain
 
 LAYER = "decoder.layers.0.mlp.experts.linear_fc1"

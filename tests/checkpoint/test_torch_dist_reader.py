@@ -16,7 +16,7 @@ from moe_optim.commands.conversion.layer_view import LayerView, Rename
 from moe_optim.commands.conversion.opening import open_checkpoint
 from moe_optim.errors import ConfigError, LayoutError, MoEOptimError, StateError
 from tests.support.bytes import assert_bytes_equal
-from tests.support.stored_checkpoints import (
+from tests.support.checkpoints.stored_checkpoints import (
     EXPERTS,
     FC1,
     LAYERS,

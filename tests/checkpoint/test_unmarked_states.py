@@ -16,10 +16,8 @@ from moe_optim.commands.cli.main import main
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import LayoutError
 from tests.support.bytes import assert_same_tensors
-from tests.support.ranks import run_ranks
-from tests.support.stored_checkpoints import write_torch_dist
-from tests.support.training import OVERLAP
-from tests.support.unmarked import (
+from tests.support.checkpoints.stored_checkpoints import write_torch_dist
+from tests.support.checkpoints.unmarked import (
     TIED,
     converted_states,
     joined_states,
@@ -27,6 +25,8 @@ from tests.support.unmarked import (
     resume,
     save_stock,
 )
+from tests.support.ranks import run_ranks
+from tests.support.training import OVERLAP
 
 pytestmark = pytest.mark.slow
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from moe_optim.experts.activation import remove_interleaving
-from tests.support import experts
 from tests.support.bytes import assert_bytes_equal
+from tests.support.modules import experts
 from tests.support.ranks import run_ranks
 from tests.support.training import assert_same_tensors
 

@@ -1,6 +1,7 @@
 """Linears of experts behind adapters: as saved, loaded and calibrated without them, or refused.
 
-The oracle is the same experts without adapters. Wrappers are those of ``tests/support/adapters``.
+The oracle is the same experts without adapters. Wrappers are those of
+``tests/support/modules/adapters``.
 """
 
 from pathlib import Path
@@ -11,11 +12,11 @@ import torch
 
 from moe_optim.errors import ConfigError, LayoutError
 from moe_optim.experts.keys.conversion import convert_state_dict
-from tests.support import experts
-from tests.support.adapters import AdapterWrapper, Hiding, PlainWrapper, wrap
-from tests.support.amax import save_module, saved_amaxes
 from tests.support.bytes import assert_bytes_equal, assert_same_tensors
-from tests.support.calibrating import EXPERTS, HIDDEN, LINEARS, Kind, amaxes_of, make
+from tests.support.modules import experts
+from tests.support.modules.adapters import AdapterWrapper, Hiding, PlainWrapper, wrap
+from tests.support.modules.amax import save_module, saved_amaxes
+from tests.support.modules.calibrating import EXPERTS, HIDDEN, LINEARS, Kind, amaxes_of, make
 from tests.support.ranks import run_ranks
 
 PREFIX = "layer."

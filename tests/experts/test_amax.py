@@ -7,20 +7,20 @@ from typing import Any
 import pytest
 import torch
 
-from moe_optim.buckets.wire import side_by_side
+from moe_optim.buckets.buffer_plan import side_by_side
 from moe_optim.config import MoEOptimConfig
 from moe_optim.formats import FORMATS
 from moe_optim.weights.grouped_weight import GroupedWeight
 from moe_optim.weights.storage import PortableStorage
 from moe_optim.weights.te.storage import TransformerEngineStorage
-from tests.support import experts
-from tests.support.amax import amax_of, linears_of, saved_amaxes
 from tests.support.bytes import assert_bytes_equal
 from tests.support.collectives import no_collectives
 from tests.support.inputs import wide_range_weights, with_specials
-from tests.support.masters import assert_weights_come_from_masters, full_master
+from tests.support.modules import experts
+from tests.support.modules.amax import amax_of, linears_of, saved_amaxes
 from tests.support.ranks import run_ranks
-from tests.support.te_stand_ins import Float8BlockwiseQTensor, GroupedTensor, MXFP8Tensor
+from tests.support.states.masters import assert_weights_come_from_masters, full_master
+from tests.support.te.te_stand_ins import Float8BlockwiseQTensor, GroupedTensor, MXFP8Tensor
 from tests.support.training import OVERLAP, pretrain
 
 LAYOUTS = ("grouped", "indexed")
@@ -210,14 +210,14 @@ def _cut_experts(format: str) -> dict[str, Any]:
     module = experts.make_ours(config, format=format, record_amax=True)
     result = {"own": {name: linear.amax() for name, linear in linears_of(module).items()}}
     result["before"] = _saved_amaxes(module)
-    planes = module.linear_fc1.storage.quantized.planes()
+    buffers = module.linear_fc1.storage.quantized.buffers()
     with no_collectives(), pytest.raises(AssertionError, match="a rank communicates"):
         synchronize_amax([module])
-    bytes_before = {name: plane.clone() for name, plane in planes.items()}
+    bytes_before = {name: buffer.clone() for name, buffer in buffers.items()}
     synchronize_amax([module])
     result["after"] = _saved_amaxes(module)
-    for name, plane in planes.items():
-        assert_bytes_equal(plane, bytes_before[name], what=name)
+    for name, buffer in buffers.items():
+        assert_bytes_equal(buffer, bytes_before[name], what=name)
     for linear in linears_of(module).values():
         linear.load_values(2 * torch.ones(linear.shape, dtype=torch.bfloat16))
     result["rewritten"] = _saved_amaxes(module)

@@ -8,8 +8,9 @@ import torch
 from moe_optim.config import MoEOptimConfig
 from moe_optim.experts.grouped_linear import GroupedLinear
 from moe_optim.formats import MXFP8
-from tests.support import experts, training
+from tests.support import training
 from tests.support.bytes import assert_bytes_equal
+from tests.support.modules import experts
 from tests.support.ranks import run_ranks
 from tests.support.training import Record, assert_same_tensors, pretrain
 

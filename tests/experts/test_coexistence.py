@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_optim.config import MoEOptimConfig
-from tests.support.experts import by_expert, make_config, start_ranks
+from tests.support.modules.experts import by_expert, make_config, start_ranks
 from tests.support.ranks import run_ranks
 from tests.support.training import (
     OVERLAP,

@@ -14,7 +14,8 @@ from moe_optim.experts.calibrated_amax import set_calibrated_amax
 from moe_optim.fake_quantization import PER_EXPERT_GRIDS
 from moe_optim.formats import DIRECTIONS, FORMATS, MXFP8, QuantizedWeight, reference
 from tests.support.bytes import assert_bytes_equal, assert_same_tensors
-from tests.support.compiling import (
+from tests.support.inputs import wide_range_weights, with_specials
+from tests.support.modules.compiling import (
     Compiled,
     compiling,
     make_linear,
@@ -22,8 +23,7 @@ from tests.support.compiling import (
     rewrite,
     run_passes,
 )
-from tests.support.holders import bind
-from tests.support.inputs import wide_range_weights, with_specials
+from tests.support.states.holders import bind
 
 pytestmark = pytest.mark.slow
 
@@ -55,9 +55,9 @@ def make_master(seed=0):
     return with_specials(wide_range_weights(2, 128, 256, seed=seed))
 
 
-def assert_same_planes(got: QuantizedWeight, want: QuantizedWeight):
+def assert_same_buffers(got: QuantizedWeight, want: QuantizedWeight):
     assert (got.format, got.shape) == (want.format, want.shape)
-    assert_same_tensors(got.planes(), want.planes(), what=want.format.name)
+    assert_same_tensors(got.buffers(), want.buffers(), what=want.format.name)
     shared = want.format.columnwise_copy == "shared"
     assert (got.columnwise_data is got.rowwise_data) == shared
 
@@ -71,36 +71,36 @@ QUANTIZERS = {
 
 @every_format
 @pytest.mark.parametrize("quantize", QUANTIZERS.values(), ids=QUANTIZERS.keys())
-def test_quantizing_gives_the_same_planes(format, quantize, no_recompilation):
-    """Also of other values, by the same graph; and no plane wants a gradient."""
+def test_quantizing_gives_the_same_buffers(format, quantize, no_recompilation):
+    """Also of other values, by the same graph; and no buffer wants a gradient."""
     compiled = Compiled(lambda master: quantize(master, format))
     with no_recompilation:
         for seed in range(2):
             master = make_master(seed).requires_grad_()
             got = compiled(master)
-            assert_same_planes(got, quantize(master, format))
-            assert not any(plane.requires_grad for plane in got.planes().values())
+            assert_same_buffers(got, quantize(master, format))
+            assert not any(buffer.requires_grad for buffer in got.buffers().values())
     assert compiled.graphs == 1
 
 
 @every_format
-def test_quantizing_several_weights_gives_the_planes_of_each(format):
+def test_quantizing_several_weights_gives_the_buffers_of_each(format):
     weights = [make_master(), make_master(1)[0].bfloat16()]
     compiled = Compiled(lambda weights: moe_optim.quantize(weights, format))
     got = compiled(weights)
     for mine, weight in zip(got, weights, strict=True):
-        assert_same_planes(mine, moe_optim.quantize(weight, format))
+        assert_same_buffers(mine, moe_optim.quantize(weight, format))
 
 
 @every_format
-def test_planes_that_are_given_are_overwritten_in_place(format):
+def test_buffers_that_are_given_are_overwritten_in_place(format):
     out = moe_optim.quantize(make_master(1), format)
-    planes = out.planes()
+    buffers = out.buffers()
     compiled = Compiled(lambda master, out: moe_optim.quantize(master, format, out=out))
     got = compiled(make_master(), out)
-    for name, plane in got.planes().items():
-        assert plane.data_ptr() == planes[name].data_ptr()
-    assert_same_planes(out, moe_optim.quantize(make_master(), format))
+    for name, buffer in got.buffers().items():
+        assert buffer.data_ptr() == buffers[name].data_ptr()
+    assert_same_buffers(out, moe_optim.quantize(make_master(), format))
 
 
 DEQUANTIZERS = {
@@ -207,11 +207,11 @@ def test_weights_that_a_bucket_has_moved_are_read_where_they_are(no_recompilatio
     linear = make_linear(MXFP8)
     compiled = Compiled(linear)
     run_passes(compiled, linear)
-    planes = linear.storage.quantized.planes()
-    bind(linear.storage, {name: torch.empty_like(plane) for name, plane in planes.items()})
+    buffers = linear.storage.quantized.buffers()
+    bind(linear.storage, {name: torch.empty_like(buffer) for name, buffer in buffers.items()})
     rewrite(linear, seed=1)
-    for plane in planes.values():
-        plane.view(torch.uint8).zero_()  # of before; nobody reads them
+    for buffer in buffers.values():
+        buffer.view(torch.uint8).zero_()  # of before; nobody reads them
     with no_recompilation:
         assert_same_tensors(run_passes(compiled, linear), run_passes(linear, linear))
 

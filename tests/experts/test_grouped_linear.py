@@ -10,9 +10,9 @@ from moe_optim.experts import grouped_product
 from moe_optim.experts.grouped_linear import GroupedLinear
 from moe_optim.formats import FORMATS, MXFP8, reference
 from tests.support.bytes import assert_bytes_equal
-from tests.support.copies import every_copy
-from tests.support.holders import bind
 from tests.support.inputs import wide_range_weights
+from tests.support.states.copies import every_copy
+from tests.support.states.holders import bind
 
 SHAPE = (3, 64, 32)
 ROUTINGS = {  # tokens of each expert

@@ -11,10 +11,10 @@ from moe_optim.experts.keys.layouts import ExpertSet, get_layout
 from moe_optim.experts.loading import LocalExperts
 from moe_optim.formats import MXFP8
 from moe_optim.formats.reference import quantize
-from tests.support import experts as real
 from tests.support.bytes import assert_bytes_equal
-from tests.support.expert_modules import FFN, HIDDEN, LOCAL, Experts, assert_same
-from tests.support.expert_states import (
+from tests.support.modules import experts as real
+from tests.support.modules.expert_modules import FFN, HIDDEN, LOCAL, Experts, assert_same
+from tests.support.modules.expert_states import (
     ALL_LAYOUTS,
     PREFIX,
     make_experts,
@@ -235,9 +235,9 @@ def test_quantized_experts_load_into_and_out_of_any_layout(target):
         module = loaded[source] = Experts(target, format=MXFP8, ffn=64, hidden=32)
         module.load_state_dict(make_state(experts, source, prefix=""))
         for linear, want in make_state(experts, "grouped", prefix="").items():
-            planes = module.get_submodule(linear.partition(".")[0]).storage.quantized.planes()
-            for name, plane in quantize(want.float(), MXFP8).planes().items():
-                assert_bytes_equal(planes[name], plane, what=f"{source}: {linear}.{name}")
+            buffers = module.get_submodule(linear.partition(".")[0]).storage.quantized.buffers()
+            for name, buffer in quantize(want.float(), MXFP8).buffers().items():
+                assert_bytes_equal(buffers[name], buffer, what=f"{source}: {linear}.{name}")
     other = Experts("indexed" if target == "grouped" else "grouped", ffn=64, hidden=32)
     other.load_state_dict(loaded["hf"].state_dict())
     for linear in ("linear_fc1", "linear_fc2"):

@@ -144,7 +144,7 @@ def test_checkpoints_are_exchangeable_in_the_middle_of_training(run, checkpoints
 
 
 def _load_weights_alone(flags: list[str]) -> Record:
-    """Return masters and planes as they are after loading, before the first step."""
+    """Return masters and buffers as they are after loading, before the first step."""
     loaded = Record()
     config = MoEOptimConfig(format="mxfp8")
     pretrain(flags, config, after_setup=lambda *built: training._record_state(loaded, *built))
@@ -166,8 +166,8 @@ def test_weights_loaded_alone_are_the_bytes_of_their_masters(finetuned):
     for name, master in finetuned.masters.items():
         data = finetuned.weights.get(f"{name}.rowwise_data")
         if data is not None:
-            for plane, expected in quantize(master.view(data.shape), MXFP8).planes().items():
-                assert_bytes_equal(finetuned.weights[f"{name}.{plane}"], expected, what=name)
+            for buffer, expected in quantize(master.view(data.shape), MXFP8).buffers().items():
+                assert_bytes_equal(finetuned.weights[f"{name}.{buffer}"], expected, what=name)
             checked += 1
     assert checked == 4
 
@@ -211,7 +211,7 @@ def _train_on_the_fly(flags: list[str]) -> Record:
 
 def test_training_with_stored_experts_equals_quantizing_bf16_experts_on_the_fly():
     """Through four steps of Megatron's loop on 2 ranks, gathers and optimizer included: losses,
-    masters and moments to the bit. No stale or half-written plane survives this."""
+    masters and moments to the bit. No stale or half-written buffer survives this."""
     stored = run_ranks(2, pretrain, STEPS, MoEOptimConfig(format="mxfp8"))
     emulated = run_ranks(2, _train_on_the_fly, STEPS)
     for mine, theirs in zip(stored, emulated, strict=True):

@@ -8,8 +8,9 @@ import torch
 
 from moe_optim.config import MoEOptimConfig
 from moe_optim.formats import FORMATS
-from tests.support import experts, training
-from tests.support.compiling import Compiled, enable_compiler
+from tests.support import training
+from tests.support.modules import experts
+from tests.support.modules.compiling import Compiled, enable_compiler
 from tests.support.ranks import run_ranks
 from tests.support.training import OVERLAP, Record, assert_same_run, assert_same_tensors, pretrain
 

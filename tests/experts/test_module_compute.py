@@ -9,9 +9,9 @@ from moe_optim import ops
 from moe_optim.config import MoEOptimConfig
 from moe_optim.formats import get_format
 from moe_optim.formats.reference import quantize
-from tests.support import life_cycle
 from tests.support.bytes import assert_bytes_equal
 from tests.support.ranks import run_ranks
+from tests.support.states import life_cycle
 from tests.support.training import OVERLAP, Record, pretrain
 
 STEPS = ["--train-iters", "6", "--eval-interval", "3"]  # evaluates in the middle and at the end
@@ -66,9 +66,9 @@ def test_weights_quantize_to_what_is_stored(runs):
         for name in names:
             weight = mine.weights[name]
             weight = weight.view(-1, *weight.shape[-2:])
-            for plane, expected in quantize(weight, get_format(format)).planes().items():
-                got = theirs.weights[f"{name}.{plane}"]
-                assert_bytes_equal(got, expected, what=f"{name}.{plane}")
+            for buffer, expected in quantize(weight, get_format(format)).buffers().items():
+                got = theirs.weights[f"{name}.{buffer}"]
+                assert_bytes_equal(got, expected, what=f"{name}.{buffer}")
 
 
 def test_each_forward_product_requantizes_its_linear_once(runs):

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import StateError
-from tests.support.experts import make_config, start_ranks
+from tests.support.modules.experts import make_config, start_ranks
 from tests.support.ranks import run_ranks
-from tests.support.schedules import turn_on
+from tests.support.states.schedules import turn_on
 from tests.support.training import (
     OVERLAP,
     Record,

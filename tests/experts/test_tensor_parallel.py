@@ -9,8 +9,8 @@ from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import LayoutError
 from moe_optim.formats import MXFP8
 from moe_optim.formats.reference import quantize
-from tests.support import experts
 from tests.support.bytes import assert_bytes_equal
+from tests.support.modules import experts
 from tests.support.ranks import run_ranks
 from tests.support.training import Record, assert_same_tensors, pretrain
 
@@ -157,9 +157,9 @@ def test_quantized_cut_experts_are_the_bytes_of_their_masters():
         assert len(names) == 2 * 2  # layers, linears
         for name in names:
             data = record.weights[f"{name}.rowwise_data"]
-            planes = quantize(record.masters[name].view(data.shape), MXFP8).planes()
-            for plane, expected in planes.items():
-                assert_bytes_equal(record.weights[f"{name}.{plane}"], expected, what=name)
+            buffers = quantize(record.masters[name].view(data.shape), MXFP8).buffers()
+            for buffer, expected in buffers.items():
+                assert_bytes_equal(record.weights[f"{name}.{buffer}"], expected, what=name)
 
 
 def _refuse_a_part() -> str:

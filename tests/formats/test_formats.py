@@ -1,4 +1,4 @@
-"""Formats as values, and the contract of the record that holds quantized planes."""
+"""Formats as values, and the contract of the record that holds quantized buffers."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -79,15 +79,18 @@ def test_fp8_blocks_at_the_edge_may_be_partial():
 
 @every_format
 def test_wire_bytes_per_element(format):
-    assert format.wire_bytes_per_element == WIRE_BYTES[format.name]
+    assert format.gathered_bytes_per_element == WIRE_BYTES[format.name]
 
 
 @every_format
-def test_wire_bytes_agree_with_the_planes(format):
+def test_wire_bytes_agree_with_the_buffers(format):
     """Counted on a weight whose blocks are all whole; a global amax travels apart."""
     q = QuantizedWeight.empty(format, (2, 256, 512))
-    planes = (plane for d in format.wire_directions for plane in (q.data(d), q.scale(d)))
-    assert sum(plane.nbytes for plane in planes) == format.wire_bytes_per_element * 2 * 256 * 512
+    buffers = (buffer for d in format.gathered_directions for buffer in (q.data(d), q.scale(d)))
+    assert (
+        sum(buffer.nbytes for buffer in buffers)
+        == format.gathered_bytes_per_element * 2 * 256 * 512
+    )
 
 
 @every_format
@@ -121,17 +124,17 @@ def test_what_follows_from_a_format():
     ]
     assert not any(f.transposes("rowwise") for f in FORMATS.values())
     assert [f.name for f in FORMATS.values() if f.has_global_amax] == ["nvfp4"]
-    assert MXFP8.wire_directions == ("rowwise", "columnwise")
+    assert MXFP8.gathered_directions == ("rowwise", "columnwise")
     assert FP8_BLOCK.scale_dtype == torch.float32
 
 
 @every_format
-def test_empty_storage_has_the_promised_planes(format):
+def test_empty_storage_has_the_promised_buffers(format):
     q = QuantizedWeight.empty(format, (2, 192, 320))
     assert isinstance(q.format, BlockScaledFormat)
     got = tuple(
-        tuple(plane.shape)
-        for plane in (q.rowwise_data, q.rowwise_scale, q.columnwise_data, q.columnwise_scale)
+        tuple(buffer.shape)
+        for buffer in (q.rowwise_data, q.rowwise_scale, q.columnwise_data, q.columnwise_scale)
     )
     assert got == LOGICAL_SHAPES[format.name]
     assert q.rowwise_data.dtype == q.columnwise_data.dtype == torch.uint8
@@ -149,13 +152,13 @@ def test_global_amax_is_fp32_whatever_the_default_dtype():
 
 
 @every_format
-def test_planes_lists_each_memory_once(format):
-    planes = QuantizedWeight.empty(format, (2, 192, 320)).planes()
-    assert len({plane.data_ptr() for plane in planes.values()}) == len(planes)
-    assert ("columnwise_data" in planes) == (format is not MXFP8_2D)
+def test_buffers_lists_each_memory_once(format):
+    buffers = QuantizedWeight.empty(format, (2, 192, 320)).buffers()
+    assert len({buffer.data_ptr() for buffer in buffers.values()}) == len(buffers)
+    assert ("columnwise_data" in buffers) == (format is not MXFP8_2D)
 
 
-def test_planes_may_be_views_of_a_larger_allocation():
+def test_buffers_may_be_views_of_a_larger_allocation():
     """Padded storage is described, not copied."""
     storage = torch.zeros(2, 256, 12, dtype=torch.uint8)
     q = replace(QuantizedWeight.empty(MXFP8, (2, 192, 320)), rowwise_scale=storage[:, :192, :10])
@@ -198,7 +201,7 @@ BROKEN = {
     "data not shared": (
         MXFP8_2D,
         {"columnwise_data": torch.empty(2, 64, 64, dtype=torch.uint8)},
-        r"columnwise_data: mxfp8_2d shares one data plane, got a second one",
+        r"columnwise_data: mxfp8_2d shares one data buffer, got a second one",
     ),
     "rows no multiple": (MXFP8, {"shape": (2, 63, 64)}, r"shape: mxfp8 needs .* got \[63, 64\]"),
     "two sizes": (MXFP8, {"shape": (64, 64)}, r"expected a shape \[experts, rows, cols\]"),
@@ -206,19 +209,19 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(("format", "changes", "message"), BROKEN.values(), ids=BROKEN.keys())
-def test_a_plane_that_breaks_the_contract_is_named(format, changes, message):
+def test_a_buffer_that_breaks_the_contract_is_named(format, changes, message):
     q = QuantizedWeight.empty(format, (2, 64, 64))
     with pytest.raises(LayoutError, match=f"QuantizedWeight.*{message}"):
         replace(q, **changes)
 
 
 @pytest.mark.parametrize("format", FORMATS.values(), ids=lambda format: format.name)
-def test_planes_hold_data_and_scales_of_both_directions(format):
-    """Tests that go from plane to plane rely on it: none of them is left out of the list."""
+def test_buffers_hold_data_and_scales_of_both_directions(format):
+    """Tests that go from buffer to buffer rely on it: none of them is left out of the list."""
     quantized = QuantizedWeight.empty(format, (1, 128, 128), device="cpu")
     fields = ("rowwise_data", "rowwise_scale", "columnwise_data", "columnwise_scale", "global_amax")
     held = {name: one for name in fields if (one := getattr(quantized, name)) is not None}
-    listed = quantized.planes()
+    listed = quantized.buffers()
     assert listed.keys() <= held.keys()
     assert {one.data_ptr() for one in listed.values()} == {one.data_ptr() for one in held.values()}
     assert len(listed) >= 3

@@ -1,4 +1,4 @@
-"""What cuts of a weight do to its planes and maxima, and that buffers cut by the same rules."""
+"""What cuts of a weight do to its buffers and maxima, and that buffers cut by the same rules."""
 
 from fractions import Fraction
 from itertools import product
@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_optim.buckets.aligned_layout import aligned_end, cuts_bands
-from moe_optim.buckets.planes import GatherPlane
-from moe_optim.buckets.wire import Slot, plan_wire
+from moe_optim.buckets.aligned_layout import aligned_end, cuts_block_rows
+from moe_optim.buckets.buffer_plan import Slot, plan_buffers
+from moe_optim.buckets.gather_buffer import GatherBuffer
 from moe_optim.errors import ConfigError, LayoutError
 from moe_optim.formats import (
     DIRECTIONS,
@@ -24,7 +24,7 @@ from moe_optim.formats import (
 )
 from moe_optim.formats.partition import infer_partition
 from moe_optim.kernels.exchange import plan_exchange
-from tests.support.meshes import coordinates
+from tests.support.number_formats.meshes import coordinates
 
 EVERY_FORMAT = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 SHAPE = (4, 256, 512)
@@ -86,7 +86,7 @@ def test_maxima_need_the_axes_that_cut_their_blocks(format, axes, maxima):
     assert partition.has_whole_blocks is (maxima.keys() <= {"global_amax"})
 
 
-PLANES = {  # format -> plane -> cut by, overlaps, of a weight cut in parts [2, 64, 128]
+BUFFERS = {  # format -> buffer -> cut by, overlaps, of a weight cut in parts [2, 64, 128]
     "mxfp8": {
         "rowwise_data": ((("ep",), ("tp",), ("fsdp",)), ()),
         "columnwise_data": ((("ep",), ("tp",), ("fsdp",)), ()),
@@ -116,31 +116,31 @@ PLANES = {  # format -> plane -> cut by, overlaps, of a weight cut in parts [2, 
 
 
 @EVERY_FORMAT
-def test_planes_are_cut_along_their_own_dimensions(format):
-    """Transposed planes the other way round; scales of shared blocks, and amaxes, lie on several
+def test_buffers_are_cut_along_their_own_dimensions(format):
+    """Transposed buffers the other way round; scales of shared blocks, and amaxes, lie on several
     ranks."""
     axes = {"experts": {"ep": 2}, "rows": {"tp": 4}, "columns": {"fsdp": 4}}
     partition = infer_partition(format, axes, shape=SHAPE)
     assert partition.part_shape == (2, 64, 128)
-    found = {plane.name: (plane.cut_by, plane.overlaps) for plane in partition.planes}
-    assert found == PLANES[format.name]
+    found = {buffer.name: (buffer.cut_by, buffer.overlaps) for buffer in partition.buffers}
+    assert found == BUFFERS[format.name]
 
 
 @EVERY_FORMAT
-def test_planes_have_the_shapes_of_the_format(format):
+def test_buffers_have_the_shapes_of_the_format(format):
     whole = QuantizedWeight.empty(format, SHAPE)
     partition = infer_partition(format, {}, shape=SHAPE)
-    for plane in partition.planes:
-        assert plane.shape == getattr(whole, plane.name).shape
-        slices = plane.slices(partition.bounds({}))
-        assert [one.stop - one.start for one in slices] == list(plane.shape)
-    assert {plane.name for plane in partition.planes} >= whole.planes().keys()
+    for buffer in partition.buffers:
+        assert buffer.shape == getattr(whole, buffer.name).shape
+        slices = buffer.slices(partition.bounds({}))
+        assert [one.stop - one.start for one in slices] == list(buffer.shape)
+    assert {buffer.name for buffer in partition.buffers} >= whole.buffers().keys()
 
 
-def test_bf16_has_one_plane():
+def test_bf16_has_one_buffer():
     partition = infer_partition("bf16", {"rows": {"tp": 2}, "columns": {"fsdp": 4}}, shape=SHAPE)
-    (plane,) = partition.planes
-    assert (plane.name, plane.shape, plane.cut_by) == ("data", SHAPE, ((), ("tp",), ("fsdp",)))
+    (buffer,) = partition.buffers
+    assert (buffer.name, buffer.shape, buffer.cut_by) == ("data", SHAPE, ((), ("tp",), ("fsdp",)))
 
 
 @pytest.mark.parametrize("format", [*FORMATS, "bf16"])
@@ -180,7 +180,7 @@ def test_an_axis_is_needed_where_the_owners_of_some_block_differ_along_it(weight
     partition = infer_partition(format, axes, shape=shape)
     by_name = {maxima.name: maxima for maxima in partition.maxima}
     owners = [(one, partition.bounds(one)) for one in coordinates(partition)]
-    kinds = {f"{way}_scale": format.block(way) for way in format.wire_directions}
+    kinds = {f"{way}_scale": format.block(way) for way in format.gathered_directions}
     if format.has_global_amax:
         kinds["global_amax"] = shape[1:]
     for name, (height, width) in kinds.items():
@@ -203,16 +203,16 @@ def test_an_axis_is_needed_where_the_owners_of_some_block_differ_along_it(weight
 
 @settings(max_examples=60)
 @given(weight=cut_weights())
-def test_slices_of_all_ranks_cover_each_plane_and_overlap_only_where_it_says_so(weight):
+def test_slices_of_all_ranks_cover_each_buffer_and_overlap_only_where_it_says_so(weight):
     format, shape, axes = weight
     partition = infer_partition(format, axes, shape=shape)
-    assert partition.planes
-    for plane in partition.planes:
-        holders = torch.zeros(plane.shape, dtype=torch.int64)
+    assert partition.buffers
+    for buffer in partition.buffers:
+        holders = torch.zeros(buffer.shape, dtype=torch.int64)
         for coordinate in coordinates(partition):
-            holders[plane.slices(partition.bounds(coordinate))] += 1
+            holders[buffer.slices(partition.bounds(coordinate))] += 1
         assert holders.min() >= 1
-        assert bool(holders.max() > 1) is bool(plane.overlaps), plane
+        assert bool(holders.max() > 1) is bool(buffer.overlaps), buffer
 
 
 # Buffers cut by the same rules
@@ -232,7 +232,7 @@ def flat_cuts(draw):
 @settings(max_examples=60)
 @given(weight=flat_cuts(), data=st.data())
 def test_shards_of_a_bucket_are_a_cut_of_experts_and_then_of_rows(weight, data):
-    """What is exchanged, what layouts call whole bands, and which bytes a rank gathers."""
+    """What is exchanged, what layouts call whole block rows, and which bytes a rank gathers."""
     format, shape, cut_experts, factors = weight
     cut_rows = data.draw(st.sampled_from(factors)) if cut_experts == shape[0] else 1
     dp_size = cut_experts * cut_rows
@@ -243,34 +243,34 @@ def test_shards_of_a_bucket_are_a_cut_of_experts_and_then_of_rows(weight, data):
     ranks = [partition.bounds(coordinate) for coordinate in coordinates(partition)]
 
     exchange = plan_exchange(format, shape, slot.cuts(shard))
-    assert bool(exchange.bands) is (not partition.has_whole_blocks)
-    assert cuts_bands(format, [slot], shard) is (not partition.has_whole_blocks)
+    assert bool(exchange.block_rows) is (not partition.has_whole_blocks)
+    assert cuts_block_rows(format, [slot], shard) is (not partition.has_whole_blocks)
     end = aligned_end(format, [slot], dp_size=dp_size)
-    is_aligned = (end.unit, end.numel) == ("band", slot.numel)
+    is_aligned = (end.unit, end.numel) == ("block_row", slot.numel)
     assert partition.has_whole_blocks or not is_aligned
-    assert exchange.bands.keys() == {
-        (expert, bounds["rows"].start // format.band_rows * format.band_rows)
+    assert exchange.block_rows.keys() == {
+        (expert, bounds["rows"].start // format.block_row_height * format.block_row_height)
         for bounds in ranks
         for expert in bounds["experts"]
-        if bounds["rows"].start % format.band_rows
+        if bounds["rows"].start % format.block_row_height
     }
     cut_amaxes = partition.expert_amax.axes if format.has_global_amax else ()
     assert exchange.experts.keys() == (set(range(shape[0])) if cut_amaxes else set())
 
-    for wire in plan_wire(format, [slot], slot.numel, dp_size):
-        plane = partition.plane(wire.name)
+    for wire in plan_buffers(format, [slot], slot.numel, dp_size):
+        buffer = partition.buffer(wire.name)
         if not wire.is_sliced:
             continue
-        entries = torch.arange(prod(plane.shape)).view(plane.shape)
-        memory = GatherPlane(
+        entries = torch.arange(prod(buffer.shape)).view(buffer.shape)
+        memory = GatherBuffer(
             name=wire.name,
             bytes_per_element=Fraction(entries.nbytes, slot.numel),
             data=entries.view(-1).view(torch.uint8),
         )
         for rank, bounds in enumerate(ranks):
             gathered = set(memory.slice_of(rank, dp_size).view(torch.int64).tolist())
-            held = set(entries[plane.slices(bounds)].flatten().tolist())
-            assert gathered == held if not plane.overlaps else gathered <= held
+            held = set(entries[buffer.slices(bounds)].flatten().tolist())
+            assert gathered == held if not buffer.overlaps else gathered <= held
 
 
 # What is refused
@@ -346,7 +346,7 @@ def test_parts_of_nothing_are_empty():
         partition = infer_partition(NVFP4, {"rows": {"tp": 2}, "columns": {"fsdp": 2}}, shape=shape)
         assert prod(partition.part_shape) == 0
         bounds = partition.bounds({"tp": 1, "fsdp": 1})
-        sizes = [s.stop - s.start for s in partition.plane(f"{direction}_data").slices(bounds)]
+        sizes = [s.stop - s.start for s in partition.buffer(f"{direction}_data").slices(bounds)]
         assert prod(sizes) == 0
 
 

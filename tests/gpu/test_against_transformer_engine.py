@@ -10,7 +10,7 @@ from moe_optim.formats import DIRECTIONS, FORMATS, FP8_BLOCK, MXFP8, QuantizedWe
 from moe_optim.kernels.member_table import MemberTable, TableEntry
 from moe_optim.weights.te.quantizer import import_error, make_quantizer
 from tests.support.inputs import SENTINEL, wide_range_weights, with_specials
-from tests.support.special_values import SPECIAL_CASES, special_weight
+from tests.support.number_formats.special_values import SPECIAL_CASES, special_weight
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,8 +46,8 @@ def entry_of(master, format, *, start=0, end=None, cuts=()):
     """Return an entry that owns elements ``start`` to ``end`` of a master [1, R, C]."""
     shape = tuple(master.shape)
     target = QuantizedWeight.empty(format, shape, device="cuda")
-    for plane in target.planes().values():
-        plane.view(torch.uint8).fill_(SENTINEL)
+    for buffer in target.buffers().values():
+        buffer.view(torch.uint8).fill_(SENTINEL)
     source = master.cuda() if end is None else master.cuda().flatten()[start:end].clone()
     scales = {
         way: torch.zeros(
@@ -136,16 +136,16 @@ def test_fp8_blocks_have_the_bytes_of_tes_quantizer_down_to_subnormals():
 
 @EVERY_FORMAT
 @pytest.mark.parametrize("part", [0, 1, 2], ids=["first", "middle", "last"])
-def test_shards_of_whole_bands_have_the_same_bytes_inside_of_the_shard(format, part, group):
+def test_shards_of_whole_block_rows_have_the_same_bytes_inside_of_the_shard(format, part, group):
     """Where TE starts at an offset, so do we; what it writes outside of a shard is not compared."""
     entries = []
     for master in masters_of(format):
         rows, cols = master.shape[1:]
-        band = format.band_rows * cols
-        bands = rows // format.band_rows
-        if bands < 3:
+        block_row = format.block_row_height * cols
+        block_rows = rows // format.block_row_height
+        if block_rows < 3:
             continue
-        cuts = (band * (bands // 3), band * (2 * bands // 3))
+        cuts = (block_row * (block_rows // 3), block_row * (2 * block_rows // 3))
         start, end = (0, *cuts, rows * cols)[part : part + 2]
         own = tuple(cut for cut in cuts if cut in (start, end))
         entries.append(entry_of(master, format, start=start, end=end, cuts=own))

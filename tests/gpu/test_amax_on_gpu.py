@@ -6,9 +6,9 @@ import torch
 from moe_optim.experts.amax_search import AmaxSearch
 from moe_optim.formats import MXFP8, QuantizedWeight
 from moe_optim.kernels.table_entry import TableEntry
-from tests.support.amax import amax_of
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import wide_range_weights, with_specials
+from tests.support.modules.amax import amax_of
 
 pytestmark = pytest.mark.gpu
 

@@ -12,7 +12,7 @@ import torch
 from moe_optim.weights.te.quantizer import import_error
 from tests.support.bytes import assert_bytes_equal
 from tests.support.gpu_sharing import places
-from tests.support.side_runs import ROOT
+from tests.support.training_runs.side_runs import ROOT
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 NEEDS_TE = pytest.mark.skipif(import_error() is not None, reason="needs Transformer Engine")
@@ -24,7 +24,7 @@ BLOCKS = [*THEIRS, *shlex.split("--fp8-format e4m3 --fp8-recipe blockwise --fp8-
 def run(file: Path, format: str, flags: list[str]) -> None:
     """Train in a process of its own, which must succeed."""
     launch = "-m torch.distributed.run --standalone --nproc-per-node 1"
-    command = [sys.executable, *shlex.split(launch), "-m", "tests.support.calibrated_run"]
+    command = [sys.executable, *shlex.split(launch), "-m", "tests.support.modules.calibrated_run"]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",

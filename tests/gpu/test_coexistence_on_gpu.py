@@ -14,8 +14,8 @@ import pytest
 
 from benchmarks.step import DETERMINISTIC_ENVIRONMENT
 from moe_optim.weights.te import quantizer
-from tests.support.observed_run import Report
-from tests.support.side_runs import EAGER, Flags, Machine, Run, missing_settings
+from tests.support.training_runs.observed_run import Report
+from tests.support.training_runs.side_runs import EAGER, Flags, Machine, Run, missing_settings
 
 pytestmark = [
     pytest.mark.gpu,
@@ -70,7 +70,7 @@ class Case:
         settings: what Megatron's configuration then says.
         graphs: whether layers then hold CUDA graphs.
         ranks: GPUs.
-        switches: see :mod:`tests.support.observed_run`.
+        switches: see :mod:`tests.support.training_runs.observed_run`.
         environment: that it needs.
         parameter: one that experts then have.
     """

@@ -11,9 +11,10 @@ from megatron.core.fusions.fused_bias_geglu import quick_gelu
 import moe_optim
 from moe_optim.errors import StateError
 from moe_optim.formats import DIRECTIONS, FORMATS, MXFP8, BlockScaledFormat, reference
-from tests.support import experts
 from tests.support.bytes import assert_bytes_equal, assert_same_tensors
-from tests.support.compiling import (
+from tests.support.inputs import wide_range_weights, with_specials
+from tests.support.modules import experts
+from tests.support.modules.compiling import (
     Compiled,
     compiling,
     enable_compiler,
@@ -22,8 +23,7 @@ from tests.support.compiling import (
     rewrite,
     run_passes,
 )
-from tests.support.holders import bind
-from tests.support.inputs import wide_range_weights, with_specials
+from tests.support.states.holders import bind
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -57,7 +57,7 @@ def test_quantizing_and_dequantizing_give_the_same_bytes(format: BlockScaledForm
     for seed in range(2):
         master = with_specials(wide_range_weights(2, 256, 384, seed=seed)).cuda()
         got, want = compiled(master), both(master)
-        assert_same_tensors(got[0].planes(), want[0].planes(), what=format.name)
+        assert_same_tensors(got[0].buffers(), want[0].buffers(), what=format.name)
         assert_bytes_equal(got[1], want[1], what="bf16")
         assert_bytes_equal(got[2], want[2], what="fp32")
     assert compiled.graphs == 1

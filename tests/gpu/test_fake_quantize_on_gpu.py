@@ -15,13 +15,13 @@ from moe_optim.fake_quantization import (
 )
 from moe_optim.kernels.fake import launch as fake_launch
 from tests.support.bytes import assert_values_equal
-from tests.support.fake_values import (
+from tests.support.inputs import normal_weights, wide_range_weights, with_specials
+from tests.support.number_formats.fake_values import (
     GRIDS,
     by_grid,
     gradient_tensors,
     value_tensors,
 )
-from tests.support.inputs import normal_weights, wide_range_weights, with_specials
 
 pytestmark = pytest.mark.gpu
 

@@ -14,8 +14,8 @@ from moe_optim.kernels.health import HealthEntry, HealthTable
 from moe_optim.kernels.table_entry import TableEntry
 from tests.support.bytes import assert_bytes_equal
 from tests.support.gpu_sharing import places
-from tests.support.health import assert_same_health, masters_of, measure
 from tests.support.inputs import normal_weights, wide_range_weights
+from tests.support.training_runs.health import assert_same_health, masters_of, measure
 
 pytestmark = pytest.mark.gpu
 
@@ -68,8 +68,8 @@ def test_a_pass_launches_twice_and_waits_for_nothing():
     """A CUDA graph can capture it, which refuses what waits; replays see masters of later steps."""
     shape = (4, 256, 256)
     source = torch.zeros(shape, device="cuda")
-    planes = QuantizedWeight.empty(FORMATS["nvfp4"], shape, device="cuda")
-    entry = TableEntry(parameter="fc", source=source, target=planes)
+    buffers = QuantizedWeight.empty(FORMATS["nvfp4"], shape, device="cuda")
+    entry = TableEntry(parameter="fc", source=source, target=buffers)
     one = HealthEntry(entry=entry, rows=torch.arange(4))
     table = HealthTable.build([one], 4, device=source.device)
     ops.measure_health(table)
@@ -78,7 +78,7 @@ def test_a_pass_launches_twice_and_waits_for_nothing():
     with torch.cuda.graph(graph):
         ops.measure_health(table)
     source.copy_(normal_weights(*shape).cuda())
-    ops.quantize(source, FORMATS["nvfp4"], out=planes)
+    ops.quantize(source, FORMATS["nvfp4"], out=buffers)
     graph.replay()
     found = table.sums.cpu().clone(), table.amaxes.cpu().clone()
     again = HealthTable.build([one], 4, device=source.device, backend="reference")

@@ -9,7 +9,7 @@ from moe_optim import ops
 from moe_optim.kernels.norm import Gradients, NormTable
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import e4m3_exact_integers, wide_range_weights
-from tests.support.launches import assert_neither_allocates_nor_waits
+from tests.support.steps.launches import assert_neither_allocates_nor_waits
 
 pytestmark = pytest.mark.gpu
 

@@ -20,9 +20,9 @@ from tests.gpu.test_coexistence_on_gpu import LOCAL, OVERLAP, SMALL
 from tests.gpu.test_step_on_gpu import DTYPES, set_number, weights_of
 from tests.support.bytes import assert_bytes_equal, assert_values_equal
 from tests.support.inputs import wide_range_weights
-from tests.support.launches import assert_neither_allocates_nor_waits
-from tests.support.side_runs import EAGER, Machine, Run
-from tests.support.stepping import STATES, Stepping, Weight, gradients_of
+from tests.support.steps.launches import assert_neither_allocates_nor_waits
+from tests.support.steps.stepping import STATES, Stepping, Weight, gradients_of
+from tests.support.training_runs.side_runs import EAGER, Machine, Run
 
 pytestmark = pytest.mark.gpu
 NEEDS_TE = pytest.mark.skipif(import_error() is not None, reason="needs Transformer Engine")
@@ -90,7 +90,7 @@ def assert_same_steps(weights, steps, **options):
 @EVERY_FORMAT
 @pytest.mark.parametrize("moments", DTYPES.values(), ids=DTYPES)
 def test_steps_are_those_of_states_on_the_gpu(format, moments, in_small_chunks):
-    """Wherever shards meet, special values among them: masters, moments, weights and planes."""
+    """Wherever shards meet, special values among them: masters, moments, weights and buffers."""
     assert_same_steps(weights_of(format), 3, moments=moments, clips=(1.0, 0.37))
 
 
@@ -134,7 +134,7 @@ def test_param_data_frees_its_memory_and_brings_back_every_byte(format):
     storages = [PortableStorage(format, (4, 512, 1024), device="cuda") for _ in range(3)]
     for seed, storage in enumerate(storages):
         storage.write(wide_range_weights(4, 512, 1024, seed=seed))
-    before = [plane.clone() for one in storages for plane in one.quantized.planes().values()]
+    before = [buffer.clone() for one in storages for buffer in one.quantized.buffers().values()]
     data = ParamData(storages)
     size, here = data.storage().size(), torch.cuda.memory_allocated()
     on_host = data.data.cpu().pin_memory()
@@ -143,9 +143,9 @@ def test_param_data_frees_its_memory_and_brings_back_every_byte(format):
     assert size <= freed < size + 512 * 3 * len(before)  # torch allocates multiples of 512 bytes
     data.storage().resize_(size)
     data.copy_(on_host, non_blocking=True)
-    after = [plane for one in storages for plane in one.quantized.planes().values()]
-    for plane, old in zip(after, before, strict=True):
-        assert_bytes_equal(plane, old)
+    after = [buffer for one in storages for buffer in one.quantized.buffers().values()]
+    for buffer, old in zip(after, before, strict=True):
+        assert_bytes_equal(buffer, old)
 
 
 # Training

@@ -19,12 +19,12 @@ SHORT = ["--train-iters", "20", "--eval-interval", "10", "--save-interval", "10"
 @pytest.mark.gpu
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS.keys())
 def test_oracle_gives_the_same_bytes_on_both_devices(format: BlockScaledFormat):
-    """Plain torch rounds alike on CPU and GPU, in every plane of every format."""
+    """Plain torch rounds alike on CPU and GPU, in every buffer of every format."""
     master = wide_range_weights(3, 256, 384)
     here = reference.quantize(master, format)
     there = reference.quantize(master.cuda(), format)
-    for name, plane in here.planes().items():
-        assert_bytes_equal(there.planes()[name].cpu(), plane, what=f"{format.name} {name}")
+    for name, buffer in here.buffers().items():
+        assert_bytes_equal(there.buffers()[name].cpu(), buffer, what=f"{format.name} {name}")
     for direction in ("rowwise", "columnwise"):
         values = reference.dequantize(here, direction)
         assert_bytes_equal(reference.dequantize(there, direction).cpu(), values, what=direction)
@@ -90,7 +90,7 @@ def test_wires_agree_on_gpus(format: str, ranks: int, layout: str, tmp_path: Pat
     they would be Megatron's, whose norm is rounded otherwise.
 
     On two ranks the second run has the other layout, too; it cuts the same but of FP8 blocks, whose
-    bands of 128 rows no experts of this size fill. From three ranks on NCCL adds gradients
+    block rows of 128 rows no experts of this size fill. From three ranks on NCCL adds gradients
     in an order that depends on who owns an element, so there both have the same one.
     """
     options = ["--ranks", str(ranks), "--set", f"moe_optim.format={format}", "moe_optim.step=fused"]

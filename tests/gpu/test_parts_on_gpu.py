@@ -7,7 +7,7 @@ from moe_optim.formats.partition import infer_partition
 from moe_optim.parts import quantize_part
 from tests.support.bytes import assert_bytes_equal, assert_values_equal
 from tests.support.inputs import wide_range_weights, with_specials
-from tests.support.meshes import coordinates, on_each_rank, part_of
+from tests.support.number_formats.meshes import coordinates, on_each_rank, part_of
 from tests.test_parts import quantized_whole
 
 pytestmark = pytest.mark.gpu
@@ -36,11 +36,11 @@ def test_parts_on_a_gpu_equal_the_whole_weight(format, shape, axes, backend):
             backend=backend,
         ),
     )
-    for coordinate, planes in zip(coordinates(partition), results, strict=True):
+    for coordinate, buffers in zip(coordinates(partition), results, strict=True):
         bounds = partition.bounds(coordinate)
-        for plane in partition.planes:
-            expected = whole[plane.name][plane.slices(bounds)]
-            found = planes[plane.name]
+        for buffer in partition.buffers:
+            expected = whole[buffer.name][buffer.slices(bounds)]
+            found = buffers[buffer.name]
             assert found.is_cuda
             equal = assert_values_equal if partition.format is None else assert_bytes_equal
-            equal(found.cpu(), expected, what=plane.name)  # a GPU has another NaN in bf16
+            equal(found.cpu(), expected, what=buffer.name)  # a GPU has another NaN in bf16

@@ -19,10 +19,14 @@ from moe_optim.formats import (
 )
 from moe_optim.kernels.member_table import MemberTable, TableEntry
 from tests.support.bytes import assert_bytes_equal
-from tests.support.gather import make_planes, plane_views
 from tests.support.inputs import SENTINEL, wide_range_weights, with_specials
-from tests.support.launches import assert_neither_allocates_nor_waits
-from tests.support.special_values import SPECIAL_CASES, assert_special_case, special_weight
+from tests.support.number_formats.gather import buffer_views, make_buffers
+from tests.support.number_formats.special_values import (
+    SPECIAL_CASES,
+    assert_special_case,
+    special_weight,
+)
+from tests.support.steps.launches import assert_neither_allocates_nor_waits
 
 pytestmark = pytest.mark.gpu
 
@@ -35,8 +39,8 @@ EVERY_FORMAT = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS.k
 
 def poisoned(format, shape):
     q = QuantizedWeight.empty(format, shape, device="cuda")
-    for plane in q.planes().values():
-        plane.view(torch.uint8).fill_(SENTINEL)
+    for buffer in q.buffers().values():
+        buffer.view(torch.uint8).fill_(SENTINEL)
     return q
 
 
@@ -58,15 +62,15 @@ def random_masters(shapes, seed=0):
     return [wide_range_weights(*shape, seed=seed + index) for index, shape in enumerate(shapes)]
 
 
-def expected_planes(entries):
-    return [reference.quantize(entry.source, entry.target.format).planes() for entry in entries]
+def expected_buffers(entries):
+    return [reference.quantize(entry.source, entry.target.format).buffers() for entry in entries]
 
 
 def assert_written(entries, expected):
-    for entry, planes in zip(entries, expected, strict=True):
-        for name, plane in entry.target.planes().items():
+    for entry, buffers in zip(entries, expected, strict=True):
+        for name, buffer in entry.target.buffers().items():
             what = f"{entry.parameter} {entry.target.format.name} {entry.target.shape} {name}"
-            assert_bytes_equal(plane, planes[name], what=what)
+            assert_bytes_equal(buffer, buffers[name], what=what)
 
 
 def rewrite(table):
@@ -92,7 +96,7 @@ CASES = {
 @pytest.mark.parametrize("zero", [False, True], ids=["keep", "zero"])
 def test_one_launch_equals_the_reference(dtype, gap, format, shapes, zero):
     memory, entries = lay_out(random_masters(shapes), dtype, gap, format)
-    expected, before = expected_planes(entries), memory.clone()
+    expected, before = expected_buffers(entries), memory.clone()
     table = MemberTable.build(entries, consumed=memory if zero else None)
     assert (len(table.launches), table.zeroes_in_launch) == (1, zero)
     assert all_in_kernels(table)
@@ -131,7 +135,7 @@ def test_special_values_among_others_equal_the_reference(dtype, format):
     entries = lay_out(
         [master, without_inf, ladder, ladder.transpose(1, 2), steps], dtype, format=format
     )[1]
-    expected = expected_planes(entries)
+    expected = expected_buffers(entries)
     rewrite(MemberTable.build(entries))
     assert_written(entries, expected)
 
@@ -144,7 +148,7 @@ def test_every_bf16_value_equals_the_reference(format):
     blocks[:, 3, 5] = values
     few = blocks[:: 1 if format is MXFP8 else 16].contiguous()
     entries = lay_out([values.view(1, 256, 256), few], torch.bfloat16, format=format)[1]
-    expected = expected_planes(entries)
+    expected = expected_buffers(entries)
     rewrite(MemberTable.build(entries))
     assert_written(entries, expected)
 
@@ -156,7 +160,7 @@ def test_fp32_ties_round_to_bf16_before_anything_else(format):
     ties = (bits & ~0xFFFF | 0x8000).to(torch.int32).view(torch.float32)
     masters = [ties, bits.to(torch.int32).view(torch.float32)]
     entries = lay_out(masters, torch.float32, format=format)[1]
-    expected = expected_planes(entries)
+    expected = expected_buffers(entries)
     rewrite(MemberTable.build(entries))
     assert_written(entries, expected)
 
@@ -165,7 +169,7 @@ def test_fp32_ties_round_to_bf16_before_anything_else(format):
 
 
 def shard_tables(masters, format, dtype, cuts_of):
-    """Return one table a rank; all ranks write into the same planes, as if they were gathered."""
+    """Return one table a rank; all ranks write into the same buffers, as if they were gathered."""
     targets = [poisoned(format, tuple(master.shape)) for master in masters]
     flats = [master.to(dtype).cuda().flatten() for master in masters]
     cuts = [tuple(cuts_of(flat.numel())) for flat in flats]
@@ -198,7 +202,7 @@ def assert_shards_equal_the_whole(masters, format, dtype, cuts_of):
         table.exchange.copy_(largest)
         ops.encode(table)
     ops.finish_gather(tables[0])
-    wholes = [reference.quantize(master.to(dtype).cuda(), format).planes() for master in masters]
+    wholes = [reference.quantize(master.to(dtype).cuda(), format).buffers() for master in masters]
     assert_written(tables[0].entries, wholes)
 
 
@@ -235,23 +239,23 @@ def test_shards_of_any_shape_and_cut_equal_the_whole_weight(weight, dtype):
     assert_shards_equal_the_whole([wide_range_weights(*shape)], format, dtype, lambda _: cuts)
 
 
-# Planes and storage
+# Buffers and storage
 
 
 @EVERY_FORMAT
-def test_gather_planes_are_written_in_place(format):
+def test_gather_buffers_are_written_in_place(format):
     masters = [wide_range_weights(2, 128, 256), wide_range_weights(1, 256, 384, seed=1)]
-    planes = make_planes(format, sum(master.numel() for master in masters), device="cuda")
+    buffers = make_buffers(format, sum(master.numel() for master in masters), device="cuda")
     entries, start = [], 0
     for index, master in enumerate(masters):
-        views = plane_views(planes, format, tuple(master.shape), start)
+        views = buffer_views(buffers, format, tuple(master.shape), start)
         target = replace(poisoned(format, tuple(master.shape)), **views)
         source = master.cuda()
         entries.append(TableEntry(parameter=f"fc{index}", source=source, target=target))
         start += master.numel()
     table = MemberTable.build(entries)
     assert all_in_kernels(table)
-    expected = expected_planes(entries)
+    expected = expected_buffers(entries)
     rewrite(table)
     assert_written(entries, expected)
 
@@ -283,15 +287,15 @@ def test_scales_in_storage_equal_the_references_and_keep_their_padding(format):
 
 @EVERY_FORMAT
 @pytest.mark.parametrize("padding", [24, 32], ids=["odd", "aligned"])
-def test_padded_planes_keep_their_padding(format, padding):
+def test_padded_buffers_keep_their_padding(format, padding):
     shape = (2, 64, 160)
     memories, views = {}, {}
-    for name, plane in poisoned(format, shape).planes().items():
-        if plane.dim() == 1:
-            views[name] = plane
+    for name, buffer in poisoned(format, shape).buffers().items():
+        if buffer.dim() == 1:
+            views[name] = buffer
             continue
-        experts, rows, cols = plane.shape
-        memory = plane.new_empty((experts, rows + 4, cols + padding))
+        experts, rows, cols = buffer.shape
+        memory = buffer.new_empty((experts, rows + 4, cols + padding))
         memory.view(torch.uint8).fill_(SENTINEL)
         memories[name], views[name] = memory, memory[:, :rows, :cols]
     if format.columnwise_copy == "shared":
@@ -300,7 +304,7 @@ def test_padded_planes_keep_their_padding(format, padding):
     source = wide_range_weights(*shape).cuda()
     entry = TableEntry(parameter="fc1", source=source, target=target)
     rewrite(MemberTable.build([entry]))
-    assert_written([entry], expected_planes([entry]))
+    assert_written([entry], expected_buffers([entry]))
     for name, memory in memories.items():
         views[name].view(torch.uint8).fill_(SENTINEL)
         assert (memory.view(torch.uint8) == SENTINEL).all()
@@ -318,7 +322,7 @@ def test_formats_and_dtypes_share_a_table():
         for i, entry in enumerate(entries)
     ]
     entries += lay_out(random_masters(WHOLE_TILES), torch.float32, format=NVFP4)[1]
-    expected = expected_planes(entries)
+    expected = expected_buffers(entries)
     table = MemberTable.build(entries, consumed=memory)
     assert (len(table.launches), table.zeroes_in_launch) == (5, False)
     rewrite(table)
@@ -329,7 +333,7 @@ def test_formats_and_dtypes_share_a_table():
 @EVERY_FORMAT
 def test_the_reference_can_be_asked_for(format):
     memory, entries = lay_out(random_masters(MIXED), torch.bfloat16, format=format)
-    expected = expected_planes(entries)
+    expected = expected_buffers(entries)
     rewrite(MemberTable.build(entries, consumed=memory, backend="reference"))
     assert_written(entries, expected)
     assert not memory.any()
@@ -346,7 +350,7 @@ def test_sources_that_moved_are_read_where_they_are_now():
     storage.resize_(num_bytes)
     assert memory.data_ptr() != address
     memory.copy_(wide_range_weights(memory.numel()))
-    expected = expected_planes(entries)
+    expected = expected_buffers(entries)
     ops.requantize(table)
     assert_written(entries, expected)
     assert not memory.any()
@@ -363,7 +367,7 @@ def test_a_captured_graph_requantizes_new_values(format):
         rewrite(table)
     for seed in range(2):
         memory.copy_(wide_range_weights(memory.numel(), seed=seed))
-        expected = expected_planes(entries)
+        expected = expected_buffers(entries)
         graph.replay()
         assert_written(entries, expected)
         assert not memory.any()
@@ -406,11 +410,11 @@ def test_a_weight_of_more_than_2_31_elements(format):
     assert all_in_kernels(table)
     rewrite(table)
     for part, want in zip(parts, expected, strict=True):
-        for name, plane in want.planes().items():
-            got = target.planes()[name]
+        for name, buffer in want.buffers().items():
+            got = target.buffers()[name]
             for axis in (1, 2):  # the one along the rows of the weight
-                if got.dim() == 3 and got.shape[axis] != plane.shape[axis]:
-                    per_row = plane.shape[axis] / (part.stop - part.start)
-                    got = got.narrow(axis, int(part.start * per_row), plane.shape[axis])
-            assert_bytes_equal(got, plane, what=f"{part} {name}")
+                if got.dim() == 3 and got.shape[axis] != buffer.shape[axis]:
+                    per_row = buffer.shape[axis] / (part.stop - part.start)
+                    got = got.narrow(axis, int(part.start * per_row), buffer.shape[axis])
+            assert_bytes_equal(got, buffer, what=f"{part} {name}")
     assert not memory.view(torch.int64).any()

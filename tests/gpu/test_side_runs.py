@@ -3,8 +3,8 @@
 import pytest
 
 from benchmarks.step import DETERMINISTIC_ENVIRONMENT
-from tests.support.observed_run import Report
-from tests.support.side_runs import EAGER, Machine, Run, missing_settings
+from tests.support.training_runs.observed_run import Report
+from tests.support.training_runs.side_runs import EAGER, Machine, Run, missing_settings
 
 SMALL = {
     "--transformer-impl": "local",

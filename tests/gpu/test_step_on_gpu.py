@@ -11,11 +11,11 @@ from moe_optim.formats import FORMATS
 from moe_optim.formats.reference.adam import step_into
 from moe_optim.kernels.steps.table import AdamState, StepTable
 from moe_optim.weights.te.quantizer import import_error
-from tests.support.adam_cases import HYPER, as_tensors, cases
 from tests.support.bytes import assert_values_equal
 from tests.support.inputs import wide_range_weights, with_specials
-from tests.support.launches import assert_neither_allocates_nor_waits
-from tests.support.stepping import (
+from tests.support.steps.adam_cases import HYPER, as_tensors, cases
+from tests.support.steps.launches import assert_neither_allocates_nor_waits
+from tests.support.steps.stepping import (
     HYPERS,
     STATES,
     Stepping,

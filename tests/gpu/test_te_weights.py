@@ -19,11 +19,11 @@ from moe_optim.weights.te.quantizer import import_error, make_quantizer
 from moe_optim.weights.te.storage import TransformerEngineStorage
 from tests.gpu.test_coexistence_on_gpu import SMALL
 from tests.support.bytes import assert_bytes_equal
-from tests.support.engine_version import FORMATS
 from tests.support.gpu_sharing import places
-from tests.support.holders import bind
 from tests.support.inputs import normal_weights, wide_range_weights
-from tests.support.side_runs import EAGER, Machine, Run
+from tests.support.states.holders import bind
+from tests.support.te.engine_version import FORMATS
+from tests.support.training_runs.side_runs import EAGER, Machine, Run
 from tests.weights.te.test_storage import assert_all_hold, bucket_memory, requantize
 
 pytestmark = [
@@ -46,9 +46,9 @@ def test_requantizing_fp8_blocks_gives_what_their_own_quantizer_makes(shape):
     bind(storage, {"rowwise_data": torch.zeros_like(storage.quantized.rowwise_data)})
     view = weight.detach()
     requantize(storage, second.unsqueeze(0))
-    for holder in (weight, view):
+    for bucket in (weight, view):
         for field in FIELDS:
-            got, expected = getattr(holder, field), getattr(want, field)
+            got, expected = getattr(bucket, field), getattr(want, field)
             if field.endswith("scale_inv"):  # the quantizer does not write all of the padding
                 direction = "columnwise" if "column" in field else "rowwise"
                 _, down, across = FP8_BLOCK.scale_shape(storage.shape, direction)

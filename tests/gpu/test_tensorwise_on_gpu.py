@@ -12,7 +12,7 @@ from moe_optim.weights.te.quantizer import import_error
 from moe_optim.weights.te.tensorwise import TensorwiseCast, Transposes, can_cast
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import SENTINEL, normal_weights, wide_range_weights, with_specials
-from tests.support.launches import assert_neither_allocates_nor_waits
+from tests.support.steps.launches import assert_neither_allocates_nor_waits
 
 pytestmark = pytest.mark.gpu
 

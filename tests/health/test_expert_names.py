@@ -9,7 +9,7 @@ from moe_optim.formats import FORMATS
 from moe_optim.health.monitor import by_layer
 from moe_optim.health.rows import ExpertName, expert_names, in_order
 
-HOLDER = object()
+BUCKET = object()
 NAMES = {  # parameter, experts in it -> layer, expert numbers; layer 5 is this stage's layers.2
     "grouped": ("decoder.layers.2.mlp.experts.linear_fc1.weight", 4, "layers.5.fc1", (4, 5, 6, 7)),
     "indexed": ("decoder.layers.2.mlp.experts.linear_fc2.weight3", 1, "layers.5.fc2", (7,)),
@@ -70,7 +70,7 @@ class Chunk(torch.nn.Module):
                 module.local_expert_indices = [4, 5, 6, 7]  # type: ignore[assignment]
         self.weight = torch.nn.Parameter(torch.zeros(num_experts, 16, 16))
         self.weight.quantized_storage = SimpleNamespace(  # type: ignore[attr-defined]
-            holder=HOLDER, shape=(num_experts, 16, 16), format=FORMATS["nvfp4"]
+            bucket=BUCKET, shape=(num_experts, 16, 16), format=FORMATS["nvfp4"]
         )
         module.register_parameter(last, self.weight)
         del self.weight
@@ -88,7 +88,7 @@ def test_an_expert_is_called_by_its_layer_in_the_model_and_its_number_among_all(
 
 def test_a_weight_that_no_bucket_holds_has_no_names():
     chunk = Chunk("output_layer.weight", 1)
-    next(chunk.parameters()).quantized_storage.holder = None
+    next(chunk.parameters()).quantized_storage.bucket = None
     assert expert_names([chunk]) == {}
 
 

@@ -14,9 +14,9 @@ from moe_optim.commands.train.events import Events, read_events
 from moe_optim.config import MoEOptimConfig
 from moe_optim.formats import get_format
 from moe_optim.formats.health_figures import Sum
-from tests.support.health import assert_same_health, measure
 from tests.support.ranks import run_ranks
 from tests.support.training import OVERLAP, pretrain
+from tests.support.training_runs.health import assert_same_health, measure
 
 pytestmark = pytest.mark.slow
 

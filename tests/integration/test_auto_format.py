@@ -16,8 +16,9 @@ from moe_optim.integration import cpu_runtime
 from moe_optim.integration.argv import spell_format
 from moe_optim.integration.patching import active
 from moe_optim.weights import managed
-from tests.support import te_stand_ins, training
+from tests.support import training
 from tests.support.ranks import run_ranks
+from tests.support.te import te_stand_ins
 from tests.support.training import Record, assert_same_run, pretrain
 
 AUTO = MoEOptimConfig()

@@ -20,7 +20,7 @@ import yaml
 
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import MoEOptimError
-from tests.support.damage import flip
+from tests.support.hostile.damage import flip
 from tests.support.ranks import run_ranks
 from tests.support.training import (
     OVERLAP,

@@ -18,7 +18,7 @@ from moe_optim.config import MoEOptimConfig
 from tests.integration.test_bridge import BridgeCheckpoint, _scramble
 from tests.support.ranks import run_ranks
 from tests.support.training import Record, _record_state, assert_same_run, pretrain
-from tests.upstream.stand_in_imports import find_bridge, standing_in
+from tools.upstream.stand_in_imports import find_bridge, standing_in
 
 BRIDGE = find_bridge()
 SIZE = 32  # three blocks each of gate and up: to sort twice is not to sort at all
@@ -133,7 +133,7 @@ def _sort_experts_of_transformer_engine() -> dict[str, Any]:
     from moe_optim.checkpoint.hooks import _save_values
     from moe_optim.formats import MXFP8
     from moe_optim.integration.patching.active import activate
-    from tests.support.te_stand_ins import MXFP8Tensor
+    from tests.support.te.te_stand_ins import MXFP8Tensor
 
     masters = torch.randn(2, 6 * SIZE, SIZE)
     weights = [MXFP8Tensor(MXFP8, alternate(master)) for master in masters]

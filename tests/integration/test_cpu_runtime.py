@@ -317,7 +317,7 @@ def _bring_to_the_host() -> tuple[list[str], list[str]]:
     weight = GroupedWeight(PortableStorage(MXFP8, (1, 32, 32)))
     weight.copy_(torch.ones(1, 32, 32))
     copy: Any = weight.cpu()
-    mine, theirs = (one.quantized_storage.quantized.planes() for one in (copy, weight))
+    mine, theirs = (one.quantized_storage.quantized.buffers() for one in (copy, weight))
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
     assert not {p.data_ptr() for p in mine.values()} & {p.data_ptr() for p in theirs.values()}
     assert source.cuda() is source

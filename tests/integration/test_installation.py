@@ -16,8 +16,8 @@ from moe_optim.integration.arguments import request_from_argv
 from moe_optim.integration.patching import active, installation, patches
 from moe_optim.integration.patching.engine import Patch, in_all_versions
 from moe_optim.kernels.member_table import MemberTable
-from tests.support import life_cycle
 from tests.support.ranks import run_ranks
+from tests.support.states import life_cycle
 from tests.support.training import pretrain
 
 MXFP8 = MoEOptimConfig(format="mxfp8")

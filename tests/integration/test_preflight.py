@@ -13,8 +13,8 @@ import pytest
 from moe_optim.integration.patching.engine import patch_state
 from moe_optim.integration.patching.patches import PATCHES
 from tests.support.ranks import run_ranks
-from tests.support.scripts import PRETRAIN
 from tests.support.training import MODEL
+from tests.support.training_runs.scripts import PRETRAIN
 
 pytest.importorskip("megatron.core")
 

@@ -20,8 +20,8 @@ from moe_optim.integration.patching import patches
 from moe_optim.integration.patching.active import installed_config
 from moe_optim.integration.source_diffs import apply_diffs, load_diffs
 from tests.support.ranks import run_ranks
-from tests.support.scripts import PRETRAIN, needs_diffed_files
 from tests.support.training import assert_same_run, pretrain
+from tests.support.training_runs.scripts import PRETRAIN, needs_diffed_files
 
 pytest.importorskip("megatron.core")
 

@@ -15,8 +15,8 @@ import yaml
 from moe_optim.config import MoEOptimConfig
 from tests.support import training
 from tests.support.ranks import run_ranks
-from tests.support.scripts import PRETRAIN
 from tests.support.training import MODEL, OVERLAP, Record, assert_same_run, pretrain
+from tests.support.training_runs.scripts import PRETRAIN
 
 pytest.importorskip("megatron.core")
 

@@ -7,9 +7,9 @@ from moe_optim.errors import LayoutError
 from moe_optim.formats import MXFP8, QuantizedWeight
 from moe_optim.kernels.amax_table import AmaxTable
 from moe_optim.kernels.table_entry import TableEntry
-from tests.support.amax import amax_of
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import wide_range_weights, with_specials
+from tests.support.modules.amax import amax_of
 
 SHAPES = ((3, 32, 96), (2, 64, 4160), (4, 32, 32), (1, 32, 32))
 RANGES = {  # in sixtieths of a weight

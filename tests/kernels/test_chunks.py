@@ -6,11 +6,15 @@ from moe_optim.formats import FORMATS, QuantizedWeight
 from moe_optim.kernels.steps import staging
 from tests.support.bytes import assert_bytes_equal, assert_values_equal
 from tests.support.inputs import wide_range_weights
-from tests.support.stepping import STATES, Stepping, Weight, gradients_of
+from tests.support.steps.stepping import STATES, Stepping, Weight, gradients_of
 
-CUTS = {"whole": (), "between bands": (2 * 32 * 128,), "inside a band": (32 * 128 + 38 * 128 + 6,)}
+CUTS = {
+    "whole": (),
+    "between block rows": (2 * 32 * 128,),
+    "inside a block row": (32 * 128 + 38 * 128 + 6,),
+}
 BOUNDS = [
-    pytest.param(bounds, id=name, marks=[pytest.mark.extended] * (name == "between bands"))
+    pytest.param(bounds, id=name, marks=[pytest.mark.extended] * (name == "between block rows"))
     for name, bounds in CUTS.items()
 ]
 
@@ -18,7 +22,7 @@ BOUNDS = [
 @pytest.mark.parametrize("bounds", BOUNDS)
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 def test_chunks_leave_no_trace(format, bounds, launches, monkeypatch):
-    """Masters, moments, planes and dense weights after two steps, shards of ranks included."""
+    """Masters, moments, buffers and dense weights after two steps, shards of ranks included."""
     monkeypatch.setattr(staging, "SMALLEST", 1000)
     monkeypatch.setattr(staging, "CHUNK_BYTES", 12 * 8192)
     weights = [
@@ -41,5 +45,5 @@ def test_chunks_leave_no_trace(format, bounds, launches, monkeypatch):
         if not isinstance(ours, QuantizedWeight):
             assert_values_equal(ours, theirs, what=f"weight {index}")
             continue
-        for name, plane in ours.planes().items():
-            assert_bytes_equal(plane, theirs.planes()[name], what=f"weight {index} {name}")
+        for name, buffer in ours.buffers().items():
+            assert_bytes_equal(buffer, theirs.buffers()[name], what=f"weight {index} {name}")

@@ -85,7 +85,7 @@ def kernels_of(format, dtype, *, cut=False, zero=False):
 
 def kernels_of_step(format, moments, gradients, *, decoupled):
     """Return what a GPU would launch for a step: quantized weights with a cut, and dense ones."""
-    end = 1000  # inside of a band
+    end = 1000  # inside of a block row
     numel = SHAPE[0] * SHAPE[1] * SHAPE[2]
 
     def state(count, weight=None):

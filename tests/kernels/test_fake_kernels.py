@@ -14,8 +14,8 @@ from moe_optim.kernels.fake import table
 from moe_optim.kernels.fake.table import find_table
 from moe_optim.kernels.tuning import FlatTile
 from tests.support.bytes import assert_values_equal
-from tests.support.fake_values import GRIDS, by_grid, gradient_tensors, value_tensors
 from tests.support.inputs import normal_weights, wide_range_weights, with_specials
+from tests.support.number_formats.fake_values import GRIDS, by_grid, gradient_tensors, value_tensors
 
 SMALL = FlatTile(numel=64, num_warps=1)
 """For experts of several tiles."""

@@ -11,7 +11,7 @@ from moe_optim.kernels.health import HealthEntry, HealthTable
 from moe_optim.kernels.health import table as table_module
 from moe_optim.kernels.table_entry import TableEntry
 from moe_optim.kernels.tuning import HEALTH_ROWS, HEALTH_TILE
-from tests.support.health import assert_same_health, masters_of, measure
+from tests.support.training_runs.health import assert_same_health, masters_of, measure
 
 CPU = torch.device("cpu")
 WHOLE, THIRDS = (0.0, 1.0), (0.0, 0.36, 0.79, 1.0)
@@ -93,7 +93,7 @@ def test_tiles_cover_what_is_owned_and_whole_ones_lie_inside(start, monkeypatch)
     assert launch.parts[:, Sum.ELEMENTS].sum() == 2 * numel - start
 
 
-def test_a_table_knows_when_masters_or_planes_lie_elsewhere():
+def test_a_table_knows_when_masters_or_buffers_lie_elsewhere():
     one = entry_of(torch.zeros(1, 32, 32))
     table = HealthTable.build([one], 1, device=CPU)
     assert not table.has_moved
@@ -114,14 +114,14 @@ def test_a_shard_that_does_not_run_from_cut_to_cut_is_refused():
         HealthTable.build([entry_of(torch.zeros(100))], 1, device=CPU)
 
 
-@pytest.mark.parametrize("plane", ["rowwise_data", "rowwise_scale", "global_amax"])
-def test_a_plane_that_moved_is_noticed(plane, monkeypatch):
+@pytest.mark.parametrize("buffer", ["rowwise_data", "rowwise_scale", "global_amax"])
+def test_a_buffer_that_moved_is_noticed(buffer, monkeypatch):
     """Each has memory of its own, which may come back elsewhere after it was given away."""
     monkeypatch.setattr(table_module, "has_kernels", lambda device: True)
     target = QuantizedWeight.empty(FORMATS["nvfp4"], (2, 64, 128))
     entry = TableEntry(parameter="fc", source=torch.zeros(2, 64, 128), target=target)
     table = HealthTable.build([HealthEntry(entry=entry, rows=torch.arange(2))], 2, device=CPU)
     assert not table.has_moved
-    moved = getattr(target, plane)
+    moved = getattr(target, buffer)
     moved.set_(moved.clone())
     assert table.has_moved

@@ -67,7 +67,7 @@ def test_a_descriptor_holds_the_addresses_and_strides_of_one_expert():
     ]
 
 
-def test_strides_are_counted_in_elements_and_planes_that_stay_have_no_address():
+def test_strides_are_counted_in_elements_and_buffers_that_stay_have_no_address():
     entry = stack(2, 130, 260, format=FP8_BLOCK)
     row = build([entry]).descriptors[1].tolist()
     assert row[2] == entry.target.rowwise_scale[1].data_ptr()
@@ -96,16 +96,18 @@ def test_tiles_cover_every_member_once_and_in_order():
     assert not build(members[1:]).masked
 
 
-def test_a_cut_band_has_tiles_and_slots_of_its_own():
-    """Rows 40 to 136 of three experts of 64: half of a band, a whole expert, a quarter of a band.
-    A band of 128 columns has as many columnwise maxima, and as many of rows."""
+def test_a_cut_block_row_has_tiles_and_slots_of_its_own():
+    """Rows 40 to 136 of three experts of 64: half a block row, an expert, a quarter block row.
+
+    A block row of 128 columns has as many columnwise maxima, and as many of rows.
+    """
     entry = shard((3, 64, 128), 40 * 128, 136 * 128, (40 * 128, 136 * 128))
     table = build([entry])
     assert table.tiles.tolist() == [[1, 0, 0, 0], [1, 32, 0, 0]]
     assert table.cut_tiles.tolist() == [[0, 32, 0, 0], [2, 0, 0, 256]]
 
 
-def test_a_band_may_be_cut_twice_by_one_range():
+def test_a_block_row_may_be_cut_twice_by_one_range():
     table = build([shard((1, 64, 128), 600, 900, (600, 900))])
     assert table.num_programs == 0
     assert table.cut_tiles.tolist() == [[0, 0, 0, 0]]
@@ -140,7 +142,7 @@ def test_a_gap_larger_than_a_descriptor_has_several_that_meet(monkeypatch):
     assert rows == [[start, 1000], [start + 2000, 1000], [start + 4000, 500]]
 
 
-def test_the_last_band_of_an_expert_is_whole_though_it_is_lower():
+def test_the_last_block_row_of_an_expert_is_whole_though_it_is_lower():
     """Of one that is owned to its end; of a part that ends earlier, it is left to a cut."""
     whole = shard((2, 130, 40), 0, 2 * 130 * 40, (), format=FP8_BLOCK)
     assert [(one.first_whole, one.end_whole) for one in owned_parts(whole)] == [(0, 130 * 40)] * 2
@@ -180,7 +182,7 @@ def test_of_several_experts_each_has_to_begin_at_such_a_multiple(experts, paddin
 
 @pytest.mark.parametrize(("stride", "fits"), [((1 << 26) - 16, True), (1 << 26, False)])
 def test_the_rows_of_a_tile_lie_within_31_bits(stride, fits):
-    """Those of a band of 32, here; further apart they are left to the reference."""
+    """Those of a block row of 32, here; further apart they are left to the reference."""
     target = QuantizedWeight.empty(MXFP8, (1, 32, 32), device="meta")
     data = target.rowwise_data.as_strided((1, 32, 32), (1, stride, 1))
     source = torch.empty(1, 32, 32, device="meta")
@@ -226,7 +228,7 @@ def test_what_no_launch_can_serve_is_refused(members):
         build(members)
 
 
-def test_transposed_planes_are_left_to_the_reference():
+def test_transposed_buffers_are_left_to_the_reference():
     entry = stack(1, 32, 32)
     assert can_launch(entry)
     data = entry.target.rowwise_data.transpose(1, 2)
@@ -238,7 +240,7 @@ def test_consumed_memory_must_hold_the_sources():
         build([stack(1, 32, 32)], consumed=torch.zeros(8))
 
 
-def test_consumed_memory_is_not_zeroed_between_the_passes_of_a_cut_band():
+def test_consumed_memory_is_not_zeroed_between_the_passes_of_a_cut_block_row():
     entry = shard((1, 64, 32), 0, 1000, (1000,))
     with pytest.raises(LayoutError, match="holds every source once and whole"):
         build([entry], consumed=entry.source)
@@ -331,5 +333,5 @@ def test_bytes_move_as_words_where_every_row_begins_at_one(stride, pack):
 
 
 @pytest.mark.parametrize(("rows", "masked"), [(256, False), (160, True)])
-def test_weights_that_are_no_whole_number_of_bands_high_are_masked(rows, masked):
+def test_weights_that_are_no_whole_number_of_block_rows_high_are_masked(rows, masked):
     assert build([stack(1, rows, 256, format=FP8_BLOCK)]).masked is masked

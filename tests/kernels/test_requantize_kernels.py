@@ -20,7 +20,7 @@ from moe_optim.formats.partition import infer_partition
 from moe_optim.kernels.member_table import MemberTable, TableEntry
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import SENTINEL, poisoned, wide_range_weights, with_specials
-from tests.support.stepping import (
+from tests.support.steps.stepping import (
     Stepping,
     Weight,
     assert_a_clip_of_zero_steps_without_gradients,
@@ -46,15 +46,15 @@ def values_of(shape, seed):
 
 
 def padded(format, shape):
-    """Return storage whose rows and experts lie apart, and the memory around its planes."""
+    """Return storage whose rows and experts lie apart, and the memory around its buffers."""
     q = QuantizedWeight.empty(format, shape)
     memories, views = {}, {}
-    for name, plane in q.planes().items():
-        if plane.dim() == 1:
-            views[name] = plane.fill_(-1)
+    for name, buffer in q.buffers().items():
+        if buffer.dim() == 1:
+            views[name] = buffer.fill_(-1)
             continue
-        experts, rows, cols = plane.shape
-        memory = torch.empty((experts, rows + 4, cols + 24), dtype=plane.dtype)
+        experts, rows, cols = buffer.shape
+        memory = torch.empty((experts, rows + 4, cols + 24), dtype=buffer.dtype)
         memory.view(torch.uint8).fill_(SENTINEL)
         memories[name], views[name] = memory, memory[:, :rows, :cols]
     if format.columnwise_copy == "shared":
@@ -72,11 +72,11 @@ def storage_scales(format, shape):
 
 
 def assert_written(entries, masters):
-    """Fail unless planes and stored scales are those of the masters."""
+    """Fail unless buffers and stored scales are those of the masters."""
     for entry, master in zip(entries, masters, strict=True):
         q = reference.quantize(master, entry.target.format)
-        for name, plane in entry.target.planes().items():
-            assert_bytes_equal(plane, q.planes()[name], what=f"{entry.target.shape} {name}")
+        for name, buffer in entry.target.buffers().items():
+            assert_bytes_equal(buffer, q.buffers()[name], what=f"{entry.target.shape} {name}")
         for way, scale in entry.storage_scales.items():
             expected = torch.full_like(scale, 7)
             reference.expand_scale_into(q, way, expected)
@@ -99,7 +99,7 @@ def test_whole_weights_are_the_references(format, dtype, apart, zero, launches):
     for seed, (shape, numel) in enumerate(zip(shapes, numels, strict=True)):
         source = memory[start : start + numel].view(shape).copy_(values_of(shape, seed))
         target, around = padded(format, shape) if apart else (poisoned(format, shape), {})
-        surroundings += [(target.planes()[name], memory) for name, memory in around.items()]
+        surroundings += [(target.buffers()[name], memory) for name, memory in around.items()]
         scales = storage_scales(format, shape)
         entry = TableEntry(
             parameter=f"fc{seed}", source=source, target=target, storage_scales=scales
@@ -114,16 +114,16 @@ def test_whole_weights_are_the_references(format, dtype, apart, zero, launches):
     assert launches
     assert_written(entries, masters)
     assert_bytes_equal(memory, torch.zeros_like(memory) if zero else before, what="sources")
-    for plane, around in surroundings:
+    for buffer, around in surroundings:
         inside = torch.zeros(around.shape, dtype=torch.bool)
-        inside[:, : plane.shape[1], : plane.shape[2]] = True
+        inside[:, : buffer.shape[1], : buffer.shape[2]] = True
         outside = around[~inside].view(torch.uint8)
-        assert (outside == SENTINEL).all(), "a kernel wrote outside of a plane"
+        assert (outside == SENTINEL).all(), "a kernel wrote outside of a buffer"
 
 
 @EVERY_FORMAT
 def test_shards_that_meet_inside_of_blocks_are_the_references(format, launches):
-    """Of weights cut in three, inside of bands and experts; ranks exchange maxima alone."""
+    """Of weights cut in three, inside of block rows and experts; ranks exchange maxima alone."""
     masters = [values_of(shape, 9 + seed) for seed, shape in enumerate(SHAPES[format.name])]
     targets = [poisoned(format, tuple(master.shape)) for master in masters]
     tables = []
@@ -173,9 +173,9 @@ def test_columns_on_two_ranks_are_parts_of_the_whole(format, launches):
         table.exchange.copy_(largest)
         ops.encode(table)
         ops.finish_gather(table)
-        for name, plane in table.entries[0].target.planes().items():
-            slices = partition.plane(name).slices(partition.bounds({"tp": rank}))
-            assert_bytes_equal(plane, whole.planes()[name][slices], what=f"part {rank} {name}")
+        for name, buffer in table.entries[0].target.buffers().items():
+            slices = partition.buffer(name).slices(partition.bounds({"tp": rank}))
+            assert_bytes_equal(buffer, whole.buffers()[name][slices], what=f"part {rank} {name}")
     assert launches
 
 
@@ -221,7 +221,7 @@ def test_steps_are_the_references(format, gradients, moments, decoupled, cut, la
 
 
 @pytest.mark.parametrize("cut", [128 * 40 + 5, 163 * 40 + 39, 199 * 40 + 1])
-def test_ranks_share_a_last_band_that_is_lower_than_its_blocks(cut, launches):
+def test_ranks_share_a_last_block_row_that_is_lower_than_its_blocks(cut, launches):
     """Of 200 rows the last 72, cut in the first, in the middle and in the last of them."""
     weight = Weight(master=values_of((1, 200, 40), 4), format=FP8_BLOCK, bounds=(cut,))
     run = Stepping([weight])
@@ -248,8 +248,8 @@ def _amax_from(slot):
     """Return what is encoded of a cut expert whose largest magnitude lies in one of its slots."""
     master = wide_range_weights(1, 32, 64).clamp(-2, 2)
     target = QuantizedWeight.empty(NVFP4, (1, 32, 64))
-    for plane in target.planes().values():
-        plane.view(torch.uint8).zero_()
+    for buffer in target.buffers().values():
+        buffer.view(torch.uint8).zero_()
     entry = TableEntry(parameter="fc1", source=master.flatten()[:1024], target=target, cuts=(1024,))
     table = MemberTable.build([entry])
     ops.partial_amax(table)
@@ -278,9 +278,9 @@ def _assert_encoded_with(target, expected):
     assert target.global_amax.tolist() == [300.0]
     half = slice(0, 16)  # the rows of this rank
     for name in ("rowwise_data", "rowwise_scale"):
-        plane, want = getattr(target, name), getattr(expected, name)
-        rows = slice(0, plane.shape[1] // 2) if name == "rowwise_scale" else half
-        assert_bytes_equal(plane[:, rows], want[:, rows], what=name)
+        buffer, want = getattr(target, name), getattr(expected, name)
+        rows = slice(0, buffer.shape[1] // 2) if name == "rowwise_scale" else half
+        assert_bytes_equal(buffer[:, rows], want[:, rows], what=name)
 
 
 def test_operations_load_without_triton():

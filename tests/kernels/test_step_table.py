@@ -18,7 +18,7 @@ from moe_optim.kernels.steps import staging
 from moe_optim.kernels.steps import table as step_table
 from moe_optim.kernels.steps.table import AdamState, StepTable
 from tests.support.bytes import assert_bytes_equal
-from tests.support.stepping import Stepping, sharded_weights
+from tests.support.steps.stepping import Stepping, sharded_weights
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def launched_elements(table):
             found.append(row + torch.arange(first, last)[:, None] * sizes)
     for one in table.encoding:
         sizes = sizes_of(one.gradient_dtype, one.moment_dtype, None)
-        height, width = one.table.format.band_rows, one.table.tile.cols
+        height, width = one.table.format.block_row_height, one.table.tile.cols
         for number, first_row, first_col, _ in one.table.tiles.tolist():
             member = one.table.descriptors[number].tolist()
             rows = torch.arange(first_row, min(first_row + height, member[5]))

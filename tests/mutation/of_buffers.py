@@ -181,8 +181,8 @@ MUTANTS = (
     ),
     _mutant(
         GATHER,
-        "        for plane in self.reduced:\n            plane.zero_()\n",
-        "        for plane in ():\n            plane.zero_()\n",
+        "        for buffer in self.reduced:\n            buffer.zero_()\n",
+        "        for buffer in ():\n            buffer.zero_()\n",
         "test_managed_bucket.py::test_amaxes_of_other_ranks_are_zero_before_the_maximum_over_ranks",
     ),
     _mutant(

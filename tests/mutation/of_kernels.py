@@ -14,10 +14,10 @@ NORM = ("tests/kernels/test_norm_kernels.py::test_sums_of_tensors_of_many_sizes"
 AMAX = ("tests/kernels/test_amax_table.py",)
 
 MUTANTS = (
-    Mutant(  # offsets within a tile of very wide planes leave 32 bits
+    Mutant(  # offsets within a tile of very wide buffers leave 32 bits
         "kernels/launch_table.py",
-        "for plane in planes)) * target.format.band_rows",
-        "for plane in planes))",
+        "for buffer in buffers)) * target.format.block_row_height",
+        "for buffer in buffers))",
         LAUNCH,
     ),
     Mutant(  # memory of an odd number of bytes is zeroed in units of two
@@ -26,10 +26,10 @@ MUTANTS = (
         "if not consumed.is_contiguous():",
         LAUNCH,
     ),
-    Mutant(  # the last band of an expert, which is not high enough, belongs to nobody
+    Mutant(  # the last block row of an expert, which is not high enough, belongs to nobody
         "kernels/launch_table.py",
-        "end = high if high == numel else high // band * band",
-        "end = high // band * band",
+        "end = high if high == numel else high // block row * block row",
+        "end = high // block row * block row",
         LAUNCH,
     ),
     Mutant(  # weights of one launch share amax slots
@@ -58,14 +58,14 @@ MUTANTS = (
     ),
     Mutant(  # experts at odd addresses are read 16 bytes at a time
         "kernels/launch_table.py",
-        "distances += [plane.stride(0)] if plane.shape[0] > 1 else []",
+        "distances += [buffer.stride(0)] if buffer.shape[0] > 1 else []",
         "distances += []",
         LAUNCH,
     ),
     Mutant(  # what a cut does not divide is exchanged
         "kernels/exchange.py",
-        "if offset % band and key not in bands:",
-        "if key not in bands:",
+        "if offset % block row and key not in block rows:",
+        "if key not in block rows:",
         EXCHANGE,
     ),
     Mutant(  # slots follow the order in which a rank names cuts
@@ -80,7 +80,7 @@ MUTANTS = (
         "if format.has_global_amax and expert not in global_amaxes:",
         EXCHANGE,
     ),
-    Mutant(  # bands lie where amaxes of shared experts do
+    Mutant(  # block rows lie where amaxes of shared experts do
         "kernels/exchange.py",
         "        slot += AMAX_SLOTS * experts\n",
         "        slot += 0\n",

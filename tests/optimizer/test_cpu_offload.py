@@ -16,9 +16,9 @@ from tests.optimizer.test_fused_runs import FLAGS, ONLY, RESHARDABLE, fused, sta
 from tests.optimizer.test_fused_runs import trained as trained_without
 from tests.support import training
 from tests.support.bytes import assert_same_tensors
-from tests.support.host_states import share_at_home
 from tests.support.ranks import run_ranks
-from tests.support.stock_offload import run_without_gpus
+from tests.support.steps.host_states import share_at_home
+from tests.support.steps.stock_offload import run_without_gpus
 from tests.support.training import OVERLAP, Record, assert_same_run, pretrain
 
 pytestmark = pytest.mark.slow

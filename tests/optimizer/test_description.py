@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from moe_optim.buckets.wire import side_by_side
+from moe_optim.buckets.buffer_plan import side_by_side
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import StateError
 from moe_optim.experts.grouped_linear import GroupedLinear
 from moe_optim.formats import DIRECTIONS, FORMATS, get_format, reference
-from tests.support import experts
+from tests.support.modules import experts
 from tests.support.ranks import run_ranks
 
 HIDDEN, FFN, EXPERTS = 64, 96, 4
@@ -30,12 +30,12 @@ CASES = {
 
 
 def quantized_bytes(format: str, local: int) -> int:
-    """Return the bytes of the planes of so many experts, by the plain torch definition."""
-    planes = [
-        reference.quantize(torch.zeros(local, *shape[1:]), get_format(format)).planes()
+    """Return the bytes of the buffers of so many experts, by the plain torch definition."""
+    buffers = [
+        reference.quantize(torch.zeros(local, *shape[1:]), get_format(format)).buffers()
         for shape in SHAPES
     ]
-    return sum(plane.nbytes for of_linear in planes for plane in of_linear.values())
+    return sum(buffer.nbytes for of_linear in buffers for buffer in of_linear.values())
 
 
 def _describe_all(expert_parallel: int) -> dict[str, tuple[dict[str, Any], str, str]]:
@@ -111,34 +111,34 @@ both_sizes = pytest.mark.parametrize("parallel", [1, 2], ids=["data parallel", "
 @both_sizes
 @pytest.mark.parametrize("layout", ["grouped", "indexed"])
 @pytest.mark.parametrize("format", FORMATS)
-def test_managed_weights_are_counted_in_the_planes_that_lie_there(
+def test_managed_weights_are_counted_in_the_buffers_that_lie_there(
     described, format, layout, parallel
 ):
     """One weight an expert and linear in both expert layouts; only tails of buckets are more than
-    the planes of the plain definition, by 1% at most."""
+    the buffers of the plain definition, by 1% at most."""
     row = row_of(of(described, parallel, f"{format} {layout}"), "expert", None)
     assert row["format"] == format
     assert row["weights"] == 2 * EXPERTS // parallel
     assert row["parameters"] == EXPERT_PARAMETERS // parallel
     assert row["stock_weight_bytes"] == 2 * row["parameters"]
-    planes = quantized_bytes(format, EXPERTS // parallel)
-    assert planes <= row["weight_bytes"] <= 1.01 * planes
+    buffers = quantized_bytes(format, EXPERTS // parallel)
+    assert buffers <= row["weight_bytes"] <= 1.01 * buffers
 
 
 @both_sizes
 @pytest.mark.parametrize("format", FORMATS)
-def test_gathered_bytes_are_those_of_the_planes_that_travel(described, format, parallel):
+def test_gathered_bytes_are_those_of_the_buffers_that_travel(described, format, parallel):
     """And stock's, 2 a parameter up to the end that Megatron gives a bucket."""
     description = of(described, parallel, f"{format} grouped")
     local = EXPERTS // parallel
-    planes = [
-        plane
+    buffers = [
+        buffer
         for shape in SHAPES
-        for plane in reference.quantize(torch.zeros(local, *shape[1:]), get_format(format))
-        .wire_planes()
+        for buffer in reference.quantize(torch.zeros(local, *shape[1:]), get_format(format))
+        .gathered_buffers()
         .values()
     ]
-    travelling = sum(plane.nbytes for plane in planes)
+    travelling = sum(buffer.nbytes for buffer in buffers)
     assert travelling <= description["gathered_bytes"] <= 1.01 * travelling
     used = EXPERT_PARAMETERS // parallel
     assert description["stock_gathered_bytes"] == 2 * (-(-used // 128) * 128)
@@ -239,7 +239,7 @@ def test_weights_of_transformer_engine_are_counted_with_their_padded_scales(form
     data = rows * cols * kind.element_bits // 8 * (1 if kind.columnwise_copy == "shared" else 2)
     padded = sum(math.prod(kind.storage_scale_shape(rows, cols, way)) for way in DIRECTIONS)
     travelling = sum(
-        math.prod(kind.scale_shape((1, rows, cols), way)) for way in kind.wire_directions
+        math.prod(kind.scale_shape((1, rows, cols), way)) for way in kind.gathered_directions
     )
     scales = (padded + travelling) * kind.scale_dtype.itemsize
     assert row.weight_bytes == count * (data + scales + 4 * kind.has_global_amax)
@@ -248,7 +248,7 @@ def test_weights_of_transformer_engine_are_counted_with_their_padded_scales(form
 def te_params(kind: Any, count: int, rows: int, cols: int, *, grouped: bool) -> list[Any]:
     """Return stand-ins for weights of Transformer Engine, with our storage behind them."""
     from moe_optim.weights.te.storage import TransformerEngineStorage
-    from tests.support import te_stand_ins
+    from tests.support.te import te_stand_ins
 
     cls = {
         "fp8_block": te_stand_ins.Float8BlockwiseQTensor,

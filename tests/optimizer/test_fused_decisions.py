@@ -10,9 +10,9 @@ import torch
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError, NonFiniteError
 from tests.optimizer.test_nonfinite import NAME, _snapshot
-from tests.support import life_cycle
 from tests.support.bytes import assert_same_tensors
 from tests.support.ranks import run_ranks
+from tests.support.states import life_cycle
 from tests.support.training import pretrain
 
 HEAD = "mtp.layers.0.eh_proj.weight"

@@ -8,9 +8,9 @@ from moe_optim.errors import LayoutError
 from moe_optim.optimizer.graphed import GraphedStep
 from moe_optim.weights.grouped_weight import GroupedWeight
 from tests.optimizer.test_nonfinite import _snapshot
-from tests.support import life_cycle
 from tests.support.bytes import assert_same_tensors
 from tests.support.ranks import run_ranks
+from tests.support.states import life_cycle
 
 
 def _train(cycle: life_cycle.LifeCycle, seed: int) -> None:

@@ -11,9 +11,9 @@ import torch
 
 from moe_optim.config import MoEOptimConfig
 from tests.optimizer.test_ten_rows import by_expert
-from tests.support.fused_steps import owned, owned_range
-from tests.support.masters import assert_weights_come_from_masters
 from tests.support.ranks import run_ranks
+from tests.support.states.masters import assert_weights_come_from_masters
+from tests.support.steps.fused_steps import owned, owned_range
 from tests.support.training import (
     OVERLAP,
     Record,

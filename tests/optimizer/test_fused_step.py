@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from moe_optim.config import MoEOptimConfig
-from tests.support.fused_steps import Run, assert_steps_follow, watch_run
 from tests.support.ranks import run_ranks
+from tests.support.steps.fused_steps import Run, assert_steps_follow, watch_run
 
 pytestmark = pytest.mark.slow
 

@@ -20,8 +20,8 @@ from moe_optim.optimizer import factory, graphed
 from moe_optim.optimizer.graphed import GraphedStep
 from tests.optimizer.test_nonfinite import NAME, _snapshot
 from tests.support.bytes import assert_same_tensors
-from tests.support.masters import assert_weights_come_from_masters
 from tests.support.ranks import run_ranks
+from tests.support.states.masters import assert_weights_come_from_masters
 from tests.support.training import OVERLAP, Record, assert_same_run, pretrain
 
 GRAPH = "--optimizer-cuda-graph"

@@ -10,8 +10,8 @@ import torch
 
 from moe_optim.config import MoEOptimConfig
 from tests.support.bytes import assert_bytes_equal
-from tests.support.masters import assert_weights_come_from_masters
 from tests.support.ranks import run_ranks
+from tests.support.states.masters import assert_weights_come_from_masters
 from tests.support.training import (
     OVERLAP,
     Record,
@@ -120,14 +120,14 @@ def test_indexed_equals_grouped():
     grouped = trained(2, flags)[0]
     indexed = run_ranks(2, _train, flags, MoEOptimConfig(format="mxfp8", expert_layout="indexed"))
     assert indexed[0].losses == grouped.losses
-    for name, plane in grouped.weights.items():
+    for name, buffer in grouped.weights.items():
         if ".experts." not in name:
-            assert_bytes_equal(indexed[0].weights[name], plane, what=name)
+            assert_bytes_equal(indexed[0].weights[name], buffer, what=name)
             continue
         parameter, _, kind = name.rpartition(".")
         for expert in range(4):
             got = indexed[0].weights[f"{parameter}{expert}.{kind}"]
-            assert_bytes_equal(got[0], plane[expert], what=f"{name} of expert {expert}")
+            assert_bytes_equal(got[0], buffer[expert], what=f"{name} of expert {expert}")
 
 
 @pytest.mark.extended

@@ -15,11 +15,11 @@ import torch
 
 from moe_optim.errors import StateError
 from moe_optim.formats import MXFP8
-from tests.support import life_cycle
-from tests.support.apart import KINDS, Apart
 from tests.support.bytes import assert_bytes_equal
 from tests.support.ranks import run_ranks
-from tests.support.te_stand_ins import MXFP8Tensor
+from tests.support.states import life_cycle
+from tests.support.steps.apart import KINDS, Apart
+from tests.support.te.te_stand_ins import MXFP8Tensor
 
 FEW, MANY = 8, 64
 LOOKS = {"portable": 5, "transformer_engine": 9}

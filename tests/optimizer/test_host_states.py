@@ -12,9 +12,9 @@ from moe_optim.errors import ConfigError
 from moe_optim.kernels.steps import staging
 from moe_optim.optimizer.host_states import HostStates
 from tests.optimizer.test_fused_runs import FLAGS, ONLY, fused, states_of, trained
-from tests.support import life_cycle
-from tests.support.host_states import share_at_home
 from tests.support.ranks import run_ranks
+from tests.support.states import life_cycle
+from tests.support.steps.host_states import share_at_home
 from tests.support.training import OVERLAP, Record, assert_same_run, pretrain
 
 Share = tuple[int, int]

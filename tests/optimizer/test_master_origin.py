@@ -7,10 +7,10 @@ import torch
 
 from moe_optim.config import MoEOptimConfig
 from moe_optim.weights.grouped_weight import GroupedWeight
-from tests.support import given_values
 from tests.support.bytes import assert_bytes_equal
-from tests.support.masters import assert_weights_come_from_masters, full_master
 from tests.support.ranks import run_ranks
+from tests.support.states import given_values
+from tests.support.states.masters import assert_weights_come_from_masters, full_master
 from tests.support.training import Record, named_parameters, pretrain
 
 FLAGS = ["--train-iters", "1", "--lr", "0", "--min-lr", "0", "--weight-decay", "0"]

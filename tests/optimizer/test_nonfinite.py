@@ -9,8 +9,8 @@ import torch
 
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import NonFiniteError
-from tests.support import life_cycle
 from tests.support.ranks import run_ranks
+from tests.support.states import life_cycle
 from tests.support.training import OVERLAP, assert_same_tensors, pretrain, weight_bytes
 
 FLAGS = ["--train-iters", "4", "--eval-interval", "1000000", "--no-check-for-nan-in-loss-and-grad"]
@@ -71,7 +71,7 @@ def test_skip_leaves_masters_moments_and_weights_alone(value: float):
         before, after, later = (seen["snapshots"][step] for step in (2, 3, 4))
         assert_same_tensors(after, before, what="step 3")
         assert any(not torch.equal(later[name], after[name]) for name in later)
-        assert all(plane.float().isfinite().all() for plane in later.values())
+        assert all(buffer.float().isfinite().all() for buffer in later.values())
 
 
 @pytest.mark.parametrize("expert_layout", ["grouped", "indexed"])

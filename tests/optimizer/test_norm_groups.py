@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from moe_optim.optimizer.norms import clip_factors, reduced_over_ranks
 from tests.optimizer.test_read_anew import DENSE, LAST
-from tests.support import life_cycle
 from tests.support.ranks import run_ranks
+from tests.support.states import life_cycle
 
 
 def _reduce() -> dict[str, list[float]]:

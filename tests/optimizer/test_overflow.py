@@ -19,9 +19,9 @@ from moe_optim.optimizer.adam import MOMENTS
 from moe_optim.optimizer.norms import norms_of
 from tests.optimizer.test_nonfinite import _snapshot
 from tests.optimizer.test_read_anew import DENSE, LAST, _after_two_steps, _part_of
-from tests.support import life_cycle
 from tests.support.bytes import assert_same_tensors
 from tests.support.ranks import run_ranks
+from tests.support.states import life_cycle
 
 FP32_MAX = torch.finfo(torch.float32).max
 Trial = tuple[int, list[float]]

@@ -9,8 +9,8 @@ import torch
 
 from moe_optim.config import MoEOptimConfig
 from tests.support.bytes import assert_bytes_equal
-from tests.support.masters import assert_weights_come_from_masters
 from tests.support.ranks import run_ranks
+from tests.support.states.masters import assert_weights_come_from_masters
 from tests.support.training import OVERLAP, Record, assert_same_run, assert_same_tensors, pretrain
 
 pytestmark = pytest.mark.slow
@@ -133,12 +133,12 @@ def test_indexed_equals_grouped(ranks: int, parallel: list[str]):
 
 
 def assert_same_experts(indexed: dict[str, torch.Tensor], grouped: dict[str, torch.Tensor]) -> None:
-    planes = [name for name in grouped if ".experts." in name]
-    assert planes
-    for name in planes:
-        parameter, _, plane = name.rpartition(".")
+    buffers = [name for name in grouped if ".experts." in name]
+    assert buffers
+    for name in buffers:
+        parameter, _, buffer = name.rpartition(".")
         for expert, expected in enumerate(grouped[name]):
-            got = indexed[f"{parameter}{expert}.{plane}"]
+            got = indexed[f"{parameter}{expert}.{buffer}"]
             assert_bytes_equal(got[0], expected, what=f"{name} of expert {expert}")
 
 
@@ -166,7 +166,7 @@ def test_tensor_parallel_ranks_keep_equal_copies(config: MoEOptimConfig):
     records = run_ranks(2, _train_bf16, [*RUN, *TP2], config, True)
     copied = ("experts", "norm", "router")
     first, second = (
-        {name: plane for name, plane in record.weights.items() if any(c in name for c in copied)}
+        {name: buffer for name, buffer in record.weights.items() if any(c in name for c in copied)}
         for record in records
     )
     assert len(first) >= 2 * 4 + 1

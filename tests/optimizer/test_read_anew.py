@@ -16,9 +16,9 @@ import torch
 from moe_optim.errors import StateError
 from moe_optim.optimizer.adam import GroupStepAdam
 from tests.optimizer.test_nonfinite import _snapshot
-from tests.support import life_cycle
 from tests.support.bytes import assert_bytes_equal, assert_same_tensors
 from tests.support.ranks import run_ranks
+from tests.support.states import life_cycle
 
 Change = Callable[[life_cycle.LifeCycle], Any]
 DENSE, LAST = 1, 2  # the last layer has an optimizer of its own, and a norm

@@ -19,10 +19,10 @@ from tests.optimizer.test_read_anew import (
     _part_of,
     _third_step,
 )
-from tests.support import life_cycle
 from tests.support.bytes import assert_bytes_equal, assert_same_tensors
-from tests.support.masters import assert_weights_come_from_masters
 from tests.support.ranks import run_ranks
+from tests.support.states import life_cycle
+from tests.support.states.masters import assert_weights_come_from_masters
 
 CYCLE = life_cycle.LifeCycle
 

@@ -9,10 +9,10 @@ from moe_optim.config import MoEOptimConfig
 from moe_optim.formats import BlockScaledFormat, get_format
 from moe_optim.formats.reference import quantize
 from moe_optim.weights.grouped_weight import GroupedWeight
-from tests.support import adam_oracle
-from tests.support.adam_oracle import assemble, assert_steps_are_adams, norm_of
 from tests.support.ranks import run_ranks
-from tests.support.step_trace import Trace, owned_shards, trace_steps, whole_weights
+from tests.support.steps import adam_oracle
+from tests.support.steps.adam_oracle import assemble, assert_steps_are_adams, norm_of
+from tests.support.steps.step_trace import Trace, owned_shards, trace_steps, whole_weights
 from tests.support.training import pretrain
 
 STEPS = 10

@@ -85,14 +85,14 @@ def experts_of(weights: dict[str, torch.Tensor]) -> set[str]:
 
 
 def by_expert(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return every plane, or the bf16 values, of each expert apart, and all else as it is.
+    """Return every buffer, or the bf16 values, of each expert apart, and all else as it is.
 
-    A plane leads with the experts: all of them, or one. bf16 values do so if they are of all.
+    A buffer leads with the experts: all of them, or one. bf16 values do so if they are of all.
     """
     found = {name: weights[name] for name in weights.keys() - experts_of(weights)}
     for name in experts_of(weights):
-        weight, index, plane = EXPERT_WEIGHT.fullmatch(name).groups()
-        of_experts = weights[name].unsqueeze(0) if index and not plane else weights[name]
+        weight, index, buffer = EXPERT_WEIGHT.fullmatch(name).groups()
+        of_experts = weights[name].unsqueeze(0) if index and not buffer else weights[name]
         for expert, tensor in enumerate(of_experts, start=int(index or 0)):
-            found[f"{weight}{expert}{plane}"] = tensor
+            found[f"{weight}{expert}{buffer}"] = tensor
     return found

@@ -3,7 +3,7 @@
 import pytest
 
 from moe_optim.rollout.conventions import CONVENTIONS, ONE_SCALE
-from tests.upstream.engine_loaders import decompressed_differences
+from tools.upstream.engine_loaders import decompressed_differences
 
 OWN = [one for one in (*CONVENTIONS, ONE_SCALE) if one.name == "compressed_tensors"]
 

@@ -1,6 +1,6 @@
 """Exported experts are named, typed and scaled as engines read them, and mean what training reads.
 
-The oracle is what engines do with what they load, restated in ``tests/support/serving.py``.
+The oracle is what engines do with what they load, restated in ``tests/support/modules/serving.py``.
 """
 
 import pytest
@@ -18,16 +18,16 @@ from moe_optim.rollout.conventions import (
     choose_convention,
     find_convention,
 )
-from moe_optim.rollout.planes import (
+from moe_optim.rollout.expert_tensors import (
     export_expert_of_one_scale,
     export_experts,
     get_export_layout,
     patterns_of,
     tensor_name,
 )
-from tests.support import serving
 from tests.support.bytes import assert_bytes_equal
-from tests.support.stored_checkpoints import interleaved
+from tests.support.checkpoints.stored_checkpoints import interleaved
+from tests.support.modules import serving
 
 ROWS, COLS, EXPERTS = 512, 256, 2
 CASES = [
@@ -138,13 +138,13 @@ def test_gate_up_and_down_of_an_expert_have_names_of_their_own():
 def test_nothing_is_copied_where_a_view_does(format, convention):
     """Elements always, scales of rows and of blocks that lie as engines read them."""
     quantized = ops.quantize(wide_weights(), format)
-    of_planes = {
-        plane.untyped_storage().data_ptr()
-        for plane in (quantized.rowwise_data, quantized.rowwise_scale)
+    of_buffers = {
+        buffer.untyped_storage().data_ptr()
+        for buffer in (quantized.rowwise_data, quantized.rowwise_scale)
     }
     gate, up = export_experts(quantized, convention, parts=2)[1]
     for part in (gate, up):
-        shared = {n for n, t in part.items() if t.untyped_storage().data_ptr() in of_planes}
+        shared = {n for n, t in part.items() if t.untyped_storage().data_ptr() in of_buffers}
         repeated = format in ("mxfp8_2d", "nvfp4")
         assert shared == {convention.data} | (set() if repeated else {convention.scale})
         assert all(tensor.is_contiguous() for tensor in part.values())

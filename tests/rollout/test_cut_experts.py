@@ -19,8 +19,8 @@ from tests.rollout.test_export_weights import (
     step,
 )
 from tests.support.bytes import assert_same_tensors
-from tests.support.masters import full_master
 from tests.support.ranks import run_ranks
+from tests.support.states.masters import full_master
 
 pytest.importorskip("megatron.core")
 

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError, LayoutError, StateError
 from moe_optim.formats import FP8_BLOCK, reference
-from tests.support import serving
 from tests.support.bytes import assert_bytes_equal, assert_same_tensors
-from tests.support.making_room import managed_buffers
-from tests.support.masters import full_master
+from tests.support.modules import serving
 from tests.support.ranks import run_ranks
+from tests.support.states.making_room import managed_buffers
+from tests.support.states.masters import full_master
 
 pytest.importorskip("megatron.core")
 
@@ -315,12 +315,12 @@ def _promises():
     own = exported(chunks, experts="own")
     assert_same_tensors(own, {name: one for name, one in want.items() if is_mine(name)})
     memory = {
-        plane.untyped_storage().data_ptr()
+        buffer.untyped_storage().data_ptr()
         for chunk in chunks
         for module in chunk.modules()
         if hasattr(module, "storages")
         for storage in module.storages()
-        for plane in storage.quantized.planes().values()
+        for buffer in storage.quantized.buffers().values()
     }
     facts["views"] = all(
         tensor.untyped_storage().data_ptr() in memory
@@ -391,7 +391,7 @@ QUANTIZED = ("self_attention.linear_qkv.weight", "self_attention.linear_proj.wei
 
 def _with_quantized_dense_weights():
     """Export a model whose dense linears are Transformer Engine's, as parameter gather has them."""
-    from tests.support.te_stand_ins import Float8BlockwiseQTensor, as_parameter
+    from tests.support.te.te_stand_ins import Float8BlockwiseQTensor, as_parameter
 
     initialize()
     chunks, _ = build(Setup(knobs={"format": "fp8_block"}))

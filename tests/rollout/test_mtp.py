@@ -6,8 +6,9 @@ import torch.distributed as dist
 from moe_optim import MoEOptimConfig
 from moe_optim.experts.grouped_linear import GroupedLinear
 from tests.rollout.test_export_weights import exported, refusal
-from tests.support import hf_models, serving
 from tests.support.bytes import assert_bytes_equal
+from tests.support.checkpoints import hf_models
+from tests.support.modules import serving
 from tests.support.ranks import run_ranks
 
 pytest.importorskip("megatron.core")

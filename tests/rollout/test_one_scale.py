@@ -8,9 +8,9 @@ import torch
 
 from moe_optim.errors import ConfigError
 from tests.support.bytes import assert_bytes_equal
-from tests.support.calibrating import LINEARS, Kind, make, whole_weights
+from tests.support.modules.calibrating import LINEARS, Kind, make, whole_weights
 from tests.support.ranks import run_ranks
-from tests.support.te_stand_ins import Float8CurrentScalingQuantizer, Float8Tensor, as_tensor
+from tests.support.te.te_stand_ins import Float8CurrentScalingQuantizer, Float8Tensor, as_tensor
 
 pytest.importorskip("megatron.core")
 
@@ -32,7 +32,7 @@ def _experts_with_one_scale() -> Any:
 def _read() -> tuple[int, list[str]]:
     from moe_optim.experts.keys.layouts import get_layout
     from moe_optim.rollout.experts import ExpertReader, ExportedAs, local_experts
-    from tests.support import experts
+    from tests.support.modules import experts
 
     experts.start_ranks()
     module = _experts_with_one_scale()
@@ -48,10 +48,10 @@ def _read() -> tuple[int, list[str]]:
             assert_bytes_equal(scale, factor.expand(len(master), 1).contiguous())
             found += 1
     errors = []
-    for field, holder in (("dtype", "_quantizer"), ("_fp8_dtype", None)):
+    for field, bucket in (("dtype", "_quantizer"), ("_fp8_dtype", None)):
         module = _experts_with_one_scale()
         weight = module.linear_fc2.weight3
-        setattr(getattr(weight, holder) if holder else weight, field, E5M2)
+        setattr(getattr(weight, bucket) if bucket else weight, field, E5M2)
         with pytest.raises(ConfigError) as error:
             list(local_experts(module))
         errors.append(str(error.value))

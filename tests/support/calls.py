@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from tests.support.public_names import Definition, Function, Name, definitions, find, imports
+from tools.documents.public_names import Definition, Function, Name, definitions, find, imports
 
 ERRORS = ("ConfigError", "LayoutError", "NonFiniteError", "PatchError", "StateError")
 COLLECTIVES = re.compile(

@@ -7,7 +7,7 @@ import torch
 from moe_optim.formats import QuantizedWeight
 
 SENTINEL = 0xA5
-"""Fills storage before it is written. No plane of a test input is full of this byte."""
+"""Fills storage before it is written. No buffer of a test input is full of this byte."""
 
 SPECIAL_BF16 = (0.0, -0.0, math.inf, -math.inf, math.nan, -math.nan, 2.0**-133, -(2.0**-126))
 
@@ -56,8 +56,8 @@ def e4m3_exact_integers(*shape, seed=0):
 
 
 def poisoned(format, shape):
-    """Allocate planes in which every byte is ``SENTINEL``."""
+    """Allocate buffers in which every byte is ``SENTINEL``."""
     q = QuantizedWeight.empty(format, shape)
-    for plane in q.planes().values():
-        plane.view(torch.uint8).fill_(SENTINEL)
+    for buffer in q.buffers().values():
+        buffer.view(torch.uint8).fill_(SENTINEL)
     return q

@@ -40,7 +40,7 @@ class Record:
     norms: dict[int, float | None] = field(default_factory=dict)  # iteration -> of all gradients
     masters: dict[str, torch.Tensor] = field(default_factory=dict)  # this rank's shards, fp32
     moments: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
-    weights: dict[str, torch.Tensor] = field(default_factory=dict)  # bf16, or planes as bytes
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)  # bf16, or buffers as bytes
     classes: set[str] = field(default_factory=set)
     extra: Any = None
 
@@ -103,7 +103,7 @@ def install_experts(config: MoEOptimConfig) -> None:
 
     installation.install(config)
     checkpoints = (*patches.CHECKPOINTS, *patches.CHECKPOINTS_OF_RANKS)
-    revert_patches((*patches.OPTIMIZER, *checkpoints), installation.HOLDER)
+    revert_patches((*patches.OPTIMIZER, *checkpoints), installation.BUCKET)
 
 
 def _shrink_mock_data() -> None:
@@ -192,10 +192,10 @@ def named_parameters(model: list[Any]) -> Iterator[tuple[str, torch.nn.Parameter
 
 
 def weight_bytes(name: str, param: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return copies of the planes of a quantized weight, or of the bf16 values of another."""
+    """Return copies of the buffers of a quantized weight, or of the bf16 values of another."""
     if isinstance(param, GroupedWeight):
-        planes = param.quantized_storage.quantized.planes()
-        return {f"{name}.{plane}": tensor.clone() for plane, tensor in planes.items()}
+        buffers = param.quantized_storage.quantized.buffers()
+        return {f"{name}.{buffer}": tensor.clone() for buffer, tensor in buffers.items()}
     return {name: param.detach().clone()}
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support import gpu_sharing
 from tests.support.gpu_sharing import count_workers, places, share_places, unit_of
-from tests.support.runs import REPOSITORY
+from tests.support.training_runs.runs import REPOSITORY
 
 GB = 10**9
 

@@ -7,7 +7,7 @@ import sys
 import torch
 
 from tests.support.ranks import run_ranks
-from tests.support.runs import REPOSITORY
+from tests.support.training_runs.runs import REPOSITORY
 
 COUNT = "import torch; print(torch.cuda.device_count(), torch.cuda.is_available())"
 

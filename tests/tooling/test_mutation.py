@@ -4,7 +4,7 @@ import pytest
 
 from tests.mutation import Mutant, runner
 from tests.mutation.__main__ import ALL
-from tests.support.runs import REPOSITORY
+from tests.support.training_runs.runs import REPOSITORY
 
 
 @pytest.mark.parametrize("mutant", ALL, ids=str)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moe_optim.environment import find_gpus
-from tests.support.runs import REPOSITORY
+from tests.support.training_runs.runs import REPOSITORY
 
 FOLDER = REPOSITORY / "tests" / "support" / "shared_gpu"
 LOOK = "import os; print(os.environ.get('NCCL_HOSTID'), os.environ.get('LOCAL_RANK'))"

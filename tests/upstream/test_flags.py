@@ -1,4 +1,4 @@
-"""What `tests.upstream.flags` starts, and what it makes of a log."""
+"""What `tools.upstream.flags` starts, and what it makes of a log."""
 
 import json
 import shlex
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.upstream import flags
-from tests.upstream.flags import PAIRS, Asked, Pair, is_equal, plugin, stock
+from tools.upstream import flags
+from tools.upstream.flags import PAIRS, Asked, Pair, is_equal, plugin, stock
 
 RESULTS = Path(__file__).parents[2] / "recipes" / "results"
 RECORDED = json.loads((RESULTS / "flags-2x-h200.json").read_text())

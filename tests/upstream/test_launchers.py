@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.ranks import run_ranks
-from tests.upstream.stand_in_imports import standing_in
+from tools.upstream.stand_in_imports import standing_in
 
 ROOT = Path(__file__).parents[2]
 CHECKOUTS = {name: os.environ.get(f"{name.upper()}_PATH") for name in ("slime", "miles")}
@@ -34,8 +34,8 @@ STARTED = ["--load", "nowhere", "--train-iters", "1", "--distributed-backend", "
 def _set_up(launcher: str, checkout: str) -> tuple[str, bool, tuple[int, int]]:
     """Return the optimizer's class, whether its steps are fused, and how much is on the host."""
     from tests.support import training
-    from tests.support.hf_models import build_model, install_runtime, start_megatron
-    from tests.support.host_states import share_at_home
+    from tests.support.checkpoints.hf_models import build_model, install_runtime, start_megatron
+    from tests.support.steps.host_states import share_at_home
 
     install_runtime()
     name = f"{launcher}.backends.megatron_utils.model"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.ranks import run_ranks
-from tests.upstream.stand_in_imports import find_bridge
+from tools.upstream.stand_in_imports import find_bridge
 
 MADE_UP = {
     "training/config.py": """
@@ -93,7 +93,7 @@ def _read_bridge(folder: Path, families: list[str]) -> tuple[dict[str, Any], lis
     """Return answers by name, and modules left behind, in a process of its own."""
     import sys
 
-    from tests.upstream.published_recipes import bridge_answers
+    from tools.upstream.published_recipes import bridge_answers
 
     sys.path.insert(0, str(folder))  # where transformers is installed
     before = set(sys.modules)
@@ -171,7 +171,7 @@ def _read_megatron_lm(checkout: Path, report: Path) -> tuple[int, str]:
     import contextlib
     import io
 
-    from tests.upstream.published_recipes import main
+    from tools.upstream.published_recipes import main
 
     os.environ.pop("MEGATRON_BRIDGE_PATH", None)
     printed = io.StringIO()
@@ -225,7 +225,7 @@ def test_command_lines_of_functional_tests_that_train_experts_are_asked(examples
 
 
 def _graph_settings() -> list[str]:
-    from tests.upstream.published_recipes import full_iteration
+    from tools.upstream.published_recipes import full_iteration
 
     asked = [("local", "full_iteration"), ("local", ["attn"]), ("transformer_engine", None)]
     return [full_iteration(*one) for one in [*asked, (None, None), ("full_iteration", [])]]
@@ -277,8 +277,8 @@ python3 /repo/train.py --num-layers 2 --optimizer adam
 
 def _read_launches(checkout: Path) -> tuple[dict[str, Any], dict[str, list[str]]]:
     """Return answers by name, and the flags of one script."""
-    from tests.upstream.launches import find_launches
-    from tests.upstream.published_recipes import launch_answers
+    from tools.upstream.launches import find_launches
+    from tools.upstream.published_recipes import launch_answers
 
     answers = {one.name: one for one in launch_answers(checkout)}
     return answers, dict(find_launches(checkout))["scripts/run.sh"]
@@ -326,7 +326,7 @@ def _undocumented(answers: Iterable[Any]) -> dict[str, tuple[str, ...]]:
 
 @pytest.mark.skipif(BRIDGE is None, reason="MEGATRON_BRIDGE_PATH names no Megatron-Bridge")
 def test_recipes_of_megatron_bridge_are_refused_for_what_is_documented():
-    from tests.upstream.published_recipes import FAMILIES
+    from tools.upstream.published_recipes import FAMILIES
 
     answers, _ = run_ranks(1, _read_bridge, BRIDGE, list(FAMILIES))[0]
     assert all("te_quant.cfg" in one.unread for one in answers.values() if one.unread)  # not in it
@@ -334,7 +334,7 @@ def test_recipes_of_megatron_bridge_are_refused_for_what_is_documented():
 
 
 def _megatron_lm_answers() -> list[Any]:
-    from tests.upstream.published_recipes import megatron_lm_answers
+    from tools.upstream.published_recipes import megatron_lm_answers
 
     return megatron_lm_answers(Path(MEGATRON_LM))
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.upstream import rows
+from tools.upstream import rows
 
 CASES = """
 import pytest

@@ -5,8 +5,8 @@ import json
 
 from rich.console import Console
 
-from tests.upstream import side_by_side
-from tests.upstream.side_by_side import Case, Comparison, Selection, exit_status, show
+from tools.upstream import side_by_side
+from tools.upstream.side_by_side import Case, Comparison, Selection, exit_status, show
 
 SELECTION = Selection(file="test_made_up.py", knobs="format=bf16")
 CASES = """

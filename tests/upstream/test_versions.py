@@ -5,9 +5,9 @@ from importlib import metadata
 
 import pytest
 
-from tests.upstream import versions
-from tests.upstream.patch_sources import changes, fingerprint
-from tests.upstream.versions import KNOWN, Wanted, read_report, record, totals
+from tools.upstream import versions
+from tools.upstream.patch_sources import changes, fingerprint
+from tools.upstream.versions import KNOWN, Wanted, read_report, record, totals
 
 REPORT = """
 <testsuites><testsuite>
@@ -45,7 +45,7 @@ def test_a_checkout_is_installed_from_its_folder_and_named_without_it(tmp_path):
     checkout = wanted(str(tmp_path / "Megatron-LM"))
     assert checkout.requirements()[1] == str(tmp_path / "Megatron-LM")
     assert checkout.command(["tests/train"]) == (
-        "python -m tests.upstream.versions --torch 2.15.0 --megatron-core Megatron-LM tests/train"
+        "python -m tools.upstream.versions --torch 2.15.0 --megatron-core Megatron-LM tests/train"
     )
 
 
@@ -92,7 +92,7 @@ def test_the_environment_that_asks_is_recorded_as_it_is(tmp_path, monkeypatch):
     (run,) = json.loads(path.read_text())["runs"]
     assert run["versions"]["transformer-engine"] == "2.17.1"
     assert run["versions"]["torch"] == metadata.version("torch")
-    command = f"TRANSFORMER_ENGINE_PATH=DIR python -m tests.upstream.versions --here {case}"
+    command = f"TRANSFORMER_ENGINE_PATH=DIR python -m tools.upstream.versions --here {case}"
     assert run["commands"] == [command]
     assert totals(run["files"])["passed"] and not list(versions.failures(run["files"]))
 

@@ -18,10 +18,10 @@ from moe_optim.formats import FORMATS, MXFP8, MXFP8_2D, reference
 from moe_optim.weights.grouped_weight import GroupedWeight
 from moe_optim.weights.storage import PortableStorage
 from tests.support.bytes import assert_bytes_equal
-from tests.support.copies import every_copy
-from tests.support.holders import bind
 from tests.support.inputs import normal_weights, wide_range_weights
 from tests.support.ranks import run_ranks
+from tests.support.states.copies import every_copy
+from tests.support.states.holders import bind
 
 SHAPE = (2, 64, 32)
 every_format = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS.keys())
@@ -41,15 +41,15 @@ def make_linear(layout, seed=0, format=MXFP8):
     return linear
 
 
-def planes_of(weight):
-    return weight.quantized_storage.quantized.planes()
+def buffers_of(weight):
+    return weight.quantized_storage.quantized.buffers()
 
 
 def snapshot(weight):
-    return {name: plane.clone() for name, plane in planes_of(weight).items()}
+    return {name: buffer.clone() for name, buffer in buffers_of(weight).items()}
 
 
-def assert_planes_equal(got, want, what=""):
+def assert_buffers_equal(got, want, what=""):
     assert got.keys() == want.keys()
     for name in got:
         assert_bytes_equal(got[name], want[name], what=f"{what} {name}")
@@ -93,7 +93,7 @@ def test_it_is_a_parameter_and_a_leaf():
 
 @every_format
 def test_reading_gives_the_rowwise_values(format):
-    """Any torch function sees what the rowwise planes stand for, bf16."""
+    """Any torch function sees what the rowwise buffers stand for, bf16."""
     weight = make_weight(format=format)
     expected = reference.dequantize(weight.quantized_storage.quantized).bfloat16()
     assert_bytes_equal(weight.dequantize(), expected)
@@ -108,7 +108,7 @@ def test_float_gives_values_that_are_not_shared():
     assert_bytes_equal(values, weight.dequantize().float())
     before = snapshot(weight)
     values.zero_()
-    assert_planes_equal(planes_of(weight), before)
+    assert_buffers_equal(buffers_of(weight), before)
 
 
 def test_repr_reads_nothing():
@@ -131,7 +131,7 @@ ALIASES = {
 
 
 @pytest.mark.parametrize("alias", ALIASES.values(), ids=ALIASES.keys())
-def test_aliases_share_every_plane(alias):
+def test_aliases_share_every_buffer(alias):
     """Nothing is dequantized, and a write through the alias is a write to the weight."""
     weight = make_weight()
     other = alias(weight)
@@ -140,7 +140,7 @@ def test_aliases_share_every_plane(alias):
     assert share_memory(other, weight)
     values = wide_range_weights(*SHAPE, seed=1)
     other.detach().copy_(values)
-    assert_planes_equal(planes_of(weight), reference.quantize(values, MXFP8).planes())
+    assert_buffers_equal(buffers_of(weight), reference.quantize(values, MXFP8).buffers())
 
 
 def test_detaching_cuts_history():
@@ -188,7 +188,7 @@ def test_deepcopy_of_a_linear_shares_within_the_copy_and_not_with_the_original(l
         part = other.storage if layout == "grouped" else other.storage.expert(index)
         assert isinstance(weight, torch.nn.Parameter)
         assert weight.quantized_storage.pointers() == part.pointers()
-        assert_planes_equal(planes_of(weight), planes_of(original))
+        assert_buffers_equal(buffers_of(weight), buffers_of(original))
         weight.data.copy_(torch.zeros(weight.shape))
     assert not other.operand("rowwise").any()
     assert linear.operand("rowwise").any()
@@ -247,7 +247,7 @@ def test_copying_to_a_device_copies_bytes(format):
     other = weight.detach().to("cpu", copy=True)
     assert isinstance(other, GroupedWeight)
     assert not share_memory(other, weight)
-    assert_planes_equal(planes_of(other), planes_of(weight))
+    assert_buffers_equal(buffers_of(other), buffers_of(weight))
 
 
 # What modules do to their parameters
@@ -272,11 +272,11 @@ def test_a_linear_that_stays_bf16_keeps_its_storage(layout, convert):
     """Also inside a larger module, as Megatron's Float16Module converts a model."""
     linear = make_linear(layout)
     storage, weights = linear.storage, linear.weights()
-    before = {name: plane.clone() for name, plane in storage.quantized.planes().items()}
+    before = {name: buffer.clone() for name, buffer in storage.quantized.buffers().items()}
     convert(torch.nn.Sequential(linear))
     assert linear.storage is storage
     assert all(a is b for a, b in zip(linear.weights(), weights, strict=True))
-    assert_planes_equal(storage.quantized.planes(), before)
+    assert_buffers_equal(storage.quantized.buffers(), before)
 
 
 @both_layouts
@@ -306,11 +306,11 @@ def test_a_moved_linear_stays_one_storage(layout):
 
 @every_format
 def test_copy_quantizes_values(format):
-    """``copy_`` of any float tensor leaves the oracle's bytes in every plane."""
+    """``copy_`` of any float tensor leaves the oracle's bytes in every buffer."""
     weight = make_weight(format=format)
     values = wide_range_weights(*SHAPE, seed=1)
     weight.data.copy_(values)
-    assert_planes_equal(planes_of(weight), reference.quantize(values, format).planes())
+    assert_buffers_equal(buffers_of(weight), reference.quantize(values, format).buffers())
 
 
 @settings(max_examples=20)
@@ -320,16 +320,16 @@ def test_copy_is_quantize_for_all_values(seed, dtype):
     values = wide_range_weights(*SHAPE, seed=seed)
     weight = make_weight()
     weight.data.copy_(values.to(dtype))
-    assert_planes_equal(planes_of(weight), reference.quantize(values, MXFP8).planes())
+    assert_buffers_equal(buffers_of(weight), reference.quantize(values, MXFP8).buffers())
 
 
 def test_copy_of_an_equal_storage_copies_bytes():
     """Not values: a requantization of dequantized values moves scales. No byte is left out."""
     source, target = make_weight(seed=1), make_weight(seed=2)
-    for plane in planes_of(source).values():
-        plane.random_(0, 256)  # bytes that no quantization gives
+    for buffer in buffers_of(source).values():
+        buffer.random_(0, 256)  # bytes that no quantization gives
     target.data.copy_(source)
-    assert_planes_equal(planes_of(target), planes_of(source))
+    assert_buffers_equal(buffers_of(target), buffers_of(source))
     assert not share_memory(target, source)
 
 
@@ -337,14 +337,14 @@ def test_copy_from_another_format_requantizes_values():
     source, target = make_weight(seed=1, format=MXFP8_2D), make_weight(seed=2)
     target.data.copy_(source)
     expected = reference.quantize(source.dequantize(), MXFP8)
-    assert_planes_equal(planes_of(target), expected.planes())
+    assert_buffers_equal(buffers_of(target), expected.buffers())
 
 
 def test_copy_broadcasts_as_torch_does():
     weight, row = make_weight(), wide_range_weights(32)
     weight.data.copy_(row)
-    assert_planes_equal(
-        planes_of(weight), reference.quantize(row.expand(SHAPE).contiguous(), MXFP8).planes()
+    assert_buffers_equal(
+        buffers_of(weight), reference.quantize(row.expand(SHAPE).contiguous(), MXFP8).buffers()
     )
 
 
@@ -387,7 +387,7 @@ def test_other_writes_in_place_raise_and_change_nothing(write):
     before, version = snapshot(weight), weight.quantized_storage.version
     with pytest.raises(StateError, match=r"^experts\.weight: aten\..* be lost\. .* copy_\(\)"):
         write(weight.data)
-    assert_planes_equal(planes_of(weight), before)
+    assert_buffers_equal(buffers_of(weight), before)
     assert weight.quantized_storage.version == version
 
 
@@ -410,7 +410,7 @@ def test_data_takes_storage_and_no_plain_tensor():
     before = snapshot(weight)
     with pytest.raises(StateError, match=r"experts\.weight: .*torch\.float32.* call install\(\)"):
         weight.data = torch.zeros(SHAPE)
-    assert_planes_equal(planes_of(weight), before)
+    assert_buffers_equal(buffers_of(weight), before)
     weight.data = other.data
     assert share_memory(weight, other)
 
@@ -432,7 +432,7 @@ def test_a_weight_in_a_bucket_keeps_its_storage():
     with pytest.raises(StateError, match=r"^experts\.weight: data: .* got that of other\.weight\."):
         weight.data = other.data
     weight.data = weight.data
-    assert_planes_equal(planes_of(weight), before)
+    assert_buffers_equal(buffers_of(weight), before)
 
 
 @both_layouts
@@ -478,7 +478,7 @@ def test_a_weight_behind_its_masters_is_not_written(write):
         StateError, match=r"^experts\.weight: .*going to overwrite.*start_param_sync"
     ):
         write(weight.data)
-    assert_planes_equal(planes_of(weight), before)
+    assert_buffers_equal(buffers_of(weight), before)
 
 
 @pytest.mark.parametrize(
@@ -574,7 +574,7 @@ def _broadcast(format_name):
     return [snapshot(weight) for weight in weights], initial
 
 
-def test_broadcast_sends_the_planes():
+def test_broadcast_sends_the_buffers():
     """Every rank ends with rank 0's bytes, the columnwise ones included, and with the values that
     masters are made of; blocking or not."""
     for name in ("mxfp8", "nvfp4"):
@@ -583,8 +583,8 @@ def test_broadcast_sends_the_planes():
         for rank, (weights, initial) in enumerate(run_ranks(2, _broadcast, name)):
             for values in initial:
                 assert_bytes_equal(values, drawn)
-            for planes in weights:
-                assert_planes_equal(planes, expected, what=f"{name} on rank {rank}")
+            for buffers in weights:
+                assert_buffers_equal(buffers, expected, what=f"{name} on rank {rank}")
 
 
 PICKLES = {
@@ -642,8 +642,8 @@ torch.save({name: value.float() for name, value in state.items()}, sys.argv[2])
 def test_a_state_dict_loads_into_the_same_bytes(layout):
     linear, other = make_linear(layout), make_linear(layout, seed=1)
     other.load_state_dict(linear.state_dict())
-    for name, plane in other.storage.quantized.planes().items():
-        assert_bytes_equal(plane, linear.storage.quantized.planes()[name], what=name)
+    for name, buffer in other.storage.quantized.buffers().items():
+        assert_bytes_equal(buffer, linear.storage.quantized.buffers()[name], what=name)
 
 
 def _assign_data(linear, other):

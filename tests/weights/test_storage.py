@@ -1,4 +1,4 @@
-"""Behind a quantized weight: planes at fixed addresses, written whole."""
+"""Behind a quantized weight: buffers at fixed addresses, written whole."""
 
 import pytest
 import torch
@@ -7,8 +7,8 @@ from moe_optim.errors import LayoutError, StateError
 from moe_optim.formats import FORMATS, MXFP8, MXFP8_2D, NVFP4, reference
 from moe_optim.weights.storage import PortableStorage
 from tests.support.bytes import assert_bytes_equal
-from tests.support.holders import bind
 from tests.support.inputs import SENTINEL, poisoned, wide_range_weights
+from tests.support.states.holders import bind
 
 SHAPE = (3, 256, 128)
 every_format = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS.keys())
@@ -21,21 +21,21 @@ def make_storage(format=MXFP8, seed=0, shape=SHAPE):
 
 
 def snapshot(storage):
-    return {name: plane.clone() for name, plane in storage.quantized.planes().items()}
+    return {name: buffer.clone() for name, buffer in storage.quantized.buffers().items()}
 
 
-def assert_holds(storage, planes):
-    assert storage.quantized.planes().keys() == planes.keys()
-    for name, plane in storage.quantized.planes().items():
-        assert_bytes_equal(plane, planes[name], what=name)
+def assert_holds(storage, buffers):
+    assert storage.quantized.buffers().keys() == buffers.keys()
+    for name, buffer in storage.quantized.buffers().items():
+        assert_bytes_equal(buffer, buffers[name], what=name)
 
 
 @every_format
-def test_write_leaves_the_oracles_bytes_in_every_plane(format):
+def test_write_leaves_the_oracles_bytes_in_every_buffer(format):
     storage = PortableStorage.viewing(poisoned(format, SHAPE))
     values = wide_range_weights(*SHAPE)
     storage.write(values)
-    assert_holds(storage, reference.quantize(values, format).planes())
+    assert_holds(storage, reference.quantize(values, format).buffers())
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_write_leaves_the_oracles_bytes_in_every_plane(format):
 def test_write_takes_values_as_they_come(values):
     storage = make_storage(seed=1)
     storage.write(values)
-    assert_holds(storage, reference.quantize(values.detach(), MXFP8).planes())
+    assert_holds(storage, reference.quantize(values.detach(), MXFP8).buffers())
 
 
 @pytest.mark.parametrize("direction", ["rowwise", "columnwise"])
@@ -66,10 +66,10 @@ def test_dequantize_gives_the_oracles_values_anew(format, direction):
 
 @every_format
 def test_pointers_stay_under_writes_and_move_with_the_memory(format):
-    """A table built on the planes holds for as long as the pointers do."""
+    """A table built on the buffers holds for as long as the pointers do."""
     storage = make_storage(format)
     before = storage.pointers()
-    assert before == tuple(p.data_ptr() for p in storage.quantized.planes().values())
+    assert before == tuple(p.data_ptr() for p in storage.quantized.buffers().values())
     storage.write(wide_range_weights(*SHAPE, seed=1))
     storage.copy_bytes_from(make_storage(format, seed=2))
     assert storage.pointers() == before
@@ -84,11 +84,11 @@ def test_an_expert_is_a_view_of_its_part(format):
     expert = storage.expert(1)
     assert (expert.shape, expert.name) == ((1, 256, 128), "experts.weight1")
     expert.write(values)
-    part = reference.quantize(values, format).planes()
-    for name, plane in storage.quantized.planes().items():
-        assert_bytes_equal(plane[1:2], part[name], what=f"{name} of expert 1")
+    part = reference.quantize(values, format).buffers()
+    for name, buffer in storage.quantized.buffers().items():
+        assert_bytes_equal(buffer[1:2], part[name], what=f"{name} of expert 1")
         for other in (0, 2):
-            assert_bytes_equal(plane[other], before[name][other], what=f"{name} of {other}")
+            assert_bytes_equal(buffer[other], before[name][other], what=f"{name} of {other}")
     assert storage.pointers()[0] == storage.expert(0).pointers()[0]
 
 
@@ -115,8 +115,8 @@ def test_copied_bytes_need_not_mean_anything(format):
     source = PortableStorage.viewing(poisoned(format, SHAPE))
     target = make_storage(format)
     target.copy_bytes_from(source)
-    for name, plane in snapshot(target).items():
-        assert (plane.view(torch.uint8) == SENTINEL).all(), name
+    for name, buffer in snapshot(target).items():
+        assert (buffer.view(torch.uint8) == SENTINEL).all(), name
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from moe_optim.experts.keys.finding import raise_faults
 from moe_optim.experts.keys.layouts import LINEARS, ExpertSet, KeyLayout, get_layout
 from moe_optim.formats import FORMATS, BlockScaledFormat, QuantizedWeight
 from moe_optim.rollout.conventions import Convention, find_convention
-from moe_optim.rollout.planes import export_experts, patterns_of, split_rows, tensor_name
+from moe_optim.rollout.expert_tensors import export_experts, patterns_of, split_rows, tensor_name
 
 MASTERS = "optimizer.state.param."
 """Before the names of weights, those of their masters, where these are stored by name."""

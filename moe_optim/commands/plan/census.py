@@ -10,20 +10,20 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_optim.buckets.wire import Slot
+from moe_optim.buckets.buffer_plan import Slot
 from moe_optim.formats import BlockScaledFormat
 
 Counts = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class BandCensus:
-    """Bands of a bucket by the rank that owns them, in whole or in part."""
+class BlockRowCounts:
+    """Block rows of a bucket by the rank that owns them, in whole or in part."""
 
     whole: Counts
-    """[dp_size] int64: bands that lie entirely in the shard of a rank."""
+    """[dp_size] int64: block rows that lie entirely in the shard of a rank."""
     has_cut: NDArray[np.bool_]
-    """[dp_size] bool: whether a rank owns a part of some band, and others the rest of it."""
+    """[dp_size] bool: whether a rank owns a part of some block row, and others the rest of it."""
 
 
 def count_owned(slots: Sequence[Slot], bucket_numel: int, dp_size: int) -> Counts:
@@ -40,23 +40,23 @@ def count_owned(slots: Sequence[Slot], bucket_numel: int, dp_size: int) -> Count
     return np.diff(_used_before(slots, _edges(bucket_numel, dp_size)))
 
 
-def count_bands(
+def count_block_rows(
     format: BlockScaledFormat, slots: Sequence[Slot], bucket_numel: int, dp_size: int
-) -> BandCensus:
-    """Count whole and cut bands of each rank; arguments as of :func:`count_owned`.
+) -> BlockRowCounts:
+    """Count whole and cut block rows of each rank; arguments as of :func:`count_owned`.
 
     Args:
-        format: whose bands.
+        format: whose block rows.
         slots: parameters of the bucket, at least one.
         bucket_numel: elements of the bucket, padding included, a multiple of ``dp_size``.
         dp_size: ranks that own an equal part of it each.
     """
     edges = _edges(bucket_numel, dp_size)
-    begun, ended = _bands_before(format, slots, edges)
-    # Bands follow each other, so those that end in a shard and did not begin before it are whole.
+    begun, ended = _block_rows_before(format, slots, edges)
+    # Block rows follow each other: those that end in a shard and begin in it are whole.
     whole = np.maximum(ended[1:] - begun[:-1], 0)
     is_inside = begun > ended
-    return BandCensus(whole=whole, has_cut=is_inside[:-1] | is_inside[1:])
+    return BlockRowCounts(whole=whole, has_cut=is_inside[:-1] | is_inside[1:])
 
 
 def _edges(bucket_numel: int, dp_size: int) -> Counts:
@@ -69,22 +69,22 @@ def _used_before(slots: Sequence[Slot], edges: Counts) -> Counts:
     return place.before([slot.numel for slot in place.slots]) + place.offset
 
 
-def _bands_before(
+def _block_rows_before(
     format: BlockScaledFormat, slots: Sequence[Slot], edges: Counts
 ) -> tuple[Counts, Counts]:
-    """Return how many bands begin before each edge, and how many end there or before."""
+    """Return how many block rows begin before each edge, and how many end there or before."""
     place = _place(slots, edges)
-    bands = [-(-slot.shape[1] // format.band_rows) for slot in place.slots]
+    block_rows = [-(-slot.shape[1] // format.block_row_height) for slot in place.slots]
     before = place.before(
-        [slot.shape[0] * count for slot, count in zip(place.slots, bands, strict=True)]
+        [slot.shape[0] * count for slot, count in zip(place.slots, block_rows, strict=True)]
     )
     cols = place.of_each([slot.shape[2] for slot in place.slots])
     rows = place.of_each([slot.shape[1] for slot in place.slots])
     expert: Counts = (place.offset // (rows * cols)).astype(np.int64)
     inside = place.offset - expert * rows * cols
-    before = before + expert * place.of_each(bands)
-    ended: Counts = (inside // (cols * format.band_rows)).astype(np.int64)
-    rest = inside - ended * cols * format.band_rows
+    before = before + expert * place.of_each(block_rows)
+    ended: Counts = (inside // (cols * format.block_row_height)).astype(np.int64)
+    rest = inside - ended * cols * format.block_row_height
     return before + ended + (rest > 0), before + ended
 
 

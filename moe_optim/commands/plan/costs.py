@@ -1,7 +1,7 @@
 """What expert weights cost a rank, counted on the layouts that a run would use.
 
-Everything is exact and follows from shapes: planes from ``plan_wire``, buckets from Megatron's own
-layout, maxima from ``plan_exchange``, what a fused step moves from ``layout/traffic.py``, which
+Everything is exact and follows from shapes: buffers from ``plan_buffers``, buckets from Megatron's
+own layout, maxima from ``plan_exchange``, what a fused step moves from ``layout/traffic.py``, which
 benchmarks hold its launches against. Not counted are the tables that kernels read (addresses,
 tiles, slots of their own), what an allocator rounds up, and what Megatron's own casts allocate
 while they run.
@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from moe_optim.buckets.buffer_plan import Slot, plan_buffers
 from moe_optim.buckets.stock_layout import packed_nbytes
-from moe_optim.buckets.wire import Slot, plan_wire
-from moe_optim.commands.plan.census import Counts, count_bands, count_owned
+from moe_optim.commands.plan.census import Counts, count_block_rows, count_owned
 from moe_optim.commands.plan.experts import PlannedBucket, PlannedExperts
 from moe_optim.commands.plan.traffic import norm_bytes, step_bytes
 from moe_optim.config import MoEOptimConfig
@@ -37,8 +37,8 @@ a parameter buffer."""
 ROWS = (*FORMATS, *STOCKS)
 """What a plan has a row of, for each number of GPUs."""
 
-PLANES = tuple(f"{way}_{kind}" for way in DIRECTIONS for kind in ("data", "scale"))
-WEIGHTS = (*PLANES, "global_amax", "storage_scales", "parameter_buffer", "exchange")
+BUFFERS = tuple(f"{way}_{kind}" for way in DIRECTIONS for kind in ("data", "scale"))
+WEIGHTS = (*BUFFERS, "global_amax", "storage_scales", "parameter_buffer", "exchange")
 OPTIMIZER = ("masters", "moments")
 PARTS = (*WEIGHTS, "gradients", *OPTIMIZER, "gradient_copies")
 """What a rank's bytes consist of. The first five are fields of ``QuantizedWeight``; storage scales
@@ -63,13 +63,13 @@ class Costs(NamedTuple):
     """Bytes a rank holds of what travels, its own part among them, once all of it has arrived."""
     maxima: int
     """fp32 values that ranks reduce with MAX before they encode; each rank holds them all."""
-    cuts_bands: bool
+    cuts_block_rows: bool
     numel: int
     """Elements, padding included."""
     owned: Counts
     """[dp_size] int64: elements of weights that each rank has the masters of."""
     launches: Counts | None
-    """[dp_size] int64: kernels that quantize, find maxima, or derive planes; None: not counted."""
+    """[dp_size] int64: kernels that quantize, find maxima, or derive buffers; None: not counted."""
 
 
 def why_stocks_step(experts: PlannedExperts, knobs: MoEOptimConfig) -> str | None:
@@ -93,7 +93,7 @@ def plan_rows(
 ) -> Iterator[Row]:
     """Yield a row for every format, and those of Megatron's own, at each number of GPUs.
 
-    Bytes are of the rank with most masters. ``weight_bytes_per_rank`` has the planes (those that
+    Bytes are of the rank with most masters. ``weight_bytes_per_rank`` has the buffers (those that
     are gathered are the storage) and exchanged maxima, ``gradient_bytes_per_rank`` gradients in
     their own dtype, ``optimizer_bytes_per_rank`` masters, in fp32 but for stock bf16 with a
     precision-aware optimizer, and two moments, and
@@ -101,7 +101,7 @@ def plan_rows(
     step and not by a fused one. ``total_bytes_per_rank`` is the sum; ``against_stock_bf16_bytes``
     and ``against_stock_bytes`` are it less that of stock, in bf16 and in the same format, where
     stock has it.
-    ``gathered_bytes_per_step`` counts all planes of all buckets after the gather, the rank's own
+    ``gathered_bytes_per_step`` counts all buffers of all buckets after the gather, the rank's own
     slice included, and ``gather_ms`` is how long that takes at the bus bandwidth of collectives.
     ``launches_per_step`` is that of the rank with most, without copies and fills.
     ``norm_bytes_per_rank`` and ``update_bytes_per_rank`` are what a fused step of the experts has
@@ -231,7 +231,7 @@ def _traffic(total: Costs, used: int, dp_size: int, network_gb_per_s: float | No
 def _path_of(name: str, total: Costs) -> str:
     """Say how weights get to other ranks."""
     if name in FORMATS:
-        return "partial amax" if total.cuts_bands else "aligned"
+        return "partial amax" if total.cuts_block_rows else "aligned"
     return "bf16 wire" if name in (STOCK_BF16, STOCK_MXFP8) else "by weight"
 
 
@@ -266,17 +266,17 @@ def _quantized_costs(
     for slot in slots:
         format.check_shape(slot.shape, slot.name)
     numel = bucket.aligned_end(format).numel
-    planes = plan_wire(format, slots, numel, dp_size)
-    travelling = {plane.name: plane.nbytes for plane in planes}
-    bands = count_bands(format, slots, numel, dp_size)
+    buffers = plan_buffers(format, slots, numel, dp_size)
+    travelling = {buffer.name: buffer.nbytes for buffer in buffers}
+    block_rows = count_block_rows(format, slots, numel, dp_size)
     owned = count_owned(slots, numel, dp_size)
     exchanges = [
         plan_exchange(format, slot.shape, slot.cuts(numel // dp_size), name=slot.name)
         for slot in slots
     ]
     derives = format.is_2d or experts.in_te
-    # As LaunchTable.num_launches and FinishTable: amaxes of experts, whole bands, cut ones twice.
-    launches = (bands.whole > 0).astype(np.int64) + 2 * bands.has_cut + int(derives)
+    # As LaunchTable.num_launches and FinishTable: amaxes, whole block rows, cut ones twice.
+    launches = (block_rows.whole > 0).astype(np.int64) + 2 * block_rows.has_cut + int(derives)
     if format.has_global_amax:
         launches += owned > 0
     maxima = sum(exchange.size for exchange in exchanges)
@@ -289,7 +289,7 @@ def _quantized_costs(
         },
         gathered=sum(travelling.values()),
         maxima=maxima,
-        cuts_bands=bool(bands.has_cut.any()),
+        cuts_block_rows=bool(block_rows.has_cut.any()),
         numel=numel,
         owned=owned,
         launches=launches,
@@ -301,7 +301,7 @@ def _derived_bytes(
 ) -> dict[str, int]:
     """Return the bytes of what does not travel.
 
-    Transformer Engine's weights have padded scales besides the planes, and of columnwise scales
+    Transformer Engine's weights have padded scales besides the buffers, and of columnwise scales
     that follow from rowwise ones no others.
     """
     shapes = [slot.shape for slot in slots]
@@ -358,7 +358,7 @@ def _stock_costs(format: BlockScaledFormat | None, bucket: PlannedBucket, grad_b
         parts={**parts, "gradients": numel * grad_bytes},
         gathered=wire,
         maxima=0,
-        cuts_bands=False,
+        cuts_block_rows=False,
         numel=numel,
         owned=count_owned(slots, numel, dp_size),
         launches=np.full(dp_size, launches, dtype=np.int64) if counted else None,
@@ -376,7 +376,7 @@ def _total(costs: Sequence[tuple[Costs, int]]) -> Costs:
         parts=parts,
         gathered=sum(one.gathered * number for one, number in costs),
         maxima=sum(one.maxima * number for one, number in costs),
-        cuts_bands=any(one.cuts_bands for one, _ in costs),
+        cuts_block_rows=any(one.cuts_block_rows for one, _ in costs),
         numel=sum(one.numel * number for one, number in costs),
         owned=np.sum([one.owned * number for one, number in costs], axis=0),
         launches=np.sum(launches, axis=0) if launches else None,

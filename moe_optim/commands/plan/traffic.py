@@ -24,7 +24,7 @@ def requantize_bytes(format: "BlockScaledFormat", numel: int, *, zeroed: bool) -
     """
     reads = 2 if format.has_global_amax else 1
     source = 2 * reads + 2 if zeroed else _MASTER * reads
-    return numel * (source + format.wire_bytes_per_element)
+    return numel * (source + format.gathered_bytes_per_element)
 
 
 def tensorwise_bytes(numel: int) -> int:
@@ -53,7 +53,7 @@ def step_bytes(
 ) -> Fraction:
     """Return the bytes that a step of Adam has to move which encodes what it has stepped.
 
-    Gradients are read, masters and both moments read and written, and the planes that travel
+    Gradients are read, masters and both moments read and written, and the buffers that travel
     written.
 
     Args:
@@ -63,25 +63,25 @@ def step_bytes(
         moment_bytes: of both moments of an element together.
     """
     masters = _MASTER * (3 if format.has_global_amax else 2)
-    return numel * (grad_bytes + masters + 2 * moment_bytes + format.wire_bytes_per_element)
+    return numel * (grad_bytes + masters + 2 * moment_bytes + format.gathered_bytes_per_element)
 
 
 def health_bytes(format: "BlockScaledFormat", numel: int) -> Fraction:
-    """Return the bytes that a look at owned elements reads: masters and rowwise planes."""
+    """Return the bytes that a look at owned elements reads: masters and rowwise buffers."""
     return numel * (_MASTER + format.data_bytes_per_element + format.scale_bytes_per_element)
 
 
 def finish_bytes(format: "BlockScaledFormat", rows: int, cols: int) -> int:
     """Return the bytes that have to move after the gather, for one expert.
 
-    Every plane that is needed is read once, and every one that follows from it is written once:
+    Every buffer that is needed is read once, and every one that follows from it is written once:
     transposed data, logical columnwise scales, and the scales of both directions in storage.
     """
     from moe_optim.formats import DIRECTIONS
 
     shape = (1, rows, cols)
     scales = {way: prod(format.scale_shape(shape, way)) for way in DIRECTIONS}
-    read = sum(scales[way] for way in format.wire_directions)
+    read = sum(scales[way] for way in format.gathered_directions)
     written = sum(scales[way] * prod(format.storage_scale_repeat(way)) for way in DIRECTIONS)
     written += scales["columnwise"] if format.is_2d else 0
     moved = 2 * prod(format.data_shape(shape, "rowwise"))

@@ -17,7 +17,7 @@ from moe_optim.commands.console.provenance import describe_environment
 from moe_optim.integration.patching.engine import original
 from moe_optim.integration.script_runner import trains_on_cpu
 from moe_optim.optimizer.description import describe
-from moe_optim.weights.managed import is_left_to_megatron, is_managed
+from moe_optim.weights.managed import is_managed, is_tensorwise
 from moe_optim.weights.te.fields import TENSORWISE
 
 
@@ -68,7 +68,7 @@ def describe_model(model: list[Any], optimizer: Any) -> dict[str, Any]:
         if is_managed(param):
             quantized += counted
             formats.add(param.quantized_storage.format.name)
-        elif is_left_to_megatron(param):
+        elif is_tensorwise(param):
             quantized += counted
             formats.add(TENSORWISE)
     ranks: list[Any] = [None] * dist.get_world_size()

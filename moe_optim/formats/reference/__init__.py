@@ -30,7 +30,7 @@ __all__ = [
     "expand_scale_into",
     "quantize",
     "quantize_into",
-    "quantize_wire_into",
+    "quantize_gathered_into",
 ]
 
 _QUANTIZERS: Mapping[BlockScaledFormat, Callable[[Tensor, QuantizedWeight], None]] = (
@@ -58,49 +58,49 @@ def quantize(master: Tensor, format: BlockScaledFormat, *, name: str = "weight")
         LayoutError: wrong dtype, or a shape that the format cannot hold.
     """
     if torch.compiler.is_compiling():
-        planes = _reference_quantize(master.detach(), format.name, name)
-        return QuantizedWeight.of_planes(format, master.shape, planes)
+        buffers = _reference_quantize(master.detach(), format.name, name)
+        return QuantizedWeight.of_buffers(format, master.shape, buffers)
     out = QuantizedWeight.empty(format, master.shape, device=master.device, name=name)
     quantize_into(master, format, out, name=name)
     return out
 
 
-def _empty_planes(master: Tensor, format: str, name: str) -> list[Tensor]:
+def _empty_buffers(master: Tensor, format: str, name: str) -> list[Tensor]:
     out = QuantizedWeight.empty(get_format(format), master.shape, device=master.device, name=name)
-    return list(out.planes().values())
+    return list(out.buffers().values())
 
 
-@partial(library.operation, fake=_empty_planes)
+@partial(library.operation, fake=_empty_buffers)
 def _reference_quantize(master: Tensor, format: str, name: str) -> list[Tensor]:
-    return list(quantize(master, get_format(format), name=name).planes().values())
+    return list(quantize(master, get_format(format), name=name).buffers().values())
 
 
 @torch.no_grad()
 def quantize_into(
     master: Tensor, format: BlockScaledFormat, out: QuantizedWeight, *, name: str = "weight"
 ) -> None:
-    """Write ``quantize(master, format)`` into the existing planes of ``out``, in place.
+    """Write ``quantize(master, format)`` into the existing buffers of ``out``, in place.
 
-    Every byte of every plane is overwritten; nothing beyond the planes is touched, so they may be
-    views into padded storage. Arguments and errors are those of :func:`quantize_wire_into`.
+    Every byte of every buffer is overwritten; nothing beyond the buffers is touched, so they may be
+    views into padded storage. Arguments and errors are those of :func:`quantize_gathered_into`.
     """
-    quantize_wire_into(master, format, out, name=name)
+    quantize_gathered_into(master, format, out, name=name)
     derive_into(out)
 
 
 @torch.no_grad()
-def quantize_wire_into(
+def quantize_gathered_into(
     master: Tensor, format: BlockScaledFormat, out: QuantizedWeight, *, name: str = "weight"
 ) -> None:
-    """Write those planes of ``quantize(master, format)`` that travel, in place.
+    """Write those buffers of ``quantize(master, format)`` that travel, in place.
 
-    Every byte of ``out.wire_planes()`` is overwritten and no other. Contiguous planes are written
-    directly, others by way of a copy.
+    Every byte of ``out.gathered_buffers()`` is overwritten, and no other. Contiguous buffers are
+    written directly, others through a copy.
 
     Args:
         master: [E, R, C] fp32 or bf16 on the device of ``out``.
         format: must be the format of ``out``.
-        out: planes to overwrite.
+        out: buffers to overwrite.
         name: how errors call the weight.
 
     Raises:
@@ -120,20 +120,20 @@ def quantize_wire_into(
         return
     contiguous = _contiguous_like(out)
     _QUANTIZERS[format](master, contiguous)
-    for name, written in contiguous.wire_planes().items():
-        plane: Tensor = getattr(out, name)
-        if plane is not written:
-            plane.copy_(written)
+    for name, written in contiguous.gathered_buffers().items():
+        buffer: Tensor = getattr(out, name)
+        if buffer is not written:
+            buffer.copy_(written)
 
 
 def _contiguous_like(q: QuantizedWeight) -> QuantizedWeight:
-    """Return ``q`` with new memory for those planes that are not contiguous."""
+    """Return ``q`` with new memory for those buffers that are not contiguous."""
 
-    def like(plane: Tensor) -> Tensor:
+    def like(buffer: Tensor) -> Tensor:
         return (
-            plane
-            if plane.is_contiguous()
-            else torch.empty_like(plane, memory_format=torch.contiguous_format)
+            buffer
+            if buffer.is_contiguous()
+            else torch.empty_like(buffer, memory_format=torch.contiguous_format)
         )
 
     rowwise_data = like(q.rowwise_data)

@@ -1,4 +1,4 @@
-"""From planes back to values: the exact fp32 definition, and a fast path straight to bf16."""
+"""From buffers back to values: the exact fp32 definition, and a fast path straight to bf16."""
 
 from collections.abc import Callable
 from functools import cache, partial
@@ -26,7 +26,7 @@ _NVFP4_UNIT = 1.0 / (6.0 * 448.0)
 
 
 def dequantize(q: QuantizedWeight, direction: Direction = "rowwise") -> Tensor:
-    """Return the values that the planes of ``direction`` stand for.
+    """Return the values that the buffers of ``direction`` stand for.
 
     Exact for E4M3 data, whose scales are powers of two, unless a magnitude reaches 2^128, which
     gives Inf (weights from 2^128 - 2^123 on round up to there). NVFP4 values are
@@ -35,11 +35,11 @@ def dequantize(q: QuantizedWeight, direction: Direction = "rowwise") -> Tensor:
     as it does in the scale that encoded the weight; TE's dequantization gives less.
 
     Args:
-        q: planes; left alone.
+        q: buffers; left alone.
         direction: which of them to read.
 
     Returns:
-        [E, R, C] fp32, contiguous, also where the data plane is stored transposed.
+        [E, R, C] fp32, contiguous, also where the data buffer is stored transposed.
     """
     data, format = q.data(direction), q.format
     if torch.compiler.is_compiling():
@@ -80,10 +80,10 @@ def dequantize_bf16(
     NaN in both, its payload and sign are not promised.
 
     Args:
-        data: uint8 plane of ``direction``, as stored: of ``format.data_shape``.
+        data: uint8 buffer of ``direction``, as stored: of ``format.data_shape``.
         scale: its logical scales, of ``format.scale_shape`` and ``format.scale_dtype``.
-        format: what the planes mean.
-        direction: which planes these are.
+        format: what the buffers mean.
+        direction: which buffers these are.
         global_amax: [E] fp32, needed by formats that have one.
         out: [E, R, C] bf16, contiguous; overwritten and returned if given.
 
@@ -122,7 +122,7 @@ def dequantize_bf16(
 def values_shape(
     data: Tensor, format: BlockScaledFormat, direction: Direction
 ) -> tuple[int, int, int]:
-    """Return the logical [E, R, C] of a data plane."""
+    """Return the logical [E, R, C] of a data buffer."""
     experts, rows, packed_cols = data.shape
     cols = packed_cols * format.elements_per_byte
     return (experts, cols, rows) if format.transposes(direction) else (experts, rows, cols)
@@ -154,7 +154,7 @@ def _dequantize_bf16(
 def _scale_values(
     scale: Tensor, format: BlockScaledFormat, direction: Direction, global_amax: Tensor | None
 ) -> Tensor:
-    """Return what elements are multiplied by, along the axes of the data plane as stored.
+    """Return what elements are multiplied by, along the axes of the data buffer as stored.
 
     E8M0 bytes give bf16, which holds all of them; other scales give fp32.
     """
@@ -198,7 +198,7 @@ def _decode_into(data: Tensor, values: Tensor, element: Element) -> None:
     """Write the bf16 value of every element by table, two bytes at a time where that is possible.
 
     Args:
-        data: uint8 plane of any strides.
+        data: uint8 buffer of any strides.
         values: bf16, contiguous, as many elements as ``data`` packs.
         element: encoding of the elements.
     """

@@ -7,9 +7,9 @@ from moe_optim.formats.reference.blocks import transpose_into
 
 
 def derive_into(q: QuantizedWeight) -> None:
-    """Write the columnwise planes of ``q`` that follow from its rowwise ones, in place.
+    """Write the columnwise buffers of ``q`` that follow from its rowwise ones, in place.
 
-    Formats whose columnwise copy is quantized by itself are left alone: both planes travel.
+    Formats whose columnwise copy is quantized by itself are left alone: both buffers travel.
     """
     if not q.format.is_2d:
         return

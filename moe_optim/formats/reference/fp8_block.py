@@ -20,11 +20,11 @@ BLOCK = 128
 
 
 def quantize_into(master: Tensor, out: QuantizedWeight) -> None:
-    """Write the rowwise FP8 block planes of ``master``; every kernel must match these bytes.
+    """Write the rowwise FP8 block buffers of ``master``; every kernel must match these bytes.
 
     Args:
         master: [E, R, C] fp32 or bf16. Blocks at the lower and right edge may be partial.
-        out: contiguous planes of the same shape; all rowwise bytes are overwritten.
+        out: contiguous buffers of the same shape; all rowwise bytes are overwritten.
     """
     _, rows, cols = master.shape
     if rows % BLOCK or cols % BLOCK:

@@ -25,10 +25,10 @@ def measure_into(
         sums: [E, NUM_SUMS] fp64, changed in place; columns are those of :class:`Sum`, then the
             sketch: entry ``column % SKETCH`` has the sum of its elements times their signs.
         amaxes: [E] fp32, changed in place.
-        source: fp32 or bf16, what the planes were quantized from: the elements of the weight from
+        source: fp32 or bf16, what the buffers were quantized from: the elements of the weight from
             ``start`` on. Rounded to bf16 first.
         start: counted in the weight.
-        q: all planes of the whole weight; its rowwise values are what is measured.
+        q: all buffers of the whole weight; its rowwise values are what is measured.
     """
     experts, rows, cols = q.shape
     numel, flat = rows * cols, source.reshape(-1)
@@ -45,7 +45,7 @@ def measure_into(
 
 
 def _measure(rounded: Tensor, place: slice, q: QuantizedWeight) -> Tensor:
-    """Return the sums of elements ``place`` of one expert, bf16, whose planes ``q`` holds alone."""
+    """Return the sums of elements ``place`` of one bf16 expert, the only one in ``q``."""
     _, rows, cols = q.shape
     values = dequantize(q)[0]
     value, weight = values.view(-1)[place], rounded.float()

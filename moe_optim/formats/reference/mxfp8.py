@@ -17,11 +17,11 @@ BLOCK = 32
 
 
 def quantize_into(master: Tensor, out: QuantizedWeight) -> None:
-    """Write the MXFP8 planes of ``master``; every kernel must match these bytes.
+    """Write the MXFP8 buffers of ``master``; every kernel must match these bytes.
 
     Args:
         master: [E, R, C] fp32 or bf16, R and C multiples of 32.
-        out: contiguous planes of the same shape; all bytes are overwritten.
+        out: contiguous buffers of the same shape; all bytes are overwritten.
     """
     cols = master.shape[-1]
     rowwise_data = out.rowwise_data.view(-1, BLOCK, cols // BLOCK, BLOCK)

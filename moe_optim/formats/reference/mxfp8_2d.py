@@ -18,11 +18,11 @@ BLOCK = 32
 
 
 def quantize_into(master: Tensor, out: QuantizedWeight) -> None:
-    """Write the rowwise MXFP8 2-D planes of ``master``; every kernel must match these bytes.
+    """Write the rowwise MXFP8 2-D buffers of ``master``; every kernel must match these bytes.
 
     Args:
         master: [E, R, C] fp32 or bf16, R and C multiples of 32.
-        out: contiguous planes of the same shape; all rowwise bytes are overwritten.
+        out: contiguous buffers of the same shape; all rowwise bytes are overwritten.
     """
     cols = master.shape[-1]
     data = out.rowwise_data.view(-1, BLOCK, cols)

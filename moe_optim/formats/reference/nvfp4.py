@@ -24,11 +24,11 @@ SMALLEST_DECODING_AMAX = SCALE_MAX * NVFP4.data_max * 2.0**-128
 
 
 def quantize_into(master: Tensor, out: QuantizedWeight) -> None:
-    """Write the rowwise NVFP4 planes of ``master``; every kernel must match these bytes.
+    """Write the rowwise NVFP4 buffers of ``master``; every kernel must match these bytes.
 
     Args:
         master: [E, R, C] fp32 or bf16, R and C multiples of 16.
-        out: contiguous planes of the same shape; all rowwise bytes and amaxes are overwritten.
+        out: contiguous buffers of the same shape; all rowwise bytes and amaxes are overwritten.
     """
     experts, rows, cols = master.shape
     assert out.global_amax is not None, "QuantizedWeight guarantees an amax for NVFP4"

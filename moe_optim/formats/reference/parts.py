@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_optim.formats import BlockScaledFormat, QuantizedWeight, round_up
 from moe_optim.formats.reference.deriving import derive_into
-from moe_optim.formats.reference.ranges import block_amaxes, encode_bands
+from moe_optim.formats.reference.ranges import block_amaxes, encode_block_rows
 
 
 def pad_part(part: Tensor, start: tuple[int, int], format: BlockScaledFormat) -> Tensor:
@@ -23,9 +23,9 @@ def pad_part(part: Tensor, start: tuple[int, int], format: BlockScaledFormat) ->
         format: whose blocks.
 
     Returns:
-        [E, R', C'] bf16 that starts at :func:`padded_start`, both multiples of a band.
+        [E, R', C'] bf16 that starts at :func:`padded_start`, both multiples of a block row.
     """
-    length = format.band_rows
+    length = format.block_row_height
     top, left = (first % length for first in start)
     experts, rows, cols = part.shape
     shape = (experts, round_up(top + rows, length), round_up(left + cols, length))
@@ -36,12 +36,12 @@ def pad_part(part: Tensor, start: tuple[int, int], format: BlockScaledFormat) ->
 
 def padded_start(start: tuple[int, int], format: BlockScaledFormat) -> tuple[int, int]:
     """Return the first row and column of a padded part, counted in the weight."""
-    row, col = (first // format.band_rows * format.band_rows for first in start)
+    row, col = (first // format.block_row_height * format.block_row_height for first in start)
     return row, col
 
 
 def part_maxima(padded: Tensor, format: BlockScaledFormat) -> dict[str, Tensor]:
-    """Return the amaxes of every block of a padded part, by the plane that follows from them.
+    """Return the amaxes of every block of a padded part, by the buffer that follows from them.
 
     NaN counts as zero.
 
@@ -54,7 +54,7 @@ def part_maxima(padded: Tensor, format: BlockScaledFormat) -> dict[str, Tensor]:
         travels, and ``global_amax`` [E, 1, 1] where the format has one.
     """
     experts, rows, cols = padded.shape
-    height = format.band_rows
+    height = format.block_row_height
     amaxes = block_amaxes(padded.view(-1, height, cols), format)
     if format.is_2d:
         blocks = amaxes.view(experts, rows // height, cols // height)
@@ -72,24 +72,24 @@ def part_maxima(padded: Tensor, format: BlockScaledFormat) -> dict[str, Tensor]:
 def encode_padded(
     padded: Tensor, format: BlockScaledFormat, maxima: Mapping[str, Tensor]
 ) -> QuantizedWeight:
-    """Return all planes of a padded part whose maxima are those of the whole weight.
+    """Return all buffers of a padded part whose maxima are those of the whole weight.
 
     Args:
         padded: [E, R', C'] bf16.
-        format: of the planes.
+        format: of the buffers.
         maxima: as :func:`part_maxima` returns them.
     """
     experts, rows, cols = padded.shape
-    bands = padded.view(-1, format.band_rows, cols)
-    blocks = maxima["rowwise_scale"].reshape(len(bands), -1)
+    block_rows = padded.view(-1, format.block_row_height, cols)
+    blocks = maxima["rowwise_scale"].reshape(len(block_rows), -1)
     if not format.is_2d:
-        blocks = torch.cat([maxima["columnwise_scale"].reshape(len(bands), -1), blocks], 1)
+        blocks = torch.cat([maxima["columnwise_scale"].reshape(len(block_rows), -1), blocks], 1)
     global_amax = maxima.get("global_amax", padded.new_zeros(experts, 1, 1, dtype=torch.float32))
-    of_bands = global_amax.expand(experts, rows // format.band_rows, 1).reshape(-1, 1)
+    of_block_rows = global_amax.expand(experts, rows // format.block_row_height, 1).reshape(-1, 1)
     out = QuantizedWeight.empty(format, padded.shape, device=padded.device)
-    for name, plane in encode_bands(bands, format, blocks, of_bands).items():
+    for name, buffer in encode_block_rows(block_rows, format, blocks, of_block_rows).items():
         target: Tensor = getattr(out, name)
-        target.copy_(plane.reshape(target.shape))
+        target.copy_(buffer.reshape(target.shape))
     if out.global_amax is not None:
         out.global_amax.copy_(global_amax.view(-1))
     derive_into(out)

@@ -1,8 +1,8 @@
 """Quantization of a range of a weight, which may end inside a block: maxima first, then codes.
 
-A *band* is a strip of ``format.band_rows`` rows. All maxima of its blocks fill one row of *slots*:
-for a 1-D format its C columnwise blocks, then the C / 32 rowwise blocks of each of its rows; for
-2-D formats its ceil(C / block) blocks. Maxima of different ranks combine by a plain maximum.
+A *block row* is a strip of ``format.block_row_height`` rows. All maxima of its blocks fill one row
+of *slots*: for a 1-D format its C columnwise blocks, then the C / 32 rowwise blocks of each of
+its rows; for 2-D formats its ceil(C / block) blocks. A plain maximum combines those of ranks.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,30 +21,30 @@ from moe_optim.formats.reference.codes.e8m0 import e8m0_reciprocal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class OwnedBands:
-    """The bands of one expert that a range touches."""
+class OwnedBlockRows:
+    """The block rows of one expert that a range touches."""
 
     expert: int
     first_row: int
     values: Tensor
-    """[n, band_rows, C] bf16; zeros beyond the range and below the weight."""
+    """[n, block_row_height, C] bf16; zeros beyond the range and below the weight."""
     owned: Tensor
-    """[n, band_rows, C] bool: which of the values lie in the range."""
+    """[n, block_row_height, C] bool: which of the values lie in the range."""
 
 
-def owned_bands(
+def owned_block_rows(
     source: Tensor, start: int, shape: tuple[int, int, int], format: BlockScaledFormat
-) -> Iterator[OwnedBands]:
-    """Cut a range of a weight into the bands it touches, expert by expert.
+) -> Iterator[OwnedBlockRows]:
+    """Cut a range of a weight into the block rows it touches, expert by expert.
 
     Args:
         source: fp32 or bf16, the elements from ``start`` on in row-major order.
         start: counted in the weight.
         shape: [E, R, C] of the weight.
-        format: whose bands.
+        format: whose block rows.
     """
     _, rows, cols = shape
-    flat, height = source.reshape(-1), format.band_rows
+    flat, height = source.reshape(-1), format.block_row_height
     end = start + flat.numel()
     for expert in range(start // (rows * cols), -(-end // (rows * cols))):
         base = expert * rows * cols
@@ -56,11 +56,11 @@ def owned_bands(
         part = slice(low - first * cols, high - first * cols)
         values.view(-1)[part] = flat[base + low - start : base + high - start]
         owned.view(-1)[part] = True
-        yield OwnedBands(expert=expert, first_row=first, values=values, owned=owned)
+        yield OwnedBlockRows(expert=expert, first_row=first, values=values, owned=owned)
 
 
 def block_amaxes(values: Tensor, format: BlockScaledFormat) -> Tensor:
-    """Return the maxima of all blocks of bands: [n, band_rows, C] bf16 -> [n, slots] fp32.
+    """Return the maxima of all blocks: [n, block_row_height, C] bf16 -> [n, slots] fp32.
 
     NaN counts as zero.
     """
@@ -74,20 +74,20 @@ def block_amaxes(values: Tensor, format: BlockScaledFormat) -> Tensor:
     return torch.cat([columns, runs.flatten(1)], 1)
 
 
-def encode_bands(
+def encode_block_rows(
     values: Tensor, format: BlockScaledFormat, amaxes: Tensor, global_amax: Tensor
 ) -> dict[str, Tensor]:
-    """Return the planes of bands whose maxima are known.
+    """Return the buffers of block rows whose maxima are known.
 
     Args:
-        values: [n, band_rows, C] bf16.
+        values: [n, block_row_height, C] bf16.
         format: their format.
         amaxes: [n, slots] fp32.
-        global_amax: fp32, the amax of the expert, 0-dim, or [n, 1] where bands are of several;
+        global_amax: fp32, the amax of the expert, 0-dim, or [n, 1] where block rows are of several;
             read by formats that have one.
 
     Returns:
-        The planes that travel, by name; data [n, band_rows, bytes], scales [n, rows, columns].
+        The buffers that travel, by name; data [n, block_row_height, bytes], scales [n, rows, cols].
     """
     count, height, cols = values.shape
     length = max(format.rowwise_block)
@@ -129,7 +129,7 @@ def partial_amax_into(
     q: QuantizedWeight,
     out: Tensor,
     *,
-    bands: Mapping[tuple[int, int], int],
+    block_rows: Mapping[tuple[int, int], int],
     experts: Mapping[int, int],
 ) -> None:
     """Write this rank's share of the maxima that several ranks contribute to.
@@ -139,15 +139,15 @@ def partial_amax_into(
         start: counted in the weight.
         q: whose format and shape.
         out: fp32, holding zeros where nothing is owned.
-        bands: first slot in ``out`` of every band that is shared, by expert and first row.
+        block_rows: first slot in ``out`` of every shared block row, by expert and first row.
         experts: slot in ``out`` of the amax of every expert that is shared.
     """
-    for part in owned_bands(source, start, q.shape, q.format):
+    for part in owned_block_rows(source, start, q.shape, q.format):
         amaxes = block_amaxes(part.values, q.format)
-        for index, band in enumerate(amaxes):
-            slot = bands.get((part.expert, part.first_row + index * q.format.band_rows))
+        for index, block_row in enumerate(amaxes):
+            slot = block_rows.get((part.expert, part.first_row + index * q.format.block_row_height))
             if slot is not None:
-                out[slot : slot + band.numel()] = band
+                out[slot : slot + block_row.numel()] = block_row
         if part.expert in experts:
             out[experts[part.expert]] = amaxes.amax()
 
@@ -158,44 +158,44 @@ def encode_into(
     q: QuantizedWeight,
     amax: Tensor,
     *,
-    bands: Mapping[tuple[int, int], int],
+    block_rows: Mapping[tuple[int, int], int],
     experts: Mapping[int, tuple[int, int]],
 ) -> None:
-    """Write the data of a range, and the scales of every band it touches, into ``q`` in place.
+    """Write the data of a range, and the scales of every block row it touches, into ``q`` in place.
 
     Args:
         source: the elements of the weight from ``start`` on.
         start: counted in the weight.
-        q: planes; only those that travel are written.
+        q: buffers; only those that travel are written.
         amax: fp32, the shared maxima of all ranks.
-        bands: first slot in ``amax`` of every band that is shared.
+        block_rows: first slot in ``amax`` of every shared block row.
         experts: first and last slot of the amax of every expert that is shared; their maximum
             counts, because kernels leave several.
     """
-    rows, height = q.shape[1], q.format.band_rows
-    for part in owned_bands(source, start, q.shape, q.format):
+    rows, height = q.shape[1], q.format.block_row_height
+    for part in owned_block_rows(source, start, q.shape, q.format):
         amaxes = block_amaxes(part.values, q.format)
-        for index, band in enumerate(amaxes):
-            slot = bands.get((part.expert, part.first_row + index * height))
+        for index, block_row in enumerate(amaxes):
+            slot = block_rows.get((part.expert, part.first_row + index * height))
             if slot is not None:
-                band.copy_(amax[slot : slot + band.numel()])
+                block_row.copy_(amax[slot : slot + block_row.numel()])
         global_amax = amaxes.amax()
         if part.expert in experts:
             first, last = experts[part.expert]
             global_amax = amax[first:last].amax()
         if q.global_amax is not None:
             q.global_amax[part.expert] = global_amax
-        encoded = encode_bands(part.values, q.format, amaxes, global_amax)
+        encoded = encode_block_rows(part.values, q.format, amaxes, global_amax)
         end_row = min(rows, part.first_row + len(amaxes) * height)
-        for name, plane in encoded.items():
+        for name, buffer in encoded.items():
             target = getattr(q, name)[part.expert]
-            lines = plane.flatten(0, 1)
+            lines = buffer.flatten(0, 1)
             if name.endswith("_data"):
                 inside = part.owned.flatten(0, 1)[: end_row - part.first_row]
                 inside = inside[:, :: q.format.elements_per_byte]
                 where = target[part.first_row : end_row]
                 where.copy_(torch.where(inside, lines[: where.shape[0]], where))
             else:
-                first = part.first_row // (height // plane.shape[1])
+                first = part.first_row // (height // buffer.shape[1])
                 where = target[first : first + lines.shape[0]]
                 where.copy_(lines[: where.shape[0]])

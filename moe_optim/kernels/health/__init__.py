@@ -1,4 +1,4 @@
-"""What quantized experts have lost: the table of masters and planes, and the kernel over them."""
+"""What quantized experts have lost: the table of masters and buffers, and the kernel over them."""
 
 from moe_optim.kernels.health.table import HealthEntry, HealthTable
 

@@ -1,6 +1,6 @@
 # mypy: allow-incomplete-defs
 
-"""One pass over masters and rowwise planes, which adds up what ``moe_optim.health`` names."""
+"""One pass over masters and rowwise buffers, which adds up what ``moe_optim.health`` names."""
 
 import triton
 import triton.language as tl
@@ -20,8 +20,8 @@ from moe_optim.kernels.tiles import (
     ROWWISE_DATA,
     ROWWISE_SCALE,
     SOURCE,
+    buffer_rows,
     is_owned,
-    plane_rows,
 )
 
 NUM_SUMS = tl.constexpr(_NUM_SUMS)
@@ -219,9 +219,9 @@ def _load_values(
     quads = tl.arange(0, QUADS)[:, None]
     scale_rows = tl.trans(rows) if HEIGHT == 1 else tl.zeros((1, 1), dtype=tl.int32)
 
-    data, stride = plane_rows(member, ROWWISE_DATA, row, tl.uint8, ALIGNMENT)
+    data, stride = buffer_rows(member, ROWWISE_DATA, row, tl.uint8, ALIGNMENT)
     codes = data + first_col // PACKED + rows * stride + bytes
-    scales, stride = plane_rows(member, ROWWISE_SCALE, row // HEIGHT, SCALE, 1)
+    scales, stride = buffer_rows(member, ROWWISE_SCALE, row // HEIGHT, SCALE, 1)
     scales += first_col // WIDTH + scale_rows * stride + quads * QUAD // WIDTH
     if WHOLE:
         stored = tl.load(codes)

@@ -1,4 +1,4 @@
-"""What one launch over masters and planes reads, and where its sums lie."""
+"""What one launch over masters and buffers reads, and where its sums lie."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ class HealthEntry:
     """What a rank owns of one weight, and where its sums go."""
 
     entry: TableEntry
-    """Masters are its source, planes its target, complete, as after a gather."""
+    """Masters are its source, buffers its target, complete, as after a gather."""
     rows: Tensor
     """[E] int64 on the CPU: the row of each expert in the sums of the table."""
 
@@ -61,7 +61,7 @@ class HealthLaunch:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class HealthTable:
-    """Masters and planes where they lie, and the sums of their experts. See :meth:`build`.
+    """Masters and buffers where they lie, and the sums of their experts. See :meth:`build`.
 
     On a GPU it holds addresses, and no launch may be made once something has moved.
     """
@@ -77,11 +77,11 @@ class HealthTable:
     remainder: tuple[HealthEntry, ...]
     """What no kernel handles; everything without a suitable GPU."""
     places: Places
-    """Of masters and of every plane that is read: each has memory of its own."""
+    """Of masters and of every buffer that is read: each has memory of its own."""
 
     @property
     def has_moved(self) -> bool:
-        """Whether masters or planes lie elsewhere by now."""
+        """Whether masters or buffers lie elsewhere by now."""
         return self.places.have_moved
 
     @classmethod
@@ -122,14 +122,14 @@ class HealthTable:
             places=Places(
                 tensor
                 for one in entries
-                for tensor in (one.entry.source, *_planes_read(one.entry.target))
+                for tensor in (one.entry.source, *_buffers_read(one.entry.target))
             ),
         )
 
 
-def _planes_read(target: QuantizedWeight) -> list[Tensor]:
-    planes = (target.rowwise_data, target.rowwise_scale, target.global_amax)
-    return [plane for plane in planes if plane is not None]
+def _buffers_read(target: QuantizedWeight) -> list[Tensor]:
+    buffers = (target.rowwise_data, target.rowwise_scale, target.global_amax)
+    return [buffer for buffer in buffers if buffer is not None]
 
 
 def _plan(

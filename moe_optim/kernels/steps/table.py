@@ -29,7 +29,7 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AdamState:
-    """What a step reads and writes of one shard of a parameter, beside quantized planes."""
+    """What a step reads and writes of one shard of a parameter, beside quantized buffers."""
 
     parameter: str
     """Name, for errors."""
@@ -110,7 +110,7 @@ class MemberLaunch:
     gradient_dtype: torch.dtype
     moment_dtype: torch.dtype
     aligned: bool
-    """Whether everything starts at multiples of 16 bytes, planes included."""
+    """Whether everything starts at multiples of 16 bytes, buffers included."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -433,8 +433,8 @@ def _ends_of(member: _Member) -> list[int]:
         return [*range(length, state.master.numel(), length), state.master.numel()]
     entry, _ = planned
     format = entry.target.format
-    band = format.band_rows * entry.target.shape[2]
-    length = max(1, length // band) * band
+    block_row = format.block_row_height * entry.target.shape[2]
+    length = max(1, length // block_row) * block_row
     ends: list[int] = []
     for part in owned_parts(entry):
         base = part.base - entry.start

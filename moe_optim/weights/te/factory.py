@@ -8,7 +8,7 @@ import torch
 from moe_optim.errors import ConfigError
 from moe_optim.formats import BlockScaledFormat
 from moe_optim.kernels.member_table import Backend
-from moe_optim.weights.storage import PlaneStorage
+from moe_optim.weights.storage import WeightStorage
 from moe_optim.weights.te.quantizer import import_error, make_quantizer
 from moe_optim.weights.te.storage import TransformerEngineStorage
 
@@ -22,7 +22,7 @@ def make_te_storages(
     device: torch.device | str | None,
     record_amax: bool,
     backend: Backend,
-) -> Sequence[PlaneStorage]:
+) -> Sequence[WeightStorage]:
     """Return a ``GroupedTensor`` of all experts, or a tensor of their class an expert.
 
     Nothing of Transformer Engine's is launched, so that formats are held in its classes also where

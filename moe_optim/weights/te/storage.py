@@ -1,7 +1,7 @@
 """Transformer Engine's quantized weights behind the interface of our own storage.
 
-Data is used where it lies: a bucket's planes become the weight's own. Scales are kept once a block,
-as they travel, and spread into the padded tensors that products read when a gather lands.
+Data is used where it lies: a bucket's buffers become the weight's own. Scales are kept once per
+block, as they travel, and spread into the padded tensors that GEMMs read when a gather finishes.
 """
 
 from collections.abc import Mapping
@@ -16,12 +16,12 @@ from moe_optim.errors import StateError
 from moe_optim.formats import DIRECTIONS, BlockScaledFormat, Direction, QuantizedWeight
 from moe_optim.kernels.member_table import Backend
 from moe_optim.places import Attributes
-from moe_optim.weights.storage import Holder, PlaneStorage, PortableStorage
+from moe_optim.weights.storage import BindingBucket, PortableStorage, WeightStorage
 from moe_optim.weights.te.fields import GROUPED, ONE, SWIZZLED, is_grouped, read_values, used_scales
 from moe_optim.weights.te.properties import refuse_foreign_bytes
 
 
-class TransformerEngineStorage(PlaneStorage):
+class TransformerEngineStorage(WeightStorage):
     """One weight of Transformer Engine: [R, C] as a storage [1, R, C], or a group [E, R, C].
 
     Where a module of Transformer Engine owns the weight, its products read it, and nobody here can
@@ -158,24 +158,24 @@ class TransformerEngineStorage(PlaneStorage):
             rowwise_data=self._get("rowwise_data"),
             columnwise_data=self._get("columnwise_data"),
         )
-        self._point_at_planes()
+        self._point_at_buffers()
 
-    def bind(self, planes: Mapping[str, Tensor], holder: Holder) -> None:
-        """Move the bytes of some planes into memory of a bucket, and stay there."""
+    def bind(self, buffers: Mapping[str, Tensor], bucket: BindingBucket) -> None:
+        """Move the bytes of some buffers into memory of a bucket, and stay there."""
         held = self.quantized
-        for name, plane in planes.items():
-            plane.copy_(getattr(held, name))
-        both: dict[str, Any] = dict(planes)
-        if self.format.is_2d and "rowwise_scale" in planes:
-            both["columnwise_scale"] = planes["rowwise_scale"].transpose(1, 2)
-        if self.format.columnwise_copy == "shared" and "rowwise_data" in planes:
-            both["columnwise_data"] = planes["rowwise_data"]
+        for name, buffer in buffers.items():
+            buffer.copy_(getattr(held, name))
+        both: dict[str, Any] = dict(buffers)
+        if self.format.is_2d and "rowwise_scale" in buffers:
+            both["columnwise_scale"] = buffers["rowwise_scale"].transpose(1, 2)
+        if self.format.columnwise_copy == "shared" and "rowwise_data" in buffers:
+            both["columnwise_data"] = buffers["rowwise_data"]
         self.laid_out = replace(held, **both)
-        self._point_at_planes()
-        self._gathered = frozenset(planes)
-        self.holder = holder
+        self._point_at_buffers()
+        self._gathered = frozenset(buffers)
+        self.bucket = bucket
 
-    def planes_written(self) -> None:
+    def note_write(self) -> None:
         """Spread the scales into their padded form, and take note of the bytes."""
         q = self.quantized
         for direction, stored in self.storage_scales.items():
@@ -186,7 +186,7 @@ class TransformerEngineStorage(PlaneStorage):
             down, across = self.format.storage_scale_repeat(direction)
             spread = scale.repeat_interleave(down, 1).repeat_interleave(across, 2)
             stored[:, : spread.shape[1], : spread.shape[2]] = spread
-        super().planes_written()
+        super().note_write()
 
     def whole_of(self, parts: Any) -> "TransformerEngineStorage | None":
         """Return this storage if it is all of ``parts``; experts apart have no whole."""
@@ -205,8 +205,8 @@ class TransformerEngineStorage(PlaneStorage):
 
     def _swizzled(self) -> list[Any]:
         """Return the tensors whose scales lie in the order of products."""
-        holders = [self._param, *self._members()]
-        return [one for one in holders if getattr(one, SWIZZLED, False)]
+        buckets = [self._param, *self._members()]
+        return [one for one in buckets if getattr(one, SWIZZLED, False)]
 
     def _members(self) -> list[Any]:
         """Return the tensors of a group, if Transformer Engine has made them."""
@@ -246,7 +246,7 @@ class TransformerEngineStorage(PlaneStorage):
         for index, member in enumerate(self._members()):
             setattr(member, getattr(ONE, name), _expert(tensor, index))
 
-    def _point_at_planes(self) -> None:
+    def _point_at_buffers(self) -> None:
         for name in self._fields.names(self.format):
             self._set(name, self._own(name))
         self._take_note_of_fields()
@@ -295,7 +295,7 @@ class TransformerEngineStorage(PlaneStorage):
             stored[:, :, used.shape[2] * repeat_across :].zero_()
 
     def _view(self) -> QuantizedWeight:
-        """Return the planes: data as it lies there, and the scales without padding and repeats."""
+        """Return the buffers: data as it lies there, and the scales without padding and repeats."""
         scales: dict[str, Tensor] = {}
         for direction in DIRECTIONS:
             if direction == "columnwise" and self.format.is_2d:

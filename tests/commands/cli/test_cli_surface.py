@@ -10,7 +10,7 @@ import pytest
 from moe_optim import __version__
 from moe_optim.commands.cli import main as cli
 from moe_optim.errors import ConfigError, StateError
-from tests.support.report_runs import write_run
+from tests.support.training_runs.report_runs import write_run
 
 SURFACE = {  # command -> its positionals and options
     "compare": {"RUN", "--out"},

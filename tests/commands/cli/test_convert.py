@@ -10,9 +10,8 @@ from safetensors.torch import load_file, save_file
 from moe_optim.checkpoint.files.torch_dist import TorchDistReader
 from moe_optim.commands.cli import main as cli
 from moe_optim.commands.conversion.opening import open_checkpoint
-from tests.support.damage import flip_in
-from tests.support.hf_checkpoints import write_megatron
-from tests.support.stored_checkpoints import (
+from tests.support.checkpoints.hf_checkpoints import write_megatron
+from tests.support.checkpoints.stored_checkpoints import (
     EXPERTS,
     FC1,
     FC2,
@@ -23,6 +22,7 @@ from tests.support.stored_checkpoints import (
     stored_tensors,
     write_torch_dist,
 )
+from tests.support.hostile.damage import flip_in
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,9 @@ from moe_optim.commands.cli import doctor
 from moe_optim.commands.cli import main as cli
 from moe_optim.commands.console import site_file
 from moe_optim.environment import find_package
-from tests.support.runs import REPOSITORY
-from tests.support.scripts import PRETRAIN, write_fake_tree
 from tests.support.training import MODEL
+from tests.support.training_runs.runs import REPOSITORY
+from tests.support.training_runs.scripts import PRETRAIN, write_fake_tree
 
 pytest.importorskip("megatron.core")
 

@@ -9,8 +9,7 @@ from safetensors.torch import save_file
 from moe_optim.checkpoint.files.torch_dist import TorchDistReader
 from moe_optim.checkpoint.integrity import begin, seal
 from moe_optim.commands.cli import main as cli
-from tests.support.damage import flip_in, flip_in_archive, save_legacy
-from tests.support.stored_checkpoints import (
+from tests.support.checkpoints.stored_checkpoints import (
     EXPERTS,
     FC1,
     FFN,
@@ -22,6 +21,7 @@ from tests.support.stored_checkpoints import (
     stored_tensors,
     write_torch_dist,
 )
+from tests.support.hostile.damage import flip_in, flip_in_archive, save_legacy
 
 
 @pytest.fixture

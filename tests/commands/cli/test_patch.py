@@ -9,7 +9,7 @@ import pytest
 from moe_optim.commands.cli import main as cli
 from moe_optim.errors import PatchError
 from moe_optim.integration.source_diffs import FOLDER, apply_diffs, load_diffs, revert_diffs
-from tests.support.scripts import copy_diffed_files, fingerprint, needs_diffed_files
+from tests.support.training_runs.scripts import copy_diffed_files, fingerprint, needs_diffed_files
 
 pytest.importorskip("megatron.core")
 pytestmark = needs_diffed_files

@@ -18,9 +18,9 @@ from moe_optim.integration.patching.engine import patch_state
 from moe_optim.integration.patching.patches import ADAM, CPU, DATASETS, PATCHES, SCRIPT
 from moe_optim.integration.script_runner import prepare_imports, run_script
 from tests.support.ranks import run_ranks
-from tests.support.runs import REPOSITORY
-from tests.support.scripts import PRETRAIN, write_fake_tree
 from tests.support.training import assert_same_run, pretrain
+from tests.support.training_runs.runs import REPOSITORY
+from tests.support.training_runs.scripts import PRETRAIN, write_fake_tree
 
 pytest.importorskip("megatron.core")
 

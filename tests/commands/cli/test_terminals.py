@@ -14,9 +14,13 @@ import pytest
 
 from moe_optim.formats import FORMATS
 from moe_optim.spelling import spell_bytes
-from tests.support.exported_models import stored, write
-from tests.support.megatron_flags import recorded
-from tests.support.stored_checkpoints import common_state, stored_tensors, write_torch_dist
+from tests.support.checkpoints.exported_models import stored, write
+from tests.support.checkpoints.stored_checkpoints import (
+    common_state,
+    stored_tensors,
+    write_torch_dist,
+)
+from tools.documents.megatron_flags import recorded
 
 COMMAND = [sys.executable, "-m", "moe_optim.commands.cli.main"]
 STYLE = re.compile(r"\x1b\[[0-9;]*m")

@@ -8,7 +8,7 @@ import torch
 
 from moe_optim.commands.cli import main as cli
 from moe_optim.commands.cli import verify as command
-from tests.support.stored_checkpoints import (
+from tests.support.checkpoints.stored_checkpoints import (
     EMBEDDING,
     FC1,
     FC2,

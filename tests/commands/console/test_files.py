@@ -6,7 +6,7 @@ import pytest
 
 from moe_optim.commands.console.files import full_disk_explained, require_writable, write_atomically
 from moe_optim.errors import ConfigError
-from tests.support.runs import small_disk
+from tests.support.training_runs.runs import small_disk
 
 
 def test_a_full_disk_leaves_the_old_file_and_says_what_to_do(tmp_path):

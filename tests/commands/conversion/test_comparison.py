@@ -16,7 +16,7 @@ from moe_optim.commands.conversion.layer_view import LayerView, Rename
 from moe_optim.commands.conversion.opening import open_checkpoint
 from moe_optim.errors import LayoutError
 from moe_optim.experts.keys.layouts import LAYOUTS, get_layout
-from tests.support.stored_checkpoints import (
+from tests.support.checkpoints.stored_checkpoints import (
     EMBEDDING,
     EXPERTS,
     FC1,

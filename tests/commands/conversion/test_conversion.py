@@ -27,7 +27,7 @@ from moe_optim.commands.conversion.torch_dist_writer import TorchDistWriter
 from moe_optim.errors import ConfigError, LayoutError, StateError
 from moe_optim.experts.keys.layouts import LAYOUTS, get_layout
 from tests.support.bytes import assert_bytes_equal, assert_same_tensors
-from tests.support.stored_checkpoints import (
+from tests.support.checkpoints.stored_checkpoints import (
     EXPERTS,
     FC1,
     FC2,

@@ -15,8 +15,8 @@ from moe_optim.commands.conversion.model_plan import ModelRequest, plan_model
 from moe_optim.commands.conversion.opening import open_checkpoint
 from moe_optim.errors import ConfigError, LayoutError, StateError
 from tests.support.bytes import assert_bytes_equal, assert_same_tensors
-from tests.support.exported_models import stored, write
-from tests.support.hf_checkpoints import (
+from tests.support.checkpoints.exported_models import stored, write
+from tests.support.checkpoints.hf_checkpoints import (
     AT_ONCE_STORED,
     HF,
     HF_AT_ONCE,
@@ -27,7 +27,7 @@ from tests.support.hf_checkpoints import (
     write_hf,
     write_megatron,
 )
-from tests.support.stored_checkpoints import interleaved, read_with_torch
+from tests.support.checkpoints.stored_checkpoints import interleaved, read_with_torch
 
 FAMILIES = list(STORED)
 QKV = "decoder.layers.self_attention.linear_qkv.weight"
@@ -402,7 +402,7 @@ def test_no_more_than_a_layer_of_experts_is_held(source, family, tmp_path):
 
 
 def test_a_checkpoint_without_arguments_is_refused_with_a_reason(tmp_path):
-    from tests.support.stored_checkpoints import write_torch_dist
+    from tests.support.checkpoints.stored_checkpoints import write_torch_dist
 
     common = {"checkpoint_version": 3.0, "iteration": 7}
     source = write_torch_dist(tmp_path / "c", stored_model("qwen3_moe"), common)

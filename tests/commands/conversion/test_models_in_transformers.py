@@ -6,11 +6,11 @@ import torch
 from moe_optim.commands.conversion.model_conversion import convert_model
 from moe_optim.commands.conversion.model_plan import ModelRequest, plan_model
 from moe_optim.commands.conversion.opening import open_checkpoint
-from tests.support import hf_models
 from tests.support.bytes import assert_same_tensors
-from tests.support.hf_models import AT_ONCE, MODELS, PREDICTING, Job, run_jobs
+from tests.support.checkpoints import hf_models
+from tests.support.checkpoints.hf_models import AT_ONCE, MODELS, PREDICTING, Job, run_jobs
+from tests.support.checkpoints.stored_checkpoints import read_with_torch
 from tests.support.ranks import run_ranks
-from tests.support.stored_checkpoints import read_with_torch
 
 TOLERANCE = 5e-6
 """Of logits up to 3 in fp32: the two programs add up in other orders."""

@@ -11,8 +11,8 @@ from moe_optim.commands.conversion.model_plan import ModelRequest, plan_model
 from moe_optim.commands.conversion.opening import open_checkpoint
 from moe_optim.errors import ConfigError, LayoutError
 from tests.support.bytes import assert_same_tensors
-from tests.support.hf_checkpoints import write_hf, write_megatron
-from tests.support.stored_checkpoints import read_with_torch
+from tests.support.checkpoints.hf_checkpoints import write_hf, write_megatron
+from tests.support.checkpoints.stored_checkpoints import read_with_torch
 
 BLOCK = (8, 4)  # of 16 x 12 and other weights: whole blocks, and blocks that the edge cuts
 QUANTIZATION = {

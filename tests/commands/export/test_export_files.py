@@ -19,9 +19,8 @@ from moe_optim.errors import ConfigError, LayoutError, StateError
 from moe_optim.experts.keys.conversion import convert_state_dict
 from moe_optim.formats import get_format, reference
 from moe_optim.rollout.conventions import CONVENTIONS
-from tests.support import serving
 from tests.support.bytes import assert_bytes_equal, assert_same_tensors
-from tests.support.exported_models import (
+from tests.support.checkpoints.exported_models import (
     EXPERTS,
     FC1,
     FC2,
@@ -35,8 +34,9 @@ from tests.support.exported_models import (
     stored,
     write,
 )
-from tests.support.hf_checkpoints import write_hf
-from tests.support.stored_checkpoints import interleaved
+from tests.support.checkpoints.hf_checkpoints import write_hf
+from tests.support.checkpoints.stored_checkpoints import interleaved
+from tests.support.modules import serving
 
 FORMATS = ("mxfp8", "mxfp8_2d", "nvfp4", "fp8_block")
 UNQUANTIZED = ["lm_head"] + [
@@ -259,8 +259,8 @@ def test_blocks_hold_the_rows_that_they_hold_in_training(format, tmp_path):
     source = write(tmp_path / "source", tensors, moe_mlp_glu_interleave_size=rows)
     got = in_files(export(source, tmp_path / "out", format))
     for layer in range(LAYERS):
-        planes = reference.quantize(tensors[MASTERS + FC1][layer], get_format(format))
-        data = planes.rowwise_data.view(torch.uint8)
+        buffers = reference.quantize(tensors[MASTERS + FC1][layer], get_format(format))
+        data = buffers.rowwise_data.view(torch.uint8)
         runs = data.view(EXPERTS, FFN // rows, 2, rows, -1)
         for expert in range(EXPERTS):
             for half, name in enumerate(("gate_proj", "up_proj")):

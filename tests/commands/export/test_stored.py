@@ -10,8 +10,8 @@ from moe_optim.commands.cli import main as cli
 from moe_optim.commands.conversion.opening import open_checkpoint
 from moe_optim.commands.export.stored import find_quantized
 from moe_optim.rollout.conventions import CONVENTIONS
-from tests.support.exported_models import EXPERTS, FFN, HIDDEN, LAYERS, export, in_files
-from tests.support.hf_checkpoints import write_hf
+from tests.support.checkpoints.exported_models import EXPERTS, FFN, HIDDEN, LAYERS, export, in_files
+from tests.support.checkpoints.hf_checkpoints import write_hf
 
 LINEARS = ("gate_proj", "up_proj", "down_proj")
 FIRST = "model.layers.0.mlp.experts.0.down_proj"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from moe_optim.rollout.families import FAMILIES, Anatomy, NamePair, expert_prefixes
-from tests.upstream.stand_in_imports import StandIn, find_bridge, standing_in
+from tools.upstream.stand_in_imports import StandIn, find_bridge, standing_in
 
 FOLDER = find_bridge()
 MODELS = "megatron.bridge.models"

@@ -12,7 +12,7 @@ from moe_optim.commands.hugging_face.models import (
     model_from_config,
 )
 from moe_optim.errors import ConfigError
-from tests.support.hf_checkpoints import DEEPSEEK, QWEN
+from tests.support.checkpoints.hf_checkpoints import DEEPSEEK, QWEN
 from tests.support.ranks import run_ranks
 
 QWEN_ARGS, DEEPSEEK_ARGS = vars(QWEN), vars(DEEPSEEK)

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_optim.buckets.wire import Slot
-from moe_optim.commands.plan.census import count_bands, count_owned
+from moe_optim.buckets.buffer_plan import Slot
+from moe_optim.commands.plan.census import count_block_rows, count_owned
 from moe_optim.formats import FORMATS
 
 EVERY_FORMAT = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
@@ -45,29 +45,31 @@ def test_owned_elements_are_those_found_by_looking_at_every_element(format, data
 @settings(max_examples=50)
 @given(data=st.data())
 @EVERY_FORMAT
-def test_bands_are_those_found_by_looking_at_every_element(format, data):
+def test_block_rows_are_those_found_by_looking_at_every_element(format, data):
     slots, numel, dp_size = data.draw(buckets(format))
-    band_of = torch.full((numel,), -1)
+    block_row_of = torch.full((numel,), -1)
     count = 0
     for slot in slots:
         experts, rows, cols = slot.shape
-        bands = torch.arange(rows) // format.band_rows
-        per_expert = int(bands[-1]) + 1
-        numbers = bands.repeat(experts) + torch.arange(experts).repeat_interleave(rows) * per_expert
-        band_of[slot.start : slot.end] = count + numbers.repeat_interleave(cols)
+        block_rows = torch.arange(rows) // format.block_row_height
+        per_expert = int(block_rows[-1]) + 1
+        numbers = (
+            block_rows.repeat(experts) + torch.arange(experts).repeat_interleave(rows) * per_expert
+        )
+        block_row_of[slot.start : slot.end] = count + numbers.repeat_interleave(cols)
         count += experts * per_expert
-    sizes = torch.bincount(band_of[band_of >= 0], minlength=count)
+    sizes = torch.bincount(block_row_of[block_row_of >= 0], minlength=count)
     whole, has_cut = [], []
-    for shard in band_of.view(dp_size, -1):
+    for shard in block_row_of.view(dp_size, -1):
         held = torch.bincount(shard[shard >= 0], minlength=count)
         whole.append(int((held == sizes).sum()))
         has_cut.append(bool(((held > 0) & (held < sizes)).any()))
-    bands = count_bands(format, slots, numel, dp_size)
-    assert (bands.whole.tolist(), bands.has_cut.tolist()) == (whole, has_cut)
+    block_rows = count_block_rows(format, slots, numel, dp_size)
+    assert (block_rows.whole.tolist(), block_rows.has_cut.tolist()) == (whole, has_cut)
 
 
 def test_slots_may_come_in_any_order():
     """Megatron lays parameters in reverse; a bucket keeps either order."""
     slots = [Slot(name=str(i), start=4096 * i, shape=(1, 32, 128)) for i in range(3)]
     assert count_owned(slots[::-1], 12288, 2).tolist() == [6144, 6144]
-    assert count_bands(FORMATS["mxfp8"], slots[::-1], 12288, 2).whole.tolist() == [1, 1]
+    assert count_block_rows(FORMATS["mxfp8"], slots[::-1], 12288, 2).whole.tolist() == [1, 1]

@@ -23,7 +23,7 @@ from moe_optim.commands.plan.stages import count_moe_layers
 from moe_optim.config.recipes import load_recipe
 from moe_optim.config.shipped_recipes import shipped_recipes
 from moe_optim.errors import ConfigError
-from tests.support.megatron_flags import PLAIN, megatron_parser, recorded, spell_flags
+from tools.documents.megatron_flags import PLAIN, megatron_parser, recorded, spell_flags
 
 # Flags
 

@@ -1,4 +1,4 @@
-"""A plan costs what the real thing costs: planes, launches and maxima of ranks that are built."""
+"""A plan costs what the real thing costs: buffers, launches and maxima of ranks that are built."""
 
 import json
 from math import prod
@@ -13,9 +13,9 @@ from megatron.training import training
 
 from benchmarks import requantize
 from benchmarks.cases import Case
+from moe_optim.buckets.buffer_plan import Slot
 from moe_optim.buckets.layout import AlignedDistributedOptimizer
 from moe_optim.buckets.states import Event
-from moe_optim.buckets.wire import Slot
 from moe_optim.commands.cli import main as cli
 from moe_optim.commands.plan import experts as planned_experts
 from moe_optim.commands.plan.answers import find_choice, recommend
@@ -42,7 +42,7 @@ from moe_optim.integration.patching.planning import knobs_with_flags
 from moe_optim.kernels.finish_table import FinishTable
 from moe_optim.kernels.launch_table import LaunchTable, can_launch, own_slots
 from moe_optim.spelling import spell_bytes, spell_count, spell_difference
-from tests.support.buckets import make_bucket, own_masters
+from tests.support.states.buckets import make_bucket, own_masters
 
 ROOT = Path(__file__).parents[3]
 EVERY_FORMAT = pytest.mark.parametrize("name", FORMATS)
@@ -147,17 +147,19 @@ class RealRank:
         self.owned += sum(one.master.numel() for one in masters)
         self.numel += numel
 
-    def plane_bytes(self):
-        """Return the bytes of all memory behind the planes, each piece of it once."""
-        planes = [
-            plane for p in self.params for plane in p.quantized_storage.quantized.planes().values()
+    def buffer_bytes(self):
+        """Return the bytes of all memory behind the buffers, each piece of it once."""
+        buffers = [
+            buffer
+            for p in self.params
+            for buffer in p.quantized_storage.quantized.buffers().values()
         ]
-        memory = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in planes}
+        memory = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in buffers}
         return sum(memory.values())
 
     def gathered(self):
         return sum(
-            sum(plane.data.nbytes for plane in gather.sliced)
+            sum(buffer.data.nbytes for buffer in gather.sliced)
             + sum(values.nbytes for values in gather.reduced)
             for gather in self.gathers
         )
@@ -195,23 +197,23 @@ def test_a_plan_is_what_ranks_that_are_built_hold_gather_and_launch(name, expert
     most = max(rank.owned for rank in ranks)
     total = sum(rank.owned for rank in ranks)
     assert total == LAYERS * EXPERTS * 3 * HIDDEN * FFN
-    resident = ranks[0].plane_bytes() + 4 * ranks[0].maxima() + 4 * ranks[0].numel + 12 * most
+    resident = ranks[0].buffer_bytes() + 4 * ranks[0].maxima() + 4 * ranks[0].numel + 12 * most
     assert row["total_bytes_per_rank"] == resident
     assert row["shard_imbalance"] == pytest.approx(most * dp_size / total, rel=1e-15)
     assert row["padding_fraction"] == (ranks[0].numel - total) / ranks[0].numel
 
 
 @EVERY_FORMAT
-def test_parts_are_the_planes_by_name_and_add_up(name):
-    """At one rank nothing is padded: the planes are those that the format describes."""
+def test_parts_are_the_buffers_by_name_and_add_up(name):
+    """At one rank nothing is padded: the buffers are those that the format describes."""
     row = row_of(experts_of(ddp_bucket_size=1), 1, name)
     parts = row["parts"]
     assert set(parts) == set(PARTS)
     assert sum(parts.values()) == row["total_bytes_per_rank"]
     rank = RealRank(name, "grouped", 0, 1)
-    for plane in ("rowwise_data", "rowwise_scale", "columnwise_scale", "global_amax"):
-        planes = [p.quantized_storage.quantized.planes().get(plane) for p in rank.params]
-        assert parts[plane] == sum(0 if p is None else p.nbytes for p in planes)
+    for buffer in ("rowwise_data", "rowwise_scale", "columnwise_scale", "global_amax"):
+        buffers = [p.quantized_storage.quantized.buffers().get(buffer) for p in rank.params]
+        assert parts[buffer] == sum(0 if p is None else p.nbytes for p in buffers)
     copies = {"mxfp8": 1, "mxfp8_2d": 0, "nvfp4": 1, "fp8_block": 1}[name]
     assert parts["columnwise_data"] == copies * parts["rowwise_data"]
     numel = LAYERS * EXPERTS * 3 * HIDDEN * FFN
@@ -293,7 +295,7 @@ def test_stock_mxfp8_quantizes_expert_by_expert_into_padded_storage():
     data = experts * 3 * HIDDEN * FFN
     rowwise = experts * (256 * 4 + 128 * 4)
     columnwise = experts * (8 * 128 + 4 * 128)
-    assert [row["parts"][plane] for plane in PARTS[:4]] == [data, rowwise, data, columnwise]
+    assert [row["parts"][buffer] for buffer in PARTS[:4]] == [data, rowwise, data, columnwise]
 
 
 @pytest.mark.parametrize("busbw", [None, True])
@@ -312,7 +314,7 @@ def test_stock_blocks_and_nvfp4_gather_rowwise_data_which_is_the_parameter_buffe
 
 
 @EVERY_FORMAT
-def test_weights_of_transformer_engine_have_padded_scales_besides_the_planes(name):
+def test_weights_of_transformer_engine_have_padded_scales_besides_the_buffers(name):
     """And columnwise scales of 2-D blocks are a view of rowwise ones."""
     portable, native = (row_of(experts_of(**flags), 1, name)["parts"] for flags in (LOCAL, NATIVE))
     format = FORMATS[name]
@@ -492,7 +494,7 @@ def test_floors_of_measured_steps_are_those_of_a_plan():
             if row["format"] == name
         ]
         most = row["parts"]["masters"] // 4
-        step = measured[name, "step to wire planes, fp32 moments"]
+        step = measured[name, "step to wire buffers, fp32 moments"]
         norm = measured[name, "gradient norm"]
         per_parameter = (step["floor_ms"] + norm["floor_ms"]) / step["parameters"]
         assert row["step_floor_ms"] == pytest.approx(per_parameter * most, rel=1e-3)
@@ -574,7 +576,7 @@ def test_quantized_bytes_follow_the_format_and_more_ranks_hold_less():
         numel = gathered[STOCK_BF16] // 2
         for name, format in FORMATS.items():
             amaxes = 4 * experts.num_experts if format.has_global_amax else 0
-            expected = numel * format.wire_bytes_per_element + amaxes
+            expected = numel * format.gathered_bytes_per_element + amaxes
             assert gathered[name] == pytest.approx(float(expected), rel=0.01)
     for name in ROWS:
         resident = [r["total_bytes_per_rank"] for r in rows if r["format"] == name]

@@ -10,13 +10,13 @@ from moe_optim.formats import FORMATS, FP8_BLOCK, MXFP8, MXFP8_2D, NVFP4
 
 NUMEL = 128 * 128
 FLOORS = {  # bytes of one [128, 128] weight: from fp32, from bf16 that is zeroed, after the gather
-    # 4 or 2 + 2 a parameter; two planes of data, two of one scale a 32. Then scales to and fro.
+    # 4 or 2 + 2 a parameter; two buffers of data, two of one scale a 32. Then scales to and fro.
     "mxfp8": (NUMEL * 6 + 1024, NUMEL * 6 + 1024, 1024 + 1024),
-    # One plane, 16 scales. Then the logical copy, and a scale for each 32 elements, both ways.
+    # One buffer, 16 scales. Then the logical copy, and a scale for each 32 elements, both ways.
     "mxfp8_2d": (NUMEL * 5 + 16, NUMEL * 5 + 16, 16 + 16 + 512 + 512),
     # Sources read twice, half a byte, 64 scales. Then data to and fro, and 128 x 8 scales twice.
     "nvfp4": (NUMEL * 8.5 + 64, NUMEL * 6.5 + 64, NUMEL + 64 + 64 + 1024 + 1024),
-    # One plane, one fp32 scale. Then data to and fro, and that scale three times.
+    # One buffer, one fp32 scale. Then data to and fro, and that scale three times.
     "fp8_block": (NUMEL * 5 + 4, NUMEL * 5 + 4, 2 * NUMEL + 4 + 3 * 4),
 }
 
@@ -47,7 +47,7 @@ def test_a_step_reads_gradients_and_passes_over_masters_and_moments(
 
 
 def test_a_step_is_its_update_and_a_requantization_that_reads_what_it_has_at_hand():
-    """So both count planes and the amax of experts alike."""
+    """So both count buffers and the amax of experts alike."""
     for format, moments in product(FORMATS.values(), (4, 8)):
         update = NUMEL * (4 + 4 + 4 + 2 * moments)
         encoded = requantize_bytes(format, NUMEL, zeroed=False) - 4 * NUMEL

@@ -6,7 +6,7 @@ import pytest
 
 from moe_optim.commands.cli import main as cli
 from tests.commands.report.test_run_report import Reader
-from tests.support.report_runs import LOSSES, MODEL, SUMMARY, TIMES, write_run
+from tests.support.training_runs.report_runs import LOSSES, MODEL, SUMMARY, TIMES, write_run
 
 
 @pytest.fixture(scope="module")

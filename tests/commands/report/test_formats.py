@@ -7,7 +7,7 @@ import pytest
 
 from moe_optim.commands.cli import main as cli
 from moe_optim.commands.train import run as train
-from tests.support.runs import FAKE_RANK, REPOSITORY
+from tests.support.training_runs.runs import FAKE_RANK, REPOSITORY
 
 RECIPE = REPOSITORY / "recipes" / "quickstart.yaml"
 

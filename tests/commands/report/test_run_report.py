@@ -22,7 +22,7 @@ from moe_optim.commands.report.page import Page, Section, Table
 from moe_optim.commands.report.reading import read_run
 from moe_optim.commands.report.run_report import build_page
 from moe_optim.formats.health_figures import THRESHOLDS, Sum
-from tests.support.report_runs import LOSSES, SUMMARY, loads_at, look_at, write_run
+from tests.support.training_runs.report_runs import LOSSES, SUMMARY, loads_at, look_at, write_run
 
 
 class Reader(HTMLParser):

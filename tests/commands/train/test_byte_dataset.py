@@ -19,7 +19,7 @@ from moe_optim.commands.train.byte_dataset import (
 )
 from moe_optim.commands.train.text_files import SPLITS, find_text
 from moe_optim.errors import ConfigError
-from tests.support.runs import small_disk
+from tests.support.training_runs.runs import small_disk
 
 pytest.importorskip("megatron.core")
 

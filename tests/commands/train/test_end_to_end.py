@@ -11,7 +11,7 @@ from moe_optim.commands.train.byte_dataset import prepare_dataset
 from moe_optim.commands.train.resume import checkpoint_defect
 from moe_optim.commands.train.text_files import find_text
 from moe_optim.environment import find_package
-from tests.support.runs import REPOSITORY
+from tests.support.training_runs.runs import REPOSITORY
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.slow

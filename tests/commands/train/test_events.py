@@ -3,7 +3,7 @@
 import numpy as np
 
 from moe_optim.commands.train.events import read_events
-from tests.support.report_runs import look_at, write_run
+from tests.support.training_runs.report_runs import look_at, write_run
 
 AMAX = "moe_optim/layers.0.fc1/amax/by_expert"
 

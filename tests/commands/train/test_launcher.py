@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from moe_optim.commands.train.launcher import LaunchPlan, last_error, launch, rank_environments
-from tests.support.runs import FAKE_RANK, REPOSITORY, is_running, wait_for
+from tests.support.training_runs.runs import FAKE_RANK, REPOSITORY, is_running, wait_for
 
 
 def plan_for(tmp_path, behaviour="", entry=FAKE_RANK, ranks=2):

@@ -8,7 +8,7 @@ import pytest
 
 from moe_optim.commands.cli import main as cli
 from moe_optim.commands.train.resume import checkpoint_defect
-from tests.support.runs import REPOSITORY
+from tests.support.training_runs.runs import REPOSITORY
 
 pytest.importorskip("megatron.core")
 pytestmark = [pytest.mark.slow, pytest.mark.extended]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from moe_optim.commands.train import rank_guard
-from tests.support.runs import is_running, wait_for
+from tests.support.training_runs.runs import is_running, wait_for
 
 GUARD = (sys.executable, "-I", "-S", rank_guard.__file__)
 LEAVE_CHILD = "sleep 600 & echo $! > {0}.tmp && mv {0}.tmp {0}; "

@@ -12,7 +12,7 @@ from moe_optim.commands.train.resume import (
     newest_complete_checkpoint,
 )
 from moe_optim.errors import StateError
-from tests.support.runs import write_checkpoint
+from tests.support.training_runs.runs import write_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from moe_optim.commands.train.inheritance import recall_arguments, remembered
 from moe_optim.commands.train.run_folder import RunFolder, claim, recall_text, remember_text
 from moe_optim.config.recipes import load_recipe
 from moe_optim.errors import ConfigError, StateError
-from tests.support.runs import write_checkpoint
+from tests.support.training_runs.runs import write_checkpoint
 
 
 def test_a_new_folder_is_created_and_can_be_claimed_again_afterwards(tmp_path):

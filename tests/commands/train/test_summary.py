@@ -19,7 +19,7 @@ from moe_optim.commands.train.summary import (
     write_summary,
 )
 from moe_optim.errors import LayoutError
-from tests.support.runs import small_disk, write_events
+from tests.support.training_runs.runs import small_disk, write_events
 
 TRAIN, VALIDATION = "lm loss", "lm loss validation"
 MODEL = {

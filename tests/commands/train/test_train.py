@@ -13,8 +13,8 @@ from moe_optim.commands.cli import main as cli
 from moe_optim.commands.train import launcher
 from moe_optim.commands.train import run as train
 from moe_optim.errors import StateError
-from tests.support.damage import flip_in
-from tests.support.runs import FAKE_RANK, REPOSITORY, small_disk, write_checkpoint
+from tests.support.hostile.damage import flip_in
+from tests.support.training_runs.runs import FAKE_RANK, REPOSITORY, small_disk, write_checkpoint
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ from moe_optim.experts.keys.conversion import convert_expert_set, convert_state_
 from moe_optim.experts.keys.finding import find_expert_sets
 from moe_optim.experts.keys.layouts import KeyLayout, KeyPattern, get_layout
 from tests.support.bytes import assert_bytes_equal, assert_same_tensors
-from tests.support.expert_states import (
+from tests.support.modules.expert_states import (
     ALL_LAYOUTS,
     FUSED_LAYOUTS,
     PREFIX,

@@ -10,7 +10,7 @@ from moe_optim.errors import LayoutError
 from moe_optim.experts.keys.conversion import convert_state_dict
 from moe_optim.experts.keys.layouts import get_layout
 from tests.support.bytes import assert_bytes_equal
-from tests.support.expert_states import ALL_LAYOUTS, make_experts, make_state
+from tests.support.modules.expert_states import ALL_LAYOUTS, make_experts, make_state
 
 STATES = 1000
 CONTAINERS = ("decoder.layers.0.mlp.experts.", "teacher.layers.10.mlp.experts.")

@@ -8,7 +8,13 @@ import torch
 from moe_optim.errors import ConfigError, LayoutError
 from moe_optim.experts.keys.finding import expert_remainders, find_expert_sets
 from moe_optim.experts.keys.layouts import LAYOUTS, ExpertSet, get_layout
-from tests.support.expert_states import ALL_LAYOUTS, PREFIX, make_experts, make_state, shapes_of
+from tests.support.modules.expert_states import (
+    ALL_LAYOUTS,
+    PREFIX,
+    make_experts,
+    make_state,
+    shapes_of,
+)
 
 E, F, H = 3, 4, 5
 

@@ -180,4 +180,4 @@ def _packed(codes):
 
 
 QUANTIZE = {"mxfp8": mxfp8, "mxfp8_2d": mxfp8_2d, "nvfp4": nvfp4, "fp8_block": fp8_block}
-"""Format name -> function of one expert as rows of bf16 values, giving planes by field name."""
+"""Format name -> function of one expert as rows of bf16 values, giving buffers by field name."""

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_optim.formats.reference.adam import Hyper, step_into
-from tests.support import plain_adam
-from tests.support.adam_cases import HYPER, SMALLEST, as_tensors, cases
 from tests.support.bytes import assert_bytes_equal, assert_values_equal
 from tests.support.inputs import wide_range_weights
+from tests.support.steps import plain_adam
+from tests.support.steps.adam_cases import HYPER, SMALLEST, as_tensors, cases
 
 DECAYS = pytest.mark.parametrize("decoupled", [True, False], ids=["AdamW", "L2"])
 TYPICAL = Hyper(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=3)

@@ -150,7 +150,7 @@ def test_out_is_written_and_returned(format, direction):
     assert_bytes_equal(out, fast(q, direction))
 
 
-def test_planes_may_be_views():
+def test_buffers_may_be_views():
     """Also views that begin at an odd byte, where two bytes cannot be read at a time."""
     q = quantize(wide_range_weights(2, 32, 64), MXFP8)
     allocation = torch.zeros(q.rowwise_data.numel() + 1, dtype=torch.uint8)

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from moe_optim.formats import NVFP4, reference
 from moe_optim.formats.reference.expert_amax import expert_amax_into
-from tests.support.amax import amax_of
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import wide_range_weights, with_specials
+from tests.support.modules.amax import amax_of
 
 
 @settings(max_examples=60)
@@ -41,5 +41,5 @@ def test_the_amax_of_what_nvfp4_holds_is_that_of_the_masters():
     first = reference.quantize(master * amaxes.view(-1, 1, 1), NVFP4)
     assert_bytes_equal(first.global_amax, amaxes)
     again = reference.quantize(reference.dequantize(first, "rowwise").bfloat16(), NVFP4)
-    for name, plane in first.planes().items():
-        assert_bytes_equal(again.planes()[name], plane, what=name)
+    for name, buffer in first.buffers().items():
+        assert_bytes_equal(again.buffers()[name], buffer, what=name)

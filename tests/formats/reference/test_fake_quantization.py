@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from moe_optim.formats.reference.fake_quantization import clip_gradient, code_range, fake_quantize
 from tests.support.bytes import assert_values_equal
-from tests.support.fake_values import (
+from tests.support.inputs import normal_weights, wide_range_weights, with_specials
+from tests.support.number_formats.fake_values import (
     GRADIENT_CASES,
     GRIDS,
     TINY,
@@ -24,8 +25,7 @@ from tests.support.fake_values import (
     gradient_tensors,
     value_tensors,
 )
-from tests.support.independent_sources import import_source
-from tests.support.inputs import normal_weights, wide_range_weights, with_specials
+from tests.support.number_formats.independent_sources import import_source
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 every_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)

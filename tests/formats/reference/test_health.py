@@ -1,4 +1,4 @@
-"""What a pass over masters and planes adds up, against definitions written out for one element."""
+"""What a pass over masters and buffers adds up, against definitions written out for one element."""
 
 import math
 
@@ -8,17 +8,17 @@ import torch
 from moe_optim.formats import FORMATS, NVFP4, QuantizedWeight, reference
 from moe_optim.formats.health_figures import NUM_SUMS, LayerHealth, Sum, distance_of_experts, signs
 from moe_optim.formats.reference.health import measure_into
-from tests.support.health import assert_same_health, masters_of, measure
 from tests.support.inputs import normal_weights
+from tests.support.training_runs.health import assert_same_health, masters_of, measure
 
 EVERY_FORMAT = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 
 
-def health_of(format, master, planes=None):
+def health_of(format, master, buffers=None):
     """Return sums [NUM_SUMS] and amax of one expert [R, C]."""
-    planes = planes or reference.quantize(master[None], format)
+    buffers = buffers or reference.quantize(master[None], format)
     sums, amaxes = torch.zeros(1, NUM_SUMS, dtype=torch.float64), torch.zeros(1)
-    measure_into(sums, amaxes, master, 0, planes)
+    measure_into(sums, amaxes, master, 0, buffers)
     return sums[0], amaxes[0].item()
 
 
@@ -57,7 +57,7 @@ def test_an_expert_whose_encode_scale_overflows_saturates_nothing():
 
 @EVERY_FORMAT
 def test_blocks_without_a_value_are_dead(format):
-    """Zeros of either sign, and a band of a single nonzero, which only its own block outlives."""
+    """Zeros of either sign, and a block row with one nonzero, which only its own block outlives."""
     rows, cols = 128, 256
     height, width = format.rowwise_block
     master = torch.zeros(rows, cols)
@@ -87,9 +87,9 @@ def test_a_block_scaled_to_its_amax_saturates_nothing_or_by_rounding_alone(forma
 def test_stale_scales_show_as_saturation(format):
     """Masters that have doubled since they were quantized lie above what blocks hold."""
     master = normal_weights(128, 128, seed=3)
-    planes = reference.quantize(master[None], format)
-    fresh, _ = health_of(format, master, planes)
-    stale, _ = health_of(format, master * 4, planes)
+    buffers = reference.quantize(master[None], format)
+    fresh, _ = health_of(format, master, buffers)
+    stale, _ = health_of(format, master * 4, buffers)
     assert stale[Sum.SATURATED] > fresh[Sum.SATURATED] + 10
     assert stale[Sum.ERRORS] > fresh[Sum.ERRORS]
 
@@ -107,9 +107,9 @@ def test_blocks_too_small_for_their_expert_are_flushed_and_dead():
     are."""
     master = torch.full((16, 32), 1e-9)
     master[0, 0] = 1.0
-    planes = reference.quantize(master[None], NVFP4)
-    assert planes.rowwise_data[0, :, 8:].any()
-    sums, _ = health_of(NVFP4, master, planes)
+    buffers = reference.quantize(master[None], NVFP4)
+    assert buffers.rowwise_data[0, :, 8:].any()
+    sums, _ = health_of(NVFP4, master, buffers)
     assert sums[Sum.FLUSHED] == 16 * 32 - 1
     assert sums[Sum.DEAD] == 1
     assert sums[Sum.SATURATED] == 0
@@ -192,11 +192,11 @@ def test_half_of_the_signs_are_negative_in_every_column_and_row():
     torch.testing.assert_close(signs(1000, 2000), signs(0, 2000)[1000:], rtol=0, atol=0)
 
 
-def test_the_planes_are_left_alone():
+def test_the_buffers_are_left_alone():
     master = normal_weights(32, 64)
-    planes = reference.quantize(master[None], NVFP4)
-    before = {name: plane.clone() for name, plane in planes.planes().items()}
-    health_of(NVFP4, master, planes)
-    after = planes.planes()
-    assert isinstance(planes, QuantizedWeight)
+    buffers = reference.quantize(master[None], NVFP4)
+    before = {name: buffer.clone() for name, buffer in buffers.buffers().items()}
+    health_of(NVFP4, master, buffers)
+    after = buffers.buffers()
+    assert isinstance(buffers, QuantizedWeight)
     assert all(torch.equal(before[name], after[name]) for name in ("rowwise_data", "rowwise_scale"))

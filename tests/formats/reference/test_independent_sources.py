@@ -24,7 +24,7 @@ from moe_optim.formats.reference.codes.e2m1 import E2M1_VALUES, unpack_e2m1
 from moe_optim.formats.reference.codes.e4m3 import decode_e4m3
 from moe_optim.formats.reference.fp8_block import encode_scale
 from tests.support.bytes import assert_bytes_equal
-from tests.support.independent_sources import import_source
+from tests.support.number_formats.independent_sources import import_source
 
 E4M3 = torch.float8_e4m3fn
 INFINITY = 0x7F80
@@ -110,7 +110,7 @@ def modelopt_nvfp4(weight):
 
 
 def te_nvfp4(weight):
-    """Return the planes of TE's reference by our names, scales repeated for every row."""
+    """Return the buffers of TE's reference by our names, scales repeated for every row."""
     te = te_recipe("reference_nvfp4")
     quantizer = te.NVFP4QuantizerRef(te.reference_utils.Fp4Formats.E2M1, quant_tile_shape=(16, 16))
     experts = [quantizer.quantize(expert) for expert in weight]
@@ -123,10 +123,10 @@ def te_nvfp4(weight):
     }
 
 
-def to_blocks(plane, block):
+def to_blocks(buffer, block):
     """Lay out blocks one after another: [E, R, C] -> [E, n, rows * cols of a block]."""
     rows, cols = block
-    tiles = plane.unflatten(2, (-1, cols)).unflatten(1, (-1, rows)).transpose(2, 3)
+    tiles = buffer.unflatten(2, (-1, cols)).unflatten(1, (-1, rows)).transpose(2, 3)
     return tiles.flatten(3).flatten(1, 2).contiguous()
 
 
@@ -366,17 +366,17 @@ NVFP4_WEIGHTS = {
 
 @pytest.mark.parametrize("weights", NVFP4_WEIGHTS.values(), ids=NVFP4_WEIGHTS.keys())
 def test_nvfp4_equals_the_reference_of_transformer_engine(weights):
-    """All planes are those of NVFP4QuantizerRef with 16x16 tiles, for all but NaN and -0.0.
+    """All buffers are those of NVFP4QuantizerRef with 16x16 tiles, for all but NaN and -0.0.
 
     They quantize the transpose from scratch, and we move nibbles. The rules agree to the order of
     multiplications, and amaxes go from zero by way of subnormals to infinity.
     """
     weight = weights()
     ours, theirs = quantize(weight, NVFP4), te_nvfp4(weight)
-    for name, plane in ours.planes().items():
+    for name, buffer in ours.buffers().items():
         if name.endswith("scale"):
-            plane = plane.repeat_interleave(16, 1)
-        assert_bytes_equal(theirs[name], plane, what=name)
+            buffer = buffer.repeat_interleave(16, 1)
+        assert_bytes_equal(theirs[name], buffer, what=name)
 
 
 def test_transformer_engine_drops_the_sign_of_what_is_minus_zero_before_rounding():

@@ -153,7 +153,7 @@ def test_fp8_block_scale_is_the_largest_power_of_two_that_keeps_an_amax_within_4
 
 @given(weights())
 @few_examples
-def test_mxfp8_columnwise_planes_are_the_rowwise_planes_of_the_transpose(master):
+def test_mxfp8_columnwise_buffers_are_the_rowwise_buffers_of_the_transpose(master):
     q, transposed = quantize(master, MXFP8), quantize(master.transpose(1, 2), MXFP8)
     assert_bytes_equal(q.columnwise_data, transposed.rowwise_data.transpose(1, 2))
     assert_bytes_equal(q.columnwise_scale, transposed.rowwise_scale.transpose(1, 2))
@@ -162,7 +162,7 @@ def test_mxfp8_columnwise_planes_are_the_rowwise_planes_of_the_transpose(master)
 @pytest.mark.parametrize("format", [NVFP4, FP8_BLOCK], ids=lambda f: f.name)
 @given(master=weights())
 @few_examples
-def test_transposed_copies_are_the_rowwise_planes_of_the_transpose(format, master):
+def test_transposed_copies_are_the_rowwise_buffers_of_the_transpose(format, master):
     q, transposed = quantize(master, format), quantize(master.transpose(1, 2), format)
     assert_bytes_equal(q.columnwise_data, transposed.rowwise_data)
     assert_bytes_equal(q.columnwise_scale, transposed.rowwise_scale)
@@ -181,8 +181,8 @@ def test_experts_do_not_influence_each_other(format, master):
     stacked = quantize(master, format)
     for expert in range(len(master)):
         alone = quantize(master[expert : expert + 1], format)
-        for field, plane in stacked.planes().items():
-            assert_bytes_equal(plane[expert : expert + 1], alone.planes()[field], what=field)
+        for field, buffer in stacked.buffers().items():
+            assert_bytes_equal(buffer[expert : expert + 1], alone.buffers()[field], what=field)
 
 
 @pytest.mark.parametrize("format", [MXFP8_2D, NVFP4, FP8_BLOCK], ids=lambda f: f.name)
@@ -242,8 +242,8 @@ def test_weights_with_four_significant_bits_are_held_exactly(format):
 def test_master_is_rounded_to_bf16_first(format):
     """The fp32 just above 1.75 is 1.75 in bf16: without that rounding MXFP8 scales would double."""
     master = torch.full((1, 32, 32), 1.75 * (1 + 2.0**-20))
-    assert_planes_equal(quantize(master, format), quantize(torch.full_like(master, 1.75), format))
-    assert_planes_equal(quantize(master, format), quantize(master.bfloat16(), format))
+    assert_buffers_equal(quantize(master, format), quantize(torch.full_like(master, 1.75), format))
+    assert_buffers_equal(quantize(master, format), quantize(master.bfloat16(), format))
 
 
 @every_format
@@ -270,30 +270,32 @@ def test_weights_larger_than_a_slab_equal_their_experts(format):
     stacked = quantize(master, format)
     for expert in range(len(master)):
         alone = quantize(master[expert : expert + 1], format)
-        for field, plane in stacked.planes().items():
-            assert_bytes_equal(plane[expert : expert + 1], alone.planes()[field], what=field)
+        for field, buffer in stacked.buffers().items():
+            assert_bytes_equal(buffer[expert : expert + 1], alone.buffers()[field], what=field)
 
 
 @every_format
 def test_quantize_into_overwrites_every_byte_and_returns_what_quantize_does(format):
     master = wide_range_weights(2, 64, 96)
     out = poisoned(format, master.shape)
-    pointers = {field: plane.data_ptr() for field, plane in out.planes().items()}
+    pointers = {field: buffer.data_ptr() for field, buffer in out.buffers().items()}
     quantize_into(master, format, out)
-    assert_planes_equal(out, quantize(master, format))
-    assert pointers == {field: plane.data_ptr() for field, plane in out.planes().items()}
+    assert_buffers_equal(out, quantize(master, format))
+    assert pointers == {field: buffer.data_ptr() for field, buffer in out.buffers().items()}
 
 
 @every_format
 def test_quantize_into_writes_views_and_nothing_around_them(format):
-    """Planes inside larger allocations, as padded storage has them: no plane is contiguous."""
+    """Buffers inside larger allocations, as padded storage has them: no buffer is contiguous."""
     master = wide_range_weights(2, 64, 96)
     want = quantize(master, format)
     frames = {
         field: torch.full(
-            [size + 3 for size in plane.shape] + [plane.element_size()], SENTINEL, dtype=torch.uint8
-        ).view(plane.dtype)[..., 0]
-        for field, plane in want.planes().items()
+            [size + 3 for size in buffer.shape] + [buffer.element_size()],
+            SENTINEL,
+            dtype=torch.uint8,
+        ).view(buffer.dtype)[..., 0]
+        for field, buffer in want.buffers().items()
     }
     views = {
         field: frame[tuple(slice(1, size - 2) for size in frame.shape)]
@@ -302,7 +304,7 @@ def test_quantize_into_writes_views_and_nothing_around_them(format):
     views.setdefault("columnwise_data", views["rowwise_data"])
     out = QuantizedWeight(format=format, shape=want.shape, **views)
     quantize_into(master, format, out)
-    assert_planes_equal(out, want)
+    assert_buffers_equal(out, want)
     for field, frame in frames.items():
         around = frame.clone()
         around[tuple(slice(1, size - 2) for size in frame.shape)] = 0
@@ -337,7 +339,7 @@ def test_a_default_device_does_not_reach_the_tables():
 def test_the_master_is_left_alone_and_may_be_strided(format):
     master = wide_range_weights(2, 96, 64).transpose(1, 2)
     before = master.clone()
-    assert_planes_equal(quantize(master, format), quantize(master.contiguous(), format))
+    assert_buffers_equal(quantize(master, format), quantize(master.contiguous(), format))
     assert_bytes_equal(master, before)
 
 
@@ -364,7 +366,7 @@ def test_storage_of_another_format_or_shape_is_refused():
         quantize_into(master, MXFP8, QuantizedWeight.empty(MXFP8, (1, 64, 32)))
 
 
-def assert_planes_equal(got, want):
-    assert got.planes().keys() == want.planes().keys()
-    for field, plane in got.planes().items():
-        assert_bytes_equal(plane, want.planes()[field], what=field)
+def assert_buffers_equal(got, want):
+    assert got.buffers().keys() == want.buffers().keys()
+    for field, buffer in got.buffers().items():
+        assert_bytes_equal(buffer, want.buffers()[field], what=field)

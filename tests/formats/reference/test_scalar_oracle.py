@@ -34,29 +34,29 @@ MASTERS = {
 }
 
 
-def scalar_planes(master, name, like):
+def scalar_buffers(master, name, like):
     """Quantize each expert with the scalar oracle; tensors of the shapes and dtypes in ``like``."""
-    planes = {field: torch.zeros_like(plane) for field, plane in like.planes().items()}
+    buffers = {field: torch.zeros_like(buffer) for field, buffer in like.buffers().items()}
     for expert, weight in enumerate(master.tolist()):
         rounded = [[scalar_oracle.bf16(value) for value in row] for row in weight]
         for field, entries in scalar_oracle.QUANTIZE[name](rounded).items():
             if field == "global_amax":
-                planes[field][expert] = entries
+                buffers[field][expert] = entries
                 continue
-            shape = planes[field].shape[1:]
+            shape = buffers[field].shape[1:]
             values = [[entries[row, col] for col in range(shape[1])] for row in range(shape[0])]
-            planes[field][expert] = torch.tensor(values, dtype=planes[field].dtype)
-    return planes
+            buffers[field][expert] = torch.tensor(values, dtype=buffers[field].dtype)
+    return buffers
 
 
 @pytest.mark.parametrize("master", MASTERS.values(), ids=MASTERS.keys())
 @pytest.mark.parametrize(("name", "shape"), FORMAT_SHAPES, ids=str)
 def test_every_byte_equals_the_scalar_definition(name, shape, master):
-    """All planes, storage poisoned before, so that a byte nobody writes shows as well."""
+    """All buffers, storage poisoned before, so that a byte nobody writes shows as well."""
     weights = master(*shape)
     got = poisoned(FORMATS[name], shape)
     quantize_into(weights, FORMATS[name], got)
-    want = scalar_planes(weights, name, like=got)
-    assert got.planes().keys() == want.keys()
-    for field, plane in got.planes().items():
-        assert_bytes_equal(plane, want[field], what=field)
+    want = scalar_buffers(weights, name, like=got)
+    assert got.buffers().keys() == want.keys()
+    for field, buffer in got.buffers().items():
+        assert_bytes_equal(buffer, want[field], what=field)

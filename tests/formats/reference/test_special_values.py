@@ -9,7 +9,7 @@ import torch
 
 from moe_optim.formats import FORMATS, get_format
 from moe_optim.formats.reference import quantize
-from tests.support.special_values import (
+from tests.support.number_formats.special_values import (
     SPECIAL_CASES,
     Kind,
     assert_special_case,
@@ -60,18 +60,18 @@ def test_no_two_cases_of_a_format_have_the_same_weight():
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("bit", [0x01, 0x80])
-def test_one_flipped_bit_of_any_plane_is_found(format, bit):
+def test_one_flipped_bit_of_any_buffer_is_found(format, bit):
     """Either nibble, either direction, the lowest and the highest bit of a scale."""
     case = SPECIAL_CASES[f"{format}: four blocks of four scales"]
-    for field in quantized(case).planes():
+    for field in quantized(case).buffers():
         spoiled = quantized(case)
-        plane = getattr(spoiled, field)
-        plane.view(torch.uint8).view(-1)[-1] ^= bit
+        buffer = getattr(spoiled, field)
+        buffer.view(torch.uint8).view(-1)[-1] ^= bit
         with pytest.raises(AssertionError, match=rf"^{case.name}: (.|\n)*{field} \["):
             assert_special_case(case, spoiled)
 
 
-MESSAGES = {  # case -> plane, index of the flipped byte, bits to flip, what is said
+MESSAGES = {  # case -> buffer, index of the flipped byte, bits to flip, what is said
     "one element": ("mxfp8: 448", "columnwise_data", (1, 0), 0x01, r"\[1, 0\]: got 0x7F, .* 0x7E"),
     "a nibble": ("nvfp4: one", "rowwise_data", (1, 0), 0x20, r"\[1, 1\]: got 0x2, expected 0x0"),
     "a transposed nibble": (
@@ -89,7 +89,7 @@ MESSAGES = {  # case -> plane, index of the flipped byte, bits to flip, what is 
 @pytest.mark.parametrize(
     ("name", "field", "index", "bits", "message"), MESSAGES.values(), ids=MESSAGES.keys()
 )
-def test_a_mismatch_names_case_plane_and_element(name, field, index, bits, message):
+def test_a_mismatch_names_case_buffer_and_element(name, field, index, bits, message):
     case = SPECIAL_CASES[name]
     spoiled = quantized(case)
     getattr(spoiled, field)[0][index] ^= bits

@@ -14,9 +14,9 @@ from moe_optim.formats import MXFP8
 from moe_optim.weights import managed
 from moe_optim.weights.te.fields import data_of, is_quantized, read_values
 from tests.support.bytes import assert_bytes_equal
-from tests.support.holders import bind
 from tests.support.inputs import wide_range_weights
-from tests.support.te_stand_ins import (
+from tests.support.states.holders import bind
+from tests.support.te.te_stand_ins import (
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
     Float8Tensor,
@@ -84,7 +84,7 @@ def test_of_weights_with_one_scale_those_with_that_of_their_amax_are_left_to_meg
     delayed = Float8Tensor(wide_range_weights(*SHAPE), Float8Quantizer())
     weights = {"current": current, "delayed": delayed, "mxfp8": make_weight()}
     weights["bf16"] = torch.nn.Parameter(torch.zeros(2, 2))
-    left = {name for name, one in weights.items() if managed.is_left_to_megatron(one)}
+    left = {name for name, one in weights.items() if managed.is_tensorwise(one)}
     assert left == {"current"}
     assert {name for name, one in weights.items() if is_quantized(one)} == {"current", "mxfp8"}
     assert not managed.is_managed(current)

@@ -1,8 +1,8 @@
 """Megatron's experts of Transformer Engine under this optimizer, in formats no Hopper multiplies.
 
 Modules, tensor classes, recipes, hooks and checkpoints are theirs; kernels are torch's, see
-``tests/support/native_products.py``. Runs on GPUs with ``pytest --gpus``, a rank on each, and on a
-CPU with ``TRANSFORMER_ENGINE_PATH``, which lists folders with Transformer Engine and what it
+``tests/support/te/native_products.py``. Runs on GPUs with ``pytest --gpus``, a rank on each, and on
+a CPU with ``TRANSFORMER_ENGINE_PATH``, which lists folders with Transformer Engine and what it
 imports; group products then ask for tokens on a GPU, and are left out.
 """
 
@@ -22,12 +22,12 @@ import torch
 
 from moe_optim.formats import get_format, reference
 from moe_optim.weights.te import quantizer
-from tests.support import serving
-from tests.support.amax import amax_of, saved_amaxes
 from tests.support.bytes import assert_bytes_equal, assert_same_tensors
-from tests.support.engine_version import FORMATS
-from tests.support.given_values import draw_values
 from tests.support.gpu_sharing import places
+from tests.support.modules import serving
+from tests.support.modules.amax import amax_of, saved_amaxes
+from tests.support.states.given_values import draw_values
+from tests.support.te.engine_version import FORMATS
 from tests.weights.te.test_storage import assert_holds
 
 PATH = os.environ.get("TRANSFORMER_ENGINE_PATH", "")
@@ -173,7 +173,7 @@ def launch(root: Path, name: str, run: Run) -> None:
         "NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM": str(int(run.is_single)),
     }
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(RANKS), "-m", "tests.support.native_train"]
+    command += ["--nproc-per-node", str(RANKS), "-m", "tests.support.te.native_train"]
     command += [str(folder), run.format, json.dumps(dict(run.knobs)), *flags]
     with places(RANKS):
         done = subprocess.run(

@@ -16,10 +16,10 @@ from moe_optim.weights.storage import PortableStorage
 from moe_optim.weights.te.fields import read_values
 from moe_optim.weights.te.storage import TransformerEngineStorage
 from moe_optim.weights.te.tensorwise import codes_and_scale
-from tests.support import te_stand_ins
-from tests.support.holders import bind
 from tests.support.ranks import run_ranks
-from tests.support.te_stand_ins import Float8CurrentScalingQuantizer, Float8Tensor, MXFP8Tensor
+from tests.support.states.holders import bind
+from tests.support.te import te_stand_ins
+from tests.support.te.te_stand_ins import Float8CurrentScalingQuantizer, Float8Tensor, MXFP8Tensor
 from tests.weights.te.test_storage import (
     EVERY_KIND,
     KINDS,
@@ -41,8 +41,8 @@ def test_an_offloaded_weight_holds_nothing_and_comes_back_whole(kind):
     assert on_host.shape == (size,)
     bucket.is_offloaded = True
     param_data.resize_(0)
-    holders = [weight, *getattr(weight, "quantized_tensors", [])]
-    tensors = [value for one in holders for value in vars(one).values()]
+    buckets = [weight, *getattr(weight, "quantized_tensors", [])]
+    tensors = [value for one in buckets for value in vars(one).values()]
     for tensor in tensors:
         if isinstance(tensor, torch.Tensor) and tensor.dtype is torch.uint8:
             assert tensor.untyped_storage().nbytes() == 0
@@ -64,7 +64,7 @@ READERS = {
     "values of a member": lambda weight, storage: read_values(
         getattr(weight, "quantized_tensors", [weight])[0]
     ),
-    "planes": lambda weight, storage: storage.quantized,
+    "buffers": lambda weight, storage: storage.quantized,
     "dequantize": lambda weight, storage: storage.dequantize("columnwise"),
     "amax": lambda weight, storage: storage.amax,
     "clone": lambda weight, storage: storage.clone(),
@@ -72,7 +72,7 @@ READERS = {
     "bytes of another": lambda weight, storage: storage.copy_bytes_from(
         PortableStorage(storage.format, storage.shape)
     ),
-    "scales of what came": lambda weight, storage: storage.planes_written(),
+    "scales of what came": lambda weight, storage: storage.note_write(),
     "tensors taken over": lambda weight, storage: storage.take_over(),
     "initial values": lambda weight, storage: storage.renew_initial(),
     "another bucket": lambda weight, storage: bind(storage),

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from moe_optim import MoEOptimConfig
-from tests.support.engine_version import FORMATS
 from tests.support.ranks import run_ranks
+from tests.support.te.engine_version import FORMATS
 from tests.support.training import Record, assert_same_run, pretrain
 
 PATH = [f for f in os.environ.get("TRANSFORMER_ENGINE_PATH", "").split(":") if f]

@@ -14,7 +14,7 @@ from moe_optim.weights.te import recipe as te_recipe
 from moe_optim.weights.te.quantizer import make_quantizer
 from moe_optim.weights.te.storage import TransformerEngineStorage
 from tests.support.inputs import wide_range_weights
-from tests.support.te_stand_ins import MXFP8Tensor
+from tests.support.te.te_stand_ins import MXFP8Tensor
 
 
 @dataclass

@@ -91,7 +91,7 @@ def test_a_recipe_trains_with_its_sizes_shrunk(name, tmp_path):
         "NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM": "0",
     }
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    command += ["2", "-m", "tests.support.native_train", str(tmp_path), RECIPES[name], knobs]
+    command += ["2", "-m", "tests.support.te.native_train", str(tmp_path), RECIPES[name], knobs]
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=300, check=False
     )

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from moe_optim import MoEOptimConfig, ops
-from moe_optim.buckets.wire import side_by_side
+from moe_optim.buckets.buffer_plan import side_by_side
 from moe_optim.errors import ConfigError, StateError
 from moe_optim.experts.grouped_linear import GroupedLinear
 from moe_optim.formats import (
@@ -27,14 +27,14 @@ from moe_optim.weights.grouped_weight import GroupedWeight
 from moe_optim.weights.te import factory as te_weights
 from moe_optim.weights.te.fields import GROUPED, ONE, read_values
 from moe_optim.weights.te.storage import TransformerEngineStorage
-from tests.support import te_stand_ins
-from tests.support.buckets import make_bucket, own_masters
 from tests.support.bytes import assert_bytes_equal
-from tests.support.compiling import Compiled, compiling
-from tests.support.holders import bind
 from tests.support.inputs import wide_range_weights
+from tests.support.modules.compiling import Compiled, compiling
 from tests.support.ranks import run_ranks
-from tests.support.te_stand_ins import (
+from tests.support.states.buckets import make_bucket, own_masters
+from tests.support.states.holders import bind
+from tests.support.te import te_stand_ins
+from tests.support.te.te_stand_ins import (
     Float8BlockwiseQTensor,
     GroupedTensor,
     MXFP8Tensor,
@@ -125,14 +125,14 @@ def assert_all_hold(weight: Any, masters: torch.Tensor, format: BlockScaledForma
 
 
 def bucket_memory(storage: TransformerEngineStorage) -> dict[str, torch.Tensor]:
-    """Return memory for the planes that travel, full of what must not stay there."""
+    """Return memory for the buffers that travel, full of what must not stay there."""
     format = storage.format
     travelling = ["rowwise_data", "rowwise_scale"] if format.is_2d else ["rowwise_data"]
     travelling += [] if format.is_2d else ["columnwise_data", "columnwise_scale"]
     travelling += ["global_amax"] if format.has_global_amax else []
     return {
-        name: torch.full_like(plane, te_stand_ins.SPOILED)
-        for name, plane in storage.quantized.planes().items()
+        name: torch.full_like(buffer, te_stand_ins.SPOILED)
+        for name, buffer in storage.quantized.buffers().items()
         if name in travelling
     }
 
@@ -267,13 +267,13 @@ def test_scales_that_were_put_in_the_order_of_products_are_plain_after_the_next_
     kind = KINDS[name]
     weight = kind.weight(kind.masters(1))
     storage = TransformerEngineStorage(weight, kind.format)
-    holders = [weight, *getattr(weight, "quantized_tensors", [])]
-    for one in holders:
+    buckets = [weight, *getattr(weight, "quantized_tensors", [])]
+    for one in buckets:
         one._with_gemm_swizzled_scales = True
     for scale in storage.storage_scales.values():
         scale.fill_(7)
     assert_takes_over(storage)
-    assert not any(one._with_gemm_swizzled_scales for one in holders)
+    assert not any(one._with_gemm_swizzled_scales for one in buckets)
     second = kind.masters(2)
     requantize(storage, second)
     assert_all_hold(weight, second, kind.format)

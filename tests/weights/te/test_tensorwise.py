@@ -13,7 +13,7 @@ from tests.formats.reference import scalar_oracle as oracle
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import SENTINEL, wide_range_weights, with_specials
 from tests.support.ranks import run_ranks
-from tests.support.te_stand_ins import (
+from tests.support.te.te_stand_ins import (
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
     Float8Tensor,

@@ -1,0 +1,179 @@
+"""From the buffers of a linear of experts to the tensors of each expert, for engines."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moe_optim.errors import ConfigError, LayoutError
+from moe_optim.experts.keys.layouts import KeyLayout, KeyPattern, get_layout
+from moe_optim.formats import QuantizedWeight
+from moe_optim.formats.reference.nvfp4 import decoding_amax, global_encode_scale
+from moe_optim.rollout.conventions import Convention
+
+EXPORT_LAYOUTS = ("hf_per_expert", "sequential")
+"""Key layouts with a tensor for each expert, rows first: no rank has more to give."""
+
+_NVFP4_UNIT = 6.0 * 448.0  # of the global amax, what a scale of 1 and an element of 1 stand for
+
+
+def get_export_layout(name: str) -> KeyLayout:
+    """Return a layout that experts can be exported in; ConfigError for others."""
+    if name not in EXPORT_LAYOUTS:
+        raise ConfigError(
+            f"layout: expected one of {', '.join(EXPORT_LAYOUTS)}, which have a key for each "
+            f"expert, got {name!r}. Engines fuse experts while they load them."
+        )
+    return get_layout(name)
+
+
+def patterns_of(layout: KeyLayout, linear: str, kind: str) -> tuple[KeyPattern, ...]:
+    """Return the patterns of one linear, in the order of its rows.
+
+    Args:
+        layout: of :data:`EXPORT_LAYOUTS`.
+        linear: ``linear_fc1``, which holds gate and up, or ``linear_fc2``.
+        kind: ``weight`` or ``bias``.
+    """
+    wanted = ("gate", "up") if linear == "linear_fc1" else ("down",)
+    return tuple(
+        pattern
+        for pattern in layout.patterns
+        if pattern.projections[0] in wanted and pattern.is_bias == (kind == "bias")
+    )
+
+
+def export_experts(
+    quantized: QuantizedWeight,
+    convention: Convention,
+    *,
+    parts: int = 1,
+    interleave: int | None = None,
+    name: str = "weight",
+) -> list[list[dict[str, Tensor]]]:
+    """Return the tensors of each expert under the names of a convention, for each part of its rows.
+
+    Elements are views of the buffers, of all rows or of whole runs of them; so are scales, unless
+    those of square blocks are repeated for each row. Interleaved rows are copied.
+
+    Args:
+        quantized: buffers of the linear; only rowwise ones are read. They may be on ``meta``.
+        convention: of the format.
+        parts: 2 for gate and up apart, else 1.
+        interleave: rows of gate that alternate with as many of up; None where they do not.
+        name: of the weight, for errors.
+
+    Returns:
+        Of each expert ``parts`` mappings of data, scale, and the global scale where there is one.
+        Both halves of fc1 have the same global scale: that of their common amax.
+
+    Raises:
+        LayoutError: a block of scales lies in two parts.
+    """
+    experts, rows, _ = quantized.shape
+    block_rows, _ = convention.scale_block
+    _check_cut(rows, parts, interleave, block_rows, name)
+    data = quantized.rowwise_data.view(convention.data_dtype)
+    scale = _repeated(quantized, block_rows).view(convention.scale_dtype)
+    buffers = {
+        convention.data: split_rows(data, parts, interleave),
+        convention.scale: split_rows(scale, parts, interleave and interleave // block_rows),
+    }
+    if convention.global_scale is not None:  # of each part in memory of its own, as files want it
+        buffers[convention.global_scale] = [
+            _global_scales(quantized, convention) for _ in range(parts)
+        ]
+    unbound = {name: [part.unbind(0) for part in of_name] for name, of_name in buffers.items()}
+    return [
+        [
+            {name: of_name[part][expert] for name, of_name in unbound.items()}
+            for part in range(parts)
+        ]
+        for expert in range(experts)
+    ]
+
+
+def export_expert_of_one_scale(
+    codes: Tensor,
+    scale_inv: Tensor,
+    convention: Convention,
+    *,
+    parts: int = 1,
+    interleave: int | None = None,
+) -> list[dict[str, Tensor]]:
+    """Return the tensors of one expert whose elements share a scale, for each part of its rows.
+
+    Elements are views, unless rows interleave; scales are copies.
+
+    Args:
+        codes: [R, C] uint8, E4M3.
+        scale_inv: [1] fp32, what elements are multiplied by.
+        convention: of FP8 without blocks.
+        parts: 2 for gate and up apart, else 1.
+        interleave: rows of gate that alternate with as many of up; None where they do not.
+    """
+    data = codes.view(convention.data_dtype).unsqueeze(0)
+    rows = codes.shape[0] // parts
+    return [
+        {convention.data: part[0], convention.scale: scale_inv.expand(rows, 1).clone()}
+        for part in split_rows(data, parts, interleave)
+    ]
+
+
+def split_rows(values: Tensor, parts: int, interleave: int | None) -> Sequence[Tensor]:
+    """Return the parts of [E, R, ...]: views, or copies where rows of two parts alternate."""
+    if parts == 1 or interleave is None:
+        return values.chunk(parts, 1)
+    runs = values.view(len(values), -1, parts, interleave, *values.shape[2:])
+    return [part.flatten(1, 2) for part in runs.unbind(2)]
+
+
+def tensor_name(prefix: str, pattern: KeyPattern, expert: int, suffix: str) -> str:
+    """Return the whole name of one expert's tensor.
+
+    Args:
+        prefix: of the container, which ends in a dot.
+        pattern: of the layout, of weights or biases.
+        expert: among all of the layer.
+        suffix: what stands in place of ``weight`` or ``bias``.
+    """
+    return prefix + tensor_template(pattern, suffix).format(expert=expert)
+
+
+def tensor_template(pattern: KeyPattern, suffix: str) -> str:
+    """Return what an expert's tensor is called in its container, ``{expert}`` for its number.
+
+    Args:
+        pattern: of the layout, of weights or biases.
+        suffix: what stands in place of ``weight`` or ``bias``.
+    """
+    return f"{pattern.template.rpartition('.')[0]}.{suffix}"
+
+
+def _check_cut(rows: int, parts: int, interleave: int | None, block_rows: int, name: str) -> None:
+    run = interleave or rows // parts
+    if parts > 1 and run % block_rows:
+        what = f"interleaved by {interleave}" if interleave else f"of {run} rows each"
+        raise LayoutError(
+            f"{name}: expected gate and up in runs of {block_rows} rows or a multiple, the height "
+            f"of a block of scales, got them {what}. Export in layout sequential, which keeps them "
+            "together, or train with a --moe-ffn-hidden-size that is such a multiple."
+        )
+
+
+def _repeated(quantized: QuantizedWeight, block_rows: int) -> Tensor:
+    """Return the scales [E, R / block rows, ...], a view where blocks are as high."""
+    scale = quantized.rowwise_scale
+    own_rows, _ = quantized.format.rowwise_block
+    return scale if own_rows == block_rows else scale.repeat_interleave(own_rows // block_rows, 1)
+
+
+def _global_scales(quantized: QuantizedWeight, convention: Convention) -> Tensor:
+    """Return the global scales of all experts: what decodes, [E]; or what encoded, [E, 1]."""
+    amax = quantized.global_amax
+    assert amax is not None, "formats with a global scale have an amax"
+    if convention.divides:
+        return global_encode_scale(amax.view(-1, 1))
+    amax = decoding_amax(amax.view(-1))
+    # Not `amax / 2688`, which torch may compute as a product with a rounded reciprocal
+    return torch.div(amax, torch.full_like(amax, _NVFP4_UNIT))

@@ -1,0 +1,1 @@
+"""Checkpoints that tests write, and models they are converted from and to."""

@@ -1,0 +1,1 @@
+"""Expert layers, their amaxes, and what serves them."""

@@ -1,0 +1,1 @@
+"""Weights, values and meshes that test the formats."""

@@ -1,0 +1,61 @@
+"""Managed buckets without a model: their parameters, gradient memory and masters are a test's."""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_optim.buckets.buffer_plan import Slot
+from moe_optim.buckets.gather import OwnedMaster
+from moe_optim.buckets.managed_bucket import ManagedBucket
+from moe_optim.buckets.states import Event, Gradients
+from moe_optim.weights.grouped_weight import GroupedWeight
+from moe_optim.weights.storage import PortableStorage
+
+REACHED_BY = {  # what takes a bucket that shares memory into each state
+    Gradients.ZERO: (),
+    Gradients.PARTIAL: (Event.ACCUMULATE,),
+    Gradients.REDUCED: (Event.REDUCE,),
+    Gradients.SPENT: (Event.STEP, Event.SETTLE),
+    Gradients.IN_FLIGHT: (Event.SETTLE, Event.GATHER),
+}
+
+
+def make_params(format: Any, slots: Sequence[Slot]) -> list[torch.nn.Parameter]:
+    """Return quantized weights of the shapes of slots, not written yet."""
+    return [
+        torch.nn.Parameter(GroupedWeight(PortableStorage(format, slot.shape, name=slot.name)))
+        for slot in slots
+    ]
+
+
+def make_bucket(
+    params: Sequence[Any],
+    slots: Sequence[Slot],
+    grads: Tensor,
+    *,
+    dp_size: int = 1,
+    wire: str = "quantized",
+    masters: Sequence[OwnedMaster] = (),
+    name: str = "bucket 0",
+) -> ManagedBucket:
+    """Return a bucket whose owner has ``masters``; its weights count as fresh."""
+    starts = [slot.start for slot in slots]
+    bucket = ManagedBucket(name, params, starts, grads, dp_size=dp_size, wire=wire)  # type: ignore[arg-type]
+    bucket.owner = SimpleNamespace(masters_of=lambda _: list(masters))
+    return bucket
+
+
+def own_masters(
+    params: Sequence[Any], slots: Sequence[Slot], masters: Sequence[Tensor], rank: int, shard: int
+) -> list[OwnedMaster]:
+    """Return copies of what a rank owns of whole masters, where shards have ``shard`` elements."""
+    owned = []
+    for param, slot, master in zip(params, slots, masters, strict=True):
+        place = slot.owned(rank, shard)
+        if place:
+            own = master.reshape(-1)[place.start : place.stop].clone()
+            owned.append(OwnedMaster(param=param, start=place.start, master=own))
+    return owned

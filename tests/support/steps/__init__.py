@@ -1,0 +1,1 @@
+"""Oracles and inputs of optimizer steps."""

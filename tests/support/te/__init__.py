@@ -1,0 +1,1 @@
+"""Transformer Engine on machines without it, or without its kernels."""

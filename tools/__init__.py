@@ -1,0 +1,1 @@
+"""Tools of maintainers: evidence, documents, checks. No part of the wheel."""

@@ -1,0 +1,5 @@
+"""Rewrite generated tables and pictures: ``python -m tools.documents``."""
+
+from tools.documents.blocks import main
+
+main()

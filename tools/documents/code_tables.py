@@ -1,0 +1,379 @@
+"""Tables of the documents that repeat the code."""
+
+import argparse
+import ast
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
+from fractions import Fraction
+from math import prod
+
+from moe_optim.buckets.states import OWN_MEMORY, SHARED_MEMORY, Event, Transition
+from moe_optim.commands.cli.main import build_parser
+from moe_optim.config import MoEOptimConfig, field_names, spell, spell_values
+from moe_optim.errors import LayoutError
+from moe_optim.experts.keys.layouts import LAYOUTS
+from moe_optim.formats import DIRECTIONS, FORMATS, BlockScaledFormat
+from moe_optim.formats.health_figures import THRESHOLDS
+from moe_optim.formats.partition import BufferPartition, Partition, infer_partition
+from moe_optim.integration.arguments import add_moe_optim_arguments
+from moe_optim.integration.patching import patches
+from moe_optim.rollout.conventions import CONVENTIONS, ONE_SCALE
+from tests import test_architecture
+
+PATCH_GROUPS = {
+    "training from the wheel": patches.DATASETS,
+    "`moe-optim train`": patches.ENTRY,
+    "`moe-optim run`, or plain `python` once enabled, with the flag": patches.SCRIPT,
+    "where Transformer Engine and apex are absent": patches.ADAM,
+    "the CPU runtime": patches.CPU,
+    "the portable experts": patches.EXPERTS,
+    "the optimizer": patches.OPTIMIZER,
+    "optimizers that were built": patches.CHECKPOINTS,
+    "`--ckpt-format torch`": patches.CHECKPOINTS_OF_RANKS,
+}
+"""Who needs which rows of the table of patches."""
+
+SHAPE = (1, 4096, 7168)
+"""A weight whose rows and columns are whole blocks of every format."""
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("|" + "".join(f" {cell} |" if cell else " |" for cell in row) for row in lines)
+
+
+def in_markdown(text: str) -> str:
+    """Return the text of a docstring as one line of Markdown."""
+    return " ".join(text.split()).replace("``", "`").replace("|", "\\|")
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """Return the docstring that stands below each field of a class."""
+    (tree,) = ast.parse(inspect.getsource(cls)).body
+    docs = {}
+    for field, below in zip(tree.body, tree.body[1:], strict=False):
+        is_text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+        if isinstance(field, ast.AnnAssign) and is_text:
+            docs[field.target.id] = in_markdown(below.value.value)
+    return docs
+
+
+def knobs() -> str:
+    docs = field_docs(MoEOptimConfig)
+    defaults = MoEOptimConfig()
+    return table(
+        ["knob", "values", "default", "what it does"],
+        (
+            [
+                f"`{name}`",
+                ", ".join(f"`{value}`" for value in spell_values(name)),
+                f"`{spell(getattr(defaults, name))}`",
+                docs[name],
+            ]
+            for name in field_names()
+        ),
+    )
+
+
+def wire_bytes(format: BlockScaledFormat | None) -> Fraction:
+    """Return the bytes that are gathered for a parameter; None is bf16."""
+    return Fraction(2) if format is None else format.gathered_bytes_per_element
+
+
+def weight_bytes(format: BlockScaledFormat | None, *, in_te: bool = False) -> Fraction:
+    """Return the bytes that a weight takes on every rank, for a parameter; None is bf16.
+
+    Args:
+        format: of the weight.
+        in_te: with the scales that Transformer Engine's classes keep, padding left out of account.
+    """
+    if format is None:
+        return Fraction(2)
+    _, rows, cols = SHAPE
+    total = Fraction(0)
+    for direction in DIRECTIONS:
+        scales = (
+            format.storage_scale_shape(rows, cols, direction)
+            if in_te
+            else format.scale_shape(SHAPE, direction)
+        )
+        total += Fraction(prod(scales) * format.scale_dtype.itemsize, prod(SHAPE))
+        if direction == "rowwise" or format.columnwise_copy != "shared":
+            total += format.data_bytes_per_element
+    return total
+
+
+def formats() -> str:
+    return table(
+        [
+            *("format", "element", "elements a scale", "scale", "columnwise copy"),
+            *("gathered", "weight, portable", "weight, Transformer Engine"),
+        ],
+        [
+            ["`bf16`", "bf16, 16 bits", "", "", "none", "2.00", "2.00", "2.00"],
+            *(_format_row(format) for format in FORMATS.values()),
+        ],
+    )
+
+
+def _format_row(format: BlockScaledFormat) -> list[str]:
+    rows, cols = format.rowwise_block
+    copies = {
+        "quantized": "quantized from the master, with scales of its own",
+        "shared": "the same data; only scales differ",
+        "transposed": "the same elements, transposed",
+    }
+    scales = {
+        "e8m0": "E8M0: a power of two, 1 byte",
+        "e4m3": "E4M3, 1 byte",
+        "power_of_two": "a power of two, fp32",
+    }
+    scale = scales[format.scale_encoding]
+    if format.has_global_amax:
+        scale += "; and one fp32 amax an expert"
+    return [
+        f"`{format.name}`",
+        f"{format.element.upper()}, {format.element_bits} bits",
+        f"{rows} x {cols}" + ("" if format.is_2d else f", and {cols} x {rows}"),
+        scale,
+        copies[format.columnwise_copy],
+        f"{float(format.gathered_bytes_per_element):.2f}",
+        f"{float(weight_bytes(format)):.2f}",
+        f"{float(weight_bytes(format, in_te=True)):.2f}",
+    ]
+
+
+MESH_SHAPE = (8, 2048, 4096)
+MESH_CUTS: Mapping[str, Mapping[str, Mapping[str, int]]] = {
+    "8 experts over `ep` 8": {"experts": {"ep": 8}},
+    "2048 rows over `tp` 4, `fsdp` 4": {"rows": {"tp": 4, "fsdp": 4}},
+    "over `tp` 4, `fsdp` 8": {"rows": {"tp": 4, "fsdp": 8}},
+    "over `tp` 4, `fsdp` 32": {"rows": {"tp": 4, "fsdp": 32}},
+    "over `tp` 4, `fsdp` 64": {"rows": {"tp": 4, "fsdp": 64}},
+    "over `tp` 4, `fsdp` 512": {"rows": {"tp": 4, "fsdp": 512}},
+    "4096 columns over `tp` 4": {"columns": {"tp": 4}},
+    "over `tp` 256": {"columns": {"tp": 256}},
+    "rows over `fsdp` 128, columns over `tp` 256": {"rows": {"fsdp": 128}, "columns": {"tp": 256}},
+}
+"""Cuts of a weight, as a document spells them."""
+
+
+def mesh_maxima() -> str:
+    """What a cut asks of each format."""
+    names = ["bf16", *FORMATS]
+    rows = []
+    for spelled, axes in MESH_CUTS.items():
+        part = infer_partition("bf16", axes, shape=MESH_SHAPE).part_shape
+        cells = [_maxima_cell(name, axes) for name in names]
+        rows.append([spelled, str(list(part)), *cells])
+    return table(["cut", "part of a rank", *(f"`{name}`" for name in names)], rows)
+
+
+def _maxima_cell(format: str, axes: Mapping[str, Mapping[str, int]]) -> str:
+    try:
+        partition = infer_partition(format, axes, shape=MESH_SHAPE)
+    except LayoutError:
+        return "refused"
+    directions = {"rowwise_scale": "rowwise ", "columnwise_scale": "columnwise "}
+    cells = []
+    for maxima in partition.maxima:
+        is_only = partition.format is not None and partition.format.is_2d
+        blocks = "blocks" if is_only else f"{directions.get(maxima.name)}blocks"
+        kind = "experts" if maxima.name == "global_amax" else blocks
+        cells.append(f"{kind}: {', '.join(f'`{axis}`' for axis in maxima.axes)}")
+    return "; ".join(cells) or "-"
+
+
+def mesh_buffers() -> str:
+    """What each dimension of a buffer follows."""
+    names = ["rowwise_data", "columnwise_data", "rowwise_scale", "columnwise_scale", "global_amax"]
+    rows = []
+    for format in FORMATS.values():
+        partition = infer_partition(format, {}, shape=MESH_SHAPE)
+        rows.append([f"`{format.name}`", *(_buffer_cell(partition, name) for name in names)])
+    return table(
+        ["", "data", "columnwise data", "scales", "columnwise scales", "amax of experts"], rows
+    )
+
+
+def _buffer_cell(partition: Partition, name: str) -> str:
+    buffers: list[BufferPartition] = [buffer for buffer in partition.buffers if buffer.name == name]
+    if not buffers:
+        return ""
+    letters = {"experts": "E", "rows": "R", "columns": "C"}
+    (buffer,) = buffers
+    entries = [
+        letters[dimension] + (f"/{unit}" if unit > 1 else "")
+        for dimension, unit in zip(buffer.dimensions, buffer.units, strict=True)
+    ]
+    return f"[{', '.join(entries)}]"
+
+
+def _moves(row: Mapping[Enum, Enum], states: type[Enum]) -> str:
+    """Spell what becomes of each state that is accepted."""
+    if set(row) == set(states) and all(before is after for before, after in row.items()):
+        return "any; stays"
+    became: dict[Enum, list[str]] = {}
+    for before, after in row.items():
+        became.setdefault(after, []).append(before.value)
+    return "; ".join(f"{', '.join(before)} → **{after.value}**" for after, before in became.items())
+
+
+def _state_rows(rows: Mapping[Event, Transition]) -> str:
+    return table(
+        ["event", "gradient memory", "weights", "where it is refused: what to do"],
+        (
+            [
+                row_name(event),
+                _moves(row.gradients, type(next(iter(row.gradients)))),
+                _moves(row.weights, type(next(iter(row.weights)))),
+                in_markdown(" ".join(dict.fromkeys((row.gradients_remedy, row.weights_remedy)))),
+            ]
+            for event, row in rows.items()
+        ),
+    )
+
+
+def row_name(event: Event) -> str:
+    """Return how a table calls an event: methods as code."""
+    return f"`{event.value}`" if "_" in event.value else event.value
+
+
+def states() -> str:
+    return _state_rows(OWN_MEMORY)
+
+
+def shared_states() -> str:
+    return _state_rows(
+        {event: row for event, row in SHARED_MEMORY.items() if row != OWN_MEMORY[event]}
+    )
+
+
+def patch_rows() -> str:
+    rows = []
+    for who, group in PATCH_GROUPS.items():
+        rows.append([f"**{who}**", "", "", "", ""])
+        for patch in group:
+            target = patch.target.removeprefix("megatron.")
+            columns = [f"`{patch.id}`", f"`{target}`", patch_fits(patch)]
+            rows.append([*columns, patch.because, patch.remove_when])
+    return table(["id", "target", "which is", "because", "can go when"], rows)
+
+
+def patch_fits(patch: patches.Patch) -> str:
+    """Spell what a patch fits; with versions where they differ."""
+    if len(patch.fits) == 1:
+        return f"`{patch.fits[0].form}`"
+    return "; ".join(f"`{one.form}` ({one.versions})" for one in patch.fits)
+
+
+def commands() -> str:
+    return table(["command", "what it does"], _command_rows(build_parser(), "moe-optim"))
+
+
+def _command_rows(parser: argparse.ArgumentParser, prefix: str) -> list[list[str]]:
+    rows = []
+    for action in parser._actions:
+        if not isinstance(action, argparse._SubParsersAction):
+            continue
+        for choice in action._choices_actions:
+            name = f"{prefix} {choice.dest}"
+            below = _command_rows(action.choices[choice.dest], name)
+            rows += below or [[f"`{name}`", in_markdown(choice.help)]]
+    return rows
+
+
+def flags() -> str:
+    parser = add_moe_optim_arguments(argparse.ArgumentParser(add_help=False))
+    return table(
+        ["flag", "what it does"],
+        (
+            [f"`{' '.join(filter(None, (a.option_strings[0], a.metavar)))}`", in_markdown(a.help)]
+            for a in parser._actions
+        ),
+    )
+
+
+def expert_layouts() -> str:
+    return table(
+        ["layout", "keys after `...experts.`", "shape"],
+        (
+            [
+                f"`{layout.name}`",
+                "<br>".join(f"`{p.template.format(expert='N')}`" for p in layout.patterns),
+                "<br>".join(f"[{', '.join(p.stored)}]" for p in layout.patterns),
+            ]
+            for layout in LAYOUTS.values()
+        ),
+    )
+
+
+def conventions() -> str:
+    """Return how each convention calls a weight, the first of a format being the default."""
+    every = (*CONVENTIONS, ONE_SCALE)
+    dtypes = {one.data_dtype for one in every} | {one.scale_dtype for one in every}
+    short = {dtype: str(dtype).removeprefix("torch.") for dtype in dtypes}
+    of_global = {None: "", False: "float32 [], multiplies", True: "float32 [1], divides"}
+    rows = []
+    for one in every:
+        packed = 2 if one.format == "nvfp4" else 1
+        scales = "[R, 1]"
+        if one is not ONE_SCALE:
+            height, width = one.scale_block
+            scales = f"[R{_over(height)}, C{_over(width)}]"
+        tensors = [
+            f"`{one.data}` {short[one.data_dtype]} [R, C{_over(packed)}]",
+            f"`{one.scale}` {short[one.scale_dtype]} {scales}",
+            f"`{one.global_scale}` {of_global[one.divides]}" if one.global_scale else "",
+        ]
+        name = "one scale a weight" if one is ONE_SCALE else f"`{one.format}`"
+        rows.append([name, f"`{one.name}`", *tensors, ", ".join(one.engines)])
+    header = ["format", "convention", "elements", "scales", "global scale", "read by"]
+    return table(header, rows)
+
+
+def _over(divisor: int) -> str:
+    return "" if divisor == 1 else f"/{divisor}"
+
+
+def floors() -> str:
+    rows = enumerate(test_architecture.ORDER)
+    return table(
+        ["floor", "rooms"],
+        (
+            [
+                str(floor),
+                ", ".join("`moe_optim` itself" if r == "." else f"`{r}`" for r in line.split()),
+            ]
+            for floor, line in rows
+        ),
+    )
+
+
+def health_thresholds() -> str:
+    return table(
+        ["figure", *(f"{element.upper()} elements" for element in THRESHOLDS)],
+        (
+            [f"`{figure}`", *(f"{limits[figure]:g}" for limits in THRESHOLDS.values())]
+            for figure in THRESHOLDS["e4m3"]
+        ),
+    )
+
+
+CODE_TABLES: Mapping[str, Callable[[], str]] = {
+    "commands": commands,
+    "conventions": conventions,
+    "expert-layouts": expert_layouts,
+    "flags": flags,
+    "floors": floors,
+    "formats": formats,
+    "health-thresholds": health_thresholds,
+    "knobs": knobs,
+    "mesh-maxima": mesh_maxima,
+    "mesh-buffers": mesh_buffers,
+    "patches": patch_rows,
+    "shared-states": shared_states,
+    "states": states,
+}

@@ -1,0 +1,1031 @@
+"""Tables and sentences of the documents that quote a measurement, made from ``recipes/results``."""
+
+import json
+import shlex
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
+from itertools import product
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from benchmarks.tensorwise import CAST
+from moe_optim.commands.plan.costs import plan_rows
+from moe_optim.commands.plan.experts import plan_experts
+from moe_optim.config.recipes import load_recipe
+from moe_optim.formats import FORMATS
+from moe_optim.spelling import spell_bytes
+from tools.documents.code_tables import table, weight_bytes, wire_bytes
+from tools.upstream.patch_sources import changes
+from tools.upstream.side_by_side import CHANCE, Case, Comparison, Selection
+from tools.upstream.versions import KNOWN, failures, totals
+
+RESULTS = Path(__file__).parents[2] / "recipes" / "results"
+PUBLISHED = "published-recipes.json"
+
+STEPS = {
+    "2x-h200": "2 H200",
+    "2x-h200-overlapped": "2 H200, overlapped",
+    "2x-h200-ep2": "2 H200, expert parallel",
+    "2x-h200-ep2-overlapped": "2 H200, expert parallel, overlapped",
+}
+"""Name of a ``step-*.json`` -> how tables and pictures call it."""
+
+STEP_ROWS = {
+    "iteration": "iteration_ms",
+    "of it forward and backward": "forward_backward_ms",
+    "`optimizer.step()`": "optimizer_ms",
+    "the same, busy on the host": "optimizer_host_ms",
+    "Adam (fused: with scaling and encoding)": "inner_step_ms",
+    "masters to weights: requantize": "requantize_ms",
+    "gather": "gather_ms",
+    "post-processing": "post_processing_ms",
+}
+SIDES = ("stock", "plugin")
+
+PRODUCTS = {  # which GPU multiplies in the format, through Transformer Engine
+    "bf16": "any",
+    "mxfp8": "Blackwell (not run yet)",
+    "mxfp8_2d": "Blackwell (not run yet)",
+    "nvfp4": "Blackwell (not run yet)",
+    "fp8_block": "Hopper (run on H100, H200)",
+}
+
+FP32, BF16 = "fp32 to wire buffers", "bf16 to wire buffers, source zeroed"
+AFTER = "after the gather"
+STEP, NORM = "step to wire buffers, {} moments", "gradient norm"
+KERNELS = {"H100": "requantize-h100.json", "H200": "requantize-h200.json"}
+FUSED = "step-fused-h200.json"
+EXPERT_PARALLEL_STEP = "step-2x-h200-qwen3.json"
+FUSED_STEPS = {
+    "step-fused-h100.json": "1 H100",
+    FUSED: "1 H200",
+    EXPERT_PARALLEL_STEP: "2 H200, Qwen3-30B-A3B's experts",
+}
+MANY_WEIGHTS = "step-h200-qwen3.json"
+"""As many weights a rank as the two GPUs have above."""
+GRAPHED = ("step-graphed-h200.json", "step-ungraphed-h200.json")
+"""The step as a CUDA graph, and the same training without."""
+TENSORWISE_STEP = "step-tensorwise-h200.json"
+TENSORWISE_KERNELS = "requantize-tensorwise-h100.json"
+SOAK = "soak-h200.json"
+FLAGS = "flags-2x-h200.json"
+FLAGS_CPU = "flags-cpu.json"
+EXPERTS = "experts-h200.json"
+HEALTH = "health-h200.json"
+HEALTH_STEPS = (FUSED, "step-health-1-h200.json")
+"""The same training without looks, and with one an iteration."""
+OFFLOAD = "offload-h200.json"
+EXPORT = "export-1x-h200.json"
+HOST_BOUND = 0.99
+"""Of a time, what the host is busy for at least where it sets the pace."""
+OFFLOAD_STEPS = {
+    "0": FUSED,
+    "0.5": "step-offload-0.5-h200.json",
+    "1": "step-offload-1-h200.json",
+}
+"""``offload_states`` -> the same training with it, on the same machine."""
+SAME_IN_STOCK = (FUSED, HEALTH_STEPS[1], OFFLOAD_STEPS["0.5"], OFFLOAD_STEPS["1"])
+"""Runs of one machine in which stock's side does the same."""
+STEP_TIMES = ("optimizer_ms", "iteration_ms")
+CONVERGENCE = "convergence-h200.json"
+CURVES = "formats-h200.json"
+WHOLE = 1000
+"""Iterations of the runs in it whose losses count; of shorter ones the times do."""
+SMOOTHED = 10
+"""Iterations whose mean loss is compared: single ones differ by what their samples are."""
+FUSED_ROWS = {
+    "iteration": "iteration_ms",
+    "of it forward and backward": "forward_backward_ms",
+    "`optimizer.step()`": "optimizer_ms",
+    "gradients to masters": "grad_copy_ms",
+    "gradient norm": "grad_norm_ms",
+    "Adam (fused: with scaling and encoding)": "inner_step_ms",
+    "requantize": "requantize_ms",
+    "gather and post-processing": ("gather_ms", "post_processing_ms"),
+    "the rest: clipping, bookkeeping": "optimizer_rest_ms",
+    "the host, busy in `optimizer.step()`": "optimizer_host_ms",
+}
+
+
+@cache
+def read_result(name: str) -> Any:
+    """Return what a file of results holds."""
+    return json.loads((RESULTS / name).read_text())
+
+
+def result_files(block: str) -> tuple[str, ...]:
+    """Return the files that a block is made from; whoever shows it links to them."""
+    return RESULTS_OF.get(block, ())
+
+
+def milliseconds(value: float) -> str:
+    """Spell a time as tables do."""
+    return f"{value:.1f}" if value < 9.95 else f"{value:.0f}"
+
+
+# Which format
+
+
+def loss_rows() -> dict[tuple[str, int], dict[str, float]]:
+    """Return (format, seed) -> figures of a run."""
+    return {(row["format"], row["seed"]): row for row in read_result("losses-cpu.json")["rows"]}
+
+
+def seeds() -> list[int]:
+    """Return the seeds that some format was trained with, in their order."""
+    return list(dict.fromkeys(seed for _, seed in loss_rows()))
+
+
+def which_format() -> str:
+    rows = []
+    for name, products in PRODUCTS.items():
+        format = FORMATS.get(name)
+        numbers = [wire_bytes(format), weight_bytes(format)]
+        bytes_ = [f"{float(number):.2f}" for number in numbers]
+        rows.append([f"`{name}`", products, *bytes_])
+    return table(["`format`", "GPU that multiplies in it", "gathered", "weight"], rows)
+
+
+def spread_of_seeds() -> float:
+    """Return by how much the loss of bf16 differs between seeds, in nats a byte."""
+    of_bf16 = [row["held_out_loss"] for (name, _), row in loss_rows().items() if name == "bf16"]
+    return max(of_bf16) - min(of_bf16)
+
+
+def losses() -> str:
+    header = ["format"]
+    for seed in seeds():
+        header += [f"held-out loss, seed {seed}", f"test loss, seed {seed}"]
+    rows = []
+    for name in PRODUCTS:
+        row = [f"`{name}`"]
+        for seed in seeds():
+            one = loss_rows().get((name, seed))
+            row += [f"{one[key]:.4f}" if one else "" for key in ("held_out_loss", "test_loss")]
+        rows.append(row)
+    runs = {run: row["held_out_loss"] for run, row in loss_rows().items()}
+    away = max(abs(loss - runs["bf16", seed]) for (_, seed), loss in runs.items())
+    if away >= spread_of_seeds():
+        raise ValueError("documents say that seeds differ by more than formats, and they do not")
+    return (
+        table(header, rows)
+        + f"\n\nWith another seed bf16 ends {spread_of_seeds():.3f} away; with one seed no "
+        f"format ends further than {away:.3f} from bf16."
+    )
+
+
+# Requantization
+
+
+def requantize_rows(name: str, shape_set: str) -> dict[tuple[str, str, str], dict[str, Any]]:
+    """Return (format, work, shard) -> row of one set of shapes."""
+    return {
+        (row["format"], row["work"].removesuffix(", no all-reduce"), row["shard"]): row
+        for row in read_result(name)["rows"]
+        if row["shape_set"].partition(",")[0] == shape_set
+    }
+
+
+def fractions(
+    work: str,
+    shard: str = "1/1",
+    by: str = "ms",
+    *,
+    missing: str = "",
+    file: str,
+) -> Iterator[str]:
+    """Yield the fraction of the floor for each format, for a row of a table."""
+    rows = requantize_rows(file, "w1")
+    for format in FORMATS:
+        row = rows.get((format, work, shard), {})
+        yield f"{row['floor_ms'] / row[by]:.2f}" if row.get(by) else missing
+
+
+def host_times(shape_set: str) -> str:
+    """Return the least and the most that one launch over these shapes takes the host, in us."""
+    rows = requantize_rows("requantize-host-h100.json", shape_set)
+    times = [
+        row["host_us"]
+        for (_, work, _), row in rows.items()
+        if row["launches"] == 1 and work != AFTER
+    ]
+    return f"{int(min(times) + 0.5)} to {int(max(times) + 0.5)}"
+
+
+def requantize() -> str:
+    """Fractions of both GPUs in one cell: what the memory of one outruns shows beside the other."""
+
+    def cells(work: str, shard: str = "1/1", by: str = "ms", missing: str = "") -> list[str]:
+        of_each = [
+            fractions(work, shard, by, missing=missing, file=file) for file in KERNELS.values()
+        ]
+        return [
+            missing if missing in cell else ", ".join(cell) for cell in zip(*of_each, strict=True)
+        ]
+
+    of_te = {"by": "te_ms", "missing": "none"}
+    rows = [
+        ["fp32 masters to what travels", *cells(FP32)],
+        ["the same, Transformer Engine", *cells(FP32, **of_te)],
+        ["fp32 masters, an eighth of each weight", *cells(FP32, "1/8")],
+        ["the same, Transformer Engine", *cells(FP32, "1/8", **of_te)],
+        ["gathered bf16, zeroed on the way", *cells(BF16)],
+        ["the same, an eighth of each weight", *cells(BF16, "1/8")],
+        ["columnwise data after the gather", "", "", *cells(AFTER)[2:]],
+        ["the same, Transformer Engine", "", "", *cells(AFTER, **of_te)[2:]],
+    ]
+    speeds = [f"{read_result(file)['copy_tb_per_s']:.2f}" for file in KERNELS.values()]
+    return f"A device copy moved {' and '.join(speeds)} TB/s in the same runs.\n\n" + table(
+        ["", *(f"`{name}`" for name in FORMATS)], rows
+    )
+
+
+def step_kernels() -> str:
+    file = "requantize-h200.json"
+    rows = []
+    for moments in ("fp32", "bf16"):
+        work = STEP.format(moments)
+        rows.append([f"step, {moments} moments", *fractions(work, file=file)])
+        of_te = fractions(work, by="te_ms", missing="none", file=file)
+        rows.append(["Transformer Engine: scale, FusedAdam, cast", *of_te])
+        rows.append(["the same step, an eighth of each weight", *fractions(work, "1/8", file=file)])
+        of_te = fractions(work, "1/8", "te_ms", missing="none", file=file)
+        rows.append(["the same, Transformer Engine", *of_te])
+    norms = requantize_rows(file, "w1")["mxfp8", NORM, "1/1"]
+    ours, theirs = (norms["floor_ms"] / norms[by] for by in ("ms", "te_ms"))
+    speed = read_result(file)["copy_tb_per_s"]
+    return (
+        f"A device copy moved {speed:.2f} TB/s in the same run.\n\n"
+        + table(["", *(f"`{name}`" for name in FORMATS)], rows)
+        + f"\n\nThe gradient norm runs at {ours:.2f} of its floor, Transformer Engine's at "
+        f"{theirs:.2f}."
+    )
+
+
+def fused_step() -> str:
+    reports = [read_result(file) for file in FUSED_STEPS]
+
+    def cell(report: Any, side: str, keys: str | tuple[str, ...]) -> str:
+        named = (keys,) if isinstance(keys, str) else keys
+        return f"{sum(report[side][key] or 0.0 for key in named):.1f}"
+
+    columns = [(report, side) for report in reports for side in SIDES]
+    rows = [
+        [label, *(cell(*column, keys) for column in columns)] for label, keys in FUSED_ROWS.items()
+    ]
+    shares = [
+        f"{report['plugin']['optimizer_ms'] / report['stock']['optimizer_ms']:.2f}"
+        for report in reports
+    ]
+    rows.append(["`optimizer.step()`, of stock's", "", shares[0], "", shares[1]])
+    rows.append(
+        ["peak memory, GiB", *(f"{r[side]['peak_bytes'] / 2**30:.1f}" for r, side in columns)]
+    )
+    rows.append(
+        ["gathered, GB", *(f"{r[side]['gathered_bytes'] / 1e9:.2f}" for r, side in columns)]
+    )
+    header = [f"{label}: {side}" for label in FUSED_STEPS.values() for side in ("stock", "plug-in")]
+    return f"{table(['', *header], rows)}\n\n{gathered_twice()}"
+
+
+def steps_in_short() -> str:
+    rows = []
+    for file, label in FUSED_STEPS.items():
+        sides = [read_result(file)[side] for side in SIDES]
+        times = [[milliseconds(side[key]) for side in sides] for key in STEP_TIMES]
+        rows.append([label, *(" -> ".join(one) for one in times)])
+    header = ["FP8 blocks, stock -> here", "`optimizer.step()`, ms", "iteration, ms"]
+    return f"{table(header, rows)}\n\n{gathered_twice()}"
+
+
+def gathered_twice() -> str:
+    """Return what stock gathers with expert parallelism, where it has two optimizers."""
+    stock, ours = (read_result(EXPERT_PARALLEL_STEP)[side] for side in SIDES)
+    if round(stock["gathered_bytes"] / ours["gathered_bytes"], 2) != 2:
+        raise ValueError("documents say that stock gathers twice, and it does not")
+    gathered = [f"{side['gathered_bytes'] / 1e9:.2f} GB" for side in (stock, ours)]
+    parts = stock["gather_ms"] + stock["post_processing_ms"]
+    return (
+        f"Of the {stock['optimizer_ms']:.0f} ms, {parts:.0f} are gather and post-processing. With "
+        "expert parallelism and nothing overlapped\nMegatron 0.19 gathers all twice, once for each "
+        f"of its two optimizers: {gathered[0]}, here {gathered[1]}."
+    )
+
+
+def fused_step_host() -> str:
+    in_stock, iterations = (
+        [read_result(file)["stock"][key] for file in SAME_IN_STOCK] for key in STEP_TIMES
+    )
+    links = (
+        f"[{number}](../recipes/results/{file})" for number, file in enumerate(SAME_IN_STOCK, 1)
+    )
+    graphed, many = read_result(GRAPHED[0]), read_result(MANY_WEIGHTS)
+    ours, stock = many["plugin"], many["stock"]
+    return (
+        f"Stock's time is its host's: in four runs of this training on one machine "
+        f"({', '.join(links)})\nits `optimizer.step()` took {min(in_stock):.0f} to "
+        f"{max(in_stock):.0f} ms, and an iteration {min(iterations):.0f} to {max(iterations):.0f}. "
+        "On a host that costs nothing its step would take what its CUDA graph "
+        f"below\ntakes, of which ours is {graphed['ratio']['optimizer_ms']:.2f}. With 6 layers of "
+        f"128 experts on one H200 ([figures](../recipes/results/{MANY_WEIGHTS}))\nthe step took "
+        f"{ours['optimizer_ms']:.1f} ms here, the host busy for "
+        f"{ours['optimizer_host_ms']:.1f} ms, and {stock['optimizer_ms']:.0f} ms in stock."
+    )
+
+
+def graphed_step() -> str:
+    graphed, without = map(read_result, GRAPHED)
+    rows = [
+        [said, *(f"{report[side]['optimizer_ms']:.1f}" for side in SIDES)]
+        for said, report in (("without", without), ("with", graphed))
+    ]
+    links = (
+        f"[{said}](../recipes/results/{name})"
+        for said, name in zip(("with", "without"), GRAPHED, strict=True)
+    )
+    return (
+        f"`optimizer.step()` as a CUDA graph ({', '.join(links)}), in milliseconds:\n\n"
+        + table(["`--optimizer-cuda-graph`", "stock", "plug-in"], rows)
+        + "\n\nA graph spares launches, of which a fused step has few: there is no need to turn it "
+        "on for this step."
+    )
+
+
+def tensorwise_step() -> str:
+    report = read_result(TENSORWISE_STEP)
+    sides = ("plugin", "stock")
+    step, host, after = (
+        [f"{report[side][key]:.{digits}f} ms" for side in sides]
+        for key, digits in (
+            ("optimizer_ms", 0),
+            ("optimizer_host_ms", 0),
+            ("post_processing_ms", 1),
+        )
+    )
+    casts = f"{report['stock']['requantize_ms']:.0f} ms"
+    return (
+        f"On one H200 ([figures](../recipes/results/{TENSORWISE_STEP})) `optimizer.step()` takes "
+        f"{step[0]} here and {step[1]} in stock,\nof which {casts} are casts. The host is busy "
+        f"with it for {host[0]} here and {host[1]} in stock; transposes\ntake {after[0]} and "
+        f"{after[1]}. Another program had the other GPU of that host."
+    )
+
+
+def tensorwise_kernels() -> str:
+    report = read_result(TENSORWISE_KERNELS)
+    labels = {
+        ("1/1", CAST): "fp32 masters to codes and scales",
+        ("1/8", CAST): "the same, an eighth of each weight",
+        ("1/1", AFTER): "transposes after the gather",
+    }
+    rows = {(row["shard"], row["work"]): row for row in report["rows"]}
+    lines = [
+        [
+            label,
+            str(rows[key]["launches"]),
+            f"{rows[key]['ms']:.2f}",
+            f"{rows[key]['fraction_of_floor']:.2f}",
+            f"{rows[key]['te_ms']:.1f}",
+        ]
+        for key, label in labels.items()
+    ]
+    return f"A device copy moved {report['copy_tb_per_s']:.2f} TB/s in the same run.\n\n" + table(
+        ["", "launches", "ms", "of the floor", "Transformer Engine, ms"], lines
+    )
+
+
+# Runs beside stock
+
+
+def soak() -> str:
+    report = read_result(SOAK)
+    if report["grown"]:
+        raise ValueError(f"documents say that nothing grew, and {report['grown']} did")
+    rows = [
+        [
+            row["figure"],
+            *(f"{row[key]:,.0f}" for key in ("second_quarter", "last_quarter")),
+            f"{row['last_quarter'] / row['second_quarter']:.3f}",
+            f"{row['allowed']:g}",
+        ]
+        for row in report["rows"]
+    ]
+    return (
+        f"{report['iterations']:,} iterations with {report['saves']} saves and "
+        f"{report['evaluations']} evaluations on one H200 "
+        f"([figures](../recipes/results/{SOAK})):\n\n"
+    ) + table(["median of", "second quarter", "last quarter", "ratio", "at most"], rows)
+
+
+def flags_beside_stock(result: str) -> str:
+    report = read_result(result)
+    compared = ("losses", "grad_norms", "validation_losses")
+    rows = []
+    for pair in report["pairs"]:
+        one, other = (report["runs"][name] for name in pair["of"])
+        if any(one[what] != other[what] for what in compared):
+            raise ValueError(f"documents say that all pairs are equal, and {pair['with']} is not")
+        rows.append([pair["with"], one["losses"][-1], other["losses"][-1]])
+    return table(["turned on", "last loss beside it", "last loss with it"], rows)
+
+
+def smoothed(losses: list[float]) -> list[float]:
+    """Return the means of :data:`SMOOTHED` losses in a row."""
+    count = len(losses) - SMOOTHED + 1
+    return [mean(losses[first : first + SMOOTHED]) for first in range(count)]
+
+
+def apart(one: list[float], other: list[float]) -> list[float]:
+    """Return how far two smoothed runs are from each other, iteration by iteration."""
+    return [abs(a - b) for a, b in zip(smoothed(one), smoothed(other), strict=True)]
+
+
+def distances() -> dict[str, list[float]]:
+    """Return how far the plug-in is from stock for each seed, and stock from itself between two."""
+    rows = read_result(CONVERGENCE)["rows"]
+    found = {f"plug-in, seed {row['seed']}": apart(row["stock"], row["plugin"]) for row in rows}
+    first, second = (row["stock"] for row in rows)
+    return found | {"stock, other seed": apart(first, second)}
+
+
+def convergence() -> str:
+    *ours, of_seeds = distances().values()
+    if any(mean(one) >= mean(of_seeds) for one in ours):
+        raise ValueError("documents say that seeds differ by more than optimizers, and they do not")
+    rows = [
+        [str(row["seed"]), *(f"{smoothed(row[side])[-1]:.4f}" for side in SIDES)]
+        for row in read_result(CONVERGENCE)["rows"]
+    ]
+    said = " and ".join(f"{mean(one):.4f}" for one in ours)
+    return (
+        table(["seed", "stock, mean of the last ten losses", "plug-in"], rows)
+        + "\n\nOver the run, means of ten losses of plug-in and stock are on average "
+        f"{said} apart, those of two seeds {mean(of_seeds):.4f}."
+    )
+
+
+def runs_by_side() -> dict[str, list[dict[str, Any]]]:
+    """Return side -> its whole runs of the recorded formats, one a seed."""
+    sides: dict[str, list[dict[str, Any]]] = {}
+    for row in read_result(CURVES)["rows"]:
+        if row["iterations"] == WHOLE:
+            sides.setdefault(row["side"], []).append(row)
+    return sides
+
+
+def runs_of_common_seeds() -> dict[str, list[dict[str, Any]]]:
+    """Return side -> its whole runs of the seeds that all sides have, so that means compare."""
+    sides = runs_by_side()
+    common = set.intersection(*({row["seed"] for row in runs} for runs in sides.values()))
+    return {side: [row for row in runs if row["seed"] in common] for side, runs in sides.items()}
+
+
+def last_held_out(row: Mapping[str, Any]) -> float:
+    """Return the mean of the last five held-out losses: a single one is of few samples."""
+    return mean(loss for _, loss in row["held_out"][-5:])
+
+
+def above_bf16() -> str:
+    """Return how far means of everything quantized end above bf16's, the least and the most."""
+    ends = {
+        side: mean(last_held_out(row) for row in runs)
+        for side, runs in runs_of_common_seeds().items()
+    }
+    of_bf16 = [end for side, end in ends.items() if side.endswith("bf16")]
+    more = [end - one for side, end in ends.items() if not side.endswith("bf16") for one in of_bf16]
+    return f"{min(more):.2f} to {max(more):.2f}"
+
+
+def spread_of_stock() -> float:
+    """Return how far apart seeds of stock's FP8 blocks end."""
+    ends = [last_held_out(row) for row in runs_by_side()["stock FP8 blocks"]]
+    return max(ends) - min(ends)
+
+
+def losses_in_short() -> str:
+    more = "[more](docs/performance.md#what-a-format-costs-in-loss)"
+    return (
+        f"In {WHOLE:,} iterations of a small model ([runs](recipes/results/{CURVES}), {more})\n"
+        "everything quantized, stock's FP8 blocks too, ended with held-out losses "
+        f"{above_bf16()} nats a byte\nabove bf16's; seeds of stock differ by up to "
+        f"{spread_of_stock():.2f}."
+    )
+
+
+def formats_compared() -> str:
+    """Losses of the seeds that all sides have, times of runs that had their GPUs to themselves, and
+    how far ours is from stock over all seeds that both have."""
+    alone = {
+        row["side"]: row["figures"]["iteration_ms"]
+        for row in read_result(CURVES)["rows"]
+        if row["iterations"] < WHOLE and row["at_once"] == 1
+    }
+    rows = []
+    for side, runs in runs_of_common_seeds().items():
+        losses = [[last_held_out(row) for row in runs], [row["test_loss"] for row in runs]]
+        cells = [f"{mean(one):.3f} ({min(one):.3f} to {max(one):.3f})" for one in losses]
+        cells.append(f"{alone[side]:.0f}" if side in alone else "")
+        of_bytes = [runs[0]["figures"][key] for key in ("weight_bytes", "peak_bytes")]
+        rows.append([side, *cells, *(f"{count / 2**20:,.0f}" for count in of_bytes)])
+    header = ["", "held-out", "test", "ms an iteration", "weights, MiB", "peak, MiB"]
+    seeds = [row["seed"] for row in runs]
+    stock, ours = (
+        {row["seed"]: last_held_out(row) for row in runs_by_side()[side]}
+        for side in ("stock FP8 blocks", "FP8 blocks")
+    )
+    if stock.keys() != ours.keys():
+        raise ValueError("documents compare stock and ours over the same seeds, and they differ")
+    more = [ours[seed] - stock[seed] for seed in stock]
+    return table(header, rows) + (
+        f"\n\nMeans over {' and '.join(map(str, seeds))}, and their ends; held-out means of "
+        f"everything quantized are {above_bf16()}\nabove bf16's, stock's FP8 blocks among it. Of "
+        f"FP8 blocks there are {len(more)} seeds: held-out {mean(ours.values()):.3f}\nand stock's "
+        f"{mean(stock.values()):.3f}; by seed {min(more):+.3f} to {max(more):+.3f}, on average "
+        f"{mean(more):+.3f}, where seeds of stock lie up to\n{spread_of_stock():.3f} apart: runs "
+        "of this size do not rank the formats."
+    )
+
+
+def fake_quantization() -> str:
+    """Forward and backward of every way, and ours as a part of the fastest other."""
+    report = read_result(EXPERTS)
+    rows = report["rows"]
+    places = ("contiguous", "scattered")
+    table_rows = []
+    for bits, experts in dict.fromkeys((row["bits"], row["experts"]) for row in rows):
+        of_case = {
+            (row["way"], row["placement"]): row
+            for row in rows
+            if (row["bits"], row["experts"]) == (bits, experts)
+        }
+        ways = ("moe_optim", "ModelOpt", "stack and unbind", "loop")
+        cells = [
+            f"{of_case[way, place]['forward_ms']:.2f}, {of_case[way, place]['backward_ms']:.2f}"
+            for way in ways
+            for place in places
+        ]
+        table_rows.append([f"{bits} bits" if bits != "e4m3" else "E4M3", str(experts), *cells])
+    names = ("ours", "ModelOpt", "one stack", "loop")
+    header = [f"{way}, {place}" for way in names for place in places]
+    apart = [
+        row
+        for row in rows
+        if (row["way"], row["placement"], row["experts"]) == ("moe_optim", "scattered", 32)
+    ]
+    of_other, of_one = (
+        [
+            f"{max(row[f'{direction}_{of}'] for row in apart):.2f}"
+            for direction in ("forward", "backward")
+        ]
+        for of in ("of_best_other", "of_contiguous")
+    )
+    return table(["grid", "experts", *header], table_rows) + (
+        f"\n\nModelOpt is {report['versions']['modelopt']}. Of the fastest other way, 32 experts "
+        f"apart take at most {of_other[0]} forward and {of_other[1]} backward;\nof 32 in one "
+        f"tensor {of_one[0]} and {of_one[1]}."
+    )
+
+
+def health_cost() -> str:
+    report = read_result(HEALTH)
+    rows = [row for row in report["rows"] if row["work"] == "health"]
+    said = ", ".join(f"`{row['format']}` {row['ms']:.2f}" for row in rows)
+    least, most = (pick(row["fraction_of_floor"] for row in rows) for pick in (min, max))
+    without, looking = (read_result(name)["plugin"] for name in HEALTH_STEPS)
+    more = looking["optimizer_ms"] - without["optimizer_ms"]
+    share = more / looking["iteration_ms"]
+    figures, *sides = (
+        f"[{said}](../recipes/results/{name})"
+        for said, name in zip(("figures", "without", "with"), (HEALTH, *HEALTH_STEPS), strict=True)
+    )
+    return (
+        f"A look at {rows[0]['parameters'] / 1e9:.3f}e9 parameters on one H200 takes, in ms: "
+        f"{said}\n({figures}). That is {least:.2f} to {most:.2f} of "
+        "what memory allows.\n\nIn training (`hopper_fp8_block.yaml`, the same GPU), a look an "
+        f"iteration makes `optimizer.step()` {without['optimizer_ms']:.1f} -> "
+        f"{looking['optimizer_ms']:.1f} ms\nand its part on the host "
+        f"{without['optimizer_host_ms']:.1f} -> {looking['optimizer_host_ms']:.1f} ms "
+        f"({', '.join(sides)}).\nThat is {100 * share:.1f}% of an iteration of "
+        f"{looking['iteration_ms']:.0f} ms, and {share / 100:.2%} with `health_interval: 100`."
+    )
+
+
+def export_cost() -> str:
+    report = read_result(EXPORT)
+    header = ["format", "experts go", "into the engine", "time"]
+    lines = [
+        [
+            f"`{row['format']}`",
+            row["way"],
+            spell_bytes(row["loaded_bytes"]),
+            f"{milliseconds(row['ms'])} ms",
+        ]
+        for row in report["rows"]
+    ]
+    alone = min(row["host_ms"] / row["ms"] for row in report["rows"])
+    if alone < HOST_BOUND:
+        raise ValueError("documents say that the host bounds an export on one GPU, and it does not")
+    return (
+        f"{report['rows'][0]['model']} of {report['rows'][0]['parameters'] / 1e9:.2f}e9 parameters "
+        f"on one H200 ([figures](../recipes/results/{EXPORT})):\n\n"
+    ) + table(header, lines)
+
+
+def offload_cost() -> str:
+    report = read_result(OFFLOAD)
+    header = ["format", "`offload_states`", "states on the host", "peak on the GPU", "step"]
+    lines = []
+    for row in report["rows"]:
+        is_away = row["parameters_on_host"] > 0
+        lines.append(
+            [
+                f"`{row['format']}`",
+                f"{row['offload_states']:g}",
+                spell_bytes(row["host_bytes"]),
+                spell_bytes(row["device_bytes"]),
+                f"{milliseconds(row['ms'])} ms",
+                f"{row['fraction_of_link']:.2f}" if is_away else "",
+            ]
+        )
+    first = report["rows"][0]
+    return (
+        f"The fused step of {first['parameters'] / 1e9:.3f}e9 parameters ({first['shape_set']}) on "
+        f"one H200, whose link\nmoves {report['link_gb_per_s']:.0f} GB/s each way while both are "
+        f"used ([figures](../recipes/results/{OFFLOAD})):\n\n"
+    ) + table([*header, "of the link"], lines)
+
+
+def offload_training() -> str:
+    header = ["`offload_states`", "peak on the GPU", "`optimizer.step()`", "iteration"]
+    lines = []
+    for share, name in OFFLOAD_STEPS.items():
+        sides = [read_result(name)[side] for side in SIDES]
+        times = [[f"{side[key]:.0f} ms" for side in sides] for key in STEP_TIMES]
+        cells = [[spell_bytes(side["peak_bytes"]) for side in sides], *times]
+        lines.append([f"[{share}](../recipes/results/{name})", *map(" -> ".join, cells)])
+    return (
+        "Training `hopper_fp8_block.yaml` on one H200, with Megatron's own optimizer -> with this "
+        "one in the same run:\n\n"
+    ) + table(header, lines)
+
+
+def host() -> str:
+    rows = requantize_rows("requantize-h100.json", "w1")
+    copied = [rows[format, AFTER, "1/1"]["ms"] for format in ("mxfp8", "mxfp8_2d")]
+    return (
+        f"A launch takes the host {host_times('few')} microseconds for 12 expert weights and "
+        f"{host_times('many')} for 12,288.\nAfter the gather, `mxfp8` and `mxfp8_2d` only copy "
+        f"scales: {copied[0]:.2f} and {copied[1]:.2f} ms for the experts above."
+    )
+
+
+# The gather
+
+
+def gather_rows() -> dict[tuple[int, str, str], dict[str, Any]]:
+    """Return (ranks, format, wire) -> row."""
+    return {
+        (ranks, row["format"], row["wire"]): row
+        for ranks in (2, 4)
+        for row in read_result(f"gather-{ranks}x-h200.json")["rows"]
+    }
+
+
+def gather() -> str:
+    rows = gather_rows()
+
+    def column(key: str, ranks: int, wire: str = "quantized") -> list[str]:
+        return [f"{rows[ranks, format, wire][key]:.2f}" for format in FORMATS]
+
+    bf16 = [f"{rows[ranks, 'bf16', 'bf16']['total_ms']:.2f} ms on {ranks}" for ranks in (2, 4)]
+    return f"With bf16 weights it takes {' GPUs and '.join(bf16)} GPUs.\n\n" + table(
+        ["", *(f"`{name}`" for name in FORMATS)],
+        [
+            ["bytes gathered for a parameter; bf16 has 2", *column("bytes_per_parameter", 2)],
+            *(
+                [f"time on {ranks} GPUs, bf16 is 1", *column("ratio_to_bf16", ranks)]
+                for ranks in (2, 4)
+            ),
+            ["the same on 4 GPUs, `wire: bf16`", *column("ratio_to_bf16", 4, "bf16")],
+        ],
+    )
+
+
+# Whole steps
+
+
+def step_reports() -> dict[str, Any]:
+    """Return name -> report of ``python -m benchmarks step``."""
+    return {name: read_result(f"step-{name}.json") for name in STEPS}
+
+
+def steps() -> str:
+    reports = step_reports().values()
+    rows = [
+        [label, *(", ".join(milliseconds(one[side][key]) for side in SIDES) for one in reports)]
+        for label, key in STEP_ROWS.items()
+    ]
+    peaks = [
+        ", ".join(f"{one[side]['peak_bytes'] / 2**30:.1f}" for side in SIDES) for one in reports
+    ]
+    return table(["", *STEPS.values()], [*rows, ["peak memory, GiB", *peaks]])
+
+
+# Checkpoints as files
+
+
+def convert() -> str:
+    report = read_result("convert-cpu.json")
+    cores = report["device"].split()[-2]
+    return (
+        f"Converting {report['bytes'] / 1e9:.1f} GB, checksums compared, took "
+        f"{report['convert_s']:.0f} s where copying them took {report['copy_s']:.0f} s, on a "
+        f"machine with {cores} cores.\nIt held {report['peak_bytes'] / 1e9:.2f} GB at its peak, "
+        f"{report['peak_bytes_beyond_opening'] / 1e9:.2f} GB more than a command that only opens "
+        f"the checkpoint. A layer with its states has {report['layer_bytes'] / 1e9:.2f} GB."
+    )
+
+
+# Megatron's own unit tests
+
+UPSTREAM = "upstream-2x-h200.json"
+UPSTREAM_BUFFERS = "upstream-buffers-cpu.json"
+UPSTREAM_GROUPED = "upstream-grouped-cpu.json"
+UPSTREAM_GROUPED_GPU = "upstream-grouped-h200.json"
+UPSTREAM_ENGINE = "upstream-engine-2x-h200.json"
+ROWS = "rows-cpu.json"
+ROWS_GPU = "rows-h200.json"
+OUTCOMES = ("passed", "failed", "error", "skipped", "by chance")
+
+
+def upstream_outcomes(name: str, ours: str = "classes") -> str:
+    """Return the table of a run of ``tools.upstream.side_by_side``."""
+    rows = []
+    for file in read_result(name)["files"]:
+        stock, plug_in = (
+            {name: Case(**case) for name, case in file[side].items()}
+            for side in ("stock", "plug_in")
+        )
+        one = Comparison(Selection(**file["selection"]), stock, plug_in)
+        if one.unexplained():
+            raise ValueError("documents say why each case that differs does, of some they do not")
+        counts = [
+            Counter("by chance" if case in CHANCE else side[case].outcome for case in side)
+            for side in (stock, plug_in)
+        ]
+        said = [
+            ", ".join(f"{of_side[outcome]} {outcome}" for outcome in OUTCOMES if of_side[outcome])
+            for of_side in counts
+        ]
+        label = ", ".join(filter(None, (f"`{one.selection.file}`", one.selection.keyword)))
+        other = "the same" if said[0] == said[1] else said[1]
+        rows.append([label, said[0], other, str(len(one.counted())), str(one.ran())])
+    return table(
+        ["file", "stock", "with the plug-in", "counted", f"of these, through our {ours}"], rows
+    )
+
+
+def ten_rows(name: str) -> str:
+    """How the cases of each row went, and what its runs ended with: operations, then modules."""
+    table_rows = []
+    for row_name, row in read_result(name)["rows"].items():
+        passed = Counter(row["cases"].values())["passed"]
+        cells = [row_name, f"{passed} of {len(row['cases'])}", str(len(row["runs"]))]
+        for operations, figure in product((True, False), ("losses", "norms")):
+            runs = [run[figure] for run in row["runs"] if run["operations"] is operations]
+            steps = {(step, value) for run in runs for step, value in run.items()}
+            if row["failures"] or len(steps) != 4:
+                raise ValueError(
+                    f"documents say that runs of a row are equal, and {row_name}'s differ"
+                )
+            cells.append(f"{dict(steps)['4']:.6f}")
+        table_rows.append(cells)
+    last = ["last loss", "last gradient norm"]
+    return table(
+        ["row", "cases passed", "runs", *last, *(f"modules: {one}" for one in last)], table_rows
+    )
+
+
+# Other versions
+
+VERSIONS = "versions-cpu.json"
+VERSIONS_GPU = "versions-h200.json"
+OLDEST_ENGINE_STEP = "step-te-2.17-h200.json"
+"""A few steps with Transformer Engine 2.17.1, attention unfused."""
+SOURCES = "patch-sources.json"
+
+
+def versions() -> str:
+    """What of the suite ran with which versions, and each case that failed."""
+    rows, failed = [], []
+    for run in read_result(VERSIONS)["runs"]:
+        numbers, counts = run["versions"], totals(run["files"])
+        core = numbers["megatron-core"]
+        if run["source"] != "wheel":
+            core += f", {run['source']}"
+        if engine := numbers.get("transformer-engine"):
+            core += f", Transformer Engine {engine}"
+        ran = [f"`{words}`" for words in map(tests_of, run["commands"]) if words]
+        what = ", ".join(ran) if len(ran) == len(run["commands"]) else "the suite"
+        outcomes = [f"{counts[outcome]:,}" for outcome in ("passed", "failed", "skipped")]
+        rows.append([core, numbers["torch"], what, *outcomes])
+        label = f"megatron-core {numbers['megatron-core']}, torch {numbers['torch']}"
+        failed += failed_cases(label, run)
+    header = ["megatron-core", "torch", "what ran", "passed", "failed", "skipped"]
+    return "\n\n".join(filter(None, (table(header, rows), "\n".join(failed))))
+
+
+def versions_on_gpus() -> str:
+    """What ran on a GPU with which Transformer Engine, file by file, and each case that failed."""
+    rows, failed = [], []
+    for run in read_result(VERSIONS_GPU)["runs"]:
+        engine = run["versions"]["transformer-engine"]
+        for name, cases in run["files"].items():
+            outcomes = [str(cases[outcome]) for outcome in ("passed", "failed", "skipped")]
+            rows.append([engine, f"`{name}`", *outcomes])
+        failed += failed_cases(engine, run)
+    if not read_result(OLDEST_ENGINE_STEP)["losses_equal"]:
+        raise ValueError("documents say that losses equal stock's with 2.17.1, and they do not")
+    header = ["Transformer Engine", "file", "passed", "failed", "skipped"]
+    return "\n\n".join((table(header, rows), "\n".join(failed)))
+
+
+def failed_cases(label: str, run: Mapping[str, Any]) -> list[str]:
+    """Return a line for each case of a run that failed, without its reason."""
+    return [f"- {label}: `{line.partition(': ')[0]}`" for line in failures(run["files"])]
+
+
+def tests_of(command: str) -> str:
+    """Return the tests that a command names; none if it ran all."""
+    words = shlex.split(command)[3:]
+    return " ".join(words[sum(2 for word in words if word.startswith("--")) :])
+
+
+def engine_versions() -> str:
+    """Which Transformer Engine something was measured with, and on what."""
+    devices: dict[str, set[str]] = {}
+    reports = [read_result(path.name) for path in sorted(RESULTS.glob("*.json"))]
+    runs = [run for report in reports for run in report.get("runs", ()) if isinstance(run, dict)]
+    for report in [*reports, *runs]:
+        numbers = report.get("versions")
+        if not isinstance(numbers, dict):
+            continue
+        version = numbers.get("te") or numbers.get("transformer-engine")
+        if version and "CPU" not in report["device"]:  # where its classes run, and no kernels
+            named = report["device"]
+            devices.setdefault(version, set()).update([named] if isinstance(named, str) else named)
+    rows = [
+        [one, ", ".join(sorted(devices[one])) if one in devices else "no run recorded"]
+        for one in KNOWN["transformer-engine"]
+    ]
+    return table(["Transformer Engine", "run on GPUs"], rows)
+
+
+def patch_sources() -> str:
+    """What of all that is replaced differs between Megatrons, by the oldest one's side."""
+    first, *others = read_result(SOURCES)["versions"]
+    rows = []
+    for other in others:
+        found = changes(first["targets"], other["targets"])
+        by_kind = [
+            ", ".join(f"`{name}`" for name in found if found[name] == kind) or "none"
+            for kind in ("new", "gone", "signature", "body")
+        ]
+        rows.append([f"{first['version']} and {other['version']}", *by_kind])
+    count = len(first["targets"])
+    return f"Of {count} functions and methods:\n\n" + table(
+        ["between", "new", "gone", "another signature", "another body"], rows
+    )
+
+
+KEPT_IN = {
+    "mxfp8": "MXFP8",
+    "nvfp4": "NVFP4",
+    "blockwise": "FP8 blocks",
+    "tensorwise": "FP8, a scale a tensor",
+    "bf16": "bf16",
+}
+"""What published recipes keep weights in -> how the table calls it, in its order."""
+
+
+OF_NVIDIA = ("Megatron-Bridge", "Megatron-LM", "Megatron-LM's functional tests")
+
+
+def published(sources: Iterable[str] = OF_NVIDIA) -> str:
+    found = {(one["source"], one["kept"]): one for one in read_result(PUBLISHED)["totals"]}
+    rows = []
+    for source in sources:
+        for kept, called in KEPT_IN.items():
+            if (one := found.get((source, kept))) is None:
+                continue
+            flags = [f"`{flag}`: {count}" for flag, count in one["settings"].items()]
+            counts = [one["recipes"], one["passing"]]
+            rows.append([source, called, *map(str, counts), ", ".join(flags)])
+    return table(["recipes of", "weights kept in", "recipes", "pass", "refused"], rows)
+
+
+def plan_step() -> str:
+    """What a fused step of a plan moves, at the speed that memory was found to have."""
+    speed = read_result("requantize-h200.json")["copy_tb_per_s"]
+    recipe = load_recipe("recipes/qwen3_30b_a3b.yaml")
+    experts = plan_experts(recipe.megatron_argv(), grouped=True)
+    return table(
+        ["format", "norm", "update", "bytes a parameter", f"at {speed:.2f} TB/s"],
+        (
+            [
+                f"`{row['format']}`",
+                spell_bytes(row["norm_bytes_per_rank"]),
+                spell_bytes(row["update_bytes_per_rank"]),
+                f"{row['step_bytes_per_parameter']:.2f}",
+                f"{row['step_floor_ms']:.3f} ms",
+            ]
+            for row in plan_rows(experts, [512], memory_tb_per_s=speed)
+            if row["format"] in FORMATS
+        ),
+    )
+
+
+MEASURED_TABLES: Mapping[str, Callable[[], str]] = {
+    "convergence": convergence,
+    "formats-compared": formats_compared,
+    "convert": convert,
+    "fake-quantization": fake_quantization,
+    "flags-beside-stock": lambda: flags_beside_stock(FLAGS),
+    "flags-on-cpu": lambda: flags_beside_stock(FLAGS_CPU),
+    "fused-step": fused_step,
+    "fused-step-host": fused_step_host,
+    "gather": gather,
+    "graphed-step": graphed_step,
+    "health-cost": health_cost,
+    "host": host,
+    "losses": losses,
+    "export-cost": export_cost,
+    "offload-cost": offload_cost,
+    "offload-training": offload_training,
+    "plan-step": plan_step,
+    "patch-sources": patch_sources,
+    "published": published,
+    "published-launches": lambda: published(("slime", "miles")),
+    "soak": soak,
+    "requantize": requantize,
+    "step-kernels": step_kernels,
+    "steps": steps,
+    "ten-rows": lambda: ten_rows(ROWS),
+    "ten-rows-gpu": lambda: ten_rows(ROWS_GPU),
+    "tensorwise-kernels": tensorwise_kernels,
+    "tensorwise-step": tensorwise_step,
+    "transformer-engines": engine_versions,
+    "upstream": lambda: upstream_outcomes(UPSTREAM),
+    "upstream-buffers": lambda: upstream_outcomes(UPSTREAM_BUFFERS),
+    "upstream-grouped": lambda: upstream_outcomes(UPSTREAM_GROUPED),
+    "upstream-grouped-gpu": lambda: upstream_outcomes(UPSTREAM_GROUPED_GPU),
+    "upstream-engine": lambda: upstream_outcomes(UPSTREAM_ENGINE, "kernels"),
+    "versions": versions,
+    "versions-on-gpus": versions_on_gpus,
+    "which-format": which_format,
+    "steps-in-short": steps_in_short,
+    "losses-in-short": losses_in_short,
+}
+
+RESULTS_OF: Mapping[str, tuple[str, ...]] = {
+    "convergence": (CONVERGENCE,),
+    "formats-compared": (CURVES,),
+    "convert": ("convert-cpu.json",),
+    "fake-quantization": (EXPERTS,),
+    "flags-beside-stock": (FLAGS,),
+    "flags-on-cpu": (FLAGS_CPU,),
+    "gather": ("gather-2x-h200.json", "gather-4x-h200.json"),
+    "graphed-step": GRAPHED,
+    "health-cost": (HEALTH, *HEALTH_STEPS),
+    "host": ("requantize-h100.json", "requantize-host-h100.json"),
+    "losses": ("losses-cpu.json",),
+    "export-cost": (EXPORT,),
+    "offload-cost": (OFFLOAD,),
+    "offload-training": tuple(OFFLOAD_STEPS.values()),
+    "plan-step": ("requantize-h200.json",),
+    "patch-sources": (SOURCES,),
+    "published": (PUBLISHED,),
+    "published-launches": (PUBLISHED,),
+    "requantize": tuple(KERNELS.values()),
+    "fused-step": tuple(FUSED_STEPS),
+    "fused-step-host": (*SAME_IN_STOCK, MANY_WEIGHTS, GRAPHED[0]),
+    "soak": (SOAK,),
+    "step-kernels": ("requantize-h200.json",),
+    "steps": tuple(f"step-{name}.json" for name in STEPS),
+    "ten-rows": (ROWS,),
+    "ten-rows-gpu": (ROWS_GPU,),
+    "tensorwise-kernels": (TENSORWISE_KERNELS,),
+    "tensorwise-step": (TENSORWISE_STEP,),
+    "upstream": (UPSTREAM,),
+    "upstream-buffers": (UPSTREAM_BUFFERS,),
+    "upstream-grouped": (UPSTREAM_GROUPED,),
+    "upstream-grouped-gpu": (UPSTREAM_GROUPED_GPU,),
+    "upstream-engine": (UPSTREAM_ENGINE,),
+    "versions": (VERSIONS,),
+    "versions-on-gpus": (VERSIONS_GPU, OLDEST_ENGINE_STEP),
+    "steps-in-short": tuple(FUSED_STEPS),
+    "losses-in-short": (CURVES,),
+}
+"""Block -> files of results that it is made from."""

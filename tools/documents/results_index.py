@@ -1,0 +1,117 @@
+"""What was measured, by what, where, and which document says it: one row a file of results."""
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from moe_optim.commands.console.provenance import hash_code, kernel_sources
+from tools.documents.code_tables import table
+from tools.documents.measured_tables import RESULTS, read_result, result_files
+
+ROOT = Path(__file__).parents[2]
+NAMES = {
+    "torch": "torch",
+    "megatron-core": "core",
+    "transformer-engine": "TE",
+    "megatron-bridge": "Bridge",
+    "modelopt": "ModelOpt",
+}
+"""Packages whose versions are shown -> how the table calls them."""
+SPELT = {"several": "several versions; ", "in the file": "", "none": ""}
+"""What the table says in place of versions -> what is said below a block."""
+
+
+def results_index() -> str:
+    """Return the table of all results."""
+    rows = [
+        [f"[`{path.name}`]({path.name})", _shown_in(path), *_measured_by(path)]
+        for path in sorted(RESULTS.glob("*.json"))
+    ]
+    return table(["file", "shown in", "device", "versions", "commit", "command"], rows)
+
+
+def measured_line(block: str) -> str:
+    """Return where the figures of a block were measured, and whether kernels are other ones now.
+
+    Of what has a table, and comes from results; empty otherwise.
+    """
+    found: dict[str, tuple[list[str], list[str]]] = {}  # what is said -> files and devices
+    for name in result_files(block):
+        device, versions, commit, _ = _measured_by(RESULTS / name)
+        said = f"{SPELT.get(versions, f'{versions}; ')}commit {commit}"
+        if _has_other_kernels(read_result(name)):
+            said += "; kernels have changed since"
+        files, devices = found.setdefault(said, ([], []))
+        files.append(f"`{name}`")
+        devices += [device] if device and device not in devices else []
+    lines = [
+        (", ".join(files), "; ".join([*devices, said])) for said, (files, devices) in found.items()
+    ]
+    if len(lines) == 1:
+        return f"Measured: {lines[0][1]}."
+    listed = [f"- {files}: {said}." for files, said in lines]
+    return "\n".join(["Measured:", "", *listed]) if lines else ""
+
+
+def _has_other_kernels(report: Any) -> bool:
+    """Return whether something in a report was measured with other kernels than those of today."""
+    return any(found != _kernels_of_today() for found in _find(report, "kernels"))
+
+
+@cache
+def _kernels_of_today() -> str:
+    return hash_code(kernel_sources())
+
+
+def _shown_in(path: Path) -> str:
+    """Return links to the documents that name a file."""
+    found = [
+        one
+        for one in sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+        if f"results/{path.name}" in one.read_text(encoding="utf-8")
+    ]
+    names = ((one.relative_to(ROOT), "README" if one.parent == ROOT else one.stem) for one in found)
+    return ", ".join(f"[{name}](../../{place})" for place, name in names)
+
+
+def _measured_by(path: Path) -> list[str]:
+    """Return device, versions, commit and command; of parts where these have their own."""
+    report = read_result(path.name)
+    device, commit, commands = (
+        list(dict.fromkeys(one for key in keys for one in _find(report, key)))
+        for keys in (["device"], ["commit"], ["command", "commands"])
+    )
+    versions = list(dict.fromkeys(map(_spell, _find_dicts(report, "versions"))))
+    return [
+        ", ".join(device),
+        (versions[0] or "in the file") if len(versions) == 1 else "several" if versions else "none",
+        ", ".join(commit),
+        f"`{commands[0]}`" if len(commands) == 1 else f"{len(commands)}, in the file",
+    ]
+
+
+def _spell(versions: Mapping[str, str | None]) -> str:
+    return ", ".join(
+        f"{called} {versions[name]}" for name, called in NAMES.items() if versions.get(name)
+    )
+
+
+def _find(report: Any, key: str) -> Iterator[str]:
+    """Yield the texts under a key, of the whole, or of each part that has it."""
+    for found in _find_values(report, key):
+        yield from [found] if isinstance(found, str) else found or ()
+
+
+def _find_dicts(report: Any, key: str) -> Iterator[Mapping[str, str | None]]:
+    """Yield the mappings under a key, likewise."""
+    for found in _find_values(report, key):
+        yield from [found] if isinstance(found, dict) else [{}] * len(found)
+
+
+def _find_values(report: Any, key: str) -> Iterator[Any]:
+    if isinstance(report, dict) and key in report:
+        yield report[key]
+    elif isinstance(report, dict | list):
+        for part in report.values() if isinstance(report, dict) else report:
+            yield from _find_values(part, key)

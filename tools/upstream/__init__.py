@@ -1,0 +1,1 @@
+"""Runs and measurements beside Megatron, Transformer Engine and serving engines."""
