@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from moe_optim.formats import Direction, QuantizedWeight
     from moe_optim.kernels.member_table import MemberTable, TableEntry
 
-FROM_FP32 = "fp32 to wire buffers"
-FROM_BF16 = "bf16 to wire buffers, source zeroed"
+FROM_FP32 = "fp32 to wire planes"
+FROM_BF16 = "bf16 to wire planes, source zeroed"
 AFTER_GATHER = "after the gather"
-STEP = "step to wire buffers, {} moments"
+STEP = "step to wire planes, {} moments"
 NORM = "gradient norm"
 HEALTH = "health"
 ALONE = ", no all-reduce"

@@ -38,11 +38,11 @@ ROW = {
     "launches",
 }
 WORK = [
-    "fp32 to wire buffers",
-    "bf16 to wire buffers, source zeroed",
+    "fp32 to wire planes",
+    "bf16 to wire planes, source zeroed",
     "after the gather",
-    "step to wire buffers, fp32 moments",
-    "step to wire buffers, bf16 moments",
+    "step to wire planes, fp32 moments",
+    "step to wire planes, bf16 moments",
     "gradient norm",
     "health",
 ]

@@ -52,9 +52,9 @@ PRODUCTS = {  # which GPU multiplies in the format, through Transformer Engine
     "fp8_block": "Hopper (run on H100, H200)",
 }
 
-FP32, BF16 = "fp32 to wire buffers", "bf16 to wire buffers, source zeroed"
+FP32, BF16 = "fp32 to wire planes", "bf16 to wire planes, source zeroed"
 AFTER = "after the gather"
-STEP, NORM = "step to wire buffers, {} moments", "gradient norm"
+STEP, NORM = "step to wire planes, {} moments", "gradient norm"
 KERNELS = {"H100": "requantize-h100.json", "H200": "requantize-h200.json"}
 FUSED = "step-fused-h200.json"
 EXPERT_PARALLEL_STEP = "step-2x-h200-qwen3.json"

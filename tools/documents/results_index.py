@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from moe_optim.commands.console.provenance import hash_code, kernel_sources
+from moe_optim.commands.console.kernel_hash import hash_kernels, kernel_sources
 from tools.documents.code_tables import table
 from tools.documents.measured_tables import RESULTS, read_result, result_files
 
@@ -61,7 +61,7 @@ def _has_other_kernels(report: Any) -> bool:
 
 @cache
 def _kernels_of_today() -> str:
-    return hash_code(kernel_sources())
+    return hash_kernels(kernel_sources())
 
 
 def _shown_in(path: Path) -> str:

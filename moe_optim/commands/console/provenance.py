@@ -1,16 +1,13 @@
 """Which code measured or planned something, and where."""
 
-import hashlib
 import os
 import platform
 import shutil
 import subprocess
-import tokenize
-from collections.abc import Iterator, Mapping
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
+from moe_optim.commands.console.kernel_hash import hash_kernels, kernel_sources
 from moe_optim.environment import find_gpus, find_versions
 
 
@@ -43,47 +40,7 @@ def describe_environment(*, on_gpu: bool, ranks: int = 1) -> dict[str, Any]:
 
 def kernels(*, on_gpu: bool) -> dict[str, str]:
     """Return ``kernels``, a hash of their code, for a report of a GPU; else nothing."""
-    return {"kernels": hash_code(kernel_sources())} if on_gpu else {}
-
-
-def kernel_sources() -> dict[str, str]:
-    """Return the source of every file of ``moe_optim/kernels``, by its place there."""
-    folder = Path(__file__).parents[2] / "kernels"
-    paths = sorted(folder.rglob("*.py"))
-    return {path.relative_to(folder).as_posix(): path.read_text("utf-8") for path in paths}
-
-
-def hash_code(sources: Mapping[str, str]) -> str:
-    """Return 12 digits that change with code.
-
-    Comments, docstrings, line breaks and imports do not count, so that files may move.
-
-    Args:
-        sources: file -> Python.
-    """
-    digest = hashlib.sha256()
-    for name, source in sorted(sources.items()):
-        digest.update("\0".join([name, *_code_of(source), ""]).encode())
-    return digest.hexdigest()[:12]
-
-
-def _code_of(source: str) -> Iterator[str]:
-    """Yield the words of a program, and where its lines and blocks begin and end."""
-    blocks = (tokenize.INDENT, tokenize.DEDENT)
-    line: list[tokenize.TokenInfo] = []
-    for token in tokenize.generate_tokens(StringIO(source).readline):
-        if token.type in (tokenize.COMMENT, tokenize.NL):
-            continue
-        line.append(token)
-        if token.type in (tokenize.NEWLINE, tokenize.ENDMARKER):
-            statement = [one.type for one in line if one.type not in blocks]
-            is_text = statement == [tokenize.STRING, tokenize.NEWLINE]  # a docstring
-            words = [one.string for one in line if one.type not in blocks]
-            counts = not is_text and words[0] not in ("import", "from")
-            for one in line:
-                if counts or one.type in blocks:
-                    yield one.string.strip() or tokenize.tok_name[one.type]
-            line = []
+    return {"kernels": hash_kernels(kernel_sources())} if on_gpu else {}
 
 
 def _describe_gpus(count: int) -> str:

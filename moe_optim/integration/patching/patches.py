@@ -177,7 +177,7 @@ OPTIMIZER: tuple[Patch, ...] = (
         target=f"{_BUFFER}:is_grouped_mxfp8tensor",
         replacement="moe_optim.buckets.buffer:is_grouped_mxfp8tensor",
         fits=in_all_versions("(tensor)"),
-        because="the buffer allocates a parameter buffer unless it knows the weight's class",
+        because="the buffer allocates memory for the parameter unless it knows the weight's class",
         remove_when="a parameter can say so itself",
     ),
     Patch(

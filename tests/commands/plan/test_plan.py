@@ -494,7 +494,7 @@ def test_floors_of_measured_steps_are_those_of_a_plan():
             if row["format"] == name
         ]
         most = row["parts"]["masters"] // 4
-        step = measured[name, "step to wire buffers, fp32 moments"]
+        step = measured[name, "step to wire planes, fp32 moments"]
         norm = measured[name, "gradient norm"]
         per_parameter = (step["floor_ms"] + norm["floor_ms"]) / step["parameters"]
         assert row["step_floor_ms"] == pytest.approx(per_parameter * most, rel=1e-3)
