@@ -93,7 +93,7 @@ def _record(module: Any, ep: int, tp: int = 1) -> SimpleNamespace:
         if record is not None:
             owned = zip(weights, parts, strict=True)
             record.fill([OwnedMaster(param=w, start=0, master=p.reshape(-1)) for w, p in owned])
-            record.land()
+            record.finish()
     return expected
 
 

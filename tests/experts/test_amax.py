@@ -74,7 +74,7 @@ def record_on_ranks(
     largest = torch.stack(vectors).amax(0)
     for record, vector in zip(records, vectors, strict=True):
         vector.copy_(largest)
-        record.land()
+        record.finish()
     return ranks
 
 

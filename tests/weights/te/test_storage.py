@@ -503,7 +503,7 @@ def test_a_bucket_finds_the_weight_of_many_that_was_given_another_tensor(name, i
         bucket.settle(encoded=False)
         bucket.open_gather()
         bucket.gather.encode()
-        bucket.land()
+        bucket.finish()
         for weight, master in zip(weights, seconds, strict=True):
             assert_holds(weight, master, FP8_BLOCK)
 
