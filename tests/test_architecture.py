@@ -3,34 +3,19 @@
 import ast
 import subprocess
 import sys
-from functools import cache
 from graphlib import TopologicalSorter
-from pathlib import Path
 
-import pytest
-
-ROOT = Path(__file__).parents[1]
-PACKAGE = ROOT / "moe_optim"
-
-ORDER = """
-errors version library screen spelling import_hook places
-environment formats experts/keys checkpoint/files
-config formats/reference kernels
-ops fake_quantization integration/patching
-parts weights
-experts
-buckets checkpoint
-calibration health rollout
-optimizer
-integration
-.
-commands
-benchmarks
-""".strip().splitlines()
-"""Rooms, one line a floor: a room imports from lower floors, and its neighbours on its own where it
-has to, but never in a circle. A file beside folders is a room of its own; ``.`` is the package."""
-
-FLOORS = {room: floor for floor, line in enumerate(ORDER) for room in line.split()}
+from tools.rooms import (
+    FLOORS,
+    PACKAGE,
+    ROOT,
+    file_of,
+    modules_of,
+    own_imports,
+    room_of,
+    sources,
+    tree_of,
+)
 
 NEVER = {  # room -> rooms below it that it must not know all the same
     "formats/reference": {"kernels", "experts"},
@@ -50,98 +35,12 @@ THIRD_PARTY = {  # room -> packages it may import, besides the standard library
 }
 
 UPSTREAM = {"megatron", "transformer_engine", "transformer_engine_torch", "apex", "amp_C"}
-PURE = {
-    "errors",
-    "version",
-    "library",
-    "places",
-    "screen",
-    "spelling",
-    "import_hook",
-    "environment",
-    "config",
-}
-PURE |= {
-    "formats",
-    "formats/reference",
-    "experts/keys",
-    "checkpoint/files",
-    "kernels",
-    "ops",
-    "parts",
-}
-PURE |= {"fake_quantization"}
+PURE = {"errors", "version", "library", "places", "screen", "spelling", "import_hook", "config"}
+PURE |= {"environment", "formats", "formats/reference", "experts/keys", "checkpoint/files"}
+PURE |= {"kernels", "ops", "parts", "fake_quantization"}
 """Rooms that know neither Megatron nor Transformer Engine."""
 
 DEVICE_FREE = {"errors", "library", "formats", "formats/reference", "experts/keys"}
-
-
-@cache
-def sources():
-    return sorted(path for path in PACKAGE.rglob("*.py"))
-
-
-@cache
-def tree_of(path):
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
-@cache
-def room_of(path):
-    """Return the longest folder of a file that is on a floor, or the file itself beside folders."""
-    parts = path.relative_to(PACKAGE).with_suffix("").parts
-    if parts == ("__init__",):
-        return "."
-    names = ["/".join(parts[:count]) for count in range(len(parts), 0, -1)]
-    return next((name for name in names if name in FLOORS), names[-1])
-
-
-def imported_modules(tree):
-    """Yield the dotted name of every module that any statement of a file imports.
-
-    ``from a import b`` counts as ``a.b``, since b may be a module. ``import_module`` and
-    ``__import__`` count where they are called with a literal.
-    """
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"line {node.lineno}: relative import"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Call) and _called_name(node) in {"import_module", "__import__"}:
-            yield from (arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant))
-
-
-def _called_name(call):
-    if isinstance(call.func, ast.Attribute):
-        return call.func.attr
-    return call.func.id if isinstance(call.func, ast.Name) else None
-
-
-@cache
-def file_of(module):
-    """Return the file of this package that a dotted name leads to, None for other packages.
-
-    What is no file, a name inside of one, leads to the file.
-    """
-    parts = module.split(".")
-    while parts[0] == PACKAGE.name:
-        path = ROOT.joinpath(*parts)
-        for file in (path.with_suffix(".py"), path / "__init__.py"):
-            if file.is_file():
-                return file
-        parts.pop()
-    return None
-
-
-@cache
-def modules_of(path):
-    return frozenset(imported_modules(tree_of(path)))
-
-
-def own_imports(path):
-    """Return the files of this package that a file imports."""
-    return {file_of(module) for module in modules_of(path)} - {None, path}
 
 
 def read_packages(path):
@@ -176,6 +75,7 @@ def first_of(room):
 
 def test_every_room_is_on_a_floor():
     assert set(map(room_of, sources())) - set(FLOORS) == set()
+    assert sum(len(own_imports(path)) for path in sources()) > len(sources())
 
 
 def test_a_file_imports_only_rooms_of_lower_floors():
@@ -250,18 +150,8 @@ def test_the_definition_loads_neither_megatron_nor_triton():
     assert not loaded & (UPSTREAM | {"triton"})
 
 
-FACTORIES = {
-    "empty",
-    "empty_strided",
-    "eye",
-    "full",
-    "linspace",
-    "logspace",
-    "ones",
-    "rand",
-    "randn",
-}
-FACTORIES |= {"scalar_tensor", "tensor", "zeros"}
+FACTORIES = {"empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones", "rand"}
+FACTORIES |= {"randn", "scalar_tensor", "tensor", "zeros"}
 WHOLE_NUMBERS = {"arange", "randint", "randperm"}
 """Functions of torch that take no default dtype where they are given whole numbers."""
 
@@ -282,44 +172,3 @@ def defaults_taken(tree):
 def test_no_tensor_takes_a_default_dtype_or_a_default_device():
     """Loaders of large models change both for a while, or for good."""
     assert_no_faults(lambda path: defaults_taken(tree_of(path)))
-
-
-DEFAULTS = {
-    "torch.tensor([0.5], device=d)": True,
-    "torch.zeros(3, dtype=torch.float32)": True,
-    "torch.arange(3)": True,
-    "torch.arange(3, device=d)": False,
-    "torch.full((1,), 0.5, dtype=torch.float32, device=d)": False,
-    "torch.zeros_like(other)": False,
-}
-
-
-@pytest.mark.parametrize("source", DEFAULTS)
-def test_the_reader_sees_a_default(source):
-    assert bool(defaults_taken(ast.parse(source))) is DEFAULTS[source]
-
-
-EXAMPLES = {
-    "at the top": "import moe_optim.kernels.encode",
-    "from a package": "from moe_optim import kernels",
-    "from a module": "from moe_optim.kernels.encode import amax",
-    "in a function": "def f():\n    from moe_optim.kernels import encode",
-    "in a condition": "try:\n    import moe_optim.kernels\nexcept ImportError:\n    pass",
-    "by a call": "import importlib\nimportlib.import_module('moe_optim.kernels.encode')",
-}
-
-
-@pytest.mark.parametrize("source", EXAMPLES.values(), ids=EXAMPLES.keys())
-def test_the_reader_sees_every_kind_of_import(source):
-    files = map(file_of, imported_modules(ast.parse(source)))
-    assert "kernels" in {room_of(file) for file in files if file is not None}
-
-
-def test_the_reader_sees_that_a_module_asked_of_its_package_waits_for_the_package(tmp_path):
-    file = tmp_path / "reader.py"
-    file.write_text(
-        "from moe_optim import ops\n"
-        "from moe_optim.formats.reference import tensorwise\n"
-        "from moe_optim.kernels.encode import amax"
-    )
-    assert read_packages(file) == {PACKAGE / "formats" / "reference" / "__init__.py"}

@@ -19,7 +19,7 @@ from moe_optim.formats.partition import BufferPartition, Partition, infer_partit
 from moe_optim.integration.arguments import add_moe_optim_arguments
 from moe_optim.integration.patching import patches
 from moe_optim.rollout.conventions import CONVENTIONS, ONE_SCALE
-from tests import test_architecture
+from tools.rooms import ORDER
 
 PATCH_GROUPS = {
     "training from the wheel": patches.DATASETS,
@@ -339,7 +339,7 @@ def _over(divisor: int) -> str:
 
 
 def floors() -> str:
-    rows = enumerate(test_architecture.ORDER)
+    rows = enumerate(ORDER)
     return table(
         ["floor", "rooms"],
         (
