@@ -1,33 +1,17 @@
 """``python -m benchmarks step``: what it makes of ranks' accounts, and whole runs on the CPU."""
 
 import argparse
-import io
 import json
-import signal
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from benchmarks import __main__ as benchmark
 from benchmarks import step as bench_step
-from benchmarks import step_picture as bench_step_picture
-from benchmarks.step_figures import FIGURES, PARTS, Measured, merge, summarize, table_of, title_of
-from moe_optim.commands.cli import main as cli
-from moe_optim.commands.train import launcher
-from moe_optim.commands.train.launcher import LaunchResult, RankFailure
-from moe_optim.commands.train.progress import TrainingState
+from benchmarks.step_figures import FIGURES, PARTS, Measured, merge, summarize
 from moe_optim.config.recipes import load_recipe
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
-WORK = {
-    "recipe": "some.yaml",
-    "format": "mxfp8",
-    "ranks": 2,
-    "portable_experts": False,
-    "clip_grad": 0.0,
-    "deterministic": True,
-}
 MOCK = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "255"]
 
 
@@ -81,94 +65,9 @@ def test_a_report_has_every_key_of_both_sides_and_their_ratio():
     assert report["losses"] == {"stock": [["2"], ["2"]], "plugin": [["2"], ["2"]]}
 
 
-def test_the_table_says_how_much_processes_of_a_side_differ():
-    values = {"stock": [8.0, 4.5], "plugin": [4.0, 4.25]}
-    found = {
-        side: [Measured(losses=("2",), values={"iteration_ms": [value]}) for value in of_side]
-        for side, of_side in values.items()
-    }
-    work = {**WORK, "format": "mxfp8"}
-    console = Console(file=io.StringIO(), width=100)
-    console.print(table_of({**summarize(found), "workload": work, "device": "CPU"}))
-    said = console.file.getvalue()
-    assert "iteration, each process of stock: 8.00, 4.50" in said
-    assert "iteration, each process of plug-in: 4.00, 4.25" in said
-
-
 def test_losses_are_equal_only_if_all_runs_agree():
     runs = [Measured(losses=(loss,), values={}) for loss in ("2", "2", "2.00000024")]
     assert not summarize({"stock": runs[:1], "plugin": runs[1:]})["losses_equal"]
-
-
-def test_too_few_iterations_are_refused(capsys):
-    assert benchmark.main(["step", str(RECIPE), "--iterations", "5"]) == 2
-    assert "--iterations, --rounds: expected at least 6" in capsys.readouterr().err
-
-
-REFUSED = {
-    "no ranks": (["--ranks", "0", "--", *MOCK], "--ranks: expected 1 or more, got 0"),
-    "another machine": (["--set", "requires.sm=999"], "requires: expected more than this machine"),
-    "nowhere to draw": (["--out", "/none/a.png", "--", *MOCK], "/none/a.png: expected a file"),
-}
-
-
-def test_a_picture_of_no_known_kind_is_refused(capsys):
-    with pytest.raises(SystemExit) as exit:
-        benchmark.main(["step", str(RECIPE), "--out", "step.gif"])
-    assert exit.value.code == cli.BAD_INPUT
-    assert "expected a name that ends in .png, .svg, .pdf, .jpg or .jpeg" in capsys.readouterr().err
-
-
-GIVEN = {  # flags of the user -> what is added for data
-    "nothing": ([], MOCK),
-    "a tokenizer and its words": (MOCK[1:], ["--mock-data"]),
-    "data": (["--data-path", "some"], []),
-}
-
-
-@pytest.mark.parametrize(("given", "added"), GIVEN.values(), ids=GIVEN)
-def test_a_recipe_that_names_no_data_is_given_what_makes_some_up(given, added):
-    """On both sides, behind the user's own."""
-    args = argparse.Namespace(deterministic=False, iterations=6, megatron_args=given)
-    recipe = load_recipe(RECIPE, [])
-    assert bench_step.missing_data(args, recipe) == added
-    for side in ("stock", "plugin"):
-        own = bench_step.megatron_argv(args, recipe, side)[len(recipe.megatron_argv()) :]
-        assert own[: len(given) + len(added)] == [*given, *added]
-
-
-@pytest.mark.parametrize(("words", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_measured_is_refused_before_a_rank_starts(words, message, capsys):
-    assert benchmark.main(["step", str(RECIPE), *words]) == cli.BAD_INPUT
-    assert message in capsys.readouterr().err
-
-
-def test_logs_of_an_earlier_bench_are_not_written_over(tmp_path, capsys):
-    """Those of a later round, too, and before the first is measured."""
-    (tmp_path / "1-stock").mkdir()
-    words = ["step", str(RECIPE), "--rounds", "2", "--logs", str(tmp_path)]
-    assert benchmark.main(words) == cli.BAD_INPUT
-    assert "expected no logs of an earlier bench, got 1-stock" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["1-stock"]
-
-
-ENDS = {  # how ranks end -> exit code, and what is said
-    "a rank that fails, though with the code of bad input": (
-        {"failure": RankFailure(rank=1, exit_code=2, reason="no", log=Path(), disk_full=False)},
-        (1, "error: step: stock: expected a run to its end, but rank 1 ended with exit code"),
-    ),
-    "Ctrl-C": ({"stopped_by": signal.SIGINT}, (130, "step: stock: stopped by SIGINT")),
-    "kill": ({"stopped_by": signal.SIGTERM}, (143, "step: stock: stopped by SIGTERM")),
-}
-
-
-@pytest.mark.parametrize(("end", "wanted"), ENDS.values(), ids=ENDS)
-def test_exit_codes_are_those_of_training(end, wanted, monkeypatch, capsys):
-    result = LaunchResult(state=TrainingState(), seconds=1.0, **end)
-    monkeypatch.setattr(launcher, "launch", lambda plan, console: result)
-    code = benchmark.main(["step", str(RECIPE), "--", "--mock-data"])
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert (code, last[: len(wanted[1])]) == wanted
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -194,86 +93,11 @@ def test_both_sides_run_the_same_but_for_the_plug_in(deterministic):
     )
 
 
-def test_the_help_says_what_every_key_means(capsys):
-    with pytest.raises(SystemExit):
-        benchmark.main(["step", "--help"])
-    text = capsys.readouterr().out
-    for key, figure in FIGURES.items():
-        assert f"{key}: {figure.label}" in text
-        assert figure.meaning in text
-
-
-def medians(**values):
-    return dict.fromkeys(FIGURES) | values
-
-
 def test_what_is_in_no_part_is_a_figure_of_its_own_so_that_all_add_up():
     values = {f"{part}": [1.0, 3.0] for part in PARTS} | {"iteration_ms": [20.0]}
     side = summarize({"stock": [Measured(losses=("2",), values=values)], "plugin": []})["stock"]
     assert side["unaccounted_ms"] == 20 - 2 * len(PARTS)
     assert sum(side[key] for key in (*PARTS, "unaccounted_ms")) == side["iteration_ms"]
-
-
-WHY = {  # what was run -> what is said of losses that differ
-    "portable experts": ({"portable_experts": True}, "expected, as stock has experts in bf16"),
-    "clipping": ({"clip_grad": 1.0}, "expected, as norms that clip are summed in another order"),
-    "algorithms": ({"deterministic": False}, "expected, as algorithms need not repeat"),
-    "nothing": ({}, "losses differ: not expected, please report it"),
-    "bf16": ({"portable_experts": True, "format": "bf16"}, "not expected, please report it"),
-}
-
-
-@pytest.mark.parametrize(("changes", "said"), WHY.values(), ids=WHY)
-def test_losses_that_differ_are_said_to_be_expected_or_not(changes, said):
-    report = {"workload": WORK | changes, "device": "CPU", "losses_equal": False}
-    assert said in title_of(report)
-    assert title_of(report | {"losses_equal": True}).endswith("; the same losses")
-
-
-@pytest.fixture
-def drawn(monkeypatch):
-    """Every bar of a picture drawn: its row, where it begins and how long it is; and its texts."""
-    from matplotlib.axes import Axes
-
-    bars, texts, barh, text = [], [], Axes.barh, Axes.text
-
-    def draw_and_keep(axes, row, width, left, **style):
-        bars.append((row, left, width))
-        return barh(axes, row, width, left=left, **style)
-
-    def write_and_keep(axes, x, y, said, **style):
-        if style.get("weight") == "bold":
-            texts.append(said)
-        return text(axes, x, y, said, **style)
-
-    monkeypatch.setattr(Axes, "barh", draw_and_keep)
-    monkeypatch.setattr(Axes, "text", write_and_keep)
-    return bars, texts
-
-
-def test_the_bars_of_the_picture_add_up_to_what_stands_behind_them(drawn):
-    """Each part begins where the one before ends; what is in no part has one of its own. Where the
-    parts, medians of other iterations, are longer than an iteration, that stands in brackets."""
-    parts = dict.fromkeys(PARTS, 1.0)
-    sides = {
-        "stock": medians(**parts, iteration_ms=10.0),
-        "plugin": medians(**parts | {"post_processing_ms": None}, iteration_ms=6.0),
-    }
-    report = {**sides, "workload": WORK, "device": "CPU", "losses_equal": True}
-    picture = bench_step_picture.draw(report, Path("step.png"))
-    assert picture.startswith(b"\x89PNG")
-    bars, texts = drawn
-    ends = []
-    for count in (len(PARTS) + 1, len(PARTS) - 1):
-        for row in range(2):
-            of_row, bars = bars[:count], bars[count:]
-            assert [place for place, _, _ in of_row] == [row] * count
-            reached = [left + width for _, left, width in of_row]
-            assert [left for _, left, _ in of_row] == [0.0, *reached[:-1]]
-            ends.append(reached[-1])
-    assert not bars
-    assert ends == [10.0, 7.0, 7.0, 6.0]
-    assert texts == ["10.0", "7.0 (iteration 6.0)", "7.0", "6.0"]
 
 
 DENSE, EXPERTS = 199_296, 1_572_864

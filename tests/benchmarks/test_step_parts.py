@@ -3,7 +3,6 @@
 How real optimizers are cut into parts is seen in ``tests/benchmarks/test_step.py``.
 """
 
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -12,8 +11,7 @@ import torch.distributed as dist
 
 from benchmarks import step_rank as counted_steps
 from benchmarks.step_parts import Parts, instrument
-from benchmarks.step_rank import CountedSteps, Iteration, kind_of, milliseconds
-from benchmarks.timing import Mark
+from benchmarks.step_rank import CountedSteps, kind_of
 
 
 class FakeClock:
@@ -61,56 +59,6 @@ def test_time_belongs_to_the_innermost_part_alone(clock):
     assert recording.whole_ms("optimizer") == 31
     assert recording.whole_ms("gather") == 2 + 4 + 8 + 128
     assert recording.whole_ms("absent") == 0
-
-
-def test_a_part_within_itself_is_counted_once(clock):
-    parts = Parts()
-    inner = parts.within("gather", work(clock, 2))
-    with parts.recorded(clock.mark) as recording:
-        assert parts.within("gather", inner)("value") == "value"
-    assert recording.own_ms() == {"gather": 2}
-    assert recording.whole_ms("gather") == 2
-
-
-def test_no_clock_is_read_unless_something_is_recorded(clock):
-    """And a part that raises is closed."""
-    parts = Parts()
-    clock.mark = lambda: pytest.fail("read")
-    with pytest.raises(ZeroDivisionError), parts.part("outer"):
-        with parts.part("inner"):
-            assert parts.innermost == "inner"
-        assert parts.innermost == "outer"
-        raise ZeroDivisionError
-    assert parts.innermost is None
-
-
-def test_the_clock_of_a_device_queues_time_stamps_and_waits_for_nothing(monkeypatch):
-    """Marks are timed events on the current stream; only reading them needs them to have passed."""
-    queue = []
-
-    class Event:
-        def __init__(self, *, enable_timing):
-            assert enable_timing
-
-        def record(self):
-            queue.append(self)
-
-        def elapsed_time(self, end):
-            return 10.0 * (queue.index(end) - queue.index(self))
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: pytest.fail("waited"))
-    parts = Parts()
-    with parts.recorded(partial(Mark, "cuda")) as recording, parts.part("optimizer"):
-        parts.within("gather", lambda: None)()
-    assert len(queue) == 4
-    assert recording.own_ms() == {"optimizer": 20.0, "gather": 10.0}
-
-
-def test_the_clock_of_the_host_counts_seconds_and_tells_milliseconds(monkeypatch):
-    monkeypatch.setattr("time.perf_counter", iter([0.25, 1.5]).__next__)
-    earlier, later = Mark("cpu"), Mark("cpu")
-    assert later.ms_since(earlier) == 1250.0
 
 
 class Group:
@@ -197,53 +145,6 @@ def test_all_optimizers_of_a_chain_and_all_bucket_groups_are_seen(clock):
         "post_processing": 14,
         "forward_backward": 0.5,
     }
-
-
-def test_weights_that_stock_quantizes_on_arrival_are_requantized_then(clock):
-    """Megatron's MXFP8 with the gradient buffer reused; a stub has no inner optimizer."""
-    parts, group = Parts(), Group(clock, late=True)
-    chain = chain_of(clock)
-    stub = optimizer_of(clock, 1)
-    stub.is_stub_optimizer, stub.optimizer = True, None
-    chain.chained_optimizers.append(stub)
-    instrument(parts, [chunk_of([group])], chain)
-    with parts.recorded(clock.mark) as recording:
-        group._post_param_sync()
-    assert recording.own_ms() == {"requantize": 7}
-
-
-def test_iterations_after_the_warm_up_take_turns():
-    assert [kind_of(number) for number in range(1, 11)] == [
-        *["warm-up"] * 3,
-        *["plain", "parts", "host"] * 2,
-        "plain",
-    ]
-
-
-def test_each_kind_of_iteration_shows_its_own_times(clock):
-    """The rest of the optimizer is what is in no other part; the host's time lacks the norm."""
-    parts, chain = Parts(), chain_of(clock)
-    instrument(parts, [chunk_of([Group(clock)])], chain)
-    with parts.recorded(clock.mark) as recording, parts.part("forward_backward"):
-        clock.now += 1
-    chained = chain.step
-    with parts.recorded(clock.mark) as recording, parts.part("optimizer"):
-        clock.now += 6
-        chained()
-    split = milliseconds(Iteration("parts", 0.0, recording), 1.0)
-    assert split == {
-        "grad_copy": 101,
-        "grad_norm": 10_000,
-        "inner_step": 202,
-        "requantize": 404,
-        "optimizer_rest": 6,
-        "optimizer": 10_713,
-        "main_to_model_and_gather": 404,
-    }
-    host = milliseconds(Iteration("host", 0.0, recording), 1.0)
-    assert host == {"optimizer_host": 713}
-    assert milliseconds(Iteration("plain", 1.0), 1.25) == {"iteration": 250.0}
-    assert milliseconds(Iteration("plain", 1.0), None) == {}
 
 
 @pytest.fixture
