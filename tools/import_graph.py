@@ -15,7 +15,6 @@ from tools.rooms import FLOORS, ORDER, own_imports, room_of, sources
 
 WIDTH, HEIGHT = 17.0, 1.35
 """Of the drawing, and of a floor, in inches."""
-BOX = 0.5
 COLOURS = {"down": "#9aa7b5", "neighbours": "#e08a1e", "up": "#cc2222"}
 
 

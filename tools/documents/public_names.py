@@ -61,21 +61,10 @@ def directives(text: str) -> Iterator[tuple[str, str, set[str]]]:
         yield kind, name, set(excluded[1].replace(" ", "").split(",")) if excluded else set()
 
 
-def names_in(source: str) -> Iterator[Name]:
-    """Yield the public names of a module that is given as text."""
-    module = f"given {hash(source)}"
-    _TREES[module] = ast.parse(source)
-    yield from _of_module(module, set())
-
-
-_TREES: dict[str, ast.Module] = {}
-
-
+@cache
 def tree_of(module: str) -> ast.Module:
     """Return the syntax tree of a module of this package."""
-    if module not in _TREES:
-        _TREES[module] = ast.parse(_file(module).read_text(encoding="utf-8"))
-    return _TREES[module]
+    return ast.parse(_file(module).read_text(encoding="utf-8"))
 
 
 def _file(module: str) -> Path:
