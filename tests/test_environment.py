@@ -35,18 +35,6 @@ def test_a_submodule_is_found_without_running_its_parents(tmp_path, monkeypatch)
     assert "heavy" not in sys.modules
 
 
-def test_the_interpreter_counts_as_a_package():
-    python = find_package("python")
-    assert (python.path, python.checkout) == (sys.executable, False)
-    assert unmet_version("python", ">=3.12") is None
-
-
-def test_an_installed_package_is_no_checkout():
-    package = find_package("torch")
-    assert not package.checkout
-    assert torch.__version__.startswith(package.version)
-
-
 def test_a_checkout_of_megatron_wins_over_the_wheel_and_says_so(tmp_path, monkeypatch):
     core = put_package(tmp_path, "megatron.core", numbers=(0, 18, 1), pre_release="rc2")
     monkeypatch.syspath_prepend(tmp_path)

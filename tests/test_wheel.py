@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from email.parser import HeaderParser
 from importlib.metadata import distribution
 from pathlib import Path
 
@@ -101,15 +100,6 @@ def test_the_wheel_holds_what_the_package_reads(wheel):
     assert not [
         name for name in names if name.startswith(("tests/", "recipes/", "patches/", "benchmarks/"))
     ]
-
-
-def test_the_wheel_says_where_the_project_is(wheel):
-    archive = zipfile.ZipFile(wheel)
-    (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
-    urls = HeaderParser().parsestr(archive.read(name).decode()).get_all("Project-URL")
-    named = dict(url.split(", ") for url in urls)
-    assert set(named) == {"Homepage", "Documentation", "Changelog", "Issues"}
-    assert all(url.startswith("https://") for url in named.values())
 
 
 def test_an_installation_leaves_the_torch_of_a_container_alone(environment):
