@@ -3,7 +3,7 @@
 #   make train ARGS="--text my/notes"        options of `moe-optim train`, after the recipe
 #   make test PYTEST_ARGS="-k config"        anything pytest takes
 #   make life-cycle STEPS=100000             random orders of calls, others each time; SEED=N repeats
-#   make fuzz CASES=10000                    harmed checkpoints and recipes, likewise
+#   make fuzz CASES=10000                    harmed checkpoints, likewise
 #   make train PYTHON=/path/to/python3.12    build .venv with this Python and no other
 
 VENV := .venv
@@ -84,10 +84,9 @@ life-cycle: $(STAMP)
 	LIFE_CYCLE_STEPS=$(STEPS) LIFE_CYCLE_SEED=$$seed $(VENV)/bin/python -m pytest \
 	    tests/buckets/test_state_machine.py
 
-# Gives more harmed checkpoints and recipes to what reads them than the suite does.
+# Gives more harmed checkpoints to what reads them than the suite does.
 fuzz: $(STAMP)
-	FUZZ_CASES=$(CASES) $(VENV)/bin/python -m pytest tests/checkpoint/test_fuzz_checkpoints.py \
-	    tests/config/test_fuzz_recipes.py
+	FUZZ_CASES=$(CASES) $(VENV)/bin/python -m pytest tests/checkpoint/test_fuzz_checkpoints.py
 
 # Also what shows the same at further settings: some minutes more.
 test-all: $(STAMP)
