@@ -22,9 +22,9 @@ from tests.support.bytes import assert_bytes_equal
 from tests.support.gpu_sharing import places
 from tests.support.inputs import normal_weights, wide_range_weights
 from tests.support.states.holders import bind
-from tests.support.te.engine_version import FORMATS
 from tests.support.training_runs.side_runs import EAGER, Machine, Run
 from tests.weights.te.test_storage import assert_all_hold, bucket_memory, requantize
+from tools.upstream.engine_version import FORMATS
 
 pytestmark = [
     pytest.mark.gpu,

@@ -32,7 +32,6 @@ from rich.table import Table
 
 from benchmarks.step import DETERMINISTIC_ENVIRONMENT
 from moe_optim.commands.console.provenance import begin_report
-from tests.support.training_runs.side_runs import EAGER
 
 SCRIPT = ("pretrain_gpt.py", "gpt_builders.py", "model_provider.py")
 MODEL = shlex.split("""
@@ -54,6 +53,8 @@ ON_CPU = shlex.split("""
 --transformer-impl local --no-masked-softmax-fusion --no-bias-swiglu-fusion --no-persist-layer-norm
 --no-rope-fusion --no-create-attention-mask-in-dataloader --distributed-backend gloo
 """)
+EAGER = {"TORCHDYNAMO_DISABLE": "1", "NVTE_TORCH_COMPILE": "0"}
+"""Small functions are run as written: compiling them takes longer than all of a run."""
 ENVIRONMENT = DETERMINISTIC_ENVIRONMENT | EAGER | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 """Algorithms that give the same bits twice; small functions run as written, uncompiled."""
 

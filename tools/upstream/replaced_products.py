@@ -1,7 +1,7 @@
 """A pytest plug-in of both sides: runs on this machine what Transformer Engine has for Blackwell.
 
 Loaded by its bare name, as ``outcome_lines`` is, after ``prepare_megatron``. Products and casts are
-torch's, see ``tests/support/te/native_products.py``; attention, norms and dense layers are
+torch's, see ``tools/upstream/native_products.py``; attention, norms and dense layers are
 Megatron's local ones, in bf16.
 On a CPU ``TRANSFORMER_ENGINE_PATH`` says where Transformer Engine lies.
 """

@@ -24,7 +24,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from moe_optim.commands.console.provenance import commit, kernels
 from moe_optim.environment import find_gpus
-from tests.support.te.engine_version import versions_of_ranks
+from tools.upstream.engine_version import versions_of_ranks
 
 TESTS = Path(__file__).parents[2] / "tests" / "weights" / "te" / "test_rows.py"
 

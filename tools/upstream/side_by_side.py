@@ -33,7 +33,7 @@ from rich.table import Table
 from moe_optim.commands.console.provenance import commit, kernels
 from moe_optim.commands.train.launcher import LaunchPlan, RankFailure, launch
 from moe_optim.environment import find_gpus
-from tests.support.te.engine_version import versions_of_ranks
+from tools.upstream.engine_version import versions_of_ranks
 
 HERE = Path(__file__).parent
 WORST_LAST = ("passed", "skipped", "failed", "error", "died")
@@ -192,7 +192,6 @@ def _launch(job: Job, logs: Path, done: Collection[str]) -> RankFailure | None:
         entry += ["--lines", str(logs), "--case-timeout", str(job.timeout_s)]
         entry += ["--leave-out", str(logs / "left_out.txt")]
         path = [str(root), str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
-        path += [str(HERE.parents[1] / "tests/support/te")] if replaced else []
         environment = {
             "PYTHONPATH": os.pathsep.join(filter(None, path)),
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",

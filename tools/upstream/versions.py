@@ -31,7 +31,7 @@ from typing import Any
 
 from moe_optim.commands.console.provenance import commit, describe_cpu, kernels
 from moe_optim.environment import find_gpus, find_package
-from tests.support.te.engine_version import find_version
+from tools.upstream.engine_version import find_version
 
 ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "recipes" / "results" / "versions-cpu.json"

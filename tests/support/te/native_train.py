@@ -30,7 +30,7 @@ from moe_optim.errors import ConfigError
 from moe_optim.formats import FORMATS, get_format
 from moe_optim.weights.te.fields import is_grouped, is_quantized, read_values
 from tests.support.states import given_values, making_room
-from tests.support.te import native_products
+from tools.upstream import native_products
 
 RECIPES = {
     "mxfp8": "--fp8-format e4m3 --fp8-recipe mxfp8 --fp8-param-gather",

@@ -1,7 +1,7 @@
 """Megatron's experts of Transformer Engine under this optimizer, in formats no Hopper multiplies.
 
 Modules, tensor classes, recipes, hooks and checkpoints are theirs; kernels are torch's, see
-``tests/support/te/native_products.py``. Runs on GPUs with ``pytest --gpus``, a rank on each, and on
+``tools/upstream/native_products.py``. Runs on GPUs with ``pytest --gpus``, a rank on each, and on
 a CPU with ``TRANSFORMER_ENGINE_PATH``, which lists folders with Transformer Engine and what it
 imports; group products then ask for tokens on a GPU, and are left out.
 """
@@ -27,8 +27,8 @@ from tests.support.gpu_sharing import places
 from tests.support.modules import serving
 from tests.support.modules.amax import amax_of, saved_amaxes
 from tests.support.states.given_values import draw_values
-from tests.support.te.engine_version import FORMATS
 from tests.weights.te.test_storage import assert_holds
+from tools.upstream.engine_version import FORMATS
 
 PATH = os.environ.get("TRANSFORMER_ENGINE_PATH", "")
 HAS_GPU = torch.cuda.is_available()

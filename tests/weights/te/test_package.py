@@ -15,8 +15,8 @@ import pytest
 
 from moe_optim import MoEOptimConfig
 from tests.support.ranks import run_ranks
-from tests.support.te.engine_version import FORMATS
 from tests.support.training import Record, assert_same_run, pretrain
+from tools.upstream.engine_version import FORMATS
 
 PATH = [f for f in os.environ.get("TRANSFORMER_ENGINE_PATH", "").split(":") if f]
 pytestmark = pytest.mark.skipif(

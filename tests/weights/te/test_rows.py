@@ -16,9 +16,9 @@ import torch
 
 from moe_optim.environment import satisfies
 from tests.support.bytes import assert_bytes_equal
-from tests.support.te.engine_version import find_version
 from tests.weights.te import test_modules
 from tests.weights.te.test_modules import OVERLAP, Run, Seen, folder_of, later, launch
+from tools.upstream.engine_version import find_version
 
 pytestmark = [
     *test_modules.pytestmark,
