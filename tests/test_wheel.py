@@ -98,7 +98,9 @@ def test_the_wheel_holds_what_the_package_reads(wheel):
     assert recipes | {f"{folder}/{path.name}" for path in diffs} <= names
     assert "moe_optim/py.typed" in names
     assert not [
-        name for name in names if name.startswith(("tests/", "recipes/", "patches/", "benchmarks/"))
+        name
+        for name in names
+        if name.startswith(("tests/", "tools/", "recipes/", "patches/", "benchmarks/"))
     ]
 
 
