@@ -66,6 +66,10 @@ class Attributes:
             return True
         return any(_find(self._owners, name) != held for name, held in self._addresses.items())
 
+    def addresses(self) -> list[list[int]]:
+        """Return the address of each owner's tensor, 0 for None, name by name."""
+        return [_find(self._owners, name) for name in self._addresses]
+
     @classmethod
     def merge(cls, parts: "Iterable[Attributes]") -> "tuple[Attributes, ...]":
         """Return what says the same of all parts together, those of equal names in one."""

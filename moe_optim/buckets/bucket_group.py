@@ -70,27 +70,40 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
     def param_gather_dispatched(self, dispatched: bool) -> None:
         self._dispatched = dispatched
 
-    @torch.inference_mode(False)  # a rollout may gather first, and training writes what it plans
-    @torch.no_grad()
     def start_param_sync(self, force_sync: bool = False) -> None:
         """Gather weights that are stale. Every rank of the group must call it.
-
-        What fails on the way leaves them stale, and the next call gathers them anew.
 
         Args:
             force_sync: return only when the weights are in place, whatever the configuration.
 
         Raises:
-            StateError: the memory holds gradients that no step has used; or masters are moving; or
-                weights are offloaded that have to be gathered.
+            StateError: as :meth:`gather`; or weights are offloaded that have to be gathered.
         """
         if self.param_gather_handle is not None and not force_sync:
             return  # one is on its way; no step comes before its end
-        if not self.managed:
-            self.require_weights(Event.GATHER.value)
-            super().start_param_sync(force_sync=force_sync)
+        if self.managed:
+            self.gather(force_sync=force_sync)
             return
-        self.finish_gather()
+        self.require_weights(Event.GATHER.value)
+        super().start_param_sync(force_sync=force_sync)
+
+    @torch.inference_mode(False)  # a rollout may gather first, and training writes what it plans
+    @torch.no_grad()
+    def gather(self, *, force_sync: bool = False, unmoved: bool = False) -> None:
+        """Gather managed weights that are stale. Every rank of the group must call it.
+
+        What fails on the way leaves them stale, and the next call gathers them anew.
+
+        Args:
+            force_sync: return only when the weights are in place, whatever the configuration.
+            unmoved: nothing has run since a step has planned for where masters and weights lie.
+
+        Raises:
+            StateError: the memory holds gradients that no step has used; or masters are moving; or
+                weights are offloaded that have to be gathered.
+        """
+        if self.param_gather_handle is not None:
+            self.finish_gather()
         current = (Weights.FRESH, Weights.OFFLOADED)
         wanted = [bucket for bucket in self.managed if bucket.state.weights not in current]
         if not wanted:
@@ -98,7 +111,7 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
         with self._stale_if_it_fails():
             group = self.intra_distributed_optimizer_instance_group
             for bucket in wanted:
-                bucket.open_gather()
+                bucket.open_gather(bucket.generation if unmoved else None)
             fill_slices([bucket.gather for bucket in wanted], group)
             asynchronous = self.ddp_config.overlap_param_gather and not force_sync
             self.param_gather_handle = start_gather(wanted, group, asynchronous=asynchronous)
@@ -211,7 +224,7 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
         super().finish_grad_sync(force_all_reduce=force_all_reduce)
 
     def read_gradients(self) -> None:
-        """Let the optimizer read the gradients.
+        """Let the optimizer read the gradients; no gather is in flight.
 
         They must have been reduced, unless one rank has them all and nothing scales them: callers
         without Megatron's loop need not reduce them then. With overlap the last backward pass does,
@@ -220,7 +233,6 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
         Raises:
             StateError: they have not.
         """
-        self.finish_gather()  # nobody may have waited for it
         alone = (
             self.intra_distributed_optimizer_instance_size == 1
             and self.ddp_config.num_distributed_optimizer_instances == 1

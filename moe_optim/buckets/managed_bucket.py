@@ -38,6 +38,9 @@ class Owner(Protocol):
     def masters_of(self, bucket: "ManagedBucket") -> list[OwnedMaster]:
         """Return what this rank owns of the parameters of ``bucket``."""
 
+    def find_generation(self, bucket: "ManagedBucket") -> int:
+        """Return a number that is another one where masters or weights of ``bucket`` moved."""
+
 
 class ManagedBucket:
     """Everything this package knows of one bucket; collectives are its bucket group's.
@@ -57,8 +60,7 @@ class ManagedBucket:
         state: of gradients and weights.
         gather: what travels for the weights.
         owner: the optimizer that was built last for them; None before there is one.
-        is_looked_at: nobody else has run since :meth:`plan_step` looked where masters and weights
-            lie, so that a gather need not: its owner says so from a step to the gather behind it.
+        generation: number of what its owner found when masters were last listed.
         version: of the bytes that the last gather has brought, see ``WeightStorage.version``.
 
     Raises:
@@ -100,7 +102,7 @@ class ManagedBucket:
         self._planned_writes = 0  # into masters, when a step was planned
         self._master_writes = 0  # the same of the step that encoded them last
         self._has_initial = True  # some weights may have initial values
-        self.is_looked_at = False
+        self.generation = 0
         self.state = BucketState(name, OWN_MEMORY if wire == "quantized" else SHARED_MEMORY)
         if not all(storage.is_fresh for storage in self.storages):
             self.state.record(Event.SETTLE)  # behind masters of another wrapper
@@ -206,11 +208,13 @@ class ManagedBucket:
         amaxes = [] if self._amaxes is None else [self._amaxes.values]
         return [*self.gather.reduced, *amaxes]
 
-    def plan_step(self) -> MemberTable | None:
+    def plan_step(self, generation: int) -> MemberTable | None:
         """Return what a step encodes masters into, or None where only a gather reads them.
 
-        Looks at every weight and master, and plans anew where something has moved. No step may be
-        taken while weights are on the host; what was planned is left alone then.
+        No step may be taken while weights are on the host; what was planned is left alone then.
+
+        Args:
+            generation: number of what the owner finds now; another one than before plans anew.
 
         Raises:
             StateError: another bucket has bound the weights since, or one lies elsewhere.
@@ -218,7 +222,7 @@ class ManagedBucket:
         if self.is_offloaded:
             return self.gather.planned
         self.require_held()
-        masters = self._list_masters()
+        masters = self._list_masters(generation)
         self._planned_writes = self._count_master_writes()
         return self.gather.plan_step(masters)
 
@@ -235,28 +239,33 @@ class ManagedBucket:
     def _count_master_writes(self) -> int:
         return self._master_places.count_writes()
 
-    def open_gather(self) -> None:
+    def open_gather(self, generation: int | None = None) -> None:
         """Begin to gather the weights: read the masters of this rank.
+
+        Args:
+            generation: the bucket's own, where nothing has run since :meth:`plan_step`; by default
+                the owner compares, and masters that were written since are encoded anew.
 
         Raises:
             StateError: masters are moving, weights or gradient memory are offloaded, or it holds
                 gradients that no step has used.
         """
-        if not self.is_looked_at:
+        if generation is None:
             self.require_held()
         if self.gather.uses_gradient_memory:
             self.require_memory(Event.GATHER.value)
             self.find_unannounced()
-        was_encoded = self.state.weights is Weights.ENCODED
+        encoded = self.state.weights is Weights.ENCODED
         self.state.record(Event.GATHER)
         if self.gather.uses_gradient_memory:
             self._count_from_here()
             self._rest.zero_()
-        if self.is_looked_at and self._masters is not None:
-            masters, encoded = self._masters, was_encoded
+        if generation is None:
+            assert self.owner is not None  # who else has made the weights stale
+            masters = self._list_masters(self.owner.find_generation(self))
+            encoded = encoded and self._count_master_writes() == self._master_writes
         else:
-            masters = self._list_masters()
-            encoded = was_encoded and self._count_master_writes() == self._master_writes
+            masters = self._list_masters(generation)
         self.gather.open(masters, encoded=encoded)
         if self._amaxes is not None:
             self._amaxes.fill(masters)
@@ -301,7 +310,7 @@ class ManagedBucket:
             StateError: they would read or write other contents, or memory that was given back.
         """
         self.state.require_replayable(begins_with, leaves)
-        if self.plan != plan or self._find_moved() or self._master_places.have_moved:
+        if self.plan != plan or self.has_moved:
             raise StateError(
                 f"{self.name}: the replay of a CUDA graph: expected masters, weights and "
                 "gradients where they lay when it was captured, got them elsewhere. Drop the graph "
@@ -324,22 +333,28 @@ class ManagedBucket:
         if self._amaxes is not None:
             self._amaxes.forget()
 
-    def _list_masters(self) -> list[OwnedMaster]:
-        """Return the masters of this rank; where something has moved, everything is planned anew.
+    def _list_masters(self, generation: int) -> list[OwnedMaster]:
+        """Return the masters of this rank; of another generation, everything is planned anew.
 
         Masters get other memory where RL stacks offload them, by their ``data``; weights of
         Transformer Engine get other tensors from its modules.
         """
-        moved = self._find_moved()
-        for storage in moved:
-            storage.take_over()
-        if moved or self._master_places.have_moved:
-            self.forget_masters()
+        if generation != self.generation:
+            for storage in self._find_moved():
+                storage.take_over()
+            if self._masters is not None:
+                self.forget_masters()
+            self.generation = generation
         if self._masters is None:
-            assert self.owner is not None  # who else has made the weights stale
+            assert self.owner is not None
             self._masters = self.owner.masters_of(self)
             self._master_places = Places(one.master for one in self._masters)
         return self._masters
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether masters or weights lie elsewhere than they were planned with."""
+        return self._master_places.have_moved or bool(self._find_moved())
 
     def _find_moved(self) -> list[WeightStorage]:
         """Return the weights that somebody gave other tensors; asked of all of them together."""

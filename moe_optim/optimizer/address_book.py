@@ -1,38 +1,116 @@
-"""What fused steps of one optimizer depend on, noted in one place and compared at every step.
+"""What a rank owns of a distributed optimizer, and one record of all that its step depends on.
 
-Megatron's step reads all of it anew: which tensors are gradients, masters and moments, what group a
-master is in, which norm its gradient counts in. A fused step has planned with it, and has to notice
-where something was exchanged, moved, or regrouped. There are thousands of tensors, so all of them
-are compared in loops of C.
+Megatron's step reads anew which tensors are gradients, masters and moments, which group a master is
+in, and which norm its gradient counts in. A fused step has planned with all of that. The address
+book compares it once per step and numbers what it finds; plans keep the number they were built for.
+There are thousands of tensors, so they are compared in loops of C.
 """
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter, call, is_not, itemgetter
 from typing import Any
 from weakref import ref
 
+import torch
+from megatron.core.optimizer.optimizer import (
+    SEPARATE_GRAD_NORM_GROUPS,
+    _get_param_grad_norm_group,
+)
 from torch import Tensor
 
+from moe_optim.buckets.managed_bucket import ManagedBucket
 from moe_optim.errors import StateError
 from moe_optim.optimizer.adam import MOMENTS
-from moe_optim.optimizer.owned import flat_masters, flat_params, gradients_of
-from moe_optim.places import addresses_of
+from moe_optim.places import Attributes, addresses_of
+from moe_optim.weights.managed import is_managed, is_tensorwise
+from moe_optim.weights.names import parameter_names
 
-_PARAM_DATA, _ATTRIBUTES = attrgetter("param_data"), attrgetter("__dict__")
-_PARAMS, _MOMENTS = itemgetter("params"), itemgetter(*MOMENTS)
-OF_NORMS = (
+NORMS = (None, *sorted(SEPARATE_GRAD_NORM_GROUPS))
+"""What gradients count in: the main norm, and those that Megatron keeps apart."""
+
+_MAIN_GRAD, _PARAM_DATA = attrgetter("main_grad"), attrgetter("param_data")
+_PARAMS, (_FIRST, _SECOND) = itemgetter("params"), map(itemgetter, MOMENTS)
+_NORM_ATTRIBUTES = (
     *("shared", "tensor_model_parallel", "allreduce", "is_gtp_weight_remat"),
     "grad_norm_group",
 )
 """Attributes of a master that say whether its gradient counts, and in which norm."""
 
 
+# What a rank owns
+
+
+def owned_masters(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
+    """Yield every parameter of which this rank owns a part, and its master."""
+    yield from zip(flat_params(optimizer), flat_masters(optimizer), strict=True)
+
+
+def flat_params(optimizer: Any) -> list[torch.nn.Parameter]:
+    """Return every parameter of which this rank owns a part."""
+    groups = chain(optimizer.model_float16_groups, optimizer.model_fp32_groups)
+    return list(chain.from_iterable(groups))
+
+
+def flat_masters(optimizer: Any) -> list[Tensor]:
+    """Return the masters of :func:`flat_params`, in their order."""
+    groups = chain(optimizer.shard_fp32_from_float16_groups, optimizer.shard_fp32_groups)
+    return list(chain.from_iterable(groups))
+
+
+def norm_of(master: Tensor) -> int:
+    """Return the index in ``NORMS`` of the norm that the gradient of a master counts in."""
+    group = _get_param_grad_norm_group(master)
+    return NORMS.index(group) if group in NORMS else 0
+
+
+def gradient_of(optimizer: Any, param: Any) -> Tensor:
+    """Return this rank's part of a gradient, a view.
+
+    Raises:
+        StateError: there is no gradient of the size of the parameter, or its memory is offloaded.
+    """
+    owned = optimizer._get_model_param_range_map(param)["param"]
+    whole: Tensor | None = getattr(param, "main_grad", None)
+    if whole is None or whole.numel() != param.numel():
+        name = parameter_names(optimizer.model_chunks).get(param, "a parameter")
+        found = "none" if whole is None else f"{list(whole.shape)}"
+        raise StateError(
+            f"optimizer step: {name}: expected main_grad of {param.numel()} elements, got {found}. "
+            "Give it back the tensor that DistributedDataParallel had put there."
+        )
+    gradient = whole.view(-1)[owned.start : owned.end]
+    if not gradient.untyped_storage().size():
+        raise StateError(
+            "optimizer step: expected gradient memory, got none: it is offloaded. Call "
+            "restore_grad_buffers() on the DDP module before optimizer.step()."
+        )
+    return gradient
+
+
+def weight_of(optimizer: Any, param: Any, master: Tensor) -> Tensor | None:
+    """Return this rank's part of a bf16 or fp32 weight, a view of its bucket.
+
+    None where the master is that part itself, and for quantized weights.
+    """
+    if is_managed(param) or is_tensorwise(param):
+        return None
+    place = optimizer._get_model_param_range_map(param)["gbuf_world_in_bucket"]
+    buffer, _, bucket = optimizer.model_param_gbuf_map[param]
+    weights = optimizer.buffers[buffer].buckets[bucket].param_data.view(-1)
+    weight: Tensor = weights[place.start : place.end]
+    return None if weight.data_ptr() == master.data_ptr() else weight
+
+
+# What a step depends on
+
+
 class Page:
     """Objects and values as they were last found.
 
     Attributes:
-        generation: how often something else was found, the first time included.
+        generation: number of times that something else was found, the first time included.
     """
 
     def __init__(self) -> None:
@@ -44,8 +122,8 @@ class Page:
         """Note what is there now, and return the generation.
 
         Args:
-            objects: compared by identity, and held.
-            values: compared by equality; no tensors among them.
+            objects: sequence that is compared by identity, and held.
+            values: sequence that is compared by equality; no tensors among them.
         """
         same = len(objects) == len(self._objects) and values == self._values
         if not same or any(map(is_not, objects, self._objects)) or not self.generation:
@@ -55,73 +133,103 @@ class Page:
 
 
 class AddressBook:
-    """See the module.
+    """See the module. Each check returns a generation, which never falls, and repairs nothing.
 
     Args:
-        optimizer: a ``GroupedDistributedOptimizer``.
+        optimizer: distributed optimizer of this package.
+
+    Attributes:
+        tensorwise: fields of the weights that a fused step casts with per-tensor scaling, or None.
     """
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
-        self._gradients, self._states = Page(), Page()
+        self._owned, self._gradients, self._states = Page(), Page(), Page()
+        self._buckets: defaultdict[ManagedBucket, int] = defaultdict(lambda: 1)
+        self._unmanaged: tuple[int, list[tuple[torch.nn.Parameter, Tensor]]] = (0, [])
         self._attributes: list[dict[str, Any]] = []
         self._counts_in: list[tuple[Any, ...]] = []
         self._moments: list[ref[Tensor]] = []
         self._exchanges = 0  # of moments
+        self.tensorwise: Attributes | None = None
 
-    def look_at_gradients(self) -> int:
-        """Return a number that is another one where norms read other gradients than before.
+    def check_owned(self) -> int:
+        """Compare which parameters this rank owns a part of, and which tensors are masters."""
+        return self._owned.compare(
+            [*flat_params(self._optimizer), *flat_masters(self._optimizer)], []
+        )
 
-        That is: another tensor is a parameter's ``main_grad``, or it lies elsewhere; another is a
-        master; one counts otherwise than before; zeros are to be counted.
+    @property
+    def unmanaged(self) -> list[tuple[torch.nn.Parameter, Tensor]]:
+        """Parameters in no managed bucket, and their masters, as of the last check."""
+        if self._unmanaged[0] != self._owned.generation:
+            pairs = [pair for pair in owned_masters(self._optimizer) if not is_managed(pair[0])]
+            self._unmanaged = self._owned.generation, pairs
+        return self._unmanaged[1]
+
+    def check_gradients(self) -> int:
+        """Compare what the norms depend on.
+
+        That is: parameters and masters, ``main_grad`` of each parameter and its address, the
+        attributes by which a gradient counts, and whether zeros are counted.
         """
         optimizer = self._optimizer
-        masters, gradients = flat_masters(optimizer), gradients_of(flat_params(optimizer))
+        gradients = _gradients_of(flat_params(optimizer))
         groups = (getattr(optimizer, name, None) for name in ("tp_group", "expert_tp_group"))
-        return self._gradients.compare(
-            [*masters, *gradients, *groups],
+        owned = self.check_owned()
+        return owned + self._gradients.compare(
+            [*gradients, *groups],
             [
                 _addresses_or_none(gradients),
-                self._look_at_attributes(masters),
+                self._find_attributes(),
                 optimizer.config.log_num_zeros_in_grad,
             ],
         )
 
-    def look_at_states(self) -> int:
-        """Return a number that is another one where an update reads or writes other tensors.
+    def check_states(self) -> int:
+        """Compare what an update depends on, without what :meth:`check_bucket` compares.
 
-        That is: gradients were found to be others when :meth:`look_at_gradients` last looked;
-        moments are others, or lie elsewhere; a master is in another parameter group; there is
-        another number of groups; weight decay is applied in another way; weights have other memory.
-        Where masters lie, tables and buckets ask.
+        That is: parameters and masters, gradients as of the last :meth:`check_gradients`, moments
+        and their addresses, parameter groups and which master is in which, the kind of weight
+        decay, and memory of masters and weights that are in no managed bucket.
         """
         optimizer = self._optimizer
         inner = optimizer.optimizer
         of_groups = list(map(_PARAMS, inner.param_groups))
         moments = find_moments(inner)
-        self._look_at_moments(moments)
-        weights = (map(_PARAM_DATA, buffer.buckets) for buffer in optimizer.buffers)
-        generation = self._states.compare(
-            [inner, optimizer.grad_scaler, *chain(*of_groups), *chain(*weights)],
+        self._compare_moments(moments)
+        buckets = chain.from_iterable(buffer.buckets for buffer in optimizer.buffers)
+        weights = [one for one in map(_PARAM_DATA, buckets) if isinstance(one, Tensor)]
+        owned = self.check_owned()
+        states = self._states.compare(
+            [inner, optimizer.grad_scaler, *chain(*of_groups), *weights],
             [
                 self._exchanges,
                 addresses_of(moments),
+                addresses_of([*weights, *(master for _, master in self.unmanaged)]),
+                None if self.tensorwise is None else self.tensorwise.addresses(),
                 list(map(len, of_groups)),
                 [_decouples(inner, group) for group in inner.param_groups],
             ],
         )
-        return self._gradients.generation + generation  # neither ever falls
+        return owned + self._gradients.generation + states
 
-    def _look_at_attributes(self, masters: Sequence[Tensor]) -> list[tuple[Any, ...]]:
+    def check_bucket(self, bucket: ManagedBucket) -> int:
+        """Compare where masters and weights of a bucket lie with what it has planned with."""
+        if bucket.has_moved:
+            self._buckets[bucket] += 1
+        return self._owned.generation + self._buckets[bucket]
+
+    def _find_attributes(self) -> list[tuple[Any, ...]]:
         """Return the attributes of each master that its norm depends on."""
-        attributes = list(map(_ATTRIBUTES, masters))
+        attributes = list(map(vars, flat_masters(self._optimizer)))
         if not _are_equal(attributes, self._attributes):
             self._attributes = list(map(dict, attributes))
-            self._counts_in = [tuple(map(one.get, OF_NORMS)) for one in attributes]
+            self._counts_in = [tuple(map(one.get, _NORM_ATTRIBUTES)) for one in attributes]
         return self._counts_in
 
-    def _look_at_moments(self, moments: Sequence[Tensor]) -> None:
-        """Note whether Adam has other moments; they are not held: offloading frees them."""
+    def _compare_moments(self, moments: Sequence[Tensor]) -> None:
+        """Count exchanges of moments, which are not held: offloading frees them."""
         same = len(moments) == len(self._moments)
         if not same or any(map(is_not, moments, map(call, self._moments))):
             self._moments = list(map(ref, moments))
@@ -132,7 +240,7 @@ def find_moments(inner: Any) -> list[Tensor]:
     """Return the tensors that Adam has for moments now."""
     states = inner.state.values()
     try:
-        return list(chain.from_iterable(map(_MOMENTS, states)))
+        return [*map(_FIRST, states), *map(_SECOND, states)]
     except KeyError:  # of masters that have not stepped
         return [state[name] for state in states for name in MOMENTS if name in state]
 
@@ -153,8 +261,15 @@ def is_decoupled(inner: Any) -> bool:
 
 
 def _decouples(inner: Any, group: dict[str, Any]) -> bool:
-    """Return what Adam reads at every step: Transformer Engine's of itself, ours of the group."""
+    """Transformer Engine's Adam reads its own attribute at every step, ours that of the group."""
     return bool(getattr(inner, "adam_w_mode", group.get("adam_w_mode", True)))
+
+
+def _gradients_of(params: Iterable[Any]) -> list[Tensor | None]:
+    try:
+        return list(map(_MAIN_GRAD, params))
+    except AttributeError:
+        return [getattr(param, "main_grad", None) for param in params]
 
 
 def _addresses_or_none(tensors: Sequence[Tensor | None]) -> list[int | None]:

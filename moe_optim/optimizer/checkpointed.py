@@ -27,7 +27,7 @@ from moe_optim.integration.patching.active import config_in_force
 from moe_optim.integration.patching.agreement import agree
 from moe_optim.integration.patching.engine import apply_patches, patch_state
 from moe_optim.integration.patching.installation import OPTIMIZERS
-from moe_optim.optimizer.chained import check_masters
+from moe_optim.optimizer.nonfinite import check_masters
 
 _NOT_SAVED = (
     "Nothing has been saved. Load an earlier checkpoint, or set moe_optim.save_nonfinite=true to "

@@ -20,8 +20,8 @@ from moe_optim.integration.patching.engine import (
 )
 from moe_optim.integration.patching.planning import has_masters_of_adam, knobs_with_flags
 from moe_optim.optimizer.description import describe
-from moe_optim.optimizer.fused import runs_on_kernels, this_device
 from moe_optim.optimizer.requirements import check_wrapped_model
+from moe_optim.optimizer.step import runs_on_kernels, this_device
 from moe_optim.weights.managed import is_managed
 
 logger = logging.getLogger(__name__)

@@ -16,8 +16,8 @@ from megatron.core.full_cuda_graph import get_shared_capture_stream
 from megatron.core.utils import log_single_rank
 
 from moe_optim.errors import NonFiniteError, StateError
-from moe_optim.optimizer.fused import this_device
-from moe_optim.optimizer.norms import NORMS, as_megatron_returns, clip_factors, norms_of
+from moe_optim.optimizer.address_book import NORMS
+from moe_optim.optimizer.step import as_megatron_returns, clip_factors, norms_of, this_device
 from moe_optim.optimizer.step_hooks import has_pre_hooks
 
 logger = logging.getLogger(__name__)
@@ -73,8 +73,8 @@ class GraphedStep:
             for part in parts:
                 stack.enter_context(part.updating())
                 stack.enter_context(part.hooks())
-                part.update.read_hyper()
-                stack.enter_context(part.update.counting())
+                part.read_hyper()
+                stack.enter_context(part.counting())
             self._launch([*plans, *read_when_captured])
         self._is_told = False
         if self._captures:
@@ -101,7 +101,7 @@ class GraphedStep:
         if is_finite and norm <= self._largest_norm:
             return
         for part in self._chain.stepping:
-            part.update.take_back()
+            part.take_back()
         if is_finite:
             message = (
                 f"moe_optim: last step skipped, its gradient norm {norm} is above the threshold"
@@ -145,7 +145,7 @@ class GraphedStep:
         moves = norms.isfinite().all() & (norms[0] <= self._largest_norm)
         for part in self._chain.stepping:
             factors = clip_factors(norms, part.config.clip_grad, self._clipped)
-            part.update.launch(torch.where(moves, factors, -1.0))
+            part.launch(torch.where(moves, factors, -1.0))
         self._norms.copy_(norms)
         self._zeros.copy_(total[-1:])
         self._on_host.copy_(norms, non_blocking=True)

@@ -14,8 +14,13 @@ from torch import Tensor
 from torch.optim import optimizer as torch_optimizer
 
 from moe_optim.errors import StateError
-from moe_optim.optimizer.norms import norm_of
-from moe_optim.optimizer.owned import flat_masters, flat_params, gradient_of, owned_masters
+from moe_optim.optimizer.address_book import (
+    flat_masters,
+    flat_params,
+    gradient_of,
+    norm_of,
+    owned_masters,
+)
 
 
 def has_pre_hooks(inner: Any) -> bool:

@@ -55,12 +55,12 @@ def _rebuild_and_count() -> int:
     life_cycle.initialize()
     cycle = life_cycle.LifeCycle(step="fused")
     _train(cycle, 0)
-    updates = [part.update for part in cycle.optimizer.chained_optimizers]
-    planned = [dict(update._tables) for update in updates]
+    parts = cycle.optimizer.chained_optimizers
+    planned = [dict(part._tables) for part in parts]
     for seed in (1, 2):
         _train(cycle, seed)
         cycle.rollout(seed)
-    assert [update._tables for update in updates] == planned
+    assert [part._tables for part in parts] == planned
     return sum(isinstance(param, GroupedWeight) for param in cycle.params)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_optim.optimizer.norms import clip_factors, reduced_over_ranks
+from moe_optim.optimizer.step import clip_factors, reduced_over_ranks
 from tests.optimizer.test_read_anew import DENSE, LAST
 from tests.support.ranks import run_ranks
 from tests.support.states import life_cycle

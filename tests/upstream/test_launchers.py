@@ -51,7 +51,7 @@ def _set_up(launcher: str, checkout: str) -> tuple[str, bool, tuple[int, int]]:
     module.get_model_provider_func = lambda *_: lambda **_kwargs: build_model(args)
     _, optimizer, _ = module.setup_model_and_optimizer(args)
     (part,) = optimizer.chained_optimizers
-    part.update.make_moments()
+    part.make_moments()
     return type(part).__name__, optimizer.is_fused, share_at_home(optimizer)
 
 

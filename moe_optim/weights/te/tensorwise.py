@@ -44,6 +44,10 @@ class TensorwiseCast:
         weights: those of all ranks that share them, in the same order on each.
         masters: [n] fp32 of what this rank owns of each, the optimizer's own tensors; or None.
         starts: first element of each master, counted in the weight; None where there is none.
+
+    Attributes:
+        fields: bytes and scales of the weights; where others are there, or masters have moved, the
+            cast has to be made anew.
     """
 
     def __init__(
@@ -62,12 +66,7 @@ class TensorwiseCast:
             if hasattr(weight, "clear_high_precision_init_val"):
                 weight.clear_high_precision_init_val()  # masters have been made of it
         self._table = TensorwiseTable.build(entries)
-        self._fields = Attributes.of(weights, ("_data", "_scale_inv"))
-
-    @property
-    def has_moved(self) -> bool:
-        """Whether masters, bytes or scales lie elsewhere by now."""
-        return self._table.has_moved or self._fields.have_moved
+        self.fields = Attributes.of(weights, ("_data", "_scale_inv"))
 
     def run(self, group: dist.ProcessGroup) -> None:
         """Cast what this rank owns. Every rank of the group must call it; nothing has moved.

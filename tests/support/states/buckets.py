@@ -1,7 +1,6 @@
 """Managed buckets without a model: their parameters, gradient memory and masters are a test's."""
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,6 +30,22 @@ def make_params(format: Any, slots: Sequence[Slot]) -> list[torch.nn.Parameter]:
     ]
 
 
+class Owner:
+    """What steps the weights of a bucket, and counts how often something was found elsewhere."""
+
+    def __init__(self, masters: Sequence[OwnedMaster]) -> None:
+        self._masters, self._generation = list(masters), 1
+
+    def masters_of(self, _: ManagedBucket) -> list[OwnedMaster]:
+        """Return all of them."""
+        return list(self._masters)
+
+    def find_generation(self, bucket: ManagedBucket) -> int:
+        """Return another number where something has moved."""
+        self._generation += bucket.has_moved
+        return self._generation
+
+
 def make_bucket(
     params: Sequence[Any],
     slots: Sequence[Slot],
@@ -44,7 +59,7 @@ def make_bucket(
     """Return a bucket whose owner has ``masters``; its weights count as fresh."""
     starts = [slot.start for slot in slots]
     bucket = ManagedBucket(name, params, starts, grads, dp_size=dp_size, wire=wire)  # type: ignore[arg-type]
-    bucket.owner = SimpleNamespace(masters_of=lambda _: list(masters))
+    bucket.owner = Owner(masters)
     return bucket
 
 

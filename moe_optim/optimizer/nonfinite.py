@@ -1,0 +1,115 @@
+"""Names the elements that are not finite: parameter, expert and owner rank of each."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_optim.errors import NonFiniteError
+from moe_optim.experts.module import first_experts
+from moe_optim.optimizer.adam import MOMENTS
+from moe_optim.optimizer.address_book import gradient_of, owned_masters
+from moe_optim.weights.names import global_parameter_names
+
+MOST_NAMED = 8
+"""Culprits a rank names; with a NaN loss every gradient is one."""
+
+
+def name_culprits(chain: Any) -> str:
+    """Return which gradients of which ranks are not finite, or too large. Every rank must call it.
+
+    Args:
+        chain: ``GroupedChainedOptimizer``.
+    """
+    rank, found = dist.get_rank(), list(_find_culprits(chain))
+    lines = [f"rank {rank}: {line}" for line in found[:MOST_NAMED]]
+    if len(found) > MOST_NAMED:
+        lines.append(f"rank {rank}: and {len(found) - MOST_NAMED} more")
+    gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, lines)
+    named = "; ".join(line for of_rank in gathered for line in of_rank)
+    return named or "No square of a gradient is Inf in fp32, but the sum of all is"
+
+
+def _find_culprits(chain: Any) -> Iterator[str]:
+    non_finite = describer(chain.model_chunks, "non-finite gradient")
+    too_large = describer(chain.model_chunks, "finite gradient", "whose square is Inf in fp32")
+    for part in chain.stepping:
+        for param, _ in owned_masters(part):
+            start = part._get_model_param_range_map(param)["param"].start
+            gradient = gradient_of(part, param).float()
+            bad = ~gradient.isfinite()
+            overflow = ~(bad | gradient.square().isfinite())
+            for describe, of in ((non_finite, bad), (too_large, overflow)):
+                if bool(of.any()):
+                    yield describe(param, of.nonzero().view(-1) + start)
+
+
+def check_masters(
+    optimizer: Any,
+    remedy: str,
+    only: Callable[[Tensor], bool] = lambda _: True,
+    *,
+    with_moments: bool = False,
+) -> None:
+    """Raise NonFiniteError if a master is Inf or NaN, on any rank of the data-parallel group.
+
+    Every rank must call it.
+
+    Args:
+        optimizer: a distributed optimizer.
+        remedy: what has not happened, and what to do.
+        only: says of a parameter whether its master is looked at.
+        with_moments: whether its moments are, too.
+    """
+    found: list[str] = []
+    kinds = ("master", *MOMENTS) if with_moments else ("master",)
+    describers = {kind: describer(optimizer.model_chunks, f"non-finite {kind}") for kind in kinds}
+    for param, master in owned_masters(optimizer):
+        if master is None or not only(param):
+            continue
+        start = optimizer._get_model_param_range_map(param)["param"].start
+        states = {"master": master, **optimizer.optimizer.state.get(master, {})}
+        for kind in (kind for kind in kinds if kind in states):
+            bad = (~states[kind].float().isfinite()).nonzero().view(-1) + start
+            if len(bad):
+                found.append(describers[kind](param, bad))
+    group = optimizer.data_parallel_group
+    everywhere: list[list[str]] = [[] for _ in range(group.size())]
+    dist.all_gather_object(everywhere, found[:MOST_NAMED], group=group)
+    lines = [
+        f"data-parallel rank {rank}: {line}"
+        for rank, of_rank in enumerate(everywhere)
+        for line in of_rank
+    ]
+    if lines:
+        what = "masters and moments" if with_moments else "masters"
+        raise NonFiniteError(f"{what}: expected finite values, got {'; '.join(lines)}. {remedy}")
+
+
+def describer(
+    model_chunks: Sequence[torch.nn.Module], kind: str, more: str = ""
+) -> Callable[[torch.nn.Parameter, Tensor], str]:
+    """Return what says which parameter, which of its experts, and how many elements are of a kind.
+
+    It takes the parameter and the places [n] of elements in it, at least one.
+
+    Args:
+        model_chunks: that own the parameters.
+        kind: what the elements are, in the singular.
+        more: what is said of them besides.
+    """
+    names, first_of = global_parameter_names(model_chunks), first_experts(model_chunks)
+
+    def describe(param: torch.nn.Parameter, bad: Tensor) -> str:
+        count = f"{len(bad)} {kind}{'s' if len(bad) > 1 else ''} {more}".rstrip()
+        if param not in first_of:
+            return f"{names[param]}: {count}"
+        per_expert = math.prod(param.shape[-2:])
+        experts = sorted({int(first_of[param] + index) for index in (bad // per_expert).tolist()})
+        return f"{names[param]}, expert {', '.join(map(str, experts))}: {count}"
+
+    return describe

@@ -1,0 +1,573 @@
+"""The step of a distributed optimizer: norms of gradients where they lie, and one update.
+
+Megatron's step copies gradients into masters' ``grad``, finds their norm, scales them, calls Adam
+and copies masters into weights, parameter by parameter. Here everything that a step reads and
+writes is planned once, and a step starts a few kernels. Masters, moments and the step count stay
+where Megatron keeps them, so that checkpoints of either kind of step load in the other.
+"""
+
+import logging
+import math
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer import clip_grads
+from megatron.core.tensor_parallel import (
+    param_is_not_gtp_duplicate,
+    param_is_not_tensor_parallel_duplicate,
+)
+from megatron.core.transformer.module import param_is_not_shared
+from megatron.core.utils import log_single_rank
+from torch import Tensor
+
+from moe_optim import ops
+from moe_optim.buckets.bucket_group import GroupedBucketGroup
+from moe_optim.buckets.managed_bucket import ManagedBucket
+from moe_optim.buckets.states import Event, Weights
+from moe_optim.errors import StateError
+from moe_optim.experts.grouped_linear import GroupedLinear
+from moe_optim.formats.reference.adam import Hyper
+from moe_optim.integration.patching.planning import settings_of_stocks_step
+from moe_optim.kernels.launch_table import HYPER_FIELDS
+from moe_optim.kernels.member_table import MemberTable, has_kernels
+from moe_optim.kernels.norm import Gradients, NormTable
+from moe_optim.kernels.steps.table import AdamState, StepTable
+from moe_optim.optimizer.adam import MOMENTS, GroupStepAdam
+from moe_optim.optimizer.address_book import (
+    NORMS,
+    AddressBook,
+    flat_masters,
+    gradient_of,
+    is_decoupled,
+    norm_of,
+    owned_masters,
+    weight_of,
+)
+from moe_optim.optimizer.checkpointed import CheckpointedOptimizer
+from moe_optim.optimizer.host_states import HostStates
+from moe_optim.optimizer.step_hooks import (
+    OwnStep,
+    has_hooks,
+    hooked,
+    require_shown,
+    showing_gradients,
+)
+from moe_optim.weights.names import parameter_names
+from moe_optim.weights.te.tensorwise import TensorwiseCast, can_cast
+
+logger = logging.getLogger(__name__)
+
+
+class SteppedOptimizer(CheckpointedOptimizer):
+    """Megatron's distributed optimizer with both halves of a fused step: norms and update.
+
+    A step of the chain calls :meth:`read_gradients`, :meth:`sum_squares`, :meth:`plan_update` and
+    :meth:`update_masters`, in this order.
+
+    Attributes:
+        book: record of everything that a fused step depends on.
+        host_states: masters and moments whose memory is on the host.
+        has_tensorwise: whether some weights have per-tensor scaling; the same on all ranks that
+            share the buffers.
+    """
+
+    def __init__(self, optimizer: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        """Shard the masters; arguments are Megatron's."""
+        super().__init__(optimizer, config, *args, **kwargs)
+        self.book = AddressBook(self)
+        self.host_states = HostStates([], 0.0)
+        self.has_tensorwise = False
+        self._groups: list[GroupedBucketGroup] = []
+        self._managed_groups: list[GroupedBucketGroup] = []
+        self._buckets: tuple[ManagedBucket, ...] = ()
+        self._own_step = OwnStep(optimizer)
+        self._is_planned = False  # since gradients were read
+        self._is_hooked = False  # whether hooks ran in the last update, which may be gone by now
+        device = this_device()
+        self._hyper = torch.zeros(0, HYPER_FIELDS, dtype=torch.float32, device=device)
+        self._clips = torch.ones(len(NORMS), dtype=torch.float32, device=device)
+        self._norm: NormTable | None = None
+        self._norm_generation = 0
+        self._tables: dict[ManagedBucket | None, StepTable] = {}
+        self._tables_generation = 0
+        self._cast: TensorwiseCast | None = None
+        self._plans = 0
+
+    @property
+    def managed_buckets(self) -> tuple[ManagedBucket, ...]:
+        """The buckets of quantized weights whose masters this optimizer steps."""
+        return self._buckets
+
+    def find_generation(self, bucket: ManagedBucket) -> int:
+        """Return the generation of the masters and weights of one of the managed buckets."""
+        return self.book.check_bucket(bucket)
+
+    # Gradients
+
+    def read_gradients(self) -> None:
+        """Finish gathers in flight, and check that this rank's gradients are there to be read.
+
+        Raises:
+            StateError: they were not reduced, their memory or weights that a step writes are
+                offloaded, or weight gradients of some experts are delayed.
+        """
+        self._is_planned = False
+        for linear in self._delaying_linears:
+            linear.require_wgrads_taken()
+        for group in self._groups:
+            group.finish_gather()  # it reads what the step writes
+            group.require_gradients("optimizer.step()")
+            group.require_weights("optimizer.step()")
+        for group in self._managed_groups:
+            group.read_gradients()
+
+    @cached_property
+    def _delaying_linears(self) -> tuple[GroupedLinear, ...]:
+        modules = (module for chunk in self.model_chunks for module in chunk.modules())
+        linears = (module for module in modules if isinstance(module, GroupedLinear))
+        return tuple(linear for linear in linears if linear.delay_wgrad)
+
+    def sum_squares(self) -> Tensor:
+        """Return the squared norms of what this rank owns, and its zeros if the config asks.
+
+        Returns:
+            [len(NORMS) + 1] fp64, newly allocated; the last is the number of zeros.
+
+        Raises:
+            StateError: a parameter has no gradient, or its memory is offloaded.
+        """
+        table = None if self._norm is None or self._norm.has_moved else self._norm
+        if table is not None:
+            ops.sum_squares(table)  # the device reads while the host compares
+        generation = self.book.check_gradients()
+        if table is None or generation != self._norm_generation:
+            self._norm = None  # a plan that is refused leaves none that looks current
+            self._norm = table = self._plan_norm()
+            self._norm_generation = generation
+            ops.sum_squares(table)
+        return torch.cat([table.squares, table.zeros.double()])
+
+    def _plan_norm(self) -> NormTable:
+        """Describe the gradients that count: those of duplicates and shared parameters do not."""
+        sharing = {name: getattr(self, name, None) for name in ("tp_group", "expert_tp_group")}
+        counted = [
+            Gradients(gradient_of(self, param), norm_of(master))
+            for param, master in owned_masters(self)
+            if param_is_not_shared(master)
+            and param_is_not_tensor_parallel_duplicate(master, **sharing)
+            and param_is_not_gtp_duplicate(master)
+        ]
+        return NormTable.build(
+            counted,
+            count_zeros=self.config.log_num_zeros_in_grad,
+            num_groups=len(NORMS),
+            device=self._clips.device,
+        )
+
+    # The plan of an update
+
+    def plan_update(self) -> int:
+        """Check everything that an update depends on, and plan anew what has changed.
+
+        It follows :meth:`sum_squares`. It takes the host a while where there are many weights, and
+        waits for no device. Loads give Adam other moments, and so do RL stacks that take turns on a
+        GPU: tensors, dictionaries of them, or all of its state.
+
+        Returns:
+            Number that changes when something was planned anew, so that a captured graph is void.
+
+        Raises:
+            StateError: something else is called in the place of Adam's ``step``; a loss scale has
+                been set; gradient memory is offloaded; masters and parameter groups do not fit.
+            LayoutError: masters or moments are on the host, or of dtypes that no kernel knows.
+        """
+        self._own_step.require(self.optimizer)
+        if self.grad_scaler is not None:
+            raise StateError(
+                "optimizer step: expected no loss scale, as when the optimizer was built, got a "
+                f"{type(self.grad_scaler).__name__}. Set step: stock."
+            )
+        if self._tables_generation != self.book.check_states() or not self._has_planned_members():
+            self._tables, self._tables_generation = {}, 0  # none, should a plan be refused
+            self._tables = self._plan_tables()
+            self._cast = self._plan_cast()
+            self.book.tensorwise = None if self._cast is None else self._cast.fields
+            self._tables_generation = self.book.check_states()  # planning makes moments
+            self._plans += 1
+        self._is_planned = True
+        return self._plans
+
+    def _has_planned_members(self) -> bool:
+        """Return whether every bucket still encodes what its table was planned with."""
+        for bucket in self._buckets:
+            if self._tables[bucket].members is not self._plan_members(bucket):
+                return False
+        return True
+
+    def _plan_members(self, bucket: ManagedBucket) -> MemberTable | None:
+        return bucket.plan_step(self.book.check_bucket(bucket))
+
+    def _plan_tables(self) -> dict[ManagedBucket | None, StepTable]:
+        """Return a table for each managed bucket, and one for everything else under None."""
+        inner = self.optimizer
+        group_of = self._find_groups_of_masters()
+        if len(inner.param_groups) != len(self._hyper):
+            self._hyper = self._hyper.new_zeros(len(inner.param_groups), HYPER_FIELDS)
+        bucket_of = {param: bucket for bucket in self._buckets for param in bucket.params}
+        names = parameter_names(self.model_chunks)
+        states: dict[ManagedBucket | None, list[AdamState]] = {b: [] for b in self._buckets}
+        states[None] = []
+        self.make_moments()
+        for param, master in owned_masters(self):
+            exp_avg, exp_avg_sq = _moments_of(inner, master)
+            states[bucket_of.get(param)].append(
+                AdamState(
+                    parameter=names[param],
+                    master=master,  # no view: it would stay where the memory of the master was
+                    gradient=gradient_of(self, param),
+                    exp_avg=exp_avg,
+                    exp_avg_sq=exp_avg_sq,
+                    group=group_of[master],
+                    norm=norm_of(master),
+                    weight=weight_of(self, param, master),
+                    on_host=self.host_states.on_host(master),
+                )
+            )
+        decoupled = is_decoupled(inner)
+        tables = {
+            bucket: StepTable.build(
+                of_bucket,
+                self._hyper,
+                self._clips,
+                members=None if bucket is None else self._plan_members(bucket),
+                decoupled=decoupled,
+            )
+            for bucket, of_bucket in states.items()
+        }
+        # moments are not held, so that offloading frees them: the address book knows where they lie
+        return {bucket: table.watching(()) for bucket, table in tables.items()}
+
+    def _find_groups_of_masters(self) -> dict[Tensor, int]:
+        """Return the number of the parameter group that each master is in.
+
+        Raises:
+            StateError: a master is in none, or in two, or something else is in one.
+        """
+        groups = self.optimizer.param_groups
+        placed = [(one, number) for number, group in enumerate(groups) for one in group["params"]]
+        group_of = dict(placed)
+        masters = set(flat_masters(self))
+        if len(placed) == len(group_of) and group_of.keys() == masters:
+            return group_of
+        missing, others = len(masters - group_of.keys()), len(group_of.keys() - masters)
+        raise StateError(
+            "optimizer step: expected every master of this optimizer in one parameter group, and "
+            f"nothing else, got {missing} in none, {len(placed) - len(group_of)} once more, and "
+            f"{others} other tensors. Put them back, or set step: stock."
+        )
+
+    def _plan_cast(self) -> TensorwiseCast | None:
+        """Return what casts weights with per-tensor scaling; None where Megatron has to."""
+        if not self.has_tensorwise:
+            return None
+        weights, masters, starts = self._get_fp8_params_and_shard_fp32_from_fp8()
+        return TensorwiseCast(weights, masters, starts) if can_cast(weights) else None
+
+    def make_moments(self) -> None:
+        """Make moments of masters that have none, and have all states where they are at home."""
+        for _, master in owned_masters(self):
+            _moments_of(self.optimizer, master)
+            self.host_states.keep(self.optimizer, master)
+
+    # The update
+
+    def update_masters(self, clips: Tensor) -> None:
+        """Step masters and write what is made of them on this rank, in a few launches.
+
+        Step hooks of Adam are called around it, which find clipped gradients in ``grad``.
+        :meth:`plan_update` has gone before, unless such a hook is to.
+
+        Args:
+            clips: clip factors, see :meth:`launch`.
+
+        Raises:
+            StateError: as :meth:`updating`; or a hook has done what a fused step does not see.
+        """
+        with self.updating():
+            if has_hooks(self.optimizer):
+                self._update_hooked(clips)
+            else:
+                if not self._is_planned:  # a hook that was waited for is gone
+                    self.plan_update()
+                self._take_step(clips)
+            if self.has_tensorwise:
+                self._cast_tensorwise()
+
+    def _update_hooked(self, clips: Tensor) -> None:
+        """Step masters between the hooks of Adam, which may move or write what they like."""
+        with showing_gradients(self, clips) as remaining, self.hooks():
+            if remaining is not clips:
+                require_shown(self)
+            self.plan_update()
+            self._take_step(remaining)
+
+    def _take_step(self, clips: Tensor) -> None:
+        self.read_hyper()
+        with self.counting():
+            self.launch(clips)
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Mark all managed buckets MOVING in a block that updates masters, then ENCODED or STALE.
+
+        It follows :meth:`read_gradients`. What ends the block in the middle leaves weights that are
+        known to be behind, and gradients that no second step can use.
+
+        Raises:
+            StateError: gradients were not reduced, weights are offloaded, or another optimizer was
+                built for the model since.
+        """
+        self._is_hooked = False
+        try:
+            with self._moving_masters():
+                yield
+                # hooks may have written masters in a way that no version counter tells of
+                encoded = () if self._is_hooked else self.encoded
+                for bucket in self._buckets:
+                    bucket.settle(encoded=bucket in encoded)
+        finally:
+            for group in self._groups:  # some weights may have been written, whatever came after
+                group.param_gather_dispatched = False
+
+    @contextmanager
+    def _moving_masters(self) -> Iterator[None]:
+        """Mark all managed buckets MOVING; on exit mark those STALE that still are."""
+        try:
+            self._record(Event.STEP)
+            yield
+        finally:
+            for bucket in self._buckets:
+                if bucket.state.weights is Weights.MOVING:
+                    bucket.state.record(Event.SETTLE)  # masters stay where they have come to
+
+    def _record(self, event: Event) -> None:
+        for bucket in self._buckets:
+            if bucket.owner is not self:
+                raise StateError(
+                    f"{bucket.name}: expected a step of the optimizer that was built last for this "
+                    "model, got one of an earlier one, whose masters are no longer gathered. Step "
+                    "the last one, and drop the others."
+                )
+        for bucket in self._buckets:
+            bucket.state.record(event)
+
+    @contextmanager
+    def hooks(self) -> Iterator[None]:
+        """Call the step hooks of Adam around a block; weights follow what they write of masters."""
+        self._is_hooked = has_hooks(self.optimizer)
+        with hooked(self.optimizer):
+            yield
+        if self._is_hooked:
+            self._copy_unmanaged_params()
+
+    def read_hyper(self) -> None:
+        """Copy hyper-parameters of the next step to the device. :meth:`plan_update` goes before."""
+        groups = self.optimizer.param_groups
+        rows = [_hyper_of(group).row() for group in groups]
+        # pageable memory of a few bytes is staged at once: nothing is waited for
+        hyper = torch.tensor(rows, dtype=torch.float32, device="cpu").view_as(self._hyper)
+        self._hyper.copy_(hyper, non_blocking=True)
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count the step that a block launches, unless it fails before anything is written."""
+        tables = list(self._tables.values())
+        for table in tables:
+            table.written.clear()
+        try:
+            yield
+        except BaseException:
+            if any(table.written for table in tables):
+                self._count_steps(1)
+            raise
+        self._count_steps(1)
+
+    def take_back(self) -> None:
+        """Do not count the last step: it has changed nothing."""
+        self._count_steps(-1)
+
+    def _count_steps(self, steps: int) -> None:
+        for group in self.optimizer.param_groups:
+            group["step"] = int(group.get("step", 0)) + steps
+
+    def launch(self, clips: Tensor) -> None:
+        """Step all masters of this rank, and encode whole blocks. Waits for nothing.
+
+        Args:
+            clips: factors of gradients by norm, [len(NORMS)] fp32 on the device; below zero nothing
+                moves.
+        """
+        self._clips.copy_(clips)
+        for bucket in self.encoded:
+            bucket.gather.prepare_step()
+        with ExitStack() as stack:
+            for stage in {one.stage for one in self._tables.values() if one.stage is not None}:
+                stack.enter_context(stage.opened())  # so that no table waits for the one before
+            for table in self._tables.values():
+                ops.step(table)
+
+    @property
+    def encoded(self) -> Collection[ManagedBucket]:
+        """The buckets that a step encodes masters for."""
+        return [bucket for bucket in self._buckets if self._tables[bucket].members]
+
+    def _cast_tensorwise(self) -> None:
+        """Cast masters to weights with per-tensor scaling. Every rank must call it."""
+        if self._cast is None:
+            super()._copy_main_params_to_model_params()
+        else:
+            self._cast.run(self.data_parallel_group)
+
+    def _copy_unmanaged_params(self) -> None:
+        """Write what Megatron's method would write, without asking every expert for its range."""
+        self.book.check_owned()
+        weights, masters = [], []
+        for param, master in self.book.unmanaged:
+            weight = weight_of(self, param, master)
+            if weight is not None:
+                weights.append(weight)
+                masters.append(master.detach())
+        if weights:
+            torch._foreach_copy_(weights, masters)
+
+
+# Norms and what is decided by them
+
+
+def reduced_over_ranks(of_parts: Sequence[Tensor], groups: Sequence[dist.ProcessGroup]) -> Tensor:
+    """Return the sum over all optimizers and all ranks. Every rank must call it.
+
+    Args:
+        of_parts: sums of this rank, one tensor per optimizer, of one shape; may be overwritten.
+        groups: one group of the ranks that share all optimizers, or one group per optimizer.
+    """
+    if len(groups) == 1:
+        of_parts = [torch.stack(list(of_parts)).sum(0)]
+    for found, group in zip(of_parts, groups, strict=True):
+        dist.all_reduce(found, group=group)
+    return torch.stack(list(of_parts)).sum(0)
+
+
+def norms_of(squares: Tensor, config: Any) -> Tensor:
+    """Return the roots of sums of squares, fp32: Inf where fp32 cannot hold the sum, as Megatron's.
+
+    A gradient that is stepped then has a square that second moments can hold, whatever is clipped:
+    they are means of such squares. The bound is that of bf16 where second moments are in bf16.
+
+    Args:
+        squares: sums, [n] fp64.
+        config: Megatron's ``OptimizerConfig``.
+    """
+    is_narrow = config.use_precision_aware_optimizer
+    held_in = config.exp_avg_sq_dtype if is_narrow else torch.float32
+    return squares.where(squares <= torch.finfo(held_in).max, squares * torch.inf).sqrt().float()
+
+
+def clip_factors(norms: Tensor, clip_grad: float, clipped: Sequence[bool] = ()) -> Tensor:
+    """Return the factors of gradients, ``min(1, clip_grad / (norm + 1e-6))`` as in Megatron.
+
+    Args:
+        norms: [n] fp32.
+        clip_grad: largest norm that stays as it is; 0 clips nothing.
+        clipped: flag per norm, whether Megatron clips by it; empty for all.
+    """
+    if clip_grad <= 0.0:
+        return torch.ones_like(norms)
+    factors = (clip_grad / (norms + 1.0e-6)).clamp_max_(1.0)
+    for index, is_clipped in enumerate(clipped):
+        if not is_clipped:
+            factors[index].fill_(1.0)  # an assignment would copy from the host
+    return factors
+
+
+def as_megatron_returns(norm: Tensor) -> Any:
+    """Return a norm, fp32 [1], as a tensor where Megatron's own is one, else as a number."""
+    return norm if clip_grads.multi_tensor_scale_tensor_impl is not None else norm.item()
+
+
+def is_too_large(norm: float, threshold: float) -> bool:
+    """Return whether a norm is too large for a step to be taken, and log it on one rank."""
+    if not (math.isfinite(threshold) and norm > threshold):
+        return False
+    message = f"moe_optim: step skipped, its gradient norm {norm} is above the threshold"
+    log_single_rank(logger, logging.INFO, message)
+    return True
+
+
+def nothing_found() -> Tensor:
+    """Return what :meth:`SteppedOptimizer.sum_squares` returns where nothing is owned."""
+    return torch.zeros(len(NORMS) + 1, dtype=torch.float64, device=this_device())
+
+
+# Whether a step can be fused
+
+
+def why_not_fused(optimizer: Any) -> str | None:
+    """Return what keeps the fused step from an optimizer that has not stepped yet, or None.
+
+    Args:
+        optimizer: any part of a chain.
+    """
+    config = optimizer.config
+    reasons = {
+        "Megatron-FSDP": optimizer.ddp_config.use_megatron_fsdp,
+        **settings_of_stocks_step(
+            config, masters_of_adam=config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+        ),
+        f"{type(optimizer.optimizer).__name__}, which counts steps by parameter": isinstance(
+            optimizer.optimizer, torch.optim.Adam | torch.optim.AdamW
+        )
+        and not isinstance(optimizer.optimizer, GroupStepAdam),
+    }
+    return next((reason for reason, there in reasons.items() if there), None)
+
+
+def runs_on_kernels(optimizer: Any) -> bool:
+    """Return whether kernels update every master of an optimizer; also where it has none."""
+    return all(has_kernels(master.device) for _, master in owned_masters(optimizer))
+
+
+def this_device() -> torch.device:
+    """Return the device that this rank computes on."""
+    return torch.empty(
+        0, dtype=torch.uint8, device=torch.cuda.current_device()
+    ).device  # on a CPU that is no number
+
+
+def _moments_of(inner: Any, master: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both moments of a master, the optimizer's own tensors; zeros at the first step."""
+    state = inner.state[master]
+    if MOMENTS[0] not in state:
+        if isinstance(inner, GroupStepAdam):
+            inner.initialize_state(master)
+        elif hasattr(inner, "initialize_state"):  # Transformer Engine's, whose moments have dtypes
+            inner.initialize_state(master, False)
+        else:
+            state.update({name: torch.zeros_like(master.detach()) for name in MOMENTS})
+    exp_avg, exp_avg_sq = (inner.state[master][name] for name in MOMENTS)
+    return exp_avg, exp_avg_sq
+
+
+def _hyper_of(group: dict[str, Any]) -> Hyper:
+    return Hyper(
+        lr=float(group["lr"]),
+        betas=group["betas"],
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+        step=int(group.get("step", 0)) + 1,
+        bias_correction=bool(group.get("bias_correction", True)),
+    )
