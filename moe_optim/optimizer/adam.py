@@ -1,11 +1,10 @@
 """Adam for machines without Transformer Engine and apex, with the state Megatron expects of theirs.
 
 ``torch.optim.AdamW`` keeps ``step`` as a tensor in the state of every parameter. Megatron's
-distributed optimizer, which was written for the fused optimizers of Transformer Engine and apex,
-then fails or goes wrong in three places: ``state_dict`` asserts on an empty state,
-``load_state_dict`` hands the same step tensor to every parameter (N parameters advance it N times
-a step), and checkpoints treat it as one more tensor of parameter shape. Keeping ``step`` where the
-fused optimizers keep it, in the parameter group, mends all three.
+distributed optimizer expects it in the parameter group, where the fused optimizers of Transformer
+Engine and apex have it; otherwise ``state_dict`` asserts on an empty state, ``load_state_dict``
+hands one step tensor to every parameter (N parameters advance it N times a step), and checkpoints
+treat it as one more tensor of parameter shape.
 
 Moments may be held in the dtypes that Transformer Engine's FusedAdam has for them. Arithmetic is in
 fp32 whatever they are held in.
@@ -19,6 +18,7 @@ from torch import Tensor
 from torch.optim.adam import adam
 
 from moe_optim.errors import ConfigError
+from moe_optim.formats.reference.adam import Hyper
 from moe_optim.integration.patching.engine import original
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -28,7 +28,7 @@ _LARGEST = {torch.float16: torch.finfo(torch.float16).max / 2, torch.float8_e4m3
 Engine (pytorch/optimizers/fused_adam.py); bf16 has the range of fp32 and is not scaled."""
 
 HAVE_APEX_OR_TE = True
-"""What ``distrib_optimizer`` has to believe so that it looks for ``step`` in the group."""
+"""Makes Megatron's ``distrib_optimizer`` look for ``step`` in the group."""
 USING_APEX_OPTIMIZER = True
 USING_PYTORCH_OPTIMIZER = False
 
@@ -39,13 +39,13 @@ class GroupStepAdam(torch.optim.AdamW):
     Args:
         params: parameters or parameter groups.
         adam_w_mode: decoupled weight decay (AdamW) if true, L2 regularisation (Adam) if false.
-        exp_avg_dtype: what the first moment is held in: fp32, bf16, fp16 or uint8, which is E4M3;
-            None takes the parameter's dtype, in which it is then computed, too.
-        exp_avg_sq_dtype: the second moment, likewise.
-        **defaults: as for ``torch.optim.AdamW``.
+        exp_avg_dtype: storage dtype of the first moment: fp32, bf16, fp16 or uint8 (E4M3); None
+            stores and computes it in the parameter's dtype.
+        exp_avg_sq_dtype: storage dtype of the second moment.
+        **defaults: arguments of ``torch.optim.AdamW``.
 
     Raises:
-        ConfigError: it is to keep masters, as Transformer Engine's can.
+        ConfigError: ``master_weights`` is among the arguments.
     """
 
     def __init__(
@@ -72,18 +72,18 @@ class GroupStepAdam(torch.optim.AdamW):
             group.setdefault("adam_w_mode", adam_w_mode)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what copies and pickles are made of; torch's leave out what is no state."""
+        """Return everything; torch's version leaves out what is no state."""
         return {**super().__getstate__(), "_dtypes": self._dtypes, "_scales": self._scales}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore groups and state as they are; torch's Adam looks for ``step`` in the state."""
+        """Restore groups and state; torch's Adam would look for ``step`` in the state."""
         torch.optim.Optimizer.__setstate__(self, state)
 
     @torch.no_grad()
     def step(  # type: ignore[override]
         self, closure: Callable[[], float] | None = None
     ) -> float | None:
-        """Update every parameter that has a gradient; the arithmetic is torch's own."""
+        """Update every parameter that has a gradient, with torch's arithmetic."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -128,7 +128,7 @@ class GroupStepAdam(torch.optim.AdamW):
                     self.set_scaled_state(p, name, value)
 
     def initialize_state(self, param: Tensor) -> None:
-        """Make the moments of a parameter, as zeros."""
+        """Make the moments of a parameter: zeros."""
         for name, dtype in self._dtypes.items():
             held = param.dtype if dtype is None else _HELD_AS.get(dtype, dtype)
             self.state[param][name] = torch.zeros_like(param, dtype=held)
@@ -137,7 +137,7 @@ class GroupStepAdam(torch.optim.AdamW):
             )
 
     def get_unscaled_state(self, param: Tensor, name: str) -> Tensor:
-        """Return a moment as it is computed with: itself, or a copy in fp32 if it is narrower."""
+        """Return a moment in the dtype of arithmetic: itself, or an unscaled copy in fp32."""
         state: Tensor = self.state[param][name]
         if self._dtypes[name] is None:
             return state
@@ -146,7 +146,7 @@ class GroupStepAdam(torch.optim.AdamW):
         return state.float()
 
     def set_scaled_state(self, param: Tensor, name: str, values: Tensor) -> None:
-        """Hold a moment, given as it is computed with, in its dtype."""
+        """Store a moment, given in the dtype of arithmetic, in its own."""
         if not self.state[param]:
             self.initialize_state(param)
         state = self.state[param][name]
@@ -158,7 +158,7 @@ class GroupStepAdam(torch.optim.AdamW):
         state.copy_(values)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return groups and states; moments as they are computed with."""
+        """Return groups and states; moments unscaled."""
         found = super().state_dict()
         for number, param in enumerate(p for group in self.param_groups for p in group["params"]):
             if number in found["state"]:
@@ -175,11 +175,37 @@ class GroupStepAdam(torch.optim.AdamW):
                 self.set_scaled_state(param, name, values)
 
 
-def check_optimizer_config(self: Any) -> None:
-    """Check an ``OptimizerConfig`` as Megatron does, but for whose Adam it is.
+def moments_of(inner: Any, master: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both moments of a master, the optimizer's own tensors; zeros at the first step."""
+    state = inner.state[master]
+    if MOMENTS[0] not in state:
+        if isinstance(inner, GroupStepAdam):
+            inner.initialize_state(master)
+        elif hasattr(inner, "initialize_state"):  # Transformer Engine's, whose moments have dtypes
+            inner.initialize_state(master, False)
+        else:
+            state.update({name: torch.zeros_like(master.detach()) for name in MOMENTS})
+    exp_avg, exp_avg_sq = (inner.state[master][name] for name in MOMENTS)
+    return exp_avg, exp_avg_sq
 
-    Megatron takes ``use_precision_aware_optimizer`` with Transformer Engine's Adam alone, which it
-    looks for last. Here :class:`GroupStepAdam` has the same dtypes.
+
+def hyper_of(group: dict[str, Any]) -> Hyper:
+    """Return the hyper-parameters of the next step of a parameter group."""
+    return Hyper(
+        lr=float(group["lr"]),
+        betas=group["betas"],
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+        step=int(group.get("step", 0)) + 1,
+        bias_correction=bool(group.get("bias_correction", True)),
+    )
+
+
+def check_optimizer_config(self: Any) -> None:
+    """Check an ``OptimizerConfig`` as Megatron does, but without Transformer Engine's Adam.
+
+    Megatron requires it for ``use_precision_aware_optimizer``, in its last check;
+    :class:`GroupStepAdam` has the same dtypes.
     """
     try:
         original("megatron.core.optimizer.optimizer_config:OptimizerConfig.__post_init__")(self)

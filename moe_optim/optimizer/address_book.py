@@ -7,7 +7,7 @@ There are thousands of tensors, so they are compared in loops of C.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from operator import attrgetter, call, is_not, itemgetter
 from typing import Any
@@ -30,8 +30,7 @@ from moe_optim.weights.names import parameter_names
 NORMS = (None, *sorted(SEPARATE_GRAD_NORM_GROUPS))
 """What gradients count in: the main norm, and those that Megatron keeps apart."""
 
-_MAIN_GRAD, _PARAM_DATA = attrgetter("main_grad"), attrgetter("param_data")
-_PARAMS, (_FIRST, _SECOND) = itemgetter("params"), map(itemgetter, MOMENTS)
+_MAIN_GRAD, (_EXP_AVG, _EXP_AVG_SQ) = attrgetter("main_grad"), map(itemgetter, MOMENTS)
 _NORM_ATTRIBUTES = (
     *("shared", "tensor_model_parallel", "allreduce", "is_gtp_weight_remat"),
     "grad_norm_group",
@@ -122,8 +121,8 @@ class Page:
         """Note what is there now, and return the generation.
 
         Args:
-            objects: sequence that is compared by identity, and held.
-            values: sequence that is compared by equality; no tensors among them.
+            objects: compared by identity, and held.
+            values: compared by equality; no tensors among them.
         """
         same = len(objects) == len(self._objects) and values == self._values
         if not same or any(map(is_not, objects, self._objects)) or not self.generation:
@@ -133,39 +132,39 @@ class Page:
 
 
 class AddressBook:
-    """See the module. Each check returns a generation, which never falls, and repairs nothing.
+    """Everything that a fused step depends on. A check notes what it finds, and repairs nothing.
+
+    Each check returns a generation: a number that never falls, and is another one than before where
+    something else was found.
 
     Args:
         optimizer: distributed optimizer of this package.
 
     Attributes:
-        tensorwise: fields of the weights that a fused step casts with per-tensor scaling, or None.
+        unmanaged: parameters in no managed bucket, and their masters, as of the last check.
+        tensorwise: fields of weights that a fused step casts with per-tensor scaling; None without.
     """
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
         self._owned, self._gradients, self._states = Page(), Page(), Page()
         self._buckets: defaultdict[ManagedBucket, int] = defaultdict(lambda: 1)
-        self._unmanaged: tuple[int, list[tuple[torch.nn.Parameter, Tensor]]] = (0, [])
+        self._masters: list[Tensor] = []
         self._attributes: list[dict[str, Any]] = []
         self._counts_in: list[tuple[Any, ...]] = []
         self._moments: list[ref[Tensor]] = []
         self._exchanges = 0  # of moments
+        self.unmanaged: list[tuple[torch.nn.Parameter, Tensor]] = []
         self.tensorwise: Attributes | None = None
 
     def check_owned(self) -> int:
         """Compare which parameters this rank owns a part of, and which tensors are masters."""
-        return self._owned.compare(
-            [*flat_params(self._optimizer), *flat_masters(self._optimizer)], []
-        )
-
-    @property
-    def unmanaged(self) -> list[tuple[torch.nn.Parameter, Tensor]]:
-        """Parameters in no managed bucket, and their masters, as of the last check."""
-        if self._unmanaged[0] != self._owned.generation:
-            pairs = [pair for pair in owned_masters(self._optimizer) if not is_managed(pair[0])]
-            self._unmanaged = self._owned.generation, pairs
-        return self._unmanaged[1]
+        params, self._masters = flat_params(self._optimizer), flat_masters(self._optimizer)
+        before = self._owned.generation
+        if self._owned.compare([*params, *self._masters], []) != before:
+            pairs = zip(params, self._masters, strict=True)
+            self.unmanaged = [pair for pair in pairs if not is_managed(pair[0])]
+        return self._owned.generation
 
     def check_gradients(self) -> int:
         """Compare what the norms depend on.
@@ -174,16 +173,19 @@ class AddressBook:
         attributes by which a gradient counts, and whether zeros are counted.
         """
         optimizer = self._optimizer
-        gradients = _gradients_of(flat_params(optimizer))
-        groups = (getattr(optimizer, name, None) for name in ("tp_group", "expert_tp_group"))
-        owned = self.check_owned()
+        owned, params = self.check_owned(), flat_params(optimizer)
+        gradients: list[Tensor | None]
+        addresses: list[int | None]
+        try:
+            gradients = list(map(_MAIN_GRAD, params))
+            addresses = list(map(Tensor.data_ptr, gradients))  # type: ignore[arg-type]
+        except (AttributeError, TypeError):  # some parameter has none
+            gradients = [getattr(param, "main_grad", None) for param in params]
+            addresses = [None if one is None else one.data_ptr() for one in gradients]
+        groups = [getattr(optimizer, name, None) for name in ("tp_group", "expert_tp_group")]
         return owned + self._gradients.compare(
             [*gradients, *groups],
-            [
-                _addresses_or_none(gradients),
-                self._find_attributes(),
-                optimizer.config.log_num_zeros_in_grad,
-            ],
+            [addresses, self._find_attributes(), optimizer.config.log_num_zeros_in_grad],
         )
 
     def check_states(self) -> int:
@@ -195,14 +197,17 @@ class AddressBook:
         """
         optimizer = self._optimizer
         inner = optimizer.optimizer
-        of_groups = list(map(_PARAMS, inner.param_groups))
+        of_groups = [group["params"] for group in inner.param_groups]
         moments = find_moments(inner)
-        self._compare_moments(moments)
-        buckets = chain.from_iterable(buffer.buckets for buffer in optimizer.buffers)
-        weights = [one for one in map(_PARAM_DATA, buckets) if isinstance(one, Tensor)]
+        same = len(moments) == len(self._moments)
+        if not same or any(map(is_not, moments, map(call, self._moments))):
+            self._moments = list(map(ref, moments))  # not held: offloading frees them
+            self._exchanges += 1
+        weights = [bucket.param_data for buffer in optimizer.buffers for bucket in buffer.buckets]
+        weights = [one for one in weights if isinstance(one, Tensor)]
         owned = self.check_owned()
         states = self._states.compare(
-            [inner, optimizer.grad_scaler, *chain(*of_groups), *weights],
+            [inner, optimizer.grad_scaler, *chain.from_iterable(of_groups), *weights],
             [
                 self._exchanges,
                 addresses_of(moments),
@@ -222,25 +227,22 @@ class AddressBook:
 
     def _find_attributes(self) -> list[tuple[Any, ...]]:
         """Return the attributes of each master that its norm depends on."""
-        attributes = list(map(vars, flat_masters(self._optimizer)))
-        if not _are_equal(attributes, self._attributes):
+        attributes = list(map(vars, self._masters))
+        try:
+            same = attributes == self._attributes
+        except RuntimeError:  # tensors among them, which have no truth
+            same = False
+        if not same:
             self._attributes = list(map(dict, attributes))
             self._counts_in = [tuple(map(one.get, _NORM_ATTRIBUTES)) for one in attributes]
         return self._counts_in
-
-    def _compare_moments(self, moments: Sequence[Tensor]) -> None:
-        """Count exchanges of moments, which are not held: offloading frees them."""
-        same = len(moments) == len(self._moments)
-        if not same or any(map(is_not, moments, map(call, self._moments))):
-            self._moments = list(map(ref, moments))
-            self._exchanges += 1
 
 
 def find_moments(inner: Any) -> list[Tensor]:
     """Return the tensors that Adam has for moments now."""
     states = inner.state.values()
     try:
-        return [*map(_FIRST, states), *map(_SECOND, states)]
+        return [*map(_EXP_AVG, states), *map(_EXP_AVG_SQ, states)]
     except KeyError:  # of masters that have not stepped
         return [state[name] for state in states for name in MOMENTS if name in state]
 
@@ -263,24 +265,3 @@ def is_decoupled(inner: Any) -> bool:
 def _decouples(inner: Any, group: dict[str, Any]) -> bool:
     """Transformer Engine's Adam reads its own attribute at every step, ours that of the group."""
     return bool(getattr(inner, "adam_w_mode", group.get("adam_w_mode", True)))
-
-
-def _gradients_of(params: Iterable[Any]) -> list[Tensor | None]:
-    try:
-        return list(map(_MAIN_GRAD, params))
-    except AttributeError:
-        return [getattr(param, "main_grad", None) for param in params]
-
-
-def _addresses_or_none(tensors: Sequence[Tensor | None]) -> list[int | None]:
-    try:
-        return list(addresses_of(tensors))  # type: ignore[arg-type]
-    except TypeError:  # None is no tensor
-        return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-
-
-def _are_equal(found: list[dict[str, Any]], noted: list[dict[str, Any]]) -> bool:
-    try:
-        return found == noted
-    except RuntimeError:  # tensors among them, which have no truth
-        return False

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.optimizer.optimizer import SEPARATE_GRAD_NORM_GROUPS, ChainedOptimizer
 from megatron.core.optimizer.optimizer_cuda_graph import OptimizerCudaGraphWrapper
+from megatron.core.utils import log_single_rank
 from torch import Tensor
 
 from moe_optim.checkpoint.param_groups import states_by_part
@@ -24,11 +25,10 @@ from moe_optim.optimizer.nonfinite import name_culprits
 from moe_optim.optimizer.step import (
     as_megatron_returns,
     clip_factors,
-    is_too_large,
     norms_of,
-    nothing_found,
     reduced_over_ranks,
     runs_on_kernels,
+    this_device,
     why_not_fused,
 )
 from moe_optim.optimizer.step_hooks import has_pre_hooks
@@ -127,7 +127,11 @@ class GroupedChainedOptimizer(ChainedOptimizer):
         }
         what = ["gradient norm", *(f"gradient norm of {group}" for group in NORMS[1:])]
         self._check_norms(dict(zip(what, [norm, *of_groups], strict=True)))
-        moves = not (self._must_skip or is_too_large(norm, self.largest_norm))
+        is_too_large = not self._must_skip and norm > self.largest_norm
+        if is_too_large:
+            message = f"moe_optim: step skipped, its gradient norm {norm} is above the threshold"
+            log_single_rank(logger, logging.INFO, message)
+        moves = not (self._must_skip or is_too_large)
         if moves:
             for part in self.stepping:  # one whose turn comes after a failure is left alone
                 clips = clip_factors(norms, part.config.clip_grad, clipped)
@@ -173,14 +177,15 @@ class GroupedChainedOptimizer(ChainedOptimizer):
         Every rank must call it. Nothing is waited for.
         """
         parts = self.chained_optimizers
-        mine = [nothing_found() if p.is_stub_optimizer else p.sum_squares() for p in parts]
-        shared = self.grads_states_parallel_group_is_shared()
-        return reduced_over_ranks(
-            mine,
-            [self.get_grad_stats_parallel_group()]
-            if shared
-            else [part.get_grad_stats_parallel_group() for part in parts],
-        )
+        mine = [
+            torch.zeros(len(NORMS) + 1, dtype=torch.float64, device=this_device())
+            if part.is_stub_optimizer
+            else part.sum_squares()
+            for part in parts
+        ]
+        if self.grads_states_parallel_group_is_shared():
+            return reduced_over_ranks(mine, [self.get_grad_stats_parallel_group()])
+        return reduced_over_ranks(mine, [part.get_grad_stats_parallel_group() for part in parts])
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""A distributed optimizer whose states load into another expert layout, or are refused."""
+"""The states of a distributed optimizer: saved with a manifest, loaded into any expert layout."""
 
 from types import MappingProxyType
 from typing import Any
@@ -38,12 +38,12 @@ _NOT_SAVED = (
 class CheckpointedOptimizer(DistributedOptimizer):
     """Megatron's distributed optimizer, with a manifest in every state that it saves.
 
-    Flat states are read by the manifest they were saved with; states under the names of parameters
-    are right with any number of buckets and with one parameter for all experts.
+    Flat states are read by the manifest they were saved with. States under the names of parameters
+    are right with any number of buckets, and with one parameter for all experts.
 
     Attributes:
-        knobs: the configuration it was built with.
-        asked: what its last request for a manifest needs, when a checkpoint is loaded.
+        knobs: configuration of this package that the optimizer was built with.
+        asked: request for a manifest while a checkpoint is loaded.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -58,11 +58,8 @@ class CheckpointedOptimizer(DistributedOptimizer):
             self._order_group_indices()
 
     def _order_group_indices(self) -> None:
-        """Map every parameter to its place in the installed group.
-
-        Megatron numbers a group's parameters as they come, but installs fp32 ones before bf16
-        ones, so states of a mixed group would be saved and loaded under each other's name.
-        """
+        # Megatron numbers a group's parameters as they come, but installs fp32 ones before bf16
+        # ones, so states of a mixed group would be saved and loaded under each other's name.
         for index, groups in enumerate(
             zip(self.model_fp32_groups, self.model_float16_groups, strict=True)
         ):
@@ -70,9 +67,9 @@ class CheckpointedOptimizer(DistributedOptimizer):
                 self.model_param_group_index_map[param] = (index, order)
 
     def _get_main_param_and_optimizer_states(self, model_param: torch.nn.Parameter) -> Any:
-        """Return master and moments as values; Megatron forgets what scaled moments stand for.
+        """Return master and moments; moments in fp16 and fp8 as unscaled copies in fp32.
 
-        Moments in bf16 are themselves; those in fp16 and fp8 are copies in fp32.
+        Megatron returns the scaled ones.
         """
         states = super()._get_main_param_and_optimizer_states(model_param)
         for name in self._scaled_moments & states.keys():
@@ -83,7 +80,6 @@ class CheckpointedOptimizer(DistributedOptimizer):
     def _set_main_param_and_optimizer_states(
         self, model_param: torch.nn.Parameter, tensors: dict[str, Any]
     ) -> None:
-        """Take master and moments, as :meth:`_get_main_param_and_optimizer_states` has them."""
         # Megatron copies into what the getter returns, of which scaled moments are copies
         super()._set_main_param_and_optimizer_states(model_param, tensors)
         group, order = self.model_param_group_index_map[model_param]
@@ -93,7 +89,6 @@ class CheckpointedOptimizer(DistributedOptimizer):
 
     @property
     def _scaled_moments(self) -> set[str]:
-        """Moments that mean something else than their elements do: those in fp16 and fp8."""
         if not self.config.use_precision_aware_optimizer or (
             self.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8  # masters are Adam's, too
         ):
@@ -108,16 +103,14 @@ class CheckpointedOptimizer(DistributedOptimizer):
         sharding_type: str | None = None,
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Return states to save or load, with a manifest of them; arguments are Megatron's.
-
-        Every rank must call it.
+        """Return states to save or load, with their manifest. Every rank must call it.
 
         Raises:
-            ConfigError: no sharding type, or the one that Megatron still takes for its default and
-                no longer can save.
-            NonFiniteError: to save, some master or moment is Inf or NaN, and ``save_nonfinite`` is
-                not set.
-            StateError: to load, after ``uninstall()``.
+            ConfigError: no sharding type, or ``fully_sharded_model_space``, Megatron's default,
+                which it can no longer save.
+            NonFiniteError: some master or moment to be saved is Inf or NaN, and ``save_nonfinite``
+                is not set.
+            StateError: a load after ``uninstall()``.
         """
         if is_loading and any(patch_state(patch) != "applied" for patch in patches.CHECKPOINTS):
             raise StateError(
@@ -152,7 +145,7 @@ class CheckpointedOptimizer(DistributedOptimizer):
         is_loading: bool = False,
         metadata: dict[str, Any] | None = None,
     ) -> Any:
-        """Return states as they lie in buckets; arguments are Megatron's."""
+        """Return states as they lie in buckets."""
         if not is_loading:
             return flat_states_to_save(self)
         manifest = manifest_of(self)
@@ -168,10 +161,10 @@ class CheckpointedOptimizer(DistributedOptimizer):
         is_loading: bool = False,
         metadata: dict[str, Any] | None = None,
     ) -> Any:
-        """Return states under the names of their parameters; arguments are Megatron's.
+        """Return states under the names of their parameters.
 
-        Megatron 0.19 takes each parameter's states from where it lies in the buffer, but out of
-        tensors without the padding between buckets: after the first bucket all are shifted.
+        Megatron 0.19 indexes tensors without padding by places in the padded buffer: all states
+        behind the first bucket are shifted. Here the tensors are padded.
         """
         self._for_model_space = True
         try:
@@ -182,7 +175,7 @@ class CheckpointedOptimizer(DistributedOptimizer):
             self._for_model_space = False
 
     def get_parameter_state_dp_zero(self, *args: Any, **kwargs: Any) -> Any:
-        """Gather all states, with a manifest of them; arguments and result are Megatron's."""
+        """Gather all states on the first rank, with their manifest."""
         state = super().get_parameter_state_dp_zero(*args, **kwargs)
         if state is None:
             return None
@@ -211,10 +204,10 @@ class CheckpointedOptimizer(DistributedOptimizer):
     def load_parameter_state_from_dp_zero(
         self, state_dict: Any, *, update_legacy_format: bool = False
     ) -> None:
-        """Scatter states that the first rank has; arguments are Megatron's.
+        """Scatter states that the first rank has.
 
         Raises:
-            LayoutError: on every rank, if they are of other experts, or of an unknown order.
+            LayoutError: they are of other experts, or in an unknown order; on every rank.
         """
         first = self.data_parallel_group_gloo.rank() == 0
         states = agree(
@@ -236,12 +229,12 @@ class CheckpointedOptimizer(DistributedOptimizer):
         return rearranged_states(states, source, self, where)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load masters and moments; arguments are Megatron's.
+        """Load masters and moments.
 
         Raises:
-            LayoutError: flat states whose experts lie otherwise than here, which were loaded by
-                other means than ``dist_checkpointing.load``; or states that ``--ckpt-format torch``
-                has saved without ``--use-distributed-optimizer``.
+            LayoutError: flat states of another expert layout that were not loaded by
+                ``dist_checkpointing.load``; or states that ``--ckpt-format torch`` saved without
+                ``--use-distributed-optimizer``.
         """
         if "fp32_from_fp16_params" in state_dict:
             raise LayoutError(
@@ -259,18 +252,13 @@ class CheckpointedOptimizer(DistributedOptimizer):
 
 
 def _cuts_unpadded_states() -> bool:
-    """Return whether this Megatron forgets the padding; later ones count it in this variable."""
+    # later versions of Megatron count the padding in this variable
     method = DistributedOptimizer.sharded_param_state_fully_reshardable
     return "cumulative_padding_stripped" not in method.__code__.co_varnames
 
 
 def _with_bucket_padding(states: Tensor, buffer: Any) -> Tensor:
-    """Put zeros behind the states of each bucket: [numel_unpadded] -> [numel], one a bucket place.
-
-    Args:
-        states: of all buckets of ``buffer``, one after the other.
-        buffer: knows how long its buckets are with and without padding.
-    """
+    """Pad the states of each bucket with zeros: [sum of numel_unpadded] -> [sum of numel]."""
     parts = states.split([bucket.numel_unpadded for bucket in buffer.buckets])
     return torch.cat(
         [

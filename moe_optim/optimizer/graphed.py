@@ -1,9 +1,9 @@
 """A fused step whose kernels a CUDA graph replays, from gradients to encoded weights.
 
-Nothing of it is decided on the host: the norm stays on the device, and where it is not finite, or
-too large, clip factors below zero tell the update to change nothing. The host learns of it when the
-next step begins, or a checkpoint is saved, without waiting for what runs since. Learning rates and
-step counts are copied before each replay, and weights are gathered after it, as without a graph.
+The host decides nothing: the norm stays on the device, and where it is not finite or too large,
+clip factors below zero make the update change nothing. The host learns of it when the next step
+begins or a checkpoint is saved. Learning rates and step counts are copied before each replay, and
+weights are gathered after it, as without a graph.
 """
 
 import logging
@@ -27,7 +27,7 @@ class GraphedStep:
     """The fused step of a chain, captured when it runs for the second time.
 
     Args:
-        chain: a ``GroupedChainedOptimizer`` whose steps are fused.
+        chain: ``GroupedChainedOptimizer`` whose steps are fused.
     """
 
     def __init__(self, chain: Any) -> None:
@@ -86,10 +86,10 @@ class GraphedStep:
         return True, as_megatron_returns(self._norms[:1]), self._zeros if counts else None
 
     def tell(self) -> None:
-        """Say what the last step has found, if that is not said yet. Every rank must call it.
+        """Report what the last step found, once. Every rank must call it.
 
         Raises:
-            NonFiniteError: gradients that are not finite, under the policy ``raise``.
+            NonFiniteError: gradients were not finite, and the policy is ``raise``.
         """
         if self._is_told:
             return
@@ -117,14 +117,14 @@ class GraphedStep:
         logger.warning("%s; it was skipped", message)
 
     def forget(self) -> None:
-        """Drop what the last step has found: other states have been loaded, and other counts."""
+        """Drop what the last step found: other states and step counts were loaded."""
         self._is_told = True
 
     def _launch(self, plans: list[float]) -> None:
         """Run the kernels: one by one where something is planned anew, else as a graph.
 
         Args:
-            plans: what the kernels depend on that a graph has captured.
+            plans: numbers of plans, and settings that a graph captures.
         """
         if not self._captures or plans != self._plans:
             self._plans, self._graph = plans, None

@@ -1,7 +1,7 @@
-"""Masters and moments that lie on the host between steps, and are stepped where they lie.
+"""Masters and moments whose memory is on the host.
 
-For everybody else they are tensors of the device: Megatron's optimizer, checkpoints and kernels
-read and write them as any others, over the link.
+They are tensors of the device all the same: Megatron's optimizer, checkpoints and kernels read and
+write them like any others, over the link.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,9 +20,9 @@ class HostStates:
     """The masters of one optimizer whose states are at home on the host, and their memory there.
 
     Args:
-        masters: fp32, of this rank, each the optimizer's own tensor. Those at home here get their
-            memory at once, with their values.
-        fraction: of their elements that may be at home on the host, 0 to 1.
+        masters: fp32 masters of this rank, the optimizer's own tensors. Those that are chosen move
+            to the host at once, with their values.
+        fraction: share of their elements that may be on the host, 0 to 1.
     """
 
     def __init__(self, masters: Sequence[Tensor], fraction: float) -> None:
@@ -39,15 +39,15 @@ class HostStates:
 
     @property
     def nbytes(self) -> int:
-        """How much memory of the host there is for them by now."""
+        """Memory of the host that is taken by now."""
         return self._memory.nbytes
 
     def keep(self, inner: Any, master: Tensor) -> None:
-        """Have a master and its moments at home, if they are to be, wherever somebody put them.
+        """Move a master and its moments home, if that is on the host and they are elsewhere.
 
         Args:
-            inner: Adam, as Megatron was given it.
-            master: one of its parameters.
+            inner: Adam of the optimizer.
+            master: parameter of ``inner``.
         """
         if master not in self._homes:
             return
@@ -58,10 +58,9 @@ class HostStates:
                 state[name] = self._at_home(master, name, state[name])
 
     def on_host(self, master: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Return a master and its moments as tensors of the CPU, if they are at home here.
+        """Return a master and its moments as tensors of the CPU; None if they are on the device.
 
-        Args:
-            master: that :meth:`keep` was called for.
+        :meth:`keep` goes before.
         """
         homes = self._homes.get(master)
         if homes is None:
@@ -70,15 +69,12 @@ class HostStates:
         return own, exp_avg, exp_avg_sq
 
     def keep_all(self, inner: Any) -> None:
-        """Have everything at home, as :meth:`keep`."""
+        """Move everything home, as :meth:`keep` does."""
         for master in self._homes:
             self.keep(inner, master)
 
     def call_them_the_hosts(self, inner: Any) -> None:
-        """Make them tensors of the CPU, over the same memory: nothing of them is on the device.
-
-        Waits for the device: what reads a tensor of the CPU does not, and a step may still write.
-        """
+        """Make them tensors of the CPU over the same memory. Waits for the device."""
         device = self._memory.device
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
@@ -86,7 +82,7 @@ class HostStates:
             tensor.data = home.on_host
 
     def call_them_the_devices(self, inner: Any) -> None:
-        """Make them tensors of the device again."""
+        """Make them tensors of the device over the same memory."""
         for tensor, home in self._all_at_home(inner):
             tensor.data = home.on_device
 
@@ -105,7 +101,6 @@ class HostStates:
 
     @torch.no_grad()
     def _at_home(self, master: Tensor, name: str, values: Tensor) -> Tensor:
-        """Return a state at home: itself if it is, else what it has been copied into."""
         home = self._homes[master].get(name)
         if home is None or home.on_host.dtype != values.dtype:
             home = self._homes[master][name] = self._memory.take(values.shape, values.dtype)

@@ -1,7 +1,7 @@
-"""Values that quantized weights were given, kept until masters are made of them.
+"""High-precision values of quantized weights, kept until masters are made of them.
 
-Until an optimizer exists, a weight keeps its own: a portable one those last written into it, one of
-Transformer Engine those it was initialised with. From then on modules keep what they load.
+Before there is an optimizer, a portable weight keeps the values last written into it, and one of
+Transformer Engine those it was initialised with. After that, modules keep what they load.
 """
 
 import logging
@@ -23,14 +23,13 @@ _KEEPING: WeakSet[Module] = WeakSet()
 
 
 def renew_initial_values(params: Iterable[Parameter]) -> None:
-    """Let no master start from initial values that have been overwritten. No rank communicates.
+    """Replace initial values that a load has overwritten by dequantized ones.
 
-    Transformer Engine keeps what it initialised a weight with, and Megatron makes masters of that,
-    also of weights that were loaded before the optimizer was built. Those give what their bytes
-    stand for.
+    Megatron makes masters of the values that Transformer Engine initialised a weight with, even
+    where the weight was loaded since. No rank communicates.
 
     Args:
-        params: managed parameters, and any others.
+        params: parameters, managed or not.
     """
     stale = 0
     for param in params:
@@ -48,13 +47,13 @@ def renew_initial_values(params: Iterable[Parameter]) -> None:
 
 
 def keep_loaded_values(model_chunks: Sequence[Module]) -> None:
-    """Have modules keep, on the host, what they load into managed weights from now on.
+    """Make modules keep, on the host, what they load into managed weights from now on.
 
-    An optimizer that loads its own masters drops these values; one that makes its masters of the
-    weights takes them, which quantizing has cost nothing. A second call adds nothing.
+    An optimizer that makes masters of the weights takes these values instead of dequantized ones;
+    one that loads its masters drops them. A second call adds nothing.
 
-    A load into weights that are behind their masters raises StateError before it changes them: the
-    gather, begun or still to come, would overwrite what is loaded.
+    A load into stale weights raises StateError before it changes them: the next gather would
+    overwrite what is loaded.
     """
     for chunk in model_chunks:
         for module in chunk.modules():

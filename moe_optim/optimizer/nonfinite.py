@@ -1,4 +1,4 @@
-"""Names the elements that are not finite: parameter, expert and owner rank of each."""
+"""Names non-finite gradients, masters and moments: parameter, expert and owner rank."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +15,7 @@ from moe_optim.optimizer.address_book import gradient_of, owned_masters
 from moe_optim.weights.names import global_parameter_names
 
 MOST_NAMED = 8
-"""Culprits a rank names; with a NaN loss every gradient is one."""
+"""Culprits that a rank names; with a NaN loss every gradient is one."""
 
 
 def name_culprits(chain: Any) -> str:
@@ -61,9 +61,9 @@ def check_masters(
 
     Args:
         optimizer: a distributed optimizer.
-        remedy: what has not happened, and what to do.
-        only: says of a parameter whether its master is looked at.
-        with_moments: whether its moments are, too.
+        remedy: end of the message: what has not happened, and what to do.
+        only: predicate of parameters whose masters are checked.
+        with_moments: check moments, too.
     """
     found: list[str] = []
     kinds = ("master", *MOMENTS) if with_moments else ("master",)
@@ -93,14 +93,14 @@ def check_masters(
 def describer(
     model_chunks: Sequence[torch.nn.Module], kind: str, more: str = ""
 ) -> Callable[[torch.nn.Parameter, Tensor], str]:
-    """Return what says which parameter, which of its experts, and how many elements are of a kind.
+    """Return a function that describes elements of a kind: their parameter, experts and number.
 
-    It takes the parameter and the places [n] of elements in it, at least one.
+    It takes the parameter and the indices [n] of the elements in it, at least one.
 
     Args:
-        model_chunks: that own the parameters.
-        kind: what the elements are, in the singular.
-        more: what is said of them besides.
+        model_chunks: owners of the parameters.
+        kind: name of such an element, in the singular.
+        more: end of the description.
     """
     names, first_of = global_parameter_names(model_chunks), first_experts(model_chunks)
 

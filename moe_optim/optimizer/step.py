@@ -6,9 +6,7 @@ writes is planned once, and a step starts a few kernels. Masters, moments and th
 where Megatron keeps them, so that checkpoints of either kind of step load in the other.
 """
 
-import logging
-import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from typing import Any
@@ -21,7 +19,6 @@ from megatron.core.tensor_parallel import (
     param_is_not_tensor_parallel_duplicate,
 )
 from megatron.core.transformer.module import param_is_not_shared
-from megatron.core.utils import log_single_rank
 from torch import Tensor
 
 from moe_optim import ops
@@ -30,13 +27,12 @@ from moe_optim.buckets.managed_bucket import ManagedBucket
 from moe_optim.buckets.states import Event, Weights
 from moe_optim.errors import StateError
 from moe_optim.experts.grouped_linear import GroupedLinear
-from moe_optim.formats.reference.adam import Hyper
 from moe_optim.integration.patching.planning import settings_of_stocks_step
 from moe_optim.kernels.launch_table import HYPER_FIELDS
 from moe_optim.kernels.member_table import MemberTable, has_kernels
 from moe_optim.kernels.norm import Gradients, NormTable
 from moe_optim.kernels.steps.table import AdamState, StepTable
-from moe_optim.optimizer.adam import MOMENTS, GroupStepAdam
+from moe_optim.optimizer.adam import GroupStepAdam, hyper_of, moments_of
 from moe_optim.optimizer.address_book import (
     NORMS,
     AddressBook,
@@ -59,8 +55,6 @@ from moe_optim.optimizer.step_hooks import (
 from moe_optim.weights.names import parameter_names
 from moe_optim.weights.te.tensorwise import TensorwiseCast, can_cast
 
-logger = logging.getLogger(__name__)
-
 
 class SteppedOptimizer(CheckpointedOptimizer):
     """Megatron's distributed optimizer with both halves of a fused step: norms and update.
@@ -71,6 +65,7 @@ class SteppedOptimizer(CheckpointedOptimizer):
     Attributes:
         book: record of everything that a fused step depends on.
         host_states: masters and moments whose memory is on the host.
+        encoded: buckets that a step encodes masters for, as it was planned last.
         has_tensorwise: whether some weights have per-tensor scaling; the same on all ranks that
             share the buffers.
     """
@@ -94,8 +89,10 @@ class SteppedOptimizer(CheckpointedOptimizer):
         self._norm_generation = 0
         self._tables: dict[ManagedBucket | None, StepTable] = {}
         self._tables_generation = 0
+        self._planned: dict[ManagedBucket, tuple[int, MemberTable | None]] = {}
         self._cast: TensorwiseCast | None = None
         self._plans = 0
+        self.encoded: list[ManagedBucket] = []
 
     @property
     def managed_buckets(self) -> tuple[ManagedBucket, ...]:
@@ -191,9 +188,12 @@ class SteppedOptimizer(CheckpointedOptimizer):
                 "optimizer step: expected no loss scale, as when the optimizer was built, got a "
                 f"{type(self.grad_scaler).__name__}. Set step: stock."
             )
-        if self._tables_generation != self.book.check_states() or not self._has_planned_members():
+        if self.book.check_states() != self._tables_generation or any(
+            self._plan_bucket(bucket) != self._planned[bucket] for bucket in self._buckets
+        ):
             self._tables, self._tables_generation = {}, 0  # none, should a plan be refused
             self._tables = self._plan_tables()
+            self.encoded = [bucket for bucket in self._buckets if self._tables[bucket].members]
             self._cast = self._plan_cast()
             self.book.tensorwise = None if self._cast is None else self._cast.fields
             self._tables_generation = self.book.check_states()  # planning makes moments
@@ -201,15 +201,9 @@ class SteppedOptimizer(CheckpointedOptimizer):
         self._is_planned = True
         return self._plans
 
-    def _has_planned_members(self) -> bool:
-        """Return whether every bucket still encodes what its table was planned with."""
-        for bucket in self._buckets:
-            if self._tables[bucket].members is not self._plan_members(bucket):
-                return False
-        return True
-
-    def _plan_members(self, bucket: ManagedBucket) -> MemberTable | None:
-        return bucket.plan_step(self.book.check_bucket(bucket))
+    def _plan_bucket(self, bucket: ManagedBucket) -> tuple[int, MemberTable | None]:
+        generation = self.book.check_bucket(bucket)
+        return generation, bucket.plan_step(generation)
 
     def _plan_tables(self) -> dict[ManagedBucket | None, StepTable]:
         """Return a table for each managed bucket, and one for everything else under None."""
@@ -223,7 +217,7 @@ class SteppedOptimizer(CheckpointedOptimizer):
         states[None] = []
         self.make_moments()
         for param, master in owned_masters(self):
-            exp_avg, exp_avg_sq = _moments_of(inner, master)
+            exp_avg, exp_avg_sq = moments_of(inner, master)
             states[bucket_of.get(param)].append(
                 AdamState(
                     parameter=names[param],
@@ -238,12 +232,13 @@ class SteppedOptimizer(CheckpointedOptimizer):
                 )
             )
         decoupled = is_decoupled(inner)
+        self._planned = {bucket: self._plan_bucket(bucket) for bucket in self._buckets}
         tables = {
             bucket: StepTable.build(
                 of_bucket,
                 self._hyper,
                 self._clips,
-                members=None if bucket is None else self._plan_members(bucket),
+                members=None if bucket is None else self._planned[bucket][1],
                 decoupled=decoupled,
             )
             for bucket, of_bucket in states.items()
@@ -280,7 +275,7 @@ class SteppedOptimizer(CheckpointedOptimizer):
     def make_moments(self) -> None:
         """Make moments of masters that have none, and have all states where they are at home."""
         for _, master in owned_masters(self):
-            _moments_of(self.optimizer, master)
+            moments_of(self.optimizer, master)
             self.host_states.keep(self.optimizer, master)
 
     # The update
@@ -377,7 +372,7 @@ class SteppedOptimizer(CheckpointedOptimizer):
     def read_hyper(self) -> None:
         """Copy hyper-parameters of the next step to the device. :meth:`plan_update` goes before."""
         groups = self.optimizer.param_groups
-        rows = [_hyper_of(group).row() for group in groups]
+        rows = [hyper_of(group).row() for group in groups]
         # pageable memory of a few bytes is staged at once: nothing is waited for
         hyper = torch.tensor(rows, dtype=torch.float32, device="cpu").view_as(self._hyper)
         self._hyper.copy_(hyper, non_blocking=True)
@@ -419,11 +414,6 @@ class SteppedOptimizer(CheckpointedOptimizer):
                 stack.enter_context(stage.opened())  # so that no table waits for the one before
             for table in self._tables.values():
                 ops.step(table)
-
-    @property
-    def encoded(self) -> Collection[ManagedBucket]:
-        """The buckets that a step encodes masters for."""
-        return [bucket for bucket in self._buckets if self._tables[bucket].members]
 
     def _cast_tensorwise(self) -> None:
         """Cast masters to weights with per-tensor scaling. Every rank must call it."""
@@ -499,20 +489,6 @@ def as_megatron_returns(norm: Tensor) -> Any:
     return norm if clip_grads.multi_tensor_scale_tensor_impl is not None else norm.item()
 
 
-def is_too_large(norm: float, threshold: float) -> bool:
-    """Return whether a norm is too large for a step to be taken, and log it on one rank."""
-    if not (math.isfinite(threshold) and norm > threshold):
-        return False
-    message = f"moe_optim: step skipped, its gradient norm {norm} is above the threshold"
-    log_single_rank(logger, logging.INFO, message)
-    return True
-
-
-def nothing_found() -> Tensor:
-    """Return what :meth:`SteppedOptimizer.sum_squares` returns where nothing is owned."""
-    return torch.zeros(len(NORMS) + 1, dtype=torch.float64, device=this_device())
-
-
 # Whether a step can be fused
 
 
@@ -546,28 +522,3 @@ def this_device() -> torch.device:
     return torch.empty(
         0, dtype=torch.uint8, device=torch.cuda.current_device()
     ).device  # on a CPU that is no number
-
-
-def _moments_of(inner: Any, master: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both moments of a master, the optimizer's own tensors; zeros at the first step."""
-    state = inner.state[master]
-    if MOMENTS[0] not in state:
-        if isinstance(inner, GroupStepAdam):
-            inner.initialize_state(master)
-        elif hasattr(inner, "initialize_state"):  # Transformer Engine's, whose moments have dtypes
-            inner.initialize_state(master, False)
-        else:
-            state.update({name: torch.zeros_like(master.detach()) for name in MOMENTS})
-    exp_avg, exp_avg_sq = (inner.state[master][name] for name in MOMENTS)
-    return exp_avg, exp_avg_sq
-
-
-def _hyper_of(group: dict[str, Any]) -> Hyper:
-    return Hyper(
-        lr=float(group["lr"]),
-        betas=group["betas"],
-        eps=group["eps"],
-        weight_decay=group["weight_decay"],
-        step=int(group.get("step", 0)) + 1,
-        bias_correction=bool(group.get("bias_correction", True)),
-    )

@@ -1,10 +1,10 @@
-"""What stands around ``step`` of the Adam that Megatron was given: hooks, and functions over it.
+"""Hooks of Adam's ``step``, and functions put in its place.
 
-A fused step takes the place of that function. Hooks it calls as torch does; another function in its
-place it cannot call, and refuses.
+A fused step replaces that function. It calls the hooks as torch does, and refuses to run where
+somebody has replaced the function.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -25,13 +25,14 @@ from moe_optim.optimizer.address_book import (
 
 def has_pre_hooks(inner: Any) -> bool:
     """Return whether something is called before each step of an optimizer of torch."""
-    return bool(torch_optimizer._global_optimizer_pre_hooks or _hooks(inner, "pre"))
+    own = getattr(inner, "_optimizer_step_pre_hooks", None)
+    return bool(own or torch_optimizer._global_optimizer_pre_hooks)
 
 
 def has_hooks(inner: Any) -> bool:
     """Return whether something is called before or after each step of an optimizer of torch."""
-    of_all = torch_optimizer._global_optimizer_post_hooks
-    return bool(has_pre_hooks(inner) or of_all or _hooks(inner, "post"))
+    own = getattr(inner, "_optimizer_step_post_hooks", None)
+    return bool(own or torch_optimizer._global_optimizer_post_hooks or has_pre_hooks(inner))
 
 
 @contextmanager
@@ -39,11 +40,11 @@ def hooked(inner: Any) -> Iterator[None]:
     """Call the hooks of an optimizer around a block, in torch's order and with its arguments.
 
     Raises:
-        StateError: a hook gives ``step`` other arguments, which a fused step does not take.
+        StateError: a pre-hook returns other arguments for ``step``.
     """
     arguments: tuple[tuple[Any, ...], dict[str, Any]] = (inner,), {}
-    before = torch_optimizer._global_optimizer_pre_hooks.values()
-    for pre_hook in chain(before, _hooks(inner, "pre").values()):
+    own = getattr(inner, "_optimizer_step_pre_hooks", {})
+    for pre_hook in chain(torch_optimizer._global_optimizer_pre_hooks.values(), own.values()):
         changed = pre_hook(inner, *arguments)
         if changed is not None and changed != arguments:
             raise StateError(
@@ -51,31 +52,26 @@ def hooked(inner: Any) -> Iterator[None]:
                 f"arguments, got {changed!r:.80}. Change the hook, or set step: stock."
             )
     yield
-    after = torch_optimizer._global_optimizer_post_hooks.values()
-    for post_hook in chain(_hooks(inner, "post").values(), after):
+    own = getattr(inner, "_optimizer_step_post_hooks", {})
+    for post_hook in chain(own.values(), torch_optimizer._global_optimizer_post_hooks.values()):
         post_hook(inner, *arguments)
-
-
-def _hooks(inner: Any, when: str) -> dict[int, Callable[..., Any]]:
-    found: dict[int, Callable[..., Any]] = getattr(inner, f"_optimizer_step_{when}_hooks", {})
-    return found
 
 
 @contextmanager
 def showing_gradients(optimizer: Any, clips: Tensor) -> Iterator[Tensor]:
-    """Give each master its gradient as ``grad`` in a block, clipped, if hooks are to see it.
+    """Clip gradients in place and make them ``grad`` of the masters in a block, for pre-hooks.
 
-    They are those of the parameters, where they lie: what pre-hooks change of them is stepped.
+    What pre-hooks change of them is stepped. Without pre-hooks nothing happens.
 
     Args:
-        optimizer: a ``GroupedDistributedOptimizer``.
-        clips: [len(NORMS)] fp32 on the device: what gradients are multiplied by.
+        optimizer: ``GroupedDistributedOptimizer``.
+        clips: clip factors by norm, [len(NORMS)] fp32 on the device.
 
-    Returns:
-        What gradients are still to be multiplied by.
+    Yields:
+        Clip factors that the update has still to apply.
 
     Raises:
-        StateError: pre-hooks are to see gradients that are not in fp32.
+        StateError: there are pre-hooks, and gradients that are not in fp32.
     """
     if not has_pre_hooks(optimizer.optimizer):
         yield clips
@@ -98,13 +94,10 @@ def showing_gradients(optimizer: Any, clips: Tensor) -> Iterator[Tensor]:
 
 
 def require_shown(optimizer: Any) -> None:
-    """Check that pre-hooks have left ``grad`` where :func:`showing_gradients` has put it.
-
-    Args:
-        optimizer: a ``GroupedDistributedOptimizer``.
+    """Check that pre-hooks have not replaced a ``grad`` of :func:`showing_gradients`.
 
     Raises:
-        StateError: they have not.
+        StateError: they have.
     """
     for param, master in owned_masters(optimizer):
         shown = gradient_of(optimizer, param)
@@ -119,19 +112,19 @@ class OwnStep:
     """The function that is ``step`` of an optimizer when this is made.
 
     Args:
-        inner: Adam, as Megatron was given it; None of an optimizer that has nothing to step.
+        inner: Adam of the optimizer; None where there is nothing to step.
     """
 
     def __init__(self, inner: Any) -> None:
         self._inner, self._function = inner, getattr(type(inner), "step", None)
 
     def require(self, inner: Any) -> None:
-        """Check that the function has not been replaced since, and is covered by no other.
+        """Check that ``step`` is still the same function.
 
-        A learning rate scheduler of torch covers it with one that notes the call, as this does.
+        Learning rate schedulers of torch wrap it to note the call, which is done here instead.
 
         Raises:
-            StateError: it was, or is.
+            StateError: the optimizer or its function was replaced.
         """
         over = vars(inner).get("step")
         if getattr(over, "_wrapped_by_lr_sched", False) and (
