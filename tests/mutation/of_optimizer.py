@@ -7,10 +7,16 @@ DELAYED = (
     "tests/experts/test_module_delayed_wgrad.py::"
     "test_training_without_its_delayed_gradients_is_stopped",
 )
+BOOK = "optimizer/address_book.py"
 DISTRIBUTED = "optimizer/distributed.py"
 FACTORY = "optimizer/factory.py"
 HOST_STATES = "optimizer/host_states.py"
 REQUIREMENTS = "optimizer/requirements.py"
+STEP = "optimizer/step.py"
+EXCHANGES = (
+    f"{TESTS}/test_host_calls.py::"
+    "test_what_was_exchanged_before_a_gather_holds_the_weights_of_the_masters[in the step]",
+)
 
 MUTANTS = (
     Mutant(  # every rank takes the front of a loaded value
@@ -28,13 +34,13 @@ MUTANTS = (
         DELAYED,
     ),
     Mutant(  # a step goes on without gradients that are still delayed
-        DISTRIBUTED,
+        STEP,
         "            linear.require_wgrads_taken()\n",
         "            pass\n",
         DELAYED,
     ),
     Mutant(  # an optimizer that was replaced steps masters that nobody gathers
-        DISTRIBUTED,
+        STEP,
         "if bucket.owner is not self:",
         "if bucket.owner is None:",
         (
@@ -46,6 +52,24 @@ MUTANTS = (
         "        self.host_states.keep_all(self.optimizer)\n",
         "",
         (f"{TESTS}/test_host_states.py::test_states_come_home_wherever_they_were_put",),
+    ),
+    Mutant(  # a step takes weights and masters for those that it has planned with
+        BOOK,
+        "if bucket.has_moved:\n",
+        "if False:\n",
+        EXCHANGES,
+    ),
+    Mutant(  # an update reads gradients that the norm no longer does
+        BOOK,
+        "return owned + self._gradients.generation + states",
+        "return owned + states",
+        (f"{TESTS}/test_read_anew.py::test_a_gradient_is_the_tensor_that_main_grad_is_now",),
+    ),
+    Mutant(  # masters that no step encodes are stepped where they were
+        STEP,
+        "self._plan_bucket(bucket) != self._planned[bucket] for",
+        "self._plan_bucket(bucket)[1] is not self._planned[bucket][1] for",
+        (f"{TESTS}/test_host_calls.py::test_a_plan_is_void_once_masters_lie_elsewhere[bf16]",),
     ),
     Mutant(  # Megatron's configuration is changed for everybody
         FACTORY,

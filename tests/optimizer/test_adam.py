@@ -217,12 +217,6 @@ def test_the_step_lives_in_the_group_and_not_in_the_state():
             assert all(moment.shape == parameter.shape for moment in state.values())
 
 
-def test_there_is_no_state_before_the_first_step():
-    optimizer = make_ours(make_parameters())
-    assert not optimizer.state
-    assert all("step" not in group for group in optimizer.param_groups)
-
-
 def test_a_parameter_without_gradient_is_left_alone():
     parameters = make_parameters()
     before = copy.deepcopy(parameters)
@@ -243,20 +237,6 @@ def test_a_group_added_later_starts_to_count_then():
     train(optimizer, parameters[:2], range(3, 5))
     assert [group["step"] for group in optimizer.param_groups] == [5, 2]
     assert [group["adam_w_mode"] for group in optimizer.param_groups] == [False, False]
-
-
-def test_the_closure_is_called_and_its_loss_returned():
-    parameter = torch.nn.Parameter(torch.ones(2))
-    optimizer = GroupStepAdam([parameter])
-
-    def closure():
-        optimizer.zero_grad()
-        loss = (parameter**2).sum()
-        loss.backward()
-        return loss
-
-    assert optimizer.step(closure) == 2
-    assert optimizer.step() is None
 
 
 # Saving and loading

@@ -1,6 +1,5 @@
 """Training with quantized experts through Megatron's own loop: what must hold to the bit."""
 
-import functools
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,6 @@ import pytest
 import torch
 
 from moe_optim.config import MoEOptimConfig
-from tests.support.bytes import assert_bytes_equal
 from tests.support.ranks import run_ranks
 from tests.support.states.masters import assert_weights_come_from_masters
 from tests.support.training import (
@@ -31,39 +29,6 @@ RUN = [*STEPS, "--eval-interval", NEVER]
 
 def _train(flags: list[str], config: MoEOptimConfig) -> Record:
     return pretrain(flags, config, observe=assert_weights_come_from_masters)
-
-
-@functools.cache
-def _trained_once(ranks: int, flags: tuple[str, ...]) -> list[Record]:
-    return run_ranks(ranks, _train, [*flags], MXFP8)
-
-
-def trained(ranks: int, flags: list[str]) -> list[Record]:
-    """Return an MXFP8 run that several tests compare with, made once and left alone by all."""
-    return _trained_once(ranks, tuple(flags))
-
-
-@pytest.mark.parametrize(
-    ("ranks", "parallel"),
-    [pytest.param(1, [], marks=pytest.mark.extended),
-     pytest.param(2, [], marks=pytest.mark.extended),
-     (2, ["--expert-model-parallel-size", "2"]),
-     pytest.param(4, ["--expert-model-parallel-size", "2"], marks=pytest.mark.extended),
-     pytest.param(4, ["--expert-model-parallel-size", "4"], marks=pytest.mark.extended),
-     pytest.param(4, ["--global-batch-size", "8"], marks=pytest.mark.extended)],
-    ids=["dp1", "dp2", "ep2 edp1", "ep2 edp2", "ep4 edp1", "dp4"],
-)  # fmt: skip
-def test_overlap_changes_nothing_and_weights_come_from_masters(ranks: int, parallel: list[str]):
-    """At every topology: gathering in the forward pass equals gathering in the step, and after 4
-    steps every byte of every weight is the quantized master."""
-    plain = trained(ranks, [*RUN, *parallel])
-    overlapped = trained(ranks, [*RUN, *parallel, *OVERLAP])
-    for rank in range(ranks):
-        assert plain[rank].extra == 4  # fc1 and fc2 of two layers
-        assert plain[rank].classes == {"GroupedDistributedOptimizer"}
-        assert_same_run(overlapped[rank], plain[rank], what=f"rank {rank}")
-    losses = plain[0].losses
-    assert losses[4] < losses[1]
 
 
 @pytest.mark.parametrize(
@@ -110,45 +75,6 @@ def test_wires_and_layouts_agree_where_shards_cut_blocks(format: str):
         for rank, record in enumerate(records):
             assert record.losses == expected[rank].losses, kind
             assert_same_tensors(record.weights, expected[rank].weights, what=f"{kind} {rank}")
-
-
-@pytest.mark.extended
-def test_indexed_equals_grouped():
-    """One parameter an expert or one a linear: losses and bytes are the same (clip 0: a norm sums
-    by parameter)."""
-    flags = [*RUN, *OVERLAP]
-    grouped = trained(2, flags)[0]
-    indexed = run_ranks(2, _train, flags, MoEOptimConfig(format="mxfp8", expert_layout="indexed"))
-    assert indexed[0].losses == grouped.losses
-    for name, buffer in grouped.weights.items():
-        if ".experts." not in name:
-            assert_bytes_equal(indexed[0].weights[name], buffer, what=name)
-            continue
-        parameter, _, kind = name.rpartition(".")
-        for expert in range(4):
-            got = indexed[0].weights[f"{parameter}{expert}.{kind}"]
-            assert_bytes_equal(got[0], buffer[expert], what=f"{name} of expert {expert}")
-
-
-@pytest.mark.extended
-def test_wgrad_through_autograd_equals_fused():
-    """Adding weight gradients straight into main_grad gives the bytes that autograd gives."""
-    flags = [*RUN, *OVERLAP]
-    config = MoEOptimConfig(format="mxfp8", fuse_wgrad_accumulation=False)
-    for fused, unfused in zip(trained(2, flags), run_ranks(2, _train, flags, config), strict=True):
-        assert_same_run(unfused, fused, what="unfused")
-
-
-@pytest.mark.extended  # the rows of test_ten_rows.py are evaluated in between, too
-@pytest.mark.parametrize("overlap", [[], OVERLAP], ids=["no overlap", "overlap"])
-def test_train_eval_train_equals_train_only(overlap: list[str]):
-    """Evaluating between steps leaves no trace in losses, masters, moments or weights."""
-    only = trained(2, [*RUN, *overlap])
-    between = run_ranks(2, _train, [*STEPS, *overlap, "--eval-interval", "2"], MXFP8)
-    for rank in range(2):
-        assert len(between[rank].validation_losses) > len(only[rank].validation_losses)
-        between[rank].validation_losses = only[rank].validation_losses
-        assert_same_run(between[rank], only[rank], what=f"rank {rank}")
 
 
 @pytest.mark.parametrize(

@@ -34,9 +34,12 @@ class Apart:
         kind: one of ``KINDS``: whose weights.
         experts: their number.
         overlap: whether forward passes gather, and not the step.
+        wire: gather dtype.
     """
 
-    def __init__(self, kind: str, experts: int, *, overlap: bool = False) -> None:
+    def __init__(
+        self, kind: str, experts: int, *, overlap: bool = False, wire: Any = "quantized"
+    ) -> None:
         from megatron.core.distributed import (
             DistributedDataParallel,
             DistributedDataParallelConfig,
@@ -48,7 +51,8 @@ class Apart:
 
         self.overlap = overlap
         moe_optim.uninstall()
-        moe_optim.install(MoEOptimConfig(format="mxfp8", layout="aligned", step="fused"))
+        layout = "aligned" if wire == "quantized" else "stock"
+        moe_optim.install(MoEOptimConfig(format="mxfp8", layout=layout, wire=wire, step="fused"))
         shared: dict[str, Any] = {
             "use_distributed_optimizer": True,
             "overlap_param_gather": overlap,
@@ -244,6 +248,25 @@ def test_what_was_exchanged_before_a_gather_holds_the_weights_of_the_masters(ove
     """Before the step, and between it and a gather that is not its own."""
     gathers = (1 + len(EXCHANGES)) * (1 + overlap)
     assert run_ranks(1, _exchange_and_step, overlap) == [gathers * 3 * 4]
+
+
+def _exchange_and_count_plans(wire: str) -> list[int]:
+    life_cycle.initialize()
+    model = Apart("portable", 3, wire=wire)
+    (part,) = model.optimizer.chained_optimizers
+    plans = []
+    for exchange in (lambda _: None, lambda _: None, _exchange_all_masters, lambda _: None):
+        model.backward()
+        exchange(model)
+        model.optimizer.step()
+        plans.append(part._plans)
+    return plans
+
+
+@pytest.mark.parametrize("wire", ["quantized", "bf16"])
+def test_a_plan_is_void_once_masters_lie_elsewhere(wire: str):
+    """Kernels know addresses; and nothing is planned anew where nothing moved."""
+    assert run_ranks(1, _exchange_and_count_plans, wire) == [[1, 1, 2, 2]]
 
 
 def _replace_data_and_step() -> None:

@@ -26,6 +26,12 @@ VIRTUAL = ["--num-layers", "4", "--num-virtual-stages-per-pipeline-rank", "2"]
 INSTANCES = ["--num-distributed-optimizer-instances", "2", "--global-batch-size", "8"]
 
 TOPOLOGIES = {  # name -> ranks, flags
+    "dp1": (1, []),
+    "dp2": (2, []),
+    "dp4": (4, ["--global-batch-size", "8"]),
+    "ep2": (2, EP2),
+    "ep2 edp2": (4, EP2),
+    "ep4": (4, ["--expert-model-parallel-size", "4"]),
     "tp2": (2, TP2),
     "tp2 etp2": (2, CUT_EXPERTS),
     "tp2 ep2": (2, [*TP2, *EP2]),
@@ -104,7 +110,13 @@ def _train_mxfp8(flags: list[str], config: MoEOptimConfig = MXFP8) -> Record:
     return pretrain(flags, config, observe=assert_weights_come_from_masters)
 
 
-@topologies("pp2 tp2 ep2", extended=("tp2", "tp2 etp2", "tp2 ep2", "pp2, 2 chunks", "2 instances"))
+@topologies(
+    *("ep2", "pp2 tp2 ep2"),
+    extended=(
+        *("dp1", "dp2", "dp4", "ep2 edp2", "ep4"),
+        *("tp2", "tp2 etp2", "tp2 ep2", "pp2, 2 chunks", "2 instances"),
+    ),
+)
 def test_overlap_changes_nothing_and_weights_come_from_masters(ranks: int, parallel: list[str]):
     """In every model chunk of every rank, overlapped gathers give what gathers in the step give,
     which is the oracle's bytes of the masters."""
