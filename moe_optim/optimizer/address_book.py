@@ -147,9 +147,9 @@ class AddressBook:
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
-        self._owned, self._gradients, self._states = Page(), Page(), Page()
+        self._masters, self._gradients, self._states = Page(), Page(), Page()
         self._buckets: defaultdict[ManagedBucket, int] = defaultdict(lambda: 1)
-        self._masters: list[Tensor] = []
+        self._of_masters: list[dict[str, Any]] = []  # their attributes, and a copy of these:
         self._attributes: list[dict[str, Any]] = []
         self._counts_in: list[tuple[Any, ...]] = []
         self._moments: list[ref[Tensor]] = []
@@ -157,23 +157,23 @@ class AddressBook:
         self.unmanaged: list[tuple[torch.nn.Parameter, Tensor]] = []
         self.tensorwise: Attributes | None = None
 
-    def check_owned(self) -> int:
-        """Compare which parameters this rank owns a part of, and which tensors are masters."""
-        params, self._masters = flat_params(self._optimizer), flat_masters(self._optimizer)
-        before = self._owned.generation
-        if self._owned.compare([*params, *self._masters], []) != before:
-            pairs = zip(params, self._masters, strict=True)
+    def check_masters(self) -> int:
+        """Compare which tensors are masters."""
+        before, masters = self._masters.generation, flat_masters(self._optimizer)
+        if self._masters.compare(masters, []) != before:
+            self._of_masters = list(map(vars, masters))
+            pairs = zip(flat_params(self._optimizer), masters, strict=True)
             self.unmanaged = [pair for pair in pairs if not is_managed(pair[0])]
-        return self._owned.generation
+        return self._masters.generation
 
     def check_gradients(self) -> int:
         """Compare what the norms depend on.
 
-        That is: parameters and masters, ``main_grad`` of each parameter and its address, the
-        attributes by which a gradient counts, and whether zeros are counted.
+        That is: masters, ``main_grad`` of each parameter and its address, the attributes by which a
+        gradient counts, and whether zeros are counted.
         """
         optimizer = self._optimizer
-        owned, params = self.check_owned(), flat_params(optimizer)
+        masters, params = self.check_masters(), flat_params(optimizer)
         gradients: list[Tensor | None]
         addresses: list[int | None]
         try:
@@ -183,7 +183,7 @@ class AddressBook:
             gradients = [getattr(param, "main_grad", None) for param in params]
             addresses = [None if one is None else one.data_ptr() for one in gradients]
         groups = [getattr(optimizer, name, None) for name in ("tp_group", "expert_tp_group")]
-        return owned + self._gradients.compare(
+        return masters + self._gradients.compare(
             [*gradients, *groups],
             [addresses, self._find_attributes(), optimizer.config.log_num_zeros_in_grad],
         )
@@ -191,9 +191,9 @@ class AddressBook:
     def check_states(self) -> int:
         """Compare what an update depends on, without what :meth:`check_bucket` compares.
 
-        That is: parameters and masters, gradients as of the last :meth:`check_gradients`, moments
-        and their addresses, parameter groups and which master is in which, the kind of weight
-        decay, and memory of masters and weights that are in no managed bucket.
+        That is: moments and their addresses, parameter groups and which master is in which, the
+        kind of weight decay, and memory of masters and weights that are in no managed bucket;
+        gradients as of the last :meth:`check_gradients`.
         """
         optimizer = self._optimizer
         inner = optimizer.optimizer
@@ -205,7 +205,6 @@ class AddressBook:
             self._exchanges += 1
         weights = [bucket.param_data for buffer in optimizer.buffers for bucket in buffer.buckets]
         weights = [one for one in weights if isinstance(one, Tensor)]
-        owned = self.check_owned()
         states = self._states.compare(
             [inner, optimizer.grad_scaler, *chain.from_iterable(of_groups), *weights],
             [
@@ -217,24 +216,23 @@ class AddressBook:
                 [_decouples(inner, group) for group in inner.param_groups],
             ],
         )
-        return owned + self._gradients.generation + states
+        return self._masters.generation + self._gradients.generation + states
 
     def check_bucket(self, bucket: ManagedBucket) -> int:
         """Compare where masters and weights of a bucket lie with what it has planned with."""
         if bucket.has_moved:
             self._buckets[bucket] += 1
-        return self._owned.generation + self._buckets[bucket]
+        return self._masters.generation + self._buckets[bucket]
 
     def _find_attributes(self) -> list[tuple[Any, ...]]:
         """Return the attributes of each master that its norm depends on."""
-        attributes = list(map(vars, self._masters))
         try:
-            same = attributes == self._attributes
+            same = self._of_masters == self._attributes
         except RuntimeError:  # tensors among them, which have no truth
             same = False
         if not same:
-            self._attributes = list(map(dict, attributes))
-            self._counts_in = [tuple(map(one.get, _NORM_ATTRIBUTES)) for one in attributes]
+            self._attributes = list(map(dict, self._of_masters))
+            self._counts_in = [tuple(map(one.get, _NORM_ATTRIBUTES)) for one in self._attributes]
         return self._counts_in
 
 

@@ -77,7 +77,7 @@ class GroupedDistributedOptimizer(SteppedOptimizer):
             if param in mine or (not param.requires_grad and is_managed(param)):
                 param.quantized_storage.initial = None
         keep_loaded_values(self.model_chunks)
-        self.book.check_owned()
+        self.book.check_masters()
 
     def __repr__(self) -> str:
         """Return the class, and what it manages on this rank."""

@@ -424,7 +424,7 @@ class SteppedOptimizer(CheckpointedOptimizer):
 
     def _copy_unmanaged_params(self) -> None:
         """Write what Megatron's method would write, without asking every expert for its range."""
-        self.book.check_owned()
+        self.book.check_masters()
         weights, masters = [], []
         for param, master in self.book.unmanaged:
             weight = weight_of(self, param, master)

@@ -61,8 +61,8 @@ MUTANTS = (
     ),
     Mutant(  # an update reads gradients that the norm no longer does
         BOOK,
-        "return owned + self._gradients.generation + states",
-        "return owned + states",
+        "return self._masters.generation + self._gradients.generation + states",
+        "return self._masters.generation + states",
         (f"{TESTS}/test_read_anew.py::test_a_gradient_is_the_tensor_that_main_grad_is_now",),
     ),
     Mutant(  # masters that no step encodes are stepped where they were
