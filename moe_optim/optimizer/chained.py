@@ -1,4 +1,4 @@
-"""The chain of optimizers: norm, decision, update, gather, and whose gradients are not finite."""
+"""The chain of optimizers: norm, decision, update and gather of a step."""
 
 import logging
 import math
@@ -37,11 +37,10 @@ logger = logging.getLogger(__name__)
 
 
 class GroupedChainedOptimizer(ChainedOptimizer):
-    """Megatron's chain of optimizers, which looks at the gradient norm before anything moves.
+    """Megatron's chain of optimizers, which checks the gradient norm before anything moves.
 
-    Norms are reduced over all ranks already, so they all decide alike. No collective is added to a
-    healthy step, but for norms of groups of their own where nothing is clipped. Clipping, moments,
-    masters and weights come after the decision.
+    Norms are reduced over all ranks, so all ranks decide alike. A healthy step needs no further
+    collective, except for norms of separate groups where nothing is clipped.
     """
 
     def __init__(self, chained_optimizers: list[Any]) -> None:
@@ -58,18 +57,16 @@ class GroupedChainedOptimizer(ChainedOptimizer):
         self.health = HealthMonitor(self, config.health_interval, config.backend)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Take a graph of our own where a training loop puts Megatron's in the place of ``step``.
+        """Replace the CUDA graph that a training loop puts in the place of ``step`` by our own.
 
-        Megatron's would capture what is decided on the host, and tell no bucket of its replays.
+        Megatron's would capture decisions of the host, and replay without telling the buckets.
         """
         if name == "step" and isinstance(value, OptimizerCudaGraphWrapper):
             value = GraphedStep(self)
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
-        """Hear of the last step where a training loop drops its graph: it saves once more after it.
-
-        Every rank must call it.
+        """Report the last step of a graph that is dropped: a save follows. Every rank must call it.
 
         Raises:
             NonFiniteError: the last step has found gradients that are not finite.
@@ -116,7 +113,6 @@ class GroupedChainedOptimizer(ChainedOptimizer):
         return [part for part in self.chained_optimizers if not part.is_stub_optimizer]
 
     def _step_fused(self) -> Any:
-        """Do what Megatron's step does, for all parts at once where that makes a difference."""
         with self._timed("optimizer-clip-main-grad"):
             norms, (norm, *of_groups), zeros = self.find_norms()
         clipped = self.clipped_norms()
@@ -148,18 +144,17 @@ class GroupedChainedOptimizer(ChainedOptimizer):
         return min(part.config.grad_norm_skip_threshold for part in self.chained_optimizers)
 
     def clipped_norms(self) -> list[bool]:
-        """Return of each norm whether Megatron clips by it, if it clips at all.
+        """Return a flag per norm: whether Megatron clips by it. Every rank must call it.
 
-        It looks for parameters of a group of their own at the first step that clips, and never
-        again. Every rank must call it.
+        Megatron looks for separate groups at the first step that clips, and never again.
         """
         clips = any(part.config.clip_grad > 0.0 for part in self.chained_optimizers)
         return [True, *(clips and self.has_grad_norm_group(str(group)) for group in NORMS[1:])]
 
     def find_norms(self) -> tuple[Tensor, list[float], int]:
-        """Return the norms of all gradients, [len(NORMS)] fp32, those on the host, and the zeros.
+        """Return norms on the device, [len(NORMS)] fp32, the same on the host, and count of zeros.
 
-        Every rank must call it; the host waits for the device here, and nowhere else in a step.
+        Every rank must call it. The only place of a step where the host waits for the device.
         """
         for part in self.stepping:
             part.read_gradients()
@@ -189,7 +184,6 @@ class GroupedChainedOptimizer(ChainedOptimizer):
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
-        """Count the time under one of Megatron's timers, if there are any."""
         timers = self.config.timers
         if timers is None:
             yield
@@ -202,8 +196,8 @@ class GroupedChainedOptimizer(ChainedOptimizer):
     def prepare_grads(self) -> bool:
         """Copy and unscale gradients; return whether some are not finite. Every rank must call it.
 
-        Megatron looks for Inf and NaN here where there is a loss scale. One that adapts provokes
-        them, and lowers itself; with one that stays as it is they are what they are without.
+        Megatron looks for Inf and NaN here where there is a loss scale. A dynamic one provokes
+        them and lowers itself; a constant one does not excuse them.
 
         Raises:
             NonFiniteError: as :meth:`get_grad_norm`.
@@ -218,8 +212,8 @@ class GroupedChainedOptimizer(ChainedOptimizer):
     def get_grad_norm(self) -> Any:
         """Return the norm over all gradients of all ranks. Every rank must call it.
 
-        Groups of parameters whose norm Megatron keeps apart are looked at, too, also where nothing
-        is clipped and it does not compute theirs.
+        Norms of separate groups are checked, too, even where nothing is clipped and Megatron does
+        not compute them.
 
         Raises:
             NonFiniteError: one is Inf or NaN and the policy is ``raise``; the message names
@@ -235,14 +229,12 @@ class GroupedChainedOptimizer(ChainedOptimizer):
         return norm
 
     def _check_norms(self, norms: Mapping[str, Any]) -> None:
-        """Raise, or note that this step is skipped, if a norm is not finite. All ranks call it."""
         bad = [f"{what} is {float(of)}" for what, of in norms.items() if not math.isfinite(of)]
         self._must_skip = bool(bad)
         if bad:
             self._refuse(", ".join(bad))
 
     def _refuse(self, found: str) -> None:
-        """Raise or warn, as the policy says. Every rank must call it."""
         message = f"{found}. {name_culprits(self)}"
         if self.policy == "raise":
             raise NonFiniteError(
@@ -270,7 +262,7 @@ class GroupedChainedOptimizer(ChainedOptimizer):
         return super().state_dict()
 
     def _hear_of_last_step(self) -> None:
-        """Say what is known by now, as a run may end with this save."""
+        # a run may end with this save
         self.health.tell()
         if graphed := self._graphed_step:
             graphed.tell()
@@ -281,7 +273,7 @@ class GroupedChainedOptimizer(ChainedOptimizer):
         return step if isinstance(step, GraphedStep) else None
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Load states of one optimizer or of several, whatever there are here."""
+        """Load states of one optimizer or of several."""
         if isinstance(state_dict, dict):
             state_dict = states_by_part(state_dict, self.chained_optimizers)
         super().load_state_dict(state_dict)

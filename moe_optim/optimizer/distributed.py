@@ -35,8 +35,8 @@ class GroupedDistributedOptimizer(SteppedOptimizer):
     def __init__(self, optimizer: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         """Shard the masters; arguments are Megatron's.
 
-        ``reuse_grad_buf_for_mxfp8_param_ag`` tells Megatron's step to leave weights to the training
-        loop, which stages them later. Here every step takes care of all of them.
+        ``reuse_grad_buf_for_mxfp8_param_ag`` is turned off: it would make Megatron's step leave the
+        weights to the training loop, which stages them later.
 
         Raises:
             ConfigError: ``--optimizer-cpu-offload`` has come to Megatron's factory, not to ours.
@@ -171,7 +171,7 @@ class GroupedDistributedOptimizer(SteppedOptimizer):
             return super().step_with_ready_grads()
 
     def _copy_main_params_to_model_params(self) -> None:
-        """Write bf16 and fp32 weights of this rank; quantized ones become stale instead."""
+        """Write bf16 and fp32 weights of this rank, and mark managed buckets STALE."""
         if self._buckets:
             self._copy_unmanaged_params()
         else:
@@ -209,7 +209,7 @@ class GroupedDistributedOptimizer(SteppedOptimizer):
         """Do nothing: managed buckets pull masters when they gather, others hold them already."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients, those included that a backward pass has delayed."""
+        """Drop gradients, delayed weight gradients included."""
         super().zero_grad(set_to_none)
         for linear in self._delaying_linears:
             linear.drop_delayed_wgrads()
@@ -218,8 +218,8 @@ class GroupedDistributedOptimizer(SteppedOptimizer):
         """Make masters of the weights, then the weights of the masters. Every rank must call it.
 
         Args:
-            state_dict: of the model, to take instead of the weights it holds, with the experts in
-                any layout; see :func:`model_values_for`. Left alone.
+            state_dict: state dict of the model that replaces the weights it holds, with experts in
+                any layout, see :func:`model_values_for`; left alone.
 
         Raises:
             LayoutError: a parameter is not in it, or twice, or in another shape.
@@ -230,7 +230,7 @@ class GroupedDistributedOptimizer(SteppedOptimizer):
         self.refresh_weights()
 
     def _take_loaded_values(self) -> None:
-        """Make masters of the values that weights were loaded with, before these were quantized."""
+        """Copy the high-precision values that weights were loaded with into the masters."""
         for one in (one for bucket in self._buckets for one in self.masters_of(bucket)):
             loaded = storage_of(one.param).initial
             if loaded is not None:
@@ -240,7 +240,7 @@ class GroupedDistributedOptimizer(SteppedOptimizer):
     def _build_model_param_to_state_dict_param_map(
         self, state_dict: dict[str, Any]
     ) -> dict[torch.nn.Parameter, Tensor]:
-        """Return the values of every parameter, found by its whole name and not by its end."""
+        """Return the values of every parameter, found by its whole name; Megatron matches ends."""
         return model_values_for(self.model_chunks, state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -277,10 +277,7 @@ class GroupedDistributedOptimizer(SteppedOptimizer):
             group.forget_masters()
 
     def _quantize_with_megatron(self) -> None:
-        """Have Megatron make its quantized weights of the masters, and gather them, now.
-
-        Every rank must call it: each shard is quantized with the scale of its whole weight.
-        """
+        """Let Megatron quantize tensorwise weights, and gather all. Every rank must call it."""
         self.finish_gathers()
         super()._copy_main_params_to_model_params()
         self._start_gathers(force_sync=True)

@@ -60,7 +60,7 @@ def check_masters(
     Every rank must call it.
 
     Args:
-        optimizer: a distributed optimizer.
+        optimizer: distributed optimizer.
         remedy: end of the message: what has not happened, and what to do.
         only: predicate of parameters whose masters are checked.
         with_moments: check moments, too.

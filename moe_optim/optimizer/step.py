@@ -57,7 +57,7 @@ from moe_optim.weights.te.tensorwise import TensorwiseCast, can_cast
 
 
 class SteppedOptimizer(CheckpointedOptimizer):
-    """Megatron's distributed optimizer with both halves of a fused step: norms and update.
+    """Megatron's distributed optimizer, with norms and update of a fused step.
 
     A step of the chain calls :meth:`read_gradients`, :meth:`sum_squares`, :meth:`plan_update` and
     :meth:`update_masters`, in this order.
@@ -66,7 +66,7 @@ class SteppedOptimizer(CheckpointedOptimizer):
         book: record of everything that a fused step depends on.
         host_states: masters and moments whose memory is on the host.
         encoded: buckets that a step encodes masters for, as it was planned last.
-        has_tensorwise: whether some weights have per-tensor scaling; the same on all ranks that
+        has_tensorwise: True if some weights have per-tensor scaling; the same on all ranks that
             share the buffers.
     """
 
