@@ -24,27 +24,10 @@ pytestmark = pytest.mark.slow
 MXFP8 = MoEOptimConfig(format="mxfp8")
 STEPS = ["--train-iters", "4"]
 NEVER = "1000000"
-RUN = [*STEPS, "--eval-interval", NEVER]
 
 
 def _train(flags: list[str], config: MoEOptimConfig) -> Record:
     return pretrain(flags, config, observe=assert_weights_come_from_masters)
-
-
-@pytest.mark.parametrize(
-    "format",
-    [
-        pytest.param("mxfp8_2d", marks=pytest.mark.extended),
-        pytest.param("nvfp4", marks=pytest.mark.extended),
-        "fp8_block",
-    ],
-)
-def test_every_format_trains_from_its_masters(format: str):
-    """The loop does not know the format: bytes come from masters and the loss falls with each."""
-    flags = [*STEPS, *OVERLAP, "--eval-interval", "2"]
-    for record in run_ranks(2, _train, flags, MoEOptimConfig(format=format)):
-        assert record.extra == 4
-        assert record.losses[4] < record.losses[1]
 
 
 @pytest.mark.parametrize(
