@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-    from moe_optim.buckets.buffer_plan import Slot
     from moe_optim.buckets.gather import Wire
+    from moe_optim.buckets.layout import Slot
     from moe_optim.buckets.managed_bucket import ManagedBucket
     from moe_optim.formats import BlockScaledFormat
 
@@ -220,7 +220,7 @@ def _median_ms(phases: Phases, device: "torch.device") -> list[float]:
 
 
 def _slots(shapes: ShapeSet, layer: int) -> "tuple[Slot, ...]":
-    from moe_optim.buckets.buffer_plan import side_by_side
+    from moe_optim.buckets.layout import side_by_side
 
     return side_by_side(shapes.weights, f"layer {layer}, weight ")
 
@@ -280,7 +280,7 @@ def _quantized_weights(
 
     def gather_all() -> None:
         for bucket in buckets:
-            start_gather([bucket], group, asynchronous=False)
+            start_gather(bucket.gather.sliced, bucket.reduced, group, asynchronous=False)
 
     def land() -> None:
         for bucket in buckets:
@@ -293,7 +293,8 @@ def _quantized_weights(
         fill=fill,
         gather=gather_all,
         land=land,
-        wire_bytes=sum(p.data.nbytes for p in buffers) + sum(values.nbytes for values in reduced),
+        wire_bytes=sum(buffer.nbytes for buffer in buffers)
+        + sum(values.nbytes for values in reduced),
     )
 
 
@@ -308,8 +309,8 @@ def _bucket(
     """Return the bucket of one layer, whose owner has this rank's masters."""
     import torch
 
-    from moe_optim.buckets.aligned_layout import aligned_end
     from moe_optim.buckets.gather import OwnedMaster
+    from moe_optim.buckets.layout import aligned_end
     from moe_optim.buckets.managed_bucket import ManagedBucket
     from moe_optim.weights.grouped_weight import GroupedWeight
     from moe_optim.weights.storage import PortableStorage

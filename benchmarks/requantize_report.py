@@ -83,7 +83,7 @@ def _shard(text: str) -> int:
 
 
 def _check_against(device: str) -> None:
-    from moe_optim.weights.te.quantizer import import_error
+    from moe_optim.weights.te.recipe import import_error
 
     if device == "cpu":
         raise ConfigError(

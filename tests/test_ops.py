@@ -24,7 +24,7 @@ from moe_optim.kernels import member_table
 from moe_optim.kernels.member_table import MemberTable, TableEntry
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import SENTINEL, poisoned, wide_range_weights, with_specials
-from tests.support.number_formats.gather import buffer_views, make_buffers
+from tests.support.number_formats.gather import make_buffers
 
 MIXED = (  # parameters of one launch
     (MXFP8, (2, 64, 96)),
@@ -372,15 +372,11 @@ def test_requantizing_writes_what_travels_and_finishing_the_rest(format):
 def test_requantizing_writes_straight_into_gather_buffers(format):
     """Two weights side by side in every buffer, as they lie in a bucket."""
     masters = [wide_range_weights(2, 128, 256), wide_range_weights(1, 256, 128, seed=1)]
-    numel = sum(master.numel() for master in masters)
-    buffers = make_buffers(format, numel)
-    entries, start = [], 0
+    buffers, views = make_buffers(format, [tuple(master.shape) for master in masters])
+    entries = []
     for index, master in enumerate(masters):
-        views = buffer_views(buffers, format, tuple(master.shape), start)
-        local = poisoned(format, tuple(master.shape))
-        target = replace(local, **views)
+        target = replace(poisoned(format, tuple(master.shape)), **views[index])
         entries.append(TableEntry(parameter=f"fc{index}", source=master, target=target))
-        start += master.numel()
     table = MemberTable.build(entries)
     ops.requantize(table)
     ops.finish_gather(table)
@@ -389,7 +385,7 @@ def test_requantizing_writes_straight_into_gather_buffers(format):
     for name, buffer in buffers.items():
         parts = [reference.quantize(m, format).buffers()[name] for m in masters]
         expected = torch.cat([part.flatten().view(torch.uint8) for part in parts])
-        assert_bytes_equal(buffer.data, expected, what=name)
+        assert_bytes_equal(buffer, expected, what=name)
 
 
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS.keys())

@@ -11,7 +11,7 @@ from torch import distributed as dist
 from moe_optim.errors import PatchError
 from moe_optim.formats import DIRECTIONS
 from moe_optim.kernels.member_table import TableEntry
-from moe_optim.weights.te.quantizer import make_quantizer
+from moe_optim.weights.te.recipe import make_quantizer
 
 FORMATS = ("mxfp8", "fp8_block")
 """Formats whose master cast Transformer Engine has and runs on Hopper."""

@@ -1,6 +1,6 @@
 """Bucket groups: the one owner of what managed buckets hold and of how fresh their weights are."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -19,7 +19,7 @@ from moe_optim.buckets.states import Event, Gradients, Weights
 from moe_optim.errors import StateError
 from moe_optim.integration.patching.engine import original
 from moe_optim.places import has_memory
-from moe_optim.weights.te.fields import has_scale_a_tensor
+from moe_optim.weights.te.fields import is_tensorwise
 from moe_optim.weights.te.tensorwise import Transposes
 
 _PARTITION = "megatron.core.distributed.distributed_data_parallel:partition_buckets"
@@ -31,17 +31,15 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
     A step says that its masters have moved, and whether it has encoded them into this rank's
     slices. Whoever next needs the weights (a forward pre-hook, an evaluation, a save, the end of a
     step) calls ``start_param_sync``, and buckets whose weights are behind then quantize what no
-    step has encoded, and gather, in the order that the wire demands. Fresh weights are never
-    gathered again. Groups without managed buckets behave as Megatron's, except that a gather in
-    flight is always finished with its post-processing, and that transposes of weights with one
-    scale are written in one launch.
+    step has encoded, and gather. Fresh weights are never gathered again. Groups without managed
+    buckets behave as Megatron's, except that a gather in flight is always finished with its
+    post-processing, which leaves dense weights alone, and transposes tensorwise ones in one launch.
 
     Attributes:
         managed: the managed buckets of the group: all of its buckets, or none.
     """
 
     def __init__(self, buckets: list[_ParamAndGradBucket], *args: Any, **kwargs: Any) -> None:
-        """Arguments are Megatron's. Buckets must be all managed or all not."""
         self.managed = managed_buckets(buckets)
         self._dispatched = False
         self._transposes: Transposes | None = None
@@ -96,7 +94,7 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
 
         Args:
             force_sync: return only when the weights are in place, whatever the configuration.
-            unmoved: nothing has run since a step has planned for where masters and weights lie.
+            unmoved: whether nothing has run since a step has planned for where they lie.
 
         Raises:
             StateError: the memory holds gradients that no step has used; or masters are moving; or
@@ -105,16 +103,21 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
         if self.param_gather_handle is not None:
             self.finish_gather()
         current = (Weights.FRESH, Weights.OFFLOADED)
-        wanted = [bucket for bucket in self.managed if bucket.state.weights not in current]
-        if not wanted:
+        behind = [bucket for bucket in self.managed if bucket.state.weights not in current]
+        if not behind:
             return
         with self._stale_if_it_fails():
             group = self.intra_distributed_optimizer_instance_group
-            for bucket in wanted:
+            for bucket in behind:
                 bucket.open_gather(bucket.generation if unmoved else None)
-            fill_slices([bucket.gather for bucket in wanted], group)
+            fill_slices([bucket.gather for bucket in behind], group)
             asynchronous = self.ddp_config.overlap_param_gather and not force_sync
-            self.param_gather_handle = start_gather(wanted, group, asynchronous=asynchronous)
+            self.param_gather_handle = start_gather(
+                [buffer for bucket in behind for buffer in bucket.gather.sliced],
+                [buffer for bucket in behind for buffer in bucket.reduced],
+                group,
+                asynchronous=asynchronous,
+            )
         if not asynchronous:
             self._post_param_sync()
 
@@ -132,25 +135,23 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
     @torch.no_grad()
     def _post_param_sync(self) -> None:
         """Put what a gather brought in place, one launch a bucket; nothing where none was begun."""
-        if not self.managed:
-            if self._transposes is None or self._transposes.have_moved:
-                super()._post_param_sync()
-                self._transposes = Transposes.of(self._tensorwise_weights)
-            else:
-                self._transposes.renew()
-            return
-        with self._stale_if_it_fails():
-            for bucket in self.managed:
-                if bucket.state.weights is Weights.IN_FLIGHT:
-                    bucket.finish()
+        if self.managed:
+            with self._stale_if_it_fails():
+                for bucket in self.managed:
+                    if bucket.state.weights is Weights.IN_FLIGHT:
+                        bucket.finish()
+        elif self._transposes is not None and not self._transposes.have_moved:
+            self._transposes.renew()
+        elif self._quantized:
+            super()._post_param_sync()
+            if all(map(is_tensorwise, self._quantized)):
+                self._transposes = Transposes.of(self._quantized)
 
     @cached_property
-    def _tensorwise_weights(self) -> list[torch.nn.Parameter]:
-        """The weights with one scale, or none where Megatron has more to do than to transpose."""
-        params = [param for bucket in self.buckets for param in bucket.params]
+    def _quantized(self) -> list[torch.nn.Parameter]:
+        """The weights that Megatron has something to do for after their gather."""
         holds_bytes = param_and_grad_buffer._param_uses_quantized_storage
-        quantized = [param for param in params if holds_bytes(param)]
-        return quantized if all(map(has_scale_a_tensor, quantized)) else []
+        return [param for bucket in self.buckets for param in filter(holds_bytes, bucket.params)]
 
     def finish_gather(self) -> None:
         """Wait for a gather in flight and put its result in place; do nothing without one."""
@@ -162,7 +163,7 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
         self._post_param_sync()
 
     def gather_anew(self) -> None:
-        """Let the next forward pass gather, also what is fresh: for a graph that is replayed later.
+        """Have the next forward pass gather even fresh weights, for a CUDA graph that captures it.
 
         Every rank of the group must call it.
         """
@@ -173,7 +174,7 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
                 bucket.state.record(Event.SETTLE)
 
     def finish_communication(self) -> None:
-        """Wait for whatever reads or writes gradient memory; do nothing where nothing does.
+        """Wait for everything that reads or writes gradient memory.
 
         Reductions are in flight where a backward pass ended in an exception: Megatron has no call
         that takes note of them then.
@@ -246,7 +247,7 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
             managed.state.record(Event.READ)
 
     def require_weights(self, what: str) -> None:
-        """Check that there are weights for ``what`` to write; managed ones have states that tell.
+        """Check that Megatron's own buckets have memory for ``what`` to write weights into.
 
         Raises:
             StateError: they are offloaded.
@@ -282,7 +283,7 @@ def bucket_groups(model_chunks: Iterable[Any]) -> Iterator[Any]:
 
 
 def gather_weights(chunk: Any) -> None:
-    """Bring the weights of a chunk up to their masters, where DDP wraps it.
+    """Make the weights of a chunk those of their masters, where DDP wraps it.
 
     Every rank of the chunk's groups must call it, or none.
 
@@ -332,26 +333,18 @@ def partition_buckets(
         groups = original(_PARTITION)(
             buffers, force_single_bucket_group, reduce_scatter_with_fp32_accumulation
         )
-    elif force_single_bucket_group:
-        groups = [
-            _make_group([(buffer, bucket) for buffer in kind for bucket in buffer.buckets])
-            for kind in _split(buffers, lambda buffer: buffer.managed)
-        ]
     else:
         placed = [(buffer, bucket) for buffer in buffers for bucket in buffer.buckets]
-        placed.sort(key=_last_registration, reverse=True)
-        groups = [_make_group([one]) for one in placed]
+        if force_single_bucket_group:
+            halves = [[one for one in placed if one[0].managed is kind] for kind in (False, True)]
+            groups = [_make_group(half) for half in halves if half]
+        else:
+            placed.sort(key=_last_registration, reverse=True)
+            groups = [_make_group([one]) for one in placed]
     for buffer in buffers:
         mine = {id(bucket) for bucket in buffer.buckets}
         buffer.groups = [g for g in groups if any(id(bucket) in mine for bucket in g.buckets)]
     return groups
-
-
-def _split(
-    buffers: list[_ParamAndGradBuffer], predicate: Callable[[_ParamAndGradBuffer], bool]
-) -> list[list[_ParamAndGradBuffer]]:
-    halves = [[b for b in buffers if not predicate(b)], [b for b in buffers if predicate(b)]]
-    return [half for half in halves if half]
 
 
 def _last_registration(placed: tuple[_ParamAndGradBuffer, _ParamAndGradBucket]) -> int:

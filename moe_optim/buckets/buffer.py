@@ -1,25 +1,33 @@
-"""Parameter and gradient buffers that hold quantized expert weights."""
+"""Parameter and gradient buffers that hold quantized expert weights, and how they are laid out."""
 
 import copy
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
 import torch
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucket, _ParamAndGradBuffer
+from megatron.core.optimizer import param_layout
+from megatron.core.optimizer.param_layout import PerBufferParamLayout
 from torch import Tensor
 
+from moe_optim.buckets.layout import Slot, aligned_end
 from moe_optim.buckets.managed_bucket import ManagedBucket, require_gradient_memory
 from moe_optim.buckets.offload import ParamData
 from moe_optim.buckets.states import Event
 from moe_optim.errors import ConfigError, StateError
 from moe_optim.integration.patching.active import config_in_force
 from moe_optim.integration.patching.engine import original
+from moe_optim.weights.grouped_weight import GradientNote
 from moe_optim.weights.managed import is_managed, storage_of
-from moe_optim.weights.storage import GradientNote
 
 _BUFFER = "megatron.core.distributed.param_and_grad_buffer"
 _DDP_CONFIG = (
     "megatron.core.distributed.distributed_data_parallel_config:"
     "DistributedDataParallelConfig.__post_init__"
+)
+_LAYOUT = (
+    "megatron.core.optimizer.distrib_optimizer:"
+    "DistributedOptimizer._compute_per_buffer_param_layout"
 )
 
 
@@ -34,10 +42,10 @@ def is_grouped_mxfp8tensor(tensor: Tensor) -> bool:
 
 
 def check_ddp_config(self: Any) -> None:
-    """Check a DDP configuration as Megatron does, but for what gathers may share memory with.
+    """Check a DDP configuration as Megatron does, but accept ``reuse_grad_buf_for_mxfp8_param_ag``.
 
-    ``reuse_grad_buf_for_mxfp8_param_ag`` asks that weights being gathered take no memory beside the
-    gradients'. Here no gather of quantized weights does, whoever quantizes them.
+    It asks that weights being gathered take no memory beside the gradients'. Here no gather of
+    quantized weights does, whoever quantizes them.
     """
     asked, self.reuse_grad_buf_for_mxfp8_param_ag = self.reuse_grad_buf_for_mxfp8_param_ag, False
     try:
@@ -46,14 +54,55 @@ def check_ddp_config(self: Any) -> None:
         self.reuse_grad_buf_for_mxfp8_param_ag = asked
 
 
-class BufferGroup(Protocol):
-    """What a buffer asks of the bucket groups that communicate for it."""
+class AlignedDistributedOptimizer:
+    """Holds the static method that replaces Megatron's."""
 
-    def finish_gather(self) -> None:
-        """Wait for a gather in flight and put its result in place."""
+    @staticmethod
+    def _compute_per_buffer_param_layout(
+        params: list[torch.nn.Parameter],
+        bucket_size: int | None,
+        data_parallel_world_size: int,
+        ddp_config: Any,
+        param_indices: list[int] | None = None,
+    ) -> PerBufferParamLayout:
+        """Lay out one buffer; arguments and result are Megatron's.
 
-    def finish_communication(self) -> None:
-        """Wait for whatever reads or writes gradient memory."""
+        Parameters keep their distance from the start of their bucket; see ``buckets/layout.py``.
+        """
+        layout = original(_LAYOUT)(
+            params, bucket_size, data_parallel_world_size, ddp_config, param_indices
+        )
+        managed = bool(params) and all(is_managed(param) for param in params)
+        if not managed or config_in_force().layout == "stock":
+            return layout
+        divisor = param_layout.bucket_end_divisor(
+            data_parallel_world_size, ddp_config.pad_buckets_for_high_nccl_busbw
+        )
+        return align_buckets(layout, data_parallel_world_size, divisor)
+
+
+def align_buckets(layout: PerBufferParamLayout, dp_size: int, divisor: int) -> PerBufferParamLayout:
+    """Return ``layout`` with later bucket ends.
+
+    Args:
+        layout: layout of a buffer of quantized weights.
+        dp_size: number of shards of each bucket.
+        divisor: multiple that Megatron pads bucket ends to.
+    """
+    index_map: dict[torch.nn.Parameter, tuple[int, int, int]] = {}
+    bounds: list[tuple[int, int]] = []
+    end = 0
+    for bucket_id, (stock_start, _) in enumerate(layout.bucket_indices):
+        start, slots = end, []
+        for param, (first, last, its_bucket) in layout.param_index_map.items():
+            if its_bucket == bucket_id:
+                storage = param.quantized_storage
+                first, last = first - stock_start, last - stock_start
+                slots.append(Slot(name=storage.name, start=first, shape=storage.shape))
+                index_map[param] = (start + first, start + last, bucket_id)
+        end = start + aligned_end(storage.format, slots, dp_size=dp_size, divisor=divisor).numel
+        bounds.append((start, end))
+    return replace(layout, param_index_map=index_map, bucket_indices=bounds)
 
 
 class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
@@ -76,8 +125,7 @@ class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Lay out the buffer; arguments are Megatron's."""
-        self.groups: list[BufferGroup] = []
+        self.groups: list[Any] = []
         kinds = {is_managed(param) for param, _ in params_with_names}
         self.managed = kinds == {True}
         if len(kinds) > 1:
@@ -129,7 +177,7 @@ class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
 
     @property
     def has_nvfp4_params(self) -> bool:
-        """Whether Megatron is to pack NVFP4 bytes; those of managed weights are buffers already."""
+        """Whether Megatron packs NVFP4 bytes; those of managed weights are packed already."""
         return self._has_nvfp4_params and not self.managed
 
     @has_nvfp4_params.setter
@@ -137,7 +185,7 @@ class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
         self._has_nvfp4_params = found
 
     def _new_bucket(self, *args: Any, **kwargs: Any) -> _ParamAndGradBucket:
-        """Create a bucket; a managed one gathers by itself, as the wire in force says."""
+        """Create a bucket; a managed one gathers by itself, in the configured gather dtype."""
         bucket = super()._new_bucket(*args, **kwargs)
         if self.managed:
             names = [param.quantized_storage.name for param in bucket.params_list]
@@ -228,4 +276,4 @@ class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
 def _note_gradients(weight: Any) -> None:
     """Have a weight tell its bucket of gradients; once, however often a model is wrapped."""
     if not any(type(hook) is GradientNote for hook in (weight._backward_hooks or {}).values()):
-        weight.register_hook(GradientNote(weight.quantized_storage))
+        weight.register_hook(GradientNote(weight))

@@ -1,17 +1,18 @@
-"""The parameter gather of one managed bucket: what travels, and what is done with what arrived.
+"""The parameter gather of one bucket: what travels, and what is done with what arrived.
 
-Both wires take the same steps, each on every rank of the group::
+Both gather dtypes take the same steps, each on every rank of the group::
 
     open      make the masters current on this rank: staged in bf16, or their maxima found
-    (reduce)  maxima that several ranks share
-    encode    quantize what this rank owns; nothing on wire bf16
-    (gather)  buffers in slices, others by a maximum
-    finish      put what arrived in place
+    (reduce)  maxima of blocks and experts that several ranks share
+    encode    quantize what this rank owns; nothing for bf16
+    (gather)  sliced buffers by an all-gather, the others by an all-reduce with MAX
+    finish    put what arrived in place
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from itertools import repeat
+from typing import Any, Literal, override
 
 import torch
 import torch.distributed as dist
@@ -19,13 +20,14 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from moe_optim import ops
-from moe_optim.buckets.buffer_plan import BufferPlan, Slot, plan_buffers
-from moe_optim.buckets.gather_buffer import GatherBuffer
+from moe_optim.buckets.layout import BufferPlan, Slot, plan_buffers
 from moe_optim.errors import LayoutError, StateError
+from moe_optim.experts.amax_search import AmaxSearch
 from moe_optim.kernels.member_table import Backend, MemberTable, TableEntry
-from moe_optim.weights.storage import BindingBucket, WeightStorage
+from moe_optim.weights.storage import WeightStorage
 
 Wire = Literal["quantized", "bf16"]
+_DTYPES = {1: torch.uint8, 4: torch.float32}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -39,43 +41,69 @@ class OwnedMaster:
     """[n] fp32, the optimizer's own tensor."""
 
 
-class Bucket(BindingBucket, Protocol):
-    """What a gather asks of the bucket it is for, which holds the weights."""
+class Gather:
+    """How the weights of a bucket are gathered.
 
-    name: str
-    params: tuple[torch.nn.Parameter, ...]
-    storages: tuple[WeightStorage, ...]
-    """Of ``params``, in their order."""
-    slots: tuple[Slot, ...]
-    """Where these lie in the bucket."""
-    staging: Tensor
-    """[numel] bf16: the front of the gradient memory."""
+    Args:
+        name: name of the bucket, for errors.
+        params: quantized weights.
+        slots: places of ``params`` in the bucket.
+        staging: [numel] bf16, the front of the bucket's gradient memory.
+        dp_size: number of ranks that own an equal part of the bucket each.
+        backend: who quantizes.
 
-
-class BucketGather(Protocol):
-    """What a bucket does with its weights when its group gathers."""
+    Attributes:
+        uses_gradient_memory: whether gradients must neither be added nor zeroed between
+            :meth:`open` and :meth:`finish`.
+        sliced: [bytes] uint8 each, gathered in place, one slice a rank.
+        reduced: completed by an all-reduce with MAX, after the slices have been filled.
+    """
 
     uses_gradient_memory: bool
-    """Whether gradients must not be added or zeroed between :meth:`open` and :meth:`finish`."""
-    sliced: tuple[GatherBuffer, ...]
-    """Gathered in place, one slice a rank."""
+    sliced: tuple[Tensor, ...]
     reduced: tuple[Tensor, ...]
-    """Completed by an all-reduce with MAX, after the slices have been filled."""
+
+    def __init__(
+        self,
+        name: str,
+        params: Sequence[Any],
+        slots: Sequence[Slot],
+        staging: Tensor,
+        *,
+        dp_size: int,
+        backend: Backend,
+    ) -> None:
+        self._name, self._params, self._slots = name, params, slots
+        self._storages: list[WeightStorage] = [param.quantized_storage for param in params]
+        self._staging, self._dp_size, self._backend = staging, dp_size, backend
+        self._table: MemberTable | None = None
+        self._allocate()
+
+    def _allocate(self) -> None:
+        """Set ``sliced`` and ``reduced``."""
+        raise NotImplementedError
+
+    def buffers_of(self, index: int) -> Mapping[str, Tensor]:  # noqa: ARG002
+        """Return where the weight at ``index`` has to live, by field of ``QuantizedWeight``."""
+        return {}
 
     def open(self, masters: Sequence[OwnedMaster], *, encoded: bool = False) -> None:
-        """Read the masters of this rank; they are the same tensors until :meth:`forget`.
+        """Read the masters of this rank.
 
         Args:
-            masters: of this rank.
-            encoded: a step has encoded them since; what it has not written follows its maxima.
+            masters: masters of this rank, the same tensors until :meth:`forget`.
+            encoded: whether a step has encoded them since; what it has left follows its maxima.
         """
+        raise NotImplementedError
 
-    def plan_step(self, masters: Sequence[OwnedMaster]) -> MemberTable | None:
+    def plan_step(self, masters: Sequence[OwnedMaster]) -> MemberTable | None:  # noqa: ARG002
         """Return what a step encodes masters into, the same until :meth:`forget`; or None."""
+        return None
 
     @property
     def planned(self) -> MemberTable | None:
         """What :meth:`plan_step` has returned, if it is still what the gather reads."""
+        return None
 
     def prepare_step(self) -> None:
         """Make ready the buffers that a step encodes masters into."""
@@ -83,136 +111,59 @@ class BucketGather(Protocol):
     @property
     def exchange(self) -> Tensor | None:
         """Maxima to reduce with MAX between :meth:`open` and :meth:`encode`, if there are any."""
+        return None
 
     def encode(self) -> None:
         """Write this rank's part of every buffer."""
 
     def finish(self) -> None:
         """Put what has arrived in place."""
+        raise NotImplementedError
 
     def forget(self) -> None:
-        """Drop what was derived from masters, weights or gradient memory that may move now."""
+        """Drop what was planned: masters, weights or gradient memory may lie elsewhere now."""
+        raise NotImplementedError
 
 
-def fill_slices(gathers: Sequence[BucketGather], group: dist.ProcessGroup) -> None:
-    """Make this rank's part of every buffer that of its masters. Every rank of the group calls it.
+class QuantizedGather(Gather):
+    """Bytes and block scales travel, in memory that the weights live in.
 
-    Args:
-        gathers: all opened.
-        group: ranks that share the buckets.
-    """
-    for gather in gathers:
-        if gather.exchange is not None:
-            dist.all_reduce(gather.exchange, dist.ReduceOp.MAX, group=group)
-    for gather in gathers:
-        gather.encode()
-
-
-class Gathering(Protocol):
-    """A bucket whose gather is open, with its slices filled."""
-
-    gather: BucketGather
-
-    @property
-    def reduced(self) -> Sequence[Tensor]:
-        """Completed by an all-reduce with MAX each."""
-
-
-def start_gather(
-    buckets: Sequence[Gathering], group: dist.ProcessGroup, *, asynchronous: bool
-) -> "Works | None":
-    """Complete all buffers in place. Every rank of the group must call it.
-
-    Args:
-        buckets: what to gather.
-        group: ranks that share them.
-        asynchronous: return what to wait for, instead of waiting.
-    """
-    rank, size = group.rank(), group.size()
-    with _coalescing_manager(group, async_ops=asynchronous) as slices:
-        for bucket in buckets:
-            for buffer in bucket.gather.sliced:
-                own = buffer.slice_of(rank, size)
-                dist.all_gather_into_tensor(buffer.data, own, group=group, async_op=asynchronous)
-    works = [slices]
-    for values in (values for bucket in buckets for values in bucket.reduced):
-        works.append(dist.all_reduce(values, dist.ReduceOp.MAX, group=group, async_op=asynchronous))
-    return Works(works) if asynchronous else None
-
-
-class Works:
-    """Collectives in flight, waited for together."""
-
-    def __init__(self, works: Sequence[Any]) -> None:
-        self._works = tuple(works)
-
-    def wait(self) -> None:
-        """Wait as each of them does: the host on a CPU, the current stream on a GPU."""
-        for work in self._works:
-            work.wait()
-
-
-def make_gather(
-    wire: Wire, bucket: Bucket, *, numel: int, dp_size: int, backend: Backend
-) -> BucketGather:
-    """Return what gathers a bucket, and bind its weights to it.
-
-    Args:
-        wire: what travels.
-        bucket: just made.
-        numel: elements of the bucket, padding included.
-        dp_size: ranks that own an equal part of it each.
-        backend: who quantizes.
+    The weights are bound to the buffers that travel, where owners encode and the gather arrives:
+    nothing is copied, and gradients are not involved.
 
     Raises:
         LayoutError: weights of several formats, or shards without whole bytes.
     """
-    if wire == "quantized":
-        return QuantizedGather(bucket, numel=numel, dp_size=dp_size, backend=backend)
-    return Bf16Gather(bucket, backend=backend)
 
+    uses_gradient_memory = False
+    _is_encoded = False
 
-class QuantizedGather:
-    """Wire ``quantized``: bytes and block scales travel, in memory that the weights live in.
-
-    The buffers that travel are bound into memory of the bucket, where owners encode and the gather
-    finishes: nothing is copied, and gradients are not involved. Arguments are those of
-    :func:`make_gather`.
-    """
-
-    def __init__(self, bucket: Bucket, *, numel: int, dp_size: int, backend: Backend) -> None:
-        self._bucket, self._backend = bucket, backend
-        self.uses_gradient_memory = False
-        self._shard_numel = numel // dp_size
-        self._table: MemberTable | None = None
-        self._is_encoded = False
-        storages = bucket.storages
-        formats = {storage.format for storage in storages}
+    def _allocate(self) -> None:
+        formats = {storage.format for storage in self._storages}
         if len(formats) > 1:
             names = ", ".join(sorted(format.name for format in formats))
             raise LayoutError(
-                f"{bucket.name}: expected weights of one format in a bucket, got {names}."
+                f"{self._name}: expected weights of one format in a bucket, got {names}."
             )
-        buffers = plan_buffers(storages[0].format, bucket.slots, numel, dp_size)
-        memories = {
-            buffer.name: torch.zeros(buffer.nbytes, dtype=torch.uint8, device=storages[0].device)
-            for buffer in buffers
-        }
-        for index, storage in enumerate(storages):
-            own = {p.name: _view(p, memories[p.name], index) for p in buffers}
-            storage.bind(own, bucket=bucket)
+        (format,) = formats
+        device, numel = self._storages[0].device, self._staging.numel()
+        self._buffers: list[tuple[BufferPlan, Tensor]] = [
+            (plan, torch.zeros(plan.numel, dtype=_DTYPES[plan.itemsize], device=device))
+            for plan in plan_buffers(format, self._slots, numel, self._dp_size)
+        ]
+        # Bytes, since a coalesced gather of mixed dtypes may return garbage
         self.sliced = tuple(
-            GatherBuffer(
-                name=f"{buffer.name} of {bucket.name}",
-                bytes_per_element=buffer.bytes_per_element,
-                data=memories[buffer.name],
-            )
-            for buffer in buffers
-            if buffer.bytes_per_element is not None
+            buffer.view(torch.uint8) for plan, buffer in self._buffers if plan.is_sliced
         )
-        self.reduced = tuple(
-            memories[buffer.name].view(buffer.dtype) for buffer in buffers if not buffer.is_sliced
-        )
+        self.reduced = tuple(buffer for plan, buffer in self._buffers if not plan.is_sliced)
+
+    @override
+    def buffers_of(self, index: int) -> Mapping[str, Tensor]:
+        views = {}
+        for plan, buffer in self._buffers:
+            shape = torch.Size(plan.shapes[index])
+            views[plan.name] = buffer.narrow(0, plan.starts[index], shape.numel()).view(shape)
+        return views
 
     def open(self, masters: Sequence[OwnedMaster], *, encoded: bool = False) -> None:
         """Find the maxima of this rank's masters, unless a step has."""
@@ -221,14 +172,17 @@ class QuantizedGather:
             ops.partial_amax(self.plan_step(masters))
 
     def plan_step(self, masters: Sequence[OwnedMaster]) -> MemberTable:
-        """Return the table of masters and buffers that gathers use, too."""
+        """Return the table of masters and buffers, which gathers use, too."""
         if self._table is None:
-            self._table = self._build_table(masters)
+            shard_numel = self._staging.numel() // self._dp_size
+            cuts = [slot.cuts(shard_numel) for slot in self._slots]
+            entries = _entries(self._params, masters, cuts)
+            self._table = MemberTable.build(entries, backend=self._backend)
         return self._table
 
     @property
+    @override
     def planned(self) -> MemberTable | None:
-        """The table, unless it has to be built anew."""
         return self._table
 
     def prepare_step(self) -> None:
@@ -254,118 +208,189 @@ class QuantizedGather:
         """Derive columnwise copies and scales from what has arrived, in one launch."""
         ops.finish_gather(self._opened())
 
+    @override
     def forget(self) -> None:
-        """Drop the table: the masters may lie elsewhere from now on."""
         self._table = None
 
     def _opened(self) -> MemberTable:
         if self._table is None:
             raise StateError(
-                f"{self._bucket.name}: expected masters to gather from, got none. Only "
+                f"{self._name}: expected masters to gather from, got none. Only "
                 "start_param_sync() may gather; masters must not move while it does."
             )
         return self._table
 
-    def _build_table(self, masters: Sequence[OwnedMaster]) -> MemberTable:
-        """Name every parameter, on every rank in the same order, with what is owned of it here."""
-        owned = {id(one.param): one for one in masters}
-        entries = []
-        bucket = self._bucket
-        for param, storage, slot in zip(bucket.params, bucket.storages, bucket.slots, strict=True):
-            quantized = storage.quantized
-            one = owned.get(id(param))
-            nothing = quantized.rowwise_data.new_empty(0, dtype=torch.float32)
-            entries.append(
-                TableEntry(
-                    parameter=slot.name,
-                    source=nothing if one is None else one.master,  # no view: it would keep memory
-                    target=quantized,
-                    start=0 if one is None else one.start,
-                    cuts=slot.cuts(self._shard_numel),
-                    storage_scales=storage.storage_scales,
-                )
-            )
-        return MemberTable.build(entries, backend=self._backend)
 
+class Bf16Gather(Gather):
+    """Masters travel in bf16, through the bucket's own gradient memory."""
 
-class Bf16Gather:
-    """Wire ``bf16``: masters travel through the bucket's own gradient memory.
+    uses_gradient_memory = True
+    _copies: tuple[list[Tensor], list[Tensor]] | None = None
 
-    Arguments are those of :func:`make_gather`.
-    """
+    def _allocate(self) -> None:
+        self.sliced, self.reduced = (self._staging.view(torch.uint8),), ()
 
-    def __init__(self, bucket: Bucket, *, backend: Backend) -> None:
-        self._bucket, self._backend = bucket, backend
-        self.uses_gradient_memory = True
-        self.planned: MemberTable | None = None
-        self._table: MemberTable | None = None
-        self._places: tuple[list[Tensor], list[Tensor]] | None = None
-        self.sliced: tuple[GatherBuffer, ...] = (GatherBuffer.viewing(bucket.name, bucket.staging),)
-        self.reduced: tuple[Tensor, ...] = ()
-        self.exchange: Tensor | None = None
-        for storage in bucket.storages:
-            storage.bind({}, bucket=bucket)
-
-    def plan_step(self, masters: Sequence[OwnedMaster]) -> None:
-        """Return None: gradients lie where masters are staged, so that a step encodes nothing."""
-
-    def prepare_step(self) -> None:
-        """Do nothing."""
-
-    def open(self, masters: Sequence[OwnedMaster], *, encoded: bool = False) -> None:
+    def open(self, masters: Sequence[OwnedMaster], *, encoded: bool = False) -> None:  # noqa: ARG002
         """Copy the masters, rounded to bf16, to their place in the gradient memory."""
-        if self._places is None:
-            self._places = self._plan(masters)
-        if self._places[0]:
-            torch._foreach_copy_(*self._places)
-
-    def encode(self) -> None:
-        """Do nothing: every rank quantizes what it has received."""
+        if self._copies is None:
+            self._copies = self._plan(masters)
+        if self._copies[0]:
+            torch._foreach_copy_(*self._copies)
 
     def finish(self) -> None:
         """Requantize the whole bucket in one launch, and leave zeros behind."""
-        if self._table is not None and self._table.has_moved:
-            self._table = None  # gradient memory may have been freed, by whomever
-        if self._table is None:
+        if self._table is None or self._table.has_moved:  # gradient memory, freed by whomever
             self._table = self._build_table()
         ops.requantize(self._table)
         ops.finish_gather(self._table)
 
+    @override
     def forget(self) -> None:
-        """Drop everything planned: masters, weights or gradient memory may lie elsewhere now."""
-        self._table = self._places = None
-        self.sliced = (GatherBuffer.viewing(self._bucket.name, self._bucket.staging),)
+        self._table = self._copies = None
 
     def _plan(self, masters: Sequence[OwnedMaster]) -> tuple[list[Tensor], list[Tensor]]:
-        starts = {
-            id(param): slot.start
-            for param, slot in zip(self._bucket.params, self._bucket.slots, strict=True)
-        }
-        places = []
+        """Return what is copied into, and what from."""
+        slot_of = dict(zip(map(id, self._params), self._slots, strict=True))
+        staged = []
         for one in masters:
-            start = starts[id(one.param)] + one.start
-            places.append(self._bucket.staging[start : start + one.master.numel()])
-        return places, [one.master for one in masters]
+            start = slot_of[id(one.param)].start + one.start
+            staged.append(self._staging[start : start + one.master.numel()])
+        return staged, [one.master for one in masters]
 
     def _build_table(self) -> MemberTable:
-        staging = self._bucket.staging
         entries = []
-        for storage, slot in zip(self._bucket.storages, self._bucket.slots, strict=True):
-            source = staging[slot.start : slot.end].view(storage.shape)
+        for storage, slot in zip(self._storages, self._slots, strict=True):
             entries.append(
                 TableEntry(
                     parameter=slot.name,
-                    source=source,
+                    source=self._staging[slot.start : slot.end].view(slot.shape),
                     target=storage.quantized,
                     storage_scales=storage.storage_scales,
                 )
             )
-        return MemberTable.build(entries, consumed=staging, backend=self._backend)
+        return MemberTable.build(entries, consumed=self._staging, backend=self._backend)
 
 
-def _view(buffer: BufferPlan, memory: Tensor, index: int) -> Tensor:
-    """Return the buffer of one parameter in the memory of its bucket."""
-    entries = memory.view(buffer.dtype)
-    shape = buffer.shapes[index]
-    numel = torch.Size(shape).numel()
-    return entries.narrow(0, buffer.starts[index], numel).view(shape)
+class AmaxRecord:
+    """The amaxes of all experts of a bucket, which travel with its gather as one vector.
+
+    Args:
+        params: weights that record, in the same order on every rank.
+
+    Attributes:
+        values: [experts] fp32; a MAX over all ranks completes it between :meth:`fill` and
+            :meth:`finish`.
+    """
+
+    def __init__(self, params: Sequence[Any]) -> None:
+        self._params = tuple(params)
+        self._recorded: list[Tensor] = [one.quantized_storage.recorded_amax for one in params]
+        self.values = torch.zeros_like(torch.cat(self._recorded))
+        self._parts = self.values.split(list(map(len, self._recorded)))
+        self._search: AmaxSearch | None = None
+
+    @classmethod
+    def of(cls, params: Sequence[Any]) -> "AmaxRecord | None":
+        """Return a record of the weights that want one; None if none does, as with global amaxes.
+
+        Args:
+            params: quantized weights, in the same order on every rank.
+        """
+        recording = [one for one in params if one.quantized_storage.recorded_amax is not None]
+        return cls(recording) if recording else None
+
+    def fill(self, masters: Sequence[OwnedMaster]) -> None:
+        """Find this rank's share.
+
+        Args:
+            masters: masters of this rank, the same tensors until :meth:`forget`.
+        """
+        if self._search is None:
+            entries = _entries(self._params, masters, repeat(()))
+            self._search = AmaxSearch(entries, self._params[0].quantized_storage.backend)
+        self._search.find_into(self.values)
+
+    def finish(self) -> None:
+        """Hand the completed maxima to the weights, whose bytes are now those of the masters."""
+        torch._foreach_copy_(self._recorded, self._parts)
+
+    def forget(self) -> None:
+        """Drop what was planned for masters that may lie elsewhere from now on."""
+        self._search = None
+
+
+# What a bucket group does with the gathers of its buckets
+
+
+def fill_slices(gathers: Sequence[Gather], group: dist.ProcessGroup) -> None:
+    """Make this rank's part of every buffer that of its masters. Every rank of the group calls it.
+
+    Args:
+        gathers: gathers that have been opened.
+        group: ranks that share the buckets.
+    """
+    for gather in gathers:
+        if gather.exchange is not None:
+            dist.all_reduce(gather.exchange, dist.ReduceOp.MAX, group=group)
+    for gather in gathers:
+        gather.encode()
+
+
+def start_gather(
+    sliced: Iterable[Tensor],
+    reduced: Iterable[Tensor],
+    group: dist.ProcessGroup,
+    *,
+    asynchronous: bool,
+) -> "Works | None":
+    """Complete all buffers in place. Every rank of the group must call it.
+
+    Args:
+        sliced: buffers of which each rank has filled its slice.
+        reduced: buffers to complete with MAX.
+        group: ranks that share them.
+        asynchronous: return what to wait for, instead of waiting.
+    """
+    with _coalescing_manager(group, async_ops=asynchronous) as slices:
+        for buffer in sliced:
+            own = buffer.chunk(group.size())[group.rank()]
+            dist.all_gather_into_tensor(buffer, own, group=group, async_op=asynchronous)
+    works = [slices]
+    for buffer in reduced:
+        works.append(dist.all_reduce(buffer, dist.ReduceOp.MAX, group=group, async_op=asynchronous))
+    return Works(works) if asynchronous else None
+
+
+class Works:
+    """Collectives in flight, waited for together."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = tuple(works)
+
+    def wait(self) -> None:
+        """Wait as each of them does: the host on a CPU, the current stream on a GPU."""
+        for work in self._works:
+            work.wait()
+
+
+def _entries(
+    params: Sequence[Any], masters: Sequence[OwnedMaster], cuts: Iterable[tuple[int, ...]]
+) -> list[TableEntry]:
+    """Name every parameter, on every rank in the same order, with what is owned of it here."""
+    owned = {id(one.param): one for one in masters}
+    entries = []
+    for param, cut_at in zip(params, cuts, strict=False):
+        storage: WeightStorage = param.quantized_storage
+        one = owned.get(id(param))
+        nothing = storage.laid_out.rowwise_data.new_empty(0, dtype=torch.float32)
+        entries.append(
+            TableEntry(
+                parameter=storage.name,
+                source=nothing if one is None else one.master,  # no view: it would keep memory
+                target=storage.quantized,
+                start=0 if one is None else one.start,
+                cuts=cut_at,
+                storage_scales=storage.storage_scales,
+            )
+        )
+    return entries

@@ -1,6 +1,6 @@
 """A bucket of quantized weights: its state, its gradient memory, and how its weights are gathered.
 
-It hangs on Megatron's bucket as ``bucket.managed``, and is the bucket of every weight in it.
+It hangs on Megatron's bucket as ``bucket.managed``, and is the ``bucket`` of every weight in it.
 """
 
 from collections.abc import Sequence
@@ -12,24 +12,30 @@ import torch
 from megatron.core.transformer.cuda_graphs import is_graph_capturing
 from torch import Tensor
 
-from moe_optim.buckets.amax_record import AmaxRecord
-from moe_optim.buckets.buffer_plan import Slot
-from moe_optim.buckets.gather import OwnedMaster, Wire, make_gather
+from moe_optim.buckets.gather import (
+    AmaxRecord,
+    Bf16Gather,
+    Gather,
+    OwnedMaster,
+    QuantizedGather,
+    Wire,
+)
+from moe_optim.buckets.layout import Slot
 from moe_optim.buckets.states import (
     OWN_MEMORY,
     SHARED_MEMORY,
+    BucketContents,
     BucketState,
     Event,
     Gradients,
-    Held,
     Weights,
 )
 from moe_optim.errors import StateError
 from moe_optim.kernels.member_table import Backend, MemberTable
 from moe_optim.places import Attributes, Places, has_memory
-from moe_optim.weights.storage import WeightStorage, new_version
+from moe_optim.weights.storage import OFFLOADED, Watched, WeightStorage, new_version
 
-_BUCKET, _WATCHED = attrgetter("bucket"), attrgetter("watched")
+_BUCKET = attrgetter("bucket")
 
 
 class Owner(Protocol):
@@ -46,22 +52,22 @@ class ManagedBucket:
     """Everything this package knows of one bucket; collectives are its bucket group's.
 
     Args:
-        name: how errors call the bucket.
+        name: name of the bucket, for errors.
         params: quantized weights, in the order in which Megatron lists them.
         starts: first element of each in the bucket.
         grads: flat gradient memory, bf16 or fp32, padding included; the view is kept.
-        dp_size: ranks that own an equal part of it each.
-        wire: what the gather of the weights carries.
+        dp_size: number of ranks that own an equal part of it each.
+        wire: gather dtype.
         backend: who quantizes.
 
     Attributes:
-        slots: where the weights lie in the bucket.
+        slots: places of the weights in the bucket.
         staging: flat bf16 view of the first bytes of ``grads``, one entry a gradient.
-        state: of gradients and weights.
-        gather: what travels for the weights.
-        owner: the optimizer that was built last for them; None before there is one.
-        generation: number of what its owner found when masters were last listed.
-        version: of the bytes that the last gather has brought, see ``WeightStorage.version``.
+        state: contents of gradients and weights.
+        gather: how the weights are gathered.
+        owner: optimizer that was built last for them; None before there is one.
+        generation: number of what the owner found when masters were last listed.
+        version: version of the bytes of the last gather, see ``WeightStorage.version``.
 
     Raises:
         LayoutError: weights of several formats, or shards without whole bytes.
@@ -87,39 +93,31 @@ class ManagedBucket:
         )
         self.staging = grads.view(torch.bfloat16)[: grads.numel()]
         self._memory = grads.untyped_storage()
-        self._rest = grads.view(torch.uint8)[self.staging.numel() * self.staging.itemsize :]
+        self._rest = grads.view(torch.uint8)[self.staging.nbytes :]
         self._watched = Places(())
         self._apart: tuple[Tensor, ...] = ()
         self._writes = 0  # into watched gradients, when there last were none
         self.owner: Owner | None = None
         self._masters: list[OwnedMaster] | None = None
-        self._master_places = Places(())
-        self._each_watched: list[tuple[Attributes, ...] | None] = []  # of each weight, and of all:
-        self._all_watched: tuple[Attributes, ...] = ()
-        self._unwatched: tuple[WeightStorage, ...] = ()
-        self.version = new_version()
         self._plans = 0
+        self.generation = 0
         self._planned_writes = 0  # into masters, when a step was planned
         self._master_writes = 0  # the same of the step that encoded them last
+        self.version = new_version()
         self._has_initial = True  # some weights may have initial values
-        self.generation = 0
         self.state = BucketState(name, OWN_MEMORY if wire == "quantized" else SHARED_MEMORY)
         if not all(storage.is_fresh for storage in self.storages):
             self.state.record(Event.SETTLE)  # behind masters of another wrapper
-        self.gather = make_gather(wire, self, numel=grads.numel(), dp_size=dp_size, backend=backend)
+        make_gather = QuantizedGather if wire == "quantized" else Bf16Gather
+        self.gather: Gather = make_gather(
+            name, self.params, self.slots, self.staging, dp_size=dp_size, backend=backend
+        )
+        for index, storage in enumerate(self.storages):
+            storage.bind(self.gather.buffers_of(index), bucket=self)
+        self._master_places, self._weight_places = self.places()
         self._amaxes = AmaxRecord.of(self.params)
 
-    # What weights ask of their bucket
-
-    @property
-    def is_fresh(self) -> bool:
-        """Whether the weights are those of the current masters."""
-        return self.state.weights is Weights.FRESH
-
-    @property
-    def is_offloaded(self) -> bool:
-        """Whether the weights are on the host."""
-        return self.state.weights in (Weights.OFFLOADED, Weights.STALE_OFFLOADED)
+    # What weights tell their bucket
 
     def before_gradient(self) -> None:
         """Note that a backward pass is about to add a gradient, which it may not live to tell.
@@ -146,14 +144,12 @@ class ManagedBucket:
     # Gradients
 
     def watch(self, gradients: Tensor, apart: Sequence[Tensor] = ()) -> None:
-        """Count writes into ``gradients``, which is ``grads`` with a version counter of its own.
-
-        Its views share that. Writes through ``grads`` itself, as those of this class are, do not
-        count.
+        """Count writes into gradient memory from here on.
 
         Args:
-            gradients: see above.
-            apart: sums in fp32 of some of them, which are copied in when they are reduced.
+            gradients: alias of ``grads`` whose views share a version counter of their own: writes
+                through ``grads`` itself, as those of this class are, do not count.
+            apart: sums in fp32 of some gradients, which are copied in when they are reduced.
         """
         self._apart = tuple(apart)
         self._watched = Places([gradients, *apart])
@@ -180,11 +176,10 @@ class ManagedBucket:
         """
         if self.state.gradients is not Gradients.ZERO:
             return
-        if self._were_written() or (thoroughly and self._hold_something()):
+        if self._were_written() or (
+            thoroughly and any(bool(gradients.any()) for gradients in (self.grads, *self._apart))
+        ):
             self.state.record(Event.ACCUMULATE)
-
-    def _hold_something(self) -> bool:
-        return any(bool(gradients.any()) for gradients in (self.grads, *self._apart))
 
     def _were_written(self) -> bool:
         return self._watched.count_writes() != self._writes
@@ -200,13 +195,56 @@ class ManagedBucket:
         """
         require_gradient_memory(self.name, what, self.grads)
 
-    # Weights
+    # Plans
+
+    def places(self) -> tuple[Places, tuple[Watched, ...]]:
+        """Return what plans depend on: masters, and tensors that modules may exchange of weights.
+
+        Masters get other memory where RL stacks offload them, by their ``data``; weights of
+        Transformer Engine get other tensors from its modules.
+        """
+        watched = list(chain.from_iterable(storage.watched for storage in self.storages))
+        fields = Attributes.merge(one for one in watched if isinstance(one, Attributes))
+        others = (one for one in watched if not isinstance(one, Attributes))
+        return Places(one.master for one in self._masters or ()), (*fields, *others)
 
     @property
-    def reduced(self) -> list[Tensor]:
-        """What a MAX all-reduce completes, once :meth:`open_gather` has been called."""
-        amaxes = [] if self._amaxes is None else [self._amaxes.values]
-        return [*self.gather.reduced, *amaxes]
+    def has_moved(self) -> bool:
+        """Whether masters or weights lie elsewhere than they were planned with."""
+        return any(one.have_moved for one in (self._master_places, *self._weight_places))
+
+    def plan(self, generation: int) -> list[OwnedMaster]:
+        """Return the masters of this rank; of another generation, everything is planned anew.
+
+        Args:
+            generation: number of what the owner finds now.
+
+        Raises:
+            StateError: data that the bucket gathers into is no longer a weight's.
+        """
+        if generation != self.generation:
+            for storage in self.storages:
+                if storage.has_moved():
+                    storage.take_over()
+            self.forget_masters()
+            self.generation = generation
+        if self._masters is None:
+            assert self.owner is not None  # who else has made the weights stale
+            self._masters = self.owner.masters_of(self)
+            self._master_places, self._weight_places = self.places()
+        return self._masters
+
+    def forget_masters(self) -> None:
+        """Drop what was planned for masters, weights and memory that may lie elsewhere now."""
+        self._masters = None
+        self._master_places, self._weight_places = self.places()
+        self._has_initial = True  # as of weights that were given other tensors
+        self._plans += 1
+        self.gather.forget()
+        if self._amaxes is not None:
+            self._amaxes.forget()
+
+    # Steps
 
     def plan_step(self, generation: int) -> MemberTable | None:
         """Return what a step encodes masters into, or None where only a gather reads them.
@@ -219,10 +257,10 @@ class ManagedBucket:
         Raises:
             StateError: another bucket has bound the weights since, or one lies elsewhere.
         """
-        if self.is_offloaded:
+        if self.state.weights in OFFLOADED:
             return self.gather.planned
         self.require_held()
-        masters = self._list_masters(generation)
+        masters = self.plan(generation)
         self._planned_writes = self._count_master_writes()
         return self.gather.plan_step(masters)
 
@@ -230,7 +268,7 @@ class ManagedBucket:
         """Note that the masters have stepped, as :meth:`plan_step` has found them.
 
         Args:
-            encoded: they have been encoded into what it returned.
+            encoded: whether they have been encoded into what it returned.
         """
         self.state.record(Event.ENCODE if encoded else Event.SETTLE)
         if encoded:
@@ -238,6 +276,14 @@ class ManagedBucket:
 
     def _count_master_writes(self) -> int:
         return self._master_places.count_writes()
+
+    # Gathers
+
+    @property
+    def reduced(self) -> list[Tensor]:
+        """Buffers that a MAX all-reduce completes, once :meth:`open_gather` has been called."""
+        amaxes = [] if self._amaxes is None else [self._amaxes.values]
+        return [*self.gather.reduced, *amaxes]
 
     def open_gather(self, generation: int | None = None) -> None:
         """Begin to gather the weights: read the masters of this rank.
@@ -262,10 +308,10 @@ class ManagedBucket:
             self._rest.zero_()
         if generation is None:
             assert self.owner is not None  # who else has made the weights stale
-            masters = self._list_masters(self.owner.find_generation(self))
+            masters = self.plan(self.owner.find_generation(self))
             encoded = encoded and self._count_master_writes() == self._master_writes
         else:
-            masters = self._list_masters(generation)
+            masters = self.plan(generation)
         self.gather.open(masters, encoded=encoded)
         if self._amaxes is not None:
             self._amaxes.fill(masters)
@@ -298,75 +344,6 @@ class ManagedBucket:
         if self.state.weights is Weights.IN_FLIGHT:
             self.state.record(Event.FAIL)
 
-    @property
-    def plan(self) -> tuple[int, int]:
-        """What changes when kernels that were captured would reach memory that was given back."""
-        return self._plans, self.grads.data_ptr()
-
-    def require_replayable(self, begins_with: Held, leaves: Held, plan: tuple[int, int]) -> None:
-        """Check that kernels that were captured with ``plan`` between two states do the same now.
-
-        Raises:
-            StateError: they would read or write other contents, or memory that was given back.
-        """
-        self.state.require_replayable(begins_with, leaves)
-        if self.plan != plan or self.has_moved:
-            raise StateError(
-                f"{self.name}: the replay of a CUDA graph: expected masters, weights and "
-                "gradients where they lay when it was captured, got them elsewhere. Drop the graph "
-                "(reset_cuda_graph()) and capture it again."
-            )
-
-    def replayed(self, begins_with: Held, leaves: Held) -> None:
-        """Note what a replay has left, and that it may have brought other bytes."""
-        self.state.replay(begins_with, leaves)
-        if begins_with.weights is not leaves.weights:
-            self.version = new_version()
-        self._count_from_here()
-
-    def forget_masters(self) -> None:
-        """Drop what was planned for masters, weights and memory that may lie elsewhere now."""
-        self._masters, self._master_places = None, Places(())
-        self._has_initial = True  # as of weights that were given other tensors
-        self._plans += 1
-        self.gather.forget()
-        if self._amaxes is not None:
-            self._amaxes.forget()
-
-    def _list_masters(self, generation: int) -> list[OwnedMaster]:
-        """Return the masters of this rank; of another generation, everything is planned anew.
-
-        Masters get other memory where RL stacks offload them, by their ``data``; weights of
-        Transformer Engine get other tensors from its modules.
-        """
-        if generation != self.generation:
-            for storage in self._find_moved():
-                storage.take_over()
-            if self._masters is not None:
-                self.forget_masters()
-            self.generation = generation
-        if self._masters is None:
-            assert self.owner is not None
-            self._masters = self.owner.masters_of(self)
-            self._master_places = Places(one.master for one in self._masters)
-        return self._masters
-
-    @property
-    def has_moved(self) -> bool:
-        """Whether masters or weights lie elsewhere than they were planned with."""
-        return self._master_places.have_moved or bool(self._find_moved())
-
-    def _find_moved(self) -> list[WeightStorage]:
-        """Return the weights that somebody gave other tensors; asked of all of them together."""
-        watched = list(map(_WATCHED, self.storages))
-        if not self._each_watched or any(map(is_not, watched, self._each_watched)):
-            self._each_watched = watched
-            self._all_watched = Attributes.merge(chain.from_iterable(filter(None, watched)))
-            self._unwatched = tuple(one for one in self.storages if one.watched is None)
-        some_moved = any(one.have_moved for one in self._all_watched)
-        asked = self.storages if some_moved else self._unwatched
-        return [storage for storage in asked if storage.has_moved()]
-
     def require_held(self) -> None:
         """Check that the weights are still in this bucket.
 
@@ -381,6 +358,36 @@ class ManagedBucket:
             "DistributedDataParallel that was made later for the same model. Use that one, and an "
             "optimizer that was built for it, and drop the others."
         )
+
+    # Replays of CUDA graphs
+
+    @property
+    def plan_number(self) -> tuple[int, int]:
+        """Number of the plan, and address of the gradients; captured graphs compare it."""
+        return self._plans, self.grads.data_ptr()
+
+    def require_replayable(
+        self, begins_with: BucketContents, leaves: BucketContents, plan_number: tuple[int, int]
+    ) -> None:
+        """Check that kernels that were captured between two states do the same now.
+
+        Raises:
+            StateError: they would read or write other contents, or memory that was given back.
+        """
+        self.state.require_replayable(begins_with, leaves)
+        if self.plan_number != plan_number or self.has_moved:
+            raise StateError(
+                f"{self.name}: the replay of a CUDA graph: expected masters, weights and "
+                "gradients where they lay when it was captured, got them elsewhere. Drop the graph "
+                "(reset_cuda_graph()) and capture it again."
+            )
+
+    def replayed(self, begins_with: BucketContents, leaves: BucketContents) -> None:
+        """Note what a replay has left, and that it may have brought other bytes."""
+        self.state.replay(begins_with, leaves)
+        if begins_with.weights is not leaves.weights:
+            self.version = new_version()
+        self._count_from_here()
 
 
 def require_gradient_memory(where: str, what: str, gradients: Tensor) -> None:

@@ -22,10 +22,10 @@ class ParamData:
     back, perhaps elsewhere.
 
     Args:
-        storages: of the weights.
-        before_read: finishes gathers of theirs.
-        leaves: notes that the bytes are no longer here.
-        returned: notes that they are again; what knew addresses has to plan anew.
+        storages: storages of the weights.
+        before_read: call that finishes their gathers.
+        leaves: call that notes that the bytes are no longer here.
+        returned: call that notes that they are again; addresses are others then.
     """
 
     dtype = torch.uint8
@@ -44,7 +44,7 @@ class ParamData:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights lie, or lay."""
+        """Device of the weights, also while they are away."""
         return self._storages[0].device
 
     @property
@@ -109,7 +109,7 @@ class ParamData:
 
         Args:
             on_host: [bytes] uint8, any device.
-            non_blocking: as of ``Tensor.copy_``.
+            non_blocking: argument of ``Tensor.copy_``.
 
         Raises:
             StateError: weights were not sent away.

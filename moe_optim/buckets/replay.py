@@ -1,12 +1,12 @@
 """CUDA graphs of whole iterations: what a replay does is told to the buckets.
 
 A capture runs Python, so that buckets note what it does to them. A replay runs kernels alone: the
-same ones, on the same memory, whatever the notes say. So each capture remembers from what to what
-it has led every bucket, and where masters and weights lay; a replay that does not start there is
-refused before a kernel runs, and one that does leaves the same notes.
+same ones, on the same memory, whatever the notes say. So each capture keeps the states between
+which it has led every bucket, and where masters and weights lay; a replay that does not start there
+is refused before a kernel runs, and one that does leaves the same states.
 
 Megatron's wrapper reads the data first and counts the iteration last, whether it runs, captures or
-replays. Both are where buckets are looked at.
+replays. Buckets are checked at both.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,7 +18,7 @@ from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 
 from moe_optim.buckets.bucket_group import GroupedBucketGroup, bucket_groups
 from moe_optim.buckets.managed_bucket import ManagedBucket
-from moe_optim.buckets.states import Held
+from moe_optim.buckets.states import BucketContents
 from moe_optim.integration.patching.engine import original
 
 _WRAPPER = "megatron.core.full_cuda_graph:FullCudaGraphWrapper"
@@ -29,16 +29,15 @@ class Captured:
     """What a graph does to one bucket."""
 
     bucket: ManagedBucket
-    begins_with: Held
-    leaves: Held
-    plan: tuple[int, int]
-    """:attr:`ManagedBucket.plan` at the capture."""
+    begins_with: BucketContents
+    leaves: BucketContents
+    plan_number: tuple[int, int]
 
 
 _captures: WeakKeyDictionary[Any, tuple[Captured, ...]] = WeakKeyDictionary()
-"""By the graph."""
-_begun: WeakKeyDictionary[Any, dict[ManagedBucket, Held]] = WeakKeyDictionary()
-"""What buckets held when the iteration began that a wrapper is in; empty for a replay."""
+"""By graph."""
+_begun: WeakKeyDictionary[Any, dict[ManagedBucket, BucketContents]] = WeakKeyDictionary()
+"""Wrapper -> contents of buckets when its present iteration began; empty for a replay."""
 
 
 def begin_iteration(
@@ -70,11 +69,11 @@ def begin_iteration(
                 group.start_param_sync(force_sync=True)  # plans and compiles, as no capture can
                 group.gather_anew()
         managed = [bucket for group in _groups(chunks) for bucket in group.managed]
-        _begun[self] = {bucket: bucket.state.held for bucket in managed}
+        _begun[self] = {bucket: bucket.state.contents for bucket in managed}
     else:
         _begun[self] = {}
         for one in _captures[graph]:
-            one.bucket.require_replayable(one.begins_with, one.leaves, one.plan)
+            one.bucket.require_replayable(one.begins_with, one.leaves, one.plan_number)
     return original(f"{_WRAPPER}.data_read")(self, data_iterator, model, training, num_microbatches)
 
 
@@ -86,8 +85,8 @@ def end_iteration(self: FullCudaGraphWrapper, stage: str) -> None:
         return
     if graph not in _captures:
         _captures[graph] = tuple(
-            Captured(bucket=bucket, begins_with=held, leaves=bucket.state.held, plan=bucket.plan)
-            for bucket, held in _begun[self].items()
+            Captured(bucket, begins_with, bucket.state.contents, bucket.plan_number)
+            for bucket, begins_with in _begun[self].items()
         )
         return
     for one in _captures[graph]:

@@ -1,15 +1,19 @@
 """What a managed bucket holds, and what may happen to it: one table of events.
 
-A bucket has gradient memory and quantized weights. With wire ``bf16`` the gather of the weights
-borrows the gradients' memory: masters are staged there, gathered, requantized and wiped. Weights
-and gradients then share bytes, and every hazard of that sharing is one transition that is not here.
+A bucket has gradient memory and quantized weights. With gather dtype ``bf16`` the gather of the
+weights borrows the gradients' memory: masters are staged there, gathered, requantized and wiped.
+Weights and gradients then share bytes, and every hazard of that sharing is one transition that is
+not here.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
+from types import MappingProxyType
 
 from moe_optim.errors import StateError
+from moe_optim.weights.storage import Weights as Weights
+from moe_optim.weights.storage import WeightState
 
 
 class Gradients(Enum):
@@ -22,20 +26,8 @@ class Gradients(Enum):
     IN_FLIGHT = "parameters in flight"
 
 
-class Weights(Enum):
-    """What the quantized weights of a bucket are to the masters."""
-
-    FRESH = "weights of the current masters"
-    STALE = "weights of earlier masters"
-    MOVING = "weights whose masters are moving"
-    ENCODED = "weights of the current masters in the slices of this rank alone"
-    IN_FLIGHT = "weights in flight"
-    OFFLOADED = "weights on the host"
-    STALE_OFFLOADED = "weights of earlier masters on the host"
-
-
 @dataclass(frozen=True, slots=True)
-class Held:
+class BucketContents:
     """What a bucket holds."""
 
     gradients: Gradients
@@ -61,10 +53,13 @@ class Event(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transition:
-    """What an event makes of each state that it accepts; it is refused in all others."""
+    """What an event makes of each state that it accepts; it is refused in all others.
 
-    gradients: Mapping[Gradients, Gradients]
-    weights: Mapping[Weights, Weights]
+    By default any state is accepted, and left as it is.
+    """
+
+    gradients: Mapping[Gradients, Gradients] = MappingProxyType({one: one for one in Gradients})
+    weights: Mapping[Weights, Weights] = MappingProxyType({one: one for one in Weights})
     gradients_remedy: str = ""
     """What to do where the gradients are the reason of a refusal."""
     weights_remedy: str = ""
@@ -74,8 +69,6 @@ class Transition:
 _Z, _P, _R, _S = Gradients.ZERO, Gradients.PARTIAL, Gradients.REDUCED, Gradients.SPENT
 _FRESH, _STALE, _MOVING = Weights.FRESH, Weights.STALE, Weights.MOVING
 _ENCODED = Weights.ENCODED
-_ANY_GRADIENTS = {state: state for state in Gradients}
-_ANY_WEIGHTS = {state: state for state in Weights}
 _REDUCE_FIRST = "Call finish_grad_sync() on the DDP module before optimizer.step()."
 _ONLY_GROUPS = "Only start_param_sync() on the DDP module may gather weights."
 _REPLAY = "the replay of a CUDA graph"
@@ -89,22 +82,18 @@ OWN_MEMORY: Mapping[Event, Transition] = {
     Event.ZERO: Transition(
         gradients={_Z: _Z, _P: _Z, _R: _Z, _S: _Z},
         gradients_remedy="Let the parameter gather finish before the gradients are zeroed.",
-        weights=_ANY_WEIGHTS,
     ),
     Event.ACCUMULATE: Transition(
         gradients={_Z: _P, _P: _P},
         gradients_remedy="Call zero_grad_buffer() before the first backward pass of a step.",
-        weights=_ANY_WEIGHTS,
     ),
     Event.REDUCE: Transition(
         gradients={_Z: _R, _P: _R},
         gradients_remedy="Reduce once a step, after the last backward pass.",
-        weights=_ANY_WEIGHTS,
     ),
     Event.READ: Transition(
         gradients={_Z: _Z, _R: _R},
         gradients_remedy=_REDUCE_FIRST,
-        weights=_ANY_WEIGHTS,
     ),
     Event.STEP: Transition(
         gradients={_Z: _S, _R: _S, _S: _S},
@@ -113,32 +102,26 @@ OWN_MEMORY: Mapping[Event, Transition] = {
         weights_remedy=_RELOAD_FIRST,
     ),
     Event.SETTLE: Transition(
-        gradients=_ANY_GRADIENTS,
         weights={_FRESH: _STALE, _STALE: _STALE, _MOVING: _STALE, _ENCODED: _STALE},
         weights_remedy=_RELOAD_FIRST,
     ),
     Event.ENCODE: Transition(
-        gradients=_ANY_GRADIENTS,
         weights={_MOVING: _ENCODED},
         weights_remedy="Only optimizer.step() encodes weights.",
     ),
     Event.GATHER: Transition(
-        gradients=_ANY_GRADIENTS,
         weights={_STALE: Weights.IN_FLIGHT, _ENCODED: Weights.IN_FLIGHT},
         weights_remedy=f"Read weights after optimizer.step(). {_RELOAD_FIRST}",
     ),
     Event.FINISH: Transition(
-        gradients=_ANY_GRADIENTS,
         weights={Weights.IN_FLIGHT: _FRESH},
         weights_remedy=_ONLY_GROUPS,
     ),
     Event.FAIL: Transition(
-        gradients=_ANY_GRADIENTS,
         weights={Weights.IN_FLIGHT: _STALE},
         weights_remedy=_ONLY_GROUPS,
     ),
     Event.OFFLOAD: Transition(
-        gradients=_ANY_GRADIENTS,
         weights={
             _FRESH: Weights.OFFLOADED,
             _STALE: Weights.STALE_OFFLOADED,
@@ -147,7 +130,6 @@ OWN_MEMORY: Mapping[Event, Transition] = {
         weights_remedy="Offload between two steps.",
     ),
     Event.RELOAD: Transition(
-        gradients=_ANY_GRADIENTS,
         weights={Weights.OFFLOADED: _FRESH, Weights.STALE_OFFLOADED: _STALE},
         weights_remedy="Call offload_to_cpu() first.",
     ),
@@ -176,29 +158,28 @@ SHARED_MEMORY: Mapping[Event, Transition] = {
 """The same for a bucket whose gather goes through its gradient memory."""
 
 
-class BucketState:
+class BucketState(WeightState):
     """The state of one bucket. It moves by the events of a table, and by nothing else.
 
     Args:
-        name: how errors call the bucket.
+        name: name of the bucket, for errors.
         table: :data:`OWN_MEMORY` or :data:`SHARED_MEMORY`.
+
+    Attributes:
+        gradients: contents of the gradient memory; to be read alone.
+        weights: freshness of the weights; to be read alone.
     """
 
     def __init__(self, name: str, table: Mapping[Event, Transition]) -> None:
+        super().__init__()
         self.name = name
         self._table = table
-        self._gradients = Gradients.ZERO
-        self._weights = Weights.FRESH
+        self.gradients = Gradients.ZERO
 
     @property
-    def gradients(self) -> Gradients:
-        """What the gradient memory holds."""
-        return self._gradients
-
-    @property
-    def weights(self) -> Weights:
-        """What the weights are to the masters."""
-        return self._weights
+    def contents(self) -> BucketContents:
+        """Gradients and weights."""
+        return BucketContents(self.gradients, self.weights)
 
     def record(self, event: Event) -> None:
         """Check that ``event`` may happen now, and note what it leaves.
@@ -207,20 +188,15 @@ class BucketState:
             StateError: naming the bucket, its state, the event and what to do; nothing is noted.
         """
         row = self._table[event]
-        gradients = row.gradients.get(self._gradients)
-        weights = row.weights.get(self._weights)
+        gradients = row.gradients.get(self.gradients)
+        weights = row.weights.get(self.weights)
         if gradients is None:
-            raise self._refusal(event, self._gradients, row.gradients, row.gradients_remedy)
+            raise self._refusal(event.value, self.gradients, row.gradients, row.gradients_remedy)
         if weights is None:
-            raise self._refusal(event, self._weights, row.weights, row.weights_remedy)
-        self._gradients, self._weights = gradients, weights
+            raise self._refusal(event.value, self.weights, row.weights, row.weights_remedy)
+        self.gradients, self.weights = gradients, weights
 
-    @property
-    def held(self) -> Held:
-        """Gradients and weights."""
-        return Held(self._gradients, self._weights)
-
-    def require_replayable(self, begins_with: Held, leaves: Held) -> None:
+    def require_replayable(self, begins_with: BucketContents, leaves: BucketContents) -> None:
         """Check that kernels captured between two states do the same now.
 
         Gradients that the capture has left alone may be any. Weights that it has gathered may be
@@ -230,23 +206,22 @@ class BucketState:
             StateError: naming the bucket, what it held at the capture, and what it holds.
         """
         gradients = begins_with.gradients
-        if gradients is not leaves.gradients and gradients is not self._gradients:
-            raise self._refusal(_REPLAY, self._gradients, [gradients], _CAPTURE_AGAIN)
+        if gradients is not leaves.gradients and gradients is not self.gradients:
+            raise self._refusal(_REPLAY, self.gradients, [gradients], _CAPTURE_AGAIN)
         accepted = [begins_with.weights]
         if begins_with.weights is Weights.STALE and leaves.weights is Weights.FRESH:
             accepted += [Weights.FRESH, Weights.ENCODED]
-        if self._weights not in accepted:
-            raise self._refusal(_REPLAY, self._weights, accepted, _CAPTURE_AGAIN)
+        if self.weights not in accepted:
+            raise self._refusal(_REPLAY, self.weights, accepted, _CAPTURE_AGAIN)
 
-    def replay(self, begins_with: Held, leaves: Held) -> None:
+    def replay(self, begins_with: BucketContents, leaves: BucketContents) -> None:
         """Note what a replay of kernels captured between two states has left."""
         if begins_with.gradients is not leaves.gradients:
-            self._gradients = leaves.gradients
-        self._weights = leaves.weights
+            self.gradients = leaves.gradients
+        self.weights = leaves.weights
 
     def _refusal(
-        self, event: Event | str, state: Enum, accepted: Iterable[Enum], remedy: str
+        self, event: str, state: Enum, accepted: Iterable[Enum], remedy: str
     ) -> StateError:
         expected = " or ".join(one.value for one in accepted)
-        what = event.value if isinstance(event, Event) else event
-        return StateError(f"{self.name}: {what}: expected {expected}, got {state.value}. {remedy}")
+        return StateError(f"{self.name}: {event}: expected {expected}, got {state.value}. {remedy}")

@@ -17,8 +17,7 @@ from moe_optim.experts.wrapped import unknown_wrapper
 from moe_optim.formats import get_format
 from moe_optim.integration.patching.active import installed_config
 from moe_optim.integration.patching.engine import original
-from moe_optim.weights.adapters import BASE, base_of, is_wrapper
-from moe_optim.weights.names import unwrapped_name
+from moe_optim.weights.names import BASE, base_of, is_wrapper, unwrapped_name
 from moe_optim.weights.te.recipe import native_recipe
 
 _TARGET = "megatron.core.transformer.moe.experts:TEGroupedMLP.sharded_state_dict"

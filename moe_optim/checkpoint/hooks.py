@@ -45,7 +45,7 @@ from moe_optim.experts.calibrated_entry import CalibratedEntry
 from moe_optim.integration.patching.active import config_in_force, installed_config
 from moe_optim.integration.patching.agreement import agree
 from moe_optim.integration.patching.engine import original
-from moe_optim.weights.te.fields import has_scale_a_tensor, read_values, te_formats_of
+from moe_optim.weights.te.fields import is_tensorwise, read_values, te_formats_of
 
 _ACCOUNTED = "moe_optim_accounted"
 _OBJECT_KEY = re.compile(r"[^/]+/shard_[0-9.]+_[0-9.]+")
@@ -115,7 +115,7 @@ def _save_values(sharded_state_dict: Any) -> None:
 def _is_saved_as_it_lies(weight: Any) -> bool:
     """Return whether Megatron's writers would save the bytes of a quantized weight."""
     is_on_host = isinstance(weight, torch.Tensor) and weight.device.type == "cpu"
-    return bool(te_formats_of(weight)) or (is_on_host and has_scale_a_tensor(weight))
+    return bool(te_formats_of(weight)) or (is_on_host and is_tensorwise(weight))
 
 
 def _ask_plainly(sharded_state_dict: Any) -> None:

@@ -12,7 +12,7 @@ from torch.nn import Module
 
 from moe_optim.errors import LayoutError
 from moe_optim.experts.keys.layouts import CALIBRATED_AMAX
-from moe_optim.weights.adapters import base_of
+from moe_optim.weights.names import base_of
 
 
 def calibrated_amax(linear: Module) -> Tensor | None:

@@ -21,7 +21,7 @@ from moe_optim import library
 from moe_optim.errors import StateError
 from moe_optim.experts.grouped_product import Linear, WgradFactors, require_same_version
 from moe_optim.weights.grouped_weight import GroupedWeight
-from moe_optim.weights.handles import object_of
+from moe_optim.weights.traced import object_of
 
 
 def multiply(tokens: Tensor, ends: Tensor, linear: Linear) -> Tensor:
@@ -158,7 +158,10 @@ _grouped_product.register_autograd(_differentiate, setup_context=_keep)
 def _read_buffers(_cls: Any, func: Any, _types: Any, args: Any, kwargs: Any) -> Any:
     """Give the operation a buffer of each quantized weight, in place of values it does not read."""
     tokens, ends, weights, handle = args
-    buffers = [w.buffer_rowwise_data if isinstance(w, GroupedWeight) else w for w in weights]
+    buffers = [
+        w.quantized_storage.laid_out.rowwise_data if isinstance(w, GroupedWeight) else w
+        for w in weights
+    ]
     return func(tokens, ends, buffers, handle, **kwargs)
 
 

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -30,16 +30,15 @@ from moe_optim.formats import BlockScaledFormat, Direction
 from moe_optim.kernels.member_table import Backend
 from moe_optim.library import as_written
 from moe_optim.places import has_memory
-from moe_optim.weights.grouped_weight import GroupedWeight
-from moe_optim.weights.handles import handle_of
+from moe_optim.weights.grouped_weight import GradientNote, GroupedWeight
 from moe_optim.weights.recorded_amax import RecordsAmax
 from moe_optim.weights.storage import (
-    GradientNote,
     MakeStorages,
     PortableStorage,
     WeightStorage,
     make_portable_storages,
 )
+from moe_optim.weights.traced import handle_of
 
 ExpertLayout = Literal["grouped", "indexed"]
 
@@ -258,8 +257,7 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
         return self._parameters_called("bias")
 
     def _parameters_called(self, kind: str) -> list[torch.nn.Parameter]:
-        names = [kind, *(f"{kind}{index}" for index in range(self.shape[0]))]
-        found = map(self._parameters.get, names)
+        found = map(self._parameters.get, _parameter_names(kind, self.shape[0]))
         return [parameter for parameter in found if parameter is not None]
 
     def token_biases(
@@ -451,6 +449,12 @@ class GroupedLinear(RecordsAmax, torch.nn.Module):
             and all(isinstance(hook, GradientNote) for hook in hooks)
             and not weight._post_accumulate_grad_hooks
         )
+
+
+@cache
+def _parameter_names(kind: str, experts: int) -> tuple[str, ...]:
+    """Return the names of either layout, in expert order."""
+    return (kind, *(f"{kind}{index}" for index in range(experts)))
 
 
 def _empty_biases(

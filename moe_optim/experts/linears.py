@@ -10,9 +10,8 @@ from torch.nn import Module
 from moe_optim.experts.grouped_linear import GroupedLinear
 from moe_optim.experts.te_linears import grouped_linears, members_of, recorder_of, weights_of
 from moe_optim.experts.wrapped import unknown_wrapper
-from moe_optim.weights.adapters import BASE, base_of, is_wrapper
 from moe_optim.weights.grouped_weight import GroupedWeight
-from moe_optim.weights.names import unwrapped_name
+from moe_optim.weights.names import BASE, base_of, is_wrapper, unwrapped_name
 from moe_optim.weights.recorded_amax import RecordsAmax
 from moe_optim.weights.te.fields import is_quantized, read_values
 

@@ -20,9 +20,8 @@ from moe_optim.experts.keys.layouts import (
     is_extra_state,
 )
 from moe_optim.experts.wrapped import grouped_linear_of
-from moe_optim.weights.adapters import ADAPTER, BASE, base_of, is_wrapper
 from moe_optim.weights.grouped_weight import GroupedWeight
-from moe_optim.weights.names import unwrapped_name
+from moe_optim.weights.names import ADAPTER, BASE, base_of, is_wrapper, unwrapped_name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

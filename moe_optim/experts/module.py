@@ -34,7 +34,7 @@ from moe_optim.integration.patching.active import active_config
 from moe_optim.integration.patching.engine import original
 from moe_optim.library import as_written
 from moe_optim.weights.storage import make_portable_storages
-from moe_optim.weights.te.factory import make_te_storages
+from moe_optim.weights.te.storage import make_te_storages
 
 _STORAGES = {"portable": make_portable_storages, "transformer_engine": make_te_storages}
 _ACTIVATIONS = {"silu": F.silu, "quick_gelu": quick_gelu}

@@ -9,7 +9,7 @@ from torch.nn import Module
 from moe_optim.errors import LayoutError
 from moe_optim.experts.grouped_linear import GroupedLinear
 from moe_optim.experts.keys.layouts import LINEARS
-from moe_optim.weights.adapters import ADAPTER, base_of, is_wrapper
+from moe_optim.weights.names import ADAPTER, base_of, is_wrapper
 
 
 def grouped_linear_of(experts: Module, name: str) -> GroupedLinear:

@@ -24,8 +24,9 @@ from moe_optim.buckets.managed_bucket import ManagedBucket
 from moe_optim.errors import StateError
 from moe_optim.optimizer.adam import MOMENTS
 from moe_optim.places import Attributes, addresses_of
-from moe_optim.weights.managed import is_managed, is_tensorwise
+from moe_optim.weights.managed import is_managed
 from moe_optim.weights.names import parameter_names
+from moe_optim.weights.te.fields import is_tensorwise
 
 NORMS = (None, *sorted(SEPARATE_GRAD_NORM_GROUPS))
 """What gradients count in: the main norm, and those that Megatron keeps apart."""

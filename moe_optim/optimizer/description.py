@@ -22,8 +22,8 @@ from moe_optim.weights.storage import WeightStorage
 from moe_optim.weights.te.fields import (
     TENSORWISE,
     data_of,
-    has_scale_a_tensor,
     is_quantized,
+    is_tensorwise,
     te_formats_of,
 )
 
@@ -305,7 +305,7 @@ def _format_of(param: torch.nn.Parameter) -> str:
         return storage.format.name
     if formats := te_formats_of(param):
         return " or ".join(format.name for format in formats)
-    if has_scale_a_tensor(param):
+    if is_tensorwise(param):
         return TENSORWISE
     name = str(param.dtype).removeprefix("torch.")
     return {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}.get(name, name)
@@ -323,7 +323,7 @@ def _memory_bytes(param: torch.nn.Parameter, seen: set[int]) -> int:
     Weights of a bucket lie in the same memory, with its padding.
     """
     storage = _storage(param)
-    if has_scale_a_tensor(param):
+    if is_tensorwise(param):
         return sum(data.nbytes for data in data_of(param))
     if storage is None:
         return param.numel() * param.element_size()

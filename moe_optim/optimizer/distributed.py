@@ -21,7 +21,8 @@ from moe_optim.optimizer.initial_values import keep_loaded_values, renew_initial
 from moe_optim.optimizer.nonfinite import check_masters
 from moe_optim.optimizer.step import SteppedOptimizer
 from moe_optim.weights.grouped_weight import GroupedWeight
-from moe_optim.weights.managed import is_managed, is_tensorwise, storage_of
+from moe_optim.weights.managed import is_managed, storage_of
+from moe_optim.weights.te.fields import is_tensorwise
 
 
 class GroupedDistributedOptimizer(SteppedOptimizer):

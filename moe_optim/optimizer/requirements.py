@@ -20,8 +20,8 @@ from moe_optim.integration.patching.planning import (
     knobs_with_flags,
     settings_of_stocks_step,
 )
-from moe_optim.weights.managed import is_managed, is_tensorwise
-from moe_optim.weights.te.fields import TENSORWISE, te_formats_of
+from moe_optim.weights.managed import is_managed
+from moe_optim.weights.te.fields import TENSORWISE, is_tensorwise, te_formats_of
 from moe_optim.weights.te.recipe import native_recipe, variables_of_other_bytes
 
 logger = logging.getLogger(__name__)

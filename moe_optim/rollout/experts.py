@@ -31,11 +31,11 @@ from moe_optim.weights.names import modules_by_name, with_global_layers
 from moe_optim.weights.storage import WeightStorage
 from moe_optim.weights.te.fields import (
     TENSORWISE,
-    has_scale_a_tensor,
+    foreign_element,
+    is_tensorwise,
     require_memory,
     te_formats_of,
 )
-from moe_optim.weights.te.properties import foreign_element
 from moe_optim.weights.te.tensorwise import codes_and_scale
 
 Form = tuple[tuple[tuple[str, TensorInfo], ...], ...]
@@ -307,7 +307,7 @@ def _config_of(linear: ExpertLinear, modules: Mapping[str, Any]) -> Any:
 def _kind_of(linear: ExpertLinear, path: str) -> tuple[tuple[int, ...], str]:
     """Return the shape of one expert, and the format of all."""
     weights = linear.weights()
-    if any(map(has_scale_a_tensor, weights)):
+    if any(map(is_tensorwise, weights)):
         if element := next(filter(None, map(foreign_element, weights)), None):
             raise ConfigError(
                 f"export_weights: {path}: expected elements of E4M3, got {element}, which no "

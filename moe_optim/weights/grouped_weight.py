@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from moe_optim.errors import StateError
 from moe_optim.formats import QuantizedWeight, get_format
 from moe_optim.weights.storage import WeightStorage
-from moe_optim.weights.traced_storage import TracedStorage
+from moe_optim.weights.traced import TracedStorage, handle_of
 
 aten = torch.ops.aten
 
@@ -35,18 +35,18 @@ class GroupedWeight(Tensor):
 
     quantized_storage: WeightStorage
     """What holds the bytes."""
-    buffer_rowwise_data = property(attrgetter("quantized_storage.laid_out.rowwise_data"))
-    """Of the storage, as compiled graphs ask for it, which look for the bytes when they run."""
-    buffer_rowwise_scale = property(attrgetter("quantized_storage.laid_out.rowwise_scale"))
-    """Likewise."""
-    buffer_columnwise_data = property(attrgetter("quantized_storage.laid_out.columnwise_data"))
-    """Likewise."""
-    buffer_columnwise_scale = property(attrgetter("quantized_storage.laid_out.columnwise_scale"))
-    """Likewise."""
-    buffer_global_amax = property(attrgetter("quantized_storage.laid_out.global_amax"))
-    """Likewise; None of formats without one."""
-    storage_handle = property(attrgetter("quantized_storage.handle"))
-    """By what compiled graphs know the storage."""
+    # As compiled graphs ask for them, which look for the bytes when they run
+    _buffer_rowwise_data = property(attrgetter("quantized_storage.laid_out.rowwise_data"))
+    _buffer_rowwise_scale = property(attrgetter("quantized_storage.laid_out.rowwise_scale"))
+    _buffer_columnwise_data = property(attrgetter("quantized_storage.laid_out.columnwise_data"))
+    _buffer_columnwise_scale = property(attrgetter("quantized_storage.laid_out.columnwise_scale"))
+    _buffer_global_amax = property(attrgetter("quantized_storage.laid_out.global_amax"))
+
+    @property
+    def storage_handle(self) -> Tensor:
+        """Number by which compiled graphs know the storage, see :func:`handle_of`."""
+        storage = self.quantized_storage
+        return storage.handle if isinstance(storage, TracedStorage) else handle_of(storage)
 
     @staticmethod
     def __new__(
@@ -90,7 +90,7 @@ class GroupedWeight(Tensor):
         They are the buffers, and the handle by which the graph asks whether they are fresh.
         """
         storage = self.quantized_storage
-        buffers = [f"buffer_{name}" for name in storage.format.buffer_names]
+        buffers = [f"_buffer_{name}" for name in storage.format.buffer_names]
         return [*buffers, "storage_handle"], (storage.format.name, storage.shape)
 
     @staticmethod
@@ -202,6 +202,24 @@ class GroupedWeight(Tensor):
         """Describe the weight without reading it."""
         storage = self.quantized_storage
         return f"GroupedWeight({storage.name}, {list(self.shape)}, {storage.format.name})"
+
+
+class GradientNote:
+    """Hook of a weight by which its bucket learns of a gradient; it changes nothing.
+
+    Args:
+        weight: weight of a bucket, of any class.
+    """
+
+    def __init__(self, weight: Any) -> None:
+        self._weight = weight
+
+    def __call__(self, _: Tensor) -> None:
+        """Tell the bucket, unless a grouped linear has told it before it wrote the gradient."""
+        weight = self._weight
+        if isinstance(weight, GroupedWeight) and getattr(weight, "grad_added_to_main_grad", False):
+            return
+        weight.quantized_storage.before_gradient()
 
 
 def _is_parameter(weight: Tensor) -> bool:

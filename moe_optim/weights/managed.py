@@ -6,7 +6,7 @@ from torch import Tensor
 
 from moe_optim.integration.patching.active import installed_config
 from moe_optim.weights.grouped_weight import GroupedWeight
-from moe_optim.weights.te.fields import has_scale_a_tensor, te_formats_of
+from moe_optim.weights.te.fields import te_formats_of
 from moe_optim.weights.te.storage import TransformerEngineStorage
 
 
@@ -20,23 +20,14 @@ def storage_of(param: Any) -> Any:
     storage = getattr(param, "quantized_storage", None)
     config = installed_config()
     if storage is None and config is not None and (formats := te_formats_of(param)):
-        wanted = config.resolved(formats[0].name).format
+        chosen = config.resolved(formats[0].name).format
         for format in formats:
-            if format.name == wanted:
+            if format.name == chosen:
                 storage = TransformerEngineStorage(
                     param, format, record_amax=config.record_amax, backend=config.backend
                 )
                 param.quantized_storage = storage
     return storage
-
-
-def is_tensorwise(param: Any) -> bool:
-    """Return whether a weight is quantized and gathered in Megatron's own buffers, of our masters.
-
-    Of these weights Megatron's step writes no part in bf16: every shard of one needs the scale of
-    all of it.
-    """
-    return has_scale_a_tensor(param)
 
 
 def is_managed(tensor: Tensor) -> bool:

@@ -1,4 +1,9 @@
-"""Names of parameters, whatever wraps the model."""
+"""Names of parameters, whatever wraps the model: DDP, torch.compile, or adapters such as LoRA's.
+
+Megatron-Bridge's ``AdapterWrapper`` holds the linear as ``to_wrap``, and what it adds as
+``adapter``. Keys of checkpoints are those of the linear alone, and of the adapter behind
+``adapter.``.
+"""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -6,11 +11,23 @@ from typing import Any
 
 import torch
 
-from moe_optim.weights.adapters import BASE
-
+BASE = "to_wrap"
+"""Child of a wrapper: the module that it wraps."""
+ADAPTER = "adapter"
+"""Child of a wrapper: what is trained beside it."""
 _WRAPPERS = {"module", "_orig_mod", BASE}
-"""Components that DDP, Float16Module, torch.compile and adapters put into the names of what they
-wrap."""
+"""Components that wrappers put into the names of what they wrap."""
+
+
+def is_wrapper(module: torch.nn.Module) -> bool:
+    """Return whether a module is an adapter around another one, told by its children."""
+    children = module._modules
+    return children.get(BASE) is not None and ADAPTER in children
+
+
+def base_of(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the module inside of an adapter; itself where there is none."""
+    return module.get_submodule(BASE) if is_wrapper(module) else module
 
 
 def unwrapped_name(name: str) -> str:
@@ -39,8 +56,8 @@ def with_global_layers(name: str, modules: Mapping[str, torch.nn.Module]) -> str
     """Return a name with its layers numbered over all pipeline stages, as checkpoints number them.
 
     Args:
-        name: unwrapped, of a parameter or a module of one chunk.
-        modules: of the chunk, by unwrapped name.
+        name: unwrapped name of a parameter or a module of one chunk.
+        modules: modules of the chunk, by unwrapped name.
     """
 
     def renumber(found: re.Match[str]) -> str:

@@ -13,7 +13,7 @@ class RecordsAmax:
     """A linear whose storages may record, whoever owns its weights.
 
     Attributes:
-        name: of the linear, for errors.
+        name: name of the linear, for errors.
     """
 
     name: str

@@ -2,8 +2,9 @@
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
 from itertools import count
 from typing import Any, Protocol
 
@@ -15,9 +16,10 @@ from moe_optim.errors import LayoutError, StateError
 from moe_optim.formats import BlockScaledFormat, Direction, QuantizedWeight
 from moe_optim.formats.reference.expert_amax import expert_amax_into
 from moe_optim.kernels.member_table import Backend, MemberTable, TableEntry
-from moe_optim.places import Attributes, has_memory
-from moe_optim.weights.handles import handle_of
+from moe_optim.places import has_memory
 
+MakeStorages = Callable[..., "Sequence[WeightStorage]"]
+"""Makes the storages of one linear's weights, as :func:`make_portable_storages`."""
 _versions = count()
 
 
@@ -26,16 +28,34 @@ def new_version() -> int:
     return next(_versions)
 
 
+class Weights(Enum):
+    """What quantized weights are to their masters."""
+
+    FRESH = "weights of the current masters"
+    STALE = "weights of earlier masters"
+    MOVING = "weights whose masters are moving"
+    ENCODED = "weights of the current masters in the slices of this rank alone"
+    IN_FLIGHT = "weights in flight"
+    OFFLOADED = "weights on the host"
+    STALE_OFFLOADED = "weights of earlier masters on the host"
+
+
+OFFLOADED = (Weights.OFFLOADED, Weights.STALE_OFFLOADED)
+
+
+@dataclass(eq=False)
+class WeightState:
+    """The state of weights: of a bucket, or of one that is in none, and a copy of stale ones."""
+
+    weights: Weights = Weights.FRESH
+
+
 class BindingBucket(Protocol):
     """The bucket that a weight is bound to: it knows what its gathers make of the weight."""
 
     @property
-    def is_fresh(self) -> bool:
-        """Whether the weight is that of the current masters."""
-
-    @property
-    def is_offloaded(self) -> bool:
-        """Whether the bytes are on the host, and the memory of the buffers is free."""
+    def state(self) -> WeightState:
+        """The state of all weights in the bucket."""
 
     @property
     def version(self) -> int:
@@ -48,19 +68,12 @@ class BindingBucket(Protocol):
         """Take note of initial values that the weight was given, for the next gather to drop."""
 
 
-class GradientNote:
-    """Hook of a weight by which its bucket learns of a gradient; it changes nothing.
+class Watched(Protocol):
+    """Tensors that somebody may exchange."""
 
-    Args:
-        storage: of the weight; it knows the bucket that binds it at the time.
-    """
-
-    def __init__(self, storage: "WeightStorage") -> None:
-        self._storage = storage
-
-    def __call__(self, _: Tensor) -> None:
-        """Tell the bucket."""
-        self._storage.before_gradient()
+    @property
+    def have_moved(self) -> bool:
+        """Whether they are others by now, or lie elsewhere."""
 
 
 class WeightStorage(ABC):
@@ -68,21 +81,22 @@ class WeightStorage(ABC):
 
     Args:
         name: parameter name, for errors.
-        quantized: the buffers; fields that share memory stay shared.
+        quantized: data and scales; fields that share memory stay shared.
         backend: who quantizes what is written.
 
     Attributes:
-        format: of the weight.
+        format: format of the weight.
         shape: logical [E, R, C].
-        laid_out: the buffers, also where their bytes are on the host: for addresses and shapes.
+        laid_out: data and scales, also where their bytes are on the host: for addresses and shapes.
         recorded_amax: [E] fp32, written at each requantization; None where nobody asked, or the
             format has one.
         bucket: the bucket that was the last to bind the weight; None before there is one.
+        state: state of that bucket, else the weight's own.
+        watched: tensors that somebody could exchange, as :meth:`take_over` left them.
     """
 
-    watched: tuple[Attributes, ...] | None = ()
-    """What somebody could exchange, as :meth:`take_over` left it, which makes this anew. None where
-    :meth:`has_moved` has to look at more."""
+    watched: Sequence[Watched] = ()
+    _initial: Tensor | None = None
 
     def __init__(self, name: str, quantized: QuantizedWeight, backend: Backend) -> None:
         self.name = name
@@ -92,12 +106,12 @@ class WeightStorage(ABC):
         self.backend = backend
         self.recorded_amax: Tensor | None = None
         self.bucket: BindingBucket | None = None
-        self._copied_stale = False  # from a weight that was behind its masters
+        self.state = WeightState()
         self._version = new_version()
 
     @property
     def quantized(self) -> QuantizedWeight:
-        """The buffers that products read, and a requantization writes.
+        """Data and scales that GEMMs read, and a requantization writes.
 
         Raises:
             StateError: the bytes are on the host.
@@ -108,12 +122,7 @@ class WeightStorage(ABC):
     @property
     def is_fresh(self) -> bool:
         """Whether the bytes are those of the current masters, as far as there are some."""
-        return not self._copied_stale if self.bucket is None else self.bucket.is_fresh
-
-    @property
-    def is_offloaded(self) -> bool:
-        """Whether the bytes are on the host, and the memory of the buffers is free."""
-        return self.bucket is not None and self.bucket.is_offloaded
+        return self.state.weights is Weights.FRESH
 
     @property
     def version(self) -> int:
@@ -134,21 +143,19 @@ class WeightStorage(ABC):
         return held.global_amax if self.recorded_amax is None else self.recorded_amax
 
     @property
-    @abstractmethod
     def initial(self) -> Tensor | None:
         """What the bytes were quantized from, in any dtype, until masters have been made of it."""
+        return self._initial
 
     @initial.setter
-    @abstractmethod
-    def initial(self, values: Tensor | None) -> None: ...
-
-    def _tell_of_initial(self, values: Tensor | None) -> None:
+    def initial(self, values: Tensor | None) -> None:
         if values is not None and self.bucket is not None:
             self.bucket.note_initial()
+        self._initial = values
 
     @property
     def storage_scales(self) -> Mapping[Direction, Tensor]:
-        """Padded scales that products read, by direction; none where they read the buffers."""
+        """Padded scales that GEMMs read, by direction; none where they read the buffers."""
         return {}
 
     def copy_bytes_from(self, other: "WeightStorage") -> None:
@@ -188,22 +195,18 @@ class WeightStorage(ABC):
 
     def set_copy_of(self, other: "WeightStorage") -> None:
         """Take freshness, initial values and version from ``other``, whose bytes these are too."""
-        self._copied_stale, self._version = not other.is_fresh, other.version
-        self.initial = other.initial
-
-    @abstractmethod
-    def pointers(self) -> tuple[int, ...]:
-        """Return the address of everything that products read."""
+        self._version, self.initial = other.version, other.initial
+        if self.bucket is None:
+            self.state = WeightState(Weights.FRESH if other.is_fresh else Weights.STALE)
 
     def has_moved(self) -> bool:
         """Return whether somebody gave the weight other tensors since the last :meth:`take_over`.
 
         Changes nothing.
         """
-        return any(one.have_moved for one in self.watched or ())
+        return any(one.have_moved for one in self.watched)
 
-    @abstractmethod
-    def take_over(self) -> None:
+    def take_over(self) -> None:  # noqa: B027  # nothing where nobody exchanges any
         """Make tensors that somebody gave the weight those of this storage.
 
         Raises:
@@ -211,18 +214,24 @@ class WeightStorage(ABC):
                 on the host.
         """
 
-    @abstractmethod
     def bind(self, buffers: Mapping[str, Tensor], bucket: BindingBucket) -> None:
         """Move the bytes of some buffers into memory of a bucket, and stay there.
 
         Args:
-            buffers: by field of ``QuantizedWeight``, of the same shapes and dtypes; filled with the
-                present bytes, and aliased from then on. May be none.
-            bucket: what :attr:`bucket` is from then on.
+            buffers: field of ``QuantizedWeight`` -> memory of the same shape and dtype; filled with
+                the present bytes, and aliased from then on. May be none.
+            bucket: value of :attr:`bucket` from then on.
 
         Raises:
             StateError: the weight is offloaded.
         """
+        held, both = self.quantized, dict(buffers)
+        for name, buffer in buffers.items():
+            buffer.copy_(getattr(held, name))
+        if "rowwise_data" in buffers and self.format.columnwise_copy == "shared":
+            both["columnwise_data"] = buffers["rowwise_data"]
+        self.laid_out = replace(held, **both)  # type: ignore[arg-type]
+        self.bucket, self.state = bucket, bucket.state
 
     @abstractmethod
     def whole_of(self, parts: "Sequence[WeightStorage]") -> "WeightStorage | None":
@@ -230,16 +239,13 @@ class WeightStorage(ABC):
 
     def note_write(self) -> None:
         """Take note of bytes that somebody has put into all buffers."""
-        self._version, self._copied_stale = new_version(), False
-
-    @property
-    def handle(self) -> Tensor:
-        """By what compiled graphs know the storage."""
-        return handle_of(self)
+        self._version = new_version()
+        if self.bucket is None:
+            self.state = WeightState()
 
     @property
     def device(self) -> torch.device:
-        """Where the buffers lie, or lay."""
+        """Device of the buffers, also while their bytes are away."""
         return self.laid_out.rowwise_data.device
 
     @torch.no_grad()
@@ -265,7 +271,7 @@ class WeightStorage(ABC):
         if self.recorded_amax is not None:
             _, rows, cols = self.shape
             expert_amax_into(self.recorded_amax.zero_(), source, 0, rows * cols)
-        self._version, self._copied_stale = new_version(), False
+        WeightStorage.note_write(self)  # the scales of a subclass have been written, too
 
     def drop_initial(self) -> None:
         """Free the initial values: masters have been made of others."""
@@ -277,7 +283,7 @@ class WeightStorage(ABC):
         return ops.dequantize(self.quantized, direction)
 
     def memories(self) -> tuple[torch.UntypedStorage, ...]:
-        """Return the memory behind everything that products read or a gather writes."""
+        """Return the memory behind everything that GEMMs read or a gather writes."""
         tensors = (*self.laid_out.buffers().values(), *self.storage_scales.values())
         return tuple(tensor.untyped_storage() for tensor in tensors)
 
@@ -290,12 +296,12 @@ class WeightStorage(ABC):
         """Check that the bytes are here, whoever has sent them away.
 
         Views of experts and storages that a later bucket has bound share memory with what others
-        offload, so that the memory is looked at, too.
+        offload, so that the memory is checked, too.
 
         Raises:
             StateError: they are on the host.
         """
-        if self.is_offloaded or not has_memory(self.laid_out.rowwise_data):
+        if self.state.weights in OFFLOADED or not has_memory(self.laid_out.rowwise_data):
             raise StateError(
                 f"{self.name}: expected the bytes of the weight, got none: they are offloaded. "
                 "Call reload_from_cpu() on the buffers of the DDP module first."
@@ -308,7 +314,7 @@ class WeightStorage(ABC):
             StateError: masters have moved since the bytes were written, or the bytes are on the
                 host.
         """
-        if self.is_offloaded or not self.is_fresh:
+        if self.state.weights is not Weights.FRESH:
             self.require_present()
             raise StateError(
                 f"{self.name}: expected the weights of the current masters, got those of an "
@@ -339,7 +345,7 @@ class PortableStorage(WeightStorage):
         format: block-scaled format.
         shape: logical [E, R, C].
         name: parameter name, for errors.
-        device: where the buffers lie.
+        device: device of the buffers.
         record_amax: keep the amax of every expert at each requantization. Formats with a global
             amax do so always.
         backend: who quantizes what is written.
@@ -347,6 +353,9 @@ class PortableStorage(WeightStorage):
     Raises:
         LayoutError: ``shape`` does not fit the format.
     """
+
+    _whole: "tuple[PortableStorage, int] | None" = None
+    """The storage that this is an expert of, and which one."""
 
     def __init__(
         self,
@@ -361,8 +370,6 @@ class PortableStorage(WeightStorage):
         super().__init__(
             name, QuantizedWeight.empty(format, shape, device=device, name=name), backend
         )
-        self.initial = None
-        self._whole: tuple[PortableStorage, int] | None = None  # and which expert of it this is
         if record_amax and not format.has_global_amax:
             self.recorded_amax = torch.zeros(shape[:1], dtype=torch.float32, device=device)
 
@@ -379,25 +386,7 @@ class PortableStorage(WeightStorage):
         """
         storage = cls.__new__(cls)
         WeightStorage.__init__(storage, name, quantized, backend)
-        storage.initial = storage._whole = None
         return storage
-
-    @property
-    def initial(self) -> Tensor | None:
-        """What the bytes were quantized from, in any dtype, until masters have been made of it."""
-        return self._initial
-
-    @initial.setter
-    def initial(self, values: Tensor | None) -> None:
-        self._tell_of_initial(values)
-        self._initial = values
-
-    def pointers(self) -> tuple[int, ...]:
-        """Return the address of every buffer."""
-        return tuple(tensor.data_ptr() for tensor in self.laid_out.buffers().values())
-
-    def take_over(self) -> None:
-        """Do nothing: nobody gives the weight other buffers."""
 
     def bind(self, buffers: Mapping[str, Tensor], bucket: BindingBucket) -> None:
         """Move the bytes of some buffers into memory of a bucket, and stay there.
@@ -406,21 +395,10 @@ class PortableStorage(WeightStorage):
         longer shares.
 
         Args:
-            buffers: by field of ``QuantizedWeight``, of the same shapes and dtypes; filled with the
-                present bytes, and aliased from then on. May be none.
-            bucket: what :attr:`bucket` is from then on.
-
-        Raises:
-            StateError: the weight is offloaded.
+            buffers: see :meth:`WeightStorage.bind`.
+            bucket: value of :attr:`bucket` from then on.
         """
-        held = self.quantized
-        for name, buffer in buffers.items():
-            buffer.copy_(getattr(held, name))
-        both: dict[str, Any] = dict(buffers)
-        if "rowwise_data" in buffers and self.format.columnwise_copy == "shared":
-            both["columnwise_data"] = buffers["rowwise_data"]
-        self.laid_out = replace(held, **both)
-        self.bucket = bucket
+        super().bind(buffers, bucket)
         if buffers:
             self._whole = None
 
@@ -428,7 +406,7 @@ class PortableStorage(WeightStorage):
         """Return a storage [1, R, C] over the buffers of one expert; the memory is shared.
 
         Args:
-            index: of the expert, from 0 on.
+            index: number of the expert, from 0 on.
 
         Raises:
             LayoutError: there is no such expert.
@@ -472,23 +450,6 @@ class PortableStorage(WeightStorage):
         return whole if places == [(whole, index) for index in range(whole.shape[0])] else None
 
 
-class MakeStorages(Protocol):
-    """Makes the storages of one linear's weights, not written yet."""
-
-    def __call__(
-        self,
-        format: BlockScaledFormat,
-        shape: tuple[int, int, int],
-        *,
-        apart: bool,
-        name: str,
-        device: torch.device | str | None,
-        record_amax: bool,
-        backend: Backend,
-    ) -> Sequence[WeightStorage]:
-        """Return one storage of ``shape``, or one an expert if ``apart``."""
-
-
 def make_portable_storages(
     format: BlockScaledFormat,
     shape: tuple[int, int, int],
@@ -499,7 +460,7 @@ def make_portable_storages(
     record_amax: bool,
     backend: Backend,
 ) -> Sequence[WeightStorage]:
-    """Return one storage [E, R, C], or one an expert over its buffers.
+    """Return one storage [E, R, C], or one an expert over its buffers if ``apart``; unwritten.
 
     Raises:
         LayoutError: ``shape`` does not fit the format.

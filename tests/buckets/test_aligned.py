@@ -1,16 +1,20 @@
 """Buckets end where shards become whole, wherever that is cheap; parameters stay in place."""
 
-from fractions import Fraction
 from math import lcm, prod
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_optim.buckets.aligned_layout import MOST_GROWTH, aligned_end, cuts_block_rows
-from moe_optim.buckets.buffer_plan import plan_buffers, side_by_side
+from moe_optim.buckets.layout import (
+    MOST_GROWTH,
+    aligned_end,
+    cuts_block_rows,
+    plan_buffers,
+    side_by_side,
+)
 from moe_optim.errors import LayoutError
-from moe_optim.formats import DIRECTIONS, FORMATS, FP8_BLOCK, MXFP8, MXFP8_2D, NVFP4
+from moe_optim.formats import DIRECTIONS, FORMATS, FP8_BLOCK, MXFP8, NVFP4
 
 MODELS = {  # experts of a bucket: [2F, H] and [H, F]
     "qwen3-30b-a3b": ((16, 2048, 768), (16, 1536, 2048)),
@@ -92,14 +96,6 @@ def lies_on_both_sides(position, rows, cols, block):
     return any(first < position <= last for first, last in corners)
 
 
-def test_the_corners_of_blocks_are_right():
-    """4 rows of 6, blocks [2, 3]: only the start of a block row cuts none."""
-    cuts = [p for p in range(24) if lies_on_both_sides(p, 4, 6, (2, 3))]
-    assert cuts == [p for p in range(24) if p % 12]
-    rows = [p for p in range(24) if lies_on_both_sides(p, 4, 6, (1, 3))]
-    assert rows == [p for p in range(24) if p % 3]
-
-
 def test_whole_block_rows_are_given_up_where_they_cost_more_than_one_percent():
     """8 experts of DeepSeek-V3: a block row of both widths is 2048 x 7168 / gcd elements."""
     slots = side_by_side(MODELS["deepseek-v3"])
@@ -129,14 +125,6 @@ def test_half_a_byte_a_rank_is_refused_with_what_to_set():
 def test_a_bucket_that_does_not_divide_is_refused():
     with pytest.raises(LayoutError, match="divides among 3 ranks"):
         plan_buffers(MXFP8, side_by_side([(1, 32, 32)]), 1024, 3)
-
-
-def test_two_dimensional_scales_take_a_thousandth_of_the_bytes():
-    """What travels for a bucket of MXFP8 2-D weights at one rank: 1 + 1/1024 bytes an element."""
-    slots = side_by_side(MODELS["qwen3-30b-a3b"])
-    buffers = plan_buffers(MXFP8_2D, slots, slots[-1].end, 1)
-    total = sum(buffer.nbytes for buffer in buffers)
-    assert Fraction(total, slots[-1].end) == 1 + Fraction(1, 1024)
 
 
 @EVERY_FORMAT

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moe_optim.buckets.bucket_group import GroupedBucketGroup, gather_weights
-from moe_optim.buckets.buffer_plan import side_by_side
+from moe_optim.buckets.layout import side_by_side
 from moe_optim.buckets.states import Event, Gradients, Weights
 from moe_optim.errors import StateError
 from moe_optim.formats import MXFP8

@@ -3,8 +3,8 @@
 import torch
 from megatron.core.optimizer.param_layout import PerBufferParamLayout
 
-from moe_optim.buckets.buffer_plan import side_by_side
-from moe_optim.buckets.layout import align_buckets
+from moe_optim.buckets.buffer import align_buckets
+from moe_optim.buckets.layout import side_by_side
 from moe_optim.formats import MXFP8
 from tests.support.states.buckets import make_params
 

@@ -24,7 +24,7 @@ from moe_optim.weights.grouped_weight import GroupedWeight
 from tests.support.bytes import assert_bytes_equal
 from tests.support.ranks import run_ranks
 from tests.support.states import given_values, life_cycle
-from tests.support.states.making_room import list_masters, managed_buffers, move_masters
+from tests.support.states.making_room import list_masters, move_masters
 from tests.support.states.masters import assert_weights_come_from_masters, full_master
 from tests.support.training import OVERLAP, Record, assert_same_run, pretrain, weight_bytes
 
@@ -33,7 +33,6 @@ pytestmark = pytest.mark.slow
 MXFP8 = MoEOptimConfig(format="mxfp8")
 SHARING = MoEOptimConfig(format="mxfp8", wire="bf16", layout="stock")
 """Gathers through gradient memory."""
-WIRES = pytest.mark.parametrize("config", [MXFP8, SHARING], ids=["wire quantized", "wire bf16"])
 FLAGS = ["--train-iters", "12", "--eval-interval", "1000000"]
 
 
@@ -99,43 +98,6 @@ def _evaluate_by_hand(model: list[Any], optimizer: Any) -> None:
     training.enable_forward_pre_hook(model)
 
 
-def _offload_and_restore(model: list[Any], optimizer: Any) -> None:
-    """Gradient memory is given away between a step and the next, weights still stale."""
-    model[0].offload_grad_buffers()
-    model[0].restore_grad_buffers()
-
-
-def _gather_offload_rollout_restore(model: list[Any], optimizer: Any) -> None:
-    """A rollout while gradient memory is away: the weights were gathered before."""
-    _synchronise_for_save(model, optimizer)
-    model[0].offload_grad_buffers()
-    with torch.no_grad():
-        forward(model)
-    model[0].restore_grad_buffers()
-
-
-def _offload_everything_and_reload(model: list[Any], optimizer: Any) -> None:
-    """As an RL stack makes room for its rollouts; weights stale, gradients away for longer."""
-    weights = held_bytes(model)
-    for buffer in managed_buffers(model):
-        buffer.offload_to_cpu(move_params=False)
-        buffer.offload_to_cpu()
-        buffer.offload_to_cpu()
-    for weight in quantized(model):
-        buffers = weight.quantized_storage.laid_out.buffers().values()
-        assert not any(buffer.untyped_storage().nbytes() for buffer in buffers)
-        for touch in (weight.dequantize, lambda w=weight: w.data.copy_(w), weight.data.clone):
-            with pytest.raises(StateError, match="they are offloaded. Call reload_from_cpu"):
-                touch()
-    with pytest.raises(StateError, match="they are offloaded. Call reload_from_cpu"):
-        forward(model)
-    for buffer in managed_buffers(model):
-        buffer.reload_from_cpu(move_grads=False)
-    assert_holds(model, weights, what="after it was offloaded")
-    for buffer in managed_buffers(model):
-        buffer.reload_from_cpu()
-
-
 HARMLESS: list[Callable[[list[Any], Any], None]] = [
     _rollout,
     _synchronise_for_save,
@@ -143,9 +105,6 @@ HARMLESS: list[Callable[[list[Any], Any], None]] = [
     _dispatch_and_free,
     _dispatch_and_forget,
     _evaluate_by_hand,
-    _offload_and_restore,
-    _gather_offload_rollout_restore,
-    _offload_everything_and_reload,
 ]
 
 
@@ -396,27 +355,6 @@ def test_a_model_that_is_wrapped_again_leaves_the_buckets_of_before(wire: str):
     run_ranks(1, _train_and_wrap_again, {"wire": wire})
 
 
-def _diverge(model: list[Any], optimizer: Any) -> None:
-    for part in optimizer.chained_optimizers:
-        part.config.overlap_param_gather = False  # the gather overlaps by DDP's configuration
-
-
-def _train_with_diverging_configs(flags: list[str]) -> Record:
-    return pretrain(flags, MXFP8, after_setup=_diverge)
-
-
-@pytest.mark.extended
-def test_configurations_that_disagree_on_overlap_are_harmless():
-    """The optimizer's own idea of the overlap is not asked: weights are pulled when needed."""
-    flags = ["--train-iters", "6", "--eval-interval", "2", *OVERLAP]
-    for diverging, agreeing in zip(
-        run_ranks(2, _train_with_diverging_configs, flags),
-        run_ranks(2, _train, flags, False),
-        strict=True,
-    ):
-        assert_same_run(diverging, agreeing, what="diverging")
-
-
 def _misuse(model: list[Any], optimizer: Any) -> None:
     """A forbidden order of calls raises, and what it was about to overwrite is still there."""
     from megatron.training import training
@@ -495,42 +433,6 @@ def test_forbidden_orders_of_calls_raise_and_lose_nothing():
     run_ranks(1, _train_and_misuse, [*flags, "--eval-interval", "1000"])
 
 
-def _gather_at_any_time(model: list[Any], optimizer: Any) -> None:
-    """With memory of their own, weights can be gathered whatever the gradients are."""
-    from megatron.training import training
-
-    part = optimizer.chained_optimizers[0]
-    bucket = managed_buckets(model)[0]
-    if model[0].remove_forward_pre_hook_handles:
-        training.disable_forward_pre_hook(model, optimizer)
-    part.refresh_weights()
-    model[0].zero_grad_buffer()
-    weights = held_bytes(model)
-
-    with model[0].no_sync():
-        forward(model).backward()
-    for content in (Gradients.PARTIAL, Gradients.REDUCED):
-        assert bucket.state.gradients is content
-        gradients = bucket.grads.clone()
-        assert gradients.any()
-        part.refresh_weights()
-        assert bucket.state.gradients is content
-        assert_bytes_equal(bucket.grads, gradients, what=f"{content} after a gather")
-        if content is Gradients.PARTIAL:
-            forward(model).backward()
-            model[0].finish_grad_sync()
-    model[0].offload_grad_buffers()
-    part.refresh_weights()
-    model[0].restore_grad_buffers()
-    assert_holds(model, weights, what="after gathers at any time")
-
-    model[0].zero_grad_buffer()
-    with pytest.raises(StateError, match="finish_grad_sync"):
-        with model[0].no_sync():
-            forward(model).backward()
-        optimizer.step()
-
-
 def named_weights(model: list[Any]) -> list[tuple[str, GroupedWeight]]:
     """Return the quantized parameters and their names."""
     named = model[0].module.named_parameters()
@@ -552,52 +454,6 @@ def assert_holds(model: list[Any], buffers: dict[str, torch.Tensor], *, what: st
     assert held.keys() == buffers.keys()
     for key, buffer in held.items():
         assert_bytes_equal(buffer, buffers[key], what=f"{key} {what}")
-
-
-def _train_and_gather_at_any_time(flags: list[str]) -> Record:
-    return pretrain(flags, MXFP8, observe=_gather_at_any_time)
-
-
-def test_weights_with_memory_of_their_own_are_gathered_at_any_time():
-    """In the middle of accumulation, after the reduction, with gradient memory given away: the
-    gradients stay, the weights come out the same; a step on unreduced gradients still raises."""
-    flags = ["--train-iters", "2", *OVERLAP, "--no-check-for-nan-in-loss-and-grad"]
-    run_ranks(1, _train_and_gather_at_any_time, [*flags, "--eval-interval", "1000"])
-
-
-def _count_base_calls(flags: list[str], config: MoEOptimConfig) -> dict[str, int]:
-    """Train while Megatron's own bodies count how often managed groups reach them."""
-    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    reached: dict[str, int] = {}
-
-    def guard(owner: type, name: str, is_managed: Callable[[Any], bool]) -> None:
-        stock = getattr(owner, name)
-
-        def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
-            reached[name] = reached.get(name, 0) + is_managed(self)
-            return stock(self, *args, **kwargs)
-
-        setattr(owner, name, guarded)
-
-    for name in ("start_param_sync", "_post_param_sync", "free_overlap_buffers"):
-        guard(_ParamAndGradBucketGroup, name, lambda group: bool(group.managed))
-    for name in ("_copy_main_params_to_param_buffer", "prepare_model_params_for_param_sync"):
-        guard(DistributedOptimizer, name, steps_quantized_weights)
-    pretrain(flags, config, after_step=_do_one_harmless_thing)
-    return reached
-
-
-@WIRES
-def test_megatrons_own_bodies_are_never_reached_for_managed_buckets(
-    config: MoEOptimConfig, tmp_path: Any
-):
-    """Staging, gathering and post-processing of managed buckets run through this package alone."""
-    flags = [*FLAGS, *OVERLAP, "--save", str(tmp_path), "--save-interval", "5"]
-    (reached,) = run_ranks(1, _count_base_calls, flags, config)
-    assert reached["start_param_sync"] == 0  # called, but for bf16 groups only
-    assert set(reached.values()) == {0}
 
 
 def _group_without_dense(flags: list[str]) -> list[tuple[bool, list[int]]]:
@@ -629,31 +485,6 @@ def test_dense_buckets_are_not_dragged_into_the_group_of_quantized_ones():
     assert sorted(members) == list(range(len(members)))
     last = [max(group) for _, group in groups]
     assert last == sorted(last, reverse=True)
-
-
-def _skip_every_step(flags: list[str]) -> list[dict[str, torch.Tensor]]:
-    snapshots: list[dict[str, torch.Tensor]] = []
-
-    def never_step(model: list[Any], optimizer: Any) -> None:
-        for part in optimizer.chained_optimizers:
-            part.config.grad_norm_skip_threshold = 1e-9
-        keep(model)
-
-    def keep(model: list[Any], *_: Any) -> None:
-        named = model[0].module.named_parameters()
-        snapshots.append({k: v for n, p in named for k, v in weight_bytes(n, p).items()})
-
-    pretrain(flags, MXFP8, after_setup=never_step, observe=keep)
-    return snapshots
-
-
-def test_skipped_steps_leave_weights_alone():
-    """A step skipped for its gradient norm changes no byte of any weight, and the next one runs."""
-    flags = ["--train-iters", "4", *OVERLAP, "--eval-interval", "1000000"]
-    (snapshots,) = run_ranks(1, _skip_every_step, flags)
-    before, after = snapshots
-    for name, buffer in after.items():
-        assert_bytes_equal(buffer, before[name], what=name)
 
 
 def _initial_values_left(flags: list[str]) -> int:

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from moe_optim import ops
 from moe_optim.buckets import managed_bucket
-from moe_optim.buckets.buffer_plan import side_by_side
-from moe_optim.buckets.states import Event, Gradients, Held, Weights
+from moe_optim.buckets.layout import side_by_side
+from moe_optim.buckets.states import BucketContents, Event, Gradients, Weights
 from moe_optim.errors import StateError
 from moe_optim.formats import MXFP8, NVFP4, reference
 from moe_optim.weights.te.storage import TransformerEngineStorage
@@ -48,19 +48,6 @@ def full_bucket(gradients=Gradients.ZERO, dtype=torch.float32, numel=NUMEL):
 
 def all_bytes(bucket):
     return bucket.grads.view(torch.uint8).clone()
-
-
-def test_a_new_bucket_holds_zeros():
-    assert bucket_over(torch.zeros(NUMEL)).state.gradients is Gradients.ZERO
-
-
-@both_dtypes
-def test_staging_is_the_front_of_the_gradients_as_bf16(dtype):
-    """One bf16 entry a gradient, in the same memory."""
-    bucket = full_bucket(dtype=dtype)
-    assert bucket.staging.dtype == torch.bfloat16
-    assert bucket.staging.shape == bucket.grads.shape
-    assert bucket.staging.data_ptr() == bucket.grads.data_ptr()
 
 
 @both_dtypes
@@ -169,15 +156,6 @@ def test_a_gather_over_spent_gradients_leaves_no_stale_byte(dtype, padding):
     assert not all_bytes(bucket).any()
 
 
-@both_dtypes
-def test_a_gather_over_zeros_leaves_zeros(dtype):
-    bucket = bucket_over(torch.zeros(NUMEL, dtype=dtype))
-    bucket.state.record(Event.SETTLE)
-    gather(bucket)
-    assert bucket.state.gradients is Gradients.ZERO
-    assert not all_bytes(bucket).any()
-
-
 @pytest.mark.parametrize("at", ["open", "encode", "finish"])
 def test_a_gather_that_fails_leaves_memory_that_can_be_used(at, monkeypatch):
     """The next one is whole, and leaves zeros as every other."""
@@ -186,9 +164,9 @@ def test_a_gather_that_fails_leaves_memory_that_can_be_used(at, monkeypatch):
         patch.setattr(bucket.gather, at, _raise)
         gather(bucket)
     bucket.give_up_gather()
-    assert (bucket.state.gradients, bucket.is_fresh) == (Gradients.SPENT, False)
+    assert bucket.state.contents == BucketContents(Gradients.SPENT, Weights.STALE)
     gather(bucket)
-    assert bucket.is_fresh
+    assert bucket.state.weights is Weights.FRESH
     assert not all_bytes(bucket).any()
 
 
@@ -316,7 +294,9 @@ def test_a_gather_brings_weights_of_another_version():
 
 def test_a_replay_brings_another_version_where_its_capture_has_gathered():
     bucket, _ = quantized_bucket()
-    stale, fresh = (Held(Gradients.ZERO, weights) for weights in (Weights.STALE, Weights.FRESH))
+    stale, fresh = (
+        BucketContents(Gradients.ZERO, weights) for weights in (Weights.STALE, Weights.FRESH)
+    )
     before = bucket.version
     bucket.replayed(fresh, fresh)
     assert bucket.version == before
@@ -326,7 +306,7 @@ def test_a_replay_brings_another_version_where_its_capture_has_gathered():
 
 def test_a_replay_is_refused_once_a_master_lies_elsewhere():
     bucket, one = quantized_bucket()
-    held, plan = bucket.state.held, bucket.plan
+    held, plan = bucket.state.contents, bucket.plan_number
     bucket.require_replayable(held, held, plan)
     one.master.data = one.master.data.clone()
     with pytest.raises(StateError, match="expected masters, weights and gradients where they lay"):
@@ -335,7 +315,7 @@ def test_a_replay_is_refused_once_a_master_lies_elsewhere():
 
 def test_a_replay_is_refused_once_masters_were_planned_anew():
     bucket, _ = quantized_bucket()
-    held, plan = bucket.state.held, bucket.plan
+    held, plan = bucket.state.contents, bucket.plan_number
     bucket.forget_masters()
     with pytest.raises(StateError, match="expected masters, weights and gradients where they lay"):
         bucket.require_replayable(held, held, plan)
@@ -348,7 +328,7 @@ def test_a_bucket_over_weights_that_are_behind_knows_it(is_behind):
     if is_behind:
         first.state.record(Event.SETTLE)
     second = make_bucket(first.params, SLOTS, torch.zeros(NUMEL))
-    assert second.is_fresh != is_behind
+    assert second.state.weights is (Weights.STALE if is_behind else Weights.FRESH)
 
 
 def test_initial_values_that_came_with_other_tensors_are_dropped_by_the_next_gather():

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from moe_optim.errors import StateError
-from moe_optim.weights.storage import GradientNote
-from tests.support.bytes import assert_same_tensors
+from moe_optim.weights.grouped_weight import GradientNote
 from tests.support.ranks import run_ranks
 from tests.support.states import life_cycle, making_room
 
@@ -47,48 +46,6 @@ def _take_turns(way: str, knobs: dict[str, Any]) -> int:
 def test_training_goes_on_to_the_bit_after_all_buffers_were_on_the_host(way, knobs):
     """Dense weights and quantized ones; Megatron's calls keep gradients where these stay."""
     assert min(run_ranks(1, _take_turns, way, knobs)) > 1
-
-
-def _offload_plain_buffers() -> dict[str, torch.Tensor]:
-    """Have Megatron's own buffers on the host, without the plug-in; memory is used meanwhile."""
-    life_cycle.initialize()
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        param_and_grad_buffer,
-    )
-    from megatron.core.transformer import MegatronModule, TransformerConfig
-
-    config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=1, bf16=True)
-    model = MegatronModule(config=config)
-    for name, dtype in (("narrow", torch.bfloat16), ("wide", torch.float32)):
-        model.add_module(name, torch.nn.Linear(32, 32, dtype=dtype))
-    ddp = DistributedDataParallel(
-        config,
-        DistributedDataParallelConfig(use_distributed_optimizer=True, bucket_size=1),
-        model,
-    )
-    buffers = making_room.all_buffers([ddp])
-    assert {type(buffer) for buffer in buffers} == {param_and_grad_buffer._ParamAndGradBuffer}
-    for number, param in enumerate(ddp.parameters()):
-        param.main_grad.fill_(number + 1)
-    before = {name: param.detach().clone() for name, param in ddp.named_parameters()}
-    for buffer in buffers:
-        buffer.offload_to_cpu(move_grads=False)
-    junk = [torch.full((n,), torch.nan) for n in (16, 512, 1024, 2048) for _ in range(50)]
-    for buffer in buffers:
-        buffer.reload_from_cpu(move_grads=False)
-    del junk
-    after = {name: param.detach() for name, param in ddp.named_parameters()}
-    assert_same_tensors(after, before)
-    for number, param in enumerate(ddp.parameters()):
-        assert torch.equal(param.main_grad, torch.full_like(param.main_grad, number + 1))
-    return before
-
-
-def test_megatrons_own_buffers_come_back_on_the_cpu_runtime():
-    (weights,) = run_ranks(1, _offload_plain_buffers)
-    assert len(weights) == 4
 
 
 # Gradients

@@ -19,7 +19,7 @@ from moe_optim.weights.storage import PortableStorage
 from tests.rollout.test_export_weights import Setup, build, step
 from tests.support.ranks import run_ranks
 from tests.support.states import life_cycle
-from tests.support.states.holders import StandInBucket
+from tests.support.states.buckets import StandInBucket
 from tests.support.states.making_room import managed_buffers, send_weights_away
 
 pytest.importorskip("megatron.core")

@@ -8,7 +8,7 @@ import torch
 
 from moe_optim.buckets import replay
 from moe_optim.buckets.bucket_group import GroupedBucketGroup
-from moe_optim.buckets.buffer_plan import side_by_side
+from moe_optim.buckets.layout import side_by_side
 from moe_optim.buckets.states import Event
 from moe_optim.errors import StateError
 from moe_optim.formats import MXFP8

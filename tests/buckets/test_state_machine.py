@@ -266,31 +266,6 @@ def _drive(steps: int, options: dict[str, Any]) -> int:
     return _run(steps, options, number=SEED)
 
 
-def _drawn(numbers: list[str | None]) -> list[Trace]:
-    """Return the calls of 400 steps by each seed."""
-    life_cycle.initialize()
-    traces: list[Trace] = []
-    do = Machine.do
-
-    def do_and_note(self: Machine, name: str, **arguments: Any) -> None:
-        do(self, name, **arguments)
-        traces[-1].append((name, arguments))
-
-    Machine.do = do_and_note
-    for number in numbers:
-        traces.append([])
-        assert _run(400, SETTINGS[3], number=number) == 400
-    return traces
-
-
-def test_a_seed_draws_its_own_orders_and_none_draws_the_fixed_ones():
-    (traces,) = run_ranks(1, _drawn, ["1", "1", "2", None, None])
-    first, again, other, fixed, fixed_again = traces
-    assert first == again
-    assert fixed == fixed_again
-    assert first != other and fixed not in (first, other)
-
-
 @pytest.mark.parametrize("options", SETTINGS, ids=NAMES)
 def test_no_order_of_calls_mixes_weights_and_gradients(options: dict[str, Any]):
     """An equal part of all steps on each wire, with the gather overlapped and in the step, and with

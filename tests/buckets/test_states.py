@@ -7,10 +7,10 @@ import pytest
 from moe_optim.buckets.states import (
     OWN_MEMORY,
     SHARED_MEMORY,
+    BucketContents,
     BucketState,
     Event,
     Gradients,
-    Held,
     Weights,
 )
 from moe_optim.errors import StateError
@@ -113,54 +113,39 @@ def test_an_event_leaves_what_the_table_says_or_is_refused(kind, event):
         assert (state.gradients, state.weights) == (gradients, weights)
 
 
-@pytest.mark.parametrize("event", [Event.ZERO, Event.READ, Event.STEP], ids=lambda e: e.name)
-def test_a_refusal_lists_what_was_expected(event):
-    state = BucketState("bucket", SHARED_MEMORY)
-    for name in ("SETTLE", "GATHER") if event is Event.ZERO else ("ACCUMULATE",):
-        state.record(Event[name])
-    accepted = [Gradients[name] for name in GRADIENTS[event.name]]
-    expected = " or ".join(content.value for content in accepted)
-    with pytest.raises(StateError, match=rf"expected {expected}, got {state.gradients.value}\."):
-        state.record(event)
-
-
-def test_a_gather_that_would_overwrite_gradients_says_so():
-    state = BucketState("bucket", SHARED_MEMORY)
-    state.record(Event.SETTLE)
-    state.record(Event.ACCUMULATE)
-    message = r"the parameter gather: .*zero_grad_buffer\(\).* they would be overwritten\.$"
-    with pytest.raises(StateError, match=message):
-        state.record(Event.GATHER)
-
-
-def replay(held: Held, begins_with: Held, leaves: Held) -> Held | None:
+def replay(
+    held: BucketContents, begins_with: BucketContents, leaves: BucketContents
+) -> BucketContents | None:
     """Return what a bucket holds after a replay from ``held``, None where it is refused."""
     state = BucketState("bucket", OWN_MEMORY)
-    state._gradients, state._weights = held.gradients, held.weights
+    state.gradients, state.weights = held.gradients, held.weights
     try:
         state.require_replayable(begins_with, leaves)
     except StateError as refused:
         assert "reset_cuda_graph()" in str(refused)
         return None
     state.replay(begins_with, leaves)
-    return state.held
+    return state.contents
 
 
 @pytest.mark.parametrize("gradients", Gradients, ids=lambda gradients: gradients.name)
 def test_gradients_that_a_capture_has_left_alone_may_be_any_at_its_replay(gradients):
     """Those that it has used must be what they were."""
     spent, zero = Gradients.SPENT, Gradients.ZERO
-    held, alone = Held(gradients, Weights.FRESH), Held(spent, Weights.FRESH)
+    held, alone = BucketContents(gradients, Weights.FRESH), BucketContents(spent, Weights.FRESH)
     assert replay(held, alone, alone) == held
-    zeroed, reduced = Held(zero, Weights.FRESH), Held(Gradients.REDUCED, Weights.FRESH)
+    zeroed, reduced = (
+        BucketContents(zero, Weights.FRESH),
+        BucketContents(Gradients.REDUCED, Weights.FRESH),
+    )
     assert replay(held, zeroed, reduced) == (reduced if gradients is zero else None)
 
 
 @pytest.mark.parametrize("weights", Weights, ids=lambda weights: weights.name)
 def test_weights_that_a_capture_has_gathered_may_be_gathered_or_encoded_at_its_replay(weights):
     """Of the same masters they are the same bytes; weights that it has only read must be there."""
-    held = Held(Gradients.ZERO, weights)
-    stale, fresh = (Held(Gradients.ZERO, one) for one in (Weights.STALE, Weights.FRESH))
+    held = BucketContents(Gradients.ZERO, weights)
+    stale, fresh = (BucketContents(Gradients.ZERO, one) for one in (Weights.STALE, Weights.FRESH))
     may_be = (Weights.STALE, Weights.FRESH, Weights.ENCODED)
     assert replay(held, stale, fresh) == (fresh if weights in may_be else None)
     assert replay(held, fresh, fresh) == (fresh if weights is Weights.FRESH else None)

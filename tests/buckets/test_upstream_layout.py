@@ -8,8 +8,7 @@ import torch
 from megatron.core.distributed import param_and_grad_buffer as upstream
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from moe_optim.buckets.aligned_layout import aligned_end
-from moe_optim.buckets.buffer_plan import plan_buffers, side_by_side
+from moe_optim.buckets.layout import aligned_end, plan_buffers, side_by_side
 from moe_optim.config import MoEOptimConfig
 from moe_optim.formats import NVFP4
 

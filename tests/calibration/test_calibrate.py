@@ -6,7 +6,6 @@ Transformer Engine's linears stand in, see ``te_experts``; the oracle is plain t
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from moe_optim.errors import ConfigError, LayoutError, NonFiniteError, StateError
+from moe_optim.weights.storage import Weights
 from tests.support.bytes import assert_bytes_equal
 from tests.support.modules import experts
 from tests.support.modules.calibrating import (
@@ -28,6 +28,7 @@ from tests.support.modules.calibrating import (
     whole_weights,
 )
 from tests.support.ranks import run_ranks
+from tests.support.states.buckets import bind
 
 BF16 = Kind(owner="portable", format="bf16", single=True)
 Found = dict[str, dict[str, torch.Tensor]]
@@ -234,8 +235,7 @@ def _offloaded(module: Any) -> tuple[Any, ...]:
 
 def _offloaded_bytes(_: Any) -> tuple[Any, ...]:
     module = make(replace(BF16, format="mxfp8"), 2)
-    bucket = SimpleNamespace(is_offloaded=True, is_fresh=True, version=0)  # as a bucket says it
-    module.linear_fc2.weight.quantized_storage.bucket = bucket
+    bind(module.linear_fc2.weight.quantized_storage).is_now(Weights.OFFLOADED)
     return ([module],)
 
 

@@ -71,8 +71,7 @@ def _record(module: Any, ep: int, tp: int = 1) -> SimpleNamespace:
     Returns:
         ``whole``, of all experts, and ``mine``, of what this rank has of them.
     """
-    from moe_optim.buckets.amax_record import AmaxRecord
-    from moe_optim.buckets.gather import OwnedMaster
+    from moe_optim.buckets.gather import AmaxRecord, OwnedMaster
     from moe_optim.weights.managed import storage_of
 
     expected = SimpleNamespace(whole={}, mine={})

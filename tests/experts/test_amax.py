@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_optim.buckets.buffer_plan import side_by_side
+from moe_optim.buckets.layout import side_by_side
 from moe_optim.config import MoEOptimConfig
 from moe_optim.formats import FORMATS
 from moe_optim.weights.grouped_weight import GroupedWeight
@@ -52,8 +52,7 @@ def record_on_ranks(
     format: Any, masters: list[torch.Tensor], dp_size: int, make: Any
 ) -> list[list[Any]]:
     """Return the weights of all ranks after they have recorded; the all-reduce is a loop."""
-    from moe_optim.buckets.amax_record import AmaxRecord
-    from moe_optim.buckets.gather import OwnedMaster
+    from moe_optim.buckets.gather import AmaxRecord, OwnedMaster
 
     slots = side_by_side([tuple(master.shape) for master in masters])
     shard = -(-slots[-1].end // (128 * dp_size)) * 128
@@ -98,7 +97,7 @@ def test_every_rank_records_the_amax_of_whole_experts(make: Any, format: Any, dp
 
 def test_who_asks_for_nothing_pays_nothing():
     """No vector is made without a request, and none for a format that gathers its amaxes anyway."""
-    from moe_optim.buckets.amax_record import AmaxRecord
+    from moe_optim.buckets.gather import AmaxRecord
 
     for format in FORMATS.values():
         for asked in (False, True):

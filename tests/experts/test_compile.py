@@ -13,6 +13,7 @@ from moe_optim.errors import StateError
 from moe_optim.experts.calibrated_amax import set_calibrated_amax
 from moe_optim.fake_quantization import PER_EXPERT_GRIDS
 from moe_optim.formats import DIRECTIONS, FORMATS, MXFP8, QuantizedWeight, reference
+from moe_optim.weights.storage import Weights
 from tests.support.bytes import assert_bytes_equal, assert_same_tensors
 from tests.support.inputs import wide_range_weights, with_specials
 from tests.support.modules.compiling import (
@@ -23,7 +24,7 @@ from tests.support.modules.compiling import (
     rewrite,
     run_passes,
 )
-from tests.support.states.holders import bind
+from tests.support.states.buckets import bind
 
 pytestmark = pytest.mark.slow
 
@@ -369,12 +370,12 @@ def test_stale_weights_are_not_multiplied_by_any_run_of_a_graph():
     compiled = Compiled(linear)
     tokens, ends = make_tokens(linear, (5, 8, 3))
     output = compiled(tokens, ends)
-    bucket.is_fresh = False
+    bucket.is_now(Weights.STALE)
     with pytest.raises(StateError, match=r"^experts\.linear_fc1\.weight: .*start_param_sync"):
         compiled(tokens, ends)
     with pytest.raises(StateError, match="start_param_sync"):
         output.sum().backward()
-    bucket.is_fresh = True
+    bucket.is_now(Weights.FRESH)
     compiled(tokens, ends).sum().backward()
     assert compiled.graphs == 1
 
@@ -387,13 +388,13 @@ def test_products_call_the_hooks_that_gather_their_weights(no_recompilation):
 
     def gather(module, _tokens):
         called.append(module)
-        bucket.is_fresh = True
+        bucket.is_now(Weights.FRESH)
 
     with no_recompilation:
         assert_same_tensors(run_passes(compiled, linear), want)
         linear.register_forward_pre_hook(gather)
         for run in range(2):
-            bucket.is_fresh = False
+            bucket.is_now(Weights.STALE)
             assert_same_tensors(run_passes(compiled, linear), want)
             assert called == [linear] * (run + 1)
     assert compiled.graphs == 1
@@ -415,7 +416,7 @@ def test_one_stale_expert_is_enough():
     linear = make_linear(MXFP8, "indexed")
     compiled = Compiled(linear)
     run_passes(compiled, linear)
-    bind(linear.weight1.quantized_storage).is_fresh = False
+    bind(linear.weight1.quantized_storage).is_now(Weights.STALE)
     with pytest.raises(StateError, match=r"^experts\.linear_fc1\.weight1"):
         compiled(*make_tokens(linear, (5, 8, 3)))
 
@@ -424,7 +425,7 @@ def test_offloaded_weights_are_not_multiplied():
     linear = make_linear(MXFP8)
     compiled = Compiled(linear)
     run_passes(compiled, linear)
-    bind(linear.storage).is_offloaded = True
+    bind(linear.storage).is_now(Weights.OFFLOADED)
     with pytest.raises(StateError, match=r"offloaded.*reload_from_cpu"):
         compiled(*make_tokens(linear, (5, 8, 3)))
 
@@ -435,7 +436,8 @@ def test_memory_that_was_freed_is_not_read_by_a_graph():
     compiled(linear.weight)
     bucket, data = bind(linear.storage), ParamData([linear.storage])
     data.resize_(0)
-    for bucket.is_offloaded in (False, True):  # whoever has freed it
+    for weights in (Weights.FRESH, Weights.OFFLOADED):  # whoever has freed it
+        bucket.is_now(weights)
         with pytest.raises(StateError, match=r"offloaded.*reload_from_cpu"):
             compiled(linear.weight)
     assert compiled.graphs == 1
@@ -454,7 +456,7 @@ def test_stale_weights_are_not_read_by_any_run_of_a_graph():
     linear = make_linear(MXFP8)
     compiled = Compiled(lambda weight: weight.float().square().sum())
     assert_bytes_equal(compiled(linear.weight), linear.weight.float().square().sum())
-    bind(linear.storage).is_fresh = False
+    bind(linear.storage).is_now(Weights.STALE)
     with pytest.raises(StateError, match="start_param_sync"):
         compiled(linear.weight)
     assert compiled.graphs == 1

@@ -12,7 +12,7 @@ from moe_optim.experts.grouped_linear import GroupedLinear
 from moe_optim.formats import MXFP8, NVFP4
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import wide_range_weights
-from tests.support.states.holders import bind
+from tests.support.states.buckets import bind
 
 SHAPE = (3, 64, 32)
 COUNTS = ((5, 8, 3), (0, 9, 7), (0, 0, 0))  # tokens of each expert, by micro-batch

@@ -9,10 +9,11 @@ from moe_optim.errors import LayoutError, StateError
 from moe_optim.experts import grouped_product
 from moe_optim.experts.grouped_linear import GroupedLinear
 from moe_optim.formats import FORMATS, MXFP8, reference
+from moe_optim.weights.storage import Weights
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import wide_range_weights
+from tests.support.states.buckets import bind
 from tests.support.states.copies import every_copy
-from tests.support.states.holders import bind
 
 SHAPE = (3, 64, 32)
 ROUTINGS = {  # tokens of each expert
@@ -260,7 +261,7 @@ def test_without_main_grad_gradients_go_through_autograd():
 
 def set_fresh(linear, fresh):
     for weight in linear.weights():
-        bind(weight.quantized_storage).is_fresh = fresh
+        bind(weight.quantized_storage).is_now(Weights.FRESH if fresh else Weights.STALE)
 
 
 @every_layout
@@ -280,7 +281,7 @@ def test_stale_weights_are_not_multiplied(layout):
 
 def test_one_stale_expert_is_enough():
     linear = make_linear(MXFP8, "indexed")
-    bind(linear.weight1.quantized_storage).is_fresh = False
+    bind(linear.weight1.quantized_storage).is_now(Weights.STALE)
     tokens, ends = make_tokens((5, 8, 3), 32)
     with pytest.raises(StateError, match=r"^experts\.linear_fc1\.weight1: "):
         linear(tokens, ends)

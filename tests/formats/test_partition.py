@@ -1,6 +1,5 @@
 """What cuts of a weight do to its buffers and maxima, and that buffers cut by the same rules."""
 
-from fractions import Fraction
 from itertools import product
 from math import prod
 
@@ -9,9 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_optim.buckets.aligned_layout import aligned_end, cuts_block_rows
-from moe_optim.buckets.buffer_plan import Slot, plan_buffers
-from moe_optim.buckets.gather_buffer import GatherBuffer
+from moe_optim.buckets.layout import Slot, aligned_end, cuts_block_rows, plan_buffers
 from moe_optim.errors import ConfigError, LayoutError
 from moe_optim.formats import (
     DIRECTIONS,
@@ -262,13 +259,9 @@ def test_shards_of_a_bucket_are_a_cut_of_experts_and_then_of_rows(weight, data):
         if not wire.is_sliced:
             continue
         entries = torch.arange(prod(buffer.shape)).view(buffer.shape)
-        memory = GatherBuffer(
-            name=wire.name,
-            bytes_per_element=Fraction(entries.nbytes, slot.numel),
-            data=entries.view(-1).view(torch.uint8),
-        )
+        memory = entries.view(-1).view(torch.uint8)
         for rank, bounds in enumerate(ranks):
-            gathered = set(memory.slice_of(rank, dp_size).view(torch.int64).tolist())
+            gathered = set(memory.chunk(dp_size)[rank].view(torch.int64).tolist())
             held = set(entries[buffer.slices(bounds)].flatten().tolist())
             assert gathered == held if not buffer.overlaps else gathered <= held
 

@@ -8,7 +8,7 @@ from moe_optim import ops
 from moe_optim.errors import PatchError
 from moe_optim.formats import DIRECTIONS, FORMATS, FP8_BLOCK, MXFP8, QuantizedWeight
 from moe_optim.kernels.member_table import MemberTable, TableEntry
-from moe_optim.weights.te.quantizer import import_error, make_quantizer
+from moe_optim.weights.te.recipe import import_error, make_quantizer
 from tests.support.inputs import SENTINEL, wide_range_weights, with_specials
 from tests.support.number_formats.special_values import SPECIAL_CASES, special_weight
 

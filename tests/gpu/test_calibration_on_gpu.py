@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_optim.weights.te.quantizer import import_error
+from moe_optim.weights.te.recipe import import_error
 from tests.support.bytes import assert_bytes_equal
 from tests.support.gpu_sharing import places
 from tests.support.training_runs.side_runs import ROOT

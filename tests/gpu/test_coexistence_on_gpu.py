@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks.step import DETERMINISTIC_ENVIRONMENT
-from moe_optim.weights.te import quantizer
+from moe_optim.weights.te import recipe as quantizer
 from tests.support.training_runs.observed_run import Report
 from tests.support.training_runs.side_runs import EAGER, Flags, Machine, Run, missing_settings
 

@@ -11,6 +11,7 @@ from megatron.core.fusions.fused_bias_geglu import quick_gelu
 import moe_optim
 from moe_optim.errors import StateError
 from moe_optim.formats import DIRECTIONS, FORMATS, MXFP8, BlockScaledFormat, reference
+from moe_optim.weights.storage import Weights
 from tests.support.bytes import assert_bytes_equal, assert_same_tensors
 from tests.support.inputs import wide_range_weights, with_specials
 from tests.support.modules import experts
@@ -23,7 +24,7 @@ from tests.support.modules.compiling import (
     rewrite,
     run_passes,
 )
-from tests.support.states.holders import bind
+from tests.support.states.buckets import bind
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -104,7 +105,7 @@ def test_graphs_that_replay_cuda_graphs_follow_the_weights(format: BlockScaledFo
         got = {name: tensor.clone() for name, tensor in run_passes(call, linear, COUNTS).items()}
         assert_same_tensors(got, run_passes(scaled, linear, COUNTS), what=f"run {seed}")
     if format is not None:
-        bind(linear.storage).is_fresh = False
+        bind(linear.storage).is_now(Weights.STALE)
         with pytest.raises(StateError, match="start_param_sync"):
             call(*make_tokens(linear, COUNTS))
 

@@ -15,7 +15,7 @@ from moe_optim.kernels.steps import staging
 from moe_optim.kernels.steps.host_memory import HostMemory
 from moe_optim.optimizer.host_states import HostStates
 from moe_optim.weights.storage import PortableStorage
-from moe_optim.weights.te.quantizer import import_error
+from moe_optim.weights.te.recipe import import_error
 from tests.gpu.test_coexistence_on_gpu import LOCAL, OVERLAP, SMALL
 from tests.gpu.test_step_on_gpu import DTYPES, set_number, weights_of
 from tests.support.bytes import assert_bytes_equal, assert_values_equal

@@ -20,7 +20,7 @@ from moe_optim.formats import (
 from moe_optim.kernels.member_table import MemberTable, TableEntry
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import SENTINEL, wide_range_weights, with_specials
-from tests.support.number_formats.gather import buffer_views, make_buffers
+from tests.support.number_formats.gather import make_buffers
 from tests.support.number_formats.special_values import (
     SPECIAL_CASES,
     assert_special_case,
@@ -245,14 +245,12 @@ def test_shards_of_any_shape_and_cut_equal_the_whole_weight(weight, dtype):
 @EVERY_FORMAT
 def test_gather_buffers_are_written_in_place(format):
     masters = [wide_range_weights(2, 128, 256), wide_range_weights(1, 256, 384, seed=1)]
-    buffers = make_buffers(format, sum(master.numel() for master in masters), device="cuda")
-    entries, start = [], 0
+    _, views = make_buffers(format, [tuple(master.shape) for master in masters], device="cuda")
+    entries = []
     for index, master in enumerate(masters):
-        views = buffer_views(buffers, format, tuple(master.shape), start)
-        target = replace(poisoned(format, tuple(master.shape)), **views)
+        target = replace(poisoned(format, tuple(master.shape)), **views[index])
         source = master.cuda()
         entries.append(TableEntry(parameter=f"fc{index}", source=source, target=target))
-        start += master.numel()
     table = MemberTable.build(entries)
     assert all_in_kernels(table)
     expected = expected_buffers(entries)

@@ -10,7 +10,7 @@ from moe_optim import ops
 from moe_optim.formats import FORMATS
 from moe_optim.formats.reference.adam import step_into
 from moe_optim.kernels.steps.table import AdamState, StepTable
-from moe_optim.weights.te.quantizer import import_error
+from moe_optim.weights.te.recipe import import_error
 from tests.support.bytes import assert_values_equal
 from tests.support.inputs import wide_range_weights, with_specials
 from tests.support.steps.adam_cases import HYPER, as_tensors, cases

@@ -13,15 +13,14 @@ import torch
 from benchmarks import __main__ as benchmark
 from benchmarks.step import DETERMINISTIC_ENVIRONMENT
 from moe_optim.formats import FP8_BLOCK, get_format
-from moe_optim.weights.te.factory import make_te_storages
 from moe_optim.weights.te.fields import read_values, te_formats_of
-from moe_optim.weights.te.quantizer import import_error, make_quantizer
-from moe_optim.weights.te.storage import TransformerEngineStorage
+from moe_optim.weights.te.recipe import import_error, make_quantizer
+from moe_optim.weights.te.storage import TransformerEngineStorage, make_te_storages
 from tests.gpu.test_coexistence_on_gpu import SMALL
 from tests.support.bytes import assert_bytes_equal
 from tests.support.gpu_sharing import places
 from tests.support.inputs import normal_weights, wide_range_weights
-from tests.support.states.holders import bind
+from tests.support.states.buckets import bind
 from tests.support.training_runs.side_runs import EAGER, Machine, Run
 from tests.weights.te.test_storage import assert_all_hold, bucket_memory, requantize
 from tools.upstream.engine_version import FORMATS

@@ -8,7 +8,7 @@ import torch
 from benchmarks.te.cast import group_of_one
 from moe_optim import ops
 from moe_optim.kernels.tensorwise import ScaledWeight, TensorwiseTable
-from moe_optim.weights.te.quantizer import import_error
+from moe_optim.weights.te.recipe import import_error
 from moe_optim.weights.te.tensorwise import TensorwiseCast, Transposes, can_cast
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import SENTINEL, normal_weights, wide_range_weights, with_specials

@@ -6,12 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.mutation import runner
-from tests.mutation.of_buffers import MUTANTS as OF_BUFFERS
+from tests.mutation.of_buckets import MUTANTS as OF_BUCKETS
 from tests.mutation.of_checkpoints import MUTANTS as OF_CHECKPOINTS
 from tests.mutation.of_kernels import MUTANTS as OF_KERNELS
 from tests.mutation.of_optimizer import MUTANTS as OF_OPTIMIZER
 
-ALL = (*OF_BUFFERS, *OF_CHECKPOINTS, *OF_KERNELS, *OF_OPTIMIZER)
+ALL = (*OF_BUCKETS, *OF_CHECKPOINTS, *OF_KERNELS, *OF_OPTIMIZER)
 
 
 def main() -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_optim.buckets.buffer_plan import side_by_side
+from moe_optim.buckets.layout import side_by_side
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import StateError
 from moe_optim.experts.grouped_linear import GroupedLinear

@@ -16,12 +16,12 @@ from moe_optim.errors import StateError
 from moe_optim.experts.grouped_linear import GroupedLinear
 from moe_optim.formats import FORMATS, MXFP8, MXFP8_2D, reference
 from moe_optim.weights.grouped_weight import GroupedWeight
-from moe_optim.weights.storage import PortableStorage
+from moe_optim.weights.storage import PortableStorage, Weights
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import normal_weights, wide_range_weights
 from tests.support.ranks import run_ranks
+from tests.support.states.buckets import bind, pointers
 from tests.support.states.copies import every_copy
-from tests.support.states.holders import bind
 
 SHAPE = (2, 64, 32)
 every_format = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS.keys())
@@ -56,7 +56,7 @@ def assert_buffers_equal(got, want, what=""):
 
 
 def share_memory(a, b):
-    return a.quantized_storage.pointers() == b.quantized_storage.pointers()
+    return pointers(a.quantized_storage) == pointers(b.quantized_storage)
 
 
 # What it is
@@ -82,15 +82,6 @@ def test_one_expert_may_be_viewed_as_a_matrix():
     assert_bytes_equal(weight.dequantize(), storage.dequantize("rowwise")[0])
 
 
-def test_it_is_a_parameter_and_a_leaf():
-    weight = make_weight()
-    assert isinstance(weight, torch.nn.Parameter)
-    assert isinstance(weight, GroupedWeight)
-    assert weight.is_leaf
-    assert weight.requires_grad
-    assert list(torch.nn.ParameterList([weight]).parameters()) == [weight]
-
-
 @every_format
 def test_reading_gives_the_rowwise_values(format):
     """Any torch function sees what the rowwise buffers stand for, bf16."""
@@ -99,20 +90,6 @@ def test_reading_gives_the_rowwise_values(format):
     assert_bytes_equal(weight.dequantize(), expected)
     assert_bytes_equal(weight.detach() * 1, expected)
     assert_bytes_equal(torch.zeros(SHAPE).copy_(weight.detach()), expected.float())
-
-
-def test_float_gives_values_that_are_not_shared():
-    weight = make_weight()
-    values = weight.detach().float()
-    assert type(values) is torch.Tensor
-    assert_bytes_equal(values, weight.dequantize().float())
-    before = snapshot(weight)
-    values.zero_()
-    assert_buffers_equal(buffers_of(weight), before)
-
-
-def test_repr_reads_nothing():
-    assert repr(make_weight()) == "GroupedWeight(experts.weight, [2, 64, 32], mxfp8)"
 
 
 # What shares the storage
@@ -143,13 +120,6 @@ def test_aliases_share_every_buffer(alias):
     assert_buffers_equal(buffers_of(weight), reference.quantize(values, MXFP8).buffers())
 
 
-def test_detaching_cuts_history():
-    weight = make_weight()
-    for other in (weight.detach(), weight.data):
-        assert not other.requires_grad
-        assert other.grad_fn is None
-
-
 def test_expand_as_reaches_the_gradient_accumulator():
     """DDP hangs its hooks on the node behind ``param.expand_as(param)``."""
     weight = make_weight()
@@ -160,21 +130,6 @@ def test_expand_as_reaches_the_gradient_accumulator():
     assert seen == [True]
 
 
-def test_expand_to_another_shape_gives_values():
-    weight = make_weight()
-    expanded = weight.detach().expand(3, *SHAPE)
-    assert type(expanded) is torch.Tensor
-    assert_bytes_equal(expanded[2], weight.dequantize())
-
-
-def test_the_gradient_is_a_bf16_tensor_of_the_logical_shape():
-    weight = make_weight()
-    factors = torch.arange(4096.0).view(SHAPE).bfloat16()
-    (weight * factors).sum().backward()
-    assert type(weight.grad) is torch.Tensor
-    assert_bytes_equal(weight.grad, factors)
-
-
 # What copies the storage
 
 
@@ -183,11 +138,11 @@ def test_deepcopy_of_a_linear_shares_within_the_copy_and_not_with_the_original(l
     """Experts of one storage become experts of one copy, the one that the product reads."""
     linear = make_linear(layout)
     other = copy.deepcopy(linear)
-    assert not set(other.storage.pointers()) & set(linear.storage.pointers())
+    assert not set(pointers(other.storage)) & set(pointers(linear.storage))
     for index, (weight, original) in enumerate(zip(other.weights(), linear.weights(), strict=True)):
         part = other.storage if layout == "grouped" else other.storage.expert(index)
         assert isinstance(weight, torch.nn.Parameter)
-        assert weight.quantized_storage.pointers() == part.pointers()
+        assert pointers(weight.quantized_storage) == pointers(part)
         assert_buffers_equal(buffers_of(weight), buffers_of(original))
         weight.data.copy_(torch.zeros(weight.shape))
     assert not other.operand("rowwise").any()
@@ -202,7 +157,7 @@ def test_a_copied_linear_keeps_what_the_storage_knows(layout, transfer):
     initial = [weight.get_high_precision_init_val().clone() for weight in linear.weights()]
     names = [weight.quantized_storage.name for weight in linear.weights()]
     for weight in linear.weights():
-        bind(weight.quantized_storage).is_fresh = False
+        bind(weight.quantized_storage).is_now(Weights.STALE)
     linear = copy.deepcopy(linear)  # stale, and bound no more, so that it may also be moved
     other = transfer(linear)
     assert [weight.quantized_storage.name for weight in other.weights()] == names
@@ -239,15 +194,6 @@ def test_a_copy_of_a_weight_in_training_has_no_part_in_that_training():
     other(tokens, ends).sum().backward()
     assert_bytes_equal(other.weight.grad, torch.full((2, 32, 64), 2.0).bfloat16())
     assert not weight.main_grad.any()
-
-
-@every_format
-def test_copying_to_a_device_copies_bytes(format):
-    weight = make_weight(format=format)
-    other = weight.detach().to("cpu", copy=True)
-    assert isinstance(other, GroupedWeight)
-    assert not share_memory(other, weight)
-    assert_buffers_equal(buffers_of(other), buffers_of(weight))
 
 
 # What modules do to their parameters
@@ -289,28 +235,7 @@ def test_a_linear_does_not_take_another_dtype(layout, convert):
     assert_bytes_equal(linear.operand("rowwise"), before)
 
 
-@both_layouts
-def test_a_moved_linear_stays_one_storage(layout):
-    linear = make_linear(layout)
-    before, pointers = linear.operand("columnwise"), linear.storage.pointers()
-    linear._apply(lambda weight: weight.to("cpu", copy=True))
-    assert not set(linear.storage.pointers()) & set(pointers)
-    assert_bytes_equal(linear.operand("columnwise"), before)
-    for weight in linear.weights():
-        weight.data.copy_(torch.zeros(weight.shape))
-    assert not linear.operand("columnwise").any()
-
-
 # Writing
-
-
-@every_format
-def test_copy_quantizes_values(format):
-    """``copy_`` of any float tensor leaves the oracle's bytes in every buffer."""
-    weight = make_weight(format=format)
-    values = wide_range_weights(*SHAPE, seed=1)
-    weight.data.copy_(values)
-    assert_buffers_equal(buffers_of(weight), reference.quantize(values, format).buffers())
 
 
 @settings(max_examples=20)
@@ -338,23 +263,6 @@ def test_copy_from_another_format_requantizes_values():
     target.data.copy_(source)
     expected = reference.quantize(source.dequantize(), MXFP8)
     assert_buffers_equal(buffers_of(target), expected.buffers())
-
-
-def test_copy_broadcasts_as_torch_does():
-    weight, row = make_weight(), wide_range_weights(32)
-    weight.data.copy_(row)
-    assert_buffers_equal(
-        buffers_of(weight), reference.quantize(row.expand(SHAPE).contiguous(), MXFP8).buffers()
-    )
-
-
-def test_every_write_is_counted():
-    weight = make_weight()
-    versions = [weight.quantized_storage.version]
-    for source in (torch.zeros(SHAPE), make_weight(seed=1)):
-        weight.data.copy_(source)
-        versions.append(weight.quantized_storage.version)
-    assert versions == sorted(set(versions))
 
 
 LOST_WRITES = {
@@ -455,7 +363,7 @@ READS = {
 def test_a_weight_behind_its_masters_is_not_read(read):
     """No value of an earlier step gets out by any function; handling the weight is allowed."""
     weight = make_weight()
-    bind(weight.quantized_storage).is_fresh = False
+    bind(weight.quantized_storage).is_now(Weights.STALE)
     assert weight.detach().expand_as(weight).shape == SHAPE
     assert "experts.weight" in repr(weight)
     with pytest.raises(StateError, match=r"^experts\.weight: .*earlier step.*start_param_sync"):
@@ -472,7 +380,7 @@ WRITES = {
 def test_a_weight_behind_its_masters_is_not_written(write):
     """Its gather, begun or still to come, would have the last word."""
     weight = make_weight()
-    bind(weight.quantized_storage).is_fresh = False
+    bind(weight.quantized_storage).is_now(Weights.STALE)
     before = snapshot(weight)
     with pytest.raises(
         StateError, match=r"^experts\.weight: .*going to overwrite.*start_param_sync"
@@ -487,7 +395,7 @@ def test_a_weight_behind_its_masters_is_not_written(write):
 def test_a_copy_of_a_weight_behind_its_masters_is_read_once_it_has_values_of_its_own(source):
     """No gather reaches it: an average of the weights may be kept in a copy of the model."""
     weight = make_weight()
-    bind(weight.quantized_storage).is_fresh = False
+    bind(weight.quantized_storage).is_now(Weights.STALE)
     other = copy.deepcopy(weight)
     with pytest.raises(StateError, match="earlier step"):
         other.dequantize()
@@ -542,12 +450,6 @@ def test_whatever_is_written_before_there_are_masters_is_what_they_start_from(gi
     assert linear.weight.quantized_storage.initial is None
 
 
-def test_values_are_kept_only_where_asked_for():
-    linear = GroupedLinear(*SHAPE, format=MXFP8)
-    linear.load_values(wide_range_weights(*SHAPE).bfloat16())
-    assert_bytes_equal(linear.weight.get_high_precision_init_val(), linear.weight.dequantize())
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_values_written_over_kept_ones_are_kept_as_precisely(dtype):
     """Modules keep what they load, fp32 as well, and write it afterwards."""
@@ -599,14 +501,6 @@ def _saved(value):
     torch.save(value, file)
     file.seek(0)
     return file
-
-
-@pytest.mark.parametrize("transfer", PICKLES.values(), ids=PICKLES.keys())
-def test_pickling_keeps_the_values_as_a_plain_tensor(transfer):
-    weight = make_weight()
-    loaded = transfer(weight.detach())
-    assert type(loaded) is torch.Tensor
-    assert_bytes_equal(loaded, weight.dequantize())
 
 
 @pytest.mark.parametrize("transfer", PICKLES.values(), ids=PICKLES.keys())

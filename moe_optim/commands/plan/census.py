@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_optim.buckets.buffer_plan import Slot
+from moe_optim.buckets.layout import Slot
 from moe_optim.formats import BlockScaledFormat
 
 Counts = NDArray[np.int64]

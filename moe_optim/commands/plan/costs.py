@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moe_optim.buckets.buffer_plan import Slot, plan_buffers
-from moe_optim.buckets.stock_layout import packed_nbytes
+from moe_optim.buckets.layout import Slot, packed_nbytes, plan_buffers
 from moe_optim.commands.plan.census import Counts, count_block_rows, count_owned
 from moe_optim.commands.plan.experts import PlannedBucket, PlannedExperts
 from moe_optim.commands.plan.traffic import norm_bytes, step_bytes

@@ -17,8 +17,8 @@ from moe_optim.commands.console.provenance import describe_environment
 from moe_optim.integration.patching.engine import original
 from moe_optim.integration.script_runner import trains_on_cpu
 from moe_optim.optimizer.description import describe
-from moe_optim.weights.managed import is_managed, is_tensorwise
-from moe_optim.weights.te.fields import TENSORWISE
+from moe_optim.weights.managed import is_managed
+from moe_optim.weights.te.fields import TENSORWISE, is_tensorwise
 
 
 def setup_model_and_optimizer(

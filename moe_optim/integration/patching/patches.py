@@ -225,7 +225,7 @@ OPTIMIZER: tuple[Patch, ...] = (
             "DistributedOptimizer._compute_per_buffer_param_layout"
         ),
         replacement=(
-            "moe_optim.buckets.layout:AlignedDistributedOptimizer._compute_per_buffer_param_layout"
+            "moe_optim.buckets.buffer:AlignedDistributedOptimizer._compute_per_buffer_param_layout"
         ),
         fits=in_all_versions(
             "static (params, bucket_size, data_parallel_world_size, ddp_config, param_indices)"

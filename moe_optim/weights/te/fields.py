@@ -1,6 +1,9 @@
-"""What Transformer Engine (2.20) calls the tensors of its quantized weights, and their values."""
+"""What Transformer Engine (2.20) calls the tensors and properties of its quantized weights.
 
-from collections.abc import Mapping
+Nothing has to be imported for it: classes are told by their names.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, cast
@@ -20,12 +23,11 @@ from moe_optim.formats import (
 )
 from moe_optim.formats.reference import dequantize_bf16
 from moe_optim.places import has_memory
-from moe_optim.weights.te.properties import refuse_foreign_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fields:
-    """What a tensor class calls its tensors, by what we call them."""
+    """Attributes of a tensor class, by our names of the tensors."""
 
     rowwise_data: str
     columnwise_data: str
@@ -39,6 +41,10 @@ class Fields:
         kinds = ("data", "scale", "amax") if format.has_global_amax else ("data", "scale")
         return tuple(f"{direction}_{kind}" for direction in DIRECTIONS for kind in kinds)
 
+    def attributes(self, format: BlockScaledFormat) -> tuple[str, ...]:
+        """Return the attributes of the tensors that a format needs."""
+        return tuple(getattr(self, name) for name in self.names(format))
+
 
 ONE = Fields(
     rowwise_data="_rowwise_data",
@@ -48,7 +54,7 @@ ONE = Fields(
     rowwise_amax="_amax_rowwise",
     columnwise_amax="_amax_columnwise",
 )
-"""Of a tensor [R, C]: an expert, or a dense weight."""
+"""Fields of a tensor [R, C]: an expert, or a dense weight."""
 GROUPED = Fields(
     rowwise_data="rowwise_data",
     columnwise_data="columnwise_data",
@@ -57,13 +63,13 @@ GROUPED = Fields(
     rowwise_amax="amax",
     columnwise_amax="columnwise_amax",
 )
-"""Of a ``GroupedTensor`` [E, R, C], flat; its members are tensors [R, C] over the same memory."""
+"""Fields of a ``GroupedTensor`` [E, R, C], flat; its members are tensors [R, C] over the memory."""
 
 SWIZZLED = "_with_gemm_swizzled_scales"
-"""Says of a tensor, or of a group, that scales lie in the order of products."""
+"""Attribute of a tensor, or of a group, whose scales lie in the order of GEMMs."""
 
 TENSORWISE = "tensorwise"
-"""What Megatron calls FP8 with one scale a weight, which is no format of ours."""
+"""What Megatron calls FP8 with per-tensor scaling, which is no format of ours."""
 
 _FORMATS: Mapping[str, tuple[BlockScaledFormat, ...]] = MappingProxyType(
     {
@@ -81,61 +87,27 @@ _FORMATS: Mapping[str, tuple[BlockScaledFormat, ...]] = MappingProxyType(
 def te_formats_of(param: Any) -> tuple[BlockScaledFormat, ...]:
     """Return the formats that a weight of Transformer Engine can hold, none for other tensors.
 
-    Found by the names of classes, so that nothing has to be imported. A ``GroupedTensor`` in high
-    precision has none.
+    A ``GroupedTensor`` in high precision has none.
     """
     deciding = param.quantizer if is_grouped(param) else param
     names = [cls.__name__ for cls in type(deciding).__mro__]
     return next((_FORMATS[name] for name in names if name in _FORMATS), ())
 
 
-def has_scale_a_tensor(param: Any) -> bool:
-    """Return whether a weight of Transformer Engine is FP8 with one scale, that of its last amax.
+def is_tensorwise(param: Any) -> bool:
+    """Return whether a weight of Transformer Engine is FP8 with the scale of its last amax.
 
-    Megatron's own buffers hold such weights. Delayed scaling, whose scale is older, makes others.
+    Megatron quantizes and gathers such weights in its own buffers, of our masters. Its step writes
+    no part of them in bf16: every shard of one needs the scale of all of it. Delayed scaling, whose
+    scale is older, makes others.
     """
     quantizer = getattr(param, "_quantizer", None)
     return _is_a(param, "Float8Tensor") and _is_a(quantizer, "Float8CurrentScalingQuantizer")
 
 
-def data_of(param: Any) -> list[Tensor]:
-    """Return what there is of the bytes of a weight that :func:`has_scale_a_tensor`, no copies.
-
-    Its transpose is there from its first use on, where products want one.
-    """
-    found = (getattr(param, name, None) for name in ("_data", "_transpose"))
-    return [data for data in found if data is not None]
-
-
-def require_memory(where: str, weight: Any) -> None:
-    """Check that the bytes of a weight are here, plain or quantized; no byte is read.
-
-    A portable weight's storage tells by itself.
-
-    Args:
-        where: what the error begins with.
-        weight: of any class.
-
-    Raises:
-        StateError: they are offloaded.
-    """
-    if type(weight) in (Tensor, torch.nn.Parameter):
-        found = [weight]
-    elif has_scale_a_tensor(weight):
-        found = data_of(weight)
-    else:
-        names = GROUPED if is_grouped(weight) else ONE
-        found = [getattr(weight, names.rowwise_data, None)]
-    if not all(has_memory(data) for data in found if data is not None):
-        raise StateError(
-            f"{where}: expected the values of the weight, got none: they are offloaded. Call "
-            "reload_from_cpu() on the buffers of the DDP module first."
-        )
-
-
 def is_quantized(param: Any) -> bool:
     """Return whether a tensor is a quantized weight, so that its values are :func:`read_values`."""
-    return bool(te_formats_of(param)) or has_scale_a_tensor(param)
+    return bool(te_formats_of(param)) or is_tensorwise(param)
 
 
 def is_grouped(param: Any) -> bool:
@@ -147,16 +119,55 @@ def _is_a(value: Any, name: str) -> bool:
     return any(cls.__name__ == name for cls in type(value).__mro__)
 
 
+# Values
+
+
+def data_of(param: Any) -> list[Tensor]:
+    """Return what there is of the bytes of a weight that :func:`is_tensorwise`, no copies.
+
+    Its transpose is there from its first use on, where GEMMs want one.
+    """
+    found = (getattr(param, name, None) for name in ("_data", "_transpose"))
+    return [data for data in found if data is not None]
+
+
+def require_memory(where: str, weight: Any) -> None:
+    """Check that the bytes of a weight are here, plain or quantized; no byte is read.
+
+    A portable weight's storage tells by itself.
+
+    Args:
+        where: beginning of the error.
+        weight: weight of any class.
+
+    Raises:
+        StateError: they are offloaded.
+    """
+    if type(weight) in (Tensor, torch.nn.Parameter):
+        found = [weight]
+    elif is_tensorwise(weight):
+        found = data_of(weight)
+    else:
+        names = GROUPED if is_grouped(weight) else ONE
+        found = [getattr(weight, names.rowwise_data, None)]
+    if not all(has_memory(data) for data in found if data is not None):
+        raise StateError(
+            f"{where}: expected the values of the weight, got none: they are offloaded. Call "
+            "reload_from_cpu() on the buffers of the DDP module first."
+        )
+
+
 def used_scales(
     stored: Tensor, format: BlockScaledFormat, shape: tuple[int, int, int], direction: Direction
 ) -> Tensor:
     """Return the scales of a weight [E, R, C] without padding and repeats, a view.
 
     Args:
-        stored: [E, ...] as products read them.
-        format: of the weight.
-        shape: of the weight.
-        direction: of 2-D blocks that are not transposed, columnwise scales lie as rowwise ones do.
+        stored: [E, ...] as GEMMs read them.
+        format: format of the weight.
+        shape: shape of the weight.
+        direction: direction of the scales; those of 2-D blocks that are not transposed lie as
+            rowwise ones do.
     """
     _, down, across = format.scale_shape(shape, direction)
     if direction == "columnwise" and format.columnwise_copy == "shared":
@@ -174,23 +185,25 @@ def read_values(weight: Any) -> Tensor:
     Raises:
         StateError: the scales are not in plain order, or the bytes are offloaded, or the weight, or
             the group it is a member of, is known to be behind its masters; or see
-            :func:`~moe_optim.weights.te.properties.refuse_foreign_bytes`.
+            :func:`refuse_foreign_bytes`.
     """
-    if has_scale_a_tensor(weight):
-        require_memory(type(weight).__name__, weight)
+    name = type(weight).__name__
+    if is_tensorwise(weight):
+        require_memory(name, weight)
         return cast(Tensor, weight.dequantize(dtype=torch.bfloat16))
     storage = getattr(weight, "quantized_storage", None) or getattr(weight, "group_storage", None)
     if storage is not None:
         storage.require_fresh()
-    require_memory(storage.name if storage else type(weight).__name__, weight)
+        name = storage.name
+    require_memory(name, weight)
     if getattr(weight, SWIZZLED, False):
         raise StateError(
-            f"{storage.name if storage else type(weight).__name__}: expected plain scales, got "
-            "scales in the order of products (swizzled). Call start_param_sync(force_sync=True) on "
-            "the DDP module after the next step, which puts them back, before values are read."
+            f"{name}: expected plain scales, got scales in the order of products (swizzled). Call "
+            "start_param_sync(force_sync=True) on the DDP module after the next step, which puts "
+            "them back, before values are read."
         )
     formats = te_formats_of(weight)
-    refuse_foreign_bytes(weight, formats, storage.name if storage else type(weight).__name__)
+    refuse_foreign_bytes(weight, formats, name)
     fields = GROUPED if is_grouped(weight) else ONE
     format = formats[0]  # rows of square blocks are read as those of 1-D blocks
     experts, rows, cols = shape = tuple(weight.shape) if fields is GROUPED else (1, *weight.shape)
@@ -205,3 +218,87 @@ def read_values(weight: Any) -> Tensor:
         global_amax=amax,
     )
     return values.view(weight.shape)
+
+
+# Properties of bytes that no format here has
+
+_PROPERTIES: Mapping[str, tuple[Any, str]] = MappingProxyType(
+    {
+        "block_len": (128, "blocks of {}"),
+        "force_pow_2_scales": (
+            True,
+            "scales that are no powers of two (force_pow_2_scales=False: unset "
+            "NVTE_FP8_BLOCK_SCALING_FP32_SCALES)",
+        ),
+        "amax_epsilon": (0.0, "an amax of {} at least (amax_epsilon)"),
+        "stochastic_rounding": (False, "stochastic rounding"),
+        "with_rht": (False, "a Hadamard transform"),
+        "with_amax_reduction": (False, "an amax of several ranks (with_amax_reduction)"),
+        "row_scaled_nvfp4": (False, "an amax a row"),
+        "nvfp4_use_4over6": (False, "four-over-six blocks"),
+        "nvfp4_e4m3_max": (448, "block scales up to {}"),
+    }
+)
+"""Property of a weight or its quantizer -> value that our formats have, and what others mean."""
+
+
+def refuse_foreign_bytes(weight: Any, formats: Sequence[BlockScaledFormat], name: str) -> None:
+    """Raise where a weight is quantized in another way than its format, or would be from now on.
+
+    Directions are no matter: Transformer Engine asks for them as it needs them, and weights here
+    have both. Neither is the order of scales, which changes.
+
+    Args:
+        weight: quantized ``GroupedTensor``, or tensor [R, C].
+        formats: formats that it may have; of one kind of elements.
+        name: name of the weight, for errors.
+
+    Raises:
+        StateError: everything that makes it another, by its name.
+    """
+    found = []
+    if (element := foreign_element(weight)) is not None:
+        found.append(f"elements of {element}")
+    squares = _have_square_blocks(weight, formats[0])
+    if all(one.is_2d for one in formats) and False in squares:
+        found.append("blocks of one row (1-D)")
+    if not any(one.is_2d for one in formats) and True in squares:
+        found.append("square blocks (2-D)")
+    for field, (own, meaning) in _PROPERTIES.items():
+        others = [value for value in _values_of(weight, field) if value != own]
+        found += [meaning.format(value) for value in others[:1]]
+    if found:
+        raise StateError(
+            f"{name} {list(weight.shape)}: expected {' or '.join(one.name for one in formats)} as "
+            f"Transformer Engine's default recipe makes it, got {', '.join(found)}. Build the "
+            "model with moe_optim installed and that recipe, or train these weights with stock: "
+            "drop --fp8-param-gather or --fp4-param-gather, or --use-moe-grouped-optim."
+        )
+
+
+def foreign_element(weight: Any) -> str | None:
+    """Return the dtype of the elements of a weight where it is neither E4M3 nor E2M1: E5M2."""
+    dtypes = [*_values_of(weight, "fp8_dtype"), *_values_of(weight, "fp4_dtype")]
+    dtypes += [getattr(_quantizer_of(weight), "dtype", None)]
+    names = [getattr(dtype, "name", None) for dtype in dtypes]
+    return next((one for one in names if one not in (None, "kFloat8E4M3", "kFloat4E2M1")), None)
+
+
+def _have_square_blocks(weight: Any, format: BlockScaledFormat) -> set[bool]:
+    """Return what weight and quantizer say of it, which may be nothing or both."""
+    said = {*_values_of(weight, "is_2D_scaled"), *_values_of(weight, "with_2d_quantization")}
+    said |= {dimensions == 2 for dimensions in _values_of(weight, "block_scaling_dim")}
+    if not said and format.name == "mxfp8_2d":
+        return {_quantizer_of(weight) is None}  # MXFP8 of Transformer Engine 2.18 has rows alone
+    return said
+
+
+def _values_of(weight: Any, field: str) -> list[Any]:
+    """Return the values of a property; a weight and its quantizer may differ, so both are asked."""
+    places = ((weight, f"_{field}"), (weight, field), (_quantizer_of(weight), field))
+    values = [getattr(place, called, None) for place, called in places]
+    return [value for value in values if value is not None]
+
+
+def _quantizer_of(weight: Any) -> Any:
+    return getattr(weight, "quantizer", None) or getattr(weight, "_quantizer", None)

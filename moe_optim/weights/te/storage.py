@@ -1,30 +1,37 @@
 """Transformer Engine's quantized weights behind the interface of our own storage.
 
-Data is used where it lies: a bucket's buffers become the weight's own. Scales are kept once per
+Data is used where it lies: a bucket's buffers become the weight's own. Scales are kept once a
 block, as they travel, and spread into the padded tensors that GEMMs read when a gather finishes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_optim.errors import StateError
+from moe_optim.errors import ConfigError, StateError
 from moe_optim.formats import DIRECTIONS, BlockScaledFormat, Direction, QuantizedWeight
 from moe_optim.kernels.member_table import Backend
 from moe_optim.places import Attributes
 from moe_optim.weights.storage import BindingBucket, PortableStorage, WeightStorage
-from moe_optim.weights.te.fields import GROUPED, ONE, SWIZZLED, is_grouped, read_values, used_scales
-from moe_optim.weights.te.properties import refuse_foreign_bytes
+from moe_optim.weights.te.fields import (
+    GROUPED,
+    ONE,
+    SWIZZLED,
+    is_grouped,
+    read_values,
+    refuse_foreign_bytes,
+    used_scales,
+)
+from moe_optim.weights.te.recipe import import_error, make_quantizer
 
 
 class TransformerEngineStorage(WeightStorage):
     """One weight of Transformer Engine: [R, C] as a storage [1, R, C], or a group [E, R, C].
 
-    Where a module of Transformer Engine owns the weight, its products read it, and nobody here can
+    Where a module of Transformer Engine owns the weight, its GEMMs read it, and nobody here can
     stop a stale read.
 
     Args:
@@ -64,16 +71,14 @@ class TransformerEngineStorage(WeightStorage):
         self._take_note_of_fields()
 
     @property
-    def initial(self) -> Tensor | None:
-        """Values before quantization, until masters have been made of them."""
+    def _initial(self) -> Tensor | None:
         return getattr(self._param, "_high_precision_init_val", None)
 
-    @initial.setter
-    def initial(self, values: Tensor | None) -> None:
-        self._tell_of_initial(values)
+    @_initial.setter
+    def _initial(self, values: Tensor | None) -> None:
         if values is not None:
             self._param._high_precision_init_val = values
-        elif self.initial is not None:
+        elif self._initial is not None:
             del self._param._high_precision_init_val
 
     def renew_initial(self) -> bool:
@@ -105,35 +110,31 @@ class TransformerEngineStorage(WeightStorage):
 
     @property
     def storage_scales(self) -> Mapping[Direction, Tensor]:
-        """Padded scales that products read, [E, ...] each."""
+        """Padded scales that GEMMs read, [E, ...] each."""
         return {direction: self._get(f"{direction}_scale") for direction in DIRECTIONS}
 
-    def pointers(self) -> tuple[int, ...]:
-        """Return the address of everything that products read."""
-        own, of_member = self._attributes
-        tensors = [getattr(self._param, name) for name in own]
-        tensors += [getattr(one, name) for one in self._members() for name in of_member]
-        return tuple([0 if tensor is None else tensor.data_ptr() for tensor in tensors])
+    @property
+    def have_moved(self) -> bool:
+        """Whether a group was given other tensors or members, or scales in the order of GEMMs.
 
-    def has_moved(self) -> bool:
-        """Return whether somebody gave the weight other tensors, or put its scales in order."""
-        if self.watched is None:
-            return bool(self._swizzled()) or self.pointers() != self._pointers
-        return super().has_moved()
+        Asked of the storage itself, since members can be made anew.
+        """
+        return bool(self._swizzled()) or self._pointers() != self._known_pointers
 
-    @cached_property
-    def _attributes(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The names under which the weight, and a member of a group, keep their tensors."""
-        own, of_member = (
-            tuple(getattr(fields, name) for name in fields.names(self.format))
-            for fields in (self._fields, ONE)
-        )
-        return own, of_member
+    def _pointers(self) -> list[int]:
+        """Return the addresses of what a weight and its members keep."""
+        owners = [(self._fields, self._param), *((ONE, member) for member in self._members())]
+        tensors = [
+            getattr(owner, name)
+            for fields, owner in owners
+            for name in fields.attributes(self.format)
+        ]
+        return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
     def take_over(self) -> None:
         """Make tensors that somebody gave the weight those of this storage, scales in plain order.
 
-        Whoever put scales in the order of products did it for bytes that are overwritten next.
+        Scales that are in the order of GEMMs are those of bytes that are overwritten next.
 
         Raises:
             StateError: data that a bucket gathers into is no longer the weight's, or the bytes are
@@ -161,19 +162,13 @@ class TransformerEngineStorage(WeightStorage):
         self._point_at_buffers()
 
     def bind(self, buffers: Mapping[str, Tensor], bucket: BindingBucket) -> None:
-        """Move the bytes of some buffers into memory of a bucket, and stay there."""
-        held = self.quantized
-        for name, buffer in buffers.items():
-            buffer.copy_(getattr(held, name))
-        both: dict[str, Any] = dict(buffers)
+        """Move the bytes of some buffers into memory of a bucket; the weight gets views of it."""
+        super().bind(buffers, bucket)
         if self.format.is_2d and "rowwise_scale" in buffers:
-            both["columnwise_scale"] = buffers["rowwise_scale"].transpose(1, 2)
-        if self.format.columnwise_copy == "shared" and "rowwise_data" in buffers:
-            both["columnwise_data"] = buffers["rowwise_data"]
-        self.laid_out = replace(held, **both)
+            columnwise_scale = buffers["rowwise_scale"].transpose(1, 2)
+            self.laid_out = replace(self.laid_out, columnwise_scale=columnwise_scale)
         self._point_at_buffers()
         self._gathered = frozenset(buffers)
-        self.bucket = bucket
 
     def note_write(self) -> None:
         """Spread the scales into their padded form, and take note of the bytes."""
@@ -204,9 +199,9 @@ class TransformerEngineStorage(WeightStorage):
         return copy
 
     def _swizzled(self) -> list[Any]:
-        """Return the tensors whose scales lie in the order of products."""
-        buckets = [self._param, *self._members()]
-        return [one for one in buckets if getattr(one, SWIZZLED, False)]
+        """Return the tensors whose scales lie in the order of GEMMs."""
+        owners = [self._param, *self._members()]
+        return [one for one in owners if getattr(one, SWIZZLED, False)]
 
     def _members(self) -> list[Any]:
         """Return the tensors of a group, if Transformer Engine has made them."""
@@ -253,12 +248,13 @@ class TransformerEngineStorage(WeightStorage):
 
     def _take_note_of_fields(self) -> None:
         """Know where everything lies now; members know of the group that tells if it is fresh."""
-        self._pointers = self.pointers()
         if self._fields is ONE:
             flags = (SWIZZLED,) if hasattr(self._param, SWIZZLED) else ()
-            self.watched = (Attributes.of([self._param], self._attributes[0], flags),)
+            names = ONE.attributes(self.format)
+            self.watched = (Attributes.of([self._param], names, flags),)
         else:
-            self.watched = None  # its members can be made anew
+            self._known_pointers = self._pointers()
+            self.watched = (self,)
         for member in self._members():
             member.group_storage = self
 
@@ -280,7 +276,7 @@ class TransformerEngineStorage(WeightStorage):
             )
 
     def _complete(self) -> None:
-        """Have what products will want and Transformer Engine makes on demand, padding zeroed."""
+        """Allocate what Transformer Engine makes on demand for GEMMs, and zero the padding."""
         device = getattr(self._param, self._fields.rowwise_data).device
         for name in self._fields.names(self.format):
             if name == "columnwise_data" and self.format.columnwise_copy == "shared":
@@ -326,3 +322,48 @@ def _dtype(name: str, format: BlockScaledFormat) -> torch.dtype:
     if name.endswith("amax"):
         return torch.float32
     return format.scale_dtype if name.endswith("scale") else torch.uint8
+
+
+def make_te_storages(
+    format: BlockScaledFormat,
+    shape: tuple[int, int, int],
+    *,
+    apart: bool,
+    name: str,
+    device: torch.device | str | None,
+    record_amax: bool,
+    backend: Backend,
+) -> Sequence[WeightStorage]:
+    """Return storages of portable experts: of a ``GroupedTensor``, or a tensor of its class each.
+
+    Nothing of Transformer Engine's is launched, so that formats are held in its classes also where
+    its kernels do not run.
+
+    Raises:
+        ConfigError: Transformer Engine cannot be imported.
+        LayoutError: ``shape`` does not fit the format.
+    """
+    experts, rows, cols = format.check_shape(shape, name)
+    if why := import_error():
+        raise ConfigError(
+            f"moe_optim: storage: expected Transformer Engine for transformer_engine, got {why}. "
+            "Install it, or set storage: portable."
+        )
+    from transformer_engine.pytorch.tensor.grouped_tensor import GroupedTensor
+
+    quantizer, like = make_quantizer(format), {"dtype": torch.bfloat16, "device": device}
+    if apart:
+        weights = {
+            f"{name}{index}": quantizer.make_empty((rows, cols), **like) for index in range(experts)
+        }
+    else:
+        shapes = [(rows, cols)] * experts
+        weights = {
+            name: GroupedTensor.make_grouped_tensor_with_shapes(
+                num_tensors=experts, shapes=shapes, quantizer=quantizer, **like
+            )
+        }
+    return [
+        TransformerEngineStorage(weight, format, called, record_amax=record_amax, backend=backend)
+        for called, weight in weights.items()
+    ]

@@ -1,4 +1,4 @@
-"""Transformer Engine's weights with one scale: cast from masters, transposed after a gather.
+"""Per-tensor scaling in Transformer Engine: weights cast from masters, transposed after a gather.
 
 All weights take a few launches, where Transformer Engine takes one or two a weight.
 """
@@ -16,7 +16,7 @@ from moe_optim.kernels.finish_table import FinishTable
 from moe_optim.kernels.member_table import runs_triton
 from moe_optim.kernels.tensorwise import ScaledWeight, TensorwiseTable
 from moe_optim.places import Attributes
-from moe_optim.weights.te.fields import has_scale_a_tensor, require_memory
+from moe_optim.weights.te.fields import is_tensorwise, require_memory
 
 
 def codes_and_scale(weight: Any) -> tuple[Tensor, Tensor]:
@@ -31,17 +31,13 @@ def codes_and_scale(weight: Any) -> tuple[Tensor, Tensor]:
     return weight._data, weight._scale_inv.view(1)
 
 
-_CAPTURED: set[FinishTable] = set()
-"""What launches of a CUDA graph read at every replay, long after it was last asked for."""
-
-
 class TensorwiseCast:
     """What Megatron's ``quantize_param_shard`` does to weights that :func:`can_cast`.
 
     It writes the same bytes, and leaves to Megatron what follows the gather of them.
 
     Args:
-        weights: those of all ranks that share them, in the same order on each.
+        weights: weights of all ranks that share them, in the same order on each.
         masters: [n] fp32 of what this rank owns of each, the optimizer's own tensors; or None.
         starts: first element of each master, counted in the weight; None where there is none.
 
@@ -82,26 +78,26 @@ class TensorwiseCast:
 def can_cast(weights: Sequence[Any]) -> bool:
     """Return whether a :class:`TensorwiseCast` knows how each of some weights is quantized.
 
-    It is told by their classes and recipes, which all ranks have alike.
+    It must be E4M3 of bf16 values, its scale neither floored nor rounded. All ranks say the same,
+    since their classes and recipes are alike.
     """
-    return bool(weights) and all(map(_is_plain, weights))
-
-
-def _is_plain(weight: Any) -> bool:
-    """Return whether a weight is E4M3 of bf16 values, its scale neither floored nor rounded."""
-    quantizer: Any = getattr(weight, "_quantizer", None)
-    return (
-        has_scale_a_tensor(weight)
+    return bool(weights) and all(
+        is_tensorwise(weight)
         and getattr(weight, "_data", None) is not None
         and weight.dtype == torch.bfloat16
-        and quantizer.dtype.name == "kFloat8E4M3"
-        and not quantizer.force_pow_2_scales
-        and not quantizer.amax_epsilon
+        and weight._quantizer.dtype.name == "kFloat8E4M3"
+        and not weight._quantizer.force_pow_2_scales
+        and not weight._quantizer.amax_epsilon
+        for weight in weights
     )
 
 
+_CAPTURED: set[FinishTable] = set()
+"""What launches of a CUDA graph read at every replay, long after it was last asked for."""
+
+
 class Transposes:
-    """The transposes that products of a Hopper read, of weights that have one. See :meth:`of`."""
+    """The transposes that GEMMs of a Hopper read, of weights that have one. See :meth:`of`."""
 
     def __init__(self, weights: Sequence[Any]) -> None:
         self._table = FinishTable.of_transposes([(one._data, one._transpose) for one in weights])
@@ -133,7 +129,7 @@ class Transposes:
 def _has_transpose(weight: Any) -> bool:
     data, transpose = (getattr(weight, name, None) for name in ("_data", "_transpose"))
     return (
-        has_scale_a_tensor(weight)
+        is_tensorwise(weight)
         and data is not None
         and transpose is not None
         and not weight._transpose_invalid

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_optim.buckets.buffer_plan import Slot
+from moe_optim.buckets.layout import Slot
 from moe_optim.commands.plan.census import count_block_rows, count_owned
 from moe_optim.formats import FORMATS
 

@@ -13,8 +13,8 @@ from megatron.training import training
 
 from benchmarks import requantize
 from benchmarks.cases import Case
-from moe_optim.buckets.buffer_plan import Slot
-from moe_optim.buckets.layout import AlignedDistributedOptimizer
+from moe_optim.buckets.buffer import AlignedDistributedOptimizer
+from moe_optim.buckets.layout import Slot
 from moe_optim.buckets.states import Event
 from moe_optim.commands.cli import main as cli
 from moe_optim.commands.plan import experts as planned_experts
@@ -159,7 +159,7 @@ class RealRank:
 
     def gathered(self):
         return sum(
-            sum(buffer.data.nbytes for buffer in gather.sliced)
+            sum(buffer.nbytes for buffer in gather.sliced)
             + sum(values.nbytes for values in gather.reduced)
             for gather in self.gathers
         )

@@ -1,40 +1,37 @@
-"""Gather buffers of a bucket, and the buffers of a weight within them."""
+"""Gather buffers of a bucket, and the views that weights have of them."""
+
+from collections.abc import Sequence
+from math import prod
 
 import torch
+from torch import Tensor
 
-from moe_optim.buckets.gather_buffer import GatherBuffer
+from moe_optim.buckets.layout import Slot, plan_buffers
 from moe_optim.formats import BlockScaledFormat, QuantizedWeight
 
 
-def make_buffers(format: BlockScaledFormat, numel: int, device="cpu") -> dict[str, GatherBuffer]:
-    """Return one buffer for everything that travels, but for the amaxes, full of 0xA5."""
-    kinds = {"data": format.data_bytes_per_element, "scale": format.scale_bytes_per_element}
-    buffers = {}
-    for direction in format.gathered_directions:
-        for kind, ratio in kinds.items():
-            name = f"{direction}_{kind}"
-            data = torch.full((int(numel * ratio),), 0xA5, dtype=torch.uint8, device=device)
-            buffers[name] = GatherBuffer(name=name, bytes_per_element=ratio, data=data)
-    return buffers
-
-
-def buffer_views(
-    buffers: dict[str, GatherBuffer],
-    format: BlockScaledFormat,
-    shape: tuple[int, int, int],
-    start: int,
-) -> dict[str, torch.Tensor]:
-    """Return the buffers of a weight at element ``start`` of the bucket, without a copy."""
-    like = QuantizedWeight.empty(format, shape, device="meta").gathered_buffers()
-    numel = shape[0] * shape[1] * shape[2]
-    views = {
-        name: buffer.data.narrow(
-            0, int(start * buffer.bytes_per_element), int(numel * buffer.bytes_per_element)
-        )
-        .view(like[name].dtype)
-        .view(like[name].shape)
-        for name, buffer in buffers.items()
+def make_buffers(
+    format: BlockScaledFormat, shapes: Sequence[tuple[int, int, int]], device: str = "cpu"
+) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+    """Return all but the amaxes of what travels, full of 0xA5, and the views of each weight."""
+    slots, start = [], 0
+    for shape in shapes:
+        slots.append(Slot(name="weight", start=start, shape=shape))
+        start = slots[-1].end
+    plans = [plan for plan in plan_buffers(format, slots, start, 1) if plan.is_sliced]
+    buffers = {
+        plan.name: torch.full((plan.nbytes,), 0xA5, dtype=torch.uint8, device=device)
+        for plan in plans
     }
-    if format.columnwise_copy == "shared":
-        views["columnwise_data"] = views["rowwise_data"]
-    return views
+    views = []
+    for index, shape in enumerate(shapes):
+        like = QuantizedWeight.empty(format, shape, device="meta").gathered_buffers()
+        own = {}
+        for plan in plans:
+            entries = buffers[plan.name].view(like[plan.name].dtype)
+            part = entries.narrow(0, plan.starts[index], prod(plan.shapes[index]))
+            own[plan.name] = part.view(plan.shapes[index])
+        if format.columnwise_copy == "shared":
+            own["columnwise_data"] = own["rowwise_data"]
+        views.append(own)
+    return buffers, views

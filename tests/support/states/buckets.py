@@ -1,17 +1,18 @@
-"""Managed buckets without a model: their parameters, gradient memory and masters are a test's."""
+"""Managed buckets without a model, and stand-ins for those that weights are bound to."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_optim.buckets.buffer_plan import Slot
 from moe_optim.buckets.gather import OwnedMaster
+from moe_optim.buckets.layout import Slot
 from moe_optim.buckets.managed_bucket import ManagedBucket
 from moe_optim.buckets.states import Event, Gradients
 from moe_optim.weights.grouped_weight import GroupedWeight
-from moe_optim.weights.storage import PortableStorage
+from moe_optim.weights.storage import PortableStorage, Weights, WeightState, new_version
 
 REACHED_BY = {  # what takes a bucket that shares memory into each state
     Gradients.ZERO: (),
@@ -74,3 +75,39 @@ def own_masters(
             own = master.reshape(-1)[place.start : place.stop].clone()
             owned.append(OwnedMaster(param=param, start=place.start, master=own))
     return owned
+
+
+@dataclass(eq=False)
+class StandInBucket:
+    """Stands in for the bucket that a weight is bound to; a test says what its weights are."""
+
+    state: WeightState = field(default_factory=WeightState)
+    version: int = -1
+    gradients: int = 0
+    """How many have been announced."""
+
+    def is_now(self, weights: Weights) -> None:
+        self.state.weights = weights
+
+    def before_gradient(self) -> None:
+        self.gradients += 1
+
+    def note_initial(self) -> None:
+        """Nothing drops initial values here."""
+
+    def gather(self) -> None:
+        """New bytes have arrived."""
+        self.version = new_version()
+
+
+def bind(storage: Any, buffers: Mapping[str, Tensor] | None = None) -> StandInBucket:
+    """Bind a storage to a bucket of its own, with memory for some buffers; return the bucket."""
+    bucket = StandInBucket()
+    storage.bind(buffers or {}, bucket=bucket)
+    return bucket
+
+
+def pointers(storage: Any) -> tuple[int, ...]:
+    """Return the address of everything that products read."""
+    tensors = (*storage.laid_out.buffers().values(), *storage.storage_scales.values())
+    return tuple(tensor.data_ptr() for tensor in tensors)

@@ -24,8 +24,7 @@ from moe_optim.experts.grouped_linear import GroupedLinear
 from moe_optim.formats import get_format, reference
 from moe_optim.formats.reference.adam import Hyper, step_into
 from moe_optim.kernels.steps import staging
-from moe_optim.weights.grouped_weight import GroupedWeight
-from moe_optim.weights.storage import GradientNote
+from moe_optim.weights.grouped_weight import GradientNote, GroupedWeight
 from tests.support.bytes import assert_same_tensors
 from tests.support.modules import serving
 from tests.support.states import making_room

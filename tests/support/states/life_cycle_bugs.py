@@ -35,8 +35,8 @@ from moe_optim.weights.storage import WeightStorage
 def _pretend_fresh(group: GroupedBucketGroup) -> None:
     for bucket in group.managed:
         if bucket.state.gradients is Gradients.IN_FLIGHT:
-            bucket.state._gradients = Gradients.ZERO
-        bucket.state._weights = Weights.FRESH
+            bucket.state.gradients = Gradients.ZERO
+        bucket.state.weights = Weights.FRESH
 
 
 def _stage(gather: Bf16Gather, masters: list[OwnedMaster]) -> None:
@@ -78,7 +78,7 @@ def siblings_staging_is_lost() -> None:
 
     def record(self: BucketState, event: Event) -> None:
         if event is Event.SETTLE and "last" in self.name and self.weights is Weights.MOVING:
-            self._weights = Weights.FRESH
+            self.weights = Weights.FRESH
             return
         stock(self, event)
 
@@ -116,7 +116,7 @@ def forward_gathers_gradients() -> None:
     def finish_param_sync(
         self: GroupedBucketGroup, skip_next_bucket_dispatch: bool = False
     ) -> None:
-        was_fresh = [bucket for bucket in self.managed if bucket.is_fresh]
+        was_fresh = [b for b in self.managed if b.state.weights is Weights.FRESH]
         stock(self, skip_next_bucket_dispatch)
         for bucket in was_fresh:
             bucket.gather.finish()
@@ -311,11 +311,18 @@ def moved_masters_are_written() -> None:
 def encoded_weights_are_read() -> None:
     """What is encoded counts as fresh, and is not gathered: slices of other ranks are old."""
     current = (Weights.FRESH, Weights.ENCODED)
-    ManagedBucket.is_fresh = property(lambda self: self.state.weights in current)
+    WeightStorage.is_fresh = property(lambda self: self.state.weights in current)
+    require_fresh = WeightStorage.require_fresh
+
+    def not_behind(self: WeightStorage) -> None:
+        if self.state.weights not in current:
+            require_fresh(self)
+
+    WeightStorage.require_fresh = not_behind
     stock = GroupedBucketGroup.start_param_sync
 
     def start_param_sync(self: GroupedBucketGroup, force_sync: bool = False) -> None:
-        if not self.managed or any(not bucket.is_fresh for bucket in self.managed):
+        if not self.managed or any(bucket.state.weights not in current for bucket in self.managed):
             stock(self, force_sync=force_sync)
 
     GroupedBucketGroup.start_param_sync = start_param_sync
@@ -341,7 +348,7 @@ def failed_steps_have_encoded() -> None:
             stock(self, clips)
         except BaseException:
             for bucket in self._buckets:
-                bucket.state._weights = Weights.ENCODED
+                bucket.state.weights = Weights.ENCODED
                 bucket._master_writes = bucket._planned_writes
             raise
 

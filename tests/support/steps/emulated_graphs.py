@@ -11,7 +11,7 @@ import torch
 from megatron.core import full_cuda_graph
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 
-from moe_optim.buckets.states import Held
+from moe_optim.buckets.states import BucketContents
 
 
 class EmulatedGraph:
@@ -21,12 +21,12 @@ class EmulatedGraph:
     function: Callable[[], Any]
 
     def __init__(self) -> None:
-        self._begun: list[Held] = []
+        self._begun: list[BucketContents] = []
         self._captured_now = False
 
     def begin(self) -> None:
         """Run what follows: a capture runs Python, and here its kernels, too."""
-        self._begun = [bucket.state.held for bucket in EmulatedGraph.buckets()]
+        self._begun = [bucket.state.contents for bucket in EmulatedGraph.buckets()]
         self._captured_now = True
 
     def replay(self) -> None:
@@ -35,12 +35,12 @@ class EmulatedGraph:
             self._captured_now = False
             return
         buckets = EmulatedGraph.buckets()
-        before = [bucket.state.held for bucket in buckets]
+        before = [bucket.state.contents for bucket in buckets]
         for bucket, held in zip(buckets, self._begun, strict=True):
-            bucket.state.replay(bucket.state.held, held)
+            bucket.state.replay(bucket.state.contents, held)
         EmulatedGraph.function()
         for bucket, held in zip(buckets, before, strict=True):
-            bucket.state.replay(bucket.state.held, held)
+            bucket.state.replay(bucket.state.contents, held)
 
 
 @contextmanager

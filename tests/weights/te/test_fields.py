@@ -12,10 +12,11 @@ from moe_optim.checkpoint import hooks as checkpoint_files
 from moe_optim.errors import StateError
 from moe_optim.formats import MXFP8
 from moe_optim.weights import managed
-from moe_optim.weights.te.fields import data_of, is_quantized, read_values
+from moe_optim.weights.storage import Weights
+from moe_optim.weights.te.fields import is_quantized, is_tensorwise, read_values
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import wide_range_weights
-from tests.support.states.holders import bind
+from tests.support.states.buckets import bind, pointers
 from tests.support.te.te_stand_ins import (
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
@@ -69,10 +70,10 @@ def test_a_weight_behind_its_masters_is_not_saved(saved):
     entry = ShardedTensor.from_rank_offsets("experts.weight", torch.zeros(data.shape))
     entry.data = data
     bucket = bind(storage)
-    bucket.is_fresh = False
+    bucket.is_now(Weights.STALE)
     with pytest.raises(StateError, match=r"^experts\.weight: .*earlier step.*start_param_sync"):
         checkpoint_files._save_values({"weight": entry})
-    bucket.is_fresh = True
+    bucket.is_now(Weights.FRESH)
     checkpoint_files._save_values({"weight": entry})
     values = storage.dequantize("rowwise")
     assert_bytes_equal(entry.data, values if saved == "group" else values[-1])
@@ -84,19 +85,11 @@ def test_of_weights_with_one_scale_those_with_that_of_their_amax_are_left_to_meg
     delayed = Float8Tensor(wide_range_weights(*SHAPE), Float8Quantizer())
     weights = {"current": current, "delayed": delayed, "mxfp8": make_weight()}
     weights["bf16"] = torch.nn.Parameter(torch.zeros(2, 2))
-    left = {name for name, one in weights.items() if managed.is_tensorwise(one)}
+    left = {name for name, one in weights.items() if is_tensorwise(one)}
     assert left == {"current"}
     assert {name for name, one in weights.items() if is_quantized(one)} == {"current", "mxfp8"}
     assert not managed.is_managed(current)
     assert_bytes_equal(read_values(current), current.dequantize(dtype=torch.bfloat16))
-
-
-def test_bytes_of_weights_with_one_scale_are_counted_as_they_lie():
-    """A transpose is there from its first use on."""
-    weight = Float8Tensor(wide_range_weights(*SHAPE), Float8CurrentScalingQuantizer())
-    assert [data.nbytes for data in data_of(weight)] == [96 * 160]
-    weight._transpose = weight._data.t().contiguous()
-    assert [data.nbytes for data in data_of(weight)] == [96 * 160] * 2
 
 
 def test_values_are_saved_of_weights_with_one_scale_where_megatron_would_save_bytes():
@@ -117,7 +110,7 @@ def test_a_copy_of_a_weight_has_a_storage_over_its_own_bytes():
     own = managed.storage_of(other)
     assert own is not storage
     assert own._param is other
-    assert not set(own.pointers()) & set(storage.pointers())
+    assert not set(pointers(own)) & set(pointers(storage))
     before = read_values(weight)
     own.write(torch.zeros(1, *SHAPE))
     assert not read_values(other).any()

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from moe_optim.formats import get_format, reference
-from moe_optim.weights.te import quantizer
+from moe_optim.weights.te import recipe as quantizer
 from tests.support.bytes import assert_bytes_equal, assert_same_tensors
 from tests.support.gpu_sharing import places
 from tests.support.modules import serving

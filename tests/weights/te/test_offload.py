@@ -12,12 +12,12 @@ from moe_optim.buckets.offload import ParamData
 from moe_optim.calibration import te_amax
 from moe_optim.errors import StateError
 from moe_optim.formats import DIRECTIONS, MXFP8
-from moe_optim.weights.storage import PortableStorage
+from moe_optim.weights.storage import PortableStorage, Weights
 from moe_optim.weights.te.fields import read_values
 from moe_optim.weights.te.storage import TransformerEngineStorage
 from moe_optim.weights.te.tensorwise import codes_and_scale
 from tests.support.ranks import run_ranks
-from tests.support.states.holders import bind
+from tests.support.states.buckets import bind
 from tests.support.te import te_stand_ins
 from tests.support.te.te_stand_ins import Float8CurrentScalingQuantizer, Float8Tensor, MXFP8Tensor
 from tests.weights.te.test_storage import (
@@ -39,7 +39,7 @@ def test_an_offloaded_weight_holds_nothing_and_comes_back_whole(kind):
     param_data = ParamData([storage])
     size, on_host = param_data.size(), param_data.cpu()
     assert on_host.shape == (size,)
-    bucket.is_offloaded = True
+    bucket.is_now(Weights.OFFLOADED)
     param_data.resize_(0)
     buckets = [weight, *getattr(weight, "quantized_tensors", [])]
     tensors = [value for one in buckets for value in vars(one).values()]
@@ -50,7 +50,7 @@ def test_an_offloaded_weight_holds_nothing_and_comes_back_whole(kind):
         read_values(weight)
     param_data.resize_(size)
     param_data.copy_(on_host)
-    bucket.is_offloaded = False
+    bucket.is_now(Weights.FRESH)
     assert_all_hold(weight, first, kind.format)
     if storage.has_moved():  # memory may come back where it was
         storage.take_over()
@@ -86,7 +86,7 @@ def _read_all(known: bool) -> dict[str, str]:
         storage = weight.quantized_storage = TransformerEngineStorage(weight, kind.format)
         bucket = bind(storage, bucket_memory(storage))
         ParamData([storage]).resize_(0)
-        bucket.is_offloaded = known
+        bucket.is_now(Weights.OFFLOADED if known else Weights.FRESH)
         said[f"{named}: {what}"] = _refusal(lambda: read(weight, storage))  # noqa: B023  # at once
     return said
 
@@ -148,6 +148,6 @@ def test_a_layer_of_experts_that_are_away_gives_no_state_to_save(monkeypatch):
     monkeypatch.setattr(te_amax, "calibrated_entry", lambda *_: None)
     linear._pg_collection = SimpleNamespace(ep=SimpleNamespace(rank=lambda: 0, size=lambda: 1))
     assert te_amax.sharded_state_dict(experts) == {"linear_fc1.calibrated_amax": None}
-    bucket.is_offloaded = True
+    bucket.is_now(Weights.OFFLOADED)
     with pytest.raises(StateError, match="offloaded. Call reload_from_cpu"):
         te_amax.sharded_state_dict(experts)

@@ -11,7 +11,7 @@ from moe_optim import MoEOptimConfig
 from moe_optim.errors import ConfigError, StateError
 from moe_optim.formats import MXFP8, MXFP8_2D
 from moe_optim.weights.te import recipe as te_recipe
-from moe_optim.weights.te.quantizer import make_quantizer
+from moe_optim.weights.te.recipe import make_quantizer
 from moe_optim.weights.te.storage import TransformerEngineStorage
 from tests.support.inputs import wide_range_weights
 from tests.support.te.te_stand_ins import MXFP8Tensor

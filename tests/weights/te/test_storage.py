@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from moe_optim import MoEOptimConfig, ops
-from moe_optim.buckets.buffer_plan import side_by_side
+from moe_optim.buckets.layout import side_by_side
 from moe_optim.errors import ConfigError, StateError
 from moe_optim.experts.grouped_linear import GroupedLinear
 from moe_optim.formats import (
@@ -24,15 +24,13 @@ from moe_optim.formats import (
 from moe_optim.kernels.member_table import MemberTable, TableEntry
 from moe_optim.weights import managed
 from moe_optim.weights.grouped_weight import GroupedWeight
-from moe_optim.weights.te import factory as te_weights
+from moe_optim.weights.te import storage as te_weights
 from moe_optim.weights.te.fields import GROUPED, ONE, read_values
 from moe_optim.weights.te.storage import TransformerEngineStorage
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import wide_range_weights
-from tests.support.modules.compiling import Compiled, compiling
 from tests.support.ranks import run_ranks
-from tests.support.states.buckets import make_bucket, own_masters
-from tests.support.states.holders import bind
+from tests.support.states.buckets import bind, make_bucket, own_masters
 from tests.support.te import te_stand_ins
 from tests.support.te.te_stand_ins import (
     Float8BlockwiseQTensor,
@@ -191,13 +189,6 @@ def test_bytes_and_values_are_written_and_read_as_those_of_portable_weights(kind
     assert_all_hold(weight, first, kind.format)
 
 
-def test_shared_blocks_take_one_copy_of_the_bytes():
-    weight = MXFP8Tensor(MXFP8_2D, wide_range_weights(64, 64, seed=1))
-    storage = TransformerEngineStorage(weight, MXFP8_2D)
-    bind(storage, {"rowwise_data": torch.empty(1, 64, 64, dtype=torch.uint8)})
-    assert weight._columnwise_data.data_ptr() == weight._rowwise_data.data_ptr()
-
-
 def test_what_is_missing_is_allocated():
     """Transformer Engine makes columnwise data on demand; products then want it there."""
     master = wide_range_weights(256, 384, seed=1)
@@ -218,17 +209,6 @@ def test_a_copy_that_moved_is_taken_over_and_gathered_data_that_moved_is_refused
     requantize(storage, second.unsqueeze(0))
     assert_holds(weight, second, FP8_BLOCK)
     weight._rowwise_data = weight._rowwise_data.clone()
-    with pytest.raises(StateError, match="expected the data that its bucket gathers into"):
-        storage.take_over()
-
-
-def test_gathered_columnwise_data_that_moved_is_refused():
-    """In 1-D blocks both copies travel, and the gather would fill memory that nobody reads."""
-    weight = MXFP8Tensor(MXFP8, wide_range_weights(64, 64, seed=1))
-    storage = TransformerEngineStorage(weight, MXFP8)
-    names = ("rowwise_data", "columnwise_data")
-    bind(storage, {name: torch.empty(1, 64, 64, dtype=torch.uint8) for name in names})
-    weight._columnwise_data = weight._columnwise_data.clone()
     with pytest.raises(StateError, match="expected the data that its bucket gathers into"):
         storage.take_over()
 
@@ -406,22 +386,6 @@ def test_its_classes_are_asked_for_where_it_cannot_be_imported(monkeypatch):
     monkeypatch.setattr(te_weights, "import_error", lambda: "ImportError: no GPU")
     with pytest.raises(ConfigError, match=r"got ImportError: no GPU\. Install it, or set storage:"):
         GroupedLinear(2, 64, 64, format=MXFP8, make_storages=te_weights.make_te_storages)
-
-
-@EVERY_KIND
-def test_compiled_graphs_read_the_weight_where_it_is(kind: Kind):
-    """As a portable weight, before and after a requantization, by one graph."""
-    storage = TransformerEngineStorage(kind.weight(kind.masters(1)), kind.format)
-    weight = GroupedWeight(storage)
-    compiled = Compiled(lambda read: read.float())
-    with compiling(), torch._dynamo.config.patch(error_on_recompile=True):
-        for seed in (1, 2):
-            requantize(storage, kind.masters(seed))
-            assert_bytes_equal(compiled(weight), ops.dequantize(storage.quantized).float())
-        bind(storage).is_fresh = False
-        with pytest.raises(StateError, match="start_param_sync"):
-            compiled(weight)
-    assert compiled.graphs == 1
 
 
 @EVERY_KIND

@@ -7,7 +7,6 @@ BUCKET = "buckets/managed_bucket.py"
 BUFFER = "buckets/buffer.py"
 GATHER = "buckets/gather.py"
 GROUP = "buckets/bucket_group.py"
-LAYOUT = "buckets/layout.py"
 OFFLOAD = "buckets/offload.py"
 REPLAY = "buckets/replay.py"
 STATES = "buckets/states.py"
@@ -89,8 +88,8 @@ MUTANTS = (
     ),
     _mutant(
         BUCKET,
-        "asked = self.storages if some_moved else self._unwatched\n",
-        "asked = self._unwatched\n",
+        "for one in (self._master_places, *self._weight_places))\n",
+        "for one in (self._master_places,))\n",
         "test_managed_bucket.py::"
         "test_a_weight_of_transformer_engine_is_written_where_it_was_given_another_tensor",
     ),
@@ -115,8 +114,8 @@ MUTANTS = (
     ),
     _mutant(
         BUCKET,
-        "if self.plan != plan or self.has_moved:\n",
-        "if self.plan != plan:\n",
+        "if self.plan_number != plan_number or self.has_moved:\n",
+        "if self.plan_number != plan_number:\n",
         "test_managed_bucket.py::test_a_replay_is_refused_once_a_master_lies_elsewhere",
     ),
     _mutant(
@@ -153,12 +152,17 @@ MUTANTS = (
     ),
     _mutant(
         STATES,
-        "if gradients is not leaves.gradients and gradients is not self._gradients:\n",
-        "if gradients is not self._gradients:\n",
+        "if gradients is not leaves.gradients and gradients is not self.gradients:\n",
+        "if gradients is not self.gradients:\n",
         "test_states.py::test_gradients_that_a_capture_has_left_alone_may_be_any_at_its_replay[ZERO]",
     ),
-    _mutant(LAYOUT, "start=place[0] - stock_start", "start=place[0]", LAYOUTS),
-    _mutant(LAYOUT, "shift = start - stock_start\n", "shift = 0\n", LAYOUTS),
+    _mutant(
+        BUFFER,
+        "first, last = first - stock_start, last - stock_start\n",
+        "first, last = first, last\n",
+        LAYOUTS,
+    ),
+    _mutant(BUFFER, "end = start + aligned_end(", "end = aligned_end(", LAYOUTS),
     _mutant(
         REPLAY,
         "if training and self.curr_iter(stage) == self.cuda_graph_warmup_steps:\n",
@@ -186,8 +190,8 @@ MUTANTS = (
     ),
     _mutant(
         GATHER,
-        "if self._table is not None and self._table.has_moved:\n",
-        "if False:\n",
+        "if self._table is None or self._table.has_moved:",
+        "if self._table is None:",
         "test_managed_bucket.py::test_a_gather_makes_no_launch_over_gradient_memory_that_has_moved",
     ),
     _mutant(
