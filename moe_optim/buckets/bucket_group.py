@@ -190,10 +190,7 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
             torch.cuda.current_stream().wait_stream(stream)
 
     def reset(self) -> None:
-        """Prepare for the next iteration; a backward pass that was given up does not count.
-
-        One that has reached all parameters counts, as with Megatron.
-        """
+        """Prepare for the next iteration; a pass that did not reach all parameters is no first."""
         is_part = len(self.per_param_grad_ready_counts) < len(self.params)
         if is_part and self.ddp_config.overlap_grad_reduce and not self.grad_reduce_finished:
             self.per_param_grad_ready_counts = {}
@@ -206,11 +203,7 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
             super().free_overlap_buffers()
 
     def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """Reduce the gradients, after a gather that no forward pass waited for has finished.
-
-        Raises:
-            StateError: gradient memory is offloaded, or the gradients were reduced already.
-        """
+        """Reduce the gradients, after a gather that no forward pass waited for has finished."""
         self.finish_gather()
         self.require_gradients(Event.REDUCE.value)
         already_dispatched = self.is_first_batch and self.grad_reduce_handle is not None
@@ -230,9 +223,6 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
         They must have been reduced, unless one rank has them all and nothing scales them: callers
         without Megatron's loop need not reduce them then. With overlap the last backward pass does,
         so that gradients it has not reduced are not all there.
-
-        Raises:
-            StateError: they have not.
         """
         alone = (
             self.intra_distributed_optimizer_instance_size == 1
@@ -247,11 +237,7 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
             managed.state.record(Event.READ)
 
     def require_weights(self, what: str) -> None:
-        """Check that Megatron's own buckets have memory for ``what`` to write weights into.
-
-        Raises:
-            StateError: they are offloaded.
-        """
+        """Raise StateError if weights of Megatron's buckets, which ``what`` writes, are away."""
         for bucket in self.buckets:
             if bucket.param_data is not None and not has_memory(bucket.param_data):
                 raise StateError(
@@ -261,11 +247,7 @@ class GroupedBucketGroup(_ParamAndGradBucketGroup):
                 )
 
     def require_gradients(self, what: str) -> None:
-        """Check that there is memory for the gradients of all buckets, before ``what`` uses it.
-
-        Raises:
-            StateError: it is offloaded.
-        """
+        """Raise StateError if the gradients of some bucket, which ``what`` uses, are offloaded."""
         for bucket in self.buckets:
             require_gradient_memory(f"bucket {bucket.bucket_id}", what, bucket.grad_data)
 
@@ -286,10 +268,6 @@ def gather_weights(chunk: Any) -> None:
     """Make the weights of a chunk those of their masters, where DDP wraps it.
 
     Every rank of the chunk's groups must call it, or none.
-
-    Raises:
-        StateError: weights or gradient memory are offloaded, masters are moving, or the gather
-            would overwrite gradients that no step has used.
     """
     config = getattr(chunk, "ddp_config", None)
     if config is None or not config.use_distributed_optimizer:

@@ -65,10 +65,7 @@ class AlignedDistributedOptimizer:
         ddp_config: Any,
         param_indices: list[int] | None = None,
     ) -> PerBufferParamLayout:
-        """Lay out one buffer; arguments and result are Megatron's.
-
-        Parameters keep their distance from the start of their bucket; see ``buckets/layout.py``.
-        """
+        """Lay out one buffer, managed buckets as ``buckets/layout.py`` ends them."""
         layout = original(_LAYOUT)(
             params, bucket_size, data_parallel_world_size, ddp_config, param_indices
         )
@@ -207,9 +204,6 @@ class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
         """Zero the gradients, once nothing is reading or writing their memory any more.
 
         Also drops what a backward pass that ended in an exception has left in ``grad``.
-
-        Raises:
-            StateError: their memory is offloaded.
         """
         for group in self.groups:
             group.finish_communication()
@@ -227,9 +221,6 @@ class GroupedParamAndGradBuffer(_ParamAndGradBuffer):
         """Free gradient memory, and move weights to the host; a gather in either is finished first.
 
         Reading, writing or gathering managed weights raises until they are back.
-
-        Raises:
-            StateError: weights that a DistributedDataParallel made later for the same model holds.
         """
         if move_params:
             self._require_held()

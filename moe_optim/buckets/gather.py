@@ -249,7 +249,6 @@ class Bf16Gather(Gather):
         self._table = self._copies = None
 
     def _plan(self, masters: Sequence[OwnedMaster]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return what is copied into, and what from."""
         slot_of = dict(zip(map(id, self._params), self._slots, strict=True))
         staged = []
         for one in masters:

@@ -15,10 +15,8 @@ from typing import Literal
 from moe_optim.errors import LayoutError
 from moe_optim.formats import BlockScaledFormat, round_up
 
-_START = 64
-"""Parameters begin at multiples of so many elements."""
-_END, _END_FOR_HIGH_BANDWIDTH = 128, 2**16
-"""Buckets end at such multiples, the latter with ``--ddp-pad-buckets-for-high-nccl-busbw``."""
+START = 64
+"""Megatron begins parameters at multiples of so many elements."""
 MOST_GROWTH = Fraction(1, 100)
 """Largest growth of a bucket for shards of whole block rows, or of whole scales."""
 
@@ -55,22 +53,6 @@ class Slot:
         return tuple(cut - self.start for cut in range(first, self.end, shard_numel))
 
 
-# Megatron's own layout, by the rules of DistributedOptimizer._compute_per_buffer_param_layout
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StockBucket:
-    """Parameters of one bucket, and the elements up to where Megatron ends it."""
-
-    slots: tuple[Slot, ...]
-    numel: int
-
-
-def bucket_divisor(dp_size: int, *, high_busbw: bool) -> int:
-    """Return what Megatron pads the end of a bucket of ``dp_size`` ranks to."""
-    return lcm(dp_size, _END, _END_FOR_HIGH_BANDWIDTH if high_busbw else 1)
-
-
 def side_by_side(shapes: Iterable[tuple[int, int, int]], name: str = "weight") -> tuple[Slot, ...]:
     """Return a slot for each shape, laid out as Megatron lays out the parameters of a bucket.
 
@@ -80,45 +62,9 @@ def side_by_side(shapes: Iterable[tuple[int, int, int]], name: str = "weight") -
     """
     slots: list[Slot] = []
     for index, shape in enumerate(shapes):
-        slots.append(Slot(name=f"{name}{index}", start=_next_start(slots), shape=shape))
+        start = round_up(slots[-1].end, START) if slots else 0
+        slots.append(Slot(name=f"{name}{index}", start=start, shape=shape))
     return tuple(slots)
-
-
-def lay_buckets(
-    params: Sequence[tuple[str, tuple[int, int, int]]], bucket_numel: int | None, divisor: int
-) -> list[StockBucket]:
-    """Return the buckets of a buffer as Megatron cuts it, in the order of the backward pass.
-
-    Args:
-        params: name and [E, R, C] of each parameter, in the order of the model; no shared
-            embeddings among them.
-        bucket_numel: elements from which on a bucket is full; None makes one bucket.
-        divisor: multiple that buckets end at, see :func:`bucket_divisor`.
-    """
-    buckets: list[StockBucket] = []
-    slots: list[Slot] = []
-    for index, (name, shape) in enumerate(reversed(params), 1):
-        slots.append(Slot(name=name, start=_next_start(slots), shape=shape))
-        is_full = bucket_numel is not None and slots[-1].end >= bucket_numel
-        if is_full or index == len(params):
-            buckets.append(StockBucket(slots=tuple(slots), numel=round_up(slots[-1].end, divisor)))
-            slots = []
-    return buckets
-
-
-def packed_nbytes(slots: Sequence[Slot], elements_per_byte: int, divisor: int) -> int:
-    """Return the bytes of a bucket of packed elements, whose ends Megatron pads once more.
-
-    ``_compute_nvfp4_packed_layout`` counts bytes where other layouts count elements.
-    """
-    end = 0
-    for slot in slots:
-        end = round_up(end, _START) + slot.numel // elements_per_byte
-    return round_up(end, divisor)
-
-
-def _next_start(slots: Sequence[Slot]) -> int:
-    return round_up(slots[-1].end, _START) if slots else 0
 
 
 # The end of a managed bucket

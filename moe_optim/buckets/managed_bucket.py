@@ -123,10 +123,6 @@ class ManagedBucket:
         """Note that a backward pass is about to add a gradient, which it may not live to tell.
 
         Called once a weight and micro-batch, before anything is written.
-
-        Raises:
-            StateError: the memory holds something that gradients must not be added to, or is
-                offloaded.
         """
         if not self._memory.nbytes():
             self.require_memory(Event.ACCUMULATE.value)
@@ -156,11 +152,7 @@ class ManagedBucket:
         self._count_from_here()
 
     def zero(self) -> None:
-        """Make all gradients zero, whatever is known of them.
-
-        Raises:
-            StateError: a gather is using the memory, or it is offloaded.
-        """
+        """Make all gradients zero, whatever is known of them; refuse while a gather uses them."""
         self.require_memory("zero_grad_buffer")
         self.state.record(Event.ZERO)
         for gradients in (self.grads, *self._apart):
@@ -188,11 +180,7 @@ class ManagedBucket:
         self._writes = self._watched.count_writes()
 
     def require_memory(self, what: str) -> None:
-        """Check that there is memory for gradients, before ``what`` uses it.
-
-        Raises:
-            StateError: it is offloaded.
-        """
+        """Raise StateError if the memory of gradients, which ``what`` uses, is offloaded."""
         require_gradient_memory(self.name, what, self.grads)
 
     # Plans
@@ -218,9 +206,6 @@ class ManagedBucket:
 
         Args:
             generation: number of what the owner finds now.
-
-        Raises:
-            StateError: data that the bucket gathers into is no longer a weight's.
         """
         if generation != self.generation:
             for storage in self.storages:
@@ -253,9 +238,6 @@ class ManagedBucket:
 
         Args:
             generation: number of what the owner finds now; another one than before plans anew.
-
-        Raises:
-            StateError: another bucket has bound the weights since, or one lies elsewhere.
         """
         if self.state.weights in OFFLOADED:
             return self.gather.planned
@@ -291,10 +273,6 @@ class ManagedBucket:
         Args:
             generation: the bucket's own, where nothing has run since :meth:`plan_step`; by default
                 the owner compares, and masters that were written since are encoded anew.
-
-        Raises:
-            StateError: masters are moving, weights or gradient memory are offloaded, or it holds
-                gradients that no step has used.
         """
         if generation is None:
             self.require_held()
@@ -317,11 +295,7 @@ class ManagedBucket:
             self._amaxes.fill(masters)
 
     def finish(self) -> None:
-        """Put what has arrived in place: the weights are fresh.
-
-        Raises:
-            StateError: gradients were written into memory that the gather uses.
-        """
+        """Put what has arrived in place: the weights are fresh."""
         if self.gather.uses_gradient_memory and self._were_written():
             raise StateError(
                 f"{self.name}: {Event.FINISH.value}: expected memory that no gradient was written "
@@ -345,11 +319,7 @@ class ManagedBucket:
             self.state.record(Event.FAIL)
 
     def require_held(self) -> None:
-        """Check that the weights are still in this bucket.
-
-        Raises:
-            StateError: another one has bound them since.
-        """
+        """Raise StateError if another bucket has bound the weights since."""
         if not any(map(is_not, map(_BUCKET, self.storages), repeat(self))):
             return
         names = ", ".join(storage.name for storage in self.storages if storage.bucket is not self)
@@ -369,10 +339,9 @@ class ManagedBucket:
     def require_replayable(
         self, begins_with: BucketContents, leaves: BucketContents, plan_number: tuple[int, int]
     ) -> None:
-        """Check that kernels that were captured between two states do the same now.
+        """Raise StateError unless kernels that were captured between two states do the same now.
 
-        Raises:
-            StateError: they would read or write other contents, or memory that was given back.
+        They must neither read nor write other contents, nor memory that was given back.
         """
         self.state.require_replayable(begins_with, leaves)
         if self.plan_number != plan_number or self.has_moved:
@@ -391,15 +360,12 @@ class ManagedBucket:
 
 
 def require_gradient_memory(where: str, what: str, gradients: Tensor) -> None:
-    """Check that there is memory for gradients, of any bucket.
+    """Raise StateError if gradient memory is offloaded.
 
     Args:
         where: name of the bucket or buffer, for errors.
         what: use of the memory that follows, for errors.
         gradients: flat gradient memory; not read.
-
-    Raises:
-        StateError: it is offloaded.
     """
     if not has_memory(gradients):
         raise StateError(

@@ -63,11 +63,7 @@ class ParamData:
         return sum(memory.nbytes() for memory in self._memories())
 
     def resize_(self, size: int) -> None:
-        """Free all memory (0), or take again as much as there was; what it holds then is undefined.
-
-        Raises:
-            StateError: any other size, or weights that may not leave now.
-        """
+        """Free all memory (0), or take again as much as there was, with undefined contents."""
         whole = sum(self._away.values()) if self._away else self.size()
         if size not in (0, whole):
             raise StateError(
@@ -82,11 +78,7 @@ class ParamData:
             memory.resize_(nbytes if size else 0)
 
     def cpu(self) -> Tensor:
-        """Return a copy on the host, [bytes] uint8, pinned where the weights are on a GPU.
-
-        Raises:
-            StateError: they are on the host already.
-        """
+        """Return a copy on the host, [bytes] uint8, pinned where the weights are on a GPU."""
         if self._away:
             raise StateError(
                 "param_data of quantized weights: expected bytes to copy, got none: they are on "
@@ -105,15 +97,11 @@ class ParamData:
         return on_host
 
     def copy_(self, on_host: Tensor, non_blocking: bool = False) -> "ParamData":
-        """Fill the memory with what :meth:`cpu` returned.
+        """Fill the memory with what :meth:`cpu` returned; raise RuntimeError if there is none.
 
         Args:
             on_host: [bytes] uint8, any device.
             non_blocking: argument of ``Tensor.copy_``.
-
-        Raises:
-            StateError: weights were not sent away.
-            RuntimeError: another number of bytes, or no memory to fill.
         """
         memories = list(self._away)
         if not memories:

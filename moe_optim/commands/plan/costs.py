@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moe_optim.buckets.layout import Slot, packed_nbytes, plan_buffers
+from moe_optim.buckets.layout import Slot, plan_buffers
 from moe_optim.commands.plan.census import Counts, count_block_rows, count_owned
 from moe_optim.commands.plan.experts import PlannedBucket, PlannedExperts
+from moe_optim.commands.plan.stock_layout import packed_nbytes
 from moe_optim.commands.plan.traffic import norm_bytes, step_bytes
 from moe_optim.config import MoEOptimConfig
 from moe_optim.formats import DIRECTIONS, FORMATS, BlockScaledFormat, Direction

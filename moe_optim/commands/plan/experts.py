@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from moe_optim.buckets.layout import BucketEnd, Slot, aligned_end, bucket_divisor, lay_buckets
+from moe_optim.buckets.layout import BucketEnd, Slot, aligned_end
 from moe_optim.commands.hugging_face.values import MOST_LAYERS
 from moe_optim.commands.plan.flags import parse_flags
 from moe_optim.commands.plan.stages import check_divides, count_moe_layers
+from moe_optim.commands.plan.stock_layout import bucket_divisor, lay_buckets
 from moe_optim.errors import ConfigError, refuse
 from moe_optim.formats import BlockScaledFormat
 from moe_optim.integration.patching.planning import ranks_multiple

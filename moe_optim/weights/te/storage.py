@@ -122,7 +122,6 @@ class TransformerEngineStorage(WeightStorage):
         return bool(self._swizzled()) or self._pointers() != self._known_pointers
 
     def _pointers(self) -> list[int]:
-        """Return the addresses of what a weight and its members keep."""
         owners = [(self._fields, self._param), *((ONE, member) for member in self._members())]
         tensors = [
             getattr(owner, name)
@@ -199,16 +198,13 @@ class TransformerEngineStorage(WeightStorage):
         return copy
 
     def _swizzled(self) -> list[Any]:
-        """Return the tensors whose scales lie in the order of GEMMs."""
         owners = [self._param, *self._members()]
         return [one for one in owners if getattr(one, SWIZZLED, False)]
 
     def _members(self) -> list[Any]:
-        """Return the tensors of a group, if Transformer Engine has made them."""
         return getattr(self._param, "quantized_tensors", None) or []
 
     def _shape_of(self, name: str) -> tuple[int, ...]:
-        """Return the shape of one of the weight's tensors, experts first."""
         direction: Direction = "rowwise" if name.startswith("rowwise") else "columnwise"
         experts, rows, cols = self.shape
         if name.endswith("amax"):

@@ -16,10 +16,10 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from moe_optim.buckets.layout import bucket_divisor, lay_buckets
 from moe_optim.commands.plan import flags as plan_flags
 from moe_optim.commands.plan.flags import RECORD, parse_flags
 from moe_optim.commands.plan.stages import count_moe_layers
+from moe_optim.commands.plan.stock_layout import bucket_divisor, lay_buckets
 from moe_optim.config.recipes import load_recipe
 from moe_optim.config.shipped_recipes import shipped_recipes
 from moe_optim.errors import ConfigError
