@@ -35,7 +35,7 @@ from moe_optim.kernels.member_table import Backend, MemberTable
 from moe_optim.places import Attributes, Places, has_memory
 from moe_optim.weights.storage import OFFLOADED, Watched, WeightStorage, new_version
 
-_BUCKET = attrgetter("bucket")
+_BUCKET, _HAVE_MOVED = attrgetter("bucket"), attrgetter("have_moved")
 
 
 class Owner(Protocol):
@@ -199,7 +199,7 @@ class ManagedBucket:
     @property
     def has_moved(self) -> bool:
         """Whether masters or weights lie elsewhere than they were planned with."""
-        return any(one.have_moved for one in (self._master_places, *self._weight_places))
+        return any(map(_HAVE_MOVED, (self._master_places, *self._weight_places)))
 
     def plan(self, generation: int) -> list[OwnedMaster]:
         """Return the masters of this rank; of another generation, everything is planned anew.

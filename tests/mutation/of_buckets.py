@@ -88,8 +88,8 @@ MUTANTS = (
     ),
     _mutant(
         BUCKET,
-        "for one in (self._master_places, *self._weight_places))\n",
-        "for one in (self._master_places,))\n",
+        "any(map(_HAVE_MOVED, (self._master_places, *self._weight_places)))\n",
+        "self._master_places.have_moved\n",
         "test_managed_bucket.py::"
         "test_a_weight_of_transformer_engine_is_written_where_it_was_given_another_tensor",
     ),
