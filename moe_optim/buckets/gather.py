@@ -100,11 +100,6 @@ class Gather:
         """Return what a step encodes masters into, the same until :meth:`forget`; or None."""
         return None
 
-    @property
-    def planned(self) -> MemberTable | None:
-        """What :meth:`plan_step` has returned, if it is still what the gather reads."""
-        return None
-
     def prepare_step(self) -> None:
         """Make ready the buffers that a step encodes masters into."""
 
@@ -178,11 +173,6 @@ class QuantizedGather(Gather):
             cuts = [slot.cuts(shard_numel) for slot in self._slots]
             entries = _entries(self._params, masters, cuts)
             self._table = MemberTable.build(entries, backend=self._backend)
-        return self._table
-
-    @property
-    @override
-    def planned(self) -> MemberTable | None:
         return self._table
 
     def prepare_step(self) -> None:

@@ -101,6 +101,7 @@ class ManagedBucket:
         self._masters: list[OwnedMaster] | None = None
         self._plans = 0
         self.generation = 0
+        self._planned_step: MemberTable | None = None
         self._planned_writes = 0  # into masters, when a step was planned
         self._master_writes = 0  # the same of the step that encoded them last
         self.version = new_version()
@@ -221,7 +222,7 @@ class ManagedBucket:
 
     def forget_masters(self) -> None:
         """Drop what was planned for masters, weights and memory that may lie elsewhere now."""
-        self._masters = None
+        self._masters = self._planned_step = None
         self._master_places, self._weight_places = self.places()
         self._has_initial = True  # as of weights that were given other tensors
         self._plans += 1
@@ -239,12 +240,12 @@ class ManagedBucket:
         Args:
             generation: number of what the owner finds now; another one than before plans anew.
         """
-        if self.state.weights in OFFLOADED:
-            return self.gather.planned
-        self.require_held()
-        masters = self.plan(generation)
-        self._planned_writes = self._count_master_writes()
-        return self.gather.plan_step(masters)
+        if self.state.weights not in OFFLOADED:
+            self.require_held()
+            masters = self.plan(generation)
+            self._planned_writes = self._count_master_writes()
+            self._planned_step = self.gather.plan_step(masters)
+        return self._planned_step
 
     def settle(self, *, encoded: bool) -> None:
         """Note that the masters have stepped, as :meth:`plan_step` has found them.
@@ -311,7 +312,8 @@ class ManagedBucket:
         if self._has_initial:
             self._has_initial = False
             for storage in self.storages:
-                storage.drop_initial()
+                if storage.initial is not None:  # masters have been made of others
+                    storage.initial = None
 
     def give_up_gather(self) -> None:
         """Leave the weights stale, and gradient memory free to be used, after a part failed."""

@@ -273,11 +273,6 @@ class WeightStorage(ABC):
             expert_amax_into(self.recorded_amax.zero_(), source, 0, rows * cols)
         WeightStorage.note_write(self)  # the scales of a subclass have been written, too
 
-    def drop_initial(self) -> None:
-        """Free the initial values: masters have been made of others."""
-        if self.initial is not None:
-            self.initial = None
-
     def dequantize(self, direction: Direction = "rowwise") -> Tensor:
         """Return the values of one ``direction``, [E, R, C] bf16, newly allocated."""
         return ops.dequantize(self.quantized, direction)
