@@ -362,7 +362,9 @@ def test_a_gather_through_gradient_memory_that_has_come_back_elsewhere_reads_it_
 def test_a_gather_makes_no_launch_over_gradient_memory_that_has_moved():
     """Kernels read by address; a table without launches would not show it."""
     bucket = full_bucket(Gradients.SPENT)
+    gather(bucket)
     bucket.gather._table = SimpleNamespace(has_moved=True)
+    bucket.state.record(Event.SETTLE)
     gather(bucket)
     assert_weights_are_of(bucket, bucket.owner.masters_of(bucket)[0].master)
 
