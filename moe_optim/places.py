@@ -23,6 +23,11 @@ class Places:
         self.tensors = tuple(tensors)
         self._addresses = addresses_of(self.tensors)
 
+    @classmethod
+    def of_each_memory(cls, tensors: Iterable[Tensor]) -> "Places":
+        """Note one tensor of each piece of memory: the others move with it."""
+        return cls({one.untyped_storage().data_ptr(): one for one in tensors}.values())
+
     @property
     def have_moved(self) -> bool:
         """Whether some tensor lies elsewhere by now."""

@@ -34,7 +34,7 @@ FLOORS = {room: floor for floor, line in enumerate(ORDER) for room in line.split
 
 NEVER = {  # room -> rooms below it that it must not know all the same
     "formats/reference": {"kernels", "experts"},
-    "kernels": {"formats/reference", "experts"},
+    "kernels": {"experts"},
     "experts/keys": {"formats", "kernels"},
     "checkpoint/files": {"kernels", "config", "formats/reference"},
 }

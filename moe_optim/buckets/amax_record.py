@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from moe_optim.buckets.gather import OwnedMaster
-from moe_optim.experts.amax_search import AmaxSearch
+from moe_optim.kernels.amax import AmaxTable
 from moe_optim.kernels.table_entry import TableEntry
 from moe_optim.weights.storage import WeightStorage
 
@@ -32,7 +32,7 @@ class AmaxRecord:
         self._parts = self.values.split(sizes)
         amaxes = (storage.recorded_amax for storage in self._storages())
         self._recorded = [amax for amax in amaxes if amax is not None]
-        self._search: AmaxSearch | None = None
+        self._search: AmaxTable | None = None
 
     @classmethod
     def of(cls, params: Sequence[torch.nn.Parameter]) -> "AmaxRecord | None":
@@ -51,8 +51,10 @@ class AmaxRecord:
             masters: those of this rank; they are the same tensors until :meth:`forget`.
         """
         if self._search is None:
-            self._search = AmaxSearch(self._entries(masters), self._storages()[0].backend)
-        self._search.find_into(self.values)
+            self._search = AmaxTable.build(
+                self._entries(masters), self.values, backend=self._storages()[0].backend
+            )
+        self._search.launch()
 
     def finish(self) -> None:
         """Hand the completed maxima to the weights, whose bytes are now those of the masters."""

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from moe_optim import ops
 from moe_optim.buckets.buffer_plan import BufferPlan, Slot, plan_buffers
 from moe_optim.buckets.gather_buffer import GatherBuffer
 from moe_optim.errors import LayoutError, StateError
@@ -218,7 +217,7 @@ class QuantizedGather:
         """Find the maxima of this rank's masters, unless a step has."""
         self._is_encoded = encoded and self._table is not None
         if not self._is_encoded:
-            ops.partial_amax(self.plan_step(masters))
+            self.plan_step(masters).find_maxima.launch()
 
     def plan_step(self, masters: Sequence[OwnedMaster]) -> MemberTable:
         """Return the table of masters and buffers that gathers use, too."""
@@ -245,14 +244,14 @@ class QuantizedGather:
     def encode(self) -> None:
         """Write bytes and scales of what this rank owns, or what a step has left of it."""
         if self._is_encoded:
-            ops.encode_shared(self._opened())
+            self._opened().encode_shared.launch()
             return
         self.prepare_step()
-        ops.encode(self._opened())
+        self._opened().encode.launch()
 
     def finish(self) -> None:
         """Derive columnwise copies and scales from what has arrived, in one launch."""
-        ops.finish_gather(self._opened())
+        self._opened().finish.launch()
 
     def forget(self) -> None:
         """Drop the table: the masters may lie elsewhere from now on."""
@@ -328,8 +327,8 @@ class Bf16Gather:
             self._table = None  # gradient memory may have been freed, by whomever
         if self._table is None:
             self._table = self._build_table()
-        ops.requantize(self._table)
-        ops.finish_gather(self._table)
+        self._table.launch()
+        self._table.finish.launch()
 
     def forget(self) -> None:
         """Drop everything planned: masters, weights or gradient memory may lie elsewhere now."""

@@ -10,11 +10,10 @@ instructions stand here, since IEEE ones differ in the last bit of one master in
 import triton
 import triton.language as tl
 
-from moe_optim.kernels.launch_table import HYPER_FIELDS as _HYPER_FIELDS
-from moe_optim.kernels.launch_table import STATE_FIELDS as _STATE_FIELDS
+from moe_optim.kernels import fields
 
-STATE_FIELDS = tl.constexpr(_STATE_FIELDS)
-HYPER_FIELDS = tl.constexpr(_HYPER_FIELDS)
+STATE_FIELDS = tl.constexpr(fields.STATE_FIELDS)
+HYPER_FIELDS = tl.constexpr(fields.HYPER_FIELDS)
 
 # Columns of a row of states.
 GRADIENT_PLACE = tl.constexpr(0)

@@ -1,6 +1,6 @@
 """One parameter of a table: the values this rank owns of it, and the buffers that take them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_optim.errors import LayoutError
-from moe_optim.formats import Direction, QuantizedWeight
+from moe_optim.formats import Direction, QuantizedWeight, round_up
 
 _NO_SCALES: Mapping[Direction, Tensor] = MappingProxyType({})
 
@@ -47,6 +47,30 @@ class TableEntry:
         experts, rows, cols = self.target.shape
         is_all = self.source.numel() == experts * rows * cols
         return is_all and not self.cuts and not self.shares_experts
+
+    @property
+    def owned_experts(self) -> range:
+        """The experts of which the source has at least one element."""
+        _, rows, cols = self.target.shape
+        if self.start == self.end:
+            return range(0)
+        return range(self.start // (rows * cols), -(-self.end // (rows * cols)))
+
+    def owned_parts(self) -> "Iterator[OwnedPart]":
+        """Yield the owned part of each of these experts."""
+        return map(self.owned_part, self.owned_experts)
+
+    def owned_part(self, expert: int) -> "OwnedPart":
+        """Return the part of an expert that the source has elements of."""
+        _, rows, cols = self.target.shape
+        block_row, numel = self.target.format.block_row_height * cols, rows * cols
+        base = expert * numel
+        low, high = max(0, self.start - base), min(numel, self.end - base)
+        first = min(high, round_up(low, block_row))
+        end = high if high == numel else high // block_row * block_row
+        return OwnedPart(
+            base=base, low=low, high=high, first_whole=first, end_whole=max(first, end)
+        )
 
     def check(self) -> None:
         """Check that source, target and ranges fit each other.
@@ -104,3 +128,19 @@ class TableEntry:
                     f"{self.parameter}: expected {direction} scales in storage as {list(shape)} "
                     f"{format.scale_dtype}, got {list(scale.shape)} {scale.dtype}."
                 )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnedPart:
+    """The owned elements of one expert, counted from its first."""
+
+    base: int
+    """First element of the expert, counted in the parameter."""
+    low: int
+    """First owned element."""
+    high: int
+    """One past the last."""
+    first_whole: int
+    """First element of the first block row that is owned as a whole, or ``high``."""
+    end_whole: int
+    """One past the last of such block rows, not below ``first_whole``."""

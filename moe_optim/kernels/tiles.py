@@ -5,25 +5,23 @@
 import triton
 import triton.language as tl
 
-from moe_optim.kernels.launch_table import DESCRIPTOR_FIELDS
-from moe_optim.kernels.launch_table import GAP_TILE as _GAP_TILE
+from moe_optim.kernels import fields
+from moe_optim.kernels.tuning import GAP_TILE as _GAP_TILE
 
-FIELDS = tl.constexpr(DESCRIPTOR_FIELDS)
 GAP_TILE = tl.constexpr(_GAP_TILE)
-
-# Columns of a descriptor.
-SOURCE = tl.constexpr(0)
-ROWWISE_DATA = tl.constexpr(1)
-ROWWISE_SCALE = tl.constexpr(2)
-COLUMNWISE_DATA = tl.constexpr(3)
-COLUMNWISE_SCALE = tl.constexpr(4)
-ROWS = tl.constexpr(5)
-COLS = tl.constexpr(6)
-STRIDES = tl.constexpr(6)  # the row stride of buffer n is in column STRIDES + n
-BEGIN = tl.constexpr(11)
-END = tl.constexpr(12)
-AMAX_SLOT = tl.constexpr(13)
-GLOBAL_AMAX = tl.constexpr(14)
+FIELDS = tl.constexpr(fields.DESCRIPTOR_FIELDS)
+SOURCE = tl.constexpr(fields.SOURCE)
+ROWWISE_DATA = tl.constexpr(fields.ROWWISE_DATA)
+ROWWISE_SCALE = tl.constexpr(fields.ROWWISE_SCALE)
+COLUMNWISE_DATA = tl.constexpr(fields.COLUMNWISE_DATA)
+COLUMNWISE_SCALE = tl.constexpr(fields.COLUMNWISE_SCALE)
+ROWS = tl.constexpr(fields.ROWS)
+COLS = tl.constexpr(fields.COLS)
+STRIDES = tl.constexpr(fields.STRIDES)
+BEGIN = tl.constexpr(fields.BEGIN)
+END = tl.constexpr(fields.END)
+AMAX_SLOT = tl.constexpr(fields.AMAX_SLOT)
+GLOBAL_AMAX = tl.constexpr(fields.GLOBAL_AMAX)
 
 
 @triton.jit

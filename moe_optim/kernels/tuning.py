@@ -111,6 +111,11 @@ class FlatTile:
     num_warps: int
 
 
+AMAX_TILE = 4096
+"""Elements of which a part of an expert has a multiple, when its amax is searched for."""
+GAP_TILE = 4096
+"""Two-byte units that one program zeroes outside the members."""
+
 EXPERT_AMAX = FlatTile(numel=1024, num_warps=4)
 """Of the largest magnitude of an expert, four in flight; a divisor of ``AMAX_TILE``. On H200."""
 

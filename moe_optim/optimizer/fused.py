@@ -19,15 +19,15 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
-from moe_optim import ops
 from moe_optim.buckets.managed_bucket import ManagedBucket
 from moe_optim.errors import StateError
 from moe_optim.formats.reference.adam import Hyper
 from moe_optim.integration.patching.planning import settings_of_stocks_step
-from moe_optim.kernels.launch_table import HYPER_FIELDS
-from moe_optim.kernels.member_table import MemberTable, has_kernels
-from moe_optim.kernels.norm import Gradients, NormTable
-from moe_optim.kernels.steps.table import AdamState, StepTable
+from moe_optim.kernels.fields import HYPER_FIELDS
+from moe_optim.kernels.member_table import MemberTable
+from moe_optim.kernels.norm import NormInput, NormTable
+from moe_optim.kernels.plan import has_kernels
+from moe_optim.kernels.step_table import AdamState, StepTable
 from moe_optim.optimizer.adam import MOMENTS, GroupStepAdam
 from moe_optim.optimizer.address_book import AddressBook, is_decoupled
 from moe_optim.optimizer.norms import NORMS, norm_of
@@ -73,13 +73,13 @@ class FusedUpdate:
         """
         table = None if self._norm is None or self._norm.has_moved else self._norm
         if table is not None:
-            ops.sum_squares(table)  # the device reads while the host compares
+            table.launch()  # the device reads while the host compares
         generation = self._book.look_at_gradients()
         if table is None or generation != self._norm_is_of:
             self._norm = None  # so that a plan which is refused leaves none that looks current
             self._norm = table = self._plan_norm()
             self._norm_is_of = generation
-            ops.sum_squares(table)
+            table.launch()
         return torch.cat([table.squares, table.zeros.double()])
 
     def _plan_norm(self) -> NormTable:
@@ -87,7 +87,7 @@ class FusedUpdate:
         optimizer = self._optimizer
         sharing = {name: getattr(optimizer, name, None) for name in ("tp_group", "expert_tp_group")}
         counted = [
-            Gradients(gradient_of(optimizer, param), norm_of(master))
+            NormInput(gradient_of(optimizer, param), norm_of(master))
             for param, master in owned_masters(optimizer)
             if param_is_not_shared(master)
             and param_is_not_tensor_parallel_duplicate(master, **sharing)
@@ -178,7 +178,7 @@ class FusedUpdate:
             for stage in {one.stage for one in self._tables.values() if one.stage is not None}:
                 stack.enter_context(stage.opened())  # so that no table waits for the one before
             for table in self._tables.values():
-                ops.step(table)
+                table.launch()
 
     def cast_tensorwise(self) -> bool:
         """Cast masters to the weights that Megatron gathers. Every rank must call it.

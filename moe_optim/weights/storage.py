@@ -260,8 +260,8 @@ class WeightStorage(ABC):
             storage_scales=self.storage_scales,
         )
         table = MemberTable.build([entry], backend=self.backend)
-        ops.requantize(table)
-        ops.finish_gather(table)
+        table.launch()
+        table.finish.launch()
         if self.recorded_amax is not None:
             _, rows, cols = self.shape
             expert_amax_into(self.recorded_amax.zero_(), source, 0, rows * cols)

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_optim.kernels.steps import host_memory
-from moe_optim.kernels.steps.host_memory import HostMemory, spread
+from moe_optim.kernels import host_memory
+from moe_optim.kernels.host_memory import HostMemory, spread
 
 CPU = torch.device("cpu")
 

@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_optim import ops
 from moe_optim.buckets.states import Gradients
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import NonFiniteError, StateError
 from moe_optim.experts.grouped_linear import GroupedLinear
 from moe_optim.formats import get_format, reference
 from moe_optim.formats.reference.adam import Hyper, step_into
-from moe_optim.kernels.steps import staging
+from moe_optim.kernels import staging
+from moe_optim.kernels.step_table import StepTable
 from moe_optim.weights.grouped_weight import GroupedWeight
 from moe_optim.weights.storage import GradientNote
 from tests.support.bytes import assert_same_tensors
@@ -489,23 +489,22 @@ class LifeCycle:
 
     @contextmanager
     def _failing_kernels(self, part: int, moved: bool) -> Iterator[None]:
-        step, encode, tables = ops.step, ops._encode_unshared, []
+        launch, tables = StepTable.launch, []
 
         def failing(table: Any) -> None:
             tables.append(table)
             if len(tables) != 1 + 2 * part:  # of a part, the table of its bucket comes first
-                step(table)
+                launch(table)
                 return
             if moved:
-                ops._encode_unshared = _raise_tripped
-                step(table)
+                launch(table)
             raise Tripped
 
-        ops.step = failing
+        StepTable.launch = failing
         try:
             yield
         finally:
-            ops.step, ops._encode_unshared = step, encode
+            StepTable.launch = launch
 
     def _params_of(self, part: Any) -> list[Any]:
         return [param for group in part.model_float16_groups for param in group]

@@ -87,8 +87,8 @@ def requantize(storage: TransformerEngineStorage, masters: torch.Tensor) -> None
         storage_scales=storage.storage_scales,
     )
     table = MemberTable.build([entry])
-    ops.requantize(table)
-    ops.finish_gather(table)
+    table.launch()
+    table.finish.launch()
 
 
 def assert_holds(weight: Any, master: torch.Tensor, format: BlockScaledFormat) -> None:

@@ -119,7 +119,7 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class Piece:
     """A part of a shard that is in one chunk."""
 
     shard: int
@@ -130,14 +130,14 @@ class Span:
     """One past its last."""
 
 
-def pack(shards: Iterable[tuple[Sequence[int], int]]) -> list[list[Span]]:
+def pack(shards: Iterable[tuple[Sequence[int], int]]) -> list[list[Piece]]:
     """Divide shards into chunks, in their order, and cut none where it must not be.
 
     Args:
         shards: for each where it may be cut, ascending, its end included; and the bytes of an
             element, master and moments together.
     """
-    chunks: list[list[Span]] = []
+    chunks: list[list[Piece]] = []
     room = 0
     for number, (ends, element_bytes) in enumerate(shards):
         first = 0
@@ -150,7 +150,7 @@ def pack(shards: Iterable[tuple[Sequence[int], int]]) -> list[list[Span]]:
                 continue
             if last <= first:  # what cannot be cut has a chunk of its own
                 last = ends[bisect_right(ends, first)]
-            chunks[-1].append(Span(number, first, last))
+            chunks[-1].append(Piece(number, first, last))
             room = max(0, room - (last - first) * element_bytes)
             first = last
     return chunks

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from moe_optim import ops
 from moe_optim.errors import LayoutError
+from moe_optim.kernels import tensorwise
 from moe_optim.kernels.finish_table import FinishTable
-from moe_optim.kernels.tensorwise import ScaledWeight, TensorwiseTable, launch, table
+from moe_optim.kernels.tensorwise import ScaledWeight, TensorwiseTable
 from moe_optim.kernels.tuning import FlatTile
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import SENTINEL, wide_range_weights, with_specials
@@ -21,8 +21,8 @@ LINE = 16
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    monkeypatch.setattr(table, "TENSORWISE_PART", PART)
-    monkeypatch.setattr(launch, "TENSORWISE_TILE", TILE)
+    monkeypatch.setattr(tensorwise, "TENSORWISE_PART", PART)
+    monkeypatch.setattr(tensorwise, "TENSORWISE_TILE", TILE)
 
 
 def weights_of(masters, *, beside=0):
@@ -41,13 +41,13 @@ def cast(masters, *, backend="auto", beside=0, amaxes=None):
     """Return amaxes, scales, inverses and codes."""
     weights, around = weights_of(masters, beside=beside)
     built = TensorwiseTable.build(weights, backend=backend)
-    assert built.has_kernels == (backend == "auto")
+    assert bool(built.kernels) == (backend == "auto")
     built.amaxes.fill_(math.nan)
-    ops.tensorwise_amax(built)
+    built.find_amaxes.launch()
     found = built.amaxes.clone()
     if amaxes is not None:
         built.amaxes.copy_(amaxes)
-    ops.tensorwise_cast(built)
+    built.launch()
     assert (torch.cat(around) == SENTINEL).all()
     inverses = torch.cat([one.scale_inv for one in weights])
     return found, built.scales, inverses, torch.cat([one.data for one in weights])
@@ -98,7 +98,7 @@ def test_transposes_of_many_shapes_at_once(launches, beside):
     copies = [torch.full(shape[::-1], SENTINEL, dtype=torch.uint8) for shape in shapes]
     built = FinishTable.of_transposes(list(zip(sources, copies, strict=True)))
     assert built.pack == (1 if beside else 4)
-    ops.transpose(built)
+    built.launch()
     for source, copy in zip(sources, copies, strict=True):
         assert_bytes_equal(copy, source.t(), what=f"{list(source.shape)}")
     assert launches == ["finish_gather_kernel"]
@@ -124,12 +124,9 @@ def test_what_does_not_fit_is_refused(what, change):
         TensorwiseTable.build([one, ScaledWeight(**(given | change))])
 
 
-def test_masters_that_have_moved_are_read_where_they_are_now(launches):
+def test_masters_that_have_moved_are_noticed():
     weights, _ = weights_of([torch.full((9,), 3.0)])
     built = TensorwiseTable.build(weights)
+    assert not built.has_moved
     weights[0].master.data = torch.full((9,), 7.0)
-    assert built.has_moved
-    ops.tensorwise_amax(built)
-    ops.tensorwise_cast(built)
-    assert not launches
-    assert (built.amaxes.item(), weights[0].scale_inv.item()) == (7, 1 / 64)
+    assert built.has_moved and built.find_amaxes.has_moved

@@ -1,24 +1,23 @@
-"""Device descriptors of one launch over experts that lie anywhere: a function of their addresses.
+"""Fake quantization of experts that lie anywhere, and its gradient, in one launch each.
 
-Nothing else goes into a table, so that none can be out of date: whoever launches asks for that of
-the present addresses, and mostly finds one that was built before.
+A table is a function of addresses, so that none can be out of date: callers ask for the table of
+the present addresses, and mostly find one that was built before.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_optim.errors import StateError
-from moe_optim.kernels.bound_kernel import is_capturing
+from moe_optim.kernels import tuning
+from moe_optim.kernels.plan import ALIGNMENT, BoundKernel, current_device, is_capturing
+from moe_optim.kernels.tuning import FlatTile
 
-SPAN_FIELDS = 4
-"""Columns of :attr:`SpanTable.spans`."""
-
-_ALIGNMENT = 16  # bytes of the widest memory access, and elements that make one of any dtype
 _KEPT = 4096  # tables of some KiB each: more than launches can be queued before one is let go
 _CAPTURED: "set[SpanTable]" = set()
 """What launches of a CUDA graph read at every replay, long after it was last looked up."""
@@ -26,15 +25,74 @@ _CAPTURED: "set[SpanTable]" = set()
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SpanTable:
-    """What one launch reads and writes: a span of elements an expert. See :func:`find_table`."""
+    """Experts that one launch reads, each a span of elements. See :func:`find_table`."""
 
     spans: Tensor
-    """[num_experts, 4] int64: the address of the values, that of their gradients or 0, how many
-    there are, and the first element of the result, which holds one span after the other."""
+    """[num_experts, SPAN_FIELDS] int64, see ``fields``; the result has one span after the other."""
     longest: int
     """Elements of the longest span."""
     aligned: bool
     """Whether every span begins and ends at multiples of 16 bytes, and so does its result."""
+
+    def launch_values(
+        self, amax: Tensor, result: Tensor, codes: tuple[float, float], *, e4m3: bool
+    ) -> None:
+        """Write the values of all experts on their grids.
+
+        Args:
+            amax: [num_experts], or [1] for all of them.
+            result: as many elements as all experts have, contiguous, of their dtype.
+            codes: smallest and largest code.
+            e4m3: whether the grid is E4M3, and not integers.
+        """
+        from moe_optim.kernels.fake_kernel import fake_quantize_kernel
+
+        constants = (("E4M3", e4m3),)
+        self._launch(
+            fake_quantize_kernel, tuning.FAKE_FORWARD, amax, result, *codes, constants=constants
+        )
+
+    def launch_gradients(self, amax: Tensor, result: Tensor) -> None:
+        """Write the gradients of all experts, zero where a value is beyond its amax.
+
+        Args:
+            amax: [num_experts], or [1] for all of them.
+            result: as many elements as all experts have, contiguous, of their dtype.
+        """
+        from moe_optim.kernels.fake_kernel import clip_gradient_kernel
+
+        self._launch(clip_gradient_kernel, tuning.FAKE_BACKWARD, amax, result)
+
+    def _launch(
+        self,
+        kernel: Any,
+        tile: FlatTile,
+        amax: Tensor,
+        result: Tensor,
+        *given: float,
+        constants: tuple[tuple[str, Any], ...] = (),
+    ) -> None:
+        with current_device(result.device):
+            bound = _bind(
+                kernel,
+                tile,
+                (-(-self.longest // tile.numel), len(self.spans)),
+                (("ALIGNED", self.aligned), *constants),
+                (amax.dtype, result.dtype, result.device),
+            )
+            bound(self.spans, amax, int(amax.numel() > 1), result, *given)
+
+
+@cache
+def _bind(
+    kernel: Any,
+    tile: FlatTile,
+    grid: tuple[int, int],
+    constants: tuple[tuple[str, Any], ...],
+    _compiled_for: tuple[torch.dtype, torch.dtype, torch.device],
+) -> BoundKernel:
+    """Return a kernel for any tables of one size: addresses may change with every launch."""
+    return BoundKernel(kernel, grid, **dict(constants), TILE=tile.numel, num_warps=tile.num_warps)
 
 
 def find_table(values: Sequence[Tensor], gradients: Sequence[Tensor] = ()) -> SpanTable:
@@ -68,15 +126,7 @@ def _build(
     itemsize: int,
     device: torch.device,
 ) -> SpanTable:
-    """Return the table of some addresses.
-
-    Args:
-        values: where tensors begin.
-        gradients: where theirs begin, or nothing.
-        sizes: experts and elements of each tensor.
-        itemsize: bytes of an element.
-        device: where the table goes.
-    """
+    """Return the table of some addresses, of tensors with these experts and elements."""
     if is_capturing(device):
         raise StateError(
             "fake_quantize: expected experts and gradients where an earlier call found them while "
@@ -93,18 +143,17 @@ def _build(
         strict=True,
     )
     spans = torch.tensor([*rows], dtype=torch.int64, device="cpu")
-    whole = all(numel % _ALIGNMENT == 0 for numel in numels)
+    whole = all(numel % ALIGNMENT == 0 for numel in numels)
     return SpanTable(
         spans=_carry_over(spans, device),
         longest=max(numels),
-        aligned=whole and not any(address % _ALIGNMENT for address in (*values, *gradients)),
+        aligned=whole and not any(address % ALIGNMENT for address in (*values, *gradients)),
     )
 
 
 def _addresses(
     bases: tuple[int, ...], sizes: tuple[tuple[int, int], ...], itemsize: int
 ) -> list[int]:
-    """Return the address of every expert."""
     return [
         base + expert * (total // experts) * itemsize
         for base, (experts, total) in zip(bases, sizes, strict=True)
@@ -115,7 +164,7 @@ def _addresses(
 def _carry_over(table: Tensor, device: torch.device) -> Tensor:
     """Return a table on its device, ready for launches on any stream.
 
-    A GPU carries it over beside the work that is queued, which nobody waits for.
+    A GPU copies it on a stream of its own, so that the host does not wait for work in the queue.
     """
     if device.type != "cuda":
         return table.to(device)

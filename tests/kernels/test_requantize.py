@@ -6,7 +6,6 @@ import sys
 import pytest
 import torch
 
-from moe_optim import ops
 from moe_optim.formats import (
     DIRECTIONS,
     FORMATS,
@@ -83,6 +82,10 @@ def assert_written(entries, masters):
             assert_bytes_equal(scale, expected, what=f"{entry.target.shape} stored {way}")
 
 
+def all_in_kernels(table):
+    return not table.remainder and len(table.finish.kernels) == len(table.finish.calls)
+
+
 @EVERY_FORMAT
 @pytest.mark.parametrize(
     ("dtype", "apart", "zero"),
@@ -108,9 +111,9 @@ def test_whole_weights_are_the_references(format, dtype, apart, zero, launches):
         start += numel + GAP
     masters, before = [entry.source.clone() for entry in entries], memory.clone()
     table = MemberTable.build(entries, consumed=memory if zero else None)
-    assert not table.remainder and not table.unfinished and table.zeroes_in_launch == zero
-    ops.requantize(table)
-    ops.finish_gather(table)
+    assert all_in_kernels(table) and table.zeroes_in_launch == zero
+    table.launch()
+    table.finish.launch()
     assert launches
     assert_written(entries, masters)
     assert_bytes_equal(memory, torch.zeros_like(memory) if zero else before, what="sources")
@@ -142,13 +145,13 @@ def test_shards_that_meet_inside_of_blocks_are_the_references(format, launches):
                 )
             )
         tables.append(MemberTable.build(entries))
-        assert not tables[-1].remainder
-        ops.partial_amax(tables[-1])
+        assert all_in_kernels(tables[-1])
+        tables[-1].find_maxima.launch()
     largest = torch.stack([table.exchange for table in tables]).amax(0)
     for table in tables:
         table.exchange.copy_(largest)
-        ops.encode(table)
-    ops.finish_gather(tables[0])
+        table.encode.launch()
+    tables[0].finish.launch()
     assert launches
     assert_written(tables[0].entries, masters)
 
@@ -166,13 +169,13 @@ def test_columns_on_two_ranks_are_parts_of_the_whole(format, launches):
         target = poisoned(format, tuple(part.shape))
         entry = TableEntry(parameter="fc1", source=part, target=target, shares_experts=True)
         tables.append(MemberTable.build([entry]))
-        assert not tables[-1].remainder
-        ops.partial_amax(tables[-1])
+        assert all_in_kernels(tables[-1])
+        tables[-1].find_maxima.launch()
     largest = torch.stack([table.exchange for table in tables]).amax(0)
     for rank, table in enumerate(tables):
         table.exchange.copy_(largest)
-        ops.encode(table)
-        ops.finish_gather(table)
+        table.encode.launch()
+        table.finish.launch()
         for name, buffer in table.entries[0].target.buffers().items():
             slices = partition.buffer(name).slices(partition.bounds({"tp": rank}))
             assert_bytes_equal(buffer, whole.buffers()[name][slices], what=f"part {rank} {name}")
@@ -252,10 +255,10 @@ def _amax_from(slot):
         buffer.view(torch.uint8).zero_()
     entry = TableEntry(parameter="fc1", source=master.flatten()[:1024], target=target, cuts=(1024,))
     table = MemberTable.build([entry])
-    ops.partial_amax(table)
+    table.find_maxima.launch()
     (first,) = table.exchanges[0].experts.values()
     table.exchange[first + slot] = 300.0
-    ops.encode(table)
+    table.encode.launch()
     whole = master.clone()
     whole[0, 31, 63] = 300.0  # in a block of the other rank
     expected = reference.quantize(whole, NVFP4)

@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 
 from moe_optim.kernels.encode import encode_e4m3, larger_magnitude, round_to_bf16
-from moe_optim.kernels.tensorwise.table import PART_FIELDS as _PART_FIELDS
+from moe_optim.kernels.fields import TENSORWISE_FIELDS
 
-PART_FIELDS = tl.constexpr(_PART_FIELDS)
+PART_FIELDS = tl.constexpr(TENSORWISE_FIELDS)
 
 
 @triton.jit

@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from moe_optim.kernels.fake.table import SPAN_FIELDS as _SPAN_FIELDS
+from moe_optim.kernels.fields import SPAN_FIELDS as _SPAN_FIELDS
 
 SPAN_FIELDS = tl.constexpr(_SPAN_FIELDS)
 ZERO_AMAX = tl.constexpr(2.0**-24)

@@ -7,15 +7,14 @@ import weakref
 import pytest
 import torch
 
-from moe_optim import fake_quantization
 from moe_optim.fake_quantization import fake_quantize
-from moe_optim.kernels import tuning
-from moe_optim.kernels.fake import table
-from moe_optim.kernels.fake.table import find_table
+from moe_optim.kernels import fake, tuning
+from moe_optim.kernels.fake import find_table
 from moe_optim.kernels.tuning import FlatTile
 from tests.support.bytes import assert_values_equal
 from tests.support.inputs import normal_weights, wide_range_weights, with_specials
 from tests.support.number_formats.fake_values import GRIDS, by_grid, gradient_tensors, value_tensors
+from tests.support.ptx.launches import plan_kernels
 
 SMALL = FlatTile(numel=64, num_warps=1)
 """For experts of several tiles."""
@@ -25,8 +24,7 @@ SMALL = FlatTile(numel=64, num_warps=1)
 def small_tiles(monkeypatch):
     for name in ("FAKE_FORWARD", "FAKE_BACKWARD"):
         monkeypatch.setattr(tuning, name, SMALL)
-    for name in ("runs_triton", "has_kernels"):
-        monkeypatch.setattr(fake_quantization, name, lambda device: True)
+    plan_kernels(monkeypatch)
 
 
 def run(weights, amax, gradients, backend, **grid):
@@ -144,10 +142,10 @@ def test_what_a_graph_replays_outlives_a_thousand_other_tables(monkeypatch):
     """A captured launch holds the address of its table, which nobody looks up again."""
     values = torch.zeros(2, 16, 16)
     find_table([values])  # a table is not built in a capture
-    monkeypatch.setattr(table, "is_capturing", lambda device: True)
+    monkeypatch.setattr(fake, "is_capturing", lambda device: True)
     captured = weakref.ref(find_table([values]).spans)
     monkeypatch.undo()
-    others = [torch.zeros(1, 16, 16) for _ in range(table._KEPT)]
+    others = [torch.zeros(1, 16, 16) for _ in range(fake._KEPT)]
     forgotten = weakref.ref(find_table(others[:1]).spans)
     for other in (*others[1:], values[:1]):
         find_table([other])

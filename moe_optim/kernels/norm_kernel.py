@@ -5,9 +5,9 @@
 import triton
 import triton.language as tl
 
-from moe_optim.kernels.norm.table import PART_FIELDS as _PART_FIELDS
+from moe_optim.kernels.fields import NORM_FIELDS
 
-PART_FIELDS = tl.constexpr(_PART_FIELDS)
+PART_FIELDS = tl.constexpr(NORM_FIELDS)
 
 
 @triton.jit

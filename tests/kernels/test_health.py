@@ -3,14 +3,13 @@
 import pytest
 import torch
 
-from moe_optim import ops
 from moe_optim.errors import LayoutError
 from moe_optim.formats import FORMATS, MXFP8, NVFP4, QuantizedWeight
 from moe_optim.formats.health_figures import Sum
 from moe_optim.kernels.health import HealthEntry, HealthTable
-from moe_optim.kernels.health import table as table_module
 from moe_optim.kernels.table_entry import TableEntry
 from moe_optim.kernels.tuning import HEALTH_ROWS, HEALTH_TILE
+from tests.support.ptx.launches import plan_kernels
 from tests.support.training_runs.health import assert_same_health, masters_of, measure
 
 CPU = torch.device("cpu")
@@ -60,7 +59,7 @@ def test_the_kernel_finds_of_experts_whose_encode_scale_overflows_what_plain_tor
 @pytest.mark.parametrize("start", [0, 4, 300_000, 300_002])
 def test_tiles_cover_what_is_owned_and_whole_ones_lie_inside(start, monkeypatch):
     """Of a shard of two experts; none is whole where quads of elements are not aligned."""
-    monkeypatch.setattr(table_module, "has_kernels", lambda device: True)
+    plan_kernels(monkeypatch)
     shape = (2, 1056, 288)
     numel = shape[1] * shape[2]
     entry = TableEntry(
@@ -99,13 +98,13 @@ def test_a_table_knows_when_masters_or_buffers_lie_elsewhere():
     assert not table.has_moved
     one.entry.source.data = torch.ones(1, 32, 32)
     assert table.has_moved
-    ops.measure_health(table)
+    table.launch()
     assert table.amaxes.item() == 1.0
 
 
 def test_nothing_owned_is_nothing_found():
     table = HealthTable.build([entry_of(torch.zeros(0))], 3, device=CPU)
-    ops.measure_health(table)
+    table.launch()
     assert not table.sums.any() and not table.amaxes.any()
 
 
@@ -117,7 +116,7 @@ def test_a_shard_that_does_not_run_from_cut_to_cut_is_refused():
 @pytest.mark.parametrize("buffer", ["rowwise_data", "rowwise_scale", "global_amax"])
 def test_a_buffer_that_moved_is_noticed(buffer, monkeypatch):
     """Each has memory of its own, which may come back elsewhere after it was given away."""
-    monkeypatch.setattr(table_module, "has_kernels", lambda device: True)
+    plan_kernels(monkeypatch)
     target = QuantizedWeight.empty(FORMATS["nvfp4"], (2, 64, 128))
     entry = TableEntry(parameter="fc", source=torch.zeros(2, 64, 128), target=target)
     table = HealthTable.build([HealthEntry(entry=entry, rows=torch.arange(2))], 2, device=CPU)

@@ -5,7 +5,7 @@ import torch
 
 from moe_optim.errors import LayoutError
 from moe_optim.formats import MXFP8, QuantizedWeight
-from moe_optim.kernels.amax_table import AmaxTable
+from moe_optim.kernels.amax import AmaxTable
 from moe_optim.kernels.table_entry import TableEntry
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import wide_range_weights, with_specials
@@ -41,16 +41,16 @@ def test_every_amax_is_plain_torchs(start, end, dtype, launches):
                 start=low,
             )
         )
-    table = AmaxTable.build(entries)
+    table = AmaxTable.build(entries, torch.empty(sum(shape[0] for shape in SHAPES)))
     for _ in range(2):
-        out = torch.full((sum(shape[0] for shape in SHAPES),), -1.0)
-        table.find_into(out)
-        assert_bytes_equal(out, torch.cat(wanted), what="amax")
+        table.amaxes.fill_(-1)
+        table.launch()
+        assert_bytes_equal(table.amaxes, torch.cat(wanted), what="amax")
     assert launches or start == end
 
 
 @pytest.mark.parametrize(("first", "aligned"), [(0, True), (2, False), (8, True)])
-def test_ranges_are_aligned_that_start_at_multiples_of_16_bytes(first, aligned):
+def test_ranges_are_aligned_that_start_at_multiples_of_16_bytes(first, aligned, launches):
     """Of bf16, where the expert itself starts at one and only a part of it is owned."""
     whole = torch.zeros(32 * 32, dtype=torch.bfloat16)
     assert whole.data_ptr() % 16 == 0
@@ -60,7 +60,8 @@ def test_ranges_are_aligned_that_start_at_multiples_of_16_bytes(first, aligned):
         target=QuantizedWeight.empty(MXFP8, (1, 32, 32)),
         start=first,
     )
-    assert AmaxTable.build([entry]).aligned is aligned
+    (kernel,) = AmaxTable.build([entry], torch.empty(1)).kernels
+    assert kernel.constants["ALIGNED"] is aligned
 
 
 def test_sources_of_two_dtypes_are_refused():
@@ -73,4 +74,4 @@ def test_sources_of_two_dtypes_are_refused():
         for dtype in (torch.float32, torch.bfloat16)
     ]
     with pytest.raises(LayoutError, match=r"one dtype, got torch.bfloat16, torch.float32"):
-        AmaxTable.build(entries)
+        AmaxTable.build(entries, torch.empty(2))
