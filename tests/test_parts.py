@@ -200,7 +200,7 @@ def test_whole_blocks_are_left_to_kernels_where_these_run(format, monkeypatch):
     """Also those whose experts go on elsewhere: a launch finds their amaxes."""
     launched = []
     plan_kernels(monkeypatch)
-    monkeypatch.setattr(Plan, "launch", launched.append)
+    monkeypatch.setattr(Plan, "launch", lambda plan: launched.append(plan))
     _, partition = _whole_blocks(format)
     coordinate = dict.fromkeys(("ep", "tp", "fsdp"), 0)
     quantize_part(torch.zeros(partition.part_shape), partition, coordinate, lambda *_: None)

@@ -11,7 +11,7 @@ from moe_optim.kernels.encode import round_to_bf16
 
 @triton.jit
 def adam_kernel(
-    states,  # [num_ranges, STATE_FIELDS] int64, see StepTable
+    states,  # [num_ranges, STATE_FIELDS] int64, see fields.py
     masters,  # [num_ranges] int64: address of the first master of each
     parts,  # [num_parts, 4] int64: range, first element, one past the last, slot
     hyper,  # [num_groups, HYPER_FIELDS] fp32
@@ -25,11 +25,10 @@ def adam_kernel(
     WEIGHTS: tl.constexpr,
     AMAX: tl.constexpr,
 ):
-    """Step one part of one range.
+    """Step one part of one range, see ``adam.adam``.
 
-    Grid (num_parts,). What the new masters are written to besides: WEIGHTS "bf16" or "fp32" into
-    the weight of the range, "none" nowhere; with AMAX the largest magnitude, rounded to bf16, goes
-    into the slot of the part.
+    Grid (num_parts,). New masters are also written to the weight of the range if WEIGHTS is "bf16"
+    or "fp32"; with AMAX their largest magnitude, rounded to bf16, goes into the slot of the part.
     """
     part = parts + 4 * tl.program_id(0).to(tl.int64)
     index = tl.load(part)

@@ -25,7 +25,7 @@ AMAX_TILE = tl.constexpr(_AMAX_TILE)
 
 @triton.jit
 def expert_amax_kernel(
-    descriptors,  # [num_members + num_gaps, FIELDS] int64, see LaunchTable
+    descriptors,  # [num_members + num_gaps, FIELDS] int64, see fields.py
     parts,  # [num_parts, 2] int32: descriptor, part
     amaxes,  # [num_slots] fp32
     FROM_FP32: tl.constexpr,
@@ -67,7 +67,7 @@ def expert_amax_kernel(
 
 @triton.jit
 def cut_block_row_amax_kernel(
-    descriptors,  # [num_members + num_gaps, FIELDS] int64, see LaunchTable
+    descriptors,  # [num_members + num_gaps, FIELDS] int64, see fields.py
     tiles,  # [num_cut_tiles, 4] int32: descriptor, first row, first column, slot
     amaxes,  # [num_slots] fp32
     BLOCK_ROW: tl.constexpr,

@@ -20,7 +20,7 @@ from moe_optim.kernels.tuning import FlatTile
 
 _KEPT = 4096  # tables of some KiB each: more than launches can be queued before one is let go
 _CAPTURED: "set[SpanTable]" = set()
-"""What launches of a CUDA graph read at every replay, long after it was last looked up."""
+"""Tables that launches of a CUDA graph read at every replay."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -41,7 +41,7 @@ class SpanTable:
 
         Args:
             amax: [num_experts], or [1] for all of them.
-            result: as many elements as all experts have, contiguous, of their dtype.
+            result: contiguous, with the number of elements and the dtype of all experts.
             codes: smallest and largest code.
             e4m3: whether the grid is E4M3, and not integers.
         """
@@ -57,7 +57,7 @@ class SpanTable:
 
         Args:
             amax: [num_experts], or [1] for all of them.
-            result: as many elements as all experts have, contiguous, of their dtype.
+            result: contiguous, with the number of elements and the dtype of all experts.
         """
         from moe_optim.kernels.fake_kernel import clip_gradient_kernel
 

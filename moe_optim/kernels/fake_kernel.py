@@ -13,7 +13,7 @@ ZERO_AMAX = tl.constexpr(2.0**-24)
 
 @triton.jit(do_not_specialize=["step"], do_not_specialize_on_alignment=["amaxes"])
 def fake_quantize_kernel(
-    spans,  # [num_experts, SPAN_FIELDS] int64, see SpanTable
+    spans,  # [num_experts, SPAN_FIELDS] int64, see fields.py
     amaxes,  # [num_experts], or [1] for all of them; fp32, bf16 or fp16
     step,  # from the amax of one expert to that of the next: 1, or 0
     result,  # [elements of all experts], of the dtype of the values
@@ -24,6 +24,13 @@ def fake_quantize_kernel(
     TILE: tl.constexpr,
 ):
     """Write one tile of one expert as the nearest values of its grid.
+
+    ::
+
+        integers  scale = largest / amax;    clamp(round(w * scale), smallest, largest) / scale
+        E4M3      scale = (1 / amax) * 448;  E4M3(w * scale) * (1 / scale)
+
+    As NVIDIA ModelOpt 0.47 does it (tensor_quant.py).
 
     Grid (tiles of the longest expert, num_experts).
     """
@@ -47,7 +54,7 @@ def fake_quantize_kernel(
 
 @triton.jit(do_not_specialize=["step"], do_not_specialize_on_alignment=["amaxes"])
 def clip_gradient_kernel(
-    spans,  # [num_experts, SPAN_FIELDS] int64, see SpanTable
+    spans,  # [num_experts, SPAN_FIELDS] int64, see fields.py
     amaxes,  # [num_experts], or [1] for all of them; fp32, bf16 or fp16
     step,  # from the amax of one expert to that of the next: 1, or 0
     result,  # [elements of all experts], of the dtype of values and gradients

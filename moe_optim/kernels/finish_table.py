@@ -1,4 +1,4 @@
-"""What follows a gather: data to transpose, and block scales to expand into padded storage."""
+"""The end of a gather: data to transpose, and block scales to expand into padded storage."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What experts have lost by being quantized: errors, counts, amaxes and sketches."""
+"""The health of quantized experts: errors, counts, amaxes and sketches."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -146,7 +146,7 @@ def _bind(launch: HealthLaunch, sums: Tensor, amaxes: Tensor) -> Iterator[BoundK
                 WIDTH=width,
                 PROGRAM_ROWS=HEALTH_ROWS,
                 TILE_COLS=HEALTH_TILE.cols,
-                STRIP=HEALTH_TILE.slab,
+                HELD_ROWS=HEALTH_TILE.rows,
                 FROM_FP32=launch.source_dtype == torch.float32,
                 WHOLE=is_whole,
                 num_warps=HEALTH_TILE.num_warps,

@@ -1,6 +1,6 @@
 # mypy: allow-incomplete-defs
 
-"""One pass over masters and rowwise buffers, which adds up what ``moe_optim.health`` names."""
+"""One pass over masters and rowwise buffers, for the sums of ``formats/health_figures.py``."""
 
 import triton
 import triton.language as tl
@@ -33,13 +33,13 @@ FLUSHED = tl.constexpr(int(Sum.FLUSHED))
 DEAD = tl.constexpr(int(Sum.DEAD))
 FIRST_LANE = tl.constexpr(len(Sum))
 QUAD = tl.constexpr(4)  # columns side by side that one thread has
-FIRST_FACTOR = tl.constexpr(0x9E3779B1)  # of ``moe_optim.health.signs``, like the next one
+FIRST_FACTOR = tl.constexpr(0x9E3779B1)  # both of ``health_figures.signs``
 SECOND_FACTOR = tl.constexpr(0x85EBCA77)
 
 
 @triton.jit
 def measure_kernel(
-    descriptors,  # [num_members, FIELDS] int64, see HealthLaunch
+    descriptors,  # [num_members, FIELDS] int64, see fields.py
     tiles,  # [num_programs, 4] int32: descriptor, first row, first column, part
     parts,  # [num_parts, NUM_SUMS] fp64
     amaxes,  # [rows] int32: bits of fp32, which are in the order of magnitudes
@@ -48,13 +48,16 @@ def measure_kernel(
     WIDTH: tl.constexpr,
     PROGRAM_ROWS: tl.constexpr,
     TILE_COLS: tl.constexpr,
-    STRIP: tl.constexpr,
+    HELD_ROWS: tl.constexpr,
     FROM_FP32: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """Measure what is owned of [PROGRAM_ROWS, TILE_COLS] of an expert, and write it as a part.
+    """Measure the owned elements of [PROGRAM_ROWS, TILE_COLS] of an expert, and write a part.
 
-    Grid (num_programs,). Of WHOLE tiles every element is there and owned, and quads are aligned.
+    With w the weight in bf16 and q its quantized value, the part has the sums of w^2, (q - w)^2
+    and sign * w (the sketch), and counts of saturated and flushed weights and of dead blocks.
+
+    Grid (num_programs,). In WHOLE tiles every element exists and is owned, and quads are aligned.
     Each column has sums of its own, which threads keep in registers until the last row.
     """
     DTYPE: tl.constexpr = tl.float32 if FROM_FP32 else tl.bfloat16
@@ -83,7 +86,7 @@ def measure_kernel(
         begin_row = tl.maximum(first_row, begin_row)
         end_row = tl.minimum(end_row, tl.cdiv(tl.load(member + END), cols).to(tl.int32))
 
-    rows = tl.arange(0, STRIP)[:, None]
+    rows = tl.arange(0, HELD_ROWS)[:, None]
     columns = tl.arange(0, TILE_COLS)[None, :]
     blocks = tl.arange(0, PER_ROW)[None, :]
     numbers = tl.arange(0, BITS)[:, None]
@@ -97,15 +100,15 @@ def measure_kernel(
 
     for group_row in range(begin_row, end_row, GROUP):
         alive = tl.zeros((QUADS,), dtype=tl.int32)  # a bit a block of the group
-        for below in range(0, GROUP, STRIP):
+        for below in range(0, GROUP, HELD_ROWS):
             row = tl.cast(group_row + below, tl.int64)
             first = row * cols + first_col
             places = rows * cols + columns
             value, limit = _load_values(
-                member, row, first_col, rows, global_amax, FORMAT, HEIGHT, WIDTH, TILE_COLS, STRIP,
-                WHOLE,
+                member, row, first_col, rows, global_amax, FORMAT, HEIGHT, WIDTH, TILE_COLS,
+                HELD_ROWS, WHOLE,
             )  # fmt: skip
-            bits = tl.reshape(value.to(tl.int32, bitcast=True), (STRIP, QUADS, QUAD))
+            bits = tl.reshape(value.to(tl.int32, bitcast=True), (HELD_ROWS, QUADS, QUAD))
             is_alive = (tl.reduce(bits, 2, _or) & 0x7FFFFFFF) != 0
             alive |= tl.reduce(tl.where(is_alive, 1 << (below + rows) // HEIGHT, 0), 0, _or)
             if WHOLE:
@@ -189,7 +192,7 @@ def _or(a, b):
 
 @triton.jit
 def _signed(wide, hashed):
-    """Return fp64 values times their signs of ``moe_optim.health.signs``.
+    """Return fp64 values times their signs, see ``health_figures.signs``.
 
     Args:
         wide: fp64.
@@ -204,11 +207,11 @@ def _signed(wide, hashed):
 @triton.jit
 def _load_values(
     member, row, first_col, rows, global_amax, FORMAT: tl.constexpr, HEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr, TILE_COLS: tl.constexpr, STRIP: tl.constexpr, WHOLE: tl.constexpr,
+    WIDTH: tl.constexpr, TILE_COLS: tl.constexpr, HELD_ROWS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Return the values of a strip in fp32, zeros outside, and what magnitudes are compared with.
+    """Return values in fp32, zeros outside, and the limits of their magnitudes.
 
-    Both [STRIP, TILE_COLS]. A strip is no higher than a block, or blocks are one row high.
+    Both [HELD_ROWS, TILE_COLS]. These rows are of one block, or blocks are one row high.
     """
     SCALE: tl.constexpr = tl.float32 if FORMAT == "fp8_block" else tl.uint8
     QUADS: tl.constexpr = TILE_COLS // QUAD
@@ -233,9 +236,9 @@ def _load_values(
         scale = tl.load(scales, mask=(scale_rows < height) & (quads * QUAD < width), other=0)
     factor, limit = _decode_scale(tl.trans(scale), global_amax, FORMAT)
     element = _decode_elements(stored, FORMAT)
-    element = tl.reshape(element, (STRIP, QUADS, QUAD)) * factor[:, :, None]
-    limit = tl.broadcast_to(limit[:, :, None], (STRIP, QUADS, QUAD))
-    return tl.reshape(element, (STRIP, TILE_COLS)), tl.reshape(limit, (STRIP, TILE_COLS))
+    element = tl.reshape(element, (HELD_ROWS, QUADS, QUAD)) * factor[:, :, None]
+    limit = tl.broadcast_to(limit[:, :, None], (HELD_ROWS, QUADS, QUAD))
+    return tl.reshape(element, (HELD_ROWS, TILE_COLS)), tl.reshape(limit, (HELD_ROWS, TILE_COLS))
 
 
 @triton.jit
@@ -253,9 +256,9 @@ def _decode_elements(stored, FORMAT: tl.constexpr):
 
 @triton.jit
 def _decode_scale(stored, global_amax, FORMAT: tl.constexpr):
-    """Return what elements are multiplied by, and what magnitudes are compared with, both fp32.
+    """Return the factor of elements and the limit of magnitudes, both fp32.
 
-    As ``moe_optim.formats.reference`` has them: all products are rounded alike there and here.
+    All products are rounded as in ``moe_optim.formats.reference``.
     """
     if FORMAT == "nvfp4":
         scale = stored.to(tl.float8e4nv, bitcast=True).to(tl.float32)

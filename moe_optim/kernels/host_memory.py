@@ -1,8 +1,7 @@
-"""Memory of the host that kernels read and write where it lies.
+"""Pinned host memory that kernels read and write in place.
 
-A GPU reaches pinned memory of the host at the address that the host has for it. So a tensor of the
-GPU can lie over such memory: kernels stream its elements over the link, in both directions at once,
-and whoever else reads it as a tensor of the GPU gets its values, too.
+A GPU reaches pinned memory at the address that the host has for it. So a tensor of the GPU can lie
+over such memory: kernels stream its elements over the link, in both directions at once.
 """
 
 from collections.abc import Sequence
@@ -15,65 +14,65 @@ from torch import Tensor
 from moe_optim.errors import StateError
 from moe_optim.formats import round_up
 
-SLAB_BYTES = 1 << 30
-"""Of a piece of memory that tensors are put into; torch pins powers of two."""
+SEGMENT_BYTES = 1 << 30
+"""Bytes of a segment that tensors are put into; torch pins powers of two."""
 _ALIGNMENT = 256  # bytes, as of memory that torch allocates on a GPU
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostTensor:
-    """One piece of memory of the host, seen from both sides. Without a GPU both are the same."""
+    """Host memory as two tensors, which are the same one without a GPU."""
 
     on_device: Tensor
-    """A tensor of the device."""
+    """Tensor of the device."""
     on_host: Tensor
-    """A tensor of the CPU. Reading it has to wait for what the device does."""
+    """Tensor of the CPU. Reading it has to wait for the device."""
 
 
 class HostMemory:
-    """Memory of the host for tensors of a device, taken slab by slab and never given back.
+    """Host memory for tensors of a device, allocated in segments that are never freed.
 
     Args:
-        device: that reads and writes it.
-        expected_bytes: about how much will be taken, so that little work pins no whole slab.
+        device: device that reads and writes it.
+        expected_bytes: estimate of all that will be taken, so that little work pins no whole
+            segment.
 
     Attributes:
-        device: as given.
+        device: device that reads and writes it.
     """
 
-    def __init__(self, device: torch.device, expected_bytes: int = SLAB_BYTES) -> None:
+    def __init__(self, device: torch.device, expected_bytes: int = SEGMENT_BYTES) -> None:
         self.device = device
-        self._slab_bytes = min(SLAB_BYTES, _power_of_two(expected_bytes))
-        self._slabs: list[tuple[HostTensor, int]] = []  # and how much of each is taken
+        self._segment_bytes = min(SEGMENT_BYTES, _power_of_two(expected_bytes))
+        self._segments: list[tuple[HostTensor, int]] = []  # and bytes taken of each
 
     @property
     def nbytes(self) -> int:
-        """How much memory of the host there is by now, pinned where the device is a GPU."""
-        return sum(slab.on_host.nbytes for slab, _ in self._slabs)
+        """Bytes allocated so far, pinned if the device is a GPU."""
+        return sum(segment.on_host.nbytes for segment, _ in self._segments)
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> HostTensor:
-        """Return memory for a contiguous tensor; what it holds is undefined.
+        """Return memory for a contiguous tensor, not initialized.
 
         Raises:
-            StateError: this GPU does not reach pinned memory where it lies.
+            StateError: the GPU does not reach pinned memory at the host's address.
         """
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         index, start = self._find(nbytes)
-        slab, _ = self._slabs[index]
-        self._slabs[index] = slab, start + round_up(nbytes, _ALIGNMENT)
+        segment, _ = self._segments[index]
+        self._segments[index] = segment, start + round_up(nbytes, _ALIGNMENT)
         on_device, on_host = (
             side[start : start + nbytes].view(dtype).view(tuple(shape))
-            for side in (slab.on_device, slab.on_host)
+            for side in (segment.on_device, segment.on_host)
         )
         return HostTensor(on_device, on_host)
 
     def _find(self, nbytes: int) -> tuple[int, int]:
-        """Return a slab with so much room, and where in it that begins."""
-        for index, (slab, taken) in enumerate(self._slabs):
-            if slab.on_host.nbytes - taken >= nbytes:
+        for index, (segment, taken) in enumerate(self._segments):
+            if segment.on_host.nbytes - taken >= nbytes:
                 return index, taken
-        self._slabs.append((self._allocate(max(nbytes, self._slab_bytes)), 0))
-        return len(self._slabs) - 1, 0
+        self._segments.append((self._allocate(max(nbytes, self._segment_bytes)), 0))
+        return len(self._segments) - 1, 0
 
     def _allocate(self, nbytes: int) -> HostTensor:
         if self.device.type != "cuda":
@@ -91,10 +90,7 @@ class HostMemory:
 
 
 class _Exposed:
-    """Pinned memory under the interface by which libraries hand memory of GPUs to each other.
-
-    The tensor that is made of it holds it, and so the memory.
-    """
+    """Pinned memory as GPU memory for ``torch.as_tensor``, whose result keeps it alive."""
 
     def __init__(self, pinned: Tensor) -> None:
         self._pinned = pinned
@@ -115,11 +111,11 @@ def _power_of_two(count: int) -> int:
 
 
 def spread(sizes: Sequence[int], fraction: float) -> list[bool]:
-    """Choose of things in a row, evenly along it, at most this fraction of what they weigh.
+    """Return which items of a sequence to choose, evenly, for at most ``fraction`` of its size.
 
     Args:
-        sizes: what each weighs; those of 0 are not chosen.
-        fraction: 0 to 1.
+        sizes: size of each item; an item of size 0 is not chosen.
+        fraction: share of the total size, 0 to 1.
     """
     chosen, seen, taken = [], 0, 0
     for size in sizes:

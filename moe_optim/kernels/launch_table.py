@@ -166,7 +166,7 @@ class LaunchTable:
     def bind_whole(
         self, *states: Tensor, aligned: bool | None = None, **of_step: bool
     ) -> BoundKernel:
-        """Return the kernel that encodes whole block rows, after a step of Adam if states are given.
+        """Return the kernel that encodes whole block rows, after a step of Adam if it has states.
 
         Args:
             *states: states, hyper-parameters and clip factors of the step.
@@ -193,8 +193,8 @@ class LaunchTable:
         block_row = self.format.block_row_height
         of_format: dict[str, str | int] = {}
         if self.format.is_2d:
-            slab = self.tile.slab or block_row
-            of_format = {"FORMAT": self.format.name, "BLOCK": block_row, "SLAB": slab}
+            held = self.tile.rows or block_row
+            of_format = {"FORMAT": self.format.name, "BLOCK": block_row, "HELD_ROWS": held}
         return BoundKernel(
             requantize_blocks_kernel if self.format.is_2d else requantize_mxfp8_kernel,
             len(tiles),
@@ -268,7 +268,7 @@ def is_aligned(entry: TableEntry) -> bool:
 
 
 def describe_members(entry: TableEntry, experts: range, slots: Tensor) -> Tensor:
-    """Return the descriptors of owned experts, [len(experts), DESCRIPTOR_FIELDS] int64 on the CPU."""
+    """Return a descriptor for each owned expert, [experts, DESCRIPTOR_FIELDS] int64 on the CPU."""
     source, target = entry.source, entry.target
     _, rows, cols = target.shape
     numel = rows * cols

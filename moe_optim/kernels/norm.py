@@ -44,6 +44,7 @@ class NormTable(Plan):
     zeros: Tensor
     """[1] int64: elements that are 0.0 or -0.0, over all groups; 0 if they are not counted."""
     counts_zeros: bool
+    """Whether a launch counts zeros."""
     parts: Mapping[torch.dtype, Tensor] = field(default_factory=dict)
     """[num_parts, NORM_FIELDS] int64 for each dtype, see ``fields``; empty without kernels."""
 

@@ -19,7 +19,9 @@ def sum_squares_kernel(
     COUNT_ZEROS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Write the sum of squares of one part into its slot, and how many of its elements are zero.
+    """Write the sum of squares of one part into its slot, and its number of zeros.
+
+    The norm of a group is sqrt(sum of g^2); a square of fp32 is exact in fp64.
 
     Grid (num_parts,). Whole tiles are read without masks, by the widest accesses.
     """

@@ -1,4 +1,4 @@
-"""What is planned once and launched at every step: bound kernels, and the plan that calls them."""
+"""Plans: kernels with their arguments, bound once and launched at every step."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

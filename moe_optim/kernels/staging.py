@@ -1,7 +1,6 @@
-"""States of the host on their way through a step: to the device in chunks, stepped, and back.
+"""Host states in a step: copied to the device in chunks, stepped there, and copied back.
 
-Copy engines move a chunk in while kernels step the one before it, and while the one before that
-moves out: as many chunks are on the device at a time.
+While kernels step a chunk, copy engines move the next one in and the previous one out.
 """
 
 from bisect import bisect_right
@@ -14,23 +13,25 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from moe_optim.formats import round_up
+
 SLOTS = 3
 CHUNK_BYTES = 48 << 20
-"""Of masters and moments together; more only where something that cannot be cut is larger."""
+"""Bytes of masters and moments of a chunk; more only where what cannot be cut is larger."""
 SMALLEST = 1 << 16
-"""Elements of a shard. Kernels step smaller ones on the host: a copy of its own costs more."""
+"""Elements of a shard. Kernels step smaller shards in host memory: a copy costs more."""
 _ALIGNMENT = 256  # bytes between two tensors of a slot
 
 Copies = Sequence[tuple[Tensor, Tensor]]
-"""Tensors of the host, and where on the device they go and come from."""
+"""Tensors of the host, and their places on the device."""
 
 
 class Stage:
-    """Memory of the device that chunks pass through, and the streams that move them.
+    """Memory of the device that chunks pass through, and the streams that copy them.
 
     Args:
-        device: that steps them.
-        slot_bytes: of each of ``SLOTS`` pieces of memory.
+        device: device that steps them.
+        slot_bytes: size of each of ``SLOTS`` slots of memory.
     """
 
     _stages: "WeakSet[Stage]" = WeakSet()
@@ -49,9 +50,9 @@ class Stage:
 
     @classmethod
     def of(cls, device: torch.device, slot_bytes: int) -> "Stage":
-        """Return a stage for chunks of this size, the one that others on the device have if it can.
+        """Return a stage for chunks of this size, shared with others on the device if possible.
 
-        Steps of one stream follow each other, and so may use the same memory.
+        Steps on one stream follow each other, and so may use the same memory.
         """
         for stage in cls._stages:
             if stage._device == device and stage.slots[0].numel() >= slot_bytes:
@@ -61,15 +62,15 @@ class Stage:
         return stage
 
     def next_slot(self) -> int:
-        """Return the slot of the next chunk: neighbours have different ones."""
+        """Return the slot of the next chunk; consecutive chunks have different slots."""
         return next(self._turns)
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Let chunks through in a block, those of several runs on each other's heels.
+        """Return a context for :meth:`run`, which may be nested to let several tables overlap.
 
-        They leave the host when all that was started before has been done. At the end of the
-        outermost block the current stream waits until they are back, the host for nothing.
+        Copies start after the work that was queued before. At the end of the outermost context the
+        current stream waits for all chunks; the host does not wait.
         """
         self._depth += 1
         if self._depth == 1 and self._streams is not None:
@@ -83,12 +84,12 @@ class Stage:
                 self.wait_for_all()
 
     def run(self, copies: Copies, slot: int, step: Callable[[], None]) -> None:
-        """Take a chunk through, in an opened stage.
+        """Copy a chunk in, step it and copy it back, in an opened stage.
 
         Args:
-            copies: what goes into the slot and comes from it.
-            slot: its number.
-            step: launches what steps the chunk on the current stream.
+            copies: tensors of the host, and their places in the slot.
+            slot: number of the slot.
+            step: function that launches the step of the chunk on the current stream.
         """
         if self._streams is None:
             for on_host, on_device in copies:
@@ -120,21 +121,21 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a shard that is in one chunk."""
+    """Part of a shard in one chunk."""
 
     shard: int
-    """Its number."""
+    """Number of the shard."""
     first: int
-    """Its first element, counted in the shard."""
+    """First element, counted in the shard."""
     last: int
-    """One past its last."""
+    """One past the last element."""
 
 
 def pack(shards: Iterable[tuple[Sequence[int], int]]) -> list[list[Piece]]:
-    """Divide shards into chunks, in their order, and cut none where it must not be.
+    """Divide shards into chunks, in their order, and cut them only where allowed.
 
     Args:
-        shards: for each where it may be cut, ascending, its end included; and the bytes of an
+        shards: allowed ends of pieces, ascending, with the end of the shard; and bytes of an
             element, master and moments together.
     """
     chunks: list[list[Piece]] = []
@@ -157,8 +158,8 @@ def pack(shards: Iterable[tuple[Sequence[int], int]]) -> list[list[Piece]]:
 
 
 def slot_bytes(tensors: Iterable[tuple[int, torch.dtype]]) -> int:
-    """Return how much of a slot tensors take, given their elements and dtypes."""
-    return sum(_padded(numel * dtype.itemsize) for numel, dtype in tensors)
+    """Return the bytes that tensors of these elements and dtypes take in a slot."""
+    return sum(round_up(numel * dtype.itemsize, _ALIGNMENT) for numel, dtype in tensors)
 
 
 def take_from(slot: Tensor, tensors: Iterable[tuple[int, torch.dtype]]) -> list[Tensor]:
@@ -166,12 +167,8 @@ def take_from(slot: Tensor, tensors: Iterable[tuple[int, torch.dtype]]) -> list[
     sizes = [(numel * dtype.itemsize, dtype) for numel, dtype in tensors]
     starts = [0]
     for nbytes, _ in sizes:
-        starts.append(starts[-1] + _padded(nbytes))
+        starts.append(starts[-1] + round_up(nbytes, _ALIGNMENT))
     return [
         slot[start : start + nbytes].view(dtype)
         for (start, _), (nbytes, dtype) in zip(pairwise(starts), sizes, strict=True)
     ]
-
-
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -24,7 +24,7 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AdamState:
-    """Tensors that a step reads and writes for one shard of a parameter, quantized buffers aside."""
+    """Tensors of one shard of a parameter that a step reads and writes."""
 
     parameter: str
     """Name, for errors."""
@@ -131,7 +131,7 @@ class StepTable(Plan):
         that plain torch steps are held all the same.
 
         Args:
-            tensors: tensors of the states, or views of the same memory.
+            tensors: tensors of the states, [n] fp32 or bf16, or views of the same memory.
         """
         return replace(self, states=(), places=Places(tensors))
 

@@ -15,26 +15,26 @@ _NO_SCALES: Mapping[Direction, Tensor] = MappingProxyType({})
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TableEntry:
-    """The experts of one parameter: where their new values lie and which storage takes them."""
+    """One parameter: its new values, or this rank's range of them, and the buffers to write."""
 
     parameter: str
     """Name, for errors."""
     source: Tensor
-    """fp32 or bf16, contiguous: all values, [E, R, C] or flat, or in any shape those that this rank
-    owns, in row-major order. Its memory is the caller's, who may exchange it. May be empty."""
+    """fp32 or bf16, contiguous, in row-major order: all values, [E, R, C] or flat, or this rank's
+    range of them in any shape, perhaps empty. The caller may exchange its memory."""
     target: QuantizedWeight
     """Buffers of the whole parameter; only what follows from the source is overwritten."""
     start: int = 0
     """First element of the source, counted in the parameter."""
     cuts: tuple[int, ...] = ()
-    """Elements at which the ranges of two ranks meet, inside of the parameter: those of all ranks,
-    and the same on all of them. Blocks and experts around them need maxima of several ranks."""
+    """Elements inside of the parameter at which the ranges of any two ranks meet, the same on all
+    ranks. Blocks and experts around them need maxima of several ranks."""
     shares_experts: bool = False
-    """Whether the parameter is itself a part of larger experts, of which other ranks hold other
-    rows or columns: then their amaxes, where the format has them, are those of all these ranks."""
+    """Whether its experts continue in parameters of other ranks, which have other rows or columns
+    of them, so that their amaxes, where the format has them, are shared."""
     storage_scales: Mapping[Direction, Tensor] = field(default=_NO_SCALES)
     """Scales as Transformer Engine stores them, [E, ...] of ``storage_scale_shape``: filled from
-    the target's scales after a gather. Their padding is the owner's, and is not touched."""
+    the target's scales after a gather. Their padding is not touched."""
 
     @property
     def end(self) -> int:
@@ -61,7 +61,11 @@ class TableEntry:
         return map(self.owned_part, self.owned_experts)
 
     def owned_part(self, expert: int) -> "OwnedPart":
-        """Return the part of an expert that the source has elements of."""
+        """Return the owned part of an expert.
+
+        Args:
+            expert: one of ``owned_experts``.
+        """
         _, rows, cols = self.target.shape
         block_row, numel = self.target.format.block_row_height * cols, rows * cols
         base = expert * numel

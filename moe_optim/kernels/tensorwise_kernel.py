@@ -13,7 +13,7 @@ PART_FIELDS = tl.constexpr(TENSORWISE_FIELDS)
 
 @triton.jit
 def part_amax_kernel(
-    parts,  # [num_parts, PART_FIELDS] int64, see TensorwiseTable
+    parts,  # [num_parts, PART_FIELDS] int64, see fields.py
     slots,  # [num_slots] fp32
     ALIGNED: tl.constexpr,
     TILE: tl.constexpr,
@@ -67,6 +67,9 @@ def scale_kernel(
 ):
     """Write the scale of one weight, and its inverse to where the weight has it.
 
+    scale = 448 / amax, at most FLT_MAX; 1 for an amax of 0 or Inf. Current scaling of Transformer
+    Engine 2.20.
+
     Grid (num_weights,).
     """
     weight = tl.program_id(0)
@@ -80,12 +83,12 @@ def scale_kernel(
 
 @triton.jit
 def cast_kernel(
-    parts,  # [num_parts, PART_FIELDS] int64, see TensorwiseTable
+    parts,  # [num_parts, PART_FIELDS] int64, see fields.py
     scales,  # [num_weights] fp32
     ALIGNED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Write the codes of one part.
+    """Write the codes of one part: E4M3 of w * scale, w = master rounded to bf16.
 
     Grid (num_parts,). Whole tiles are read and written without masks, by the widest accesses.
     """

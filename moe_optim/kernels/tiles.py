@@ -1,6 +1,6 @@
 # mypy: allow-incomplete-defs
 
-"""What the kernels share: reading descriptors, which elements of a tile are owned, zeroing gaps."""
+"""Triton helpers that read descriptors, find owned elements and zero gaps."""
 
 import triton
 import triton.language as tl
@@ -32,8 +32,8 @@ def buffer_rows(member, buffer: tl.constexpr, row, dtype: tl.constexpr, alignmen
         member: pointer to a descriptor.
         buffer: column of the buffer's address.
         row: int64, counted in the rows of the buffer.
-        dtype: of the buffer's elements.
-        alignment: elements; both results are promised to be multiples of it.
+        dtype: dtype of the buffer.
+        alignment: number of elements of which both results are promised to be multiples.
     """
     memory = tl.load(member + buffer).to(tl.pointer_type(dtype))
     stride = tl.multiple_of(tl.load(member + STRIDES + buffer).to(tl.int32), alignment)

@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 def test_tensors_share_slabs_and_no_element(monkeypatch):
     """Whatever fits into what is left of a slab goes there; what fits into none gets its own."""
-    monkeypatch.setattr(host_memory, "SLAB_BYTES", 4096)
+    monkeypatch.setattr(host_memory, "SEGMENT_BYTES", 4096)
     memory = HostMemory(CPU)
     shapes = {"three quarters": (3, 256), "too large": (5000,), "small": (7,), "nothing": (0,)}
     taken = {
