@@ -109,24 +109,26 @@ class MemberTable(Plan):
             )
             for index, group in enumerate(groups.values())
         ]
-        plans = _plan(launches, remainder, amax[:slots], consumed)
+        exchange = amax[:slots]
+        maxima, encode, unshared, left = _plan_calls(launches, remainder, exchange, consumed)
+        refuse = partial(_refuse_shared, slots)
         sources = Places.of_each_memory(entry.source for entry, _ in chain(*groups.values()))
+        plan = partial(Plan, device=device, places=sources)
         return cls(
             device=device,
-            calls=plans["launch"],
+            calls=(refuse,) if slots else (*maxima, *encode),
             places=sources,
             entries=tuple(entries),
             consumed=consumed,
             exchanges=tuple(shared for _, shared in planned),
-            exchange=amax[:slots],
+            exchange=exchange,
             launches=tuple(launches),
             remainder=tuple(remainder),
+            find_maxima=plan(calls=maxima),
+            encode=plan(calls=encode),
+            encode_unshared=plan(calls=unshared),
+            encode_shared=plan(calls=left),
             finish=plan_finish(entries, device, runs_kernels=runs_kernels),
-            **{
-                name: Plan(device=device, calls=calls, places=sources)
-                for name, calls in plans.items()
-                if name != "launch"
-            },
         )
 
     @property
@@ -165,43 +167,40 @@ def _can_zero_in_launch(consumed: Tensor | None, groups: Sequence[Sequence[Plann
     return consumed.device == sources[0].device and find_gaps(consumed, sources) is not None
 
 
-def _plan(
+def _plan_calls(
     launches: Sequence[LaunchTable],
     remainder: Sequence[Planned],
     exchange: Tensor,
     consumed: Tensor | None,
-) -> dict[str, tuple[Call, ...]]:
-    """Return the calls of each plan of a table, and of its launch, by name."""
+) -> tuple[tuple[Call, ...], ...]:
+    """Return the calls of ``find_maxima``, ``encode``, ``encode_unshared`` and ``encode_shared``.
+
+    Plain torch comes before kernels, which may zero the sources.
+    """
     alone = [planned for planned in remainder if not planned[1].size]
     shared = [planned for planned in remainder if planned[1].size]
-
-    def encoding(entries: Iterable[Planned]) -> list[Call]:
-        return [partial(_encode, *planned, exchange) for planned in entries]
-
-    zero = [exchange.zero_] if exchange.numel() else []
-    finding: list[Call] = [partial(_find_maxima, *p, exchange) for p in shared]
-    maxima = [*zero, *finding, *_kernels(LaunchTable.bind_maxima, launches)]
-    encode = [*encoding(remainder), *_kernels(LaunchTable.bind_encoding, launches)]
-    if consumed is not None and not any(one.zeroes for one in launches):
-        encode.append(consumed.zero_)
-    cut_maxima = _kernels(LaunchTable.bind_maxima, launches, cut_only=True)
     with_amax = [one for one in launches if one.format.has_global_amax]
     others = [one for one in launches if not one.format.has_global_amax]
-    left: list[Call] = []
-    if exchange.numel():
-        left = [
-            *_kernels(LaunchTable.bind_encoding, with_amax),
-            *_kernels(LaunchTable.bind_encoding, others, cut_only=True),
-            *encoding(shared),
-        ]
-    refuse = partial(_refuse_shared, exchange.numel())
-    return {
-        "launch": (refuse,) if exchange.numel() else (*maxima, *encode),
-        "find_maxima": tuple(maxima),
-        "encode": tuple(encode),
-        "encode_unshared": (*cut_maxima, *finding, *encoding(alone)),
-        "encode_shared": tuple(left),
-    }
+
+    def encode(entries: Iterable[Planned]) -> list[Call]:
+        return [partial(_encode, *planned, exchange) for planned in entries]
+
+    zero: list[Call] = [exchange.zero_] if exchange.numel() else []
+    find: list[Call] = [partial(_find_maxima, *planned, exchange) for planned in shared]
+    clear: list[Call] = []
+    if consumed is not None and not any(one.zeroes for one in launches):
+        clear.append(consumed.zero_)
+    encode_shared = [
+        *_kernels(LaunchTable.bind_encoding, with_amax),
+        *_kernels(LaunchTable.bind_encoding, others, cut_only=True),
+        *encode(shared),
+    ]
+    return (
+        (*zero, *find, *_kernels(LaunchTable.bind_maxima, launches)),
+        (*encode(remainder), *_kernels(LaunchTable.bind_encoding, launches), *clear),
+        (*_kernels(LaunchTable.bind_maxima, launches, cut_only=True), *find, *encode(alone)),
+        tuple(encode_shared) if exchange.numel() else (),
+    )
 
 
 def _kernels(
