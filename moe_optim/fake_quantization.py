@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from moe_optim.errors import ConfigError, LayoutError, NonFiniteError
-from moe_optim.formats.reference import fake_quantization as reference
+from moe_optim.formats.reference import fake as reference
 from moe_optim.kernels.fake import find_table
 from moe_optim.kernels.plan import Backend, check_backend, takes_kernels
 

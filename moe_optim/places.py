@@ -1,4 +1,4 @@
-"""Where tensors lie: noted once, and compared at every step, for every weight there is.
+"""Addresses of tensors, noted once and compared at every step.
 
 Memory is freed and exchanged without a word: by ``data``, by resizing a storage, by giving an
 object another tensor. A step asks of thousands of tensors, so all of this runs in loops of C.
@@ -16,7 +16,7 @@ class Places:
     """Tensors, which it holds, and the addresses that they had when this was made.
 
     Args:
-        tensors: of any device; their number does not matter.
+        tensors: tensors of any device, any number of them.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -73,7 +73,7 @@ class Attributes:
 
     @classmethod
     def merge(cls, parts: "Iterable[Attributes]") -> "tuple[Attributes, ...]":
-        """Return what says the same of all parts together, those of equal names in one."""
+        """Merge parts whose attributes have equal names into one."""
         alike: dict[tuple[tuple[str, ...], tuple[str, ...]], list[Attributes]] = {}
         for part in parts:
             alike.setdefault((tuple(part._addresses), part._flags), []).append(part)

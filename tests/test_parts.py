@@ -15,7 +15,7 @@ import moe_optim
 from moe_optim.errors import LayoutError
 from moe_optim.formats import FORMATS, FP8_BLOCK, MXFP8, MXFP8_2D, NVFP4, QuantizedWeight, reference
 from moe_optim.formats.partition import infer_partition
-from moe_optim.formats.reference.expert_amax import expert_amax_into
+from moe_optim.formats.reference.amax import expert_amax_into
 from moe_optim.kernels.plan import Plan
 from moe_optim.parts import quantize_part
 from tests.support.bytes import assert_bytes_equal

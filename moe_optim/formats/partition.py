@@ -16,7 +16,7 @@ from moe_optim.errors import ConfigError, LayoutError
 from moe_optim.formats import DIRECTIONS, BlockScaledFormat, Direction, get_format
 
 Dimension = Literal["experts", "rows", "columns"]
-"""Of a weight [E, R, C]: what a mesh axis can cut."""
+"""Dimension of a weight [E, R, C] that a mesh axis can cut."""
 DIMENSIONS: tuple[Dimension, ...] = get_args(Dimension)
 """All of them, in the order of the axes of a weight."""
 Bounds = Mapping[Dimension, range]
@@ -28,13 +28,13 @@ class MeshAxis:
     """One axis of a mesh of ranks, and what it cuts."""
 
     name: str
-    """What the mesh calls it."""
+    """Name in the mesh."""
     dimension: Dimension
-    """What it cuts."""
+    """Dimension that it cuts."""
     parts: int
     """Ranks along the axis; each has one part."""
     size: int
-    """Of one part along the dimension, once this axis and those before it have cut it."""
+    """Size of one part along the dimension, once this axis and those before it have cut it."""
 
     def cuts_blocks(self, size: int) -> bool:
         """Return whether some run of ``size``, counted from the first, lies on several parts."""
@@ -43,16 +43,16 @@ class MeshAxis:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BufferPartition:
-    """How one buffer is cut."""
+    """The cut of one buffer."""
 
     name: str
     """Field of ``QuantizedWeight``; ``data`` for bf16."""
     shape: tuple[int, ...]
-    """Of the buffer of the whole weight."""
+    """Shape of the buffer of the whole weight."""
     dimensions: tuple[Dimension, ...]
     """Which dimension of the weight each one of the buffer runs along."""
     units: tuple[int, ...]
-    """How many elements of that dimension an entry of the buffer stands for."""
+    """Number of elements of that dimension for each entry of the buffer."""
     cut_by: tuple[tuple[str, ...], ...]
     """Mesh axes that cut each dimension of the buffer between two entries, the outermost first."""
     overlaps: tuple[str, ...]
@@ -62,7 +62,7 @@ class BufferPartition:
         """Return which entries of the whole buffer a rank holds: all that its elements touch.
 
         Args:
-            bounds: of the rank's part, see :meth:`Partition.bounds`.
+            bounds: bounds of the rank's part, see :meth:`Partition.bounds`.
         """
         return tuple(
             slice(bounds[dimension].start // unit, -(-bounds[dimension].stop // unit))
@@ -92,7 +92,7 @@ class Maxima:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Partition:
-    """What :func:`infer_partition` finds. A value: it knows no rank and no process group."""
+    """Result of :func:`infer_partition`: a value, without a rank or a process group."""
 
     format: BlockScaledFormat | None
     """None for bf16."""
@@ -104,7 +104,7 @@ class Partition:
     """Every buffer, by the fields of ``QuantizedWeight``; shared bytes are listed for both
     directions."""
     maxima: tuple[Maxima, ...]
-    """What ranks exchange before they can encode; empty where each can do so alone."""
+    """Maxima that ranks exchange before they can encode; empty where each can encode alone."""
     expert_amax: Maxima
     """The amax of whole experts, for calibration in any format. Experts are never reduced over."""
 
@@ -169,12 +169,12 @@ def infer_partition(
 
     Args:
         format: a format, or its name; ``bf16`` is one, too.
-        axes: what is cut -> mesh axes that cut it, each with its number of ranks, the outermost
+        axes: dimension -> mesh axes that cut it, each with its number of ranks, the outermost
             first. ``{"experts": {"ep": 8}, "rows": {"tp": 2, "fsdp": 4}}`` gives each
             tensor-parallel rank one half of the rows, and each of its FSDP ranks a quarter of that.
         shape: [E, R, C] of the whole weight. Gate and up, which tensor parallelism cuts apart from
             each other, are two weights.
-        name: how errors call the weight.
+        name: name of the weight in errors.
 
     Raises:
         ConfigError: no such format or dimension, or a mesh axis that is named twice or has no rank.

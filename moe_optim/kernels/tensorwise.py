@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_optim.errors import LayoutError
 from moe_optim.formats.reference import tensorwise as reference
-from moe_optim.formats.reference.expert_amax import expert_amax_into
+from moe_optim.formats.reference.amax import expert_amax_into
 from moe_optim.kernels.cutting import cut_ranges, int64
 from moe_optim.kernels.plan import ALIGNMENT, Backend, BoundKernel, Call, Plan, takes_kernels
 from moe_optim.kernels.tuning import TENSORWISE_LANES, TENSORWISE_PART, TENSORWISE_TILE

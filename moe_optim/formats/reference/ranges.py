@@ -15,9 +15,7 @@ from torch.nn.functional import pad
 from moe_optim.formats import BlockScaledFormat, QuantizedWeight
 from moe_optim.formats.reference import fp8_block, mxfp8, nvfp4
 from moe_optim.formats.reference.blocks import as_magnitude, magnitude_bits
-from moe_optim.formats.reference.codes.e2m1 import encode_e2m1, pack_e2m1
-from moe_optim.formats.reference.codes.e4m3 import encode_e4m3
-from moe_optim.formats.reference.codes.e8m0 import e8m0_reciprocal
+from moe_optim.formats.reference.codes import e8m0_reciprocal, encode_e2m1, encode_e4m3, pack_e2m1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -41,7 +39,7 @@ def owned_block_rows(
         source: fp32 or bf16, the elements from ``start`` on in row-major order.
         start: counted in the weight.
         shape: [E, R, C] of the weight.
-        format: whose block rows.
+        format: format of the weight.
     """
     _, rows, cols = shape
     flat, height = source.reshape(-1), format.block_row_height
@@ -137,7 +135,7 @@ def partial_amax_into(
     Args:
         source: the elements of the weight from ``start`` on, any number of them.
         start: counted in the weight.
-        q: whose format and shape.
+        q: buffers of the weight, whose format and shape are read.
         out: fp32, holding zeros where nothing is owned.
         block_rows: first slot in ``out`` of every shared block row, by expert and first row.
         experts: slot in ``out`` of the amax of every expert that is shared.

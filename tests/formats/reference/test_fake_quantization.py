@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_optim.formats.reference.fake_quantization import clip_gradient, code_range, fake_quantize
+from moe_optim.formats.reference.fake import clip_gradient, code_range, fake_quantize
 from tests.support.bytes import assert_values_equal
 from tests.support.inputs import normal_weights, wide_range_weights, with_specials
 from tests.support.number_formats.fake_values import (

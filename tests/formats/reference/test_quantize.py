@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from moe_optim.errors import LayoutError
 from moe_optim.formats import FORMATS, FP8_BLOCK, MXFP8, MXFP8_2D, NVFP4, QuantizedWeight
 from moe_optim.formats.reference import (
+    codes,
     dequantize,
     dequantize_bf16,
     dequantizing,
     quantize,
     quantize_into,
 )
-from moe_optim.formats.reference.codes import e8m0
 from moe_optim.formats.reference.fp8_block import encode_scale
 from moe_optim.formats.reference.mxfp8 import scale_code
 from moe_optim.formats.reference.nvfp4 import global_encode_scale
@@ -265,7 +265,7 @@ def test_a_nan_is_stored_and_leaves_the_scales_alone(format):
 
 @every_format
 def test_weights_larger_than_a_slab_equal_their_experts(format):
-    """Work is cut into slabs of a cache's size, here across experts; it makes no difference."""
+    """Work is cut into chunks of a cache's size, here across experts; it makes no difference."""
     master = with_specials(wide_range_weights(3, 160, 1408))
     stacked = quantize(master, format)
     for expert in range(len(master)):
@@ -325,7 +325,7 @@ def test_a_weight_without_elements_is_quantized_to_nothing(format, shape):
 def test_a_default_device_does_not_reach_the_tables():
     """Models are often built under ``torch.device("meta")``; tables are kept for good."""
     master = normal_weights(1, 32, 64)
-    for table in (e8m0._powers, e8m0._reciprocals, dequantizing._decode_table):
+    for table in (codes._powers, codes._reciprocals, dequantizing._decode_table):
         table.cache_clear()
     with torch.device("meta"):
         q = quantize(master, MXFP8)

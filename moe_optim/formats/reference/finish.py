@@ -1,4 +1,4 @@
-"""What does not travel: columnwise copies of 2-D formats, and scales as Transformer Engine pads."""
+"""Buffers derived after a gather: columnwise copies, and scales as Transformer Engine pads."""
 
 from torch import Tensor
 
@@ -24,7 +24,7 @@ def expand_scale_into(q: QuantizedWeight, direction: Direction, out: Tensor) -> 
 
     Args:
         q: source; its rowwise scales are read, or both where both travel.
-        direction: which scales.
+        direction: direction of the scales.
         out: [E, ...] with ``q.format.storage_scale_shape`` behind the experts, of
             ``q.format.scale_dtype``; its padding is left alone.
     """

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-_SLAB = 1 << 16  # elements; their fp64 copies fit a cache
+_CHUNK = 1 << 16  # elements; their fp64 copies fit a cache
 
 
 @torch.no_grad()
@@ -13,8 +13,8 @@ def sum_squares(values: Tensor) -> Tensor:
     Squares are exact in fp64; only sums round.
     """
     total = torch.zeros((), dtype=torch.float64, device=values.device)
-    for slab in torch.split(values, _SLAB):
-        total += slab.double().square_().sum()
+    for chunk in torch.split(values, _CHUNK):
+        total += chunk.double().square_().sum()
     return total
 
 

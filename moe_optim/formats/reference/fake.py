@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 ZERO_AMAX = 2.0**-24
-"""What an amax has to exceed, to count as one."""
+"""Largest amax that counts as zero."""
 E4M3_MAX = 448.0
 
 
@@ -21,8 +21,8 @@ def fake_quantize(
 
     Args:
         values: fp32, bf16 or fp16.
-        amax: what the last value of the grid stands for, of a shape that broadcasts.
-        bits: of an integer grid; None for E4M3.
+        amax: value of the last code of the grid, of a shape that broadcasts.
+        bits: bits of an integer grid; None for E4M3.
         narrow_range: whether integers end at ``-max`` and not at ``-max - 1``.
     """
     amax = amax.float()
@@ -42,9 +42,9 @@ def clip_gradient(values: Tensor, amax: Tensor, gradient: Tensor) -> Tensor:
     """Return the gradient where the magnitude of a value is at most its amax, else zero.
 
     Args:
-        values: what was quantized.
-        amax: of a shape that broadcasts; compared in fp32.
-        gradient: of the quantized values, in the dtype of ``values``.
+        values: quantized values.
+        amax: fp32 or convertible, of a shape that broadcasts.
+        gradient: gradient of the quantized values, in the dtype of ``values``.
     """
     return torch.where(values.abs().float() <= amax.float(), gradient, 0.0)
 
