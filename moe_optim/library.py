@@ -53,8 +53,8 @@ def as_written(
     then only its arguments are kept.
 
     Args:
-        body: function as in :func:`operation`, with one floating-point result. Gradients flow to all
-            floating-point tensors among its arguments, lists included.
+        body: function as in :func:`operation`, with one floating-point result. Gradients flow to
+            all floating-point tensors among its arguments, lists included.
         fake: function as in :func:`operation`; the body, if it reads no value.
 
     Returns:

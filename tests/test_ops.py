@@ -66,15 +66,6 @@ def assert_written(entries, expected):
             assert_bytes_equal(buffer, buffers[name], what=f"{entry.parameter} {name}")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-def test_a_mixed_table_equals_one_by_one(dtype):
-    """Shapes and formats share a launch; every byte of every buffer is the oracle's."""
-    _, entries = lay_out(MIXED, dtype)
-    expected = expected_buffers(entries)
-    rewrite(MemberTable.build(entries))
-    assert_written(entries, expected)
-
-
 def test_the_reference_does_without_kernels_where_these_run(monkeypatch):
     """Whatever device the weights are on: a table is built with launches, or without."""
     plan_kernels(monkeypatch)
@@ -142,19 +133,6 @@ def test_an_empty_table_still_zeroes_what_is_consumed():
     rewrite(MemberTable.build([], consumed=memory))
     assert not memory.any()
     rewrite(MemberTable.build([]))
-
-
-def test_members_are_experts():
-    _, entries = lay_out(MIXED)
-    assert MemberTable.build(entries).num_members == 2 + 3 + 1 + 2 + 4
-    assert MemberTable.build([]).num_members == 0
-
-
-def test_a_table_is_frozen():
-    table = MemberTable.build(lay_out(MIXED)[1])
-    assert isinstance(table.entries, tuple)
-    with pytest.raises(AttributeError):
-        table.consumed = None
 
 
 BAD_SOURCES = {  # for a target [2, 64, 32]

@@ -6,7 +6,7 @@ see test_independent_sources.py.
 
 import math
 import warnings
-from functools import cache, partial
+from functools import cache
 
 import pytest
 import torch
@@ -143,25 +143,3 @@ def test_an_amax_of_zero_does_what_modelopts_does(grid):
     assert_values_equal(quantized(source, amax, **grid), theirs.detach())
     theirs.sum().backward()
     assert_values_equal(clip_gradient(source, amax, torch.ones_like(source)), values.grad)
-
-
-def test_modelopt_rounds_an_amax_without_axes_before_it_compares():
-    """It lies between two bf16: the upper one is beyond it, and passes there."""
-    amax, value = torch.tensor(1 + 3 * 2.0**-9), torch.tensor([[[1 + 2.0**-7]]]).bfloat16()
-    value.requires_grad_()
-    modelopts(value, amax, 8).sum().backward()
-    assert value.grad.item() == 1
-    assert clip_gradient(value, amax, torch.ones_like(value)).item() == 0
-
-
-def test_modelopt_lets_a_nan_amax_change_other_experts():
-    """Its integers look for a zero amax by the least of all, which is NaN then: 0 * Inf."""
-    amax = torch.tensor([math.nan, 0.0]).view(2, 1, 1)
-    values = torch.zeros(2, 1, 1)
-    assert modelopts(values, amax, 8).isnan().all()
-    assert quantized(values, amax, 8).isnan().flatten().tolist() == [True, False]
-
-
-def test_modelopt_refuses_a_negative_amax():
-    refused = partial(modelopts, torch.ones(1, 1, 1), torch.full((1, 1, 1), -1.0), 8)
-    pytest.raises(ValueError, refused)
