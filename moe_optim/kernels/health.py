@@ -31,25 +31,6 @@ class HealthEntry:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class HealthLaunch:
-    """The weights of one format, from masters of one dtype."""
-
-    format: BlockScaledFormat
-    source_dtype: torch.dtype
-    descriptors: Tensor
-    """[num_members, DESCRIPTOR_FIELDS] int64; the row of sums in place of the amax's slot."""
-    whole_tiles: Tensor
-    """[num_whole, 4] int32: descriptor, first row, first column, part. All of these is owned."""
-    cut_tiles: Tensor
-    """[num_cut, 4] int32, the same: weights and shards end inside, or their rows are unaligned."""
-    bounds: Tensor
-    """[num_members + 1] int64: where the parts of each begin."""
-    parts: Tensor
-    """[num_parts, NUM_SUMS] fp64: sums of each tile, rewritten by a launch, but for what is counted
-    beforehand: the first part of a member has all its elements and blocks."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class HealthTable(Plan):
     """Masters and buffers where they lie, and the sums of their experts. See :meth:`build`.
 
@@ -64,8 +45,6 @@ class HealthTable(Plan):
     """[rows, NUM_SUMS] fp64; zero where nothing is owned here."""
     amaxes: Tensor
     """[rows] fp32; zero where nothing is owned here."""
-    launches: tuple[HealthLaunch, ...]
-    """Descriptors of what kernels handle, one a format and dtype of masters."""
 
     @classmethod
     def build(
@@ -99,9 +78,9 @@ class HealthTable(Plan):
                 remainder.append(one)
         sums = torch.zeros((num_rows, NUM_SUMS), dtype=torch.float64, device=device)
         amaxes = torch.zeros(num_rows, dtype=torch.float32, device=device)
-        launches = [_describe(*kind, group) for kind, group in groups.items()]
         calls: list[Call] = [sums.zero_, amaxes.zero_]
-        calls += [kernel for launch in launches for kernel in _bind(launch, sums, amaxes)]
+        for (format, dtype), group in groups.items():
+            calls += _bind(format, dtype, group, sums, amaxes)
         calls += [partial(_measure, one, sums, amaxes) for one in remainder]
         return cls(
             device=device,
@@ -110,7 +89,6 @@ class HealthTable(Plan):
             entries=tuple(entries),
             sums=sums,
             amaxes=amaxes,
-            launches=tuple(launches),
         )
 
 
@@ -128,35 +106,46 @@ def _measure(one: HealthEntry, all_sums: Tensor, all_amaxes: Tensor) -> None:
     all_sums[rows], all_amaxes[rows] = sums, amaxes
 
 
-def _bind(launch: HealthLaunch, sums: Tensor, amaxes: Tensor) -> Iterator[BoundKernel]:
+def _bind(
+    format: BlockScaledFormat,
+    dtype: torch.dtype,
+    group: Sequence[HealthEntry],
+    sums: Tensor,
+    amaxes: Tensor,
+) -> Iterator[BoundKernel]:
+    """Yield the launches over whole tiles, over cut ones, and over the parts of both."""
     from moe_optim.kernels.health_kernel import add_parts_kernel, measure_kernel
 
-    height, width = launch.format.rowwise_block
-    for tiles, is_whole in ((launch.whole_tiles, True), (launch.cut_tiles, False)):
-        if len(tiles):
+    described, tiles, is_whole = _cut(group)
+    bounds = pad(tiles[:, 0].bincount().cumsum(0), (1, 0))
+    parts = _count(format, described, bounds, len(tiles)).to(sums.device)
+    descriptors = described.to(sums.device)
+    height, width = format.rowwise_block
+    for chosen, whole in ((is_whole, True), (~is_whole, False)):
+        if chosen.any():
             yield BoundKernel(
                 measure_kernel,
-                len(tiles),
-                launch.descriptors,
-                tiles,
-                launch.parts,
+                int(chosen.sum()),
+                descriptors,
+                tiles[chosen].to(sums.device, torch.int32),
+                parts,
                 amaxes.view(torch.int32),
-                FORMAT=launch.format.name,
+                FORMAT=format.name,
                 HEIGHT=height,
                 WIDTH=width,
                 PROGRAM_ROWS=HEALTH_ROWS,
                 TILE_COLS=HEALTH_TILE.cols,
                 HELD_ROWS=HEALTH_TILE.rows,
-                FROM_FP32=launch.source_dtype == torch.float32,
-                WHOLE=is_whole,
+                FROM_FP32=dtype == torch.float32,
+                WHOLE=whole,
                 num_warps=HEALTH_TILE.num_warps,
             )
     yield BoundKernel(
         add_parts_kernel,
-        len(launch.descriptors),
-        launch.descriptors,
-        launch.bounds,
-        launch.parts,
+        len(descriptors),
+        descriptors,
+        bounds.to(sums.device),
+        parts,
         sums,
         LANES=16,
         COLUMNS=64,
@@ -164,9 +153,11 @@ def _bind(launch: HealthLaunch, sums: Tensor, amaxes: Tensor) -> Iterator[BoundK
     )
 
 
-def _describe(
-    format: BlockScaledFormat, dtype: torch.dtype, group: Sequence[HealthEntry]
-) -> HealthLaunch:
+def _cut(group: Sequence[HealthEntry]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return descriptors of owned experts, tiles, and which tiles are owned as a whole and aligned.
+
+    The row of sums is in place of the amax's slot, and tiles have the number of their part.
+    """
     described, tiled = [], []
     aligned: list[bool] = []
     for one in group:
@@ -182,26 +173,27 @@ def _describe(
     descriptors, tiles = torch.cat(described), torch.cat(tiled)
     numbers, rows, columns, _ = tiles.unbind(1)
     tiles[:, 3] = torch.arange(len(tiles), device="cpu")
-    bounds = pad(numbers.bincount().cumsum(0), (1, 0))
-    across, begin, end = descriptors[numbers][:, (fields.COLS, fields.BEGIN, fields.END)].unbind(1)
+    bounds = (fields.COLS, fields.BEGIN, fields.END)
+    across, begin, end = descriptors[numbers][:, bounds].unbind(1)
     is_whole = (rows * across >= begin) & ((rows + HEALTH_ROWS) * across <= end)
     is_whole &= columns + HEALTH_TILE.cols <= across
     is_whole &= torch.tensor(aligned, dtype=torch.bool, device="cpu")[numbers]
-    parts = torch.zeros((len(tiles), NUM_SUMS), dtype=torch.float64, device="cpu")
+    return descriptors, tiles, is_whole
+
+
+def _count(
+    format: BlockScaledFormat, descriptors: Tensor, bounds: Tensor, num_parts: int
+) -> Tensor:
+    """Return sums of parts, of which the first of a member has all its elements and blocks.
+
+    A launch rewrites all other sums.
+    """
+    parts = torch.zeros((num_parts, NUM_SUMS), dtype=torch.float64, device="cpu")
     begin, end = descriptors[:, fields.BEGIN], descriptors[:, fields.END]
     blocks = _blocks_before(end, descriptors, format) - _blocks_before(begin, descriptors, format)
     parts[bounds[:-1], Sum.ELEMENTS] = (end - begin).double()
     parts[bounds[:-1], Sum.BLOCKS] = blocks.double()
-    device = group[0].entry.source.device
-    return HealthLaunch(
-        format=format,
-        source_dtype=dtype,
-        descriptors=descriptors.to(device),
-        whole_tiles=tiles[is_whole].to(device, torch.int32),
-        cut_tiles=tiles[~is_whole].to(device, torch.int32),
-        bounds=bounds.to(device),
-        parts=parts.to(device),
-    )
+    return parts
 
 
 def _blocks_before(place: Tensor, descriptors: Tensor, format: BlockScaledFormat) -> Tensor:

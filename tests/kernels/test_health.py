@@ -70,13 +70,17 @@ def test_tiles_cover_what_is_owned_and_whole_ones_lie_inside(start, monkeypatch)
         cuts=(start,) if start else (),
     )
     one = HealthEntry(entry=entry, rows=torch.arange(2))
-    (launch,) = HealthTable.build([one], 2, device=CPU).launches
+    *measuring, adding = HealthTable.build([one], 2, device=CPU).kernels
+    descriptors, _, parts, _ = adding.arguments
     owned = torch.zeros(2 * numel, dtype=torch.int32)
     owned[start:] = 1
     owned, covered = owned.view(shape), torch.zeros(shape, dtype=torch.int32)
-    first_expert = 2 - len(launch.descriptors)
-    for tiles, is_whole in ((launch.whole_tiles, True), (launch.cut_tiles, False)):
-        for member, row, column, _ in tiles.tolist():
+    first_expert, numbers, has_whole = 2 - len(descriptors), [], False
+    for kernel in measuring:
+        is_whole = kernel.constants["WHOLE"]
+        has_whole |= is_whole
+        for member, row, column, number in kernel.arguments[1].tolist():
+            numbers.append(number)
             tile = (
                 member + first_expert,
                 slice(row, row + HEALTH_ROWS),
@@ -86,10 +90,9 @@ def test_tiles_cover_what_is_owned_and_whole_ones_lie_inside(start, monkeypatch)
             assert not is_whole or owned[tile].shape == (HEALTH_ROWS, HEALTH_TILE.cols)
             assert not is_whole or owned[tile].all()
     assert (covered <= 1).all() and (covered >= owned).all()
-    assert bool(len(launch.whole_tiles)) == (start % 4 == 0)
-    numbers = torch.cat([launch.whole_tiles, launch.cut_tiles])[:, 3].tolist()
-    assert sorted(numbers) == list(range(len(launch.parts)))
-    assert launch.parts[:, Sum.ELEMENTS].sum() == 2 * numel - start
+    assert has_whole == (start % 4 == 0)
+    assert sorted(numbers) == list(range(len(parts)))
+    assert parts[:, Sum.ELEMENTS].sum() == 2 * numel - start
 
 
 def test_a_table_knows_when_masters_or_buffers_lie_elsewhere():
