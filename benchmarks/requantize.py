@@ -174,8 +174,9 @@ def _step(case: Case, group: "ProcessGroup | None", moments: Literal["fp32", "bf
     import torch
 
     from moe_optim.formats.reference.adam import Hyper
+    from moe_optim.kernels.adam_state import AdamState
     from moe_optim.kernels.member_table import MemberTable
-    from moe_optim.kernels.step_table import AdamState, StepTable
+    from moe_optim.kernels.step_table import StepTable
 
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[moments]
     masters = draw(case, torch.float32)

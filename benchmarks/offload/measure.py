@@ -99,9 +99,10 @@ def _states(case: Case, fraction: float) -> "tuple[StepTable, HostMemory, int]":
     import torch
 
     from moe_optim.formats.reference.adam import Hyper
+    from moe_optim.kernels.adam_state import AdamState
     from moe_optim.kernels.host_memory import HostMemory, HostTensor, spread
     from moe_optim.kernels.member_table import MemberTable
-    from moe_optim.kernels.step_table import AdamState, StepTable
+    from moe_optim.kernels.step_table import StepTable
 
     chosen = spread(case.owned, fraction)
     on_host = sum(n for n, is_chosen in zip(case.owned, chosen, strict=True) if is_chosen)

@@ -23,11 +23,12 @@ from moe_optim.buckets.managed_bucket import ManagedBucket
 from moe_optim.errors import StateError
 from moe_optim.formats.reference.adam import Hyper
 from moe_optim.integration.patching.planning import settings_of_stocks_step
+from moe_optim.kernels.adam_state import AdamState
 from moe_optim.kernels.fields import HYPER_FIELDS
 from moe_optim.kernels.member_table import MemberTable
 from moe_optim.kernels.norm import NormInput, NormTable
 from moe_optim.kernels.plan import has_kernels
-from moe_optim.kernels.step_table import AdamState, StepTable
+from moe_optim.kernels.step_table import StepTable
 from moe_optim.optimizer.adam import MOMENTS, GroupStepAdam
 from moe_optim.optimizer.address_book import AddressBook, is_decoupled
 from moe_optim.optimizer.norms import NORMS, norm_of

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 
 from moe_optim.formats import FORMATS
 from moe_optim.formats.reference.adam import step_into
-from moe_optim.kernels.step_table import AdamState, StepTable
+from moe_optim.kernels.adam_state import AdamState
+from moe_optim.kernels.step_table import StepTable
 from moe_optim.weights.te.quantizer import import_error
 from tests.support.bytes import assert_values_equal
 from tests.support.inputs import wide_range_weights, with_specials

@@ -13,6 +13,7 @@ from triton import JITFunction
 
 from moe_optim import kernels
 from moe_optim.formats import DIRECTIONS, FORMATS, QuantizedWeight
+from moe_optim.kernels.adam_state import AdamState
 from moe_optim.kernels.exchange import plan_exchange
 from moe_optim.kernels.fake import find_table
 from moe_optim.kernels.fields import HYPER_FIELDS
@@ -22,7 +23,7 @@ from moe_optim.kernels.launch_table import LaunchTable, own_slots
 from moe_optim.kernels.member_table import MemberTable
 from moe_optim.kernels.norm import NormInput, NormTable
 from moe_optim.kernels.plan import BoundKernel
-from moe_optim.kernels.step_table import AdamState, StepTable
+from moe_optim.kernels.step_table import StepTable
 from moe_optim.kernels.table_entry import TableEntry
 from moe_optim.kernels.tensorwise import ScaledWeight, TensorwiseTable
 from moe_optim.kernels.tuning import NORM

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from moe_optim.errors import LayoutError
 from moe_optim.formats import MXFP8, QuantizedWeight
 from moe_optim.kernels import staging
+from moe_optim.kernels.adam_state import AdamState
 from moe_optim.kernels.fields import (
     AMAX_SLOT,
     COLS,
@@ -22,7 +23,7 @@ from moe_optim.kernels.fields import (
     STATE_FIELDS,
 )
 from moe_optim.kernels.member_table import MemberTable, TableEntry
-from moe_optim.kernels.step_table import AdamState, StepTable
+from moe_optim.kernels.step_table import StepTable
 from tests.support.bytes import assert_bytes_equal
 from tests.support.ptx.launches import plan_kernels
 from tests.support.steps.stepping import Stepping, sharded_weights

@@ -99,19 +99,19 @@ MUTANTS = (
         LAUNCH,
     ),
     Mutant(  # a part of a range finds its amax where the first one does
-        "kernels/step_table.py",
+        "kernels/update.py",
         "min(last, start + length), slot + number]",
         "min(last, start + length), slot]",
         STEP,
     ),
     Mutant(  # what follows the last whole block is not stepped
-        "kernels/step_table.py",
+        "kernels/update.py",
         "            ranges.add(state, base, part.end_whole, part.high)\n",
         "",
         STEP,
     ),
     Mutant(  # hyper-parameters of one group, clip factors of another
-        "kernels/step_table.py",
+        "kernels/update.py",
         "return [*columns, state.group, state.norm, place]",
         "return [*columns, state.norm, state.group, place]",
         STEP,
@@ -123,7 +123,7 @@ MUTANTS = (
         STEP,
     ),
     Mutant(  # a chunk is encoded from the beginning of its shard
-        "kernels/step_table.py",
+        "kernels/update.py",
         "planned = replace(entry, source=there[0], start=entry.start + first), exchange",
         "planned = replace(entry, source=there[0], start=entry.start), exchange",
         ("tests/kernels/test_chunks.py::test_chunks_leave_no_trace",),

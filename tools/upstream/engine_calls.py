@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 from moe_optim.formats.reference.adam import Hyper
+from moe_optim.kernels.adam_state import AdamState
 from moe_optim.kernels.member_table import MemberTable, TableEntry
-from moe_optim.kernels.step_table import AdamState, StepTable
+from moe_optim.kernels.step_table import StepTable
 from moe_optim.weights.te.fields import te_formats_of
 from moe_optim.weights.te.storage import TransformerEngineStorage
 

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from moe_optim.formats import FORMATS, FP8_BLOCK, BlockScaledFormat, QuantizedWeight, reference
 from moe_optim.formats.reference.adam import Hyper, step_into
+from moe_optim.kernels.adam_state import AdamState
 from moe_optim.kernels.host_memory import HostMemory
 from moe_optim.kernels.member_table import MemberTable, TableEntry
-from moe_optim.kernels.step_table import AdamState, StepTable
+from moe_optim.kernels.step_table import StepTable
 from tests.support.bytes import assert_bytes_equal, assert_values_equal
 from tests.support.inputs import SENTINEL, wide_range_weights, with_specials
 
