@@ -120,11 +120,11 @@ def _quantize(weights: list[Tensor], format: str, backend: str) -> list[Tensor]:
 
 
 def dequantize(quantized: QuantizedWeight, direction: Direction = "rowwise") -> Tensor:
-    """Return the values of one direction: what a forward product multiplies, or a dgrad.
+    """Return the values of one direction, as a forward GEMM reads them, or a dgrad.
 
     Args:
         quantized: buffers, as :func:`quantize` returns them; left alone.
-        direction: ``rowwise`` for the forward product, ``columnwise`` for the dgrad.
+        direction: ``rowwise`` for the forward GEMM, ``columnwise`` for the dgrad.
 
     Returns:
         [E, R, C] bf16, newly allocated, on the device of the buffers.

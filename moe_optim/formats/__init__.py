@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # torch takes seconds to import: a plan counts bytes without it.
 
 Direction = Literal["rowwise", "columnwise"]
-"""Along what blocks run: ``rowwise`` for the forward product, ``columnwise`` for the dgrad."""
+"""Direction of blocks: ``rowwise`` for the forward GEMM, ``columnwise`` for the dgrad."""
 Element = Literal["e4m3", "e2m1"]
 """Encoding of an element: four exponent bits and three mantissa bits, or two and one."""
 ScaleEncoding = Literal["e8m0", "e4m3", "power_of_two"]
@@ -473,7 +473,7 @@ def _check_direction(direction: str) -> None:
     if direction not in DIRECTIONS:
         raise ConfigError(
             f"direction: expected {' or '.join(DIRECTIONS)}, got '{direction}'. Write rowwise for "
-            "what a forward product multiplies."
+            "the forward GEMM."
         )
 
 

@@ -32,9 +32,9 @@ def expert_amax_kernel(
     ALIGNED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Write the largest magnitude of one part of what is owned of an expert into a slot of its own.
+    """Write the amax of one part of the owned elements of an expert into a slot of its own.
 
-    Grid (num_parts,). The slots of parts that do not exist hold zeros, and nobody writes them.
+    Grid (num_parts,). Slots without a part hold zeros, which no program writes.
     """
     DTYPE: tl.constexpr = tl.float32 if FROM_FP32 else tl.bfloat16
     program = tl.program_id(0).to(tl.int64)

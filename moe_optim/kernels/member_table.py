@@ -29,7 +29,7 @@ class MemberTable(Plan):
     """The requantization of some parameters. Build it once with :meth:`build`.
 
     A launch rewrites the buffers that travel, and zeroes what is consumed; :attr:`finish` derives
-    the rest of whole parameters, whoever wrote what travelled. Where shards cut blocks or experts,
+    the rest of whole parameters from what has travelled. Where shards cut blocks or experts,
     a launch raises LayoutError. Every rank launches :attr:`find_maxima`, reduces :attr:`exchange`
     with MAX over the ranks, and launches :attr:`encode`.
 

@@ -112,7 +112,7 @@ class Updates:
         from moe_optim.kernels.adam_kernel import adam_kernel
 
         launches = () if self.members is None else self.members.launches
-        amaxes = launches[0].amax if launches else self.hyper  # which nobody writes to then
+        amaxes = launches[0].amax if launches else self.hyper  # not written then
         for kind, table in ranges.kinds.items():
             columns = (table.states, table.masters, table.parts)
             states, masters, parts = (int64(rows).to(self.hyper.device) for rows in columns)

@@ -1,4 +1,4 @@
-"""Values as a narrow grid would hold them, by the formulas of NVIDIA ModelOpt 0.47, to the bit.
+"""Fake quantization: values on a low-precision grid, as NVIDIA ModelOpt 0.47 has them to the bit.
 
 ``modelopt/torch/quantization/tensor_quant.py``: integers as ``_tensor_quant`` has them, E4M3 as
 ``_fp8_eager`` has it, gradients as ``_fake_tensor_quant_backward`` has them. All of it in fp32.

@@ -67,7 +67,7 @@ def global_encode_scale(global_amax: Tensor) -> Tensor:
 def decoding_amax(global_amax: Tensor) -> Tensor:
     """Return the amax whose 2688th part undoes :func:`global_encode_scale`; Inf stays Inf.
 
-    Transformer Engine decodes by the amax itself, so that what its own products and its
+    Transformer Engine decodes by the amax itself, so that what its own GEMMs and its
     dequantization make of experts below ``SMALLEST_DECODING_AMAX`` is too small.
 
     Args:
