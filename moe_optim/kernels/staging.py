@@ -120,7 +120,7 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StagedRange:
     """Part of a shard in one chunk."""
 
     shard: int
@@ -131,14 +131,14 @@ class Piece:
     """One past the last element."""
 
 
-def pack(shards: Iterable[tuple[Sequence[int], int]]) -> list[list[Piece]]:
+def pack(shards: Iterable[tuple[Sequence[int], int]]) -> list[list[StagedRange]]:
     """Divide shards into chunks, in their order, and cut them only where allowed.
 
     Args:
         shards: allowed ends of pieces, ascending, with the end of the shard; and bytes of an
             element, master and moments together.
     """
-    chunks: list[list[Piece]] = []
+    chunks: list[list[StagedRange]] = []
     room = 0
     for number, (ends, element_bytes) in enumerate(shards):
         first = 0
@@ -151,7 +151,7 @@ def pack(shards: Iterable[tuple[Sequence[int], int]]) -> list[list[Piece]]:
                 continue
             if last <= first:  # what cannot be cut has a chunk of its own
                 last = ends[bisect_right(ends, first)]
-            chunks[-1].append(Piece(number, first, last))
+            chunks[-1].append(StagedRange(number, first, last))
             room = max(0, room - (last - first) * element_bytes)
             first = last
     return chunks

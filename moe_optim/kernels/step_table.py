@@ -13,7 +13,7 @@ from moe_optim.kernels import staging
 from moe_optim.kernels.adam_state import AdamState
 from moe_optim.kernels.member_table import MemberTable
 from moe_optim.kernels.plan import Backend, Call, Plan, takes_kernels
-from moe_optim.kernels.staging import Copies, Piece, Stage
+from moe_optim.kernels.staging import Copies, Stage, StagedRange
 from moe_optim.kernels.update import Shard, Updates
 from moe_optim.places import Places
 
@@ -178,7 +178,7 @@ def _cut_chunks(
         return None, ()
     packed = staging.pack((one.ends(), one.state.element_bytes) for one in through)
 
-    def needed(piece: Piece) -> list[tuple[int, torch.dtype]]:
+    def needed(piece: StagedRange) -> list[tuple[int, torch.dtype]]:
         state = through[piece.shard].state
         numel = piece.last - piece.first
         return [(numel, one.dtype) for one in (state.master, state.exp_avg, state.exp_avg_sq)]
