@@ -11,7 +11,7 @@ from moe_optim.errors import LayoutError
 from moe_optim.formats.reference.norm import count_zeros as count_zeros_of
 from moe_optim.formats.reference.norm import sum_squares
 from moe_optim.kernels.cutting import cut_ranges, int64
-from moe_optim.kernels.plan import Backend, BoundKernel, Call, Plan, takes_kernels
+from moe_optim.kernels.plan import Backend, BoundKernel, Call, Plan, require_flat, takes_kernels
 from moe_optim.kernels.tuning import NORM, NORM_LANES
 from moe_optim.places import Places
 
@@ -75,9 +75,16 @@ class NormTable(Plan):
         if gradients and device is None:
             device = gradients[0].values.device
         home = torch.empty(0, dtype=torch.uint8, device=device).device  # with its index
-        groups = num_groups or max((one.group for one in gradients), default=0) + 1
+        named = max((one.group for one in gradients), default=0) + 1
+        groups = named if num_groups is None else num_groups
         for index, one in enumerate(gradients):
-            _check(one, f"norm table: gradients[{index}]", home, groups)
+            where = f"norm table: gradients[{index}]"
+            require_flat(where, one.values, one.values.numel(), list(NORM), home)
+            if not 0 <= one.group < groups:
+                raise LayoutError(
+                    f"{where}: expected a group from 0 to {groups - 1}, got {one.group}. Give the "
+                    "table a larger num_groups, or the gradients another group."
+                )
         owned = [one for one in gradients if one.values.numel()]
         squares = torch.zeros(groups, dtype=torch.float64, device=home)
         zeros = torch.zeros(1, dtype=torch.int64, device=home)
@@ -150,30 +157,6 @@ def _bind(
         LANES=NORM_LANES,
         num_warps=4,
     )
-
-
-def _check(one: NormInput, where: str, device: torch.device, num_groups: int) -> None:
-    values = one.values
-    if values.dim() != 1 or not values.is_contiguous():
-        raise LayoutError(
-            f"{where}: expected a flat contiguous tensor, got shape {list(values.shape)} with "
-            f"strides {list(values.stride())}. Pass a view of the memory that gradients lie in."
-        )
-    if values.dtype not in NORM:
-        raise LayoutError(
-            f"{where}: expected gradients in fp32 or bf16, got {values.dtype}. Let stock Megatron "
-            "find the norm of others."
-        )
-    if values.device != device:
-        raise LayoutError(
-            f"{where}: expected gradients on {device}, got {values.device}. Build a table for each "
-            "device."
-        )
-    if not 0 <= one.group < num_groups:
-        raise LayoutError(
-            f"{where}: expected a group from 0 to {num_groups - 1}, got {one.group}. Give the "
-            "table a larger num_groups, or the gradients another group."
-        )
 
 
 def _cut_parts(

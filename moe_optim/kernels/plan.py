@@ -1,6 +1,6 @@
 """Plans: kernels with their arguments, bound once and launched at every step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -8,8 +8,9 @@ from importlib.util import find_spec
 from typing import Any, Literal, get_args
 
 import torch
+from torch import Tensor
 
-from moe_optim.errors import ConfigError
+from moe_optim.errors import ConfigError, LayoutError
 from moe_optim.places import Places
 
 Backend = Literal["auto", "reference"]
@@ -103,6 +104,19 @@ class Plan:
         with torch.no_grad(), current_device(self.device):
             for call in self.calls:
                 call()
+
+
+def require_flat(
+    where: str, tensor: Tensor, numel: int, dtypes: Sequence[torch.dtype], device: torch.device
+) -> None:
+    """Raise LayoutError unless a tensor is flat, contiguous, of a dtype and on the device."""
+    is_flat = tuple(tensor.shape) == (numel,) and tensor.is_contiguous()
+    if not is_flat or tensor.dtype not in dtypes or tensor.device != device:
+        raise LayoutError(
+            f"{where}: expected [{numel}] {' or '.join(map(str, dtypes))} on {device}, contiguous, "
+            f"got {list(tensor.shape)} {tensor.dtype} on {tensor.device} with strides "
+            f"{list(tensor.stride())}. Pass a flat view of what this rank owns."
+        )
 
 
 def current_device(device: torch.device) -> AbstractContextManager[None]:

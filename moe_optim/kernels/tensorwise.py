@@ -7,11 +7,18 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from moe_optim.errors import LayoutError
 from moe_optim.formats.reference import tensorwise as reference
 from moe_optim.formats.reference.amax import expert_amax_into
 from moe_optim.kernels.cutting import cut_ranges, int64
-from moe_optim.kernels.plan import ALIGNMENT, Backend, BoundKernel, Call, Plan, takes_kernels
+from moe_optim.kernels.plan import (
+    ALIGNMENT,
+    Backend,
+    BoundKernel,
+    Call,
+    Plan,
+    require_flat,
+    takes_kernels,
+)
 from moe_optim.kernels.tuning import TENSORWISE_LANES, TENSORWISE_PART, TENSORWISE_TILE
 from moe_optim.places import Places, addresses_of
 
@@ -60,7 +67,10 @@ class TensorwiseTable(Plan):
         """
         device = weights[0].scale_inv.device
         for index, one in enumerate(weights):
-            _check(one, f"tensorwise table: weights[{index}]", device)
+            where, numel = f"tensorwise table: weights[{index}]", one.master.numel()
+            require_flat(f"{where}: master", one.master, numel, [torch.float32], device)
+            require_flat(f"{where}: data", one.data, numel, [torch.uint8], device)
+            require_flat(f"{where}: scale_inv", one.scale_inv, 1, [torch.float32], device)
         amaxes = torch.zeros(len(weights), dtype=torch.float32, device=device)
         scales = torch.ones(len(weights), dtype=torch.float32, device=device)
         finding: tuple[Call, ...] = (partial(_find_amaxes, weights, amaxes),)
@@ -134,22 +144,6 @@ def _bind_casting(
             TILE=TENSORWISE_TILE.numel,
             num_warps=TENSORWISE_TILE.num_warps,
         )
-
-
-def _check(one: ScaledWeight, where: str, device: torch.device) -> None:
-    wanted = {
-        "master": (one.master, one.master.numel(), torch.float32),
-        "data": (one.data, one.master.numel(), torch.uint8),
-        "scale_inv": (one.scale_inv, 1, torch.float32),
-    }
-    for name, (tensor, numel, dtype) in wanted.items():
-        is_flat = tuple(tensor.shape) == (numel,) and tensor.is_contiguous()
-        if not is_flat or tensor.dtype != dtype or tensor.device != device:
-            raise LayoutError(
-                f"{where}: {name}: expected [{numel}] {dtype} on {device}, contiguous, got "
-                f"{list(tensor.shape)} {tensor.dtype} on {tensor.device} with strides "
-                f"{list(tensor.stride())}. Pass a flat view of what this rank owns."
-            )
 
 
 def _cut_parts(weights: Sequence[ScaledWeight]) -> tuple[dict[bool, Tensor], Tensor]:

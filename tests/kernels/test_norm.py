@@ -202,10 +202,13 @@ def test_a_table_watches_gradients_of_every_piece_of_memory(moved):
 @pytest.mark.parametrize(
     ("gradients", "says"),
     [
-        (NormInput(torch.zeros(2, 3)), r"flat contiguous tensor, got shape \[2, 3\]"),
-        (NormInput(torch.zeros(6)[::2]), r"got shape \[3\] with strides \[2\]"),
-        (NormInput(torch.zeros(3, dtype=torch.float16)), "fp32 or bf16, got torch.float16"),
-        (NormInput(torch.zeros(3, device="meta")), "gradients on cpu, got meta"),
+        (NormInput(torch.zeros(2, 3)), r"\[6\] .*contiguous, got \[2, 3\]"),
+        (NormInput(torch.zeros(6)[::2]), r"got \[3\] torch.float32 on cpu with strides \[2\]"),
+        (
+            NormInput(torch.zeros(3, dtype=torch.float16)),
+            r"torch.float32 or torch.bfloat16 .*, got \[3\] torch.float16",
+        ),
+        (NormInput(torch.zeros(3, device="meta")), "on cpu, .* on meta"),
         (NormInput(torch.zeros(3), 2), "a group from 0 to 1, got 2"),
         (NormInput(torch.zeros(3), -1), "a group from 0 to 1, got -1"),
     ],
