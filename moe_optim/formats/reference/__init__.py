@@ -98,7 +98,7 @@ def quantize_gathered_into(
 
     Args:
         master: [E, R, C] fp32 or bf16 on the device of ``out``.
-        format: must be the format of ``out``.
+        format: format of ``out``.
         out: buffers to overwrite.
         name: name of the weight in errors.
 

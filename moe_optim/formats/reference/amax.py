@@ -16,7 +16,7 @@ def expert_amax_into(out: Tensor, source: Tensor, start: int, numel: int) -> Non
     Args:
         out: [E] fp32; each becomes the larger one of what it holds and what is found.
         source: fp32 or bf16, the elements of the weight from ``start`` on in row-major order.
-        start: counted in the weight.
+        start: first element of the source, counted in the weight.
         numel: elements of one expert.
     """
     flat = source.reshape(-1)

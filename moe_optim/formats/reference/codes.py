@@ -26,7 +26,7 @@ def encode_e4m3_(out: Tensor, value: Tensor, *, saturate: bool = True) -> None:
     Args:
         out: uint8 of the shape of ``value``; overwritten.
         value: fp32 or bf16.
-        saturate: False promises that there is no NaN and no magnitude above 448, and is faster.
+        saturate: whether there may be NaN or magnitudes above 448; without, it is faster.
     """
     codes = out.view(torch.float8_e4m3fn)
     if not saturate:
@@ -56,7 +56,7 @@ def encode_e2m1(value: Tensor, *, has_nan: bool = True) -> Tensor:
 
     Args:
         value: fp32 of any shape.
-        has_nan: False promises that there is no NaN, and is faster.
+        has_nan: whether there may be NaN; without, it is faster.
 
     Returns:
         uint8 codes 0 to 15 of the same shape.

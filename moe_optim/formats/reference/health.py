@@ -24,7 +24,7 @@ def measure_into(
         amaxes: [E] fp32, changed in place.
         source: fp32 or bf16, what the buffers were quantized from: the elements of the weight from
             ``start`` on. Rounded to bf16 first.
-        start: counted in the weight.
+        start: first element of the source, counted in the weight.
         q: all buffers of the whole weight; its rowwise values are what is measured.
     """
     experts, rows, cols = q.shape
