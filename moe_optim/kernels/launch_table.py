@@ -129,7 +129,7 @@ class LaunchTable:
         """Yield the kernels that fill the amax slots of experts and of cut block rows.
 
         Args:
-            cut_only: leave out those of experts.
+            cut_only: whether to leave out the kernels of experts.
         """
         if len(self.amax_parts) and not cut_only:
             yield bind_expert_amax(
@@ -156,7 +156,7 @@ class LaunchTable:
         """Yield the kernels that rewrite the buffers that travel, and zero sources and gaps.
 
         Args:
-            cut_only: leave out whole block rows and gaps.
+            cut_only: whether to leave out whole block rows and gaps.
         """
         if len(self.tiles) and not cut_only:
             yield self.bind_whole()
