@@ -35,10 +35,8 @@ class LaunchTable:
     planned: tuple[Planned, ...]
     """The parameters, and what they exchange."""
     descriptors: Tensor
-    """[num_members + num_gaps, DESCRIPTOR_FIELDS] int64, see ``fields``. A gap: its address and its
-    number of two-byte units."""
-    num_members: int
-    """Experts of which this rank owns something; their descriptors come first."""
+    """[num_members + num_gaps, DESCRIPTOR_FIELDS] int64, see ``fields``. A gap has its address and
+    its number of two-byte units."""
     tiles: Tensor
     """[num_programs, TILE_FIELDS] int32: descriptor, first row, first column, 0; of a gap, its
     first unit in place of the column."""
@@ -110,7 +108,6 @@ class LaunchTable:
             format=format,
             planned=tuple(planned),
             descriptors=torch.cat([descriptors, _describe_gaps(gaps)]).to(device),
-            num_members=first,
             tiles=torch.cat([*tiles, _cut_gaps(first, gaps)]).to(device, torch.int32),
             num_tiles=sum(map(len, tiles)),
             cut_tiles=torch.cat(cut_tiles).to(device, torch.int32),

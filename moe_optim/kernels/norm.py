@@ -1,7 +1,7 @@
 """The squared norm of gradients, summed where they lie."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -45,8 +45,6 @@ class NormTable(Plan):
     """[1] int64: elements that are 0.0 or -0.0, over all groups; 0 if they are not counted."""
     counts_zeros: bool
     """Whether a launch counts zeros."""
-    parts: Mapping[torch.dtype, Tensor] = field(default_factory=dict)
-    """[num_parts, NORM_FIELDS] int64 for each dtype, see ``fields``; empty without kernels."""
 
     @classmethod
     def build(
@@ -88,14 +86,9 @@ class NormTable(Plan):
         owned = [one for one in gradients if one.values.numel()]
         squares = torch.zeros(groups, dtype=torch.float64, device=home)
         zeros = torch.zeros(1, dtype=torch.int64, device=home)
-        parts: dict[torch.dtype, Tensor] = {}
-        calls: tuple[Call, ...]
+        calls: tuple[Call, ...] = (partial(_sum, owned, squares, zeros, count_zeros=count_zeros),)
         if takes_kernels(backend, home, e4m3=False):
-            parts, bounds = _cut_parts(owned, groups)
-            parts = {dtype: rows.to(home) for dtype, rows in parts.items()}
-            calls = tuple(_bind(parts, bounds.to(home), squares, zeros, count_zeros=count_zeros))
-        else:
-            calls = (partial(_sum, owned, squares, zeros, count_zeros=count_zeros),)
+            calls = tuple(_bind(owned, squares, zeros, count_zeros=count_zeros))
         return cls(
             device=home,
             calls=calls,
@@ -104,7 +97,6 @@ class NormTable(Plan):
             squares=squares,
             zeros=zeros,
             counts_zeros=count_zeros,
-            parts=parts,
         )
 
 
@@ -120,15 +112,11 @@ def _sum(
 
 
 def _bind(
-    parts: Mapping[torch.dtype, Tensor],
-    bounds: Tensor,
-    squares: Tensor,
-    zeros: Tensor,
-    *,
-    count_zeros: bool,
+    owned: Sequence[NormInput], squares: Tensor, zeros: Tensor, *, count_zeros: bool
 ) -> Iterator[BoundKernel]:
     from moe_optim.kernels.norm_kernel import add_sums_kernel, sum_squares_kernel
 
+    parts, bounds = _cut_parts(owned, len(squares))
     slots = sum(map(len, parts.values()))
     sums = torch.zeros(slots, dtype=torch.float64, device=squares.device)
     num_zeros = slots if count_zeros else 0
@@ -137,7 +125,7 @@ def _bind(
         yield BoundKernel(
             sum_squares_kernel,
             len(rows),
-            rows,
+            rows.to(squares.device),
             sums,
             zero_sums,
             FROM_FP32=dtype == torch.float32,
@@ -148,7 +136,7 @@ def _bind(
     yield BoundKernel(
         add_sums_kernel,
         len(squares),
-        bounds,
+        bounds.to(squares.device),
         sums,
         zero_sums,
         squares,

@@ -48,7 +48,7 @@ def test_a_descriptor_holds_the_addresses_and_strides_of_one_expert():
     entry = stack(3, 64, 96)
     table = build([stack(2, 32, 32), entry])
     target = entry.target
-    assert (table.descriptors.shape, table.num_members) == ((5, 15), 5)
+    assert table.descriptors.shape == (5, 15)
     assert table.descriptors[4].tolist() == [
         entry.source[2].data_ptr(),
         target.rowwise_data[2].data_ptr(),
@@ -275,7 +275,7 @@ def test_flat_values_are_described_as_those_of_the_logical_shape(format):
     shaped_table, flat_table = build([entry]), build([flat])
     for name in ("descriptors", "tiles", "cut_tiles", "amax_parts"):
         assert torch.equal(getattr(flat_table, name), getattr(shaped_table, name)), name
-    for name in ("masked", "aligned", "num_members", "num_tiles", "source_dtype"):
+    for name in ("masked", "aligned", "num_tiles", "source_dtype"):
         assert getattr(flat_table, name) == getattr(shaped_table, name), name
 
 
