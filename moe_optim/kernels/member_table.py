@@ -10,10 +10,7 @@ from torch import Tensor
 
 from moe_optim.errors import LayoutError
 from moe_optim.formats import BlockScaledFormat
-from moe_optim.formats.reference import (
-    quantize_gathered_into,
-    ranges,
-)
+from moe_optim.formats.reference import quantize_gathered_into, ranges
 from moe_optim.kernels.exchange import AMAX_SLOTS, Exchange, plan_exchange
 from moe_optim.kernels.finish_table import plan_finish
 from moe_optim.kernels.launch_table import LaunchTable, Planned, can_launch, find_gaps, own_slots
@@ -29,12 +26,12 @@ class MemberTable(Plan):
     """The requantization of some parameters. Build it once with :meth:`build`.
 
     A launch rewrites the buffers that travel, and zeroes what is consumed; :attr:`finish` derives
-    the rest of whole parameters from what has travelled. Where shards cut blocks or experts,
-    a launch raises LayoutError. Every rank launches :attr:`find_maxima`, reduces :attr:`exchange`
-    with MAX over the ranks, and launches :attr:`encode`.
+    the rest of whole parameters from what has travelled. Where shards cut blocks or experts, a
+    launch raises LayoutError: there every rank launches :attr:`find_maxima`, reduces
+    :attr:`exchange` with MAX over the ranks, and launches :attr:`encode`.
 
     Kernels have the addresses of sources and buffers. Buffers must stay where they are; sources may
-    move and come back as the same tensors, which :attr:`has_moved` tells.
+    be given other memory, which :attr:`has_moved` tells.
     """
 
     entries: tuple[TableEntry, ...]
