@@ -130,20 +130,19 @@ def _from_bf16(case: Case, group: "ProcessGroup | None") -> Job:
 
 
 def _requantization(case: Case, table: "MemberTable") -> Job:
-    from moe_optim import ops
 
     def alone() -> None:
-        ops.partial_amax(table)
-        ops.encode(table)
+        table.find_maxima.launch()
+        table.encode.launch()
 
     zeroed, shared = table.consumed is not None, table.exchange.numel() > 0
     work = (FROM_BF16 if zeroed else FROM_FP32) + (ALONE if shared else "")
     return Job(
         work=work,
-        run=alone if shared else partial(ops.requantize, table),
+        run=alone if shared else table.launch,
         num_members=table.num_members,
         floor_bytes=requantize_bytes(case.format, sum(case.owned), zeroed=zeroed),
-        launches=sum(launch.num_launches for launch in table.launches),
+        launches=len(table.find_maxima.kernels) + len(table.encode.kernels),
     )
 
 
@@ -151,18 +150,17 @@ def _after_gather(case: Case, group: "ProcessGroup | None") -> Job:
     """Start from requantized buffers; one rank has gathered by then."""
     import torch
 
-    from moe_optim import ops
     from moe_optim.kernels.member_table import MemberTable
 
     entries = lay_out(case, draw(case, torch.float32).split(case.owned), stored=True)
     table = MemberTable.build(entries)
-    ops.requantize(table)
+    table.launch()
     job = Job(
         work=AFTER_GATHER,
-        run=partial(ops.finish_gather, table),
+        run=table.finish.launch,
         num_members=table.num_members,
         floor_bytes=Fraction(sum(finish_bytes(case.format, *member) for member in case.members)),
-        launches=len(table.finishes),
+        launches=len(table.finish.kernels),
     )
     cast = _te_cast(case, entries, group) if case.format.is_2d else None
     if cast is None:  # of formats that gather both buffers, it derives nothing
@@ -175,10 +173,10 @@ def _step(case: Case, group: "ProcessGroup | None", moments: Literal["fp32", "bf
     """Lay out gradients and moments beside the masters; a step changes nothing that it costs."""
     import torch
 
-    from moe_optim import ops
     from moe_optim.formats.reference.adam import Hyper
+    from moe_optim.kernels.adam_state import AdamState
     from moe_optim.kernels.member_table import MemberTable
-    from moe_optim.kernels.steps.table import AdamState, StepTable
+    from moe_optim.kernels.step_table import StepTable
 
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[moments]
     masters = draw(case, torch.float32)
@@ -206,8 +204,8 @@ def _step(case: Case, group: "ProcessGroup | None", moments: Literal["fp32", "bf
     work = STEP.format(moments) + (ALONE if members.exchange.numel() else "")
 
     def alone() -> None:
-        ops.step(table)
-        ops.encode_shared(members)
+        table.launch()
+        members.encode_shared.launch()
 
     job = Job(
         work=work,
@@ -216,7 +214,7 @@ def _step(case: Case, group: "ProcessGroup | None", moments: Literal["fp32", "bf
         floor_bytes=step_bytes(
             case.format, sum(case.owned), grad_bytes=4, moment_bytes=2 * dtype.itemsize
         ),
-        launches=len(table.ranges) + len(table.encoding),
+        launches=sum(one.constants.get("STEP", True) for one in table.update.kernels),
     )
     cast = _te_cast(case, entries, group)
     if cast is None:
@@ -231,17 +229,16 @@ def _norm(case: Case, group: "ProcessGroup | None") -> Job:
     """Sum the squares of fp32 gradients."""
     import torch
 
-    from moe_optim import ops
-    from moe_optim.kernels.norm import Gradients, NormTable
+    from moe_optim.kernels.norm import NormInput, NormTable
 
     gradients = draw(case, torch.float32).split(case.owned)
-    table = NormTable.build([Gradients(gradient) for gradient in gradients])
+    table = NormTable.build([NormInput(gradient) for gradient in gradients])
     job = Job(
         work=NORM,
-        run=partial(ops.sum_squares, table),
+        run=table.launch,
         num_members=len(gradients),
         floor_bytes=Fraction(norm_bytes(sum(case.owned), grad_bytes=4)),
-        launches=len(table.parts) + 1 if table.has_kernels else 0,
+        launches=len(table.kernels),
     )
     if group is None:
         return job
@@ -254,14 +251,13 @@ def _health(case: Case, group: "ProcessGroup | None") -> Job:
     """Look at requantized weights once, as every ``health_interval`` iterations."""
     import torch
 
-    from moe_optim import ops
     from moe_optim.kernels.health import HealthEntry, HealthTable
     from moe_optim.kernels.member_table import MemberTable
 
     entries = lay_out(case, draw(case, torch.float32).split(case.owned))
     members = MemberTable.build(entries)
-    ops.partial_amax(members)
-    ops.encode(members)
+    members.find_maxima.launch()
+    members.encode.launch()
     looked_at = [
         HealthEntry(entry=entry, rows=torch.tensor([row], dtype=torch.int64, device="cpu"))
         for row, entry in enumerate(entries)
@@ -270,10 +266,10 @@ def _health(case: Case, group: "ProcessGroup | None") -> Job:
     table = HealthTable.build(looked_at, len(entries), device=device)
     return Job(
         work=HEALTH,
-        run=partial(ops.measure_health, table),
+        run=table.launch,
         num_members=len(entries),
         floor_bytes=health_bytes(case.format, sum(case.owned)),
-        launches=sum(launch.num_launches for launch in table.launches),
+        launches=len(table.kernels),
     )
 
 

@@ -157,11 +157,11 @@ def _instrument_gather(parts: Parts, group: Any) -> None:
 
 def _instrument_plugin(parts: Parts, groups: Iterable[Any]) -> None:
     """Tell requantization from the gather that it is started with, or that it waits for."""
-    from moe_optim import ops
     from moe_optim.buckets import bucket_group
+    from moe_optim.kernels.member_table import MemberTable
 
     parts.wrap(bucket_group, "fill_slices", "requantize")
-    parts.wrap(ops, "requantize", "requantize")  # wire bf16, where the whole bucket has arrived
+    parts.wrap(MemberTable, "launch", "requantize")  # wire bf16, where the whole bucket has arrived
     for group in groups:
         for bucket in group.managed:
             parts.wrap(bucket, "open_gather", "requantize")

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from fractions import Fraction
-from functools import partial
 from typing import TYPE_CHECKING
 
 from benchmarks.cases import OneScaleCase
@@ -42,7 +41,6 @@ def _cast(case: OneScaleCase, group: "ProcessGroup | None") -> Job:
     """Cast shards; the amaxes of other ranks are not waited for."""
     import torch
 
-    from moe_optim import ops
     from moe_optim.kernels.tensorwise import ScaledWeight, TensorwiseTable
 
     masters = draw(case, torch.float32).split(case.owned)
@@ -57,15 +55,15 @@ def _cast(case: OneScaleCase, group: "ProcessGroup | None") -> Job:
     table = TensorwiseTable.build(weights)
 
     def run() -> None:
-        ops.tensorwise_amax(table)
-        ops.tensorwise_cast(table)
+        table.find_amaxes.launch()
+        table.launch()
 
     job = Job(
         work=CAST,
         run=run,
         num_members=len(weights),
         floor_bytes=Fraction(tensorwise_bytes(sum(case.owned))),
-        launches=2 + 2 * len(table.parts) if table.has_kernels else 0,
+        launches=len(table.find_amaxes.kernels) + len(table.kernels),
     )
     if group is None:
         return job
@@ -79,7 +77,6 @@ def _transposes(case: OneScaleCase, group: "ProcessGroup | None") -> Job:
     """Transpose whole weights, as products of a Hopper read them."""
     import torch
 
-    from moe_optim import ops
     from moe_optim.kernels.finish_table import FinishTable
 
     codes = torch.randint(0, 256, (sum(case.owned),), dtype=torch.uint8, device=case.device)
@@ -89,7 +86,7 @@ def _transposes(case: OneScaleCase, group: "ProcessGroup | None") -> Job:
     copies = [torch.empty_like(source.t().contiguous()) for source in sources]
     job = Job(
         work=AFTER_GATHER,
-        run=partial(ops.transpose, FinishTable.of_transposes([*zip(sources, copies, strict=True)])),
+        run=FinishTable.of_transposes([*zip(sources, copies, strict=True)]).launch,
         num_members=len(sources),
         floor_bytes=Fraction(2 * sum(case.owned)),
         launches=1,

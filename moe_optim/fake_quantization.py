@@ -11,9 +11,9 @@ from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from moe_optim.errors import ConfigError, LayoutError, NonFiniteError
-from moe_optim.formats.reference import fake_quantization as reference
-from moe_optim.kernels.fake.table import find_table
-from moe_optim.kernels.member_table import Backend, check_backend, has_kernels, runs_triton
+from moe_optim.formats.reference import fake as reference
+from moe_optim.kernels.fake import find_table
+from moe_optim.kernels.plan import Backend, check_backend, takes_kernels
 
 Bits = int | Literal["e4m3"]
 """Of a grid: so many bits of an integer, or E4M3."""
@@ -185,11 +185,9 @@ def _fake_quantized(
     values: Sequence[Tensor], amax: Tensor, bits: int | None, narrow_range: bool, backend: str
 ) -> Tensor:
     result = _empty(values)
-    if result.numel() and _has_kernels(values[0].device, bits, backend):
-        from moe_optim.kernels.fake.launch import launch_fake_quantize
-
+    if result.numel() and takes_kernels(backend, values[0].device, e4m3=bits is None):
         codes = reference.code_range(bits, narrow_range)
-        launch_fake_quantize(find_table(values), amax, result, codes, e4m3=bits is None)
+        find_table(values).launch_values(amax, result, codes, e4m3=bits is None)
         return result
     for part, one, own in zip(_cut(result, values), values, _amax_of(values, amax), strict=True):
         part.copy_(reference.fake_quantize(one, own, bits, narrow_range=narrow_range))
@@ -216,10 +214,8 @@ def _clipped_gradient(
     values: Sequence[Tensor], amax: Tensor, gradients: Sequence[Tensor], backend: str
 ) -> Tensor:
     result = _empty(values)
-    if result.numel() and backend == "auto" and runs_triton(values[0].device):
-        from moe_optim.kernels.fake.launch import launch_clip_gradient
-
-        launch_clip_gradient(find_table(values, gradients), amax, result)
+    if result.numel() and takes_kernels(backend, values[0].device, e4m3=False):
+        find_table(values, gradients).launch_gradients(amax, result)
         return result
     parts = zip(_cut(result, values), values, _amax_of(values, amax), gradients, strict=True)
     for part, one, own, gradient in parts:
@@ -243,10 +239,6 @@ def _(values: Sequence[Tensor], *_: Any) -> Tensor:
 
 def _empty(values: Sequence[Tensor]) -> Tensor:
     return values[0].new_empty(sum(one.numel() for one in values))
-
-
-def _has_kernels(device: torch.device, bits: int | None, backend: str) -> bool:
-    return backend == "auto" and (has_kernels if bits is None else runs_triton)(device)
 
 
 def _amax_of(values: Sequence[Tensor], amax: Tensor) -> list[Tensor]:

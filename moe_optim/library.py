@@ -1,4 +1,4 @@
-"""How functions of this package enter compiled graphs: as operations whose bodies run as written.
+"""Operations of compiled graphs, whose bodies run as written.
 
 ``torch.compile`` may rearrange and fuse what it sees, which moves last bits, and it can neither
 read a value nor ask a bucket. An operation is one node of a graph, in namespace ``moe_optim``: the
@@ -53,9 +53,9 @@ def as_written(
     then only its arguments are kept.
 
     Args:
-        body: as for :func:`operation`, with one result of floating point. Gradients flow to all
-            tensors of floating point among its arguments, lists included.
-        fake: as for :func:`operation`; the body, if it reads no value.
+        body: function as in :func:`operation`, with one floating-point result. Gradients flow to
+            all floating-point tensors among its arguments, lists included.
+        fake: function as in :func:`operation`; the body, if it reads no value.
 
     Returns:
         ``body`` where nothing is being compiled, and the operation where something is.

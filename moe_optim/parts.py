@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from moe_optim import ops
 from moe_optim.errors import LayoutError
 from moe_optim.formats import QuantizedWeight
 from moe_optim.formats.partition import Bounds, Maxima, Partition
@@ -111,11 +110,11 @@ def _quantize_whole(
         shares_experts=bool(partition.maxima),
     )
     table = MemberTable.build([entry], backend=backend)
-    ops.partial_amax(table)
+    table.find_maxima.launch()
     for maxima in partition.maxima:
         exchange.reduce(table.exchange, maxima)
-    ops.encode(table)
-    ops.finish_gather(table)
+    table.encode.launch()
+    table.finish.launch()
     return {buffer.name: getattr(target, buffer.name) for buffer in partition.buffers}
 
 

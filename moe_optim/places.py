@@ -1,4 +1,4 @@
-"""Where tensors lie: noted once, and compared at every step, for every weight there is.
+"""Addresses of tensors, noted once and compared at every step.
 
 Memory is freed and exchanged without a word: by ``data``, by resizing a storage, by giving an
 object another tensor. A step asks of thousands of tensors, so all of this runs in loops of C.
@@ -16,12 +16,17 @@ class Places:
     """Tensors, which it holds, and the addresses that they had when this was made.
 
     Args:
-        tensors: of any device; their number does not matter.
+        tensors: tensors of any device, any number of them.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self.tensors = tuple(tensors)
         self._addresses = addresses_of(self.tensors)
+
+    @classmethod
+    def of_each_memory(cls, tensors: Iterable[Tensor]) -> "Places":
+        """Note one tensor of each piece of memory: the others move with it."""
+        return cls({one.untyped_storage().data_ptr(): one for one in tensors}.values())
 
     @property
     def have_moved(self) -> bool:
@@ -72,7 +77,7 @@ class Attributes:
 
     @classmethod
     def merge(cls, parts: "Iterable[Attributes]") -> "tuple[Attributes, ...]":
-        """Return what says the same of all parts together, those of equal names in one."""
+        """Merge parts whose attributes have equal names into one."""
         alike: dict[tuple[tuple[str, ...], tuple[str, ...]], list[Attributes]] = {}
         for part in parts:
             alike.setdefault((tuple(part._addresses), part._flags), []).append(part)

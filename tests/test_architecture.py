@@ -19,7 +19,7 @@ from tools.rooms import (
 
 NEVER = {  # room -> rooms below it that it must not know all the same
     "formats/reference": {"kernels", "experts"},
-    "kernels": {"formats/reference", "experts"},
+    "kernels": {"experts"},
     "experts/keys": {"formats", "kernels"},
     "checkpoint/files": {"kernels", "config", "formats/reference"},
 }

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from moe_optim import ops
 from moe_optim.formats import FORMATS, NVFP4, reference
 from moe_optim.formats.health_figures import NUM_SUMS
 from moe_optim.formats.reference.adam import Hyper
-from moe_optim.formats.reference.expert_amax import expert_amax_into
+from moe_optim.formats.reference.amax import expert_amax_into
 from moe_optim.formats.reference.health import measure_into
-from moe_optim.kernels.norm import Gradients, NormTable
+from moe_optim.kernels.norm import NormInput, NormTable
 from tests.support.bytes import assert_same_tensors
 from tests.support.inputs import wide_range_weights
 from tests.support.ranks import run_ranks
@@ -56,8 +55,8 @@ def _measured(master: torch.Tensor) -> dict[str, torch.Tensor]:
         amaxes = torch.zeros(2, dtype=torch.float32, device="cpu")
         measure_into(sums, amaxes, master, 0, q)
         found |= {f"{name} sums": sums, f"{name} amaxes": amaxes}
-    table = NormTable.build([Gradients(master.view(-1))], count_zeros=True)
-    ops.sum_squares(table)
+    table = NormTable.build([NormInput(master.view(-1))], count_zeros=True)
+    table.launch()
     amax = torch.zeros(1, dtype=torch.float32, device="cpu")
     expert_amax_into(amax, master, 0, master.numel())
     row = Hyper(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=7).row()

@@ -11,7 +11,7 @@ from moe_optim import fake_quantization
 from moe_optim.errors import ConfigError, LayoutError, NonFiniteError
 from moe_optim.fake_quantization import fake_quantize
 from moe_optim.formats import MXFP8
-from moe_optim.formats.reference import fake_quantization as reference
+from moe_optim.formats.reference import fake as reference
 from moe_optim.weights.grouped_weight import GroupedWeight
 from moe_optim.weights.storage import PortableStorage
 from tests.support.bytes import assert_bytes_equal, assert_values_equal

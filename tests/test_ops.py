@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moe_optim
-from moe_optim import ops
 from moe_optim.errors import ConfigError, LayoutError, MoEOptimError
 from moe_optim.formats import (
     DIRECTIONS,
@@ -20,11 +19,11 @@ from moe_optim.formats import (
     QuantizedWeight,
     reference,
 )
-from moe_optim.kernels import member_table
 from moe_optim.kernels.member_table import MemberTable, TableEntry
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import SENTINEL, poisoned, wide_range_weights, with_specials
 from tests.support.number_formats.gather import make_buffers
+from tests.support.ptx.launches import plan_kernels
 
 MIXED = (  # parameters of one launch
     (MXFP8, (2, 64, 96)),
@@ -53,8 +52,8 @@ def lay_out(parameters, dtype=torch.bfloat16, seed=0):
 
 def rewrite(table):
     """Write what travels, and derive the rest, as on one rank."""
-    ops.requantize(table)
-    ops.finish_gather(table)
+    table.launch()
+    table.finish.launch()
 
 
 def expected_buffers(entries):
@@ -67,24 +66,15 @@ def assert_written(entries, expected):
             assert_bytes_equal(buffer, buffers[name], what=f"{entry.parameter} {name}")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-def test_a_mixed_table_equals_one_by_one(dtype):
-    """Shapes and formats share a launch; every byte of every buffer is the oracle's."""
-    _, entries = lay_out(MIXED, dtype)
-    expected = expected_buffers(entries)
-    rewrite(MemberTable.build(entries))
-    assert_written(entries, expected)
-
-
 def test_the_reference_does_without_kernels_where_these_run(monkeypatch):
     """Whatever device the weights are on: a table is built with launches, or without."""
-    monkeypatch.setattr(member_table, "has_kernels", lambda _: True)
+    plan_kernels(monkeypatch)
     _, entries = lay_out(MIXED, torch.float32)
     table = MemberTable.build(entries)
-    assert table.launches and table.finishes
+    assert table.launches and table.kernels and table.finish.kernels
     table = MemberTable.build(entries, backend="reference")
-    assert not table.launches and not table.finishes
-    assert len(table.remainder) == len(table.unfinished) == len(entries)
+    assert not (table.launches or table.kernels or table.finish.kernels)
+    assert len(table.remainder) == len(entries)
     expected = expected_buffers(entries)
     rewrite(table)
     assert_written(entries, expected)
@@ -145,19 +135,6 @@ def test_an_empty_table_still_zeroes_what_is_consumed():
     rewrite(MemberTable.build([]))
 
 
-def test_members_are_experts():
-    _, entries = lay_out(MIXED)
-    assert MemberTable.build(entries).num_members == 2 + 3 + 1 + 2 + 4
-    assert MemberTable.build([]).num_members == 0
-
-
-def test_a_table_is_frozen():
-    table = MemberTable.build(lay_out(MIXED)[1])
-    assert isinstance(table.entries, tuple)
-    with pytest.raises(AttributeError):
-        table.consumed = None
-
-
 BAD_SOURCES = {  # for a target [2, 64, 32]
     "one expert too few": (
         torch.zeros(1, 64, 32),
@@ -190,7 +167,7 @@ def test_all_values_may_come_flat_and_from_other_memory_each_time():
     for seed in (1, 2):
         values = wide_range_weights(2, 64, 32, seed=seed)
         source.data = values.flatten()
-        ops.requantize(table)
+        table.launch()
         for name, buffer in reference.quantize(values, MXFP8).buffers().items():
             assert_bytes_equal(target.buffers()[name], buffer, what=name)
 
@@ -222,12 +199,12 @@ def cut_at(master, format, cuts, dtype=torch.float32, target=None):
 def rewrite_in_shards(tables):
     """Do what ranks do: maxima of all of them, one reduction, codes, a gather, what is derived."""
     for table in tables:
-        ops.partial_amax(table)
+        table.find_maxima.launch()
     largest = torch.stack([table.exchange for table in tables]).amax(0)
     for table in tables:
         table.exchange.copy_(largest)
-        ops.encode(table)
-    ops.finish_gather(tables[0])
+        table.encode.launch()
+    tables[0].finish.launch()
 
 
 def assert_buffers_equal(target, master, what=""):
@@ -275,8 +252,8 @@ def test_shards_of_whole_blocks_exchange_nothing():
         target, tables = cut_at(master, format, cuts)
         assert not any(table.exchange.numel() for table in tables)
         for table in tables:
-            ops.requantize(table)
-        ops.finish_gather(tables[0])
+            table.launch()
+        tables[0].finish.launch()
         assert_buffers_equal(target, master)
 
 
@@ -285,8 +262,8 @@ def test_a_shard_writes_nothing_that_belongs_to_others():
     for format in FORMATS.values():
         target, tables = cut_at(wide_range_weights(2, 256, 32), format, [32 * 140, 32 * 300])
         for table in tables:
-            ops.partial_amax(table)
-        ops.encode(tables[1])
+            table.find_maxima.launch()
+        tables[1].encode.launch()
         data = target.rowwise_data.view(-1, 32 // format.elements_per_byte)
         assert (data[:140] == SENTINEL).all()
         assert (data[300:] == SENTINEL).all()
@@ -302,17 +279,17 @@ def test_a_rank_that_owns_nothing_joins_the_exchange():
     entry = TableEntry(parameter="fc1", source=torch.empty(0), target=target, cuts=(1000,))
     idle = MemberTable.build([entry])
     assert idle.exchange.shape == tables[0].exchange.shape == (64,)
-    ops.partial_amax(idle)
+    idle.find_maxima.launch()
     assert not idle.exchange.any()
-    ops.encode(idle)
+    idle.encode.launch()
     rewrite_in_shards([*tables, idle])
     assert_buffers_equal(target, master)
 
 
 def test_shards_that_cut_blocks_are_not_requantized_without_an_exchange():
     target, tables = cut_at(wide_range_weights(1, 64, 32), MXFP8, [1000])
-    with pytest.raises(LayoutError, match="64 maxima that several ranks share. Call partial_amax"):
-        ops.requantize(tables[0])
+    with pytest.raises(LayoutError, match="64 maxima that several ranks share. Launch"):
+        tables[0].launch()
     assert (target.rowwise_data == SENTINEL).all()
 
 
@@ -351,7 +328,7 @@ def test_requantizing_writes_what_travels_and_finishing_the_rest(format):
     master = wide_range_weights(2, 128, 256)
     target = poisoned(format, tuple(master.shape))
     table = MemberTable.build([TableEntry(parameter="fc1", source=master, target=target)])
-    ops.requantize(table)
+    table.launch()
     derived = target.buffers().keys() - target.gathered_buffers().keys()
     assert (
         derived
@@ -364,7 +341,7 @@ def test_requantizing_writes_what_travels_and_finishing_the_rest(format):
     )
     for name in derived:
         assert (target.buffers()[name].view(torch.uint8) == SENTINEL).all()
-    ops.finish_gather(table)
+    table.finish.launch()
     assert_buffers_equal(target, master)
 
 
@@ -378,8 +355,8 @@ def test_requantizing_writes_straight_into_gather_buffers(format):
         target = replace(poisoned(format, tuple(master.shape)), **views[index])
         entries.append(TableEntry(parameter=f"fc{index}", source=master, target=target))
     table = MemberTable.build(entries)
-    ops.requantize(table)
-    ops.finish_gather(table)
+    table.launch()
+    table.finish.launch()
     for entry, master in zip(entries, masters, strict=True):
         assert_buffers_equal(entry.target, master)
     for name, buffer in buffers.items():
@@ -400,8 +377,8 @@ def test_scales_in_storage_are_padded_and_repeated_as_transformer_engine_does(fo
         scales[direction] = torch.full(size, 77, dtype=format.scale_dtype)
     entry = TableEntry(parameter="fc1", source=master, target=target, storage_scales=scales)
     table = MemberTable.build([entry])
-    ops.requantize(table)
-    ops.finish_gather(table)
+    table.launch()
+    table.finish.launch()
     for direction, stored in scales.items():
         rows, cols = (160, 96) if format.transposes(direction) else (96, 160)
         length = max(format.rowwise_block)

@@ -7,13 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_optim import ops
 from moe_optim.formats import FORMATS, FP8_BLOCK, MXFP8, NVFP4
 from moe_optim.formats.reference.adam import Hyper
-from moe_optim.kernels.launch_table import HYPER_FIELDS
+from moe_optim.kernels import staging
+from moe_optim.kernels.fields import HYPER_FIELDS
 from moe_optim.kernels.member_table import MemberTable
-from moe_optim.kernels.steps import staging
-from moe_optim.kernels.steps.table import StepTable
+from moe_optim.kernels.step_table import StepTable
 from tests.support.bytes import assert_bytes_equal, assert_values_equal
 from tests.support.inputs import wide_range_weights
 from tests.support.steps.stepping import (
@@ -168,7 +167,7 @@ def test_dense_weights_are_written_and_nothing_beside_them(dtype):
     )
     table = StepTable.build(states, run.hyper, run.clips)
     state.gradient.copy_(gradient)
-    ops.step(table)
+    table.launch()
     assert_values_equal(memory[1:-1], state.master.to(dtype))
     assert memory[0] == memory[-1] == 7
     assert_bytes_equal(states[1].master, state.master)
@@ -182,7 +181,7 @@ def test_encoding_what_is_shared_does_nothing_where_nothing_is():
     members = run.tables[0].members
     before = [buffer.clone() for buffer in run.targets[0].buffers().values()]
     run.tables[0].states[0].master.zero_()
-    ops.encode_shared(members)
+    members.encode_shared.launch()
     for buffer, old in zip(run.targets[0].buffers().values(), before, strict=True):
         assert_bytes_equal(buffer, old)
 
@@ -191,6 +190,6 @@ def test_encoding_what_is_shared_does_nothing_where_nothing_is():
 def test_an_empty_table_is_stepped(members):
     table = StepTable.build([], torch.zeros(0, HYPER_FIELDS), torch.zeros(0), members=members)
     assert not table.has_moved
-    ops.step(table)
+    table.launch()
     if members is not None:
-        ops.encode_shared(members)
+        members.encode_shared.launch()

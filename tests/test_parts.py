@@ -12,16 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moe_optim
-from moe_optim import ops
 from moe_optim.errors import LayoutError
 from moe_optim.formats import FORMATS, FP8_BLOCK, MXFP8, MXFP8_2D, NVFP4, QuantizedWeight, reference
 from moe_optim.formats.partition import infer_partition
-from moe_optim.formats.reference.expert_amax import expert_amax_into
-from moe_optim.kernels import member_table
+from moe_optim.formats.reference.amax import expert_amax_into
+from moe_optim.kernels.plan import Plan
 from moe_optim.parts import quantize_part
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import wide_range_weights, with_specials
 from tests.support.number_formats.meshes import coordinates, on_each_rank, part_of
+from tests.support.ptx.launches import plan_kernels
 from tests.support.ranks import run_ranks
 
 NAMES = [*FORMATS, "bf16"]
@@ -198,17 +198,15 @@ def test_parts_of_whole_blocks_are_weights(format):
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 def test_whole_blocks_are_left_to_kernels_where_these_run(format, monkeypatch):
     """Also those whose experts go on elsewhere: a launch finds their amaxes."""
-    tables = []
-    monkeypatch.setattr(member_table, "has_kernels", lambda _: True)
-    for called in ("partial_amax", "encode", "finish_gather"):
-        monkeypatch.setattr(ops, called, tables.append)
+    launched = []
+    plan_kernels(monkeypatch)
+    monkeypatch.setattr(Plan, "launch", lambda plan: launched.append(plan))
     _, partition = _whole_blocks(format)
     coordinate = dict.fromkeys(("ep", "tp", "fsdp"), 0)
     quantize_part(torch.zeros(partition.part_shape), partition, coordinate, lambda *_: None)
-    table = tables[0]
-    assert tables == [table] * 3
-    assert len(table.launches) == 1 and not table.remainder
-    assert set(table.exchanges[0].experts) == ({0} if format is NVFP4 else set())
+    find_maxima, encode, finish = launched
+    assert encode.kernels and encode.kernels == encode.calls and finish.kernels == finish.calls
+    assert bool(find_maxima.kernels) is (format is NVFP4)
 
 
 def test_whole_blocks_exchange_nothing():

@@ -10,8 +10,8 @@ from benchmarks.timing import median_ms, release, wait
 from moe_optim.errors import StateError
 
 if TYPE_CHECKING:
-    from moe_optim.kernels.steps.host_memory import HostMemory
-    from moe_optim.kernels.steps.table import StepTable
+    from moe_optim.kernels.host_memory import HostMemory
+    from moe_optim.kernels.step_table import StepTable
 
 STATE_BYTES = 12
 """Of an element: a master and two moments in fp32. So many bytes travel each way in a step."""
@@ -99,9 +99,10 @@ def _states(case: Case, fraction: float) -> "tuple[StepTable, HostMemory, int]":
     import torch
 
     from moe_optim.formats.reference.adam import Hyper
+    from moe_optim.kernels.adam_state import AdamState
+    from moe_optim.kernels.host_memory import HostMemory, HostTensor, spread
     from moe_optim.kernels.member_table import MemberTable
-    from moe_optim.kernels.steps.host_memory import HostMemory, HostTensor, spread
-    from moe_optim.kernels.steps.table import AdamState, StepTable
+    from moe_optim.kernels.step_table import StepTable
 
     chosen = spread(case.owned, fraction)
     on_host = sum(n for n, is_chosen in zip(case.owned, chosen, strict=True) if is_chosen)
@@ -149,11 +150,10 @@ def _states(case: Case, fraction: float) -> "tuple[StepTable, HostMemory, int]":
 
 
 def _step(table: "StepTable") -> None:
-    from moe_optim import ops
 
-    ops.step(table)
+    table.launch()
     assert table.members is not None
-    ops.encode_shared(table.members)
+    table.members.encode_shared.launch()
 
 
 def _fingerprints(table: "StepTable") -> list[int]:

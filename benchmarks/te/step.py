@@ -8,7 +8,7 @@ from torch import Tensor
 from benchmarks.te.cast import MasterCast
 from moe_optim.errors import PatchError
 from moe_optim.formats.reference.adam import Hyper
-from moe_optim.kernels.steps.table import AdamState
+from moe_optim.kernels.adam_state import AdamState
 
 
 class Step:

@@ -19,10 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from moe_optim import ops
 from moe_optim.buckets.layout import BufferPlan, Slot, plan_buffers
 from moe_optim.errors import LayoutError, StateError
-from moe_optim.experts.amax_search import AmaxSearch
+from moe_optim.kernels.amax import AmaxTable
 from moe_optim.kernels.member_table import Backend, MemberTable, TableEntry
 from moe_optim.weights.storage import WeightStorage
 
@@ -164,7 +163,7 @@ class QuantizedGather(Gather):
         """Find the maxima of this rank's masters, unless a step has."""
         self._is_encoded = encoded and self._table is not None
         if not self._is_encoded:
-            ops.partial_amax(self.plan_step(masters))
+            self.plan_step(masters).find_maxima.launch()
 
     def plan_step(self, masters: Sequence[OwnedMaster]) -> MemberTable:
         """Return the table of masters and buffers, which gathers use, too."""
@@ -189,14 +188,14 @@ class QuantizedGather(Gather):
     def encode(self) -> None:
         """Write bytes and scales of what this rank owns, or what a step has left of it."""
         if self._is_encoded:
-            ops.encode_shared(self._opened())
+            self._opened().encode_shared.launch()
             return
         self.prepare_step()
-        ops.encode(self._opened())
+        self._opened().encode.launch()
 
     def finish(self) -> None:
         """Derive columnwise copies and scales from what has arrived, in one launch."""
-        ops.finish_gather(self._opened())
+        self._opened().finish.launch()
 
     @override
     def forget(self) -> None:
@@ -231,8 +230,8 @@ class Bf16Gather(Gather):
         """Requantize the whole bucket in one launch, and leave zeros behind."""
         if self._table is None or self._table.has_moved:  # gradient memory, freed by whomever
             self._table = self._build_table()
-        ops.requantize(self._table)
-        ops.finish_gather(self._table)
+        self._table.launch()
+        self._table.finish.launch()
 
     @override
     def forget(self) -> None:
@@ -276,7 +275,7 @@ class AmaxRecord:
         self._recorded: list[Tensor] = [one.quantized_storage.recorded_amax for one in params]
         self.values = torch.zeros_like(torch.cat(self._recorded))
         self._parts = self.values.split(list(map(len, self._recorded)))
-        self._search: AmaxSearch | None = None
+        self._search: AmaxTable | None = None
 
     @classmethod
     def of(cls, params: Sequence[Any]) -> "AmaxRecord | None":
@@ -296,8 +295,9 @@ class AmaxRecord:
         """
         if self._search is None:
             entries = _entries(self._params, masters, repeat(()))
-            self._search = AmaxSearch(entries, self._params[0].quantized_storage.backend)
-        self._search.find_into(self.values)
+            backend = self._params[0].quantized_storage.backend
+            self._search = AmaxTable.build(entries, self.values, backend=backend)
+        self._search.launch()
 
     def finish(self) -> None:
         """Hand the completed maxima to the weights, whose bytes are now those of the masters."""

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_optim import ops
 from moe_optim.formats import BlockScaledFormat, Direction
 from moe_optim.kernels.member_table import Backend, MemberTable, TableEntry
 from moe_optim.weights.storage import PortableStorage
@@ -76,8 +75,8 @@ class QuantizedCopy:
             self._places, self._made_of = places, None
         now = tuple(weight._version for weight in weights)
         if direction == "rowwise" or now != self._made_of:
-            ops.requantize(self._table)
-            ops.finish_gather(self._table)
+            self._table.launch()
+            self._table.finish.launch()
             self._made_of = now if keep else None
         return self._storage.dequantize(direction)
 

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 # torch takes seconds to import: a plan counts bytes without it.
 
 Direction = Literal["rowwise", "columnwise"]
-"""Along what blocks run: ``rowwise`` for the forward product, ``columnwise`` for the dgrad."""
+"""Direction of blocks: ``rowwise`` for the forward GEMM, ``columnwise`` for the dgrad."""
 Element = Literal["e4m3", "e2m1"]
-"""Of one element: four exponent bits and three mantissa bits, or two and one."""
+"""Encoding of an element: four exponent bits and three mantissa bits, or two and one."""
 ScaleEncoding = Literal["e8m0", "e4m3", "power_of_two"]
-"""Of one scale, see :attr:`BlockScaledFormat.scale_encoding`."""
+"""Encoding of a scale, see :attr:`BlockScaledFormat.scale_encoding`."""
 ColumnwiseCopy = Literal["quantized", "shared", "transposed"]
-"""What the columnwise buffer is made of, see :attr:`BlockScaledFormat.columnwise_copy`."""
+"""Origin of the columnwise buffer, see :attr:`BlockScaledFormat.columnwise_copy`."""
 
 DIRECTIONS: tuple[Direction, ...] = ("rowwise", "columnwise")
 """Both, in the order in which buffers are listed."""
@@ -34,10 +34,10 @@ DIRECTIONS: tuple[Direction, ...] = ("rowwise", "columnwise")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockScaledFormat:
-    """How a weight [R, C] becomes narrow elements and one scale a block. A hashable value."""
+    """A quantized format: low-precision elements of [R, C], and one scale per block. Hashable."""
 
     name: str
-    """What recipes and checkpoints call the format."""
+    """Name in recipes and checkpoints."""
     element: Element
     """Encoding of one element; ``e2m1`` elements are packed two a byte, low nibble first."""
     data_max: float
@@ -139,7 +139,7 @@ class BlockScaledFormat:
 
         Args:
             shape: logical [E, R, C].
-            name: how the error calls the weight.
+            name: name of the weight in errors.
 
         Raises:
             LayoutError: not three sizes, a negative one, or rows or columns that are no multiple
@@ -165,7 +165,7 @@ class BlockScaledFormat:
 
         Args:
             shape: logical [E, R, C] of the weight, which the format can hold.
-            direction: which buffer.
+            direction: direction of the buffer.
         """
         experts, rows, cols = shape
         if self.transposes(direction):
@@ -180,7 +180,7 @@ class BlockScaledFormat:
 
         Args:
             shape: logical [E, R, C] of the weight, which the format can hold.
-            direction: which buffer.
+            direction: direction of the buffer.
         """
         experts, rows, cols = shape
         block_rows, block_cols = self.block(direction)
@@ -198,7 +198,7 @@ class BlockScaledFormat:
         Args:
             rows: R, logical.
             cols: C, logical.
-            direction: which scales.
+            direction: direction of the scales.
         """
         if self.transposes(direction):
             rows, cols = cols, rows
@@ -296,13 +296,13 @@ class QuantizedWeight:
     """
 
     format: BlockScaledFormat
-    """What the bytes mean."""
+    """Meaning of the bytes."""
     shape: tuple[int, int, int]
     """Logical (experts, rows, cols)."""
     rowwise_data: "Tensor"
     """[E, R, C / elements_per_byte] uint8."""
     rowwise_scale: "Tensor"
-    """What dequantizing multiplies by; ``format.scale_shape`` and ``format.scale_dtype``."""
+    """Factors of dequantization; ``format.scale_shape`` and ``format.scale_dtype``."""
     columnwise_data: "Tensor"
     """uint8, [E, R, C] or transposed; the very memory of ``rowwise_data`` where it is shared."""
     columnwise_scale: "Tensor"
@@ -352,10 +352,10 @@ class QuantizedWeight:
         """Allocate the buffers of a weight, contiguous and not written.
 
         Args:
-            format: what the bytes will mean.
+            format: format of the buffers.
             shape: logical [E, R, C].
-            device: where the buffers lie; torch's default if not given.
-            name: how errors call the weight.
+            device: device of the buffers; torch's default if not given.
+            name: name of the weight in errors.
 
         Raises:
             LayoutError: ``shape`` does not fit the format.
@@ -393,7 +393,7 @@ class QuantizedWeight:
         """Return the record of buffers that exist; nothing is copied.
 
         Args:
-            format: what the bytes mean.
+            format: format of the buffers.
             shape: logical [E, R, C].
             buffers: tensors in the order of ``format.buffer_names``, with the shapes and dtypes of
                 the fields of this record.
@@ -473,7 +473,7 @@ def _check_direction(direction: str) -> None:
     if direction not in DIRECTIONS:
         raise ConfigError(
             f"direction: expected {' or '.join(DIRECTIONS)}, got '{direction}'. Write rowwise for "
-            "what a forward product multiplies."
+            "the forward GEMM."
         )
 
 

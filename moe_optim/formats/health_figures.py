@@ -1,7 +1,7 @@
-"""What is measured of quantized experts: the sums of a pass over masters and weights, and figures.
+"""Health figures of quantized experts, and the sums that they are computed from.
 
-A pass adds up sums that shards of a weight share by plain additions, and an amax that they share by
-a maximum. Figures are made of complete sums, on the host.
+A pass over masters and weights computes sums, which are added over the shards of a weight, and an
+amax, of which the maximum is taken. Figures are computed from complete sums, on the host.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,18 +16,18 @@ SKETCH = 32
 """Entries of the sketch of an expert."""
 
 TAGS = "moe_optim/"
-"""How names of figures begin that a run has logged: ``moe_optim/layers.3.fc1/saturated``."""
+"""Prefix of figures in the logs of a run: ``moe_optim/layers.3.fc1/saturated``."""
 
 
 class Sum(IntEnum):
     """Columns of the sums of an expert; its sketch follows them. Counts are exact in fp64."""
 
     SQUARES = 0
-    """Of the weights, as everything here rounded to bf16."""
+    """Squares of the weights, which are rounded to bf16 here and below."""
     ERRORS = 1
     """Squares of value - weight."""
     ELEMENTS = 2
-    """How many there are here."""
+    """Number of weights."""
     SATURATED = 3
     """Weights above the largest magnitude that their block holds, which are read as that."""
     FLUSHED = 4
@@ -47,7 +47,7 @@ THRESHOLDS: Mapping[str, Mapping[str, float]] = MappingProxyType(
         "e2m1": {"saturated": 0.02, "flushed": 0.3, "error": 0.2, "dead_blocks": 0.01},
     }
 )
-"""By element: what is above is warned of. Normally distributed weights stay at half or below."""
+"""By element: larger figures cause a warning. Normal weights stay at half or below."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -57,7 +57,7 @@ class LayerHealth:
     layer: str
     """Such as ``layers.3.fc1``."""
     element: str
-    """Of the storage format: ``e4m3`` or ``e2m1``."""
+    """Element of the storage format: ``e4m3`` or ``e2m1``."""
     experts: tuple[int, ...]
     """Numbers among all experts of the layer."""
     amax: Tensor
@@ -96,7 +96,7 @@ class LayerHealth:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ExpertLoad:
-    """How many tokens the experts of one layer were given between two looks."""
+    """Tokens of the experts of one layer between two measurements."""
 
     layer: str
     """Such as ``layers.3.experts``."""
@@ -121,7 +121,7 @@ def warn_of(
 
     Args:
         layer: such as ``layers.3.fc1``.
-        element: of the storage format: ``e4m3`` or ``e2m1``.
+        element: element of the storage format, ``e4m3`` or ``e2m1``.
         experts: numbers of those that the figures are of.
         figures: by the names of ``LayerHealth.of_experts``, an entry an expert.
     """
@@ -170,7 +170,7 @@ def signs(start: int, end: int, device: torch.device | str | None = None) -> Ten
     Args:
         start: first element, counted in the expert.
         end: one past the last.
-        device: of the result.
+        device: device of the result.
 
     Returns:
         [end - start] fp32.

@@ -7,16 +7,16 @@ over that axis, and hold their scales in common. The amax of an expert is that o
 as the expert.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Literal, get_args
 
 from moe_optim.errors import ConfigError, LayoutError
-from moe_optim.formats import DIRECTIONS, BlockScaledFormat, Direction, get_format
+from moe_optim.formats import DIRECTIONS, BlockScaledFormat, get_format
 
 Dimension = Literal["experts", "rows", "columns"]
-"""Of a weight [E, R, C]: what a mesh axis can cut."""
+"""Dimension of a weight [E, R, C] that a mesh axis can cut."""
 DIMENSIONS: tuple[Dimension, ...] = get_args(Dimension)
 """All of them, in the order of the axes of a weight."""
 Bounds = Mapping[Dimension, range]
@@ -28,13 +28,13 @@ class MeshAxis:
     """One axis of a mesh of ranks, and what it cuts."""
 
     name: str
-    """What the mesh calls it."""
+    """Name in the mesh."""
     dimension: Dimension
-    """What it cuts."""
+    """Dimension that it cuts."""
     parts: int
     """Ranks along the axis; each has one part."""
     size: int
-    """Of one part along the dimension, once this axis and those before it have cut it."""
+    """Size of one part along the dimension, once this axis and those before it have cut it."""
 
     def cuts_blocks(self, size: int) -> bool:
         """Return whether some run of ``size``, counted from the first, lies on several parts."""
@@ -43,16 +43,16 @@ class MeshAxis:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BufferPartition:
-    """How one buffer is cut."""
+    """The cut of one buffer."""
 
     name: str
     """Field of ``QuantizedWeight``; ``data`` for bf16."""
     shape: tuple[int, ...]
-    """Of the buffer of the whole weight."""
+    """Shape of the buffer of the whole weight."""
     dimensions: tuple[Dimension, ...]
     """Which dimension of the weight each one of the buffer runs along."""
     units: tuple[int, ...]
-    """How many elements of that dimension an entry of the buffer stands for."""
+    """Number of elements of that dimension for each entry of the buffer."""
     cut_by: tuple[tuple[str, ...], ...]
     """Mesh axes that cut each dimension of the buffer between two entries, the outermost first."""
     overlaps: tuple[str, ...]
@@ -62,7 +62,7 @@ class BufferPartition:
         """Return which entries of the whole buffer a rank holds: all that its elements touch.
 
         Args:
-            bounds: of the rank's part, see :meth:`Partition.bounds`.
+            bounds: bounds of the rank's part, see :meth:`Partition.bounds`.
         """
         return tuple(
             slice(bounds[dimension].start // unit, -(-bounds[dimension].stop // unit))
@@ -92,7 +92,7 @@ class Maxima:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Partition:
-    """What :func:`infer_partition` finds. A value: it knows no rank and no process group."""
+    """Result of :func:`infer_partition`: a value, without a rank or a process group."""
 
     format: BlockScaledFormat | None
     """None for bf16."""
@@ -104,7 +104,7 @@ class Partition:
     """Every buffer, by the fields of ``QuantizedWeight``; shared bytes are listed for both
     directions."""
     maxima: tuple[Maxima, ...]
-    """What ranks exchange before they can encode; empty where each can do so alone."""
+    """Maxima that ranks exchange before they can encode; empty where each can encode alone."""
     expert_amax: Maxima
     """The amax of whole experts, for calibration in any format. Experts are never reduced over."""
 
@@ -169,12 +169,12 @@ def infer_partition(
 
     Args:
         format: a format, or its name; ``bf16`` is one, too.
-        axes: what is cut -> mesh axes that cut it, each with its number of ranks, the outermost
+        axes: dimension -> mesh axes that cut it, each with its number of ranks, the outermost
             first. ``{"experts": {"ep": 8}, "rows": {"tp": 2, "fsdp": 4}}`` gives each
             tensor-parallel rank one half of the rows, and each of its FSDP ranks a quarter of that.
         shape: [E, R, C] of the whole weight. Gate and up, which tensor parallelism cuts apart from
             each other, are two weights.
-        name: how errors call the weight.
+        name: name of the weight in errors.
 
     Raises:
         ConfigError: no such format or dimension, or a mesh axis that is named twice or has no rank.
@@ -188,13 +188,17 @@ def infer_partition(
         experts, rows, cols = known.check_shape(shape, name)
     sizes: dict[Dimension, int] = dict(zip(DIMENSIONS, (experts, rows, cols), strict=True))
     cuts = _cut(axes, sizes, name)
-    buffers = [_bf16_buffer(sizes, cuts)] if known is None else _buffers(known, sizes, cuts)
+    buffers = [_buffer(*layout, sizes, cuts) for layout in _layouts(known)]
     for buffer in buffers:
         _check_bytes(buffer, known, cuts, name)
     expert_amax = _maxima("global_amax", (rows, cols), sizes, cuts)
-    found = [] if known is None else _block_maxima(known, sizes, cuts)
-    if known is not None and known.has_global_amax:
-        found.append(expert_amax)
+    found: list[Maxima] = []
+    if known is not None:
+        blocks = {f"{way}_scale": known.block(way) for way in known.gathered_directions}
+        found += [_maxima(scale, block, sizes, cuts) for scale, block in blocks.items()]
+        if known.has_global_amax:
+            buffers.append(_amax_buffer(sizes, cuts))
+            found.append(expert_amax)
     return Partition(
         format=known,
         shape=(experts, rows, cols),
@@ -245,42 +249,23 @@ def _cut(
     return tuple(cuts)
 
 
-def _buffers(
-    format: BlockScaledFormat, sizes: Mapping[Dimension, int], cuts: Sequence[MeshAxis]
-) -> list[BufferPartition]:
-    return [
-        *(_data_buffer(format, direction, sizes, cuts) for direction in DIRECTIONS),
-        *(_scale_buffer(format, direction, sizes, cuts) for direction in DIRECTIONS),
-        *([_amax_buffer(sizes, cuts)] if format.has_global_amax else []),
-    ]
-
-
-def _data_buffer(
-    format: BlockScaledFormat,
-    direction: Direction,
-    sizes: Mapping[Dimension, int],
-    cuts: Sequence[MeshAxis],
-) -> BufferPartition:
-    across: tuple[Dimension, Dimension] = ("rows", "columns")
-    dimensions: tuple[Dimension, ...] = (
-        "experts",
-        *(reversed(across) if format.transposes(direction) else across),
-    )
-    units = (1, 1, format.elements_per_byte)
-    return _buffer(f"{direction}_data", dimensions, units, sizes, cuts)
-
-
-def _scale_buffer(
-    format: BlockScaledFormat,
-    direction: Direction,
-    sizes: Mapping[Dimension, int],
-    cuts: Sequence[MeshAxis],
-) -> BufferPartition:
-    height, width = format.block(direction)
-    name = f"{direction}_scale"
-    if format.is_2d and direction == "columnwise":  # the transpose of the rowwise scales
-        return _buffer(name, ("experts", "columns", "rows"), (1, width, height), sizes, cuts)
-    return _buffer(name, DIMENSIONS, (1, height, width), sizes, cuts)
+def _layouts(
+    format: BlockScaledFormat | None,
+) -> Iterator[tuple[str, tuple[Dimension, ...], tuple[int, ...]]]:
+    """Yield name and dimensions of each buffer of a weight, and the elements of an entry."""
+    if format is None:
+        yield "data", DIMENSIONS, (1, 1, 1)
+        return
+    transposed: tuple[Dimension, ...] = ("experts", "columns", "rows")
+    for direction in DIRECTIONS:
+        dimensions = transposed if format.transposes(direction) else DIMENSIONS
+        yield f"{direction}_data", dimensions, (1, 1, format.elements_per_byte)
+    for direction in DIRECTIONS:
+        height, width = format.block(direction)
+        if format.is_2d and direction == "columnwise":  # the transpose of the rowwise scales
+            yield f"{direction}_scale", transposed, (1, width, height)
+        else:
+            yield f"{direction}_scale", DIMENSIONS, (1, height, width)
 
 
 def _amax_buffer(sizes: Mapping[Dimension, int], cuts: Sequence[MeshAxis]) -> BufferPartition:
@@ -292,10 +277,6 @@ def _amax_buffer(sizes: Mapping[Dimension, int], cuts: Sequence[MeshAxis]) -> Bu
         cut_by=(_names(cuts, "experts"),),
         overlaps=tuple(cut.name for cut in cuts if cut.dimension != "experts" and cut.parts > 1),
     )
-
-
-def _bf16_buffer(sizes: Mapping[Dimension, int], cuts: Sequence[MeshAxis]) -> BufferPartition:
-    return _buffer("data", DIMENSIONS, (1, 1, 1), sizes, cuts)
 
 
 def _buffer(
@@ -334,16 +315,6 @@ def _check_bytes(
         f"expected parts of a multiple of {packed}, got {axis.size} {axis.dimension} for each of "
         f"the {axis.parts} ranks of {axis.name}. Cut into fewer parts, or cut another dimension."
     )
-
-
-def _block_maxima(
-    format: BlockScaledFormat, sizes: Mapping[Dimension, int], cuts: Sequence[MeshAxis]
-) -> list[Maxima]:
-    """Return the maxima that each scale which is found from the weight follows from."""
-    return [
-        _maxima(f"{direction}_scale", format.block(direction), sizes, cuts)
-        for direction in format.gathered_directions
-    ]
 
 
 def _maxima(

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from megatron.core.utils import log_single_rank
 from torch import Tensor
 
-from moe_optim import ops
 from moe_optim.buckets.managed_bucket import ManagedBucket
 from moe_optim.buckets.states import Weights
 from moe_optim.formats.health_figures import ExpertLoad, LayerHealth
@@ -107,7 +106,7 @@ class HealthMonitor:
             self._table = self._plan()
         sums, amaxes = self._table.sums, self._table.amaxes
         if self._names:
-            ops.measure_health(self._table)
+            self._table.launch()
             dist.all_reduce(sums)
             dist.all_reduce(amaxes, dist.ReduceOp.MAX)
         results = sums, amaxes, self._tokens.reduce()

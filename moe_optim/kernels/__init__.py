@@ -1,5 +1,4 @@
-"""Triton kernels and the tables that they read: requantize, step, norm, finish, cast, health.
+"""Triton kernels, and the plans that launch them or plain torch in their place.
 
-Offers ``MemberTable``, ``StepTable`` and what ``moe_optim.ops`` launches. Knows formats, neither
-Megatron nor process groups.
+Knows formats, neither Megatron nor process groups.
 """

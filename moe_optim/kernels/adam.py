@@ -10,11 +10,10 @@ instructions stand here, since IEEE ones differ in the last bit of one master in
 import triton
 import triton.language as tl
 
-from moe_optim.kernels.launch_table import HYPER_FIELDS as _HYPER_FIELDS
-from moe_optim.kernels.launch_table import STATE_FIELDS as _STATE_FIELDS
+from moe_optim.kernels import fields
 
-STATE_FIELDS = tl.constexpr(_STATE_FIELDS)
-HYPER_FIELDS = tl.constexpr(_HYPER_FIELDS)
+STATE_FIELDS = tl.constexpr(fields.STATE_FIELDS)
+HYPER_FIELDS = tl.constexpr(fields.HYPER_FIELDS)
 
 # Columns of a row of states.
 GRADIENT_PLACE = tl.constexpr(0)
@@ -48,16 +47,26 @@ _CONSTRAINTS = tl.constexpr("=&f,=&f,=&f,f,f,f,f,f,f,f,f,f,f,f,f,f,f")
 
 @triton.jit
 def adam(gradient, clip, master, exp_avg, exp_avg_sq, hyper, DECOUPLED: tl.constexpr):
-    """Return master and both moments after one step, in fp32.
+    """Return master and both moments after one step of Adam, in fp32.
+
+    ::
+
+        g = clip * gradient                                      coupled: + decay * p
+        m = beta1 * m + (1 - beta1) * g
+        v = beta2 * v + ((1 - beta2) * g) * g
+        u = (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)  decoupled: + decay * p
+        p = p - lr * u
+
+    Kingma and Ba, 2015, with the weight decay of AdamW (Loshchilov and Hutter, 2019) if decoupled.
 
     Args:
-        gradient: fp32, of the shape of all that is returned.
-        clip: fp32 scalar that gradients are multiplied by.
-        master: fp32.
-        exp_avg: fp32.
-        exp_avg_sq: fp32.
+        gradient: fp32, of the shape of all results.
+        clip: fp32 scalar.
+        master: p, fp32.
+        exp_avg: m, fp32.
+        exp_avg_sq: v, fp32.
         hyper: fp32 scalars, a row of hyper-parameters.
-        DECOUPLED: weight decay is added to the update (AdamW), and not to the gradient.
+        DECOUPLED: whether weight decay is added to the update, and not to the gradient.
     """
     beta1, rest1, beta2, rest2, correction1, correction2, eps, decay, minus_lr = hyper
     return tl.inline_asm_elementwise(
@@ -95,16 +104,16 @@ def read_state(
     MOMENTS_FP32: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Return what all steps of one program share, for :func:`step_tile`.
+    """Return the state that all steps of one program share.
 
     Args:
         state: pointer to a row of states.
         hyper: pointer to the hyper-parameters of all groups.
         clips: pointer to the factors of all gradient norms.
         first: int64, the first element of the program.
-        GRADIENT_FP32: fp32 gradients; otherwise bf16.
-        MOMENTS_FP32: likewise.
-        ALIGNED: everything starts at multiples of 16 bytes.
+        GRADIENT_FP32: whether gradients are fp32; otherwise bf16.
+        MOMENTS_FP32: whether moments are fp32; otherwise bf16.
+        ALIGNED: whether everything starts at multiples of 16 bytes.
 
     Returns:
         Pointers to gradients and to both moments of the first element, the clip factor, and the
@@ -143,10 +152,10 @@ def step_tile(source, places, mask, state, DECOUPLED: tl.constexpr):
 
     Args:
         source: pointer to the first master of the program.
-        places: of the elements, int32 offsets from there, the same for gradients and moments.
-        mask: which of them there are, or None for all; of the others the result is zero.
-        state: from :func:`read_state`. With a clip factor below zero nothing moves.
-        DECOUPLED: see :func:`adam`.
+        places: int32 offsets from there, the same for gradients and moments.
+        mask: existing elements, or None for all; the result is zero elsewhere.
+        state: result of :func:`read_state`. With a clip factor below zero nothing moves.
+        DECOUPLED: whether weight decay is added to the update, see :func:`adam`.
     """
     gradient, exp_avg, exp_avg_sq, clip, hyper = state
     g = load_tile(gradient + places, mask).to(tl.float32)
@@ -163,5 +172,5 @@ def step_tile(source, places, mask, state, DECOUPLED: tl.constexpr):
 
 @triton.jit
 def load_tile(pointers, mask):
-    """Return what lies at ``pointers``; zeros outside of ``mask``, which may be None."""
+    """Load values at ``pointers``; zeros outside of ``mask``, which may be None."""
     return tl.load(pointers) if mask is None else tl.load(pointers, mask=mask, other=0.0)

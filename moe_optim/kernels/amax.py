@@ -1,111 +1,80 @@
-# mypy: allow-incomplete-defs
+"""The amax of every expert of some parameters, whatever their format."""
 
-"""Maxima that encoding needs first: of whole experts, and of cut block rows."""
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 
-import triton
-import triton.language as tl
+import torch
+from torch import Tensor
 
-from moe_optim.kernels.encode import amax, larger_magnitude, round_to_bf16
-from moe_optim.kernels.exchange import AMAX_SLOTS as _AMAX_SLOTS
-from moe_optim.kernels.launch_table import AMAX_TILE as _AMAX_TILE
-from moe_optim.kernels.tiles import (
-    AMAX_SLOT,
-    BEGIN,
-    COLS,
-    END,
-    FIELDS,
-    ROWS,
-    SOURCE,
-    is_owned,
-)
-
-AMAX_SLOTS = tl.constexpr(_AMAX_SLOTS)
-AMAX_TILE = tl.constexpr(_AMAX_TILE)
+from moe_optim.errors import LayoutError
+from moe_optim.formats.reference.amax import expert_amax_into
+from moe_optim.kernels import fields
+from moe_optim.kernels.exchange import AMAX_SLOTS
+from moe_optim.kernels.launch_table import bind_expert_amax, cut_amax_parts, describe_members
+from moe_optim.kernels.plan import ALIGNMENT, Backend, Call, Plan, takes_kernels
+from moe_optim.kernels.table_entry import TableEntry
+from moe_optim.places import Places
 
 
-@triton.jit
-def expert_amax_kernel(
-    descriptors,  # [num_members + num_gaps, FIELDS] int64, see LaunchTable
-    parts,  # [num_parts, 2] int32: descriptor, part
-    amaxes,  # [num_slots] fp32
-    FROM_FP32: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Write the largest magnitude of one part of what is owned of an expert into a slot of its own.
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class AmaxTable(Plan):
+    """The owned parts of experts, and the amaxes that a launch writes. See :meth:`build`."""
 
-    Grid (num_parts,). The slots of parts that do not exist hold zeros, and nobody writes them.
-    """
-    DTYPE: tl.constexpr = tl.float32 if FROM_FP32 else tl.bfloat16
-    program = tl.program_id(0).to(tl.int64)
-    member = descriptors + tl.load(parts + 2 * program).to(tl.int64) * FIELDS
-    part = tl.load(parts + 2 * program + 1)
-    begin = tl.load(member + BEGIN)
-    end = tl.load(member + END)
-    source = tl.load(member + SOURCE).to(tl.pointer_type(DTYPE))
-    if ALIGNED:
-        source = tl.multiple_of(source, 16)
-        begin = tl.multiple_of(begin, 16 // (DTYPE.primitive_bitwidth // 8))
-    length = tl.cdiv(tl.cdiv(end - begin, AMAX_SLOTS), AMAX_TILE) * AMAX_TILE
-    first = begin + part * length
-    length = tl.minimum(length, end - first).to(tl.int32)
-    source += first
-    largest = tl.zeros((TILE,), dtype=tl.float32)
-    places = tl.arange(0, TILE)
-    whole = length - length % TILE
-    for start in tl.range(0, whole, TILE, loop_unroll_factor=4):  # without a mask: wide accesses
-        largest = larger_magnitude(largest, tl.load(source + start + places))
-    if whole < length:
-        places += whole
-        largest = larger_magnitude(
-            largest, tl.load(source + places, mask=places < length, other=0.0)
+    amaxes: Tensor
+    """[num_experts] fp32: amax of the owned part of each expert, zero where nothing is owned."""
+
+    @classmethod
+    def build(
+        cls, entries: Sequence[TableEntry], amaxes: Tensor, *, backend: Backend = "auto"
+    ) -> "AmaxTable":
+        """Plan a search over all experts of some parameters, in order.
+
+        Args:
+            entries: parameters, at least one. Sources have one dtype and device; any may be empty.
+            amaxes: results, [num_experts] fp32, held and not copied.
+            backend: ``auto`` takes a kernel where one runs, ``reference`` does without.
+
+        Raises:
+            LayoutError: sources of several dtypes.
+        """
+        dtypes = {entry.source.dtype for entry in entries}
+        if len(dtypes) != 1:
+            names = ", ".join(sorted(map(str, dtypes)))
+            raise LayoutError(f"amax table: expected sources of one dtype, got {names}.")
+        calls: list[Call] = [partial(_find, entries, amaxes)]
+        if takes_kernels(backend, amaxes.device, e4m3=False):
+            calls = _bind(entries, amaxes)
+        return cls(
+            device=amaxes.device,
+            calls=tuple(calls),
+            places=Places(entry.source for entry in entries),
+            amaxes=amaxes,
         )
-    # Rounding keeps the order, so that one rounding at the end gives the maximum of the rounded.
-    slot = amaxes + tl.load(member + AMAX_SLOT) + part
-    tl.store(slot, round_to_bf16(tl.max(largest, 0)))
 
 
-@triton.jit
-def cut_block_row_amax_kernel(
-    descriptors,  # [num_members + num_gaps, FIELDS] int64, see LaunchTable
-    tiles,  # [num_cut_tiles, 4] int32: descriptor, first row, first column, slot
-    amaxes,  # [num_slots] fp32
-    BLOCK_ROW: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SQUARE: tl.constexpr,
-    TILE_COLS: tl.constexpr,
-    FROM_FP32: tl.constexpr,
-):
-    """Write this rank's share of the maxima of one tile [BLOCK_ROW, TILE_COLS] of a cut block row.
+def _find(entries: Sequence[TableEntry], amaxes: Tensor) -> None:
+    amaxes.zero_()
+    sizes = [entry.target.shape[0] for entry in entries]
+    for entry, part in zip(entries, amaxes.split(sizes), strict=True):
+        _, rows, cols = entry.target.shape
+        expert_amax_into(part, entry.source, entry.start, rows * cols)
 
-    Grid (num_cut_tiles,). In a block row's slots, 2-D formats (SQUARE) have one maximum per block;
-    others first those of the columns, then those of the runs of BLOCK columns, row by row.
-    """
-    DTYPE: tl.constexpr = tl.float32 if FROM_FP32 else tl.bfloat16
-    tile = tiles + 4 * tl.program_id(0).to(tl.int64)
-    member = descriptors + tl.load(tile).to(tl.int64) * FIELDS
-    row = tl.load(tile + 1).to(tl.int64)
-    first_col = tl.load(tile + 2)
-    slots = amaxes + tl.load(tile + 3)
-    cols = tl.load(member + COLS).to(tl.int32)
-    height = (tl.load(member + ROWS) - row).to(tl.int32)
-    source = tl.load(member + SOURCE).to(tl.pointer_type(DTYPE)) + row * cols + first_col
 
-    rows = tl.arange(0, BLOCK_ROW)[:, None]
-    columns = tl.arange(0, TILE_COLS)
-    blocks = tl.arange(0, TILE_COLS // BLOCK)
-    mask = (rows < height) & (columns[None, :] < cols - first_col)
-    mask &= is_owned(member, row, first_col, rows, columns[None, :], cols)
-    weight = tl.load(source + rows * cols + columns[None, :], mask=mask, other=0.0)
-    weight = round_to_bf16(weight)
-    of_columns = amax(weight, 0)
-    blocks_inside = blocks * BLOCK < cols - first_col
-    if SQUARE:
-        largest = amax(tl.reshape(of_columns, (TILE_COLS // BLOCK, BLOCK)), 1)
-        tl.store(slots + first_col // BLOCK + blocks, largest, mask=blocks_inside)
-    else:
-        tl.store(slots + first_col + columns, of_columns, mask=columns < cols - first_col)
-        largest = amax(tl.reshape(weight, (BLOCK_ROW, TILE_COLS // BLOCK, BLOCK)), 2)
-        slots += cols + rows * (cols // BLOCK) + first_col // BLOCK + blocks[None, :]
-        inside = tl.broadcast_to(blocks_inside[None, :], (BLOCK_ROW, TILE_COLS // BLOCK))
-        tl.store(slots, largest, mask=inside)
+def _bind(entries: Sequence[TableEntry], amaxes: Tensor) -> list[Call]:
+    members, slot = [], 0
+    for entry in entries:
+        experts = entry.owned_experts
+        slots = slot + AMAX_SLOTS * torch.arange(experts.start, experts.stop, device="cpu")
+        members.append(describe_members(entry, experts, slots))
+        slot += AMAX_SLOTS * entry.target.shape[0]
+    descriptors = torch.cat(members)
+    dtype = entries[0].source.dtype
+    begins = descriptors[:, fields.BEGIN] * dtype.itemsize
+    aligned = not ((descriptors[:, fields.SOURCE] | begins) % ALIGNMENT).any()
+    found = torch.zeros(slot, dtype=torch.float32, device=amaxes.device)  # where no part is, zeros
+    parts = cut_amax_parts(descriptors).to(amaxes.device, torch.int32)
+    calls: list[Call] = []
+    if len(parts):
+        calls.append(bind_expert_amax(descriptors.to(amaxes.device), parts, found, dtype, aligned))
+    return [*calls, partial(torch.amax, found.view(-1, AMAX_SLOTS), 1, out=amaxes)]

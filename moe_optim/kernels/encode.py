@@ -81,7 +81,7 @@ def fp8_block_code(amax):
 
 @triton.jit
 def nvfp4_global_encode(amax):
-    """Return what brings an expert's amax to 448 * 6, at most FLT_MAX; 1 for zero and for Inf."""
+    """Return 448 * 6 / ``amax`` of an expert, at most FLT_MAX; 1 for zero and for Inf."""
     scale = tl.div_rn(2688.0, tl.maximum(amax, 1.1754943508222875e-38))
     scale = tl.minimum(scale, 3.4028234663852886e38)
     return tl.where((amax == 0) | (amax == float("inf")), 1.0, scale)

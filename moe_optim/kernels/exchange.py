@@ -1,4 +1,4 @@
-"""Which maxima several ranks contribute to, and where they lie in the tensor that is reduced."""
+"""The maxima that several ranks contribute to, and their places in the reduced tensor."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,18 +7,17 @@ from moe_optim.errors import LayoutError
 from moe_optim.formats import BlockScaledFormat
 
 AMAX_SLOTS = 64
-"""Slots of the amax of one expert: as many programs find it, and each fills one."""
+"""Slots of the amax of one expert: at most as many programs find it, each for one slot."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exchange:
-    """Shared maxima of one weight. Equal on all ranks, because it follows from shapes and cuts."""
+    """Shared maxima of one weight: equal on all ranks, as they follow from shapes and cuts."""
 
     block_rows: Mapping[tuple[int, int], int]
     """(expert, first row) of every block row that is cut -> first of its block maxima."""
     experts: Mapping[int, int]
-    """Expert that several ranks own of -> first of its ``AMAX_SLOTS``; formats with a global amax.
-    """
+    """Expert on several ranks -> first of its ``AMAX_SLOTS``; only for formats with an amax."""
     first: int
     size: int
     """Slots of this weight, from ``first`` on."""
@@ -33,15 +32,14 @@ def plan_exchange(
     shares_experts: bool = False,
     name: str = "weight",
 ) -> Exchange:
-    """Return what the owners of a weight have to exchange before any of them can encode.
+    """Return the maxima that the owners of a weight exchange before any of them can encode.
 
     Args:
         format: storage format.
         shape: [E, R, C].
-        cuts: elements of the weight at which the range of one rank ends and that of the next one
-            begins; all ranks', in any order.
-        first: slots that other weights take before this one.
-        shares_experts: whether every expert goes on in weights of other ranks.
+        cuts: elements of the weight at which the ranges of two ranks meet, in any order.
+        first: number of slots that other weights take before this one.
+        shares_experts: whether every expert continues in weights of other ranks.
         name: parameter, for errors.
 
     Raises:

@@ -1,6 +1,6 @@
 # mypy: allow-incomplete-defs
 
-"""What follows from gathered buffers: columnwise copies, and scales as Transformer Engine pads."""
+"""Buffers derived after a gather: columnwise copies, and scales as Transformer Engine pads."""
 
 import triton
 import triton.language as tl
@@ -10,7 +10,7 @@ ACROSS = tl.constexpr(32)  # lines across a block, where there are several
 
 @triton.jit(do_not_specialize=["num_transposes"])
 def finish_gather_kernel(
-    copies,  # [num_copies, 8] int64, see FinishTable
+    copies,  # [num_copies, 8] int64, see finish_table.Copy
     tiles,  # [num_programs, 3] int32: copy, first row, first column
     num_transposes,
     PACK: tl.constexpr,

@@ -1,137 +1,151 @@
-"""Device descriptors of what follows a gather: data to transpose, and scales to expand."""
+"""The end of a gather: data to transpose, and block scales to expand into padded storage."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from moe_optim.formats import DIRECTIONS, BlockScaledFormat, QuantizedWeight
-from moe_optim.kernels.bound_kernel import BoundKernel
+from moe_optim.formats import BlockScaledFormat, QuantizedWeight
+from moe_optim.formats.reference import derive_into, expand_scale_into
+from moe_optim.kernels.cutting import grid, int64
+from moe_optim.kernels.plan import BoundKernel, Call, Plan
 from moe_optim.kernels.table_entry import TableEntry
-from moe_optim.kernels.tuning import SCALE_TILES, TRANSPOSE, TransposeTile
+from moe_optim.kernels.tuning import SCALE_TILES, TRANSPOSE
+from moe_optim.places import Places
 
 _ONE_LINE = 1 | 1 << 16
 
+Copy = tuple[int, int, int, int, int, int, int, int]
+"""A buffer of one expert. Data: addresses of source and target; rows and columns in elements; row
+strides of both in bytes; 0, 0. Scales: addresses; blocks down and across; elements to the next
+source scale down and across; row stride of the target in elements; lines a block down, and across
+in bits 16 and up."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class FinishTable:
-    """What one launch derives for many weights of one format; see :meth:`build`."""
+class FinishTable(Plan):
+    """One launch over many weights of one format, or over pairs of matrices."""
 
-    copies: Tensor
-    """[num_copies, 8] int64, one a buffer of one expert. Data: addresses of source and target; rows
-    and columns in elements; row strides of both in bytes; 0, 0. Scales: addresses; blocks down and
-    across; elements to the next source scale down and across; row stride of the target in elements;
-    lines a block down, and across in bits 16 and up."""
-    tiles: Tensor
-    """[num_programs, 3] int32: copy, first row, first column; of scales, counted in blocks."""
-    num_transposes: int
-    """How many of the tiles are data; those of scales follow."""
     pack: int
     """Elements of a 32-bit word, or 1 where rows do not start at words and bytes are moved."""
-    tile: TransposeTile
-    fp32_scales: bool
-    repeats: bool
-    """Whether some block scale is written to several lines."""
-    aligned: bool
-    """Whether every row of data starts at a multiple of 16 bytes."""
-    aligned_scales: bool
-    """Whether every row of scales that are written starts at a multiple of 4 elements."""
-    alive: tuple[Tensor, ...]
-    """Every tensor behind an address."""
-    kernels: dict[str, tuple[BoundKernel, ...]] = field(default_factory=dict)
-    """Filled by the first launch."""
 
     @classmethod
     def build(cls, entries: Sequence[TableEntry]) -> "FinishTable | None":
-        """Describe what a launch has to derive for weights of one format, None for nothing.
+        """Plan what has to be derived of weights of one format; None for nothing.
 
         Args:
-            entries: :func:`can_finish` holds for all of them.
+            entries: parameters that :func:`can_finish` accepts, at least one.
         """
         format = entries[0].target.format
-        transposes = [row for entry in entries for row in _transposes(entry.target)]
-        scales = [row for entry in entries for row in _scale_copies(entry)]
+        transposes = [copy for entry in entries for copy in _transposes(entry.target)]
+        scales = [copy for entry in entries for copy in _scale_copies(entry)]
         if not transposes and not scales:
             return None
         buffers = [buffer for entry in entries for buffer in entry.target.buffers().values()]
         stored = [scale for entry in entries for scale in entry.storage_scales.values()]
-        return cls._describe(
+        return cls._bind(
             transposes,
             scales,
             elements_per_byte=format.elements_per_byte,
             scale_dtype=format.scale_dtype,
-            alive=(*buffers, *stored),
+            places=Places([*buffers, *stored]),
         )
 
     @classmethod
     def of_transposes(cls, pairs: Sequence[tuple[Tensor, Tensor]]) -> "FinishTable":
-        """Describe copies of bytes [R, C] into [C, R], at least one; rows may lie anywhere."""
-        rows = [
-            [
-                *(source.data_ptr(), copy.data_ptr(), *source.shape),
+        """Plan copies of bytes [R, C] into [C, R], at least one; rows may lie anywhere."""
+        copies: list[Copy] = [
+            (
+                *(source.data_ptr(), copy.data_ptr(), source.shape[0], source.shape[1]),
                 *(source.stride(0), copy.stride(0), 0, 0),
-            ]
+            )
             for source, copy in pairs
         ]
-        alive = tuple(one for pair in pairs for one in pair)
-        return cls._describe(rows, [], elements_per_byte=1, scale_dtype=torch.uint8, alive=alive)
+        return cls._bind(
+            copies,
+            [],
+            elements_per_byte=1,
+            scale_dtype=torch.uint8,
+            places=Places(one for pair in pairs for one in pair),
+        )
 
     @classmethod
-    def _describe(
+    def _bind(
         cls,
-        transposes: Sequence[list[int]],
-        scales: Sequence[list[int]],
+        transposes: Sequence[Copy],
+        scales: Sequence[Copy],
         *,
         elements_per_byte: int,
         scale_dtype: torch.dtype,
-        alive: tuple[Tensor, ...],
+        places: Places,
     ) -> "FinishTable":
-        """Cut into tiles what ``copies`` are to have, transposes before scales.
+        from moe_optim.kernels.finish_gather import finish_gather_kernel
 
-        Args:
-            transposes: rows of ``copies`` for data.
-            scales: rows of ``copies`` for scales.
-            elements_per_byte: of data.
-            scale_dtype: of scales.
-            alive: every tensor behind an address, at least one.
-        """
         pack = 4 * elements_per_byte
-        words = [row for copy in transposes for row in copy[:2] + copy[4:6]]
-        sizes = [row for copy in transposes for row in copy[2:4]]
+        words = [number for copy in transposes for number in copy[:2] + copy[4:6]]
+        sizes = [size for copy in transposes for size in copy[2:4]]
         if any(word % 4 for word in words) or any(size % pack for size in sizes):
             pack = 1
         tile = TRANSPOSE[pack]
-        data_tiles = [
-            _tiles(index, range(0, rows, tile.packs * pack), range(0, cols, tile.words * pack))
-            for index, (_, _, rows, cols, *_) in enumerate(transposes)
-        ]
         repeats = any(lines != _ONE_LINE for *_, lines in scales)
-        down, across = SCALE_TILES[repeats]
-        scale_tiles = [
-            _tiles(index, range(0, rows, down), range(0, cols, across))
-            for index, (_, _, rows, cols, *_) in enumerate(scales, start=len(transposes))
-        ]
-        device = alive[0].device
-        return cls(
-            copies=torch.tensor([*transposes, *scales], dtype=torch.int64, device=device),
-            tiles=torch.cat([*data_tiles, *scale_tiles]).to(device, torch.int32),
-            num_transposes=sum(part.shape[0] for part in data_tiles),
-            pack=pack,
-            tile=tile,
-            repeats=repeats,
-            fp32_scales=scale_dtype == torch.float32,
-            aligned=all(word % 16 == 0 for word in words),
-            aligned_scales=all(
+        block_rows, block_cols = SCALE_TILES[repeats]
+        data_tiles = _tiles(0, transposes, tile.packs * pack, tile.words * pack)
+        scale_tiles = _tiles(len(transposes), scales, block_rows, block_cols)
+        device = places.tensors[0].device
+        tiles = torch.cat([data_tiles, scale_tiles])
+        kernel = BoundKernel(
+            finish_gather_kernel,
+            len(tiles),
+            int64([*transposes, *scales]).to(device),
+            tiles.to(device, torch.int32),
+            len(data_tiles),
+            PACK=pack,
+            WORDS=tile.words,
+            PACKS=tile.packs,
+            BLOCK_ROWS=block_rows,
+            BLOCK_COLS=block_cols,
+            REPEATS=repeats,
+            FP32_SCALES=scale_dtype == torch.float32,
+            ALIGNED=all(word % 16 == 0 for word in words),
+            ALIGNED_SCALES=all(
                 address % (4 * scale_dtype.itemsize) == 0 and stride % 4 == 0
                 for _, address, _, _, _, _, stride, _ in scales
             ),
-            alive=alive,
+            num_warps=tile.num_warps,
         )
+        return cls(device=device, calls=(kernel,), places=places, pack=pack)
+
+
+def plan_finish(entries: Sequence[TableEntry], device: torch.device, *, runs_kernels: bool) -> Plan:
+    """Plan what has to be derived after a gather of parameters of any formats.
+
+    Args:
+        entries: parameters on the device.
+        device: device of the calls.
+        runs_kernels: whether kernels derive what they can address.
+    """
+    by_format: dict[BlockScaledFormat, list[TableEntry]] = {}
+    calls: list[Call] = []
+    for entry in entries:
+        if runs_kernels and can_finish(entry):
+            by_format.setdefault(entry.target.format, []).append(entry)
+        else:
+            calls.append(partial(_derive, entry))
+    tables = [FinishTable.build(group) for group in by_format.values()]
+    kernels = [call for table in tables if table is not None for call in table.calls]
+    return Plan(device=device, calls=(*calls, *kernels))
+
+
+def _derive(entry: TableEntry) -> None:
+    derive_into(entry.target)
+    for direction, scale in entry.storage_scales.items():
+        expand_scale_into(entry.target, direction, scale)
 
 
 def can_finish(entry: TableEntry) -> bool:
-    """Return whether a kernel can address the buffers of these experts, if there are some."""
+    """Return whether there are experts, and a kernel can address their buffers."""
     target = entry.target
     experts, rows, cols = target.shape
     data = (target.rowwise_data, target.columnwise_data)
@@ -145,10 +159,13 @@ def can_finish(entry: TableEntry) -> bool:
     return experts * rows * cols > 0 and fits and contiguous and whole_words
 
 
-def _tiles(copy: int, rows: range, cols: range) -> Tensor:
-    axes = (range(copy, copy + 1), rows, cols)
-    numbers = [torch.arange(a.start, a.stop, a.step, device="cpu") for a in axes]
-    return torch.cartesian_prod(*numbers).view(-1, 3)
+def _tiles(first: int, copies: Sequence[Copy], height: int, width: int) -> Tensor:
+    """Return copy, first row and first column of every tile, [n, 3]; of scales, in blocks."""
+    tiles = [
+        grid(range(first + i, first + i + 1), range(0, copy[2], height), range(0, copy[3], width))
+        for i, copy in enumerate(copies)
+    ]
+    return torch.cat([grid(range(0), range(0), range(0)), *tiles])
 
 
 def _has_words(target: QuantizedWeight) -> bool:
@@ -167,44 +184,36 @@ def _is_transposed_scale(target: QuantizedWeight) -> bool:
     return row.data_ptr() == column.data_ptr() and transposed.stride() == column.stride()
 
 
-def _transposes(target: QuantizedWeight) -> Iterator[list[int]]:
+def _transposes(target: QuantizedWeight) -> Iterator[Copy]:
     if target.format.columnwise_copy != "transposed":
         return
     source, copy = target.rowwise_data, target.columnwise_data
     experts, rows, cols = target.shape
     for expert in range(experts):
-        yield [
+        yield (
             source.data_ptr() + expert * source.stride(0),
             copy.data_ptr() + expert * copy.stride(0),
             *(rows, cols, source.stride(1), copy.stride(1), 0, 0),
-        ]
+        )
 
 
-def _scale_copies(entry: TableEntry) -> Iterator[list[int]]:
+def _scale_copies(entry: TableEntry) -> Iterator[Copy]:
     target = entry.target
     format = target.format
     copies: list[tuple[Tensor, Tensor, tuple[int, int]]] = []
     if format.is_2d and not _is_transposed_scale(target):
         copies.append((target.rowwise_scale.transpose(1, 2), target.columnwise_scale, (1, 1)))
-    for direction in DIRECTIONS:
-        if direction in entry.storage_scales:
-            source = _source_scale(target, format, direction == "columnwise")
-            repeat = format.storage_scale_repeat(direction)
-            copies.append((source, entry.storage_scales[direction], repeat))
+    for direction, stored in entry.storage_scales.items():
+        # the scales that travelled, along the axes of the data as it is stored
+        source = target.rowwise_scale if format.is_2d else target.scale(direction)
+        source = source.transpose(1, 2) if format.transposes(direction) else source
+        copies.append((source, stored, format.storage_scale_repeat(direction)))
     for source, copy, (down, across) in copies:
         width = source.element_size()
         for expert in range(target.shape[0]):
-            yield [
+            yield (
                 source.data_ptr() + expert * source.stride(0) * width,
                 copy.data_ptr() + expert * copy.stride(0) * width,
                 *(source.shape[1], source.shape[2]),
                 *(source.stride(1), source.stride(2), copy.stride(1), down | across << 16),
-            ]
-
-
-def _source_scale(target: QuantizedWeight, format: BlockScaledFormat, columnwise: bool) -> Tensor:
-    """Return the scales that travelled, along the axes of the data as it is stored."""
-    if not columnwise or not format.is_2d:
-        return target.columnwise_scale if columnwise else target.rowwise_scale
-    transposed = format.transposes("columnwise")
-    return target.rowwise_scale.transpose(1, 2) if transposed else target.rowwise_scale
+            )

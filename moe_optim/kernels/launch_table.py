@@ -1,34 +1,20 @@
-"""Device descriptors of one launch: pointers, shapes and strides of its members, and its tiles."""
+"""Requantization of the experts of many weights of one format: descriptors, tiles, and kernels."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from moe_optim.errors import LayoutError
-from moe_optim.formats import DIRECTIONS, BlockScaledFormat, round_up
-from moe_optim.kernels.bound_kernel import BoundKernel
+from moe_optim.formats import DIRECTIONS, BlockScaledFormat
+from moe_optim.kernels import fields
+from moe_optim.kernels.cutting import cut_ranges, grid, int64
 from moe_optim.kernels.exchange import AMAX_SLOTS, Exchange
+from moe_optim.kernels.plan import ALIGNMENT, BoundKernel
 from moe_optim.kernels.table_entry import TableEntry
-from moe_optim.kernels.tuning import TILES, Tile
-from moe_optim.places import Places
+from moe_optim.kernels.tuning import AMAX_TILE, EXPERT_AMAX, GAP_TILE, TILES, Tile
 
-DESCRIPTOR_FIELDS = 15
-"""Columns of :attr:`LaunchTable.descriptors`."""
-STATE_FIELDS = 6
-"""Columns of the states of a step, see ``RangeLaunch``."""
-HYPER_FIELDS = 9
-"""Columns of the hyper-parameters of a step: beta1, 1 - beta1, beta2, 1 - beta2, the bias
-corrections of both moments, eps, weight decay, minus the learning rate."""
-TILE_FIELDS = 4
-"""Columns of :attr:`LaunchTable.tiles` and :attr:`LaunchTable.cut_tiles`."""
-GAP_TILE = 4096
-"""Two-byte units that one program zeroes outside the members."""
-AMAX_TILE = 4096
-"""Elements that one program reads at a time when it looks for the amax of an expert."""
-
-_ALIGNMENT = 16  # bytes of the widest memory access
 _MAX_GAP = 1 << 30  # units a descriptor; a tile keeps its first one in an int32
 
 Range = tuple[int, int]
@@ -39,36 +25,33 @@ Planned = tuple[TableEntry, Exchange]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LaunchTable:
-    """What one launch over the experts of many weights of one format reads; see :meth:`build`.
+    """Tables that kernels read to requantize weights of one format; see :meth:`build`.
 
-    A member is what a rank owns of one expert. The descriptors hold addresses, and are of no use
-    once a tensor has moved.
+    A member is the part of one expert that this rank owns. Descriptors hold addresses, and are of
+    no use once a tensor has moved.
     """
 
     format: BlockScaledFormat
     planned: tuple[Planned, ...]
     """The parameters, and what they exchange."""
     descriptors: Tensor
-    """[num_members + num_gaps, 15] int64. A member: the addresses of its expert's first element in
-    the source, of rowwise data and scale, columnwise data and scale (0 where it does not travel);
-    rows, cols; the row strides of these four buffers in elements; first and last owned element of
-    the expert; the slot of its amax; the address of its global amax, or 0.
-    A gap: its address and its number of two-byte units."""
-    num_members: int
-    """Experts of which this rank owns something; their descriptors come first."""
+    """[num_members + num_gaps, DESCRIPTOR_FIELDS] int64, see ``fields``. A gap has its address and
+    its number of two-byte units."""
     tiles: Tensor
-    """[num_programs, 4] int32: descriptor, first row, first column, 0; of a gap, its first unit in
-    place of the column."""
+    """[num_programs, TILE_FIELDS] int32: descriptor, first row, first column, 0; of a gap, its
+    first unit in place of the column."""
     num_tiles: int
-    """How many of the tiles belong to members; those of gaps follow."""
+    """Number of tiles of members; those of gaps follow."""
     cut_tiles: Tensor
-    """[num_cut_tiles, 4] int32: the same for block rows that are only partly owned, and the slot of
-    the block row's first maximum."""
+    """[num_cut_tiles, TILE_FIELDS] int32: the same for block rows that are only partly owned, and
+    the slot of the block row's first maximum."""
     amax_parts: Tensor
-    """[num_parts, 2] int32: descriptor, and which part of its elements; a program finds the amax of
-    one part. Empty for formats without a global amax."""
+    """[num_parts, 2] int32: descriptor and part of its elements, whose amax one program finds.
+    Empty for formats without a global amax."""
     amax: Tensor
     """fp32 slots, shared with the other launches of a table."""
+    amax_slots: tuple[int, ...]
+    """The first slot of the amax of each member."""
     tile: Tile
     source_dtype: torch.dtype
     masked: bool
@@ -76,36 +59,7 @@ class LaunchTable:
     aligned: bool
     """Whether every row of source and data starts at a multiple of 16 bytes."""
     zeroes: bool
-    """Whether a launch leaves zeros in the sources, and in the gaps."""
-    alive: tuple[Tensor, ...]
-    """Every tensor behind an address."""
-    sources: Places
-    """One of each piece of memory that has some."""
-    amax_slots: tuple[int, ...]
-    """The slot of the amax of each member."""
-    kernels: dict[str, tuple[BoundKernel, ...]] = field(default_factory=dict)
-    """Filled by the first launch."""
-
-    @property
-    def num_programs(self) -> int:
-        """Size of the grid over whole block rows and gaps."""
-        return self.tiles.shape[0]
-
-    @property
-    def num_cut_tiles(self) -> int:
-        """Size of the grid over cut block rows."""
-        return self.cut_tiles.shape[0]
-
-    @property
-    def num_launches(self) -> int:
-        """Kernels that one requantization starts: amaxes, whole block rows, cut block rows."""
-        grids = (self.amax_parts, self.tiles, self.cut_tiles, self.cut_tiles)  # cut ones twice
-        return sum(len(grid) > 0 for grid in grids)
-
-    @property
-    def has_moved(self) -> bool:
-        """Whether sources lie elsewhere by now: their memory can be freed or exchanged."""
-        return self.sources.have_moved
+    """Whether encoding leaves zeros in the sources, and in the gaps."""
 
     @classmethod
     def build(
@@ -124,79 +78,170 @@ class LaunchTable:
                 they exchange. At least one.
             amax: fp32 slots on the same device: those exchanged, then :func:`own_slots` of them.
             first_free_slot: first slot that is this launch's alone.
-            consumed: memory that a launch zeroes: all sources lie in it, see :func:`find_gaps`, and
+            consumed: memory that encoding zeroes. All sources lie in it, see :func:`find_gaps`, and
                 no block row is cut.
-            tile: what one program handles; by default what is best for a requantization.
+            tile: rectangle of one program; by default the best one for a requantization.
 
         Raises:
             LayoutError: parameters that do not fit one launch, or consumed memory that does not
                 hold the sources one after the other.
         """
         entries = [entry for entry, _ in planned]
-        kinds = {(entry.target.format, entry.source.dtype) for entry in entries}
-        if len(kinds) != 1 or not all(map(can_launch, entries)):
-            names = sorted(f"{format.name} from {dtype}" for format, dtype in kinds)
-            raise LayoutError(
-                "launch table: expected weights of one format whose buffers have an innermost "
-                f"stride of 1, and sources of one dtype, got {len(entries)} weights: "
-                f"{', '.join(names)}. Requantize them without a launch."
-            )
-        sources = [entry.source for entry in entries]
-        gaps = [] if consumed is None else find_gaps(consumed, sources)
-        cuts = any(exchange.block_rows for _, exchange in planned)
-        if gaps is None or (consumed is not None and cuts):
-            raise LayoutError(
-                "launch table: expected consumed memory that is contiguous and holds every "
-                "source once and whole, got other memory. Zero it apart from the launch."
-            )
-        ((format, dtype),) = kinds
+        format, dtype = _kind_of(entries)
+        gaps = [] if consumed is None else _gaps_of(consumed, planned)
         tile = tile or TILES[format.name, dtype]
-        parts, tiles, cut_tiles, first = [], [], [], 0
+        members, tiles, cut_tiles, first = [], [], [], 0
         for entry, exchange in planned:
-            experts = owned_experts(entry)
-            slots = _amax_slots(exchange, experts, first_free_slot + AMAX_SLOTS * first)
-            parts.append(describe_members(entry, experts, slots))
-            whole, cut = _cut_tiles(entry, exchange, experts, first, tile)
+            experts = entry.owned_experts
+            own = (first_free_slot + AMAX_SLOTS * (first + index) for index in range(len(experts)))
+            slots = [exchange.experts.get(e, slot) for e, slot in zip(experts, own, strict=True)]
+            members.append(describe_members(entry, experts, int64(slots)))
+            whole, cut = _cut_tiles(entry, exchange, first, tile)
             tiles.append(whole)
             cut_tiles.append(cut)
             first += len(experts)
-        device = sources[0].device
-        num_tiles = sum(part.shape[0] for part in tiles)
-        of_each_memory = {source.untyped_storage().data_ptr(): source for source in sources}
-        gathered = [entry.target.gathered_buffers() for entry in entries]
-        buffers = [buffer for of_entry in gathered for buffer in of_entry.values()]
+        descriptors = torch.cat(members)
+        amax_parts = cut_amax_parts(descriptors if format.has_global_amax else descriptors[:0])
+        device = entries[0].source.device
         _, heights, widths = zip(*(entry.target.shape for entry in entries), strict=True)
         return cls(
             format=format,
             planned=tuple(planned),
-            descriptors=torch.cat([*parts, _describe_gaps(gaps)]).to(device),
-            num_members=first,
+            descriptors=torch.cat([descriptors, _describe_gaps(gaps)]).to(device),
             tiles=torch.cat([*tiles, _cut_gaps(first, gaps)]).to(device, torch.int32),
-            num_tiles=num_tiles,
+            num_tiles=sum(map(len, tiles)),
             cut_tiles=torch.cat(cut_tiles).to(device, torch.int32),
-            amax_parts=_cut_amax_parts(torch.cat(parts), format).to(device, torch.int32),
+            amax_parts=amax_parts.to(device, torch.int32),
             amax=amax,
+            amax_slots=tuple(descriptors[:, fields.AMAX_SLOT].tolist()),
             tile=tile,
             source_dtype=dtype,
             masked=any(width % tile.cols for width in widths)
             or any(height % format.block_row_height for height in heights),
             aligned=all(map(is_aligned, entries)),
             zeroes=consumed is not None,
-            alive=(*sources, *buffers, amax, *(() if consumed is None else (consumed,))),
-            sources=Places(of_each_memory.values()),
-            amax_slots=tuple(torch.cat(parts)[:, 13].tolist()),
+        )
+
+    def bind_maxima(self, *, cut_only: bool = False) -> Iterator[BoundKernel]:
+        """Yield the kernels that fill the amax slots of experts and of cut block rows.
+
+        Args:
+            cut_only: whether to leave out the kernels of experts.
+        """
+        if len(self.amax_parts) and not cut_only:
+            yield bind_expert_amax(
+                self.descriptors, self.amax_parts, self.amax, self.source_dtype, self.aligned
+            )
+        if len(self.cut_tiles):
+            from moe_optim.kernels.amax_kernel import cut_block_row_amax_kernel
+
+            yield BoundKernel(
+                cut_block_row_amax_kernel,
+                len(self.cut_tiles),
+                self.descriptors,
+                self.cut_tiles,
+                self.amax,
+                BLOCK_ROW=self.format.block_row_height,
+                BLOCK=self.format.rowwise_block[1],
+                SQUARE=self.format.is_2d,
+                TILE_COLS=self.tile.cols,
+                FROM_FP32=self.source_dtype == torch.float32,
+                num_warps=self.tile.num_warps,
+            )
+
+    def bind_encoding(self, *, cut_only: bool = False) -> Iterator[BoundKernel]:
+        """Yield the kernels that rewrite the buffers that travel, and zero sources and gaps.
+
+        Args:
+            cut_only: whether to leave out whole block rows and gaps.
+        """
+        if len(self.tiles) and not cut_only:
+            yield self.bind_whole()
+        if len(self.cut_tiles):
+            yield self._bind(self.cut_tiles, len(self.cut_tiles), aligned=self.aligned, CUT=True)
+
+    def bind_whole(
+        self, *states: Tensor, aligned: bool | None = None, **of_step: bool
+    ) -> BoundKernel:
+        """Return the kernel that encodes whole block rows, after a step of Adam if it has states.
+
+        Args:
+            *states: states, hyper-parameters and clip factors of the step.
+            aligned: whether these, too, start at multiples of 16 bytes.
+            **of_step: dtypes of gradients and moments, and the kind of decay.
+        """
+        aligned = self.aligned if aligned is None else aligned
+        return self._bind(
+            self.tiles, self.num_tiles, *states, aligned=aligned, CUT=False, **of_step
+        )
+
+    def _bind(
+        self,
+        tiles: Tensor,
+        num_tiles: int,
+        *states: Tensor,
+        aligned: bool,
+        CUT: bool,
+        **of_step: bool,
+    ) -> BoundKernel:
+        from moe_optim.kernels.requantize_blocks import requantize_blocks_kernel
+        from moe_optim.kernels.requantize_mxfp8 import requantize_mxfp8_kernel
+
+        block_row = self.format.block_row_height
+        of_format: dict[str, str | int] = {}
+        if self.format.is_2d:
+            held = self.tile.rows or block_row
+            of_format = {"FORMAT": self.format.name, "BLOCK": block_row, "HELD_ROWS": held}
+        return BoundKernel(
+            requantize_blocks_kernel if self.format.is_2d else requantize_mxfp8_kernel,
+            len(tiles),
+            self.descriptors,
+            tiles,
+            self.amax,
+            num_tiles,
+            *(states or (None, None, None)),
+            **of_format,
+            TILE_COLS=self.tile.cols,
+            FROM_FP32=self.source_dtype == torch.float32,
+            MASKED=self.masked,
+            ALIGNED=aligned,
+            CUT=CUT,
+            ZERO=self.zeroes,
+            STEP=bool(states),
+            **(of_step or {"GRADIENT_FP32": False, "MOMENTS_FP32": False, "DECOUPLED": False}),
+            num_warps=self.tile.num_warps,
+            registers=self.tile.registers,
         )
 
 
+def bind_expert_amax(
+    descriptors: Tensor, parts: Tensor, slots: Tensor, dtype: torch.dtype, aligned: bool
+) -> BoundKernel:
+    """Return the kernel that finds the amax of every part of every member."""
+    from moe_optim.kernels.amax_kernel import expert_amax_kernel
+
+    return BoundKernel(
+        expert_amax_kernel,
+        len(parts),
+        descriptors,
+        parts,
+        slots,
+        FROM_FP32=dtype == torch.float32,
+        ALIGNED=aligned,
+        TILE=EXPERT_AMAX.numel,
+        num_warps=EXPERT_AMAX.num_warps,
+    )
+
+
 def own_slots(planned: Sequence[Planned]) -> int:
-    """Return how many amax slots a launch over these parameters needs for itself alone."""
+    """Return the number of amax slots that a launch over these parameters has for itself alone."""
     if not planned[0][0].target.format.has_global_amax:
         return 0
-    return AMAX_SLOTS * sum(len(owned_experts(entry)) for entry, _ in planned)
+    return AMAX_SLOTS * sum(len(entry.owned_experts) for entry, _ in planned)
 
 
 def can_launch(entry: TableEntry) -> bool:
-    """Return whether a kernel can address what there is of these experts, if there is something."""
+    """Return whether there is something of these experts, and a kernel can address it."""
     target = entry.target
     if entry.source.numel() == 0:
         return False
@@ -205,6 +250,60 @@ def can_launch(entry: TableEntry) -> bool:
     reach = widest * target.format.block_row_height
     # Offsets within a tile are 32 bits wide, all others 64.
     return reach < 1 << 31 and all(buffer.stride(2) == 1 for buffer in buffers)
+
+
+def is_aligned(entry: TableEntry) -> bool:
+    """Return whether every row of source and data starts at a multiple of 16 bytes."""
+    source, target = entry.source, entry.target
+    width = source.element_size()
+    distances = [source.data_ptr(), entry.start * width, target.shape[2] * width]
+    for name, buffer in target.gathered_buffers().items():
+        if name.endswith("_data"):
+            distances += [buffer.data_ptr(), buffer.stride(1)]
+            distances += [buffer.stride(0)] if buffer.shape[0] > 1 else []
+    return all(distance % ALIGNMENT == 0 for distance in distances)
+
+
+def describe_members(entry: TableEntry, experts: range, slots: Tensor) -> Tensor:
+    """Return a descriptor for each owned expert, [experts, DESCRIPTOR_FIELDS] int64 on the CPU."""
+    source, target = entry.source, entry.target
+    _, rows, cols = target.shape
+    numel = rows * cols
+    numbers = torch.arange(experts.start, experts.stop, device="cpu")
+    zero = torch.zeros_like(numbers)
+
+    def addresses(buffer: Tensor | None) -> Tensor:
+        if buffer is None:
+            return zero
+        return buffer.data_ptr() + numbers * (buffer.stride(0) * buffer.element_size())
+
+    gathered = target.gathered_buffers()
+    names = [f"{direction}_{kind}" for direction in DIRECTIONS for kind in ("data", "scale")]
+    buffers = [gathered.get(name) for name in names]
+    columns = [
+        source.data_ptr() + (numbers * numel - entry.start) * source.element_size(),
+        *(addresses(buffer) for buffer in buffers),
+        zero + rows,
+        zero + cols,
+        *(zero if buffer is None else zero + buffer.stride(1) for buffer in buffers),
+        (entry.start - numbers * numel).clamp(min=0),
+        (entry.end - numbers * numel).clamp(max=numel),
+        slots,
+        addresses(target.global_amax),
+    ]
+    return torch.stack(columns, 1)
+
+
+def amax_part_length[Count: (int, Tensor)](numel: Count) -> Count:
+    """Return the elements of each part of an expert: whole tiles, and no more parts than slots."""
+    return -(-numel // (AMAX_SLOTS * AMAX_TILE)) * AMAX_TILE
+
+
+def cut_amax_parts(descriptors: Tensor) -> Tensor:
+    """Return descriptor and number of every part of every member, [num_parts, 2] int64."""
+    owned = descriptors[:, fields.END] - descriptors[:, fields.BEGIN]
+    members, numbers, _ = cut_ranges(owned, amax_part_length(owned))
+    return torch.stack([members, numbers], 1)
 
 
 def find_gaps(consumed: Tensor, sources: Sequence[Tensor]) -> list[Range] | None:
@@ -235,160 +334,73 @@ def _range_of(tensor: Tensor) -> Range:
     return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OwnedPart:
-    """What an entry owns of one expert; elements are counted from the first of the expert."""
-
-    base: int
-    """The first element of the expert, counted in the parameter."""
-    low: int
-    """First owned element."""
-    high: int
-    """One past the last."""
-    first_whole: int
-    """First element of the first block row that is owned as a whole, or ``high``."""
-    end_whole: int
-    """One past the last of such block rows, not below ``first_whole``."""
+def _kind_of(entries: Sequence[TableEntry]) -> tuple[BlockScaledFormat, torch.dtype]:
+    kinds = {(entry.target.format, entry.source.dtype) for entry in entries}
+    if len(kinds) != 1 or not all(map(can_launch, entries)):
+        names = sorted(f"{format.name} from {dtype}" for format, dtype in kinds)
+        raise LayoutError(
+            "launch table: expected weights of one format whose buffers have an innermost "
+            f"stride of 1, and sources of one dtype, got {len(entries)} weights: "
+            f"{', '.join(names)}. Requantize them without a launch."
+        )
+    (kind,) = kinds
+    return kind
 
 
-def owned_parts(entry: TableEntry) -> Iterator[OwnedPart]:
-    """Yield what the entry owns of every expert that it has at least one element of."""
-    return (_owned_part(entry, expert) for expert in owned_experts(entry))
-
-
-def _owned_part(entry: TableEntry, expert: int) -> OwnedPart:
-    _, rows, cols = entry.target.shape
-    block_row, numel = entry.target.format.block_row_height * cols, rows * cols
-    base = expert * numel
-    low, high = max(0, entry.start - base), min(numel, entry.end - base)
-    first = min(high, round_up(low, block_row))
-    end = high if high == numel else high // block_row * block_row
-    return OwnedPart(base=base, low=low, high=high, first_whole=first, end_whole=max(first, end))
-
-
-def owned_experts(entry: TableEntry) -> range:
-    """Return the experts of which the entry has at least one element; it has some."""
-    _, rows, cols = entry.target.shape
-    numel = rows * cols
-    return range(entry.start // numel, -(-entry.end // numel))
-
-
-def _amax_slots(exchange: Exchange, experts: range, first: int) -> Tensor:
-    own = [exchange.experts.get(e, first + AMAX_SLOTS * i) for i, e in enumerate(experts)]
-    return torch.tensor(own, dtype=torch.int64, device="cpu")
-
-
-def describe_members(entry: TableEntry, experts: range, slots: Tensor) -> Tensor:
-    """Return the descriptors of the owned experts, [len(experts), 15] int64 on the CPU."""
-    source, target = entry.source, entry.target
-    _, rows, cols = target.shape
-    numel = rows * cols
-    numbers = torch.arange(experts.start, experts.stop, device="cpu")
-    zero = torch.zeros_like(numbers)
-
-    def addresses(buffer: Tensor | None) -> Tensor:
-        if buffer is None:
-            return zero
-        return buffer.data_ptr() + numbers * (buffer.stride(0) * buffer.element_size())
-
-    wire = target.gathered_buffers()
-    names = [f"{direction}_{kind}" for direction in DIRECTIONS for kind in ("data", "scale")]
-    buffers = [wire.get(name) for name in names]
-    columns = [
-        source.data_ptr() + (numbers * numel - entry.start) * source.element_size(),
-        *(addresses(buffer) for buffer in buffers),
-        zero + rows,
-        zero + cols,
-        *(zero if buffer is None else zero + buffer.stride(1) for buffer in buffers),
-        (entry.start - numbers * numel).clamp(min=0),
-        (entry.end - numbers * numel).clamp(max=numel),
-        slots,
-        addresses(target.global_amax),
-    ]
-    return torch.stack(columns, 1)
-
-
-def _cut_amax_parts(descriptors: Tensor, format: BlockScaledFormat) -> Tensor:
-    """Return a row for every part of every member that has something in it, [num_parts, 2]."""
-    if not format.has_global_amax:
-        return torch.empty((0, 2), dtype=torch.int64, device="cpu")
-    owned = descriptors[:, 12] - descriptors[:, 11]
-    length = (owned + AMAX_SLOTS * AMAX_TILE - 1) // (AMAX_SLOTS * AMAX_TILE) * AMAX_TILE
-    counts = (owned + length - 1) // length
-    members = torch.arange(len(counts), device="cpu").repeat_interleave(counts)
-    first = torch.cumsum(counts, 0) - counts
-    part = torch.arange(len(members), device="cpu") - first[members]
-    return torch.stack([members, part], 1)
+def _gaps_of(consumed: Tensor, planned: Sequence[Planned]) -> list[Range]:
+    gaps = find_gaps(consumed, [entry.source for entry, _ in planned])
+    if gaps is None or any(exchange.block_rows for _, exchange in planned):
+        raise LayoutError(
+            "launch table: expected consumed memory that is contiguous and holds every "
+            "source once and whole, got other memory. Zero it apart from the launch."
+        )
+    return gaps
 
 
 def _describe_gaps(gaps: Sequence[Range]) -> Tensor:
     rows = [
-        [address, min(_MAX_GAP, (end - address) // 2), *[0] * (DESCRIPTOR_FIELDS - 2)]
+        [address, min(_MAX_GAP, (end - address) // 2), *[0] * (fields.DESCRIPTOR_FIELDS - 2)]
         for start, end in gaps
         for address in range(start, end, 2 * _MAX_GAP)
     ]
-    return torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, DESCRIPTOR_FIELDS)
+    return int64(rows).view(-1, fields.DESCRIPTOR_FIELDS)
+
+
+def _cut_gaps(first: int, gaps: Sequence[Range]) -> Tensor:
+    """Return the tiles of the gaps, whose descriptors start at ``first``."""
+    members, numbers, _ = cut_ranges(_describe_gaps(gaps)[:, 1], GAP_TILE)
+    zero = torch.zeros_like(members)
+    return torch.stack([first + members, zero, numbers * GAP_TILE, zero], 1)
 
 
 def _cut_tiles(
-    entry: TableEntry, exchange: Exchange, experts: range, first: int, tile: Tile
+    entry: TableEntry, exchange: Exchange, first: int, tile: Tile
 ) -> tuple[Tensor, Tensor]:
-    """Return the tiles of whole and of cut block rows in memory order, both [n, 4] int64.
+    """Return the tiles of whole and of cut block rows in memory order, both [n, TILE_FIELDS] int64.
 
     Args:
         entry: parameter of which something is owned.
-        exchange: which block rows are cut, and their slots.
-        experts: the owned ones.
-        first: descriptor of the first of them.
+        exchange: shared maxima, with the slots of the block rows that are cut.
+        first: descriptor of the first owned expert.
         tile: size of a tile.
     """
     cols, height = entry.target.shape[2], entry.target.format.block_row_height
+    experts = entry.owned_experts
     inner = range(experts.start + 1, experts.stop - 1)  # none of these is owned in part
     groups = [range(e, e + 1) for e in sorted({experts.start, experts.stop - 1} - {*inner})]
-    whole, cut = [], []
+    none = torch.empty((0, fields.TILE_FIELDS), dtype=torch.int64, device="cpu")
+    whole, cut = [none], [none]
     for group in (groups[0], inner, *groups[1:]):
         if not group:
             continue
-        part = _owned_part(entry, group.start)
-        whole_rows = range(part.first_whole // cols, part.end_whole // cols, height)
+        part = entry.owned_part(group.start)
+        columns = range(0, cols, tile.cols)
         numbers = range(first + group.start - experts.start, first + group.stop - experts.start)
-        whole.append(grid_of_tiles(numbers, whole_rows, cols, tile, 0))
+        whole_rows = range(part.first_whole // cols, part.end_whole // cols, height)
+        whole.append(grid(numbers, whole_rows, columns, range(1)))
         touched = range(part.low // (height * cols) * height, -(-part.high // cols), height)
         for row in touched:
             slot = exchange.block_rows.get((group.start, row))
             if slot is not None:
-                cut.append(grid_of_tiles(numbers, range(row, row + 1), cols, tile, slot))
-    none = torch.empty((0, TILE_FIELDS), dtype=torch.int64, device="cpu")
-    return torch.cat([none, *whole]), torch.cat([none, *cut])
-
-
-def grid_of_tiles(descriptors: range, rows: range, cols: int, tile: Tile, slot: int) -> Tensor:
-    """Return the tiles of some rows of some members, [n, 4] int64 on the CPU."""
-    axes = (descriptors, rows, range(0, cols, tile.cols), range(slot, slot + 1))
-    tensors = [torch.arange(a.start, a.stop, a.step, device="cpu") for a in axes if len(a)]
-    if len(tensors) < len(axes):
-        return torch.empty((0, TILE_FIELDS), dtype=torch.int64, device="cpu")
-    return torch.cartesian_prod(*tensors).view(-1, TILE_FIELDS)
-
-
-def _cut_gaps(first: int, gaps: Sequence[Range]) -> Tensor:
-    """Return the tiles of the gaps, whose descriptors start at ``first``; [num_tiles, 4] int64."""
-    units = _describe_gaps(gaps)[:, 1].tolist()
-    rows = [
-        [first + index, 0, start, 0]
-        for index, count in enumerate(units)
-        for start in range(0, count, GAP_TILE)
-    ]
-    return torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, TILE_FIELDS)
-
-
-def is_aligned(entry: TableEntry) -> bool:
-    """Return whether every row of source and data starts at a multiple of 16 bytes."""
-    source, target = entry.source, entry.target
-    width = source.element_size()
-    distances = [source.data_ptr(), entry.start * width, target.shape[2] * width]
-    for name, buffer in target.gathered_buffers().items():
-        if name.endswith("_data"):
-            distances += [buffer.data_ptr(), buffer.stride(1)]
-            distances += [buffer.stride(0)] if buffer.shape[0] > 1 else []
-    return all(distance % _ALIGNMENT == 0 for distance in distances)
+                cut.append(grid(numbers, range(row, row + 1), columns, range(slot, slot + 1)))
+    return torch.cat(whole), torch.cat(cut)

@@ -1,34 +1,37 @@
-"""What one requantization reads and writes, fixed when the parameters are laid out."""
+"""Requantization of parameters: whole weights, or the shards of them that a rank owns."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib.util import find_spec
-from typing import Literal, get_args
+from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
 
-from moe_optim.errors import ConfigError
+from moe_optim.errors import LayoutError
 from moe_optim.formats import BlockScaledFormat
-from moe_optim.kernels.exchange import Exchange, plan_exchange
-from moe_optim.kernels.finish_table import FinishTable, can_finish
+from moe_optim.formats.reference import quantize_gathered_into, ranges
+from moe_optim.kernels.exchange import AMAX_SLOTS, Exchange, plan_exchange
+from moe_optim.kernels.finish_table import plan_finish
 from moe_optim.kernels.launch_table import LaunchTable, Planned, can_launch, find_gaps, own_slots
+from moe_optim.kernels.plan import Backend, Call, Plan, takes_kernels
 from moe_optim.kernels.table_entry import TableEntry
+from moe_optim.places import Places
 
 __all__ = ["Backend", "MemberTable", "TableEntry"]
 
-Backend = Literal["auto", "reference"]
-"""Who quantizes: kernels where they run, or plain torch everywhere."""
-_BACKENDS = get_args(Backend)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class MemberTable:
-    """All parameters of one launch. Build it once with :meth:`build`; launching plans nothing.
+class MemberTable(Plan):
+    """The requantization of some parameters. Build it once with :meth:`build`.
 
-    On a GPU it holds the addresses of its tensors. Storages must therefore stay where they are;
-    sources that have moved, and come back to the same tensors, are noticed.
+    A launch rewrites the buffers that travel, and zeroes what is consumed; :attr:`finish` derives
+    the rest of whole parameters from what has travelled. Where shards cut blocks or experts, a
+    launch raises LayoutError: there every rank launches :attr:`find_maxima`, reduces
+    :attr:`exchange` with MAX over the ranks, and launches :attr:`encode`.
+
+    Kernels have the addresses of sources and buffers. Buffers must stay where they are; sources may
+    be given other memory, which :attr:`has_moved` tells.
     """
 
     entries: tuple[TableEntry, ...]
@@ -36,19 +39,25 @@ class MemberTable:
     consumed: Tensor | None
     """Memory to zero once its values have been read: the sources and the gaps between them."""
     exchanges: tuple[Exchange, ...]
-    """What each entry shares with other ranks."""
+    """Maxima that each entry shares with other ranks."""
     exchange: Tensor
-    """[slots] fp32: maxima of blocks and experts that lie on several ranks, for one MAX all-reduce
-    between ``partial_amax`` and ``encode``. The same length and order on every rank; empty where no
-    shard cuts anything."""
+    """[slots] fp32: maxima of blocks and experts that lie on several ranks, of the same length and
+    order on every rank; empty where no shard cuts anything."""
     launches: tuple[LaunchTable, ...]
-    """Device descriptors of the entries that kernels handle: one a format and dtype of sources."""
-    remainder: tuple[tuple[TableEntry, Exchange], ...]
-    """The entries that no launch handles; all of them without a suitable GPU."""
-    finishes: tuple[FinishTable, ...]
-    """Device descriptors of what is derived after a gather: one a format."""
-    unfinished: tuple[TableEntry, ...]
-    """The entries whose derived buffers no launch handles."""
+    """Descriptors of the entries that kernels handle: one a format and dtype of sources."""
+    remainder: tuple[Planned, ...]
+    """Entries that plain torch handles; all of them without a suitable GPU."""
+    find_maxima: Plan
+    """Writes this rank's share of :attr:`exchange`; NaN counts as zero."""
+    encode: Plan
+    """Writes the owned data of every entry, and the scales of each block that is owned in part."""
+    encode_unshared: Plan
+    """Follows a step, which has encoded whole blocks in kernels: encodes the others that need no
+    other rank, and writes this rank's share of :attr:`exchange`."""
+    encode_shared: Plan
+    """Writes what a step has left, once :attr:`exchange` holds the maxima over all ranks."""
+    finish: Plan
+    """Derives what did not travel: columnwise copies of 2-D formats, and scales in storage."""
 
     @classmethod
     def build(
@@ -58,78 +67,71 @@ class MemberTable:
         consumed: Tensor | None = None,
         backend: Backend = "auto",
     ) -> "MemberTable":
-        """Check the entries, decide which of them a kernel handles, and freeze them.
+        """Check the entries, and plan what kernels and what plain torch does for them.
 
         Args:
-            entries: may be of different shapes and formats, and may be none at all. Where shards
-                cut parameters, every rank names the same ones in the same order, with the same
-                cuts, those it owns nothing of included.
-            consumed: a tensor of any shape and dtype that covers what a launch uses up, or None to
-                leave sources alone.
+            entries: parameters of any shapes and formats, or none at all. Where shards cut
+                parameters, every rank names the same ones in the same order, with the same cuts,
+                those it owns nothing of included.
+            consumed: tensor of any shape and dtype over the memory that a launch uses up, or None
+                to leave sources alone.
             backend: ``auto`` takes kernels where they run, ``reference`` does without them.
 
         Raises:
-            ConfigError: no such backend.
+            ConfigError: unknown backend.
             LayoutError: a source has the wrong shape, dtype, strides or device for its target, or
                 a range does not run from one cut to another.
         """
-        check_backend(backend)
-        planned: list[Planned] = []
-        slots = 0
-        for entry in entries:
-            entry.check()
-            target = entry.target
-            shared = plan_exchange(
-                target.format,
-                target.shape,
-                entry.cuts,
-                first=slots,
-                shares_experts=entry.shares_experts,
-                name=entry.parameter,
-            )
-            planned.append((entry, shared))
-            slots += shared.size
+        device = entries[0].source.device if entries else torch.device("cpu")
+        runs_kernels = takes_kernels(backend, device)
+        planned = _plan_exchanges(entries)
+        slots = sum(shared.size for _, shared in planned)
         groups: dict[tuple[BlockScaledFormat, torch.dtype], list[Planned]] = {}
         remainder = []
         for entry, shared in planned:
-            if backend == "auto" and has_kernels(entry.source.device) and can_launch(entry):
+            if runs_kernels and can_launch(entry):
                 key = (entry.target.format, entry.source.dtype)
                 groups.setdefault(key, []).append((entry, shared))
             else:
                 remainder.append((entry, shared))
         owned = [own_slots(group) for group in groups.values()]
-        device = entries[0].source.device if entries else None
         amax = torch.zeros(slots + sum(owned), dtype=torch.float32, device=device)
         zeroed = consumed if _can_zero_in_launch(consumed, list(groups.values())) else None
-        finishes, unfinished = _plan_finish(entries, backend)
+        launches = [
+            LaunchTable.build(
+                group,
+                amax,
+                first_free_slot=slots + sum(owned[:index]),
+                consumed=zeroed,
+            )
+            for index, group in enumerate(groups.values())
+        ]
+        exchange = amax[:slots]
+        maxima, encode, unshared, left = _plan_calls(launches, remainder, exchange, consumed)
+        refuse = partial(_refuse_shared, slots)
+        sources = Places.of_each_memory(entry.source for entry, _ in chain(*groups.values()))
+        plan = partial(Plan, device=device, places=sources)
         return cls(
+            device=device,
+            calls=(refuse,) if slots else (*maxima, *encode),
+            places=sources,
             entries=tuple(entries),
             consumed=consumed,
             exchanges=tuple(shared for _, shared in planned),
-            exchange=amax[:slots],
-            launches=tuple(
-                LaunchTable.build(
-                    group,
-                    amax,
-                    first_free_slot=slots + sum(owned[:index]),
-                    consumed=zeroed,
-                )
-                for index, group in enumerate(groups.values())
-            ),
+            exchange=exchange,
+            launches=tuple(launches),
             remainder=tuple(remainder),
-            finishes=finishes,
-            unfinished=unfinished,
+            find_maxima=plan(calls=maxima),
+            encode=plan(calls=encode),
+            encode_unshared=plan(calls=unshared),
+            encode_shared=plan(calls=left),
+            finish=plan_finish(entries, device, runs_kernels=runs_kernels),
         )
 
     @property
     def zeroes_in_launch(self) -> bool:
-        """Whether the launches leave ``consumed`` as zeros, sources of the remainder included."""
+        """Whether kernels leave ``consumed`` as zeros, sources of the remainder included."""
         return any(launch.zeroes for launch in self.launches)
-
-    @property
-    def has_moved(self) -> bool:
-        """Whether sources have moved since, so that no launch may be made."""
-        return any(launch.has_moved for launch in self.launches)
 
     @property
     def num_members(self) -> int:
@@ -137,27 +139,22 @@ class MemberTable:
         return sum(entry.target.shape[0] for entry in self.entries)
 
 
-def check_backend(backend: str) -> None:
-    """Raise ConfigError for what is no backend."""
-    if backend not in _BACKENDS:
-        raise ConfigError(
-            f"backend: expected {' or '.join(_BACKENDS)}, got '{backend}'. Write auto, "
-            "which takes kernels where they run."
-        )
-
-
-def _plan_finish(
-    entries: Sequence[TableEntry], backend: Backend
-) -> tuple[tuple[FinishTable, ...], tuple[TableEntry, ...]]:
-    by_format: dict[BlockScaledFormat, list[TableEntry]] = {}
-    unfinished = []
+def _plan_exchanges(entries: Sequence[TableEntry]) -> list[Planned]:
+    planned: list[Planned] = []
+    slots = 0
     for entry in entries:
-        if backend == "auto" and has_kernels(entry.source.device) and can_finish(entry):
-            by_format.setdefault(entry.target.format, []).append(entry)
-        else:
-            unfinished.append(entry)
-    tables = [FinishTable.build(group) for group in by_format.values()]
-    return tuple(table for table in tables if table is not None), tuple(unfinished)
+        entry.check()
+        shared = plan_exchange(
+            entry.target.format,
+            entry.target.shape,
+            entry.cuts,
+            first=slots,
+            shares_experts=entry.shares_experts,
+            name=entry.parameter,
+        )
+        planned.append((entry, shared))
+        slots += shared.size
+    return planned
 
 
 def _can_zero_in_launch(consumed: Tensor | None, groups: Sequence[Sequence[Planned]]) -> bool:
@@ -167,12 +164,78 @@ def _can_zero_in_launch(consumed: Tensor | None, groups: Sequence[Sequence[Plann
     return consumed.device == sources[0].device and find_gaps(consumed, sources) is not None
 
 
-def runs_triton(device: torch.device) -> bool:
-    """Return whether any kernel of this package runs on ``device``."""
-    return device.type == "cuda" and find_spec("triton") is not None
+def _plan_calls(
+    launches: Sequence[LaunchTable],
+    remainder: Sequence[Planned],
+    exchange: Tensor,
+    consumed: Tensor | None,
+) -> tuple[tuple[Call, ...], ...]:
+    """Return the calls of ``find_maxima``, ``encode``, ``encode_unshared`` and ``encode_shared``.
+
+    Plain torch comes before kernels, which may zero the sources.
+    """
+    alone = [planned for planned in remainder if not planned[1].size]
+    shared = [planned for planned in remainder if planned[1].size]
+    with_amax = [one for one in launches if one.format.has_global_amax]
+    others = [one for one in launches if not one.format.has_global_amax]
+
+    def encode(entries: Iterable[Planned]) -> list[Call]:
+        return [partial(_encode, *planned, exchange) for planned in entries]
+
+    zero: list[Call] = [exchange.zero_] if exchange.numel() else []
+    find: list[Call] = [partial(_find_maxima, *planned, exchange) for planned in shared]
+    clear: list[Call] = []
+    if consumed is not None and not any(one.zeroes for one in launches):
+        clear.append(consumed.zero_)
+    encode_shared = [
+        *_kernels(LaunchTable.bind_encoding, with_amax),
+        *_kernels(LaunchTable.bind_encoding, others, cut_only=True),
+        *encode(shared),
+    ]
+    return (
+        (*zero, *find, *_kernels(LaunchTable.bind_maxima, launches)),
+        (*encode(remainder), *_kernels(LaunchTable.bind_encoding, launches), *clear),
+        (*_kernels(LaunchTable.bind_maxima, launches, cut_only=True), *find, *encode(alone)),
+        tuple(encode_shared) if exchange.numel() else (),
+    )
 
 
-@cache
-def has_kernels(device: torch.device) -> bool:
-    """Return whether Triton can encode E4M3 on ``device``."""
-    return runs_triton(device) and torch.cuda.get_device_capability(device) >= (8, 9)
+def _kernels(
+    bind: Callable[..., Iterator[Call]], launches: Iterable[LaunchTable], *, cut_only: bool = False
+) -> list[Call]:
+    return [kernel for launch in launches for kernel in bind(launch, cut_only=cut_only)]
+
+
+def _refuse_shared(count: int) -> None:
+    raise LayoutError(
+        f"requantize: expected shards of whole blocks and experts, got {count} maxima that "
+        "several ranks share. Launch table.find_maxima, reduce table.exchange with MAX over the "
+        "ranks, then launch table.encode."
+    )
+
+
+def _find_maxima(entry: TableEntry, shared: Exchange, exchange: Tensor) -> None:
+    if entry.source.numel():
+        ranges.partial_amax_into(
+            entry.source,
+            entry.start,
+            entry.target,
+            exchange,
+            block_rows=shared.block_rows,
+            experts=shared.experts,
+        )
+
+
+def _encode(entry: TableEntry, shared: Exchange, exchange: Tensor) -> None:
+    if entry.is_whole:
+        values = entry.source.view(entry.target.shape)
+        quantize_gathered_into(values, entry.target.format, entry.target, name=entry.parameter)
+    elif entry.source.numel():
+        ranges.encode_into(
+            entry.source,
+            entry.start,
+            entry.target,
+            exchange,
+            block_rows=shared.block_rows,
+            experts={e: (slot, slot + AMAX_SLOTS) for e, slot in shared.experts.items()},
+        )

@@ -37,11 +37,21 @@ AMAX_SLOTS = tl.constexpr(_AMAX_SLOTS)
 
 @triton.jit
 def encode_scale(largest, global_encode, FORMAT: tl.constexpr):
-    """Return what is stored for a block, and what its weights are multiplied by in fp32.
+    """Return the stored scale of a block, and the factor of its weights, fp32.
+
+    ::
+
+        mxfp8_2d   stored = E8M0 of amax * fl(1/448), rounded up;  factor = 2^(127 - stored)
+        fp8_block  factor = largest power of two <= 448 / amax;    stored = 1 / factor
+        nvfp4      stored = E4M3 of amax * (S * fl(1/6));          factor = 1 / (stored * (1 / S))
+                   S = 448 * 6 / amax of the expert, see nvfp4_global_encode
+
+    Then data = E4M3 (E2M1) of w * factor, w = weight rounded to bf16. All of it as Transformer
+    Engine 2.20 computes it, in its order of operations.
 
     Args:
-        largest: fp32 amax of every block.
-        global_encode: fp32 of the expert; read for ``nvfp4`` alone.
+        largest: amax of every block, fp32.
+        global_encode: S, fp32; read for ``nvfp4`` alone.
         FORMAT: name of a 2-D format.
     """
     if FORMAT == "mxfp8_2d":
@@ -61,16 +71,16 @@ def encode_scale(largest, global_encode, FORMAT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def requantize_blocks_kernel(
-    descriptors,  # [num_members + num_gaps, FIELDS] int64, see LaunchTable
+    descriptors,  # [num_members + num_gaps, FIELDS] int64, see fields.py
     tiles,  # [num_programs, 4] int32: descriptor, first row, first column, slot
     amaxes,  # [num_slots] fp32
     num_tiles,
-    states,  # [num_members, STATE_FIELDS] int64, see StepTable; None without a step
+    states,  # [num_members, STATE_FIELDS] int64, see fields.py; None without a step
     hyper,  # [num_groups, HYPER_FIELDS] fp32, or None
     clips,  # [num_norms] fp32, or None
     FORMAT: tl.constexpr,
     BLOCK: tl.constexpr,
-    SLAB: tl.constexpr,
+    HELD_ROWS: tl.constexpr,
     TILE_COLS: tl.constexpr,
     FROM_FP32: tl.constexpr,
     MASKED: tl.constexpr,
@@ -84,9 +94,9 @@ def requantize_blocks_kernel(
 ):
     """Requantize one tile [BLOCK, TILE_COLS] of one member, or zero one tile of a gap.
 
-    Grid (num_programs,): members' tiles first. Blocks at the edges of a weight may be partial. Of
-    cut block rows (CUT) the maxima of all ranks are read, and only owned data is written, but every
-    scale. With STEP the masters, which are the sources then, take a step of Adam first; not where
+    Grid (num_programs,): members' tiles first. Blocks at the edges of a weight may be partial. For
+    cut block rows (CUT) the maxima of all ranks are read; every scale is written, but only owned
+    data. With STEP the masters, which are the sources then, take a step of Adam first; not where
     the amax of an expert has to be known before.
     """
     program = tl.program_id(0).to(tl.int64)
@@ -107,7 +117,7 @@ def requantize_blocks_kernel(
             slots,
             FORMAT,
             BLOCK,
-            SLAB,
+            HELD_ROWS,
             TILE_COLS,
             FROM_FP32,
             MASKED,
@@ -135,7 +145,7 @@ def _requantize_tile(
     slots,
     FORMAT: tl.constexpr,
     BLOCK: tl.constexpr,
-    SLAB: tl.constexpr,
+    HELD_ROWS: tl.constexpr,
     TILE_COLS: tl.constexpr,
     FROM_FP32: tl.constexpr,
     MASKED: tl.constexpr,
@@ -176,11 +186,11 @@ def _requantize_tile(
     read = None
     if STEP:
         read = read_state(state, hyper, clips, first, GRADIENT_FP32, MOMENTS_FP32, ALIGNED)
-    # Slab by slab, since four tensors of a block at once are more than registers hold.
-    slabs = ()
+    # A few rows at a time, since four tensors of a block are more than registers hold.
+    held = ()
     largest = tl.zeros((TILE_COLS // BLOCK,), dtype=tl.float32)
-    for number in tl.static_range(BLOCK // SLAB):
-        rows = number * SLAB + tl.arange(0, SLAB)[:, None]
+    for number in tl.static_range(BLOCK // HELD_ROWS):
+        rows = number * HELD_ROWS + tl.arange(0, HELD_ROWS)[:, None]
         places = rows * cols + columns
         mask = _inside(member, row, first_col, rows, columns, height, cols, MASKED, CUT)
         if STEP:
@@ -191,7 +201,7 @@ def _requantize_tile(
         if not CUT:
             of_columns = tl.reshape(amax(weight, 0), (TILE_COLS // BLOCK, BLOCK))
             largest = tl.maximum(largest, amax(of_columns, 1))
-        slabs = slabs + (weight.to(tl.bfloat16),)  # type: ignore[assignment]
+        held = held + (weight.to(tl.bfloat16),)  # type: ignore[assignment]
 
     if CUT:
         largest = tl.load(slots + first_col // BLOCK + blocks, mask=blocks_inside, other=0.0)
@@ -201,14 +211,14 @@ def _requantize_tile(
     stored, factor = encode_scale(largest, global_encode, FORMAT)
     tl.store(scale + first_col // BLOCK + blocks, stored, mask=blocks_inside)
 
-    for number in tl.static_range(BLOCK // SLAB):
-        rows = number * SLAB + tl.arange(0, SLAB)[:, None]
+    for number in tl.static_range(BLOCK // HELD_ROWS):
+        rows = number * HELD_ROWS + tl.arange(0, HELD_ROWS)[:, None]
         mask = _inside(member, row, first_col, rows, columns, height, cols, MASKED, CUT)
-        weight = tl.reshape(slabs[number].to(tl.float32), (SLAB, TILE_COLS // BLOCK, BLOCK))
-        scaled = tl.reshape(weight * factor[None, :, None], (SLAB, TILE_COLS))
+        weight = tl.reshape(held[number].to(tl.float32), (HELD_ROWS, TILE_COLS // BLOCK, BLOCK))
+        scaled = tl.reshape(weight * factor[None, :, None], (HELD_ROWS, TILE_COLS))
         codes = data + first_col // PACKED + rows * data_stride
         if PACKED == 2:
-            packed = encode_e2m1_pairs(tl.reshape(scaled, (SLAB, TILE_COLS // 2, 2)))
+            packed = encode_e2m1_pairs(tl.reshape(scaled, (HELD_ROWS, TILE_COLS // 2, 2)))
             pairs = tl.arange(0, TILE_COLS // 2)[None, :]
             # the columns of a byte are owned together: cuts and sizes are even
             both = _inside(member, row, first_col, rows, 2 * pairs, height, cols, MASKED, CUT)
@@ -217,7 +227,7 @@ def _requantize_tile(
             tl.store(codes + columns, encode_e4m3(scaled), mask=mask)
         if ZERO:
             tl.debug_barrier()  # every thread has read its part by now
-            zeros = tl.zeros((SLAB, TILE_COLS), dtype=DTYPE)
+            zeros = tl.zeros((HELD_ROWS, TILE_COLS), dtype=DTYPE)
             tl.store(source + rows * cols + columns, zeros, mask=mask)
 
 
@@ -243,18 +253,18 @@ def _inside(
     MASKED: tl.constexpr,
     CUT: tl.constexpr,
 ):
-    """Return which elements of a tile are this rank's to read and write, or None for all of them.
+    """Return which elements of a tile exist and are owned, or None for all of them.
 
     Args:
-        member: pointer to its descriptor.
+        member: pointer to a descriptor.
         row: first row of the tile.
-        first_col: its first column.
-        rows: of the elements, counted from ``row``.
-        columns: likewise, counted from ``first_col``.
+        first_col: first column of the tile.
+        rows: rows of the elements, counted from ``row``.
+        columns: columns of the elements, counted from ``first_col``.
         height: rows of the weight from ``row`` on.
         cols: columns of the weight.
-        MASKED: the weight may end inside of the tile.
-        CUT: other ranks own a part of the tile.
+        MASKED: whether the weight may end inside of the tile.
+        CUT: whether other ranks own a part of the tile.
     """
     mask = None
     if MASKED or CUT:

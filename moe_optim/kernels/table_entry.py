@@ -1,6 +1,6 @@
 """One parameter of a table: the values this rank owns of it, and the buffers that take them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -8,33 +8,33 @@ import torch
 from torch import Tensor
 
 from moe_optim.errors import LayoutError
-from moe_optim.formats import Direction, QuantizedWeight
+from moe_optim.formats import Direction, QuantizedWeight, round_up
 
 _NO_SCALES: Mapping[Direction, Tensor] = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TableEntry:
-    """The experts of one parameter: where their new values lie and which storage takes them."""
+    """One parameter: its new values, or this rank's range of them, and the buffers to write."""
 
     parameter: str
     """Name, for errors."""
     source: Tensor
-    """fp32 or bf16, contiguous: all values, [E, R, C] or flat, or in any shape those that this rank
-    owns, in row-major order. Its memory is the caller's, who may exchange it. May be empty."""
+    """fp32 or bf16, contiguous, in row-major order: all values, [E, R, C] or flat, or this rank's
+    range of them in any shape, perhaps empty. The caller may exchange its memory."""
     target: QuantizedWeight
     """Buffers of the whole parameter; only what follows from the source is overwritten."""
     start: int = 0
     """First element of the source, counted in the parameter."""
     cuts: tuple[int, ...] = ()
-    """Elements at which the ranges of two ranks meet, inside of the parameter: those of all ranks,
-    and the same on all of them. Blocks and experts around them need maxima of several ranks."""
+    """Elements inside of the parameter at which the ranges of any two ranks meet, the same on all
+    ranks. Blocks and experts around them need maxima of several ranks."""
     shares_experts: bool = False
-    """Whether the parameter is itself a part of larger experts, of which other ranks hold other
-    rows or columns: then their amaxes, where the format has them, are those of all these ranks."""
+    """Whether its experts continue in parameters of other ranks, which have other rows or columns
+    of them, so that their amaxes, where the format has them, are shared."""
     storage_scales: Mapping[Direction, Tensor] = field(default=_NO_SCALES)
     """Scales as Transformer Engine stores them, [E, ...] of ``storage_scale_shape``: filled from
-    the target's scales after a gather. Their padding is the owner's, and is not touched."""
+    the target's scales after a gather. Their padding is not touched."""
 
     @property
     def end(self) -> int:
@@ -47,6 +47,34 @@ class TableEntry:
         experts, rows, cols = self.target.shape
         is_all = self.source.numel() == experts * rows * cols
         return is_all and not self.cuts and not self.shares_experts
+
+    @property
+    def owned_experts(self) -> range:
+        """The experts of which the source has at least one element."""
+        _, rows, cols = self.target.shape
+        if self.start == self.end:
+            return range(0)
+        return range(self.start // (rows * cols), -(-self.end // (rows * cols)))
+
+    def owned_parts(self) -> "Iterator[OwnedPart]":
+        """Yield the owned part of each of these experts."""
+        return map(self.owned_part, self.owned_experts)
+
+    def owned_part(self, expert: int) -> "OwnedPart":
+        """Return the owned part of an expert.
+
+        Args:
+            expert: one of ``owned_experts``.
+        """
+        _, rows, cols = self.target.shape
+        block_row, numel = self.target.format.block_row_height * cols, rows * cols
+        base = expert * numel
+        low, high = max(0, self.start - base), min(numel, self.end - base)
+        first = min(high, round_up(low, block_row))
+        end = high if high == numel else high // block_row * block_row
+        return OwnedPart(
+            base=base, low=low, high=high, first_whole=first, end_whole=max(first, end)
+        )
 
     def check(self) -> None:
         """Check that source, target and ranges fit each other.
@@ -104,3 +132,19 @@ class TableEntry:
                     f"{self.parameter}: expected {direction} scales in storage as {list(shape)} "
                     f"{format.scale_dtype}, got {list(scale.shape)} {scale.dtype}."
                 )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnedPart:
+    """The owned elements of one expert, counted from its first."""
+
+    base: int
+    """First element of the expert, counted in the parameter."""
+    low: int
+    """First owned element."""
+    high: int
+    """One past the last."""
+    first_whole: int
+    """First element of the first block row that is owned as a whole, or ``high``."""
+    end_whole: int
+    """One past the last of such block rows, not below ``first_whole``."""

@@ -1,29 +1,27 @@
 # mypy: allow-incomplete-defs
 
-"""What the kernels share: reading descriptors, which elements of a tile are owned, zeroing gaps."""
+"""Triton helpers that read descriptors, find owned elements and zero gaps."""
 
 import triton
 import triton.language as tl
 
-from moe_optim.kernels.launch_table import DESCRIPTOR_FIELDS
-from moe_optim.kernels.launch_table import GAP_TILE as _GAP_TILE
+from moe_optim.kernels import fields
+from moe_optim.kernels.tuning import GAP_TILE as _GAP_TILE
 
-FIELDS = tl.constexpr(DESCRIPTOR_FIELDS)
 GAP_TILE = tl.constexpr(_GAP_TILE)
-
-# Columns of a descriptor.
-SOURCE = tl.constexpr(0)
-ROWWISE_DATA = tl.constexpr(1)
-ROWWISE_SCALE = tl.constexpr(2)
-COLUMNWISE_DATA = tl.constexpr(3)
-COLUMNWISE_SCALE = tl.constexpr(4)
-ROWS = tl.constexpr(5)
-COLS = tl.constexpr(6)
-STRIDES = tl.constexpr(6)  # the row stride of buffer n is in column STRIDES + n
-BEGIN = tl.constexpr(11)
-END = tl.constexpr(12)
-AMAX_SLOT = tl.constexpr(13)
-GLOBAL_AMAX = tl.constexpr(14)
+FIELDS = tl.constexpr(fields.DESCRIPTOR_FIELDS)
+SOURCE = tl.constexpr(fields.SOURCE)
+ROWWISE_DATA = tl.constexpr(fields.ROWWISE_DATA)
+ROWWISE_SCALE = tl.constexpr(fields.ROWWISE_SCALE)
+COLUMNWISE_DATA = tl.constexpr(fields.COLUMNWISE_DATA)
+COLUMNWISE_SCALE = tl.constexpr(fields.COLUMNWISE_SCALE)
+ROWS = tl.constexpr(fields.ROWS)
+COLS = tl.constexpr(fields.COLS)
+STRIDES = tl.constexpr(fields.STRIDES)
+BEGIN = tl.constexpr(fields.BEGIN)
+END = tl.constexpr(fields.END)
+AMAX_SLOT = tl.constexpr(fields.AMAX_SLOT)
+GLOBAL_AMAX = tl.constexpr(fields.GLOBAL_AMAX)
 
 
 @triton.jit
@@ -34,8 +32,8 @@ def buffer_rows(member, buffer: tl.constexpr, row, dtype: tl.constexpr, alignmen
         member: pointer to a descriptor.
         buffer: column of the buffer's address.
         row: int64, counted in the rows of the buffer.
-        dtype: of the buffer's elements.
-        alignment: elements; both results are promised to be multiples of it.
+        dtype: dtype of the buffer.
+        alignment: number of elements of which both results are promised to be multiples.
     """
     memory = tl.load(member + buffer).to(tl.pointer_type(dtype))
     stride = tl.multiple_of(tl.load(member + STRIDES + buffer).to(tl.int32), alignment)

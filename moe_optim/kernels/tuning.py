@@ -9,16 +9,16 @@ import torch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tile:
-    """The rectangle of a weight that one program handles: one block row of some columns."""
+    """The rectangle of a weight that one program handles: some columns of a block row."""
 
     cols: int
     """Columns, a power of two and a multiple of the block."""
     num_warps: int
-    slab: int | None = None
-    """Rows of the block row that a step holds at a time; all of them if not given."""
+    rows: int | None = None
+    """Rows that are in registers at a time; all of the block row if not given."""
     registers: int | None = None
-    """How many a thread may take, where the compiler would take more than leave room for enough
-    programs at a time."""
+    """Limit of registers a thread, where the compiler would take too many for enough programs to
+    run at a time."""
 
 
 TILES: Mapping[tuple[str, torch.dtype], Tile] = MappingProxyType(
@@ -42,8 +42,8 @@ STEP_TILES: Mapping[tuple[str, torch.dtype], Tile] = MappingProxyType(
         ("mxfp8", torch.bfloat16): Tile(cols=128, num_warps=4, registers=168),
         ("mxfp8_2d", torch.float32): Tile(cols=64, num_warps=4),
         ("mxfp8_2d", torch.bfloat16): Tile(cols=128, num_warps=4, registers=168),
-        ("fp8_block", torch.float32): Tile(cols=128, num_warps=8, slab=64),
-        ("fp8_block", torch.bfloat16): Tile(cols=128, num_warps=4, slab=32),
+        ("fp8_block", torch.float32): Tile(cols=128, num_warps=8, rows=64),
+        ("fp8_block", torch.bfloat16): Tile(cols=128, num_warps=4, rows=32),
     }
 )
 """The same where a step of Adam comes first, by format and dtype of the moments, on H200. Of 65,536
@@ -57,7 +57,7 @@ ADAM_PART = 8192
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransposeTile:
-    """What one program transposes: words of four bytes, and packs of rows that fill a word."""
+    """Rectangle that one program transposes: four-byte words, and packs of rows that fill one."""
 
     words: int
     """Words along a row of the source."""
@@ -76,12 +76,12 @@ TRANSPOSE: Mapping[int, TransposeTile] = MappingProxyType(
 """By elements a word; 1 for rows of bytes that do not begin at multiples of four."""
 
 SCALE_TILES: Mapping[bool, tuple[int, int]] = MappingProxyType({False: (64, 64), True: (16, 64)})
-"""Block scales, down and across, whose lines one program writes: one line a block, or several."""
+"""Block scales, down and across, that one program writes, by whether they have several lines."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NormTile:
-    """What one program reads of gradients when it sums their squares."""
+    """Gradients that one program reads to sum their squares."""
 
     numel: int
     """Elements at a time, a power of two; each has a sum of its own in registers."""
@@ -104,29 +104,34 @@ NORM_LANES = 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlatTile:
-    """What one program handles of an expert whose rows and columns do not matter."""
+    """Flat range of an expert that one program handles at a time."""
 
     numel: int
     """Elements, a power of two."""
     num_warps: int
 
 
+AMAX_TILE = 4096
+"""Elements: a part whose amax one program finds is a multiple of it."""
+GAP_TILE = 4096
+"""Two-byte units that one program zeroes outside the members."""
+
 EXPERT_AMAX = FlatTile(numel=1024, num_warps=4)
-"""Of the largest magnitude of an expert, four in flight; a divisor of ``AMAX_TILE``. On H200."""
+"""Amax of an expert, four tiles in flight; a divisor of ``AMAX_TILE``. On H200."""
 
 FAKE_FORWARD = FlatTile(numel=2048, num_warps=4)
-"""Of fake quantization: values to values."""
+"""Fake quantization: values to values."""
 FAKE_BACKWARD = FlatTile(numel=2048, num_warps=4)
-"""Of its backward pass: values and gradients to gradients."""
+"""Backward pass of fake quantization: values and gradients to gradients."""
 
 TENSORWISE_TILE = FlatTile(numel=8192, num_warps=8)
-"""Of weights with one scale: what is read at a time. On H200, as fast as a copy."""
+"""Elements of a tensorwise weight that are read at a time. On H200, as fast as a copy."""
 TENSORWISE_PART = 1 << 15
 """Elements that one program reads, a multiple of the tile."""
 TENSORWISE_LANES = 128
 """Maxima of parts that one program compares at a time."""
 
-HEALTH_TILE = Tile(cols=128, num_warps=1, slab=4)
+HEALTH_TILE = Tile(cols=128, num_warps=1, rows=4)
 """Columns that one program measures, four a thread: the sums of a column stay in one thread."""
 HEALTH_ROWS = 256
 """Rows that one program measures, a multiple of every block row."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_optim.kernels.steps.host_memory import HostMemory, HostTensor, spread
+from moe_optim.kernels.host_memory import HostMemory, HostTensor, spread
 from moe_optim.optimizer.adam import MOMENTS
 
 _MASTER = "master"

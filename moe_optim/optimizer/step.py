@@ -21,17 +21,18 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
-from moe_optim import ops
 from moe_optim.buckets.bucket_group import GroupedBucketGroup
 from moe_optim.buckets.managed_bucket import ManagedBucket
 from moe_optim.buckets.states import Event, Weights
 from moe_optim.errors import StateError
 from moe_optim.experts.grouped_linear import GroupedLinear
 from moe_optim.integration.patching.planning import settings_of_stocks_step
-from moe_optim.kernels.launch_table import HYPER_FIELDS
-from moe_optim.kernels.member_table import MemberTable, has_kernels
-from moe_optim.kernels.norm import Gradients, NormTable
-from moe_optim.kernels.steps.table import AdamState, StepTable
+from moe_optim.kernels.adam_state import AdamState
+from moe_optim.kernels.fields import HYPER_FIELDS
+from moe_optim.kernels.member_table import MemberTable
+from moe_optim.kernels.norm import NormInput, NormTable
+from moe_optim.kernels.plan import has_kernels
+from moe_optim.kernels.step_table import StepTable
 from moe_optim.optimizer.adam import GroupStepAdam, hyper_of, moments_of
 from moe_optim.optimizer.address_book import (
     NORMS,
@@ -139,20 +140,20 @@ class SteppedOptimizer(CheckpointedOptimizer):
         """
         table = None if self._norm is None or self._norm.has_moved else self._norm
         if table is not None:
-            ops.sum_squares(table)  # the device reads while the host compares
+            table.launch()  # the device reads while the host compares
         generation = self.book.check_gradients()
         if table is None or generation != self._norm_generation:
             self._norm = None  # a plan that is refused leaves none that looks current
             self._norm = table = self._plan_norm()
             self._norm_generation = generation
-            ops.sum_squares(table)
+            table.launch()
         return torch.cat([table.squares, table.zeros.double()])
 
     def _plan_norm(self) -> NormTable:
         """Describe the gradients that count: those of duplicates and shared parameters do not."""
         sharing = {name: getattr(self, name, None) for name in ("tp_group", "expert_tp_group")}
         counted = [
-            Gradients(gradient_of(self, param), norm_of(master))
+            NormInput(gradient_of(self, param), norm_of(master))
             for param, master in owned_masters(self)
             if param_is_not_shared(master)
             and param_is_not_tensor_parallel_duplicate(master, **sharing)
@@ -413,7 +414,7 @@ class SteppedOptimizer(CheckpointedOptimizer):
             for stage in {one.stage for one in self._tables.values() if one.stage is not None}:
                 stack.enter_context(stage.opened())  # so that no table waits for the one before
             for table in self._tables.values():
-                ops.step(table)
+                table.launch()
 
     def _cast_tensorwise(self) -> None:
         """Cast masters to weights with per-tensor scaling. Every rank must call it."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from moe_optim import ops
 from moe_optim.errors import LayoutError, StateError
 from moe_optim.formats import BlockScaledFormat, Direction, QuantizedWeight
-from moe_optim.formats.reference.expert_amax import expert_amax_into
+from moe_optim.formats.reference.amax import expert_amax_into
 from moe_optim.kernels.member_table import Backend, MemberTable, TableEntry
 from moe_optim.places import has_memory
 
@@ -266,8 +266,8 @@ class WeightStorage(ABC):
             storage_scales=self.storage_scales,
         )
         table = MemberTable.build([entry], backend=self.backend)
-        ops.requantize(table)
-        ops.finish_gather(table)
+        table.launch()
+        table.finish.launch()
         if self.recorded_amax is not None:
             _, rows, cols = self.shape
             expert_amax_into(self.recorded_amax.zero_(), source, 0, rows * cols)

@@ -9,7 +9,7 @@ import torch
 from benchmarks import __main__ as benchmark
 from benchmarks import timing as stopwatch
 from benchmarks.offload import measure as bench
-from moe_optim.kernels.steps import staging
+from moe_optim.kernels import staging
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from benchmarks.te.cast import check_bytes
-from moe_optim import ops
 from moe_optim.errors import PatchError
 from moe_optim.formats import DIRECTIONS, FP8_BLOCK, MXFP8, QuantizedWeight
 from moe_optim.kernels.member_table import MemberTable, TableEntry
@@ -36,8 +35,8 @@ def written_entry(format, rows=ROWS):
         storage_scales=scales,
     )
     table = MemberTable.build([entry])
-    ops.requantize(table)
-    ops.finish_gather(table)
+    table.launch()
+    table.finish.launch()
     return entry
 
 

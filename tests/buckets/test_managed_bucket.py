@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_optim import ops
 from moe_optim.buckets import managed_bucket
 from moe_optim.buckets.layout import side_by_side
 from moe_optim.buckets.states import BucketContents, Event, Gradients, Weights
@@ -272,7 +271,7 @@ def test_masters_that_are_written_after_a_step_has_encoded_them_are_encoded_anew
     bucket.state.record(Event.STEP)
     one.master.neg_()
     table = plan_step(bucket)  # as a step looks, whose own writes count none
-    ops.requantize(table)
+    table.launch()
     bucket.settle(encoded=True)
     if is_written:
         one.master.mul_(3)
@@ -372,7 +371,7 @@ def test_a_gather_makes_no_launch_over_gradient_memory_that_has_moved():
 def test_masters_that_move_after_a_step_has_encoded_them_are_encoded_anew():
     bucket, one = quantized_bucket()
     bucket.state.record(Event.STEP)
-    ops.requantize(plan_step(bucket))
+    plan_step(bucket).launch()
     bucket.settle(encoded=True)
     one.master.data = one.master.data.neg()
     gather(bucket)

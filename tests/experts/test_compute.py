@@ -6,10 +6,10 @@ import pickle
 import pytest
 import torch
 
-from moe_optim import ops
 from moe_optim.errors import LayoutError
 from moe_optim.experts.grouped_linear import GroupedLinear
 from moe_optim.formats import FORMATS, MXFP8, NVFP4
+from moe_optim.kernels.member_table import MemberTable
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import wide_range_weights
 
@@ -54,13 +54,13 @@ def assert_same_passes(got, want):
 @pytest.fixture
 def requantizations(monkeypatch):
     """Return a list that grows by one with every call."""
-    calls, requantize = [], ops.requantize
+    calls, launch = [], MemberTable.launch
 
-    def counting(table, *args):
+    def counting(table):
         calls.append(table)
-        requantize(table, *args)
+        launch(table)
 
-    monkeypatch.setattr(ops, "requantize", counting)
+    monkeypatch.setattr(MemberTable, "launch", counting)
     return calls
 
 

@@ -10,7 +10,7 @@ from torch.nn.functional import grouped_mm
 from moe_optim.experts.fake_copy import live_amax
 from moe_optim.experts.grouped_linear import GroupedLinear
 from moe_optim.fake_quantization import PER_EXPERT_GRIDS
-from moe_optim.formats.reference.fake_quantization import clip_gradient, fake_quantize
+from moe_optim.formats.reference.fake import clip_gradient, fake_quantize
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import wide_range_weights
 

@@ -1,14 +1,12 @@
 """Training bf16 weights in narrow products is training stored narrow weights, to the bit."""
 
-from typing import Any
-
 import pytest
 import torch
 
-from moe_optim import ops
 from moe_optim.config import MoEOptimConfig
 from moe_optim.formats import get_format
 from moe_optim.formats.reference import quantize
+from moe_optim.kernels.member_table import MemberTable
 from tests.support.bytes import assert_bytes_equal
 from tests.support.ranks import run_ranks
 from tests.support.states import life_cycle
@@ -24,13 +22,13 @@ CASES = {
 
 def _train(flags: list[str], config: MoEOptimConfig) -> Record:
     """Train; ``extra`` holds how many requantizations there had been after every step."""
-    requantize, calls, after_steps = ops.requantize, [], []
+    launch, calls, after_steps = MemberTable.launch, [], []
 
-    def counting(table: Any, *args: Any) -> None:
+    def counting(table: MemberTable) -> None:
         calls.append(table)
-        requantize(table, *args)
+        launch(table)
 
-    ops.requantize = counting
+    MemberTable.launch = counting
     return pretrain(
         flags,
         config,

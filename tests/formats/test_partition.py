@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from moe_optim.buckets.layout import Slot, aligned_end, cuts_block_rows, plan_buffers
 from moe_optim.errors import ConfigError, LayoutError
 from moe_optim.formats import (
-    DIRECTIONS,
     FORMATS,
     FP8_BLOCK,
     MXFP8,
@@ -83,46 +82,6 @@ def test_maxima_need_the_axes_that_cut_their_blocks(format, axes, maxima):
     assert partition.has_whole_blocks is (maxima.keys() <= {"global_amax"})
 
 
-BUFFERS = {  # format -> buffer -> cut by, overlaps, of a weight cut in parts [2, 64, 128]
-    "mxfp8": {
-        "rowwise_data": ((("ep",), ("tp",), ("fsdp",)), ()),
-        "columnwise_data": ((("ep",), ("tp",), ("fsdp",)), ()),
-        "rowwise_scale": ((("ep",), ("tp",), ("fsdp",)), ()),
-        "columnwise_scale": ((("ep",), ("tp",), ("fsdp",)), ()),
-    },
-    "mxfp8_2d": {
-        "rowwise_data": ((("ep",), ("tp",), ("fsdp",)), ()),
-        "columnwise_data": ((("ep",), ("tp",), ("fsdp",)), ()),
-        "rowwise_scale": ((("ep",), ("tp",), ("fsdp",)), ()),
-        "columnwise_scale": ((("ep",), ("fsdp",), ("tp",)), ()),
-    },
-    "nvfp4": {
-        "rowwise_data": ((("ep",), ("tp",), ("fsdp",)), ()),
-        "columnwise_data": ((("ep",), ("fsdp",), ("tp",)), ()),
-        "rowwise_scale": ((("ep",), ("tp",), ("fsdp",)), ()),
-        "columnwise_scale": ((("ep",), ("fsdp",), ("tp",)), ()),
-        "global_amax": ((("ep",),), ("tp", "fsdp")),
-    },
-    "fp8_block": {
-        "rowwise_data": ((("ep",), ("tp",), ("fsdp",)), ()),
-        "columnwise_data": ((("ep",), ("fsdp",), ("tp",)), ()),
-        "rowwise_scale": ((("ep",), (), ("fsdp",)), ("tp",)),
-        "columnwise_scale": ((("ep",), ("fsdp",), ()), ("tp",)),
-    },
-}
-
-
-@EVERY_FORMAT
-def test_buffers_are_cut_along_their_own_dimensions(format):
-    """Transposed buffers the other way round; scales of shared blocks, and amaxes, lie on several
-    ranks."""
-    axes = {"experts": {"ep": 2}, "rows": {"tp": 4}, "columns": {"fsdp": 4}}
-    partition = infer_partition(format, axes, shape=SHAPE)
-    assert partition.part_shape == (2, 64, 128)
-    found = {buffer.name: (buffer.cut_by, buffer.overlaps) for buffer in partition.buffers}
-    assert found == BUFFERS[format.name]
-
-
 @EVERY_FORMAT
 def test_buffers_have_the_shapes_of_the_format(format):
     whole = QuantizedWeight.empty(format, SHAPE)
@@ -132,19 +91,6 @@ def test_buffers_have_the_shapes_of_the_format(format):
         slices = buffer.slices(partition.bounds({}))
         assert [one.stop - one.start for one in slices] == list(buffer.shape)
     assert {buffer.name for buffer in partition.buffers} >= whole.buffers().keys()
-
-
-def test_bf16_has_one_buffer():
-    partition = infer_partition("bf16", {"rows": {"tp": 2}, "columns": {"fsdp": 4}}, shape=SHAPE)
-    (buffer,) = partition.buffers
-    assert (buffer.name, buffer.shape, buffer.cut_by) == ("data", SHAPE, ((), ("tp",), ("fsdp",)))
-
-
-@pytest.mark.parametrize("format", [*FORMATS, "bf16"])
-def test_the_amax_of_an_expert_needs_all_axes_but_those_of_experts(format):
-    axes = {"experts": {"ep": 2}, "rows": {"tp": 2, "one": 1}, "columns": {"fsdp": 4}}
-    amax = infer_partition(format, axes, shape=SHAPE).expert_amax
-    assert (amax.axes, amax.block, amax.shape) == (("tp", "fsdp"), (256, 512), (1, 1))
 
 
 # Held against every block and every rank
@@ -332,19 +278,3 @@ def test_a_coordinate_names_every_axis_and_no_other(coordinate):
     partition = infer_partition(MXFP8, {"rows": {"tp": 2, "fsdp": 4}}, shape=SHAPE)
     with pytest.raises(LayoutError, match="place for each of tp: 2, fsdp: 4, below its number"):
         partition.bounds(coordinate)
-
-
-def test_parts_of_nothing_are_empty():
-    for direction, shape in product(DIRECTIONS, [(0, 64, 64), (2, 0, 64), (2, 64, 0)]):
-        partition = infer_partition(NVFP4, {"rows": {"tp": 2}, "columns": {"fsdp": 2}}, shape=shape)
-        assert prod(partition.part_shape) == 0
-        bounds = partition.bounds({"tp": 1, "fsdp": 1})
-        sizes = [s.stop - s.start for s in partition.buffer(f"{direction}_data").slices(bounds)]
-        assert prod(sizes) == 0
-
-
-def test_a_partition_is_a_value():
-    axes = {"rows": {"tp": 2}}
-    one, other = (infer_partition(NVFP4, axes, shape=SHAPE) for _ in range(2))
-    assert one == other and hash(one) == hash(other)
-    assert one != infer_partition(NVFP4, {"columns": {"tp": 2}}, shape=SHAPE)

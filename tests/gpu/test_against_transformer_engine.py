@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from benchmarks.te import cast as te_cast
-from moe_optim import ops
 from moe_optim.errors import PatchError
 from moe_optim.formats import DIRECTIONS, FORMATS, FP8_BLOCK, MXFP8, QuantizedWeight
 from moe_optim.kernels.member_table import MemberTable, TableEntry
@@ -84,8 +83,8 @@ def special_masters(format, wanted=lambda name: True):
 
 def assert_same_bytes(entries, group):
     table = MemberTable.build(entries)
-    ops.requantize(table)
-    ops.finish_gather(table)
+    table.launch()
+    table.finish.launch()
     cast = te_cast.MasterCast(entries, group)
     cast.quantize()
     cast.finish_gather()
@@ -125,8 +124,8 @@ def test_fp8_blocks_have_the_bytes_of_tes_quantizer_down_to_subnormals():
     masters = special_masters(FP8_BLOCK)
     entries = [entry_of(master, FP8_BLOCK) for master in masters]
     table = MemberTable.build(entries)
-    ops.requantize(table)
-    ops.finish_gather(table)
+    table.launch()
+    table.finish.launch()
     te_cast.check_bytes(
         entries,
         [quantizer(master[0].bfloat16().cuda()) for master in masters],
@@ -152,7 +151,7 @@ def test_shards_of_whole_block_rows_have_the_same_bytes_inside_of_the_shard(form
     assert len(entries) >= 4
     table = MemberTable.build(entries)
     assert table.launches
-    ops.requantize(table)
+    table.launch()
     cast = te_cast.MasterCast(entries, group)
     cast.quantize()
     cast.check_bytes(derived=False)
@@ -185,12 +184,12 @@ def test_shards_that_cut_blocks_have_the_bytes_of_whole_weights(format, group):
         )
     built = [MemberTable.build(entries) for entries in tables]
     for table in built:
-        ops.partial_amax(table)
+        table.find_maxima.launch()
     largest = torch.stack([table.exchange for table in built]).amax(0)
     for table in built:
         table.exchange.copy_(largest)
-        ops.encode(table)
-    ops.finish_gather(MemberTable.build(wholes))
+        table.encode.launch()
+    MemberTable.build(wholes).finish.launch()
     cast = te_cast.MasterCast(wholes, group)
     cast.quantize()
     cast.finish_gather()

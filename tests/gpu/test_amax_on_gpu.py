@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from moe_optim.experts.amax_search import AmaxSearch
 from moe_optim.formats import MXFP8, QuantizedWeight
+from moe_optim.kernels.amax import AmaxTable
 from moe_optim.kernels.table_entry import TableEntry
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import wide_range_weights, with_specials
@@ -33,8 +33,8 @@ def test_amaxes_are_plain_torchs(dtype: torch.dtype, rank: int):
                 start=start,
             )
         )
-    search = AmaxSearch(entries)
     found = torch.full((sum(shape[0] for shape in SHAPES),), -1.0, device="cuda")
+    table = AmaxTable.build(entries, found)
     for seed in (0, 100):
         for index, (entry, owned, part) in enumerate(zip(entries, whole, ranges, strict=True)):
             master = with_specials(
@@ -42,5 +42,5 @@ def test_amaxes_are_plain_torchs(dtype: torch.dtype, rank: int):
             )
             owned.view(-1)[part] = master.view(-1)[part].to(dtype)
             entry.source.copy_(owned.view(-1)[part])
-        search.find_into(found)
+        table.launch()
         assert_bytes_equal(found.cpu(), torch.cat([amax_of(owned) for owned in whole]))

@@ -13,7 +13,7 @@ from moe_optim.fake_quantization import (
     fake_quantize,
     fake_quantized,
 )
-from moe_optim.kernels.fake import launch as fake_launch
+from moe_optim.kernels.plan import BoundKernel
 from tests.support.bytes import assert_values_equal
 from tests.support.inputs import normal_weights, wide_range_weights, with_specials
 from tests.support.number_formats.fake_values import (
@@ -127,9 +127,9 @@ def test_one_tensor_and_a_list_give_the_same(axis):
 def test_there_is_one_launch_each_way_and_no_copy(count, monkeypatch):
     """Whatever the number of experts; beyond its result nothing is allocated but a table."""
     launches = []
-    call = fake_launch.BoundKernel.__call__
+    call = BoundKernel.__call__
     monkeypatch.setattr(
-        fake_launch.BoundKernel,
+        BoundKernel,
         "__call__",
         lambda self, *given: (launches.append(self.kernel.__name__), call(self, *given)),
     )

@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from moe_optim import ops
-from moe_optim.kernels.norm import Gradients, NormTable
+from moe_optim.kernels.norm import NormInput, NormTable
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import e4m3_exact_integers, wide_range_weights
 from tests.support.steps.launches import assert_neither_allocates_nor_waits
@@ -20,7 +19,7 @@ BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f
 def lay_out(values, first=0):
     """Return views that lie in one memory one after the other, in three groups."""
     parts = values[first : first + sum(NUMELS)].split(NUMELS)
-    return [Gradients(part, index % 3) for index, part in enumerate(parts)]
+    return [NormInput(part, index % 3) for index, part in enumerate(parts)]
 
 
 def wide(dtype, seed=0):
@@ -45,11 +44,11 @@ def test_squares_and_zeros_are_plain_torchs(dtype, first, count_zeros):
     """At any alignment; and of new values later."""
     memory = wide(dtype)
     table = NormTable.build(lay_out(memory, first), count_zeros=count_zeros)
-    assert table.has_kernels
+    assert table.kernels
     for seed in (0, 1):
         memory.copy_(wide(dtype, seed))
         table.squares.fill_(math.nan)
-        ops.sum_squares(table)
+        table.launch()
         assert_summed(table, f"from {first}, seed {seed}")
 
 
@@ -58,8 +57,8 @@ def test_sums_that_need_no_rounding_are_the_references_to_the_bit(dtype):
     values = e4m3_exact_integers(1, sum(NUMELS), 1).view(-1).to("cuda", dtype)
     launched = NormTable.build(lay_out(values), count_zeros=True)
     wanted = NormTable.build(lay_out(values), count_zeros=True, backend="reference")
-    ops.sum_squares(launched)
-    ops.sum_squares(wanted)
+    launched.launch()
+    wanted.launch()
     assert_bytes_equal(launched.squares, wanted.squares)
     assert_bytes_equal(launched.zeros, wanted.zeros)
 
@@ -67,7 +66,7 @@ def test_sums_that_need_no_rounding_are_the_references_to_the_bit(dtype):
 def test_both_dtypes_share_a_table_and_its_groups():
     gradients = [*lay_out(wide(torch.float32)), *lay_out(wide(torch.bfloat16, 1), 1)]
     table = NormTable.build(gradients, count_zeros=True)
-    ops.sum_squares(table)
+    table.launch()
     assert_summed(table)
 
 
@@ -77,7 +76,7 @@ def test_a_value_that_is_not_finite_shows_in_its_group_only(dtype, value):
     gradients = lay_out(wide(dtype), 1)
     gradients[-1].values[-1] = value
     table = NormTable.build(gradients)
-    ops.sum_squares(table)
+    table.launch()
     squares = table.squares.tolist()
     group = gradients[-1].group
     assert math.isnan(squares[group]) if math.isnan(value) else squares[group] == math.inf
@@ -88,8 +87,8 @@ def test_a_value_that_is_not_finite_shows_in_its_group_only(dtype, value):
 def test_neither_the_largest_nor_the_smallest_values_leave_the_range(dtype):
     for value in (torch.finfo(dtype).max, 2.0**-133):
         values = torch.full((3,), value, dtype=dtype, device="cuda")
-        table = NormTable.build([Gradients(values)], count_zeros=True)
-        ops.sum_squares(table)
+        table = NormTable.build([NormInput(values)], count_zeros=True)
+        table.launch()
         assert table.squares.item() == 3 * value**2
         assert table.zeros.item() == 0
 
@@ -97,10 +96,10 @@ def test_neither_the_largest_nor_the_smallest_values_leave_the_range(dtype):
 def test_a_captured_graph_sums_new_values():
     memory = wide(torch.float32)
     table = NormTable.build(lay_out(memory), count_zeros=True)
-    ops.sum_squares(table)
+    table.launch()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        ops.sum_squares(table)
+        table.launch()
     for seed in (1, 2):
         memory.copy_(wide(torch.float32, seed))
         graph.replay()
@@ -110,24 +109,14 @@ def test_a_captured_graph_sums_new_values():
 def test_a_launch_allocates_nothing_and_does_not_wait():
     gradients = [*lay_out(wide(torch.float32)), *lay_out(wide(torch.bfloat16))]
     table = NormTable.build(gradients, count_zeros=True)
-    assert_neither_allocates_nor_waits(lambda: ops.sum_squares(table))
-
-
-def test_gradients_that_have_moved_are_read_where_they_are_now():
-    values = wide(torch.float32)
-    table = NormTable.build([Gradients(values)], count_zeros=True)
-    ops.sum_squares(table)
-    values.data = wide(torch.float32, 1)
-    assert table.has_moved
-    ops.sum_squares(table)
-    assert_summed(table)
+    assert_neither_allocates_nor_waits(lambda: table.launch())
 
 
 @pytest.mark.usefixtures("alone")
 def test_gradients_of_more_than_two_to_the_31_elements():
     values = torch.ones((1 << 31) + 100, dtype=torch.bfloat16, device="cuda")
     values[-1] = 2.0
-    table = NormTable.build([Gradients(values[1:])], count_zeros=True)
-    ops.sum_squares(table)
+    table = NormTable.build([NormInput(values[1:])], count_zeros=True)
+    table.launch()
     assert table.squares.item() == (1 << 31) + 98 + 4
     assert table.zeros.item() == 0

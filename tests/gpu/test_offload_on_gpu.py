@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from benchmarks.step import DETERMINISTIC_ENVIRONMENT
-from moe_optim import ops
 from moe_optim.buckets.offload import ParamData
 from moe_optim.formats import FORMATS
-from moe_optim.kernels.steps import staging
-from moe_optim.kernels.steps.host_memory import HostMemory
+from moe_optim.kernels import staging
+from moe_optim.kernels.host_memory import HostMemory
 from moe_optim.optimizer.host_states import HostStates
 from moe_optim.weights.storage import PortableStorage
 from moe_optim.weights.te.recipe import import_error
@@ -102,7 +101,7 @@ def test_chunks_on_each_others_heels_do_not_mix(in_small_chunks):
 def test_a_step_with_chunks_allocates_nothing_and_does_not_wait(in_small_chunks):
     (table,) = Stepping(LARGE, device="cuda", on_host=True).tables
     assert len(table.chunks) > 2 * staging.SLOTS
-    assert_neither_allocates_nor_waits(lambda: ops.step(table))
+    assert_neither_allocates_nor_waits(lambda: table.launch())
 
 
 def test_a_captured_graph_moves_chunks_too(in_small_chunks):

@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_optim import ops
 from moe_optim.formats import (
     DIRECTIONS,
     FORMATS,
@@ -74,12 +73,12 @@ def assert_written(entries, expected):
 
 
 def rewrite(table):
-    ops.requantize(table)
-    ops.finish_gather(table)
+    table.launch()
+    table.finish.launch()
 
 
 def all_in_kernels(table):
-    return not table.remainder and not table.unfinished
+    return not table.remainder and len(table.finish.kernels) == len(table.finish.calls)
 
 
 SHAPE_SETS = {"whole tiles": WHOLE_TILES, "mixed": MIXED}
@@ -196,12 +195,12 @@ def assert_shards_equal_the_whole(masters, format, dtype, cuts_of):
     tables = shard_tables(masters, format, dtype, cuts_of)
     assert all(map(all_in_kernels, tables))
     for table in tables:
-        ops.partial_amax(table)
+        table.find_maxima.launch()
     largest = torch.stack([table.exchange for table in tables]).amax(0)
     for table in tables:
         table.exchange.copy_(largest)
-        ops.encode(table)
-    ops.finish_gather(tables[0])
+        table.encode.launch()
+    tables[0].finish.launch()
     wholes = [reference.quantize(master.to(dtype).cuda(), format).buffers() for master in masters]
     assert_written(tables[0].entries, wholes)
 
@@ -273,7 +272,7 @@ def test_scales_in_storage_equal_the_references_and_keep_their_padding(format):
         )
     table = MemberTable.build(entries)
     assert all_in_kernels(table)
-    assert len(table.finishes) == 1
+    assert len(table.finish.kernels) == 1
     rewrite(table)
     for entry in entries:
         q = reference.quantize(entry.source, format)
@@ -337,7 +336,7 @@ def test_the_reference_can_be_asked_for(format):
     assert not memory.any()
 
 
-def test_sources_that_moved_are_read_where_they_are_now():
+def test_sources_that_moved_are_noticed_and_read_by_a_new_table():
     """Gradient memory is freed between steps to make room, and taken again somewhere else."""
     memory, entries = lay_out(random_masters(MIXED), torch.bfloat16)
     table = MemberTable.build(entries, consumed=memory)
@@ -349,7 +348,8 @@ def test_sources_that_moved_are_read_where_they_are_now():
     assert memory.data_ptr() != address
     memory.copy_(wide_range_weights(memory.numel()))
     expected = expected_buffers(entries)
-    ops.requantize(table)
+    assert table.has_moved
+    MemberTable.build(entries, consumed=memory).launch()
     assert_written(entries, expected)
     assert not memory.any()
     assert in_the_way.all()
@@ -380,8 +380,8 @@ def test_a_launch_allocates_nothing_and_does_not_wait(format):
 
     def step():
         rewrite(table)
-        ops.partial_amax(cut)
-        ops.encode(cut)
+        cut.find_maxima.launch()
+        cut.encode.launch()
 
     assert_neither_allocates_nor_waits(step)
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from moe_optim import ops
 from moe_optim.formats import FORMATS
 from moe_optim.formats.reference.adam import step_into
-from moe_optim.kernels.steps.table import AdamState, StepTable
+from moe_optim.kernels.adam_state import AdamState
+from moe_optim.kernels.step_table import StepTable
 from moe_optim.weights.te.recipe import import_error
 from tests.support.bytes import assert_values_equal
 from tests.support.inputs import wide_range_weights, with_specials
@@ -215,9 +215,9 @@ def stepped(states, gradient, row, decoupled, moments):
         parameter="x", master=master, gradient=gradient, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq
     )
     table = StepTable.build([state], hyper, clips, decoupled=decoupled)
-    assert table.ranges
+    assert table.update.kernels
     assert not table.remainder
-    ops.step(table)
+    table.launch()
     return [master, exp_avg, exp_avg_sq], want
 
 
@@ -266,9 +266,9 @@ def test_a_step_allocates_nothing_and_does_not_wait(format):
     table = run.tables[0]
 
     def step():
-        ops.step(table)
-        ops.encode_shared(table.members)
-        ops.finish_gather(table.members)
+        table.launch()
+        table.members.encode_shared.launch()
+        table.members.finish.launch()
 
     assert_neither_allocates_nor_waits(step)
 

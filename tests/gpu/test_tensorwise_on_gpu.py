@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from benchmarks.te.cast import group_of_one
-from moe_optim import ops
 from moe_optim.kernels.tensorwise import ScaledWeight, TensorwiseTable
 from moe_optim.weights.te.recipe import import_error
 from moe_optim.weights.te.tensorwise import TensorwiseCast, Transposes, can_cast
@@ -44,8 +43,8 @@ def lay_out(seed, first=0, backend="auto"):
 
 
 def cast(table):
-    ops.tensorwise_amax(table)
-    ops.tensorwise_cast(table)
+    table.find_amaxes.launch()
+    table.launch()
 
 
 def assert_cast_alike(got, want, what=""):
@@ -60,7 +59,7 @@ def assert_cast_alike(got, want, what=""):
 def test_bytes_are_the_references(first):
     """At any alignment; and of new values later."""
     table, masters, _ = lay_out(0, first)
-    assert table.has_kernels
+    assert table.kernels
     for seed in (0, 1):
         want, values, _ = lay_out(seed, first, backend="reference")
         masters.copy_(values)

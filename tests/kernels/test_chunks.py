@@ -3,7 +3,7 @@
 import pytest
 
 from moe_optim.formats import FORMATS, QuantizedWeight
-from moe_optim.kernels.steps import staging
+from moe_optim.kernels import staging
 from tests.support.bytes import assert_bytes_equal, assert_values_equal
 from tests.support.inputs import wide_range_weights
 from tests.support.steps.stepping import STATES, Stepping, Weight, gradients_of

@@ -13,27 +13,21 @@ from triton import JITFunction
 
 from moe_optim import kernels
 from moe_optim.formats import DIRECTIONS, FORMATS, QuantizedWeight
-from moe_optim.kernels import launch, member_table
+from moe_optim.kernels.adam_state import AdamState
 from moe_optim.kernels.exchange import plan_exchange
-from moe_optim.kernels.fake import launch as fake_launch
-from moe_optim.kernels.fake.table import find_table
+from moe_optim.kernels.fake import find_table
+from moe_optim.kernels.fields import HYPER_FIELDS
 from moe_optim.kernels.finish_table import FinishTable
 from moe_optim.kernels.health import HealthEntry, HealthTable
-from moe_optim.kernels.health import launch as health_launch
-from moe_optim.kernels.health import table as health_table
-from moe_optim.kernels.launch_table import HYPER_FIELDS, LaunchTable, own_slots
+from moe_optim.kernels.launch_table import LaunchTable, own_slots
 from moe_optim.kernels.member_table import MemberTable
-from moe_optim.kernels.norm import Gradients, NormTable
-from moe_optim.kernels.norm import launch as norm_launch
-from moe_optim.kernels.norm import table as norm_table
-from moe_optim.kernels.steps import launch as step_launch
-from moe_optim.kernels.steps import table as step_table
-from moe_optim.kernels.steps.table import AdamState, StepTable
+from moe_optim.kernels.norm import NormInput, NormTable
+from moe_optim.kernels.plan import BoundKernel
+from moe_optim.kernels.step_table import StepTable
 from moe_optim.kernels.table_entry import TableEntry
 from moe_optim.kernels.tensorwise import ScaledWeight, TensorwiseTable
-from moe_optim.kernels.tensorwise import launch as tensorwise_launch
-from moe_optim.kernels.tensorwise import table as tensorwise_table
-from tests.support.ptx.launches import compile_kernel
+from moe_optim.kernels.tuning import NORM
+from tests.support.ptx.launches import compile_kernel, plan_kernels
 
 pytestmark = pytest.mark.slow
 
@@ -76,11 +70,11 @@ def kernels_of(format, dtype, *, cut=False, zero=False):
     table = LaunchTable.build(
         planned, amax, first_free_slot=shared.size, consumed=memory if zero else None
     )
-    yield from launch._bind_amax(table)
-    yield from launch._bind_encode(table)
+    yield from table.bind_maxima()
+    yield from table.bind_encoding()
     finish = FinishTable.build([entry])
     if finish is not None:
-        yield from launch._bind_finish(finish)
+        yield from finish.kernels
 
 
 def kernels_of_step(format, moments, gradients, *, decoupled):
@@ -113,9 +107,8 @@ def kernels_of_step(format, moments, gradients, *, decoupled):
     members = MemberTable.build(entries)
     hyper = torch.zeros(1, HYPER_FIELDS)
     states = [first, second, dense]
-    yield from step_launch._bind(
-        StepTable.build(states, hyper, torch.ones(1), members=members, decoupled=decoupled)
-    )
+    table = StepTable.build(states, hyper, torch.ones(1), members=members, decoupled=decoupled)
+    return table.update.kernels
 
 
 @FOR_EVERY_GPU
@@ -124,8 +117,7 @@ def kernels_of_step(format, moments, gradients, *, decoupled):
 @for_dtypes("moments")
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 def test_every_step_compiles(format, moments, gradients, decoupled, capability, monkeypatch):
-    for module in (member_table, step_table):
-        monkeypatch.setattr(module, "has_kernels", lambda device: True)
+    plan_kernels(monkeypatch)
     seen = list(kernels_of_step(format, moments, gradients, decoupled=decoupled))
     assert len(seen) >= 2
     for bound in seen:
@@ -148,9 +140,9 @@ def test_every_kernel_compiles(format, dtype, capability):
 
 def kernels_of_norm(monkeypatch, *, count_zeros):
     """Return what a GPU would launch for a norm: for each dtype of gradients, and for all."""
-    monkeypatch.setattr(norm_table, "runs_triton", lambda device: True)
-    gradients = [Gradients(torch.zeros(9, dtype=dtype)) for dtype in norm_table.NORM]
-    return norm_launch._bind(NormTable.build(gradients, count_zeros=count_zeros))
+    plan_kernels(monkeypatch)
+    gradients = [NormInput(torch.zeros(9, dtype=dtype)) for dtype in NORM]
+    return NormTable.build(gradients, count_zeros=count_zeros).kernels
 
 
 @FOR_EVERY_GPU
@@ -167,13 +159,13 @@ def test_the_norm_compiles(count_zeros, capability, monkeypatch):
 def calls_of_fake_quantization(dtype, monkeypatch):
     """Return what a GPU would launch to fake-quantize, on integers and E4M3, and its gradient."""
     seen = []
-    monkeypatch.setattr(fake_launch.BoundKernel, "__call__", lambda *given: seen.append(given))
+    monkeypatch.setattr(BoundKernel, "__call__", lambda *given: seen.append(given))
     values = torch.zeros(2, 16, 64, dtype=dtype)
     amax, result = torch.ones(2), torch.zeros(values.numel(), dtype=dtype)
     table = find_table([values], [values])
     for codes, e4m3 in (((-128.0, 127.0), False), ((-448.0, 448.0), True)):
-        fake_launch.launch_fake_quantize(table, amax, result, codes, e4m3=e4m3)
-    fake_launch.launch_clip_gradient(table, amax, result)
+        table.launch_values(amax, result, codes, e4m3=e4m3)
+    table.launch_gradients(amax, result)
     return seen
 
 
@@ -194,12 +186,11 @@ def test_fake_quantization_compiles(dtype, capability, monkeypatch):
 
 def kernels_of_health(format, monkeypatch):
     """Return what a GPU would launch to measure the experts of a weight."""
-    monkeypatch.setattr(health_table, "has_kernels", lambda device: True)
+    plan_kernels(monkeypatch)
     target = QuantizedWeight.empty(format, SHAPE)
     entry = TableEntry(parameter="fc", source=torch.zeros(SHAPE), target=target)
     one = HealthEntry(entry=entry, rows=torch.arange(SHAPE[0]))
-    table = HealthTable.build([one], SHAPE[0], device=torch.device("cpu"))
-    return health_launch._bind(table, table.launches[0])
+    return HealthTable.build([one], SHAPE[0], device=torch.device("cpu")).kernels
 
 
 @FOR_EVERY_GPU
@@ -215,14 +206,14 @@ def test_measuring_health_compiles(format, capability, monkeypatch):
 
 def kernels_of_tensorwise(monkeypatch):
     """Return what a GPU would launch for weights with one scale: aligned, and one byte beside."""
-    monkeypatch.setattr(tensorwise_table, "has_kernels", lambda device: True)
+    plan_kernels(monkeypatch)
     codes = torch.zeros(97, dtype=torch.uint8)
     weights = [
         ScaledWeight(master=torch.zeros(96), data=data, scale_inv=torch.zeros(1))
         for data in (codes[:96], codes[1:])
     ]
     table = TensorwiseTable.build(weights)
-    return [*tensorwise_launch._bind_amax(table), *tensorwise_launch._bind_cast(table)]
+    return [*table.find_amaxes.kernels, *table.kernels]
 
 
 @FOR_EVERY_GPU
@@ -250,8 +241,7 @@ def kernels_written():
 
 
 def test_every_kernel_that_is_written_is_compiled_here(monkeypatch):
-    for module in (member_table, step_table):
-        monkeypatch.setattr(module, "has_kernels", lambda device: True)
+    plan_kernels(monkeypatch)
     seen = {call[0].kernel for call in calls_of_fake_quantization(torch.float32, monkeypatch)}
     seen |= {bound.kernel for bound in kernels_of_norm(monkeypatch, count_zeros=True)}
     seen |= {bound.kernel for bound in kernels_of_tensorwise(monkeypatch)}

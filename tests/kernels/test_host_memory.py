@@ -5,15 +5,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_optim.kernels.steps import host_memory
-from moe_optim.kernels.steps.host_memory import HostMemory, spread
+from moe_optim.kernels import host_memory
+from moe_optim.kernels.host_memory import HostMemory, spread
 
 CPU = torch.device("cpu")
 
 
-def test_tensors_share_slabs_and_no_element(monkeypatch):
-    """Whatever fits into what is left of a slab goes there; what fits into none gets its own."""
-    monkeypatch.setattr(host_memory, "SLAB_BYTES", 4096)
+def test_tensors_share_segments_and_no_element(monkeypatch):
+    """Whatever fits into what is left of a segment goes there; what fits into none gets its own."""
+    monkeypatch.setattr(host_memory, "SEGMENT_BYTES", 4096)
     memory = HostMemory(CPU)
     shapes = {"three quarters": (3, 256), "too large": (5000,), "small": (7,), "nothing": (0,)}
     taken = {
@@ -26,8 +26,8 @@ def test_tensors_share_slabs_and_no_element(monkeypatch):
         assert taken[name].on_host.shape == shape
         assert taken[name].on_host.data_ptr() % 64 == 0
         assert (taken[name].on_host == number).all()
-    slabs = {one.on_host.untyped_storage().data_ptr() for one in taken.values()}
-    assert len(slabs) == 2
+    segments = {one.on_host.untyped_storage().data_ptr() for one in taken.values()}
+    assert len(segments) == 2
     assert memory.nbytes == 4096 + 20000
 
 

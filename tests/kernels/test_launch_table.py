@@ -8,20 +8,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from moe_optim.errors import LayoutError
 from moe_optim.formats import FP8_BLOCK, MXFP8, MXFP8_2D, NVFP4, QuantizedWeight
-from moe_optim.kernels import launch_table, member_table
+from moe_optim.kernels import launch_table
 from moe_optim.kernels.exchange import AMAX_SLOTS, plan_exchange
 from moe_optim.kernels.finish_table import FinishTable
-from moe_optim.kernels.launch_table import (
-    AMAX_TILE,
-    GAP_TILE,
-    LaunchTable,
-    can_launch,
-    find_gaps,
-    own_slots,
-    owned_parts,
-)
+from moe_optim.kernels.launch_table import LaunchTable, can_launch, find_gaps, own_slots
 from moe_optim.kernels.member_table import MemberTable, TableEntry
+from moe_optim.kernels.tuning import AMAX_TILE, GAP_TILE
 from tests.support.inputs import poisoned
+from tests.support.ptx.launches import plan_kernels
 
 
 def stack(*shape, dtype=torch.bfloat16, format=MXFP8):
@@ -54,7 +48,7 @@ def test_a_descriptor_holds_the_addresses_and_strides_of_one_expert():
     entry = stack(3, 64, 96)
     table = build([stack(2, 32, 32), entry])
     target = entry.target
-    assert (table.descriptors.shape, table.num_members) == ((5, 15), 5)
+    assert table.descriptors.shape == (5, 15)
     assert table.descriptors[4].tolist() == [
         entry.source[2].data_ptr(),
         target.rowwise_data[2].data_ptr(),
@@ -90,8 +84,8 @@ def test_tiles_cover_every_member_once_and_in_order():
     assert table.tile.cols == 128
     first = [[expert, row, col] for expert in (0, 1) for row in (0, 32) for col in (0, 128, 256)]
     assert table.tiles.tolist() == [[*tile, 0] for tile in (*first, [2, 0, 0])]
-    assert table.num_tiles == table.num_programs == 13
-    assert table.num_cut_tiles == 0
+    assert table.num_tiles == len(table.tiles) == 13
+    assert not len(table.cut_tiles)
     assert table.masked
     assert not build(members[1:]).masked
 
@@ -109,7 +103,7 @@ def test_a_cut_block_row_has_tiles_and_slots_of_its_own():
 
 def test_a_block_row_may_be_cut_twice_by_one_range():
     table = build([shard((1, 64, 128), 600, 900, (600, 900))])
-    assert table.num_programs == 0
+    assert not len(table.tiles)
     assert table.cut_tiles.tolist() == [[0, 0, 0, 0]]
 
 
@@ -130,7 +124,7 @@ def test_gaps_follow_the_members():
     count = memory.numel() - 1024
     assert table.descriptors[1, :2].tolist() == [memory[1024:].data_ptr(), count]
     assert table.tiles[1:].tolist() == [[1, 0, start, 0] for start in range(0, count, GAP_TILE)]
-    assert (table.num_tiles, table.num_programs, table.zeroes) == (1, 4, True)
+    assert (table.num_tiles, len(table.tiles), table.zeroes) == (1, 4, True)
 
 
 def test_a_gap_larger_than_a_descriptor_has_several_that_meet(monkeypatch):
@@ -145,10 +139,10 @@ def test_a_gap_larger_than_a_descriptor_has_several_that_meet(monkeypatch):
 def test_the_last_block_row_of_an_expert_is_whole_though_it_is_lower():
     """Of one that is owned to its end; of a part that ends earlier, it is left to a cut."""
     whole = shard((2, 130, 40), 0, 2 * 130 * 40, (), format=FP8_BLOCK)
-    assert [(one.first_whole, one.end_whole) for one in owned_parts(whole)] == [(0, 130 * 40)] * 2
+    assert [(one.first_whole, one.end_whole) for one in whole.owned_parts()] == [(0, 130 * 40)] * 2
     end = 129 * 40
     part = shard((2, 130, 40), 0, end, (end,), format=FP8_BLOCK)
-    assert [(one.first_whole, one.end_whole) for one in owned_parts(part)] == [(0, 128 * 40)]
+    assert [(one.first_whole, one.end_whole) for one in part.owned_parts()] == [(0, 128 * 40)]
 
 
 @pytest.mark.parametrize("cols", [64, 4096, 4112])
@@ -249,27 +243,26 @@ def test_consumed_memory_is_not_zeroed_between_the_passes_of_a_cut_block_row():
 def test_without_a_gpu_everything_is_left_to_the_reference():
     entry = stack(1, 32, 32)
     table = MemberTable.build([entry], consumed=entry.source)
-    assert (table.launches, table.finishes) == ((), ())
+    assert table.launches == table.kernels == table.finish.kernels == ()
     assert [left for left, _ in table.remainder] == [entry]
-    assert table.unfinished == (entry,)
     assert not table.zeroes_in_launch
 
 
-def test_memory_that_was_freed_is_noticed():
+def test_memory_that_was_freed_is_noticed(with_kernels):
     entry = stack(2, 32, 32)
     first = replace(entry, source=entry.source[:1], target=poisoned(MXFP8, (1, 32, 32)))
-    table = build([first, entry])
-    assert len(table.sources.tensors) == 1
+    table = MemberTable.build([first, entry])
+    assert len(table.places.tensors) == 1
     assert not table.has_moved
     entry.source.untyped_storage().resize_(0)
     assert table.has_moved
 
 
-def test_memory_that_was_exchanged_is_noticed_and_not_kept():
+def test_memory_that_was_exchanged_is_noticed_and_not_kept(with_kernels):
     """As when an optimizer is offloaded by hand: what a master leaves is free."""
     entry = stack(2, 32, 32, dtype=torch.float32)
     left = StorageWeakRef(entry.source.untyped_storage())
-    table = build([entry])
+    table = MemberTable.build([entry])
     entry.source.data = torch.ones(2, 32, 32)
     assert table.has_moved
     assert left.expired()
@@ -282,7 +275,7 @@ def test_flat_values_are_described_as_those_of_the_logical_shape(format):
     shaped_table, flat_table = build([entry]), build([flat])
     for name in ("descriptors", "tiles", "cut_tiles", "amax_parts"):
         assert torch.equal(getattr(flat_table, name), getattr(shaped_table, name)), name
-    for name in ("masked", "aligned", "num_members", "num_tiles", "source_dtype"):
+    for name in ("masked", "aligned", "num_tiles", "source_dtype"):
         assert getattr(flat_table, name) == getattr(shaped_table, name), name
 
 
@@ -292,7 +285,7 @@ def test_flat_values_are_described_as_those_of_the_logical_shape(format):
 @pytest.fixture
 def with_kernels(monkeypatch):
     """Tables are built as on a GPU."""
-    monkeypatch.setattr(member_table, "has_kernels", lambda device: True)
+    plan_kernels(monkeypatch)
 
 
 def test_launches_of_a_table_have_amax_slots_of_their_own(with_kernels):

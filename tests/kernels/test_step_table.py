@@ -11,13 +11,21 @@ from hypothesis import strategies as st
 
 from moe_optim.errors import LayoutError
 from moe_optim.formats import MXFP8, QuantizedWeight
-from moe_optim.kernels import member_table
-from moe_optim.kernels.launch_table import HYPER_FIELDS, STATE_FIELDS
+from moe_optim.kernels import staging
+from moe_optim.kernels.adam_state import AdamState
+from moe_optim.kernels.fields import (
+    AMAX_SLOT,
+    COLS,
+    COLUMNWISE_DATA,
+    HYPER_FIELDS,
+    ROWS,
+    ROWWISE_DATA,
+    STATE_FIELDS,
+)
 from moe_optim.kernels.member_table import MemberTable, TableEntry
-from moe_optim.kernels.steps import staging
-from moe_optim.kernels.steps import table as step_table
-from moe_optim.kernels.steps.table import AdamState, StepTable
+from moe_optim.kernels.step_table import StepTable
 from tests.support.bytes import assert_bytes_equal
+from tests.support.ptx.launches import plan_kernels
 from tests.support.steps.stepping import Stepping, sharded_weights
 
 
@@ -25,35 +33,49 @@ from tests.support.steps.stepping import Stepping, sharded_weights
 def with_kernels():
     """Tables have launches, whatever the device: they are read here, and not launched."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (member_table, step_table):
-            patch.setattr(module, "has_kernels", lambda _: True)
+        plan_kernels(patch)
         yield
 
 
-def sizes_of(gradients, moments, weight):
-    """Return how far the columns of two neighbouring elements lie apart, [7]."""
-    width = 0 if weight is None else weight.itemsize
-    return torch.tensor([4, gradients.itemsize, *[moments.itemsize] * 2, 0, 0, width])
+def sizes_of(gradient, moments, weight):
+    """Return how far the columns of two neighbouring elements lie apart, [7], given their bytes."""
+    return torch.tensor([4, gradient, moments, moments, 0, 0, weight])
 
 
-def launched_elements(table):
+def sizes_in(constants):
+    """Return the same of the dtypes that a kernel is compiled for."""
+    gradient, moments = (4 if constants[name] else 2 for name in ("GRADIENT_FP32", "MOMENTS_FP32"))
+    return sizes_of(gradient, moments, {"none": 0, "bf16": 2, "fp32": 4}[constants["WEIGHTS"]])
+
+
+def ranges_of(plan):
+    """Return arguments and constants of the launches over flat ranges."""
+    kernels = [one for one in plan.kernels if one.kernel.__name__ == "adam_kernel"]
+    return [(one.arguments, one.constants) for one in kernels]
+
+
+def members_of(plan, *, step):
+    """Return arguments and constants of the launches over members, which step first or do not."""
+    kernels = [one for one in plan.kernels if one.constants.get("STEP") is step]
+    return [(one.arguments, one.constants | {"WEIGHTS": "none"}) for one in kernels]
+
+
+def launched_elements(plan):
     """Return a row for every element of every launch, by address: master, then as in a state."""
     found = [torch.empty((0, 1 + STATE_FIELDS), dtype=torch.int64)]
-    for one in table.ranges:
-        sizes = sizes_of(one.gradient_dtype, one.moment_dtype, one.weight_dtype)
-        for index, first, last, _ in one.parts.tolist():
-            row = torch.cat([one.masters[index : index + 1], one.states[index]])
-            found.append(row + torch.arange(first, last)[:, None] * sizes)
-    for one in table.encoding:
-        sizes = sizes_of(one.gradient_dtype, one.moment_dtype, None)
-        height, width = one.table.format.block_row_height, one.table.tile.cols
-        for number, first_row, first_col, _ in one.table.tiles.tolist():
-            member = one.table.descriptors[number].tolist()
-            rows = torch.arange(first_row, min(first_row + height, member[5]))
-            cols = torch.arange(first_col, min(first_col + width, member[6]))
-            places = (rows[:, None] * member[6] + cols).flatten()
-            row = torch.cat([torch.tensor(member[:1]), one.states[number]])
-            found.append(row + places[:, None] * sizes)
+    for (states, masters, parts, *_), constants in ranges_of(plan):
+        for index, first, last, _ in parts.tolist():
+            row = torch.cat([masters[index : index + 1], states[index]])
+            found.append(row + torch.arange(first, last)[:, None] * sizes_in(constants))
+    for (descriptors, tiles, _, _, states, *_), constants in members_of(plan, step=True):
+        height, width = constants.get("BLOCK", 32), constants["TILE_COLS"]
+        for number, first_row, first_col, _ in tiles.tolist():
+            member = descriptors[number].tolist()
+            rows = torch.arange(first_row, min(first_row + height, member[ROWS]))
+            cols = torch.arange(first_col, min(first_col + width, member[COLS]))
+            places = (rows[:, None] * member[COLS] + cols).flatten()
+            row = torch.cat([torch.tensor(member[:1]), states[number]])
+            found.append(row + places[:, None] * sizes_in(constants))
     return by_address(found)
 
 
@@ -61,10 +83,10 @@ def owned_elements(states):
     """Return the same of every element that there is."""
     found = [torch.empty((0, 1 + STATE_FIELDS), dtype=torch.int64)]
     for one in states:
-        weight = None if one.weight is None else one.weight.dtype
+        weight = 0 if one.weight is None else one.weight.itemsize
         places = [tensor.data_ptr() for tensor in one.tensors()[:4]]
         row = [*places, one.group, one.norm, 0 if one.weight is None else one.weight.data_ptr()]
-        sizes = sizes_of(one.gradient.dtype, one.exp_avg.dtype, weight)
+        sizes = sizes_of(one.gradient.itemsize, one.exp_avg.itemsize, weight)
         found.append(torch.tensor(row) + torch.arange(one.master.numel())[:, None] * sizes)
     return by_address(found)
 
@@ -85,22 +107,19 @@ def test_every_owned_element_is_stepped_once_with_what_belongs_to_it(
     """Gradient, moments, hyper-parameters, clip factor and weight; wherever shards meet."""
     for table in Stepping(weights, gradients=gradients, moments=moments).tables:
         assert not table.remainder
-        assert_bytes_equal(launched_elements(table), owned_elements(table.states))
+        assert_bytes_equal(launched_elements(table.update), owned_elements(table.states))
 
 
 @settings(max_examples=12)
 @given(weights=sharded_weights())
 def test_every_part_of_an_expert_has_a_slot_of_its_own_for_its_amax(with_kernels, weights):
     for table in Stepping(weights).tables:
-        slots = [
-            slot for one in table.ranges if one.finds_amax for slot in one.parts[:, 3].tolist()
-        ]
+        finding = [args for args, constants in ranges_of(table.update) if constants["AMAX"]]
+        slots = [slot for args in finding for slot in args[2][:, 3].tolist()]
         assert len(slots) == len(set(slots))
-        if slots:
-            members = table.members.launches
-            amax = members[0].amax
-            assert all(one.amax is amax for one in members)
-            assert 0 <= min(slots) <= max(slots) < amax.numel()
+        for args in finding:
+            assert all(one.amax is args[5] for one in table.members.launches)
+            assert 0 <= min(slots) <= max(slots) < args[5].numel()
 
 
 @settings(max_examples=12)
@@ -108,10 +127,10 @@ def test_every_part_of_an_expert_has_a_slot_of_its_own_for_its_amax(with_kernels
 def test_steps_and_requantizations_write_the_same_slots(with_kernels, weights):
     """Else one of them would read maxima that the other has left, as in a load after a step."""
     for table in Stepping(weights).tables:
-        ranges = [one for one in table.ranges if one.finds_amax]
-        stepped = [slot for one in ranges for slot in one.parts[:, 3].tolist()]
+        finding = [args for args, constants in ranges_of(table.update) if constants["AMAX"]]
+        stepped = [slot for args in finding for slot in args[2][:, 3].tolist()]
         requantized = [
-            one.descriptors[member, 13].item() + part
+            one.descriptors[member, AMAX_SLOT].item() + part
             for one in (table.members.launches if table.members else ())
             for member, part in one.amax_parts.tolist()
         ]
@@ -124,13 +143,13 @@ def test_what_is_called_aligned_starts_at_multiples_of_16_bytes(
     with_kernels, weights, gradients, moments
 ):
     tables = Stepping(weights, gradients=gradients, moments=moments).tables
-    assert any(table.ranges for table in tables) or all(one.format for one in weights)
+    assert any(ranges_of(table.update) for table in tables) or all(one.format for one in weights)
     for table in tables:
-        for one in table.ranges:
-            sizes = sizes_of(one.gradient_dtype, one.moment_dtype, one.weight_dtype)
-            index, first = one.parts[:, 0], one.parts[:, 1:2]
-            rows = torch.cat([one.masters[index, None], one.states[index]], 1) + first * sizes
-            if one.aligned:
+        for (states, masters, parts, *_), constants in ranges_of(table.update):
+            index, first = parts[:, 0], parts[:, 1:2]
+            rows = torch.cat([masters[index, None], states[index]], 1)
+            rows += first * sizes_in(constants)
+            if constants["ALIGNED"]:
                 assert not (rows[:, [0, 1, 2, 3, 6]] % 16).any()
 
 
@@ -163,18 +182,19 @@ def at_home(rows, chunk):
     return rows
 
 
-def tiles_of(tables):
+def tiles_of(plans, *, step):
     """Return where tiles are encoded into, and the slots of their amaxes."""
     return sorted(
-        (*one.descriptors[number, [1, 3]].tolist(), row, col, one.amax_slots[number])
-        for one in tables
-        for number, row, col, _ in one.tiles.tolist()
+        (*descriptors[number, [ROWWISE_DATA, COLUMNWISE_DATA, AMAX_SLOT]].tolist(), row, col)
+        for plan in plans
+        for (descriptors, tiles, *_), _ in members_of(plan, step=step)
+        for number, row, col, _ in tiles.tolist()
     )
 
 
-def tables_of(table):
-    """Return a table and those of its chunks."""
-    return [table, *(chunk.table for chunk in table.chunks)]
+def updates_of(table):
+    """Return the update of a table and those of its chunks."""
+    return [table.update, *(chunk.update for chunk in table.chunks)]
 
 
 @settings(max_examples=20)
@@ -185,8 +205,8 @@ def test_chunks_and_the_rest_do_what_one_table_does(
     """Every element is stepped once, with what belongs to it, where it is then; and every whole
     block, or expert, is encoded once, to the same place."""
     for table in Stepping(weights, gradients=gradients, moments=moments, on_host=True).tables:
-        rows = [launched_elements(table)]
-        rows += [at_home(launched_elements(chunk.table), chunk) for chunk in table.chunks]
+        rows = [launched_elements(table.update)]
+        rows += [at_home(launched_elements(chunk.update), chunk) for chunk in table.chunks]
         assert_bytes_equal(by_address(rows), owned_elements(table.states))
         alone = StepTable.build(
             [replace(state, on_host=None) for state in table.states],
@@ -197,9 +217,8 @@ def test_chunks_and_the_rest_do_what_one_table_does(
         assert not (alone.chunks or alone.stage)
         large = [one for one in table.states if one.master.numel() >= SMALL["SMALLEST"]]
         assert bool(table.chunks) == bool(large)
-        for tables in (lambda t: [m.table for m in t.encoding], lambda t: t.encoded_last):
-            ours = [launch for one in tables_of(table) for launch in tables(one)]
-            assert tiles_of(ours) == tiles_of(tables(alone))
+        for step in (True, False):
+            assert tiles_of(updates_of(table), step=step) == tiles_of([alone.update], step=step)
 
 
 @settings(max_examples=20)
@@ -227,12 +246,12 @@ def test_chunks_are_whole_pieces_in_order_and_full_where_the_next_fits(shards):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(staging, "CHUNK_BYTES", 24_000)
         chunks = staging.pack(shards)
-    spans = [span for chunk in chunks for span in chunk]
+    pieces = [piece for chunk in chunks for piece in chunk]
     for number, (ends, _) in enumerate(shards):
-        own = [span for span in spans if span.shard == number]
-        assert [span.first for span in own] == [0, *(span.last for span in own[:-1])]
-        assert own[-1].last == ends[-1] and {span.last for span in own} <= {*ends}
-    assert [span.shard for span in spans] == sorted(span.shard for span in spans)
+        own = [piece for piece in pieces if piece.shard == number]
+        assert [piece.first for piece in own] == [0, *(piece.last for piece in own[:-1])]
+        assert own[-1].last == ends[-1] and {piece.last for piece in own} <= {*ends}
+    assert [piece.shard for piece in pieces] == sorted(piece.shard for piece in pieces)
     sizes = [sum((s.last - s.first) * shards[s.shard][1] for s in chunk) for chunk in chunks]
     for chunk, size in zip(chunks, sizes, strict=True):
         (one, *_) = chunk
@@ -309,7 +328,7 @@ def test_dropped_moments_are_freed_where_launches_know_their_addresses(with_kern
     """As where they are offloaded: `.cpu()` makes another tensor, and the first one is let go."""
     state = state_of(64)
     table = build(state).watching([state.master, state.gradient])
-    assert table.ranges and not table.has_moved
+    assert table.update.kernels and not table.has_moved
     moments = [ref(state.exp_avg), ref(state.exp_avg_sq)]
     del state
     assert [moment() for moment in moments] == [None, None]
@@ -317,7 +336,7 @@ def test_dropped_moments_are_freed_where_launches_know_their_addresses(with_kern
 
 def test_states_of_nothing_neither_move_nor_are_launched(with_kernels):
     table = build(state_of(0), replace(state_of(0), weight=torch.zeros(0)))
-    assert not (table.ranges or table.encoding or table.remainder or table.has_moved)
+    assert not (table.update.calls or table.has_moved)
     assert len(table.states) == 2
 
 

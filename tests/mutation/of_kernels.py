@@ -9,15 +9,15 @@ STEP = (
     "tests/kernels/test_step_table.py::test_every_part_of_an_expert_has_a_slot_of_its_own_for_its_amax",
     "tests/kernels/test_step_table.py::test_dropped_moments_are_freed_where_launches_know_their_addresses",
 )
-REQUANTIZE = ("tests/kernels/test_requantize_kernels.py::test_whole_weights_are_the_references",)
-NORM = ("tests/kernels/test_norm_kernels.py::test_sums_of_tensors_of_many_sizes",)
-AMAX = ("tests/kernels/test_amax_table.py",)
+REQUANTIZE = ("tests/kernels/test_requantize.py::test_whole_weights_are_the_references",)
+NORM = ("tests/kernels/test_norm.py::test_sums_of_tensors_of_many_sizes",)
+AMAX = ("tests/kernels/test_amax.py",)
 
 MUTANTS = (
     Mutant(  # offsets within a tile of very wide buffers leave 32 bits
         "kernels/launch_table.py",
-        "for buffer in buffers)) * target.format.block_row_height",
-        "for buffer in buffers))",
+        "reach = widest * target.format.block_row_height",
+        "reach = widest",
         LAUNCH,
     ),
     Mutant(  # memory of an odd number of bytes is zeroed in units of two
@@ -27,15 +27,15 @@ MUTANTS = (
         LAUNCH,
     ),
     Mutant(  # the last block row of an expert, which is not high enough, belongs to nobody
-        "kernels/launch_table.py",
-        "end = high if high == numel else high // block row * block row",
-        "end = high // block row * block row",
+        "kernels/table_entry.py",
+        "end = high if high == numel else high // block_row * block_row",
+        "end = high // block_row * block_row",
         LAUNCH,
     ),
     Mutant(  # weights of one launch share amax slots
         "kernels/launch_table.py",
-        "slots = _amax_slots(exchange, experts, first_free_slot + AMAX_SLOTS * first)",
-        "slots = _amax_slots(exchange, experts, first_free_slot)",
+        "own = (first_free_slot + AMAX_SLOTS * (first + index) for",
+        "own = (first_free_slot + AMAX_SLOTS * index for",
         LAUNCH,
     ),
     Mutant(  # a member ends where its parameter does
@@ -45,9 +45,9 @@ MUTANTS = (
         LAUNCH,
     ),
     Mutant(  # the last elements of an expert are left out of its amax
-        "kernels/launch_table.py",
-        "counts = (owned + length - 1) // length",
-        "counts = (owned // length).clamp(min=1)",
+        "kernels/cutting.py",
+        "counts = (numels + length - 1) // length",
+        "counts = (numels // length).clamp(min=1)",
         LAUNCH,
     ),
     Mutant(  # large gaps are described twice
@@ -64,8 +64,8 @@ MUTANTS = (
     ),
     Mutant(  # what a cut does not divide is exchanged
         "kernels/exchange.py",
-        "if offset % block row and key not in block rows:",
-        "if key not in block rows:",
+        "if offset % block_row and key not in block_rows:",
+        "if key not in block_rows:",
         EXCHANGE,
     ),
     Mutant(  # slots follow the order in which a rank names cuts
@@ -99,52 +99,52 @@ MUTANTS = (
         LAUNCH,
     ),
     Mutant(  # a part of a range finds its amax where the first one does
-        "kernels/steps/table.py",
-        "min(last, start + length), slot + number])",
-        "min(last, start + length), slot])",
+        "kernels/update.py",
+        "min(last, start + length), slot + number]",
+        "min(last, start + length), slot]",
         STEP,
     ),
     Mutant(  # what follows the last whole block is not stepped
-        "kernels/steps/table.py",
+        "kernels/update.py",
         "            ranges.add(state, base, part.end_whole, part.high)\n",
         "",
         STEP,
     ),
     Mutant(  # hyper-parameters of one group, clip factors of another
-        "kernels/steps/table.py",
+        "kernels/update.py",
         "return [*columns, state.group, state.norm, place]",
         "return [*columns, state.norm, state.group, place]",
         STEP,
     ),
     Mutant(  # a table that watches some tensors looks at all
-        "kernels/steps/table.py",
-        "return replace(self, states=(), places=Places(tensors), kernels=[])",
-        "return replace(self, states=(), kernels=[])",
+        "kernels/step_table.py",
+        "return replace(self, states=(), places=Places(tensors))",
+        "return replace(self, states=())",
         STEP,
     ),
     Mutant(  # a chunk is encoded from the beginning of its shard
-        "kernels/steps/table.py",
-        "planned = replace(entry, source=there[0], start=entry.start + span.first), exchange",
+        "kernels/update.py",
+        "planned = replace(entry, source=there[0], start=entry.start + first), exchange",
         "planned = replace(entry, source=there[0], start=entry.start), exchange",
         ("tests/kernels/test_chunks.py::test_chunks_leave_no_trace",),
     ),
     Mutant(  # what lies before a gradient in its cache line is summed with it
-        "kernels/norm/table.py",
+        "kernels/norm.py",
         "begins = (begin[which] - first).clamp(min=0)",
         "begins = torch.zeros_like(first)",
         NORM,
     ),
     Mutant(  # groups that do not come in order share sums
-        "kernels/norm/table.py",
+        "kernels/norm.py",
         "ordered = sorted(owned, key=lambda one: one.group)  # stable",
         "ordered = list(owned)",
         NORM,
     ),
     Mutant(  # of gradients in several pieces of memory one is watched
-        "kernels/norm/table.py",
-        "sources=Places(of_each_memory.values()),",
-        "sources=Places(list(of_each_memory.values())[:1]),",
-        ("tests/kernels/test_sum_squares.py",),
+        "kernels/norm.py",
+        "places=Places.of_each_memory(one.values for one in owned),",
+        "places=Places(one.values for one in owned[:1]),",
+        ("tests/kernels/test_norm.py",),
     ),
     Mutant(  # rows that begin at no word are moved as words
         "kernels/finish_table.py",
@@ -159,15 +159,9 @@ MUTANTS = (
         REQUANTIZE,
     ),
     Mutant(  # experts that a rank owns nothing of have no row
-        "kernels/amax_table.py",
-        "slot += entry.target.shape[0] * AMAX_SLOTS",
-        "slot = len(rows) * AMAX_SLOTS",
-        AMAX,
-    ),
-    Mutant(  # an expert ends where the rank's part does
-        "kernels/amax_table.py",
-        "row[_END] = min(numel, entry.end - expert * numel)",
-        "row[_END] = entry.end - expert * numel",
+        "kernels/amax.py",
+        "slot += AMAX_SLOTS * entry.target.shape[0]",
+        "slot += AMAX_SLOTS * len(experts)",
         AMAX,
     ),
     Mutant(  # a range over a cut is taken for one between two

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from moe_optim import ops
 from moe_optim.errors import LayoutError
+from moe_optim.kernels.step_table import StepTable
 from moe_optim.optimizer.graphed import GraphedStep
 from moe_optim.weights.grouped_weight import GroupedWeight
 from tests.optimizer.test_nonfinite import _snapshot
@@ -82,14 +82,17 @@ def _fail(where: str) -> tuple[list[int], dict[str, torch.Tensor], dict[str, tor
         cycle.zero()
         cycle.micro(3, last=True)
         take_step = GraphedStep(cycle.optimizer) if "graph" in where else cycle.optimizer.step
-        step, encode = ops.step, ops._encode_unshared
-        if "behind" in where:
-            ops._encode_unshared = life_cycle._raise_tripped
-        else:
-            ops.step = life_cycle._raise_tripped
+        launch = StepTable.launch
+
+        def failing(table: StepTable) -> None:
+            if "behind" in where:
+                launch(table)
+            raise life_cycle.Tripped
+
+        StepTable.launch = failing
         with pytest.raises(life_cycle.Tripped):
             take_step()
-        ops.step, ops._encode_unshared = step, encode
+        StepTable.launch = launch
     counts, states = _counts(cycle), _snapshot([cycle.ddp], cycle.optimizer)
     cycle.zero()
     cycle.micro(4, last=True)

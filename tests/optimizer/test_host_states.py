@@ -9,7 +9,7 @@ import torch
 
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError
-from moe_optim.kernels.steps import staging
+from moe_optim.kernels import staging
 from moe_optim.optimizer.host_states import HostStates
 from tests.optimizer.test_fused_runs import FLAGS, ONLY, fused, states_of, trained
 from tests.support.ranks import run_ranks

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_optim import ops
 from moe_optim.formats.reference.adam import Hyper
+from moe_optim.kernels.adam_state import AdamState
 from moe_optim.kernels.member_table import MemberTable, TableEntry
-from moe_optim.kernels.steps.table import AdamState, StepTable
+from moe_optim.kernels.step_table import StepTable
 from moe_optim.weights.te.fields import te_formats_of
 from moe_optim.weights.te.storage import TransformerEngineStorage
 
@@ -86,7 +86,7 @@ def cast(
         entries.append(entry)
         storages.append(storage)
     table = MemberTable.build(entries)
-    ops.partial_amax(table)
+    table.find_maxima.launch()
     if table.exchange.numel():
         dist.all_reduce(table.exchange, dist.ReduceOp.MAX, group=group)
     scales = [
@@ -97,7 +97,7 @@ def cast(
     ]
     for scale in scales:  # the largest is the owner's: there are none below zero
         scale.view(torch.uint8).zero_()
-    ops.encode(table)
+    table.encode.launch()
     values = [one if one.dtype == torch.float32 else one.view(torch.uint8) for one in scales]
     everyones = torch.cat([one.float().flatten() for one in values])  # a byte is exact in fp32
     dist.all_reduce(everyones, dist.ReduceOp.MAX, group=group)
@@ -171,7 +171,7 @@ def step(  # noqa: PLR0913  # arguments are Transformer Engine's
         members=None,
         decoupled=bool(decoupled),
     )
-    ops.step(table)
+    table.launch()
 
 
 def _note(call: str) -> None:

@@ -1,7 +1,6 @@
 """Plain torch: the definition of every format, the oracle of every kernel, and the CPU backend."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 
@@ -19,9 +18,9 @@ from moe_optim.formats import (
     QuantizedWeight,
     get_format,
 )
-from moe_optim.formats.reference import fp8_block, mxfp8, mxfp8_2d, nvfp4
+from moe_optim.formats.reference import fp8_block, mxfp8, nvfp4
 from moe_optim.formats.reference.dequantizing import dequantize, dequantize_bf16
-from moe_optim.formats.reference.deriving import derive_into, expand_scale_into
+from moe_optim.formats.reference.finish import derive_into, expand_scale_into
 
 __all__ = [
     "dequantize",
@@ -37,7 +36,7 @@ _QUANTIZERS: Mapping[BlockScaledFormat, Callable[[Tensor, QuantizedWeight], None
     MappingProxyType(
         {
             MXFP8: mxfp8.quantize_into,
-            MXFP8_2D: mxfp8_2d.quantize_into,
+            MXFP8_2D: mxfp8.quantize_2d_into,
             NVFP4: nvfp4.quantize_into,
             FP8_BLOCK: fp8_block.quantize_into,
         }
@@ -52,7 +51,7 @@ def quantize(master: Tensor, format: BlockScaledFormat, *, name: str = "weight")
         master: [E, R, C] fp32 or bf16, any strides. fp32 is rounded to bf16 first, as TE 2.20
             quantize_master_weights does. Experts do not influence each other.
         format: one of ``moe_optim.formats.FORMATS``.
-        name: how errors call the weight.
+        name: name of the weight in errors.
 
     Raises:
         LayoutError: wrong dtype, or a shape that the format cannot hold.
@@ -99,9 +98,9 @@ def quantize_gathered_into(
 
     Args:
         master: [E, R, C] fp32 or bf16 on the device of ``out``.
-        format: must be the format of ``out``.
+        format: format of ``out``.
         out: buffers to overwrite.
-        name: how errors call the weight.
+        name: name of the weight in errors.
 
     Raises:
         LayoutError: dtype, shape or format do not fit each other.
@@ -128,21 +127,10 @@ def quantize_gathered_into(
 
 def _contiguous_like(q: QuantizedWeight) -> QuantizedWeight:
     """Return ``q`` with new memory for those buffers that are not contiguous."""
-
-    def like(buffer: Tensor) -> Tensor:
-        return (
-            buffer
-            if buffer.is_contiguous()
-            else torch.empty_like(buffer, memory_format=torch.contiguous_format)
-        )
-
-    rowwise_data = like(q.rowwise_data)
-    shared = q.format.columnwise_copy == "shared"
-    return replace(
-        q,
-        rowwise_data=rowwise_data,
-        rowwise_scale=like(q.rowwise_scale),
-        columnwise_data=rowwise_data if shared else like(q.columnwise_data),
-        columnwise_scale=like(q.columnwise_scale),
-        global_amax=None if q.global_amax is None else like(q.global_amax),
-    )
+    buffers = [
+        buffer
+        if buffer.is_contiguous()
+        else torch.empty_like(buffer, memory_format=torch.contiguous_format)
+        for buffer in q.buffers().values()
+    ]
+    return QuantizedWeight.of_buffers(q.format, q.shape, buffers)

@@ -27,7 +27,7 @@ class Hyper:
     weight_decay: float
     """Factor of the master that is added to the update, or to the gradient."""
     step: int
-    """Of this update, from 1 on."""
+    """Number of this update, from 1."""
     bias_correction: bool = True
     """Whether moments are divided by what they lack in the first steps."""
 
@@ -56,14 +56,22 @@ def step_into(
 ) -> None:
     """Update a master and its moments in place.
 
+    ::
+
+        g = clip * gradient                                      coupled: + decay * p
+        m = beta1 * m + (1 - beta1) * g
+        v = beta2 * v + ((1 - beta2) * g) * g
+        u = (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)  decoupled: + decay * p
+        p = p - lr * u
+
     Args:
-        master: [n] fp32.
+        master: p, [n] fp32.
         gradient: [n] fp32 or bf16; left alone.
-        exp_avg: [n] fp32 or bf16.
-        exp_avg_sq: [n] fp32 or bf16.
+        exp_avg: m, [n] fp32 or bf16.
+        exp_avg_sq: v, [n] fp32 or bf16.
         hyper: [9] fp32, see :meth:`Hyper.row`.
-        clip: fp32 scalar that the gradient is multiplied by; below zero nothing moves.
-        decoupled: weight decay is added to the update (AdamW), and not to the gradient.
+        clip: fp32 scalar; below zero nothing moves.
+        decoupled: whether weight decay is added to the update (AdamW), and not to the gradient.
     """
     if clip < 0:
         return

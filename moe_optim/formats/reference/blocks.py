@@ -1,4 +1,4 @@
-"""What the formats share: slabs that stay in a cache, and maxima of magnitudes that ignore NaN."""
+"""Helpers of all formats: chunks that stay in a cache, and maxima of magnitudes that ignore NaN."""
 
 from collections.abc import Iterator
 
@@ -8,12 +8,12 @@ from torch import Tensor
 INFINITY_BITS = 0x7F80
 """Bits of a bf16 infinity. Larger magnitudes are NaN."""
 
-SLAB_NUMEL = 1 << 17
+CHUNK_NUMEL = 1 << 17
 """Elements handled at a time, so that temporaries stay in one core's second-level cache."""
 
 
-def slabs(master: Tensor, rows: int) -> Iterator[tuple[slice, Tensor]]:
-    """Cut stacked experts into slabs of whole block rows, rounded to bf16.
+def chunks(master: Tensor, rows: int) -> Iterator[tuple[slice, Tensor]]:
+    """Cut stacked experts into chunks of whole block rows, rounded to bf16.
 
     Args:
         master: [E, R, C] fp32 or bf16 with R % rows == 0. Rounded to bf16 first, as TE 2.20
@@ -22,12 +22,12 @@ def slabs(master: Tensor, rows: int) -> Iterator[tuple[slice, Tensor]]:
 
     Yields:
         Indices of block rows among all E * R / rows, and the weights [n, rows, C] bf16 of these.
-        The weights are valid until the next slab is asked for, and may be written.
+        The weights are valid until the next chunk is taken, and may be written.
     """
     cols = master.shape[-1]
     stacked = master.reshape(-1, rows, cols)
     total = stacked.shape[0]
-    height = max(1, SLAB_NUMEL // (rows * max(cols, 1)))
+    height = max(1, CHUNK_NUMEL // (rows * max(cols, 1)))
     scratch = torch.empty(
         (min(height, total), rows, cols), dtype=torch.bfloat16, device=master.device
     )
@@ -76,7 +76,7 @@ def spread(block_values: Tensor, length: int) -> Tensor:
 
 def transpose_into(out: Tensor, source: Tensor) -> None:
     """Copy ``source`` [E, R, C] into ``out`` [E, C, R], its transpose for every expert."""
-    strip = 32  # rows read side by side; many more would push each other out of the cache
-    for start in range(0, source.shape[1], strip):
-        part = slice(start, start + strip)
+    height = 32  # rows read side by side; many more would push each other out of the cache
+    for start in range(0, source.shape[1], height):
+        part = slice(start, start + height)
         out[:, :, part].copy_(source[:, part].transpose(1, 2))

@@ -16,10 +16,8 @@ from moe_optim.formats import (
     QuantizedWeight,
     get_format,
 )
-from moe_optim.formats.reference.blocks import SLAB_NUMEL, transpose_into
-from moe_optim.formats.reference.codes.e2m1 import decode_e2m1
-from moe_optim.formats.reference.codes.e4m3 import decode_e4m3
-from moe_optim.formats.reference.codes.e8m0 import decode_e8m0
+from moe_optim.formats.reference.blocks import CHUNK_NUMEL, transpose_into
+from moe_optim.formats.reference.codes import decode_e2m1, decode_e4m3, decode_e8m0
 from moe_optim.formats.reference.nvfp4 import decoding_amax
 
 _NVFP4_UNIT = 1.0 / (6.0 * 448.0)
@@ -36,7 +34,7 @@ def dequantize(q: QuantizedWeight, direction: Direction = "rowwise") -> Tensor:
 
     Args:
         q: buffers; left alone.
-        direction: which of them to read.
+        direction: direction to read.
 
     Returns:
         [E, R, C] fp32, contiguous, also where the data buffer is stored transposed.
@@ -81,9 +79,9 @@ def dequantize_bf16(
 
     Args:
         data: uint8 buffer of ``direction``, as stored: of ``format.data_shape``.
-        scale: its logical scales, of ``format.scale_shape`` and ``format.scale_dtype``.
-        format: what the buffers mean.
-        direction: which buffers these are.
+        scale: logical scales, of ``format.scale_shape`` and ``format.scale_dtype``.
+        format: format of the buffers.
+        direction: direction of the buffers.
         global_amax: [E] fp32, needed by formats that have one.
         out: [E, R, C] bf16, contiguous; overwritten and returned if given.
 
@@ -154,7 +152,7 @@ def _dequantize_bf16(
 def _scale_values(
     scale: Tensor, format: BlockScaledFormat, direction: Direction, global_amax: Tensor | None
 ) -> Tensor:
-    """Return what elements are multiplied by, along the axes of the data buffer as stored.
+    """Return the factors of elements, along the axes of the data buffer as stored.
 
     E8M0 bytes give bf16, which holds all of them; other scales give fp32.
     """
@@ -207,9 +205,9 @@ def _decode_into(data: Tensor, values: Tensor, element: Element) -> None:
     codes = codes.view(torch.uint16) if wide else codes
     table = _decode_table(element, wide, data.device)
     flat = values.view(-1).view(table.dtype)
-    for start in range(0, len(codes), SLAB_NUMEL):
-        index = codes[start : start + SLAB_NUMEL].int()
-        torch.index_select(table, 0, index, out=flat[start : start + SLAB_NUMEL])
+    for start in range(0, len(codes), CHUNK_NUMEL):
+        index = codes[start : start + CHUNK_NUMEL].int()
+        torch.index_select(table, 0, index, out=flat[start : start + CHUNK_NUMEL])
 
 
 @cache

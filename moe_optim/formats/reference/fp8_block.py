@@ -9,18 +9,18 @@ from moe_optim.formats.reference.blocks import (
     amax_of_columns,
     amax_of_runs,
     as_magnitude,
+    chunks,
     magnitude_bits,
-    slabs,
     spread,
 )
-from moe_optim.formats.reference.codes.e4m3 import encode_e4m3_
+from moe_optim.formats.reference.codes import encode_e4m3_
 from moe_optim.formats.reference.tensorwise import encode_scale as encode_tensor_scale
 
 BLOCK = 128
 
 
 def quantize_into(master: Tensor, out: QuantizedWeight) -> None:
-    """Write the rowwise FP8 block buffers of ``master``; every kernel must match these bytes.
+    """Write the rowwise FP8 block buffers of ``master``.
 
     Args:
         master: [E, R, C] fp32 or bf16. Blocks at the lower and right edge may be partial.
@@ -32,7 +32,7 @@ def quantize_into(master: Tensor, out: QuantizedWeight) -> None:
         return
     data = out.rowwise_data.view(-1, BLOCK, cols)
     rowwise_scale = out.rowwise_scale.view(-1, cols // BLOCK)
-    for part, weight in slabs(master, BLOCK):  # [n, 128, C]
+    for part, weight in chunks(master, BLOCK):  # [n, 128, C]
         bits, finite = magnitude_bits(weight)
         scale = encode_scale(as_magnitude(amax_of_runs(amax_of_columns(bits), BLOCK)))
         rowwise_scale[part] = scale.reciprocal()

@@ -1,6 +1,4 @@
-"""What a weight has lost by being quantized, expert by expert, of any range of it."""
-
-from dataclasses import replace
+"""The health sums of experts, from any range of a weight."""
 
 import torch
 from torch import Tensor
@@ -9,8 +7,7 @@ from torch.nn.functional import pad
 from moe_optim.formats import BlockScaledFormat, QuantizedWeight
 from moe_optim.formats.health_figures import SKETCH, Sum, signs
 from moe_optim.formats.reference.blocks import as_magnitude, magnitude_bits
-from moe_optim.formats.reference.codes.e4m3 import decode_e4m3
-from moe_optim.formats.reference.codes.e8m0 import decode_e8m0
+from moe_optim.formats.reference.codes import decode_e4m3, decode_e8m0
 from moe_optim.formats.reference.dequantizing import dequantize
 from moe_optim.formats.reference.nvfp4 import decoding_amax
 
@@ -27,7 +24,7 @@ def measure_into(
         amaxes: [E] fp32, changed in place.
         source: fp32 or bf16, what the buffers were quantized from: the elements of the weight from
             ``start`` on. Rounded to bf16 first.
-        start: counted in the weight.
+        start: first element of the source, counted in the weight.
         q: all buffers of the whole weight; its rowwise values are what is measured.
     """
     experts, rows, cols = q.shape
@@ -99,15 +96,5 @@ def _is_above(magnitude: Tensor, limit: Tensor, format: BlockScaledFormat) -> Te
 
 
 def _expert_of(q: QuantizedWeight, expert: int) -> QuantizedWeight:
-    part = slice(expert, expert + 1)
-    data = q.rowwise_data[part]
-    shared = q.format.columnwise_copy == "shared"
-    return replace(
-        q,
-        shape=(1, *q.shape[1:]),
-        rowwise_data=data,
-        rowwise_scale=q.rowwise_scale[part],
-        columnwise_data=data if shared else q.columnwise_data[part],
-        columnwise_scale=q.columnwise_scale[part],
-        global_amax=None if q.global_amax is None else q.global_amax[part],
-    )
+    buffers = (buffer[expert : expert + 1] for buffer in q.buffers().values())
+    return QuantizedWeight.of_buffers(q.format, (1, *q.shape[1:]), buffers)

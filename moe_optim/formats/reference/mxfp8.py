@@ -1,4 +1,4 @@
-"""MXFP8: E4M3 data, one E8M0 scale for 32 elements, each direction quantized from the master."""
+"""MXFP8: E4M3 data, one E8M0 scale for 32 elements of a row and of a column, or for 32x32."""
 
 from torch import Tensor
 
@@ -7,17 +7,17 @@ from moe_optim.formats.reference.blocks import (
     amax_of_columns,
     amax_of_runs,
     as_magnitude,
+    chunks,
     magnitude_bits,
-    slabs,
+    spread,
 )
-from moe_optim.formats.reference.codes.e4m3 import encode_e4m3_
-from moe_optim.formats.reference.codes.e8m0 import e8m0_reciprocal, e8m0_round_up
+from moe_optim.formats.reference.codes import e8m0_reciprocal, e8m0_round_up, encode_e4m3_
 
 BLOCK = 32
 
 
 def quantize_into(master: Tensor, out: QuantizedWeight) -> None:
-    """Write the MXFP8 buffers of ``master``; every kernel must match these bytes.
+    """Write the MXFP8 buffers of ``master``, each direction quantized from it.
 
     Args:
         master: [E, R, C] fp32 or bf16, R and C multiples of 32.
@@ -28,7 +28,7 @@ def quantize_into(master: Tensor, out: QuantizedWeight) -> None:
     columnwise_data = out.columnwise_data.view(-1, BLOCK, cols)
     rowwise_scale = out.rowwise_scale.view(-1, BLOCK, cols // BLOCK)
     columnwise_scale = out.columnwise_scale.view(-1, cols)
-    for part, weight in slabs(master, BLOCK):  # [n, 32, C]
+    for part, weight in chunks(master, BLOCK):  # [n, 32, C]
         bits, finite = magnitude_bits(weight)
         scale = scale_code(amax_of_columns(bits))  # [n, C]
         columnwise_scale[part] = scale
@@ -39,6 +39,24 @@ def quantize_into(master: Tensor, out: QuantizedWeight) -> None:
         rowwise_scale[part] = scale
         scaled = weight.view(*scale.shape, BLOCK) * e8m0_reciprocal(scale).unsqueeze(-1)
         encode_e4m3_(rowwise_data[part], scaled, saturate=not finite)
+
+
+def quantize_2d_into(master: Tensor, out: QuantizedWeight) -> None:
+    """Write the rowwise MXFP8 2-D buffers of ``master``, whose scales serve both directions.
+
+    Args:
+        master: [E, R, C] fp32 or bf16, R and C multiples of 32.
+        out: contiguous buffers of the same shape; all rowwise bytes are overwritten.
+    """
+    cols = master.shape[-1]
+    data = out.rowwise_data.view(-1, BLOCK, cols)
+    rowwise_scale = out.rowwise_scale.view(-1, cols // BLOCK)
+    for part, weight in chunks(master, BLOCK):  # [n, 32, C]
+        bits, finite = magnitude_bits(weight)
+        scale = scale_code(amax_of_runs(amax_of_columns(bits), BLOCK))  # [n, C/32]
+        rowwise_scale[part] = scale
+        scaled = weight.mul_(spread(e8m0_reciprocal(scale), BLOCK))
+        encode_e4m3_(data[part], scaled, saturate=not finite)
 
 
 def scale_code(amax_bits: Tensor) -> Tensor:

@@ -8,23 +8,22 @@ from moe_optim.formats.reference.blocks import (
     amax_of_columns,
     amax_of_runs,
     as_magnitude,
+    chunks,
     magnitude_bits,
-    slabs,
     spread,
 )
-from moe_optim.formats.reference.codes.e2m1 import encode_e2m1, pack_e2m1
-from moe_optim.formats.reference.codes.e4m3 import decode_e4m3, encode_e4m3
+from moe_optim.formats.reference.codes import decode_e4m3, encode_e2m1, encode_e4m3, pack_e2m1
 
 BLOCK = 16
 FP32_MAX = torch.finfo(torch.float32).max
 FP32_TINY = torch.finfo(torch.float32).tiny
 SCALE_MAX = 448.0
 SMALLEST_DECODING_AMAX = SCALE_MAX * NVFP4.data_max * 2.0**-128
-"""Of experts with a smaller amax the encode scale is FLT_MAX, as if this were their amax."""
+"""Experts with a smaller amax are encoded with FLT_MAX, as if this were their amax."""
 
 
 def quantize_into(master: Tensor, out: QuantizedWeight) -> None:
-    """Write the rowwise NVFP4 buffers of ``master``; every kernel must match these bytes.
+    """Write the rowwise NVFP4 buffers of ``master``.
 
     Args:
         master: [E, R, C] fp32 or bf16, R and C multiples of 16.
@@ -36,7 +35,7 @@ def quantize_into(master: Tensor, out: QuantizedWeight) -> None:
         (experts * rows // BLOCK, cols // BLOCK), dtype=torch.float32, device=master.device
     )
     all_finite = True
-    for part, weight in slabs(master, BLOCK):  # [n, 16, C]
+    for part, weight in chunks(master, BLOCK):  # [n, 16, C]
         bits, finite = magnitude_bits(weight)
         all_finite &= finite
         amax[part] = as_magnitude(amax_of_runs(amax_of_columns(bits), BLOCK))
@@ -48,13 +47,13 @@ def quantize_into(master: Tensor, out: QuantizedWeight) -> None:
 
     factor = encode_factor(scale, global_encode).view(-1, cols // BLOCK)
     rowwise_data = out.rowwise_data.view(-1, BLOCK, cols // 2)
-    for part, weight in slabs(master, BLOCK):
+    for part, weight in chunks(master, BLOCK):
         scaled = weight * spread(factor[part], BLOCK)  # [n, 16, C]
         rowwise_data[part] = pack_e2m1(encode_e2m1(scaled, has_nan=not all_finite))
 
 
 def global_encode_scale(global_amax: Tensor) -> Tensor:
-    """Return what brings an expert's amax to 448 * 6, at most FLT_MAX; 1 for zero and for Inf.
+    """Return 448 * 6 / amax of experts, at most FLT_MAX; 1 for zero and for Inf.
 
     Args:
         global_amax: fp32 of any shape, not negative.
@@ -68,7 +67,7 @@ def global_encode_scale(global_amax: Tensor) -> Tensor:
 def decoding_amax(global_amax: Tensor) -> Tensor:
     """Return the amax whose 2688th part undoes :func:`global_encode_scale`; Inf stays Inf.
 
-    Transformer Engine decodes by the amax itself, so that what its own products and its
+    Transformer Engine decodes by the amax itself, so that what its own GEMMs and its
     dequantization make of experts below ``SMALLEST_DECODING_AMAX`` is too small.
 
     Args:

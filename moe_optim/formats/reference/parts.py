@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_optim.formats import BlockScaledFormat, QuantizedWeight, round_up
-from moe_optim.formats.reference.deriving import derive_into
+from moe_optim.formats.reference.finish import derive_into
 from moe_optim.formats.reference.ranges import block_amaxes, encode_block_rows
 
 
@@ -19,8 +19,8 @@ def pad_part(part: Tensor, start: tuple[int, int], format: BlockScaledFormat) ->
 
     Args:
         part: [E, r, c] fp32 or bf16.
-        start: its first row and column, counted in the weight.
-        format: whose blocks.
+        start: first row and column of the part, counted in the weight.
+        format: format of the weight.
 
     Returns:
         [E, R', C'] bf16 that starts at :func:`padded_start`, both multiples of a block row.
@@ -47,7 +47,7 @@ def part_maxima(padded: Tensor, format: BlockScaledFormat) -> dict[str, Tensor]:
 
     Args:
         padded: [E, R', C'] bf16, see :func:`pad_part`.
-        format: whose blocks.
+        format: format of the weight.
 
     Returns:
         fp32, one a block: [E, R' / block rows, C' / block columns] for each direction that
@@ -76,8 +76,8 @@ def encode_padded(
 
     Args:
         padded: [E, R', C'] bf16.
-        format: of the buffers.
-        maxima: as :func:`part_maxima` returns them.
+        format: format of the buffers.
+        maxima: maxima by name, as :func:`part_maxima` returns them.
     """
     experts, rows, cols = padded.shape
     block_rows = padded.view(-1, format.block_row_height, cols)

@@ -15,9 +15,7 @@ from torch.nn.functional import pad
 from moe_optim.formats import BlockScaledFormat, QuantizedWeight
 from moe_optim.formats.reference import fp8_block, mxfp8, nvfp4
 from moe_optim.formats.reference.blocks import as_magnitude, magnitude_bits
-from moe_optim.formats.reference.codes.e2m1 import encode_e2m1, pack_e2m1
-from moe_optim.formats.reference.codes.e4m3 import encode_e4m3
-from moe_optim.formats.reference.codes.e8m0 import e8m0_reciprocal
+from moe_optim.formats.reference.codes import e8m0_reciprocal, encode_e2m1, encode_e4m3, pack_e2m1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -39,9 +37,9 @@ def owned_block_rows(
 
     Args:
         source: fp32 or bf16, the elements from ``start`` on in row-major order.
-        start: counted in the weight.
+        start: first element of the source, counted in the weight.
         shape: [E, R, C] of the weight.
-        format: whose block rows.
+        format: format of the weight.
     """
     _, rows, cols = shape
     flat, height = source.reshape(-1), format.block_row_height
@@ -136,8 +134,8 @@ def partial_amax_into(
 
     Args:
         source: the elements of the weight from ``start`` on, any number of them.
-        start: counted in the weight.
-        q: whose format and shape.
+        start: first element of the source, counted in the weight.
+        q: buffers of the weight, whose format and shape are read.
         out: fp32, holding zeros where nothing is owned.
         block_rows: first slot in ``out`` of every shared block row, by expert and first row.
         experts: slot in ``out`` of the amax of every expert that is shared.
@@ -165,37 +163,33 @@ def encode_into(
 
     Args:
         source: the elements of the weight from ``start`` on.
-        start: counted in the weight.
+        start: first element of the source, counted in the weight.
         q: buffers; only those that travel are written.
         amax: fp32, the shared maxima of all ranks.
         block_rows: first slot in ``amax`` of every shared block row.
         experts: first and last slot of the amax of every expert that is shared; their maximum
             counts, because kernels leave several.
     """
-    rows, height = q.shape[1], q.format.block_row_height
+    height = q.format.block_row_height
     for part in owned_block_rows(source, start, q.shape, q.format):
         amaxes = block_amaxes(part.values, q.format)
-        for index, block_row in enumerate(amaxes):
+        for index, maxima in enumerate(amaxes):
             slot = block_rows.get((part.expert, part.first_row + index * height))
             if slot is not None:
-                block_row.copy_(amax[slot : slot + block_row.numel()])
+                maxima.copy_(amax[slot : slot + maxima.numel()])
         global_amax = amaxes.amax()
         if part.expert in experts:
             first, last = experts[part.expert]
             global_amax = amax[first:last].amax()
         if q.global_amax is not None:
             q.global_amax[part.expert] = global_amax
-        encoded = encode_block_rows(part.values, q.format, amaxes, global_amax)
-        end_row = min(rows, part.first_row + len(amaxes) * height)
-        for name, buffer in encoded.items():
-            target = getattr(q, name)[part.expert]
-            lines = buffer.flatten(0, 1)
-            if name.endswith("_data"):
-                inside = part.owned.flatten(0, 1)[: end_row - part.first_row]
-                inside = inside[:, :: q.format.elements_per_byte]
-                where = target[part.first_row : end_row]
-                where.copy_(torch.where(inside, lines[: where.shape[0]], where))
-            else:
-                first = part.first_row // (height // buffer.shape[1])
-                where = target[first : first + lines.shape[0]]
-                where.copy_(lines[: where.shape[0]])
+        for name, values in encode_block_rows(part.values, q.format, amaxes, global_amax).items():
+            # values [n, rows of a block row, columns]; those below the weight are dropped
+            first_row = part.first_row * values.shape[1] // height
+            buffer = getattr(q, name)[part.expert, first_row:]
+            new = values.flatten(0, 1)[: len(buffer)]
+            old = buffer[: len(new)]
+            if name.endswith("_data"):  # of a byte all elements are owned, or none
+                owned = part.owned.flatten(0, 1)[: len(new), :: q.format.elements_per_byte]
+                new = torch.where(owned, new, old)
+            old.copy_(new)

@@ -1,16 +1,16 @@
-"""FP8 with one scale a weight, that of its present amax: current scaling in Transformer Engine."""
+"""Per-tensor FP8: one scale per weight from its present amax (current scaling)."""
 
 import torch
 from torch import Tensor
 
-from moe_optim.formats.reference.codes.e4m3 import encode_e4m3_
+from moe_optim.formats.reference.codes import encode_e4m3_
 
 E4M3_MAX = 448.0
-_SLAB = 1 << 16  # elements; their fp32 copies fit a cache
+_CHUNK = 1 << 16  # elements; their fp32 copies fit a cache
 
 
 def encode_scale(amax: Tensor) -> Tensor:
-    """Return what the elements of a weight are multiplied by; its inverse is stored.
+    """Return the factor of the elements of a weight; its inverse is stored.
 
     Args:
         amax: fp32 of any shape, not negative.
@@ -27,12 +27,12 @@ def encode_scale(amax: Tensor) -> Tensor:
 
 @torch.no_grad()
 def cast_into(out: Tensor, source: Tensor, scale: Tensor) -> None:
-    """Write the E4M3 codes of a flat range of a weight; every kernel must match these bytes.
+    """Write the E4M3 codes of a flat range of a weight.
 
     Args:
         out: [n] uint8; overwritten.
         source: [n] fp32, rounded to bf16 first, as in every cast here.
-        scale: [] or [1] fp32, of the whole weight.
+        scale: [] or [1] fp32, factor of the whole weight.
     """
-    for codes, values in zip(torch.split(out, _SLAB), torch.split(source, _SLAB), strict=True):
+    for codes, values in zip(torch.split(out, _CHUNK), torch.split(source, _CHUNK), strict=True):
         encode_e4m3_(codes, values.bfloat16().float() * scale)

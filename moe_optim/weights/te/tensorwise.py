@@ -10,10 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_optim import ops
-from moe_optim.kernels.bound_kernel import is_capturing
 from moe_optim.kernels.finish_table import FinishTable
-from moe_optim.kernels.member_table import runs_triton
+from moe_optim.kernels.plan import is_capturing, runs_triton
 from moe_optim.kernels.tensorwise import ScaledWeight, TensorwiseTable
 from moe_optim.places import Attributes
 from moe_optim.weights.te.fields import is_tensorwise, require_memory
@@ -70,9 +68,9 @@ class TensorwiseCast:
         Args:
             group: ranks that own the rest of each weight.
         """
-        ops.tensorwise_amax(self._table)
+        self._table.find_amaxes.launch()
         dist.all_reduce(self._table.amaxes, dist.ReduceOp.MAX, group=group)
-        ops.tensorwise_cast(self._table)
+        self._table.launch()
 
 
 def can_cast(weights: Sequence[Any]) -> bool:
@@ -121,9 +119,9 @@ class Transposes:
 
     def renew(self) -> None:
         """Make every transpose that of the present bytes, in one launch; nothing has moved."""
-        if is_capturing(self._table.copies.device):
+        if is_capturing(self._table.device):
             _CAPTURED.add(self._table)
-        ops.transpose(self._table)
+        self._table.launch()
 
 
 def _has_transpose(weight: Any) -> bool:

@@ -181,7 +181,8 @@ def launches_of(gather):
         return int(finish)
     slots = table.exchange.numel()
     amax = torch.zeros(slots + own_slots(planned))
-    return LaunchTable.build(planned, amax, first_free_slot=slots).num_launches + finish
+    table = LaunchTable.build(planned, amax, first_free_slot=slots)
+    return len([*table.bind_maxima(), *table.bind_encoding()]) + finish
 
 
 @EVERY_FORMAT

@@ -5,9 +5,18 @@ import math
 import pytest
 import torch
 
-from moe_optim.formats.reference.codes.e2m1 import decode_e2m1, encode_e2m1, pack_e2m1, unpack_e2m1
-from moe_optim.formats.reference.codes.e4m3 import decode_e4m3, encode_e4m3, encode_e4m3_
-from moe_optim.formats.reference.codes.e8m0 import decode_e8m0, e8m0_reciprocal, e8m0_round_up
+from moe_optim.formats.reference.codes import (
+    decode_e2m1,
+    decode_e4m3,
+    decode_e8m0,
+    e8m0_reciprocal,
+    e8m0_round_up,
+    encode_e2m1,
+    encode_e4m3,
+    encode_e4m3_,
+    pack_e2m1,
+    unpack_e2m1,
+)
 from tests.formats.reference import scalar_oracle
 from tests.support.bytes import assert_bytes_equal
 from tests.support.inputs import SENTINEL

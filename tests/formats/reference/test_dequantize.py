@@ -106,39 +106,11 @@ def test_nvfp4_of_tiny_experts_is_decoded_by_the_scale_that_encoded_it(direction
     assert bool(want.count_nonzero())
 
 
-@pytest.mark.parametrize("exponent", range(-125, -99))
-def test_nvfp4_of_an_expert_of_one_tiny_value_is_that_value_nearly(exponent):
-    """An E4M3 scale is off by 1/16 at most. Below 1.5 * 2^-126 the factor of elements is FLT_MAX,
-    in Transformer Engine as here, and too small for any scale."""
-    weight = torch.full((1, 16, 32), 2.0**exponent)
-    ratio = dequantize(quantize(weight, NVFP4)) / weight
-    assert bool(((ratio - 1).abs() <= 1 / 16).all())
-
-
-@every_format
-@every_direction
-@pytest.mark.parametrize("shape", [(2, 64, 96), (3, 96, 32)], ids=str)
-def test_the_fast_path_equals_the_definition_on_quantized_weights(format, direction, shape):
-    q = quantize(wide_range_weights(*shape, exponents=(-149, 126)), format)
-    assert_values_equal(fast(q, direction), dequantize(q, direction).bfloat16())
-
-
 @every_direction
 @pytest.mark.parametrize("shape", [(1, 3, 5), (2, 129, 7), (2, 128, 256)], ids=str)
 def test_the_fast_path_takes_odd_sizes_and_partial_blocks(direction, shape):
     q = quantize(wide_range_weights(*shape), FP8_BLOCK)
     assert_values_equal(fast(q, direction), dequantize(q, direction).bfloat16())
-
-
-@every_format
-@every_direction
-def test_values_lie_within_half_a_step_of_the_weights(format, direction):
-    """A step is 1/8 of the binade for E4M3 and 1/2 for E2M1; the block's amax bounds it below."""
-    master = wide_range_weights(2, 64, 96, exponents=(-8, 8)).bfloat16().float()
-    error = (dequantize(quantize(master, format), direction) - master).abs()
-    amax = master.abs().amax()
-    relative, floor = (2.0**-4, amax * 2.0**-17) if format.element == "e4m3" else (0.26, amax / 6)
-    assert (error <= (master.abs() * relative).clamp(min=floor.item())).all()
 
 
 @every_format

@@ -9,12 +9,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from moe_optim.kernels import member_table
-from moe_optim.kernels.bound_kernel import BoundKernel
-from moe_optim.kernels.health import table as health_table
-from moe_optim.kernels.norm import table as norm_table
-from moe_optim.kernels.steps import table as step_table
-from moe_optim.kernels.tensorwise import table as tensorwise_table
+from moe_optim.kernels import plan
+from moe_optim.kernels.plan import BoundKernel
 from tests.support.ptx.grid import Grid
 from tests.support.ptx.program import parse
 
@@ -27,8 +23,6 @@ TYPES = {
     torch.float16: "*fp16",
     torch.uint8: "*u8",
 }
-HAS_KERNELS = (member_table, step_table, health_table, tensorwise_table)
-RUNS_TRITON = (norm_table,)
 
 
 def compile_kernel(bound: BoundKernel, capability: int, *given: Any) -> Any:
@@ -68,11 +62,14 @@ def emulate(monkeypatch: pytest.MonkeyPatch, capability: int) -> list[str]:
         Grid(program, self.grid[:2], arguments, compiled.metadata.shared).run()
 
     monkeypatch.setattr(BoundKernel, "__call__", launch)
-    for module in HAS_KERNELS:
-        monkeypatch.setattr(module, "has_kernels", lambda device: True)
-    for module in RUNS_TRITON:
-        monkeypatch.setattr(module, "runs_triton", lambda device: True)
+    plan_kernels(monkeypatch)
     return seen
+
+
+def plan_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have all plans take kernels, whatever the device."""
+    for name in ("has_kernels", "runs_triton"):
+        monkeypatch.setattr(plan, name, lambda device: True)
 
 
 def _bits(value: Any) -> int:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from moe_optim import ops
 from moe_optim.buckets.bucket_group import GroupedBucketGroup
 from moe_optim.buckets.gather import Bf16Gather, OwnedMaster, QuantizedGather
 from moe_optim.buckets.managed_bucket import ManagedBucket
@@ -24,7 +23,7 @@ from moe_optim.buckets.states import (
     Weights,
 )
 from moe_optim.kernels.member_table import MemberTable
-from moe_optim.kernels.steps.table import StepTable
+from moe_optim.kernels.step_table import StepTable
 from moe_optim.optimizer import address_book
 from moe_optim.optimizer.chained import GroupedChainedOptimizer
 from moe_optim.optimizer.distributed import GroupedDistributedOptimizer
@@ -281,7 +280,7 @@ def loads_forget_nothing() -> None:
 
 def maxima_outlive_their_step() -> None:
     """The maxima that ranks have exchanged are still there when the next step looks for its own."""
-    stock = ops.step
+    stock = StepTable.launch
 
     def step(table: StepTable) -> None:
         exchange = None if table.members is None else table.members.exchange
@@ -290,7 +289,7 @@ def maxima_outlive_their_step() -> None:
         if exchange is not None:
             torch.maximum(exchange, before, out=exchange)
 
-    ops.step = step
+    StepTable.launch = step
 
 
 def replaced_moments_are_written() -> None:

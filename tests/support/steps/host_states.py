@@ -5,10 +5,10 @@ from typing import Any
 from moe_optim.optimizer.adam import MOMENTS
 
 
-def slabs_of(part: Any) -> set[int]:
+def segments_of(part: Any) -> set[int]:
     """Return the addresses of the host's memory of one optimizer."""
-    slabs = part.host_states._memory._slabs
-    return {slab.on_host.untyped_storage().data_ptr() for slab, _ in slabs}
+    segments = part.host_states._memory._segments
+    return {segment.on_host.untyped_storage().data_ptr() for segment, _ in segments}
 
 
 def share_at_home(optimizer: Any) -> tuple[int, int]:
@@ -18,11 +18,11 @@ def share_at_home(optimizer: Any) -> tuple[int, int]:
     """
     at_home = total = 0
     for part in optimizer.chained_optimizers:
-        slabs = slabs_of(part)
+        segments = segments_of(part)
         for masters in part.shard_fp32_from_float16_groups:
             for master in masters:
                 tensors = [master, *(part.optimizer.state[master][name] for name in MOMENTS)]
-                places = {one.untyped_storage().data_ptr() in slabs for one in tensors}
+                places = {one.untyped_storage().data_ptr() in segments for one in tensors}
                 assert len(places) == 1 or not master.numel(), "a part of the states of a master"
                 total += master.numel()
                 at_home += master.numel() * (places == {True})

@@ -11,12 +11,12 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe_optim import ops
 from moe_optim.formats import FORMATS, FP8_BLOCK, BlockScaledFormat, QuantizedWeight, reference
 from moe_optim.formats.reference.adam import Hyper, step_into
+from moe_optim.kernels.adam_state import AdamState
+from moe_optim.kernels.host_memory import HostMemory
 from moe_optim.kernels.member_table import MemberTable, TableEntry
-from moe_optim.kernels.steps.host_memory import HostMemory
-from moe_optim.kernels.steps.table import AdamState, StepTable
+from moe_optim.kernels.step_table import StepTable
 from tests.support.bytes import assert_bytes_equal, assert_values_equal
 from tests.support.inputs import SENTINEL, wide_range_weights, with_specials
 
@@ -187,15 +187,15 @@ class Stepping:
     def update(self) -> None:
         """Take a step on every rank, exchange maxima, and finish the gather."""
         for table in self.tables:
-            ops.step(table)
+            table.launch()
         members = [table.members for table in self.tables if table.members is not None]
         if members:
             largest = torch.stack([one.exchange for one in members]).amax(0)
         for one in members:
             one.exchange.copy_(largest)
-            ops.encode_shared(one)
+            one.encode_shared.launch()
         if members:
-            ops.finish_gather(members[0])
+            members[0].finish.launch()
 
     def step(self, gradients: Sequence[Tensor]) -> None:
         """Take a step on every rank, and the same unsharded by the reference."""

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_optim import ops
 from moe_optim.formats import BlockScaledFormat, reference
 from moe_optim.formats.health_figures import Sum
 from moe_optim.kernels.health import HealthEntry, HealthTable
@@ -80,7 +79,7 @@ def measure(
         first += len(master)
     table = HealthTable.build(entries, first, device=torch.device(device), backend=backend)
     for _ in range(2):  # a second pass writes anew
-        ops.measure_health(table)
+        table.launch()
     return table.sums.cpu(), table.amaxes.cpu()
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_optim import MoEOptimConfig, ops
+from moe_optim import MoEOptimConfig
 from moe_optim.buckets.layout import side_by_side
 from moe_optim.errors import ConfigError, StateError
 from moe_optim.experts.grouped_linear import GroupedLinear
@@ -85,8 +85,8 @@ def requantize(storage: TransformerEngineStorage, masters: torch.Tensor) -> None
         storage_scales=storage.storage_scales,
     )
     table = MemberTable.build([entry])
-    ops.requantize(table)
-    ops.finish_gather(table)
+    table.launch()
+    table.finish.launch()
 
 
 def assert_holds(weight: Any, master: torch.Tensor, format: BlockScaledFormat) -> None:

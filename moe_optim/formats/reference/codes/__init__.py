@@ -1,1 +1,0 @@
-"""Codes of narrow numbers: values to codes and back, in plain torch."""

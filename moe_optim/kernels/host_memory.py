@@ -1,0 +1,126 @@
+"""Pinned host memory that kernels read and write in place.
+
+A GPU reaches pinned memory at the address that the host has for it. So a tensor of the GPU can lie
+over such memory: kernels stream its elements over the link, in both directions at once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_optim.errors import StateError
+from moe_optim.formats import round_up
+
+SEGMENT_BYTES = 1 << 30
+"""Bytes of a segment that tensors are put into; torch pins powers of two."""
+_ALIGNMENT = 256  # bytes, as of memory that torch allocates on a GPU
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostTensor:
+    """Host memory as two tensors, which are the same one without a GPU."""
+
+    on_device: Tensor
+    """Tensor of the device."""
+    on_host: Tensor
+    """Tensor of the CPU. Reading it has to wait for the device."""
+
+
+class HostMemory:
+    """Host memory for tensors of a device, allocated in segments that are never freed.
+
+    Args:
+        device: device that reads and writes it.
+        expected_bytes: estimate of all that will be taken, so that little work pins no whole
+            segment.
+
+    Attributes:
+        device: device that reads and writes it.
+    """
+
+    def __init__(self, device: torch.device, expected_bytes: int = SEGMENT_BYTES) -> None:
+        self.device = device
+        self._segment_bytes = min(SEGMENT_BYTES, _power_of_two(expected_bytes))
+        self._segments: list[tuple[HostTensor, int]] = []  # and bytes taken of each
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated so far, pinned if the device is a GPU."""
+        return sum(segment.on_host.nbytes for segment, _ in self._segments)
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> HostTensor:
+        """Return memory for a contiguous tensor, not initialized.
+
+        Raises:
+            StateError: the GPU does not reach pinned memory at the host's address.
+        """
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        index, start = self._find(nbytes)
+        segment, _ = self._segments[index]
+        self._segments[index] = segment, start + round_up(nbytes, _ALIGNMENT)
+        on_device, on_host = (
+            side[start : start + nbytes].view(dtype).view(tuple(shape))
+            for side in (segment.on_device, segment.on_host)
+        )
+        return HostTensor(on_device, on_host)
+
+    def _find(self, nbytes: int) -> tuple[int, int]:
+        for index, (segment, taken) in enumerate(self._segments):
+            if segment.on_host.nbytes - taken >= nbytes:
+                return index, taken
+        self._segments.append((self._allocate(max(nbytes, self._segment_bytes)), 0))
+        return len(self._segments) - 1, 0
+
+    def _allocate(self, nbytes: int) -> HostTensor:
+        if self.device.type != "cuda":
+            memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            return HostTensor(memory, memory)
+        pinned = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        # as_tensor takes what the interface names for memory of the GPU, and copies nothing
+        on_device = torch.as_tensor(_Exposed(pinned), device=self.device)
+        if on_device.data_ptr() != pinned.data_ptr():
+            raise StateError(
+                "memory of the host: expected a GPU that reaches pinned memory at the host's own "
+                f"address, got another one on {self.device}. Set offload_states: 0."
+            )
+        return HostTensor(on_device, pinned)
+
+
+class _Exposed:
+    """Pinned memory as GPU memory for ``torch.as_tensor``, whose result keeps it alive."""
+
+    def __init__(self, pinned: Tensor) -> None:
+        self._pinned = pinned
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {
+            "shape": tuple(self._pinned.shape),
+            "typestr": "|u1",
+            "data": (self._pinned.data_ptr(), False),
+            "strides": None,
+            "version": 2,
+        }
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << max(count - 1, 1).bit_length()
+
+
+def spread(sizes: Sequence[int], fraction: float) -> list[bool]:
+    """Return which items of a sequence to choose, evenly, for at most ``fraction`` of its size.
+
+    Args:
+        sizes: size of each item; an item of size 0 is not chosen.
+        fraction: share of the total size, 0 to 1.
+    """
+    chosen, seen, taken = [], 0, 0
+    for size in sizes:
+        seen += size
+        is_chosen = 0 < size <= fraction * seen - taken
+        taken += size * is_chosen
+        chosen.append(is_chosen)
+    return chosen

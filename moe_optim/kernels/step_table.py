@@ -1,0 +1,203 @@
+"""The update of a step: Adam over shards of any kind, and over blocks that are encoded with it."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_optim.errors import LayoutError
+from moe_optim.kernels import staging
+from moe_optim.kernels.adam_state import AdamState
+from moe_optim.kernels.member_table import MemberTable
+from moe_optim.kernels.plan import Backend, Call, Plan, takes_kernels
+from moe_optim.kernels.staging import Copies, Stage, StagedRange
+from moe_optim.kernels.update import Shard, Updates
+from moe_optim.places import Places
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Chunk:
+    """States of the host that are on the device together, while they are stepped."""
+
+    copies: Copies
+    slot: int
+    """Slot of the stage."""
+    update: Plan
+    """Step of the states where they are then."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StepTable(Plan):
+    """The step of some parameters of one rank. Build it once with :meth:`build`.
+
+    A launch multiplies gradients by their clip factor, and overwrites masters, moments and weights;
+    of quantized weights the buffers that travel of every block that is owned as a whole, and the
+    maxima of the others, which ``members.encode_shared`` encodes once they are reduced. States of
+    the host pass through the device in chunks, and are back when what follows on the current stream
+    begins. The caller fills ``hyper`` and ``clips`` first, and zeroes buffers that ranks complete
+    by a maximum.
+    """
+
+    states: tuple[AdamState, ...]
+    """All states."""
+    members: MemberTable | None
+    """Destination of quantized masters."""
+    hyper: Tensor
+    """[num_groups, HYPER_FIELDS] fp32, which the caller fills before each step."""
+    clips: Tensor
+    """[num_norms] fp32, factors of the gradients, which the caller fills before each step."""
+    update: Plan
+    """Step of all states that do not pass through the stage."""
+    remainder: tuple[AdamState, ...] = ()
+    """States that plain torch steps; all of them without a suitable GPU."""
+    chunks: tuple[Chunk, ...] = ()
+    """States that pass through the stage."""
+    stage: Stage | None = None
+    """Memory that chunks pass through, if there are any."""
+    written: set[bool] = field(default_factory=set)
+    """Not empty once a step has written masters, until the caller clears it."""
+
+    def watching(self, tensors: Iterable[Tensor]) -> "StepTable":
+        """Return the same launches with a hold on ``tensors`` alone, so that others can be freed.
+
+        :attr:`has_moved` compares these alone; the caller then knows where the others are. States
+        that plain torch steps are held all the same.
+
+        Args:
+            tensors: tensors of the states, [n] fp32 or bf16, or views of the same memory.
+        """
+        return replace(self, states=(), places=Places(tensors))
+
+    @classmethod
+    def build(
+        cls,
+        states: Sequence[AdamState],
+        hyper: Tensor,
+        clips: Tensor,
+        *,
+        members: MemberTable | None = None,
+        decoupled: bool = True,
+        backend: Backend = "auto",
+    ) -> "StepTable":
+        """Check the states, and plan their step.
+
+        Args:
+            states: all that is owned, perhaps nothing.
+            hyper: [num_groups, HYPER_FIELDS] fp32 on the device of the states, held and not copied.
+            clips: [num_norms] fp32, held and not copied. Below zero nothing moves.
+            members: table whose sources are masters of some of the states. Blocks that no cut
+                divides are encoded together with the update.
+            decoupled: whether weight decay is added to the update (AdamW), and not to the gradient.
+            backend: ``auto`` takes kernels where they run, ``reference`` does without.
+
+        Raises:
+            LayoutError: states that do not fit each other, or masters of members without a state.
+        """
+        for state in states:
+            state.check()
+        owned = [state for state in states if state.master.numel()]
+        shards = list(_match(owned, members, backend))
+        written: set[bool] = set()
+        updates = Updates(
+            hyper=hyper, clips=clips, members=members, decoupled=decoupled, written=written
+        )
+        update = updates.plan([shard for shard in shards if not shard.is_staged])
+        stage, chunks = _cut_chunks([shard for shard in shards if shard.is_staged], updates)
+        calls: list[Call] = []
+        unshared = Plan(device=hyper.device, calls=())
+        if members is not None:
+            unshared = members.encode_unshared
+            if members.exchange.numel():  # it holds the maxima of all ranks, of the last step
+                calls.append(members.exchange.zero_)
+        if stage is None:
+            calls += [*update.calls, *unshared.calls]
+        else:
+            calls.append(partial(_step_in_chunks, stage, update, chunks, unshared))
+        return cls(
+            device=hyper.device,
+            calls=tuple(calls),
+            places=Places(tensor for state in owned for tensor in state.tensors()),
+            states=tuple(states),
+            members=members,
+            hyper=hyper,
+            clips=clips,
+            update=update,
+            remainder=tuple(shard.state for shard in shards if not shard.has_kernels),
+            chunks=chunks,
+            stage=stage,
+            written=written,
+        )
+
+
+def _step_in_chunks(stage: Stage, update: Plan, chunks: Sequence[Chunk], unshared: Plan) -> None:
+    with stage.opened():
+        update.launch()
+        for chunk in chunks:
+            stage.run(chunk.copies, chunk.slot, chunk.update.launch)
+        if unshared.calls:
+            stage.wait_for_all()  # masters are read where they are at home
+            unshared.launch()
+
+
+def _match(
+    owned: Sequence[AdamState], members: MemberTable | None, backend: Backend
+) -> Iterator[Shard]:
+    """Yield states with the members whose sources are their masters: members first."""
+    runs = {state.master.device: takes_kernels(backend, state.master.device) for state in owned}
+    launched = {one.master.data_ptr(): one for one in owned if runs[one.master.device]}
+    for launch in () if members is None else members.launches:
+        slots = iter(launch.amax_slots)
+        found = [launched.pop(entry.source.data_ptr(), None) for entry, _ in launch.planned]
+        missing = []
+        for (entry, exchange), state in zip(launch.planned, found, strict=True):
+            named = {expert: next(slots) for expert in entry.owned_experts}
+            planned = entry, replace(exchange, experts=named)
+            if state is None:
+                missing.append(entry.parameter)
+            else:
+                yield Shard(state=state, planned=planned, launch=launch)
+        if missing:
+            raise LayoutError(
+                f"{', '.join(missing)}: expected states whose masters are the sources of the "
+                "members, got none for these. Name every master, and take one backend for both."
+            )
+    yield from (Shard(state=state) for state in launched.values())
+    for state in owned:
+        if not runs[state.master.device]:
+            yield Shard(state=state, has_kernels=False)
+
+
+def _cut_chunks(
+    through: Sequence[Shard], updates: Updates
+) -> tuple[Stage | None, tuple[Chunk, ...]]:
+    """Return the chunks that shards pass through the device in, and the memory for it."""
+    if not through:
+        return None, ()
+    packed = staging.pack((one.ends(), one.state.element_bytes) for one in through)
+
+    def needed(piece: StagedRange) -> list[tuple[int, torch.dtype]]:
+        state = through[piece.shard].state
+        numel = piece.last - piece.first
+        return [(numel, one.dtype) for one in (state.master, state.exp_avg, state.exp_avg_sq)]
+
+    needs = [[tensor for piece in pieces for tensor in needed(piece)] for pieces in packed]
+    stage = Stage.of(updates.hyper.device, max(map(staging.slot_bytes, needs)))
+    chunks = []
+    for pieces, tensors in zip(packed, needs, strict=True):
+        slot = stage.next_slot()
+        places = iter(staging.take_from(stage.slots[slot], tensors))
+        copies: list[tuple[Tensor, Tensor]] = []
+        shards = []
+        for piece in pieces:
+            shard, there = through[piece.shard], [next(places) for _ in range(3)]
+            here: Any = shard.state.on_host
+            copies += [
+                (home[piece.first : piece.last], away)
+                for home, away in zip(here, there, strict=True)
+            ]
+            shards.append(shard.piece(piece.first, piece.last, there))
+        chunks.append(Chunk(copies=copies, slot=slot, update=updates.plan(shards)))
+    return stage, tuple(chunks)

@@ -1,0 +1,293 @@
+"""What the kernels write is the reference's, byte by byte, in code for GPUs that are not there."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from moe_optim.formats import (
+    DIRECTIONS,
+    FORMATS,
+    FP8_BLOCK,
+    MXFP8,
+    NVFP4,
+    QuantizedWeight,
+    reference,
+)
+from moe_optim.formats.partition import infer_partition
+from moe_optim.kernels.member_table import MemberTable, TableEntry
+from tests.support.bytes import assert_bytes_equal
+from tests.support.inputs import SENTINEL, poisoned, wide_range_weights, with_specials
+from tests.support.steps.stepping import (
+    Stepping,
+    Weight,
+    assert_a_clip_of_zero_steps_without_gradients,
+    gradients_of,
+)
+
+pytestmark = pytest.mark.slow
+
+EVERY_FORMAT = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+GAP = 40
+SHAPES = {
+    "mxfp8": ((2, 64, 128), (1, 32, 32), (3, 32, 96), (1, 96, 160)),
+    "mxfp8_2d": ((2, 64, 128), (1, 32, 32), (3, 32, 96), (1, 96, 160)),
+    "nvfp4": ((2, 64, 256), (1, 16, 16), (3, 32, 80), (1, 48, 272)),
+    "fp8_block": ((2, 128, 128), (1, 130, 40), (1, 256, 136), (2, 7, 129)),
+}
+CLIPS = (1.0, 0.37)
+
+
+def values_of(shape, seed):
+    """Return fp32 values that round in every way, special ones among them."""
+    return with_specials(wide_range_weights(*shape, seed=seed), every=601)
+
+
+def padded(format, shape):
+    """Return storage whose rows and experts lie apart, and the memory around its buffers."""
+    q = QuantizedWeight.empty(format, shape)
+    memories, views = {}, {}
+    for name, buffer in q.buffers().items():
+        if buffer.dim() == 1:
+            views[name] = buffer.fill_(-1)
+            continue
+        experts, rows, cols = buffer.shape
+        memory = torch.empty((experts, rows + 4, cols + 24), dtype=buffer.dtype)
+        memory.view(torch.uint8).fill_(SENTINEL)
+        memories[name], views[name] = memory, memory[:, :rows, :cols]
+    if format.columnwise_copy == "shared":
+        views["columnwise_data"] = views["rowwise_data"]
+    return QuantizedWeight(format=format, shape=shape, **views), memories
+
+
+def storage_scales(format, shape):
+    return {
+        way: torch.full(
+            (shape[0], *format.storage_scale_shape(*shape[1:], way)), 7, dtype=format.scale_dtype
+        )
+        for way in DIRECTIONS
+    }
+
+
+def assert_written(entries, masters):
+    """Fail unless buffers and stored scales are those of the masters."""
+    for entry, master in zip(entries, masters, strict=True):
+        q = reference.quantize(master, entry.target.format)
+        for name, buffer in entry.target.buffers().items():
+            assert_bytes_equal(buffer, q.buffers()[name], what=f"{entry.target.shape} {name}")
+        for way, scale in entry.storage_scales.items():
+            expected = torch.full_like(scale, 7)
+            reference.expand_scale_into(q, way, expected)
+            assert_bytes_equal(scale, expected, what=f"{entry.target.shape} stored {way}")
+
+
+def all_in_kernels(table):
+    return not table.remainder and len(table.finish.kernels) == len(table.finish.calls)
+
+
+@EVERY_FORMAT
+@pytest.mark.parametrize(
+    ("dtype", "apart", "zero"),
+    [(torch.float32, False, False), (torch.bfloat16, True, True)],
+    ids=["fp32", "bf16, rows apart, zeroed behind it"],
+)
+def test_whole_weights_are_the_references(format, dtype, apart, zero, launches):
+    """Whole and partial tiles in one launch, and nothing around them; sources and gaps are zeroed
+    where that is asked for, and left alone where not."""
+    shapes = SHAPES[format.name]
+    numels = [experts * rows * cols for experts, rows, cols in shapes]
+    memory = torch.full((sum(numels) + GAP * (len(shapes) + 1),), 7.0).to(dtype)
+    entries, surroundings, start = [], [], GAP
+    for seed, (shape, numel) in enumerate(zip(shapes, numels, strict=True)):
+        source = memory[start : start + numel].view(shape).copy_(values_of(shape, seed))
+        target, around = padded(format, shape) if apart else (poisoned(format, shape), {})
+        surroundings += [(target.buffers()[name], memory) for name, memory in around.items()]
+        scales = storage_scales(format, shape)
+        entry = TableEntry(
+            parameter=f"fc{seed}", source=source, target=target, storage_scales=scales
+        )
+        entries.append(entry)
+        start += numel + GAP
+    masters, before = [entry.source.clone() for entry in entries], memory.clone()
+    table = MemberTable.build(entries, consumed=memory if zero else None)
+    assert all_in_kernels(table) and table.zeroes_in_launch == zero
+    table.launch()
+    table.finish.launch()
+    assert launches
+    assert_written(entries, masters)
+    assert_bytes_equal(memory, torch.zeros_like(memory) if zero else before, what="sources")
+    for buffer, around in surroundings:
+        inside = torch.zeros(around.shape, dtype=torch.bool)
+        inside[:, : buffer.shape[1], : buffer.shape[2]] = True
+        outside = around[~inside].view(torch.uint8)
+        assert (outside == SENTINEL).all(), "a kernel wrote outside of a buffer"
+
+
+@EVERY_FORMAT
+def test_shards_that_meet_inside_of_blocks_are_the_references(format, launches):
+    """Of weights cut in three, inside of block rows and experts; ranks exchange maxima alone."""
+    masters = [values_of(shape, 9 + seed) for seed, shape in enumerate(SHAPES[format.name])]
+    targets = [poisoned(format, tuple(master.shape)) for master in masters]
+    tables = []
+    for rank in range(3):
+        entries = []
+        for master, target in zip(masters, targets, strict=True):
+            cuts = (master.numel() // 6 * 2, master.numel() // 3 * 2)
+            start, end = (0, *cuts, master.numel())[rank : rank + 2]
+            entries.append(
+                TableEntry(
+                    parameter="fc",
+                    source=master.flatten()[start:end].clone(),
+                    target=target,
+                    start=start,
+                    cuts=cuts,
+                )
+            )
+        tables.append(MemberTable.build(entries))
+        assert all_in_kernels(tables[-1])
+        tables[-1].find_maxima.launch()
+    largest = torch.stack([table.exchange for table in tables]).amax(0)
+    for table in tables:
+        table.exchange.copy_(largest)
+        table.encode.launch()
+    tables[0].finish.launch()
+    assert launches
+    assert_written(tables[0].entries, masters)
+
+
+@EVERY_FORMAT
+def test_columns_on_two_ranks_are_parts_of_the_whole(format, launches):
+    """Whole blocks of each; experts that go on elsewhere share their amax."""
+    shape, width = (2, 128, 256), 128
+    partition = infer_partition(format, {"columns": {"tp": 2}}, shape=shape)
+    master = values_of(shape, 30)
+    whole = reference.quantize(master, format)
+    tables = []
+    for start in (0, width):
+        part = master[:, :, start : start + width].contiguous()
+        target = poisoned(format, tuple(part.shape))
+        entry = TableEntry(parameter="fc1", source=part, target=target, shares_experts=True)
+        tables.append(MemberTable.build([entry]))
+        assert all_in_kernels(tables[-1])
+        tables[-1].find_maxima.launch()
+    largest = torch.stack([table.exchange for table in tables]).amax(0)
+    for rank, table in enumerate(tables):
+        table.exchange.copy_(largest)
+        table.encode.launch()
+        table.finish.launch()
+        for name, buffer in table.entries[0].target.buffers().items():
+            slices = partition.buffer(name).slices(partition.bounds({"tp": rank}))
+            assert_bytes_equal(buffer, whole.buffers()[name][slices], what=f"part {rank} {name}")
+    assert launches
+
+
+@EVERY_FORMAT
+@pytest.mark.parametrize(
+    ("gradients", "moments", "decoupled", "cut"),
+    [
+        (torch.bfloat16, torch.float32, False, False),
+        (torch.float32, torch.bfloat16, True, True),
+    ],
+    ids=["bf16 gradients, L2, whole", "bf16 moments, AdamW, shards"],
+)
+def test_steps_are_the_references(format, gradients, moments, decoupled, cut, launches):
+    """Masters, moments, and weights that a step has encoded, quantized ones and dense ones.
+
+    Quotients and roots, which a GPU approximates, are exact here: this shows what is computed and
+    in which order, and not how the hardware divides.
+    """
+    shapes = SHAPES[format.name][:2]
+    kinds = [(format, shape, torch.bfloat16) for shape in shapes]
+    kinds += [(None, (1001,), torch.bfloat16), (None, (65,), torch.float32)]
+    weights = []
+    for seed, (one, shape, dtype) in enumerate(kinds):
+        master = values_of(shape, 20 + seed)
+        numel = master.numel()
+        weights.append(
+            Weight(
+                master=master,
+                format=one,
+                dtype=dtype,
+                bounds=(numel // 6 * 2, numel // 3 * 2) if cut else (),
+                group=seed % 2,
+                norm=seed // 2 % 2,
+            )
+        )
+    run = Stepping(weights, gradients=gradients, moments=moments, decoupled=decoupled, clips=CLIPS)
+    for table in run.tables:
+        assert not table.remainder
+    for seed in (100, 200):
+        run.step(gradients_of(weights, seed))
+        run.assert_equal_to_the_whole()
+    assert launches
+
+
+@pytest.mark.parametrize("cut", [128 * 40 + 5, 163 * 40 + 39, 199 * 40 + 1])
+def test_ranks_share_a_last_block_row_that_is_lower_than_its_blocks(cut, launches):
+    """Of 200 rows the last 72, cut in the first, in the middle and in the last of them."""
+    weight = Weight(master=values_of((1, 200, 40), 4), format=FP8_BLOCK, bounds=(cut,))
+    run = Stepping([weight])
+    assert not any(table.remainder for table in run.tables)
+    run.step(gradients_of([weight], 7))
+    run.assert_equal_to_the_whole()
+    assert launches
+
+
+def test_a_clip_factor_of_zero_is_a_step_without_gradients(launches):
+    """In flat ranges and in whole blocks; below zero nothing moves."""
+    weights = [
+        Weight(master=values_of((1, 32, 64), 4), format=MXFP8),
+        Weight(master=values_of((70,), 5)),
+    ]
+    assert_a_clip_of_zero_steps_without_gradients(weights)
+    assert launches
+
+
+SLOTS = [0, 1, 31, 62, 63]
+
+
+def _amax_from(slot):
+    """Return what is encoded of a cut expert whose largest magnitude lies in one of its slots."""
+    master = wide_range_weights(1, 32, 64).clamp(-2, 2)
+    target = QuantizedWeight.empty(NVFP4, (1, 32, 64))
+    for buffer in target.buffers().values():
+        buffer.view(torch.uint8).zero_()
+    entry = TableEntry(parameter="fc1", source=master.flatten()[:1024], target=target, cuts=(1024,))
+    table = MemberTable.build([entry])
+    table.find_maxima.launch()
+    (first,) = table.exchanges[0].experts.values()
+    table.exchange[first + slot] = 300.0
+    table.encode.launch()
+    whole = master.clone()
+    whole[0, 31, 63] = 300.0  # in a block of the other rank
+    expected = reference.quantize(whole, NVFP4)
+    return target, expected
+
+
+@pytest.mark.parametrize("slot", SLOTS)
+def test_the_amax_of_a_cut_expert_is_the_largest_of_all_its_slots(slot, launches):
+    """Whichever rank and program has found it."""
+    _assert_encoded_with(*_amax_from(slot))
+    assert launches
+
+
+@pytest.mark.parametrize("slot", SLOTS)
+def test_the_reference_reads_all_slots_as_kernels_fill_them(slot):
+    _assert_encoded_with(*_amax_from(slot))
+
+
+def _assert_encoded_with(target, expected):
+    assert target.global_amax.tolist() == [300.0]
+    half = slice(0, 16)  # the rows of this rank
+    for name in ("rowwise_data", "rowwise_scale"):
+        buffer, want = getattr(target, name), getattr(expected, name)
+        rows = slice(0, buffer.shape[1] // 2) if name == "rowwise_scale" else half
+        assert_bytes_equal(buffer[:, rows], want[:, rows], what=name)
+
+
+def test_operations_load_without_triton():
+    """In a fresh interpreter: only a table on a GPU needs it."""
+    program = "import sys, moe_optim, moe_optim.ops; print('triton' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr
