@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from moe_optim.checkpoint.hooks import is_local, on_first_rank
-from moe_optim.checkpoint.integrity import begin, require_intact, seal
+from moe_optim.checkpoint.integrity import mark_unfinished, record_checksums, require_intact
 from moe_optim.integration.patching.active import config_in_force, installed_config
 from moe_optim.integration.patching.agreement import agree
 from moe_optim.integration.patching.engine import original
@@ -40,9 +40,9 @@ def _save(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     folder = _folder_of_ranks(given.arguments)
     if folder is None:
         return stock(*args, **kwargs)
-    on_first_rank(lambda: begin(folder))
+    on_first_rank(lambda: mark_unfinished(folder))
     result = stock(*args, **kwargs)
-    on_first_rank(lambda: seal(folder))
+    on_first_rank(lambda: record_checksums(folder))
     return result
 
 

@@ -13,8 +13,8 @@ import dataclasses
 import enum
 import re
 import sys
-import zipfile
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +27,17 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from megatron.core.dist_checkpointing.validation import StrictHandling, parse_strict_flag
 
-from moe_optim.checkpoint.files.objects import MEGATRONS_PACKAGES, require_plain
-from moe_optim.checkpoint.files.plain_pickles import Named
+from moe_optim.checkpoint.files.pickles import MEGATRONS_PACKAGES, Named
 from moe_optim.checkpoint.files.torch_dist import TorchDistReader
 from moe_optim.checkpoint.flat_states import (
     ManifestRequest,
     flat_states_to_load,
     require_same_interleave,
 )
-from moe_optim.checkpoint.integrity import invalidate, require_intact, seal
+from moe_optim.checkpoint.integrity import invalidate, record_checksums, require_intact
 from moe_optim.checkpoint.state_manifest import MANIFEST, StateManifest
+from moe_optim.checkpoint.states_without_manifest import manifest_of_groups_states
 from moe_optim.checkpoint.undistributed_states import find_masters, say_how_states_lie
-from moe_optim.checkpoint.unmarked_states import manifest_of_unmarked
 from moe_optim.errors import LayoutError
 from moe_optim.experts.amax import OptionalShardedTensor
 from moe_optim.experts.calibrated_entry import CalibratedEntry
@@ -87,9 +86,9 @@ def save(  # noqa: PLR0913  # Megatron's
         verify_integrity,
     )
     if is_ours and request is None:
-        on_first_rank(lambda: seal(folder))
+        on_first_rank(lambda: record_checksums(folder))
     elif is_ours:
-        request.finalize_fns.append(lambda: on_first_rank(lambda: seal(folder)))
+        request.finalize_fns.append(lambda: on_first_rank(lambda: record_checksums(folder)))
     return request
 
 
@@ -149,6 +148,7 @@ def load(  # noqa: PLR0913  # Megatron's
             with them does not show; another interleaving of gate and up; or objects that are no
             plain data.
     """
+    stored = None
     if not is_local(checkpoint_dir):
         _ask_plainly(sharded_state_dict)
     elif installed_config() is not None or any(_holders_of_manifests(sharded_state_dict)):
@@ -157,18 +157,33 @@ def load(  # noqa: PLR0913  # Megatron's
         agree(lambda: _resolve(sharded_state_dict, stored), process_group)
         if StrictHandling.requires_global_app_metadata(parse_strict_flag(strict)):
             sharded_state_dict = {**sharded_state_dict, _ACCOUNTED: _read_already(stored)}
-    result = original(f"{_CORE}:load")(
-        sharded_state_dict,
-        checkpoint_dir,
-        sharded_strategy,
-        validate_access_integrity,
-        strict,
-        verify_integrity,
-        process_group,
-    )
+    with _loading(stored):
+        result = original(f"{_CORE}:load")(
+            sharded_state_dict,
+            checkpoint_dir,
+            sharded_strategy,
+            validate_access_integrity,
+            strict,
+            verify_integrity,
+            process_group,
+        )
     state = result[0] if isinstance(result, tuple) else result
     state.pop(_ACCOUNTED, None)
     return result
+
+
+_checked: TorchDistReader | None = None
+"""The checkpoint that :func:`load` has checked, while Megatron loads it."""
+
+
+@contextmanager
+def _loading(stored: TorchDistReader | None) -> Iterator[None]:
+    global _checked
+    _checked = stored
+    try:
+        yield
+    finally:
+        _checked = None
 
 
 def _read_already(stored: TorchDistReader) -> dict[str, ShardedObject]:
@@ -191,10 +206,12 @@ def load_common_state_dict(checkpoint_dir: str | Path) -> Any:
     if installed_config() is None or not is_local(checkpoint_dir):
         return original(f"{_CORE}:load_common_state_dict")(checkpoint_dir)
     folder = Path(checkpoint_dir)
-    require_intact(folder, thorough=False)
+    stored = _checked if _checked is not None and _checked.path == folder else None
+    blobs = require_intact(folder, thorough=False) if stored is None else ()
     try:
-        stored = TorchDistReader(folder)
-        _require_plain(stored, [stored.common_key] if stored.common_key else [])
+        if stored is None:
+            stored = TorchDistReader(folder, blobs)
+            _require_plain(stored, [stored.common_key] if stored.common_key else [])
         common = original(f"{_CORE}:load_common_state_dict")(checkpoint_dir)
     except LayoutError:
         raise
@@ -206,11 +223,11 @@ def load_common_state_dict(checkpoint_dir: str | Path) -> Any:
 
 
 def _check(folder: Path, group: Any) -> TorchDistReader:
-    """Look for damage, and for code; ranks share the reading. Return what the checkpoint holds."""
+    """Check for damage, and for code; ranks share the reading. Return what the checkpoint holds."""
     rank, ranks = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
     thorough = config_in_force().check_on_load == "thorough"
-    require_intact(folder, thorough=thorough, part=rank, parts=ranks)
-    stored = TorchDistReader(folder)
+    blobs = require_intact(folder, thorough=thorough, part=rank, parts=ranks)
+    stored = TorchDistReader(folder, blobs)
     _require_plain(stored, sorted(stored.objects)[rank::ranks])
     return stored
 
@@ -219,18 +236,13 @@ def _require_plain(stored: TorchDistReader, names: Iterable[str]) -> None:
     """Raise LayoutError for the first object that runs code where Megatron unpickles it."""
     if config_in_force().trust_checkpoint_code:
         return
-    for name in names:
-        blob = stored.blobs[name][0]
-        with stored.opened(blob) as file:
-            try:
-                require_plain(file, _is_passive)
-            except (ValueError, zipfile.BadZipFile) as error:
-                raise LayoutError(
-                    f"{stored.path / blob.file}: {name}: expected plain data, got an object that "
-                    f"Megatron would run code for while it loads: {error}. If you trust whoever "
-                    "wrote it (types of your own among its arguments are such code, too), set "
-                    "moe_optim.trust_checkpoint_code=true; else load another checkpoint."
-                ) from error
+    for name, why in stored.foreign_objects(names, _is_passive).items():
+        raise LayoutError(
+            f"{stored.path / stored.blobs[name][0].file}: {name}: expected plain data, got an "
+            f"object that Megatron would run code for while it loads: {why}. If you trust whoever "
+            "wrote it (types of your own among its arguments are such code, too), set "
+            "moe_optim.trust_checkpoint_code=true; else load another checkpoint."
+        )
 
 
 def _is_passive(named: Named) -> bool:
@@ -277,20 +289,22 @@ def _resolve(sharded_state_dict: Any, stored: TorchDistReader) -> None:
     manifests = [key for key in stored.objects if f".{MANIFEST}." in key]
     for state in list(_holders_of_manifests(sharded_state_dict)):
         request = state.pop(MANIFEST)
-        asked = request.asked
+        requester = request.requester
         for key in manifests[:1]:  # all say the same of this
             saved = StateManifest.from_dict(stored.read_object(key), key)
-            require_same_interleave(asked.optimizer, saved, str(checkpoint), is_flat=asked.is_flat)
-        if not asked.is_flat:
+            require_same_interleave(
+                requester.optimizer, saved, str(checkpoint), is_flat=requester.is_flat
+            )
+        if not requester.is_flat:
             find_masters(state["param_state"], stored)
             continue
         own = _find_key(manifests, request, checkpoint)
         key, saved = (
             (own, StateManifest.from_dict(stored.read_object(own), own))
             if own is not None
-            else manifest_of_unmarked(request, stored)
+            else manifest_of_groups_states(request, stored)
         )
-        state["param_state"] = flat_states_to_load(asked.optimizer, saved, key)
+        state["param_state"] = flat_states_to_load(requester.optimizer, saved, key)
 
 
 def _find_key(manifests: list[str], request: ManifestRequest, checkpoint: Path) -> str | None:

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 from torch.distributed.checkpoint import CheckpointException
 
-from moe_optim.checkpoint.integrity import corrupt_files, seal
+from moe_optim.checkpoint.integrity import corrupt_files, record_checksums
 from tests.support.hostile.damage import (
     ANY_ARCHIVE,
     KINDS,
@@ -45,7 +45,7 @@ def saved(tmp_path_factory):
     for name, sealed in (("plain", "sealed"), ("legacy", "legacy, sealed")):
         shutil.copytree(root / name, root / sealed)
         for checkpoint in (root / sealed).iterdir():
-            seal(checkpoint)
+            record_checksums(checkpoint)
     return root
 
 

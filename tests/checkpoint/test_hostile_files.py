@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from moe_optim.checkpoint.integrity import checkpoint_defect, seal
+from moe_optim.checkpoint.integrity import checkpoint_defect, record_checksums
 from moe_optim.commands.cli import main as cli
 from moe_optim.commands.conversion.opening import open_checkpoint
 from moe_optim.commands.conversion.safetensors_files import SafetensorsReader
@@ -168,7 +168,7 @@ def test_no_command_calls_what_the_pickle_of_an_object_names(checkpoint, refused
 def test_metadata_is_read_in_the_memory_of_what_it_says(bomb, sealed, checkpoint, refused):
     """Also where its own checksum fits: whoever writes a checkpoint can seal it."""
     if sealed:
-        seal(checkpoint)
+        record_checksums(checkpoint)
     (checkpoint / ".metadata").write_bytes(b"\x80\x04" + BOMBS[bomb] + b".")
     if sealed:
         record = checkpoint / "moe_optim.seal.json"
@@ -321,7 +321,7 @@ def test_writing_a_tracker_file_or_a_seal_follows_no_link(checkpoint, tmp_path):
     (run / f".{TRACKER}.partial").symlink_to(victim)
     (checkpoint / ".moe_optim.seal.json.partial").symlink_to(victim)
     find_resume_point(run)
-    seal(checkpoint)
+    record_checksums(checkpoint)
     assert victim.read_text() == "mine"
 
 

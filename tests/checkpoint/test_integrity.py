@@ -13,16 +13,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_optim.checkpoint.files import stored_metadata
+from moe_optim.checkpoint.files import metadata as metadata_file
 from moe_optim.checkpoint.files.archives import BLOCK_BYTES
-from moe_optim.checkpoint.files.records import DamageError
+from moe_optim.checkpoint.files.checksum_manifest import DamageError
 from moe_optim.checkpoint.integrity import (
-    begin,
     checkpoint_defect,
     corrupt_files,
     invalidate,
+    mark_unfinished,
+    record_checksums,
     require_intact,
-    seal,
 )
 from moe_optim.errors import StateError
 from tests.support.checkpoints.stored_checkpoints import STATES, stored_tensors, write_torch_dist
@@ -58,7 +58,7 @@ def test_whole_checkpoints_have_no_defect(checkpoint, tmp_path):
             assert checkpoint_defect(whole) is None
             assert list(corrupt_files(whole)) == []
             require_intact(whole, thorough=True)
-            seal(whole)
+            record_checksums(whole)
 
 
 class Command:
@@ -74,7 +74,7 @@ class Command:
 def test_a_foreign_pickle_is_refused_and_runs_no_code(checkpoint, tmp_path):
     ran = tmp_path / "ran"
     (checkpoint / ".metadata").write_bytes(pickle.dumps(Command(f"touch {ran}")))
-    defect = ".metadata is cut off or foreign: it names posix.system, as no checkpoint does"
+    defect = ".metadata is cut off or foreign: it names posix.system"
     assert checkpoint_defect(checkpoint) == defect
     assert not ran.exists()
 
@@ -144,7 +144,7 @@ def test_what_is_no_checkpoint_is_refused_for_its_reason(checkpoint, what):
 @pytest.mark.parametrize("sealed", [False, True])
 def test_ranks_that_share_the_reading_find_every_defect_once(checkpoint, parts, sealed):
     if sealed:
-        seal(checkpoint)
+        record_checksums(checkpoint)
     for key in ("experts.weight", "moment", "common_state"):
         flip_in(checkpoint, key)
     whole = sorted(map(str, corrupt_files(checkpoint)))
@@ -159,7 +159,7 @@ def test_ranks_that_share_the_reading_find_every_defect_once(checkpoint, parts, 
 
 def test_a_seal_tells_a_file_from_that_of_another_checkpoint(checkpoint):
     """Such files are whole, and fit the metadata: only what was recorded tells them apart."""
-    seal(checkpoint)
+    record_checksums(checkpoint)
     file = checkpoint / "__0_1.distcp"
     shutil.copy(checkpoint.with_name("iter_0000010") / file.name, file)
     (defect,) = corrupt_files(checkpoint)
@@ -189,7 +189,7 @@ def test_exchanged_moments_and_another_dtype_are_found_by_a_seal(edit, tmp_path)
     """Without one, the dtype is found by reading everything, and exchanged moments are not."""
     folder = write_torch_dist(tmp_path / "iter_0000010", stored_tensors())
     shutil.copytree(folder, tmp_path / "unsealed")
-    seal(folder)
+    record_checksums(folder)
     for damaged in (folder, tmp_path / "unsealed"):
         path = damaged / ".metadata"
         metadata = pickle.loads(path.read_bytes())
@@ -204,11 +204,11 @@ def test_exchanged_moments_and_another_dtype_are_found_by_a_seal(edit, tmp_path)
 def test_only_a_complete_checkpoint_is_sealed(checkpoint):
     (checkpoint / "__0_0.distcp").unlink()
     with pytest.raises(StateError, match="__0_0.distcp is missing"):
-        seal(checkpoint)
+        record_checksums(checkpoint)
 
 
 def test_a_checkpoint_that_is_written_over_counts_as_incomplete(checkpoint):
-    seal(checkpoint)
+    record_checksums(checkpoint)
     invalidate(checkpoint)
     assert checkpoint_defect(checkpoint).startswith("no metadata.json")
     invalidate(checkpoint)
@@ -233,12 +233,12 @@ def test_files_of_ranks_count_as_incomplete_from_the_start_of_a_save_to_its_seal
     """A save that dies between them may leave files of two saves, all of them whole."""
     save_legacy(tmp_path, ITERATIONS)
     for folder in (tmp_path / "iter_0000010", tmp_path / "new" / "iter_0000030"):
-        begin(folder)
-        begin(folder)
+        mark_unfinished(folder)
+        mark_unfinished(folder)
         assert checkpoint_defect(folder) == "it was not saved to the end"
     with pytest.raises(StateError, match=r"--ckpt-step 20\."):
         require_intact(tmp_path / "iter_0000010", thorough=False)
-    seal(tmp_path / "iter_0000010")
+    record_checksums(tmp_path / "iter_0000010")
     assert list(corrupt_files(tmp_path / "iter_0000010")) == []
 
 
@@ -295,7 +295,7 @@ def test_chunks_pass_exactly_if_they_hold_every_element_once(cuts, data):
         window = tuple(slice(low, low + n) for low, n in zip(offset, shape, strict=True))
         count[window] += 1
     try:
-        stored_metadata._require_cover("weight", boxes, size)
+        metadata_file._require_cover("weight", boxes, size)
     except ValueError:
         assert not bool((count == 1).all())
     else:
@@ -309,4 +309,4 @@ def test_metadata_that_contradicts_itself_is_refused(checkpoint):
     first, second = [index for index in metadata.storage_data if index.fqn == "experts.weight"]
     metadata.storage_data[first] = metadata.storage_data[second]
     with pytest.raises(DamageError, match="does not lie behind the blob before it"):
-        stored_metadata.read_blobs(pickle.dumps(metadata))
+        metadata_file.read_blobs(pickle.dumps(metadata))

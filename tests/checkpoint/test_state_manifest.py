@@ -13,7 +13,7 @@ from moe_optim.checkpoint.state_manifest import (
     Address,
     BucketPlaces,
     BufferPlaces,
-    CrossReader,
+    LayoutMap,
     ParameterPlace,
     StateManifest,
 )
@@ -89,7 +89,7 @@ def test_every_element_is_read_from_where_it_lies(data):
     same elements of the model."""
     sizes = [data.draw(st.integers(1, 4)) for _ in range(3)]
     source, target = (data.draw(manifests(*sizes)) for _ in range(2))
-    reader, lies = CrossReader(source, target, "checkpoint"), contents(source)
+    reader, lies = LayoutMap(source, target, "checkpoint"), contents(source)
     places = list(target.places())
     assert len(places) == len({place.name for _, _, place in places}) > 0
     for _, _, place in places:
@@ -97,7 +97,7 @@ def test_every_element_is_read_from_where_it_lies(data):
         end = data.draw(st.integers(start + 1, place.numel))
         got = [
             lies[read.buffer, read.bucket, read.start + element]
-            for read in reader.reads(place, start, end)
+            for read in reader.spans(place, start, end)
             for element in range(read.numel)
         ]
         assert got == [flat_number(place.name, place.shape, i) for i in range(start, end)]
@@ -125,7 +125,7 @@ def test_neighbours_are_read_at_once():
     source = one_bucket((f"{PREFIX}linear_fc1.weight", (3, 4, 2)))
     target = one_bucket(*((f"{PREFIX}linear_fc1.weight{i}", (4, 2)) for i in range(3)))
     (place,) = source.buffers[0].buckets[0].parameters
-    (read,) = CrossReader(target, source, "x").reads(place, 5, 20)
+    (read,) = LayoutMap(target, source, "x").spans(place, 5, 20)
     assert (read.start, read.numel) == (5, 15)
 
 
@@ -155,7 +155,7 @@ def test_eleven_experts_are_not_taken_for_one():
     source = one_bucket(*names)
     target = one_bucket((f"{PREFIX}linear_fc1.weight", (12, 1, 2)))
     (place,) = target.buffers[0].buckets[0].parameters
-    reads = CrossReader(source, target, "x").reads(place, 20, 24)
+    reads = LayoutMap(source, target, "x").spans(place, 20, 24)
     assert [(read.start, read.numel) for read in reads] == [(20, 4)]
 
 
@@ -168,7 +168,7 @@ def test_what_does_not_fit_is_all_named():
         (f"{PREFIX}linear_fc1.weight", (3, 4, 2)), ("new.weight", (3,)), ("norm.weight", (5,))
     )
     with pytest.raises(LayoutError) as raised:
-        CrossReader(source, target, "the checkpoint")
+        LayoutMap(source, target, "the checkpoint")
     message = str(raised.value)
     assert f"missing: {PREFIX}linear_fc1.weight of expert 2, new.weight" in message
     assert "left over: old.weight" in message

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moe_optim.checkpoint.files.objects import replace_entries, replace_int
-from moe_optim.checkpoint.files.plain_pickles import Made
+from moe_optim.checkpoint.files.pickles import Made
 from moe_optim.checkpoint.files.torch_dist import TorchDistReader
 from moe_optim.commands.conversion.layer_view import LayerView, Rename
 from moe_optim.commands.conversion.opening import open_checkpoint

@@ -11,14 +11,14 @@ FROZEN = (
 
 MUTANTS = (
     Mutant(  # the first order that fits is taken for the one there is
-        "checkpoint/unmarked_states.py",
-        "    if len(found) == 1:",
-        "    if found:",
+        "checkpoint/states_without_manifest.py",
+        "    if len(orders) == 1:",
+        "    if orders:",
         (f"{MEGATRON}/test_journeys.py::test_states_whose_weights_fit_several_orders_are_refused",),
     ),
     Mutant(  # async saves stay unsealed
         "checkpoint/hooks.py",
-        "        request.finalize_fns.append(lambda: on_first_rank(lambda: seal(folder)))",
+        "        request.finalize_fns.append(lambda: on_first_rank(lambda: record_checksums(folder)))",
         "        pass",
         (
             f"{MEGATRON}/test_hooks.py::"
@@ -50,7 +50,7 @@ MUTANTS = (
     ),
     Mutant(
         "checkpoint/files_of_ranks.py",
-        "    on_first_rank(lambda: seal(folder))",
+        "    on_first_rank(lambda: record_checksums(folder))",
         "    pass",
         (f"{MEGATRON}/test_files_of_ranks.py",),
     ),
@@ -74,7 +74,7 @@ MUTANTS = (
     ),
     Mutant(
         "checkpoint/integrity.py",
-        "    write_unfinished_seal(checkpoint)",
+        "    write_checksums(checkpoint, None)",
         "    pass",
         (
             f"{INTEGRITY}::"
@@ -82,7 +82,7 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "checkpoint/files/records.py",
+        "checkpoint/files/checksum_manifest.py",
         "if content == {_UNFINISHED: True}:",
         "if False:",
         (
@@ -92,18 +92,18 @@ MUTANTS = (
     ),
     Mutant(
         "checkpoint/integrity.py",
-        "if is_checked and _tables_sha256(checkpoint, name, blobs) != sealed:",
+        "if is_checked and file.tables_sha256() != tables:",
         "if False:",
         (f"{INTEGRITY}::test_a_seal_tells_a_file_from_that_of_another_checkpoint",),
     ),
     Mutant(
         "checkpoint/integrity.py",
-        "for name in (_CONFIG, MANIFEST, SEAL):",
-        "for name in (MANIFEST, SEAL):",
+        "for name in (_CONFIG, MEGATRONS_MANIFEST, CHECKSUM_MANIFEST):",
+        "for name in (MEGATRONS_MANIFEST, CHECKSUM_MANIFEST):",
         (f"{INTEGRITY}::test_a_checkpoint_that_is_written_over_counts_as_incomplete",),
     ),
     Mutant(
-        "checkpoint/files/stored_metadata.py",
+        "checkpoint/files/metadata.py",
         "    if any(corners.values()):",
         "    if False:",
         (f"{INTEGRITY}::test_chunks_pass_exactly_if_they_hold_every_element_once",),
@@ -121,16 +121,16 @@ MUTANTS = (
         FROZEN,
     ),
     Mutant(
-        "checkpoint/files/objects.py",
-        "if named not in _PLAIN_NAMES and not knows(named):",
-        "if False:",
+        "checkpoint/files/pickles.py",
+        "            if not self._allows(named):",
+        "            if False:",
         (
             f"{FILES}/test_hostile_files.py::test_objects_that_may_run_code_are_named_where_they_are_copied",
         ),
     ),
     Mutant(
-        "checkpoint/files/plain_pickles.py",
-        "if place > self._length:",
+        "checkpoint/files/pickles.py",
+        "if place > len(content):",
         "if False:",
         (
             f"{FILES}/test_plain_pickles.py::"

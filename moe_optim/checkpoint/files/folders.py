@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from moe_optim.checkpoint.files.regular_files import read_file
+from moe_optim.checkpoint.files.untrusted_files import read_file
 
 TRACKER = "latest_checkpointed_iteration.txt"
 """The file in which Megatron says what to load."""

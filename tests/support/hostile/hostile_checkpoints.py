@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from moe_optim.checkpoint.integrity import seal
+from moe_optim.checkpoint.integrity import record_checksums
 from tests.support.checkpoints.stored_checkpoints import (
     common_state,
     stored_tensors,
@@ -53,7 +53,7 @@ def _of_a_run(folder: Path) -> None:
     """A run's folder, with a sealed checkpoint and one with Megatron's own checksums."""
     for iteration in (7, 8):
         _torch_dist(folder / f"iter_{iteration:07d}")
-    seal(folder / "iter_0000007")
+    record_checksums(folder / "iter_0000007")
     files = {
         path.name: hashlib.sha256(path.read_bytes()).hexdigest()
         for path in (folder / "iter_0000008").iterdir()
@@ -84,7 +84,7 @@ def _safetensors(folder: Path) -> None:
 def _legacy(folder: Path) -> None:
     save_legacy(folder, (7, 8))
     (folder / TRACKER).write_text("8")
-    seal(folder / "iter_0000007")
+    record_checksums(folder / "iter_0000007")
 
 
 KINDS: dict[str, Callable[[Path], None]] = {
