@@ -1,7 +1,7 @@
-"""``--ckpt-format torch``: the files of all ranks, sealed after a save and checked before a load.
+"""Hooks for ``--ckpt-format torch``: checksums of the files of all ranks, and their check.
 
 Each rank writes files of its own, and nothing that Megatron writes says when all are there. A save
-therefore begins with a seal that says it is not finished.
+therefore begins with a checksum manifest that says it is not finished.
 """
 
 import inspect
@@ -24,13 +24,13 @@ def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:
     """Save a checkpoint; arguments and result are Megatron's. Every rank must call it.
 
     Raises:
-        StateError: what a rank wrote is not whole, or no seal can be written.
+        StateError: a file of a rank is not whole, or no checksum manifest can be written.
     """
     return _save(original(f"{_CHECKPOINTING}:save_checkpoint"), iteration, *args, **kwargs)
 
 
 def save_checkpoint_in_loop(iteration: int, *args: Any, **kwargs: Any) -> Any:
-    """Save as :func:`save_checkpoint`, by what the training loop has imported by its name."""
+    """Save as :func:`save_checkpoint`, which the training loop has imported by its name."""
     return _save(original("megatron.training.training:save_checkpoint"), iteration, *args, **kwargs)
 
 
@@ -47,7 +47,7 @@ def _save(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _folder_of_ranks(given: dict[str, Any]) -> Path | None:
-    """Return the folder that ranks will write files of their own into; None in other formats."""
+    """Return the folder of the files of all ranks; None in other formats."""
     from megatron.training import get_args
     from megatron.training.checkpointing import get_checkpoint_name
 

@@ -1,4 +1,4 @@
-"""Values for masters out of a state dict of the model: every parameter by its whole name."""
+"""Values for masters from a state dict of the model: every parameter by its whole name."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,7 +19,7 @@ from moe_optim.weights.te.fields import is_quantized, read_values
 _KINDS = ("weight", "bias")
 
 _Keys = dict[int | None, list[str]]
-"""Keys of one kind of a linear by expert; None for those of all experts together."""
+"""Keys of one kind of a linear by expert; None: of all experts together."""
 
 
 def model_values_for(
@@ -28,9 +28,9 @@ def model_values_for(
     """Return the value of every parameter of a model. No rank communicates.
 
     Args:
-        model_chunks: of one optimizer, in order.
-        state_dict: as ``reload_model_params`` takes it: of one chunk, or the chunks' under
-            ``model``, ``model0`` and so on. Portable experts may be in any layout, those of
+        model_chunks: chunks of one optimizer, in order.
+        state_dict: argument of ``reload_model_params``: the state of one chunk, or those of chunks
+            under ``model``, ``model0`` and so on. Portable experts may be in any layout, those of
             Transformer Engine's linears in one entry or in one an expert. Left alone.
 
     Returns:
@@ -69,17 +69,11 @@ def model_values_for(
 
 
 def _regroup_experts(state: dict[str, Any], chunk: torch.nn.Module) -> None:
-    """Join or split experts in a state as Transformer Engine's linears of the model have them.
+    """Join or split experts of ``state``, in place, as the Transformer Engine linears have them.
 
     Megatron saves ``weight0`` and so on whatever the model has, so that a model with one parameter
-    for all experts finds it in no checkpoint.
-
-    Args:
-        state: changed in place.
-        chunk: of any wrapping.
-
-    Raises:
-        LayoutError: experts are missing, left over, there twice or of another shape.
+    for all experts does not find it. LayoutError: experts are missing, left over, there twice or of
+    another shape.
     """
     given = _keys_by_parameter(state)
     faults: list[str] = []
@@ -118,7 +112,7 @@ def _keys_by_parameter(state: Mapping[str, Any]) -> dict[str, _Keys]:
 
 
 def _set_faults(name: str, keys: _Keys, count: int) -> list[str]:
-    """Return what keeps keys from being all experts of a linear, each once."""
+    """Say why keys are not all experts of a linear, each once."""
     faults = [
         f"{other}: expected one entry for {unwrapped_name(other)}, got also {first}"
         for first, *others in keys.values()
@@ -144,7 +138,7 @@ def _set_faults(name: str, keys: _Keys, count: int) -> list[str]:
 
 
 def _shape_faults(state: Mapping[str, Any], keys: _Keys, shape: tuple[int, ...]) -> list[str]:
-    """Return which entries are no tensors of these experts; ``shape`` is that of all of them."""
+    """Name the entries of another shape; ``shape`` is that of all experts."""
     expected = {key: shape[number is not None :] for number, (key, *_) in keys.items()}
     given = {key: tuple(getattr(state[key], "shape", ())) for key in expected}
     return [

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from moe_optim.checkpoint.tensor_metadata import load_tensors_metadata
+from moe_optim.checkpoint.hooks import load_tensors_metadata
 
 LOADS = {"Megatron's": TorchDistLoadShardedStrategy.load_tensors_metadata}
 LOADS["ours"] = load_tensors_metadata

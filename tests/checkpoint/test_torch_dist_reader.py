@@ -9,10 +9,10 @@ import shutil
 import pytest
 import torch
 
-from moe_optim.checkpoint.files.objects import replace_entries, replace_int
 from moe_optim.checkpoint.files.pickles import Made
 from moe_optim.checkpoint.files.torch_dist import TorchDistReader
 from moe_optim.commands.conversion.layer_view import LayerView, Rename
+from moe_optim.commands.conversion.object_edits import replace_entries, replace_int
 from moe_optim.commands.conversion.opening import open_checkpoint
 from moe_optim.errors import ConfigError, LayoutError, MoEOptimError, StateError
 from tests.support.bytes import assert_bytes_equal

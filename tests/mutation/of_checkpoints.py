@@ -18,8 +18,8 @@ MUTANTS = (
     ),
     Mutant(  # async saves stay unsealed
         "checkpoint/hooks.py",
-        "        request.finalize_fns.append(lambda: on_first_rank(lambda: record_checksums(folder)))",
-        "        pass",
+        "        request.finalize_fns.append(",
+        "        [].append(",
         (
             f"{MEGATRON}/test_hooks.py::"
             "test_an_async_save_counts_as_incomplete_and_is_sealed_when_it_is_finalized",
@@ -35,8 +35,8 @@ MUTANTS = (
     ),
     Mutant(
         "checkpoint/hooks.py",
-        "        installed_config() is not None or any(_holders_of_manifests(sharded_state_dict))",
-        "        any(_holders_of_manifests(sharded_state_dict))",
+        "        installed_config() is not None or any(_states_with_manifests(sharded_state_dict))",
+        "        any(_states_with_manifests(sharded_state_dict))",
         (f"{MEGATRON}/test_hooks.py::test_a_save_of_weights_alone_is_sealed_as_well",),
     ),
     Mutant(

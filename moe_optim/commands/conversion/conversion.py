@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 from moe_optim.checkpoint.files.folders import TRACKER
-from moe_optim.checkpoint.files.objects import replace_entries, replace_int
 from moe_optim.checkpoint.files.publishing import published
 from moe_optim.checkpoint.files.reader import Recorded, TensorInfo
 from moe_optim.checkpoint.files.torch_dist import (
@@ -23,6 +22,7 @@ from moe_optim.checkpoint.integrity import record_checksums
 from moe_optim.checkpoint.state_manifest import MANIFEST
 from moe_optim.commands.conversion.conversion_plan import ConversionPlan, output_folder
 from moe_optim.commands.conversion.layer_view import stored_key
+from moe_optim.commands.conversion.object_edits import replace_entries, replace_int
 from moe_optim.commands.conversion.one_thread import one_thread
 from moe_optim.commands.conversion.safetensors_files import SafetensorsWriter
 from moe_optim.commands.conversion.torch_dist_writer import TorchDistWriter

@@ -323,7 +323,7 @@ CHECKPOINTS: tuple[Patch, ...] = (
             "megatron.core.dist_checkpointing.strategies.torch:"
             "TorchDistLoadShardedStrategy.load_tensors_metadata"
         ),
-        replacement="moe_optim.checkpoint.tensor_metadata:load_tensors_metadata",
+        replacement="moe_optim.checkpoint.hooks:load_tensors_metadata",
         fits=in_all_versions("(self, checkpoint_dir, metadata)"),
         because="it gives torch.empty all that torch keeps of a tensor, since 2.15 also strides",
         remove_when="strict loads work with torch 2.15",
