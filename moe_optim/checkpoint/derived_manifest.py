@@ -60,7 +60,7 @@ class StoredBuffer:
     """A buffer as a checkpoint describes it."""
 
     dtype: str
-    """As in its keys: ``(torch.bfloat16, torch.float32)``, of parameters and gradients."""
+    """Dtypes of parameters and gradients as in its keys: ``(torch.bfloat16, torch.float32)``."""
     buckets: tuple[StoredBucket, ...]
 
     @property
@@ -115,7 +115,7 @@ def derive_manifests(
 def choose_by_values[T](
     candidates: Iterable[T], strangers: Callable[[T], set[str]]
 ) -> tuple[list[T], str]:
-    """Return the candidates whose masters round to the weights, and what to say if not one does.
+    """Return the candidates whose masters round to the weights, and a text for an error.
 
     Args:
         candidates: orders that sizes leave.

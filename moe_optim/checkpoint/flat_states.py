@@ -6,7 +6,7 @@ So they lie in ``dp_reshardable`` of torch_dist and in files of ``--ckpt-format 
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -85,8 +85,7 @@ class ManifestRequest(ShardedObject):
 
 def manifest_of(optimizer: Any) -> StateManifest:
     """Return the manifest of the states of a distributed optimizer."""
-    names = parameter_names(optimizer.model_chunks)
-    prefixes = chunk_prefixes(optimizer.model_chunks)
+    names = manifest_names(optimizer.model_chunks)
     buffers = []
     for index, ranges in enumerate(optimizer.gbuf_ranges):
         (dtype,) = ranges
@@ -96,7 +95,7 @@ def manifest_of(optimizer: Any) -> StateManifest:
                 numel=bucket.numel_unpadded,
                 parameters=tuple(
                     ParameterPlace(
-                        name=prefixes.get(param, "") + names[param],
+                        name=names[param],
                         shape=tuple(param.shape),
                         start=bucket.param_to_index[param][0],
                     )
@@ -130,13 +129,13 @@ def places_of(optimizer: Any, manifest: StateManifest) -> dict[torch.nn.Paramete
     }
 
 
-def chunk_prefixes(chunks: Iterable[Any]) -> dict[torch.nn.Parameter, str]:
-    """Return prefixes that tell the parameters of several model chunks apart."""
-    chunks = list(chunks)
+def manifest_names(chunks: Sequence[Any]) -> dict[torch.nn.Parameter, str]:
+    """Return names of parameters; those of several model chunks have a prefix each."""
+    names = parameter_names(chunks)
     if len(chunks) == 1:
-        return {}
+        return names
     return {
-        param: f"chunk{number}."
+        param: f"chunk{number}.{names[param]}"
         for number, chunk in enumerate(chunks)
         for param in chunk.parameters()
     }

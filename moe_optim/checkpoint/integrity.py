@@ -313,7 +313,6 @@ class _Check:
 
 
 def _size_defect(checkpoint: Path, name: str, expected: int | None) -> str | None:
-    """Say what is wrong with a file of which the end is known, or nothing at all."""
     with open_file(checkpoint, name) as file:
         size = os.fstat(file.fileno()).st_size
         if expected is not None and size != expected:

@@ -35,7 +35,7 @@ from moe_optim.checkpoint.flat_buffers import (
 )
 from moe_optim.checkpoint.flat_states import (
     ManifestRequest,
-    chunk_prefixes,
+    manifest_names,
     manifest_of,
     owned_ranges,
     places_of,
@@ -51,7 +51,6 @@ from moe_optim.checkpoint.state_manifest import (
 )
 from moe_optim.errors import LayoutError
 from moe_optim.weights.managed import is_managed, storage_of
-from moe_optim.weights.names import parameter_names
 
 _CLOSE = 0.25
 """Sum of squares by which quantized weights may differ from their masters, of that of the masters.
@@ -74,7 +73,7 @@ _SHAPING = (
 )  # fmt: skip
 """Arguments from which names, shapes and places of parameters follow."""
 
-_Entry = ShardedTensor | ShardedTensorFactory
+type _Entry = ShardedTensor | ShardedTensorFactory
 
 
 class _NoValuesError(Exception):
@@ -86,7 +85,7 @@ class _Values:
     """Masters, and the weights that were saved with them."""
 
     ranges: Iterable[tuple[ModelParameter, int, int]]
-    """What to compare: a parameter, its first element, the one behind the last."""
+    """Parameters to compare, with the first element and the one behind the last."""
     master: Callable[[StateManifest, BucketSpan], Tensor]
     weight: Callable[[ModelParameter], Tensor]
     """Returns the whole of a parameter; raises _NoValuesError."""
@@ -279,13 +278,12 @@ def _belong_together(
 
 def _parameters_of(optimizer: Any) -> list[list[Parameter]]:
     """Return the parameters of an optimizer by model chunk, as modules register them."""
-    names = parameter_names(optimizer.model_chunks)
-    prefixes = chunk_prefixes(optimizer.model_chunks)
+    names = manifest_names(optimizer.model_chunks)
     held = {param: buffer for buffer in optimizer.buffers for param in buffer.param_index_map}
     return [
         [
             Parameter(
-                name=prefixes.get(param, "") + names[param],
+                name=names[param],
                 shape=tuple(param.shape),
                 dtype=str(param.dtype),
                 is_quantized=held[param].param_dtype == torch.uint8,

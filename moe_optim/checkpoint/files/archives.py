@@ -39,7 +39,7 @@ class StoredTensor:
     """Description of the tensor in an archive, all of which lies within its record."""
 
     dtype: str
-    """As torch prints it: ``torch.bfloat16``."""
+    """Dtype as torch prints it: ``torch.bfloat16``."""
     shape: Shape
     stride: Shape
     start: int
@@ -53,7 +53,7 @@ class StoredTensor:
 
 
 class Archive:
-    """An archive by its records, whose names are without the folder that all are in."""
+    """An open archive."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         """Read the table at the end of a seekable stream, which stays open.
@@ -67,6 +67,7 @@ class Archive:
         self._zip = zipfile.ZipFile(stream)
         self._table = self._zip.infolist()
         self.records = {record.filename.partition("/")[2]: record for record in self._table}
+        """By name, without the folder that all are in."""
         are_names = len({record.filename.partition("/")[0] for record in self._table}) == 1
         is_whole = len(self.records) == len(self._table) == count
         if not (are_names and is_whole and "data.pkl" in self.records):
@@ -178,13 +179,13 @@ class Archive:
 
 
 def reason_of(error: Exception) -> str:
-    """Return what is wrong with an archive, in one line: the first of an error's message."""
+    """Return the first line of an error about an archive."""
     first_line = (str(error).splitlines() or [""])[0]
     return f"damaged archive: {first_line or type(error).__name__}"
 
 
 def _described(value: Any) -> StoredTensor:
-    """Return what the arguments of torch's own functions say."""
+    """Return the description in the arguments of torch's functions that rebuild a tensor."""
     if str(value.by) == "torch._utils._rebuild_parameter":
         value = value.args[0]
     storage, start, shape, stride, _, _, *more = value.args

@@ -71,7 +71,7 @@ class Blob:
     """Place of a chunk in its tensor; None where it is an object."""
     shape: Shape = ()
     dtype: str = ""
-    """As torch prints it: ``torch.bfloat16``."""
+    """Dtype as torch prints it: ``torch.bfloat16``."""
 
     @property
     def name(self) -> str:

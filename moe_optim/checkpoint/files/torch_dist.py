@@ -62,7 +62,6 @@ class TorchDistReader:
     """
 
     format: FileFormat = "torch_dist"
-    """Of the files."""
 
     def __init__(self, path: Path, blobs: Sequence[Blob] = ()) -> None:
         """Read where tensors and objects lie; values stay in the files.
@@ -95,7 +94,7 @@ class TorchDistReader:
 
         Args:
             name: one of ``tensors``.
-            first: return only what lies at this place of the first axis, without that axis.
+            first: place on the first axis; the result is without that axis. None: the whole.
 
         Raises:
             StateError: a file that holds some of it is missing, cut off or damaged.
@@ -246,7 +245,7 @@ class TorchDistReader:
 
     @cached_property
     def common_state(self) -> Mapping[str, Any]:
-        """What is the same on all ranks, as :meth:`read_object` returns it."""
+        """State that is the same on all ranks, as :meth:`read_object` returns it."""
         if self.common_key is not None:
             state = self.read_object(self.common_key)
         elif (blob := self.common_file) is not None:
@@ -277,7 +276,7 @@ class TorchDistReader:
 
     @cached_property
     def recorded(self) -> Recorded:
-        """What the common state says; StateError where it says it in another way than Megatron."""
+        """Facts in the common state; StateError for a value that Megatron does not write."""
         state, args = self.common_state, self.arguments
         own = {**(self._checked(OWN_STATE, state.get(OWN_STATE), dict) or {}), **args}
         content = self._checked("content_metadata", state.get("content_metadata"), dict) or {}
@@ -297,7 +296,7 @@ class TorchDistReader:
         )
 
     def _checked(self, name: str, value: Any, *kinds: type) -> Any:
-        """Return what the common state says of something: None, or of one of some kinds."""
+        """Return a value of the common state, which has to be None or of some kinds."""
         is_kind = value is None or (isinstance(value, kinds) and not isinstance(value, bool))
         if is_kind and isinstance(value, str):
             is_kind = value.isprintable()
@@ -313,7 +312,6 @@ class TorchDistReader:
 
 
 def _tensor_info(blobs: list[Blob]) -> TensorInfo:
-    """Return what a tensor is of which these pieces cover every element once."""
     corners = [[a + n for a, n in zip(b.corner, b.shape, strict=True)] for b in blobs]
     shape = tuple(max(ends) for ends in zip(*corners, strict=True))
     return TensorInfo(shape, getattr(torch, blobs[0].dtype.removeprefix("torch.")))
@@ -328,18 +326,17 @@ def _overlap(start: tuple[int, ...], shape: tuple[int, ...], blob: Blob) -> list
 
 
 def _read_blobs(path: Path) -> Sequence[Blob]:
-    file = path / METADATA
+    expected = "expected what lies where in the checkpoint, got"
     try:
         return read_blobs(read_metadata(path))
     except FileNotFoundError as error:
         raise StateError(
-            f"{file}: expected what lies where in the checkpoint, got no such file. "
-            "Saving was not finished: take another checkpoint."
+            f"{path / METADATA}: {expected} no such file. Saving was not finished: take another "
+            "checkpoint."
         ) from error
     except OSError as error:
         raise StateError(
-            f"{file}: expected what lies where in the checkpoint, got: {error.strerror}. "
-            "Take another checkpoint."
+            f"{path / METADATA}: {expected}: {error.strerror}. Take another checkpoint."
         ) from error
     except StateError as error:
         raise StateError(f"{path}: {error}. Take another checkpoint.") from error

@@ -363,7 +363,7 @@ CHECKPOINTS_OF_RANKS: tuple[Patch, ...] = (
         remove_when="--ckpt-format torch compares checksums of what it reads",
     ),
 )
-"""What seals the files of ``--ckpt-format torch``, and looks at them before a load."""
+"""Checksums of the files of ``--ckpt-format torch`` after a save, and their check before a load."""
 
 CONFIGURATIONS: tuple[Patch, ...] = tuple(
     patch for patch in (*ADAM, *OPTIMIZER) if patch.target.endswith("Config.__post_init__")
