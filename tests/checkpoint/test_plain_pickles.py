@@ -116,6 +116,7 @@ REFUSED = {
     "elements of a class": b"\x80\x04cx\ny\nNa.",
     "items of a list": b"\x80\x04]NNs.",
     "a state of a class": b"\x80\x04cx\ny\n}b.",
+    "a state of a function": b"\x80\x04ctorch\nSize\n}b.",
     "a list as a key": b"\x80\x04}]Ns.",
     "a key without a value": b"\x80\x04}(Nu.",
     "a name that is no text": b"\x80\x04NN\x93.",

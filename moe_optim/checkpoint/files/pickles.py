@@ -5,7 +5,8 @@ names: calling one makes a :class:`Made`, which keeps the arguments. No code of 
 and nothing is imported, and a name that is not allowed is refused before anything is made of it.
 
 A scan of the operations comes first. It refuses those that no checkpoint has, and whatever makes
-the unpickler reserve more memory than the pickle has bytes.
+the unpickler reserve more memory than the pickle has bytes. Time is not bounded: the hash of a key
+that is a tuple of tuples may take forever, here and in Megatron.
 """
 
 import gc
@@ -16,7 +17,6 @@ from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 ITEM_BYTES = {
@@ -229,11 +229,23 @@ class _Unpickler(pickle.Unpickler):
             if not self._allows(named):
                 raise ForeignNameError(named)
             make = _MAKERS.get((module, name))
-            self._names[module, name] = partial(make, named) if make else named
+            self._names[module, name] = _Function(make, named) if make else named
         return self._names[module, name]
 
     def persistent_load(self, words: Any) -> Stored:  # noqa: D102
         return Stored(words)
+
+
+class _Function:
+    """A function that is carried out; without attributes that a pickle could set."""
+
+    __slots__ = ("_make", "_named")
+
+    def __init__(self, make: Callable[..., Any], named: Named) -> None:
+        self._make, self._named = make, named
+
+    def __call__(self, *args: Any) -> Any:
+        return self._make(self._named, *args)
 
 
 def _size(_: Named, numbers: Any) -> tuple[Any, ...]:
