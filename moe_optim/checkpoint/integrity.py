@@ -1,21 +1,17 @@
 """Whether the files of a checkpoint are all there, and still hold what was saved.
 
 A *quick* check reads metadata and the sizes of files, a *thorough* one everything once. What they
-find depends on what was recorded of the checkpoint when it was saved:
+find depends on what was recorded when the checkpoint was saved:
 
-- Nothing. Every key, byte range, shape and dtype of ``.metadata`` has to fit the others and the
-  sizes of files; thorough compares the bytes of every record with its CRC-32, and every tensor's
-  archive with its shape and dtype in ``.metadata``. Not found: a file that was replaced by one
-  of another checkpoint with the same layout, and a key of ``.metadata`` under another name, which
-  is missing when it is asked for.
-- A checksum manifest (:func:`record_checksums`). Quick also compares ``.metadata`` and
-  ``metadata.json``, thorough the CRCs themselves: both of the above are found.
-- Megatron's ``integrity.json`` (``--verify-integrity``). As with ours, and thorough compares a
-  SHA-256 of every file that is loaded.
-
-Without the last, bits that nothing reads may change unseen, such as time stamps in archives. A
-missing file or ``mp_rank_*`` folder of ``--ckpt-format torch`` is found by a checksum manifest
-alone, and so is a save of it that was killed, which begins with one.
+- Nothing. Keys, byte ranges, shapes and dtypes of ``.metadata`` have to fit each other and the
+  sizes of files; thorough compares every record with its CRC-32, and every tensor's archive with
+  ``.metadata``. Not found: a file of another checkpoint with the same layout, and another name of a
+  key, which is missing when it is asked for.
+- A checksum manifest (:func:`record_checksums`): also the bytes of metadata and, thorough, the
+  CRC-32 themselves. Both of the above are found, missing files of ``--ckpt-format torch``, and a
+  save of it that was killed.
+- Megatron's ``integrity.json`` (``--verify-integrity``): also, thorough, a SHA-256 of every file
+  that is loaded, which finds bits that nothing reads, such as time stamps in archives.
 """
 
 import hashlib
@@ -62,10 +58,10 @@ _REMEDY = re.compile(rf"{_DAMAGED}.* --ckpt-step (\d+)\.")
 def checkpoint_defect(checkpoint: Path) -> str | None:
     """Return why a checkpoint cannot be loaded, or None when it is complete: the quick check.
 
-    Complete means for torch_dist: Megatron's ``metadata.json``, written when all ranks are done;
-    torch's ``.metadata``; every file that it names, as long as it says; and the state that is not
-    sharded. For ``--ckpt-format torch``: a model in every ``mp_rank_*`` folder, and no file cut
-    off. Checksums recorded of metadata have to fit, see the module. No rank communicates.
+    Complete means for torch_dist: ``metadata.json``, which Megatron writes when all ranks are done,
+    ``.metadata``, every file that it names, of its length, and the common state; for
+    ``--ckpt-format torch``: a model in every ``mp_rank_*`` folder, and no file cut off. No rank
+    communicates.
 
     Args:
         checkpoint: folder of one iteration.
@@ -76,12 +72,12 @@ def checkpoint_defect(checkpoint: Path) -> str | None:
 def corrupt_files(checkpoint: Path, *, part: int = 0, parts: int = 1) -> Iterator[CorruptFile]:
     """Yield everything that is wrong with a checkpoint: the thorough check.
 
-    Memory stays below some ``archives.BLOCK_BYTES``, beside ``.metadata``.
+    Memory stays below some ``archives.BLOCK_BYTES``, beside ``.metadata``. Ranks may share the
+    bytes; each of them does the quick check.
 
     Args:
         checkpoint: folder of one iteration.
-        part: number of the share of bytes to read, for ranks that check together; each of them
-            does the quick check.
+        part: number of the share of bytes to read.
         parts: number of shares.
     """
     return _Check(Path(checkpoint)).defects(thorough=True, part=part, parts=parts)
@@ -90,10 +86,9 @@ def corrupt_files(checkpoint: Path, *, part: int = 0, parts: int = 1) -> Iterato
 def require_intact(
     checkpoint: Path, *, thorough: bool, part: int = 0, parts: int = 1
 ) -> Sequence[Blob]:
-    """Refuse a checkpoint with a missing or damaged file.
+    """Refuse a checkpoint with a missing or damaged file. No rank communicates.
 
-    Every rank may call it by itself. Ranks that share the reading each see their share, as with
-    :func:`corrupt_files`: they have to exchange the outcome before they go on.
+    Ranks that share the reading have to exchange the outcome before they go on.
 
     Args:
         checkpoint: folder of one iteration.
@@ -150,11 +145,11 @@ def record_checksums(checkpoint: Path) -> None:
 def invalidate(checkpoint: Path) -> None:
     """Have a torch_dist checkpoint count as incomplete from now on, since it is written over.
 
-    Megatron saves an iteration again into its old folder, and until it is done ``metadata.json``
-    of the first save says that all is there. One process calls this before any rank writes.
+    Megatron saves an iteration again into its old folder, whose ``metadata.json`` says meanwhile
+    that all is there. One process calls this before any rank writes.
 
     Args:
-        checkpoint: folder of one iteration; what was recorded of it is removed.
+        checkpoint: folder of one iteration; its checksums are removed, too.
 
     Raises:
         StateError: a record cannot be removed.

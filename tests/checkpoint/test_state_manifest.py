@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_optim.checkpoint.flat_states import require_megatrons_offsets
 from moe_optim.checkpoint.state_manifest import (
     Address,
     BucketPlaces,
@@ -221,3 +222,20 @@ def test_a_damaged_manifest_is_refused(damage: Callable[[dict], object]):
     damage(saved)
     with pytest.raises(LayoutError, match="key: expected a manifest"):
         StateManifest.from_dict(saved, "key")
+
+
+@pytest.mark.parametrize("starts", [(0, 128, 256), (0, 100), (0, 192), (64, 192)], ids=str)
+def test_flat_states_that_megatron_would_read_elsewhere_are_not_saved(starts: tuple[int, ...]):
+    """Megatron begins parameters, here of 100 elements, at multiples of 64: another layout's is
+    named, and what to do instead."""
+    places = tuple(
+        ParameterPlace(name=f"layer{index}.weight", shape=(10, 10), start=start)
+        for index, start in enumerate(starts)
+    )
+    buffer = BufferPlaces(dtype="x", buckets=(BucketPlaces(numel=400, parameters=places),))
+    manifest = StateManifest(buffers=(buffer,), glu_interleave=None, versions={})
+    if starts == (0, 128, 256):
+        require_megatrons_offsets(manifest)
+        return
+    with pytest.raises(LayoutError, match=r"layer\d.weight: expected element .*reshardable"):
+        require_megatrons_offsets(manifest)
