@@ -62,6 +62,7 @@ class TorchDistReader:
     """
 
     format: FileFormat = "torch_dist"
+    """Format of the files."""
 
     def __init__(self, path: Path, blobs: Sequence[Blob] = ()) -> None:
         """Read where tensors and objects lie; values stay in the files.
@@ -105,7 +106,7 @@ class TorchDistReader:
         return self.read_box(name, (first, *[0] * (len(shape) - 1)), (1, *shape[1:]))[0]
 
     def read_box(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        """Return a part of a tensor, of its own on the CPU, in the stored dtype.
+        """Return a part of a tensor, of ``shape``, of its own on the CPU, in the stored dtype.
 
         Args:
             name: one of ``tensors``.
@@ -190,7 +191,7 @@ class TorchDistReader:
                 yield block
 
     def read_bytes(self, blob: Blob) -> bytes:
-        """Return the bytes of an object as they are stored.
+        """Return the bytes of a ``blob``, an object, as they are stored.
 
         Raises:
             StateError: they are missing, damaged, or more than any object has.
