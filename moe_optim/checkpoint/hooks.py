@@ -254,8 +254,8 @@ def _require_plain(stored: TorchDistReader, names: Iterable[str]) -> None:
     for name, why in stored.foreign_objects(names, _is_passive).items():
         raise LayoutError(
             f"{stored.path / stored.blobs[name][0].file}: {name}: expected plain data, got an "
-            f"object that Megatron would run code for while it loads: {why}. If you trust whoever "
-            "wrote it (types of your own among its arguments are such code, too), set "
+            f"object that Megatron would run code for while it loads: {why}. If you trust its "
+            "author (types of your own among its arguments are such code, too), set "
             "moe_optim.trust_checkpoint_code=true; else load another checkpoint."
         )
 

@@ -102,8 +102,7 @@ def manifest_of_groups_states(
     Reads this rank's share of the masters, and their weights. No rank communicates.
 
     Raises:
-        LayoutError: it is of another model or of other parallel sizes, or does not show what lies
-            where.
+        LayoutError: it is of another model or of other parallel sizes, or its values show no order.
         StateError: what is read of it is missing or damaged.
     """
     requester, group, where = request.requester, request.group, str(stored.path)
@@ -151,7 +150,7 @@ def manifest_of_file_states(optimizer: Any, states: Mapping[Any, Any], where: st
         A manifest of whole buffers, each as one bucket.
 
     Raises:
-        LayoutError: they are of other parameters, or do not show what lies where.
+        LayoutError: they are of other parameters, or their values show no order.
     """
     masters = _whole_masters(states, where)
     stored = [
@@ -255,8 +254,8 @@ def _trusted(
         else ""
     )
     raise LayoutError(
-        f"{where}: expected weights that show whose the masters are in flat optimizer states "
-        f"without a manifest, got none: {reason}. {remedy}{knob}"
+        f"{where}: expected weights to compare with the masters of flat optimizer states without "
+        f"a manifest, got none: {reason}. {remedy}{knob}"
     )
 
 

@@ -139,9 +139,9 @@ def test_no_command_runs_a_program_in_torchscript(key, checkpoint, refused, tmp_
     ran.unlink()
     rewrite(checkpoint, lambda name, content: archive if name == key else content)
     if key == COMMON:
-        refused(checkpoint, "a program in TorchScript, which no checkpoint is")
+        refused(checkpoint, "a TorchScript program, which is no part of a checkpoint")
     else:  # values are read for the conversion alone
-        with pytest.raises(StateError, match="does not fit|a program in TorchScript"):
+        with pytest.raises(StateError, match="does not fit|a TorchScript program"):
             open_checkpoint(checkpoint).read(key)
     assert not ran.exists()
 
@@ -219,7 +219,7 @@ def test_a_chunk_has_the_bytes_of_its_elements(checkpoint, refused):
 CONFIGS = {
     "deep": ("[" * 200_000, "brackets within brackets, too many to follow"),
     "digits": ('{"sharded_backend": ' + "9" * 5000 + "}", "a number of 5,000 digits"),
-    "nested": ('{"sharded_backend": "torch_dist", "x": [1]}', "something else than names and"),
+    "nested": ('{"sharded_backend": "torch_dist", "x": [1]}', "not an object of names and"),
 }
 
 

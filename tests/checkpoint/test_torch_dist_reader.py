@@ -131,7 +131,7 @@ DAMAGE = {
     "__0_0.distcp: expected a file with .*, got none": remove("__0_0.distcp"),
     "__0_0.distcp: .* got .* The file is cut off or damaged": overwrite,
     ".metadata is cut off": cut(".metadata"),
-    ".metadata: expected what lies where .*, got no such file": remove(".metadata"),
+    ".metadata: expected the index .*, got no such file": remove(".metadata"),
     ".metadata is cut off or foreign: it names torch.bfloau16": misspell_dtype,
     "metadata.json: expected JSON": cut("metadata.json"),
     "metadata.json: .* Saving was not finished": remove("metadata.json"),

@@ -73,7 +73,7 @@ class Archive:
         if not (are_names and is_whole and "data.pkl" in self.records):
             raise zipfile.BadZipFile("not the records that torch.save writes")
         if "constants.pkl" in self.records:
-            raise zipfile.BadZipFile("a program in TorchScript, which no checkpoint is")
+            raise zipfile.BadZipFile("a TorchScript program, which is no part of a checkpoint")
         for record in self._table:
             _require_stored(record)
         if sum(record.file_size for record in self._table) > stream.seek(0, os.SEEK_END):
@@ -126,7 +126,7 @@ class Archive:
         try:
             tensor = _described(value)
         except (AttributeError, IndexError, KeyError, TypeError) as error:
-            raise ValueError("something else than a tensor") from error
+            raise ValueError("expected one tensor, got another object") from error
         record = self.records.get(tensor.record)
         size = record.file_size if record else 0
         if size != tensor.nbytes:
@@ -196,7 +196,7 @@ def _described(value: Any) -> StoredTensor:
         dtype = f"torch.{STORAGES[kind.name]}"
         nbytes = count * ITEM_BYTES[dtype]
     else:
-        raise TypeError("something else")
+        raise TypeError("no tensor")
     if dtype not in ITEM_BYTES or any(more) or not isinstance(key, str):
         raise TypeError("a tensor of another dtype, or one that is to be conjugated")
     checked_shape((start,))
@@ -206,11 +206,11 @@ def _described(value: Any) -> StoredTensor:
 
 
 def _count_records(stream: IO[bytes]) -> int:
-    """Return how many records an archive says to have.
+    """Return the number of records that an archive declares.
 
-    Refused is what readers of zips could find another table in, or torch something else than a zip:
-    they look for the end of the table from the end of the file on, and for its start by what that
-    says, or right before it; torch takes what does not begin as a zip for a bare pickle.
+    Refuse archives in which readers of zips could find different tables: they search for the end of
+    the table from the end of the file, and take its start from there, or right before it. Refuse
+    those that do not begin as a zip, which torch takes for a bare pickle.
     """
     size = stream.seek(0, os.SEEK_END)
     stream.seek(max(0, size - _END64_FORM.size - _LOCATOR64_FORM.size - _END_FORM.size))

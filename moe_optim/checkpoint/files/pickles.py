@@ -59,7 +59,7 @@ _PLAIN = {  # by module: constructors of values, which do nothing else
     "io": "BytesIO",
     "_io": "BytesIO",
     "signal": "Signals",
-    "_codecs": "encode",  # makes bytes, of which protocol 2 has none
+    "_codecs": "encode",  # makes bytes, which protocol 2 lacks
     "numpy": "dtype ndarray",
     "numpy.core.multiarray": "_reconstruct scalar",
     "numpy._core.multiarray": "_reconstruct scalar",
@@ -250,7 +250,7 @@ class _Function:
 
 def _size(_: Named, numbers: Any) -> tuple[Any, ...]:
     if not isinstance(numbers, tuple):  # of a list it would be a copy, as often as it is asked for
-        raise TypeError("torch.Size of something else than a tuple")
+        raise TypeError("torch.Size of an object that is no tuple")
     return numbers
 
 
@@ -259,7 +259,10 @@ def _ordered_dict(named: Named, *args: Any) -> Any:
 
 
 def _encode(named: Named, text: Any, *encoding: str) -> Any:
-    if encoding not in (("latin1",), ("latin-1",)):  # Python would look for others, and import them
+    if encoding not in (
+        ("latin1",),
+        ("latin-1",),
+    ):  # Python would search for others, and import them
         raise ValueError("text in another encoding than that of bytes")
     return named(text, *encoding)
 

@@ -327,7 +327,7 @@ def _overlap(start: tuple[int, ...], shape: tuple[int, ...], blob: Blob) -> list
 
 
 def _read_blobs(path: Path) -> Sequence[Blob]:
-    expected = "expected what lies where in the checkpoint, got"
+    expected = "expected the index of the checkpoint, got"
     try:
         return read_blobs(read_metadata(path))
     except FileNotFoundError as error:
@@ -349,7 +349,7 @@ def _read_config(path: Path) -> Mapping[str, Any]:
     try:
         config = parse_json(read_file(path, CONFIG_FILE))
         if not isinstance(config, dict) or any(isinstance(v, dict | list) for v in config.values()):
-            raise ValueError("something else than names and values")
+            raise ValueError("not an object of names and values")
     except FileNotFoundError as error:
         raise StateError(
             f"{file}: expected Megatron's description of a complete checkpoint, got no such file. "
