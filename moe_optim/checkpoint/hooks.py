@@ -243,7 +243,8 @@ def _check(folder: Path, group: Any) -> TorchDistReader:
     thorough = config_in_force().check_on_load == "thorough"
     blobs = require_intact(folder, thorough=thorough, part=rank, parts=ranks)
     stored = TorchDistReader(folder, blobs)
-    _require_plain(stored, sorted(stored.objects)[rank::ranks])
+    common = [stored.common_key] if stored.common_key else []  # every rank will read its own copy
+    _require_plain(stored, dict.fromkeys([*common, *sorted(stored.objects)[rank::ranks]]))
     return stored
 
 
