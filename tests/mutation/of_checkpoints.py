@@ -133,7 +133,7 @@ MUTANTS = (
         "if place > len(content):",
         "if False:",
         (
-            f"{FILES}/test_plain_pickles.py::"
+            f"{FILES}/test_pickles.py::"
             "test_a_far_memo_place_is_refused_for_the_readers_that_reserve_all_before_it",
         ),
     ),
