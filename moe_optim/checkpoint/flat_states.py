@@ -85,28 +85,22 @@ class ManifestRequest(ShardedObject):
 
 def manifest_of(optimizer: Any) -> StateManifest:
     """Return the manifest of the states of a distributed optimizer."""
-    names = manifest_names(optimizer.model_chunks)
+    places = places_of(optimizer)
     buffers = []
-    for index, ranges in enumerate(optimizer.gbuf_ranges):
+    for ranges, buffer in zip(optimizer.gbuf_ranges, optimizer.buffers, strict=True):
         (dtype,) = ranges
-        buffer = optimizer.buffers[index]
-        buckets = tuple(
+        buckets = [
             BucketPlaces(
                 numel=bucket.numel_unpadded,
                 parameters=tuple(
-                    ParameterPlace(
-                        name=names[param],
-                        shape=tuple(param.shape),
-                        start=bucket.param_to_index[param][0],
-                    )
-                    for param in sorted(
-                        bucket.params_list, key=lambda param: bucket.param_to_index[param][0]
+                    sorted(
+                        (places[param] for param in bucket.params_list), key=lambda one: one.start
                     )
                 ),
             )
             for bucket in buffer.buckets
-        )
-        buffers.append(BufferPlaces(dtype=str(dtype), buckets=buckets))
+        ]
+        buffers.append(BufferPlaces(dtype=str(dtype), buckets=tuple(buckets)))
     versions = {
         "moe_optim": VERSION,
         "megatron-core": megatron.core.__version__,
@@ -118,12 +112,16 @@ def manifest_of(optimizer: Any) -> StateManifest:
     )
 
 
-def places_of(optimizer: Any, manifest: StateManifest) -> dict[torch.nn.Parameter, ParameterPlace]:
-    """Return the place of each parameter in ``manifest``, which is the optimizer's own."""
-    at = {(buffer, bucket, place.start): place for buffer, bucket, place in manifest.places()}
+def places_of(optimizer: Any) -> dict[torch.nn.Parameter, ParameterPlace]:
+    """Return the place of each parameter in its bucket."""
+    names = manifest_names(optimizer.model_chunks)
     return {
-        param: at[number, bucket.bucket_id, bucket.param_to_index[param][0]]
-        for number, buffer in enumerate(optimizer.buffers)
+        param: ParameterPlace(
+            name=names[param],
+            shape=tuple(param.shape),
+            start=bucket.param_to_index[param][0],
+        )
+        for buffer in optimizer.buffers
         for bucket in buffer.buckets
         for param in bucket.params_list
     }
@@ -319,9 +317,8 @@ def flat_states_to_load(optimizer: Any, source: StateManifest, key: str) -> dict
     Raises:
         LayoutError: the checkpoint has other parameters or experts.
     """
-    target = manifest_of(optimizer)
-    layouts = LayoutMap(source, target, key)
-    places = places_of(optimizer, target)
+    layouts = LayoutMap(source, manifest_of(optimizer), key)
+    places = places_of(optimizer)
     group_key = key.partition(f".{MANIFEST}")[0]
     ranges = []
     for one in owned_ranges(optimizer):

@@ -169,7 +169,7 @@ def manifest_of_file_states(optimizer: Any, states: Mapping[Any, Any], where: st
             f"sizes it was saved with, or {_WEIGHTS_ALONE}."
         )
     values = _Values(
-        [(param, 0, param.numel()) for param in places_of(optimizer, manifest_of(optimizer))],
+        [(param, 0, param.numel()) for param in places_of(optimizer)],
         lambda _, span: masters[span.buffer][1][span.start : span.end],
         _held_weight,
         where,
@@ -212,7 +212,7 @@ def _chosen(optimizer: Any, candidates: Sequence[StateManifest], values: _Values
     target = manifest_of(optimizer)
     if not holds_several_experts(target):
         return candidates[0]  # Megatron has one order for everything else
-    places = places_of(optimizer, target)
+    places = places_of(optimizer)
     orders: dict[tuple[BucketSpan, ...], StateManifest] = {}
     """Candidates by where they have the ranges: some differ in others alone."""
 

@@ -11,9 +11,11 @@ that was expected; nothing is unpickled or allocated for what an archive alone s
 import os
 import struct
 import zipfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import IO, TYPE_CHECKING, Any
+from zlib import crc32
 
 from moe_optim.checkpoint.files.metadata import Shape, checked_shape
 from moe_optim.checkpoint.files.pickles import ITEM_BYTES, STORAGES, read_pickle
@@ -27,11 +29,14 @@ PICKLE_BYTES = 16 * 2**20
 """More than any record has, but for the bytes of a tensor: names and shapes of a whole model."""
 
 _DIRECTORY = 0x10  # bit of MS-DOS; of such a record torch's reader fills in nothing, and succeeds
+_ENCRYPTED = 0x61  # bits of the flags: encrypted, a patch, strongly encrypted
+_UTF8 = 0x800  # bit of the flags: names are in UTF-8
 _TABLE_BYTES = 16 * 2**20
 _FIRST, _END, _END64, _LOCATOR64 = (b"PK" + code for code in (b"\3\4", b"\5\6", b"\6\6", b"\6\7"))
 _END_FORM = struct.Struct("<4s4H2IH")
 _END64_FORM = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR64_FORM = struct.Struct("<4sIQI")
+_HEADER_FORM = struct.Struct("<4s22xHH")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +69,7 @@ class Archive:
         self.stream = stream
         count = _count_records(stream)
         stream.seek(0)
-        self._zip = zipfile.ZipFile(stream)
-        self._table = self._zip.infolist()
+        self._table = zipfile.ZipFile(stream).infolist()
         self.records = {record.filename.partition("/")[2]: record for record in self._table}
         """By name, without the folder that all are in."""
         are_names = len({record.filename.partition("/")[0] for record in self._table}) == 1
@@ -81,8 +85,7 @@ class Archive:
 
     def pickled(self) -> bytes:
         """Return the pickle of the archive; BadZipFile if its CRC is another."""
-        content: bytes = self._zip.read(self.records["data.pkl"])
-        return content
+        return b"".join(self._blocks(self.records["data.pkl"]))
 
     def load(self) -> Any:
         """Return the object in it, see :func:`read_pickle`; raises whatever damage leads to."""
@@ -92,15 +95,14 @@ class Archive:
         """Read every record once, in blocks, and where torch would read it.
 
         Raises:
-            Exception: what zipfile raises for a record without its CRC-32.
-            zipfile.BadZipFile: torch's reader of zips, which is another one, would read elsewhere.
+            zipfile.BadZipFile: a record does not have its CRC-32, or torch's reader of zips, which
+                is another one, would read elsewhere.
         """
         import torch  # takes seconds, which the check of metadata can do without
 
         for record in self._table:
-            with self._zip.open(record) as content:
-                while content.read(BLOCK_BYTES):  # compares the CRC at the end of the record
-                    pass
+            for _ in self._blocks(record):
+                pass
         self.stream.seek(0)
         reader: Any = torch._C.PyTorchFileReader(self.stream)
         if set(reader.get_all_records()) != self.records.keys():
@@ -136,7 +138,7 @@ class Archive:
         if prod(tensor.shape) and last >= tensor.nbytes // ITEM_BYTES[tensor.dtype]:
             raise ValueError("elements outside of the bytes of their tensor")
         order = self.records.get("byteorder")
-        if order and not (order.file_size == 6 and self._zip.read(order) == b"little"):
+        if order and not (order.file_size == 6 and b"".join(self._blocks(order)) == b"little"):
             raise ValueError("numbers that are not little-endian")
         return tensor
 
@@ -172,10 +174,27 @@ class Archive:
         values = memory.view(getattr(torch, dtype.removeprefix("torch.")))
         return values.as_strided(shape, tensor.stride, tensor.start).contiguous()
 
+    def _blocks(self, record: zipfile.ZipInfo) -> Iterator[bytes]:
+        """Yield the bytes of a record, and compare its CRC-32 at the end."""
+        self.stream.seek(self._place_of(record))
+        left, checksum = record.file_size, 0
+        while left:
+            block = self.stream.read(min(left, BLOCK_BYTES))
+            if not block:
+                raise EOFError("an archive that ends too early")
+            checksum, left = crc32(block, checksum), left - len(block)
+            yield block
+        if checksum != record.CRC:
+            raise zipfile.BadZipFile(f"record {record.filename!r} does not have its CRC-32")
+
     def _place_of(self, record: zipfile.ZipInfo) -> int:
-        self.stream.seek(record.header_offset + 26)
-        lengths = struct.unpack("<HH", self.stream.read(4))  # of the name and of the extra field
-        return record.header_offset + 30 + int(sum(lengths))
+        self.stream.seek(record.header_offset)
+        first, of_name, of_extra = _HEADER_FORM.unpack(self.stream.read(_HEADER_FORM.size))
+        encoding = "utf-8" if record.flag_bits & _UTF8 else "cp437"
+        name = self.stream.read(of_name).decode(encoding)
+        if first != _FIRST or name != record.orig_filename:
+            raise zipfile.BadZipFile(f"record {record.filename!r} is not where the table has it")
+        return record.header_offset + _HEADER_FORM.size + int(of_name + of_extra)
 
 
 def reason_of(error: Exception) -> str:
@@ -239,7 +258,8 @@ def _require_stored(record: zipfile.ZipInfo) -> None:
     is_storage = record.filename.split("/")[1:-1] == ["data"]
     if not is_storage and record.file_size > PICKLE_BYTES:  # readers take these whole
         raise zipfile.BadZipFile(f"record {record.filename!r} has {record.file_size:,} bytes")
-    if record.compress_type != zipfile.ZIP_STORED or record.file_size != record.compress_size:
+    is_plain = record.compress_type == zipfile.ZIP_STORED and not record.flag_bits & _ENCRYPTED
+    if not is_plain or record.file_size != record.compress_size:
         raise zipfile.BadZipFile(f"record {record.filename!r} is not stored as it is")
     if record.external_attr & _DIRECTORY:
         raise zipfile.BadZipFile(f"record {record.filename!r} is marked as a directory")
