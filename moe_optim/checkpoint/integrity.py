@@ -20,7 +20,7 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import IO, cast
+from typing import IO
 
 from moe_optim.checkpoint.files.archives import Archive, reason_of
 from moe_optim.checkpoint.files.checksum_manifest import (
@@ -37,7 +37,7 @@ from moe_optim.checkpoint.files.checksum_manifest import (
 from moe_optim.checkpoint.files.folders import files_of_ranks, iteration_folders, iteration_of
 from moe_optim.checkpoint.files.metadata import METADATA, Blob, read_blobs, read_metadata
 from moe_optim.checkpoint.files.untrusted_files import (
-    FileRange,
+    file_range,
     is_file,
     open_file,
     parse_json,
@@ -366,7 +366,7 @@ class _Archives:
         return digest.hexdigest()
 
     def _open(self, file: IO[bytes], blob: Blob) -> Archive:
-        archive = Archive(cast(IO[bytes], FileRange(file, blob.start, blob.length)))
+        archive = Archive(file_range(file, blob.start, blob.length))
         rows = repr(archive.rows()).encode()
         self._digests[blob.start] = hashlib.sha256(rows).digest()
         return archive

@@ -75,6 +75,7 @@ _PLAIN = {  # by module: constructors of values, which do nothing else
 }
 MEGATRONS_PACKAGES = {"megatron", "moe_optim", "transformer_engine"}
 """Packages whose enumerations and dataclasses are plain data."""
+_ENCODINGS_OF_BYTES = (("latin1",), ("latin-1",))
 _MOST_NAMES = 4096  # a stand-in takes a kilobyte
 
 
@@ -228,7 +229,7 @@ class _Unpickler(pickle.Unpickler):
             named = Named("Made", (Made,), {"__slots__": (), "module": module, "name": name})
             if not self._allows(named):
                 raise ForeignNameError(named)
-            make = _MAKERS.get((module, name))
+            make = _FUNCTIONS.get((module, name))
             self._names[module, name] = _Function(make, named) if make else named
         return self._names[module, name]
 
@@ -259,15 +260,12 @@ def _ordered_dict(named: Named, *args: Any) -> Any:
 
 
 def _encode(named: Named, text: Any, *encoding: str) -> Any:
-    if encoding not in (
-        ("latin1",),
-        ("latin-1",),
-    ):  # Python would search for others, and import them
+    if encoding not in _ENCODINGS_OF_BYTES:  # Python would search for others, and import them
         raise ValueError("text in another encoding than that of bytes")
     return named(text, *encoding)
 
 
-_MAKERS: dict[tuple[str, str], Callable[..., Any]] = {
+_FUNCTIONS: dict[tuple[str, str], Callable[..., Any]] = {
     ("torch", "Size"): _size,
     ("collections", "OrderedDict"): _ordered_dict,
     ("_codecs", "encode"): _encode,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from moe_optim.checkpoint.files.metadata import (
 from moe_optim.checkpoint.files.pickles import Made, Named, foreign_name
 from moe_optim.checkpoint.files.reader import FileFormat, Recorded, TensorInfo
 from moe_optim.checkpoint.files.untrusted_files import (
-    FileRange,
+    file_range,
     is_file,
     open_file,
     parse_json,
@@ -144,7 +144,7 @@ class TorchDistReader:
             StateError: the file is missing, cut off or damaged.
         """
         with self._file_of(blob) as file:
-            stream = cast(IO[bytes], FileRange(file, blob.start, blob.length))
+            stream = file_range(file, blob.start, blob.length)
             try:
                 archive = Archive(stream)
                 if blob not in self._intact:

@@ -12,11 +12,12 @@ import os
 import stat
 from io import BufferedReader
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 SMALL_BYTES = 16 * 2**20
 """More than files have that are read whole, such as descriptions. As Python objects, JSON and
 pickles take up to 64 times their bytes."""
+_READ_AT_ONCE = 2**18
 _DIGITS = 19  # of the numbers below 2^63, and one more
 
 _KINDS = {
@@ -116,22 +117,30 @@ def parse_json(content: bytes) -> Any:
         raise ValueError("brackets within brackets, too many to follow") from error
 
 
-class FileRange(io.RawIOBase):
+def file_range(file: IO[bytes], start: int, length: int) -> IO[bytes]:
+    """Return a range of an open file as a file of its own; EOFError if the file ends before it."""
+    if length > _READ_AT_ONCE:
+        return cast(IO[bytes], _FileRange(file, start, length))
+    file.seek(start)
+    content = file.read(length)
+    if len(content) < length:
+        raise EOFError(f"a file that ends {length - len(content):,} bytes too early")
+    return io.BytesIO(content)
+
+
+class _FileRange(io.RawIOBase):
     """A seekable view of ``length`` bytes from ``start``; fills buffers without a copy between."""
 
     def __init__(self, file: IO[bytes], start: int, length: int) -> None:
         self._file, self._start, self._length, self._position = file, start, length, 0
 
     def readable(self) -> bool:
-        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """Return True."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move within the range, and return the new position; ValueError for one before it."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
         if base + offset < 0:
             raise ValueError(f"a position before the range: {base + offset}")
@@ -139,7 +148,6 @@ class FileRange(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        """Fill ``buffer`` as far as the range goes; EOFError if the file ends before it does."""
         view = memoryview(buffer).cast("B")
         count = max(0, min(len(view), self._length - self._position))
         self._file.seek(self._start + self._position)
