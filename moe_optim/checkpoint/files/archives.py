@@ -185,7 +185,7 @@ class Archive:
             checksum, left = crc32(block, checksum), left - len(block)
             yield block
         if checksum != record.CRC:
-            raise zipfile.BadZipFile(f"record {record.filename!r} does not have its CRC-32")
+            raise zipfile.BadZipFile(f"Bad CRC-32 of record {record.filename!r}")
 
     def _place_of(self, record: zipfile.ZipInfo) -> int:
         self.stream.seek(record.header_offset)
