@@ -1,4 +1,4 @@
-"""Saving and loading through Megatron's own functions: sealed, checked, and nothing unasked."""
+"""Saves and loads through Megatron's own functions: checked, recorded, and nothing unasked."""
 
 import dataclasses
 import inspect
@@ -110,7 +110,7 @@ def _save_weights_alone(folder: Path) -> str:
     return "loaded"
 
 
-def test_a_save_of_weights_alone_is_sealed_as_well(tmp_path: Path):
+def test_checksums_of_weights_alone_are_recorded_as_well(tmp_path: Path):
     """What changed since is found, though every other file and record of it is in order."""
     (said,) = run_ranks(1, _save_weights_alone, tmp_path / "iter_0000001")
     assert "metadata.json does not have the SHA-256 that was recorded" in said
@@ -135,7 +135,7 @@ def _save_later(folder: Path) -> list[str | None]:
     return [*seen, checkpoint_defect(folder), str((folder / CHECKSUM_MANIFEST).exists())]
 
 
-def test_an_async_save_counts_as_incomplete_and_is_sealed_when_it_is_finalized(tmp_path: Path):
+def test_an_async_save_counts_as_incomplete_and_is_recorded_when_it_is_finalized(tmp_path: Path):
     for seen in run_ranks(2, _save_later, tmp_path / "iter_0000001"):
         unfinished = "no metadata.json: it was not saved to the end"
         assert seen == [unfinished, "False", None, "True"]

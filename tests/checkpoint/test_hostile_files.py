@@ -162,14 +162,14 @@ def test_no_command_calls_what_the_pickle_of_an_object_names(checkpoint, refused
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("sealed", [False, True])
+@pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("bomb", BOMBS)
-def test_metadata_is_read_in_the_memory_of_what_it_says(bomb, sealed, checkpoint, refused):
-    """Also where its own checksum fits: whoever writes a checkpoint can seal it."""
-    if sealed:
+def test_metadata_is_read_in_the_memory_of_what_it_says(bomb, recorded, checkpoint, refused):
+    """Also where its own checksum fits: its writer can record one."""
+    if recorded:
         record_checksums(checkpoint)
     (checkpoint / ".metadata").write_bytes(b"\x80\x04" + BOMBS[bomb] + b".")
-    if sealed:
+    if recorded:
         record = checkpoint / "moe_optim.seal.json"
         record.write_text(record.read_text().replace('"whole": {', '"whole": {"": "",'))
     refused(checkpoint, ".metadata is ")
@@ -311,7 +311,7 @@ def test_a_tracker_file_names_a_folder_beside_it(said, checkpoint, tmp_path, ref
         assert (run / TRACKER).read_text() == "7"
 
 
-def test_writing_a_tracker_file_or_a_seal_follows_no_link(checkpoint, tmp_path):
+def test_writing_a_tracker_file_or_checksums_follows_no_link(checkpoint, tmp_path):
     victim = tmp_path / "victim"
     victim.write_text("mine")
     run = tmp_path / "run"

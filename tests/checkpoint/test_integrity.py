@@ -141,9 +141,9 @@ def test_what_is_no_checkpoint_is_refused_for_its_reason(checkpoint, what):
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 16])
-@pytest.mark.parametrize("sealed", [False, True])
-def test_ranks_that_share_the_reading_find_every_defect_once(checkpoint, parts, sealed):
-    if sealed:
+@pytest.mark.parametrize("recorded", [False, True])
+def test_ranks_that_share_the_reading_find_every_defect_once(checkpoint, parts, recorded):
+    if recorded:
         record_checksums(checkpoint)
     for key in ("experts.weight", "moment", "common_state"):
         flip_in(checkpoint, key)
@@ -157,7 +157,7 @@ def test_ranks_that_share_the_reading_find_every_defect_once(checkpoint, parts, 
     assert sorted(shared) == whole
 
 
-def test_a_seal_tells_a_file_from_that_of_another_checkpoint(checkpoint):
+def test_checksums_tell_a_file_from_that_of_another_checkpoint(checkpoint):
     """Such files are whole, and fit the metadata: only what was recorded tells them apart."""
     record_checksums(checkpoint)
     file = checkpoint / "__0_1.distcp"
@@ -185,23 +185,23 @@ def retype(metadata):
 
 
 @pytest.mark.parametrize("edit", [exchange, retype])
-def test_exchanged_moments_and_another_dtype_are_found_by_a_seal(edit, tmp_path):
+def test_exchanged_moments_and_another_dtype_are_found_by_checksums(edit, tmp_path):
     """Without one, the dtype is found by reading everything, and exchanged moments are not."""
     folder = write_torch_dist(tmp_path / "iter_0000010", stored_tensors())
-    shutil.copytree(folder, tmp_path / "unsealed")
+    shutil.copytree(folder, tmp_path / "unrecorded")
     record_checksums(folder)
-    for damaged in (folder, tmp_path / "unsealed"):
+    for damaged in (folder, tmp_path / "unrecorded"):
         path = damaged / ".metadata"
         metadata = pickle.loads(path.read_bytes())
         edit(metadata)
         path.write_bytes(pickle.dumps(metadata))
     assert checkpoint_defect(folder) == ".metadata does not have the SHA-256 that was recorded"
-    assert checkpoint_defect(tmp_path / "unsealed") is None
-    found = [str(defect) for defect in corrupt_files(tmp_path / "unsealed")]
+    assert checkpoint_defect(tmp_path / "unrecorded") is None
+    found = [str(defect) for defect in corrupt_files(tmp_path / "unrecorded")]
     assert [MOMENTS[0] in one for one in found] == ([] if edit is exchange else [True])
 
 
-def test_only_a_complete_checkpoint_is_sealed(checkpoint):
+def test_checksums_are_recorded_of_a_complete_checkpoint_alone(checkpoint):
     (checkpoint / "__0_0.distcp").unlink()
     with pytest.raises(StateError, match="__0_0.distcp is missing"):
         record_checksums(checkpoint)
@@ -229,7 +229,7 @@ def test_a_byte_behind_the_end_of_a_file_is_found_by_sizes_alone(checkpoint, tmp
         assert re.search(what, checkpoint_defect(folder))
 
 
-def test_files_of_ranks_count_as_incomplete_from_the_start_of_a_save_to_its_seal(tmp_path):
+def test_files_of_ranks_count_as_incomplete_from_the_start_of_a_save_to_its_end(tmp_path):
     """A save that dies between them may leave files of two saves, all of them whole."""
     save_legacy(tmp_path, ITERATIONS)
     for folder in (tmp_path / "iter_0000010", tmp_path / "new" / "iter_0000030"):

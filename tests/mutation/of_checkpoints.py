@@ -1,4 +1,4 @@
-"""Bugs of checkpoints: seals, what is looked at before a load, and who owns which states."""
+"""Bugs of checkpoints: checksums, checks before a load, and owners of states."""
 
 from tests.mutation import Mutant
 
@@ -16,13 +16,13 @@ MUTANTS = (
         "    if orders:",
         (f"{MEGATRON}/test_journeys.py::test_states_whose_weights_fit_several_orders_are_refused",),
     ),
-    Mutant(  # async saves stay unsealed
+    Mutant(  # no checksums of async saves
         "checkpoint/hooks.py",
         "        request.finalize_fns.append(",
         "        [].append(",
         (
             f"{MEGATRON}/test_hooks.py::"
-            "test_an_async_save_counts_as_incomplete_and_is_sealed_when_it_is_finalized",
+            "test_an_async_save_counts_as_incomplete_and_is_recorded_when_it_is_finalized",
         ),
     ),
     Mutant(  # the first object by name is not looked at for code
@@ -37,7 +37,7 @@ MUTANTS = (
         "checkpoint/hooks.py",
         "        installed_config() is not None or any(_states_with_manifests(sharded_state_dict))",
         "        any(_states_with_manifests(sharded_state_dict))",
-        (f"{MEGATRON}/test_hooks.py::test_a_save_of_weights_alone_is_sealed_as_well",),
+        (f"{MEGATRON}/test_hooks.py::test_checksums_of_weights_alone_are_recorded_as_well",),
     ),
     Mutant(
         "checkpoint/hooks.py",
@@ -78,7 +78,7 @@ MUTANTS = (
         "    pass",
         (
             f"{INTEGRITY}::"
-            "test_files_of_ranks_count_as_incomplete_from_the_start_of_a_save_to_its_seal",
+            "test_files_of_ranks_count_as_incomplete_from_the_start_of_a_save_to_its_end",
         ),
     ),
     Mutant(
@@ -87,14 +87,14 @@ MUTANTS = (
         "if False:",
         (
             f"{INTEGRITY}::"
-            "test_files_of_ranks_count_as_incomplete_from_the_start_of_a_save_to_its_seal",
+            "test_files_of_ranks_count_as_incomplete_from_the_start_of_a_save_to_its_end",
         ),
     ),
     Mutant(
         "checkpoint/integrity.py",
         "if is_checked and file.tables_sha256() != tables:",
         "if False:",
-        (f"{INTEGRITY}::test_a_seal_tells_a_file_from_that_of_another_checkpoint",),
+        (f"{INTEGRITY}::test_checksums_tell_a_file_from_that_of_another_checkpoint",),
     ),
     Mutant(
         "checkpoint/integrity.py",

@@ -150,8 +150,8 @@ def _resume(root: Path) -> None:
     find_resume_point(copy)
 
 
-def _seal(root: Path) -> None:
-    copy = root.with_name("out") / "sealed"
+def _record(root: Path) -> None:
+    copy = root.with_name("out") / "recorded"
     shutil.copytree(root, copy, symlinks=True, ignore=_no_pipes)
     for folder in _folders(copy):
         with contextlib.suppress(StateError):
@@ -202,7 +202,7 @@ def _unpickle(content: bytes) -> None:
         pickle.loads(content)
 
 
-CALLS = {"check": _check, "resume": _resume, "seal": _seal, "load": _load}
+CALLS = {"check": _check, "resume": _resume, "record": _record, "load": _load}
 
 
 @contextlib.contextmanager
