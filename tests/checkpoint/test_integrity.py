@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_optim.checkpoint.files import metadata as metadata_file
+from moe_optim.checkpoint.files import untrusted_files
 from moe_optim.checkpoint.files.archives import BLOCK_BYTES
 from moe_optim.checkpoint.files.checksum_manifest import DamageError
 from moe_optim.checkpoint.integrity import (
@@ -96,7 +97,11 @@ def test_an_error_names_every_defective_file_and_what_to_load_instead(checkpoint
 
 
 @pytest.mark.parametrize("key", ["experts.weight", "moment", "count", "rng", "common_state"])
-def test_a_flipped_bit_in_data_is_found_with_its_file_and_key(checkpoint, key):
+@pytest.mark.parametrize("at_once", [0, 2**18], ids=["a large archive", "a small one"])
+def test_a_flipped_bit_in_data_is_found_with_its_file_and_key(
+    checkpoint, key, at_once, monkeypatch
+):
+    monkeypatch.setattr(untrusted_files, "_READ_AT_ONCE", at_once)
     name = flip_in(checkpoint, key)
     assert checkpoint_defect(checkpoint) is None  # bytes of data are not read
     (defect,) = corrupt_files(checkpoint)

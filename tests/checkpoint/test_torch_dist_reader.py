@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 
+from moe_optim.checkpoint.files import untrusted_files
 from moe_optim.checkpoint.files.pickles import Made
 from moe_optim.checkpoint.files.torch_dist import TorchDistReader
 from moe_optim.commands.conversion.layer_view import LayerView, Rename
@@ -36,7 +37,9 @@ def folder(template, tmp_path):
     return shutil.copytree(template, tmp_path / "iter_0000007")
 
 
-def test_names_shapes_types_and_bits_are_those_that_torch_wrote(template):
+@pytest.mark.parametrize("at_once", [0, 2**18], ids=["large archives", "small ones"])
+def test_names_shapes_types_and_bits_are_those_that_torch_wrote(template, at_once, monkeypatch):
+    monkeypatch.setattr(untrusted_files, "_READ_AT_ONCE", at_once)
     reader, expected = open_checkpoint(template), stored_tensors()
     assert reader.tensors.keys() == expected.keys()
     for name, tensor in expected.items():
