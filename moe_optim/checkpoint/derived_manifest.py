@@ -2,9 +2,9 @@
 
 Megatron fills a buffer with parameters in the reverse of the order in which modules register them,
 each from the next multiple of 64 elements on, and cuts the buffer into buckets. The sizes of the
-buckets are saved, and where each stored piece begins and ends. Which order the experts were
-registered in is not: every one that Megatron has is tried, and what fits all numbers is kept. Pure:
-no device, no group.
+buckets are saved, and the ends of each stored piece. The order in which experts were registered is
+not: every one that Megatron has is tried, and what fits all numbers is kept. Pure: no device, no
+group.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,13 +16,12 @@ from moe_optim.checkpoint.state_manifest import (
     BufferPlaces,
     ParameterPlace,
     StateManifest,
+    listed,
 )
 from moe_optim.formats import round_up
 
 _ALIGNMENT = 64  # elements
 _QUANTIZED = "torch.uint8"
-_LINEARS = ("linear_fc1", "linear_fc2")
-_KINDS = ("weight", "bias")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,10 +29,10 @@ class Parameter:
     """A parameter of a model chunk, before it has a place."""
 
     name: str
-    """As manifests have it."""
+    """Name as manifests have it."""
     shape: tuple[int, ...]
     dtype: str
-    """``torch.bfloat16``, also of what is stored quantized."""
+    """``torch.bfloat16``, also where it is stored quantized."""
     is_quantized: bool = False
     begins_bucket: bool = False
     """Whether it has a bucket of its own, as embeddings that two pipeline stages share."""
@@ -46,23 +45,22 @@ class Parameter:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredBucket:
-    """What a checkpoint tells of a bucket."""
+    """A bucket as a checkpoint describes it."""
 
     numel: int
-    """Without the padding at its end."""
+    """Elements without the padding at its end."""
     padded: int | None = None
     """Elements with that padding, a multiple of the ranks that shared them. None: not known."""
     edges: frozenset[int] | None = None
-    """Where stored pieces begin and end: at parameters, and where another rank's shard begins.
-    None: not known."""
+    """Ends of stored pieces: of parameters, and of the shards of ranks. None: not known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredBuffer:
-    """What a checkpoint tells of a buffer."""
+    """A buffer as a checkpoint describes it."""
 
     dtype: str
-    """As in its keys: ``(torch.bfloat16, torch.float32)``, of parameters and gradients."""
+    """Dtypes of parameters and gradients as in its keys: ``(torch.bfloat16, torch.float32)``."""
     buckets: tuple[StoredBucket, ...]
 
     @property
@@ -86,37 +84,24 @@ Chunks = Sequence[Sequence[Parameter]]
 
 
 def derive_manifests(
-    chunks: Chunks, stored: Sequence[StoredBuffer], glu_interleave: int | None
+    chunks: Chunks,
+    stored: Sequence[StoredBuffer],
+    glu_interleave: int | None,
+    *,
+    bucket_sizes: Iterable[int | None] = (),
 ) -> list[StateManifest]:
     """Return every manifest that flat states can have had, those with the same places once.
 
-    ``chunks`` are of the model that loads them, all else is of the checkpoint.
+    Args:
+        chunks: parameters of the model that loads them.
+        stored: buffers of the checkpoint.
+        glu_interleave: interleave of the checkpoint.
+        bucket_sizes: elements at which Megatron may have closed buckets (None: at the end alone),
+            where the buckets of a buffer were stored as one, without the padding between them.
     """
-    laid_out = (_lay_out(order, stored) for order in _orders(chunks))
-    return _distinct(laid_out, glu_interleave)
-
-
-def derive_coalesced_manifests(
-    chunks: Chunks,
-    stored: Sequence[StoredBuffer],
-    bucket_sizes: Iterable[int | None],
-    glu_interleave: int | None,
-) -> list[StateManifest]:
-    """Do the same for buffers whose buckets were stored as one, without the padding between them.
-
-    ``bucket_sizes`` are elements at which Megatron may have closed buckets; None: at the end alone.
-    """
-    laid_out = (
-        _lay_out_coalesced(order, stored, size)
-        for size in bucket_sizes
-        for order in _orders(chunks)
-    )
-    return _distinct(laid_out, glu_interleave)
-
-
-def _distinct(
-    laid_out: Iterable[tuple[BufferPlaces, ...] | None], glu_interleave: int | None
-) -> list[StateManifest]:
+    orders = list(_orders(chunks))
+    laid_out = [_lay_out(order, stored) for order in orders if not bucket_sizes]
+    laid_out += [_lay_out_whole(order, stored, size) for size in bucket_sizes for order in orders]
     found: list[StateManifest] = []
     for buffers in laid_out:
         if buffers is None:
@@ -127,93 +112,84 @@ def _distinct(
     return found
 
 
+def choose_by_values[T](
+    candidates: Iterable[T], strangers: Callable[[T], set[str]]
+) -> tuple[list[T], str]:
+    """Return the candidates whose masters round to the weights, and a text for an error.
+
+    Args:
+        candidates: orders that sizes leave.
+        strangers: function that returns the names of parameters whose masters do not round.
+    """
+    fitting: list[T] = []
+    wrong: set[str] = set()
+    for candidate in candidates:
+        found = strangers(candidate)
+        wrong |= found
+        if not found:
+            fitting.append(candidate)
+    others = f"others at {listed(sorted(wrong))}"
+    return fitting, f"{len(fitting)} orders in which they do" if fitting else others
+
+
+_ExpertTensor = tuple[str, str, int]
+"""Linear, kind and number of an expert's tensor."""
+_ARRANGEMENTS: tuple[tuple[str, Callable[[_ExpertTensor], tuple[object, ...]]], ...] = (
+    # SequentialMLP: expert by expert
+    ("local_experts.{2}.{0}.{1}", lambda one: (one[2], one[0], one[1] == "bias")),
+    # one parameter an expert, all weights of a linear before its biases
+    ("{0}.{1}{2}", lambda one: (one[0], one[1] == "bias", one[2])),
+    # Transformer Engine: one parameter an expert, each weight before its bias
+    ("{0}.{1}{2}", lambda one: (one[0], one[2], one[1] == "bias")),
+    # one parameter for all experts of a linear
+    ("{0}.{1}", lambda one: (one[0], one[1] == "bias")),
+)
+"""Names of expert tensors, and their order in a layer, in each of Megatron's expert layouts."""
+
+
 def _orders(chunks: Chunks) -> Iterator[list[list[Parameter]]]:
-    """Yield the parameters as a model would have them in each of Megatron's expert layouts."""
-    for arrange in (_expert_by_expert, _indexed, _indexed_beside_biases, _grouped):
-        yield [_rearranged(chunk, arrange) for chunk in chunks]
-
-
-@dataclass(frozen=True, slots=True)
-class _Experts:
-    """The experts of one layer: linear and kind -> one expert's tensors, by number."""
-
-    prefix: str
-    """Such as ``decoder.layers.0.mlp.experts.``."""
-    tensors: dict[tuple[str, str], dict[int, Parameter]]
-
-    def named(self, linear: str, kind: str, name: str, expert: int) -> Parameter:
-        return replace(self.tensors[linear, kind][expert], name=f"{self.prefix}{name}")
-
-    def tails(self) -> list[tuple[str, str]]:
-        """Return linears and kinds, in the order of a forward pass."""
-        tails = [(linear, kind) for linear in _LINEARS for kind in _KINDS]
-        return [tail for tail in tails if tail in self.tensors]
-
-    @property
-    def count(self) -> int:
-        return len(next(iter(self.tensors.values())))
-
-
-def _expert_by_expert(experts: _Experts) -> Iterator[Parameter]:
-    """Yield the parameters of ``SequentialMLP``."""
-    for expert in range(experts.count):
-        for linear, kind in experts.tails():
-            yield experts.named(linear, kind, f"local_experts.{expert}.{linear}.{kind}", expert)
-
-
-def _indexed(experts: _Experts) -> Iterator[Parameter]:
-    """Yield one parameter an expert, all weights of a linear before its biases."""
-    for linear, kind in experts.tails():
-        for expert in range(experts.count):
-            yield experts.named(linear, kind, f"{linear}.{kind}{expert}", expert)
-
-
-def _indexed_beside_biases(experts: _Experts) -> Iterator[Parameter]:
-    """Yield one parameter an expert, each weight before its bias, as Transformer Engine has it."""
-    for linear in _LINEARS:
-        for expert in range(experts.count):
-            for kind in (kind for of_linear, kind in experts.tails() if of_linear == linear):
-                yield experts.named(linear, kind, f"{linear}.{kind}{expert}", expert)
-
-
-def _grouped(experts: _Experts) -> Iterator[Parameter]:
-    """Yield one parameter for all experts of a linear."""
-    for linear, kind in experts.tails():
-        one = experts.named(linear, kind, f"{linear}.{kind}", 0)
-        yield replace(one, shape=(experts.count, *one.shape))
+    for name, place in _ARRANGEMENTS:
+        yield [_rearranged(chunk, name, place) for chunk in chunks]
 
 
 def _rearranged(
-    chunk: Sequence[Parameter], arrange: Callable[[_Experts], Iterator[Parameter]]
+    chunk: Sequence[Parameter], name: str, place: Callable[[_ExpertTensor], tuple[object, ...]]
 ) -> list[Parameter]:
     """Return ``chunk`` with the experts of each layer, where the first of them is, arranged."""
-    arranged: list[Parameter | _Experts] = []
-    layers: dict[str, _Experts] = {}
+    arranged: list[Parameter | str] = []
+    layers: dict[str, dict[_ExpertTensor, Parameter]] = {}
     for parameter in chunk:
         pieces = ParameterPlace(name=parameter.name, shape=parameter.shape, start=0).pieces()
-        prefix, _, tail = pieces[0].address.parameter.rpartition("experts.")
+        prefix, experts, tail = pieces[0].address.parameter.rpartition("experts.")
         if pieces[0].address.expert is None:
             arranged.append(parameter)
             continue
-        if prefix not in layers:
-            layers[prefix] = _Experts(f"{prefix}experts.", {})
-            arranged.append(layers[prefix])
+        if prefix + experts not in layers:
+            layers[prefix + experts] = {}
+            arranged.append(prefix + experts)
         linear, kind = tail.split(".")
         holds_all = parameter.name == pieces[0].address.parameter
-        shape = parameter.shape[1:] if holds_all else parameter.shape
-        of_tail = layers[prefix].tensors.setdefault((linear, kind), {})
+        one = replace(parameter, shape=parameter.shape[1:]) if holds_all else parameter
         for piece in pieces:
-            assert piece.address.expert is not None, "experts of a parameter are numbered"
-            of_tail[piece.address.expert] = replace(parameter, shape=shape)
-    return [
-        parameter
-        for one in arranged
-        for parameter in (arrange(one) if isinstance(one, _Experts) else [one])
-    ]
+            layers[prefix + experts][linear, kind, piece.address.expert or 0] = one
+    order: list[Parameter] = []
+    for of_layer in arranged:
+        if isinstance(of_layer, Parameter):
+            order.append(of_layer)
+            continue
+        tensors = layers[of_layer]
+        count = 1 + max(expert for _, _, expert in tensors)
+        for tensor in sorted(tensors, key=place):
+            one = replace(tensors[tensor], name=of_layer + name.format(*tensor))
+            if "{2}" in name:
+                order.append(one)
+            elif tensor[2] == 0:
+                order.append(replace(one, shape=(count, *one.shape)))
+    return order
 
 
 def _by_buffer(order: Chunks, *, is_quantized: bool) -> list[tuple[str, list[Parameter]]]:
-    """Return storage dtype and parameters of each buffer; weights that are quantized lie apart."""
+    """Return storage dtype and parameters of each buffer; quantized weights have their own."""
     groups: list[tuple[str, list[Parameter]]] = []
     for chunk in order:
         by_dtype: dict[str, list[Parameter]] = {}
@@ -238,10 +214,10 @@ def _lay_out(order: Chunks, stored: Sequence[StoredBuffer]) -> tuple[BufferPlace
     return tuple(laid_out)
 
 
-def _lay_out_coalesced(
+def _lay_out_whole(
     order: Chunks, stored: Sequence[StoredBuffer], bucket_size: int | None
 ) -> tuple[BufferPlaces, ...] | None:
-    """Return places in whole buffers, cut as Megatron cuts them; None if they do not fit."""
+    """Return places in buffers that were stored as one bucket; None if they do not fit."""
     groups = _by_buffer(order, is_quantized=any(buffer.is_quantized for buffer in stored))
     if len(groups) != len(stored):
         return None
@@ -252,11 +228,11 @@ def _lay_out_coalesced(
     buffers = _lay_out(order, cut)
     if buffers is None or [one.numel for one in cut] != [one.numel for one in stored]:
         return None
-    return tuple(map(_coalesced, buffers))
+    return tuple(map(_joined, buffers))
 
 
-def _coalesced(buffer: BufferPlaces) -> BufferPlaces:
-    """Return one bucket of all buckets of a buffer."""
+def _joined(buffer: BufferPlaces) -> BufferPlaces:
+    """Return a buffer with one bucket of all its buckets."""
     places, start = [], 0
     for bucket in buffer.buckets:
         places += [replace(place, start=start + place.start) for place in bucket.parameters]

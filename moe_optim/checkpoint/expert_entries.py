@@ -1,4 +1,4 @@
-"""States of a parameter of all experts, which its model saves as an entry an expert."""
+"""States of one parameter for all experts, which its model saves as one entry an expert."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,9 +15,9 @@ from moe_optim.weights.names import parameter_names, unwrapped_name
 def with_members(optimizer: Any, model_sharded_state_dict: Any) -> Any:
     """Return the sharded state of a model in which every parameter can be found.
 
-    Transformer Engine saves a single grouped weight as one entry an expert, of views; Megatron
-    then looks for the parameter itself in vain. Here one more entry stands for the parameter,
-    which becomes its experts' entries when it is saved or loaded.
+    Transformer Engine saves a single grouped weight as one entry an expert, of views, and Megatron
+    does not find the parameter itself. Here the parameter gets an entry of its own, a factory that
+    makes its experts' entries when it is saved or loaded.
     """
     entries = extract_sharded_tensors_and_factories(model_sharded_state_dict)[0]
     added: dict[str, ShardedTensorFactory] = {}
@@ -50,7 +50,6 @@ def _named_leaves(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _of_all_members(param: torch.nn.Parameter, members: list[Any]) -> ShardedTensorFactory:
-    """Return a factory that makes the entries of ``members`` from one tensor of all experts."""
     shared_key = members[0].key
 
     def build(key: str, tensor: Tensor, _replica_id: Any, _flattened: Any = None) -> list[Any]:

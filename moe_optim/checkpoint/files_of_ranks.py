@@ -1,7 +1,7 @@
-"""``--ckpt-format torch``: the files of all ranks, sealed after a save and checked before a load.
+"""Hooks for ``--ckpt-format torch``: checksums of the files of all ranks, and their check.
 
 Each rank writes files of its own, and nothing that Megatron writes says when all are there. A save
-therefore begins with a seal that says it is not finished.
+therefore begins with a checksum manifest that says it is not finished.
 """
 
 import inspect
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from moe_optim.checkpoint.hooks import is_local, on_first_rank
-from moe_optim.checkpoint.integrity import begin, require_intact, seal
+from moe_optim.checkpoint.integrity import mark_unfinished, record_checksums, require_intact
 from moe_optim.integration.patching.active import config_in_force, installed_config
 from moe_optim.integration.patching.agreement import agree
 from moe_optim.integration.patching.engine import original
@@ -24,13 +24,13 @@ def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:
     """Save a checkpoint; arguments and result are Megatron's. Every rank must call it.
 
     Raises:
-        StateError: what a rank wrote is not whole, or no seal can be written.
+        StateError: a file of a rank is not whole, or no checksum manifest can be written.
     """
     return _save(original(f"{_CHECKPOINTING}:save_checkpoint"), iteration, *args, **kwargs)
 
 
 def save_checkpoint_in_loop(iteration: int, *args: Any, **kwargs: Any) -> Any:
-    """Save as :func:`save_checkpoint`, by what the training loop has imported by its name."""
+    """Save as :func:`save_checkpoint`, which the training loop has imported by its name."""
     return _save(original("megatron.training.training:save_checkpoint"), iteration, *args, **kwargs)
 
 
@@ -40,14 +40,14 @@ def _save(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     folder = _folder_of_ranks(given.arguments)
     if folder is None:
         return stock(*args, **kwargs)
-    on_first_rank(lambda: begin(folder))
+    on_first_rank(lambda: mark_unfinished(folder))
     result = stock(*args, **kwargs)
-    on_first_rank(lambda: seal(folder))
+    on_first_rank(lambda: record_checksums(folder))
     return result
 
 
 def _folder_of_ranks(given: dict[str, Any]) -> Path | None:
-    """Return the folder that ranks will write files of their own into; None in other formats."""
+    """Return the folder of the files of all ranks; None in other formats."""
     from megatron.training import get_args
     from megatron.training.checkpointing import get_checkpoint_name
 

@@ -1,23 +1,24 @@
-"""What ``.metadata`` tells of the buffers that flat states were saved from."""
+"""Buffers of flat states, as ``.metadata`` describes them."""
 
 import re
 
+from torch import Tensor
+
 from moe_optim.checkpoint.derived_manifest import StoredBucket, StoredBuffer
 from moe_optim.checkpoint.files.reader import FLAT_STATES
-from moe_optim.checkpoint.files.stored_metadata import Blob
-from moe_optim.checkpoint.files.torch_dist import TorchDistReader, blob_start
+from moe_optim.checkpoint.files.torch_dist import TorchDistReader
 
 _MASTER = r"(\d+)\.dtype_(\(.*\))\.bucket_idx_(\d+)\.param"
 
 
 def flat_groups(stored: TorchDistReader) -> list[str]:
-    """Return what the keys of each data-parallel group's states begin with, sorted."""
+    """Return the prefix of the keys of each data-parallel group's states, sorted."""
     keys = (key.partition(FLAT_STATES) for key in stored.tensors)
     return sorted({before for before, is_flat, _ in keys if is_flat})
 
 
 def bucket_key(group: str, dtype: str, buffer: int, bucket: int) -> str:
-    """Return what the keys of a bucket's states begin with; the kind of state follows a dot."""
+    """Return the prefix of the keys of a bucket's states; the kind of state follows a dot."""
     return f"{group}{FLAT_STATES}{buffer}.dtype_{dtype}.bucket_idx_{bucket}"
 
 
@@ -31,7 +32,11 @@ def read_buffers(stored: TorchDistReader, group: str) -> list[StoredBuffer]:
         buckets[bucket] = StoredBucket(
             numel=stored.tensors[key].shape[0],
             padded=padded.get((buffer, bucket)),
-            edges=frozenset(edge for blob in stored.blobs[key] for edge in _edges(blob)),
+            edges=frozenset(
+                edge
+                for blob in stored.blobs[key]
+                for edge in (blob.corner[0], blob.corner[0] + blob.shape[0])
+            ),
         )
     return [
         StoredBuffer(dtype=dtype, buckets=tuple(bucket for _, bucket in sorted(buckets.items())))
@@ -40,12 +45,18 @@ def read_buffers(stored: TorchDistReader, group: str) -> list[StoredBuffer]:
 
 
 def lower_bits_of_masters(stored: TorchDistReader, group: str) -> str | None:
-    """Return a key under which a group keeps parts of masters, None where they are whole.
+    """Return a key under which a group keeps lower bits of masters, None where they are whole.
 
-    ``--use-precision-aware-optimizer`` keeps their lower bits beside the weights.
+    ``--use-precision-aware-optimizer`` keeps these beside the weights.
     """
     keys = (key for key, _ in _masters(stored, group))
     return next((key for key in keys if not stored.tensors[key].dtype.is_floating_point), None)
+
+
+def rounds_to(master: Tensor, weight: Tensor) -> bool:
+    """Return whether every master rounds to its weight, both of one shape."""
+    rounded = master.to(weight.dtype)
+    return bool(((rounded == weight) | (rounded.isnan() & weight.isnan())).all())
 
 
 def _masters(stored: TorchDistReader, group: str) -> list[tuple[str, re.Match[str]]]:
@@ -68,8 +79,3 @@ def _padded_sizes(stored: TorchDistReader, group: str) -> dict[tuple[int, int], 
         }
     except (AttributeError, TypeError, ValueError):
         return {}  # something else, which tells nothing
-
-
-def _edges(blob: Blob) -> tuple[int, int]:
-    (start,) = blob_start(blob)
-    return start, start + blob.shape[0]

@@ -1,13 +1,14 @@
-"""Masters and moments in checkpoints: where they lie, and taking them from where others lay.
+"""Flat states: masters and moments saved bucket by bucket, and loaded into other buckets.
 
-Flat states (``dp_reshardable`` of torch_dist, and legacy files) hold buckets as the optimizer does.
-With each goes a :class:`StateManifest`, by which a model reads them whose experts lie otherwise.
+So they lie in ``dp_reshardable`` of torch_dist and in files of ``--ckpt-format torch``. A
+:class:`StateManifest` goes with them, by which a model of another expert layout reads them.
 """
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 from weakref import WeakValueDictionary
 from zlib import crc32
@@ -18,11 +19,13 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.optimizer.param_layout import pad_param_start
 from torch import Tensor
 
+from moe_optim.checkpoint.flat_buffers import bucket_key
 from moe_optim.checkpoint.state_manifest import (
     MANIFEST,
     BucketPlaces,
+    BucketSpan,
     BufferPlaces,
-    CrossReader,
+    LayoutMap,
     ParameterPlace,
     StateManifest,
 )
@@ -34,23 +37,24 @@ _BUCKET_SIZES = ("per_bucket_numel", "per_bucket_numel_unpadded")
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
-    """Who asks a checkpoint that is about to be loaded for its manifest."""
+class ManifestRequester:
+    """The optimizer that a checkpoint is about to be loaded into."""
 
     optimizer: Any
     model: Any
     """Sharded state of the model that the optimizer was given."""
     is_flat: bool
-    """Whether states are asked for as they lie in buckets, not by the names of parameters."""
+    """Whether it loads states as they lie in buckets, not by the names of parameters."""
 
 
-_asked: WeakValueDictionary[int, Asked] = WeakValueDictionary()  # number of a request -> by whom
+_requesters: WeakValueDictionary[int, ManifestRequester] = WeakValueDictionary()
+"""Requesters by the number of their request."""
 _numbers = itertools.count()
 
 
 @dataclass
 class ManifestRequest(ShardedObject):
-    """The place of a manifest in a state to load, until :mod:`hooks` has looked for it.
+    """The place of a manifest in a state to load, until :mod:`hooks` has found it.
 
     It passes through Megatron, which may put the number of the optimizer in front of its key, and
     compares requests of all ranks.
@@ -59,13 +63,13 @@ class ManifestRequest(ShardedObject):
     number: int = field(default=0, compare=False)
 
     @property
-    def asked(self) -> Asked:
-        """Who asks.
+    def requester(self) -> ManifestRequester:
+        """The optimizer that made it.
 
         Raises:
             StateError: the state was made for an earlier load, or in another process.
         """
-        found = _asked.get(self.number)
+        found = _requesters.get(self.number)
         if found is None:
             raise StateError(
                 f"{self.key}: expected a state to load that its optimizer made last, got an older "
@@ -75,35 +79,28 @@ class ManifestRequest(ShardedObject):
 
     @property
     def group(self) -> str:
-        """What the keys of the states begin with, such as ``optimizer...dp_group_idx_0``."""
+        """Prefix of the keys of the states, such as ``optimizer...dp_group_idx_0``."""
         return self.key.partition(f".{MANIFEST}.")[0]
 
 
 def manifest_of(optimizer: Any) -> StateManifest:
-    """Return where every parameter lies in the states of a distributed optimizer."""
-    names = parameter_names(optimizer.model_chunks)
-    prefixes = chunk_prefixes(optimizer.model_chunks)
+    """Return the manifest of the states of a distributed optimizer."""
+    places = places_of(optimizer)
     buffers = []
-    for index, ranges in enumerate(optimizer.gbuf_ranges):
+    for ranges, buffer in zip(optimizer.gbuf_ranges, optimizer.buffers, strict=True):
         (dtype,) = ranges
-        buffer = optimizer.buffers[index]
-        buckets = tuple(
+        buckets = [
             BucketPlaces(
                 numel=bucket.numel_unpadded,
                 parameters=tuple(
-                    ParameterPlace(
-                        name=prefixes.get(param, "") + names[param],
-                        shape=tuple(param.shape),
-                        start=bucket.param_to_index[param][0],
-                    )
-                    for param in sorted(
-                        bucket.params_list, key=lambda param: bucket.param_to_index[param][0]
+                    sorted(
+                        (places[param] for param in bucket.params_list), key=lambda one: one.start
                     )
                 ),
             )
             for bucket in buffer.buckets
-        )
-        buffers.append(BufferPlaces(dtype=str(dtype), buckets=buckets))
+        ]
+        buffers.append(BufferPlaces(dtype=str(dtype), buckets=tuple(buckets)))
     versions = {
         "moe_optim": VERSION,
         "megatron-core": megatron.core.__version__,
@@ -115,24 +112,28 @@ def manifest_of(optimizer: Any) -> StateManifest:
     )
 
 
-def places_of(optimizer: Any, manifest: StateManifest) -> dict[torch.nn.Parameter, ParameterPlace]:
-    """Return the place that the own manifest of an optimizer has for each parameter."""
-    at = {(buffer, bucket, place.start): place for buffer, bucket, place in manifest.places()}
+def places_of(optimizer: Any) -> dict[torch.nn.Parameter, ParameterPlace]:
+    """Return the place of each parameter in its bucket."""
+    names = manifest_names(optimizer.model_chunks)
     return {
-        param: at[number, bucket.bucket_id, bucket.param_to_index[param][0]]
-        for number, buffer in enumerate(optimizer.buffers)
+        param: ParameterPlace(
+            name=names[param],
+            shape=tuple(param.shape),
+            start=bucket.param_to_index[param][0],
+        )
+        for buffer in optimizer.buffers
         for bucket in buffer.buckets
         for param in bucket.params_list
     }
 
 
-def chunk_prefixes(chunks: Iterable[Any]) -> dict[torch.nn.Parameter, str]:
-    """Return what tells the parameters of several model chunks apart, whose names are alike."""
-    chunks = list(chunks)
+def manifest_names(chunks: Sequence[Any]) -> dict[torch.nn.Parameter, str]:
+    """Return names of parameters; those of several model chunks have a prefix each."""
+    names = parameter_names(chunks)
     if len(chunks) == 1:
-        return {}
+        return names
     return {
-        param: f"chunk{number}."
+        param: f"chunk{number}.{names[param]}"
         for number, chunk in enumerate(chunks)
         for param in chunk.parameters()
     }
@@ -154,20 +155,20 @@ def manifest_object(
 ) -> ShardedObject:
     """Return the manifest to save, or when loading the request for one. No rank communicates.
 
-    ``model`` and ``is_flat`` are what :class:`Asked` has of them.
+    For ``model`` and ``is_flat`` see :class:`ManifestRequester`.
     """
     manifest = manifest_of(optimizer)
     key = manifest_key(optimizer, manifest)
     if not is_loading:
         return _object(optimizer, key, manifest.to_dict())
     number = next(_numbers)
-    optimizer.asked = _asked[number] = Asked(optimizer, model, is_flat)  # until it asks again
+    requester = ManifestRequester(optimizer, model, is_flat)
+    optimizer.requester = _requesters[number] = requester  # alive until the next request
     return ManifestRequest(key, None, (1,), (0,), _replica_id(optimizer), number)
 
 
 def _replica_id(optimizer: Any) -> tuple[int, int, int]:
-    """Return which copy of an object this rank has: all of a data-parallel group have one."""
-    rank = optimizer.data_parallel_group.rank()
+    rank = optimizer.data_parallel_group.rank()  # all of a data-parallel group have a copy
     return optimizer.distributed_optimizer_instance_id, 0, rank
 
 
@@ -176,7 +177,7 @@ def _object(optimizer: Any, key: str, content: Any) -> ShardedObject:
 
 
 def _elements(optimizer: Any, key: str, tensor: Tensor, start: int, numel: int) -> ShardedTensor:
-    """Return the entry of ``tensor``, whose elements begin at ``start`` of the ``numel`` saved."""
+    """Return an entry for elements from ``start`` on of a bucket of ``numel``."""
     return ShardedTensor(
         key,
         tensor,
@@ -191,7 +192,7 @@ def _elements(optimizer: Any, key: str, tensor: Tensor, start: int, numel: int) 
 
 @dataclass(frozen=True, slots=True)
 class OwnedRange:
-    """What this rank owns of a parameter."""
+    """The share of a parameter that this rank owns."""
 
     param: torch.nn.Parameter
     buffer: int
@@ -204,7 +205,7 @@ class OwnedRange:
 
 
 def owned_ranges(optimizer: Any) -> list[OwnedRange]:
-    """Return what this rank owns, in the order of buffers, buckets and places."""
+    """Return the shares of this rank, in the order of buffers, buckets and places."""
     return [
         OwnedRange(
             param,
@@ -223,12 +224,8 @@ def owned_ranges(optimizer: Any) -> list[OwnedRange]:
     ]
 
 
-def _bucket_key(group_key: str, dtype: str, buffer: int, bucket: int) -> str:
-    return f"{group_key}.gbuf_idx_{buffer}.dtype_{dtype}.bucket_idx_{bucket}"
-
-
 def _flat_states(optimizer: Any, param: torch.nn.Parameter) -> dict[str, Tensor]:
-    """Return master and moments of what this rank owns, 1-D; ``step`` is no part of them."""
+    """Return this rank's share of master and moments, 1-D, without ``step``."""
     states = optimizer._get_main_param_and_optimizer_states(param)
     return {key: state.view(-1) for key, state in states.items() if key != "step"}
 
@@ -285,7 +282,7 @@ def flat_states_to_save(optimizer: Any) -> dict[Any, Any]:
                 at = one.local_start + one.end - one.start
             if entries and end > at:
                 entries.append((at, _padding(entries[-1][1], end - at)))
-            key = _bucket_key(group_key, places.dtype, buffer, bucket)
+            key = bucket_key(group_key, places.dtype, buffer, bucket)
             state[buffer][dtype].append(
                 [
                     {
@@ -301,44 +298,43 @@ def flat_states_to_save(optimizer: Any) -> dict[Any, Any]:
 
 
 def _padding(like: dict[str, Tensor], numel: int) -> dict[str, Tensor]:
-    """Return zeros between parameters: a saved bucket has no holes."""
+    """Return zeros for the room between parameters: a saved bucket has no holes."""
     return {name: tensor.new_zeros(numel) for name, tensor in like.items()}
 
 
 def flat_states_to_load(optimizer: Any, source: StateManifest, key: str) -> dict[str, Any]:
-    """Return requests for what this rank owns, by where it lies in the checkpoint.
+    """Return requests for the share of this rank, from its places in the checkpoint.
 
     Args:
-        optimizer: whose states exist already, with any values.
+        optimizer: optimizer whose states exist already, with any values.
         source: manifest of the checkpoint.
-        key: that it was saved under, with whatever Megatron has put in front.
+        key: key of the manifest, with the prefix that Megatron has put in front.
 
     Returns:
         ``ranges``: one entry a range of :func:`owned_ranges`, in its order: state name -> tensors
-        to load, of consecutive elements. And what Megatron saves besides, for strict loads to find.
+        to load, of consecutive elements. The sizes of buckets, for strict loads to find.
 
     Raises:
         LayoutError: the checkpoint has other parameters or experts.
     """
-    target = manifest_of(optimizer)
-    reader = CrossReader(source, target, key)
-    places = places_of(optimizer, target)
+    layouts = LayoutMap(source, manifest_of(optimizer), key)
+    places = places_of(optimizer)
     group_key = key.partition(f".{MANIFEST}")[0]
     ranges = []
     for one in owned_ranges(optimizer):
-        reads = reader.reads(places[one.param], one.start, one.end)
+        spans = layouts.spans(places[one.param], one.start, one.end)
         entry: dict[str, Any] = {}
         for name, flat in _flat_states(optimizer, one.param).items():
-            parts = flat.split([read.numel for read in reads])
+            parts = flat.split([span.numel for span in spans])
             entry[name] = [
                 _elements(
                     optimizer,
-                    f"{saved_key(group_key, source, read.buffer, read.bucket)}.{name}",
+                    f"{saved_key(group_key, source, span)}.{name}",
                     part,
-                    read.start,
-                    source.buffers[read.buffer].buckets[read.bucket].numel,
+                    span.start,
+                    source.buffers[span.buffer].buckets[span.bucket].numel,
                 )
-                for read, part in zip(reads, parts, strict=True)
+                for span, part in zip(spans, parts, strict=True)
             ]
         ranges.append(entry)
     sizes = {name: _object(optimizer, f"{group_key}.{name}", None) for name in _BUCKET_SIZES}
@@ -346,19 +342,75 @@ def flat_states_to_load(optimizer: Any, source: StateManifest, key: str) -> dict
     return {"ranges": ranges, **sizes}
 
 
-def saved_key(group_key: str, source: StateManifest, buffer: int, bucket: int) -> str:
-    """Return what the keys of a bucket's states begin with in a checkpoint."""
-    return _bucket_key(group_key, source.buffers[buffer].dtype, buffer, bucket)
+def saved_key(group_key: str, source: StateManifest, span: BucketSpan) -> str:
+    """Return the prefix of the keys of a bucket's states in a checkpoint."""
+    return bucket_key(group_key, source.buffers[span.buffer].dtype, span.buffer, span.bucket)
 
 
 def load_flat_states(optimizer: Any, loaded: dict[str, Any]) -> None:
-    """Take what was loaded for the requests of :func:`flat_states_to_load`."""
+    """Take the tensors that were loaded for the requests of :func:`flat_states_to_load`."""
     ranges = loaded.get("ranges", [])  # Megatron's load drops a list without entries
     for one, entry in zip(owned_ranges(optimizer), ranges, strict=True):
         tensors = {name: torch.cat(parts) for name, parts in entry.items()}
         shape = optimizer._get_main_param_and_optimizer_states(one.param)["param"].shape
         states = {name: tensor.view(shape) for name, tensor in tensors.items()}
         optimizer._set_main_param_and_optimizer_states(one.param, states)
+
+
+def rearranged_states(
+    states: dict[Any, Any], source: StateManifest, optimizer: Any, where: str
+) -> dict[Any, Any]:
+    """Return legacy states with every expert where ``optimizer`` expects it.
+
+    Args:
+        states: result of ``get_parameter_state_dp_zero``: buffer -> dtype -> name -> [elements],
+            the buckets of a buffer one after the other without padding. Left alone.
+        source: manifest that was saved with them, or was found for them.
+        optimizer: optimizer that loads them.
+        where: source in error messages.
+
+    Raises:
+        LayoutError: they are states of other parameters or experts, or shorter than they should.
+    """
+    target = manifest_of(optimizer)
+    layouts = LayoutMap(source, target, where)
+    saved = [_tensors(states[buffer]) for buffer in range(len(source.buffers))]
+    starts = [_bucket_starts(buffer) for buffer in source.buffers]
+    for buffer, (tensors, bounds) in enumerate(zip(saved, starts, strict=True)):
+        for name, tensor in tensors.items():
+            if tensor.numel() != bounds[-1]:
+                raise LayoutError(
+                    f"{where}: buffer {buffer}: {name}: expected {bounds[-1]} elements as the "
+                    f"manifest says, got {tensor.numel()}. The file is damaged; load another one."
+                )
+    names = [name for held in saved[:1] for name in held]  # all frozen: none
+    result: dict[Any, Any] = {"buckets_coalesced": True}
+    for buffer, ranges in enumerate(optimizer.gbuf_ranges):
+        (dtype,) = ranges
+        bounds = _bucket_starts(target.buffers[buffer])
+        numel = optimizer.buffers[buffer].numel_unpadded
+        made = {name: torch.zeros(numel, dtype=torch.float32, device="cpu") for name in names}
+        for bucket, held in enumerate(target.buffers[buffer].buckets):
+            for place in held.parameters:
+                at = bounds[bucket] + place.start
+                for span in layouts.spans(place, 0, place.numel):
+                    first = starts[span.buffer][span.bucket] + span.start
+                    for name in names:
+                        part = saved[span.buffer][name][first : first + span.numel]
+                        made[name][at : at + span.numel] = part
+                    at += span.numel
+        result[buffer] = {dtype: {**made, "numel_unpadded": numel}}
+    return result
+
+
+def _tensors(by_dtype: dict[Any, dict[str, Any]]) -> dict[str, Tensor]:
+    (states,) = by_dtype.values()
+    return {name: value for name, value in states.items() if isinstance(value, Tensor)}
+
+
+def _bucket_starts(buffer: BufferPlaces) -> list[int]:
+    """Return the first element of each bucket of a buffer, and the end of the last one."""
+    return [0, *accumulate(bucket.numel for bucket in buffer.buckets)]
 
 
 def require_same_interleave(

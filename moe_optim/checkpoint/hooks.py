@@ -1,20 +1,20 @@
-"""Megatron's saving and loading of checkpoints, with what this package does before and after.
+"""Hooks into Megatron's saving and loading of torch_dist checkpoints.
 
-Before loading: damage is looked for, and what would run code where Megatron unpickles it; manifests
-are read, and what the checkpoint lacks of extras is not asked for. After saving: checksums are
-recorded. Both leave states alone in which nothing of this package asks for anything.
+Before a load they check for damage and for objects that would run code, read manifests, and drop
+requests for optional entries that the checkpoint lacks. After a save they record checksums. States
+without anything of this package pass as they are.
 
 Megatron unpickles ``.metadata`` and the objects of a torch_dist checkpoint by Python's own rules:
-they may name any function, and it is called. Its ``common.pt``, and all of ``--ckpt-format torch``,
-it reads with ``weights_only``, and need no check.
+they may name any function, and it is called. It reads ``common.pt``, and all of ``--ckpt-format
+torch``, with ``weights_only``, which needs no check.
 """
 
 import dataclasses
 import enum
 import re
 import sys
-import zipfile
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +25,20 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
 )
+from megatron.core.dist_checkpointing.strategies.torch import _get_filesystem_reader
 from megatron.core.dist_checkpointing.validation import StrictHandling, parse_strict_flag
 
-from moe_optim.checkpoint.files.objects import MEGATRONS_PACKAGES, require_plain
-from moe_optim.checkpoint.files.plain_pickles import Named
+from moe_optim.checkpoint.files.pickles import MEGATRONS_PACKAGES, Named
 from moe_optim.checkpoint.files.torch_dist import TorchDistReader
 from moe_optim.checkpoint.flat_states import (
     ManifestRequest,
     flat_states_to_load,
     require_same_interleave,
 )
-from moe_optim.checkpoint.integrity import invalidate, require_intact, seal
+from moe_optim.checkpoint.integrity import invalidate, record_checksums, require_intact
 from moe_optim.checkpoint.state_manifest import MANIFEST, StateManifest
-from moe_optim.checkpoint.undistributed_states import find_masters, say_how_states_lie
-from moe_optim.checkpoint.unmarked_states import manifest_of_unmarked
+from moe_optim.checkpoint.states_without_manifest import manifest_of_groups_states
+from moe_optim.checkpoint.undistributed_states import declare_reshardable, request_masters
 from moe_optim.errors import LayoutError
 from moe_optim.experts.amax import OptionalShardedTensor
 from moe_optim.experts.calibrated_entry import CalibratedEntry
@@ -50,6 +50,7 @@ from moe_optim.weights.te.fields import is_tensorwise, read_values, te_formats_o
 _ACCOUNTED = "moe_optim_accounted"
 _OBJECT_KEY = re.compile(r"[^/]+/shard_[0-9.]+_[0-9.]+")
 _CORE = "megatron.core.dist_checkpointing"
+_TENSORS_METADATA = f"{_CORE}.strategies.torch:TorchDistLoadShardedStrategy.load_tensors_metadata"
 
 
 def save(  # noqa: PLR0913  # Megatron's
@@ -65,12 +66,12 @@ def save(  # noqa: PLR0913  # Megatron's
 ) -> Any:
     """Save a distributed checkpoint; arguments and result are Megatron's. Every rank must call it.
 
-    A checkpoint that is written over counts as incomplete until the new one is whole. When it is,
-    a seal is written with checksums of it.
+    A checkpoint that is written over counts as incomplete until the new one is whole. Then its
+    checksums are recorded.
     """
     folder = Path(checkpoint_dir)
     is_ours = is_local(checkpoint_dir) and (
-        installed_config() is not None or any(_holders_of_manifests(sharded_state_dict))
+        installed_config() is not None or any(_states_with_manifests(sharded_state_dict))
     )
     _save_values(sharded_state_dict)
     if is_ours:
@@ -87,22 +88,22 @@ def save(  # noqa: PLR0913  # Megatron's
         verify_integrity,
     )
     if is_ours and request is None:
-        on_first_rank(lambda: seal(folder))
+        on_first_rank(lambda: record_checksums(folder))
     elif is_ours:
-        request.finalize_fns.append(lambda: on_first_rank(lambda: seal(folder)))
+        request.finalize_fns.append(lambda: on_first_rank(lambda: record_checksums(folder)))
     return request
 
 
 def is_local(checkpoint_dir: str | Path) -> bool:
-    """Return whether files can be looked at; ``msc://`` and the like are Megatron's to read."""
+    """Return whether files can be opened here; only Megatron reads ``msc://`` and the like."""
     return "://" not in str(checkpoint_dir)
 
 
 def _save_values(sharded_state_dict: Any) -> None:
-    """Have weights of Transformer Engine saved as bf16 values, wherever they are.
+    """Replace weights of Transformer Engine by their bf16 values, where Megatron's writers do not.
 
-    Megatron's writers do that on a GPU alone, and of block formats by kernels that not every GPU
-    has; what they can, they do one weight at a time, and are left to do.
+    Those do it on a GPU alone, and for block formats by kernels that not every GPU has. Others are
+    left to them: they hold the values of one weight at a time.
     """
     if installed_config() is None:
         return
@@ -113,14 +114,13 @@ def _save_values(sharded_state_dict: Any) -> None:
 
 
 def _is_saved_as_it_lies(weight: Any) -> bool:
-    """Return whether Megatron's writers would save the bytes of a quantized weight."""
     is_on_host = isinstance(weight, torch.Tensor) and weight.device.type == "cpu"
     return bool(te_formats_of(weight)) or (is_on_host and is_tensorwise(weight))
 
 
-def _ask_plainly(sharded_state_dict: Any) -> None:
-    """Have Megatron load manifests as any object; they are compared when states are loaded."""
-    for state in list(_holders_of_manifests(sharded_state_dict)):
+def _request_as_objects(sharded_state_dict: Any) -> None:
+    """Have Megatron load manifests itself; they are compared when states are loaded."""
+    for state in list(_states_with_manifests(sharded_state_dict)):
         request = state[MANIFEST]
         state[MANIFEST] = ShardedObject(
             request.key, None, request.global_shape, request.global_offset, request.replica_id
@@ -128,7 +128,7 @@ def _ask_plainly(sharded_state_dict: Any) -> None:
 
 
 def on_first_rank(act: Callable[[], None]) -> None:
-    """Act on the first rank; raise on every rank what that raises. Every rank must call it."""
+    """Call ``act`` on the first rank; raise its error on all. Every rank must call it."""
     agree(lambda: act() if torch.distributed.get_rank() == 0 else None, None)
 
 
@@ -149,30 +149,46 @@ def load(  # noqa: PLR0913  # Megatron's
             with them does not show; another interleaving of gate and up; or objects that are no
             plain data.
     """
+    stored = None
     if not is_local(checkpoint_dir):
-        _ask_plainly(sharded_state_dict)
-    elif installed_config() is not None or any(_holders_of_manifests(sharded_state_dict)):
+        _request_as_objects(sharded_state_dict)
+    elif installed_config() is not None or any(_states_with_manifests(sharded_state_dict)):
         folder = Path(checkpoint_dir)
         stored = agree(lambda: _check(folder, process_group), process_group)
         agree(lambda: _resolve(sharded_state_dict, stored), process_group)
         if StrictHandling.requires_global_app_metadata(parse_strict_flag(strict)):
             sharded_state_dict = {**sharded_state_dict, _ACCOUNTED: _read_already(stored)}
-    result = original(f"{_CORE}:load")(
-        sharded_state_dict,
-        checkpoint_dir,
-        sharded_strategy,
-        validate_access_integrity,
-        strict,
-        verify_integrity,
-        process_group,
-    )
+    with _loading(stored):
+        result = original(f"{_CORE}:load")(
+            sharded_state_dict,
+            checkpoint_dir,
+            sharded_strategy,
+            validate_access_integrity,
+            strict,
+            verify_integrity,
+            process_group,
+        )
     state = result[0] if isinstance(result, tuple) else result
     state.pop(_ACCOUNTED, None)
     return result
 
 
+_checked: TorchDistReader | None = None
+"""The checkpoint that :func:`load` has checked, while Megatron loads it."""
+
+
+@contextmanager
+def _loading(stored: TorchDistReader | None) -> Iterator[None]:
+    global _checked
+    _checked = stored
+    try:
+        yield
+    finally:
+        _checked = None
+
+
 def _read_already(stored: TorchDistReader) -> dict[str, ShardedObject]:
-    """Return requests for manifests, which have been read; strict loads would miss them."""
+    """Return requests for manifests, which have been read, so that strict loads find them."""
     rank = torch.distributed.get_rank()
     return {
         key: ShardedObject.empty_from_unique_key(key, replica_id=rank)
@@ -191,27 +207,44 @@ def load_common_state_dict(checkpoint_dir: str | Path) -> Any:
     if installed_config() is None or not is_local(checkpoint_dir):
         return original(f"{_CORE}:load_common_state_dict")(checkpoint_dir)
     folder = Path(checkpoint_dir)
-    require_intact(folder, thorough=False)
+    stored = _checked if _checked is not None and _checked.path == folder else None
+    blobs = require_intact(folder, thorough=False) if stored is None else ()
     try:
-        stored = TorchDistReader(folder)
-        _require_plain(stored, [stored.common_key] if stored.common_key else [])
+        if stored is None:
+            stored = TorchDistReader(folder, blobs)
+            _require_plain(stored, [stored.common_key] if stored.common_key else [])
         common = original(f"{_CORE}:load_common_state_dict")(checkpoint_dir)
     except LayoutError:
         raise
     except Exception:  # whatever damaged bytes make of themselves: say which, if it was they
         require_intact(folder, thorough=True)
         raise
-    say_how_states_lie(common, stored)
+    declare_reshardable(common, stored)
     return common
 
 
+def load_tensors_metadata(self: Any, checkpoint_dir: Path, metadata: Any = None) -> Any:
+    """Return the tensors of a checkpoint without data; arguments and result are Megatron's.
+
+    Megatron makes an empty tensor with every property that torch keeps of one. Since strides are
+    among them (torch 2.15), which no constructor takes, all strict loads fail.
+    """
+    if metadata is None:
+        metadata = _get_filesystem_reader(checkpoint_dir).read_metadata()
+    for entry in metadata.state_dict_metadata.values():
+        if hasattr(entry, "properties"):  # a tensor
+            vars(entry.properties).pop("strides", None)
+    return original(_TENSORS_METADATA)(self, checkpoint_dir, metadata)
+
+
 def _check(folder: Path, group: Any) -> TorchDistReader:
-    """Look for damage, and for code; ranks share the reading. Return what the checkpoint holds."""
+    """Open a checkpoint after a check for damage and for code, which ranks share."""
     rank, ranks = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
     thorough = config_in_force().check_on_load == "thorough"
-    require_intact(folder, thorough=thorough, part=rank, parts=ranks)
-    stored = TorchDistReader(folder)
-    _require_plain(stored, sorted(stored.objects)[rank::ranks])
+    blobs = require_intact(folder, thorough=thorough, part=rank, parts=ranks)
+    stored = TorchDistReader(folder, blobs)
+    common = [stored.common_key] if stored.common_key else []  # every rank will read its own copy
+    _require_plain(stored, dict.fromkeys([*common, *sorted(stored.objects)[rank::ranks]]))
     return stored
 
 
@@ -219,24 +252,19 @@ def _require_plain(stored: TorchDistReader, names: Iterable[str]) -> None:
     """Raise LayoutError for the first object that runs code where Megatron unpickles it."""
     if config_in_force().trust_checkpoint_code:
         return
-    for name in names:
-        blob = stored.blobs[name][0]
-        with stored.opened(blob) as file:
-            try:
-                require_plain(file, _is_passive)
-            except (ValueError, zipfile.BadZipFile) as error:
-                raise LayoutError(
-                    f"{stored.path / blob.file}: {name}: expected plain data, got an object that "
-                    f"Megatron would run code for while it loads: {error}. If you trust whoever "
-                    "wrote it (types of your own among its arguments are such code, too), set "
-                    "moe_optim.trust_checkpoint_code=true; else load another checkpoint."
-                ) from error
+    for name, why in stored.foreign_objects(names, _is_passive).items():
+        raise LayoutError(
+            f"{stored.path / stored.blobs[name][0].file}: {name}: expected plain data, got an "
+            f"object that Megatron would run code for while it loads: {why}. If you trust its "
+            "author (types of your own among its arguments are such code, too), set "
+            "moe_optim.trust_checkpoint_code=true; else load another checkpoint."
+        )
 
 
 def _is_passive(named: Named) -> bool:
-    """Return whether a name is an enumeration or dataclass of Megatron's, or its like.
+    """Return whether a name is an enumeration or dataclass of Megatron's packages.
 
-    Only among modules that are loaded: nothing is imported for what a checkpoint names.
+    Only loaded modules count: nothing is imported for what a checkpoint names.
     """
     found = getattr(sys.modules.get(named.module), named.name, None)
     if not isinstance(found, type):
@@ -247,17 +275,17 @@ def _is_passive(named: Named) -> bool:
     return is_value and packages <= MEGATRONS_PACKAGES
 
 
-def _holders_of_manifests(state: Any) -> Iterator[dict[Any, Any]]:
-    """Yield every dict in a nested state that holds a manifest or asks for one."""
+def _states_with_manifests(state: Any) -> Iterator[dict[Any, Any]]:
+    """Yield every dict in a nested state that has a manifest or a request for one."""
     if isinstance(state, dict) and MANIFEST in state:
         yield state
     for value in state.values() if isinstance(state, dict) else state:
         if isinstance(value, dict | list):
-            yield from _holders_of_manifests(value)
+            yield from _states_with_manifests(value)
 
 
 def _fit_optional(state: Any, stored: TorchDistReader) -> None:
-    """Ask for entries that a checkpoint need not have as it has them, and not where it has none."""
+    """Drop requests for optional entries that a checkpoint lacks, and fit the others to it."""
     entries = list(state.items() if isinstance(state, dict) else enumerate(state))
     for key, value in reversed(entries):  # so that places in a list stay true
         if isinstance(value, dict | list):
@@ -275,26 +303,28 @@ def _resolve(sharded_state_dict: Any, stored: TorchDistReader) -> None:
     checkpoint = stored.path
     _fit_optional(sharded_state_dict, stored)
     manifests = [key for key in stored.objects if f".{MANIFEST}." in key]
-    for state in list(_holders_of_manifests(sharded_state_dict)):
+    for state in list(_states_with_manifests(sharded_state_dict)):
         request = state.pop(MANIFEST)
-        asked = request.asked
+        requester = request.requester
         for key in manifests[:1]:  # all say the same of this
             saved = StateManifest.from_dict(stored.read_object(key), key)
-            require_same_interleave(asked.optimizer, saved, str(checkpoint), is_flat=asked.is_flat)
-        if not asked.is_flat:
-            find_masters(state["param_state"], stored)
+            require_same_interleave(
+                requester.optimizer, saved, str(checkpoint), is_flat=requester.is_flat
+            )
+        if not requester.is_flat:
+            request_masters(state["param_state"], stored)
             continue
         own = _find_key(manifests, request, checkpoint)
         key, saved = (
             (own, StateManifest.from_dict(stored.read_object(own), own))
             if own is not None
-            else manifest_of_unmarked(request, stored)
+            else manifest_of_groups_states(request, stored)
         )
-        state["param_state"] = flat_states_to_load(asked.optimizer, saved, key)
+        state["param_state"] = flat_states_to_load(requester.optimizer, saved, key)
 
 
 def _find_key(manifests: list[str], request: ManifestRequest, checkpoint: Path) -> str | None:
-    """Return the key of the manifest of a data-parallel group, None if there is none at all."""
+    """Return the key of a data-parallel group's manifest, None in a checkpoint without any."""
     group = request.group
     of_group = [key for key in manifests if key.startswith(f"{group}.{MANIFEST}.")]
     exact = [key for key in of_group if key.startswith(f"{request.key}/")]

@@ -1,50 +1,49 @@
 """Whether the files of a checkpoint are all there, and still hold what was saved.
 
-Two depths: *quick* reads metadata and the sizes of files, *thorough* reads everything once. What
-they find depends on what was recorded of the checkpoint when it was saved:
+A *quick* check reads metadata and the sizes of files, a *thorough* one everything once. What they
+find depends on what was recorded when the checkpoint was saved:
 
-- Nothing. Every key, byte range, shape and dtype of ``.metadata`` has to fit the others and the
-  sizes of files; thorough compares the bytes of every record with its CRC-32, and every tensor's
-  archive with its shape and dtype in ``.metadata``. Not found: a file that was replaced by one
-  of another checkpoint with the same layout, and a key of ``.metadata`` under another name, which
-  is missing when it is asked for.
-- A seal (:func:`seal`). Quick also compares ``.metadata`` and ``metadata.json``, thorough the CRCs
-  themselves: both of the above are found.
-- Megatron's ``integrity.json`` (``--verify-integrity``). As with a seal, and thorough compares a
-  SHA-256 of every file that is loaded.
-
-Without the last, bits that nothing reads may change unseen, such as time stamps in archives. That a
-file or a whole ``mp_rank_*`` folder of ``--ckpt-format torch`` is missing is found by a seal alone,
-and that its save was killed by the seal that it begins with.
+- Nothing. Keys, byte ranges, shapes and dtypes of ``.metadata`` have to fit each other and the
+  sizes of files; thorough compares every record with its CRC-32, and every tensor's archive with
+  ``.metadata``. Not found: a file of another checkpoint with the same layout, and another name of a
+  key, which is missing when it is asked for.
+- A checksum manifest (:func:`record_checksums`): also the bytes of metadata and, thorough, the
+  CRC-32 themselves. Both of the above are found, missing files of ``--ckpt-format torch``, and a
+  save of it that was killed.
+- Megatron's ``integrity.json`` (``--verify-integrity``): also, thorough, a SHA-256 of every file
+  that is loaded, which finds bits that nothing reads, such as time stamps in archives.
 """
 
 import hashlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import IO, cast
+from typing import IO
 
-from moe_optim.checkpoint.files.archives import contents_defect, table_defect, table_digest
-from moe_optim.checkpoint.files.bounded_json import parse_json
-from moe_optim.checkpoint.files.byte_ranges import FileRange
-from moe_optim.checkpoint.files.folders import files_of_ranks, iteration_folders, iteration_of
-from moe_optim.checkpoint.files.records import (
-    MANIFEST,
-    SEAL,
+from moe_optim.checkpoint.files.archives import Archive, reason_of
+from moe_optim.checkpoint.files.checksum_manifest import (
+    CHECKSUM_MANIFEST,
+    MEGATRONS_MANIFEST,
+    Checksums,
     CorruptFile,
     DamageError,
-    Records,
-    read_records,
+    read_checksums,
     remove_record,
     sha256_of,
-    write_seal,
-    write_unfinished_seal,
+    write_checksums,
 )
-from moe_optim.checkpoint.files.regular_files import is_file, open_file, read_file, size_of
-from moe_optim.checkpoint.files.stored_metadata import METADATA, Blob, read_blobs, read_metadata
-from moe_optim.checkpoint.files.stored_tensors import tensor_defect
+from moe_optim.checkpoint.files.folders import files_of_ranks, iteration_folders, iteration_of
+from moe_optim.checkpoint.files.metadata import METADATA, Blob, read_blobs, read_metadata
+from moe_optim.checkpoint.files.untrusted_files import (
+    file_range,
+    is_file,
+    open_file,
+    parse_json,
+    read_file,
+    size_of,
+)
 from moe_optim.errors import StateError
 
 _CONFIG = "metadata.json"
@@ -55,63 +54,57 @@ _LEGACY_MODEL = "model_optim_rng.pt"
 _DAMAGED = "expected every file as it was saved"
 _REMEDY = re.compile(rf"{_DAMAGED}.* --ckpt-step (\d+)\.")
 
-Archives = dict[str, list[Blob]]
-"""By name of a file, the archives in it, from its start to its end."""
-
 
 def checkpoint_defect(checkpoint: Path) -> str | None:
-    """Say why a checkpoint cannot be loaded, or None when it is complete: the quick check.
+    """Return why a checkpoint cannot be loaded, or None when it is complete: the quick check.
 
-    Complete means for torch_dist: Megatron's ``metadata.json``, written when all ranks are done;
-    torch's ``.metadata``; every file that it names, as long as it says; and the state that is not
-    sharded. For ``--ckpt-format torch``: a model in every ``mp_rank_*`` folder, and no file cut
-    off. What was recorded of metadata has to hold, see the module. No rank communicates.
+    Complete means for torch_dist: ``metadata.json``, which Megatron writes when all ranks are done,
+    ``.metadata``, every file that it names, of its length, and the common state; for
+    ``--ckpt-format torch``: a model in every ``mp_rank_*`` folder, and no file cut off. No rank
+    communicates.
 
     Args:
         checkpoint: folder of one iteration.
     """
-    return next((str(defect) for defect in _look(Path(checkpoint), thorough=False)), None)
+    return next((str(defect) for defect in _Check(Path(checkpoint)).defects()), None)
 
 
 def corrupt_files(checkpoint: Path, *, part: int = 0, parts: int = 1) -> Iterator[CorruptFile]:
     """Yield everything that is wrong with a checkpoint: the thorough check.
 
-    Memory stays below some ``archives.BLOCK_BYTES``, beside ``.metadata``.
+    Memory stays below some ``archives.BLOCK_BYTES``, beside ``.metadata``. Ranks may share the
+    bytes; each of them does the quick check.
 
     Args:
         checkpoint: folder of one iteration.
-        part: which share of the bytes to read, for ranks that check together; each of them does
-            the quick check.
+        part: number of the share of bytes to read.
         parts: number of shares.
     """
-    return _look(Path(checkpoint), thorough=True, part=part, parts=parts)
+    return _Check(Path(checkpoint)).defects(thorough=True, part=part, parts=parts)
 
 
-def require_intact(checkpoint: Path, *, thorough: bool, part: int = 0, parts: int = 1) -> None:
-    """Refuse a checkpoint with a missing or damaged file.
+def require_intact(
+    checkpoint: Path, *, thorough: bool, part: int = 0, parts: int = 1
+) -> Sequence[Blob]:
+    """Refuse a checkpoint with a missing or damaged file. No rank communicates.
 
-    Every rank may call it by itself. Ranks that share the reading each see their share, as with
-    :func:`corrupt_files`: they have to exchange the outcome before they go on.
+    Ranks that share the reading have to exchange the outcome before they go on.
 
     Args:
         checkpoint: folder of one iteration.
-        thorough: read everything, and not metadata and sizes alone.
-        part: which share of the bytes to read.
+        thorough: True reads everything, False metadata and sizes alone.
+        part: number of the share of bytes to read.
         parts: number of shares.
+
+    Returns:
+        The content of ``.metadata``; empty with ``--ckpt-format torch``.
 
     Raises:
         StateError: names every defective file, and the newest complete checkpoint beside it.
     """
-    checkpoint = Path(checkpoint)
-    lines = []
-    defects = _look(checkpoint, thorough, part, parts)
-    for _, of_file in groupby(defects, key=lambda defect: defect.file):
-        first, *more = of_file
-        lines.append(f"{first}, and {len(more)} more in it" if more else str(first))
-    if lines:
-        raise StateError(
-            f"{checkpoint}: {_DAMAGED}, got: {'; '.join(lines)}. {_what_to_load(checkpoint)}"
-        )
+    check = _Check(Path(checkpoint))
+    check.require_none(check.defects(thorough=thorough, part=part, parts=parts))
+    return check.blobs
 
 
 def is_damage(message: str) -> bool:
@@ -125,48 +118,48 @@ def step_beside(message: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def seal(checkpoint: Path) -> None:
-    """Record what a complete checkpoint holds. One process calls it, when all ranks have written.
+def record_checksums(checkpoint: Path) -> None:
+    """Write the checksum manifest of a complete checkpoint. One process calls it, after all wrote.
 
-    Recorded are a SHA-256 of each metadata file, and one of the tables of all archives in each
-    other file: names, places and CRCs of their records. Data is not read again.
+    It holds a SHA-256 of each metadata file, and one of the tables of all archives in each other
+    file: names, places and CRCs of their records. Data is not read again.
 
     Args:
-        checkpoint: folder of one iteration; the seal is written into it.
+        checkpoint: folder of one iteration.
 
     Raises:
-        StateError: the checkpoint is not complete, or no seal can be written there.
+        StateError: the checkpoint is not complete, or no manifest can be written there.
     """
     checkpoint = Path(checkpoint)
-    remove_record(checkpoint, SEAL)
-    require_intact(checkpoint, thorough=False)
-    small = [name for name in (METADATA, _CONFIG) if is_file(checkpoint, name)]
+    remove_record(checkpoint, CHECKSUM_MANIFEST)
+    check = _Check(checkpoint)
+    check.require_none(check.defects())
     tables = {
-        name: _tables_sha256(checkpoint, name, blobs)
-        for name, blobs in _archives(checkpoint, Records()).items()
+        name: _Archives(checkpoint, name, blobs).tables_sha256()
+        for name, blobs in check.archives.items()
     }
-    whole = {name: sha256_of(checkpoint, name) for name in small}
-    write_seal(checkpoint, Records(whole, tables))
+    whole = {name: check.small[name] for name in (METADATA, _CONFIG) if name in check.small}
+    write_checksums(checkpoint, Checksums(whole, tables))
 
 
 def invalidate(checkpoint: Path) -> None:
     """Have a torch_dist checkpoint count as incomplete from now on, since it is written over.
 
-    Megatron saves an iteration again into its old folder, and until it is done ``metadata.json``
-    of the first save says that all is there. One process calls this before any rank writes.
+    Megatron saves an iteration again into its old folder, whose ``metadata.json`` says meanwhile
+    that all is there. One process calls this before any rank writes.
 
     Args:
-        checkpoint: folder of one iteration; what was recorded of it is removed.
+        checkpoint: folder of one iteration; its checksums are removed, too.
 
     Raises:
         StateError: a record cannot be removed.
     """
-    for name in (_CONFIG, MANIFEST, SEAL):  # the first decides
+    for name in (_CONFIG, MEGATRONS_MANIFEST, CHECKSUM_MANIFEST):  # the first decides
         remove_record(Path(checkpoint), name)
 
 
-def begin(checkpoint: Path) -> None:
-    """Have a checkpoint of ``--ckpt-format torch`` count as incomplete until it is sealed.
+def mark_unfinished(checkpoint: Path) -> None:
+    """Have files of ranks, of ``--ckpt-format torch``, count as incomplete until the save ends.
 
     One process calls this before any rank writes: files of ranks do not say whether those of other
     ranks are there, and belong to the same save.
@@ -175,10 +168,10 @@ def begin(checkpoint: Path) -> None:
         checkpoint: folder of one iteration; made if it is not there.
 
     Raises:
-        StateError: something else is where the seal belongs.
+        StateError: something else is where the checksum manifest belongs.
     """
     checkpoint.mkdir(parents=True, exist_ok=True)
-    write_unfinished_seal(checkpoint)
+    write_checksums(checkpoint, None)
 
 
 def _what_to_load(checkpoint: Path) -> str:
@@ -189,87 +182,142 @@ def _what_to_load(checkpoint: Path) -> str:
     return "No other checkpoint beside it is complete: restore its files from a copy."
 
 
-def _look(checkpoint: Path, thorough: bool, part: int = 0, parts: int = 1) -> Iterator[CorruptFile]:
-    """Yield what is wrong, and at last what kept more from being looked for."""
-    try:
-        if not checkpoint.is_dir():
-            what = "is a file, expected a folder" if checkpoint.exists() else "does not exist"
-            raise DamageError("", f"{checkpoint.name} {what}")
-        records = read_records(checkpoint)
-        archives = _archives(checkpoint, records)
-        missing_or_cut = list(_size_defects(checkpoint, records, archives))
-        yield from missing_or_cut
-        if thorough:
-            for defect in missing_or_cut:
-                archives.pop(defect.file, None)
-            yield from _thorough(checkpoint, records, archives, part, parts)
-    except DamageError as error:
-        yield error.corrupt
-    except OSError as error:
-        yield CorruptFile(Path(error.filename or "").name, f"cannot be read: {error.strerror}")
+class _Check:
+    """One check of a checkpoint, which reads its metadata once."""
 
+    def __init__(self, checkpoint: Path) -> None:
+        self.checkpoint = checkpoint
+        self.checksums = Checksums()
+        self.blobs: Sequence[Blob] = ()
+        self.archives: dict[str, list[Blob]] = {}
+        """Archives of each file, from its start to its end."""
+        self.small: dict[str, str] = {}
+        """SHA-256 of each metadata file that was read."""
 
-def _size_defects(checkpoint: Path, records: Records, archives: Archives) -> Iterator[CorruptFile]:
-    """Yield what metadata and sizes show to be wrong."""
-    ends = dict.fromkeys(sorted(records.files - archives.keys()))
-    for name, end in {**ends, **{name: blobs[-1].end for name, blobs in archives.items()}}.items():
+    def defects(
+        self, *, thorough: bool = False, part: int = 0, parts: int = 1
+    ) -> Iterator[CorruptFile]:
+        """Yield defects, at last the one that kept others from being looked for."""
+        path = self.checkpoint
         try:
-            what = _size_defect(checkpoint, name, end)
-        except FileNotFoundError:
-            what = "is missing"
+            if not path.is_dir():
+                what = "is a file, expected a folder" if path.exists() else "does not exist"
+                raise DamageError("", f"{path.name} {what}")
+            self.checksums = read_checksums(path)
+            self.archives = self._read_archives()
+            missing_or_cut = list(self._size_defects())
+            yield from missing_or_cut
+            for defect in missing_or_cut:
+                self.archives.pop(defect.file, None)
+            if thorough:
+                yield from self._corrupt_files(part, parts)
+        except DamageError as error:
+            yield error.corrupt
         except OSError as error:
-            what = f"cannot be read: {error.strerror}"
-        if what is not None:
-            yield CorruptFile(name, what)
+            yield CorruptFile(Path(error.filename or "").name, f"cannot be read: {error.strerror}")
+
+    def require_none(self, defects: Iterator[CorruptFile]) -> None:
+        """Raise StateError for defects, with a checkpoint to load instead."""
+        lines = []
+        for _, of_file in groupby(defects, key=lambda defect: defect.file):
+            first, *more = of_file
+            lines.append(f"{first}, and {len(more)} more in it" if more else str(first))
+        if lines:
+            path = self.checkpoint
+            raise StateError(f"{path}: {_DAMAGED}, got: {'; '.join(lines)}. {_what_to_load(path)}")
+
+    def _read_archives(self) -> dict[str, list[Blob]]:
+        path = self.checkpoint
+        if legacy := files_of_ranks(path):
+            for folder in sorted({file.parent.name for file in legacy}):
+                if not is_file(path, model := f"{folder}/{_LEGACY_MODEL}"):
+                    raise DamageError(model, "is missing")
+            names = [str(file.relative_to(path)) for file in legacy]
+            return {name: self._whole_file(name) for name in names}
+        _require_backend(self._read_small(_CONFIG))
+        self.blobs = read_blobs(self._read_small(METADATA))
+        archives = {name: list(group) for name, group in groupby(self.blobs, lambda one: one.file)}
+        if is_file(path, _COMMON):
+            archives[_COMMON] = self._whole_file(_COMMON)
+        elif not any(blob.key.startswith("common_state") for blob in self.blobs):
+            raise DamageError(METADATA, "names no common state, and there is no common.pt")
+        return archives
+
+    def _whole_file(self, name: str) -> list[Blob]:
+        return [Blob(name, 0, size_of(self.checkpoint, name), key="", offset=None)]
+
+    def _read_small(self, name: str) -> bytes:
+        path = self.checkpoint
+        try:
+            content = read_metadata(path) if name == METADATA else read_file(path, name)
+        except FileNotFoundError as error:
+            if name == _CONFIG:
+                raise DamageError("", f"no {_CONFIG}: it was not saved to the end") from error
+            raise DamageError(name, "is missing") from error
+        except OSError as error:
+            raise DamageError(name, f"cannot be read: {error.strerror}") from error
+        self.small[name] = hashlib.sha256(content).hexdigest()
+        if self.checksums.whole.get(name) not in (None, self.small[name]):
+            raise DamageError(name, "does not have the SHA-256 that was recorded")
+        return content
+
+    def _size_defects(self) -> Iterator[CorruptFile]:
+        listed = sorted(self.checksums.files - self.archives.keys() - self.small.keys())
+        ends: dict[str, int | None] = dict.fromkeys(listed)
+        ends |= {name: blobs[-1].end for name, blobs in self.archives.items()}
+        for name, end in ends.items():
+            try:
+                what = _size_defect(self.checkpoint, name, end)
+            except FileNotFoundError:
+                what = "is missing"
+            except OSError as error:
+                what = f"cannot be read: {error.strerror}"
+            if what is not None:
+                yield CorruptFile(name, what)
+
+    def _corrupt_files(self, part: int, parts: int) -> Iterator[CorruptFile]:
+        """Yield the defects of one share of the bytes; shares are about equal."""
+        total = max(1, sum(blobs[-1].end for blobs in self.archives.values()))
+        before = 0
+        for name, blobs in self.archives.items():
+            ours = [blob for blob in blobs if (before + blob.start) * parts // total == part]
+            before += blobs[-1].end
+            if not ours:
+                continue
+            try:
+                yield from self._corrupt_parts(_Archives(self.checkpoint, name, blobs), ours)
+            except OSError as error:
+                yield CorruptFile(name, f"cannot be read: {error.strerror}")
+
+    def _corrupt_parts(self, file: "_Archives", ours: list[Blob]) -> list[CorruptFile]:
+        """Return the defects of our share of a file; with its first blob, those of the whole."""
+        owns_file, recorded = ours[0] is file.blobs[0], self.checksums.whole.get(file.name)
+        if recorded is None:
+            corrupt = list(file.corrupt(ours))
+        elif owns_file and sha256_of(self.checkpoint, file.name) != recorded:
+            unknown = [CorruptFile(file.name, "does not have the SHA-256 that was recorded")]
+            corrupt = list(file.corrupt(file.blobs)) or unknown
+        else:
+            corrupt = []
+        tables = self.checksums.tables.get(file.name)
+        is_checked = owns_file and not corrupt and tables is not None
+        if is_checked and file.tables_sha256() != tables:
+            what = "has other checksums than were recorded: it is another file"
+            corrupt = [CorruptFile(file.name, what)]
+        return corrupt
 
 
 def _size_defect(checkpoint: Path, name: str, expected: int | None) -> str | None:
-    """Say what is wrong with a file of which the end is known, or nothing at all."""
     with open_file(checkpoint, name) as file:
         size = os.fstat(file.fileno()).st_size
         if expected is not None and size != expected:
             return f"is {'cut off' if size < expected else 'too long'}: {size} of {expected} bytes"
-        return table_defect(file) if expected is not None and name.endswith(".pt") else None
-
-
-def _archives(checkpoint: Path, records: Records) -> Archives:
-    """Return the archives that a checkpoint consists of; DamageError for damaged metadata."""
-    if legacy := files_of_ranks(checkpoint):
-        return _legacy_archives(checkpoint, legacy)
-    _require_backend(_read_small(checkpoint, _CONFIG, records))
-    blobs = read_blobs(_read_small(checkpoint, METADATA, records))
-    archives = {name: list(group) for name, group in groupby(blobs, lambda blob: blob.file)}
-    if is_file(checkpoint, _COMMON):
-        archives[_COMMON] = [_whole_file(checkpoint, _COMMON)]
-    elif not any(blob.key.startswith("common_state") for blob in blobs):
-        raise DamageError(METADATA, "names no common state, and there is no common.pt")
-    return archives
-
-
-def _legacy_archives(checkpoint: Path, paths: list[Path]) -> Archives:
-    for folder in sorted({path.parent.name for path in paths}):
-        if not is_file(checkpoint, model := f"{folder}/{_LEGACY_MODEL}"):
-            raise DamageError(model, "is missing")
-    names = [str(path.relative_to(checkpoint)) for path in paths]
-    return {name: [_whole_file(checkpoint, name)] for name in names}
-
-
-def _whole_file(checkpoint: Path, name: str) -> Blob:
-    return Blob(name, 0, size_of(checkpoint, name), key="", offset=None)
-
-
-def _read_small(checkpoint: Path, name: str, records: Records) -> bytes:
-    try:
-        content = read_metadata(checkpoint) if name == METADATA else read_file(checkpoint, name)
-    except FileNotFoundError as error:
-        if name == _CONFIG:
-            raise DamageError("", f"no {_CONFIG}: it was not saved to the end") from error
-        raise DamageError(name, "is missing") from error
-    except OSError as error:
-        raise DamageError(name, f"cannot be read: {error.strerror}") from error
-    if records.whole.get(name) not in (None, hashlib.sha256(content).hexdigest()):
-        raise DamageError(name, "does not have the SHA-256 that was recorded")
-    return content
+        if expected is not None and name.endswith(".pt"):
+            try:
+                Archive(file)
+            except Exception as error:  # a damaged zip makes zipfile raise nearly anything
+                return reason_of(error)
+    return None
 
 
 def _require_backend(config: bytes) -> None:
@@ -282,60 +330,43 @@ def _require_backend(config: bytes) -> None:
         raise DamageError(_CONFIG, f"names the backend {named}, expected {_BACKEND!r}")
 
 
-def _thorough(
-    checkpoint: Path, records: Records, archives: Archives, part: int, parts: int
-) -> Iterator[CorruptFile]:
-    """Yield what the bytes of one share show to be wrong; shares are about equal in bytes."""
-    total = max(1, sum(blobs[-1].end for blobs in archives.values()))
-    before = 0
-    for name, blobs in archives.items():
-        ours = [blob for blob in blobs if (before + blob.start) * parts // total == part]
-        before += blobs[-1].end
-        if not ours:
-            continue
-        try:
-            yield from _corrupt_parts(checkpoint, name, blobs, ours, records)
-        except OSError as error:
-            yield CorruptFile(name, f"cannot be read: {error.strerror}")
+class _Archives:
+    """The archives in one file; each is opened once, for its checksums and for its table."""
 
+    def __init__(self, checkpoint: Path, name: str, blobs: Sequence[Blob]) -> None:
+        self.checkpoint, self.name, self.blobs = checkpoint, name, blobs
+        self._digests: dict[int, bytes] = {}
+        """SHA-256 of the table by start of the archive."""
 
-def _corrupt_parts(
-    checkpoint: Path, name: str, blobs: list[Blob], ours: list[Blob], records: Records
-) -> Iterator[CorruptFile]:
-    """Yield what is wrong with our share of a file; who has its first blob looks at the whole."""
-    owns_file, recorded = ours[0] is blobs[0], records.whole.get(name)
-    if recorded is None:
-        corrupt = list(_corrupt_blobs(checkpoint, name, ours))
-    elif owns_file and sha256_of(checkpoint, name) != recorded:
-        unknown = [CorruptFile(name, "does not have the SHA-256 that was recorded")]
-        corrupt = list(_corrupt_blobs(checkpoint, name, blobs)) or unknown
-    else:
-        corrupt = []
-    sealed = records.tables.get(name)
-    is_checked = owns_file and not corrupt and sealed is not None
-    if is_checked and _tables_sha256(checkpoint, name, blobs) != sealed:
-        corrupt = [CorruptFile(name, "has other checksums than were sealed: it is another file")]
-    yield from corrupt
+    def corrupt(self, blobs: Sequence[Blob]) -> Iterator[CorruptFile]:
+        """Yield the damaged ones of some archives."""
+        with open_file(self.checkpoint, self.name) as file:
+            for blob in blobs:
+                try:
+                    archive = self._open(file, blob)
+                    archive.compare_checksums()
+                    if blob.offset is not None:
+                        archive.require_tensor(blob.dtype, blob.shape)
+                except Exception as error:  # a damaged zip makes zipfile raise nearly anything
+                    yield CorruptFile(self.name, reason_of(error), blob.name)
 
+    def tables_sha256(self) -> str:
+        """Return a checksum of the tables of all of them, without those that cannot be read."""
+        missing = [blob for blob in self.blobs if blob.start not in self._digests]
+        if missing:
+            with open_file(self.checkpoint, self.name) as file:
+                for blob in missing:
+                    try:
+                        self._open(file, blob)
+                    except Exception:
+                        self._digests[blob.start] = b""
+        digest = hashlib.sha256()
+        for blob in self.blobs:
+            digest.update(self._digests[blob.start])
+        return digest.hexdigest()
 
-def _corrupt_blobs(checkpoint: Path, name: str, blobs: list[Blob]) -> Iterator[CorruptFile]:
-    with open_file(checkpoint, name) as file:
-        for blob in blobs:
-            archive = _archive(file, blob)
-            what = contents_defect(archive)
-            if what is None and blob.offset is not None:
-                what = tensor_defect(archive, blob.dtype, blob.shape)
-            if what is not None:
-                yield CorruptFile(name, what, blob.name)
-
-
-def _tables_sha256(checkpoint: Path, name: str, blobs: list[Blob]) -> str:
-    digest = hashlib.sha256()
-    with open_file(checkpoint, name) as file:
-        for blob in blobs:
-            digest.update(table_digest(_archive(file, blob)))
-    return digest.hexdigest()
-
-
-def _archive(file: IO[bytes], blob: Blob) -> IO[bytes]:
-    return cast(IO[bytes], FileRange(file, blob.start, blob.length))
+    def _open(self, file: IO[bytes], blob: Blob) -> Archive:
+        archive = Archive(file_range(file, blob.start, blob.length))
+        rows = repr(archive.rows()).encode()
+        self._digests[blob.start] = hashlib.sha256(rows).digest()
+        return archive

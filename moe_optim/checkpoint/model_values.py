@@ -1,4 +1,4 @@
-"""Values for masters out of a state dict of the model: every parameter by its whole name."""
+"""Values for masters from a state dict of the model: every parameter by its whole name."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,7 +19,7 @@ from moe_optim.weights.te.fields import is_quantized, read_values
 _KINDS = ("weight", "bias")
 
 _Keys = dict[int | None, list[str]]
-"""Keys of one kind of a linear by expert; None for those of all experts together."""
+"""Keys of one kind of a linear by expert; None: of all experts together."""
 
 
 def model_values_for(
@@ -28,9 +28,9 @@ def model_values_for(
     """Return the value of every parameter of a model. No rank communicates.
 
     Args:
-        model_chunks: of one optimizer, in order.
-        state_dict: as ``reload_model_params`` takes it: of one chunk, or the chunks' under
-            ``model``, ``model0`` and so on. Portable experts may be in any layout, those of
+        model_chunks: chunks of one optimizer, in order.
+        state_dict: argument of ``reload_model_params``: the state of one chunk, or those of chunks
+            under ``model``, ``model0`` and so on. Portable experts may be in any layout, those of
             Transformer Engine's linears in one entry or in one an expert. Left alone.
 
     Returns:
@@ -69,17 +69,11 @@ def model_values_for(
 
 
 def _regroup_experts(state: dict[str, Any], chunk: torch.nn.Module) -> None:
-    """Join or split experts in a state as Transformer Engine's linears of the model have them.
+    """Join or split experts of ``state``, in place, as the Transformer Engine linears have them.
 
     Megatron saves ``weight0`` and so on whatever the model has, so that a model with one parameter
-    for all experts finds it in no checkpoint.
-
-    Args:
-        state: changed in place.
-        chunk: of any wrapping.
-
-    Raises:
-        LayoutError: experts are missing, left over, there twice or of another shape.
+    for all experts does not find it. LayoutError: experts are missing, left over, there twice or of
+    another shape.
     """
     given = _keys_by_parameter(state)
     faults: list[str] = []
@@ -90,11 +84,10 @@ def _regroup_experts(state: dict[str, Any], chunk: torch.nn.Module) -> None:
             keys, is_one = given.get(name, {}), kind in own
             if not keys or not (is_one or f"{kind}0" in own):
                 continue
-            shape = own[kind][1:] if is_one else own[f"{kind}0"]
-            new_faults = _set_faults(name, keys, linear.num_gemms)
-            new_faults = new_faults or _shape_faults(state, keys, (linear.num_gemms, *shape))
-            faults += new_faults
-            if new_faults or is_one == (None in keys):
+            shape = tuple(own[kind][1:] if is_one else own[f"{kind}0"])
+            if (fault := _fault(state, name, keys, linear.num_gemms, shape)) is not None:
+                faults.append(fault)
+            if fault is not None or is_one == (None in keys):
                 continue
             if is_one:
                 parts = [state.pop(keys[expert][0]) for expert in range(linear.num_gemms)]
@@ -117,43 +110,20 @@ def _keys_by_parameter(state: Mapping[str, Any]) -> dict[str, _Keys]:
     return found
 
 
-def _set_faults(name: str, keys: _Keys, count: int) -> list[str]:
-    """Return what keeps keys from being all experts of a linear, each once."""
-    faults = [
-        f"{other}: expected one entry for {unwrapped_name(other)}, got also {first}"
-        for first, *others in keys.values()
-        for other in others
-    ]
-    numbers = {number for number in keys if number is not None}
-    if None in keys:
-        return faults + [
-            f"{keys[number][0]}: expected no expert apart beside {keys[None][0]}"
-            for number in sorted(numbers)
-        ]
-    beside = keys[min(numbers)][0]
-    faults += [
-        f"{name}{number}: missing, expected beside {beside}"
-        for number in range(count)
-        if number not in numbers
-    ]
-    return faults + [
-        f"{keys[number][0]}: expected this rank's experts 0 to {count - 1} only"
-        for number in sorted(numbers)
-        if number >= count
-    ]
-
-
-def _shape_faults(state: Mapping[str, Any], keys: _Keys, shape: tuple[int, ...]) -> list[str]:
-    """Return which entries are no tensors of these experts; ``shape`` is that of all of them."""
-    expected = {key: shape[number is not None :] for number, (key, *_) in keys.items()}
-    given = {key: tuple(getattr(state[key], "shape", ())) for key in expected}
-    return [
-        f"{key}: expected {list(expected[key])}, got {list(given[key])}"
-        for key in expected
-        if given[key] != expected[key]
-    ]
+def _fault(
+    state: Mapping[str, Any], name: str, keys: _Keys, count: int, shape: tuple[int, ...]
+) -> str | None:
+    """Say why keys are not all experts of a linear, each once and of ``shape``."""
+    got = {key: tuple(getattr(state[key], "shape", ())) for each in keys.values() for key in each}
+    by_number = {number: got[key] for number, (key, *_) in keys.items()}
+    is_once = len(got) == len(by_number)
+    if is_once and by_number in ({None: (count, *shape)}, dict.fromkeys(range(count), shape)):
+        return None
+    return (
+        f"{name}: expected {count} experts of {list(shape)}, in one entry or in one each, got "
+        f"{', '.join(f'{key} {list(shape)}' for key, shape in got.items())}"
+    )
 
 
 def _plain(value: Any) -> Any:
-    """Return an ordinary tensor for a quantized weight of either kind, anything else as it is."""
     return read_values(value) if is_quantized(value) else plain_values(value)

@@ -1,8 +1,8 @@
-"""Loading one optimizer's state into two, and two into one.
+"""Parameter groups when one optimizer's state is loaded into two, or two into one.
 
 Experts have an optimizer of their own where they are distributed otherwise than the rest of the
-model, so their number changes with the expert-parallel size. Tensors are found by name; what is
-left is which saved parameter group tells an optimizer its step, learning rate and so on.
+model, so the number of optimizers changes with the expert-parallel size. Tensors are found by
+name; each group still needs the saved one that has its step, learning rate and so on.
 """
 
 from collections.abc import Sequence
@@ -27,14 +27,14 @@ _OF_HYBRID = frozenset(
         "pin_cpu_params",
     }
 )
-"""What ``HybridDeviceOptimizer``, Megatron's for ``--optimizer-cpu-offload``, has in its groups."""
+"""Group entries of ``HybridDeviceOptimizer``, Megatron's for ``--optimizer-cpu-offload``."""
 
 
 def states_by_part(state_dict: dict[Any, Any], parts: Sequence[Any]) -> dict[Any, Any]:
-    """Return a loaded state in the form of as many optimizers as there are.
+    """Return a loaded state in the form of the optimizers that there are.
 
     Args:
-        state_dict: as loaded: tensors in the form of ``parts``, everything else in the form in
+        state_dict: loaded state: tensors in the form of ``parts``, everything else in the form in
             which it was saved, of one optimizer or of several by their number. Left alone.
         parts: optimizers that will load it.
 
@@ -63,14 +63,14 @@ def states_by_part(state_dict: dict[Any, Any], parts: Sequence[Any]) -> dict[Any
 
 
 def with_groups_of_adam(state_dict: dict[str, Any], adam: Any) -> dict[str, Any]:
-    """Return a loaded state without what ``HybridDeviceOptimizer`` has put into its groups.
+    """Return a loaded state with groups of Adam in place of ``HybridDeviceOptimizer``'s.
 
-    That are classes of Adam among others, which would be saved again; and what it has no use for
-    is not there.
+    The entries of that hold classes, among others, which would be saved again; entries of Adam
+    that it lacks get their defaults.
 
     Args:
         state_dict: loaded state of one optimizer. Left alone.
-        adam: that will take it.
+        adam: optimizer that will take it.
     """
     saved = state_dict["optimizer"]
     groups = [
@@ -83,14 +83,14 @@ def with_groups_of_adam(state_dict: dict[str, Any], adam: Any) -> dict[str, Any]
 
 
 def with_rates_of(state_dict: dict[str, Any], optimizer: Any) -> dict[str, Any]:
-    """Return a loaded state whose groups have the learning rates of those that will take them.
+    """Return a loaded state whose groups have the learning rates of ``optimizer``'s.
 
-    Megatron finds a saved group by its rates among others, and ends in a KeyError where they
-    changed, ``--override-opt_param-scheduler`` or not.
+    Megatron finds a saved group by its rates, among others, and raises KeyError where they
+    changed, with or without ``--override-opt_param-scheduler``.
 
     Args:
         state_dict: loaded state of one optimizer. Left alone.
-        optimizer: that will take it.
+        optimizer: optimizer that will take it.
 
     Raises:
         LayoutError: rates changed, and Megatron's arguments do not override the saved ones.
@@ -125,7 +125,7 @@ def _rates(group: Group) -> str:
 
 
 def _find(wanted: Group, saved: Sequence[Group]) -> Group:
-    """Return the saved group with the settings of ``wanted``, however distributed and fast."""
+    """Return the saved group with the settings of ``wanted``, whatever its rates."""
     for free in ((), (_BY_DISTRIBUTION,), _RATES, (_BY_DISTRIBUTION, *_RATES)):
         keys = [key for key in param_group_identifier_keys if key not in free]
         found = [group for group in saved if _settings(group, keys) == _settings(wanted, keys)]

@@ -1,20 +1,20 @@
-"""Where each expert lies in the flat states of a distributed optimizer, and reading across layouts.
+"""Manifests: where each expert lies in the flat states of a distributed optimizer.
 
 Megatron saves masters and moments as it holds them: bucket after bucket, parameters side by side.
 Two expert layouts fill buckets of the same size with the same experts in another order, which the
-sizes cannot tell apart. A manifest says what lies where. Pure: no device, no group.
+sizes cannot tell apart. Pure: no device, no group.
 """
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import Any
 
 from moe_optim.errors import LayoutError
 
 MANIFEST = "moe_optim_manifest"
-"""What manifests are called in states, and part of the keys they are saved under."""
+"""Key of manifests in states, and part of the keys they are saved under."""
 VERSION = 1
 _LISTED = 8  # of the differences that an error names
 _MAX_NUMEL = 2**62
@@ -31,12 +31,12 @@ _DIMENSIONS = {"weight": 2, "bias": 1}  # of one expert
 
 @dataclass(frozen=True, order=True, slots=True)
 class Address:
-    """A tensor that has the same content in every layout: an expert's, or a whole parameter."""
+    """Name of a tensor that has the same content in every layout: an expert's, or a parameter."""
 
     parameter: str
     """``decoder.layers.0.mlp.experts.linear_fc1.weight`` of an expert, else the name as it is."""
     expert: int | None = None
-    """Number among the experts that a rank holds; None where the parameter is no expert's."""
+    """Number among the experts of a rank; None where the parameter is no expert's."""
 
     def __str__(self) -> str:
         return (
@@ -57,7 +57,7 @@ class ParameterPlace:
     """A parameter in a bucket."""
 
     name: str
-    """As the model names it, without the names of wrappers."""
+    """Name in the model, without the names of wrappers."""
     shape: tuple[int, ...]
     start: int
     """First element, from the start of the bucket."""
@@ -69,14 +69,14 @@ class ParameterPlace:
 
     @property
     def num_stacked(self) -> int | None:
-        """Experts that lie in it side by side; None where it is one expert's, or no expert's."""
+        """Number of experts side by side in it; None where it is one expert's, or no expert's."""
         match = _EXPERTS.fullmatch(self.name)
         if match is None or match["local"] or match["index"]:
             return None
         return self.shape[0] if len(self.shape) > _DIMENSIONS[match["kind"]] else None
 
     def pieces(self) -> list[Piece]:
-        """Return what it consists of, in order: its experts, or itself."""
+        """Return its experts in order, or itself."""
         match = _EXPERTS.fullmatch(self.name)
         if match is None:
             return [Piece(Address(self.name), self.numel)]
@@ -92,7 +92,7 @@ class ParameterPlace:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketPlaces:
-    """A bucket, as long as it is saved: without the padding at its end."""
+    """A bucket without the padding at its end, as it is saved."""
 
     numel: int
     parameters: tuple[ParameterPlace, ...]
@@ -103,29 +103,34 @@ class BufferPlaces:
     """A buffer."""
 
     dtype: str
-    """What Megatron writes for the dtypes of the buffer in its keys."""
+    """Dtypes of the buffer as Megatron writes them in its keys."""
     buckets: tuple[BucketPlaces, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
-    """Consecutive elements to take from a saved bucket."""
+class BucketSpan:
+    """Consecutive elements of a bucket."""
 
     buffer: int
     bucket: int
     start: int
     numel: int
 
+    @property
+    def end(self) -> int:
+        """Element behind the last."""
+        return self.start + self.numel
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateManifest:
-    """What lies where in the states of one optimizer, in ranks of one data-parallel group."""
+    """Places of all parameters in the states of one optimizer of one data-parallel group."""
 
     buffers: tuple[BufferPlaces, ...]
     glu_interleave: int | None
     """Rows of the blocks in which gate and up alternate in fc1; None: all gate rows come first."""
     versions: dict[str, str]
-    """Of the packages that wrote it."""
+    """Versions of the packages that wrote it."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain lists, numbers and strings."""
@@ -133,7 +138,7 @@ class StateManifest:
 
     @classmethod
     def from_dict(cls, saved: Any, where: str) -> "StateManifest":
-        """Undo :meth:`to_dict`; LayoutError for what is no manifest, or one of a later version."""
+        """Undo :meth:`to_dict`; LayoutError for anything else, or a manifest of a later version."""
         try:
             version = saved["version"]
             buffers = tuple(_buffer_from(buffer) for buffer in saved["buffers"])
@@ -168,9 +173,9 @@ class StateManifest:
                 for place in bucket.parameters:
                     yield buffer_id, bucket_id, place
 
-    def addresses(self) -> dict[Address, Read]:
-        """Return where each address lies; LayoutError for one that occurs twice."""
-        found: dict[Address, Read] = {}
+    def addresses(self) -> dict[Address, BucketSpan]:
+        """Return the place of each address; LayoutError for one that occurs twice."""
+        found: dict[Address, BucketSpan] = {}
         for buffer_id, bucket_id, place in self.places():
             start = place.start
             for piece in place.pieces():
@@ -179,7 +184,7 @@ class StateManifest:
                         f"{piece.address}: expected one place in the optimizer state, got two: the "
                         "parameters of the model have ambiguous names. Rename one of them."
                     )
-                found[piece.address] = Read(buffer_id, bucket_id, start, piece.numel)
+                found[piece.address] = BucketSpan(buffer_id, bucket_id, start, piece.numel)
                 start += piece.numel
         return found
 
@@ -213,7 +218,6 @@ def _shape(value: Any) -> tuple[int, ...]:
 
 
 def _count(value: Any) -> int:
-    """Return a number of elements or rows."""
     if type(value) is not int or not 0 <= value <= _MAX_NUMEL:
         raise ValueError("expected a number of elements, got something else")
     return value
@@ -225,13 +229,13 @@ def _text(value: Any) -> str:
     return value
 
 
-class CrossReader:
-    """Finds elements of one manifest's parameters in the states that another one describes.
+class LayoutMap:
+    """Maps elements of one manifest's parameters to their places in another's buckets.
 
     Args:
-        source: of the checkpoint.
-        target: of the model that loads it.
-        where: for errors.
+        source: manifest of the checkpoint.
+        target: manifest of the model that loads it.
+        where: source in error messages.
 
     Raises:
         LayoutError: parameters or experts that only one of the two has, or of other sizes; all of
@@ -241,24 +245,16 @@ class CrossReader:
     def __init__(self, source: StateManifest, target: StateManifest, where: str) -> None:
         self._source = source.addresses()
         wanted = target.addresses()
-        absent = [
-            str(address) for address in sorted(wanted, key=str) if address not in self._source
-        ]
-        left = [str(address) for address in sorted(self._source, key=str) if address not in wanted]
-        sizes = [
-            f"{address} has {read.numel} elements, expected {wanted[address].numel}"
-            for address, read in sorted(self._source.items(), key=str)
-            if address in wanted and read.numel != wanted[address].numel
-        ]
-        problems = [
-            f"{what}: {listed(found)}"
-            for what, found in (
-                ("missing", absent),
-                ("left over", left),
-                ("of another size", sizes),
-            )
-            if found
-        ]
+        found = {
+            "missing": [str(address) for address in wanted if address not in self._source],
+            "left over": [str(address) for address in self._source if address not in wanted],
+            "of another size": [
+                f"{address} has {span.numel} elements, expected {wanted[address].numel}"
+                for address, span in self._source.items()
+                if address in wanted and span.numel != wanted[address].numel
+            ],
+        }
+        problems = [f"{what}: {listed(sorted(names))}" for what, names in found.items() if names]
         if problems:
             raise LayoutError(
                 f"{where}: expected optimizer states of the parameters of this model, got others. "
@@ -267,31 +263,27 @@ class CrossReader:
                 "(--dist-ckpt-optim-fully-reshardable)."
             )
 
-    def reads(self, place: ParameterPlace, start: int, end: int) -> list[Read]:
-        """Return where elements ``start`` to ``end`` of a parameter of the target lie, in order."""
-        reads: list[Read] = []
+    def spans(self, place: ParameterPlace, start: int, end: int) -> list[BucketSpan]:
+        """Return the source of elements ``start`` to ``end`` of a parameter of the target."""
+        spans: list[BucketSpan] = []
         piece_start = 0
         for piece in place.pieces():
-            first = max(start, piece_start)
-            last = min(end, piece_start + piece.numel)
+            first, last = max(start, piece_start), min(end, piece_start + piece.numel)
             if first < last:
                 at = self._source[piece.address]
-                read = Read(at.buffer, at.bucket, at.start + first - piece_start, last - first)
-                reads[len(reads) - 1 :] = _joined(reads[-1:], read)
+                begin = at.start + first - piece_start
+                before = spans[-1] if spans else None
+                if before and (before.buffer, before.bucket, before.end) == (
+                    at.buffer, at.bucket, begin,
+                ):  # fmt: skip
+                    spans[-1] = replace(before, numel=before.numel + last - first)
+                else:
+                    spans.append(BucketSpan(at.buffer, at.bucket, begin, last - first))
             piece_start += piece.numel
-        return reads
-
-
-def _joined(last: Sequence[Read], read: Read) -> list[Read]:
-    """Return ``last`` and ``read``, as one if the one goes on where the other ends."""
-    for before in last:
-        follows = (before.buffer, before.bucket, before.start + before.numel)
-        if follows == (read.buffer, read.bucket, read.start):
-            return [Read(before.buffer, before.bucket, before.start, before.numel + read.numel)]
-    return [*last, read]
+        return spans
 
 
 def listed(found: Sequence[str], separator: str = ", ") -> str:
-    """Return names for an error, the first few of many."""
+    """Join names for an error, the first few of many."""
     shown = separator.join(found[:_LISTED])
     return shown if len(found) <= _LISTED else f"{shown} and {len(found) - _LISTED} more"

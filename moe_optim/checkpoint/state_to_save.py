@@ -1,4 +1,4 @@
-"""What has to be communicated before the training loop walks the keys of what it saves."""
+"""Communication before the training loop walks the keys of the state that it saves."""
 
 import re
 from typing import Any
@@ -25,7 +25,7 @@ def generate_state_dict(  # noqa: PLR0913  # Megatron's
     """Return the state to save or to load into; arguments and result are Megatron's.
 
     Every rank must call it. Where some layers train what others keep frozen, states by name are
-    saved under keys of one layer each, which the metadata of the checkpoint says.
+    saved under keys of one layer each, which the metadata of the checkpoint declares.
     """
     synchronize_amax(model)
     if _saves_states_by_name(args, optimizer, optim_sd_kwargs or {}) and _differ_in_frozen(model):
@@ -45,10 +45,9 @@ def generate_state_dict(  # noqa: PLR0913  # Megatron's
     )
 
 
-def _saves_states_by_name(args: Any, optimizer: Any, asked: dict[str, Any]) -> bool:
-    """Return whether optimizer states are saved under names; on all ranks the same."""
-    sharding = (asked.get("metadata") or {}).get("distrib_optim_sharding_type")
-    is_saved = optimizer is not None and not args.no_save_optim and not asked.get("is_loading")
+def _saves_states_by_name(args: Any, optimizer: Any, options: dict[str, Any]) -> bool:
+    sharding = (options.get("metadata") or {}).get("distrib_optim_sharding_type")
+    is_saved = optimizer is not None and not args.no_save_optim and not options.get("is_loading")
     return is_saved and sharding == "fully_reshardable"
 
 

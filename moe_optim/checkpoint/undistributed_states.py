@@ -1,7 +1,7 @@
 """Optimizer states that were saved without ``--use-distributed-optimizer``.
 
-They are whole and go by the names of parameters, as ``fully_reshardable`` ones do, but for masters,
-which are called otherwise. Megatron's distributed optimizer loads no such checkpoint.
+They are whole and have the names of parameters, as ``fully_reshardable`` ones do, but for masters,
+which have other keys. Megatron's distributed optimizer loads no such checkpoint.
 """
 
 from collections.abc import Mapping
@@ -15,12 +15,12 @@ _MASTER, _WHOLE_MASTER = "optimizer.state.param.", "optimizer.state.fp32_param."
 _TYPE = "distrib_optim_sharding_type"
 
 
-def say_how_states_lie(common: dict[str, Any], stored: TorchDistReader) -> None:
-    """Say of such states, in what a checkpoint says of itself, that they are ``fully_reshardable``.
+def declare_reshardable(common: dict[str, Any], stored: TorchDistReader) -> None:
+    """Declare such states ``fully_reshardable`` in the metadata of their checkpoint.
 
     Args:
-        common: what of the checkpoint is not sharded; changed.
-        stored: what the checkpoint holds.
+        common: state that is not sharded; changed.
+        stored: opened checkpoint.
     """
     content = common.get("content_metadata")
     if not isinstance(content, dict) or _TYPE in content or not _has_whole_masters(stored):
@@ -31,13 +31,13 @@ def say_how_states_lie(common: dict[str, Any], stored: TorchDistReader) -> None:
         state["param_state_sharding_type"] = "fully_reshardable"
 
 
-def find_masters(param_state: Mapping[Any, dict[str, Any]], stored: TorchDistReader) -> None:
-    """Ask for masters under the names that such a checkpoint has for them.
+def request_masters(param_state: Mapping[Any, dict[str, Any]], stored: TorchDistReader) -> None:
+    """Request masters under the keys that such a checkpoint has for them.
 
     Args:
-        param_state: number of a parameter -> its master and moments, as ``fully_reshardable`` asks
-            for them; changed.
-        stored: what the checkpoint holds.
+        param_state: number of a parameter -> requests for its master and moments, as
+            ``fully_reshardable`` has them; changed.
+        stored: opened checkpoint.
 
     Raises:
         LayoutError: it lacks one, as those of fp32 weights.

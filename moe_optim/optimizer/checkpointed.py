@@ -9,18 +9,21 @@ from torch import Tensor
 
 from moe_optim.checkpoint.expert_entries import with_members
 from moe_optim.checkpoint.flat_states import (
-    Asked,
+    ManifestRequester,
     flat_states_to_load,
     flat_states_to_save,
     load_flat_states,
     manifest_key,
     manifest_object,
     manifest_of,
+    rearranged_states,
     require_same_order,
 )
-from moe_optim.checkpoint.legacy_states import rearranged_states
 from moe_optim.checkpoint.state_manifest import MANIFEST, StateManifest
-from moe_optim.checkpoint.unmarked_states import holds_several_experts, manifest_of_unmarked_file
+from moe_optim.checkpoint.states_without_manifest import (
+    holds_several_experts,
+    manifest_of_file_states,
+)
 from moe_optim.errors import ConfigError, LayoutError, StateError
 from moe_optim.integration.patching import patches
 from moe_optim.integration.patching.active import config_in_force
@@ -43,15 +46,15 @@ class CheckpointedOptimizer(DistributedOptimizer):
 
     Attributes:
         knobs: configuration of this package that the optimizer was built with.
-        asked: request for a manifest while a checkpoint is loaded.
+        requester: owner of its last request for a manifest, while a checkpoint is loaded.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Shard the masters; arguments are Megatron's."""
         super().__init__(*args, **kwargs)
         self.knobs = config_in_force()
-        self.asked: Asked | None = None
-        self._for_model_space = False
+        self.requester: ManifestRequester | None = None
+        self._gathers_by_name = False
         # They stay until uninstall(): this optimizer asks for what only the replacement can find.
         apply_patches(patches.CHECKPOINTS, holder=OPTIMIZERS)
         if not self.is_stub_optimizer and not self.ddp_config.use_megatron_fsdp:
@@ -166,20 +169,20 @@ class CheckpointedOptimizer(DistributedOptimizer):
         Megatron 0.19 indexes tensors without padding by places in the padded buffer: all states
         behind the first bucket are shifted. Here the tensors are padded.
         """
-        self._for_model_space = True
+        self._gathers_by_name = True
         try:
             return super().sharded_param_state_fully_reshardable(
                 with_members(self, model_sharded_state_dict), is_loading, metadata
             )
         finally:
-            self._for_model_space = False
+            self._gathers_by_name = False
 
     def get_parameter_state_dp_zero(self, *args: Any, **kwargs: Any) -> Any:
         """Gather all states on the first rank, with their manifest."""
         state = super().get_parameter_state_dp_zero(*args, **kwargs)
         if state is None:
             return None
-        if not self._for_model_space:
+        if not self._gathers_by_name:
             state[MANIFEST] = manifest_of(self).to_dict()
             return state
         if not _cuts_unpadded_states():
@@ -222,7 +225,7 @@ class CheckpointedOptimizer(DistributedOptimizer):
         if is_old and not holds_several_experts(manifest_of(self)):
             return states  # of before February 2024: Megatron's to take apart
         source = (
-            manifest_of_unmarked_file(self, states, where)
+            manifest_of_file_states(self, states, where)
             if saved is None
             else StateManifest.from_dict(saved, where)
         )

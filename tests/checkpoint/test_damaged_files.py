@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 from torch.distributed.checkpoint import CheckpointException
 
-from moe_optim.checkpoint.integrity import corrupt_files, seal
+from moe_optim.checkpoint.integrity import corrupt_files, record_checksums
 from tests.support.hostile.damage import (
     ANY_ARCHIVE,
     KINDS,
@@ -25,7 +25,7 @@ from tests.support.training_runs.runs import write_checkpoint
 
 ITERATIONS = (10, 20)
 FIRST, SECOND = (f"iter_{iteration:07d}" for iteration in ITERATIONS)
-RECORDED = ("sealed", "with a manifest", "legacy, sealed")
+RECORDED = ("recorded", "with a manifest", "legacy, recorded")
 UNRECORDED = {"plain": SAME_LAYOUT, "of torch alone": SAME_LAYOUT, "legacy": ANY_ARCHIVE}
 """And what cannot be found of each."""
 SWEEP = float(os.environ.get("SWEPT_SHARE", "0.2"))
@@ -42,10 +42,10 @@ def saved(tmp_path_factory):
     save_legacy(root / "legacy", ITERATIONS)
     for iteration in ITERATIONS:
         write_checkpoint(root / "of torch alone", iteration)
-    for name, sealed in (("plain", "sealed"), ("legacy", "legacy, sealed")):
-        shutil.copytree(root / name, root / sealed)
-        for checkpoint in (root / sealed).iterdir():
-            seal(checkpoint)
+    for name, recorded in (("plain", "recorded"), ("legacy", "legacy, recorded")):
+        shutil.copytree(root / name, root / recorded)
+        for checkpoint in (root / recorded).iterdir():
+            record_checksums(checkpoint)
     return root
 
 

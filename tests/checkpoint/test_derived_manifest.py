@@ -15,7 +15,6 @@ from moe_optim.checkpoint.derived_manifest import (
     Parameter,
     StoredBucket,
     StoredBuffer,
-    derive_coalesced_manifests,
     derive_manifests,
 )
 from moe_optim.checkpoint.state_manifest import Address, StateManifest
@@ -133,8 +132,8 @@ def test_whole_buffers_without_edges_can_have_been_laid_out_so(
     for bucket in stored.buckets:
         starts.append(starts[-1] + bucket.numel)
     whole = replace(stored, buckets=(StoredBucket(numel=stored.numel),))
-    found = derive_coalesced_manifests(
-        [model("grouped", biases=True)], [whole], [bucket_size], None
+    found = derive_manifests(
+        [model("grouped", biases=True)], [whole], None, bucket_sizes=[bucket_size]
     )
     expected = {address: (0, starts[bucket] + at) for address, (bucket, at) in places.items()}
     assert expected in [places_of(manifest) for manifest in found]
@@ -174,7 +173,7 @@ def test_an_embedding_that_two_stages_share_has_a_bucket_of_its_own():
     (found,) = derive_manifests([shared("grouped")], [stored], None)
     assert places_of(found) == places
     whole = replace(stored, buckets=(StoredBucket(numel=stored.numel),))
-    assert derive_coalesced_manifests([shared("grouped")], [whole], [None], None)
+    assert derive_manifests([shared("grouped")], [whole], None, bucket_sizes=[None])
 
 
 def test_quantized_weights_lie_apart_where_they_were_quantized_when_saved():
@@ -225,6 +224,6 @@ def test_any_numbers_give_some_manifests_or_none(edges, numels, padded):
     chunks = [model("grouped", biases=False)]
     for found in (
         derive_manifests(chunks, [stored], None),
-        derive_coalesced_manifests(chunks, [stored], [None, 1], None),
+        derive_manifests(chunks, [stored], None, bucket_sizes=[None, 1]),
     ):
         assert isinstance(found, list)

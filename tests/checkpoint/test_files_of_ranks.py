@@ -1,4 +1,4 @@
-"""``--ckpt-format torch``: the files of all ranks are sealed together, and looked at at a load."""
+"""``--ckpt-format torch``: checksums of the files of all ranks, and their check at a load."""
 
 import json
 import shutil
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from moe_optim.checkpoint.files.records import SEAL
+from moe_optim.checkpoint.files.checksum_manifest import CHECKSUM_MANIFEST
 from moe_optim.checkpoint.integrity import checkpoint_defect, corrupt_files
 from moe_optim.config import MoEOptimConfig
 from tests.support.hostile.damage import flip_in_archive
@@ -30,7 +30,9 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "another file": lambda path: shutil.copy(
         path.with_name("iter_0000001") / FILES[2], path / FILES[2]
     ),
-    "was not saved to the end": lambda path: shutil.copy(path.parent / "at the start", path / SEAL),
+    "was not saved to the end": lambda path: shutil.copy(
+        path.parent / "at the start", path / CHECKSUM_MANIFEST
+    ),
 }
 
 
@@ -44,8 +46,8 @@ def _save_and_load(root: Path) -> tuple[list[str | None], dict[str, str]]:
         folder = Path(path).parents[1]
         if torch.distributed.get_rank() == 0:
             seen.append(checkpoint_defect(folder))
-            for seal in folder.glob(SEAL):
-                shutil.copy(seal, root / "at the start")
+            for manifest in folder.glob(CHECKSUM_MANIFEST):
+                shutil.copy(manifest, root / "at the start")
         stock(state, path)
 
     def damage_and_load(chunks: list[Any], optimizer: Any) -> dict[str, str]:
@@ -79,7 +81,7 @@ def _say(root: Path, damage: Callable[[Path], object] | None, args: Any) -> str:
     return " ".join(state)
 
 
-def test_every_file_is_sealed_and_damage_is_refused_on_every_rank(tmp_path: Path):
+def test_every_file_has_a_checksum_and_damage_is_refused_on_every_rank(tmp_path: Path):
     root = tmp_path / "checkpoints"
     results = run_ranks(2, _save_and_load, root)
     unfinished = "it was not saved to the end"
@@ -91,6 +93,6 @@ def test_every_file_is_sealed_and_damage_is_refused_on_every_rank(tmp_path: Path
             assert message.startswith("StateError: "), name
             assert name.removesuffix(" flipped") in message
             assert "iter_0000001 beside it" in message
-    sealed = json.loads((root / "iter_0000002" / SEAL).read_text())
-    assert sorted(sealed["tables"]) == FILES
+    recorded = json.loads((root / "iter_0000002" / CHECKSUM_MANIFEST).read_text())
+    assert sorted(recorded["tables"]) == FILES
     assert list(corrupt_files(root / "iter_0000002")) == []

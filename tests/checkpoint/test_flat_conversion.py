@@ -50,7 +50,7 @@ def _save_both(folder: Path, expert_parallel: int) -> None:
 def common_state(reader: TorchDistReader) -> dict[str, Any]:
     """Return what Megatron would load, but for its arguments, which say where it was saved."""
     assert reader.common_key is not None
-    content = io.BytesIO(reader.read_bytes(reader.common_key))
+    content = io.BytesIO(reader.read_bytes(reader.blobs[reader.common_key][0]))
     (state,) = torch.load(content, weights_only=False)
     del state["args"]
     return state

@@ -1,4 +1,4 @@
-"""Saving and loading through Megatron's own functions: sealed, checked, and nothing unasked."""
+"""Saves and loads through Megatron's own functions: checked, recorded, and nothing unasked."""
 
 import dataclasses
 import inspect
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_optim.checkpoint.files.records import SEAL
+from moe_optim.checkpoint.files.checksum_manifest import CHECKSUM_MANIFEST
 from moe_optim.checkpoint.integrity import checkpoint_defect
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import LayoutError, StateError
@@ -49,7 +49,7 @@ def _load_damaged(folder: Path) -> dict[str, str]:
     for name, damage in DAMAGES.items():
         target = folder / name
         Journey(GROUPED).fill().save(target, RESHARDABLE)
-        assert (target / SEAL).exists()
+        assert (target / CHECKSUM_MANIFEST).exists()
         torch.distributed.barrier()
         if torch.distributed.get_rank() == 0:
             damage(target / "__0_0.distcp")
@@ -110,7 +110,7 @@ def _save_weights_alone(folder: Path) -> str:
     return "loaded"
 
 
-def test_a_save_of_weights_alone_is_sealed_as_well(tmp_path: Path):
+def test_checksums_of_weights_alone_are_recorded_as_well(tmp_path: Path):
     """What changed since is found, though every other file and record of it is in order."""
     (said,) = run_ranks(1, _save_weights_alone, tmp_path / "iter_0000001")
     assert "metadata.json does not have the SHA-256 that was recorded" in said
@@ -128,14 +128,14 @@ def _save_later(folder: Path) -> list[str | None]:
     request = dist_checkpointing.save(
         {"model": model, **state}, str(folder), async_sharded_save=True, async_strategy="mcore"
     )
-    seen = [checkpoint_defect(folder), str((folder / SEAL).exists())]
+    seen = [checkpoint_defect(folder), str((folder / CHECKSUM_MANIFEST).exists())]
     torch.distributed.barrier()
     request.execute_sync()
     torch.distributed.barrier()
-    return [*seen, checkpoint_defect(folder), str((folder / SEAL).exists())]
+    return [*seen, checkpoint_defect(folder), str((folder / CHECKSUM_MANIFEST).exists())]
 
 
-def test_an_async_save_counts_as_incomplete_and_is_sealed_when_it_is_finalized(tmp_path: Path):
+def test_an_async_save_counts_as_incomplete_and_is_recorded_when_it_is_finalized(tmp_path: Path):
     for seen in run_ranks(2, _save_later, tmp_path / "iter_0000001"):
         unfinished = "no metadata.json: it was not saved to the end"
         assert seen == [unfinished, "False", None, "True"]
@@ -344,7 +344,7 @@ def _load_elsewhere(folder: Path) -> str:
 
     checkpoint_files.is_local = lambda _: False
     Journey(GROUPED).fill().save(folder, "dp_reshardable")
-    assert not (folder / SEAL).exists()
+    assert not (folder / CHECKSUM_MANIFEST).exists()
     assert Journey(GROUPED).scramble().load(folder).check()
     try:
         Journey(INDEXED).scramble().load(folder)
@@ -381,7 +381,7 @@ def _foreign(folder: Path) -> list[bool]:
     loaded = dist_checkpointing.load(
         {"x": ShardedTensor.from_rank_offsets("x", torch.zeros(12))}, str(folder)
     )
-    return [(folder / SEAL).exists(), torch.equal(loaded["x"], tensor)]
+    return [(folder / CHECKSUM_MANIFEST).exists(), torch.equal(loaded["x"], tensor)]
 
 
 FIRST_BY_NAME = "a_state"
@@ -429,7 +429,7 @@ def _load_with(folder: Path, where: str, value: Any, trusted: bool) -> tuple[str
     if rank == 0:
         begin = where if trusted else f"{where}/shard_0_"  # one is enough to refuse all
         rewrite(folder, lambda key, old: content.getvalue() if key.startswith(begin) else old)
-        (folder / SEAL).unlink()
+        (folder / CHECKSUM_MANIFEST).unlink()
     torch.distributed.barrier()
     moe_optim.uninstall()
     moe_optim.install(MoEOptimConfig(trust_checkpoint_code=trusted))

@@ -7,7 +7,6 @@ import pickle
 import shutil
 import signal
 import stat
-import struct
 import typing
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from moe_optim.checkpoint.integrity import checkpoint_defect, seal
+from moe_optim.checkpoint.integrity import checkpoint_defect, record_checksums
 from moe_optim.commands.cli import main as cli
 from moe_optim.commands.conversion.opening import open_checkpoint
 from moe_optim.commands.conversion.safetensors_files import SafetensorsReader
@@ -140,9 +139,9 @@ def test_no_command_runs_a_program_in_torchscript(key, checkpoint, refused, tmp_
     ran.unlink()
     rewrite(checkpoint, lambda name, content: archive if name == key else content)
     if key == COMMON:
-        refused(checkpoint, "a program in TorchScript, which no checkpoint is")
+        refused(checkpoint, "a TorchScript program, which is no part of a checkpoint")
     else:  # values are read for the conversion alone
-        with pytest.raises(StateError, match="does not fit|a program in TorchScript"):
+        with pytest.raises(StateError, match="does not fit|a TorchScript program"):
             open_checkpoint(checkpoint).read(key)
     assert not ran.exists()
 
@@ -163,14 +162,14 @@ def test_no_command_calls_what_the_pickle_of_an_object_names(checkpoint, refused
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("sealed", [False, True])
+@pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("bomb", BOMBS)
-def test_metadata_is_read_in_the_memory_of_what_it_says(bomb, sealed, checkpoint, refused):
-    """Also where its own checksum fits: whoever writes a checkpoint can seal it."""
-    if sealed:
-        seal(checkpoint)
+def test_metadata_is_read_in_the_memory_of_what_it_says(bomb, recorded, checkpoint, refused):
+    """Also where its own checksum fits: its writer can record one."""
+    if recorded:
+        record_checksums(checkpoint)
     (checkpoint / ".metadata").write_bytes(b"\x80\x04" + BOMBS[bomb] + b".")
-    if sealed:
+    if recorded:
         record = checkpoint / "moe_optim.seal.json"
         record.write_text(record.read_text().replace('"whole": {', '"whole": {"": "",'))
     refused(checkpoint, ".metadata is ")
@@ -220,7 +219,7 @@ def test_a_chunk_has_the_bytes_of_its_elements(checkpoint, refused):
 CONFIGS = {
     "deep": ("[" * 200_000, "brackets within brackets, too many to follow"),
     "digits": ('{"sharded_backend": ' + "9" * 5000 + "}", "a number of 5,000 digits"),
-    "nested": ('{"sharded_backend": "torch_dist", "x": [1]}', "something else than names and"),
+    "nested": ('{"sharded_backend": "torch_dist", "x": [1]}', "not an object of names and"),
 }
 
 
@@ -312,7 +311,7 @@ def test_a_tracker_file_names_a_folder_beside_it(said, checkpoint, tmp_path, ref
         assert (run / TRACKER).read_text() == "7"
 
 
-def test_writing_a_tracker_file_or_a_seal_follows_no_link(checkpoint, tmp_path):
+def test_writing_a_tracker_file_or_checksums_follows_no_link(checkpoint, tmp_path):
     victim = tmp_path / "victim"
     victim.write_text("mine")
     run = tmp_path / "run"
@@ -321,7 +320,7 @@ def test_writing_a_tracker_file_or_a_seal_follows_no_link(checkpoint, tmp_path):
     (run / f".{TRACKER}.partial").symlink_to(victim)
     (checkpoint / ".moe_optim.seal.json.partial").symlink_to(victim)
     find_resume_point(run)
-    seal(checkpoint)
+    record_checksums(checkpoint)
     assert victim.read_text() == "mine"
 
 
@@ -341,47 +340,6 @@ def test_an_index_names_files_of_its_folder_alone(name, weights, refused, tmp_pa
     save_file({"k": torch.ones(3)}, tmp_path / "outside" / "secret.safetensors")
     (weights / INDEX).write_text(json.dumps({"weight_map": {"k": name}}))
     refused(weights, INDEXED[name])
-
-
-@pytest.mark.parametrize("text", ["[" * 200_000, '{"weight_map": {"k": ["x"]}}', "9" * 5000])
-def test_an_index_that_is_none_is_refused(text, weights, refused):
-    (weights / INDEX).write_text(text)
-    refused(weights, "expected JSON with a weight_map")
-
-
-@pytest.mark.parametrize("kind", ["a pipe", "a socket", "a folder", "a device", "a link out"])
-def test_safetensors_are_regular_files_inside_their_folder(kind, weights, refused, tmp_path):
-    (tmp_path / "outside").mkdir()
-    save_file({"k": torch.ones(3)}, tmp_path / "outside" / "secret.safetensors")
-    FILES[kind](weights / "other.safetensors", tmp_path / "outside")
-    refused(weights, f"other.safetensors: expected safetensors, got: {KINDS[kind]}")
-
-
-@pytest.mark.parametrize("said", ["²", "٧", "9" * 5000, "-1", "1e3", ""])
-@pytest.mark.parametrize("key", ["iteration", "moe_optim.num_experts", "moe_optim.glu_interleave"])
-def test_numbers_in_safetensors_metadata_are_decimal_and_short(key, said, weights, refused):
-    save_file(EXPERTS, weights / "model.safetensors", metadata={key: said})
-    refused(weights, f"expected a number as {key}, got {said[:40]!r}")
-
-
-def test_as_many_experts_as_no_model_has_are_not_looked_for(weights, capsys):
-    """With a key an expert, each of them would have some."""
-    notes = {"moe_optim.num_experts": str(10**12), "moe_optim.layout": "hf_per_expert"}
-    expert = {f"{HEAD}0.{name}_proj.weight": torch.ones(4, 4) for name in ("gate", "up", "down")}
-    save_file(expert, weights / "model.safetensors", metadata=notes)
-    assert cli.main(["inspect", str(weights)]) == 0
-    assert "expected at most 65,536 experts, got 1,000,000,000,000" in capsys.readouterr().out
-
-
-def header(**entry: typing.Any) -> bytes:
-    content = json.dumps({"k": {"dtype": "F32", "data_offsets": [0, 0], **entry}}).encode()
-    return struct.pack("<Q", len(content)) + content
-
-
-@pytest.mark.parametrize("shape", [[10**18, 10**18, 0], [1] * 17 + [0], [2**62, 0, 2]])
-def test_shapes_that_no_tensor_has_are_refused(shape, weights, refused):
-    (weights / "model.safetensors").write_bytes(header(shape=shape))
-    refused(weights, "model.safetensors: expected ")
 
 
 SAID_OF_ITSELF = {

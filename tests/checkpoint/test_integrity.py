@@ -13,16 +13,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_optim.checkpoint.files import stored_metadata
+from moe_optim.checkpoint.files import metadata as metadata_file
+from moe_optim.checkpoint.files import untrusted_files
 from moe_optim.checkpoint.files.archives import BLOCK_BYTES
-from moe_optim.checkpoint.files.records import DamageError
+from moe_optim.checkpoint.files.checksum_manifest import DamageError
 from moe_optim.checkpoint.integrity import (
-    begin,
     checkpoint_defect,
     corrupt_files,
     invalidate,
+    mark_unfinished,
+    record_checksums,
     require_intact,
-    seal,
 )
 from moe_optim.errors import StateError
 from tests.support.checkpoints.stored_checkpoints import STATES, stored_tensors, write_torch_dist
@@ -58,7 +59,7 @@ def test_whole_checkpoints_have_no_defect(checkpoint, tmp_path):
             assert checkpoint_defect(whole) is None
             assert list(corrupt_files(whole)) == []
             require_intact(whole, thorough=True)
-            seal(whole)
+            record_checksums(whole)
 
 
 class Command:
@@ -74,7 +75,7 @@ class Command:
 def test_a_foreign_pickle_is_refused_and_runs_no_code(checkpoint, tmp_path):
     ran = tmp_path / "ran"
     (checkpoint / ".metadata").write_bytes(pickle.dumps(Command(f"touch {ran}")))
-    defect = ".metadata is cut off or foreign: it names posix.system, as no checkpoint does"
+    defect = ".metadata is cut off or foreign: it names posix.system"
     assert checkpoint_defect(checkpoint) == defect
     assert not ran.exists()
 
@@ -96,7 +97,11 @@ def test_an_error_names_every_defective_file_and_what_to_load_instead(checkpoint
 
 
 @pytest.mark.parametrize("key", ["experts.weight", "moment", "count", "rng", "common_state"])
-def test_a_flipped_bit_in_data_is_found_with_its_file_and_key(checkpoint, key):
+@pytest.mark.parametrize("at_once", [0, 2**18], ids=["a large archive", "a small one"])
+def test_a_flipped_bit_in_data_is_found_with_its_file_and_key(
+    checkpoint, key, at_once, monkeypatch
+):
+    monkeypatch.setattr(untrusted_files, "_READ_AT_ONCE", at_once)
     name = flip_in(checkpoint, key)
     assert checkpoint_defect(checkpoint) is None  # bytes of data are not read
     (defect,) = corrupt_files(checkpoint)
@@ -141,10 +146,10 @@ def test_what_is_no_checkpoint_is_refused_for_its_reason(checkpoint, what):
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 16])
-@pytest.mark.parametrize("sealed", [False, True])
-def test_ranks_that_share_the_reading_find_every_defect_once(checkpoint, parts, sealed):
-    if sealed:
-        seal(checkpoint)
+@pytest.mark.parametrize("recorded", [False, True])
+def test_ranks_that_share_the_reading_find_every_defect_once(checkpoint, parts, recorded):
+    if recorded:
+        record_checksums(checkpoint)
     for key in ("experts.weight", "moment", "common_state"):
         flip_in(checkpoint, key)
     whole = sorted(map(str, corrupt_files(checkpoint)))
@@ -157,9 +162,9 @@ def test_ranks_that_share_the_reading_find_every_defect_once(checkpoint, parts, 
     assert sorted(shared) == whole
 
 
-def test_a_seal_tells_a_file_from_that_of_another_checkpoint(checkpoint):
+def test_checksums_tell_a_file_from_that_of_another_checkpoint(checkpoint):
     """Such files are whole, and fit the metadata: only what was recorded tells them apart."""
-    seal(checkpoint)
+    record_checksums(checkpoint)
     file = checkpoint / "__0_1.distcp"
     shutil.copy(checkpoint.with_name("iter_0000010") / file.name, file)
     (defect,) = corrupt_files(checkpoint)
@@ -185,30 +190,30 @@ def retype(metadata):
 
 
 @pytest.mark.parametrize("edit", [exchange, retype])
-def test_exchanged_moments_and_another_dtype_are_found_by_a_seal(edit, tmp_path):
+def test_exchanged_moments_and_another_dtype_are_found_by_checksums(edit, tmp_path):
     """Without one, the dtype is found by reading everything, and exchanged moments are not."""
     folder = write_torch_dist(tmp_path / "iter_0000010", stored_tensors())
-    shutil.copytree(folder, tmp_path / "unsealed")
-    seal(folder)
-    for damaged in (folder, tmp_path / "unsealed"):
+    shutil.copytree(folder, tmp_path / "unrecorded")
+    record_checksums(folder)
+    for damaged in (folder, tmp_path / "unrecorded"):
         path = damaged / ".metadata"
         metadata = pickle.loads(path.read_bytes())
         edit(metadata)
         path.write_bytes(pickle.dumps(metadata))
     assert checkpoint_defect(folder) == ".metadata does not have the SHA-256 that was recorded"
-    assert checkpoint_defect(tmp_path / "unsealed") is None
-    found = [str(defect) for defect in corrupt_files(tmp_path / "unsealed")]
+    assert checkpoint_defect(tmp_path / "unrecorded") is None
+    found = [str(defect) for defect in corrupt_files(tmp_path / "unrecorded")]
     assert [MOMENTS[0] in one for one in found] == ([] if edit is exchange else [True])
 
 
-def test_only_a_complete_checkpoint_is_sealed(checkpoint):
+def test_checksums_are_recorded_of_a_complete_checkpoint_alone(checkpoint):
     (checkpoint / "__0_0.distcp").unlink()
     with pytest.raises(StateError, match="__0_0.distcp is missing"):
-        seal(checkpoint)
+        record_checksums(checkpoint)
 
 
 def test_a_checkpoint_that_is_written_over_counts_as_incomplete(checkpoint):
-    seal(checkpoint)
+    record_checksums(checkpoint)
     invalidate(checkpoint)
     assert checkpoint_defect(checkpoint).startswith("no metadata.json")
     invalidate(checkpoint)
@@ -229,16 +234,16 @@ def test_a_byte_behind_the_end_of_a_file_is_found_by_sizes_alone(checkpoint, tmp
         assert re.search(what, checkpoint_defect(folder))
 
 
-def test_files_of_ranks_count_as_incomplete_from_the_start_of_a_save_to_its_seal(tmp_path):
+def test_files_of_ranks_count_as_incomplete_from_the_start_of_a_save_to_its_end(tmp_path):
     """A save that dies between them may leave files of two saves, all of them whole."""
     save_legacy(tmp_path, ITERATIONS)
     for folder in (tmp_path / "iter_0000010", tmp_path / "new" / "iter_0000030"):
-        begin(folder)
-        begin(folder)
+        mark_unfinished(folder)
+        mark_unfinished(folder)
         assert checkpoint_defect(folder) == "it was not saved to the end"
     with pytest.raises(StateError, match=r"--ckpt-step 20\."):
         require_intact(tmp_path / "iter_0000010", thorough=False)
-    seal(tmp_path / "iter_0000010")
+    record_checksums(tmp_path / "iter_0000010")
     assert list(corrupt_files(tmp_path / "iter_0000010")) == []
 
 
@@ -295,7 +300,7 @@ def test_chunks_pass_exactly_if_they_hold_every_element_once(cuts, data):
         window = tuple(slice(low, low + n) for low, n in zip(offset, shape, strict=True))
         count[window] += 1
     try:
-        stored_metadata._require_cover("weight", boxes, size)
+        metadata_file._require_cover("weight", boxes, size)
     except ValueError:
         assert not bool((count == 1).all())
     else:
@@ -309,4 +314,4 @@ def test_metadata_that_contradicts_itself_is_refused(checkpoint):
     first, second = [index for index in metadata.storage_data if index.fqn == "experts.weight"]
     metadata.storage_data[first] = metadata.storage_data[second]
     with pytest.raises(DamageError, match="does not lie behind the blob before it"):
-        stored_metadata.read_blobs(pickle.dumps(metadata))
+        metadata_file.read_blobs(pickle.dumps(metadata))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moe_optim.checkpoint.files.folders import TRACKER
-from moe_optim.checkpoint.files.stored_metadata import read_blobs
+from moe_optim.checkpoint.files.metadata import read_blobs
 from moe_optim.checkpoint.integrity import checkpoint_defect, corrupt_files
 from moe_optim.commands.train.resume import find_resume_point
 from moe_optim.config import MoEOptimConfig

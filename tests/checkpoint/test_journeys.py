@@ -31,44 +31,23 @@ def _travel(stations: Sequence[Station], folder: Path, sharding: str) -> list[in
     return counts
 
 
-EXTENDED = {
-    *("formats", "biases", "expert tensor parallel", "expert parallel, flat"),
-    *("layouts, one bucket", "further parallel sizes"),
-}
-"""Journeys that show what others show, at further settings."""
-
-
-def journeys(table: dict[str, object]) -> list[object]:
-    """Return a parameter set a journey."""
-    return [
-        pytest.param(
-            *(row if isinstance(row[0], int) else (row,)),
-            id=name,
-            marks=[pytest.mark.extended] * (name in EXTENDED),
-        )
-        for name, row in table.items()
-    ]
-
-
 RESHARDINGS = {
-    "expert parallel": (GROUPED.but(ep=4), INDEXED.but(ep=2), GROUPED),
-    "expert tensor parallel": (
-        GROUPED.but(tp=2, etp=2, ep=2), INDEXED, GROUPED.but(tp=2, etp=1, ep=4),
+    "expert parallel, formats": (
+        GROUPED.but(ep=4, format="nvfp4"), INDEXED.but(ep=2, format="fp8_block"),
+        GROUPED.but(format="mxfp8_2d", bucket_size=MANY_BUCKETS),
     ),
-    "context parallel": (GROUPED.but(cp=2, ep=2), INDEXED, GROUPED.but(cp=4)),
+    "context parallel, biases": (
+        GROUPED.but(cp=2, ep=2, biases=True), INDEXED.but(biases=True),
+        GROUPED.but(cp=4, biases=True),
+    ),
     "pipeline and tensor parallel": (
         INDEXED.but(pp=2, tp=2, etp=1), GROUPED.but(tp=4, etp=2, ep=2), GROUPED.but(pp=2, ep=2),
     ),
-    "formats": (
-        GROUPED.but(format="nvfp4", ep=2), INDEXED.but(format="fp8_block"),
-        GROUPED.but(format="mxfp8_2d", bucket_size=MANY_BUCKETS), INDEXED.but(format="bf16"),
-    ),
-    "biases": (GROUPED.but(biases=True, ep=2), INDEXED.but(biases=True, ep=4)),
     "Megatron and back": (GROUPED.but(ep=2), STOCK.but(ep=2), INDEXED),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("stations", journeys(RESHARDINGS))
+@pytest.mark.parametrize("stations", RESHARDINGS.values(), ids=RESHARDINGS)
 def test_states_by_name_arrive_at_any_parallel_sizes_and_in_any_layout(
     stations: Sequence[Station], tmp_path: Path
 ):
@@ -98,20 +77,15 @@ def test_checkpoints_in_memory_restore_every_element(station: Station, algo: str
 
 
 FLAT_JOURNEYS = {
-    "layouts, one bucket": (2, (GROUPED, INDEXED, GROUPED)),
     "layouts, many buckets": (
         3, (GROUPED.but(bucket_size=MANY_BUCKETS), INDEXED,
             INDEXED.but(bucket_size=MANY_BUCKETS), GROUPED),
-    ),
-    "expert parallel, flat": (4, (GROUPED.but(ep=2), INDEXED.but(ep=2, bucket_size=MANY_BUCKETS))),
-    "formats": (
-        2, (GROUPED.but(format="nvfp4"), INDEXED.but(format="bf16"), GROUPED.but(format="mxfp8")),
     ),
     "Megatron's experts": (2, (STOCK.but(stock=False), GROUPED)),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("ranks", "stations"), journeys(FLAT_JOURNEYS))
+@pytest.mark.parametrize(("ranks", "stations"), FLAT_JOURNEYS.values(), ids=FLAT_JOURNEYS)
 def test_flat_states_arrive_in_another_layout_by_their_manifest(
     ranks: int, stations: Sequence[Station], tmp_path: Path
 ):
@@ -144,7 +118,7 @@ def _load(station: Station, folder: Path) -> int:
     return Journey(station).scramble().load(folder).check()
 
 
-@pytest.mark.parametrize("sharding", [FLAT, pytest.param(RESHARDABLE, marks=pytest.mark.extended)])
+@pytest.mark.parametrize("sharding", [FLAT, RESHARDABLE])
 def test_two_ranks_to_four_and_back(sharding: str, tmp_path: Path):
     """2 ranks, 4 ranks in the other layout, 2 ranks: states are the same numbers, and the bytes
     saved at the end, manifest included, are those saved at the beginning."""
@@ -234,9 +208,6 @@ UNMARKED = {
             (STOCK.but(tp=2, etp=1, ep=2), GROUPED.but(tp=2, etp=1, ep=2)),
             (STOCK.but(pp=2), INDEXED.but(pp=2))),
     ),
-    "further parallel sizes": (
-        4, ((STOCK.but(ep=2), INDEXED.but(ep=2)), (STOCK.but(ep=4), GROUPED.but(ep=4))),
-    ),
 }  # fmt: skip
 
 
@@ -249,7 +220,7 @@ def _load_unmarked(pairs: Sequence[tuple[Station, Station]], folder: Path) -> li
     return counts
 
 
-@pytest.mark.parametrize(("ranks", "pairs"), journeys(UNMARKED))
+@pytest.mark.parametrize(("ranks", "pairs"), UNMARKED.values(), ids=UNMARKED)
 def test_flat_states_without_a_manifest_arrive_in_every_layout(
     ranks: int, pairs: Sequence[tuple[Station, Station]], tmp_path: Path
 ):

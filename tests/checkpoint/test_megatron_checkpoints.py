@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_optim.checkpoint.files.plain_pickles import Made
+from moe_optim.checkpoint.files.pickles import Made
 from moe_optim.checkpoint.integrity import checkpoint_defect
 from moe_optim.commands.conversion.comparison import compare_checkpoints, find_side
 from moe_optim.commands.conversion.conversion import convert_checkpoint

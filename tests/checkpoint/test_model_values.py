@@ -92,17 +92,6 @@ def test_experts_of_no_rank_are_refused():
 # Names
 
 
-def test_megatron_joins_the_weights_of_two_modules_for_a_linear_at_the_root():
-    state = {"a.weight0": torch.zeros(8, 3), "b.weight1": torch.ones(8, 3)}
-    got = normalize(state, te_experts(single=True, path=""))
-    assert list(got) == ["a.weight"]
-    foreign = {"layernorm.weight": torch.ones(2, 3)}
-    assert list(normalize(foreign, te_experts(single=False, path=""))) == [
-        "layernorm.weight0",
-        "layernorm.weight1",
-    ]
-
-
 def test_experts_at_the_root_are_keys_at_the_root():
     others = {
         "a.linear_fc1.weight0": torch.zeros(8, 3),
@@ -168,25 +157,12 @@ def test_wrappers_count_neither_in_the_model_nor_in_the_state(path, prefix):
         assert_same(expert_values_for(chunk, state), state_of("grouped", prefix=prefix))
 
 
-def test_megatron_looks_through_leading_wrappers_only():
-    path = f"language_model.module.{LAYERS}experts.linear_fc1"
-    state = state_of(prefix=f"language_model.{LAYERS}experts.")
-    assert normalize(state, te_experts(single=True, path=path)) == state
-
-
 def test_a_state_with_and_without_wrappers_is_refused():
     chunk = nest(f"{LAYERS}experts", Experts("grouped"))
     state = state_of() | state_of(prefix=f"module.{LAYERS}experts.")
     with pytest.raises(LayoutError) as refusal:
         expert_values_for(chunk, state)
     assert str(refusal.value).count(": expected one entry for ") == len(state_of())
-
-
-@pytest.mark.parametrize("source", ["sequential", "legacy", "hf", "hf_per_expert"])
-def test_megatron_knows_no_other_layouts(source):
-    """The same state dicts that every rank gets its own experts of, above."""
-    state = state_of(source)
-    assert normalize(state, te_experts(single=True)) == state
 
 
 # Interleaved rows

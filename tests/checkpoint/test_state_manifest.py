@@ -9,11 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_optim.checkpoint.flat_states import require_megatrons_offsets
 from moe_optim.checkpoint.state_manifest import (
     Address,
     BucketPlaces,
     BufferPlaces,
-    CrossReader,
+    LayoutMap,
     ParameterPlace,
     StateManifest,
 )
@@ -89,7 +90,7 @@ def test_every_element_is_read_from_where_it_lies(data):
     same elements of the model."""
     sizes = [data.draw(st.integers(1, 4)) for _ in range(3)]
     source, target = (data.draw(manifests(*sizes)) for _ in range(2))
-    reader, lies = CrossReader(source, target, "checkpoint"), contents(source)
+    reader, lies = LayoutMap(source, target, "checkpoint"), contents(source)
     places = list(target.places())
     assert len(places) == len({place.name for _, _, place in places}) > 0
     for _, _, place in places:
@@ -97,7 +98,7 @@ def test_every_element_is_read_from_where_it_lies(data):
         end = data.draw(st.integers(start + 1, place.numel))
         got = [
             lies[read.buffer, read.bucket, read.start + element]
-            for read in reader.reads(place, start, end)
+            for read in reader.spans(place, start, end)
             for element in range(read.numel)
         ]
         assert got == [flat_number(place.name, place.shape, i) for i in range(start, end)]
@@ -125,7 +126,7 @@ def test_neighbours_are_read_at_once():
     source = one_bucket((f"{PREFIX}linear_fc1.weight", (3, 4, 2)))
     target = one_bucket(*((f"{PREFIX}linear_fc1.weight{i}", (4, 2)) for i in range(3)))
     (place,) = source.buffers[0].buckets[0].parameters
-    (read,) = CrossReader(target, source, "x").reads(place, 5, 20)
+    (read,) = LayoutMap(target, source, "x").spans(place, 5, 20)
     assert (read.start, read.numel) == (5, 15)
 
 
@@ -155,7 +156,7 @@ def test_eleven_experts_are_not_taken_for_one():
     source = one_bucket(*names)
     target = one_bucket((f"{PREFIX}linear_fc1.weight", (12, 1, 2)))
     (place,) = target.buffers[0].buckets[0].parameters
-    reads = CrossReader(source, target, "x").reads(place, 20, 24)
+    reads = LayoutMap(source, target, "x").spans(place, 20, 24)
     assert [(read.start, read.numel) for read in reads] == [(20, 4)]
 
 
@@ -168,7 +169,7 @@ def test_what_does_not_fit_is_all_named():
         (f"{PREFIX}linear_fc1.weight", (3, 4, 2)), ("new.weight", (3,)), ("norm.weight", (5,))
     )
     with pytest.raises(LayoutError) as raised:
-        CrossReader(source, target, "the checkpoint")
+        LayoutMap(source, target, "the checkpoint")
     message = str(raised.value)
     assert f"missing: {PREFIX}linear_fc1.weight of expert 2, new.weight" in message
     assert "left over: old.weight" in message
@@ -221,3 +222,20 @@ def test_a_damaged_manifest_is_refused(damage: Callable[[dict], object]):
     damage(saved)
     with pytest.raises(LayoutError, match="key: expected a manifest"):
         StateManifest.from_dict(saved, "key")
+
+
+@pytest.mark.parametrize("starts", [(0, 128, 256), (0, 100), (0, 192), (64, 192)], ids=str)
+def test_flat_states_that_megatron_would_read_elsewhere_are_not_saved(starts: tuple[int, ...]):
+    """Megatron begins parameters, here of 100 elements, at multiples of 64: another layout's is
+    named, and what to do instead."""
+    places = tuple(
+        ParameterPlace(name=f"layer{index}.weight", shape=(10, 10), start=start)
+        for index, start in enumerate(starts)
+    )
+    buffer = BufferPlaces(dtype="x", buckets=(BucketPlaces(numel=400, parameters=places),))
+    manifest = StateManifest(buffers=(buffer,), glu_interleave=None, versions={})
+    if starts == (0, 128, 256):
+        require_megatrons_offsets(manifest)
+        return
+    with pytest.raises(LayoutError, match=r"layer\d.weight: expected element .*reshardable"):
+        require_megatrons_offsets(manifest)

@@ -121,32 +121,28 @@ def _change(state: dict[str, Any], **changes: Any) -> dict[str, Any]:
 APART, ONE = state_of(single=False), state_of(single=True)
 PART = APART[f"{LAYER}.weight0"]
 REFUSED = {
-    "an expert is missing": (_change(APART, weight1=None), "weight1: missing, expected beside "),
-    "experts of all ranks": (_change(APART, weight3=PART), "weight3: expected .* 0 to 2 only"),
-    "both layouts": (APART | ONE, "weight0: expected no expert apart beside "),
-    "a leftover of the other": (_change(ONE, weight2=PART), "weight2: expected no expert apart"),
-    "a key with and without wrappers": (
-        APART | {f"module.{LAYER}.weight2": PART},
-        "module.*weight2: expected one entry for .*weight2, got also ",
-    ),
-    "another shape": (_change(APART, weight2=PART[1:]), r"weight2: expected \[64, 32\], got \[63"),
-    "other experts in one": (
-        _change(ONE, weight=ONE[f"{LAYER}.weight"][:2]),
-        r"weight: expected \[3, 64, 32\], got \[2, 64, 32\]",
-    ),
-    "no tensor": (_change(APART, weight2=b""), r"weight2: expected \[64, 32\], got \[\]"),
+    "an expert is missing": _change(APART, weight1=None),
+    "experts of all ranks": _change(APART, weight3=PART),
+    "both layouts": APART | ONE,
+    "a leftover of the other": _change(ONE, weight2=PART),
+    "a key with and without wrappers": APART | {f"module.{LAYER}.weight2": PART},
+    "another shape": _change(APART, weight2=PART[1:]),
+    "other experts in one": _change(ONE, weight=ONE[f"{LAYER}.weight"][:2]),
+    "no tensor": _change(APART, weight2=b""),
 }
 
 
 @pytest.mark.parametrize("single", [True, False], ids=["one parameter", "one an expert"])
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_one_complete_set_is_refused_by_name(name: str, single: bool):
-    state, said = REFUSED[name]
-    kept = dict(state)
-    with pytest.raises(LayoutError, match=f"{LAYER}.{said}" if "module" not in said else said):
-        values_of(make_chunk(single=single), state)
-    assert list(state) == list(kept)
-    assert all(state[key] is value for key, value in kept.items())
+    kept = dict(REFUSED[name])
+    with pytest.raises(LayoutError) as refusal:
+        values_of(make_chunk(single=single), REFUSED[name])
+    said = str(refusal.value)
+    assert f"{LAYER}.weight: expected 3 experts of [64, 32], in one entry or in one each" in said
+    assert all(key in said for key in kept if ".weight" in key)
+    assert list(REFUSED[name]) == list(kept)
+    assert all(REFUSED[name][key] is value for key, value in kept.items())
 
 
 def test_experts_that_are_not_there_at_all_are_missing_parameters():

@@ -1,4 +1,4 @@
-"""Bugs of checkpoints: seals, what is looked at before a load, and who owns which states."""
+"""Bugs of checkpoints: checksums, checks before a load, and owners of states."""
 
 from tests.mutation import Mutant
 
@@ -11,18 +11,18 @@ FROZEN = (
 
 MUTANTS = (
     Mutant(  # the first order that fits is taken for the one there is
-        "checkpoint/unmarked_states.py",
-        "    if len(found) == 1:",
-        "    if found:",
+        "checkpoint/states_without_manifest.py",
+        "    if len(orders) == 1:",
+        "    if orders:",
         (f"{MEGATRON}/test_journeys.py::test_states_whose_weights_fit_several_orders_are_refused",),
     ),
-    Mutant(  # async saves stay unsealed
+    Mutant(  # no checksums of async saves
         "checkpoint/hooks.py",
-        "        request.finalize_fns.append(lambda: on_first_rank(lambda: seal(folder)))",
-        "        pass",
+        "        request.finalize_fns.append(",
+        "        [].append(",
         (
             f"{MEGATRON}/test_hooks.py::"
-            "test_an_async_save_counts_as_incomplete_and_is_sealed_when_it_is_finalized",
+            "test_an_async_save_counts_as_incomplete_and_is_recorded_when_it_is_finalized",
         ),
     ),
     Mutant(  # the first object by name is not looked at for code
@@ -35,9 +35,9 @@ MUTANTS = (
     ),
     Mutant(
         "checkpoint/hooks.py",
-        "        installed_config() is not None or any(_holders_of_manifests(sharded_state_dict))",
-        "        any(_holders_of_manifests(sharded_state_dict))",
-        (f"{MEGATRON}/test_hooks.py::test_a_save_of_weights_alone_is_sealed_as_well",),
+        "        installed_config() is not None or any(_states_with_manifests(sharded_state_dict))",
+        "        any(_states_with_manifests(sharded_state_dict))",
+        (f"{MEGATRON}/test_hooks.py::test_checksums_of_weights_alone_are_recorded_as_well",),
     ),
     Mutant(
         "checkpoint/hooks.py",
@@ -50,7 +50,7 @@ MUTANTS = (
     ),
     Mutant(
         "checkpoint/files_of_ranks.py",
-        "    on_first_rank(lambda: seal(folder))",
+        "    on_first_rank(lambda: record_checksums(folder))",
         "    pass",
         (f"{MEGATRON}/test_files_of_ranks.py",),
     ),
@@ -74,36 +74,36 @@ MUTANTS = (
     ),
     Mutant(
         "checkpoint/integrity.py",
-        "    write_unfinished_seal(checkpoint)",
+        "    write_checksums(checkpoint, None)",
         "    pass",
         (
             f"{INTEGRITY}::"
-            "test_files_of_ranks_count_as_incomplete_from_the_start_of_a_save_to_its_seal",
+            "test_files_of_ranks_count_as_incomplete_from_the_start_of_a_save_to_its_end",
         ),
     ),
     Mutant(
-        "checkpoint/files/records.py",
+        "checkpoint/files/checksum_manifest.py",
         "if content == {_UNFINISHED: True}:",
         "if False:",
         (
             f"{INTEGRITY}::"
-            "test_files_of_ranks_count_as_incomplete_from_the_start_of_a_save_to_its_seal",
+            "test_files_of_ranks_count_as_incomplete_from_the_start_of_a_save_to_its_end",
         ),
     ),
     Mutant(
         "checkpoint/integrity.py",
-        "if is_checked and _tables_sha256(checkpoint, name, blobs) != sealed:",
+        "if is_checked and file.tables_sha256() != tables:",
         "if False:",
-        (f"{INTEGRITY}::test_a_seal_tells_a_file_from_that_of_another_checkpoint",),
+        (f"{INTEGRITY}::test_checksums_tell_a_file_from_that_of_another_checkpoint",),
     ),
     Mutant(
         "checkpoint/integrity.py",
-        "for name in (_CONFIG, MANIFEST, SEAL):",
-        "for name in (MANIFEST, SEAL):",
+        "for name in (_CONFIG, MEGATRONS_MANIFEST, CHECKSUM_MANIFEST):",
+        "for name in (MEGATRONS_MANIFEST, CHECKSUM_MANIFEST):",
         (f"{INTEGRITY}::test_a_checkpoint_that_is_written_over_counts_as_incomplete",),
     ),
     Mutant(
-        "checkpoint/files/stored_metadata.py",
+        "checkpoint/files/metadata.py",
         "    if any(corners.values()):",
         "    if False:",
         (f"{INTEGRITY}::test_chunks_pass_exactly_if_they_hold_every_element_once",),
@@ -121,19 +121,19 @@ MUTANTS = (
         FROZEN,
     ),
     Mutant(
-        "checkpoint/files/objects.py",
-        "if named not in _PLAIN_NAMES and not knows(named):",
-        "if False:",
+        "checkpoint/files/pickles.py",
+        "            if not self._allows(named):",
+        "            if False:",
         (
             f"{FILES}/test_hostile_files.py::test_objects_that_may_run_code_are_named_where_they_are_copied",
         ),
     ),
     Mutant(
-        "checkpoint/files/plain_pickles.py",
-        "if place > self._length:",
+        "checkpoint/files/pickles.py",
+        "if place > len(content):",
         "if False:",
         (
-            f"{FILES}/test_plain_pickles.py::"
+            f"{FILES}/test_pickles.py::"
             "test_a_far_memo_place_is_refused_for_the_readers_that_reserve_all_before_it",
         ),
     ),

@@ -1,1 +1,1 @@
-"""Files of a checkpoint: regular, inside it, whole."""
+"""Reading the files of checkpoints, from any source, without Megatron."""

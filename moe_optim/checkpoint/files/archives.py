@@ -1,33 +1,64 @@
-"""Whether an archive that ``torch.save`` wrote still holds what was written.
+"""Archives that ``torch.save`` wrote: their checksums, and the tensor or object in them.
 
-It is a zip of stored, not compressed, records, each with a CRC-32 that ``torch.load`` does not
-compare. A torch_dist checkpoint holds many of them in one file, one behind the other.
+An archive is a zip of stored, not compressed, records, each with a CRC-32 that ``torch.load`` does
+not compare. A torch_dist checkpoint holds many of them in one file, one behind the other.
 
-No archive is given to ``torch.load`` here: by its records that takes one for TorchScript, which is
-a program and runs.
+No archive is given to ``torch.load``, which takes one for TorchScript by its records; that is a
+program, and runs. Values are read where the table of the archive has them, into memory of the size
+that was expected; nothing is unpickled or allocated for what an archive alone says.
 """
 
-import hashlib
 import os
 import struct
 import zipfile
-from typing import IO, Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import IO, TYPE_CHECKING, Any
+from zlib import crc32
+
+from moe_optim.checkpoint.files.metadata import Shape, checked_shape
+from moe_optim.checkpoint.files.pickles import ITEM_BYTES, STORAGES, read_pickle
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 BLOCK_BYTES = 4 * 2**20
-"""How much is read at once: the memory that checking takes."""
+"""Bytes that are read at once: the memory that checking takes."""
 PICKLE_BYTES = 16 * 2**20
 """More than any record has, but for the bytes of a tensor: names and shapes of a whole model."""
 
 _DIRECTORY = 0x10  # bit of MS-DOS; of such a record torch's reader fills in nothing, and succeeds
+_ENCRYPTED = 0x61  # bits of the flags: encrypted, a patch, strongly encrypted
+_UTF8 = 0x800  # bit of the flags: names are in UTF-8
 _TABLE_BYTES = 16 * 2**20
 _FIRST, _END, _END64, _LOCATOR64 = (b"PK" + code for code in (b"\3\4", b"\5\6", b"\6\6", b"\6\7"))
 _END_FORM = struct.Struct("<4s4H2IH")
 _END64_FORM = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR64_FORM = struct.Struct("<4sIQI")
+_HEADER_FORM = struct.Struct("<4s22xHH")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Description of the tensor in an archive, all of which lies within its record."""
+
+    dtype: str
+    """Dtype as torch prints it: ``torch.bfloat16``."""
+    shape: Shape
+    stride: Shape
+    start: int
+    """Elements before its first."""
+    record: str
+    nbytes: int
+    """Bytes of the record."""
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {self.shape}"
 
 
 class Archive:
-    """The records of an archive, by their names without the folder that all are in."""
+    """An open archive."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         """Read the table at the end of a seekable stream, which stays open.
@@ -35,119 +66,170 @@ class Archive:
         Raises:
             zipfile.BadZipFile: it is cut off, damaged, or not as torch writes it.
         """
-        self._stream = stream
+        self.stream = stream
         count = _count_records(stream)
         stream.seek(0)
-        self._zip = zipfile.ZipFile(stream)
-        self.table = self._zip.infolist()
-        self.records = {record.filename.partition("/")[2]: record for record in self.table}
-        are_names = len({record.filename.partition("/")[0] for record in self.table}) == 1
-        is_whole = len(self.records) == len(self.table) == count
+        self._table = zipfile.ZipFile(stream).infolist()
+        self.records = {record.filename.partition("/")[2]: record for record in self._table}
+        """By name, without the folder that all are in."""
+        are_names = len({record.filename.partition("/")[0] for record in self._table}) == 1
+        is_whole = len(self.records) == len(self._table) == count
         if not (are_names and is_whole and "data.pkl" in self.records):
             raise zipfile.BadZipFile("not the records that torch.save writes")
         if "constants.pkl" in self.records:
-            raise zipfile.BadZipFile("a program in TorchScript, which no checkpoint is")
-        for record in self.table:
+            raise zipfile.BadZipFile("a TorchScript program, which is no part of a checkpoint")
+        for record in self._table:
             _require_stored(record)
-        if sum(record.file_size for record in self.table) > stream.seek(0, os.SEEK_END):
+        if sum(record.file_size for record in self._table) > stream.seek(0, os.SEEK_END):
             raise zipfile.BadZipFile("records that lie over each other")
 
     def pickled(self) -> bytes:
-        """Return the pickle of the archive, in which bytes of tensors are records that it names.
+        """Return the pickle of the archive; BadZipFile if its CRC is another."""
+        return b"".join(self._blocks(self.records["data.pkl"]))
 
-        Raises:
-            zipfile.BadZipFile: its CRC is another.
-        """
-        content: bytes = self._zip.read(self.records["data.pkl"])
-        return content
-
-    def size_of(self, name: str) -> int | None:
-        """Return the bytes of a record; None without it."""
-        record = self.records.get(name)
-        return record.file_size if record else None
-
-    def place_of(self, record: zipfile.ZipInfo) -> int:
-        """Return where in the archive the bytes of a record start."""
-        self._stream.seek(record.header_offset + 26)
-        lengths = struct.unpack("<HH", self._stream.read(4))  # of the name and of the extra field
-        return record.header_offset + 30 + int(sum(lengths))
-
-    def read_into(self, name: str, buffer: memoryview) -> None:
-        """Fill a buffer of a record's size with its bytes; EOFError if the archive ends before."""
-        self._stream.seek(self.place_of(self.records[name]))
-        if self._stream.readinto(buffer) < len(buffer):  # type: ignore[attr-defined]
-            raise EOFError("an archive that ends too early")
-
-    @property
-    def is_little_endian(self) -> bool:
-        """Whether numbers are stored as this machine has them."""
-        order = self.records.get("byteorder")
-        return order is None or (order.file_size == 6 and self._zip.read(order) == b"little")
+    def load(self) -> Any:
+        """Return the object in it, see :func:`read_pickle`; raises whatever damage leads to."""
+        return read_pickle(self.pickled())
 
     def compare_checksums(self) -> None:
-        """Read every record once, in blocks; BadZipFile for one that does not have its CRC-32."""
-        for record in self.table:
-            with self._zip.open(record) as content:
-                while content.read(BLOCK_BYTES):  # compares the CRC at the end of the record
-                    pass
+        """Read every record once, in blocks, and where torch would read it.
+
+        Raises:
+            zipfile.BadZipFile: a record does not have its CRC-32, or torch's reader of zips, which
+                is another one, would read elsewhere.
+        """
+        import torch  # takes seconds, which the check of metadata can do without
+
+        for record in self._table:
+            for _ in self._blocks(record):
+                pass
+        self.stream.seek(0)
+        reader: Any = torch._C.PyTorchFileReader(self.stream)
+        if set(reader.get_all_records()) != self.records.keys():
+            raise zipfile.BadZipFile("torch reads other records")
+        for name, record in self.records.items():
+            if reader.get_record_offset(name) != self._place_of(record):
+                raise zipfile.BadZipFile(f"torch reads {name!r} elsewhere")
+
+    def rows(self) -> list[tuple[str, int, int, int]]:
+        """Return name, place, size and CRC-32 of every record.
+
+        Archives with the same rows and right CRCs hold the same.
+        """
+        return [(row.filename, row.header_offset, row.file_size, row.CRC) for row in self._table]
+
+    def describe_tensor(self) -> StoredTensor:
+        """Return the description of the one tensor in it.
+
+        Raises:
+            ValueError: it holds something else, or elements are said to lie outside of the record.
+        """
+        value = self.load()
+        try:
+            tensor = _described(value)
+        except (AttributeError, IndexError, KeyError, TypeError) as error:
+            raise ValueError("expected one tensor, got another object") from error
+        record = self.records.get(tensor.record)
+        size = record.file_size if record else 0
+        if size != tensor.nbytes:
+            raise ValueError(f"{size:,} bytes of a tensor of {tensor.nbytes:,}")
+        steps = zip(tensor.shape, tensor.stride, strict=True)
+        last = tensor.start + sum((extent - 1) * step for extent, step in steps)
+        if prod(tensor.shape) and last >= tensor.nbytes // ITEM_BYTES[tensor.dtype]:
+            raise ValueError("elements outside of the bytes of their tensor")
+        order = self.records.get("byteorder")
+        if order and not (order.file_size == 6 and b"".join(self._blocks(order)) == b"little"):
+            raise ValueError("numbers that are not little-endian")
+        return tensor
+
+    def require_tensor(self, dtype: str, shape: Shape) -> None:
+        """Raise ValueError unless it holds one tensor of a dtype and shape, and no byte more."""
+        tensor = self.describe_tensor()
+        if (tensor.dtype, tensor.shape) != (dtype, shape):
+            raise ValueError(f"expected a tensor of {dtype} {shape}, got {tensor}")
+        if tensor.nbytes != prod(shape) * ITEM_BYTES[dtype]:
+            raise ValueError(f"expected the bytes of {tensor}, got {tensor.nbytes} of them")
+
+    def read_tensor(self, dtype: str, shape: Shape) -> "Tensor":
+        """Return the values of the one tensor in it, contiguous.
+
+        Args:
+            dtype: expected dtype, as torch prints it.
+            shape: expected shape.
+
+        Raises:
+            ValueError: it holds another tensor, or something else.
+            EOFError: it ends too early.
+        """
+        import torch
+
+        tensor = self.describe_tensor()
+        if (tensor.dtype, tensor.shape) != (dtype, shape):
+            raise ValueError(f"{tensor} in place of a tensor of {dtype} {shape}")
+        memory = torch.empty(tensor.nbytes, dtype=torch.uint8, device="cpu")
+        self.stream.seek(self._place_of(self.records[tensor.record]))
+        filled = self.stream.readinto(memoryview(memory.numpy()))  # type: ignore[attr-defined]
+        if filled < tensor.nbytes:
+            raise EOFError("an archive that ends too early")
+        values = memory.view(getattr(torch, dtype.removeprefix("torch.")))
+        return values.as_strided(shape, tensor.stride, tensor.start).contiguous()
+
+    def _blocks(self, record: zipfile.ZipInfo) -> Iterator[bytes]:
+        """Yield the bytes of a record, and compare its CRC-32 at the end."""
+        self.stream.seek(self._place_of(record))
+        left, checksum = record.file_size, 0
+        while left:
+            block = self.stream.read(min(left, BLOCK_BYTES))
+            if not block:
+                raise EOFError("an archive that ends too early")
+            checksum, left = crc32(block, checksum), left - len(block)
+            yield block
+        if checksum != record.CRC:
+            raise zipfile.BadZipFile(f"Bad CRC-32 of record {record.filename!r}")
+
+    def _place_of(self, record: zipfile.ZipInfo) -> int:
+        self.stream.seek(record.header_offset)
+        first, of_name, of_extra = _HEADER_FORM.unpack(self.stream.read(_HEADER_FORM.size))
+        encoding = "utf-8" if record.flag_bits & _UTF8 else "cp437"
+        name = self.stream.read(of_name).decode(encoding)
+        if first != _FIRST or name != record.orig_filename:
+            raise zipfile.BadZipFile(f"record {record.filename!r} is not where the table has it")
+        return record.header_offset + _HEADER_FORM.size + int(of_name + of_extra)
 
 
-def table_defect(stream: IO[bytes]) -> str | None:
-    """Say why the table of an archive, at its end, cannot be read; None when it can."""
-    try:
-        Archive(stream)
-    except Exception as error:  # a damaged zip makes zipfile raise nearly anything
-        return reason_of(error)
-    return None
+def reason_of(error: Exception) -> str:
+    """Return the first line of an error about an archive."""
+    first_line = (str(error).splitlines() or [""])[0]
+    return f"damaged archive: {first_line or type(error).__name__}"
 
 
-def contents_defect(stream: IO[bytes]) -> str | None:
-    """Say which record of an archive does not have its CRC-32, or why there is none; else None.
-
-    Reads the archive once, in blocks, where torch would read it.
-    """
-    try:
-        archive = Archive(stream)
-        archive.compare_checksums()
-        return _difference_to_torch(stream, archive)
-    except Exception as error:
-        return reason_of(error)
-
-
-def _difference_to_torch(stream: IO[bytes], archive: Archive) -> str | None:
-    """Say where torch's reader of zips, which is another one, would read other bytes."""
-    import torch  # takes seconds, which the check of metadata can do without
-
-    stream.seek(0)
-    reader: Any = torch._C.PyTorchFileReader(stream)
-    if set(reader.get_all_records()) != archive.records.keys():
-        return "damaged archive: torch reads other records"
-    for name, record in archive.records.items():
-        if reader.get_record_offset(name) != archive.place_of(record):
-            return f"damaged archive: torch reads {name!r} elsewhere"
-    return None
-
-
-def table_digest(stream: IO[bytes]) -> bytes:
-    """Return 32 bytes that stand for names, places, sizes and CRCs of all records of an archive.
-
-    Reads the table alone; of a damaged one there is none, and the result is empty. Archives with
-    the same digest and right CRCs hold the same.
-    """
-    try:
-        table = Archive(stream).table
-    except Exception:
-        return b""
-    rows = [(row.filename, row.header_offset, row.file_size, row.CRC) for row in table]
-    return hashlib.sha256(repr(rows).encode()).digest()
+def _described(value: Any) -> StoredTensor:
+    """Return the description in the arguments of torch's functions that rebuild a tensor."""
+    if str(value.by) == "torch._utils._rebuild_parameter":
+        value = value.args[0]
+    storage, start, shape, stride, _, _, *more = value.args
+    _, kind, key, _, count = storage.words
+    if str(value.by) == "torch._utils._rebuild_tensor_v3":
+        dtype, nbytes = str(more.pop(0)), count
+    elif str(value.by) == "torch._utils._rebuild_tensor_v2":
+        dtype = f"torch.{STORAGES[kind.name]}"
+        nbytes = count * ITEM_BYTES[dtype]
+    else:
+        raise TypeError("no tensor")
+    if dtype not in ITEM_BYTES or any(more) or not isinstance(key, str):
+        raise TypeError("a tensor of another dtype, or one that is to be conjugated")
+    checked_shape((start,))
+    checked_shape((nbytes,))
+    record = f"data/{key}"
+    return StoredTensor(dtype, checked_shape(shape), checked_shape(stride), start, record, nbytes)
 
 
 def _count_records(stream: IO[bytes]) -> int:
-    """Return how many records an archive says to have.
+    """Return the number of records that an archive declares.
 
-    Refused is what readers of zips could find another table in, or torch something else than a zip:
-    they look for the end of the table from the end of the file on, and for its start by what that
-    says, or right before it; torch takes what does not begin as a zip for a bare pickle.
+    Refuse archives in which readers of zips could find different tables: they search for the end of
+    the table from the end of the file, and take its start from there, or right before it. Refuse
+    those that do not begin as a zip, which torch takes for a bare pickle.
     """
     size = stream.seek(0, os.SEEK_END)
     stream.seek(max(0, size - _END64_FORM.size - _LOCATOR64_FORM.size - _END_FORM.size))
@@ -176,13 +258,8 @@ def _require_stored(record: zipfile.ZipInfo) -> None:
     is_storage = record.filename.split("/")[1:-1] == ["data"]
     if not is_storage and record.file_size > PICKLE_BYTES:  # readers take these whole
         raise zipfile.BadZipFile(f"record {record.filename!r} has {record.file_size:,} bytes")
-    if record.compress_type != zipfile.ZIP_STORED or record.file_size != record.compress_size:
+    is_plain = record.compress_type == zipfile.ZIP_STORED and not record.flag_bits & _ENCRYPTED
+    if not is_plain or record.file_size != record.compress_size:
         raise zipfile.BadZipFile(f"record {record.filename!r} is not stored as it is")
     if record.external_attr & _DIRECTORY:
         raise zipfile.BadZipFile(f"record {record.filename!r} is marked as a directory")
-
-
-def reason_of(error: Exception) -> str:
-    """Return the first line of what an error says of an archive."""
-    first_line = (str(error).splitlines() or [""])[0]
-    return f"damaged archive: {first_line or type(error).__name__}"

@@ -1,12 +1,12 @@
-"""How Megatron names the folders of checkpoints."""
+"""Names of Megatron's checkpoint folders."""
 
 import re
 from pathlib import Path
 
-from moe_optim.checkpoint.files.regular_files import read_file
+from moe_optim.checkpoint.files.untrusted_files import read_file
 
 TRACKER = "latest_checkpointed_iteration.txt"
-"""The file in which Megatron says what to load."""
+"""The file in which Megatron records the iteration to load."""
 
 _TRACKER_BYTES = 4096
 _ITERATION_FOLDER = re.compile(r"iter_[0-9]{7,18}")
@@ -24,7 +24,7 @@ def iteration_of(checkpoint: Path) -> int:
 
 
 def read_tracker(checkpoints: Path) -> str | None:
-    """Return what the tracker file says, None without one; raises as :func:`read_file` does."""
+    """Return the text of the tracker file, None without one; raises as :func:`read_file` does."""
     try:
         content = read_file(checkpoints, TRACKER, _TRACKER_BYTES)
     except (FileNotFoundError, NotADirectoryError):
@@ -33,9 +33,6 @@ def read_tracker(checkpoints: Path) -> str | None:
 
 
 def files_of_ranks(checkpoint: Path) -> list[Path]:
-    """Return the files that ``--ckpt-format torch`` wrote, those of each rank in its own folder.
-
-    None where the folder holds a checkpoint of another format.
-    """
+    """Return the files of all ranks of ``--ckpt-format torch``; none of another format."""
     is_torch_dist = any((checkpoint / name).exists() for name in ("metadata.json", ".metadata"))
     return [] if is_torch_dist else sorted(checkpoint.glob("mp_rank_*/*.pt"))

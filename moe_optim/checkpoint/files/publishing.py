@@ -1,4 +1,4 @@
-"""A folder appears whole under its name, or not at all."""
+"""Writing a folder that appears whole under its name, or not at all."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""What every reader of a checkpoint gives: names, shapes and types first, values when asked."""
+"""The interface of all readers of checkpoints: names, shapes and dtypes, and values on demand."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 FileFormat = Literal["torch_dist", "safetensors"]
-"""What the files of a checkpoint are: torch's distributed format as Megatron uses it, or Hugging
-Face's."""
+"""Torch's distributed format as Megatron uses it, or Hugging Face's."""
 
 STATE_PREFIX = "optimizer."
-"""Keys of masters, moments and whatever else belongs to the optimizer begin with it."""
+"""Prefix of the keys of masters, moments and whatever else belongs to the optimizer."""
 FLAT_STATES = ".gbuf_idx_"
-"""In the keys of states that are stored as whole buckets, parameters side by side."""
+"""Part of the keys of states that are stored as whole buckets, parameters side by side."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +23,9 @@ class TensorInfo:
     """A stored tensor before it is read."""
 
     shape: tuple[int, ...]
-    """Of the whole tensor, whatever pieces it is stored in."""
+    """Shape of the whole tensor, whatever pieces it is stored in."""
     dtype: torch.dtype
-    """That it is stored in."""
+    """Stored dtype."""
 
     @property
     def nbytes(self) -> int:
@@ -36,20 +35,20 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a checkpoint says about itself; None where it does not say."""
+    """Facts that a checkpoint records about itself; None where it does not."""
 
     glu_interleave: int | None = None
     """Rows of gate and of linear blocks that alternate in fc1; 0: all gate rows come first."""
     layout: str | None = None
-    """Of the experts' keys, see :mod:`moe_optim.experts.keys.layouts`."""
+    """Layout of the experts' keys, see :mod:`moe_optim.experts.keys.layouts`."""
     num_experts: int | None = None
-    """Of every layer."""
+    """Experts of every layer."""
     iteration: int | None = None
-    """After which it was saved."""
+    """Iteration after which it was saved."""
     version: str | None = None
     """Megatron's ``checkpoint_version``."""
     optimizer_sharding: str | None = None
-    """Megatron's name for how optimizer states are cut, such as ``fully_reshardable``."""
+    """Megatron's name for the sharding of optimizer states, such as ``fully_reshardable``."""
     parallel_sizes: Mapping[str, int] = field(default_factory=dict)
     """Kind of parallelism -> number of ranks it was saved by, such as ``expert``."""
 
@@ -66,11 +65,11 @@ class CheckpointReader(Protocol):
 
     @property
     def path(self) -> Path:
-        """The folder or file that was opened."""
+        """Folder or file that was opened."""
 
     @property
     def format(self) -> FileFormat:
-        """Of the files."""
+        """Format of the files."""
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -82,14 +81,14 @@ class CheckpointReader(Protocol):
 
     @property
     def recorded(self) -> Recorded:
-        """What the checkpoint says about itself."""
+        """Facts that the checkpoint records about itself."""
 
     def read(self, name: str, first: int | None = None) -> Tensor:
         """Return a tensor of its own on the CPU, contiguous, in the stored shape and dtype.
 
         Args:
             name: one of :attr:`tensors`.
-            first: return only what lies at this place of the first axis, without that axis.
+            first: place on the first axis; the result is without that axis. None: the whole.
         """
 
 

@@ -2,30 +2,33 @@
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 
 import torch
 from torch import Tensor
 
-from moe_optim.checkpoint.files.archives import contents_defect
-from moe_optim.checkpoint.files.bounded_json import parse_json
-from moe_optim.checkpoint.files.byte_ranges import FileRange
-from moe_optim.checkpoint.files.objects import foreign_to_plain_data, load_object
-from moe_optim.checkpoint.files.plain_pickles import Made
-from moe_optim.checkpoint.files.reader import FileFormat, Recorded, TensorInfo
-from moe_optim.checkpoint.files.regular_files import is_file, open_file, read_file, size_of
-from moe_optim.checkpoint.files.stored_metadata import (
+from moe_optim.checkpoint.files.archives import Archive, reason_of
+from moe_optim.checkpoint.files.metadata import (
     MAX_NUMBER,
     METADATA,
     Blob,
     read_blobs,
     read_metadata,
 )
-from moe_optim.checkpoint.files.stored_tensors import read_tensor
+from moe_optim.checkpoint.files.pickles import Made, Named, foreign_name
+from moe_optim.checkpoint.files.reader import FileFormat, Recorded, TensorInfo
+from moe_optim.checkpoint.files.untrusted_files import (
+    file_range,
+    is_file,
+    open_file,
+    parse_json,
+    read_file,
+    size_of,
+)
 from moe_optim.errors import LayoutError, MoEOptimError, StateError
 
 COMMON_STATE = "common_state"
@@ -35,13 +38,13 @@ CONFIG_FILE = "metadata.json"
 OWN_STATE = "moe_optim"
 """Key of the common state for what is recorded where Megatron's arguments are not known."""
 OWN_ARGUMENTS = "arguments"
-"""Of it: Megatron's arguments that a model was converted for."""
+"""Key of it for Megatron's arguments that a model was converted for."""
 INTERLEAVE_ARG = "moe_mlp_glu_interleave_size"
 MANIFEST_INTERLEAVE = "glu_interleave"
-"""What the manifests of optimizer states call the same."""
+"""Name of the same in manifests of optimizer states."""
 _BLOCK_BYTES = 8 * 2**20
 _OBJECT_BYTES = 64 * 2**20  # to change a number in one
-SIZES = {  # what a parallel size is called, and Megatron's argument
+SIZES = {  # kind of parallelism -> Megatron's argument
     "tensor": "tensor_model_parallel_size",
     "pipeline": "pipeline_model_parallel_size",
     "virtual pipeline": "virtual_pipeline_model_parallel_size",
@@ -59,13 +62,14 @@ class TorchDistReader:
     """
 
     format: FileFormat = "torch_dist"
-    """Of the files."""
+    """Format of the files."""
 
-    def __init__(self, path: Path) -> None:
-        """Read what lies where; values stay in the files.
+    def __init__(self, path: Path, blobs: Sequence[Blob] = ()) -> None:
+        """Read where tensors and objects lie; values stay in the files.
 
         Args:
-            path: a folder such as ``iter_0000160``.
+            path: folder of one iteration, such as ``iter_0000160``.
+            blobs: content of ``.metadata``, where that has been read.
 
         Raises:
             StateError: metadata is missing or damaged, or of an unfinished checkpoint.
@@ -73,26 +77,25 @@ class TorchDistReader:
         """
         self.path = path
         self.config = _read_config(path)
-        blobs: dict[str, list[Blob]] = defaultdict(list)
-        for blob in _read_blobs(path):
-            blobs[blob.key].append(blob)
-        self.blobs: Mapping[str, list[Blob]] = blobs
+        by_key: dict[str, list[Blob]] = defaultdict(list)
+        for blob in blobs or _read_blobs(path):
+            by_key[blob.key].append(blob)
+        self.blobs: Mapping[str, list[Blob]] = by_key
         self._intact: set[Blob] = set()
-        self.tensors = {
-            name: _tensor_info(of_key)
-            for name, of_key in blobs.items()
-            if of_key[0].offset is not None
-        }
-        self.objects = {
-            name: of_key[0].length for name, of_key in blobs.items() if of_key[0].offset is None
-        }
+        self.tensors: dict[str, TensorInfo] = {}
+        self.objects: dict[str, int] = {}
+        for name, (first, *others) in by_key.items():
+            if first.offset is None:
+                self.objects[name] = first.length
+            else:
+                self.tensors[name] = _tensor_info([first, *others])
 
     def read(self, name: str, first: int | None = None) -> Tensor:
         """Return a tensor of its own on the CPU, contiguous, in the stored shape and dtype.
 
         Args:
             name: one of ``tensors``.
-            first: return only what lies at this place of the first axis, without that axis.
+            first: place on the first axis; the result is without that axis. None: the whole.
 
         Raises:
             StateError: a file that holds some of it is missing, cut off or damaged.
@@ -107,8 +110,8 @@ class TorchDistReader:
 
         Args:
             name: one of ``tensors``.
-            start: index of the first element of the part, an entry an axis.
-            shape: of the part, which lies inside of the tensor.
+            start: index of the first element of the part, one number an axis.
+            shape: shape of the part, which lies inside of the tensor.
 
         Raises:
             StateError: a file that holds some of it is missing, cut off or damaged.
@@ -116,40 +119,39 @@ class TorchDistReader:
         alone = (blob for blob in self.blobs[name] if (blob.offset, blob.shape) == (start, shape))
         if (blob := next(alone, None)) is not None:
             return self._load_chunk(blob)
-        box = TensorInfo(shape, self.tensors[name].dtype)
-        return self._put_together(self.blobs[name], start, box)
-
-    def _put_together(
-        self, blobs: Iterable[Blob], start: tuple[int, ...], box: TensorInfo
-    ) -> Tensor:
-        """Return a box that lies at ``start`` of a tensor, from the pieces that have some of it."""
-        parts = [blob for blob in blobs if all(_overlap(start, box.shape, blob))]
+        parts = [blob for blob in self.blobs[name] if all(_overlap(start, shape, blob))]
         for blob in parts:
             with self._file_of(blob):  # all of them are there, before memory for them is taken
                 pass
-        whole = torch.empty(box.shape, dtype=box.dtype, device="cpu")
+        whole = torch.empty(shape, dtype=self.tensors[name].dtype, device="cpu")
         for blob in parts:
             into, taken = whole, self._load_chunk(blob)
-            for axis, common in enumerate(_overlap(start, box.shape, blob)):
+            for axis, common in enumerate(_overlap(start, shape, blob)):
                 into = into.narrow(axis, common.start - start[axis], len(common))
-                taken = taken.narrow(axis, common.start - blob_start(blob)[axis], len(common))
+                taken = taken.narrow(axis, common.start - blob.corner[axis], len(common))
             into.copy_(taken)
         return whole
 
     def _load_chunk(self, blob: Blob) -> Tensor:
-        with self.opened(blob) as file:
-            return read_tensor(file, blob.dtype, blob.shape)
+        with self.opened(blob) as archive:
+            return archive.read_tensor(blob.dtype, blob.shape)
 
     @contextmanager
-    def opened(self, blob: Blob) -> Iterator[IO[bytes]]:
-        """Open the bytes of one ``blob``; whatever fails inside, but for our own errors, is damage.
+    def opened(self, blob: Blob) -> Iterator[Archive]:
+        """Open one ``blob``; whatever fails inside, but for our own errors, is damage.
 
         Raises:
             StateError: the file is missing, cut off or damaged.
         """
         with self._file_of(blob) as file:
-            archive = cast(IO[bytes], FileRange(file, blob.start, blob.length))
-            self._compare_checksums(blob, archive)
+            stream = file_range(file, blob.start, blob.length)
+            try:
+                archive = Archive(stream)
+                if blob not in self._intact:
+                    archive.compare_checksums()
+                    self._intact.add(blob)
+            except Exception as error:  # whatever a zip makes of damaged bytes
+                raise ValueError(reason_of(error)) from error
             yield archive
 
     @contextmanager
@@ -168,7 +170,7 @@ class TorchDistReader:
                 f"{path}: expected a file with {blob.name}, got none. "
                 "The checkpoint is not complete: take another one."
             ) from error
-        except Exception as error:  # whatever a zip makes of damaged bytes
+        except Exception as error:
             text = error.strerror if isinstance(error, OSError) else str(error)
             said = ((text or "").splitlines() or [type(error).__name__])[0]
             raise StateError(
@@ -177,35 +179,19 @@ class TorchDistReader:
                 "checkpoint."
             ) from error
 
-    def _compare_checksums(self, blob: Blob, archive: IO[bytes]) -> None:
-        """Read an archive to its end, unless that was done before, and go back to its start."""
-        if blob in self._intact:
-            return
-        if (defect := contents_defect(archive)) is not None:
-            raise ValueError(defect)
-        self._intact.add(blob)
-        archive.seek(0)
-
     def blocks(self, blob: Blob) -> Iterator[bytes]:
         """Yield the bytes of one ``blob`` as they are stored, some MiB at a time.
 
         Raises:
             StateError: the file is missing, cut off or damaged.
         """
-        with self.opened(blob) as file:
-            while block := file.read(_BLOCK_BYTES):
+        with self.opened(blob) as archive:
+            archive.stream.seek(0)
+            while block := archive.stream.read(_BLOCK_BYTES):
                 yield block
 
-    def read_bytes(self, name: str) -> bytes:
-        """Return the bytes of the object called ``name`` as they are stored.
-
-        Raises:
-            StateError: they are missing, damaged, or more than any object has.
-        """
-        return self.read_whole(self.blobs[name][0])
-
-    def read_whole(self, blob: Blob) -> bytes:
-        """Return the bytes of a ``blob`` as they are stored.
+    def read_bytes(self, blob: Blob) -> bytes:
+        """Return the bytes of a ``blob``, an object, as they are stored.
 
         Raises:
             StateError: they are missing, damaged, or more than any object has.
@@ -223,31 +209,33 @@ class TorchDistReader:
         Raises:
             StateError: the file is missing, cut off or damaged.
         """
-        with self.opened(self.blobs[name][0]) as file:
-            (value,) = load_object(file)  # a list of the objects under that key
+        with self.opened(self.blobs[name][0]) as archive:
+            (value,) = archive.load()  # a list of the objects under that key
         return value
 
-    def foreign_objects(self, names: Iterable[str]) -> dict[str, str]:
-        """Return what keeps objects from being plain data, by name, of those that are not.
+    def foreign_objects(
+        self, names: Iterable[str], knows: Callable[[Named], bool] | None = None
+    ) -> dict[str, str]:
+        """Return why objects may run code where Megatron unpickles them, by name of those that may.
 
         Args:
-            names: objects to look at; nothing that they name is called.
+            names: objects to check; nothing that they name is called.
+            knows: predicate as in :func:`foreign_name`.
 
         Raises:
-            StateError: a file is missing.
+            StateError: a file is missing or damaged.
         """
         found = {}
         for name in names:
-            with self.opened(self.blobs[name][0]) as file:
-                if (why := foreign_to_plain_data(file)) is not None:
+            with self.opened(self.blobs[name][0]) as archive:
+                if (why := foreign_name(archive.pickled(), knows)) is not None:
                     found[name] = why
         return found
 
     @cached_property
     def common_key(self) -> str | None:
         """Name of the object that holds the common state; None in older checkpoints."""
-        names = [name for name in self.objects if name.partition("/")[0] == COMMON_STATE]
-        return names[0] if names else None
+        return next((name for name in self.objects if name.partition("/")[0] == COMMON_STATE), None)
 
     @property
     def common_file(self) -> Blob | None:
@@ -258,12 +246,12 @@ class TorchDistReader:
 
     @cached_property
     def common_state(self) -> Mapping[str, Any]:
-        """What is the same on all ranks, as :meth:`read_object` returns it."""
+        """State that is the same on all ranks, as :meth:`read_object` returns it."""
         if self.common_key is not None:
             state = self.read_object(self.common_key)
         elif (blob := self.common_file) is not None:
-            with self.opened(blob) as file:
-                state = load_object(file)
+            with self.opened(blob) as archive:
+                state = archive.load()
         else:
             state = {}
         return self._checked("the common state", state, dict) or {}
@@ -289,7 +277,7 @@ class TorchDistReader:
 
     @cached_property
     def recorded(self) -> Recorded:
-        """What the common state says; StateError where it says it in another way than Megatron."""
+        """Facts in the common state; StateError for a value that Megatron does not write."""
         state, args = self.common_state, self.arguments
         own = {**(self._checked(OWN_STATE, state.get(OWN_STATE), dict) or {}), **args}
         content = self._checked("content_metadata", state.get("content_metadata"), dict) or {}
@@ -309,8 +297,8 @@ class TorchDistReader:
         )
 
     def _checked(self, name: str, value: Any, *kinds: type) -> Any:
-        """Return what the common state says of something: None, or of one of some kinds."""
-        is_kind = value is None or type(value) in kinds
+        """Return a value of the common state, which has to be None or of some kinds."""
+        is_kind = value is None or (isinstance(value, kinds) and not isinstance(value, bool))
         if is_kind and isinstance(value, str):
             is_kind = value.isprintable()
         if is_kind and isinstance(value, int):
@@ -325,38 +313,31 @@ class TorchDistReader:
 
 
 def _tensor_info(blobs: list[Blob]) -> TensorInfo:
-    """Return what a tensor is of which these pieces cover every element once."""
-    corners = [[a + n for a, n in zip(blob_start(b), b.shape, strict=True)] for b in blobs]
+    corners = [[a + n for a, n in zip(b.corner, b.shape, strict=True)] for b in blobs]
     shape = tuple(max(ends) for ends in zip(*corners, strict=True))
     return TensorInfo(shape, getattr(torch, blobs[0].dtype.removeprefix("torch.")))
-
-
-def blob_start(blob: Blob) -> tuple[int, ...]:
-    """Return where in its tensor a piece begins."""
-    return blob.offset or ()
 
 
 def _overlap(start: tuple[int, ...], shape: tuple[int, ...], blob: Blob) -> list[range]:
     """Return, for each axis, what a box and a piece of a tensor have in common."""
     return [
         range(max(a, b), min(a + n, b + m))
-        for a, n, b, m in zip(start, shape, blob_start(blob), blob.shape, strict=True)
+        for a, n, b, m in zip(start, shape, blob.corner, blob.shape, strict=True)
     ]
 
 
-def _read_blobs(path: Path) -> list[Blob]:
-    file = path / METADATA
+def _read_blobs(path: Path) -> Sequence[Blob]:
+    expected = "expected the index of the checkpoint, got"
     try:
         return read_blobs(read_metadata(path))
     except FileNotFoundError as error:
         raise StateError(
-            f"{file}: expected what lies where in the checkpoint, got no such file. "
-            "Saving was not finished: take another checkpoint."
+            f"{path / METADATA}: {expected} no such file. Saving was not finished: take another "
+            "checkpoint."
         ) from error
     except OSError as error:
         raise StateError(
-            f"{file}: expected what lies where in the checkpoint, got: {error.strerror}. "
-            "Take another checkpoint."
+            f"{path / METADATA}: {expected}: {error.strerror}. Take another checkpoint."
         ) from error
     except StateError as error:
         raise StateError(f"{path}: {error}. Take another checkpoint.") from error
@@ -368,7 +349,7 @@ def _read_config(path: Path) -> Mapping[str, Any]:
     try:
         config = parse_json(read_file(path, CONFIG_FILE))
         if not isinstance(config, dict) or any(isinstance(v, dict | list) for v in config.values()):
-            raise ValueError("something else than names and values")
+            raise ValueError("not an object of names and values")
     except FileNotFoundError as error:
         raise StateError(
             f"{file}: expected Megatron's description of a complete checkpoint, got no such file. "

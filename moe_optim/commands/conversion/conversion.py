@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 from moe_optim.checkpoint.files.folders import TRACKER
-from moe_optim.checkpoint.files.objects import replace_entries, replace_int
 from moe_optim.checkpoint.files.publishing import published
 from moe_optim.checkpoint.files.reader import Recorded, TensorInfo
 from moe_optim.checkpoint.files.torch_dist import (
@@ -19,10 +18,11 @@ from moe_optim.checkpoint.files.torch_dist import (
     OWN_STATE,
     TorchDistReader,
 )
-from moe_optim.checkpoint.integrity import seal
+from moe_optim.checkpoint.integrity import record_checksums
 from moe_optim.checkpoint.state_manifest import MANIFEST
 from moe_optim.commands.conversion.conversion_plan import ConversionPlan, output_folder
 from moe_optim.commands.conversion.layer_view import stored_key
+from moe_optim.commands.conversion.object_edits import replace_entries, replace_int
 from moe_optim.commands.conversion.one_thread import one_thread
 from moe_optim.commands.conversion.safetensors_files import SafetensorsWriter
 from moe_optim.commands.conversion.torch_dist_writer import TorchDistWriter
@@ -56,7 +56,7 @@ def convert_checkpoint(plan: ConversionPlan, target: Path, report: Report = lamb
             into.mkdir()
             with TorchDistWriter(into) as writer:
                 _write_torch_dist(plan, into, writer, report)
-            seal(into)
+            record_checksums(into)
             (folder / TRACKER).write_text(said)
 
 
@@ -132,13 +132,14 @@ def _copy_objects(
     report: Report,
 ) -> None:
     for name in plan.objects:
-        if (changed := _changed(plan, stored, name, partial(stored.read_bytes, name))) is not None:
+        changed = _changed(plan, stored, name, partial(stored.read_bytes, stored.blobs[name][0]))
+        if changed is not None:
             writer.write_object(name, changed)
         else:
             writer.copy(stored, name)
         report(plan.view.reader.objects[name])
     if (blob := stored.common_file) is not None:
-        changed = _changed(plan, stored, COMMON_FILE, partial(stored.read_whole, blob))
+        changed = _changed(plan, stored, COMMON_FILE, partial(stored.read_bytes, blob))
         with (folder / COMMON_FILE).open("wb") as file:
             file.writelines(stored.blocks(blob) if changed is None else [changed])
 

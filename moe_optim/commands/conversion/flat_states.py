@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from moe_optim.checkpoint.derived_manifest import choose_by_values
 from moe_optim.checkpoint.files.reader import (
     FLAT_STATES,
     CheckpointReader,
@@ -22,8 +23,8 @@ from moe_optim.checkpoint.files.reader import (
     is_state,
 )
 from moe_optim.checkpoint.files.torch_dist import TorchDistReader
-from moe_optim.checkpoint.flat_buffers import bucket_key, flat_groups
-from moe_optim.checkpoint.state_manifest import Address, Read, StateManifest, listed
+from moe_optim.checkpoint.flat_buffers import bucket_key, flat_groups, rounds_to
+from moe_optim.checkpoint.state_manifest import Address, BucketSpan, StateManifest
 from moe_optim.commands.conversion.flat_groups import FlatGroup, num_layers_of, read_groups, refusal
 from moe_optim.commands.conversion.layer_view import LayerView, state_kind
 from moe_optim.errors import LayoutError
@@ -41,7 +42,7 @@ class _Place:
 
     group: str
     dtype: str
-    read: Read
+    span: BucketSpan
 
 
 class NamedStates:
@@ -130,24 +131,17 @@ def _shown_places(
     """Return where the states of each parameter and expert lie, as values show."""
     places: list[tuple[_Shown, _Place]] = []
     for group in groups:
-        fitting = []
-        strangers: set[str] = set()
-        for candidate in group.candidates:
-            found = _places_of(group, candidate)
-            wrong = _stranger(stored, view, found)
-            if wrong is None:
-                fitting.append(found)
-            else:
-                strangers.add(wrong)
+        fitting, got = choose_by_values(
+            [_places_of(group, candidate) for candidate in group.candidates],
+            lambda found: _strangers(stored, view, found),
+        )
         if len(fitting) != 1:
             raise LayoutError(
                 refusal(
                     stored.path,
                     f"masters of {group.name} that round to the weights saved beside them in one "
                     "of Megatron's orders",
-                    f"{len(fitting)} orders in which they do"
-                    if fitting
-                    else f"others at {listed(sorted(strangers))}",
+                    got,
                 )
             )
         places += fitting[0].items()
@@ -157,9 +151,9 @@ def _shown_places(
 def _places_of(group: FlatGroup, manifest: StateManifest) -> dict[_Shown, _Place]:
     return {
         _key(address, group.first_expert): _Place(
-            group.name, manifest.buffers[read.buffer].dtype, read
+            group.name, manifest.buffers[span.buffer].dtype, span
         )
-        for address, read in manifest.addresses().items()
+        for address, span in manifest.addresses().items()
     }
 
 
@@ -168,27 +162,25 @@ def _key(address: Address, first_expert: int) -> _Shown:
     return address.parameter, expert
 
 
-def _stranger(
+def _strangers(
     stored: TorchDistReader, view: LayerView, places: Mapping[_Shown, _Place]
-) -> str | None:
-    """Return a parameter whose masters do not round to its weights, None if all do."""
+) -> set[str]:
+    """Return the first parameter whose masters do not round to its weights."""
     held: tuple[str, Tensor] | None = None
     for (name, expert), place in places.items():
         if held is None or held[0] != name:
             held = (name, view.read(name))
         weight = held[1] if expert is None else held[1][expert]
-        rounded = _read(stored, place, "param").to(weight.dtype)
-        weight = weight.reshape(-1)
-        if not bool(((rounded == weight) | (rounded.isnan() & weight.isnan())).all()):
-            return name if expert is None else f"expert {expert} of {name}"
-    return None
+        if not rounds_to(_read(stored, place, "param"), weight.reshape(-1)):
+            return {name if expert is None else f"expert {expert} of {name}"}
+    return set()
 
 
 def _read(stored: TorchDistReader, place: _Place, kind: str) -> Tensor:
     """Return states of one kind, 1-D."""
-    read = place.read
-    key = f"{bucket_key(place.group, place.dtype, read.buffer, read.bucket)}.{kind}"
-    return stored.read_box(key, (read.start,), (read.numel,))
+    span = place.span
+    key = f"{bucket_key(place.group, place.dtype, span.buffer, span.bucket)}.{kind}"
+    return stored.read_box(key, (span.start,), (span.numel,))
 
 
 def _by_expert(one: tuple[_Shown, _Place]) -> int:

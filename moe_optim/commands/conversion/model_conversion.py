@@ -17,7 +17,7 @@ from moe_optim.checkpoint.files.torch_dist import (
     OWN_ARGUMENTS,
     OWN_STATE,
 )
-from moe_optim.checkpoint.integrity import seal
+from moe_optim.checkpoint.integrity import record_checksums
 from moe_optim.commands.conversion.conversion import Report
 from moe_optim.commands.conversion.conversion_plan import BLOB_BYTES, output_folder
 from moe_optim.commands.conversion.extra_states import empty_state, extra_state_keys
@@ -86,7 +86,7 @@ def _write_megatron(plan: ModelPlan, folder: Path, report: Report) -> None:
         for key in keys:
             writer.write_object(key, empty_state())
         writer.finish()
-    seal(into)
+    record_checksums(into)
     (folder / TRACKER).write_text(said)
 
 

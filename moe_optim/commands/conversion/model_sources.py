@@ -3,10 +3,9 @@
 from pathlib import Path
 from typing import Any, Literal
 
-from moe_optim.checkpoint.files.bounded_json import parse_json
 from moe_optim.checkpoint.files.reader import CheckpointReader
-from moe_optim.checkpoint.files.regular_files import read_file
 from moe_optim.checkpoint.files.torch_dist import TorchDistReader
+from moe_optim.checkpoint.files.untrusted_files import parse_json, read_file
 from moe_optim.commands.conversion.fp8_blocks import DequantizedBlocks, block_of
 from moe_optim.commands.hugging_face.models import (
     MTP_KEYS,

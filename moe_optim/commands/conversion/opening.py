@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from moe_optim.checkpoint.files.folders import TRACKER, files_of_ranks, read_tracker
+from moe_optim.checkpoint.files.metadata import METADATA
 from moe_optim.checkpoint.files.publishing import is_partial
 from moe_optim.checkpoint.files.reader import CheckpointReader
-from moe_optim.checkpoint.files.stored_metadata import METADATA
 from moe_optim.checkpoint.files.torch_dist import CONFIG_FILE, TorchDistReader
 from moe_optim.commands.conversion.safetensors_files import SafetensorsReader, is_safetensors
 from moe_optim.errors import LayoutError, StateError

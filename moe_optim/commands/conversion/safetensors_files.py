@@ -13,10 +13,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from moe_optim.checkpoint.files.bounded_json import parse_json
+from moe_optim.checkpoint.files.metadata import checked_name, checked_shape
 from moe_optim.checkpoint.files.reader import FileFormat, Recorded, TensorInfo
-from moe_optim.checkpoint.files.regular_files import given_file, locate, read_file
-from moe_optim.checkpoint.files.stored_metadata import checked_name, checked_shape
+from moe_optim.checkpoint.files.untrusted_files import given_file, locate, parse_json, read_file
 from moe_optim.errors import LayoutError, StateError
 
 INDEX_FILE = "model.safetensors.index.json"

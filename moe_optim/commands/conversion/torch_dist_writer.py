@@ -24,9 +24,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from moe_optim.checkpoint.files.metadata import METADATA
 from moe_optim.checkpoint.files.reader import TensorInfo
-from moe_optim.checkpoint.files.stored_metadata import METADATA
-from moe_optim.checkpoint.files.torch_dist import CONFIG_FILE, TorchDistReader, blob_start
+from moe_optim.checkpoint.files.torch_dist import CONFIG_FILE, TorchDistReader
 
 FILE_BYTES = 4 * 2**30
 """A file that has become so long is followed by another."""
@@ -90,7 +90,7 @@ class TorchDistWriter:
             if blob.offset is None:
                 self._objects.append(key)
             else:
-                self._take_chunk(key, reader.tensors[key], blob_start(blob), blob.shape)
+                self._take_chunk(key, reader.tensors[key], blob.corner, blob.shape)
             self._end(key, blob.offset, start)
             copied += blob.length
         return copied

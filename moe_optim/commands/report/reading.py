@@ -6,8 +6,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from moe_optim.checkpoint.files.bounded_json import parse_json
-from moe_optim.checkpoint.files.regular_files import read_file
+from moe_optim.checkpoint.files.untrusted_files import parse_json, read_file
 from moe_optim.commands.report import records
 from moe_optim.commands.train.events import TRAIN_TAG, VALIDATION_TAG, Events, Point, read_events
 from moe_optim.commands.train.run_folder import RunFolder

@@ -323,7 +323,7 @@ CHECKPOINTS: tuple[Patch, ...] = (
             "megatron.core.dist_checkpointing.strategies.torch:"
             "TorchDistLoadShardedStrategy.load_tensors_metadata"
         ),
-        replacement="moe_optim.checkpoint.tensor_metadata:load_tensors_metadata",
+        replacement="moe_optim.checkpoint.hooks:load_tensors_metadata",
         fits=in_all_versions("(self, checkpoint_dir, metadata)"),
         because="it gives torch.empty all that torch keeps of a tensor, since 2.15 also strides",
         remove_when="strict loads work with torch 2.15",
@@ -363,7 +363,7 @@ CHECKPOINTS_OF_RANKS: tuple[Patch, ...] = (
         remove_when="--ckpt-format torch compares checksums of what it reads",
     ),
 )
-"""What seals the files of ``--ckpt-format torch``, and looks at them before a load."""
+"""Checksums of the files of ``--ckpt-format torch`` after a save, and their check before a load."""
 
 CONFIGURATIONS: tuple[Patch, ...] = tuple(
     patch for patch in (*ADAM, *OPTIMIZER) if patch.target.endswith("Config.__post_init__")

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from moe_optim.checkpoint.files.torch_dist import TorchDistReader
-from moe_optim.checkpoint.integrity import begin, seal
+from moe_optim.checkpoint.integrity import mark_unfinished, record_checksums
 from moe_optim.commands.cli import main as cli
 from tests.support.checkpoints.stored_checkpoints import (
     EXPERTS,
@@ -189,7 +189,7 @@ def test_files_of_ranks_are_looked_at_without_being_loaded(inspect, tmp_path):
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("20")
     folder = tmp_path / "iter_0000020"
     file = folder / "mp_rank_01" / "distrib_optim.pt"
-    seal(folder)
+    record_checksums(folder)
     code, out, err = inspect(tmp_path, "--thorough")
     assert (code, "iter_0000020" in err) == (0, True)
     assert "4 files of 2 ranks" in out
@@ -200,7 +200,7 @@ def test_files_of_ranks_are_looked_at_without_being_loaded(inspect, tmp_path):
     file.unlink()
     code, out, _ = inspect(folder)
     assert (code, "mp_rank_01/distrib_optim.pt is missing" in out) == (1, True)
-    begin(folder)
+    mark_unfinished(folder)
     code, out, _ = inspect(folder)
     assert (code, "no: it was not saved to the end" in out) == (1, True)
     assert cli.main(["verify", str(folder), str(folder)]) == 2

@@ -243,7 +243,8 @@ def test_layers_of_megatron_itself_register_their_first_norm_before_attention(tm
 
 
 def load(reader, name):
-    (value,) = torch.load(io.BytesIO(reader.read_bytes(f"{name}/shard_0_1")), weights_only=False)
+    content = reader.read_bytes(reader.blobs[f"{name}/shard_0_1"][0])
+    (value,) = torch.load(io.BytesIO(content), weights_only=False)
     return value
 
 

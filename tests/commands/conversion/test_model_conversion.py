@@ -71,7 +71,7 @@ def test_names_and_shapes_are_those_that_transformers_has(family, hf):
 
 
 def test_there_and_back_gives_every_bit_again(family, source, hf, tmp_path):
-    """Under the names of Transformer Engine's layers: the default. It is whole and sealed."""
+    """Under the names of Transformer Engine's layers: the default. It is whole, with checksums."""
     back = convert(hf, tmp_path / "back", "megatron")
     folder = open_checkpoint(back).path
     assert_same_tensors(read_with_torch(folder), stored_model(family))

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
-from moe_optim.checkpoint.files.stored_metadata import read_blobs
+from moe_optim.checkpoint.files.metadata import read_blobs
 
 
 def save_with_megatron(folder: Path, iterations: tuple[int, ...], verify: bool) -> None:

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from moe_optim.checkpoint.integrity import seal
+from moe_optim.checkpoint.integrity import record_checksums
 from tests.support.checkpoints.stored_checkpoints import (
     common_state,
     stored_tensors,
@@ -50,10 +50,10 @@ def _torch_dist(folder: Path) -> None:
 
 
 def _of_a_run(folder: Path) -> None:
-    """A run's folder, with a sealed checkpoint and one with Megatron's own checksums."""
+    """A run's folder, with a checkpoint with our checksums and one with Megatron's."""
     for iteration in (7, 8):
         _torch_dist(folder / f"iter_{iteration:07d}")
-    seal(folder / "iter_0000007")
+    record_checksums(folder / "iter_0000007")
     files = {
         path.name: hashlib.sha256(path.read_bytes()).hexdigest()
         for path in (folder / "iter_0000008").iterdir()
@@ -84,7 +84,7 @@ def _safetensors(folder: Path) -> None:
 def _legacy(folder: Path) -> None:
     save_legacy(folder, (7, 8))
     (folder / TRACKER).write_text("8")
-    seal(folder / "iter_0000007")
+    record_checksums(folder / "iter_0000007")
 
 
 KINDS: dict[str, Callable[[Path], None]] = {
@@ -446,10 +446,10 @@ def make_case(kind: str, sandbox: Path, rng: random.Random) -> tuple[Path, list[
         except Exception as error:  # what was harmed before can no longer be harmed in this way
             name += f" (not done: {type(error).__name__})"
         done.append(name)
-    if rng.random() < 0.2:  # whoever writes a checkpoint can also seal it
+    if rng.random() < 0.2:  # its writer can also record checksums
         for folder in folders:
-            _seal(folder)
-            done.append("sealed")
+            _record(folder)
+            done.append("recorded")
     return root, done
 
 
@@ -458,7 +458,7 @@ def _change_legacy(folder: Path, canary: Path, rng: random.Random) -> None:
     path.write_bytes(mutate_archive(_content(path), canary, rng))
 
 
-def _seal(folder: Path) -> None:
+def _record(folder: Path) -> None:
     """Write checksums of what is there, whether it makes sense or not."""
     whole = {
         path.name: hashlib.sha256(path.read_bytes()).hexdigest()

@@ -24,10 +24,10 @@ from typing import Any
 
 import torch
 
-from moe_optim.checkpoint.files.objects import require_plain
-from moe_optim.checkpoint.files.stored_metadata import read_blobs, read_metadata
+from moe_optim.checkpoint.files.metadata import read_blobs, read_metadata
+from moe_optim.checkpoint.files.pickles import foreign_name
 from moe_optim.checkpoint.files.torch_dist import TorchDistReader
-from moe_optim.checkpoint.integrity import corrupt_files, seal
+from moe_optim.checkpoint.integrity import corrupt_files, record_checksums
 from moe_optim.checkpoint.state_manifest import MANIFEST, StateManifest
 from moe_optim.commands.cli import main as cli
 from moe_optim.commands.conversion import (  # noqa: F401  # before the clock
@@ -150,12 +150,12 @@ def _resume(root: Path) -> None:
     find_resume_point(copy)
 
 
-def _seal(root: Path) -> None:
-    copy = root.with_name("out") / "sealed"
+def _record(root: Path) -> None:
+    copy = root.with_name("out") / "recorded"
     shutil.copytree(root, copy, symlinks=True, ignore=_no_pipes)
     for folder in _folders(copy):
         with contextlib.suppress(StateError):
-            seal(folder)
+            record_checksums(folder)
 
 
 def _no_pipes(folder: str, names: list[str]) -> list[str]:
@@ -180,14 +180,12 @@ def _load(root: Path) -> None:
         stored = TorchDistReader(folder)
         for key in stored.objects:
             blob = stored.blobs[key][0]
-            with stored.opened(blob) as file:
-                try:
-                    require_plain(file, lambda _: False)
-                except ValueError:
+            with stored.opened(blob) as archive:
+                if foreign_name(archive.pickled(), lambda _: False) is not None:
                     continue
-                file.seek(0)
+                archive.stream.seek(0)
                 with contextlib.suppress(Exception):
-                    torch.load(file, weights_only=False, map_location="cpu")
+                    torch.load(archive.stream, weights_only=False, map_location="cpu")
             if MANIFEST in key:
                 StateManifest.from_dict(stored.read_object(key), key).addresses()
 
@@ -204,7 +202,7 @@ def _unpickle(content: bytes) -> None:
         pickle.loads(content)
 
 
-CALLS = {"check": _check, "resume": _resume, "seal": _seal, "load": _load}
+CALLS = {"check": _check, "resume": _resume, "record": _record, "load": _load}
 
 
 @contextlib.contextmanager

@@ -1,9 +1,7 @@
-"""What ``.metadata`` of a torch_dist checkpoint says, and whether that fits together.
+"""Reading ``.metadata`` of a torch_dist checkpoint, and whether its parts fit together.
 
-``.metadata`` is a pickle without a checksum, and Megatron unpickles it. It is read here without
-calling anything that it names, and torch is not imported. What names anything else than torch's
-classes of metadata is refused, where ``pickles`` keeps names as they are: a common state may hold
-what its run likes.
+``.metadata`` is a pickle without a checksum, and Megatron unpickles it. Only the names of torch's
+classes of metadata are allowed in it; none of them is imported, and torch is not.
 """
 
 import os
@@ -18,21 +16,22 @@ from math import prod
 from pathlib import Path, PurePath
 from typing import Any
 
-from moe_optim.checkpoint.files.plain_pickles import (
+from moe_optim.checkpoint.files.checksum_manifest import DamageError
+from moe_optim.checkpoint.files.pickles import (
+    ITEM_BYTES,
     Made,
     Named,
     names_of,
     no_collections,
     read_pickle,
 )
-from moe_optim.checkpoint.files.records import DamageError
-from moe_optim.checkpoint.files.regular_files import SMALL_BYTES, read_file
+from moe_optim.checkpoint.files.untrusted_files import SMALL_BYTES, read_file
 
 METADATA = ".metadata"
 """Name of the file."""
 
 _DCP = "torch.distributed.checkpoint"
-_NAMED = names_of(  # classes that metadata names: torch's, and what older Megatrons put beside them
+_NAMES = names_of(  # torch's classes, and those that older Megatrons put beside them
     {
         f"{_DCP}.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex "
         "StorageMeta TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING",
@@ -47,29 +46,20 @@ _NAMED = names_of(  # classes that metadata names: torch's, and what older Megat
         "collections": "OrderedDict",
     }
 )
-_DTYPES = {  # that are read, by the bytes of an element
-    1: "bool uint8 int8 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu",
-    2: "uint16 int16 float16 bfloat16",
-    4: "uint32 int32 float32 complex32",
-    8: "uint64 int64 float64 complex64",
-    16: "complex128",
-}
-ITEM_BYTES = {f"torch.{name}": size for size, names in _DTYPES.items() for name in names.split()}
-"""Bytes of an element, by dtype as torch prints it."""
 _DTYPE = re.compile(r"bool|(?:u?int|b?float|complex|bits|qu?int)[0-9][0-9a-z_]*")
 
 _LARGEST_BYTES = 512 * 2**20  # of ``.metadata``: some two million pieces
 MAX_AXES = 16
-"""Of a tensor: more than any has."""
+"""More axes than any tensor has."""
 _MAX_CUT_AXES = 5  # layers, experts, gate and up, rows, columns: the cost doubles with each
 MAX_NUMBER = 2**62
-"""Of elements or bytes: no file is as long."""
+"""More elements or bytes than any file has."""
 _MAX_NAME = 4096  # characters
 
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Blob:
     """One archive in a file of a checkpoint."""
 
@@ -77,18 +67,25 @@ class Blob:
     start: int
     length: int
     key: str
-    offset: Shape | None  # of a chunk in its tensor; None: not a tensor
+    offset: Shape | None
+    """Place of a chunk in its tensor; None where it is an object."""
     shape: Shape = ()
-    dtype: str = ""  # as torch prints it: torch.bfloat16
+    dtype: str = ""
+    """Dtype as torch prints it: ``torch.bfloat16``."""
 
     @property
     def name(self) -> str:
-        """Say which blob it is."""
+        """Key, and offset of a chunk."""
         return self.key if self.offset is None else f"{self.key} at {self.offset}"
 
     @property
+    def corner(self) -> Shape:
+        """Index of its first element in its tensor."""
+        return self.offset or ()
+
+    @property
     def end(self) -> int:
-        """Return where the next blob of the file starts."""
+        """Byte of the file at which the next blob starts."""
         return self.start + self.length
 
 
@@ -105,7 +102,8 @@ def read_metadata(checkpoint: Path) -> bytes:
     return read_file(checkpoint, METADATA, min(max(SMALL_BYTES, described), _LARGEST_BYTES))
 
 
-def read_blobs(content: bytes) -> list[Blob]:
+@lru_cache(maxsize=1)  # a load asks twice, and 100,000 pieces take a second
+def read_blobs(content: bytes) -> tuple[Blob, ...]:
     """Return the blobs that the content of ``.metadata`` names, in the order they lie in files.
 
     Every blob belongs to one key; the chunks of a tensor cover it, each element once; the blobs of
@@ -114,13 +112,8 @@ def read_blobs(content: bytes) -> list[Blob]:
     Raises:
         DamageError: it is no metadata of a checkpoint, or its parts contradict each other.
     """
-    return list(_read_blobs(content))
-
-
-@lru_cache(maxsize=1)  # one load asks several times, and that of 100,000 pieces takes seconds
-def _read_blobs(content: bytes) -> tuple[Blob, ...]:
     try:
-        metadata = read_pickle(content, _admit)
+        metadata = read_pickle(content, _is_allowed)
     except ValueError as error:
         raise DamageError(METADATA, f"is cut off or foreign: {error}") from error
     try:
@@ -140,7 +133,7 @@ def checked_shape(numbers: Any) -> Shape:
     shape = _numbers(numbers)
     if len(shape) > MAX_AXES:
         raise ValueError(f"expected at most {MAX_AXES} axes, got {len(shape):,}")
-    if prod(max(1, extent) for extent in shape) > MAX_NUMBER:
+    if prod([extent or 1 for extent in shape]) > MAX_NUMBER:
         raise ValueError("expected at most 2^62 elements")
     return shape
 
@@ -158,31 +151,31 @@ def checked_name(name: Any) -> str:
     return text
 
 
-def _admit(named: Named) -> None:
+def _is_allowed(named: Named) -> bool:
     is_dtype = named.module == "torch" and _DTYPE.fullmatch(named.name)
-    if not is_dtype and named not in _NAMED:
-        raise ValueError(f"it names {named}, as no checkpoint does")
+    return bool(is_dtype) or (named.module, named.name) in _NAMES
 
 
 def _blobs(metadata: Any) -> list[Blob]:
     fields = _state(metadata, "Metadata")
     chunks = dict(_chunks(fields["state_dict_metadata"]))
+    files: set[str] = set()
     blobs = []
     for index, extent in _typed(fields["storage_data"], dict).items():
-        place = _state(extent, "_StorageInfo")
-        where = _state(index, "MetadataIndex")
+        place, where = _state(extent, "_StorageInfo"), _state(index, "MetadataIndex")
         offset = where.get("offset")
         identity = (checked_name(where["fqn"]), None if offset is None else checked_shape(offset))
         if identity not in chunks:
             raise ValueError(f"{identity} is stored twice, or not as a part of a tensor")
         if place.get("transform_descriptors"):
             raise ValueError(f"{identity} is stored transformed, which cannot be checked")
-        shape, dtype = chunks.pop(identity)
-        file = checked_name(place["relative_path"])
-        if PurePath(file).name != file:
-            raise ValueError(f"{file!r} is not the name of a file")
+        file = place["relative_path"]
+        if file not in files:
+            if PurePath(checked_name(file)).name != file:
+                raise ValueError(f"{file!r} is not the name of a file")
+            files.add(file)
         start, length = _numbers((place["offset"], place["length"]))
-        blobs.append(Blob(file, start, length, *identity, shape, dtype))
+        blobs.append(Blob(file, start, length, *identity, *chunks.pop(identity)))
     if chunks:
         raise ValueError(f"{next(iter(chunks))} is not stored")
     blobs.sort(key=lambda blob: (blob.file, blob.start))
@@ -229,20 +222,14 @@ def _require_cover(key: str, boxes: list[tuple[Shape, Shape]], size: Shape) -> N
         raise ValueError(
             f"{key}: expected chunks of {_MAX_CUT_AXES} cut axes at most, got {len(cut_axes)}"
         )
+    signs = [prod(sides) for sides in product((1, -1), repeat=len(cut_axes))]
     corners: Counter[Shape] = Counter()
-    for box, weight in [*((box, 1) for box in boxes), (whole, -1)]:
-        for corner, sign in _corners(*box, cut_axes):
+    for (offset, shape), weight in [*((box, 1) for box in boxes), (whole, -1)]:
+        ends = [(offset[axis], offset[axis] + shape[axis]) for axis in cut_axes]
+        for corner, sign in zip(product(*ends), signs, strict=True):
             corners[corner] += sign * weight
     if any(corners.values()):
         raise ValueError(f"the chunks of {key} do not cover its {size} once")
-
-
-def _corners(offset: Shape, shape: Shape, axes: list[int]) -> Iterator[tuple[Shape, int]]:
-    """Yield the corners of a box on some axes; -1 for those at an odd number of upper ends."""
-    ends = [(offset[axis], offset[axis] + shape[axis]) for axis in axes]
-    signs = product((1, -1), repeat=len(axes))
-    for corner, sides in zip(product(*ends), signs, strict=True):
-        yield corner, prod(sides)
 
 
 def _require_one_behind_the_other(blobs: list[Blob]) -> None:
@@ -277,6 +264,7 @@ def _typed(value: Any, kind: type) -> Any:
 
 def _numbers(value: Any) -> Shape:
     numbers: Shape = _typed(value, tuple)
-    if any(type(number) is not int or not 0 <= number <= MAX_NUMBER for number in numbers):
-        raise ValueError("expected whole numbers from 0 to 2^62, got others")
+    for number in numbers:
+        if type(number) is not int or not 0 <= number <= MAX_NUMBER:
+            raise ValueError("expected whole numbers from 0 to 2^62, got others")
     return numbers

@@ -1,19 +1,24 @@
-"""The one place that opens a file of a checkpoint.
+"""Opening and reading files of a checkpoint, which may come from anywhere.
 
-A checkpoint may come from anywhere. A name in it may lead out of its folder, through ``..`` or a
-link, or to what is no file: a pipe that nobody writes to, a device without an end. And its size may
-be more than there is memory for, whatever little of it the disk holds.
+A name may lead out of the folder of the checkpoint, through ``..`` or a link, or to a pipe that
+nobody writes to or a device without an end. A file may be larger than memory, however little of it
+the disk holds. JSON may be nested deeper than Python can follow.
 """
 
 import errno
+import io
+import json
 import os
 import stat
 from io import BufferedReader
 from pathlib import Path
+from typing import IO, Any, cast
 
 SMALL_BYTES = 16 * 2**20
-"""More than files have that are read whole: records, descriptions. As Python objects, JSON and
+"""More than files have that are read whole, such as descriptions. As Python objects, JSON and
 pickles take up to 64 times their bytes."""
+_READ_AT_ONCE = 2**18
+_DIGITS = 19  # of the numbers below 2^63, and one more
 
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -25,7 +30,7 @@ _KINDS = {
 
 
 def locate(folder: Path, name: str) -> Path:
-    """Return where a file of a checkpoint lies, without links.
+    """Return the path of a file of a checkpoint, without links.
 
     ``folder`` may be a link itself. Links within it are followed, and those of a cache of Hugging
     Face, from ``snapshots/<revision>`` to ``blobs`` beside ``snapshots``.
@@ -38,7 +43,7 @@ def locate(folder: Path, name: str) -> Path:
 
 
 def _locate(folder: Path, name: str) -> str:
-    # text, not Path: it is asked for once a tensor
+    # text, not Path: called once a tensor
     try:
         root = os.path.realpath(folder, strict=True)
         path = os.path.realpath(os.path.join(root, name), strict=True)  # noqa: PTH118
@@ -54,7 +59,7 @@ def _locate(folder: Path, name: str) -> str:
 
 def open_file(folder: Path, name: str) -> BufferedReader:
     """Open a file of a checkpoint for reading; raises as :func:`locate` does."""
-    # should a link or a pipe have come to lie there meanwhile, it is not followed or waited for
+    # a link or a pipe that has come to lie there meanwhile is not followed or waited for
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(_locate(folder, name), flags)
     try:
@@ -93,10 +98,70 @@ def size_of(folder: Path, name: str) -> int:
 def is_file(folder: Path, name: str) -> bool:
     """Return whether a checkpoint has a file of that name, of its own."""
     try:
-        locate(folder, name)
+        _locate(folder, name)
     except OSError:
         return False
     return True
+
+
+def parse_json(content: bytes) -> Any:
+    """Return the content of a JSON document.
+
+    Raises:
+        ValueError: it is none, is nested deeper than Python can follow, or holds a number that
+            fits no 64 bits.
+    """
+    try:
+        return json.loads(content, parse_int=_whole_number)
+    except RecursionError as error:
+        raise ValueError("brackets within brackets, too many to follow") from error
+
+
+def file_range(file: IO[bytes], start: int, length: int) -> IO[bytes]:
+    """Return a range of an open file as a file of its own; EOFError if the file ends before it."""
+    if length > _READ_AT_ONCE:
+        return cast(IO[bytes], _FileRange(file, start, length))
+    file.seek(start)
+    content = file.read(length)
+    if len(content) < length:
+        raise EOFError(f"a file that ends {length - len(content):,} bytes too early")
+    return io.BytesIO(content)
+
+
+class _FileRange(io.RawIOBase):
+    """A seekable view of ``length`` bytes from ``start``; fills buffers without a copy between."""
+
+    def __init__(self, file: IO[bytes], start: int, length: int) -> None:
+        self._file, self._start, self._length, self._position = file, start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
+        if base + offset < 0:
+            raise ValueError(f"a position before the range: {base + offset}")
+        self._position = base + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        count = max(0, min(len(view), self._length - self._position))
+        self._file.seek(self._start + self._position)
+        filled: int = self._file.readinto(view[:count])  # type: ignore[attr-defined]
+        if filled < count:
+            raise EOFError(f"a file that ends {count - filled:,} bytes too early")
+        self._position += count
+        return count
+
+
+def _whole_number(digits: str) -> int:
+    if len(digits) > _DIGITS:
+        raise ValueError(f"a number of {len(digits):,} digits")
+    return int(digits)
 
 
 def _require_regular(found: os.stat_result, path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moe_optim.checkpoint.files.torch_dist import TorchDistReader
-from moe_optim.checkpoint.unmarked_files import stored_buffers
+from moe_optim.checkpoint.states_without_manifest import stored_buffers
 from moe_optim.commands.cli.main import main
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import LayoutError

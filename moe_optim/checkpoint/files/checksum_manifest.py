@@ -1,4 +1,4 @@
-"""Checksums of a checkpoint that were written beside it: our seal, and Megatron's manifest."""
+"""Checksums of a checkpoint that lie beside it: our checksum manifest, and Megatron's."""
 
 import hashlib
 import json
@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from moe_optim.checkpoint.files.bounded_json import parse_json
-from moe_optim.checkpoint.files.regular_files import open_file, read_file
+from moe_optim.checkpoint.files.untrusted_files import open_file, parse_json, read_file
 from moe_optim.errors import StateError
 
-SEAL = "moe_optim.seal.json"
-MANIFEST = "integrity.json"
-"""Written by Megatron with ``--verify-integrity``; as the seal, of whole files alone."""
+CHECKSUM_MANIFEST = "moe_optim.seal.json"
+"""Name of our checksum manifest."""
+MEGATRONS_MANIFEST = "integrity.json"
+"""Name of what Megatron writes with ``--verify-integrity``: checksums of whole files alone."""
 
 _ALGORITHM = "sha256"
 _UNFINISHED = "unfinished"
@@ -25,10 +25,10 @@ class CorruptFile:
     """One thing that is wrong with one file of a checkpoint."""
 
     file: str
-    """Its name within the folder; empty for the folder itself."""
+    """Name within the folder; empty for the folder itself."""
     what: str
     key: str = ""
-    """Of the tensor or object that is damaged, where that is known."""
+    """Key of the tensor or object that is damaged, where that is known."""
 
     def __str__(self) -> str:
         name = f"{self.file} ({self.key})" if self.key else self.file
@@ -45,25 +45,25 @@ class DamageError(StateError):
 
 
 @dataclass(frozen=True)
-class Records:
-    """What was recorded of a checkpoint: by name of the file, a SHA-256 in hexadecimal."""
+class Checksums:
+    """SHA-256 in hexadecimal by name of the file."""
 
     whole: Mapping[str, str] = field(default_factory=dict)
-    """Of all bytes of a file."""
+    """Checksums of all bytes of a file."""
     tables: Mapping[str, str] = field(default_factory=dict)
-    """Of the tables of the archives in a file, see ``checkpoints.pickles.archives``."""
+    """Checksums of the tables of the archives in a file, see ``Archive.rows``."""
 
     @property
     def files(self) -> set[str]:
-        """Return the names of all files that were there."""
+        """Names of all files that were there."""
         return {*self.whole, *self.tables}
 
 
-def read_records(checkpoint: Path) -> Records:
-    """Return what the seal and Megatron's manifest say; DamageError for one that cannot be read."""
-    sealed = _read(checkpoint, SEAL, ("whole", "tables"))
-    listed = _read(checkpoint, MANIFEST, ("files",))
-    return Records(whole=sealed["whole"] | listed["files"], tables=sealed["tables"])
+def read_checksums(checkpoint: Path) -> Checksums:
+    """Return the content of both manifests; DamageError for one that cannot be read."""
+    own = _read(checkpoint, CHECKSUM_MANIFEST, ("whole", "tables"))
+    megatrons = _read(checkpoint, MEGATRONS_MANIFEST, ("files",))
+    return Checksums(whole=own["whole"] | megatrons["files"], tables=own["tables"])
 
 
 def remove_record(checkpoint: Path, name: str) -> None:
@@ -76,25 +76,26 @@ def remove_record(checkpoint: Path, name: str) -> None:
         ) from error
 
 
-def write_seal(checkpoint: Path, records: Records) -> None:
-    """Write the seal, whole or not at all; StateError where something else is in its place."""
-    content = {"algorithm": _ALGORITHM, "whole": records.whole, "tables": records.tables}
-    _replace_seal(checkpoint, content)
+def write_checksums(checkpoint: Path, checksums: Checksums | None) -> None:
+    """Write the checksum manifest, whole or not at all.
 
+    Args:
+        checkpoint: folder of one iteration.
+        checksums: content. None: the checkpoint is being written.
 
-def write_unfinished_seal(checkpoint: Path) -> None:
-    """Have the seal say that the checkpoint is being written; raises as :func:`write_seal`."""
-    _replace_seal(checkpoint, {_UNFINISHED: True})
-
-
-def _replace_seal(checkpoint: Path, content: dict[str, Any]) -> None:
-    partial = checkpoint / f".{SEAL}.partial"
+    Raises:
+        StateError: something else is in its place.
+    """
+    content: dict[str, Any] = {_UNFINISHED: True}
+    if checksums is not None:
+        content = {"algorithm": _ALGORITHM, "whole": checksums.whole, "tables": checksums.tables}
+    partial = checkpoint / f".{CHECKSUM_MANIFEST}.partial"
     remove_record(checkpoint, partial.name)  # it may be a link to another file
     with partial.open("x") as file:
         json.dump(content, file, indent=2)
         file.flush()
         os.fsync(file.fileno())
-    partial.replace(checkpoint / SEAL)
+    partial.replace(checkpoint / CHECKSUM_MANIFEST)
 
 
 def sha256_of(checkpoint: Path, name: str) -> str:
@@ -116,13 +117,12 @@ def _read(checkpoint: Path, name: str, sections: Iterable[str]) -> dict[str, dic
     try:
         if content["algorithm"] != _ALGORITHM:
             raise ValueError(f"expected the algorithm {_ALGORITHM!r}, got another")
-        return {section: _checksums(content[section]) for section in sections}
+        return {section: _checksums_of(content[section]) for section in sections}
     except (KeyError, TypeError, ValueError) as error:
         raise DamageError(name, f"is damaged: {error}") from error
 
 
-def _checksums(section: Any) -> dict[str, str]:
-    """Return a section whose keys are files of the checkpoint, and whose values are text."""
+def _checksums_of(section: Any) -> dict[str, str]:
     for name, digest in {**section}.items():
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or not name.isprintable():

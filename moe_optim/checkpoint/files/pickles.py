@@ -1,0 +1,324 @@
+"""Reading pickles without running anything that they name.
+
+Python's own unpickler, in C, reads them, with a stand-in for every class and function that a pickle
+names: calling one makes a :class:`Made`, which keeps the arguments. No code of a checkpoint runs
+and nothing is imported, and a name that is not allowed is refused before anything is made of it.
+
+A scan of the operations comes first. It refuses those that no checkpoint has, and whatever makes
+the unpickler reserve more memory than the pickle has bytes. Time is not bounded: the hash of a key
+that is a tuple of tuples may take forever, here and in Megatron.
+"""
+
+import gc
+import io
+import pickle
+import re
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+ITEM_BYTES = {
+    f"torch.{name}": size
+    for size, names in (
+        (1, "bool uint8 int8 float8_e4m3fn float8_e5m2"),
+        (1, "float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"),
+        (2, "uint16 int16 float16 bfloat16"),
+        (4, "uint32 int32 float32 complex32"),
+        (8, "uint64 int64 float64 complex64"),
+        (16, "complex128"),
+    )
+    for name in names.split()
+}
+"""Bytes of an element, by dtype as torch prints it."""
+STORAGES = {
+    "BoolStorage": "bool",
+    "ByteStorage": "uint8",
+    "CharStorage": "int8",
+    "ShortStorage": "int16",
+    "IntStorage": "int32",
+    "LongStorage": "int64",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "FloatStorage": "float32",
+    "DoubleStorage": "float64",
+    "ComplexFloatStorage": "complex64",
+    "ComplexDoubleStorage": "complex128",
+}
+"""Dtypes by the names that torch's typed storages have."""
+
+_PLAIN = {  # by module: constructors of values, which do nothing else
+    "builtins": "bool bytearray bytes complex dict float frozenset int list range set slice str "
+    "tuple",
+    "collections": "Counter OrderedDict defaultdict deque",
+    "argparse": "Namespace",
+    "types": "SimpleNamespace",
+    "pathlib": "PosixPath PurePosixPath",
+    "pathlib._local": "PosixPath PurePosixPath",
+    "io": "BytesIO",
+    "_io": "BytesIO",
+    "signal": "Signals",
+    "_codecs": "encode",  # makes bytes, which protocol 2 lacks
+    "numpy": "dtype ndarray",
+    "numpy.core.multiarray": "_reconstruct scalar",
+    "numpy._core.multiarray": "_reconstruct scalar",
+    "numpy.dtypes": "UInt32DType",
+    "torch": " ".join(
+        ["Generator", "Size", "device", *STORAGES, *(name.split(".")[1] for name in ITEM_BYTES)]
+    ),
+    "torch._C": "Generator",
+    "torch._utils": "_rebuild_parameter _rebuild_tensor_v2 _rebuild_tensor_v3",
+    "torch.nn.parameter": "Parameter",
+    "torch.serialization": "_get_layout",
+    "torch.storage": "UntypedStorage",
+}
+MEGATRONS_PACKAGES = {"megatron", "moe_optim", "transformer_engine"}
+"""Packages whose enumerations and dataclasses are plain data."""
+_ENCODINGS_OF_BYTES = (("latin1",), ("latin-1",))
+_MOST_NAMES = 4096  # a stand-in takes a kilobyte
+
+
+class Named(type):
+    """A class, function or dtype that a pickle names; ``str`` gives ``module.name``."""
+
+    module: str
+    name: str
+
+    def __str__(cls) -> str:
+        text = f"{cls.module}.{cls.name}"[:200]
+        return text if text.isprintable() else repr(text)
+
+
+class Made:
+    """An object as a pickle describes it; nothing of its class has run.
+
+    Items and elements that a pickle adds to it are dropped: only its class knows what they mean.
+    """
+
+    __slots__ = ("args", "state")
+    args: tuple[Any, ...]
+    state: Any
+
+    def __new__(cls, *args: Any) -> "Made":  # noqa: D102
+        made = super().__new__(cls)
+        made.args, made.state = args, None
+        return made
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+    def append(self, value: Any) -> None:
+        """Drop an element."""
+
+    @property
+    def by(self) -> Named:
+        """Class or function that was to make it."""
+        named: Any = type(self)
+        return named
+
+    def __repr__(self) -> str:
+        return f"<{self.by}>"  # arguments may hold others, and these again others
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stored:
+    """A reference to what lies elsewhere in an archive, such as the bytes of a tensor."""
+
+    words: Any
+
+
+class _Items(dict[Any, Any]):
+    """An OrderedDict; it may be given attributes, as PyTorch does."""
+
+
+def names_of(by_module: Mapping[str, str]) -> set[tuple[str, str]]:
+    """Return pairs of module and name; ``by_module`` has names with blanks between."""
+    return {(module, name) for module, names in by_module.items() for name in names.split()}
+
+
+_PLAIN_NAMES = names_of(_PLAIN)
+
+
+class ForeignNameError(ValueError):
+    """A pickle names something that is not allowed."""
+
+    def __init__(self, named: Named) -> None:
+        self.named = named
+        super().__init__(f"it names {named}")
+
+
+def read_pickle(content: bytes, allows: Callable[[Named], bool] = lambda _: True) -> Any:
+    """Return the content of a pickle: plain values, ``Named``, ``Made`` and ``Stored``.
+
+    ``torch.Size`` is a tuple and ``OrderedDict`` a dict.
+
+    Args:
+        content: pickle of protocol 2 or later.
+        allows: predicate of names that may occur.
+
+    Raises:
+        ForeignNameError: a name is not allowed.
+        ValueError: it is cut off, or no pickle that a checkpoint has.
+    """
+    try:
+        protocol = _scan(content)
+        with no_collections():
+            return _Unpickler(content, protocol, allows).load()
+    except ForeignNameError:
+        raise
+    except Exception as error:  # a damaged pickle makes the unpickler raise nearly anything
+        said = str(error) or type(error).__name__
+        raise ValueError(f"no pickle of a checkpoint: {said}") from error
+
+
+def is_plain(named: Named) -> bool:
+    """Return whether a name stands for values, containers, tensors or arrays."""
+    return (named.module, named.name) in _PLAIN_NAMES
+
+
+def foreign_name(pickled: bytes, knows: Callable[[Named], bool] | None = None) -> str | None:
+    """Say why unpickling by Python's own rules may run code; None for plain data.
+
+    Args:
+        pickled: pickle of an object.
+        knows: predicate of further names that make plain data. None: names of classes of
+            Megatron's packages, which are enumerations and dataclasses; none of them is imported.
+    """
+    also = knows or _is_named_as_megatrons
+    try:
+        read_pickle(pickled, lambda named: is_plain(named) or also(named))
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _is_named_as_megatrons(named: Named) -> bool:
+    is_class = named.name.isidentifier() and named.name[0].isupper()
+    return is_class and named.module.partition(".")[0] in MEGATRONS_PACKAGES
+
+
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """Pause the garbage collector, which would walk millions of values without a cycle."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, content: bytes, protocol: int, allows: Callable[[Named], bool]) -> None:
+        super().__init__(io.BytesIO(content))
+        self._has_old_names, self._allows = protocol < 3, allows
+        self._names: dict[tuple[str, str], Any] = {}
+
+    def find_class(self, module: str, name: str) -> Any:  # noqa: D102
+        if self._has_old_names:  # of Python 2
+            module, name = NAME_MAPPING.get((module, name), (module, name))
+            module = IMPORT_MAPPING.get(module, module)
+        if (module, name) not in self._names:
+            if len(self._names) == _MOST_NAMES:
+                raise ValueError(f"it names more than {_MOST_NAMES:,} classes")
+            named = Named("Made", (Made,), {"__slots__": (), "module": module, "name": name})
+            if not self._allows(named):
+                raise ForeignNameError(named)
+            make = _FUNCTIONS.get((module, name))
+            self._names[module, name] = _Function(make, named) if make else named
+        return self._names[module, name]
+
+    def persistent_load(self, words: Any) -> Stored:  # noqa: D102
+        return Stored(words)
+
+
+class _Function:
+    """A function that is carried out; without attributes that a pickle could set."""
+
+    __slots__ = ("_make", "_named")
+
+    def __init__(self, make: Callable[..., Any], named: Named) -> None:
+        self._make, self._named = make, named
+
+    def __call__(self, *args: Any) -> Any:
+        return self._make(self._named, *args)
+
+
+def _size(_: Named, numbers: Any) -> tuple[Any, ...]:
+    if not isinstance(numbers, tuple):  # of a list it would be a copy, as often as it is asked for
+        raise TypeError("torch.Size of an object that is no tuple")
+    return numbers
+
+
+def _ordered_dict(named: Named, *args: Any) -> Any:
+    return named(*args) if args else _Items()
+
+
+def _encode(named: Named, text: Any, *encoding: str) -> Any:
+    if encoding not in _ENCODINGS_OF_BYTES:  # Python would search for others, and import them
+        raise ValueError("text in another encoding than that of bytes")
+    return named(text, *encoding)
+
+
+_FUNCTIONS: dict[tuple[str, str], Callable[..., Any]] = {
+    ("torch", "Size"): _size,
+    ("collections", "OrderedDict"): _ordered_dict,
+    ("_codecs", "encode"): _encode,
+}
+
+_NO_ARGUMENT = (
+    pickle.MARK, pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE,
+    pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3,
+    pickle.EMPTY_LIST, pickle.APPEND, pickle.APPENDS,
+    pickle.EMPTY_DICT, pickle.SETITEM, pickle.SETITEMS,
+    pickle.MEMOIZE, pickle.STACK_GLOBAL, pickle.REDUCE, pickle.NEWOBJ, pickle.BUILD,
+    pickle.BINPERSID,
+)  # fmt: skip
+_OF_FIXED_LENGTH = re.compile(
+    rb"(?:[%b]|[%b].|%b..|[%b].{4}|[%b].{8}|%b[^\n]{1,999}\n[^\n]{1,999}\n)*+"
+    % (
+        re.escape(b"".join(_NO_ARGUMENT)),
+        pickle.BININT1 + pickle.BINPUT + pickle.BINGET,
+        pickle.BININT2,
+        pickle.BININT + pickle.LONG_BINGET,
+        pickle.BINFLOAT + pickle.FRAME,
+        pickle.GLOBAL,
+    ),
+    re.DOTALL,
+)
+"""Operations that pickles of checkpoints have, but for those below."""
+_TEXTS = {pickle.SHORT_BINUNICODE: 1, pickle.BINUNICODE: 4, pickle.BINUNICODE8: 8}
+_BYTES = {pickle.SHORT_BINBYTES: 1, pickle.BINBYTES: 4, pickle.BINBYTES8: 8, pickle.LONG1: 1}
+"""Bytes of the length that stands before the content."""
+
+
+def _scan(content: bytes) -> int:
+    """Return the protocol of a pickle; ValueError where it may take more memory than its bytes."""
+    if content[:1] != pickle.PROTO or len(content) < 2:
+        raise ValueError("it does not begin with a protocol")
+    at = 2
+    while True:
+        at = _OF_FIXED_LENGTH.match(content, at).end()  # type: ignore[union-attr]
+        operation = content[at : at + 1]
+        if operation == pickle.STOP:
+            return content[1]
+        if operation == pickle.LONG_BINPUT:
+            place = int.from_bytes(content[at + 1 : at + 5], "little")
+            if place > len(content):  # unpicklers reserve memory for all places before
+                raise ValueError(f"memo place {place:,} in a pickle of {len(content):,} bytes")
+            at += 5
+            continue
+        width = _TEXTS.get(operation) or _BYTES.get(operation)
+        if width is None:
+            raise ValueError(f"cut off or with a foreign operation at byte {at:,}")
+        start = at + 1 + width
+        at = start + int.from_bytes(content[at + 1 : start], "little")
+        if at > len(content):
+            raise ValueError(f"text or bytes beyond its end at byte {start:,}")
+        if operation in _TEXTS:
+            content[start:at].decode()  # as Megatron's unpickler would not: half of a character

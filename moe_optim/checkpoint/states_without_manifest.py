@@ -1,0 +1,424 @@
+"""Flat states that were saved without a manifest: their order is shown by values, or refused.
+
+Sizes leave one of Megatron's orders, seldom more. The right one is seen in the values: masters,
+taken from where it says, round to the weights that were saved with them.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from torch import Tensor
+from torch.nn import Parameter as ModelParameter
+
+from moe_optim.checkpoint.derived_manifest import (
+    Chunks,
+    Parameter,
+    StoredBucket,
+    StoredBuffer,
+    choose_by_values,
+    derive_manifests,
+)
+from moe_optim.checkpoint.expert_entries import with_members
+from moe_optim.checkpoint.files.torch_dist import TorchDistReader
+from moe_optim.checkpoint.flat_buffers import (
+    flat_groups,
+    lower_bits_of_masters,
+    read_buffers,
+    rounds_to,
+)
+from moe_optim.checkpoint.flat_states import (
+    ManifestRequest,
+    manifest_names,
+    manifest_of,
+    owned_ranges,
+    places_of,
+    require_same_interleave,
+    saved_key,
+)
+from moe_optim.checkpoint.state_manifest import (
+    MANIFEST,
+    BucketSpan,
+    LayoutMap,
+    StateManifest,
+    listed,
+)
+from moe_optim.errors import LayoutError
+from moe_optim.weights.managed import is_managed, storage_of
+
+_CLOSE = 0.25
+"""Sum of squares by which quantized weights may differ from their masters, of that of the masters.
+Of normally distributed weights it is 0.0007 in 8 bits, 0.012 in NVFP4, 2 for another expert's."""
+_USUAL_BUCKET = 40_000_000  # elements, of Megatron where reductions overlap
+_WEIGHTS_ALONE = "take the weights alone (--no-load-optim)"
+_RESHARDABLE = "--dist-ckpt-optim-fully-reshardable"
+_WEIGHTS_FIRST = (
+    "Load the weights of the same checkpoint first, as Megatron does (with --ckpt-step it takes "
+    "states of the latest iteration)"
+)
+_SHAPING = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "group_query_attention",
+    "kv_channels", "num_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size",
+    "moe_layer_freq", "mtp_num_layers", "swiglu", "add_bias_linear", "qk_layernorm",
+    "normalization", "untie_embeddings_and_output_weights", "padded_vocab_size",
+    "transformer_impl", "fp8_param_gather", "tensor_model_parallel_size",
+    "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
+    "expert_model_parallel_size", "expert_tensor_parallel_size",
+)  # fmt: skip
+"""Arguments from which names, shapes and places of parameters follow."""
+
+type _Entry = ShardedTensor | ShardedTensorFactory
+
+
+class _NoValuesError(Exception):
+    """There are no weights to compare masters with: why, and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Values:
+    """Masters, and the weights that were saved with them."""
+
+    ranges: Iterable[tuple[ModelParameter, int, int]]
+    """Parameters to compare, with the first element and the one behind the last."""
+    master: Callable[[StateManifest, BucketSpan], Tensor]
+    weight: Callable[[ModelParameter], Tensor]
+    """Returns the whole of a parameter; raises _NoValuesError."""
+    where: str
+    remedy: str
+    """Advice if they do not fit."""
+
+
+def manifest_of_groups_states(
+    request: ManifestRequest, stored: TorchDistReader
+) -> tuple[str, StateManifest]:
+    """Return the manifest that the states of a group should have been saved with, and its key.
+
+    Reads this rank's share of the masters, and their weights. No rank communicates.
+
+    Raises:
+        LayoutError: it is of another model or of other parallel sizes, or its values show no order.
+        StateError: what is read of it is missing or damaged.
+    """
+    requester, group, where = request.requester, request.group, str(stored.path)
+    optimizer = requester.optimizer
+    buffers = stored_buffers(stored, group)
+    entries = _entries_of(optimizer, requester.model)
+    _require_same_tensors(entries, stored)
+    chunks = _parameters_of(optimizer)
+    interleave = stored.recorded.glu_interleave
+    if interleave is None:
+        interleave = optimizer.model_chunks[0].config.moe_mlp_glu_interleave_size
+    candidates = derive_manifests(chunks, buffers, interleave or None)
+    remedy = _remedy(stored, buffers)
+    if not candidates:
+        raise LayoutError(f"{where}: {group}: {_laid_out_otherwise(chunks, buffers)} {remedy}")
+
+    def read_master(source: StateManifest, span: BucketSpan) -> Tensor:
+        key = f"{saved_key(group, source, span)}.param"
+        return stored.read_box(key, (span.start,), (span.numel,))
+
+    values = _Values(
+        [(one.param, one.start, one.end) for one in owned_ranges(optimizer)],
+        read_master,
+        lambda param: _read_weight(stored, entries, param),
+        where,
+        remedy,
+    )
+    manifest = _chosen(optimizer, candidates, values)
+    require_same_interleave(optimizer, manifest, where, is_flat=True)
+    return f"{group}.{MANIFEST}.derived", manifest
+
+
+def manifest_of_file_states(optimizer: Any, states: Mapping[Any, Any], where: str) -> StateManifest:
+    """Return the manifest that ``--ckpt-format torch`` should have saved with whole buffers.
+
+    Compares masters with the weights that the model holds: Megatron loads those first. No rank
+    communicates.
+
+    Args:
+        optimizer: optimizer that loads them.
+        states: result of ``get_parameter_state_dp_zero``: buffer -> dtype -> name -> [elements].
+        where: source in error messages.
+
+    Returns:
+        A manifest of whole buffers, each as one bucket.
+
+    Raises:
+        LayoutError: they are of other parameters, or their values show no order.
+    """
+    masters = _whole_masters(states, where)
+    stored = [
+        StoredBuffer(dtype=dtype, buckets=(StoredBucket(numel=master.numel()),))
+        for dtype, master in masters
+    ]
+    chunks = _parameters_of(optimizer)
+    sizes = dict.fromkeys(chunk.bucket_size for chunk in optimizer.model_chunks)
+    interleave = optimizer.model_chunks[0].config.moe_mlp_glu_interleave_size
+    candidates = derive_manifests(
+        chunks, stored, interleave, bucket_sizes=[*sizes, None, _USUAL_BUCKET]
+    )
+    if not candidates:
+        raise LayoutError(
+            f"{where}: {_laid_out_otherwise(chunks, stored)} Start with the arguments and parallel "
+            f"sizes it was saved with, or {_WEIGHTS_ALONE}."
+        )
+    values = _Values(
+        [(param, 0, param.numel()) for param in places_of(optimizer)],
+        lambda _, span: masters[span.buffer][1][span.start : span.end],
+        _held_weight,
+        where,
+        f"{_WEIGHTS_FIRST}; where that was done, {_WEIGHTS_ALONE}.",
+    )
+    return _chosen(optimizer, candidates, values)
+
+
+def holds_several_experts(manifest: StateManifest) -> bool:
+    """Return whether there are parameters that Megatron has in several orders."""
+    return any(address.expert not in (None, 0) for address in manifest.addresses())
+
+
+def stored_buffers(stored: TorchDistReader, group: str) -> list[StoredBuffer]:
+    """Return the buffers of a data-parallel group as ``.metadata`` describes them.
+
+    Raises:
+        LayoutError: it has none of this group, or keeps parts of masters in it.
+    """
+    if (key := lower_bits_of_masters(stored, group)) is not None:
+        raise LayoutError(
+            f"{stored.path}: {key}: expected whole masters, got {stored.tensors[key].dtype}: their "
+            "lower bits, as --use-precision-aware-optimizer keeps them beside the weights. "
+            f"{_WEIGHTS_ALONE.capitalize()}."
+        )
+    if found := read_buffers(stored, group):
+        return found
+    groups, differing = flat_groups(stored), _differing_arguments(stored)
+    raise LayoutError(
+        f"{stored.path}: expected flat optimizer states of {group}, got "
+        f"{f'those of {listed(groups)}' if groups else 'none'}. Load with the tensor, pipeline "
+        "and expert parallel sizes they were saved with"
+        f"{f' ({listed(differing)})' if differing else ''}: what is saved from there with "
+        f"{_RESHARDABLE} loads at any sizes. Or {_WEIGHTS_ALONE}."
+    )
+
+
+def _chosen(optimizer: Any, candidates: Sequence[StateManifest], values: _Values) -> StateManifest:
+    """Return the candidate by which every master rounds to its weight."""
+    target = manifest_of(optimizer)
+    if not holds_several_experts(target):
+        return candidates[0]  # Megatron has one order for everything else
+    places = places_of(optimizer)
+    orders: dict[tuple[BucketSpan, ...], StateManifest] = {}
+    """Candidates by where they have the ranges: some differ in others alone."""
+
+    def strangers(candidate: StateManifest) -> set[str]:
+        layouts = LayoutMap(candidate, target, values.where)
+        taken = [(one, layouts.spans(places[one[0]], *one[1:])) for one in values.ranges]
+        wrong = {
+            places[one[0]].name
+            for one, spans in taken
+            if not _belong_together(candidate, spans, one, values)
+        }
+        if not wrong:
+            orders[tuple(span for _, spans in taken for span in spans)] = candidate
+        return wrong
+
+    try:
+        fitting, got = choose_by_values(candidates, strangers)
+    except _NoValuesError as error:
+        trusts = optimizer.knobs.trust_unmarked_states
+        return _trusted(candidates, values.where, *error.args, trusts=trusts)
+    if len(orders) == 1:
+        return fitting[0]
+    raise LayoutError(
+        f"{values.where}: expected flat optimizer states whose masters round to the weights saved "
+        f"with them in one of Megatron's orders of experts, got {got}. {values.remedy}"
+    )
+
+
+def _trusted(
+    candidates: Sequence[StateManifest], where: str, reason: str, remedy: str, *, trusts: bool
+) -> StateManifest:
+    """Return the one order that sizes leave, if the user's configuration says that it will do."""
+    is_single = len(candidates) == 1
+    if is_single and trusts:
+        return candidates[0]
+    knob = (
+        " Or set moe_optim.trust_unmarked_states=true to go by the sizes, which fit one order."
+        if is_single
+        else ""
+    )
+    raise LayoutError(
+        f"{where}: expected weights to compare with the masters of flat optimizer states without "
+        f"a manifest, got none: {reason}. {remedy}{knob}"
+    )
+
+
+def _belong_together(
+    source: StateManifest,
+    spans: Sequence[BucketSpan],
+    one: tuple[ModelParameter, int, int],
+    values: _Values,
+) -> bool:
+    """Return whether weights are the masters, rounded; quantized ones, whether they are close."""
+    param, start, end = one
+    weight = values.weight(param).reshape(-1)[start:end].cpu()
+    master = torch.cat([values.master(source, span) for span in spans]).cpu()
+    if any(source.buffers[span.buffer].dtype.startswith("(torch.uint8") for span in spans):
+        master, weight = master.double(), weight.double()
+        return bool((weight - master).square().sum() <= _CLOSE * master.square().sum())
+    return rounds_to(master, weight)
+
+
+def _parameters_of(optimizer: Any) -> list[list[Parameter]]:
+    """Return the parameters of an optimizer by model chunk, as modules register them."""
+    names = manifest_names(optimizer.model_chunks)
+    held = {param: buffer for buffer in optimizer.buffers for param in buffer.param_index_map}
+    return [
+        [
+            Parameter(
+                name=names[param],
+                shape=tuple(param.shape),
+                dtype=str(param.dtype),
+                is_quantized=held[param].param_dtype == torch.uint8,
+                begins_bucket=bool(getattr(param, "shared_embedding", False)),
+            )
+            for param in chunk.parameters()
+            if param in held
+        ]
+        for chunk in optimizer.model_chunks
+    ]
+
+
+def _entries_of(optimizer: Any, model: Any) -> dict[ModelParameter, _Entry]:
+    """Return the entry of each parameter in the sharded state of the model."""
+    if not model:
+        return {}
+    entries = extract_sharded_tensors_and_factories(with_members(optimizer, model))[0]
+    by_data = {id(entry.data): entry for entry in nested_values(entries)}
+    params = (param for buffer in optimizer.buffers for param in buffer.param_index_map)
+    return {param: by_data[id(param)] for param in params if id(param) in by_data}
+
+
+def _parts(entry: _Entry, param: ModelParameter) -> Any:
+    """Return the tensors, nested and without values, that a parameter is stored as."""
+    if isinstance(entry, ShardedTensor):
+        return entry
+    return replace(entry, data=torch.empty(param.shape, dtype=param.dtype, device="meta")).build()
+
+
+def _require_same_tensors(
+    entries: Mapping[ModelParameter, _Entry], stored: TorchDistReader
+) -> None:
+    """Raise LayoutError if a checkpoint lacks tensors of the model, or has them in other shapes."""
+    faults = {}
+    for param, entry in entries.items():
+        for part in nested_values([_parts(entry, param)]):
+            info = stored.tensors.get(part.key)
+            if info is None:
+                faults[part.key] = f"{part.key} is missing"
+            elif info.shape != tuple(part.global_shape):
+                shapes = f"{list(info.shape)}, expected {list(part.global_shape)}"
+                faults[part.key] = f"{part.key} is {shapes}"
+    if faults:
+        differing = _differing_arguments(stored)
+        raise LayoutError(
+            f"{stored.path}: expected the tensors of this model, got others: "
+            f"{listed(sorted(faults.values()))}. "
+            + (
+                f"Start with the arguments it was saved with ({listed(differing)})."
+                if differing
+                else "Load it into the model that it was saved from."
+            )
+        )
+
+
+def _read_weight(
+    stored: TorchDistReader, entries: Mapping[ModelParameter, _Entry], param: ModelParameter
+) -> Tensor:
+    if param not in entries:
+        raise _NoValuesError(
+            "optimizer.sharded_state_dict was called without the sharded state of the model",
+            "Give it that.",
+        )
+
+    def read(part: ShardedTensor) -> Tensor:
+        shape = (*(1,) * part.prepend_axis_num, *part.local_shape)
+        return stored.read_box(part.key, part.global_offset, shape).view(part.local_shape)
+
+    entry = entries[param]
+    parts = dict_list_map_outplace(read, [_parts(entry, param)])[0]
+    return entry.merge_fn(parts) if isinstance(entry, ShardedTensorFactory) else parts
+
+
+def _held_weight(param: ModelParameter) -> Tensor:
+    """Return the value that was loaded into a parameter."""
+    if not is_managed(param):
+        return param.detach()
+    value = storage_of(param).initial
+    if value is None:
+        raise _NoValuesError(
+            "nothing has been loaded into the quantized weights of this model", f"{_WEIGHTS_FIRST}."
+        )
+    return value
+
+
+def _whole_masters(states: Mapping[Any, Any], where: str) -> list[tuple[str, Tensor]]:
+    """Return dtype and masters [elements] of each buffer of a legacy state."""
+    found = []
+    for number in sorted(key for key in states if isinstance(key, int)):
+        ((dtype, tensors),) = states[number].items()
+        if not isinstance(tensors["param"], Tensor):
+            raise LayoutError(
+                f"{where}: expected one tensor a state and buffer, got one a bucket, as Megatron "
+                f"saved before February 2024, in another order. {_WEIGHTS_ALONE.capitalize()}."
+            )
+        found.append((str(dtype), tensors["param"]))
+    return found
+
+
+def _laid_out_otherwise(chunks: Chunks, stored: Sequence[StoredBuffer]) -> str:
+    numel = sum(parameter.numel for chunk in chunks for parameter in chunk)
+    saved = ", ".join(
+        f"{buffer.numel:,} of {buffer.dtype} in {len(buffer.buckets)} buckets" for buffer in stored
+    )
+    return (
+        f"expected flat optimizer states of {numel:,} elements, laid out as Megatron lays out the "
+        f"parameters of this model, got {saved}, laid out otherwise."
+    )
+
+
+def _remedy(stored: TorchDistReader, buffers: Sequence[StoredBuffer]) -> str:
+    """Return advice on states of an unknown order: no more than what works."""
+    if differing := _differing_arguments(stored):
+        return (
+            f"Start with the arguments it was saved with ({listed(differing)}), or "
+            f"{_WEIGHTS_ALONE}."
+        )
+    before_others = (bucket for buffer in buffers for bucket in buffer.buckets[:-1])
+    if (  # Megatron 0.19 then saves states by name shifted, or not at all
+        any(bucket.padded != bucket.numel for bucket in before_others)
+        or stored.arguments.get("moe_single_grouped_weight")
+    ):
+        return f"{_WEIGHTS_ALONE.capitalize()}."
+    return f"Have what wrote it load it and save it with {_RESHARDABLE}, or {_WEIGHTS_ALONE}."
+
+
+def _differing_arguments(stored: TorchDistReader) -> list[str]:
+    """Return arguments that shape the model and differ from those the checkpoint was saved with.
+
+    None where a checkpoint has no arguments, or where Megatron's own loop does not run.
+    """
+    saved = stored.arguments
+    loop = sys.modules.get("megatron.training.global_vars")
+    here = vars(getattr(loop, "_GLOBAL_ARGS", None) or argparse.Namespace())
+    return [
+        f"{name}={saved[name]}, here {here[name]}"
+        for name in _SHAPING
+        if name in saved and name in here and saved[name] != here[name]
+    ]

@@ -1,0 +1,88 @@
+"""Changing a number or a few entries in an object of a checkpoint, without unpickling it."""
+
+import io
+import pickle
+import pickletools
+import zipfile
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from moe_optim.checkpoint.files.archives import Archive
+
+
+def replace_int(blob: bytes, key: str, value: int | None) -> bytes | None:
+    """Return a ``torch.save`` archive with another number behind a string key, or None without it.
+
+    The key stands before an int or None wherever it occurs. Nothing else changes, objects of
+    unknown classes included.
+
+    Raises:
+        ValueError: the pickle in ``blob`` cannot be read.
+    """
+    Archive(io.BytesIO(blob)).load()
+    found = False
+
+    def splice(pickled: bytes) -> bytes:
+        nonlocal found
+        spliced, found = _splice(pickled, key, value)
+        return spliced
+
+    changed = _with_pickle(blob, splice)
+    return changed if found else None
+
+
+def replace_entries(blob: bytes, entries: Mapping[str, Any]) -> bytes:
+    """Return a ``torch.save`` archive of a dict, or of a list with one, with other ``entries``.
+
+    Nothing else changes, objects of unknown classes included.
+
+    Args:
+        blob: archive.
+        entries: key -> plain value (numbers, text, None, and lists, tuples and dicts of these).
+
+    Raises:
+        ValueError: the archive cannot be read, or holds something else.
+    """
+    code = b"".join(  # puts each into the dict on top of the stack: between PROTO and STOP
+        pickle.dumps(key, protocol=2)[2:-1] + pickle.dumps(value, protocol=2)[2:-1] + b"s"
+        for key, value in entries.items()
+    )
+
+    def splice(pickled: bytes) -> bytes:
+        operations = [operation.name for operation, _, _ in pickletools.genops(pickled)]
+        end = -2 if operations[-2] == "APPEND" else -1  # of the dict; STOP is the last byte
+        return pickled[:end] + code + pickled[end:]
+
+    before = Archive(io.BytesIO(blob)).load()
+    changed = _with_pickle(blob, splice)
+    after = Archive(io.BytesIO(changed)).load()
+    if type(before) is list and len(before) == len(after) == 1:
+        before, after = before[0], after[0]
+    if not isinstance(before, dict) or list(after) != list({**before, **entries}):
+        raise ValueError("expected a dict, got something else")
+    return changed
+
+
+def _with_pickle(blob: bytes, change: Callable[[bytes], bytes]) -> bytes:
+    source, target = zipfile.ZipFile(io.BytesIO(blob)), io.BytesIO()
+    with zipfile.ZipFile(target, "w", zipfile.ZIP_STORED) as archive:
+        for name in source.namelist():
+            content = source.read(name)
+            archive.writestr(name, change(content) if name.endswith("/data.pkl") else content)
+    return target.getvalue()
+
+
+def _splice(pickled: bytes, key: str, value: int | None) -> tuple[bytes, bool]:
+    """Return a pickle with ``value`` behind each ``key``, and whether there was one."""
+    code = pickle.dumps(value, protocol=2)[2:-1]  # between PROTO and STOP
+    parts, copied, awaits = [], 0, False
+    operations = list(pickletools.genops(pickled))
+    ends = [position for _, _, position in operations[1:]] + [len(pickled)]
+    for (operation, argument, start), end in zip(operations, ends, strict=True):
+        if awaits and operation.name not in ("BINPUT", "LONG_BINPUT", "PUT", "MEMOIZE"):
+            if operation.name not in ("NONE", "BININT", "BININT1", "BININT2"):
+                return pickled, False
+            parts += [pickled[copied:start], code]
+            copied, awaits = end or 0, False
+        awaits = awaits or ("UNICODE" in operation.name and argument == key)
+    return b"".join([*parts, pickled[copied:]]), bool(parts)
