@@ -410,7 +410,7 @@ def test_a_disk_that_is_too_small_is_found_before_writing(source, tmp_path, monk
     plan = plan_of(source, "hf", format="safetensors")
     usage = shutil.disk_usage(tmp_path)._replace(free=plan.disk_bytes - 1)
     monkeypatch.setattr(publishing.shutil, "disk_usage", lambda _: usage)
-    monkeypatch.setattr(conversion, "_write_safetensors", None)  # not reached
+    monkeypatch.setattr(conversion, "write_safetensors", None)  # not reached
     with pytest.raises(StateError, match=f"expected {plan.disk_bytes:,} bytes free"):
         convert_checkpoint(plan, tmp_path / "out")
     assert names_in(tmp_path) == []
