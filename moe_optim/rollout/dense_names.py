@@ -51,7 +51,7 @@ def find_pairs(names: Collection[str]) -> Mapping[str, NamePair]:
         ConfigError: no family has them; the closest is named, with what differs.
     """
     layers, mtp_layers = (
-        {int(found[1]) for name in names if (found := pattern.match(name))} for pattern in _LAYERS
+        {int(match[1]) for name in names if (match := pattern.match(name))} for pattern in _LAYERS
     )
     anatomy = Anatomy(
         num_layers=max(layers, default=-1) + 1,

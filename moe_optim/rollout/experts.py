@@ -41,6 +41,8 @@ from moe_optim.weights.te.tensorwise import codes_and_scale
 _LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.(?:mtp_model_layer\.)?mlp\.experts\.\w+")
 _Parts = list[dict[str, Tensor]]
 """Tensors of one expert by what replaces ``weight`` in names, for each part of its rows."""
+StoredValues = QuantizedWeight | tuple[Tensor, Tensor] | list[Tensor]
+"""Experts of a linear: quantized; codes and scale of one with per-tensor scaling; or one each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,30 +73,23 @@ class ExportedAs:
             for pieces in cut
         ]
 
-    def plain_parts(self, held: HeldExperts, values: Tensor) -> _Parts:
-        """Return the rows of one expert, part by part, views where they do not alternate."""
-        parts = split_rows(values.unsqueeze(0), self._count(held), held.interleave)
-        return [{held.kind: part[0]} for part in parts]
-
-    def quantized_parts(self, held: HeldExperts, quantized: QuantizedWeight) -> list[_Parts]:
-        """Return data and scales of each expert, part by part."""
-        return export_experts(
-            quantized,
-            self.convention_of(held.format),
-            parts=self._count(held),
-            interleave=held.interleave,
-            name=held.linear,
-        )
-
-    def parts_of_one_scale(self, held: HeldExperts, codes: Tensor, scale_inv: Tensor) -> _Parts:
-        """Return data and scales of one expert with per-tensor scaling, part by part."""
-        return export_expert_of_one_scale(
-            codes,
-            scale_inv,
-            self.convention_of(held.format),
-            parts=self._count(held),
-            interleave=held.interleave,
-        )
+    def parts(self, held: HeldExperts, values: StoredValues) -> list[_Parts]:
+        """Return the tensors of each expert in ``values``, part by part; views if possible."""
+        count, interleave = self._count(held), held.interleave
+        if isinstance(values, QuantizedWeight):
+            convention = self.convention_of(held.format)
+            return export_experts(
+                values, convention, parts=count, interleave=interleave, name=held.linear
+            )
+        if isinstance(values, tuple):
+            convention = self.convention_of(TENSORWISE)
+            return [
+                export_expert_of_one_scale(*values, convention, parts=count, interleave=interleave)
+            ]
+        return [
+            [{held.kind: part[0]} for part in split_rows(one.unsqueeze(0), count, interleave)]
+            for one in values
+        ]
 
     def convention_of(self, format: str) -> Convention:
         """Return the convention for weights of a training format."""
@@ -128,17 +123,15 @@ class ExportedAs:
 @cache
 def _infos_of(exported: ExportedAs, held: HeldExperts) -> list[list[tuple[str, TensorInfo]]]:
     """Return the same part by part, from an export of one expert without memory."""
+    values: StoredValues
     if held.format == "bf16":
-        values = torch.empty(held.shape, dtype=torch.bfloat16, device="meta")
-        parts = exported.plain_parts(held, values)
+        values = [torch.empty(held.shape, dtype=torch.bfloat16, device="meta")]
     elif held.format == TENSORWISE:
         codes = torch.empty(held.shape, dtype=torch.uint8, device="meta")
-        parts = exported.parts_of_one_scale(
-            held, codes, torch.empty(1, dtype=torch.float32, device="meta")
-        )
+        values = codes, torch.empty(1, dtype=torch.float32, device="meta")
     else:
-        weight = QuantizedWeight.empty(get_format(held.format), (1, *held.shape), device="meta")
-        (parts,) = exported.quantized_parts(held, weight)
+        values = QuantizedWeight.empty(get_format(held.format), (1, *held.shape), device="meta")
+    (parts,) = exported.parts(held, values)
     return [
         [(name, TensorInfo(tuple(one.shape), one.dtype)) for name, one in part.items()]
         for part in parts
@@ -195,20 +188,15 @@ class ExportedLinear:
             storage.take_over()
         return has_moved
 
-    def parts(self, place: int, exported: ExportedAs) -> list[_Parts]:
-        """Return the tensors of each expert that lies in one of the linear's tensors.
-
-        Where ranks share experts, of this rank's part of each.
-        """
-        storage = self._storage(place)
+    def values(self, place: int) -> StoredValues:
+        """Return the experts in one of the linear's tensors; this rank's parts of shared ones."""
+        storage, tensor = self._storage(place), self._tensors[place]
         if storage is not None:
-            return exported.quantized_parts(self.held, storage.quantized)
+            return storage.quantized
         if self.held.format == TENSORWISE:
-            return [exported.parts_of_one_scale(self.held, *codes_and_scale(self._tensors[place]))]
-        values = self._tensors[place].detach()
-        is_of_one = values.dim() == len(self.held.shape)
-        experts = [values] if is_of_one else members_of(values)
-        return [exported.plain_parts(self.held, expert) for expert in experts]
+            return codes_and_scale(tensor)
+        values = tensor.detach()
+        return [values] if values.dim() == len(self.held.shape) else list(members_of(values))
 
     @cached_property
     def _tensors(self) -> list[Any]:
@@ -236,7 +224,7 @@ class ExpertReader:
         """
         place, index = local.locate(expert)
         if local.require_fresh(place) or self._read != (local, place):
-            self._experts = local.parts(place, self.exported)
+            self._experts = self.exported.parts(local.held, local.values(place))
             self._read = (local, place)
         return [tensor for part in self._experts[index] for tensor in part.values()]
 

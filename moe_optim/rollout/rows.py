@@ -14,7 +14,7 @@ from torch import Tensor
 from moe_optim.errors import LayoutError
 from moe_optim.rollout.families import Form, NamePair
 
-Shape = tuple[int, ...]
+Sizes = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Heads:
         query, key, value = by_group[:, :-2], by_group[:, -2], by_group[:, -1]
         return [query.flatten(0, 2), key.flatten(0, 1), value.flatten(0, 1)]
 
-    def hf_shapes(self, pair: NamePair, shape: Shape) -> tuple[Shape, ...] | None:
+    def hf_shapes(self, pair: NamePair, shape: Sizes) -> tuple[Sizes, ...] | None:
         """Return the shapes that a tensor of Megatron's comes apart into; None if it cannot."""
         if pair.form == "same":
             return (shape,) * len(pair.hf)
@@ -47,7 +47,7 @@ class Heads:
         parts = [rows // 2] * 2 if pair.form == "gate_up" else [self.queries * key, key, key]
         return tuple((part, *shape[1:]) for part in parts) if shape and sum(parts) == rows else None
 
-    def megatron_shape(self, pair: NamePair, shapes: Sequence[Shape]) -> Shape | None:
+    def megatron_shape(self, pair: NamePair, shapes: Sequence[Sizes]) -> Sizes | None:
         """Return the shape of what tensors of transformers come to; None if they do not fit."""
         if pair.form == "same":
             return shapes[0] if len(set(shapes)) == 1 else None

@@ -1,4 +1,4 @@
-"""What ranks hold of a model's weights, and how it travels.
+"""Records of the weights that ranks hold, and buckets in which they travel.
 
 Ranks exchange small records of what they hold, in one order for all. A *unit* is what is sent at
 once and yielded together: the tensors of one linear of one expert, or this rank's part of another
@@ -53,14 +53,14 @@ class HeldPart:
     part: TensorInfo
 
 
-Held = HeldExperts | HeldPart
+HeldRecord = HeldExperts | HeldPart
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unit:
-    """What is sent at once, and who has it."""
+class SendUnit:
+    """Tensors that are sent together, and the ranks that have them."""
 
-    held: Held
+    held: HeldRecord
     expert: int | None
     """Number among all experts of the layer; None of a part of another tensor."""
     tensors: tuple[TensorInfo, ...]
@@ -85,16 +85,16 @@ class Unit:
         return min(self.ranks)
 
 
-def put_together(held_by: Mapping[int, Sequence[Held]]) -> dict[Held, frozenset[int]]:
+def put_together(held_by: Mapping[int, Sequence[HeldRecord]]) -> dict[HeldRecord, frozenset[int]]:
     """Return which ranks hold each record, in the order of the model."""
-    ranks: dict[Held, set[int]] = {}
+    ranks: dict[HeldRecord, set[int]] = {}
     for rank, records in held_by.items():
         for record in records:
             ranks.setdefault(record, set()).add(rank)
     return {one: frozenset(ranks[one]) for one in sorted(ranks, key=_in_order)}
 
 
-def _in_order(held: Held) -> tuple[object, ...]:
+def _in_order(held: HeldRecord) -> tuple[object, ...]:
     """Sort weights as a model has them: numbers in names by their value."""
     name = held.linear if isinstance(held, HeldExperts) else held.name
     words = tuple((0, int(w), "") if w.isdigit() else (1, 0, w) for w in re.split(r"(\d+)", name))
@@ -102,12 +102,12 @@ def _in_order(held: Held) -> tuple[object, ...]:
     return (words, *rest)
 
 
-def batches(units: Sequence[Unit], bucket_bytes: int) -> list[list[Unit]]:
+def batches(units: Sequence[SendUnit], bucket_bytes: int) -> list[list[SendUnit]]:
     """Return units in order, grouped by what one rank sends in one bucket, or what is not sent.
 
     A group that is sent or put together has at most ``bucket_bytes``, unless one unit has more.
     """
-    found: list[list[Unit]] = []
+    found: list[list[SendUnit]] = []
     size = 0
     for unit in units:
         last = found[-1][-1] if found else None

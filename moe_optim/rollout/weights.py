@@ -17,10 +17,10 @@ from moe_optim.rollout.expert_tensors import get_export_layout
 from moe_optim.rollout.experts import ExpertReader, ExportedAs, ExportedLinear, local_experts
 from moe_optim.rollout.rows import Heads
 from moe_optim.rollout.units import (
-    Held,
     HeldExperts,
     HeldPart,
-    Unit,
+    HeldRecord,
+    SendUnit,
     batches,
     bucket_nbytes,
     cut_bucket,
@@ -99,7 +99,7 @@ def export_weights(
     for chunk in exporter.chunks:
         gather_weights(chunk)
     agree(exporter.require_readable, None)
-    everywhere: list[list[Held]] = [[] for _ in range(dist.get_world_size())]
+    everywhere: list[list[HeldRecord]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everywhere, exporter.held)
     own = experts == "own"
     plan = agree(lambda: exporter.plan(everywhere, own, vocab_size), None)
@@ -110,7 +110,7 @@ def export_weights(
 class _ExportOrder:
     """Units in the order in which they are yielded; the same on every rank."""
 
-    units: Sequence[Unit]
+    units: Sequence[SendUnit]
     dense: DenseNames | None
     """None where names stay Megatron's."""
 
@@ -121,8 +121,8 @@ class _Exporter:
 
     chunks: list[Any]
     exported: ExportedAs
-    experts: dict[Held, ExportedLinear]
-    parts: dict[Held, LocalPart]
+    experts: dict[HeldRecord, ExportedLinear]
+    parts: dict[HeldRecord, LocalPart]
     reader: ExpertReader
     wholes: Wholes = field(default_factory=Wholes)
 
@@ -144,7 +144,7 @@ class _Exporter:
         )
 
     @property
-    def held(self) -> list[Held]:
+    def held(self) -> list[HeldRecord]:
         """Records of what this rank has."""
         return [*self.experts, *self.parts]
 
@@ -154,7 +154,7 @@ class _Exporter:
             local.require_readable()
 
     def plan(
-        self, everywhere: Sequence[Sequence[Held]], own: bool, vocab_size: int | None
+        self, everywhere: Sequence[Sequence[HeldRecord]], own: bool, vocab_size: int | None
     ) -> _ExportOrder:
         """Return the order from what all ranks have; no rank communicates."""
         ranks_of = put_together(dict(enumerate(everywhere)))
@@ -173,14 +173,16 @@ class _Exporter:
             dense = DenseNames(pairs=pairs, heads=heads, vocabulary=vocab_size)
         return _ExportOrder(units=units, dense=dense)
 
-    def _units(self, held: Held, ranks: frozenset[int], own: bool) -> Iterator[Unit]:
+    def _units(self, held: HeldRecord, ranks: frozenset[int], own: bool) -> Iterator[SendUnit]:
         is_sent = len(ranks) < dist.get_world_size()
         if isinstance(held, HeldPart):
-            yield Unit(held=held, expert=None, tensors=(held.part,), ranks=ranks, is_sent=is_sent)
+            yield SendUnit(
+                held=held, expert=None, tensors=(held.part,), ranks=ranks, is_sent=is_sent
+            )
             return
         infos = tuple(info for _, info in self.exported.infos(held))
         for expert in range(held.first, held.first + held.count):
-            yield Unit(
+            yield SendUnit(
                 held=held,
                 expert=expert,
                 tensors=infos,
@@ -204,12 +206,12 @@ class _Exporter:
                     yield name, tensor if device is None else tensor.to(device)
         self.wholes.check_complete()
 
-    def _read_all(self, units: Sequence[Unit]) -> Iterator[list[Tensor]]:
+    def _read_all(self, units: Sequence[SendUnit]) -> Iterator[list[Tensor]]:
         """Return the tensors of units of one batch that this rank holds."""
         is_cut = bool(units) and units[0].is_cut
         return iter(self._gather(units)) if is_cut else map(self._read, units)
 
-    def _gather(self, units: Sequence[Unit]) -> list[list[Tensor]]:
+    def _gather(self, units: Sequence[SendUnit]) -> list[list[Tensor]]:
         """Return the tensors of units whose parts this rank and others hold, put together."""
         own = [self._read(unit) for unit in units]
         group = self.experts[units[0].held].linear.groups.expt_tp
@@ -225,14 +227,14 @@ class _Exporter:
             joined.append(self.exported.join(unit.held, parts))
         return joined
 
-    def _read(self, unit: Unit) -> list[Tensor]:
+    def _read(self, unit: SendUnit) -> list[Tensor]:
         """Return the tensors of a unit that this rank has."""
         if isinstance(unit.held, HeldPart):
             return [self.parts[unit.held].read()]
         assert unit.expert is not None
         return self.reader.read(self.experts[unit.held], unit.expert)
 
-    def _send(self, units: Sequence[Unit]) -> list[list[Tensor]]:
+    def _send(self, units: Sequence[SendUnit]) -> list[list[Tensor]]:
         """Return the tensors of units; on ranks that do not have them, views of the bucket."""
         rank, sender = dist.get_rank(), units[0].sender
         own = list(self._read_all([unit for unit in units if rank in unit.ranks]))
@@ -253,7 +255,7 @@ class _Exporter:
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def _named(
-        self, plan: _ExportOrder, unit: Unit, values: Sequence[Tensor]
+        self, plan: _ExportOrder, unit: SendUnit, values: Sequence[Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
         if isinstance(unit.held, HeldExperts):
             assert unit.expert is not None

@@ -171,7 +171,7 @@ def _convert_model(args: argparse.Namespace, began: float) -> list[str]:
     side: Implementation = args.transformer_impl or SIDES[0]
     request = ModelRequest(
         to=args.to,
-        side=side,
+        transformer_impl=side,
         glu_interleave=args.glu_interleave or 0,
         source_glu_interleave=args.source_glu_interleave,
         tokenizer=args.tokenizer,

@@ -84,7 +84,7 @@ class Comparison:
     differences: list[Difference] = field(default_factory=list)
     """All differences, in the order of the keys."""
     notes: list[str] = field(default_factory=list)
-    """What was not compared, and why; a sentence each."""
+    """Sentences about parts that were not compared, and why."""
     skipped: list[str] = field(default_factory=list)
     """Keys of tensors of both sides that were not compared: flat states in other places."""
 
@@ -226,10 +226,9 @@ def compare_values(name: str, left: Tensor, right: Tensor) -> Difference | None:
         left: tensor of any shape and dtype.
         right: tensor of the same shape and dtype.
     """
-    bits = _BITS.get(left.dtype.itemsize)
     if left.is_complex():
-        bits = torch.int32 if bits else torch.int64  # complex128 has 16 bytes
         left, right = torch.view_as_real(left), torch.view_as_real(right)
+    bits = _BITS[left.dtype.itemsize]
     left_bits, right_bits = left.contiguous().view(bits), right.contiguous().view(bits)
     if torch.equal(left_bits, right_bits):
         return None

@@ -25,7 +25,7 @@ from moe_optim.experts.keys.layouts import ExpertSet, KeyLayout, get_layout
 
 @dataclass(frozen=True, kw_only=True)
 class ConversionRequest:
-    """What a user asks for; None where it follows from the checkpoint."""
+    """Options of a conversion; None where they follow from the checkpoint."""
 
     to: KeyLayout
     """Layout of the result's experts."""
@@ -137,7 +137,9 @@ def plan_conversion(view: LayerView, request: ConversionRequest) -> ConversionPl
     target_interleave = request.glu_interleave
     if target_interleave is None:  # Megatron's layouts keep theirs, others have none
         target_interleave = source_interleave if to.name in STORED_ALIKE else 0
-    by_name = isinstance(reader, NamedStates) and format == "torch_dist"
+    entries: Mapping[str, Any] = {}
+    if isinstance(reader, NamedStates) and format == "torch_dist":
+        entries = named_common_entries(reader.stored)
     sets.sort(key=lambda one: is_state(one.prefix))
     plan = ConversionPlan(
         view=view,
@@ -154,7 +156,7 @@ def plan_conversion(view: LayerView, request: ConversionRequest) -> ConversionPl
         source_interleave=source_interleave,
         target_interleave=target_interleave,
         format=format,
-        common_entries=named_common_entries(reader.stored) if by_name else {},
+        common_entries=entries,
     )
     if not plan.copies_experts:
         _check_interleaves(plan)

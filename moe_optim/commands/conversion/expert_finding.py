@@ -134,15 +134,13 @@ def source_layouts(view: LayerView, given: KeyLayout | None) -> list[KeyLayout] 
     return [get_layout(name)] if name else None
 
 
-def known_interleave(
-    view: LayerView, given: int | None, flag: str = "--source-glu-interleave"
-) -> int:
+def known_interleave(view: LayerView, given: int | None) -> int:
     """Return the GLU interleave, given or recorded, else 0; ConfigError where the two differ."""
     recorded = view.recorded.glu_interleave
     if given is not None and recorded is not None and given != recorded:
         raise ConfigError(
-            f"{flag} {given}: {view.reader.path} records a GLU interleave of {recorded}. "
-            f"Leave {flag} out."
+            f"--source-glu-interleave {given}: {view.reader.path} records a GLU interleave of "
+            f"{recorded}. Leave --source-glu-interleave out."
         )
     return (recorded or 0) if given is None else given
 

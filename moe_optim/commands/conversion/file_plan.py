@@ -1,4 +1,4 @@
-"""What every rewriting of a checkpoint shares: a plan in parts, and how the parts reach files."""
+"""Plan of rewriting a checkpoint part by part, and the writing of files that all plans share."""
 
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping

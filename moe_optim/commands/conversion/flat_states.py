@@ -71,7 +71,7 @@ class NamedStates:
         groups = read_groups(stored)
         view = LayerView(stored, num_layers=num_layers_of(stored))
         self.stored = stored
-        """What is in the files."""
+        """Reader of the files."""
         self._places: dict[tuple[str, int | None], list[_StatePlace]] = {}
         found = [one for group in groups for one in _places_by_values(stored, view, group).items()]
         for (shown, _), place in sorted(found, key=lambda one: one[0][1] or 0):  # by expert
@@ -94,7 +94,7 @@ class NamedStates:
 
     @property
     def recorded(self) -> Recorded:
-        """What the checkpoint says about itself."""
+        """Facts that the checkpoint records about itself."""
         return self.stored.recorded
 
     def read(self, name: str, first: int | None = None) -> Tensor:

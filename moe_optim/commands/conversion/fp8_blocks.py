@@ -54,7 +54,7 @@ class DequantizedBlocks:
 
     @property
     def recorded(self) -> Recorded:
-        """What the checkpoint says about itself."""
+        """Facts that the checkpoint records about itself."""
         return self._stored.recorded
 
     def read(self, name: str, first: int | None = None) -> Tensor:

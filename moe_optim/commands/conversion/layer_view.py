@@ -97,7 +97,7 @@ class LayerView:
 
     @property
     def recorded(self) -> Recorded:
-        """What the checkpoint says about itself."""
+        """Facts that the checkpoint records about itself."""
         return self.reader.recorded
 
     def nbytes(self, keys: Iterable[str]) -> int:

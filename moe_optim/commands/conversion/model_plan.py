@@ -43,11 +43,11 @@ _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelRequest:
-    """What a user asks for."""
+    """Options of the conversion of a whole model."""
 
     to: Target
-    side: Implementation = "transformer_engine"
-    """Whose layers are to load what is written for Megatron."""
+    transformer_impl: Implementation = "transformer_engine"
+    """Layers that will load the result in Megatron."""
     glu_interleave: int = 0
     """Rows of gate and up that alternate in experts written for Megatron."""
     source_glu_interleave: int | None = None
@@ -166,7 +166,8 @@ def _tensor_parts(
         fault = None if missing else _shape_fault(view, model, pair, names)
         faults += missing + ([fault] if fault else [])
         if not missing and not fault:
-            yield Part(sources=names, pair=pair, target=pair.megatron_name(request.side))
+            target = pair.megatron_name(request.transformer_impl)
+            yield Part(sources=names, pair=pair, target=target)
 
 
 def _shape_fault(

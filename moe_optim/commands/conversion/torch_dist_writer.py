@@ -79,14 +79,8 @@ class TorchDistWriter:
         info = TensorInfo(tuple(tensor.shape), tensor.dtype)
         self.write_chunk(key, info, (0,) * tensor.dim(), tensor)
 
-    def copy(self, reader: TorchDistReader, key: str) -> int:
-        """Copy all pieces of a tensor, or an object, as they are; return the number of bytes.
-
-        Args:
-            reader: of the checkpoint that has them.
-            key: of the tensor or object, there and here.
-        """
-        copied = 0
+    def copy(self, reader: TorchDistReader, key: str) -> None:
+        """Copy all pieces of the tensor or object ``key`` of a ``reader`` as they are."""
         for blob in reader.blobs[key]:
             file, start = self._begin()
             for block in reader.blocks(blob):
@@ -96,8 +90,6 @@ class TorchDistWriter:
             else:
                 self._take_chunk(key, reader.tensors[key], blob_start(blob), blob.shape)
             self._end(key, blob.offset, start)
-            copied += blob.length
-        return copied
 
     def write_object(self, key: str, content: bytes) -> None:
         """Write an object under ``key``; ``content`` is the output of ``torch.save``."""

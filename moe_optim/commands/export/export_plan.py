@@ -36,7 +36,7 @@ _GROUPED, _TARGET = get_layout("grouped"), get_layout("hf_per_expert")
 
 @dataclass(frozen=True, kw_only=True)
 class ExportRequest:
-    """What a user asks for; None where it follows from the checkpoint."""
+    """Options of an export; None where they follow from the checkpoint."""
 
     format: BlockScaledFormat
     convention: Convention

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moe_optim.commands.hugging_face.values import Allowed, Kind, Values
+from moe_optim.commands.hugging_face.values import Allowed, ValueKind, Values
 from moe_optim.rollout.families import Trait
 
 UNTIED = "untie_embeddings_and_output_weights"
@@ -16,7 +16,7 @@ class SharedValue:
 
     argument: str
     key: str
-    kind: Kind = "count"
+    kind: ValueKind = "count"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,9 +28,9 @@ class FamilyRules:
     """Shared values, those of all families included."""
     optional: frozenset[str]
     """Arguments and keys that may be None."""
-    argument_kinds: Mapping[str, Kind]
+    argument_kinds: Mapping[str, ValueKind]
     """Kinds of further arguments that are read."""
-    config_kinds: Mapping[str, Kind]
+    config_kinds: Mapping[str, ValueKind]
     """Kinds of further keys that are read."""
     arguments: Allowed
     """Values of other arguments that transformers can compute."""

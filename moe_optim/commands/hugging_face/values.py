@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-Kind = Literal["count", "number", "flag", "layers"]
+ValueKind = Literal["count", "number", "flag", "layers"]
 """A whole number from 1; a finite number; true or false; a list of layer numbers."""
 
 _LARGEST = 2**40
@@ -18,7 +18,9 @@ Values = Mapping[str, Any]
 Allowed = Mapping[str, tuple[Any, ...]]
 
 
-def kind_faults(given: Values, kinds: Mapping[str, Kind], optional: Iterable[str]) -> list[str]:
+def kind_faults(
+    given: Values, kinds: Mapping[str, ValueKind], optional: Iterable[str]
+) -> list[str]:
     """Return values that are missing or of another kind; ``optional`` ones may be None."""
     optional = set(optional)
     values = {name: given.get(name) for name in kinds}
@@ -48,7 +50,7 @@ def freq_faults(freq: Any, num_layers: int) -> list[str]:
     return [f"moe_layer_freq: expected a number or {num_layers} zeros and ones, got {_spell(freq)}"]
 
 
-def _is_kind(value: Any, kind: Kind) -> bool:
+def _is_kind(value: Any, kind: ValueKind) -> bool:
     if kind == "flag":
         return type(value) is bool
     if kind == "layers":
@@ -70,7 +72,7 @@ def _spell(value: Any) -> str:
 
 
 _PLAIN = (int, float, str, type(None))
-_SPELLED: Mapping[Kind, str] = {
+_SPELLED: Mapping[ValueKind, str] = {
     "count": "a whole number from 1 on",
     "number": "a number",
     "flag": "true or false",

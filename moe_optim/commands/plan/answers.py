@@ -33,7 +33,7 @@ def find_choice(recipe: Recipe, argv: Sequence[str], experts: PlannedExperts) ->
 
     Args:
         recipe: recipe with the format.
-        argv: its flags for Megatron, and those over them.
+        argv: Megatron flags of the recipe, and those that override them.
         experts: planned experts.
     """
     own = spell_format(recipe.moe_optim.format, argv)

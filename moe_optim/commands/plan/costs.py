@@ -1,4 +1,4 @@
-"""What expert weights cost a rank, counted on the layouts that a run would use.
+"""Costs of expert weights per rank, counted on the layouts that a run would use.
 
 Everything is exact and follows from shapes: buffers from ``plan_buffers``, buckets from Megatron's
 own layout, maxima from ``plan_exchange``. Not counted are the tables that kernels read (addresses,
@@ -94,10 +94,10 @@ def step_bytes(
     return numel * (grad_bytes + masters + 2 * moment_bytes + format.gathered_bytes_per_element)
 
 
-def why_stocks_step(experts: PlannedExperts, knobs: MoEOptimConfig) -> str | None:
+def why_stocks_step(experts: PlannedExperts, config: MoEOptimConfig) -> str | None:
     """Return what makes steps stock's, on GPUs where kernels run, or None where they are fused."""
-    if not knobs.may_fuse_steps:
-        asked = {name: getattr(knobs, name) for name in ("step", "layout", "backend")}
+    if not config.may_fuse_steps:
+        asked = {name: getattr(config, name) for name in ("step", "layout", "backend")}
         return ", ".join(f"{k}: {v}" for k, v in asked.items() if v in ("stock", "reference"))
     # Adam holds masters where no weight is quantized, and such rows are stock's.
     settings = settings_of_stocks_step(experts.optimizer, masters_of_adam=False)

@@ -23,7 +23,7 @@ from moe_optim.errors import ConfigError, refuse
 from moe_optim.formats import BlockScaledFormat
 from moe_optim.integration.patching.planning import ranks_multiple
 
-Shape = tuple[int, int, int]
+WeightShape = tuple[int, int, int]
 _MOMENTS = MappingProxyType(
     {
         "fp32": ("torch.float32", 4),
@@ -89,7 +89,7 @@ class PlannedExperts:
 
     args: argparse.Namespace
     """Megatron's flags."""
-    weights: tuple[tuple[str, Shape], ...]
+    weights: tuple[tuple[str, WeightShape], ...]
     """Name of each linear of one layer, and [experts, rows, columns] of one rank."""
     chunks: tuple[int, ...]
     """MoE layers of each model chunk of the stage."""

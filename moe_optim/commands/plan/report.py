@@ -3,7 +3,7 @@
 import argparse
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -107,7 +107,7 @@ def _print(args: argparse.Namespace, report: Mapping[str, Any]) -> None:
     console = results_console()
     console.print(f"{args.recipe}: {report['planned']}", soft_wrap=False)
     for _, group in groupby(report["rows"], lambda row: row["gpus"]):
-        rows: Sequence[Mapping[str, Any]] = list(group)
+        rows: list[dict[str, Any]] = list(group)
         dp_size = rows[0]["expert_data_parallel_size"]
         title = (
             f"{_count(rows[0]['gpus'], 'GPU')}, expert data parallel {dp_size:,}, "

@@ -128,10 +128,14 @@ def _bytes(header: str, key: str, width: int = 8) -> Column:
 
 
 def _times(key: str, speed: float | None, unit: str) -> list[Column]:
-    """Return a column of milliseconds, if a speed is known."""
-    header = f"at {speed:g} {unit}" if speed is not None else ""
-    spell = lambda time: f"{time:,.3f} ms" if time else "none"  # noqa: E731
-    return [Column(header, max(12, len(header)), key, spell)] if header else []
+    if speed is None:
+        return []
+    header = f"at {speed:g} {unit}"
+    return [Column(header, max(12, len(header)), key, _spell_ms)]
+
+
+def _spell_ms(time: float) -> str:
+    return f"{time:,.3f} ms" if time else "none"
 
 
 def _fits(gpu_memory: float | None) -> list[Column]:

@@ -16,7 +16,7 @@ from moe_optim.experts.keys.layouts import (
     match_key,
 )
 
-Shape = tuple[int, ...] | None
+EntryShape = tuple[int, ...] | None
 """None for an entry that is not a tensor."""
 
 MAX_EXPERTS = 65_536
@@ -26,7 +26,7 @@ _ROUTERS = ("router.weight", "gate.weight")
 """Names of a router beside experts, in Megatron and in models of Hugging Face."""
 _NUMBER = re.compile(r"\d+")
 
-_Found = dict[str, tuple[KeyPattern, int | None, Shape]]
+_Found = dict[str, tuple[KeyPattern, int | None, EntryShape]]
 """Key -> its pattern and expert in a layout, and its shape."""
 
 
@@ -72,7 +72,7 @@ def survey_expert_sets(
 ) -> tuple[list[ExpertSet], list[str]]:
     """Return complete sets and all faults, where :func:`find_expert_sets` raises."""
     layouts = tuple(LAYOUTS.values()) if layouts is None else layouts
-    containers: dict[str, dict[str, Shape]] = {prefix: {} for prefix in prefixes or ()}
+    containers: dict[str, dict[str, EntryShape]] = {prefix: {} for prefix in prefixes or ()}
     for key, shape in shapes.items():
         prefix = _prefix_of(key, layouts, prefixes)
         remainder = key.removeprefix(prefix or "")
@@ -122,7 +122,7 @@ def raise_faults(faults: Sequence[str]) -> None:
         )
 
 
-def shape_faults(expert_set: ExpertSet, shapes: Mapping[str, Shape]) -> list[str]:
+def shape_faults(expert_set: ExpertSet, shapes: Mapping[str, EntryShape]) -> list[str]:
     """Return missing, surplus and misshapen entries of a set.
 
     ``shapes`` are those of all entries of its container but extra states, by whole key.
@@ -178,7 +178,10 @@ def _matches(
 
 
 def _read_container(
-    prefix: str, entries: Mapping[str, Shape], layouts: Sequence[KeyLayout], num_experts: int | None
+    prefix: str,
+    entries: Mapping[str, EntryShape],
+    layouts: Sequence[KeyLayout],
+    num_experts: int | None,
 ) -> tuple[ExpertSet | None, list[str]]:
     extra = tuple(prefix + remainder for remainder in entries if is_extra_state(remainder))
     matches = {r: _matches(r, layouts) for r in entries if not is_extra_state(r)}
@@ -251,7 +254,7 @@ def _read_layout(
     return (None, faults) if faults else (expert_set, [])
 
 
-def _lack(layout: KeyLayout, pattern: KeyPattern, shape: Shape, experts: int | None) -> str:
+def _lack(layout: KeyLayout, pattern: KeyPattern, shape: EntryShape, experts: int | None) -> str:
     """Return what is missing to read a shape without an axis of experts."""
     if layout.shows_num_experts:
         return ""

@@ -287,12 +287,6 @@ def test_what_contradicts_the_checkpoint_or_itself_is_refused_by_name(message, s
         plan_of(source, **({"to": "grouped"} | CONTRADICTIONS[message]))
 
 
-def test_a_recorded_layout_is_not_read_as_another(source, tmp_path):
-    convert(source, tmp_path / "hf", "hf", format="safetensors")
-    with pytest.raises(ConfigError, match="--from hf_transposed: .* records layout hf"):
-        plan_of(tmp_path / "hf", "grouped", source_layout=get_layout("hf_transposed"))
-
-
 def test_interleaved_rows_of_cut_experts_are_refused_and_copied(tmp_path):
     """Expert tensor parallel ranks interleave the rows that each has, which are stored apart."""
     common = common_state(4, expert_tensor_parallel_size=2)
@@ -392,13 +386,6 @@ def test_a_disk_that_fills_up_is_named_and_nothing_is_left(asked, source, tmp_pa
     assert names_in(tmp_path) == []
 
 
-def test_space_is_not_what_a_folder_misses_that_cannot_be(source, tmp_path):
-    (tmp_path / "file").write_text("")
-    plan = plan_of(source, "grouped")
-    with pytest.raises(StateError, match="Not a directory.* of it. Name another folder.$"):
-        convert_checkpoint(plan, tmp_path / "file" / "out")
-
-
 def test_what_is_there_already_is_not_overwritten(source, tmp_path):
     (tmp_path / "out").mkdir()
     with pytest.raises(ConfigError, match="out: expected nothing there yet"):
@@ -427,14 +414,3 @@ def test_a_checkpoint_without_experts_is_refused(tmp_path):
     save_file({"weight": torch.zeros(3)}, tmp_path / "model.safetensors")
     with pytest.raises(LayoutError, match="expected weights of gated experts, got none"):
         plan_of(tmp_path, "hf")
-
-
-def test_a_named_layout_that_does_not_fit_is_refused_with_the_path(tmp_path):
-    prefix = "model.layers.0.mlp.experts."
-    shapes = {f"{prefix}gate_up_proj": (2, 8, 8), f"{prefix}down_proj": (2, 8, 4)}
-    save_file(
-        {key: torch.zeros(shape) for key, shape in shapes.items()}, tmp_path / "m.safetensors"
-    )
-    assert plan_of(tmp_path, "grouped").sets[0].layout.name == "hf"
-    with pytest.raises(LayoutError, match=rf"{tmp_path}: .*\n  {prefix}gate_up_proj: expected"):
-        plan_of(tmp_path, "grouped", source_layout=get_layout("hf_transposed"))
