@@ -97,11 +97,7 @@ token, and the two halves of a fused weight need not agree."""
 
 
 def find_convention(format: BlockScaledFormat, name: str | None = None) -> Convention:
-    """Return the convention called ``name``, or the default, of a training format.
-
-    Raises:
-        ConfigError: the format has none of that name.
-    """
+    """Return the convention ``name``, or the default, of a training format; else ConfigError."""
     of_format = [one for one in CONVENTIONS if one.format == ENGINE_FORMATS[format.name]]
     return choose_convention(of_format, name, format.name)
 

@@ -32,8 +32,7 @@ class LocalPart:
 def local_parts(chunk: Any) -> Iterator[LocalPart]:
     """Yield the tensors of a chunk besides experts, under the names of checkpoints.
 
-    Raises:
-        StateError: a tensor is offloaded, or a quantized one is behind its masters.
+    An offloaded tensor, or a quantized one behind its masters, is a StateError.
     """
     state = unwrap_model(chunk).sharded_state_dict()
     kept = {

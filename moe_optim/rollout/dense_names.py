@@ -44,11 +44,8 @@ class DenseNames:
 def find_pairs(names: Collection[str]) -> Mapping[str, NamePair]:
     """Return the pairs of the one family that has exactly these tensors, by Megatron's name.
 
-    Args:
-        names: names of all tensors of a model but its experts.
-
-    Raises:
-        ConfigError: no family has them; the closest is named, with what differs.
+    ``names`` are those of all tensors of a model but its experts. ConfigError names the closest
+    family.
     """
     layers, mtp_layers = (
         {int(match[1]) for name in names if (match := pattern.match(name))} for pattern in _LAYERS

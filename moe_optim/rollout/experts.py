@@ -57,12 +57,7 @@ class ExportedAs:
         return [template.format(expert=expert) for template in _templates(self, held)]
 
     def join(self, held: HeldExperts, ranks: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """Return the tensors of one expert, put together from those of its parts.
-
-        Args:
-            held: record that names the axis that is cut.
-            ranks: tensors of the part of each expert-tensor-parallel rank.
-        """
+        """Return the tensors of one expert, put together from those of the parts of each rank."""
         assert held.cut_axis is not None
         runs = 1  # of rows that each rank has a part of
         if held.linear.endswith(LINEARS[0]) and held.interleave is None:
@@ -160,10 +155,7 @@ class ExportedLinear:
     linear: ExpertLinear
 
     def locate(self, expert: int) -> tuple[int, int]:
-        """Return which of the linear's tensors holds an expert, and its index there.
-
-        ``expert`` is its number among all of the layer.
-        """
+        """Return the linear's tensor that holds an expert of the layer, and its index there."""
         index = expert - self.held.first
         return (0, index) if len(self._tensors) == 1 else (index, 0)
 
@@ -173,11 +165,7 @@ class ExportedLinear:
             self.require_fresh(place)
 
     def require_fresh(self, place: int) -> bool:
-        """Check that a tensor can be read; return whether it has moved since the last call.
-
-        Raises:
-            StateError: the weight is behind its masters, or on the host.
-        """
+        """Return whether a tensor has moved since the last call; StateError if unreadable."""
         storage = self._storage(place)
         if storage is None:
             require_memory(f"export_weights: {self.held.linear}", self._tensors[place])
@@ -217,11 +205,7 @@ class ExpertReader:
     _experts: list[_Parts] = field(default_factory=list)
 
     def read(self, local: ExportedLinear, expert: int) -> list[Tensor]:
-        """Return one expert's tensors; ``expert`` is its number among all.
-
-        Raises:
-            StateError: the weight is behind its masters, or on the host.
-        """
+        """Return one expert's tensors by its number in the layer; StateError if not readable."""
         place, index = local.locate(expert)
         if local.require_fresh(place) or self._read != (local, place):
             self._experts = self.exported.parts(local.held, local.values(place))
@@ -320,14 +304,9 @@ def _require_exportable(linear: ExpertLinear, path: str, config: Any) -> None:
 
 
 def _require_joinable(path: str, format: str, numel: int, axis: int, size: int) -> None:
-    """Check that parts of experts are whole blocks, so that they lie side by side in a whole.
+    """Check that parts of experts are whole blocks along the axis that is cut.
 
-    Args:
-        path: path of the linear.
-        format: format of its weights.
-        numel: length of a part along the axis that is cut.
-        axis: 0 for rows, those of gate and as many of up; 1 for columns.
-        size: number of ranks that share an expert.
+    ``numel`` is the length of a part: rows (axis 0) of gate and as many of up, or columns (1).
     """
     if format == "bf16":
         return

@@ -24,11 +24,7 @@ def find_experts(
 ) -> list[ExpertSet]:
     """Return the experts of every layer, states included.
 
-    Args:
-        view: view of the checkpoint.
-        keys: keys to look among.
-        layout: layout to read them in; None takes the recorded one, or any that fits.
-        num_experts: experts of each layer, where neither the layout nor the checkpoint tells.
+    ``layout`` None takes the recorded one, or any that fits.
 
     Raises:
         ConfigError: another layout is recorded.
@@ -75,12 +71,7 @@ def refuse_quantized(view: LayerView, keys: Iterable[str]) -> None:
 def survey_experts(
     view: LayerView, shapes: Mapping[str, tuple[int, ...]] | None = None
 ) -> tuple[list[ExpertSet], list[str]]:
-    """Return the complete experts of every layer, and what is wrong with others.
-
-    Args:
-        view: view of the checkpoint.
-        shapes: key -> shape, where weights are stored in other shapes than their own.
-    """
+    """Return the complete experts of every layer, and faults; ``shapes`` replaces stored ones."""
     return survey_expert_sets(
         _shapes(view, view.tensors) if shapes is None else shapes,
         layouts=source_layouts(view, None),

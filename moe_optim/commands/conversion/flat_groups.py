@@ -43,11 +43,7 @@ def doubt_of_flat_states(stored: TorchDistReader) -> str | None:
 
 
 def read_groups(stored: TorchDistReader) -> list[FlatGroup]:
-    """Return the data-parallel groups with the orders that their sizes leave.
-
-    Raises:
-        LayoutError: nothing tells which parameters they have, or none of the orders fits.
-    """
+    """Return the data-parallel groups with the orders that sizes leave; LayoutError if none."""
     where, sizes = stored.path, stored.recorded.parallel_sizes
     if not stored.arguments:
         raise refusal(where, "Megatron's arguments beside them", "none")

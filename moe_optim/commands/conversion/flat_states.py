@@ -195,12 +195,8 @@ def named_common_entries(stored: TorchDistReader) -> Mapping[str, Any]:
     """Return the entries of Megatron's common state that differ where states are by name.
 
     Beside flat states each data-parallel group has an object with the hyper-parameters of its
-    optimizer. Beside states by name these are the same for all ranks, so they lie in the common
-    state.
-
-    Raises:
-        LayoutError: there are no hyper-parameters, they are not numbers and text, or ranks differ.
-        StateError: an object is missing or damaged.
+    optimizer; beside states by name they lie in the common state, the same for all ranks. There
+    must be some, in numbers and text and equal on all ranks, or LayoutError is raised.
     """
     optimizers: dict[int | None, dict[str, Any]] = defaultdict(dict)
     for name in sorted(stored.objects):

@@ -25,11 +25,7 @@ class DequantizedBlocks:
     """
 
     def __init__(self, stored: CheckpointReader, block: tuple[int, int]) -> None:
-        """Check names and shapes.
-
-        Args:
-            stored: checkpoint with E4M3 weights [R, C] and a scale for each block beside them.
-            block: rows and columns of a block; edges may cut blocks.
+        """Check names and shapes of E4M3 weights [R, C] and their scales, one for each ``block``.
 
         Raises:
             LayoutError: a weight has no scales, or they are of another shape or type.
@@ -85,11 +81,7 @@ class DequantizedBlocks:
 
 
 def block_of(quantization: Any, where: str) -> tuple[int, int]:
-    """Return rows and columns of a block from ``quantization_config`` of ``config.json``.
-
-    Raises:
-        ConfigError: weights are quantized in another way.
-    """
+    """Return rows and columns of a block from ``quantization_config``; ConfigError of others."""
     said = quantization if isinstance(quantization, dict) else {}
     given = said.get("weight_block_size")
     block = [n for n in given if type(n) is int and n > 0] if isinstance(given, list) else []

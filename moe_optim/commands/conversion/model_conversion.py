@@ -29,8 +29,8 @@ from moe_optim.rollout.families import LAYOUT_OF_EXPERTS
 def convert_model(plan: ModelPlan, target: Path, report: BytesDone = lambda _: None) -> None:
     """Carry out a plan; ``target`` appears when everything is written.
 
-    For transformers it has safetensors, ``config.json`` and what else was asked for. For Megatron
-    it is what ``--load`` takes: a folder ``release``, of weights alone, and the tracker file.
+    For transformers it has safetensors, ``config.json`` and tokenizer files; for Megatron a folder
+    ``release`` of weights alone, and the tracker file, as ``--load`` takes them.
 
     Raises:
         ConfigError: ``target`` exists, or the folder of the tokenizer has no tokenizer.
@@ -99,12 +99,7 @@ def _extra_states(stored: str, layers: tuple[int, int] | None, experts: int) -> 
 
     Megatron's linears and Transformer Engine's modules save one each: scales of delayed FP8, else
     nothing. A strict load fails where one is missing and ignores one too many, so every module that
-    may have one gets an empty one.
-
-    Args:
-        stored: name of the tensor, as ``torch_dist`` has it.
-        layers: number of its layer and of all layers, where those of all share a name.
-        experts: number of experts in the tensor; 0 where it is not of experts.
+    may have one gets an empty one. ``layers`` are the number of the layer and of all layers.
     """
     if stored.startswith(("embedding.", "output_layer.")) or ".mlp.router." in stored:
         return

@@ -71,9 +71,7 @@ def read_model(reader: CheckpointReader) -> Model:
 def dequantized(reader: CheckpointReader) -> CheckpointReader:
     """Return a reader of bf16 values where a ``config.json`` says that weights are FP8 blocks.
 
-    Raises:
-        ConfigError: they are quantized in another way.
-        LayoutError: scales are missing or of wrong shapes.
+    Other quantization is a ConfigError, missing or misshapen scales are a LayoutError.
     """
     folder = folder_of(reader)
     if reader.format != "safetensors" or not (folder / CONFIG).is_file():
@@ -137,12 +135,9 @@ def configured_experts(reader: CheckpointReader) -> int | None:
 
 
 def read_tokenizer(folder: Path) -> dict[str, bytes]:
-    """Return the tokenizer files of a folder, by name.
+    """Return the tokenizer files of a folder, by name; ConfigError if there are none.
 
-    Raises:
-        ConfigError: there are none.
-        StateError: one cannot be read, is too long, or is a link out of the folder. Links within a
-            cache of Hugging Face are followed.
+    Links within a cache of Hugging Face are followed; a link out of the folder is a StateError.
     """
     names = [name for name in _TOKENIZER_FILES if (folder / name).is_file()]
     if not names:
@@ -164,11 +159,7 @@ def read_tokenizer(folder: Path) -> dict[str, bytes]:
 
 
 def special_tokens(folder: Path | None) -> dict[str, int | list[int] | None]:
-    """Return the special tokens in the ``config.json`` of a tokenizer's folder, if any.
-
-    Raises:
-        StateError: ``config.json`` is damaged, or a token is neither a whole number nor a list.
-    """
+    """Return the special tokens in the ``config.json`` of a tokenizer's folder, if any."""
     if folder is None:
         return {}
     config = read_config(folder) if (folder / CONFIG).is_file() else {}

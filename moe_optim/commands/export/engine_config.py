@@ -31,11 +31,7 @@ def quantization_config(convention: Convention, unquantized: Sequence[str]) -> d
     """Return the configuration from which engines know a checkpoint's format.
 
     The engine quantizes activations on the fly; those of NVFP4 stay in bf16, since their global
-    scale takes a calibration.
-
-    Args:
-        convention: convention of the experts.
-        unquantized: paths of the modules that stay in bf16, without ``.weight``.
+    scale takes a calibration. ``unquantized`` are paths of modules, without ``.weight``.
     """
     if convention.name == "deepseek":
         return {

@@ -139,12 +139,8 @@ def plan_export(
     """Return the plan, without reading a value.
 
     Megatron's tensors are named by its arguments in the checkpoint; those of a checkpoint in
-    safetensors keep their names, which must be Hugging Face's.
-
-    Args:
-        reader: open checkpoint.
-        request: options of the export.
-        config: ``config.json`` of the model; None takes that of the checkpoint.
+    safetensors keep their names, which must be Hugging Face's. ``config`` None takes the
+    ``config.json`` of the checkpoint.
 
     Raises:
         ConfigError: there is no configuration, no name for a tensor of Megatron's, or the request

@@ -57,11 +57,7 @@ class Model:
 
 
 def model_from_arguments(given: Values, where: str) -> Model:
-    """Return the model that Megatron trained.
-
-    Args:
-        given: all arguments that were saved with the checkpoint.
-        where: path of the checkpoint, for errors.
+    """Return the model that Megatron trained, by the arguments saved at ``where``.
 
     Raises:
         ConfigError: transformers has no model that computes the same; all differences are named.
@@ -77,11 +73,7 @@ def model_from_arguments(given: Values, where: str) -> Model:
 
 
 def model_from_config(given: Values, where: str) -> Model:
-    """Return the model that a ``config.json`` describes.
-
-    Args:
-        given: content of the file.
-        where: path of the file, for errors.
+    """Return the model that the ``config.json`` at ``where`` describes.
 
     Raises:
         ConfigError: Megatron has no model that computes the same; all differences are named.

@@ -30,11 +30,6 @@ def find_choice(recipe: Recipe, argv: Sequence[str], experts: PlannedExperts) ->
     """Return the formats that a recipe can choose without becoming another model.
 
     Weights in 4 bits are another model than those in 8: neither is proposed for the other.
-
-    Args:
-        recipe: recipe with the format.
-        argv: Megatron flags of the recipe, and those that override them.
-        experts: planned experts.
     """
     own = spell_format(recipe.moe_optim.format, argv)
     if is_native(experts.args):
@@ -55,13 +50,7 @@ def find_choice(recipe: Recipe, argv: Sequence[str], experts: PlannedExperts) ->
 
 
 def recommend(choice: Choice, rows: Sequence[PlanRow], gpu_memory: float | None) -> str:
-    """Return which format to take, why, and whether it fits.
-
-    Args:
-        choice: formats to choose from.
-        rows: rows of one number of GPUs.
-        gpu_memory: GiB of a GPU; None leaves out whether it fits.
-    """
+    """Return which format to take, why, and whether it fits a GPU of so many GiB."""
     if not choice.candidates:
         return (
             f"Recommended: none of these as the recipe stands, as {choice.why}. Add "

@@ -26,12 +26,9 @@ class BlockRowCounts:
 
 
 def count_owned(slots: Sequence[Slot], bucket_numel: int, dp_size: int) -> Counts:
-    """Return how many elements of parameters lie in the shard of each rank, [dp_size] int64.
+    """Return the number of elements of parameters in the shard of each rank, [dp_size] int64.
 
-    Args:
-        slots: parameters of the bucket, at least one; gaps between them are padding.
-        bucket_numel: elements of the bucket, padding included, a multiple of ``dp_size``.
-        dp_size: ranks that own an equal part of it each.
+    Each rank owns an equal part of the bucket; gaps between ``slots`` are padding.
     """
     edges = _Edges(slots, bucket_numel, dp_size)
     return np.diff(edges.before([slot.numel for slot in edges.slots]) + edges.offset)

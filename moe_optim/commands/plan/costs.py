@@ -81,14 +81,8 @@ def step_bytes(
 ) -> Fraction:
     """Return the bytes that a fused step of Adam, encoding included, reads and writes at least.
 
-    Gradients are read, masters and both moments read and written, gathered buffers written. Masters
-    are read once more where an amax of the expert precedes the codes.
-
-    Args:
-        format: format of the weights.
-        numel: number of owned elements.
-        grad_bytes: bytes of one gradient, 4 or 2.
-        moment_bytes: bytes of both moments of an element together.
+    Gradients are read, masters and both moments (``moment_bytes`` together) read and written,
+    gathered buffers written. Masters are read twice where an amax of the expert precedes the codes.
     """
     masters = _MASTER * (3 if format.has_global_amax else 2)
     return numel * (grad_bytes + masters + 2 * moment_bytes + format.gathered_bytes_per_element)

@@ -131,11 +131,7 @@ class PlannedExperts:
         return ranks_multiple(self.args)
 
     def expert_dp_size(self, gpus: int) -> int:
-        """Return how many ranks share the masters of an expert.
-
-        Raises:
-            ConfigError: that many GPUs cannot be cut as the flags say.
-        """
+        """Return the number of ranks that share the masters of an expert; ConfigError if uneven."""
         if gpus > MOST_RANKS:
             raise ConfigError(
                 f"--gpus: expected at most {MOST_RANKS:,}, got {gpus}. Give fewer, or smaller "
@@ -155,11 +151,7 @@ class PlannedExperts:
         return int(gpus // copy // args.num_distributed_optimizer_instances)
 
     def buckets(self, gpus: int) -> Counter[PlannedBucket]:
-        """Return the buckets of one rank, with how many there are of each kind.
-
-        Raises:
-            ConfigError: that many GPUs cannot be cut as the flags say.
-        """
+        """Return the buckets of one rank, with the number of each kind; ConfigError as above."""
         args, dp_size = self.args, self.expert_dp_size(gpus)
         divisor = bucket_divisor(dp_size, high_busbw=args.ddp_pad_buckets_for_high_nccl_busbw)
         dense_dp = gpus // (args.tensor_model_parallel_size * args.pipeline_model_parallel_size)
@@ -194,16 +186,12 @@ def is_native(args: argparse.Namespace) -> bool:
 def plan_experts(
     argv: Sequence[str], *, grouped: bool, stores_in_te: bool = False
 ) -> PlannedExperts:
-    """Read what a run with these flags would hold; nothing is built, and no GPU is needed.
+    """Read what a run with Megatron's flags would hold; nothing is built.
 
-    Args:
-        argv: Megatron's flags.
-        grouped: whether all experts of a linear are one parameter.
-        stores_in_te: whether portable experts have tensors of Transformer Engine.
+    ``grouped`` experts of a linear are one parameter; ``stores_in_te`` is of portable experts.
 
     Raises:
-        ConfigError: a flag is missing, does not fit the others, or has effects that are not
-            planned.
+        ConfigError: a flag is missing, does not fit the others, or has effects not planned.
     """
     args = parse_flags(argv)
     _require(args)

@@ -25,13 +25,7 @@ STDOUT = Path("-")
 
 
 def plan(args: argparse.Namespace) -> int:
-    """Plan, write the files asked for, and print the tables or JSON; return the exit code.
-
-    Raises:
-        ConfigError: the recipe, a flag or a number of GPUs cannot be planned, or a file not
-            written.
-        LayoutError: a weight that a format cannot hold.
-    """
+    """Plan, write the files asked for, and print the tables or JSON; return the exit code."""
     recipe = load_recipe(args.recipe, args.set)
     if (fewest := min(args.gpus or [1])) < 1:
         raise ConfigError(f"--gpus: expected 1 or more, got {fewest}.")
@@ -52,7 +46,12 @@ def plan(args: argparse.Namespace) -> int:
 
 
 def make_report(args: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
-    """Return the content of the JSON file; raises as :func:`plan`."""
+    """Return the content of the JSON file.
+
+    Raises:
+        ConfigError: the recipe, a flag or a number of GPUs cannot be planned.
+        LayoutError: a weight that a format cannot hold.
+    """
     from moe_optim.commands.plan.answers import find_choice, recommend
     from moe_optim.commands.plan.costs import plan_rows, why_stocks_step
     from moe_optim.commands.plan.experts import plan_experts

@@ -18,10 +18,9 @@ _KINDS = {"E": "embedding", "t": "decoder layer", "m": "MTP layer", "L": "loss"}
 
 
 def count_moe_layers(args: argparse.Namespace) -> list[tuple[int, ...]]:
-    """Return the MoE layers of each chunk, for each stage. An MTP layer is as the last layer is.
+    """Return the MoE layers of each chunk, for each stage; ConfigError if layers cannot be cut so.
 
-    Raises:
-        ConfigError: layers cannot be cut as the parsed flags ``args`` say.
+    An MTP layer is as the last layer is.
     """
     pattern = _moe_pattern(args.moe_layer_freq, args.num_layers)
     further = args.mtp_num_layers or 0
