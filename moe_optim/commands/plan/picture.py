@@ -59,9 +59,10 @@ def _draw_memory(
     for name in dict.fromkeys(row["format"] for row in rows):
         values = [row[_TOTAL] / unit for row in rows if row["format"] == name]
         color, is_stock = _look(name)
-        label = f"{name}, {values[-1]:#.3g} at most GPUs"
-        line, marker = ("--", "x") if is_stock else ("-", "o")
-        axes.plot(gpus, values, line, marker=marker, color=color, label=label)
+        label = f"{name}: {values[-1]:#.3g}"
+        line, width = ("x--", 1.2) if is_stock else ("o-", 5)  # stock's on top of ours
+        alpha = 1 if is_stock else 0.4
+        axes.plot(gpus, values, line, linewidth=width, color=color, alpha=alpha, label=label)
     if gpu_memory is not None:
         axes.axhline(gpu_memory * GIB / unit, color="0.3", linewidth=1, linestyle=":")
         axes.text(gpus[0], gpu_memory * GIB / unit, f"a GPU: {gpu_memory:g} GiB", va="bottom")
@@ -71,7 +72,7 @@ def _draw_memory(
     axes.set_ylim(bottom=0)
     axes.set_title("Experts of a rank: weights, gradients, optimizer", loc="left", fontsize=10)
     axes.set_xlabel("GPUs in all")
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, title=f"at {gpus[-1]:,} GPUs" if len(gpus) > 1 else None)
 
 
 def _draw_bars(axes: "Axes", values: Mapping[str, float]) -> None:

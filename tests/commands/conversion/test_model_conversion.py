@@ -5,7 +5,6 @@ import re
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from moe_optim.checkpoint.integrity import checkpoint_defect, corrupt_files
 from moe_optim.commands.cli import main as cli
@@ -15,7 +14,7 @@ from moe_optim.commands.conversion.model_plan import ModelRequest, plan_model
 from moe_optim.commands.conversion.opening import open_checkpoint
 from moe_optim.errors import ConfigError, LayoutError, StateError
 from tests.support.bytes import assert_bytes_equal, assert_same_tensors
-from tests.support.checkpoints.exported_models import stored, write
+from tests.support.checkpoints.exported_models import in_files, stored, write
 from tests.support.checkpoints.hf_checkpoints import (
     AT_ONCE_STORED,
     HF,
@@ -41,14 +40,6 @@ def plan_of(source, to, **request):
 def convert(source, target, to, **request):
     convert_model(plan_of(source, to, **request), target)
     return target
-
-
-def in_files(folder):
-    """Return all tensors of a folder, each file read by the library."""
-    found = {}
-    for path in folder.glob("*.safetensors"):
-        found |= load_file(path)
-    return found
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
