@@ -73,6 +73,10 @@ class ComparedCheckpoint:
         return convert_expert_set(tensors, one, GROUPED, source_interleave=self.interleave or None)
 
 
+Side = ComparedCheckpoint
+"""Former name of :class:`ComparedCheckpoint`."""
+
+
 @dataclass
 class Comparison:
     """Outcome of a comparison so far."""
