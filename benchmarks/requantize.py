@@ -8,13 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from benchmarks.cases import Case, Owned
 from benchmarks.timing import host_us, median_ms, nothing, release, temporary_bytes
-from moe_optim.commands.plan.traffic import (
-    finish_bytes,
-    health_bytes,
-    norm_bytes,
-    requantize_bytes,
-    step_bytes,
-)
+from benchmarks.traffic import finish_bytes, health_bytes, requantize_bytes
+from moe_optim.commands.plan.costs import norm_bytes, step_bytes
 
 if TYPE_CHECKING:
     import torch

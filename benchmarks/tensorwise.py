@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from benchmarks.cases import OneScaleCase
 from benchmarks.requantize import AFTER_GATHER, Job, Row, draw, measure_job
 from benchmarks.timing import release
-from moe_optim.commands.plan.traffic import tensorwise_bytes
+from benchmarks.traffic import tensorwise_bytes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -1,7 +1,7 @@
 """Quantizing one rank's part of a weight that is cut over a mesh: rows, columns and experts.
 
-Where parts are whole blocks, a part is quantized as the weight that it is, by kernels where these
-run. Blocks that several ranks share are encoded in plain torch.
+A part of whole blocks is quantized as the weight that it is, by kernels where these run. Blocks
+that several ranks share are encoded in plain torch.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,6 +18,8 @@ from moe_optim.kernels.table_entry import TableEntry
 
 ReduceMax = Callable[[Tensor, str], object]
 """Replaces a contiguous fp32 tensor, in place, by its maximum over the ranks of a mesh axis."""
+_Reduce = Callable[[Tensor, Maxima], None]
+"""The same over all axes whose ranks share some maxima."""
 
 
 @torch.no_grad()
@@ -29,22 +31,22 @@ def quantize_part(
     *,
     backend: Backend = "auto",
 ) -> dict[str, Tensor]:
-    """Quantize what this rank has of a weight, as if it had been quantized whole and then cut.
+    """Quantize this rank's part of a weight, as if it had been quantized whole and then cut.
 
     Every rank of the mesh must call it: ``reduce_max`` is called for the axes of
     ``partition.maxima``, in the same order on all ranks; never if there are none.
 
     Args:
-        part: [E, R, C] fp32 or bf16 of ``partition.part_shape``; left alone.
-        partition: of the weight, see ``infer_partition``.
+        part: part of the weight, [E, R, C] fp32 or bf16 of ``partition.part_shape``; left alone.
+        partition: partition of the weight, see ``infer_partition``.
         coordinate: mesh axis -> place of this rank along it.
-        reduce_max: called with a tensor and the name of a mesh axis. With a device mesh it is an
+        reduce_max: function of a tensor and the name of a mesh axis. With a device mesh, an
             all-reduce with MAX over ``mesh.get_group(axis)``.
-        backend: ``auto`` takes kernels where they run, ``reference`` does without.
+        backend: ``auto`` for kernels where they run, ``reference`` for none.
 
     Returns:
-        The buffers by the fields of ``QuantizedWeight``, each the slice that ``partition.buffers``
-        says, on the device of the part; data shared by both directions is one tensor. Where
+        Tensors by the fields of ``QuantizedWeight``, each the slice that ``partition.buffers``
+        names, on the device of the part; data shared by both directions is one tensor. Where
         ``partition.has_whole_blocks``, they are those of a ``QuantizedWeight``. For bf16: ``data``,
         the values rounded.
 
@@ -56,49 +58,19 @@ def quantize_part(
     _check(part, partition, reduce_max)
     if partition.format is None:
         return {"data": part.to(torch.bfloat16, copy=True)}
-    exchange = _Exchange(bounds, reduce_max)
-    if partition.has_whole_blocks:
-        return _quantize_whole(part, partition, exchange, backend)
-    return _quantize_cut(part, partition, exchange)
 
-
-class _Exchange:
-    """Brings maxima of one rank's part to those of the ranks that share them."""
-
-    def __init__(self, bounds: Bounds, reduce_max: ReduceMax | None) -> None:
-        self.bounds, self._reduce_max = bounds, reduce_max
-
-    def reduce(self, values: Tensor, maxima: Maxima) -> None:
-        """Replace values by their maximum over all ranks of the axes, in place."""
+    def reduce(values: Tensor, maxima: Maxima) -> None:
         for axis in maxima.axes:
-            assert self._reduce_max is not None, "checked where the part is"
-            self._reduce_max(values, axis)
+            assert reduce_max is not None, "checked where the part is"
+            reduce_max(values, axis)
 
-    def reduce_blocks(self, values: Tensor, origin: tuple[int, int], maxima: Maxima) -> None:
-        """Reduce the blocks that the part touches, in place.
-
-        Args:
-            values: [E, n, m] fp32, one a block, from ``origin`` on.
-            origin: first row and column, counted in the weight.
-            maxima: which of them they are.
-        """
-        shared = values.new_zeros((values.shape[0], *maxima.shape))
-        own, among = [slice(None)], [slice(None)]
-        rows, cols = self.bounds["rows"], self.bounds["columns"]
-        for span, base, block, extent in zip(
-            (rows, cols), origin, maxima.block, maxima.extent, strict=True
-        ):
-            first, end = span.start // block, -(-span.stop // block)
-            own.append(slice(first - base // block, end - base // block))
-            base = span.start // extent * extent // block
-            among.append(slice(first - base, end - base))
-        shared[tuple(among)] = values[tuple(own)]
-        self.reduce(shared, maxima)
-        values[tuple(own)] = shared[tuple(among)]
+    if partition.has_whole_blocks:
+        return _quantize_whole(part, partition, reduce, backend)
+    return _quantize_cut(part, partition, bounds, reduce)
 
 
 def _quantize_whole(
-    part: Tensor, partition: Partition, exchange: _Exchange, backend: Backend
+    part: Tensor, partition: Partition, reduce: _Reduce, backend: Backend
 ) -> dict[str, Tensor]:
     """Quantize a part of whole blocks as a weight, but for the amaxes of its experts."""
     assert partition.format is not None, "bf16 has no blocks"
@@ -112,23 +84,24 @@ def _quantize_whole(
     table = MemberTable.build([entry], backend=backend)
     table.find_maxima.launch()
     for maxima in partition.maxima:
-        exchange.reduce(table.exchange, maxima)
+        reduce(table.exchange, maxima)
     table.encode.launch()
     table.finish.launch()
     return {buffer.name: getattr(target, buffer.name) for buffer in partition.buffers}
 
 
-def _quantize_cut(part: Tensor, partition: Partition, exchange: _Exchange) -> dict[str, Tensor]:
-    """Quantize a part of which blocks lie on several ranks, in plain torch."""
+def _quantize_cut(
+    part: Tensor, partition: Partition, bounds: Bounds, reduce: _Reduce
+) -> dict[str, Tensor]:
+    """Quantize a part with blocks that several ranks share, in plain torch."""
     format = partition.format
     assert format is not None, "bf16 has no blocks"
-    bounds = exchange.bounds
     start = bounds["rows"].start, bounds["columns"].start
     origin = reference.padded_start(start, format)
     padded = reference.pad_part(part, start, format)
     found = reference.part_maxima(padded, format)
     for maxima in partition.maxima:
-        exchange.reduce_blocks(found[maxima.name], origin, maxima)
+        _reduce_blocks(found[maxima.name], origin, bounds, maxima, reduce)
     whole = reference.encode_padded(padded, format, found)
     inside: Bounds = {
         "experts": range(part.shape[0]),
@@ -142,6 +115,26 @@ def _quantize_cut(part: Tensor, partition: Partition, exchange: _Exchange) -> di
     if format.columnwise_copy == "shared":
         buffers["columnwise_data"] = buffers["rowwise_data"]
     return buffers
+
+
+def _reduce_blocks(
+    values: Tensor, origin: tuple[int, int], bounds: Bounds, maxima: Maxima, reduce: _Reduce
+) -> None:
+    """Replace maxima of the blocks that the part touches by those over all ranks, in place.
+
+    ``values`` are [E, n, m] fp32, one per block, from row and column ``origin`` of the weight on.
+    """
+    shared = values.new_zeros((values.shape[0], *maxima.shape))
+    own, among = [slice(None)], [slice(None)]
+    spans = bounds["rows"], bounds["columns"]
+    for span, base, block, extent in zip(spans, origin, maxima.block, maxima.extent, strict=True):
+        first, end = span.start // block, -(-span.stop // block)
+        own.append(slice(first - base // block, end - base // block))
+        base = span.start // extent * extent // block
+        among.append(slice(first - base, end - base))
+    shared[tuple(among)] = values[tuple(own)]
+    reduce(shared, maxima)
+    values[tuple(own)] = shared[tuple(among)]
 
 
 def _from(span: range, first: int) -> range:

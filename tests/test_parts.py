@@ -134,17 +134,6 @@ def test_special_values_on_all_sides_of_cuts(format, shape, axes):
     assert_parts_are_slices(weight, partition, results)
 
 
-@pytest.mark.parametrize("axes", [{"rows": {"tp": 2}}, {"rows": {"tp": 8}}, {"columns": {"tp": 8}}])
-def test_each_expert_has_its_own_amax(axes):
-    """Of whole blocks, and of blocks on several ranks, with experts that differ in size."""
-    weight = (
-        wide_range_weights(3, 64, 64, exponents=(-2, 2))
-        * torch.tensor([1, 50, 0.03])[:, None, None]
-    )
-    partition = infer_partition(NVFP4, axes, shape=weight.shape)
-    assert_parts_are_slices(weight, partition, quantize_on_ranks(weight, partition))
-
-
 SHARED = {  # a cut that needs maxima, and the buffer that is wrong without them
     "mxfp8, rows": (MXFP8, {"rows": {"tp": 8}}, "columnwise_scale"),
     "mxfp8, columns": (MXFP8, {"columns": {"tp": 8}}, "rowwise_scale"),
@@ -207,16 +196,6 @@ def test_whole_blocks_are_left_to_kernels_where_these_run(format, monkeypatch):
     find_maxima, encode, finish = launched
     assert encode.kernels and encode.kernels == encode.calls and finish.kernels == finish.calls
     assert bool(find_maxima.kernels) is (format is NVFP4)
-
-
-def test_whole_blocks_exchange_nothing():
-    shape, partition = _whole_blocks(FP8_BLOCK)
-    weight = wide_range_weights(*shape)
-    results = [
-        quantize_part(part_of(weight, partition, one), partition, one)
-        for one in coordinates(partition)
-    ]
-    assert_parts_are_slices(weight, partition, results)
 
 
 @pytest.mark.parametrize("format", NAMES)

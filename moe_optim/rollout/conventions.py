@@ -1,4 +1,4 @@
-"""How inference engines name, type and scale quantized weights: one value a format and convention.
+"""Names, dtypes and scales of quantized weights in inference engines, by format and convention.
 
 Read in released packages: compressed-tensors 0.20.0 (``compressors/*/base.py``), vLLM 0.33.0
 (``model_executor/layers/quantization``: ``fp8.py``, ``modelopt.py`` and
@@ -23,32 +23,32 @@ ENGINE_FORMATS: Mapping[str, EngineFormat] = MappingProxyType(
     {
         MXFP8.name: "mxfp8",
         MXFP8_2D.name: "mxfp8",  # the scales of 32x32 blocks, repeated for each row
-        NVFP4.name: "nvfp4",  # those of 16x16 blocks, likewise
+        NVFP4.name: "nvfp4",  # the scales of 16x16 blocks, repeated for each row
         FP8_BLOCK.name: "fp8_block",
     }
 )
-"""By what training calls the format: what engines read it as."""
+"""Name of a training format -> what engines read it as."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Convention:
-    """What stands in place of ``weight`` for one quantized [R, C] weight, and what it means."""
+    """Suffixes in place of ``weight`` for one quantized [R, C] weight, and their meaning."""
 
     format: EngineFormat
     name: ConventionName
-    data: str
-    """[R, C] ``float8_e4m3fn``; of NVFP4 [R, C/2] ``uint8``, low nibble first."""
-    scale: str
-    """Of MXFP8 [R, C/32] ``uint8``, exponents with a bias of 127; of NVFP4 [R, C/16]
-    ``float8_e4m3fn``; of FP8 blocks [R/128, C/128] ``float32``; of FP8 without blocks [R, 1]
-    ``float32``. Elements are multiplied by it."""
+    data: str = "weight"
+    """[R, C] ``float8_e4m3fn``; NVFP4: [R, C/2] ``uint8``, low nibble first."""
+    scale: str = "weight_scale"
+    """Multiplies elements. MXFP8: [R, C/32] ``uint8``, exponents with a bias of 127; NVFP4:
+    [R, C/16] ``float8_e4m3fn``; FP8 blocks: [R/128, C/128] ``float32``; FP8 without blocks: [R, 1]
+    ``float32``."""
     global_scale: str | None = None
-    """Of NVFP4 alone, ``float32``."""
+    """``float32``, of NVFP4 alone."""
     divides: bool = False
-    """Whether values are divided by the global scale, which is [1] then; else they are multiplied
-    by it, and it is []."""
+    """Whether values are divided by the global scale, which is [1] then; otherwise they are
+    multiplied by it, and it is []."""
     engines: tuple[str, ...]
-    """That load it."""
+    """Engines that load it."""
 
     @property
     def data_dtype(self) -> torch.dtype:
@@ -71,94 +71,39 @@ class Convention:
         return {"mxfp8": (1, 32), "nvfp4": (1, 16), "fp8_block": (128, 128)}[self.format]
 
 
+_BOTH = ("vLLM", "SGLang")
+
 CONVENTIONS: tuple[Convention, ...] = (
-    Convention(
-        format="mxfp8",
-        name="compressed_tensors",
-        data="weight",
-        scale="weight_scale",
-        engines=("vLLM",),
-    ),
-    Convention(
-        format="mxfp8",
-        name="modelopt",
-        data="weight",
-        scale="weight_scale",
-        engines=("vLLM",),
-    ),
-    Convention(
-        format="mxfp8",
-        name="deepseek",
-        data="weight",
-        scale="weight_scale_inv",
-        engines=("SGLang",),
-    ),
-    Convention(
-        format="nvfp4",
-        name="modelopt",
-        data="weight",
-        scale="weight_scale",
-        global_scale="weight_scale_2",
-        engines=("vLLM", "SGLang"),
-    ),
+    Convention(format="mxfp8", name="compressed_tensors", engines=("vLLM",)),
+    Convention(format="mxfp8", name="modelopt", engines=("vLLM",)),
+    Convention(format="mxfp8", name="deepseek", scale="weight_scale_inv", engines=("SGLang",)),
+    Convention(format="nvfp4", name="modelopt", global_scale="weight_scale_2", engines=_BOTH),
     Convention(
         format="nvfp4",
         name="compressed_tensors",
         data="weight_packed",
-        scale="weight_scale",
         global_scale="weight_global_scale",
         divides=True,
-        engines=("vLLM", "SGLang"),
+        engines=_BOTH,
     ),
-    Convention(
-        format="fp8_block",
-        name="deepseek",
-        data="weight",
-        scale="weight_scale_inv",
-        engines=("vLLM", "SGLang"),
-    ),
-    Convention(
-        format="fp8_block",
-        name="compressed_tensors",
-        data="weight",
-        scale="weight_scale",
-        engines=("vLLM", "SGLang"),
-    ),
+    Convention(format="fp8_block", name="deepseek", scale="weight_scale_inv", engines=_BOTH),
+    Convention(format="fp8_block", name="compressed_tensors", engines=_BOTH),
 )
-"""All of those with blocks. The first of a format is taken where none is named."""
+"""All conventions of formats with blocks; the first of a format is the default."""
 
-ONE_SCALE = Convention(
-    format="fp8",
-    name="compressed_tensors",
-    data="weight",
-    scale="weight_scale",
-    engines=("vLLM", "SGLang"),
-)
-"""Of FP8 weights with one scale each, which every row gets: so engines scale activations token by
-token, and two halves of a fused weight need not agree."""
+ONE_SCALE = Convention(format="fp8", name="compressed_tensors", engines=_BOTH)
+"""FP8 weights with per-tensor scaling. Every row gets the scale, so engines scale activations per
+token, and the two halves of a fused weight need not agree."""
 
 
 def find_convention(format: BlockScaledFormat, name: str | None = None) -> Convention:
-    """Return how weights of a training format are named, by the name of the convention if given.
-
-    Raises:
-        ConfigError: the format has none of that name.
-    """
+    """Return the convention ``name``, or the default, of a training format; else ConfigError."""
     of_format = [one for one in CONVENTIONS if one.format == ENGINE_FORMATS[format.name]]
     return choose_convention(of_format, name, format.name)
 
 
 def choose_convention(of_format: Sequence[Convention], name: str | None, format: str) -> Convention:
-    """Return the convention of a name, or the first one.
-
-    Args:
-        of_format: those there are.
-        name: of the wanted one, None for any.
-        format: what errors call the format.
-
-    Raises:
-        ConfigError: none of them has the name.
-    """
+    """Return the convention called ``name``, or the first; ``format`` is for the ConfigError."""
     found = next((one for one in of_format if name in (None, one.name)), None)
     if found is None:
         raise ConfigError(

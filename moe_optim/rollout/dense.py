@@ -1,4 +1,4 @@
-"""Everything but experts, as Megatron's sharded state dict cuts it, and wholes of it."""
+"""Everything but experts, as Megatron's sharded state dict cuts it, and put together again."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factor
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
+from moe_optim.checkpoint.files.reader import TensorInfo
 from moe_optim.errors import StateError
-from moe_optim.rollout.buckets import TensorInfo
 from moe_optim.rollout.units import HeldPart
 from moe_optim.weights.grouped_weight import GroupedWeight
 from moe_optim.weights.te.fields import is_quantized, read_values, require_memory
@@ -19,39 +19,39 @@ from moe_optim.weights.te.fields import is_quantized, read_values, require_memor
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LocalPart:
-    """A part of a tensor on this rank, and what others are told of it."""
+    """A part of a tensor on this rank, and the record of it for other ranks."""
 
     held: HeldPart
     values: Tensor
 
     def read(self) -> Tensor:
         """Return the values, a view; those of quantized weights in bf16."""
-        return _plain(self.values)
+        return read_values(self.values) if is_quantized(self.values) else self.values.detach()
 
 
 def local_parts(chunk: Any) -> Iterator[LocalPart]:
-    """Yield what a chunk has besides experts, under the names of checkpoints. Nothing is sent.
+    """Yield the tensors of a chunk besides experts, under the names of checkpoints.
 
-    Raises:
-        StateError: a tensor is offloaded, or a quantized one is behind its masters.
+    An offloaded tensor, or a quantized one behind its masters, is a StateError.
     """
     state = unwrap_model(chunk).sharded_state_dict()
-    kept = {key: value for key, value in state.items() if not _is_of_experts(key, value)}
+    kept = {
+        key: value
+        for key, value in state.items()
+        if "experts" not in f"{key}.{getattr(value, 'key', key)}".split(".")
+    }
     apply_factories(kept)
     for one in nested_values(kept):
         if isinstance(one, ShardedTensor) and not isinstance(one.data, GroupedWeight):
             yield _part_of(one)
 
 
-def _is_of_experts(key: str, value: Any) -> bool:
-    """Return whether an entry is one of experts: theirs are exported from their buffers."""
-    named = getattr(value, "key", key)
-    return "experts" in f"{key}.{named}".split(".")
-
-
 def _part_of(sharded: ShardedTensor) -> LocalPart:
-    values, axes = sharded.data, sharded.prepend_axis_num
-    name = _with_layer(sharded.key, sharded.global_offset[:axes])
+    values, axes, name = sharded.data, sharded.prepend_axis_num, sharded.key
+    if axes:  # Megatron keeps the number of the layer as an axis of its own
+        (number,) = sharded.global_offset[:axes]
+        head, layers, tail = name.partition("layers.")
+        name = f"{head}{layers}{number}.{tail}"
     require_memory(f"export_weights: {name}", values)
     dtype = torch.bfloat16 if is_quantized(values) else values.dtype
     held = HeldPart(
@@ -63,27 +63,14 @@ def _part_of(sharded: ShardedTensor) -> LocalPart:
     return LocalPart(held=held, values=values)
 
 
-def _with_layer(key: str, numbers: tuple[int, ...]) -> str:
-    """Return the name with the layer that Megatron keeps as an axis of its own, if it does."""
-    if not numbers:
-        return key
-    (number,) = numbers
-    head, layers, tail = key.partition("layers.")
-    return f"{head}{layers}{number}.{tail}"
-
-
-def _plain(values: Tensor) -> Tensor:
-    return read_values(values) if is_quantized(values) else values.detach()
-
-
 class Wholes:
-    """Tensors that are put together as their parts arrive."""
+    """Puts tensors together as their parts arrive."""
 
     def __init__(self) -> None:
         self._open: dict[str, tuple[Tensor, int]] = {}
 
     def add(self, held: HeldPart, values: Tensor) -> Tensor | None:
-        """Take a part; return the whole once all of it has arrived, a view where it is one part."""
+        """Take a part; return the whole once all parts have arrived, a view where it is one."""
         if held.part.shape == held.whole.shape:
             return values
         if held.name not in self._open:

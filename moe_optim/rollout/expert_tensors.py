@@ -1,4 +1,4 @@
-"""From the buffers of a linear of experts to the tensors of each expert, for engines."""
+"""From the data and scale buffers of a linear of experts to the tensors of each, for engines."""
 
 from collections.abc import Sequence
 
@@ -12,9 +12,9 @@ from moe_optim.formats.reference.nvfp4 import decoding_amax, global_encode_scale
 from moe_optim.rollout.conventions import Convention
 
 EXPORT_LAYOUTS = ("hf_per_expert", "sequential")
-"""Key layouts with a tensor for each expert, rows first: no rank has more to give."""
+"""Key layouts with a tensor for each expert, rows first."""
 
-_NVFP4_UNIT = 6.0 * 448.0  # of the global amax, what a scale of 1 and an element of 1 stand for
+_NVFP4_UNIT = 6.0 * 448.0  # the global amax decodes to this times a scale and an element of 1
 
 
 def get_export_layout(name: str) -> KeyLayout:
@@ -28,12 +28,10 @@ def get_export_layout(name: str) -> KeyLayout:
 
 
 def patterns_of(layout: KeyLayout, linear: str, kind: str) -> tuple[KeyPattern, ...]:
-    """Return the patterns of one linear, in the order of its rows.
+    """Return the patterns of one linear in the order of its rows.
 
-    Args:
-        layout: of :data:`EXPORT_LAYOUTS`.
-        linear: ``linear_fc1``, which holds gate and up, or ``linear_fc2``.
-        kind: ``weight`` or ``bias``.
+    ``linear`` is ``linear_fc1``, which holds gate and up, or ``linear_fc2``; ``kind`` is ``weight``
+    or ``bias``.
     """
     wanted = ("gate", "up") if linear == "linear_fc1" else ("down",)
     return tuple(
@@ -53,19 +51,19 @@ def export_experts(
 ) -> list[list[dict[str, Tensor]]]:
     """Return the tensors of each expert under the names of a convention, for each part of its rows.
 
-    Elements are views of the buffers, of all rows or of whole runs of them; so are scales, unless
-    those of square blocks are repeated for each row. Interleaved rows are copied.
+    Data and scales are views, except interleaved rows and the scales of square blocks, which are
+    repeated for each row.
 
     Args:
-        quantized: buffers of the linear; only rowwise ones are read. They may be on ``meta``.
-        convention: of the format.
+        quantized: weight of the linear; only rowwise buffers are read. May be on ``meta``.
+        convention: convention of its format.
         parts: 2 for gate and up apart, else 1.
         interleave: rows of gate that alternate with as many of up; None where they do not.
-        name: of the weight, for errors.
+        name: name of the weight, for errors.
 
     Returns:
-        Of each expert ``parts`` mappings of data, scale, and the global scale where there is one.
-        Both halves of fc1 have the same global scale: that of their common amax.
+        For each expert ``parts`` mappings of data, scale, and the global scale where there is one.
+        Both halves of fc1 have the global scale of their common amax.
 
     Raises:
         LayoutError: a block of scales lies in two parts.
@@ -83,12 +81,9 @@ def export_experts(
         buffers[convention.global_scale] = [
             _global_scales(quantized, convention) for _ in range(parts)
         ]
-    unbound = {name: [part.unbind(0) for part in of_name] for name, of_name in buffers.items()}
+    unbound = {name: [part.unbind(0) for part in split] for name, split in buffers.items()}
     return [
-        [
-            {name: of_name[part][expert] for name, of_name in unbound.items()}
-            for part in range(parts)
-        ]
+        [{name: split[part][expert] for name, split in unbound.items()} for part in range(parts)]
         for expert in range(experts)
     ]
 
@@ -101,16 +96,9 @@ def export_expert_of_one_scale(
     parts: int = 1,
     interleave: int | None = None,
 ) -> list[dict[str, Tensor]]:
-    """Return the tensors of one expert whose elements share a scale, for each part of its rows.
+    """Return the tensors of one expert with per-tensor scaling, as :func:`export_experts` does.
 
-    Elements are views, unless rows interleave; scales are copies.
-
-    Args:
-        codes: [R, C] uint8, E4M3.
-        scale_inv: [1] fp32, what elements are multiplied by.
-        convention: of FP8 without blocks.
-        parts: 2 for gate and up apart, else 1.
-        interleave: rows of gate that alternate with as many of up; None where they do not.
+    ``codes`` are [R, C] uint8, E4M3; ``scale_inv`` [1] fp32 multiplies them. Scales are copies.
     """
     data = codes.view(convention.data_dtype).unsqueeze(0)
     rows = codes.shape[0] // parts
@@ -129,24 +117,12 @@ def split_rows(values: Tensor, parts: int, interleave: int | None) -> Sequence[T
 
 
 def tensor_name(prefix: str, pattern: KeyPattern, expert: int, suffix: str) -> str:
-    """Return the whole name of one expert's tensor.
-
-    Args:
-        prefix: of the container, which ends in a dot.
-        pattern: of the layout, of weights or biases.
-        expert: among all of the layer.
-        suffix: what stands in place of ``weight`` or ``bias``.
-    """
+    """Return the whole name of one expert's tensor; ``suffix`` replaces ``weight`` or ``bias``."""
     return prefix + tensor_template(pattern, suffix).format(expert=expert)
 
 
 def tensor_template(pattern: KeyPattern, suffix: str) -> str:
-    """Return what an expert's tensor is called in its container, ``{expert}`` for its number.
-
-    Args:
-        pattern: of the layout, of weights or biases.
-        suffix: what stands in place of ``weight`` or ``bias``.
-    """
+    """Return the name of an expert's tensor in its container, with ``{expert}`` for its number."""
     return f"{pattern.template.rpartition('.')[0]}.{suffix}"
 
 
@@ -162,7 +138,7 @@ def _check_cut(rows: int, parts: int, interleave: int | None, block_rows: int, n
 
 
 def _repeated(quantized: QuantizedWeight, block_rows: int) -> Tensor:
-    """Return the scales [E, R / block rows, ...], a view where blocks are as high."""
+    """Return the scales as [E, R / block rows, ...], a view where blocks are as high."""
     scale = quantized.rowwise_scale
     own_rows, _ = quantized.format.rowwise_block
     return scale if own_rows == block_rows else scale.repeat_interleave(own_rows // block_rows, 1)

@@ -1,7 +1,7 @@
 """The experts that a rank holds, and the tensors that each of them is exported as."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any
@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_optim.checkpoint.files.reader import TensorInfo
 from moe_optim.errors import ConfigError, LayoutError, StateError
 from moe_optim.experts.keys.layouts import LINEARS, KeyLayout
 from moe_optim.experts.linears import ExpertLinear, expert_linears
 from moe_optim.experts.sharding import CUTS
 from moe_optim.experts.te_linears import members_of
 from moe_optim.formats import QuantizedWeight, get_format
-from moe_optim.rollout.buckets import TensorInfo
 from moe_optim.rollout.conventions import ONE_SCALE, Convention, choose_convention, find_convention
 from moe_optim.rollout.expert_tensors import (
     export_expert_of_one_scale,
@@ -38,13 +38,16 @@ from moe_optim.weights.te.fields import (
 )
 from moe_optim.weights.te.tensorwise import codes_and_scale
 
-Form = tuple[tuple[tuple[str, TensorInfo], ...], ...]
-"""Of each part of an expert's rows, its tensors by what stands in place of ``weight``."""
+_LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.(?:mtp_model_layer\.)?mlp\.experts\.\w+")
+_Parts = list[dict[str, Tensor]]
+"""Tensors of one expert by what replaces ``weight`` in names, for each part of its rows."""
+StoredValues = QuantizedWeight | tuple[Tensor, Tensor] | list[Tensor]
+"""Experts of a linear: quantized; codes and scale of one with per-tensor scaling; or one each."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExportedAs:
-    """What exported experts are called; every rank has the same."""
+    """Names of exported experts, the same on every rank."""
 
     layout: KeyLayout
     convention: str | None
@@ -54,12 +57,7 @@ class ExportedAs:
         return [template.format(expert=expert) for template in _templates(self, held)]
 
     def join(self, held: HeldExperts, ranks: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """Return the tensors of one expert, put together from those of its parts.
-
-        Args:
-            held: which axis is cut.
-            ranks: of each rank of expert tensor parallelism the tensors of its part.
-        """
+        """Return the tensors of one expert, put together from those of the parts of each rank."""
         assert held.cut_axis is not None
         runs = 1  # of rows that each rank has a part of
         if held.linear.endswith(LINEARS[0]) and held.interleave is None:
@@ -70,47 +68,40 @@ class ExportedAs:
             for pieces in cut
         ]
 
-    def plain_parts(self, held: HeldExperts, values: Tensor) -> list[dict[str, Tensor]]:
-        """Return the rows of one expert, part by part, views where they do not alternate."""
-        parts = split_rows(values.unsqueeze(0), self._count(held), held.interleave)
-        return [{held.kind: part[0]} for part in parts]
-
-    def quantized_parts(
-        self, held: HeldExperts, quantized: QuantizedWeight
-    ) -> list[list[dict[str, Tensor]]]:
-        """Return data and scales of each expert, part by part."""
-        return export_experts(
-            quantized,
-            self.convention_of(held.format),
-            parts=self._count(held),
-            interleave=held.interleave,
-            name=held.linear,
-        )
-
-    def parts_of_one_scale(
-        self, held: HeldExperts, codes: Tensor, scale_inv: Tensor
-    ) -> list[dict[str, Tensor]]:
-        """Return data and scales of one expert whose elements share a scale, part by part."""
-        return export_expert_of_one_scale(
-            codes,
-            scale_inv,
-            self.convention_of(held.format),
-            parts=self._count(held),
-            interleave=held.interleave,
-        )
+    def parts(self, held: HeldExperts, values: StoredValues) -> list[_Parts]:
+        """Return the tensors of each expert in ``values``, part by part; views if possible."""
+        count, interleave = self._count(held), held.interleave
+        if isinstance(values, QuantizedWeight):
+            convention = self.convention_of(held.format)
+            return export_experts(
+                values, convention, parts=count, interleave=interleave, name=held.linear
+            )
+        if isinstance(values, tuple):
+            convention = self.convention_of(TENSORWISE)
+            return [
+                export_expert_of_one_scale(*values, convention, parts=count, interleave=interleave)
+            ]
+        return [
+            [{held.kind: part[0]} for part in split_rows(one.unsqueeze(0), count, interleave)]
+            for one in values
+        ]
 
     def convention_of(self, format: str) -> Convention:
-        """Return how weights of a training format are named."""
+        """Return the convention for weights of a training format."""
         if format == TENSORWISE:
             return choose_convention([ONE_SCALE], self.convention, format)
         return find_convention(get_format(format), self.convention)
+
+    def infos(self, held: HeldExperts) -> list[tuple[str, TensorInfo]]:
+        """Return suffix, shape and dtype of the tensors of each expert of a linear."""
+        return [one for part in _infos_of(self, replace(held, first=0, count=1)) for one in part]
 
     def _count(self, held: HeldExperts) -> int:
         linear = held.linear.rpartition(".")[2]
         return len(patterns_of(self.layout, linear, held.kind))
 
     def prefix(self, held: HeldExperts) -> str:
-        """Return what the names of a layer's experts begin with."""
+        """Return the prefix of the names of a layer's experts."""
         container = held.linear.rpartition(".")[0]
         if self.layout.name == "sequential":
             return f"{container}."
@@ -124,29 +115,22 @@ class ExportedAs:
         )
 
 
-def form_of(exported: ExportedAs, held: HeldExperts) -> Form:
-    """Return what each expert of a linear consists of, part by part."""
-    return _form_of(exported, replace(held, first=0, count=1))
-
-
 @cache
-def _form_of(exported: ExportedAs, held: HeldExperts) -> Form:
+def _infos_of(exported: ExportedAs, held: HeldExperts) -> list[list[tuple[str, TensorInfo]]]:
+    """Return the same part by part, from an export of one expert without memory."""
+    values: StoredValues
     if held.format == "bf16":
-        values = torch.empty(held.shape, dtype=torch.bfloat16, device="meta")
-        parts = exported.plain_parts(held, values)
+        values = [torch.empty(held.shape, dtype=torch.bfloat16, device="meta")]
     elif held.format == TENSORWISE:
         codes = torch.empty(held.shape, dtype=torch.uint8, device="meta")
-        parts = exported.parts_of_one_scale(
-            held, codes, torch.empty(1, dtype=torch.float32, device="meta")
-        )
+        values = codes, torch.empty(1, dtype=torch.float32, device="meta")
     else:
-        shape = (1, *held.shape)
-        buffers = QuantizedWeight.empty(get_format(held.format), shape, device="meta")
-        (parts,) = exported.quantized_parts(held, buffers)
-    return tuple(
-        tuple((name, TensorInfo(tuple(one.shape), one.dtype)) for name, one in part.items())
+        values = QuantizedWeight.empty(get_format(held.format), (1, *held.shape), device="meta")
+    (parts,) = exported.parts(held, values)
+    return [
+        [(name, TensorInfo(tuple(one.shape), one.dtype)) for name, one in part.items()]
         for part in parts
-    )
+    ]
 
 
 @cache
@@ -155,26 +139,23 @@ def _templates(exported: ExportedAs, held: HeldExperts) -> list[str]:
     linear = held.linear.rpartition(".")[2]
     prefix = exported.prefix(held)
     patterns = patterns_of(exported.layout, linear, held.kind)
+    parts = _infos_of(exported, replace(held, first=0, count=1))
     return [
         prefix + tensor_template(pattern, suffix)
-        for pattern, part in zip(patterns, form_of(exported, held), strict=True)
+        for pattern, part in zip(patterns, parts, strict=True)
         for suffix, _ in part
     ]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class LocalExperts:
-    """A linear of experts on this rank, and what others are told of it."""
+class ExportedLinear:
+    """A linear of experts on this rank, and the record of it for other ranks."""
 
     held: HeldExperts
     linear: ExpertLinear
 
     def locate(self, expert: int) -> tuple[int, int]:
-        """Return which of the linear's tensors holds an expert, and where in it.
-
-        Args:
-            expert: its number among all of the layer.
-        """
+        """Return the linear's tensor that holds an expert of the layer, and its index there."""
         index = expert - self.held.first
         return (0, index) if len(self._tensors) == 1 else (index, 0)
 
@@ -184,11 +165,7 @@ class LocalExperts:
             self.require_fresh(place)
 
     def require_fresh(self, place: int) -> bool:
-        """Check that a tensor can be read; return whether it lies elsewhere than at the last call.
-
-        Raises:
-            StateError: the weight is behind its masters, or on the host.
-        """
+        """Return whether a tensor has moved since the last call; StateError if unreadable."""
         storage = self._storage(place)
         if storage is None:
             require_memory(f"export_weights: {self.held.linear}", self._tensors[place])
@@ -199,20 +176,15 @@ class LocalExperts:
             storage.take_over()
         return has_moved
 
-    def parts(self, place: int, exported: ExportedAs) -> list[list[dict[str, Tensor]]]:
-        """Return what one of the linear's tensors holds: of each expert its tensors, part by part.
-
-        Of what this rank has of them, where ranks share experts.
-        """
-        storage = self._storage(place)
+    def values(self, place: int) -> StoredValues:
+        """Return the experts in one of the linear's tensors; this rank's parts of shared ones."""
+        storage, tensor = self._storage(place), self._tensors[place]
         if storage is not None:
-            return exported.quantized_parts(self.held, storage.quantized)
+            return storage.quantized
         if self.held.format == TENSORWISE:
-            return [exported.parts_of_one_scale(self.held, *codes_and_scale(self._tensors[place]))]
-        values = self._tensors[place].detach()
-        is_of_one = values.dim() == len(self.held.shape)
-        experts = [values] if is_of_one else members_of(values)
-        return [exported.plain_parts(self.held, expert) for expert in experts]
+            return codes_and_scale(tensor)
+        values = tensor.detach()
+        return [values] if values.dim() == len(self.held.shape) else list(members_of(values))
 
     @cached_property
     def _tensors(self) -> list[Any]:
@@ -226,38 +198,34 @@ class LocalExperts:
 
 @dataclass(kw_only=True)
 class ExpertReader:
-    """Reads experts: what lies in one tensor is taken apart at once, and kept until the next."""
+    """Reads experts: takes a tensor apart at once, and keeps its experts until the next tensor."""
 
     exported: ExportedAs
-    _read: tuple[LocalExperts, int] | None = None
-    _experts: list[list[dict[str, Tensor]]] = field(default_factory=list)
+    _read: tuple[ExportedLinear, int] | None = None
+    _experts: list[_Parts] = field(default_factory=list)
 
-    def read(self, local: LocalExperts, expert: int) -> list[Tensor]:
-        """Return one expert's tensors; ``expert`` is its number among all.
-
-        Raises:
-            StateError: the weight is behind its masters, or on the host.
-        """
+    def read(self, local: ExportedLinear, expert: int) -> list[Tensor]:
+        """Return one expert's tensors by its number in the layer; StateError if not readable."""
         place, index = local.locate(expert)
         if local.require_fresh(place) or self._read != (local, place):
-            self._experts = local.parts(place, self.exported)
+            self._experts = self.exported.parts(local.held, local.values(place))
             self._read = (local, place)
         return [tensor for part in self._experts[index] for tensor in part.values()]
 
 
-def local_experts(chunk: Any) -> Iterator[LocalExperts]:
+def local_experts(chunk: Any) -> Iterator[ExportedLinear]:
     """Yield the linears of experts of a chunk: weights, and biases where there are some.
 
     Raises:
-        ConfigError: experts have adapters, are no pairs of gate and up, are cut into parts that
-            have global scales of their own, or have one scale and elements of E5M2.
+        ConfigError: experts have adapters, are no pairs of gate and up, are cut into parts with
+            global scales of their own, or have per-tensor scaling and elements of E5M2.
         LayoutError: experts are cut through blocks of scales.
         StateError: a quantized weight is not held by a bucket of this package.
     """
     modules = modules_by_name(chunk)
     for linear in expert_linears(chunk):
         path = with_global_layers(linear.name, modules)
-        config = _config_of(linear, modules)
+        config = getattr(modules.get(linear.name.rpartition(".")[0]), "config", None)
         _require_exportable(linear, path, config)
         name = path.rpartition(".")[2]
         shape, format = _kind_of(linear, path)
@@ -279,14 +247,11 @@ def local_experts(chunk: Any) -> Iterator[LocalExperts]:
                 _require_joinable(path, stored_as, part[axis], axis, size)
             whole = tuple(n * size if axis == at else n for at, n in enumerate(part))
             held = HeldExperts(kind=kind, shape=whole, format=stored_as, cut_axis=axis, **facts)
-            yield LocalExperts(held=held, linear=linear)
-
-
-_LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.(?:mtp_model_layer\.)?mlp\.experts\.\w+")
+            yield ExportedLinear(held=held, linear=linear)
 
 
 def _hf_layer(path: str, config: Any) -> int | None:
-    """Return the number of a linear's layer on disk, where multi-token prediction comes last."""
+    """Return the number of a linear's layer on disk, where MTP layers come last."""
     found = _LAYER.fullmatch(path)
     if found is None or (found[1] == "mtp" and config is None):
         return None
@@ -297,11 +262,6 @@ def biases_of(linear: ExpertLinear) -> list[Tensor]:
     """Return the biases of a linear in expert order, one of all experts or one each."""
     named = linear.module.named_parameters(recurse=False)
     return [param for name, param in named if name.startswith("bias") and param.numel()]
-
-
-def _config_of(linear: ExpertLinear, modules: Mapping[str, Any]) -> Any:
-    owner = modules.get(linear.name.rpartition(".")[0])
-    return getattr(owner, "config", None)
 
 
 def _kind_of(linear: ExpertLinear, path: str) -> tuple[tuple[int, ...], str]:
@@ -344,14 +304,9 @@ def _require_exportable(linear: ExpertLinear, path: str, config: Any) -> None:
 
 
 def _require_joinable(path: str, format: str, numel: int, axis: int, size: int) -> None:
-    """Check that parts of experts are whole blocks, so that they lie side by side in a whole.
+    """Check that parts of experts are whole blocks along the axis that is cut.
 
-    Args:
-        path: of the linear.
-        format: of its weights.
-        numel: of a part along the axis that is cut.
-        axis: rows or columns; rows are those of gate, and as many of up.
-        size: how many ranks share an expert.
+    ``numel`` is the length of a part: rows (axis 0) of gate and as many of up, or columns (1).
     """
     if format == "bf16":
         return

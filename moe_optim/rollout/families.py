@@ -1,14 +1,14 @@
-"""Under which names Megatron and Hugging Face keep the weights of a model, family by family.
+"""Names of the weights of a model in Megatron and in Hugging Face, family by family.
 
-It maps the names that Megatron's ``torch_dist`` checkpoints have, with the layers told apart
+Maps the names in Megatron's ``torch_dist`` checkpoints, with layer numbers
 (``decoder.layers.3.self_attention.linear_qkv.weight``), to those that transformers loads from disk
-(``model.layers.3.self_attn.q_proj.weight`` and so on), both ways, of every tensor of a model but
-its experts. Experts of a layer lie behind ``expert_prefixes``, on Hugging Face's side in the layout
-``hf_per_expert`` of :mod:`moe_optim.experts.keys.layouts`. Pure: no tensor, no Megatron and no
+(``model.layers.3.self_attn.q_proj.weight`` and so on), both ways, for every tensor but experts.
+Experts of a layer lie behind ``expert_prefixes``, on Hugging Face's side in the layout
+``hf_per_expert`` of :mod:`moe_optim.experts.keys.layouts`. Imports neither Megatron nor
 transformers.
 
-Where Megatron's own layers save a tensor under another name than Transformer Engine's, both are
-listed. A family is a value: adding one means adding a row of :data:`FAMILIES`.
+Where Megatron's own layers and Transformer Engine's save a tensor under different names, both are
+listed. Adding a family means adding a value to :data:`FAMILIES`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,35 +17,35 @@ from types import MappingProxyType
 from typing import Literal
 
 Form = Literal["same", "qkv", "gate_up"]
-"""How tensors of one side become those of the other: unchanged; rows of query, key and value
-gathered by group, or apart; rows of gate and up one behind the other, or apart."""
+"""How Megatron's tensor relates to those of transformers: equal; rows of query, key and value by
+group, there apart; rows of gate, then of up, there apart."""
 Trait = Literal["untied", "query_lora", "no_query_lora", "expert_bias", "shared_experts"]
-"""What not all models of a family have."""
-Side = Literal["transformer_engine", "local"]
-"""Whose layers a checkpoint of Megatron is for; Megatron's ``--transformer-impl`` says which."""
+"""Property that not all models of a family have."""
+Implementation = Literal["transformer_engine", "local"]
+"""Megatron's ``--transformer-impl``: whose layers a checkpoint is for."""
 
 LAYOUT_OF_EXPERTS = "hf_per_expert"
-"""The layout of experts that transformers has on disk; it fuses them while it loads."""
+"""Layout of experts in transformers' files; transformers fuses them while loading."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NamePair:
-    """One tensor of Megatron's, and what it is in transformers."""
+    """Names of one tensor of Megatron's on both sides."""
 
     megatron: tuple[str, ...]
-    """As Transformer Engine's layers are saved, then as Megatron's own, if that differs."""
+    """Name in Transformer Engine's layers, then in Megatron's own, if that differs."""
     hf: tuple[str, ...]
-    """One, and others with the same values; or query, key and value; or gate and up."""
+    """One name and those of copies; or query, key and value; or gate and up."""
     form: Form = "same"
     when: Trait | None = None
-    """The trait that a model has it with; None: every one has it."""
+    """The trait of the models that have it; None: all have it."""
 
-    def megatron_name(self, side: Side) -> str:
-        """Return the name that layers of one side are saved under."""
-        return self.megatron[0 if side == "transformer_engine" else -1]
+    def megatron_name(self, implementation: Implementation) -> str:
+        """Return the name in layers of one implementation."""
+        return self.megatron[0 if implementation == "transformer_engine" else -1]
 
     def behind(self, megatron: str, hf: str) -> "NamePair":
-        """Return it with prefixes in front of its names."""
+        """Return the pair with prefixes in front of its names."""
         return replace(
             self,
             megatron=tuple(megatron + name for name in self.megatron),
@@ -55,17 +55,17 @@ class NamePair:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Anatomy:
-    """Of which tensors a model consists."""
+    """Layers and traits, which determine the tensors of a model."""
 
     num_layers: int
     moe_layers: frozenset[int]
-    """Numbers of the layers with experts; the others have one dense network."""
+    """Numbers of the layers with experts; the others have one dense MLP."""
     traits: frozenset[Trait] = frozenset()
     mtp_layers: int = 0
-    """Layers behind these that predict further tokens, all with experts."""
+    """Layers behind these that predict further tokens (MTP), all with experts."""
 
     def expert_prefixes(self) -> list[tuple[str, str]]:
-        """Return for each layer with experts what :func:`expert_prefixes` does."""
+        """Return :func:`expert_prefixes` of each layer with experts."""
         behind = range(self.num_layers, self.num_layers + self.mtp_layers)
         return [
             *map(expert_prefixes, sorted(self.moe_layers)),
@@ -85,21 +85,22 @@ class Family:
     architecture: str
     """Class of transformers."""
     model: tuple[NamePair, ...]
-    """Of tensors that lie in no layer."""
+    """Tensors outside of layers."""
     layer: tuple[NamePair, ...]
-    """Of every layer, behind ``decoder.layers.N.`` and ``model.layers.N.``; so are the next two."""
+    """Tensors of every layer, behind ``decoder.layers.N.`` and ``model.layers.N.``, as the next two
+    are."""
     dense: tuple[NamePair, ...]
-    """Of layers without experts."""
+    """Tensors of layers without experts."""
     moe: tuple[NamePair, ...]
-    """Of layers with experts, but for the experts themselves."""
+    """Tensors of layers with experts, but for the experts themselves."""
     mtp: tuple[NamePair, ...] = ()
-    """Of layers that predict further tokens, behind ``mtp.layers.N.``: besides a layer with experts
-    inside of each. None: there are no such models."""
+    """Tensors of MTP layers, behind ``mtp.layers.N.``, besides the layer with experts inside of
+    each; empty where no model has such layers."""
     mtp_copies: Mapping[str, str] = field(default_factory=dict)
-    """What each of these has of the model's once more: its name, and that of the copy."""
+    """Names of tensors of the model that each MTP layer has once more -> names of the copies."""
 
     def pairs(self, anatomy: Anatomy) -> Iterator[NamePair]:
-        """Yield every tensor of a model but its experts, under whole names, layer by layer."""
+        """Yield the whole names of every tensor of a model but its experts, layer by layer."""
         behind = range(anatomy.num_layers, anatomy.num_layers + anatomy.mtp_layers * bool(self.mtp))
         for one in (one for one in self.model if _has(anatomy, one)):
             copy = self.mtp_copies.get(one.hf[0])
@@ -119,12 +120,12 @@ class Family:
 
 
 def expert_prefixes(layer: int) -> tuple[str, str]:
-    """Return what the names of a layer's experts begin with, in Megatron and in transformers."""
+    """Return the prefixes of a layer's experts in Megatron and in transformers."""
     return f"decoder.layers.{layer}.mlp.experts.", f"model.layers.{layer}.mlp.experts."
 
 
 _INNER = "transformer_layer."
-"""As sharded state dicts call the layer inside of one that predicts further tokens."""
+"""Name of the layer inside of an MTP layer in sharded state dicts."""
 
 
 def _mtp_prefix(number: int) -> str:

@@ -1,15 +1,21 @@
-"""What ranks hold of a model's weights: small records that they exchange, in one order for all.
+"""Records of the weights that ranks hold, and buckets in which they travel.
 
-A *unit* is what is sent at once and yielded together: the tensors of one linear of one expert, or
-this rank's part of another tensor.
+Ranks exchange small records of what they hold, in one order for all. A *unit* is what is sent at
+once and yielded together: the tensors of one linear of one expert, or this rank's part of another
+tensor. Units of several dtypes travel one behind the other in a bucket of bytes.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from moe_optim.rollout.buckets import TensorInfo, bucket_nbytes
+import torch
+from torch import Tensor
+
+from moe_optim.checkpoint.files.reader import TensorInfo
+
+_ALIGNMENT = 16  # bytes: any dtype may begin there
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,12 +29,12 @@ class HeldExperts:
     kind: str
     """``weight`` or ``bias``."""
     first: int
-    """Of all experts of the layer, the first that is here."""
+    """Number of the first expert here among all of the layer."""
     count: int
     shape: tuple[int, ...]
-    """Of one whole expert: [R, C], or [R]."""
+    """Shape of one whole expert: [R, C], or [R]."""
     format: str
-    """Of the weights; ``bf16`` of biases."""
+    """Format of the weights; ``bf16`` of biases."""
     interleave: int | None = None
     """Rows of gate that alternate with as many of up."""
     cut_axis: int | None = None
@@ -40,65 +46,74 @@ class HeldPart:
     """A part of another tensor that a rank holds, which may be all of it."""
 
     name: str
-    """As checkpoints have it, layers told apart."""
+    """Name in checkpoints, with the number of the layer."""
     whole: TensorInfo
     start: tuple[int, ...]
-    """Where the part begins in the tensor."""
+    """Index of the part's first element in the tensor."""
     part: TensorInfo
 
 
-Held = HeldExperts | HeldPart
+HeldRecord = HeldExperts | HeldPart
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unit:
-    """What is sent at once, and who has it."""
+class SendUnit:
+    """Tensors that are sent together, and the ranks that have them."""
 
-    held: Held
+    held: HeldRecord
     expert: int | None
-    """Among all experts of the layer; None of a part of another tensor."""
+    """Number among all experts of the layer; None of a part of another tensor."""
     tensors: tuple[TensorInfo, ...]
-    holders: frozenset[int]
-    """Ranks that have it; the lowest sends it."""
+    ranks: frozenset[int]
+    """Ranks that have it."""
     is_sent: bool
-    """Whether others get it: it is not where all have it, or where each keeps to its own."""
+    """False where all ranks have it, or where each keeps to its own."""
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of the tensors, each with what lies between it and the next in a bucket."""
+        """Bytes of the tensors in a bucket, padding included."""
         return bucket_nbytes(self.tensors)
 
     @property
     def is_cut(self) -> bool:
-        """Whether each holder has a part of an expert, so that they have to put it together."""
+        """Whether each of its ranks has a part of an expert, to be put together."""
         return isinstance(self.held, HeldExperts) and self.held.cut_axis is not None
 
     @property
-    def owner(self) -> int:
-        """The rank that sends it."""
-        return min(self.holders)
+    def sender(self) -> int:
+        """The lowest rank that has it."""
+        return min(self.ranks)
 
 
-def in_order(held: Held) -> tuple[object, ...]:
-    """Return what sorts weights as a model has them: numbers in names by their value."""
+def put_together(held_by: Mapping[int, Sequence[HeldRecord]]) -> dict[HeldRecord, frozenset[int]]:
+    """Return which ranks hold each record, in the order of the model."""
+    ranks: dict[HeldRecord, set[int]] = {}
+    for rank, records in held_by.items():
+        for record in records:
+            ranks.setdefault(record, set()).add(rank)
+    return {one: frozenset(ranks[one]) for one in sorted(ranks, key=_in_order)}
+
+
+def _in_order(held: HeldRecord) -> tuple[object, ...]:
+    """Sort weights as a model has them: numbers in names by their value."""
     name = held.linear if isinstance(held, HeldExperts) else held.name
     words = tuple((0, int(w), "") if w.isdigit() else (1, 0, w) for w in re.split(r"(\d+)", name))
     rest = (held.kind, held.first) if isinstance(held, HeldExperts) else ("", held.start)
     return (words, *rest)
 
 
-def batches(units: Sequence[Unit], bucket_bytes: int) -> list[list[Unit]]:
-    """Return units in order, together what one rank sends in one bucket, or what is not sent.
+def batches(units: Sequence[SendUnit], bucket_bytes: int) -> list[list[SendUnit]]:
+    """Return units in order, grouped by what one rank sends in one bucket, or what is not sent.
 
-    What is sent or put together at once has at most ``bucket_bytes``, unless a unit has more.
+    A group that is sent or put together has at most ``bucket_bytes``, unless one unit has more.
     """
-    found: list[list[Unit]] = []
+    found: list[list[SendUnit]] = []
     size = 0
     for unit in units:
         last = found[-1][-1] if found else None
         joins = last is not None and (last.is_sent, last.is_cut) == (unit.is_sent, unit.is_cut)
         if joins and last is not None and unit.is_sent:
-            joins = last.owner == unit.owner
+            joins = last.sender == unit.sender
         if joins and (unit.is_sent or unit.is_cut):
             joins = size + unit.nbytes <= bucket_bytes
         if not joins:
@@ -109,10 +124,35 @@ def batches(units: Sequence[Unit], bucket_bytes: int) -> list[list[Unit]]:
     return found
 
 
-def put_together(held_by: Mapping[int, Sequence[Held]]) -> dict[Held, frozenset[int]]:
-    """Return which ranks hold each record, in the order of the model."""
-    holders: dict[Held, set[int]] = {}
-    for rank, records in held_by.items():
-        for record in records:
-            holders.setdefault(record, set()).add(rank)
-    return {one: frozenset(holders[one]) for one in sorted(holders, key=in_order)}
+def infos_of(tensors: Iterable[Tensor]) -> list[TensorInfo]:
+    """Return shapes and dtypes of tensors."""
+    return [TensorInfo(tuple(one.shape), one.dtype) for one in tensors]
+
+
+def bucket_nbytes(infos: Iterable[TensorInfo]) -> int:
+    """Return the bytes that tensors take in a bucket, padding included."""
+    return sum(_aligned(info.nbytes) for info in infos)
+
+
+def cut_bucket(bucket: Tensor, infos: Iterable[TensorInfo]) -> list[Tensor]:
+    """Return the place of each tensor in a bucket, views of it."""
+    places, start = [], 0
+    for info in infos:
+        flat = bucket[start : start + info.nbytes]
+        places.append(flat.view(info.dtype).view(info.shape))
+        start += _aligned(info.nbytes)
+    return places
+
+
+def fill_bucket(bucket: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Write tensors to their places in a bucket, in as few launches as torch has for it."""
+    places = cut_bucket(bucket, infos_of(tensors))
+    torch._foreach_copy_([_bytes(one) for one in places], [_bytes(one) for one in tensors])
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -11,12 +11,23 @@ from torch import Tensor
 from moe_optim.buckets.bucket_group import gather_weights
 from moe_optim.errors import ConfigError, LayoutError
 from moe_optim.integration.patching.agreement import agree
-from moe_optim.rollout.buckets import bucket_nbytes, cut_bucket, fill_bucket, infos_of
 from moe_optim.rollout.dense import LocalPart, Wholes, local_parts
-from moe_optim.rollout.dense_names import DenseNames, Heads, find_family
+from moe_optim.rollout.dense_names import DenseNames, find_pairs
 from moe_optim.rollout.expert_tensors import get_export_layout
-from moe_optim.rollout.experts import ExpertReader, ExportedAs, LocalExperts, form_of, local_experts
-from moe_optim.rollout.units import Held, HeldExperts, HeldPart, Unit, batches, put_together
+from moe_optim.rollout.experts import ExpertReader, ExportedAs, ExportedLinear, local_experts
+from moe_optim.rollout.rows import Heads
+from moe_optim.rollout.units import (
+    HeldExperts,
+    HeldPart,
+    HeldRecord,
+    SendUnit,
+    batches,
+    bucket_nbytes,
+    cut_bucket,
+    fill_bucket,
+    infos_of,
+    put_together,
+)
 
 BUCKET_BYTES = 2**29
 
@@ -35,31 +46,31 @@ def export_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Return name and tensor of every weight of a model, quantized experts as they are.
 
-    What ``load_weights`` of vLLM's models and ``update_weights_from_tensor`` of SGLang take.
+    ``load_weights`` of vLLM's models and ``update_weights_from_tensor`` of SGLang take the pairs.
     Quantized experts are data and scales under their global number, in the names, shapes and
-    dtypes of a convention, and what these mean are the values that training multiplies; everything
-    else is in the dtype of training, bf16, quantized dense weights dequantized: exactly, but for
-    those with one scale, whose values bf16 rounds.
-    Gate and up are apart, with the same global scale in NVFP4, as engines that fuse them want.
+    dtypes of a convention; they decode to the values that training multiplies. Everything else is
+    in bf16; quantized dense weights are dequantized, exactly except for those with per-tensor
+    scaling, whose values bf16 rounds. Gate and up are apart, with the same global scale in NVFP4,
+    as engines that fuse them require.
 
-    Weights that are behind their masters are gathered first. A tensor is a view of the weight
-    wherever that is one: rows of an expert on a rank that holds it, unless gate and up rows
-    alternate. Tensors are to be read before the next step, and not to be written.
+    Weights that are behind their masters are gathered first. On a rank that holds an expert, its
+    tensors are views of the weight unless gate and up rows alternate. Read them before the next
+    step, and do not write to them.
 
-    Every rank must call it, with all of its chunks, and take all that it yields: ranks send
-    buckets to each other on the way.
+    Every rank must call it with all of its chunks and exhaust the iterator: ranks exchange buckets
+    on the way.
 
     Args:
-        model_chunks: those of this rank's pipeline stage.
+        model_chunks: model chunks of this rank's pipeline stage.
         layout: ``hf_per_expert``, the names of Hugging Face's models on disk; or ``sequential``,
             Megatron's, for models that have no names there.
-        convention: how engines call data and scales of the format; None takes the first of
-            ``moe_optim.rollout.conventions.CONVENTIONS`` that has it; experts with one scale a
-            weight have ``ONE_SCALE`` of that module.
-        experts: ``all`` yields every expert on every rank; ``own`` on each rank those it holds,
-            and nothing of them is sent.
-        device: where tensors are wanted; None leaves them where they lie.
-        bucket_bytes: of what is sent at once; a tensor that is larger goes alone.
+        convention: engines' names of data and scales; None takes the first of the format in
+            ``moe_optim.rollout.conventions.CONVENTIONS``. Experts with per-tensor scaling have
+            ``ONE_SCALE`` of that module.
+        experts: ``all`` yields every expert on every rank; ``own`` yields on each rank those it
+            holds, and sends none.
+        device: device of the tensors; None leaves them where they are.
+        bucket_bytes: bytes that are sent at once; a larger tensor goes alone.
         vocab_size: rows of embeddings to yield, where Megatron has padded them; None: all.
 
     Yields:
@@ -67,28 +78,16 @@ def export_weights(
 
     Raises:
         ConfigError: no such layout or convention; a model without names in the layout; experts
-            that have no gate, or that expert tensor parallelism cuts into parts with scales, or
-            global scales, of their own.
+            without a gate, or cut by expert tensor parallelism into parts with scales, or global
+            scales, of their own.
         LayoutError: gate and up, or parts of an expert on two ranks, share a block of scales; or
             no rank has grouped experts.
-        StateError: weights are on the host, or their gather would overwrite gradients that no step
-            has used; at any tensor, where a step has come between.
+        StateError: weights are on the host, their gather would overwrite gradients that no step
+            has used, or, at any tensor, a step was taken since the call.
     """
     exporter = agree(
         lambda: _Exporter.of(model_chunks, ExportedAs(get_export_layout(layout), convention)), None
     )
-    _require_choice(experts, bucket_bytes)
-    for chunk in exporter.chunks:
-        gather_weights(chunk)
-    agree(exporter.require_readable, None)
-    everywhere: list[list[Held]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everywhere, exporter.held)
-    own = experts == "own"
-    plan = agree(lambda: exporter.plan(everywhere, own, vocab_size), None)
-    return exporter.stream(plan, device, bucket_bytes)
-
-
-def _require_choice(experts: str, bucket_bytes: int) -> None:
     if experts not in ("all", "own"):
         raise ConfigError(
             f"export_weights: experts: expected all or own, got {experts!r}. Give one of them."
@@ -97,13 +96,21 @@ def _require_choice(experts: str, bucket_bytes: int) -> None:
         raise ConfigError(
             f"export_weights: bucket_bytes: expected a number of bytes, got {bucket_bytes}."
         )
+    for chunk in exporter.chunks:
+        gather_weights(chunk)
+    agree(exporter.require_readable, None)
+    everywhere: list[list[HeldRecord]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everywhere, exporter.held)
+    own = experts == "own"
+    plan = agree(lambda: exporter.plan(everywhere, own, vocab_size), None)
+    return exporter.stream(plan, device, bucket_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Plan:
-    """What is yielded in which order; the same on every rank."""
+class _ExportOrder:
+    """Units in the order in which they are yielded; the same on every rank."""
 
-    units: Sequence[Unit]
+    units: Sequence[SendUnit]
     dense: DenseNames | None
     """None where names stay Megatron's."""
 
@@ -114,8 +121,8 @@ class _Exporter:
 
     chunks: list[Any]
     exported: ExportedAs
-    experts: dict[Held, LocalExperts]
-    parts: dict[Held, LocalPart]
+    experts: dict[HeldRecord, ExportedLinear]
+    parts: dict[HeldRecord, LocalPart]
     reader: ExpertReader
     wholes: Wholes = field(default_factory=Wholes)
 
@@ -137,72 +144,74 @@ class _Exporter:
         )
 
     @property
-    def held(self) -> list[Held]:
-        """What this rank has."""
+    def held(self) -> list[HeldRecord]:
+        """Records of what this rank has."""
         return [*self.experts, *self.parts]
 
     def require_readable(self) -> None:
-        """Raise for weights that cannot be read now, before anything is sent."""
+        """Raise StateError for weights that cannot be read now, before anything is sent."""
         for local in self.experts.values():
             local.require_readable()
 
     def plan(
-        self, everywhere: Sequence[Sequence[Held]], own: bool, vocab_size: int | None
-    ) -> _Plan:
-        """Return the plan of what all ranks have; no rank communicates."""
-        holders = put_together(dict(enumerate(everywhere)))
-        if not any(isinstance(held, HeldExperts) for held in holders):
+        self, everywhere: Sequence[Sequence[HeldRecord]], own: bool, vocab_size: int | None
+    ) -> _ExportOrder:
+        """Return the order from what all ranks have; no rank communicates."""
+        ranks_of = put_together(dict(enumerate(everywhere)))
+        if not any(isinstance(held, HeldExperts) for held in ranks_of):
             raise LayoutError(
                 "export_weights: expected MoE layers with grouped experts, got none on any rank. "
                 "Build the model with --num-experts and --moe-grouped-gemm."
             )
-        units = [unit for held, ranks in holders.items() for unit in self._units(held, ranks, own)]
+        units = [unit for held, ranks in ranks_of.items() for unit in self._units(held, ranks, own)]
         dense = None
         if self.exported.layout.name != "sequential":
-            family, pairs = find_family({h.name for h in holders if isinstance(h, HeldPart)})
+            pairs = find_pairs({h.name for h in ranks_of if isinstance(h, HeldPart)})
             config = self.chunks[0].config
             groups = config.num_query_groups or config.num_attention_heads
-            heads = Heads(groups, config.kv_channels)
-            dense = DenseNames(family=family, pairs=pairs, heads=heads, vocabulary=vocab_size)
-        return _Plan(units=units, dense=dense)
+            heads = Heads(groups, config.num_attention_heads // groups, config.kv_channels)
+            dense = DenseNames(pairs=pairs, heads=heads, vocabulary=vocab_size)
+        return _ExportOrder(units=units, dense=dense)
 
-    def _units(self, held: Held, ranks: frozenset[int], own: bool) -> Iterator[Unit]:
+    def _units(self, held: HeldRecord, ranks: frozenset[int], own: bool) -> Iterator[SendUnit]:
         is_sent = len(ranks) < dist.get_world_size()
         if isinstance(held, HeldPart):
-            yield Unit(held=held, expert=None, tensors=(held.part,), holders=ranks, is_sent=is_sent)
+            yield SendUnit(
+                held=held, expert=None, tensors=(held.part,), ranks=ranks, is_sent=is_sent
+            )
             return
-        infos = tuple(info for part in form_of(self.exported, held) for _, info in part)
+        infos = tuple(info for _, info in self.exported.infos(held))
         for expert in range(held.first, held.first + held.count):
-            yield Unit(
+            yield SendUnit(
                 held=held,
                 expert=expert,
                 tensors=infos,
-                holders=ranks,
+                ranks=ranks,
                 is_sent=is_sent and not own,
             )
 
     def stream(
-        self, plan: _Plan, device: torch.device | str | None, bucket_bytes: int
+        self, plan: _ExportOrder, device: torch.device | str | None, bucket_bytes: int
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield everything, sending on the way what not all ranks have."""
+        """Yield everything, and send on the way what not all ranks have."""
         rank = dist.get_rank()
         for units in batches(plan.units, bucket_bytes):
             if units[0].is_sent:
                 values = iter(self._send(units))
             else:
-                units = [unit for unit in units if rank in unit.holders]
+                units = [unit for unit in units if rank in unit.ranks]
                 values = self._read_all(units)
             for unit, tensors in zip(units, values, strict=True):
                 for name, tensor in self._named(plan, unit, tensors):
                     yield name, tensor if device is None else tensor.to(device)
         self.wholes.check_complete()
 
-    def _read_all(self, units: Sequence[Unit]) -> Iterator[list[Tensor]]:
+    def _read_all(self, units: Sequence[SendUnit]) -> Iterator[list[Tensor]]:
         """Return the tensors of units of one batch that this rank holds."""
         is_cut = bool(units) and units[0].is_cut
         return iter(self._gather(units)) if is_cut else map(self._read, units)
 
-    def _gather(self, units: Sequence[Unit]) -> list[list[Tensor]]:
+    def _gather(self, units: Sequence[SendUnit]) -> list[list[Tensor]]:
         """Return the tensors of units whose parts this rank and others hold, put together."""
         own = [self._read(unit) for unit in units]
         group = self.experts[units[0].held].linear.groups.expt_tp
@@ -218,26 +227,26 @@ class _Exporter:
             joined.append(self.exported.join(unit.held, parts))
         return joined
 
-    def _read(self, unit: Unit) -> list[Tensor]:
+    def _read(self, unit: SendUnit) -> list[Tensor]:
         """Return the tensors of a unit that this rank has."""
         if isinstance(unit.held, HeldPart):
             return [self.parts[unit.held].read()]
         assert unit.expert is not None
         return self.reader.read(self.experts[unit.held], unit.expert)
 
-    def _send(self, units: Sequence[Unit]) -> list[list[Tensor]]:
-        """Return the tensors of units, on ranks that do not have them views of what has come."""
-        rank, owner = dist.get_rank(), units[0].owner
-        own = list(self._read_all([unit for unit in units if rank in unit.holders]))
+    def _send(self, units: Sequence[SendUnit]) -> list[list[Tensor]]:
+        """Return the tensors of units; on ranks that do not have them, views of the bucket."""
+        rank, sender = dist.get_rank(), units[0].sender
+        own = list(self._read_all([unit for unit in units if rank in unit.ranks]))
         bucket = self._bucket(sum(unit.nbytes for unit in units))
-        if rank == owner:
+        if rank == sender:
             fill_bucket(bucket, [tensor for tensors in own for tensor in tensors])
-        dist.broadcast(bucket, src=owner)
+        dist.broadcast(bucket, src=sender)
         arrived = iter(cut_bucket(bucket, [info for unit in units for info in unit.tensors]))
         come = [[next(arrived) for _ in unit.tensors] for unit in units]
         kept = iter(own)
         return [
-            next(kept) if rank in unit.holders else theirs
+            next(kept) if rank in unit.ranks else theirs
             for unit, theirs in zip(units, come, strict=True)
         ]
 
@@ -246,7 +255,7 @@ class _Exporter:
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def _named(
-        self, plan: _Plan, unit: Unit, values: Sequence[Tensor]
+        self, plan: _ExportOrder, unit: SendUnit, values: Sequence[Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
         if isinstance(unit.held, HeldExperts):
             assert unit.expert is not None

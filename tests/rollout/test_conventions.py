@@ -8,22 +8,18 @@ import torch
 
 from moe_optim import ops
 from moe_optim.commands.export.engine_config import quantization_config
-from moe_optim.errors import ConfigError, LayoutError
-from moe_optim.formats import FORMATS, NVFP4, QuantizedWeight, get_format
+from moe_optim.errors import LayoutError
+from moe_optim.formats import FORMATS, NVFP4, get_format
 from moe_optim.formats.reference.nvfp4 import global_encode_scale
 from moe_optim.rollout.conventions import (
     CONVENTIONS,
     ENGINE_FORMATS,
     ONE_SCALE,
-    choose_convention,
     find_convention,
 )
 from moe_optim.rollout.expert_tensors import (
     export_expert_of_one_scale,
     export_experts,
-    get_export_layout,
-    patterns_of,
-    tensor_name,
 )
 from tests.support.bytes import assert_bytes_equal
 from tests.support.checkpoints.stored_checkpoints import interleaved
@@ -77,37 +73,25 @@ def test_interleaved_rows_come_apart(format, convention):
             assert_bytes_equal(got[name], want[name], what=name)
 
 
+E4M3, U8, F32 = torch.float8_e4m3fn, torch.uint8, torch.float32
+WEIGHT, MXFP8_SCALE = ((256, 256), E4M3), ((256, 8), U8)
+PACKED, NVFP4_SCALE = ((256, 128), U8), ((256, 16), E4M3)
 SHAPES = {  # what replaces `weight` in a name: shape and dtype, of [256, 256]
-    ("mxfp8", "compressed_tensors"): {
-        "weight": ((256, 256), torch.float8_e4m3fn),
-        "weight_scale": ((256, 8), torch.uint8),
-    },
-    ("mxfp8", "modelopt"): {
-        "weight": ((256, 256), torch.float8_e4m3fn),
-        "weight_scale": ((256, 8), torch.uint8),
-    },
-    ("mxfp8", "deepseek"): {
-        "weight": ((256, 256), torch.float8_e4m3fn),
-        "weight_scale_inv": ((256, 8), torch.uint8),
-    },
+    ("mxfp8", "compressed_tensors"): {"weight": WEIGHT, "weight_scale": MXFP8_SCALE},
+    ("mxfp8", "modelopt"): {"weight": WEIGHT, "weight_scale": MXFP8_SCALE},
+    ("mxfp8", "deepseek"): {"weight": WEIGHT, "weight_scale_inv": MXFP8_SCALE},
     ("nvfp4", "modelopt"): {
-        "weight": ((256, 128), torch.uint8),
-        "weight_scale": ((256, 16), torch.float8_e4m3fn),
-        "weight_scale_2": ((), torch.float32),
+        "weight": PACKED,
+        "weight_scale": NVFP4_SCALE,
+        "weight_scale_2": ((), F32),
     },
     ("nvfp4", "compressed_tensors"): {
-        "weight_packed": ((256, 128), torch.uint8),
-        "weight_scale": ((256, 16), torch.float8_e4m3fn),
-        "weight_global_scale": ((1,), torch.float32),
+        "weight_packed": PACKED,
+        "weight_scale": NVFP4_SCALE,
+        "weight_global_scale": ((1,), F32),
     },
-    ("fp8_block", "deepseek"): {
-        "weight": ((256, 256), torch.float8_e4m3fn),
-        "weight_scale_inv": ((2, 2), torch.float32),
-    },
-    ("fp8_block", "compressed_tensors"): {
-        "weight": ((256, 256), torch.float8_e4m3fn),
-        "weight_scale": ((2, 2), torch.float32),
-    },
+    ("fp8_block", "deepseek"): {"weight": WEIGHT, "weight_scale_inv": ((2, 2), F32)},
+    ("fp8_block", "compressed_tensors"): {"weight": WEIGHT, "weight_scale": ((2, 2), F32)},
 }
 
 
@@ -118,20 +102,6 @@ def test_names_shapes_and_dtypes_are_those_that_engines_allocate(format, convent
     for part in (gate, up):
         got = {name: (tuple(one.shape), one.dtype) for name, one in part.items()}
         assert got == SHAPES[convention.format, convention.name]
-
-
-def test_gate_up_and_down_of_an_expert_have_names_of_their_own():
-    layout = get_export_layout("hf_per_expert")
-    prefix = "model.layers.3.mlp.experts."
-    names = [
-        tensor_name(prefix, pattern, 17, "weight_scale_inv")
-        for linear in ("linear_fc1", "linear_fc2")
-        for pattern in patterns_of(layout, linear, "weight")
-    ]
-    assert names == [f"{prefix}17.{part}_proj.weight_scale_inv" for part in ("gate", "up", "down")]
-    (whole,) = patterns_of(get_export_layout("sequential"), "linear_fc1", "weight")
-    want = "x.experts.local_experts.17.linear_fc1.weight_scale"
-    assert tensor_name("x.experts.", whole, 17, "weight_scale") == want
 
 
 @pytest.mark.parametrize(("format", "convention"), CASES)
@@ -148,17 +118,6 @@ def test_nothing_is_copied_where_a_view_does(format, convention):
         repeated = format in ("mxfp8_2d", "nvfp4")
         assert shared == {convention.data} | (set() if repeated else {convention.scale})
         assert all(tensor.is_contiguous() for tensor in part.values())
-
-
-@pytest.mark.parametrize("name", ["modelopt", "compressed_tensors"])
-def test_gate_and_up_share_a_global_scale_as_engines_that_fuse_them_ask(name):
-    """They were quantized as one weight; engines keep the scale of the first for both."""
-    weights = wide_weights()
-    weights[:, : ROWS // 2] *= 2.0**-6
-    convention = find_convention(NVFP4, name)
-    quantized = ops.quantize(weights, NVFP4)
-    gate, up = export_experts(quantized, convention, parts=2)[0]
-    assert_bytes_equal(gate[convention.global_scale], up[convention.global_scale])
 
 
 # Which bits a global scale of NVFP4 gives
@@ -263,34 +222,6 @@ def test_a_linear_in_one_part_may_end_in_part_of_a_block(interleave):
     convention = find_convention(quantized.format)
     (whole,) = export_experts(quantized, convention, interleave=interleave)[0]
     assert_bytes_equal(serving.dequantize(whole), ops.dequantize(quantized)[0])
-
-
-def test_unknown_conventions_and_layouts_are_refused_with_those_that_exist():
-    with pytest.raises(ConfigError, match="expected one of modelopt, compressed_tensors for nvfp4"):
-        find_convention(NVFP4, "deepseek")
-    with pytest.raises(ConfigError, match="expected one of compressed_tensors for tensorwise"):
-        choose_convention([ONE_SCALE], "deepseek", "tensorwise")
-    with pytest.raises(ConfigError, match="hf_per_expert, sequential.*got 'hf'"):
-        get_export_layout("hf")
-
-
-@pytest.mark.parametrize(("format", "convention"), CASES)
-def test_what_is_exported_is_known_before_there_are_values(format, convention):
-    """Receivers allocate what senders send."""
-    real = ops.quantize(wide_weights(), format)
-    meta = QuantizedWeight.empty(real.format, real.shape, device="meta")
-    pairs = list(
-        zip(
-            export_experts(real, convention, parts=2)[0],
-            export_experts(meta, convention, parts=2)[0],
-            strict=True,
-        )
-    )
-    assert len(pairs) == 2
-    for got, foreseen in pairs:
-        assert got.keys() == foreseen.keys() == SHAPES[convention.format, convention.name].keys()
-        assert all(got[name].shape == one.shape for name, one in foreseen.items())
-        assert all(got[name].dtype == one.dtype for name, one in foreseen.items())
 
 
 # What engines read in config.json

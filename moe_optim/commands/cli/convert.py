@@ -17,13 +17,13 @@ from moe_optim.spelling import spell_bytes
 if TYPE_CHECKING:
     from moe_optim.commands.conversion.conversion_plan import ConversionPlan, ConversionRequest
     from moe_optim.commands.conversion.layer_view import LayerView
-    from moe_optim.rollout.families import Side
+    from moe_optim.rollout.families import Implementation
 
 # What imports torch is imported where it is needed: it takes seconds.
 
 FORMATS = ("safetensors", "torch_dist")
 TARGETS = ("hf", "megatron")
-SIDES: "tuple[Side, ...]" = ("transformer_engine", "local")
+SIDES: "tuple[Implementation, ...]" = ("transformer_engine", "local")
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -168,10 +168,10 @@ def _convert_model(args: argparse.Namespace, began: float) -> list[str]:
     from moe_optim.commands.conversion.model_plan import ModelRequest, plan_model
     from moe_optim.commands.hugging_face.models import megatron_flags
 
-    side: Side = args.transformer_impl or SIDES[0]
+    side: Implementation = args.transformer_impl or SIDES[0]
     request = ModelRequest(
         to=args.to,
-        side=side,
+        transformer_impl=side,
         glu_interleave=args.glu_interleave or 0,
         source_glu_interleave=args.source_glu_interleave,
         tokenizer=args.tokenizer,
@@ -194,7 +194,7 @@ def _convert_model(args: argparse.Namespace, began: float) -> list[str]:
     return lines
 
 
-def _absent_layers(side: "Side", *, is_latent: bool) -> list[str]:
+def _absent_layers(side: "Implementation", *, is_latent: bool) -> list[str]:
     """Say where those flags start no run, and what to do there."""
     if side == "local":
         no_layers = "Megatron's local layers have no latent attention: give layers by --spec."

@@ -1,6 +1,5 @@
 """Comparing two checkpoints element by element, whatever layouts their experts are stored in."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -16,8 +15,8 @@ from moe_optim.commands.conversion.expert_finding import (
     known_interleave,
     without_experts,
 )
+from moe_optim.commands.conversion.file_plan import BytesDone, one_thread
 from moe_optim.commands.conversion.layer_view import LayerView
-from moe_optim.commands.conversion.one_thread import one_thread
 from moe_optim.experts.keys.conversion import convert_expert_set
 from moe_optim.experts.keys.layouts import ExpertSet, get_layout
 
@@ -28,43 +27,43 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """A tensor, or the part of one expert of it, that is not the same on both sides."""
+    """A tensor, or one expert's part of it, that is not the same on both sides."""
 
     name: str
-    """Of the tensor; of experts in layout ``grouped``."""
+    """Name of the tensor, in layout ``grouped`` for experts."""
     what: str
     """``values``, ``dtype``, ``shape``, ``only in A`` or ``only in B``."""
     expert: int | None = None
-    """Which one of the layer; None of a tensor that is not of experts."""
+    """Number of the expert within its layer; None for other tensors."""
     differing: int = 0
     """Elements whose bits differ, out of ``elements``."""
     elements: int = 0
-    """Of the expert, or of the tensor."""
+    """Elements of the expert, or of the tensor."""
     first: tuple[int, ...] = ()
     """Index of the first that differs, within the expert where there is one."""
     largest: float | None = None
-    """Largest absolute difference of values that are numbers on both sides; exact of integers."""
+    """Largest absolute difference of values that are numbers on both sides; exact for integers."""
     detail: str = ""
-    """Both shapes or dtypes, where these are what differs."""
+    """Both shapes or dtypes, where these differ."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Side:
+class ComparedCheckpoint:
     """A checkpoint with its experts found."""
 
     view: LayerView
-    """The checkpoint."""
+    """View of the checkpoint."""
     interleave: int
     """Rows of gate that alternate with as many of up; 0: all gate rows first."""
     sets: dict[str, ExpertSet]
-    """By prefix."""
+    """Experts by prefix."""
     others: tuple[str, ...]
-    """Tensors that are not experts'."""
+    """Keys of tensors that are not experts."""
 
     def read(self, prefix: str) -> dict[str, Tensor]:
         """Return the set at ``prefix`` in layout ``grouped``, all gate rows before the up rows.
 
-        By key, on the CPU: weights [E, 2F, H] and [E, H, F], biases [E, 2F] and [E, H], in the
+        On the CPU, by key: weights [E, 2F, H] and [E, H, F], biases [E, 2F] and [E, H], in the
         dtype of the checkpoint.
         """
         one = self.sets[prefix]
@@ -74,36 +73,42 @@ class Side:
         return convert_expert_set(tensors, one, GROUPED, source_interleave=self.interleave or None)
 
 
+Side = ComparedCheckpoint
+"""Former name of :class:`ComparedCheckpoint`."""
+
+
 @dataclass
 class Comparison:
-    """What a comparison has found so far."""
+    """Outcome of a comparison so far."""
 
     tensors: int = 0
-    """Compared, in the layout that is shown."""
+    """Number of compared tensors, in the layout that is shown."""
     nbytes: int = 0
-    """Of these, on one side."""
+    """Bytes of these, on one side."""
     differences: list[Difference] = field(default_factory=list)
-    """All that was found, in the order of the keys."""
+    """All differences, in the order of the keys."""
     notes: list[str] = field(default_factory=list)
-    """What was not compared, and why; a sentence each."""
+    """Sentences about parts that were not compared, and why."""
     skipped: list[str] = field(default_factory=list)
-    """Tensors of both sides that were not compared: flat states in other places."""
+    """Keys of tensors of both sides that were not compared: flat states in other places."""
 
     @property
     def equal(self) -> bool | None:
-        """Whether all tensors are the same; None where no other than skipped ones could differ."""
+        """Whether all tensors are the same; None where only skipped ones could differ."""
         if self.differences:
             return False
         return None if self.skipped else True
 
 
-def find_side(view: LayerView, *, num_experts: int | None, weights_only: bool) -> Side:
+def find_side(
+    view: LayerView, *, num_experts: int | None, weights_only: bool
+) -> ComparedCheckpoint:
     """Return a checkpoint with its experts found; no value is read.
 
     Args:
-        view: of the checkpoint.
-        num_experts: of every layer; None where keys and shapes tell.
-        weights_only: leave out everything of the optimizer.
+        view: view of the checkpoint.
+        num_experts: experts of every layer; None where keys and shapes tell.
+        weights_only: whether everything of the optimizer is left out.
 
     Raises:
         LayoutError: experts are not complete.
@@ -112,7 +117,7 @@ def find_side(view: LayerView, *, num_experts: int | None, weights_only: bool) -
     kept = [key for key in view.tensors if not (weights_only and is_state(key))]
     quantized = any(".experts." in key and is_quantized(view.tensors[key]) for key in kept)
     sets = [] if quantized else find_experts(view, kept, num_experts=num_experts)
-    return Side(
+    return ComparedCheckpoint(
         view=view,
         interleave=known_interleave(view, None),
         sets={one.prefix: one for one in sets},
@@ -121,24 +126,32 @@ def find_side(view: LayerView, *, num_experts: int | None, weights_only: bool) -
 
 
 @one_thread()
-def compare_checkpoints(a: Side, b: Side, report: Callable[[int], None]) -> Comparison:
+def compare_checkpoints(
+    a: ComparedCheckpoint, b: ComparedCheckpoint, report: BytesDone
+) -> Comparison:
     """Compare all tensors of two checkpoints, holding one layer of each at a time.
 
     Args:
-        a: one of them, A in what is said of differences.
+        a: one of them, named A in differences.
         b: the other.
-        report: called with how many bytes of A have been compared since its last call.
+        report: progress callback; takes the bytes of A compared since its last call.
 
     Raises:
         LayoutError: rows of experts are interleaved in an order that cannot be told.
         StateError: a file cannot be read.
     """
-    result = Comparison(notes=_not_compared(a, b))
+    result = Comparison()
+    objects = [len(side.view.reader.objects) for side in (a, b)]
+    if any(objects):
+        result.notes.append(
+            f"Objects that are no tensors were not compared: {objects[0]} in A and {objects[1]} in "
+            "B, such as arguments and random states."
+        )
     sizes = [side.view.recorded.parallel_sizes.get("expert tensor", 1) for side in (a, b)]
     if a.interleave != b.interleave or sizes[0] != sizes[1]:
         for side in (a, b):
             check_row_order(side.view, side.interleave)
-    for prefix in [*a.sets, *(prefix for prefix in b.sets if prefix not in a.sets)]:
+    for prefix in dict.fromkeys([*a.sets, *b.sets]):
         _compare_set(a, b, prefix, result)
         report(a.view.nbytes(a.sets[prefix].keys) if prefix in a.sets else 0)
     keys = dict.fromkeys([*a.others, *b.others])
@@ -157,32 +170,33 @@ def compare_checkpoints(a: Side, b: Side, report: Callable[[int], None]) -> Comp
     return result
 
 
-def _compare_set(a: Side, b: Side, prefix: str, result: Comparison) -> None:
-    if prefix not in a.sets or prefix not in b.sets:
-        side, what = (a, "only in A") if prefix in a.sets else (b, "only in B")
-        result.differences += [
-            Difference(name=key, what=what) for key in _grouped(side.sets[prefix]).keys
-        ]
+def _compare_set(
+    a: ComparedCheckpoint, b: ComparedCheckpoint, prefix: str, result: Comparison
+) -> None:
+    grouped = [
+        replace(side.sets[prefix], layout=GROUPED).shapes() if prefix in side.sets else None
+        for side in (a, b)
+    ]
+    if grouped[0] is None or grouped[1] is None:
+        what, keys = ("only in B", grouped[1]) if grouped[0] is None else ("only in A", grouped[0])
+        result.differences += [Difference(name=key, what=what) for key in keys or ()]
         return
-    shapes = [_grouped(side.sets[prefix]).shapes() for side in (a, b)]
-    if shapes[0] != shapes[1]:
-        detail = " against ".join(f"{list(found.values())}" for found in shapes)
+    if grouped[0] != grouped[1]:
+        detail = " against ".join(f"{list(found.values())}" for found in grouped if found)
         result.differences.append(Difference(name=prefix, what="shape", detail=detail))
         return
     left, right = a.read(prefix), b.read(prefix)
     for key in left:
-        result.tensors += 1
-        result.nbytes += left[key].nbytes
-        if left[key].dtype != right[key].dtype:
-            result.differences.append(_dtypes(key, left[key], right[key]))
-            continue
-        for expert in range(left[key].shape[0]):
-            found = compare_values(key, left[key][expert], right[key][expert])
-            if found:
-                result.differences.append(replace(found, expert=expert))
+        if _have_one_dtype(key, left[key], right[key], result):
+            for expert in range(left[key].shape[0]):
+                found = compare_values(key, left[key][expert], right[key][expert])
+                if found:
+                    result.differences.append(replace(found, expert=expert))
 
 
-def _compare_tensor(a: Side, b: Side, key: str, result: Comparison) -> None:
+def _compare_tensor(
+    a: ComparedCheckpoint, b: ComparedCheckpoint, key: str, result: Comparison
+) -> None:
     infos = [side.view.tensors.get(key) for side in (a, b)]
     if infos[0] is None or infos[1] is None:
         what = "only in B" if infos[0] is None else "only in A"
@@ -193,27 +207,32 @@ def _compare_tensor(a: Side, b: Side, key: str, result: Comparison) -> None:
         result.differences.append(Difference(name=key, what="shape", detail=detail))
         return
     left, right = a.view.read(key), b.view.read(key)
+    if _have_one_dtype(key, left, right, result) and (found := compare_values(key, left, right)):
+        result.differences.append(found)
+
+
+def _have_one_dtype(key: str, left: Tensor, right: Tensor, result: Comparison) -> bool:
+    """Count a compared tensor, and record dtypes that differ."""
     result.tensors += 1
     result.nbytes += left.nbytes
-    if left.dtype != right.dtype:
-        result.differences.append(_dtypes(key, left, right))
-    elif found := compare_values(key, left, right):
-        result.differences.append(found)
+    if left.dtype == right.dtype:
+        return True
+    detail = f"{left.dtype} against {right.dtype}"
+    result.differences.append(Difference(name=key, what="dtype", detail=detail))
+    return False
 
 
 def compare_values(name: str, left: Tensor, right: Tensor) -> Difference | None:
     """Return where the bits of two tensors differ, or None where all are the same.
 
     Args:
-        name: of the tensor, for the result.
-        left: any shape and dtype.
-        right: of the same shape and dtype.
+        name: name of the tensor, for the result.
+        left: tensor of any shape and dtype.
+        right: tensor of the same shape and dtype.
     """
-    bits = _BITS.get(left.dtype.itemsize)
-    if bits is None:  # complex128
-        left, right, bits = torch.view_as_real(left), torch.view_as_real(right), torch.int64
-    elif left.is_complex():
-        left, right, bits = torch.view_as_real(left), torch.view_as_real(right), torch.int32
+    if left.is_complex():
+        left, right = torch.view_as_real(left), torch.view_as_real(right)
+    bits = _BITS[left.dtype.itemsize]
     left_bits, right_bits = left.contiguous().view(bits), right.contiguous().view(bits)
     if torch.equal(left_bits, right_bits):
         return None
@@ -241,36 +260,14 @@ def _largest_gap(left: Tensor, right: Tensor) -> float | None:
     return float(gaps_of_floats.max()) if gaps_of_floats.numel() else None
 
 
-def _dtypes(key: str, left: Tensor, right: Tensor) -> Difference:
-    return Difference(name=key, what="dtype", detail=f"{left.dtype} against {right.dtype}")
-
-
-def _grouped(expert_set: ExpertSet) -> ExpertSet:
-    return replace(expert_set, layout=GROUPED)
-
-
 def flat_states_differ(a: LayerView, b: LayerView) -> bool:
     """Return whether states lie in buckets on one side, and not or in others on the other.
 
-    False where one has no states at all. Dtypes may differ: moments of any dtype lie in the same
-    places.
-
-    Args:
-        a: one of them.
-        b: the other.
+    False where ``a`` or ``b`` has no states at all. Dtypes may differ: moments of any dtype lie in
+    the same places.
     """
     flat = [
         {key: info.shape for key, info in view.tensors.items() if FLAT_STATES in key}
         for view in (a, b)
     ]
     return flat[0] != flat[1] and all(any(map(is_state, view.tensors)) for view in (a, b))
-
-
-def _not_compared(a: Side, b: Side) -> list[str]:
-    counts = [len(side.view.reader.objects) for side in (a, b)]
-    if not any(counts):
-        return []
-    return [
-        f"Objects that are no tensors were not compared: {counts[0]} in A and {counts[1]} in B, "
-        "such as arguments and random states."
-    ]

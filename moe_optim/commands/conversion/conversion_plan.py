@@ -1,8 +1,7 @@
-"""What a conversion of a checkpoint will do, decided before anything is read or written."""
+"""Plan of converting the experts of a checkpoint to another layout; everything else stays."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -13,24 +12,20 @@ from moe_optim.commands.conversion.expert_finding import (
     check_row_order,
     find_experts,
     known_interleave,
+    require_experts,
     without_experts,
 )
-from moe_optim.commands.conversion.flat_common import named_common_entries
-from moe_optim.commands.conversion.flat_states import NamedStates
-from moe_optim.commands.conversion.layer_view import STATE_KIND, STORED_ALIKE, LayerView
+from moe_optim.commands.conversion.file_plan import BLOB_BYTES, FilePlan, Part
+from moe_optim.commands.conversion.flat_states import NamedStates, named_common_entries
+from moe_optim.commands.conversion.layer_view import STATE, STATE_KIND, STORED_ALIKE, LayerView
 from moe_optim.errors import ConfigError, LayoutError
 from moe_optim.experts.keys.conversion import convert_expert_set
 from moe_optim.experts.keys.layouts import ExpertSet, KeyLayout, get_layout
 
-STATE = "optimizer.state."
-"""Before the kind of state, a dot, and the key of the parameter that it belongs to."""
-BLOB_BYTES = 4096
-"""At most, of what ``torch.save`` writes besides the elements."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class ConversionRequest:
-    """What a user asks for; None where it follows from the checkpoint."""
+    """Options of a conversion; None where they follow from the checkpoint."""
 
     to: KeyLayout
     """Layout of the result's experts."""
@@ -39,39 +34,34 @@ class ConversionRequest:
     glu_interleave: int | None = None
     """Rows of gate that alternate with as many of up in the result; 0: all gate rows first."""
     source_glu_interleave: int | None = None
-    """The same of the checkpoint, where it does not say."""
+    """The same for the source, where it is not recorded."""
     format: FileFormat | None = None
-    """Of the result's files."""
+    """File format of the result."""
     weights_only: bool = False
     """Whether masters, moments and everything else of the optimizer is left out."""
     num_experts: int | None = None
-    """Of every layer, where keys and shapes do not tell."""
+    """Experts of every layer, where keys and shapes do not tell."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConversionPlan:
-    """What goes where."""
+class ConversionPlan(FilePlan):
+    """Experts of all layers and their states first, then the tensors that are kept as they are."""
 
-    view: LayerView
-    """The checkpoint."""
-    sets: tuple[ExpertSet, ...]
-    """The experts of all layers, then their states, as they are stored."""
-    others: tuple[str, ...]
-    """Tensors that are kept as they are."""
     objects: tuple[str, ...]
-    """Kept as they are."""
-    left_out: tuple[str, ...]
-    """Tensors and objects that the result will not have."""
+    """Objects that are kept."""
     to: KeyLayout
     """Layout of the result's experts."""
-    source_interleave: int
-    """Rows of gate that alternate with as many of up in the checkpoint; 0: all gate rows first."""
     target_interleave: int
-    """The same of the result."""
+    """Rows of gate that alternate with as many of up in the result; 0: all gate rows first."""
     format: FileFormat
-    """Of the result's files."""
-    common_entries: Mapping[str, Any]
-    """Entries of Megatron's common state that are not what they were."""
+    """File format of the result."""
+    common_entries: Mapping[str, Any] = field(default_factory=dict)
+    """Entries of Megatron's common state that change."""
+
+    @property
+    def sets(self) -> tuple[ExpertSet, ...]:
+        """The experts of all layers, then their states, as they are stored."""
+        return tuple(part.experts for part in self.parts if part.experts is not None)
 
     @property
     def stored(self) -> TorchDistReader | None:
@@ -88,15 +78,10 @@ class ConversionPlan:
         return formats == {"torch_dist"} and self.source_interleave == self.target_interleave
 
     @property
-    def layer_bytes(self) -> int:
-        """Bytes of the largest set of experts: what is read at once."""
-        return max((self.set_bytes(one) for one in self.sets), default=0)
-
-    @property
     def total_bytes(self) -> int:
-        """Bytes of everything that is written, without headers."""
+        """Bytes of all tensors and objects, without headers."""
         objects = sum(self.view.reader.objects[key] for key in self.objects)
-        return sum(map(self.set_bytes, self.sets)) + self.view.nbytes(self.others) + objects
+        return sum(map(self.part_bytes, self.parts)) + objects
 
     @property
     def disk_bytes(self) -> int:
@@ -105,48 +90,30 @@ class ConversionPlan:
         made = sum(one.num_experts * len(self.to.patterns) for one in self.sets)
         return self.total_bytes + BLOB_BYTES * (copied + made + len(self.others) + 16)
 
-    def set_bytes(self, expert_set: ExpertSet) -> int:
-        """Return how many bytes the tensors of ``expert_set`` have together, as they are stored."""
-        return self.view.nbytes(expert_set.keys)
-
-    def convert(self, expert_set: ExpertSet) -> dict[str, Tensor]:
-        """Read one ``expert_set`` and return it as it is to be stored.
-
-        By key, on the CPU, of the shapes of the layout :attr:`to`, in the dtype of the checkpoint.
-        """
-        tensors = {key: self.view.read(key) for key in expert_set.keys}
-        layout_stays = expert_set.layout == self.to
-        if layout_stays and self.source_interleave == self.target_interleave:
+    def convert(self, part: Part) -> dict[str, Tensor]:
+        """Read a ``part``; return experts in the layout :attr:`to`, another tensor as it is."""
+        tensors, one = self.read(part), part.experts
+        interleaves = self.source_interleave, self.target_interleave
+        if one is None or (one.layout == self.to and interleaves[0] == interleaves[1]):
             return tensors
         return convert_expert_set(
             tensors,
-            expert_set,
+            one,
             self.to,
-            source_interleave=self.source_interleave or None,
-            target_interleave=self.target_interleave or None,
+            source_interleave=interleaves[0] or None,
+            target_interleave=interleaves[1] or None,
         )
-
-    def other_files(self) -> Iterator[list[str]]:
-        """Return the other tensors in groups no larger than a layer, but for larger tensors."""
-        group: list[str] = []
-        for key in self.others:
-            if group and self.view.nbytes([*group, key]) > self.layer_bytes:
-                yield group
-                group = []
-            group.append(key)
-        if group:
-            yield group
 
 
 def plan_conversion(view: LayerView, request: ConversionRequest) -> ConversionPlan:
     """Return the plan, without reading a value.
 
     Args:
-        view: of the checkpoint.
-        request: what is asked for.
+        view: view of the source.
+        request: options of the conversion.
 
     Raises:
-        ConfigError: what is asked for contradicts itself or what the checkpoint records.
+        ConfigError: the request contradicts itself or what the checkpoint records.
         LayoutError: experts or their states are not complete, or cannot be converted.
     """
     reader = view.reader
@@ -164,21 +131,22 @@ def plan_conversion(view: LayerView, request: ConversionRequest) -> ConversionPl
     else:
         _refuse_flat_states(view)
     sets = find_experts(view, kept, layout=request.source_layout, num_experts=request.num_experts)
-    if not sets:
-        raise LayoutError(
-            f"{reader.path}: expected weights of gated experts, got none among "
-            f"{len(view.tensors):,} tensors. `moe-optim inspect` shows what there is."
-        )
+    require_experts(view, sets, len(view.tensors))
     _check_states(view, sets)
     source_interleave = known_interleave(view, request.source_glu_interleave)
-    target = _target_interleave(request, to, source_interleave)
+    target_interleave = request.glu_interleave
+    if target_interleave is None:  # Megatron's layouts keep theirs, others have none
+        target_interleave = source_interleave if to.name in STORED_ALIKE else 0
     entries: Mapping[str, Any] = {}
     if isinstance(reader, NamedStates) and format == "torch_dist":
         entries = named_common_entries(reader.stored)
+    sets.sort(key=lambda one: is_state(one.prefix))
     plan = ConversionPlan(
         view=view,
-        sets=tuple(sorted(sets, key=lambda one: is_state(one.prefix))),
-        others=without_experts(kept, sets),
+        parts=(
+            *(Part(sources=one.keys, experts=one) for one in sets),
+            *(Part(sources=(key,)) for key in without_experts(kept, sets)),
+        ),
         objects=objects,
         left_out=(
             *(key for key in view.tensors if key not in set(kept)),
@@ -186,7 +154,7 @@ def plan_conversion(view: LayerView, request: ConversionRequest) -> ConversionPl
         ),
         to=to,
         source_interleave=source_interleave,
-        target_interleave=target,
+        target_interleave=target_interleave,
         format=format,
         common_entries=entries,
     )
@@ -217,7 +185,7 @@ def _refuse_flat_states(view: LayerView) -> None:
 
 
 def _check_states(view: LayerView, sets: list[ExpertSet]) -> None:
-    """Every kind of state that any expert has must be there for its layer, or none: frozen ones."""
+    """Refuse a layer that has some kinds of states and lacks others; frozen layers have none."""
     path, by_prefix = view.reader.path, {one.prefix: one for one in sets}
     weights = {prefix for prefix in by_prefix if not is_state(prefix)}
     states = [prefix for prefix in by_prefix if prefix.startswith(STATE)]
@@ -241,37 +209,21 @@ def _check_states(view: LayerView, sets: list[ExpertSet]) -> None:
         )
 
 
-def _target_interleave(request: ConversionRequest, to: KeyLayout, source: int) -> int:
-    """Return what was asked for; else Megatron's layouts keep theirs, and others have none."""
-    if request.glu_interleave is not None:
-        return request.glu_interleave
-    return source if to.name in STORED_ALIKE else 0
-
-
 def _check_interleaves(plan: ConversionPlan) -> None:
     check_row_order(plan.view, plan.source_interleave)
-    asked: Mapping[str, tuple[int, KeyLayout]] = {
-        "source": (plan.source_interleave, plan.sets[0].layout),
-        "target": (plan.target_interleave, plan.to),
-    }
-    for side, (interleave, layout) in asked.items():
+    path, first = plan.view.reader.path, plan.sets[0]
+    for side, interleave, layout in (
+        ("source", plan.source_interleave, first.layout),
+        ("target", plan.target_interleave, plan.to),
+    ):
         if interleave and not layout.can_interleave:
             raise LayoutError(
-                f"{plan.view.reader.path}: expected a GLU interleave of 0 for the {side} layout "
-                f"{layout.name}, whose gate and up rows are separate tensors, got {interleave}."
+                f"{path}: expected a GLU interleave of 0 for the {side} layout {layout.name}, "
+                f"whose gate and up rows are separate tensors, got {interleave}."
             )
         bad = [one for one in plan.sets if interleave and one.ffn % interleave]
         if bad:
             raise LayoutError(
-                f"{plan.view.reader.path}: {bad[0].prefix}: expected a GLU interleave that divides "
-                f"{bad[0].ffn}, the width of its experts, got {interleave}. Give another."
+                f"{path}: {bad[0].prefix}: expected a GLU interleave that divides {bad[0].ffn}, "
+                f"the width of its experts, got {interleave}. Give another."
             )
-
-
-def output_folder(target: Path, iteration: int | None) -> tuple[Path, str]:
-    """Return the folder of a torch_dist checkpoint in what ``--load`` takes, and what names it.
-
-    The folder is one below ``target``: ``release`` without an ``iteration``.
-    """
-    name = "release" if iteration is None else f"iter_{iteration:07d}"
-    return target / name, "release" if iteration is None else str(iteration)

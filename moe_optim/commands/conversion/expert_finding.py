@@ -12,7 +12,7 @@ from moe_optim.experts.keys.finding import find_expert_sets, survey_expert_sets
 from moe_optim.experts.keys.layouts import ExpertSet, KeyLayout, get_layout
 
 STORED = "experts.experts."
-"""In names under which ``torch_dist`` stores what experts have besides weights and biases."""
+"""Part of the names under which ``torch_dist`` stores what experts have besides weights."""
 
 
 def find_experts(
@@ -24,11 +24,7 @@ def find_experts(
 ) -> list[ExpertSet]:
     """Return the experts of every layer, states included.
 
-    Args:
-        view: of the checkpoint.
-        keys: to look among.
-        layout: as which they are read; None takes the recorded one, or any that fits.
-        num_experts: of each layer, where neither the layout nor the checkpoint tells.
+    ``layout`` None takes the recorded one, or any that fits.
 
     Raises:
         ConfigError: another layout is recorded.
@@ -45,8 +41,17 @@ def find_experts(
         raise LayoutError(f"{view.reader.path}: {error}") from error
 
 
+def require_experts(view: LayerView, sets: Collection[ExpertSet], tensors: int) -> None:
+    """Raise LayoutError if no experts were found among so many tensors."""
+    if not sets:
+        raise LayoutError(
+            f"{view.reader.path}: expected weights of gated experts, got none among {tensors:,} "
+            "tensors. `moe-optim inspect` shows what there is."
+        )
+
+
 def is_quantized(info: TensorInfo) -> bool:
-    """Return whether elements are codes, which mean nothing without their scales."""
+    """Return whether elements are codes, meaningless without their scales."""
     return info.dtype.itemsize == 1 and info.dtype != torch.bool
 
 
@@ -66,12 +71,7 @@ def refuse_quantized(view: LayerView, keys: Iterable[str]) -> None:
 def survey_experts(
     view: LayerView, shapes: Mapping[str, tuple[int, ...]] | None = None
 ) -> tuple[list[ExpertSet], list[str]]:
-    """Return the complete experts of every layer, and what is wrong with others.
-
-    Args:
-        view: of the checkpoint.
-        shapes: key -> shape, where weights are stored as something else than they are.
-    """
+    """Return the complete experts of every layer, and faults; ``shapes`` replaces stored ones."""
     return survey_expert_sets(
         _shapes(view, view.tensors) if shapes is None else shapes,
         layouts=source_layouts(view, None),
@@ -80,40 +80,35 @@ def survey_experts(
 
 
 def _said_experts(view: LayerView) -> int | None:
-    """Return how many experts a layer has as the checkpoint, or ``config.json`` beside it, says."""
+    """Return the experts of a layer that the checkpoint or its ``config.json`` names."""
     return view.recorded.num_experts or configured_experts(view.reader)
 
 
 def _shapes(view: LayerView, keys: Collection[str]) -> dict[str, tuple[int, ...]]:
-    """Return shapes by key, without those of routers that stand beside frozen experts."""
-    with_states = {module for key in keys if (module := _experts_of_state(key))}
+    """Return shapes by key, without states of routers beside frozen experts, which have none."""
+    found = {key: STATE_KIND.match(key) for key in keys if STORED not in key}
+    trained = {
+        module
+        for key, state in found.items()
+        if state and (module := key[state.end() :].rpartition("experts.")[0])
+    }
     return {
         key: view.tensors[key].shape
-        for key in keys
-        if STORED not in key and _is_expected(key, with_states)
+        for key, state in found.items()
+        if not state
+        or not key.endswith("router.weight")
+        or key[state.end() :].removesuffix("router.weight") in trained
     }
 
 
-def _experts_of_state(key: str) -> str | None:
-    """Return the prefix of the experts of which a key holds a state; None of another."""
-    found = STATE_KIND.match(key)
-    return key[found.end() :].rpartition("experts.")[0] or None if found else None
-
-
-def _is_expected(key: str, with_states: Collection[str]) -> bool:
-    """Return whether experts are to be looked for beside a key: not where none has any state."""
-    found, head = STATE_KIND.match(key), key.removesuffix("router.weight")
-    return found is None or head == key or head[found.end() :] in with_states
-
-
 def without_experts(keys: Iterable[str], sets: Iterable[ExpertSet]) -> tuple[str, ...]:
-    """Return which keys are no experts'."""
+    """Return the keys that are not in ``sets``."""
     taken = {key for one in sets for key in (*one.keys, *one.extra_states)}
     return tuple(key for key in keys if key not in taken)
 
 
 def source_layouts(view: LayerView, given: KeyLayout | None) -> list[KeyLayout] | None:
-    """Return the layouts that experts may have (None: any); ConfigError if ``given`` is not one."""
+    """Return the layouts that experts may have (None: any); ConfigError if not ``given``."""
     if view.reader.format == "torch_dist":
         if given and given.name not in STORED_ALIKE:
             raise ConfigError(
@@ -130,24 +125,21 @@ def source_layouts(view: LayerView, given: KeyLayout | None) -> list[KeyLayout] 
     return [get_layout(name)] if name else None
 
 
-def known_interleave(
-    view: LayerView, given: int | None, flag: str = "--source-glu-interleave"
-) -> int:
-    """Return the GLU interleave as given or recorded, else 0; ConfigError where the two differ."""
+def known_interleave(view: LayerView, given: int | None) -> int:
+    """Return the GLU interleave, given or recorded, else 0; ConfigError where the two differ."""
     recorded = view.recorded.glu_interleave
     if given is not None and recorded is not None and given != recorded:
         raise ConfigError(
-            f"{flag} {given}: {view.reader.path} records a GLU interleave of {recorded}. "
-            f"Leave {flag} out."
+            f"--source-glu-interleave {given}: {view.reader.path} records a GLU interleave of "
+            f"{recorded}. Leave --source-glu-interleave out."
         )
     return (recorded or 0) if given is None else given
 
 
 def check_row_order(view: LayerView, interleave: int) -> None:
-    """Raise LayoutError for rows that alternate in each expert-tensor-parallel rank's part.
+    """Raise LayoutError for rows that alternate within each expert-tensor-parallel rank's part.
 
-    Megatron stores the first half of the rows of all ranks, then the second half of all: the rows
-    of a rank are no longer side by side.
+    Megatron stores the first half of the rows of all ranks, then the second half of all.
     """
     ranks = view.recorded.parallel_sizes.get("expert tensor", 1)
     if interleave and ranks > 1:

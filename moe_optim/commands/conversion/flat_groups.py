@@ -1,6 +1,6 @@
-"""Which parameters each group of flat states has, and the orders that sizes leave for them.
+"""Which parameters each group of flat states has, and the orders that their sizes leave.
 
-By ``.metadata`` and the arguments that were saved with a checkpoint: no value is read.
+Reads ``.metadata`` and the arguments saved with a checkpoint, no values.
 """
 
 from collections.abc import Sequence
@@ -19,10 +19,6 @@ from moe_optim.experts.keys.finding import MAX_EXPERTS
 
 _EXPERTS = ".mlp.experts."
 _UNCUT = ("tensor", "pipeline", "virtual pipeline", "expert tensor")
-REMEDY = (
-    "Load it at its own sizes and save with --dist-ckpt-optim-fully-reshardable, or convert with "
-    "--weights-only."
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,15 +26,15 @@ class FlatGroup:
     """A data-parallel group, whose ranks shared buckets."""
 
     name: str
-    """What its keys begin with."""
+    """Prefix of its keys."""
     parameters: tuple[Parameter, ...]
-    """As a model registers them, experts numbered from 0 in each group."""
+    """In registration order, experts numbered from 0 in each group."""
     first_expert: int
     candidates: tuple[StateManifest, ...]
 
 
 def doubt_of_flat_states(stored: TorchDistReader) -> str | None:
-    """Say why flat states cannot be read by name, without reading a value; None if sizes fit."""
+    """Return why flat states cannot be read by name, from sizes alone; None if these fit."""
     try:
         read_groups(stored)
     except LayoutError as error:
@@ -47,68 +43,58 @@ def doubt_of_flat_states(stored: TorchDistReader) -> str | None:
 
 
 def read_groups(stored: TorchDistReader) -> list[FlatGroup]:
-    """Return the data-parallel groups with the orders that their sizes leave.
-
-    Raises:
-        LayoutError: nothing tells which parameters they have, or none of the orders fits.
-    """
+    """Return the data-parallel groups with the orders that sizes leave; LayoutError if none."""
     where, sizes = stored.path, stored.recorded.parallel_sizes
     if not stored.arguments:
-        raise LayoutError(refusal(where, "Megatron's arguments beside them", "none"))
+        raise refusal(where, "Megatron's arguments beside them", "none")
     cut = [f"{name} {sizes[name]}" for name in _UNCUT if sizes.get(name, 1) > 1]
     if cut:
-        raise LayoutError(refusal(where, "no parallel sizes but data and expert", ", ".join(cut)))
+        raise refusal(where, "no parallel sizes but data and expert", ", ".join(cut))
     view = LayerView(stored, num_layers=num_layers_of(stored))
     names = [key for key in view.tensors if not is_state(key) and _is_parameter(key)]
     order = registration_order(names, str(stored.arguments.get("transformer_impl")))
     if order is None:
         unknown = [name for name in names if registration_order([name], "local") is None]
-        raise LayoutError(refusal(where, "modules whose order is known", listed(unknown)))
+        raise refusal(where, "modules whose order is known", listed(unknown))
     parameters = [
         Parameter(name=name, shape=view.tensors[name].shape, dtype=str(view.tensors[name].dtype))
         for name in order
     ]
-    most = max(
-        (one.shape[0] for one in parameters if _EXPERTS in one.name and one.shape), default=0
-    )
-    if most > MAX_EXPERTS:
-        raise LayoutError(refusal(where, f"at most {MAX_EXPERTS:,} experts", f"{most:,}"))
+    counts = [one.shape[0] for one in parameters if _EXPERTS in one.name and one.shape]
+    if max(counts, default=0) > MAX_EXPERTS:
+        raise refusal(where, f"at most {MAX_EXPERTS:,} experts", f"{max(counts):,}")
     groups = _shares(stored, parameters, sizes.get("expert", 1))
     for group in groups:
         if not group.candidates:
             numel = sum(parameter.numel for parameter in group.parameters)
             found = sum(buffer.numel for buffer in read_buffers(stored, group.name))
-            raise LayoutError(
-                refusal(
-                    where,
-                    f"{group.name} to be laid out as Megatron lays out {numel:,} elements of these "
-                    "weights",
-                    f"{found:,} elements, laid out otherwise",
-                )
+            expected = (
+                f"{group.name} to be laid out as Megatron lays out {numel:,} elements of these "
+                "weights"
             )
+            raise refusal(where, expected, f"{found:,} elements, laid out otherwise")
     return groups
 
 
 def _shares(
     stored: TorchDistReader, parameters: Sequence[Parameter], expert_parallel: int
 ) -> list[FlatGroup]:
-    """Return which parameters each group has: all of them, or some of the experts."""
     names = flat_groups(stored)
     count = 1 if expert_parallel == 1 else 1 + expert_parallel
     if len(names) != count:
-        raise LayoutError(
-            refusal(stored.path, f"{count:,} groups of ranks", f"{len(names)}: {listed(names)}")
-        )
+        got = f"{len(names)}: {listed(names)}"
+        raise refusal(stored.path, f"{count:,} groups of ranks", got)
     for name in names:
         if (key := lower_bits_of_masters(stored, name)) is not None:
-            raise LayoutError(refusal(stored.path, "whole masters", f"lower bits of them: {key}"))
+            raise refusal(stored.path, "whole masters", f"lower bits of them: {key}")
         if any(buffer.is_quantized for buffer in read_buffers(stored, name)):
-            raise LayoutError(refusal(stored.path, "weights in high precision", "quantized ones"))
+            raise refusal(stored.path, "weights in high precision", "quantized ones")
     wanted: list[tuple[Sequence[Parameter], int]] = [(parameters, 0)]
     if expert_parallel > 1:
         dense = [one for one in parameters if _EXPERTS not in one.name]
         experts = [one for one in parameters if _EXPERTS in one.name]
-        local = _experts_of(experts) // expert_parallel
+        of_layer = {one.shape[0] if one.shape else 0 for one in experts}
+        local = (of_layer.pop() if len(of_layer) == 1 else 0) // expert_parallel
         mine = [replace(one, shape=(local, *one.shape[1:])) for one in experts]
         wanted = [(dense, 0), *((mine, local * rank) for rank in range(expert_parallel))]
     interleave = stored.recorded.glu_interleave or None
@@ -123,26 +109,21 @@ def _shares(
     ]
 
 
-def _experts_of(parameters: Sequence[Parameter]) -> int:
-    """Return how many experts a layer has, 0 where that is not the same everywhere."""
-    counts = {one.shape[0] for one in parameters if one.shape}
-    return counts.pop() if len(counts) == 1 and all(one.shape for one in parameters) else 0
-
-
 def _is_parameter(key: str) -> bool:
-    """Return whether a tensor of a checkpoint is trained: amaxes and biases of routing are not."""
+    """Tell trained tensors from amaxes and biases of routing."""
     return "experts.experts." not in key and not key.endswith(".router.expert_bias")
 
 
 def num_layers_of(stored: TorchDistReader) -> int | None:
-    """Return how many layers a model has by the arguments saved with it; None if none say."""
+    """Return the number of layers that the saved arguments name, if they do."""
     layers = stored.arguments.get("num_layers")
     return layers if type(layers) is int and layers > 0 else None
 
 
-def refusal(where: Path, expected: str, got: str) -> str:
-    """Return the message for flat states of which it is not certain what lies where."""
-    return (
+def refusal(where: Path, expected: str, got: str) -> LayoutError:
+    """Return the error for flat states whose places are not certain."""
+    return LayoutError(
         f"{where}: expected flat optimizer states that can be told apart by parameter: "
-        f"{expected}, got {got}. {REMEDY}"
+        f"{expected}, got {got}. Load it at its own sizes and save with "
+        "--dist-ckpt-optim-fully-reshardable, or convert with --weights-only."
     )

@@ -2,13 +2,16 @@
 
 Stock Megatron does not record what lies where in a bucket. The arguments saved with a checkpoint
 say how parameters were shared and laid out, and sizes and edges of what is stored leave one order
-of experts, seldom more. It is certain when every master, taken from where the order says, rounds to
-the weight that was saved beside it. Else nothing is read.
+of experts, seldom more. An order is certain when every master, taken from where the order puts it,
+rounds to the weight saved beside it. Otherwise nothing is read.
 """
 
-from collections.abc import Mapping, Sequence
+import re
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,20 +27,24 @@ from moe_optim.checkpoint.files.reader import (
 )
 from moe_optim.checkpoint.files.torch_dist import TorchDistReader
 from moe_optim.checkpoint.flat_buffers import bucket_key, flat_groups, rounds_to
-from moe_optim.checkpoint.state_manifest import Address, BucketSpan, StateManifest
+from moe_optim.checkpoint.state_manifest import MANIFEST, BucketSpan, StateManifest
 from moe_optim.commands.conversion.flat_groups import FlatGroup, num_layers_of, read_groups, refusal
-from moe_optim.commands.conversion.layer_view import LayerView, state_kind
-from moe_optim.errors import LayoutError
-
-_STATE = "optimizer.state."
-
+from moe_optim.commands.conversion.layer_view import STATE, LayerView, state_kind
 
 _Shown = tuple[str, int | None]
-"""Key of a parameter, layers told apart, and number of an expert among all; None: of no expert."""
+"""Key of a parameter with its layer, and number of an expert among all; None: not of an expert."""
+
+_HYPER = re.compile(r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_\d+\.(\w+)/.*")
+"""Key of an object that a data-parallel group keeps: number of its optimizer, name."""
+_OF_BUCKETS = ("per_bucket_numel", "per_bucket_numel_unpadded", MANIFEST)
+_BY_NAME = "fully_reshardable"
+_PLAIN = (bool, int, float, str, type(None))
+_MOST_VALUES, _DEEPEST = 100_000, 10
+"""More than hyper-parameters have; what has more has another purpose."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _StatePlace:
     """Where the states of a parameter, or of one expert of one, lie."""
 
     group: str
@@ -46,11 +53,11 @@ class _Place:
 
 
 class NamedStates:
-    """A ``torch_dist`` checkpoint whose flat states are shown as if they had been saved by name.
+    """A ``torch_dist`` checkpoint that shows its flat states as if they had been saved by name.
 
     It is a :class:`~moe_optim.checkpoint.files.reader.CheckpointReader`. States are called
-    ``optimizer.state.exp_avg.`` and so on, with the name and the shape of the weight behind.
-    Objects are those that Megatron saves beside such states.
+    ``optimizer.state.exp_avg.`` and so on, followed by the name of the weight, whose shape they
+    have. Objects are those that Megatron saves beside such states.
     """
 
     format: FileFormat = "torch_dist"
@@ -59,15 +66,16 @@ class NamedStates:
         """Find out what lies where: reads all masters and all weights, one at a time.
 
         Raises:
-            LayoutError: it is not certain; says why, and what to do.
+            LayoutError: it is not certain; the message says why, and what to do.
             StateError: a file is missing or damaged.
         """
         groups = read_groups(stored)
         view = LayerView(stored, num_layers=num_layers_of(stored))
         self.stored = stored
-        """What is in the files."""
-        self._places: dict[tuple[str, int | None], list[_Place]] = {}
-        for (shown, _), place in sorted(_shown_places(stored, view, groups), key=_by_expert):
+        """Reader of the files."""
+        self._places: dict[tuple[str, int | None], list[_StatePlace]] = {}
+        found = [one for group in groups for one in _places_by_values(stored, view, group).items()]
+        for (shown, _), place in sorted(found, key=lambda one: one[0][1] or 0):  # by expert
             stands = view.places[shown]
             self._places.setdefault((stands.name, stands.layer), []).append(place)
         self.path: Path = stored.path
@@ -80,21 +88,21 @@ class NamedStates:
         }
         names = dict.fromkeys(name for name, _ in self._places)
         self.tensors: Mapping[str, TensorInfo] = self._weights | {
-            f"{_STATE}{kind}.{name}": TensorInfo(self._weights[name].shape, dtypes[kind])
+            f"{STATE}{kind}.{name}": TensorInfo(self._weights[name].shape, dtypes[kind])
             for kind in sorted(dtypes)
             for name in names
         }
 
     @property
     def recorded(self) -> Recorded:
-        """What the checkpoint says about itself."""
+        """Facts that the checkpoint records about itself."""
         return self.stored.recorded
 
     def read(self, name: str, first: int | None = None) -> Tensor:
         """Return a tensor, or what lies at place ``first`` of its first axis."""
         if name in self._weights:
             return self.stored.read(name, first)
-        kind, _, weight = name.removeprefix(_STATE).partition(".")
+        kind, _, weight = name.removeprefix(STATE).partition(".")
         shape = self.tensors[name].shape
         if (weight, None) in self._places:  # of one layer, or of none
             whole = self._read((weight, None), kind).view(shape)
@@ -125,45 +133,34 @@ def states_by_name(reader: CheckpointReader) -> CheckpointReader:
     return reader
 
 
-def _shown_places(
-    stored: TorchDistReader, view: LayerView, groups: Sequence[FlatGroup]
-) -> list[tuple[_Shown, _Place]]:
-    """Return where the states of each parameter and expert lie, as values show."""
-    places: list[tuple[_Shown, _Place]] = []
-    for group in groups:
-        fitting, got = choose_by_values(
-            [_places_of(group, candidate) for candidate in group.candidates],
-            lambda found: _strangers(stored, view, found),
-        )
-        if len(fitting) != 1:
-            raise LayoutError(
-                refusal(
-                    stored.path,
-                    f"masters of {group.name} that round to the weights saved beside them in one "
-                    "of Megatron's orders",
-                    got,
-                )
-            )
-        places += fitting[0].items()
+def _places_by_values(
+    stored: TorchDistReader, view: LayerView, group: FlatGroup
+) -> dict[_Shown, _StatePlace]:
+    """Return where each parameter and expert of a group lies, in the one order that values fit."""
+    fitting, got = choose_by_values(
+        [_places_of(group, candidate) for candidate in group.candidates],
+        lambda found: _strangers(stored, view, found),
+    )
+    if len(fitting) == 1:
+        return fitting[0]
+    expected = (
+        f"masters of {group.name} that round to the weights saved beside them in one of Megatron's "
+        "orders"
+    )
+    raise refusal(stored.path, expected, got)
+
+
+def _places_of(group: FlatGroup, manifest: StateManifest) -> dict[_Shown, _StatePlace]:
+    places = {}
+    for address, span in manifest.addresses().items():
+        expert = None if address.expert is None else group.first_expert + address.expert
+        dtype = manifest.buffers[span.buffer].dtype
+        places[address.parameter, expert] = _StatePlace(group.name, dtype, span)
     return places
 
 
-def _places_of(group: FlatGroup, manifest: StateManifest) -> dict[_Shown, _Place]:
-    return {
-        _key(address, group.first_expert): _Place(
-            group.name, manifest.buffers[span.buffer].dtype, span
-        )
-        for address, span in manifest.addresses().items()
-    }
-
-
-def _key(address: Address, first_expert: int) -> _Shown:
-    expert = None if address.expert is None else first_expert + address.expert
-    return address.parameter, expert
-
-
 def _strangers(
-    stored: TorchDistReader, view: LayerView, places: Mapping[_Shown, _Place]
+    stored: TorchDistReader, view: LayerView, places: Mapping[_Shown, _StatePlace]
 ) -> set[str]:
     """Return the first parameter whose masters do not round to its weights."""
     held: tuple[str, Tensor] | None = None
@@ -176,13 +173,60 @@ def _strangers(
     return set()
 
 
-def _read(stored: TorchDistReader, place: _Place, kind: str) -> Tensor:
+def _read(stored: TorchDistReader, place: _StatePlace, kind: str) -> Tensor:
     """Return states of one kind, 1-D."""
     span = place.span
     key = f"{bucket_key(place.group, place.dtype, span.buffer, span.bucket)}.{kind}"
     return stored.read_box(key, (span.start,), (span.numel,))
 
 
-def _by_expert(one: tuple[_Shown, _Place]) -> int:
-    (_, expert), _ = one
-    return expert or 0
+def named_common_entries(stored: TorchDistReader) -> Mapping[str, Any]:
+    """Return the entries of Megatron's common state that differ where states are by name.
+
+    Beside flat states each data-parallel group has an object with the hyper-parameters of its
+    optimizer; beside states by name they lie in the common state, the same for all ranks. There
+    must be some, in numbers and text and equal on all ranks, or LayoutError is raised.
+    """
+    optimizers: dict[int | None, dict[str, Any]] = defaultdict(dict)
+    for name in sorted(stored.objects):
+        match = _HYPER.fullmatch(name)
+        if match is None or match[2] in _OF_BUCKETS:
+            continue
+        of_optimizer = optimizers[None if match[1] is None else int(match[1])]
+        value = _plain(stored, name, stored.read_object(name))
+        if of_optimizer.setdefault(match[2], value) != value:
+            raise refusal(
+                stored.path, "the same hyper-parameters for all ranks", f"others in {name}"
+            )
+    if not optimizers:
+        raise refusal(stored.path, "hyper-parameters beside them", "none")
+    by_name = {
+        index: {**entries, "param_state_sharding_type": _BY_NAME}
+        for index, entries in sorted(optimizers.items(), key=lambda one: one[0] or 0)
+    }
+    content = stored.common_state.get("content_metadata") or {}
+    return {
+        "optimizer": by_name.get(None, by_name),
+        "content_metadata": {
+            **_plain(stored, "content_metadata", content),
+            "distrib_optim_sharding_type": _BY_NAME,
+            "distrib_optim_fully_reshardable_mem_efficient": False,
+        },
+    }
+
+
+def _plain(stored: TorchDistReader, name: str, value: Any) -> Any:
+    """Return a value of numbers and text; LayoutError of anything else, or of very many."""
+    waiting, is_plain = [(0, value)], True
+    for _ in range(_MOST_VALUES):  # what refers to itself or is shared counts whenever it is met
+        if not (waiting and is_plain):
+            break
+        depth, one = waiting.pop()
+        if isinstance(one, dict | list | tuple) and depth < _DEEPEST:
+            parts = [*one, *one.values()] if isinstance(one, dict) else one
+            waiting += [(depth + 1, part) for part in parts]
+        else:
+            is_plain = isinstance(one, _PLAIN)
+    if waiting or not is_plain:
+        raise refusal(stored.path, "hyper-parameters in numbers and text", f"others in {name}")
+    return value

@@ -1,4 +1,4 @@
-"""Weights that were published in FP8 blocks, as DeepSeek-V3's are, read as the values they are."""
+"""Weights published in FP8 blocks, as DeepSeek-V3's are, read as bf16 values."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,26 +11,21 @@ from moe_optim.checkpoint.files.reader import CheckpointReader, FileFormat, Reco
 from moe_optim.errors import ConfigError, LayoutError
 
 SCALE = "_scale_inv"
-"""Behind the name of a weight: what its elements are multiplied by, a value a block."""
+"""Suffix of the name of a weight's scales, one per block, which multiply its elements."""
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
-"""Of these scales: DeepSeek publishes the first, Qwen the next two, and ``scale_fmt: ue8m0`` may
-store exponents alone. Each is exact in fp32."""
+"""DeepSeek publishes the first, Qwen the next two; ``scale_fmt: ue8m0`` may store bare exponents.
+Each is exact in fp32."""
 
 
 class DequantizedBlocks:
     """A checkpoint whose FP8 weights are shown in bf16, and their scales not at all.
 
     It is a :class:`~moe_optim.checkpoint.files.reader.CheckpointReader`. A value is element times
-    scale in fp32, rounded to bf16, as DeepSeek publishes how to read its weights.
+    scale in fp32, rounded to bf16, as in DeepSeek's own conversion.
     """
 
     def __init__(self, stored: CheckpointReader, block: tuple[int, int]) -> None:
-        """Look at names and shapes.
-
-        Args:
-            stored: has E4M3 weights [R, C], and scales beside them, one for each block, which
-                edges may cut.
-            block: rows and columns that a scale is for.
+        """Check names and shapes of E4M3 weights [R, C] and their scales, one for each ``block``.
 
         Raises:
             LayoutError: a weight has no scales, or they are of another shape or type.
@@ -42,10 +37,8 @@ class DequantizedBlocks:
         if faults:
             raise LayoutError(
                 f"{stored.path}: expected scales beside weights in FP8, got {len(faults)} "
-                "fault(s):\n"
-                + "".join(f"  {fault}\n" for fault in faults[:20])
-                + "Fetch again what "
-                "is missing or cut off; dequantize other scales with what wrote them."
+                "fault(s):\n" + "".join(f"  {fault}\n" for fault in faults[:20]) + "Fetch again "
+                "what is missing or cut off; dequantize other scales with what wrote them."
             )
         for name in self._quantized:
             del tensors[name + SCALE]
@@ -57,7 +50,7 @@ class DequantizedBlocks:
 
     @property
     def recorded(self) -> Recorded:
-        """What the checkpoint says about itself."""
+        """Facts that the checkpoint records about itself."""
         return self._stored.recorded
 
     def read(self, name: str, first: int | None = None) -> Tensor:
@@ -72,7 +65,6 @@ class DequantizedBlocks:
         return values if first is None else values[first].clone()
 
     def _fault(self, name: str) -> str | None:
-        """Return what keeps a weight from being read."""
         shape, scale = self._stored.tensors[name].shape, self._stored.tensors.get(name + SCALE)
         if len(shape) != 2:
             return f"{name}: expected rows and columns, got {list(shape)}"
@@ -89,11 +81,7 @@ class DequantizedBlocks:
 
 
 def block_of(quantization: Any, where: str) -> tuple[int, int]:
-    """Return rows and columns of a block, as ``quantization_config`` of ``config.json`` says.
-
-    Raises:
-        ConfigError: weights are quantized in another way.
-    """
+    """Return rows and columns of a block from ``quantization_config``; ConfigError of others."""
     said = quantization if isinstance(quantization, dict) else {}
     given = said.get("weight_block_size")
     block = [n for n in given if type(n) is int and n > 0] if isinstance(given, list) else []

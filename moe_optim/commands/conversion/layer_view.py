@@ -1,9 +1,9 @@
-"""A checkpoint with one entry a layer, as state dicts have them, whatever is stored as one.
+"""A checkpoint shown with one entry per layer, under the keys of state dicts.
 
 Megatron's ``torch_dist`` stores the experts of all layers as one tensor where layers are alike,
-``decoder.layers.mlp.experts.experts.linear_fc1.weight`` of [layers, E, 2F, H], and otherwise one a
-layer, ``decoder.layers.3.mlp.experts.experts.linear_fc1.weight``. Both are shown in the layout
-``grouped``, as ``decoder.layers.3.mlp.experts.linear_fc1.weight``; states behind their prefix.
+``decoder.layers.mlp.experts.experts.linear_fc1.weight`` of [layers, E, 2F, H], and otherwise one
+per layer, ``decoder.layers.3.mlp.experts.experts.linear_fc1.weight``. Both are shown in the layout
+``grouped``, as ``decoder.layers.3.mlp.experts.linear_fc1.weight``; states keep their prefix.
 """
 
 import re
@@ -16,13 +16,14 @@ from moe_optim.checkpoint.files.reader import CheckpointReader, Recorded, Tensor
 from moe_optim.errors import ConfigError, LayoutError
 
 STORED_ALIKE = ("grouped", "indexed", "sequential")
-"""Layouts of Megatron that make no difference in a ``torch_dist`` checkpoint."""
+"""Layouts of Megatron, which ``torch_dist`` stores alike."""
+STATE = "optimizer.state."
+"""Prefix of the key of a master or a moment; the kind of state and the parameter's key follow."""
 _STORED = re.compile(r"(?P<head>.*\bexperts\.)experts\.(?P<tail>linear_fc[12]\.(weight|bias))")
 _STACKED = re.compile(r"(?P<head>.*\blayers\.)(?P<tail>[^0-9].*)")
 STATE_KIND = re.compile(r"optimizer\.state\.([^.]+)\.")
-"""Begins the key of a master or a moment; the kind of state, then the key of the parameter."""
 _IN_BUCKET = re.compile(r"(?:chained_\d+\.)?optimizer\..*\.gbuf_idx_\d+\..*\.([^.]+)")
-"""Is the key of all masters, or all of one kind of moment, of a bucket."""
+"""Key of all masters, or of one kind of moment, of a bucket."""
 _AXES = {"weight": 3, "bias": 2}
 _MAX_LAYERS = 4096  # more than any model has: what claims more is shown as it is stored
 
@@ -33,18 +34,18 @@ class Place:
 
     name: str
     layer: int | None = None
-    """Its place along the first axis; None: it is all of that tensor."""
+    """Index along the first axis; None: the whole tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rename:
-    """Keys that begin with ``old`` begin with ``new`` instead, behind the prefix of states too."""
+    """Replaces the prefix ``old`` of keys by ``new``, behind the prefix of states too."""
 
     old: str
     new: str
 
     def __call__(self, key: str) -> str:
-        """Return the renamed key, or the key where it begins otherwise."""
+        """Return the key, renamed if the prefix fits."""
         state = STATE_KIND.match(key)
         prefix = state[0] if state else ""
         rest = key.removeprefix(prefix)
@@ -64,10 +65,10 @@ class LayerView:
         """Read no values; each key takes the first rename that fits.
 
         Args:
-            reader: of the checkpoint.
-            renames: in the order in which they are tried.
-            num_layers: that the model is known to have. Then all tensors that ``torch_dist`` stores
-                for all layers as one are shown by layer, not those of experts alone.
+            reader: open checkpoint.
+            renames: renames in the order in which they are tried.
+            num_layers: layers of the model, if known. Then all tensors that ``torch_dist`` stores
+                for all layers as one are shown by layer, not only those of experts.
 
         Raises:
             ConfigError: a rename fits no key.
@@ -96,15 +97,15 @@ class LayerView:
 
     @property
     def recorded(self) -> Recorded:
-        """What the checkpoint says about itself."""
+        """Facts that the checkpoint records about itself."""
         return self.reader.recorded
 
     def nbytes(self, keys: Iterable[str]) -> int:
-        """Return how many bytes the tensors of some ``keys`` have together."""
+        """Return the bytes of the tensors of ``keys``."""
         return sum(self.tensors[key].nbytes for key in keys)
 
     def read(self, key: str) -> Tensor:
-        """Return the tensor shown as ``key``, of its own on the CPU, in its shape and dtype there.
+        """Return a copy of the tensor shown as ``key``, on the CPU, in its shape and dtype there.
 
         Errors are those of the reader's ``read``.
         """
@@ -113,24 +114,25 @@ class LayerView:
 
 
 def state_kind(key: str) -> str | None:
-    """Return whether a key holds ``param``, the masters, or which moments; None of another."""
+    """Return the kind of state that a key holds: ``param`` (masters), a moment, or None."""
     found = STATE_KIND.match(key) or _IN_BUCKET.fullmatch(key)
     return found[1] if found else None
 
 
 def stored_key(shown: str) -> str:
-    """Return under which name ``torch_dist`` stores what is shown as an expert's tensor."""
+    """Return the name in ``torch_dist`` of a tensor of experts that is shown as ``shown``."""
     head, _, tail = shown.rpartition("experts.")
     return f"{head}experts.experts.{tail}"
 
 
 def _show(reader: CheckpointReader, num_layers: int | None) -> list[tuple[str, Place, TensorInfo]]:
-    """Return all tensors under the keys they are shown by."""
+    if reader.format != "torch_dist":
+        return [(name, Place(name), info) for name, info in reader.tensors.items()]
     shown = []
     for name, info in reader.tensors.items():
-        found = _STORED.fullmatch(name) if reader.format == "torch_dist" else None
+        found = _STORED.fullmatch(name)
         key = found["head"] + found["tail"] if found else name
-        stacked = _STACKED.fullmatch(key) if reader.format == "torch_dist" else None
+        stacked = _STACKED.fullmatch(key)
         if found:
             is_stacked = len(info.shape) == _AXES[found[3]] + 1 and info.shape[0] <= _MAX_LAYERS
         else:
@@ -147,7 +149,7 @@ def _show(reader: CheckpointReader, num_layers: int | None) -> list[tuple[str, P
 
 
 def parse_renames(texts: Sequence[str]) -> tuple[Rename, ...]:
-    """Return what ``FROM=TO`` asks for; ConfigError for text of another form."""
+    """Parse options ``FROM=TO``; ConfigError for text of another form."""
     renames = []
     for text in texts:
         old, equals, new = text.partition("=")

@@ -1,7 +1,7 @@
-"""What the conversion of a whole model will do, decided before a value is read or written.
+"""Plan of converting a whole model between Megatron's ``torch_dist`` and what transformers loads.
 
-From Megatron's ``torch_dist`` to what transformers loads, and back. Every tensor of one side must
-be one of the other: names come from :mod:`moe_optim.rollout.families`.
+Every tensor of one side must be one of the other: names come from
+:mod:`moe_optim.rollout.families`.
 """
 
 import re
@@ -21,6 +21,7 @@ from moe_optim.commands.conversion.expert_finding import (
     refuse_quantized,
     source_layouts,
 )
+from moe_optim.commands.conversion.file_plan import FilePlan, Part
 from moe_optim.commands.conversion.layer_view import LayerView
 from moe_optim.commands.conversion.model_sources import (
     dequantized,
@@ -28,13 +29,12 @@ from moe_optim.commands.conversion.model_sources import (
     require_format,
     require_promised_layers,
 )
-from moe_optim.commands.hugging_face import rows
 from moe_optim.commands.hugging_face.models import Model
 from moe_optim.errors import LayoutError
 from moe_optim.experts.keys.conversion import convert_expert_set
 from moe_optim.experts.keys.finding import survey_expert_sets
-from moe_optim.experts.keys.layouts import ExpertSet, get_layout, is_of_adapter
-from moe_optim.rollout.families import LAYOUT_OF_EXPERTS, NamePair, Side
+from moe_optim.experts.keys.layouts import get_layout, is_of_adapter
+from moe_optim.rollout.families import LAYOUT_OF_EXPERTS, Implementation, NamePair
 
 Target = Literal["hf", "megatron"]
 _LAYER = re.compile(r"(?<=layers)\.[0-9]+\.")
@@ -43,58 +43,29 @@ _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelRequest:
-    """What a user asks for."""
+    """Options of the conversion of a whole model."""
 
     to: Target
-    side: Side = "transformer_engine"
-    """Whose layers are to load what is written for Megatron."""
+    transformer_impl: Implementation = "transformer_engine"
+    """Layers that will load the result in Megatron."""
     glu_interleave: int = 0
-    """Of the experts that are written for Megatron."""
+    """Rows of gate and up that alternate in experts written for Megatron."""
     source_glu_interleave: int | None = None
     tokenizer: Path | None = None
     """Folder whose tokenizer files are passed on."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
-    """What is read, converted and written at once: a tensor, or the experts of a layer."""
-
-    sources: tuple[str, ...]
-    """Keys to read."""
-    pair: NamePair | None = None
-    """What they are; None for experts."""
-    experts: ExpertSet | None = None
-    target: str = ""
-    """Name for Megatron, or what the names of experts begin with on the other side."""
-
-
 @dataclass(frozen=True, kw_only=True)
-class ModelPlan:
-    """What goes where."""
+class ModelPlan(FilePlan):
+    """Embeddings first, then layer by layer."""
 
-    view: LayerView
     model: Model
     request: ModelRequest
-    parts: tuple[Part, ...]
-    """Embeddings first, then layer by layer."""
-    source_interleave: int
-    left_out: tuple[str, ...]
-    """Tensors and objects that the result will not have."""
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of the largest part: what is read at once."""
-        return max(self.part_bytes(part) for part in self.parts)
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(map(self.part_bytes, self.parts))
-
-    @property
-    def num_tensors(self) -> int:
-        """Tensors of the source that are converted."""
-        return sum(len(part.sources) for part in self.parts)
+        """Bytes of the largest part, which bounds what is held at once."""
+        return max(map(self.part_bytes, self.parts))
 
     def part_bytes(self, part: Part) -> int:
         """Return the bytes of a part, read or written, whichever are more."""
@@ -103,40 +74,28 @@ class ModelPlan:
             return nbytes
         return max(nbytes, len(part.pair.hf) * self.view.nbytes(part.sources[:1]))  # copies
 
+    def files(self) -> Iterator[list[Part]]:
+        """Yield the parts in their order, in groups no larger than the largest part."""
+        return self.grouped(self.parts)
+
     def convert(self, part: Part) -> dict[str, Tensor]:
         """Read a part and return it under the names of the other side."""
-        tensors = {key: self.view.read(key) for key in part.sources}
-        if part.pair is None:
-            return self._convert_experts(part, tensors)
-        if self.request.to == "hf":
-            return rows.to_hf(part.pair, tensors[part.sources[0]], self.model)
-        return {part.target: rows.to_megatron(part.pair, list(tensors.values()), self.model)}
-
-    def _convert_experts(self, part: Part, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        tensors, to_hf = self.read(part), self.request.to == "hf"
+        if part.pair is not None:
+            if to_hf:
+                return self.model.heads.to_hf(part.pair, tensors[part.sources[0]])
+            return {part.target: self.model.heads.to_megatron(part.pair, list(tensors.values()))}
         assert part.experts is not None, "a part is a tensor or experts"
-        to = LAYOUT_OF_EXPERTS if self.request.to == "hf" else "grouped"
-        interleave = 0 if self.request.to == "hf" else self.request.glu_interleave
+        interleave = 0 if to_hf else self.request.glu_interleave
         converted = convert_expert_set(
             tensors,
             part.experts,
-            get_layout(to),
+            get_layout(LAYOUT_OF_EXPERTS if to_hf else "grouped"),
             source_interleave=self.source_interleave or None,
             target_interleave=interleave or None,
         )
         prefix = part.experts.prefix
         return {part.target + key.removeprefix(prefix): one for key, one in converted.items()}
-
-    def files(self) -> Iterator[list[Part]]:
-        """Return the parts in groups no larger than the largest of them."""
-        group: list[Part] = []
-        size, most = 0, self.layer_bytes
-        for part in self.parts:
-            if group and size + self.part_bytes(part) > most:
-                yield group
-                group, size = [], 0
-            group.append(part)
-            size += self.part_bytes(part)
-        yield group
 
 
 def plan_model(reader: CheckpointReader, request: ModelRequest) -> ModelPlan:
@@ -179,16 +138,16 @@ def plan_model(reader: CheckpointReader, request: ModelRequest) -> ModelPlan:
         )
     return ModelPlan(
         view=view,
-        model=model,
-        request=request,
         parts=tuple(sorted(parts, key=_place)),
         source_interleave=source_interleave,
         left_out=(*(key for key in view.tensors if key not in taken), *reader.objects),
+        model=model,
+        request=request,
     )
 
 
 def _has_no_meaning(key: str) -> bool:
-    """Return whether a tensor of experts is none of the model: an amax, and not an adapter's."""
+    """Tell an amax of experts, which is no part of the model, from an adapter's tensor."""
     _, stored, remainder = key.rpartition(STORED)
     return bool(stored) and not is_of_adapter(remainder)
 
@@ -196,7 +155,6 @@ def _has_no_meaning(key: str) -> bool:
 def _tensor_parts(
     view: LayerView, model: Model, request: ModelRequest, faults: list[str]
 ) -> Iterator[Part]:
-    """Yield a part for each tensor but experts'; ``faults`` gets what keeps it from being one."""
     for pair in model.family.pairs(model.anatomy):
         choices = [(name,) for name in pair.megatron] if request.to == "hf" else [pair.hf]
         found = [names for names in choices if any(name in view.tensors for name in names)]
@@ -208,41 +166,32 @@ def _tensor_parts(
         fault = None if missing else _shape_fault(view, model, pair, names)
         faults += missing + ([fault] if fault else [])
         if not missing and not fault:
-            yield Part(sources=names, pair=pair, target=pair.megatron_name(request.side))
+            target = pair.megatron_name(request.transformer_impl)
+            yield Part(sources=names, pair=pair, target=target)
 
 
 def _shape_fault(
     view: LayerView, model: Model, pair: NamePair, names: tuple[str, ...]
 ) -> str | None:
-    """Return why tensors cannot become those of the other side."""
     infos = [view.tensors[name] for name in names]
     if len({info.dtype for info in infos}) > 1:
         return f"{' and '.join(names)}: expected one dtype, got several"
     shapes = [info.shape for info in infos]
-    from_hf = names == pair.hf
-    fits = (
-        rows.megatron_shape(pair, shapes, model)
-        if from_hf
-        else rows.hf_shapes(pair, shapes[0], model)
-    )
-    if fits is None and pair.form == "same":
+    if names == pair.hf:
+        fits = model.heads.megatron_shape(pair, shapes) is not None
+    else:
+        fits = model.heads.hf_shapes(pair, shapes[0]) is not None
+    if fits:
+        return None
+    if pair.form == "same":
         return f"{' and '.join(names)}: expected one shape, got several"
-    if fits is None:
-        got = " and ".join(str(list(shape)) for shape in shapes)
-        return (
-            f"{' and '.join(names)}: expected rows of {pair.form.replace('_', ' and ')}, got {got}"
-        )
-    return None
+    got = " and ".join(str(list(shape)) for shape in shapes)
+    return f"{' and '.join(names)}: expected rows of {pair.form.replace('_', ' and ')}, got {got}"
 
 
 def _expert_parts(
-    view: LayerView,
-    model: Model,
-    request: ModelRequest,
-    kept: list[str],
-    faults: list[str],
+    view: LayerView, model: Model, request: ModelRequest, kept: list[str], faults: list[str]
 ) -> list[Part]:
-    """Return a part for the experts of each layer that has some."""
     sets, found = survey_expert_sets(
         {key: view.tensors[key].shape for key in kept},
         layouts=source_layouts(view, None),
@@ -257,11 +206,11 @@ def _expert_parts(
         one = by_prefix.pop(source, None)
         if one is not None:
             parts.append(Part(sources=one.keys, experts=one, target=target))
+            if one.has_bias:
+                faults.append(f"{one.keys[0]} and its biases: expected no biases")
         elif source not in named:
             faults.append(f"{source}*: missing")
     faults += [f"{prefix}*: left over" for prefix in by_prefix]
-    biased = [part for part in parts if part.experts is not None and part.experts.has_bias]
-    faults += [f"{part.sources[0]} and its biases: expected no biases" for part in biased]
     return parts
 
 
@@ -276,14 +225,14 @@ def _interleave_faults(parts: list[Part], source: int, request: ModelRequest) ->
 
 
 def _uneven_faults(parts: list[Part], view: LayerView) -> list[str]:
-    """Return tensors that are not what those of the same name are in the layers before."""
+    """Return tensors that differ in shape or dtype from those of the same name in other layers."""
     first: dict[str, str] = {}
     faults = []
     for part in parts:
         for key in part.sources:
             like = first.setdefault(_LAYER.sub(".*.", key, count=1), key)
-            if view.tensors[key] != view.tensors[like]:
-                got, want = view.tensors[key], view.tensors[like]
+            got, want = view.tensors[key], view.tensors[like]
+            if got != want:
                 faults.append(
                     f"{key}: expected {want.dtype} {list(want.shape)} as {like}, got {got.dtype} "
                     f"{list(got.shape)}"
@@ -292,6 +241,6 @@ def _uneven_faults(parts: list[Part], view: LayerView) -> list[str]:
 
 
 def _place(part: Part) -> tuple[int, bool]:
-    """Return where a part comes: what lies in no layer first, then by layer, experts last."""
+    """Sort tensors outside layers first, then by layer, experts last."""
     key = part.sources[0].partition("layers.")[2].partition(".")[0]
     return (int(key) if key.isdigit() else -1), part.pair is None

@@ -1,4 +1,4 @@
-"""Which model a checkpoint holds, by what was saved beside its tensors."""
+"""Which model a checkpoint holds, from what was saved beside its tensors."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -29,14 +29,14 @@ _TOKENIZER_FILES = (
     "chat_template.json",
     "generation_config.json",
 )
-_TOKENIZER_BYTES = 64 * 2**20  # of a file: several times the longest there is
+_TOKENIZER_BYTES = 64 * 2**20  # several times the longest file there is
 _NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
-"""What configurations call the experts of a layer."""
+"""Keys of the number of experts of a layer."""
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def require_format(reader: CheckpointReader, to: Literal["hf", "megatron"]) -> None:
-    """Raise ConfigError where a checkpoint is of the side that it is to become."""
+    """Raise ConfigError where a checkpoint already is what it is to become."""
     wanted = "torch_dist" if to == "hf" else "safetensors"
     if reader.format != wanted:
         raise ConfigError(
@@ -49,13 +49,13 @@ def read_model(reader: CheckpointReader) -> Model:
     """Return the model of a checkpoint.
 
     Raises:
-        ConfigError: nothing says which it is, or the other side has no such model.
+        ConfigError: nothing tells which it is, or the other side has no such model.
         StateError: ``config.json`` is damaged.
     """
     if not isinstance(reader, TorchDistReader):
         folder = folder_of(reader)
         config = read_config(folder)
-        if isinstance(reader, DequantizedBlocks):  # whose values are none of its business
+        if isinstance(reader, DequantizedBlocks):
             config.pop(QUANTIZATION, None)
         return model_from_config(config, str(folder / CONFIG))
     arguments = reader.model_arguments
@@ -70,9 +70,7 @@ def read_model(reader: CheckpointReader) -> Model:
 def dequantized(reader: CheckpointReader) -> CheckpointReader:
     """Return a reader of bf16 values where a ``config.json`` says that weights are FP8 blocks.
 
-    Raises:
-        ConfigError: they are quantized in another way.
-        LayoutError: scales are missing or of wrong shapes.
+    Other quantization is a ConfigError, missing or misshapen scales are a LayoutError.
     """
     folder = folder_of(reader)
     if reader.format != "safetensors" or not (folder / CONFIG).is_file():
@@ -84,11 +82,7 @@ def dequantized(reader: CheckpointReader) -> CheckpointReader:
 
 
 def require_promised_layers(model: Model, reader: CheckpointReader) -> None:
-    """Refuse safetensors without any of the layers predicting further tokens that they count.
-
-    Raises:
-        ConfigError: ``config.json`` counts such layers, and no tensor is of one of them.
-    """
+    """Raise ConfigError where ``config.json`` counts MTP layers and no tensor is of one."""
     own, further = model.anatomy.num_layers, model.anatomy.mtp_layers
     behind = tuple(f"model.layers.{layer}." for layer in range(own, own + further))
     if reader.format == "torch_dist" or not behind:
@@ -104,12 +98,12 @@ def require_promised_layers(model: Model, reader: CheckpointReader) -> None:
 
 
 def folder_of(reader: CheckpointReader) -> Path:
-    """Return the folder of a checkpoint that may be one file."""
+    """Return the folder that a checkpoint lies in."""
     return reader.path if reader.path.is_dir() else reader.path.parent
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return what the ``config.json`` of a folder holds; raises as :func:`read_model` does."""
+    """Return the ``config.json`` of a folder; raises as :func:`read_model` does."""
     try:
         config = parse_json(read_file(folder, CONFIG))
         if not isinstance(config, dict):
@@ -128,11 +122,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def configured_experts(reader: CheckpointReader) -> int | None:
-    """Return how many experts a layer has by the ``config.json`` beside safetensors, if it says.
-
-    Raises:
-        StateError: ``config.json`` is damaged.
-    """
+    """Return the experts of a layer that ``config.json`` beside safetensors names, if it does."""
     folder = folder_of(reader)
     if reader.format != "safetensors" or not (folder / CONFIG).is_file():
         return None
@@ -144,12 +134,9 @@ def configured_experts(reader: CheckpointReader) -> int | None:
 
 
 def read_tokenizer(folder: Path) -> dict[str, bytes]:
-    """Return the files of a folder that a tokenizer consists of, by name.
+    """Return the tokenizer files of a folder, by name; ConfigError if there are none.
 
-    Raises:
-        ConfigError: there are none.
-        StateError: one cannot be read, is too long, or is a link that leads out of the folder. The
-            links of a cache of Hugging Face are followed.
+    Links within a cache of Hugging Face are followed; a link out of the folder is a StateError.
     """
     names = [name for name in _TOKENIZER_FILES if (folder / name).is_file()]
     if not names:
@@ -157,29 +144,21 @@ def read_tokenizer(folder: Path) -> dict[str, bytes]:
             f"{folder}: expected files of a tokenizer, such as {_TOKENIZER_FILES[0]}, got none. "
             "Give the folder of a model of Hugging Face."
         )
-    return {name: _read_whole(folder, name) for name in names}
-
-
-def _read_whole(folder: Path, name: str) -> bytes:
-    try:
-        return read_file(folder, name, _TOKENIZER_BYTES)
-    except OSError as error:
-        raise StateError(
-            f"{folder / name}: expected a file of a tokenizer, got: {error.strerror}. Copy what it "
-            "stands for into the folder, or give the folder of a snapshot in a cache of Hugging "
-            "Face."
-        ) from error
+    found = {}
+    for name in names:
+        try:
+            found[name] = read_file(folder, name, _TOKENIZER_BYTES)
+        except OSError as error:
+            raise StateError(
+                f"{folder / name}: expected a file of a tokenizer, got: {error.strerror}. Copy "
+                "what it stands for into the folder, or give the folder of a snapshot in a cache "
+                "of Hugging Face."
+            ) from error
+    return found
 
 
 def special_tokens(folder: Path | None) -> dict[str, int | list[int] | None]:
-    """Return the numbers of special tokens that the ``config.json`` of a folder has, if any.
-
-    Args:
-        folder: folder of a tokenizer; None has no tokens.
-
-    Raises:
-        StateError: ``config.json`` is damaged, or one is no whole number and no list of them.
-    """
+    """Return the special tokens in the ``config.json`` of a tokenizer's folder, if any."""
     if folder is None:
         return {}
     config = read_config(folder) if (folder / CONFIG).is_file() else {}

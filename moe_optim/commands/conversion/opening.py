@@ -1,5 +1,7 @@
-"""Finding out what a path holds, and opening it."""
+"""Opening a checkpoint of either format, wherever a path leads to it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from moe_optim.checkpoint.files.folders import TRACKER, files_of_ranks, read_tracker
@@ -12,26 +14,23 @@ from moe_optim.errors import LayoutError, StateError
 
 CHECKPOINTS = "checkpoints"
 """Folder of a run that checkpoints lie in."""
-_DIGITS = 18  # of an iteration, at most
+_MOST_DIGITS = 18  # of an iteration
 
 
 def open_checkpoint(path: Path) -> CheckpointReader:
     """Open a checkpoint of either format; its ``path`` says which one of several was taken.
 
     Args:
-        path: a torch_dist folder; the folder above, whose tracker file names the newest; the
-            folder of a run, which has ``checkpoints`` in it; a safetensors file, or a folder of
-            them.
+        path: torch_dist folder; the folder above, whose tracker file names the newest; the folder
+            of a run, which has ``checkpoints`` in it; a safetensors file, or a folder of them.
 
     Raises:
-        StateError: nothing there, or it is damaged, or what a killed command has left.
+        StateError: nothing is there, it is damaged, or a killed command has left it.
         LayoutError: something else is there.
     """
     path = newest_checkpoint(path)
-    try:
+    with _readable(path):
         return _open(path)
-    except OSError as error:
-        raise _unreadable(path, error) from error
 
 
 def newest_checkpoint(path: Path) -> Path:
@@ -40,19 +39,23 @@ def newest_checkpoint(path: Path) -> Path:
     Raises:
         StateError: nothing is there, or what the tracker file names is not there.
     """
-    try:
+    with _readable(path):
         if not path.exists():
             raise StateError(f"{path}: expected a checkpoint, got no such file or folder.")
-        return _newest_folder(_checkpoints_of(path)) or path
+        inside = path / CHECKPOINTS
+        is_run = read_tracker(path) is None and read_tracker(inside) is not None
+        return _newest_folder(inside if is_run else path) or path
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
-        raise _unreadable(path, error) from error
-
-
-def _unreadable(path: Path, error: OSError) -> StateError:
-    return StateError(
-        f"{path}: expected a checkpoint, got: {error.strerror}. Give a folder or file that can be "
-        "read."
-    )
+        raise StateError(
+            f"{path}: expected a checkpoint, got: {error.strerror}. Give a folder or file that can "
+            "be read."
+        ) from error
 
 
 def _open(path: Path) -> CheckpointReader:
@@ -77,18 +80,11 @@ def _open(path: Path) -> CheckpointReader:
     )
 
 
-def _checkpoints_of(path: Path) -> Path:
-    """Return the checkpoints in the folder of a run, or the path where they lie in it itself."""
-    inside = path / CHECKPOINTS
-    return inside if read_tracker(path) is None and read_tracker(inside) is not None else path
-
-
 def _newest_folder(path: Path) -> Path | None:
-    """Return the folder that a tracker file names, or None where there is no such file."""
     said = read_tracker(path)
     if said is None:
         return None
-    is_number = said.isascii() and said.isdecimal() and len(said) <= _DIGITS
+    is_number = said.isascii() and said.isdecimal() and len(said) <= _MOST_DIGITS
     name = f"iter_{int(said):07d}" if is_number else said
     if name not in {entry.name for entry in path.iterdir() if entry.is_dir()}:
         raise StateError(

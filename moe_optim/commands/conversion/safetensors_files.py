@@ -51,13 +51,13 @@ class SafetensorsReader:
     """A safetensors file, or all those of a folder; files are opened where they are needed."""
 
     format: FileFormat = "safetensors"
-    """Of the files."""
+    """File format."""
 
     def __init__(self, path: Path) -> None:
         """Read the headers.
 
         Args:
-            path: a file, or a folder with an index or with any number of safetensors files.
+            path: safetensors file, or folder with an index or any number of such files.
 
         Raises:
             StateError: a file is missing, cut off or damaged, or lies outside of the folder.
@@ -98,20 +98,18 @@ class SafetensorsReader:
             return opened.metadata() or {}
 
     def read(self, name: str, first: int | None = None) -> Tensor:
-        """Return a tensor of its own on the CPU, contiguous, in the stored shape and dtype.
+        """Return a copy of a tensor on the CPU, contiguous, in the stored shape and dtype.
 
         Args:
-            name: one of ``tensors``.
-            first: return only what lies at this place of the first axis, without that axis.
+            name: name of a tensor.
+            first: index along the first axis; return only this slice, without that axis.
 
         Raises:
             StateError: its file is missing, cut off or damaged.
         """
         with _opened(self.path, self._files[name]) as opened:
-            if first is None:
-                tensor: Tensor = opened.get_tensor(name)
-            else:
-                tensor = opened.get_slice(name)[first]
+            whole = first is None
+            tensor: Tensor = opened.get_tensor(name) if whole else opened.get_slice(name)[first]
         return tensor
 
 
@@ -119,7 +117,7 @@ class SafetensorsWriter:
     """Writes files as they come, and at the end numbers them and writes the index."""
 
     def __init__(self, folder: Path, recorded: Recorded) -> None:
-        """Begin in a ``folder`` that exists; what is ``recorded`` goes into every file."""
+        """Begin in a ``folder`` that exists; every file gets what is ``recorded``."""
         self._folder = folder
         notes = {
             _LAYOUT: recorded.layout,
@@ -136,8 +134,8 @@ class SafetensorsWriter:
         """Write one file.
 
         Args:
-            tensors: by name, of any shapes and dtypes, on the CPU. Copied only where they are not
-                contiguous, or share memory.
+            tensors: CPU tensors by name, of any shapes and dtypes; copied only where they are not
+                contiguous or share memory.
         """
         contiguous = {name: _own_memory(tensor) for name, tensor in tensors.items()}
         file = self._file(len(self._names))
@@ -174,7 +172,7 @@ def is_safetensors(path: Path) -> bool:
 
 
 def _own_memory(tensor: Tensor) -> Tensor:
-    """Return a tensor that lies alone in its memory: the format does not take shared memory."""
+    """Copy a tensor that is a view: ``save_file`` refuses shared memory."""
     tensor = tensor.contiguous()
     whole = tensor.untyped_storage().nbytes() == tensor.nbytes
     return tensor if whole else tensor.clone()
@@ -210,7 +208,7 @@ def _info(file: Path, name: str, entry: Any) -> TensorInfo:
 
 
 def _require_all_shards(path: Path, names: list[str]) -> None:
-    """Raise StateError for files that are numbered and not all there; no index tells of them."""
+    """Check numbered files where no index names them."""
     shards: dict[tuple[str, str], set[int]] = {}
     for name in names:
         if found := _SHARD.fullmatch(name):
@@ -231,7 +229,7 @@ def _files(path: Path) -> list[str]:
 
 
 def _indexed_files(path: Path) -> dict[str, str]:
-    """Return the file of each tensor as the index has it, or nothing without one."""
+    """Return the file of each tensor from the index, if there is one."""
     index = path / INDEX_FILE
     try:
         names = parse_json(read_file(path, INDEX_FILE, _INDEX_BYTES))["weight_map"]

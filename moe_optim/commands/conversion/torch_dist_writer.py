@@ -1,8 +1,7 @@
 """Writes ``torch_dist`` checkpoints piece by piece, holding one tensor at a time.
 
-torch's own ``FileSystemWriter`` keeps every tensor of a file until the file is closed, also those
-that its planner makes when they are asked for; so the pieces are written here, and described by
-torch's own classes.
+torch's own ``FileSystemWriter`` keeps every tensor of a file until the file is closed; so pieces
+are written here, and described by torch's own classes.
 """
 
 import json
@@ -29,7 +28,7 @@ from moe_optim.checkpoint.files.reader import TensorInfo
 from moe_optim.checkpoint.files.torch_dist import CONFIG_FILE, TorchDistReader
 
 FILE_BYTES = 4 * 2**30
-"""A file that has become so long is followed by another."""
+"""Length at which the next file begins."""
 _CONFIG = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 
 
@@ -58,14 +57,14 @@ class TorchDistWriter:
         """Write one piece of a tensor.
 
         Args:
-            key: the tensor's.
+            key: key of the tensor.
             of: shape and dtype of the whole tensor, to which further pieces belong.
-            offsets: where the piece begins in it.
-            chunk: contiguous, alone in its memory, of the tensor's dtype; its shape has all axes of
-                the tensor.
+            offsets: index of the piece's first element in the tensor.
+            chunk: contiguous tensor of any shape within the whole and of its dtype, alone in its
+                memory.
 
         Raises:
-            OSError: the disk is full, or whatever else keeps it from writing.
+            OSError: writing failed; the disk may be full.
         """
         file, start = self._begin()
         try:
@@ -75,14 +74,13 @@ class TorchDistWriter:
         self._take_chunk(key, of, offsets, tuple(chunk.shape))
         self._end(key, offsets, start)
 
-    def copy(self, reader: TorchDistReader, key: str) -> int:
-        """Copy all pieces of a tensor, or an object, as they are; return how many bytes.
+    def write_whole(self, key: str, tensor: Tensor) -> None:
+        """Write a ``tensor`` under ``key`` as one piece, as :meth:`write_chunk` does."""
+        info = TensorInfo(tuple(tensor.shape), tensor.dtype)
+        self.write_chunk(key, info, (0,) * tensor.dim(), tensor)
 
-        Args:
-            reader: of the checkpoint that has them.
-            key: of the tensor or object, there and here.
-        """
-        copied = 0
+    def copy(self, reader: TorchDistReader, key: str) -> None:
+        """Copy all pieces of the tensor or object ``key`` of a ``reader`` as they are."""
         for blob in reader.blobs[key]:
             file, start = self._begin()
             for block in reader.blocks(blob):
@@ -92,18 +90,16 @@ class TorchDistWriter:
             else:
                 self._take_chunk(key, reader.tensors[key], blob.corner, blob.shape)
             self._end(key, blob.offset, start)
-            copied += blob.length
-        return copied
 
     def write_object(self, key: str, content: bytes) -> None:
-        """Write an object under ``key``: ``content`` is what ``torch.save`` has made of it."""
+        """Write an object under ``key``; ``content`` is the output of ``torch.save``."""
         file, start = self._begin()
         file.write(content)
         self._objects.append(key)
         self._end(key, None, start)
 
     def finish(self, config: Mapping[str, Any] | None = None) -> None:
-        """Write what lies where, and last ``metadata.json``: ``config``, else Megatron's."""
+        """Write ``.metadata``, then ``metadata.json`` from ``config`` or as Megatron writes it."""
         self._close()
         entries: dict[str, Any] = {key: BytesStorageMetadata() for key in self._objects}
         for key, info in self._tensors.items():

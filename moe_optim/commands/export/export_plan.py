@@ -1,7 +1,7 @@
-"""What an export of a checkpoint will do, decided before a value is read or anything is written."""
+"""Plan of exporting a checkpoint with quantized experts, made before a value is read."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +14,29 @@ from moe_optim.commands.conversion.expert_finding import (
     find_experts,
     known_interleave,
     refuse_quantized,
+    require_experts,
     without_experts,
 )
-from moe_optim.commands.conversion.layer_view import LayerView
-from moe_optim.commands.conversion.model_plan import ModelPlan, ModelRequest, Part, plan_model
+from moe_optim.commands.conversion.file_plan import FilePlan, Part
+from moe_optim.commands.conversion.layer_view import STATE, LayerView
+from moe_optim.commands.conversion.model_plan import ModelPlan, ModelRequest, plan_model
 from moe_optim.commands.conversion.model_sources import CONFIG, folder_of, read_config
 from moe_optim.errors import ConfigError, LayoutError, StateError
 from moe_optim.experts.keys.conversion import convert_expert_set, interleave_faults
 from moe_optim.experts.keys.finding import raise_faults
 from moe_optim.experts.keys.layouts import LINEARS, ExpertSet, KeyLayout, get_layout
-from moe_optim.formats import FORMATS, BlockScaledFormat, QuantizedWeight
+from moe_optim.formats import FORMATS, BlockScaledFormat
 from moe_optim.rollout.conventions import Convention, find_convention
 from moe_optim.rollout.expert_tensors import export_experts, patterns_of, split_rows, tensor_name
 
-MASTERS = "optimizer.state.param."
-"""Before the names of weights, those of their masters, where these are stored by name."""
+MASTERS = f"{STATE}param."
+"""Prefix of the names of masters that are stored by name."""
 _GROUPED, _TARGET = get_layout("grouped"), get_layout("hf_per_expert")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportRequest:
-    """What a user asks for; None where it follows from the checkpoint."""
+    """Options of an export; None where they follow from the checkpoint."""
 
     format: BlockScaledFormat
     convention: Convention
@@ -44,135 +46,91 @@ class ExportRequest:
     """Folder whose tokenizer files are passed on."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerExperts:
-    """The experts of one layer."""
-
-    stored: ExpertSet
-    """What is read: masters where there are some, else weights."""
-    prefix: str
-    """Of their names in the result."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Dense:
-    """Tensors that are no experts' and are read at once."""
-
-    sources: tuple[str, ...]
-    part: Part | None = None
-    """What they become in Hugging Face's model; None: they are called as there already."""
-
-
 @dataclass(frozen=True, kw_only=True)
-class ExportPlan:
-    """What goes where."""
+class ExportPlan(FilePlan):
+    """Experts of all layers, from masters where all have them; and the tensors beside them."""
 
-    view: LayerView
     model: ModelPlan | None
-    """What names Megatron's tensors for Hugging Face; None where they have those names."""
+    """Names Megatron's tensors for Hugging Face; None where they have those names."""
     request: ExportRequest
-    experts: tuple[LayerExperts, ...]
-    dense: tuple[Dense, ...]
     config: Mapping[str, Any]
-    """Of the model, without ``quantization_config``."""
-    interleave: int
-    """Of the rows that are read."""
+    """``config.json`` of the model, without ``quantization_config``."""
 
     @property
     def reads_masters(self) -> bool:
         """Whether experts are quantized from masters, as training quantizes them."""
-        return all(one.stored.prefix.startswith(MASTERS) for one in self.experts)
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of everything that is read."""
-        dense = sum(self.view.nbytes(one.sources) for one in self.dense)
-        return sum(map(self.experts_bytes, self.experts)) + dense
+        return all(part.sources[0].startswith(MASTERS) for part in self.experts)
 
     @property
     def kept_interleave(self) -> int | None:
-        """Of the rows that are quantized: blocks then hold the rows that they hold in training.
+        """Interleave of the rows that are quantized, so that blocks hold what they do in training.
 
-        None where scales of engines would be of gate and up together: these are told apart before.
+        None where a block of the engine would hold gate and up rows: these are told apart before.
         """
-        fits = self.interleave % self.request.convention.scale_block[0] == 0
-        return self.interleave if self.interleave and fits else None
+        fits = self.source_interleave % self.request.convention.scale_block[0] == 0
+        return self.source_interleave if self.source_interleave and fits else None
 
-    def experts_bytes(self, experts: LayerExperts) -> int:
-        """Return the bytes of one layer's experts, as they are stored."""
-        return self.view.nbytes(experts.stored.keys)
+    @property
+    def unquantized(self) -> list[str]:
+        """Paths of the linears that stay in high precision, sorted."""
+        named = [
+            (name, self.view.tensors[part.sources[0]])
+            for part in self.others
+            for name in (part.pair.hf if part.pair is not None else part.sources)
+        ]
+        return sorted(
+            name.removesuffix(".weight")
+            for name, info in named
+            if name.endswith(".weight") and len(info.shape) == 2 and "embed_tokens" not in name
+        )
 
-    def quantize(self, experts: LayerExperts) -> dict[str, Tensor]:
-        """Read the experts of a layer and return their data and scales, expert by expert."""
-        tensors = {key: self.view.read(key) for key in experts.stored.keys}
+    def convert(self, part: Part) -> dict[str, Tensor]:
+        """Read a part; quantize experts one by one, and name other tensors as Hugging Face does."""
+        if part.experts is None:
+            return self.read(part) if self.model is None else self.model.convert(part)
+        tensors = self.read(part)
         found: dict[str, Tensor] = {}
-        for expert in range(experts.stored.num_experts):
+        for expert in range(part.experts.num_experts):
             one = convert_expert_set(
                 tensors,
-                experts.stored,
+                part.experts,
                 _GROUPED,
-                source_interleave=self.interleave or None,
+                source_interleave=self.source_interleave or None,
                 target_interleave=self.kept_interleave,
                 experts=range(expert, expert + 1),
             )
             for linear in LINEARS:
-                found |= self._export(experts, expert, linear, one)
+                found |= self._export(part.experts, part.target, expert, linear, one)
         return found
 
     def _export(
-        self, experts: LayerExperts, expert: int, linear: str, one: Mapping[str, Tensor]
+        self, experts: ExpertSet, prefix: str, expert: int, linear: str, one: Mapping[str, Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of one linear of one expert, [1, R, C] and maybe a bias [1, R]."""
-        stem = f"{experts.stored.prefix}{linear}"
+        stem = f"{experts.prefix}{linear}"
         values = one[f"{stem}.weight"].float()
         if not values.isfinite().all():
             raise StateError(
                 f"{self.view.reader.path}: {stem}, expert {expert}: expected numbers, got Inf or "
                 "NaN, which engines would spread to every token. Export an earlier checkpoint."
             )
-        quantized = ops.quantize(values, self.request.format)
-        parts = self.exported_parts(quantized, linear)
-        for pattern, part in zip(patterns_of(_TARGET, linear, "weight"), parts, strict=True):
-            for suffix, tensor in part.items():
-                yield tensor_name(experts.prefix, pattern, expert, suffix), tensor
-        if experts.stored.has_bias:
-            patterns = patterns_of(_TARGET, linear, "bias")
-            whole = one[f"{stem}.bias"].bfloat16()
-            kept = self.kept_interleave if len(patterns) > 1 else None
-            rows = [part[0] for part in split_rows(whole, len(patterns), kept)]
-            for pattern, bias in zip(patterns, rows, strict=True):
-                yield tensor_name(experts.prefix, pattern, expert, "bias"), bias
-
-    def exported_parts(self, quantized: QuantizedWeight, linear: str) -> list[dict[str, Tensor]]:
-        """Return data and scales of one expert, [1, R, C], for each part of its rows."""
-        parts = len(patterns_of(_TARGET, linear, "weight"))
-        return export_experts(
-            quantized,
+        patterns = patterns_of(_TARGET, linear, "weight")
+        kept = self.kept_interleave if len(patterns) > 1 else None
+        (parts,) = export_experts(
+            ops.quantize(values, self.request.format),
             self.request.convention,
-            parts=parts,
-            interleave=self.kept_interleave if parts > 1 else None,
+            parts=len(patterns),
+            interleave=kept,
             name=linear,
-        )[0]
-
-    def read_dense(self, dense: Dense) -> dict[str, Tensor]:
-        """Read tensors and return them as Hugging Face's model has them."""
-        if dense.part is not None and self.model is not None:
-            return self.model.convert(dense.part)
-        return {key: self.view.read(key) for key in dense.sources}
-
-    def dense_files(self, most: int) -> Iterator[list[Dense]]:
-        """Return what is no expert in groups of ``most`` bytes at most, but for larger tensors."""
-        group: list[Dense] = []
-        size = 0
-        for one in self.dense:
-            nbytes = self.view.nbytes(one.sources)
-            if group and size + nbytes > most:
-                yield group
-                group, size = [], 0
-            group.append(one)
-            size += nbytes
-        if group:
-            yield group
+        )
+        for pattern, part in zip(patterns, parts, strict=True):
+            for suffix, tensor in part.items():
+                yield tensor_name(prefix, pattern, expert, suffix), tensor
+        if experts.has_bias:
+            patterns = patterns_of(_TARGET, linear, "bias")
+            biases = split_rows(one[f"{stem}.bias"].bfloat16(), len(patterns), kept)
+            for pattern, bias in zip(patterns, biases, strict=True):
+                yield tensor_name(prefix, pattern, expert, "bias"), bias[0]
 
 
 def plan_export(
@@ -181,12 +139,8 @@ def plan_export(
     """Return the plan, without reading a value.
 
     Megatron's tensors are named by its arguments in the checkpoint; those of a checkpoint in
-    safetensors keep their names, which must be Hugging Face's.
-
-    Args:
-        reader: of the checkpoint.
-        request: what is asked for.
-        config: ``config.json`` of the model; None takes what the checkpoint says.
+    safetensors keep their names, which must be Hugging Face's. ``config`` None takes the
+    ``config.json`` of the checkpoint.
 
     Raises:
         ConfigError: there is no configuration, no name for a tensor of Megatron's, or the request
@@ -204,18 +158,13 @@ def _plan_torch_dist(
 ) -> ExportPlan:
     asked = ModelRequest(to="hf", source_glu_interleave=request.source_glu_interleave)
     model = plan_model(reader, asked)
-    masters = _masters_in(model.view, request)
-    found = [(part, part.experts) for part in model.parts if part.experts is not None]
     return ExportPlan(
         view=model.view,
+        parts=(*_from_masters(model.view, request, model.experts), *model.others),
+        source_interleave=model.source_interleave,
         model=model,
         request=request,
-        experts=_from_masters({part.target: one for part, one in found}, masters),
-        dense=tuple(
-            Dense(sources=part.sources, part=part) for part in model.parts if part.experts is None
-        ),
         config={"torch_dtype": "bfloat16", **model.model.config} if config is None else config,
-        interleave=model.source_interleave,
     )
 
 
@@ -223,15 +172,10 @@ def _plan_safetensors(
     reader: CheckpointReader, request: ExportRequest, config: Mapping[str, Any] | None
 ) -> ExportPlan:
     view, path = LayerView(reader), reader.path
-    masters = _masters_in(view, request)
     keys = [key for key in view.tensors if not is_state(key)]
     refuse_quantized(view, keys)
     sets = find_experts(view, keys, layout=request.source_layout)
-    if not sets:
-        raise LayoutError(
-            f"{path}: expected weights of gated experts, got none among {len(keys):,} tensors. "
-            "`moe-optim inspect` shows what there is."
-        )
+    require_experts(view, sets, len(keys))
     if named := [one.prefix for one in sets if one.prefix.startswith("decoder.")]:
         raise ConfigError(
             f"{path}: expected names of Hugging Face, which engines load, got Megatron's "
@@ -239,33 +183,33 @@ def _plan_safetensors(
         )
     interleave = known_interleave(view, request.source_glu_interleave)
     check_row_order(view, interleave)
+    experts = [Part(sources=one.keys, experts=one, target=one.prefix) for one in sets]
+    others = [Part(sources=(key,)) for key in without_experts(keys, sets)]
     return ExportPlan(
         view=view,
+        parts=(*_from_masters(view, request, experts), *others),
+        source_interleave=interleave,
         model=None,
         request=request,
-        experts=_from_masters({one.prefix: one for one in sets}, masters),
-        dense=tuple(Dense(sources=(key,)) for key in without_experts(keys, sets)),
         config=read_config(folder_of(reader)) if config is None else config,
-        interleave=interleave,
     )
-
-
-def _masters_in(view: LayerView, request: ExportRequest) -> dict[str, ExpertSet]:
-    """Return the masters of experts, by the prefix of their weights; none where they lie flat."""
-    keys = [key for key in view.tensors if key.startswith(MASTERS)]
-    sets = find_experts(view, keys, layout=request.source_layout)
-    return {one.prefix.removeprefix(MASTERS): one for one in sets}
 
 
 def _from_masters(
-    weights: Mapping[str, ExpertSet], masters: Mapping[str, ExpertSet]
-) -> tuple[LayerExperts, ...]:
-    """Return what is read of each layer, by prefix in the result: masters of all, or of none."""
-    complete = all(one.prefix in masters for one in weights.values())
-    return tuple(
-        LayerExperts(stored=masters[one.prefix] if complete else one, prefix=prefix)
-        for prefix, one in weights.items()
-    )
+    view: LayerView, request: ExportRequest, weights: tuple[Part, ...] | list[Part]
+) -> list[Part]:
+    """Return parts that read masters, if those of all experts are stored by name; else weights."""
+    keys = [key for key in view.tensors if key.startswith(MASTERS)]
+    sets = find_experts(view, keys, layout=request.source_layout)
+    masters = {one.prefix.removeprefix(MASTERS): one for one in sets}
+    found = [masters.get(part.experts.prefix) for part in weights if part.experts is not None]
+    if None in found:
+        return list(weights)
+    return [
+        replace(part, sources=one.keys, experts=one)
+        for part, one in zip(weights, found, strict=True)
+        if one is not None
+    ]
 
 
 def _given_config(path: Path) -> dict[str, Any]:
@@ -278,44 +222,39 @@ def _given_config(path: Path) -> dict[str, Any]:
 
 
 def _require_fits(plan: ExportPlan) -> None:
-    """Raise LayoutError for what experts cannot become, before anything is read.
-
-    That is rows that cannot alternate as they are said to, and shapes that the format cannot hold.
-    """
-    stored = [one.stored for one in plan.experts]
-    raise_faults([f for one in stored for f in interleave_faults(one, plan.interleave or None)])
+    """Raise LayoutError for rows that cannot alternate, and shapes that the format cannot hold."""
+    stored = [part.experts for part in plan.experts if part.experts is not None]
+    interleave = plan.source_interleave or None
+    raise_faults([fault for one in stored for fault in interleave_faults(one, interleave)])
     block_rows, _ = plan.request.convention.scale_block
     for ffn, hidden in {(one.ffn, one.hidden) for one in stored}:
         where = f"{plan.view.reader.path}: "
         if ffn % block_rows:
-            fitting = [name for name in FORMATS if _fits(FORMATS[name], ffn, hidden)]
             raise LayoutError(
                 f"{where}linear_fc1: expected gate and up in runs of {block_rows} rows or a "
                 f"multiple, the height of a block of scales, got {ffn} rows each. "
-                f"{_advise(fitting)} --moe-ffn-hidden-size that is such a multiple."
+                f"{_advise(ffn, hidden)} --moe-ffn-hidden-size that is such a multiple."
             )
         _check_shapes(plan.request.format, ffn, hidden, where)
 
 
-def _fits(format: BlockScaledFormat, ffn: int, hidden: int) -> bool:
-    """Return whether experts of this size can be exported in a format."""
-    try:
-        _check_shapes(format, ffn, hidden)
-    except LayoutError:
-        return False
-    return ffn % find_convention(format).scale_block[0] == 0
-
-
 def _check_shapes(format: BlockScaledFormat, ffn: int, hidden: int, where: str = "") -> None:
-    """Raise LayoutError for a linear that a format cannot hold."""
     format.check_shape((1, 2 * ffn, hidden), f"{where}linear_fc1")
     format.check_shape((1, hidden, ffn), f"{where}linear_fc2")
 
 
-def _advise(formats: Sequence[str]) -> str:
-    """Return what else to export, and the beginning of what else to train."""
-    if not formats:
+def _advise(ffn: int, hidden: int) -> str:
+    """Return what else to export experts of this size as, and the beginning of what to train."""
+    fitting = []
+    for format in FORMATS.values():
+        try:
+            _check_shapes(format, ffn, hidden)
+        except LayoutError:
+            continue
+        if ffn % find_convention(format).scale_block[0] == 0:
+            fitting.append(format.name)
+    if not fitting:
         return "Train with a"
-    *others, last = formats
+    *others, last = fitting
     named = f"{', '.join(others)} or {last}" if others else last
     return f"Give --format {named}, which holds it, or train with a"

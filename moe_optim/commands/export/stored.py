@@ -9,8 +9,9 @@ from moe_optim.checkpoint.files.reader import TensorInfo
 from moe_optim.commands.conversion.fp8_blocks import SCALE_DTYPES
 from moe_optim.rollout.conventions import CONVENTIONS, Convention
 
+Tensors = Mapping[str, TensorInfo]
 _OF_ACTIVATIONS = ("input_scale", "input_global_scale")
-"""What a calibration leaves beside a weight; engines take it for activations."""
+"""Scales of activations that a calibration leaves beside a weight."""
 _SCALES_OF_ANY = {name for one in CONVENTIONS for name in (one.scale, one.global_scale) if name}
 
 
@@ -21,7 +22,7 @@ class StoredWeight:
     shape: tuple[int, int]
     """[R, C] of its values."""
     nbytes: int
-    """Of data and scales together."""
+    """Bytes of data and scales together."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,72 +30,60 @@ class StoredWeights:
     """All weights of a checkpoint that are quantized in one format."""
 
     conventions: tuple[Convention, ...]
-    """All that store a weight so, at least one."""
+    """All conventions that store weights so, at least one."""
     weights: Mapping[str, StoredWeight]
-    """By name of the weight, which ends in ``.weight``."""
+    """Weights by name, which ends in ``.weight``."""
     shapes: Mapping[str, tuple[int, ...]]
-    """Of everything in the checkpoint, each quantized weight as one [R, C] and no scales."""
+    """Shapes of the whole checkpoint, each quantized weight as one [R, C] and no scales."""
     faults: tuple[str, ...]
-    """What of data or scales is missing, or does not fit the other."""
+    """Data and scales that are missing, or do not fit each other."""
 
     @property
     def format(self) -> str:
-        """As engines read it."""
+        """Format in engines."""
         return self.conventions[0].format
 
 
-def find_quantized(tensors: Mapping[str, TensorInfo]) -> StoredWeights | None:
-    """Return what is quantized for engines, None where no weight is whole in any convention.
-
-    Args:
-        tensors: of a checkpoint, by name. Values are not needed.
-    """
+def find_quantized(tensors: Tensors) -> StoredWeights | None:
+    """Return what is quantized for engines, None where no weight is whole in any convention."""
     found = [(one, dict(_whole(one, tensors))) for one in CONVENTIONS]
     most = max(len(weights) for _, weights in found)
     if not most:
         return None
     fitting = [(one, weights) for one, weights in found if len(weights) == most]
     convention, weights = fitting[0]
-    same = tuple(one for one, _ in fitting if _form(one) == _form(convention))
-    parts = {f"{name}.{part}" for name in _stems(weights) for part in _parts(convention)}
-    faults = tuple(_faults(convention, tensors, parts))
-    inputs = {f"{name}.{scale}" for name in _stems(weights) for scale in _OF_ACTIVATIONS}
+    kind = convention.format, *_suffixes(convention)
+    stems = [name.removesuffix(".weight") for name in weights]
+    parts = {stem + suffix for stem in stems for suffix in _suffixes(convention)}
+    hidden = parts | {f"{stem}.{scale}" for stem in stems for scale in _OF_ACTIVATIONS}
+    scales = tuple(_suffixes(convention)[1:])
     shapes = {
         name: info.shape
         for name, info in tensors.items()
-        if name not in parts and name not in inputs and not name.endswith(_scales(convention))
+        if name not in hidden and not name.endswith(scales)
     }
-    shapes |= {name: weight.shape for name, weight in weights.items()}
-    return StoredWeights(conventions=same, weights=weights, shapes=shapes, faults=faults)
+    return StoredWeights(
+        conventions=tuple(one for one, _ in fitting if (one.format, *_suffixes(one)) == kind),
+        weights=weights,
+        shapes=shapes | {name: weight.shape for name, weight in weights.items()},
+        faults=tuple(_faults(convention, tensors, parts)),
+    )
 
 
-def _form(convention: Convention) -> tuple[object, ...]:
-    return convention.format, *_parts(convention)
+def _suffixes(convention: Convention) -> list[str]:
+    """Return the endings of the names of data and scales, data first."""
+    names = convention.data, convention.scale, convention.global_scale
+    return [f".{name}" for name in names if name]
 
 
-def _parts(convention: Convention) -> list[str]:
-    """Return the names of data and scales, the data first."""
-    return [convention.data, convention.scale, *filter(None, [convention.global_scale])]
-
-
-def _scales(convention: Convention) -> tuple[str, ...]:
-    return tuple(f".{part}" for part in _parts(convention)[1:])
-
-
-def _stems(weights: Mapping[str, object]) -> Iterator[str]:
-    return (name.removesuffix(".weight") for name in weights)
-
-
-def _whole(
-    convention: Convention, tensors: Mapping[str, TensorInfo]
-) -> Iterator[tuple[str, StoredWeight]]:
-    """Yield each weight whose data and scales are there, and of the types and shapes they need."""
-    end = f".{convention.data}"
+def _whole(convention: Convention, tensors: Tensors) -> Iterator[tuple[str, StoredWeight]]:
+    """Yield the weights whose data and scales are there in fitting types and shapes."""
+    end, *ends = _suffixes(convention)
     for name, data in tensors.items():
         if not name.endswith(end) or data.dtype != convention.data_dtype or len(data.shape) != 2:
             continue
         stem, shape = name.removesuffix(end), _shape_of(convention, data)
-        scales = [tensors.get(stem + part) for part in _scales(convention)]
+        scales = [tensors.get(stem + end) for end in ends]
         allowed = _allowed_scales(convention, shape)
         if all(one in fitting for one, fitting in zip(scales, allowed, strict=True)):
             nbytes = data.nbytes + sum(one.nbytes for one in scales if one is not None)
@@ -107,7 +96,7 @@ def _shape_of(convention: Convention, data: TensorInfo) -> tuple[int, int]:
 
 
 def _allowed_scales(convention: Convention, shape: tuple[int, int]) -> list[list[TensorInfo]]:
-    """Return what each scale of a weight may be, as the convention has it first."""
+    """Return the forms that each scale of a weight may have, the convention's own first."""
     blocks = tuple(-(-n // size) for n, size in zip(shape, convention.scale_block, strict=True))
     dtypes = SCALE_DTYPES if convention.format == "fp8_block" else (convention.scale_dtype,)
     allowed = [[TensorInfo(blocks, dtype) for dtype in dtypes]]
@@ -116,8 +105,8 @@ def _allowed_scales(convention: Convention, shape: tuple[int, int]) -> list[list
     return allowed
 
 
-def _is_otherwise(convention: Convention, tensors: Mapping[str, TensorInfo], stem: str) -> bool:
-    """Return whether a weight is quantized, but in another format than the convention's."""
+def _is_otherwise(convention: Convention, tensors: Tensors, stem: str) -> bool:
+    """Return whether a weight is quantized in another format than the convention's."""
     data = [tensors.get(f"{stem}.{name}") for name in {one.data for one in CONVENTIONS}]
     kinds = {one.dtype for one in data if one is not None and one.dtype.itemsize == 1}
     scales = {name for name in _SCALES_OF_ANY if f"{stem}.{name}" in tensors}
@@ -131,29 +120,30 @@ def _is_otherwise(convention: Convention, tensors: Mapping[str, TensorInfo], ste
     return scale.shape in ((), (1,), (*weight.shape[:1], 1))  # of a tensor, or of its rows
 
 
-def _faults(
-    convention: Convention, tensors: Mapping[str, TensorInfo], whole: set[str]
-) -> Iterator[str]:
-    """Say of each weight that is not whole what is wrong with it."""
-    ends = tuple(f".{part}" for part in _parts(convention))
+def _faults(convention: Convention, tensors: Tensors, whole: set[str]) -> Iterator[str]:
+    """Yield what is wrong with each weight that is not whole."""
+    end, *ends = _suffixes(convention)
     stems = {
         name.rpartition(".")[0]
         for name, info in tensors.items()
         if name not in whole
-        and name.endswith(ends)
-        and (name.endswith(ends[1:]) or info.dtype == convention.data_dtype)
+        and (name.endswith(tuple(ends)) or (name.endswith(end) and _is_data(convention, info)))
     }
     for stem in sorted(stem for stem in stems if not _is_otherwise(convention, tensors, stem)):
-        data = tensors.get(stem + ends[0])
-        if data is None or data.dtype != convention.data_dtype or len(data.shape) != 2:
+        data = tensors.get(stem + end)
+        if data is None or not _is_data(convention, data) or len(data.shape) != 2:
             dtype = str(convention.data_dtype).removeprefix("torch.")
-            yield f"{stem}{ends[0]}: expected {dtype} [R, C] beside its scales, got {_spell(data)}"
+            yield f"{stem}{end}: expected {dtype} [R, C] beside its scales, got {_spell(data)}"
             continue
         allowed = _allowed_scales(convention, _shape_of(convention, data))
-        for end, fitting in zip(ends[1:], allowed, strict=True):
-            if (scale := tensors.get(stem + end)) not in fitting:
+        for suffix, fitting in zip(ends, allowed, strict=True):
+            if (scale := tensors.get(stem + suffix)) not in fitting:
                 said = f"expected {_spell(fitting[0])} for {_spell(data)}, got {_spell(scale)}"
-                yield f"{stem}{end}: {said}"
+                yield f"{stem}{suffix}: {said}"
+
+
+def _is_data(convention: Convention, info: TensorInfo) -> bool:
+    return info.dtype == convention.data_dtype
 
 
 def _spell(info: TensorInfo | None) -> str:

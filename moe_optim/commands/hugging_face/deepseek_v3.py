@@ -4,15 +4,15 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from moe_optim.commands.hugging_face import sides
-from moe_optim.commands.hugging_face.sides import Row, Side
+from moe_optim.commands.hugging_face import family_rules as rules
+from moe_optim.commands.hugging_face.family_rules import FamilyRules, SharedValue
 from moe_optim.commands.hugging_face.values import MOST_LAYERS, Values, kind_faults
 from moe_optim.rollout.families import Trait
 
-_LATENT_NORM_EPSILON = 1e-6  # built into the norms of q and kv in transformers' DeepseekV3Attention
-_EXPERTS_PER_GROUP = 2  # whose scores DeepseekV3TopkRouter adds up to choose groups
+_LATENT_NORM_EPSILON = 1e-6  # fixed in the norms of q and kv in transformers' DeepseekV3Attention
+_EXPERTS_PER_GROUP = 2  # DeepseekV3TopkRouter chooses groups by the scores of so many experts
 
-_YARN = (  # Megatron's argument, key of rope_scaling, and what Megatron takes without the argument
+_YARN = (  # Megatron's argument, key of rope_scaling, Megatron's default
     ("rotary_scaling_factor", "factor", 1.0),
     ("original_max_position_embeddings", "original_max_position_embeddings", 4096),
     ("beta_fast", "beta_fast", 32),
@@ -21,16 +21,16 @@ _YARN = (  # Megatron's argument, key of rope_scaling, and what Megatron takes w
     ("mscale_all_dim", "mscale_all_dim", 0.0),
 )
 WITHOUT_FLAG = frozenset({"original_max_position_embeddings", "beta_fast", "beta_slow"})
-"""Arguments that Megatron 0.19 has, with these defaults, and takes no flag for."""
+"""Arguments of Megatron 0.19 that no flag sets."""
 
 
 def _mscale(factor: float, mscale: float) -> float:
-    """As both sides define it: Peng et al., YaRN (2023), section 3.4."""
+    """Scale attention as Peng et al., YaRN (2023), section 3.4."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def _concentration(yarn: Values) -> float:
-    """Return by what Megatron multiplies sine and cosine."""
+    """Return Megatron's factor of sine and cosine."""
     factor = yarn["rotary_scaling_factor"]
     return _mscale(factor, yarn["mscale"]) / _mscale(factor, yarn["mscale_all_dim"])
 
@@ -40,7 +40,6 @@ def _yarn_of(given: Values) -> dict[str, Any]:
 
 
 def _common_faults(arguments: Values, groups: int | None, chosen: int | None) -> list[str]:
-    """Return what the two sides do not compute alike."""
     faults = []
     epsilon, topk = arguments["layernorm_epsilon"], arguments["moe_router_topk"]
     if epsilon != _LATENT_NORM_EPSILON:
@@ -57,7 +56,6 @@ def _common_faults(arguments: Values, groups: int | None, chosen: int | None) ->
 
 
 def _mtp_faults(name: str, layers: Any) -> list[str]:
-    """Return why this cannot be how many layers predict further tokens."""
     if layers is None or (type(layers) is int and 0 <= layers <= MOST_LAYERS):
         return []
     return [f"{name}: expected a number of layers, at most {MOST_LAYERS:,}, got another"]
@@ -67,7 +65,7 @@ def _argument_faults(given: Values) -> list[str]:
     groups, chosen = given.get("moe_router_num_groups"), given.get("moe_router_group_topk")
     faults = _common_faults(given, groups, chosen)
     faults += _mtp_faults("mtp_num_layers", given.get("mtp_num_layers"))
-    experts = sides.layers_with_experts(given.get("moe_layer_freq", 1), given["num_layers"])
+    experts = rules.layers_with_experts(given.get("moe_layer_freq", 1), given["num_layers"])
     if sorted(experts) != experts or not experts[-1]:
         faults.append("moe_layer_freq: expected dense layers before all others, got another order")
     shared = given.get("moe_shared_expert_intermediate_size")
@@ -87,7 +85,7 @@ def _argument_faults(given: Values) -> list[str]:
 
 
 def _config_faults(config: Values) -> list[str]:
-    arguments = {row.argument: config[row.key] for row in sides.ROWS}
+    arguments = {one.argument: config[one.key] for one in rules.SHARED}
     faults = _common_faults(arguments, config["n_group"], config["topk_group"])
     if config["q_lora_rank"] is None:
         faults.append(
@@ -104,7 +102,6 @@ def _config_faults(config: Values) -> list[str]:
 
 
 def _scaling_faults(scaling: Values | None) -> list[str]:
-    """Return why Megatron cannot stretch positions as ``rope_scaling`` says."""
     if scaling is None:
         return []
     if scaling["rope_type"] != "yarn":
@@ -135,7 +132,6 @@ _ALWAYS: Mapping[str, Any] = {
 
 
 def _group_arguments(groups: int | None, chosen: int | None) -> dict[str, int | None]:
-    """Return Megatron's arguments of groups of experts, none for one group."""
     many = bool(groups and groups > 1)
     return {
         "moe_router_num_groups": groups if many else None,
@@ -149,7 +145,7 @@ def _more_arguments(given: Values) -> dict[str, Any]:
     return {
         **_ALWAYS,
         "num_query_groups": given["num_attention_heads"],
-        sides.UNTIED: sides.is_untied(given),
+        rules.UNTIED: rules.is_untied(given),
         "mtp_num_layers": given.get("mtp_num_layers") or None,
         "moe_layer_freq": given.get("moe_layer_freq", 1),
         "moe_shared_expert_intermediate_size": given["moe_shared_expert_intermediate_size"],
@@ -166,9 +162,9 @@ def _arguments_of(config: Values) -> dict[str, Any]:
     return {
         **_ALWAYS,
         "num_query_groups": config["num_attention_heads"],
-        sides.UNTIED: not config["tie_word_embeddings"],
+        rules.UNTIED: not config["tie_word_embeddings"],
         "mtp_num_layers": config.get("num_nextn_predict_layers") or None,
-        "moe_layer_freq": sides.layer_freq(i >= config["first_k_dense_replace"] for i in layers),
+        "moe_layer_freq": rules.layer_freq(i >= config["first_k_dense_replace"] for i in layers),
         "moe_shared_expert_intermediate_size": config["n_shared_experts"]
         * config["moe_intermediate_size"],
         "moe_router_topk_scaling_factor": config["routed_scaling_factor"],
@@ -179,7 +175,7 @@ def _arguments_of(config: Values) -> dict[str, Any]:
 
 
 def _config_of(arguments: Values) -> dict[str, Any]:
-    experts = sides.layers_with_experts(arguments["moe_layer_freq"], arguments["num_layers"])
+    experts = rules.layers_with_experts(arguments["moe_layer_freq"], arguments["num_layers"])
     return {
         "num_key_value_heads": arguments["num_attention_heads"],
         "first_k_dense_replace": experts.index(True),
@@ -208,21 +204,20 @@ def _scaling_of(arguments: Values) -> dict[str, Any] | None:
 
 
 def _traits_of(arguments: Values) -> frozenset[Trait]:
-    """Return what a model has; without a rank, queries come of one projection."""
     query: Trait = "no_query_lora" if arguments["q_lora_rank"] is None else "query_lora"
     return frozenset({query, "expert_bias", "shared_experts"})
 
 
-DEEPSEEK_V3 = Side(
+DEEPSEEK_V3 = FamilyRules(
     family="deepseek_v3",
-    rows=(
-        *sides.ROWS,
-        Row("num_experts", "n_routed_experts"),
-        Row("q_lora_rank", "q_lora_rank"),
-        Row("kv_lora_rank", "kv_lora_rank"),
-        Row("qk_head_dim", "qk_nope_head_dim"),
-        Row("qk_pos_emb_head_dim", "qk_rope_head_dim"),
-        Row("v_head_dim", "v_head_dim"),
+    shared=(
+        *rules.SHARED,
+        SharedValue("num_experts", "n_routed_experts"),
+        SharedValue("q_lora_rank", "q_lora_rank"),
+        SharedValue("kv_lora_rank", "kv_lora_rank"),
+        SharedValue("qk_head_dim", "qk_nope_head_dim"),
+        SharedValue("qk_pos_emb_head_dim", "qk_rope_head_dim"),
+        SharedValue("v_head_dim", "v_head_dim"),
     ),
     optional=frozenset(
         {
@@ -252,19 +247,19 @@ DEEPSEEK_V3 = Side(
         "tie_word_embeddings": "flag",
     },
     arguments={
-        **sides.ARGUMENTS,
+        **rules.ARGUMENTS,
         "moe_router_score_function": ("sigmoid",),
         "moe_router_enable_expert_bias": (True,),
         "mla_down_proj_fusion": (False, None),
         "mtp_use_repeated_layer": (False, None),
     },
     config={
-        **sides.CONFIG,
+        **rules.CONFIG,
         "rope_interleave": (True, None),
         "scoring_func": ("sigmoid", None),
         "topk_method": ("noaux_tc", None),
     },
-    defaults={**sides.DEFAULTS, "norm_topk_prob": True, "q_lora_rank": 1536},
+    defaults={**rules.DEFAULTS, "norm_topk_prob": True, "q_lora_rank": 1536},
     argument_faults=_argument_faults,
     config_faults=_config_faults,
     more_arguments=_more_arguments,

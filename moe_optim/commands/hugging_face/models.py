@@ -1,17 +1,17 @@
 """A model as Megatron's arguments and transformers' ``config.json`` describe it, both ways.
 
-What one side can compute and the other cannot is refused, all of it at once: a model that loads and
-gives other logits is worse than none. Pure: no tensor, no Megatron and no transformers.
+A model that one side computes and the other does not is refused with all differences at once: one
+that loads and gives other logits is worse than none. Imports neither Megatron nor transformers.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moe_optim.commands.hugging_face import sides
+from moe_optim.commands.hugging_face import family_rules as rules
 from moe_optim.commands.hugging_face.deepseek_v3 import DEEPSEEK_V3, WITHOUT_FLAG
+from moe_optim.commands.hugging_face.family_rules import FamilyRules, SharedValue
 from moe_optim.commands.hugging_face.qwen3_moe import QWEN3_MOE
-from moe_optim.commands.hugging_face.sides import Row, Side
 from moe_optim.commands.hugging_face.values import (
     MOST_LAYERS,
     Values,
@@ -21,92 +21,78 @@ from moe_optim.commands.hugging_face.values import (
 )
 from moe_optim.errors import ConfigError
 from moe_optim.rollout.families import FAMILIES, Anatomy, Family
+from moe_optim.rollout.rows import Heads
 
 MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")
-"""What configurations call the number of layers that predict further tokens: as published, and as
-transformers 5 does in its code."""
-_SIDES = {side.family: side for side in (QWEN3_MOE, DEEPSEEK_V3)}
+"""Keys of the number of MTP layers: in published configurations, and in transformers 5."""
+_RULES = {family.family: family for family in (QWEN3_MOE, DEEPSEEK_V3)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Model:
-    """What a conversion has to know of a model."""
+    """A model as both sides describe it."""
 
     family: Family
     anatomy: Anatomy
     arguments: Mapping[str, Any]
-    """Megatron's that the family determines; whatever else a run has is left out."""
+    """Megatron's arguments that the family determines."""
     config: Mapping[str, Any]
-    """What ``config.json`` holds, without dtype and special tokens."""
+    """``config.json`` without dtype and special tokens."""
 
     @property
-    def query_groups(self) -> tuple[int, int, int]:
-        """Return groups of queries, queries of a group, and the width of a head."""
+    def heads(self) -> Heads:
+        """Sizes of attention heads; 0 rows each where attention is latent."""
         groups, heads = self.arguments["num_query_groups"], self.arguments["num_attention_heads"]
-        return groups, heads // groups, self.arguments["kv_channels"]
+        return Heads(groups, heads // groups, self.arguments.get("kv_channels", 0))
 
     @property
     def num_experts(self) -> int:
-        """Of a layer."""
+        """Number of experts of a layer."""
         return int(self.arguments["num_experts"])
 
     @property
     def is_stacked(self) -> bool:
-        """Whether Megatron stores the tensors of all layers as one: where all layers are alike."""
+        """Whether Megatron stores the tensors of all layers as one, since all are alike."""
         return bool(self.arguments["moe_layer_freq"] == 1)
 
 
 def model_from_arguments(given: Values, where: str) -> Model:
-    """Return the model that Megatron trained.
-
-    Args:
-        given: all arguments that were saved with the checkpoint.
-        where: the checkpoint, for errors.
+    """Return the model that Megatron trained, by the arguments saved at ``where``.
 
     Raises:
-        ConfigError: transformers has no model that computes the same; everything that stands in the
-            way is named.
+        ConfigError: transformers has no model that computes the same; all differences are named.
     """
-    side = DEEPSEEK_V3 if given.get("multi_latent_attention") is True else QWEN3_MOE
-    kinds = {**{row.argument: row.kind for row in side.rows}, **side.argument_kinds}
-    faults = kind_faults(given, kinds, side.optional) + unlike(given, side.arguments)
-    if not faults:
-        faults += _layer_faults(given["num_layers"], given.get("moe_layer_freq", 1))
-    if not faults:
-        faults += side.argument_faults(given)
-    _refuse(faults, where, f"arguments of a model that transformers computes as {side.family}")
-    copied = {row.argument: given.get(row.argument) for row in side.rows}
-    return _model(side, copied | side.more_arguments(given))
+    family = DEEPSEEK_V3 if given.get("multi_latent_attention") is True else QWEN3_MOE
+    kinds = {**{one.argument: one.kind for one in family.shared}, **family.argument_kinds}
+    faults = kind_faults(given, kinds, family.optional) + unlike(given, family.arguments)
+    faults = faults or _layer_faults(given["num_layers"], given.get("moe_layer_freq", 1))
+    faults = faults or family.argument_faults(given)
+    _refuse(faults, where, f"arguments of a model that transformers computes as {family.family}")
+    copied = {one.argument: given.get(one.argument) for one in family.shared}
+    return _model(family, copied | family.more_arguments(given))
 
 
 def model_from_config(given: Values, where: str) -> Model:
-    """Return the model that a ``config.json`` describes.
-
-    Args:
-        given: what it holds.
-        where: its path, for errors.
+    """Return the model that the ``config.json`` at ``where`` describes.
 
     Raises:
-        ConfigError: it is of another family, or of something that Megatron computes otherwise;
-            everything that stands in the way is named.
+        ConfigError: Megatron has no model that computes the same; all differences are named.
     """
     kind = given.get("model_type")
-    if not isinstance(kind, str) or kind not in _SIDES:
+    if not isinstance(kind, str) or kind not in _RULES:
         raise ConfigError(
-            f"{where}: model_type: expected {' or '.join(_SIDES)}, got {str(kind)[:60]!r}. Convert "
+            f"{where}: model_type: expected {' or '.join(_RULES)}, got {str(kind)[:60]!r}. Convert "
             "other models with Megatron-Bridge."
         )
-    side = _SIDES[kind]
-    config = {**side.defaults, **_as_published(given)}
-    kinds = {**{row.key: row.kind for row in side.rows}, **side.config_kinds}
-    faults = kind_faults(config, kinds, side.optional) + unlike(config, side.config)
-    if not faults:
-        faults += _layer_faults(config["num_hidden_layers"], 1)
-    if not faults:
-        faults += side.config_faults(config)
-    _refuse(faults, where, f"a configuration that Megatron computes as {side.family}")
-    copied = {row.argument: config.get(row.key) for row in side.rows}
-    return _model(side, copied | side.arguments_of(config))
+    family = _RULES[kind]
+    config = {**family.defaults, **_as_published(given)}
+    kinds = {**{one.key: one.kind for one in family.shared}, **family.config_kinds}
+    faults = kind_faults(config, kinds, family.optional) + unlike(config, family.config)
+    faults = faults or _layer_faults(config["num_hidden_layers"], 1)
+    faults = faults or family.config_faults(config)
+    _refuse(faults, where, f"a configuration that Megatron computes as {family.family}")
+    copied = {one.argument: config.get(one.key) for one in family.shared}
+    return _model(family, copied | family.arguments_of(config))
 
 
 _WITHOUT_ENGINE = (
@@ -115,24 +101,21 @@ _WITHOUT_ENGINE = (
     "--no-masked-softmax-fusion",
     "--no-gradient-accumulation-fusion",
 )
-"""Megatron's flags for what local layers have of Transformer Engine or apex alone."""
+"""Megatron's flags that turn off what needs Transformer Engine or apex."""
 
 
 def megatron_flags(model: Model, impl: str) -> list[str]:
-    """Return the flags of Megatron's command line that build a model.
-
-    Args:
-        model: what is built.
-        impl: ``--transformer-impl``; with ``local`` flags that need no Transformer Engine.
-    """
+    """Return Megatron's flags that build a model, for one ``--transformer-impl``."""
     flags = ["--swiglu", "--disable-bias-linear", "--normalization", "RMSNorm", "--qk-layernorm"]
     flags += ["--position-embedding-type", "rope"]
     for name, value in model.arguments.items():
-        flag = _FLAGS.get(name, f"--{name.replace('_', '-')}")
+        flag = "norm-epsilon" if name == "layernorm_epsilon" else name.replace("_", "-")
         is_said = name != "num_query_groups" or model.arguments.get("group_query_attention")
         if value is None or value is False or name in WITHOUT_FLAG or not is_said:
             continue
-        flags += [flag] if value is True else [flag, _spell(value)]
+        if isinstance(value, float) and value.is_integer():  # the parser takes no 10000.0
+            value = int(value)
+        flags += [f"--{flag}", *([] if value is True else [str(value).replace(" ", "")])]
     flags += ["--transformer-impl", impl]
     if impl == "local":
         return [*flags, *_WITHOUT_ENGINE]
@@ -140,41 +123,30 @@ def megatron_flags(model: Model, impl: str) -> list[str]:
     return [*flags, "--no-rope-fusion"] if plain_latent else flags
 
 
-def _spell(value: Any) -> str:
-    """Return a value as Megatron's parser takes it: its --rotary-base is no 10000.0."""
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    return str(value).replace(" ", "")
-
-
-_FLAGS = {"layernorm_epsilon": "--norm-epsilon"}
-
-
-def _model(side: Side, arguments: Values) -> Model:
-    family = FAMILIES[side.family]
-    experts = sides.layers_with_experts(arguments["moe_layer_freq"], arguments["num_layers"])
+def _model(rules_of: FamilyRules, arguments: Values) -> Model:
+    family = FAMILIES[rules_of.family]
+    experts = rules.layers_with_experts(arguments["moe_layer_freq"], arguments["num_layers"])
     config = {
         "architectures": [family.architecture],
         "model_type": family.name,
-        **{row.key: _number(row, arguments[row.argument]) for row in side.rows},
+        **{one.key: _json_value(one, arguments[one.argument]) for one in rules_of.shared},
         "hidden_act": "silu",
         "attention_bias": False,
-        "tie_word_embeddings": not arguments[sides.UNTIED],
+        "tie_word_embeddings": not arguments[rules.UNTIED],
         "use_cache": True,
-        **side.config_of(arguments),
+        **rules_of.config_of(arguments),
     }
     anatomy = Anatomy(
         num_layers=arguments["num_layers"],
         moe_layers=frozenset(layer for layer, has_experts in enumerate(experts) if has_experts),
-        traits=side.traits_of(arguments) | ({"untied"} if arguments[sides.UNTIED] else set()),
+        traits=rules_of.traits_of(arguments) | ({"untied"} if arguments[rules.UNTIED] else set()),
         mtp_layers=arguments.get("mtp_num_layers") or 0,
     )
     return Model(family=family, anatomy=anatomy, arguments=arguments, config=config)
 
 
-def _number(row: Row, value: Any) -> Any:
-    """Return a value as ``config.json`` has it: transformers takes no whole number for a base."""
-    return float(value) if row.kind == "number" else value
+def _json_value(shared: SharedValue, value: Any) -> Any:
+    return float(value) if shared.kind == "number" else value  # transformers needs 1e4 as a float
 
 
 def _layer_faults(num_layers: int, freq: Any) -> list[str]:
@@ -184,10 +156,10 @@ def _layer_faults(num_layers: int, freq: Any) -> list[str]:
 
 
 def _as_published(given: Values) -> dict[str, Any]:
-    """Return a configuration as published models have it.
+    """Return a configuration under the keys of published models.
 
-    transformers 5 writes ``rope_parameters`` where others have ``rope_theta`` and ``rope_scaling``,
-    and ``num_local_experts``.
+    transformers 5 writes ``rope_parameters`` for ``rope_theta`` and ``rope_scaling``, and
+    ``num_local_experts``.
     """
     config = dict(given)
     rope = config.pop("rope_parameters", None) or config.get("rope_scaling") or {}
@@ -197,10 +169,7 @@ def _as_published(given: Values) -> dict[str, Any]:
         config["rope_theta"] = theta
     kind = rope.get("rope_type") or rope.get("type") or "default"
     config["rope_scaling"] = None if kind == "default" else rope | {"rope_type": kind}
-    for published, other in (
-        ("num_experts", "num_local_experts"),
-        MTP_KEYS,
-    ):
+    for published, other in (("num_experts", "num_local_experts"), MTP_KEYS):
         if published not in config and other in config:
             config[published] = config[other]
     return config

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from moe_optim.commands.hugging_face import sides
-from moe_optim.commands.hugging_face.sides import Row, Side
+from moe_optim.commands.hugging_face import family_rules as rules
+from moe_optim.commands.hugging_face.family_rules import FamilyRules, SharedValue
 from moe_optim.commands.hugging_face.values import Values
 
 
@@ -11,7 +11,7 @@ def _more_arguments(given: Values) -> dict[str, Any]:
     groups = given.get("num_query_groups") if given.get("group_query_attention") else None
     return {
         **_query_groups(groups, given["num_attention_heads"]),
-        sides.UNTIED: sides.is_untied(given),
+        rules.UNTIED: rules.is_untied(given),
         "moe_router_pre_softmax": given.get("moe_router_pre_softmax") is True,
         "moe_layer_freq": given.get("moe_layer_freq", 1),
     }
@@ -22,14 +22,14 @@ def _arguments_of(config: Values) -> dict[str, Any]:
     layers = range(config["num_hidden_layers"])
     return {
         **_query_groups(config["num_key_value_heads"], config["num_attention_heads"]),
-        sides.UNTIED: not config["tie_word_embeddings"],
+        rules.UNTIED: not config["tie_word_embeddings"],
         "moe_router_pre_softmax": not config["norm_topk_prob"],
-        "moe_layer_freq": sides.layer_freq(i not in dense and (i + 1) % step == 0 for i in layers),
+        "moe_layer_freq": rules.layer_freq(i not in dense and (i + 1) % step == 0 for i in layers),
     }
 
 
 def _config_of(arguments: Values) -> dict[str, Any]:
-    experts = sides.layers_with_experts(arguments["moe_layer_freq"], arguments["num_layers"])
+    experts = rules.layers_with_experts(arguments["moe_layer_freq"], arguments["num_layers"])
     return {
         "num_key_value_heads": arguments["num_query_groups"],
         "norm_topk_prob": not arguments["moe_router_pre_softmax"],
@@ -53,13 +53,13 @@ def _group_faults(heads: int, groups: int | None) -> list[str]:
     return []
 
 
-QWEN3_MOE = Side(
+QWEN3_MOE = FamilyRules(
     family="qwen3_moe",
-    rows=(
-        *sides.ROWS,
-        Row("kv_channels", "head_dim"),
-        Row("num_experts", "num_experts"),
-        Row("moe_aux_loss_coeff", "router_aux_loss_coef", "number"),
+    shared=(
+        *rules.SHARED,
+        SharedValue("kv_channels", "head_dim"),
+        SharedValue("num_experts", "num_experts"),
+        SharedValue("moe_aux_loss_coeff", "router_aux_loss_coef", "number"),
     ),
     optional=frozenset({"num_query_groups", "mlp_only_layers"}),
     argument_kinds={"num_query_groups": "count"},
@@ -71,7 +71,7 @@ QWEN3_MOE = Side(
         "tie_word_embeddings": "flag",
     },
     arguments={
-        **sides.ARGUMENTS,
+        **rules.ARGUMENTS,
         "mtp_num_layers": (None, 0),
         "moe_router_score_function": ("softmax", None),
         "moe_router_enable_expert_bias": (False, None),
@@ -80,12 +80,12 @@ QWEN3_MOE = Side(
         "moe_shared_expert_intermediate_size": (None, 0),
     },
     config={
-        **sides.CONFIG,
+        **rules.CONFIG,
         "use_sliding_window": (False, None),
         "rope_scaling": (None,),
     },
     defaults={
-        **sides.DEFAULTS,
+        **rules.DEFAULTS,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
         "norm_topk_prob": False,

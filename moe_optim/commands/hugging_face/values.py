@@ -1,14 +1,14 @@
-"""What arguments and configurations may hold: checked before anything is derived from them.
+"""Checks of arguments and configurations, which come from untrusted files.
 
-Both are read from files of others. Functions return faults, one line each, instead of raising.
+Functions return faults, one line each, instead of raising.
 """
 
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-Kind = Literal["count", "number", "flag", "layers"]
-"""A whole number from 1 on; a finite number; true or false; a list of numbers of layers."""
+ValueKind = Literal["count", "number", "flag", "layers"]
+"""A whole number from 1; a finite number; true or false; a list of layer numbers."""
 
 _LARGEST = 2**40
 MOST_LAYERS = 4096
@@ -18,19 +18,21 @@ Values = Mapping[str, Any]
 Allowed = Mapping[str, tuple[Any, ...]]
 
 
-def kind_faults(given: Values, kinds: Mapping[str, Kind], optional: Iterable[str]) -> list[str]:
-    """Return which values are missing or of another kind; ``optional`` ones may be None."""
+def kind_faults(
+    given: Values, kinds: Mapping[str, ValueKind], optional: Iterable[str]
+) -> list[str]:
+    """Return values that are missing or of another kind; ``optional`` ones may be None."""
     optional = set(optional)
+    values = {name: given.get(name) for name in kinds}
     return [
-        f"{name}: expected {_SPELLED[kind]}, got {_spell(given.get(name))}"
-        for name, kind in kinds.items()
-        if not (given.get(name) is None and name in optional)
-        and not _is_kind(given.get(name), kind)
+        f"{name}: expected {_SPELLED[kinds[name]]}, got {_spell(value)}"
+        for name, value in values.items()
+        if not (value is None and name in optional) and not _is_kind(value, kinds[name])
     ]
 
 
 def unlike(given: Values, allowed: Allowed) -> list[str]:
-    """Return what is not one of the values that it may be; what is missing is one of them."""
+    """Return values that are not allowed; a missing one is."""
     return [
         f"{name}: expected {values[0]}, got {_spell(given[name])}"
         for name, values in allowed.items()
@@ -39,19 +41,16 @@ def unlike(given: Values, allowed: Allowed) -> list[str]:
 
 
 def freq_faults(freq: Any, num_layers: int) -> list[str]:
-    """Return what keeps Megatron's ``moe_layer_freq`` from saying which layers have experts."""
-    if type(freq) is int and freq > 0:
-        return []
-    if (
-        isinstance(freq, list)
-        and len(freq) == num_layers
-        and all(type(x) is int and x in (0, 1) for x in freq)
+    """Return why Megatron's ``moe_layer_freq`` does not tell which layers have experts."""
+    is_pattern = isinstance(freq, list) and len(freq) == num_layers
+    if (type(freq) is int and freq > 0) or (
+        is_pattern and all(type(x) is int and x in (0, 1) for x in freq)
     ):
         return []
     return [f"moe_layer_freq: expected a number or {num_layers} zeros and ones, got {_spell(freq)}"]
 
 
-def _is_kind(value: Any, kind: Kind) -> bool:
+def _is_kind(value: Any, kind: ValueKind) -> bool:
     if kind == "flag":
         return type(value) is bool
     if kind == "layers":
@@ -73,7 +72,7 @@ def _spell(value: Any) -> str:
 
 
 _PLAIN = (int, float, str, type(None))
-_SPELLED: Mapping[Kind, str] = {
+_SPELLED: Mapping[ValueKind, str] = {
     "count": "a whole number from 1 on",
     "number": "a number",
     "flag": "true or false",

@@ -1,1 +1,1 @@
-"""What ``moe-optim plan`` computes and draws."""
+"""Figures, tables and picture of ``moe-optim plan``."""

@@ -1,18 +1,16 @@
-"""What a plan answers: which format to take and why, and whether it fits a GPU."""
+"""Answers of a plan: which format to take and why, and whether it fits a GPU."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from moe_optim.commands.plan.costs import STOCK_BF16
-from moe_optim.commands.plan.experts import PlannedExperts
+from moe_optim.commands.plan.costs import STOCK_BF16, PlanRow
+from moe_optim.commands.plan.experts import PlannedExperts, is_native
 from moe_optim.config import NATIVE_FORMATS
 from moe_optim.config.recipes import Recipe
 from moe_optim.formats import FORMATS
 from moe_optim.integration.argv import last_value, spell_format
 from moe_optim.spelling import spell_bytes
 
-Row = Mapping[str, Any]
 GIB = 2**30
 
 
@@ -21,25 +19,20 @@ class Choice:
     """Formats that the weights of a recipe can be kept in."""
 
     own: str
-    """What the recipe keeps them in."""
+    """The recipe's format."""
     candidates: tuple[str, ...]
-    """None where its flags keep weights that this package does not manage."""
+    """Empty where its flags keep weights that this package does not manage."""
     why: str
-    """What makes these the candidates."""
+    """Reason for these candidates."""
 
 
 def find_choice(recipe: Recipe, argv: Sequence[str], experts: PlannedExperts) -> Choice:
-    """Return between which formats a recipe can choose without another model.
+    """Return the formats that a recipe can choose without becoming another model.
 
     Weights in 4 bits are another model than those in 8: neither is proposed for the other.
-
-    Args:
-        recipe: whose knobs.
-        argv: its flags for Megatron, and those over them.
-        experts: what is planned of them.
     """
     own = spell_format(recipe.moe_optim.format, argv)
-    if experts.is_native:
+    if is_native(experts.args):
         bits = "fp8" if "--fp8-param-gather" in argv else "fp4"
         default = {"fp8": "delayed", "fp4": "nvfp4"}[bits]  # Megatron's
         flag = f"--{bits}-recipe {last_value(argv, f'--{bits}-recipe') or default}"
@@ -56,14 +49,8 @@ def find_choice(recipe: Recipe, argv: Sequence[str], experts: PlannedExperts) ->
     )
 
 
-def recommend(choice: Choice, rows: Sequence[Row], gpu_memory: float | None) -> str:
-    """Return which format to take, why, and whether it fits.
-
-    Args:
-        choice: between which formats.
-        rows: of one number of GPUs.
-        gpu_memory: GiB of a GPU; None says nothing of it.
-    """
+def recommend(choice: Choice, rows: Sequence[PlanRow], gpu_memory: float | None) -> str:
+    """Return which format to take, why, and whether it fits a GPU of so many GiB."""
     if not choice.candidates:
         return (
             f"Recommended: none of these as the recipe stands, as {choice.why}. Add "
@@ -75,12 +62,12 @@ def recommend(choice: Choice, rows: Sequence[Row], gpu_memory: float | None) -> 
         (named[name] for name in choice.candidates),
         key=lambda row: (row["total_bytes_per_rank"], row["gathered_bytes_per_step"]),
     )
-    name, bf16 = best["format"], named[STOCK_BF16]
+    name, bf16, gpus = best["format"], named[STOCK_BF16], best["gpus"]
     gathered = best["gathered_bytes_per_step"] / bf16["gathered_bytes_per_step"]
     among = "the only format" if len(choice.candidates) == 1 else "the least memory of formats"
     said = (
-        f"Recommended: {name}, {among} {choice.why}. At {_gpus(best)} its experts take "
-        f"{spell_bytes(best['total_bytes_per_rank'])} a rank, "
+        f"Recommended: {name}, {among} {choice.why}. At {gpus:,} GPU{'s' * (gpus != 1)} its "
+        f"experts take {spell_bytes(best['total_bytes_per_rank'])} a rank, "
         f"{_against(best['against_stock_bf16_bytes'], 'stock bf16')}"
     )
     if best["against_stock_bytes"] is not None:
@@ -91,32 +78,26 @@ def recommend(choice: Choice, rows: Sequence[Row], gpu_memory: float | None) -> 
             f" The recipe has {choice.own}, which continues a run of it: for a new one add "
             f"--set moe_optim.format={name}."
         )
-    return said if gpu_memory is None else f"{said} {_fit(best, gpu_memory)}"
-
-
-def bytes_left(row: Row, gpu_memory: float) -> float:
-    """Return the bytes that experts leave of a GPU with so many GiB; below 0 they do not fit."""
-    return gpu_memory * GIB - float(row["total_bytes_per_rank"])
-
-
-def _fit(row: Row, gpu_memory: float) -> str:
-    left = bytes_left(row, gpu_memory)
+    if gpu_memory is None:
+        return said
+    left = bytes_left(best["total_bytes_per_rank"], gpu_memory)
     if left < 0:
         return (
-            f"It does not fit {gpu_memory:g} GiB: {spell_bytes(-left)} are missing. Take more "
-            "GPUs, or more expert or pipeline parallelism."
+            f"{said} It does not fit {gpu_memory:g} GiB: {spell_bytes(-left)} are missing. Take "
+            "more GPUs, or more expert or pipeline parallelism."
         )
     return (
-        f"It fits {gpu_memory:g} GiB and leaves {spell_bytes(left)} for dense weights, their "
-        "optimizer and activations."
+        f"{said} It fits {gpu_memory:g} GiB and leaves {spell_bytes(left)} for dense weights, "
+        "their optimizer and activations."
     )
+
+
+def bytes_left(total: int, gpu_memory: float) -> float:
+    """Return the bytes that experts leave of a GPU with so many GiB; below 0 they do not fit."""
+    return gpu_memory * GIB - float(total)
 
 
 def _against(difference: float, what: str) -> str:
     if difference == 0:
         return f"as much as {what}"
     return f"{spell_bytes(abs(difference))} {'less' if difference < 0 else 'more'} than {what}"
-
-
-def _gpus(row: Row) -> str:
-    return f"{row['gpus']:,} GPU{'s' * (row['gpus'] != 1)}"

@@ -35,11 +35,7 @@ _ACTIONS: Mapping[str, Any] = MappingProxyType(
 
 
 def parse_flags(argv: Sequence[str]) -> argparse.Namespace:
-    """Return what Megatron's parser makes of ``argv``; nothing is validated beyond it.
-
-    Raises:
-        ConfigError: a flag that Megatron does not have, or a value that it does not take.
-    """
+    """Return what Megatron's parser makes of ``argv``, unvalidated; ConfigError where it fails."""
     installed = find_package("megatron-core")
     if installed is None or is_recorded(installed):
         try:
@@ -67,12 +63,9 @@ def _layer_pattern(text: str) -> int | list[int]:
 
 
 def _evaluate(node: ast.expr) -> Any:
-    """Return the value of lists, numbers, sums and products, and of nothing else.
+    """Return the value of lists, numbers, sums and products; ValueError of anything else.
 
-    What a list has beyond the layers of any model is cut off, but for one that tells.
-
-    Raises:
-        ValueError: there is something else.
+    Lists are cut to one element more than any model has layers.
     """
     match node:
         case ast.Constant(value=int() as number):

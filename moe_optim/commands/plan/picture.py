@@ -1,7 +1,6 @@
 """The picture of a plan: memory against the number of GPUs, weights and all-gather by format."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,64 +10,32 @@ from moe_optim.commands.plan.answers import GIB
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Row = Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """How the line of a format looks: lines that lie on each other can all be seen."""
-
-    color: str
-    marker: str
-    width: float
-    dashes: tuple[float, tuple[float, ...]] | str = "-"
-    alpha: float = 1.0
-
-    @property
-    def is_stock(self) -> bool:
-        """Whether it is Megatron's own."""
-        return self.dashes != "-"
-
-
-_LINES = {  # a format and stock of it share a color; wide lines are pale, and lie below
-    "mxfp8": Line("#0072b2", "o", 7.0, alpha=0.35),
-    "mxfp8_2d": Line("#d55e00", "s", 7.0, alpha=0.35),
-    "nvfp4": Line("#009e73", "^", 7.0, alpha=0.35),
-    "fp8_block": Line("#aa4499", "D", 3.5, alpha=0.6),
-    "stock bf16": Line("#000000", "x", 1.2, (0, (2, 6))),
-    "stock mxfp8": Line("#0072b2", "o", 1.2, (4, (2, 6))),
-    "stock nvfp4": Line("#009e73", "^", 1.2, (0, (4, 4))),
-    "stock fp8_block": Line("#aa4499", "D", 1.2, (4, (4, 4))),
-}
+_COLORS = {"mxfp8": "#0072b2", "mxfp8_2d": "#d55e00", "nvfp4": "#009e73", "fp8_block": "#aa4499"}
+"""Color of a format and of stock in the same format; stock bf16 is black."""
 _TOTAL = "total_bytes_per_rank"
-_MIB = 2**20
-_GAP = 0.055
-"""Between labels, as a part of the height of a panel."""
 
 
 def draw_plan(report: Mapping[str, Any], path: Path) -> bytes:
     """Draw a plan; return a picture of the kind that ``path`` ends in."""
     from matplotlib.figure import Figure
 
-    rows: Sequence[Row] = report["rows"]
+    rows: Sequence[Mapping[str, Any]] = report["rows"]
     figure = Figure(figsize=(13, 5), dpi=150, layout="constrained")
     memory, weights, gather = figure.subplots(1, 3, width_ratios=(1.5, 1, 1))
     most_bytes = max(row[_TOTAL] for row in rows)
-    unit, spelt = (GIB, "GiB") if most_bytes >= GIB else (_MIB, "MiB")
-    _draw_memory(memory, rows, unit)
-    if report["gpu_memory_gib"] is not None:
-        _draw_limit(memory, report["gpu_memory_gib"], unit)
-    _draw_labels(memory, rows, unit)
+    unit, spelt = (GIB, "GiB") if most_bytes >= GIB else (2**20, "MiB")
+    _draw_memory(memory, rows, unit, report["gpu_memory_gib"])
+    memory.set_ylabel(spelt)
     most = max(row["gpus"] for row in rows)
     at_most = [row for row in rows if row["gpus"] == most]
     where = f"at {most:,} GPU{'s' * (most > 1)}"
-    _draw_bars(weights, at_most, "weight_bytes_per_rank", unit)
-    weights.set_title(f"Expert weights of a rank {where}", loc="left", fontsize=10)
-    _draw_bars(gather, at_most, "gathered_bytes_per_step", unit)
-    gather.set_title(f"Parameter all-gather {where}", loc="left", fontsize=10)
-    memory.set_ylabel(spelt)
-    weights.set_xlabel(spelt)
-    gather.set_xlabel(spelt)
+    for axes, title, key in (
+        (weights, "Expert weights of a rank", "weight_bytes_per_rank"),
+        (gather, "Parameter all-gather", "gathered_bytes_per_step"),
+    ):
+        _draw_bars(axes, {row["format"]: row[key] / unit for row in at_most})
+        axes.set_title(f"{title} {where}", loc="left", fontsize=10)
+        axes.set_xlabel(spelt)
     figure.suptitle(
         f"{plain(report['planned'])}\nsolid: moe_optim; dashed or hatched: stock Megatron",
         x=0.01,
@@ -78,128 +45,41 @@ def draw_plan(report: Mapping[str, Any], path: Path) -> bytes:
     return picture_of(figure, path)
 
 
-def _draw_memory(axes: "Axes", rows: Sequence[Row], unit: int) -> None:
+def _look(name: str) -> tuple[str, bool]:
+    """Return the color of a row, and whether it is Megatron's own."""
+    return _COLORS.get(name.removeprefix("stock "), "black"), name.startswith("stock ")
+
+
+def _draw_memory(
+    axes: "Axes", rows: Sequence[Mapping[str, Any]], unit: int, gpu_memory: float | None
+) -> None:
     from matplotlib.ticker import NullLocator
 
     gpus = sorted({row["gpus"] for row in rows})
-    for name, line in _LINES.items():
-        axes.plot(
-            gpus,
-            _values(rows, name, unit),
-            color=line.color,
-            alpha=line.alpha,
-            linewidth=line.width,
-            linestyle=line.dashes,
-            marker=line.marker,
-            markersize=line.width + 4,
-            fillstyle="none" if line.is_stock else "full",
-        )
+    for name in dict.fromkeys(row["format"] for row in rows):
+        values = [row[_TOTAL] / unit for row in rows if row["format"] == name]
+        color, is_stock = _look(name)
+        label = f"{name}: {values[-1]:#.3g}"
+        line, width = ("x--", 1.2) if is_stock else ("o-", 5)  # stock's on top of ours
+        alpha = 1 if is_stock else 0.4
+        axes.plot(gpus, values, line, linewidth=width, color=color, alpha=alpha, label=label)
+    if gpu_memory is not None:
+        axes.axhline(gpu_memory * GIB / unit, color="0.3", linewidth=1, linestyle=":")
+        axes.text(gpus[0], gpu_memory * GIB / unit, f"a GPU: {gpu_memory:g} GiB", va="bottom")
     axes.set_xscale("log", base=2)
-    ticks = [f"{count:,}" for count in gpus]
-    axes.set_xticks(gpus, ticks, fontsize=9, rotation=40, ha="right", rotation_mode="anchor")
+    axes.set_xticks(gpus, [f"{count:,}" for count in gpus], fontsize=9, rotation=40)
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_ylim(bottom=0, top=1.3 * max(row[_TOTAL] for row in rows) / unit)
+    axes.set_ylim(bottom=0)
     axes.set_title("Experts of a rank: weights, gradients, optimizer", loc="left", fontsize=10)
     axes.set_xlabel("GPUs in all")
-    axes.grid(axis="y", color="0.92")
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=8, title=f"at {gpus[-1]:,} GPUs" if len(gpus) > 1 else None)
 
 
-def _values(rows: Sequence[Row], name: str, unit: int) -> list[float]:
-    return [row[_TOTAL] / unit for row in rows if row["format"] == name]
-
-
-def _draw_bars(axes: "Axes", rows: Sequence[Row], key: str, unit: int) -> None:
-    for row in rows:
-        line = _LINES[row["format"]]
-        axes.barh(
-            row["format"],
-            row[key] / unit,
-            color="white" if line.is_stock else line.color,
-            edgecolor=line.color,
-            hatch="///" if line.is_stock else None,
-            height=0.7,
-        )
-        axes.annotate(
-            f"{row[key] / unit:#.3g}",
-            (row[key] / unit, row["format"]),
-            xytext=(3, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=9,
-        )
+def _draw_bars(axes: "Axes", values: Mapping[str, float]) -> None:
+    for name, value in values.items():
+        color, is_stock = _look(name)
+        face, hatch = ("white", "///") if is_stock else (color, None)
+        bars = axes.barh(name, value, height=0.7, color=face, edgecolor=color, hatch=hatch)
+        axes.bar_label(bars, [f"{value:#.3g}"], padding=3, fontsize=9)
     axes.invert_yaxis()
-    axes.set_xlim(right=1.15 * max(row[key] for row in rows) / unit)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def _draw_limit(axes: "Axes", gpu_memory: float, unit: int) -> None:
-    """Draw the memory of a GPU, in GiB."""
-    limit = gpu_memory * GIB / unit
-    axes.set_ylim(top=max(axes.get_ylim()[1], 1.08 * limit))
-    axes.axhline(limit, color="0.3", linewidth=1, linestyle=":")
-    axes.annotate(
-        f"a GPU: {gpu_memory:g} GiB",
-        (0.01, limit),
-        xycoords=("axes fraction", "data"),
-        xytext=(0, 3),
-        textcoords="offset points",
-        fontsize=9,
-    )
-
-
-def _draw_labels(axes: "Axes", rows: Sequence[Row], unit: int) -> None:
-    """Name every line at its end, and lead from there to the name."""
-    last = max(row["gpus"] for row in rows)
-    ends = {name: _values(rows, name, unit)[-1] for name in _LINES}
-    top = axes.get_ylim()[1]
-    for name, height in spread(ends, _GAP * top).items():
-        color = _LINES[name].color
-        axes.annotate(
-            f"{name}, {ends[name]:#.3g}",
-            (last, ends[name]),
-            xycoords="data",
-            xytext=(1.1, height / top),
-            textcoords="axes fraction",
-            va="center",
-            fontsize=9,
-            color=color,
-            annotation_clip=False,
-            arrowprops={
-                "arrowstyle": "-",
-                "color": color,
-                "linewidth": 0.6,
-                "relpos": (0, 0.5),
-                "shrinkA": 1,
-                "shrinkB": 6,
-            },
-        )
-
-
-def spread(heights: Mapping[str, float], gap: float) -> dict[str, float]:
-    """Return heights in the same order that are apart by ``gap``, each as near as may be.
-
-    Args:
-        heights: where labels would lie best, 0 or more; the lowest may not lie below 0.
-        gap: least distance of two.
-    """
-    groups: list[list[str]] = []  # labels that touch lie about their mean
-    middles: list[float] = []
-
-    def place(group: Sequence[str]) -> float:
-        return max(sum(heights[name] for name in group) / len(group), gap * (len(group) - 1) / 2)
-
-    for name in sorted(heights, key=lambda name: heights[name]):
-        groups.append([name])
-        middles.append(place(groups[-1]))
-        while len(groups) > 1 and middles[-1] - middles[-2] < gap * (
-            (len(groups[-1]) + len(groups[-2])) / 2
-        ):
-            groups[-2:] = [groups[-2] + groups[-1]]
-            middles[-2:] = [place(groups[-1])]
-    return {
-        name: middle + gap * (index - (len(group) - 1) / 2)
-        for group, middle in zip(groups, middles, strict=True)
-        for index, name in enumerate(group)
-    }
+    axes.set_xlim(right=1.2 * max(values.values()))

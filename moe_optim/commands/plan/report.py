@@ -1,10 +1,9 @@
 """The report of a plan: as JSON and as a picture, which are written first, and as tables."""
 
 import argparse
-import functools
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,20 +20,12 @@ if TYPE_CHECKING:
 # What imports numpy is imported where it is needed, as the parser of all commands reads this file.
 
 STEP, MOST_STEPS = 4, 5
-"""GPUs that are planned without ``--gpus``: each number so many times the last, so many times."""
+"""Default numbers of GPUs: each so many times the last, and so many of them."""
 STDOUT = Path("-")
-
-Row = dict[str, Any]
 
 
 def plan(args: argparse.Namespace) -> int:
-    """Plan, write the files asked for, and print the tables or JSON; return the exit code.
-
-    Raises:
-        ConfigError: the recipe, a flag or a number of GPUs cannot be planned, or a file not
-            written.
-        LayoutError: a weight that a format cannot hold.
-    """
+    """Plan, write the files asked for, and print the tables or JSON; return the exit code."""
     recipe = load_recipe(args.recipe, args.set)
     if (fewest := min(args.gpus or [1])) < 1:
         raise ConfigError(f"--gpus: expected 1 or more, got {fewest}.")
@@ -55,26 +46,31 @@ def plan(args: argparse.Namespace) -> int:
 
 
 def make_report(args: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
-    """Return what the JSON file holds; raises as :func:`plan`."""
+    """Return the content of the JSON file.
+
+    Raises:
+        ConfigError: the recipe, a flag or a number of GPUs cannot be planned.
+        LayoutError: a weight that a format cannot hold.
+    """
     from moe_optim.commands.plan.answers import find_choice, recommend
     from moe_optim.commands.plan.costs import plan_rows, why_stocks_step
     from moe_optim.commands.plan.experts import plan_experts
     from moe_optim.integration.patching.planning import knobs_with_flags
 
     argv = [*recipe.megatron_argv(), *args.megatron_args]
-    knobs = recipe.moe_optim
+    config = recipe.moe_optim
     try:
         experts = plan_experts(
             argv,
-            grouped=knobs.expert_layout == "grouped",
-            stores_in_te=knobs.storage == "transformer_engine",
+            grouped=config.expert_layout == "grouped",
+            stores_in_te=config.storage == "transformer_engine",
         )
     except ConfigError as error:
         raise ConfigError(f"{recipe.path}: {error}") from error
-    knobs = knobs_with_flags(knobs, experts)
+    config = knobs_with_flags(config, experts.optimizer)
     gpus = sorted(set(args.gpus or default_gpus(experts, recipe.ranks)))
-    reason = why_stocks_step(experts, knobs)
-    if reason and (knobs.offload_states or experts.optimizer_cpu_offload):
+    reason = why_stocks_step(experts, config)
+    if reason and (config.offload_states or experts.args.optimizer_cpu_offload):
         raise ConfigError(
             f"{recipe.path}: states on the host: expected a fused step, got {reason}. Remove that, "
             "or leave them on the device."
@@ -84,19 +80,18 @@ def make_report(args: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
             experts,
             gpus,
             is_fused=reason is None,
-            offload_states=knobs.offload_states,
+            offload_states=config.offload_states,
             memory_tb_per_s=args.memory_bandwidth,
             network_gb_per_s=args.bandwidth,
         )
     )
     advised = recipe.ranks if recipe.ranks in gpus else gpus[0]
-    choice = find_choice(recipe, argv, experts)
     of_advised = [row for row in rows if row["gpus"] == advised]
     return {
         "command": _command(args),
         "commit": commit(),
-        "planned": _describe(experts, knobs.expert_layout),
-        "recommended": recommend(choice, of_advised, args.gpu_memory),
+        "planned": _describe(experts, config.expert_layout),
+        "recommended": recommend(find_choice(recipe, argv, experts), of_advised, args.gpu_memory),
         "step": "fused" if reason is None else f"stock, not estimated: {reason}",
         "gpu_memory_gib": args.gpu_memory,
         "bandwidth_gb_per_s": args.bandwidth,
@@ -106,44 +101,40 @@ def make_report(args: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
 
 
 def _print(args: argparse.Namespace, report: Mapping[str, Any]) -> None:
-    from moe_optim.commands.plan.tables import Shown, build_tables, legend
+    from moe_optim.commands.plan.tables import build_tables, legend
 
     console = results_console()
-    shown = Shown(
-        gpu_memory=args.gpu_memory,
-        network_gb_per_s=args.bandwidth,
-        memory_tb_per_s=args.memory_bandwidth,
-        details=args.details,
-    )
-    say = functools.partial(console.print, soft_wrap=False)
-    say(f"{args.recipe}: {report['planned']}")
+    console.print(f"{args.recipe}: {report['planned']}", soft_wrap=False)
     for _, group in groupby(report["rows"], lambda row: row["gpus"]):
-        rows: Sequence[Row] = list(group)
-        for table in build_tables(_title(rows[0]), rows, shown, console.width):
+        rows: list[dict[str, Any]] = list(group)
+        dp_size = rows[0]["expert_data_parallel_size"]
+        title = (
+            f"{_count(rows[0]['gpus'], 'GPU')}, expert data parallel {dp_size:,}, "
+            f"{_count(rows[0]['buckets'], 'bucket')}"
+        )
+        for table in build_tables(title, report, rows, console.width, details=args.details):
             print_table(console, table)
-    say(f"\nstep: {report['step']}")
-    say(legend(shown, report["rows"]), style="dim")
-    say(f"\n{report['recommended']}")
-
-
-def _title(row: Row) -> str:
-    dp_size, buckets = row["expert_data_parallel_size"], row["buckets"]
-    return (
-        f"{_count(row['gpus'], 'GPU')}, expert data parallel {dp_size:,}, "
-        f"{_count(buckets, 'bucket')}"
-    )
+    console.print(f"\nstep: {report['step']}", soft_wrap=False)
+    console.print(legend(report, details=args.details), style="dim", soft_wrap=False)
+    console.print(f"\n{report['recommended']}", soft_wrap=False)
 
 
 def default_gpus(experts: "PlannedExperts", ranks: int) -> list[int]:
-    """Return the recipe's ``ranks``, if they hold the model, and some numbers that make sense."""
+    """Return some numbers that hold the model and that a batch has samples for, and ``ranks``."""
     from moe_optim.commands.plan.experts import MOST_RANKS
 
-    fewest = experts.gpus_multiple
+    args, fewest = experts.args, experts.gpus_multiple
+    most = MOST_RANKS
+    if args.global_batch_size and args.micro_batch_size:
+        ranks_per_model = (
+            args.tensor_model_parallel_size
+            * args.pipeline_model_parallel_size
+            * args.context_parallel_size
+        )
+        micro_batches = max(1, args.global_batch_size // args.micro_batch_size)
+        most = min(most, micro_batches * ranks_per_model)
     numbers = [fewest * STEP**step for step in range(MOST_STEPS)]
-    numbers = [number for number in numbers if number <= max(MOST_RANKS, fewest)]
-    if experts.most_micro_batches is not None:
-        most = experts.most_micro_batches * experts.ranks_per_model
-        numbers = [number for number in numbers if number <= max(most, fewest)]
+    numbers = [number for number in numbers if number <= max(most, fewest)]
     return numbers if ranks % fewest else [*numbers, ranks]
 
 
@@ -159,9 +150,9 @@ def _command(args: argparse.Namespace) -> str:
 
 
 def _describe(experts: "PlannedExperts", layout: str) -> str:
-    """Say what the rows are about."""
     (_, (count, *first)), (_, (_, *second)) = experts.weights
-    stage = "all" if experts.pipeline == 1 else f"stage {experts.stage} of {experts.pipeline}, with"
+    pipeline = experts.args.pipeline_model_parallel_size
+    stage = "all" if pipeline == 1 else f"stage {experts.stage} of {pipeline}, with"
     return (
         f"{stage} {experts.layers} MoE layers, {count} experts a rank of {first} and {second}, "
         f"{layout}"

@@ -1,7 +1,7 @@
-"""How many MoE layers each model chunk of each pipeline stage has, by Megatron's rules.
+"""MoE layers of each model chunk of each pipeline stage, by Megatron's rules.
 
 The counts of ``get_num_layers_to_build``, ``get_transformer_layer_offset`` and
-``PipelineParallelLayerLayout``; tests hold them against those.
+``PipelineParallelLayerLayout``; tests compare them with those.
 """
 
 import argparse
@@ -13,20 +13,14 @@ from moe_optim.errors import ConfigError
 
 _REPEATED = (re.compile(r"\(([^)]+)\)\*(\d+)"), re.compile(r"(.)\*(\d+)"))
 """``(ab|)*2`` and ``t*4`` of a layout, in the order in which they are written out."""
-_MOST_LETTERS, _DIGITS = 16 * MOST_LAYERS, 9  # of a layout written out, and of a number in it
+_MOST_LETTERS, _MOST_DIGITS = 16 * MOST_LAYERS, 9  # of a layout written out, of a number in it
 _KINDS = {"E": "embedding", "t": "decoder layer", "m": "MTP layer", "L": "loss"}
 
 
 def count_moe_layers(args: argparse.Namespace) -> list[tuple[int, ...]]:
-    """Return the MoE layers of each chunk, for each stage.
+    """Return the MoE layers of each chunk, for each stage; ConfigError if layers cannot be cut so.
 
-    A layer that predicts a further token is as the last layer is.
-
-    Args:
-        args: parsed flags.
-
-    Raises:
-        ConfigError: layers cannot be cut like that.
+    An MTP layer is as the last layer is.
     """
     pattern = _moe_pattern(args.moe_layer_freq, args.num_layers)
     further = args.mtp_num_layers or 0
@@ -51,37 +45,35 @@ def _take(pattern: Sequence[int], layers: Sequence[Sequence[int]]) -> list[tuple
 
 
 def _even_layers(args: argparse.Namespace) -> list[list[int]]:
-    """Return how many layers of the decoder each chunk of each stage has."""
-    virtual = _virtual_stages(args)
-    of_stages = _layers_of_stages(args)
-    layers = []
-    for count in of_stages:
-        _require(count % virtual == 0, args, f"{count} layers of a stage for {virtual} chunks")
-        layers.append([count // virtual] * virtual)
-    layers[0][0] -= args.account_for_embedding_in_pipeline_split
-    layers[-1][-1] -= args.account_for_loss_in_pipeline_split
-    _require(min(map(min, layers)) >= 0, args, "fewer layers than embedding and loss take")
-    return layers
-
-
-def _layers_of_stages(args: argparse.Namespace) -> list[int]:
-    """Return the layers of each stage, embedding and loss among them where they count as one."""
-    pipeline = args.pipeline_model_parallel_size
-    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
+    """Return the decoder layers of each chunk of each stage, where no layout is given."""
+    pipeline, virtual = args.pipeline_model_parallel_size, _virtual_stages(args)
     embedding = args.account_for_embedding_in_pipeline_split
     loss = args.account_for_loss_in_pipeline_split
-    given = {0: first, pipeline - 1: last}
-    given = {stage: count for stage, count in given.items() if count is not None}
-    _require(
-        not given or not (embedding or loss),
-        args,
-        "embedding or loss counted as layers beside a first or last stage with layers of its own",
-    )
-    left = args.num_layers + embedding + loss - sum(given.values())
-    others = pipeline - len(given)
-    fits = left == 0 if others == 0 else left >= 0 and left % others == 0
-    _require(fits, args, f"{left} layers for {others} stages")
-    return [given.get(stage, left // max(others, 1)) for stage in range(pipeline)]
+    ends = {
+        0: args.decoder_first_pipeline_num_layers,
+        pipeline - 1: args.decoder_last_pipeline_num_layers,
+    }
+    given = {stage: count for stage, count in ends.items() if count is not None}
+    if given and (embedding or loss):
+        raise _unfit(
+            args,
+            "embedding or loss counted as layers beside a first or last stage with layers of its "
+            "own",
+        )
+    left, others = args.num_layers + embedding + loss - sum(given.values()), pipeline - len(given)
+    if left < 0 or (left % others if others else left):
+        raise _unfit(args, f"{left} layers for {others} stages")
+    layers = []
+    for stage in range(pipeline):
+        count = given.get(stage, left // max(others, 1))
+        if count % virtual:
+            raise _unfit(args, f"{count} layers of a stage for {virtual} chunks")
+        layers.append([count // virtual] * virtual)
+    layers[0][0] -= embedding
+    layers[-1][-1] -= loss
+    if min(map(min, layers)) < 0:
+        raise _unfit(args, "fewer layers than embedding and loss take")
+    return layers
 
 
 def _virtual_stages(args: argparse.Namespace) -> int:
@@ -103,22 +95,20 @@ def _virtual_stages(args: argparse.Namespace) -> int:
     return virtual
 
 
-def _require(is_so: bool, args: argparse.Namespace, got: str) -> None:
-    if not is_so:
-        raise ConfigError(
-            f"--pipeline-model-parallel-size {args.pipeline_model_parallel_size}: expected stages "
-            f"that Megatron can fill with --num-layers {args.num_layers}, got {got}. Change one of "
-            "the two."
-        )
+def _unfit(args: argparse.Namespace, got: str) -> ConfigError:
+    return ConfigError(
+        f"--pipeline-model-parallel-size {args.pipeline_model_parallel_size}: expected stages that "
+        f"Megatron can fill with --num-layers {args.num_layers}, got {got}. Change one of the two."
+    )
 
 
 def _laid_out(
     args: argparse.Namespace, pattern: Sequence[int], further: int
 ) -> list[tuple[int, ...]]:
-    """Return the same where ``--pipeline-model-parallel-layout`` says which layer is where."""
+    """Count by ``--pipeline-model-parallel-layout``."""
     pipeline, text = args.pipeline_model_parallel_size, args.pipeline_model_parallel_layout
     parts = _write_out(text).split("|")
-    if fault := _fault_of_layout("|".join(parts), len(parts), pipeline, args.num_layers, further):
+    if fault := _fault_of_layout(parts, pipeline, args.num_layers, further):
         raise ConfigError(
             f"--pipeline-model-parallel-layout {text}: expected one that Megatron takes, got "
             f"{fault}. Correct it."
@@ -132,16 +122,12 @@ def _laid_out(
 
 
 def _write_out(text: str) -> str:
-    """Return a layout without commas and repetitions.
-
-    Raises:
-        ConfigError: it is longer than that of any model.
-    """
+    """Return a layout without commas and repetitions; ConfigError if it grows too long."""
     text = text.replace(",", "")
     for repeated in _REPEATED:
-        sizes = (len(found[1]) * int(found[2][-_DIGITS:]) for found in repeated.finditer(text))
+        sizes = (len(found[1]) * int(found[2][-_MOST_DIGITS:]) for found in repeated.finditer(text))
         longest = max(map(len, re.findall(r"\d+", text)), default=0)
-        if longest > _DIGITS or len(text) + sum(sizes) > _MOST_LETTERS:
+        if longest > _MOST_DIGITS or len(text) + sum(sizes) > _MOST_LETTERS:
             raise ConfigError(
                 f"--pipeline-model-parallel-layout {text[:60]}: expected at most "
                 f"{_MOST_LETTERS:,} letters, repeated ones counted, got more. Correct it."
@@ -151,48 +137,48 @@ def _write_out(text: str) -> str:
 
 
 def _fault_of_layout(
-    layout: str, parts: int, pipeline: int, num_layers: int, further: int
+    parts: Sequence[str], pipeline: int, num_layers: int, further: int
 ) -> str | None:
-    """Return what Megatron refuses of a layout that is written out."""
-    layers = layout.replace("|", "")
+    """Return why Megatron refuses the parts of a layout."""
+    layers = "".join(parts)
     if unknown := set(layers) - _KINDS.keys():
         known = ", ".join(f"{letter} ({kind})" for letter, kind in _KINDS.items())
         return f"{', '.join(sorted(unknown))} beside {known}"
-    if parts % pipeline:
-        return f"{parts} parts for --pipeline-model-parallel-size {pipeline}"
-    wanted = {"E": 1, "t": num_layers, "m": further, "L": 1}
-    for letter, number in wanted.items():
+    if len(parts) % pipeline:
+        return f"{len(parts)} parts for --pipeline-model-parallel-size {pipeline}"
+    for letter, number in {"E": 1, "t": num_layers, "m": further, "L": 1}.items():
         if layers.count(letter) != number:
             return f"{letter} ({_KINDS[letter]}) {layers.count(letter)} times, not {number}"
     if not (layers.startswith("E") and layers.endswith("L")):
         return "an embedding (E) that is not first, or a loss (L) that is not last"
     if further and "t" in layers[layers.index("m") :]:
         return "a decoder layer (t) behind an MTP layer (m)"
-    chunks = layout.split("|")
-    with_further = [index for index, part in enumerate(chunks) if "m" in part]
-    if len(with_further) > 1 or any(index < parts - pipeline for index in with_further):
+    with_further = [index for index, part in enumerate(parts) if "m" in part]
+    if len(with_further) > 1 or any(index < len(parts) - pipeline for index in with_further):
         return "MTP layers (m) in several parts, or not in the last one of a stage"
     return None
 
 
 def _moe_pattern(freq: int | list[int], num_layers: int) -> list[int]:
     """Return 1 for every layer with experts and 0 for every other, by ``--moe-layer-freq``."""
+    expected = None
     if isinstance(freq, int):
-        if freq < 1:
-            raise ConfigError(f"--moe-layer-freq: expected 1 or more, got {freq}. Correct it.")
-        return [int(layer % freq == 0) for layer in range(num_layers)]
-    if len(freq) != num_layers:
-        many = len(freq) > MOST_LAYERS
+        if freq >= 1:
+            return [int(layer % freq == 0) for layer in range(num_layers)]
+        expected = f"expected 1 or more, got {freq}"
+    elif len(freq) != num_layers:
+        got = f"more than {MOST_LAYERS:,}" if len(freq) > MOST_LAYERS else len(freq)
         raise ConfigError(
-            f"--moe-layer-freq: expected a pattern of --num-layers {num_layers}, got "
-            f"{f'more than {MOST_LAYERS:,}' if many else len(freq)} layers. Change one of the two."
+            f"--moe-layer-freq: expected a pattern of --num-layers {num_layers}, got {got} layers. "
+            "Change one of the two."
         )
-    if others := [mark for mark in freq if mark not in (0, 1)]:
-        raise ConfigError(
-            f"--moe-layer-freq: expected zeros and ones, got {others[0]}. Correct it."
-        )
-    if not any(freq):
-        raise ConfigError("--moe-layer-freq: expected a layer with experts, got none. Correct it.")
+    elif others := [mark for mark in freq if mark not in (0, 1)]:
+        expected = f"expected zeros and ones, got {others[0]}"
+    elif not any(freq):
+        expected = "expected a layer with experts, got none"
+    if expected is not None:
+        raise ConfigError(f"--moe-layer-freq: {expected}. Correct it.")
+    assert isinstance(freq, list), "a number is returned or refused above"
     return list(freq)
 
 

@@ -10,10 +10,9 @@ from typing import Any
 from rich.table import Table
 
 from moe_optim.commands.plan.answers import bytes_left
-from moe_optim.commands.plan.costs import STOCK_BF16
+from moe_optim.commands.plan.costs import STOCK_BF16, PlanRow
 from moe_optim.spelling import spell_bytes, spell_count, spell_difference
 
-Row = Mapping[str, Any]
 NOTHING = "-"
 
 LEGEND = {
@@ -45,31 +44,30 @@ class Column:
 
     header: str
     width: int
-    spell: Callable[[Row], str]
+    key: str
+    spell: Callable[[Any], str] = str
+
+    def cell(self, row: PlanRow) -> str:
+        """Return the figure of a row as text."""
+        return NOTHING if row[self.key] is None else self.spell(row[self.key])
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Shown:
-    """What was asked for."""
-
-    gpu_memory: float | None
-    """GiB of a GPU."""
-    network_gb_per_s: float | None
-    memory_tb_per_s: float | None
-    details: bool
+_FORMAT = Column("format", 15, "format")
 
 
-def legend(shown: Shown, rows: Sequence[Row]) -> str:
-    """Return what the columns mean that are shown."""
-    words = {**LEGEND, **(DETAILS if shown.details else {})}
-    if not _takes_memory(rows):
+def legend(report: Mapping[str, Any], *, details: bool) -> str:
+    """Return the meaning of the columns that are shown."""
+    words = {**LEGEND, **(DETAILS if details else {})}
+    if not _copies_gradients(report["rows"]):
         del words["step"]
     return " ".join(f"{name}: {meaning}." for name, meaning in words.items())
 
 
-def build_tables(title: str, rows: Sequence[Row], shown: Shown, width: int) -> Iterator[Table]:
+def build_tables(
+    title: str, report: Mapping[str, Any], rows: Sequence[PlanRow], width: int, *, details: bool
+) -> Iterator[Table]:
     """Yield tables of the rows of one number of GPUs, each as wide as ``width`` allows."""
-    groups = _groups(rows, shown)
+    groups = _groups(report, rows, details=details)
     while groups:
         columns = groups.pop(0)
         while groups and _width([*columns, *groups[0]]) <= width:
@@ -78,104 +76,81 @@ def build_tables(title: str, rows: Sequence[Row], shown: Shown, width: int) -> I
         title = ""
 
 
-def _groups(rows: Sequence[Row], shown: Shown) -> list[list[Column]]:
-    step = [_bytes("step", "step_memory_bytes_per_rank")] if _takes_memory(rows) else []
+def _groups(
+    report: Mapping[str, Any], rows: Sequence[PlanRow], *, details: bool
+) -> list[list[Column]]:
+    (bf16,) = (row["gathered_bytes_per_step"] for row in rows if row["format"] == STOCK_BF16)
+    step = [_bytes("step", "step_memory_bytes_per_rank")] if _copies_gradients(rows) else []
     memory = [
         _bytes("weights", "weight_bytes_per_rank"),
         _bytes("grads", "gradient_bytes_per_rank"),
         _bytes("optimizer", "optimizer_bytes_per_rank", 9),
         *step,
     ]
-    total = _bytes("total", "total_bytes_per_rank")
-    (bf16,) = (row for row in rows if row["format"] == STOCK_BF16)
+    totals = [
+        _bytes("total", "total_bytes_per_rank"),
+        Column("vs bf16", 9, "against_stock_bf16_bytes", spell_difference),
+        Column("vs stock", 9, "against_stock_bytes", spell_difference),
+        *_fits(report["gpu_memory_gib"]),
+    ]
     gather = [
         _bytes("all-gather", "gathered_bytes_per_step", 10),
-        Column("of bf16", 7, lambda row: f"{_share(row, bf16):.2f}"),
-        *_times("gather_ms", shown.network_gb_per_s, "GB/s"),
-        Column("kernels", 7, lambda row: _number(row["launches_per_step"])),
+        Column("of bf16", 7, "gathered_bytes_per_step", lambda count: f"{count / bf16:.2f}"),
+        *_times("gather_ms", report["bandwidth_gb_per_s"], "GB/s"),
+        Column("kernels", 7, "launches_per_step"),
     ]
-    groups = [memory, [total, *_differences(), *_fits(shown.gpu_memory)], gather]
-    if shown.details:
-        groups.append(_DETAILS)
+    groups = [memory, totals, gather]
+    if details:
+        groups.append(
+            [
+                Column("padding", 7, "padding_fraction", "{:.2%}".format),
+                Column("max/mean", 8, "shard_imbalance", "{:.3f}".format),
+                Column("path", 12, "path"),
+                Column("amaxes", 7, "exchanged_maxima", spell_count),
+            ]
+        )
+    speed = report["memory_bandwidth_tb_per_s"]
     has_steps = any(row["norm_bytes_per_rank"] is not None for row in rows)
-    if has_steps and (shown.details or shown.memory_tb_per_s is not None):
-        groups.append([*_STEP, *_times("step_floor_ms", shown.memory_tb_per_s, "TB/s")])
+    if has_steps and (details or speed is not None):
+        groups.append(
+            [
+                _bytes("norm", "norm_bytes_per_rank"),
+                _bytes("update", "update_bytes_per_rank"),
+                Column("B/param", 7, "step_bytes_per_parameter", "{:.2f}".format),
+                *_times("step_floor_ms", speed, "TB/s"),
+            ]
+        )
     return groups
 
 
 def _bytes(header: str, key: str, width: int = 8) -> Column:
-    return Column(header, width, lambda row: NOTHING if row[key] is None else spell_bytes(row[key]))
-
-
-def _number(number: int | None) -> str:
-    return NOTHING if number is None else str(number)
-
-
-def _share(row: Row, bf16: Row) -> float:
-    return float(row["gathered_bytes_per_step"] / bf16["gathered_bytes_per_step"])
+    return Column(header, width, key, spell_bytes)
 
 
 def _times(key: str, speed: float | None, unit: str) -> list[Column]:
-    """Return a column of milliseconds, if a speed is known."""
     if speed is None:
         return []
     header = f"at {speed:g} {unit}"
-
-    def spell(row: Row) -> str:
-        if row[key] is None:
-            return NOTHING
-        return f"{row[key]:,.3f} ms" if row[key] else "none"
-
-    return [Column(header, max(12, len(header)), spell)]
+    return [Column(header, max(12, len(header)), key, _spell_ms)]
 
 
-def _differences() -> list[Column]:
-    def column(header: str, key: str) -> Column:
-        return Column(
-            header, 9, lambda row: NOTHING if row[key] is None else spell_difference(row[key])
-        )
-
-    return [
-        column("vs bf16", "against_stock_bf16_bytes"),
-        column("vs stock", "against_stock_bytes"),
-    ]
+def _spell_ms(time: float) -> str:
+    return f"{time:,.3f} ms" if time else "none"
 
 
 def _fits(gpu_memory: float | None) -> list[Column]:
     if gpu_memory is None:
         return []
 
-    def spell(row: Row) -> str:
-        left = bytes_left(row, gpu_memory)
+    def spell(total: int) -> str:
+        left = bytes_left(total, gpu_memory)
         return f"yes, {spell_bytes(left)}" if left >= 0 else f"no, -{spell_bytes(-left)}"
 
     header = f"fits {gpu_memory:g} GiB"
-    return [Column(header, max(13, len(header)), spell)]
+    return [Column(header, max(13, len(header)), "total_bytes_per_rank", spell)]
 
 
-_DETAILS = [
-    Column("padding", 7, lambda row: f"{row['padding_fraction']:.2%}"),
-    Column("max/mean", 8, lambda row: f"{row['shard_imbalance']:.3f}"),
-    Column("path", 12, lambda row: str(row["path"])),
-    Column("amaxes", 7, lambda row: spell_count(row["exchanged_maxima"])),
-]
-_STEP = [
-    _bytes("norm", "norm_bytes_per_rank"),
-    _bytes("update", "update_bytes_per_rank"),
-    Column(
-        "B/param",
-        7,
-        lambda row: (
-            NOTHING
-            if row["step_bytes_per_parameter"] is None
-            else f"{row['step_bytes_per_parameter']:.2f}"
-        ),
-    ),
-]
-_FORMAT = Column("format", 15, lambda row: str(row["format"]))
-
-
-def _takes_memory(rows: Sequence[Row]) -> bool:
+def _copies_gradients(rows: Sequence[PlanRow]) -> bool:
     return any(row["step_memory_bytes_per_rank"] for row in rows)
 
 
@@ -183,7 +158,7 @@ def _width(columns: Sequence[Column]) -> int:
     return sum(column.width + 1 for column in (_FORMAT, *columns)) - 1
 
 
-def _table(title: str, columns: Sequence[Column], rows: Sequence[Row]) -> Table:
+def _table(title: str, columns: Sequence[Column], rows: Sequence[PlanRow]) -> Table:
     table = Table(
         title=f"\n{title}".rstrip() if title else None,
         title_justify="left",
@@ -196,5 +171,5 @@ def _table(title: str, columns: Sequence[Column], rows: Sequence[Row]) -> Table:
         side: Any = "left" if column.header in ("format", "path") else "right"
         table.add_column(column.header, justify=side, no_wrap=True, width=column.width)
     for row in rows:
-        table.add_row(*(column.spell(row) for column in (_FORMAT, *columns)))
+        table.add_row(*(column.cell(row) for column in (_FORMAT, *columns)))
     return table

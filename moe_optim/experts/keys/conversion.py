@@ -12,7 +12,7 @@ from moe_optim.experts.keys.finding import raise_faults, shape_faults, survey_ex
 from moe_optim.experts.keys.layouts import ExpertSet, KeyLayout, Projection, get_layout
 
 _Piece = tuple[int, Projection, bool]
-"""Expert, projection, whether its bias: what every layout holds whole."""
+"""Expert, projection, whether it is the bias."""
 
 
 @torch.no_grad()
@@ -27,19 +27,19 @@ def convert_expert_set(
 ) -> dict[str, Tensor]:
     """Return the experts of a set under the keys of a layout, behind the same prefix.
 
-    The way back gives the same bits. Every result has the shape that the layout says, is contiguous
-    and has memory of its own, in the dtype and on the device of the source (``meta`` too); extra
-    states are left behind. No rank communicates.
+    The way back gives the same bits. Results are contiguous copies in the shapes of the layout, in
+    the dtype and on the device of the source (``meta`` too); extra states are left behind. No rank
+    communicates.
 
     Args:
-        tensors: those of the set, of the shapes that its layout says, any dtype; other entries are
-            not looked at. Nothing is written.
-        source: what they are, from :func:`~moe_optim.experts.keys.finding.find_expert_sets`.
-        to: the layout to convert to.
+        tensors: entries of the set by key, of the shapes of its layout, any dtype; others are
+            ignored.
+        source: set from :func:`~moe_optim.experts.keys.finding.find_expert_sets`.
+        to: layout of the result.
         source_interleave: rows of gate that alternate with as many of up, in weights and biases;
             None where all rows of gate come first.
         target_interleave: the same of the result.
-        experts: take these and number them from 0; all if not given.
+        experts: experts to take, numbered from 0 in the result; None: all.
 
     Raises:
         LayoutError: entries are not those of the set, or differ in dtype or device; the layout
@@ -77,22 +77,22 @@ def convert_state_dict(
 ) -> dict[str, Any]:
     """Return a flat state dict with the experts of every layer in one layout.
 
-    Converted experts stand where the first key of their layer stood, as
-    :func:`convert_expert_set` returns them. All other entries are the same objects, in their order.
+    Converted experts replace the first key of their layer, as :func:`convert_expert_set` returns
+    them. All other entries are the same objects, in their order.
 
     Args:
-        state: of any entries; neither it nor they are changed.
-        to: the layout to convert to, or its name: ``grouped``, ``indexed``, ``sequential``,
-            ``legacy``, ``hf``, ``hf_transposed`` or ``hf_per_expert``.
-        source_interleave: as for :func:`convert_expert_set`, of every layer.
-        target_interleave: likewise.
-        layouts: which there may be; all named ones if not given.
-        num_experts: how many every layer must have; ``legacy`` does not tell.
-        prefixes: convert these containers only, and each of them.
+        state: state dict with any entries, which is not changed.
+        to: layout of the result, or its name: ``grouped``, ``indexed``, ``sequential``, ``legacy``,
+            ``hf``, ``hf_transposed`` or ``hf_per_expert``.
+        source_interleave: rows of gate that alternate with as many of up, in every layer.
+        target_interleave: the same of the result.
+        layouts: layouts to look for; None: all named ones.
+        num_experts: experts of every layer; ``legacy`` does not tell.
+        prefixes: containers to convert, all of which must have experts; None: any.
 
     Raises:
-        LayoutError: what :func:`~moe_optim.experts.keys.finding.find_expert_sets` or
-            :func:`convert_expert_set` refuse, all faults of all layers at once.
+        LayoutError: faults of :func:`~moe_optim.experts.keys.finding.find_expert_sets` and of
+            :func:`convert_expert_set`, of all layers at once.
         ConfigError: there is no layout of that name.
     """
     to = get_layout(to) if isinstance(to, str) else to
@@ -108,18 +108,17 @@ def convert_state_dict(
         faults += interleave_faults(source, source_interleave)
         faults += interleave_faults(replace(source, layout=to), target_interleave)
     raise_faults(faults)
-    owner = {key: source for source in sets for key in (*source.keys, *source.extra_states)}
+    set_of = {key: source for source in sets for key in (*source.keys, *source.extra_states)}
     result: dict[str, Any] = {}
     done = set()
     for key, value in state.items():
-        source_set = owner.get(key)
-        if source_set is None:
+        if key not in set_of:
             result[key] = value
-        elif source_set.prefix not in done:
-            done.add(source_set.prefix)
+        elif (source := set_of[key]).prefix not in done:
+            done.add(source.prefix)
             result |= convert_expert_set(
                 state,
-                source_set,
+                source,
                 to,
                 source_interleave=source_interleave,
                 target_interleave=target_interleave,
@@ -132,7 +131,7 @@ def _pieces(
 ) -> dict[_Piece, Tensor]:
     """Return every projection of every expert as blocks of its rows, [blocks, rows, ...].
 
-    They are views wherever the tensors are contiguous, so that writing into them fills a set.
+    They are views of contiguous tensors, so that writing into them fills a set.
     """
     pieces: dict[_Piece, Tensor] = {}
     for pattern, index, key in expert_set.entries():
@@ -148,7 +147,6 @@ def _pieces(
 
 
 def _tensor_faults(tensors: Mapping[str, Any], source: ExpertSet) -> list[str]:
-    """Return what keeps entries from being tensors of this set, all of one dtype and device."""
     given = {key: tensors[key] for key in source.keys if key in tensors}
     shapes = {k: tuple(v.shape) if isinstance(v, Tensor) else None for k, v in given.items()}
     faults = shape_faults(source, shapes)
@@ -165,7 +163,6 @@ def _tensor_faults(tensors: Mapping[str, Any], source: ExpertSet) -> list[str]:
 
 
 def _request_faults(source: ExpertSet, to: KeyLayout, experts: range) -> list[str]:
-    """Return what the layout cannot hold, and experts that the set does not have."""
     faults = []
     if source.has_bias and not to.holds_biases:
         biases = (key for pattern, _, key in source.entries() if pattern.is_bias)
@@ -179,7 +176,7 @@ def _request_faults(source: ExpertSet, to: KeyLayout, experts: range) -> list[st
 
 
 def interleave_faults(expert_set: ExpertSet, interleave: int | None) -> list[str]:
-    """Return why rows of gate and up cannot alternate in such blocks, if they cannot."""
+    """Return why rows of gate and up cannot alternate by ``interleave``."""
     if interleave is None:
         return []
     name, ffn = expert_set.layout.name, expert_set.ffn

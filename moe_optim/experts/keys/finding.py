@@ -1,4 +1,4 @@
-"""Finding the experts of a state dict: by exact keys, completely, or with every fault named."""
+"""Finding the experts of a state dict by exact keys: complete sets, or every fault by its key."""
 
 import re
 from collections import Counter
@@ -16,18 +16,18 @@ from moe_optim.experts.keys.layouts import (
     match_key,
 )
 
-Shape = tuple[int, ...] | None
-"""None where the entry is no tensor."""
+EntryShape = tuple[int, ...] | None
+"""None for an entry that is not a tensor."""
 
 MAX_EXPERTS = 65_536
-"""Of a layer: more than any has. Each may have keys, so what claims more is not believed."""
+"""Limit of a layer, more than any has: a number of experts from a file is not trusted."""
 
 _ROUTERS = ("router.weight", "gate.weight")
-"""What a router beside experts is called, in Megatron and in models of Hugging Face."""
+"""Names of a router beside experts, in Megatron and in models of Hugging Face."""
 _NUMBER = re.compile(r"\d+")
 
-_Found = dict[str, tuple[KeyPattern, int | None, Shape]]
-"""By key: what it is in a layout, and its shape."""
+_Found = dict[str, tuple[KeyPattern, int | None, EntryShape]]
+"""Key -> its pattern and expert in a layout, and its shape."""
 
 
 def find_expert_sets(
@@ -40,21 +40,21 @@ def find_expert_sets(
     """Return the experts of every layer in a state dict, in the order of its keys.
 
     A container is everything behind the component ``experts.``, or a key at the root that is an
-    expert's as a whole. Whatever lies in one must belong to one complete set of one layout, but for
-    amaxes of a calibration and adapters' own weights, which are the same in all. Where some layers
-    have a router beside their experts, another layer's router must have experts, too.
+    expert's as a whole. It must be one complete set of one layout, besides amaxes of a calibration
+    and weights of adapters. Where some layers have a router beside their experts, the router of
+    another layer must have experts, too.
 
     Args:
-        shapes: of every entry of a flat state dict; None for one that is no tensor.
-        layouts: which there may be; all named ones if not given. Shapes tell ``hf`` from
-            ``hf_transposed``; but where F is H, one transposed tensor makes one of the other.
-        num_experts: how many there must be. Needed for ``legacy``, which does not tell; without
-            it, nothing misses the last expert of a layout that has a key for each.
-        prefixes: look into these containers only, and into each of them.
+        shapes: shapes of all entries of a flat state dict; None for one that is not a tensor.
+        layouts: layouts to look for; None: all named ones. Shapes tell ``hf`` from
+            ``hf_transposed``, except where F is H.
+        num_experts: experts of every layer. ``legacy`` needs it; without it, a missing last expert
+            goes unnoticed in layouts that have a key for each.
+        prefixes: containers to look into, all of which must have experts; None: any.
 
     Raises:
-        LayoutError: keys of no layout or of several, missing ones, gaps, wrong or disagreeing
-            shapes, entries that are no tensors. All faults of all containers, each by its key.
+        LayoutError: keys of no layout or of several, missing keys, gaps, wrong or disagreeing
+            shapes, entries that are not tensors: all faults of all containers, each by its key.
     """
     sets, faults = survey_expert_sets(
         shapes, layouts=layouts, num_experts=num_experts, prefixes=prefixes
@@ -70,9 +70,9 @@ def survey_expert_sets(
     num_experts: int | None = None,
     prefixes: Collection[str] | None = None,
 ) -> tuple[list[ExpertSet], list[str]]:
-    """Return complete sets and all faults instead of raising; see :func:`find_expert_sets`."""
+    """Return complete sets and all faults, where :func:`find_expert_sets` raises."""
     layouts = tuple(LAYOUTS.values()) if layouts is None else layouts
-    containers: dict[str, dict[str, Shape]] = {prefix: {} for prefix in prefixes or ()}
+    containers: dict[str, dict[str, EntryShape]] = {prefix: {} for prefix in prefixes or ()}
     for key, shape in shapes.items():
         prefix = _prefix_of(key, layouts, prefixes)
         remainder = key.removeprefix(prefix or "")
@@ -91,7 +91,7 @@ def survey_expert_sets(
 
 
 def _routers_alone(keys: Collection[str], containers: Collection[str]) -> list[str]:
-    """Return the routers whose experts are not there, in layers like those whose experts are."""
+    """Return faults of routers without experts, in layers like those with experts."""
     modules = [prefix.removesuffix("experts.") for prefix in containers if prefix]
     known = {
         _NUMBER.sub("0", module + router)
@@ -113,7 +113,7 @@ def _routers_alone(keys: Collection[str], containers: Collection[str]) -> list[s
 
 
 def raise_faults(faults: Sequence[str]) -> None:
-    """Raise one LayoutError for all of them, if there are any."""
+    """Raise one LayoutError for all faults, if there are any."""
     if faults:
         raise LayoutError(
             f"expert keys: expected complete sets of one layout each, got {len(faults)} fault(s):\n"
@@ -122,10 +122,10 @@ def raise_faults(faults: Sequence[str]) -> None:
         )
 
 
-def shape_faults(expert_set: ExpertSet, shapes: Mapping[str, Shape]) -> list[str]:
-    """Return what keeps entries from being this set: missing, surplus and misshapen ones.
+def shape_faults(expert_set: ExpertSet, shapes: Mapping[str, EntryShape]) -> list[str]:
+    """Return missing, surplus and misshapen entries of a set.
 
-    ``shapes`` are of all entries of its container, extra states left out, by whole key.
+    ``shapes`` are those of all entries of its container but extra states, by whole key.
     """
     expected = expert_set.shapes()
     agreeing = [key for key, shape in expected.items() if shapes.get(key) == shape]
@@ -167,7 +167,7 @@ def _prefix_of(
 def _matches(
     remainder: str, layouts: Sequence[KeyLayout]
 ) -> dict[str, tuple[KeyPattern, int | None]]:
-    """Return what a remainder is in each layout that has such keys, by name of the layout."""
+    """Return pattern and expert of a remainder by the name of each layout that has such keys."""
     found = {}
     for layout in layouts:
         for pattern in layout.patterns:
@@ -178,9 +178,11 @@ def _matches(
 
 
 def _read_container(
-    prefix: str, entries: Mapping[str, Shape], layouts: Sequence[KeyLayout], num_experts: int | None
+    prefix: str,
+    entries: Mapping[str, EntryShape],
+    layouts: Sequence[KeyLayout],
+    num_experts: int | None,
 ) -> tuple[ExpertSet | None, list[str]]:
-    """Return the one set that a container holds, or its faults."""
     extra = tuple(prefix + remainder for remainder in entries if is_extra_state(remainder))
     matches = {r: _matches(r, layouts) for r in entries if not is_extra_state(r)}
     names = ", ".join(layout.name for layout in layouts)
@@ -227,7 +229,6 @@ def _read_layout(
     num_experts: int | None,
     extra_states: tuple[str, ...],
 ) -> tuple[ExpertSet | None, list[str]]:
-    """Return the set that keys of one layout are, or what is wrong with it."""
     experts = num_experts or _count_experts(layout, found)
     if experts and experts > MAX_EXPERTS:
         return None, [f"{prefix}: expected at most {MAX_EXPERTS:,} experts, got {experts:,}"]
@@ -253,8 +254,8 @@ def _read_layout(
     return (None, faults) if faults else (expert_set, [])
 
 
-def _lack(layout: KeyLayout, pattern: KeyPattern, shape: Shape, experts: int | None) -> str:
-    """Say why a shape that does not tell the number of experts is not read: none or a wrong one."""
+def _lack(layout: KeyLayout, pattern: KeyPattern, shape: EntryShape, experts: int | None) -> str:
+    """Return what is missing to read a shape without an axis of experts."""
     if layout.shows_num_experts:
         return ""
     if not experts:
@@ -267,7 +268,7 @@ def _lack(layout: KeyLayout, pattern: KeyPattern, shape: Shape, experts: int | N
 
 
 def _count_experts(layout: KeyLayout, found: _Found) -> int | None:
-    """Return the experts that keys number without a gap, or that most tensors have."""
+    """Return the number of experts in keys, up to a gap, or in most shapes."""
     if not any(pattern.is_per_expert for pattern in layout.patterns):
         return _vote(found, "E", None)
     numbered = {index for _, index, _ in found.values() if index is not None}
@@ -275,7 +276,7 @@ def _count_experts(layout: KeyLayout, found: _Found) -> int | None:
 
 
 def _vote(found: _Found, symbol: str, experts: int | None) -> int | None:
-    """Return the size of an axis by most tensors, so that a misshapen one stands out."""
+    """Return the size of an axis in most tensors, so that a misshapen one stands out."""
     votes: Counter[int] = Counter()
     for pattern, _, shape in found.values():
         if shape is None or len(shape) != len(pattern.stored):
@@ -288,15 +289,12 @@ def _vote(found: _Found, symbol: str, experts: int | None) -> int | None:
 
 
 def _unit(part: str, experts: int | None) -> int:
-    """Return what divides the size of an axis such as ``E*2F``: 2 * E; 0 where E is not known."""
+    """Return the factor of an axis such as ``E*2F``, 2 * E; 0 where E is not known."""
     *factors, last = part.split("*")
     return (2 if last == "2F" else 1) * (experts or 0 if factors else 1)
 
 
 def expert_remainders(remainders: Iterable[str]) -> set[str]:
-    """Return what of a container is an expert's in some named layout, extra states included.
-
-    ``remainders`` are keys without the prefix of their container.
-    """
+    """Return the keys behind a prefix that are experts' in any layout, extra states included."""
     layouts = tuple(LAYOUTS.values())
     return {r for r in remainders if is_extra_state(r) or _matches(r, layouts)}

@@ -1,12 +1,12 @@
-"""Under which keys and in which order of axes state dicts keep the experts of a layer.
+"""Keys and orders of axes in which state dicts keep the experts of a layer.
 
-A layout is a value: one :class:`KeyPattern` a kind of key. E is experts, F the width of an expert,
-H the model's hidden size; fc1 holds the gate and up projections, fc2 the down projection.
+A layout has one :class:`KeyPattern` per kind of key. E is the number of experts, F the width of an
+expert, H the hidden size; fc1 holds the gate and up projections, fc2 the down projection.
 """
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
@@ -16,7 +16,7 @@ from moe_optim.errors import ConfigError
 Projection = Literal["gate", "up", "down"]
 """One of the matrices of an expert: gate and up [F, H], down [H, F]."""
 
-_CANONICAL_AXES = {  # of a weight; a bias leaves the last one out, a tensor of one expert the first
+_CANONICAL_AXES = {  # of weights; biases lack the last axis, tensors of one expert the first
     "gate": ("E", "2F", "F", "H"),
     "up": ("E", "2F", "F", "H"),
     "down": ("E", "H", "F"),
@@ -25,16 +25,16 @@ _CANONICAL_AXES = {  # of a weight; a bias leaves the last one out, a tensor of 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeyPattern:
-    """One kind of key: what follows the container's prefix, and what its tensor holds."""
+    """One kind of key, and the content of its tensor."""
 
     template: str
-    """With ``{expert}`` where each expert has a key of its own."""
+    """Key behind the container's prefix, with ``{expert}`` where each expert has its own."""
     projections: tuple[Projection, ...]
-    """In the order of their rows, or of their blocks of rows where they are interleaved."""
+    """Projections in the order of their rows, or of blocks of rows where they are interleaved."""
     axes: tuple[str, ...]
-    """Of the elements in memory: ``E``, ``H``, ``F``, or ``2F`` for gate and up together."""
+    """Axes in memory: ``E``, ``H``, ``F``, or ``2F`` for gate and up together."""
     stored: tuple[str, ...]
-    """Shape of the tensor: ``axes``, or some of them as one, such as ``E*F``."""
+    """Shape of the tensor: ``axes``, or some of them merged, such as ``E*F``."""
 
     @property
     def is_per_expert(self) -> bool:
@@ -43,32 +43,32 @@ class KeyPattern:
 
     @property
     def is_bias(self) -> bool:
-        """Whether the tensor holds biases: vectors an expert, where weights are matrices."""
+        """Whether the tensor holds biases, one vector per expert."""
         return len(self.axes) - ("E" in self.axes) == 1
 
     @property
     def canonical_order(self) -> tuple[int, ...]:
-        """How to permute the axes to experts (if there are several), rows, columns (if any)."""
+        """Permutation of the axes to experts (if there are several), rows, columns (if any)."""
         canonical = _CANONICAL_AXES[self.projections[0]]
         return tuple(sorted(range(len(self.axes)), key=lambda i: canonical.index(self.axes[i])))
 
     def key(self, expert: int | None = None) -> str:
-        """Return what follows the prefix: for ``expert`` where each has a key, else for all."""
+        """Return the key behind the prefix, for ``expert`` where each has its own."""
         return self.template.format(expert=expert)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeyLayout:
-    """How the experts of one layer are named and stored."""
+    """Names and shapes of the experts of one layer."""
 
     name: str
-    """What commands and errors call it."""
+    """Name in commands and errors."""
     patterns: tuple[KeyPattern, ...]
-    """All kinds of keys there can be."""
+    """All kinds of keys."""
 
     @property
     def holds_biases(self) -> bool:
-        """Whether there are keys for biases."""
+        """Whether it has keys for biases."""
         return any(pattern.is_bias for pattern in self.patterns)
 
     @property
@@ -78,32 +78,32 @@ class KeyLayout:
 
     @property
     def shows_num_experts(self) -> bool:
-        """Whether keys or shapes tell how many experts there are."""
+        """Whether keys or shapes tell the number of experts."""
         return all(pattern.is_per_expert or "E" in pattern.stored for pattern in self.patterns)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertSet:
-    """The experts of one layer in a state dict: their keys, and with these every shape."""
+    """The experts of one layer in a state dict: determines their keys and shapes."""
 
     prefix: str
-    """Of all keys, up to and including the component ``experts.``; empty at the root."""
+    """Prefix of all keys, up to and including the component ``experts.``; empty at the root."""
     layout: KeyLayout
-    """How they are named and stored."""
+    """Names and shapes."""
     num_experts: int
     """E."""
     hidden: int
     """H."""
     ffn: int
-    """F, of one expert: fc1 has twice as many rows."""
+    """F of one expert; fc1 has twice as many rows."""
     has_bias: bool = False
     """Whether each of their linears has a bias."""
     extra_states: tuple[str, ...] = ()
-    """Keys of Megatron's ``_extra_state`` entries beside them, which no conversion keeps."""
+    """Keys of Megatron's ``_extra_state`` entries, which no conversion keeps."""
 
     @property
     def patterns(self) -> tuple[KeyPattern, ...]:
-        """The kinds of keys there are."""
+        """Kinds of keys in the set."""
         return tuple(p for p in self.layout.patterns if self.has_bias or not p.is_bias)
 
     @property
@@ -112,13 +112,13 @@ class ExpertSet:
         return tuple(self.shapes())
 
     def entries(self) -> Iterator[tuple[KeyPattern, int | None, str]]:
-        """Return each key with its pattern, and its expert where it is of one."""
+        """Return each key with its pattern, and its expert where each has a key of its own."""
         for pattern in self.patterns:
             for expert in range(self.num_experts) if pattern.is_per_expert else (None,):
                 yield pattern, expert, self.prefix + pattern.key(expert)
 
     def sizes(self, axes: tuple[str, ...]) -> tuple[int, ...]:
-        """Return the sizes that ``axes`` have here, such as ``2F`` or ``E*F``."""
+        """Return the sizes of ``axes`` such as ``2F`` or ``E*F``."""
         sizes = {"E": self.num_experts, "F": self.ffn, "2F": 2 * self.ffn, "H": self.hidden}
         return tuple(math.prod(sizes[axis] for axis in part.split("*")) for part in axes)
 
@@ -127,88 +127,92 @@ class ExpertSet:
         return {key: self.sizes(pattern.stored) for pattern, _, key in self.entries()}
 
 
-def _holds(
-    projections: Sequence[Projection], template: str, axes: str, stored: str | None = None
-) -> KeyPattern:
-    """Return a pattern from the spelling of the table below."""
-    return KeyPattern(
-        template=template,
-        projections=tuple(projections),
-        axes=tuple(axes.split()),
-        stored=tuple((stored or axes).split()),
-    )
+_GATE_UP: tuple[Projection, ...] = ("gate", "up")
+_GATE: tuple[Projection, ...] = ("gate",)
+_UP: tuple[Projection, ...] = ("up",)
+_DOWN: tuple[Projection, ...] = ("down",)
 
 
-_GATE: tuple[Projection] = ("gate",)
-_UP: tuple[Projection] = ("up",)
-_DOWN: tuple[Projection] = ("down",)
-_GATE_UP: tuple[Projection, Projection] = ("gate", "up")
+def _linear(
+    projections: tuple[Projection, ...], weight: str, bias: str, axes: str
+) -> Iterator[KeyPattern]:
+    """Yield the patterns of a weight and of its bias, which has no axis of inputs."""
+    inputs = "F" if projections == _DOWN else "H"
+    of_weight = tuple(axes.split())
+    of_bias = tuple(axis for axis in of_weight if axis != inputs)
+    for template, of in ((weight, of_weight), (bias, of_bias)):
+        yield KeyPattern(template=template, projections=projections, axes=of, stored=of)
+
 
 _TABLE = {
     # one parameter a linear: TEGroupedLinear with --moe-single-grouped-weight, and ours
     "grouped": (
-        _holds(_GATE_UP, "linear_fc1.weight", "E 2F H"),
-        _holds(_GATE_UP, "linear_fc1.bias", "E 2F"),
-        _holds(_DOWN, "linear_fc2.weight", "E H F"),
-        _holds(_DOWN, "linear_fc2.bias", "E H"),
+        *_linear(_GATE_UP, "linear_fc1.weight", "linear_fc1.bias", "E 2F H"),
+        *_linear(_DOWN, "linear_fc2.weight", "linear_fc2.bias", "E H F"),
     ),
     # one parameter an expert: TEGroupedLinear, and ours
     "indexed": (
-        _holds(_GATE_UP, "linear_fc1.weight{expert}", "2F H"),
-        _holds(_GATE_UP, "linear_fc1.bias{expert}", "2F"),
-        _holds(_DOWN, "linear_fc2.weight{expert}", "H F"),
-        _holds(_DOWN, "linear_fc2.bias{expert}", "H"),
+        *_linear(_GATE_UP, "linear_fc1.weight{expert}", "linear_fc1.bias{expert}", "2F H"),
+        *_linear(_DOWN, "linear_fc2.weight{expert}", "linear_fc2.bias{expert}", "H F"),
     ),
     # Megatron's SequentialMLP
     "sequential": (
-        _holds(_GATE_UP, "local_experts.{expert}.linear_fc1.weight", "2F H"),
-        _holds(_GATE_UP, "local_experts.{expert}.linear_fc1.bias", "2F"),
-        _holds(_DOWN, "local_experts.{expert}.linear_fc2.weight", "H F"),
-        _holds(_DOWN, "local_experts.{expert}.linear_fc2.bias", "H"),
+        *_linear(
+            _GATE_UP,
+            "local_experts.{expert}.linear_fc1.weight",
+            "local_experts.{expert}.linear_fc1.bias",
+            "2F H",
+        ),
+        *_linear(
+            _DOWN,
+            "local_experts.{expert}.linear_fc2.weight",
+            "local_experts.{expert}.linear_fc2.bias",
+            "H F",
+        ),
     ),
     # Megatron's GroupedMLP, last in megatron-core 0.16, transformer/moe/experts.py: the forward
-    # pass multiplies by weight1.view(E, H, 2F) and weight2.view(E, F, H), so the bytes are those
-    # of experts one after the other although the shapes look as if experts lay side by side
+    # pass multiplies by weight1.view(E, H, 2F) and weight2.view(E, F, H), so experts lie one after
+    # the other although the shapes look as if they lay side by side
     "legacy": (
-        _holds(_GATE_UP, "weight1", "E H 2F", stored="H E*2F"),
-        _holds(_DOWN, "weight2", "E F H", stored="E*F H"),
+        KeyPattern(
+            template="weight1",
+            projections=_GATE_UP,
+            axes=("E", "H", "2F"),
+            stored=("H", "E*2F"),
+        ),
+        KeyPattern(
+            template="weight2", projections=_DOWN, axes=("E", "F", "H"), stored=("E*F", "H")
+        ),
     ),
     # fused experts of Hugging Face models
     "hf": (
-        _holds(_GATE_UP, "gate_up_proj", "E 2F H"),
-        _holds(_GATE_UP, "gate_up_proj_bias", "E 2F"),
-        _holds(_DOWN, "down_proj", "E H F"),
-        _holds(_DOWN, "down_proj_bias", "E H"),
+        *_linear(_GATE_UP, "gate_up_proj", "gate_up_proj_bias", "E 2F H"),
+        *_linear(_DOWN, "down_proj", "down_proj_bias", "E H F"),
     ),
     # the same keys with inputs before outputs: gpt-oss (which interleaves by 1), Llama 4
     "hf_transposed": (
-        _holds(_GATE_UP, "gate_up_proj", "E H 2F"),
-        _holds(_GATE_UP, "gate_up_proj_bias", "E 2F"),
-        _holds(_DOWN, "down_proj", "E F H"),
-        _holds(_DOWN, "down_proj_bias", "E H"),
+        *_linear(_GATE_UP, "gate_up_proj", "gate_up_proj_bias", "E H 2F"),
+        *_linear(_DOWN, "down_proj", "down_proj_bias", "E F H"),
     ),
     # one module an expert: Qwen, DeepSeek
     "hf_per_expert": (
-        _holds(_GATE, "{expert}.gate_proj.weight", "F H"),
-        _holds(_GATE, "{expert}.gate_proj.bias", "F"),
-        _holds(_UP, "{expert}.up_proj.weight", "F H"),
-        _holds(_UP, "{expert}.up_proj.bias", "F"),
-        _holds(_DOWN, "{expert}.down_proj.weight", "H F"),
-        _holds(_DOWN, "{expert}.down_proj.bias", "H"),
+        *_linear(_GATE, "{expert}.gate_proj.weight", "{expert}.gate_proj.bias", "F H"),
+        *_linear(_UP, "{expert}.up_proj.weight", "{expert}.up_proj.bias", "F H"),
+        *_linear(_DOWN, "{expert}.down_proj.weight", "{expert}.down_proj.bias", "H F"),
     ),
 }
 
 LAYOUTS: dict[str, KeyLayout] = {
     name: KeyLayout(name=name, patterns=patterns) for name, patterns in _TABLE.items()
 }
-"""All named layouts; adding one means adding a value."""
+"""All named layouts."""
 
 LINEARS = ("linear_fc1", "linear_fc2")
-"""Of experts, as Megatron and its plug-ins call them."""
+"""Names of the linears of experts in Megatron."""
 CALIBRATED_AMAX = "calibrated_amax"
-"""Under which a linear of experts keeps what calibration has found, [E, 1, 1] or [1, 1, 1]."""
+"""Name of the calibrated amax that a linear of experts keeps, [E, 1, 1] or [1, 1, 1]."""
 
-_EXTRA_STATES = tuple(  # what the linears of grouped, indexed and sequential experts save besides
+_EXTRA_STATES = tuple(  # of grouped, indexed and sequential experts
     template.format(linear=linear, expert="{expert}")
     for linear in LINEARS
     for template in (
@@ -223,7 +227,7 @@ def get_layout(name: str) -> KeyLayout:
     """Return the layout called ``name``.
 
     Raises:
-        ConfigError: there is none; the message lists those there are.
+        ConfigError: there is none; the message lists all.
     """
     if name not in LAYOUTS:
         raise ConfigError(f"expert key layout: expected one of {', '.join(LAYOUTS)}, got {name!r}.")
@@ -238,9 +242,10 @@ def _regex(template: str) -> re.Pattern[str]:
 
 
 def match_key(remainder: str, template: str) -> tuple[int | None] | None:
-    """Return the expert whose key this is (None for a key of all), or None if it does not match.
+    """Return the expert of a key (None for a key of all), or None if it does not match.
 
-    ``remainder`` follows the container's prefix, ``template`` is of a :class:`KeyPattern`.
+    ``remainder`` is the key behind the container's prefix, ``template`` that of a
+    :class:`KeyPattern`.
     """
     found = _regex(template).fullmatch(remainder)
     if found is None:
@@ -250,24 +255,18 @@ def match_key(remainder: str, template: str) -> tuple[int | None] | None:
 
 
 def is_extra_state(remainder: str) -> bool:
-    """Return whether ``remainder``, behind the prefix, is neither weight nor bias to Megatron."""
+    """Return whether a key ``remainder``, behind the prefix, is an ``_extra_state``."""
     return any(_regex(template).fullmatch(remainder) for template in _EXTRA_STATES)
 
 
 def is_calibrated_amax(remainder: str) -> bool:
-    """Return whether a linear of experts keeps under ``remainder`` what calibration has found.
-
-    Of any expert layout, and no conversion changes it.
-    """
+    """Return whether a key ``remainder`` is a calibrated amax, which no conversion changes."""
     linear, _, name = remainder.rpartition(".")
     return linear in LINEARS and name == CALIBRATED_AMAX
 
 
 def is_of_adapter(remainder: str) -> bool:
-    """Return whether an adapter around a linear of experts keeps ``remainder``, such as LoRA's.
-
-    Of any expert layout, and no conversion changes it.
-    """
+    """Return whether a key ``remainder`` is of an adapter such as LoRA's, unchanged likewise."""
     parts = remainder.split(".")
     if parts[0] == "local_experts":
         parts = parts[2:]

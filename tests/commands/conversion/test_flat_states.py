@@ -6,7 +6,6 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from moe_optim.checkpoint.files.reader import TensorInfo
 from moe_optim.commands.cli import main as cli
@@ -152,26 +151,6 @@ def test_masters_and_moments_are_read_by_the_names_of_their_weights(tmp_path):
     assert_bytes_equal(reader.read(name, 0), want[name][0], what=name)
     name = "optimizer.state.param.output_layer.weight"
     assert_bytes_equal(reader.read(name, 3), want[name][3], what=name)
-
-
-@pytest.mark.parametrize("to", ["hf", "hf_per_expert"])
-def test_they_are_converted_with_the_weights(to, tmp_path):
-    source = write(tmp_path / "c")
-    words = ["--experts", to, "--format", "safetensors"]
-    assert cli.main(["convert", str(source), str(tmp_path / "out"), *words]) == 0
-    found = {}
-    for path in (tmp_path / "out").glob("*.safetensors"):
-        found |= load_file(path)
-    for seed, kind in enumerate(KINDS):
-        for expert in range(EXPERTS):
-            head = f"optimizer.state.{kind}.decoder.layers.1.mlp.experts."
-            got = (
-                found[f"{head}down_proj"][expert]
-                if to == "hf"
-                else found[f"{head}{expert}.down_proj.weight"]
-            )
-            want = named(seed)[f"decoder.layers.1.{FC2} {expert}"]
-            assert_bytes_equal(got, want, what=f"{kind} {expert}")
 
 
 def same_experts():

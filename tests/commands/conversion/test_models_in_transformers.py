@@ -16,6 +16,9 @@ TOLERANCE = 5e-6
 """Of logits up to 3 in fp32: the two programs add up in other orders."""
 
 
+LOCAL = {"transformer_impl": "local"}
+
+
 def convert(source, target, to, **request):
     convert_model(plan_model(open_checkpoint(source), ModelRequest(to=to, **request)), target)
     return target
@@ -50,7 +53,7 @@ def megatron(drawn, tmp_path_factory):
     """
     root = tmp_path_factory.mktemp("megatron")
     loaded = {
-        name: convert(folder, root / f"{_folder(name)}-loaded", "megatron", side="local")
+        name: convert(folder, root / f"{_folder(name)}-loaded", "megatron", **LOCAL)
         for name, (folder, _) in drawn.items()
     }
     jobs = [Job(name, save=str(root / _folder(name))) for name in MODELS]
@@ -88,7 +91,7 @@ def test_there_and_back_gives_every_tensor_of_megatron_again_to_the_bit(name, me
     """Under the names that Megatron itself has stored them, stacked where it stacks them."""
     saved = megatron[0][name]
     hf = convert(saved, tmp_path / "hf", "hf")
-    back = convert(hf, tmp_path / "back", "megatron", side="local")
+    back = convert(hf, tmp_path / "back", "megatron", **LOCAL)
     want = read_with_torch(open_checkpoint(saved).path)
     assert_same_tensors(read_with_torch(open_checkpoint(back).path), want)
     again = convert(back, tmp_path / "again", "hf")
@@ -110,7 +113,7 @@ def test_layers_that_predict_further_tokens_come_back_to_megatron(tmp_path):
     assert left_out and all(name.startswith("model.layers.2.") for name in left_out)
     assert not any(said.values()), said
     torch.testing.assert_close(logits_of(model), logits, rtol=0, atol=TOLERANCE)
-    convert(hf, back, "megatron", side="local")
+    convert(hf, back, "megatron", **LOCAL)
     want = read_with_torch(open_checkpoint(saved).path)
     assert any(name.startswith("mtp.layers.0.transformer_layer.mlp.experts.") for name in want)
     assert_same_tensors(read_with_torch(open_checkpoint(back).path), want)

@@ -4,13 +4,13 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from moe_optim.commands.conversion.model_conversion import convert_model
 from moe_optim.commands.conversion.model_plan import ModelRequest, plan_model
 from moe_optim.commands.conversion.opening import open_checkpoint
 from moe_optim.errors import ConfigError, LayoutError
 from tests.support.bytes import assert_same_tensors
+from tests.support.checkpoints.exported_models import in_files
 from tests.support.checkpoints.hf_checkpoints import write_hf, write_megatron
 from tests.support.checkpoints.stored_checkpoints import read_with_torch
 
@@ -65,10 +65,7 @@ def published(tensors):
 def model(request, tmp_path):
     """Return tensors and configuration of a model as transformers has it in bf16."""
     folder = convert(write_megatron(tmp_path / "c", request.param), tmp_path / "hf", "hf")
-    tensors = {}
-    for file in folder.glob("*.safetensors"):
-        tensors |= load_file(file)
-    return tensors, json.loads((folder / "config.json").read_text())
+    return in_files(folder), json.loads((folder / "config.json").read_text())
 
 
 def test_what_megatron_gets_is_element_times_scale_to_the_bit(model, tmp_path):
@@ -83,11 +80,7 @@ def test_what_megatron_gets_is_element_times_scale_to_the_bit(model, tmp_path):
     assert_same_tensors(
         read_with_torch(open_checkpoint(got).path), read_with_torch(open_checkpoint(want).path)
     )
-    back = convert(got, tmp_path / "again", "hf")
-    found = {}
-    for file in back.glob("*.safetensors"):
-        found |= load_file(file)
-    assert_same_tensors(found, values)
+    assert_same_tensors(in_files(convert(got, tmp_path / "again", "hf")), values)
 
 
 @pytest.mark.parametrize("model", ["deepseek_v3"], indirect=True)

@@ -111,12 +111,6 @@ def test_tied_embeddings_have_no_output_layer():
     assert "lm_head.weight" not in names
 
 
-def test_normalized_probabilities_are_a_softmax_after_the_choice():
-    for pre_softmax in (False, True):
-        given = QWEN_ARGS | {"moe_router_pre_softmax": pre_softmax}
-        assert model_from_arguments(given, "here").config["norm_topk_prob"] is not pre_softmax
-
-
 YARN = {
     "rope_type": "yarn",
     "rotary_scaling_factor": 40.0,
@@ -140,26 +134,15 @@ REFUSED_ARGUMENTS = {
     "swiglu: expected True, got 1": {"swiglu": 1},
     "add_bias_linear: expected False, got 0": {"add_bias_linear": 0},
     "rotary_percent: expected 1.0, got True": {"rotary_percent": True},
-    "moe_layer_freq: expected a number or 2 zeros and ones, got [True, True]": {
-        "moe_layer_freq": [True, True]
-    },
-    "add_bias_linear: expected False, got True": {"add_bias_linear": True},
     "normalization: expected RMSNorm, got 'LayerNorm'": {"normalization": "LayerNorm"},
-    "qk_layernorm: expected True, got False": {"qk_layernorm": False},
-    "mtp_num_layers: expected None, got 1": {"mtp_num_layers": 1},
     "moe_router_score_function: expected softmax, got 'sigmoid'": {
         "moe_router_score_function": "sigmoid"
     },
-    "moe_shared_expert_intermediate_size: expected None, got 16": {
-        "moe_shared_expert_intermediate_size": 16
-    },
-    "num_layers: expected a whole number from 1 on, got '2'": {"num_layers": "2"},
     "num_layers: expected a whole number from 1 on, got True": {"num_layers": True},
     "layers: expected at most 4,096, got 5,000": {"num_layers": 5000},
     "moe_layer_freq: expected a number or 2 zeros and ones": {"moe_layer_freq": [1]},
     "hidden_size: expected a whole number from 1 on, got something else": {"hidden_size": {}},
     "groups of queries: expected a divisor of 4 heads, got 3": {"num_query_groups": 3},
-    "rotary_percent: expected 1.0, got 0.5": {"rotary_percent": 0.5},
 }
 
 
@@ -171,15 +154,7 @@ def test_arguments_of_what_transformers_does_not_compute_are_refused_by_name(sai
     assert str(raised.value).startswith("CKPT: expected arguments of a model that transformers")
 
 
-def test_all_that_stands_in_the_way_is_named_at_once():
-    given = QWEN_ARGS | {"add_bias_linear": True, "mtp_num_layers": 1, "window_size": [1, 0]}
-    with pytest.raises(ConfigError, match="got 3 difference") as raised:
-        model_from_arguments(given, "CKPT")
-    assert str(raised.value).count("\n  ") == 3
-
-
 REFUSED_LATENT = {
-    "q_lora_rank: expected a whole number from 1 on, got 0": {"q_lora_rank": 0},
     "layernorm_epsilon: expected 1e-06, which transformers": {"layernorm_epsilon": 1e-5},
     "moe_router_group_topk: expected half of moe_router_topk 2": {
         **{"moe_router_num_groups": 3, "moe_router_group_topk": 2}
@@ -187,9 +162,6 @@ REFUSED_LATENT = {
     "moe_layer_freq: expected dense layers before all others": {"moe_layer_freq": [1, 0]},
     "moe_shared_expert_intermediate_size: expected a multiple of moe_ffn_hidden_size 8, got 9": {
         "moe_shared_expert_intermediate_size": 9
-    },
-    "moe_router_enable_expert_bias: expected True, got False": {
-        "moe_router_enable_expert_bias": False
     },
     "mscale_all_dim: expected 0 with --rope-type rope, got 1.0": {
         **{"mscale_all_dim": 1.0, "rotary_scaling_factor": 4.0}
@@ -221,14 +193,10 @@ def test_queries_projected_at_once_are_said_to_transformers_and_refused_on_the_w
 
 REFUSED_CONFIG = {
     "model_type: expected qwen3_moe or deepseek_v3, got 'llama'": {"model_type": "llama"},
-    "model_type: expected qwen3_moe or deepseek_v3, got 'None'": {"model_type": None},
-    "hidden_act: expected silu, got 'gelu'": {"hidden_act": "gelu"},
-    "attention_bias: expected False, got True": {"attention_bias": True},
     "quantization_config: expected None, got something else": {"quantization_config": {}},
     "rope_scaling: expected None, got something else": {"rope_scaling": {"type": "yarn"}},
     "head_dim: expected a whole number from 1 on, got None": {"head_dim": None},
     "mlp_only_layers: expected a list of layers, got [-1]": {"mlp_only_layers": [-1]},
-    "mlp_only_layers: expected a list of layers, got [True]": {"mlp_only_layers": [True]},
     "rope_theta: expected a number, got nan": {"rope_theta": float("nan")},
     "norm_topk_prob: expected true or false, got 1": {"norm_topk_prob": 1},
     "attention_bias: expected False, got 0": {"attention_bias": 0},

@@ -23,6 +23,7 @@ from moe_optim.commands.plan.costs import (
     OPTIMIZER,
     PARTS,
     ROWS,
+    STEP_FIGURES,
     STOCK_BF16,
     STOCK_FP8_BLOCK,
     STOCK_MXFP8,
@@ -32,7 +33,6 @@ from moe_optim.commands.plan.costs import (
     why_stocks_step,
 )
 from moe_optim.commands.plan.experts import plan_experts
-from moe_optim.commands.plan.picture import spread
 from moe_optim.commands.plan.report import default_gpus
 from moe_optim.config import MoEOptimConfig
 from moe_optim.errors import ConfigError, LayoutError
@@ -45,31 +45,6 @@ from moe_optim.spelling import spell_bytes, spell_count, spell_difference
 from tests.support.states.buckets import make_bucket, own_masters
 
 ROOT = Path(__file__).parents[3]
-EVERY_FORMAT = pytest.mark.parametrize("name", FORMATS)
-KEYS = {
-    "format",
-    "gpus",
-    "weight_bytes_per_rank",
-    "gradient_bytes_per_rank",
-    "optimizer_bytes_per_rank",
-    "step_memory_bytes_per_rank",
-    "total_bytes_per_rank",
-    "against_stock_bf16_bytes",
-    "against_stock_bytes",
-    "gathered_bytes_per_step",
-    "gather_ms",
-    "launches_per_step",
-    "padding_fraction",
-    "path",
-    "shard_imbalance",
-}
-STEP = {
-    "norm_bytes_per_rank",
-    "update_bytes_per_rank",
-    "step_bytes_per_parameter",
-    "step_floor_ms",
-}
-FIGURES = KEYS | STEP | {"exchanged_maxima", "parts", "expert_data_parallel_size", "buckets"}
 HIDDEN, FFN, EXPERTS, LAYERS = 128, 96, 4, 3
 BUCKET_SIZE = 100_000  # more than one linear's experts, less than those of a layer
 SMALL = {
@@ -91,6 +66,7 @@ LARGE = SMALL | {
     "--ddp-bucket-size": None,
     "--expert-model-parallel-size": 8,
 }
+AWARE = {"use_precision_aware_optimizer": True}
 LOCAL = {"transformer_impl": "local"}
 NATIVE = {"fp8_recipe": "mxfp8", "fp8_param_gather": True}
 DDP_CONFIG = SimpleNamespace(pad_buckets_for_high_nccl_busbw=False)
@@ -185,26 +161,27 @@ def launches_of(gather):
     return len([*table.bind_maxima(), *table.bind_encoding()]) + finish
 
 
-@EVERY_FORMAT
+@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("expert_layout", ["grouped", "indexed"])
-@pytest.mark.parametrize("dp_size", [1, 2, 7, 24])
-def test_a_plan_is_what_ranks_that_are_built_hold_gather_and_launch(name, expert_layout, dp_size):
-    ranks = [RealRank(name, expert_layout, rank, dp_size) for rank in range(dp_size)]
-    row = row_of(experts_of(grouped=expert_layout == "grouped"), dp_size, name)
-    assert row["gathered_bytes_per_step"] == ranks[0].gathered()
-    assert row["launches_per_step"] == max(rank.launches() for rank in ranks)
-    assert row["exchanged_maxima"] == ranks[0].maxima()
-    assert row["buckets"] == len(ranks[0].gathers) > 1
-    most = max(rank.owned for rank in ranks)
-    total = sum(rank.owned for rank in ranks)
-    assert total == LAYERS * EXPERTS * 3 * HIDDEN * FFN
-    resident = ranks[0].buffer_bytes() + 4 * ranks[0].maxima() + 4 * ranks[0].numel + 12 * most
-    assert row["total_bytes_per_rank"] == resident
-    assert row["shard_imbalance"] == pytest.approx(most * dp_size / total, rel=1e-15)
-    assert row["padding_fraction"] == (ranks[0].numel - total) / ranks[0].numel
+def test_a_plan_is_what_ranks_that_are_built_hold_gather_and_launch(name, expert_layout):
+    """Down to ranks that own a part of one expert."""
+    for dp_size in (1, 7, 24):
+        ranks = [RealRank(name, expert_layout, rank, dp_size) for rank in range(dp_size)]
+        row = row_of(experts_of(grouped=expert_layout == "grouped"), dp_size, name)
+        assert row["gathered_bytes_per_step"] == ranks[0].gathered()
+        assert row["launches_per_step"] == max(rank.launches() for rank in ranks)
+        assert row["exchanged_maxima"] == ranks[0].maxima()
+        assert row["buckets"] == len(ranks[0].gathers) > 1
+        most = max(rank.owned for rank in ranks)
+        total = sum(rank.owned for rank in ranks)
+        assert total == LAYERS * EXPERTS * 3 * HIDDEN * FFN
+        resident = ranks[0].buffer_bytes() + 4 * ranks[0].maxima() + 4 * ranks[0].numel + 12 * most
+        assert row["total_bytes_per_rank"] == resident
+        assert row["shard_imbalance"] == pytest.approx(most * dp_size / total, rel=1e-15)
+        assert row["padding_fraction"] == (ranks[0].numel - total) / ranks[0].numel
 
 
-@EVERY_FORMAT
+@pytest.mark.parametrize("name", FORMATS)
 def test_parts_are_the_buffers_by_name_and_add_up(name):
     """At one rank nothing is padded: the buffers are those that the format describes."""
     row = row_of(experts_of(ddp_bucket_size=1), 1, name)
@@ -226,66 +203,64 @@ def test_parts_are_the_buffers_by_name_and_add_up(name):
     assert (parts["parameter_buffer"], parts["exchange"]) == (0, 0)
 
 
-def test_gradients_have_the_dtype_they_are_reduced_in():
-    """bf16 by the flag of the reduction, or by that of precision-aware optimizers."""
-    aware = {"use_precision_aware_optimizer": True}
-    cases = (
-        ({}, 4),
-        ({"grad_reduce_in_bf16": True}, 2),
-        (aware | {"main_grads_dtype": "fp32"}, 4),
-        (aware | {"main_grads_dtype": "bf16"}, 2),
-    )
-    for flags, itemsize in cases:
-        row = row_of(experts_of(**flags), 2, STOCK_BF16)
-        assert row["parts"]["gradients"] * 2 == row["parts"]["parameter_buffer"] * itemsize
+def test_gradients_moments_and_masters_have_the_dtypes_of_the_flags():
+    """A precision-aware Adam keeps two bytes of the master of a bf16 weight, and of no other."""
+    plain = {row["format"]: row["parts"] for row in plan_rows(experts_of(), [2])}
+    narrow = AWARE | {"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "bf16"}
+    for flags, part, share in (
+        ({"grad_reduce_in_bf16": True}, "gradients", 1 / 2),
+        (AWARE | {"main_grads_dtype": "bf16"}, "gradients", 1 / 2),
+        (AWARE | {"main_grads_dtype": "fp32"}, "gradients", 1),
+        (narrow, "moments", 3 / 8),
+    ):
+        row = row_of(experts_of(**flags), 2, "mxfp8")
+        assert row["parts"][part] == share * plain["mxfp8"][part]
+    for dtype in ("fp32", "fp16"):
+        for flags in (AWARE, AWARE | NATIVE):
+            for row in plan_rows(experts_of(**flags, main_params_dtype=dtype), [2]):
+                share = 0.5 if row["format"] == STOCK_BF16 else 1
+                assert row["parts"]["masters"] == share * plain[row["format"]]["masters"]
 
 
-def test_moments_have_the_dtypes_they_are_held_in():
-    """The flags of precision-aware optimizers: fp8 and bf16 take 3 of 8 bytes."""
-    narrow = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "fp8"}
-    held = row_of(experts_of(**narrow, exp_avg_sq_dtype="bf16"), 2, "mxfp8")["parts"]["moments"]
-    assert held * 8 == row_of(experts_of(), 2, "mxfp8")["parts"]["moments"] * 3
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
-def test_a_precision_aware_adam_keeps_two_bytes_of_the_master_of_a_bf16_weight(dtype):
-    """The half of fp32 that bf16 lacks, or fp16; masters of quantized weights are fp32 anyway.
-
-    The row of bf16 weights is of a run without FP8: a recipe of FP8 does not change it.
-    """
-    aware = {"use_precision_aware_optimizer": True, "main_params_dtype": dtype}
-    for flags in (aware, aware | NATIVE):
-        plain_rows = list(plan_rows(experts_of(), [2]))
-        assert len(plain_rows) == len(ROWS)
-        for row, plain in zip(plan_rows(experts_of(**flags), [2]), plain_rows, strict=True):
-            part = 0.5 if row["format"] == STOCK_BF16 else 1
-            assert row["parts"]["masters"] == part * plain["parts"]["masters"]
-
-
-def stock_layout(dp_size, busbw=False):
-    """Return Megatron's layout of the small model as ordinary bf16 parameters."""
-    shapes = [(EXPERTS, 2 * FFN, HIDDEN), (EXPERTS, HIDDEN, FFN)] * LAYERS
-    params = [torch.nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes]
-    config = SimpleNamespace(pad_buckets_for_high_nccl_busbw=busbw)
-    return DistributedOptimizer._compute_per_buffer_param_layout(
-        params, BUCKET_SIZE, dp_size, config
-    )
+def test_megatrons_step_copies_gradients_in_bf16_and_a_fused_one_does_not():
+    experts = experts_of(grad_reduce_in_bf16=True)
+    for is_fused in (True, False):
+        for row in plan_rows(experts, [2], is_fused=is_fused):
+            copies = not (is_fused and row["format"] in FORMATS)
+            assert row["step_memory_bytes_per_rank"] == copies * row["parts"]["masters"]
+    for flags in ({"grad_reduce_in_bf16": True} | AWARE, {}):
+        assert row_of(experts_of(**flags), 2, STOCK_BF16)["step_memory_bytes_per_rank"] == 0
 
 
 @pytest.mark.parametrize("busbw", [None, True])
-@pytest.mark.parametrize("dp_size", [2, 7, 24])
-def test_stock_rows_are_megatrons_own_layout(dp_size, busbw):
-    layout = stock_layout(dp_size, bool(busbw))
-    numel = layout.bucket_indices[-1][1]
-    used = sum(layout.per_bucket_numel_unpadded)
+def test_stock_rows_are_megatrons_own_layout(busbw):
+    """NVFP4's packed buffer is padded once more, in bytes, by the rules of unpacked ones."""
+    shapes = [(EXPERTS, 2 * FFN, HIDDEN), (EXPERTS, HIDDEN, FFN)] * LAYERS
+    params = [torch.nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes]
+    config = SimpleNamespace(pad_buckets_for_high_nccl_busbw=bool(busbw))
     experts = experts_of(ddp_pad_buckets_for_high_nccl_busbw=busbw)
-    for name in (STOCK_MXFP8, STOCK_BF16):
-        row = row_of(experts, dp_size, name)
-        assert row["padding_fraction"] == (numel - used) / numel
-        assert row["buckets"] == len(layout.bucket_indices)
-        assert (row["gathered_bytes_per_step"], row["parts"]["gradients"]) == (2 * numel, 4 * numel)
-        assert (row["path"], row["exchanged_maxima"]) == ("bf16 wire", 0)
-    assert row_of(experts, dp_size, STOCK_BF16)["parts"]["parameter_buffer"] == 2 * numel
+    apart = experts_of(ddp_pad_buckets_for_high_nccl_busbw=busbw, ddp_bucket_size=1)
+    linears = [prod(shape) for shape in shapes]
+    for dp_size in (1, 7, 24):
+        layout = DistributedOptimizer._compute_per_buffer_param_layout(
+            params, BUCKET_SIZE, dp_size, config
+        )
+        numel = layout.bucket_indices[-1][1]
+        for name in (STOCK_MXFP8, STOCK_BF16):
+            row = row_of(experts, dp_size, name)
+            assert row["padding_fraction"] == (numel - sum(linears)) / numel
+            assert row["buckets"] == len(layout.bucket_indices)
+            assert row["gathered_bytes_per_step"] == 2 * numel
+            assert row["parts"]["gradients"] == 4 * numel
+            assert (row["path"], row["exchanged_maxima"]) == ("bf16 wire", 0)
+        assert row_of(experts, dp_size, STOCK_BF16)["parts"]["parameter_buffer"] == 2 * numel
+        divisor = bucket_end_divisor(dp_size, bool(busbw))
+        for name, per_byte in ((STOCK_FP8_BLOCK, 1), (STOCK_NVFP4, 2)):
+            row = row_of(apart, dp_size, name)
+            gathered = sum(pad_to_divisor(numel // per_byte, divisor) for numel in linears)
+            assert row["gathered_bytes_per_step"] == row["parts"]["parameter_buffer"] == gathered
+            assert row["parts"]["columnwise_data"] == sum(linears) // per_byte
+            assert (row["parts"]["rowwise_data"], row["launches_per_step"]) == (0, None)
 
 
 def test_stock_mxfp8_quantizes_expert_by_expert_into_padded_storage():
@@ -299,110 +274,75 @@ def test_stock_mxfp8_quantizes_expert_by_expert_into_padded_storage():
     assert [row["parts"][buffer] for buffer in PARTS[:4]] == [data, rowwise, data, columnwise]
 
 
-@pytest.mark.parametrize("busbw", [None, True])
-@pytest.mark.parametrize("dp_size", [1, 7])
-def test_stock_blocks_and_nvfp4_gather_rowwise_data_which_is_the_parameter_buffer(dp_size, busbw):
-    """NVFP4's packed buffer is padded once more, in bytes, by the rules of unpacked ones."""
-    experts = experts_of(ddp_pad_buckets_for_high_nccl_busbw=busbw, ddp_bucket_size=1)
-    linears = [EXPERTS * 2 * FFN * HIDDEN, EXPERTS * FFN * HIDDEN]
-    divisor = bucket_end_divisor(dp_size, bool(busbw))
-    for name, per_byte in ((STOCK_FP8_BLOCK, 1), (STOCK_NVFP4, 2)):
-        row = row_of(experts, dp_size, name)
-        wire = LAYERS * sum(pad_to_divisor(numel // per_byte, divisor) for numel in linears)
-        assert (row["gathered_bytes_per_step"], row["parts"]["parameter_buffer"]) == (wire, wire)
-        assert row["parts"]["columnwise_data"] == LAYERS * sum(linears) // per_byte
-        assert (row["parts"]["rowwise_data"], row["launches_per_step"]) == (0, None)
-
-
-@EVERY_FORMAT
-def test_weights_of_transformer_engine_have_padded_scales_besides_the_buffers(name):
+def test_weights_of_transformer_engine_have_padded_scales_besides_the_buffers():
     """And columnwise scales of 2-D blocks are a view of rowwise ones."""
-    portable, native = (row_of(experts_of(**flags), 1, name)["parts"] for flags in (LOCAL, NATIVE))
-    format = FORMATS[name]
-    padded = sum(
-        LAYERS * EXPERTS * prod(format.storage_scale_shape(rows, cols, way))
-        for rows, cols in ((2 * FFN, HIDDEN), (HIDDEN, FFN))
-        for way in DIRECTIONS
-    )
-    assert native["storage_scales"] == padded * format.scale_dtype.itemsize
-    assert (portable["storage_scales"], native["columnwise_scale"] == 0) == (0, format.is_2d)
-    same = set(PARTS) - {"storage_scales", "columnwise_scale"}
-    assert {part: portable[part] for part in same} == {part: native[part] for part in same}
+    for name, format in FORMATS.items():
+        portable, native = (row_of(experts_of(**f), 1, name)["parts"] for f in (LOCAL, NATIVE))
+        padded = sum(
+            LAYERS * EXPERTS * prod(format.storage_scale_shape(rows, cols, way))
+            for rows, cols in ((2 * FFN, HIDDEN), (HIDDEN, FFN))
+            for way in DIRECTIONS
+        )
+        assert native["storage_scales"] == padded * format.scale_dtype.itemsize
+        assert (portable["storage_scales"], native["columnwise_scale"] == 0) == (0, format.is_2d)
+        same = set(PARTS) - {"storage_scales", "columnwise_scale"}
+        assert {part: portable[part] for part in same} == {part: native[part] for part in same}
 
 
-def test_megatrons_step_copies_gradients_in_bf16_and_a_fused_one_does_not():
-    experts = experts_of(grad_reduce_in_bf16=True)
-    for is_fused in (True, False):
-        for row in plan_rows(experts, [2], is_fused=is_fused):
-            copies = not (is_fused and row["format"] in FORMATS)
-            masters = row["parts"]["masters"]
-            assert row["step_memory_bytes_per_rank"] == copies * masters
-    aware = experts_of(grad_reduce_in_bf16=True, use_precision_aware_optimizer=True)
-    assert row_of(aware, 2, STOCK_BF16)["step_memory_bytes_per_rank"] == 0
-    assert row_of(experts_of(), 2, STOCK_BF16)["step_memory_bytes_per_rank"] == 0
-
-
-@pytest.mark.parametrize("fraction", [0.25, 1])
-def test_states_on_the_host_take_no_memory_of_the_device(fraction):
-    """In our rows; how long a step then takes is not known."""
-    speeds = {"memory_tb_per_s": 3.0}
-    all_here = list(plan_rows(experts_of(), [2], **speeds))
-    assert len(all_here) == len(ROWS)
-    for row, without in zip(
-        plan_rows(experts_of(), [2], offload_states=fraction, **speeds), all_here, strict=True
-    ):
-        is_ours = row["format"] in FORMATS
-        for name in OPTIMIZER:
-            left = 1 - fraction if is_ours else 1
-            assert row["parts"][name] == pytest.approx(left * without["parts"][name], abs=8)
-        saved = without["optimizer_bytes_per_rank"] - row["optimizer_bytes_per_rank"]
-        assert row["total_bytes_per_rank"] == without["total_bytes_per_rank"] - saved
-        assert row["step_floor_ms"] is None if is_ours else True
-
-
-def test_megatrons_flag_puts_states_of_bf16_weights_on_the_host_in_its_rows_too():
-    """Megatron takes it with bf16 weights alone; of what is more than all, all is meant."""
-    flags = {"use_precision_aware_optimizer": True, "optimizer_cpu_offload": True}
+def test_states_on_the_host_take_no_memory_of_the_device():
+    """Of our rows by the knob, of bf16 weights by Megatron's flag; no time of a step is known."""
     without = list(plan_rows(experts_of(), [2]))
-    for fraction, left in ((0.25, 0.75), (1.5, 0.0)):
-        experts = experts_of(**flags, optimizer_offload_fraction=fraction)
-        knobs = knobs_with_flags(MoEOptimConfig(), experts)
-        assert knobs.offload_states == 1 - left
-        rows = plan_rows(experts, [2], offload_states=knobs.offload_states)
+    on_host = AWARE | {"optimizer_cpu_offload": True}
+    for flags, knob, ours, stocks in (
+        ({}, 0.25, 0.75, 1),
+        ({}, 1, 0, 1),
+        (on_host | {"optimizer_offload_fraction": 0.25}, 0, 0.75, 0.75),
+        (on_host | {"optimizer_offload_fraction": 1.5}, 0, 0, 0),
+    ):
+        experts = experts_of(**flags)
+        knobs = knobs_with_flags(MoEOptimConfig(offload_states=knob), experts.optimizer)
+        assert knobs.offload_states == 1 - ours
+        rows = plan_rows(experts, [2], offload_states=knobs.offload_states, memory_tb_per_s=3.0)
         for row, whole in zip(rows, without, strict=True):
-            part = left if row["format"] in {*FORMATS, STOCK_BF16} else 1
+            is_ours = row["format"] in FORMATS
+            left = ours if is_ours else stocks if row["format"] == STOCK_BF16 else 1
             for name in OPTIMIZER:
-                assert row["parts"][name] == pytest.approx(part * whole["parts"][name], abs=8)
+                assert row["parts"][name] == pytest.approx(left * whole["parts"][name], abs=8)
+            assert not is_ours or row["step_floor_ms"] is None
 
 
-@pytest.mark.parametrize("knob", ["step", "layout"])
-def test_states_on_the_host_are_not_planned_where_a_run_would_refuse_them(knob, capsys):
-    plan = ["plan", f"{ROOT}/recipes/quickstart.yaml", "--set", f"moe_optim.{knob}=stock"]
-    flags = ["--use-precision-aware-optimizer", "--optimizer-cpu-offload"]
-    assert cli.main([*plan, "--", *flags]) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert f"states on the host: expected a fused step, got {knob}: stock. Remove that" in said
+def test_differences_are_those_of_totals_and_a_gather_takes_its_bytes_of_others():
+    """As nccl-tests define bus bandwidth: 3 of 4 parts come from others, and none of one rank."""
+    for gpus in (1, 4):
+        rows = {row["format"]: row for row in plan_rows(experts_of(), [gpus], network_gb_per_s=100)}
+        assert list(rows) == list(ROWS)
+        totals = {name: row["total_bytes_per_rank"] for name, row in rows.items()}
+        for name, row in rows.items():
+            assert row["against_stock_bf16_bytes"] == totals[name] - totals[STOCK_BF16]
+            stock = totals.get(f"stock {name}")
+            expected = None if stock is None else totals[name] - stock
+            assert row["against_stock_bytes"] == expected
+            seconds = row["gathered_bytes_per_step"] * (gpus - 1) / gpus / 100e9
+            assert row["gather_ms"] == pytest.approx(1e3 * seconds)
 
 
-def test_differences_are_those_of_totals_to_stock_in_bf16_and_in_the_same_format():
-    rows = {row["format"]: row for row in plan_rows(experts_of(), [2])}
-    for name, row in rows.items():
-        total = row["total_bytes_per_rank"]
-        assert row["against_stock_bf16_bytes"] == total - rows[STOCK_BF16]["total_bytes_per_rank"]
-        stock = rows.get(f"stock {name}")
-        expected = None if stock is None else total - stock["total_bytes_per_rank"]
-        assert row["against_stock_bytes"] == expected
-    assert rows["mxfp8_2d"]["against_stock_bytes"] is None
+def test_blocks_lie_on_one_rank_where_the_path_says_aligned():
+    """Each rank an expert and more: no maxima but those of experts. A hundred ranks cut blocks."""
+    for name, format in FORMATS.items():
+        few, many = (row_of(experts_of(), gpus, name) for gpus in (2, 96))
+        assert (few["path"], many["path"]) == ("aligned", "partial amax")
+        assert (few["exchanged_maxima"] > 0) <= format.has_global_amax
+        assert many["exchanged_maxima"] > 0
 
 
-@pytest.mark.parametrize("gpus", [1, 4])
-def test_a_gather_takes_its_bytes_of_others_at_the_bus_bandwidth(gpus):
-    """As nccl-tests define it: 3 of 4 parts come from others, and none of one rank."""
-    rows = list(plan_rows(experts_of(), [gpus], network_gb_per_s=100))
-    assert len(rows) == len(ROWS)
-    for row in rows:
-        seconds = row["gathered_bytes_per_step"] * (gpus - 1) / gpus / 100e9
-        assert row["gather_ms"] == pytest.approx(1e3 * seconds)
+def test_a_hundred_thousand_gpus_can_be_planned_and_more_ranks_hold_less():
+    rows = list(plan_rows(experts_of(LARGE), [8, 64, 100_000]))
+    for name in ROWS:
+        totals = [row["total_bytes_per_rank"] for row in rows if row["format"] == name]
+        assert totals[0] > totals[1] > totals[2]
+    for row in rows[-len(ROWS) :]:
+        assert row["expert_data_parallel_size"] == 12_500
+        assert row["parts"]["masters"] >= 4 * 4 * 16 * 3 * 2048 * 768 / 12_500
 
 
 # Answers
@@ -428,493 +368,212 @@ def test_portable_experts_are_told_the_format_of_as_many_bits_with_the_least_mem
     assert f"At 2 GPUs its experts take {spell_bytes(row['total_bytes_per_rank'])} a rank" in said
     assert f"{spell_bytes(saved)} less than stock bf16" in said
     assert advice(local, format="nvfp4").startswith("Recommended: nvfp4, the only format of 4 bits")
+    for gpu_memory, fits in ((80, "fits 80 GiB and leaves"), (0.001, "does not fit 0.001 GiB:")):
+        left = spell_bytes(abs(gpu_memory * 2**30 - row["total_bytes_per_rank"]))
+        assert f"{fits} {left}" in advice(local, gpu_memory=gpu_memory, format="mxfp8")
 
 
-def test_native_weights_are_told_what_their_recipe_can_have():
-    def native(recipe):
-        bits = "fp4" if recipe == "nvfp4" else "fp8"
-        return argv(SMALL | {f"--{bits}-recipe": recipe, f"--{bits}-param-gather": True})
-
-    assert advice(native("blockwise")).startswith("Recommended: fp8_block, the only format that")
-    assert advice(native("mxfp8")).startswith("Recommended: mxfp8_2d, the least memory of formats")
-    assert advice(native("nvfp4")).startswith(
-        "Recommended: nvfp4, the only format that --fp4-recipe"
-    )
-
-
-def test_flags_that_keep_bf16_weights_are_told_what_to_add():
-    said = advice(argv(SMALL))
-    assert said.startswith(
-        "Recommended: none of these as the recipe stands, as its flags keep bf16"
-    )
-    assert "--fp8-recipe blockwise --fp8-param-gather for fp8_block on Hopper" in said
-    delayed = argv(SMALL | {"--fp8-param-gather": True})
-    assert "as weights of --fp8-recipe delayed stay Megatron's. Add" in advice(delayed)
-
-
-def test_whether_a_gpu_holds_the_experts_is_said_with_what_they_leave_or_miss():
-    local = argv(LARGE | {"--transformer-impl": "local"})
-    total = row_of(plan_experts(local, grouped=True), 8, "mxfp8_2d")["total_bytes_per_rank"]
-    for gpu_memory, said in ((80, "It fits 80 GiB and leaves"), (1, "It does not fit 1 GiB:")):
-        left = spell_bytes(abs(gpu_memory * 2**30 - total))
-        assert f"{said} {left}" in advice(local, gpu_memory=gpu_memory, gpus=8, format="mxfp8")
+def test_native_weights_are_told_what_their_recipe_can_have_and_others_what_to_add():
+    for flags, said in (
+        ({"--fp8-recipe": "blockwise", "--fp8-param-gather": True}, "fp8_block, the only format"),
+        ({"--fp8-recipe": "mxfp8", "--fp8-param-gather": True}, "mxfp8_2d, the least memory of"),
+        ({"--fp4-recipe": "nvfp4", "--fp4-param-gather": True}, "nvfp4, the only format that"),
+        ({}, "none of these as the recipe stands, as its flags keep bf16 weights. Add"),
+        ({"--fp8-param-gather": True}, "none of these as the recipe stands, as weights of"),
+    ):
+        assert advice(argv(SMALL | flags)).startswith(f"Recommended: {said}")
 
 
 # Steps
 
 
-@EVERY_FORMAT
-@pytest.mark.parametrize("moments", ["fp32", "bf16"])
-def test_a_step_moves_what_the_benchmark_holds_it_against(name, moments):
-    """Of the rank with most masters; both count by one function."""
-    case = Case(format=FORMATS[name], shape_set="small", shard=1, device="cpu")
-    job = requantize._step(case, None, moments)
-    flags = {"use_precision_aware_optimizer": True}
-    flags |= {"exp_avg_dtype": moments, "exp_avg_sq_dtype": moments}
-    row = row_of(experts_of(**flags), 7, name)
-    most = row["parts"]["masters"] // 4
-    assert row["update_bytes_per_rank"] == round(job.floor_bytes / sum(case.owned) * most)
-    assert row["step_bytes_per_parameter"] == float(job.floor_bytes / sum(case.owned))
-    norm = requantize._norm(case, None)
-    assert row["norm_bytes_per_rank"] == norm.floor_bytes / sum(case.owned) * most
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_step_moves_what_the_benchmark_holds_it_against(name):
+    """Of the rank with most masters; bf16 gradients are read in half the bytes."""
+    for moments in ("fp32", "bf16"):
+        case = Case(format=FORMATS[name], shape_set="small", shard=1, device="cpu")
+        flags = AWARE | {"exp_avg_dtype": moments, "exp_avg_sq_dtype": moments}
+        row = row_of(experts_of(**flags), 7, name)
+        most, owned = row["parts"]["masters"] // 4, sum(case.owned)
+        update = requantize._step(case, None, moments).floor_bytes / owned
+        norm = requantize._norm(case, None).floor_bytes / owned
+        assert row["update_bytes_per_rank"] == round(update * most)
+        assert row["step_bytes_per_parameter"] == float(update)
+        assert row["norm_bytes_per_rank"] == norm * most
+        narrow = row_of(experts_of(**flags, grad_reduce_in_bf16=True), 7, name)
+        assert narrow["norm_bytes_per_rank"] == 2 * most
+        assert row["update_bytes_per_rank"] - narrow["update_bytes_per_rank"] == 2 * most
+    for stock in STOCKS:
+        row = row_of(experts_of(), 2, stock)
+        assert {row[figure] for figure in STEP_FIGURES} == {None}
 
 
-def test_floors_of_measured_steps_are_those_of_a_plan():
-    """The bytes of the file, at the speed of its copies."""
-    report = json.loads((ROOT / "recipes" / "results" / "requantize-h200.json").read_text())
-    measured = {
-        (row["format"], row["work"]): row
-        for row in report["rows"]
-        if row["shard"] == "1/1" and row["shape_set"] == "w1, 8 layers"
-    }
-    speed = report["copy_tb_per_s"]
-    for name in FORMATS:
-        (row,) = [
-            row
-            for row in plan_rows(experts_of(), [1], memory_tb_per_s=speed)
-            if row["format"] == name
-        ]
-        most = row["parts"]["masters"] // 4
-        step = measured[name, "step to wire planes, fp32 moments"]
-        norm = measured[name, "gradient norm"]
-        per_parameter = (step["floor_ms"] + norm["floor_ms"]) / step["parameters"]
-        assert row["step_floor_ms"] == pytest.approx(per_parameter * most, rel=1e-3)
-
-
-def test_gradients_in_bf16_are_read_in_half_the_bytes():
-    wide, narrow = (
-        row_of(experts_of(grad_reduce_in_bf16=flag), 2, "mxfp8") for flag in (None, True)
-    )
-    most = wide["parts"]["masters"] // 4
-    assert (wide["norm_bytes_per_rank"], narrow["norm_bytes_per_rank"]) == (4 * most, 2 * most)
-    assert wide["update_bytes_per_rank"] - narrow["update_bytes_per_rank"] == 2 * most
-
-
-def test_of_megatrons_own_formats_no_step_is_estimated():
-    for name in STOCKS:
-        row = row_of(experts_of(), 2, name)
-        assert {row[figure] for figure in STEP} == {None}
-
-
-NARROW = {"use_precision_aware_optimizer": True}
+NARROW = AWARE | {"exp_avg_dtype": "fp16", "exp_avg_sq_dtype": "fp16"}
 STOCKS_STEPS = {  # knobs, flags -> why the step is stock's
     "asked for": ({"step": "stock"}, {}, "step: stock"),
     "stock's layout": ({"layout": "stock"}, {}, "layout: stock"),
     "no kernels": ({"backend": "reference"}, {}, "backend: reference"),
     "fused in stock's layout": ({"layout": "stock", "step": "fused"}, {}, None),
-    "moments in fp16": (
-        {},
-        NARROW | {"exp_avg_dtype": "fp16", "exp_avg_sq_dtype": "fp16"},
-        "moments in torch.float16 and torch.float16, of --exp-avg-dtype and --exp-avg-sq-dtype",
-    ),
-    "moments that differ": (
-        {},
-        NARROW | {"exp_avg_dtype": "bf16"},
-        "moments in torch.bfloat16 and torch.float32, of --exp-avg-dtype and --exp-avg-sq-dtype",
-    ),
+    "moments in fp16": ({}, NARROW, "moments in torch.float16 and torch.float16, of --exp-avg"),
     "a loss scale": ({}, {"loss_scale": 128}, "a loss scale, of --fp16 or --loss-scale"),
     "nothing": ({}, {}, None),
 }
 
 
 @pytest.mark.parametrize(("knobs", "flags", "reason"), STOCKS_STEPS.values(), ids=STOCKS_STEPS)
-def test_a_step_that_is_stocks_is_not_estimated_and_the_reason_is_said(
-    knobs, flags, reason, recipe, capsys
-):
-    assert why_stocks_step(experts_of(**flags), MoEOptimConfig(**knobs)) == reason
-    sets = [word for knob in knobs.items() for word in ("--set", "moe_optim.{}={}".format(*knob))]
-    passed = argv({f"--{name.replace('_', '-')}": value for name, value in flags.items()})
-    command = ["plan", str(recipe), "--gpus", "2", "--details", *sets, "--", *passed]
-    assert cli.main(command) == 0
-    text = " ".join(capsys.readouterr().out.split())
-    assert ("step: fused" if reason is None else f"step: stock, not estimated: {reason}") in text
-    assert ("B/param" in text) is (reason is None)
+def test_a_step_that_is_stocks_has_a_reason(knobs, flags, reason):
+    found = why_stocks_step(experts_of(**flags), MoEOptimConfig(**knobs))
+    assert found == reason if reason is None else found.startswith(reason)
 
 
-@pytest.mark.parametrize("speed", ["0", "-1", "fast", "inf", "nan"])
-@pytest.mark.parametrize("option", ["--bandwidth", "--memory-bandwidth", "--gpu-memory"])
-def test_speeds_and_memory_are_positive_numbers(option, speed, recipe, capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["plan", str(recipe), option, speed])
-    assert f"{option}: expected a number above 0, got '{speed}'" in capsys.readouterr().err
+# Ranks, stages and buckets
 
 
-@EVERY_FORMAT
-def test_blocks_lie_on_one_rank_where_the_path_says_aligned(name):
-    """Each rank an expert and more: no maxima but those of experts. A hundred ranks cut blocks."""
-    few, many = (row_of(experts_of(), gpus, name) for gpus in (2, 96))
-    assert (few["path"], many["path"]) == ("aligned", "partial amax")
-    assert (few["exchanged_maxima"] > 0) <= FORMATS[name].has_global_amax
-    assert many["exchanged_maxima"] > 0
-
-
-def test_quantized_bytes_follow_the_format_and_more_ranks_hold_less():
-    experts = experts_of(LARGE)
-    gpus = [8, 16, 64, 256]
-    rows = list(plan_rows(experts, gpus))
-    for count in gpus:
-        gathered = {r["format"]: r["gathered_bytes_per_step"] for r in rows if r["gpus"] == count}
-        numel = gathered[STOCK_BF16] // 2
-        for name, format in FORMATS.items():
-            amaxes = 4 * experts.num_experts if format.has_global_amax else 0
-            expected = numel * format.gathered_bytes_per_element + amaxes
-            assert gathered[name] == pytest.approx(float(expected), rel=0.01)
-    for name in ROWS:
-        resident = [r["total_bytes_per_rank"] for r in rows if r["format"] == name]
-        assert sorted(resident, reverse=True) == resident
-        assert len(set(resident)) == len(resident)
-
-
-def test_a_hundred_thousand_gpus_can_be_planned():
-    rows = list(plan_rows(experts_of(LARGE), [100_000]))
-    assert [row["expert_data_parallel_size"] for row in rows] == [12_500] * len(ROWS)
-    used = 4 * 16 * 3 * 2048 * 768
-    for row in rows:
-        assert row["parts"]["masters"] >= 4 * used / 12_500
-        assert row["shard_imbalance"] >= 1
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("size", [None, 12_345])
-@pytest.mark.parametrize("dp_size", [2, 40, 42, 12_500])
-def test_buckets_are_as_large_as_megatrons_training_makes_them(monkeypatch, dp_size, size, overlap):
+def test_buckets_are_as_large_as_megatrons_training_makes_them(monkeypatch):
     """``dp_size`` ranks hold the same dense weights, those of one context-parallel group too."""
     monkeypatch.setattr(training, "get_pg_size", lambda group: group)
-    config = SimpleNamespace(num_buckets=None, bucket_size=size)
-    expected = training.resolve_ddp_bucket_size(config, dp_size, overlap, 0)
-    seen = []
-    lay_buckets = planned_experts.lay_buckets
+    lay_buckets, seen = planned_experts.lay_buckets, []
 
     def note(params, bucket_numel, divisor):
         seen.append(bucket_numel)
         return lay_buckets(params, bucket_numel, divisor)
 
     monkeypatch.setattr(planned_experts, "lay_buckets", note)
-    flags = {"ddp_bucket_size": size, "overlap_grad_reduce": overlap or None}
     parallel = {"tensor_model_parallel_size": 2, "context_parallel_size": 2}
-    experts_of(**parallel, **flags).buckets(2 * dp_size)
-    assert seen == [expected]
+    for dp_size, size, overlap in ((2, None, True), (42, 12_345, True), (12_500, None, True)) + (
+        (40, None, False),
+        (40, 12_345, False),
+    ):
+        config = SimpleNamespace(num_buckets=None, bucket_size=size)
+        flags = {"ddp_bucket_size": size, "overlap_grad_reduce": overlap or None}
+        experts_of(**parallel, **flags).buckets(2 * dp_size)
+        assert seen.pop() == training.resolve_ddp_bucket_size(config, dp_size, overlap, 0)
 
 
 def test_the_ranks_of_an_expert_follow_from_the_parallel_sizes():
     """32 GPUs, two stages: experts over 4 and cut in 2, so that 2 ranks share each."""
-    experts = experts_of(
-        num_layers=4,
-        tensor_model_parallel_size=4,
-        pipeline_model_parallel_size=2,
-        expert_model_parallel_size=4,
-        expert_tensor_parallel_size=2,
-    )
+    parallel = {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 2}
+    parallel |= {"expert_model_parallel_size": 4, "expert_tensor_parallel_size": 2}
+    experts = experts_of(num_layers=4, **parallel)
     assert experts.expert_dp_size(32) == 2
     assert [shape for _, shape in experts.weights] == [(1, FFN, HIDDEN), (1, HIDDEN, FFN // 2)]
-
-
-def test_experts_are_cut_as_dense_weights_are_unless_flags_say_otherwise():
-    experts = experts_of(tensor_model_parallel_size=2)
-    assert (experts.expert_dp_size(8), experts.weights[0][1]) == (4, (EXPERTS, FFN, HIDDEN))
-
-
-def test_each_optimizer_instance_has_its_own_copy_of_the_masters():
+    dense = experts_of(tensor_model_parallel_size=2)  # experts are cut as dense weights are
+    assert (dense.expert_dp_size(8), dense.weights[0][1]) == (4, (EXPERTS, FFN, HIDDEN))
     one, two = (experts_of(num_distributed_optimizer_instances=n) for n in (1, 2))
     assert (one.expert_dp_size(8), two.expert_dp_size(8)) == (8, 4)
     assert row_of(two, 8, "mxfp8")["parts"] == row_of(one, 4, "mxfp8")["parts"]
 
 
-STAGES = {  # flags -> planned stage, MoE layers of its chunks
-    "one stage": ({}, 0, (8,)),
-    "every second layer": ({"moe_layer_freq": 2}, 0, (4,)),
-    "equal stages": ({"pipeline_model_parallel_size": 2}, 0, (4,)),
-    "dense layers at the front": (
-        {"pipeline_model_parallel_size": 4, "moe_layer_freq": "([0]*3+[1]*5)"},
-        2,
-        (2,),
-    ),
-    "a short first stage": (
-        {"pipeline_model_parallel_size": 3, "decoder_first_pipeline_num_layers": 2},
-        1,
-        (3,),
-    ),
-    "virtual stages": (
-        {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2},
-        0,
-        (2, 2),
-    ),
-    "virtual stages by their layers": (
-        {
-            "pipeline_model_parallel_size": 2,
-            "num_layers_per_virtual_pipeline_stage": 1,
-            "moe_layer_freq": "([0]*1+[1]*7)",
-        },
-        1,
-        (1, 1, 1, 1),
-    ),
-    "a stage with the embedding": (
-        {
-            "num_layers": 7,
-            "pipeline_model_parallel_size": 2,
-            "account_for_embedding_in_pipeline_split": True,
-        },
-        1,
-        (4,),
-    ),
-    "a layer for a further token": (
-        {"pipeline_model_parallel_size": 2, "mtp_num_layers": 1},
-        1,
-        (5,),
-    ),
-    "a layout": (  # the first layer has no experts, that for a further token is as the last
-        {
-            "pipeline_model_parallel_size": 2,
-            "pipeline_model_parallel_layout": "Ett|tt|tt|ttmL",
-            "mtp_num_layers": 1,
-            "moe_layer_freq": "([0]*1+[1]*7)",
-        },
-        1,
-        (2, 3),
-    ),
-}
-
-
-@pytest.mark.parametrize(("flags", "stage", "chunks"), STAGES.values(), ids=STAGES)
-def test_the_stage_with_most_experts_is_planned(flags, stage, chunks):
-    experts = experts_of(**({"num_layers": 8} | flags))
-    assert (experts.stage, experts.chunks) == (stage, chunks)
-
-
-def test_only_the_first_chunk_of_the_first_stage_has_several_buckets():
-    pipeline = {"num_layers": 8, "pipeline_model_parallel_size": 2}
-    first = experts_of(**pipeline)
-    assert first.buckets(2).total() == 4  # one a layer
-    chunks = experts_of(**pipeline, num_virtual_stages_per_pipeline_rank=2)
-    assert chunks.buckets(2).total() == 2 + 1
-    second = experts_of(**pipeline, moe_layer_freq="([0]*1+[1]*7)")
-    assert second.buckets(2).total() == 1
-
-
-REFUSED = {  # changes -> error, what it names
-    "no experts": ({"num_experts": None}, ConfigError, "expected --num-experts, got none"),
-    "no width": ({"moe_ffn_hidden_size": None}, ConfigError, "expected --moe-ffn-hidden-size"),
-    "no layers": ({"num_layers": None}, ConfigError, "expected --num-layers, got none"),
-    "no hidden size": ({"hidden_size": None}, ConfigError, "expected --hidden-size, got none"),
-    "no gate": ({"swiglu": None}, ConfigError, "expected --swiglu or --quick-geglu"),
-    "no bf16": ({"bf16": None}, ConfigError, "expected --bf16"),
-    "experts that do not divide": (
-        {"expert_model_parallel_size": 3},
-        ConfigError,
-        "expected --expert-model-parallel-size to divide --num-experts 4, got 3",
-    ),
-    "rows that do not divide": (
-        {"expert_tensor_parallel_size": 5},
-        ConfigError,
-        "expected --expert-tensor-parallel-size to divide --moe-ffn-hidden-size 96, got 5",
-    ),
-    "layers that do not divide": (
-        {"pipeline_model_parallel_size": 2},
-        ConfigError,
-        "--pipeline-model-parallel-size 2: expected stages .* --num-layers 3",
-    ),
-    "a size below one": (
-        {"tensor_model_parallel_size": 0},
-        ConfigError,
-        "--tensor-model-parallel-size: expected 1 or more, got 0",
-    ),
-    "virtual stages of one": (
-        {"num_virtual_stages_per_pipeline_rank": 3},
-        ConfigError,
-        "--num-virtual-stages-per-pipeline-rank: expected --pipeline-model-parallel-size above 1",
-    ),
-    "a pattern of another length": (
-        {"moe_layer_freq": "([1]*4)"},
-        ConfigError,
-        "--moe-layer-freq: expected a pattern of --num-layers 3, got 4",
-    ),
-    "no layer with experts": (
-        {"moe_layer_freq": "([0]*3)"},
-        ConfigError,
-        "--moe-layer-freq: expected a layer with experts",
-    ),
-    "a flag Megatron does not know": (
-        {"num_expert": 4},
-        ConfigError,
-        "unrecognized arguments: --num-expert",
-    ),
-    "other optimizers": ({"optimizer": "sgd"}, ConfigError, "--optimizer sgd"),
-    "a layout of other layers": (
-        {"pipeline_model_parallel_layout": "Ett|L", "pipeline_model_parallel_size": 2},
-        ConfigError,
-        r"-layout Ett.L: expected one that Megatron takes, got t \(decoder layer\) 2 times, not 3",
-    ),
-    "a shape no block fits": (
-        {"moe_ffn_hidden_size": 100},
-        LayoutError,
-        r"experts.linear_fc2.weight: mxfp8 needs rows .* by 32, got \[128, 100\]",
-    ),
-}
+def test_the_stage_with_most_experts_is_planned():
+    """Only the first chunk of the first stage has several buckets."""
+    two = {"pipeline_model_parallel_size": 2}
+    for flags, stage, chunks, buckets in (
+        ({}, 0, (8,), 8),
+        (two, 0, (4,), 4),
+        (two | {"moe_layer_freq": "([0]*1+[1]*7)"}, 1, (4,), 1),
+        (two | {"num_virtual_stages_per_pipeline_rank": 2}, 0, (2, 2), 2 + 1),
+        (two | {"num_layers_per_virtual_pipeline_stage": 1}, 0, (1, 1, 1, 1), 1 + 3),
+        (two | {"mtp_num_layers": 1}, 1, (5,), 1),
+    ):
+        experts = experts_of(num_layers=8, **flags)
+        assert (experts.stage, experts.chunks) == (stage, chunks)
+        assert experts.buckets(2).total() == buckets
 
 
 HUGE = 999_999_999_999_999_999_999
-REFUSED |= {
-    "layers without end": (
-        {"num_layers": 100_000_000},
-        ConfigError,
-        "--num-layers: expected at most 4,096, got 100000000",
+REFUSED = [  # changes -> message
+    ({"num_experts": None}, "expected --num-experts, got none"),
+    (
+        {"expert_model_parallel_size": 3},
+        "expected --expert-model-parallel-size to divide --num-experts 4, got 3",
     ),
-    "experts that no machine word counts": (
-        {"num_experts": HUGE},
-        ConfigError,
-        f"--num-experts: expected at most 1,048,576, got {HUGE}",
+    (
+        {"pipeline_model_parallel_size": 2},
+        "--pipeline-model-parallel-size 2: expected stages .* --num-layers 3",
     ),
-    "experts of all layers": (
-        {"num_layers": 4096, "num_experts": 512},
-        ConfigError,
-        "--num-layers 4096 with --num-experts 512: expected at most 1,048,576 experts in all",
+    (
+        {"tensor_model_parallel_size": 0},
+        "--tensor-model-parallel-size: expected 1 or more, got 0",
     ),
-    "a width beyond machine words": (
-        {"moe_ffn_hidden_size": 2**62},
-        ConfigError,
-        f"--moe-ffn-hidden-size: expected at most 262,144, got {2**62}",
+    ({"moe_layer_freq": "([0]*3)"}, "--moe-layer-freq: expected a layer with experts"),
+    ({"optimizer": "sgd"}, "--optimizer sgd"),
+    (
+        {"pipeline_model_parallel_layout": "Ett|L", "pipeline_model_parallel_size": 2},
+        r"-layout Ett.L: expected one that Megatron takes, got t \(decoder layer\) 2 times, not 3",
     ),
-    "ranks of a stage": (
-        {"context_parallel_size": HUGE},
-        ConfigError,
-        f"--context-parallel-size: expected at most 1,048,576, got {HUGE}",
-    ),
-    "negative layers of further tokens": (
-        {"mtp_num_layers": -1},
-        ConfigError,
-        "--mtp-num-layers: expected 0 or more, got -1",
-    ),
-    "a pattern without end": (
-        {"moe_layer_freq": f"[1]*{HUGE}"},
-        ConfigError,
-        "--moe-layer-freq: expected a pattern of --num-layers 3, got more than 4,096",
-    ),
-    "a pattern of other numbers": (
-        {"moe_layer_freq": "[1,2,0]"},
-        ConfigError,
-        "--moe-layer-freq: expected zeros and ones, got 2",
-    ),
-    "a pattern of patterns": (
-        {"moe_layer_freq": "[[1],1,0]"},
-        ConfigError,
-        r"--moe-layer-freq: expected zeros and ones, got \[1\]",
-    ),
-    "brackets that stay open": (
-        {"moe_layer_freq": "[["},
-        ConfigError,
-        r"expected values that Megatron takes, got: '\[' was never closed",
-    ),
-    "brackets in brackets": (
-        {"moe_layer_freq": 500 * "["},
-        ConfigError,
-        "expected values that Megatron takes, got: too many nested parentheses",
-    ),
-    "a layout without end": (
-        {"pipeline_model_parallel_layout": f"E(t|)*{HUGE}L"},
-        ConfigError,
-        "--pipeline-model-parallel-layout E.*: expected at most 65,536 letters",
-    ),
-    "a layout of long numbers": (
-        {"pipeline_model_parallel_layout": f"Et*{'9' * 5000}L"},
-        ConfigError,
-        "--pipeline-model-parallel-layout E.*: expected at most 65,536 letters",
-    ),
-}
+    ({"num_layers": 100_000_000}, "--num-layers: expected at most 4,096, got 100000000"),
+    ({"num_layers": 4096, "num_experts": 512}, "expected at most 1,048,576 experts in all"),
+    ({"moe_ffn_hidden_size": 2**62}, "--moe-ffn-hidden-size: expected at most 262,144"),
+    ({"moe_layer_freq": f"[1]*{HUGE}"}, "--moe-layer-freq: .* got more than 4,096"),
+    ({"moe_layer_freq": "[[1],1,0]"}, r"--moe-layer-freq: expected zeros and ones, got \[1\]"),
+    ({"moe_layer_freq": 500 * "["}, "expected values that Megatron takes, got: too many nested"),
+    ({"pipeline_model_parallel_layout": f"E(t|)*{HUGE}L"}, "expected at most 65,536 letters"),
+    ({"pipeline_model_parallel_layout": f"Et*{'9' * 5000}L"}, "expected at most 65,536 letters"),
+]
 
 
-@pytest.mark.parametrize(("changes", "error", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_planned_is_named(changes, error, message):
-    with pytest.raises(error, match=message):
+@pytest.mark.parametrize(("changes", "message"), REFUSED)
+def test_what_cannot_be_planned_is_named(changes, message):
+    with pytest.raises(ConfigError, match=message):
         list(plan_rows(experts_of(**changes), [1]))
 
 
-@pytest.mark.parametrize("gpus", [0, -8, 4, 12])
-def test_gpus_that_cannot_be_cut_are_refused_with_the_multiple_they_need(gpus):
+def test_shapes_and_gpus_that_do_not_fit_are_refused():
+    with pytest.raises(LayoutError, match=r"experts.linear_fc2.weight: mxfp8 needs rows .* by 32"):
+        list(plan_rows(experts_of(moe_ffn_hidden_size=100), [1]))
     experts = experts_of(
         tensor_model_parallel_size=2, expert_model_parallel_size=4, context_parallel_size=2
     )
-    with pytest.raises(ConfigError, match=rf"--gpus: expected multiples of 8, .* got {gpus}\."):
-        experts.buckets(gpus)
+    for gpus in (0, -8, 4, 12):
+        with pytest.raises(ConfigError, match=rf"--gpus: expected multiples of 8, .* got {gpus}\."):
+            experts.buckets(gpus)
 
 
-GLOBAL_BATCH = 64
-DEFAULTS = {  # flags, ranks of the recipe -> numbers planned
-    "until a rank has one micro-batch": (
-        {"global_batch_size": GLOBAL_BATCH, "micro_batch_size": 4},
-        2,
-        [1, 2, 4, 16],
-    ),
-    "no batch is named": ({}, 1, [1, 4, 16, 64, 256]),
-    "ranks that do not fit are left out": (
-        {"tensor_model_parallel_size": 2, "global_batch_size": 4, "micro_batch_size": 1},
-        3,
-        [2, 8],
-    ),
-    "a batch for less than the model": (
-        {"expert_model_parallel_size": 4, "global_batch_size": 1, "micro_batch_size": 1},
-        1,
-        [4],
-    ),
-}
+def test_numbers_of_gpus_by_default():
+    """Those that hold the model, until a rank has one micro-batch, and the recipe's if it fits."""
+    one = {"micro_batch_size": 1}
+    for flags, ranks, expected in (
+        ({"global_batch_size": 64, "micro_batch_size": 4}, 2, [1, 2, 4, 16]),
+        ({}, 1, [1, 4, 16, 64, 256]),
+        (one | {"tensor_model_parallel_size": 2, "global_batch_size": 4}, 3, [2, 8]),
+        (one | {"expert_model_parallel_size": 4, "global_batch_size": 1}, 1, [4]),
+    ):
+        assert sorted(set(default_gpus(experts_of(**flags), ranks))) == expected
 
 
-@pytest.mark.parametrize(("flags", "ranks", "expected"), DEFAULTS.values(), ids=DEFAULTS)
-def test_numbers_of_gpus_by_default(flags, ranks, expected):
-    assert sorted(set(default_gpus(experts_of(**flags), ranks))) == expected
+# The command
 
 
 @pytest.fixture
 def recipe(tmp_path):
     path = tmp_path / "small.yaml"
-    flags = "".join(
-        f"  {flag}: {str(value).lower()}\n" for flag, value in SMALL.items() if value is not None
-    )
+    flags = "".join(f"  {flag}: {str(value).lower()}\n" for flag, value in SMALL.items())
     path.write_text(f"requires:\n  ranks: 2\nmegatron_args:\n{flags}")
     return path
 
 
 def test_json_holds_every_row_with_the_same_keys(recipe, capsys):
-    assert cli.main(["plan", str(recipe), "--gpus", "4", "2", "2", "--json"]) == 0
+    """Flags after two dashes win over the recipe, and --set changes it."""
+    words = ["--gpus", "4", "2", "2", "--json", "--set", "moe_optim.expert_layout=indexed"]
+    assert cli.main(["plan", str(recipe), *words, "--", "--num-experts", "8"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report.keys() == {
-        "command",
-        "commit",
-        "planned",
-        "recommended",
-        "step",
-        "gpu_memory_gib",
-        "bandwidth_gb_per_s",
-        "memory_bandwidth_tb_per_s",
-        "rows",
+        *("command", "commit", "planned", "recommended", "step", "gpu_memory_gib"),
+        *("bandwidth_gb_per_s", "memory_bandwidth_tb_per_s", "rows"),
     }
     assert (report["step"], report["bandwidth_gb_per_s"]) == ("fused", None)
-    assert [(row["gpus"], row["format"]) for row in report["rows"]] == [
-        (gpus, name) for gpus in (2, 4) for name in ROWS
-    ]
+    assert report["rows"] == list(plan_rows(experts_of(num_experts=8, grouped=False), [2, 4]))
+    assert "8 experts a rank of [192, 128] and [128, 96], indexed" in report["planned"]
+    memory = ("weight", "gradient", "optimizer", "step_memory", "total", "norm", "update")
     for row in report["rows"]:
-        assert row.keys() == FIGURES
         assert row["parts"].keys() == set(PARTS)
-    assert report["rows"] == list(plan_rows(experts_of(), [2, 4]))
+        assert row.keys() == {
+            *("format", "gpus", "parts", "path", "buckets", "expert_data_parallel_size"),
+            *(f"{part}_bytes_per_rank" for part in memory),
+            *("against_stock_bf16_bytes", "against_stock_bytes", "gathered_bytes_per_step"),
+            *("gather_ms", "launches_per_step", "padding_fraction", "shard_imbalance"),
+            *("exchanged_maxima", "step_bytes_per_parameter", "step_floor_ms"),
+        }
 
 
 def test_the_tables_show_the_rows_of_the_file(recipe, tmp_path, capsys):
@@ -925,20 +584,22 @@ def test_the_tables_show_the_rows_of_the_file(recipe, tmp_path, capsys):
     assert cli.main(["plan", str(recipe), *words]) == 0
     text = capsys.readouterr().out
     assert "96 GPUs, expert data parallel 96, 3 buckets" in text
+    assert "step: fused" in text
+    rows = json.loads(path.read_text())["rows"]
+    bf16 = {r["gpus"]: r["gathered_bytes_per_step"] for r in rows if r["format"] == STOCK_BF16}
     shown = [line.split() for line in text.splitlines() if line.startswith(tuple(FORMATS))]
-    rows = [row for row in json.loads(path.read_text())["rows"] if row["format"] in FORMATS]
-    assert len(shown) == len(rows) == 12
-    for words, row in zip(shown, rows, strict=True):
-        left = spell_bytes(80 * 2**30 - row["total_bytes_per_rank"])
+    ours = [row for row in rows if row["format"] in FORMATS]
+    for words, row in zip(shown, ours, strict=True):
         against = row["against_stock_bytes"]
+        parts = ("weight", "gradient", "optimizer", "total")
         cells = [
             row["format"],
-            *(spell_bytes(row[f"{part}_bytes_per_rank"]) for part in MEMORY),
+            *(spell_bytes(row[f"{part}_bytes_per_rank"]) for part in parts),
             spell_difference(row["against_stock_bf16_bytes"]),
             "-" if against is None else spell_difference(against),
-            f"yes, {left}",
+            f"yes, {spell_bytes(80 * 2**30 - row['total_bytes_per_rank'])}",
             spell_bytes(row["gathered_bytes_per_step"]),
-            f"{row['gathered_bytes_per_step'] / bf16_of(row, path):.2f}",
+            f"{row['gathered_bytes_per_step'] / bf16[row['gpus']]:.2f}",
             "none" if row["gpus"] == 1 else f"{row['gather_ms']:.3f} ms",
             str(row["launches_per_step"]),
             f"{row['padding_fraction']:.2%}",
@@ -952,106 +613,51 @@ def test_the_tables_show_the_rows_of_the_file(recipe, tmp_path, capsys):
         assert words == " ".join(cells).split()
 
 
-MEMORY = ("weight", "gradient", "optimizer", "total")
+def test_numbers_are_short():
+    kibi, mebi, gibi = (2**power for power in (10, 20, 30))
+    sizes = {0: "0 B", 999: "999 B", 1000: "0.98 KiB", 999.7 * kibi: "0.98 MiB"}
+    sizes |= {1023 * mebi: "1.00 GiB", 3 * gibi: "3.00 GiB", 2**50: "1.00 PiB"}
+    assert {count: spell_bytes(count) for count in sizes} == sizes
+    counts = {0: "0", 999_999: "999,999", 40_354_816: "40.4M", 1_234_567_890: "1,235M"}
+    assert {count: spell_count(count) for count in counts} == counts
 
 
-def bf16_of(row, path):
-    (found,) = [
-        one["gathered_bytes_per_step"]
-        for one in json.loads(path.read_text())["rows"]
-        if (one["format"], one["gpus"]) == (STOCK_BF16, row["gpus"])
-    ]
-    return found
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (0, "0 B"),
-        (0.0, "0 B"),
-        (999, "999 B"),
-        (1000, "0.98 KiB"),
-        (1008 * 2**10, "0.98 MiB"),
-        (999.7 * 2**10, "0.98 MiB"),
-        (1023 * 2**20, "1.00 GiB"),
-        (3 * 2**30, "3.00 GiB"),
-        (2**50, "1.00 PiB"),
-    ],
-)
-def test_bytes_are_spelled_with_three_digits(count, text):
-    assert spell_bytes(count) == text
-
-
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [
-        (0, "0"),
-        (999_999, "999,999"),
-        (40_354_816, "40.4M"),
-        (322_920_960, "323M"),
-        (1_234_567_890, "1,235M"),
-    ],
-)
-def test_large_numbers_of_maxima_are_short(number, text):
-    assert spell_count(number) == text
-
-
-def test_flags_after_two_dashes_win_over_the_recipe_and_set_changes_it(recipe, capsys):
-    words = ["--gpus", "2", "--set", "moe_optim.expert_layout=indexed", "--json"]
-    assert cli.main(["plan", str(recipe), *words, "--", "--num-experts", "8"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    expected = experts_of(num_experts=8, grouped=False)
-    assert report["rows"] == list(plan_rows(expected, [2]))
-    assert "8 experts a rank of [192, 128] and [128, 96], indexed" in report["planned"]
-
-
-MAGIC = {"png": b"\x89PNG", "jpg": b"\xff\xd8\xff", "svg": b"<?xml", "pdf": b"%PDF"}
-
-
-@pytest.mark.parametrize("kind", MAGIC)
-def test_a_picture_is_what_its_name_says_even_of_one_number(kind, recipe, tmp_path):
-    for name, gpus in (("one", ["2"]), ("several", ["1", "2", "8"])):
-        path = tmp_path / f"{name}.{kind}"
+def test_a_picture_is_what_its_name_says_even_of_one_number(recipe, tmp_path):
+    magic = {"png": b"\x89PNG", "jpg": b"\xff\xd8\xff", "svg": b"<?xml", "pdf": b"%PDF"}
+    for kind, gpus in (("png", ["2"]), ("jpg", ["1", "2"]), ("svg", ["2"]), ("pdf", ["1", "8"])):
+        path = tmp_path / f"plan.{kind}"
         command = ["plan", str(recipe), "--gpus", *gpus, "--gpu-memory", "80", "--out", str(path)]
         assert cli.main(command) == 0
-        assert path.read_bytes().startswith(MAGIC[kind])
+        assert path.read_bytes().startswith(magic[kind])
 
 
-def test_labels_that_would_touch_are_spread_and_keep_their_order():
-    assert spread({"a": 1.0, "b": 5.0}, 0.5) == {"a": 1.0, "b": 5.0}
-    assert spread({"b": 3.0, "a": 3.0, "c": 4.0}, 1.0) == pytest.approx(
-        {"b": 7 / 3, "a": 10 / 3, "c": 13 / 3}
-    )
-    assert min(spread({"a": 0.0, "b": 0.0}, 1.0).values()) == 0
+CONTEXT = ("--context-parallel-size", "1048576", "--pipeline-model-parallel-size", "3")
+BAD = [  # words of the command -> the error, in one line
+    (["--gpus", "2", "0"], "--gpus: expected 1 or more, got 0."),
+    (["--gpus", str(2**20 + 1)], "--gpus: expected at most 1,048,576, got "),
+    (["--", *CONTEXT], "--gpus: expected at most 1,048,576, got "),
+    (["--out", "nowhere/plan.png"], "nowhere/plan.png: expected a file to write"),
+    (["--json", "nowhere/plan.json"], "nowhere/plan.json: expected a file to write"),
+    (["--", "--num-experts", "0"], "{}: megatron_args: expected --num-experts, got none."),
+    (
+        ["--set", "moe_optim.step=stock", "--", "--optimizer-cpu-offload"],
+        "{}: states on the host: expected a fused step, got step: stock. Remove that",
+    ),
+]
 
 
-@pytest.mark.parametrize("option", ["--out", "--json"])
-def test_a_file_that_cannot_be_written_is_named(recipe, tmp_path, capsys, option):
-    path = tmp_path / "nowhere" / "file.png"
-    assert cli.main(["plan", str(recipe), "--gpus", "2", option, str(path)]) == cli.BAD_INPUT
-    assert f"{path}: expected a file to write" in capsys.readouterr().err
+@pytest.mark.parametrize(("words", "message"), BAD)
+def test_bad_input_is_one_line(words, message, recipe, capsys):
+    assert cli.main(["plan", str(recipe), *words]) == cli.BAD_INPUT
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {message.format(recipe)}")
+    assert said.count("\n") == 1
 
 
-def test_fewer_than_one_gpu_are_refused_as_such(recipe, capsys):
-    """They are multiples of everything, so that it is not the multiple that is wrong."""
-    for number in ("0", "-8"):
-        assert cli.main(["plan", str(recipe), "--gpus", "2", number]) == cli.BAD_INPUT
-        said = f"error: --gpus: expected 1 or more, got {number}.\n"
-        assert capsys.readouterr().err == said
-
-
-def test_more_gpus_than_there_are_are_refused(recipe, capsys):
-    """Whether they are given, or follow from parallel sizes."""
-    sizes = ("--context-parallel-size", "1048576", "--pipeline-model-parallel-size", "3")
-    for words in (["--gpus", str(HUGE)], ["--gpus", str(2**20 + 1)], ["--", *sizes]):
-        assert cli.main(["plan", str(recipe), *words]) == 2
-        said = capsys.readouterr().err
-        assert said.startswith("error: --gpus: expected at most 1,048,576, got "), said
-
-
-def test_an_error_is_one_line(recipe, capsys):
-    assert cli.main(["plan", str(recipe), "--gpus", "2", "--", "--num-experts", "0"]) == 2
-    assert capsys.readouterr().err == (
-        f"error: {recipe}: megatron_args: expected --num-experts, got none. Add it to the recipe, "
-        "or after `--`.\n"
-    )
+def test_speeds_and_memory_are_positive_numbers(recipe, capsys):
+    for option in ("--bandwidth", "--memory-bandwidth", "--gpu-memory"):
+        for speed in ("0", "-1", "fast", "inf", "nan"):
+            with pytest.raises(SystemExit):
+                cli.main(["plan", str(recipe), option, speed])
+            expected = f"{option}: expected a number above 0, got '{speed}'"
+            assert expected in capsys.readouterr().err

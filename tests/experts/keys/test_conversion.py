@@ -11,7 +11,7 @@ import moe_optim
 from moe_optim.errors import LayoutError
 from moe_optim.experts.keys.conversion import convert_expert_set, convert_state_dict
 from moe_optim.experts.keys.finding import find_expert_sets
-from moe_optim.experts.keys.layouts import KeyLayout, KeyPattern, get_layout
+from moe_optim.experts.keys.layouts import get_layout
 from tests.support.bytes import assert_bytes_equal, assert_same_tensors
 from tests.support.modules.expert_states import (
     ALL_LAYOUTS,
@@ -115,53 +115,7 @@ def test_a_rank_takes_its_own_experts_numbered_from_zero(source, target):
     assert_same_tensors(got, make_state(experts.take(slice(2, 4)), target))
 
 
-def test_a_layout_is_a_value_that_anyone_can_add():
-    """Mixtral's names: w1 gates, w3 goes up, w2 down."""
-    names = {"gate": ("w1", "F H"), "up": ("w3", "F H"), "down": ("w2", "H F")}
-    patterns = tuple(
-        KeyPattern(
-            template=f"{{expert}}.{name}.weight",
-            projections=(projection,),
-            axes=tuple(axes.split()),
-            stored=tuple(axes.split()),
-        )
-        for projection, (name, axes) in names.items()
-    )
-    mixtral = KeyLayout(name="mixtral", patterns=patterns)
-    experts = make_experts(2, 4, 3)
-    want = make_state(experts, "hf_per_expert", prefix="block_sparse_moe.experts.")
-    for projection, (name, _) in names.items():
-        want = {key.replace(f"{projection}_proj", name): value for key, value in want.items()}
-    state = make_state(experts, "grouped", prefix="block_sparse_moe.experts.")
-    got = convert_state_dict(state, mixtral)
-    assert_same_tensors(got, want)
-    back = convert_state_dict(got, get_layout("grouped"), layouts=[mixtral])
-    assert_same_tensors(back, state)
-
-
 # Interleaving
-
-
-def test_gpt_oss_becomes_megatrons_experts():
-    """Transposed, with rows alternating one by one, into blocks of 2, biases likewise."""
-    experts = make_experts(2, 4, 3, bias=True)
-    state = make_state(experts, "hf_transposed", interleave=1)
-    got = convert_state_dict(state, get_layout("indexed"), source_interleave=1, target_interleave=2)
-    assert_same_tensors(got, make_state(experts, "indexed", interleave=2))
-
-
-def test_a_single_grouped_weight_becomes_names_by_number():
-    """Exporters and Megatron's inference experts look each expert up by its number."""
-    experts = make_experts(12, 2, 3)
-    state = make_state(experts, "grouped")
-    by_number = convert_state_dict(state, get_layout("indexed"))
-    exported = convert_state_dict(state, get_layout("hf_per_expert"))
-    for expert in range(12):
-        gate_up = torch.cat([experts.gate[expert], experts.up[expert]])
-        assert_bytes_equal(by_number[f"{PREFIX}linear_fc1.weight{expert}"], gate_up)
-        for name in ("gate", "up", "down"):
-            got = exported[f"{PREFIX}{expert}.{name}_proj.weight"]
-            assert_bytes_equal(got, getattr(experts, name)[expert], what=name)
 
 
 # Whole state dicts
@@ -206,11 +160,6 @@ def test_only_the_named_containers_convert():
     assert "student.experts.linear_fc2.weight1" in got
     with pytest.raises(LayoutError, match=r"pupil.experts.: expected weights of experts there"):
         convert_state_dict(state, get_layout("hf"), prefixes=["pupil.experts."])
-
-
-def test_what_has_no_experts_is_returned_as_it_is():
-    state = {"a": 1, "b.weight": torch.ones(2), "router.experts": torch.ones(3)}
-    assert convert_state_dict(state, get_layout("hf")) == state
 
 
 # Refusing

@@ -1,7 +1,6 @@
 """No expert is lost in silence: a state dict with any one entry damaged is refused by its key."""
 
 import random
-from collections import Counter
 
 import pytest
 import torch
@@ -212,17 +211,6 @@ def test_the_same_state_dicts_undamaged_convert():
             for key, value in want.items():
                 assert_bytes_equal(got.pop(key), value, what=f"seed {seed}: {key}")
         assert list(got) == list(OTHERS)
-
-
-def test_every_kind_of_damage_was_done():
-    """The seeds reach all of them, often."""
-    done = Counter()
-    for seed in range(STATES):
-        rng = random.Random(seed)
-        state, experts, _ = make_whole(rng)
-        done[damage_somewhere(rng, state, experts)[0]] += 1
-    assert done.keys() == set(DAMAGES)
-    assert min(done.values()) > 20
 
 
 def test_fused_experts_with_one_tensor_transposed_are_refused_by_the_layouts_name():

@@ -3,10 +3,9 @@
 from dataclasses import FrozenInstanceError
 
 import pytest
-import torch
 
 from moe_optim.errors import ConfigError, LayoutError
-from moe_optim.experts.keys.finding import expert_remainders, find_expert_sets
+from moe_optim.experts.keys.finding import find_expert_sets
 from moe_optim.experts.keys.layouts import LAYOUTS, ExpertSet, get_layout
 from tests.support.modules.expert_states import (
     ALL_LAYOUTS,
@@ -64,17 +63,6 @@ def test_every_layout_is_recognised_behind_any_prefix(name, bias, prefix):
     )
     assert found.shapes() == shapes
     assert set(found.keys) == set(shapes)
-
-
-def test_sets_of_several_layers_come_in_the_order_of_their_keys():
-    shapes = {
-        **shapes_in("hf_transposed", "b.experts."),
-        "output_layer.weight": (7, 7),
-        **shapes_in("indexed", "a.experts.", experts=12),
-    }
-    first, second = find_expert_sets(shapes)
-    assert (first.prefix, first.layout.name) == ("b.experts.", "hf_transposed")
-    assert (second.prefix, second.num_experts) == ("a.experts.", 12)
 
 
 OTHER_KEYS = [
@@ -150,33 +138,11 @@ FAULTS = {  # shapes -> faults, each after the prefix
         without(shapes_in("grouped"), "linear_fc2.weight"),
         ["linear_fc2.weight: missing, expected beside {p}linear_fc1.weight"],
     ),
-    "biases of some experts only": (
-        without(shapes_in("indexed", bias=True), "linear_fc1.bias1", "linear_fc2.bias2"),
-        [
-            "linear_fc1.bias1: missing, expected beside {p}linear_fc1.weight1",
-            "linear_fc2.bias2: missing, expected beside {p}linear_fc1.weight2",
-        ],
-    ),
-    "a projection is missing": (
-        without(shapes_in("hf_per_expert"), "1.up_proj.weight"),
-        ["1.up_proj.weight: missing, expected beside {p}1.gate_proj.weight"],
-    ),
     "a gap": (
         without(shapes_in("indexed"), "linear_fc1.weight1", "linear_fc2.weight1"),
         [
             f"{key}: expected experts 0 to 0 only, as there is no {{p}}linear_fc1.weight1"
             for key in ("linear_fc1.weight2", "linear_fc2.weight2")
-        ],
-    ),
-    "numbered from one": (
-        without(shapes_in("indexed"), *(f"linear_fc{n}.weight{i}" for n in (1, 2) for i in (0, 2))),
-        [
-            f"{key}: expected experts from {{p}}linear_fc1.weight0 on, of shapes ({axes}), "
-            f"got {shape}"
-            for key, axes, shape in [
-                ("linear_fc1.weight1", "2F, H", [8, 5]),
-                ("linear_fc2.weight1", "H, F", [5, 4]),
-            ]
         ],
     ),
     "of two layouts": (
@@ -221,31 +187,12 @@ FAULTS = {  # shapes -> faults, each after the prefix
         with_shapes(shapes_in("indexed"), **{"linear_fc1.weight2": None}),
         ["linear_fc1.weight2: expected a tensor [8, 5], got something else"],
     ),
-    "nothing in it": (
-        {PREFIX + "weight1": (0, 24), PREFIX + "weight2": (12, 0)},
-        [
-            f"{key}: expected experts from {{p}}weight1 on, of shapes ({axes}): how many experts "
-            f"is not in them. Give it, got {shape}"
-            for key, axes, shape in [
-                ("weight1", "H, E*2F", [0, 24]),
-                ("weight2", "E*F, H", [12, 0]),
-            ]
-        ],
-    ),
 }
 
 
 @pytest.mark.parametrize(("shapes", "faults"), FAULTS.values(), ids=FAULTS.keys())
 def test_faults_are_named_by_key(shapes, faults):
     assert faults_of(shapes) == [PREFIX + fault.replace("{p}", PREFIX) for fault in faults]
-
-
-def test_faults_of_all_containers_come_at_once():
-    shapes = {**shapes_in("indexed", "a.experts."), **shapes_in("grouped", "b.experts.")}
-    shapes["a.experts.extra"] = (1,)
-    del shapes["a.experts.linear_fc1.weight1"], shapes["b.experts.linear_fc2.weight"]
-    keys = ["a.experts.extra", "a.experts.linear_fc1.weight1", "b.experts.linear_fc2.weight"]
-    assert [fault.partition(":")[0] for fault in faults_of(shapes)] == keys
 
 
 def test_legacy_needs_the_number_of_experts():
@@ -267,14 +214,6 @@ def test_another_number_of_experts_than_asked_for_is_a_fault(name):
         assert faults and all(fault.startswith(PREFIX) for fault in faults)
 
 
-def test_every_missing_expert_is_named_though_there_are_many():
-    """In the time of as many: each is looked for by its own keys."""
-    shapes = {f"experts.0.{name}_proj.weight": (2, 2) for name in ("gate", "up", "down")}
-    with pytest.raises(LayoutError, match="experts.4999.down_proj.weight: missing") as raised:
-        find_expert_sets(shapes, layouts=[LAYOUTS["hf_per_expert"]], num_experts=5000)
-    assert str(raised.value).count(": missing") == 3 * 4999
-
-
 def test_more_experts_than_any_model_has_are_not_looked_for():
     shapes = {f"experts.0.{name}_proj.weight": (2, 2) for name in ("gate", "up", "down")}
     with pytest.raises(LayoutError, match="expected at most 65,536 experts, got 1,000,000,000"):
@@ -291,12 +230,6 @@ def test_only_the_containers_asked_for_are_looked_into():
     assert faults_of(shapes, prefixes=["c."]) == ["c.: expected weights of experts there, got none"]
 
 
-def test_remainders_are_told_apart_without_shapes():
-    own = {"linear_fc1.weight", "weight2", "7.up_proj.bias", "linear_fc1._extra_state12"}
-    others = {"linear_fc1.weight_quantizer._amax", "weight3", "-1.up_proj.bias", "weight1.x"}
-    assert expert_remainders(own | others) == own
-
-
 def test_layouts_are_frozen_values_with_names():
     assert set(LAYOUTS) == set(ALL_LAYOUTS)
     for name, layout in LAYOUTS.items():
@@ -309,8 +242,3 @@ def test_layouts_are_frozen_values_with_names():
         get_layout("hf").name = "other"
     with pytest.raises(ConfigError, match="expected one of grouped, indexed, .*, got 'fused'"):
         get_layout("fused")
-
-
-def test_shapes_of_torch_and_lists_do_as_well():
-    shapes = {k: torch.Size(v) for k, v in shapes_in("hf").items()}
-    assert find_expert_sets(shapes) == find_expert_sets({k: list(v) for k, v in shapes.items()})

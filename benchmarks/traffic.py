@@ -1,7 +1,7 @@
-"""The bytes that work on weights has to move at least: what it reads and writes, each once.
+"""Bytes that work on weights reads and writes at least, each once: the floor of a launch.
 
-What a benchmark holds a launch against, and what a plan says of a step. Caches, tables of addresses
-and blocks that lie on several ranks, whose values are read once more, are left out.
+Caches, tables of addresses and blocks that lie on several ranks, whose values are read once more,
+are left out. ``moe_optim.commands.plan.costs`` has the floors of a fused step.
 """
 
 from fractions import Fraction
@@ -36,34 +36,6 @@ def tensorwise_bytes(numel: int) -> int:
         numel: elements owned.
     """
     return numel * (2 * _MASTER + 1)
-
-
-def norm_bytes(numel: int, *, grad_bytes: int) -> int:
-    """Return the bytes that the norm of gradients has to move, which it reads where they lie.
-
-    Args:
-        numel: elements owned.
-        grad_bytes: of one gradient, 4 or 2.
-    """
-    return numel * grad_bytes
-
-
-def step_bytes(
-    format: "BlockScaledFormat", numel: int, *, grad_bytes: int, moment_bytes: int
-) -> Fraction:
-    """Return the bytes that a step of Adam has to move which encodes what it has stepped.
-
-    Gradients are read, masters and both moments read and written, and the buffers that travel
-    written.
-
-    Args:
-        format: its masters are read once more where an amax of the expert precedes the codes.
-        numel: elements owned.
-        grad_bytes: of one gradient, 4 or 2.
-        moment_bytes: of both moments of an element together.
-    """
-    masters = _MASTER * (3 if format.has_global_amax else 2)
-    return numel * (grad_bytes + masters + 2 * moment_bytes + format.gathered_bytes_per_element)
 
 
 def health_bytes(format: "BlockScaledFormat", numel: int) -> Fraction:

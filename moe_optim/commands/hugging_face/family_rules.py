@@ -1,70 +1,70 @@
-"""What a family has to say of its arguments and its configuration, and what all families share."""
+"""How Megatron's arguments and ``config.json`` correspond: what a family defines, and all share."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moe_optim.commands.hugging_face.values import Allowed, Kind, Values
+from moe_optim.commands.hugging_face.values import Allowed, ValueKind, Values
 from moe_optim.rollout.families import Trait
 
 UNTIED = "untie_embeddings_and_output_weights"
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """An argument of Megatron's and a key of ``config.json`` that have one value."""
+class SharedValue:
+    """An argument of Megatron's and a key of ``config.json`` with the same value."""
 
     argument: str
     key: str
-    kind: Kind = "count"
+    kind: ValueKind = "count"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Side:
-    """How the arguments and the configuration of one family correspond."""
+class FamilyRules:
+    """Correspondence of one family."""
 
     family: str
-    rows: tuple[Row, ...]
-    """With those of all families."""
+    shared: tuple[SharedValue, ...]
+    """Shared values, those of all families included."""
     optional: frozenset[str]
     """Arguments and keys that may be None."""
-    argument_kinds: Mapping[str, Kind]
-    """Of further arguments that are read."""
-    config_kinds: Mapping[str, Kind]
-    """Of further keys that are read."""
+    argument_kinds: Mapping[str, ValueKind]
+    """Kinds of further arguments that are read."""
+    config_kinds: Mapping[str, ValueKind]
+    """Kinds of further keys that are read."""
     arguments: Allowed
-    """What other arguments have to be, because transformers has nothing else."""
+    """Values of other arguments that transformers can compute."""
     config: Allowed
-    """What other keys have to be, because Megatron has nothing else."""
+    """Values of other keys that Megatron can compute."""
     defaults: Values
-    """Of transformers, for keys that published configurations leave out."""
+    """transformers' defaults of keys that published configurations leave out."""
     argument_faults: Callable[[Values], list[str]]
-    """What else transformers cannot compute; called with values of the right kinds."""
+    """Returns what else transformers cannot compute; called with values of the right kinds."""
     config_faults: Callable[[Values], list[str]]
-    """What else Megatron cannot compute."""
+    """Returns what else Megatron cannot compute."""
     more_arguments: Callable[[Values], dict[str, Any]]
-    """The arguments that are no row, from all that were given."""
+    """Returns the arguments that are not shared, from all that were given."""
     arguments_of: Callable[[Values], dict[str, Any]]
-    """The same, from a configuration."""
+    """Returns the arguments that are not shared, from a configuration."""
     config_of: Callable[[Values], dict[str, Any]]
-    """The keys that are no row, from arguments."""
+    """Returns the keys that are not shared, from arguments."""
     traits_of: Callable[[Values], frozenset[Trait]] = lambda _: frozenset()
-    """What a model with these arguments has; an output layer of its own apart."""
+    """Returns the traits of a model besides ``untied``."""
 
 
-ROWS = (
-    Row("num_layers", "num_hidden_layers"),
-    Row("hidden_size", "hidden_size"),
-    Row("ffn_hidden_size", "intermediate_size"),
-    Row("moe_ffn_hidden_size", "moe_intermediate_size"),
-    Row("num_attention_heads", "num_attention_heads"),
-    Row("moe_router_topk", "num_experts_per_tok"),
-    Row("padded_vocab_size", "vocab_size"),
-    Row("max_position_embeddings", "max_position_embeddings"),
-    Row("layernorm_epsilon", "rms_norm_eps", "number"),
-    Row("rotary_base", "rope_theta", "number"),
-    Row("init_method_std", "initializer_range", "number"),
-    Row("attention_dropout", "attention_dropout", "number"),
+SHARED = (
+    SharedValue("num_layers", "num_hidden_layers"),
+    SharedValue("hidden_size", "hidden_size"),
+    SharedValue("ffn_hidden_size", "intermediate_size"),
+    SharedValue("moe_ffn_hidden_size", "moe_intermediate_size"),
+    SharedValue("num_attention_heads", "num_attention_heads"),
+    SharedValue("moe_router_topk", "num_experts_per_tok"),
+    SharedValue("padded_vocab_size", "vocab_size"),
+    SharedValue("max_position_embeddings", "max_position_embeddings"),
+    SharedValue("layernorm_epsilon", "rms_norm_eps", "number"),
+    SharedValue("rotary_base", "rope_theta", "number"),
+    SharedValue("init_method_std", "initializer_range", "number"),
+    SharedValue("attention_dropout", "attention_dropout", "number"),
 )
 
 ARGUMENTS: Allowed = {
@@ -110,7 +110,7 @@ DEFAULTS: Values = {
 
 
 def is_untied(given: Values) -> bool:
-    """Return whether the output layer has weights of its own, by Megatron's arguments."""
+    """Return whether the output layer has weights of its own."""
     return given.get(UNTIED) is True
 
 
@@ -121,7 +121,7 @@ def layer_freq(has_experts: Iterable[bool]) -> int | list[int]:
 
 
 def layers_with_experts(freq: int | list[int], num_layers: int) -> list[bool]:
-    """Return whether each layer has experts, as Megatron reads ``moe_layer_freq``."""
+    """Return for each layer whether it has experts, as Megatron reads ``moe_layer_freq``."""
     if isinstance(freq, int):
         return [layer % freq == 0 for layer in range(num_layers)]
     return [mark == 1 for mark in freq]

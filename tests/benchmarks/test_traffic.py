@@ -5,7 +5,8 @@ from itertools import product
 
 import pytest
 
-from moe_optim.commands.plan.traffic import finish_bytes, norm_bytes, requantize_bytes, step_bytes
+from benchmarks.traffic import finish_bytes, requantize_bytes
+from moe_optim.commands.plan.costs import norm_bytes, step_bytes
 from moe_optim.formats import FORMATS, FP8_BLOCK, MXFP8, MXFP8_2D, NVFP4
 
 NUMEL = 128 * 128
