@@ -92,6 +92,7 @@ def _run(
         args, unknown = parser.parse_known_args(argv)
         if unknown:
             _refuse(parser, args, unknown)
+        args.argv = list(sys.argv[1:] if argv is None else argv)
         code = run(args)
         sys.stdout.flush()
         if Screen.lost_reader and not code:

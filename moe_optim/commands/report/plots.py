@@ -1,11 +1,11 @@
-"""Pictures of runs, legible at the width of a phone: about five inches wide."""
+"""Draws pictures of runs, legible at the width of a phone: about five inches wide."""
 
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from moe_optim.commands.console.pictures import plain, png_of
-from moe_optim.commands.report.reading import Look
+from moe_optim.commands.report.reading import Sample
 from moe_optim.commands.train.events import Point
 from moe_optim.commands.train.summary import Curves, draw_curves, smoothed
 
@@ -57,9 +57,9 @@ def plot_curves(
     """Draw scalars over iterations, one line each, named where there are several.
 
     Args:
-        curves: name -> points; any of them may be empty.
-        label: of the values, with their unit.
-        smooth: draw means of neighbours.
+        curves: points by name; any of them may be empty.
+        label: name of the values, with their unit.
+        smooth: whether to draw means of neighbours.
     """
     axes = _axes()
     values = [point.value for points in curves.values() for point in points]
@@ -91,29 +91,29 @@ def plot_curves(
     return _png(axes)
 
 
-def plot_heat_map(look: Look, label: str, *, logarithmic: bool = False) -> bytes:
+def plot_heat_map(sample: Sample, label: str, *, logarithmic: bool = False) -> bytes:
     """Draw a figure of every expert: a row a linear, a column an expert.
 
     Args:
-        look: what to draw.
-        label: of the values.
-        logarithmic: colours by magnitude; zeros have the lowest.
+        sample: figures to draw.
+        label: name of the values.
+        logarithmic: whether colours go by magnitude; zeros have the lowest.
     """
     import numpy as np
     from matplotlib.colors import LogNorm
     from matplotlib.ticker import MaxNLocator
 
-    rows = len(look.layers)
+    rows = len(sample.layers)
     axes = _axes(min(12.0, 1.3 + 0.22 * rows))
-    positive = look.values[np.isfinite(look.values) & (look.values > 0)]
+    positive = sample.values[np.isfinite(sample.values) & (sample.values > 0)]
     scale: Any = None
-    values = look.values
+    values = sample.values
     if logarithmic and len(positive) and positive.max() > positive.min():
         scale = LogNorm(float(positive.min()), float(positive.max()))
         values = np.maximum(values, positive.min())
     image = axes.imshow(values, aspect="auto", norm=scale, interpolation="nearest")
     step = -(-rows // _MOST_LABELS)
-    axes.set_yticks(range(0, rows, step), list(map(plain, look.layers[::step])), fontsize=8)
+    axes.set_yticks(range(0, rows, step), list(map(plain, sample.layers[::step])), fontsize=8)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("expert")
     axes.set_title(label, loc="left", fontsize=10)
@@ -122,7 +122,7 @@ def plot_heat_map(look: Look, label: str, *, logarithmic: bool = False) -> bytes
 
 
 def plot_bars(values: Mapping[str, float], label: str) -> bytes:
-    """Draw a bar each, the first at the top, with its value beside it."""
+    """Draw a bar for each value, the first at the top."""
     axes = _axes(0.9 + 0.28 * len(values))
     places = range(len(values))  # shortened names may be alike
     bars = axes.barh(places, list(values.values()), color="tab:blue", height=0.65)
@@ -136,7 +136,7 @@ def plot_bars(values: Mapping[str, float], label: str) -> bytes:
 
 
 def _named(name: str) -> str:
-    """Return a name that leaves room for the picture, to draw; ends tell paths apart."""
+    """Shorten a name to draw from its front; the ends of paths tell them apart."""
     return plain(name if len(name) <= _MOST_LETTERS else f"…{name[1 - _MOST_LETTERS :]}")
 
 

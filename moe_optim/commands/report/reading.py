@@ -1,6 +1,7 @@
-"""A run folder as a report needs it."""
+"""Reads a run folder for a report."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -8,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from moe_optim.checkpoint.files.bounded_json import parse_json
 from moe_optim.checkpoint.files.regular_files import read_file
-from moe_optim.commands.report import records
 from moe_optim.commands.train.events import TRAIN_TAG, VALIDATION_TAG, Events, Point, read_events
 from moe_optim.commands.train.run_folder import RunFolder
 from moe_optim.commands.train.summary import Curves, loss_unit
-from moe_optim.errors import ConfigError, LayoutError
+from moe_optim.errors import ConfigError, LayoutError, MoEOptimError
 from moe_optim.formats import FORMATS
 from moe_optim.formats.health_figures import TAGS, THRESHOLDS, warn_of
 
@@ -25,15 +25,15 @@ _TIME = "-time"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Look:
-    """One figure of every expert, at the last iteration that health was looked at."""
+class Sample:
+    """One figure of every expert, at the last iteration whose health was sampled."""
 
     iteration: int
     layers: tuple[str, ...]
     values: "np.ndarray"
     """[layers, experts] fp32; NaN where a layer has fewer experts."""
 
-    def of_mean(self) -> "Look":
+    def of_mean(self) -> "Sample":
         """Return values divided by the mean of their layer."""
         import numpy as np
 
@@ -42,7 +42,7 @@ class Look:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a run has left behind; what it has not is empty."""
+    """Results of a run; whatever it has not left is empty."""
 
     name: str
     path: Path
@@ -63,17 +63,17 @@ class Run:
 
     @property
     def format(self) -> str:
-        """Of the expert weights."""
+        """Format of the expert weights."""
         return str(self.model.get("format", "unknown format"))
 
     @property
     def loss_unit(self) -> str:
-        """What losses are counted in: runs whose tokens are bytes have the bytes' entropy."""
+        """Unit of losses: runs whose tokens are bytes have the bytes' entropy."""
         return loss_unit(self.summary)
 
     @property
     def times(self) -> dict[str, float]:
-        """Timer of Megatron -> median milliseconds an iteration, as far as they were logged."""
+        """Median milliseconds per iteration of Megatron's timers that were logged."""
         return {
             tag.removesuffix(_TIME): 1e3 * median(point.value for point in points)
             for tag, points in self.events.scalars.items()
@@ -82,16 +82,16 @@ class Run:
 
     @property
     def health_layers(self) -> list[str]:
-        """The linears whose health was looked at, in the order in which they were written."""
+        """Names of the linears whose health was sampled, in the order of the event files."""
         return self.layers_with("amax")
 
     def layers_with(self, figure: str) -> list[str]:
-        """Return the linears, or layers, of whose experts a figure was written, in that order."""
+        """Return the linears, or layers, that have a figure of every expert, in that order."""
         end = f"/{figure}{_BY_EXPERT}"
         tags = (tag for tag in self.events.tensors if tag.startswith(TAGS) and tag.endswith(end))
         return [tag.removeprefix(TAGS).removesuffix(end) for tag in tags]
 
-    def look(self, figure: str) -> Look | None:
+    def sample(self, figure: str) -> Sample | None:
         """Return the last values of a figure of health, or None."""
         import numpy as np
 
@@ -106,12 +106,12 @@ class Run:
         for row, (_, values) in zip(table, last.values(), strict=True):
             row[: len(values)] = values
         iteration = max(iteration for iteration, _ in last.values())
-        return Look(iteration=iteration, layers=tuple(last), values=table)
+        return Sample(iteration=iteration, layers=tuple(last), values=table)
 
     def health_warnings(self) -> list[str]:
-        """Return a sentence for each figure above its threshold, or NaN, at the last look.
+        """Return a sentence for each figure above its threshold, or NaN, in the last sample.
 
-        None where the format is not known, as of a run that left events alone.
+        Empty if the format is not known, as of a run that left events alone.
         """
         if self.format not in FORMATS:
             return []
@@ -127,7 +127,7 @@ class Run:
         return lines
 
     def _last_figures(self, layer: str) -> dict[str, "torch.Tensor"]:
-        """Return figure -> its last values [experts], of one linear."""
+        """Return {figure: last values [experts]} of one linear."""
         import torch
 
         start = f"{TAGS}{layer}/"
@@ -139,14 +139,13 @@ class Run:
 
 
 def read_run(path: Path) -> Run:
-    """Read what a run has left in its folder; it may be unfinished.
+    """Read the results of a run, which may be unfinished.
 
     Args:
         path: a run folder of ``moe-optim train``, or a folder with TensorBoard events of Megatron.
 
     Raises:
-        LayoutError: there are no events with a training loss, or a file has no names and values, or
-            values of other kinds.
+        LayoutError: there are no events with a training loss, or a file has no names and values.
     """
     folder = RunFolder(path)
     of_events = folder.tensorboard if folder.tensorboard.is_dir() else path
@@ -160,8 +159,8 @@ def read_run(path: Path) -> Run:
     return Run(
         name=path.resolve().name,
         path=path,
-        model=_read(folder.model, records.MODEL),
-        summary=_read(folder.summary, records.SUMMARY),
+        model=_read(folder.model),
+        summary=_read(folder.summary),
         events=events,
     )
 
@@ -187,17 +186,33 @@ def require_no_run(out: Path, *, own: Path | None = None) -> None:
         )
 
 
-def _read(path: Path, kinds: records.Kinds) -> dict[str, Any]:
+def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
         content = parse_json(read_file(path.parent, path.name))
         if not isinstance(content, dict):
-            raise ValueError("something else than names and values")
+            raise ValueError
     except ValueError as error:
         raise LayoutError(
             f"{path}: expected names and values as JSON, got something else. Remove the file."
         ) from error
-    if fault := records.find_fault(content, kinds):
-        raise LayoutError(f"{path}: {fault}. Remove the file.")
     return content
+
+
+@contextmanager
+def refusing_damage(run: Path) -> Iterator[None]:
+    """Refuse a run whose ``model.json`` or ``summary.json`` holds values of other types.
+
+    Raises:
+        LayoutError: reading a value raised inside the ``with``.
+    """
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        if isinstance(error, MoEOptimError):
+            raise
+        raise LayoutError(
+            f"{run}: expected model.json and summary.json as `moe-optim train` writes them, got: "
+            f"{error}. Remove the one that was changed."
+        ) from error

@@ -1,6 +1,7 @@
-"""What a finished run leaves behind: its curves read back, ``summary.json`` and ``loss.png``."""
+"""Results of a finished run: its curves read back, ``summary.json`` and ``loss.png``."""
 
 import json
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,12 +20,13 @@ from moe_optim.errors import LayoutError
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_MODEL_KEYS = ("optimizer", "format", "parameters", "quantized_parameters", "rank0")
+_MODEL_KEYS = ("format", "optimizer", "parameters", "quantized_parameters", "rank0")
+_TEST_LOSS = re.compile(r" validation loss at .* on test set \| lm loss value: (\S+)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curves:
-    """The losses of a run, one point an iteration, by iteration."""
+    """Losses of a run, one point an iteration, by iteration."""
 
     train: tuple[Point, ...]
     validation: tuple[Point, ...]
@@ -32,7 +34,7 @@ class Curves:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchFacts:
-    """What only the launcher knows of a run."""
+    """Facts that only the launcher knows."""
 
     world_size: int
     seconds: float
@@ -40,8 +42,9 @@ class LaunchFacts:
     command: str
     resumed_from: int | None
     byte_entropy: float | None
-    """Nats a byte of the validation text; None for data that is not ours."""
-    test_loss: float | None
+    """Nats a byte of the validation text; None for Megatron's data."""
+    last_log: Path
+    """Log of the last rank, with the loss on the test text."""
 
 
 def read_curves(folder: Path) -> Curves:
@@ -50,59 +53,54 @@ def read_curves(folder: Path) -> Curves:
     return Curves(train=scalars.get(TRAIN_TAG, ()), validation=scalars.get(VALIDATION_TAG, ()))
 
 
-def iterations_per_second(curve: Sequence[Point], resumed_from: int | None) -> float | None:
-    """Return the speed of the last launch, evaluations and saves included, start-up left out."""
+def _iterations_per_second(curve: Sequence[Point], resumed_from: int | None) -> float | None:
+    """Return the speed of the last launch, with evaluations and saves, without start-up."""
     launch = [point for point in curve if point.iteration > (resumed_from or 0)]
     if len(launch) < 2 or launch[-1].time <= launch[0].time:
         return None
     return (launch[-1].iteration - launch[0].iteration) / (launch[-1].time - launch[0].time)
 
 
-def build_summary(model: Mapping[str, Any], curves: Curves, facts: LaunchFacts) -> dict[str, Any]:
-    """Return the content of ``summary.json``: losses in nats a token, times in seconds.
+def write_summary(folder: RunFolder, facts: LaunchFacts) -> dict[str, Any]:
+    """Write ``loss.png``, then ``summary.json``, and return the summary.
+
+    Losses are in nats a token, times in seconds.
 
     Raises:
-        LayoutError: the run left no training loss, or ``model`` lacks a key.
+        LayoutError: the run left no training loss, or no complete description of the model.
+        OSError: the disk is full.
     """
+    try:
+        model = json.loads(folder.model.read_text())
+        described = {key: model[key] for key in _MODEL_KEYS}
+    except (OSError, ValueError, KeyError) as error:
+        raise LayoutError(
+            f"{folder.model}: expected a description of the model with {', '.join(_MODEL_KEYS)}, "
+            f"which rank 0 writes, got {error}."
+        ) from error
+    curves = read_curves(folder.tensorboard)
     if not curves.train:
-        raise LayoutError(f"tensorboard events: expected the scalar {TRAIN_TAG!r}, got none.")
-    missing = [key for key in _MODEL_KEYS if key not in model]
-    if missing:
-        raise LayoutError(f"model.json: expected the keys {_MODEL_KEYS}, got none of {missing}.")
-    return {
-        "format": model["format"],
-        "optimizer": model["optimizer"],
+        raise LayoutError(f"{folder.tensorboard}: expected the scalar {TRAIN_TAG!r}, got none.")
+    test = _TEST_LOSS.findall(facts.last_log.read_text(errors="replace"))
+    summary = {
+        "format": described["format"],
+        "optimizer": described["optimizer"],
         "world_size": facts.world_size,
-        "parameters": model["parameters"],
-        "quantized_parameters": model["quantized_parameters"],
-        "rank0": model["rank0"],
+        "parameters": described["parameters"],
+        "quantized_parameters": described["quantized_parameters"],
+        "rank0": described["rank0"],
         "iterations": curves.train[-1].iteration,
         "loss_first": curves.train[0].value,
         "loss_last": curves.train[-1].value,
         "validation_losses": [point.value for point in curves.validation],
         "validation_iterations": [point.iteration for point in curves.validation],
-        "test_loss": facts.test_loss,
+        "test_loss": float(test[-1]) if test else None,
         "byte_entropy": facts.byte_entropy,
         "seconds": facts.seconds,
-        "iterations_per_second": iterations_per_second(curves.train, facts.resumed_from),
+        "iterations_per_second": _iterations_per_second(curves.train, facts.resumed_from),
         "resumed_from": facts.resumed_from,
         "command": facts.command,
     }
-
-
-def write_summary(folder: RunFolder, facts: LaunchFacts) -> dict[str, Any]:
-    """Write ``loss.png``, then ``summary.json``, each whole or not at all; return the summary.
-
-    Raises:
-        LayoutError: the run did not leave what a summary is made of.
-        OSError: the disk is full.
-    """
-    try:
-        model = json.loads(folder.model.read_text())
-    except (OSError, ValueError) as error:
-        raise LayoutError(f"{folder.model}: expected rank 0's account of the model.") from error
-    curves = read_curves(folder.tensorboard)
-    summary = build_summary(model, curves, facts)
     write_atomically(folder.loss_plot, plot_losses(curves, summary))
     write_atomically(folder.summary, (json.dumps(summary, indent=2) + "\n").encode())
     return summary
@@ -111,7 +109,7 @@ def write_summary(folder: RunFolder, facts: LaunchFacts) -> dict[str, Any]:
 def smoothed(losses: Sequence[float]) -> list[float]:
     """Return the mean of each loss and its neighbours, about a twentieth of the curve in all.
 
-    The window is centred and shrinks towards both ends, so the result lags behind nothing.
+    The window is centred and shrinks towards both ends.
     """
     reach = len(losses) // 40
     result = []
@@ -123,7 +121,7 @@ def smoothed(losses: Sequence[float]) -> list[float]:
 
 
 def loss_unit(summary: Mapping[str, Any]) -> str:
-    """Return what losses are counted in: tokens are bytes where a summary has their entropy."""
+    """Return the unit of losses: tokens are bytes where a summary has their entropy."""
     return "nats/byte" if summary.get("byte_entropy") is not None else "nats/token"
 
 
@@ -149,73 +147,55 @@ def plot_losses(curves: Curves, summary: Mapping[str, Any]) -> bytes:
 
 
 def draw_curves(axes: "Axes", curves: Curves) -> None:
-    """Draw training loss, as it is and smoothed, and held-out loss."""
+    """Draw training loss, raw and smoothed, and held-out loss."""
     iterations = [point.iteration for point in curves.train]
     losses = [point.value for point in curves.train]
     axes.plot(iterations, losses, color="tab:blue", alpha=0.25, linewidth=0.8)
     axes.plot(iterations, smoothed(losses), color="tab:blue", linewidth=1.8, label="training")
-    held_out = curves.validation
-    axes.plot(
-        [point.iteration for point in held_out],
-        [point.value for point in held_out],
-        color="tab:orange",
-        marker="o",
-        markersize=5,
-        linewidth=1,
-        label=f"held-out, {held_out[-1].value:.2f} at the end" if held_out else None,
-    )
+    if held_out := curves.validation:
+        axes.plot(
+            [point.iteration for point in held_out],
+            [point.value for point in held_out],
+            color="tab:orange",
+            marker="o",
+            markersize=5,
+            linewidth=1,
+            label=f"held-out, {held_out[-1].value:.2f} at the end",
+        )
 
 
 def print_summary(
     summary: Mapping[str, Any], folder: RunFolder, longer: str, console: Console
 ) -> None:
-    """Print losses, speed, where everything lies, and ``longer``, the command that trains on."""
+    """Print losses, speed, paths of the results, and ``longer``, the command that trains on."""
     table = Table(title="Training finished", title_justify="left", show_header=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in _rows(summary, folder, longer):
-        table.add_row(name, value)
-    console.print(table, highlight=False)
-
-
-def _rows(summary: Mapping[str, Any], folder: RunFolder, longer: str) -> list[tuple[str, str]]:
-    speed = summary["iterations_per_second"]
-    rows = [
-        ("expert weights", f"{summary['format']}, {summary['optimizer']}"),
-        ("parameters", _parameters(summary)),
-        ("training loss", f"{summary['loss_first']:.4f} -> {summary['loss_last']:.4f}"),
-    ]
-    if summary["validation_losses"]:
-        rows.append(("held-out loss", " -> ".join(_ends(summary["validation_losses"]))))
-    if summary["test_loss"] is not None:
-        rows.append(("test loss", f"{summary['test_loss']:.4f}"))
-    if summary["byte_entropy"] is not None:
-        rows.append(("byte entropy", f"{summary['byte_entropy']:z.4f} (nats/byte, held-out text)"))
-    rows += [
-        ("speed", f"{speed:.2f} iterations/s" if speed else "not measured"),
-        ("time", _time(summary)),
-        ("summary", str(folder.summary)),
-        ("loss curve", str(folder.loss_plot)),
-        ("checkpoints", str(folder.checkpoints)),
-        ("TensorBoard", shlex.join(["tensorboard", "--logdir", str(folder.tensorboard)])),
-        ("train longer", longer),
-    ]
-    return rows
-
-
-def _time(summary: Mapping[str, Any]) -> str:
-    """Say how long the last launch took, and for what."""
-    resumed_from = summary["resumed_from"]
-    trained = summary["iterations"] - (resumed_from or 0)
-    said = f"{summary['seconds']:.0f} s for {trained:,} iteration{'s' * (trained != 1)}"
-    return said if resumed_from is None else f"{said}, from {resumed_from:,} on"
-
-
-def _parameters(summary: Mapping[str, Any]) -> str:
     total, quantized = summary["parameters"], summary["quantized_parameters"]
-    return f"{total:,}, of them {quantized:,} quantized ({quantized / max(total, 1):.0%})"
-
-
-def _ends(losses: Sequence[float]) -> list[str]:
-    ends = losses if len(losses) < 2 else (losses[0], losses[-1])
-    return [f"{loss:.4f}" for loss in ends]
+    first, last, speed = (
+        summary[key] for key in ("loss_first", "loss_last", "iterations_per_second")
+    )
+    held_out, test, entropy = (
+        summary[key] for key in ("validation_losses", "test_loss", "byte_entropy")
+    )
+    start = summary["resumed_from"] or 0
+    rows = {
+        "expert weights": f"{summary['format']}, {summary['optimizer']}",
+        "parameters": f"{total:,}, {quantized:,} of them quantized "
+        f"({quantized / max(total, 1):.0%})",
+        "training loss": f"{first:.4f} -> {last:.4f}",
+        "held-out loss": held_out and f"{held_out[0]:.4f} -> {held_out[-1]:.4f}",
+        "test loss": test is not None and f"{test:.4f}",
+        "byte entropy": entropy is not None and f"{entropy:z.4f} (nats/byte, held-out text)",
+        "speed": f"{speed:.2f} iterations/s" if speed else "not measured",
+        "time": f"{summary['seconds']:.0f} s for {summary['iterations'] - start:,} iterations",
+        "summary": folder.summary,
+        "loss curve": folder.loss_plot,
+        "checkpoints": folder.checkpoints,
+        "TensorBoard": shlex.join(["tensorboard", "--logdir", str(folder.tensorboard)]),
+        "train longer": longer,
+    }
+    for name, value in rows.items():
+        if value:
+            table.add_row(name, str(value))
+    console.print(table, highlight=False)
