@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from moe_optim.integration.script_runner import require_tree
-from moe_optim.integration.source_diffs import SourceDiff, apply_diffs, load_diffs, revert_diffs
+from moe_optim.integration.source_diffs import SourceDiff, apply_diffs, load_diffs
 
 _NOT_APPLIED, _UNKNOWN = 1, 2
 
@@ -43,8 +43,7 @@ def run(args: argparse.Namespace) -> int:
     diffs = load_diffs()
     if args.action == "check":
         return _check(tree, diffs)
-    change = apply_diffs if args.action == "apply" else revert_diffs
-    changed = change(tree, diffs)
+    changed = apply_diffs(tree, diffs, reverse=args.action == "revert")
     for path in changed:
         print(f"changed: {path}")
     if not changed:
