@@ -1,4 +1,11 @@
-"""``moe-optim convert``: a model for transformers or Megatron, or another layout of its experts."""
+"""Read a torch_dist or safetensors checkpoint, a layer at a time, and write it anew.
+
+--to converts a whole Qwen3-MoE or DeepSeek-V3: names, shapes and configuration, of weights alone.
+--experts converts nothing but the layout of experts: everything else keeps its name, and masters
+and moments come along, by name where they were flat. Checksums that SRC has (torch_dist) are
+compared on the way. DST appears when it is complete. Megatron, transformers and a GPU are not
+needed.
+"""
 
 import argparse
 import resource
@@ -26,19 +33,11 @@ TARGETS = ("hf", "megatron")
 SIDES: "tuple[Side, ...]" = ("transformer_engine", "local")
 
 
-def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the ``convert`` command."""
-    parser = subparsers.add_parser(
-        "convert",
-        help="write a checkpoint for transformers or for Megatron, or change its expert layout",
-        description="Read a torch_dist or safetensors checkpoint, a layer at a time, and write it "
-        "anew. --to converts a whole Qwen3-MoE or DeepSeek-V3: names, shapes and configuration, of "
-        "weights alone. --experts converts nothing but the layout of experts: everything else "
-        "keeps its name, and masters and moments come along, by name where they were flat. "
-        "Checksums that SRC has (torch_dist) are compared on the way. DST appears when it is "
-        "complete. Megatron, transformers and a GPU are not needed.",
-        allow_abbrev=False,
-    )
+HELP = "write a checkpoint for transformers or for Megatron, or change its expert layout"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     add = parser.add_argument
     add("source", type=Path, metavar="SRC", help="a checkpoint; of a run's, the newest is taken")
     add("target", type=Path, metavar="DST", help="a folder that does not exist yet")

@@ -1,12 +1,14 @@
-"""``moe-optim doctor``: what is installed here, what of it is used, and what to mend."""
+"""Show what is installed, which formats run here and what to mend.
+
+Shows versions and places of everything moe_optim builds on, how each format runs on this machine,
+and the state of every patch. Exits with 1 when something needed is missing or broken, and names the
+line that mends it.
+"""
 
 import argparse
-import contextlib
-import gc
 import importlib
 import importlib.metadata
 import json
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -45,68 +47,23 @@ _RECIPES = {
 _STYLES = {"ok": "green", "applied": "green", "missing": "red", "unfit": "red", "broken": "red"}
 
 
-def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add this command to the command line."""
-    parser = subparsers.add_parser(
-        "doctor",
-        help="show what is installed, which formats run here and what to mend",
-        description="Show versions and places of everything moe_optim builds on, how each format "
-        "runs on this machine, and the state of every patch. Exits with 1 when something needed "
-        "is missing or broken, and names the line that mends it.",
-        allow_abbrev=False,
-    )
+HELP = "show what is installed, which formats run here and what to mend"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the report; return 1 when something needed is missing or broken."""
+    with Console(stderr=True).status("Importing what is installed ..."):
+        report = examine()
     if args.json:
-        with _uncollected(), _uncompiled():
-            report = examine()
         print(json.dumps(report, indent=2))
     else:
-        status = Console(stderr=True).status("Importing what is installed ...")
-        with status, _uncollected(), _uncompiled():
-            report = examine()
         results_console().print(_render(report), soft_wrap=False)
     return 0 if report["ok"] else 1
-
-
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Look for no garbage, which takes a tenth of the time: what is imported stays."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
-
-
-@contextlib.contextmanager
-def _uncompiled() -> Iterator[None]:
-    """Have Megatron's modules mark nothing for compilation: a third of the time is a compiler's.
-
-    Only in a process that ends with the report, and has not imported Megatron before.
-    """
-    torch: Any = None
-    if "megatron.core" not in sys.modules:
-        with contextlib.suppress(Exception):  # it is not there, or broken, which the report says
-            torch = importlib.import_module("torch")
-    if torch is None:
-        yield
-        return
-    compile_ = torch.compile
-    torch.compile = _leave_as_it_is
-    try:
-        yield
-    finally:
-        torch.compile = compile_
-
-
-def _leave_as_it_is(function: Any = None, **_: Any) -> Any:
-    return _leave_as_it_is if function is None else function
 
 
 def examine() -> Report:

@@ -1,4 +1,11 @@
-"""``moe-optim export``: a checkpoint for inference engines, with its experts quantized."""
+"""Write a checkpoint that vLLM and SGLang load, its experts quantized.
+
+Reads a torch_dist or safetensors checkpoint, a layer at a time, quantizes its experts as training
+does, from their masters where there are some, and writes safetensors under the names of Hugging
+Face, with the quantization_config of engines. Everything but experts keeps its dtype. Models of
+torch_dist are those that convert --to hf takes. DST appears when it is complete. Megatron and a GPU
+are not needed.
+"""
 
 import argparse
 import resource
@@ -21,18 +28,11 @@ if TYPE_CHECKING:
 CONVENTIONS = ("compressed_tensors", "modelopt", "deepseek")
 
 
-def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the ``export`` command."""
-    parser = subparsers.add_parser(
-        "export",
-        help="write a checkpoint that vLLM and SGLang load, its experts quantized",
-        description="Read a torch_dist or safetensors checkpoint, a layer at a time, quantize its "
-        "experts as training does, from their masters where there are some, and write safetensors "
-        "under the names of Hugging Face, with the quantization_config of engines. Everything but "
-        "experts keeps its dtype. Models of torch_dist are those that convert --to hf takes. DST "
-        "appears when it is complete. Megatron and a GPU are not needed.",
-        allow_abbrev=False,
-    )
+HELP = "write a checkpoint that vLLM and SGLang load, its experts quantized"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     add = parser.add_argument
     add("source", type=Path, metavar="SRC", help="a checkpoint; of a run's, the newest is taken")
     add("target", type=Path, metavar="DST", help="a folder that does not exist yet")

@@ -1,4 +1,9 @@
-"""``moe-optim inspect``: what a checkpoint holds, and whether it is whole."""
+"""Show what a checkpoint holds, and whether it is whole.
+
+Shows format, experts and their layout, optimizer state, amaxes, and what else a torch_dist or
+safetensors checkpoint says about itself; of --ckpt-format torch, whether its files are whole. No
+other values are read. Exits with 1 if it is not whole, with 2 if it cannot be read.
+"""
 
 import argparse
 import json
@@ -31,17 +36,11 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 Report = dict[str, Any]
 
 
-def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the ``inspect`` command."""
-    parser = subparsers.add_parser(
-        "inspect",
-        help="show what a checkpoint holds, and whether it is whole",
-        description="Show format, experts and their layout, optimizer state, amaxes, and what else "
-        "a torch_dist or safetensors checkpoint says about itself; of --ckpt-format torch, whether "
-        "its files are whole. No other values are read. Exits with 1 if it is not whole, with 2 if "
-        "it cannot be read.",
-        allow_abbrev=False,
-    )
+HELP = "show what a checkpoint holds, and whether it is whole"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     add = parser.add_argument
     add("checkpoint", type=Path, metavar="CKPT", help="a checkpoint; of a run, the newest")
     add("--json", action="store_true", help="print the report as JSON")
