@@ -219,7 +219,6 @@ def _convert_layout(args: argparse.Namespace, began: float) -> list[str]:
 
 
 def _layout_view(args: argparse.Namespace) -> "LayerView":
-    """Return the checkpoint, flat states by parameter."""
     from moe_optim.commands.conversion.flat_states import states_by_name
     from moe_optim.commands.conversion.layer_view import LayerView, parse_renames
 

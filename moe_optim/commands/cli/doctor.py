@@ -44,6 +44,12 @@ _RECIPES = {
     "nvfp4": "nvfp4",
 }
 """What Transformer Engine calls its recipes -> what Megatron's flags call them."""
+_NATIVE = {"product": "native product", "because": "grouped bf16 product of torch"}
+_EMULATED = {
+    "product": "emulated product",
+    "because": "stored in low precision, multiplied in bf16",
+}
+"""How portable experts multiply weights of a format."""
 _STYLES = {"ok": "green", "applied": "green", "missing": "red", "unfit": "red", "broken": "red"}
 
 
@@ -92,7 +98,7 @@ def examine() -> Report:
         },
         "packages": packages,
         "gpus": gpus,
-        "formats": {name: _examine_format(name) for name in get_args(Format)},
+        "formats": {name: _NATIVE if name == "bf16" else _EMULATED for name in get_args(Format)},
         "native_products": _native_products() if gpus and has_te else [],
         "patches": patches,
     }
@@ -141,7 +147,6 @@ def _note(name: str, package: Package | None) -> str:
 
 
 def _failure(name: str) -> str | None:
-    """Say why an installed package does not work, or None: import it as Megatron would."""
     if name == "python":
         return None
     if name == "megatron-core":
@@ -154,13 +159,6 @@ def _failure(name: str) -> str | None:
     except Exception as error:  # a broken extension raises whatever it likes
         return f"importing {module} raised {type(error).__name__}: {error}. Install it again"
     return None
-
-
-def _examine_format(name: str) -> dict[str, str]:
-    """Say how portable experts multiply weights stored in a format, and why so."""
-    if name == "bf16":
-        return {"product": "native product", "because": "grouped bf16 product of torch"}
-    return {"product": "emulated product", "because": "stored narrow, multiplied in bf16"}
 
 
 def _native_products() -> list[str]:
@@ -250,7 +248,6 @@ def _patch_rows(patches: list[dict[str, str]]) -> Iterator[tuple[str | Text, ...
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> RenderableType:
-    """Return a plain table and an empty line; states in it are coloured."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for title in header:
         table.add_column(title, overflow="fold")

@@ -143,7 +143,6 @@ def _print_files(report: Report) -> None:
 
 
 def _dtypes_of_states(view: "LayerView", states: list[str]) -> dict[str, list[str]]:
-    """Return the dtypes of masters and of each kind of moment, whatever they belong to."""
     from moe_optim.commands.conversion.layer_view import state_kind
 
     found: dict[str, set[str]] = {}
@@ -168,7 +167,6 @@ def _flat_states(view: "LayerView") -> Report | None:
 
 
 def _defects(path: Path, *, thorough: bool) -> list[str]:
-    """Say what is missing or damaged."""
     from moe_optim.checkpoint.integrity import checkpoint_defect, corrupt_files
 
     if thorough:
@@ -218,7 +216,6 @@ def _amaxes(view: "LayerView") -> list[Report]:
 
 
 def _quantized(found: "StoredWeights | None") -> Report | None:
-    """Say what engines find quantized."""
     if found is None:
         return None
     return {
@@ -316,7 +313,6 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
 
 
 def _experts_tables(experts: list[Report]) -> Iterator[tuple[str, Table]]:
-    """Yield prefix and table of each kind of layer, with one row for all layers that are alike."""
     groups: dict[str, dict[tuple[Any, ...], list[Report]]] = {}
     for one in experts:
         prefix = one["prefix"].removeprefix(f"optimizer.state.{one['holds']}.")

@@ -63,7 +63,6 @@ def _list() -> None:
 
 
 def _needs(recipe: Recipe) -> str:
-    """Say which GPUs a recipe requires of a machine."""
     if "gpus" not in recipe.requires:
         return "CPU or GPU"
     count = recipe.requires["gpus"]

@@ -2,9 +2,9 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from rich.table import Table
 
@@ -19,28 +19,8 @@ from moe_optim.screen import print_table, results_console
 _MIB = 2**20
 
 
-@dataclass(frozen=True, kw_only=True)
-class Figures:
-    """Figures of one run; None if the run has not recorded one."""
-
-    run: str
-    format: str
-    iterations: int
-    loss: float
-    """Mean of the last twentieth of the training losses, in the run's own unit."""
-    held_out_loss: float | None
-    iterations_per_second: float | None
-    iteration_ms: float | None
-    """Median."""
-    gathered_bytes: int | None
-    """Per step, rank 0."""
-    weight_bytes: int | None
-    """Rank 0."""
-    peak_bytes: int | None
-    """Largest memory that the last rank had allocated; GPUs alone."""
-
-
 HEADER: Mapping[str, str] = {
+    "run": "run",
     "format": "format",
     "iterations": "iterations",
     "loss": "training loss",
@@ -51,7 +31,7 @@ HEADER: Mapping[str, str] = {
     "weight_bytes": "weights MiB",
     "peak_bytes": "peak MiB",
 }
-"""Figure -> heading of its column."""
+"""Figure -> heading of its column. None: the run has not recorded it."""
 
 
 def compare(paths: Sequence[Path], out: Path) -> int:
@@ -80,24 +60,24 @@ def compare(paths: Sequence[Path], out: Path) -> int:
     for name, run in runs.items():
         with refusing_damage(run.path):
             rows.append(figures_of(name, run))
-    table = [[row.run, *(_spell(key, getattr(row, key)) for key in HEADER)] for row in rows]
+    table = [[_spell(key, row[key]) for key in HEADER] for row in rows]
     unit = " or ".join(sorted({run.loss_unit for run in runs.values()}))
     losses, bars = _losses(runs, unit), _bars(rows)
     html = render(
         "compare.html",
         title=f"{len(runs)} runs compared",
         runs=names,
-        header=["run", *HEADER.values()],
+        header=list(HEADER.values()),
         rows=table,
         unit=unit,
         losses=losses,
         bars=bars,
     )
     page = write_page(out, html, [*losses, *bars])
-    content = json.dumps([asdict(row) for row in rows], indent=2) + "\n"
+    content = json.dumps(rows, indent=2) + "\n"
     write_atomically(out / "compare.json", content.encode())
     console, screen = results_console(), Table()
-    for header in ("run", *HEADER.values()):
+    for header in HEADER.values():
         screen.add_column(header, no_wrap=True)
     for cells in table:
         screen.add_row(*cells)
@@ -106,8 +86,12 @@ def compare(paths: Sequence[Path], out: Path) -> int:
     return 0
 
 
-def figures_of(name: str, run: Run) -> Figures:
-    """Return the figures of a run, under ``name``."""
+def figures_of(name: str, run: Run) -> dict[str, Any]:
+    """Return the figures of a run, see :data:`HEADER`.
+
+    The training loss is the mean of its last twentieth, times are medians, bytes those of rank 0:
+    gathered in a step, and of weights. Peak memory is that of the last rank, on GPUs alone.
+    """
     train, held_out = run.curves.train, run.curves.validation
     last = [point.value for point in train[-max(1, len(train) // 20) :]]
     rank0 = run.model.get("rank0") or {}
@@ -115,18 +99,18 @@ def figures_of(name: str, run: Run) -> Figures:
     gathered = [rank0.get(key) or 0 for key in ("gathered_bytes", "other_gathered_bytes")]
     times = [point.value for point in run.points("iteration-time")]
     peak = [point.value for point in run.points("mem-max-allocated-bytes")]
-    return Figures(
-        run=name,
-        format=run.format,
-        iterations=train[-1].iteration,
-        loss=sum(last) / len(last),
-        held_out_loss=held_out[-1].value if held_out else None,
-        iterations_per_second=run.summary.get("iterations_per_second"),
-        iteration_ms=1e3 * median(times) if times else None,
-        gathered_bytes=sum(gathered) if rank0 else None,
-        weight_bytes=sum(weights) if weights else None,
-        peak_bytes=int(max(peak)) if peak else None,
-    )
+    return {
+        "run": name,
+        "format": run.format,
+        "iterations": train[-1].iteration,
+        "loss": sum(last) / len(last),
+        "held_out_loss": held_out[-1].value if held_out else None,
+        "iterations_per_second": run.summary.get("iterations_per_second"),
+        "iteration_ms": 1e3 * median(times) if times else None,
+        "gathered_bytes": sum(gathered) if rank0 else None,
+        "weight_bytes": sum(weights) if weights else None,
+        "peak_bytes": int(max(peak)) if peak else None,
+    }
 
 
 def _losses(runs: Mapping[str, Run], unit: str) -> list[Picture]:
@@ -142,11 +126,11 @@ def _losses(runs: Mapping[str, Run], unit: str) -> list[Picture]:
     return [*pictures, overlay("held-out", held_out, smooth=False)] if held_out else pictures
 
 
-def _bars(rows: Sequence[Figures]) -> list[Picture]:
+def _bars(rows: Sequence[Mapping[str, Any]]) -> list[Picture]:
     pictures = []
     for figure in ("iterations_per_second", "gathered_bytes", "weight_bytes", "peak_bytes"):
         unit = _MIB if figure.endswith("_bytes") else 1
-        values = {row.run: found / unit for row in rows if (found := getattr(row, figure))}
+        values = {row["run"]: row[figure] / unit for row in rows if row[figure]}
         if values:
             png = plots.plot_bars(values, HEADER[figure])
             alt = f"{HEADER[figure]} of each run"

@@ -2,8 +2,11 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from moe_optim.commands.report import plots
 from moe_optim.commands.report.page import Picture, render, write_page
@@ -44,7 +47,7 @@ def report(path: Path, out: Path | None = None) -> int:
 
 def build_page(run: Run) -> tuple[str, list[Picture]]:
     """Return the report of a run as HTML, and its pictures."""
-    layers = run.health_layers
+    layers = run.layers_with("amax")
     health, tokens = run.sample("amax"), run.sample("tokens")
     times = {name: ms for name, ms in run.times.items() if math.isfinite(ms) and ms > 0}
     trends = [
@@ -136,7 +139,9 @@ def _tokens(run: Run) -> Iterator[Picture]:
         label = next(iter(losses)) if len(losses) == 1 else "load-balancing loss"
         yield from _curves(run, "balance", label, losses)
         return
-    png = plots.plot_heat_map(sample.of_mean(), "tokens, divided by the mean of the layer")
+    means = np.nanmean(sample.values, axis=1, keepdims=True)
+    shares = replace(sample, values=sample.values / means)
+    png = plots.plot_heat_map(shares, "tokens, divided by the mean of the layer")
     yield Picture(name="tokens", png=png, alt="Heat map: tokens of each expert of each layer")
     layers = run.layers_with("tokens")
     yield from _trend(run, layers, "imbalance", "busiest expert, divided by the mean")
@@ -150,7 +155,6 @@ def _times(times: dict[str, float]) -> Iterator[Picture]:
 
 
 def _facts(run: Run) -> Iterator[tuple[str, str]]:
-    """Yield name and value of everything known about a run, then what was not recorded."""
     texts, model, summary = run.events.texts, run.model, run.summary
     environment = model.get("environment") or {}
     counts = (model.get(key) for key in ("parameters", "quantized_parameters"))

@@ -91,7 +91,7 @@ def launch(
         ),
     )
     program, *arguments = command
-    with _environment(environment), _handlers_restored():
+    with _changed_process(environment):
         try:
             elastic_launch(config, program)(*arguments)
         except ChildFailedError as error:
@@ -140,23 +140,15 @@ def _reason(failure: ProcessFailure) -> str:
 
 
 @contextlib.contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for the ranks, which inherit this process's environment."""
+def _changed_process(environment: Mapping[str, str]) -> Iterator[None]:
+    """Set variables, which ranks inherit; undo that and the agent's signal handlers afterwards."""
     before = dict(os.environ)
-    os.environ.update(variables)
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+    os.environ.update(environment)
     try:
         yield
     finally:
         os.environ.clear()
         os.environ.update(before)
-
-
-@contextlib.contextmanager
-def _handlers_restored() -> Iterator[None]:
-    """Undo the signal handlers that the elastic agent installs."""
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)

@@ -27,7 +27,7 @@ from moe_optim.commands.train.run_folder import (
     refuse_other_rates,
     write_record,
 )
-from moe_optim.commands.train.summary import LaunchFacts, print_summary, write_summary
+from moe_optim.commands.train.summary import print_summary, write_summary
 from moe_optim.commands.train.text_files import find_text, standard_library_text
 from moe_optim.config.recipes import Recipe, check_requirements, load_recipe
 from moe_optim.errors import ConfigError, raise_faults
@@ -124,7 +124,8 @@ class _Training:
             return 128 + result.stopped_by
         if result.failure is not None:
             return self._report_failure(result.failure)
-        facts = LaunchFacts(
+        summary = write_summary(
+            self.folder,
             world_size=self.ranks,
             seconds=time.monotonic() - began,
             command=shlex.join(["moe-optim", *self.args.argv]),
@@ -132,7 +133,6 @@ class _Training:
             byte_entropy=dataset.byte_entropy if dataset else None,
             last_log=result.logs / str(self.ranks - 1) / "stdout.log",
         )
-        summary = write_summary(self.folder, facts)
         print_summary(summary, self.folder, self._longer(summary["iterations"]), self.console)
         return 0
 

@@ -32,21 +32,6 @@ class Curves:
     validation: tuple[Point, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class LaunchFacts:
-    """Facts that only the launcher knows."""
-
-    world_size: int
-    seconds: float
-    """Wall-clock time of this launch, imports included."""
-    command: str
-    resumed_from: int | None
-    byte_entropy: float | None
-    """Nats a byte of the validation text; None for Megatron's data."""
-    last_log: Path
-    """Log of the last rank, with the loss on the test text."""
-
-
 def read_curves(folder: Path) -> Curves:
     """Read the losses of all launches, see :func:`read_events`."""
     scalars = read_events(folder).scalars
@@ -61,10 +46,24 @@ def _iterations_per_second(curve: Sequence[Point], resumed_from: int | None) -> 
     return (launch[-1].iteration - launch[0].iteration) / (launch[-1].time - launch[0].time)
 
 
-def write_summary(folder: RunFolder, facts: LaunchFacts) -> dict[str, Any]:
+def write_summary(
+    folder: RunFolder,
+    *,
+    last_log: Path,
+    byte_entropy: float | None,
+    resumed_from: int | None,
+    **facts: Any,
+) -> dict[str, Any]:
     """Write ``loss.png``, then ``summary.json``, and return the summary.
 
     Losses are in nats a token, times in seconds.
+
+    Args:
+        folder: folder of the run.
+        last_log: log of the last rank, with the loss on the test text.
+        byte_entropy: nats a byte of the validation text; None for Megatron's data.
+        resumed_from: iteration that this launch began after.
+        facts: ``world_size``; ``seconds`` of this launch, imports included; ``command``.
 
     Raises:
         LayoutError: the run left no training loss, or no complete description of the model.
@@ -81,11 +80,11 @@ def write_summary(folder: RunFolder, facts: LaunchFacts) -> dict[str, Any]:
     curves = read_curves(folder.tensorboard)
     if not curves.train:
         raise LayoutError(f"{folder.tensorboard}: expected the scalar {TRAIN_TAG!r}, got none.")
-    test = _TEST_LOSS.findall(facts.last_log.read_text(errors="replace"))
+    test = _TEST_LOSS.findall(last_log.read_text(errors="replace"))
     summary = {
         "format": described["format"],
         "optimizer": described["optimizer"],
-        "world_size": facts.world_size,
+        "world_size": facts["world_size"],
         "parameters": described["parameters"],
         "quantized_parameters": described["quantized_parameters"],
         "rank0": described["rank0"],
@@ -95,11 +94,11 @@ def write_summary(folder: RunFolder, facts: LaunchFacts) -> dict[str, Any]:
         "validation_losses": [point.value for point in curves.validation],
         "validation_iterations": [point.iteration for point in curves.validation],
         "test_loss": float(test[-1]) if test else None,
-        "byte_entropy": facts.byte_entropy,
-        "seconds": facts.seconds,
-        "iterations_per_second": _iterations_per_second(curves.train, facts.resumed_from),
-        "resumed_from": facts.resumed_from,
-        "command": facts.command,
+        "byte_entropy": byte_entropy,
+        "seconds": facts["seconds"],
+        "iterations_per_second": _iterations_per_second(curves.train, resumed_from),
+        "resumed_from": resumed_from,
+        "command": facts["command"],
     }
     write_atomically(folder.loss_plot, plot_losses(curves, summary))
     write_atomically(folder.summary, (json.dumps(summary, indent=2) + "\n").encode())

@@ -127,10 +127,10 @@ def test_heat_maps_have_the_last_figures_of_every_expert(run):
     np.testing.assert_array_equal(found.values, wanted)
 
 
-def test_tokens_are_shown_beside_the_mean_of_their_layer(run):
-    look = read_run(run).sample("tokens")
-    assert (look.iteration, look.layers) == (40, ("layers.0.experts", "layers.1.experts"))
-    np.testing.assert_array_equal(look.of_mean().values, [[0.5, 0.5, 0.5, 2.5]] * 2)
+def test_tokens_are_those_of_every_expert_of_every_layer(run):
+    sample = read_run(run).sample("tokens")
+    assert (sample.iteration, sample.layers) == (40, ("layers.0.experts", "layers.1.experts"))
+    np.testing.assert_array_equal(sample.values, [[50, 50, 50, 250]] * 2)
 
 
 def test_layers_with_fewer_experts_leave_blanks(tmp_path):

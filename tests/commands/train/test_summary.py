@@ -2,7 +2,6 @@
 
 import io
 import json
-from dataclasses import replace
 
 import matplotlib.image
 import pytest
@@ -10,7 +9,6 @@ from rich.console import Console
 
 from moe_optim.commands.train.run_folder import RunFolder
 from moe_optim.commands.train.summary import (
-    LaunchFacts,
     plot_losses,
     print_summary,
     read_curves,
@@ -40,14 +38,14 @@ def facts(tmp_path):
     lines = [" validation loss at iteration 40 on validation set | lm loss value: 9.0E+00 | x |"]
     lines += [" validation loss at iteration 40 on test set | lm loss value: 2.500000E+00 | x |"]
     log.write_text("\n".join(lines))
-    return LaunchFacts(
-        world_size=2,
-        seconds=30.0,
-        command="moe-optim train quickstart.yaml",
-        resumed_from=None,
-        byte_entropy=3.4,
-        last_log=log,
-    )
+    return {
+        "world_size": 2,
+        "seconds": 30.0,
+        "command": "moe-optim train quickstart.yaml",
+        "resumed_from": None,
+        "byte_entropy": 3.4,
+        "last_log": log,
+    }
 
 
 def finished_run(path):
@@ -60,7 +58,7 @@ def finished_run(path):
 
 def test_the_summary_has_every_promised_key(tmp_path, facts):
     folder = finished_run(tmp_path)
-    summary = write_summary(folder, facts)
+    summary = write_summary(folder, **facts)
     assert summary == json.loads(folder.summary.read_text())
     assert summary == {
         **MODEL,
@@ -112,7 +110,7 @@ def test_a_run_without_its_traces_has_no_summary(tmp_path, facts, missing):
     else:
         next(folder.tensorboard.iterdir()).unlink()
     with pytest.raises(LayoutError, match="expected"):
-        write_summary(folder, facts)
+        write_summary(folder, **facts)
     assert not folder.summary.exists()
 
 
@@ -120,7 +118,7 @@ def test_a_full_disk_leaves_no_summary(tmp_path, facts):
     with small_disk(tmp_path / "disk", "64k") as disk:
         folder = finished_run(disk)
         with pytest.raises(OSError, match="the disk is full"):
-            write_summary(folder, facts)
+            write_summary(folder, **facts)
         assert {path.name for path in disk.iterdir()} == {"model.json", "tensorboard"}
 
 
@@ -141,7 +139,7 @@ def test_smoothing_keeps_length_ends_and_straight_lines(count):
 
 def test_the_last_screen_says_what_to_do_next_in_words_of_a_shell(tmp_path, facts):
     folder = finished_run(tmp_path / "my run")
-    summary = write_summary(folder, replace(facts, resumed_from=25))
+    summary = write_summary(folder, **facts | {"resumed_from": 25})
     output = io.StringIO()
     print_summary(summary, folder, "moe-optim train --resume", Console(file=output, width=200))
     for expected in (
