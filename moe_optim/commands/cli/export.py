@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moe_optim.commands.cli.convert import read_rows
+from moe_optim.commands.cli.convert import whole_number
 from moe_optim.commands.console.checkpoint_progress import open_reader, progress_bar
 from moe_optim.experts.keys.layouts import LAYOUTS
 from moe_optim.formats import FORMATS
@@ -64,14 +64,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--source-glu-interleave",
-        type=read_rows,
+        type=whole_number,
         metavar="N",
         help="rows of gate and of up blocks that alternate in SRC, where it is not recorded",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Export and say what was done.
+    """Export, and print what was done.
 
     Raises:
         ConfigError: the options contradict each other or the checkpoint, or DST exists.
@@ -85,10 +85,8 @@ def run(args: argparse.Namespace) -> int:
     plan = plan_export(open_reader(args.source), _request(args), args.config)
     with progress_bar("exporting", plan.total_bytes) as report:
         export_checkpoint(plan, args.target, report)
-    seconds = time.perf_counter() - began
-    console = results_console()
-    for line in _summary(plan, args, seconds):
-        console.print(line)
+    lines = _summary(plan, args, time.perf_counter() - began)
+    results_console().print(*lines, sep="\n")
     return 0
 
 

@@ -64,13 +64,13 @@ def run(args: argparse.Namespace) -> int:
     path = newest_checkpoint(args.checkpoint)
     if files := files_of_ranks(path):
         say_which_was_taken(args.checkpoint, path)
-        report, show = _examine_files(path, files, thorough=args.thorough), _print_files
+        report = _examine_files(path, files, thorough=args.thorough)
     else:
-        report, show = examine(open_view(args.checkpoint), thorough=args.thorough), _print
+        report = examine(open_view(args.checkpoint), thorough=args.thorough)
     if args.json:
         print(json.dumps(report, indent=2))
     else:
-        show(report)
+        _print(report)
     return INCOMPLETE if report["defects"] else 0
 
 
@@ -82,6 +82,9 @@ def examine(view: "LayerView", *, thorough: bool = False) -> Report:
 
     reader, recorded = view.reader, view.recorded
     is_safetensors = reader.format == "safetensors"  # sizes were compared when it was opened
+    checked = "every byte" if thorough else "metadata and sizes"
+    if is_safetensors:
+        checked = "headers and sizes"
     quantized = find_quantized(view.tensors)
     sets, faults = survey_experts(view, quantized.shapes if quantized else None)
     states = [key for key in view.tensors if is_state(key)]
@@ -94,7 +97,7 @@ def examine(view: "LayerView", *, thorough: bool = False) -> Report:
         "version": recorded.version,
         "iteration": recorded.iteration,
         "defects": [] if is_safetensors else _defects(reader.path, thorough=thorough),
-        "checked": _checked(view, thorough=thorough),
+        "checked": checked,
         "glu_interleave": recorded.glu_interleave,
         "parallel_sizes": dict(recorded.parallel_sizes),
         "optimizer": {
@@ -129,19 +132,6 @@ def _examine_files(path: Path, files: list[Path], *, thorough: bool) -> Report:
     }
 
 
-def _print_files(report: Report) -> None:
-    defects = "; ".join(report["defects"])
-    console = results_console()
-    console.print(report["path"], style="bold")
-    facts = Table(box=None, show_header=False, padding=(0, 1, 0, 0), pad_edge=False)
-    facts.add_row("format", "torch: files of model-parallel ranks")
-    whole = f"no: {defects}" if defects else f"yes, by {report['checked']}"
-    facts.add_row("whole", whole, style="red" if defects else None)
-    size = spell_bytes(report["bytes"])
-    facts.add_row("holds", f"{report['files']:,} files of {report['ranks']:,} ranks, {size}")
-    print_table(console, facts)
-
-
 def _dtypes_of_states(view: "LayerView", states: list[str]) -> dict[str, list[str]]:
     from moe_optim.commands.conversion.layer_view import state_kind
 
@@ -173,12 +163,6 @@ def _defects(path: Path, *, thorough: bool) -> list[str]:
         return [str(file) for file in corrupt_files(path)]
     defect = checkpoint_defect(path)
     return [defect] if defect else []
-
-
-def _checked(view: "LayerView", *, thorough: bool) -> str:
-    if view.reader.format == "safetensors":
-        return "headers and sizes"
-    return "every byte" if thorough else "metadata and sizes"
 
 
 def _foreign_objects(view: "LayerView") -> dict[str, str]:
@@ -255,10 +239,10 @@ def _print(report: Report) -> None:
         style = "red" if name == "whole" and report["defects"] else None
         facts.add_row(name, said, style=style)
     print_table(console, facts)
-    for prefix, table in _experts_tables(report["experts"]):
+    for prefix, table in _experts_tables(report.get("experts", [])):
         console.print(f"\nexperts in {prefix}", style="italic")
         print_table(console, table)
-    for fault in _together(report["faults"]):
+    for fault in _together(report.get("faults", [])):
         console.print(f"not understood: {fault}", style="yellow")
 
 
@@ -272,12 +256,19 @@ def _together(faults: list[str]) -> Iterator[str]:
 
 
 def _facts(report: Report) -> Iterator[tuple[str, str]]:
+    defects = "; ".join(report["defects"])
+    whole = f"no: {defects}" if defects else f"yes, by {report['checked']}"
+    if report["format"] == "torch":
+        yield "format", "torch: files of model-parallel ranks"
+        yield "whole", whole
+        size = spell_bytes(report["bytes"])
+        yield "holds", f"{report['files']:,} files of {report['ranks']:,} ranks, {size}"
+        return
     version = f", version {report['version']}" if report["version"] else ""
     yield "format", report["format"] + version
     if report["iteration"] is not None:
         yield "iteration", f"{report['iteration']:,}"
-    defects = "; ".join(report["defects"])
-    yield "whole", f"no: {defects}" if defects else f"yes, by {report['checked']}"
+    yield "whole", whole
     held = [f"{spell_bytes(size)} {dtype}" for dtype, size in report["bytes_by_dtype"].items()]
     objects = f"; {report['objects']} objects" if report["objects"] else ""
     yield "holds", f"{report['tensors']:,} tensors, {', '.join(held)}{objects}"
@@ -290,19 +281,7 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     if sizes := report["parallel_sizes"]:
         cut = [f"{name} {size}" for name, size in sizes.items() if size > 1]
         yield "parallel", ", ".join(cut) or "one rank"
-    state = report["optimizer"]
-    if state["sharding"] or state["tensors"]:
-        sharding = state["sharding"] or "states by parameter"
-        size = spell_bytes(state["bytes"])
-        yield "optimizer", f"{sharding}, {state['tensors']:,} tensors, {size}"
-        kinds = [f"{kind} {' and '.join(held)}" for kind, held in state["dtypes"].items()]
-        if kinds:
-            yield "states", ", ".join(kinds)
-        if flat := state["flat"]:
-            yield (
-                "by name",
-                flat["doubt"] or "`convert` takes them, if masters round to their weights",
-            )
+    yield from _optimizer_facts(report["optimizer"])
     for one in report["amaxes"]:
         range_ = f", {one['least']:.4g} to {one['largest']:.4g}" if one["least"] is not None else ""
         none = f", {one['none']:,} without one" if one["none"] else ""
@@ -310,6 +289,18 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     rows = report["glu_interleave"]
     said = {None: "not recorded", 0: "none: gate rows first"}.get(rows, f"blocks of {rows} rows")
     yield "GLU interleave", said
+
+
+def _optimizer_facts(state: Report) -> Iterator[tuple[str, str]]:
+    if not state["sharding"] and not state["tensors"]:
+        return
+    sharding = state["sharding"] or "states by parameter"
+    yield "optimizer", f"{sharding}, {state['tensors']:,} tensors, {spell_bytes(state['bytes'])}"
+    if kinds := [f"{kind} {' and '.join(held)}" for kind, held in state["dtypes"].items()]:
+        yield "states", ", ".join(kinds)
+    if flat := state["flat"]:
+        said = flat["doubt"] or "`convert` takes them, if masters round to their weights"
+        yield "by name", said
 
 
 def _experts_tables(experts: list[Report]) -> Iterator[tuple[str, Table]]:
