@@ -11,7 +11,7 @@ from rich.table import Table
 from moe_optim.commands.console.files import write_atomically
 from moe_optim.commands.report import plots
 from moe_optim.commands.report.page import Picture, render, write_page
-from moe_optim.commands.report.reading import Run, read_run, refusing_damage, require_no_run
+from moe_optim.commands.report.reading import Run, read_run, require_no_run
 from moe_optim.commands.train.events import Point
 from moe_optim.errors import ConfigError
 from moe_optim.screen import print_table, results_console
@@ -56,10 +56,7 @@ def compare(paths: Sequence[Path], out: Path) -> int:
     if len(set(names)) < len(names):
         names = [str(path) for path in paths]
     runs = dict(zip(names, map(read_run, paths), strict=True))
-    rows = []
-    for name, run in runs.items():
-        with refusing_damage(run.path):
-            rows.append(figures_of(name, run))
+    rows = [figures_of(name, run) for name, run in runs.items()]
     table = [[_spell(key, row[key]) for key in HEADER] for row in rows]
     unit = " or ".join(sorted({run.loss_unit for run in runs.values()}))
     losses, bars = _losses(runs, unit), _bars(rows)

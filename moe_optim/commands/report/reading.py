@@ -1,7 +1,6 @@
 """Reads a run folder for a report."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -16,7 +15,7 @@ from moe_optim.checkpoint.files.regular_files import read_file
 from moe_optim.commands.train.events import TRAIN_TAG, VALIDATION_TAG, Events, Point, read_events
 from moe_optim.commands.train.run_folder import RunFolder
 from moe_optim.commands.train.summary import Curves, loss_unit
-from moe_optim.errors import ConfigError, LayoutError, MoEOptimError
+from moe_optim.errors import ConfigError, LayoutError
 from moe_optim.formats import FORMATS
 from moe_optim.formats.health_figures import TAGS, THRESHOLDS, warn_of
 
@@ -149,24 +148,6 @@ def _read(path: Path) -> dict[str, Any]:
             f"{path}: expected names and values as JSON, got something else. Remove the file."
         ) from error
     return content
-
-
-@contextmanager
-def refusing_damage(run: Path) -> Iterator[None]:
-    """Refuse a run whose ``model.json`` or ``summary.json`` holds values of other types.
-
-    Raises:
-        LayoutError: reading a value raised inside the ``with``.
-    """
-    try:
-        yield
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        if isinstance(error, MoEOptimError):
-            raise
-        raise LayoutError(
-            f"{run}: expected model.json and summary.json as `moe-optim train` writes them, got: "
-            f"{error}. Remove the one that was changed."
-        ) from error
 
 
 def require_no_run(out: Path, *, own: Path | None = None) -> None:

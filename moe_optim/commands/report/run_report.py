@@ -4,13 +4,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from moe_optim.commands.report import plots
 from moe_optim.commands.report.page import Picture, render, write_page
-from moe_optim.commands.report.reading import Run, read_run, refusing_damage, require_no_run
+from moe_optim.commands.report.reading import Run, read_run, require_no_run
 from moe_optim.commands.train.run_folder import RunFolder
 from moe_optim.formats.health_figures import TAGS
 from moe_optim.screen import results_console
@@ -22,7 +21,6 @@ HEAT_MAPS = {  # figure of health -> label, and whether colours go by magnitude
     "saturated": ("share saturated", False),
 }
 _OF_LAYERS = ("amax", "error", "saturated", "flushed", "dead_blocks", "norm_ratio", "distance")
-_MAY_BE_NONE = ("resumed from", "knobs")
 _MOST_LINES = 8
 
 
@@ -39,8 +37,7 @@ def report(path: Path, out: Path | None = None) -> int:
     """
     out = out or RunFolder(path).report
     require_no_run(out, own=path)
-    with refusing_damage(path):
-        html, pictures = build_page(read_run(path))
+    html, pictures = build_page(read_run(path))
     results_console().print(str(write_page(out, html, pictures)))
     return 0
 
@@ -72,30 +69,17 @@ def build_page(run: Run) -> tuple[str, list[Picture]]:
         title=f"Run {run.name}",
         run=run,
         pictures=pictures,
-        losses=list(_losses(run)),
         health_iteration=health and health.iteration,
         warnings=run.health_warnings(),
+        figures=_OF_LAYERS,
         layers={
-            "header": ["layer", *(name.replace("_", " ") for name in _OF_LAYERS)],
-            "rows": [[layer, *_last_figures(run, layer)] for layer in layers],
+            layer: [run.points(f"{TAGS}{layer}/{figure}")[-1:] for figure in _OF_LAYERS]
+            for layer in layers
         },
         tokens_iteration=tokens and tokens.iteration,
         times=len(times),
-        facts=list(_facts(run)),
     )
     return html, [picture for some in pictures.values() for picture in some or ()]
-
-
-def _losses(run: Run) -> Iterator[tuple[str, str]]:
-    train, held_out, unit = run.curves.train, run.curves.validation, run.loss_unit
-    yield "training loss", f"{train[0].value:.4f} → {train[-1].value:.4f} {unit}"
-    if held_out:
-        ends = dict.fromkeys(f"{point.value:.4f}" for point in (held_out[0], held_out[-1]))
-        yield "held-out loss", f"{' → '.join(ends)} {unit}"
-    if (test := run.summary.get("test_loss")) is not None:
-        yield "test loss", f"{test:.4f} {unit}"
-    if (entropy := run.summary.get("byte_entropy")) is not None:
-        yield "byte entropy", f"{entropy:.4f} nats/byte, of the held-out text"
 
 
 def _curves(run: Run, name: str, label: str, tags: dict[str, str]) -> list[Picture]:
@@ -126,12 +110,6 @@ def _trend(run: Run, layers: list[str], figure: str, label: str) -> list[Picture
     return _curves(run, f"{figure}-over-time", label, some)
 
 
-def _last_figures(run: Run, layer: str) -> Iterator[str]:
-    for figure in _OF_LAYERS:
-        points = run.points(f"{TAGS}{layer}/{figure}")
-        yield f"{points[-1].value:.3g}" if points else ""
-
-
 def _tokens(run: Run) -> Iterator[Picture]:
     sample = run.sample("tokens")
     if sample is None:
@@ -152,32 +130,3 @@ def _times(times: dict[str, float]) -> Iterator[Picture]:
         ordered = dict(sorted(times.items(), key=lambda item: -item[1]))
         png = plots.plot_bars(ordered, "median ms per iteration")
         yield Picture(name="time", png=png, alt="Median time of each part of an iteration")
-
-
-def _facts(run: Run) -> Iterator[tuple[str, str]]:
-    texts, model, summary = run.events.texts, run.model, run.summary
-    environment = model.get("environment") or {}
-    counts = (model.get(key) for key in ("parameters", "quantized_parameters"))
-    parameters, quantized = (None if count is None else f"{count:,}" for count in counts)
-    facts: dict[str, Any] = {
-        "command": summary.get("command"),
-        "recipe": texts.get("moe_optim_recipe"),
-        "knobs": texts.get("moe_optim_set", "").strip("[]").replace("'", "").replace('"', ""),
-        "experts": model.get("format"),
-        "optimizer": model.get("optimizer"),
-        "step": (model.get("rank0") or {}).get("step"),
-        "parameters": parameters,
-        "of them quantized": quantized,
-        "ranks": summary.get("world_size") or texts.get("world_size"),
-        "device": environment.get("device"),
-        "commit": environment.get("commit"),
-        "versions": ", ".join(f"{k} {v}" for k, v in (environment.get("versions") or {}).items()),
-        "seed": texts.get("seed"),
-        "took": f"{seconds:.0f} s" if (seconds := summary.get("seconds")) is not None else None,
-        "resumed from": summary.get("resumed_from"),
-        "folder": run.path,
-    }
-    absent = [name for name, fact in facts.items() if fact in (None, "", "None")]
-    yield from ((name, str(fact)) for name, fact in facts.items() if name not in absent)
-    if missing := [name for name in absent if name not in _MAY_BE_NONE]:
-        yield "not recorded", ", ".join(missing)

@@ -2,7 +2,6 @@
 
 import base64
 import io
-import json
 import math
 import re
 from dataclasses import replace
@@ -198,27 +197,6 @@ def test_a_damaged_file_is_refused_by_name(name, content, tmp_path, capsys):
     (run / name).write_text(content)
     assert cli.main(["report", str(run)]) == 2
     assert f"{name}: expected names and values as JSON" in capsys.readouterr().err
-
-
-DAMAGED = {  # file, key, what it holds
-    "a count as text": ("model.json", "parameters", "2000"),
-    "rank 0 as a number": ("model.json", "rank0", 3),
-    "an environment as text": ("model.json", "environment", "H100"),
-    "a loss as text": ("summary.json", "test_loss", "0.2"),
-    "seconds as a list": ("summary.json", "seconds", [30]),
-}
-
-
-@pytest.mark.parametrize("what", DAMAGED)
-def test_a_file_with_a_value_of_another_type_is_refused(what, tmp_path, capsys):
-    """Before anything is written."""
-    name, key, value = DAMAGED[what]
-    run = write_run(tmp_path / "run", LOSSES)
-    content = json.loads((run / name).read_text())
-    (run / name).write_text(json.dumps(content | {key: value}))
-    assert cli.main(["report", str(run), "--out", str(tmp_path / "out")]) == 2
-    assert f"{run}: expected model.json and summary.json as" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
 
 
 def test_figures_that_a_run_has_not_recorded_may_be_null(tmp_path):
