@@ -1,4 +1,4 @@
-"""A recipe is one run as a YAML file: what it requires, Megatron's flags, and moe_optim's knobs."""
+"""A recipe is one run as a YAML file: what it requires, Megatron's flags, and moe_optim's config."""
 
 import os
 import re
@@ -40,7 +40,7 @@ class Recipe:
     megatron_args: Mapping[str, Value]
     """Megatron's flags, spelled as on its command line."""
     moe_optim: MoEOptimConfig
-    """Every knob of this package."""
+    """Configuration of this package."""
 
     @property
     def ranks(self) -> int:
@@ -102,8 +102,8 @@ def unmet_requirements(recipe: Recipe, *, hardware: bool = True) -> list[str]:
     is False for ranks that a launcher starts, perhaps on several machines.
     """
     requires = recipe.requires
-    wanted = {name: str(requires[name]) for name in VERSIONS if name in requires}
-    unmet = [problem for each in wanted.items() if (problem := unmet_version(*each))]
+    versions = {name: str(requires[name]) for name in VERSIONS if name in requires}
+    unmet = [problem for each in versions.items() if (problem := unmet_version(*each))]
     if hardware and ("gpus" in requires or "sm" in requires):
         unmet += _unmet_hardware(requires)
     return unmet
@@ -199,7 +199,7 @@ def _parse_override(text: str) -> dict[str, dict[str, Any]]:
 
 
 def _suggest(target: str) -> str:
-    """Guess what a key without its section was meant to be: a knob, a requirement, or a flag."""
+    """Guess the section of a key that was given without."""
     name = target.rpartition(".")[2]
     if name in field_names():
         return f"moe_optim.{name}"
@@ -272,9 +272,9 @@ def _checked_requires(where: str, requires: Mapping[str, Any]) -> dict[str, str 
 def _unmet_hardware(requires: Mapping[str, str | int]) -> list[str]:
     gpus = find_gpus()
     unmet = []
-    if len(gpus) < (wanted := int(requires.get("gpus", 1))):
+    if len(gpus) < (least := int(requires.get("gpus", 1))):
         unmet.append(
-            f"gpus: expected {wanted} or more, got {len(gpus)}. "
+            f"gpus: expected {least} or more, got {len(gpus)}. "
             f"Use a machine with more, or a recipe for fewer."
         )
     oldest = min(gpus, key=lambda gpu: gpu.sm, default=None)

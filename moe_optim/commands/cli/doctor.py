@@ -44,7 +44,7 @@ _RECIPES = {
     "nvfp4": "nvfp4",
 }
 """What Transformer Engine calls its recipes -> what Megatron's flags call them."""
-_NATIVE = {"product": "native product", "because": "grouped bf16 product of torch"}
+_NATIVE = {"product": "native product", "because": "grouped bf16 GEMM of torch"}
 _EMULATED = {
     "product": "emulated product",
     "because": "stored in low precision, multiplied in bf16",
@@ -162,7 +162,7 @@ def _failure(name: str) -> str | None:
 
 
 def _native_products() -> list[str]:
-    """Return the recipes whose products Transformer Engine has on this GPU, by its own account."""
+    """Return the recipes whose GEMMs Transformer Engine says that this GPU has."""
     engine = importlib.import_module(_IMPORTED["transformer-engine"])
     asked = {name: getattr(engine, f"is_{name}_available", None) for name in _RECIPES}
     return [_RECIPES[name] for name, available in asked.items() if available and available()]
@@ -197,8 +197,8 @@ def _render(report: Report) -> RenderableType:
         Text(f"{enabled}\n"),
         _table(("package", "version", "state", "where"), _package_rows(report["packages"])),
         _table(("GPU", "capability", "memory"), _gpu_rows(report["gpus"])),
-        _table(("format", "product of portable experts", "how"), formats),
-        Text(f"Transformer Engine's own products: {_spell_native(report)}\n"),
+        _table(("format", "GEMM of portable experts", "how"), formats),
+        Text(f"Transformer Engine's own GEMMs: {_spell_native(report)}\n"),
     ]
     if report["patches"]:
         parts.append(

@@ -29,7 +29,7 @@ INCOMPLETE = 1
 _AMAX = re.compile(r"(?P<linear>linear_fc[12])\.(?P<kind>weight_amax|calibrated_amax)$")
 _AMAX_KINDS = {"weight_amax": "recorded", "calibrated_amax": "calibrated"}
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-"""Dtypes as a narrow table spells them."""
+"""Dtypes as the table spells them."""
 _LAYER = re.compile(r"(?<=layers\.)\d+(?=\.)")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -234,7 +234,7 @@ def _print(report: Report) -> None:
     console.print(report["path"], style="bold")
     facts = Table(box=None, show_header=False, padding=(0, 1, 0, 0), pad_edge=False)
     facts.add_column(no_wrap=True)
-    facts.add_column(overflow="fold")  # a key that is cut off cannot be looked for
+    facts.add_column(overflow="fold")  # a key must stay whole
     for name, said in _facts(report):
         style = "red" if name == "whole" and report["defects"] else None
         facts.add_row(name, said, style=style)

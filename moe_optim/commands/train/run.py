@@ -70,7 +70,7 @@ def _check_arguments(args: argparse.Namespace, recipe: Recipe) -> None:
     """Refuse Megatron flags that would pull the run folder or the dataset apart."""
     if args.stock and (changed := _changed_fields(args.set)):
         raise ConfigError(
-            f"--set moe_optim.{changed[0]}: expected no knobs of the plug-in with --stock, which "
+            f"--set moe_optim.{changed[0]}: expected no config of the plug-in with --stock, which "
             "trains without it. Drop one of the two."
         )
     if args.ranks is not None and args.ranks < 1:

@@ -255,7 +255,7 @@ def test_a_disk_too_small_for_the_dataset_is_named(command, tmp_path):
 
 REFUSED = {
     "--ranks: expected 1 or more": (("--ranks", "0"), ()),
-    "--set moe_optim.format: expected no knobs of the plug-in with --stock": (
+    "--set moe_optim.format: expected no config of the plug-in with --stock": (
         ("--stock", "--set", "moe_optim.format=bf16"),
         (),
     ),
