@@ -1,4 +1,4 @@
-"""A recipe is one run as a YAML file: what it requires, Megatron's flags, and moe_optim's config."""
+"""A recipe is one run as a YAML file: its requirements, Megatron's flags, and our config."""
 
 import os
 import re
