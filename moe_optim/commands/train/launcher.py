@@ -22,24 +22,25 @@ _LOST_PEER = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class RankFailure:
-    """The first rank that failed."""
+    """The rank that failed first."""
 
     rank: int
     exit_code: int
     """Negative: number of the signal that ended the rank."""
     reason: str
-    """Recorded error; empty if the rank recorded none."""
+    """Recorded error, ``Type: message``; empty if the rank recorded none."""
     logs: Path
     """Folder with ``stdout.log`` and ``stderr.log`` of the rank."""
 
     def sentence(self) -> str:
         """Return one line with rank, exit code or signal, and reason."""
-        ended = f"ended with exit code {self.exit_code}"
-        if self.exit_code < 0:
-            ended = f"was ended by {signal.Signals(-self.exit_code).name}"
+        if self.exit_code >= 0:
+            reason = self.reason or "its log tells why"
+            return f"rank {self.rank} ended with exit code {self.exit_code}: {reason}"
+        ended = f"rank {self.rank} was ended by {signal.Signals(-self.exit_code).name}"
         if self.exit_code == -signal.SIGKILL:
-            return f"rank {self.rank} {ended}: killed from outside, or out of memory"
-        return f"rank {self.rank} {ended}: {self.reason or 'its log tells why'}"
+            return f"{ended}: killed from outside, or out of memory"
+        return f"{ended}: {self.reason or 'its log tells why'}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +70,7 @@ def launch(
         command: program and arguments of a rank. Rank and world size are in its environment, as
             torchrun sets them.
         ranks: number of processes.
-        logs: folder for ``<launch>/attempt_0/<rank>/stdout.log`` and ``stderr.log``; created.
+        logs: folder of the logs of all launches; created.
         environment: variables set for every rank.
         is_shown: whether the last rank, which logs losses, also prints to this terminal.
     """
@@ -83,6 +84,7 @@ def launch(
         rdzv_endpoint="localhost:0",
         local_addr="127.0.0.1",
         max_restarts=0,
+        signals_to_handle=",".join(one.name for one in _SIGNALS if _is_heard(one)),
         logs_specs=DefaultLogsSpecs(
             log_dir=str(logs),
             redirects=Std.ALL,
@@ -91,15 +93,38 @@ def launch(
         ),
     )
     program, *arguments = command
+    failures, stopped_by = {}, None
     with _changed_process(environment):
         try:
             elastic_launch(config, program)(*arguments)
         except ChildFailedError as error:
-            newest = _newest(logs)
-            return LaunchResult(logs=newest, failure=_first_failure(error, newest))
+            failures = error.failures
         except SignalException as stop:
-            return LaunchResult(logs=_newest(logs), stopped_by=stop.sigval)
-    return LaunchResult(logs=_newest(logs))
+            stopped_by = stop.sigval
+    newest = max(logs.glob("launch_*"), key=lambda path: path.stat().st_mtime) / "attempt_0"
+    failure = _first_failure(failures, newest) if failures else None
+    return LaunchResult(logs=newest, failure=failure, stopped_by=stopped_by)
+
+
+def _is_heard(number: signal.Signals) -> bool:
+    """Return False for a signal that ``nohup`` or a shell has this process ignore."""
+    return signal.getsignal(number) != signal.SIG_IGN
+
+
+def _first_failure(failures: Mapping[int, ProcessFailure], logs: Path) -> RankFailure:
+    """Return the failure that came first; a rank that lost its peer is a consequence."""
+
+    def reason(failure: ProcessFailure) -> str:
+        recorded = failure.error_file_data["message"]
+        return str(recorded["message"]).strip() if isinstance(recorded, dict) else ""
+
+    rank, first = min(
+        failures.items(),
+        key=lambda one: (bool(_LOST_PEER.search(reason(one[1]))), one[1].timestamp),
+    )
+    return RankFailure(
+        rank=rank, exit_code=first.exitcode, reason=reason(first), logs=logs / str(rank)
+    )
 
 
 def rank_environment(ranks: int, *, cpu: bool) -> dict[str, str]:
@@ -116,27 +141,6 @@ def rank_environment(ranks: int, *, cpu: bool) -> dict[str, str]:
 def python_command(module: str, *arguments: str) -> list[str]:
     """Return the command that runs a module with this Python."""
     return [sys.executable, "-m", module, *arguments]
-
-
-def _newest(logs: Path) -> Path:
-    return max(logs.glob("launch_*"), key=lambda path: path.stat().st_mtime) / "attempt_0"
-
-
-def _first_failure(error: ChildFailedError, logs: Path) -> RankFailure:
-    """Return the failure that came first; a rank that lost its peer did not."""
-    rank, first = min(
-        error.failures.items(),
-        key=lambda one: (bool(_LOST_PEER.search(_reason(one[1]))), one[1].timestamp),
-    )
-    return RankFailure(
-        rank=rank, exit_code=first.exitcode, reason=_reason(first), logs=logs / str(rank)
-    )
-
-
-def _reason(failure: ProcessFailure) -> str:
-    """Return the recorded error, ``Type: message``; empty without a record."""
-    recorded = failure.error_file_data["message"]
-    return str(recorded["message"]).strip() if isinstance(recorded, dict) else ""
 
 
 @contextlib.contextmanager

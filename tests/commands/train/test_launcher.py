@@ -8,6 +8,7 @@ import threading
 
 import pytest
 
+from moe_optim.commands.train import launcher
 from moe_optim.commands.train.launcher import launch, python_command, rank_environment
 from tests.support.training_runs.runs import FAKE_RANK, REPOSITORY, is_running, wait_for
 
@@ -82,3 +83,19 @@ def test_a_signal_to_the_launcher_ends_all_ranks_and_restores_the_handlers(tmp_p
         result = start(tmp_path, "hang")
     assert (result.stopped_by, result.failure) == (number, None)
     assert signal.getsignal(number) == before
+
+
+def test_a_run_under_nohup_outlives_its_terminal(tmp_path, monkeypatch):
+    handled = []
+
+    def keep(config, program):
+        handled.append(config.signals_to_handle)
+        return lambda *arguments: (tmp_path / "logs" / "launch_0").mkdir()
+
+    monkeypatch.setattr(launcher, "elastic_launch", keep)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        start(tmp_path)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert handled == ["SIGINT,SIGTERM,SIGQUIT"]
