@@ -98,8 +98,9 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
 def unmet_requirements(recipe: Recipe, *, hardware: bool = True) -> list[str]:
     """Return one line, with a remedy, for every requirement this machine does not meet.
 
-    ``ranks`` is the number of processes to launch on any machine, and no requirement. ``hardware``
-    is False for ranks that a launcher starts, perhaps on several machines.
+    Args:
+        recipe: recipe to check; its ``ranks`` are no requirement.
+        hardware: whether to check GPUs; False for ranks of a launcher, perhaps on other machines.
     """
     requires = recipe.requires
     versions = {name: str(requires[name]) for name in VERSIONS if name in requires}
@@ -110,11 +111,11 @@ def unmet_requirements(recipe: Recipe, *, hardware: bool = True) -> list[str]:
 
 
 def check_requirements(recipe: Recipe, *, hardware: bool = True) -> None:
-    """Check that this machine meets what a recipe requires.
+    """Check that this machine meets all requirements, see :func:`unmet_requirements`.
 
     Args:
         recipe: recipe to check.
-        hardware: whether to check GPUs, too; see :func:`unmet_requirements`.
+        hardware: whether to check GPUs.
 
     Raises:
         ConfigError: it does not; every requirement that is not met is named.
