@@ -40,7 +40,7 @@ def loss_func(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[s
         losses: [B, S] cross entropy in nats.
 
     Returns:
-        The summed loss, the number of counted tokens (int), and both as ``lm loss`` for the log.
+        Summed loss, number of counted tokens (int), and both as ``lm loss`` for the log.
     """
     mask = loss_mask.view(-1).float()
     loss = torch.sum(losses.view(-1).float() * mask)
@@ -54,13 +54,13 @@ def forward_step(
     """Run one micro-batch forward through one pipeline stage.
 
     Args:
-        batches: None on stages that read no data, see :func:`is_data_read_here`.
+        batches: batches; None on stages that read no data, see :func:`is_data_read_here`.
         model: one model chunk; Megatron has given it the output of the stage before.
-        return_schedule_plan: whether Megatron wants to run the layers itself, overlapped.
+        return_schedule_plan: whether Megatron runs the layers itself, overlapped.
 
     Returns:
         Token losses [B, S] on the last stage, hidden states elsewhere, or the schedule that gives
-        them; and what sums the losses.
+        them; and the function that sums the losses.
     """
     names = ("tokens", "position_ids", "attention_mask", "labels", "loss_mask")
     batch: dict[str, Any] = dict.fromkeys(names)
@@ -128,7 +128,7 @@ build_datasets.is_distributed = True  # type: ignore[attr-defined]  # every rank
 
 
 def refuse_unsupported(args: Namespace) -> None:
-    """Refuse what this entry would silently do differently from ``pretrain_gpt.py``."""
+    """Refuse flags that this entry would silently treat differently from ``pretrain_gpt.py``."""
     refuse(
         {
             "--context-parallel-size": args.context_parallel_size > 1,
@@ -142,7 +142,7 @@ def refuse_unsupported(args: Namespace) -> None:
 
 
 def check(argv: Sequence[str]) -> list[str]:
-    """Return everything that is wrong with the flags of a run, a sentence each.
+    """Return every fault of a run's flags, a sentence each.
 
     ``argv``, Megatron's and moe_optim's flags, replaces ``sys.argv``: Megatron parses that.
     """

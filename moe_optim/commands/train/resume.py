@@ -30,7 +30,7 @@ def find_resume_point(checkpoints: Path) -> ResumePoint:
     Raises:
         StateError: no checkpoint is complete, or the tracker cannot be read or written.
     """
-    notes = []
+    notes: list[str] = []
     for checkpoint in iteration_folders(checkpoints):
         defect = checkpoint_defect(checkpoint)
         if defect is None:

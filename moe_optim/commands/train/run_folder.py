@@ -77,12 +77,10 @@ def claim(path: Path, *, resume: bool) -> Iterator[RunFolder]:
     try:
         with full_disk_explained(path, "creating the run folder"):
             path.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
+    except (FileExistsError, NotADirectoryError, PermissionError) as error:
         raise ConfigError(
-            f"--out {path}: expected a folder, got a file. Choose another."
+            f"--out {path}: expected a folder, got: {error.strerror}. Choose another."
         ) from error
-    except PermissionError as error:
-        raise ConfigError(f"--out {path}: cannot be created: {error.strerror}.") from error
     with (path / ".lock").open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

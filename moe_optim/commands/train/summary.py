@@ -26,7 +26,7 @@ _TEST_LOSS = re.compile(r" validation loss at .* on test set \| lm loss value: (
 
 @dataclass(frozen=True, kw_only=True)
 class Curves:
-    """Losses of a run, one point an iteration, by iteration."""
+    """Losses of a run, one point per iteration, in order."""
 
     train: tuple[Point, ...]
     validation: tuple[Point, ...]
@@ -38,32 +38,26 @@ def read_curves(folder: Path) -> Curves:
     return Curves(train=scalars.get(TRAIN_TAG, ()), validation=scalars.get(VALIDATION_TAG, ()))
 
 
-def _iterations_per_second(curve: Sequence[Point], resumed_from: int | None) -> float | None:
-    """Return the speed of the last launch, with evaluations and saves, without start-up."""
-    launch = [point for point in curve if point.iteration > (resumed_from or 0)]
-    if len(launch) < 2 or launch[-1].time <= launch[0].time:
-        return None
-    return (launch[-1].iteration - launch[0].iteration) / (launch[-1].time - launch[0].time)
-
-
 def write_summary(
     folder: RunFolder,
     *,
-    last_log: Path,
-    byte_entropy: float | None,
+    world_size: int,
+    seconds: float,
+    command: str,
     resumed_from: int | None,
-    **facts: Any,
+    byte_entropy: float | None,
+    last_log: Path,
 ) -> dict[str, Any]:
     """Write ``loss.png``, then ``summary.json``, and return the summary.
 
-    Losses are in nats a token, times in seconds.
-
     Args:
         folder: folder of the run.
-        last_log: log of the last rank, with the loss on the test text.
-        byte_entropy: nats a byte of the validation text; None for Megatron's data.
+        world_size: number of ranks.
+        seconds: wall-clock time of this launch, imports included.
+        command: command line of this launch.
         resumed_from: iteration that this launch began after.
-        facts: ``world_size``; ``seconds`` of this launch, imports included; ``command``.
+        byte_entropy: nats a byte of the validation text; None for Megatron's data.
+        last_log: log of the last rank, with the loss on the test text.
 
     Raises:
         LayoutError: the run left no training loss, or no complete description of the model.
@@ -84,7 +78,7 @@ def write_summary(
     summary = {
         "format": described["format"],
         "optimizer": described["optimizer"],
-        "world_size": facts["world_size"],
+        "world_size": world_size,
         "parameters": described["parameters"],
         "quantized_parameters": described["quantized_parameters"],
         "rank0": described["rank0"],
@@ -95,14 +89,22 @@ def write_summary(
         "validation_iterations": [point.iteration for point in curves.validation],
         "test_loss": float(test[-1]) if test else None,
         "byte_entropy": byte_entropy,
-        "seconds": facts["seconds"],
-        "iterations_per_second": _iterations_per_second(curves.train, resumed_from),
+        "seconds": seconds,
+        "iterations_per_second": _iterations_per_second(curves.train, resumed_from or 0),
         "resumed_from": resumed_from,
-        "command": facts["command"],
+        "command": command,
     }
     write_atomically(folder.loss_plot, plot_losses(curves, summary))
     write_atomically(folder.summary, (json.dumps(summary, indent=2) + "\n").encode())
     return summary
+
+
+def _iterations_per_second(curve: Sequence[Point], start: int) -> float | None:
+    """Return the speed after iteration ``start``, evaluations and saves included."""
+    launch = [point for point in curve if point.iteration > start]
+    if len(launch) < 2 or launch[-1].time <= launch[0].time:
+        return None
+    return (launch[-1].iteration - launch[0].iteration) / (launch[-1].time - launch[0].time)
 
 
 def smoothed(losses: Sequence[float]) -> list[float]:
@@ -132,8 +134,7 @@ def plot_losses(curves: Curves, summary: Mapping[str, Any]) -> bytes:
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     axes = figure.subplots()
     draw_curves(axes, curves)
-    entropy = summary["byte_entropy"]
-    if entropy is not None:
+    if (entropy := summary["byte_entropy"]) is not None:
         label = f"byte entropy of the held-out text: {entropy:z.2f}"
         axes.axhline(entropy, color="0.45", linestyle="--", linewidth=1, label=label)
     axes.set(xlabel="iteration", ylabel=f"loss ({loss_unit(summary)})", xlim=(0, None))
@@ -152,15 +153,9 @@ def draw_curves(axes: "Axes", curves: Curves) -> None:
     axes.plot(iterations, losses, color="tab:blue", alpha=0.25, linewidth=0.8)
     axes.plot(iterations, smoothed(losses), color="tab:blue", linewidth=1.8, label="training")
     if held_out := curves.validation:
-        axes.plot(
-            [point.iteration for point in held_out],
-            [point.value for point in held_out],
-            color="tab:orange",
-            marker="o",
-            markersize=5,
-            linewidth=1,
-            label=f"held-out, {held_out[-1].value:.2f} at the end",
-        )
+        iterations, losses = [p.iteration for p in held_out], [p.value for p in held_out]
+        label = f"held-out, {losses[-1]:.2f} at the end"
+        axes.plot(iterations, losses, "o-", color="tab:orange", ms=5, linewidth=1, label=label)
 
 
 def print_summary(
@@ -171,23 +166,19 @@ def print_summary(
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     total, quantized = summary["parameters"], summary["quantized_parameters"]
-    first, last, speed = (
-        summary[key] for key in ("loss_first", "loss_last", "iterations_per_second")
-    )
-    held_out, test, entropy = (
-        summary[key] for key in ("validation_losses", "test_loss", "byte_entropy")
-    )
-    start = summary["resumed_from"] or 0
+    share = quantized / max(total, 1)
+    held_out, test = summary["validation_losses"], summary["test_loss"]
+    entropy, speed = summary["byte_entropy"], summary["iterations_per_second"]
+    trained = summary["iterations"] - (summary["resumed_from"] or 0)
     rows = {
         "expert weights": f"{summary['format']}, {summary['optimizer']}",
-        "parameters": f"{total:,}, {quantized:,} of them quantized "
-        f"({quantized / max(total, 1):.0%})",
-        "training loss": f"{first:.4f} -> {last:.4f}",
+        "parameters": f"{total:,}, {quantized:,} of them quantized ({share:.0%})",
+        "training loss": f"{summary['loss_first']:.4f} -> {summary['loss_last']:.4f}",
         "held-out loss": held_out and f"{held_out[0]:.4f} -> {held_out[-1]:.4f}",
         "test loss": test is not None and f"{test:.4f}",
         "byte entropy": entropy is not None and f"{entropy:z.4f} (nats/byte, held-out text)",
         "speed": f"{speed:.2f} iterations/s" if speed else "not measured",
-        "time": f"{summary['seconds']:.0f} s for {summary['iterations'] - start:,} iterations",
+        "time": f"{summary['seconds']:.0f} s for {trained:,} iterations",
         "summary": folder.summary,
         "loss curve": folder.loss_plot,
         "checkpoints": folder.checkpoints,
