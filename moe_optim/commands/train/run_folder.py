@@ -184,12 +184,17 @@ def refuse_other_rates(old: Sequence[str], new: Sequence[str], *, stock: bool) -
     """
     for flag in _RATES:
         before, now = last_value(old, flag), last_value(new, flag)
-        if before == now or (before and now and float(before) == float(now)):
-            continue
-        if OVERRIDE_SCHEDULE in new and not stock:
+        if _is_same_number(before, now) or (OVERRIDE_SCHEDULE in new and not stock):
             continue
         remedy = "train without --stock" if stock else f"add {OVERRIDE_SCHEDULE}"
         raise ConfigError(
             f"{flag}: expected {before}, as the run was started, got {now}. Leave it out to go on "
             f"as before; to go on with another, {remedy}."
         )
+
+
+def _is_same_number(one: str | None, other: str | None) -> bool:
+    try:
+        return one == other or float(one or "") == float(other or "")
+    except ValueError:
+        return False

@@ -160,6 +160,8 @@ def test_another_rate_of_a_resumed_run_is_refused_unless_it_overrides_the_schedu
     _, _, errors = command("--resume", "--stock", megatron=(*other, OVERRIDE))
     assert "to go on with another, train without --stock" in errors
     assert len(list((run / "logs").iterdir())) == 1  # no rank was started
+    assert command("--resume", megatron=("--lr", "much"))[0] == 2
+    assert command("--resume", megatron=("--lr", "0.0005"))[0] == 0  # the same number
     assert command("--resume", megatron=(*other, OVERRIDE))[0] == 0
     assert rank_arguments(run)[-3:] == [*other, OVERRIDE]
 
