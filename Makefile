@@ -84,7 +84,7 @@ life-cycle: $(STAMP)
 	LIFE_CYCLE_STEPS=$(STEPS) LIFE_CYCLE_SEED=$$seed $(VENV)/bin/python -m pytest \
 	    tests/buckets/test_state_machine.py
 
-# Gives more harmed checkpoints to what reads them than the suite does.
+# Reads more damaged checkpoints than the suite does.
 fuzz: $(STAMP)
 	FUZZ_CASES=$(CASES) $(VENV)/bin/python -m pytest tests/checkpoint/test_fuzz_checkpoints.py
 

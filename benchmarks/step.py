@@ -16,8 +16,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from rich.console import Console
-
 from benchmarks.step_figures import SIDES, Measured, meanings, merge, summarize, table_of
 from moe_optim.commands.console.files import require_writable
 from moe_optim.commands.console.pictures import picture_path
@@ -150,19 +148,18 @@ def _measure(args: argparse.Namespace, recipe: Recipe, side: str, folder: Path) 
     import torch
 
     from benchmarks.step_rank import REPORT
-    from moe_optim.commands.train.launcher import LaunchPlan, launch
+    from moe_optim.commands.train.launcher import launch, python_command, rank_environment
 
     folder.mkdir(parents=True)
     ranks = args.ranks or recipe.ranks
-    module = "benchmarks.step_rank"
-    plan = LaunchPlan(
-        entry=[sys.executable, "-m", module, *megatron_argv(args, recipe, side)],
+    own = {REPORT: str(folder), "PYTHONPATH": _python_path(), **environment(args)}
+    result = launch(
+        python_command("benchmarks.step_rank", *megatron_argv(args, recipe, side)),
         ranks=ranks,
         logs=folder,
-        cpu=not torch.cuda.is_available(),
-        environment={REPORT: str(folder), "PYTHONPATH": _python_path(), **environment(args)},
+        environment=rank_environment(ranks, cpu=not torch.cuda.is_available()) | own,
+        is_shown=False,
     )
-    result = launch(plan, Console(stderr=True))
     if result.stopped_by is not None:
         print(f"step: {side}: stopped by {result.stopped_by.name}", file=sys.stderr)
         return 128 + result.stopped_by
@@ -173,7 +170,7 @@ def _measure(args: argparse.Namespace, recipe: Recipe, side: str, folder: Path) 
     if len(measured.losses) != args.iterations:
         return fail(
             f"{what} {args.iterations} iterations, got {len(measured.losses)}. Keep the logs with "
-            "--logs and look at rank0.log."
+            "--logs and look at stdout.log of rank 0."
         )
     return measured
 

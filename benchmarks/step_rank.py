@@ -13,7 +13,6 @@ Megatron's own timers are left off: they synchronize, and hold the ranks at barr
 
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -157,7 +156,7 @@ def count_bytes(parts: Parts) -> dict[str, int]:
     return counts
 
 
-def main() -> int:
+def main() -> None:
     """Train with the arguments of the command line."""
     if os.environ.get("MOE_OPTIM_CPU") == "1":
         cpu_runtime.install()  # before Megatron is imported
@@ -167,12 +166,10 @@ def main() -> int:
     marks = {kind: partial(Mark, on) for kind, on in (("parts", device), ("host", "cpu"))}
     steps = CountedSteps(training.train_step, marks)
     training.train_step = steps
-    code = pretrain.main()
-    if code == 0:
-        path = Path(os.environ[REPORT]) / f"rank{os.environ['RANK']}.json"
-        path.write_text(json.dumps(steps.report()))
-    return code
+    pretrain.main()
+    path = Path(os.environ[REPORT]) / f"rank{os.environ['RANK']}.json"
+    path.write_text(json.dumps(steps.report()))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

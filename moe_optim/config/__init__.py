@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
-from moe_optim.config.interpolation import merge
-from moe_optim.config.plain_yaml import parse_yaml, quote
+from moe_optim.config.recipe_yaml import merge, parse_yaml, quote
 from moe_optim.errors import ConfigError, closest
 
 Format = Literal["bf16", "mxfp8", "mxfp8_2d", "nvfp4", "fp8_block"]

@@ -1,9 +1,8 @@
-"""A recipe is one run as a YAML file: what it requires, Megatron's flags, and moe_optim's knobs."""
+"""A recipe is one run as a YAML file: its requirements, Megatron's flags, and our config."""
 
 import os
 import re
-import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -12,8 +11,7 @@ from typing import Any
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from moe_optim.config import MoEOptimConfig, check_key, field_names
-from moe_optim.config.interpolation import merge
-from moe_optim.config.plain_yaml import MAX_BYTES, parse_yaml, quote, read_document, shorten
+from moe_optim.config.recipe_yaml import MAX_BYTES, merge, parse_yaml, quote, shorten
 from moe_optim.config.shipped_recipes import find_recipe, shipped_recipes
 from moe_optim.environment import find_gpus, unmet_version
 from moe_optim.errors import ConfigError
@@ -26,13 +24,12 @@ SECTIONS = ("requires", "megatron_args", "moe_optim")
 KEYS = ("base", *SECTIONS)
 VERSIONS = ("python", "torch", "megatron-core", "transformer-engine", "apex")
 COUNTS = ("sm", "gpus", "ranks")
-_MAX_CHAIN = 16  # recipes, each the base of the one before
 _MAX_COUNT = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """One resolved recipe: its bases merged in, overrides applied, interpolations replaced."""
+    """One resolved recipe: bases merged, overrides applied, interpolations replaced."""
 
     path: Path
     """The file it was read from."""
@@ -43,7 +40,7 @@ class Recipe:
     megatron_args: Mapping[str, Value]
     """Megatron's flags, spelled as on its command line."""
     moe_optim: MoEOptimConfig
-    """Every knob of this package."""
+    """Configuration of this package."""
 
     @property
     def ranks(self) -> int:
@@ -72,19 +69,18 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     arguments into logs, TensorBoard's events and checkpoints. Keep secrets out of it.
 
     Args:
-        path: the YAML file, or where no such file is, the name of a shipped recipe.
+        path: YAML file, or if there is no such file, name of a shipped recipe.
         overrides: assignments such as ``moe_optim.format=bf16`` or
             ``megatron_args.--train-iters=20``; the last one wins.
 
     Raises:
-        ConfigError: naming the file (or the override), the key, and what was expected there. Of a
-            file that is no recipe, it repeats nothing.
+        ConfigError: naming the file (or the override), the key, and what was expected there.
     """
     path = find_recipe(path)
     assignments = list(overrides)
     files = _read_layers(path)
     layers = [*files.values(), *map(_parse_override, assignments)]
-    where = _spell(path)
+    where = str(path)
     if assignments:
         where += f" with {' '.join(map(shorten, assignments))}"
     merged = merge(where, *layers)
@@ -100,27 +96,26 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
 
 
 def unmet_requirements(recipe: Recipe, *, hardware: bool = True) -> list[str]:
-    """Return one line for every requirement of ``recipe`` this machine does not meet.
+    """Return one line, with a remedy, for every requirement this machine does not meet.
 
-    A line says what is wanted, what was found, and what to do.
-
-    ``ranks`` is not among them: it says how many processes to launch, on any machine. Nor is
-    ``hardware`` for ranks that a launcher starts, perhaps on several machines: it has chosen that.
+    Args:
+        recipe: recipe to check; its ``ranks`` are no requirement.
+        hardware: whether to check GPUs; False for ranks of a launcher, perhaps on other machines.
     """
     requires = recipe.requires
-    wanted = {name: str(requires[name]) for name in VERSIONS if name in requires}
-    unmet = [problem for each in wanted.items() if (problem := unmet_version(*each))]
+    versions = {name: str(requires[name]) for name in VERSIONS if name in requires}
+    unmet = [problem for each in versions.items() if (problem := unmet_version(*each))]
     if hardware and ("gpus" in requires or "sm" in requires):
         unmet += _unmet_hardware(requires)
     return unmet
 
 
 def check_requirements(recipe: Recipe, *, hardware: bool = True) -> None:
-    """Check that this machine meets what a recipe requires.
+    """Check that this machine meets all requirements, see :func:`unmet_requirements`.
 
     Args:
-        recipe: one that was loaded.
-        hardware: whether GPUs are asked for, too; see :func:`unmet_requirements`.
+        recipe: recipe to check.
+        hardware: whether to check GPUs.
 
     Raises:
         ConfigError: it does not; every requirement that is not met is named.
@@ -134,53 +129,36 @@ def _read_layers(path: Path) -> dict[Path, dict[str, dict[str, Any]]]:
     """Return the sections of a recipe's bases and of itself, by file, the first base first."""
     chain: list[Path] = []
     layers = []
-    left = MAX_BYTES  # all files together are bounded as one is
     remedy = "Correct the path"
     if not os.path.lexists(path):
         remedy += f", or name a shipped recipe: {', '.join(shipped_recipes())}"
     step: Path | None = path
     while step is not None:
-        text = _read_text(step, left, remedy)
-        _check_chain([*chain, step])
-        layer, base = _read_layer(_spell(step), text)
+        text = _read_text(step, remedy)
+        if any(step.samefile(above) for above in chain):
+            shown = " -> ".join(map(str, [*chain, step]))
+            raise ConfigError(
+                f"{chain[-1]}: base: expected a recipe that does not lead back to itself, got "
+                f"{shown}. Remove one `base`."
+            )
+        layer, base = _read_layer(str(step), text)
         chain.append(step)
         layers.append(layer)
-        left -= len(text)
-        remedy = f"Correct `base` in {_spell(step)}"
+        remedy = f"Correct `base` in {step}"
         step = step.parent / base if base else None
     return dict(zip(chain[::-1], layers[::-1], strict=True))
 
 
-def _check_chain(chain: Sequence[Path]) -> None:
-    """Raise ConfigError if the last recipe is one of those that led to it, or they are too many."""
-    *above, last = chain
-    if any(last.samefile(step) for step in above):
-        shown = " -> ".join(map(_spell, chain))
-        raise ConfigError(
-            f"{_spell(above[-1])}: base: expected a recipe that does not lead back to itself, got "
-            f"{shown}. Remove one `base`."
-        )
-    if len(chain) > _MAX_CHAIN:
-        raise ConfigError(
-            f"{_spell(chain[0])}: base: expected at most {_MAX_CHAIN} recipes, each the base of "
-            "the one before, got more. Remove one `base`."
-        )
-
-
 def _read_layer(where: str, text: str) -> tuple[dict[str, dict[str, Any]], str | None]:
-    """Return the sections of one file, and the path of its base.
-
-    Nothing of the file is repeated in an error until all of its outermost keys are a recipe's.
-    """
-    recipe, lines = read_document(where, text)
+    """Return the sections of one file, and the path of its base."""
+    recipe = parse_yaml(where, text)
     if not isinstance(recipe, dict):
-        got = {list: "a list", type(None): "nothing"}.get(type(recipe), "one value")
         raise ConfigError(
-            f"{where}: expected a mapping with keys among {', '.join(KEYS)}, got {got}. "
+            f"{where}: expected a mapping with keys among {', '.join(KEYS)}, got {_kind(recipe)}. "
             "Start from recipes/quickstart.yaml."
         )
-    for key, line in lines.items():
-        check_key(f"{where}: line {line}", key, KEYS, is_shown=False)
+    for key in recipe:
+        check_key(where, key, KEYS)
     base = recipe.get("base")
     if not isinstance(base, str | None):
         raise ConfigError(
@@ -190,31 +168,22 @@ def _read_layer(where: str, text: str) -> tuple[dict[str, dict[str, Any]], str |
     return {section: _checked_section(where, section, recipe) for section in SECTIONS}, base
 
 
-def _read_text(path: Path, limit: int, remedy: str) -> str:
-    """Return what a regular file of at most ``limit`` bytes holds; others are not even opened."""
-    why = ""
+def _read_text(path: Path, remedy: str) -> str:
+    """Return the content of a regular file of limited size."""
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
+        if path.exists() and not path.is_file():
             why = "no regular file"
-        else:  # files of /proc can be regular, of size 0, and waited for: not with O_NONBLOCK
-            with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # noqa: PTH123
-                data = file.read(limit + 1) or b""
-            if len(data) <= limit:
+        else:
+            with path.open("rb") as file:
+                data = file.read(MAX_BYTES + 1)
+            if len(data) <= MAX_BYTES:
                 return data.decode("utf-8")
-            why = f"more than {limit:,} bytes"
+            why = f"more than {MAX_BYTES:,} bytes"
     except UnicodeDecodeError:
         why = "not UTF-8 text"
-    except OSError as error:
-        why = error.strerror or type(error).__name__
-    except ValueError:  # NUL, or a surrogate
-        why = "a path that no file can have"
-    raise ConfigError(f"{_spell(path)}: expected a readable recipe, got: {why}. {remedy}.")
-
-
-def _spell(path: Path) -> str:
-    """Spell a path for a message: as it is, unless it is long or cannot be printed."""
-    text = str(path)
-    return shorten(text if text.isprintable() else repr(text))
+    except (OSError, ValueError) as error:  # ValueError: NUL in a path
+        why = getattr(error, "strerror", None) or str(error)
+    raise ConfigError(f"{path}: expected a readable recipe, got: {why}. {remedy}.")
 
 
 def _parse_override(text: str) -> dict[str, dict[str, Any]]:
@@ -231,7 +200,7 @@ def _parse_override(text: str) -> dict[str, dict[str, Any]]:
 
 
 def _suggest(target: str) -> str:
-    """Guess what a key without its section was meant to be: a knob, a requirement, or a flag."""
+    """Guess the section of a key that was given without."""
     name = target.rpartition(".")[2]
     if name in field_names():
         return f"moe_optim.{name}"
@@ -304,9 +273,9 @@ def _checked_requires(where: str, requires: Mapping[str, Any]) -> dict[str, str 
 def _unmet_hardware(requires: Mapping[str, str | int]) -> list[str]:
     gpus = find_gpus()
     unmet = []
-    if len(gpus) < (wanted := int(requires.get("gpus", 1))):
+    if len(gpus) < (least := int(requires.get("gpus", 1))):
         unmet.append(
-            f"gpus: expected {wanted} or more, got {len(gpus)}. "
+            f"gpus: expected {least} or more, got {len(gpus)}. "
             f"Use a machine with more, or a recipe for fewer."
         )
     oldest = min(gpus, key=lambda gpu: gpu.sm, default=None)

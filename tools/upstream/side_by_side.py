@@ -11,7 +11,6 @@ nobody has explained, or without any case that counts.
 """
 
 import argparse
-import io
 import json
 import multiprocessing
 import os
@@ -31,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moe_optim.commands.console.provenance import commit, kernels
-from moe_optim.commands.train.launcher import LaunchPlan, RankFailure, launch
+from moe_optim.commands.train.launcher import RankFailure, launch, rank_environment
 from moe_optim.environment import find_gpus
 from tools.upstream.engine_version import versions_of_ranks
 
@@ -199,10 +198,13 @@ def _launch(job: Job, logs: Path, done: Collection[str]) -> RankFailure | None:
             "MOE_OPTIM_SET": job.selection.knobs,
             "PET_STANDALONE": "1",  # torchrun of a test takes a free port: others run beside it
         }
-        plan = LaunchPlan(
-            entry=entry, ranks=job.ranks, logs=logs, cpu=job.cpu, environment=environment
+        result = launch(
+            entry,
+            ranks=job.ranks,
+            logs=logs,
+            environment=rank_environment(job.ranks, cpu=job.cpu) | environment,
+            is_shown=False,
         )
-        result = launch(plan, Console(file=io.StringIO()))
     if result.stopped_by:
         raise KeyboardInterrupt
     return result.failure
@@ -232,10 +234,9 @@ def _read(logs: Path) -> tuple[dict[str, Case], Counter[str], dict[int, str]]:
 
 
 def _how_it_ended(failure: RankFailure, timeout_s: float) -> str:
-    if re.search(
-        r"Timeout \([\d:.]+\)!", failure.log.read_text(errors="replace")
-    ):  # faulthandler's
-        return f"rank {failure.rank} did not end it within {timeout_s:g} s, see {failure.log}"
+    log = failure.logs / "stderr.log"
+    if re.search(r"Timeout \([\d:.]+\)!", log.read_text(errors="replace")):  # faulthandler's
+        return f"rank {failure.rank} did not end it within {timeout_s:g} s, see {log}"
     return failure.sentence()
 
 

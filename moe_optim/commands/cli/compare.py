@@ -1,18 +1,16 @@
-"""``moe-optim compare``: several runs on one page."""
+"""Read run folders and compare them.
+
+Prints a table, and writes one HTML page, its pictures as PNGs, and the figures as JSON.
+"""
 
 import argparse
 from pathlib import Path
 
+HELP = "lay runs over each other: losses, speed, bytes, memory"
 
-def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the ``compare`` command."""
-    parser = subparsers.add_parser(
-        "compare",
-        help="lay runs over each other: losses, speed, bytes, memory",
-        description="Read run folders, print a table of them, and write one HTML page, its "
-        "pictures as PNGs, and the figures as JSON.",
-        allow_abbrev=False,
-    )
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders of runs")
     parser.add_argument("--out", type=Path, metavar="DIR", required=True, help="folder to write to")
 

@@ -1,4 +1,11 @@
-"""``moe-optim convert``: a model for transformers or Megatron, or another layout of its experts."""
+"""Read a torch_dist or safetensors checkpoint, a layer at a time, and write it anew.
+
+--to converts a whole Qwen3-MoE or DeepSeek-V3: names, shapes and configuration, of weights alone.
+--experts converts nothing but the layout of experts: everything else keeps its name, and masters
+and moments come along, by name where they were flat. Checksums that SRC has (torch_dist) are
+compared on the way. DST appears when it is complete. Megatron, transformers and a GPU are not
+needed.
+"""
 
 import argparse
 import resource
@@ -15,8 +22,8 @@ from moe_optim.screen import results_console
 from moe_optim.spelling import spell_bytes
 
 if TYPE_CHECKING:
-    from moe_optim.commands.conversion.conversion_plan import ConversionPlan, ConversionRequest
-    from moe_optim.commands.conversion.layer_view import LayerView
+    from moe_optim.commands.conversion.conversion_plan import ConversionPlan
+    from moe_optim.commands.conversion.model_plan import ModelPlan
     from moe_optim.rollout.families import Implementation
 
 # What imports torch is imported where it is needed: it takes seconds.
@@ -26,26 +33,18 @@ TARGETS = ("hf", "megatron")
 SIDES: "tuple[Implementation, ...]" = ("transformer_engine", "local")
 
 
-def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the ``convert`` command."""
-    parser = subparsers.add_parser(
-        "convert",
-        help="write a checkpoint for transformers or for Megatron, or change its expert layout",
-        description="Read a torch_dist or safetensors checkpoint, a layer at a time, and write it "
-        "anew. --to converts a whole Qwen3-MoE or DeepSeek-V3: names, shapes and configuration, of "
-        "weights alone. --experts converts nothing but the layout of experts: everything else "
-        "keeps its name, and masters and moments come along, by name where they were flat. "
-        "Checksums that SRC has (torch_dist) are compared on the way. DST appears when it is "
-        "complete. Megatron, transformers and a GPU are not needed.",
-        allow_abbrev=False,
-    )
+HELP = "write a checkpoint for transformers or for Megatron, or change its expert layout"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     add = parser.add_argument
     add("source", type=Path, metavar="SRC", help="a checkpoint; of a run's, the newest is taken")
     add("target", type=Path, metavar="DST", help="a folder that does not exist yet")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument(
         "--to",
-        type=_target,
+        choices=TARGETS,
         metavar="SIDE",
         help=f"the whole model, of {' or '.join(TARGETS)}: hf is what transformers loads, megatron "
         "what --load takes",
@@ -58,14 +57,14 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     add(
         "--glu-interleave",
-        type=read_rows,
+        type=whole_number,
         metavar="N",
         help="rows of gate and of up blocks that alternate in DST, 0: all of gate first (default: "
         "as SRC for Megatron's layouts, else 0)",
     )
     add(
         "--source-glu-interleave",
-        type=read_rows,
+        type=whole_number,
         metavar="N",
         help="the same of SRC, where it is not recorded (default: 0)",
     )
@@ -120,14 +119,14 @@ def add_naming(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--num-experts",
-        type=_experts,
+        type=_number_above_zero,
         metavar="N",
         help="how many experts a layer has, where it does not tell (layout legacy)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Convert and say what was done.
+    """Convert, and print what was done.
 
     Raises:
         ConfigError: the options contradict each other or the checkpoint, or DST exists.
@@ -138,14 +137,11 @@ def run(args: argparse.Namespace) -> int:
     began = time.perf_counter()
     convert = _convert_model if args.to else _convert_layout
     lines = convert(args, began)
-    console = results_console()
-    for line in lines:
-        console.print(line)
+    results_console().print(*lines, sep="\n")
     return 0
 
 
 def _refuse_mixed(args: argparse.Namespace) -> None:
-    """Refuse options that the conversion which is asked for does not have."""
     asked = f"--to {args.to}" if args.to else f"--experts {args.experts}"
     refuse(
         {
@@ -188,52 +184,29 @@ def _convert_model(args: argparse.Namespace, began: float) -> list[str]:
     if args.to == "megatron":
         lines.append(f"Megatron's flags: {shlex.join(megatron_flags(plan.model, side))}")
         lines += _absent_layers(side, is_latent=plan.model.family.name == "deepseek_v3")
-    tensors = sum(name in plan.view.tensors for name in plan.left_out)
-    if plan.left_out:
-        lines.append(_left_out(tensors, len(plan.left_out) - tensors, "--to takes weights alone"))
-    return lines
+    return lines + _left_out(plan, "--to takes weights alone")
 
 
 def _absent_layers(side: "Implementation", *, is_latent: bool) -> list[str]:
-    """Say where those flags start no run, and what to do there."""
     if side == "local":
         no_layers = "Megatron's local layers have no latent attention: give layers by --spec."
         return [no_layers] if is_latent else []
     if find_package("transformer-engine") is not None:
         return []
-    remedy = (
-        "which latent attention needs"
-        if is_latent
-        else ("which is not here: without it convert with --transformer-impl local")
-    )
+    remedy = "which is not here: without it convert with --transformer-impl local"
+    if is_latent:
+        remedy = "which latent attention needs"
     return [f"These flags start a run where Transformer Engine is, {remedy}."]
 
 
 def _convert_layout(args: argparse.Namespace, began: float) -> list[str]:
     from moe_optim.commands.conversion.conversion import convert_checkpoint
-    from moe_optim.commands.conversion.conversion_plan import plan_conversion
-
-    plan = plan_conversion(_layout_view(args), _request(args))
-    with progress_bar("converting", plan.total_bytes) as report:
-        convert_checkpoint(plan, args.target, report)
-    return _summary(plan, args, began)
-
-
-def _layout_view(args: argparse.Namespace) -> "LayerView":
-    """Return the checkpoint, flat states by parameter."""
+    from moe_optim.commands.conversion.conversion_plan import ConversionRequest, plan_conversion
     from moe_optim.commands.conversion.flat_states import states_by_name
     from moe_optim.commands.conversion.layer_view import LayerView, parse_renames
-
-    reader = open_reader(args.source)
-    shown = reader if args.weights_only else states_by_name(reader)
-    return LayerView(shown, parse_renames(args.rename))
-
-
-def _request(args: argparse.Namespace) -> "ConversionRequest":
-    from moe_optim.commands.conversion.conversion_plan import ConversionRequest
     from moe_optim.experts.keys.layouts import get_layout
 
-    return ConversionRequest(
+    request = ConversionRequest(
         to=get_layout(args.experts),
         source_layout=get_layout(args.source_layout) if args.source_layout else None,
         glu_interleave=args.glu_interleave,
@@ -242,6 +215,12 @@ def _request(args: argparse.Namespace) -> "ConversionRequest":
         weights_only=args.weights_only,
         num_experts=args.num_experts,
     )
+    reader = open_reader(args.source)
+    shown = reader if args.weights_only else states_by_name(reader)
+    plan = plan_conversion(LayerView(shown, parse_renames(args.rename)), request)
+    with progress_bar("converting", plan.total_bytes) as report:
+        convert_checkpoint(plan, args.target, report)
+    return _summary(plan, args, began)
 
 
 def _summary(plan: "ConversionPlan", args: argparse.Namespace, began: float) -> list[str]:
@@ -261,11 +240,8 @@ def _summary(plan: "ConversionPlan", args: argparse.Namespace, began: float) -> 
         ]
     if plan.format == "torch_dist":
         lines.append("torch_dist stores grouped, indexed and sequential experts alike.")
-    tensors = sum(name in plan.view.tensors for name in plan.left_out)
-    if plan.left_out:
-        why = "--weights-only" if args.weights_only else "safetensors holds tensors alone"
-        lines.append(_left_out(tensors, len(plan.left_out) - tensors, why))
-    return lines
+    why = "--weights-only" if args.weights_only else "safetensors holds tensors alone"
+    return lines + _left_out(plan, why)
 
 
 def _speed(count: int, nbytes: int, began: float) -> str:
@@ -277,31 +253,22 @@ def _speed(count: int, nbytes: int, began: float) -> str:
     )
 
 
-def _left_out(tensors: int, objects: int, why: str) -> str:
+def _left_out(plan: "ConversionPlan | ModelPlan", why: str) -> list[str]:
+    tensors = sum(name in plan.view.tensors for name in plan.left_out)
     parts = [f"{tensors} tensors of the optimizer"] if tensors else []
-    if objects:
+    if objects := len(plan.left_out) - tensors:
         parts.append(f"{objects} objects, such as arguments and random states")
-    return f"Left out: {' and '.join(parts)} ({why})."
+    return [f"Left out: {' and '.join(parts)} ({why})."] if parts else []
 
 
-def _target(text: str) -> str:
-    if text in LAYOUTS and text not in TARGETS:
-        raise argparse.ArgumentTypeError(
-            f"expected {' or '.join(TARGETS)}, whole models, got an expert layout: --experts {text}"
-        )
-    if text not in TARGETS:
-        raise argparse.ArgumentTypeError(f"expected {' or '.join(TARGETS)}, got '{text}'")
-    return text
-
-
-def read_rows(text: str) -> int:
-    """Return the number that an option about interleaved rows gives, for argparse."""
+def whole_number(text: str) -> int:
+    """Return the number that an option gives; a type for argparse."""
     if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"expected a number of rows, got '{text}'")
+        raise argparse.ArgumentTypeError(f"expected a whole number, got '{text}'")
     return int(text)
 
 
-def _experts(text: str) -> int:
-    if not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"expected a number of experts, got '{text}'")
+def _number_above_zero(text: str) -> int:
+    if not whole_number(text):
+        raise argparse.ArgumentTypeError("expected a number above 0, got 0")
     return int(text)

@@ -1,12 +1,14 @@
-"""``moe-optim doctor``: what is installed here, what of it is used, and what to mend."""
+"""Show what is installed, which formats run here and what to mend.
+
+Shows versions and places of everything moe_optim builds on, how each format runs on this machine,
+and the state of every patch. Exits with 1 when something needed is missing or broken, and names the
+line that mends it.
+"""
 
 import argparse
-import contextlib
-import gc
 import importlib
 import importlib.metadata
 import json
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -42,71 +44,32 @@ _RECIPES = {
     "nvfp4": "nvfp4",
 }
 """What Transformer Engine calls its recipes -> what Megatron's flags call them."""
+_NATIVE = {"product": "native product", "because": "grouped bf16 GEMM of torch"}
+_EMULATED = {
+    "product": "emulated product",
+    "because": "stored in low precision, multiplied in bf16",
+}
+"""How portable experts multiply weights of a format."""
 _STYLES = {"ok": "green", "applied": "green", "missing": "red", "unfit": "red", "broken": "red"}
 
 
-def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add this command to the command line."""
-    parser = subparsers.add_parser(
-        "doctor",
-        help="show what is installed, which formats run here and what to mend",
-        description="Show versions and places of everything moe_optim builds on, how each format "
-        "runs on this machine, and the state of every patch. Exits with 1 when something needed "
-        "is missing or broken, and names the line that mends it.",
-        allow_abbrev=False,
-    )
+HELP = "show what is installed, which formats run here and what to mend"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the report; return 1 when something needed is missing or broken."""
+    with Console(stderr=True).status("Importing what is installed ..."):
+        report = examine()
     if args.json:
-        with _uncollected(), _uncompiled():
-            report = examine()
         print(json.dumps(report, indent=2))
     else:
-        status = Console(stderr=True).status("Importing what is installed ...")
-        with status, _uncollected(), _uncompiled():
-            report = examine()
         results_console().print(_render(report), soft_wrap=False)
     return 0 if report["ok"] else 1
-
-
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Look for no garbage, which takes a tenth of the time: what is imported stays."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
-
-
-@contextlib.contextmanager
-def _uncompiled() -> Iterator[None]:
-    """Have Megatron's modules mark nothing for compilation: a third of the time is a compiler's.
-
-    Only in a process that ends with the report, and has not imported Megatron before.
-    """
-    torch: Any = None
-    if "megatron.core" not in sys.modules:
-        with contextlib.suppress(Exception):  # it is not there, or broken, which the report says
-            torch = importlib.import_module("torch")
-    if torch is None:
-        yield
-        return
-    compile_ = torch.compile
-    torch.compile = _leave_as_it_is
-    try:
-        yield
-    finally:
-        torch.compile = compile_
-
-
-def _leave_as_it_is(function: Any = None, **_: Any) -> Any:
-    return _leave_as_it_is if function is None else function
 
 
 def examine() -> Report:
@@ -135,7 +98,7 @@ def examine() -> Report:
         },
         "packages": packages,
         "gpus": gpus,
-        "formats": {name: _examine_format(name) for name in get_args(Format)},
+        "formats": {name: _NATIVE if name == "bf16" else _EMULATED for name in get_args(Format)},
         "native_products": _native_products() if gpus and has_te else [],
         "patches": patches,
     }
@@ -184,7 +147,6 @@ def _note(name: str, package: Package | None) -> str:
 
 
 def _failure(name: str) -> str | None:
-    """Say why an installed package does not work, or None: import it as Megatron would."""
     if name == "python":
         return None
     if name == "megatron-core":
@@ -199,15 +161,8 @@ def _failure(name: str) -> str | None:
     return None
 
 
-def _examine_format(name: str) -> dict[str, str]:
-    """Say how portable experts multiply weights stored in a format, and why so."""
-    if name == "bf16":
-        return {"product": "native product", "because": "grouped bf16 product of torch"}
-    return {"product": "emulated product", "because": "stored narrow, multiplied in bf16"}
-
-
 def _native_products() -> list[str]:
-    """Return the recipes whose products Transformer Engine has on this GPU, by its own account."""
+    """Return the recipes whose GEMMs Transformer Engine says that this GPU has."""
     engine = importlib.import_module(_IMPORTED["transformer-engine"])
     asked = {name: getattr(engine, f"is_{name}_available", None) for name in _RECIPES}
     return [_RECIPES[name] for name, available in asked.items() if available and available()]
@@ -242,8 +197,8 @@ def _render(report: Report) -> RenderableType:
         Text(f"{enabled}\n"),
         _table(("package", "version", "state", "where"), _package_rows(report["packages"])),
         _table(("GPU", "capability", "memory"), _gpu_rows(report["gpus"])),
-        _table(("format", "product of portable experts", "how"), formats),
-        Text(f"Transformer Engine's own products: {_spell_native(report)}\n"),
+        _table(("format", "GEMM of portable experts", "how"), formats),
+        Text(f"Transformer Engine's own GEMMs: {_spell_native(report)}\n"),
     ]
     if report["patches"]:
         parts.append(
@@ -293,7 +248,6 @@ def _patch_rows(patches: list[dict[str, str]]) -> Iterator[tuple[str | Text, ...
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> RenderableType:
-    """Return a plain table and an empty line; states in it are coloured."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for title in header:
         table.add_column(title, overflow="fold")

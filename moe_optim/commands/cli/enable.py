@@ -1,22 +1,15 @@
-"""``moe-optim enable``: plain ``python`` and ``torchrun`` of this environment take the flag."""
+"""Write one file, moe_optim_enable.pth, into this environment's site-packages.
+
+From then on `python SCRIPT ARGS --use-moe-grouped-optim`, also under torchrun, does what
+`moe-optim run` does, as soon as SCRIPT has imported megatron.training. A Python that is started
+without the flag imports nothing of this package. `moe-optim disable` removes the file.
+"""
 
 import argparse
 
 from moe_optim.commands.console.site_file import enable, site_file
 
-
-def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the ``enable`` command."""
-    subparsers.add_parser(
-        "enable",
-        help="let plain python and torchrun of this environment take --use-moe-grouped-optim",
-        description="Write one file, moe_optim_enable.pth, into this environment's site-packages. "
-        "From then on `python SCRIPT ARGS --use-moe-grouped-optim`, also under torchrun, does what "
-        "`moe-optim run` does, as soon as SCRIPT has imported megatron.training. A Python that is "
-        "started without the flag imports nothing of this package. `moe-optim disable` removes "
-        "the file.",
-        allow_abbrev=False,
-    )
+HELP = "let plain python and torchrun of this environment take --use-moe-grouped-optim"
 
 
 def run(_args: argparse.Namespace) -> int:

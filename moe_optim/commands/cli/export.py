@@ -1,4 +1,11 @@
-"""``moe-optim export``: a checkpoint for inference engines, with its experts quantized."""
+"""Write a checkpoint that vLLM and SGLang load, its experts quantized.
+
+Reads a torch_dist or safetensors checkpoint, a layer at a time, quantizes its experts as training
+does, from their masters where there are some, and writes safetensors under the names of Hugging
+Face, with the quantization_config of engines. Everything but experts keeps its dtype. Models of
+torch_dist are those that convert --to hf takes. DST appears when it is complete. Megatron and a GPU
+are not needed.
+"""
 
 import argparse
 import resource
@@ -6,7 +13,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moe_optim.commands.cli.convert import read_rows
+from moe_optim.commands.cli.convert import whole_number
 from moe_optim.commands.console.checkpoint_progress import open_reader, progress_bar
 from moe_optim.experts.keys.layouts import LAYOUTS
 from moe_optim.formats import FORMATS
@@ -21,18 +28,11 @@ if TYPE_CHECKING:
 CONVENTIONS = ("compressed_tensors", "modelopt", "deepseek")
 
 
-def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the ``export`` command."""
-    parser = subparsers.add_parser(
-        "export",
-        help="write a checkpoint that vLLM and SGLang load, its experts quantized",
-        description="Read a torch_dist or safetensors checkpoint, a layer at a time, quantize its "
-        "experts as training does, from their masters where there are some, and write safetensors "
-        "under the names of Hugging Face, with the quantization_config of engines. Everything but "
-        "experts keeps its dtype. Models of torch_dist are those that convert --to hf takes. DST "
-        "appears when it is complete. Megatron and a GPU are not needed.",
-        allow_abbrev=False,
-    )
+HELP = "write a checkpoint that vLLM and SGLang load, its experts quantized"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     add = parser.add_argument
     add("source", type=Path, metavar="SRC", help="a checkpoint; of a run's, the newest is taken")
     add("target", type=Path, metavar="DST", help="a folder that does not exist yet")
@@ -64,14 +64,14 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     add(
         "--source-glu-interleave",
-        type=read_rows,
+        type=whole_number,
         metavar="N",
         help="rows of gate and of up blocks that alternate in SRC, where it is not recorded",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Export and say what was done.
+    """Export, and print what was done.
 
     Raises:
         ConfigError: the options contradict each other or the checkpoint, or DST exists.
@@ -85,10 +85,8 @@ def run(args: argparse.Namespace) -> int:
     plan = plan_export(open_reader(args.source), _request(args), args.config)
     with progress_bar("exporting", plan.total_bytes) as report:
         export_checkpoint(plan, args.target, report)
-    seconds = time.perf_counter() - began
-    console = results_console()
-    for line in _summary(plan, args, seconds):
-        console.print(line)
+    lines = _summary(plan, args, time.perf_counter() - began)
+    results_console().print(*lines, sep="\n")
     return 0
 
 

@@ -1,4 +1,9 @@
-"""``moe-optim inspect``: what a checkpoint holds, and whether it is whole."""
+"""Show what a checkpoint holds, and whether it is whole.
+
+Shows format, experts and their layout, optimizer state, amaxes, and what else a torch_dist or
+safetensors checkpoint says about itself; of --ckpt-format torch, whether its files are whole. No
+other values are read. Exits with 1 if it is not whole, with 2 if it cannot be read.
+"""
 
 import argparse
 import json
@@ -24,24 +29,18 @@ INCOMPLETE = 1
 _AMAX = re.compile(r"(?P<linear>linear_fc[12])\.(?P<kind>weight_amax|calibrated_amax)$")
 _AMAX_KINDS = {"weight_amax": "recorded", "calibrated_amax": "calibrated"}
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-"""Dtypes as a narrow table spells them."""
+"""Dtypes as the table spells them."""
 _LAYER = re.compile(r"(?<=layers\.)\d+(?=\.)")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 Report = dict[str, Any]
 
 
-def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the ``inspect`` command."""
-    parser = subparsers.add_parser(
-        "inspect",
-        help="show what a checkpoint holds, and whether it is whole",
-        description="Show format, experts and their layout, optimizer state, amaxes, and what else "
-        "a torch_dist or safetensors checkpoint says about itself; of --ckpt-format torch, whether "
-        "its files are whole. No other values are read. Exits with 1 if it is not whole, with 2 if "
-        "it cannot be read.",
-        allow_abbrev=False,
-    )
+HELP = "show what a checkpoint holds, and whether it is whole"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     add = parser.add_argument
     add("checkpoint", type=Path, metavar="CKPT", help="a checkpoint; of a run, the newest")
     add("--json", action="store_true", help="print the report as JSON")
@@ -65,13 +64,13 @@ def run(args: argparse.Namespace) -> int:
     path = newest_checkpoint(args.checkpoint)
     if files := files_of_ranks(path):
         say_which_was_taken(args.checkpoint, path)
-        report, show = _examine_files(path, files, thorough=args.thorough), _print_files
+        report = _examine_files(path, files, thorough=args.thorough)
     else:
-        report, show = examine(open_view(args.checkpoint), thorough=args.thorough), _print
+        report = examine(open_view(args.checkpoint), thorough=args.thorough)
     if args.json:
         print(json.dumps(report, indent=2))
     else:
-        show(report)
+        _print(report)
     return INCOMPLETE if report["defects"] else 0
 
 
@@ -83,6 +82,9 @@ def examine(view: "LayerView", *, thorough: bool = False) -> Report:
 
     reader, recorded = view.reader, view.recorded
     is_safetensors = reader.format == "safetensors"  # sizes were compared when it was opened
+    checked = "every byte" if thorough else "metadata and sizes"
+    if is_safetensors:
+        checked = "headers and sizes"
     quantized = find_quantized(view.tensors)
     sets, faults = survey_experts(view, quantized.shapes if quantized else None)
     states = [key for key in view.tensors if is_state(key)]
@@ -95,7 +97,7 @@ def examine(view: "LayerView", *, thorough: bool = False) -> Report:
         "version": recorded.version,
         "iteration": recorded.iteration,
         "defects": [] if is_safetensors else _defects(reader.path, thorough=thorough),
-        "checked": _checked(view, thorough=thorough),
+        "checked": checked,
         "glu_interleave": recorded.glu_interleave,
         "parallel_sizes": dict(recorded.parallel_sizes),
         "optimizer": {
@@ -130,21 +132,7 @@ def _examine_files(path: Path, files: list[Path], *, thorough: bool) -> Report:
     }
 
 
-def _print_files(report: Report) -> None:
-    defects = "; ".join(report["defects"])
-    console = results_console()
-    console.print(report["path"], style="bold")
-    facts = Table(box=None, show_header=False, padding=(0, 1, 0, 0), pad_edge=False)
-    facts.add_row("format", "torch: files of model-parallel ranks")
-    whole = f"no: {defects}" if defects else f"yes, by {report['checked']}"
-    facts.add_row("whole", whole, style="red" if defects else None)
-    size = spell_bytes(report["bytes"])
-    facts.add_row("holds", f"{report['files']:,} files of {report['ranks']:,} ranks, {size}")
-    print_table(console, facts)
-
-
 def _dtypes_of_states(view: "LayerView", states: list[str]) -> dict[str, list[str]]:
-    """Return the dtypes of masters and of each kind of moment, whatever they belong to."""
     from moe_optim.commands.conversion.layer_view import state_kind
 
     found: dict[str, set[str]] = {}
@@ -169,19 +157,12 @@ def _flat_states(view: "LayerView") -> Report | None:
 
 
 def _defects(path: Path, *, thorough: bool) -> list[str]:
-    """Say what is missing or damaged."""
     from moe_optim.checkpoint.integrity import checkpoint_defect, corrupt_files
 
     if thorough:
         return [str(file) for file in corrupt_files(path)]
     defect = checkpoint_defect(path)
     return [defect] if defect else []
-
-
-def _checked(view: "LayerView", *, thorough: bool) -> str:
-    if view.reader.format == "safetensors":
-        return "headers and sizes"
-    return "every byte" if thorough else "metadata and sizes"
 
 
 def _foreign_objects(view: "LayerView") -> dict[str, str]:
@@ -219,7 +200,6 @@ def _amaxes(view: "LayerView") -> list[Report]:
 
 
 def _quantized(found: "StoredWeights | None") -> Report | None:
-    """Say what engines find quantized."""
     if found is None:
         return None
     return {
@@ -254,15 +234,15 @@ def _print(report: Report) -> None:
     console.print(report["path"], style="bold")
     facts = Table(box=None, show_header=False, padding=(0, 1, 0, 0), pad_edge=False)
     facts.add_column(no_wrap=True)
-    facts.add_column(overflow="fold")  # a key that is cut off cannot be looked for
+    facts.add_column(overflow="fold")  # a key must stay whole
     for name, said in _facts(report):
         style = "red" if name == "whole" and report["defects"] else None
         facts.add_row(name, said, style=style)
     print_table(console, facts)
-    for prefix, table in _experts_tables(report["experts"]):
+    for prefix, table in _experts_tables(report.get("experts", [])):
         console.print(f"\nexperts in {prefix}", style="italic")
         print_table(console, table)
-    for fault in _together(report["faults"]):
+    for fault in _together(report.get("faults", [])):
         console.print(f"not understood: {fault}", style="yellow")
 
 
@@ -276,12 +256,19 @@ def _together(faults: list[str]) -> Iterator[str]:
 
 
 def _facts(report: Report) -> Iterator[tuple[str, str]]:
+    defects = "; ".join(report["defects"])
+    whole = f"no: {defects}" if defects else f"yes, by {report['checked']}"
+    if report["format"] == "torch":
+        yield "format", "torch: files of model-parallel ranks"
+        yield "whole", whole
+        size = spell_bytes(report["bytes"])
+        yield "holds", f"{report['files']:,} files of {report['ranks']:,} ranks, {size}"
+        return
     version = f", version {report['version']}" if report["version"] else ""
     yield "format", report["format"] + version
     if report["iteration"] is not None:
         yield "iteration", f"{report['iteration']:,}"
-    defects = "; ".join(report["defects"])
-    yield "whole", f"no: {defects}" if defects else f"yes, by {report['checked']}"
+    yield "whole", whole
     held = [f"{spell_bytes(size)} {dtype}" for dtype, size in report["bytes_by_dtype"].items()]
     objects = f"; {report['objects']} objects" if report["objects"] else ""
     yield "holds", f"{report['tensors']:,} tensors, {', '.join(held)}{objects}"
@@ -294,19 +281,7 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     if sizes := report["parallel_sizes"]:
         cut = [f"{name} {size}" for name, size in sizes.items() if size > 1]
         yield "parallel", ", ".join(cut) or "one rank"
-    state = report["optimizer"]
-    if state["sharding"] or state["tensors"]:
-        sharding = state["sharding"] or "states by parameter"
-        size = spell_bytes(state["bytes"])
-        yield "optimizer", f"{sharding}, {state['tensors']:,} tensors, {size}"
-        kinds = [f"{kind} {' and '.join(held)}" for kind, held in state["dtypes"].items()]
-        if kinds:
-            yield "states", ", ".join(kinds)
-        if flat := state["flat"]:
-            yield (
-                "by name",
-                flat["doubt"] or "`convert` takes them, if masters round to their weights",
-            )
+    yield from _optimizer_facts(report["optimizer"])
     for one in report["amaxes"]:
         range_ = f", {one['least']:.4g} to {one['largest']:.4g}" if one["least"] is not None else ""
         none = f", {one['none']:,} without one" if one["none"] else ""
@@ -316,8 +291,19 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     yield "GLU interleave", said
 
 
+def _optimizer_facts(state: Report) -> Iterator[tuple[str, str]]:
+    if not state["sharding"] and not state["tensors"]:
+        return
+    sharding = state["sharding"] or "states by parameter"
+    yield "optimizer", f"{sharding}, {state['tensors']:,} tensors, {spell_bytes(state['bytes'])}"
+    if kinds := [f"{kind} {' and '.join(held)}" for kind, held in state["dtypes"].items()]:
+        yield "states", ", ".join(kinds)
+    if flat := state["flat"]:
+        said = flat["doubt"] or "`convert` takes them, if masters round to their weights"
+        yield "by name", said
+
+
 def _experts_tables(experts: list[Report]) -> Iterator[tuple[str, Table]]:
-    """Yield prefix and table of each kind of layer, with one row for all layers that are alike."""
     groups: dict[str, dict[tuple[Any, ...], list[Report]]] = {}
     for one in experts:
         prefix = one["prefix"].removeprefix(f"optimizer.state.{one['holds']}.")

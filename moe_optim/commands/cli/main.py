@@ -1,35 +1,26 @@
 """The ``moe-optim`` command: finds the command asked for and turns errors into exit codes."""
 
+import argparse
+import importlib
 import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from moe_optim import __version__
+from moe_optim.commands.console.pictures import picture_path
+from moe_optim.errors import ConfigError, MoEOptimError, closest
+from moe_optim.screen import Screen, discard_output, fail
 
 BAD_INPUT, INTERRUPTED = 2, 130  # argparse itself exits with 2
-PIPE_CLOSED = 141  # as of a process that SIGPIPE ends, though a command goes on to its end
-
-
-def _report_interrupt() -> int:
-    """Say that Ctrl-C ended it, and return the exit code."""
-    print("interrupted", file=sys.stderr)
-    return INTERRUPTED
-
-
-try:
-    import argparse
-    import importlib
-    from collections.abc import Callable, Sequence
-    from typing import NoReturn
-
-    from moe_optim import __version__
-    from moe_optim.commands.console.completion import SHELLS, PrintCompletion
-    from moe_optim.errors import MoEOptimError, closest
-    from moe_optim.screen import Screen, discard_output, fail
-except KeyboardInterrupt:  # these take long enough for Ctrl-C to come between
-    sys.exit(_report_interrupt())
+PIPE_CLOSED = 141  # as of a process that SIGPIPE ends, though a command runs to its end
 
 COMMANDS = (
     "train", "run", "enable", "disable", "recipes", "patch", "plan", "doctor",
     "inspect", "convert", "export", "verify", "report", "compare",
 )  # fmt: skip
-"""Modules of this package; each has ``add_parser(subparsers)`` and ``run(args) -> int``."""
+"""Modules of this package. The docstring of each is the description of its command. Each has
+``HELP`` and ``run(args) -> int``, and perhaps ``add_arguments(parser)`` and ``USAGE``."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -44,23 +35,59 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"moe-optim {__version__}")
     parser.add_argument(
         "--print-completion",
-        choices=SHELLS,
-        action=PrintCompletion,
-        help="print what a shell needs to complete commands, options, files and recipes",
+        choices=("bash", "zsh"),
+        action=_PrintCompletion,
+        help="print what a shell needs to complete commands, options and files",
     )
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name in COMMANDS:
-        importlib.import_module(f"moe_optim.commands.cli.{name}").add_parser(subparsers)
+        command: Any = _module_of(name)
+        added = subparsers.add_parser(
+            name,
+            help=command.HELP,
+            description=command.__doc__,
+            usage=getattr(command, "USAGE", None),
+            allow_abbrev=False,
+        )
+        if hasattr(command, "add_arguments"):
+            command.add_arguments(added)
     return parser
 
 
+def _module_of(command: str) -> Any:
+    return importlib.import_module(f"moe_optim.commands.cli.{command}")
+
+
+class _PrintCompletion(argparse.Action):
+    """Prints the completion script of a shell, by shtab, and ends."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *values: Any) -> None:
+        try:
+            import shtab
+        except ImportError as error:
+            raise ConfigError(
+                "--print-completion: expected shtab, got none. Install it: "
+                "pip install 'moe_optim[completion]'"
+            ) from error
+        for action in _actions(parser):
+            if action.type in (Path, picture_path):
+                action.complete = shtab.FILE  # type: ignore[attr-defined]
+        print(shtab.complete(parser, values[1]))
+        parser.exit()
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """Yield the options and positionals of all commands."""
+    for action in parser._actions:
+        yield action
+        if isinstance(action, argparse._SubParsersAction):
+            for inner in action.choices.values():
+                yield from _actions(inner)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; without ``argv``, that of the process."""
-    return run_command(build_parser, _run_chosen, argv)
-
-
-def _run_chosen(args: argparse.Namespace) -> int:
-    return int(importlib.import_module(f"moe_optim.commands.cli.{args.command}").run(args))
+    """Run one command and return its exit code; ``argv`` is that of the process if None."""
+    return run_command(build_parser, lambda args: int(_module_of(args.command).run(args)), argv)
 
 
 def run_command(
@@ -72,56 +99,51 @@ def run_command(
 
     Args:
         parser_of: function that returns the parser.
-        run: function that takes the parsed arguments and returns an exit code.
+        run: function that takes the parsed arguments, with ``argv`` among them, and returns an
+            exit code.
         argv: arguments; None for those of the process.
     """
+    argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _run(parser_of, run, argv)
-    except KeyboardInterrupt:  # also while an error is said
-        return _report_interrupt()
+        return _run(parser_of(), run, argv)
+    except KeyboardInterrupt:  # also while an error is printed
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
 
 
 def _run(
-    parser_of: Callable[[], argparse.ArgumentParser],
+    parser: argparse.ArgumentParser,
     run: Callable[[argparse.Namespace], int],
-    argv: Sequence[str] | None,
+    argv: list[str],
 ) -> int:
-    """Do the same, but for Ctrl-C."""
     try:
-        parser = parser_of()
         args, unknown = parser.parse_known_args(argv)
         if unknown:
             _refuse(parser, args, unknown)
+        args.argv = argv
         code = run(args)
         sys.stdout.flush()
-        if Screen.lost_reader and not code:
-            return PIPE_CLOSED
     except BrokenPipeError:  # of print; files have been written by then
         discard_output()
         return PIPE_CLOSED
     except MoEOptimError as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
-    except OSError as error:  # such as a full disk, or a file where a folder is wanted
-        return _report_refusal(error)
-    return code
-
-
-def _report_refusal(error: OSError) -> int:
-    """Say what the system refused, of which file, and return the exit code."""
-    where = "" if error.filename is None else f"{error.filename}: "
-    code = fail(f"{where}{error.strerror or error}")
-    try:
-        sys.stdout.flush()
-    except OSError:  # it is stdout that takes no more
-        discard_output()
-    return code
+    except OSError as error:  # such as a full disk, or a file where a folder is expected
+        where = "" if error.filename is None else f"{error.filename}: "
+        code = fail(f"{where}{error.strerror or error}")
+        try:
+            sys.stdout.flush()
+        except OSError:  # it is stdout that takes no more
+            discard_output()
+        return code
+    return PIPE_CLOSED if Screen.lost_reader and not code else code
 
 
 def _refuse(
     parser: argparse.ArgumentParser, args: argparse.Namespace, unknown: Sequence[str]
 ) -> NoReturn:
-    """End as argparse does, with the usage of the command itself and the closest options it has."""
+    """End as argparse does, with the usage of the command itself and its closest options."""
     while chosen := _chosen(parser, args):
         parser = chosen
     names = [word.partition("=")[0] for word in unknown if word.startswith("-")]

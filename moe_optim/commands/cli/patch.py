@@ -1,10 +1,14 @@
-"""``moe-optim patch``: the plug-in as source diffs of a checkout of Megatron-LM."""
+"""Put the plug-in into a checkout of Megatron-LM as source diffs, by git apply.
+
+With the diffs of patches/megatron-lm-0.19 a checkout of core_v0.19.0 takes
+--use-moe-grouped-optim by itself. A tree of any other source is refused.
+"""
 
 import argparse
 from pathlib import Path
 
 from moe_optim.integration.script_runner import require_tree
-from moe_optim.integration.source_diffs import SourceDiff, apply_diffs, load_diffs, revert_diffs
+from moe_optim.integration.source_diffs import SourceDiff, apply_diffs, load_diffs
 
 _NOT_APPLIED, _UNKNOWN = 1, 2
 
@@ -16,15 +20,11 @@ _ACTIONS = {
 }
 
 
-def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the ``patch`` command."""
-    parser = subparsers.add_parser(
-        "patch",
-        help="put the plug-in into a checkout of Megatron-LM as source diffs",
-        description="With the diffs of patches/megatron-lm-0.19 a checkout of core_v0.19.0 takes "
-        "--use-moe-grouped-optim by itself. A tree of any other source is refused.",
-        allow_abbrev=False,
-    )
+HELP = "put the plug-in into a checkout of Megatron-LM as source diffs"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     for name, text in _ACTIONS.items():
         action = actions.add_parser(name, help=text, description=text, allow_abbrev=False)
@@ -43,8 +43,7 @@ def run(args: argparse.Namespace) -> int:
     diffs = load_diffs()
     if args.action == "check":
         return _check(tree, diffs)
-    change = apply_diffs if args.action == "apply" else revert_diffs
-    changed = change(tree, diffs)
+    changed = apply_diffs(tree, diffs, reverse=args.action == "revert")
     for path in changed:
         print(f"changed: {path}")
     if not changed:

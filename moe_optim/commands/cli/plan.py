@@ -1,4 +1,11 @@
-"""``moe-optim plan``: what the expert weights of a recipe cost at any number of GPUs."""
+"""Show what the expert weights of a recipe cost, format by format, without a GPU.
+
+Lays out the expert weights as a run would, of the pipeline stage with most of them, and shows
+memory, gathered bytes and launches of every format, beside Megatron's own, and which format to
+take. Of the recipe it reads megatron_args, expert_layout, storage and who takes steps: step,
+layout, backend. Megatron need not be installed. Arguments after `--` go to Megatron's parser, over
+the recipe's.
+"""
 
 import argparse
 from pathlib import Path
@@ -7,20 +14,12 @@ from moe_optim.commands.console.pictures import picture_path
 from moe_optim.commands.plan.report import STDOUT, STEP
 from moe_optim.integration.argv import add_changes, add_recipe
 
+HELP = "show what the expert weights of a recipe cost, format by format, without a GPU"
+USAGE = "moe-optim plan RECIPE [options] [-- MEGATRON ARGS]"
 
-def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the ``plan`` command."""
-    parser = subparsers.add_parser(
-        "plan",
-        help="show what the expert weights of a recipe cost, format by format, without a GPU",
-        description="Lay out the expert weights of a recipe as a run would, of the pipeline stage "
-        "with most of them, and show memory, gathered bytes and launches of every format, beside "
-        "Megatron's own, and which format to take. Of the recipe it reads megatron_args, "
-        "expert_layout, storage and who takes steps: step, layout, backend. Megatron need not be "
-        "installed. Arguments after `--` go to Megatron's parser, over the recipe's.",
-        usage="moe-optim plan RECIPE [options] [-- MEGATRON ARGS]",
-        allow_abbrev=False,
-    )
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     add = parser.add_argument
     add_recipe(parser, "quickstart")
     add(

@@ -1,4 +1,8 @@
-"""``moe-optim recipes``: what the shipped recipes are, and copies of them to change."""
+"""List the recipes that are installed with moe_optim.
+
+`train`, `plan` and `python -m benchmarks step` take their names where they take the path of a
+recipe.
+"""
 
 import argparse
 import re
@@ -13,16 +17,11 @@ from moe_optim.errors import ConfigError
 from moe_optim.integration.argv import spell_format
 from moe_optim.screen import print_table, results_console
 
+HELP = "list the shipped recipes, or copy one to change it"
 
-def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the ``recipes`` command."""
-    parser = subparsers.add_parser(
-        "recipes",
-        help="list the shipped recipes, or copy one to change it",
-        description="List the recipes that are installed with moe_optim. `train`, `plan` and "
-        "`python -m benchmarks step` take their names where they take the path of a recipe.",
-        allow_abbrev=False,
-    )
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     parser.set_defaults(action=None)
     actions = parser.add_subparsers(dest="action", metavar="ACTION")
     text = "copy a recipe, with those it is based on, and replace no file"
@@ -64,7 +63,6 @@ def _list() -> None:
 
 
 def _needs(recipe: Recipe) -> str:
-    """Say which GPUs a recipe requires of a machine."""
     if "gpus" not in recipe.requires:
         return "CPU or GPU"
     count = recipe.requires["gpus"]

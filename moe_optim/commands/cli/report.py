@@ -1,18 +1,17 @@
-"""``moe-optim report``: a run folder as one page."""
+"""Read a run folder and write a report of it.
+
+The report is one HTML page that needs nothing else, with its pictures as PNGs beside it. The run
+may still be going on.
+"""
 
 import argparse
 from pathlib import Path
 
+HELP = "make a page of a run: losses, health of experts, time, what it was"
 
-def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the ``report`` command."""
-    parser = subparsers.add_parser(
-        "report",
-        help="make a page of a run: losses, health of experts, time, what it was",
-        description="Read a run folder and write one HTML page that needs nothing else, and its "
-        "pictures as PNGs beside it. The run may still be going on.",
-        allow_abbrev=False,
-    )
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="folder to write to (default: RUN/report)"

@@ -1,4 +1,10 @@
-"""``moe-optim run``: a script of Megatron-LM as it is, with the plug-in's flags."""
+"""Run SCRIPT in this process as `python SCRIPT ARGS` does.
+
+With --use-moe-grouped-optim among ARGS it trains with the grouped optimizer; without it, on a
+machine with a GPU, nothing is replaced. Without a GPU it trains on the CPU, over gloo: then
+torch.cuda is redirected and eight names of Megatron are replaced, with the flag or without. It is
+one rank; for several: torchrun [...] --no-python moe-optim run SCRIPT ARGS.
+"""
 
 import argparse
 from pathlib import Path
@@ -17,21 +23,12 @@ from moe_optim.integration.script_runner import (
     trains_on_cpu,
 )
 
+HELP = "run an unmodified script such as pretrain_gpt.py of Megatron-LM"
+USAGE = "moe-optim run [--megatron-lm PATH] [--recipe RECIPE] [--dry-run] SCRIPT [ARGS ...]"
 
-def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the ``run`` command."""
-    parser = subparsers.add_parser(
-        "run",
-        help="run an unmodified script such as pretrain_gpt.py of Megatron-LM",
-        description="Run SCRIPT in this process as `python SCRIPT ARGS` does. With "
-        "--use-moe-grouped-optim among ARGS it trains with the grouped optimizer; without it, on "
-        "a machine with a GPU, nothing is replaced. Without a GPU it trains on the CPU, over gloo: "
-        "then torch.cuda is redirected and eight names of Megatron are replaced, with the "
-        "flag or without. It is one rank; for several: torchrun [...] --no-python moe-optim run "
-        "SCRIPT ARGS.",
-        usage="moe-optim run [--megatron-lm PATH] [--recipe RECIPE] [--dry-run] SCRIPT [ARGS ...]",
-        allow_abbrev=False,
-    )
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     add = parser.add_argument
     add(
         "--megatron-lm",

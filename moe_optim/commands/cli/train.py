@@ -1,4 +1,7 @@
-"""``moe-optim train``: one recipe, from text on the disk to a trained model and its summary."""
+"""Train a MoE GPT with Megatron and the grouped optimizer on this machine.
+
+Arguments after `--` go to Megatron as they are, over the recipe's.
+"""
 
 import argparse
 from pathlib import Path
@@ -7,17 +10,12 @@ from typing import get_args
 from moe_optim.config import Format
 from moe_optim.integration.argv import add_changes, add_recipe
 
+HELP = "train a model from a recipe, on GPUs or on the CPU"
+USAGE = "moe-optim train RECIPE [options] [-- MEGATRON ARGS]"
 
-def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the ``train`` command."""
-    parser = subparsers.add_parser(
-        "train",
-        help="train a model from a recipe, on GPUs or on the CPU",
-        description="Train a MoE GPT with Megatron and the grouped optimizer on this machine. "
-        "Arguments after `--` go to Megatron as they are, over the recipe's.",
-        usage="moe-optim train RECIPE [options] [-- MEGATRON ARGS]",
-        allow_abbrev=False,
-    )
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     add = parser.add_argument
     add_recipe(parser, "quickstart")
     add("--out", type=Path, metavar="DIR", help="folder of the run (default: runs/<recipe name>)")

@@ -1,4 +1,8 @@
-"""``moe-optim verify``: whether two checkpoints hold the same, whatever the layouts."""
+"""Compare all tensors of two checkpoints of any format, a layer at a time.
+
+Experts are compared in one layout and order of rows, bit by bit. Exits with 0 if they are equal,
+with 1 if not or if states could not be compared, with 2 if one cannot be read.
+"""
 
 import argparse
 import json
@@ -26,17 +30,11 @@ SHOWN = 20
 """Differences that the table lists; the JSON has all."""
 
 
-def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the ``verify`` command."""
-    parser = subparsers.add_parser(
-        "verify",
-        help="compare two checkpoints bit by bit, up to the layout of their experts",
-        description="Compare all tensors of two checkpoints of any format, a layer at a time. "
-        "Experts are compared in one layout and order of rows, bit by bit. Exits with 0 if they "
-        "are equal, with 1 if not or if states could not be compared, with 2 if one cannot be "
-        "read.",
-        allow_abbrev=False,
-    )
+HELP = "compare two checkpoints bit by bit, up to the layout of their experts"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     add = parser.add_argument
     add("a", type=Path, metavar="A", help="a checkpoint; of a run's, the newest is taken")
     add("b", type=Path, metavar="B", help="another")

@@ -1,1 +1,1 @@
-"""What commands share: files, tables, command lines and how things are spelt."""
+"""Shared by the commands: files, pictures, provenance and progress."""

@@ -6,14 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
+from rich.progress import DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
 if TYPE_CHECKING:
     from moe_optim.checkpoint.files.reader import CheckpointReader
@@ -21,11 +14,11 @@ if TYPE_CHECKING:
 
 
 def open_reader(path: Path) -> "CheckpointReader":
-    """Open a checkpoint of either format, and say so on stderr if another path was taken.
+    """Open a checkpoint of either format; print on stderr if another path was taken.
 
     Raises:
-        StateError: nothing there, or it is damaged.
-        LayoutError: something else is there.
+        StateError: nothing is there, or it is damaged.
+        LayoutError: it is no checkpoint.
     """
     from moe_optim.commands.conversion.opening import open_checkpoint
 
@@ -35,7 +28,7 @@ def open_reader(path: Path) -> "CheckpointReader":
 
 
 def say_which_was_taken(path: Path, taken: Path) -> None:
-    """Say on stderr which checkpoint was taken, if it is not the path that was given."""
+    """Print on stderr which checkpoint was taken, if it is not the given path."""
     if taken != path:
         console = Console(stderr=True, markup=False, highlight=False)
         console.print(f"{path}: taking its newest checkpoint, {taken.name}", soft_wrap=True)
@@ -54,17 +47,16 @@ def open_view(path: Path, renames: Sequence[str] = ()) -> "LayerView":
 
 @contextmanager
 def progress_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar on stderr while inside, on a terminal alone; gives what takes bytes done."""
+    """Show a bar on stderr, on a terminal alone; yields a function that adds bytes done."""
     console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
+    with Progress(
+        *Progress.get_default_columns()[:2],
         DownloadColumn(),
         TransferSpeedColumn(),
         TimeRemainingColumn(),
-    )
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
     ) as progress:
         task = progress.add_task(what, total=total)
         yield lambda done: progress.update(task, advance=done)

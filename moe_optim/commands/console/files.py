@@ -1,4 +1,4 @@
-"""Writing files whole or not at all, and saying what a full disk needs."""
+"""Writing files whole or not at all, and explaining a full disk."""
 
 import contextlib
 import os
@@ -16,9 +16,7 @@ def require_writable(*paths: Path | None) -> None:
     Raises:
         ConfigError: a folder is missing or may not be written in, or a path is a folder itself.
     """
-    for path in paths:
-        if path is None:
-            continue
+    for path in filter(None, paths):
         folder = path.absolute().parent
         if path.is_dir():
             found = "a folder"
@@ -32,7 +30,7 @@ def require_writable(*paths: Path | None) -> None:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replace ``path`` by ``content``; a crash or a full disk leaves what was there before."""
+    """Replace ``path`` by ``content``; a crash or a full disk leaves the old file."""
     partial = path.with_name(f".{path.name}.partial")
     partial.unlink(missing_ok=True)  # whatever lies there, a link to another file included
     try:
@@ -47,22 +45,17 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def full_disk_explained(path: Path, doing: str) -> Iterator[None]:
-    """Give an ``OSError`` about a full disk the sentence a user can act on as its ``strerror``."""
+    """Tell in an ``OSError`` about a full disk which file system is full, and the remedy."""
     try:
         yield
     except OSError as error:
         if error.errno not in DISK_FULL:
             raise
-        raise OSError(error.errno, full_disk_sentence(path, doing)) from error
-
-
-def full_disk_sentence(path: Path, doing: str) -> str:
-    """Say which file system is full, at what, and what to do about it."""
-    free = free_bytes(path) / 2**20
-    return (
-        f"{path}: {doing} failed: the disk is full ({free:.1f} MiB free). "
-        "Free some space, or give a folder on another disk with --out."
-    )
+        sentence = (
+            f"{path}: {doing} failed: the disk is full ({free_bytes(path) / 2**20:.1f} MiB free). "
+            "Free some space, or give a folder on another disk with --out."
+        )
+        raise OSError(error.errno, sentence) from error
 
 
 def free_bytes(path: Path) -> int:

@@ -3,7 +3,9 @@
 Python runs the line of such a file, ``*.pth``, whenever it starts, before it looks for the program.
 """
 
+import contextlib
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 
 from moe_optim.commands.console.files import write_atomically
@@ -14,11 +16,11 @@ CONTENT = _MARK + (
     b"import sys; '--use-moe-grouped-optim' in sys.orig_argv and "
     b"__import__('moe_optim.import_hook', fromlist=['arm']).arm()\n"
 )
-"""``sys.argv`` is not there yet. Without the flag nothing is imported that is not there already."""
+"""``sys.argv`` does not exist yet. Without the flag nothing more is imported."""
 
 
 def site_file() -> Path:
-    """Return where the file of this environment is, or would be."""
+    """Return the path of the file in this environment, whether it exists or not."""
     return Path(sysconfig.get_path("purelib")) / "moe_optim_enable.pth"
 
 
@@ -28,46 +30,39 @@ def is_enabled() -> bool:
 
 
 def enable() -> bool:
-    """Write the file, whole or not at all, and return whether it was not there already.
+    """Write the file and return True, or False if it was there already.
 
     Raises:
-        ConfigError: the folder cannot be written in, or a file of that name is another's.
+        ConfigError: the folder cannot be written in, or another's file has the name.
     """
     if _own_content() == CONTENT:
         return False
-    try:
+    with _refusing():
         write_atomically(site_file(), CONTENT)
-    except OSError as error:
-        raise _refusal(error) from error
     return True
 
 
 def disable() -> bool:
-    """Remove the file, and return whether there was one. The folder is then as it was.
+    """Remove the file and return True, or False if there was none.
 
     Raises:
-        ConfigError: it cannot be removed, or a file of that name is another's.
+        ConfigError: the file cannot be removed, or is another's.
     """
     if _own_content() is None:
         return False
-    try:
+    with _refusing():
         site_file().unlink()
-    except OSError as error:
-        raise _refusal(error) from error
     return True
 
 
 def _content() -> bytes | None:
-    try:
+    with _refusing(), contextlib.suppress(FileNotFoundError):
         return site_file().read_bytes()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise _refusal(error) from error
+    return None
 
 
 def _own_content() -> bytes | None:
-    """Return what the file holds; one of another version of this package counts as ours."""
+    """Return the content of the file; that of another version of this package counts as ours."""
     content = _content()
     if content is None or content.startswith(_MARK):
         return content
@@ -77,9 +72,13 @@ def _own_content() -> bytes | None:
     )
 
 
-def _refusal(error: OSError) -> ConfigError:
-    return ConfigError(
-        f"{site_file()}: expected a file that may be written, got: {error.strerror}. Call it as "
-        "the owner of this environment or in a virtual environment of your own, or start scripts "
-        "with `moe-optim run`, which writes nothing."
-    )
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"{site_file()}: expected a file that may be written, got: {error.strerror}. Call it "
+            "as the owner of this environment or in a virtual environment of your own, or start "
+            "scripts with `moe-optim run`, which writes nothing."
+        ) from error

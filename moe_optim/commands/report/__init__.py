@@ -1,1 +1,1 @@
-"""What a run has left behind as a page of pictures, and several runs beside each other."""
+"""The report of a run as a page, and the comparison of several runs."""

@@ -1,4 +1,4 @@
-"""One recipe in several formats: a run each, and the comparison of them."""
+"""Trains one recipe in several formats and compares the runs."""
 
 import argparse
 from pathlib import Path
@@ -11,15 +11,12 @@ from moe_optim.screen import results_console
 
 
 def train_formats(args: argparse.Namespace) -> int:
-    """Train a run a format in folders of their names, then compare them beside these.
+    """Train a run per format in folders of their names, then compare them; return the exit code.
 
     All formats are checked against the recipe before the first run; a run that fails ends it.
 
     Args:
-        args: of ``moe-optim train``, with ``formats`` set.
-
-    Returns:
-        The exit code: 0 done, else that of the run that failed.
+        args: arguments of ``moe-optim train``, with ``formats`` set.
 
     Raises:
         ConfigError: a format twice, one of them set by ``--set``, or one that the recipe refuses.
@@ -35,17 +32,13 @@ def train_formats(args: argparse.Namespace) -> int:
     if args.stock:
         raise ConfigError("--formats: expected the plug-in, got --stock. Train that run apart.")
     out = args.out or Path("runs") / args.recipe.stem
-    runs = [_of_format(args, format, out / format) for format in formats]
-    for run in runs:
-        load_recipe(run.recipe, run.set)
-    for run in runs:
+    runs = []
+    for format in formats:
+        changed = {"out": out / format, "set": [*args.set, f"moe_optim.format={format}"]}
+        runs.append(argparse.Namespace(**(vars(args) | changed)))
+        load_recipe(args.recipe, runs[-1].set)
+    for number, run in enumerate(runs):
         if code := train(run):
-            left = " ".join(formats[runs.index(run) :])
-            results_console().print(f"not compared: {left} did not finish")
+            results_console().print(f"not compared: {' '.join(formats[number:])} did not finish")
             return code
     return compare([run.out for run in runs], out / "compare")
-
-
-def _of_format(args: argparse.Namespace, format: str, out: Path) -> argparse.Namespace:
-    changed = {"out": out, "set": [*args.set, f"moe_optim.format={format}"]}
-    return argparse.Namespace(**(vars(args) | changed))

@@ -1,54 +1,43 @@
-"""Pictures of runs, legible at the width of a phone: about five inches wide."""
+"""Draws pictures of runs as PNGs, legible at the width of a phone: about five inches wide."""
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from moe_optim.commands.console.pictures import plain, png_of
-from moe_optim.commands.report.reading import Look
+from moe_optim.commands.report.reading import Sample
 from moe_optim.commands.train.events import Point
 from moe_optim.commands.train.summary import Curves, draw_curves, smoothed
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-WIDTH, DPI = 5.0, 200  # inches, pixels an inch
 _MOST_LABELS = 24
 _MOST_LETTERS = 36
 
 
-def _axes(height: float = 3.0) -> "Axes":
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(WIDTH, height), dpi=DPI, layout="constrained")
+def _new(height: float = 3.0) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(5.0, height), dpi=200, layout="constrained")
     axes = figure.subplots()
     axes.spines[["top", "right"]].set_visible(False)
-    return axes
+    return figure, axes
 
 
-def _png(axes: "Axes") -> bytes:
-    from matplotlib.figure import Figure
-
-    figure = axes.figure
-    assert isinstance(figure, Figure)
-    return png_of(figure)
-
-
-def _over_iterations(axes: "Axes", label: str) -> None:
-    from matplotlib.ticker import MaxNLocator
-
+def _over_iterations(axes: Axes, label: str) -> None:
     axes.set(xlabel="iteration", ylabel=plain(label))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(axis="y", color="0.92")
 
 
 def plot_loss(curves: Curves, unit: str) -> bytes:
-    """Draw training and held-out loss; return a PNG, as everything here does."""
-    axes = _axes()
+    """Draw training and held-out loss."""
+    figure, axes = _new()
     draw_curves(axes, curves)
     _over_iterations(axes, f"loss ({unit})")
     axes.legend(frameon=False)
-    return _png(axes)
+    return png_of(figure)
 
 
 def plot_curves(
@@ -57,13 +46,12 @@ def plot_curves(
     """Draw scalars over iterations, one line each, named where there are several.
 
     Args:
-        curves: name -> points; any of them may be empty.
-        label: of the values, with their unit.
-        smooth: draw means of neighbours.
+        curves: points by name; any of them may be empty.
+        label: name of the values, with their unit.
+        smooth: whether to draw means of neighbours.
     """
-    axes = _axes()
-    values = [point.value for points in curves.values() for point in points]
-    for name, points in curves.items():
+    figure, axes = _new()
+    for points in curves.values():
         ys = [point.value for point in points]
         axes.plot(
             [point.iteration for point in points],
@@ -71,8 +59,8 @@ def plot_curves(
             linewidth=1.3,
             marker="o" if len(ys) < 12 else None,
             markersize=3,
-            label=_named(name),
         )
+    values = [point.value for points in curves.values() for point in points]
     finite = [value for value in values if math.isfinite(value)]
     if finite and min(finite) > 0 and max(finite) > 30 * min(finite):
         axes.set_yscale("log")
@@ -80,7 +68,7 @@ def plot_curves(
     if len(curves) > 1:
         axes.legend(
             axes.lines,
-            [_named(name) for name in curves],  # also those that begin with an underscore
+            [_named(name) for name in curves],
             loc="lower left",
             bbox_to_anchor=(0.0, 1.0),  # above the axes
             borderaxespad=0.0,
@@ -88,57 +76,48 @@ def plot_curves(
             fontsize=8,
             ncols=3,
         )
-    return _png(axes)
+    return png_of(figure)
 
 
-def plot_heat_map(look: Look, label: str, *, logarithmic: bool = False) -> bytes:
-    """Draw a figure of every expert: a row a linear, a column an expert.
+def plot_heat_map(sample: Sample, label: str, *, logarithmic: bool = False) -> bytes:
+    """Draw a figure of every expert: a row for each linear, a column for each expert.
 
     Args:
-        look: what to draw.
-        label: of the values.
-        logarithmic: colours by magnitude; zeros have the lowest.
+        sample: figures to draw.
+        label: name of the values.
+        logarithmic: whether colours go by magnitude; zeros have the lowest.
     """
-    import numpy as np
-    from matplotlib.colors import LogNorm
-    from matplotlib.ticker import MaxNLocator
-
-    rows = len(look.layers)
-    axes = _axes(min(12.0, 1.3 + 0.22 * rows))
-    positive = look.values[np.isfinite(look.values) & (look.values > 0)]
-    scale: Any = None
-    values = look.values
+    rows, values, scale = len(sample.layers), sample.values, None
+    figure, axes = _new(min(12.0, 1.3 + 0.22 * rows))
+    positive = values[np.isfinite(values) & (values > 0)]
     if logarithmic and len(positive) and positive.max() > positive.min():
         scale = LogNorm(float(positive.min()), float(positive.max()))
         values = np.maximum(values, positive.min())
     image = axes.imshow(values, aspect="auto", norm=scale, interpolation="nearest")
     step = -(-rows // _MOST_LABELS)
-    axes.set_yticks(range(0, rows, step), list(map(plain, look.layers[::step])), fontsize=8)
+    axes.set_yticks(range(0, rows, step), list(map(plain, sample.layers[::step])), fontsize=8)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("expert")
     axes.set_title(label, loc="left", fontsize=10)
-    axes.figure.colorbar(image, ax=axes)
-    return _png(axes)
+    figure.colorbar(image, ax=axes)
+    return png_of(figure)
 
 
 def plot_bars(values: Mapping[str, float], label: str) -> bytes:
-    """Draw a bar each, the first at the top, with its value beside it."""
-    axes = _axes(0.9 + 0.28 * len(values))
+    """Draw a bar for each value, the first at the top."""
+    figure, axes = _new(0.9 + 0.28 * len(values))
     places = range(len(values))  # shortened names may be alike
     bars = axes.barh(places, list(values.values()), color="tab:blue", height=0.65)
     axes.set_yticks(places, [_named(name) for name in values])
-    axes.bar_label(bars, fmt=_spell, padding=3, fontsize=8)
+    texts = [f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in values.values()]
+    axes.bar_label(bars, texts, padding=3, fontsize=8)
     axes.invert_yaxis()
     axes.tick_params(axis="y", labelsize=8)
     axes.set_xlabel(label)
     axes.margins(x=0.18)
-    return _png(axes)
+    return png_of(figure)
 
 
 def _named(name: str) -> str:
-    """Return a name that leaves room for the picture, to draw; ends tell paths apart."""
+    """Shorten a name to draw from its front; the ends of paths tell them apart."""
     return plain(name if len(name) <= _MOST_LETTERS else f"…{name[1 - _MOST_LETTERS :]}")
-
-
-def _spell(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

@@ -1,13 +1,16 @@
-"""A run folder as a report needs it."""
+"""Reads a run folder for a report."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
 
 from moe_optim.checkpoint.files.untrusted_files import parse_json, read_file
-from moe_optim.commands.report import records
 from moe_optim.commands.train.events import TRAIN_TAG, VALIDATION_TAG, Events, Point, read_events
 from moe_optim.commands.train.run_folder import RunFolder
 from moe_optim.commands.train.summary import Curves, loss_unit
@@ -15,33 +18,22 @@ from moe_optim.errors import ConfigError, LayoutError
 from moe_optim.formats import FORMATS
 from moe_optim.formats.health_figures import TAGS, THRESHOLDS, warn_of
 
-if TYPE_CHECKING:
-    import numpy as np
-    import torch
-
 _BY_EXPERT = "/by_expert"
-_TIME = "-time"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Look:
-    """One figure of every expert, at the last iteration that health was looked at."""
+class Sample:
+    """One figure of every expert, at the last iteration whose health was sampled."""
 
     iteration: int
     layers: tuple[str, ...]
-    values: "np.ndarray"
-    """[layers, experts] fp32; NaN where a layer has fewer experts."""
-
-    def of_mean(self) -> "Look":
-        """Return values divided by the mean of their layer."""
-        import numpy as np
-
-        return replace(self, values=self.values / np.nanmean(self.values, axis=1, keepdims=True))
+    values: npt.NDArray[np.float32]
+    """[layers, experts]; NaN where a layer has fewer experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a run has left behind; what it has not is empty."""
+    """Results of a run; whatever it has not left is empty."""
 
     name: str
     path: Path
@@ -52,7 +44,7 @@ class Run:
     events: Events
 
     def points(self, tag: str) -> tuple[Point, ...]:
-        """Return a scalar over iterations; empty where it was not logged."""
+        """Return a scalar over iterations; empty if it was not logged."""
         return self.events.scalars.get(tag, ())
 
     @property
@@ -62,62 +54,57 @@ class Run:
 
     @property
     def format(self) -> str:
-        """Of the expert weights."""
+        """Format of the expert weights."""
         return str(self.model.get("format", "unknown format"))
 
     @property
     def loss_unit(self) -> str:
-        """What losses are counted in: runs whose tokens are bytes have the bytes' entropy."""
+        """Unit of losses, see :func:`~moe_optim.commands.train.summary.loss_unit`."""
         return loss_unit(self.summary)
 
     @property
     def times(self) -> dict[str, float]:
-        """Timer of Megatron -> median milliseconds an iteration, as far as they were logged."""
+        """Median milliseconds per iteration of Megatron's timers that were logged."""
         return {
-            tag.removesuffix(_TIME): 1e3 * median(point.value for point in points)
+            tag.removesuffix("-time"): 1e3 * median(point.value for point in points)
             for tag, points in self.events.scalars.items()
-            if tag.endswith(_TIME)
+            if tag.endswith("-time")
         }
 
-    @property
-    def health_layers(self) -> list[str]:
-        """The linears whose health was looked at, in the order in which they were written."""
-        return self.layers_with("amax")
-
     def layers_with(self, figure: str) -> list[str]:
-        """Return the linears, or layers, of whose experts a figure was written, in that order."""
+        """Return the linears, or layers, that have a figure of every expert, as they come."""
         end = f"/{figure}{_BY_EXPERT}"
         tags = (tag for tag in self.events.tensors if tag.startswith(TAGS) and tag.endswith(end))
         return [tag.removeprefix(TAGS).removesuffix(end) for tag in tags]
 
-    def look(self, figure: str) -> Look | None:
+    def sample(self, figure: str) -> Sample | None:
         """Return the last values of a figure of health, or None."""
-        import numpy as np
-
-        last = {
-            layer: self.events.tensors[f"{TAGS}{layer}/{figure}{_BY_EXPERT}"][-1]
-            for layer in self.layers_with(figure)
-        }
-        if not last:
+        layers = self.layers_with(figure)
+        if not layers:
             return None
-        experts = max(len(values) for _, values in last.values())
-        table = np.full((len(last), experts), np.nan, dtype=np.float32)
-        for row, (_, values) in zip(table, last.values(), strict=True):
+        last = [self.events.tensors[f"{TAGS}{one}/{figure}{_BY_EXPERT}"][-1] for one in layers]
+        table = np.full((len(last), max(len(values) for _, values in last)), np.nan, np.float32)
+        for row, (_, values) in zip(table, last, strict=True):
             row[: len(values)] = values
-        iteration = max(iteration for iteration, _ in last.values())
-        return Look(iteration=iteration, layers=tuple(last), values=table)
+        iteration = max(iteration for iteration, _ in last)
+        return Sample(iteration=iteration, layers=tuple(layers), values=table)
 
     def health_warnings(self) -> list[str]:
-        """Return a sentence for each figure above its threshold, or NaN, at the last look.
+        """Return a sentence for each figure above its threshold, or NaN, in the last sample.
 
-        None where the format is not known, as of a run that left events alone.
+        Empty if the format is not known, as of a run that left events alone.
         """
         if self.format not in FORMATS:
             return []
         element = FORMATS[self.format].element
         lines: list[str] = []
-        for layer in self.health_layers:
-            figures = self._last_figures(layer)
+        for layer in self.layers_with("amax"):
+            start = f"{TAGS}{layer}/"
+            figures = {
+                tag.removeprefix(start).removesuffix(_BY_EXPERT): torch.from_numpy(points[-1][1])
+                for tag, points in self.events.tensors.items()
+                if tag.startswith(start)
+            }
             if missing := [one for one in ("norm", *THRESHOLDS[element]) if one not in figures]:
                 said = ", ".join(missing)
                 lines.append(f"{layer}: {said} not recorded: the event file is cut off")
@@ -125,27 +112,15 @@ class Run:
                 lines += warn_of(layer, element, range(len(figures["norm"])), figures)
         return lines
 
-    def _last_figures(self, layer: str) -> dict[str, "torch.Tensor"]:
-        """Return figure -> its last values [experts], of one linear."""
-        import torch
-
-        start = f"{TAGS}{layer}/"
-        return {
-            tag.removeprefix(start).removesuffix(_BY_EXPERT): torch.from_numpy(points[-1][1])
-            for tag, points in self.events.tensors.items()
-            if tag.startswith(start)
-        }
-
 
 def read_run(path: Path) -> Run:
-    """Read what a run has left in its folder; it may be unfinished.
+    """Read the results of a run, which may be unfinished.
 
     Args:
         path: a run folder of ``moe-optim train``, or a folder with TensorBoard events of Megatron.
 
     Raises:
-        LayoutError: there are no events with a training loss, or a file has no names and values, or
-            values of other kinds.
+        LayoutError: there are no events with a training loss, or a file has no names and values.
     """
     folder = RunFolder(path)
     of_events = folder.tensorboard if folder.tensorboard.is_dir() else path
@@ -156,47 +131,38 @@ def read_run(path: Path) -> Run:
             "in them, got none. Name a folder that `moe-optim train` has written, or Megatron's "
             "--tensorboard-dir."
         )
-    return Run(
-        name=path.resolve().name,
-        path=path,
-        model=_read(folder.model, records.MODEL),
-        summary=_read(folder.summary, records.SUMMARY),
-        events=events,
-    )
+    model, summary = _read(folder.model), _read(folder.summary)
+    return Run(name=path.resolve().name, path=path, model=model, summary=summary, events=events)
 
 
-def require_no_run(out: Path, *, own: Path | None = None) -> None:
-    """Refuse to write a page where a run lies, or its report, whose files have the same names.
-
-    Args:
-        out: folder of the page.
-        own: the run whose report it is, if it is one.
-
-    Raises:
-        ConfigError: it is the folder of a run, or of the report of another one.
-    """
-    out = out.resolve()
-    of_report = RunFolder(out.parent)
-    is_report = of_report.report == out and of_report.is_taken
-    is_own = own is not None and own.resolve() == out.parent
-    if RunFolder(out).is_taken or (is_report and not is_own):
-        raise ConfigError(
-            f"--out {out}: expected a folder for a page, got that of a run, whose files have the "
-            "same names. Name another folder."
-        )
-
-
-def _read(path: Path, kinds: records.Kinds) -> dict[str, Any]:
+def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
         content = parse_json(read_file(path.parent, path.name))
         if not isinstance(content, dict):
-            raise ValueError("something else than names and values")
+            raise ValueError
     except ValueError as error:
         raise LayoutError(
             f"{path}: expected names and values as JSON, got something else. Remove the file."
         ) from error
-    if fault := records.find_fault(content, kinds):
-        raise LayoutError(f"{path}: {fault}. Remove the file.")
     return content
+
+
+def require_no_run(out: Path, *, own: Path | None = None) -> None:
+    """Refuse to write a page over the files of a run or of its report.
+
+    Args:
+        out: folder of the page.
+        own: run whose report the page is, if it is one.
+
+    Raises:
+        ConfigError: ``out`` is the folder of a run, or of the report of another one.
+    """
+    out = out.resolve()
+    is_report = RunFolder(out.parent).report == out and RunFolder(out.parent).is_taken
+    if RunFolder(out).is_taken or (is_report and (own is None or own.resolve() != out.parent)):
+        raise ConfigError(
+            f"--out {out}: expected a folder for a page, got that of a run, whose files have the "
+            "same names. Name another folder."
+        )

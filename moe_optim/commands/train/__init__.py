@@ -1,1 +1,1 @@
-"""Training a GPT from a recipe: the run, its ranks and what it leaves behind."""
+"""Training a GPT from a recipe: dataset, ranks and results."""

@@ -1,4 +1,4 @@
-"""What training from the wheel needs besides the plug-in itself."""
+"""Describes the model and the optimizer of a run in ``model.json``."""
 
 import json
 from dataclasses import asdict
@@ -54,7 +54,7 @@ def setup_model_and_optimizer(
 
 
 def describe_model(model: list[Any], optimizer: Any) -> dict[str, Any]:
-    """Return what was built: optimizer class, storage format, and parameters of the whole model.
+    """Return optimizer class, storage format, and parameters of the whole model.
 
     A parameter is counted once, however many ranks hold a copy of it. Every rank must call it.
     """
@@ -83,7 +83,6 @@ def describe_model(model: list[Any], optimizer: Any) -> dict[str, Any]:
 
 
 def _is_counted_here(param: torch.nn.Parameter) -> bool:
-    """Return whether this rank counts ``param``: of all ranks with a copy, one does."""
     if getattr(param, "allreduce", True):
         copy = mpu.get_data_parallel_rank(with_context_parallel=True)
     else:  # an expert's copies are spread over ranks of its own

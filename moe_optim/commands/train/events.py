@@ -1,9 +1,9 @@
-"""The event files of a run, those of all its launches as one."""
+"""Reads the event files of a run, those of all its launches as one."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import numpy as np
@@ -14,7 +14,7 @@ _TEXT = "/text_summary"
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One scalar as an event file has it."""
+    """One scalar of an event file."""
 
     iteration: int
     value: float
@@ -24,27 +24,29 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Events:
-    """What event files hold; every tag has one value an iteration, by iteration."""
+    """Content of event files; every tag has one value an iteration, by iteration."""
 
     scalars: Mapping[str, tuple[Point, ...]]
     tensors: Mapping[str, tuple[tuple[int, "np.ndarray"], ...]]
     """Iteration and value."""
     texts: Mapping[str, str]
-    """The last of each, such as Megatron's arguments by name."""
+    """Last text of each tag, such as Megatron's arguments by name."""
 
 
 def read_events(folder: Path, *, tensors: str | None = None) -> Events:
     """Read the event files of all launches; where two launches overlap, the later one counts.
 
-    A launch that starts at iteration n takes back everything at and after n from those before it,
-    be it that it was resumed there or began again.
+    A launch that starts at iteration n replaces everything at and after n of those before it,
+    whether it was resumed there or began again.
 
     Args:
-        folder: of the files.
-        tensors: how the tags of tensors begin that are read; None reads neither these nor texts.
+        folder: folder of the event files.
+        tensors: prefix of the tensors' tags to read; None reads neither tensors nor texts.
     """
     launches = [_read(path, tensors) for path in folder.glob("events.out.tfevents.*")]
-    launches.sort(key=lambda launch: min(map(_first_time, launch.scalars.values()), default=0.0))
+    launches.sort(
+        key=lambda one: min((p.time for ps in one.scalars.values() for p in ps), default=0.0)
+    )
     scalars: dict[str, tuple[Point, ...]] = {}
     found: dict[str, tuple[tuple[int, np.ndarray], ...]] = {}
     texts: dict[str, str] = {}
@@ -53,34 +55,29 @@ def read_events(folder: Path, *, tensors: str | None = None) -> Events:
         evaluated = [point.iteration for point in launch.scalars.get(VALIDATION_TAG, ())]
         begin = min(trained, default=None)
         for tag in dict.fromkeys([*scalars, *launch.scalars]):
-            more = launch.scalars.get(tag, ())
             since = min(trained + evaluated, default=None) if tag == VALIDATION_TAG else begin
-            before = scalars.get(tag, ())
-            kept = tuple(p for p in before if since is None or p.iteration < since)
-            scalars[tag] = kept + more
+            earlier = (p for p in scalars.get(tag, ()) if since is None or p.iteration < since)
+            scalars[tag] = (*earlier, *launch.scalars.get(tag, ()))
         for tag in dict.fromkeys([*found, *launch.tensors]):
-            earlier = (one for one in found.get(tag, ()) if begin is None or one[0] < begin)
-            found[tag] = (*earlier, *launch.tensors.get(tag, ()))
+            before = (one for one in found.get(tag, ()) if begin is None or one[0] < begin)
+            found[tag] = (*before, *launch.tensors.get(tag, ()))
         texts |= launch.texts
     return Events(scalars=scalars, tensors=found, texts=texts)
 
 
-def _first_time(points: Sequence[Point]) -> float:
-    return min(point.time for point in points)
-
-
 def _read(path: Path, tensors: str | None) -> Events:
-    """Return what one launch has written.
+    """Return the events of one launch.
 
-    Megatron writes its loss on the test text under the validation tag too, and after the
-    validation losses of the same iteration: the first one of an iteration is the one to keep.
+    Megatron writes its loss on the test text under the validation tag too, after the validation
+    losses of the same iteration: the first value of an iteration is the one to keep.
     """
     from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
         EventAccumulator,
     )
+    from tensorboard.util.tensor_util import make_ndarray  # type: ignore[import-untyped]
 
-    every = 0  # as a limit, it keeps all
-    sizes = {"scalars": every} | ({} if tensors is None else {"tensors": every})
+    keep_all = 0
+    sizes = {"scalars": keep_all} | ({} if tensors is None else {"tensors": keep_all})
     events = EventAccumulator(str(path), size_guidance=sizes).Reload()
     scalars = {}
     for tag in events.Tags()["scalars"]:
@@ -88,19 +85,12 @@ def _read(path: Path, tensors: str | None) -> Events:
         for event in events.Scalars(tag):
             point = Point(iteration=event.step, value=event.value, time=event.wall_time)
             points.setdefault(event.step, point)
-        scalars[tag] = tuple(sorted(points.values(), key=lambda point: point.iteration))
+        scalars[tag] = tuple(points[iteration] for iteration in sorted(points))
     found, texts = {}, {}
     for tag in events.Tags()["tensors"] if tensors is not None else ():
-        values = [(event.step, _array(event.tensor_proto)) for event in events.Tensors(tag)]
+        values = [(event.step, make_ndarray(event.tensor_proto)) for event in events.Tensors(tag)]
         if tag.endswith(_TEXT):
             texts[tag.removesuffix(_TEXT)] = values[-1][1].reshape(-1)[0].decode()
-        elif tensors is not None and tag.startswith(tensors):
+        elif tag.startswith(tensors or ""):
             found[tag] = tuple(sorted(values, key=lambda value: value[0]))
     return Events(scalars=scalars, tensors=found, texts=texts)
-
-
-def _array(proto: Any) -> "np.ndarray":
-    from tensorboard.util.tensor_util import make_ndarray  # type: ignore[import-untyped]
-
-    array: np.ndarray = make_ndarray(proto)
-    return array

@@ -1,11 +1,14 @@
 """One rank of ``moe-optim train``: a GPT from Megatron's specs through Megatron's own ``pretrain``.
 
-Started as ``python -m moe_optim.commands.train.pretrain MEGATRON_ARGS``, with the environment
-torchrun sets and ``MOE_OPTIM_CPU=1`` on machines without a GPU. Megatron is imported inside
-functions: the CPU runtime has to stand first, and checkpoint workers import this module again.
+Started by torchrun as ``python -m moe_optim.commands.train.pretrain MEGATRON_ARGS``, with
+``MOE_OPTIM_CPU=1`` on machines without a GPU. Megatron is imported inside functions: the CPU
+runtime must be installed first, and checkpoint workers import this module again.
 """
 
+import ctypes
+import json
 import os
+import signal
 import sys
 import traceback
 from argparse import Namespace
@@ -15,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from moe_optim import import_hook
 from moe_optim.errors import MoEOptimError, refuse
@@ -25,6 +29,8 @@ from moe_optim.integration.patching.engine import apply_patches
 
 Batch = dict[str, Tensor]
 
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
 
 def loss_func(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Sum the token losses of a micro-batch.
@@ -34,7 +40,7 @@ def loss_func(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[s
         losses: [B, S] cross entropy in nats.
 
     Returns:
-        The summed loss, the number of counted tokens (int), and both as ``lm loss`` for the log.
+        Summed loss, number of counted tokens (int), and both as ``lm loss`` for the log.
     """
     mask = loss_mask.view(-1).float()
     loss = torch.sum(losses.view(-1).float() * mask)
@@ -48,13 +54,13 @@ def forward_step(
     """Run one micro-batch forward through one pipeline stage.
 
     Args:
-        batches: None on stages that read no data, see :func:`is_data_read_here`.
+        batches: batches; None on stages that read no data, see :func:`is_data_read_here`.
         model: one model chunk; Megatron has given it the output of the stage before.
-        return_schedule_plan: whether Megatron wants to run the layers itself, overlapped.
+        return_schedule_plan: whether Megatron runs the layers itself, overlapped.
 
     Returns:
         Token losses [B, S] on the last stage, hidden states elsewhere, or the schedule that gives
-        them; and what sums the losses.
+        them; and the function that sums the losses.
     """
     names = ("tokens", "position_ids", "attention_mask", "labels", "loss_mask")
     batch: dict[str, Any] = dict.fromkeys(names)
@@ -122,7 +128,7 @@ build_datasets.is_distributed = True  # type: ignore[attr-defined]  # every rank
 
 
 def refuse_unsupported(args: Namespace) -> None:
-    """Refuse what this entry would silently do differently from ``pretrain_gpt.py``."""
+    """Refuse flags that this entry would silently treat differently from ``pretrain_gpt.py``."""
     refuse(
         {
             "--context-parallel-size": args.context_parallel_size > 1,
@@ -133,6 +139,23 @@ def refuse_unsupported(args: Namespace) -> None:
         expected="moe-optim train: expected whole sequences of plain text",
         remedy="Remove it, or start pretrain_gpt.py of Megatron-LM.",
     )
+
+
+def check(argv: Sequence[str]) -> list[str]:
+    """Return every fault of a run's flags, a sentence each.
+
+    ``argv``, Megatron's and moe_optim's flags, replaces ``sys.argv``: Megatron parses that.
+    """
+    if os.environ.get("MOE_OPTIM_CPU") == "1":
+        cpu_runtime.install()
+
+    from megatron.training.arguments import parse_and_validate_args
+
+    from moe_optim.commands.train.layer_spec import layer_spec
+    from moe_optim.integration.preflight import list_faults
+
+    parse = partial(parse_and_validate_args, extra_args_provider=add_moe_optim_arguments)
+    return list_faults(parse, argv, refuse_unsupported, layer_spec=layer_spec)
 
 
 def train(argv: Sequence[str]) -> None:
@@ -176,24 +199,30 @@ def train(argv: Sequence[str]) -> None:
     )
 
 
-def main() -> int:
-    """Run one rank; a refusal of ours ends with one ``error:`` line instead of a traceback."""
+def main() -> None:
+    """Run one rank, or with ``--check`` before its flags print what is wrong with them, as JSON.
+
+    An error is recorded where torch's elastic agent reads it.
+    """
+    if sys.argv[1:2] == ["--check"]:
+        print(json.dumps(check(sys.argv[2:])))
+        return
+    if sys.platform == "linux":  # a rank must not outlive the launcher that holds the run folder
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    recorder = get_error_handler()
+    recorder.initialize()
     try:
         train(sys.argv[1:])
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
-    except MoEOptimError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        code = 2
-    except OSError as error:
-        traceback.print_exc()
-        print(f"error: {error.strerror or error}: {error.filename or ''}", file=sys.stderr)
-        code = 1
-    else:
-        return 0
-    sys.stderr.flush()
-    os._exit(code)  # the other ranks may be inside a collective: do not wait for them
+    except Exception as error:
+        recorder.record_exception(error)
+        if isinstance(error, MoEOptimError):
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        else:
+            traceback.print_exc()
+        os._exit(1)  # the other ranks may be inside a collective: do not wait for them
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,4 +1,4 @@
-"""Which checkpoints of a run are whole, and pointing Megatron at the newest of them."""
+"""Finds the newest complete checkpoint of a run, and points Megatron at it."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,47 +17,44 @@ from moe_optim.errors import StateError
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The checkpoint a run continues from, and what had to be passed over to find it."""
+    """Checkpoint that a run continues from."""
 
     iteration: int
     notes: tuple[str, ...]
-    """One sentence a skipped checkpoint, and one for a mended tracker file."""
+    """A sentence for each skipped checkpoint, and for a corrected tracker file."""
 
 
 def find_resume_point(checkpoints: Path) -> ResumePoint:
-    """Find the newest complete checkpoint and point Megatron's tracker file at it.
+    """Find the newest complete checkpoint and write its iteration to Megatron's tracker file.
 
     Raises:
-        StateError: there is no complete checkpoint; every incomplete one is named with its defect.
-            Or the tracker file is none.
+        StateError: no checkpoint is complete, or the tracker cannot be read or written.
     """
-    skipped: list[str] = []
+    notes: list[str] = []
     for checkpoint in iteration_folders(checkpoints):
         defect = checkpoint_defect(checkpoint)
         if defect is None:
             iteration = iteration_of(checkpoint)
-            return ResumePoint(iteration, (*skipped, *_mend_tracker(checkpoints, iteration)))
-        skipped.append(f"skipped the incomplete checkpoint {checkpoint.name}: {defect}")
-    found = "; ".join(skipped) if skipped else "it holds none at all"
+            return ResumePoint(iteration, (*notes, *_correct_tracker(checkpoints, iteration)))
+        notes.append(f"skipped the incomplete checkpoint {checkpoint.name}: {defect}")
     raise StateError(
-        f"--resume: {checkpoints} holds no complete checkpoint ({found}). "
+        f"--resume: {checkpoints} holds no complete checkpoint "
+        f"({'; '.join(notes) or 'it holds none at all'}). "
         "Start a new run without --resume in another folder with --out."
     )
 
 
 def newest_complete_checkpoint(checkpoints: Path) -> int | None:
     """Return the iteration of the newest complete checkpoint, or None; changes nothing."""
-    for checkpoint in iteration_folders(checkpoints):
-        if checkpoint_defect(checkpoint) is None:
-            return iteration_of(checkpoint)
-    return None
+    complete = (one for one in iteration_folders(checkpoints) if checkpoint_defect(one) is None)
+    return next(map(iteration_of, complete), None)
 
 
-def _mend_tracker(checkpoints: Path, iteration: int) -> list[str]:
+def _correct_tracker(checkpoints: Path, iteration: int) -> list[str]:
     tracker = checkpoints / TRACKER
     try:
-        said = read_tracker(checkpoints)
-        if said == str(iteration):
+        found = read_tracker(checkpoints)
+        if found == str(iteration):
             return []
         write_atomically(tracker, str(iteration).encode())
     except OSError as error:
@@ -67,10 +64,5 @@ def _mend_tracker(checkpoints: Path, iteration: int) -> list[str]:
             f"{error.filename or tracker}: expected a file with an iteration, got: "
             f"{error.strerror}. Remove it."
         ) from error
-    return [f"set {TRACKER} to {iteration} (it was {_shown(said)})"]
-
-
-def _shown(said: str | None) -> str:
-    if said is None:
-        return "missing"
-    return (said if said.isprintable() else repr(said))[:40] or "empty"
+    was = "missing" if found is None else found[:40] if found.isprintable() else repr(found)[:40]
+    return [f"set {TRACKER} to {iteration} (it was {was or 'empty'})"]

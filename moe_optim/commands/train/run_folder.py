@@ -1,37 +1,49 @@
-"""The folder of one training run: who may write in it, and what in it can be resumed.
+"""The folder of one training run.
 
 ::
 
     RUN/checkpoints/      Megatron's torch_dist checkpoints and its tracker file
-    RUN/logs/launch1/     one log a rank and launch: rank0.log, rank1.log, ...
+    RUN/logs/             stdout.log and stderr.log of every rank and launch
     RUN/tensorboard/      event files of every launch
-    RUN/text.json         the paths of ``--text`` it began with, none for the standard library,
-                          null for Megatron's data; a resume goes on with it
-    RUN/arguments.json    what it was started with; a resume takes over what it is not given anew
+    RUN/arguments.json    what the run was started with; a resumed run takes it over
     RUN/index_cache/      Megatron's sample index of the dataset; rebuilt by every launch
-    RUN/model.json        what rank 0 says about the model it trained
+    RUN/model.json        description of the model that rank 0 trained
     RUN/summary.json      written last: a run that has it has finished
     RUN/loss.png
     RUN/report/           written by `moe-optim report`: index.html and its pictures
-    RUN/.lock             held by the launcher for as long as the run lives
+    RUN/.lock             held by the launcher while the run lives
 """
 
+import argparse
 import contextlib
 import fcntl
 import json
-import os
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO
 
 from moe_optim.checkpoint.files.folders import iteration_folders
 from moe_optim.commands.console.files import full_disk_explained, write_atomically
 from moe_optim.errors import ConfigError, StateError
-from moe_optim.integration.argv import DATA_FLAGS
+from moe_optim.integration.argv import data_flags, flags, last_value, without_options
+
+OVERRIDE_SCHEDULE = "--override-opt_param-scheduler"
+CKPT_STEP = "--ckpt-step"
+_OF_ONE_LOAD = (
+    CKPT_STEP,
+    OVERRIDE_SCHEDULE,
+    "--use-checkpoint-opt_param-scheduler",
+    "--load",
+    "--finetune",
+    "--no-load-optim",
+    "--no-load-rng",
+)
+"""Megatron's flags about a checkpoint that is loaded once."""
+_RATES = ("--lr", "--min-lr", "--decoupled-lr", "--decoupled-min-lr")
 
 
 class RunFolder:
-    """Where everything of one run lies, see above; nothing is created."""
+    """Paths of one run; nothing is created."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -39,13 +51,11 @@ class RunFolder:
         self.logs = path / "logs"
         self.tensorboard = path / "tensorboard"
         self.index_cache = path / "index_cache"
-        self.text = path / "text.json"
         self.arguments = path / "arguments.json"
         self.model = path / "model.json"
         self.summary = path / "summary.json"
         self.loss_plot = path / "loss.png"
         self.report = path / "report"
-        self.lock = path / ".lock"
 
     @property
     def is_taken(self) -> bool:
@@ -53,146 +63,138 @@ class RunFolder:
         left = self.checkpoints, self.tensorboard, self.model, self.summary
         return any(path.exists() for path in left)
 
-    def next_log_folder(self) -> Path:
-        """Return the log folder of the coming launch; those of earlier launches are kept."""
-        taken = [int(path.name.removeprefix("launch")) for path in self.logs.glob("launch[0-9]*")]
-        return self.logs / f"launch{max(taken, default=0) + 1}"
-
-
-def remember_text(folder: RunFolder, paths: Sequence[Path] | None) -> None:
-    """Record what the run trains on, as ``--text`` names it; None: as Megatron's flags do."""
-    record = None if paths is None else [str(path.absolute()) for path in paths]
-    write_atomically(folder.text, f"{json.dumps(record)}\n".encode())
-
-
-def recall_text(folder: RunFolder, given: Sequence[Path]) -> list[Path]:
-    """Return what a resumed run goes on to train on: what it began with, if that was recorded.
-
-    Raises:
-        ConfigError: ``--text`` gives other text than the run began with, or it began with
-            Megatron's data.
-        StateError: the record is damaged.
-    """
-    if not folder.text.is_file():
-        return list(given)
-    began = _read_text_record(folder)
-    if began is None:
-        raise ConfigError(
-            f"--resume: expected Megatron's flags after --, such as {' or '.join(DATA_FLAGS[:2])}, "
-            f"by which {folder.path} began to train on data of its own, got none. Give them again, "
-            "or start a new run in another folder with --out."
-        )
-    if given and {path.resolve() for path in given} != {path.resolve() for path in began}:
-        raise ConfigError(
-            f"--text: expected {spell_text(began)}, which {folder.path} began to train on, got "
-            f"{spell_text(given)}. Leave --text out, or start a new run in another folder with "
-            "--out."
-        )
-    return began
-
-
-def require_megatron_data(folder: RunFolder, flag: str) -> None:
-    """Refuse Megatron's flag for data where the run began with text.
-
-    Raises:
-        ConfigError: it did.
-        StateError: the record is damaged.
-    """
-    began = _read_text_record(folder) if folder.text.is_file() else None
-    if began is not None:
-        raise ConfigError(
-            f"{flag}: expected none, since {folder.path} began to train on {spell_text(began)}. "
-            "Leave the flag out, or start a new run in another folder with --out."
-        )
-
-
-def _read_text_record(folder: RunFolder) -> list[Path] | None:
-    try:
-        record = json.loads(folder.text.read_text())
-        return None if record is None else [Path(path) for path in record]
-    except (ValueError, TypeError) as error:
-        raise StateError(
-            f"{folder.text}: expected a list of paths, got something else. Remove the file, and "
-            "name what to train on as the run was started with it."
-        ) from error
-
-
-def spell_text(paths: Sequence[Path]) -> str:
-    """Name the text to train on."""
-    return " ".join(map(str, paths)) or "the standard library"
-
 
 @contextlib.contextmanager
 def claim(path: Path, *, resume: bool) -> Iterator[RunFolder]:
-    """Create ``path`` and hold its lock inside the ``with``; no second run gets in meanwhile.
-
-    A run that was refused before it wrote anything leaves no folder and no lock behind.
+    """Create a run folder and hold its lock, which keeps every other run out.
 
     Raises:
-        StateError: another run holds the folder, or it holds the results of an earlier run and
-            ``resume`` is not set.
+        StateError: another run holds the folder; or the folder holds results, and ``resume`` is
+            not set.
         ConfigError: ``path`` cannot be a folder.
     """
     folder = RunFolder(path)
-    missing = [one for one in (path, *path.parents) if not one.exists()]
-    with full_disk_explained(path, "creating the run folder"):
-        _create(path)
-        lock = folder.lock.open("a+")
-    with lock:
-        _take(lock, path)
-        try:
-            if not resume:
-                _refuse_earlier_run(folder)
-            yield folder
-        except BaseException:
-            if not (folder.is_taken or folder.logs.exists() or folder.text.exists()):
-                _remove(folder, missing)
-            raise
-
-
-def _remove(folder: RunFolder, created: Sequence[Path]) -> None:
-    """Remove the lock and the folders that were created for it, the innermost first."""
-    folder.lock.unlink()
-    with contextlib.suppress(OSError):  # others have put something there
-        for one in created:
-            one.rmdir()
-
-
-def _create(path: Path) -> None:
     try:
-        path.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
+        with full_disk_explained(path, "creating the run folder"):
+            path.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError, PermissionError) as error:
         raise ConfigError(
-            f"--out {path}: expected a folder, got a file. Choose another."
+            f"--out {path}: expected a folder, got: {error.strerror}. Choose another."
         ) from error
-    except PermissionError as error:
-        raise ConfigError(f"--out {path}: cannot be created: {error.strerror}.") from error
+    with (path / ".lock").open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StateError(
+                f"{path}: another run is training in this folder. Wait for it, stop it, or give "
+                "another folder with --out."
+            ) from None
+        held = [folder.summary] if folder.summary.exists() else []
+        held += iteration_folders(folder.checkpoints)
+        if held and not resume:
+            raise StateError(
+                f"{path}: already holds a run ({held[0].relative_to(path)}). Continue it with "
+                "--resume, or start a new one in another folder with --out."
+            )
+        yield folder
 
 
-def _take(lock: IO[str], path: Path) -> None:
+@dataclass(frozen=True)
+class Record:
+    """Arguments that a run was started with, for a resumed run to take over."""
+
+    set: list[str]
+    megatron_args: list[str]
+    text: list[str] | None
+    """Absolute paths of ``--text``, none for the standard library; None for Megatron's data."""
+
+
+def write_record(folder: RunFolder, args: argparse.Namespace, argv: Sequence[str]) -> None:
+    """Record the arguments of a launch; ``argv`` are all of its flags for Megatron."""
+    text = None if data_flags(argv) else [str(path.absolute()) for path in args.text]
+    kept = without_options(args.megatron_args, _OF_ONE_LOAD)
+    record = Record(set=args.set, megatron_args=kept, text=text)
+    write_atomically(folder.arguments, f"{json.dumps(asdict(record), indent=1)}\n".encode())
+
+
+def read_record(folder: RunFolder) -> Record | None:
+    """Return the arguments that the run was started with; None if they were not recorded.
+
+    Raises:
+        StateError: the record is damaged.
+    """
+    if not folder.arguments.is_file():
+        return None
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.fstat(lock.fileno()).st_nlink == 0:  # removed by a run that was refused just now
-            raise BlockingIOError
-    except BlockingIOError:
-        lock.seek(0)
-        holder = lock.read().strip() or "unknown"
+        record = Record(**json.loads(folder.arguments.read_text()))
+        if not all(isinstance(w, str) for w in [*record.set, *record.megatron_args]):
+            raise TypeError
+    except (ValueError, TypeError) as error:
         raise StateError(
-            f"{path}: another run is training in this folder (process {holder}). "
-            "Wait for it, stop it, or give another folder with --out."
-        ) from None
-    lock.truncate(0)
-    lock.write(f"{os.getpid()}\n")
-    with full_disk_explained(path, "writing the lock file"):
-        lock.flush()
+            f"{folder.arguments}: expected the arguments of the run, got something else. Remove "
+            "the file, and give all arguments that the run was started with."
+        ) from error
+    return record
 
 
-def _refuse_earlier_run(folder: RunFolder) -> None:
-    holds = [path.name for path in (folder.summary,) if path.exists()]
-    holds += [f"checkpoints/{path.name}" for path in iteration_folders(folder.checkpoints)]
-    if holds:
-        raise StateError(
-            f"{folder.path}: already holds a run ({', '.join(holds[:3])}"
-            f"{', ...' if len(holds) > 3 else ''}). Continue it with --resume, or start a new "
-            "one in another folder with --out."
+def inherit(args: argparse.Namespace, folder: RunFolder, record: Record) -> argparse.Namespace:
+    """Return ``args`` with those that the run was started with; what is given anew wins.
+
+    Raises:
+        ConfigError: the run began to train on other data.
+    """
+    data = data_flags(args.megatron_args)
+    given = [str(path.absolute()) for path in args.text]
+    if (record.text is not None and data) or (given and given != record.text):
+        began = "Megatron's data" if record.text is None else " ".join(record.text)
+        raise ConfigError(
+            f"{data[0] if data else '--text'}: expected {began or 'the standard library'}, which "
+            f"{folder.path} began to train on, got {' '.join(given) or 'other data'}. Leave it "
+            "out, or start a new run in another folder with --out."
         )
+    old = without_options(record.megatron_args, _given_anew(args))
+    taken = {
+        "set": [*record.set, *args.set],
+        "megatron_args": [*old, *args.megatron_args],
+        "text": list(map(Path, record.text or [])),
+    }
+    return argparse.Namespace(**vars(args) | taken)
+
+
+def _given_anew(args: argparse.Namespace) -> set[str]:
+    """Return Megatron's flags that ``args`` set, and those that they exclude."""
+    found = {*flags(args.megatron_args)}
+    found |= {one.partition("=")[0].removeprefix("megatron_args.") for one in args.set}
+    for unit, other in (("iters", "samples"), ("samples", "iters")):
+        if f"--train-{unit}" in found:  # Megatron counts a whole run in one unit
+            found |= {f"--{one}-{other}" for one in ("train", "lr-decay", "lr-warmup")}
+    return found
+
+
+def refuse_other_rates(old: Sequence[str], new: Sequence[str], *, stock: bool) -> None:
+    """Refuse a learning rate by which Megatron 0.19 would not find its saved optimizer state.
+
+    Args:
+        old: flags for Megatron that the run was started with.
+        new: flags for Megatron now.
+        stock: whether Megatron's own optimizer loads the state, which no flag helps.
+
+    Raises:
+        ConfigError: a rate differs.
+    """
+    for flag in _RATES:
+        before, now = last_value(old, flag), last_value(new, flag)
+        if _is_same_number(before, now) or (OVERRIDE_SCHEDULE in new and not stock):
+            continue
+        remedy = "train without --stock" if stock else f"add {OVERRIDE_SCHEDULE}"
+        raise ConfigError(
+            f"{flag}: expected {before}, as the run was started, got {now}. Leave it out to go on "
+            f"as before; to go on with another, {remedy}."
+        )
+
+
+def _is_same_number(one: str | None, other: str | None) -> bool:
+    try:
+        return one == other or float(one or "") == float(other or "")
+    except ValueError:
+        return False

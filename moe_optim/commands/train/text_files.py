@@ -1,4 +1,4 @@
-"""Finding the text to train on and dividing it into training, validation and test text."""
+"""Finds the text to train on and divides it into training, validation and test text."""
 
 import hashlib
 import os
@@ -12,7 +12,6 @@ from moe_optim.errors import ConfigError
 
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
-SplitBy = Literal["file", "bytes"]
 
 _TRAIN_END, _VALIDATION_END = 0.96, 0.98
 _LEAST_HELD_OUT_SHARE = 0.005  # of all bytes, for a split by whole files to stand
@@ -21,11 +20,11 @@ _NO_TEXT_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "test", "te
 
 @dataclass(frozen=True)
 class TextFile:
-    """One input file as it was found."""
+    """One input file."""
 
     path: Path
     name: str
-    """Path below the given folder; decides the split, so that it is the same everywhere."""
+    """Path below the given folder; decides the split, which is then the same everywhere."""
     size: int
     """Bytes."""
     mtime_ns: int
@@ -41,7 +40,7 @@ class Span:
 
 
 def standard_library_text() -> list[TextFile]:
-    """Return the standard library's ``.py`` files, but for its tests; ConfigError without any."""
+    """Return the standard library's ``.py`` files, without its tests; ConfigError without any."""
     root = Path(sysconfig.get_path("stdlib"))
     files = [file for file in _walk(root, skip=_NO_TEXT_FOLDERS) if file.path.suffix == ".py"]
     if not files:
@@ -53,38 +52,26 @@ def standard_library_text() -> list[TextFile]:
 
 
 def find_text(paths: Sequence[Path]) -> list[TextFile]:
-    """Return every file that ``paths`` name or hold, each once, in a fixed order.
+    """Return all files that ``paths`` name or hold, each once, in a fixed order.
 
-    Folders are searched to the bottom; in them, what is hidden, empty or in ``__pycache__`` is
-    passed over.
+    Hidden and empty files, and ``__pycache__``, are skipped in folders.
 
     Raises:
-        ConfigError: a path does not exist, is neither a file nor a folder, cannot be read, or has
-            no text.
+        ConfigError: a path does not exist, cannot be read, or has no text.
     """
     found: dict[Path, TextFile] = {}
     for path in paths:
-        for file in _files_of(path):
+        if path.is_dir():
+            files = list(_walk(path))
+        elif path.is_file():
+            files = [file for file in [_describe(path, path.name)] if file.size]
+        else:
+            raise ConfigError(f"--text {path}: expected a file or a folder. Correct the path.")
+        if not files:
+            raise ConfigError(f"--text {path}: expected text, found none. Name other text.")
+        for file in files:
             found.setdefault(file.path.resolve(), file)
     return [found[path] for path in sorted(found)]
-
-
-def _files_of(path: Path) -> list[TextFile]:
-    if not path.exists():
-        raise ConfigError(f"--text {path}: no such file or folder. Correct the path.")
-    if path.is_dir():
-        files = list(_walk(path))
-        if not files:
-            raise ConfigError(
-                f"--text {path}: expected text, found no file that is not empty. Name others."
-            )
-        return files
-    if not path.is_file():
-        raise ConfigError(f"--text {path}: expected a file or a folder, got a device or a socket.")
-    file = _describe(path, path.name)
-    if not file.size:
-        raise ConfigError(f"--text {path}: expected text, the file is empty.")
-    return [file]
 
 
 def _walk(root: Path, skip: Set[str] = frozenset({"__pycache__"})) -> Iterator[TextFile]:
@@ -108,19 +95,25 @@ def _describe(path: Path, name: str) -> TextFile:
     return TextFile(path, name, status.st_size, status.st_mtime_ns)
 
 
-def split_text(files: Sequence[TextFile]) -> tuple[SplitBy, dict[Split, list[Span]]]:
+def split_text(files: Sequence[TextFile]) -> dict[Split, list[Span]]:
     """Divide ``files`` into 96% training, 2% validation and 2% test text, always the same way.
 
-    By a hash of each file's name, whole files, when that leaves at least 0.5% of the bytes to
-    both held-out splits; with fewer files every file is cut at 96% and 98% of its bytes instead.
+    Whole files go to a split by a hash of their names, if that leaves at least 0.5% of the bytes
+    to both held-out splits; otherwise every file is cut at 96% and 98% of its bytes.
     """
     by_file: dict[Split, list[Span]] = {split: [] for split in SPLITS}
     for file in files:
         by_file[_split_of(file.name)].append(Span(file, 0, file.size))
     least = _LEAST_HELD_OUT_SHARE * sum(file.size for file in files)
     if by_file["train"] and all(_bytes_of(by_file[split]) >= least for split in SPLITS):
-        return "file", by_file
-    return "bytes", _cut_every_file(files)
+        return by_file
+    cut: dict[Split, list[Span]] = {split: [] for split in SPLITS}
+    for file in files:
+        ends = (0, int(file.size * _TRAIN_END), int(file.size * _VALIDATION_END), file.size)
+        for split, start, end in zip(SPLITS, ends, ends[1:], strict=False):
+            if end > start:
+                cut[split].append(Span(file, start, end))
+    return cut
 
 
 def _split_of(name: str) -> Split:
@@ -129,16 +122,6 @@ def _split_of(name: str) -> Split:
     if place < _TRAIN_END:
         return "train"
     return "validation" if place < _VALIDATION_END else "test"
-
-
-def _cut_every_file(files: Sequence[TextFile]) -> dict[Split, list[Span]]:
-    spans: dict[Split, list[Span]] = {split: [] for split in SPLITS}
-    for file in files:
-        cuts = (0, int(file.size * _TRAIN_END), int(file.size * _VALIDATION_END), file.size)
-        for split, start, end in zip(SPLITS, cuts, cuts[1:], strict=False):
-            if end > start:
-                spans[split].append(Span(file, start, end))
-    return spans
 
 
 def _bytes_of(spans: Sequence[Span]) -> int:

@@ -122,8 +122,8 @@ def test_products_of_transformer_engine_are_those_that_it_says_it_has(
     assert doctor.examine()["native_products"] == recipes
     main(["doctor"])
     out = capsys.readouterr().out
-    assert f"Transformer Engine's own products: {said}" in out
-    assert "product of portable experts" in out
+    assert f"Transformer Engine's own GEMMs: {said}" in out
+    assert "GEMM of portable experts" in out
 
 
 def test_a_missing_megatron_is_an_error_with_the_line_that_installs_it(light, capsys):

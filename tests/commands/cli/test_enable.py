@@ -79,8 +79,7 @@ def test_a_folder_that_cannot_be_written_in_is_refused_with_the_other_ways(monke
 
 
 def test_the_doctor_says_whether_it_is_enabled(packages, capsys, monkeypatch):
-    for name in ("_examine_package", "_examine_format"):
-        monkeypatch.setattr(doctor, name, lambda name: {"state": "", "problem": None})
+    monkeypatch.setattr(doctor, "_examine_package", lambda name: {"state": "", "problem": None})
     monkeypatch.setattr(doctor, "find_gpus", lambda: ())
     assert doctor.examine()["moe_optim"]["enabled"] is None
     call("enable", capsys)

@@ -1,22 +1,15 @@
 """A dataset holds exactly the bytes of its text, is built once, and is whole or absent."""
 
 import errno
-import json
 import math
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from moe_optim.commands.train import byte_dataset as module
-from moe_optim.commands.train.byte_dataset import (
-    END_OF_DOCUMENT,
-    dataset_argv,
-    entropy,
-    fingerprint,
-    prepare_dataset,
-    require_sequence_length,
-)
+from moe_optim.commands.train.byte_dataset import END_OF_DOCUMENT, prepare_dataset
 from moe_optim.commands.train.text_files import SPLITS, find_text
 from moe_optim.errors import ConfigError
 from tests.support.training_runs.runs import small_disk
@@ -42,7 +35,7 @@ def documents(dataset, split):
     """Return the documents of one split as Megatron reads them, a list of token ids each."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-    indexed = IndexedDataset(str(dataset.prefix(split)))
+    indexed = IndexedDataset(str(dataset.folder / split))
     ends = indexed.document_indices
     return [
         np.concatenate([indexed[item] for item in range(start, end)]).tolist()
@@ -57,16 +50,14 @@ def test_megatron_reads_back_the_bytes_of_every_file_and_their_ends(
     """Also for files larger than what is read at a time; the end mark is never an item alone."""
     monkeypatch.setattr(module, "_CHUNK_BYTES", chunk)
     files = find_text([text])
-    written = []
-    dataset, built = prepare_dataset(files, tmp_path / "data", on_bytes=written.append)
-    assert (built, dataset.split_by) == (True, "bytes")
+    dataset, built = prepare_dataset(files, tmp_path / "data")
+    assert built
     splits = [documents(dataset, split) for split in SPLITS]
     for file, *parts in zip(files, *splits, strict=True):
         assert all(part[-1] == END_OF_DOCUMENT for part in parts)
         assert bytes(sum((part[:-1] for part in parts), [])) == file.path.read_bytes()
     for split, found in zip(SPLITS, splits, strict=True):
         assert sum(map(len, found)) == dataset.tokens(split)
-    assert sum(written) == sum(file.size for file in files) == sum(dataset.bytes.values())
 
 
 def test_the_byte_entropy_is_that_of_the_validation_text(text, tmp_path):
@@ -74,13 +65,6 @@ def test_the_byte_entropy_is_that_of_the_validation_text(text, tmp_path):
     held_out = [token for document in documents(dataset, "validation") for token in document[:-1]]
     shares = np.bincount(held_out) / len(held_out)
     assert dataset.byte_entropy == pytest.approx(-sum(p * math.log(p) for p in shares if p))
-
-
-@pytest.mark.parametrize(
-    ("counts", "nats"), [([5, 0], 0.0), ([3, 3], math.log(2)), ([1] * 256, math.log(256))]
-)
-def test_entropy_of_known_distributions(counts, nats):
-    assert entropy(np.array(counts)) == pytest.approx(nats)
 
 
 def test_a_dataset_is_built_once_and_then_reused_byte_for_byte(text, tmp_path):
@@ -101,11 +85,11 @@ def touch(path):
 
 
 @pytest.mark.parametrize("change", [change_size, touch, lambda path: path.unlink()])
-def test_another_text_is_another_dataset(text, change):
-    before = fingerprint(find_text([text]))
-    assert fingerprint(find_text([text])) == before
+def test_another_text_is_another_dataset(text, tmp_path, change):
+    before, _ = prepare_dataset(find_text([text]), tmp_path / "data")
     change(text / "short.txt")
-    assert fingerprint(find_text([text])) != before
+    after, built = prepare_dataset(find_text([text]), tmp_path / "data")
+    assert built and after.folder != before.folder
 
 
 @pytest.mark.parametrize("damage", ["train.bin", "test.idx", "dataset.json"])
@@ -115,32 +99,13 @@ def test_a_damaged_dataset_is_built_again(text, tmp_path, damage):
     assert prepare_dataset(find_text([text]), tmp_path / "data") == (dataset, True)
 
 
-def test_a_killed_build_leaves_nothing_that_looks_finished(text, tmp_path, monkeypatch):
-    """What a kill leaves is a partial folder, which the next build clears away."""
-    root = tmp_path / "data"
-    files = find_text([text])
-    with monkeypatch.context() as patch:
-        patch.setattr(module.shutil, "rmtree", lambda *_, **__: None)  # no clean-up after a kill
-        with pytest.raises(KeyboardInterrupt):
-            prepare_dataset(files, root, on_bytes=interrupt)
-    left = [path.name for path in root.iterdir() if path.is_dir()]
-    assert left == [f".bytes-{fingerprint(files)}.partial"]
-    dataset, built = prepare_dataset(files, root)
-    assert built
-    assert [path for path in root.iterdir() if path.is_dir()] == [dataset.folder]
-
-
-def interrupt(_):
-    raise KeyboardInterrupt
-
-
 def test_a_full_disk_leaves_nothing_of_a_dataset(text, tmp_path):
     (text / "large.txt").write_bytes(bytes(2**20))
     with small_disk(tmp_path / "disk", "1m") as disk:
         with pytest.raises(OSError) as raised:
             prepare_dataset(find_text([text]), disk / "data")
         assert raised.value.errno == errno.ENOSPC
-        assert not [path for path in (disk / "data").iterdir() if path.is_dir()]
+        assert not list((disk / "data").iterdir())
 
 
 def test_a_file_that_shrinks_meanwhile_is_named(text, tmp_path):
@@ -153,18 +118,16 @@ def test_a_file_that_shrinks_meanwhile_is_named(text, tmp_path):
 def test_text_shorter_than_one_sample_is_refused_by_split(text, tmp_path):
     dataset, _ = prepare_dataset(find_text([text]), tmp_path / "data")
     enough = min(dataset.tokens(split) for split in SPLITS) - 1
-    require_sequence_length(dataset, enough)
+    dataset.require_sequence_length(enough)
     with pytest.raises(ConfigError, match=f"(validation|test) text: .*{enough + 1} bytes.*--text"):
-        require_sequence_length(dataset, enough + 1)
+        dataset.require_sequence_length(enough + 1)
 
 
 def test_megatron_takes_the_flags_and_ends_documents_with_256(text, tmp_path):
-    from types import SimpleNamespace
-
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
     dataset, _ = prepare_dataset(find_text([text]), tmp_path / "data")
-    argv = dataset_argv(dataset, tmp_path / "cache")
+    argv = dataset.megatron_argv(tmp_path / "cache")
     flags = dict(zip(argv[::2], argv[1::2], strict=True))
     assert flags["--data-cache-path"] == str(tmp_path / "cache")
     for flag in ("--train-data-path", "--valid-data-path", "--test-data-path"):
@@ -175,10 +138,3 @@ def test_megatron_takes_the_flags_and_ends_documents_with_256(text, tmp_path):
         pad_vocab_size=False,
     )
     assert build_tokenizer(args).eod == END_OF_DOCUMENT
-
-
-def test_the_facts_of_a_dataset_lie_beside_it(text, tmp_path):
-    dataset, _ = prepare_dataset(find_text([text]), tmp_path / "data")
-    facts = json.loads((dataset.folder / "dataset.json").read_text())
-    assert facts["byte_entropy"] == dataset.byte_entropy
-    assert facts["files"] == [str(file.path) for file in find_text([text])]

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.extended]
 
 def test_two_pipeline_stages_train_to_the_summary(tmp_path):
     """Losses come from the last stage, the account of the model from all; both stages save."""
-    shutil.copytree(REPOSITORY / "moe_optim" / "cli", tmp_path / "text")
+    shutil.copytree(REPOSITORY / "moe_optim" / "commands" / "cli", tmp_path / "text")
     out = tmp_path / "run"
     recipe = REPOSITORY / "recipes" / "quickstart.yaml"
     words = ["train", str(recipe), "--out", str(out), "--cpu", "--ranks", "2"]

@@ -2,7 +2,6 @@
 
 import contextlib
 import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,8 +10,8 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[3]
-FAKE_RANK = (sys.executable, str(Path(__file__).with_name("fake_rank.py")))
-"""Command of a rank that only pretends: see fake_rank.py."""
+FAKE_RANK = "tests.support.training_runs.fake_rank"
+"""Module of a rank that only pretends: see fake_rank.py."""
 
 
 def write_checkpoint(checkpoints: Path, iteration: int) -> Path:

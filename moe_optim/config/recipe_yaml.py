@@ -1,0 +1,110 @@
+"""Reads the YAML of recipes and assignments, and resolves ``${...}`` in it by OmegaConf.
+
+Whole numbers, ``true``, ``false`` and ``null`` are values, all else is text: ``2e-3``, ``1.10`` and
+``12:30`` reach Megatron as they were written. YAML's own rules would turn them into text, 1.1 and
+750.
+"""
+
+import re
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from moe_optim.errors import ConfigError
+
+MAX_BYTES = 2**18
+"""Largest size of a text; the largest recipe shipped has an eightieth of it."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Takes plain values; refuses tags and repeated keys."""
+
+    yaml_implicit_resolvers: Any = {}
+
+    def fetch_tag(self) -> None:
+        raise yaml.MarkedYAMLError(
+            problem="a tag, and tags are not taken", problem_mark=self.get_mark()
+        )
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen = set()
+        for key, _ in node.value:
+            name = (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else key
+            if name in seen:
+                raise yaml.MarkedYAMLError(
+                    problem=f"the key {key.value!r} for the second time",
+                    problem_mark=key.start_mark,
+                )
+            seen.add(name)
+        return super().construct_mapping(node, deep)
+
+
+for _tag, _pattern in {
+    "bool": "true|True|TRUE|false|False|FALSE",
+    "null": "null|Null|NULL|~|",
+    "int": "0|-?[1-9][0-9]{0,17}",  # only what str(int) gives back, and 64 bits hold
+}.items():
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), None)
+
+
+def parse_yaml(where: str, text: str) -> Any:
+    """Return the value that ``text`` spells out.
+
+    Args:
+        where: name of the text in errors.
+        text: a whole document, or one value.
+
+    Raises:
+        ConfigError: it is no YAML, is too large, or has tags or repeated keys.
+    """
+    if len(text) > MAX_BYTES:
+        raise ConfigError(f"{where}: expected at most {MAX_BYTES:,} characters of YAML, got more.")
+    line = ""
+    try:
+        return yaml.load(text, Loader=_Loader)  # noqa: S506  # a SafeLoader
+    except yaml.MarkedYAMLError as error:
+        if error.problem_mark:
+            line = f" line {error.problem_mark.line + 1}:"
+        problem = error.problem or "something else"
+    except yaml.reader.ReaderError as error:
+        line = f" line {text.count(chr(10), 0, error.position) + 1}:"
+        problem = "a character that it does not take"
+    except RecursionError:
+        problem = "values nested too deep"
+    raise ConfigError(
+        f"{where}:{line} expected YAML, got: {shorten(problem)}. Correct it, or quote what is text."
+    )
+
+
+def merge(where: str, *layers: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return sections merged, the later layer winning, with every ``${...}`` replaced.
+
+    Args:
+        where: name of the layers in errors.
+        layers: {section: {key: a plain value, or a list of them}}.
+
+    Raises:
+        ConfigError: an interpolation leads nowhere, or to itself.
+    """
+    try:
+        resolved: Any = OmegaConf.to_container(OmegaConf.merge(*layers), resolve=True)
+    except (OmegaConfBaseException, RecursionError) as error:
+        key = getattr(error, "full_key", None)
+        raise ConfigError(
+            f"{where}: {f'{key}: ' if key else ''}expected an interpolation that resolves, got "
+            f"{quote(str(error).partition(chr(10))[0])}. Correct the ${{...}} in it."
+        ) from None
+    return dict(resolved)
+
+
+def shorten(text: str, limit: int = 300) -> str:
+    """Return ``text`` with its middle left out if it is longer than ``limit``, for messages."""
+    return text if len(text) <= limit else f"{text[: limit // 2]}...{text[-limit // 2 :]}"
+
+
+def quote(value: object) -> str:
+    """Return the representation of a user's value, which may be long, for messages."""
+    return shorten(repr(value))
