@@ -103,7 +103,7 @@ def install_experts(config: MoEOptimConfig) -> None:
 
     installation.install(config)
     checkpoints = (*patches.CHECKPOINTS, *patches.CHECKPOINTS_OF_RANKS)
-    revert_patches((*patches.OPTIMIZER, *checkpoints), installation.BUCKET)
+    revert_patches((*patches.OPTIMIZER, *checkpoints), installation.HOLDER)
 
 
 def _shrink_mock_data() -> None:
