@@ -43,7 +43,7 @@ CASES = {
     "reference_dequantize": ("reference_dequantize", buffer_arguments("nvfp4")),
     "read_weight": (
         "read_weight",
-        (BUFFERS[0], LINEAR.weight.buffer_rowwise_scale, None, STORAGE.handle, "mxfp8", "rowwise"),
+        (BUFFERS[0], LINEAR.storage.quantized.rowwise_scale, None, STORAGE.handle, "mxfp8", "rowwise"),
     ),
     "grouped_product": ("grouped_product", (TOKENS, ENDS, BUFFERS, HANDLE)),
     "grouped_dgrad": ("grouped_dgrad", (OUTPUT_GRAD, ENDS, HANDLE, VERSION, 32)),
