@@ -28,7 +28,8 @@ CHUNK_BYTES = 4000
 
 def make_metadata(chunks: int) -> bytes:
     """Return ``.metadata`` of tensors of 64 experts, one a chunk and file."""
-    entries, places = {}, {}
+    entries: dict[str, Any] = {}
+    places = {}
     for layer in range(chunks // EXPERTS):
         key = (
             f"optimizer.state.exp_avg.decoder.layers.{layer}.mlp.experts.experts.linear_fc1.weight"
