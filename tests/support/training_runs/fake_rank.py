@@ -4,7 +4,7 @@ Environment variable FAKE_RANK:
 
 - empty: train to the end, evaluate, write events and model.json
 - ``error``: the last rank records FAKE_ERROR and ends
-- ``raise``: rank 0 fails, and the others lose their peer within the same second
+- ``raise``: rank 0 fails, and then the others, which lose their peer
 - ``hang``: never end; every rank writes its id into FAKE_PIDS
 - ``full``: the last rank writes into its run folder until the disk, a small one, is full
 """
@@ -59,7 +59,7 @@ def misbehave(args: argparse.Namespace) -> None:
     if BEHAVIOUR == "error" and RANK == LAST:
         fail(os.environ.get("FAKE_ERROR", "ConfigError: expected 4, got 6."))
     if BEHAVIOUR == "raise":
-        time.sleep(0.05 * (RANK == 0))  # others are the first to end
+        time.sleep(0.05 * (RANK != 0))
         fail("RuntimeError: Connection closed by peer" if RANK else "ValueError: no weight")
     if BEHAVIOUR == "full" and RANK == LAST:
         with (Path(args.save).parent / "state").open("wb", buffering=0) as file:
