@@ -12,7 +12,7 @@ from tests.support.modules.compiling import Compiled, compiling, make_linear, ma
 
 operations = torch.ops.moe_optim
 LINEAR = make_linear(MXFP8)
-STORAGE = LINEAR.storage
+SCALES = LINEAR.storage.quantized.rowwise_scale
 
 
 def make(*shape, seed=0):
@@ -43,7 +43,14 @@ CASES = {
     "reference_dequantize": ("reference_dequantize", buffer_arguments("nvfp4")),
     "read_weight": (
         "read_weight",
-        (BUFFERS[0], LINEAR.storage.quantized.rowwise_scale, None, STORAGE.handle, "mxfp8", "rowwise"),
+        (
+            BUFFERS[0],
+            LINEAR.storage.quantized.rowwise_scale,
+            None,
+            LINEAR.weight.storage_handle,
+            "mxfp8",
+            "rowwise",
+        ),
     ),
     "grouped_product": ("grouped_product", (TOKENS, ENDS, BUFFERS, HANDLE)),
     "grouped_dgrad": ("grouped_dgrad", (OUTPUT_GRAD, ENDS, HANDLE, VERSION, 32)),
