@@ -9,9 +9,9 @@ from torch._dynamo.exc import TorchRuntimeError, Unsupported
 
 import moe_optim
 from moe_optim.buckets.offload import ParamData
+from moe_optim.calibration.calibrated_amax import hold_calibrated_amax
+from moe_optim.calibration.fake_quantization import PER_EXPERT_GRIDS
 from moe_optim.errors import StateError
-from moe_optim.experts.calibrated_amax import set_calibrated_amax
-from moe_optim.fake_quantization import PER_EXPERT_GRIDS
 from moe_optim.formats import DIRECTIONS, FORMATS, MXFP8, QuantizedWeight, reference
 from moe_optim.weights.storage import Weights
 from tests.support.bytes import assert_bytes_equal, assert_same_tensors
@@ -196,10 +196,10 @@ def test_calibrated_amaxes_clip_gradients_in_graphs_too(grid, layout):
         weight.abs().float().quantile(0.5)
         for weight in torch.cat([w.detach().view(-1, *linear.shape[1:]) for w in linear.weights()])
     ]
-    set_calibrated_amax(linear, torch.stack(amaxes).view(-1, 1, 1))
+    hold_calibrated_amax(linear, torch.stack(amaxes).view(-1, 1, 1))
     clipped = run_passes(linear, linear)
     assert_same_tensors(run_passes(Compiled(linear), linear), clipped)
-    set_calibrated_amax(linear, None)
+    hold_calibrated_amax(linear, None)
     free = run_passes(linear, linear)
     assert not torch.equal(clipped["wgrad 0"], free["wgrad 0"])
 
